@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ class SplitCache(Cache):
     Lengths are those of the whole sequence. All ranks use the cache with the same calls. It cannot be reordered (beam search).
     """
 
-    def __init__(self, group: Group, layers: int, share: float) -> None:
+    def __init__(self, group: Group, layers: int, share: float, rollback: int) -> None:
         self.group = group
         self.share = share
+        #: Tokens that :meth:`crop` can take back although a window has dropped keys.
+        self.rollback = rollback
         #: Tokens of all ranks.
         self.length = 0
         #: Keys behind a window are kept, since there is padding, which windows of caches do not go with.
@@ -50,20 +54,34 @@ class SplitCache(Cache):
             )
 
     def restore(self) -> None:
-        """Takes back what a failed call has appended."""
+        """Takes back what a failed call has appended. Where a window has dropped keys, that may be impossible: then
+        :meth:`check` refuses the next call."""
         self.pending = None
-        for layer in self.parts:
-            if layer.store is not None and len(layer.store) > self.length:
-                layer.store.truncate(self.length)
+        with contextlib.suppress(RequestError):
+            self._truncate(self.length)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens. All ranks do the same before the next call."""
+        """Removes the last ``-tokens_to_remove`` tokens. All ranks do the same before the next call.
+
+        :raises RequestError: keys behind a window that the next token would see are dropped; the cache is as it was.
+        """
         if tokens_to_remove > 0:
             raise RequestError(f"crop({tokens_to_remove}) of a cache: pass a negative number of tokens to remove")
-        self.length = max(0, self.length + tokens_to_remove)
-        for layer in self.parts:
-            if layer.store is not None:
-                layer.store.truncate(self.length)
+        length = max(0, self.length + tokens_to_remove)
+        try:
+            self._truncate(length)
+        except RequestError as error:
+            raise RequestError(
+                f"crop({tokens_to_remove}) of a cache of {self.length} tokens that has dropped keys behind its windows, and was "
+                f"made to take back {self.rollback} tokens: make it with handle.cache(rollback={-tokens_to_remove}), or a new one"
+            ) from error
+        self.length = length
+
+    def _truncate(self, length: int) -> None:
+        # Those that may refuse come first: the smallest window.
+        for layer in sorted(self.parts, key=lambda layer: layer.window or sys.maxsize):
+            if layer.store is not None and len(layer.store) > length:
+                layer.store.truncate(length)
 
     def reset(self) -> None:
         """Empties the cache."""
@@ -100,7 +118,13 @@ class SplitLayer(CacheLayerMixin):
             dtype = str(key.dtype).removeprefix("torch.")
             self.window = None if self.cache.keeps_all else window
             self.store = self.cache.group.kv_cache(
-                heads, dim, batch=batch, dtype=dtype, share=self.cache.share, window=self.window
+                heads,
+                dim,
+                batch=batch,
+                dtype=dtype,
+                share=self.cache.share,
+                window=self.window,
+                rollback=self.cache.rollback,
             )
             self.is_initialized = True
         return self.store

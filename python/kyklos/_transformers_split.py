@@ -99,9 +99,9 @@ class SplitModel:
         first = sum(counts[: self.group.rank])
         return first, first + counts[self.group.rank]
 
-    def cache(self) -> SplitCache:
+    def cache(self, rollback: int = 0) -> SplitCache:
         """An empty cache for this model."""
-        return SplitCache(self.group, len(self.traits.layers), self.shares[self.group.rank])
+        return SplitCache(self.group, len(self.traits.layers), self.shares[self.group.rank], rollback)
 
     def _expected(self) -> tuple[dict[str, torch.Tensor], checks.States]:
         """The trial's inputs, and what the model as it is makes of them."""

@@ -73,9 +73,12 @@ class Handle:
         self._split: SplitModel | None = split
         self._undo: list[Any] = []
 
-    def cache(self) -> SplitCache:
-        """An empty cache over the ranks, as ``past_key_values`` of calls that follow each other. All ranks use it alike."""
-        return self._installed().cache()
+    def cache(self, *, rollback: int = 0) -> SplitCache:
+        """An empty cache over the ranks, as ``past_key_values`` of calls that follow each other. All ranks use it alike.
+
+        :param rollback: tokens that :meth:`SplitCache.crop` can take back from layers with a sliding window, which drop older keys.
+        """
+        return self._installed().cache(rollback)
 
     def rows(self, tokens: int) -> tuple[int, int]:
         """The tokens that this rank computes in a pass over ``tokens`` tokens, as a half-open range of positions."""

@@ -161,6 +161,20 @@ def test_16_bit_types(dtype):
         assert float((got.double() - exact).abs().max()) <= 2 * rounding
 
 
+def test_autocast():
+    model = build("llama")
+    inputs = {"input_ids": texts(2, 31)}
+    exact = output(in_float64(model), **inputs)
+
+    def mixed(model, *_):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return output(model, **inputs)
+
+    rounding = float((mixed(model).double() - exact).abs().max())
+    for got in on_ranks(model, 2, mixed):
+        assert float((got.double() - exact).abs().max()) <= 2 * rounding
+
+
 def test_inputs_embeds_and_positional_arguments():
     model = build("llama")
     ids = texts(2, 23)

@@ -96,6 +96,28 @@ def test_cached_calls_without_generate():
         assert error(got, exact_other[:, 28:], seen[:, 28:]) <= bound_other
 
 
+def test_windows_and_tokens_that_are_taken_back():
+    model = build("mistral")
+    ids = texts(2, 40)
+    other = torch.cat([ids[:, :28], texts(2, 8, seed=9)], 1)
+    exact, bound, seen = reference(model, input_ids=other)
+
+    def work(model, handle, group):
+        cache = handle.cache()
+        output(model, input_ids=ids, past_key_values=cache)
+        with pytest.raises(kyklos.RequestError, match=r"made to take back 0 tokens: make it with handle.cache\(rollback=12\)"):
+            cache.crop(-12)
+        last = output(model, input_ids=ids[:, :1], past_key_values=cache)
+        assert cache.length == 41 and last.shape[1] == 1
+        cache = handle.cache(rollback=12)
+        output(model, input_ids=ids, past_key_values=cache)
+        cache.crop(-12)
+        return output(model, input_ids=other[:, 28:], past_key_values=cache)
+
+    for got in on_ranks(model, 3, work, shares=[2, 1, 5]):
+        assert error(got, exact[:, 28:], seen[:, 28:]) <= bound
+
+
 def test_continued_and_chunked_generation():
     model = build("llama")
     ids = texts(1, 20)
@@ -139,8 +161,9 @@ def test_samples_are_the_same_on_all_ranks():
     """The threads of this process share one random generator, so each rank would choose other tokens."""
     model = build("llama")
     ids = texts(3, 11)
-    sample = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.5, "top_k": 0}
+    sample = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.5, "top_k": 0, "num_return_sequences": 2}
     texts_of_ranks = on_ranks(model, 3, lambda model, *_: model.generate(ids, **sample))
+    assert texts_of_ranks[0].shape == (6, 51)
     assert all(torch.equal(text, texts_of_ranks[0]) for text in texts_of_ranks)
 
 
