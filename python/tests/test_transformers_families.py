@@ -21,6 +21,13 @@ DECODERS = {
     "GPTBigCode": {**_BIG_CODE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None},
     "GPTNeoX": {},
     "Gemma": _HEADS,
+    "Gemma4": {
+        **WINDOW,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+    },
     "Glm": _HEADS,
     "Glm4": _HEADS,
     "Glm4Moe": {**_HEADS, **_ROUTED},
@@ -66,7 +73,8 @@ def test_decoders_write_the_text_of_one_process(name):
     settings = settings if "n_embd" in settings else {**COMMON, **settings}
     # PyTorch's own attention function has no softcap.
     implementation = "eager" if name == "VaultGemma" else "sdpa"
-    model = build_class(f"{name}ForCausalLM", f"{name}Config", settings, implementation=implementation)
+    config = "Gemma4TextConfig" if name == "Gemma4" else f"{name}Config"
+    model = build_class(f"{name}ForCausalLM", config, settings, implementation=implementation)
     ids = texts(2, 17)
     options = {"max_new_tokens": 12, "do_sample": False}
     want = model.generate(ids, **options)

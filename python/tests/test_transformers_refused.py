@@ -28,6 +28,11 @@ LLAMA4 = {
     **{name: value for name, value in LLAMA.items() if name != "initializer_range"},
     "head_dim": 16, "intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 8,
 }  # fmt: skip
+GEMMA3N = {
+    **LLAMA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "head_dim": 16,
+    "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
+    "altup_num_inputs": 2, "laurel_rank": 4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,7 @@ LLAMA4 = {
         ("MambaForCausalLM", "MambaConfig", MAMBA, "layers of the kinds linear_attention"),
         ("JambaForCausalLM", "JambaConfig", JAMBA, "layers of the kinds linear_attention"),
         ("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4, "layers of the kinds chunked_attention"),
+        ("Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA3N, "layers share the keys of other layers"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(("LM", "Generation")) else "",
 )
