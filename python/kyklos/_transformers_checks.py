@@ -50,7 +50,7 @@ def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         refuse("it is an encoder-decoder, whose cross-attention and position biases are outside of the group", alone)
     parameters = inspect.signature(base.forward).parameters
-    if config.sub_configs and config.get_text_config() is not config or "input_ids" not in parameters:
+    if (config.sub_configs and config.get_text_config() is not config) or "input_ids" not in parameters:
         refuse("it is made of several models or takes no input_ids", "split its language model, as in model.language_model")
     kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     if kinds:
