@@ -206,7 +206,7 @@ class Group:
         ``heads`` is a multiple of ``kv_heads``.
 
         :param mask: which keys a query sees, by global position: ``"full"``, ``"causal"``, ``"window:LEFT,RIGHT"`` (``-1``:
-            unbounded), ``"valid:N,…"`` (keys of each batch entry), ``"documents:END,…"``; joined by ``+``, one mask for each
+            unbounded), ``"valid:N,…"`` (keys of each batch entry), ``"documents:0,END,…"``; joined by ``+``, one mask for each
             batch entry joined by ``//``. The notation is that of ``kyklos attend --mask``.
         :param scale: factor on q·k; by default ``1/√dim``.
         :param softcap: logits become ``softcap · tanh(logit / softcap)``.

@@ -1,0 +1,99 @@
+"""``generate()`` on split models: one cache over the ranks, and rank 0 chooses the tokens."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+
+from ._errors import RequestError
+from ._rows import broadcast
+from ._transformers_cache import SplitCache
+from ._transformers_hooks import Undo, replace
+from ._transformers_split import SplitModel
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# What models name as their default; a cache of ranks takes its place.
+_CACHES = (None, "dynamic", "hybrid")
+# float32 holds integers up to 2^24 exactly.
+_BASE = 1 << 16
+
+
+class RankZeroDecides(StoppingCriteriaList):
+    """Stopping criteria after which all ranks have the tokens that rank 0 has chosen, and stop where rank 0 stops.
+
+    Random generators, rounding and clocks differ between ranks; a rank with another token would ask another question.
+    """
+
+    def __init__(self, split: SplitModel, criteria: StoppingCriteriaList) -> None:
+        super().__init__(criteria)
+        self._split = split
+        self._steps = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        group = self._split.group
+        batch = input_ids.shape[0]
+        numbers = [0] * (3 * batch)
+        if group.rank == 0:
+            done = super().__call__(input_ids, scores, **kwargs).tolist()
+            tokens = input_ids[:, -1].tolist()
+            numbers = [token // _BASE for token in tokens] + [token % _BASE for token in tokens] + [int(end) for end in done]
+        self._steps += 1
+        numbers = broadcast(group, numbers, f"token {self._steps}")
+        high, low, done = numbers[:batch], numbers[batch : 2 * batch], numbers[2 * batch :]
+        # generate() goes on with this tensor.
+        input_ids[:, -1] = torch.tensor(
+            [first * _BASE + rest for first, rest in zip(high, low, strict=True)], device=input_ids.device
+        )
+        return torch.tensor([bool(end) for end in done], device=input_ids.device)
+
+
+def install(split: SplitModel, undo: Undo) -> None:
+    """Makes ``generate()`` of the model use the ranks, until the functions of ``undo`` are called."""
+    model: Any = split.model
+    if not getattr(model, "can_generate", lambda: False)():
+        return
+    generate, prepare, criteria = model.generate, model._prepare_cache_for_generation, model._get_stopping_criteria
+
+    @functools.wraps(generate)
+    def split_generate(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("streamer") is not None and split.group.rank > 0:
+            raise RequestError(
+                f"a streamer on rank {split.group.rank}, which sees tokens before rank 0 has chosen: pass it on rank 0 only"
+            )
+        split.generating = True
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            split.generating = False
+
+    @functools.wraps(prepare)
+    def split_prepare(
+        generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+    ) -> None:
+        if generation_mode not in _MODES:
+            mode = getattr(generation_mode, "value", generation_mode)
+            raise RequestError(f"{mode} on a split model: use greedy search or sampling, with num_beams=1")
+        implementation = generation_config.cache_implementation
+        if implementation not in _CACHES:
+            raise RequestError(
+                f"cache_implementation {implementation!r} on a split model, whose cache is over the ranks: leave it out"
+            )
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and not isinstance(cache, SplitCache):
+            raise RequestError(f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()")
+        if cache is None and generation_config.use_cache is not False:
+            if not split.traits.caches:
+                raise RequestError(f"{type(model).__name__} makes no cache: call generate() with use_cache=False")
+            model_kwargs["past_key_values"] = split.cache()
+
+    @functools.wraps(criteria)
+    def split_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        return RankZeroDecides(split, criteria(*args, **kwargs))
+
+    replace(model, "generate", split_generate, undo)
+    replace(model, "_prepare_cache_for_generation", split_prepare, undo)
+    replace(model, "_get_stopping_criteria", split_criteria, undo)
