@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _kyklos
 from ._cache import KvCache
-from ._errors import GroupError
+from ._errors import GroupError, RequestError
 from ._options import CallOptions, Unpack, complete
 from ._plan import Plan, plan
 
@@ -306,6 +306,11 @@ class Group:
         return plan(
             q_counts, kv_counts, heads=heads, dim=dim, kv_heads=kv_heads, batch=batch, dtype=dtype, rank=rank, **options
         )
+
+    def refuse(self, reason: str, remedy: str) -> RequestError:
+        """Votes against the next call, on this rank alone: the calls of the other ranks raise a :class:`RequestError` with
+        ``reason`` and ``remedy``, and the group stays usable. Returns this rank's exception, to be raised by the caller."""
+        return self._core.refuse(reason, remedy)
 
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks: their calls raise a :class:`GroupError` that names this rank and ``reason``. May be

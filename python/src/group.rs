@@ -179,6 +179,12 @@ impl Group {
         })
     }
 
+    /// Votes against the next call, because of `text`: all ranks get the error, and the group stays usable.
+    #[pyo3(name = "refuse")]
+    fn refuse_next(&self, py: Python<'_>, text: &str, remedy: &str) -> PyErr {
+        self.refuse(py, Error::request(text, remedy))
+    }
+
     /// Ends the group on all ranks; the others name this rank and `text`.
     fn abort(&self, text: &str) {
         self.worker.abort(text);

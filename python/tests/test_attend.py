@@ -253,6 +253,24 @@ def test_wrong_options_are_refused_on_all_ranks(tensors):
         group.attend(*arrays, colour="red")
 
 
+def test_a_rank_can_refuse_the_next_call(tensors):
+    arrays = tensors(8)
+
+    def call(group):
+        if group.rank == 1:
+            error = group.refuse("a layer that cannot be split", "use another model")
+        else:
+            with pytest.raises(kyklos.RequestError) as raised:
+                group.attend(*arrays)
+            error = raised.value
+        group.attend(*arrays)
+        return error
+
+    for error in kyklos.run_local(2, call, device="cpu"):
+        assert isinstance(error, kyklos.RequestError)
+        assert "a layer that cannot be split: use another model" in str(error)
+
+
 def test_ranks_that_differ_get_one_error(tensors):
     arrays = tensors(8)
 

@@ -16,7 +16,7 @@ use super::job::Merge;
 use super::scratch::{Line, Scratch, grow};
 use crate::backend::{Control, EMPTY_M, StateShape, yield_now};
 use crate::{MaskClass, Result};
-use vectors::{add, score, weigh};
+use vectors::{add, add_seen, score, weigh};
 
 /// Whether this path takes the call. In a fixed order no sum may depend on the number of rows, which the mesh decides.
 pub(super) fn takes(shape: StateShape, fixed_order: bool) -> bool {
@@ -214,12 +214,8 @@ impl WithSimd for Run<'_, '_> {
                             let shown = call.pairs.is_none() || term(index, key) != f32::NEG_INFINITY;
                             shown && (run.full || span.sees(positions[key]))
                         };
-                        for key in (0..positions.len()).filter(|key| seen(*key)) {
-                            let p = scores[index * width + key];
-                            for (o, v) in o[index * padded..].iter_mut().zip(values.row(key, dim)) {
-                                *o += p * v;
-                            }
-                        }
+                        let (o, weights) = (&mut o[index * padded..][..padded], &scores[index * width..]);
+                        add_seen(simd, o, weights, &values, positions.len(), dim, seen);
                     }
                 } else if count == 1 {
                     add::<S, 1, 4>(simd, o, scores, width, &values, positions.len(), dim);

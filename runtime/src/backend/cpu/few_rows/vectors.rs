@@ -159,3 +159,27 @@ fn add_chunks<S: Simd, const ROWS: usize, const CHUNKS: usize>(
         }
     }
 }
+
+/// As [`add`] for one row, without the keys that it does not see: 0 · NaN is NaN. Where the hidden values are finite, the result
+/// is that of [`add`], bit for bit.
+#[inline(always)]
+pub(super) fn add_seen<S: Simd>(
+    simd: S,
+    o: &mut [f32],
+    weights: &[f32],
+    values: &Rows<'_>,
+    count: usize,
+    dim: usize,
+    seen: impl Fn(usize) -> bool,
+) {
+    for (chunk, into) in S::as_mut_simd_f32s(o).0.iter_mut().enumerate() {
+        let first = chunk * S::F32_LANES;
+        let mut sum = simd.splat_f32s(0.0);
+        for key in (0..count).filter(|key| seen(*key)) {
+            let row = &values.row(key, dim)[first.min(dim)..dim.min(first + S::F32_LANES)];
+            let v = simd.partial_load_f32s(row);
+            sum = mul_add(simd, simd.splat_f32s(weights[key]), v, sum);
+        }
+        *into = simd.add_f32s(*into, sum);
+    }
+}
