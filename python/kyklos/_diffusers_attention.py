@@ -76,6 +76,9 @@ class Split:
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """``x`` of all ranks, joined along ``dim`` by rank; the same on each rank."""
+        return _Gathered.apply(x, dim, self)
+
+    def _gather_rows(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         self._gathers += 1
         label = f"{self._place()}, gather {self._gathers}"
         rows = x.detach().movedim(dim, 0)
@@ -267,6 +270,16 @@ def _attention(
 @_attention.register_fake
 def _(q, k, v, mask, scale, split):  # noqa: ANN001, ANN202
     return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, split: Split) -> torch.Tensor:
+        return split._gather_rows(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _no_backward(ctx, *gradients)
 
 
 def _no_backward(ctx: Any, *gradients: Any) -> Any:

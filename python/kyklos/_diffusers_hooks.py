@@ -76,6 +76,7 @@ def split_inputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Spl
         if name not in places:
             raise RequestError(f"{type(module).__name__}.forward has no argument {name!r}, which the plan names: mend the plan")
 
+    @torch.compiler.disable
     def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own, given = list(args), dict(kwargs)
         for name, how in names.items():
@@ -95,6 +96,7 @@ def split_outputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Sp
         return None
     name = type(module).__name__
 
+    @torch.compiler.disable
     def hook(_: torch.nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return splitter.part(output, outputs[0], f"the output of {name}")
