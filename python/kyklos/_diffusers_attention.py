@@ -251,6 +251,11 @@ def attention(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attn_mask is not None and attn_mask.dim() == 2:
+        if tuple(attn_mask.shape) != (query.shape[0], key.shape[1]):
+            raise RequestError(
+                f"{split.name} has a mask of shape {list(attn_mask.shape)} for {query.shape[0]} batch entries of {key.shape[1]} keys "
+                "on this rank: use a key mask [batch, keys]"
+            )
         attn_mask = attn_mask[:, None, None, :]
     elif attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask[:, None]

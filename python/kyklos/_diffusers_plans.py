@@ -37,8 +37,8 @@ class Known:
     plan: SplitPlan
     #: Classes of attention processors.
     processors: frozenset[str]
-    #: Arguments of ``forward`` that must be absent or have the given value, with the reason.
-    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    #: Arguments of ``forward`` that must be absent or ``None``, with the reason.
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def _tokens(axes: int, dim: int = 1) -> Input:
@@ -50,6 +50,8 @@ def _rope(axes: int, dim: int) -> dict[int, Input]:
 
 
 _OUT = {"proj_out": Output(gather_dim=1, expected_dims=3)}
+# [batch, tokens, dim] or [batch, heads, tokens, dim], by the configuration.
+_ROPE_BEFORE_LAST = {index: Input(split_dim=-2, expected_dims=None, split_output=True) for index in (0, 1)}
 _PER_TOKEN_TIME = frozenset({"timestep"})
 
 # The prompt stays whole in cross-attention: every rank has all its keys, so these calls are local and need no mask of others.
@@ -98,7 +100,7 @@ KNOWN: dict[str, Known] = {
             attention=_FLUX_ATTENTION,
         ),
         frozenset({"Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"}),
-        {"kv_cache_mode": (None, "the cache of reference tokens counts them from the first token of the whole sequence")},
+        {"kv_cache_mode": "the cache of reference tokens counts them from the first token of the whole sequence"},
     ),
     "QwenImageTransformer2DModel": Known(
         SplitPlan(
@@ -120,6 +122,31 @@ KNOWN: dict[str, Known] = {
             whole=_PER_TOKEN_TIME,
         ),
         frozenset({"LTXVideoAttnProcessor"}),
+    ),
+    # Sound is whole on each rank, as are its keys; the sound's queries of the video's keys are the same on all ranks.
+    "LTX2VideoTransformer3DModel": Known(
+        SplitPlan(
+            {
+                "": {
+                    "hidden_states": _tokens(3),
+                    "timestep": _tokens(2),
+                    "video_keyframes_mask": _tokens(3),
+                },
+                "rope": _ROPE_BEFORE_LAST,
+                "cross_attn_rope": _ROPE_BEFORE_LAST,
+                **_OUT,
+            },
+            attention=("transformer_blocks.*.attn1", "transformer_blocks.*.video_to_audio_attn"),
+            whole=_PER_TOKEN_TIME,
+        ),
+        frozenset({"LTX2AudioVideoAttnProcessor"}),
+        {"video_self_attention_mask": "its attention pads the rows of a mask to the number of tokens of this rank"},
+    ),
+    "SkyReelsV2Transformer3DModel": Known(
+        SplitPlan(
+            {"rope": _rope(4, 1), "blocks.0": {"hidden_states": _tokens(3)}, **_OUT}, attention=("blocks.*.attn1",)
+        ),
+        frozenset({"SkyReelsV2AttnProcessor"}),
     ),
 }
 

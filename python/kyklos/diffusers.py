@@ -148,9 +148,11 @@ def _begin(split: _attention.Split, known: Known) -> Any:
         if not places:
             places.extend(list(inspect.signature(type(module).forward).parameters)[1:])
         given = {**dict(zip(places, args, strict=False)), **kwargs}
-        for argument, (allowed, why) in known.refused.items():
-            if given.get(argument, allowed) != allowed:
-                raise RequestError(f"{split.name} with {argument}={given[argument]!r}, split transformers need {allowed!r}: {why}")
+        for argument, why in known.refused.items():
+            if given.get(argument) is not None:
+                raise RequestError(
+                    f"{split.name} is called with {argument}, which split transformers do not take, since {why}: leave it out"
+                )
         if getattr(module, "is_cache_enabled", False):
             raise RequestError(
                 f"{split.name} has a cache that skips attention by what it sees of this rank's tokens: call disable_cache()"

@@ -7,8 +7,10 @@ from diffusers import (
     ChronoEditTransformer3DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     QwenImageTransformer2DModel,
+    SkyReelsV2Transformer3DModel,
     WanTransformer3DModel,
 )
 
@@ -34,8 +36,10 @@ class Case:
 
 
 def call(model, inputs):
+    """All outputs in one row."""
     with torch.no_grad():
-        return model(**inputs, return_dict=False)[0]
+        outputs = model(**inputs, return_dict=False)
+    return torch.cat([output.flatten() for output in outputs])
 
 
 def _double(value):
@@ -200,6 +204,50 @@ def ltx_inputs(per_token_time=False):
     }
 
 
+def ltx2(rope="split"):
+    torch.manual_seed(1)
+    return LTX2VideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=16,
+        rope_double_precision=False,
+        rope_type=rope,
+    )
+
+
+def ltx2_inputs(per_token_time=False):
+    torch.manual_seed(2)
+    video, sound = 3 * 4 * 5, 9
+    mask = torch.ones(2, 33)
+    mask[0, 21:] = 0
+    inputs = {
+        "hidden_states": torch.randn(2, video, 8),
+        "audio_hidden_states": torch.randn(2, sound, 4),
+        "encoder_hidden_states": 3 * torch.randn(2, 33, 16),
+        "audio_encoder_hidden_states": 3 * torch.randn(2, 33, 16),
+        "timestep": torch.tensor([700.0, 700.0]),
+        "encoder_attention_mask": mask,
+        "audio_encoder_attention_mask": mask,
+        "num_frames": 3,
+        "height": 4,
+        "width": 5,
+        "audio_num_frames": sound,
+    }
+    if per_token_time:
+        inputs["timestep"] = torch.randint(0, 999, (2, video)).float()
+        inputs["audio_timestep"] = torch.tensor([700.0, 700.0])
+    return inputs
+
+
 #: What the manual says is supported: a name, and how to make the model and its inputs.
 CASES = {
     "Wan": lambda: Case(wan(), wan_inputs()),
@@ -214,4 +262,7 @@ CASES = {
     "QwenImage Edit": lambda: Case(qwen(zero_cond_t=True), qwen_inputs(shapes=((1, 6, 8), (1, 3, 4)))),
     "LTX": lambda: Case(ltx(), ltx_inputs()),
     "LTX, a time for each token": lambda: Case(ltx(), ltx_inputs(True)),
+    "LTX 2": lambda: Case(ltx2(), ltx2_inputs()),
+    "LTX 2, a time for each token": lambda: Case(ltx2("interleaved"), ltx2_inputs(True)),
+    "SkyReels V2": lambda: Case(wan(kind=SkyReelsV2Transformer3DModel), wan_inputs()),
 }
