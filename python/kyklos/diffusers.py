@@ -83,8 +83,8 @@ def parallelize(
     """Splits the tokens of ``transformer`` over the ranks of ``group``. All ranks call it alike, then call the transformer, or its
     pipeline, with the same inputs.
 
-    Weights stay whole on each rank. LoRA, offloading and compilation of repeated blocks may be set up before or after; compile
-    blocks that ran already again (``torch.compiler.reset()``).
+    Weights stay whole on each rank. Adapters, offloading and ``compile_repeated_blocks`` may be set up before or after; adapters
+    on modules that the plan names (``proj_out``) and those that set attention processors before.
 
     :param transformer: the denoiser of a pipeline, such as ``pipe.transformer``.
     :param mesh: ``"UxR"``: Ulysses groups of U ranks in a ring of R; by default what sends the fewest bytes.

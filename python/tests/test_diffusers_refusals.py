@@ -106,7 +106,7 @@ def test_a_transformer_is_split_once(alone):
     ("name", "change", "pattern"),
     [
         ("Flux", {"img_ids": torch.zeros(1, 35, 3)}, "img_ids has 3 axes, the plan expects 2"),
-        ("Flux", {"encoder_hidden_states": torch.ones(2, 1, 32), "txt_ids": torch.zeros(1, 3)}, "encoder_hidden_states has 1 tokens for 2 ranks"),
+        ("Flux", {"encoder_hidden_states": torch.ones(2, 1, 32), "txt_ids": torch.zeros(1, 3)}, "has 1 tokens for 2 ranks"),
         ("Flux 2", {"kv_cache_mode": "extract"}, "called with kv_cache_mode, which split transformers do not take"),
         ("LTX 2", {"video_self_attention_mask": torch.ones(2, 60, 60)}, "called with video_self_attention_mask"),
     ],
