@@ -77,6 +77,19 @@ pub(super) fn refusals() -> Vec<Entry> {
     let beyond = calls.attend(&whole, &whole, &whole).unwrap_err();
     vec![
         entry(
+            "Attention::plans with the queries of two ranks and the keys of one",
+            Attention::new().plans([1, 2, 2, 8], Dtype::F32, &[4, 4], &[8]).unwrap_err(),
+            "Each rank has a number of queries and a number of keys; either may be 0.",
+        ),
+        entry(
+            "Attention::plans with same_queries and other numbers of them",
+            Attention::new()
+                .execution(Execution::new().same_queries())
+                .plans([1, 2, 2, 8], Dtype::F32, &[1, 2], &[4, 4])
+                .unwrap_err(),
+            "All ranks have the same queries, so also the same number.",
+        ),
+        entry(
             "Calls::attend with 5 queries, after Session::calls with 4",
             other_shape,
             "Calls after one vote have one plan.",
