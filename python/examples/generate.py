@@ -8,11 +8,12 @@ Every rank loads the whole model. On several hosts give torchrun --nnodes and --
 
 import argparse
 
-import kyklos
-import kyklos.transformers
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import kyklos
+import kyklos.transformers
 
 
 def load(folder, prompt):

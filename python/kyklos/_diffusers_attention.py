@@ -119,7 +119,9 @@ class Split:
             )
         return o[..., :out_dim].contiguous() if o.shape[-1] != dim else o
 
-    def _attend_masked(self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str) -> torch.Tensor:
+    def _attend_masked(
+        self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str
+    ) -> torch.Tensor:
         """With a mask of this rank's keys ``[batch or 1, heads or 1, 1, keys]``, all ranks having one.
 
         Masks are gathered once and then found again by their values. A rank that finds its mask may meet ranks that do not:
@@ -135,7 +137,9 @@ class Split:
                 self._reuse = False
         return self._attend_gathered(run, mask, dtype, f"{label}, again")
 
-    def _attend_gathered(self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str) -> torch.Tensor:
+    def _attend_gathered(
+        self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str
+    ) -> torch.Tensor:
         number = next(self._mask_numbers)
         whole = self._gather_mask(mask, f"{label}, its mask")
         o, _ = run(label=label, key_bias=whole.to(_mask_type(mask, dtype)))
@@ -245,7 +249,9 @@ def attention(
     asked = sorted(name for name, given in others.items() if given not in (None, False))
     if dropout_p or is_causal or asked:
         what = "dropout" if dropout_p else "is_causal" if is_causal else ", ".join(asked)
-        raise RequestError(f"{split.name} attends with {what}, but split attention has none of it: remove the option that asks for it")
+        raise RequestError(
+            f"{split.name} attends with {what}, but split attention has none of it: remove the option that asks for it"
+        )
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

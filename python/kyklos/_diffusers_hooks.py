@@ -74,10 +74,14 @@ def split_inputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Spl
     places = {name: index for index, name in enumerate(list(inspect.signature(type(module).forward).parameters)[1:])}
     for name in names:
         if name not in places:
-            raise RequestError(f"{type(module).__name__}.forward has no argument {name!r}, which the plan names: mend the plan")
+            raise RequestError(
+                f"{type(module).__name__}.forward has no argument {name!r}, which the plan names: mend the plan"
+            )
 
     @torch.compiler.disable
-    def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own, given = list(args), dict(kwargs)
         for name, how in names.items():
             if name in given:

@@ -153,7 +153,9 @@ KNOWN: dict[str, Known] = {
 
 def attention_modules(transformer: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules that have an attention processor, by name."""
-    return {name: module for name, module in transformer.named_modules() if getattr(module, "processor", None) is not None}
+    return {
+        name: module for name, module in transformer.named_modules() if getattr(module, "processor", None) is not None
+    }
 
 
 def choose(transformer: torch.nn.Module, plan: SplitPlan | Mapping[str, Any] | None) -> Known:
@@ -214,7 +216,9 @@ def find(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:
         return [transformer]
     found = [module for name, module in transformer.named_modules() if name and _same_path(name, pattern)]
     if not found:
-        raise RequestError(f"{type(transformer).__name__} has no module {pattern!r}, which the plan names: mend the plan")
+        raise RequestError(
+            f"{type(transformer).__name__} has no module {pattern!r}, which the plan names: mend the plan"
+        )
     return found
 
 

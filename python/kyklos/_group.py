@@ -218,25 +218,42 @@ class Group:
         :param q_offset: position of the first query; key 0 is at position 0.
         :param layout: ``"bshd"``, or ``"bhsd"`` for ``[batch, heads, tokens, dim]``, also of the output.
         :param label: a text that must be the same on all ranks, such as ``"layer 3"``.
-        :param strategy: how keys, values or queries travel; by default what sends the fewest bytes.
+        :param strategy: how keys, values or queries travel; by default what sends the fewest bytes. ``docs/strategies.md`` has
+            the names.
         :param mesh: ``"UxR"``: Ulysses groups of U ranks, in a ring of R.
         :param placement: ``"contiguous"``, ``"zigzag"``, ``"striped"`` or ``"per-document"``; the last three need ``mesh``.
         :param q_tokens: for each rank the global positions of its queries, in the order of its rows, as half-open ranges; with
             ``kv_tokens`` for its keys. They replace ``placement``.
-        :param wire: format in which keys and values travel: ``"f16"``, ``"bf16"`` or ``"int8"`` round them.
+        :param wire: format in which keys and values travel: ``"f16"`` or ``"int8"`` round them; ``"same"`` by default.
         :param fixed_order: sums in an order that does not depend on the mesh.
-        :param replicated: positions of keys that every rank passes, first in its k and v.
-        :param same_queries: all ranks pass the same queries, and each gets all rows: decoding.
-        :param results: the ranks that get rows: ``"owner"``, ``"all"``, or the number of one rank, which gets all.
+        :param replicated: positions ``(first, end)`` of keys that every rank passes, first in its k and v. That they are the
+            same on all ranks is not checked.
+        :param same_queries: all ranks pass the same queries, and each gets all rows: decoding. That they are the same is not
+            checked.
+        :param results: the ranks that get rows: ``"owner"``, ``"all"``, or the number of one rank, which gets all. All rows are
+            those of rank 0, then those of rank 1, and so on, also with ``q_tokens``.
         :returns: ``o`` like ``q``, and ``lse``, the natural logarithm of the sum of exponentials, float32 ``[batch, tokens,
             heads]`` (``"bhsd"``: ``[batch, heads, tokens]``). They are arrays of the library of ``q``.
         :raises RequestError: ranks that disagree, wrong shapes or options; the same on all ranks.
         :raises GroupError: the group has ended.
         :raises DeviceError: the device failed.
         """
-        call = self._core.call(complete(options))
+        call = self._call(options, q, k, v)
         o, lse = self._core.attend(call, q, k, v)
         return _like(q, o), _like(q, lse)
+
+    def _call(self, options: CallOptions, *arrays: Any) -> _kyklos.Call:
+        """The options of a call, checked. A fault of this rank becomes the error of all ranks: otherwise their next calls would
+        meet another one of this rank."""
+        try:
+            whole = complete(options)
+        except (TypeError, ValueError) as error:
+            raise self.refuse(str(error), "help(kyklos.Group.attend) has the options") from None
+        if any(_records_gradients(array) for array in arrays):
+            raise self.refuse(
+                "a tensor that requires a gradient", "detach it, or use kyklos.torch.attention, whose backward() raises"
+            )
+        return self._core.call(whole)
 
     def kv_cache(
         self,
@@ -259,7 +276,8 @@ class Group:
         :param dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         :param max_bytes: most bytes on this rank; a call for which there is no room is refused and changes nothing.
         :param share: this rank's share of tokens that all ranks pass, relative to the others; 0 for none.
-        :param window: queries see at most so many last keys; older ones are dropped.
+        :param window: queries see at most so many last keys; older ones are dropped. The calls then need
+            ``mask="window:N,0"``, where N is less than ``window``.
         :param rollback: with a window, how many tokens :meth:`KvCache.truncate` can take back.
         :param block: so many consecutive tokens that all ranks pass go to one rank.
         """
@@ -283,7 +301,9 @@ class Group:
         A prompt: each rank passes its own part. Decoding: all ranks pass the same new tokens with ``same_queries=True``; one
         of them keeps each key, and every rank gets the output. Options and results are those of :meth:`attend`.
         """
-        call = self._core.call(complete(options))
+        call = self._call(options, q, k, v)
+        if not isinstance(cache, KvCache):
+            raise self.refuse(f"a {type(cache).__name__} as cache", "pass one that Group.kv_cache has made")
         o, lse = self._core.attend_cached(call, cache._core, q, k, v)
         return _like(q, o), _like(q, lse)
 
@@ -343,6 +363,14 @@ def identities(world: int) -> list[str]:
 
 def _session(deadline_s: float, leave_s: float) -> dict[str, float]:
     return {"deadline_s": float(deadline_s), "leave_s": float(leave_s)}
+
+
+def _records_gradients(array: Any) -> bool:
+    if not getattr(array, "requires_grad", False) or type(array).__module__.partition(".")[0] != "torch":
+        return False
+    import torch
+
+    return torch.is_grad_enabled()
 
 
 def _like(model: Any, array: _kyklos.Array) -> Any:

@@ -18,7 +18,7 @@ TokenRanges = Sequence[Sequence[tuple[int, int]]]
 class CallOptions(TypedDict, total=False):
     """Keyword arguments of :meth:`kyklos.Group.attend`. All ranks give the same ones, except for ``bias``."""
 
-    mask: str
+    mask: str | None
     scale: float | None
     softcap: float | None
     sinks: Sequence[float] | None
@@ -70,6 +70,8 @@ def complete(options: Mapping[str, Any]) -> dict[str, Any]:
     whole = {**_DEFAULTS, **options}
     if isinstance(whole["results"], bool):
         raise TypeError('results is "owner", "all" or the number of a rank')
+    if whole["mask"] is None:
+        whole["mask"] = "full"
     if whole["sinks"] is not None:
         whole["sinks"] = [float(sink) for sink in whole["sinks"]]
     return whole

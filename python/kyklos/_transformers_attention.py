@@ -21,7 +21,14 @@ from ._transformers_masks import CAUSAL, FULL, MaskRule
 NAME = "kyklos"
 
 # Arguments of attention functions that change nothing here, and those that are read below.
-_WITHOUT_EFFECT = {"position_ids", "use_cache", "return_dict", "output_hidden_states", "logits_to_keep", "num_items_in_batch"}
+_WITHOUT_EFFECT = {
+    "position_ids",
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "logits_to_keep",
+    "num_items_in_batch",
+}
 _KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions"}
 # What a label of a call may have at most.
 _LABEL_BYTES = 128
@@ -59,7 +66,9 @@ class Forward:
         """Tokens that this rank computes."""
         return self.tokens if self.counts is None else self.counts[self.group.rank]
 
-    def attend(self, module: torch.nn.Module, states: list[torch.Tensor], mask: Any, options: dict[str, Any]) -> torch.Tensor:
+    def attend(
+        self, module: torch.nn.Module, states: list[torch.Tensor], mask: Any, options: dict[str, Any]
+    ) -> torch.Tensor:
         """``[batch, tokens, heads, dim of values]`` of this rank's queries; ``states`` are ``[batch, heads, tokens, dim]``."""
         name = self.names.get(id(module), type(module).__name__)
         rule = _checked(name, module, mask, options)
@@ -166,7 +175,9 @@ def _checked(name: str, module: torch.nn.Module, mask: Any, options: dict[str, A
     if options["dropout"]:
         raise RequestError(f"attention at {name} asks for dropout {options['dropout']}: call model.eval()")
     if options.get("output_attentions"):
-        raise RequestError(f"attention at {name} is asked for its weights, which are never made: leave out output_attentions")
+        raise RequestError(
+            f"attention at {name} is asked for its weights, which are never made: leave out output_attentions"
+        )
     for argument, value in options.items():
         if argument not in _KNOWN | {"scaling", "dropout"} and value is not None and value is not False:
             raise RequestError(
@@ -179,7 +190,9 @@ def _checked(name: str, module: torch.nn.Module, mask: Any, options: dict[str, A
         rule = CAUSAL if (getattr(module, "is_causal", True) if causal is None else causal) else FULL
     else:
         kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise RequestError(f"attention at {name} gets {kind} as its mask: pass attention_mask as [batch, tokens], or none")
+        raise RequestError(
+            f"attention at {name} gets {kind} as its mask: pass attention_mask as [batch, tokens], or none"
+        )
     window = options.get("sliding_window")
     # Some models count the query's own key, some do not.
     if window is not None and (rule.left is None or window - rule.left not in (0, 1)):
@@ -198,7 +211,9 @@ def _prepared(*states: torch.Tensor) -> list[torch.Tensor]:
     dim = max(state.shape[3] for state in states)
     dim += -dim % 8
     same = (state.to(dtype) for state in states)
-    return [torch.nn.functional.pad(state, (0, dim - state.shape[3])) if state.shape[3] < dim else state for state in same]
+    return [
+        torch.nn.functional.pad(state, (0, dim - state.shape[3])) if state.shape[3] < dim else state for state in same
+    ]
 
 
 AttentionInterface.register(NAME, attention)

@@ -51,7 +51,9 @@ def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
         refuse("it is an encoder-decoder, whose cross-attention and position biases are outside of the group", alone)
     parameters = inspect.signature(base.forward).parameters
     if (config.sub_configs and config.get_text_config() is not config) or "input_ids" not in parameters:
-        refuse("it is made of several models or takes no input_ids", "split its language model, as in model.language_model")
+        refuse(
+            "it is made of several models or takes no input_ids", "split its language model, as in model.language_model"
+        )
     kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
     if kinds:
         refuse(f"it has layers of the kinds {', '.join(kinds)}", alone)
@@ -139,7 +141,9 @@ def _use_cache(base: PreTrainedModel, use: bool) -> dict[str, bool]:
     return {"use_cache": use} if "use_cache" in inspect.signature(base.forward).parameters else {}
 
 
-def default_positions(base: PreTrainedModel, input_ids: torch.Tensor | None, past: int, shape: tuple[int, int]) -> torch.Tensor:
+def default_positions(
+    base: PreTrainedModel, input_ids: torch.Tensor | None, past: int, shape: tuple[int, int]
+) -> torch.Tensor:
     """The ``position_ids`` that the model itself would use for ``shape`` = (batch, tokens) after ``past`` tokens."""
     device = _embeddings(base).device
     embeddings: Any = getattr(base, "embeddings", None)

@@ -40,7 +40,9 @@ class RankZeroDecides(StoppingCriteriaList):
         if group.rank == 0:
             done = super().__call__(input_ids, scores, **kwargs).tolist()
             tokens = input_ids[:, -1].tolist()
-            numbers = [token // _BASE for token in tokens] + [token % _BASE for token in tokens] + [int(end) for end in done]
+            numbers = (
+                [token // _BASE for token in tokens] + [token % _BASE for token in tokens] + [int(end) for end in done]
+            )
         self._steps += 1
         numbers = broadcast(group, numbers, f"token {self._steps}")
         high, low, done = numbers[:batch], numbers[batch : 2 * batch], numbers[2 * batch :]
@@ -72,7 +74,11 @@ def install(split: SplitModel, undo: Undo) -> None:
 
     @functools.wraps(prepare)
     def split_prepare(
-        generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_cache_length: int
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
         if generation_mode not in _MODES:
             mode = getattr(generation_mode, "value", generation_mode)
@@ -84,7 +90,9 @@ def install(split: SplitModel, undo: Undo) -> None:
             )
         cache = model_kwargs.get("past_key_values")
         if cache is not None and not isinstance(cache, SplitCache):
-            raise RequestError(f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()")
+            raise RequestError(
+                f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
+            )
         if cache is None and generation_config.use_cache is not False:
             if not split.traits.caches:
                 raise RequestError(f"{type(model).__name__} makes no cache: call generate() with use_cache=False")

@@ -57,7 +57,11 @@ def _rule(function: Callable[..., Any]) -> MaskRule:
     name = getattr(function, "__qualname__", repr(function))
     of_library = getattr(function, "__module__", None) == masking_utils.__name__
     code = getattr(function, "__code__", None)
-    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)) if code else {}
+    held = (
+        dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+        if code
+        else {}
+    )
     match name if of_library else "":
         case "sliding_window_overlay.<locals>.inner_mask":
             return MaskRule(held["sliding_window"] - 1, None)

@@ -33,7 +33,9 @@ class SplitModel:
         self, model: PreTrainedModel, group: Group, mesh: str | None, shares: Sequence[float] | None, gather: str
     ) -> None:
         if not isinstance(model, PreTrainedModel):
-            raise RequestError(f"a {type(model).__name__} is no model of transformers: pass the PreTrainedModel inside of it")
+            raise RequestError(
+                f"a {type(model).__name__} is no model of transformers: pass the PreTrainedModel inside of it"
+            )
         self.model = model
         self.base = checks.body_of(model)
         self.group, self.mesh, self.gather = group, mesh, gather
@@ -72,7 +74,9 @@ class SplitModel:
         expected = self._expected() if check else None
         self.model.set_attn_implementation(NAME)
         if {self.model.config._attn_implementation, self.base.config._attn_implementation} != {NAME}:
-            raise RequestError(f"{type(self.model).__name__} does not take another attention function: run it on one rank")
+            raise RequestError(
+                f"{type(self.model).__name__} does not take another attention function: run it on one rank"
+            )
         with checks.rotary_state_kept(self.base):
             self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
         hooks.longest_position(self.base, self._undo)
@@ -141,7 +145,9 @@ class SplitModel:
         cache, mask = self.cache(), inputs["attention_mask"]
         first = {name: value[:, :-1] for name, value in inputs.items()}
         last = {**{name: value[:, -1:] for name, value in inputs.items()}, "attention_mask": mask}
-        states = [self.base(**part, past_key_values=cache, return_dict=True).last_hidden_state for part in (first, last)]
+        states = [
+            self.base(**part, past_key_values=cache, return_dict=True).last_hidden_state for part in (first, last)
+        ]
         return checks.States(torch.cat(states, 1))
 
     def _inner(self) -> Callable[..., Any]:
@@ -242,10 +248,14 @@ class SplitModel:
         if inputs.get("output_attentions") or getattr(config, "output_attentions", False):
             raise RequestError("output_attentions of a split model: the weights are never made; leave it out")
         if inputs.get("output_router_logits") or getattr(config, "output_router_logits", False):
-            raise RequestError("output_router_logits of a split model: a rank has those of its tokens only; leave it out")
+            raise RequestError(
+                "output_router_logits of a split model: a rank has those of its tokens only; leave it out"
+            )
         for name, value in inputs.items():
             if name not in _KNOWN and (isinstance(value, (torch.Tensor, dict)) or name.startswith("cu_seq_lens")):
-                raise RequestError(f"a split model does not know how to split the input {name}: leave it out, or use one rank")
+                raise RequestError(
+                    f"a split model does not know how to split the input {name}: leave it out, or use one rank"
+                )
         if self.base.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in self.base.modules()):
             raise RequestError("dropout in a split model would differ between ranks: call model.eval()")
 
@@ -256,7 +266,9 @@ class SplitModel:
                 raise RequestError("a cache of another split model: make one with handle.cache()")
             return cache
         if cache is not None:
-            raise RequestError(f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()")
+            raise RequestError(
+                f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
+            )
         use = inputs.get("use_cache")
         return self.cache() if (self.traits.caches_by_default if use is None else use and self.traits.caches) else None
 
@@ -328,7 +340,9 @@ class SplitModel:
                 and not self.generating
                 and any("label" in name and given[name] is not None for name in given)
             ):
-                raise RequestError('labels with gather="none": a rank has the logits of its tokens only; use gather="auto"')
+                raise RequestError(
+                    'labels with gather="none": a rank has the logits of its tokens only; use gather="auto"'
+                )
             self.keep = keep if isinstance(keep, int) and keep > 0 else 0
             try:
                 return run(*args, **kwargs)

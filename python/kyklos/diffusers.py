@@ -117,7 +117,7 @@ def parallelize(
                 _add(handle, module, how, splitter)
         handle._hooks.append(transformer.register_forward_hook(_end(split)))
         for module in modules:
-            processor = module.processor
+            processor: Any = module.processor
             own = "_parallel_config" in vars(processor)
             handle._configs.append((processor, own, processor._parallel_config))
             processor._parallel_config = split
@@ -186,7 +186,9 @@ def _shares(shares: Sequence[float] | None, world: int) -> tuple[int, ...]:
     if len(given) != world:
         raise RequestError(f"{len(given)} shares for {world} ranks: give each rank one")
     if not all(math.isfinite(share) and share > 0 for share in given):
-        raise RequestError(f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing")
+        raise RequestError(
+            f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing"
+        )
     if all(share.is_integer() for share in given):
         return tuple(int(share) for share in given)
     return tuple(max(1, round(share / max(given) * 2**20)) for share in given)

@@ -183,16 +183,27 @@ impl Elements {
         // Kernels take any strides of batch, tokens and heads, of elements that are not shared.
         let tensor = match flat(self.memory.clone())?.view(shape, strides, 0) {
             Ok(view) => view,
-            Err(_) => Tensor::from_bytes(shape, dtype, self.dense().into())?,
+            Err(_) => Tensor::from_bytes(shape, dtype, self.dense(name)?.into())?,
         };
         Ok(if heads_first { tensor.swap_tokens_and_heads() } else { tensor })
     }
 
     /// The elements one after the other, in the order of the axes.
-    pub(crate) fn dense(&self) -> Vec<u8> {
+    pub(crate) fn dense(&self, name: &str) -> Result<Vec<u8>> {
         let bytes = self.kind.bytes();
+        let total = self.shape.iter().try_fold(bytes, |bytes: usize, extent| bytes.checked_mul(*extent));
+        let mut dense = Vec::new();
+        // Repeated axes may stand for more elements than there is memory.
+        if total.is_none_or(|total| dense.try_reserve_exact(total).is_err()) {
+            return Err(Error::request(
+                format!(
+                    "{name} of shape {:?} repeats elements, and there is no memory for a copy",
+                    self.shape
+                ),
+                "pass fewer tokens",
+            ));
+        }
         let count: usize = self.shape.iter().product();
-        let mut dense = Vec::with_capacity(count * bytes);
         let mut index = vec![0_usize; self.shape.len()];
         for _ in 0..count {
             let at: usize = index.iter().zip(&self.strides).map(|(index, stride)| index * stride).sum();
@@ -205,7 +216,7 @@ impl Elements {
                 index[axis] = 0;
             }
         }
-        dense
+        Ok(dense)
     }
 
     /// The same elements with axes 1 and 2 exchanged.

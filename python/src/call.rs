@@ -219,7 +219,7 @@ fn rows(bias: &Elements, [batch, heads, keys]: [usize; 3], shared_rows: bool) ->
             .map_err(|_| Error::request(format!("an extent of {value}"), format!("use at most {}", u32::MAX)))
     };
     let (batch, heads) = (extent(batch)?, extent(heads)?);
-    let dense = bias.dense();
+    let dense = bias.dense("bias")?;
     let kind = match bias.kind {
         Kind::Bool => BiasKind::Mask,
         Kind::Number(_) => BiasKind::Additive,

@@ -1,11 +1,23 @@
 //! Devices by name.
 
+use std::sync::OnceLock;
+
 use kyklos::backend::Device;
 use kyklos::{Error, Result};
 use kyklos_cuda::CudaBackend;
 
+/// The process that opened the first device.
+static PROCESS: OnceLock<u32> = OnceLock::new();
+
 /// Opens `auto`, `cpu`, `wgpu`, `wgpu:N`, `cuda` or `cuda:N`.
 pub(crate) fn open(name: &str) -> Result<Device> {
+    // The threads that compute are made once, with the first device, and a child after `fork` has none.
+    if *PROCESS.get_or_init(std::process::id) != std::process::id() {
+        return Err(Error::request(
+            "a group in a process that was forked after its parent had used Kyklos",
+            "start processes with the method \"spawn\", or fork before the first group",
+        ));
+    }
     let (backend, number) = match name.split_once(':') {
         Some((backend, number)) => (backend, Some(number)),
         None => (name, None),

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use kyklos::{Dtype, Error, Output, Result, Session, Tensor};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::arrays::{Array, Elements, Loan};
 use crate::cache::{Cache, CacheSettings};
@@ -96,6 +97,15 @@ impl Group {
     }
 }
 
+/// The values of a dictionary. One of another type is a wrong request, as a wrong value is: all ranks must learn of it.
+fn extracted<'a, 'py, T: FromPyObject<'a, 'py, Error = PyErr>>(values: &'a Bound<'py, PyDict>) -> Result<T> {
+    values.as_any().extract().map_err(|error: PyErr| {
+        let py = values.py();
+        let why = error.cause(py).map_or_else(String::new, |cause| format!(" ({})", cause.value(py)));
+        Error::request(format!("{}{why}", error.value(py)), "give it the type that the documentation names")
+    })
+}
+
 /// Brings an output to host memory.
 fn fetch(output: Output) -> Result<Fetched> {
     let bytes = |tensor: &Tensor| pollster::block_on(tensor.bytes());
@@ -136,8 +146,9 @@ impl Group {
     }
 
     /// Checks options. If they are wrong, the other ranks get the error too.
-    fn call(&self, py: Python<'_>, options: Options<'_>) -> PyResult<Call> {
-        Call::of(&options, self.world()).map_err(|error| self.refuse(py, error))
+    fn call<'py>(&self, py: Python<'py>, options: &Bound<'py, PyDict>) -> PyResult<Call> {
+        let options: Result<Options<'py>> = extracted(options);
+        options.and_then(|options| Call::of(&options, self.world())).map_err(|error| self.refuse(py, error))
     }
 
     fn attend(
@@ -153,8 +164,9 @@ impl Group {
         })
     }
 
-    fn cache(&self, py: Python<'_>, settings: CacheSettings) -> PyResult<Cache> {
-        let options = match settings.options() {
+    fn cache<'py>(&self, py: Python<'py>, settings: &Bound<'py, PyDict>) -> PyResult<Cache> {
+        let settings: Result<CacheSettings> = extracted(settings);
+        let options = match settings.and_then(|settings| settings.options()) {
             Ok(options) => options,
             Err(error) => return Err(self.refuse(py, error)),
         };

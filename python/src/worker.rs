@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kyklos::Session;
+use kyklos::{Error, Session};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 use pyo3::prelude::*;
 
-use crate::errors::unusable;
+use crate::errors::{self, unusable};
 
 type Work = Box<dyn FnOnce(&mut Session) + Send>;
 
@@ -147,9 +147,13 @@ impl Worker {
         match self.sender.try_lock() {
             Ok(sender) => Ok(sender),
             Err(std::sync::TryLockError::Poisoned(sender)) => Ok(sender.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) => Err(unusable(
+            // Not voted on: the other call goes on.
+            Err(std::sync::TryLockError::WouldBlock) => Err(errors::of_call(
                 py,
-                "another thread is in a call of this group: the calls of a rank are made one after the other",
+                &Error::request(
+                    "another thread is in a call of this group",
+                    "make the calls of a rank one after the other",
+                ),
             )),
         }
     }

@@ -3,10 +3,10 @@
 import functools
 
 import pytest
+import tiny_transformers as tiny
 import torch
 
 import kyklos
-import tiny_transformers as tiny
 from kyklos.diffusers import parallelize
 
 

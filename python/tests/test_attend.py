@@ -1,9 +1,10 @@
 """Calls on ranks of this process, against the float64 oracle."""
 
-import kyklos
 import numpy as np
 import pytest
 from oracle import F32, ROUNDED, attention, causal
+
+import kyklos
 
 
 def split(arrays, cuts, rank):
@@ -249,8 +250,47 @@ def test_wrong_options_are_refused_on_all_ranks(tensors):
         for error in kyklos.run_local(2, call, device="cpu"):
             assert text in str(error), (options, str(error))
     group = kyklos.Group.local(1, device="cpu")[0]
-    with pytest.raises(TypeError, match="unknown options: colour"):
-        group.attend(*arrays, colour="red")
+    group.attend(*arrays, mask=None)
+
+
+def test_options_of_a_wrong_type_are_refused_on_all_ranks(tensors):
+    """Raised on one rank alone, they would pair its next call with this one of the others."""
+    arrays = tensors(8)
+    wrong = [
+        ({"scale": "0.1"}, "scale"),
+        ({"colour": "red"}, "unknown options: colour"),
+        ({"mask": 5}, "mask"),
+        ({"sinks": "many"}, "string to float"),
+        ({"replicated": 2}, "replicated"),
+        ({"results": True}, "results"),
+        ({"q_offset": -1}, "q_offset"),
+        ({"key_bias": object()}, "key_bias"),
+    ]
+    for options, text in wrong:
+
+        def call(group, options=options):
+            with pytest.raises(kyklos.RequestError) as raised:
+                group.attend(*arrays, **(options if group.rank == 1 else {}))
+            o, _ = group.attend(*arrays, label="the next call")
+            return str(raised.value)
+
+        for error in kyklos.run_local(2, call, device="cpu"):
+            assert text in error, (options, error)
+
+    def cached(group):
+        cache = group.kv_cache(2, 32, batch=2)
+        with pytest.raises(kyklos.RequestError, match="NoneType as cache"):
+            group.attend_cached(None if group.rank == 0 else cache, *arrays)
+
+    kyklos.run_local(2, cached, device="cpu")
+
+
+def test_arrays_that_repeat_more_than_memory_holds_are_refused():
+    one = np.ones((1, 1, 1, 8), np.float32)
+    many = np.broadcast_to(one, (1, 1 << 40, 1, 8))
+    group = kyklos.Group.local(1, device="cpu")[0]
+    with pytest.raises(kyklos.RequestError, match="no memory for a copy"):
+        group.attend(one, many, many)
 
 
 def test_a_rank_can_refuse_the_next_call(tensors):

@@ -3,15 +3,15 @@ import functools
 
 import diffusers
 import pytest
+import tiny_transformers as tiny
 import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from split_models import all_raise, case, split
 
 import kyklos
 import kyklos.diffusers
-import tiny_transformers as tiny
 from kyklos import _diffusers_attention, _diffusers_hooks
 from kyklos.diffusers import parallelize
-from split_models import all_raise, case, split
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
@@ -64,7 +64,9 @@ def test_half_precision():
     """With the rounding of bfloat16 instead of float32."""
     made = case("QwenImage, text masks")
     model = copy.deepcopy(made.model).to(torch.bfloat16)
-    inputs = {k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in made.inputs.items()}
+    inputs = {
+        k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in made.inputs.items()
+    }
     half = tiny.Case.__new__(tiny.Case)
     half.model, half.inputs, half.exact = model, inputs, made.exact
     dense = half.error(tiny.call(model, inputs))
@@ -175,7 +177,11 @@ def test_ranks_with_other_inputs_are_refused():
 
     text = all_raise(3, functools.partial(run, other), "rank 1 has other values of hidden_states than rank 0")
     assert "generator with the same seed" in text
-    all_raise(3, functools.partial(run, longer), r"rank 1 has hidden_states of shape \[2, 4, 4, 10, 14\], rank 0 of \[2, 4, 3, 10, 14\]")
+    all_raise(
+        3,
+        functools.partial(run, longer),
+        r"rank 1 has hidden_states of shape \[2, 4, 4, 10, 14\], rank 0 of \[2, 4, 3, 10, 14\]",
+    )
     # Rounding of unlike devices is no difference.
     near = {**made.inputs, "hidden_states": made.inputs["hidden_states"].bfloat16().float()}
     kyklos.run_local(3, functools.partial(run, near), device="cpu")

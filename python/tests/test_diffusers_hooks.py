@@ -4,16 +4,16 @@ import logging
 import threading
 
 import pytest
+import tiny_transformers as tiny
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models import attention_dispatch
+from split_models import case
 
 import kyklos
 import kyklos.diffusers
-import tiny_transformers as tiny
 from kyklos import _diffusers_attention
 from kyklos.diffusers import parallelize
-from split_models import case
 
 
 @pytest.fixture

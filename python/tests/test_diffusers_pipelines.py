@@ -10,13 +10,13 @@ import threading
 
 import diffusers
 import pytest
+import tiny_transformers as tiny
 import torch
+from split_models import all_raise, case
 
 import kyklos
 import kyklos.diffusers
-import tiny_transformers as tiny
 from kyklos.diffusers import parallelize
-from split_models import all_raise, case
 
 
 def wan_pipeline():
@@ -30,7 +30,9 @@ def wan_pipeline():
         pipe.set_progress_bar_config(disable=True)
         size = {"height": 80, "width": 112, "num_frames": 9}
         generator = torch.Generator().manual_seed(seed)
-        return pipe(**prompts, **size, num_inference_steps=4, guidance_scale=4.0, generator=generator, output_type="latent").frames
+        return pipe(
+            **prompts, **size, num_inference_steps=4, guidance_scale=4.0, generator=generator, output_type="latent"
+        ).frames
 
     return tiny.wan(), run
 

@@ -1,15 +1,15 @@
 import diffusers
 import pytest
+import tiny_transformers as tiny
 import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from split_models import all_raise, case
 
 import kyklos
 import kyklos.diffusers
-import tiny_transformers as tiny
 from kyklos import _diffusers_attention
 from kyklos.diffusers import SplitPlan, parallelize
-from split_models import all_raise, case
 
 
 class Other(FluxAttnProcessor):
@@ -42,7 +42,9 @@ def test_transformers_that_call_pytorch_directly_are_refused_by_name(name):
     model = _direct_sdpa()[name]()
     group = kyklos.Group.local(1, device="cpu")[0]
     for plan in (None, {"": {"hidden_states": diffusers.ContextParallelConfig}}):
-        with pytest.raises(kyklos.RequestError, match=f"{name} calls PyTorch's attention directly in .*Processor.*use one of Wan"):
+        with pytest.raises(
+            kyklos.RequestError, match=f"{name} calls PyTorch's attention directly in .*Processor.*use one of Wan"
+        ):
             parallelize(model, group, plan=plan)
     group.close()
 
@@ -60,7 +62,9 @@ def test_transformers_without_a_verified_plan_are_refused_by_name(alone):
         parallelize(type("Wider", (diffusers.FluxTransformer2DModel,), {}).from_config(tiny.flux().config), alone)
     model = tiny.flux()
     model.transformer_blocks[0].attn.set_processor(Other())
-    with pytest.raises(kyklos.RequestError, match="transformer_blocks.0.attn of Flux.* has the processor Other, verified are Flux"):
+    with pytest.raises(
+        kyklos.RequestError, match="transformer_blocks.0.attn of Flux.* has the processor Other, verified are Flux"
+    ):
         parallelize(model, alone)
 
 
@@ -68,7 +72,10 @@ def test_plans_that_do_not_fit_are_refused(alone):
     model = tiny.flux()
     plan = model._cp_plan
     for wrong, pattern in (
-        (SplitPlan(plan, attention=("blocks.*",)), "no attention module of Flux.* matches 'blocks.*', it has transformer_blocks.0.attn"),
+        (
+            SplitPlan(plan, attention=("blocks.*",)),
+            "no attention module of Flux.* matches 'blocks.*', it has transformer_blocks.0.attn",
+        ),
         ({"rope": plan[""]}, "no module 'rope'"),
         ({"": {"image": plan[""]["hidden_states"]}}, "forward has no argument 'image'"),
     ):
@@ -83,7 +90,11 @@ def test_plans_that_do_not_fit_are_refused(alone):
 
 
 def test_shares_that_do_not_fit_are_refused(alone):
-    for shares, pattern in (((1, 2), "2 shares for 1 ranks"), ((0,), "a positive one"), ((float("nan"),), "a positive one")):
+    for shares, pattern in (
+        ((1, 2), "2 shares for 1 ranks"),
+        ((0,), "a positive one"),
+        ((float("nan"),), "a positive one"),
+    ):
         with pytest.raises(kyklos.RequestError, match=pattern):
             parallelize(tiny.flux(), alone, shares=shares)
 

@@ -3,14 +3,15 @@
 import subprocess
 import sys
 
-import kyklos
-import kyklos.torch
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import attention as oracle
 from oracle import causal
+
+import kyklos
+import kyklos.torch
 
 CUTS = [0, 25, 40]
 
@@ -86,6 +87,16 @@ def test_backward_raises(tensors, alone):
         o.sum().backward()
 
 
+def test_a_call_of_a_group_does_not_drop_gradients(tensors, alone):
+    q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
+    recorded = q.clone().requires_grad_()
+    with pytest.raises(kyklos.RequestError, match="requires a gradient"):
+        alone.attend(recorded, k, v)
+    with torch.no_grad():
+        alone.attend(recorded, k, v)
+    alone.attend(recorded.detach(), k, v)
+
+
 def test_autocast_converts(tensors, alone):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o, lse = kyklos.torch.attention(*tensors, alone)
@@ -139,7 +150,7 @@ def test_wrong_arguments(tensors, alone):
         kyklos.torch.attention(*tensors, alone, results="all")
     with pytest.raises(ValueError, match="beside a bias"):
         kyklos.torch.attention(*tensors, alone, mask=torch.ones(2, 40) > 0, bias=torch.ones(1, 1, 40, 40))
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises((TypeError, kyklos.RequestError), match="colour"):
         kyklos.torch.attention(*tensors, alone, colour="red")
 
 

@@ -2,13 +2,14 @@
 
 import copy
 
-import kyklos
-import kyklos.transformers
 import pytest
 import torch
 import transformers
-from kyklos import _transformers_checks, _transformers_hooks, _transformers_masks, _transformers_split
 from tiny_models import FAMILIES, build, error, in_float64, on_ranks, output, reference, texts
+
+import kyklos
+import kyklos.transformers
+from kyklos import _transformers_checks, _transformers_hooks, _transformers_masks, _transformers_split
 
 SHARES = [[1, 1], [3, 7], [2, 1, 5], [1, 30]]
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
@@ -84,7 +85,9 @@ def test_positions_that_a_model_makes_of_its_mask():
     def work(model, handle, group):
         with pytest.raises(kyklos.RequestError, match="pass position_ids"):
             output(model, **inputs)
-        return output(model, **inputs, position_ids=positions), model.generate(**inputs, max_new_tokens=20, do_sample=False)
+        return output(model, **inputs, position_ids=positions), model.generate(
+            **inputs, max_new_tokens=20, do_sample=False
+        )
 
     for got, tokens in on_ranks(model, 2, work):
         seen = inputs["attention_mask"].bool()
@@ -130,7 +133,9 @@ def test_few_tokens(tokens):
 )  # fmt: skip
 def test_rope_scales_with_the_longest_position_of_all_ranks(scaling, monkeypatch):
     """Rank 0 of 3 has positions below 16 only."""
-    model = build("llama", rope_parameters=scaling, max_position_embeddings=512 if scaling["rope_type"] == "longrope" else 16)
+    model = build(
+        "llama", rope_parameters=scaling, max_position_embeddings=512 if scaling["rope_type"] == "longrope" else 16
+    )
     inputs = {"input_ids": texts(2, 31)}
     exact, bound, seen = reference(model, **inputs)
     for got in on_ranks(model, 3, call(**inputs), shares=[2, 1, 5]):

@@ -1,9 +1,10 @@
 """The table of models in the documentation: each family once, as a tiny random model."""
 
-import kyklos
 import pytest
 import torch
 from tiny_models import COMMON, ENCODER, WINDOW, build_class, error, on_ranks, output, reference, texts
+
+import kyklos
 
 _HEADS = {"head_dim": 16}
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -2,14 +2,15 @@
 
 import copy
 
-import kyklos
-import kyklos.transformers
 import pytest
 import torch
 import transformers
-from kyklos import _transformers_cache, _transformers_generate, _transformers_masks
 from test_transformers import left_padded, right_padded
 from tiny_models import build, error, on_ranks, output, reference, texts
+
+import kyklos
+import kyklos.transformers
+from kyklos import _transformers_cache, _transformers_generate, _transformers_masks
 
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
 
@@ -58,7 +59,9 @@ def test_logits_of_each_step():
     tokens = model.generate(ids, **many).sequences[:, :-1]
     exact, bound, seen = reference(model, input_ids=tokens)
     steps = slice(18, None)
-    for logits in on_ranks(model, 3, lambda model, *_: torch.stack(model.generate(ids, **many).logits, 1), shares=[2, 1, 5]):
+    for logits in on_ranks(
+        model, 3, lambda model, *_: torch.stack(model.generate(ids, **many).logits, 1), shares=[2, 1, 5]
+    ):
         assert error(logits, exact[:, steps], seen[:, steps]) <= bound
 
 
@@ -105,7 +108,9 @@ def test_windows_and_tokens_that_are_taken_back():
     def work(model, handle, group):
         cache = handle.cache()
         output(model, input_ids=ids, past_key_values=cache)
-        with pytest.raises(kyklos.RequestError, match=r"made to take back 0 tokens: make it with handle.cache\(rollback=12\)"):
+        with pytest.raises(
+            kyklos.RequestError, match=r"made to take back 0 tokens: make it with handle.cache\(rollback=12\)"
+        ):
             cache.crop(-12)
         last = output(model, input_ids=ids[:, :1], past_key_values=cache)
         assert cache.length == 41 and last.shape[1] == 1

@@ -5,13 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kyklos
-import kyklos.transformers
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from tiny_models import build, output, texts
+
+import kyklos
+import kyklos.transformers
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "generate.py"
 SAMPLE = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.2}

@@ -3,15 +3,16 @@
 import inspect
 import warnings
 
-import kyklos
-import kyklos.transformers
 import pytest
 import torch
 import transformers
-from kyklos import _transformers_masks
-from kyklos._transformers_split import share_out
 from tiny_models import FAMILIES, build, build_class, on_ranks, output, texts
 from transformers import masking_utils
+
+import kyklos
+import kyklos.transformers
+from kyklos import _transformers_masks
+from kyklos._transformers_split import share_out
 
 SMALL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPTJ = {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}
@@ -238,7 +239,8 @@ def test_private_names():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert (
-            build_class("GPTJForCausalLM", "GPTJConfig", GPTJ, implementation="eager")._can_set_attn_implementation() is False
+            build_class("GPTJForCausalLM", "GPTJConfig", GPTJ, implementation="eager")._can_set_attn_implementation()
+            is False
         )
     prepare = list(inspect.signature(model._prepare_cache_for_generation).parameters)
     assert prepare == ["generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"]

@@ -3,10 +3,11 @@
 import copy
 import warnings
 
-import kyklos
-import kyklos.transformers
 import torch
 import transformers
+
+import kyklos
+import kyklos.transformers
 
 if not torch.cuda.is_available():
     # Where the CUDA libraries are stand-ins, PyTorch's own function crashes.
