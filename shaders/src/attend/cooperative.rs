@@ -293,9 +293,9 @@ let weight_at = own_weights + own_row * {}u;",
         t.line("l *= corr;");
         for c in 0..columns {
             if partial {
-                t.line(format!("let p{c} = select(0.0f, exp2(x{c} - m), vis{c});"));
+                t.line(format!("let p{c} = select(0.0f, weight_of(x{c} - m), vis{c});"));
             } else {
-                t.line(format!("let p{c} = exp2(x{c} - m);"));
+                t.line(format!("let p{c} = weight_of(x{c} - m);"));
             }
             t.line(format!("l += p{c};"));
             t.line(format!("weights[weight_at + part * {columns}u + {c}u] = f16(p{c});"));

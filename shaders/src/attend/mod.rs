@@ -33,7 +33,8 @@
 //!
 //! # NaN and infinity
 //!
-//! NaN and infinity pass through multiplications, additions and exp2 to the rows that see them. In partial runs each
+//! NaN and infinity pass through multiplications and additions to the rows that see them, and through `weight_of`,
+//! because `exp2` may return any number for a NaN. In partial runs each
 //! invisible element is replaced by selection before the kernel combines it with a number of the row: its logit by
 //! [`EMPTY_M`](crate::EMPTY_M), its weight by 0, its value by 0 (0 · NaN would be NaN). A row that saw no key in the
 //! whole call is not written.
@@ -56,6 +57,8 @@ fn kernel_prelude(kernel: AttendKernel) -> String {
 pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
     let mut text = format!("{}\n{}\n\n", kernel.declarations(), empty_m());
     text.push_str(&format!("{}\n\n{}\n\n", storage.unpack_functions(), units_of_m()));
+    text.push_str(WEIGHT_OF);
+    text.push('\n');
     if softcap {
         text.push_str(CAPPED);
         text.push('\n');
@@ -81,6 +84,13 @@ fn natural_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}",
         std::f32::consts::LN_2
     )
 }
+
+/// The weight of a key whose logit is `below` under the largest one of its row. WGSL promises nothing about the `exp2` of
+/// a NaN: SwiftShader limits the exponent with `min`, which drops the NaN, and returns infinity.
+const WEIGHT_OF: &str = "fn weight_of(below: f32) -> f32 {
+    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+}
+";
 
 /// `cap · tanh(t)`, with a relative error of a few ulp. WGSL's own `tanh` promises only 1e-5 absolute, and overflows on
 /// some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.

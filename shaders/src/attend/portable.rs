@@ -312,7 +312,9 @@ var seen{i} = {};",
         for i in 0..self.rows {
             t.line(format!("let corr{i} = exp2(m{i} - n{i});"));
             t.line(format!("m{i} = n{i};"));
-            t.line(format!("let p{i} = exp2(x{i} - vec4<f32>(n{i}));"));
+            let weights =
+                ["x", "y", "z", "w"].map(|lane| format!("weight_of(x{i}.{lane} - n{i})")).join(", ");
+            t.line(format!("let p{i} = vec4<f32>({weights});"));
             if partial {
                 t.line(format!("let kept{i} = select(vec4<f32>(), p{i}, vis{i});"));
                 t.line(format!("tile_p[{}] = select(vec4<f32>(-1.0f), p{i}, vis{i});", self.p_index(i)));

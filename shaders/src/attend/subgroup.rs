@@ -294,9 +294,9 @@ let group_first = workgroupUniformLoad(&seen_from);"
         t.line(format!("let corr{r} = exp2(m{r} - n{r});"));
         for j in 0..at_once {
             if partial {
-                t.line(format!("let p{r}_{j} = select(0.0f, exp2(x{r}_{j} - n{r}), vis{r});"));
+                t.line(format!("let p{r}_{j} = select(0.0f, weight_of(x{r}_{j} - n{r}), vis{r});"));
             } else {
-                t.line(format!("let p{r}_{j} = exp2(x{r}_{j} - n{r});"));
+                t.line(format!("let p{r}_{j} = weight_of(x{r}_{j} - n{r});"));
             }
         }
         t.line(format!("m{r} = n{r};"));

@@ -101,7 +101,7 @@ fn keys(t: &mut Text, kernel: DecodeKernel, unit_chunks: u32, units: u32) {
 let logit{s} = select(EMPTY_M, {logit}, vis{s});
 let n{s} = max(m{s}, logit{s});
 let corr{s} = exp2(m{s} - n{s});
-let p{s} = select(0.0f, exp2(logit{s} - n{s}), vis{s});
+let p{s} = select(0.0f, weight_of(logit{s} - n{s}), vis{s});
 m{s} = n{s};
 l{s} = fma(l{s}, corr{s}, p{s});"
         ));

@@ -209,7 +209,7 @@ maxima[thread] = vec2<f32>(top, exp2(before - top));"
         for s in 0..slots {
             t.lines(&format!(
                 "let max{s} = maxima[{s}];
-let p{s} = select(0.0f, exp2(x{s} - max{s}.x), vis{s});
+let p{s} = select(0.0f, weight_of(x{s} - max{s}.x), vis{s});
 l{s} = l{s} * max{s}.y + p{s};
 weights[{}u + thread] = select(-1.0f, p{s}, vis{s});",
                 s * THREADS

@@ -58,6 +58,10 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(u
 fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
 fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
 
+fn weight_of(below: f32) -> f32 {
+    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+}
+
 fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
@@ -229,25 +233,25 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             workgroupBarrier();
             let corr0 = exp2(m0 - n0);
             m0 = n0;
-            let p0 = exp2(x0 - vec4<f32>(n0));
+            let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
             let kept0 = p0;
             tile_p[tc * 32u + 0u + tr] = p0;
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
             let corr1 = exp2(m1 - n1);
             m1 = n1;
-            let p1 = exp2(x1 - vec4<f32>(n1));
+            let p1 = vec4<f32>(weight_of(x1.x - n1), weight_of(x1.y - n1), weight_of(x1.z - n1), weight_of(x1.w - n1));
             let kept1 = p1;
             tile_p[tc * 32u + 8u + tr] = p1;
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
             let corr2 = exp2(m2 - n2);
             m2 = n2;
-            let p2 = exp2(x2 - vec4<f32>(n2));
+            let p2 = vec4<f32>(weight_of(x2.x - n2), weight_of(x2.y - n2), weight_of(x2.z - n2), weight_of(x2.w - n2));
             let kept2 = p2;
             tile_p[tc * 32u + 16u + tr] = p2;
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
             let corr3 = exp2(m3 - n3);
             m3 = n3;
-            let p3 = exp2(x3 - vec4<f32>(n3));
+            let p3 = vec4<f32>(weight_of(x3.x - n3), weight_of(x3.y - n3), weight_of(x3.z - n3), weight_of(x3.w - n3));
             let kept3 = p3;
             tile_p[tc * 32u + 24u + tr] = p3;
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
@@ -348,25 +352,25 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             workgroupBarrier();
             let corr0 = exp2(m0 - n0);
             m0 = n0;
-            let p0 = exp2(x0 - vec4<f32>(n0));
+            let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
             let kept0 = select(vec4<f32>(), p0, vis0);
             tile_p[tc * 32u + 0u + tr] = select(vec4<f32>(-1.0f), p0, vis0);
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
             let corr1 = exp2(m1 - n1);
             m1 = n1;
-            let p1 = exp2(x1 - vec4<f32>(n1));
+            let p1 = vec4<f32>(weight_of(x1.x - n1), weight_of(x1.y - n1), weight_of(x1.z - n1), weight_of(x1.w - n1));
             let kept1 = select(vec4<f32>(), p1, vis1);
             tile_p[tc * 32u + 8u + tr] = select(vec4<f32>(-1.0f), p1, vis1);
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
             let corr2 = exp2(m2 - n2);
             m2 = n2;
-            let p2 = exp2(x2 - vec4<f32>(n2));
+            let p2 = vec4<f32>(weight_of(x2.x - n2), weight_of(x2.y - n2), weight_of(x2.z - n2), weight_of(x2.w - n2));
             let kept2 = select(vec4<f32>(), p2, vis2);
             tile_p[tc * 32u + 16u + tr] = select(vec4<f32>(-1.0f), p2, vis2);
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
             let corr3 = exp2(m3 - n3);
             m3 = n3;
-            let p3 = exp2(x3 - vec4<f32>(n3));
+            let p3 = vec4<f32>(weight_of(x3.x - n3), weight_of(x3.y - n3), weight_of(x3.z - n3), weight_of(x3.w - n3));
             let kept3 = select(vec4<f32>(), p3, vis3);
             tile_p[tc * 32u + 24u + tr] = select(vec4<f32>(-1.0f), p3, vis3);
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));

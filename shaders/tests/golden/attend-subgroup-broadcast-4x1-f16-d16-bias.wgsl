@@ -60,6 +60,10 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
 fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
 fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
 
+fn weight_of(below: f32) -> f32 {
+    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+}
+
 const HIDDEN: f32 = -3e38f;
 // By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
 fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
@@ -201,7 +205,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             seen0 = seen0 || vis0;
             let n0 = max(m0, x0_0);
             let corr0 = exp2(m0 - n0);
-            let p0_0 = select(0.0f, exp2(x0_0 - n0), vis0);
+            let p0_0 = select(0.0f, weight_of(x0_0 - n0), vis0);
             m0 = n0;
             l0 = fma(l0, corr0, p0_0);
             let v0_unit0 = textureLoad(v, vec2<i32>(vec2<u32>(unit0, v_y + key + 0u)));

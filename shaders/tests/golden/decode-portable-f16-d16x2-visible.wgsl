@@ -60,6 +60,10 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
 fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
 fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
 
+fn weight_of(below: f32) -> f32 {
+    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+}
+
 const HIDDEN: f32 = -3e38f;
 // By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
 fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
@@ -173,11 +177,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             }
             workgroupBarrier();
             let max0 = maxima[0];
-            let p0 = select(0.0f, exp2(x0 - max0.x), vis0);
+            let p0 = select(0.0f, weight_of(x0 - max0.x), vis0);
             l0 = l0 * max0.y + p0;
             weights[0u + thread] = select(-1.0f, p0, vis0);
             let max1 = maxima[1];
-            let p1 = select(0.0f, exp2(x1 - max1.x), vis1);
+            let p1 = select(0.0f, weight_of(x1 - max1.x), vis1);
             l1 = l1 * max1.y + p1;
             weights[64u + thread] = select(-1.0f, p1, vis1);
             workgroupBarrier();

@@ -35,6 +35,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("carries a running state over a ring", |backend, who| Box::pin(on_mesh(backend, who, 1, 3))),
         ("swaps heads for tokens with an all-to-all", |backend, who| Box::pin(on_mesh(backend, who, 2, 1))),
         ("lets no hidden value reach a row", |backend, who| Box::pin(no_leaks(backend, who))),
+        ("shows a NaN in a key to the rows that see it", |backend, who| Box::pin(nan_in_key(backend, who))),
         ("shows a NaN in a bias to the row that sees it", |backend, who| Box::pin(nan_in_bias(backend, who))),
         ("gives the same bytes every time", |backend, who| Box::pin(same_bytes(backend, who))),
         ("merges two states as if it had attended to both", |backend, who| {
@@ -113,6 +114,38 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
                     without.o[at..at + row_bytes],
                     "{who} {dtype} {name}: {id:?} changed by what it cannot see"
                 );
+            }
+        }
+    }
+}
+
+async fn nan_in_key<B: Backend>(backend: &B, who: &str) {
+    let dtype = Dtype::F32;
+    let plain = chosen_cases(backend.info())
+        .filter(|case| case.poison.is_empty() && case.pairs.is_none() && case.problem.kv_len > 0);
+    let (softcap, without): (Vec<_>, Vec<_>) = plain.partition(|case| case.problem.softcap.is_some());
+    for case in softcap.into_iter().take(1).chain(without.into_iter().step_by(5)) {
+        let name = case.name;
+        let good = Prepared::new(case, dtype);
+        let key = good.problem.kv_len as usize / 2;
+        let key_bytes = good.problem.kv_heads as usize * good.problem.head_dim as usize * dtype.bytes();
+        let mut stored = good.tensors.k.to_vec();
+        stored[key * key_bytes..][..dtype.bytes()].fill(0xFF);
+        let world = dense_world(&good.problem);
+        let without = run_alone(backend, &world, &good).await;
+        let mut bad = good;
+        bad.tensors.k = stored.into();
+        let with = run_alone(backend, &world, &bad).await;
+        for id in bad.oracle.row_ids() {
+            let from = bad.oracle.o_index(id) * dtype.bytes();
+            let bytes = from..from + bad.problem.head_dim as usize * dtype.bytes();
+            if (id.batch, bad.oracle.kv_head(id.head)) == (0, 0) && bad.oracle.sees(0, id.row, key) {
+                let place = bad.oracle.lse_index(id);
+                assert!(with.lse[place].is_nan(), "{who} {name}: lse of {id:?} is {}", with.lse[place]);
+                let o: Vec<f32> = bytemuck::pod_collect_to_vec(&with.o[bytes]);
+                assert!(o.iter().all(|x| x.is_nan()), "{who} {name}: {id:?} is {o:?}");
+            } else {
+                assert!(with.o[bytes.clone()] == without.o[bytes], "{who} {name}: {id:?} changed");
             }
         }
     }
