@@ -199,8 +199,12 @@ impl Backend for WgpuBackend {
     async fn wait(&self) -> Result<()> {
         self.gpu.check()?;
         // An empty submission flushes writes without a later submission.
-        let done = self.gpu.submit(None);
-        done.finished().await;
+        // In a browser, errors and completions arrive in separate tasks, and the error of an earlier command may come after the
+        // completion. It has come when one more submission is complete.
+        let submissions = if cfg!(target_arch = "wasm32") { 2 } else { 1 };
+        for _ in 0..submissions {
+            self.gpu.submit(None).finished().await;
+        }
         self.gpu.check()
     }
 }
