@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the fuzz targets with coverage. Needs a nightly compiler, cargo-fuzz and a C++ compiler.
+# Runs the fuzz targets with coverage. Needs cargo-fuzz and a C++ compiler, and a nightly compiler or permission to use the
+# installed one as if it were (RUSTC_BOOTSTRAP=1): the sanitizers' flags are unstable.
 #   scripts/fuzz.sh [SECONDS [TARGET…]]   each target for so long (60 s), all of them unless some are named
 #   scripts/fuzz.sh --keep [TARGET…]      adds small inputs that reached new code to fuzz/corpus
 # New inputs are under target/fuzz/corpus. An input that breaks a target is under fuzz/artifacts, with the command that
@@ -13,13 +14,18 @@ fail() {
     exit 1
 }
 
-cargo +nightly fuzz --version >/dev/null 2>&1 ||
-    fail "cargo +nightly fuzz does not run: rustup toolchain install nightly, then cargo install cargo-fuzz"
+if cargo +nightly fuzz --version >/dev/null 2>&1; then
+    cargo=(cargo +nightly)
+elif [ "${RUSTC_BOOTSTRAP-}" = 1 ] && cargo fuzz --version >/dev/null 2>&1; then
+    cargo=(cargo)
+else
+    fail "there is no cargo-fuzz for a nightly compiler: rustup toolchain install nightly (or set RUSTC_BOOTSTRAP=1), then cargo install cargo-fuzz"
+fi
 
 fuzz() {
     local verb=$1 target=$2
     shift 2
-    cargo +nightly fuzz "$verb" --sanitizer "${FUZZ_SANITIZER:-address}" --target-dir ../target/fuzz "$target" "$@"
+    "${cargo[@]}" fuzz "$verb" --sanitizer "${FUZZ_SANITIZER:-address}" --target-dir ../target/fuzz "$target" "$@"
 }
 
 # libFuzzer's own limits: an input's bytes, a call's seconds, the process' MiB.
@@ -33,7 +39,7 @@ else
 fi
 [ $# = 0 ] || shift
 targets=("$@")
-[ $# != 0 ] || mapfile -t targets < <(cargo +nightly fuzz list)
+[ $# != 0 ] || mapfile -t targets < <("${cargo[@]}" fuzz list)
 
 # Inputs with keys are made anew each time, and none of them is kept.
 for target in "${targets[@]}"; do

@@ -28,7 +28,7 @@ if [ -n "${KYKLOS_CHROMIUM:-}" ] || command -v chromium >/dev/null || command -v
 else
     left_out+=("browser: there is no Chromium here; scripts/test-browser.sh installs it on Debian and Ubuntu")
 fi
-if cargo +nightly fuzz --version >/dev/null 2>&1; then
+if cargo +nightly fuzz --version >/dev/null 2>&1 || { [ "${RUSTC_BOOTSTRAP-}" = 1 ] && cargo fuzz --version >/dev/null 2>&1; }; then
     part fuzz scripts/fuzz.sh 20
 else
     left_out+=("fuzz: there is no cargo-fuzz for a nightly compiler, see fuzz/README.md")
