@@ -1,5 +1,6 @@
 //! One attention call over all ranks of a group.
 
+mod agreement;
 mod call;
 mod collect;
 pub(crate) mod here;
@@ -7,5 +8,6 @@ pub(crate) mod on_loss;
 pub(crate) mod rank;
 pub(crate) mod refusal;
 pub(crate) mod report;
+mod terms;
 
 pub(crate) use self::call::{Job, Outputs, Settings};

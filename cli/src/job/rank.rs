@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::backend::{Device, DeviceBuffer};
+use kyklos::backend::{Backend, Device, DeviceBuffer};
 use kyklos::host::Tensors;
 use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
@@ -61,10 +61,7 @@ pub(crate) fn work(
     recovery: Option<&mut Recovery<'_>>,
 ) -> Result<RankDone> {
     let flight = job.list(transport);
-    let ready = device
-        .and_then(|device| job.prepare(transport.rank(), device))
-        .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)));
-    let Ready { device, tensors, file } = match ready {
+    let Ready { device, tensors, file } = match job.get_ready(&**transport, device) {
         Ok(ready) => ready,
         Err(failure) => {
             let result = Err(failure);
@@ -140,15 +137,31 @@ pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<R
 }
 
 impl Job {
-    fn prepare(&self, rank: Rank, device: DeviceId) -> Result<Ready> {
+    /// Opens the device, agrees with all ranks on the call and its inputs, and reads this rank's tensors. If that fails here, all
+    /// ranks get the failure.
+    fn get_ready(&self, transport: &dyn Transport, device: Result<DeviceId>) -> Result<Ready> {
+        let refused = |failure| refuse(transport, self.named(transport.rank(), failure));
+        let device = device.and_then(|device| self.open(device)).map_err(refused)?;
+        self.agree(transport)?;
+        let (tensors, file) = self.read_inputs(transport.rank()).map_err(refused)?;
+        Ok(Ready { device, tensors, file })
+    }
+
+    /// Opens a device that can run the problem.
+    fn open(&self, device: DeviceId) -> Result<Device> {
+        let problem = &self.agreed.request.problem;
+        let device = device.open()?;
+        device.supports(problem.dtype, problem.head_dim as usize)?;
+        Ok(device)
+    }
+
+    fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Option<OutputFile>)> {
         let Request { problem, source, .. } = &self.agreed.request;
         let (q_tokens, kv_tokens) =
             (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
-        Ok(Ready {
-            device: device.open()?,
-            tensors: source.all(problem, q_tokens, kv_tokens)?,
-            file: self.open_output(rank)?,
-        })
+        let tensors = source.all(problem, q_tokens, kv_tokens)?;
+        source.check_unchanged()?;
+        Ok((tensors, self.open_output(rank)?))
     }
 
     /// The file that this rank writes, if any.

@@ -59,7 +59,7 @@ pub(super) fn job(args: &AttendArgs, request: Request, ranks_here: u32, members:
         verify: args.verify,
         progress: args.progress,
         ranks_here,
-        resumable: args.on_loss.finishes(),
+        on_loss: args.on_loss,
     };
     let mut job = Job::new(request, settings, outputs, members)?;
     // Last, because this creates the folder.
