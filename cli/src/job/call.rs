@@ -45,7 +45,7 @@ pub(crate) struct Agreed {
     pub(crate) begun: Option<Arc<ProvedPlans>>,
 }
 
-/// Files that a job writes.
+/// What a job writes and prints.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outputs {
     pub(crate) result: Option<OutputTarget>,
@@ -53,6 +53,8 @@ pub(crate) struct Outputs {
     pub(crate) trace: Option<PathBuf>,
     /// The folder of records.
     pub(crate) record: Option<PathBuf>,
+    /// Whether the report is a JSON object instead of a table.
+    pub(crate) json: bool,
 }
 
 /// How often a plan is run, and under which conditions.

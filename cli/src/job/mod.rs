@@ -5,6 +5,7 @@ mod call;
 mod collect;
 pub(crate) mod here;
 pub(crate) mod on_loss;
+mod publish;
 pub(crate) mod rank;
 pub(crate) mod refusal;
 pub(crate) mod report;

@@ -13,23 +13,25 @@ use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
 use crate::job::on_loss::Recovery;
 use crate::job::refusal::refuse;
-use crate::job::report::Summary;
 use crate::messages::Messages;
-use crate::observe::trace::{Trace, Track};
+use crate::observe::trace::Track;
 use crate::request::Request;
 use crate::tensors::output::OutputFile;
 
 /// The results of a rank.
 #[derive(Debug)]
 pub(crate) struct RankDone {
-    /// Timelines to write: of this rank, or on rank 0 of all ranks.
-    pub(crate) trace: Option<Trace>,
-    /// On rank 0.
-    pub(crate) summary: Option<Summary>,
-    /// Why the computed result must not be used.
+    /// Why the computed result must not be used, or is not where it should be.
     pub(crate) rejected: Option<Failure>,
     /// Which rows are missing from a result that is otherwise right.
     pub(crate) lacks: Option<Failure>,
+}
+
+impl RankDone {
+    /// Why the rank does not end well, if it does not.
+    pub(crate) fn failure(self) -> Option<Failure> {
+        self.rejected.or(self.lacks)
+    }
 }
 
 /// What a rank prepares before it votes.
@@ -201,7 +203,7 @@ impl Job {
         Ok(Computed { output, spans, wall_ns: walls_ns[walls_ns.len() / 2] })
     }
 
-    /// Collects timelines, reports and output.
+    /// Collects timelines, reports and output, and publishes them.
     fn deliver(
         &self,
         transport: &Arc<dyn Transport>,
@@ -221,10 +223,11 @@ impl Job {
             }
             None => None,
         };
-        let (summary, rejected) = self
+        let collected = self
             .collect(transport, device, &output, wall_ns, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
-        Ok(RankDone { trace, summary, rejected, lacks: None })
+        let rejected = self.publish(&**transport, collected, trace)?;
+        Ok(RankDone { rejected, lacks: None })
     }
 
     /// Aborts the group after a failure that only this rank knows.

@@ -8,6 +8,7 @@ mod certs;
 mod clusters;
 #[cfg(target_os = "linux")]
 mod cuda;
+mod delivery;
 mod devices;
 mod doctor;
 #[cfg(target_os = "linux")]

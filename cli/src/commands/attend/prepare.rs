@@ -78,5 +78,5 @@ fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
         keep_apart(("--trace", trace), ("the input", request.source.path()), ranks)?;
         keep_apart(("--trace", trace), ("the output", args.output.as_deref()), ranks)?;
     }
-    Ok(Outputs { result, trace: args.trace.clone(), record: None })
+    Ok(Outputs { result, trace: args.trace.clone(), record: None, json: args.json })
 }
