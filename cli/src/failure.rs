@@ -127,7 +127,7 @@ fn written(written: io::Result<()>) -> Result<()> {
 /// Writes one line to standard error; errors of writing are ignored.
 pub(crate) fn note(line: &str) {
     // One call, so that lines of several ranks do not mix.
-    let line = harmless(&with_commands(line));
+    let line = with_commands(line).split('\n').map(harmless).collect::<Vec<_>>().join("\n");
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
@@ -160,10 +160,25 @@ fn command(remedy: TransportRemedy) -> Option<&'static str> {
     })
 }
 
-/// Replaces control characters: messages may quote other ranks, and must not control the terminal.
-fn harmless(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).collect()
+/// The text with its control characters escaped, line ends among them: texts of other ranks and of files must not control the
+/// terminal, nor begin a line of a log.
+pub(crate) fn harmless(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() || REORDERING.contains(&c) {
+            out.extend(c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    out
 }
+
+/// Characters that make a terminal show text in another order.
+const REORDERING: [char; 9] = [
+    '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}', '\u{2066}', '\u{2067}', '\u{2068}',
+    '\u{2069}',
+];
 
 #[cfg(test)]
 mod tests {
@@ -201,8 +216,8 @@ mod tests {
     #[test]
     fn text_of_peers_cannot_control_the_terminal() {
         assert_eq!(
-            harmless("rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2"),
-            "rank 1:  [2J gone  31m é\nrank 2"
+            harmless("rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2\u{202e}"),
+            r"rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2\u{202e}"
         );
     }
 }

@@ -170,7 +170,8 @@ impl Children {
     }
 
     /// Waits for all processes. When one fails, the others end within [`SURVIVORS`], or continue without it, or it is started
-    /// again, by the policy.
+    /// again, by the policy. When one ends well, all ranks have delivered, and the others end within [`SURVIVORS`] under every
+    /// policy; so they do when some have failed and the others are stopped (SIGSTOP), which makes no group.
     fn watch(
         &mut self,
         interrupted: &AtomicBool,
@@ -194,7 +195,9 @@ impl Children {
                 self.start_anew(start);
             }
             let failed = self.ended.iter().any(|(_, status)| !status.success());
-            if failed && patience.is_none() && on_loss == OnLoss::Stop {
+            let delivered = self.ended.iter().any(|(_, status)| has_delivered(*status));
+            let over = delivered || (failed && (on_loss == OnLoss::Stop || self.all_are_stopped()));
+            if over && patience.is_none() {
                 patience = Some(Instant::now() + SURVIVORS);
             }
             if patience.is_some_and(|until| Instant::now() >= until) {
@@ -224,7 +227,7 @@ impl Children {
         } else if self.ended.iter().all(|(_, status)| status.success())
             || (on_loss != OnLoss::Stop && self.ended.iter().any(|(_, status)| status.success()))
         {
-            // The processes that continued have the whole result.
+            // A process ends well only when the result is complete.
             0
         } else if self.ended.iter().any(|(_, status)| status.code() == Some(i32::from(EXIT_LACKS))) {
             // The survivors have completed the call.
@@ -278,6 +281,16 @@ impl Children {
         });
     }
 
+    /// Whether no process runs on, because each has got a SIGSTOP. Only Linux says so in a file.
+    fn all_are_stopped(&self) -> bool {
+        self.running.iter().all(|running| {
+            let stat =
+                std::fs::read_to_string(format!("/proc/{}/stat", running.child.id())).unwrap_or_default();
+            // The state follows the name, which may contain anything.
+            stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
+        })
+    }
+
     fn end_all(&mut self) {
         for mut running in self.running.drain(..) {
             let _ = running.child.kill();
@@ -292,6 +305,11 @@ impl Drop for Children {
     fn drop(&mut self) {
         self.end_all();
     }
+}
+
+/// Whether a process has ended after all ranks had delivered the result, or what the survivors have of it.
+fn has_delivered(status: ExitStatus) -> bool {
+    status.success() || status.code() == Some(i32::from(EXIT_LACKS))
 }
 
 /// Copies lines until the other side closes. Keeps reading when writing fails, so that the process does not block.
@@ -312,7 +330,7 @@ fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String
     }
 }
 
-/// Time for the other processes to end by themselves after a failure.
+/// Time for the other processes to end by themselves after a failure, or after the result is complete.
 const SURVIVORS: Duration = Duration::from_secs(15);
 /// Time for all processes to end after an interruption.
 const INTERRUPTED: Duration = Duration::from_secs(3);

@@ -9,12 +9,11 @@ use kyklos::{Recovery, RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
 use crate::failure::{Failure, Result};
+use crate::job::terms::Terms;
 use crate::observe::progress::Watch;
 use crate::observe::record::{About, Flight, ListedFlight};
-use crate::observe::trace;
-use crate::options::ProgressKind;
+use crate::options::{OnLoss, ProgressKind};
 use crate::request::Request;
-use crate::tensors::Source;
 use crate::tensors::output::OutputTarget;
 use crate::verify::Sample;
 
@@ -35,6 +34,8 @@ pub(crate) struct Job {
 #[derive(Debug)]
 pub(crate) struct Agreed {
     pub(crate) request: Request,
+    /// What ranks compare in their first vote.
+    pub(crate) terms: Terms,
     pub(crate) plans: Arc<ProvedPlans>,
     /// Rows to verify, if any.
     pub(crate) sample: Option<Sample>,
@@ -44,7 +45,7 @@ pub(crate) struct Agreed {
     pub(crate) begun: Option<Arc<ProvedPlans>>,
 }
 
-/// Files that a job writes.
+/// What a job writes and prints.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outputs {
     pub(crate) result: Option<OutputTarget>,
@@ -52,6 +53,8 @@ pub(crate) struct Outputs {
     pub(crate) trace: Option<PathBuf>,
     /// The folder of records.
     pub(crate) record: Option<PathBuf>,
+    /// Whether the report is a JSON object instead of a table.
+    pub(crate) json: bool,
 }
 
 /// How often a plan is run, and under which conditions.
@@ -73,7 +76,7 @@ pub(crate) struct Settings {
     pub(crate) progress: ProgressKind,
     /// Ranks on this machine: the progress bar counts their steps.
     pub(crate) ranks_here: u32,
-    pub(crate) resumable: bool,
+    pub(crate) on_loss: OnLoss,
 }
 
 impl Job {
@@ -84,12 +87,13 @@ impl Job {
         outputs: Outputs,
         members: Vec<Rank>,
     ) -> Result<Self> {
-        let Settings { repeat, deadline, verify, progress, ranks_here, resumable } = settings;
+        let Settings { repeat, deadline, verify, progress, ranks_here, on_loss } = settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
             false => None,
         };
-        let plans = request.plan()?.with_inputs(&inputs(&request, settings, &outputs));
+        let terms = Terms::of(&request, settings, &outputs);
+        let plans = request.plan()?.with_inputs(&terms.texts());
         let ranks = plans.world().mesh.world();
         let steps_here = plans.steps() * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
         let clock = Arc::new(SystemClock::new());
@@ -97,9 +101,9 @@ impl Job {
         let trace = outputs.trace.is_some();
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
-            agreed: Agreed { request, plans: Arc::new(plans), sample, members, begun: None },
+            agreed: Agreed { request, terms, plans: Arc::new(plans), sample, members, begun: None },
             runs: Runs { repeat, deadline, options },
-            resumable,
+            resumable: on_loss.finishes(),
             outputs,
             watch,
         })
@@ -108,9 +112,10 @@ impl Job {
     /// The job in which survivors complete this one; `members` are their numbers in the first group.
     pub(super) fn completion(&self, finished: Recovery, members: &[Rank]) -> (Self, kyklos::RankOutput) {
         let Recovery { plans: repaired, output } = finished;
-        let Agreed { request, plans, sample, .. } = &self.agreed;
+        let Agreed { request, terms, plans, sample, .. } = &self.agreed;
         let job = Self {
             agreed: Agreed {
+                terms: terms.clone(),
                 request: Request { mesh: repaired.world().mesh, predicted_s: None, ..request.clone() },
                 sample: sample.as_ref().map(|sample| sample.owned_in(repaired.world())),
                 plans: repaired,
@@ -155,29 +160,4 @@ impl Agreed {
     pub(super) fn begun(&self) -> &World {
         self.begun.as_ref().unwrap_or(&self.plans).world()
     }
-}
-
-/// Other settings that must be equal on all ranks: else ranks would wait for messages that are never sent, or mix inputs.
-fn inputs(request: &Request, settings: Settings, outputs: &Outputs) -> [String; 2] {
-    let input_bytes = request.source.path().map(|path| std::fs::metadata(path).map_or(0, |file| file.len()));
-    let seed = match request.source {
-        Source::MadeUp { seed } => seed,
-        Source::File(_) => 0,
-    };
-    let Settings { repeat, verify, .. } = settings;
-    let result = match &outputs.result {
-        None => "none",
-        Some(OutputTarget::Whole(_)) => "whole",
-        Some(OutputTarget::Parts(_)) => "parts",
-    };
-    let trace = match &outputs.trace {
-        None => "no trace".to_owned(),
-        Some(path) => format!("a trace by rank: {}", trace::is_by_rank(path)),
-    };
-    [
-        format!(
-            "input of {input_bytes:?} bytes, seed {seed:?}, {repeat} times, verify {verify}, output {result}"
-        ),
-        trace,
-    ]
 }

@@ -17,9 +17,19 @@ use crate::messages::Messages;
 use crate::tensors::output::{OutputFile, OutputTarget};
 use crate::verify::{Sample, Verdict};
 
+/// What a rank has after all reports and rows are where they belong.
+#[derive(Debug)]
+pub(super) struct Collected {
+    /// On rank 0.
+    pub(super) summary: Option<Summary>,
+    /// The complete file that this rank writes, before it has its name.
+    pub(super) file: Option<OutputFile>,
+    /// Why the result must not be used.
+    pub(super) rejected: Option<Failure>,
+}
+
 impl Job {
-    /// Sends reports, sampled rows and output to rank 0. Returns the summary on rank 0, and the reason if the result is
-    /// rejected.
+    /// Sends reports, sampled rows and output to rank 0.
     pub(super) fn collect(
         &self,
         transport: &Arc<dyn Transport>,
@@ -27,7 +37,7 @@ impl Job {
         output: &RankOutput,
         wall_ns: u64,
         file: Option<OutputFile>,
-    ) -> Result<(Option<Summary>, Option<Failure>)> {
+    ) -> Result<Collected> {
         let messages =
             Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
         let mine = RankNote::new(backend.info(), &output.report, wall_ns);
@@ -37,8 +47,8 @@ impl Job {
             if let Some(sample) = &self.agreed.sample {
                 self.send_rows(&messages, sample, backend, output)?;
             }
-            let rejected = match (&self.outputs.result, file) {
-                (_, Some(file)) => self.write_part(&**transport, file, output, None),
+            return match (&self.outputs.result, file) {
+                (_, Some(file)) => Ok(self.write_part(&**transport, file, output, None)),
                 (Some(OutputTarget::Whole(_)), None) => {
                     self.watch.phase(Some("sending the output"));
                     pollster::block_on(send_output(
@@ -49,11 +59,10 @@ impl Job {
                         &output.lse,
                         self.runs.deadline,
                     ))?;
-                    None
+                    Ok(Collected { summary: None, file: None, rejected: None })
                 }
-                _ => None,
+                _ => Ok(Collected { summary: None, file: None, rejected: None }),
             };
-            return Ok((None, rejected));
         }
 
         let mut ranks = vec![mine];
@@ -67,7 +76,7 @@ impl Job {
         let wrong = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
         let wrong = wrong.map(|failure| Failure::run(format!("verification failed: {failure}")));
         let mut output_bytes = 0;
-        let rejected = match (&self.outputs.result, file) {
+        let collected = match (&self.outputs.result, file) {
             (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(&**transport, file, output, wrong),
             (Some(OutputTarget::Whole(_)), Some(file)) => {
                 self.watch.phase(Some("writing the output"));
@@ -85,13 +94,9 @@ impl Job {
                         file.write_piece(self.world(), &piece)
                     },
                 ))?;
-                // A wrong result does not get its final name.
-                if wrong.is_none() {
-                    file.commit()?;
-                }
-                wrong
+                Collected { summary: None, file: Some(file), rejected: wrong }
             }
-            _ => wrong,
+            _ => Collected { summary: None, file: None, rejected: wrong },
         };
         let summary = Summary {
             wall_s: ranks.iter().map(|rank| rank.wall_s).fold(0.0, f64::max),
@@ -100,31 +105,32 @@ impl Job {
             output_bytes,
             missing: self.missing(),
         };
-        Ok((Some(summary), rejected))
+        Ok(Collected { summary: Some(summary), ..collected })
     }
 
-    /// Writes this rank's part. Renames it when all ranks have written theirs and rank 0 has found nothing `wrong`.
-    /// Returns the reason if not: the same on every rank, in full on rank 0.
+    /// Writes this rank's part, which may have its name when all ranks have written theirs and rank 0 has found nothing
+    /// `wrong`. If not, the reason is the same on every rank, in full on rank 0.
     fn write_part(
         &self,
         transport: &dyn Transport,
         file: OutputFile,
         output: &RankOutput,
         wrong: Option<Failure>,
-    ) -> Option<Failure> {
+    ) -> Collected {
         self.watch.phase(Some("writing the output"));
+        let rejected = |reason| Collected { summary: None, file: None, rejected: Some(reason) };
         if let Some(wrong) = wrong {
             refuse(transport, Failure::run("verification failed, rank 0 says how: no part is kept"));
-            return Some(wrong);
+            return rejected(wrong);
         }
-        if let Err(failure) = file.write_part(&output.o, &output.lse) {
-            return Some(refuse(transport, self.named(transport.rank(), failure)));
+        if let Err(failure) = file.write_part(&output.o, &output.lse).and_then(|()| file.sync()) {
+            return rejected(refuse(transport, self.named(transport.rank(), failure)));
         }
         let vote = Vote::ready(self.agreed.plans.hash());
         // Rank 0 votes after the verification, which may take longer than the deadline of a message.
         match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
-            Ok(_) => file.commit().map_err(|failure| self.named(transport.rank(), failure)).err(),
-            Err(error) => Some(error.into()),
+            Ok(_) => Collected { summary: None, file: Some(file), rejected: None },
+            Err(error) => rejected(error.into()),
         }
     }
 

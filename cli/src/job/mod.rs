@@ -1,11 +1,14 @@
 //! One attention call over all ranks of a group.
 
+mod agreement;
 mod call;
 mod collect;
 pub(crate) mod here;
 pub(crate) mod on_loss;
+mod publish;
 pub(crate) mod rank;
 pub(crate) mod refusal;
 pub(crate) mod report;
+mod terms;
 
 pub(crate) use self::call::{Job, Outputs, Settings};

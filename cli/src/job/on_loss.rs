@@ -186,8 +186,8 @@ fn list<'a>(ranks: impl Iterator<Item = &'a Rank>) -> String {
 /// The failure when the request does not fit the smaller group.
 pub(crate) fn does_not_fit(world: u32, failure: &Failure) -> Failure {
     Failure::run(format!(
-        "the group continues with {world} ranks, and the request does not fit them ({}): leave --mesh, --split and token counts \
-         away with --on-loss shrink, or use --on-loss stop",
+        "the group continues with {world} ranks, and the request does not fit them ({}): leave --mesh, --split, token \
+         counts and --strategy away, or use --on-loss stop",
         failure.text
     ))
 }

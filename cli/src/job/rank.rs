@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::backend::{Device, DeviceBuffer};
+use kyklos::backend::{Backend, Device, DeviceBuffer};
 use kyklos::host::Tensors;
 use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
@@ -13,23 +13,25 @@ use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
 use crate::job::on_loss::Recovery;
 use crate::job::refusal::refuse;
-use crate::job::report::Summary;
 use crate::messages::Messages;
-use crate::observe::trace::{Trace, Track};
+use crate::observe::trace::Track;
 use crate::request::Request;
 use crate::tensors::output::OutputFile;
 
 /// The results of a rank.
 #[derive(Debug)]
 pub(crate) struct RankDone {
-    /// Timelines to write: of this rank, or on rank 0 of all ranks.
-    pub(crate) trace: Option<Trace>,
-    /// On rank 0.
-    pub(crate) summary: Option<Summary>,
-    /// Why the computed result must not be used.
+    /// Why the computed result must not be used, or is not where it should be.
     pub(crate) rejected: Option<Failure>,
     /// Which rows are missing from a result that is otherwise right.
     pub(crate) lacks: Option<Failure>,
+}
+
+impl RankDone {
+    /// Why the rank does not end well, if it does not.
+    pub(crate) fn failure(self) -> Option<Failure> {
+        self.rejected.or(self.lacks)
+    }
 }
 
 /// What a rank prepares before it votes.
@@ -61,10 +63,7 @@ pub(crate) fn work(
     recovery: Option<&mut Recovery<'_>>,
 ) -> Result<RankDone> {
     let flight = job.list(transport);
-    let ready = device
-        .and_then(|device| job.prepare(transport.rank(), device))
-        .map_err(|failure| refuse(&**transport, job.named(transport.rank(), failure)));
-    let Ready { device, tensors, file } = match ready {
+    let Ready { device, tensors, file } = match job.get_ready(&**transport, device) {
         Ok(ready) => ready,
         Err(failure) => {
             let result = Err(failure);
@@ -140,15 +139,31 @@ pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<R
 }
 
 impl Job {
-    fn prepare(&self, rank: Rank, device: DeviceId) -> Result<Ready> {
+    /// Opens the device, agrees with all ranks on the call and its inputs, and reads this rank's tensors. If that fails here, all
+    /// ranks get the failure.
+    fn get_ready(&self, transport: &dyn Transport, device: Result<DeviceId>) -> Result<Ready> {
+        let refused = |failure| refuse(transport, self.named(transport.rank(), failure));
+        let device = device.and_then(|device| self.open(device)).map_err(refused)?;
+        self.agree(transport)?;
+        let (tensors, file) = self.read_inputs(transport.rank()).map_err(refused)?;
+        Ok(Ready { device, tensors, file })
+    }
+
+    /// Opens a device that can run the problem.
+    fn open(&self, device: DeviceId) -> Result<Device> {
+        let problem = &self.agreed.request.problem;
+        let device = device.open()?;
+        device.supports(problem.dtype, problem.head_dim as usize)?;
+        Ok(device)
+    }
+
+    fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Option<OutputFile>)> {
         let Request { problem, source, .. } = &self.agreed.request;
         let (q_tokens, kv_tokens) =
             (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
-        Ok(Ready {
-            device: device.open()?,
-            tensors: source.all(problem, q_tokens, kv_tokens)?,
-            file: self.open_output(rank)?,
-        })
+        let tensors = source.all(problem, q_tokens, kv_tokens)?;
+        source.check_unchanged()?;
+        Ok((tensors, self.open_output(rank)?))
     }
 
     /// The file that this rank writes, if any.
@@ -188,7 +203,7 @@ impl Job {
         Ok(Computed { output, spans, wall_ns: walls_ns[walls_ns.len() / 2] })
     }
 
-    /// Collects timelines, reports and output.
+    /// Collects timelines, reports and output, and publishes them.
     fn deliver(
         &self,
         transport: &Arc<dyn Transport>,
@@ -208,10 +223,11 @@ impl Job {
             }
             None => None,
         };
-        let (summary, rejected) = self
+        let collected = self
             .collect(transport, device, &output, wall_ns, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
-        Ok(RankDone { trace, summary, rejected, lacks: None })
+        let rejected = self.publish(&**transport, collected, trace)?;
+        Ok(RankDone { rejected, lacks: None })
     }
 
     /// Aborts the group after a failure that only this rank knows.

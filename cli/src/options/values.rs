@@ -154,6 +154,17 @@ pub(crate) enum OnLoss {
 }
 
 impl OnLoss {
+    /// The name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Shrink => "shrink",
+            Self::Rejoin => "rejoin",
+            Self::Finish => "finish",
+            Self::FinishOrShrink => "finish-or-shrink",
+        }
+    }
+
     /// Whether ranks must keep their partial results when the group ends.
     pub(crate) fn finishes(self) -> bool {
         matches!(self, Self::Finish | Self::FinishOrShrink)

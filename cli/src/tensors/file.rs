@@ -4,6 +4,7 @@
 //! the length of the file, before anything is allocated for tensors.
 
 use std::fs::{self, File};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
@@ -11,6 +12,7 @@ use half::{bf16, f16};
 use kyklos::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
+use super::copy::{CopyId, Stamp};
 use super::pairs::FilePairs;
 use super::positioned::read_exact_at;
 use super::shard::{Elements, Shard, TensorKind, zeroed};
@@ -21,8 +23,11 @@ use crate::failure::{Failure, Result};
 pub(crate) struct InputFile {
     pub(super) path: PathBuf,
     pub(super) file: File,
-    /// Byte of the file at which q, k and v begin.
-    starts: [u64; 3],
+    /// Which copy it is among those of all ranks.
+    pub(crate) copy: CopyId,
+    pub(super) stamp: Stamp,
+    /// Where q, k and v are in the file.
+    pub(super) bytes: [Range<u64>; 3],
     pub(crate) dtype: Dtype,
     pub(crate) batch: u32,
     pub(crate) q_len: u32,
@@ -94,13 +99,13 @@ impl InputFile {
         if needed < file_bytes {
             return Err(not_safetensors(format!("{} bytes follow the last tensor", file_bytes - needed)));
         }
-        Self::from_header(path, file, &tensors, data_start)
+        Self::from_header(path, (file, &metadata), &tensors, data_start)
             .map_err(|(mismatch, remedy)| wrong(mismatch, &remedy))
     }
 
     fn from_header(
         path: &Path,
-        file: File,
+        (file, metadata): (File, &fs::Metadata),
         tensors: &Metadata,
         data_start: u64,
     ) -> Result<Self, (String, String)> {
@@ -154,10 +159,15 @@ impl InputFile {
             ));
         }
         let [batch, q_len, q_heads, head_dim] = q_shape;
-        let start = |info: &TensorInfo| data_start + info.data_offsets.0 as u64;
+        let bytes = |info: &TensorInfo| {
+            let (start, end) = info.data_offsets;
+            data_start + start as u64..data_start + end as u64
+        };
         Ok(Self {
             path: path.to_owned(),
-            starts: [start(q), start(k), start(v)],
+            copy: CopyId::of(metadata),
+            stamp: Stamp::of(metadata),
+            bytes: [bytes(q), bytes(k), bytes(v)],
             dtype,
             batch,
             q_len,
@@ -178,7 +188,7 @@ impl InputFile {
         // Whole words, so that elements are aligned.
         let mut words = zeroed(bytes.div_ceil(8), 0_u64)?;
         let mut rest = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];
-        let start = self.starts[which as usize];
+        let start = self.bytes[which as usize].start;
         shard.for_each_range(|range| {
             let (now, later) =
                 std::mem::take(&mut rest).split_at_mut(((range.end - range.start) * element) as usize);

@@ -88,6 +88,14 @@ impl Source {
         (0..q_heads).map(|head| normal(seed, TensorId::Sinks, u64::from(head)) + 2.0).collect()
     }
 
+    /// Refuses a file that was written to since it was opened.
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        match self {
+            Self::MadeUp { .. } => Ok(()),
+            Self::File(file) => file.check_unchanged(),
+        }
+    }
+
     /// A warning about the file, if there is one.
     pub(crate) fn warning(&self) -> Option<String> {
         match self {

@@ -1,5 +1,6 @@
 //! Tensors in files: inputs, outputs, masks and biases.
 
+mod copy;
 mod file;
 mod input;
 pub(crate) mod output;
@@ -7,6 +8,7 @@ pub(crate) mod pairs;
 mod positioned;
 mod shard;
 
+pub(crate) use self::copy::{COPY_ID_BYTES, CopyId, DIGEST_BYTES, Digest};
 pub(crate) use self::file::InputFile;
 pub(crate) use self::input::Source;
 pub(crate) use self::shard::TensorKind;

@@ -163,16 +163,12 @@ impl OutputFile {
         let data = LENGTH_BYTES + header.len() as u64;
 
         let cannot = |error| Failure::file("write", path, &error);
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
         let mut builder = tempfile::Builder::new();
         builder.prefix(".kyklos-").suffix(".part");
         // The user's umask decides, as for any other program.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let file = builder.tempfile_in(folder).map_err(cannot)?;
+        let file = builder.tempfile_in(folder_of(path)).map_err(cannot)?;
         let doomed = Doomed::file(file.path());
         file.as_file().set_len(data + end as u64).map_err(cannot)?;
         let this = Self {
@@ -251,11 +247,27 @@ impl OutputFile {
             .map_err(|error| Failure::file("write", &self.target, &error))
     }
 
-    /// Renames the complete file to its final name.
-    pub(crate) fn commit(self) -> Result<()> {
-        let Self { target, file, .. } = self;
-        file.persist(&target).map(drop).map_err(|error| Failure::file("write", &target, &error.error))
+    /// Waits until the bytes are on the disk.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.file.as_file().sync_all().map_err(|error| Failure::file("write", &self.target, &error))
     }
+
+    /// Gives the complete file its final name, which then also survives a loss of power.
+    pub(crate) fn commit(self) -> Result<()> {
+        self.sync()?;
+        let Self { target, file, .. } = self;
+        file.persist(&target).map_err(|error| Failure::file("write", &target, &error.error))?;
+        // Windows opens no folders as files, and keeps names by itself.
+        #[cfg(unix)]
+        std::fs::File::open(folder_of(&target))
+            .and_then(|folder| folder.sync_all())
+            .map_err(|error| Failure::file("write", &target, &error))?;
+        Ok(())
+    }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
 }
 
 /// A run of tokens in contiguous pieces that are small enough for one buffer.

@@ -16,8 +16,9 @@ use crate::tensors::positioned::read_exact_at;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FilePairs {
     pub(crate) tensor: BiasTensor,
-    /// Byte of the file at which it begins.
+    /// Where it is in the file.
     start: u64,
+    end: u64,
 }
 
 impl FilePairs {
@@ -67,7 +68,21 @@ impl FilePairs {
                 ),
             )
         })?;
-        Ok(Some(Self { tensor, start: data_start + info.data_offsets.0 as u64 }))
+        let (start, end) = info.data_offsets;
+        Ok(Some(Self { tensor, start: data_start + start as u64, end: data_start + end as u64 }))
+    }
+
+    /// The tensor's name in the file.
+    pub(super) fn name(&self) -> &'static str {
+        match self.tensor.kind {
+            BiasKind::Mask => "mask",
+            BiasKind::Additive => "bias",
+        }
+    }
+
+    /// Where the tensor is in the file.
+    pub(super) fn bytes(&self) -> std::ops::Range<u64> {
+        self.start..self.end
     }
 
     /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`BiasTensor`] says; with shared rows the

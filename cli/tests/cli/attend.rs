@@ -362,3 +362,19 @@ fn sixteen_thousand_tokens_stay_far_below_the_memory_of_a_laptop() {
     let peak_kib = watcher.join().unwrap();
     assert!(peak_kib < 512 << 10, "{peak_kib} KiB");
 }
+
+#[test]
+fn rows_that_see_only_their_sink_are_verified() {
+    // All rows, and the rows between two documents, whose slice hides all keys.
+    for (mask, flags) in [
+        ("valid:0", "--ranks 1"),
+        ("documents:0,32,64,96+slices:0..96x0..40", "--ranks 3 --strategy tree"),
+        ("documents:0,32,64,96+slices:0..96x0..40", "--ranks 3 --strategy line"),
+        ("documents:0,32,64,96+slices:0..96x0..40", "--ranks 3 --strategy gather"),
+    ] {
+        let call =
+            format!("attend --shape 1,96,2,2,8 --mask {mask} --sinks --verify --json --device cpu {flags}");
+        let report = json(&kyklos(&call.split(' ').collect::<Vec<_>>()));
+        assert!(report["max_abs_error"].as_f64().unwrap() < 1e-5, "{call}: {report}");
+    }
+}

@@ -159,3 +159,24 @@ fn no_vector_instruction_of_the_cpu_kernels_is_a_call() {
         .collect();
     assert!(calls.is_empty(), "{calls:?}: use a loop, not a closure, where these are used (cpu/panel.rs)");
 }
+
+#[test]
+fn lists_are_joined_by_commas_or_repeated() {
+    let count = |lists: &[&str]| {
+        let common = [
+            "bench",
+            "--shape",
+            "1,64,2,1,16",
+            "--mask",
+            "causal",
+            "--device",
+            "cpu",
+            "--repeat",
+            "1",
+            "--json",
+        ];
+        json(&kyklos(&[&common, lists].concat())).as_array().unwrap().len()
+    };
+    assert_eq!(count(&["--dtype", "f32,f16"]), 2);
+    assert_eq!(count(&["--dtype", "f32", "--dtype", "f16"]), 2);
+}

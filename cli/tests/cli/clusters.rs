@@ -14,13 +14,13 @@ use crate::support::*;
 const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
 
 /// A folder with an authority and identities, and a port.
-struct Cluster {
+pub(crate) struct Cluster {
     folder: tempfile::TempDir,
     port: u16,
 }
 
 impl Cluster {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::at(0)
     }
 
@@ -32,11 +32,11 @@ impl Cluster {
         cluster
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    fn certs(&self, arguments: &str) {
+    pub(crate) fn certs(&self, arguments: &str) {
         let mut command = command(&["certs"]);
         let output =
             command.args(arguments.split_whitespace()).current_dir(self.folder.path()).output().unwrap();
@@ -46,6 +46,11 @@ impl Cluster {
     /// Runs ranks 0 to 2 with flags and variables. `{rank}`, `{port}`, `{dir}` and `{carrier}` in them are
     /// placeholders.
     fn run(&self, flags: &str, variables: &str) -> Vec<Output> {
+        self.run_command(&format!("{ATTEND} {flags}"), variables)
+    }
+
+    /// The same with a whole command line.
+    pub(crate) fn run_command(&self, arguments: &str, variables: &str) -> Vec<Output> {
         let fill = |text: &str, rank: u32| {
             let dir = self.folder.path().to_str().unwrap().to_owned();
             text.replace("{rank}", &rank.to_string())
@@ -56,7 +61,7 @@ impl Cluster {
         let started = Instant::now();
         let children: Vec<_> = (0..3)
             .map(|rank| {
-                let arguments = fill(&format!("{ATTEND} {flags}"), rank);
+                let arguments = fill(arguments, rank);
                 let mut command = command(&arguments.split_whitespace().collect::<Vec<_>>());
                 for pair in fill(variables, rank).split_whitespace() {
                     let (name, value) = pair.split_once('=').unwrap();
@@ -109,7 +114,7 @@ impl Cluster {
     }
 }
 
-const BY_FLAGS: &str =
+pub(crate) const BY_FLAGS: &str =
     "--rank {rank} --world 3 --coordinator 127.0.0.1:{port} --identity {dir}/rank-{rank}.pem";
 
 #[test]

@@ -1,12 +1,14 @@
 //! The `kyklos` program from outside: its output, its files, its refusals, and the files and processes after its end.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+mod agreement;
 mod attend;
 mod bench;
 mod certs;
 mod clusters;
 #[cfg(target_os = "linux")]
 mod cuda;
+mod delivery;
 mod devices;
 mod doctor;
 #[cfg(target_os = "linux")]

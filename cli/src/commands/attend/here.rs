@@ -6,11 +6,11 @@ use kyklos_transport::{Rank, in_process_group};
 
 use super::args::AttendArgs;
 use super::prepare::{devices_fit, job};
-use super::result::tell;
 use crate::devices;
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::job::here::run_here;
+use crate::job::rank::RankDone;
 use crate::observe::{metrics, record};
 use crate::options::{OnLoss, OrAuto, TransportName};
 use crate::request::Request;
@@ -71,7 +71,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
         None => in_process_group(world),
     };
     let done = run_here(&job, transports, &devices)?;
-    tell(args, &job, (0..).zip(done).collect())
+    done.into_iter().find_map(RankDone::failure).map_or(Ok(()), Err)
 }
 
 /// Each rank is a thread.

@@ -6,7 +6,6 @@ use kyklos_launch::Assignment;
 
 use super::args::AttendArgs;
 use super::prepare::{job, launched_request};
-use super::result::tell;
 use crate::devices::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note};
 use crate::group;
@@ -71,13 +70,13 @@ pub(super) fn as_rank(args: &AttendArgs, assignment: &Assignment) -> Result<()> 
                 continue;
             }
             rank::leave(&job, &group.transport, &done);
-            return tell(args, &job, vec![(group.transport.rank().0, done?)]);
+            return done?.failure().map_or(Ok(()), Err);
         }
         let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin);
         let failure = done.as_ref().err().filter(|_| begins_again);
         let Some(ended) = failure.and_then(|failure| GroupLoss::of(&group, failure)) else {
             rank::leave(&job, transport, &done);
-            return tell(args, &job, vec![(transport.rank().0, done?)]);
+            return done?.failure().map_or(Ok(()), Err);
         };
         group = ended.go_on(policy, &**transport)?;
         lost = Some(ended);

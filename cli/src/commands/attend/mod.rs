@@ -4,7 +4,6 @@ mod args;
 mod here;
 mod launched;
 mod prepare;
-mod result;
 
 use kyklos_launch::{Assignment, is_under_kyklos_launch, rank_variables};
 

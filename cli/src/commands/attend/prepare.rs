@@ -9,7 +9,7 @@ use super::args::AttendArgs;
 use crate::failure::{Failure, Result};
 use crate::job::{Job, Outputs, Settings};
 use crate::observe::{metrics, record};
-use crate::options::TransportName;
+use crate::options::{OnLoss, TransportName};
 use crate::request::Request;
 use crate::tensors::output::{OutputTarget, keep_apart};
 
@@ -30,10 +30,32 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     metrics::check(&args.metrics)?;
     devices_fit(args, local_world)?;
     let request = Request::new(&args.problem, args.seed, Some(world))?;
+    fits_fewer_ranks(args)?;
     if args.on_loss.finishes() {
         can_repair(&request.problem, request.mesh, request.strategy)?;
     }
     Ok(request)
+}
+
+/// Refuses options that fit one number of ranks only, where a loss always leaves fewer.
+fn fits_fewer_ranks(args: &AttendArgs) -> Result<()> {
+    if args.on_loss != OnLoss::Shrink {
+        return Ok(());
+    }
+    let problem = &args.problem;
+    let fixed = [
+        ("--mesh", problem.mesh.chosen().is_some()),
+        ("--split", problem.split.is_some()),
+        ("--tokens", problem.tokens.is_some()),
+        ("--q-tokens and --kv-tokens", problem.q_tokens.is_some()),
+    ];
+    match fixed.into_iter().find(|(_, given)| *given) {
+        Some((option, _)) => Err(Failure::request(
+            format!("--on-loss shrink with {option}, which fits one number of ranks only"),
+            "leave it away, or use another --on-loss",
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Refuses more devices than ranks.
@@ -59,7 +81,7 @@ pub(super) fn job(args: &AttendArgs, request: Request, ranks_here: u32, members:
         verify: args.verify,
         progress: args.progress,
         ranks_here,
-        resumable: args.on_loss.finishes(),
+        on_loss: args.on_loss,
     };
     let mut job = Job::new(request, settings, outputs, members)?;
     // Last, because this creates the folder.
@@ -78,5 +100,5 @@ fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
         keep_apart(("--trace", trace), ("the input", request.source.path()), ranks)?;
         keep_apart(("--trace", trace), ("the output", args.output.as_deref()), ranks)?;
     }
-    Ok(Outputs { result, trace: args.trace.clone(), record: None })
+    Ok(Outputs { result, trace: args.trace.clone(), record: None, json: args.json })
 }

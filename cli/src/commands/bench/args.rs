@@ -28,8 +28,8 @@ pub(crate) struct BenchArgs {
     /// A mask as in `attend`; repeatable
     #[arg(long, value_name = "MASK", default_values = ["full", "causal"])]
     pub(crate) mask: Vec<MaskArg>,
-    /// f32, f16 or bf16; repeatable
-    #[arg(long, value_name = "NAME", default_values = ["f32", "f16"])]
+    /// f32, f16 or bf16
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_values = ["f32", "f16"])]
     pub(crate) dtype: Vec<Dtype>,
     /// Only the last N tokens are queries; 1 is the shape of decoding
     #[arg(long, value_name = "N")]

@@ -18,11 +18,11 @@ pub(crate) struct TuneArgs {
     /// made under a name other than auto
     #[arg(long, value_name = "K", default_value = "auto", value_parser = KernelName::item)]
     pub(super) kernel: KernelName,
-    /// f32, f16 or bf16; repeatable
-    #[arg(long, value_name = "NAME", default_values = ["f32", "f16"])]
+    /// f32, f16 or bf16
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_values = ["f32", "f16"])]
     pub(super) dtype: Vec<Dtype>,
-    /// Elements of a head; repeatable [default: 64 and 128]
-    #[arg(long, value_name = "D", conflicts_with = "shape")]
+    /// Elements of a head [default: 64,128]
+    #[arg(long, value_name = "D,D,…", value_delimiter = ',', conflicts_with = "shape")]
     pub(super) head_dim: Vec<u32>,
     /// Batch, tokens, query heads, KV heads, head dim; repeatable [default: 1,1024,8,8,D for each head dim, and on hardware
     /// also 128 and 8192 tokens]

@@ -43,6 +43,18 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
         "a group of ranks with different releases",
     ),
     ("a rank whose keys have no rows for its tokens", "a group of ranks with different releases"),
+    (
+        "rank {rank} describes its call in a form that this release of kyklos does not know",
+        "a group of ranks with different releases",
+    ),
+    (
+        "{label}: rank {rank} has {theirs}, rank 0 has {ours}",
+        "ranks that were started with different releases, options, sinks or tokens; every rank says it",
+    ),
+    (
+        "rank {} has other bytes in tensor `{}` of its input file than rank {}",
+        "ranks that were started with different input files; every rank says it, before any tensor is sent",
+    ),
     ("more tokens in a cache than it has positions", "caches of more than 2^31 tokens"),
     (
         "a cache whose tensors were lost in a call that was dropped before its end",

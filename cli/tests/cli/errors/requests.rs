@@ -257,6 +257,10 @@ pub(super) const GROUPS: &[Group] = &[
                 "launch -n 2 -- attend --shape 1,512,8,2,64 --mesh 1x2 --fixed-order --on-loss finish",
                 "The survivors would add in another order.",
             ),
+            (
+                "launch -n 4 -- @ --mesh 2x2 --on-loss shrink",
+                "A group that loses a rank has another number of ranks.",
+            ),
             ("@ --ranks 2 --on-loss shrink", "The ranks of one process start and end together."),
             ("@ --ranks 2 --stuck-after 60", "Ranks of one process have no heartbeats."),
             ("@ --ranks 2 --heartbeat 1000", "Ranks of one process have no heartbeats."),

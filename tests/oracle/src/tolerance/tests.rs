@@ -98,6 +98,27 @@ fn a_failure_prints_what_is_needed_to_debug_it() {
 }
 
 #[test]
+fn rows_that_see_only_their_sink_are_exact_and_no_signal() {
+    // All rows, and one of two rows.
+    for left in [-1, 0] {
+        let hidden = if left < 0 {
+            OracleMask::full().and(OracleTerm::Valid(vec![0]))
+        } else {
+            OracleMask::full().and(OracleTerm::Window { left: 0, right: -1 })
+        };
+        let problem = OracleProblem { kv_len: 1, mask: hidden, sinks: vec![1.5], ..problem(1) };
+        let (right, naive) = rows_of(&problem);
+        assert_eq!((right[1].lse, right[1].o[0]), (1.5, 0.0), "row 1 sees its sink only");
+        let comparison = compared(&problem, &naive, &right);
+        comparison.assert_within(&Limit::parallel(Dtype::F32, &[&comparison]));
+        let mut leaky = naive.clone();
+        leaky[1].o[3] = 1e-9;
+        let leaky = compared(&problem, &leaky, &right);
+        assert!(leaky.max_abs_error.is_infinite(), "{leaky}");
+    }
+}
+
+#[test]
 fn nan_infinity_and_touched_empty_rows_are_infinitely_wrong() {
     let mask = OracleMask::full().and(OracleTerm::Window { left: 0, right: -1 });
     let problem = OracleProblem { kv_len: 1, mask, ..problem(1) };

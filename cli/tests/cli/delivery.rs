@@ -1,0 +1,124 @@
+//! A launched job ends well only when its result is where the user wants it, and it always ends.
+#![cfg(target_os = "linux")]
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use crate::launch::signal;
+use crate::support::*;
+
+const PROBLEM: [&str; 8] =
+    ["--shape", "1,1024,8,2,64", "--mask", "causal", "--device", "cpu", "--repeat", "60"];
+
+/// A launched job of which every rank computes.
+struct Job {
+    launch: Child,
+    pids: Vec<u32>,
+    lines: Receiver<String>,
+    _temporary: tempfile::TempDir,
+}
+
+impl Job {
+    fn start(ranks: usize, options: &[&str]) -> Self {
+        let temporary = tempfile::tempdir().unwrap();
+        let count = ranks.to_string();
+        let launch = ["launch", "-n", &count, "--", "attend", "--progress", "json"];
+        let mut launch = command(&[&launch, &PROBLEM[..], options].concat())
+            .env("TMPDIR", temporary.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (sender, lines): (_, Receiver<String>) = channel();
+        let stderr = BufReader::new(launch.stderr.take().unwrap());
+        std::thread::spawn(move || {
+            stderr.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+        });
+        let mut pids = vec![0; ranks];
+        while pids.contains(&0) {
+            let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+            let Ok(event) = serde_json::from_str::<serde_json::Value>(&line) else { panic!("{line}") };
+            if event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")) {
+                pids[event["rank"].as_u64().unwrap() as usize] = event["pid"].as_u64().unwrap() as u32;
+            }
+        }
+        Self { launch, pids, lines, _temporary: temporary }
+    }
+
+    /// Waits for the end. Returns the exit code and the lines that are not progress.
+    fn end(mut self) -> (Option<i32>, String) {
+        let started = Instant::now();
+        let status = loop {
+            if let Some(status) = self.launch.try_wait().unwrap() {
+                break Some(status);
+            }
+            if started.elapsed() > Duration::from_secs(90) {
+                break None;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        if status.is_none() {
+            self.launch.kill().unwrap();
+            self.launch.wait().unwrap();
+            self.pids.iter().for_each(|pid| {
+                drop(std::process::Command::new("kill").args(["-KILL", &pid.to_string()]).status())
+            });
+        }
+        let lines: Vec<String> = self.lines.iter().filter(|line| !line.starts_with('{')).collect();
+        let text = lines.join("\n");
+        (status.unwrap_or_else(|| panic!("the job did not end: {text}")).code(), text)
+    }
+}
+
+const POLICIES: [&str; 4] = ["stop", "shrink", "rejoin", "finish"];
+
+#[test]
+fn without_its_files_no_job_ends_well() {
+    for policy in POLICIES {
+        for (option, name) in [("--output", "out"), ("--output", "out-{rank}"), ("--trace", "trace")] {
+            let folder = tempfile::tempdir().unwrap();
+            let inside = folder.path().join("inside");
+            std::fs::create_dir(&inside).unwrap();
+            let target = inside.join(name);
+            let job = Job::start(2, &["--on-loss", policy, option, target.to_str().unwrap()]);
+            std::fs::remove_dir_all(&inside).unwrap();
+            let (code, said) = job.end();
+            assert_eq!(code, Some(1), "{policy}, {option} {name}: {said}");
+            for rank in 0..2 {
+                let prefix = format!("[{rank}] error: ");
+                let error = said.lines().find(|line| line.starts_with(&prefix));
+                let error =
+                    error.unwrap_or_else(|| panic!("{policy}, {option} {name}: {rank} is silent: {said}"));
+                assert!(error.contains("cannot write"), "{policy}, {option} {name}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_does_not_keep_the_launcher() {
+    let folder = tempfile::tempdir().unwrap();
+    let (there, here) = (folder.path().join("there"), folder.path().join("here"));
+    for policy in ["shrink", "rejoin"] {
+        let options = ["--on-loss", policy, "--join-deadline", "10", "--output", there.to_str().unwrap()];
+        let job = Job::start(3, &options);
+        signal("-STOP", job.pids[1]);
+        let (code, said) = job.end();
+        assert_eq!(code, Some(0), "{policy}: {said}");
+        assert!(said.contains("launch: rank 1 did not end"), "{policy}: {said}");
+        let run = ["attend", "--ranks", "2", "--output", here.to_str().unwrap()];
+        succeeds(&kyklos(&[&run, &PROBLEM[..6]].concat()));
+        assert!(std::fs::read(&there).unwrap() == std::fs::read(&here).unwrap(), "{policy}");
+        std::fs::remove_file(&there).unwrap();
+    }
+    // Rank 1 cannot continue without rank 0, and rank 0 is stopped: nobody has the result.
+    let options = ["--on-loss", "shrink", "--join-deadline", "5", "--output", there.to_str().unwrap()];
+    let job = Job::start(2, &options);
+    signal("-STOP", job.pids[0]);
+    let (code, said) = job.end();
+    assert_eq!(code, Some(1), "{said}");
+    assert!(!Path::new(&there).exists());
+}
