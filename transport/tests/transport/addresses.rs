@@ -1,6 +1,6 @@
 //! Ranks with several addresses: those that a rank says, those of rank 0's name, and both families of IP.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -13,46 +13,112 @@ use crate::common::*;
 
 over_every_carrier! {
     a_rank_behind_address_translation_is_reached_where_it_says
+    connections_outlive_the_port_of_address_translation
     every_address_of_rank_0_is_tried
     addresses_of_both_families_are_tried
 }
 
-/// Passes datagrams of one client on to `to`, from an address of its own, and back only those of `to`, as a NAT does. Returns the
-/// address at which the client reaches it.
-fn translated(to: SocketAddr) -> SocketAddr {
-    let [near, far] = [(); 2].map(|()| Arc::new(UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()));
-    let (address, client) = (near.local_addr().unwrap(), Arc::new(Mutex::new(None)));
-    let (outward, known) = ((Arc::clone(&near), Arc::clone(&far)), Arc::clone(&client));
+/// A router with address translation between one client and a listener.
+struct Nat {
+    /// At which the client reaches it.
+    address: SocketAddr,
+    /// Forgets what it knows: from now on the listener sees the client at another port.
+    restart: Box<dyn Fn()>,
+}
+
+fn nat(carrier: Carrier, to: SocketAddr) -> Nat {
+    match carrier {
+        Carrier::Udp => udp_nat(to),
+        Carrier::Tcp => tcp_nat(to),
+    }
+}
+
+fn udp_nat(to: SocketAddr) -> Nat {
+    let socket = || Arc::new(UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+    let (near, far) = (socket(), Arc::new(Mutex::new(socket())));
+    let client = Arc::new(Mutex::new(None));
+    let address = near.local_addr().unwrap();
+    let back = {
+        let (near, current, client) = (Arc::clone(&near), Arc::clone(&far), Arc::clone(&client));
+        move |far: Arc<UdpSocket>| {
+            let (near, current, client) = (Arc::clone(&near), Arc::clone(&current), Arc::clone(&client));
+            std::thread::spawn(move || {
+                let mut packet = [0; 1 << 16];
+                while let Ok((length, from)) = far.recv_from(&mut packet) {
+                    // Nobody else gets through, and nothing to an old port.
+                    let passes = from == to && Arc::ptr_eq(&far, &current.lock().unwrap());
+                    if let (true, Some(client)) = (passes, *client.lock().unwrap()) {
+                        let _ = near.send_to(&packet[..length], client);
+                    }
+                }
+            });
+        }
+    };
+    let first = Arc::clone(&far.lock().unwrap());
+    back(first);
+    let current = Arc::clone(&far);
     std::thread::spawn(move || {
         let mut packet = [0; 1 << 16];
-        while let Ok((length, from)) = outward.0.recv_from(&mut packet) {
-            *known.lock().unwrap() = Some(from);
-            let _ = outward.1.send_to(&packet[..length], to);
+        while let Ok((length, from)) = near.recv_from(&mut packet) {
+            *client.lock().unwrap() = Some(from);
+            let _ = current.lock().unwrap().send_to(&packet[..length], to);
         }
     });
+    let restart = Box::new(move || {
+        let new = socket();
+        back(Arc::clone(&new));
+        *far.lock().unwrap() = new;
+    });
+    Nat { address, restart }
+}
+
+fn tcp_nat(to: SocketAddr) -> Nat {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let streams = Arc::new(Mutex::new(Vec::new()));
+    let known = Arc::clone(&streams);
     std::thread::spawn(move || {
-        let mut packet = [0; 1 << 16];
-        while let Ok((length, from)) = far.recv_from(&mut packet) {
-            if let (true, Some(client)) = (from == to, *client.lock().unwrap()) {
-                let _ = near.send_to(&packet[..length], client);
+        for near in listener.incoming() {
+            let (near, Ok(far)) = (near.unwrap(), TcpStream::connect(to)) else { continue };
+            for (from, to) in [(&near, &far), (&far, &near)] {
+                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                known.lock().unwrap().push(from.try_clone().unwrap());
+                std::thread::spawn(move || std::io::copy(&mut from, &mut to));
             }
         }
     });
-    address
+    let restart = Box::new(move || {
+        for stream in streams.lock().unwrap().drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    });
+    Nat { address, restart }
 }
 
 fn a_rank_behind_address_translation_is_reached_where_it_says(carrier: Carrier) {
     let job = Job::new();
-    let through = match carrier {
-        Carrier::Udp => translated(job.coordinator),
-        #[cfg(unix)]
-        Carrier::Tcp => crate::slow_link::throttled(job.coordinator, 1 << 30),
-        #[cfg(not(unix))]
-        Carrier::Tcp => return,
-    };
     let advertise = vec![SocketAddr::from((Ipv4Addr::LOCALHOST, 0))];
-    let behind = QuicConfig { coordinator: through, advertise, ..job.over(carrier, 1, 3) };
+    let coordinator = nat(carrier, job.coordinator).address;
+    let behind = QuicConfig { coordinator, advertise, ..job.over(carrier, 1, 3) };
     works(&formed(vec![connect(job.over(carrier, 0, 3)), connect(behind), connect(job.over(carrier, 2, 3))]));
+}
+
+fn connections_outlive_the_port_of_address_translation(carrier: Carrier) {
+    let job = Job::new();
+    let nat = nat(carrier, job.coordinator);
+    let behind = QuicConfig { coordinator: nat.address, ..job.over(carrier, 1, 2) };
+    let group = formed(vec![connect(job.over(carrier, 0, 2)), connect(behind)]);
+    exchange(&group, 0);
+    for op in 1..3 {
+        std::thread::scope(|scope| {
+            scope.spawn(|| exchange(&group, op));
+            (nat.restart)();
+        });
+        // Longer than a rank may be silent, and than a stranger may have a stream.
+        std::thread::sleep(Duration::from_secs(6));
+        exchange(&group, 10 + op);
+    }
+    close(&group);
 }
 
 /// A rank 0 of another cluster, which answers at this address until it is dropped.

@@ -12,7 +12,7 @@ use pollster::block_on;
 use crate::common::*;
 
 /// Forwards streams to `to`, in each direction so many bytes in a second, until the process ends.
-pub(crate) fn throttled(to: SocketAddr, bytes_per_second: u32) -> SocketAddr {
+fn throttled(to: SocketAddr, bytes_per_second: u32) -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::spawn(move || {

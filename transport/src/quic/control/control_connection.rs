@@ -171,6 +171,7 @@ impl Core {
                 self.died(rank, self.silence(rank));
             }
             self.abort_unresponsive_peers();
+            self.know_stream_peers();
             coordinator.report(self.me, self.report());
             if let Some(stall) = coordinator.stalled() {
                 self.report_stall(stall);
@@ -218,8 +219,23 @@ impl Core {
                 control.say(Frame::Ping { progress, beats, works, waits_for });
             }
             self.abort_unresponsive_peers();
+            self.know_stream_peers();
             if heard.tick(self.path_signs(Rank::COORDINATOR)) {
                 self.coordinator_died(self.silence(Rank::COORDINATOR));
+            }
+        }
+    }
+
+    /// Over TCP: a peer whose address has changed is no stranger there.
+    fn know_stream_peers(&self) {
+        for (lane, end) in self.endpoint.lane_endpoints.iter().enumerate() {
+            let Some(streams) = &end.streams else { return };
+            for link in self.all_links() {
+                let connection = link.lanes.get(lane).map(|lane| &lane.connection);
+                let control = (lane == 0).then_some(&link.connection);
+                if let Some(connection) = connection.or(control) {
+                    streams.prove(connection.remote_address());
+                }
             }
         }
     }
