@@ -55,8 +55,8 @@ pub(crate) struct GroupArgs {
     /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) stuck_after: Option<NonZeroU32>,
-    /// Milliseconds between two signs of life; a rank counts as dead when twelve in a row are missing. Longer where the network
-    /// is away for seconds. The same on all ranks [default: 200]
+    /// Milliseconds between two signs of life; a rank counts as dead when twelve in a row are missing, with --link wan after 15
+    /// seconds at the least. The same on all ranks [default: 200, or 500 with --link wan]
     #[arg(long, value_name = "MS")]
     pub(crate) heartbeat: Option<NonZeroU32>,
     /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
@@ -68,6 +68,10 @@ pub(crate) struct GroupArgs {
     /// First port of the ranks other than 0 on this host; each rank takes the next one, or as many as --lanes [default: the system's choice]
     #[arg(long, value_name = "N")]
     pub(crate) port: Option<u16>,
+    /// Addresses at which the other processes reach this one, separated by commas, for hosts with several addresses and behind
+    /// address translation [or KYKLOS_ADVERTISE; default: where rank 0 sees it]
+    #[arg(long, value_name = "ADDRESS[:PORT],…")]
+    pub(crate) advertise: Option<String>,
 }
 
 impl GroupArgs {
@@ -91,6 +95,7 @@ impl GroupArgs {
             rejoin: self.rejoin,
             bind: self.bind,
             port: self.port,
+            advertise: self.advertise.clone(),
             link,
             check_device: |device| {
                 device.parse::<DeviceRequest>().map(|_| ()).map_err(|error| error.to_string())

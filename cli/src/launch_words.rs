@@ -26,6 +26,7 @@ impl Wording for Flags {
             OptionName::Rejoin => "--rejoin",
             OptionName::Bind => "--bind",
             OptionName::Port => "--port",
+            OptionName::Advertise => "--advertise",
         };
         value.map_or_else(|| flag.to_owned(), |value| format!("{flag} {value}"))
     }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use kyklos::Error;
-use kyklos_transport::quic::{Carrier, Congestion, LinkSettings};
+use kyklos_transport::quic::{Carrier, Congestion, LinkProfile, LinkSettings};
 
 use crate::failure::{Failure, Result};
 use crate::options::ByteSize;
@@ -18,6 +18,10 @@ pub(crate) struct NetworkArgs {
     /// Protocol that carries the packets: udp, or tcp where UDP is blocked. The same on all ranks [default: udp]
     #[arg(long, value_enum)]
     pub(crate) network: Option<CarrierName>,
+    /// Kind of the links between ranks: lan within a data centre, wan between data centres, where links may be away for up to 10
+    /// seconds and a dead rank is found after 15. The same on all ranks [default: lan]
+    #[arg(long, value_enum)]
+    pub(crate) link: Option<ProfileName>,
     /// Largest IP packet that every link carries, in bytes, such as 9000 with jumbo frames [default: measured, up to 1500]
     #[arg(long, value_name = "BYTES")]
     pub(crate) link_mtu: Option<u16>,
@@ -36,7 +40,7 @@ pub(crate) struct NetworkArgs {
 
 impl NetworkArgs {
     /// The settings, not yet checked for a group.
-    pub(crate) fn link(&self) -> LinkSettings {
+    pub(crate) fn settings(&self) -> LinkSettings {
         LinkSettings {
             mtu: self.link_mtu,
             carrier: match self.network {
@@ -46,12 +50,16 @@ impl NetworkArgs {
             congestion: self.congestion.map(|CongestionName(congestion)| congestion).unwrap_or_default(),
             memory_bytes: self.net_memory.map(|ByteSize(bytes)| bytes),
             lanes: self.lanes.unwrap_or(1),
+            profile: match self.link {
+                Some(ProfileName::Wan) => LinkProfile::Wan,
+                Some(ProfileName::Lan) | None => LinkProfile::Lan,
+            },
         }
     }
 
     /// The settings, checked for `world` ranks that share this process and its loopback interface.
     pub(crate) fn here(&self, world: u32) -> Result<LinkSettings> {
-        let link = self.link();
+        let link = self.settings();
         // No rank has tried anything yet: it is the request that is wrong.
         link.check(Ipv4Addr::LOCALHOST.into(), world)
             .map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
@@ -61,6 +69,7 @@ impl NetworkArgs {
     /// Refuses what would be ignored between ranks that need no network.
     pub(crate) fn refuse_without_network(&self) -> Result<()> {
         let first = (self.network.map(|network| format!("--network {}", network.name())))
+            .or_else(|| self.link.map(|link| format!("--link {}", link.name())))
             .or_else(|| self.link_mtu.map(|mtu| format!("--link-mtu {mtu}")))
             .or_else(|| self.congestion.map(|congestion| format!("--congestion {congestion}")))
             .or_else(|| self.lanes.map(|lanes| format!("--lanes {lanes}")))
@@ -85,6 +94,21 @@ impl CarrierName {
         match self {
             Self::Udp => "udp",
             Self::Tcp => "tcp",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ProfileName {
+    Lan,
+    Wan,
+}
+
+impl ProfileName {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Lan => "lan",
+            Self::Wan => "wan",
         }
     }
 }

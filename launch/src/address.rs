@@ -4,6 +4,8 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
+use kyklos_transport::wire::MOST_ADVERTISED;
+
 use crate::error::{Error, Result};
 
 /// A host by name or address, and a UDP port.
@@ -56,23 +58,48 @@ impl fmt::Display for HostPort {
     }
 }
 
-/// The socket address of rank 0. With `retry` a name without an address is looked up again until `until`.
+/// Reads the addresses that a rank says for itself: IP addresses with or without a port, separated by commas. Without a port it
+/// is that of the rank's socket, which is 0 here. `origin` is where they were written, for errors.
+///
+/// # Errors
+///
+/// [`Error::Request`] if one is no IP address, or there are more than a rank may say.
+pub fn parse_advertised(text: &str, origin: &str) -> Result<Vec<SocketAddr>> {
+    let address = |text: &str| {
+        let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
+        let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
+        bare.parse().map(|ip| SocketAddr::new(ip, 0)).ok().or_else(with_port)
+    };
+    let remedy = "write IP addresses with or without a port, such as 203.0.113.7,[fd00::1]:29601";
+    let addresses: Option<Vec<SocketAddr>> = text.split(',').map(|text| address(text.trim())).collect();
+    let addresses = addresses
+        .ok_or_else(|| Error::request(format!("{origin} are not addresses of this rank"), remedy))?;
+    if addresses.len() > usize::from(MOST_ADVERTISED) {
+        return Err(Error::request(
+            format!("{origin} are {} addresses of this rank", addresses.len()),
+            format!("name at most {MOST_ADVERTISED}"),
+        ));
+    }
+    Ok(addresses)
+}
+
+/// The socket addresses of rank 0, at least one, in the order in which to try them. With `retry` a name without an address is looked up again until `until`.
 pub(crate) fn resolve(
     HostPort { host, port }: &HostPort,
     retry: bool,
     until: Instant,
     note: fn(&str),
-) -> Result<SocketAddr> {
+) -> Result<Vec<SocketAddr>> {
     // Names under localhost are this host (RFC 6761); not every resolver implements that.
     if is_localhost(host) {
-        return Ok(SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port));
+        return Ok(vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port)]);
     }
     let mut noted = false;
     loop {
         let why = match (host.as_str(), *port).to_socket_addrs() {
             Ok(addresses) => match reachable(addresses) {
-                Some(address) => return Ok(address),
-                None => "the name has no address".to_owned(),
+                addresses if addresses.is_empty() => "the name has no address".to_owned(),
+                addresses => return Ok(addresses),
             },
             Err(error) => error.to_string(),
         };
@@ -95,11 +122,15 @@ fn is_localhost(host: &str) -> bool {
     host == "localhost" || host.ends_with(".localhost")
 }
 
-/// The first address that other hosts can reach, or else the first one: a hosts file may give a host's own name a loopback
-/// address besides the real one.
-fn reachable(addresses: impl Iterator<Item = SocketAddr>) -> Option<SocketAddr> {
-    let addresses: Vec<_> = addresses.collect();
-    addresses.iter().find(|address| !address.ip().is_loopback()).or(addresses.first()).copied()
+/// The addresses that other hosts can reach, or else all: a hosts file may give a host's own name a loopback address besides the
+/// real one.
+fn reachable(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
+    let mut addresses: Vec<_> = addresses.take(MOST_ANSWERS).collect();
+    let is_loopback = |address: &SocketAddr| address.ip().to_canonical().is_loopback();
+    if !addresses.iter().all(is_loopback) {
+        addresses.retain(|address| !is_loopback(address));
+    }
+    addresses
 }
 
 /// Where to bind although `host` is at the loopback address `address` here: all addresses, if ranks may be on other hosts. Debian
@@ -113,6 +144,9 @@ pub(crate) fn bind_beyond_loopback(host: &str, address: IpAddr, one_host: bool) 
     }
 }
 
+/// Addresses of one name that are tried.
+const MOST_ANSWERS: usize = 16;
+
 /// Rank 0's default port: next to torch's 29500, which its own store uses.
 pub const DEFAULT_PORT: u16 = 29_600;
 
@@ -122,10 +156,27 @@ mod tests {
 
     #[test]
     fn a_name_with_several_addresses_is_reached_at_one_that_other_hosts_can_reach() {
-        let all = |texts: &[&str]| reachable(texts.iter().map(|text| text.parse().unwrap()));
-        assert_eq!(all(&["127.0.1.1:1", "10.0.0.1:1", "10.0.0.2:1"]), Some("10.0.0.1:1".parse().unwrap()));
-        assert_eq!(all(&["127.0.1.1:1", "[::1]:1"]), Some("127.0.1.1:1".parse().unwrap()));
-        assert_eq!(all(&[]), None);
+        let all = |texts: &[&str]| {
+            let found = reachable(texts.iter().map(|text| text.parse().unwrap()));
+            found.iter().map(SocketAddr::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(all(&["127.0.1.1:1", "10.0.0.1:1", "[fd00::2]:1"]), ["10.0.0.1:1", "[fd00::2]:1"]);
+        assert_eq!(all(&["127.0.1.1:1", "[::1]:1"]), ["127.0.1.1:1", "[::1]:1"]);
+        assert_eq!(all(&[]), [""; 0]);
+    }
+
+    #[test]
+    fn advertised_addresses_have_a_port_or_not() {
+        let read = |text: &str| parse_advertised(text, &format!("option advertise={text}"));
+        let said = read("10.0.0.1, 203.0.113.7:4000,fd00::1,[fd00::2],[fd00::3]:5").unwrap();
+        let said: Vec<String> = said.iter().map(SocketAddr::to_string).collect();
+        assert_eq!(said, ["10.0.0.1:0", "203.0.113.7:4000", "[fd00::1]:0", "[fd00::2]:0", "[fd00::3]:5"]);
+        for wrong in ["", "node1", "10.0.0.1,", "10.0.0.1:0", "10.0.0.1:70000", "[fd00::1"] {
+            let error = read(wrong).unwrap_err();
+            assert!(error.is_request() && error.to_string().contains("203.0.113.7"), "{wrong}: {error}");
+        }
+        let many = ["10.0.0.1"; 9].join(",");
+        assert!(read(&many).unwrap_err().to_string().contains("at most 8"));
     }
 
     #[test]

@@ -5,15 +5,17 @@
 //! different ranks or worlds are refused, and the error names both, with two exceptions: the tasks of a scheduler may be
 //! launchers, which count other things; and explicit settings win over an environment of one rank (an interactive shell).
 
-use crate::address::HostPort;
+use std::net::SocketAddr;
+
+use crate::address::{HostPort, parse_advertised};
 use crate::credentials::Credentials;
 use crate::error::{Error, Remedy, Result};
 use crate::explicit;
 use crate::launchers::{LAUNCHERS, torchrun};
-use crate::options::Options;
+use crate::options::{OptionName, Options};
 use crate::source::{Precedence, Setting, Source};
 use crate::sources::{all_sources, first, without_enclosing};
-use crate::variables::{Variables, WORLD};
+use crate::variables::{ADVERTISE, Variables, WORLD};
 
 /// This process's rank in a group, before the group is formed ([`Self::join`]).
 #[derive(Clone, Debug)]
@@ -43,6 +45,8 @@ pub struct Assignment {
     pub(crate) coordinator_resolves_late: bool,
     /// Differs between two runs of the same job.
     pub(crate) run_id: Option<String>,
+    /// The addresses that this rank says for itself.
+    pub(crate) advertise: Vec<SocketAddr>,
     pub(crate) credentials: Credentials,
     pub(crate) options: Options,
 }
@@ -155,9 +159,20 @@ pub(crate) fn assign(
             world.origin,
             at.unwrap_or_default()
         ),
+        advertise: advertise(options, variables)?,
         credentials,
         options: options.clone(),
     }))
+}
+
+/// The addresses that this rank says for itself, by option or variable.
+fn advertise(options: &Options, variables: &Variables<'_>) -> Result<Vec<SocketAddr>> {
+    let variable = variables.text(ADVERTISE).filter(|_| !variables.under_kyklos_launch());
+    match (&options.advertise, variable) {
+        (Some(text), _) => parse_advertised(text, &options.named(OptionName::Advertise, text)),
+        (None, Some(Setting { value, origin })) => parse_advertised(&value, &origin),
+        (None, None) => Ok(Vec::new()),
+    }
 }
 
 /// Refuses two sources with different values of a setting.

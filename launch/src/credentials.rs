@@ -81,8 +81,10 @@ impl Credentials {
                 Remedy::IdentityFileOrToken,
             ));
         }
-        let address = resolve(&coordinator, false, Instant::now() + options.join_deadline, options.note)?;
-        let mut config = EnrolConfig::new(token, address);
+        let addresses = resolve(&coordinator, false, Instant::now() + options.join_deadline, options.note)?;
+        let mut config = EnrolConfig::new(token, addresses[0]);
+        config.coordinator_also = addresses[1..].to_vec();
+        config.bind_both_families();
         config.rank = rank.map(Rank);
         config.bind = options.bind.unwrap_or(config.bind);
         options.link.check(config.bind, 2).map_err(Error::Link)?;

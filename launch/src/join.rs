@@ -50,9 +50,13 @@ impl Assignment {
         warn_of_expiry(&claims, &proof, options);
         let job = self.job.as_deref().map_or(claims.job, JobId::of_text);
         let deadline = Instant::now() + options.join_deadline;
-        let address = resolve(coordinator, self.coordinator_resolves_late, deadline, options.note)?;
+        let addresses = resolve(coordinator, self.coordinator_resolves_late, deadline, options.note)?;
+        let address = addresses[0];
         let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
+        config.coordinator_also = addresses[1..].to_vec();
         config.coordinator_name = Some(coordinator.host.clone());
+        config.advertise = self.advertise.clone();
+        config.bind_both_families();
         if let Some(bind) = bind_beyond_loopback(&coordinator.host, address.ip(), self.is_on_one_host())
             && options.bind.is_none()
         {
@@ -119,7 +123,7 @@ impl Assignment {
         let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
         config.bind = options.bind.unwrap_or(config.bind);
-        config.heartbeat = options.heartbeat.unwrap_or(config.heartbeat);
+        config.heartbeat = options.heartbeat;
         config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
         (config.warn, config.note) = (options.warn, options.note);
         config.epoch = self.run_id.as_deref().map_or(0, epoch);

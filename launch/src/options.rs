@@ -60,8 +60,8 @@ pub struct Options {
     /// How long a rank may compute without progress while others wait for it, before the run ends and names it. Rank 0's
     /// value counts. `None`: the transport's 180 s.
     pub stuck_after: Option<Duration>,
-    /// Period of heartbeats; a rank counts as dead after twelve silent ones. Best the same on all ranks. Longer on networks with
-    /// outages of seconds. `None`: the transport's 200 ms.
+    /// Period of heartbeats, the same on all ranks; a rank counts as dead after twelve silent ones, or later if
+    /// [`LinkSettings::profile`] says so. `None`: that of the profile.
     pub heartbeat: Option<Duration>,
     /// This process replaces one that died: it joins when the others form the group again.
     pub rejoin: bool,
@@ -70,6 +70,10 @@ pub struct Options {
     /// First port of the ranks other than 0 on this host: a rank takes this one plus its local rank times
     /// [`LinkSettings::lanes`]. `None`: the system chooses.
     pub port: Option<u16>,
+    /// IP addresses at which other ranks reach this one, with or without a port, separated by commas, in the order in which to
+    /// try them: for hosts with several addresses, and behind address translation. Also by `KYKLOS_ADVERTISE`. `None`: the
+    /// address at which rank 0 sees this rank, which is tried last otherwise.
+    pub advertise: Option<String>,
     /// Known properties of the network between the ranks.
     pub link: LinkSettings,
     /// Called with each device in the cluster file. This crate does not interpret the device; the function refuses a
@@ -102,6 +106,7 @@ impl Default for Options {
             rejoin: false,
             bind: None,
             port: None,
+            advertise: None,
             link: LinkSettings::default(),
             check_device: |_| Ok(()),
             note: |text| tracing::info!("{text}"),
@@ -127,6 +132,7 @@ impl Options {
             .or_else(|| self.token.as_ref().map(|_| self.name(OptionName::Token)))
             .or_else(|| self.bind.map(|address| self.named(OptionName::Bind, address)))
             .or_else(|| self.port.map(|port| self.named(OptionName::Port, port)))
+            .or_else(|| self.advertise.as_ref().map(|at| self.named(OptionName::Advertise, at)))
             .or_else(|| self.job.as_ref().map(|job| self.named(OptionName::Job, job)))
     }
 
@@ -157,6 +163,7 @@ pub enum OptionName {
     Rejoin,
     Bind,
     Port,
+    Advertise,
 }
 
 /// How a front end names options and remedies to its user: a program by flags, a binding by keyword arguments.
@@ -176,6 +183,7 @@ pub trait Wording: Debug + Send + Sync {
             OptionName::Rejoin => "rejoin",
             OptionName::Bind => "bind",
             OptionName::Port => "port",
+            OptionName::Advertise => "advertise",
         };
         value.map_or_else(|| format!("option {name}"), |value| format!("option {name}={value}"))
     }

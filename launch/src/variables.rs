@@ -74,6 +74,8 @@ pub const WORLD: &str = "KYKLOS_WORLD";
 pub const COORDINATOR: &str = "KYKLOS_COORDINATOR";
 /// Name of the job that the identities must be of.
 pub const JOB_ID: &str = "KYKLOS_JOB_ID";
+/// Addresses at which the others reach this rank, separated by commas.
+pub const ADVERTISE: &str = "KYKLOS_ADVERTISE";
 /// Path of the file that proves this rank to the others.
 pub const IDENTITY: &str = "KYKLOS_IDENTITY";
 /// A join token: other users of a host see arguments, not variables.

@@ -52,7 +52,9 @@ class Group:
         job: str | None = None,
         bind: str | None = None,
         port: int | None = None,
+        advertise: str | Sequence[str] | None = None,
         network: str = "udp",
+        link: str = "lan",
         join_deadline_s: float = 60.0,
         deadline_s: float = 60.0,
         leave_s: float = 10.0,
@@ -69,7 +71,12 @@ class Group:
         :param job: name of the job that the identities must be of.
         :param bind: local IP address.
         :param port: first local port of ranks other than 0.
+        :param advertise: IP addresses at which the others reach this rank, each with or without a port, in the order in which
+            to try them: for hosts with several addresses, and behind address translation. By default the address at which
+            rank 0 sees it.
         :param network: ``"udp"``, or ``"tcp"`` where UDP is dropped; the same on all ranks.
+        :param link: ``"lan"``, or ``"wan"`` between data centres: outages of up to 10 s end nothing, and a dead rank is found
+            after 15 s; the same on all ranks.
         :param join_deadline_s: longest time until all ranks are there, in seconds.
         :param deadline_s: longest time of a message or a vote, in seconds. Let it cover the first compilation of a model.
         :param leave_s: longest wait in :meth:`close` for ranks that have not taken all messages, in seconds.
@@ -87,7 +94,9 @@ class Group:
             "job": job,
             "bind": bind,
             "port": port,
+            "advertise": _joined(advertise),
             "network": network,
+            "link": link,
             "join_deadline_s": join_deadline_s,
         }
         return Group(_kyklos.of_launcher(device, launch, _session(deadline_s, leave_s)))
@@ -112,6 +121,7 @@ class Group:
         host: str | None = None,
         port: int = 0,
         network: str = "udp",
+        link: str = "lan",
         join_deadline_s: float = 60.0,
         deadline_s: float = 60.0,
         leave_s: float = 10.0,
@@ -133,6 +143,7 @@ class Group:
             **own,
             device=device,
             network=network,
+            link=link,
             join_deadline_s=join_deadline_s,
             deadline_s=deadline_s,
             leave_s=leave_s,
@@ -147,7 +158,9 @@ class Group:
         host: str,
         port: int,
         device: str = "auto",
+        advertise: str | Sequence[str] | None = None,
         network: str = "udp",
+        link: str = "lan",
         join_deadline_s: float = 60.0,
         deadline_s: float = 60.0,
         leave_s: float = 10.0,
@@ -158,6 +171,7 @@ class Group:
         :param rank: this rank; ``world`` is the number of ranks.
         :param host: name or address of rank 0; rank 0 itself listens there.
         :param port: port of rank 0 (UDP, or TCP with ``network="tcp"``).
+        :param advertise: as for :meth:`from_env`.
         """
         member = {
             "pem": identity,
@@ -165,7 +179,9 @@ class Group:
             "world": world,
             "host": host,
             "port": port,
+            "advertise": _joined(advertise),
             "network": network,
+            "link": link,
             "join_deadline_s": join_deadline_s,
         }
         return Group(_kyklos.with_identity(device, member, _session(deadline_s, leave_s)))
@@ -359,6 +375,10 @@ def identities(world: int) -> list[str]:
     """New identities for the ranks of one group, by rank, as PEM texts for :meth:`Group.connect`. Each is the secret of its rank:
     carry it to that process only, over a channel that you trust."""
     return _kyklos.identities(world)
+
+
+def _joined(advertise: str | Sequence[str] | None) -> str | None:
+    return advertise if advertise is None or isinstance(advertise, str) else ",".join(advertise)
 
 
 def _session(deadline_s: float, leave_s: float) -> dict[str, float]:

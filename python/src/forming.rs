@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::{Error, Session, SessionOptions};
-use kyklos_launch::SecretText;
-use kyklos_transport::quic::{Carrier, ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
+use kyklos_launch::{SecretText, parse_advertised};
+use kyklos_transport::quic::{
+    Carrier, ClusterAuthority, Identity, JobId, LinkProfile, QuicConfig, QuicTransport,
+};
 use kyklos_transport::{Rank, Transport, TransportError, in_process_group};
 use pyo3::prelude::*;
 
@@ -39,7 +41,9 @@ pub(crate) struct LaunchSettings {
     job: Option<String>,
     bind: Option<String>,
     port: Option<u16>,
+    advertise: Option<String>,
     network: String,
+    link: String,
     join_deadline_s: f64,
 }
 
@@ -52,7 +56,9 @@ pub(crate) struct Member {
     world: u32,
     host: String,
     port: u16,
+    advertise: Option<String>,
     network: String,
+    link: String,
     join_deadline_s: f64,
 }
 
@@ -126,8 +132,9 @@ pub(crate) fn of_launcher(
         join_deadline: seconds(py, "join_deadline_s", launch.join_deadline_s)?,
         ..kyklos_launch::Options::default()
     };
-    join.link.carrier = carrier(py, network)?;
+    (join.link.carrier, join.link.profile) = (carrier(py, network)?, profile(py, &launch.link)?);
     join.coordinator = launch.coordinator;
+    join.advertise = launch.advertise;
     join.cluster_file = launch.cluster_file;
     join.identity = launch.identity;
     join.invitation = launch.invitation;
@@ -159,7 +166,10 @@ pub(crate) fn with_identity(
     settings: SessionSettings,
 ) -> PyResult<Group> {
     let (options, leave) = (settings.options(py)?, settings.leave(py)?);
-    let Member { pem, rank, world, host, port, network, join_deadline_s } = member;
+    let Member { pem, rank, world, host, port, advertise, network, link, join_deadline_s } = member;
+    let profile = profile(py, &link)?;
+    let advertise = advertise.map_or(Ok(Vec::new()), |text| parse_advertised(&text, "advertise"));
+    let advertise = advertise.map_err(|error| errors::of_launch(py, &error))?;
     let (carrier, deadline) = (carrier(py, &network)?, seconds(py, "join_deadline_s", join_deadline_s)?);
     let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
     let connect = move || -> Result<Arc<dyn Transport>, TransportError> {
@@ -173,9 +183,12 @@ pub(crate) fn with_identity(
         let identity = Identity::of_pem(pem.as_bytes(), "the identity of this rank")?;
         let job = identity.claims()?.job;
         let mut config = QuicConfig::new(Rank(rank), world, job, address, identity);
+        config.coordinator_also = addresses.collect();
+        config.advertise = advertise;
+        config.bind_both_families();
         config.coordinator_name = Some(host.clone());
         config.connect_deadline = deadline;
-        config.link.carrier = carrier;
+        (config.link.carrier, config.link.profile) = (carrier, profile);
         QuicTransport::connect(config)
     };
     let formed = interruptible(py, connect)?;
@@ -211,6 +224,17 @@ fn carrier(py: Python<'_>, network: &str) -> PyResult<Carrier> {
         "tcp" => Ok(Carrier::Tcp),
         other => {
             let error = Error::request(format!("network {other:?} is not known"), "use \"udp\" or \"tcp\"");
+            Err(errors::of_call(py, &error))
+        }
+    }
+}
+
+fn profile(py: Python<'_>, link: &str) -> PyResult<LinkProfile> {
+    match link {
+        "lan" => Ok(LinkProfile::Lan),
+        "wan" => Ok(LinkProfile::Wan),
+        other => {
+            let error = Error::request(format!("link {other:?} is not known"), "use \"lan\" or \"wan\"");
             Err(errors::of_call(py, &error))
         }
     }

@@ -17,6 +17,7 @@ use crate::quic::control::control_connection::CoordinatorSilence;
 use crate::quic::control::core::{Core, CoreParts};
 use crate::quic::control::link::{Lane, Link};
 use crate::quic::control::state::{Deadline, Phase};
+use crate::quic::forming::advertised::once_each;
 use crate::quic::forming::endpoint::RankEndpoint;
 use crate::quic::forming::peer_connection::PeerConnection;
 use crate::quic::forming::regroup::{NextGroup, PriorGroup};
@@ -32,6 +33,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
     for joined in &mesh.data {
         endpoint.path.open_for_data(&joined.connection);
     }
+    let table = mesh.table;
     let (control, control_frames) = by_rank(members.len(), mesh.control);
     // The other lanes follow the first.
     let (first, beside): (Vec<_>, Vec<_>) = mesh.data.into_iter().partition(|joined| joined.lane == 0);
@@ -48,7 +50,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
             })
             .collect();
     }
-    let core = Arc::new(Core::new(CoreParts { endpoint, me, epoch, members, links, control }));
+    let core = Arc::new(Core::new(CoreParts { endpoint, me, epoch, members, table, links, control }));
     tokio::spawn(Arc::clone(&core).watch_deadlines());
     for (rank, frames) in data_frames {
         tokio::spawn(Arc::clone(&core).read_link(rank, frames));
@@ -253,12 +255,17 @@ impl Core {
 
     /// The knowledge of this rank when its group is aborted.
     pub(crate) fn prior(&self, abort: &Abort) -> PriorGroup {
-        let links = self.members.iter().zip(&self.links);
-        let addresses =
-            links.filter_map(|(&rank, link)| Some((rank, link.as_ref()?.connection.remote_address())));
-        let mut addresses: BTreeMap<Rank, SocketAddr> = addresses.collect();
+        // Where a rank is reached now, and then where else it may be.
+        let mut addresses: BTreeMap<Rank, Vec<SocketAddr>> = BTreeMap::new();
+        for (place, (&rank, link)) in self.members.iter().zip(&self.links).enumerate() {
+            let Some(link) = link else { continue };
+            let also = self.table.get(place).map_or(&[][..], Vec::as_slice);
+            addresses.insert(rank, once_each([&[link.connection.remote_address()], also].concat()));
+        }
         if self.endpoint.config.rank != Rank::COORDINATOR {
-            addresses.insert(Rank::COORDINATOR, self.endpoint.config.coordinator);
+            let known = addresses.remove(&Rank::COORDINATOR).unwrap_or_default();
+            let all = [self.endpoint.config.coordinator_candidates(), known].concat();
+            addresses.insert(Rank::COORDINATOR, once_each(all));
         }
         let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
         let lost = match abort.cause {

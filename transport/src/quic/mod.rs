@@ -44,6 +44,7 @@ pub use self::join::{EnrolConfig, Enrolled, Invitation, InvitationTerms, Token, 
 pub use self::loopback::{quic_loopback_group, quic_loopback_group_over};
 pub use self::network::congestion::Congestion;
 pub use self::network::path::{Carrier, LinkSettings};
+pub use self::network::timing::LinkProfile;
 pub use self::transport::QuicTransport;
 pub use self::trust::authority::{ClusterAuthority, VALID_DAYS};
 pub use self::trust::identity::Identity;

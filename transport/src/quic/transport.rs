@@ -141,7 +141,7 @@ impl QuicTransport {
         let until = Instant::now() + patience;
         let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
         endpoint.listen();
-        let coordinator = (Rank::COORDINATOR, endpoint.config.coordinator);
+        let coordinator = (Rank::COORDINATOR, endpoint.config.coordinator_candidates());
         let addresses = [coordinator].into_iter().filter(|(rank, _)| *rank != endpoint.config.rank).collect();
         let prior = PriorGroup { claims: Vec::new(), addresses, lost: None };
         let formed = tokio::select! {
@@ -179,11 +179,9 @@ impl QuicTransport {
         alive: Option<&Alive>,
     ) -> Result<Arc<RankEndpoint>, TransportError> {
         let path = Path::new(&config.link, config.bind, config.world)?;
-        let tls = TlsConfigs::new(
-            &config.identity,
-            config.revoked.as_ref(),
-            path.transport_config(config.heartbeat),
-        )?;
+        let timing = config.timing();
+        let tls =
+            TlsConfigs::new(&config.identity, config.revoked.as_ref(), path.transport_config(timing.idle))?;
         source.has_lanes(config.link.lanes)?;
         let is_simulated = source.is_simulated();
         let Endpoints { lanes: lane_endpoints, capabilities, refused } =
@@ -199,6 +197,7 @@ impl QuicTransport {
             config,
             lane_endpoints,
             path,
+            timing,
             capabilities,
             refused,
             is_simulated,

@@ -1,5 +1,6 @@
 //! The part of a frame between its length and its checksum: its number, its layout, its fields.
 
+use super::candidates::Candidates;
 use super::codec::{Reader, WireError, put_blob, put_text};
 use super::fields::{
     put_addresses, put_claims, put_lane_ports, put_progress, put_ranks, put_tag, put_wish, read_addresses,
@@ -37,12 +38,13 @@ mod number {
     pub(super) const APPLY: u8 = 22;
     pub(super) const GRANT: u8 = 23;
     pub(super) const NOTES: u8 = 24;
+    pub(super) const ADVERTISE: u8 = 25;
 }
 
 /// Layout version of a frame; a frame that changes gets a new one of its own.
 fn layout(number: u8) -> u8 {
     match number {
-        number::WELCOME | number::VOTE | number::PING => 2,
+        number::WELCOME | number::ADDRESS_TABLE | number::VOTE | number::PING | number::MEMBERS => 2,
         _ => 1,
     }
 }
@@ -53,6 +55,7 @@ impl Frame {
             Self::Hello { .. } => number::HELLO,
             Self::Welcome { .. } => number::WELCOME,
             Self::Reject { .. } => number::REJECT,
+            Self::Advertise { .. } => number::ADVERTISE,
             Self::AddressTable { .. } => number::ADDRESS_TABLE,
             Self::Meshed => number::MESHED,
             Self::Start => number::START,
@@ -102,17 +105,15 @@ impl Frame {
                 out.push(code.number());
                 put_text(out, text, MAX_TEXT_BYTES);
             }
-            Self::AddressTable { addresses } => {
-                put_addresses(out, addresses);
-            }
+            Self::Advertise { addresses } => put_addresses(out, addresses),
+            Self::AddressTable { candidates } => candidates.put(out),
             Self::Join { claims, patience_ms } => {
                 put_claims(out, claims);
                 out.extend_from_slice(&patience_ms.to_le_bytes());
             }
-            Self::Members { epoch, members, addresses } => {
+            Self::Members { epoch, members } => {
                 out.extend_from_slice(&epoch.to_le_bytes());
                 put_ranks(out, members);
-                put_addresses(out, addresses);
             }
             Self::Apply { rank, request, proof } => {
                 put_wish(out, *rank);
@@ -213,13 +214,10 @@ impl Frame {
                 Self::Welcome { protocol: reader.u16()?, lane_ports: read_lane_ports(&mut reader)? }
             }
             number::REJECT => Self::Reject { code: RejectCode::read(&mut reader)?, text: reader.text()? },
-            number::ADDRESS_TABLE => Self::AddressTable { addresses: read_addresses(&mut reader)? },
+            number::ADVERTISE => Self::Advertise { addresses: read_addresses(&mut reader)? },
+            number::ADDRESS_TABLE => Self::AddressTable { candidates: Candidates::read(&mut reader)? },
             number::JOIN => Self::Join { claims: read_claims(&mut reader)?, patience_ms: reader.u32()? },
-            number::MEMBERS => Self::Members {
-                epoch: reader.u32()?,
-                members: read_ranks(&mut reader)?,
-                addresses: read_addresses(&mut reader)?,
-            },
+            number::MEMBERS => Self::Members { epoch: reader.u32()?, members: read_ranks(&mut reader)? },
             number::APPLY => Self::Apply {
                 rank: read_wish(&mut reader)?,
                 request: reader.blob(MAX_DER_BYTES)?,

@@ -3,29 +3,25 @@
 use std::net::{IpAddr, SocketAddr};
 
 use super::codec::{Reader, WireError};
-use super::limits::{MAX_WORLD, MOST_LANES};
+use super::limits::{MAX_WORLD, MOST_ADVERTISED, MOST_LANES};
 use crate::membership::{Claim, MOST_CLAIMS};
 use crate::rank::{Progress, Rank, Tag};
 
+/// At most [`MOST_ADVERTISED`] of them.
 pub(super) fn put_addresses(out: &mut Vec<u8>, addresses: &[SocketAddr]) {
-    let count = u32::try_from(addresses.len()).unwrap_or(MAX_WORLD).min(MAX_WORLD);
-    out.extend_from_slice(&count.to_le_bytes());
-    for address in addresses.iter().take(count as usize) {
+    let count = u8::try_from(addresses.len()).unwrap_or(MOST_ADVERTISED).min(MOST_ADVERTISED);
+    out.push(count);
+    for address in addresses.iter().take(usize::from(count)) {
         put_address(out, *address);
     }
 }
 
 pub(super) fn read_addresses(reader: &mut Reader<'_>) -> Result<Vec<SocketAddr>, WireError> {
-    let count = reader.u32()?;
-    if count > MAX_WORLD {
+    let count = reader.u8()?;
+    if count > MOST_ADVERTISED {
         return Err(WireError::BadValue { field: "address count", value: u64::from(count) });
     }
-    // Grows with the addresses that are present; the count alone reserves no memory.
-    let mut addresses = Vec::new();
-    for _ in 0..count {
-        addresses.push(read_address(reader)?);
-    }
-    Ok(addresses)
+    (0..count).map(|_| read_address(reader)).collect()
 }
 
 /// At most [`MOST_LANES`] - 1 of them.
@@ -72,7 +68,7 @@ pub(super) fn read_claims(reader: &mut Reader<'_>) -> Result<Vec<Claim>, WireErr
 }
 
 /// IPv4 addresses travel as IPv4-mapped IPv6 ones, so that every entry has 18 bytes.
-fn put_address(out: &mut Vec<u8>, address: SocketAddr) {
+pub(super) fn put_address(out: &mut Vec<u8>, address: SocketAddr) {
     let ip = match address.ip() {
         IpAddr::V4(ip) => ip.to_ipv6_mapped(),
         IpAddr::V6(ip) => ip,
@@ -81,7 +77,7 @@ fn put_address(out: &mut Vec<u8>, address: SocketAddr) {
     out.extend_from_slice(&address.port().to_le_bytes());
 }
 
-fn read_address(reader: &mut Reader<'_>) -> Result<SocketAddr, WireError> {
+pub(super) fn read_address(reader: &mut Reader<'_>) -> Result<SocketAddr, WireError> {
     let ip = IpAddr::from(reader.array::<16>()?).to_canonical();
     Ok(SocketAddr::new(ip, reader.u16()?))
 }

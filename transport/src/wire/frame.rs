@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use super::candidates::Candidates;
 use super::notes::Notes;
 use crate::error::Abort;
 use crate::membership::Claim;
@@ -40,10 +41,15 @@ pub enum Frame {
         /// Reason for people.
         text: String,
     },
-    /// Where every rank can be reached, by rank.
-    AddressTable {
-        /// One address per rank.
+    /// The addresses at which the sender says it can be reached. It follows `Hello` on each connection that leads to a table.
+    Advertise {
+        /// In the order in which to try them, at most [`super::MOST_ADVERTISED`].
         addresses: Vec<SocketAddr>,
+    },
+    /// Where the next ranks of the group can be reached. A table of all ranks is one or more of these frames.
+    AddressTable {
+        /// By rank, after the ranks of the frame before: its addresses in the order in which to try them.
+        candidates: Candidates,
     },
     /// The sender has a connection to every other rank.
     Meshed,
@@ -56,14 +62,12 @@ pub enum Frame {
         /// Milliseconds for which the sender would still wait for missing ranks.
         patience_ms: u32,
     },
-    /// The members of the next group and their addresses: from its lowest rank to the others.
+    /// The members of the next group: from its lowest rank to the others. Their address table follows.
     Members {
         /// The next group's.
         epoch: u32,
         /// By rank of the next group, its rank in the first one.
         members: Vec<Rank>,
-        /// One address per member.
-        addresses: Vec<SocketAddr>,
     },
     /// First frame of a side that dialled with a token: it asks for an identity.
     Apply {

@@ -80,8 +80,10 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         (any::<u16>(), proptest::collection::vec(any::<u16>(), 0..MOST_LANES as usize))
             .prop_map(|(protocol, lane_ports)| Frame::Welcome { protocol, lane_ports }),
         (code, ".{0,40}").prop_map(|(code, text)| Frame::Reject { code, text }),
-        proptest::collection::vec(any_address(), 0..20)
-            .prop_map(|addresses| Frame::AddressTable { addresses }),
+        proptest::collection::vec(any_address(), 0..=usize::from(MOST_ADVERTISED))
+            .prop_map(|addresses| Frame::Advertise { addresses }),
+        proptest::collection::vec(proptest::collection::vec(any_address(), 0..=9), 0..20)
+            .prop_map(|rows| Frame::AddressTable { candidates: Candidates::split(&rows).remove(0) }),
         prop_oneof![
             Just(Frame::Meshed),
             Just(Frame::Start),
@@ -119,8 +121,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
                 let claim = |(epoch, started, members)| Claim { epoch, started, members };
                 Frame::Join { claims: claims.into_iter().map(claim).collect(), patience_ms }
             }),
-        (any::<u32>(), ranks(), proptest::collection::vec(any_address(), 0..20))
-            .prop_map(|(epoch, members, addresses)| Frame::Members { epoch, members, addresses }),
+        (any::<u32>(), ranks()).prop_map(|(epoch, members)| Frame::Members { epoch, members }),
         any_tag().prop_map(|tag| Frame::Want { tag }),
         any_tag().prop_map(|tag| Frame::Done { tag }),
         any_tag().prop_map(|tag| Frame::Withdraw { tag }),
@@ -193,9 +194,18 @@ proptest! {
 
 #[test]
 fn the_largest_table_and_the_longest_text_fit_a_frame() {
-    let addresses = vec![SocketAddr::from(([1, 2, 3, 4], 5)); MAX_WORLD as usize];
-    let table = Frame::AddressTable { addresses };
-    assert_eq!(Frame::decode(&table.encode()).unwrap().unwrap().0, table);
+    for (candidates, frames) in [(0, 1), (1, 1), (2, 2), (9, 6)] {
+        let row = vec![SocketAddr::from(([1, 2, 3, 4], 5)); candidates];
+        let parts = Candidates::split(&vec![row.clone(); MAX_WORLD as usize]);
+        assert_eq!(parts.len(), frames);
+        let mut rows = 0;
+        for candidates in parts {
+            rows += candidates.iter().filter(|found| *found == row).count();
+            let table = Frame::AddressTable { candidates };
+            assert_eq!(Frame::decode(&table.encode()).unwrap().unwrap().0, table);
+        }
+        assert_eq!(rows, MAX_WORLD as usize);
+    }
 
     let text = "é".repeat(100_000);
     let bytes = Frame::Refuse { tag: Tag { op: 0, message: 0 }, text }.encode();

@@ -78,16 +78,22 @@ fn frames_of_the_bootstrap_are_pinned() {
     );
     let addresses = vec!["127.0.0.1:7000".parse().unwrap(), "[2001:db8::1]:258".parse().unwrap()];
     pinned(
-        &Frame::AddressTable { addresses },
+        &Frame::AddressTable { candidates: Candidates::split(&[Vec::new(), addresses.clone()]).remove(0) },
         &[
             "04",
-            "01",
-            "02000000",                         // count
+            "02",
+            "02000000",                         // rows
+            "00",                               // addresses of the first
+            "02",                               // addresses of the second
             "00000000000000000000ffff7f000001", // 127.0.0.1, mapped into IPv6
             "581b",                             // port 7000
             "20010db8000000000000000000000001", // 2001:db8::1
             "0201",                             // port 258
         ],
+    );
+    pinned(
+        &Frame::Advertise { addresses: addresses[1..].to_vec() },
+        &["19", "01", "01", "20010db8000000000000000000000001", "0201"],
     );
 }
 
@@ -108,20 +114,11 @@ fn frames_of_forming_again_are_pinned() {
         ],
     );
     pinned(
-        &Frame::Members {
-            epoch: 6,
-            members: vec![Rank(2)],
-            addresses: vec!["127.0.0.1:7000".parse().unwrap()],
-        },
+        &Frame::Members { epoch: 6, members: vec![Rank(2)] },
         &[
-            "15",
-            "01",
-            "06000000", // epoch
+            "15", "02", "06000000", // epoch
             "01000000", // members
             "02000000",
-            "01000000", // addresses
-            "00000000000000000000ffff7f000001",
-            "581b",
         ],
     );
     let hello =

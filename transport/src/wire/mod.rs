@@ -5,6 +5,7 @@
 //! the bytes in hand. Encoding cannot fail: texts are cut to [`MAX_TEXT_BYTES`].
 
 mod body;
+mod candidates;
 mod codec;
 mod envelope;
 mod fields;
@@ -20,12 +21,13 @@ mod garbage;
 #[cfg(test)]
 mod golden;
 
+pub use candidates::Candidates;
 pub use codec::WireError;
 pub use envelope::FrameStream;
 pub use frame::{Frame, Purpose, RejectCode};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
-pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_LANES};
+pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_ADVERTISED, MOST_LANES};
 pub use notes::Notes;
 
 /// Version of everything on the wire. Peers with another version refuse each other.
-pub const PROTOCOL_VERSION: u16 = 5;
+pub const PROTOCOL_VERSION: u16 = 6;

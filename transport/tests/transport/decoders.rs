@@ -13,7 +13,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use bounded::{Limit, corpus, corpus_with_keys, run};
 use bytes::Bytes;
 use kyklos_transport::quic::decoders;
-use kyklos_transport::wire::{Frame, MAX_TEXT_BYTES, MessageHeader, Notes, Purpose, RejectCode, part_digest};
+use kyklos_transport::wire::{
+    Candidates, Frame, MAX_TEXT_BYTES, MessageHeader, Notes, Purpose, RejectCode, part_digest,
+};
 use kyklos_transport::{Abort, AbortCause, Claim, MAX_NOTE_BYTES, Progress, Rank, RefusalReason, Tag, Vote};
 
 /// The limit: a few copies of the input, one of them decoded.
@@ -35,7 +37,11 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), world: 4 }),
         ("welcome", Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] }),
         ("reject", Frame::Reject { code: RejectCode::World, text: "no".into() }),
-        ("addresses", Frame::AddressTable { addresses: addresses.clone() }),
+        ("advertise", Frame::Advertise { addresses: addresses.clone() }),
+        (
+            "addresses",
+            Frame::AddressTable { candidates: Candidates::split(&[Vec::new(), addresses]).remove(0) },
+        ),
         ("apply", Frame::Apply { rank: Some(Rank(3)), request: vec![0x30; 300], proof: [0xcd; 32] }),
         ("grant", Frame::Grant { rank: Rank(3), world: 4, certificate: vec![0x30; 600] }),
         ("start", Frame::Start),
@@ -53,7 +59,7 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         ),
         ("missing", Frame::Missing { round: 1, rank: Rank(2), left: true }),
         ("join", Frame::Join { claims, patience_ms: 7 }),
-        ("members", Frame::Members { epoch: 6, members: vec![Rank(2)], addresses: vec![addresses[0]] }),
+        ("members", Frame::Members { epoch: 6, members: vec![Rank(2)] }),
         ("ping", Frame::Ping { progress, beats: 7, works: false, waits_for: vec![Rank(3), Rank(4)] }),
         ("abort", Frame::Abort { abort: Abort { culprit: Rank(1), cause, progress } }),
         ("link_lost", Frame::LinkLost { peer: Rank(6), text: "lost".into() }),

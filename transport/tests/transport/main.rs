@@ -37,6 +37,8 @@ macro_rules! over_every_carrier {
 }
 
 #[cfg(feature = "quic")]
+mod addresses;
+#[cfg(feature = "quic")]
 mod common;
 #[cfg(feature = "quic")]
 mod decoders;

@@ -46,7 +46,11 @@ impl Group {
         let config = |rank| {
             let identity = authority.issue(Rank(rank)).unwrap();
             let link = LinkSettings { carrier, ..LinkSettings::default() };
-            QuicConfig { heartbeat, link, ..QuicConfig::new(Rank(rank), world, job, coordinator, identity) }
+            QuicConfig {
+                heartbeat: Some(heartbeat),
+                link,
+                ..QuicConfig::new(Rank(rank), world, job, coordinator, identity)
+            }
         };
         let connecting: Vec<_> = (0..world)
             .map(|rank| {

@@ -55,7 +55,7 @@ fn an_identity_of_another_rank_is_refused_with_both_ranks() {
 fn a_heartbeat_that_cannot_be_kept_is_refused() {
     let job = Job::new();
     for heartbeat in [Duration::ZERO, Duration::MAX] {
-        let text = refused(QuicConfig { heartbeat, ..job.config(1, 2) });
+        let text = refused(QuicConfig { heartbeat: Some(heartbeat), ..job.config(1, 2) });
         assert!(text.contains("heartbeat"), "{text}");
     }
 }

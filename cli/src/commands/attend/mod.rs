@@ -29,7 +29,7 @@ pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
         }
         return here(args);
     }
-    match Assignment::find(&args.group.options(args.network.link()))? {
+    match Assignment::find(&args.group.options(args.network.settings()))? {
         Some(assignment) => as_rank(args, &assignment),
         None => here(args),
     }

@@ -1,20 +1,20 @@
 //! The control connections between rank 0 and every other rank: heartbeats, and the one abort that counts.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use quinn::{ApplicationClose, ConnectionError};
 use tokio::time::MissedTickBehavior;
 
-use super::coordinator::MissingVote;
+use super::coordinator::{MissingVote, PathSigns, Silence};
 use super::core::Core;
+use super::link::Link;
 use super::notes::ArrivingNotes;
 use super::stalls::{Report, Stall};
 use crate::ballot::Refusal;
 use crate::error::{Abort, AbortCause};
 use crate::quic::network::connection::{close_code, describe, is_leave};
 use crate::quic::network::frames::{FrameError, FrameReader};
-use crate::quic::network::path::SILENT_TICKS;
 use crate::rank::{Progress, Rank, Tag};
 use crate::recorder::EventKind;
 use crate::wire::Frame;
@@ -151,7 +151,7 @@ impl Core {
         let Some(coordinator) = &self.coordinator else {
             return;
         };
-        let mut ticks = ticks(self.heartbeat);
+        let mut ticks = ticks(self.endpoint.timing.heartbeat);
         let mut over = self.over.subscribe();
         loop {
             tokio::select! {
@@ -167,10 +167,11 @@ impl Core {
                 }
             }
             self.send_missing(coordinator.missing_in_first_round());
-            if let Some(rank) = coordinator.tick() {
-                self.died(rank, self.silence());
+            if let Some(rank) = coordinator.tick(|rank| self.path_signs(rank)) {
+                self.died(rank, self.silence(rank));
             }
             self.abort_unresponsive_peers();
+            self.know_stream_peers();
             coordinator.report(self.me, self.report());
             if let Some(stall) = coordinator.stalled() {
                 self.report_stall(stall);
@@ -180,7 +181,7 @@ impl Core {
 
     /// On the coordinator: reports a rank that makes no progress while others wait for it.
     fn report_stall(&self, Stall { rank, progress, ticks, waiting, stuck }: Stall) {
-        let seconds = (self.heartbeat * ticks).as_secs_f64();
+        let seconds = (self.endpoint.timing.heartbeat * ticks).as_secs_f64();
         let waiting = ranks_in_words(&waiting);
         if stuck {
             let text = format!("no progress for {seconds:.1} s while {waiting} waited for it");
@@ -202,7 +203,7 @@ impl Core {
 
     /// On every other rank: sends heartbeats with this rank's report, and counts the ticks for which the coordinator is silent.
     pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<CoordinatorSilence>) {
-        let mut ticks = ticks(self.heartbeat);
+        let mut ticks = ticks(self.endpoint.timing.heartbeat);
         let mut over = self.over.subscribe();
         loop {
             tokio::select! {
@@ -218,14 +219,39 @@ impl Core {
                 control.say(Frame::Ping { progress, beats, works, waits_for });
             }
             self.abort_unresponsive_peers();
-            if heard.tick() >= SILENT_TICKS {
-                self.coordinator_died(self.silence());
+            self.know_stream_peers();
+            if heard.tick(self.path_signs(Rank::COORDINATOR)) {
+                self.coordinator_died(self.silence(Rank::COORDINATOR));
             }
         }
     }
 
-    fn silence(&self) -> String {
-        format!("nothing heard of it for {:.1} s", (self.heartbeat * SILENT_TICKS).as_secs_f64())
+    /// Over TCP: a peer whose address has changed is no stranger there.
+    fn know_stream_peers(&self) {
+        for (lane, end) in self.endpoint.lane_endpoints.iter().enumerate() {
+            let Some(streams) = &end.streams else { return };
+            for link in self.all_links() {
+                let connection = link.lanes.get(lane).map(|lane| &lane.connection);
+                let control = (lane == 0).then_some(&link.connection);
+                if let Some(connection) = connection.or(control) {
+                    streams.prove(connection.remote_address());
+                }
+            }
+        }
+    }
+
+    fn path_signs(&self, rank: Rank) -> PathSigns {
+        let control = self.control(rank);
+        let round_trip = control.map_or(Duration::ZERO, |control| control.connection.rtt());
+        PathSigns {
+            signs_of_life: control.map_or(0, Link::signs_of_life),
+            dead_after: self.endpoint.timing.silent_ticks(round_trip),
+        }
+    }
+
+    fn silence(&self, rank: Rank) -> String {
+        let silence = self.endpoint.timing.heartbeat * self.path_signs(rank).dead_after;
+        format!("nothing heard of it for {:.1} s", silence.as_secs_f64())
     }
 
     /// A data connection has ended.
@@ -253,17 +279,21 @@ impl Core {
     }
 }
 
-/// Number of ticks for which the coordinator has been silent.
+/// For how long the coordinator has been silent.
 #[derive(Debug, Default)]
-pub(crate) struct CoordinatorSilence(std::sync::atomic::AtomicU32);
+pub(crate) struct CoordinatorSilence(Mutex<Silence>);
 
 impl CoordinatorSilence {
-    fn reset(&self) {
-        self.0.store(0, std::sync::atomic::Ordering::Relaxed);
+    fn lock(&self) -> MutexGuard<'_, Silence> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tick(&self) -> u32 {
-        self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1
+    fn reset(&self) {
+        self.lock().reset();
+    }
+
+    fn tick(&self, path: PathSigns) -> bool {
+        self.lock().tick(path)
     }
 }
 

@@ -4,7 +4,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::stalls::{Report, Stall, Stalls};
 use crate::ballot::Ballot;
-use crate::quic::network::path::SILENT_TICKS;
 use crate::rank::{Progress, Rank};
 
 /// The state of the coordinator.
@@ -23,7 +22,7 @@ pub(crate) struct CoordinatorState {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Member {
     pub(crate) progress: Progress,
-    pub(crate) silent_ticks: u32,
+    pub(crate) silence: Silence,
     pub(crate) left: bool,
 }
 
@@ -51,7 +50,7 @@ impl Coordinator {
     }
 
     pub(crate) fn heard(&self, rank: Rank) {
-        self.lock().members[rank.0 as usize].silent_ticks = 0;
+        self.lock().members[rank.0 as usize].silence.reset();
     }
 
     /// Takes the report of a heartbeat, or of this rank itself.
@@ -94,17 +93,48 @@ impl Coordinator {
         self.lock().missing_in(usize::MAX)
     }
 
-    /// Counts a tick of silence for every rank, and returns a rank that has been silent for too long.
-    pub(crate) fn tick(&self) -> Option<Rank> {
+    /// Counts a tick of silence for every rank, and returns a rank that has been silent for as long as `path` says.
+    pub(crate) fn tick(&self, path: impl Fn(Rank) -> PathSigns) -> Option<Rank> {
         let mut state = self.lock();
         let mut dead = None;
         for (rank, member) in (0..).map(Rank).zip(&mut state.members).skip(1) {
-            member.silent_ticks += 1;
-            if !member.left && member.silent_ticks >= SILENT_TICKS {
+            if !member.left && member.silence.tick(path(rank)) {
                 dead = dead.or(Some(rank));
             }
         }
         dead
+    }
+}
+
+/// The path to a rank at a tick.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PathSigns {
+    /// [`Link::signs_of_life`](super::link::Link::signs_of_life).
+    pub(crate) signs_of_life: u64,
+    /// Ticks of silence after which the rank counts as dead.
+    pub(crate) dead_after: u32,
+}
+
+/// For how long a rank has been silent.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Silence {
+    ticks: u32,
+    signs_of_life: u64,
+}
+
+impl Silence {
+    /// A frame has arrived.
+    pub(crate) fn reset(&mut self) {
+        self.ticks = 0;
+    }
+
+    /// Counts a tick, unless the rank has shown that it lives. Returns whether it counts as dead.
+    pub(crate) fn tick(&mut self, path: PathSigns) -> bool {
+        if std::mem::replace(&mut self.signs_of_life, path.signs_of_life) != path.signs_of_life {
+            self.ticks = 0;
+        }
+        self.ticks += 1;
+        self.ticks >= path.dead_after
     }
 }
 

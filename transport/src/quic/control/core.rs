@@ -3,9 +3,9 @@
 //! Calls come in from any thread, frames and streams from tasks of the tokio context; both change the state under
 //! one lock that is never held across a wait.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
@@ -30,13 +30,14 @@ pub(crate) struct Core {
     pub(crate) world: u32,
     pub(crate) job: JobId,
     pub(crate) epoch: u32,
-    pub(crate) heartbeat: Duration,
     pub(crate) warn: fn(&str),
     pub(crate) pulse: Arc<Pulse>,
     pub(crate) stop_flag: Arc<AtomicBool>,
     pub(crate) endpoint: Arc<RankEndpoint>,
     /// By rank of this group, its rank in the first one.
     pub(crate) members: Vec<Rank>,
+    /// By rank of this group, the addresses at which it can be reached.
+    pub(crate) table: Vec<Vec<SocketAddr>>,
     /// Data connections, by rank; none to itself.
     pub(crate) links: Vec<Option<Link>>,
     /// Control connections: of rank 0 to every other rank, of another rank to rank 0.
@@ -59,6 +60,7 @@ pub(crate) struct CoreParts {
     pub(crate) me: Rank,
     pub(crate) epoch: u32,
     pub(crate) members: Vec<Rank>,
+    pub(crate) table: Vec<Vec<SocketAddr>>,
     pub(crate) links: Vec<Option<Link>>,
     pub(crate) control: Vec<Option<Link>>,
 }
@@ -66,8 +68,9 @@ pub(crate) struct CoreParts {
 impl Core {
     /// Must be called in a tokio context.
     pub(crate) fn new(group: CoreParts) -> Self {
-        let CoreParts { endpoint, me, epoch, members, links, control } = group;
-        let QuicConfig { job, heartbeat, stuck_after, warn, .. } = endpoint.config;
+        let CoreParts { endpoint, me, epoch, members, table, links, control } = group;
+        let QuicConfig { job, stuck_after, warn, .. } = endpoint.config;
+        let heartbeat = endpoint.timing.heartbeat;
         let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
         let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
         let stuck_ticks = stuck_after.as_nanos().div_ceil(heartbeat.as_nanos().max(1));
@@ -76,12 +79,12 @@ impl Core {
             world,
             job,
             epoch,
-            heartbeat,
             warn,
             pulse: Arc::default(),
             stop_flag: Arc::new(AtomicBool::new(false)),
             endpoint,
             members,
+            table,
             links,
             control,
             coordinator: (me == Rank::COORDINATOR)

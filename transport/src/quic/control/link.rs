@@ -67,6 +67,13 @@ impl Link {
         self.queued.load(Ordering::Relaxed) > MAX_QUEUED_FRAMES
     }
 
+    /// Grows with each packet of the peer, which nobody else can make: a sign of life also while a lost packet holds back the
+    /// frames of the stream.
+    pub(crate) fn signs_of_life(&self) -> u64 {
+        let received = self.connection.stats().frame_rx;
+        received.acks + received.stream + received.ping + received.max_data + received.max_stream_data
+    }
+
     /// Figures of all lanes together: sums, the longest round trip and the smallest packets.
     pub(crate) fn figures(&self) -> ConnectionFigures {
         let mut all = ConnectionFigures { packet_bytes: u16::MAX, ..ConnectionFigures::default() };

@@ -9,6 +9,7 @@ use quinn::{Connection, ConnectionError, Endpoint, Incoming, SendStream, ServerC
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
+use super::advertised::judge_advertised;
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
 use super::refusals::{AdmissionRefusal, Refusals};
@@ -34,6 +35,8 @@ pub(crate) struct Admission {
     enrol_server: Option<EnrolServer>,
     open: Mutex<AdmissionState>,
     pending: PendingHandshakes,
+    /// How long a handshake may take, and again the hello after it.
+    handshake_timeout: Duration,
     /// For the error that says which ranks are missing.
     refusals: Mutex<Refusals>,
 }
@@ -89,6 +92,7 @@ impl Admission {
             enrol_server,
             open: Mutex::new(open),
             pending: PendingHandshakes::default(),
+            handshake_timeout: config.timing().handshake,
             refusals: Mutex::default(),
         })
     }
@@ -177,7 +181,7 @@ impl Admission {
         let config = Arc::new(if lane == 0 { self.server() } else { self.tls.server() });
         let stranger = |error: &ConnectionError| AdmissionRefusal::of_stranger(describe_stranger(error));
         let connecting = incoming.accept_with(config).map_err(|error| stranger(&error))?;
-        let connection = timeout(HANDSHAKE_TIMEOUT, connecting).await;
+        let connection = timeout(self.handshake_timeout, connecting).await;
         let connection = connection.map_err(|_| AdmissionRefusal::of_stranger("slow handshake"))?;
         let connection = connection.map_err(|error| stranger(&error))?;
         if let (Some(enrol_server), true) = (&self.enrol_server, tls::is_application(&connection)) {
@@ -187,7 +191,7 @@ impl Admission {
         if let Some(streams) = streams {
             streams.prove(connection.remote_address());
         }
-        let talk = timeout(HANDSHAKE_TIMEOUT, self.talk(&connection, lane)).await;
+        let talk = timeout(self.handshake_timeout, self.talk(&connection, lane)).await;
         let refusal = match talk {
             Ok(Ok(arrival)) => {
                 let arrived = self.lock().arrived.clone();
@@ -206,7 +210,11 @@ impl Admission {
                 }
                 text
             }
-            Err(_) => "no hello".into(),
+            Err(_) => {
+                // Its packets were lost, as far as this rank knows.
+                connection.close(close_code::LATE, b"no hello");
+                return Err(AdmissionRefusal::of_member("no hello"));
+            }
         };
         connection.close(close_code::REJECTED, cut(&refusal).as_bytes());
         Err(AdmissionRefusal::of_member(refusal))
@@ -218,7 +226,7 @@ impl Admission {
         enrol_server: &EnrolServer,
         connection: &Connection,
     ) -> Result<(), AdmissionRefusal> {
-        let served = timeout(HANDSHAKE_TIMEOUT, enrol_server.serve(connection)).await;
+        let served = timeout(self.handshake_timeout, enrol_server.serve(connection)).await;
         let served = served.unwrap_or_else(|_| Err("no application".into()));
         let reason = served.as_ref().err().map_or("", |text| cut(text));
         connection.close(close_code::REJECTED, reason.as_bytes());
@@ -247,11 +255,19 @@ impl Admission {
             Ok(known) => known,
             Err((code, text)) => return Err(HelloRefusal { answer: Some(send), code, text }),
         };
-        let mut joined = PeerConnection { rank, lane, connection: connection.clone(), send, frames };
+        let connection = connection.clone();
+        let mut joined = PeerConnection { rank, lane, connection, send, frames, advertised: Vec::new() };
         let lane_ports = self.lane_ports.clone();
         let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }.encode();
         if let Err(error) = joined.send.write_all(&welcome).await {
             return Err(silent(RejectCode::Protocol, error.to_string()));
+        }
+        if !matches!(purpose, Purpose::Data | Purpose::Lane) {
+            joined.advertised = match joined.frames.next().await {
+                Ok(Some(Frame::Advertise { addresses })) => judge_advertised(addresses),
+                other => Err(format!("not its addresses: {other:?}")),
+            }
+            .map_err(|text| silent(RejectCode::Protocol, text))?;
         }
         let (mut claims, mut patience) = (Vec::new(), Duration::ZERO);
         if matches!(purpose, Purpose::Reform | Purpose::Rejoin) {
@@ -371,6 +387,3 @@ struct HelloRefusal {
     code: RejectCode,
     text: String,
 }
-
-/// How long a handshake may take, and again the hello after it.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
+use super::address_table::AddressTable;
 use super::admission::{AdmittedConnection, GroupStatus};
 use super::endpoint::{DialPurpose, RankEndpoint};
 use super::peer_connection::{Mesh, PeerConnection};
@@ -47,8 +48,8 @@ pub(crate) async fn report_bad_identity(endpoint: &RankEndpoint) {
         return;
     }
     let deadline = Instant::now() + config.connect_deadline.min(BAD_IDENTITY_TIMEOUT);
-    let dial_purpose = DialPurpose::control(config.epoch);
-    let _ = endpoint.dial_until_answered(Rank::COORDINATOR, config.coordinator, dial_purpose, deadline).await;
+    let (coordinator, dial_purpose) = (config.coordinator_candidates(), DialPurpose::control(config.epoch));
+    let _ = endpoint.dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, deadline).await;
     endpoint.part(&TransportError::bootstrap("its identity does not fit")).await;
 }
 
@@ -96,28 +97,13 @@ impl Forming<'_> {
             }
         }
         let mut control: Vec<PeerConnection> = control.into_iter().flatten().collect();
-        let addresses = self.addresses(&control);
-        if let Some((hidden, far)) = hidden_by_loopback(&addresses) {
-            let (at, far_at) = (addresses[hidden].ip(), addresses[far].ip());
-            let [hidden, far] = [hidden, far].map(|place| self.members[place]);
-            return Err(TransportError::bootstrap(format!(
-                "rank 0 sees rank {hidden} at {at}, an address of its own host that rank {far} at {far_at} cannot reach: on the host of \
-                 rank 0, let the name of rank 0 have an address that other hosts can reach"
-            )));
-        }
-        let table = Frame::AddressTable { addresses };
+        let table = self.address_table(&control);
+        self.check_reachable(&table)?;
         for member in &mut control {
-            self.say(member, &table).await?;
+            self.say_table(member, &table).await?;
         }
         let data = self.collect_mesh(&mut control).await?;
-        self.start(control, data).await
-    }
-
-    /// The address of each member. The same socket dials and listens, so the source address of a rank's packets is its
-    /// address. For the coordinator the dialled address is used, whatever this list has.
-    pub(crate) fn addresses(&self, control: &[PeerConnection]) -> Vec<SocketAddr> {
-        let others = control.iter().map(|member| member.connection.remote_address());
-        std::iter::once(self.endpoint.config.coordinator).chain(others).collect()
+        self.start(control, data, table).await
     }
 
     /// Of the coordinator: the data connections, once every member has all of its own.
@@ -137,32 +123,26 @@ impl Forming<'_> {
         &mut self,
         mut control: Vec<PeerConnection>,
         data: Vec<PeerConnection>,
+        table: AddressTable,
     ) -> Result<Mesh, TransportError> {
         for member in &mut control {
             self.say(member, &Frame::Start).await?;
         }
-        Ok(self.renumbered(control, data))
+        Ok(self.renumbered(control, data, table))
     }
 
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
-        let coordinator = self.endpoint.config.coordinator;
+        let coordinator = self.endpoint.config.coordinator_candidates();
         let dial_purpose = DialPurpose::control(self.epoch);
         let (mut control, _) = self
             .endpoint
-            .dial_until_answered(Rank::COORDINATOR, coordinator, dial_purpose, self.deadline)
+            .dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, self.deadline)
             .await?;
         // Rank 0 reports which ranks are missing, and why. So waiting for that report is better than an earlier error.
         self.deadline += MEMBER_EXTRA_WAIT;
-        let addresses = match self.next_frame(&mut control).await? {
-            Frame::AddressTable { addresses } if addresses.len() == self.members.len() => addresses,
-            other => {
-                return Err(TransportError::bootstrap(format!(
-                    "rank 0 sent {other:?} instead of the address table"
-                )));
-            }
-        };
-        let data = self.dial_mesh(&control, coordinator, &addresses).await?;
-        self.report_meshed(control, data).await
+        let table = self.hear_table(&mut control).await?;
+        let data = self.dial_mesh(&control, &table).await?;
+        self.report_meshed(control, data, table).await
     }
 
     /// On every other member: all data connections of this rank. It dials lower ranks, the coordinator at the
@@ -170,10 +150,10 @@ impl Forming<'_> {
     pub(crate) async fn dial_mesh(
         &mut self,
         control: &PeerConnection,
-        coordinator: SocketAddr,
-        addresses: &[SocketAddr],
+        table: &[Vec<SocketAddr>],
     ) -> Result<Vec<PeerConnection>, TransportError> {
-        let places = std::iter::once(coordinator).chain(addresses.iter().skip(1).copied());
+        let coordinator = vec![control.connection.remote_address()];
+        let places = std::iter::once(&coordinator).chain(table.iter().skip(1));
         let below = self
             .members
             .iter()
@@ -184,7 +164,7 @@ impl Forming<'_> {
         let mut data = Vec::new();
         for some in below.chunks(DIALS_AT_ONCE) {
             let dials =
-                some.iter().map(|&(rank, address)| Box::pin(self.dial_lanes(rank, address))).collect();
+                some.iter().map(|&(rank, addresses)| Box::pin(self.dial_lanes(rank, addresses))).collect();
             data.extend(all(dials).await?.into_iter().flatten());
         }
         self.collect_data(data, std::slice::from_ref(control)).await
@@ -194,15 +174,16 @@ impl Forming<'_> {
     async fn dial_lanes(
         &self,
         rank: Rank,
-        address: SocketAddr,
+        addresses: &[SocketAddr],
     ) -> Result<Vec<PeerConnection>, TransportError> {
-        let dial =
-            |address, purpose| self.endpoint.dial_until_answered(rank, address, purpose, self.deadline);
-        let (joined, lane_ports) = dial(address, DialPurpose::data(self.epoch)).await?;
+        let dial = async |addresses: &[SocketAddr], purpose| {
+            self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await
+        };
+        let (joined, lane_ports) = dial(addresses, DialPurpose::data(self.epoch)).await?;
+        let ip = joined.connection.remote_address().ip();
         let mut data = vec![joined];
         for (lane, port) in (1..).zip(lane_ports) {
-            let address = SocketAddr::new(address.ip(), port);
-            data.push(dial(address, DialPurpose::lane(lane, self.epoch)).await?.0);
+            data.push(dial(&[SocketAddr::new(ip, port)], DialPurpose::lane(lane, self.epoch)).await?.0);
         }
         Ok(data)
     }
@@ -212,19 +193,25 @@ impl Forming<'_> {
         &mut self,
         mut control: PeerConnection,
         data: Vec<PeerConnection>,
+        table: AddressTable,
     ) -> Result<Mesh, TransportError> {
         self.say(&mut control, &Frame::Meshed).await?;
         self.expect(&mut control, &Frame::Start).await?;
-        Ok(self.renumbered(vec![control], data))
+        Ok(self.renumbered(vec![control], data, table))
     }
 
     /// From here on ranks have the numbers of this group.
-    fn renumbered(&self, control: Vec<PeerConnection>, data: Vec<PeerConnection>) -> Mesh {
+    fn renumbered(
+        &self,
+        control: Vec<PeerConnection>,
+        data: Vec<PeerConnection>,
+        table: AddressTable,
+    ) -> Mesh {
         let renumber = |joined: Vec<PeerConnection>| {
             let place = |rank: Rank| self.place(rank).unwrap_or_default();
             joined.into_iter().map(|one| PeerConnection { rank: number(place(one.rank)), ..one }).collect()
         };
-        Mesh { control: renumber(control), data: renumber(data) }
+        Mesh { control: renumber(control), data: renumber(data), table }
     }
 
     fn place(&self, rank: Rank) -> Option<usize> {
@@ -289,7 +276,7 @@ impl Forming<'_> {
         }
     }
 
-    async fn next_frame(&self, from: &mut PeerConnection) -> Result<Frame, TransportError> {
+    pub(crate) async fn next_frame(&self, from: &mut PeerConnection) -> Result<Frame, TransportError> {
         match timeout_at(self.deadline, from.frames.next()).await {
             Ok(Ok(Some(frame))) => Ok(frame),
             Ok(Ok(None) | Err(_)) => Err(self.lost(from)),
@@ -347,15 +334,6 @@ async fn first_closed(joined: &[PeerConnection]) -> &PeerConnection {
     .await
 }
 
-/// Of the addresses by rank: a rank on the loopback interface of rank 0's host, and a higher rank on another host, which would
-/// have to dial it.
-fn hidden_by_loopback(addresses: &[SocketAddr]) -> Option<(usize, usize)> {
-    let is_loopback = |place: &usize| addresses[*place].ip().to_canonical().is_loopback();
-    let hidden = (1..addresses.len()).find(is_loopback)?;
-    let far = (hidden + 1..addresses.len()).find(|place| !is_loopback(place))?;
-    Some((hidden, far))
-}
-
 /// Ranks that a rank dials side by side: round trips are long between data centres.
 const DIALS_AT_ONCE: usize = 64;
 
@@ -368,24 +346,4 @@ const BAD_IDENTITY_TIMEOUT: Duration = Duration::from_secs(4);
 /// A place in a group as its rank there.
 fn number(place: usize) -> Rank {
     Rank(u32::try_from(place).unwrap_or(u32::MAX))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_rank_that_another_host_would_dial_on_loopback_is_found() {
-        let hidden = |texts: &[&str]| {
-            let addresses: Vec<SocketAddr> =
-                texts.iter().map(|text| format!("{text}:1").parse().unwrap()).collect();
-            hidden_by_loopback(&addresses)
-        };
-        assert_eq!(hidden(&["127.0.1.1", "127.0.0.1", "10.0.0.2"]), Some((1, 2)));
-        assert_eq!(hidden(&["127.0.1.1", "10.0.0.2", "127.0.0.1", "127.0.0.1", "10.0.0.3"]), Some((2, 4)));
-        // It dials the rank on the other host itself.
-        assert_eq!(hidden(&["127.0.1.1", "10.0.0.2", "127.0.0.1"]), None);
-        assert_eq!(hidden(&["127.0.0.1", "127.0.0.1", "127.0.0.2"]), None);
-        assert_eq!(hidden(&["10.0.0.1", "10.0.0.1", "[fd00::2]"]), None);
-    }
 }

@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::error::TransportError;
 use crate::quic::join::Invitation;
 use crate::quic::network::path::LinkSettings;
-use crate::quic::network::socket::usual_bind;
+use crate::quic::network::socket::{bind_for_both, usual_bind};
+use crate::quic::network::timing::Timing;
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::job::JobId;
 use crate::quic::trust::names::Known;
@@ -29,6 +30,8 @@ pub struct QuicConfig {
     pub epoch: u32,
     /// Where rank 0 listens (UDP).
     pub coordinator: SocketAddr,
+    /// Other addresses of rank 0: all are dialled, and the first at which rank 0 answers is used.
+    pub coordinator_also: Vec<SocketAddr>,
     /// The name from which that address came: an identity of rank 0's host may hold it instead of the address.
     pub coordinator_name: Option<String>,
     /// The certificate and key of this rank.
@@ -46,10 +49,15 @@ pub struct QuicConfig {
     pub port: u16,
     /// Port of the second lane, if there are several; the others follow it. 0 lets the system choose.
     pub lane_port: u16,
+    /// Where other ranks can reach this one, in the order in which they try it, besides the address at which it is seen: for
+    /// hosts with several addresses and behind address translation. At most [`MOST_ADVERTISED`](crate::wire::MOST_ADVERTISED);
+    /// port 0 stands for the port of this rank's socket.
+    pub advertise: Vec<SocketAddr>,
     /// How long the group may take to form.
     pub connect_deadline: Duration,
-    /// Period of heartbeats, at most an hour; a rank counts as dead after twelve silent ones. Best the same on all ranks.
-    pub heartbeat: Duration,
+    /// Period of heartbeats, at most an hour; `None` is that of [`LinkSettings::profile`]. A rank counts as dead after twelve silent
+    /// ones, or later if the profile says so, and on a long path some round trips later. Best the same on all ranks.
+    pub heartbeat: Option<Duration>,
     /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`](crate::Pulse) while others wait for it; then it counts
     /// as stuck, and the group is aborted. Rank 0's setting counts. More than whatever one piece of work can take, such as
     /// the compilation of a kernel.
@@ -64,7 +72,7 @@ pub struct QuicConfig {
 }
 
 impl QuicConfig {
-    /// The usual settings: 20 s to connect, heartbeats every 200 ms, 180 s to be stuck, warnings as events of `tracing`,
+    /// The usual settings: 20 s to connect, the times of a local network, 180 s to be stuck, warnings as events of `tracing`,
     /// bound to loopback if that is where the coordinator is and to all addresses otherwise.
     pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
         Self {
@@ -73,6 +81,7 @@ impl QuicConfig {
             job,
             epoch: 0,
             coordinator,
+            coordinator_also: Vec::new(),
             coordinator_name: None,
             identity,
             invitation: None,
@@ -81,13 +90,26 @@ impl QuicConfig {
             bind: usual_bind(coordinator),
             port: 0,
             lane_port: 0,
+            advertise: Vec::new(),
             connect_deadline: Duration::from_secs(20),
-            heartbeat: Duration::from_millis(200),
+            heartbeat: None,
             stuck_after: Duration::from_secs(180),
             warn: |text| tracing::warn!("{text}"),
             note: |text| tracing::info!("{text}"),
             link: LinkSettings::default(),
         }
+    }
+
+    /// Binds to all addresses of IPv4 and IPv6, if the addresses of rank 0 and of this rank are of both families and no single
+    /// address was chosen. Call it when the addresses are set.
+    pub fn bind_both_families(&mut self) {
+        let all = [self.coordinator_candidates(), self.advertise.clone()].concat();
+        self.bind = bind_for_both(self.bind, &all);
+    }
+
+    /// The times by which this rank judges its links.
+    pub(crate) fn timing(&self) -> Timing {
+        Timing::new(self.link.profile, self.heartbeat)
     }
 
     /// Where this rank's socket is bound.
@@ -123,7 +145,9 @@ impl QuicConfig {
         if rank.0 >= *world {
             return Err(TransportError::bootstrap(format!("rank {rank} is not in a group of {world} ranks")));
         }
-        if heartbeat.is_zero() || *heartbeat > LONGEST_HEARTBEAT {
+        if let Some(heartbeat) = heartbeat
+            && (heartbeat.is_zero() || *heartbeat > LONGEST_HEARTBEAT)
+        {
             let text = format!(
                 "the period of a heartbeat is more than 0 and at most {LONGEST_HEARTBEAT:?}, not {heartbeat:?}"
             );
@@ -137,6 +161,7 @@ impl QuicConfig {
                 invitation.world()
             )));
         }
+        self.check_advertise()?;
         self.link.check(self.bind, *world)?;
         identity.claims().map(|_| ())
     }

@@ -14,12 +14,14 @@ use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
 use crate::error::TransportError;
 use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger};
-use crate::quic::network::connection::{DIAL_TIMEOUT, is_busy, is_silence};
+use crate::quic::network::connection::{is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
 use crate::quic::network::refusal::{self, RefusedFlag};
 use crate::quic::network::socket::LaneEndpoint;
 use crate::quic::network::socket::SocketCapabilities;
+use crate::quic::network::staggered::{first_ok, listed};
+use crate::quic::network::timing::Timing;
 use crate::quic::trust::names::rank_name;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
@@ -31,6 +33,7 @@ pub(crate) struct RankEndpoint {
     /// By lane; the first is also for control connections, and for ranks with a token.
     pub(crate) lane_endpoints: Vec<LaneEndpoint>,
     pub(crate) path: Path,
+    pub(crate) timing: Timing,
     pub(crate) capabilities: SocketCapabilities,
     pub(crate) refused: RefusedFlag,
     pub(crate) is_simulated: bool,
@@ -71,8 +74,9 @@ impl std::fmt::Debug for RankEndpoint {
 /// Why a rank that was dialled did not take the connection.
 #[derive(Debug)]
 pub(crate) enum DialError {
-    /// Packets did not get through, or no process listens there.
-    NoAnswer,
+    /// Packets did not get through, or no process listens there. Another process may have answered at one of several addresses:
+    /// what was wrong with it.
+    NoAnswer { elsewhere: Option<TransportError> },
     /// It takes no handshake now.
     Busy,
     /// It refused, with a code.
@@ -81,21 +85,40 @@ pub(crate) enum DialError {
     Failed(TransportError),
 }
 
+impl DialError {
+    /// The one error of several dials of a rank. It may still answer, unless a rank has answered everywhere.
+    fn of_all(errors: Vec<Self>) -> Self {
+        let (mut busy, mut failed, mut silent) = (false, None, false);
+        for error in errors {
+            match error {
+                Self::Busy => busy = true,
+                Self::NoAnswer { .. } => silent = true,
+                Self::Rejected(_, error) | Self::Failed(error) => failed = failed.or(Some(error)),
+            }
+        }
+        match failed {
+            _ if busy => Self::Busy,
+            Some(error) if !silent => Self::Failed(error),
+            elsewhere => Self::NoAnswer { elsewhere },
+        }
+    }
+}
+
 impl RankEndpoint {
     /// Dials until there is an answer or the deadline passes: others may start later, and packets may be lost. Returns
     /// the connection, and the ports of the other's lanes beside the first.
     pub(crate) async fn dial_until_answered(
         &self,
         rank: Rank,
-        address: SocketAddr,
+        addresses: &[SocketAddr],
         dial_purpose: DialPurpose,
         deadline: Instant,
     ) -> Result<(PeerConnection, Vec<u16>), TransportError> {
-        let mut busy = false;
+        let (mut busy, mut wrong) = (false, None);
         loop {
-            match timeout_at(deadline, self.dial(rank, address, dial_purpose, deadline)).await {
+            match timeout_at(deadline, self.dial(rank, addresses, dial_purpose, deadline)).await {
                 Ok(Ok(joined)) => return Ok(joined),
-                Ok(Err(DialError::NoAnswer)) => {}
+                Ok(Err(DialError::NoAnswer { elsewhere })) => wrong = elsewhere.or(wrong),
                 Ok(Err(DialError::Busy)) => {
                     busy = true;
                     // Its places become free when strangers' handshakes end.
@@ -109,33 +132,58 @@ impl RankEndpoint {
                     } else {
                         format!("is it running, and does {} get through?", self.config.link.carrier)
                     };
+                    let wrong = wrong.map_or(String::new(), |wrong| format!("; {wrong}"));
                     return Err(TransportError::bootstrap(format!(
-                        "rank {rank} did not answer at {address} within {:?}: {why}{}",
+                        "rank {rank} did not answer at {} within {:?}: {why}{wrong}{}",
+                        listed(addresses),
                         self.config.connect_deadline,
-                        self.refusal_hint(address)
+                        self.refusal_hint(addresses)
                     )));
                 }
             }
         }
     }
 
+    /// Dials all addresses of a rank, one shortly after the other. The first at which the rank proves who it is counts.
     pub(crate) async fn dial(
         &self,
         rank: Rank,
-        address: SocketAddr,
-        DialPurpose { purpose, lane, epoch }: DialPurpose,
+        addresses: &[SocketAddr],
+        dial_purpose: DialPurpose,
         deadline: Instant,
     ) -> Result<(PeerConnection, Vec<u16>), DialError> {
+        let end = &self.lane_endpoints[dial_purpose.lane];
+        let mut dials = Vec::new();
+        for &address in addresses.iter().filter(|address| end.can_dial(address)) {
+            dials.push(self.shake_hands(rank, address, dial_purpose));
+        }
+        match first_ok(dials).await {
+            Ok(connection) => self.greet(rank, connection, dial_purpose, deadline).await,
+            Err(errors) if errors.is_empty() => Err(DialError::Failed(TransportError::bootstrap(format!(
+                "rank {rank} is at {}, which a socket for IPv4 cannot dial",
+                listed(addresses)
+            )))),
+            Err(errors) => Err(DialError::of_all(errors)),
+        }
+    }
+
+    /// Dials one address until the peer there has shown that it is the rank.
+    async fn shake_hands(
+        &self,
+        rank: Rank,
+        address: SocketAddr,
+        DialPurpose { purpose, lane, .. }: DialPurpose,
+    ) -> Result<Connection, DialError> {
         let config = self.tls.client(purpose);
         let name = rank_name(rank, self.config.job);
         let fail = |text: String| DialError::Failed(TransportError::bootstrap(text));
         let connecting = self.lane_endpoints[lane]
             .connect(config, address, &name)
             .map_err(|error| fail(format!("cannot dial rank {rank} at {address}: {error}")))?;
-        let connection = match timeout(DIAL_TIMEOUT, connecting).await {
+        let connection = match timeout(self.timing.dial, connecting).await {
             Ok(Ok(connection)) => connection,
-            Err(_) => return Err(DialError::NoAnswer),
-            Ok(Err(error)) if is_silence(&error) => return Err(DialError::NoAnswer),
+            Err(_) => return Err(DialError::NoAnswer { elsewhere: None }),
+            Ok(Err(error)) if is_silence(&error) => return Err(DialError::NoAnswer { elsewhere: None }),
             Ok(Err(error)) if is_busy(&error) => return Err(DialError::Busy),
             Ok(Err(error @ ConnectionError::TransportError(_))) => {
                 return Err(fail(format!(
@@ -150,13 +198,6 @@ impl RankEndpoint {
                 )));
             }
         };
-        let refused = |what: String| {
-            TransportError::bootstrap(format!("rank {rank} at {address} refused this rank: {what}"))
-        };
-        let lost = |connection: &Connection, error: String| match connection.close_reason() {
-            Some(reason) if is_silence(&reason) => DialError::NoAnswer,
-            reason => DialError::Failed(refused(reason.map_or(error, |reason| describe(&reason)))),
-        };
         let claims = tls::proven_claims(&connection).map_err(DialError::Failed)?;
         if claims.job != self.config.job {
             return Err(fail(format!("the peer at {address} is {claims}, not rank {rank} of this job")));
@@ -164,9 +205,33 @@ impl RankEndpoint {
         claims
             .check_rank(rank, self.config.known(rank), Some(connection.remote_address().ip()))
             .map_err(|text| fail(format!("rank {rank} at {address} is not who it should be: {text}")))?;
+        Ok(connection)
+    }
+
+    /// Says hello to a rank that has shown who it is.
+    async fn greet(
+        &self,
+        rank: Rank,
+        connection: Connection,
+        DialPurpose { purpose, lane, epoch }: DialPurpose,
+        deadline: Instant,
+    ) -> Result<(PeerConnection, Vec<u16>), DialError> {
+        let address = SocketAddr::new(
+            connection.remote_address().ip().to_canonical(),
+            connection.remote_address().port(),
+        );
+        let fail = |text: String| DialError::Failed(TransportError::bootstrap(text));
+        let refused = |what: String| {
+            TransportError::bootstrap(format!("rank {rank} at {address} refused this rank: {what}"))
+        };
+        let lost = |connection: &Connection, error: String| match connection.close_reason() {
+            Some(reason) if is_silence(&reason) => DialError::NoAnswer { elsewhere: None },
+            reason => DialError::Failed(refused(reason.map_or(error, |reason| describe(&reason)))),
+        };
         let (send, recv) =
             connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
-        let mut joined = PeerConnection { rank, lane, connection, send, frames: FrameReader::new(recv) };
+        let frames = FrameReader::new(recv);
+        let mut joined = PeerConnection { rank, lane, connection, send, frames, advertised: Vec::new() };
         let hello = Frame::Hello {
             protocol: PROTOCOL_VERSION,
             purpose,
@@ -175,7 +240,11 @@ impl RankEndpoint {
             rank: self.config.rank,
             world: self.config.world,
         };
-        let written = joined.send.write_all(&hello.encode()).await;
+        let mut frames = hello.encode();
+        if !matches!(purpose, Purpose::Data | Purpose::Lane) {
+            frames.extend(Frame::Advertise { addresses: self.advertised() }.encode());
+        }
+        let written = joined.send.write_all(&frames).await;
         written.map_err(|error| lost(&joined.connection, error.to_string()))?;
         match timeout_at(deadline, joined.frames.next()).await {
             Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }))) => {
@@ -202,14 +271,20 @@ impl RankEndpoint {
     /// Warns once if a listener that this rank dials refuses TCP. The rank keeps dialling: anybody can send that.
     pub(crate) async fn warn_of_refusal(&self) -> Infallible {
         refusal::refusal(self.refused.clone()).await;
-        let hint = self.refusal_hint(self.config.coordinator);
+        let hint = self.refusal_hint(&self.config.coordinator_candidates());
         (self.config.warn)(&format!("rank {} still dials{hint}", self.config.rank));
         std::future::pending().await
     }
 
     /// The words for a rank that was not reached, if a listener has refused TCP; otherwise empty.
-    pub(crate) fn refusal_hint(&self, address: SocketAddr) -> String {
-        refusal::refusal_hint(&self.refused, address)
+    pub(crate) fn refusal_hint(&self, addresses: &[SocketAddr]) -> String {
+        refusal::refusal_hint(&self.refused, addresses)
+    }
+
+    /// The addresses that this rank says for itself.
+    pub(crate) fn advertised(&self) -> Vec<SocketAddr> {
+        let port = self.lane_endpoints[0].endpoint.local_addr().map_or(0, |address| address.port());
+        self.config.advertised(port)
     }
 
     /// Closes all connections with the reason for which this rank gives up, so that waiting ranks learn it.

@@ -1,5 +1,7 @@
 //! Connections whose peer has been admitted.
 
+use std::net::SocketAddr;
+
 use quinn::{Connection, SendStream};
 
 use crate::quic::network::frames::FrameReader;
@@ -14,6 +16,8 @@ pub(crate) struct PeerConnection {
     pub(crate) connection: Connection,
     pub(crate) send: SendStream,
     pub(crate) frames: FrameReader,
+    /// The addresses that the other side says for itself, if it has dialled for control.
+    pub(crate) advertised: Vec<SocketAddr>,
 }
 
 /// All connections of a rank.
@@ -21,4 +25,6 @@ pub(crate) struct PeerConnection {
 pub(crate) struct Mesh {
     pub(crate) control: Vec<PeerConnection>,
     pub(crate) data: Vec<PeerConnection>,
+    /// By rank, the addresses at which it can be reached; empty in a group of one.
+    pub(crate) table: Vec<Vec<SocketAddr>>,
 }

@@ -33,7 +33,7 @@ pub(crate) struct PriorGroup {
     /// Empty if it was started anew.
     pub(crate) claims: Vec<Claim>,
     /// The last known addresses of the other ranks.
-    pub(crate) addresses: BTreeMap<Rank, SocketAddr>,
+    pub(crate) addresses: BTreeMap<Rank, Vec<SocketAddr>>,
     /// A rank that is known to be gone.
     pub(crate) lost: Option<Rank>,
 }
@@ -60,7 +60,7 @@ pub(crate) async fn regroup(
     let floor = prior.claims.iter().map(|claim| claim.epoch).max().unwrap_or(0);
     let settled = Instant::now()
         + match who {
-            Regroup::Survivors => endpoint.config.heartbeat * SETTLE_TICKS,
+            Regroup::Survivors => endpoint.timing.settle,
             Regroup::Everyone { within } => within,
         };
     let mut regrouping = Regrouping { endpoint, prior, who, until, settled, floor, refused: Arc::default() };
@@ -78,8 +78,7 @@ pub(crate) async fn regroup(
                 }
                 sleep(PAUSE).await;
                 // Ranks that were present may have lost their connection, and are waited for a little.
-                regrouping.settled =
-                    regrouping.settled.max(Instant::now() + endpoint.config.heartbeat * AGAIN_TICKS);
+                regrouping.settled = regrouping.settled.max(Instant::now() + endpoint.timing.settle_again);
             }
         }
     }
@@ -132,14 +131,14 @@ impl Regrouping<'_> {
             dials: JoinSet::new(),
             asked_above: false,
         };
-        for (&rank, &address) in self.prior.addresses.range(..self.me()) {
+        for (&rank, addresses) in self.prior.addresses.range(..self.me()) {
             if self.may_lead(rank) {
-                attempt.dials.spawn(self.dial(rank, address));
+                attempt.dials.spawn(self.dial(rank, addresses.clone()));
             }
         }
         match self.gather(&mut attempt).await? {
             None => self.lead(attempt).await,
-            Some((epoch, members, addresses)) => self.follow(attempt, epoch, members, &addresses).await,
+            Some((epoch, members)) => self.follow(attempt, epoch, members).await,
         }
     }
 
@@ -171,18 +170,18 @@ impl Regrouping<'_> {
             endpoint: self.endpoint,
             epoch,
             members: members.clone(),
-            deadline: self.until.min(Instant::now() + LONGEST_ATTEMPT),
+            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt),
             arrivals: attempt.arrivals,
             early_data: attempt.early_data,
         };
-        let addresses = forming.addresses(&control);
+        let table = forming.address_table(&control);
         for member in &mut control {
-            let table = Frame::Members { epoch, members: members.clone(), addresses: addresses.clone() };
-            forming.say(member, &table).await?;
+            forming.say(member, &Frame::Members { epoch, members: members.clone() }).await?;
+            forming.say_table(member, &table).await?;
         }
         let data = forming.collect_mesh(&mut control).await?;
         self.add_claim(epoch, &members)?;
-        let mesh = forming.start(control, data).await?;
+        let mesh = forming.start(control, data, table).await?;
         Ok(NextGroup { epoch, members, mesh })
     }
 
@@ -192,24 +191,23 @@ impl Regrouping<'_> {
         attempt: Attempt,
         epoch: u32,
         members: Vec<Rank>,
-        addresses: &[SocketAddr],
     ) -> Result<NextGroup, AttemptError> {
         self.floor = epoch;
-        let Some((_, control)) = attempt.below.into_iter().next() else {
+        let Some((_, mut control)) = attempt.below.into_iter().next() else {
             return Err(TransportError::bootstrap("nobody to follow").into());
         };
         let mut forming = Forming {
             endpoint: self.endpoint,
             epoch,
             members: members.clone(),
-            deadline: self.until.min(Instant::now() + LONGEST_ATTEMPT),
+            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt),
             arrivals: attempt.arrivals,
             early_data: attempt.early_data,
         };
-        let leader = control.connection.remote_address();
-        let data = forming.dial_mesh(&control, leader, addresses).await?;
+        let table = forming.hear_table(&mut control).await?;
+        let data = forming.dial_mesh(&control, &table).await?;
         self.add_claim(epoch, &members)?;
-        let mesh = forming.report_meshed(control, data).await?;
+        let mesh = forming.report_meshed(control, data, table).await?;
         Ok(NextGroup { epoch, members, mesh })
     }
 
@@ -226,18 +224,8 @@ impl Regrouping<'_> {
     }
 }
 
-/// Heartbeats for which survivors are waited for that may have something else to do, or have not noticed yet: more than
-/// the heartbeats after which a silent rank counts as dead.
-const SETTLE_TICKS: u32 = 24;
-
-/// The same for an attempt after the first one.
-const AGAIN_TICKS: u32 = 8;
-
 /// Between two attempts, and between two dials of one rank.
 const PAUSE: Duration = Duration::from_millis(200);
-
-/// From the list of members to the start of the group.
-const LONGEST_ATTEMPT: Duration = Duration::from_secs(10);
 
 /// How long to wait until a rank has read that it is not in the group.
 const REJECT_TIMEOUT: Duration = Duration::from_secs(1);

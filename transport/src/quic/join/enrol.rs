@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quinn::crypto::rustls::QuicClientConfig;
-use quinn::{ClientConfig, ConnectionError, TransportErrorCode};
+use quinn::{ClientConfig, Connection, ConnectionError, TransportErrorCode};
 use rustls::pki_types::CertificateDer;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
@@ -14,12 +14,15 @@ use super::binding::binding;
 use super::pinned::PinnedVerifier;
 use super::token::Token;
 use crate::error::TransportError;
-use crate::quic::network::connection::{DIAL_TIMEOUT, describe, describe_stranger, is_busy, is_silence};
+use crate::quic::network::connection::{describe, describe_stranger, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
 use crate::quic::network::refusal::refusal_hint;
-use crate::quic::network::socket::{self, Endpoints, LaneEndpoint, SocketSource, SystemSocket, usual_bind};
+use crate::quic::network::socket::{self, Endpoints, LaneEndpoint, SocketSource, SystemSocket};
+use crate::quic::network::socket::{bind_for_both, usual_bind};
+use crate::quic::network::staggered::{first_ok, listed};
+use crate::quic::network::timing::Timing;
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::tls;
 use crate::rank::Rank;
@@ -33,6 +36,8 @@ pub struct EnrolConfig {
     pub token: Token,
     /// Where rank 0 is: the address of the token's [`Token::place`].
     pub coordinator: SocketAddr,
+    /// Other addresses of rank 0: all are dialled, and the first at which rank 0 answers is used.
+    pub coordinator_also: Vec<SocketAddr>,
     /// Which rank it wants; `None` takes any.
     pub rank: Option<Rank>,
     /// Local address to dial from.
@@ -47,7 +52,19 @@ impl EnrolConfig {
     /// The usual settings: any rank, 20 s, bound as [`QuicConfig::new`](crate::quic::QuicConfig::new) does.
     pub fn new(token: Token, coordinator: SocketAddr) -> Self {
         let (bind, link) = (usual_bind(coordinator), LinkSettings::default());
-        Self { token, coordinator, rank: None, bind, link, deadline: Duration::from_secs(20) }
+        let (coordinator_also, deadline) = (Vec::new(), Duration::from_secs(20));
+        Self { token, coordinator, coordinator_also, rank: None, bind, link, deadline }
+    }
+}
+
+impl EnrolConfig {
+    /// As [`QuicConfig::bind_both_families`](crate::quic::QuicConfig::bind_both_families).
+    pub fn bind_both_families(&mut self) {
+        self.bind = bind_for_both(self.bind, &self.candidates());
+    }
+
+    fn candidates(&self) -> Vec<SocketAddr> {
+        [&[self.coordinator][..], &self.coordinator_also].concat()
     }
 }
 
@@ -91,8 +108,9 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
     let pinned = PinnedVerifier { authority: config.token.authority, provider: Arc::clone(&provider) };
     let crypto = QuicClientConfig::try_from(tls::applicant(Arc::new(pinned), provider)?)
         .map_err(tls::cannot_set_up)?;
+    let timing = Timing::new(config.link.profile, None);
     let mut client = ClientConfig::new(Arc::new(crypto));
-    client.transport_config(Arc::new(path.transport_config(HEARTBEAT)));
+    client.transport_config(Arc::new(path.transport_config(timing.idle)));
     let deadline = Instant::now() + config.deadline;
     let trying = async {
         loop {
@@ -107,10 +125,10 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
     let enrolled = tried.unwrap_or_else(|_| {
         Err(TransportError::bootstrap(format!(
             "rank 0 did not give an identity at {} within {:?}: is it running, and does {} get through?{}",
-            config.coordinator,
+            listed(&config.candidates()),
             config.deadline,
             config.link.carrier,
-            refusal_hint(&refused, config.coordinator)
+            refusal_hint(&refused, &config.candidates())
         )))
     });
     endpoint.close(0_u32.into(), b"");
@@ -131,28 +149,25 @@ async fn attempt(
     lane: &LaneEndpoint,
     client: ClientConfig,
 ) -> Result<Enrolled, EnrolError> {
-    let at = config.coordinator;
-    let refused = |what: String| EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"));
-    let ended_with = |error: ConnectionError, describe: fn(&ConnectionError) -> String| match error {
-        error if is_silence(&error) || is_busy(&error) => EnrolError::Retry,
-        ConnectionError::ConnectionClosed(close)
-            if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
-        {
-            refused(
-                "it takes no tokens, because its group is complete or it was started without an invitation: "
-                    .to_owned()
-                    + Remedy::StartWithInvitation.words(),
-            )
-        }
-        error => refused(describe(&error)),
-    };
-    let ended = |error| ended_with(error, describe);
-    let connecting =
-        lane.connect(client, at, NAME).map_err(|error| refused(format!("cannot dial it: {error}")))?;
-    let connection = timeout(DIAL_TIMEOUT, connecting)
-        .await
-        .map_err(|_| EnrolError::Retry)?
-        .map_err(|error| ended_with(error, describe_stranger))?;
+    let dial = Timing::new(config.link.profile, None).dial;
+    let mut dials = Vec::new();
+    for at in config.candidates().into_iter().filter(|at| lane.can_dial(at)) {
+        dials.push(connect(lane, client.clone(), at, dial));
+    }
+    let connected = first_ok(dials).await;
+    let connection = connected.map_err(|errors| {
+        let refusals = errors.into_iter().map(|error| match error {
+            EnrolError::Refused(text) => Some(text),
+            EnrolError::Retry => None,
+        });
+        // Rank 0 may still answer at another address.
+        let refusals: Option<Vec<String>> = refusals.collect();
+        refusals.map_or(EnrolError::Retry, |texts| EnrolError::Refused(texts.join("; ")))
+    })?;
+    let at = connection.remote_address();
+    let at = SocketAddr::new(at.ip().to_canonical(), at.port());
+    let refused = |what: String| refused_at(at, what);
+    let ended = |error| ended_with(at, error, describe);
     let lost = |error: String| connection.close_reason().map_or_else(|| refused(error), ended);
     let (asked, request) = applicant.words();
     let binding =
@@ -175,14 +190,48 @@ async fn attempt(
     }
 }
 
+/// The connection to one address, if the peer there is of the token's authority.
+async fn connect(
+    lane: &LaneEndpoint,
+    client: ClientConfig,
+    at: SocketAddr,
+    dial: Duration,
+) -> Result<Connection, EnrolError> {
+    let connecting =
+        lane.connect(client, at, NAME).map_err(|error| refused_at(at, format!("cannot dial it: {error}")))?;
+    timeout(dial, connecting)
+        .await
+        .map_err(|_| EnrolError::Retry)?
+        .map_err(|error| ended_with(at, error, describe_stranger))
+}
+
+fn refused_at(at: SocketAddr, what: String) -> EnrolError {
+    EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"))
+}
+
+fn ended_with(
+    at: SocketAddr,
+    error: ConnectionError,
+    describe: fn(&ConnectionError) -> String,
+) -> EnrolError {
+    match error {
+        error if is_silence(&error) || is_busy(&error) => EnrolError::Retry,
+        ConnectionError::ConnectionClosed(close)
+            if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
+        {
+            let text =
+                "it takes no tokens, because its group is complete or it was started without an invitation: ";
+            refused_at(at, text.to_owned() + Remedy::StartWithInvitation.words())
+        }
+        error => refused_at(at, describe(&error)),
+    }
+}
+
 /// TLS' alert for a protocol name that the other side does not have (RFC 7301).
 const NO_SUCH_PROTOCOL: u8 = 120;
 
 /// The server name of the handshake; rank 0 is verified by its authority instead.
 const NAME: &str = "rank-0.kyklos.internal";
-
-/// Of the one connection; keeps a silent one for a few seconds.
-const HEARTBEAT: Duration = Duration::from_millis(200);
 
 /// Between two attempts.
 const PAUSE: Duration = Duration::from_millis(300);

@@ -18,6 +18,8 @@ pub(crate) mod close_code {
     pub(crate) const DROPPED: VarInt = VarInt::from_u32(3);
     /// The rank is not admitted to the group; the reason says why.
     pub(crate) const REJECTED: VarInt = VarInt::from_u32(4);
+    /// The frames after the handshake have not come in time: the rank may dial again.
+    pub(crate) const LATE: VarInt = VarInt::from_u32(5);
 }
 
 /// Whether the peer has left the group in order.
@@ -33,6 +35,7 @@ pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
     match reason {
         ConnectionError::TimedOut | ConnectionError::Reset => true,
         ConnectionError::ConnectionClosed(close) => close.error_code == TransportErrorCode::APPLICATION_ERROR,
+        ConnectionError::ApplicationClosed(close) => close.error_code == close_code::LATE,
         _ => false,
     }
 }
@@ -103,6 +106,3 @@ pub(crate) fn cut(text: &str) -> &str {
 
 /// How long to wait until a refused peer has read the reason.
 pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// How long one attempt at a handshake may take before the next one.
-pub(crate) const DIAL_TIMEOUT: Duration = Duration::from_secs(4);

@@ -11,5 +11,7 @@ pub(crate) mod path;
 pub(crate) mod refusal;
 pub(crate) mod routes;
 pub(crate) mod socket;
+pub(crate) mod staggered;
+pub(crate) mod timing;
 pub(crate) mod tunnel;
 pub(crate) mod windows;

@@ -9,6 +9,7 @@ use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use super::congestion::Congestion;
 use super::delay_window::DelayWindows;
+use super::timing::LinkProfile;
 use super::tunnel::STRANGERS_BYTES;
 use super::windows::{Limits, Windows};
 use crate::error::TransportError;
@@ -33,6 +34,8 @@ pub struct LinkSettings {
     /// and a thread of its own, and larger messages are shared by all lanes: more than one is for links that are faster
     /// than one core encrypts.
     pub lanes: u8,
+    /// Whether the links are within a data centre or between data centres, which decides how patient a rank is.
+    pub profile: LinkProfile,
 }
 
 impl Default for LinkSettings {
@@ -43,6 +46,7 @@ impl Default for LinkSettings {
             carrier: Carrier::default(),
             memory_bytes: None,
             lanes: 1,
+            profile: LinkProfile::default(),
         }
     }
 }
@@ -82,6 +86,7 @@ impl LinkSettings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Path {
     kind: PathKind,
+    pub(crate) profile: LinkProfile,
     payload: u16,
     congestion: Congestion,
     /// The window of a TCP stream is at most that of `congestion`, and follows the delay.
@@ -146,7 +151,8 @@ impl Path {
             said => said,
         };
         let limits = Limits::of(congestion, payload, bind.is_loopback())?;
-        let path = Self { kind, payload, congestion, follows_delay, windows: limits.least, peers, lanes };
+        let (windows, profile) = (limits.least, link.profile);
+        let path = Self { kind, profile, payload, congestion, follows_delay, windows, peers, lanes };
         let windows = match link.memory_bytes {
             None => limits.share((USUAL_BYTES / (peers * lanes)).max(limits.least.both())),
             Some(memory) => {
@@ -207,8 +213,7 @@ impl Path {
     }
 
     /// How connections begin, whatever they are for.
-    pub(crate) fn transport_config(&self, heartbeat: Duration) -> TransportConfig {
-        let idle_timeout = idle_timeout(heartbeat);
+    pub(crate) fn transport_config(&self, idle_timeout: Duration) -> TransportConfig {
         let mut config = TransportConfig::default();
         config
             .stream_receive_window(varint(STREAM_BYTES.max(self.fixed_bytes()).min(self.windows.receive)))
@@ -220,7 +225,7 @@ impl Path {
             .datagram_receive_buffer_size(None)
             .keep_alive_interval(Some(idle_timeout / 4))
             .max_idle_timeout(quinn::IdleTimeout::try_from(idle_timeout).ok())
-            .initial_rtt(Duration::from_millis(50));
+            .initial_rtt(self.profile.initial_round_trip());
         config.congestion_controller_factory(match self.follows_delay {
             true => Arc::new(DelayWindows(self.fixed_bytes())),
             false => self.congestion.factory(),
@@ -288,23 +293,6 @@ impl fmt::Display for Path {
         write!(f, ", at most {} in all", mib(self.memory_bytes()))
     }
 }
-
-/// Heartbeats that may stay out before a rank counts as dead.
-///
-/// Counted in this rank's own ticks, not in time: a rank whose own I/O thread did not run for a while has not
-/// listened, and must not conclude anything from silence.
-pub(crate) const SILENT_TICKS: u32 = 12;
-
-/// How long a connection may be without any packet.
-///
-/// Half as long again as the silence after which a rank counts as dead: heartbeats notice that first, and unlike this
-/// clock they do not count the time in which this rank itself stood still. Two ranks use the lower of their values.
-fn idle_timeout(heartbeat: Duration) -> Duration {
-    heartbeat.saturating_mul(SILENT_TICKS + SILENT_TICKS / 2).max(SHORTEST_IDLE_TIMEOUT)
-}
-
-/// The same clock runs during the handshake, which may take longer than a short heartbeat's silence.
-const SHORTEST_IDLE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn varint(value: u64) -> VarInt {
     VarInt::from_u64(value).unwrap_or(VarInt::MAX)

@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 
 use tokio::sync::watch;
 
+use super::staggered::listed;
+
 /// Becomes true when a dialled listener has refused TCP; `None` over UDP.
 pub(crate) type RefusedFlag = Option<watch::Receiver<bool>>;
 
@@ -17,13 +19,14 @@ pub(crate) async fn refusal(refused: RefusedFlag) {
     std::future::pending().await
 }
 
-/// The words for a rank that was not reached at `address`, if a listener there has refused TCP; otherwise empty.
-pub(crate) fn refusal_hint(refused: &RefusedFlag, address: SocketAddr) -> String {
+/// The words for a rank that was not reached at the addresses, if a listener has refused TCP; otherwise empty.
+pub(crate) fn refusal_hint(refused: &RefusedFlag, addresses: &[SocketAddr]) -> String {
     if refused.as_ref().is_none_or(|refused| !*refused.borrow()) {
         return String::new();
     }
     format!(
-        "; a process at {address} answered a TCP stream with the refusal of a rank 0 that uses UDP. Anybody can send that; if it \
-         is rank 0, use the same carrier on all ranks"
+        "; a process at {} answered a TCP stream with the refusal of a rank 0 that uses UDP. Anybody can send that; if it is rank 0, \
+         use the same carrier on all ranks",
+        listed(addresses)
     )
 }

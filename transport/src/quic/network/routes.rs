@@ -89,9 +89,12 @@ impl Routes {
 
     /// A stream from this address has been accepted. Returns its packets, and whether its peer has proven its identity.
     pub(super) fn accepted(&self, from: SocketAddr) -> (Packets, watch::Receiver<bool>) {
-        let (route, packets, proven) = Route::new(false);
+        let mut state = self.lock();
+        // A member opens a stream anew after an outage. Its connection goes on, so there is no other handshake.
+        let (route, packets, proven) = Route::new(state.known.contains(&from));
         // An earlier stream from the same address and port is dead; otherwise this stream could not exist.
-        self.lock().routes.insert(from, route);
+        state.routes.insert(from, route);
+        drop(state);
         (packets, proven)
     }
 
@@ -194,5 +197,7 @@ mod tests {
         // The stream has ended: the next packet dials again.
         drop(packets);
         assert!(matches!(routes.send(PEER, vec![7; 1000]), Sent::Dial(_)));
+        // Or the peer does, and is no stranger.
+        assert!(*routes.accepted(PEER).1.borrow());
     }
 }

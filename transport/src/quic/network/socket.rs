@@ -59,11 +59,28 @@ pub(crate) fn bind(address: SocketAddr, carrier: Carrier) -> Result<SystemSocket
 
 /// Loopback if that is where the coordinator is, and all addresses otherwise.
 pub(crate) fn usual_bind(coordinator: SocketAddr) -> IpAddr {
-    match coordinator.ip() {
+    match coordinator.ip().to_canonical() {
         ip if ip.is_loopback() => ip,
         IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
         IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     }
+}
+
+/// The same if there are addresses of both families: all addresses of both if the host has IPv6, else those of IPv4.
+pub(crate) fn bind_for_both(bind: IpAddr, addresses: &[SocketAddr]) -> IpAddr {
+    let are_ipv6 = addresses.iter().map(|address| address.ip().to_canonical().is_ipv6());
+    let mixed = are_ipv6.clone().any(|ipv6| ipv6) && !are_ipv6.clone().all(|ipv6| ipv6);
+    let has_ipv6 = || bind_udp(SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0))).is_ok();
+    match bind.is_unspecified() && mixed {
+        false => bind,
+        true if has_ipv6() => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        true => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+    }
+}
+
+/// A socket for all addresses of IPv6 is for those of IPv4 too, whatever the default of the system.
+fn open_both_families(socket: &Socket, address: SocketAddr) -> io::Result<()> {
+    if address.is_ipv6() && address.ip().is_unspecified() { socket.set_only_v6(false) } else { Ok(()) }
 }
 
 /// A socket with large buffers.
@@ -73,6 +90,7 @@ pub(crate) fn bind_udp(address: SocketAddr) -> io::Result<std::net::UdpSocket> {
     let _ = socket.set_recv_buffer_size(BUFFER_BYTES);
     let _ = socket.set_send_buffer_size(BUFFER_BYTES);
     socket.set_nonblocking(true)?;
+    open_both_families(&socket, address)?;
     socket.bind(&address.into())?;
     Ok(socket.into())
 }
@@ -84,6 +102,7 @@ fn bind_tcp(address: SocketAddr) -> io::Result<std::net::TcpListener> {
     // An earlier run's streams may linger on the port.
     #[cfg(unix)]
     socket.set_reuse_address(true)?;
+    open_both_families(&socket, address)?;
     socket.bind(&address.into())?;
     // After the bind, so that a port that another job has is still refused.
     #[cfg(unix)]
@@ -171,10 +190,24 @@ impl LaneEndpoint {
         address: SocketAddr,
         name: &str,
     ) -> Result<Connecting, ConnectError> {
+        let address = match address {
+            // quinn dials it like this.
+            SocketAddr::V4(v4) if self.is_ipv6() => SocketAddr::from((v4.ip().to_ipv6_mapped(), v4.port())),
+            address => address,
+        };
         if let Some(streams) = &self.streams {
             streams.will_dial(address);
         }
         self.endpoint.connect_with(config, address, name)
+    }
+
+    /// Whether the socket of the lane can reach addresses of this family.
+    pub(crate) fn can_dial(&self, address: &SocketAddr) -> bool {
+        address.ip().to_canonical().is_ipv4() || self.is_ipv6()
+    }
+
+    fn is_ipv6(&self) -> bool {
+        self.endpoint.local_addr().is_ok_and(|local| local.is_ipv6())
     }
 }
 
@@ -285,8 +318,8 @@ impl BoundSocket {
                 })
             }
             SystemSocket::Tcp(listener) => {
-                let tunnel =
-                    Tunnel::new(listener, path.stream_queue_bytes()).map_err(|error| cannot(&error))?;
+                let tunnel = Tunnel::new(listener, path.stream_queue_bytes(), path.profile)
+                    .map_err(|error| cannot(&error))?;
                 let (refused, streams) = (Some(tunnel.refused()), Some(tunnel.peers()));
                 Ok(Self { socket: Arc::new(tunnel), capabilities: SocketCapabilities::Tcp, refused, streams })
             }

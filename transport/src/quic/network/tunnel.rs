@@ -18,6 +18,8 @@ use std::time::Duration;
 
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncUdpSocket, UdpPoller};
+#[cfg(any(target_os = "linux", target_os = "android"))]
+use socket2::SockRef;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
@@ -26,6 +28,7 @@ use tokio::time::timeout;
 
 use super::handshakes::{HandshakeDecision, PendingHandshakes};
 use super::routes::{Packets, Routes, STRANGER_BYTES, Sent, StreamPeers};
+use super::timing::LinkProfile;
 
 /// A socket whose datagrams travel in streams.
 pub(crate) struct Tunnel {
@@ -37,6 +40,7 @@ pub(crate) struct Tunnel {
 
 struct Shared {
     local: SocketAddr,
+    profile: LinkProfile,
     routes: Arc<Routes>,
     arrived: mpsc::Sender<(SocketAddr, Vec<u8>)>,
     /// A dialled listener has refused TCP.
@@ -52,12 +56,17 @@ impl fmt::Debug for Tunnel {
 
 impl Tunnel {
     /// Keeps at most `member_bytes` for each member that reads slowly. Must be called in a tokio context with I/O.
-    pub(crate) fn new(listener: std::net::TcpListener, member_bytes: usize) -> io::Result<Self> {
+    pub(crate) fn new(
+        listener: std::net::TcpListener,
+        member_bytes: usize,
+        profile: LinkProfile,
+    ) -> io::Result<Self> {
         let listener = TcpListener::from_std(listener)?;
         let (arrived, inbox) = mpsc::channel(INBOX_PACKETS);
         let (open, is_open) = watch::channel(());
         let shared = Arc::new(Shared {
             local: listener.local_addr()?,
+            profile,
             routes: Arc::new(Routes::new(member_bytes)),
             arrived,
             refused: watch::Sender::new(false),
@@ -92,7 +101,7 @@ impl Shared {
     }
 
     async fn dial(self: Arc<Self>, to: SocketAddr, packets: Packets) {
-        match timeout(DIAL_TIMEOUT, connect(self.local, to)).await {
+        match timeout(self.profile.stream_dial(), connect(self.local, to)).await {
             Ok(Ok(stream)) => self.carry(to, stream, packets, None).await,
             // Queued packets are lost, and QUIC sends them again. Until then there is no other dial.
             _ => tokio::time::sleep(DIAL_PAUSE).await,
@@ -145,6 +154,9 @@ impl Shared {
         proven: Option<watch::Receiver<bool>>,
     ) {
         let _ = stream.set_nodelay(true);
+        // Where the system has no such limit, a stream lasts until its silence has.
+        #[cfg(any(target_os = "linux", target_os = "android"))]
+        let _ = SockRef::from(&stream).set_tcp_user_timeout(self.profile.stream_stall());
         let (reading, writing) = stream.into_split();
         tokio::select! {
             biased;
@@ -300,8 +312,6 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A peer that is silent for this long can dial again. Members send packets all the time.
 const LONGEST_SILENCE: Duration = Duration::from_secs(60);
-
-const DIAL_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Pause between a failed attempt and the next one.
 const DIAL_PAUSE: Duration = Duration::from_millis(100);

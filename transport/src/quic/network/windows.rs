@@ -135,7 +135,8 @@ mod tests {
         ) {
             let congestion = window_bytes.map_or(Congestion::Cubic, |window_bytes| Congestion::Fixed { window_bytes });
             let (mtu, carrier) = if streams { (None, Carrier::Tcp) } else { (mtu, Carrier::Udp) };
-            let link = LinkSettings { mtu, congestion, carrier, memory_bytes: Some(memory), lanes };
+            let sized = LinkSettings { mtu, congestion, carrier, ..LinkSettings::default() };
+            let link = LinkSettings { memory_bytes: Some(memory), lanes, ..sized };
             let unstated = LinkSettings { memory_bytes: None, ..link };
             prop_assert!(unstated.check(bind, world).is_ok(), "without a limit");
             if let Ok(path) = Path::new(&link, bind, world) {

@@ -32,7 +32,7 @@ async fn visit(
     let genuine = rank_one(authority, other);
     let path = Path::new(&LinkSettings::default(), Ipv4Addr::UNSPECIFIED.into(), 2).unwrap();
     let visitor = QuicConfig::new(Rank(1), 2, other, coordinator, genuine);
-    let tls = TlsConfigs::new(&visitor.identity, None, path.transport_config(visitor.heartbeat)).unwrap();
+    let tls = TlsConfigs::new(&visitor.identity, None, path.transport_config(visitor.timing().idle)).unwrap();
     let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     let name = rank_name(Rank::COORDINATOR, looks_for);
     let client = tls.client(Purpose::Control);
@@ -94,7 +94,7 @@ fn a_stranger_that_gives_ever_new_reasons_is_not_remembered_for_ever() {
     let identity = ClusterAuthority::new(job).unwrap().issue(Rank(0)).unwrap();
     let config = QuicConfig::new(Rank(0), 2, job, at, identity);
     let path = Path::new(&config.link, config.bind, 2).unwrap();
-    let tls = TlsConfigs::new(&config.identity, None, path.transport_config(config.heartbeat)).unwrap();
+    let tls = TlsConfigs::new(&config.identity, None, path.transport_config(config.timing().idle)).unwrap();
     let admission = Admission::new(&config, &tls, Vec::new()).unwrap();
     for reason in 0..100_000 {
         let text = format!("reason {reason}");

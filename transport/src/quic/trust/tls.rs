@@ -63,7 +63,9 @@ impl TlsConfigs {
     pub(crate) fn server_of(&self, crypto: Arc<QuicServerConfig>) -> ServerConfig {
         let mut config = ServerConfig::with_crypto(crypto);
         config.transport_config(Arc::clone(&self.transport));
-        config.migration(false);
+        // The port of a rank behind address translation may change at any time. QUIC moves a connection only after the new address
+        // has proven that it has the keys.
+        config.migration(true);
         // Strangers can only fill these; members need a handful.
         config.max_incoming(256).incoming_buffer_size(64 << 10).incoming_buffer_size_total(8 << 20);
         config

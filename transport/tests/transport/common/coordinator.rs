@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kyklos_transport::wire::{Frame, PROTOCOL_VERSION, Purpose};
+use kyklos_transport::wire::{Candidates, Frame, PROTOCOL_VERSION, Purpose};
 use quinn::Endpoint;
 use quinn::crypto::rustls::QuicServerConfig;
 use rustls::pki_types::pem::PemObject;
@@ -53,8 +53,10 @@ impl Coordinator {
             line
         };
         let mut control = admit(Purpose::Control).await;
-        let addresses = vec![job.coordinator, control.connection.remote_address()];
-        control.say(&Frame::AddressTable { addresses }.encode()).await;
+        assert_eq!(control.hear(LONG).await, Some(Frame::Advertise { addresses: Vec::new() }));
+        let rows = [Vec::new(), vec![control.connection.remote_address()]];
+        let candidates = Candidates::split(&rows).remove(0);
+        control.say(&Frame::AddressTable { candidates }.encode()).await;
         let data = admit(Purpose::Data).await;
         assert_eq!(control.hear(LONG).await, Some(Frame::Meshed));
         control.say(&Frame::Start.encode()).await;

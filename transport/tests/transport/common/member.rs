@@ -79,15 +79,19 @@ impl Member {
             let protocol = PROTOCOL_VERSION;
             let hello = Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank: me, world };
             send.write_all(&hello.encode()).await.unwrap();
+            if purpose == Purpose::Control {
+                let said = Frame::Advertise { addresses: Vec::new() };
+                send.write_all(&said.encode()).await.unwrap();
+            }
             let mut line = Line::new(connection, send, recv);
             assert_eq!(line.hear(LONG).await, Some(Frame::Welcome { protocol, lane_ports: Vec::new() }));
             line
         };
         let mut control = dial(0, job.coordinator, Purpose::Control).await;
-        let Some(Frame::AddressTable { addresses }) = control.hear(LONG).await else { panic!("no table") };
-        let mut data = Vec::new();
-        for (to, address) in (0..me.0).zip(addresses) {
-            data.push(dial(to, address, Purpose::Data).await);
+        let Some(Frame::AddressTable { candidates }) = control.hear(LONG).await else { panic!("no table") };
+        let mut data = vec![dial(0, job.coordinator, Purpose::Data).await];
+        for (to, addresses) in (1..me.0).zip(candidates.iter().skip(1)) {
+            data.push(dial(to, addresses[0], Purpose::Data).await);
         }
         Self { control, data, _endpoint: endpoint }
     }

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kyklos_transport::quic::LinkProfile;
+
 use crate::simulation::judge::judge;
 use crate::simulation::network::Conditions;
 use crate::simulation::stage::{Played, Secret, play};
@@ -36,6 +38,7 @@ fn a_message_that_an_abort_overtakes_is_not_a_broken_protocol() {
         }),
         mtu: None,
         lanes: 1,
+        profile: LinkProfile::Lan,
     };
     assert!(plays_well(&world).struck.is_some());
 }
@@ -59,6 +62,7 @@ fn a_handshake_that_rank_0_gave_up_is_tried_again() {
         fault: None,
         mtu: None,
         lanes: 1,
+        profile: LinkProfile::Lan,
     };
     plays_well(&world);
 }
@@ -89,6 +93,7 @@ fn the_last_messages_of_a_leaving_rank_arrive() {
         }),
         mtu: None,
         lanes: 1,
+        profile: LinkProfile::Lan,
     };
     plays_well(&world);
 }
@@ -113,6 +118,7 @@ fn a_stated_mtu_that_is_wrong_costs_time_and_no_bytes() {
         fault: None,
         mtu: Some(9000),
         lanes: 1,
+        profile: LinkProfile::Lan,
     };
     let right = plays_well(&World { mtu: Some(1500), ..world.clone() });
     let wrong = plays_well(&world);

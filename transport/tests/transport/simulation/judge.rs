@@ -11,20 +11,9 @@ use crate::simulation::world::{FaultKind, World};
 /// How long after its deadline a call may still end: tokio's clock ticks in milliseconds.
 const GRACE: Duration = Duration::from_millis(5);
 
-/// The same for forming a group: a rank waits 2 s longer than rank 0 for news, a dial takes up to 4 s, and a goodbye
-/// takes 1 s.
-const FORM_GRACE: Duration = Duration::from_secs(8);
-
-/// Time from a lasting fault until every waiting rank knows of it: 2.4 s of silence, or 5 s until a connection is idle,
-/// and then some packets that may be lost.
-const NEWS: Duration = Duration::from_secs(9);
-
 /// Time until every rank knows of a rank that reports its own failure: two trips through the network, and repeats after
 /// loss.
 const TOLD: Duration = Duration::from_secs(3);
-
-/// An outage so short that it may delay the ranks, and must cause no error.
-const SHORT_OUTAGE: Duration = Duration::from_millis(1500);
 
 /// All violations in the run of a world, and whether packet loss alone excuses something.
 pub(crate) fn judge(world: &World, played: &Played) -> (Vec<String>, bool) {
@@ -85,7 +74,7 @@ impl Judge<'_> {
 
     /// No call lasts longer than its deadline, or longer than it takes to detect the fault.
     fn bounds(&self, call: &Call) -> Option<String> {
-        let grace = if call.what == What::Form { FORM_GRACE } else { GRACE };
+        let grace = if call.what == What::Form { self.world.limits().form_grace } else { GRACE };
         if call.ended > call.posted + call.patience + grace {
             return Some("waited longer than its deadline".into());
         }
@@ -115,7 +104,10 @@ impl Judge<'_> {
     fn news(&self) -> Duration {
         match self.kind() {
             Some(FaultKind::Abort { .. }) if self.world.conditions.loss_per_mille <= LITTLE_LOSS => TOLD,
-            _ => NEWS,
+            Some(FaultKind::Partition { one_way: true, .. } | FaultKind::Link { one_way: true, .. }) => {
+                self.world.limits().one_way_news
+            }
+            _ => self.world.limits().news,
         }
     }
 
@@ -148,7 +140,7 @@ impl Judge<'_> {
                 }
                 let may = match kind {
                     FaultKind::Partition { heals, .. } | FaultKind::Link { heals, .. } => {
-                        heals.is_none_or(|heals| heals > SHORT_OUTAGE)
+                        heals.is_none_or(|heals| heals > self.world.limits().short_outage)
                     }
                     // A rank may receive the last message earlier than other ranks, and die before they have it.
                     FaultKind::Crash { .. } | FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
@@ -184,7 +176,7 @@ impl Judge<'_> {
             FaultKind::Partition { side, heals, .. } => {
                 let lost = |rank: u32| side.contains(&rank) != side.contains(&0);
                 match heals {
-                    Some(heals) if *heals <= SHORT_OUTAGE => false,
+                    Some(heals) if *heals <= self.world.limits().short_outage => false,
                     // A rank that was cut off may reconnect, and name a rank on the other side as the culprit.
                     Some(_) => true,
                     None if lost(who) => culprit == 0 || lost(culprit),
@@ -192,7 +184,8 @@ impl Judge<'_> {
                 }
             }
             FaultKind::Link { a, b, heals, .. } => {
-                heals.is_none_or(|heals| heals > SHORT_OUTAGE) && [*a, *b].contains(&culprit)
+                heals.is_none_or(|heals| heals > self.world.limits().short_outage)
+                    && [*a, *b].contains(&culprit)
             }
             FaultKind::Computes { rank, by } => {
                 let stuck = matches!(&abort.cause, AbortCause::Stuck(text) if text.contains("waited for it"));

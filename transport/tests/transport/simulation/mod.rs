@@ -7,6 +7,7 @@ mod found;
 mod identities;
 mod judge;
 mod network;
+mod outages;
 mod program;
 mod rng;
 mod stage;

@@ -17,12 +17,6 @@ use crate::simulation::network::address;
 use crate::simulation::stage::Stage;
 use crate::simulation::world::{Boundary, FaultKind, Operation, Phase};
 
-/// How long a group may take to form.
-pub(crate) const CONNECT: Duration = Duration::from_secs(20);
-
-/// Deadline of a call of an operation, and of a close: far longer than the detection of any fault.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
-
 /// Time after which a rank counts as stuck if other ranks wait for it; longer than outages that end without an error.
 pub(crate) const STUCK: Duration = Duration::from_secs(12);
 
@@ -125,6 +119,10 @@ impl Program {
         self.stage.transport(self.slot)
     }
 
+    fn patience(&self) -> Duration {
+        self.stage.world.limits().patience
+    }
+
     fn failed(&self) -> bool {
         self.log.calls.iter().any(|call| call.result.is_err())
     }
@@ -135,17 +133,18 @@ impl Program {
             QuicConfig::new(Rank(self.rank), self.stage.world.ranks, JOB, address(0), identity(self.rank));
         config.bind = address(self.rank).ip();
         config.port = address(self.rank).port();
-        config.connect_deadline = CONNECT;
+        config.connect_deadline = self.stage.world.limits().connect;
         config.stuck_after = STUCK;
         config.link.mtu = self.stage.world.mtu;
         config.link.lanes = self.stage.world.lanes;
+        config.link.profile = self.stage.world.profile;
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&self.stage.world.seed.to_le_bytes());
         seed[8] = self.slot as u8;
         let sockets = self.stage.network.sockets(self.rank, self.stage.world.lanes);
         let formed = QuicTransport::form_over(config, sockets, seed).await;
         let result = formed.map(|transport| self.stage.formed(self.slot, transport));
-        self.note(What::Form, posted, self.stage.now(), CONNECT, result);
+        self.note(What::Form, posted, self.stage.now(), self.stage.world.limits().connect, result);
     }
 
     fn note(
@@ -176,9 +175,10 @@ impl Program {
             });
             for (index, what, result) in ended {
                 let result = result.map(|parts| brought[index] = parts);
-                let late = if self.sabotage == Some(Sabotage::Late) { 2 * PATIENCE } else { Duration::ZERO };
+                let late =
+                    if self.sabotage == Some(Sabotage::Late) { 2 * self.patience() } else { Duration::ZERO };
                 let now = self.stage.now() + late;
-                self.note(what, posted, now, PATIENCE, result);
+                self.note(what, posted, now, self.patience(), result);
             }
             if waiting.is_empty() { Poll::Ready(()) } else { Poll::Pending }
         })
@@ -202,7 +202,7 @@ impl Program {
                 Vote::Ready { plan_hash: [op as u8; 32], note: note(self.stage.world.seed, noted, self.rank) }
             }
         };
-        let agreed = transport.agree(vote, PATIENCE);
+        let agreed = transport.agree(vote, self.patience());
         drop(transport);
         let notes = self.all(vec![(What::Vote { round: op }, Box::pin(agreed))]).await;
         if self.failed() {
@@ -276,8 +276,8 @@ impl Program {
         for hop in 0..ranks - 1 {
             let tag = Tag { op, message: hop };
             let Some(transport) = self.transport() else { return self.gone() };
-            let received = transport.post_recv(Rank(previous), tag, &[bytes], PATIENCE);
-            let sent = transport.post_send(Rank(next), tag, vec![self.forge(op, mine)], PATIENCE);
+            let received = transport.post_recv(Rank(previous), tag, &[bytes], self.patience());
+            let sent = transport.post_send(Rank(next), tag, vec![self.forge(op, mine)], self.patience());
             drop(transport);
             if hop == 0 {
                 self.stage.reached(me, Boundary { op, phase: Phase::Posted });
@@ -305,14 +305,14 @@ impl Program {
         let mut calls: Vec<(What, Boxed)> = Vec::new();
         for &from in &others {
             let tag = tag(from, me);
-            let received = transport.post_recv(Rank(from), tag, &[split, bytes - split], PATIENCE);
+            let received = transport.post_recv(Rank(from), tag, &[split, bytes - split], self.patience());
             calls.push((What::Receive { from, tag }, Box::pin(received)));
         }
         for &to in &others {
             let tag = tag(me, to);
             let mut first = self.forge(op, payload(seed, op, me, to, bytes));
             let second = first.split_off(split);
-            let sent = transport.post_send(Rank(to), tag, vec![first, second], PATIENCE);
+            let sent = transport.post_send(Rank(to), tag, vec![first, second], self.patience());
             calls.push((What::Send { to, tag }, send(sent)));
         }
         drop(transport);
@@ -344,7 +344,7 @@ impl Program {
     /// The stage has dropped this rank's transport.
     fn gone(&mut self) {
         let now = self.stage.now();
-        self.note(What::Close, now, now, PATIENCE, Err(TransportError::Closed));
+        self.note(What::Close, now, now, self.patience(), Err(TransportError::Closed));
     }
 
     /// Acts as an executor does: a deadline of one rank ends the operation on all ranks.
@@ -377,7 +377,7 @@ impl Program {
             return;
         }
         let Some(transport) = self.transport() else { return };
-        let closed = transport.close(PATIENCE);
+        let closed = transport.close(self.patience());
         drop(transport);
         self.all(vec![(What::Close, send(closed))]).await;
         self.stage.let_go(self.slot);

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kyklos_transport::quic::LinkProfile;
+
 use crate::simulation::identities::MOST_RANKS;
 use crate::simulation::network::{Conditions, Cut};
 use crate::simulation::rng::Rng;
@@ -20,6 +22,25 @@ pub(crate) struct World {
     pub(crate) mtu: Option<u16>,
     /// Number of connections for messages between two ranks.
     pub(crate) lanes: u8,
+    pub(crate) profile: LinkProfile,
+}
+
+/// The times by which the ranks of a world must have done something.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// How long a group may take to form.
+    pub(crate) connect: Duration,
+    /// How much longer than that a rank may wait: 2 s longer than rank 0 for news, the time of a dial, and 1 s for a goodbye.
+    pub(crate) form_grace: Duration,
+    /// Deadline of a call of an operation, and of a close: far longer than the detection of any fault.
+    pub(crate) patience: Duration,
+    /// From a lasting fault until every waiting rank knows of it: the silence of a dead rank, or the time until a connection is
+    /// idle, and then some packets that may be lost.
+    pub(crate) news: Duration,
+    /// The same if the links carry one direction only: a rank that is not heard hears the others until they give up.
+    pub(crate) one_way_news: Duration,
+    /// An outage so short that it may delay the ranks, and must cause no error.
+    pub(crate) short_outage: Duration,
 }
 
 /// The work of the ranks between two agreements.
@@ -97,7 +118,37 @@ impl World {
             })
             .collect();
         let fault = (!rng.per_mille(200)).then(|| draw_fault(&mut rng, ranks, operations.len() as u64));
-        Self { seed, ranks, conditions, starts, operations, fault, mtu: None, lanes }
+        Self {
+            seed,
+            ranks,
+            conditions,
+            starts,
+            operations,
+            fault,
+            mtu: None,
+            lanes,
+            profile: LinkProfile::Lan,
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn limits(&self) -> Limits {
+        let seconds = Duration::from_secs;
+        let is_long = self.conditions.latency >= Duration::from_millis(100);
+        let (connect, form_grace, patience, news, one_way_news, short_outage) = match self.profile {
+            LinkProfile::Lan if !is_long => (20, 8, 40, 9, 9, Duration::from_millis(1500)),
+            LinkProfile::Lan => (60, 8, 200, 12, 20, Duration::from_millis(1500)),
+            LinkProfile::Wan => (60, 14, 200, 30, 50, seconds(10)),
+        };
+        Limits {
+            connect: seconds(connect),
+            form_grace: seconds(form_grace),
+            patience: seconds(patience),
+            news: seconds(news),
+            one_way_news: seconds(one_way_news),
+            short_outage,
+        }
     }
 }
 

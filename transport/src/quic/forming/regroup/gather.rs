@@ -43,7 +43,7 @@ impl Regrouping<'_> {
     pub(super) fn dial(
         &self,
         rank: Rank,
-        address: SocketAddr,
+        addresses: Vec<SocketAddr>,
     ) -> impl Future<Output = (Rank, Result<PeerConnection, TransportError>)> + Send + 'static {
         let (endpoint, until, floor) = (Arc::clone(self.endpoint), self.until, self.floor);
         let (claims, settled, refused) = (self.prior.claims.clone(), self.settled, Arc::clone(&self.refused));
@@ -51,7 +51,7 @@ impl Regrouping<'_> {
         async move {
             loop {
                 match endpoint
-                    .dial(rank, address, DialPurpose { purpose, lane: 0, epoch: floor }, until)
+                    .dial(rank, &addresses, DialPurpose { purpose, lane: 0, epoch: floor }, until)
                     .await
                 {
                     Ok((mut joined, _)) => {
@@ -77,7 +77,7 @@ impl Regrouping<'_> {
     pub(super) async fn gather(
         &mut self,
         attempt: &mut Attempt,
-    ) -> Result<Option<(u32, Vec<Rank>, Vec<SocketAddr>)>, AttemptError> {
+    ) -> Result<Option<(u32, Vec<Rank>)>, AttemptError> {
         let mut settled = Instant::now() >= self.settled;
         loop {
             attempt.above.retain(|_, (joined, ..)| joined.connection.close_reason().is_none());
@@ -112,15 +112,14 @@ impl Regrouping<'_> {
                     Err(error) => return Err(AttemptError::Fatal(error)),
                 },
                 (rank, frame) = next_of(below) => match frame {
-                    Ok(Some(Frame::Members { epoch, members, addresses }))
+                    Ok(Some(Frame::Members { epoch, members }))
                         if epoch > self.floor
-                            && members.len() == addresses.len()
                             && members.first() == Some(&rank)
                             && members.is_sorted_by(|a, b| a < b)
                             && members.contains(&self.me()) =>
                     {
                         attempt.below.retain(|&lower, _| lower == rank);
-                        return Ok(Some((epoch, members, addresses)));
+                        return Ok(Some((epoch, members)));
                     }
                     Ok(Some(Frame::Reject { code: RejectCode::Gone, text })) => {
                         return Err(AttemptError::Fatal(TransportError::bootstrap(text)));
@@ -163,9 +162,9 @@ impl Regrouping<'_> {
         if std::mem::replace(&mut attempt.asked_above, true) || self.prior.claims.is_empty() {
             return;
         }
-        for (&rank, &address) in self.prior.addresses.range(self.me()..) {
+        for (&rank, addresses) in self.prior.addresses.range(self.me()..) {
             if !attempt.above.contains_key(&rank) {
-                attempt.dials.spawn(self.dial(rank, address));
+                attempt.dials.spawn(self.dial(rank, addresses.clone()));
             }
         }
     }
@@ -182,7 +181,7 @@ impl Regrouping<'_> {
         });
         let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
         let refused = refused.as_ref().map_or(String::new(), |text| format!("; {text}"));
-        let hint = self.endpoint.refusal_hint(self.endpoint.config.coordinator);
+        let hint = self.endpoint.refusal_hint(&self.endpoint.config.coordinator_candidates());
         TransportError::bootstrap(format!(
             "rank {} could not form a group again: {why}{refused}{hint}",
             self.me()
