@@ -10,6 +10,7 @@ use kyklos_transport::Rank;
 use crate::amount::amount;
 use crate::at_every_step;
 use crate::processes::{End, Group};
+use crate::rank::Link;
 use crate::work::Work;
 
 const RINGS: [Work; 2] = [Work { ulysses: 1, ring: 3, seed: 4 }, Work { ulysses: 1, ring: 4, seed: 5 }];
@@ -18,7 +19,7 @@ const RINGS: [Work; 2] = [Work { ulysses: 1, ring: 3, seed: 4 }, Work { ulysses:
 fn a_ring_whose_rank_is_killed_at_any_step_is_finished_or_names_the_lost_keys() {
     let ends = Mutex::new([0, 0]);
     at_every_step(&RINGS, |group, work, victim, step| {
-        group.order_to(work, Some((victim, step)), true);
+        group.order_to(work, Some((victim, step)), true, Link::Lan);
         group.ranks[victim as usize].is_here().expect("the rank pauses at the step");
         group.ranks[victim as usize].kill();
         let survivors: Vec<u32> = (0..work.ranks()).filter(|rank| *rank != victim).collect();

@@ -10,11 +10,13 @@
 #![expect(unreachable_pub, reason = "`common` is shared by several programs")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot continue has failed")]
 
+mod accident;
 #[path = "../../amount.rs"]
 mod amount;
 #[path = "../common/mod.rs"]
 mod common;
 mod finish;
+mod network;
 mod processes;
 mod rank;
 mod soak;

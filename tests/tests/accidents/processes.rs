@@ -1,7 +1,7 @@
 //! Ranks as processes: start, orders, stop and kill.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
-use crate::rank::{FOLDER, MARK, Order, identity_file, result_file};
+use crate::rank::{FOLDER, Link, MARK, Order, identity_file, result_file};
 use crate::work::Work;
 
 /// A process hangs if it prints nothing for this long.
@@ -153,11 +153,18 @@ impl Group {
 
     /// Orders the first ranks to form the next group and to work. One of them pauses before a step.
     pub(crate) fn order(&mut self, work: Work, pause: Option<(u32, usize)>) {
-        self.order_to(work, pause, false);
+        let _ = self.order_to(work, pause, false, Link::Lan);
     }
 
-    /// The same as `order`. With `finish` the survivors complete the current operation.
-    pub(crate) fn order_to(&mut self, work: Work, pause: Option<(u32, usize)>, finish: bool) {
+    /// The same as `order`, over links of another kind. With `finish` the survivors complete the current operation. Returns the
+    /// address of rank 0.
+    pub(crate) fn order_to(
+        &mut self,
+        work: Work,
+        pause: Option<(u32, usize)>,
+        finish: bool,
+        link: Link,
+    ) -> SocketAddr {
         // The survivors may have formed a group in between.
         self.epoch += 2;
         // A closed rank keeps its port for a short time, for its last packets.
@@ -173,10 +180,12 @@ impl Group {
                 bind: IpAddr::V4(self.address(rank)),
                 pause: pause.and_then(|(who, step)| (who == rank).then_some(step)),
                 finish,
+                link,
                 work,
             };
             self.ranks[rank as usize].tell(&order.line());
         }
+        coordinator
     }
 
     /// The bytes of a rank's result.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kyklos::backend::Device;
 use kyklos::plan::ProvedPlans;
 use kyklos::{Error, Observer, RankOutput, RunOptions, Session, SessionOptions, Survivors};
-use kyklos_transport::quic::{Identity, QuicConfig, QuicTransport};
+use kyklos_transport::quic::{Carrier, Identity, LinkProfile, LinkSettings, QuicConfig, QuicTransport};
 use kyklos_transport::{Rank, Regroup, Transport, TransportError};
 
 use crate::work::Work;
@@ -39,18 +39,41 @@ pub(crate) struct Order {
     pub(crate) pause: Option<usize>,
     /// Whether the survivors finish the operation after a loss.
     pub(crate) finish: bool,
+    pub(crate) link: Link,
     pub(crate) work: Work,
+}
+
+/// What the packets of a group travel in, and how patient its ranks are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Link {
+    Lan,
+    /// TCP streams, with the times of a data centre.
+    Tcp,
+    Wan,
+}
+
+impl Link {
+    pub(crate) const ALL: [Self; 3] = [Self::Lan, Self::Tcp, Self::Wan];
+
+    fn settings(self) -> LinkSettings {
+        match self {
+            Self::Lan => LinkSettings::default(),
+            Self::Tcp => LinkSettings { carrier: Carrier::Tcp, ..LinkSettings::default() },
+            Self::Wan => LinkSettings { profile: LinkProfile::Wan, ..LinkSettings::default() },
+        }
+    }
 }
 
 impl Order {
     pub(crate) fn line(&self) -> String {
-        let Self { epoch, rank, coordinator, bind, pause, finish, work: Work { ulysses, ring, seed } } = self;
+        let Self { epoch, rank, coordinator, bind, pause, finish, link, work: Work { ulysses, ring, seed } } =
+            self;
         let pause = pause.map_or("-".to_owned(), |step| step.to_string());
-        format!("{epoch} {rank} {coordinator} {bind} {pause} {finish} {ulysses} {ring} {seed}")
+        format!("{epoch} {rank} {coordinator} {bind} {pause} {finish} {link:?} {ulysses} {ring} {seed}")
     }
 
     fn parse(line: &str) -> Self {
-        let [epoch, rank, coordinator, bind, pause, finish, ulysses, ring, seed] =
+        let [epoch, rank, coordinator, bind, pause, finish, link, ulysses, ring, seed] =
             line.split_whitespace().collect::<Vec<_>>()[..]
         else {
             panic!("{line:?} is no order")
@@ -62,6 +85,7 @@ impl Order {
             bind: bind.parse().unwrap(),
             pause: pause.parse().ok(),
             finish: finish.parse().unwrap(),
+            link: Link::ALL.into_iter().find(|one| format!("{one:?}") == link).unwrap(),
             work: Work {
                 ulysses: ulysses.parse().unwrap(),
                 ring: ring.parse().unwrap(),
@@ -101,6 +125,7 @@ fn obey(folder: &Path, device: &Device, order: &Order) {
         epoch: order.epoch,
         bind: order.bind,
         connect_deadline: Duration::from_secs(20),
+        link: order.link.settings(),
         ..QuicConfig::new(rank, ranks, job, order.coordinator, identity)
     };
     let transport = match QuicTransport::connect(config) {

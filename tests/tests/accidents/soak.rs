@@ -5,9 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::accident::{Accident, Chance};
+use crate::network::{Flood, SlowLinks, cut};
 use crate::processes::{End, Group};
 use crate::right;
 use crate::work::Work;
@@ -15,101 +16,14 @@ use crate::work::Work;
 /// Meshes of three to five ranks.
 const MESHES: [(u32, u32); 6] = [(1, 3), (3, 1), (2, 2), (1, 4), (4, 1), (1, 5)];
 
-/// The accident of one rank of a group.
-#[derive(Clone, Copy, Debug)]
-enum Accident {
-    Nothing,
-    /// Killed before a step.
-    Killed {
-        step: usize,
-    },
-    /// Killed some time after its order: perhaps before the group forms, perhaps after its end.
-    KilledAnyTime {
-        after: Duration,
-    },
-    /// Stopped before a step. Continues before its peers regard it as dead.
-    Stopped {
-        step: usize,
-        during: Duration,
-    },
-    /// Stopped before a step until all other ranks have ended.
-    StoppedForLong {
-        step: usize,
-    },
-    /// No packet reaches the rank for a short time.
-    CutOff {
-        step: usize,
-        during: Duration,
-    },
-    /// No packet reaches the rank until all ranks have ended.
-    CutOffForLong {
-        step: usize,
-    },
-}
-
-impl Accident {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Nothing => "none",
-            Self::Killed { .. } => "killed at a step",
-            Self::KilledAnyTime { .. } => "killed at any time",
-            Self::Stopped { .. } => "stopped for a moment",
-            Self::StoppedForLong { .. } => "stopped for long",
-            Self::CutOff { .. } => "cut off for a moment",
-            Self::CutOffForLong { .. } => "cut off for long",
-        }
-    }
-
-    fn step(self) -> Option<usize> {
-        match self {
-            Self::Nothing | Self::KilledAnyTime { .. } => None,
-            Self::Killed { step }
-            | Self::Stopped { step, .. }
-            | Self::StoppedForLong { step }
-            | Self::CutOff { step, .. }
-            | Self::CutOffForLong { step } => Some(step),
-        }
-    }
-
-    /// Whether no rank may fail because of this accident.
-    fn is_harmless(self) -> bool {
-        matches!(self, Self::Nothing | Self::Stopped { .. } | Self::CutOff { .. })
-    }
-}
-
-/// `SplitMix64`: all choices of a soak.
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % end
-    }
-
-    fn accident(&mut self, steps: usize) -> Accident {
-        let step = self.below(steps as u64) as usize;
-        let moment = Duration::from_millis(100 + self.below(1100));
-        match self.below(12) {
-            0..=2 => Accident::Nothing,
-            3 | 4 => Accident::Killed { step },
-            5 => Accident::KilledAnyTime { after: moment / 2 },
-            6 | 7 => Accident::Stopped { step, during: moment },
-            8 => Accident::StoppedForLong { step },
-            9 | 10 => Accident::CutOff { step, during: moment },
-            _ => Accident::CutOffForLong { step },
-        }
-    }
-}
-
 /// The counts so far.
 #[derive(Default)]
 struct Tally {
     groups: u32,
     by_accident: BTreeMap<&'static str, u32>,
     ignored: u32,
+    /// Packets and streams of strangers.
+    strangers: u64,
     right: u32,
     ended: u32,
     wrong: Vec<String>,
@@ -171,22 +85,26 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
         victim = (victim + 1) % work.ranks();
     }
     let mut accident = chance.accident(work.world().plan(kyklos_transport::Rank(victim)).steps.len());
-    if matches!(accident, Accident::CutOff { .. } | Accident::CutOffForLong { .. }) && !may_cut {
+    if accident.changes_the_network() && !may_cut {
         tally.ignored += 1;
         accident = Accident::Nothing;
     }
     tally.groups += 1;
     *tally.by_accident.entry(accident.name()).or_default() += 1;
-    let what = format!("group {}: {work:?}, rank {victim}: {accident:?}", tally.groups);
+    let link = chance.link(accident);
+    let what = format!("group {}: {work:?} over {link:?}, rank {victim}: {accident:?}", tally.groups);
 
-    group.order(work, accident.step().map(|step| (victim, step)));
+    let slow = matches!(accident, Accident::Slow).then(SlowLinks::new);
+    let coordinator = group.order_to(work, accident.step().map(|step| (victim, step)), false, link);
+    let flood =
+        matches!(accident, Accident::Flooded).then(|| Flood::start(coordinator, chance.below(u64::MAX)));
     let process = &mut group.ranks[victim as usize];
     if accident.step().is_some() && process.is_here().is_err() {
         tally.hangs.push(format!("{what}: it never got there"));
     }
     let mut happened = Instant::now();
     match accident {
-        Accident::Nothing => {}
+        Accident::Nothing | Accident::Flooded | Accident::Slow => {}
         Accident::Killed { .. } => happened = process.kill(),
         Accident::KilledAnyTime { after } => {
             std::thread::sleep(after);
@@ -202,7 +120,7 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
             process.signal("STOP");
             process.tell("go on");
         }
-        Accident::CutOff { during, .. } => {
+        Accident::CutOff { during, .. } | Accident::Outage { during, .. } => {
             cut(group, victim, true);
             group.ranks[victim as usize].tell("go on");
             std::thread::sleep(during);
@@ -246,20 +164,14 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
             }
         }
     }
+    tally.strangers += flood.map_or(0, Flood::stop);
+    drop(slow);
     if matches!(accident, Accident::CutOffForLong { .. }) {
         cut(group, victim, false);
     }
     if killed {
         group.restart(victim);
     }
-}
-
-/// Blocks all packets to a rank's address, or unblocks them.
-fn cut(group: &Group, rank: u32, off: bool) {
-    let address = format!("{}/32", group.address(rank));
-    let what = if off { "add" } else { "del" };
-    let status = Command::new("ip").args(["route", what, "blackhole", &address, "table", "local"]).status();
-    assert!(status.unwrap().success(), "ip route {what} blackhole {address}");
 }
 
 fn resident_kib(pid: u32) -> u64 {
@@ -282,8 +194,9 @@ fn summary(tally: &mut Tally) {
     println!("{tally}");
     println!("accidents: {:?}", tally.by_accident);
     if tally.ignored > 0 {
-        println!("ignored: {} ranks would have been cut off: no network namespace of its own", tally.ignored);
+        println!("ignored: {} accidents of the network: no network namespace of its own", tally.ignored);
     }
+    println!("strangers: {} packets and streams", tally.strangers);
     tally.known.sort_unstable();
     if let [least, .., most] = tally.known[..] {
         let median = tally.known[tally.known.len() / 2];
