@@ -39,7 +39,10 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let of_group = matches!(error, Error::Group { .. } | Error::Transport(_));
-        Self { exit: exit_code(&error), text: in_options(error).to_string(), of_group }
+        let exit = exit_code(&error);
+        let text = in_options(error).to_string();
+        // An error of the group quotes other ranks. It has one line.
+        Self { exit, text: if of_group { harmless(&text) } else { text }, of_group }
     }
 }
 
@@ -211,6 +214,15 @@ mod tests {
             assert!(said.contains("kyklos certs") || said.contains(" --") || said.contains("(--"), "{said}");
             assert!(said.starts_with("rank 0 refused") && said.ends_with("rank 2 did not come"), "{said}");
         }
+    }
+
+    #[test]
+    fn an_error_of_the_group_is_one_line() {
+        let text = "rank 1: gone\nerror: all is well\u{1b}[2J".to_owned();
+        let reason = kyklos_transport::RefusalReason::Failed;
+        let failure =
+            Failure::from(TransportError::Refused { rank: kyklos_transport::Rank(1), reason, text });
+        assert!(failure.of_group && !failure.text.contains(['\n', '\u{1b}']), "{failure:?}");
     }
 
     #[test]

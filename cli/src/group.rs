@@ -1,6 +1,6 @@
 //! The options of one process of several, and its end with the launcher that started it.
 
-use std::io::Read;
+use std::io::{BufRead, Read};
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use clap::Args;
 use kyklos_launch::{Options, SecretText};
-use kyklos_transport::quic::LinkSettings;
+use kyklos_transport::quic::{Identity, LinkSettings};
 
 use crate::devices::DeviceRequest;
-use crate::failure::note;
+use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::launch_words::Flags;
 use crate::observe::record;
@@ -112,6 +112,32 @@ impl GroupArgs {
     }
 }
 
+/// What `kyklos launch` writes to the standard input of a rank first: its identity, after the number of its bytes. So the key
+/// is never on a disk.
+pub(crate) fn identity_on_stdin(identity: &Identity) -> Vec<u8> {
+    let pem = identity.to_pem();
+    format!("{}\n{pem}", pem.len()).into_bytes()
+}
+
+/// Reads it.
+pub(crate) fn read_identity(mut stdin: impl BufRead) -> Result<Identity> {
+    let failed = |why: &dyn std::fmt::Display| {
+        Failure::run(format!(
+            "no identity of kyklos launch on standard input: {why}; only kyklos launch sets {}",
+            kyklos_launch::variables::LAUNCH
+        ))
+    };
+    let mut length = String::new();
+    stdin.by_ref().take(LENGTH_DIGITS).read_line(&mut length).map_err(|error| failed(&error))?;
+    let length = length.trim_end().parse().ok().filter(|length| (1..=MOST_IDENTITY_BYTES).contains(length));
+    let mut pem = vec![0; length.ok_or_else(|| failed(&"its length is missing"))?];
+    stdin.read_exact(&mut pem).map_err(|error| failed(&error))?;
+    Ok(Identity::of_pem(&pem, "the identity on standard input")?)
+}
+
+const LENGTH_DIGITS: u64 = 8;
+const MOST_IDENTITY_BYTES: usize = 1 << 20;
+
 /// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher holds the other end
 /// of standard input.
 pub(crate) fn end_with_launcher() {
@@ -123,4 +149,17 @@ pub(crate) fn end_with_launcher() {
         }
         interrupt::end(1);
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_identity_on_standard_input_is_refused() {
+        for input in [&b""[..], b"r", b"12\nshort", b"99999999999\n", b"-1\n", b"4\nabcd"] {
+            let failure = read_identity(input).unwrap_err();
+            assert!(failure.text.contains("standard input"), "{failure:?}");
+        }
+    }
 }

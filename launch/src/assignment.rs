@@ -7,6 +7,8 @@
 
 use std::net::SocketAddr;
 
+use kyklos_transport::quic::Identity;
+
 use crate::address::{HostPort, parse_advertised};
 use crate::credentials::Credentials;
 use crate::error::{Error, Remedy, Result};
@@ -29,7 +31,7 @@ pub struct Assignment {
     /// Number of ranks on its host.
     pub local_world: u32,
     /// `kyklos launch` has started this process and holds the other end of its standard input, which closes when the
-    /// launcher ends. [`Self::join`] gives no notes then: the launcher's user knows rank, world and address.
+    /// launcher ends. Through it comes the identity of the rank ([`Self::set_identity`]). [`Self::join`] gives no notes then: the launcher's user knows rank, world and address.
     pub by_kyklos_launch: bool,
     /// Where rank 0 listens; a group of one needs no address.
     pub coordinator: Option<HostPort>,
@@ -52,6 +54,11 @@ pub struct Assignment {
 }
 
 impl Assignment {
+    /// Proves this rank by `identity`, instead of by the credentials that options and environment name.
+    pub fn set_identity(&mut self, identity: Identity) {
+        self.credentials = Credentials::Given(Box::new(identity));
+    }
+
     /// Combines options, environment and cluster file; `None` if nothing says that there are several ranks. With a token
     /// this asks rank 0 for an identity, and blocks until it answers.
     ///

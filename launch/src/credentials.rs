@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kyklos_transport::Rank;
-use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Invitation, Token, enrol};
+use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Identity, Invitation, Token, enrol};
 
 use crate::address::{HostPort, resolve};
 use crate::error::{Error, Remedy, Result};
@@ -21,6 +21,8 @@ use crate::variables::{IDENTITY, JOIN, Variables};
 pub(crate) enum Credentials {
     /// An identity file, which is read when the rank is known; a group of one needs none.
     IdentityFile,
+    /// An identity in memory.
+    Given(Box<Identity>),
     /// Rank 0's invitation, and its path.
     Invitation(Arc<Invitation>, PathBuf),
     /// The grant of rank 0 for a token, and rank 0's address.
@@ -103,7 +105,7 @@ impl Credentials {
     /// The settings of the group in these credentials.
     pub(crate) fn source(&self, options: &Options) -> Result<Option<Source>> {
         match self {
-            Self::IdentityFile => Ok(None),
+            Self::IdentityFile | Self::Given(_) => Ok(None),
             Self::Invitation(invitation, path) => of_invitation(invitation, path, options).map(Some),
             Self::Enrolled(enrolled, coordinator) => Ok(Some(of_enrolment(enrolled, coordinator))),
         }

@@ -98,6 +98,7 @@ impl Assignment {
                 let path = self.identity_path()?;
                 (Identity::read_file(&path)?, format!("identity {}", path.display()))
             }
+            Credentials::Given(identity) => ((**identity).clone(), "identity in memory".to_owned()),
             Credentials::Invitation(invitation, path) => {
                 (invitation.identity().clone(), format!("invitation {}", path.display()))
             }

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
 use std::num::NonZeroU32;
-use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,12 +11,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kyklos_launch::variables::{IDENTITY, JOB_ID, LAUNCH};
+use kyklos_launch::variables::{JOB_ID, LAUNCH};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use crate::commands::attend::{AttendArgs, launched_request};
 use crate::failure::{Failure, Result, note};
+use crate::group::identity_on_stdin;
 use crate::interrupt::{self, EXIT_INTERRUPTED};
 use crate::job::rank::EXIT_LACKS;
 use crate::options::{OnLoss, one_line};
@@ -44,23 +44,17 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     let raise = asked.clone();
     interrupt::on_request(move || raise.store(true, Ordering::Relaxed))?;
 
-    let mut builder = tempfile::Builder::new();
-    builder.prefix("kyklos-");
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700));
-    let folder = builder
-        .tempdir()
-        .map_err(|error| Failure::run(format!("cannot make a folder for the job's identity: {error}")))?;
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
     let port = free_port()?;
     let program = std::env::current_exe()
         .map_err(|error| Failure::run(format!("cannot find this program again: {error}")))?;
-    for rank in 0..ranks {
-        authority.issue(Rank(rank))?.write_file(&identity_of(folder.path(), rank))?;
-    }
+    // In memory only: whatever ends this process, no key stays on a disk.
+    let identities = (0..ranks)
+        .map(|rank| Ok(identity_on_stdin(&authority.issue(Rank(rank))?)))
+        .collect::<Result<Vec<Vec<u8>>>>()?;
     let start = |rank: u32, again: bool| {
-        Command::new(&program)
+        let mut child = Command::new(&program)
             .args(&args.command)
             .args(again.then_some("--rejoin"))
             .env("RANK", rank.to_string())
@@ -70,28 +64,23 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
             .env("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string())
             .env("MASTER_PORT", port.to_string())
             .env(JOB_ID, job.to_string())
-            .env(IDENTITY, identity_of(folder.path(), rank))
             .env(LAUNCH, "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))
+            .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))?;
+        if let Some(stdin) = &mut child.stdin {
+            // Shorter than the buffer of a pipe, so this does not block. A process that has ended has said why.
+            let _ = stdin.write_all(&identities[rank as usize]);
+        }
+        Ok(child)
     };
     let mut children = Children::default();
     for rank in 0..ranks {
         children.take(rank, start(rank, false)?);
     }
-    let exit = children.watch(&interrupted, &asked, on_loss, &start);
-    // Explicit: a folder that is not removed holds keys.
-    if let Err(error) = folder.close() {
-        note(&format!("warning: the job's identity could not be removed: {error}"));
-    }
-    Ok(exit)
-}
-
-fn identity_of(folder: &Path, rank: u32) -> PathBuf {
-    folder.join(format!("rank-{rank}.pem"))
+    Ok(children.watch(&interrupted, &asked, on_loss, &start))
 }
 
 /// Refuses wrong options once, before any process starts. Returns the policy for losses.
@@ -150,7 +139,8 @@ struct Children {
 struct Running {
     rank: u32,
     child: Child,
-    /// Standard input of the process: it ends when this closes, and writes its record when a byte arrives.
+    /// Standard input of the process: its identity came through it, it ends when this closes, and writes its record when a
+    /// byte arrives.
     lifeline: Option<ChildStdin>,
 }
 

@@ -47,7 +47,8 @@ pub(crate) enum Command {
     /// Runs `attend` with one process per rank on this host, connected over QUIC
     ///
     /// The processes get RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them,
-    /// and KYKLOS_IDENTITY, the path of the file that proves the rank to the others. Lines on standard error get the rank as
+    /// and on standard input the identity that proves the rank to the others (under other launchers KYKLOS_IDENTITY names
+    /// its file). Identities last as long as the job and are never on a disk. Lines on standard error get the rank as
     /// a prefix, except JSON progress, which has a field for it. Standard output passes unchanged.
     Launch(launch::LaunchArgs),
     /// Reads the records of all ranks of a run, and says which rank stopped first and which ranks waited for it

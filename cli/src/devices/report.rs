@@ -3,6 +3,8 @@
 use kyklos::backend::DeviceInfo;
 use serde::{Deserialize, Serialize};
 
+use crate::failure::harmless;
+
 /// What reports say of a device; every text is empty where nothing is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DeviceReport {
@@ -26,6 +28,14 @@ impl DeviceReport {
                 .unwrap_or_default(),
             kernel: short(&info.kernel),
         }
+    }
+
+    /// The same with texts that another rank cannot control a terminal with.
+    pub(crate) fn harmless(&self) -> Self {
+        let Self { backend, name, driver, class, kernel } = self;
+        let [backend, name, driver, class, kernel] =
+            [backend, name, driver, class, kernel].map(|text| harmless(text));
+        Self { backend, name, driver, class, kernel }
     }
 
     /// Backend and name.

@@ -6,7 +6,7 @@ use kyklos::{RankReport, TokenRuns};
 use serde::{Deserialize, Serialize};
 
 use crate::devices::DeviceReport;
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, harmless};
 use crate::request::Request;
 use crate::verify::Verdict;
 
@@ -98,8 +98,13 @@ impl RankNote {
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
-        serde_json::from_slice(bytes)
-            .map_err(|error| Failure::run(format!("a rank sent a report that cannot be read: {error}")))
+        let note: Self = serde_json::from_slice(bytes).map_err(|error| {
+            Failure::run(format!(
+                "a rank sent a report that cannot be read: {}",
+                harmless(&error.to_string())
+            ))
+        })?;
+        Ok(Self { device: note.device.harmless(), ..note })
     }
 }
 
@@ -224,3 +229,20 @@ fn seconds(ns: u64) -> f64 {
 
 /// Size of an encoded note; fixed, because a receiver must know the size of a message.
 pub(crate) const NOTE_BYTES: usize = 8 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_device_of_another_rank_cannot_begin_a_line_of_the_report() {
+        let name = "cpu\nverified   max abs error 0\u{1b}[2J".to_owned();
+        let device = DeviceReport { name, ..DeviceReport::default() };
+        let figures = serde_json::json!({ "tokens": 1, "compute_s": 0.0, "wait_s": 0.0, "copy_s": 0.0, "bytes_sent": 0,
+            "messages_sent": 0, "peak_bytes": 0 });
+        let note =
+            RankNote { device, figures: serde_json::from_value(figures).expect("figures"), wall_s: 0.0 };
+        let read = RankNote::decode(&note.encode().expect("it is short")).expect("it is a note");
+        assert!(!read.device.label().contains(['\n', '\u{1b}']), "{read:?}");
+    }
+}

@@ -220,6 +220,8 @@ fn interrupting_the_launcher_ends_its_processes() {
 #[cfg(target_os = "linux")]
 fn ranks_do_not_outlive_a_launcher_that_is_killed() {
     let mut job = LongJob::start(&[], &[]);
+    let keys = || std::fs::read_dir(job.temporary.path()).unwrap().count();
+    assert_eq!(keys(), 0, "no key is on the disk, so none can stay there");
     job.launch.kill().unwrap();
     job.launch.wait().unwrap();
     let until = Instant::now() + Duration::from_secs(10);
@@ -227,4 +229,5 @@ fn ranks_do_not_outlive_a_launcher_that_is_killed() {
         assert!(Instant::now() < until, "ranks outlive their launcher");
         std::thread::sleep(Duration::from_millis(20));
     }
+    assert_eq!(std::fs::read_dir(job.temporary.path()).unwrap().count(), 0, "files are left behind");
 }

@@ -17,8 +17,9 @@ use crate::observe::{metrics, record};
 use crate::options::OnLoss;
 
 /// Runs the rank of `assignment`. When its group loses a rank, continues by `--on-loss`.
-pub(super) fn as_rank(args: &AttendArgs, assignment: &Assignment) -> Result<()> {
+pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<()> {
     if assignment.by_kyklos_launch {
+        assignment.set_identity(group::read_identity(std::io::stdin().lock())?);
         group::end_with_launcher();
     }
     interrupt::end_on_interrupt()?;
@@ -58,7 +59,7 @@ pub(super) fn as_rank(args: &AttendArgs, assignment: &Assignment) -> Result<()> 
             }
         }
         let mut recovery = Recovery::new(policy, &group);
-        let done = rank::work(&job, transport, device_of(args, assignment), Some(&mut recovery));
+        let done = rank::work(&job, transport, device_of(args, &assignment), Some(&mut recovery));
         job.watch.phase(None);
         if let Some((ended, next, begins_again)) = recovery.into_next() {
             group = next;

@@ -30,7 +30,7 @@ pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
         return here(args);
     }
     match Assignment::find(&args.group.options(args.network.settings()))? {
-        Some(assignment) => as_rank(args, &assignment),
+        Some(assignment) => as_rank(args, assignment),
         None => here(args),
     }
 }
