@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the program on two hosts that are network namespaces of this machine, joined by a veth pair: packets of 1500 and of
-# 9000 bytes, a link that goes down for a second and for good, a link that carries one way only; with --all also a slow
-# link, a slow direction and packet loss, which take two minutes more.
+# 9000 bytes, a link that goes down for a second and for good, a link that carries one way only, and with --link wan one that is
+# away for 3 s; with --all also slow links, a slow direction, packet loss and longer outages over UDP and TCP, which take eight
+# minutes more.
 # Four ranks, two on each host, with host identities and a cluster file; every result is verified.
 # What this machine cannot do is reported as ignored, not as passed. Needs no privileges where users may make namespaces.
 # Usage: scripts/test-namespaces.sh [--all] [PROGRAM], by default target/release/kyklos, which is built.
@@ -40,7 +41,7 @@ cleanup() {
 trap cleanup EXIT
 
 # This namespace is the first host, 10.77.0.1. The second one lives as long as its process.
-unshare --net sleep 600 &
+unshare --net sleep 3600 &
 other=$!
 disown
 ip link set lo up
@@ -64,15 +65,17 @@ for host in 1 2 1 2; do printf '[[ranks]]\nhost = "10.77.0.%s"\n' "$host"; done 
 
 # Starts four ranks on the mesh. Rank R writes $folder/R.err and $folder/R.out.
 mesh=2x2
+shape=1,2048,4,4,64
+longest=60 # Seconds of a run.
 start() {
     ranks=()
     for rank in 0 1 2 3; do
         host=$((rank % 2 + 1))
         enter=()
         [ $host = 1 ] || enter=(nsenter --target "$other" --net)
-        timeout 60 "${enter[@]}" "$program" attend --cluster "$folder/cluster.toml" --rank $rank \
+        timeout $longest "${enter[@]}" "$program" attend --cluster "$folder/cluster.toml" --rank $rank \
             --identity "$folder/host-10.77.0.$host.pem" --device cpu --join-deadline 20 --mesh $mesh --mask causal \
-            --shape 1,2048,4,4,64 --progress json "$@" >"$folder/$rank.out" 2>"$folder/$rank.err" &
+            --shape $shape --progress json "$@" >"$folder/$rank.out" 2>"$folder/$rank.err" &
         ranks+=($!)
     done
 }
@@ -105,6 +108,67 @@ all_compute() {
             [ $tries -lt 400 ] || return 1
         done
     done
+}
+
+# The link is away for $1 s while the ranks compute under --link wan over $2. Nothing ends.
+outage() {
+    local name="wan, link away for $1 s over $2"
+    start --verify --json --repeat 40 --link wan --network "$2"
+    if all_compute; then
+        ip link set near down
+        sleep "$1"
+        ip link set near up
+        if all_well; then pass "$name: the result is right"; else fail "$name"; fi
+    else
+        fail "$name: the ranks did not start to compute"
+        wait "${ranks[@]}" || true
+    fi
+}
+
+# The same with a link that swallows packets silently.
+blackhole() {
+    local name="wan, packets lost for $1 s over $2"
+    start --verify --json --repeat 40 --link wan --network "$2"
+    if all_compute; then
+        # Frames of both directions go to addresses that no device has.
+        ip neigh replace 10.77.0.2 lladdr 02:00:00:00:00:99 dev near nud permanent
+        there ip neigh replace 10.77.0.1 lladdr 02:00:00:00:00:98 dev far nud permanent
+        sleep "$1"
+        ip neigh del 10.77.0.2 dev near
+        there ip neigh del 10.77.0.1 dev far
+        if all_well; then pass "$name: the result is right"; else fail "$name"; fi
+    else
+        fail "$name: the ranks did not start to compute"
+        wait "${ranks[@]}" || true
+    fi
+}
+
+# A link of $1 Mbit/s each way under --link wan over $2.
+slow() {
+    local name="wan, $1 Mbit/s over $2" started took
+    tc qdisc add dev near root tbf rate "$1mbit" burst 64k latency 200ms
+    there tc qdisc add dev far root tbf rate "$1mbit" burst 64k latency 200ms
+    # So many tokens that the run takes some seconds.
+    shape=1,$(($1 < 64 ? 256 * $1 : 16384)),4,4,64
+    [ "$1" != 1 ] || shape=1,512,4,4,64
+    started=$(now_ms)
+    start --json --link wan --network "$2"
+    if all_compute_once; then
+        took=$(($(now_ms) - started))
+        pass "$name: no rank counts as dead in $took ms"
+    else
+        fail "$name"
+    fi
+    shape=1,2048,4,4,64
+    tc qdisc del dev near root
+    there tc qdisc del dev far root
+}
+
+# All four ranks succeed.
+all_compute_once() {
+    local pid well=true
+    for pid in "${ranks[@]}"; do wait "$pid" || well=false; done
+    $well
 }
 
 # Every rank ends with an error that names a rank of the other host, soon after $2 (ms).
@@ -157,7 +221,7 @@ done
 mtu 1500
 
 if [ -z "$all" ]; then
-    echo "left out without --all: a slow link, a slow direction, packet loss"
+    echo "left out without --all: slow links, a slow direction, packet loss, outages of 1, 3 and 10 s over UDP and TCP"
 elif tc qdisc add dev near root tbf rate 20mbit burst 64k latency 50ms 2>/dev/null; then
     there tc qdisc add dev far root tbf rate 20mbit burst 64k latency 50ms
     before=$(awk '/near:/ {print $10}' /proc/net/dev) started=$(now_ms)
@@ -216,6 +280,24 @@ if all_compute; then
 else
     fail "link down for 1 s: the ranks did not start to compute"
     wait "${ranks[@]}" || true
+fi
+
+outage 3 udp
+if [ -n "$all" ]; then
+    longest=240
+    for network in udp tcp; do
+        for seconds in 1 3 10; do
+            [ "$seconds $network" = "3 udp" ] || outage $seconds $network
+            blackhole $seconds $network
+        done
+        if tc qdisc add dev near root tbf rate 20mbit burst 64k latency 50ms 2>/dev/null; then
+            tc qdisc del dev near root
+            for mbit in 1 8 20 100; do slow $mbit $network; done
+        else
+            ignore "slow links over $network: this kernel has no tbf"
+        fi
+    done
+    longest=60
 fi
 
 start --repeat 1000000

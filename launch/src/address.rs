@@ -117,9 +117,24 @@ pub(crate) fn resolve(
     }
 }
 
-/// Names under localhost are this host (RFC 6761).
+/// Names under localhost are this host (RFC 6761). Debian has two more for the loopback address of IPv6.
 fn is_localhost(host: &str) -> bool {
-    host == "localhost" || host.ends_with(".localhost")
+    ["localhost", "ip6-localhost", "ip6-loopback"].contains(&host) || host.ends_with(".localhost")
+}
+
+/// A warning if rank 0 is at a loopback address, and the hosts of the ranks are several: only one of them can reach it.
+pub(crate) fn loopback_between_hosts(address: IpAddr, hosts: &[Option<String>]) -> Option<String> {
+    let is_elsewhere = |host: &&str| {
+        !is_localhost(host) && !host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
+    };
+    let mut named = hosts.iter().flatten().map(String::as_str);
+    let first = named.next()?;
+    let other = named.find(|host| *host != first && (is_elsewhere(host) || is_elsewhere(&first)))?;
+    address.to_canonical().is_loopback().then(|| {
+        format!(
+            "rank 0 is at {address}, which no other host can reach, and there are ranks on {first} and on {other}"
+        )
+    })
 }
 
 /// The addresses that other hosts can reach, or else all: a hosts file may give a host's own name a loopback address besides the
@@ -137,7 +152,7 @@ fn reachable(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
 /// gives a host's own name the address 127.0.1.1, which no other host can reach. `None`: nothing speaks against loopback.
 pub(crate) fn bind_beyond_loopback(host: &str, address: IpAddr, one_host: bool) -> Option<IpAddr> {
     let is_meant = is_localhost(host) || host.parse::<IpAddr>().is_ok() || one_host;
-    match address {
+    match address.to_canonical() {
         address if is_meant || !address.is_loopback() => None,
         IpAddr::V4(_) => Some(IpAddr::V4(Ipv4Addr::UNSPECIFIED)),
         IpAddr::V6(_) => Some(IpAddr::V6(Ipv6Addr::UNSPECIFIED)),
@@ -192,6 +207,27 @@ mod tests {
         assert_eq!(bind("node1.localhost", "127.0.0.1", false), None);
         assert_eq!(bind("127.0.1.1", "127.0.1.1", false), None);
         assert_eq!(bind("node1", "10.0.0.1", false), None);
+        assert_eq!(bind("node1", "::ffff:127.0.1.1", false).as_deref(), Some("0.0.0.0"));
+        assert_eq!(bind("ip6-localhost", "::1", false), None);
+    }
+
+    #[test]
+    fn a_rank_0_on_loopback_is_not_silent_about_other_hosts() {
+        let warning = |address: &str, hosts: &[&str]| {
+            let hosts: Vec<_> =
+                hosts.iter().map(|host| (!host.is_empty()).then(|| (*host).to_owned())).collect();
+            loopback_between_hosts(address.parse().unwrap(), &hosts)
+        };
+        for address in ["127.0.0.1", "::1", "::ffff:127.0.0.1"] {
+            let said = warning(address, &["node1", "node1", "", "node2"]).unwrap();
+            assert!(said.contains(address) && said.contains("node1 and on node2"), "{said}");
+        }
+        assert!(warning("127.0.0.1", &["localhost", "node2"]).is_some());
+        // One host, or several names of this one.
+        assert_eq!(warning("127.0.0.1", &["node1", "node1"]), None);
+        assert_eq!(warning("127.0.0.1", &["a.localhost", "b.localhost", "127.0.0.1", "::1"]), None);
+        assert_eq!(warning("10.0.0.1", &["node1", "node2"]), None);
+        assert_eq!(warning("127.0.0.1", &[]), None);
     }
 
     #[test]

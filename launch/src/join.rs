@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, Reformed, TransportError, in_process_group};
 
-use crate::address::{bind_beyond_loopback, resolve};
+use crate::address::{bind_beyond_loopback, loopback_between_hosts, resolve};
 use crate::assignment::Assignment;
 use crate::credentials::Credentials;
 use crate::error::{Error, Remedy, Result};
@@ -68,6 +68,10 @@ impl Assignment {
                 address.ip()
             ));
             config.bind = bind;
+        } else if let Some(text) =
+            loopback_between_hosts(address.ip(), &self.hosts).filter(|_| options.bind.is_none())
+        {
+            (options.warn)(&text);
         }
         self.configure(&mut config, deadline)?;
         let group = if options.rejoin {

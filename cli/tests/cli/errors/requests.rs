@@ -264,6 +264,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --ranks 2 --on-loss shrink", "The ranks of one process start and end together."),
             ("@ --ranks 2 --stuck-after 60", "Ranks of one process have no heartbeats."),
             ("@ --ranks 2 --heartbeat 1000", "Ranks of one process have no heartbeats."),
+            ("@ --ranks 2 --link wan", "Ranks that share memory have no links."),
             ("KYKLOS_LAUNCH=1 @ --rank 0", "The launcher assigns the ranks."),
             (
                 "@ --ranks 2 --rank 0",
