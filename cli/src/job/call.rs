@@ -64,6 +64,10 @@ pub(crate) struct Runs {
     /// Longest wait for one message.
     pub(crate) deadline: Duration,
     pub(crate) options: RunOptions,
+    /// The number of ranks that share the memory of this machine.
+    pub(crate) ranks_here: u32,
+    /// Whether each of them is a process.
+    pub(crate) are_processes: bool,
 }
 
 /// What the options say about the runs of a job.
@@ -76,6 +80,8 @@ pub(crate) struct Settings {
     pub(crate) progress: ProgressKind,
     /// Ranks on this machine: the progress bar counts their steps.
     pub(crate) ranks_here: u32,
+    /// Whether each of them is a process.
+    pub(crate) are_processes: bool,
     pub(crate) on_loss: OnLoss,
 }
 
@@ -87,7 +93,7 @@ impl Job {
         outputs: Outputs,
         members: Vec<Rank>,
     ) -> Result<Self> {
-        let Settings { repeat, deadline, verify, progress, ranks_here, on_loss } = settings;
+        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, on_loss } = settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
             false => None,
@@ -102,7 +108,7 @@ impl Job {
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
             agreed: Agreed { request, terms, plans: Arc::new(plans), sample, members, begun: None },
-            runs: Runs { repeat, deadline, options },
+            runs: Runs { repeat, deadline, options, ranks_here, are_processes },
             resumable: on_loss.finishes(),
             outputs,
             watch,

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::backend::{Backend, Device, DeviceBuffer};
+use kyklos::backend::{Backend, Device, DeviceBuffer, DeviceClass};
 use kyklos::host::Tensors;
-use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors};
+use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use crate::devices::DeviceId;
@@ -15,7 +15,7 @@ use crate::job::on_loss::Recovery;
 use crate::job::refusal::refuse;
 use crate::messages::Messages;
 use crate::observe::trace::Track;
-use crate::request::Request;
+use crate::request::{Request, memory_bytes};
 use crate::tensors::output::OutputFile;
 
 /// The results of a rank.
@@ -143,18 +143,40 @@ impl Job {
     /// ranks get the failure.
     fn get_ready(&self, transport: &dyn Transport, device: Result<DeviceId>) -> Result<Ready> {
         let refused = |failure| refuse(transport, self.named(transport.rank(), failure));
-        let device = device.and_then(|device| self.open(device)).map_err(refused)?;
+        let device = device.and_then(|device| self.open(transport.rank(), device)).map_err(refused)?;
         self.agree(transport)?;
         let (tensors, file) = self.read_inputs(transport.rank()).map_err(refused)?;
         Ok(Ready { device, tensors, file })
     }
 
-    /// Opens a device that can run the problem.
-    fn open(&self, device: DeviceId) -> Result<Device> {
+    /// Opens a device that can run this rank's plan.
+    fn open(&self, rank: Rank, device: DeviceId) -> Result<Device> {
         let problem = &self.agreed.request.problem;
         let device = device.open()?;
         device.supports(problem.dtype, problem.head_dim as usize)?;
+        if matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu) {
+            self.fits_in_memory(rank)?;
+        }
         Ok(device)
+    }
+
+    /// Refuses a plan whose buffers do not fit the memory of this machine, which the ranks here share. Ranks of one process
+    /// share buffers too, so theirs cannot be added up.
+    fn fits_in_memory(&self, rank: Rank) -> Result<()> {
+        let (peak, ranks) = (self.agreed.plans.peak_bytes(rank), self.runs.ranks_here);
+        match memory_bytes() {
+            Some(memory) if self.runs.are_processes && peak.saturating_mul(u64::from(ranks)) > memory => {
+                Err(Failure::request(
+                    format!(
+                        "the plan of rank {rank} takes {}, and the {ranks} ranks of its machine share {}",
+                        plan::bytes(peak),
+                        plan::bytes(memory)
+                    ),
+                    "use fewer tokens, heads or ranks here, or another strategy: kyklos plan prints the memory of each",
+                ))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Option<OutputFile>)> {

@@ -188,7 +188,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
 }
 
 /// Bytes of memory of this machine; only Linux says it in a file.
-fn memory_bytes() -> Option<u64> {
+pub(crate) fn memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
     let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;

@@ -87,6 +87,35 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
     assert!(lines[0].contains("rank 1"), "{text}");
 }
 
+#[test]
+#[cfg(target_os = "linux")]
+fn plans_beyond_the_memory_of_the_machine_are_refused_before_tensors_are_made() {
+    let memory = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let kib: u64 = memory.split_whitespace().nth(1).unwrap().parse().unwrap();
+    // q, k, v and o take four fifths of it; and each of four ranks gathers k and v.
+    let tokens = kib * 1024 / 5 / (8 * 64 * 4) / 4 * 4;
+    let shape = format!("1,{tokens},8,8,64");
+    let output = kyklos(&[
+        "launch",
+        "-n",
+        "4",
+        "--",
+        "attend",
+        "--shape",
+        &shape,
+        "--strategy",
+        "gather",
+        "--device",
+        "cpu",
+    ]);
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    for rank in 0..4 {
+        let prefix = format!("[{rank}] error: the plan of rank 0 takes");
+        assert!(text.lines().any(|line| line.starts_with(&prefix)), "{rank}: {text}");
+    }
+}
+
 /// A job that runs for a long time, with its folder for temporary files. Every rank has already started to compute.
 pub(crate) struct LongJob {
     pub(crate) launch: Child,

@@ -57,7 +57,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
             None
         }
     };
-    let job = job(args, request, world, (0..world).map(Rank).collect())?;
+    let job = job(args, request, (world, false), (0..world).map(Rank).collect())?;
     if let Some(warning) = job.agreed.request.source.warning() {
         note(&warning);
     }

@@ -49,7 +49,7 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
         });
         let job = std::mem::replace(&mut metrics, Ok(()))
             .and(request)
-            .and_then(|request| job(args, request, assignment.local_world, group.members.clone()))
+            .and_then(|request| job(args, request, (assignment.local_world, true), group.members.clone()))
             .map_err(refuse_all)?;
         if transport.rank().0 == 0 {
             match &lost {

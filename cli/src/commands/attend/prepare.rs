@@ -70,9 +70,14 @@ pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
     ))
 }
 
-/// Plans and proves the call. `ranks_here` ranks share the memory of this machine; `members` are the numbers of all ranks
+/// Plans and proves the call. `ranks_here` ranks share the memory of this machine, as processes or as threads of this one; `members` are the numbers of all ranks
 /// in the first group.
-pub(super) fn job(args: &AttendArgs, request: Request, ranks_here: u32, members: Vec<Rank>) -> Result<Job> {
+pub(super) fn job(
+    args: &AttendArgs,
+    request: Request,
+    (ranks_here, are_processes): (u32, bool),
+    members: Vec<Rank>,
+) -> Result<Job> {
     request.fits_in_memory(ranks_here)?;
     let outputs = outputs(args, &request)?;
     let settings = Settings {
@@ -81,6 +86,7 @@ pub(super) fn job(args: &AttendArgs, request: Request, ranks_here: u32, members:
         verify: args.verify,
         progress: args.progress,
         ranks_here,
+        are_processes,
         on_loss: args.on_loss,
     };
     let mut job = Job::new(request, settings, outputs, members)?;

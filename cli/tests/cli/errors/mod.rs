@@ -48,6 +48,10 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
         "a group of ranks with different releases",
     ),
     (
+        "the plan of rank {rank} takes {}, and the {ranks} ranks of its machine share {}",
+        "ranks whose tensors fit the memory of their machine and whose plans do not; the numbers are those of the machine",
+    ),
+    (
         "{label}: rank {rank} has {theirs}, rank 0 has {ours}",
         "ranks that were started with different releases, options, sinks or tokens; every rank says it",
     ),
