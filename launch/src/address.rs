@@ -70,13 +70,13 @@ pub fn parse_advertised(text: &str, origin: &str) -> Result<Vec<SocketAddr>> {
         let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
         bare.parse().map(|ip| SocketAddr::new(ip, 0)).ok().or_else(with_port)
     };
-    let remedy = "write IP addresses with or without a port, such as 203.0.113.7,[fd00::1]:29601";
+    let remedy = "write them with or without a port, such as 203.0.113.7,[fd00::1]:29601";
     let addresses: Option<Vec<SocketAddr>> = text.split(',').map(|text| address(text.trim())).collect();
-    let addresses = addresses
-        .ok_or_else(|| Error::request(format!("{origin} are not addresses of this rank"), remedy))?;
+    let addresses =
+        addresses.ok_or_else(|| Error::request(format!("{origin} is not a list of IP addresses"), remedy))?;
     if addresses.len() > usize::from(MOST_ADVERTISED) {
         return Err(Error::request(
-            format!("{origin} are {} addresses of this rank", addresses.len()),
+            format!("{origin} lists {} addresses", addresses.len()),
             format!("name at most {MOST_ADVERTISED}"),
         ));
     }

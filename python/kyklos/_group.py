@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _kyklos
+from ._arrays import like, records_gradients
 from ._cache import KvCache
 from ._errors import GroupError, RequestError
 from ._options import CallOptions, Unpack, complete
@@ -256,7 +257,7 @@ class Group:
         """
         call = self._call(options, q, k, v)
         o, lse = self._core.attend(call, q, k, v)
-        return _like(q, o), _like(q, lse)
+        return like(q, o), like(q, lse)
 
     def _call(self, options: CallOptions, *arrays: Any) -> _kyklos.Call:
         """The options of a call, checked. A fault of this rank becomes the error of all ranks: otherwise their next calls would
@@ -265,7 +266,7 @@ class Group:
             whole = complete(options)
         except (TypeError, ValueError) as error:
             raise self.refuse(str(error), "help(kyklos.Group.attend) has the options") from None
-        if any(_records_gradients(array) for array in arrays):
+        if any(records_gradients(array) for array in arrays):
             raise self.refuse(
                 "a tensor that requires a gradient", "detach it, or use kyklos.torch.attention, whose backward() raises"
             )
@@ -321,7 +322,7 @@ class Group:
         if not isinstance(cache, KvCache):
             raise self.refuse(f"a {type(cache).__name__} as cache", "pass one that Group.kv_cache has made")
         o, lse = self._core.attend_cached(call, cache._core, q, k, v)
-        return _like(q, o), _like(q, lse)
+        return like(q, o), like(q, lse)
 
     def plan(
         self,
@@ -383,31 +384,6 @@ def _joined(advertise: str | Sequence[str] | None) -> str | None:
 
 def _session(deadline_s: float, leave_s: float) -> dict[str, float]:
     return {"deadline_s": float(deadline_s), "leave_s": float(leave_s)}
-
-
-def _records_gradients(array: Any) -> bool:
-    if not getattr(array, "requires_grad", False) or type(array).__module__.partition(".")[0] != "torch":
-        return False
-    import torch
-
-    return torch.is_grad_enabled()
-
-
-def _like(model: Any, array: _kyklos.Array) -> Any:
-    """``array`` as an array of the library of ``model``, without a copy."""
-    library = type(model).__module__.partition(".")[0]
-    if library == "torch":
-        from torch.utils.dlpack import from_dlpack
-
-        return from_dlpack(array)
-    namespace = getattr(model, "__array_namespace__", None)
-    if namespace is not None:
-        return namespace().from_dlpack(array)
-    if library == "numpy":  # Before NumPy 2, which has no namespace.
-        import numpy
-
-        return numpy.from_dlpack(array)
-    return array
 
 
 @atexit.register

@@ -20,9 +20,10 @@ use super::forming::endpoint::RankEndpoint;
 use super::forming::regroup::{self, NextGroup, PriorGroup};
 use super::forming::{bootstrap, other_carrier};
 use super::lifecycle;
+use super::network::binding;
 use super::network::io_thread::{Alive, IoThread};
 use super::network::path::Path;
-use super::network::socket::{self, Endpoints, SocketSource};
+use super::network::socket::{Endpoints, SocketSource};
 use super::trust::tls::TlsConfigs;
 use crate::error::{Abort, TransportError};
 use crate::figures::ConnectionFigures;
@@ -256,7 +257,7 @@ const LAST_PACKETS: Duration = Duration::from_millis(400);
 
 pub(crate) fn bind(config: &QuicConfig) -> Result<SocketSource, TransportError> {
     config.check()?;
-    let sockets = config.lane_addresses().map(|address| socket::bind(address, config.link.carrier));
+    let sockets = config.lane_addresses().map(|address| binding::bind(address, config.link.carrier));
     Ok(SocketSource::Real(sockets.collect::<Result<_, _>>()?))
 }
 

@@ -293,6 +293,14 @@ pub(super) const GROUPS: &[Group] = &[
                 "The host of the rank is not known.",
             ),
             (
+                "@ --rank 1 --world 2 --coordinator 127.0.0.1:29600 --advertise node1",
+                "The other ranks dial addresses and look up no names.",
+            ),
+            (
+                "KYKLOS_ADVERTISE=10.0.0.1,10.0.0.1:0 @ --rank 1 --world 2 --coordinator 127.0.0.1:29600",
+                "No rank can be reached at port 0.",
+            ),
+            (
                 "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 @ --identity DIR/ids/rank-1.pem --port 65535",
                 "Each rank of a host takes the next port.",
             ),

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crate::error::TransportError;
 use crate::quic::join::Invitation;
+use crate::quic::network::binding::{bind_for_both, usual_bind};
 use crate::quic::network::path::LinkSettings;
-use crate::quic::network::socket::{bind_for_both, usual_bind};
 use crate::quic::network::timing::Timing;
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::job::JobId;

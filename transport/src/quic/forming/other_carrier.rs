@@ -11,7 +11,7 @@ use super::config::QuicConfig;
 use super::endpoint::RankEndpoint;
 use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code};
 use crate::quic::network::path::Carrier;
-use crate::quic::network::{socket, tunnel};
+use crate::quic::network::{binding, tunnel};
 use crate::rank::Rank;
 
 /// Refuses every connection until it is dropped. Does nothing if the port of the other carrier is not free.
@@ -35,7 +35,7 @@ pub(crate) async fn refuse_all(endpoint: &RankEndpoint) -> std::convert::Infalli
 
 /// A refusal needs a handshake: only members and ranks with a token get it, and it cannot be forged.
 async fn refuse_all_udp(config: &QuicConfig, admission: &Admission, text: &str) {
-    let Ok(socket) = socket::bind_udp(config.local_address()) else { return };
+    let Ok(socket) = binding::bind_udp(config.local_address()) else { return };
     let runtime = Arc::new(TokioRuntime);
     let Ok(endpoint) = Endpoint::new(EndpointConfig::default(), Some(admission.server()), socket, runtime)
     else {

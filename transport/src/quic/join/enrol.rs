@@ -14,13 +14,13 @@ use super::binding::binding;
 use super::pinned::PinnedVerifier;
 use super::token::Token;
 use crate::error::TransportError;
+use crate::quic::network::binding::{self, SystemSocket, bind_for_both, usual_bind};
 use crate::quic::network::connection::{describe, describe_stranger, is_busy, is_silence};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
 use crate::quic::network::refusal::refusal_hint;
-use crate::quic::network::socket::{self, Endpoints, LaneEndpoint, SocketSource, SystemSocket};
-use crate::quic::network::socket::{bind_for_both, usual_bind};
+use crate::quic::network::socket::{Endpoints, LaneEndpoint, SocketSource};
 use crate::quic::network::staggered::{first_ok, listed};
 use crate::quic::network::timing::Timing;
 use crate::quic::trust::identity::Identity;
@@ -86,7 +86,7 @@ pub struct Enrolled {
 /// [`TransportError::Bootstrap`] if there is no answer by the deadline, if the peer is not rank 0 of the token's authority, or if
 /// rank 0 refuses: a token that is wrong, used up or has expired, a rank that is taken.
 pub fn enrol(config: EnrolConfig) -> Result<Enrolled, TransportError> {
-    let socket = socket::bind(SocketAddr::new(config.bind, 0), config.link.carrier)?;
+    let socket = binding::bind(SocketAddr::new(config.bind, 0), config.link.carrier)?;
     let thread = IoThread::start()?;
     let alive = thread.alive();
     thread.run(async move {
