@@ -1,6 +1,5 @@
 //! A job: one attention call of a group of ranks. Each part has its own readers.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,12 +8,11 @@ use kyklos::{Recovery, RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
 use crate::failure::{Failure, Result};
+use crate::job::settings::{Outputs, Settings};
 use crate::job::terms::Terms;
 use crate::observe::progress::Watch;
 use crate::observe::record::{About, Flight, ListedFlight};
-use crate::options::{OnLoss, ProgressKind};
 use crate::request::Request;
-use crate::tensors::output::OutputTarget;
 use crate::verify::Sample;
 
 /// One attention call of a group of ranks.
@@ -45,18 +43,6 @@ pub(crate) struct Agreed {
     pub(crate) begun: Option<Arc<ProvedPlans>>,
 }
 
-/// What a job writes and prints.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Outputs {
-    pub(crate) result: Option<OutputTarget>,
-    /// The timelines, of each rank or of all ranks together.
-    pub(crate) trace: Option<PathBuf>,
-    /// The folder of records.
-    pub(crate) record: Option<PathBuf>,
-    /// Whether the report is a JSON object instead of a table.
-    pub(crate) json: bool,
-}
-
 /// How often a plan is run, and under which conditions.
 #[derive(Clone, Debug)]
 pub(crate) struct Runs {
@@ -68,21 +54,6 @@ pub(crate) struct Runs {
     pub(crate) ranks_here: u32,
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
-}
-
-/// What the options say about the runs of a job.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Settings {
-    pub(crate) repeat: u64,
-    /// Longest wait for one message.
-    pub(crate) deadline: Duration,
-    pub(crate) verify: bool,
-    pub(crate) progress: ProgressKind,
-    /// Ranks on this machine: the progress bar counts their steps.
-    pub(crate) ranks_here: u32,
-    /// Whether each of them is a process.
-    pub(crate) are_processes: bool,
-    pub(crate) on_loss: OnLoss,
 }
 
 impl Job {

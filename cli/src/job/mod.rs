@@ -9,6 +9,8 @@ mod publish;
 pub(crate) mod rank;
 pub(crate) mod refusal;
 pub(crate) mod report;
+mod settings;
 mod terms;
 
-pub(crate) use self::call::{Job, Outputs, Settings};
+pub(crate) use self::call::Job;
+pub(crate) use self::settings::{Outputs, Settings};

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use kyklos::{AttentionProblem, Split};
 use kyklos_transport::MAX_NOTE_BYTES;
 
-use super::call::{Outputs, Settings};
+use super::settings::{Outputs, Settings};
 use crate::failure::{Failure, Result, harmless};
 use crate::observe::trace;
 use crate::request::Request;

@@ -6,9 +6,11 @@ mod input;
 pub(crate) mod output;
 pub(crate) mod pairs;
 mod positioned;
+mod sections;
 mod shard;
 
-pub(crate) use self::copy::{COPY_ID_BYTES, CopyId, DIGEST_BYTES, Digest};
+pub(crate) use self::copy::{COPY_ID_BYTES, CopyId};
 pub(crate) use self::file::InputFile;
 pub(crate) use self::input::Source;
+pub(crate) use self::sections::{DIGEST_BYTES, Digest};
 pub(crate) use self::shard::TensorKind;
