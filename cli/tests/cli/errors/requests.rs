@@ -301,6 +301,10 @@ pub(super) const GROUPS: &[Group] = &[
                 "No rank can be reached at port 0.",
             ),
             (
+                "@ --rank 1 --world 2 --coordinator 127.0.0.1:29600 --advertise ::1,::2,::3,::4,::5,::6,::7,::8,::9",
+                "Every other rank dials each of them.",
+            ),
+            (
                 "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 @ --identity DIR/ids/rank-1.pem --port 65535",
                 "Each rank of a host takes the next port.",
             ),
