@@ -198,5 +198,5 @@ const LOOK: Duration = Duration::from_secs(1);
 /// Time after which a stuck rank counts as stuck for ever.
 const STUCK_FOR_GOOD: Duration = Duration::from_secs(10);
 
-/// Longest wait for the abort of the group.
-const ABORT_UNDER_WAY: Duration = Duration::from_secs(10);
+/// Longest wait for the abort of the group: longer than a rank may be silent over any links before it counts as dead.
+const ABORT_UNDER_WAY: Duration = Duration::from_secs(30);
