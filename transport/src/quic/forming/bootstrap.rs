@@ -28,7 +28,8 @@ pub(crate) async fn form(endpoint: &RankEndpoint) -> Result<Mesh, TransportError
     if config.world == 1 {
         return Ok(Mesh::default());
     }
-    let mut forming = Forming::new(endpoint, (config.epoch, members), deadline, (arrivals, Vec::new()));
+    let mut forming =
+        Forming { endpoint, epoch: config.epoch, members, deadline, arrivals, early_data: Vec::new() };
     let formed = if config.rank == Rank::COORDINATOR {
         forming.as_coordinator().await
     } else {
@@ -62,22 +63,6 @@ pub(crate) struct Forming<'a> {
     pub(crate) arrivals: mpsc::Receiver<AdmittedConnection>,
     /// Data connections, of all lanes, that arrived while this rank waited for others.
     pub(crate) early_data: Vec<(u32, PeerConnection)>,
-    /// On a member: the first rank to which it got no data connection.
-    pub(crate) unreached: Option<Rank>,
-    /// On the coordinator: pairs of ranks that both say they have no connection to the other, the lower one first.
-    pub(crate) apart: Vec<(Rank, Rank)>,
-}
-
-impl<'a> Forming<'a> {
-    /// The group of an epoch and its members, with the connections that come from now on, and those that came early.
-    pub(crate) fn new(
-        endpoint: &'a RankEndpoint,
-        (epoch, members): (u32, Vec<Rank>),
-        deadline: Instant,
-        (arrivals, early_data): (mpsc::Receiver<AdmittedConnection>, Vec<(u32, PeerConnection)>),
-    ) -> Self {
-        Self { endpoint, epoch, members, deadline, arrivals, early_data, unreached: None, apart: Vec::new() }
-    }
 }
 
 impl Forming<'_> {
@@ -127,21 +112,10 @@ impl Forming<'_> {
         control: &mut [PeerConnection],
     ) -> Result<Vec<PeerConnection>, TransportError> {
         let data = self.collect_data(Vec::new(), control).await?;
-        let mut unreached = Vec::new();
         for member in control {
-            match self.next_frame(member).await? {
-                Frame::Meshed => {}
-                Frame::LinkLost { peer, .. } if self.place(peer).is_some() => {
-                    unreached.push((member.rank, peer))
-                }
-                other => return Err(unexpected(member, &other, &Frame::Meshed)),
-            }
+            self.expect(member, &Frame::Meshed).await?;
         }
-        let Some(&(rank, peer)) = unreached.first() else { return Ok(data) };
-        // All members answer, so none of them is merely gone.
-        let both = unreached.iter().filter(|(a, b)| a < b && unreached.contains(&(*b, *a)));
-        self.apart.extend(both);
-        Err(TransportError::bootstrap(format!("rank {rank} cannot reach rank {peer}")))
+        Ok(data)
     }
 
     /// Of the coordinator: the group exists.
@@ -191,13 +165,7 @@ impl Forming<'_> {
         for some in below.chunks(DIALS_AT_ONCE) {
             let dials =
                 some.iter().map(|&(rank, addresses)| Box::pin(self.dial_lanes(rank, addresses))).collect();
-            match all(dials).await {
-                Ok(dialled) => data.extend(dialled.into_iter().flatten()),
-                Err((rank, error)) => {
-                    self.unreached = Some(rank);
-                    return Err(error);
-                }
-            }
+            data.extend(all(dials).await?.into_iter().flatten());
         }
         self.collect_data(data, std::slice::from_ref(control)).await
     }
@@ -207,10 +175,9 @@ impl Forming<'_> {
         &self,
         rank: Rank,
         addresses: &[SocketAddr],
-    ) -> Result<Vec<PeerConnection>, (Rank, TransportError)> {
+    ) -> Result<Vec<PeerConnection>, TransportError> {
         let dial = async |addresses: &[SocketAddr], purpose| {
-            let dialled = self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await;
-            dialled.map_err(|error| (rank, error))
+            self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await
         };
         let (joined, lane_ports) = dial(addresses, DialPurpose::data(self.epoch)).await?;
         let ip = joined.connection.remote_address().ip();
@@ -219,16 +186,6 @@ impl Forming<'_> {
             data.push(dial(&[SocketAddr::new(ip, port)], DialPurpose::lane(lane, self.epoch)).await?.0);
         }
         Ok(data)
-    }
-
-    /// Of every other member that has no data connection to some rank: the coordinator can go on without one of the two.
-    pub(crate) async fn report_unreached(&mut self, control: &mut PeerConnection, error: &TransportError) {
-        if let Some(peer) = self.unreached {
-            // If the coordinator is gone, the attempt ends anyway.
-            let _ = self.say(control, &Frame::LinkLost { peer, text: error.to_string() }).await;
-            // A connection that is dropped may lose what was said last. The coordinator ends it when all members have reported.
-            let _ = self.next_frame(control).await;
-        }
     }
 
     /// Of every other member: it is ready, and waits for the start.
@@ -306,10 +263,7 @@ impl Forming<'_> {
                 // A rank that is too late for this group: it gets no answer.
                 Ok(Some(_)) => {}
                 Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
-                Err(_) => {
-                    self.unreached = missing.first().copied();
-                    return Err(self.too_late(&missing));
-                }
+                Err(_) => return Err(self.too_late(&missing)),
             }
         }
     }
@@ -339,7 +293,10 @@ impl Forming<'_> {
     async fn expect(&self, from: &mut PeerConnection, expected: &Frame) -> Result<(), TransportError> {
         match self.next_frame(from).await? {
             frame if frame == *expected => Ok(()),
-            other => Err(unexpected(from, &other, expected)),
+            other => Err(TransportError::bootstrap(format!(
+                "rank {} sent {other:?} instead of {expected:?}",
+                from.rank
+            ))),
         }
     }
 
@@ -365,10 +322,6 @@ impl Forming<'_> {
             self.endpoint.admission.refusals_text()
         ))
     }
-}
-
-fn unexpected(from: &PeerConnection, frame: &Frame, expected: &Frame) -> TransportError {
-    TransportError::bootstrap(format!("rank {} sent {frame:?} instead of {expected:?}", from.rank))
 }
 
 /// Waits until one of the connections is closed, and returns that one.

@@ -5,9 +5,6 @@
 //! connections from the other ranks become their control connections. If an attempt fails on one rank, it ends on all
 //! ranks, because its connections end, and the next attempt begins. A rank remembers every group for which it was
 //! ready.
-//!
-//! Two ranks that reach the lowest one but not each other would make every attempt fail. Both say so, and the lowest rank leaves
-//! the higher one of them out of its next attempt.
 
 mod gather;
 
@@ -16,15 +13,14 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use self::gather::Attempt;
-use super::admission::{AdmittedConnection, GroupStatus, left_out_text};
+use super::admission::{GroupStatus, left_out_text};
 use super::bootstrap::Forming;
 use super::endpoint::RankEndpoint;
-use super::peer_connection::{Mesh, PeerConnection};
+use super::peer_connection::Mesh;
 use crate::error::TransportError;
 use crate::membership::{Claim, MOST_CLAIMS};
 use crate::rank::Rank;
@@ -67,16 +63,7 @@ pub(crate) async fn regroup(
             Regroup::Survivors => endpoint.timing.settle,
             Regroup::Everyone { within } => within,
         };
-    let mut regrouping = Regrouping {
-        endpoint,
-        prior,
-        who,
-        until,
-        settled,
-        floor,
-        refused: Arc::default(),
-        apart: Vec::new(),
-    };
+    let mut regrouping = Regrouping { endpoint, prior, who, until, settled, floor, refused: Arc::default() };
     loop {
         match regrouping.attempt().await {
             Ok(next) => {
@@ -120,11 +107,9 @@ struct Regrouping<'a> {
     floor: u32,
     /// The last refusal between this rank and a lower one.
     refused: Arc<Mutex<Option<String>>>,
-    /// Pairs of ranks that could not reach each other in an attempt that this rank led, the lower one first.
-    apart: Vec<(Rank, Rank)>,
 }
 
-impl<'a> Regrouping<'a> {
+impl Regrouping<'_> {
     fn everyone(&self) -> bool {
         self.who != Regroup::Survivors
     }
@@ -160,7 +145,6 @@ impl<'a> Regrouping<'a> {
     /// Of the lowest rank.
     async fn lead(&mut self, mut attempt: Attempt) -> Result<NextGroup, AttemptError> {
         let members = self.next_members(&attempt).map_err(TransportError::bootstrap)?;
-        let dropped = self.dropped(&attempt);
         attempt.dials.abort_all();
         let heard = attempt.above.values().map(|(.., epoch)| *epoch).max().unwrap_or(0).max(self.floor);
         let epoch = heard.checked_add(1).ok_or_else(|| TransportError::bootstrap("no epoch is left"))?;
@@ -170,13 +154,8 @@ impl<'a> Regrouping<'a> {
             if members.contains(&rank) {
                 control.push(joined);
             } else {
-                let text = match dropped.get(&rank) {
-                    Some(other) => {
-                        format!("{} and rank {other} cannot reach each other", left_out_text(rank, epoch))
-                    }
-                    None => left_out_text(rank, epoch),
-                };
-                let gone = Frame::Reject { code: RejectCode::Gone, text }.encode();
+                let gone =
+                    Frame::Reject { code: RejectCode::Gone, text: left_out_text(rank, epoch) }.encode();
                 tokio::spawn(async move {
                     if joined.send.write_all(&gone).await.is_ok() && joined.send.finish().is_ok() {
                         let _ = timeout(REJECT_TIMEOUT, joined.send.stopped()).await;
@@ -187,19 +166,20 @@ impl<'a> Regrouping<'a> {
         if members.first() != Some(&self.me()) {
             return Err(AttemptError::Fatal(TransportError::bootstrap(left_out_text(self.me(), epoch))));
         }
-        let mut forming = self.forming(attempt.arrivals, attempt.early_data, epoch, &members);
+        let mut forming = Forming {
+            endpoint: self.endpoint,
+            epoch,
+            members: members.clone(),
+            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt),
+            arrivals: attempt.arrivals,
+            early_data: attempt.early_data,
+        };
         let table = forming.address_table(&control);
         for member in &mut control {
             forming.say(member, &Frame::Members { epoch, members: members.clone() }).await?;
             forming.say_table(member, &table).await?;
         }
-        let data = match forming.collect_mesh(&mut control).await {
-            Ok(data) => data,
-            Err(error) => {
-                self.apart.append(&mut forming.apart);
-                return Err(error.into());
-            }
-        };
+        let data = forming.collect_mesh(&mut control).await?;
         self.add_claim(epoch, &members)?;
         let mesh = forming.start(control, data, table).await?;
         Ok(NextGroup { epoch, members, mesh })
@@ -216,34 +196,19 @@ impl<'a> Regrouping<'a> {
         let Some((_, mut control)) = attempt.below.into_iter().next() else {
             return Err(TransportError::bootstrap("nobody to follow").into());
         };
-        let mut forming = self.forming(attempt.arrivals, attempt.early_data, epoch, &members);
-        let table = forming.hear_table(&mut control).await?;
-        // Early enough that the lowest rank still waits for what this one has to say.
-        let deadline = forming.deadline;
-        forming.deadline = Instant::now() + deadline.saturating_duration_since(Instant::now()) * 3 / 4;
-        let dialled = forming.dial_mesh(&control, &table).await;
-        forming.deadline = deadline;
-        let data = match dialled {
-            Ok(data) => data,
-            Err(error) => {
-                forming.report_unreached(&mut control, &error).await;
-                return Err(error.into());
-            }
+        let mut forming = Forming {
+            endpoint: self.endpoint,
+            epoch,
+            members: members.clone(),
+            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt),
+            arrivals: attempt.arrivals,
+            early_data: attempt.early_data,
         };
+        let table = forming.hear_table(&mut control).await?;
+        let data = forming.dial_mesh(&control, &table).await?;
         self.add_claim(epoch, &members)?;
         let mesh = forming.report_meshed(control, data, table).await?;
         Ok(NextGroup { epoch, members, mesh })
-    }
-
-    fn forming(
-        &self,
-        arrivals: mpsc::Receiver<AdmittedConnection>,
-        early_data: Vec<(u32, PeerConnection)>,
-        epoch: u32,
-        members: &[Rank],
-    ) -> Forming<'a> {
-        let deadline = self.until.min(Instant::now() + self.endpoint.timing.attempt);
-        Forming::new(self.endpoint, (epoch, members.to_vec()), deadline, (arrivals, early_data))
     }
 
     /// From now on this rank may belong to the group, whether or not it learns that the group has started.

@@ -38,8 +38,6 @@ pub(crate) enum Strike {
     Crash { rank: u32, restarts: Option<Duration> },
     /// Some ranks are cut off from the others.
     Cut { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
-    /// Two ranks can no longer reach each other, and both reach all others.
-    Apart { ranks: (u32, u32) },
     /// A rank reports its own failure, and joins the next group.
     Abort { rank: u32 },
 }
@@ -67,7 +65,7 @@ pub(crate) struct Stay {
 pub(crate) enum End {
     Finished,
     /// No group formed, and why.
-    Alone(TransportError),
+    Alone(#[expect(dead_code, reason = "shown when a seed fails")] TransportError),
     Never(String),
 }
 
@@ -220,7 +218,6 @@ impl Stage {
                     self.network.heal();
                 }
             }
-            Strike::Apart { ranks: (a, b) } => self.network.cut(Cut::between(a, b, false)),
             Strike::Abort { rank } => {
                 let transport = self.inner.lock().unwrap().transports.get(&rank).cloned();
                 if let Some(transport) = transport {

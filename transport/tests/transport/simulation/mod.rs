@@ -156,38 +156,6 @@ fn survivors_form_one_group_again_or_none() {
     assert!(failures.is_empty(), "{} seeds fail: {failures:?}", failures.len());
 }
 
-#[test]
-fn one_of_two_ranks_that_cannot_reach_each_other_is_left_out() {
-    for everyone in [true, false] {
-        let world = again::World {
-            ranks: 4,
-            everyone,
-            lanes: 1,
-            strikes: vec![(Duration::from_secs(2), again::Strike::Apart { ranks: (1, 2) })],
-            ..again::World::draw(5)
-        };
-        let played = again::play(&world);
-        let ends: Vec<_> = played.lives.iter().map(|life| &life.end).collect();
-        for life in &played.lives {
-            let last: Vec<u32> = life.stays.last().unwrap().members.iter().map(|rank| rank.0).collect();
-            match &life.end {
-                again::End::Finished if life.rank != 2 => {
-                    assert_eq!(last, [0, 1, 3], "everyone {everyone}: {life:?}");
-                }
-                again::End::Alone(error) if life.rank == 2 => {
-                    let text = error.to_string();
-                    assert!(
-                        text.contains("without rank 2")
-                            && text.contains("and rank 1 cannot reach each other"),
-                        "{text}"
-                    );
-                }
-                _ => panic!("everyone {everyone}: {ends:?}"),
-            }
-        }
-    }
-}
-
 /// A world without a fault.
 fn quiet_world() -> World {
     let mut world = World::draw(1);

@@ -135,24 +135,10 @@ impl Regrouping<'_> {
         }
     }
 
-    /// The ranks that are present with their claims, this rank among them, without those that are left out.
+    /// The ranks that are present with their claims, this rank among them.
     fn came(&self, attempt: &Attempt) -> BTreeMap<Rank, Vec<Claim>> {
-        let dropped = self.dropped(attempt);
-        let above = attempt.above.iter().filter(|(rank, _)| !dropped.contains_key(rank));
-        let above = above.map(|(&rank, (_, claims, _))| (rank, claims.clone()));
+        let above = attempt.above.iter().map(|(&rank, (_, claims, _))| (rank, claims.clone()));
         above.chain([(self.me(), self.prior.claims.clone())]).collect()
-    }
-
-    /// Ranks that are present and left out, each with the lower rank that it does not reach and that stays.
-    pub(super) fn dropped(&self, attempt: &Attempt) -> BTreeMap<Rank, Rank> {
-        let mut dropped = BTreeMap::new();
-        for &(lower, higher) in &self.apart {
-            let both = attempt.above.contains_key(&lower) && attempt.above.contains_key(&higher);
-            if both && !dropped.contains_key(&lower) {
-                dropped.entry(higher).or_insert(lower);
-            }
-        }
-        dropped
     }
 
     pub(super) fn next_members(&self, attempt: &Attempt) -> Result<Vec<Rank>, String> {
