@@ -28,8 +28,15 @@ pub(crate) async fn form(endpoint: &RankEndpoint) -> Result<Mesh, TransportError
     if config.world == 1 {
         return Ok(Mesh::default());
     }
-    let mut forming =
-        Forming { endpoint, epoch: config.epoch, members, deadline, arrivals, early_data: Vec::new() };
+    let mut forming = Forming {
+        endpoint,
+        epoch: config.epoch,
+        members,
+        deadline,
+        arrivals,
+        early_data: Vec::new(),
+        unreached: Vec::new(),
+    };
     let formed = if config.rank == Rank::COORDINATOR {
         forming.as_coordinator().await
     } else {
@@ -63,6 +70,8 @@ pub(crate) struct Forming<'a> {
     pub(crate) arrivals: mpsc::Receiver<AdmittedConnection>,
     /// Data connections, of all lanes, that arrived while this rank waited for others.
     pub(crate) early_data: Vec<(u32, PeerConnection)>,
+    /// Members without a data connection to this rank when the time was up.
+    pub(crate) unreached: Vec<Rank>,
 }
 
 impl Forming<'_> {
@@ -107,7 +116,7 @@ impl Forming<'_> {
     }
 
     /// Of the coordinator: the data connections, once every member has all of its own.
-    pub(crate) async fn collect_mesh(
+    async fn collect_mesh(
         &mut self,
         control: &mut [PeerConnection],
     ) -> Result<Vec<PeerConnection>, TransportError> {
@@ -165,19 +174,28 @@ impl Forming<'_> {
         for some in below.chunks(DIALS_AT_ONCE) {
             let dials =
                 some.iter().map(|&(rank, addresses)| Box::pin(self.dial_lanes(rank, addresses))).collect();
-            data.extend(all(dials).await?.into_iter().flatten());
+            match all(dials).await {
+                Ok(dialled) => data.extend(dialled.into_iter().flatten()),
+                Err((rank, error)) => {
+                    if Instant::now() >= self.deadline {
+                        self.unreached = vec![rank];
+                    }
+                    return Err(error);
+                }
+            }
         }
         self.collect_data(data, std::slice::from_ref(control)).await
     }
 
-    /// The data connections of all lanes to one rank.
+    /// The data connections of all lanes to one rank, which an error names.
     async fn dial_lanes(
         &self,
         rank: Rank,
         addresses: &[SocketAddr],
-    ) -> Result<Vec<PeerConnection>, TransportError> {
+    ) -> Result<Vec<PeerConnection>, (Rank, TransportError)> {
         let dial = async |addresses: &[SocketAddr], purpose| {
-            self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await
+            let dialled = self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await;
+            dialled.map_err(|error| (rank, error))
         };
         let (joined, lane_ports) = dial(addresses, DialPurpose::data(self.epoch)).await?;
         let ip = joined.connection.remote_address().ip();
@@ -219,7 +237,7 @@ impl Forming<'_> {
     }
 
     /// Waits for the data connections of all higher ranks, as long as no control connection ends.
-    async fn collect_data(
+    pub(crate) async fn collect_data(
         &mut self,
         dialled: Vec<PeerConnection>,
         control: &[PeerConnection],
@@ -263,7 +281,11 @@ impl Forming<'_> {
                 // A rank that is too late for this group: it gets no answer.
                 Ok(Some(_)) => {}
                 Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
-                Err(_) => return Err(self.too_late(&missing)),
+                Err(_) => {
+                    let error = self.too_late(&missing);
+                    self.unreached = missing;
+                    return Err(error);
+                }
             }
         }
     }

@@ -7,16 +7,18 @@
 //! ready.
 
 mod gather;
+mod unreachable;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use self::gather::Attempt;
+use self::unreachable::{REPORT_EXTRA_WAIT, dismiss, report_unreached};
 use super::admission::{GroupStatus, left_out_text};
 use super::bootstrap::Forming;
 use super::endpoint::RankEndpoint;
@@ -25,7 +27,7 @@ use crate::error::TransportError;
 use crate::membership::{Claim, MOST_CLAIMS};
 use crate::rank::Rank;
 use crate::transport::Regroup;
-use crate::wire::{Frame, RejectCode};
+use crate::wire::Frame;
 
 /// The state of a rank's last group when it forms the next one. Ranks have their numbers of the first group.
 #[derive(Debug)]
@@ -63,7 +65,16 @@ pub(crate) async fn regroup(
             Regroup::Survivors => endpoint.timing.settle,
             Regroup::Everyone { within } => within,
         };
-    let mut regrouping = Regrouping { endpoint, prior, who, until, settled, floor, refused: Arc::default() };
+    let mut regrouping = Regrouping {
+        endpoint,
+        prior,
+        who,
+        until,
+        settled,
+        floor,
+        refused: Arc::default(),
+        dropped: BTreeSet::new(),
+    };
     loop {
         match regrouping.attempt().await {
             Ok(next) => {
@@ -107,6 +118,8 @@ struct Regrouping<'a> {
     floor: u32,
     /// The last refusal between this rank and a lower one.
     refused: Arc<Mutex<Option<String>>>,
+    /// Of the coordinator: ranks that cannot reach a member of the next group.
+    dropped: BTreeSet<Rank>,
 }
 
 impl Regrouping<'_> {
@@ -149,18 +162,13 @@ impl Regrouping<'_> {
         let heard = attempt.above.values().map(|(.., epoch)| *epoch).max().unwrap_or(0).max(self.floor);
         let epoch = heard.checked_add(1).ok_or_else(|| TransportError::bootstrap("no epoch is left"))?;
         self.floor = epoch;
+        let came = self.came(&attempt);
         let mut control = Vec::new();
-        for (rank, (mut joined, ..)) in attempt.above {
+        for (rank, (joined, ..)) in attempt.above {
             if members.contains(&rank) {
                 control.push(joined);
             } else {
-                let gone =
-                    Frame::Reject { code: RejectCode::Gone, text: left_out_text(rank, epoch) }.encode();
-                tokio::spawn(async move {
-                    if joined.send.write_all(&gone).await.is_ok() && joined.send.finish().is_ok() {
-                        let _ = timeout(REJECT_TIMEOUT, joined.send.stopped()).await;
-                    }
-                });
+                tokio::spawn(dismiss(joined, left_out_text(rank, epoch)));
             }
         }
         if members.first() != Some(&self.me()) {
@@ -170,16 +178,17 @@ impl Regrouping<'_> {
             endpoint: self.endpoint,
             epoch,
             members: members.clone(),
-            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt),
+            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt + REPORT_EXTRA_WAIT),
             arrivals: attempt.arrivals,
             early_data: attempt.early_data,
+            unreached: Vec::new(),
         };
         let table = forming.address_table(&control);
         for member in &mut control {
             forming.say(member, &Frame::Members { epoch, members: members.clone() }).await?;
             forming.say_table(member, &table).await?;
         }
-        let data = forming.collect_mesh(&mut control).await?;
+        let (control, data) = self.collect_mesh(&mut forming, control, came).await?;
         self.add_claim(epoch, &members)?;
         let mesh = forming.start(control, data, table).await?;
         Ok(NextGroup { epoch, members, mesh })
@@ -203,9 +212,13 @@ impl Regrouping<'_> {
             deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt),
             arrivals: attempt.arrivals,
             early_data: attempt.early_data,
+            unreached: Vec::new(),
         };
         let table = forming.hear_table(&mut control).await?;
-        let data = forming.dial_mesh(&control, &table).await?;
+        let data = match forming.dial_mesh(&control, &table).await {
+            Ok(data) => data,
+            Err(error) => return Err(report_unreached(&forming.unreached, control, error).await),
+        };
         self.add_claim(epoch, &members)?;
         let mesh = forming.report_meshed(control, data, table).await?;
         Ok(NextGroup { epoch, members, mesh })

@@ -38,6 +38,8 @@ pub(crate) enum Strike {
     Crash { rank: u32, restarts: Option<Duration> },
     /// Some ranks are cut off from the others.
     Cut { side: Vec<u32>, one_way: bool, heals: Option<Duration> },
+    /// Two ranks lose each other for good; both still reach the others.
+    Link { a: u32, b: u32 },
     /// A rank reports its own failure, and joins the next group.
     Abort { rank: u32 },
 }
@@ -65,7 +67,7 @@ pub(crate) struct Stay {
 pub(crate) enum End {
     Finished,
     /// No group formed, and why.
-    Alone(#[expect(dead_code, reason = "shown when a seed fails")] TransportError),
+    Alone(TransportError),
     Never(String),
 }
 
@@ -218,6 +220,7 @@ impl Stage {
                     self.network.heal();
                 }
             }
+            Strike::Link { a, b } => self.network.cut(Cut::between(a, b, false)),
             Strike::Abort { rank } => {
                 let transport = self.inner.lock().unwrap().transports.get(&rank).cloned();
                 if let Some(transport) = transport {

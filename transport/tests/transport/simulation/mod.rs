@@ -11,6 +11,7 @@ mod outages;
 mod program;
 mod rng;
 mod stage;
+mod unreachable;
 mod waits;
 mod world;
 

@@ -136,8 +136,9 @@ impl Regrouping<'_> {
     }
 
     /// The ranks that are present with their claims, this rank among them.
-    fn came(&self, attempt: &Attempt) -> BTreeMap<Rank, Vec<Claim>> {
-        let above = attempt.above.iter().map(|(&rank, (_, claims, _))| (rank, claims.clone()));
+    pub(super) fn came(&self, attempt: &Attempt) -> BTreeMap<Rank, Vec<Claim>> {
+        let above = attempt.above.iter().filter(|(rank, _)| !self.dropped.contains(rank));
+        let above = above.map(|(&rank, (_, claims, _))| (rank, claims.clone()));
         above.chain([(self.me(), self.prior.claims.clone())]).collect()
     }
 
@@ -150,10 +151,12 @@ impl Regrouping<'_> {
         let came = self.came(attempt);
         match self.who {
             Regroup::Everyone { .. } => {
-                (0..self.endpoint.config.world).all(|rank| came.contains_key(&Rank(rank)))
+                let is_here = |rank: &Rank| came.contains_key(rank) || self.dropped.contains(rank);
+                (0..self.endpoint.config.world).all(|rank| is_here(&Rank(rank)))
             }
             Regroup::Survivors => last_started(&came).is_some_and(|last| {
-                last.members.iter().all(|rank| Some(*rank) == self.prior.lost || came.contains_key(rank))
+                let is_gone = |rank: &Rank| Some(*rank) == self.prior.lost || self.dropped.contains(rank);
+                last.members.iter().all(|rank| is_gone(rank) || came.contains_key(rank))
             }),
         }
     }

@@ -41,7 +41,8 @@ pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
     }
     wrong.extend(two_wholes(&groups));
     let crashes = played.crashed.len() as u32;
-    let calm = !world.strikes.iter().any(|(_, strike)| matches!(strike, Strike::Cut { .. }));
+    let cuts = |strike: &Strike| matches!(strike, Strike::Cut { .. } | Strike::Link { .. });
+    let calm = !world.strikes.iter().any(|(_, strike)| cuts(strike));
     // Without cuts, more than half of the ranks are always enough.
     if calm && 2 * (world.ranks - crashes) > world.ranks {
         let first = played.lives.iter().filter(|life| life.life == 0);
