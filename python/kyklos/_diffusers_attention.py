@@ -19,6 +19,7 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch._library.effects import EffectType
 
+from ._agreement import Passes, halves, samples
 from ._errors import RequestError
 from ._group import Group
 
@@ -33,6 +34,8 @@ _NEEDED = frozenset({"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa
 _MASKS = 8
 #: Axes and values of each input that ranks compare, and the relative difference that unlike devices may have.
 _AXES, _SAMPLES, _DRIFT = 8, 8, 0.25
+#: The same for inputs that no network has computed.
+_ROUNDING = 1e-3
 
 
 class Split:
@@ -46,7 +49,8 @@ class Split:
         self.number = next(_next)
         # In the label of each call, of at most 128 bytes: ranks that cut differently must not compute together.
         parts = ":".join(map(str, shares))
-        self._title = f"{name[:40]}, shares {parts if len(parts) <= 24 else format(zlib.crc32(parts.encode()), 'x')}"
+        self.passes = Passes(group)
+        self._title = f"{name[:40]}, {self.passes.model}, shares {parts if len(parts) <= 24 else format(zlib.crc32(parts.encode()), 'x')}"
         self._forward = 0
         self._calls = 0
         self._gathers = 0
@@ -58,7 +62,11 @@ class Split:
 
     def begin(self, inputs: dict[str, Any]) -> None:
         """Starts a forward. All ranks must have inputs of the same shapes, and of the same values but for rounding."""
-        self._forward += 1
+        if self._active:
+            # No end: the last forward has failed.
+            self.passes.failed()
+        self._active = False
+        self._forward = self.passes.next()
         self._calls, self._gathers, self._active = 0, 0, True
         self._compare(inputs)
 
@@ -69,6 +77,7 @@ class Split:
         """
         self._active = False
         if self._calls != self.expected:
+            self.passes.failed()
             raise RequestError(
                 f"{self.name} made {self._calls} calls of split attention in a forward, its plan has {self.expected}: call parallelize "
                 "again after a change of attention processors, and name in plan.attention the modules whose keys are split"
@@ -165,9 +174,18 @@ class Split:
     def _compare(self, inputs: dict[str, Any]) -> None:
         """Shapes and some values of each input, of all ranks: ranks with another seed or prompt would give plausible nonsense."""
         tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-        row = torch.cat([torch.zeros(1), *(torch.cat([_shape(x), _sample(x)]) for x in tensors.values())])
-        label = f"{self._place()}, inputs {zlib.crc32(' '.join(tensors).encode()):x}"
-        whole = _gather(self.group, row[None, None], label)[0, :, 1:].unflatten(1, (len(tensors), _AXES + _SAMPLES))
+        plain = {name: zlib.crc32(_text(x).encode()) for name, x in inputs.items() if name not in tensors}
+        others = torch.tensor([half for crc in plain.values() for half in halves(crc)], dtype=torch.float32)
+        row = torch.cat([torch.zeros(1), others, *(torch.cat([_shape(x), _sample(x)]) for x in tensors.values())])
+        label = f"{self._place()}, inputs {zlib.crc32(' '.join([*plain, '', *tensors]).encode()):x}"
+        whole = _gather(self.group, row[None, None], label)[0, :, 1:]
+        for name, part in zip(plain, whole[:, : len(others)].unflatten(1, (len(plain), 2)).unbind(1), strict=True):
+            for rank in range(1, self.group.world):
+                if not torch.equal(part[rank], part[0]):
+                    raise RequestError(
+                        f"rank {rank} has another {name} than rank 0: give the pipeline the same arguments on all ranks"
+                    )
+        whole = whole[:, len(others) :].unflatten(1, (len(tensors), _AXES + _SAMPLES))
         for name, part in zip(tensors, whole.unbind(1), strict=True):
             for rank in range(1, self.group.world):
                 own, first = part[rank], part[0]
@@ -177,7 +195,8 @@ class Split:
                         f"rank {rank} has {name} of shape {sizes[0]}, rank 0 of {sizes[1]}: give the pipeline the same inputs on all ranks"
                     )
                 own, first = own[_AXES:], first[_AXES:]
-                if (own - first).norm() > _DRIFT * (own.norm() + first.norm()):
+                drift = _ROUNDING if _is_setting(name, tensors[name]) else _DRIFT
+                if (own - first).norm() > drift * (own.norm() + first.norm()):
                     raise RequestError(
                         f"rank {rank} has other values of {name} than rank 0: give the pipeline the same inputs on all ranks, and "
                         "a generator with the same seed"
@@ -194,10 +213,23 @@ def _shape(x: torch.Tensor) -> torch.Tensor:
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
     """Values of x at equal distances, ``[8]``; zeros if it has no elements."""
-    if not x.numel():
-        return torch.zeros(_SAMPLES)
-    places = torch.linspace(0, x.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-    return x.detach()[torch.unravel_index(places.to(x.device), x.shape)].to("cpu", torch.float32).nan_to_num()
+    return samples(x, _SAMPLES) if x.numel() else torch.zeros(_SAMPLES)
+
+
+def _is_setting(name: str, x: torch.Tensor) -> bool:
+    """Whether an input is not computed by a network, so that only its rounding may differ between devices."""
+    return (
+        x.dim() <= 1 or not x.is_floating_point() or "timestep" in name or "guidance" in name or name.endswith("_ids")
+    )
+
+
+def _text(x: object) -> str:
+    """An argument that is no tensor, as far as ranks compare it: numbers and texts, also in lists and dicts."""
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{key}: {_text(value)}" for key, value in sorted(x.items(), key=str)) + "}"
+    if isinstance(x, (list, tuple)):
+        return "[" + ", ".join(map(_text, x)) + "]"
+    return repr(x) if x is None or isinstance(x, (bool, int, float, str)) else type(x).__name__
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from . import _transformers_checks as checks
 from . import _transformers_hooks as hooks
 from . import _transformers_masks as masks
+from ._agreement import Passes
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group
 from ._rows import gather
@@ -50,7 +51,7 @@ class SplitModel:
         self.generating = False
         #: Whether the model makes other positions than :func:`checks.default_positions`: without padding, and with it.
         self.own_positions = [False, False]
-        self._forwards = 0
+        self._passes = Passes(group)
         self._implementation = model.config._attn_implementation
         self._base_implementation = self.base.config._attn_implementation
         self._run: Callable[..., Any] = self.base.forward
@@ -71,6 +72,7 @@ class SplitModel:
                 module.training = mode
 
     def _install(self, check: bool) -> None:
+        self._passes.check_weights(self.model)
         expected = self._expected() if check else None
         self.model.set_attn_implementation(NAME)
         if {self.model.config._attn_implementation, self.base.config._attn_implementation} != {NAME}:
@@ -135,7 +137,7 @@ class SplitModel:
         if not equal:
             raise RequestError(
                 f"{type(self.model).__name__} does not compute the same when it is split: the largest error of a "
-                f"trial text is {error}, so parts of it look at the tokens of one rank only; run it on one rank"
+                f"trial text is {error}, so parts of it look at the tokens of one rank only, or buffers differ between ranks; run it on one rank"
             )
 
     def _trial(self, inputs: dict[str, torch.Tensor]) -> checks.States:
@@ -200,11 +202,11 @@ class SplitModel:
                 self._refuse_late_padding(cache)
         packed = self.traits.packs and mask is None and cache is None
         counts = self._counts(tokens)
-        self._forwards += 1
+        number = self._passes.next()
         forward = Forward(
             self.group,
             self.names,
-            f"pass {self._forwards}, inputs {_digest(tokens_of, positions, mask)},",
+            f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, mask)},",
             counts,
             tokens,
             self.mesh,
@@ -234,6 +236,7 @@ class SplitModel:
                 if counts is not None:
                     self._gather_output(output, forward)
         except BaseException:
+            self._passes.failed()
             if cache is not None:
                 cache.restore()
             raise

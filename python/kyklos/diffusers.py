@@ -110,6 +110,7 @@ def parallelize(
     handle = Handle(transformer, split)
     splitter = _hooks.Splitter(group.rank, relative, known.plan.whole)
     try:
+        split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
         handle._hooks.append(transformer.register_forward_pre_hook(_begin(split, known), with_kwargs=True))
         for pattern, how in known.plan.modules.items():

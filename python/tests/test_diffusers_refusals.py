@@ -155,11 +155,15 @@ def test_calls_that_the_engine_does_not_compute_are_refused(alone):
                 dispatch(q, q, q, **wrong, **own)
         with pytest.raises(kyklos.RequestError, match=r"mask of shape \[8, 8\] for 1 batch entries of 8 keys"):
             dispatch(q, q, q, attn_mask=torch.ones(8, 8, dtype=torch.bool), **own)
-    groups = kyklos.Group.local(2, device="cpu")
-    with parallelize(tiny.flux(), groups[0]) as handle, groups[0], groups[1]:
-        handle._split._active = True
-        with pytest.raises(kyklos.RequestError, match="mask of 8 queries by the 8 keys of this rank"):
-            dispatch(q, q, q, attn_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool), parallel_config=handle._split)
+    models = case("Flux").copies(2)
+
+    def run(group):
+        with parallelize(models[group.rank], group) as handle:
+            handle._split._active = True
+            with pytest.raises(kyklos.RequestError, match="mask of 8 queries by the 8 keys of this rank"):
+                dispatch(q, q, q, attn_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool), parallel_config=handle._split)
+
+    kyklos.run_local(2, run, device="cpu")
 
 
 def test_rows_of_a_mask_over_the_keys_of_all_ranks():
@@ -183,3 +187,52 @@ def test_backward_raises(alone):
     model = tiny.flux()
     with parallelize(model, alone), pytest.raises(NotImplementedError, match="no_grad"):
         model(**tiny.flux_inputs(), return_dict=False)[0].sum().backward()
+
+
+@pytest.mark.parametrize("name", ["timestep", "joint_attention_kwargs"])
+def test_settings_that_differ_between_ranks_are_refused(name):
+    models, inputs = case("Flux").copies(2), case("Flux").inputs
+    timestep = inputs["timestep"]
+    of_rank = {
+        "timestep": [timestep, timestep * 1.01],
+        "joint_attention_kwargs": [{"scale": 1.0}, {"scale": 0.5}],
+    }[name]
+
+    def run(group):
+        with parallelize(models[group.rank], group):
+            tiny.call(models[group.rank], {**inputs, name: of_rank[group.rank]})
+
+    all_raise(2, run, f"rank 1 has (other values of|another) {name}")
+
+
+def test_weights_that_differ_between_ranks_are_refused():
+    models = case("Flux").copies(2)
+    with torch.no_grad():
+        next(models[1].parameters()).mul_(2.0)
+    seen = all_raise(2, lambda group: parallelize(models[group.rank], group), "rank 1 has other weights of Flux")
+    assert "same checkpoint" in seen
+
+
+def test_models_in_another_order_are_refused_and_work_afterwards():
+    pairs = list(zip(case("Flux").copies(2), case("Flux").copies(2), strict=True))
+    for _, second in pairs:
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.mul_(1.5)
+    inputs = case("Flux").inputs
+    want = tiny.call(pairs[0][0], inputs)
+
+    def run(group):
+        first, second = pairs[group.rank]
+        with parallelize(first, group), parallelize(second, group):
+            swapped = (first, second) if group.rank == 0 else (second, first)
+            for model in swapped:
+                with pytest.raises(kyklos.RequestError, match="model 1.*model 2|model 2.*model 1"):
+                    tiny.call(model, inputs)
+            # One more forward of one model on one rank only: its count is ahead.
+            with pytest.raises(kyklos.RequestError):
+                tiny.call(first if group.rank == 0 else second, inputs)
+            return tiny.call(first, inputs)
+
+    for got in kyklos.run_local(2, run, device="cpu"):
+        assert (got - want).abs().max() < 1e-4

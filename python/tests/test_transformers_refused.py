@@ -263,3 +263,43 @@ def test_padding_and_documents():
     assert holes.dtype == torch.bool and holes.tolist()[0] == [False, True, True, False]
     assert documents(torch.arange(5)[None]) is None
     assert documents(torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])) == [[0, 2, 5], [0, 5]]
+
+
+def test_weights_that_differ_between_ranks_are_refused():
+    models = [build("llama"), build("llama")]
+    with torch.no_grad():
+        next(models[1].parameters()).mul_(2.0)
+
+    def work(group):
+        with pytest.raises(kyklos.RequestError, match="rank 1 has other weights of Llama.*same checkpoint"):
+            kyklos.transformers.parallelize(models[group.rank], group)
+
+    kyklos.run_local(2, work, device="cpu")
+
+
+def test_models_in_another_order_are_refused_and_work_afterwards():
+    pairs = [(build("llama"), build("llama")) for _ in range(2)]
+    for _, second in pairs:
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.mul_(1.5)
+    ids = torch.arange(1, 21)[None]
+    with torch.no_grad():
+        want = pairs[0][0](input_ids=ids).logits
+
+    def work(group):
+        first, second = pairs[group.rank]
+        with (
+            torch.no_grad(),
+            kyklos.transformers.parallelize(first, group),
+            kyklos.transformers.parallelize(second, group),
+        ):
+            for model in (first, second) if group.rank == 0 else (second, first):
+                with pytest.raises(kyklos.RequestError, match="model 1.*model 2|model 2.*model 1"):
+                    model(input_ids=ids)
+            with pytest.raises(kyklos.RequestError):
+                (first if group.rank == 0 else second)(input_ids=ids)
+            return first(input_ids=ids).logits
+
+    for got in kyklos.run_local(2, work, device="cpu"):
+        assert (got - want).abs().max() < 1e-4
