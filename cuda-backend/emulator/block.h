@@ -72,7 +72,7 @@ struct Product {
     u64 a_matrix, b_matrix;
     bool adds, b_turned;
     float (*widen)(u16);
-    std::vector<float> before;  // the accumulators at issue; empty if an earlier product of the group has them
+    std::vector<float> before;  // the accumulators; empty while an earlier product on them is not computed
 };
 
 struct Warpgroup {

@@ -158,7 +158,11 @@ void wgmma(float *c, u32 n, const u32 *a, u64 a_matrix, u64 b_matrix, bool adds,
         Product &next = warpgroup.next;
         next.group = warpgroup.committed;
         bool follows = false;
-        for (const Product &product : warpgroup.products) follows |= product.c[0] == next.c[0];
+        for (const Product &product : warpgroup.products) {
+            if (product.c[0] != next.c[0]) continue;
+            if (product.n != next.n) fault("products of %u and %u columns on the same accumulators", product.n, next.n);
+            follows = true;
+        }
         next.before.clear();
         // The accumulators are undefined until the wait.
         for (u32 thread = 0; thread < 128; thread++) {
@@ -207,11 +211,9 @@ void Block::multiply_next(Warpgroup &warpgroup) {
             for (u32 i = 0; i < 8; i++)
                 (product.b_turned ? b[k][column + i] : b[k + i][column]) = product.widen(elements[i]);
         }
-    for (u32 thread = 0; thread < 128; thread++) {
-        const float *before = product.before.empty() ? product.c[thread] : &product.before[thread * (n / 2)];
+    for (u32 thread = 0; thread < 128; thread++)
         for (u32 i = 0; i < n / 2; i++)
-            c[row_of(thread, i)][column_of(thread, i)] = product.adds ? before[i] : 0.0f;
-    }
+            c[row_of(thread, i)][column_of(thread, i)] = product.adds ? product.before[thread * (n / 2) + i] : 0.0f;
     // In groups of eight, so that compilers vectorise the loop.
     for (u32 m = 0; m < 64; m++)
         for (u32 column = 0; column < n; column += 8) {
@@ -221,8 +223,16 @@ void Block::multiply_next(Warpgroup &warpgroup) {
                 for (u32 i = 0; i < 8; i++) sums[i] += a[m][k] * b[k][column + i];
             std::memcpy(&c[m][column], sums, sizeof sums);
         }
-    for (u32 thread = 0; thread < 128; thread++)
-        for (u32 i = 0; i < n / 2; i++) product.c[thread][i] = c[row_of(thread, i)][column_of(thread, i)];
+    // The next product on these accumulators takes the sums: the accumulators are undefined until the last one is computed, and
+    // each product that is issued meanwhile overwrites them.
+    Product *follower = nullptr;
+    for (Product &later : warpgroup.products)
+        if (!follower && later.c[0] == product.c[0]) follower = &later;
+    if (follower) follower->before.resize(128 * (n / 2));
+    for (u32 thread = 0; thread < 128; thread++) {
+        float *sums = follower ? &follower->before[thread * (n / 2)] : product.c[thread];
+        for (u32 i = 0; i < n / 2; i++) sums[i] = c[row_of(thread, i)][column_of(thread, i)];
+    }
 }
 
 }  // namespace machine

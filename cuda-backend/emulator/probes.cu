@@ -143,6 +143,25 @@ KERNEL(probe_wgmma, ProbeArguments, 128) {
         multiply_group<Bf16>(args);
 }
 
+// 32 products on the same accumulators in one group, by the first of eight warpgroups. The random schedule computes a product
+// of one of the eight at a time, so some of these are computed while others are issued. All elements are 1.
+KERNEL(probe_wgmma_chain, ProbeArguments, 1024) {
+    const u32 thread = thread_x();
+    // 16 rows of 64 elements.
+    if (thread < 512) store_shared(shared_base() + thread * 4, 0x3f803f80);
+    stores_are_there();
+    barrier_or(false);
+    if (thread >= 128) return;
+    float c[8][4] = {};
+    const u32 p[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    wgmma_fence();
+    for (u32 n = 0; n < 32; n++) Wgmma<Bf16, 64>::registers(c, p, u64(1) << 62 | u64(1024 / 16) << 32 | shared_base() / 16);
+    wgmma_commit();
+    reinterpret_cast<float *>(args.out)[4096 + thread] = c[7][3];
+    wgmma_wait<0>();
+    for (u32 i = 0; i < 32; i++) reinterpret_cast<float *>(args.out)[thread * 32 + i] = c[i / 4][i % 4];
+}
+
 // Faults of a kernel. Option: 0 none, 1 one arrival too many, 2 more expected bytes than copied ones, 3 an mbarrier that is not
 // initialised, 4 a phase that is never complete, 5 no fence, 6 no wait for a product, 7 a warp skips wgmma, 8 threads stay at a
 // named barrier, 9 a named barrier of two sizes, 10 no wait for a box, 11 a misaligned box, 12 a register of a changes while it is

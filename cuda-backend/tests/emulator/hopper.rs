@@ -34,12 +34,21 @@ fn probe<A: Pod>(
     words: usize,
     arguments: impl Fn(&mut Job, u64) -> A,
 ) -> Result<Vec<u32>, String> {
+    seeded_probe(name, (timing, 1), words, arguments)
+}
+
+fn seeded_probe<A: Pod>(
+    name: &str,
+    (timing, seed): (Timing, u64),
+    words: usize,
+    arguments: impl Fn(&mut Job, u64) -> A,
+) -> Result<Vec<u32>, String> {
     let mut job = Job::default();
     let out = job.poisoned(words * 4);
     let arguments = arguments(&mut job, out.address);
     job.launch(name, [1, 1, 1], 32 * 1024, &arguments);
     job.bring(out);
-    Ok(numbers(&job.run(emulator(), timing, 1)?.0[0]))
+    Ok(numbers(&job.run(emulator(), timing, seed)?.0[0]))
 }
 
 /// Copies a box of 8 rows of a tensor of [2 batch entries, 5 rows, 3 heads, 72 elements], whose elements are 1, 2, 3 and so on.
@@ -144,6 +153,31 @@ fn wgmma_multiplies_the_matrices_in_descriptors_and_registers() {
                 Timing::Eager => assert_eq!(out[8192], out[63]),
                 Timing::Late => assert!(out[8192..].iter().all(|early| early.is_nan()), "before the wait"),
                 Timing::Random => {}
+            }
+        }
+    }
+}
+
+/// Products of a group on the same accumulators give the same sum, however many of them are computed before the next one is
+/// issued.
+#[test]
+fn a_product_adds_to_the_one_before_in_every_schedule() {
+    for timing in Timing::ALL {
+        for seed in 1..=10 {
+            let out = seeded_probe("probe_wgmma_chain", (timing, seed), 4096 + 128, |_, output| Probe {
+                input: 0,
+                output,
+                option: 0,
+                zero: 0,
+            });
+            let out: Vec<f32> = out.unwrap().into_iter().map(f32::from_bits).collect();
+            assert!(
+                out[..4096].iter().all(|sum| *sum == 32.0 * 16.0),
+                "{timing:?}, seed {seed}: {:?}",
+                &out[..4]
+            );
+            if timing == Timing::Late {
+                assert!(out[4096..].iter().all(|early| early.is_nan()), "before the wait");
             }
         }
     }
