@@ -29,15 +29,8 @@ if args.path:
     pipe = WanPipeline.from_pretrained(args.path, torch_dtype=torch.bfloat16).to(args.device)
     inputs = {"prompt": args.prompt, "height": 480, "width": 832, "num_frames": 33}
 else:
-    tiny = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 2,
-        "ffn_dim": 64,
-        "text_dim": 16,
-        "freq_dim": 16,
-    }
-    transformer = WanTransformer3DModel(in_channels=4, out_channels=4, **tiny)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "ffn_dim": 64, "text_dim": 16}
+    transformer = WanTransformer3DModel(in_channels=4, out_channels=4, freq_dim=16, **sizes)
     pipe = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(shift=3.0), transformer)
     prompts = {"prompt_embeds": torch.randn(1, 12, 16), "negative_prompt_embeds": torch.randn(1, 12, 16)}
     inputs = {**prompts, "height": 80, "width": 112, "num_frames": 9}
