@@ -12,6 +12,8 @@ _PREFIX = """
 import json, os, signal, sys, time
 import numpy as np
 import kyklos
+# Shells start programs in the background with this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 own = json.loads(sys.stdin.readline())
 group = kyklos.Group.connect(**own, device="cpu", join_deadline_s=30, deadline_s=30)
 rank = group.rank
