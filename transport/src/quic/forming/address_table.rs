@@ -5,12 +5,9 @@ use std::net::SocketAddr;
 
 use super::advertised::once_each;
 use super::bootstrap::Forming;
-use super::peer_connection::PeerConnection;
+use super::peer_connection::{AddressTable, PeerConnection};
 use crate::error::TransportError;
 use crate::wire::{Candidates, Frame};
-
-/// By rank of a group, its addresses in the order in which to try them.
-pub(crate) type AddressTable = Vec<Vec<SocketAddr>>;
 
 impl Forming<'_> {
     /// Of the coordinator: the addresses of each member. The same socket dials and listens, so the source address of a rank's

@@ -8,10 +8,9 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
-use super::address_table::AddressTable;
 use super::admission::{AdmittedConnection, GroupStatus};
 use super::endpoint::{DialPurpose, RankEndpoint};
-use super::peer_connection::{Mesh, PeerConnection};
+use super::peer_connection::{AddressTable, Mesh, PeerConnection};
 use super::side_by_side::all;
 use crate::error::TransportError;
 use crate::quic::network::connection::describe;

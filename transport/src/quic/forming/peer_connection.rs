@@ -26,5 +26,8 @@ pub(crate) struct Mesh {
     pub(crate) control: Vec<PeerConnection>,
     pub(crate) data: Vec<PeerConnection>,
     /// By rank, the addresses at which it can be reached; empty in a group of one.
-    pub(crate) table: Vec<Vec<SocketAddr>>,
+    pub(crate) table: AddressTable,
 }
+
+/// By rank of a group, its addresses in the order in which to try them.
+pub(crate) type AddressTable = Vec<Vec<SocketAddr>>;
