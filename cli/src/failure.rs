@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use kyklos::{Error, Remedy};
-use kyklos_transport::{Remedy as TransportRemedy, TransportError};
+use kyklos_transport::{Remedy as TransportRemedy, TransportError, harmless};
 
 /// An error message for standard error, and the exit code.
 #[derive(Clone, Debug)]
@@ -163,26 +163,6 @@ fn command(remedy: TransportRemedy) -> Option<&'static str> {
     })
 }
 
-/// The text with its control characters escaped, line ends among them: texts of other ranks and of files must not control the
-/// terminal, nor begin a line of a log.
-pub(crate) fn harmless(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        if c.is_control() || REORDERING.contains(&c) {
-            out.extend(c.escape_default());
-        } else {
-            out.push(c);
-        }
-    }
-    out
-}
-
-/// Characters that make a terminal show text in another order.
-const REORDERING: [char; 9] = [
-    '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}', '\u{2066}', '\u{2067}', '\u{2068}',
-    '\u{2069}',
-];
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -223,13 +203,5 @@ mod tests {
         let failure =
             Failure::from(TransportError::Refused { rank: kyklos_transport::Rank(1), reason, text });
         assert!(failure.of_group && !failure.text.contains(['\n', '\u{1b}']), "{failure:?}");
-    }
-
-    #[test]
-    fn text_of_peers_cannot_control_the_terminal() {
-        assert_eq!(
-            harmless("rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2\u{202e}"),
-            r"rank 1: \u{1b}[2J\u{7}gone\r\u{9b}31m é\nrank 2\u{202e}"
-        );
     }
 }

@@ -1,9 +1,8 @@
 //! A device in reports.
 
 use kyklos::backend::DeviceInfo;
+use kyklos_transport::harmless;
 use serde::{Deserialize, Serialize};
-
-use crate::failure::harmless;
 
 /// What reports say of a device; every text is empty where nothing is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

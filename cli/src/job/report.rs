@@ -3,10 +3,11 @@
 use kyklos::backend::DeviceInfo;
 use kyklos::plan::{bias_in_words, bytes, table};
 use kyklos::{RankReport, TokenRuns};
+use kyklos_transport::harmless;
 use serde::{Deserialize, Serialize};
 
 use crate::devices::DeviceReport;
-use crate::failure::{Failure, Result, harmless};
+use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::verify::Verdict;
 

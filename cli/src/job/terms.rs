@@ -2,10 +2,10 @@
 
 use bytes::Bytes;
 use kyklos::{AttentionProblem, Split};
-use kyklos_transport::MAX_NOTE_BYTES;
+use kyklos_transport::{MAX_NOTE_BYTES, harmless};
 
 use super::settings::{Outputs, Settings};
-use crate::failure::{Failure, Result, harmless};
+use crate::failure::{Failure, Result};
 use crate::observe::trace;
 use crate::request::Request;
 use crate::tensors::output::OutputTarget;

@@ -4,8 +4,13 @@ use super::frame::Frame;
 use crate::error::AbortCause;
 use crate::rank::Vote;
 
-/// The text with its control characters escaped, line ends among them.
-pub(crate) fn harmless(text: &str) -> String {
+/// The text with its control characters escaped, line ends among them, and those that reorder a line: what a peer or a file says
+/// must not control a terminal, nor begin a line of a log.
+///
+/// ```
+/// assert_eq!(kyklos_transport::harmless("gone\n[1] rank 0 died"), r"gone\n[1] rank 0 died");
+/// ```
+pub fn harmless(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         if c.is_control() || REORDERING.contains(&c) {
