@@ -75,4 +75,5 @@ pub use rank::{MAX_NOTE_BYTES, Progress, Rank, RefusalReason, Tag, Taken, Vote};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
 pub use remedy::Remedy;
 pub use transport::{Reformed, Regroup, Transport};
+#[cfg(feature = "quic")]
 pub use wire::harmless::harmless;
