@@ -25,8 +25,17 @@ pub const MOST_CLAIMS: usize = 7;
 
 /// The ranks of the next group, ascending, chosen from `came`: ranks with their claims. A restarted rank has no claims.
 ///
-/// With `everyone` all of `came` are in it, otherwise only members of the last group. Fails with a text if they are too few.
-pub(crate) fn next_group(came: &BTreeMap<Rank, Vec<Claim>>, everyone: bool) -> Result<Vec<Rank>, String> {
+/// With `everyone` all of `came` are in it, otherwise only members of the last group. `world` is the number of ranks of the first
+/// group: if all of them are in `came`, no rank is in another group, and claims do not count. Fails with a text if the ranks are
+/// too few.
+pub(crate) fn next_group(
+    came: &BTreeMap<Rank, Vec<Claim>>,
+    everyone: bool,
+    world: u32,
+) -> Result<Vec<Rank>, String> {
+    if everyone && (0..world).all(|rank| came.contains_key(&Rank(rank))) {
+        return Ok(came.keys().copied().collect());
+    }
     let Some(last) = last_started(came) else {
         return Err("no rank that is present knows the last group: restart the job".into());
     };
@@ -75,7 +84,7 @@ mod tests {
     }
 
     fn group(came: &BTreeMap<Rank, Vec<Claim>>, everyone: bool) -> Option<Vec<u32>> {
-        next_group(came, everyone).ok().map(|ranks| ranks.iter().map(|rank| rank.0).collect())
+        next_group(came, everyone, 5).ok().map(|ranks| ranks.iter().map(|rank| rank.0).collect())
     }
 
     #[test]
@@ -85,7 +94,7 @@ mod tests {
         assert_eq!(group(&of(&[1, 2, 3]), false), Some(vec![1, 2, 3]));
         assert_eq!(group(&of(&[0, 2]), false), Some(vec![0, 2]));
         assert_eq!(group(&of(&[1, 2]), false), None);
-        let text = next_group(&of(&[3]), false).unwrap_err();
+        let text = next_group(&of(&[3]), false, 4).unwrap_err();
         assert!(text.contains("of the 4 ranks") && text.contains("too few: 3;"), "{text}");
     }
 
@@ -97,6 +106,16 @@ mod tests {
         assert_eq!(group(&both, false), Some(vec![1, 2]));
         assert_eq!(group(&came(&[(0, &[]), (1, &[]), (2, &first)]), true), None);
         assert_eq!(group(&came(&[(0, &[]), (1, &[])]), true), None);
+    }
+
+    #[test]
+    fn if_all_ranks_of_the_first_group_are_here_none_can_be_in_another_one() {
+        let first = [claim(0, true, &[0, 1])];
+        let restarted = came(&[(0, &[]), (1, &first)]);
+        assert_eq!(next_group(&restarted, true, 2), Ok(vec![Rank(0), Rank(1)]));
+        assert_eq!(next_group(&came(&[(0, &[]), (1, &[])]), true, 2), Ok(vec![Rank(0), Rank(1)]));
+        assert!(next_group(&restarted, false, 2).is_err());
+        assert!(next_group(&restarted, true, 3).is_err());
     }
 
     #[test]
@@ -142,7 +161,7 @@ mod tests {
                     attempt.insert(rank, claims[&rank].clone());
                 }
                 for attempt in attempts {
-                    let Ok(members) = next_group(&attempt, everyone) else { continue };
+                    let Ok(members) = next_group(&attempt, everyone, ranks) else { continue };
                     let epoch = 1 + attempt.values().flatten().map(|claim| claim.epoch).max().unwrap_or(0);
                     let new = Claim { epoch, started: false, members };
                     let last_step = random(3);

@@ -235,7 +235,10 @@ impl GroupState {
         let calls = std::mem::take(&mut self.reforming);
         let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };
         let came = calls.keys().map(|rank| (self.members[rank.0 as usize], vec![claim.clone()])).collect();
-        (calls.into_values().collect(), next_group(&came, false))
+        (
+            calls.into_values().collect(),
+            next_group(&came, false, u32::try_from(self.members.len()).unwrap_or(u32::MAX)),
+        )
     }
 }
 

@@ -17,8 +17,9 @@ use super::forming::admission::Admission;
 use super::forming::config::QuicConfig;
 use super::forming::description::describe_network;
 use super::forming::endpoint::RankEndpoint;
-use super::forming::regroup::{self, NextGroup, PriorGroup};
-use super::forming::{bootstrap, other_carrier};
+use super::forming::first_group::{first_group, report_bad_identity};
+use super::forming::prior_group::PriorGroup;
+use super::forming::regroup::{self, NextGroup};
 use super::lifecycle;
 use super::network::binding;
 use super::network::io_thread::{Alive, IoThread};
@@ -59,6 +60,20 @@ impl QuicTransport {
         })?
     }
 
+    /// As [`Self::connect`]; but if a rank is lost while the group forms, the others form the next group, as [`Transport::reform`]
+    /// does, within another connect deadline. A rank that takes the place of the lost one uses [`Self::rejoin`]. All ranks
+    /// say the same.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect`], and if the next group does not form.
+    pub fn connect_or_regroup(config: QuicConfig, who: Regroup) -> Result<Reformed, TransportError> {
+        let source = bind(&config)?;
+        let thread = IoThread::start()?;
+        let alive = thread.alive();
+        thread.run(async move { Self::form_or_regroup(config, source, Some(alive), who).await })?
+    }
+
     /// The same in the caller's tokio context, which must have I/O and time and must outlive the transport.
     ///
     /// # Errors
@@ -83,6 +98,21 @@ impl QuicTransport {
     ) -> Result<Arc<dyn Transport>, TransportError> {
         config.check()?;
         Ok(Arc::new(Self::form_on(config, SocketSource::Simulated(sockets, seed), None).await?))
+    }
+
+    /// As [`Self::connect_or_regroup`], over sockets that are not the system's, as [`Self::form_over`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::connect_or_regroup`].
+    pub async fn form_over_or_regroup(
+        config: QuicConfig,
+        sockets: Vec<Arc<dyn AsyncUdpSocket>>,
+        seed: [u8; 32],
+        who: Regroup,
+    ) -> Result<Reformed, TransportError> {
+        config.check()?;
+        Self::form_or_regroup(config, SocketSource::Simulated(sockets, seed), None, who).await
     }
 
     /// Joins a running job as a restarted rank: with the config of its first start, except for the time
@@ -119,18 +149,19 @@ impl QuicTransport {
         alive: Option<Alive>,
     ) -> Result<Self, TransportError> {
         let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
-        endpoint.admission.open_enrolment();
-        endpoint.listen();
-        let is_simulated = endpoint.is_simulated;
-        let mesh = tokio::select! {
-            biased;
-            mesh = bootstrap::form(&endpoint) => mesh?,
-            never = endpoint.warn_of_refusal() => match never {},
-            never = other_carrier::refuse_all(&endpoint), if !is_simulated => match never {},
-        };
-        endpoint.admission.close_enrolment();
-        let (epoch, members) = (endpoint.config.epoch, (0..endpoint.config.world).map(Rank).collect());
-        Ok(Self::start(endpoint, NextGroup { epoch, members, mesh }, alive))
+        let next = first_group(&endpoint, None).await?;
+        Ok(Self::start(endpoint, next, alive))
+    }
+
+    async fn form_or_regroup(
+        config: QuicConfig,
+        source: SocketSource,
+        alive: Option<Alive>,
+        who: Regroup,
+    ) -> Result<Reformed, TransportError> {
+        let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
+        let next = first_group(&endpoint, Some(who)).await?;
+        Ok(Self::of(endpoint, next, alive))
     }
 
     async fn rejoin_on(
@@ -168,7 +199,7 @@ impl QuicTransport {
         let fits = config.check_identity();
         let endpoint = Self::open_endpoint_unchecked(config, source, alive)?;
         if let Err(error) = fits {
-            bootstrap::report_bad_identity(&endpoint).await;
+            report_bad_identity(&endpoint).await;
             return Err(error);
         }
         Ok(endpoint)

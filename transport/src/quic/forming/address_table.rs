@@ -22,7 +22,7 @@ impl Forming<'_> {
 
     /// Of the coordinator: tells a member the table.
     pub(crate) async fn say_table(
-        &self,
+        &mut self,
         to: &mut PeerConnection,
         table: &AddressTable,
     ) -> Result<(), TransportError> {
@@ -33,7 +33,10 @@ impl Forming<'_> {
     }
 
     /// Of every other member: the table.
-    pub(crate) async fn hear_table(&self, from: &mut PeerConnection) -> Result<AddressTable, TransportError> {
+    pub(crate) async fn hear_table(
+        &mut self,
+        from: &mut PeerConnection,
+    ) -> Result<AddressTable, TransportError> {
         let mut table = AddressTable::new();
         while table.len() < self.members.len() {
             match self.next_frame(from).await? {

@@ -20,14 +20,13 @@ use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe,
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::handshakes::{HandshakeDecision, PendingHandshakes};
 use crate::quic::network::routes::StreamPeers;
-use crate::quic::trust::names::Claims;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 /// Admission of connections, for as long as the endpoint lives.
 pub(crate) struct Admission {
-    config: QuicConfig,
+    pub(crate) config: QuicConfig,
     tls: TlsConfigs,
     /// Ports of the lanes after the first.
     lane_ports: Vec<u16>,
@@ -52,10 +51,12 @@ struct AdmissionState {
 /// The group to which a rank belongs, if any.
 #[derive(Clone, Debug)]
 pub(crate) enum GroupStatus {
-    /// A group that is forming, or at work.
+    /// The first group is forming, of all ranks.
+    First { epoch: u32 },
+    /// A group at work.
     Group { epoch: u32, members: Vec<Rank> },
-    /// Between two groups: the next one has a later epoch than this, and is of all ranks or of survivors.
-    Between { epoch: u32, everyone: bool },
+    /// Between two groups: the next one has this epoch or a later one, and is of all ranks or of survivors.
+    Between { from_epoch: u32, everyone: bool },
 }
 
 /// A connection that has been admitted.
@@ -83,7 +84,7 @@ impl Admission {
             }
             None => None,
         };
-        let status = GroupStatus::Group { epoch: config.epoch, members: Vec::new() };
+        let status = GroupStatus::First { epoch: config.epoch };
         let open = AdmissionState { status, admitted: HashMap::new(), arrived: mpsc::channel(1).0 };
         Ok(Self {
             config: config.clone(),
@@ -123,6 +124,10 @@ impl Admission {
     /// The group that was formed is complete.
     pub(crate) fn close(&self, epoch: u32, members: &[Rank]) {
         drop(self.open(GroupStatus::Group { epoch, members: members.to_vec() }));
+    }
+
+    pub(crate) fn status(&self) -> GroupStatus {
+        self.lock().status.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, AdmissionState> {
@@ -281,91 +286,8 @@ impl Admission {
         Ok(AdmittedConnection { purpose, epoch, joined, claims, patience })
     }
 
-    /// The rank and purpose of a connection, or why it is refused.
-    fn judge(
-        &self,
-        hello: &Frame,
-        claims: &Claims,
-        (negotiated, lane): (Option<Purpose>, usize),
-        connection: &Connection,
-    ) -> Result<(Rank, Purpose, u32), (RejectCode, String)> {
-        let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, world: said_world } =
-            *hello
-        else {
-            return Err((RejectCode::Protocol, "the first frame was not a hello".into()));
-        };
-        let QuicConfig { rank: me, world, job, .. } = &self.config;
-        if protocol != PROTOCOL_VERSION {
-            let text =
-                format!("rank {me} speaks protocol version {PROTOCOL_VERSION}, rank {rank} {protocol}");
-            return Err((RejectCode::Version, text));
-        }
-        let status = self.lock().status.clone();
-        let again = matches!(purpose, Purpose::Reform | Purpose::Rejoin);
-        let (epoch, fits) = match status {
-            GroupStatus::Group { epoch, .. } => (epoch, again || said_epoch == epoch),
-            GroupStatus::Between { epoch, .. } => {
-                let data = matches!(purpose, Purpose::Data | Purpose::Lane);
-                (epoch, again || (data && said_epoch > epoch))
-            }
-        };
-        if said_job != job.0 || claims.job != *job || !fits {
-            let text = format!(
-                "this is job {job}, epoch {epoch}: {claims}, epoch {said_epoch}, is another job that uses this address"
-            );
-            return Err((RejectCode::Job, text));
-        }
-        let address = connection.remote_address().ip();
-        claims
-            .check_rank(rank, self.config.known(rank), Some(address))
-            .map_err(|text| (RejectCode::Rank, text))?;
-        if said_world != *world {
-            let text = format!("rank {me} was told {world} ranks, rank {rank} was told {said_world}");
-            return Err((RejectCode::World, text));
-        }
-        if rank.0 >= *world || rank == *me {
-            let text = format!("rank {rank} has no place here: this is rank {me} of {world}");
-            return Err((RejectCode::Rank, text));
-        }
-        let channel = match purpose {
-            Purpose::Data | Purpose::Lane => Purpose::Data,
-            _ => Purpose::Control,
-        };
-        if Some(channel) != negotiated
-            || (purpose == Purpose::Lane) != (lane > 0)
-            || (purpose == Purpose::Control && *me != Rank::COORDINATOR)
-        {
-            let text = format!("rank {me} does not take a connection for {purpose:?}");
-            return Err((RejectCode::Protocol, text));
-        }
-        if again {
-            return match status {
-                GroupStatus::Group { epoch, members }
-                    if purpose == Purpose::Reform && said_epoch < epoch && !members.contains(&rank) =>
-                {
-                    Err((RejectCode::Gone, left_out_text(rank, epoch)))
-                }
-                GroupStatus::Group { epoch, .. } => {
-                    Err((RejectCode::Busy, format!("rank {me} is in the group of epoch {epoch}")))
-                }
-                GroupStatus::Between { everyone, .. } if everyone != (purpose == Purpose::Rejoin) => {
-                    Err((RejectCode::Busy, format!("rank {me} is forming a group of other ranks")))
-                }
-                GroupStatus::Between { .. } if rank < *me => {
-                    Err((RejectCode::Busy, format!("rank {me} dials lower ranks itself")))
-                }
-                GroupStatus::Between { .. } => Ok((rank, purpose, said_epoch)),
-            };
-        }
-        if !self.take(purpose, lane, rank, connection) {
-            let text = format!("rank {rank} is connected already: was it started twice?");
-            return Err((RejectCode::Duplicate, text));
-        }
-        Ok((rank, purpose, said_epoch))
-    }
-
     /// Registers the connection of a rank. A rank whose connection has ended may connect again.
-    fn take(&self, purpose: Purpose, lane: usize, rank: Rank, connection: &Connection) -> bool {
+    pub(crate) fn take(&self, purpose: Purpose, lane: usize, rank: Rank, connection: &Connection) -> bool {
         let admitted = &mut self.lock().admitted;
         let key = (purpose == Purpose::Control, lane, rank);
         if admitted.get(&key).is_some_and(|earlier| earlier.close_reason().is_none()) {
@@ -373,6 +295,11 @@ impl Admission {
         }
         admitted.insert(key, connection.clone());
         true
+    }
+
+    /// Registers the control connection of a rank that was started again.
+    pub(crate) fn replace(&self, rank: Rank, connection: &Connection) {
+        self.lock().admitted.insert((true, 0, rank), connection.clone());
     }
 }
 

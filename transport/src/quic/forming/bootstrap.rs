@@ -1,62 +1,59 @@
 //! How ranks form the first group: every rank dials rank 0, rank 0 sends the addresses of all, and of every two
 //! ranks the higher one dials the lower one.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::task::Poll;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
 use super::admission::{AdmittedConnection, GroupStatus};
-use super::endpoint::{DialPurpose, RankEndpoint};
-use super::peer_connection::{AddressTable, Mesh, PeerConnection};
+use super::endpoint::{DialError, DialPurpose, RankEndpoint};
+use super::peer_connection::{AddressTable, Mesh, PeerConnection, first_closed};
+use super::prior_group::{LostRank, PriorGroup};
 use super::side_by_side::all;
 use crate::error::TransportError;
-use crate::quic::network::connection::describe;
+use crate::membership::Claim;
 use crate::rank::Rank;
-use crate::wire::{Frame, Purpose};
+use crate::wire::{Frame, Purpose, RejectCode};
+
+/// Why the first group has not formed.
+#[derive(Debug)]
+pub(crate) enum FormError {
+    /// A rank was lost: the others can form the next group.
+    Lost {
+        error: TransportError,
+        prior: PriorGroup,
+    },
+    Failed(TransportError),
+}
 
 /// Forms the first group: all connections of this rank, once every rank has all of its own.
-pub(crate) async fn form(endpoint: &RankEndpoint) -> Result<Mesh, TransportError> {
+pub(crate) async fn form(endpoint: &RankEndpoint) -> Result<Mesh, FormError> {
     let config = &endpoint.config;
     let deadline = Instant::now() + config.connect_deadline;
     let members: Vec<Rank> = (0..config.world).map(Rank).collect();
-    let arrivals =
-        endpoint.admission.open(GroupStatus::Group { epoch: config.epoch, members: members.clone() });
+    let arrivals = endpoint.admission.open(GroupStatus::First { epoch: config.epoch });
     if config.world == 1 {
         return Ok(Mesh::default());
     }
-    let mut forming = Forming {
-        endpoint,
-        epoch: config.epoch,
-        members,
-        deadline,
-        arrivals,
-        early_data: Vec::new(),
-        unreached: Vec::new(),
-    };
+    let mut forming = Forming::new(endpoint, (config.epoch, members), deadline, arrivals);
     let formed = if config.rank == Rank::COORDINATOR {
         forming.as_coordinator().await
     } else {
         forming.as_member().await
     };
-    if let Err(error) = &formed {
-        endpoint.part(error).await;
+    match formed {
+        Ok(mesh) => {
+            endpoint.admission.close(config.epoch, &forming.members);
+            Ok(mesh)
+        }
+        Err(error) => Err(match forming.into_prior() {
+            Some(prior) => FormError::Lost { error, prior },
+            None => FormError::Failed(error),
+        }),
     }
-    formed
-}
-
-/// Shows an identity that does not fit to rank 0, so that rank 0 can report why this rank is missing. Best effort.
-pub(crate) async fn report_bad_identity(endpoint: &RankEndpoint) {
-    let config = &endpoint.config;
-    if config.rank == Rank::COORDINATOR {
-        return;
-    }
-    let deadline = Instant::now() + config.connect_deadline.min(BAD_IDENTITY_TIMEOUT);
-    let (coordinator, dial_purpose) = (config.coordinator_candidates(), DialPurpose::control(config.epoch));
-    let _ = endpoint.dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, deadline).await;
-    endpoint.part(&TransportError::bootstrap("its identity does not fit")).await;
 }
 
 /// A group that is being formed.
@@ -71,43 +68,61 @@ pub(crate) struct Forming<'a> {
     pub(crate) early_data: Vec<(u32, PeerConnection)>,
     /// Members without a data connection to this rank when the time was up.
     pub(crate) unreached: Vec<Rank>,
+    /// A rank whose connection has ended.
+    lost: Option<LostRank>,
+    /// Where the other ranks are, as far as this rank knows.
+    addresses: BTreeMap<Rank, Vec<SocketAddr>>,
 }
 
-impl Forming<'_> {
-    async fn as_coordinator(&mut self) -> Result<Mesh, TransportError> {
-        let mut control: Vec<Option<PeerConnection>> = self.members.iter().map(|_| None).collect();
-        let missing = |control: &[Option<PeerConnection>]| {
-            (1..control.len())
-                .filter(|&rank| control[rank].is_none())
-                .map(|rank| self.members[rank])
-                .collect()
-        };
-        loop {
-            let missing: Vec<Rank> = missing(&control);
-            if missing.is_empty() {
-                break;
-            }
-            match timeout_at(self.deadline, self.arrivals.recv()).await {
-                Ok(Some(AdmittedConnection {
-                    purpose: Purpose::Data | Purpose::Lane,
-                    epoch,
-                    joined,
-                    ..
-                })) => {
-                    self.early_data.push((epoch, joined));
-                }
-                Ok(Some(AdmittedConnection { joined, .. })) => {
-                    let rank = joined.rank.0 as usize;
-                    control[rank] = Some(joined);
-                }
-                Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
-                Err(_) => return Err(self.too_late(&missing)),
-            }
+impl<'a> Forming<'a> {
+    pub(crate) fn new(
+        endpoint: &'a RankEndpoint,
+        (epoch, members): (u32, Vec<Rank>),
+        deadline: Instant,
+        arrivals: mpsc::Receiver<AdmittedConnection>,
+    ) -> Self {
+        Self {
+            endpoint,
+            epoch,
+            members,
+            deadline,
+            arrivals,
+            early_data: Vec::new(),
+            unreached: Vec::new(),
+            lost: None,
+            addresses: BTreeMap::new(),
         }
-        let mut control: Vec<PeerConnection> = control.into_iter().flatten().collect();
+    }
+
+    /// What this rank knows of the first group, if that group lost a rank while it formed. To the rules of the next group this
+    /// rank has been in it: it never starts without this rank.
+    fn into_prior(self) -> Option<PriorGroup> {
+        let lost = self.lost?;
+        let mut addresses = self.addresses;
+        addresses.remove(&self.endpoint.config.rank);
+        if self.endpoint.config.rank != Rank::COORDINATOR {
+            addresses.insert(Rank::COORDINATOR, self.endpoint.config.coordinator_candidates());
+        }
+        let claim = Claim { epoch: self.epoch, started: true, members: self.members };
+        Some(PriorGroup { claims: vec![claim], addresses, lost: lost.is_silent.then_some(lost.rank) })
+    }
+
+    /// Where the members are.
+    fn remember(&mut self, table: &AddressTable) {
+        self.addresses = self.members.iter().copied().zip(table.iter().cloned()).collect();
+    }
+
+    async fn as_coordinator(&mut self) -> Result<Mesh, TransportError> {
+        let (mut control, replaced) = self.wait_for_ranks().await?;
         let table = self.address_table(&control);
+        self.remember(&table);
         self.check_reachable(&table)?;
         for member in &mut control {
+            // A rank that was started again waits for the list of a group that forms again.
+            if replaced.contains(&member.rank) {
+                let members = Frame::Members { epoch: self.epoch, members: self.members.clone() };
+                self.say(member, &members).await?;
+            }
             self.say_table(member, &table).await?;
         }
         let data = self.collect_mesh(&mut control).await?;
@@ -142,13 +157,19 @@ impl Forming<'_> {
     async fn as_member(&mut self) -> Result<Mesh, TransportError> {
         let coordinator = self.endpoint.config.coordinator_candidates();
         let dial_purpose = DialPurpose::control(self.epoch);
-        let (mut control, _) = self
+        let dialled = self
             .endpoint
             .dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, self.deadline)
-            .await?;
+            .await;
+        // Rank 0 has been lost, and forms the next group already.
+        if let Err(DialError::Rejected(RejectCode::Busy, _)) = dialled {
+            self.lost = Some(LostRank { rank: Rank::COORDINATOR, is_silent: false });
+        }
+        let (mut control, _) = dialled?;
         // Rank 0 reports which ranks are missing, and why. So waiting for that report is better than an earlier error.
         self.deadline += MEMBER_EXTRA_WAIT;
         let table = self.hear_table(&mut control).await?;
+        self.remember(&table);
         let data = self.dial_mesh(&control, &table).await?;
         self.report_meshed(control, data, table).await
     }
@@ -173,7 +194,12 @@ impl Forming<'_> {
         for some in below.chunks(DIALS_AT_ONCE) {
             let dials =
                 some.iter().map(|&(rank, addresses)| Box::pin(self.dial_lanes(rank, addresses))).collect();
-            match all(dials).await {
+            let dialled = tokio::select! {
+                biased;
+                dialled = all(dials) => dialled,
+                _ = control.connection.closed() => return Err(self.lost(control)),
+            };
+            match dialled {
                 Ok(dialled) => data.extend(dialled.into_iter().flatten()),
                 Err((rank, error)) => {
                     if Instant::now() >= self.deadline {
@@ -194,7 +220,7 @@ impl Forming<'_> {
     ) -> Result<Vec<PeerConnection>, (Rank, TransportError)> {
         let dial = async |addresses: &[SocketAddr], purpose| {
             let dialled = self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await;
-            dialled.map_err(|error| (rank, error))
+            dialled.map_err(|error| (rank, error.into()))
         };
         let (joined, lane_ports) = dial(addresses, DialPurpose::data(self.epoch)).await?;
         let ip = joined.connection.remote_address().ip();
@@ -277,11 +303,18 @@ impl Forming<'_> {
                         data[place * lanes + lane] = Some(joined);
                     }
                 }
+                Ok(Some(AdmittedConnection { purpose: Purpose::Rejoin, joined, .. })) => {
+                    let rank = joined.rank;
+                    self.lost = Some(LostRank { rank, is_silent: true });
+                    return Err(TransportError::bootstrap(format!(
+                        "rank {rank} was started again before the group was complete"
+                    )));
+                }
                 // A rank that is too late for this group: it gets no answer.
                 Ok(Some(_)) => {}
                 Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
                 Err(_) => {
-                    let error = self.too_late(&missing);
+                    let error = self.too_late(&missing, "");
                     self.unreached = missing;
                     return Err(error);
                 }
@@ -289,7 +322,7 @@ impl Forming<'_> {
         }
     }
 
-    pub(crate) async fn say(&self, to: &mut PeerConnection, frame: &Frame) -> Result<(), TransportError> {
+    pub(crate) async fn say(&mut self, to: &mut PeerConnection, frame: &Frame) -> Result<(), TransportError> {
         let written = timeout_at(self.deadline, to.send.write_all(&frame.encode())).await;
         match written {
             Ok(Ok(())) => Ok(()),
@@ -297,7 +330,7 @@ impl Forming<'_> {
         }
     }
 
-    pub(crate) async fn next_frame(&self, from: &mut PeerConnection) -> Result<Frame, TransportError> {
+    pub(crate) async fn next_frame(&mut self, from: &mut PeerConnection) -> Result<Frame, TransportError> {
         match timeout_at(self.deadline, from.frames.next()).await {
             Ok(Ok(Some(frame))) => Ok(frame),
             Ok(Ok(None) | Err(_)) => Err(self.lost(from)),
@@ -311,7 +344,7 @@ impl Forming<'_> {
         }
     }
 
-    async fn expect(&self, from: &mut PeerConnection, expected: &Frame) -> Result<(), TransportError> {
+    async fn expect(&mut self, from: &mut PeerConnection, expected: &Frame) -> Result<(), TransportError> {
         match self.next_frame(from).await? {
             frame if frame == *expected => Ok(()),
             other => Err(TransportError::bootstrap(format!(
@@ -321,21 +354,23 @@ impl Forming<'_> {
         }
     }
 
-    fn lost(&self, joined: &PeerConnection) -> TransportError {
-        let reason =
-            joined.connection.close_reason().map_or_else(|| "no answer".into(), |reason| describe(&reason));
+    /// Notes that the connection of a rank has ended, unless the coordinator has given up, with a reason.
+    pub(crate) fn lost(&mut self, joined: &PeerConnection) -> TransportError {
+        self.lost = LostRank::of(joined).or(self.lost);
         TransportError::bootstrap(format!(
-            "rank {} was lost before the group was complete: {reason}",
-            joined.rank
+            "rank {} was lost before the group was complete: {}",
+            joined.rank,
+            joined.end()
         ))
     }
 
-    fn too_late(&self, missing: &[Rank]) -> TransportError {
+    /// The error at the deadline; `also` is the end of its text.
+    pub(crate) fn too_late(&self, missing: &[Rank], also: &str) -> TransportError {
         let shown: Vec<String> = missing.iter().take(8).map(Rank::to_string).collect();
         let more = missing.len() - shown.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         TransportError::bootstrap(format!(
-            "rank {}{more} did not come within {:?} (this is rank {} of {}){}",
+            "rank {}{more} did not come within {:?} (this is rank {} of {}){also}{}",
             shown.join(", "),
             self.endpoint.config.connect_deadline,
             self.endpoint.config.rank,
@@ -345,24 +380,11 @@ impl Forming<'_> {
     }
 }
 
-/// Waits until one of the connections is closed, and returns that one.
-async fn first_closed(joined: &[PeerConnection]) -> &PeerConnection {
-    let mut all: Vec<_> = joined.iter().map(|one| Box::pin(one.connection.closed())).collect();
-    std::future::poll_fn(|context| {
-        let closed = all.iter_mut().position(|closed| closed.as_mut().poll(context).is_ready());
-        closed.map_or(Poll::Pending, |at| Poll::Ready(&joined[at]))
-    })
-    .await
-}
-
 /// Ranks that a rank dials side by side: round trips are long between data centres.
 const DIALS_AT_ONCE: usize = 64;
 
 /// How much longer than rank 0 a rank waits for a group that stays incomplete.
 const MEMBER_EXTRA_WAIT: Duration = Duration::from_secs(2);
-
-/// How long a rank with a bad identity tries to reach rank 0.
-const BAD_IDENTITY_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A place in a group as its rank there.
 fn number(place: usize) -> Rank {

@@ -85,6 +85,16 @@ pub(crate) enum DialError {
     Failed(TransportError),
 }
 
+impl From<DialError> for TransportError {
+    fn from(error: DialError) -> Self {
+        match error {
+            DialError::Rejected(_, error) | DialError::Failed(error) => error,
+            DialError::NoAnswer { elsewhere: Some(error) } => error,
+            DialError::NoAnswer { elsewhere: None } | DialError::Busy => Self::bootstrap("no answer"),
+        }
+    }
+}
+
 impl DialError {
     /// The one error of several dials of a rank. It may still answer, unless a rank has answered everywhere.
     fn of_all(errors: Vec<Self>) -> Self {
@@ -113,7 +123,7 @@ impl RankEndpoint {
         addresses: &[SocketAddr],
         dial_purpose: DialPurpose,
         deadline: Instant,
-    ) -> Result<(PeerConnection, Vec<u16>), TransportError> {
+    ) -> Result<(PeerConnection, Vec<u16>), DialError> {
         let (mut busy, mut wrong) = (false, None);
         loop {
             match timeout_at(deadline, self.dial(rank, addresses, dial_purpose, deadline)).await {
@@ -124,7 +134,7 @@ impl RankEndpoint {
                     // Its places become free when strangers' handshakes end.
                     let _ = timeout_at(deadline, sleep(BUSY_PAUSE)).await;
                 }
-                Ok(Err(DialError::Rejected(_, error) | DialError::Failed(error))) => return Err(error),
+                Ok(Err(error @ (DialError::Rejected(..) | DialError::Failed(_)))) => return Err(error),
                 Err(_) => {
                     let why = if busy {
                         "it takes no more handshakes now, because too many others have begun one there"
@@ -133,12 +143,12 @@ impl RankEndpoint {
                         format!("is it running, and does {} get through?", self.config.link.carrier)
                     };
                     let wrong = wrong.map_or(String::new(), |wrong| format!("; {wrong}"));
-                    return Err(TransportError::bootstrap(format!(
+                    return Err(DialError::Failed(TransportError::bootstrap(format!(
                         "rank {rank} did not answer at {} within {:?}: {why}{wrong}{}",
                         listed(addresses),
                         self.config.connect_deadline,
                         self.refusal_hint(addresses)
-                    )));
+                    ))));
                 }
             }
         }

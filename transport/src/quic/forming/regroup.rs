@@ -10,7 +10,6 @@ mod gather;
 mod unreachable;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -23,22 +22,12 @@ use super::admission::{GroupStatus, left_out_text};
 use super::bootstrap::Forming;
 use super::endpoint::RankEndpoint;
 use super::peer_connection::Mesh;
+use super::prior_group::PriorGroup;
 use crate::error::TransportError;
 use crate::membership::{Claim, MOST_CLAIMS};
 use crate::rank::Rank;
 use crate::transport::Regroup;
 use crate::wire::Frame;
-
-/// The state of a rank's last group when it forms the next one. Ranks have their numbers of the first group.
-#[derive(Debug)]
-pub(crate) struct PriorGroup {
-    /// Empty if it was started anew.
-    pub(crate) claims: Vec<Claim>,
-    /// The last known addresses of the other ranks.
-    pub(crate) addresses: BTreeMap<Rank, Vec<SocketAddr>>,
-    /// A rank that is known to be gone.
-    pub(crate) lost: Option<Rank>,
-}
 
 /// A group that has been formed again.
 #[derive(Debug)]
@@ -127,6 +116,12 @@ impl Regrouping<'_> {
         self.who != Regroup::Survivors
     }
 
+    /// The lowest epoch that the next group may have. The first group may still form for a rank that knows none.
+    fn next_epoch(&self) -> u32 {
+        let knows_none = self.prior.claims.is_empty() && self.floor == 0;
+        if knows_none { 0 } else { self.floor.saturating_add(1) }
+    }
+
     fn me(&self) -> Rank {
         self.endpoint.config.rank
     }
@@ -135,7 +130,7 @@ impl Regrouping<'_> {
         let arrivals = self
             .endpoint
             .admission
-            .open(GroupStatus::Between { epoch: self.floor, everyone: self.everyone() });
+            .open(GroupStatus::Between { from_epoch: self.next_epoch(), everyone: self.everyone() });
         let mut attempt = Attempt {
             arrivals,
             early_data: Vec::new(),
@@ -174,15 +169,9 @@ impl Regrouping<'_> {
         if members.first() != Some(&self.me()) {
             return Err(AttemptError::Fatal(TransportError::bootstrap(left_out_text(self.me(), epoch))));
         }
-        let mut forming = Forming {
-            endpoint: self.endpoint,
-            epoch,
-            members: members.clone(),
-            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt + REPORT_EXTRA_WAIT),
-            arrivals: attempt.arrivals,
-            early_data: attempt.early_data,
-            unreached: Vec::new(),
-        };
+        let deadline = self.until.min(Instant::now() + self.endpoint.timing.attempt + REPORT_EXTRA_WAIT);
+        let mut forming = Forming::new(self.endpoint, (epoch, members.clone()), deadline, attempt.arrivals);
+        forming.early_data = attempt.early_data;
         let table = forming.address_table(&control);
         for member in &mut control {
             forming.say(member, &Frame::Members { epoch, members: members.clone() }).await?;
@@ -205,15 +194,9 @@ impl Regrouping<'_> {
         let Some((_, mut control)) = attempt.below.into_iter().next() else {
             return Err(TransportError::bootstrap("nobody to follow").into());
         };
-        let mut forming = Forming {
-            endpoint: self.endpoint,
-            epoch,
-            members: members.clone(),
-            deadline: self.until.min(Instant::now() + self.endpoint.timing.attempt),
-            arrivals: attempt.arrivals,
-            early_data: attempt.early_data,
-            unreached: Vec::new(),
-        };
+        let deadline = self.until.min(Instant::now() + self.endpoint.timing.attempt);
+        let mut forming = Forming::new(self.endpoint, (epoch, members.clone()), deadline, attempt.arrivals);
+        forming.early_data = attempt.early_data;
         let table = forming.hear_table(&mut control).await?;
         let data = match forming.dial_mesh(&control, &table).await {
             Ok(data) => data,

@@ -27,6 +27,11 @@ pub(crate) fn is_leave(reason: &ConnectionError) -> bool {
     matches!(reason, ConnectionError::ApplicationClosed(close) if close.error_code == close_code::LEFT)
 }
 
+/// Whether the peer has given up or refused this rank, with a reason.
+pub(crate) fn is_rejection(reason: &ConnectionError) -> bool {
+    matches!(reason, ConnectionError::ApplicationClosed(close) if close.error_code == close_code::REJECTED)
+}
+
 /// Whether packets did not get through; false if a side has refused something.
 ///
 /// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A

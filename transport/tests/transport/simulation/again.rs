@@ -30,6 +30,8 @@ pub(crate) struct World {
     pub(crate) strikes: Vec<(Duration, Strike)>,
     /// Number of connections for messages between two ranks.
     pub(crate) lanes: u8,
+    /// By rank, how long after the others it starts; a missing one starts at once.
+    pub(crate) starts: Vec<Duration>,
 }
 
 #[derive(Clone, Debug)]
@@ -125,7 +127,7 @@ impl World {
             at += rng.millis(0..9000);
         }
         let lanes = [1, 1, 2][Rng::new(seed, 4).within(0..3) as usize];
-        Self { seed, ranks, conditions, everyone, strikes, lanes }
+        Self { seed, ranks, conditions, everyone, strikes, lanes, starts: Vec::new() }
     }
 }
 
@@ -247,10 +249,11 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
     seed[..8].copy_from_slice(&stage.world.seed.to_le_bytes());
     seed[8] = rank as u8;
     let (config, sockets) = (stage.config(rank), stage.network.sockets(rank, stage.world.lanes));
+    let who = if stage.world.everyone { Regroup::Everyone { within: WITHIN } } else { Regroup::Survivors };
     let formed = if life == 0 {
-        let members = (0..stage.world.ranks).map(Rank).collect();
-        let formed = QuicTransport::form_over(config, sockets, seed).await;
-        formed.map(|transport| Reformed { transport, members, epoch: 0 })
+        let config = QuicConfig { connect_deadline: AGAIN, ..config };
+        sleep(stage.world.starts.get(rank as usize).copied().unwrap_or_default()).await;
+        QuicTransport::form_over_or_regroup(config, sockets, seed, who).await
     } else {
         QuicTransport::rejoin_over(QuicConfig { connect_deadline: AGAIN, ..config }, sockets, seed).await
     };
@@ -288,8 +291,6 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
                 let _ = transport.agree(Vote::ready([0; 32]), PATIENCE).await;
             }
         }
-        let who =
-            if stage.world.everyone { Regroup::Everyone { within: WITHIN } } else { Regroup::Survivors };
         let asked = stage.began.elapsed();
         let again = transport.reform(who, AGAIN).await;
         drop(transport);

@@ -3,6 +3,7 @@
 //! `KYKLOS_SEEDS=from..to cargo test -p kyklos-transport --features quic --test transport simulation` runs other seeds.
 
 mod again;
+mod forming;
 mod found;
 mod identities;
 mod judge;

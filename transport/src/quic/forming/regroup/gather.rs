@@ -32,6 +32,15 @@ pub(super) struct Attempt {
     pub(super) asked_above: bool,
 }
 
+impl Attempt {
+    /// A higher rank has connected. Of two connections of a rank counts the one that knows the later group, else the later one.
+    fn take(&mut self, joined: PeerConnection, claims: Vec<Claim>, epoch: u32) {
+        if self.above.get(&joined.rank).is_none_or(|(.., known)| *known <= epoch) {
+            self.above.insert(joined.rank, (joined, claims, epoch));
+        }
+    }
+}
+
 impl Regrouping<'_> {
     /// Whether to follow a lower rank: among survivors only one that was in the last group that this rank knows.
     pub(super) fn may_lead(&self, rank: Rank) -> bool {
@@ -101,7 +110,7 @@ impl Regrouping<'_> {
                         if !claims.is_empty() && self.prior.claims.is_empty() {
                             self.settled = self.settled.min(Instant::now() + patience);
                         }
-                        attempt.above.insert(joined.rank, (joined, claims, epoch));
+                        attempt.take(joined, claims, epoch);
                     }
                     None => return Err(AttemptError::Fatal(TransportError::bootstrap("the endpoint has been closed"))),
                 },
@@ -113,7 +122,7 @@ impl Regrouping<'_> {
                 },
                 (rank, frame) = next_of(below) => match frame {
                     Ok(Some(Frame::Members { epoch, members }))
-                        if epoch > self.floor
+                        if epoch >= self.next_epoch()
                             && members.first() == Some(&rank)
                             && members.is_sorted_by(|a, b| a < b)
                             && members.contains(&self.me()) =>
@@ -143,7 +152,7 @@ impl Regrouping<'_> {
     }
 
     pub(super) fn next_members(&self, attempt: &Attempt) -> Result<Vec<Rank>, String> {
-        next_group(&self.came(attempt), self.everyone())
+        next_group(&self.came(attempt), self.everyone(), self.endpoint.config.world)
     }
 
     /// Whether all expected ranks have joined.

@@ -49,7 +49,7 @@ impl Regrouping<'_> {
         }
         let drops = drops(pairs);
         let remaining = came.into_iter().filter(|(rank, _)| !drops.contains_key(rank)).collect();
-        let enough = next_group(&remaining, self.everyone());
+        let enough = next_group(&remaining, self.everyone(), self.endpoint.config.world);
         let mut error = TransportError::bootstrap("ranks cannot reach each other");
         for member in control {
             let Some(&peer) = drops.get(&member.rank) else { continue };
@@ -105,7 +105,7 @@ pub(super) async fn report_unreached(
 
 /// The peers that a member reports; none if it is ready.
 async fn unreached_peers(
-    forming: &Forming<'_>,
+    forming: &mut Forming<'_>,
     member: &mut PeerConnection,
 ) -> Result<Vec<Rank>, TransportError> {
     let mut peers = Vec::new();

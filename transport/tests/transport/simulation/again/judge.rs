@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kyklos_transport::Rank;
 
-use super::{End, Life, Played, Strike, World};
+use super::{End, Life, Played, Stay, Strike, World};
 
 /// By epoch: the ranks of a group, and how long each rank was in it.
 type Groups = BTreeMap<u32, (Vec<Rank>, Vec<(u32, Duration, Duration)>)>;
@@ -25,7 +25,9 @@ pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
             wrong.push(format!("{who}: {why}"));
         }
         let mut last = None;
-        for stay in &life.stays {
+        // A host that has vanished has no process in a later group.
+        let is_there = |stay: &&Stay| crashed_at(life).is_none_or(|at| stay.entered < at);
+        for stay in life.stays.iter().filter(is_there) {
             if last.is_some_and(|last| stay.epoch <= last) {
                 wrong.push(format!("{who}: epoch {} after {last:?}", stay.epoch));
             }

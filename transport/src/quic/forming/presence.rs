@@ -1,0 +1,83 @@
+//! Of the coordinator of the first group: waits until all ranks are present. A rank that is lost may come again.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tokio::time::timeout_at;
+
+use super::admission::AdmittedConnection;
+use super::bootstrap::Forming;
+use super::peer_connection::{PeerConnection, first_closed};
+use crate::error::TransportError;
+use crate::quic::network::connection::close_code;
+use crate::rank::Rank;
+use crate::wire::Purpose;
+
+impl Forming<'_> {
+    /// Waits for a control connection of every other rank. Returns them by rank, and the ranks that have taken the place of lost
+    /// processes.
+    ///
+    /// A rank that is lost meanwhile is waited for as one that has not started. But if all others have come, it counts as lost.
+    pub(crate) async fn wait_for_ranks(
+        &mut self,
+    ) -> Result<(Vec<PeerConnection>, BTreeSet<Rank>), TransportError> {
+        let mut control: BTreeMap<Rank, PeerConnection> = BTreeMap::new();
+        let mut replaced = BTreeSet::new();
+        let mut ended: BTreeMap<Rank, PeerConnection> = BTreeMap::new();
+        loop {
+            let others = || self.members.iter().copied().filter(|&rank| rank != self.members[0]);
+            let missing: Vec<Rank> = others().filter(|rank| !control.contains_key(rank)).collect();
+            if missing.is_empty() {
+                return Ok((control.into_values().collect(), replaced));
+            }
+            if missing.iter().all(|rank| ended.contains_key(rank))
+                && let Some((_, lost)) = ended.pop_first()
+            {
+                return Err(self.lost(&lost));
+            }
+            let arrived = tokio::select! {
+                biased;
+                arrived = timeout_at(self.deadline, self.arrivals.recv()) => arrived,
+                gone = first_closed(control.values()) => {
+                    let rank = gone.rank;
+                    (self.endpoint.config.note)(&format!("rank {rank} was lost while the group forms: {}", gone.end()));
+                    replaced.remove(&rank);
+                    ended.extend(control.remove(&rank).map(|gone| (rank, gone)));
+                    continue;
+                }
+            };
+            match arrived {
+                Ok(Some(AdmittedConnection {
+                    purpose: Purpose::Data | Purpose::Lane,
+                    epoch,
+                    joined,
+                    ..
+                })) => self.early_data.push((epoch, joined)),
+                Ok(Some(AdmittedConnection { joined, claims, .. })) if !claims.is_empty() => {
+                    let text = "rank 0 was started anew and knows no earlier group: start it with rejoin";
+                    joined.connection.close(close_code::REJECTED, text.as_bytes());
+                }
+                Ok(Some(AdmittedConnection { purpose, joined, .. })) => {
+                    let rank = joined.rank;
+                    ended.remove(&rank);
+                    match purpose {
+                        Purpose::Rejoin => replaced.insert(rank),
+                        _ => replaced.remove(&rank),
+                    };
+                    if let Some(earlier) = control.insert(rank, joined) {
+                        let text =
+                            format!("rank {rank} was started again, to take the place of this process");
+                        earlier.connection.close(close_code::REJECTED, text.as_bytes());
+                    }
+                }
+                Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
+                Err(_) => {
+                    let lost: Vec<String> = ended
+                        .values()
+                        .map(|gone| format!("; rank {} was lost: {}", gone.rank, gone.end()))
+                        .collect();
+                    return Err(self.too_late(&missing, &lost.concat()));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Ranks are lost while the first group forms: the others, and the ranks that take their places, form a group all the same.
+
+use std::time::Duration;
+
+use crate::amount::amount;
+use crate::simulation::again::{End, Life, Played, Strike, World, judge, play};
+use crate::simulation::rng::Rng;
+
+/// A world of the seed's conditions in which `strikes` happen while the group forms.
+fn world(seed: u64, ranks: u32, strikes: Vec<(Duration, Strike)>, starts: Vec<Duration>) -> World {
+    let drawn = World::draw(seed);
+    World { ranks, everyone: true, strikes, starts, lanes: 1, ..drawn }
+}
+
+fn millis(number: u64) -> Duration {
+    Duration::from_millis(number)
+}
+
+fn crash(at: u64, rank: u32, restarts: Option<u64>) -> (Duration, Strike) {
+    (millis(at), Strike::Crash { rank, restarts: restarts.map(millis) })
+}
+
+/// The last lives of all ranks that are not lost for good.
+fn survivors(played: &Played) -> Vec<&Life> {
+    let is_last = |life: &&Life| {
+        let again = played.lives.iter().any(|other| other.rank == life.rank && other.life > life.life);
+        !again && (life.life > 0 || !played.crashed.contains_key(&life.rank))
+    };
+    played.lives.iter().filter(is_last).collect()
+}
+
+/// All ranks that are not lost for good finish in one group of `members` ranks. Returns the epoch of that group.
+fn finish_together(world: &World, members: u32) -> u32 {
+    let played = play(world);
+    let case = format!("{world:#?}: {:#?}", played.lives);
+    assert_eq!(judge(world, &played), Vec::<String>::new(), "{case}");
+    let mut epochs = Vec::new();
+    for life in survivors(&played) {
+        assert!(matches!(life.end, End::Finished), "rank {}: {case}", life.rank);
+        let last = life.stays.last().unwrap();
+        assert_eq!(last.members.len() as u32, members, "{case}");
+        epochs.push(last.epoch);
+    }
+    assert!(epochs.len() as u32 == members && epochs.iter().all(|&epoch| epoch == epochs[0]), "{case}");
+    epochs[0]
+}
+
+/// Rank 3 starts 10 s after the others, so that the group cannot form before.
+fn late() -> Vec<Duration> {
+    vec![millis(0), millis(0), millis(0), millis(10_000)]
+}
+
+#[test]
+fn a_rank_that_is_killed_before_all_have_come_may_come_again() {
+    for restart in [100, 3000, 8000] {
+        let world = world(1, 4, vec![crash(1500, 1, Some(restart))], late());
+        // It is the first group: the others have noticed nothing.
+        assert_eq!(finish_together(&world, 4), 0);
+    }
+}
+
+#[test]
+fn a_rank_that_was_lost_before_the_last_one_comes_is_waited_for_as_after_the_start() {
+    let world = world(2, 4, vec![crash(1500, 2, Some(12_000))], late());
+    assert_eq!(finish_together(&world, 4), 1);
+}
+
+#[test]
+fn a_rank_that_does_not_come_again_is_left_out() {
+    let rejoin = world(3, 4, vec![crash(1500, 2, None)], late());
+    assert_eq!(finish_together(&rejoin, 3), 1);
+    let shrink = World { everyone: false, ..rejoin };
+    assert_eq!(finish_together(&shrink, 3), 1);
+}
+
+#[test]
+fn rank_0_that_is_killed_while_the_group_forms_may_come_again() {
+    for restart in [100, 3000] {
+        let world = world(4, 3, vec![crash(1500, 0, Some(restart))], vec![millis(0), millis(0), millis(900)]);
+        finish_together(&world, 3);
+    }
+}
+
+#[test]
+fn whenever_a_rank_is_killed_the_job_finishes() {
+    let seeds = amount(40, 400);
+    for seed in 0..seeds {
+        let mut rng = Rng::new(seed, 9);
+        let ranks = rng.within(2..5) as u32;
+        let rank = rng.within(0..u64::from(ranks)) as u32;
+        let starts: Vec<Duration> = (0..ranks).map(|_| rng.millis(0..1500)).collect();
+        let mut at = rng.within(0..3000);
+        // A process that has not started cannot be killed.
+        at = at.max(starts[rank as usize].as_millis() as u64 + 1);
+        let world = world(seed, ranks, vec![crash(at, rank, Some(rng.within(50..9000)))], starts);
+        finish_together(&world, ranks);
+    }
+}
