@@ -15,6 +15,7 @@ use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::launch_words::Flags;
 use crate::observe::record;
+use crate::options::OnLoss;
 
 /// How this process joins a group of processes. Without any of it the environment of a launcher says.
 #[derive(Clone, Debug, Args)]
@@ -59,7 +60,8 @@ pub(crate) struct GroupArgs {
     /// seconds at the least. The same on all ranks [default: 200, or 500 with --link wan]
     #[arg(long, value_name = "MS")]
     pub(crate) heartbeat: Option<NonZeroU32>,
-    /// This process takes the place of one that died: it joins when the others form the group again (--on-loss rejoin)
+    /// This process takes the place of one that died: it joins while the group forms, or when the others form it again
+    /// (--on-loss rejoin)
     #[arg(long)]
     pub(crate) rejoin: bool,
     /// Local address of this process [default: all, or loopback if rank 0 is there]
@@ -76,7 +78,7 @@ pub(crate) struct GroupArgs {
 
 impl GroupArgs {
     /// These options for the library, whose notes and warnings go to standard error.
-    pub(crate) fn options(&self, link: LinkSettings) -> Options {
+    pub(crate) fn options(&self, link: LinkSettings, on_loss: OnLoss) -> Options {
         let seconds = |seconds: NonZeroU32| Duration::from_secs(u64::from(seconds.get()));
         Options {
             rank: self.rank,
@@ -93,6 +95,7 @@ impl GroupArgs {
             stuck_after: self.stuck_after.map(seconds),
             heartbeat: self.heartbeat.map(|ms| Duration::from_millis(u64::from(ms.get()))),
             rejoin: self.rejoin,
+            on_loss: on_loss.next_group(seconds(self.join_deadline)),
             bind: self.bind,
             port: self.port,
             advertise: self.advertise.clone(),
@@ -108,7 +111,7 @@ impl GroupArgs {
 
     /// The first option that makes a group, as it was written.
     pub(crate) fn first(&self) -> Option<String> {
-        self.options(LinkSettings::default()).first_group_option()
+        self.options(LinkSettings::default(), OnLoss::Stop).first_group_option()
     }
 }
 

@@ -74,11 +74,13 @@ impl Assignment {
             (options.warn)(&text);
         }
         self.configure(&mut config, deadline)?;
-        let group = if options.rejoin {
-            QuicTransport::rejoin(config)?
-        } else {
-            let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
-            Reformed { transport: QuicTransport::connect(config)?, members, epoch }
+        let group = match options.on_loss {
+            _ if options.rejoin => QuicTransport::rejoin(config)?,
+            Some(who) => QuicTransport::connect_or_regroup(config, who)?,
+            None => {
+                let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
+                Reformed { transport: QuicTransport::connect(config)?, members, epoch }
+            }
         };
         if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos_launch) {
             (options.note)(&format!("rank {}: {line}", self.rank));
@@ -115,6 +117,9 @@ impl Assignment {
         let options = &self.options;
         if let Credentials::Invitation(invitation, _) = &self.credentials {
             config.invitation = Some(Arc::clone(invitation));
+        }
+        if matches!(self.credentials, Credentials::IdentityFile) {
+            config.identity_file = Some(self.identity_path()?);
         }
         config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
         if config.invitation.is_some() && config.revoked.as_ref().is_some_and(|revoked| !revoked.is_empty()) {

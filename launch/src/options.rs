@@ -6,6 +6,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kyklos_transport::Regroup;
 use kyklos_transport::quic::LinkSettings;
 
 use crate::error::Remedy;
@@ -63,8 +64,10 @@ pub struct Options {
     /// Period of heartbeats, the same on all ranks; a rank counts as dead after twelve silent ones, or later if
     /// [`LinkSettings::profile`] says so. `None`: that of the profile.
     pub heartbeat: Option<Duration>,
-    /// This process replaces one that died: it joins when the others form the group again.
+    /// This process replaces one that died: it joins while the group forms, or when the others form it again.
     pub rejoin: bool,
+    /// The next group, if a rank is lost while the group forms; the same on all ranks. `None`: the group does not form then.
+    pub on_loss: Option<Regroup>,
     /// Local address. `None`: all, or loopback if rank 0's address is loopback.
     pub bind: Option<IpAddr>,
     /// First port of the ranks other than 0 on this host: a rank takes this one plus its local rank times
@@ -104,6 +107,7 @@ impl Default for Options {
             stuck_after: None,
             heartbeat: None,
             rejoin: false,
+            on_loss: None,
             bind: None,
             port: None,
             advertise: None,

@@ -145,8 +145,8 @@ mod tests {
             let first = claim(0, true, &(0..ranks).collect::<Vec<_>>());
             let mut claims: BTreeMap<Rank, Vec<Claim>> =
                 (0..ranks).map(|rank| (Rank(rank), vec![first.clone()])).collect();
-            // The current group of each rank, if it has one; and the groups that have started.
-            let mut is_in: BTreeMap<Rank, u32> = (0..ranks).map(|rank| (Rank(rank), 0)).collect();
+            // The current group of each rank, if it has one, as its place in the list of the groups that have started.
+            let mut is_in: BTreeMap<Rank, usize> = (0..ranks).map(|rank| (Rank(rank), 0)).collect();
             let mut started = vec![first];
             // Ranks wait in parallel attempts.
             for _ in 0..12 {
@@ -179,15 +179,15 @@ mod tests {
                     formed += 1;
                     for rank in &new.members {
                         // A rank that does not learn of the start is still ready for the group.
-                        is_in.insert(*rank, epoch);
+                        is_in.insert(*rank, started.len() - 1);
                         if last_step == 2 || random(2) == 0 {
                             claims.insert(*rank, vec![Claim { started: true, ..new.clone() }]);
                         }
                     }
-                    let whole = |group: &&Claim| {
-                        group.members.iter().all(|rank| is_in.get(rank) == Some(&group.epoch))
+                    let whole = |(place, group): &(usize, &Claim)| {
+                        group.members.iter().all(|rank| is_in.get(rank) == Some(place))
                     };
-                    let whole: Vec<&Claim> = started.iter().filter(whole).collect();
+                    let whole: Vec<_> = started.iter().enumerate().filter(whole).collect();
                     assert!(whole.len() <= 1, "{whole:?}");
                 }
             }

@@ -49,10 +49,7 @@ impl GroupLoss {
     /// Forms the next group by the policy.
     pub(crate) fn go_on(&self, policy: LossPolicy, transport: &dyn Transport) -> Result<Reformed> {
         let LossPolicy { on_loss, patience } = policy;
-        let who = match on_loss {
-            OnLoss::Rejoin => Regroup::Everyone { within: patience / 2 },
-            OnLoss::Stop | OnLoss::Shrink | OnLoss::Finish | OnLoss::FinishOrShrink => Regroup::Survivors,
-        };
+        let who = on_loss.next_group(patience).unwrap_or(Regroup::Survivors);
         pollster::block_on(transport.reform(who, patience))
             .map_err(|error| Failure { text: format!("{}; {error}", self.abort), ..error.into() })
     }
@@ -161,6 +158,11 @@ pub(crate) fn end_if_stuck(group: &Reformed) {
 /// Reports on standard error that this rank has replaced a lost one.
 pub(crate) fn tell_rejoined(next: &Reformed, request: &Request) {
     note(&format!("joined the group; {}", in_words(next, request)));
+}
+
+/// Reports on standard error that a rank was lost while the group formed.
+pub(crate) fn tell_smaller(next: &Reformed, request: &Request) {
+    note(&format!("a rank was lost while the group formed; {}", in_words(next, request)));
 }
 
 fn in_words(next: &Reformed, request: &Request) -> String {

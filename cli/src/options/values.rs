@@ -3,10 +3,12 @@
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use kyklos::backend::wgpu::KernelChoice;
 use kyklos::{Error, Mask, Strategy};
+use kyklos_transport::Regroup;
 
 use crate::devices::DeviceRequest;
 
@@ -162,6 +164,15 @@ impl OnLoss {
             Self::Rejoin => "rejoin",
             Self::Finish => "finish",
             Self::FinishOrShrink => "finish-or-shrink",
+        }
+    }
+
+    /// The group that begins the call after a loss, within `patience`; `None` if no call begins then.
+    pub(crate) fn next_group(self, patience: Duration) -> Option<Regroup> {
+        match self {
+            Self::Stop | Self::Finish => None,
+            Self::Rejoin => Some(Regroup::Everyone { within: patience / 2 }),
+            Self::Shrink | Self::FinishOrShrink => Some(Regroup::Survivors),
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::path::PathBuf;
-use std::process::{Output, Stdio};
+use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 use kyklos_transport::Rank;
@@ -11,7 +11,7 @@ use kyklos_transport::quic::{ClusterAuthority, Subject, Validity};
 
 use crate::support::*;
 
-const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
+pub(crate) const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
 
 /// A folder with an authority and identities, and a port.
 pub(crate) struct Cluster {
@@ -51,29 +51,29 @@ impl Cluster {
 
     /// The same with a whole command line.
     pub(crate) fn run_command(&self, arguments: &str, variables: &str) -> Vec<Output> {
-        let fill = |text: &str, rank: u32| {
-            let dir = self.folder.path().to_str().unwrap().to_owned();
-            text.replace("{rank}", &rank.to_string())
-                .replace("{carrier}", if rank == 0 { "udp" } else { "tcp" })
-                .replace("{port}", &self.port.to_string())
-                .replace("{dir}", &dir)
-        };
         let started = Instant::now();
-        let children: Vec<_> = (0..3)
-            .map(|rank| {
-                let arguments = fill(arguments, rank);
-                let mut command = command(&arguments.split_whitespace().collect::<Vec<_>>());
-                for pair in fill(variables, rank).split_whitespace() {
-                    let (name, value) = pair.split_once('=').unwrap();
-                    command.env(name, value);
-                }
-                command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-            })
-            .collect();
+        let children: Vec<_> = (0..3).map(|rank| self.start(rank, arguments, variables)).collect();
         let limit = Duration::from_secs(90);
         let outputs = children.into_iter().map(|child| finish(child, limit)).collect();
         eprintln!("{:?}", started.elapsed());
         outputs
+    }
+
+    /// Starts one rank with a whole command line.
+    pub(crate) fn start(&self, rank: u32, arguments: &str, variables: &str) -> Child {
+        let fill = |text: &str| {
+            text.replace("{rank}", &rank.to_string())
+                .replace("{carrier}", if rank == 0 { "udp" } else { "tcp" })
+                .replace("{port}", &self.port.to_string())
+                .replace("{dir}", self.folder.path().to_str().unwrap())
+        };
+        let arguments = fill(arguments);
+        let mut command = command(&arguments.split_whitespace().collect::<Vec<_>>());
+        for pair in fill(variables).split_whitespace() {
+            let (name, value) = pair.split_once('=').unwrap();
+            command.env(name, value);
+        }
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
     /// Checks that the three ranks compute one result. Each rank prints on standard error the source of its rank, and

@@ -14,6 +14,7 @@ mod doctor;
 #[cfg(target_os = "linux")]
 mod errors;
 mod files;
+mod forming;
 mod hostile_files;
 mod launch;
 mod metrics;

@@ -25,6 +25,7 @@ use super::network::binding;
 use super::network::io_thread::{Alive, IoThread};
 use super::network::path::Path;
 use super::network::socket::{Endpoints, SocketSource};
+use super::trust::presented::PresentedIdentity;
 use super::trust::tls::TlsConfigs;
 use crate::error::{Abort, TransportError};
 use crate::figures::ConnectionFigures;
@@ -196,7 +197,7 @@ impl QuicTransport {
         source: SocketSource,
         alive: Option<&Alive>,
     ) -> Result<Arc<RankEndpoint>, TransportError> {
-        let fits = config.check_identity();
+        let fits = config.check_identity(&config.identity);
         let endpoint = Self::open_endpoint_unchecked(config, source, alive)?;
         if let Err(error) = fits {
             report_bad_identity(&endpoint).await;
@@ -212,8 +213,8 @@ impl QuicTransport {
     ) -> Result<Arc<RankEndpoint>, TransportError> {
         let path = Path::new(&config.link, config.bind, config.world)?;
         let timing = config.timing();
-        let tls =
-            TlsConfigs::new(&config.identity, config.revoked.as_ref(), path.transport_config(timing.idle))?;
+        let identity = PresentedIdentity::new(config.identity.clone(), config.identity_file.clone())?;
+        let tls = TlsConfigs::new(&identity, config.revoked.as_ref(), path.transport_config(timing.idle))?;
         source.has_lanes(config.link.lanes)?;
         let is_simulated = source.is_simulated();
         let Endpoints { lanes: lane_endpoints, capabilities, refused } =
@@ -223,7 +224,7 @@ impl QuicTransport {
             beside.map(|address| address.map(|address| address.port())).collect::<Result<_, _>>();
         let lane_ports = lane_ports
             .map_err(|error| TransportError::bootstrap(format!("a lane without a port: {error}")))?;
-        let admission = Arc::new(Admission::new(&config, &tls, lane_ports)?);
+        let admission = Arc::new(Admission::new(&config, (&identity, &tls), lane_ports)?);
         let thread = alive.map(Alive::downgrade);
         Ok(Arc::new(RankEndpoint {
             config,
@@ -233,6 +234,7 @@ impl QuicTransport {
             capabilities,
             refused,
             is_simulated,
+            identity,
             tls,
             admission,
             thread,

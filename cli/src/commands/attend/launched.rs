@@ -55,6 +55,7 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
             match &lost {
                 Some(lost) => lost.tell(&group, &job.agreed.request),
                 None if args.group.rejoin => on_loss::tell_rejoined(&group, &job.agreed.request),
+                None if world < assignment.world => on_loss::tell_smaller(&group, &job.agreed.request),
                 None => job.agreed.request.source.warning().iter().for_each(|warning| note(warning)),
             }
         }

@@ -29,7 +29,7 @@ pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
         }
         return here(args);
     }
-    match Assignment::find(&args.group.options(args.network.settings()))? {
+    match Assignment::find(&args.group.options(args.network.settings(), args.on_loss))? {
         Some(assignment) => as_rank(args, assignment),
         None => here(args),
     }

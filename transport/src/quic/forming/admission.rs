@@ -20,6 +20,7 @@ use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe,
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::handshakes::{HandshakeDecision, PendingHandshakes};
 use crate::quic::network::routes::StreamPeers;
+use crate::quic::trust::presented::PresentedIdentity;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
@@ -75,12 +76,12 @@ impl Admission {
     /// Admits no rank before [`Self::open`].
     pub(crate) fn new(
         config: &QuicConfig,
-        tls: &TlsConfigs,
+        (identity, tls): (&PresentedIdentity, &TlsConfigs),
         lane_ports: Vec<u16>,
     ) -> Result<Self, TransportError> {
         let enrol_server = match &config.invitation {
             Some(invitation) => {
-                Some(EnrolServer::new(Arc::clone(invitation), &config.identity, config.revoked.as_ref())?)
+                Some(EnrolServer::new(Arc::clone(invitation), identity, config.revoked.as_ref())?)
             }
             None => None,
         };

@@ -1,6 +1,7 @@
 //! How a rank of QUIC is set up.
 
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,6 +37,9 @@ pub struct QuicConfig {
     pub coordinator_name: Option<String>,
     /// The certificate and key of this rank.
     pub identity: Identity,
+    /// File from which this rank's identity is read again whenever a group forms again, so that a renewed one counts without a
+    /// restart. It must be of the same rank or host, job and authority; otherwise the earlier one stays, with a warning.
+    pub identity_file: Option<PathBuf>,
     /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
     pub invitation: Option<Arc<Invitation>>,
     /// Revoked identities, refused on both sides of a connection; read again when a group forms again.
@@ -84,6 +88,7 @@ impl QuicConfig {
             coordinator_also: Vec::new(),
             coordinator_name: None,
             identity,
+            identity_file: None,
             invitation: None,
             revoked: None,
             places: Vec::new(),
@@ -167,15 +172,15 @@ impl QuicConfig {
     }
 
     /// Checks that the identity fits this rank, as far as it can tell without the others.
-    pub(crate) fn check_identity(&self) -> Result<(), TransportError> {
-        let claims = self.identity.claims()?;
+    pub(crate) fn check_identity(&self, identity: &Identity) -> Result<(), TransportError> {
+        let claims = identity.claims()?;
         if claims.job != self.job {
             return Err(TransportError::bootstrap(format!(
                 "this is job {}, but the identity is of {claims}: use the files that were issued for this job",
                 self.job
             )));
         }
-        if self.revoked.as_ref().is_some_and(|revoked| revoked.has(&self.identity.certificate)) {
+        if self.revoked.as_ref().is_some_and(|revoked| revoked.has(&identity.certificate)) {
             return Err(TransportError::bootstrap(format!(
                 "the certificate of {claims} has been revoked, by its own list: {}",
                 Remedy::IssueCertificate

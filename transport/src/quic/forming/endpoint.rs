@@ -23,7 +23,10 @@ use crate::quic::network::socket::SocketCapabilities;
 use crate::quic::network::staggered::{first_ok, listed};
 use crate::quic::network::timing::Timing;
 use crate::quic::trust::names::rank_name;
+use crate::quic::trust::presented::PresentedIdentity;
+use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::tls::{self, TlsConfigs};
+use crate::quic::trust::validity::Date;
 use crate::rank::Rank;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
@@ -37,6 +40,7 @@ pub(crate) struct RankEndpoint {
     pub(crate) capabilities: SocketCapabilities,
     pub(crate) refused: RefusedFlag,
     pub(crate) is_simulated: bool,
+    pub(crate) identity: PresentedIdentity,
     pub(crate) tls: TlsConfigs,
     pub(crate) admission: Arc<Admission>,
     /// What keeps the I/O thread running, if this rank has one.
@@ -295,6 +299,23 @@ impl RankEndpoint {
     pub(crate) fn advertised(&self) -> Vec<SocketAddr> {
         let port = self.lane_endpoints[0].endpoint.local_addr().map_or(0, |address| address.port());
         self.config.advertised(port)
+    }
+
+    /// Reads the lists and the identity again, for the connections of the next group.
+    pub(crate) fn read_again(&self) -> Result<(), TransportError> {
+        let config = &self.config;
+        config.revoked.as_ref().map_or(Ok(()), Revoked::read_again)?;
+        match self.identity.read_again(|later| config.check_identity(later)) {
+            Ok(false) => {}
+            Ok(true) => {
+                let until = Date(self.identity.now().claims()?.validity.until);
+                (config.note)(&format!("rank {}: a new identity, until {until}", config.rank));
+            }
+            Err(error) => {
+                (config.warn)(&format!("rank {} keeps the identity that it has: {error}", config.rank));
+            }
+        }
+        config.check_identity(&self.identity.now())
     }
 
     /// Closes all connections with the reason for which this rank gives up, so that waiting ranks learn it.

@@ -44,10 +44,7 @@ pub(crate) async fn regroup(
     who: Regroup,
     until: Instant,
 ) -> Result<NextGroup, TransportError> {
-    if let Some(revoked) = &endpoint.config.revoked {
-        revoked.read_again()?;
-        endpoint.config.check_identity()?;
-    }
+    endpoint.read_again()?;
     let floor = prior.claims.iter().map(|claim| claim.epoch).max().unwrap_or(0);
     let settled = Instant::now()
         + match who {

@@ -13,8 +13,8 @@ use super::register::{EnrolRefusal, EnrolRequest, Granted, Register};
 use crate::error::TransportError;
 use crate::quic::network::connection::{CLOSE_TIMEOUT, describe};
 use crate::quic::network::frames::FrameReader;
-use crate::quic::trust::identity::Identity;
 use crate::quic::trust::key_hash::KeyHash;
+use crate::quic::trust::presented::PresentedIdentity;
 use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::tls;
 use crate::rank::Rank;
@@ -37,7 +37,7 @@ impl EnrolServer {
     /// A closed server: it gives no identities before [`Self::open`].
     pub(crate) fn new(
         invitation: Arc<Invitation>,
-        identity: &Identity,
+        identity: &PresentedIdentity,
         revoked: Option<&Revoked>,
     ) -> Result<Self, TransportError> {
         let tls = Arc::new(tls::inviting_server(identity, revoked)?);

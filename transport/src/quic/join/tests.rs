@@ -21,6 +21,7 @@ use crate::quic::forming::config::QuicConfig;
 use crate::quic::network::frames::FrameReader;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
+use crate::quic::trust::presented::PresentedIdentity;
 use crate::quic::trust::tls;
 use crate::quic::trust::validity::Validity;
 use crate::quic::{Carrier, Identity, LinkSettings, QuicTransport};
@@ -263,7 +264,8 @@ async fn relay(
     to: SocketAddr,
     at: tokio::sync::oneshot::Sender<SocketAddr>,
 ) -> Option<Frame> {
-    let crypto: QuicServerConfig = tls::inviting_server(&identity, None).unwrap();
+    let crypto: QuicServerConfig =
+        tls::inviting_server(&PresentedIdentity::new(identity, None).unwrap(), None).unwrap();
     let server = ServerConfig::with_crypto(Arc::new(crypto));
     let near = Endpoint::server(server, SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     at.send(near.local_addr().unwrap()).unwrap();

@@ -11,6 +11,7 @@ use crate::quic::forming::refusals::AdmissionRefusal;
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
 use crate::quic::trust::names::rank_name;
+use crate::quic::trust::presented::PresentedIdentity;
 use crate::quic::trust::tls::TlsConfigs;
 use crate::quic::*;
 use crate::rank::Rank;
@@ -32,7 +33,8 @@ async fn visit(
     let genuine = rank_one(authority, other);
     let path = Path::new(&LinkSettings::default(), Ipv4Addr::UNSPECIFIED.into(), 2).unwrap();
     let visitor = QuicConfig::new(Rank(1), 2, other, coordinator, genuine);
-    let tls = TlsConfigs::new(&visitor.identity, None, path.transport_config(visitor.timing().idle)).unwrap();
+    let identity = PresentedIdentity::new(visitor.identity.clone(), None).unwrap();
+    let tls = TlsConfigs::new(&identity, None, path.transport_config(visitor.timing().idle)).unwrap();
     let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     let name = rank_name(Rank::COORDINATOR, looks_for);
     let client = tls.client(Purpose::Control);
@@ -94,8 +96,9 @@ fn a_stranger_that_gives_ever_new_reasons_is_not_remembered_for_ever() {
     let identity = ClusterAuthority::new(job).unwrap().issue(Rank(0)).unwrap();
     let config = QuicConfig::new(Rank(0), 2, job, at, identity);
     let path = Path::new(&config.link, config.bind, 2).unwrap();
-    let tls = TlsConfigs::new(&config.identity, None, path.transport_config(config.timing().idle)).unwrap();
-    let admission = Admission::new(&config, &tls, Vec::new()).unwrap();
+    let identity = PresentedIdentity::new(config.identity.clone(), None).unwrap();
+    let tls = TlsConfigs::new(&identity, None, path.transport_config(config.timing().idle)).unwrap();
+    let admission = Admission::new(&config, (&identity, &tls), Vec::new()).unwrap();
     for reason in 0..100_000 {
         let text = format!("reason {reason}");
         admission.note_refusal(at.ip(), &AdmissionRefusal { proven: reason % 2 == 1, text });

@@ -2,4 +2,5 @@
 
 mod admission;
 mod lanes;
+mod renewal;
 mod trust;

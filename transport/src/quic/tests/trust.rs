@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
 use crate::error::{Abort, TransportError};
-use crate::quic::forming::bootstrap;
+use crate::quic::forming::first_group::first_group;
 use crate::quic::transport::bind;
 use crate::quic::*;
 use crate::rank::{Progress, Rank, Tag};
@@ -130,8 +130,7 @@ fn an_expired_rank_0_that_listens_all_the_same_is_refused_by_name_and_date() {
     let error = runtime.block_on(async {
         let source = bind(&zero).unwrap();
         let endpoint = QuicTransport::open_endpoint_unchecked(zero, source, None).unwrap();
-        endpoint.listen();
-        bootstrap::form(&endpoint).await.unwrap_err()
+        first_group(&endpoint, None).await.unwrap_err()
     });
     let one = one.join().unwrap().err().unwrap();
     one_says((error.to_string(), one.to_string()), &["rank 0", "expired on", &Date(now - hour).to_string()]);

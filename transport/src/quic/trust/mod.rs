@@ -5,6 +5,7 @@ pub(crate) mod identity;
 pub(crate) mod job;
 pub(crate) mod key_hash;
 pub(crate) mod names;
+pub(crate) mod presented;
 pub(crate) mod private_file;
 pub(crate) mod revoked;
 pub(crate) mod tls;

@@ -8,8 +8,8 @@ use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::CertificateDer;
 
-use super::identity::Identity;
 use super::names::Claims;
+use super::presented::PresentedIdentity;
 use super::revoked::Revoked;
 use super::verifier::{ClientVerifier, ServerVerifier};
 use crate::error::TransportError;
@@ -27,7 +27,7 @@ pub(crate) struct TlsConfigs {
 impl TlsConfigs {
     /// `transport` holds for every connection of the rank.
     pub(crate) fn new(
-        identity: &Identity,
+        identity: &PresentedIdentity,
         revoked: Option<&Revoked>,
         transport: TransportConfig,
     ) -> Result<Self, TransportError> {
@@ -90,19 +90,18 @@ pub(crate) fn first_cipher() -> String {
 }
 
 fn client_tls(
-    identity: &Identity,
+    identity: &PresentedIdentity,
     revoked: Option<&Revoked>,
     purpose: Purpose,
 ) -> Result<rustls::ClientConfig, TransportError> {
     let provider = provider();
-    let verifier = ServerVerifier::new(identity, revoked, Arc::clone(&provider))?;
+    let verifier = ServerVerifier::new(&identity.now(), revoked, Arc::clone(&provider))?;
     let mut config = rustls::ClientConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
         .dangerous()
         .with_custom_certificate_verifier(Arc::new(verifier))
-        .with_client_auth_cert(vec![identity.certificate.clone()], identity.key.clone_key())
-        .map_err(cannot_set_up)?;
+        .with_client_cert_resolver(identity.resolver(false));
     config.alpn_protocols = vec![alpn(purpose)];
     // No session is ever resumed, so no early data can be replayed.
     config.resumption = rustls::client::Resumption::disabled();
@@ -129,28 +128,25 @@ pub(crate) fn applicant(
 /// no further than an application, because a hello counts for nothing without a certificate. The authority's own
 /// is shown too: they know its hash.
 pub(crate) fn inviting_server(
-    identity: &Identity,
+    identity: &PresentedIdentity,
     revoked: Option<&Revoked>,
 ) -> Result<QuicServerConfig, TransportError> {
     QuicServerConfig::try_from(server_tls(identity, revoked, true)?).map_err(cannot_set_up)
 }
 
 fn server_tls(
-    identity: &Identity,
+    identity: &PresentedIdentity,
     revoked: Option<&Revoked>,
     invites: bool,
 ) -> Result<rustls::ServerConfig, TransportError> {
     let provider = provider();
-    let verifier = ClientVerifier::new(identity, revoked, Arc::clone(&provider))?;
+    let verifier = ClientVerifier::new(&identity.now(), revoked, Arc::clone(&provider))?;
     let verifier = Arc::new(if invites { verifier.or_without_certificate() } else { verifier });
-    let mut chain = vec![identity.certificate.clone()];
-    chain.extend(identity.authorities.first().filter(|_| invites).cloned());
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(cannot_set_up)?
         .with_client_cert_verifier(verifier)
-        .with_single_cert(chain, identity.key.clone_key())
-        .map_err(cannot_set_up)?;
+        .with_cert_resolver(identity.resolver(invites));
     config.alpn_protocols = vec![alpn(Purpose::Control), alpn(Purpose::Data)];
     config.alpn_protocols.extend(invites.then(|| JOIN_PROTOCOL.to_vec()));
     config.send_tls13_tickets = 0;
@@ -202,12 +198,11 @@ mod tests {
     fn ranks_agree_on_the_first_cipher() {
         let authority = ClusterAuthority::new(JobId([1; 16])).unwrap();
         let name = rank_name(Rank(0), JobId([1; 16])).try_into().unwrap();
-        let client = client_tls(&authority.issue(Rank(1)).unwrap(), None, Purpose::Data).unwrap();
+        let identity = |rank| PresentedIdentity::new(authority.issue(Rank(rank)).unwrap(), None).unwrap();
+        let client = client_tls(&identity(1), None, Purpose::Data).unwrap();
         let mut client = rustls::ClientConnection::new(Arc::new(client), name).unwrap();
-        let mut server = rustls::ServerConnection::new(Arc::new(
-            server_tls(&authority.issue(Rank(0)).unwrap(), None, false).unwrap(),
-        ))
-        .unwrap();
+        let mut server =
+            rustls::ServerConnection::new(Arc::new(server_tls(&identity(0), None, false).unwrap())).unwrap();
         while client.is_handshaking() || server.is_handshaking() {
             let mut flight = Vec::new();
             client.write_tls(&mut flight).unwrap();

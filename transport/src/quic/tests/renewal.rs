@@ -1,0 +1,120 @@
+//! Identities that are renewed while their ranks run: they count from the next group on.
+
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use pollster::block_on;
+
+use crate::error::{Abort, AbortCause, TransportError};
+use crate::quic::*;
+use crate::rank::{Progress, Rank};
+use crate::transport::{Reformed, Regroup, Transport};
+
+const JOB: JobId = JobId([6; 16]);
+const LONG: Duration = Duration::from_secs(15);
+
+/// An identity that ends in `seconds`.
+fn short(authority: &ClusterAuthority, rank: u32, seconds: u64) -> Identity {
+    let now = SystemTime::now();
+    let validity =
+        Validity { from: now - Duration::from_secs(3600), until: now + Duration::from_secs(seconds) };
+    authority.issue_at(&Subject::Rank(Rank(rank)), JOB, validity).unwrap()
+}
+
+/// Puts an identity into a file, in place of another one.
+fn put(identity: &Identity, path: &Path) {
+    let new = path.with_extension("new");
+    identity.write_file(&new).unwrap();
+    std::fs::rename(&new, path).unwrap();
+}
+
+static WARNINGS: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Whether a warning has all of the words.
+fn warned(words: &[&str]) -> bool {
+    WARNINGS.lock().unwrap().iter().any(|text| words.iter().all(|word| text.contains(word)))
+}
+
+/// Forms a group of two whose identities are in `files`.
+fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Arc<dyn Transport>> {
+    let coordinator: SocketAddr = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let ranks: Vec<_> = (0..)
+        .zip(files)
+        .map(|(rank, file)| {
+            let identity = Identity::read_file(file).unwrap();
+            let mut config = QuicConfig::new(Rank(rank), 2, JOB, coordinator, identity);
+            config.identity_file = Some(file.to_owned());
+            config.link.carrier = carrier;
+            config.warn = |text| WARNINGS.lock().unwrap().push(text.to_owned());
+            std::thread::spawn(move || QuicTransport::connect(config))
+        })
+        .collect();
+    ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect()
+}
+
+/// Ends the group, and forms the next one.
+fn again(group: &[Arc<dyn Transport>]) -> Vec<Result<Reformed, TransportError>> {
+    let cause = AbortCause::Failed("a test".into());
+    group[0].abort(Abort { culprit: Rank(0), cause, progress: Progress::default() });
+    std::thread::sleep(Duration::from_millis(300));
+    let posted: Vec<_> = group.iter().map(|rank| rank.reform(Regroup::Survivors, LONG)).collect();
+    posted.into_iter().map(block_on).collect()
+}
+
+fn close(group: Vec<Result<Reformed, TransportError>>) {
+    let group: Vec<_> = group.into_iter().map(|rank| rank.unwrap().transport).collect();
+    let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
+    closing.into_iter().for_each(|closed| block_on(closed).unwrap());
+}
+
+#[test]
+fn a_renewed_identity_counts_when_the_group_forms_again() {
+    for carrier in [Carrier::Udp, Carrier::Tcp] {
+        let (authority, folder) = (ClusterAuthority::new(JOB).unwrap(), tempfile::tempdir().unwrap());
+        let [zero, one] = ["zero", "one"].map(|name| folder.path().join(name));
+        put(&short(&authority, 0, 6), &zero);
+        put(&short(&authority, 1, 6), &one);
+        let group = form([&zero, &one], carrier);
+        put(&authority.issue(Rank(0)).unwrap(), &zero);
+        put(&authority.issue(Rank(1)).unwrap(), &one);
+        // Validity is in whole seconds.
+        std::thread::sleep(Duration::from_secs(8));
+        close(again(&group));
+    }
+}
+
+#[test]
+fn an_identity_that_was_not_renewed_is_refused_by_name_after_its_end() {
+    let (authority, folder) = (ClusterAuthority::new(JOB).unwrap(), tempfile::tempdir().unwrap());
+    let [zero, one] = ["zero", "one"].map(|name| folder.path().join(name));
+    put(&authority.issue(Rank(0)).unwrap(), &zero);
+    put(&short(&authority, 1, 6), &one);
+    let group = form([&zero, &one], Carrier::Udp);
+    std::thread::sleep(Duration::from_secs(8));
+    let one = again(&group).pop().unwrap().unwrap_err().to_string();
+    assert!(one.contains("rank 1") && one.contains("expired on"), "{one}");
+}
+
+#[test]
+fn a_file_with_something_else_changes_nothing() {
+    let (authority, folder) = (ClusterAuthority::new(JOB).unwrap(), tempfile::tempdir().unwrap());
+    let [zero, one] = ["zero", "one"].map(|name| folder.path().join(name));
+    put(&authority.issue(Rank(0)).unwrap(), &zero);
+    put(&authority.issue(Rank(1)).unwrap(), &one);
+    let group = form([&zero, &one], Carrier::Udp);
+    // The identity of another rank, and one of another authority.
+    put(&authority.issue(Rank(1)).unwrap(), &zero);
+    put(&ClusterAuthority::new(JOB).unwrap().issue(Rank(1)).unwrap(), &one);
+    let group: Vec<_> = again(&group).into_iter().map(|rank| rank.unwrap().transport).collect();
+    let keeps = "keeps the identity that it has";
+    assert!(warned(&["rank 0", keeps, "has the certificate of rank 1"]), "{WARNINGS:?}");
+    assert!(warned(&["rank 1", keeps, "is of an authority that this rank does not trust"]), "{WARNINGS:?}");
+    // No file, and no identity.
+    std::fs::remove_file(&zero).unwrap();
+    std::fs::remove_file(&one).unwrap();
+    std::fs::write(&one, "key").unwrap();
+    close(again(&group));
+    assert!(warned(&["rank 0", keeps, "cannot read the identity"]), "{WARNINGS:?}");
+}
