@@ -74,8 +74,8 @@ impl Admission {
                 GroupStatus::First { .. } => {}
                 GroupStatus::Group { .. } => {
                     let text = format!(
-                        "the group is complete: was rank {rank} started twice? A rank that takes the place of a lost one says so \
-                         (rejoin)"
+                        "the group is complete, and rank {rank} is connected already: was it started twice? A rank that takes the \
+                         place of a lost one says so (rejoin)"
                     );
                     return Err((RejectCode::Duplicate, text));
                 }
