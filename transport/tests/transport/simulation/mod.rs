@@ -6,6 +6,7 @@ mod again;
 mod found;
 mod identities;
 mod judge;
+mod many;
 mod network;
 mod outages;
 mod program;
