@@ -6,7 +6,7 @@ use std::time::Duration;
 use quinn::{ApplicationClose, ConnectionError};
 use tokio::time::MissedTickBehavior;
 
-use super::coordinator::{MissingVote, PathSigns, Silence};
+use super::coordinator::{DeadLink, MissingVote, PathSigns, Silence};
 use super::core::Core;
 use super::link::Link;
 use super::notes::ArrivingNotes;
@@ -167,8 +167,8 @@ impl Core {
                 }
             }
             self.send_missing(coordinator.missing_in_first_round());
-            if let Some(rank) = coordinator.tick(|rank| self.path_signs(rank)) {
-                self.died(rank, self.silence(rank));
+            if let Some((rank, link)) = coordinator.tick(|rank| self.path_signs(rank)) {
+                self.died(rank, self.silence(rank, link));
             }
             self.abort_unresponsive_peers();
             self.know_stream_peers();
@@ -220,8 +220,8 @@ impl Core {
             }
             self.abort_unresponsive_peers();
             self.know_stream_peers();
-            if heard.tick(self.path_signs(Rank::COORDINATOR)) {
-                self.coordinator_died(self.silence(Rank::COORDINATOR));
+            if let Some(link) = heard.tick(self.path_signs(Rank::COORDINATOR)) {
+                self.coordinator_died(self.silence(Rank::COORDINATOR, link));
             }
         }
     }
@@ -245,13 +245,21 @@ impl Core {
         let round_trip = control.map_or(Duration::ZERO, |control| control.connection.rtt());
         PathSigns {
             signs_of_life: control.map_or(0, Link::signs_of_life),
+            acknowledged: control.map_or(0, Link::acknowledged),
             dead_after: self.endpoint.timing.silent_ticks(round_trip),
         }
     }
 
-    fn silence(&self, rank: Rank) -> String {
-        let silence = self.endpoint.timing.heartbeat * self.path_signs(rank).dead_after;
-        format!("nothing heard of it for {:.1} s", silence.as_secs_f64())
+    fn silence(&self, rank: Rank, link: DeadLink) -> String {
+        let seconds = |ticks| (self.endpoint.timing.heartbeat * ticks).as_secs_f64();
+        match link {
+            DeadLink::FromPeer => {
+                format!("nothing heard of it for {:.1} s", seconds(self.path_signs(rank).dead_after))
+            }
+            DeadLink::ToPeer { ticks } => {
+                format!("it is heard, and has received nothing for {:.1} s", seconds(ticks))
+            }
+        }
     }
 
     /// A data connection has ended.
@@ -292,7 +300,7 @@ impl CoordinatorSilence {
         self.lock().reset();
     }
 
-    fn tick(&self, path: PathSigns) -> bool {
+    fn tick(&self, path: PathSigns) -> Option<DeadLink> {
         self.lock().tick(path)
     }
 }

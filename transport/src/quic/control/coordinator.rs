@@ -94,12 +94,14 @@ impl Coordinator {
     }
 
     /// Counts a tick of silence for every rank, and returns a rank that has been silent for as long as `path` says.
-    pub(crate) fn tick(&self, path: impl Fn(Rank) -> PathSigns) -> Option<Rank> {
+    pub(crate) fn tick(&self, path: impl Fn(Rank) -> PathSigns) -> Option<(Rank, DeadLink)> {
         let mut state = self.lock();
         let mut dead = None;
         for (rank, member) in (0..).map(Rank).zip(&mut state.members).skip(1) {
-            if !member.left && member.silence.tick(path(rank)) {
-                dead = dead.or(Some(rank));
+            if !member.left
+                && let Some(link) = member.silence.tick(path(rank))
+            {
+                dead = dead.or(Some((rank, link)));
             }
         }
         dead
@@ -111,8 +113,20 @@ impl Coordinator {
 pub(crate) struct PathSigns {
     /// [`Link::signs_of_life`](super::link::Link::signs_of_life).
     pub(crate) signs_of_life: u64,
+    /// [`Link::acknowledged`](super::link::Link::acknowledged).
+    pub(crate) acknowledged: u64,
     /// Ticks of silence after which the rank counts as dead.
     pub(crate) dead_after: u32,
+}
+
+/// The direction of a link that carries nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DeadLink {
+    /// No packet of the peer arrives.
+    FromPeer,
+    /// Packets of the peer arrive, and acknowledge none of this rank, for so many ticks. The peer counts this rank as dead by now,
+    /// and cannot be relied upon to have told it: what it says once is lost with one packet.
+    ToPeer { ticks: u32 },
 }
 
 /// For how long a rank has been silent.
@@ -120,6 +134,8 @@ pub(crate) struct PathSigns {
 pub(crate) struct Silence {
     ticks: u32,
     signs_of_life: u64,
+    unacknowledged_ticks: u32,
+    acknowledged: u64,
 }
 
 impl Silence {
@@ -128,13 +144,27 @@ impl Silence {
         self.ticks = 0;
     }
 
-    /// Counts a tick, unless the rank has shown that it lives. Returns whether it counts as dead.
-    pub(crate) fn tick(&mut self, path: PathSigns) -> bool {
-        if std::mem::replace(&mut self.signs_of_life, path.signs_of_life) != path.signs_of_life {
+    /// Counts a tick, in which this rank has sent a heartbeat, unless the rank has shown that it lives. Returns whether it
+    /// counts as dead.
+    pub(crate) fn tick(&mut self, path: PathSigns) -> Option<DeadLink> {
+        let PathSigns { signs_of_life, acknowledged, dead_after } = path;
+        if std::mem::replace(&mut self.signs_of_life, signs_of_life) != signs_of_life {
             self.ticks = 0;
         }
+        if std::mem::replace(&mut self.acknowledged, acknowledged) != acknowledged {
+            self.unacknowledged_ticks = 0;
+        }
         self.ticks += 1;
-        self.ticks >= path.dead_after
+        self.unacknowledged_ticks += 1;
+        // The peer notices first, and its own words are the better error.
+        let unacknowledged_after = dead_after.saturating_add(dead_after / 4);
+        if self.ticks >= dead_after {
+            Some(DeadLink::FromPeer)
+        } else if self.unacknowledged_ticks >= unacknowledged_after {
+            Some(DeadLink::ToPeer { ticks: self.unacknowledged_ticks })
+        } else {
+            None
+        }
     }
 }
 

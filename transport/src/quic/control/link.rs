@@ -9,6 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::figures::ConnectionFigures;
+use crate::quic::network::acknowledged::acknowledged_packets;
 use crate::quic::network::frames::{FrameSender, weight};
 use crate::wire::Frame;
 
@@ -72,6 +73,11 @@ impl Link {
     pub(crate) fn signs_of_life(&self) -> u64 {
         let received = self.connection.stats().frame_rx;
         received.acks + received.stream + received.ping + received.max_data + received.max_stream_data
+    }
+
+    /// Changes with each packet of this rank that the peer has received.
+    pub(crate) fn acknowledged(&self) -> u64 {
+        acknowledged_packets(&self.connection)
     }
 
     /// Figures of all lanes together: sums, the longest round trip and the smallest packets.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 
+use super::acknowledged::Counted;
 use super::congestion::Congestion;
 use super::delay_window::DelayWindows;
 use super::timing::LinkProfile;
@@ -226,10 +227,10 @@ impl Path {
             .keep_alive_interval(Some(idle_timeout / 4))
             .max_idle_timeout(quinn::IdleTimeout::try_from(idle_timeout).ok())
             .initial_rtt(self.profile.initial_round_trip());
-        config.congestion_controller_factory(match self.follows_delay {
+        config.congestion_controller_factory(Arc::new(Counted(match self.follows_delay {
             true => Arc::new(DelayWindows(self.fixed_bytes())),
             false => self.congestion.factory(),
-        });
+        })));
         match self.kind {
             // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
             PathKind::Loopback | PathKind::Streams => config

@@ -155,7 +155,9 @@ impl Judge<'_> {
 
     /// With so much loss, a link may be silent for 5 s without another fault. That counts as a death like any other.
     fn is_chance(&self, call: &Call) -> bool {
-        let silence = |text: &str| text.contains("timed out") || text.contains("nothing heard");
+        let silence = |text: &str| {
+            ["timed out", "nothing heard", "received nothing"].iter().any(|what| text.contains(what))
+        };
         self.world.conditions.loss_per_mille > LITTLE_LOSS
             && match &call.result {
                 Err(TransportError::Aborted {

@@ -7,6 +7,7 @@ mod forming;
 mod found;
 mod identities;
 mod judge;
+mod many;
 mod network;
 mod outages;
 mod program;

@@ -2,9 +2,9 @@
 //!
 //! It runs on tokio's paused clock, so a simulated second takes no real time. Its resolution is tokio's millisecond.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, IoSliceMut};
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -85,6 +85,7 @@ struct Inner {
     sent: u64,
     started: Instant,
     trace: Trace,
+    dials: BTreeMap<(u32, u32), BTreeSet<Vec<u8>>>,
 }
 
 /// A hash over (time, from, to, length) of every delivered packet, and totals.
@@ -136,6 +137,13 @@ fn lane_address((rank, lane): Place) -> SocketAddr {
     SocketAddr::from((Ipv4Addr::new(10, 0, 0, rank as u8 + 1), FIRST_PORT + lane))
 }
 
+/// The rank and the lane at an address of this network.
+fn place(address: SocketAddr) -> Option<Place> {
+    let IpAddr::V4(ip) = address.ip() else { return None };
+    let [10, 0, 0, host] = ip.octets() else { return None };
+    Some((u32::from(host).checked_sub(1)?, address.port().wrapping_sub(FIRST_PORT)))
+}
+
 /// The port of the first lane. The other lanes use the next ports.
 const FIRST_PORT: u16 = 7000;
 
@@ -152,6 +160,7 @@ impl Network {
             sent: 0,
             started: Instant::now(),
             trace: Trace::default(),
+            dials: BTreeMap::new(),
         };
         Arc::new(Self { inner: Mutex::new(inner), sent: Notify::new() })
     }
@@ -195,6 +204,11 @@ impl Network {
         self.lock().hosts[rank as usize].delivered
     }
 
+    /// How many connections each rank (the first of a pair) has begun to each other rank.
+    pub(crate) fn dials(&self) -> BTreeMap<(u32, u32), usize> {
+        self.lock().dials.iter().map(|(&pair, ids)| (pair, ids.len())).collect()
+    }
+
     /// Delivers packets at their times, as long as it is polled.
     pub(crate) async fn run(self: Arc<Self>) {
         loop {
@@ -223,6 +237,7 @@ impl Inner {
         let now = Instant::now();
         // Lanes share the link between two hosts.
         let hosts = (from.0, to.0);
+        self.count_dial(hosts, bytes);
         if self.cut.0.contains(&hosts) || bytes.len() > LARGEST_PACKET {
             return;
         }
@@ -247,6 +262,22 @@ impl Inner {
         for arrival in [arrival].into_iter().chain(again) {
             self.sent += 1;
             self.under_way.insert((arrival, self.sent), Packet { from, to, bytes: bytes.to_vec() });
+        }
+    }
+
+    /// A client's connection is known by the source id in its Initial packets, which stays. A server answers to that id.
+    fn count_dial(&mut self, (from, to): (u32, u32), bytes: &[u8]) {
+        // A long header of the type Initial, and version 1.
+        let [0xc0..=0xcf, 0, 0, 0, 1, ids @ ..] = bytes else { return };
+        let id = |rest: &[u8]| -> Option<(Vec<u8>, usize)> {
+            let length = usize::from(*rest.first()?);
+            Some((rest.get(1..1 + length)?.to_vec(), 1 + length))
+        };
+        let Some((destination, length)) = id(ids) else { return };
+        let Some((source, _)) = id(&ids[length..]) else { return };
+        let answers = self.dials.get(&(to, from)).is_some_and(|ids| ids.contains(&destination));
+        if !answers {
+            self.dials.entry((from, to)).or_default().insert(source);
         }
     }
 
@@ -301,10 +332,9 @@ impl AsyncUdpSocket for Socket {
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         let mut inner = self.network.lock();
-        let world = inner.hosts.len() as u32;
-        let lane = transmit.destination.port().wrapping_sub(FIRST_PORT);
         if self.is_alive(&inner)
-            && let Some(to) = (0..world).find(|&rank| lane_address((rank, lane)) == transmit.destination)
+            && let Some((to, lane)) = place(transmit.destination)
+            && (to as usize) < inner.hosts.len()
         {
             inner.send((self.rank, self.lane), (to, lane), transmit.contents);
             drop(inner);

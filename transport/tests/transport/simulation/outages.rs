@@ -7,7 +7,7 @@ use kyklos_transport::quic::LinkProfile;
 
 use crate::simulation::identities::MOST_RANKS;
 use crate::simulation::judge::judge;
-use crate::simulation::network::Conditions;
+use crate::simulation::network::{Conditions, Cut};
 use crate::simulation::rng::Rng;
 use crate::simulation::seeds;
 use crate::simulation::stage::{Secret, play};
@@ -94,6 +94,34 @@ fn outages_of_up_to_ten_seconds_end_nothing_between_data_centres() {
 #[test]
 fn dead_ranks_and_links_between_data_centres_are_found_within_the_limit() {
     all_play_well(LinkProfile::Wan, &[Event::Cut, Event::Crash], 40, 400);
+}
+
+/// A rank that hears the others and is not heard by them. Before they give it up, the other direction is cut too, so that it
+/// is not told: that must not cost it another silence.
+fn an_unheard_rank_knows_soon(rank: u32) {
+    let mut world = draw(1, LinkProfile::Wan, Event::Cut);
+    let at = Duration::from_secs(20);
+    (world.ranks, world.starts) = (3, vec![Duration::ZERO; 3]);
+    world.conditions.latency = Duration::from_millis(20);
+    world.conditions.jitter = Duration::ZERO;
+    (world.conditions.loss_per_mille, world.conditions.reorder_per_mille) = (0, 0);
+    // Slow enough that it still lasts then.
+    world.conditions.bytes_per_second = 1 << 20;
+    world.operations = vec![Operation::Ring { bytes: 16 << 20 }; 3];
+    let kind = FaultKind::Partition { side: vec![rank], one_way: true, heals: None };
+    world.fault = Some(Fault { kind, when: When::At(at) });
+    let whole = Cut::around(&[rank], 3, false);
+    let played =
+        play(&world, &Secret { cut: Some((at + Duration::from_millis(14_900), whole)), sabotage: None });
+    assert_eq!(judge(&world, &played), (Vec::new(), false));
+    let ended = played.logs.iter().flat_map(|log| &log.calls).map(|call| call.ended).max().unwrap();
+    assert!(ended > at && ended < at + Duration::from_secs(22), "rank {rank}: {:#?}", played.logs);
+}
+
+#[test]
+fn a_rank_that_is_not_heard_knows_it_as_soon_as_the_others() {
+    an_unheard_rank_knows_soon(1);
+    an_unheard_rank_knows_soon(0);
 }
 
 #[test]

@@ -37,7 +37,7 @@ pub(crate) struct Limits {
     /// From a lasting fault until every waiting rank knows of it: the silence of a dead rank, or the time until a connection is
     /// idle, and then some packets that may be lost.
     pub(crate) news: Duration,
-    /// The same if the links carry one direction only: a rank that is not heard hears the others until they give up.
+    /// The same if the links carry one direction only: a rank that is not heard and is not told counts a quarter longer.
     pub(crate) one_way_news: Duration,
     /// An outage so short that it may delay the ranks, and must cause no error.
     pub(crate) short_outage: Duration,
@@ -138,8 +138,8 @@ impl World {
         let is_long = self.conditions.latency >= Duration::from_millis(100);
         let (connect, form_grace, patience, news, one_way_news, short_outage) = match self.profile {
             LinkProfile::Lan if !is_long => (20, 8, 40, 9, 9, Duration::from_millis(1500)),
-            LinkProfile::Lan => (60, 8, 200, 12, 20, Duration::from_millis(1500)),
-            LinkProfile::Wan => (60, 14, 200, 30, 50, seconds(10)),
+            LinkProfile::Lan => (60, 8, 200, 12, 13, Duration::from_millis(1500)),
+            LinkProfile::Wan => (60, 14, 200, 30, 33, seconds(10)),
         };
         Limits {
             connect: seconds(connect),
