@@ -31,7 +31,9 @@ fi
 "$python" -m pip install --quiet --disable-pip-version-check pytest mypy
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps 'transformers>=5.20,<6' 'diffusers>=0.42,<0.43'
 "$python" -m pip install --quiet --disable-pip-version-check 'huggingface_hub>=1' safetensors tokenizers regex pyyaml tqdm \
-    requests packaging pillow importlib_metadata typer
+    requests packaging pillow importlib_metadata typer psutil
+# Adapters and offloading. Their lists of dependencies name PyTorch, and with it its NVIDIA packages.
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps 'peft==0.21.2' 'accelerate>=1.15,<2'
 CARGO_TARGET_DIR=$PWD/target "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python
 "$python" -m mypy --ignore-missing-imports --follow-imports=silent python/kyklos
 # Threads of PyTorch and of each rank share the cores.

@@ -11,7 +11,7 @@ Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTor
 :mod:`kyklos.transformers` and :mod:`kyklos.diffusers` split whole models.
 """
 
-from ._cache import KvCache
+from ._cache import CachedCalls, KvCache
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group, identities
 from ._local import run_local
@@ -19,6 +19,7 @@ from ._options import CallOptions, TokenRanges
 from ._plan import Plan, plan
 
 __all__ = [
+    "CachedCalls",
     "CallOptions",
     "DeviceError",
     "Group",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import _kyklos
+from ._arrays import like
 
 
 class KvCache:
@@ -27,3 +30,36 @@ class KvCache:
     def truncate(self, length: int) -> None:
         """Takes back the newest tokens, so that ``length`` are left. All ranks do it before the next call."""
         self._core.truncate(length)
+
+
+class CachedCalls:
+    """One call on each of several caches after one vote: the layers of a step. :meth:`Group.cached_calls` makes it.
+
+    All ranks make all of these calls, the n-th on the n-th cache, and no other call before the last one. A rank that does
+    not ends the group on all ranks: at the end of a ``with`` block, or by :meth:`close`.
+    """
+
+    def __init__(self, core: _kyklos.CachedCalls, count: int) -> None:
+        self._core = core
+        #: Calls that have not been made.
+        self.remaining = count
+
+    def attend(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """The call on the next cache, as :meth:`Group.attend_cached`, with arrays of the shapes and the type that were announced.
+
+        :raises RequestError: other arrays, or a call too many; on this rank only, which can make the call again.
+        :raises GroupError: the group has ended.
+        """
+        o, lse = self._core.attend(q, k, v)
+        self.remaining -= 1
+        return like(q, o), like(q, lse)
+
+    def close(self) -> None:
+        """Ends the calls. If some are missing, that ends the group on all ranks."""
+        self._core.close()
+
+    def __enter__(self) -> CachedCalls:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

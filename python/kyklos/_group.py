@@ -10,7 +10,7 @@ from typing import Any
 
 from . import _kyklos
 from ._arrays import like, records_gradients
-from ._cache import KvCache
+from ._cache import CachedCalls, KvCache
 from ._errors import GroupError, RequestError
 from ._options import CallOptions, Unpack, complete
 from ._plan import Plan, plan
@@ -323,6 +323,14 @@ class Group:
             raise self.refuse(f"a {type(cache).__name__} as cache", "pass one that Group.kv_cache has made")
         o, lse = self._core.attend_cached(call, cache._core, q, k, v)
         return like(q, o), like(q, lse)
+
+    def cached_calls(
+        self, caches: Sequence[KvCache], q: Any, k: Any, v: Any, **options: Unpack[CallOptions]
+    ) -> CachedCalls:
+        """Agrees in one vote on one :meth:`attend_cached` on each of ``caches``: the layers of a step. The caches have had the same
+        calls. Every call has arrays like ``q``, ``k`` and ``v``, whose elements are not read, and these options."""
+        call = self._call(options, q, k, v)
+        return CachedCalls(self._core.cached_calls(call, [cache._core for cache in caches], q, k, v), len(caches))
 
     def plan(
         self,

@@ -16,6 +16,7 @@ from ._group import Group
 from ._rows import without_backward
 from ._transformers_cache import SplitCache
 from ._transformers_masks import CAUSAL, FULL, MaskRule
+from ._transformers_steps import LayerCall, Step, label
 
 #: ``config._attn_implementation`` of a split model.
 NAME = "kyklos"
@@ -30,8 +31,6 @@ _WITHOUT_EFFECT = {
     "num_items_in_batch",
 }
 _KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions"}
-# What a label of a call may have at most.
-_LABEL_BYTES = 128
 
 
 @dataclass
@@ -60,6 +59,8 @@ class Forward:
     trial: bool = False
     #: This rank's rows that the pooler was to get, and those of all ranks.
     pooled: tuple[torch.Tensor, torch.Tensor] | None = None
+    #: The calls of a pass with a cache that all ranks compute.
+    step: Step | None = None
 
     @property
     def own(self) -> int:
@@ -94,7 +95,10 @@ class Forward:
             host = [state.to("cpu").transpose(1, 2) for state in (query, key, value)]
             if layer is not None:
                 store = layer.make(key, rule.window)
-                o, _ = self.group.attend_cached(store, *host, **call)
+                if self.step is not None:
+                    o = self.step.attend(LayerCall(name, store, _kind(rule, call, host)), host, call)
+                else:
+                    o, _ = self.group.attend_cached(store, *host, **call)
             else:
                 if self.counts is None and self.group.rank > 0:
                     # All ranks have all keys; those of rank 0 count.
@@ -116,8 +120,15 @@ class Forward:
             "sinks": None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist(),
             "same_queries": self.counts is None,
             "mesh": None if self.counts is None else self.mesh,
-            "label": f"{self.label} {name[len(self.label) - _LABEL_BYTES + 1 :]}",
+            "label": label(self.label, name),
         }
+
+
+def _kind(rule: MaskRule, call: dict[str, Any], states: list[torch.Tensor]) -> tuple[Any, ...]:
+    """What calls of one step must have in common to be made after one vote. Texts of masks and padding belong to the step."""
+    options = tuple(call[name] for name in ("scale", "softcap", "mesh"))
+    shapes = tuple((state.shape[0], state.shape[2], state.shape[3]) for state in states)
+    return (rule, *options, tuple(call["sinks"] or ()), *shapes, states[0].dtype)
 
 
 _current: ContextVar[Forward | None] = ContextVar("kyklos_forward", default=None)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ._errors import RequestError
 from ._group import Group, KvCache
+from ._transformers_steps import LayerCall
 
 
 class SplitCache(Cache):
@@ -30,6 +31,9 @@ class SplitCache(Cache):
         self.keeps_all = False
         #: The layer whose attention call follows, and its number of new tokens.
         self.pending: tuple[SplitLayer, int] | None = None
+        #: The calls of the last step that all ranks computed, which the next step repeats; ``None`` if it may not: after a call that
+        #: failed, layers may have unlike room.
+        self.last_step: list[LayerCall] | None = []
         self.parts = [SplitLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self.parts))
 
@@ -57,6 +61,7 @@ class SplitCache(Cache):
         """Takes back what a failed call has appended. Where a window has dropped keys, that may be impossible: then
         :meth:`check` refuses the next call."""
         self.pending = None
+        self.last_step = None
         with contextlib.suppress(RequestError):
             self._truncate(self.length)
 

@@ -20,6 +20,7 @@ from ._group import Group
 from ._rows import gather
 from ._transformers_attention import NAME, Forward, current, entered
 from ._transformers_cache import SplitCache
+from ._transformers_steps import Step
 
 # Inputs with an axis of tokens, which is axis 1.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
@@ -215,6 +216,8 @@ class SplitModel:
             masks.documents(positions.expand(batch, -1)) if packed else None,
             int(positions.max()),
         )
+        if cache is not None and counts is None:
+            forward.step = Step(self.group, forward.label, cache.last_step or [])
         first, end = self.rows(tokens)
         own = {name: inputs[name][:, first:end] for name in _OF_TOKENS if name in inputs}
         own["position_ids"] = positions[:, first:end]
@@ -235,13 +238,17 @@ class SplitModel:
                 self._check_calls(forward)
                 if counts is not None:
                     self._gather_output(output, forward)
-        except BaseException:
+        except BaseException as error:
             self._passes.failed()
+            if forward.step is not None:
+                forward.step.end(error)
             if cache is not None:
                 cache.restore()
             raise
         if cache is not None:
             cache.length += tokens
+            if forward.step is not None and cache.last_step is not None:
+                cache.last_step = forward.step.calls
         wanted = given.get("return_dict")
         return output if (self.base.config.return_dict if wanted is None else wanted) else output.to_tuple()
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kyklos::{CacheOptions, Dtype, KvCache, Result};
+use kyklos::{CacheOptions, Dtype, Error, KvCache, Result};
 use kyklos_transport::Rank;
 use pyo3::prelude::*;
 
@@ -11,7 +11,10 @@ use crate::errors;
 /// This rank's part of a cache.
 #[pyclass(frozen, module = "kyklos._kyklos")]
 #[derive(Debug)]
-pub(crate) struct Cache(Arc<Mutex<KvCache>>);
+pub(crate) struct Cache(Shared);
+
+/// A cache, for the thread of the session too. `None` while [`CachedCalls`](crate::steps::CachedCalls) have it.
+pub(crate) type Shared = Arc<Mutex<Option<KvCache>>>;
 
 /// The settings as Python passes them.
 #[derive(FromPyObject)]
@@ -52,34 +55,51 @@ impl CacheSettings {
 
 impl Cache {
     pub(crate) fn new(cache: KvCache) -> Self {
-        Self(Arc::new(Mutex::new(cache)))
+        Self(Arc::new(Mutex::new(Some(cache))))
     }
 
     /// For the thread of the session.
-    pub(crate) fn shared(&self) -> Arc<Mutex<KvCache>> {
+    pub(crate) fn shared(&self) -> Shared {
         self.0.clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, KvCache> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut KvCache) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| lock(&self.0).as_mut().map_or_else(|| Err(in_calls()), work))
+            .map_err(|error| errors::of_call(py, &error))
     }
+}
+
+pub(crate) fn lock(cache: &Shared) -> MutexGuard<'_, Option<KvCache>> {
+    cache.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The error of a cache that announced calls have.
+pub(crate) fn in_calls() -> Error {
+    Error::request(
+        "a cache in the middle of calls that were announced for it",
+        "make all of them, or close them",
+    )
 }
 
 #[pymethods]
 impl Cache {
-    fn __len__(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.lock().len()) as usize
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.with(py, |cache| Ok(cache.len() as usize))
     }
 
     /// Bytes of the keys and values on this rank.
     #[getter]
-    fn bytes(&self, py: Python<'_>) -> u64 {
-        py.detach(|| self.lock().bytes())
+    fn bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |cache| Ok(cache.bytes()))
     }
 
     /// The tokens that `rank` holds, as half-open ranges of positions.
-    fn tokens(&self, py: Python<'_>, rank: u32) -> Vec<(u32, u32)> {
-        let tokens = py.detach(|| self.lock().tokens(Rank(rank)));
+    fn tokens(&self, py: Python<'_>, rank: u32) -> PyResult<Vec<(u32, u32)>> {
+        let tokens = self.with(py, |cache| Ok(cache.tokens(Rank(rank))))?;
         let mut ranges: Vec<(u32, u32)> = Vec::new();
         for token in tokens.iter() {
             match ranges.last_mut() {
@@ -87,11 +107,11 @@ impl Cache {
                 _ => ranges.push((token, token + 1)),
             }
         }
-        ranges
+        Ok(ranges)
     }
 
     /// Takes back the newest tokens.
     fn truncate(&self, py: Python<'_>, len: u32) -> PyResult<()> {
-        py.detach(|| self.lock().truncate(len)).map_err(|error| errors::of_call(py, &error))
+        self.with(py, |cache| cache.truncate(len))
     }
 }

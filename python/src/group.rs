@@ -1,6 +1,7 @@
 //! One rank of a group.
 
 use std::sync::Mutex;
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -10,9 +11,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arrays::{Array, Elements, Loan};
-use crate::cache::{Cache, CacheSettings};
+use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
+use crate::steps::CachedCalls;
 use crate::worker::Worker;
 
 /// One rank of a group, with its device.
@@ -25,7 +27,7 @@ pub(crate) struct Group {
 }
 
 /// An output in host memory.
-struct Fetched {
+pub(crate) struct Fetched {
     o: (Bytes, [usize; 4], Dtype),
     lse: (Bytes, [usize; 4]),
     report: String,
@@ -42,7 +44,7 @@ impl Group {
     }
 
     /// Refuses the next call on all ranks because of `error` of this rank, and returns its exception.
-    fn refuse(&self, py: Python<'_>, error: Error) -> PyErr {
+    pub(crate) fn refuse(&self, py: Python<'_>, error: Error) -> PyErr {
         let reported = error.clone();
         let vote = move |session: &mut Session| pollster::block_on(session.refuse(&reported));
         match self.worker.run(py, vote) {
@@ -60,26 +62,23 @@ impl Group {
         arrays: [&Bound<'_, PyAny>; 3],
         run: impl FnOnce(&mut Session, &Call, [&Tensor; 3]) -> Result<Output> + Send + 'static,
     ) -> PyResult<(Array, Array)> {
-        let (loan, returned) = Loan::new();
-        let import = |name: &str, array: &Bound<'_, PyAny>| -> Result<Tensor> {
-            Elements::import(name, array, &loan)?.tensor(name, call.heads_first)
-        };
-        let [q, k, v] = arrays;
-        let tensors = || -> Result<[Tensor; 3]> {
-            let tensors = [import("q", q)?, import("k", k)?, import("v", v)?];
-            call.check(&tensors[0])?;
-            Ok(tensors)
-        };
-        let tensors = match tensors() {
-            Ok(tensors) => tensors,
-            Err(error) => return Err(self.refuse(py, error)),
-        };
-        drop(loan);
+        let (tensors, returned) = import(call, arrays).map_err(|error| self.refuse(py, error))?;
         let of_call = call.clone();
         let fetched = self.worker.run(py, move |session| {
             let [q, k, v] = &tensors;
             fetch(run(session, &of_call, [q, k, v])?)
         })?;
+        self.finish(py, call, fetched, returned)
+    }
+
+    /// The arrays of a call that has ended, whose inputs are free when `returned` ends.
+    pub(crate) fn finish(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        fetched: Result<Fetched>,
+        returned: Receiver<()>,
+    ) -> PyResult<(Array, Array)> {
         // After an error nothing of value is read any more; messages that were never sent keep their memory until the group
         // is closed.
         let Fetched { o: (o, o_shape, dtype), lse: (lse, lse_shape), report } =
@@ -95,6 +94,22 @@ impl Group {
             Array::new(lse, &[batch, tokens, heads], Dtype::F32, call.heads_first),
         ))
     }
+
+    pub(crate) fn worker(&self) -> &Worker {
+        &self.worker
+    }
+}
+
+/// Imports q, k and v of a call; and what ends when nothing of them is in use.
+pub(crate) fn import(call: &Call, arrays: [&Bound<'_, PyAny>; 3]) -> Result<([Tensor; 3], Receiver<()>)> {
+    let (loan, returned) = Loan::new();
+    let import = |name: &str, array: &Bound<'_, PyAny>| -> Result<Tensor> {
+        Elements::import(name, array, &loan)?.tensor(name, call.heads_first)
+    };
+    let [q, k, v] = arrays;
+    let tensors = [import("q", q)?, import("k", k)?, import("v", v)?];
+    call.check(&tensors[0])?;
+    Ok((tensors, returned))
 }
 
 /// The values of a dictionary. One of another type is a wrong request, as a wrong value is: all ranks must learn of it.
@@ -107,7 +122,7 @@ fn extracted<'a, 'py, T: FromPyObject<'a, 'py, Error = PyErr>>(values: &'a Bound
 }
 
 /// Brings an output to host memory.
-fn fetch(output: Output) -> Result<Fetched> {
+pub(crate) fn fetch(output: Output) -> Result<Fetched> {
     let bytes = |tensor: &Tensor| pollster::block_on(tensor.bytes());
     Ok(Fetched {
         o: (bytes(&output.o)?, output.o.shape(), output.o.dtype()),
@@ -186,9 +201,22 @@ impl Group {
         let cache = cache.shared();
         self.with_tensors(py, call, [q, k, v], move |session, call, [q, k, v]| {
             // Held by nobody else: a cache is used by the calls of its group, which follow each other.
-            let mut cache = cache.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            session.attend_cached(&call.attention, &mut cache, q, k, v)
+            let mut cache = lock(&cache);
+            let cache = cache.as_mut().ok_or_else(in_calls)?;
+            session.attend_cached(&call.attention, cache, q, k, v)
         })
+    }
+
+    /// Agrees on a call on each of `caches`, with arrays like these, whose elements are not read.
+    fn cached_calls(
+        slf: Bound<'_, Self>,
+        call: &Call,
+        caches: Vec<Bound<'_, Cache>>,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+    ) -> PyResult<CachedCalls> {
+        CachedCalls::open(&slf, call, &caches, [q, k, v])
     }
 
     /// Votes against the next call, because of `text`: all ranks get the error, and the group stays usable.

@@ -9,6 +9,7 @@ mod errors;
 mod forming;
 mod group;
 mod plans;
+mod steps;
 mod worker;
 
 use pyo3::prelude::*;
@@ -27,4 +28,6 @@ mod _kyklos {
     use crate::group::Group;
     #[pymodule_export]
     use crate::plans::plan;
+    #[pymodule_export]
+    use crate::steps::CachedCalls;
 }

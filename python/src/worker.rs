@@ -2,27 +2,49 @@
 //! Python threads run, and Ctrl-C is noticed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kyklos::{Error, Session};
+use kyklos::{CachedCalls, Error, Result, Session};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 use pyo3::prelude::*;
 
 use crate::errors::{self, unusable};
 
 type Work = Box<dyn FnOnce(&mut Session) + Send>;
+/// One of announced calls. It gives back what tells the caller the result, to be called when the session is free again if it
+/// was the last one.
+type StepWork = Box<dyn FnOnce(&mut CachedCalls<'_>) -> Answer + Send>;
+pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
 /// The session of a group, on its thread.
 pub(crate) struct Worker {
     transport: Arc<dyn Transport>,
     /// `None` once the group is closed. Held during a call.
     sender: Mutex<Option<Sender<Work>>>,
+    /// Announced calls that are not all made: the thread takes no other work.
+    step: Mutex<Option<Step>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// The process that made the thread; a child after `fork` has no threads.
     process: u32,
+}
+
+/// Announced calls that the thread waits for.
+struct Step {
+    /// Of the group's announcements.
+    number: u64,
+    work: Sender<StepWork>,
+    /// Ends when the session is free again.
+    ended: Receiver<()>,
+}
+
+/// The thread's part of announced calls: each call as it comes, and the sender that shows that the session is in use.
+pub(crate) struct StepCalls {
+    work: Receiver<StepWork>,
+    _in_use: Sender<()>,
 }
 
 /// How often a waiting thread looks for signals.
@@ -41,6 +63,7 @@ impl Worker {
         Ok(Self {
             transport,
             sender: Mutex::new(Some(sender)),
+            step: Mutex::new(None),
             thread: Mutex::new(Some(thread)),
             process: std::process::id(),
         })
@@ -57,16 +80,86 @@ impl Worker {
         py: Python<'_>,
         work: impl FnOnce(&mut Session) -> T + Send + 'static,
     ) -> PyResult<T> {
-        let sender = self.free(py)?;
+        self.hand_over(py, move |session, done: Sender<T>| {
+            // The caller waits, unless it was interrupted.
+            let _ = done.send(work(session));
+        })
+    }
+
+    /// Begins announced calls: `work` agrees on them, sends the outcome, and if that is good makes the calls that
+    /// [`Self::in_step`] hands over. The number of the announcement, for [`Self::in_step`].
+    pub(crate) fn begin_step(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Session, Sender<Result<()>>, StepCalls) + Send + 'static,
+    ) -> PyResult<Result<u64>> {
+        let (next, calls) = channel();
+        let (in_use, ended) = channel();
+        let calls = StepCalls { work: calls, _in_use: in_use };
+        let opened = self.hand_over(py, move |session, done| work(session, done, calls))?;
+        Ok(opened.map(|()| {
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            *self.step() = Some(Step { number, work: next, ended });
+            number
+        }))
+    }
+
+    /// Makes a call of the announcement `number`, and returns its value. `None` if all of them are made, or they were closed.
+    pub(crate) fn in_step<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        number: u64,
+        work: impl FnOnce(&mut CachedCalls<'_>) -> T + Send + 'static,
+    ) -> PyResult<Option<T>> {
+        let (done, result) = channel();
+        let work: StepWork = Box::new(move |calls| {
+            let value = work(calls);
+            Box::new(move || drop(done.send(value)))
+        });
+        let _one_at_a_time = self.lock(py)?;
+        let sent = match &*self.step() {
+            Some(step) if step.number == number => step.work.send(work).is_ok(),
+            _ => return Ok(None),
+        };
+        if sent { self.wait(py, result).map(Some) } else { Err(ended(py)) }
+    }
+
+    /// Ends the announcement `number`. If calls are missing, that ends the group.
+    pub(crate) fn end_step(&self, py: Python<'_>, number: u64) {
+        let step = self.step().take_if(|step| step.number == number);
+        if let Some(Step { work, ended, .. }) = step {
+            drop(work);
+            // Until the caches are back. Nothing is ever sent.
+            py.detach(move || {
+                let _ = ended.recv_timeout(INTERRUPTED);
+            });
+        }
+    }
+
+    fn step(&self) -> MutexGuard<'_, Option<Step>> {
+        self.step.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn hand_over<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Session, Sender<T>) + Send + 'static,
+    ) -> PyResult<T> {
+        let sender = self.lock(py)?;
+        if self.step().is_some() {
+            return Err(errors::of_call(
+                py,
+                &Error::request(
+                    "another call while announced calls of this group are not all made",
+                    "make them first, or close them",
+                ),
+            ));
+        }
         let Some(open) = sender.as_ref() else {
             return Err(unusable(py, "the group is closed: form a new one"));
         };
         let (done, result) = channel();
-        let work = Box::new(move |session: &mut Session| {
-            // The caller waits, unless it was interrupted.
-            let _ = done.send(work(session));
-        });
-        if open.send(work).is_err() {
+        if open.send(Box::new(move |session: &mut Session| work(session, done))).is_err() {
             return Err(ended(py));
         }
         self.wait(py, result)
@@ -128,6 +221,7 @@ impl Worker {
             return;
         }
         py.detach(|| {
+            drop(self.step().take());
             drop(self.sender.lock().unwrap_or_else(PoisonError::into_inner).take());
             let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
             // A panic of the thread has ended the group; the calls have said so.
@@ -136,7 +230,7 @@ impl Worker {
     }
 
     /// The sender, if no other thread is in a call.
-    fn free(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<Sender<Work>>>> {
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Option<Sender<Work>>>> {
         if std::process::id() != self.process {
             return Err(unusable(
                 py,
@@ -158,6 +252,22 @@ impl Worker {
         }
     }
 }
+
+impl StepCalls {
+    /// Makes all of `calls` as they come. What tells the caller the result of the last one; `None` if calls are missing.
+    pub(crate) fn serve(&self, calls: &mut CachedCalls<'_>) -> Option<Answer> {
+        loop {
+            let answer = self.work.recv().ok()?(calls);
+            if calls.remaining() == 0 {
+                return Some(answer);
+            }
+            answer();
+        }
+    }
+}
+
+/// The next announcement of a group of this process.
+static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 /// How long other ranks of the process may read the arrays of a call after its end on this rank.
 const RETURNED: Duration = Duration::from_secs(60);

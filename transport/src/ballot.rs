@@ -83,12 +83,25 @@ fn count(votes: BTreeMap<Rank, Vote>) -> Verdict {
     if let Some((first_rank, first, _)) = ready.first()
         && let Some((rank, hash, _)) = ready.iter().find(|(_, hash, _)| hash != first)
     {
-        let text = format!(
-            "the ranks are about to run different plans: rank {first_rank} has plan {}, rank {rank} has plan {}; \
-             start every rank with the same options and the same inputs",
-            short_hex(first),
-            short_hex(hash),
-        );
+        let text = match (kind(first), kind(hash)) {
+            (None, None) => format!(
+                "the ranks are about to run different plans: rank {first_rank} has plan {}, rank {rank} has plan {}; \
+                 start every rank with the same options and the same inputs",
+                short_hex(first),
+                short_hex(hash),
+            ),
+            (first, other) => {
+                let named = |kind: Option<&str>| {
+                    kind.map_or("a run of given plans".to_owned(), |kind| format!("`{kind}`"))
+                };
+                format!(
+                    "the ranks begin different operations: rank {first_rank} {}, rank {rank} {}; make the same calls in the \
+                     same order on all ranks",
+                    named(first),
+                    named(other),
+                )
+            }
+        };
         return Err(Refusal { rank: *rank, reason: RefusalReason::WrongRequest, text });
     }
     Ok(ready.into_iter().map(|(.., note)| note).collect())
@@ -97,6 +110,13 @@ fn count(votes: BTreeMap<Rank, Vote>) -> Verdict {
 /// Bytes of the notes of all ranks, if the round ended well.
 pub(crate) fn note_bytes(verdict: &Verdict) -> u64 {
     verdict.iter().flatten().map(|note| note.len() as u64).sum()
+}
+
+/// The kind of operation, of a vote that is not about given plans: its hash is a text then, such as `attend: a kyklos call,
+/// release 2`. A real hash is no text of 32 printable characters, but for one in 10^13.
+fn kind(hash: &[u8; 32]) -> Option<&str> {
+    let text = std::str::from_utf8(hash).ok()?;
+    text.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic()).then_some(text)
 }
 
 fn short_hex(hash: &[u8; 32]) -> String {
@@ -163,6 +183,20 @@ mod tests {
         let refusal = count(by_rank([ready(1), ready(1), ready(2), ready(3)])).unwrap_err();
         assert_eq!((refusal.rank, refusal.reason), (Rank(2), RefusalReason::WrongRequest));
         assert!(refusal.text.contains("rank 0 has plan 01") && refusal.text.contains("rank 2 has plan 02"));
+    }
+
+    #[test]
+    fn kinds_of_operations_are_named_by_their_texts() {
+        let cache = Vote::ready(*b"cache: a kyklos key/value cache.");
+        let call = Vote::ready(*b"attend: a kyklos call, release 2");
+        let refusal = count(by_rank([cache.clone(), call])).unwrap_err();
+        assert_eq!(
+            refusal.text,
+            "the ranks begin different operations: rank 0 `cache: a kyklos key/value cache.`, rank 1 `attend: a kyklos call, \
+             release 2`; make the same calls in the same order on all ranks"
+        );
+        let refusal = count(by_rank([ready(1), cache])).unwrap_err();
+        assert!(refusal.text.contains("rank 0 a run of given plans, rank 1 `cache: "), "{}", refusal.text);
     }
 
     #[test]
