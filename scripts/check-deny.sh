@@ -27,6 +27,7 @@ if ! command -v cargo-deny >/dev/null; then
 fi
 
 cargo deny --all-features check bans licenses sources
+cargo deny --manifest-path demos/sentence-encoder/Cargo.toml --all-features --config deny.toml check bans licenses sources
 log=target/advisories.log
 if timeout 60 cargo deny --all-features check advisories >"$log" 2>&1; then
     echo "advisories: none"

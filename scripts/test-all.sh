@@ -17,6 +17,7 @@ part() {
 }
 part tests scripts/test.sh
 part outside scripts/test-outside.sh
+part demos scripts/test-demos.sh
 part python scripts/test-python.sh
 part support target/release/kyklos support
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
