@@ -135,8 +135,15 @@ impl<'a> Forming<'a> {
         control: &mut [PeerConnection],
     ) -> Result<Vec<PeerConnection>, TransportError> {
         let data = self.collect_data(Vec::new(), control).await?;
-        for member in control {
-            self.expect(member, &Frame::Meshed).await?;
+        for index in 0..control.len() {
+            let (before, rest) = control.split_at_mut(index);
+            let Some((member, after)) = rest.split_first_mut() else { break };
+            // A member may wait for one that is lost.
+            tokio::select! {
+                biased;
+                ready = self.expect(member, &Frame::Meshed) => ready?,
+                gone = first_closed(before.iter().chain(&*after)) => return Err(self.lost(gone)),
+            }
         }
         Ok(data)
     }

@@ -83,8 +83,8 @@ fn rank_0_that_is_killed_while_the_group_forms_may_come_again() {
 
 #[test]
 fn whenever_a_rank_is_killed_the_job_finishes() {
-    let seeds = amount(40, 400);
-    for seed in 0..seeds {
+    // With seed 149 a rank is lost while another one waits for its connection, after rank 0 has its own.
+    for seed in (0..amount(40, 400)).chain([149]) {
         let mut rng = Rng::new(seed, 9);
         let ranks = rng.within(2..5) as u32;
         let rank = rng.within(0..u64::from(ranks)) as u32;
