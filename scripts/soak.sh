@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Random failures of groups of processes: ranks are killed and stopped, strangers send packets, and, where a network namespace can
-# be made, ranks are cut off and links are slow.
+# Random failures of groups of processes: ranks are killed and stopped, strangers send packets, a router gives a rank another port, and,
+# where a network namespace can be made, ranks are cut off and links are slow.
 # Prints a line a minute and a summary; fails on a wrong result, a hang, or growing memory or descriptors. The same seed
 # makes the same choices. Usage: scripts/soak.sh [MINUTES] [SEED]
 set -euo pipefail

@@ -17,6 +17,10 @@ pub(crate) enum Accident {
         step: usize,
         during: Duration,
     },
+    /// A router between the rank, which is the last one, and rank 0 gives it another port before a step. Only over UDP.
+    Rebound {
+        step: usize,
+    },
     /// Killed before a step.
     Killed {
         step: usize,
@@ -52,6 +56,7 @@ impl Accident {
             Self::Flooded => "flooded",
             Self::Slow => "slow links",
             Self::Outage { .. } => "cut off for seconds (wan)",
+            Self::Rebound { .. } => "another address",
             Self::Killed { .. } => "killed at a step",
             Self::KilledAnyTime { .. } => "killed at any time",
             Self::Stopped { .. } => "stopped for a moment",
@@ -65,6 +70,7 @@ impl Accident {
         match self {
             Self::Nothing | Self::Flooded | Self::Slow | Self::KilledAnyTime { .. } => None,
             Self::Killed { step }
+            | Self::Rebound { step }
             | Self::Stopped { step, .. }
             | Self::StoppedForLong { step }
             | Self::CutOff { step, .. }
@@ -105,7 +111,7 @@ impl Chance {
     pub(crate) fn accident(&mut self, steps: usize) -> Accident {
         let step = self.below(steps as u64) as usize;
         let moment = Duration::from_millis(100 + self.below(1100));
-        match self.below(16) {
+        match self.below(18) {
             0 | 1 => Accident::Nothing,
             2 | 12 => Accident::Flooded,
             13 => Accident::Slow,
@@ -114,6 +120,7 @@ impl Chance {
             5 => Accident::KilledAnyTime { after: moment / 2 },
             6 | 7 => Accident::Stopped { step, during: moment },
             8 => Accident::StoppedForLong { step },
+            15 | 16 => Accident::Rebound { step },
             9 | 10 => Accident::CutOff { step, during: moment },
             _ => Accident::CutOffForLong { step },
         }
@@ -123,6 +130,8 @@ impl Chance {
     pub(crate) fn link(&mut self, accident: Accident) -> Link {
         match accident {
             Accident::Outage { .. } => Link::Wan,
+            Accident::Rebound { .. } if self.below(2) == 0 => Link::Wan,
+            Accident::Rebound { .. } => Link::Lan,
             Accident::CutOff { .. } | Accident::CutOffForLong { .. } => Link::Lan,
             _ if self.below(3) == 0 => Link::Tcp,
             _ => Link::Lan,

@@ -19,6 +19,7 @@ mod finish;
 mod network;
 mod processes;
 mod rank;
+mod router;
 mod soak;
 mod work;
 

@@ -10,6 +10,7 @@ use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use crate::rank::{FOLDER, Link, MARK, Order, identity_file, result_file};
+use crate::router::Router;
 use crate::work::Work;
 
 /// A process hangs if it prints nothing for this long.
@@ -165,18 +166,35 @@ impl Group {
         finish: bool,
         link: Link,
     ) -> SocketAddr {
+        self.order_behind(work, pause, finish, link, None).0
+    }
+
+    /// The same as `order_to`, with a router between rank 0 and one rank, which must be the last one: others would dial it at the
+    /// router.
+    pub(crate) fn order_behind(
+        &mut self,
+        work: Work,
+        pause: Option<(u32, usize)>,
+        finish: bool,
+        link: Link,
+        behind: Option<u32>,
+    ) -> (SocketAddr, Option<Router>) {
         // The survivors may have formed a group in between.
         self.epoch += 2;
         // A closed rank keeps its port for a short time, for its last packets.
         let socket = UdpSocket::bind((self.address(0), 0)).unwrap();
         let coordinator = socket.local_addr().unwrap();
         drop(socket);
+        let router = behind.map(|_| Router::new(coordinator));
         for rank in 0..work.ranks() {
             let _ = std::fs::remove_file(result_file(self.folder.path(), rank));
             let order = Order {
                 epoch: self.epoch,
                 rank,
-                coordinator,
+                coordinator: router
+                    .as_ref()
+                    .filter(|_| behind == Some(rank))
+                    .map_or(coordinator, |it| it.address),
                 bind: IpAddr::V4(self.address(rank)),
                 pause: pause.and_then(|(who, step)| (who == rank).then_some(step)),
                 finish,
@@ -185,7 +203,7 @@ impl Group {
             };
             self.ranks[rank as usize].tell(&order.line());
         }
-        coordinator
+        (coordinator, router)
     }
 
     /// The bytes of a rank's result.

@@ -11,6 +11,7 @@ use crate::accident::{Accident, Chance};
 use crate::network::{Flood, SlowLinks, cut};
 use crate::processes::{End, Group};
 use crate::right;
+use crate::router::Router;
 use crate::work::Work;
 
 /// Meshes of three to five ranks.
@@ -89,13 +90,19 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
         tally.ignored += 1;
         accident = Accident::Nothing;
     }
+    if let Accident::Rebound { step } = &mut accident {
+        victim = work.ranks() - 1;
+        *step = (*step).min(work.world().plan(kyklos_transport::Rank(victim)).steps.len() - 1);
+    }
     tally.groups += 1;
     *tally.by_accident.entry(accident.name()).or_default() += 1;
     let link = chance.link(accident);
     let what = format!("group {}: {work:?} over {link:?}, rank {victim}: {accident:?}", tally.groups);
 
     let slow = matches!(accident, Accident::Slow).then(SlowLinks::new);
-    let coordinator = group.order_to(work, accident.step().map(|step| (victim, step)), false, link);
+    let pause = accident.step().map(|step| (victim, step));
+    let behind = matches!(accident, Accident::Rebound { .. }).then_some(victim);
+    let (coordinator, router) = group.order_behind(work, pause, false, link, behind);
     let flood =
         matches!(accident, Accident::Flooded).then(|| Flood::start(coordinator, chance.below(u64::MAX)));
     let process = &mut group.ranks[victim as usize];
@@ -105,6 +112,10 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
     let mut happened = Instant::now();
     match accident {
         Accident::Nothing | Accident::Flooded | Accident::Slow => {}
+        Accident::Rebound { .. } => {
+            router.iter().for_each(Router::restart);
+            process.tell("go on");
+        }
         Accident::Killed { .. } => happened = process.kill(),
         Accident::KilledAnyTime { after } => {
             std::thread::sleep(after);
@@ -165,7 +176,7 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
         }
     }
     tally.strangers += flood.map_or(0, Flood::stop);
-    drop(slow);
+    drop((slow, router));
     if matches!(accident, Accident::CutOffForLong { .. }) {
         cut(group, victim, false);
     }
