@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from . import _kyklos
@@ -39,10 +40,14 @@ class CachedCalls:
     not ends the group on all ranks: at the end of a ``with`` block, or by :meth:`close`.
     """
 
-    def __init__(self, core: _kyklos.CachedCalls, count: int) -> None:
-        self._core = core
+    def __init__(
+        self, group: _kyklos.Group, call: _kyklos.Call, caches: Sequence[KvCache], q: Any, k: Any, v: Any
+    ) -> None:
+        if not all(isinstance(cache, KvCache) for cache in caches):
+            raise group.refuse("something else among the caches of calls", "pass those that Group.kv_cache has made")
+        self._core = _kyklos.CachedCalls(group, call, [cache._core for cache in caches], q, k, v)
         #: Calls that have not been made.
-        self.remaining = count
+        self.remaining = len(caches)
 
     def attend(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """The call on the next cache, as :meth:`Group.attend_cached`, with arrays of the shapes and the type that were announced.

@@ -329,8 +329,7 @@ class Group:
     ) -> CachedCalls:
         """Agrees in one vote on one :meth:`attend_cached` on each of ``caches``: the layers of a step. The caches have had the same
         calls. Every call has arrays like ``q``, ``k`` and ``v``, whose elements are not read, and these options."""
-        call = self._call(options, q, k, v)
-        return CachedCalls(self._core.cached_calls(call, [cache._core for cache in caches], q, k, v), len(caches))
+        return CachedCalls(self._core, self._call(options, q, k, v), caches, q, k, v)
 
     def plan(
         self,

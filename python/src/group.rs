@@ -14,7 +14,6 @@ use crate::arrays::{Array, Elements, Loan};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
-use crate::steps::CachedCalls;
 use crate::worker::Worker;
 
 /// One rank of a group, with its device.
@@ -205,18 +204,6 @@ impl Group {
             let cache = cache.as_mut().ok_or_else(in_calls)?;
             session.attend_cached(&call.attention, cache, q, k, v)
         })
-    }
-
-    /// Agrees on a call on each of `caches`, with arrays like these, whose elements are not read.
-    fn cached_calls(
-        slf: Bound<'_, Self>,
-        call: &Call,
-        caches: Vec<Bound<'_, Cache>>,
-        q: &Bound<'_, PyAny>,
-        k: &Bound<'_, PyAny>,
-        v: &Bound<'_, PyAny>,
-    ) -> PyResult<CachedCalls> {
-        CachedCalls::open(&slf, call, &caches, [q, k, v])
     }
 
     /// Votes against the next call, because of `text`: all ranks get the error, and the group stays usable.

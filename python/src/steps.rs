@@ -45,12 +45,17 @@ impl Drop for Taken {
     }
 }
 
+#[pymethods]
 impl CachedCalls {
-    pub(crate) fn open(
+    /// Agrees on a call on each of `caches`, with arrays like these, whose elements are not read.
+    #[new]
+    fn new(
         group: &Bound<'_, Group>,
         call: &Call,
-        caches: &[Bound<'_, Cache>],
-        arrays: [&Bound<'_, PyAny>; 3],
+        caches: Vec<Bound<'_, Cache>>,
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let (py, rank) = (group.py(), group.get());
         let places: Vec<Shared> = caches.iter().map(|cache| cache.get().shared()).collect();
@@ -60,7 +65,7 @@ impl CachedCalls {
                 format!("cache {index} of a step is there twice"),
                 "give a cache for each layer",
             )),
-            None => import(call, arrays),
+            None => import(call, [q, k, v]),
         };
         let (tensors, _) = prepared.map_err(|error| rank.refuse(py, error))?;
         let attention = call.attention.clone();
@@ -86,10 +91,7 @@ impl CachedCalls {
         let number = opened.map_err(|error| errors::of_call(py, &error))?;
         Ok(Self { group: group.clone().unbind(), call: call.clone(), number })
     }
-}
 
-#[pymethods]
-impl CachedCalls {
     /// The call on the next cache.
     fn attend(
         &self,

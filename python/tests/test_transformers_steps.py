@@ -230,6 +230,8 @@ def test_what_cannot_be_between_announced_calls():
         caches = [group.kv_cache(2, 8) for _ in range(3)]
         with pytest.raises(kyklos.RequestError, match="cache 2 of a step is there twice"):
             decoding(group, [caches[0], caches[1], caches[0]])
+        with pytest.raises(kyklos.RequestError, match="something else among the caches"):
+            decoding(group, [caches[0], "a cache"] if group.rank else caches)
         with pytest.raises(kyklos.RequestError, match="no cache"):
             decoding(group, [])
         with decoding(group, caches) as calls:
