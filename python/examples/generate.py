@@ -34,6 +34,7 @@ def main():
     parser.add_argument("--model", help="folder or name of a model; by default a tiny one with random weights")
     parser.add_argument("--prompt", default="Keys and values are spread over the ranks.")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens")
+    parser.add_argument("--seed", type=int, help="draw the tokens, with this seed; by default the most likely ones")
     parser.add_argument("--shares", type=float, nargs="+", help="tokens of the ranks in proportion")
     parser.add_argument("--device", default="auto", help="device of attention on this rank: cpu, wgpu, …")
     options = parser.parse_args()
@@ -43,7 +44,11 @@ def main():
     with kyklos.Group.from_torch(device=options.device, deadline_s=600) as group:
         handle = kyklos.transformers.parallelize(model, group, shares=options.shares)
         cache = handle.cache()
-        tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=options.tokens, do_sample=False)
+        draw = options.seed is not None
+        if draw:
+            # Only rank 0 draws; the others take its tokens.
+            torch.manual_seed(options.seed)
+        tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=options.tokens, do_sample=draw)
         # With its end in one piece, so that lines of ranks do not mix.
         print(f"rank {group.rank}: {cache.length} tokens in the cache, {cache.bytes} bytes here\n", end="", flush=True)
         if group.rank == 0:

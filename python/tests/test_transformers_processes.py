@@ -1,6 +1,7 @@
 """Split models on ranks that are processes, over QUIC with mutual TLS."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from tiny_models import build, output, texts
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kyklos
 import kyklos.transformers
@@ -53,22 +55,59 @@ def test_two_processes_give_the_text_of_one_with_the_seed_of_rank_0(tmp_path):
         assert torch.equal(tokens, sampled)
 
 
-@pytest.mark.slow
-def test_the_example_runs_under_torchrun(tmp_path):
+def run_example(folder, *command, seconds=180):
+    """Standard output of an example, which must succeed. ``folder`` is for files of this function."""
     # Where the CUDA libraries are stand-ins, PyTorch's own function crashes.
-    (tmp_path / "sitecustomize.py").write_text(
+    (folder / "sitecustomize.py").write_text(
         "import torch\nif not torch.cuda.is_available():\n    torch.cuda.is_current_stream_capturing = lambda: False\n"
     )
-    path = os.pathsep.join([str(tmp_path), str(Path(kyklos.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(folder), str(Path(kyklos.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, *command, str(EXAMPLE), "--device", "cpu", "--tokens", "20", "--shares", "3", "7"],
+        [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=seconds,
     )
     assert ran.returncode == 0, ran.stderr
-    held = {line.split(":")[0]: line for line in ran.stdout.splitlines() if line.startswith("rank ")}
+    return ran.stdout
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun(tmp_path):
+    out = run_example(tmp_path, *TORCHRUN, str(EXAMPLE), "--device", "cpu", "--tokens", "20", "--shares", "3", "7")
+    held = {line.split(":")[0]: line for line in out.splitlines() if line.startswith("rank ")}
     assert sorted(held) == ["rank 0", "rank 1"] and all("61 tokens in the cache" in line for line in held.values())
-    assert "Keys and values are spread over the ranks." in ran.stdout
+    assert "Keys and values are spread over the ranks." in out
+
+
+@pytest.mark.slow
+def test_a_trained_model_writes_the_text_of_one_process_on_two(tmp_path):
+    folder, prompt = tmp_path / "model", "## Errors\n\nA rank that "
+    told = run_example(tmp_path, str(EXAMPLE.parent / "train.py"), str(folder), "--steps", "100", seconds=600)
+    # Bytes by their frequency alone take 4.9 bits.
+    bits = float(re.search(r"step 100 of 100: (\S+) bits", told)[1])
+    assert bits < 4.3, told
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 5_000_000
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    assert inputs.input_ids.shape[1] == len(prompt.encode())
+    # Drawn tokens depend on all logits; the most likely ones would repeat a word.
+    torch.manual_seed(1)
+    alone = model.eval().generate(**inputs, max_new_tokens=200, do_sample=True)
+    out = run_example(
+        tmp_path,
+        *TORCHRUN,
+        *(str(EXAMPLE), "--model", str(folder), "--prompt", prompt, "--tokens", "200", "--seed", "1"),
+        *("--device", "cpu", "--shares", "3", "7"),
+    )
+    text = tokenizer.decode(alone[0])
+    assert len(alone[0]) == len(prompt) + 200 and text.startswith(prompt)
+    # Reading the output has replaced other ends of lines. Each rank writes a line of its own.
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    out, ranks = re.subn(r"(?m)^rank \d: \d+ tokens in the cache, .*\n", "", out)
+    assert (ranks, out.rstrip("\n")) == (2, text.rstrip("\n"))

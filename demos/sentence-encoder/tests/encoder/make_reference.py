@@ -1,6 +1,6 @@
 """Writes reference.json: the demonstration's texts encoded by transformers in f64. Needs torch, transformers and tokenizers.
 
-    python demos/sentence-encoder/tests/encoder/make_reference.py     # after fetch-model.sh
+python demos/sentence-encoder/tests/encoder/make_reference.py     # after fetch-model.sh
 """
 
 import json
