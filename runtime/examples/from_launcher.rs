@@ -1,4 +1,4 @@
-//! One rank of a group that a launcher has started: torchrun, mpirun, srun, Kubernetes or `kyklos launch -n 4 -- PROGRAM`.
+//! One rank of a group that a launcher has started: torchrun, mpirun, srun or Kubernetes.
 //! Without a launcher it is a group of one.
 
 use std::time::Duration;
