@@ -76,7 +76,7 @@
 //! | `kv_cache` | a prompt, then decoding, over a cache that the ranks share | `kyklos-transport` |
 //! | `two_ranks_quic` | ranks over encrypted sockets | `kyklos-transport` with `quic` |
 //! | `unlike_devices` | GPUs and the CPU in one call | `kyklos-transport`, the feature `wgpu` |
-//! | `from_launcher` | one rank in a process, started by torchrun, `mpirun`, `srun`, Kubernetes or `kyklos launch` | `kyklos-launch` |
+//! | `from_launcher` | one rank in a process, started by torchrun, `mpirun`, `srun` or Kubernetes | `kyklos-launch` |
 //! | `scale` | what thousands of ranks would take | nothing more |
 //!
 //! To write a backend: [`backend`], and the crate `kyklos-backend-suite` with its device that computes nothing.
