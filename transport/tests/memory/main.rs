@@ -5,6 +5,7 @@
 
 #[path = "../transport/common/mod.rs"]
 mod common;
+mod flood;
 mod hostile;
 mod members;
 mod votes;

@@ -71,6 +71,38 @@ fn streams_whose_owner_never_shows_an_identity_are_closed_and_leave_room() {
     close(&group);
 }
 
+/// Packets of an unknown version of QUIC ask for an answer each. The rank must not wait for ever until somebody takes the answers.
+#[test]
+fn a_stranger_that_asks_and_never_reads_is_given_up() {
+    let job = Job::new();
+    let zero = connect(job.over(Carrier::Tcp, 0, 2));
+    std::thread::sleep(Duration::from_millis(100));
+    let mut packet = [0; 1202];
+    packet[..17].copy_from_slice(&[0xb0, 4, 0xc0, 0x1a, 0x2a, 0x3a, 0x4a, 8, 1, 2, 3, 4, 5, 6, 7, 8, 0]);
+    let many = packet.repeat(100);
+    let mut stream = TcpStream::connect(job.coordinator).unwrap();
+    stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+    let started = Instant::now();
+    let (mut asked, mut waited) = (0, false);
+    // A write that is not taken in time is no end: both directions are full.
+    let ended = loop {
+        match stream.write(&many) {
+            Ok(bytes) => asked += bytes,
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                waited = true
+            }
+            Err(_) => break true,
+        }
+        if started.elapsed() > LONG {
+            break false;
+        }
+    };
+    println!("{asked} bytes, full: {waited}, ended after {:?}", started.elapsed());
+    assert!(ended, "{asked} bytes in {:?}", started.elapsed());
+    // Its place is free.
+    works(&formed(vec![zero, connect(job.over(Carrier::Tcp, 1, 2))]));
+}
+
 #[test]
 fn a_refusal_that_anybody_can_send_ends_no_rank_and_is_not_repeated() {
     let job = Job::new();

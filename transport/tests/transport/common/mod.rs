@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 pub(crate) mod coordinator;
+pub(crate) mod flood;
 pub(crate) mod member;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};

@@ -1,0 +1,174 @@
+//! Strangers that flood a rank with handshakes that never end: over UDP first packets of handshakes, connection ids that nobody
+//! has, unknown versions and garbage; over TCP streams that say nothing.
+
+use std::collections::VecDeque;
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kyklos_transport::quic::Carrier;
+use quinn::crypto::rustls::QuicClientConfig;
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::time::timeout;
+
+/// A flood that lasts until it is stopped.
+pub(crate) struct Flood {
+    ends: Arc<AtomicBool>,
+    counts: Arc<Counts>,
+    thread: JoinHandle<()>,
+}
+
+#[derive(Default)]
+struct Counts {
+    sent: AtomicUsize,
+    /// Sockets of the flood.
+    sockets: AtomicUsize,
+}
+
+impl Flood {
+    pub(crate) fn start(carrier: Carrier, to: SocketAddr) -> Self {
+        let (ends, counts) = (Arc::new(AtomicBool::new(false)), Arc::new(Counts::default()));
+        let thread = std::thread::spawn({
+            let (ends, counts) = (Arc::clone(&ends), Arc::clone(&counts));
+            move || match carrier {
+                Carrier::Udp => datagrams(to, &ends, &counts),
+                Carrier::Tcp => streams(to, &ends, &counts),
+            }
+        });
+        Self { ends, counts, thread }
+    }
+
+    /// Datagrams or streams so far.
+    pub(crate) fn sent(&self) -> usize {
+        self.counts.sent.load(Ordering::Relaxed)
+    }
+
+    /// Sockets that are open on the side of the strangers.
+    pub(crate) fn sockets(&self) -> usize {
+        self.counts.sockets.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn stop(self) -> usize {
+        self.ends.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap();
+        self.counts.sent.load(Ordering::Relaxed)
+    }
+}
+
+/// Addresses of strangers, so that the places of one of them are not the limit.
+fn stranger(number: usize) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2 + (number % STRANGERS) as u8), 0))
+}
+
+fn datagrams(to: SocketAddr, ends: &AtomicBool, counts: &Counts) {
+    let first_packets = first_packets();
+    let sockets: Vec<_> = (0..STRANGERS).map(|number| UdpSocket::bind(stranger(number)).unwrap()).collect();
+    counts.sockets.store(sockets.len(), Ordering::Relaxed);
+    let (mut number, mut state) = (0, 1_u64);
+    let mut random = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 56) as u8
+    };
+    while !ends.load(Ordering::Relaxed) {
+        for _ in 0..BURST {
+            let mut packet: Vec<u8>;
+            let bytes = match number % 6 {
+                0..=2 => &first_packets[number % first_packets.len()],
+                kind => {
+                    packet = (0..1200).map(|_| random()).collect();
+                    match kind {
+                        // Of a connection that does not exist: a short header, or a later packet of a handshake.
+                        3 if number % 12 == 3 => packet[0] = 0x40 | packet[0] & 0x3f,
+                        3 => packet[..6].copy_from_slice(&[0xe0, 0, 0, 0, 1, 8]),
+                        // A version that does not exist, or an answer to one.
+                        4 if number % 12 == 4 => {
+                            packet[..6].copy_from_slice(&[0xc0, 0x1a, 0x2a, 0x3a, 0x4a, 8])
+                        }
+                        4 => packet[..6].copy_from_slice(&[0xc0, 0, 0, 0, 0, 8]),
+                        _ => {}
+                    }
+                    &packet
+                }
+            };
+            // Nobody listens before the group forms, and then the system says so.
+            let _ = sockets[number % STRANGERS].send_to(bytes, to);
+            number += 1;
+        }
+        counts.sent.store(number, Ordering::Relaxed);
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// The first packets of handshakes that clients have begun with a socket that does not answer.
+fn first_packets() -> Vec<Vec<u8>> {
+    let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    silent.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    let to = silent.local_addr().unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut tls = rustls::ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .with_root_certificates(rustls::RootCertStore::empty())
+        .with_no_client_auth();
+    tls.alpn_protocols = vec![b"kyklos/1".to_vec()];
+    let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let mut packets = Vec::new();
+    while packets.len() < FIRST_PACKETS {
+        runtime.block_on(async {
+            let client = quinn::Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+            let begun: Vec<_> =
+                (0..50).map(|_| client.connect_with(config.clone(), to, "rank-0").unwrap()).collect();
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            drop(begun);
+        });
+        let mut buffer = [0; 2000];
+        for _ in 0..50 {
+            let bytes = silent.recv(&mut buffer).unwrap();
+            packets.push(buffer[..bytes].to_vec());
+        }
+    }
+    packets
+}
+
+fn streams(to: SocketAddr, ends: &AtomicBool, counts: &Counts) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut open: VecDeque<TcpStream> = VecDeque::new();
+        let mut number = 0;
+        while !ends.load(Ordering::Relaxed) {
+            for _ in 0..STREAM_BURST {
+                let socket = TcpSocket::new_v4().unwrap();
+                socket.bind(stranger(number)).unwrap();
+                if let Ok(Ok(stream)) = timeout(PAUSE, socket.connect(to)).await {
+                    open.push_back(stream);
+                }
+                number += 1;
+            }
+            while open.len() > MOST_STREAMS {
+                open.pop_front();
+            }
+            counts.sockets.store(open.len(), Ordering::Relaxed);
+            counts.sent.store(number, Ordering::Relaxed);
+            tokio::time::sleep(PAUSE).await;
+        }
+    });
+}
+
+const STRANGERS: usize = 8;
+
+/// Different ones: a rank keeps a place for each for seconds.
+const FIRST_PACKETS: usize = 1000;
+
+/// Datagrams between two pauses.
+const BURST: usize = 60;
+
+/// Streams between two pauses.
+const STREAM_BURST: usize = 10;
+
+/// Streams of strangers at one time: more than a rank has places.
+const MOST_STREAMS: usize = 600;
+
+const PAUSE: Duration = Duration::from_millis(10);
