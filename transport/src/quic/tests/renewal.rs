@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use pollster::block_on;
 
@@ -15,11 +15,11 @@ use crate::transport::{Reformed, Regroup, Transport};
 const JOB: JobId = JobId([6; 16]);
 const LONG: Duration = Duration::from_secs(15);
 
-/// An identity that ends in `seconds`.
-fn short(authority: &ClusterAuthority, rank: u32, seconds: u64) -> Identity {
+/// An identity that ends soon.
+fn short(authority: &ClusterAuthority, rank: u32) -> Identity {
     let now = SystemTime::now();
     let validity =
-        Validity { from: now - Duration::from_secs(3600), until: now + Duration::from_secs(seconds) };
+        Validity { from: now - Duration::from_secs(3600), until: now + Duration::from_secs(SHORT) };
     authority.issue_at(&Subject::Rank(Rank(rank)), JOB, validity).unwrap()
 }
 
@@ -69,20 +69,31 @@ fn close(group: Vec<Result<Reformed, TransportError>>) {
     closing.into_iter().for_each(|closed| block_on(closed).unwrap());
 }
 
+/// Identities end so many seconds after they were made: more than a busy machine needs to form a group.
+const SHORT: u64 = 15;
+
+/// Waits until they have ended. Validity is in whole seconds.
+fn wait_for_the_end(since: Instant) {
+    std::thread::sleep((since + Duration::from_secs(SHORT + 2)).saturating_duration_since(Instant::now()));
+}
+
 #[test]
 fn a_renewed_identity_counts_when_the_group_forms_again() {
-    for carrier in [Carrier::Udp, Carrier::Tcp] {
-        let (authority, folder) = (ClusterAuthority::new(JOB).unwrap(), tempfile::tempdir().unwrap());
-        let [zero, one] = ["zero", "one"].map(|name| folder.path().join(name));
-        put(&short(&authority, 0, 6), &zero);
-        put(&short(&authority, 1, 6), &one);
-        let group = form([&zero, &one], carrier);
-        put(&authority.issue(Rank(0)).unwrap(), &zero);
-        put(&authority.issue(Rank(1)).unwrap(), &one);
-        // Validity is in whole seconds.
-        std::thread::sleep(Duration::from_secs(8));
-        close(again(&group));
-    }
+    let renewed = [Carrier::Udp, Carrier::Tcp].map(|carrier| {
+        std::thread::spawn(move || {
+            let (authority, folder) = (ClusterAuthority::new(JOB).unwrap(), tempfile::tempdir().unwrap());
+            let [zero, one] = ["zero", "one"].map(|name| folder.path().join(name));
+            let since = Instant::now();
+            put(&short(&authority, 0), &zero);
+            put(&short(&authority, 1), &one);
+            let group = form([&zero, &one], carrier);
+            put(&authority.issue(Rank(0)).unwrap(), &zero);
+            put(&authority.issue(Rank(1)).unwrap(), &one);
+            wait_for_the_end(since);
+            close(again(&group));
+        })
+    });
+    renewed.into_iter().for_each(|renewed| renewed.join().unwrap());
 }
 
 #[test]
@@ -90,9 +101,10 @@ fn an_identity_that_was_not_renewed_is_refused_by_name_after_its_end() {
     let (authority, folder) = (ClusterAuthority::new(JOB).unwrap(), tempfile::tempdir().unwrap());
     let [zero, one] = ["zero", "one"].map(|name| folder.path().join(name));
     put(&authority.issue(Rank(0)).unwrap(), &zero);
-    put(&short(&authority, 1, 6), &one);
+    let since = Instant::now();
+    put(&short(&authority, 1), &one);
     let group = form([&zero, &one], Carrier::Udp);
-    std::thread::sleep(Duration::from_secs(8));
+    wait_for_the_end(since);
     let one = again(&group).pop().unwrap().unwrap_err().to_string();
     assert!(one.contains("rank 1") && one.contains("expired on"), "{one}");
 }
@@ -117,4 +129,27 @@ fn a_file_with_something_else_changes_nothing() {
     std::fs::write(&one, "key").unwrap();
     close(again(&group));
     assert!(warned(&["rank 0", keeps, "cannot read the identity"]), "{WARNINGS:?}");
+}
+
+#[test]
+fn an_authority_that_this_rank_did_not_trust_at_its_start_is_not_taken_for_granted_later() {
+    let folder = tempfile::tempdir().unwrap();
+    let [old, new] = [0; 2].map(|_| ClusterAuthority::new(JOB).unwrap());
+    let [zero, one] = ["zero", "one"].map(|name| folder.path().join(name));
+    let issue = |authority: &ClusterAuthority, other: &ClusterAuthority| {
+        for (rank, file) in (0..).zip([&zero, &one]) {
+            let mut identity = authority.issue(Rank(rank)).unwrap();
+            identity.authorities.push(other.issue(Rank(rank)).unwrap().authorities.remove(0));
+            put(&identity, file);
+        }
+    };
+    put(&old.issue(Rank(0)).unwrap(), &zero);
+    put(&old.issue(Rank(1)).unwrap(), &one);
+    let group = form([&zero, &one], Carrier::Udp);
+    // The steps by which an authority is changed: trust both, then use the new one.
+    issue(&old, &new);
+    let group: Vec<_> = again(&group).into_iter().map(|rank| rank.unwrap().transport).collect();
+    issue(&new, &old);
+    close(again(&group));
+    assert!(warned(&["is of an authority that this rank does not trust since its start"]), "{WARNINGS:?}");
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use rustls::SignatureScheme;
 use rustls::client::ResolvesClientCert;
+use rustls::pki_types::CertificateDer;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
@@ -16,6 +17,8 @@ use crate::error::TransportError;
 #[derive(Clone, Debug)]
 pub(crate) struct PresentedIdentity {
     file: Option<PathBuf>,
+    /// The authorities that this rank trusts, settled at its start.
+    trusted: Vec<CertificateDer<'static>>,
     now: Arc<RwLock<Presented>>,
 }
 
@@ -44,7 +47,8 @@ impl Presented {
 impl PresentedIdentity {
     /// `file` is where a later identity can be read.
     pub(crate) fn new(identity: Identity, file: Option<PathBuf>) -> Result<Self, TransportError> {
-        Ok(Self { file, now: Arc::new(RwLock::new(Presented::new(identity)?)) })
+        let trusted = identity.authorities.clone();
+        Ok(Self { file, trusted, now: Arc::new(RwLock::new(Presented::new(identity)?)) })
     }
 
     pub(crate) fn now(&self) -> Identity {
@@ -65,8 +69,7 @@ impl PresentedIdentity {
         if later.certificate == earlier.certificate {
             return Ok(false);
         }
-        // The authorities that this rank trusts are settled at its start.
-        if later.authorities.first().is_none_or(|issuer| !earlier.authorities.contains(issuer)) {
+        if later.authorities.first().is_none_or(|issuer| !self.trusted.contains(issuer)) {
             return Err(TransportError::bootstrap(format!(
                 "{} is of an authority that this rank does not trust since its start: restart the rank",
                 file.display()
