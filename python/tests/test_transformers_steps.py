@@ -140,6 +140,24 @@ def test_a_rank_without_a_layer_is_an_error_on_all_ranks():
     assert errors[1].peer == 0 and "in the middle of a step: 2 attention calls" in str(errors[1])
 
 
+def test_an_exception_of_the_model_in_the_middle_of_a_step():
+    def broken(*_):
+        raise ValueError("no memory for experts")
+
+    def disturb(model, group, cache):
+        if group.rank == 1:
+            model.model.layers[1].mlp.register_forward_pre_hook(broken)
+            with pytest.raises(ValueError, match="no memory for experts"), torch.no_grad():
+                model(texts(1, 1), past_key_values=cache)
+            # The caches are back in their places; the group has ended.
+            assert [len(layer.store) for layer in cache.parts] == [cache.length] * 3
+
+    first, second = errors_of(build("llama"), 2, disturb)
+    assert isinstance(first, kyklos.GroupError) and first.peer == 1
+    assert "ValueError in the middle of a step: no memory for experts" in str(first)
+    assert isinstance(second, kyklos.GroupError)
+
+
 def test_the_same_change_on_all_ranks_is_an_error_and_not_a_hang():
     def exchange(model, group, cache):
         layers = model.model.layers
