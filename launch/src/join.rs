@@ -122,12 +122,6 @@ impl Assignment {
             config.identity_file = Some(self.identity_path()?);
         }
         config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
-        if config.invitation.is_some() && config.revoked.as_ref().is_some_and(|revoked| !revoked.is_empty()) {
-            (options.warn)(
-                "the list of revoked keys does not keep out a holder of the token, who can get a new identity with another key: \
-                 if a key that a token gave has been revoked, make a new invitation",
-            );
-        }
         config.places.clone_from(&self.hosts);
         // In whole seconds, because errors quote it.
         let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);

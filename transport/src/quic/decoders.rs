@@ -36,7 +36,7 @@ pub fn certificate(der: &[u8]) {
 
 /// The file of revoked keys.
 pub fn revoked(bytes: &[u8]) {
-    let of = |bytes: &[u8]| revoked::parse(bytes.to_vec(), Path::new("F"));
+    let of = |bytes: &[u8]| revoked::parse(bytes.to_vec(), "list of revoked keys", Path::new("F"));
     match of(bytes) {
         Ok(keys) => {
             let text: String = keys.iter().map(|key| format!("{key} as it was\n")).collect();

@@ -51,7 +51,8 @@ fn streams_whose_owner_never_shows_an_identity_are_closed_and_leave_room() {
     let mut slow = TcpStream::connect(job.coordinator).unwrap();
     let started = Instant::now();
     let group = formed(vec![zero, connect(job.over(Carrier::Tcp, 1, 2))]);
-    assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
+    // Sooner than the places of the others become free.
+    assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
     // A byte now and then is no handshake.
     let ended = (0..100).any(|_| {
         std::thread::sleep(Duration::from_millis(200));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use quinn::{Connection, ConnectionError, Endpoint, Incoming, SendStream, ServerConfig};
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use super::advertised::judge_advertised;
 use super::config::QuicConfig;
@@ -37,6 +37,7 @@ pub(crate) struct Admission {
     pending: PendingHandshakes,
     /// How long a handshake may take, and again the hello after it.
     handshake_timeout: Duration,
+    idle_timeout: Duration,
     /// For the error that says which ranks are missing.
     refusals: Mutex<Refusals>,
 }
@@ -85,6 +86,9 @@ impl Admission {
             }
             None => None,
         };
+        if let Some(text) = enrol_server.as_ref().and_then(EnrolServer::complaint) {
+            (config.warn)(&format!("rank 0 lets nobody in by its token: {text}"));
+        }
         let status = GroupStatus::First { epoch: config.epoch };
         let open = AdmissionState { status, admitted: HashMap::new(), arrived: mpsc::channel(1).0 };
         Ok(Self {
@@ -95,6 +99,7 @@ impl Admission {
             open: Mutex::new(open),
             pending: PendingHandshakes::default(),
             handshake_timeout: config.timing().handshake,
+            idle_timeout: config.timing().idle,
             refusals: Mutex::default(),
         })
     }
@@ -158,11 +163,16 @@ impl Admission {
             };
             let (admission, streams) = (Arc::clone(&self), streams.clone());
             tokio::spawn(async move {
-                let _slot = slot;
                 if let Err(refusal) = admission.receive(incoming, lane, streams.as_ref()).await {
                     tracing::info!(error = refusal.text, %from, "turned a connection away");
                     admission.note_refusal(from.ip(), &refusal);
+                    // quinn keeps the state of such a connection: for three probe timeouts, and until the idle timeout if its
+                    // first packet closed it, which a forged packet can do.
+                    let idle = admission.idle_timeout;
+                    drop(admission);
+                    sleep(idle).await;
                 }
+                drop(slot);
             });
         }
     }

@@ -26,7 +26,7 @@ struct Pair {
 /// again for the same key; a refused request changes nothing.
 pub fn application(der: &[u8]) {
     let pair = pair();
-    let mut register = Register::new(Arc::clone(&pair.invitation));
+    let mut register = Register::new(Arc::clone(&pair.invitation), None);
     let Ok((rank, certificate)) = ask(&mut register, &pair.invitation, der) else {
         let (free, _) =
             ask(&mut register, &pair.invitation, pair.applicant.words().1).expect("a whole request");
@@ -70,7 +70,7 @@ fn pair() -> MutexGuard<'static, Pair> {
             InvitationTerms { place: "a:1", world: WORLD, job: "fuzz", valid: Duration::from_secs(86_400) };
         let invitation = Arc::new(Invitation::new(&terms).expect("an invitation"));
         let applicant = Applicant::new(invitation.token().clone(), None).expect("an applicant");
-        let mut register = Register::new(Arc::clone(&invitation));
+        let mut register = Register::new(Arc::clone(&invitation), None);
         let (_, granted) = ask(&mut register, &invitation, applicant.words().1).expect("a grant");
         Mutex::new(Pair { invitation, applicant, granted })
     });

@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout};
 
 use super::binding::binding;
 use super::invitation::Invitation;
-use super::register::{EnrolRefusal, EnrolRequest, Granted, Register};
+use super::register::{EnrolRefusal, EnrolRequest, Granted, Register, revoked_text};
 use crate::error::TransportError;
 use crate::quic::network::connection::{CLOSE_TIMEOUT, describe};
 use crate::quic::network::frames::FrameReader;
@@ -25,6 +25,7 @@ pub(crate) struct EnrolServer {
     invitation: Arc<Invitation>,
     tls: Arc<QuicServerConfig>,
     register: Mutex<Option<Register>>,
+    revoked: Option<Revoked>,
 }
 
 impl std::fmt::Debug for EnrolServer {
@@ -35,17 +36,27 @@ impl std::fmt::Debug for EnrolServer {
 
 impl EnrolServer {
     /// A closed server: it gives no identities before [`Self::open`].
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] if the keys that it gives cannot be noted.
     pub(crate) fn new(
         invitation: Arc<Invitation>,
         identity: &PresentedIdentity,
         revoked: Option<&Revoked>,
     ) -> Result<Self, TransportError> {
         let tls = Arc::new(tls::inviting_server(identity, revoked)?);
-        Ok(Self { invitation, tls, register: Mutex::new(None) })
+        invitation.given().check()?;
+        Ok(Self { invitation, tls, register: Mutex::new(None), revoked: revoked.cloned() })
     }
 
     pub(crate) fn open(&self) {
-        *self.lock() = Some(Register::new(Arc::clone(&self.invitation)));
+        *self.lock() = Some(Register::new(Arc::clone(&self.invitation), self.revoked.clone()));
+    }
+
+    /// Why this server gives no identities, if a key that its token gave has been revoked.
+    pub(crate) fn complaint(&self) -> Option<String> {
+        self.invitation.revoked_key(self.revoked.as_ref()).map(revoked_text)
     }
 
     pub(crate) fn close(&self) {

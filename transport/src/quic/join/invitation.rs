@@ -2,11 +2,13 @@
 
 use std::fmt;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
+use super::given_keys::GivenKeys;
 use super::token::Token;
 use crate::error::TransportError;
 use crate::quic::trust::authority::{ClusterAuthority, VALID_DAYS};
@@ -15,6 +17,7 @@ use crate::quic::trust::job::JobId;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::quic::trust::private_file::{self, pem_block};
+use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::validity::Validity;
 use crate::rank::Rank;
 use crate::remedy::Remedy;
@@ -27,6 +30,8 @@ pub struct Invitation {
     until: SystemTime,
     pub(super) authority: ClusterAuthority,
     identity: Identity,
+    /// In earlier runs too, if it is in a file.
+    given: Mutex<GivenKeys>,
 }
 
 /// The terms of an invitation.
@@ -68,7 +73,7 @@ impl Invitation {
         // Rank 0's certificate must be valid as long as any that it gives away.
         let identity = authority.issue_to(&Subject::Rank(Rank(0)), authority.validity())?;
         let token = Token::new(KeyHash::of(authority.certificate())?, place)?;
-        Ok(Self { token, world, until, authority, identity })
+        Ok(Self { token, world, until, authority, identity, given: Mutex::default() })
     }
 
     /// Writes it into a new file that only its owner can read.
@@ -77,7 +82,7 @@ impl Invitation {
     ///
     /// [`TransportError::Bootstrap`] if the file exists already or cannot be written.
     pub fn write_file(&self, path: &Path) -> Result<(), TransportError> {
-        let Self { token, world, until, authority, identity } = self;
+        let Self { token, world, until, authority, identity, .. } = self;
         let mut text = format!("token {token}\nworld {world}\nuntil {}\n", seconds(*until)?);
         text.push_str(&pem_block("CERTIFICATE", &identity.certificate));
         text.push_str(&pem_block("CERTIFICATE", authority.certificate()));
@@ -86,21 +91,24 @@ impl Invitation {
         private_file::write_new(path, "invitation", &text)
     }
 
-    /// Reads a file that [`Self::write_file`] has written.
+    /// Reads a file that [`Self::write_file`] has written, and the list beside it (`given-…`) of keys that its token has
+    /// given.
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner (unix), or is
+    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner, or is
     /// something else.
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let bytes = private_file::read(path, "invitation")?;
-        Self::parse(&bytes).map_err(|what| {
+        let invitation = Self::parse(&bytes).map_err(|what| {
             TransportError::bootstrap(format!(
                 "{} is not an invitation, {what}: {}",
                 path.display(),
                 Remedy::MakeInvitation
             ))
-        })
+        })?;
+        let given = GivenKeys::beside(path, &invitation.token.authority)?;
+        Ok(Self { given: Mutex::new(given), ..invitation })
     }
 
     fn parse(bytes: &[u8]) -> Result<Self, String> {
@@ -134,7 +142,8 @@ impl Invitation {
             return Err(format!("it holds the certificate of {claims}, not of rank 0"));
         }
         let authority = ClusterAuthority::of_keys(authority, &authority_key, claims.job, claims.job_name);
-        Ok(Self { token, world, until, authority: authority.map_err(in_words)?, identity })
+        let authority = authority.map_err(in_words)?;
+        Ok(Self { token, world, until, authority, identity, given: Mutex::default() })
     }
 
     /// The token for the other ranks.
@@ -160,6 +169,16 @@ impl Invitation {
     /// The job of the group.
     pub fn job(&self) -> JobId {
         self.authority.job()
+    }
+
+    /// A revoked key that the token has given: then it lets nobody in any more.
+    pub(super) fn revoked_key(&self, revoked: Option<&Revoked>) -> Option<KeyHash> {
+        self.given().revoked(revoked?)
+    }
+
+    /// The keys that the token has given.
+    pub(super) fn given(&self) -> MutexGuard<'_, GivenKeys> {
+        self.given.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The validity of an identity that is given away now.

@@ -14,6 +14,7 @@ mod binding;
 pub(super) mod decoders;
 mod enrol;
 mod enrol_server;
+mod given_keys;
 mod invitation;
 mod pinned;
 mod register;

@@ -15,6 +15,7 @@ use super::wrong_tokens::WrongTokens;
 use crate::error::TransportError;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
+use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::validity::Date;
 use crate::rank::Rank;
 use crate::remedy::Remedy;
@@ -24,6 +25,7 @@ use crate::wire::{Frame, RejectCode};
 #[derive(Debug)]
 pub(super) struct Register {
     invitation: Arc<Invitation>,
+    revoked: Option<Revoked>,
     /// By rank, the key to which it was given.
     given: BTreeMap<Rank, Vec<u8>>,
     wrong_tokens: WrongTokens,
@@ -52,8 +54,8 @@ pub(super) struct Granted {
 pub(super) type EnrolRefusal = (RejectCode, String);
 
 impl Register {
-    pub(super) fn new(invitation: Arc<Invitation>) -> Self {
-        Self { invitation, given: BTreeMap::new(), wrong_tokens: WrongTokens::default() }
+    pub(super) fn new(invitation: Arc<Invitation>, revoked: Option<Revoked>) -> Self {
+        Self { invitation, revoked, given: BTreeMap::new(), wrong_tokens: WrongTokens::default() }
     }
 
     /// The answer to a request for a rank, or for any rank, and for a certificate of the applicant's key.
@@ -98,6 +100,10 @@ impl Register {
                 ),
             ));
         }
+        // Whoever had the revoked key has the token, and cannot be told from its other holders.
+        if let Some(key) = self.invitation.revoked_key(self.revoked.as_ref()) {
+            return Err((RejectCode::Token, revoked_text(key)));
+        }
         let request = CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(request));
         let key = request.ok().map(|request| request.public_key);
         let key = key.filter(|key| *key.algorithm() == PKCS_ECDSA_P256_SHA256).ok_or_else(|| {
@@ -112,6 +118,7 @@ impl Register {
         let in_words = |error: TransportError| (RejectCode::Protocol, error.to_string());
         let certificate = signed.map_err(in_words)?;
         let hash = KeyHash::of(&certificate).map_err(in_words)?;
+        self.invitation.given().note(rank, hash).map_err(in_words)?;
         self.given.insert(rank, key.der_bytes().to_vec());
         let world = self.invitation.world();
         Ok(Granted {
@@ -160,4 +167,9 @@ impl Register {
             Some(rank) => Ok(rank),
         }
     }
+}
+
+/// Why a token lets nobody in any more.
+pub(super) fn revoked_text(key: KeyHash) -> String {
+    format!("its token gave the key {key}, which has been revoked: {}", Remedy::MakeInvitation)
 }

@@ -2,6 +2,7 @@
 //! another.
 
 mod register;
+mod revoked_keys;
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use crate::quic::network::frames::FrameReader;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::quic::trust::presented::PresentedIdentity;
+use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::tls;
 use crate::quic::trust::validity::Validity;
 use crate::quic::{Carrier, Identity, LinkSettings, QuicTransport};
@@ -67,11 +69,20 @@ impl Waiting {
 
     fn over(carrier: Carrier, world: u32) -> Self {
         let at = free_address();
-        let invitation = invitation(at, world);
-        let identity = invitation.identity().clone();
+        Self::inviting(invitation(at, world), at, carrier, None)
+    }
+
+    fn inviting(
+        invitation: Arc<Invitation>,
+        at: SocketAddr,
+        carrier: Carrier,
+        revoked: Option<Revoked>,
+    ) -> Self {
+        let (identity, world) = (invitation.identity().clone(), invitation.world());
         let invites = Some(Arc::clone(&invitation));
         let link = LinkSettings { carrier, ..LinkSettings::default() };
-        let config = QuicConfig { link, ..QuicConfig::new(Rank(0), world, invitation.job(), at, identity) };
+        let config = QuicConfig::new(Rank(0), world, invitation.job(), at, identity);
+        let config = QuicConfig { link, revoked, ..config };
         let zero =
             std::thread::spawn(move || QuicTransport::connect(QuicConfig { invitation: invites, ..config }));
         Self { invitation, at, zero }

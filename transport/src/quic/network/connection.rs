@@ -45,10 +45,11 @@ pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
     }
 }
 
-/// Whether the other side takes no handshake now: it has too many pending ones. Nothing of this is authenticated.
+/// Whether the other side takes no handshake now: it has too many pending ones, or it was too slow for the token of its own Retry.
+/// Nothing of this is authenticated.
 pub(crate) fn is_busy(reason: &ConnectionError) -> bool {
-    matches!(reason, ConnectionError::ConnectionClosed(close)
-        if close.error_code == TransportErrorCode::CONNECTION_REFUSED)
+    let busy = [TransportErrorCode::CONNECTION_REFUSED, TransportErrorCode::INVALID_TOKEN];
+    matches!(reason, ConnectionError::ConnectionClosed(close) if busy.contains(&close.error_code))
 }
 
 /// TLS' alerts (RFC 8446) of a side that refuses a certificate; a rank sends the first, `handshake_failure`.
@@ -111,3 +112,22 @@ pub(crate) fn cut(text: &str) -> &str {
 
 /// How long to wait until a refused peer has read the reason.
 pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use quinn::ConnectionClose;
+
+    use super::*;
+
+    #[test]
+    fn a_rank_dials_again_where_the_other_side_had_no_place_or_was_slow() {
+        let busy = |error_code| {
+            let close = ConnectionClose { error_code, frame_type: None, reason: Bytes::new() };
+            is_busy(&ConnectionError::ConnectionClosed(close))
+        };
+        assert!(busy(TransportErrorCode::CONNECTION_REFUSED));
+        assert!(busy(TransportErrorCode::INVALID_TOKEN));
+        assert!(!busy(TransportErrorCode::PROTOCOL_VIOLATION));
+    }
+}

@@ -1,9 +1,12 @@
 //! Limits on pending handshakes. Anybody can begin as many connections as they like, and each costs memory
 //! until its handshake has proven an identity.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
 
 /// Counts the handshakes that have not ended.
 #[derive(Clone, Debug)]
@@ -19,6 +22,8 @@ struct Limits {
     without_retry: usize,
     per_network: usize,
     in_all: usize,
+    /// Whether a new handshake takes the place of an old one where no place is free. Otherwise it is refused.
+    takes_over: bool,
 }
 
 impl Default for PendingHandshakes {
@@ -27,14 +32,60 @@ impl Default for PendingHandshakes {
             without_retry: MAX_WITHOUT_RETRY,
             per_network: MAX_PER_NETWORK,
             in_all: MAX_PENDING,
+            takes_over: false,
         })
     }
 }
 
+/// Handshakes are numbered in the order of their beginning.
 #[derive(Debug, Default)]
 struct PendingCounts {
-    pending: usize,
-    by_network: HashMap<IpAddr, usize>,
+    begun: u64,
+    pending: BTreeMap<u64, Pending>,
+    by_network: HashMap<IpAddr, BTreeSet<u64>>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    network: IpAddr,
+    /// Notified when another handshake takes the place.
+    taken: Arc<Notify>,
+}
+
+impl PendingCounts {
+    fn begin(&mut self, network: IpAddr) -> (u64, Arc<Notify>) {
+        self.begun += 1;
+        let (number, taken) = (self.begun, Arc::<Notify>::default());
+        self.pending.insert(number, Pending { network, taken: Arc::clone(&taken) });
+        self.by_network.entry(network).or_default().insert(number);
+        (number, taken)
+    }
+
+    /// Frees the place of a handshake, if it has one.
+    fn end(&mut self, number: u64) -> Option<Pending> {
+        let pending = self.pending.remove(&number)?;
+        if let Some(same_network) = self.by_network.get_mut(&pending.network) {
+            same_network.remove(&number);
+            if same_network.is_empty() {
+                self.by_network.remove(&pending.network);
+            }
+        }
+        Some(pending)
+    }
+
+    fn of_network(&self, network: IpAddr) -> usize {
+        self.by_network.get(&network).map_or(0, BTreeSet::len)
+    }
+
+    /// The oldest handshake of the network that has most of them.
+    fn oldest_of_the_largest(&self) -> Option<u64> {
+        let largest = self.by_network.values().max_by_key(|same| (same.len(), Reverse(same.first())));
+        largest.and_then(BTreeSet::first).copied()
+    }
+
+    fn oldest_of(&self, network: IpAddr) -> Option<u64> {
+        self.by_network.get(&network).and_then(BTreeSet::first).copied()
+    }
 }
 
 /// Handshake admission decision.
@@ -52,9 +103,14 @@ impl PendingHandshakes {
     pub(crate) const MAX_STREAMS: usize = 256;
 
     /// For TCP streams whose peers have not proven who they are.
+    ///
+    /// A stream costs its peer three small packets, and strangers can open thousands a second. If the places were kept by those
+    /// that have them, a rank would get one by chance only. The network that has most places gives one up instead, so that
+    /// strangers with a few addresses displace each other.
     pub(crate) fn of_streams() -> Self {
         let in_all = Self::MAX_STREAMS;
-        Self::within(Limits { without_retry: usize::MAX, per_network: in_all / 2, in_all })
+        let (without_retry, per_network) = (usize::MAX, in_all / 2);
+        Self::within(Limits { without_retry, per_network, in_all, takes_over: true })
     }
 
     fn within(limits: Limits) -> Self {
@@ -65,16 +121,26 @@ impl PendingHandshakes {
     pub(crate) fn decide(&self, from: IpAddr, proven: bool) -> HandshakeDecision {
         let network = network(from);
         let mut counts = self.lock();
-        let same_network = counts.by_network.get(&network).copied().unwrap_or(0);
-        if !proven && counts.pending >= self.limits.without_retry {
+        if !proven && counts.pending.len() >= self.limits.without_retry {
             return HandshakeDecision::RequireRetry;
         }
-        if counts.pending >= self.limits.in_all || same_network >= self.limits.per_network {
-            return HandshakeDecision::Refuse;
+        let older = if counts.of_network(network) >= self.limits.per_network {
+            counts.oldest_of(network)
+        } else if counts.pending.len() >= self.limits.in_all {
+            counts.oldest_of_the_largest()
+        } else {
+            None
+        };
+        if let Some(older) = older {
+            if !self.limits.takes_over {
+                return HandshakeDecision::Refuse;
+            }
+            if let Some(pending) = counts.end(older) {
+                pending.taken.notify_one();
+            }
         }
-        counts.pending += 1;
-        *counts.by_network.entry(network).or_default() += 1;
-        HandshakeDecision::Accept(HandshakeSlot { pending: self.clone(), network })
+        let (number, taken) = counts.begin(network);
+        HandshakeDecision::Accept(HandshakeSlot { pending: self.clone(), number, taken })
     }
 
     fn lock(&self) -> MutexGuard<'_, PendingCounts> {
@@ -86,19 +152,20 @@ impl PendingHandshakes {
 #[derive(Debug)]
 pub(crate) struct HandshakeSlot {
     pending: PendingHandshakes,
-    network: IpAddr,
+    number: u64,
+    taken: Arc<Notify>,
+}
+
+impl HandshakeSlot {
+    /// Completes when another handshake has taken the place.
+    pub(crate) async fn taken(&self) {
+        self.taken.notified().await;
+    }
 }
 
 impl Drop for HandshakeSlot {
     fn drop(&mut self) {
-        let mut counts = self.pending.lock();
-        counts.pending -= 1;
-        if let Some(same_network) = counts.by_network.get_mut(&self.network) {
-            *same_network -= 1;
-            if *same_network == 0 {
-                counts.by_network.remove(&self.network);
-            }
-        }
+        self.pending.lock().end(self.number);
     }
 }
 
@@ -116,11 +183,16 @@ const MAX_WITHOUT_RETRY: usize = 128;
 /// At most this many per network, so that one host cannot keep the others out. The ranks of one host need fewer.
 const MAX_PER_NETWORK: usize = 512;
 
-/// At most this many in all: about 60 KiB each, so 256 MiB at worst, from at least eight networks.
+/// At most this many in all, from at least eight networks. Each holds 34 KiB of state and a buffer for the packets that it sends:
+/// 64 KiB on loopback, at most ten packets (14 KiB) elsewhere. So all hold 400 MiB or 200 MiB at worst, and the first 128 hold 12 MiB
+/// or 6 MiB.
 const MAX_PENDING: usize = 4096;
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+    use std::task::{Context, Waker};
+
     use super::*;
 
     fn v4(last: u8) -> IpAddr {
@@ -159,7 +231,44 @@ mod tests {
         enter(&pending, v4(250), true);
         drop(held);
         assert!(pending.lock().by_network.is_empty());
-        assert_eq!(pending.lock().pending, 0);
+        assert!(pending.lock().pending.is_empty());
+    }
+
+    fn is_taken(slot: &HandshakeSlot) -> bool {
+        let mut waiting = std::pin::pin!(slot.taken());
+        waiting.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
+    }
+
+    #[test]
+    fn streams_of_strangers_displace_each_other_and_not_those_of_other_networks() {
+        let pending = PendingHandshakes::of_streams();
+        let (honest, most) = (enter(&pending, v4(250), true), PendingHandshakes::MAX_STREAMS);
+        let mut strangers = VecDeque::new();
+        for at in 0..10_000 {
+            strangers.push_back(enter(&pending, v4((at % 8) as u8), true));
+            if strangers.len() == most {
+                let oldest = strangers.pop_front().unwrap();
+                assert!(is_taken(&oldest), "{at}");
+            }
+        }
+        assert!(!is_taken(&honest) && !strangers.iter().any(is_taken));
+        assert_eq!(pending.lock().pending.len(), most);
+        drop((honest, strangers));
+        assert!(pending.lock().by_network.is_empty() && pending.lock().pending.is_empty());
+    }
+
+    #[test]
+    fn one_network_has_half_of_the_streams_and_its_newest_ones() {
+        let pending = PendingHandshakes::of_streams();
+        let half = PendingHandshakes::MAX_STREAMS / 2;
+        let all: Vec<_> = (0..3 * half).map(|_| enter(&pending, v4(1), true)).collect();
+        let (old, new) = all.split_at(2 * half);
+        assert!(old.iter().all(is_taken) && !new.iter().any(is_taken));
+        // All networks have the same number: the oldest of all gives way.
+        let pending = PendingHandshakes::of_streams();
+        let all: Vec<_> = (0..=255).map(|network| enter(&pending, v4(network), true)).collect();
+        let _more = enter(&pending, "192.0.3.1".parse().unwrap(), true);
+        assert!(is_taken(&all[0]) && !all[1..].iter().any(is_taken));
     }
 
     #[test]

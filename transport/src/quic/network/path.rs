@@ -208,7 +208,8 @@ impl Path {
             + if self.kind == PathKind::Streams { self.lanes * self.stream_queue_bytes() as u64 } else { 0 }
     }
 
-    /// Bytes that the connections of this rank hold at most.
+    /// Bytes that the connections of this rank hold at most, beside those whose peers have not shown who they are: see
+    /// [`PendingHandshakes`](super::handshakes::PendingHandshakes).
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.receive_buffers() + self.peers * (self.lanes * self.windows.both() + self.beside_bytes())
     }
@@ -291,7 +292,7 @@ impl fmt::Display for Path {
             1 => f.write_str("the other rank")?,
             _ => write!(f, "each of {peers} ranks")?,
         }
-        write!(f, ", at most {} in all", mib(self.memory_bytes()))
+        write!(f, ", at most {} in all without handshakes of strangers", mib(self.memory_bytes()))
     }
 }
 

@@ -120,16 +120,22 @@ impl Shared {
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             };
+            // A peer that has opened a stream has proven its address.
+            let HandshakeDecision::Accept(slot) = self.pending.decide(from.ip(), true) else { continue };
             let shared = Arc::clone(&self);
             tokio::spawn(async move {
-                // A peer that has opened a stream has proven its address.
-                let HandshakeDecision::Accept(slot) = shared.pending.decide(from.ip(), true) else { return };
                 let (packets, proven) = shared.routes.accepted(from);
                 let until_stranger_is_late = async {
                     let mut proven = proven.clone();
-                    let Ok(Ok(_)) = timeout(STRANGER_TIMEOUT, proven.wait_for(|proven| *proven)).await else {
-                        return;
+                    let is_proven = timeout(STRANGER_TIMEOUT, proven.wait_for(|proven| *proven));
+                    let is_proven = tokio::select! {
+                        biased;
+                        is_proven = is_proven => matches!(is_proven, Ok(Ok(_))),
+                        () = slot.taken() => false,
                     };
+                    if !is_proven {
+                        return;
+                    }
                     // A member takes no place among strangers.
                     drop(slot);
                     std::future::pending().await
@@ -317,3 +323,6 @@ const LONGEST_SILENCE: Duration = Duration::from_secs(60);
 const DIAL_PAUSE: Duration = Duration::from_millis(100);
 
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests;

@@ -16,6 +16,7 @@ use super::identity::{Identity, MOST_AUTHORITIES, fingerprint};
 use super::job::JobId;
 use super::names::{Subject, is_job_name, names_of};
 use super::private_file::{self, pem_block};
+use super::protection;
 use super::validity::{Date, Validity};
 use crate::error::TransportError;
 use crate::rank::Rank;
@@ -87,11 +88,7 @@ impl ClusterAuthority {
         let cannot = |error| {
             TransportError::bootstrap(format!("cannot make the folder {}: {error}", folder.display()))
         };
-        let mut builder = std::fs::DirBuilder::new();
-        builder.recursive(true);
-        #[cfg(unix)]
-        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-        builder.create(folder).map_err(cannot)?;
+        protection::create_folder(folder).map_err(cannot)?;
         // A number tells two authorities of one cluster apart.
         let number = JobId::random()?.low();
         let (certificate, key) = make(&format!("kyklos authority {number:016x}"), days)?;
@@ -105,7 +102,7 @@ impl ClusterAuthority {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if there is none, its key can be read by others (unix), or it does not hold now.
+    /// [`TransportError::Bootstrap`] if there is none, its key can be read by others, or it does not hold now.
     pub fn read(folder: &Path, job: &str) -> Result<Self, TransportError> {
         check_job_name(job)?;
         let pem = folder.join(CERTIFICATE_FILE);

@@ -80,7 +80,7 @@ impl Identity {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner (unix), or is
+    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner, or is
     /// something else.
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let pem = private_file::read(path, "identity")?;

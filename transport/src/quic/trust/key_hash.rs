@@ -33,7 +33,7 @@ impl KeyHash {
 
 impl fmt::Display for KeyHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&HEXLOWER.encode(&self.0))
+        f.pad(&HEXLOWER.encode(&self.0))
     }
 }
 

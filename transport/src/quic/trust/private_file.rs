@@ -1,37 +1,27 @@
 //! Files that hold keys: written for their owner only, and read only if no other user can read them.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 
+use super::protection;
 use crate::error::TransportError;
 
 /// Writes a new file that only its owner can read. Errors name the file by `what`.
 pub(crate) fn write_new(path: &Path, what: &str, text: &str) -> Result<(), TransportError> {
     let cannot =
         |error| TransportError::bootstrap(format!("cannot write the {what} {}: {error}", path.display()));
-    let mut options = OpenOptions::new();
-    options.write(true).create_new(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let mut file = options.open(path).map_err(cannot)?;
+    let mut file = protection::create_file(path).map_err(cannot)?;
     file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(cannot)
 }
 
 /// Reads a file with a key; refuses it if other users can read it.
 pub(crate) fn read(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
     let file = open(path, what)?;
-    #[cfg(unix)]
-    {
-        let cannot =
-            |error| TransportError::bootstrap(format!("cannot read the {what} {}: {error}", path.display()));
-        let mode = std::os::unix::fs::MetadataExt::mode(&file.metadata().map_err(cannot)?) & 0o777;
-        if mode & 0o077 != 0 {
-            let shown = path.display();
-            let text =
-                format!("the {what} {shown} has mode {mode:03o}: others can use it; run chmod 600 on it");
-            return Err(TransportError::bootstrap(text));
-        }
+    let cannot =
+        |error| TransportError::bootstrap(format!("cannot read the {what} {}: {error}", path.display()));
+    if let Some(why) = protection::complaint(&file, path).map_err(cannot)? {
+        return Err(TransportError::bootstrap(format!("the {what} {} {why}", path.display())));
     }
     take(file, path, what, LONGEST_BYTES)
 }
@@ -75,3 +65,26 @@ const LONGEST_BYTES: u64 = 64 * 1024;
 
 /// Longest list: more than ten thousand lines.
 const LONGEST_LIST_BYTES: u64 = 1 << 20;
+
+#[cfg(all(test, windows))]
+mod tests {
+    use windows_permissions::constants::{SeObjectType, SecurityInformation};
+    use windows_permissions::wrappers::SetNamedSecurityInfo;
+    use windows_permissions::{LocalBox, SecurityDescriptor};
+
+    use super::*;
+
+    #[test]
+    fn a_key_file_is_for_its_owner_only_and_refused_otherwise() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key.pem");
+        write_new(&path, "identity", "a key").unwrap();
+        assert_eq!(read(&path, "identity").unwrap(), b"a key");
+        assert!(write_new(&path, "identity", "another").is_err(), "an existing file must not be overwritten");
+        let open: LocalBox<SecurityDescriptor> = "D:P(A;;FA;;;SY)(A;;FA;;;WD)".parse().unwrap();
+        let (kind, list) = (SeObjectType::SE_FILE_OBJECT, SecurityInformation::Dacl);
+        SetNamedSecurityInfo(path.as_os_str(), kind, list, None, None, open.dacl(), None).unwrap();
+        let error = read(&path, "identity").unwrap_err().to_string();
+        assert!(error.contains("gives rights to WD") && error.contains("icacls"), "{error}");
+    }
+}

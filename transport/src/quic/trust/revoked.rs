@@ -46,19 +46,24 @@ impl Revoked {
 
     /// Whether the key of a certificate is in the list. One that cannot be read might be.
     pub(crate) fn has(&self, certificate: &CertificateDer<'_>) -> bool {
-        let keys = self.keys.read().unwrap_or_else(PoisonError::into_inner);
-        KeyHash::of(certificate).map_or(true, |key| keys.contains(&key))
+        KeyHash::of(certificate).map_or(true, |key| self.has_key(&key))
+    }
+
+    /// Whether a key is in the list.
+    pub(crate) fn has_key(&self, key: &KeyHash) -> bool {
+        self.keys.read().unwrap_or_else(PoisonError::into_inner).contains(key)
     }
 }
 
 fn read(path: &Path) -> Result<BTreeSet<KeyHash>, TransportError> {
-    parse(private_file::read_list(path, "list of revoked keys")?, path)
+    parse(private_file::read_list(path, WHAT)?, WHAT, path)
 }
 
-pub(crate) fn parse(bytes: Vec<u8>, path: &Path) -> Result<BTreeSet<KeyHash>, TransportError> {
+/// Reads a list of keys. Errors name it by `what`.
+pub(crate) fn parse(bytes: Vec<u8>, what: &str, path: &Path) -> Result<BTreeSet<KeyHash>, TransportError> {
     let wrong = |text: String| TransportError::bootstrap(text);
-    let text = String::from_utf8(bytes)
-        .map_err(|_| wrong(format!("the list of revoked keys {} is not text", path.display())))?;
+    let text =
+        String::from_utf8(bytes).map_err(|_| wrong(format!("the {what} {} is not text", path.display())))?;
     let mut keys = BTreeSet::new();
     for (number, line) in (1..).zip(text.lines()) {
         let line = line.trim();
@@ -66,7 +71,7 @@ pub(crate) fn parse(bytes: Vec<u8>, path: &Path) -> Result<BTreeSet<KeyHash>, Tr
         keys.insert(first.parse().map_err(|_| {
             let shown: String = first.chars().take(LONGEST_SHOWN).collect();
             wrong(format!(
-                "the list of revoked keys {}, line {number}, begins with {shown:?}: {}",
+                "the {what} {}, line {number}, begins with {shown:?}: {}",
                 path.display(),
                 Remedy::WriteKeyHash
             ))
@@ -74,6 +79,8 @@ pub(crate) fn parse(bytes: Vec<u8>, path: &Path) -> Result<BTreeSet<KeyHash>, Tr
     }
     Ok(keys)
 }
+
+const WHAT: &str = "list of revoked keys";
 
 /// Characters of a wrong line that an error quotes.
 const LONGEST_SHOWN: usize = 80;

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kyklos_transport::quic::Carrier;
 use quinn::crypto::rustls::QuicClientConfig;
@@ -28,13 +28,19 @@ struct Counts {
 }
 
 impl Flood {
+    /// A flood at its full rate.
     pub(crate) fn start(carrier: Carrier, to: SocketAddr) -> Self {
+        Self::at(carrier, to, 1.0)
+    }
+
+    /// A flood at a share of its rate.
+    pub(crate) fn at(carrier: Carrier, to: SocketAddr, share: f64) -> Self {
         let (ends, counts) = (Arc::new(AtomicBool::new(false)), Arc::new(Counts::default()));
         let thread = std::thread::spawn({
             let (ends, counts) = (Arc::clone(&ends), Arc::clone(&counts));
             move || match carrier {
-                Carrier::Udp => datagrams(to, &ends, &counts),
-                Carrier::Tcp => streams(to, &ends, &counts),
+                Carrier::Udp => datagrams(to, Pace::of(share * DATAGRAMS_PER_SECOND), &ends, &counts),
+                Carrier::Tcp => streams(to, Pace::of(share * STREAMS_PER_SECOND), &ends, &counts),
             }
         });
         Self { ends, counts, thread }
@@ -57,12 +63,34 @@ impl Flood {
     }
 }
 
+/// So many of something in each second, also where a pause lasts longer than it should.
+struct Pace {
+    started: Option<Instant>,
+    rate: f64,
+    done: usize,
+}
+
+impl Pace {
+    fn of(rate: f64) -> Self {
+        Self { started: None, rate, done: 0 }
+    }
+
+    /// How many are due since the last time. The first time is the start.
+    fn due(&mut self) -> usize {
+        let started = *self.started.get_or_insert_with(Instant::now);
+        let all = (started.elapsed().as_secs_f64() * self.rate) as usize;
+        let due = all - self.done;
+        self.done = all;
+        due
+    }
+}
+
 /// Addresses of strangers, so that the places of one of them are not the limit.
 fn stranger(number: usize) -> SocketAddr {
     SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2 + (number % STRANGERS) as u8), 0))
 }
 
-fn datagrams(to: SocketAddr, ends: &AtomicBool, counts: &Counts) {
+fn datagrams(to: SocketAddr, mut pace: Pace, ends: &AtomicBool, counts: &Counts) {
     let first_packets = first_packets();
     let sockets: Vec<_> = (0..STRANGERS).map(|number| UdpSocket::bind(stranger(number)).unwrap()).collect();
     counts.sockets.store(sockets.len(), Ordering::Relaxed);
@@ -72,7 +100,7 @@ fn datagrams(to: SocketAddr, ends: &AtomicBool, counts: &Counts) {
         (state >> 56) as u8
     };
     while !ends.load(Ordering::Relaxed) {
-        for _ in 0..BURST {
+        for _ in 0..pace.due() {
             let mut packet: Vec<u8>;
             let bytes = match number % 6 {
                 0..=2 => &first_packets[number % first_packets.len()],
@@ -133,13 +161,13 @@ fn first_packets() -> Vec<Vec<u8>> {
     packets
 }
 
-fn streams(to: SocketAddr, ends: &AtomicBool, counts: &Counts) {
+fn streams(to: SocketAddr, mut pace: Pace, ends: &AtomicBool, counts: &Counts) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let mut open: VecDeque<TcpStream> = VecDeque::new();
         let mut number = 0;
         while !ends.load(Ordering::Relaxed) {
-            for _ in 0..STREAM_BURST {
+            for _ in 0..pace.due() {
                 let socket = TcpSocket::new_v4().unwrap();
                 socket.bind(stranger(number)).unwrap();
                 if let Ok(Ok(stream)) = timeout(PAUSE, socket.connect(to)).await {
@@ -162,11 +190,11 @@ const STRANGERS: usize = 8;
 /// Different ones: a rank keeps a place for each for seconds.
 const FIRST_PACKETS: usize = 1000;
 
-/// Datagrams between two pauses.
-const BURST: usize = 60;
+/// As many as a line of 100 Mbit/s carries: each of 1200 bytes has 66 of headers in an Ethernet.
+const DATAGRAMS_PER_SECOND: f64 = 9_870.0;
 
-/// Streams between two pauses.
-const STREAM_BURST: usize = 10;
+/// Each needs three packets of the line, and much more of the system on both sides, which here share the cores.
+const STREAMS_PER_SECOND: f64 = 1_000.0;
 
 /// Streams of strangers at one time: more than a rank has places.
 const MOST_STREAMS: usize = 600;

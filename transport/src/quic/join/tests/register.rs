@@ -9,24 +9,28 @@ use super::*;
 use crate::quic::join::register::{EnrolRefusal, EnrolRequest, Register};
 
 /// An applicant that asks a register without a network.
-struct Asking {
-    register: Register,
-    invitation: Arc<Invitation>,
+pub(super) struct Asking {
+    pub(super) register: Register,
+    pub(super) invitation: Arc<Invitation>,
     now: Instant,
 }
 
 impl Asking {
     fn new(world: u32) -> Self {
-        let invitation = invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), world);
-        Self { register: Register::new(Arc::clone(&invitation)), invitation, now: Instant::now() }
+        Self::of(invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), world), None)
     }
 
-    fn visit(&self, from: u32) -> EnrolRequest {
+    pub(super) fn of(invitation: Arc<Invitation>, revoked: Option<Revoked>) -> Self {
+        let register = Register::new(Arc::clone(&invitation), revoked);
+        Self { register, invitation, now: Instant::now() }
+    }
+
+    pub(super) fn visit(&self, from: u32) -> EnrolRequest {
         let from = IpAddr::from(from.to_be_bytes());
         EnrolRequest { from, binding: [7; 32], now: self.now, date: SystemTime::now() }
     }
 
-    fn ask(&mut self, asked: Option<u32>, request: &[u8]) -> Result<(Rank, Frame), EnrolRefusal> {
+    pub(super) fn ask(&mut self, asked: Option<u32>, request: &[u8]) -> Result<(Rank, Frame), EnrolRefusal> {
         let proof = self.invitation.token().secret.prove(&[7; 32]);
         let visit = self.visit(1);
         self.register.answer(asked.map(Rank), request, &proof, &visit).map(|given| (given.rank, given.frame))
@@ -38,7 +42,7 @@ fn request_of(key: &KeyPair, names: &[&str]) -> Vec<u8> {
     CertificateParams::new(names).unwrap().serialize_request(key).unwrap().der().to_vec()
 }
 
-fn request() -> Vec<u8> {
+pub(super) fn request() -> Vec<u8> {
     request_of(&KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap(), &[])
 }
 
