@@ -3,7 +3,7 @@
 use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::backend::{Device, DeviceClass};
 use kyklos::local::on_threads;
-use kyklos::{Attention, Mask, Session, Tensor};
+use kyklos::{Attention, AttentionProblem, Dtype, Execution, Mask, Session, Tensor};
 use kyklos_transport::in_process_group;
 
 fn main() -> kyklos::Result<()> {
@@ -11,16 +11,17 @@ fn main() -> kyklos::Result<()> {
     let gpus = gpus.filter(|(_, info)| info.class < DeviceClass::Cpu);
     let mut devices = gpus.map(|(index, _)| Device::wgpu(index)).collect::<kyklos::Result<Vec<_>>>()?;
     devices.push(Device::cpu());
-    // A rank may hold any number of tokens: a GPU gets seven times as many here.
-    let tokens: Vec<usize> =
-        devices.iter().map(|device| if device.info().backend == "cpu" { 64 } else { 448 }).collect();
     let ranks = u32::try_from(devices.len()).unwrap_or(u32::MAX);
+    let problem = AttentionProblem::new([1, 4096, 8, 8, 64], Dtype::F32, Mask::causal())?;
     let reports = on_threads(in_process_group(ranks), |transport| {
-        let rank = transport.rank().0 as usize;
-        let mut session = Session::new(transport, devices[rank].clone());
-        let shape = [1, tokens[rank], 8, 64];
+        let rank = transport.rank();
+        let mut session = Session::new(transport, devices[rank.0 as usize].clone());
+        // As many tokens for each rank that all of them end at the same time.
+        let shared = session.share(&problem, &Execution::new())?;
+        let shape = [1, shared.queries.of_rank(rank).len(), 8, 64];
         let values = Tensor::new(shape, vec![0.5_f32; shape.iter().product()])?;
-        let output = session.attend(&Attention::new().mask(Mask::causal()), &values, &values, &values)?;
+        let call = Attention::new().mask(Mask::causal()).execution(shared.execution(Execution::new()));
+        let output = session.attend(&call, &values, &values, &values)?;
         Ok::<_, kyklos::Error>(output.report)
     });
     for (device, report) in devices.iter().zip(reports) {

@@ -170,7 +170,7 @@ impl<B: Backend> Collective<B> for HostStaged {
             .map(|(from, started, posted)| async move {
                 let pieces = posted.await.map_err(ExchangeError::Transport)?;
                 let bytes = || pieces.iter().map(Bytes::len).sum::<usize>();
-                meter.message_done(started, Timeline::Receive, || {
+                meter.message_done(started, (Timeline::Receive, from), || {
                     format!("{} B from rank {from}, {tag}", bytes())
                 });
                 let copying = meter.start();
@@ -206,7 +206,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                     };
                     let taken = posted?.await.map_err(ExchangeError::Transport)?;
                     let unasked_ns = meter.taken(tag.message, started, taken.under_way);
-                    meter.message_done(started, Timeline::Send, || {
+                    meter.message_done(started, (Timeline::Send, to), || {
                         format!("{bytes} B to rank {to}, {tag}, asked for after {} us", unasked_ns / 1000)
                     });
                     Ok(())

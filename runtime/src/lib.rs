@@ -104,6 +104,7 @@ pub mod host;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod local;
 mod lower;
+pub mod machine;
 mod mask;
 mod mesh;
 mod meter;
@@ -134,7 +135,7 @@ pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
     CacheOptions, CachedCalls, Calls, DeviceCollective, KvCache, Output, Recovery, Session, SessionOptions,
-    Survivors,
+    SharedTokens, Survivors,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{

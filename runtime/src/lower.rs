@@ -59,10 +59,6 @@ impl BlockWork {
         tile: TileShape,
     ) -> Vec<Self> {
         let kv_positions = kv_tokens.to_vec();
-        let kv_bounds: Vec<(u32, u32)> = kv_positions
-            .chunks(tile.kv_cols as usize)
-            .map(|tile| tile.iter().fold((u32::MAX, 0), |(lo, hi), p| (lo.min(*p), hi.max(*p))))
-            .collect();
         let layers_of = |batch| row_layers(problem, batch, q_tokens, kv_tokens);
         let mut rows: Vec<Vec<Vec<RowSpan>>> = (0..problem.mask.batch_classes()).map(layers_of).collect();
         let layers = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -72,11 +68,25 @@ impl BlockWork {
                     Some(rows) => std::mem::take(rows),
                     None => vec![RowSpan::EMPTY; q_tokens.len()],
                 });
-                let classes =
-                    rows.map(|rows| MaskClass::new(rows, &kv_bounds, tile, problem.fixed_order)).collect();
-                Self { tile, kv_positions: kv_positions.clone(), classes }
+                Self::of_rows(kv_positions.clone(), rows.collect(), tile, problem.fixed_order)
             })
             .collect()
+    }
+
+    /// The work of one layer, from what each row sees: `rows` by class of the mask, the keys by their positions. With
+    /// `fixed_order` every tile is tested, see [`Attend::fixed_order`](crate::backend::Attend::fixed_order).
+    pub fn of_rows(
+        kv_positions: Vec<u32>,
+        rows: Vec<Vec<RowSpan>>,
+        tile: TileShape,
+        fixed_order: bool,
+    ) -> Self {
+        let kv_bounds: Vec<(u32, u32)> = kv_positions
+            .chunks(tile.kv_cols as usize)
+            .map(|tile| tile.iter().fold((u32::MAX, 0), |(lo, hi), p| (lo.min(*p), hi.max(*p))))
+            .collect();
+        let class = |rows| MaskClass::new(rows, &kv_bounds, tile, fixed_order);
+        Self { tile, classes: rows.into_iter().map(class).collect(), kv_positions }
     }
 
     /// Shares the row spans of `other` where they are the same: otherwise each step of a tile would keep a copy.

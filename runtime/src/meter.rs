@@ -6,6 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kyklos_transport::Rank;
+
 use crate::Clock;
 
 /// One rank's counters over one operation. All times are wall time of the rank's own clock, in nanoseconds.
@@ -47,6 +49,9 @@ pub struct Span {
     pub start_ns: u64,
     /// End in nanoseconds, on the clock of the run.
     pub end_ns: u64,
+    /// Of a message: the other rank.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peer: Option<u32>,
 }
 
 /// A rank's timelines, one for each kind of work.
@@ -114,16 +119,27 @@ impl Meter {
         let cell = &self.spent_ns[timeline as usize];
         cell.set(cell.get() + (end_ns - started.at_ns).saturating_sub(inside));
         if let Some(spans) = &self.spans {
-            spans.borrow_mut().push(Span { timeline, name: name(), start_ns: started.at_ns, end_ns });
+            spans.borrow_mut().push(Span {
+                timeline,
+                name: name(),
+                start_ns: started.at_ns,
+                end_ns,
+                peer: None,
+            });
         }
     }
 
-    /// Records the span of a message that was posted at `started` and is done. Messages overlap each other and the rank's own
-    /// work, so their time enters no counter.
-    pub(crate) fn message_done(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
+    /// Records the span of a message that was posted at `started` and is done: `timeline` is that of sends or of receives, with
+    /// `peer`. Messages overlap each other and the rank's own work, so their time enters no counter.
+    pub(crate) fn message_done(
+        &self,
+        started: Started,
+        (timeline, peer): (Timeline, Rank),
+        name: impl FnOnce() -> String,
+    ) {
         if let Some(spans) = &self.spans {
             let (start_ns, end_ns) = (started.at_ns, self.clock.now_ns());
-            spans.borrow_mut().push(Span { timeline, name: name(), start_ns, end_ns });
+            spans.borrow_mut().push(Span { timeline, name: name(), start_ns, end_ns, peer: Some(peer.0) });
         }
     }
 

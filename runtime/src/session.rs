@@ -5,7 +5,9 @@ mod attend;
 mod cache;
 mod calls;
 mod choice;
+mod probe;
 mod recovery;
+mod share;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +26,8 @@ pub use attend::Output;
 pub use cache::{CacheOptions, CachedCalls, KvCache};
 pub use calls::Calls;
 pub use recovery::{Recovery, Survivors};
+pub use share::SharedTokens;
+use share::Speeds;
 
 /// One rank of a group, with its device: any number of calls, one after the other.
 ///
@@ -66,6 +70,9 @@ pub struct Session {
     cache: Vec<CachedCall>,
     last_facts: Option<LastFacts>,
     plans_made: u64,
+    speeds: Speeds,
+    /// The plan of the last run, and for how long it computed, in nanoseconds.
+    last_run: Option<(Arc<LoweredPlan>, u64)>,
 }
 
 /// A [`Collective`] for devices of any backend, which the thread of a rank may own.
@@ -80,14 +87,21 @@ pub struct SessionOptions {
     /// Whether an interrupted call keeps its intermediate results, so that [`Session::finish`] can complete it. Costs a copy
     /// of the running state during each attend step, see [`Executor::resumable`].
     pub resumable: bool,
+    /// Bytes that the buffers of a plan may take on the device, for [`Session::share`]; none: not known.
+    pub memory_bytes: Option<u64>,
     /// Clock, observer, trace and poisoning.
     pub run: RunOptions,
 }
 
 impl Default for SessionOptions {
-    /// A deadline of 60 s, not resumable, and default [`RunOptions`].
+    /// A deadline of 60 s, not resumable, memory that is not known, and default [`RunOptions`].
     fn default() -> Self {
-        Self { deadline: Duration::from_secs(60), resumable: false, run: RunOptions::default() }
+        Self {
+            deadline: Duration::from_secs(60),
+            resumable: false,
+            memory_bytes: None,
+            run: RunOptions::default(),
+        }
     }
 }
 
@@ -126,6 +140,8 @@ impl Session {
             cache: Vec::new(),
             last_facts: None,
             plans_made: 0,
+            speeds: Speeds::default(),
+            last_run: None,
         }
     }
 
@@ -201,6 +217,9 @@ impl Session {
         let lowered = self.lower(plans);
         let executor = executor(&self.device, &*self.collective, &lowered, &self.options);
         let result = executor.run_from(self.op, inputs, &mut self.carryover).await;
+        if let Ok(output) = &result {
+            self.last_run = Some((lowered.clone(), output.report.compute_ns));
+        }
         // A run that the vote refused is no operation, on any rank.
         let refused = match &result {
             Err(Error::Transport(error)) => matches!(error, TransportError::Refused { .. }),

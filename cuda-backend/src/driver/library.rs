@@ -4,6 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 
 use cudarc::driver::sys;
+use kyklos::machine::can_load_drivers;
 
 use super::call::check;
 use super::error::{Result, Unavailable};
@@ -65,6 +66,11 @@ fn try_load() -> std::result::Result<(), Unavailable> {
     // SAFETY: this loads a shared library and runs its initialisers. The names that cudarc tries are those of NVIDIA's
     // driver, whose initialisers are meant to be run by any process.
     if !unsafe { sys::is_culib_present() } {
+        if !can_load_drivers() {
+            let why =
+                "CUDA cannot be used: this program is static (musl), and a static program loads no driver";
+            return Err(Unavailable { why: why.to_owned(), remedy: "use a build for glibc" });
+        }
         let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
         let why = format!("CUDA cannot be used: {name} was not found");
         return Err(Unavailable { why, remedy: "install NVIDIA's driver" });

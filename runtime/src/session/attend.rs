@@ -102,7 +102,7 @@ impl Session {
     /// Runs a call on which the ranks agree; its queries are `q`.
     pub(super) async fn run_call(
         &mut self,
-        lowered: &LoweredPlan,
+        lowered: &Arc<LoweredPlan>,
         inputs: &mut Inputs<DeviceBuffer>,
         q: &Tensor,
     ) -> Result<Output> {
@@ -113,6 +113,7 @@ impl Session {
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
         let DeviceOutput { o, lse, report, spans } =
             executor.run_agreed(op, inputs, &mut carryover, false).await?;
+        self.last_run = Some((lowered.clone(), report.compute_ns));
         let [batch, _, heads, dim] = q.shape();
         let tokens = lowered.plans().world().output_tokens(self.rank()).len();
         let tensor =

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::capacity::Capacity;
 use super::describe::{Description, DeviceDescription, LinkDescription};
 use crate::{AttentionProblem, Error, Remedy, Result};
 
@@ -205,6 +206,30 @@ impl Cluster {
             reason = "validated to be a size of memory"
         )]
         self.device(device).memory_gib.map(|gib| (gib * f64::from(1 << 30)) as u64)
+    }
+
+    /// What each of `ranks` ranks can do with `problem`.
+    ///
+    /// # Errors
+    /// [`Error::Request`] where there are fewer devices than ranks, or no attention rate for the element type.
+    pub fn capacities(&self, problem: &AttentionProblem, ranks: u32) -> Result<Vec<Capacity>> {
+        let places = self.place(ranks)?;
+        let of = |device: &usize| {
+            let sharing = places.iter().filter(|other| *other == device).count();
+            #[expect(clippy::cast_precision_loss, reason = "ranks are few")]
+            let pairs_per_s = 1e9 / self.ns_per_pair(*device, problem)? / sharing as f64;
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "speeds and times of descriptions are positive; casts saturate"
+            )]
+            Ok(Capacity {
+                pairs_per_s: pairs_per_s as u64,
+                step_ns: (self.device(*device).attend_step_us * 1e3) as u64,
+                memory_bytes: self.memory_bytes(*device),
+            })
+        };
+        places.iter().map(of).collect()
     }
 
     /// Nanoseconds for one visible (query, key) pair of one head.

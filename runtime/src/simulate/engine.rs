@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::cluster::Cluster;
+use super::events::{Activity, PredictedEvents, PredictedWork};
 use super::network::Network;
 use super::program::{Op, Program};
 use super::share::{
@@ -17,6 +18,8 @@ use crate::{Error, Result};
 pub(super) struct Outcome {
     pub(super) ranks: Vec<RankTimes>,
     pub(super) channels: Vec<ChannelUse>,
+    /// Empty unless they were asked for.
+    pub(super) events: PredictedEvents,
 }
 
 /// Sums over one rank's timeline.
@@ -28,8 +31,8 @@ pub(super) struct RankTimes {
     pub(super) wait_ns: u64,
 }
 
-/// Plays `program` on `cluster`.
-pub(super) fn play(program: &Program, cluster: &Cluster) -> Result<Outcome> {
+/// Plays `program` on `cluster`. With `keeps_events` the outcome has them.
+pub(super) fn play(program: &Program, cluster: &Cluster, keeps_events: bool) -> Result<Outcome> {
     let mut network = Network::new(cluster);
     let mut flows = Vec::with_capacity(program.messages.len());
     for message in &program.messages {
@@ -56,6 +59,7 @@ pub(super) fn play(program: &Program, cluster: &Cluster) -> Result<Outcome> {
         dirty_processors: Vec::new(),
         dirty_senders: Vec::new(),
         shared_out: 0,
+        kept: keeps_events.then(PredictedEvents::default),
     };
     for rank in 0..program.ranks.len() {
         engine.at(0, Event::Rank(rank));
@@ -64,6 +68,7 @@ pub(super) fn play(program: &Program, cluster: &Cluster) -> Result<Outcome> {
     Ok(Outcome {
         ranks: engine.ranks.iter().map(|rank| rank.times).collect(),
         channels: engine.channels.into_iter().map(|channel| channel.used).collect(),
+        events: engine.kept.unwrap_or_default(),
     })
 }
 
@@ -83,6 +88,7 @@ struct Engine<'a> {
     dirty_senders: Vec<usize>,
     /// The number of speed updates.
     shared_out: u64,
+    kept: Option<PredictedEvents>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -150,6 +156,8 @@ impl Engine<'_> {
                 if state.job_version == version {
                     state.job_version += 1;
                     state.times.compute_ns += self.now_ns - state.job_since_ns;
+                    let since_ns = state.job_since_ns;
+                    self.keep(rank, Activity::Compute, None, since_ns);
                     let device = self.program.ranks[rank].device;
                     remove(&mut self.processors[device].jobs, rank);
                     self.dirty_processors.push(device);
@@ -168,8 +176,10 @@ impl Engine<'_> {
             }
             Event::Arrived(flow) => {
                 let message = self.program.messages[flow];
-                self.arrived(message.from, message.exchanges[0]);
-                self.arrived(message.to, message.exchanges[1]);
+                let ns = self.flows[flow].started_ns..self.now_ns;
+                self.kept.iter_mut().for_each(|kept| kept.message(&message, ns.clone()));
+                self.arrived(message.from, message.exchanges[0], message.to);
+                self.arrived(message.to, message.exchanges[1], message.from);
             }
         }
     }
@@ -212,7 +222,16 @@ impl Engine<'_> {
         (state.done, state.times.end_ns) = (true, self.now_ns);
     }
 
+    /// Keeps what ends now, if events are kept.
+    fn keep(&mut self, rank: usize, activity: Activity, peer: Option<usize>, start_ns: u64) {
+        if let Some(kept) = &mut self.kept {
+            kept.work.push(PredictedWork { rank, activity, peer, start_ns, end_ns: self.now_ns });
+        }
+    }
+
     fn copy(&mut self, rank: usize, ns: f64) {
+        let ends_ns = self.now_ns + whole_ns(ns);
+        self.kept.iter_mut().for_each(|kept| kept.copy(rank, self.now_ns..ends_ns));
         self.ranks[rank].times.copy_ns += whole_ns(ns);
         self.after(ns, Event::Rank(rank));
     }
@@ -243,7 +262,8 @@ impl Engine<'_> {
     }
 
     fn start(&mut self, flow: usize) {
-        let Flow { bytes, devices, route, share, .. } = &mut self.flows[flow];
+        let Flow { bytes, devices, route, share, started_ns, .. } = &mut self.flows[flow];
+        *started_ns = self.now_ns;
         #[expect(clippy::cast_precision_loss, reason = "bytes of a message are far below 2^52")]
         let left = *bytes as f64;
         *share = Share::new(left, self.now_ns);
@@ -287,8 +307,8 @@ impl Engine<'_> {
         self.after(latency_ns, Event::Arrived(flow));
     }
 
-    /// A message of `exchange` is complete for one of its ends.
-    fn arrived(&mut self, rank: usize, exchange: usize) {
+    /// A message of `exchange` with `peer` is complete for one of its ends.
+    fn arrived(&mut self, rank: usize, exchange: usize, peer: usize) {
         let state = &mut self.ranks[rank];
         state.open[exchange] -= 1;
         if let Some((waited, since_ns)) = state.waiting
@@ -297,6 +317,7 @@ impl Engine<'_> {
         {
             state.waiting = None;
             state.times.wait_ns += self.now_ns - since_ns;
+            self.keep(rank, Activity::Wait, Some(peer), since_ns);
             let ns = self.program.ranks[rank].exchanges[exchange].stage_in_ns;
             if ns > 0.0 { self.copy(rank, ns) } else { self.go_on(rank) }
         }

@@ -20,6 +20,8 @@ pub(super) struct Flow {
     /// The times at which its sender and its receiver posted it.
     pub(super) posted: [Option<u64>; 2],
     pub(super) share: Share,
+    /// When its first byte left.
+    pub(super) started_ns: u64,
     /// The number of the last update of speeds that visited it.
     pub(super) shared_out: u64,
 }
@@ -57,7 +59,15 @@ pub(super) struct Processor {
 
 impl Flow {
     pub(super) fn new(bytes: u64, devices: [usize; 2], route: Route) -> Self {
-        Self { bytes, devices, route, posted: [None; 2], share: Share::default(), shared_out: 0 }
+        Self {
+            bytes,
+            devices,
+            route,
+            posted: [None; 2],
+            share: Share::default(),
+            started_ns: 0,
+            shared_out: 0,
+        }
     }
 
     /// Compute nanoseconds of `device` for each byte: twice as many if the device is both ends.

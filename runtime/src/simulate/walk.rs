@@ -2,6 +2,7 @@
 
 use super::cluster::Cluster;
 use super::engine;
+use super::events::PredictedEvents;
 use super::prediction::{LinkPrediction, Prediction, RankPrediction};
 use super::program::Program;
 use crate::Result;
@@ -14,11 +15,19 @@ use crate::plan::World;
 /// that [`crate::plan::check`] would refuse too.
 pub fn simulate(world: &World, cluster: &Cluster) -> Result<Prediction> {
     let program = Program::new(world, cluster)?;
-    run(&program, cluster)
+    Ok(run(&program, cluster, false)?.0)
 }
 
-fn run(program: &Program, cluster: &Cluster) -> Result<Prediction> {
-    let outcome = engine::play(program, cluster)?;
+/// As [`simulate`], with the events of the run.
+///
+/// # Errors
+/// As [`simulate`].
+pub fn simulate_events(world: &World, cluster: &Cluster) -> Result<(Prediction, PredictedEvents)> {
+    run(&Program::new(world, cluster)?, cluster, true)
+}
+
+fn run(program: &Program, cluster: &Cluster, keeps_events: bool) -> Result<(Prediction, PredictedEvents)> {
+    let outcome = engine::play(program, cluster, keeps_events)?;
     let ranks = program.ranks.iter().zip(&outcome.ranks).map(|(rank, times)| {
         let sends = || rank.exchanges.iter().flat_map(|exchange| &exchange.sends);
         RankPrediction {
@@ -41,5 +50,5 @@ fn run(program: &Program, cluster: &Cluster) -> Result<Prediction> {
         .collect();
     links.sort_by(|a, b| b.busy_ns.cmp(&a.busy_ns).then_with(|| a.name.cmp(&b.name)));
     let wall_ns = ranks.iter().map(|rank| rank.finish_ns).max().unwrap_or(0);
-    Ok(Prediction { wall_ns, ranks, links, extrapolated: false })
+    Ok((Prediction { wall_ns, ranks, links, extrapolated: false }, outcome.events))
 }

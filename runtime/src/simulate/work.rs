@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 
+use crate::plan::{Plan, Step, World};
 use crate::tokens::{FEW_RUNS, below};
 use crate::{AttentionProblem, Run, TokenRuns};
 
@@ -24,6 +25,18 @@ pub(super) struct WorkCounter {
 }
 
 impl WorkCounter {
+    /// Of a rank: visible pairs times heads, and attend steps.
+    pub(super) fn count_plan(&mut self, world: &World, plan: &Plan) -> (f64, u64) {
+        let (mut pairs, mut steps) = (0.0, 0);
+        for step in &plan.steps {
+            let Step::Attend { q, kv, .. } = step else { continue };
+            let work = self.count(&world.problem, &plan.slice_tokens(q), &plan.slice_tokens(kv));
+            pairs += work.pairs * f64::from(q.heads.end - q.heads.start);
+            steps += 1;
+        }
+        (pairs, steps)
+    }
+
     pub(super) fn count(&mut self, problem: &AttentionProblem, q: &TokenRuns, kv: &TokenRuns) -> Work {
         let key = [q.runs().to_vec(), kv.runs().to_vec()];
         *self.known.entry(key).or_insert_with(|| {

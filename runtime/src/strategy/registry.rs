@@ -43,7 +43,7 @@ impl Strategy {
     }
 
     /// Whether queries travel between shards, and keys stay.
-    pub(crate) fn moves_queries(self) -> bool {
+    pub fn moves_queries(self) -> bool {
         self.facts().moves == Moves::Queries
     }
 }

@@ -40,10 +40,10 @@
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
 pub mod conformance;
-#[cfg(not(target_arch = "wasm32"))]
-mod counting;
 mod do_nothing;
 pub mod fixed_order;
+#[cfg(not(target_arch = "wasm32"))]
+mod observed;
 mod prepared;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod resident;
@@ -52,6 +52,8 @@ mod running;
 mod suite;
 
 pub use self::do_nothing::DoNothing;
+#[cfg(not(target_arch = "wasm32"))]
+pub use self::observed::{Observed, Observer};
 pub use self::prepared::{Prepared, Whole, chosen_cases, only_head_dim, oracle_dtype, problem_of};
 pub use self::running::{DEADLINE, dense_world, options, proved, run_alone, run_rank, run_together};
 #[cfg(not(target_arch = "wasm32"))]

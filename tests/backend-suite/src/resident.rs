@@ -11,7 +11,7 @@ use kyklos::{
 use kyklos_oracle::oracle::{Oracle, OracleMask, OracleProblem, OracleTerm, Values};
 use kyklos_transport::in_process_group;
 
-use crate::counting::Counting;
+use crate::observed::Observed;
 
 /// Runs `layers` layers on three ranks of one process and one device, the output of a layer as the input of the next one. No
 /// byte of a tensor goes through the host; staged in host memory, the same layers give the same bytes, and the counter counts.
@@ -20,7 +20,7 @@ where
     B::Buffer: Threaded + 'static,
 {
     let bytes = Arc::new(AtomicU64::new(0));
-    let device = Device::new(Counting { backend, bytes: bytes.clone() });
+    let device = Device::new(Observed { backend, observer: bytes.clone() });
     let options = SessionOptions::default();
     let run = |sessions: Vec<Session>| {
         let barrier = Barrier::new(3);
@@ -70,7 +70,7 @@ where
     B::Buffer: Threaded + 'static,
 {
     let bytes = Arc::new(AtomicU64::new(0));
-    let device = Device::new(Counting { backend, bytes: bytes.clone() });
+    let device = Device::new(Observed { backend, observer: bytes.clone() });
     let values = |tokens: std::ops::Range<usize>, heads: usize, factor: f32| -> Vec<f32> {
         let row = |batch: usize| tokens.clone().map(move |token| (batch, token));
         let values = (0..2).flat_map(row).flat_map(|(batch, token)| {

@@ -41,6 +41,7 @@ pub use self::buffer::CpuBuffer;
 use super::{
     Attend, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
 };
+use crate::machine::processor_name;
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
 /// The host's cores.
@@ -72,7 +73,7 @@ impl CpuBackend {
         Self {
             info: DeviceInfo {
                 backend: "cpu",
-                name: brand(),
+                name: processor_name(),
                 driver: format!("{}, {threads} threads", level.name()),
                 class: DeviceClass::Cpu,
                 kernel: "rows in lanes".to_owned(),
@@ -187,15 +188,4 @@ impl Backend for CpuBackend {
 /// The number of threads of `pool`, or of the process's pool.
 fn threads(pool: Option<&rayon::ThreadPool>) -> usize {
     pool.map_or_else(rayon::current_num_threads, rayon::ThreadPool::current_num_threads)
-}
-
-/// The processor's name on Linux, else its architecture.
-fn brand() -> String {
-    std::fs::read_to_string("/proc/cpuinfo")
-        .ok()
-        .and_then(|text| {
-            let line = text.lines().find(|line| line.starts_with("model name"))?;
-            Some(line.split_once(':')?.1.trim().to_owned())
-        })
-        .unwrap_or_else(|| std::env::consts::ARCH.to_owned())
 }

@@ -6,11 +6,15 @@ use super::backend::WgpuBackend;
 use super::buffer::WgpuBuffer;
 use super::class::class;
 use super::device::{Gpu, OpenedBy};
+#[cfg(not(target_arch = "wasm32"))]
+use super::listing::distinct;
 use super::memory::Budget;
 use super::pieces::Pace;
 use super::tuning::{AdapterKey, Tuned, TuningTable};
 use super::variant::{KernelChoice, Variants};
 use crate::backend::{DeviceClass, DeviceInfo};
+#[cfg(not(target_arch = "wasm32"))]
+use crate::machine::can_load_drivers;
 use crate::{Error, Result};
 
 /// Settings with which a device is opened.
@@ -21,7 +25,7 @@ pub struct WgpuOptions {
     /// Largest binding to use, in bytes, where that is less than the device allows. For tests on large devices.
     pub max_binding_bytes: Option<u64>,
     /// Most bytes of all buffers of the backend together; more is [`Error::OutOfMemory`]. By default the host's memory, for
-    /// devices that compute in it (Linux only), and as much as the driver gives for other devices.
+    /// devices that compute in it, and as much as the driver gives for other devices.
     pub max_memory_bytes: Option<u64>,
     /// Kernel variants that were measured to be fast. Entries for other devices, drivers, kernels or kernel texts are ignored.
     /// Without a table the built-in choices are used.
@@ -32,6 +36,9 @@ pub struct WgpuOptions {
 
 impl WgpuBackend {
     /// The devices of this machine, in the order in which [`Self::new`] counts them; none where there is no driver.
+    ///
+    /// A GPU that several APIs offer is listed once, through Vulkan if that is one of them. The environment variable
+    /// `WGPU_BACKEND` of wgpu (`vulkan`, `dx12`, `metal`, or several with commas) limits the APIs, and so chooses another.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn enumerate() -> Vec<DeviceInfo> {
         adapters().iter().map(|adapter| describe(adapter.get_info(), Variants::auto(adapter), 0)).collect()
@@ -57,10 +64,14 @@ impl WgpuBackend {
             let count = adapters.len();
             return Err(Error::request(
                 format!("there is no wgpu device {index}: this machine has {count}"),
-                if count == 0 {
-                    "install a Vulkan, Metal or DX12 driver, or use the CPU".to_owned()
-                } else {
-                    format!("use 0 to {}", count - 1)
+                match count.checked_sub(1) {
+                    Some(last) => format!("use 0 to {last}"),
+                    None if can_load_drivers() => {
+                        "install a Vulkan, Metal or DX12 driver, or use the CPU".to_owned()
+                    }
+                    None => {
+                        "a static program loads no driver: link it dynamically, or use the CPU".to_owned()
+                    }
                 },
             ));
         };
@@ -240,7 +251,14 @@ fn instance() -> &'static wgpu::Instance {
 
 #[cfg(not(target_arch = "wasm32"))]
 fn adapters() -> Vec<wgpu::Adapter> {
-    pollster::block_on(instance().enumerate_adapters(wgpu::Backends::PRIMARY))
+    let apis = wgpu::Backends::PRIMARY.with_env() & wgpu::Backends::PRIMARY;
+    let all = pollster::block_on(instance().enumerate_adapters(apis));
+    let listed = distinct(&all.iter().map(wgpu::Adapter::get_info).collect::<Vec<_>>());
+    all.into_iter()
+        .enumerate()
+        .filter(|(index, _)| listed.contains(index))
+        .map(|(_, adapter)| adapter)
+        .collect()
 }
 
 /// `tuned` is the number of measured choices that apply to the device.

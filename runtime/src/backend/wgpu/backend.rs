@@ -30,6 +30,11 @@ impl WgpuBackend {
         self.gpu.destroy();
     }
 
+    /// Bytes that one buffer may have.
+    pub fn largest_buffer_bytes(&self) -> u64 {
+        self.gpu.limits.max_buffer_size
+    }
+
     /// Buffers for results and intermediate results that this device has made so far. A call does not make one if an earlier call
     /// has left a buffer of the same size.
     pub fn buffers_made(&self) -> u64 {

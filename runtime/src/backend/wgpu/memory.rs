@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::backend::DeviceClass;
+use crate::machine::memory_bytes;
 
 /// Counts the bytes of all buffers of one backend, and refuses more than a limit.
 ///
@@ -27,7 +28,7 @@ impl Budget {
     /// A limit of `most_bytes`; by default the host's memory for devices that compute in it, and none for others.
     pub(super) fn new(most_bytes: Option<u64>, class: DeviceClass) -> Self {
         let known = match class {
-            DeviceClass::SoftwareGpu => host_bytes(),
+            DeviceClass::SoftwareGpu => memory_bytes(),
             _ => None,
         };
         Self { most_bytes: most_bytes.or(known).unwrap_or(u64::MAX), held_bytes: Arc::default() }
@@ -52,27 +53,6 @@ impl Drop for Lease {
     }
 }
 
-/// Memory of this machine, or of this process's control group where that is less.
-#[cfg(target_os = "linux")]
-fn host_bytes() -> Option<u64> {
-    let read = |path: &str| std::fs::read_to_string(path).ok();
-    let machine = read("/proc/meminfo").and_then(|text| total_bytes(&text));
-    // `max` where there is no limit.
-    let group = read("/sys/fs/cgroup/memory.max").and_then(|text| text.trim().parse().ok());
-    machine.into_iter().chain(group).min()
-}
-
-#[cfg(not(target_os = "linux"))]
-fn host_bytes() -> Option<u64> {
-    None
-}
-
-#[cfg(target_os = "linux")]
-fn total_bytes(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -85,13 +65,5 @@ mod tests {
         assert_eq!(budget.take(u64::MAX).expect_err("overflow"), 40);
         drop(first);
         assert!(budget.take(100).is_ok());
-    }
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn the_host_says_how_much_memory_it_has() {
-        assert_eq!(total_bytes("MemTotal:       24543848 kB\nMemFree: 1 kB\n"), Some(24_543_848 * 1024));
-        assert_eq!(total_bytes("MemTotal: much"), None);
-        assert!(host_bytes().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -24,6 +24,8 @@ mod device;
 mod dispatch;
 mod download;
 mod health;
+#[cfg(not(target_arch = "wasm32"))]
+mod listing;
 mod memory;
 mod numbers;
 mod operands;

@@ -4,6 +4,7 @@ mod dropped;
 mod inputs;
 mod many;
 mod refusals;
+mod share;
 
 use std::sync::Arc;
 

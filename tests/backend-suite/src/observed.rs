@@ -1,5 +1,6 @@
-//! A backend that counts the bytes between host and device.
+//! A backend that tells what it does.
 
+use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,22 +9,34 @@ use bytes::Bytes;
 use kyklos::backend::{
     Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
 };
-use kyklos::{AttentionProblem, Dtype, Result, TileShape};
+use kyklos::{AttentionProblem, BlockWork, Dtype, Result, TileShape};
 
-/// `backend`, which adds the bytes of every upload, write and download to `bytes`.
-#[derive(Debug)]
-pub(crate) struct Counting<B> {
-    pub(crate) backend: B,
-    pub(crate) bytes: Arc<AtomicU64>,
+/// Learns what an [`Observed`] backend does.
+pub trait Observer: Debug + Send + Sync + 'static {
+    /// An upload, a write or a download of so many bytes.
+    fn moves(&self, _bytes: usize) {}
+
+    /// An attend step has been submitted, into a state of this shape.
+    fn attended(&self, _work: &BlockWork, _shape: StateShape) {}
 }
 
-impl<B> Counting<B> {
-    fn count(&self, bytes: usize) {
-        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+/// Adds the bytes between host and device.
+impl Observer for AtomicU64 {
+    fn moves(&self, bytes: usize) {
+        self.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }
 
-impl<B: Backend> Backend for Counting<B> {
+/// A backend and its observer.
+#[derive(Debug)]
+pub struct Observed<B, O> {
+    /// Does the work.
+    pub backend: B,
+    /// Is told of it.
+    pub observer: Arc<O>,
+}
+
+impl<B: Backend, O: Observer> Backend for Observed<B, O> {
     type Buffer = B::Buffer;
     type Download = B::Download;
 
@@ -44,12 +57,12 @@ impl<B: Backend> Backend for Counting<B> {
     }
 
     fn upload(&self, label: &str, data: Bytes) -> Result<B::Buffer> {
-        self.count(data.len());
+        self.observer.moves(data.len());
         self.backend.upload(label, data)
     }
 
     fn write(&self, buffer: &mut B::Buffer, offset: usize, data: &[u8]) -> Result<()> {
-        self.count(data.len());
+        self.observer.moves(data.len());
         self.backend.write(buffer, offset, data)
     }
 
@@ -58,7 +71,7 @@ impl<B: Backend> Backend for Counting<B> {
     }
 
     fn download(&self, buffer: &mut B::Buffer, range: Range<usize>) -> B::Download {
-        self.count(range.len());
+        self.observer.moves(range.len());
         self.backend.download(buffer, range)
     }
 
@@ -67,7 +80,10 @@ impl<B: Backend> Backend for Counting<B> {
     }
 
     async fn attend(&self, args: Attend<'_, B::Buffer>, control: &Control) -> Result<()> {
-        self.backend.attend(args, control).await
+        let (work, shape) = (args.work, args.state.shape);
+        self.backend.attend(args, control).await?;
+        self.observer.attended(work, shape);
+        Ok(())
     }
 
     fn merge(&self, into: &mut StateMut<'_, B::Buffer>, from: &State<'_, B::Buffer>) -> Result<()> {

@@ -1,0 +1,60 @@
+//! What this machine is: its memory, its processor, and whether this program can load drivers.
+
+/// Bytes of memory that this process may use: those of the machine, or of its control group (Linux) if that is less. `None`
+/// where the system does not tell it.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn memory_bytes() -> Option<u64> {
+    let memory = sysinfo::MemoryRefreshKind::nothing().with_ram();
+    let system = sysinfo::System::new_with_specifics(sysinfo::RefreshKind::nothing().with_memory(memory));
+    let group = system.cgroup_limits().map(|limits| limits.total_memory);
+    [Some(system.total_memory()), group].into_iter().flatten().filter(|bytes| *bytes > 0).min()
+}
+
+/// A page of a browser is not told.
+#[cfg(target_arch = "wasm32")]
+pub fn memory_bytes() -> Option<u64> {
+    None
+}
+
+/// The name of the processor, or its architecture where the system does not tell a name.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn processor_name() -> String {
+    let kind = sysinfo::RefreshKind::nothing().with_cpu(sysinfo::CpuRefreshKind::nothing());
+    let system = sysinfo::System::new_with_specifics(kind);
+    let name = system.cpus().first().map(|cpu| cpu.brand().trim().to_owned());
+    name.filter(|name| !name.is_empty()).unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+}
+
+/// The architecture: a page of a browser is told no name.
+#[cfg(target_arch = "wasm32")]
+pub fn processor_name() -> String {
+    std::env::consts::ARCH.to_owned()
+}
+
+/// Whether this program can load the libraries of drivers. A static program on Linux (musl) cannot, whatever is installed.
+pub const fn can_load_drivers() -> bool {
+    !cfg!(all(unix, target_feature = "crt-static"))
+}
+
+#[cfg(all(test, not(target_arch = "wasm32")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machine_says_how_much_memory_it_has() {
+        assert!(memory_bytes().is_some_and(|bytes| bytes > 1 << 28));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn memory_and_processor_are_those_of_the_kernel() {
+        let read = |path: &str| std::fs::read_to_string(path).unwrap();
+        let memory = read("/proc/meminfo");
+        let line = memory.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+        let total: u64 = line.trim().strip_suffix("kB").unwrap().trim().parse().unwrap();
+        assert!(memory_bytes().is_some_and(|bytes| bytes <= total * 1024));
+        if let Some(line) = read("/proc/cpuinfo").lines().find(|line| line.starts_with("model name")) {
+            assert_eq!(processor_name(), line.split_once(':').unwrap().1.trim());
+        }
+    }
+}
