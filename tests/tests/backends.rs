@@ -21,7 +21,13 @@ fn main() {
     }
     let suite = Suite::new()
         .backend("cpu", || Ok(CpuBackend::new()))
-        .backend("cpu as an erased device", || Ok(Device::cpu()));
+        .backend("cpu as an erased device", || Ok(Device::cpu()))
+        .backend("cpu behind the protocol of tabs", || {
+            kyklos_tab::loopback(
+                || Ok(CpuBackend::new()),
+                kyklos_tab::Limits { buffer_bytes: 1 << 30, total_bytes: 1 << 30 },
+            )
+        });
     with_cuda(with_wgpu(suite)).run()
 }
 

@@ -7,28 +7,29 @@ use crate::files::{packages, read};
 
 /// Which of our crates each package may name in `[dependencies]`. What tests need (`[dev-dependencies]`) is free.
 /// A package below `demos/` has the rule of `demos`.
-const CRATES: [(&str, &[&str]); 13] = [
+const CRATES: [(&str, &[&str]); 14] = [
     ("shaders", &[]),
     ("transport", &[]),
     ("runtime", &["kyklos-shaders", "kyklos-transport"]),
     ("cuda-backend", &["kyklos"]),
     ("cuda-backend/fake", &[]),
     ("launch", &["kyklos-transport"]),
+    ("tab", &["kyklos"]),
     ("tests/oracle", &[]),
     ("tests/backend-suite", &["kyklos", "kyklos-oracle", "kyklos-transport"]),
     ("tests", &[]),
     (
         "cli",
-        &["kyklos", "kyklos-shaders", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-oracle"],
+        &["kyklos", "kyklos-shaders", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-tab", "kyklos-oracle"],
     ),
     ("python", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch"]),
-    ("demos", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-oracle"]),
+    ("demos", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-tab", "kyklos-oracle"]),
     ("xtask", &[]),
 ];
 
 /// The modules of the program, from the bottom to the top. A module uses modules of its own line and of earlier lines.
 const PROGRAM: [&[&str]; 11] = [
-    &["failure", "interrupt", "switches", "median", "messages"],
+    &["failure", "interrupt", "switches", "median", "messages", "new_file"],
     &["devices"],
     &["options"],
     &["tensors"],
@@ -52,11 +53,12 @@ const PURE: [&str; 6] = [
 ];
 
 /// Devices, networks and clocks.
-const IMPURE: [&str; 6] = [
+const IMPURE: [&str; 7] = [
     "runtime/src/backend",
     "runtime/src/collective.rs",
     "runtime/src/exec.rs",
     "runtime/src/clock.rs",
+    "runtime/src/machine.rs",
     "transport/src/in_process",
     "transport/src/quic",
 ];

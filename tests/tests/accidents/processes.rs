@@ -92,6 +92,20 @@ impl Process {
         let status =
             Command::new("kill").args([format!("-{name}"), self.pid().to_string()]).status().unwrap();
         assert!(status.success(), "kill -{name}");
+        let asked = Instant::now();
+        // The system stops a process when one of its threads takes the signal. On a busy machine others run until then.
+        while name == "STOP" && !self.is_stopped() && asked.elapsed() < HANG {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Whether all threads are stopped, where the system says so.
+    fn is_stopped(&self) -> bool {
+        let Ok(threads) = std::fs::read_dir(format!("/proc/{}/task", self.pid())) else { return true };
+        threads.flatten().all(|thread| {
+            std::fs::read_to_string(thread.path().join("status"))
+                .map_or(true, |status| status.lines().any(|line| line.starts_with("State:\tT")))
+        })
     }
 
     /// SIGKILL: no destructor runs, and no closing packet is sent. Returns the time.

@@ -1,0 +1,248 @@
+//! The server with tabs that are no browsers: the same protocol over real WebTransport, the CPU as their device.
+
+use std::collections::HashMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::rc::Rc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::{Backend, Device};
+use kyklos::local::on_threads;
+use kyklos::{Attention, Error, Execution, Mask, Mesh, Session, Strategy, Tensor};
+use kyklos_tab::{Limits, TabServer, TabServerOptions, VERSION, execute};
+use kyklos_transport::in_process_group;
+use wtransport::endpoint::endpoint_side::Client;
+use wtransport::tls::Sha256Digest;
+use wtransport::{ClientConfig, Connection, Endpoint, RecvStream, SendStream};
+
+const LIMITS: Limits = Limits { buffer_bytes: 1 << 28, total_bytes: 1 << 28 };
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn server() -> TabServer {
+    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let page = "http://localhost:8000/tab.html".to_owned();
+    TabServer::start(&TabServerOptions { bind: here, addresses: vec![here], page }).unwrap()
+}
+
+/// The parts of a link behind `#`.
+fn parts(link: &str) -> HashMap<String, String> {
+    let (_, fragment) = link.split_once('#').unwrap();
+    let part =
+        |part: &str| part.split_once('=').map(|(name, value)| (name.to_owned(), value.to_owned())).unwrap();
+    fragment.split('&').map(part).collect()
+}
+
+async fn connect(link: &str) -> (Endpoint<Client>, Connection, SendStream, RecvStream) {
+    let parts = parts(link);
+    assert_eq!(parts["v"], VERSION.to_string());
+    let mut hash = [0; 32];
+    for (byte, digits) in hash.iter_mut().zip(parts["cert"].as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
+    }
+    let config = ClientConfig::builder()
+        .with_bind_default()
+        .with_server_certificate_hashes([Sha256Digest::new(hash)])
+        .build();
+    let endpoint = Endpoint::client(config).unwrap();
+    let connection = endpoint.connect(format!("https://{}/", parts["at"])).await.unwrap();
+    let (send, receive) = connection.open_bi().await.unwrap().await.unwrap();
+    (endpoint, connection, send, receive)
+}
+
+/// Runs `work` on a thread with a runtime.
+fn on_thread<T: Send + 'static>(work: impl AsyncFnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), work()).await.unwrap() })
+    })
+}
+
+/// A tab that works until the host ends it, or until it has taken `most_bytes`. Gives the reason of its end.
+fn tab(link: &str, token: Option<&str>, most_bytes: usize) -> JoinHandle<String> {
+    let (link, token) = (link.to_owned(), token.map(str::to_owned));
+    on_thread(async move || {
+        let (endpoint, connection, mut send, mut receive) = connect(&link).await;
+        let token = token.unwrap_or_else(|| parts(&link)["token"].clone());
+        let (to_host, mut outgoing) = tokio::sync::mpsc::unbounded_channel::<Bytes>();
+        let (inbox, work) =
+            execute(CpuBackend::new(), LIMITS, &token, Rc::new(move |bytes| drop(to_host.send(bytes))));
+        let write = async {
+            while let Some(bytes) = outgoing.recv().await {
+                if send.write_all(&bytes).await.is_err() {
+                    break;
+                }
+            }
+            std::future::pending::<()>().await;
+        };
+        let read = async {
+            let (mut chunk, mut taken) = (vec![0; 1 << 16], 0);
+            while let Ok(Some(length)) = receive.read(&mut chunk).await {
+                taken += length;
+                if taken > most_bytes {
+                    return "taken enough".to_owned();
+                }
+                inbox.push(&chunk[..length]).await;
+            }
+            inbox.close();
+            std::future::pending().await
+        };
+        let reason = tokio::select! {
+            reason = work => reason,
+            reason = read => reason,
+            () = write => String::new(),
+        };
+        connection.close(wtransport::VarInt::from_u32(0), b"");
+        endpoint.wait_idle().await;
+        reason
+    })
+}
+
+/// Three ranks, of which the last two may have devices of their own. Gives o of all ranks.
+fn ring(devices: [Device; 3], tokens: usize) -> Vec<Result<Vec<f32>, Error>> {
+    let devices = &devices;
+    on_threads(in_process_group(3), |transport| {
+        let rank = transport.rank().0 as usize;
+        let mut session = Session::new(transport, devices[rank].clone());
+        let values = |heads: usize, factor: f32| {
+            (0..tokens * heads * 32)
+                .map(|index| ((rank * 7919 + index) as f32 * factor).sin())
+                .collect::<Vec<_>>()
+        };
+        let tensor = |heads, factor| Tensor::new([1, tokens, heads, 32], values(heads, factor)).unwrap();
+        let [q, k, v] = [tensor(4, 0.71), tensor(2, 0.37), tensor(2, 0.53)];
+        let execution = Execution::new().mesh(Mesh::new(1, 3)?).strategy(Strategy::Ring);
+        let call = Attention::new().mask(Mask::causal()).execution(execution);
+        let mut o = session.attend(&call, &q, &k, &v)?.o;
+        // The second layer takes what the device holds.
+        o = session.attend(&call, &o, &k, &v)?.o;
+        o.to_vec::<f32>()
+    })
+}
+
+#[test]
+fn a_ring_with_two_tabs_gives_the_bytes_of_a_ring_without() {
+    let server = server();
+    let [first, second] = [server.invite().unwrap(), server.invite().unwrap()];
+    let tabs = [tab(first.link(), None, usize::MAX), tab(second.link(), None, usize::MAX)];
+    let devices = [
+        Device::cpu(),
+        Device::new(first.wait(PATIENCE).unwrap()),
+        Device::new(second.wait(PATIENCE).unwrap()),
+    ];
+    assert_eq!(devices[1].info().backend, "tab");
+    let with = ring(devices, 100);
+    let without = ring([Device::cpu(), Device::cpu(), Device::cpu()], 100);
+    for (with, without) in with.into_iter().zip(without) {
+        assert_eq!(with.unwrap(), without.unwrap());
+    }
+    for tab in tabs {
+        assert_eq!(tab.join().unwrap(), "the host has ended the work");
+    }
+}
+
+#[test]
+fn a_tab_that_closes_in_the_middle_is_a_device_that_failed() {
+    let server = server();
+    let invitation = server.invite().unwrap();
+    // Less than its queries, keys and values.
+    let tab = tab(invitation.link(), None, 200_000);
+    let device = Device::new(invitation.wait(PATIENCE).unwrap());
+    let began = Instant::now();
+    let results = ring([Device::cpu(), device, Device::cpu()], 1000);
+    let errors: Vec<_> = results.into_iter().map(|result| result.unwrap_err().to_string()).collect();
+    assert!(errors[1].contains("the tab was closed"), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| error.contains("rank 1") || error.contains("the tab was closed")),
+        "{errors:?}"
+    );
+    assert!(began.elapsed() < Duration::from_secs(8), "soon: {:?}", began.elapsed());
+    assert_eq!(tab.join().unwrap(), "taken enough");
+}
+
+#[test]
+fn wrong_tokens_used_links_and_ended_links_are_refused_in_words() {
+    let server = server();
+    let invitation = server.invite().unwrap();
+    let unknown = "the host knows no such link: it has ended, or the link is not complete";
+    for token in ["", "00", &"0".repeat(32), &"é".repeat(5000)] {
+        assert_eq!(tab(invitation.link(), Some(token), usize::MAX).join().unwrap(), unknown);
+    }
+    let link = invitation.link().to_owned();
+    let first = tab(&link, None, usize::MAX);
+    let device = invitation.wait(PATIENCE).unwrap();
+    let used = "this link was used: the host prints a new one for each tab";
+    assert_eq!(tab(&link, None, usize::MAX).join().unwrap(), used);
+    // The first tab does not notice.
+    pollster::block_on(device.wait()).unwrap();
+    drop(device);
+    assert_eq!(first.join().unwrap(), "the host has ended the work");
+    let ended = server.invite().unwrap();
+    let link = ended.link().to_owned();
+    drop(ended);
+    assert_eq!(tab(&link, None, usize::MAX).join().unwrap(), unknown);
+}
+
+#[test]
+fn nobody_came() {
+    let error = server().invite().unwrap().wait(Duration::from_millis(50)).unwrap_err();
+    assert!(error.to_string().contains("nobody has opened the link within"), "{error}");
+}
+
+#[test]
+fn garbage_and_silence_before_a_token_end_the_connection() {
+    let server = server();
+    let invitation = server.invite().unwrap();
+    let link = invitation.link().to_owned();
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[255; 64], &[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1], &[]]
+    {
+        let link = link.clone();
+        let ended = on_thread(async move || {
+            let (_endpoint, connection, mut send, _receive) = connect(&link).await;
+            send.write_all(garbage).await.unwrap();
+            let began = Instant::now();
+            connection.closed().await;
+            began.elapsed()
+        });
+        let took = ended.join().unwrap();
+        assert!(took < Duration::from_secs(15), "{took:?}");
+    }
+    // An honest tab comes after them.
+    let tab = tab(&link, None, usize::MAX);
+    drop(invitation.wait(PATIENCE).unwrap());
+    assert_eq!(tab.join().unwrap(), "the host has ended the work");
+}
+
+#[test]
+fn a_tab_that_stops_reading_and_answering_is_lost() {
+    let server = server();
+    let invitation = server.invite().unwrap();
+    let link = invitation.link().to_owned();
+    let tab = on_thread(async move || {
+        let (_endpoint, connection, mut send, _receive) = connect(&link).await;
+        let (to_host, mut outgoing) = tokio::sync::mpsc::unbounded_channel::<Bytes>();
+        let token = parts(&link)["token"].clone();
+        let (_inbox, _work) =
+            execute(CpuBackend::new(), LIMITS, &token, Rc::new(move |bytes| drop(to_host.send(bytes))));
+        let hello = outgoing.recv().await.unwrap();
+        send.write_all(&hello).await.unwrap();
+        // Its system still acknowledges packets.
+        connection.closed().await;
+    });
+    let device = invitation.wait(PATIENCE).unwrap();
+    let began = Instant::now();
+    let error = pollster::block_on(device.wait()).unwrap_err();
+    assert!(error.to_string().contains("the tab has not answered for 10 s"), "{error}");
+    assert!((8..20).contains(&began.elapsed().as_secs()), "{:?}", began.elapsed());
+    tab.join().unwrap();
+}
+
+#[test]
+fn pages_without_an_address_are_refused() {
+    let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    for (page, addresses) in [("ftp://x/", vec![here]), ("http://x/#y", vec![here]), ("https://x/", vec![])] {
+        let options = TabServerOptions { bind: here, addresses, page: page.to_owned() };
+        assert!(matches!(TabServer::start(&options), Err(Error::Request { .. })), "{page}");
+    }
+}
