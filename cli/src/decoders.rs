@@ -23,6 +23,7 @@ use crate::commands::against::Times;
 use crate::devices::DeviceRequest;
 use crate::devices::tuned;
 use crate::job::report::RankNote;
+use crate::observe::page::model::TimelineRow;
 use crate::observe::record::format::Line;
 use crate::observe::{doctor, metrics};
 use crate::options::one_line;
@@ -32,7 +33,7 @@ use crate::tensors::{InputFile, Source, TensorKind};
 pub type Target = fn(&[u8]);
 
 /// Names of decoders, and the decoders.
-pub const ALL: [(&str, Target); 10] = [
+pub const ALL: [(&str, Target); 11] = [
     ("record", record),
     ("tuning", tuning),
     ("arguments", arguments),
@@ -41,6 +42,7 @@ pub const ALL: [(&str, Target); 10] = [
     ("tensors", tensors),
     ("reached", reached),
     ("note", note),
+    ("timeline", timeline),
     ("times", times),
     ("request", request),
 ];
@@ -178,6 +180,14 @@ pub fn note(bytes: &[u8]) {
             // Too long for a note: no rank sends it.
             Err(_) => assert!(bytes.len() > 1000, "{note:?}"),
         }
+    }
+}
+
+/// The timeline of a rank for the page of `--report`, which it sends to rank 0.
+pub fn timeline(bytes: &[u8]) {
+    if let Ok(row) = TimelineRow::decode(bytes, 8) {
+        let again = serde_json::to_vec(&row).map(|bytes| TimelineRow::decode(&bytes, 8));
+        assert_eq!(again.ok(), Some(Ok(row)));
     }
 }
 

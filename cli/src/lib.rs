@@ -9,7 +9,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `failure`, `interrupt`, `switches`, `median`, `messages` | errors and printing, signals, environment switches, small messages between ranks |
+//! | `failure`, `interrupt`, `switches`, `median`, `messages`, `new_file` | errors and printing, signals, environment switches, small messages between ranks, files that get their names when complete |
 //! | `devices` | names of devices, the table of backends, tuned choices |
 //! | `options` | values of options, and options that several commands share |
 //! | `tensors` | input and output files |
@@ -37,6 +37,7 @@ mod launch_words;
 mod median;
 mod messages;
 mod network;
+mod new_file;
 mod observe;
 mod options;
 mod request;

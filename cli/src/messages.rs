@@ -36,3 +36,12 @@ impl Messages<'_> {
         })
     }
 }
+
+/// The little-endian numbers of a message.
+///
+/// # Panics
+/// If it is shorter: receivers say how long a message is.
+pub(crate) fn numbers<const N: usize>(bytes: &[u8]) -> [u64; N] {
+    let (numbers, _) = bytes.as_chunks::<8>();
+    std::array::from_fn(|index| u64::from_le_bytes(numbers[index]))
+}

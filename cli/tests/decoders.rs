@@ -14,6 +14,7 @@ fn made(target: &str) -> Vec<(String, Vec<u8>)> {
         "record" => &[("ring", include_str!("decoders/record.jsonl"))],
         "tuning" => &[("one", include_str!("decoders/tuning.json"))],
         "note" => &[("cpu", include_str!("decoders/note.json"))],
+        "timeline" => &[("two", include_str!("decoders/timeline.json"))],
         "times" => &[("two", r#"{"first_ms": 3.5, "times_ms": [1.25, 1e1], "max_abs_error": 0}"#)],
         "description" => &[
             ("here", include_str!("../../clusters/loopback-2-cores.toml")),

@@ -2,6 +2,7 @@
 
 use clap::Args;
 use kyklos::backend::Device;
+use kyklos::machine::can_load_drivers;
 use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
 use serde::Serialize;
@@ -70,7 +71,11 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     });
     let mut out = table(&["device", "name", "class", "driver", "kernel", "probe"], rows.collect());
     if !gpus {
-        out.push_str("\nno GPU: no Vulkan, Metal, DX12 or CUDA driver was found\n");
+        out.push_str(if can_load_drivers() {
+            "\nno GPU: no Vulkan, Metal, DX12 or CUDA driver was found\n"
+        } else {
+            "\nno GPU: this program is static (musl), and a static program loads no driver; use a build for glibc\n"
+        });
     }
     print(&out)
 }

@@ -6,10 +6,12 @@ mod cuda;
 pub(crate) mod driver;
 mod name;
 mod report;
+mod tab;
 mod table;
 pub(crate) mod tuned;
 mod wgpu;
 
 pub(crate) use self::name::{DeviceId, DeviceRequest, all, choose, names};
 pub(crate) use self::report::DeviceReport;
+pub(crate) use self::tab::TabArgs;
 pub(crate) use self::table::BackendKind;

@@ -62,7 +62,7 @@ macro_rules! backends {
 }
 
 // A backend is one entry here. Lists of devices show the last backend first.
-backends![cpu::Cpu, wgpu::Wgpu, cuda::Cuda];
+backends![tab::Tab, cpu::Cpu, wgpu::Wgpu, cuda::Cuda];
 
 impl BackendKind {
     /// The backend of this name.

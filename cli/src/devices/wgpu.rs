@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{DeviceClass, DeviceInfo};
+use kyklos::machine::can_load_drivers;
 
 use super::backend::{BackendEntry, existing};
 use super::tuned;
@@ -28,10 +29,13 @@ impl BackendEntry for Wgpu {
         let adapters = adapters();
         let best = adapters.iter().enumerate().min_by_key(|(_, info)| info.class);
         let (best, _) = best.ok_or_else(|| {
-            Failure::run(
+            Failure::run(if can_load_drivers() {
                 "no device for wgpu: no Vulkan, Metal or DX12 driver was found: install the GPU's driver, \
-                 or use --device cpu",
-            )
+                 or use --device cpu"
+            } else {
+                "no device for wgpu: this program is static (musl), and a static program loads no driver: use a \
+                 build for glibc, or --device cpu"
+            })
         })?;
         index.map_or(Ok(best), |index| existing(Self::NAME, index, adapters.len()))
     }

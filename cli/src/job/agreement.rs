@@ -2,12 +2,14 @@
 //! sent.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos_transport::{Rank, Transport, Vote};
 
 use super::call::Job;
 use super::refusal::{REFUSE, refuse};
+use super::terms::Terms;
 use crate::failure::{Failure, Result};
 use crate::tensors::{CopyId, DIGEST_BYTES, Digest, InputFile, Source};
 
@@ -17,8 +19,7 @@ impl Job {
     /// # Errors
     /// The same on all ranks.
     pub(super) fn agree(&self, transport: &dyn Transport) -> Result<()> {
-        let terms = &self.agreed.terms;
-        let copies = terms.compare(&self.vote(transport, TERMS, terms.note())?)?;
+        let copies = agree_on_terms(transport, &self.agreed.terms, self.runs.deadline)?;
         let Source::File(file) = &self.agreed.request.source else { return Ok(()) };
         let readers = Readers::of(&copies);
         // Ranks that read one copy read the same bytes.
@@ -28,13 +29,25 @@ impl Job {
         self.watch.phase(Some("comparing the inputs"));
         let mine = digests(file, &readers, transport.rank());
         let mine = mine.map_err(|failure| refuse(transport, self.named(transport.rank(), failure)))?;
-        readers.compare(file, &self.vote(transport, INPUTS, mine)?)
+        readers.compare(file, &vote(transport, INPUTS, mine, self.runs.deadline)?)
     }
+}
 
-    fn vote(&self, transport: &dyn Transport, round: [u8; 32], note: Bytes) -> Result<Vec<Bytes>> {
-        let vote = Vote::Ready { plan_hash: round, note };
-        Ok(pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE)))?)
-    }
+/// Agrees with all ranks on the terms of the call. Returns the copy of the input that each rank reads.
+///
+/// # Errors
+/// The same on all ranks.
+pub(super) fn agree_on_terms(
+    transport: &dyn Transport,
+    terms: &Terms,
+    deadline: Duration,
+) -> Result<Vec<CopyId>> {
+    terms.compare(&vote(transport, TERMS, terms.note(), deadline)?)
+}
+
+fn vote(transport: &dyn Transport, round: [u8; 32], note: Bytes, deadline: Duration) -> Result<Vec<Bytes>> {
+    let vote = Vote::Ready { plan_hash: round, note };
+    Ok(pollster::block_on(transport.agree(vote, deadline.max(REFUSE)))?)
 }
 
 /// The ranks that read each copy of the input, in ascending order; the copies in the order of their lowest rank.

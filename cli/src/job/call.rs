@@ -75,7 +75,7 @@ impl Job {
         let steps_here = plans.steps() * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
         let clock = Arc::new(SystemClock::new());
         let watch = Arc::new(Watch::new(progress, clock.clone(), ranks, steps_here));
-        let trace = outputs.trace.is_some();
+        let trace = outputs.trace.is_some() || outputs.page.is_some();
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
             agreed: Agreed { request, terms, plans: Arc::new(plans), sample, members, begun: None },
@@ -93,7 +93,12 @@ impl Job {
         let job = Self {
             agreed: Agreed {
                 terms: terms.clone(),
-                request: Request { mesh: repaired.world().mesh, predicted_s: None, ..request.clone() },
+                request: Request {
+                    mesh: repaired.world().mesh,
+                    predicted_s: None,
+                    cluster: None,
+                    ..request.clone()
+                },
                 sample: sample.as_ref().map(|sample| sample.owned_in(repaired.world())),
                 plans: repaired,
                 members: members.to_vec(),

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use kyklos::backend::Device;
 use kyklos_transport::Transport;
 
-use crate::devices::DeviceId;
 use crate::failure::Result;
 use crate::job::call::Job;
 use crate::job::rank::{self, RankDone};
@@ -14,10 +14,10 @@ use crate::run::threads::on_threads;
 pub(crate) fn run_here(
     job: &Job,
     transports: Vec<Arc<dyn Transport>>,
-    devices: &[DeviceId],
+    devices: Vec<Result<Device>>,
 ) -> Result<Vec<RankDone>> {
     let ranks = transports.into_iter().zip(devices);
-    let done = on_threads(ranks, |(transport, device)| rank::run(job, &transport, Ok(*device)));
+    let done = on_threads(ranks, |(transport, device)| rank::run(job, &transport, device));
     job.watch.phase(None);
     done
 }

@@ -4,11 +4,19 @@ use kyklos_transport::{Rank, Transport, TransportError, Vote};
 
 use super::call::Job;
 use super::collect::Collected;
+use super::page::PageParts;
 use super::refusal::{REFUSE, refuse};
 use super::report::Summary;
 use crate::failure::{Failure, Result, note, print};
 use crate::observe::trace::Trace;
 use crate::tensors::output::OutputTarget;
+
+/// What this rank draws of the run.
+#[derive(Debug, Default)]
+pub(super) struct Pictures {
+    pub(super) trace: Option<Trace>,
+    pub(super) page: Option<PageParts>,
+}
 
 impl Job {
     /// Writes and prints what this rank has to. Then all ranks vote: a rank ends well only if all ranks have delivered. Returns
@@ -20,7 +28,7 @@ impl Job {
         &self,
         transport: &dyn Transport,
         collected: Collected,
-        trace: Option<Trace>,
+        pictures: Pictures,
     ) -> Result<Option<Failure>> {
         let rank = transport.rank();
         let Collected { summary, file, rejected } = collected;
@@ -29,7 +37,7 @@ impl Job {
             (None, Some(file)) => file.commit(),
             _ => Ok(()),
         };
-        let told = named.and_then(|()| self.tell(rank, trace, summary));
+        let told = named.and_then(|()| self.tell(rank, pictures, summary));
         match (rejected, told) {
             (Some(rejected), _) => {
                 refuse(transport, Failure::run("verification failed, rank 0 says how"));
@@ -40,12 +48,16 @@ impl Job {
         }
     }
 
-    /// Writes the timelines and prints the report, where this rank has them.
-    fn tell(&self, rank: Rank, trace: Option<Trace>, summary: Option<Summary>) -> Result<()> {
+    /// Writes the timelines and the page and prints the report, where this rank has them.
+    fn tell(&self, rank: Rank, pictures: Pictures, summary: Option<Summary>) -> Result<()> {
+        let Pictures { trace, page } = pictures;
         if let (Some(path), Some(trace)) = (&self.outputs.trace, trace) {
             trace.write(path, rank.0)?;
         }
         let Some(summary) = summary else { return Ok(()) };
+        if let Some(page) = page {
+            self.write_page(page, &summary)?;
+        }
         self.watch.phase(None);
         let request = &self.agreed.request;
         print(&if self.outputs.json { summary.json(request)? } else { summary.table(request) })

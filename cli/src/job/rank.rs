@@ -5,17 +5,23 @@ use std::time::Duration;
 
 use kyklos::backend::{Backend, Device, DeviceBuffer, DeviceClass};
 use kyklos::host::Tensors;
+use kyklos::machine::memory_bytes;
 use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
-use crate::devices::DeviceId;
 use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
 use crate::job::on_loss::Recovery;
+use crate::job::page::PageParts;
+use crate::job::publish::Pictures;
 use crate::job::refusal::refuse;
+use crate::job::settings::Outputs;
 use crate::messages::Messages;
+use crate::observe::clocks::Ahead;
+use crate::observe::page::model::TimelineRow;
+use crate::observe::page::target::{PageFile, PageTarget};
 use crate::observe::trace::Track;
-use crate::request::{Request, memory_bytes};
+use crate::request::Request;
 use crate::tensors::output::OutputFile;
 
 /// The results of a rank.
@@ -38,18 +44,38 @@ impl RankDone {
 struct Ready {
     device: Device,
     tensors: Tensors,
-    file: Option<OutputFile>,
+    files: Files,
+}
+
+/// The files that a rank writes, before they have their names.
+#[derive(Default)]
+struct Files {
+    output: Option<OutputFile>,
+    /// On rank 0.
+    page: Option<PageFile>,
 }
 
 /// The output of a rank, before it is delivered.
 struct Computed {
     output: RankOutput,
+    /// Of all runs, if there is a trace of them, else of the last one.
     spans: Vec<Span>,
+    /// Index of the first span of the last run.
+    last_run: usize,
     wall_ns: u64,
 }
 
+/// What timelines are made from.
+struct Drawn<'a> {
+    /// Name of the device.
+    device: &'a str,
+    spans: Vec<Span>,
+    /// Index of the first span of the last run.
+    last_run: usize,
+}
+
 /// Runs a rank, tells the others if it fails, and leaves the group.
-pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<DeviceId>) -> Result<RankDone> {
+pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Device>) -> Result<RankDone> {
     let result = work(job, transport, device, None);
     leave(job, transport, &result);
     result
@@ -59,11 +85,11 @@ pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Devi
 pub(crate) fn work(
     job: &Job,
     transport: &Arc<dyn Transport>,
-    device: Result<DeviceId>,
+    device: Result<Device>,
     recovery: Option<&mut Recovery<'_>>,
 ) -> Result<RankDone> {
     let flight = job.list(transport);
-    let Ready { device, tensors, file } = match job.get_ready(&**transport, device) {
+    let Ready { device, tensors, files } = match job.get_ready(&**transport, device) {
         Ok(ready) => ready,
         Err(failure) => {
             let result = Err(failure);
@@ -75,6 +101,7 @@ pub(crate) fn work(
         deadline: job.runs.deadline,
         resumable: job.resumable,
         run: job.runs.options.clone(),
+        ..SessionOptions::default()
     };
     let mut session = Session::with_options(Arc::clone(transport), device, options);
     let mut inputs = match pollster::block_on(session.load(&job.agreed.plans, tensors)) {
@@ -87,7 +114,7 @@ pub(crate) fn work(
     };
     let result = job
         .compute(&mut session, &mut inputs)
-        .and_then(|computed| job.deliver(transport, session.device(), computed, file));
+        .and_then(|computed| job.deliver(transport, session.device(), computed, files));
     flight.ended(&result);
     match (result, recovery) {
         (Err(failure), Some(recovery)) => match recovery.survivors(&failure) {
@@ -116,13 +143,13 @@ fn finish(
     })?;
     let (job, output) = job.completion(finished, recovery.members());
     let flight = job.list(transport);
-    let computed =
-        Computed { wall_ns: job.watch.since_start_ns(transport.rank()), spans: output.spans.clone(), output };
+    let wall_ns = job.watch.since_start_ns(transport.rank());
+    let computed = Computed { wall_ns, spans: output.spans.clone(), last_run: 0, output };
     let lacks = job.lacks();
     let result = job
-        .open_output(transport.rank())
+        .open_files(transport.rank())
         .map_err(|failure| job.give_up(&**transport, failure))
-        .and_then(|file| job.deliver(transport, session.device(), computed, file))
+        .and_then(|files| job.deliver(transport, session.device(), computed, files))
         .map(|done| RankDone { lacks: Some(lacks), ..done });
     flight.ended(&result);
     result
@@ -139,20 +166,19 @@ pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<R
 }
 
 impl Job {
-    /// Opens the device, agrees with all ranks on the call and its inputs, and reads this rank's tensors. If that fails here, all
+    /// Checks the device, agrees with all ranks on the call and its inputs, and reads this rank's tensors. If that fails here, all
     /// ranks get the failure.
-    fn get_ready(&self, transport: &dyn Transport, device: Result<DeviceId>) -> Result<Ready> {
+    fn get_ready(&self, transport: &dyn Transport, device: Result<Device>) -> Result<Ready> {
         let refused = |failure| refuse(transport, self.named(transport.rank(), failure));
-        let device = device.and_then(|device| self.open(transport.rank(), device)).map_err(refused)?;
+        let device = device.and_then(|device| self.check(transport.rank(), device)).map_err(refused)?;
         self.agree(transport)?;
-        let (tensors, file) = self.read_inputs(transport.rank()).map_err(refused)?;
-        Ok(Ready { device, tensors, file })
+        let (tensors, files) = self.read_inputs(transport.rank()).map_err(refused)?;
+        Ok(Ready { device, tensors, files })
     }
 
-    /// Opens a device that can run this rank's plan.
-    fn open(&self, rank: Rank, device: DeviceId) -> Result<Device> {
+    /// Refuses a device that cannot run this rank's plan.
+    fn check(&self, rank: Rank, device: Device) -> Result<Device> {
         let problem = &self.agreed.request.problem;
-        let device = device.open()?;
         device.supports(problem.dtype, problem.head_dim as usize)?;
         if matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu) {
             self.fits_in_memory(rank)?;
@@ -179,21 +205,23 @@ impl Job {
         }
     }
 
-    fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Option<OutputFile>)> {
+    fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Files)> {
         let Request { problem, source, .. } = &self.agreed.request;
         let (q_tokens, kv_tokens) =
             (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
         let tensors = source.all(problem, q_tokens, kv_tokens)?;
         source.check_unchanged()?;
-        Ok((tensors, self.open_output(rank)?))
+        Ok((tensors, self.open_files(rank)?))
     }
 
-    /// The file that this rank writes, if any.
-    fn open_output(&self, rank: Rank) -> Result<Option<OutputFile>> {
-        match &self.outputs.result {
-            Some(target) => target.open(self.world(), rank, self.agreed.members[rank.0 as usize]),
-            None => Ok(None),
-        }
+    /// The files that this rank writes, if any.
+    fn open_files(&self, rank: Rank) -> Result<Files> {
+        let output = match &self.outputs.result {
+            Some(target) => target.open(self.world(), rank, self.agreed.members[rank.0 as usize])?,
+            None => None,
+        };
+        let page = self.outputs.page.as_ref().filter(|_| rank.0 == 0);
+        Ok(Files { output, page: page.map(PageTarget::open).transpose()? })
     }
 
     /// Names the rows that are missing because ranks were lost.
@@ -211,18 +239,22 @@ impl Job {
     fn compute(&self, session: &mut Session, inputs: &mut Inputs<DeviceBuffer>) -> Result<Computed> {
         let rank = session.rank();
         let mut spans = Vec::new();
-        let (mut last, mut walls_ns) = (None, Vec::new());
+        let (mut last, mut last_run, mut walls_ns) = (None, 0, Vec::new());
         for op in 0..self.runs.repeat {
             let mut output = pollster::block_on(session.run(&self.agreed.plans, inputs))?;
             walls_ns.push(self.watch.since_start_ns(rank));
             self.watch.done(rank, op);
+            if self.outputs.trace.is_none() {
+                spans.clear();
+            }
+            last_run = spans.len();
             spans.append(&mut output.spans);
             last = Some(output);
         }
         let output = last.ok_or_else(|| Failure::run("no run took place"))?;
         // The median: the first run also allocates memory and compiles shaders.
         walls_ns.sort_unstable();
-        Ok(Computed { output, spans, wall_ns: walls_ns[walls_ns.len() / 2] })
+        Ok(Computed { output, spans, last_run, wall_ns: walls_ns[walls_ns.len() / 2] })
     }
 
     /// Collects timelines, reports and output, and publishes them.
@@ -231,25 +263,43 @@ impl Job {
         transport: &Arc<dyn Transport>,
         device: &Device,
         computed: Computed,
-        file: Option<OutputFile>,
+        files: Files,
     ) -> Result<RankDone> {
-        let rank = transport.rank();
-        let Computed { output, spans, wall_ns } = computed;
+        let Computed { output, spans, last_run, wall_ns } = computed;
+        let Files { output: file, page } = files;
         let messages =
             Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
-        let trace = match &self.outputs.trace {
-            Some(path) => {
-                let track = Track { rank, device: device.info().name.clone(), spans };
-                let told = track.tell(path, &messages, &*self.runs.options.clock);
-                told.map_err(|failure| self.give_up(&**transport, failure))?
-            }
-            None => None,
-        };
+        let drawn = Drawn { device: &device.info().name, spans, last_run };
+        let pictures =
+            self.draw(&messages, drawn, page).map_err(|failure| self.give_up(&**transport, failure))?;
         let collected = self
             .collect(transport, device, &output, wall_ns, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
-        let rejected = self.publish(&**transport, collected, trace)?;
+        let rejected = self.publish(&**transport, collected, pictures)?;
         Ok(RankDone { rejected, lacks: None })
+    }
+
+    /// Collects timelines, if they are asked for: for the trace, and on rank 0 for the page.
+    fn draw(&self, messages: &Messages<'_>, drawn: Drawn<'_>, page: Option<PageFile>) -> Result<Pictures> {
+        let Outputs { trace, page: wanted, .. } = &self.outputs;
+        if trace.is_none() && wanted.is_none() {
+            return Ok(Pictures::default());
+        }
+        let Drawn { device, spans, last_run } = drawn;
+        let rank = messages.transport.rank();
+        let ahead = Ahead::measure(messages, &*self.runs.options.clock)?;
+        let rows = match wanted {
+            Some(_) => {
+                let world = messages.transport.world();
+                TimelineRow::of_spans(&spans[last_run..], ahead, world).collect(messages)?
+            }
+            None => None,
+        };
+        let trace = match trace {
+            Some(path) => Track { rank, device: device.to_owned(), spans }.tell(path, messages, ahead)?,
+            None => None,
+        };
+        Ok(Pictures { trace, page: page.zip(rows).map(|(file, rows)| PageParts { file, rows }) })
     }
 
     /// Aborts the group after a failure that only this rank knows.

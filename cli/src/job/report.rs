@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result};
+use crate::observe::page::units::{duration, seconds};
 use crate::request::Request;
 use crate::verify::Verdict;
 
@@ -26,9 +27,9 @@ pub(crate) struct Figures {
     pub(crate) compute_s: f64,
     pub(crate) wait_s: f64,
     pub(crate) copy_s: f64,
-    bytes_sent: u64,
-    messages_sent: u64,
-    peak_bytes: u64,
+    pub(crate) bytes_sent: u64,
+    pub(crate) messages_sent: u64,
+    pub(crate) peak_bytes: u64,
 }
 
 /// The report of all ranks.
@@ -177,29 +178,41 @@ impl Summary {
 
 /// The problem, and how the ranks share it.
 pub(crate) fn headline(request: &Request) -> String {
+    let values = facts(request);
+    let named =
+        |name: &str| values.iter().find(|(fact, _)| *fact == name).map_or("", |(_, value)| &value[..]);
+    format!("problem    {}, mask {}\nshared     {}\n", named(PROBLEM), named(MASK), named(SHARED))
+}
+
+/// The same as names and values.
+pub(crate) fn facts(request: &Request) -> Vec<(&'static str, String)> {
     let problem = &request.problem;
     let tokens = if problem.q_len == problem.kv_len {
         format!("{} tokens", problem.kv_len)
     } else {
         format!("{} queries to {} keys", problem.q_len, problem.kv_len)
     };
-    format!(
-        "problem    {} x {tokens}, {} query heads, {} kv heads, dim {}, {}, mask {}{}{}{}\n\
-         shared     {} over {} (ulysses x ring), {} placement\n",
-        problem.batch,
-        problem.q_heads,
-        problem.kv_heads,
-        problem.head_dim,
-        problem.dtype,
+    let shape = format!(
+        "{} x {tokens}, {} query heads, {} kv heads, dim {}, {}",
+        problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim, problem.dtype
+    );
+    let mask = format!(
+        "{}{}{}{}",
         problem.mask,
         if problem.sinks.is_empty() { "" } else { ", sinks" },
         bias_in_words(problem),
         if problem.fixed_order { ", in a fixed order" } else { "" },
-        request.strategy,
-        request.mesh,
-        request.placement
-    )
+    );
+    let shared = format!(
+        "{} over {} (ulysses x ring), {} placement",
+        request.strategy, request.mesh, request.placement
+    );
+    vec![(PROBLEM, shape), (MASK, mask), (SHARED, shared)]
 }
+
+const PROBLEM: &str = "problem";
+const MASK: &str = "mask";
+const SHARED: &str = "shared";
 
 pub(crate) fn verdict_line(verdict: &Verdict) -> String {
     format!(
@@ -210,22 +223,6 @@ pub(crate) fn verdict_line(verdict: &Verdict) -> String {
         verdict.rows,
         if verdict.failure.is_some() { ": WRONG" } else { "" }
     )
-}
-
-/// A time in s, ms or µs.
-pub(crate) fn duration(seconds: f64) -> String {
-    if seconds >= 1.0 {
-        format!("{seconds:.2} s")
-    } else if seconds >= 1e-3 {
-        format!("{:.1} ms", seconds * 1e3)
-    } else {
-        format!("{:.0} µs", seconds * 1e6)
-    }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "a report counts seconds")]
-fn seconds(ns: u64) -> f64 {
-    ns as f64 / 1e9
 }
 
 /// Size of an encoded note; fixed, because a receiver must know the size of a message.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::observe::page::target::PageTarget;
 use crate::options::{OnLoss, ProgressKind};
 use crate::tensors::output::OutputTarget;
 
@@ -12,6 +13,8 @@ pub(crate) struct Outputs {
     pub(crate) result: Option<OutputTarget>,
     /// The timelines, of each rank or of all ranks together.
     pub(crate) trace: Option<PathBuf>,
+    /// The page of the report, which rank 0 writes.
+    pub(crate) page: Option<PageTarget>,
     /// The folder of records.
     pub(crate) record: Option<PathBuf>,
     /// Whether the report is a JSON object instead of a table.

@@ -20,7 +20,7 @@ pub(crate) struct Terms {
 
 impl Terms {
     pub(super) fn of(request: &Request, settings: Settings, outputs: &Outputs) -> Self {
-        let Request { problem, source, mesh, strategy, placement, split, .. } = request;
+        let Request { problem, source, mesh, strategy, placement, .. } = request;
         let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = problem;
         let Settings { repeat, verify, on_loss, .. } = settings;
         let tokens = if q_len == kv_len { q_len.to_string() } else { format!("{q_len} to {kv_len}") };
@@ -47,6 +47,7 @@ impl Terms {
             Some(path) if trace::is_by_rank(path) => "a file of each rank",
             Some(_) => "one file",
         };
+        let page = if outputs.page.is_some() { "one page" } else { "none" };
         let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
         let values: [_; COUNT] = [
             ("the release", format!("kyklos {}", env!("CARGO_PKG_VERSION"))),
@@ -66,11 +67,12 @@ impl Terms {
             ("--mesh", mesh.to_string()),
             ("--strategy", strategy.to_string()),
             ("--placement", placement.to_string()),
-            ("the shares of the ranks (--split or token counts)", shares(split)),
+            ("the shares of the ranks (--split or token counts)", shares_of(request)),
             ("--repeat", repeat.to_string()),
             ("--verify", yes(verify)),
             ("--output", result.to_owned()),
             ("--trace", trace.to_owned()),
+            ("--report", page.to_owned()),
             ("--on-loss", on_loss.name().to_owned()),
         ];
         let copy = match source {
@@ -163,6 +165,15 @@ fn sinks(sinks: &[f32]) -> String {
     }
 }
 
+/// The shares as far as the options decide them.
+fn shares_of(request: &Request) -> String {
+    match (&request.split, request.open) {
+        (Split::Even, Some(_)) if request.always_measures() => "auto".to_owned(),
+        (Split::Even, Some(_)) => "even, or by speed".to_owned(),
+        (split, _) => shares(split),
+    }
+}
+
 fn shares(split: &Split) -> String {
     fn list<T: ToString>(numbers: &[T]) -> String {
         numbers.iter().map(T::to_string).collect::<Vec<_>>().join(",")
@@ -179,7 +190,7 @@ fn shares(split: &Split) -> String {
 /// Of a value in a note, in UTF-8.
 const MOST_VALUE_BYTES: usize = 40;
 /// Terms of a call.
-const COUNT: usize = 23;
+const COUNT: usize = 24;
 const _: () = assert!(
     COPY_ID_BYTES + COUNT * (1 + MOST_VALUE_BYTES) <= MAX_NOTE_BYTES,
     "a note has room for all terms"

@@ -1,7 +1,9 @@
 //! What operators see of a run: progress, metrics, timelines, records, and the diagnosis of records.
 
+pub(crate) mod clocks;
 pub(crate) mod doctor;
 pub(crate) mod metrics;
+pub(crate) mod page;
 pub(crate) mod progress;
 pub(crate) mod record;
 mod totals;

@@ -1,21 +1,17 @@
 //! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each rank, one row for each kind
 //! of work, all on the clock of rank 0.
-//!
-//! Every process has its own clock. Rank 0 asks each rank for its time, several times. The fastest answer gives the offset of
-//! that clock, within half of the round-trip time.
 
 use std::fs::File;
-use std::hash::{BuildHasher, RandomState};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
 
 use bytes::Bytes;
-use kyklos::{Clock, Span, Timeline};
+use kyklos::{Span, Timeline};
 use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
-use crate::messages::Messages;
+use crate::messages::{Messages, numbers};
+use crate::observe::clocks::Ahead;
 use crate::options::RANK;
 
 /// The timeline of one rank.
@@ -29,13 +25,6 @@ pub(crate) struct Track {
 #[derive(Debug)]
 pub(crate) struct Trace(Vec<Bytes>);
 
-/// How far a rank's clock is ahead of rank 0's.
-#[derive(Clone, Copy)]
-struct Ahead {
-    ns: i64,
-    within_ns: u64,
-}
-
 /// Whether every rank writes a file of its own.
 pub(crate) fn is_by_rank(path: &Path) -> bool {
     path.to_string_lossy().contains(RANK)
@@ -44,14 +33,8 @@ pub(crate) fn is_by_rank(path: &Path) -> bool {
 impl Track {
     /// Converts the timeline to the clock of rank 0. If there is one file for all ranks, sends the timeline to rank 0.
     /// Returns the events that this rank writes. All ranks call it together.
-    pub(crate) fn tell(
-        self,
-        path: &Path,
-        messages: &Messages<'_>,
-        clock: &dyn Clock,
-    ) -> Result<Option<Trace>> {
+    pub(crate) fn tell(self, path: &Path, messages: &Messages<'_>, ahead: Ahead) -> Result<Option<Trace>> {
         if self.rank.0 != 0 {
-            let ahead = follow(messages, clock)?;
             let events = Bytes::from(self.events(ahead)?);
             if is_by_rank(path) {
                 return Ok(Some(Trace(vec![events])));
@@ -60,9 +43,8 @@ impl Track {
             messages.send(Rank(0), EVENTS, events)?;
             return Ok(None);
         }
-        let mut all = vec![Bytes::from(self.events(Ahead { ns: 0, within_ns: 0 })?)];
+        let mut all = vec![Bytes::from(self.events(ahead)?)];
         for rank in (1..messages.transport.world()).map(Rank) {
-            lead(messages, clock, rank)?;
             if !is_by_rank(path) {
                 let [length] = numbers(&messages.recv(rank, LENGTH, 8)?);
                 let length = usize::try_from(length).ok().filter(|length| *length <= MOST_BYTES);
@@ -101,7 +83,7 @@ impl Track {
     /// Work of the rank is one event. A message is two events, its start and its end, because messages overlap.
     fn span(&self, id: usize, span: &Span, ahead: Ahead) -> Vec<serde_json::Value> {
         #[expect(clippy::cast_precision_loss, reason = "a trace counts microseconds")]
-        let microseconds = |ns: u64| (i64::try_from(ns).unwrap_or(i64::MAX) - ahead.ns) as f64 / 1e3;
+        let microseconds = |ns: u64| ahead.on_rank_0(ns) as f64 / 1e3;
         let (start, end) = (microseconds(span.start_ns), microseconds(span.end_ns.max(span.start_ns)));
         let event = |phase: &str, ts: f64| {
             serde_json::json!({
@@ -142,46 +124,6 @@ impl Trace {
     }
 }
 
-/// The part of rank 0: measures the offset of a rank's clock, and sends it to the rank.
-fn lead(messages: &Messages<'_>, clock: &dyn Clock, rank: Rank) -> Result<()> {
-    let mut best = Ahead { ns: 0, within_ns: u64::MAX };
-    for round in 0..ROUNDS {
-        let asked_ns = clock.now_ns();
-        let asking = messages.post(rank, PING + 2 * round, Bytes::from_static(&[0; 8]));
-        let [theirs_ns, process] = numbers(&messages.recv(rank, PING + 2 * round + 1, 16)?);
-        let answered_ns = clock.now_ns();
-        pollster::block_on(asking)?;
-        if process == *PROCESS {
-            // Ranks of one process share a clock.
-            best = Ahead { ns: 0, within_ns: 0 };
-            continue;
-        }
-        let within_ns = (answered_ns - asked_ns).div_ceil(2);
-        if within_ns < best.within_ns {
-            let middle = asked_ns + (answered_ns - asked_ns) / 2;
-            best = Ahead { ns: theirs_ns.wrapping_sub(middle).cast_signed(), within_ns };
-        }
-    }
-    let told = [best.ns.cast_unsigned(), best.within_ns].map(u64::to_le_bytes).concat();
-    messages.send(rank, AHEAD, told.into())
-}
-
-/// The part of another rank: answers, and receives the offset of its clock.
-fn follow(messages: &Messages<'_>, clock: &dyn Clock) -> Result<Ahead> {
-    for round in 0..ROUNDS {
-        messages.recv(Rank(0), PING + 2 * round, 8)?;
-        let answer = [clock.now_ns(), *PROCESS].map(u64::to_le_bytes).concat();
-        messages.send(Rank(0), PING + 2 * round + 1, answer.into())?;
-    }
-    let [ns, within_ns] = numbers(&messages.recv(Rank(0), AHEAD, 16)?);
-    Ok(Ahead { ns: ns.cast_signed(), within_ns })
-}
-
-fn numbers<const N: usize>(bytes: &[u8]) -> [u64; N] {
-    let (numbers, _) = bytes.as_chunks::<8>();
-    std::array::from_fn(|index| u64::from_le_bytes(numbers[index]))
-}
-
 const fn timeline_name(timeline: Timeline) -> &'static str {
     match timeline {
         Timeline::Compute => "compute",
@@ -194,14 +136,8 @@ const fn timeline_name(timeline: Timeline) -> &'static str {
 
 const TIMELINES: [Timeline; 5] =
     [Timeline::Compute, Timeline::Copy, Timeline::Wait, Timeline::Send, Timeline::Receive];
-/// Identifies the process; process ids are not unique over hosts.
-static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
-/// Number of questions; the first ones are slower.
-const ROUNDS: u32 = 8;
-/// Message numbers that `job/collect.rs` does not use.
+/// Message numbers that `job/collect.rs` and `clocks.rs` do not use.
 const LENGTH: u32 = 8;
 const EVENTS: u32 = 9;
-const AHEAD: u32 = 10;
-const PING: u32 = 16;
 /// Largest timeline of one rank; viewers do not open more.
 const MOST_BYTES: usize = 1 << 30;

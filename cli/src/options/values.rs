@@ -15,6 +15,8 @@ use crate::devices::DeviceRequest;
 /// The value of `--split`: shares of tokens, or of work.
 #[derive(Clone, Debug)]
 pub(crate) enum SplitName {
+    /// By the speed of the devices, where they differ.
+    Auto,
     Tokens(List<f64>),
     Work(List<f64>),
 }
@@ -25,6 +27,7 @@ impl FromStr for SplitName {
     fn from_str(text: &str) -> Result<Self, Error> {
         match text.strip_prefix("work:") {
             Some(weights) => weights.parse().map(Self::Work),
+            None if text == "auto" => Ok(Self::Auto),
             None => text.parse().map(Self::Tokens),
         }
     }

@@ -4,8 +4,11 @@ pub(crate) mod description;
 
 use std::sync::Arc;
 
+use kyklos::machine::memory_bytes;
 use kyklos::plan::ProvedPlans;
-use kyklos::simulate::{Candidate, Cluster, Verdict, Wanted, choose, fewest_bytes};
+use kyklos::simulate::{
+    Candidate, Cluster, Shares, Verdict, Wanted, candidates, choose, fewest_bytes, predict,
+};
 use kyklos::{AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_world};
 
 use self::description::nothing_fits;
@@ -26,6 +29,20 @@ pub(crate) struct Request {
     pub(crate) split: Split,
     /// Predicted time in seconds, with `--hardware`.
     pub(crate) predicted_s: Option<f64>,
+    /// The description of `--hardware`.
+    pub(crate) cluster: Option<Arc<Cluster>>,
+    /// Where the options leave the shares to the speed of the devices: what they say of the mesh, strategy and placement.
+    pub(crate) open: Option<Open>,
+}
+
+/// What the options say where they leave the shares to the speed of the devices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Open {
+    mesh: Option<Mesh>,
+    strategy: Option<Strategy>,
+    placement: Option<PlacementKind>,
+    /// `--split auto`: also where the devices are of one kind.
+    always: bool,
 }
 
 /// A problem before mesh, strategy and placement are chosen.
@@ -62,6 +79,35 @@ impl Asked {
             priced.iter().find_map(|priced| Some((priced.candidate, priced.prediction()?.wall_s())));
         fastest.ok_or_else(refused)
     }
+
+    /// On a ring of unlike devices of `cluster`: the fastest candidate with shares by their speed, these shares, and the predicted
+    /// time in seconds.
+    fn by_shares(&self, cluster: &Cluster) -> Result<Option<(Candidate, Split, f64)>> {
+        let Self { problem, wanted, .. } = self;
+        let capacities = cluster.capacities(problem, wanted.ranks)?;
+        let ring =
+            Wanted { mesh: Some(wanted.mesh.unwrap_or(Mesh::new(1, wanted.ranks)?)), ..wanted.clone() };
+        if problem.fixed_order || capacities.iter().all(|capacity| *capacity == capacities[0]) {
+            return Ok(None);
+        }
+        let mut fastest: Option<(Candidate, Split, f64)> = None;
+        for candidate in candidates(problem, &ring)? {
+            let is_usual =
+                wanted.strategy.is_some() || candidate.strategy == Strategy::of_mesh(candidate.mesh);
+            if candidate.mesh.ring() == 1 || candidate.strategy.moves_queries() || !is_usual {
+                continue;
+            }
+            // A candidate that does not fit is refused where all of them are compared.
+            let Ok(shares) = Shares::level(problem, candidate, &capacities, Some(cluster)) else { continue };
+            let Ok(prediction) = predict(problem, candidate, &shares.split, cluster) else { continue };
+            let seconds = prediction.wall_s();
+            if prediction.fits(cluster).is_ok() && fastest.as_ref().is_none_or(|(.., least)| seconds < *least)
+            {
+                fastest = Some((candidate, shares.split, seconds));
+            }
+        }
+        Ok(fastest)
+    }
 }
 
 impl Request {
@@ -69,16 +115,64 @@ impl Request {
     /// of processes that a launcher has started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let asked = Asked::new(args, seed, launched)?;
-        let (Candidate { strategy, mesh, placement }, predicted_s) = match &args.hardware {
-            Some(path) => {
-                let (fastest, predicted_s) = asked.by_time(&description::read(path)?)?;
+        let mut shared = None;
+        let cluster = args.hardware.as_deref().map(description::read).transpose()?.map(Arc::new);
+        let (Candidate { strategy, mesh, placement }, predicted_s) = match &cluster {
+            Some(cluster) => {
+                let (mut fastest, mut predicted_s) = asked.by_time(cluster)?;
+                if is_auto(args)
+                    && let Some((candidate, split, seconds)) = asked.by_shares(cluster)?
+                    && seconds < predicted_s
+                {
+                    (fastest, predicted_s, shared) = (candidate, seconds, Some(split));
+                }
                 (fastest, Some(predicted_s))
             }
             None => (fewest_bytes(&asked.problem, &asked.wanted)?, None),
         };
-        let Asked { problem, source, wanted: Wanted { split, .. } } = asked;
-        let mask_text = args.mask.text.clone();
-        Ok(Self { problem, mask_text, source, mesh, strategy, placement, split, predicted_s })
+        let is_open = is_auto(args) && args.hardware.is_none();
+        let Asked { problem, source, wanted } = asked;
+        let Wanted {
+            mesh: wanted_mesh, strategy: wanted_strategy, placement: wanted_placement, split, ..
+        } = wanted;
+        let open = Open {
+            mesh: wanted_mesh,
+            strategy: wanted_strategy,
+            placement: wanted_placement,
+            always: args.split.is_some(),
+        };
+        Ok(Self {
+            problem,
+            mask_text: args.mask.text.clone(),
+            source,
+            mesh,
+            strategy,
+            placement,
+            split: shared.unwrap_or(split),
+            predicted_s,
+            cluster,
+            open: is_open.then_some(open),
+        })
+    }
+
+    /// Whether devices are measured even if they are of one kind.
+    pub(crate) fn always_measures(&self) -> bool {
+        self.open.is_some_and(|open| open.always)
+    }
+
+    /// How ranks with unlike devices run the problem: on a ring, unless the options name something else. None where their speed
+    /// cannot decide the shares.
+    pub(crate) fn by_speed(&self) -> Result<Option<Candidate>> {
+        let Some(open) = self.open else { return Ok(None) };
+        let mesh = match open.mesh {
+            Some(mesh) => mesh,
+            None => Mesh::new(1, self.mesh.world())?,
+        };
+        let strategy = open.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
+        let placement = open.placement.unwrap_or_else(|| PlacementKind::for_problem(&self.problem));
+        let by_work = mesh.ring() > 1 && !self.problem.fixed_order && !strategy.moves_queries();
+        let candidate = Candidate { strategy, mesh, placement };
+        Ok(Some(candidate).filter(|_| by_work && strategy.accepts(mesh).is_ok()))
     }
 
     /// The plans of all ranks, proved.
@@ -136,6 +230,12 @@ fn ranks(args: &ProblemArgs, launched: Option<u32>) -> Result<u32> {
     }
 }
 
+/// Whether the options leave the shares to the speed of the devices.
+fn is_auto(args: &ProblemArgs) -> bool {
+    let by_hand = args.tokens.is_some() || args.q_tokens.is_some();
+    !by_hand && matches!(args.split, None | Some(SplitName::Auto))
+}
+
 /// The shares of the ranks. The parser refuses options that contradict each other.
 fn split(args: &ProblemArgs) -> Split {
     let counts = |List(counts): &List<u32>| Split::Tokens(counts.clone());
@@ -185,12 +285,4 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
     let problem = problem.with_logits(scale, args.softcap)?.with_wire(args.wire)?;
     let problem = problem.with_fixed_order(args.fixed_order)?.with_replicated(args.replicated.0.clone())?;
     Ok((problem, source))
-}
-
-/// Bytes of memory of this machine; only Linux says it in a file.
-pub(crate) fn memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("MemTotal:"))?;
-    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    kib.checked_mul(1024)
 }

@@ -11,7 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::file::LENGTH_BYTES;
 use crate::failure::{Failure, Result};
-use crate::interrupt::Doomed;
+use crate::new_file::{NewFile, check_name, check_replaced};
 use crate::options::RANK;
 use crate::tensors::positioned::write_all_at;
 
@@ -28,20 +28,9 @@ impl OutputTarget {
     /// Reads `--output`; refuses to overwrite the input, under the name of any of `ranks` ranks.
     pub(crate) fn new(path: &Path, input: Option<&Path>, ranks: u32) -> Result<Self> {
         keep_apart(("--output", path), ("the input", input), ranks)?;
-        if path.is_dir() || path.file_name().is_none() {
-            return Err(Failure::request(
-                format!("--output {} is no file name", path.display()),
-                "name a file, such as result.safetensors",
-            ));
-        }
+        check_name("--output", path, "result.safetensors")?;
         for name in names(path, ranks) {
-            // A finished result replaces the file of its name. A pipe or a device must not be replaced.
-            if std::fs::metadata(&name).is_ok_and(|there| !there.is_file()) {
-                return Err(Failure::request(
-                    format!("--output would replace {}, which is not a regular file", name.display()),
-                    "name another file",
-                ));
-            }
+            check_replaced("--output", &name)?;
         }
         match path.to_str() {
             Some(text) if text.contains(RANK) => Ok(Self::Parts(text.to_owned())),
@@ -96,9 +85,7 @@ fn names(path: &Path, ranks: u32) -> Vec<PathBuf> {
 /// An incomplete file.
 #[derive(Debug)]
 pub(crate) struct OutputFile {
-    target: PathBuf,
-    file: tempfile::NamedTempFile,
-    _doomed: Doomed,
+    file: NewFile,
     o_start: u64,
     lse_start: u64,
     /// Tokens of the file's sequence.
@@ -162,19 +149,10 @@ impl OutputFile {
         let header = header(tensors)?;
         let data = LENGTH_BYTES + header.len() as u64;
 
-        let cannot = |error| Failure::file("write", path, &error);
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".kyklos-").suffix(".part");
-        // The user's umask decides, as for any other program.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let file = builder.tempfile_in(folder_of(path)).map_err(cannot)?;
-        let doomed = Doomed::file(file.path());
-        file.as_file().set_len(data + end as u64).map_err(cannot)?;
+        let file = NewFile::create(path)?;
+        file.as_file().set_len(data + end as u64).map_err(|error| file.cannot_write(&error))?;
         let this = Self {
-            target: path.to_owned(),
             file,
-            _doomed: doomed,
             o_start: data + o,
             lse_start: data + lse,
             seq: seq as u64,
@@ -243,31 +221,18 @@ impl OutputFile {
     }
 
     fn put(&self, bytes: &[u8], offset: u64) -> Result<()> {
-        write_all_at(self.file.as_file(), bytes, offset)
-            .map_err(|error| Failure::file("write", &self.target, &error))
+        write_all_at(self.file.as_file(), bytes, offset).map_err(|error| self.file.cannot_write(&error))
     }
 
     /// Waits until the bytes are on the disk.
     pub(crate) fn sync(&self) -> Result<()> {
-        self.file.as_file().sync_all().map_err(|error| Failure::file("write", &self.target, &error))
+        self.file.sync()
     }
 
     /// Gives the complete file its final name, which then also survives a loss of power.
     pub(crate) fn commit(self) -> Result<()> {
-        self.sync()?;
-        let Self { target, file, .. } = self;
-        file.persist(&target).map_err(|error| Failure::file("write", &target, &error.error))?;
-        // Windows opens no folders as files, and keeps names by itself.
-        #[cfg(unix)]
-        std::fs::File::open(folder_of(&target))
-            .and_then(|folder| folder.sync_all())
-            .map_err(|error| Failure::file("write", &target, &error))?;
-        Ok(())
+        self.file.commit()
     }
-}
-
-fn folder_of(path: &Path) -> &Path {
-    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
 }
 
 /// A run of tokens in contiguous pieces that are small enough for one buffer.

@@ -107,6 +107,7 @@ fn ranks_whose_options_differ_end_with_one_error_that_names_the_option() {
         (&format!("{shape} --split 1,1,1{{rank}}"), &["share"]),
         (&format!("{shape} --repeat 1{{rank}}"), &["--repeat", "10", "11"]),
         (&format!("{shape} --trace {{dir}}/trace-{{rank}}"), &[]),
+        (&format!("{shape} --report {{dir}}/page"), &[]),
     ] {
         if words.is_empty() {
             let outputs = cluster.run_command(&format!("attend --device cpu {call} {BY_FLAGS}"), "");

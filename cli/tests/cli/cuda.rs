@@ -45,12 +45,23 @@ fn keys_go_round_in_another_form_and_the_result_is_as_right_as_that_allows() {
         ("capability=90", &["--mesh", "1x2", "--wire", "f16", "--device", "cuda"][..]),
         ("capability=80", &["--mesh", "1x2", "--wire", "int8", "--device", "cuda", "--dtype", "bf16"]),
         ("capability=90", &["--mesh", "2x2", "--wire", "int8", "--device", "cuda"]),
-        // One backend makes the codes, and another backend decodes them.
+        // One backend makes the codes, and another backend decodes them. By speed, emulated GPUs would get no tokens.
         (
             "capability=90",
-            &["--mesh", "1x3", "--wire", "int8", "--device", "cuda,cpu,cuda", "--dtype", "f16"],
+            &[
+                "--mesh",
+                "1x3",
+                "--wire",
+                "int8",
+                "--device",
+                "cuda,cpu,cuda",
+                "--dtype",
+                "f16",
+                "--split",
+                "1,1,1",
+            ],
         ),
-        ("capability=80", &["--mesh", "1x2", "--wire", "f16", "--device", "cpu,cuda"]),
+        ("capability=80", &["--mesh", "1x2", "--wire", "f16", "--device", "cpu,cuda", "--split", "1,1"]),
     ] {
         let attend = ["attend", "--shape", "1,150,4,2,64", "--mask", "causal", "--verify", "--json"];
         let output = with_driver(&format!("devices=2,{fake}"), &[&attend[..], more].concat());
@@ -65,7 +76,9 @@ fn keys_go_round_in_another_form_and_the_result_is_as_right_as_that_allows() {
 
 #[test]
 fn a_gpu_and_a_cpu_share_a_ring() {
+    // By speed, emulated GPUs would get no tokens.
     let more = ["--mask", "causal", "--ranks", "3", "--device", "cuda:0,cpu,cuda:1", "--verify", "--json"];
+    let more = [&more[..], &["--split", "1,1,1"]].concat();
     let output = with_driver("devices=2", &[&["attend", "--shape", "1,90,2,2,32"][..], &more].concat());
     succeeds(&output);
     let json = json(&output);

@@ -78,7 +78,9 @@ const POLICIES: [&str; 4] = ["stop", "shrink", "rejoin", "finish"];
 #[test]
 fn without_its_files_no_job_ends_well() {
     for policy in POLICIES {
-        for (option, name) in [("--output", "out"), ("--output", "out-{rank}"), ("--trace", "trace")] {
+        for (option, name) in
+            [("--output", "out"), ("--output", "out-{rank}"), ("--trace", "trace"), ("--report", "page")]
+        {
             let folder = tempfile::tempdir().unwrap();
             let inside = folder.path().join("inside");
             std::fs::create_dir(&inside).unwrap();

@@ -90,7 +90,11 @@ fn three_processes_join_by_a_token_and_compute_one_result() {
     };
     assert_eq!(
         (names(0), names(1), names(2)),
-        (vec!["invitation.pem".into()], vec!["mine.pem".into()], vec![])
+        (
+            vec![format!("given-{}", &hosts.token[8..24]).into(), "invitation.pem".into()],
+            vec!["mine.pem".into()],
+            vec![]
+        )
     );
     // The next run: one rank uses the identity that it has kept. One rank joins again by the same token.
     let at = hosts.token.split_once('@').unwrap().1;

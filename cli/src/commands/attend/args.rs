@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser};
 
-use crate::devices::{self, DeviceRequest};
+use crate::devices::{self, DeviceRequest, TabArgs};
 use crate::group::GroupArgs;
 use crate::network::NetworkArgs;
 use crate::observe::metrics::MetricsArgs;
@@ -51,6 +51,10 @@ pub(crate) struct AttendArgs {
     /// With {rank} in the name, every rank writes its own file
     #[arg(long, value_name = "F")]
     pub(crate) trace: Option<PathBuf>,
+    /// Write the report with pictures as one HTML file: the mask and its owners, the timelines of all ranks, bytes between
+    /// ranks, memory
+    #[arg(long, value_name = "F")]
+    pub(crate) report: Option<PathBuf>,
     /// Write a record of each rank (rank-R.jsonl) to this folder when the rank ends and on SIGUSR1; `kyklos doctor`
     /// reads records [default: KYKLOS_RECORD_DIR]
     #[arg(long, value_name = "DIR")]
@@ -64,6 +68,8 @@ pub(crate) struct AttendArgs {
     pub(crate) group: GroupArgs,
     #[command(flatten)]
     pub(crate) network: NetworkArgs,
+    #[command(flatten)]
+    pub(crate) tabs: TabArgs,
 }
 
 impl AttendArgs {

@@ -1,11 +1,12 @@
 //! `kyklos attend` with all ranks in this process.
 
 use kyklos::Mesh;
+use kyklos::backend::Device;
 use kyklos_transport::quic::quic_loopback_group_over;
 use kyklos_transport::{Rank, in_process_group};
 
 use super::args::AttendArgs;
-use super::prepare::{devices_fit, job};
+use super::prepare::{Prepared, devices_fit, tabs};
 use crate::devices;
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
@@ -14,6 +15,7 @@ use crate::job::rank::RankDone;
 use crate::observe::{metrics, record};
 use crate::options::{OnLoss, OrAuto, TransportName};
 use crate::request::Request;
+use crate::run::threads::on_threads;
 
 /// Runs all ranks on threads of this process.
 pub(super) fn here(args: &AttendArgs) -> Result<()> {
@@ -57,12 +59,13 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
             None
         }
     };
-    let job = job(args, request, (world, false), (0..world).map(Rank).collect())?;
-    if let Some(warning) = job.agreed.request.source.warning() {
+    let mut prepared = Prepared::new(args, request, (world, false))?;
+    if let Some(warning) = prepared.request.source.warning() {
         note(&warning);
     }
     let devices =
         (0..world as usize).map(|rank| devices::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
+    tabs(args, &devices)?;
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
     metrics::serve(&args.metrics, 0, 0)?;
@@ -70,7 +73,16 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
         Some(link) => quic_loopback_group_over(world, link)?,
         None => in_process_group(world),
     };
-    let done = run_here(&job, transports, &devices)?;
+    let are_measured =
+        prepared.request.always_measures() || devices.iter().any(|device| *device != devices[0]);
+    let devices: Vec<Result<Device>> = on_threads(devices, |device| Ok(device.open()))?;
+    if are_measured && devices.iter().all(Result::is_ok) {
+        let ranks = transports.iter().zip(devices.iter().flatten());
+        let shared = on_threads(ranks, |(transport, device)| prepared.shared(transport, device))?;
+        prepared.request = shared.into_iter().next().unwrap_or(prepared.request);
+    }
+    let job = prepared.job(args, (0..world).map(Rank).collect())?;
+    let done = run_here(&job, transports, devices)?;
     done.into_iter().find_map(RankDone::failure).map_or(Ok(()), Err)
 }
 

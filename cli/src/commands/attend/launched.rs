@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
+use kyklos::backend::Device;
 use kyklos_launch::Assignment;
 
 use super::args::AttendArgs;
-use super::prepare::{job, launched_request};
+use super::prepare::{Prepared, launched_request, tabs};
 use crate::devices::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note};
 use crate::group;
@@ -35,6 +36,7 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
     let patience = Duration::from_secs(u64::from(args.group.join_deadline.get()));
     let policy = LossPolicy { on_loss: args.on_loss, patience };
     let mut lost: Option<GroupLoss> = None;
+    let mut device = None;
     loop {
         let transport = &group.transport;
         on_loss::end_if_stuck(&group);
@@ -47,10 +49,30 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
         let request = launched_request(args, world, assignment.local_world).map_err(|failure| {
             if world == assignment.world { failure } else { on_loss::does_not_fit(world, &failure) }
         });
-        let job = std::mem::replace(&mut metrics, Ok(()))
+        let mut prepared = std::mem::replace(&mut metrics, Ok(()))
             .and(request)
-            .and_then(|request| job(args, request, (assignment.local_world, true), group.members.clone()))
+            .and_then(|request| Prepared::new(args, request, (assignment.local_world, true)))
             .map_err(refuse_all)?;
+        let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin);
+        // Kept for the next group: a browser tab does not come twice.
+        let device = device.get_or_insert_with(|| open_device(args, &assignment)).clone();
+        // Without its device this rank refuses the call below.
+        if let Ok(device) = &device {
+            match prepared.shared(transport, device) {
+                Ok(request) => prepared.request = request,
+                Err(failure) => {
+                    let loss = begins_again.then(|| GroupLoss::of(&group, &failure)).flatten();
+                    let Some(ended) = loss else {
+                        let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
+                        return Err(failure);
+                    };
+                    group = ended.go_on(policy, &**transport)?;
+                    lost = Some(ended);
+                    continue;
+                }
+            }
+        }
+        let job = prepared.job(args, group.members.clone()).map_err(refuse_all)?;
         if transport.rank().0 == 0 {
             match &lost {
                 Some(lost) => lost.tell(&group, &job.agreed.request),
@@ -60,7 +82,7 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
             }
         }
         let mut recovery = Recovery::new(policy, &group);
-        let done = rank::work(&job, transport, device_of(args, &assignment), Some(&mut recovery));
+        let done = rank::work(&job, transport, device, Some(&mut recovery));
         job.watch.phase(None);
         if let Some((ended, next, begins_again)) = recovery.into_next() {
             group = next;
@@ -74,7 +96,6 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
             rank::leave(&job, &group.transport, &done);
             return done?.failure().map_or(Ok(()), Err);
         }
-        let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin);
         let failure = done.as_ref().err().filter(|_| begins_again);
         let Some(ended) = failure.and_then(|failure| GroupLoss::of(&group, failure)) else {
             rank::leave(&job, transport, &done);
@@ -83,6 +104,12 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
         group = ended.go_on(policy, &**transport)?;
         lost = Some(ended);
     }
+}
+
+fn open_device(args: &AttendArgs, assignment: &Assignment) -> Result<Device> {
+    let device = device_of(args, assignment)?;
+    tabs(args, &[device])?;
+    device.open()
 }
 
 /// The device of a launched rank: by `--device`, or by the cluster file.

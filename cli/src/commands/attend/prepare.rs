@@ -1,15 +1,20 @@
 //! What `kyklos attend` checks and plans before any rank runs.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use kyklos::backend::Device;
 use kyklos::can_repair;
-use kyklos_transport::Rank;
+use kyklos_transport::{Rank, Transport};
 
 use super::args::AttendArgs;
+use crate::devices::{BackendKind, DeviceId};
 use crate::failure::{Failure, Result};
+use crate::job::shares::share;
 use crate::job::{Job, Outputs, Settings};
+use crate::observe::page::target::PageTarget;
 use crate::observe::{metrics, record};
-use crate::options::{OnLoss, TransportName};
+use crate::options::{OnLoss, SplitName, TransportName};
 use crate::request::Request;
 use crate::tensors::output::{OutputTarget, keep_apart};
 
@@ -45,7 +50,7 @@ fn fits_fewer_ranks(args: &AttendArgs) -> Result<()> {
     let problem = &args.problem;
     let fixed = [
         ("--mesh", problem.mesh.chosen().is_some()),
-        ("--split", problem.split.is_some()),
+        ("--split", !matches!(problem.split, None | Some(SplitName::Auto))),
         ("--tokens", problem.tokens.is_some()),
         ("--q-tokens and --kv-tokens", problem.q_tokens.is_some()),
     ];
@@ -70,29 +75,54 @@ pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
     ))
 }
 
-/// Plans and proves the call. `ranks_here` ranks share the memory of this machine, as processes or as threads of this one; `members` are the numbers of all ranks
-/// in the first group.
-pub(super) fn job(
-    args: &AttendArgs,
-    request: Request,
-    (ranks_here, are_processes): (u32, bool),
-    members: Vec<Rank>,
-) -> Result<Job> {
-    request.fits_in_memory(ranks_here)?;
-    let outputs = outputs(args, &request)?;
-    let settings = Settings {
-        repeat: args.repeat.get(),
-        deadline: Duration::from_secs(u64::from(args.deadline.get())),
-        verify: args.verify,
-        progress: args.progress,
-        ranks_here,
-        are_processes,
-        on_loss: args.on_loss,
-    };
-    let mut job = Job::new(request, settings, outputs, members)?;
-    // Last, because this creates the folder.
-    job.outputs.record = record::folder(args.record.as_deref())?;
-    Ok(job)
+/// Lets browser tabs in, if they are devices of ranks here.
+pub(super) fn tabs(args: &AttendArgs, devices: &[DeviceId]) -> Result<()> {
+    let are_used = devices.iter().any(|device| device.kind == BackendKind::Tab);
+    // The other ranks wait as long for this one.
+    args.tabs.prepare(are_used, Duration::from_secs(u64::from(args.deadline.get())))
+}
+
+/// A call before its plans are made.
+pub(super) struct Prepared {
+    pub(super) request: Request,
+    settings: Settings,
+    outputs: Outputs,
+}
+
+impl Prepared {
+    /// `ranks_here` ranks share the memory of this machine, as processes or as threads of this one.
+    pub(super) fn new(
+        args: &AttendArgs,
+        request: Request,
+        (ranks_here, are_processes): (u32, bool),
+    ) -> Result<Self> {
+        request.fits_in_memory(ranks_here)?;
+        let outputs = outputs(args, &request)?;
+        let settings = Settings {
+            repeat: args.repeat.get(),
+            deadline: Duration::from_secs(u64::from(args.deadline.get())),
+            verify: args.verify,
+            progress: args.progress,
+            ranks_here,
+            are_processes,
+            on_loss: args.on_loss,
+        };
+        Ok(Self { request, settings, outputs })
+    }
+
+    /// The request with the shares on which the ranks agree, for a rank with this device.
+    pub(super) fn shared(&self, transport: &Arc<dyn Transport>, device: &Device) -> Result<Request> {
+        share(self.request.clone(), self.settings, &self.outputs, transport, device)
+    }
+
+    /// Plans and proves the call. `members` are the numbers of all ranks in the first group.
+    pub(super) fn job(self, args: &AttendArgs, members: Vec<Rank>) -> Result<Job> {
+        let Self { request, settings, outputs } = self;
+        let mut job = Job::new(request, settings, outputs, members)?;
+        // Last, because this creates the folder.
+        job.outputs.record = record::folder(args.record.as_deref())?;
+        Ok(job)
+    }
 }
 
 /// The files to write; refuses one that is another file of the call.
@@ -106,5 +136,11 @@ fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
         keep_apart(("--trace", trace), ("the input", request.source.path()), ranks)?;
         keep_apart(("--trace", trace), ("the output", args.output.as_deref()), ranks)?;
     }
-    Ok(Outputs { result, trace: args.trace.clone(), record: None, json: args.json })
+    if let Some(page) = &args.report {
+        keep_apart(("--report", page), ("the input", request.source.path()), ranks)?;
+        keep_apart(("--report", page), ("the output", args.output.as_deref()), ranks)?;
+        keep_apart(("--report", page), ("the trace", args.trace.as_deref()), ranks)?;
+    }
+    let page = args.report.as_deref().map(PageTarget::new).transpose()?;
+    Ok(Outputs { result, trace: args.trace.clone(), page, record: None, json: args.json })
 }

@@ -38,6 +38,10 @@ pub(crate) struct PlanArgs {
     /// Show the steps of this rank only [default: of all ranks if there are at most 4, else of rank 0]
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,
+    /// Write the plans with pictures as one HTML file: the mask and its owners, bytes between ranks, memory, and with
+    /// --hardware the predicted timelines of all ranks
+    #[arg(long, value_name = "F", conflicts_with = "explain")]
+    pub(crate) report: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,

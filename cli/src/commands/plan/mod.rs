@@ -2,6 +2,7 @@
 
 mod args;
 mod explain;
+mod page;
 mod probe;
 
 use kyklos::Mesh;
@@ -11,11 +12,19 @@ use kyklos_transport::Rank;
 pub(crate) use self::args::PlanArgs;
 use self::explain::explain as explain_plans;
 use crate::failure::{Failure, Result, note, print, print_json};
-use crate::job::report::duration;
+use crate::observe::page::units::duration;
+use crate::options::SplitName;
 use crate::request::Request;
 
 /// Runs the command.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
+    let is_auto = matches!(args.problem.split, Some(SplitName::Auto));
+    if is_auto && (args.explain || args.problem.hardware.is_none()) {
+        return Err(Failure::request(
+            "--split auto without devices to measure",
+            "describe them with --hardware and leave --explain away, or run kyklos attend",
+        ));
+    }
     if args.explain {
         return explain_plans(args);
     }
@@ -24,6 +33,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     if asked > MAX_RANKS {
         return Err(Failure::request(format!("a plan of {asked} ranks"), format!("use at most {MAX_RANKS}")));
     }
+    let page_file = args.report.as_deref().map(|path| page::open(path, args)).transpose()?;
     let request = Request::new(&args.problem, 0, None)?;
     if let Some(warning) = request.source.warning() {
         note(&warning);
@@ -43,6 +53,9 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         ));
     }
     let plans = request.plan()?;
+    if let Some(file) = page_file {
+        page::write(file, &request, &plans)?;
+    }
     if args.json {
         return print_json(&Explained::new(plans.world(), plans.checks(), request.predicted_s));
     }

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use kyklos::backend::wgpu::{KernelChoice, TuningEntry, WgpuBackend, WgpuOptions};
+use kyklos::machine::can_load_drivers;
 
 pub(crate) use self::args::TuneArgs;
 use self::case::{Case, cases};
@@ -78,10 +79,13 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
         return Err(one_kernel(kind));
     }
     if BackendKind::Wgpu.devices().is_empty() {
-        return Err(Failure::run(
+        return Err(Failure::run(if can_load_drivers() {
             "nothing to tune: no Vulkan, Metal or DX12 driver was found, and the cpu has one kernel: install the \
-             GPU's driver",
-        ));
+             GPU's driver"
+        } else {
+            "nothing to tune: this program is static (musl), which loads no driver, and the cpu has one kernel: use a \
+             build for glibc"
+        }));
     }
     match devices::choose(&[request], 0)? {
         DeviceId { kind: BackendKind::Wgpu, index } => Ok(index),

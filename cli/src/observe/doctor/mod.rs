@@ -2,6 +2,7 @@
 
 mod diagnose;
 mod messages;
+mod page;
 pub(crate) mod read;
 mod slowness;
 mod waits;

@@ -8,6 +8,7 @@ mod library;
 mod placements;
 mod requests;
 mod sessions;
+mod shares;
 mod sites;
 
 use std::path::Path;
@@ -40,6 +41,10 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ),
     (
         "rank {rank} describes its cache in a form that this release does not know",
+        "a group of ranks with different releases",
+    ),
+    (
+        "rank {rank} describes its device in a form that this release does not know",
         "a group of ranks with different releases",
     ),
     ("a rank whose keys have no rows for its tokens", "a group of ranks with different releases"),
@@ -155,6 +160,7 @@ fn the_index_of_errors_is_complete_and_as_printed() {
         .chain(placements::refusals())
         .chain(bias::refusals())
         .chain(sessions::refusals())
+        .chain(shares::refusals())
         .chain(caches::refusals())
     {
         line(&mut out, &entry);

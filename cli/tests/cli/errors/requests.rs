@@ -89,6 +89,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --ranks 2 --split 1", "One weight for each rank."),
             ("@ --ranks 2 --split 0,0", "At least one weight must be above 0."),
             ("@ --ranks 2 --split 1,x", "A weight is not a number."),
+            ("plan --shape 1,64,8,2,64 --ranks 2 --split auto", "Only attend measures devices."),
             ("@ --ranks 2 --tokens 30,30", "Exact counts add up to all tokens."),
             (
                 "attend --input DIR/cross --ranks 2 --tokens 4,4",
@@ -201,10 +202,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("attend --input DIR/sinks-nan", "A sink must be a finite logit."),
             ("attend --input DIR/mask-and-bias", "A bias can also hide keys."),
             ("attend --input DIR/bias-dtype", "A bias is added to logits of q's dtype."),
-            (
-                "attend --input DIR/mask-shape",
-                "Rows are queries, or one row for all of them; columns are keys.",
-            ),
+            ("attend --input DIR/mask-shape", "Rows are queries, or one row for all; columns are keys."),
             ("attend --input DIR/bias-shape", "Two extents are queries, or 1, and keys."),
             ("attend --input DIR/mask-batch", "One for each batch entry, or one for all."),
         ],
@@ -216,6 +214,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --output /", "A folder cannot be the output file."),
             ("@ --output /dev/null", "Only a regular file is replaced."),
             ("attend --input DIR/good --output DIR/good", "The result would destroy its input."),
+            ("@ --report page-{rank}.html", "Rank 0 writes one page."),
             ("@ --record DIR/good/records", "The folder cannot be created."),
             (
                 "RANK=0 WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 @ --metrics 127.0.0.1:65535",

@@ -1,0 +1,110 @@
+//! The page of `--report` for a call that was run: what rank 0 has of all ranks.
+
+use kyklos::machine::memory_bytes;
+use kyklos::simulate::simulate;
+use kyklos_transport::Rank;
+
+use super::call::Job;
+use super::report::{RankNote, Summary, facts};
+use crate::failure::Result;
+use crate::observe::page::model::{Budget, Origin, Page, RankFigures, Timeline, TimelineRow, Times};
+use crate::observe::page::target::PageFile;
+use crate::observe::page::units::seconds;
+use crate::observe::page::{html, number, page_of_plans};
+
+/// What rank 0 needs for the page.
+#[derive(Debug)]
+pub(super) struct PageParts {
+    pub(super) file: PageFile,
+    /// By rank.
+    pub(super) rows: Vec<TimelineRow>,
+}
+
+impl Job {
+    /// Writes the page and gives it its name.
+    pub(super) fn write_page(&self, parts: PageParts, summary: &Summary) -> Result<()> {
+        let PageParts { file, rows } = parts;
+        file.write(&html(&self.page(rows, summary)?))
+    }
+
+    fn page(&self, rows: Vec<TimelineRow>, summary: &Summary) -> Result<Page> {
+        let request = &self.agreed.request;
+        let members = &self.agreed.members;
+        let mut page = page_of_plans(&self.agreed.plans, members);
+        for (rank, note) in page.ranks.iter_mut().zip(&summary.ranks) {
+            self.measured(rank, note);
+        }
+        self.predict(&mut page);
+        let in_first_group = |row: TimelineRow| TimelineRow {
+            waited_for: row.waited_for.iter().map(|(rank, ns)| (number(members, *rank), *ns)).collect(),
+            ..row
+        };
+        Ok(Page {
+            origin: Origin::Measured,
+            title: format!("Attention by {} on {} ranks", request.strategy, page.ranks.len()),
+            alerts: alerts(summary),
+            facts: facts(request),
+            wall_s: Some(summary.wall_s),
+            predicted_s: request.predicted_s,
+            timeline: Some(Timeline { rows: rows.into_iter().map(in_first_group).collect() }),
+            json: summary.json(request)?,
+            ..page
+        })
+    }
+
+    fn measured(&self, rank: &mut RankFigures, note: &RankNote) {
+        let figures = &note.figures;
+        rank.device = note.device.label();
+        rank.times = Some(Times {
+            compute_s: figures.compute_s,
+            wait_s: figures.wait_s,
+            copy_s: figures.copy_s,
+            wall_s: note.wall_s,
+        });
+        rank.bytes_sent = figures.bytes_sent;
+        rank.messages_sent = figures.messages_sent;
+        rank.peak_bytes = figures.peak_bytes;
+        let all_here = self.runs.ranks_here >= self.world().mesh.world();
+        if all_here && matches!(&note.device.class[..], "cpu" | "software-gpu") {
+            let shared_by = self.world().mesh.world();
+            rank.budget = memory_bytes().map(|bytes| Budget { bytes, shared_by });
+        }
+    }
+
+    /// Adds what the description of the devices predicts, if there is one.
+    fn predict(&self, page: &mut Page) {
+        let Some(cluster) = &self.agreed.request.cluster else { return };
+        let prediction = match simulate(self.world(), cluster) {
+            Ok(prediction) if prediction.ranks.len() == page.ranks.len() => prediction,
+            _ => return,
+        };
+        for (rank, predicted) in page.ranks.iter_mut().zip(&prediction.ranks) {
+            rank.predicted = Some(Times {
+                compute_s: seconds(predicted.compute_ns),
+                wait_s: seconds(predicted.wait_ns),
+                copy_s: seconds(predicted.copy_ns),
+                wall_s: seconds(predicted.finish_ns),
+            });
+            let described = cluster.kind_and_memory(predicted.device).and_then(|(_, memory)| memory);
+            if let (None, Some(bytes)) = (rank.budget, described) {
+                rank.budget = Some(Budget { bytes, shared_by: 1 });
+            }
+        }
+    }
+}
+
+fn alerts(summary: &Summary) -> Vec<String> {
+    let mut alerts = Vec::new();
+    if let Some(failure) = summary.verdict.as_ref().and_then(|verdict| verdict.failure.as_ref()) {
+        alerts.push(format!("the result is wrong: {failure}"));
+    }
+    if let Some(missing) = &summary.missing {
+        let members: Vec<String> = missing.members.iter().map(|rank| Rank(*rank).to_string()).collect();
+        alerts.push(format!(
+            "ranks were lost: the output rows of queries {} are missing; ranks {} completed the call",
+            missing.queries,
+            members.join(", ")
+        ));
+    }
+    alerts
+}

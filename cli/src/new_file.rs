@@ -1,0 +1,83 @@
+//! A file that gets its name when it is complete. Until then it has a temporary name in the same folder.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use crate::failure::{Failure, Result};
+use crate::interrupt::Doomed;
+
+/// An incomplete file; dropped, it is removed.
+#[derive(Debug)]
+pub(crate) struct NewFile {
+    target: PathBuf,
+    file: tempfile::NamedTempFile,
+    _doomed: Doomed,
+}
+
+impl NewFile {
+    /// Creates the file that will replace `target`.
+    pub(crate) fn create(target: &Path) -> Result<Self> {
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".kyklos-").suffix(".part");
+        // The user's umask decides, as for any other program.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let file = builder.tempfile_in(folder_of(target));
+        let file = file.map_err(|error| Failure::file("write", target, &error))?;
+        let doomed = Doomed::file(file.path());
+        Ok(Self { target: target.to_owned(), file, _doomed: doomed })
+    }
+
+    pub(crate) fn as_file(&self) -> &File {
+        self.file.as_file()
+    }
+
+    /// The failure of an operation on the file.
+    pub(crate) fn cannot_write(&self, error: &std::io::Error) -> Failure {
+        Failure::file("write", &self.target, error)
+    }
+
+    /// Waits until the bytes are on the disk.
+    pub(crate) fn sync(&self) -> Result<()> {
+        self.as_file().sync_all().map_err(|error| self.cannot_write(&error))
+    }
+
+    /// Gives the complete file its final name, which then also survives a loss of power.
+    pub(crate) fn commit(self) -> Result<()> {
+        self.sync()?;
+        let Self { target, file, .. } = self;
+        file.persist(&target).map_err(|error| Failure::file("write", &target, &error.error))?;
+        // Windows opens no folders as files, and keeps names by itself.
+        #[cfg(unix)]
+        File::open(folder_of(&target))
+            .and_then(|folder| folder.sync_all())
+            .map_err(|error| Failure::file("write", &target, &error))?;
+        Ok(())
+    }
+}
+
+/// Refuses a name that no finished file can replace; `option` names it.
+pub(crate) fn check_name(option: &str, path: &Path, example: &str) -> Result<()> {
+    if path.is_dir() || path.file_name().is_none() {
+        return Err(Failure::request(
+            format!("{option} {} is no file name", path.display()),
+            format!("name a file, such as {example}"),
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses to replace what is not a regular file: a pipe or a device.
+pub(crate) fn check_replaced(option: &str, path: &Path) -> Result<()> {
+    if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+        return Err(Failure::request(
+            format!("{option} would replace {}, which is not a regular file", path.display()),
+            "name another file",
+        ));
+    }
+    Ok(())
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
+}

@@ -1,0 +1,46 @@
+//! HTML and SVG of a page. Sizes are percentages or CSS pixels, so that pictures fit every width and text is never scaled.
+
+mod figures;
+mod frame;
+mod mask;
+mod memory;
+mod prediction;
+mod timeline;
+mod traffic;
+
+use self::frame::document;
+use super::model::{Origin, Page};
+use super::words::summary;
+
+/// For pages of other commands.
+pub(crate) mod parts {
+    pub(crate) use super::frame::{
+        Head, Section, counted, document, exact, numbers, percentage, scrolled, swatch,
+    };
+    pub(crate) use super::traffic::section as traffic_section;
+}
+
+/// The page as one file.
+pub(crate) fn html(page: &Page) -> String {
+    let badge = match page.origin {
+        Origin::Measured => "measured",
+        Origin::Predicted => "predicted: nothing was run",
+    };
+    let sections = [
+        Some(mask::section(page)),
+        Some(timeline::section(page)),
+        Some(figures::section(page)),
+        Some(traffic::section(page)),
+        Some(memory::section(page)),
+        prediction::section(page),
+        frame::raw(&page.json),
+    ];
+    let head = frame::Head {
+        title: &page.title,
+        badge,
+        summary: &summary(page),
+        alerts: &page.alerts,
+        facts: &page.facts,
+    };
+    document(&head, sections.into_iter().flatten().collect())
+}
