@@ -7,6 +7,7 @@ use bytes::Bytes;
 use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
+use kyklos::simulate::{Candidate, Capacity, Shares};
 use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy, plan_world,
 };
@@ -35,21 +36,15 @@ pub(crate) struct Output {
 }
 
 impl Call {
-    /// A causal call that takes the devices about half a second together. Tokens are shared by `gflops`, which has
-    /// the measured speed of each rank's device.
-    pub(crate) fn new(gflops: &[f64]) -> Result<Self> {
-        let problem = problem(tokens_for(gflops.iter().sum()), Dtype::F32, Mask::causal())?;
-        let mesh = Mesh::new(1, u32::try_from(gflops.len())?)?;
+    /// A causal call that takes the devices about half a second together. Tokens are shared by what each rank's device can do.
+    pub(crate) fn new(capacities: &[Capacity]) -> Result<Self> {
+        let problem = problem(tokens_for(capacities.iter().map(gflops).sum()), Dtype::F32, Mask::causal())?;
+        let mesh = Mesh::new(1, u32::try_from(capacities.len())?)?;
         // Zigzag: every rank gets early and late tokens, so that the causal mask leaves no rank idle.
-        let split = Split::Weights(gflops.to_vec());
-        let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &split, Strategy::of_mesh(mesh))?;
+        let (strategy, placement) = (Strategy::of_mesh(mesh), PlacementKind::Zigzag);
+        let shares = Shares::level(&problem, Candidate { strategy, mesh, placement }, capacities, None)?;
+        let world = plan_world(&problem, mesh, placement, &shares.split, strategy)?;
         Ok(Self { tensors: tensors(&problem), world })
-    }
-
-    /// The same heads for a single rank, with another number of tokens.
-    pub(crate) fn of_one(tokens: u32, dtype: Dtype, mask: Mask) -> Result<Self> {
-        let problem = problem(tokens, dtype, mask)?;
-        Ok(Self { tensors: tensors(&problem), world: world_of_one(&problem)? })
     }
 
     /// One line for the user.
@@ -63,14 +58,6 @@ impl Call {
             problem.head_dim,
             self.world.mesh.world(),
         )
-    }
-
-    /// Floating-point operations without a mask: 2 for each multiply and add of q·k and of p·v.
-    pub(crate) fn flops(&self) -> f64 {
-        let problem = &self.world.problem;
-        4.0 * f64::from(problem.q_len)
-            * f64::from(problem.kv_len)
-            * f64::from(problem.q_heads * problem.head_dim)
     }
 
     /// Runs it with one rank on each device.
@@ -117,7 +104,14 @@ fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a O
     Ok(output)
 }
 
-fn problem(tokens: u32, dtype: Dtype, mask: Mask) -> Result<AttentionProblem> {
+/// A speed as people compare it, in GFLOP/s: 2 operations for each multiply and add of q·k and of p·v.
+#[expect(clippy::cast_precision_loss, reason = "printed without a fraction")]
+pub(crate) fn gflops(capacity: &Capacity) -> f64 {
+    capacity.pairs_per_s as f64 * 4.0 * f64::from(DIM) / 1e9
+}
+
+/// A call of the demonstration's heads.
+pub(crate) fn problem(tokens: u32, dtype: Dtype, mask: Mask) -> Result<AttentionProblem> {
     Ok(AttentionProblem::new([1, tokens, HEADS, KV_HEADS, DIM], dtype, mask)?)
 }
 

@@ -13,10 +13,11 @@ mod verify;
 use std::io::Write;
 use std::process::ExitCode;
 
-use call::Call;
+use call::{Call, gflops};
 use devices::{OneDevice, choose};
 use error::Result;
-use speed::measure_gflops;
+use kyklos::simulate::Capacity;
+use speed::measure;
 
 fn main() -> ExitCode {
     give_a_runtime_folder();
@@ -41,14 +42,15 @@ fn demonstrate(out: &mut dyn Write) -> Result<()> {
     }
     let mut ranks = Vec::new();
     for device in choice.devices {
-        match measure_gflops(&device) {
-            Ok(gflops) => ranks.push((device, gflops)),
+        match measure(&device) {
+            Ok(capacity) => ranks.push((device, capacity)),
             // A broken driver of one device does not end the demonstration on the others.
             Err(error) => writeln!(out, "{device} is left out: {error}")?,
         }
     }
-    let (devices, gflops): (Vec<OneDevice>, Vec<f64>) = ranks.into_iter().unzip();
-    let call = Call::new(&gflops)?;
+    let (devices, capacities): (Vec<OneDevice>, Vec<Capacity>) = ranks.into_iter().unzip();
+    let gflops: Vec<f64> = capacities.iter().map(gflops).collect();
+    let call = Call::new(&capacities)?;
     writeln!(out, "{}", call.description())?;
     out.flush()?;
 

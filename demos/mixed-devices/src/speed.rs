@@ -1,24 +1,16 @@
 //! How fast a device computes attention.
 
-use kyklos::{Dtype, Mask};
+use std::sync::Arc;
 
-use crate::call::Call;
+use kyklos::simulate::Capacity;
+use kyklos::{Dtype, Mask, SystemClock};
+
+use crate::call::problem;
 use crate::devices::OneDevice;
 use crate::error::Result;
 
-/// GFLOP/s that `device` reaches on attention: a growing number of tokens, until a run is long enough to time.
-pub(crate) fn measure_gflops(device: &OneDevice) -> Result<f64> {
-    let mut tokens = FIRST_TOKENS;
-    loop {
-        let call = Call::of_one(tokens, Dtype::F32, Mask::full())?;
-        let wall_s = call.run_alone(device)?.wall_s;
-        if wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
-            return Ok(call.flops() / wall_s.max(1e-9) / 1e9);
-        }
-        tokens *= 2;
-    }
+/// What `device` can do with calls like those of this demonstration.
+pub(crate) fn measure(device: &OneDevice) -> Result<Capacity> {
+    let like = problem(1, Dtype::F32, Mask::full())?;
+    Ok(pollster::block_on(Capacity::measure(&device.device, &like, Arc::new(SystemClock::new())))?)
 }
-
-const FIRST_TOKENS: u32 = 512;
-const LAST_TOKENS: u32 = 8192;
-const LONG_ENOUGH_S: f64 = 0.03;

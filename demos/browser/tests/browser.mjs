@@ -1,0 +1,48 @@
+// What the checks of the pages share: a server of static files, a browser, and a list of claims.
+import { createServer } from "node:http";
+import { readFile } from "node:fs/promises";
+import { basename, extname, join } from "node:path";
+import { pathToFileURL } from "node:url";
+
+const TYPES = {
+  ".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm",
+};
+
+/// The files of `folder` on loopback.
+export async function serve(folder) {
+  const server = createServer(async (request, response) => {
+    const name = basename(new URL(request.url, "http://localhost").pathname) || "index.html";
+    try {
+      const body = await readFile(join(folder, name));
+      response.writeHead(200, { "content-type": TYPES[extname(name)] ?? "application/octet-stream" }).end(body);
+    } catch {
+      response.writeHead(404).end();
+    }
+  });
+  await new Promise((ready) => server.listen(0, "127.0.0.1", ready));
+  return { origin: `http://127.0.0.1:${server.address().port}`, close: () => server.close() };
+}
+
+/// Headless Chromium with WebGPU on its software adapter.
+export async function launch(playwright, executablePath) {
+  const { chromium } = (await import(pathToFileURL(join(playwright, "index.js")))).default;
+  return chromium.launch({
+    executablePath,
+    args: ["--enable-unsafe-webgpu", "--disable-background-networking", "--disable-component-update", "--no-first-run"],
+    chromiumSandbox: process.getuid?.() !== 0,
+  });
+}
+
+/// Runs `[claim, check]` one after the other; gives the number of those that failed.
+export async function run(checks) {
+  let failed = 0;
+  for (const [claim, check] of checks) {
+    const start = performance.now();
+    let fault = null;
+    await check().catch((error) => { fault = error; });
+    failed += fault ? 1 : 0;
+    console.log(`${fault ? "FAILED" : "ok    "} ${claim} [${((performance.now() - start) / 1000).toFixed(1)} s]`);
+    if (fault) console.log(`       ${fault.message}`);
+  }
+  return failed;
+}
