@@ -175,7 +175,7 @@ impl LongJob {
             if let Some(status) = self.launch.try_wait().unwrap() {
                 break status;
             }
-            if started.elapsed() > Duration::from_secs(60) {
+            if started.elapsed() > Duration::from_secs(120) {
                 self.launch.kill().unwrap();
                 self.launch.wait().unwrap();
                 panic!("the job did not end");
@@ -220,7 +220,7 @@ fn when_one_rank_is_killed_the_others_end_and_name_it() {
     let (code, took, lines) = job.end();
     eprintln!("{}", lines.join("\n"));
     assert_eq!(code, Some(1));
-    assert!(took < Duration::from_secs(10), "{took:?}");
+    assert!(took < Duration::from_secs(60), "{took:?}");
     for rank in [0, 1, 3] {
         let prefix = format!("[{rank}] error: ");
         let line = lines
@@ -242,7 +242,7 @@ fn interrupting_the_launcher_ends_its_processes() {
     signal("-INT", job.launch.id());
     let (code, took, _) = job.end();
     assert_eq!(code, Some(130));
-    assert!(took < Duration::from_secs(10), "{took:?}");
+    assert!(took < Duration::from_secs(60), "{took:?}");
 }
 
 #[test]

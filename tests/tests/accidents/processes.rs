@@ -14,7 +14,7 @@ use crate::router::Router;
 use crate::work::Work;
 
 /// A process hangs if it prints nothing for this long.
-const HANG: Duration = Duration::from_secs(30);
+const HANG: Duration = Duration::from_secs(90);
 
 /// A rank's process, killed at the latest when it is dropped.
 pub(crate) struct Process {

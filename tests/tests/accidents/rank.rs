@@ -25,7 +25,7 @@ pub(crate) const MARK: &str = "> ";
 const RUNS: u64 = 2;
 
 /// How long survivors may take to form a group again.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The address of a rank's group, and the rank's work in it.
 #[derive(Clone, Debug, PartialEq)]
@@ -124,7 +124,7 @@ fn obey(folder: &Path, device: &Device, order: &Order) {
     let config = QuicConfig {
         epoch: order.epoch,
         bind: order.bind,
-        connect_deadline: Duration::from_secs(20),
+        connect_deadline: PATIENCE,
         link: order.link.settings(),
         ..QuicConfig::new(rank, ranks, job, order.coordinator, identity)
     };

@@ -63,7 +63,7 @@ impl Group {
             assert!(matches!(abort.cause, AbortCause::Failed(_)), "{abort}");
             assert!(abort.to_string().contains(words), "`{words}` is not in: {abort}");
         }
-        assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+        assert!(started.elapsed() < LONG / 2, "{:?}", started.elapsed());
     }
 
     /// The honest ranks still exchange messages.
@@ -134,7 +134,7 @@ fn a_rank_that_never_reads_is_named_at_the_deadline_and_costs_its_senders_nothin
         assert_eq!((pending.peer, pending.operation), (HOSTILE, "send"), "{error}");
         assert!(error.to_string().contains("rank 2"), "{error}");
     }
-    assert!(started.elapsed() < patience + Duration::from_secs(3), "{:?}", started.elapsed());
+    assert!(started.elapsed() < patience + LONG / 2, "{:?}", started.elapsed());
     let after = resident_kib().saturating_sub(before);
     println!("KiB while it does not read: {took}, after: {after}");
     assert!(took.max(after) < 160 << 10, "{took} KiB, then {after} KiB for one that does not read");

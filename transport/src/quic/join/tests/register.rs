@@ -117,7 +117,7 @@ fn guesses_by_the_hundred_thousand_are_cheap_and_give_nothing() {
         looked_at += u32::from(code == RejectCode::Token);
     }
     assert_eq!(looked_at, 16 * 16, "of 100,000 wrong tokens in no time");
-    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(60), "{:?}", started.elapsed());
     // An applicant from another network is admitted during this time.
     let proof = asking.invitation.token().secret.prove(&[7; 32]);
     let visit = asking.visit(99);
