@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Builds demos/browser and checks it in headless Chromium: right results for 1 to 3 ranks, the bytes that they send, no
-# request to another origin, the words where WebGPU is missing, and a wrong result, which must be seen.
-# Takes about half a minute, and needs what scripts/test-browser.sh installs. KYKLOS_CHROMIUM names another Chromium.
+# Checks demos/browser in headless Chromium. scripts/test-browser-page.sh [FOLDER FOR SCREENSHOTS]
+# The page: right results for 1 to 3 ranks, the bytes that they send, no request to another origin, the words where WebGPU
+# is missing, and a wrong result, which must be seen. Tabs as devices of `kyklos attend`: exact with one and two tabs beside two
+# native ranks, and a tab that is closed, frozen, killed, uninvited or old. Builds pages and program, and installs what is
+# missing (scripts/browser-tools.sh). Four minutes on two cores, once all is built.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-playwright=target/tools/playwright/node_modules/playwright-core
-[ -d "$playwright" ] || {
-    echo "test-browser-page: playwright-core is missing; scripts/test-browser.sh installs it" >&2
-    exit 1
-}
-chromium=$(command -v "${KYKLOS_CHROMIUM:-chromium}") || {
-    echo "test-browser-page: there is no ${KYKLOS_CHROMIUM:-chromium}; name one in KYKLOS_CHROMIUM" >&2
-    exit 1
-}
-demos/browser/build.sh
-timeout --kill-after=20 300 node demos/browser/tests/run.mjs target/demos/browser-page "$playwright" "$chromium" "$@"
+. scripts/browser-tools.sh
+pages=$PWD/target/demos/browser-page
+program=${CARGO_TARGET_DIR:-target}/release/kyklos
+
+find_chromium
+install_playwright
+demos/browser/build.sh "$pages"
+cargo build --quiet --release -p kyklos-cli
+[ $# = 0 ] || mkdir -p "$1"
+core=$playwright/node_modules/playwright-core
+timeout --kill-after=20 300 node demos/browser/tests/run.mjs "$pages" "$core" "$KYKLOS_CHROMIUM" "$@"
+timeout --kill-after=20 900 node demos/browser/tests/tab.mjs "$pages" "$core" "$KYKLOS_CHROMIUM" "$program" "$@"

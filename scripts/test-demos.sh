@@ -24,5 +24,5 @@ CARGO_TARGET_DIR=$PWD/target demos/two-machines/run.sh | grep '^verified'
 echo "== long-context"
 CARGO_TARGET_DIR=$PWD/target cargo run --release -q -p long-context -- 5000 | grep '^exact'
 echo "== browser"
-scripts/test-browser-page.sh
+CARGO_TARGET_DIR=$PWD/target scripts/test-browser-page.sh
 echo "test-demos: passed in $SECONDS s"

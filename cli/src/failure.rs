@@ -14,6 +14,8 @@ pub(crate) struct Failure {
     pub(crate) text: String,
     /// Another rank is, or may be, the cause.
     pub(crate) of_group: bool,
+    /// The device of this rank has failed.
+    pub(crate) of_device: bool,
 }
 
 /// The result type of this program.
@@ -22,12 +24,12 @@ pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 impl Failure {
     /// The run failed.
     pub(crate) fn run(text: impl Into<String>) -> Self {
-        Self { exit: 1, text: text.into(), of_group: false }
+        Self { exit: 1, text: text.into(), of_group: false, of_device: false }
     }
 
     /// The request is wrong: the mismatch, and a request that would work.
     pub(crate) fn request(mismatch: impl fmt::Display, remedy: impl fmt::Display) -> Self {
-        Self { exit: 2, text: format!("{mismatch}: {remedy}"), of_group: false }
+        Self { exit: 2, text: format!("{mismatch}: {remedy}"), of_group: false, of_device: false }
     }
 
     /// The file `path` cannot be opened, read or written.
@@ -39,10 +41,11 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let of_group = matches!(error, Error::Group { .. } | Error::Transport(_));
+        let of_device = matches!(error, Error::Device { .. });
         let exit = exit_code(&error);
         let text = in_options(error).to_string();
         // An error of the group quotes other ranks. It has one line.
-        Self { exit, text: if of_group { harmless(&text) } else { text }, of_group }
+        Self { exit, text: if of_group { harmless(&text) } else { text }, of_group, of_device }
     }
 }
 

@@ -18,6 +18,10 @@ mod frame;
 mod link;
 #[cfg(feature = "loopback")]
 mod loopback;
+#[cfg(feature = "native")]
+#[doc(hidden)]
+#[allow(clippy::missing_panics_doc, clippy::unwrap_used, reason = "for tests")]
+pub mod native;
 mod protocol;
 #[cfg(feature = "server")]
 mod server;

@@ -5,6 +5,7 @@ mod invitations;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
 use kyklos::{Error, Result};
@@ -29,9 +30,13 @@ pub struct TabServerOptions {
     pub page: String,
 }
 
-/// Lets browser tabs in over WebTransport, each by a link that works once. A thread does the work; it ends with the process.
+/// Lets browser tabs in over WebTransport, each by a link that works once. A thread does the work. Dropping this waits, at most
+/// 4 s, until tabs whose devices are dropped know that the work is over; the others lose their connection.
 #[derive(Debug)]
 pub struct TabServer {
+    /// Its end stops the thread.
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
     invitations: Arc<Invitations>,
     /// The page, the addresses and the hash of the certificate.
     link: String,
@@ -58,6 +63,7 @@ impl TabServer {
         let (told, started) = oneshot::channel();
         let invitations = Arc::new(Invitations::default());
         let (shared, bind) = (invitations.clone(), *bind);
+        let (stop, stops) = oneshot::channel();
         let serve = move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let runtime = match runtime {
@@ -72,13 +78,14 @@ impl TabServer {
                 match Endpoint::server(config) {
                     Ok(endpoint) => {
                         let _ = told.send(endpoint.local_addr().map_err(|error| failed(&error)));
-                        accept(endpoint, shared).await;
+                        accept(endpoint, shared, stops).await;
                     }
                     Err(error) => drop(told.send(Err(failed(&error)))),
                 }
             });
         };
-        std::thread::Builder::new().name("tabs".to_owned()).spawn(serve).map_err(|error| failed(&error))?;
+        let thread = std::thread::Builder::new().name("tabs".to_owned()).spawn(serve);
+        let thread = thread.map_err(|error| failed(&error))?;
         let local = started.blocking_recv().map_err(|error| failed(&error))??;
         let with_port = |address: &SocketAddr| {
             let port = if address.port() == 0 { local.port() } else { address.port() };
@@ -86,7 +93,7 @@ impl TabServer {
         };
         let addresses = addresses.iter().map(with_port).collect::<Vec<_>>().join(",");
         let link = format!("{page}#v={}&at={addresses}&cert={hash}", crate::VERSION);
-        Ok(Self { invitations, link })
+        Ok(Self { stop: Some(stop), thread: Some(thread), invitations, link })
     }
 
     /// A link for one tab.
@@ -95,6 +102,15 @@ impl TabServer {
     /// [`Error::Device`] if the system has no random numbers.
     pub fn invite(&self) -> Result<Invitation> {
         Invitation::new(&self.invitations, &self.link)
+    }
+}
+
+impl Drop for TabServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
     }
 }
 

@@ -20,7 +20,15 @@ const CRATES: [(&str, &[&str]); 14] = [
     ("tests", &[]),
     (
         "cli",
-        &["kyklos", "kyklos-shaders", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-tab", "kyklos-oracle"],
+        &[
+            "kyklos",
+            "kyklos-shaders",
+            "kyklos-transport",
+            "kyklos-cuda",
+            "kyklos-launch",
+            "kyklos-tab",
+            "kyklos-oracle",
+        ],
     ),
     ("python", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch"]),
     ("demos", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-tab", "kyklos-oracle"]),

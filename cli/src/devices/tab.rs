@@ -49,19 +49,19 @@ impl ListItem for TabAddress {
 }
 
 impl TabArgs {
-    /// Lets tabs in from now on. `are_used`: whether a rank here has a tab as its device.
-    pub(crate) fn prepare(&self, are_used: bool, patience: Duration) -> Result<()> {
-        if !are_used {
-            let given =
-                [("--tab-page", self.tab_page.is_some()), ("--tab-address", self.tab_address.is_some())];
-            return match given.into_iter().find(|(_, given)| *given) {
-                Some((option, _)) => Err(Failure::request(
-                    format!("{option} without a tab"),
-                    "add --device tab, or leave it away",
-                )),
-                None => Ok(()),
-            };
+    /// Refuses options that no rank needs.
+    pub(crate) fn refuse_without_tabs(&self) -> Result<()> {
+        let given = [("--tab-page", self.tab_page.is_some()), ("--tab-address", self.tab_address.is_some())];
+        match given.into_iter().find(|(_, given)| *given) {
+            Some((option, _)) => {
+                Err(Failure::request(format!("{option} without a tab"), "add --device tab, or leave it away"))
+            }
+            None => Ok(()),
         }
+    }
+
+    /// Lets tabs in from now on.
+    pub(crate) fn let_in(&self, patience: Duration) -> Result<()> {
         let addresses: Vec<SocketAddr> = match &self.tab_address {
             Some(List(addresses)) => addresses.iter().map(|TabAddress(address)| *address).collect(),
             None => vec![SocketAddr::from((Ipv4Addr::LOCALHOST, 0))],
@@ -85,6 +85,11 @@ fn bind(addresses: &[SocketAddr]) -> SocketAddr {
         _ if addresses.iter().all(SocketAddr::is_ipv4) => SocketAddr::from((Ipv4Addr::UNSPECIFIED, port)),
         _ => SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)),
     }
+}
+
+/// Tells the tabs of devices that are dropped that the work is over. Lets no tab in after this.
+pub(crate) fn say_goodbye() {
+    drop(HOST.lock().unwrap_or_else(PoisonError::into_inner).take());
 }
 
 /// Lets the tabs of this process in.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kyklos::Survivors;
 use kyklos_transport::{
-    Abort, AbortCause, Rank, Reformed, RefusalReason, Regroup, Transport, TransportError, Vote,
+    Abort, AbortCause, Progress, Rank, Reformed, RefusalReason, Regroup, Transport, TransportError, Vote,
 };
 
 use crate::failure::{Failure, Result, note};
@@ -52,6 +52,15 @@ impl GroupLoss {
         let who = on_loss.next_group(patience).unwrap_or(Regroup::Survivors);
         pollster::block_on(transport.reform(who, patience))
             .map_err(|error| Failure { text: format!("{}; {error}", self.abort), ..error.into() })
+    }
+
+    /// Ends the group of a rank whose device has failed, such as a browser tab that was closed. Without this the other ranks know
+    /// of a refusal only, and end too.
+    pub(crate) fn cause(policy: LossPolicy, transport: &dyn Transport, failure: &Failure) {
+        if policy.on_loss != OnLoss::Stop && failure.of_device {
+            let cause = AbortCause::Failed(failure.text.clone());
+            transport.abort(Abort { culprit: transport.rank(), cause, progress: Progress::default() });
+        }
     }
 
     /// Reports the loss and the next group on standard error.

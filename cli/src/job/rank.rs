@@ -150,7 +150,7 @@ fn finish(
         .open_files(transport.rank())
         .map_err(|failure| job.give_up(&**transport, failure))
         .and_then(|files| job.deliver(transport, session.device(), computed, files))
-        .map(|done| RankDone { lacks: Some(lacks), ..done });
+        .map(|done| RankDone { lacks, ..done });
     flight.ended(&result);
     result
 }
@@ -225,15 +225,15 @@ impl Job {
     }
 
     /// Names the rows that are missing because ranks were lost.
-    fn lacks(&self) -> Failure {
+    fn lacks(&self) -> Option<Failure> {
         let queries = &self.world().lost.queries;
-        Failure {
+        (!queries.is_empty()).then(|| Failure {
             exit: EXIT_LACKS,
             ..Failure::run(format!(
                 "the output rows of queries {queries} are missing, their ranks were lost; the other {} rows are over all keys",
                 self.world().problem.q_len as usize - queries.len()
             ))
-        }
+        })
     }
 
     fn compute(&self, session: &mut Session, inputs: &mut Inputs<DeviceBuffer>) -> Result<Computed> {

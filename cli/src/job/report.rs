@@ -143,10 +143,12 @@ impl Summary {
         }
         if let Some(MissingRows { members, queries }) = &self.missing {
             let members: Vec<String> = members.iter().map(u32::to_string).collect();
-            out.push_str(&format!(
-                "lost       the output rows of queries {queries} are missing; the survivors were ranks {}\n",
-                members.join(", ")
-            ));
+            let rows = match queries.is_empty() {
+                true => "no output row".to_owned(),
+                false => format!("the output rows of queries {queries}"),
+            };
+            let members = members.join(", ");
+            out.push_str(&format!("lost       {rows}; the survivors were ranks {members}\n"));
         }
         if let Some(verdict) = &self.verdict {
             out.push_str(&verdict_line(verdict));

@@ -31,8 +31,8 @@ pub(crate) struct ProblemArgs {
     #[arg(long, value_name = "KIND", default_value = "auto", help = placement_help(), long_help = placement_long_help())]
     pub(crate) placement: OrAuto<PlacementKind>,
     /// Share the tokens by weight, one weight for each rank. With `work:` the weights share the visible (query, key) pairs.
-    /// auto: by the speed of the devices, measured or from --hardware [default: auto where devices differ, else evenly]
-    #[arg(long, value_name = "auto|[work:]W,W,…", conflicts_with_all = ["tokens", "q_tokens"])]
+    /// auto: by the speed of the devices, measured or from --hardware [default: auto where devices differ, else even]
+    #[arg(long, value_name = "auto|even|[work:]W,W,…", conflicts_with_all = ["tokens", "q_tokens"])]
     pub(crate) split: Option<SplitName>,
     /// Give each rank this exact number of tokens, where there are as many queries as keys
     #[arg(long, value_name = "N,N,…", conflicts_with = "q_tokens")]

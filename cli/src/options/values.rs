@@ -17,6 +17,8 @@ use crate::devices::DeviceRequest;
 pub(crate) enum SplitName {
     /// By the speed of the devices, where they differ.
     Auto,
+    /// Also where the devices differ.
+    Even,
     Tokens(List<f64>),
     Work(List<f64>),
 }
@@ -28,6 +30,7 @@ impl FromStr for SplitName {
         match text.strip_prefix("work:") {
             Some(weights) => weights.parse().map(Self::Work),
             None if text == "auto" => Ok(Self::Auto),
+            None if text == "even" => Ok(Self::Even),
             None => text.parse().map(Self::Tokens),
         }
     }

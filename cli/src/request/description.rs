@@ -31,6 +31,7 @@ pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
         exit: 2,
         text: format!("{plural} refused, of {candidates} the first one because: {first}"),
         of_group: false,
+        of_device: false,
     }
 }
 

@@ -39,7 +39,7 @@ impl Job {
         });
         let mut pids = vec![0; ranks];
         while pids.contains(&0) {
-            let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+            let line = lines.recv_timeout(Duration::from_secs(180)).unwrap();
             let Ok(event) = serde_json::from_str::<serde_json::Value>(&line) else { panic!("{line}") };
             if event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")) {
                 pids[event["rank"].as_u64().unwrap() as usize] = event["pid"].as_u64().unwrap() as u32;
@@ -55,7 +55,7 @@ impl Job {
             if let Some(status) = self.launch.try_wait().unwrap() {
                 break Some(status);
             }
-            if started.elapsed() > Duration::from_secs(90) {
+            if started.elapsed() > Duration::from_secs(180) {
                 break None;
             }
             std::thread::sleep(Duration::from_millis(20));

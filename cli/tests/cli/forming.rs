@@ -20,7 +20,7 @@ fn the_group_forms_without(victim: u32) {
     children[victim as usize] = cluster.start(victim, &format!("{attend} --rejoin"), "");
     std::thread::sleep(Duration::from_secs(1));
     children.push(cluster.start(2, &attend, ""));
-    let outputs: Vec<_> = children.into_iter().map(|child| finish(child, Duration::from_secs(90))).collect();
+    let outputs: Vec<_> = children.into_iter().map(|child| finish(child, Duration::from_secs(180))).collect();
     outputs.iter().for_each(succeeds);
     let json = json(&outputs[0]);
     assert_eq!(json["ranks"], 3);

@@ -155,7 +155,7 @@ impl LongJob {
         let mut pids = [0; 4];
         let mut notes = Vec::new();
         while pids.contains(&0) {
-            let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+            let line = lines.recv_timeout(Duration::from_secs(180)).unwrap();
             if !line.starts_with('{') {
                 notes.push(line);
                 continue;

@@ -23,5 +23,6 @@ mod report;
 mod requests;
 mod shares;
 mod support;
+mod tab;
 mod table;
 mod tokens;

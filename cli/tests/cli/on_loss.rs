@@ -68,7 +68,7 @@ fn killed_in_block(
     let mut pids = vec![0; ranks.parse().unwrap()];
     let mut blocks = vec![0; pids.len()];
     while blocks.iter().any(|begun| *begun < block) || victims.iter().any(|victim| pids[*victim] == 0) {
-        let line = lines.recv_timeout(Duration::from_secs(60)).unwrap();
+        let line = lines.recv_timeout(Duration::from_secs(180)).unwrap();
         let Ok(event) = serde_json::from_str::<serde_json::Value>(&line) else { panic!("{line}") };
         let rank = event["rank"].as_u64().unwrap() as usize;
         pids[rank] = event["pid"].as_u64().unwrap() as u32;
@@ -83,7 +83,7 @@ fn killed_in_block(
         if let Some(status) = launch.try_wait().unwrap() {
             break status;
         }
-        if started.elapsed() > Duration::from_secs(100) {
+        if started.elapsed() > Duration::from_secs(180) {
             launch.kill().unwrap();
             launch.wait().unwrap();
             panic!(

@@ -29,7 +29,7 @@ fn ranks_with_unlike_devices_measure_them_and_ranks_with_equal_ones_do_not() {
     for (threads, differ) in threads.into_iter().zip([true, false]) {
         let children: Vec<_> = (0..3).map(|rank| cluster.start(rank, &attend, &threads(rank))).collect();
         let outputs: Vec<_> =
-            children.into_iter().map(|child| finish(child, std::time::Duration::from_secs(90))).collect();
+            children.into_iter().map(|child| finish(child, std::time::Duration::from_secs(180))).collect();
         outputs.iter().for_each(succeeds);
         let words = "queries are shared by the measured speed of the devices";
         assert!(!stderr(&outputs[1]).contains(words), "only rank 0 tells");

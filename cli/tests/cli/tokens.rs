@@ -49,7 +49,7 @@ impl Hosts {
     fn run(&self, flags: [&str; 3], tokens: [Option<&str>; 3]) -> Vec<Output> {
         let children = (0..3).map(|host| self.start(host, flags[host as usize], tokens[host as usize]));
         let children: Vec<_> = children.collect();
-        children.into_iter().map(|child| finish(child, Duration::from_secs(90))).collect()
+        children.into_iter().map(|child| finish(child, Duration::from_secs(180))).collect()
     }
 }
 
@@ -120,7 +120,7 @@ fn a_launcher_says_the_rank_and_a_token_proves_it_over_tcp_too() {
                 .unwrap()
         })
         .collect();
-    let outputs: Vec<_> = children.into_iter().map(|child| finish(child, Duration::from_secs(90))).collect();
+    let outputs: Vec<_> = children.into_iter().map(|child| finish(child, Duration::from_secs(180))).collect();
     is_right(&outputs);
     assert!(stderr(&outputs[2]).contains("rank 2 of 3"), "{}", stderr(&outputs[2]));
 }

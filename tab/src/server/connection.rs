@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use futures_channel::mpsc::UnboundedReceiver;
 use futures_util::StreamExt;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, timeout};
 use wtransport::endpoint::IncomingSession;
 use wtransport::endpoint::endpoint_side::Server;
@@ -23,11 +24,20 @@ use crate::frame::{Decoder, Frame};
 use crate::link::{Link, one_line};
 use crate::protocol::{Command, Hello, Reply};
 
-/// Takes connections for ever.
-pub(super) async fn accept(endpoint: Endpoint<Server>, invitations: Arc<Invitations>) {
+/// Takes connections until `stops`. Then waits for tabs that are told of the end.
+pub(super) async fn accept(
+    endpoint: Endpoint<Server>,
+    invitations: Arc<Invitations>,
+    mut stops: oneshot::Receiver<()>,
+) {
     let strangers = Arc::new(Strangers::default());
+    // Each tab holds one.
+    let (held, mut ends) = mpsc::channel::<()>(1);
     loop {
-        let incoming = endpoint.accept().await;
+        let incoming = tokio::select! {
+            incoming = endpoint.accept() => incoming,
+            _ = &mut stops => break,
+        };
         // Whoever has not shown that packets reach it gets no memory.
         if !incoming.remote_address_validated() {
             incoming.retry();
@@ -37,15 +47,22 @@ pub(super) async fn accept(endpoint: Endpoint<Server>, invitations: Arc<Invitati
             incoming.refuse();
             continue;
         };
-        let invitations = invitations.clone();
+        let (invitations, held) = (invitations.clone(), held.downgrade());
         tokio::spawn(async move {
             // A stranger that fails is forgotten: it may be anybody.
             if let Ok(Some(tab)) = timeout(HELLO, greet(incoming, &invitations)).await {
                 drop(place);
+                let _held = held.upgrade();
                 tab.run().await;
             }
         });
     }
+    drop(held);
+    let told = async {
+        ends.recv().await;
+        endpoint.wait_idle().await;
+    };
+    let _ = timeout(2 * BYE, told).await;
 }
 
 /// Those that have shown no token yet, by address.

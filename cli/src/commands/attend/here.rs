@@ -65,7 +65,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     }
     let devices =
         (0..world as usize).map(|rank| devices::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
-    tabs(args, &devices)?;
+    tabs(args, &devices, true)?;
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
     metrics::serve(&args.metrics, 0, 0)?;

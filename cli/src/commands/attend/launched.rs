@@ -53,7 +53,7 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
             .and(request)
             .and_then(|request| Prepared::new(args, request, (assignment.local_world, true)))
             .map_err(refuse_all)?;
-        let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin);
+        let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin | OnLoss::FinishOrShrink);
         // Kept for the next group: a browser tab does not come twice.
         let device = device.get_or_insert_with(|| open_device(args, &assignment)).clone();
         // Without its device this rank refuses the call below.
@@ -63,6 +63,7 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
                 Err(failure) => {
                     let loss = begins_again.then(|| GroupLoss::of(&group, &failure)).flatten();
                     let Some(ended) = loss else {
+                        GroupLoss::cause(policy, &**transport, &failure);
                         let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
                         return Err(failure);
                     };
@@ -96,6 +97,9 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
             rank::leave(&job, &group.transport, &done);
             return done?.failure().map_or(Ok(()), Err);
         }
+        if let Err(failure) = &done {
+            GroupLoss::cause(policy, &**transport, failure);
+        }
         let failure = done.as_ref().err().filter(|_| begins_again);
         let Some(ended) = failure.and_then(|failure| GroupLoss::of(&group, failure)) else {
             rank::leave(&job, transport, &done);
@@ -108,7 +112,8 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
 
 fn open_device(args: &AttendArgs, assignment: &Assignment) -> Result<Device> {
     let device = device_of(args, assignment)?;
-    tabs(args, &[device])?;
+    // A cluster file may give other ranks a tab.
+    tabs(args, &[device], assignment.device.is_none())?;
     device.open()
 }
 

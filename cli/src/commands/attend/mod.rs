@@ -11,10 +11,17 @@ pub(crate) use self::args::AttendArgs;
 use self::here::here;
 use self::launched::as_rank;
 pub(crate) use self::prepare::launched_request;
+use crate::devices;
 use crate::failure::{Failure, Result, note};
 
 /// Runs the command.
 pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
+    let done = run(args);
+    devices::say_goodbye();
+    done
+}
+
+fn run(args: &AttendArgs) -> Result<()> {
     if let (Some(ranks), false) = (args.problem.ranks, is_under_kyklos_launch()) {
         if let Some(flag) = args.group.first() {
             return Err(Failure::request(

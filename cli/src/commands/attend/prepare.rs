@@ -8,7 +8,7 @@ use kyklos::can_repair;
 use kyklos_transport::{Rank, Transport};
 
 use super::args::AttendArgs;
-use crate::devices::{BackendKind, DeviceId};
+use crate::devices::{BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result};
 use crate::job::shares::share;
 use crate::job::{Job, Outputs, Settings};
@@ -50,7 +50,7 @@ fn fits_fewer_ranks(args: &AttendArgs) -> Result<()> {
     let problem = &args.problem;
     let fixed = [
         ("--mesh", problem.mesh.chosen().is_some()),
-        ("--split", !matches!(problem.split, None | Some(SplitName::Auto))),
+        ("--split", !matches!(problem.split, None | Some(SplitName::Auto | SplitName::Even))),
         ("--tokens", problem.tokens.is_some()),
         ("--q-tokens and --kv-tokens", problem.q_tokens.is_some()),
     ];
@@ -75,11 +75,18 @@ pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
     ))
 }
 
-/// Lets browser tabs in, if they are devices of ranks here.
-pub(super) fn tabs(args: &AttendArgs, devices: &[DeviceId]) -> Result<()> {
-    let are_used = devices.iter().any(|device| device.kind == BackendKind::Tab);
-    // The other ranks wait as long for this one.
-    args.tabs.prepare(are_used, Duration::from_secs(u64::from(args.deadline.get())))
+/// Lets browser tabs in, if they are devices of ranks here. `are_all`: whether no rank elsewhere has the same options and
+/// another device.
+pub(super) fn tabs(args: &AttendArgs, devices: &[DeviceId], are_all: bool) -> Result<()> {
+    if devices.iter().any(|device| device.kind == BackendKind::Tab) {
+        // The other ranks wait as long for this one.
+        return args.tabs.let_in(Duration::from_secs(u64::from(args.deadline.get())));
+    }
+    let is_tab = |device: &DeviceRequest| matches!(device, DeviceRequest::Of(BackendKind::Tab, _));
+    if are_all && !args.device.0.iter().any(is_tab) {
+        return args.tabs.refuse_without_tabs();
+    }
+    Ok(())
 }
 
 /// A call before its plans are made.

@@ -238,7 +238,7 @@ fn provoke(when: &str, folder: &Path) -> String {
     let mut command = command(&arguments);
     command.envs(variables).current_dir(folder);
     command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
-    let output = finish(command.spawn().unwrap(), std::time::Duration::from_secs(30));
+    let output = finish(command.spawn().unwrap(), std::time::Duration::from_secs(120));
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{when}: {text}");
     assert_eq!(stdout(&output), "", "{when}");

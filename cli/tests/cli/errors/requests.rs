@@ -134,6 +134,10 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --device tpu", "There is no such backend."),
             ("@ --device wgpu:x", "The number says which adapter."),
             ("@ --device cpu,cpu", "One device would have no rank."),
+            ("@ --tab-page http://localhost:8000/tab.html", "No rank computes in a browser."),
+            ("@ --device tab --tab-address 0.0.0.0", "A browser needs an address to connect to."),
+            ("@ --device tab --tab-page tab.html", "The link that is printed begins with this address."),
+            ("bench --device tab", "No other command waits for a tab."),
             ("bench --device cpu --kernel fast", "There is no such kernel."),
             (
                 "bench --device cpu --shape 1,16,2,2,8 --queries 17",

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 use pollster::block_on;
 
-use super::{Group, LONG, abort_of, payload, ready, tag};
+use super::{Group, LONG, SOON, abort_of, payload, ready, tag};
 
 pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn(u32) -> Group) {
     let group = make(4);
@@ -135,11 +135,7 @@ pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Gr
     assert_eq!((pending.bytes_expected, waited), (1 << 20, short));
     let error = block_on(vote).unwrap_err();
     assert!(matches!(error, TransportError::Deadline { .. }), "{error:?}");
-    assert!(
-        started.elapsed() >= short && started.elapsed() < SOON,
-        "{:?}",
-        started.elapsed()
-    );
+    assert!(started.elapsed() >= short && started.elapsed() < SOON, "{:?}", started.elapsed());
     // The group still works.
     let received = group[1].post_recv(Rank(0), tag(2, 0), &[3], LONG);
     block_on(group[0].post_send(Rank(1), tag(2, 0), vec![payload(3, 3)], LONG)).unwrap();
