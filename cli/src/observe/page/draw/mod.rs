@@ -15,7 +15,7 @@ use super::words::summary;
 /// For pages of other commands.
 pub(crate) mod parts {
     pub(crate) use super::frame::{
-        Head, Section, counted, document, exact, numbers, percentage, scrolled, swatch,
+        Head, Section, counted, document, exact, numbers, percentage, scrolled, shell, swatch,
     };
     pub(crate) use super::traffic::section as traffic_section;
 }
