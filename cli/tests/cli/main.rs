@@ -25,3 +25,4 @@ mod shares;
 mod support;
 mod table;
 mod tokens;
+mod watch;
