@@ -106,12 +106,14 @@ const plan = join(folder, "plan.html");
 kyklos(["plan", "--shape", "1,8192,16,8,128", "--mesh", "2x4", "--mask", "causal", "--dtype", "bf16", "--hardware", "clusters/h100-infiniband.toml", "--report", plan]);
 const wide = join(folder, "wide.html");
 kyklos(["plan", "--shape", "1,4096,8,8,64", "--mesh", "1x40", "--mask", "window:500,0", "--report", wide]);
+const explain = join(folder, "explain.html");
+kyklos(["plan", "--explain", "--shape", "1,65536,16,8,128", "--ranks", "8", "--mask", "causal", "--dtype", "bf16", "--hardware", "clusters/h100-infiniband.toml", "--report", explain]);
 const records = join(folder, "records");
 mkdirSync(records);
 kyklos(["attend", ...PROBLEM, "--mesh", "2x2", "--record", records]);
 const doctor = join(folder, "doctor.html");
 kyklos(["doctor", records, "--report", doctor]);
-const FILES = { run: report, plan, wide, doctor };
+const FILES = { run: report, plan, explain, wide, doctor };
 
 const checks = [
   ["the page of a run has the numbers of --json", async () => {

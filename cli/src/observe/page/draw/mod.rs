@@ -1,5 +1,6 @@
 //! HTML and SVG of a page. Sizes are percentages or CSS pixels, so that pictures fit every width and text is never scaled.
 
+mod choice;
 mod figures;
 mod frame;
 mod mask;
@@ -27,6 +28,7 @@ pub(crate) fn html(page: &Page) -> String {
         Origin::Predicted => "predicted: nothing was run",
     };
     let sections = [
+        choice::section(page),
         Some(mask::section(page)),
         Some(timeline::section(page)),
         Some(figures::section(page)),
