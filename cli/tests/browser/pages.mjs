@@ -159,6 +159,8 @@ const checks = [
     await page.emulateMedia({ media: "print", colorScheme: "dark" });
     demand(await page.$eval("body", (body) => getComputedStyle(body).backgroundColor) === "rgb(255, 255, 255)", "the paper is dark");
     demand(await page.$eval("h1", (head) => getComputedStyle(head).color) === "rgb(0, 0, 0)", "the ink is light");
+    await page.setViewportSize({ width: 794, height: 1123 });
+    await page.screenshot({ path: join(pictures, "run-print.png"), fullPage: true });
     const pdf = await page.pdf({ path: join(pictures, "run.pdf"), format: "A4", printBackground: true });
     const sheets = pdf.toString("latin1").match(/\/Type\s*\/Page\b/g).length;
     demand(sheets <= 4, `${sheets} sheets`);
@@ -200,7 +202,7 @@ const checks = [
   ["the live page says which rank was lost, and that its connection has ended", async () => {
     const call = await watched(["launch", "-n", "4", "--", "attend", ...PROBLEM, "--mesh", "1x4", "--repeat", "100000", "--progress", "json"]);
     const page = await open(call.address);
-    await page.waitForFunction(() => document.querySelectorAll(".health.alive").length === 4, undefined, { timeout: 60_000 });
+    await page.waitForFunction(() => document.querySelectorAll(".is.alive").length === 4, undefined, { timeout: 60_000 });
     const pid = call.errors().match(/"pid":(\d+),"rank":2\b/);
     demand(pid, "no process of rank 2");
     process.kill(Number(pid[1]), "SIGKILL");

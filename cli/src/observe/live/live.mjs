@@ -72,7 +72,7 @@ function showRank(it, queries) {
   set(cells.waited, duration(it.wait_s));
   set(cells.copied, duration(it.copy_s));
   set(word, HEALTH[it.health] ?? it.health);
-  word.className = `health ${it.health}`;
+  word.className = `is ${it.health}`;
   set(note, it.note);
   if (it.note && !note.isConnected) cells.health.append(note);
   if (!it.note) note.remove();

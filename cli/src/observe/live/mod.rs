@@ -97,7 +97,7 @@ pub(crate) fn serve(args: &WatchArgs, heartbeat_ms: Option<u32>) -> Result<Optio
 pub(crate) fn to_the_end(live: Option<&Live>, call: impl FnOnce() -> Result<()>) -> Result<()> {
     let result = call();
     if let Some(live) = live {
-        live.ended(result.as_ref().map(|()| ()));
+        live.ended(result.as_ref().err());
     }
     result
 }

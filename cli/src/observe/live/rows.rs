@@ -167,8 +167,13 @@ impl Row {
         #[expect(clippy::cast_precision_loss, reason = "a share")]
         let done = (self.run as f64 + step as f64 / steps as f64) / repeat as f64;
         self.done = done.min(1.0);
-        let word = plan.steps.get(step).map_or("computing nothing", word);
-        self.doing = format!("{word}, step {} of {steps}", step + 1);
+        // A rank stays at its last step until all ranks have voted on the next run.
+        let word = match plan.steps.get(step) {
+            Some(doing) if step + 1 < steps => word(doing),
+            _ => "ending the run",
+        };
+        // The numbers stay on one line.
+        self.doing = format!("{word}, step\u{a0}{}\u{a0}of\u{a0}{steps}", step + 1);
     }
 }
 

@@ -106,12 +106,12 @@ impl Live {
         self.lock().report = Some(html.into());
     }
 
-    /// The call has ended. Waits a short time until the clients that are there know it.
-    pub(crate) fn ended(&self, result: Result<(), &Failure>) {
+    /// The call has ended, maybe with a failure. Waits a short time until the clients that are there know it.
+    pub(crate) fn ended(&self, failure: Option<&Failure>) {
         let mut known = self.lock();
-        known.end = Some(match result {
-            Ok(()) => (true, "The call has ended well.".to_owned()),
-            Err(failure) => (false, format!("The call has failed: {}", failure.text)),
+        known.end = Some(match failure {
+            None => (true, "The call has ended well.".to_owned()),
+            Some(failure) => (false, format!("The call has failed: {}", failure.text)),
         });
         known.latest = None;
         self.changed.notify_all();
@@ -144,10 +144,10 @@ impl Live {
             }
             if let Some(report) = end {
                 // JSON has no line ends outside of its texts, and escapes those inside.
-                if let Some(report) = report.and_then(|report| serde_json::to_string(&*report).ok()) {
-                    if !sink.send(format!("event: report\ndata: {report}\n\n").as_bytes(), PATIENCE) {
-                        return;
-                    }
+                if let Some(report) = report.and_then(|report| serde_json::to_string(&*report).ok())
+                    && !sink.send(format!("event: report\ndata: {report}\n\n").as_bytes(), PATIENCE)
+                {
+                    return;
                 }
                 sink.send(b"event: end\ndata: {}\n\n", PATIENCE);
                 return;
