@@ -159,6 +159,8 @@ const checks = [
     await page.emulateMedia({ media: "print", colorScheme: "dark" });
     demand(await page.$eval("body", (body) => getComputedStyle(body).backgroundColor) === "rgb(255, 255, 255)", "the paper is dark");
     demand(await page.$eval("h1", (head) => getComputedStyle(head).color) === "rgb(0, 0, 0)", "the ink is light");
+    const grid = await page.evaluate(() => getComputedStyle(document.documentElement).getPropertyValue("--grid"));
+    demand(grid === "#e9ebee", `the pictures are those of a dark screen: ${grid}`);
     await page.setViewportSize({ width: 794, height: 1123 });
     await page.screenshot({ path: join(pictures, "run-print.png"), fullPage: true });
     const pdf = await page.pdf({ path: join(pictures, "run.pdf"), format: "A4", printBackground: true });
@@ -178,6 +180,9 @@ const checks = [
     demand((await desk.innerText("#facts")).includes("4096 tokens"), "no facts");
     await desk.screenshot({ path: join(pictures, "live-desk-light.png"), fullPage: true });
     await phone.waitForSelector("#ranks tr");
+    const boxes = await phone.$$eval("#ranks tr:first-child > *", (cells) => cells.map((cell) => cell.getBoundingClientRect().toJSON()));
+    const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+    demand(boxes.length === 9 && !boxes.some((a, at) => boxes.slice(at + 1).some((b) => meet(a, b))), "cells of a rank lie on each other");
     await phone.screenshot({ path: join(pictures, "live-phone-dark.png"), fullPage: true });
     for (const page of [desk, phone]) {
       demand(await overflow(page) === "", await overflow(page));

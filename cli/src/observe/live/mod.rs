@@ -16,7 +16,8 @@ use std::sync::Arc;
 use clap::Args;
 use kyklos::Error;
 
-pub(crate) use self::state::{Call, Live};
+pub(crate) use self::rows::Call;
+pub(crate) use self::state::Live;
 use crate::failure::{Failure, Result, note};
 use crate::observe::http::{self, Answer, Asked, Service, Text};
 use crate::observe::metrics::MetricsArgs;

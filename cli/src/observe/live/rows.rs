@@ -4,13 +4,25 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::plan::{Plan, Step};
+use kyklos::plan::{Plan, ProvedPlans, Step};
 use kyklos_transport::{EventKind, Progress, Rank, Recorded};
 use serde::Serialize;
 
-use super::state::Call;
 use crate::observe::page::units::seconds;
+use crate::observe::progress::Watch;
 use crate::observe::record::Flight;
+
+/// One call of one group.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) title: String,
+    pub(crate) facts: Vec<(&'static str, String)>,
+    pub(crate) repeat: u64,
+    /// By rank, its number in the first group.
+    pub(crate) members: Vec<Rank>,
+    pub(crate) plans: Arc<ProvedPlans>,
+    pub(crate) watch: Arc<Watch>,
+}
 
 /// What is known when a text is made.
 pub(super) struct View<'a> {

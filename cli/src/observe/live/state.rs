@@ -4,14 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kyklos::plan::ProvedPlans;
-use kyklos_transport::Rank;
 use serde::Serialize;
 
-use super::rows::{Row, Seen, View};
+use super::rows::{Call, Row, Seen, View};
 use crate::failure::Failure;
 use crate::observe::http::{PATIENCE, Sink};
-use crate::observe::progress::Watch;
 use crate::observe::record::Flight;
 
 /// The state of the call for clients of the live page. Ranks of this process tell it what they do; that never waits for a client.
@@ -22,18 +19,6 @@ pub(crate) struct Live {
     silence: Duration,
     known: Mutex<Known>,
     changed: Condvar,
-}
-
-/// One call of one group.
-#[derive(Clone, Debug)]
-pub(crate) struct Call {
-    pub(crate) title: String,
-    pub(crate) facts: Vec<(&'static str, String)>,
-    pub(crate) repeat: u64,
-    /// By rank, its number in the first group.
-    pub(crate) members: Vec<Rank>,
-    pub(crate) plans: Arc<ProvedPlans>,
-    pub(crate) watch: Arc<Watch>,
 }
 
 #[derive(Debug, Default)]
