@@ -188,6 +188,29 @@ fn a_rank_that_dies_is_lost_on_the_page_and_its_error_is_the_end() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn the_page_goes_on_with_the_ranks_that_are_left() {
+    let job = LongJob::start(&["--watch", "--on-loss", "rejoin"], &[]);
+    let link = job.notes.iter().find_map(|note| note.strip_prefix("[0] live page: http://"));
+    let address = link.unwrap_or_else(|| panic!("{:?}", job.notes)).trim_end_matches('/').to_owned();
+    let mut events = Events::of(&address);
+    signal("-KILL", job.pids[3]);
+    // First the loss is seen, and later the rank that takes its place.
+    let until = Instant::now() + Duration::from_secs(90);
+    for wanted in [["lost", "silent"], ["alive", "alive"]] {
+        loop {
+            let (_, state) = events.next().unwrap();
+            if wanted.contains(&ranks(&state)[3]["health"].as_str().unwrap()) && state["state"] == "running" {
+                break;
+            }
+            assert!(Instant::now() < until, "{state}");
+        }
+    }
+    signal("-INT", job.launch.id());
+    assert_eq!(job.end().0, Some(130));
+}
+
+#[test]
 fn a_call_that_fails_says_so_on_its_page() {
     // The deadline of a message is shorter than what rank 0 computes alone.
     let watched = Watched::start(
