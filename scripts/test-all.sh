@@ -26,6 +26,7 @@ part soak scripts/soak.sh 3
 if [ -n "${KYKLOS_CHROMIUM:-}" ] || command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
     command -v google-chrome >/dev/null; then
     part browser scripts/test-browser.sh
+    part pages scripts/test-pages.sh
 else
     left_out+=("browser: there is no Chromium here; scripts/test-browser.sh installs it on Debian and Ubuntu")
 fi

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos_transport::{Rank, Transport, Vote};
+use kyklos_transport::{Rank, Transport, Vote, harmless};
 
 use super::call::Job;
 use super::refusal::{REFUSE, refuse};
@@ -30,6 +30,18 @@ impl Job {
         let mine = digests(file, &readers, transport.rank());
         let mine = mine.map_err(|failure| refuse(transport, self.named(transport.rank(), failure)))?;
         readers.compare(file, &vote(transport, INPUTS, mine, self.runs.deadline)?)
+    }
+}
+
+impl Job {
+    /// Tells all ranks the device of this one, for the live page. Returns the devices of all ranks.
+    ///
+    /// # Errors
+    /// The same on all ranks.
+    pub(super) fn tell_devices(&self, transport: &dyn Transport, device: &str) -> Result<Vec<String>> {
+        let mine: String = device.chars().take(MOST_DEVICE_CHARS).collect();
+        let notes = vote(transport, DEVICES, mine.into(), self.runs.deadline)?;
+        Ok(notes.iter().map(|note| harmless(&String::from_utf8_lossy(note))).collect())
     }
 }
 
@@ -102,6 +114,10 @@ fn digests(file: &InputFile, readers: &Readers, rank: Rank) -> Result<Bytes> {
     Ok(Bytes::from(digests.concat()))
 }
 
-/// The hashes under which these two rounds vote, as opposed to runs, whose hash is that of their plans.
+/// Each takes at most 4 bytes of a note.
+const MOST_DEVICE_CHARS: usize = 120;
+
+/// The hashes under which these rounds vote, as opposed to runs, whose hash is that of their plans.
 const TERMS: [u8; 32] = *b"kyklos attend: terms, release 1.";
 const INPUTS: [u8; 32] = *b"kyklos attend: inputs, release 1";
+const DEVICES: [u8; 32] = *b"kyklos attend: devices, rel. 1..";

@@ -8,8 +8,10 @@ use kyklos::{Recovery, RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
 use crate::failure::{Failure, Result};
+use crate::job::report::facts;
 use crate::job::settings::{Outputs, Settings};
 use crate::job::terms::Terms;
+use crate::observe::live::Call;
 use crate::observe::progress::Watch;
 use crate::observe::record::{About, Flight, ListedFlight};
 use crate::request::Request;
@@ -75,7 +77,7 @@ impl Job {
         let steps_here = plans.steps() * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
         let clock = Arc::new(SystemClock::new());
         let watch = Arc::new(Watch::new(progress, clock.clone(), ranks, steps_here));
-        let trace = outputs.trace.is_some() || outputs.page.is_some();
+        let trace = outputs.trace.is_some() || outputs.has_page();
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
             agreed: Agreed { request, terms, plans: Arc::new(plans), sample, members, begun: None },
@@ -116,7 +118,7 @@ impl Job {
         self.agreed.plans.world()
     }
 
-    /// Lists a rank that starts, for records and metrics.
+    /// Lists a rank that starts, for records, metrics and the live page.
     pub(super) fn list(&self, transport: &Arc<dyn Transport>) -> ListedFlight {
         let Agreed { request, plans, .. } = &self.agreed;
         let about = About {
@@ -125,7 +127,23 @@ impl Job {
             watch: Arc::clone(&self.watch),
             folder: self.outputs.record.clone(),
         };
-        Flight::list(transport, about)
+        let listed = Flight::list(transport, about);
+        if let Some(live) = &self.outputs.live {
+            live.joined(&listed.0, || Call {
+                title: self.title(),
+                facts: facts(request),
+                repeat: self.runs.repeat,
+                members: self.agreed.members.clone(),
+                plans: Arc::clone(plans),
+                watch: Arc::clone(&self.watch),
+            });
+        }
+        listed
+    }
+
+    /// The title of its pages.
+    pub(super) fn title(&self) -> String {
+        format!("Attention by {} on {} ranks", self.agreed.request.strategy, self.world().mesh.world())
     }
 
     /// A wrong request is wrong on all ranks; any other failure names this rank.

@@ -15,16 +15,21 @@ use crate::observe::page::{html, number, page_of_plans};
 /// What rank 0 needs for the page.
 #[derive(Debug)]
 pub(super) struct PageParts {
-    pub(super) file: PageFile,
+    /// With `--report`.
+    pub(super) file: Option<PageFile>,
     /// By rank.
     pub(super) rows: Vec<TimelineRow>,
 }
 
 impl Job {
-    /// Writes the page and gives it its name.
+    /// Shows the page on the live page, and writes it and gives it its name.
     pub(super) fn write_page(&self, parts: PageParts, summary: &Summary) -> Result<()> {
         let PageParts { file, rows } = parts;
-        file.write(&html(&self.page(rows, summary)?))
+        let html = html(&self.page(rows, summary)?);
+        if let Some(live) = &self.outputs.live {
+            live.reported(&html);
+        }
+        file.map_or(Ok(()), |file| file.write(&html))
     }
 
     fn page(&self, rows: Vec<TimelineRow>, summary: &Summary) -> Result<Page> {
@@ -41,7 +46,7 @@ impl Job {
         };
         Ok(Page {
             origin: Origin::Measured,
-            title: format!("Attention by {} on {} ranks", request.strategy, page.ranks.len()),
+            title: self.title(),
             alerts: alerts(summary),
             facts: facts(request),
             wall_s: Some(summary.wall_s),

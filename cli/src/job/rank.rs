@@ -9,6 +9,7 @@ use kyklos::machine::memory_bytes;
 use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
+use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
 use crate::job::on_loss::Recovery;
@@ -172,6 +173,12 @@ impl Job {
         let refused = |failure| refuse(transport, self.named(transport.rank(), failure));
         let device = device.and_then(|device| self.check(transport.rank(), device)).map_err(refused)?;
         self.agree(transport)?;
+        if self.outputs.watched {
+            let devices = self.tell_devices(transport, &DeviceReport::new(device.info()).label())?;
+            if let (Some(live), 0) = (&self.outputs.live, transport.rank().0) {
+                live.devices(devices);
+            }
+        }
         let (tensors, files) = self.read_inputs(transport.rank()).map_err(refused)?;
         Ok(Ready { device, tensors, files })
     }
@@ -281,25 +288,26 @@ impl Job {
 
     /// Collects timelines, if they are asked for: for the trace, and on rank 0 for the page.
     fn draw(&self, messages: &Messages<'_>, drawn: Drawn<'_>, page: Option<PageFile>) -> Result<Pictures> {
-        let Outputs { trace, page: wanted, .. } = &self.outputs;
-        if trace.is_none() && wanted.is_none() {
+        let Outputs { trace, .. } = &self.outputs;
+        let wanted = self.outputs.has_page();
+        if trace.is_none() && !wanted {
             return Ok(Pictures::default());
         }
         let Drawn { device, spans, last_run } = drawn;
         let rank = messages.transport.rank();
         let ahead = Ahead::measure(messages, &*self.runs.options.clock)?;
         let rows = match wanted {
-            Some(_) => {
+            true => {
                 let world = messages.transport.world();
                 TimelineRow::of_spans(&spans[last_run..], ahead, world).collect(messages)?
             }
-            None => None,
+            false => None,
         };
         let trace = match trace {
             Some(path) => Track { rank, device: device.to_owned(), spans }.tell(path, messages, ahead)?,
             None => None,
         };
-        Ok(Pictures { trace, page: page.zip(rows).map(|(file, rows)| PageParts { file, rows }) })
+        Ok(Pictures { trace, page: rows.map(|rows| PageParts { file: page, rows }) })
     }
 
     /// Aborts the group after a failure that only this rank knows.

@@ -1,8 +1,10 @@
 //! What the options say about a job, apart from the problem itself.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::observe::live::Live;
 use crate::observe::page::target::PageTarget;
 use crate::options::{OnLoss, ProgressKind};
 use crate::tensors::output::OutputTarget;
@@ -15,10 +17,21 @@ pub(crate) struct Outputs {
     pub(crate) trace: Option<PathBuf>,
     /// The page of the report, which rank 0 writes.
     pub(crate) page: Option<PageTarget>,
+    /// Whether rank 0 serves a live page, which ends with the page of the report.
+    pub(crate) watched: bool,
+    /// That page, on rank 0.
+    pub(crate) live: Option<Arc<Live>>,
     /// The folder of records.
     pub(crate) record: Option<PathBuf>,
     /// Whether the report is a JSON object instead of a table.
     pub(crate) json: bool,
+}
+
+impl Outputs {
+    /// Whether rank 0 makes the page of the report.
+    pub(crate) fn has_page(&self) -> bool {
+        self.page.is_some() || self.watched
+    }
 }
 
 /// What the options say about the runs of a job.

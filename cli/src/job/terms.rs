@@ -47,7 +47,12 @@ impl Terms {
             Some(path) if trace::is_by_rank(path) => "a file of each rank",
             Some(_) => "one file",
         };
-        let page = if outputs.page.is_some() { "one page" } else { "none" };
+        let page = match (outputs.page.is_some(), outputs.watched) {
+            (false, false) => "none",
+            (true, false) => "one page",
+            (false, true) => "a live page",
+            (true, true) => "one page and a live page",
+        };
         let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
         let values: [_; COUNT] = [
             ("the release", format!("kyklos {}", env!("CARGO_PKG_VERSION"))),
@@ -72,7 +77,7 @@ impl Terms {
             ("--verify", yes(verify)),
             ("--output", result.to_owned()),
             ("--trace", trace.to_owned()),
-            ("--report", page.to_owned()),
+            ("--report and --watch", page.to_owned()),
             ("--on-loss", on_loss.name().to_owned()),
         ];
         let copy = match source {

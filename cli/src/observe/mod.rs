@@ -2,6 +2,8 @@
 
 pub(crate) mod clocks;
 pub(crate) mod doctor;
+mod http;
+pub(crate) mod live;
 pub(crate) mod metrics;
 pub(crate) mod page;
 pub(crate) mod progress;

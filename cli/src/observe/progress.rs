@@ -1,8 +1,8 @@
 //! Progress of ranks: a bar on a terminal, JSON lines for programs, nothing in a pipe.
 
 use std::io::IsTerminal;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use kyklos::{Clock, Observer, RankReport};
@@ -21,6 +21,8 @@ pub(crate) struct Watch {
     /// When each rank took the first step of its latest run.
     started_ns: Vec<AtomicU64>,
     pub(crate) totals: Totals,
+    /// What happens after the runs.
+    phase: Mutex<Option<&'static str>>,
 }
 
 impl Watch {
@@ -41,6 +43,7 @@ impl Watch {
             bar,
             started_ns: (0..world).map(|_| AtomicU64::new(0)).collect(),
             totals: Totals::new(world),
+            phase: Mutex::default(),
         }
     }
 
@@ -48,6 +51,11 @@ impl Watch {
     pub(crate) fn since_start_ns(&self, rank: Rank) -> u64 {
         let started = self.started_ns[rank.0 as usize].load(Ordering::Relaxed);
         self.clock.now_ns().saturating_sub(started)
+    }
+
+    /// Whether `rank` has begun a run.
+    pub(crate) fn has_begun(&self, rank: Rank) -> bool {
+        self.started_ns[rank.0 as usize].load(Ordering::Relaxed) > 0
     }
 
     /// `rank` has finished run `op`.
@@ -63,8 +71,14 @@ impl Watch {
         }
     }
 
+    /// What happens after the runs.
+    pub(crate) fn doing(&self) -> Option<&'static str> {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Shows what happens after the runs; `None` removes the bar.
     pub(crate) fn phase(&self, doing: Option<&'static str>) {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = doing;
         if let Some(bar) = &self.bar {
             match doing {
                 Some(doing) => bar.set_message(doing),

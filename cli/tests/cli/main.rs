@@ -26,3 +26,4 @@ mod support;
 mod tab;
 mod table;
 mod tokens;
+mod watch;

@@ -17,7 +17,16 @@ fn page(path: &Path) -> String {
 
 /// The exact numbers of the table of ranks, row by row.
 fn rows(page: &str) -> Vec<Vec<String>> {
-    let table = page.split("<section id=\"ranks\"").nth(1).unwrap().split("</table>").next().unwrap();
+    rows_of(page, "ranks")
+}
+
+/// A section up to the end of its first table.
+fn section<'a>(page: &'a str, id: &str) -> &'a str {
+    page.split(&format!("<section id=\"{id}\"")).nth(1).unwrap().split("</table>").next().unwrap()
+}
+
+fn rows_of(page: &str, id: &str) -> Vec<Vec<String>> {
+    let table = section(page, id);
     let body = table.split("<tbody>").nth(1).unwrap();
     let values = |row: &str| {
         row.split("<data value=\"").skip(1).map(|at| at.split('"').next().unwrap().to_owned()).collect()
@@ -94,6 +103,48 @@ fn the_page_of_a_plan_is_predicted_and_without_times_where_no_device_is_describe
     let plans = planned["plans"].as_array().unwrap().iter();
     let checked = plans.map(|plan| plan["check"]["peak_bytes"].to_string());
     assert_eq!(peaks, checked.collect::<Vec<_>>());
+}
+
+#[test]
+fn the_page_of_explain_has_every_plan_with_the_numbers_of_its_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("explain.html");
+    let cluster = Path::new(env!("CARGO_MANIFEST_DIR")).join("../clusters/loopback-2-cores.toml");
+    let options = [
+        "--ranks",
+        "4",
+        "--hardware",
+        cluster.to_str().unwrap(),
+        "--json",
+        "--report",
+        path.to_str().unwrap(),
+    ];
+    let json = json(&kyklos(&[&["plan", "--explain"], &SHAPE[..], &options].concat()));
+    let page = page(&path);
+    let shown: Vec<f64> = rows_of(&page, "choice").iter().flat_map(|row| numbers(row)).collect();
+    let plans = json["plans"].as_array().unwrap();
+    let fitting = plans.iter().filter(|plan| plan["refused"].is_null());
+    let fields = ["predicted_s", "idle", "bytes_sent", "peak_bytes"];
+    let expected: Vec<f64> =
+        fitting.flat_map(|plan| fields.map(|field| plan[field].as_f64().unwrap())).collect();
+    assert!(expected.len() > 8, "several plans fit");
+    // The parser of JSON may round the last digit otherwise.
+    let same = |(shown, expected): (&f64, &f64)| (shown - expected).abs() <= 1e-12 * expected.abs();
+    assert_eq!(shown.len(), expected.len());
+    assert!(shown.iter().zip(&expected).all(same), "{shown:?} is not {expected:?}");
+    let table = section(&page, "choice").split("<tbody>").nth(1).unwrap();
+    assert_eq!(table.matches("<tr>").count(), plans.len());
+    assert_eq!(table.matches("refused: ").count(), plans.len() - expected.len() / fields.len());
+    // The pictures are of the fastest plan.
+    assert!(page.contains(&format!("are predicted to finish in {}", table_time(&page))), "{}", page.len());
+    let output = kyklos(&[&["plan", "--explain"], &SHAPE[..], &options[..4], &["--report", "/"]].concat());
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+}
+
+/// The first predicted time in the table of plans.
+fn table_time(page: &str) -> &str {
+    let first = section(page, "choice").split("<tbody>").nth(1).unwrap().split("</data>").next().unwrap();
+    first.rsplit('>').next().unwrap()
 }
 
 #[test]

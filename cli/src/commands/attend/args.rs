@@ -9,6 +9,7 @@ use clap::{Args, Parser};
 use crate::devices::{self, DeviceRequest, TabArgs};
 use crate::group::GroupArgs;
 use crate::network::NetworkArgs;
+use crate::observe::live::WatchArgs;
 use crate::observe::metrics::MetricsArgs;
 use crate::options::{List, OnLoss, ProblemArgs, ProgressKind, TransportName};
 
@@ -59,6 +60,8 @@ pub(crate) struct AttendArgs {
     /// reads records [default: KYKLOS_RECORD_DIR]
     #[arg(long, value_name = "DIR")]
     pub(crate) record: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) watch: WatchArgs,
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
     /// Print one JSON object instead of the table

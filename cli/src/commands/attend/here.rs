@@ -2,17 +2,17 @@
 
 use kyklos::Mesh;
 use kyklos::backend::Device;
-use kyklos_transport::quic::quic_loopback_group_over;
+use kyklos_transport::quic::{LinkSettings, quic_loopback_group_over};
 use kyklos_transport::{Rank, in_process_group};
 
 use super::args::AttendArgs;
 use super::prepare::{Prepared, devices_fit, tabs};
-use crate::devices;
+use crate::devices::{self, DeviceId};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::job::here::run_here;
 use crate::job::rank::RankDone;
-use crate::observe::{metrics, record};
+use crate::observe::{live, metrics, record};
 use crate::options::{OnLoss, OrAuto, TransportName};
 use crate::request::Request;
 use crate::run::threads::on_threads;
@@ -49,6 +49,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
         ));
     }
     metrics::check(&args.metrics)?;
+    live::check(&args.watch, &args.metrics, 1)?;
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();
     devices_fit(args, world)?;
@@ -59,7 +60,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
             None
         }
     };
-    let mut prepared = Prepared::new(args, request, (world, false))?;
+    let prepared = Prepared::new(args, request, (world, false))?;
     if let Some(warning) = prepared.request.source.warning() {
         note(&warning);
     }
@@ -69,6 +70,19 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
     metrics::serve(&args.metrics, 0, 0)?;
+    let live = live::serve(&args.watch, None)?;
+    let prepared = prepared.shown_on(live.as_ref());
+    live::to_the_end(live.as_deref(), || run(args, prepared, devices, link))
+}
+
+/// Opens the devices, agrees on shares, and runs the call.
+fn run(
+    args: &AttendArgs,
+    mut prepared: Prepared,
+    devices: Vec<DeviceId>,
+    link: Option<LinkSettings>,
+) -> Result<()> {
+    let world = prepared.request.mesh.world();
     let transports = match link {
         Some(link) => quic_loopback_group_over(world, link)?,
         None => in_process_group(world),

@@ -1,5 +1,6 @@
 //! `kyklos attend` as one rank that a launcher started.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::backend::Device;
@@ -14,6 +15,7 @@ use crate::interrupt;
 use crate::job::on_loss::{self, GroupLoss, LossPolicy, Recovery};
 use crate::job::rank;
 use crate::job::refusal::refuse;
+use crate::observe::live::{self, Live};
 use crate::observe::{metrics, record};
 use crate::options::OnLoss;
 
@@ -31,7 +33,27 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
             "give both, as the other ranks have the latter",
         ));
     }
-    let mut metrics = metrics::serve(&args.metrics, assignment.rank, assignment.local_rank);
+    let metrics = metrics::serve(&args.metrics, assignment.rank, assignment.local_rank);
+    let heartbeat_ms = args.group.heartbeat.map(std::num::NonZeroU32::get);
+    let live = match assignment.rank {
+        0 => live::serve(&args.watch, heartbeat_ms),
+        _ => Ok(None),
+    };
+    // What cannot be served is an error of all ranks.
+    let (live, served) = match live {
+        Ok(live) => (live, metrics),
+        Err(failure) => (None, metrics.and(Err(failure))),
+    };
+    live::to_the_end(live.as_deref(), || in_groups(args, &assignment, live.as_ref(), served))
+}
+
+/// Joins the group, and runs the call in it and in the groups that follow it. `served`: whether this process can serve what it should.
+fn in_groups(
+    args: &AttendArgs,
+    assignment: &Assignment,
+    live: Option<&Arc<Live>>,
+    mut served: Result<()>,
+) -> Result<()> {
     let mut group = assignment.join()?;
     let patience = Duration::from_secs(u64::from(args.group.join_deadline.get()));
     let policy = LossPolicy { on_loss: args.on_loss, patience };
@@ -49,13 +71,14 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
         let request = launched_request(args, world, assignment.local_world).map_err(|failure| {
             if world == assignment.world { failure } else { on_loss::does_not_fit(world, &failure) }
         });
-        let mut prepared = std::mem::replace(&mut metrics, Ok(()))
+        let mut prepared = std::mem::replace(&mut served, Ok(()))
             .and(request)
             .and_then(|request| Prepared::new(args, request, (assignment.local_world, true)))
+            .map(|prepared| prepared.shown_on(live))
             .map_err(refuse_all)?;
         let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin | OnLoss::FinishOrShrink);
         // Kept for the next group: a browser tab does not come twice.
-        let device = device.get_or_insert_with(|| open_device(args, &assignment)).clone();
+        let device = device.get_or_insert_with(|| open_device(args, assignment)).clone();
         // Without its device this rank refuses the call below.
         if let Ok(device) = &device {
             match prepared.shared(transport, device) {

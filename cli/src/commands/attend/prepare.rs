@@ -12,6 +12,7 @@ use crate::devices::{BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result};
 use crate::job::shares::share;
 use crate::job::{Job, Outputs, Settings};
+use crate::observe::live::{self, Live};
 use crate::observe::page::target::PageTarget;
 use crate::observe::{metrics, record};
 use crate::options::{OnLoss, SplitName, TransportName};
@@ -33,6 +34,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
         ));
     }
     metrics::check(&args.metrics)?;
+    live::check(&args.watch, &args.metrics, local_world)?;
     devices_fit(args, local_world)?;
     let request = Request::new(&args.problem, args.seed, Some(world))?;
     fits_fewer_ranks(args)?;
@@ -117,6 +119,12 @@ impl Prepared {
         Ok(Self { request, settings, outputs })
     }
 
+    /// The same with the live page that this process serves, if any.
+    pub(super) fn shown_on(mut self, live: Option<&Arc<Live>>) -> Self {
+        self.outputs.live = live.cloned();
+        self
+    }
+
     /// The request with the shares on which the ranks agree, for a rank with this device.
     pub(super) fn shared(&self, transport: &Arc<dyn Transport>, device: &Device) -> Result<Request> {
         share(self.request.clone(), self.settings, &self.outputs, transport, device)
@@ -149,5 +157,6 @@ fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
         keep_apart(("--report", page), ("the trace", args.trace.as_deref()), ranks)?;
     }
     let page = args.report.as_deref().map(PageTarget::new).transpose()?;
-    Ok(Outputs { result, trace: args.trace.clone(), page, record: None, json: args.json })
+    let watched = args.watch.watch.is_some();
+    Ok(Outputs { result, trace: args.trace.clone(), page, watched, json: args.json, ..Outputs::default() })
 }

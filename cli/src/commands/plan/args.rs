@@ -39,8 +39,8 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,
     /// Write the plans with pictures as one HTML file: the mask and its owners, bytes between ranks, memory, and with
-    /// --hardware the predicted timelines of all ranks
-    #[arg(long, value_name = "F", conflicts_with = "explain")]
+    /// --hardware the predicted timelines of all ranks. With --explain: of the fastest plan, and a table of all plans
+    #[arg(long, value_name = "F")]
     pub(crate) report: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]

@@ -1,24 +1,30 @@
 //! `kyklos plan --explain`: every plan that could run, with its predicted time. Without `--probe` no device is opened.
 
+use std::sync::Arc;
+
 use kyklos::plan::{expected_of_wire, table};
 use kyklos::simulate::{
-    Candidate, Cluster, Priced, Verdict, bound, candidates, choose, explain_choice, why_first,
+    Candidate, Cluster, Prediction, Priced, Verdict, bound, candidates, choose, explain_choice, why_first,
 };
 use kyklos::{AttentionProblem, TokenRuns, plan_world};
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::args::PlanArgs;
+use super::few_tokens;
+use super::page;
 use crate::commands::plan::probe::{self, Probe};
 use crate::devices;
 use crate::failure::{Failure, Result, in_options, note, print};
 use crate::median::median;
-use crate::request::Asked;
+use crate::observe::page::model::{Choice, PossiblePlan, Price};
+use crate::observe::page::target::PageFile;
 use crate::request::description::{self, nothing_fits};
+use crate::request::{Asked, Request};
 use crate::run::timed;
 
-/// Runs the command.
-pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
+/// Runs the command. `page`: the file of `--report`.
+pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
     if let Some(rank) = args.rank {
         return Err(Failure::request(
             format!("--rank {rank} with --explain, which has no steps of ranks"),
@@ -59,6 +65,15 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
         .map(|first| bound(&asked.problem, first.candidate, &asked.wanted.split, &cluster))
         .transpose()?;
     let why = why_first(&priced);
+    if let (Some(page), Some(first)) = (page, priced.first()) {
+        few_tokens(&asked.problem)?;
+        let bounded = bound.as_ref().map(|bound| format!("What bounds it: {bound}."));
+        let choice = Choice {
+            reasons: why.iter().map(|why| format!("{why}.")).chain(bounded).collect(),
+            plans: priced.iter().map(|priced| possible(priced, &compared)).collect(),
+        };
+        write_page(page, args, &asked, first, &cluster, choice)?;
+    }
     if args.json {
         let object = json!({
             "cluster": cluster.name(),
@@ -88,6 +103,50 @@ pub(crate) fn explain(args: &PlanArgs) -> Result<()> {
         print(&out)?;
     }
     Ok(())
+}
+
+/// Writes the page of the fastest plan, with the plans among which it was chosen.
+fn write_page(
+    file: PageFile,
+    args: &PlanArgs,
+    asked: &Asked,
+    first: &Priced,
+    cluster: &Cluster,
+    choice: Choice,
+) -> Result<()> {
+    let Candidate { strategy, mesh, placement } = first.candidate;
+    let request = Request {
+        problem: asked.problem.clone(),
+        mask_text: args.problem.mask.text.clone(),
+        source: asked.source.clone(),
+        mesh,
+        strategy,
+        placement,
+        split: asked.wanted.split.clone(),
+        predicted_s: first.prediction().map(Prediction::wall_s),
+        cluster: Some(Arc::new(cluster.clone())),
+        open: None,
+    };
+    page::write(file, &request, &request.plan()?, Some(choice))
+}
+
+fn possible(priced: &Priced, compared: &[Compared]) -> PossiblePlan {
+    PossiblePlan {
+        name: priced.candidate.to_string(),
+        priced: match &priced.verdict {
+            Verdict::Refused(error) => Err(error.to_string()),
+            Verdict::Fits(prediction) => Ok(Price {
+                predicted_s: prediction.wall_s(),
+                idle: prediction.idle(),
+                bytes_sent: prediction.bytes_sent(),
+                peak_bytes: prediction.peak_bytes(),
+            }),
+        },
+        measured_s: compared
+            .iter()
+            .find(|compared| compared.plan == priced.candidate)
+            .map(|found| found.measured_s),
+    }
 }
 
 /// A plan that was run.

@@ -5,8 +5,8 @@ mod explain;
 mod page;
 mod probe;
 
-use kyklos::Mesh;
 use kyklos::plan::{Explained, explain};
+use kyklos::{AttentionProblem, Mesh};
 use kyklos_transport::Rank;
 
 pub(crate) use self::args::PlanArgs;
@@ -25,15 +25,14 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             "describe them with --hardware and leave --explain away, or run kyklos attend",
         ));
     }
-    if args.explain {
-        return explain_plans(args);
-    }
-    let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
-    let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
-    if asked > MAX_RANKS {
-        return Err(Failure::request(format!("a plan of {asked} ranks"), format!("use at most {MAX_RANKS}")));
+    // A page draws proved plans, of --explain too.
+    if !args.explain || args.report.is_some() {
+        few_ranks(args)?;
     }
     let page_file = args.report.as_deref().map(|path| page::open(path, args)).transpose()?;
+    if args.explain {
+        return explain_plans(args, page_file);
+    }
     let request = Request::new(&args.problem, 0, None)?;
     if let Some(warning) = request.source.warning() {
         note(&warning);
@@ -45,16 +44,10 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             format!("use a rank from 0 to {}", world - 1),
         ));
     }
-    let tokens = request.problem.q_len.max(request.problem.kv_len);
-    if tokens > MAX_TOKENS {
-        return Err(Failure::request(
-            format!("a plan over {tokens} tokens"),
-            format!("plans are proved token by token, for at most {MAX_TOKENS}"),
-        ));
-    }
+    few_tokens(&request.problem)?;
     let plans = request.plan()?;
     if let Some(file) = page_file {
-        page::write(file, &request, &plans)?;
+        page::write(file, &request, &plans, None)?;
     }
     if args.json {
         return print_json(&Explained::new(plans.world(), plans.checks(), request.predicted_s));
@@ -62,6 +55,28 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
     let predicted = request.predicted_s.map(|seconds| format!("predicted  {}\n", duration(seconds)));
     print(&(predicted.unwrap_or_default() + &explain(plans.world(), plans.checks(), shown)))
+}
+
+/// Refuses more ranks than plans are made of.
+fn few_ranks(args: &PlanArgs) -> Result<()> {
+    let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
+    let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
+    if asked > MAX_RANKS {
+        return Err(Failure::request(format!("a plan of {asked} ranks"), format!("use at most {MAX_RANKS}")));
+    }
+    Ok(())
+}
+
+/// Refuses more tokens than plans are proved for.
+fn few_tokens(problem: &AttentionProblem) -> Result<()> {
+    let tokens = problem.q_len.max(problem.kv_len);
+    if tokens > MAX_TOKENS {
+        return Err(Failure::request(
+            format!("a plan over {tokens} tokens"),
+            format!("plans are proved token by token, for at most {MAX_TOKENS}"),
+        ));
+    }
+    Ok(())
 }
 
 /// Up to this many ranks, the steps of all ranks are shown.

@@ -13,7 +13,7 @@ use crate::failure::Result;
 use crate::interrupt;
 use crate::job::report::facts;
 use crate::observe::page::model::{
-    Budget, Kind, LinkLoad, Origin, Page, Segment, Timeline, TimelineRow, Times,
+    Budget, Choice, Kind, LinkLoad, Origin, Page, Segment, Timeline, TimelineRow, Times,
 };
 use crate::observe::page::spans::longest_first;
 use crate::observe::page::target::{PageFile, PageTarget};
@@ -27,14 +27,20 @@ pub(super) fn open(path: &Path, args: &PlanArgs) -> Result<PageFile> {
     let PlanArgs { problem, .. } = args;
     keep_apart(("--report", path), ("the input", problem.input.as_deref()), 1)?;
     keep_apart(("--report", path), ("the description", problem.hardware.as_deref()), 1)?;
+    keep_apart(("--report", path), ("the saved description", args.save.as_deref()), 1)?;
     let target = PageTarget::new(path)?;
     interrupt::end_on_interrupt()?;
     target.open()
 }
 
-/// Writes the page and gives it its name.
-pub(super) fn write(file: PageFile, request: &Request, plans: &ProvedPlans) -> Result<()> {
-    file.write(&html(&page(request, plans)?))
+/// Writes the page and gives it its name. `choice`: the plans among which this one was chosen, with `--explain`.
+pub(super) fn write(
+    file: PageFile,
+    request: &Request,
+    plans: &ProvedPlans,
+    choice: Option<Choice>,
+) -> Result<()> {
+    file.write(&html(&Page { choice, ..page(request, plans)? }))
 }
 
 fn page(request: &Request, plans: &ProvedPlans) -> Result<Page> {

@@ -3,8 +3,6 @@
 //! Written by hand: the text is a few lines for each number, and the counters exist anyway. The `metrics` crate with its
 //! exporter would add about thirty crates for the same lines, and hyper to serve them.
 
-mod server;
-
 use std::fmt::{Display, Write};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,8 +10,8 @@ use std::sync::Arc;
 use clap::Args;
 use kyklos_transport::{ConnectionFigures, Rank};
 
-use self::server::Request;
 use crate::failure::{Failure, Result, note};
+use crate::observe::http::{self, Answer, Asked, Request, Service, Text as Page};
 use crate::observe::record::{Flight, flights};
 
 /// Where metrics are served, and whether other machines may read them.
@@ -55,33 +53,42 @@ pub(crate) fn serve(args: &MetricsArgs, rank: u32, local_rank: u32) -> Result<()
             )
         })?,
     };
-    let address = server::serve(SocketAddr::new(address.ip(), port), answer)?;
+    let service = Service {
+        name: "metrics",
+        usage: "GET /metrics\n",
+        at_once: &["/healthz", "/readyz"],
+        answer: Box::new(|asked: &Asked| Answer::Text(answer(&asked.path))),
+    };
+    let address = http::serve(SocketAddr::new(address.ip(), port), service)?;
     note(&format!("rank {rank}: metrics at http://{address}/metrics"));
     Ok(())
 }
 
 /// The status of the answer to a request, for the fuzz targets.
 pub(crate) fn status_of(request: &[u8]) -> &'static str {
-    match server::path_of(request) {
-        Request::Path(path) => answer(&path).0,
+    match http::parse(request) {
+        Request::Whole(asked) => answer(&asked.path).status,
         Request::Wrong(status) => status,
         Request::Gone => "",
     }
 }
 
-/// Answers a request for a path: the status and the text.
-fn answer(path: &str) -> (&'static str, String) {
+/// Answers a request for a path.
+fn answer(path: &str) -> Page {
     match path {
-        "/metrics" => ("200 OK", text(&flights())),
-        "/healthz" => ("200 OK", "alive\n".to_owned()),
-        "/readyz" => match &flights()[..] {
-            [] => ("503 Service Unavailable", "no rank runs here yet\n".to_owned()),
-            flights if flights.iter().any(|flight| flight.recorder.is_aborted()) => {
-                ("503 Service Unavailable", "the group has been aborted\n".to_owned())
-            }
-            _ => ("200 OK", "ready\n".to_owned()),
+        "/metrics" => Page {
+            content_type: "text/plain; version=0.0.4; charset=utf-8",
+            ..Page::plain("200 OK", text(&flights()))
         },
-        _ => ("404 Not Found", "there are /metrics, /healthz and /readyz\n".to_owned()),
+        "/healthz" => Page::plain("200 OK", "alive\n"),
+        "/readyz" => match &flights()[..] {
+            [] => Page::plain("503 Service Unavailable", "no rank runs here yet\n"),
+            flights if flights.iter().any(|flight| flight.recorder.is_aborted()) => {
+                Page::plain("503 Service Unavailable", "the group has been aborted\n")
+            }
+            _ => Page::plain("200 OK", "ready\n"),
+        },
+        _ => Page::plain("404 Not Found", "there are /metrics, /healthz and /readyz\n"),
     }
 }
 

@@ -13,6 +13,8 @@ pub(crate) struct Page {
     pub(crate) alerts: Vec<String>,
     /// The problem and how ranks share it: names and values.
     pub(crate) facts: Vec<(&'static str, String)>,
+    /// Of `plan --explain`: the plans among which this one was chosen.
+    pub(crate) choice: Option<Choice>,
     /// From the start to the end of the last rank.
     pub(crate) wall_s: Option<f64>,
     /// Beside a measured time, or alone.
@@ -29,6 +31,36 @@ pub(crate) struct Page {
     pub(crate) links: Vec<LinkLoad>,
     /// The report of `--json`.
     pub(crate) json: String,
+}
+
+/// The plans that could run, and why the first of them is the fastest.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Choice {
+    /// Sentences about the choice.
+    pub(crate) reasons: Vec<String>,
+    /// The fastest first, refused plans last.
+    pub(crate) plans: Vec<PossiblePlan>,
+}
+
+/// A plan that could run, or why it cannot.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PossiblePlan {
+    pub(crate) name: String,
+    pub(crate) priced: Result<Price, String>,
+    /// With `--measure`.
+    pub(crate) measured_s: Option<f64>,
+}
+
+/// What a plan is predicted to take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Price {
+    pub(crate) predicted_s: f64,
+    /// Of the time of all ranks, from 0 to 1.
+    pub(crate) idle: f64,
+    /// Of the rank that sends most.
+    pub(crate) bytes_sent: u64,
+    /// Of the rank that needs most.
+    pub(crate) peak_bytes: u64,
 }
 
 /// Where the numbers come from.

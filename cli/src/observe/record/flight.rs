@@ -18,7 +18,7 @@ pub(crate) struct Flight {
     /// Weak: a transport that is dropped tells the others that its rank has died.
     pub(super) transport: Weak<dyn Transport>,
     pub(super) started: SystemTime,
-    pub(super) about: About,
+    pub(in crate::observe) about: About,
 }
 
 /// What a rank runs, as far as observers need it.
@@ -33,7 +33,7 @@ pub(crate) struct About {
 
 /// A flight that observers see until this is dropped.
 #[derive(Debug)]
-pub(crate) struct ListedFlight(pub(super) Arc<Flight>);
+pub(crate) struct ListedFlight(pub(crate) Arc<Flight>);
 
 impl Flight {
     /// Lists the rank of `transport`, which is about to run.

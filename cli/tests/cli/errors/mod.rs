@@ -5,6 +5,7 @@ mod bias;
 mod caches;
 mod files;
 mod library;
+mod outputs;
 mod placements;
 mod requests;
 mod sessions;

@@ -2,6 +2,7 @@
 //! `DIR` is a folder with the files of `files.rs`. `@` is `attend --shape 1,64,8,2,64`.
 
 use super::Group;
+use super::outputs::OUTPUTS;
 
 pub(super) const GROUPS: &[Group] = &[
     Group {
@@ -211,23 +212,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("attend --input DIR/mask-batch", "One for each batch entry, or one for all."),
         ],
     },
-    Group {
-        title: "Output files",
-        about: "",
-        entries: &[
-            ("@ --output /", "A folder cannot be the output file."),
-            ("@ --output /dev/null", "Only a regular file is replaced."),
-            ("attend --input DIR/good --output DIR/good", "The result would destroy its input."),
-            ("@ --report page-{rank}.html", "Rank 0 writes one page."),
-            ("@ --record DIR/good/records", "The folder cannot be created."),
-            (
-                "RANK=0 WORLD_SIZE=1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 @ --metrics 127.0.0.1:65535",
-                "Each rank of a host takes the next port.",
-            ),
-            ("@ --metrics 0.0.0.0:9000", "By default only this machine may read metrics."),
-            ("doctor DIR/folder", "There is no record to read."),
-        ],
-    },
+    OUTPUTS,
     Group {
         title: "Launchers, and several processes",
         about: "Flags, variables, a cluster file or the environment of a launcher assign the ranks: [deploy](deploy.md).",

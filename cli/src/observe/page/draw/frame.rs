@@ -25,6 +25,43 @@ pub(crate) struct Section {
 
 /// The whole page.
 pub(crate) fn document(head: &Head<'_>, sections: Vec<Section>) -> String {
+    let body = html! {
+        a.skip href="#main" { "Skip to the pictures" }
+        header {
+            p.brand { "kyklos" span.badge { (head.badge) } }
+            h1 { (head.title) }
+            p.summary { (head.summary) }
+            @for alert in head.alerts {
+                p.alert role="alert" { strong { "Attention: " } (alert) }
+            }
+            dl.facts {
+                @for (name, value) in head.facts {
+                    div { dt { (name) } dd { (value) } }
+                }
+            }
+            nav aria-label="Sections" {
+                @for section in &sections { a href={ "#" (section.id) } { (section.title) } }
+            }
+        }
+        main id="main" {
+            @for section in &sections {
+                section id=(section.id) aria-labelledby={ (section.id) "-title" } {
+                    h2 id={ (section.id) "-title" } { (section.title) }
+                    (section.body)
+                }
+            }
+        }
+        footer { p { "Written by kyklos " (env!("CARGO_PKG_VERSION")) ". This file needs no network and runs no script." } }
+    };
+    // Whatever a text says, the page loads nothing and runs nothing.
+    let policy = html! {
+        meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
+    };
+    shell(head.title, policy, body)
+}
+
+/// A page with the style sheet and the patterns that it names.
+pub(crate) fn shell(title: &str, more: Markup, body: Markup) -> String {
     let page = html! {
         (DOCTYPE)
         html lang="en" {
@@ -32,40 +69,11 @@ pub(crate) fn document(head: &Head<'_>, sections: Vec<Section>) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 meta name="color-scheme" content="light dark";
-                // Whatever a text says, the page loads nothing and runs nothing.
-                meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
-                title { (head.title) " – kyklos" }
+                (more)
+                title { (title) " – kyklos" }
                 style { (PreEscaped(STYLE)) (PreEscaped(fills())) }
             }
-            body {
-                (patterns())
-                a.skip href="#main" { "Skip to the pictures" }
-                header {
-                    p.brand { "kyklos" span.badge { (head.badge) } }
-                    h1 { (head.title) }
-                    p.summary { (head.summary) }
-                    @for alert in head.alerts {
-                        p.alert role="alert" { strong { "Attention: " } (alert) }
-                    }
-                    dl.facts {
-                        @for (name, value) in head.facts {
-                            div { dt { (name) } dd { (value) } }
-                        }
-                    }
-                    nav aria-label="Sections" {
-                        @for section in &sections { a href={ "#" (section.id) } { (section.title) } }
-                    }
-                }
-                main id="main" {
-                    @for section in &sections {
-                        section id=(section.id) aria-labelledby={ (section.id) "-title" } {
-                            h2 id={ (section.id) "-title" } { (section.title) }
-                            (section.body)
-                        }
-                    }
-                }
-                footer { p { "Written by kyklos " (env!("CARGO_PKG_VERSION")) ". This file needs no network and runs no script." } }
-            }
+            body { (patterns()) (body) }
         }
     };
     page.into_string()

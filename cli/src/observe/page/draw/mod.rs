@@ -1,5 +1,6 @@
 //! HTML and SVG of a page. Sizes are percentages or CSS pixels, so that pictures fit every width and text is never scaled.
 
+mod choice;
 mod figures;
 mod frame;
 mod mask;
@@ -15,7 +16,7 @@ use super::words::summary;
 /// For pages of other commands.
 pub(crate) mod parts {
     pub(crate) use super::frame::{
-        Head, Section, counted, document, exact, numbers, percentage, scrolled, swatch,
+        Head, Section, counted, document, exact, numbers, percentage, scrolled, shell, swatch,
     };
     pub(crate) use super::traffic::section as traffic_section;
 }
@@ -27,6 +28,7 @@ pub(crate) fn html(page: &Page) -> String {
         Origin::Predicted => "predicted: nothing was run",
     };
     let sections = [
+        choice::section(page),
         Some(mask::section(page)),
         Some(timeline::section(page)),
         Some(figures::section(page)),
