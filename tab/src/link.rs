@@ -214,12 +214,9 @@ struct Abandon<'a> {
 impl Drop for Abandon<'_> {
     fn drop(&mut self) {
         let mut state = self.link.lock();
-        match state.requests.remove(&self.request) {
-            Some(Request::Open(bytes)) => {
-                state.requests.insert(self.request, Request::Abandoned(bytes));
-            }
-            // Not Request::Abandoned either: there is one future for each request.
-            Some(_) | None => {}
+        // An answered one is gone now. No abandoned one comes here: each request has one future.
+        if let Some(Request::Open(bytes)) = state.requests.remove(&self.request) {
+            state.requests.insert(self.request, Request::Abandoned(bytes));
         }
     }
 }

@@ -13,5 +13,5 @@ mod wgpu;
 
 pub(crate) use self::name::{DeviceId, DeviceRequest, all, choose, names};
 pub(crate) use self::report::DeviceReport;
-pub(crate) use self::tab::{TabArgs, say_goodbye};
+pub(crate) use self::tab::{let_in, let_in_nowhere, say_goodbye};
 pub(crate) use self::table::BackendKind;

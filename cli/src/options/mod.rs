@@ -2,10 +2,12 @@
 
 mod problem;
 mod refusal;
+mod tabs;
 mod values;
 
 pub(crate) use problem::ProblemArgs;
 pub(crate) use refusal::one_line;
+pub(crate) use tabs::TabArgs;
 pub(crate) use values::{
     ByteSize, KernelName, List, ListItem, MaskArg, OnLoss, OrAuto, ProgressKind, RANK, Shape, SplitName,
     StrategyName, TransportName,

@@ -6,12 +6,12 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser};
 
-use crate::devices::{self, DeviceRequest, TabArgs};
+use crate::devices::{self, DeviceRequest};
 use crate::group::GroupArgs;
 use crate::network::NetworkArgs;
 use crate::observe::live::WatchArgs;
 use crate::observe::metrics::MetricsArgs;
-use crate::options::{List, OnLoss, ProblemArgs, ProgressKind, TransportName};
+use crate::options::{List, OnLoss, ProblemArgs, ProgressKind, TabArgs, TransportName};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct AttendArgs {

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use self::against::Times;
 pub(crate) use self::args::BenchArgs;
-use crate::devices::{self, DeviceId};
+use crate::devices::{self, BackendKind, DeviceId, let_in_nowhere};
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
 use crate::options::{KernelName, List, MaskArg, Shape};
@@ -72,6 +72,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let mut devices = Vec::new();
     for place in 0..requests.len() {
         let device = devices::choose(requests, place)?;
+        if device.kind == BackendKind::Tab {
+            return Err(let_in_nowhere());
+        }
         if !devices.contains(&device) {
             devices.push(device);
         }
