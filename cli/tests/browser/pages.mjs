@@ -85,6 +85,8 @@ async function leastContrast(page) {
 /** Starts a call with a live page; gives its address, and its end. */
 async function watched(words) {
   const child = spawn(program, [...words, "--watch"], { stdio: ["ignore", "pipe", "pipe"] });
+  // A check that fails leaves nothing behind; the launcher ends its ranks.
+  process.once("exit", () => child.exitCode ?? child.kill("SIGINT"));
   const ended = new Promise((done) => child.on("exit", done));
   child.stdout.resume();
   let text = "";

@@ -125,6 +125,7 @@ function words(text) {
 
 function start(args) {
   const child = spawn(kyklos, args, { stdio: ["ignore", "pipe", "pipe"] });
+  process.once("exit", () => child.exitCode ?? child.kill("SIGINT"));
   const said = { out: "", err: "" };
   child.stdout.on("data", (chunk) => { said.out += chunk; });
   child.stderr.on("data", (chunk) => { said.err += chunk; });
