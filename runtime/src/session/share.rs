@@ -181,8 +181,11 @@ impl Session {
         let step_ns = known.as_ref().map_or(0, |(_, capacity)| capacity.step_ns);
         let Some(pairs_per_s) = speed_of_call(&lowered, rank, compute_ns, step_ns) else { return };
         match known {
-            // Half of the difference, so that one slow call does not count for much.
-            Some((_, capacity)) => capacity.pairs_per_s = capacity.pairs_per_s.midpoint(pairs_per_s),
+            // Half of the way, in factors: one slow call does not count for much, and the speed of a device that becomes 50 times
+            // slower is known within a third after 4 calls. Half of the difference would take 8.
+            Some((_, capacity)) => {
+                capacity.pairs_per_s = geometric_mean(capacity.pairs_per_s, pairs_per_s);
+            }
             None => self.know(class, Capacity { pairs_per_s, step_ns: 0, memory_bytes: None }),
         }
     }
@@ -250,6 +253,11 @@ impl Session {
         }
         Ok(all)
     }
+}
+
+fn geometric_mean(a: u64, b: u64) -> u64 {
+    // The root of a product of two u64 fits u64.
+    u64::try_from((u128::from(a) * u128::from(b)).isqrt()).unwrap_or(u64::MAX)
 }
 
 /// One speed for all where the speeds differ by no more than measurements vary.
