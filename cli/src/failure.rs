@@ -18,6 +18,9 @@ pub(crate) struct Failure {
     pub(crate) of_device: bool,
 }
 
+/// Exit code of a result that is right, without the rows of lost ranks.
+pub(crate) const EXIT_LACKS: u8 = 3;
+
 /// The result type of this program.
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 

@@ -16,10 +16,10 @@ use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use crate::commands::attend::{AttendArgs, launched_request};
-use crate::failure::{Failure, Result, note};
+use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::group::identity_on_stdin;
 use crate::interrupt::{self, EXIT_INTERRUPTED};
-use crate::job::rank::EXIT_LACKS;
+
 use crate::options::{OnLoss, one_line};
 
 /// Number of processes and their command.

@@ -10,7 +10,7 @@ use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
-use crate::failure::{Failure, Result, note};
+use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::job::call::Job;
 use crate::job::on_loss::Recovery;
 use crate::job::page::PageParts;
@@ -321,7 +321,5 @@ impl Job {
     }
 }
 
-/// Exit code of a result that is right, without the rows of lost ranks.
-pub(crate) const EXIT_LACKS: u8 = 3;
 /// How long a failed rank stays, so that the others learn of the failure.
 const LEAVE: Duration = Duration::from_secs(3);

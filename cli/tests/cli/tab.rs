@@ -41,15 +41,15 @@ impl Host {
         }
     }
 
-    /// The report, and what the command said. It ends with `exit`.
-    fn end(mut self, exit: i32) -> (serde_json::Value, String) {
+    /// The report, and what the command said. It ends with one of `exits`.
+    fn end(mut self, exits: &[i32]) -> (serde_json::Value, String) {
         let reading = std::thread::spawn(move || {
             self.said.read_to_string(&mut self.text).unwrap();
             self.text
         });
         let output = finish(self.child, Duration::from_secs(240));
         let text = reading.join().unwrap();
-        assert_eq!(output.status.code(), Some(exit), "{text}");
+        assert!(exits.contains(&output.status.code().unwrap()), "{text}");
         (serde_json::from_str(&stdout(&output)).unwrap(), text)
     }
 }
@@ -69,7 +69,7 @@ fn tabs_beside_native_ranks_are_exact() {
         let device = ["--ranks", "4", "--device", "cpu,tab,cpu,tab", "--transport", transport];
         let mut host = Host::start(&[&["attend"], &device[..]].concat());
         let tabs = [tab(&host.link()), tab(&host.link())];
-        let (report, text) = host.end(0);
+        let (report, text) = host.end(&[0]);
         is_exact(&report, 4);
         assert_eq!(report["devices"][1]["backend"], "tab");
         assert_eq!(text.matches("a tab has come: ").count(), 2, "{text}");
@@ -82,11 +82,12 @@ fn tabs_beside_native_ranks_are_exact() {
 #[test]
 fn a_tab_that_ends_in_the_middle_is_a_lost_rank() {
     // While speeds are measured, and in one of many calls.
-    let [early, late] = [1 << 20, 8 << 20];
-    for (policy, most_bytes, exit, words) in [
-        ("shrink", early, 0, "without rank 1; 2 ranks start again"),
-        ("shrink", late, 0, "without rank 1; 2 ranks start again"),
-        ("finish", late, 3, "without rank 1; 2 ranks complete the call"),
+    let [early, late] = [1 << 15, 8 << 20];
+    for (policy, most_bytes, exits, words) in [
+        ("shrink", early, &[0][..], "without rank 1; 2 ranks start again"),
+        ("shrink", late, &[0], "without rank 1; 2 ranks start again"),
+        // Whether the others hold the keys of the tab depends on the moment; if not, they start again.
+        ("finish-or-shrink", late, &[0, 3], "without rank 1; 2 ranks complete the call"),
     ] {
         // Rank 1 has the tab; all ranks have its options.
         let launch = ["launch", "-n", "3", "--", "attend", "--device", "cpu,tab,cpu", "--on-loss", policy];
@@ -96,7 +97,7 @@ fn a_tab_that_ends_in_the_middle_is_a_lost_rank() {
         let link = host.link();
         assert!(link.starts_with("http://localhost:1/tab.html#v=1&at=127.0.0.1:"), "{link}");
         let tab = native::tab(&link, None, most_bytes);
-        let (report, text) = host.end(exit);
+        let (report, text) = host.end(exits);
         assert_eq!(tab.join().unwrap(), "taken enough");
         assert!(text.contains(words) && text.contains("the tab was closed"), "{policy} {most_bytes}: {text}");
         is_exact(&report, 2);

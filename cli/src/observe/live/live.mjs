@@ -100,9 +100,10 @@ function showFacts(facts) {
 
 function show(state) {
   lastElapsed = state.elapsed_s;
-  at("lost").hidden = state.state !== "failed";
-  if (state.state === "failed") set(at("lost"), state.text);
-  set(at("text"), state.state === "failed" ? "The call has failed." : state.text);
+  const brief = { failed: "The call has failed.", incomplete: "The call has ended, without the rows of lost ranks." }[state.state];
+  at("lost").hidden = !brief;
+  if (brief) set(at("lost"), state.text);
+  set(at("text"), brief ?? state.text);
   set(at("title"), state.title);
   set(at("badge"), state.state === "running" || state.state === "starting" ? "live" : state.state);
   set(at("percent"), `${Math.floor(100 * state.done)} %`);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::rows::{Call, Row, Seen, View};
-use crate::failure::Failure;
+use crate::failure::{EXIT_LACKS, Failure};
 use crate::observe::http::{PATIENCE, Sink};
 use crate::observe::record::Flight;
 
@@ -33,8 +33,8 @@ struct Known {
     /// By rank.
     seen: Vec<Seen>,
     latest: Option<(Instant, Arc<str>)>,
-    /// Whether the call ended well, and in words.
-    end: Option<(bool, String)>,
+    /// `done`, `incomplete` or `failed`, and in words.
+    end: Option<(&'static str, String)>,
     report: Option<Arc<str>>,
     clients: u32,
 }
@@ -95,8 +95,9 @@ impl Live {
     pub(crate) fn ended(&self, failure: Option<&Failure>) {
         let mut known = self.lock();
         known.end = Some(match failure {
-            None => (true, "The call has ended well.".to_owned()),
-            Some(failure) => (false, format!("The call has failed: {}", failure.text)),
+            None => ("done", "The call has ended well.".to_owned()),
+            Some(failure) if failure.exit == EXIT_LACKS => ("incomplete", failure.text.clone()),
+            Some(failure) => ("failed", format!("The call has failed: {}", failure.text)),
         });
         known.latest = None;
         self.changed.notify_all();
@@ -169,8 +170,7 @@ impl Live {
             View { call, flights, devices, first_world: *first_world, silence: self.silence }.rows(seen)
         });
         let state = match (&known.end, &known.call) {
-            (Some((true, _)), _) => "done",
-            (Some((false, _)), _) => "failed",
+            (Some((end, _)), _) => end,
             (None, Some(_)) => "running",
             (None, None) => "starting",
         };
