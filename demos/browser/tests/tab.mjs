@@ -50,7 +50,7 @@ const failed = await run([
     exact(report, 2);
   }],
   ["a tab whose process is frozen is a lost rank after 10 s", async () => {
-    const host = group(`--on-loss shrink --repeat 2000 ${SHAPE}`);
+    const host = group(`--on-loss shrink --repeat 400 ${SHAPE}`);
     const page = await lend((await host.links(1))[0]);
     await busy(page);
     const renderers = descendants(process.pid).filter((pid) => commandLine(pid).includes("--type=renderer"));
@@ -65,14 +65,14 @@ const failed = await run([
     await page.close();
   }],
   ["a browser that is killed is a lost rank", async () => {
-    const host = group(`--on-loss shrink --repeat 2000 ${SHAPE}`);
+    const host = group(`--on-loss shrink --repeat 400 ${SHAPE}`);
     const page = await lend((await host.links(1))[0]);
     await busy(page);
     descendants(process.pid).filter((pid) => commandLine(pid).includes("chromium"))
       .forEach((pid) => { try { process.kill(pid, "SIGKILL"); } catch { /* it ended with its parent */ } });
+    browser = await launch(playwright, executablePath);
     exact(await host.report(), 2);
     assert.match(host.words(), /(the tab has lost its network, or its browser was ended|the tab was closed|has not answered for 10 s.*); without rank 2/);
-    browser = await launch(playwright, executablePath);
   }],
   ["a wrong token, a used link and a page of another version are refused in words, and an honest tab comes after them", async () => {
     const host = attend(`--ranks 2 --device cpu,tab ${SHAPE}`);
