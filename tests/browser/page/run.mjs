@@ -1,10 +1,8 @@
 // Runs every claim: node run.mjs FOLDER PLAYWRIGHT CHROMIUM [--all] [WORDS OF A CLAIM]
-import { createServer } from "node:http";
-import { readFile } from "node:fs/promises";
-import { basename, extname, join } from "node:path";
+import { join } from "node:path";
 import { pathToFileURL } from "node:url";
+import { serve } from "../../../demos/browser/tests/browser.mjs";
 
-const TYPES = { ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm" };
 // Claims that break something on purpose, in pages of their own: what the browser says about it on the console is no
 // fault.
 const LOUD = /refuses late|device is lost|after a loss/;
@@ -20,17 +18,8 @@ const words = rest.slice(all ? 1 : 0).join(" ");
 const CLAIM_S = all ? 600 : 120;
 const { chromium } = (await import(pathToFileURL(join(playwright, "index.js")))).default;
 
-const server = createServer(async (request, response) => {
-  const name = basename(new URL(request.url, "http://localhost").pathname) || "index.html";
-  try {
-    const body = await readFile(join(folder, name));
-    response.writeHead(200, { "content-type": TYPES[extname(name)] ?? "application/octet-stream" }).end(body);
-  } catch {
-    response.writeHead(404).end();
-  }
-});
-await new Promise((ready) => server.listen(0, "127.0.0.1", ready));
-const address = `http://127.0.0.1:${server.address().port}/`;
+const server = await serve(folder);
+const address = `${server.origin}/`;
 
 let failed = 0;
 // The page of the claims that need none of their own, until one fails.
