@@ -21,3 +21,5 @@ pub mod wire;
 
 #[cfg(test)]
 mod seeded_faults;
+#[cfg(test)]
+mod seeded_gradient_faults;

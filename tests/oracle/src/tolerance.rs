@@ -46,11 +46,13 @@
 //! fault that is smaller than the bound. So each feature needs inputs that show it, and [`discriminates`] checks them.
 
 mod comparison;
+mod gradients;
 mod naive;
 
 use std::fmt;
 
 pub use comparison::{Cause, Comparison, Context, Failure, Worst, compare, compare_rows};
+pub use gradients::{GradientComparison, GradientLimit, naive_f32_gradients};
 pub use naive::naive_f32_rows;
 
 use crate::oracle::Dtype;

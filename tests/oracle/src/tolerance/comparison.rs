@@ -163,7 +163,7 @@ fn sees_a_key(problem: &OracleProblem, row: &Row) -> bool {
     row.lse != nothing && row.lse != f64::NEG_INFINITY || row.o.iter().any(|o| *o != 0.0)
 }
 
-fn distance(actual: f64, expected: f64) -> f64 {
+pub(super) fn distance(actual: f64, expected: f64) -> f64 {
     if actual == expected || actual.is_nan() && expected.is_nan() {
         0.0
     } else if actual.is_finite() && expected.is_finite() {

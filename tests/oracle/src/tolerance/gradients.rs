@@ -1,0 +1,219 @@
+//! The limits of the errors of gradients.
+//!
+//! | result | compared with | largest error | relative norm |
+//! |---|---|---|---|
+//! | parallel gradients | the same problem on one device | `3 · E_dense + 3 · a · rms` | `1.5 · R_dense + a₂` |
+//! | a single-device kernel | f32 arithmetic without any care | `3 · E_naive + u · max + 3 · a · rms` | `2 · R_naive + u + a` |
+//!
+//! with `a` = 1e-6 for f32 and 2e-3 for f16 and bf16, `a₂` = 1e-6 and 2e-4, u the unit roundoff of the storage type, and
+//! rms and max of the right gradient. Each gradient (dQ, dK, dV, …) is compared by itself.
+//!
+//! Two things differ from the output's rule. The addition is relative to the gradient, because dK and dV grow with the
+//! number of queries that see a key: a fixed addition would hide sums in a 16-bit type. And the factor is 3: an element
+//! of dK sums as many products as there are queries, with signs, so that its largest error depends more on the order.
+
+use std::fmt;
+
+use super::additive;
+use super::comparison::distance;
+use crate::oracle::{Dtype, Gradients, Oracle, OracleError, RowId, Tensor4, Values};
+
+/// The distance between a gradient and the oracle's.
+#[derive(Clone, Debug)]
+#[must_use = "a comparison proves nothing until it is held to a limit"]
+pub struct GradientComparison {
+    /// Which gradient it is, as in `dk`.
+    pub name: &'static str,
+    /// The largest error.
+    pub max_abs_error: f64,
+    /// Where it is: linear index, computed value, right value.
+    pub worst: Option<(usize, f64, f64)>,
+    /// Frobenius norm of the error relative to the norm of the right gradient.
+    pub relative_error: f64,
+    /// Root mean square of the right gradient.
+    pub rms_signal: f64,
+    /// The largest magnitude in the right gradient.
+    pub max_abs: f64,
+    /// Values of which only one side is NaN or infinite.
+    pub mismatched_nonfinite: usize,
+}
+
+impl GradientComparison {
+    /// Compares all elements. Panics if the lengths differ.
+    pub fn new(name: &'static str, actual: Values<'_>, expected: &[f64]) -> Self {
+        assert_eq!(actual.len(), expected.len(), "elements of {name}");
+        let (mut squared_error, mut squared_signal, mut finite) = (0.0, 0.0, 0_usize);
+        let mut comparison = Self {
+            name,
+            max_abs_error: 0.0,
+            worst: None,
+            relative_error: 0.0,
+            rms_signal: 0.0,
+            max_abs: 0.0,
+            mismatched_nonfinite: 0,
+        };
+        for (index, &right) in expected.iter().enumerate() {
+            let value = actual.get(index);
+            let error = distance(value, right);
+            comparison.mismatched_nonfinite += usize::from(error.is_infinite());
+            if error > comparison.max_abs_error {
+                comparison.max_abs_error = error;
+                comparison.worst = Some((index, value, right));
+            }
+            squared_error += error * error;
+            if right.is_finite() {
+                squared_signal += right * right;
+                comparison.max_abs = comparison.max_abs.max(right.abs());
+                finite += 1;
+            }
+        }
+        comparison.rms_signal = (squared_signal / finite.max(1) as f64).sqrt();
+        if squared_error > 0.0 {
+            comparison.relative_error = (squared_error / squared_signal).sqrt();
+        }
+        comparison
+    }
+
+    /// Compares dQ, dK and dV.
+    pub fn of_tensors([dq, dk, dv]: [Values<'_>; 3], expected: &Gradients) -> [Self; 3] {
+        [
+            Self::new("dq", dq, &expected.dq),
+            Self::new("dk", dk, &expected.dk),
+            Self::new("dv", dv, &expected.dv),
+        ]
+    }
+
+    /// Whether this is within the limit. The text of an error has all details.
+    pub fn within(&self, limit: &GradientLimit) -> Result<(), String> {
+        let says = |what: &str| Err(format!("{what}\n  limit: {limit}\n  {self}"));
+        if self.rms_signal > 0.0 && (limit.abs > 0.5 * self.max_abs || limit.relative > 0.5) {
+            return says("the limit proves nothing");
+        }
+        let close = self.max_abs_error <= limit.abs && self.relative_error <= limit.relative;
+        if close && self.mismatched_nonfinite == 0 { Ok(()) } else { says("the gradient is wrong") }
+    }
+}
+
+impl fmt::Display for GradientComparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, max_abs_error, relative_error, rms_signal, mismatched_nonfinite, .. } = self;
+        write!(
+            f,
+            "{name} error {max_abs_error:.3e}, relative {relative_error:.3e}, rms signal {rms_signal:.3e}"
+        )?;
+        write!(f, ", infinite errors {mismatched_nonfinite}")?;
+        match self.worst {
+            Some((index, actual, expected)) => {
+                write!(f, "; at {index} got {actual:?}, expected {expected:?}")
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// The bounds for one gradient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradientLimit {
+    abs: f64,
+    relative: f64,
+    rule: &'static str,
+}
+
+impl GradientLimit {
+    /// The limit of a parallel result, from the comparison of the same gradient on one device.
+    pub fn parallel(dtype: Dtype, dense: &GradientComparison) -> Self {
+        let small = if dtype == Dtype::F32 { 1e-6 } else { 2e-4 };
+        Self {
+            abs: 3.0 * dense.max_abs_error + 3.0 * additive(dtype) * dense.rms_signal,
+            relative: 1.5 * dense.relative_error + small,
+            rule: "3 x single device + 3 a rms",
+        }
+    }
+
+    /// The limit of a single-device kernel that stores gradients as `dtype`, from the comparison of
+    /// [`naive_f32_gradients`].
+    pub fn dense(dtype: Dtype, naive: &GradientComparison) -> Self {
+        let u = dtype.unit_roundoff();
+        let a = additive(dtype);
+        Self {
+            abs: 3.0 * naive.max_abs_error + u * naive.max_abs + 3.0 * a * naive.rms_signal,
+            relative: 2.0 * naive.relative_error + u + a,
+            rule: "3 x naive f32 + rounding of the gradient + 3 a rms",
+        }
+    }
+
+    /// The largest accepted error.
+    pub fn abs(&self) -> f64 {
+        self.abs
+    }
+}
+
+impl fmt::Display for GradientLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { abs, relative, rule } = self;
+        write!(f, "{abs:.3e}, relative {relative:.3e} ({rule})")
+    }
+}
+
+/// The gradients with every operation in f32, one accumulator for each sum. The output is rounded to `dtype` before
+/// it is used, as a forward pass returns it. d_bias stays empty.
+pub fn naive_f32_gradients(
+    oracle: &Oracle<'_>,
+    dtype: Dtype,
+    d_o: Values<'_>,
+    d_lse: Option<Values<'_>>,
+) -> Result<Gradients, OracleError> {
+    let problem = oracle.problem();
+    let d_o = Tensor4::new(problem.q_shape(), d_o)?;
+    let zeros = |shape: [usize; 4]| vec![0.0_f32; shape.iter().product()];
+    let (mut dq, mut dk, mut dv) =
+        (zeros(problem.q_shape()), zeros(problem.kv_shape()), zeros(problem.kv_shape()));
+    let mut d_sinks = vec![0.0_f32; problem.sinks.len()];
+    let [q, k, v] = oracle.tensors();
+    let dim = problem.head_dim;
+    let narrow = |tensor: Tensor4<'_>, batch, token, head| -> Vec<f32> {
+        let mut wide = vec![0.0; dim];
+        tensor.read_vector(batch, token, head, &mut wide);
+        wide.iter().map(|&value| value as f32).collect()
+    };
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0_f32, |sum, (a, b)| sum + a * b);
+    for row in super::naive_f32_rows(oracle, &problem.row_ids()) {
+        let RowId { batch, row: token, head } = row.id;
+        let lse = row.lse as f32;
+        if lse == f32::NEG_INFINITY {
+            continue;
+        }
+        let o: Vec<f32> = row.o.iter().map(|&o| dtype.round(o as f32)).collect();
+        let (query, grad) = (narrow(q, batch, token, head), narrow(d_o, batch, token, head));
+        let d_lse = d_lse.map_or(0.0, |d_lse| d_lse.get(problem.lse_index(row.id)) as f32);
+        let delta = dot(&grad, &o) - d_lse;
+        if let Some(&sink) = problem.sinks.get(head) {
+            d_sinks[head] -= (sink as f32 - lse).exp() * delta;
+        }
+        let (scale, kv_head) = (problem.scale as f32, problem.kv_head(head));
+        let dq_at = problem.o_index(row.id);
+        for key in 0..problem.kv_len {
+            let Some(term) = oracle.term(row.id, key) else { continue };
+            let (ks, vs) = (narrow(k, batch, key, kv_head), narrow(v, batch, key, kv_head));
+            let score = dot(&query, &ks) * scale;
+            let (x, slope) = match problem.softcap {
+                None => (score, 1.0),
+                Some(cap) => {
+                    let c = (score / cap as f32).tanh();
+                    (cap as f32 * c, 1.0 - c * c)
+                }
+            };
+            let p = (x + term as f32 - lse).exp();
+            let ds = p * (dot(&grad, &vs) - delta) * slope * scale;
+            let kv_at = ((batch * problem.kv_len + key) * problem.kv_heads + kv_head) * dim;
+            for d in 0..dim {
+                dq[dq_at + d] += ds * ks[d];
+                dk[kv_at + d] += ds * query[d];
+                dv[kv_at + d] += p * grad[d];
+            }
+        }
+    }
+    let wide = |narrow: Vec<f32>| narrow.into_iter().map(f64::from).collect();
+    let (dq, dk, dv, d_sinks) = (wide(dq), wide(dk), wide(dv), wide(d_sinks));
+    Ok(Gradients { dq, dk, dv, d_sinks, d_bias: Vec::new() })
+}
