@@ -9,7 +9,10 @@ use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 
 use super::erased::AnyBackend;
-use super::{Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape};
+use super::{
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
+    StateMut, StateShape,
+};
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
 /// A device of any backend. Ranks with unlike devices live in one program without code for each combination; kernels stay
@@ -240,6 +243,35 @@ impl Backend for Device {
         shape: [usize; 4],
     ) -> Result<()> {
         self.0.convert(from, into, shape)
+    }
+
+    fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
+        self.0.supports_backward(dtype, head_dim)
+    }
+
+    fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        self.0.backward_tile_shape(problem, shape)
+    }
+
+    fn row_stats(&self, args: RowStats<'_, DeviceBuffer>) -> Result<()> {
+        self.0.row_stats(args)
+    }
+
+    async fn attend_backward(&self, args: AttendBackward<'_, DeviceBuffer>, control: &Control) -> Result<()> {
+        self.0.attend_backward(args, control).await
+    }
+
+    fn accumulate(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        self.0.accumulate(from, into, extent)
+    }
+
+    fn clear(&self, buffer: &mut DeviceBuffer) -> Result<()> {
+        self.0.clear(buffer)
     }
 
     async fn wait(&self) -> Result<()> {

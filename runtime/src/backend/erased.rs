@@ -7,8 +7,8 @@ use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 
 use super::{
-    Attend, Backend, Control, DeviceBuffer, DeviceInfo, Elements, Extent, Layout, Operand, Pairs, State,
-    StateMut, StateShape, Threaded,
+    Attend, AttendBackward, Backend, Control, DeviceBuffer, DeviceInfo, Elements, Extent, Layout, Operand,
+    Pairs, RowStats, State, StateMut, StateShape, Threaded,
 };
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
@@ -54,6 +54,21 @@ pub(super) trait AnyBackend: Any + Threaded {
         into: Elements<&mut DeviceBuffer>,
         shape: [usize; 4],
     ) -> Result<()>;
+    fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()>;
+    fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
+    fn row_stats(&self, args: RowStats<'_, DeviceBuffer>) -> Result<()>;
+    fn attend_backward<'a>(
+        &'a self,
+        args: AttendBackward<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>>;
+    fn accumulate(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()>;
+    fn clear(&self, buffer: &mut DeviceBuffer) -> Result<()>;
     fn wait(&self) -> LocalBoxFuture<'_, Result<()>>;
 }
 
@@ -114,25 +129,17 @@ where
         args: Attend<'a, DeviceBuffer>,
         control: &'a Control,
     ) -> LocalBoxFuture<'a, Result<()>> {
-        let operand = |Operand { buffer, layout }: Operand<'a, DeviceBuffer>| Operand {
-            buffer: buffer.of::<B>(),
-            layout,
-        };
         let StateMut { a, ml, shape } = args.state;
         let args = Attend {
             dtype: args.dtype,
             scale: args.scale,
             softcap: args.softcap,
-            q: operand(args.q),
-            k: operand(args.k),
-            v: operand(args.v),
+            q: operand::<B>(args.q),
+            k: operand::<B>(args.k),
+            v: operand::<B>(args.v),
             kv_head_of: args.kv_head_of,
             work: args.work,
-            pairs: args.pairs.map(|Pairs { kind, buffer, layout }| Pairs {
-                kind,
-                buffer: buffer.of::<B>(),
-                layout,
-            }),
+            pairs: args.pairs.map(pairs::<B>),
             fixed_order: args.fixed_order,
             state: StateMut { a: a.of_mut::<B>(), ml: ml.of_mut::<B>(), shape },
         };
@@ -171,9 +178,82 @@ where
         Backend::convert(self, from.map(DeviceBuffer::of::<B>), into.map(DeviceBuffer::of_mut::<B>), shape)
     }
 
+    fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
+        Backend::supports_backward(self, dtype, head_dim)
+    }
+
+    fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        Backend::backward_tile_shape(self, problem, shape)
+    }
+
+    fn row_stats(&self, args: RowStats<'_, DeviceBuffer>) -> Result<()> {
+        let RowStats { dtype, shape, o, d_o, lse, d_lse, stats } = args;
+        let args = RowStats {
+            dtype,
+            shape,
+            o: o.of::<B>(),
+            d_o: d_o.of::<B>(),
+            lse: lse.of::<B>(),
+            d_lse: d_lse.map(DeviceBuffer::of::<B>),
+            stats: stats.of_mut::<B>(),
+        };
+        Backend::row_stats(self, args)
+    }
+
+    fn attend_backward<'a>(
+        &'a self,
+        args: AttendBackward<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>> {
+        let args = AttendBackward {
+            dtype: args.dtype,
+            scale: args.scale,
+            softcap: args.softcap,
+            q: operand::<B>(args.q),
+            d_o: operand::<B>(args.d_o),
+            stats: operand::<B>(args.stats),
+            k: operand::<B>(args.k),
+            v: operand::<B>(args.v),
+            kv_head_of: args.kv_head_of,
+            work: args.work,
+            pairs: args.pairs.map(pairs::<B>),
+            shape: args.shape,
+            dq: args.dq.of_mut::<B>(),
+            dk: args.dk.of_mut::<B>(),
+            dv: args.dv.of_mut::<B>(),
+            kv_layout: args.kv_layout,
+        };
+        Box::pin(Backend::attend_backward(self, args, control))
+    }
+
+    fn accumulate(
+        &self,
+        from: (&DeviceBuffer, Layout),
+        into: (&mut DeviceBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        Backend::accumulate(self, (from.0.of::<B>(), from.1), (into.0.of_mut::<B>(), into.1), extent)
+    }
+
+    fn clear(&self, buffer: &mut DeviceBuffer) -> Result<()> {
+        Backend::clear(self, buffer.of_mut::<B>())
+    }
+
     fn wait(&self) -> LocalBoxFuture<'_, Result<()>> {
         Box::pin(Backend::wait(self))
     }
+}
+
+fn operand<'a, B: Backend<Buffer: 'static>>(
+    Operand { buffer, layout }: Operand<'a, DeviceBuffer>,
+) -> Operand<'a, B::Buffer> {
+    Operand { buffer: buffer.of::<B>(), layout }
+}
+
+fn pairs<'a, B: Backend<Buffer: 'static>>(
+    Pairs { kind, buffer, layout }: Pairs<'a, DeviceBuffer>,
+) -> Pairs<'a, B::Buffer> {
+    Pairs { kind, buffer: buffer.of::<B>(), layout }
 }
 
 fn state_mut<'a, B: Backend<Buffer: 'static>>(

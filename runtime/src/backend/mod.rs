@@ -38,11 +38,13 @@ mod control;
 pub mod cpu;
 mod device;
 mod erased;
+mod gradients;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 
 pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};
+pub use gradients::{AttendBackward, RowStats};
 
 /// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
 pub const EMPTY_M: f32 = -0.7 * f32::MAX;
@@ -173,11 +175,85 @@ pub trait Backend {
         shape: [usize; 4],
     ) -> Result<()>;
 
+    /// Refuses a backward pass for which the device has no kernel. Called before ranks vote, so that no data moves. A
+    /// backend that accepts one has all operations that follow.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    fn supports_backward(&self, _dtype: Dtype, _head_dim: usize) -> Result<()> {
+        Err(no_backward(self.info()))
+    }
+
+    /// The tiles of the [`BlockWork`] that [`Self::attend_backward`] takes for `problem` and queries of this shape.
+    fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        self.tile_shape(problem, shape)
+    }
+
+    /// What a backward pass needs to know of each row of the forward pass: its log-sum-exp, and
+    /// `δ = Σ d_o · o − d_lse` (Dao 2023, arXiv 2307.08691, §3.1.2).
+    ///
+    /// A row whose log-sum-exp is −∞ gets (−[`EMPTY_M`], 0), and its gradients are 0 whatever `d_o` and `d_lse` hold.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn row_stats(&self, _args: RowStats<'_, Self::Buffer>) -> Result<()> {
+        Err(no_backward(self.info()))
+    }
+
+    /// Adds to `dq`, `dk` and `dv` what one block of queries against one block of keys gives. With
+    /// `x = scale · q·k` (softcap and bias as in the forward pass):
+    ///
+    /// ```text
+    /// P = exp(x − lse)    dS = P · (d_o·v − δ) · (slope of the softcap)
+    /// dQ += scale · dS · k    dK += scale · dS · q    dV += P · d_o
+    /// ```
+    ///
+    /// Sums are f32 and in an order that depends on the arguments only. A NaN or ∞ in a row or key reaches only what it
+    /// is paired with by a visible pair. After [`Error::Cancelled`] the three sums have no meaning.
+    ///
+    /// # Errors
+    /// As [`Self::attend`].
+    async fn attend_backward(
+        &self,
+        _args: AttendBackward<'_, Self::Buffer>,
+        _control: &Control,
+    ) -> Result<()> {
+        Err(no_backward(self.info()))
+    }
+
+    /// Adds f32 rows: `into += from`, `extent` rows of two strided layouts, which are in bytes as in [`Self::repack`].
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn accumulate(
+        &self,
+        _from: (&Self::Buffer, Layout),
+        _into: (&mut Self::Buffer, Layout),
+        _extent: Extent,
+    ) -> Result<()> {
+        Err(no_backward(self.info()))
+    }
+
+    /// Fills `buffer` with zeros.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn clear(&self, _buffer: &mut Self::Buffer) -> Result<()> {
+        Err(no_backward(self.info()))
+    }
+
     /// Ends when all submitted work is done.
     ///
     /// # Errors
     /// [`Error::Device`], also for a failure of earlier work that no call has returned yet.
     async fn wait(&self) -> Result<()>;
+}
+
+fn no_backward(device: &DeviceInfo) -> Error {
+    Error::request(
+        format!("a backward pass on {} ({})", device.name, device.backend),
+        "this backend has no kernels for gradients: compute them on a device of the backend cpu",
+    )
 }
 
 /// A device in words, for reports and for the choice of a device.

@@ -32,11 +32,11 @@ impl Default for Rate {
 }
 
 impl Rate {
-    fn piece_budget(&self) -> u64 {
+    pub(super) fn piece_budget(&self) -> u64 {
         self.0.load(Ordering::Relaxed) / 1000 * PIECE_MS
     }
 
-    fn measured(&self, cost: u64, start: Instant) {
+    pub(super) fn measured(&self, cost: u64, start: Instant) {
         let us = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
         // The time of a short piece depends more on waking threads than on speed.
         if us > 2000 {

@@ -13,6 +13,7 @@
 //! its row NaN.
 
 mod attend;
+mod backward;
 mod buffer;
 mod call;
 mod convert;
@@ -39,7 +40,8 @@ use bytes::Bytes;
 
 pub use self::buffer::CpuBuffer;
 use super::{
-    Attend, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
+    Attend, AttendBackward, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, RowStats,
+    State, StateMut, StateShape,
 };
 use crate::machine::processor_name;
 use crate::{AttentionProblem, Dtype, Result, TileShape};
@@ -54,6 +56,8 @@ pub struct CpuBackend {
     scratch: scratch::Spare<scratch::Scratch>,
     packed: scratch::Spare<keys::PackedKeys>,
     rate: attend::Rate,
+    backward_rate: attend::Rate,
+    backward_scratch: scratch::Spare<backward::Space>,
 }
 
 impl CpuBackend {
@@ -83,6 +87,8 @@ impl CpuBackend {
             scratch: scratch::Spare::default(),
             packed: scratch::Spare::default(),
             rate: attend::Rate::default(),
+            backward_rate: attend::Rate::default(),
+            backward_scratch: scratch::Spare::default(),
         }
     }
 
@@ -177,6 +183,38 @@ impl Backend for CpuBackend {
         shape: [usize; 4],
     ) -> Result<()> {
         self.install(|| convert::convert(from, into, shape))
+    }
+
+    fn supports_backward(&self, _dtype: Dtype, _head_dim: usize) -> Result<()> {
+        Ok(())
+    }
+
+    fn backward_tile_shape(&self, _problem: &AttentionProblem, _shape: StateShape) -> TileShape {
+        backward::TILE
+    }
+
+    fn row_stats(&self, args: RowStats<'_, CpuBuffer>) -> Result<()> {
+        self.install(|| backward::row_stats(args))
+    }
+
+    async fn attend_backward(&self, args: AttendBackward<'_, CpuBuffer>, control: &Control) -> Result<()> {
+        backward::attend_backward(self, args, control).await
+    }
+
+    fn accumulate(
+        &self,
+        (from, from_layout): (&CpuBuffer, Layout),
+        (into, into_layout): (&mut CpuBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        let into = bytemuck::cast_slice_mut(into.bytes_mut()?);
+        backward::accumulate((from.elements(), from_layout), (into, into_layout), extent);
+        Ok(())
+    }
+
+    fn clear(&self, buffer: &mut CpuBuffer) -> Result<()> {
+        buffer.overwrite()?.fill(0);
+        Ok(())
     }
 
     async fn wait(&self) -> Result<()> {
