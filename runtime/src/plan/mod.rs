@@ -5,6 +5,7 @@
 //! running it ([`check`]), and printed ([`explain`]).
 
 mod check;
+mod content;
 mod explain;
 mod hash;
 mod proved;
@@ -12,10 +13,11 @@ mod step;
 mod step_progress;
 
 pub use check::{RankCheck, RemainingBuffers, check, check_repair, remaining_buffers};
+pub use content::Content;
 pub(crate) use explain::describe;
 pub use explain::{Explained, bias_in_words, bytes, expected_of_wire, explain, table};
 pub(crate) use hash::PLAN_FORMAT;
 pub use hash::plan_hash;
 pub use proved::ProvedPlans;
-pub use step::{Buffer, BufferId, Content, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World};
+pub use step::{Buffer, BufferId, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World};
 pub use step_progress::StepProgress;

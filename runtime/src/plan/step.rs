@@ -4,9 +4,8 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::{
-    AttentionProblem, BiasTensor, Mesh, Placement, Results, Strategy, TOKENS_PER_SCALE, TokenRuns, WireFormat,
-};
+use super::Content;
+use crate::{AttentionProblem, Mesh, Placement, Results, Strategy, TokenRuns};
 
 /// The plans of all ranks, and the inputs from which they were made.
 #[derive(Clone, Debug)]
@@ -97,27 +96,6 @@ pub struct Buffer {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "the serialiser passes a reference")]
 fn is_zero(spare: &u32) -> bool {
     *spare == 0
-}
-
-/// The kind of tensors in a buffer, and their shapes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Content {
-    /// q: `[batch, tokens, heads, dim]`.
-    Query,
-    /// k, then v: two tensors `[batch, tokens, heads, dim]`.
-    KeyValue,
-    /// k, then v, in their wire format, where that is not the storage type. In
-    /// [`WireFormat::Int8`]: codes of k, then of v, one byte each; scales of k, f32
-    /// `[batch, ⌈tokens / 64⌉, heads, dim]`; scales of v, f32 `[batch, tokens, heads]`.
-    WireKeyValue,
-    /// Running state: `a` `[batch, tokens, heads, dim]` and `ml` `[batch, heads, tokens, 2]`, f32.
-    State,
-    /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
-    Output,
-    /// Rows of queries in the attention bias tensor: `[its batch, query tokens, its heads, keys]`.
-    #[serde(rename = "pairs")]
-    Bias,
 }
 
 /// A range of a buffer's tokens (by list position) × a range of its heads (counted from its first).
@@ -215,25 +193,6 @@ pub enum Step {
     },
 }
 
-/// One tensor of a buffer: rows of `row_bytes` adjacent bytes, `[batch, ⌈tokens / shared_by⌉, heads]` of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Tensor {
-    pub(crate) row_bytes: usize,
-    /// Consecutive tokens of the buffer's list that share a row.
-    pub(crate) shared_by: usize,
-}
-
-impl Tensor {
-    const fn of_rows(row_bytes: usize) -> Self {
-        Self { row_bytes, shared_by: 1 }
-    }
-
-    /// Bytes of one batch entry of `tokens` tokens and `heads` heads.
-    pub(crate) fn bytes(self, tokens: usize, heads: usize) -> usize {
-        tokens.div_ceil(self.shared_by) * heads * self.row_bytes
-    }
-}
-
 impl Plan {
     /// The buffer that `id` names.
     pub fn buffer(&self, id: BufferId) -> &Buffer {
@@ -303,51 +262,6 @@ impl Buffer {
     /// Bytes, all tensors together.
     pub fn bytes(&self, problem: &AttentionProblem) -> u64 {
         self.content.bytes(problem, self.rows(), self.head_count())
-    }
-}
-
-impl Content {
-    /// Batch entries of a buffer's tensors.
-    pub(crate) fn batch(self, problem: &AttentionProblem) -> u32 {
-        match (self, problem.query_bias()) {
-            (Self::Bias, Some(pairs)) => pairs.batch,
-            _ => problem.batch,
-        }
-    }
-
-    /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and is never sliced.
-    pub(crate) fn tensors(self, problem: &AttentionProblem) -> impl Iterator<Item = Tensor> + use<> {
-        let dim = problem.head_dim as usize;
-        let stored = Some(Tensor::of_rows(dim * problem.dtype.bytes()));
-        let rows = |row_bytes| Some(Tensor::of_rows(row_bytes));
-        // Every step of a proof asks for this, so it allocates nothing.
-        let tensors = match (self, problem.wire) {
-            (Self::Query, _) => [stored, None, None, None],
-            (Self::KeyValue, _) | (Self::WireKeyValue, WireFormat::Same) => [stored, stored, None, None],
-            (Self::WireKeyValue, WireFormat::F16) => [rows(dim * 2), rows(dim * 2), None, None],
-            (Self::WireKeyValue, WireFormat::Int8) => {
-                let scales = Tensor { row_bytes: dim * 4, shared_by: TOKENS_PER_SCALE };
-                [rows(dim), rows(dim), Some(scales), rows(4)]
-            }
-            (Self::State, _) => [rows(dim * 4), rows(8), None, None],
-            (Self::Output, _) => [stored, rows(4), None, None],
-            (Self::Bias, _) => {
-                let row_bytes = |pairs: BiasTensor| pairs.row_bytes(problem.dtype, problem.kv_len);
-                [rows(problem.query_bias().map_or(0, row_bytes)), None, None, None]
-            }
-        };
-        tensors.into_iter().flatten()
-    }
-
-    /// Whether tokens share rows of a tensor, so that a part of a token list is not contiguous in memory.
-    pub(crate) fn shares_rows(self, problem: &AttentionProblem) -> bool {
-        self.tensors(problem).any(|tensor| tensor.shared_by > 1)
-    }
-
-    /// Bytes of `tokens` tokens and `heads` heads, all batch entries and tensors together.
-    pub(crate) fn bytes(self, problem: &AttentionProblem, tokens: usize, heads: u32) -> u64 {
-        let one_head: u64 = self.tensors(problem).map(|tensor| tensor.bytes(tokens, 1) as u64).sum();
-        u64::from(self.batch(problem)) * u64::from(heads) * one_head
     }
 }
 
