@@ -2,6 +2,7 @@
 //!
 //! It knows steps, not strategies. While it waits for a device or for the network, it polls every exchange that is under way.
 
+mod backward;
 mod buffers;
 mod carryover;
 mod guard;
@@ -104,8 +105,8 @@ impl<Buffer> Carryover<Buffer> {
 
 /// The result of one operation on one rank, on its device.
 pub(crate) struct DeviceOutput<Buffer> {
-    pub(crate) o: OutputTensor<Buffer>,
-    pub(crate) lse: OutputTensor<Buffer>,
+    /// o and lse, or dq, dk and dv.
+    pub(crate) results: Vec<OutputTensor<Buffer>>,
     pub(crate) report: RankReport,
     pub(crate) spans: Vec<Span>,
 }
@@ -148,8 +149,16 @@ impl LoweredPlan {
         let mut before: Option<usize> = None;
         for step in &plan.steps {
             let mut layers = Vec::new();
-            if let Step::Attend { q, kv, state, .. } = step {
-                let tile = backend.tile_shape(problem, state_shape(world, plan, *state));
+            let block = match step {
+                Step::Attend { q, kv, state, .. } => {
+                    Some((q, kv, backend.tile_shape(problem, state_shape(world, plan, *state))))
+                }
+                Step::AttendBackward { q, kv, dq, .. } => {
+                    Some((q, kv, backend.backward_tile_shape(problem, state_shape(world, plan, *dq))))
+                }
+                _ => None,
+            };
+            if let Some((q, kv, tile)) = block {
                 layers = BlockWork::layers(problem, &plan.slice_tokens(q), &plan.slice_tokens(kv), tile);
                 for (layer, other) in layers.iter_mut().zip(before.map_or(&[][..], |at| &works[at])) {
                     layer.share_rows(other);
@@ -240,9 +249,10 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             }
             return Err(error);
         }
-        let DeviceOutput { o, lse, report, spans } = self.run_agreed(op, inputs, carryover, true).await?;
-        let host = |tensor: OutputTensor<B::Buffer>| tensor.host.unwrap_or_default();
-        Ok(RankOutput { o: host(o), lse: host(lse), report, spans })
+        let DeviceOutput { results, report, spans } = self.run_agreed(op, inputs, carryover, true).await?;
+        let mut host = results.into_iter().map(|tensor| tensor.host.unwrap_or_default());
+        let [o, lse] = [host.next(), host.next()].map(Option::unwrap_or_default);
+        Ok(RankOutput { o, lse, report, spans })
     }
 
     /// As [`Self::run_from`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.
@@ -291,10 +301,10 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             let progress = StepProgress { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
             *carryover = Carryover { progress, memory: std::mem::take(&mut run.memory) };
         }
-        let (o, lse, pieces) = result?;
+        let (results, pieces) = result?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;
         let report = RankReport { tokens, peak_bytes: self.peak_bytes, pieces, ..meter.report() };
-        Ok(DeviceOutput { o, lse, report, spans: meter.spans() })
+        Ok(DeviceOutput { results, report, spans: meter.spans() })
     }
 
     /// Ends the operation on every rank, unless another rank's failure has ended it here.

@@ -134,13 +134,13 @@ pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
-    CacheOptions, CachedCalls, Calls, DeviceCollective, KvCache, Output, Recovery, Session, SessionOptions,
-    SharedTokens, Survivors,
+    CacheOptions, CachedCalls, Calls, DeviceCollective, Gradients, KvCache, Output, Recovery, Saved, Session,
+    SessionOptions, SharedTokens, Survivors,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{
     can_repair, deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_world,
-    plan_placed, plan_rows, repair,
+    plan_backward, plan_backward_placed, plan_placed, plan_rows, repair,
 };
 pub use strategy_list::Strategy;
 pub use tensor::{Element, Tensor};

@@ -2,6 +2,7 @@
 
 mod agreement;
 mod attend;
+mod backward;
 mod cache;
 mod calls;
 mod choice;
@@ -23,6 +24,7 @@ use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result,
 use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;
+pub use backward::{Gradients, Saved};
 pub use cache::{CacheOptions, CachedCalls, KvCache};
 pub use calls::Calls;
 pub use recovery::{Recovery, Survivors};

@@ -77,6 +77,10 @@ impl<'i, 'r, 'a, B: Backend, C: Collective<B> + ?Sized> RunGuard<'i, 'r, 'a, B, 
         if let Some(id) = plan.bias {
             run.memory.put(id, inputs.bias.take().into_iter().collect());
         }
+        if let Some(own) = plan.gradients {
+            run.memory.put(own.d_o, inputs.d_o.take().into_iter().collect());
+            run.memory.put(own.stats, inputs.stats.take().into_iter().collect());
+        }
         run.shared_bias = inputs.shared_bias.take();
         Self { run: Some(run), inputs, carryover }
     }
@@ -111,6 +115,10 @@ fn give_back<B: Backend, C: ?Sized>(run: &mut Run<'_, '_, B, C>, inputs: &mut In
     let plan = run.executor.plan;
     if let Some(id) = plan.bias {
         inputs.bias = run.memory.take(id).and_then(|mut rows| rows.pop());
+    }
+    if let Some(own) = plan.gradients {
+        let mut one = |id| run.memory.take(id).and_then(|mut tensors| tensors.pop());
+        (inputs.d_o, inputs.stats) = (one(own.d_o), one(own.stats));
     }
     inputs.shared_bias = run.shared_bias.take();
     inputs.q = run.memory.take(plan.q).and_then(|mut q| q.pop());

@@ -23,6 +23,9 @@ pub struct Inputs<Buffer> {
     pub(super) bias: Option<Buffer>,
     /// The whole attention bias tensor, if all queries share its rows.
     pub(super) shared_bias: Option<Buffer>,
+    /// In a backward pass: the gradient of the rank's output rows, and their statistics.
+    pub(super) d_o: Option<Buffer>,
+    pub(super) stats: Option<Buffer>,
     /// Hash of the bytes of `shared_bias`, if the ranks have not compared them yet.
     shared_digest: Option<[u8; DIGEST_BYTES]>,
     /// The plans whose tensors these are, and the rank; `None` for inputs of one call only.
@@ -39,8 +42,14 @@ impl<Buffer> Inputs<Buffer> {
     /// the rank's rows, or `shared` the whole tensor.
     pub(crate) fn of([q, k, v]: [Buffer; 3], bias: Option<Buffer>, shared: bool) -> Self {
         let (bias, shared_bias) = if shared { (None, bias) } else { (bias, None) };
-        let (plans, device) = (None, None);
-        Self { q: Some(q), k: Some(k), v: Some(v), bias, shared_bias, shared_digest: None, plans, device }
+        let (d_o, stats, plans, device) = (None, None, None, None);
+        let (q, k, v) = (Some(q), Some(k), Some(v));
+        Self { q, k, v, bias, shared_bias, d_o, stats, shared_digest: None, plans, device }
+    }
+
+    /// The same for a backward pass: with the gradient of the rank's output rows, and their statistics.
+    pub(crate) fn with_gradient(self, d_o: Buffer, stats: Buffer) -> Self {
+        Self { d_o: Some(d_o), stats: Some(stats), ..self }
     }
 
     /// Takes the keys and values out, if they are here.
@@ -96,6 +105,8 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
             v: upload("v", v)?,
             bias,
             shared_bias,
+            d_o: None,
+            stats: None,
             shared_digest,
             plans: Some((self.lowered.plans.clone(), Rank(self.plan.rank))),
             device: None,
@@ -113,6 +124,12 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
 
     /// Refuses inputs that were loaded for other tokens or other extents than those of this plan.
     pub(super) fn check_inputs(&self, inputs: &Inputs<B::Buffer>) -> Result<()> {
+        if self.plan.gradients.is_some() && inputs.d_o.is_none() {
+            return Err(Error::request(
+                "plans of a backward pass, and inputs without the gradient of the output",
+                "use Session::backward",
+            ));
+        }
         let Some((plans, rank)) = &inputs.plans else { return Ok(()) };
         if Arc::ptr_eq(plans, &self.lowered.plans) && rank.0 == self.plan.rank {
             return Ok(());

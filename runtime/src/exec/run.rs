@@ -30,8 +30,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) arrived: Vec<BufferId>,
 }
 
-/// o and lse of an operation, and its number of pieces of work.
-pub(super) type RunEnd<Buffer> = (OutputTensor<Buffer>, OutputTensor<Buffer>, u64);
+/// The results of an operation, and its number of pieces of work.
+pub(super) type RunEnd<Buffer> = (Vec<OutputTensor<Buffer>>, u64);
 
 /// An exchange that was posted and not yet waited for.
 pub(super) struct InFlight<'r, Buffer> {
@@ -42,7 +42,7 @@ pub(super) struct InFlight<'r, Buffer> {
 }
 
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
-    /// The output, o and lse, and the number of pieces of work. With `to_host` the output is also copied to the host.
+    /// The results, o and lse or dq, dk and dv, and the number of pieces of work. With `to_host` they are also copied to the host.
     pub(super) async fn execute(&mut self, to_host: bool) -> Result<RunEnd<B::Buffer>> {
         let mut in_flight = Vec::new();
         let plan = self.executor.plan;
@@ -82,29 +82,30 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         self.step = plan.steps.len();
         let _work = pulse.work();
         let started = self.meter.start();
-        // The plan of a rank without tokens does not write its output, which is empty.
-        let mut output = match self.memory.take(plan.output) {
-            Some(output) => output,
-            None => self.allocate(plan.output)?,
-        };
-        let mut host = [None, None];
-        if to_host {
-            for ((tensor, bytes), host) in
-                output.iter_mut().zip(self.tensor_bytes(plan.output)).zip(&mut host)
-            {
-                *host = Some(backend.download(tensor, 0..bytes).await?);
+        let mut results = Vec::new();
+        for id in std::iter::once(plan.output).chain(plan.gradients.map(|own| own.d_kv)) {
+            // The plan of a rank without tokens does not write its results, which are empty.
+            let mut tensors = match self.memory.take(id) {
+                Some(tensors) => tensors,
+                None => self.allocate(id)?,
+            };
+            let mut host = vec![None; tensors.len()];
+            if to_host {
+                for ((tensor, bytes), host) in tensors.iter_mut().zip(self.tensor_bytes(id)).zip(&mut host) {
+                    *host = Some(backend.download(tensor, 0..bytes).await?);
+                }
             }
-            self.meter.end(started, Timeline::Copy, || "download the output".to_owned());
+            if self.executor.keeps {
+                let handles = tensors.iter_mut().map(|tensor| backend.share(tensor)).collect();
+                self.memory.put(id, handles);
+            }
+            let tensors = tensors.into_iter().zip(host);
+            results.extend(tensors.map(|(buffer, host)| OutputTensor { buffer, host }));
         }
-        if self.executor.keeps {
-            let handles = output.iter_mut().map(|tensor| backend.share(tensor)).collect();
-            self.memory.put(plan.output, handles);
+        if to_host {
+            self.meter.end(started, Timeline::Copy, || "download the results".to_owned());
         }
-        let mut tensors = output.into_iter().zip(host).map(|(buffer, host)| OutputTensor { buffer, host });
-        match (tensors.next(), tensors.next()) {
-            (Some(o), Some(lse)) => Ok((o, lse, control.pieces_done())),
-            _ => unreachable!("an output has two tensors"),
-        }
+        Ok((results, control.pieces_done()))
     }
 
     /// Runs the current step; `work` ends with it.
@@ -124,6 +125,9 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 self.meter.end(started, Timeline::Copy, words);
             }
             Step::Exchange { id, sends, recvs } => {
+                for part in sends.iter().flat_map(|send| &send.parts) {
+                    self.ensure_sum(part.buffer)?;
+                }
                 let sends: Vec<Outgoing> = sends
                     .iter()
                     .map(|send| Outgoing {
@@ -169,6 +173,30 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 }
                 attended?;
                 drive(in_flight, backend.wait()).await?;
+                self.meter.end(started, Timeline::Compute, words);
+            }
+            Step::AttendBackward { dq, d_kv, .. } => {
+                let (mut dq_sum, mut kv_sum) = (self.sum(*dq)?, self.sum(d_kv.buffer)?);
+                let mut attended = Ok(());
+                for work in &lowered.works[self.step] {
+                    let attend = self.attend_backward(step, work, &mut dq_sum, &mut kv_sum, control);
+                    attended = drive(in_flight, attend).await;
+                    if attended.is_err() {
+                        break;
+                    }
+                }
+                self.memory.put(*dq, dq_sum);
+                self.memory.put(d_kv.buffer, kv_sum);
+                if let Err(Error::Cancelled) = attended {
+                    drop(work);
+                    return Err(self.why_stopped(in_flight).await);
+                }
+                attended?;
+                drive(in_flight, backend.wait()).await?;
+                self.meter.end(started, Timeline::Compute, words);
+            }
+            Step::Accumulate { from, into } => {
+                self.accumulate(*from, into)?;
                 self.meter.end(started, Timeline::Compute, words);
             }
             Step::Convert { from, into } => {
@@ -239,6 +267,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
 
     fn repack(&mut self, from: &Slice, into: &Slice) -> Result<()> {
         let problem = &self.executor.world.problem;
+        self.ensure_sum(from.buffer)?;
         if !self.memory.is_alive(into.buffer) {
             let fresh = self.allocate(into.buffer)?;
             self.memory.put(into.buffer, fresh);
@@ -261,6 +290,10 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
 
     fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
         let problem = &self.executor.world.problem;
+        self.ensure_sum(from.buffer)?;
+        if !self.rounds(from.buffer) {
+            return self.repack(from, &self.executor.plan.whole(into));
+        }
         let heads = self.executor.plan.buffer(into).head_count() as usize;
         let batch = problem.batch as usize;
         let shape = [batch, from.tokens.len(), heads, problem.head_dim as usize];
@@ -373,6 +406,6 @@ fn key_value<Buffer>(
             parts.map(|((codes, scales), of)| Elements::Coded { codes, scales, of }).collect()
         }
         (Content::WireKeyValue, WireFormat::F16) => tensors.into_iter().map(stored(Dtype::F16)).collect(),
-        _ => tensors.into_iter().map(stored(problem.dtype)).collect(),
+        _ => tensors.into_iter().map(stored(content.stored_dtype(problem))).collect(),
     }
 }

@@ -21,6 +21,18 @@ pub enum Content {
     /// Rows of queries in the attention bias tensor: `[its batch, query tokens, its heads, keys]`.
     #[serde(rename = "pairs")]
     Bias,
+    /// Gradient of the output, shaped as q.
+    OutputGrad,
+    /// Log-sum-exp and δ of each row, f32 `[batch, tokens, heads, 2]` ([`RowStats`](crate::backend::RowStats)).
+    RowStats,
+    /// Sum of a gradient of q, f32, shaped as q.
+    QueryGradSum,
+    /// Sums of the gradients of k, then of v, f32, shaped as k and v.
+    KeyValueGradSum,
+    /// Gradient of q, complete and in the storage type.
+    QueryGrad,
+    /// Gradients of k, then of v, complete and in the storage type.
+    KeyValueGrad,
 }
 
 /// One tensor of a buffer: rows of `row_bytes` adjacent bytes, `[batch, ⌈tokens / shared_by⌉, heads]` of them.
@@ -43,6 +55,26 @@ impl Tensor {
 }
 
 impl Content {
+    /// Whether its tokens and heads are those of keys.
+    pub(crate) fn is_of_keys(self) -> bool {
+        match self {
+            Self::KeyValue | Self::WireKeyValue | Self::KeyValueGradSum | Self::KeyValueGrad => true,
+            Self::Query
+            | Self::State
+            | Self::Output
+            | Self::Bias
+            | Self::OutputGrad
+            | Self::RowStats
+            | Self::QueryGradSum
+            | Self::QueryGrad => false,
+        }
+    }
+
+    /// Whether it is a sum of gradients, which starts at 0 and to which steps add.
+    pub(crate) fn is_sum(self) -> bool {
+        matches!(self, Self::QueryGradSum | Self::KeyValueGradSum)
+    }
+
     /// Batch entries of a buffer's tensors.
     pub(crate) fn batch(self, problem: &AttentionProblem) -> u32 {
         match (self, problem.query_bias()) {
@@ -66,6 +98,11 @@ impl Content {
                 [rows(dim), rows(dim), Some(scales), rows(4)]
             }
             (Self::State, _) => [rows(dim * 4), rows(8), None, None],
+            (Self::OutputGrad | Self::QueryGrad, _) => [stored, None, None, None],
+            (Self::KeyValueGrad, _) => [stored, stored, None, None],
+            (Self::RowStats, _) => [rows(8), None, None, None],
+            (Self::QueryGradSum, _) => [rows(dim * 4), None, None, None],
+            (Self::KeyValueGradSum, _) => [rows(dim * 4), rows(dim * 4), None, None],
             (Self::Output, _) => [stored, rows(4), None, None],
             (Self::Bias, _) => {
                 let row_bytes = |pairs: BiasTensor| pairs.row_bytes(problem.dtype, problem.kv_len);

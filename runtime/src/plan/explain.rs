@@ -54,7 +54,11 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             plan.rank.to_string(),
             queries.len().to_string(),
             queries.to_string(),
-            plan.steps.iter().filter(|step| matches!(step, Step::Attend { .. })).count().to_string(),
+            plan.steps
+                .iter()
+                .filter(|step| matches!(step, Step::Attend { .. } | Step::AttendBackward { .. }))
+                .count()
+                .to_string(),
             check.messages_sent.to_string(),
             bytes(check.bytes_sent),
             bytes(check.peak_bytes),
@@ -165,6 +169,19 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             pairs.as_ref().map_or_else(String::new, |pairs| format!(" with {}", name(&pairs.buffer))),
             name(state)
         ),
+        Step::AttendBackward { q, kv, dq, d_kv, .. } => format!(
+            "gradients {} ({} tokens, heads {:?}) x {} ({} tokens) -> {}, {}",
+            name(&q.buffer),
+            q.tokens.len(),
+            plan.slice_heads(q),
+            name(&kv.buffer),
+            kv.tokens.len(),
+            name(dq),
+            name(&d_kv.buffer)
+        ),
+        Step::Accumulate { from, into } => {
+            format!("add       {} -> {}, {}", name(from), name(&into.buffer), size(into))
+        }
         Step::Convert { from, into } => {
             format!("convert   {} -> {}, {}", name(&from.buffer), name(into), size(from))
         }

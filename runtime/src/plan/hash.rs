@@ -2,7 +2,7 @@
 
 use kyklos_transport::Rank;
 
-use crate::plan::World;
+use crate::plan::{Direction, World};
 
 /// BLAKE3 of all inputs from which the plans of all ranks are made: format version, problem and mask, mesh, every
 /// rank's token list, strategy, wire format, and `identities`: the identity of each rank, and other texts that the
@@ -22,6 +22,8 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         #[serde(skip_serializing_if = "Vec::is_empty")]
         kv_spare: Vec<u32>,
         wire: &'a str,
+        #[serde(skip_serializing_if = "Direction::is_forward")]
+        direction: Direction,
         identities: &'a [String],
     }
     // Rebuilt token by token, so that equal lists give equal runs.
@@ -43,6 +45,7 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         kv_tokens: lists(&world.kv_placement),
         kv_spare: if spare.iter().all(|rows| *rows == 0) { Vec::new() } else { spare },
         wire: world.problem.wire.name(),
+        direction: world.direction,
         identities,
     };
     let text = serde_json::to_vec(&canonical).expect("plain data without maps always serialises");

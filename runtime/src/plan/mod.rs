@@ -19,5 +19,7 @@ pub use explain::{Explained, bias_in_words, bytes, expected_of_wire, explain, ta
 pub(crate) use hash::PLAN_FORMAT;
 pub use hash::plan_hash;
 pub use proved::ProvedPlans;
-pub use step::{Buffer, BufferId, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World};
+pub use step::{
+    Buffer, BufferId, Direction, GradientBuffers, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World,
+};
 pub use step_progress::StepProgress;

@@ -20,10 +20,29 @@ pub struct World {
     pub kv_placement: Placement,
     /// The strategy that made the plans.
     pub strategy: Strategy,
+    /// What the plans compute.
+    pub direction: Direction,
     /// One plan for each rank, in rank order.
     pub plans: Vec<Plan>,
     /// Tokens without an owner: none, except in a repair.
     pub lost: LostTokens,
+}
+
+/// What plans compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Direction {
+    /// The output, from q, k and v.
+    #[default]
+    Forward,
+    /// The gradients of q, k and v, from these, the output and its gradient.
+    Backward,
+}
+
+impl Direction {
+    pub(crate) fn is_forward(&self) -> bool {
+        *self == Self::Forward
+    }
 }
 
 /// The tokens of failed ranks, ascending.
@@ -46,8 +65,11 @@ pub struct Plan {
     pub q: BufferId,
     /// The rank's own keys and values: borrowed, never written.
     pub kv: BufferId,
-    /// The output rows that the rank gets ([`World::output_tokens`]): written once.
+    /// The output rows that the rank gets ([`World::output_tokens`]): written once. In a backward plan the gradient of q.
     pub output: BufferId,
+    /// Further buffers of a backward plan.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gradients: Option<GradientBuffers>,
     /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None where all queries share
     /// its rows ([`BiasTensor::shared_rows`]): each rank then holds the whole tensor, and no step names it.
     #[serde(rename = "pairs")]
@@ -57,6 +79,17 @@ pub struct Plan {
     pub kept: Vec<Kept>,
     /// The steps, in issue order.
     pub steps: Vec<Step>,
+}
+
+/// Buffers that only a backward plan has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct GradientBuffers {
+    /// Gradient of the rank's own output rows: borrowed, never written.
+    pub d_o: BufferId,
+    /// Statistics of these rows, made from the finished output before the first step: borrowed, never written.
+    pub stats: BufferId,
+    /// Gradients of the rank's own keys and values: written once.
+    pub d_kv: BufferId,
 }
 
 /// A buffer of an interrupted plan that is a buffer of its repair too.
@@ -89,8 +122,12 @@ pub struct Buffer {
     /// with room for more tokens.
     #[serde(skip_serializing_if = "is_zero")]
     pub spare: u32,
-    /// For a running state that is sent, received or kept: the keys that it has met by then. Otherwise none.
+    /// For a running state that is sent, received or kept: the keys that it has met by then. For a sum of gradients of keys that
+    /// is sent or received: the queries whose gradients it holds by then. Otherwise none.
     pub met: TokenRuns,
+    /// For such a sum of gradients: the query heads whose gradients it holds.
+    #[serde(skip_serializing_if = "Range::is_empty")]
+    pub met_heads: Range<u32>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "the serialiser passes a reference")]
@@ -165,7 +202,33 @@ pub enum Step {
         #[serde(rename = "pairs")]
         bias: Option<Slice>,
     },
-    /// Converts keys and values to their wire format, or back.
+    /// Gradients of a slice of queries against a slice of keys and values, added to sums.
+    AttendBackward {
+        /// Queries, and the gradient and the statistics of their output rows: slices of the same tokens and heads.
+        q: Slice,
+        /// See `q`.
+        d_o: Slice,
+        /// See `q`.
+        stats: Slice,
+        /// Keys and values of the KV heads that the queries need.
+        kv: Slice,
+        /// Sum of the gradients of the queries; the first step that names it finds 0.
+        dq: BufferId,
+        /// Sums of the gradients of the keys and values: of the same tokens and heads as `kv`. The first step that names their
+        /// buffer finds 0.
+        d_kv: Slice,
+        /// As in [`Step::Attend`].
+        #[serde(rename = "pairs")]
+        bias: Option<Slice>,
+    },
+    /// Adds one sum of gradients to another of the same tokens and heads.
+    Accumulate {
+        /// The sum that is read.
+        from: BufferId,
+        /// Where it is added; the first step that names the buffer finds 0.
+        into: Slice,
+    },
+    /// Converts keys and values to their wire format, or back; or rounds a complete sum of gradients to the storage type.
     Convert {
         /// The source: contiguous in each of its tensors.
         from: Slice,
@@ -207,7 +270,14 @@ impl Plan {
 
     /// Whether the buffer is the caller's: an input, or the output.
     pub(crate) fn is_own(&self, id: BufferId) -> bool {
-        [self.q, self.kv, self.output].contains(&id) || self.bias == Some(id)
+        [self.q, self.kv, self.output].contains(&id)
+            || self.bias == Some(id)
+            || self.gradients.is_some_and(|own| [own.d_o, own.stats, own.d_kv].contains(&id))
+    }
+
+    /// Whether the buffer is a result: the output, or a gradient.
+    pub(crate) fn is_result(&self, id: BufferId) -> bool {
+        id == self.output || self.gradients.is_some_and(|own| own.d_kv == id)
     }
 
     /// The global tokens of a slice.

@@ -11,7 +11,7 @@ use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, Options};
 use crate::exec::{AbortOnDrop, DeviceOutput};
-use crate::plan::ProvedPlans;
+use crate::plan::{Direction, ProvedPlans};
 use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The result of a call on one rank, on its device.
@@ -27,8 +27,21 @@ pub struct Output {
     pub spans: Vec<Span>,
 }
 
+/// One direction of calls.
+pub(super) struct Pass {
+    /// The hash under which calls vote, as opposed to runs of given plans, whose hash is that of the plans.
+    pub(super) hash: [u8; 32],
+    pub(super) direction: Direction,
+    /// The plans of a call.
+    pub(super) plans: fn(&Options, &Agreed) -> Result<ProvedPlans>,
+}
+
+/// Attention calls.
+pub(super) const FORWARD: Pass = Pass { hash: CALLS, direction: Direction::Forward, plans };
+
 /// The plan of a call that this session has made before.
 pub(super) struct CachedCall {
+    direction: Direction,
     options: Options,
     /// Of all ranks, as they travel.
     facts: Vec<Bytes>,
@@ -42,7 +55,7 @@ const CACHED_CALLS: usize = 32;
 /// Most bytes of the plans that a session keeps, apart from those of the last call.
 const CACHED_BYTES: usize = 64 << 20;
 
-/// The hash under which calls vote, as opposed to runs of given plans, whose hash is that of the plans.
+/// The hash under which attention calls vote.
 pub(super) const CALLS: [u8; 32] = *b"attend: a kyklos call, release 2";
 
 impl Session {
@@ -72,7 +85,7 @@ impl Session {
         v: &Tensor,
     ) -> Result<Output> {
         let inputs = |session: &Self| session.inputs(call, q, k, v);
-        let (lowered, mut inputs) = self.agree(call, [q, k, v], 1, inputs).await?;
+        let (lowered, mut inputs) = self.agree(&FORWARD, call, [q, k, v], 1, inputs).await?;
         self.run_call(&lowered, &mut inputs, q).await
     }
 
@@ -80,6 +93,7 @@ impl Session {
     /// does what may fail on this rank alone, so that the other ranks get its error.
     pub(super) async fn agree<T>(
         &mut self,
+        pass: &Pass,
         call: &Attention,
         tensors: [&Tensor; 3],
         calls: u32,
@@ -94,9 +108,9 @@ impl Session {
                 return Err(error);
             }
         };
-        let notes = self.vote(Vote::Ready { plan_hash: CALLS, note }).await?;
+        let notes = self.vote(Vote::Ready { plan_hash: pass.hash, note }).await?;
         let facts = facts_of(&notes)?;
-        Ok((self.plan_of(&call.options, facts, plans)?, prepared))
+        Ok((self.plan_of(pass.direction, &call.options, facts, pass.plans)?, prepared))
     }
 
     /// Runs a call on which the ranks agree; its queries are `q`.
@@ -111,13 +125,17 @@ impl Session {
         let mut carryover = Carryover::default();
         // Only runs of given plans can be finished after a loss, so nothing is kept for that.
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        let DeviceOutput { o, lse, report, spans } =
+        let DeviceOutput { results, report, spans } =
             executor.run_agreed(op, inputs, &mut carryover, false).await?;
         self.last_run = Some((lowered.clone(), report.compute_ns));
         let [batch, _, heads, dim] = q.shape();
         let tokens = lowered.plans().world().output_tokens(self.rank()).len();
         let tensor =
             |dim, dtype, buffer| Tensor::on_device([batch, tokens, heads, dim], dtype, &self.device, buffer);
+        let mut results = results.into_iter();
+        let (Some(o), Some(lse)) = (results.next(), results.next()) else {
+            unreachable!("a forward plan has two results")
+        };
         Ok(Output {
             o: tensor(dim, q.dtype(), o.buffer),
             lse: tensor(1, Dtype::F32, lse.buffer),
@@ -181,11 +199,14 @@ impl Session {
     /// The plan for these facts of all ranks, made at the first call and kept.
     pub(super) fn plan_of(
         &mut self,
+        direction: Direction,
         options: &Options,
         facts: Vec<Bytes>,
         make: impl FnOnce(&Options, &Agreed) -> Result<ProvedPlans>,
     ) -> Result<Arc<LoweredPlan>> {
-        let known = |cached: &CachedCall| cached.facts == facts && cached.options == *options;
+        let known = |cached: &CachedCall| {
+            cached.direction == direction && cached.facts == facts && cached.options == *options
+        };
         if let Some(index) = self.cache.iter().position(known) {
             let cached = self.cache.remove(index);
             let lowered = cached.lowered.clone();
@@ -204,7 +225,13 @@ impl Session {
         while !self.cache.is_empty() && full(&self.cache) {
             self.cache.remove(0);
         }
-        self.cache.push(CachedCall { options: options.clone(), facts, lowered: lowered.clone(), bytes });
+        self.cache.push(CachedCall {
+            direction,
+            options: options.clone(),
+            facts,
+            lowered: lowered.clone(),
+            bytes,
+        });
         Ok(lowered)
     }
 }

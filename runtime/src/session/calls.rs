@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use kyklos_transport::{Abort, AbortCause, Progress, Vote};
 
 use super::Session;
-use super::attend::Output;
+use super::attend::{FORWARD, Output};
 use crate::backend::{Backend, DeviceBuffer};
 use crate::call::Attention;
 use crate::{Dtype, Error, LoweredPlan, Result, Tensor};
@@ -79,7 +79,7 @@ impl Session {
             session.device.supports(q.dtype(), q.shape()[3])?;
             session.bias_buffer(call)
         };
-        let (lowered, bias) = self.agree(call, [q, k, v], count, prepare).await?;
+        let (lowered, bias) = self.agree(&FORWARD, call, [q, k, v], count, prepare).await?;
         Ok(Calls {
             session: self,
             call: call.clone(),

@@ -7,7 +7,7 @@ use crate::call::{Attention, Execution, Extents, Options};
 use crate::plan::ProvedPlans;
 use crate::{
     AttentionProblem, Deal, Dtype, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy,
-    placed_meshes_by_bytes, plan_placed,
+    placed_meshes_by_bytes, plan_backward_placed, plan_placed,
 };
 
 /// Owners of queries, and of keys and values.
@@ -76,6 +76,19 @@ impl Attention {
 
 /// The plans of a call.
 pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
+    let (problem, (q, kv), strategy) = chosen(options, agreed)?;
+    ProvedPlans::new(plan_placed(&problem, q.mesh(), q, kv, strategy)?)
+}
+
+/// The plans of the backward pass of a call. A strategy without one is replaced by the default of its mesh.
+pub(super) fn backward_plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
+    let (problem, (q, kv), strategy) = chosen(options, agreed)?;
+    let strategy = if strategy.has_backward() { strategy } else { Strategy::of_mesh(q.mesh()) };
+    ProvedPlans::new(plan_backward_placed(&problem, q.mesh(), q, kv, strategy)?)
+}
+
+/// The problem of a call, the owners of its tokens, and the strategy.
+fn chosen(options: &Options, agreed: &Agreed) -> Result<(AttentionProblem, Owners, Strategy)> {
     let problem = options.problem(&agreed.extents)?;
     for (rank, (queries, bytes)) in agreed.q_counts.iter().zip(&agreed.bias_bytes).enumerate() {
         let wanted = problem.bias.map_or(0, |tensor| tensor.bytes(problem.dtype, *queries, problem.kv_len));
@@ -127,8 +140,7 @@ pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
         None => fewest_bytes(execution, &problem, any_mesh(options, &problem, agreed, ranks)?)?,
     };
     fits(&owners, agreed)?;
-    let (q, kv) = owners;
-    ProvedPlans::new(plan_placed(&problem, q.mesh(), q, kv, strategy)?)
+    Ok((problem, owners, strategy))
 }
 
 /// The owners where no mesh is given: they must not depend on it.

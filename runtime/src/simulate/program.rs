@@ -196,6 +196,16 @@ impl<'a> Pricer<'a> {
                     }
                 },
                 Step::Attend { q, kv, state, .. } => self.attend(q, kv, *state),
+                Step::AttendBackward { q, kv, dq, d_kv, .. } => {
+                    self.attend_backward(q, kv, [*dq, d_kv.buffer]);
+                }
+                // Both sums are read, one is written.
+                Step::Accumulate { from, into } => {
+                    self.born(*from);
+                    self.born(into.buffer);
+                    let bytes = 3.0 * self.bytes(into) as f64;
+                    self.rank.ops.push(Op::Compute(bytes * self.prices.state_byte));
+                }
                 // Both states are read, one is written.
                 Step::Merge { from, into } => {
                     self.born(*from);
@@ -236,6 +246,31 @@ impl<'a> Pricer<'a> {
         self.rank.ops.push(Op::Compute(ns));
     }
 
+    /// Gradients cost as many pairs as attention, each [`PRODUCTS`] times as much.
+    fn attend_backward(&mut self, q: &Slice, kv: &Slice, sums: [BufferId; 2]) {
+        let (q_tokens, kv_tokens) = (self.plan.slice_tokens(q), self.plan.slice_tokens(kv));
+        let work = self.counter.count(&self.world.problem, &q_tokens, &kv_tokens);
+        let heads = f64::from(q.heads.end - q.heads.start);
+        let computed = (work.pairs + work.edges * self.prices.edge_pairs).min(work.area) * heads;
+        let attended = computed * self.prices.pair * PRODUCTS;
+        let mut bytes = 0.0;
+        for sum in sums {
+            let fresh = !self.alive[sum.0];
+            self.born(sum);
+            let size = self.plan.buffer(sum).bytes(&self.world.problem) as f64;
+            bytes += size * if fresh { 3.0 } else { 2.0 };
+        }
+        let pieces = (attended / self.prices.piece_every).ceil().max(1.0);
+        self.rank.pairs += work.pairs * heads;
+        let keys_ns = self.bytes(kv) as f64 * self.prices.key_byte;
+        let ns = attended
+            + keys_ns
+            + bytes * self.prices.state_byte
+            + self.prices.attend_step
+            + pieces * self.prices.piece;
+        self.rank.ops.push(Op::Compute(ns));
+    }
+
     /// Reads and writes of whole buffers, in compute time.
     fn touch(&mut self, first: BufferId, times: f64, second: Option<(BufferId, f64)>) {
         let bytes = |id: BufferId| self.plan.buffer(id).bytes(&self.world.problem) as f64;
@@ -261,3 +296,7 @@ fn message(messages: &mut Vec<Message>, known: &mut Known, key: (u32, u32, u32))
         messages.len() - 1
     })
 }
+
+/// Products of a pair in a backward pass, in units of the two of a forward pass: two kinds of kernels compute the scores and
+/// their gradients, one of them the gradients of queries, the other those of keys and of values.
+const PRODUCTS: f64 = 3.5;

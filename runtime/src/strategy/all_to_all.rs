@@ -8,8 +8,9 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use super::build::{Inputs, PlanBuilder};
-use crate::plan::{BufferId, Content, Recv, Send, Slice};
+use super::build::{Inputs, OutputGradient, PlanBuilder};
+use crate::TokenRuns;
+use crate::plan::{BufferId, Content, Recv, Send, Slice, Step};
 
 /// A share of every rank's query heads. It crosses the all-to-all, and is attended, separately.
 #[derive(Clone, Copy, Debug)]
@@ -45,10 +46,9 @@ impl Chunk {
 
     fn heads(self, builder: &PlanBuilder<'_>, content: Content, u: u32) -> Range<u32> {
         match content {
-            Content::KeyValue | Content::WireKeyValue => self.kv_heads(builder, u),
-            Content::Query | Content::State | Content::Output => self.q_heads(builder, u),
-            Content::Bias if builder.bias_heads(u).len() > 1 => self.q_heads(builder, u),
-            Content::Bias => builder.bias_heads(u),
+            Content::Bias if builder.bias_heads(u).len() == 1 => builder.bias_heads(u),
+            content if content.is_of_keys() => self.kv_heads(builder, u),
+            _ => self.q_heads(builder, u),
         }
     }
 }
@@ -61,6 +61,8 @@ pub(super) struct Posted {
     packed: Vec<BufferId>,
     /// The sending rank's position in the group, and the buffer that it fills.
     arriving: Vec<(u32, BufferId)>,
+    /// Where sums of gradients of keys are added.
+    home: Option<BufferId>,
 }
 
 /// Posts the all-to-all of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's heads.
@@ -97,13 +99,13 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
         }
     }
     let exchange = builder.exchange(sends, recvs);
-    Posted { chunk, exchange, packed, arriving }
+    Posted { chunk, exchange, packed, arriving, home: None }
 }
 
 /// Waits for that all-to-all. Returns the inputs of the round over the shards.
 pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Inputs {
     let (r, u) = builder.world.mesh.coordinates(builder.rank);
-    let Posted { chunk, exchange, packed, arriving } = posted;
+    let Posted { chunk, exchange, packed, arriving, .. } = posted;
     // The rank's own piece is copied while the other pieces travel.
     let mut whole = Vec::new();
     for (own, content) in exchanged(builder) {
@@ -130,53 +132,117 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
         builder.unpack(buffer, into);
     }
     let [(_, q), (_, kv), ..] = whole[..] else { unreachable!("q and kv are always there") };
-    Inputs { q, kv, pairs: shard_of(Content::Bias) }
+    let gradient = shard_of(Content::OutputGrad).zip(shard_of(Content::RowStats));
+    let gradient = gradient.map(|(d_o, stats)| OutputGradient { d_o, stats });
+    Inputs { q, kv, pairs: shard_of(Content::Bias), gradient }
 }
 
-/// Posts the all-to-all of a chunk from the output of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
-/// with all heads.
-pub(super) fn post_heads_for_tokens(builder: &mut PlanBuilder<'_>, chunk: Chunk, mine: BufferId) -> Posted {
+/// Posts the all-to-all of a chunk from results of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
+/// with all heads: the output, or gradients. Sums of gradients of keys are added to `home`.
+pub(super) fn post_heads_for_tokens(
+    builder: &mut PlanBuilder<'_>,
+    chunk: Chunk,
+    mine: &[BufferId],
+    home: Option<BufferId>,
+) -> Posted {
     let (_, u) = builder.world.mesh.coordinates(builder.rank);
-    let (output, own_tokens) = (builder.output(), builder.buffer(builder.output()).tokens.clone());
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let results: Vec<(BufferId, Content)> =
+        mine.iter().map(|id| (*id, builder.buffer(*id).content)).collect();
     for (peer_u, peer) in peers(builder) {
-        let slice = piece(builder, mine, Content::Output, peer_u);
-        if !slice.tokens.is_empty() {
-            let part = builder.sendable(slice, &format!("o for rank {peer}"), &mut packed);
-            sends.push(Send { to: peer.0, parts: vec![part] });
+        let (mut parts, mut came) = (Vec::new(), Vec::new());
+        for (result, content) in &results {
+            let slice = piece(builder, *result, *content, peer_u);
+            if !slice.tokens.is_empty() {
+                let label = format!("{} for rank {peer}", name(*content));
+                parts.push(builder.sendable(slice, &label, &mut packed));
+            }
+            let tokens = placement(builder, *content).held_by(builder.rank);
+            if !tokens.is_empty() {
+                let theirs = chunk.heads(builder, *content, peer_u);
+                let label = format!("{} from rank {peer}", name(*content));
+                let buffer = builder.declare(label, *content, tokens, theirs);
+                if content.is_sum() {
+                    let all_queries = TokenRuns::contiguous(0..builder.world.problem.q_len);
+                    let q_heads = chunk.q_heads(builder, peer_u);
+                    builder.holds(buffer, all_queries, q_heads);
+                }
+                came.push(buffer);
+            }
         }
-        if !own_tokens.is_empty() {
-            let theirs = chunk.q_heads(builder, peer_u);
-            let buffer =
-                builder.declare(format!("o from rank {peer}"), Content::Output, own_tokens.clone(), theirs);
-            recvs.push(Recv { from: peer.0, parts: vec![buffer] });
-            arriving.push((peer_u, buffer));
+        if !parts.is_empty() {
+            sends.push(Send { to: peer.0, parts });
+        }
+        if !came.is_empty() {
+            recvs.push(Recv { from: peer.0, parts: came.clone() });
+            arriving.extend(came.into_iter().map(|buffer| (peer_u, buffer)));
         }
     }
     let exchange = builder.exchange(sends, recvs);
-    let into = builder.heads_of(output, &chunk.q_heads(builder, u));
-    builder.repack(piece(builder, mine, Content::Output, u), into);
-    packed.push(mine);
-    Posted { chunk, exchange, packed, arriving }
+    for (result, content) in results {
+        let own = piece(builder, result, content, u);
+        match home.filter(|_| content.is_sum()) {
+            None => {
+                let into = builder.heads_of(own_result(builder, content), &chunk.heads(builder, content, u));
+                builder.repack(own, into);
+            }
+            Some(home) if !own.tokens.is_empty() => {
+                let copy = builder.copied(own, "own dkv");
+                add(builder, copy, home);
+                builder.free(copy);
+            }
+            Some(_) => {}
+        }
+        packed.push(result);
+    }
+    Posted { chunk, exchange, packed, arriving, home }
 }
 
-/// Waits for that all-to-all, and frees the output that was sent.
+/// Waits for that all-to-all, and frees the results that were sent.
 pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
     builder.wait(posted.exchange);
     for buffer in posted.packed {
         builder.free(buffer);
     }
     for (_, buffer) in posted.arriving {
-        let into = builder.heads_of(builder.output(), &builder.buffer(buffer).heads.clone());
-        builder.unpack(buffer, into);
+        let content = builder.buffer(buffer).content;
+        match posted.home.filter(|_| content.is_sum()) {
+            None => {
+                let heads = builder.buffer(buffer).heads.clone();
+                let into = builder.heads_of(own_result(builder, content), &heads);
+                builder.unpack(buffer, into);
+            }
+            Some(home) => {
+                add(builder, buffer, home);
+                builder.free(buffer);
+            }
+        }
+    }
+}
+
+/// Adds a sum of gradients to `home`, which has the same tokens and more heads.
+fn add(builder: &mut PlanBuilder<'_>, sum: BufferId, home: BufferId) {
+    let heads = builder.buffer(sum).heads.clone();
+    let into = builder.heads_of(home, &heads);
+    builder.push(Step::Accumulate { from: sum, into });
+}
+
+/// Where the rank's own rows of a result belong.
+fn own_result(builder: &PlanBuilder<'_>, content: Content) -> BufferId {
+    match builder.own_key_gradients().filter(|_| content.is_of_keys()) {
+        Some(gradients) => gradients,
+        None => builder.output(),
     }
 }
 
 /// The rank's own tensors that cross the all-to-all.
 fn exchanged(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
-    let Inputs { q, kv, pairs } = builder.inputs();
+    let Inputs { q, kv, pairs, gradient } = builder.inputs();
     let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
     inputs.extend(pairs.map(|pairs| (pairs, Content::Bias)));
+    if let Some(OutputGradient { d_o, stats }) = gradient {
+        inputs.extend([(d_o, Content::OutputGrad), (stats, Content::RowStats)]);
+    }
     inputs
 }
 
@@ -197,10 +263,7 @@ fn piece(builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -
 }
 
 fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Placement {
-    match content {
-        Content::KeyValue | Content::WireKeyValue => &builder.world.kv_placement,
-        Content::Query | Content::State | Content::Output | Content::Bias => &builder.world.q_placement,
-    }
+    if content.is_of_keys() { &builder.world.kv_placement } else { &builder.world.q_placement }
 }
 
 /// Number of tokens at the front of such a buffer that every rank holds. They are not sent.
@@ -215,6 +278,10 @@ fn name(content: Content) -> &'static str {
         Content::State => "state",
         Content::Output => "o",
         Content::Bias => "pairs",
+        Content::OutputGrad => "do",
+        Content::RowStats => "row statistics",
+        Content::QueryGradSum | Content::QueryGrad => "dq",
+        Content::KeyValueGradSum | Content::KeyValueGrad => "dkv",
     }
 }
 

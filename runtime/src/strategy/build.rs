@@ -6,7 +6,9 @@ use std::ops::Range;
 use kyklos_transport::Rank;
 
 use crate::mesh::kv_heads_for;
-use crate::plan::{Buffer, BufferId, Content, Kept, Plan, Recv, Send, Slice, Step, World};
+use crate::plan::{
+    Buffer, BufferId, Content, Direction, GradientBuffers, Kept, Plan, Recv, Send, Slice, Step, World,
+};
 use crate::{Results, TokenRuns, lower};
 
 /// The buffers that a rank's attention reads.
@@ -15,6 +17,15 @@ pub(super) struct Inputs {
     pub(super) q: BufferId,
     pub(super) kv: BufferId,
     pub(super) pairs: Option<BufferId>,
+    /// In a backward pass: of the output rows of the queries.
+    pub(super) gradient: Option<OutputGradient>,
+}
+
+/// The gradient of output rows, and their statistics.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OutputGradient {
+    pub(super) d_o: BufferId,
+    pub(super) stats: BufferId,
 }
 
 pub(super) struct PlanBuilder<'a> {
@@ -42,6 +53,7 @@ impl<'a> PlanBuilder<'a> {
             q: BufferId(0),
             kv: BufferId(1),
             output: BufferId(2),
+            gradients: None,
             bias: None,
             kept: Vec::new(),
             steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
@@ -51,7 +63,9 @@ impl<'a> PlanBuilder<'a> {
         builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.plan.buffers[builder.plan.kv.0].spare = world.kv_placement.spare(rank);
-        builder.declare("o".to_owned(), Content::Output, world.output_tokens(rank), 0..problem.q_heads);
+        let backward = world.direction == Direction::Backward;
+        let (name, content) = if backward { ("dq", Content::QueryGrad) } else { ("o", Content::Output) };
+        builder.declare(name.to_owned(), content, world.output_tokens(rank), 0..problem.q_heads);
         if problem.results != Results::Owner {
             let name = "o of own queries".to_owned();
             builder.output = builder.declare(name, Content::Output, q_tokens.clone(), 0..problem.q_heads);
@@ -59,11 +73,31 @@ impl<'a> PlanBuilder<'a> {
         builder.plan.bias = problem
             .query_bias()
             .map(|pairs| builder.declare("pairs".to_owned(), Content::Bias, q_tokens, 0..pairs.heads));
+        if backward {
+            builder.declare_gradients();
+        }
         builder
     }
 
+    /// Declares the further buffers of a backward plan.
+    fn declare_gradients(&mut self) {
+        let Buffer { tokens: q, heads: q_heads, .. } = self.buffer(self.plan.q).clone();
+        let Buffer { tokens: kv, heads: kv_heads, .. } = self.buffer(self.plan.kv).clone();
+        self.plan.gradients = Some(GradientBuffers {
+            d_o: self.declare("do".to_owned(), Content::OutputGrad, q.clone(), q_heads.clone()),
+            stats: self.declare("row statistics".to_owned(), Content::RowStats, q, q_heads),
+            d_kv: self.declare("dkv".to_owned(), Content::KeyValueGrad, kv, kv_heads),
+        });
+    }
+
     pub(super) fn inputs(&self) -> Inputs {
-        Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.bias }
+        let gradient = self.plan.gradients.map(|own| OutputGradient { d_o: own.d_o, stats: own.stats });
+        Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.bias, gradient }
+    }
+
+    /// Gradients of the rank's own keys, in a backward plan.
+    pub(super) fn own_key_gradients(&self) -> Option<BufferId> {
+        self.plan.gradients.map(|own| own.d_kv)
     }
 
     /// Output rows of the rank's own queries.
@@ -105,7 +139,15 @@ impl<'a> PlanBuilder<'a> {
         tokens: TokenRuns,
         heads: Range<u32>,
     ) -> BufferId {
-        self.plan.buffers.push(Buffer { name, content, tokens, heads, spare: 0, met: TokenRuns::default() });
+        self.plan.buffers.push(Buffer {
+            name,
+            content,
+            tokens,
+            heads,
+            spare: 0,
+            met: TokenRuns::default(),
+            met_heads: 0..0,
+        });
         BufferId(self.plan.buffers.len() - 1)
     }
 
@@ -119,8 +161,22 @@ impl<'a> PlanBuilder<'a> {
     pub(super) fn travelling_state(&mut self, q: BufferId, met: TokenRuns) -> BufferId {
         let Buffer { name, tokens, heads, .. } = self.buffer(q).clone();
         let name = format!("state of {name} over {met}");
-        self.plan.buffers.push(Buffer { name, content: Content::State, tokens, heads, spare: 0, met });
+        self.plan.buffers.push(Buffer {
+            name,
+            content: Content::State,
+            tokens,
+            heads,
+            spare: 0,
+            met,
+            met_heads: 0..0,
+        });
         BufferId(self.plan.buffers.len() - 1)
+    }
+
+    /// Declares the queries and the query heads whose gradients a sum holds when it is sent.
+    pub(super) fn holds(&mut self, sum: BufferId, met: TokenRuns, met_heads: Range<u32>) {
+        let buffer = &mut self.plan.buffers[sum.0];
+        (buffer.met, buffer.met_heads) = (met, met_heads);
     }
 
     /// Declares the buffer `was` of an interrupted plan, which this repair keeps; a state has met `met`.
@@ -144,7 +200,12 @@ impl<'a> PlanBuilder<'a> {
             let Buffer { content, heads, .. } = self.buffer(id).clone();
             self.declare(format!("{name} of shard {shard}"), content, tokens.clone(), heads)
         };
-        Inputs { q: arriving(own.q, "q"), kv: own.kv, pairs: own.pairs.map(|pairs| arriving(pairs, "pairs")) }
+        Inputs {
+            q: arriving(own.q, "q"),
+            kv: own.kv,
+            pairs: own.pairs.map(|pairs| arriving(pairs, "pairs")),
+            gradient: None,
+        }
     }
 
     /// Whether any query of the shard `q_shard` sees any key of the shard `kv_shard`.
@@ -192,13 +253,23 @@ impl<'a> PlanBuilder<'a> {
         if self.is_one_piece(&slice) {
             return slice;
         }
+        let copy = self.copied(slice, name);
+        packed.push(copy);
+        self.whole(copy)
+    }
+
+    /// A copy of `slice`.
+    pub(super) fn copied(&mut self, slice: Slice, name: &str) -> BufferId {
         let (tokens, heads) = (self.plan.slice_tokens(&slice), self.plan.slice_heads(&slice));
         let content = self.buffer(slice.buffer).content;
         let copy = self.declare(name.to_owned(), content, tokens, heads);
-        let whole = self.plan.whole(copy);
-        self.repack(slice, whole.clone());
-        packed.push(copy);
-        whole
+        if content.is_sum() {
+            let Buffer { met, met_heads, .. } = self.buffer(slice.buffer).clone();
+            self.holds(copy, met, met_heads);
+        }
+        let whole = self.whole(copy);
+        self.repack(slice, whole);
+        copy
     }
 
     /// Copies a received buffer into `into`, and frees it.
@@ -304,11 +375,17 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// Frees queries, and their rows of the attention bias tensor.
-    pub(super) fn end_queries(&mut self, Inputs { q, pairs, .. }: Inputs) {
-        for buffer in std::iter::once(q).chain(pairs) {
+    /// Frees queries, their rows of the attention bias tensor, and the gradient of their output rows.
+    pub(super) fn end_queries(&mut self, Inputs { q, pairs, gradient, .. }: Inputs) {
+        let gradient = gradient.into_iter().flat_map(|OutputGradient { d_o, stats }| [d_o, stats]);
+        for buffer in std::iter::once(q).chain(pairs).chain(gradient) {
             self.free(buffer);
         }
+    }
+
+    /// Adds a step.
+    pub(super) fn push(&mut self, step: Step) {
+        self.plan.steps.push(step);
     }
 
     pub(super) fn finish(self) -> Plan {

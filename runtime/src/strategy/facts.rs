@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::backward::Sums;
 use super::build::{Inputs, PlanBuilder};
 use super::price::Traffic;
 use super::streams::{Routes, StreamShape};
@@ -29,6 +30,9 @@ pub(crate) struct StrategyFacts {
     pub(super) chunks_heads: bool,
     /// The round over the shards: writes its steps for one rank, ends the inputs and returns the running state.
     pub(super) attend_round: fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> BufferId,
+    /// The round of a backward pass: writes its steps for one rank, ends the inputs and returns the sums of gradients. `None`
+    /// for a strategy without a backward pass.
+    pub(super) backward_round: Option<fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> Sums>,
     /// Payload in bytes that all ranks together send in this round.
     pub(super) round_bytes: fn(&Traffic<'_>, &Routes) -> u128,
     /// Whether a rank posts all messages of the round at once. Simulating them takes longer: each message that starts

@@ -4,10 +4,11 @@
 //! keys and values that are small compared with the queries. Each message is an exchange of its own, so that a rank
 //! attends to blocks that have arrived while the others travel.
 
+use super::backward;
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, StrategyFacts};
 use super::price::Traffic;
-use super::streams::Routes;
+use super::streams::{Attending, Routes, Visitor};
 use super::unified;
 use crate::plan::{BufferId, Recv, Send};
 
@@ -18,6 +19,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     is_distinct: |_, mesh| mesh.ring() > 2,
     streams: &[],
     attend_round: attend_all,
+    backward_round: Some(backward::gather_round),
     round_bytes,
     posts_all_at_once: true,
     ..unified::FACTS
@@ -25,38 +27,44 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
 
 /// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
 fn attend_all(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
+    let state = builder.state(inputs.q);
+    visit(builder, inputs.kv, &mut Attending { inputs, state });
+    builder.end_queries(inputs);
+    state
+}
+
+/// Keys and values go to every shard that sees them, and `visitor` uses them there; `kv` holds those of this rank, and is freed.
+pub(super) fn visit(builder: &mut PlanBuilder<'_>, kv: BufferId, visitor: &mut impl Visitor) {
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
-    let heads = builder.buffer(inputs.kv).heads.clone();
-    let state = builder.state(inputs.q);
+    let heads = builder.buffer(kv).heads.clone();
     let mut arriving = Vec::new();
     let mut made = Vec::new();
     let any_reader = (0..ring).any(|other| other != r && builder.sees(other, r));
-    let own = builder.own_keys(inputs.kv);
+    let own = builder.own_keys(kv);
     let own = if any_reader { builder.for_the_wire(own, &mut made) } else { own };
     for distance in 1..ring {
         let (to, from) = ((r + distance) % ring, (r + ring - distance) % ring);
         let send = builder.sees(to, r).then(|| Send { to: mesh.rank(to, u).0, parts: vec![own.clone()] });
-        let kv = builder.sees(r, from).then(|| {
+        let arrival = builder.sees(r, from).then(|| {
             let tokens = builder.world.kv_placement.of_shard(from);
             builder.arrival(from, tokens, heads.clone())
         });
-        let recv = kv.map(|kv| Recv { from: mesh.rank(from, u).0, parts: vec![kv] });
+        let recv = arrival.map(|kv| Recv { from: mesh.rank(from, u).0, parts: vec![kv] });
         let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
-        arriving.push((exchange, kv));
+        arriving.push((distance, exchange, arrival));
     }
-    builder.attend(inputs, state);
-    for (exchange, kv) in arriving {
+    visitor.own(builder);
+    for (distance, exchange, arrival) in arriving {
         builder.wait(exchange);
-        if let Some(kv) = kv {
-            builder.attend_arrived(inputs, kv, state);
+        if let Some(kv) = arrival {
+            visitor.arrived(builder, 0, distance, kv);
             builder.free(kv);
         }
+        visitor.used(builder, distance);
     }
     made.into_iter().for_each(|buffer| builder.free(buffer));
-    builder.free(inputs.kv);
-    builder.end_queries(inputs);
-    state
+    builder.free(kv);
 }
 
 fn round_bytes(traffic: &Traffic<'_>, _: &Routes) -> u128 {

@@ -11,6 +11,7 @@
 
 mod all_to_all;
 mod attend;
+mod backward;
 mod balance;
 mod bidirectional;
 mod build;
@@ -35,6 +36,7 @@ mod ulysses;
 mod unified;
 mod world;
 
+pub use backward::{plan_backward, plan_backward_placed};
 pub use deals::deal;
 pub(crate) use facts::EqualHops;
 pub use repair::{can_repair, repair};

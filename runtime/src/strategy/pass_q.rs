@@ -26,6 +26,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     same_queries: true,
     streams: &[],
     attend_round: attend_everywhere,
+    backward_round: None,
     round_bytes,
     posts_all_at_once: true,
     ..unified::FACTS

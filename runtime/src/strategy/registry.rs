@@ -42,6 +42,11 @@ impl Strategy {
         Mesh::new(ulysses, ring).expect("facts name meshes that exist")
     }
 
+    /// Whether it has a plan for gradients ([`plan_backward`](crate::plan_backward)).
+    pub fn has_backward(self) -> bool {
+        self.facts().backward_round.is_some()
+    }
+
     /// Whether queries travel between shards, and keys stay.
     pub fn moves_queries(self) -> bool {
         self.facts().moves == Moves::Queries

@@ -30,6 +30,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     default_on: None,
     is_distinct: |problem, mesh| mesh.fits(problem).is_err() || !all_alone(problem, mesh),
     attend_round,
+    backward_round: None,
     round_bytes,
     ..unified::FACTS
 };

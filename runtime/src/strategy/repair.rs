@@ -13,7 +13,8 @@ use kyklos_transport::Rank;
 
 use super::build::PlanBuilder;
 use crate::plan::{
-    BufferId, Content, LostTokens, Plan, Recv, Send, Slice, Step, StepProgress, World, remaining_buffers,
+    BufferId, Content, Direction, LostTokens, Plan, Recv, Send, Slice, Step, StepProgress, World,
+    remaining_buffers,
 };
 use crate::{AttentionProblem, Error, Mesh, Remedy, Result, Results, Strategy, TILE_KEYS, TokenRuns, lower};
 
@@ -77,6 +78,7 @@ pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Resul
         q_placement: before.q_placement.of_ranks(ranks)?,
         kv_placement: before.kv_placement.of_ranks(ranks)?,
         strategy: before.strategy,
+        direction: Direction::Forward,
         plans: Vec::with_capacity(ranks.len()),
         lost,
     };

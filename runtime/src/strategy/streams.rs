@@ -97,6 +97,31 @@ impl Routes {
         self.streams[0].reach[owner as usize]
     }
 
+    /// The part of each shard that stream `stream` carries.
+    pub(super) fn part(&self, stream: usize) -> Part {
+        self.streams[stream].part
+    }
+
+    /// The shard from which stream `stream` has brought keys to shard `shard` after `hops` hops, if it brings any so far.
+    pub(super) fn owner(&self, stream: usize, shard: u32, hops: u32) -> Option<u32> {
+        let Stream { forwards, reach, .. } = &self.streams[stream];
+        let ring = u32::try_from(reach.len()).expect("shards are counted in u32");
+        let owner = passed(ring, !forwards, shard, hops);
+        (hops <= reach[owner as usize]).then_some(owner)
+    }
+
+    /// The shard to which stream `stream` has brought keys of shard `owner` after `hops` hops, if they go so far.
+    pub(super) fn reader(&self, stream: usize, owner: u32, hops: u32) -> Option<u32> {
+        let Stream { forwards, reach, .. } = &self.streams[stream];
+        let ring = u32::try_from(reach.len()).expect("shards are counted in u32");
+        (hops <= reach[owner as usize]).then(|| passed(ring, *forwards, owner, hops))
+    }
+
+    /// Number of streams.
+    pub(super) fn len(&self) -> usize {
+        self.streams.len()
+    }
+
     /// Hops of the part that goes farthest.
     pub(super) fn hops(&self) -> u32 {
         self.streams.iter().flat_map(|stream| &stream.reach).copied().max().unwrap_or(0)
@@ -113,22 +138,64 @@ pub(super) fn round_bytes(traffic: &Traffic<'_>, routes: &Routes) -> u128 {
     routes.parts_sent(traffic.kv).map(|(hops, tokens)| u128::from(hops) * traffic.key_bytes(tokens)).sum()
 }
 
+/// What a rank does with the keys that it holds.
+pub(super) trait Visitor {
+    /// Uses the rank's own keys.
+    fn own(&mut self, builder: &mut PlanBuilder<'_>);
+
+    /// Uses a block that arrived in a stream from the shard at this distance; it is freed afterwards.
+    fn arrived(&mut self, builder: &mut PlanBuilder<'_>, stream: usize, distance: u32, kv: BufferId);
+
+    /// The blocks from shards at this distance have been used, and those at the next distance have arrived.
+    fn used(&mut self, builder: &mut PlanBuilder<'_>, distance: u32);
+}
+
 /// A block of a stream on a rank, which may have to send it on.
 struct Held {
     slice: Slice,
-    /// The buffer to attend to and to free; none for the rank's own keys.
+    /// The buffer to use and to free; none for the rank's own keys.
     arrived: Option<BufferId>,
 }
 
 /// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of this rank. Frees all
 /// inputs, returns the running state.
 pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
+    let state = builder.state(inputs.q);
+    travel(builder, routes, inputs.kv, &mut Attending { inputs, state });
+    builder.end_queries(inputs);
+    state
+}
+
+/// The visitor of a forward pass.
+pub(super) struct Attending {
+    pub(super) inputs: Inputs,
+    pub(super) state: BufferId,
+}
+
+impl Visitor for Attending {
+    fn own(&mut self, builder: &mut PlanBuilder<'_>) {
+        builder.attend(self.inputs, self.state);
+    }
+
+    fn arrived(&mut self, builder: &mut PlanBuilder<'_>, _: usize, _: u32, kv: BufferId) {
+        builder.attend_arrived(self.inputs, kv, self.state);
+    }
+
+    fn used(&mut self, _: &mut PlanBuilder<'_>, _: u32) {}
+}
+
+/// Keys and values travel along all streams, and `visitor` uses them on the way; `kv` holds those of this rank, and is freed.
+pub(super) fn travel(
+    builder: &mut PlanBuilder<'_>,
+    routes: &Routes,
+    kv: BufferId,
+    visitor: &mut impl Visitor,
+) {
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
-    let kv_heads = builder.buffer(inputs.kv).heads.clone();
-    let state = builder.state(inputs.q);
+    let kv_heads = builder.buffer(kv).heads.clone();
     let mut packed = Vec::new();
-    let own = builder.own_keys(inputs.kv).tokens;
+    let own = builder.own_keys(kv).tokens;
     let mut held: Vec<Option<Held>> = Vec::new();
     for stream in &routes.streams {
         let goes = stream.reach[r as usize] > 0;
@@ -138,7 +205,7 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
         held.push(goes.then(|| {
             let slice = made.unwrap_or_else(|| {
                 let part = stream.part.of(own.len());
-                let slice = builder.tokens_of(inputs.kv, own.start + part.start..own.start + part.end);
+                let slice = builder.tokens_of(kv, own.start + part.start..own.start + part.end);
                 builder.for_the_wire(slice, &mut packed)
             });
             Held { slice, arrived: None }
@@ -174,12 +241,13 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
             }));
         }
         let exchange = builder.exchange(sends, recvs);
-        attend_held(builder, &held, inputs, hop == 1, state);
+        use_held(builder, &held, hop - 1, visitor);
         builder.wait(exchange);
         end_held(builder, held, &mut packed);
         if hop == 1 {
-            builder.free(inputs.kv);
+            builder.free(kv);
         }
+        visitor.used(builder, hop - 1);
         held = arriving
             .into_iter()
             .map(|arrived| {
@@ -188,28 +256,23 @@ pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, input
             })
             .collect();
     }
-    attend_held(builder, &held, inputs, routes.hops() == 0, state);
+    use_held(builder, &held, routes.hops(), visitor);
     end_held(builder, held, &mut packed);
     if routes.hops() == 0 {
-        builder.free(inputs.kv);
+        builder.free(kv);
     }
-    builder.end_queries(inputs);
-    state
+    visitor.used(builder, routes.hops());
 }
 
-/// Attends to the blocks that have arrived, and in the first call to the rank's own keys.
-fn attend_held(
-    builder: &mut PlanBuilder<'_>,
-    held: &[Option<Held>],
-    inputs: Inputs,
-    first: bool,
-    state: BufferId,
-) {
-    if first {
-        builder.attend(inputs, state);
+/// Uses the blocks from shards at this distance: at distance 0 the rank's own keys.
+fn use_held(builder: &mut PlanBuilder<'_>, held: &[Option<Held>], distance: u32, visitor: &mut impl Visitor) {
+    if distance == 0 {
+        visitor.own(builder);
     }
-    for kv in held.iter().flatten().filter_map(|held| held.arrived) {
-        builder.attend_arrived(inputs, kv, state);
+    for (stream, held) in held.iter().enumerate() {
+        if let Some(kv) = held.as_ref().and_then(|held| held.arrived) {
+            visitor.arrived(builder, stream, distance, kv);
+        }
     }
 }
 

@@ -23,6 +23,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     is_distinct: |_, mesh| mesh.ring() > 3,
     same_queries: false,
     attend_round: attend_everywhere,
+    backward_round: None,
     round_bytes,
     ..pass_q::FACTS
 };

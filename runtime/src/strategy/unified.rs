@@ -2,6 +2,7 @@
 //!
 //! The facts of the other strategies of a U×R mesh name their differences from it.
 
+use super::backward;
 use super::facts::{EqualHops, Extent, MeshRule, Moves, StrategyFacts};
 use super::streams::{self, Part, StreamShape};
 
@@ -16,6 +17,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     streams: &[StreamShape { part: Part::Whole, forwards: true, most_hops: |farthest, _| farthest }],
     chunks_heads: false,
     attend_round: streams::attend_round,
+    backward_round: Some(backward::streams_round),
     round_bytes: streams::round_bytes,
     posts_all_at_once: false,
     equal_hops: EqualHops::FullAndCausal,

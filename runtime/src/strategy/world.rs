@@ -9,7 +9,7 @@ use super::order;
 use super::price::Traffic;
 use super::results;
 use super::streams::Routes;
-use crate::plan::{Content, LostTokens, Plan, World};
+use crate::plan::{Content, Direction, LostTokens, Plan, World};
 use crate::{
     AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Results, Split, Strategy, TokenRuns,
 };
@@ -50,6 +50,7 @@ pub fn plan_placed(
         q_placement,
         kv_placement,
         strategy,
+        direction: Direction::Forward,
         plans: Vec::with_capacity(mesh.world() as usize),
         lost: LostTokens::default(),
     };
@@ -61,7 +62,7 @@ pub fn plan_placed(
 }
 
 /// Refuses a mesh or a wire format that the problem or the strategy cannot have, whatever the owners.
-fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
+pub(super) fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
     takes_same_queries(problem, mesh, strategy)?;
@@ -97,7 +98,7 @@ fn takes_same_queries(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy
 }
 
 /// Refuses placements that are not of this problem on this mesh, or that the strategy cannot have.
-fn fits(
+pub(super) fn fits(
     problem: &AttentionProblem,
     mesh: Mesh,
     q: &Placement,
@@ -179,6 +180,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
         q_placement: Placement::some(problem.q_len, rows)?,
         kv_placement: Placement::new(PlacementKind::Contiguous, mesh, problem.kv_len, &Split::Even)?,
         strategy: Strategy::Dense,
+        direction: Direction::Forward,
         plans: Vec::new(),
         lost,
     };
@@ -279,7 +281,7 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
         let name = format!("o of heads {}..{}", heads.start, heads.end);
         let mine = builder.declare(name, Content::Output, tokens, heads);
         builder.finalize(state, mine);
-        let posted = all_to_all::post_heads_for_tokens(&mut builder, chunk, mine);
+        let posted = all_to_all::post_heads_for_tokens(&mut builder, chunk, &[mine], None);
         if let Some(before) = going_home.replace(posted) {
             all_to_all::take_tokens(&mut builder, before);
         }

@@ -12,6 +12,7 @@ mod common;
 mod dealt_sides;
 mod entry_masks;
 mod fixed_order;
+mod gradients;
 mod open_placement;
 mod plan_properties;
 mod random_worlds;

@@ -195,6 +195,8 @@ fn word(step: &Step) -> &'static str {
         Step::Exchange { .. } => "posting messages",
         Step::Wait { .. } => "waiting for messages",
         Step::Attend { .. } => "computing attention",
+        Step::AttendBackward { .. } => "computing gradients",
+        Step::Accumulate { .. } => "adding gradients",
         Step::Convert { .. } => "converting keys",
         Step::Merge { .. } => "merging results",
         Step::Finalize { .. } => "finishing rows",

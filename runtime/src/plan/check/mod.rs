@@ -11,6 +11,7 @@
 //! Every buffer declares the tokens and heads of its content, and every step preserves this declaration. So a rank
 //! whose output is written whole has the right output.
 
+mod gradients;
 mod met;
 mod proof;
 mod repair;

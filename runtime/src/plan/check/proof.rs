@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kyklos_transport::Rank;
 
+use super::gradients::Contribution;
 use super::met::MetKeys;
 use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, World};
 use crate::{Error, Result, TokenRuns};
@@ -20,8 +21,10 @@ pub(super) struct Life {
     pub(super) sending: Vec<u32>,
     /// The exchange that is still writing it.
     pub(super) arriving: Option<u32>,
-    /// For a state: the keys it has met.
+    /// For a state, and for a sum of gradients of queries: the keys it has met.
     pub(super) met: MetKeys,
+    /// For a sum of gradients of keys.
+    pub(super) contributions: Vec<Contribution>,
     pub(super) live: bool,
     freed: bool,
     /// For a state: it may be read, and no longer changed.
@@ -101,8 +104,11 @@ impl<'a> RankProof<'a> {
     pub(super) fn write(&mut self, slice: &Slice) -> Result<()> {
         self.in_bounds(slice)?;
         let id = slice.buffer;
-        if self.plan.is_own(id) && id != self.plan.output {
+        if self.plan.is_own(id) && !self.plan.is_result(id) {
             return self.fault(format!("{} is the caller's and cannot be written", self.name(id)));
+        }
+        if self.plan.buffer(id).content.is_sum() {
+            return self.fault(format!("{} is a sum and cannot be overwritten", self.name(id)));
         }
         if self.plan.buffer(id).content == Content::State {
             return self.fault(format!("{} is a running state and cannot be copied to", self.name(id)));

@@ -38,6 +38,7 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
                         && sender.slice_heads(slice) == ours.heads
                         && sender.slice_tokens(slice) == ours.tokens
                         && theirs.met == ours.met
+                        && theirs.met_heads == ours.met_heads
                 };
                 if parts.len() != recv.parts.len() || !parts.iter().zip(&recv.parts).all(fits) {
                     let says = |content: Content, tokens: &TokenRuns, heads: &Range<u32>| {

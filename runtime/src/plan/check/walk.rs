@@ -19,7 +19,9 @@ impl<'a> RankProof<'a> {
         if let Some((id, _)) = self.exchanges.iter().find(|(_, posted)| !posted.waited) {
             return self.fault(format!("exchange {id} is never waited for"));
         }
-        self.must_be_written(&self.plan.whole(self.plan.output))?;
+        for result in std::iter::once(self.plan.output).chain(self.plan.gradients.map(|own| own.d_kv)) {
+            self.must_be_written(&self.plan.whole(result))?;
+        }
         let left = (0..self.lives.len()).map(BufferId).find(|id| {
             self.lives[id.0].live
                 && !self.plan.is_own(*id)
@@ -36,9 +38,9 @@ impl<'a> RankProof<'a> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
             let (tokens, heads) = match buffer.content {
-                Content::KeyValue | Content::WireKeyValue => (problem.kv_len, problem.kv_heads),
-                Content::Query | Content::State | Content::Output => (problem.q_len, problem.q_heads),
                 Content::Bias => (problem.q_len, problem.query_bias().map_or(0, |pairs| pairs.heads)),
+                content if content.is_of_keys() => (problem.kv_len, problem.kv_heads),
+                _ => (problem.q_len, problem.q_heads),
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
             let spare = if BufferId(index) == self.plan.kv { self.world.kv_placement.spare(rank) } else { 0 };
@@ -62,13 +64,26 @@ impl<'a> RankProof<'a> {
                     .to_owned(),
             );
         }
+        if self.plan.gradients.is_some() == self.world.direction.is_forward() {
+            return self
+                .fault("the plan and its world do not agree whether it computes gradients".to_owned());
+        }
         let pairs = self.plan.bias.zip(problem.query_bias());
+        let output = if self.world.direction.is_forward() { Content::Output } else { Content::QueryGrad };
+        let of_gradients = self.plan.gradients.map(|own| {
+            [
+                (own.d_o, Content::OutputGrad, q_tokens, problem.q_heads),
+                (own.stats, Content::RowStats, q_tokens, problem.q_heads),
+                (own.d_kv, Content::KeyValueGrad, kv_tokens, problem.kv_heads),
+            ]
+        });
         for (id, content, tokens, heads) in [
             (self.plan.q, Content::Query, q_tokens, problem.q_heads),
             (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
-            (self.plan.output, Content::Output, &self.world.output_tokens(rank), problem.q_heads),
+            (self.plan.output, output, &self.world.output_tokens(rank), problem.q_heads),
         ]
         .into_iter()
+        .chain(of_gradients.into_iter().flatten())
         .chain(pairs.map(|(id, pairs)| (id, Content::Bias, q_tokens, pairs.heads)))
         {
             let buffer = self.plan.buffers.get(id.0).filter(|buffer| {
@@ -77,7 +92,7 @@ impl<'a> RankProof<'a> {
             if buffer.is_none() {
                 return self.fault(format!("buffer {} is not the rank's own {content:?}", id.0));
             }
-            if id != self.plan.output {
+            if !self.plan.is_result(id) {
                 self.bring_to_life(id);
                 self.lives[id.0].written.push((0..tokens.len(), 0..heads));
             }
@@ -104,6 +119,9 @@ impl<'a> RankProof<'a> {
                 if from.buffer == into.buffer {
                     return self.fault(format!("{} is copied into itself", self.name(from.buffer)));
                 }
+                if self.plan.buffer(from.buffer).content.is_sum() {
+                    return self.copy_sum(from, into);
+                }
                 self.not_empty(from)?;
                 self.same_meaning(from, into)?;
                 self.must_be_written(from)?;
@@ -121,10 +139,10 @@ impl<'a> RankProof<'a> {
                     return self.fault(format!("exchange {id} has a message without parts"));
                 }
                 for part in sends.iter().flat_map(|send| &send.parts) {
-                    if self.plan.buffer(part.buffer).content == Content::State {
-                        self.send_state(part)?;
-                    } else {
-                        self.must_be_written(part)?;
+                    match self.plan.buffer(part.buffer).content {
+                        Content::State => self.send_state(part)?,
+                        content if content.is_sum() => self.send_sum(part)?,
+                        _ => self.must_be_written(part)?,
                     }
                     if !self.plan.is_one_piece(&self.world.problem, part) {
                         return self.fault(format!(
@@ -139,10 +157,10 @@ impl<'a> RankProof<'a> {
                 }
                 for part in recvs.iter().flat_map(|recv| &recv.parts) {
                     self.exists(*part)?;
-                    if self.plan.buffer(*part).content == Content::State {
-                        self.receive_state(*part)?;
-                    } else {
-                        self.write(&self.plan.whole(*part))?;
+                    match self.plan.buffer(*part).content {
+                        Content::State => self.receive_state(*part)?,
+                        content if content.is_sum() => self.receive_sum(*part)?,
+                        _ => self.write(&self.plan.whole(*part))?,
                     }
                     self.lives[part.0].arriving = Some(*id);
                 }
@@ -172,6 +190,8 @@ impl<'a> RankProof<'a> {
                 self.attend(q, kv, *state)?;
                 self.pairs(q, pairs.as_ref())
             }
+            Step::AttendBackward { .. } => self.attend_backward(step),
+            Step::Accumulate { from, into } => self.accumulate(*from, into),
             Step::Convert { from, into } => self.convert(from, *into),
             Step::Merge { from, into } => self.merge(*from, *into),
             Step::Finalize { state, into } => {
@@ -215,7 +235,7 @@ impl<'a> RankProof<'a> {
     }
 
     /// Checks that the rows of the attention bias tensor are written, and belong to the same queries.
-    fn pairs(&self, q: &Slice, pairs: Option<&Slice>) -> Result<()> {
+    pub(super) fn pairs(&self, q: &Slice, pairs: Option<&Slice>) -> Result<()> {
         let (tensor, slice) = match (self.world.problem.query_bias(), pairs) {
             (None, None) => return Ok(()),
             (Some(tensor), Some(slice)) => (tensor, slice),
@@ -242,10 +262,13 @@ impl<'a> RankProof<'a> {
         Ok(())
     }
 
-    /// Checks that keys and values become the same keys and values in the other format.
+    /// Checks that keys and values become the same keys and values in the other format, or that a sum is rounded.
     fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
         self.not_empty(from)?;
         self.exists(into)?;
+        if self.plan.buffer(from.buffer).content.is_sum() {
+            return self.round_sum(from, into);
+        }
         self.must_be_written(from)?;
         let contents = [from.buffer, into].map(|id| self.plan.buffer(id).content);
         let kinds = [[Content::KeyValue, Content::WireKeyValue], [Content::WireKeyValue, Content::KeyValue]];

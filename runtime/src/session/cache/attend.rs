@@ -10,6 +10,7 @@ use super::plans::{Appended, full, len, sources};
 use super::{Holdings, KvCache, NewKeys};
 use crate::backend::{Backend, DeviceBuffer};
 use crate::call::{Attention, Options};
+use crate::plan::Direction;
 use crate::session::Session;
 use crate::session::agreement::{Agreed, CacheFacts, facts_of, note};
 use crate::session::attend::{CALLS, Output};
@@ -93,7 +94,7 @@ impl Session {
         let agreed = Agreed::new(&call.options, &facts)?;
         let Appended { own, holdings } = cache.appended(call, &agreed)?;
         let make = |options: &Options, agreed: &Agreed| cache.plans(options, agreed, &holdings);
-        let lowered = self.plan_of(&call.options, facts, make)?;
+        let lowered = self.plan_of(Direction::Forward, &call.options, facts, make)?;
         let tokens = sources(call, &own, cache.rank);
         let rows = cache.kept_for(&cache.holdings).next_rows(cache.rank, len(&own[cache.rank.0 as usize]));
         Ok((CachedStep { lowered, holdings, tokens, rows }, prepared))

@@ -215,6 +215,12 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
             [q.buffer, kv.buffer, *state].contains(&buffer)
                 || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
         }
+        Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias } => {
+            [q, d_o, stats, kv, d_kv].iter().any(|slice| slice.buffer == buffer)
+                || *dq == buffer
+                || bias.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
+        }
+        Step::Accumulate { from, into } => *from == buffer || into.buffer == buffer,
         Step::Convert { from, into } => from.buffer == buffer || *into == buffer,
         Step::Merge { from, into } | Step::Finalize { state: from, into } => {
             *from == buffer || *into == buffer

@@ -7,7 +7,7 @@ use pulp::Simd;
 use super::super::pack::{MAX_LANES, pack_keys, pack_lanes, pack_values};
 use super::super::scratch::{Line, grow};
 use super::super::simd::{KernelShape, WithKernel};
-use super::panel::{Broadcast, Lanes, Panel};
+use super::panel::{Broadcast, Lanes, Panel, Stats};
 use super::{BackwardCall, TILE};
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
@@ -53,11 +53,11 @@ pub(super) struct Run<'r, 'a> {
 /// Work space of one job. Its size depends on the tile, not on the sequence.
 #[derive(Debug, Default)]
 pub(in super::super) struct Space {
-    /// q or k, with the factor of the scores, and dO or v: `panels × [dim][lane]`.
+    /// q with the factor of the scores, or k, and dO or v: `panels × [dim][lane]`.
     lanes: [Vec<Line>; 2],
     /// The sums: `panels × [dim][lane]`.
     sums: [Vec<Line>; 2],
-    /// k and v, or q and dO: `[row / MR][dim][MR]`.
+    /// k and v, or q with the factor of the scores and dO: `[row / MR][dim][MR]`.
     by_row: [Vec<Line>; 2],
     /// k, or q and dO: `[dim / MR][row][MR]`.
     by_dim: [Vec<Line>; 2],
@@ -67,9 +67,9 @@ pub(in super::super) struct Space {
     terms: [Vec<Line>; 2],
     /// Rows of one head while they are converted.
     row: Vec<Line>,
-    /// Span, and (log-sum-exp in base-2 units, δ), of each row of the Q tile.
+    /// Span and statistics of each row of the Q tile.
     spans: Vec<RowSpan>,
-    stats: Vec<[f32; 2]>,
+    stats: Vec<Stats>,
 }
 
 impl Fixed {
@@ -208,9 +208,8 @@ fn pack_fixed(call: &BackwardCall<'_>, job: &Job<'_>, fixed: Fixed, lanes: usize
     };
     let first = job.tile * TILE.q_rows as usize;
     let row = &mut bytemuck::cast_slice_mut::<Line, f32>(&mut space.row)[..lanes * dim];
-    for ((tensor, into), factor) in
-        tensors.into_iter().zip(&mut space.lanes).zip([forward.query_factor(), 1.0])
-    {
+    let factors = [if fixed == Fixed::Rows { forward.query_factor() } else { 1.0 }, 1.0];
+    for ((tensor, into), factor) in tensors.into_iter().zip(&mut space.lanes).zip(factors) {
         let panels = floats_mut(into).chunks_exact_mut(lanes * dim);
         for (from, into) in (0..rows).step_by(lanes).zip(panels) {
             let at = [job.batch, first + from, job.head];
@@ -241,6 +240,11 @@ fn pack_broadcast<const MR: usize>(
         let into: &mut [f32] = bytemuck::cast_slice_mut(into);
         pack_keys::<MR>(tensor, at, count, row, &mut into[..stride * dim]);
     }
+    if fixed == Fixed::Keys {
+        // The factor is on q, as in the forward pass: so scores have the same rounding as those in the log-sum-exp.
+        let factor = forward.query_factor();
+        floats_mut(&mut space.by_row[0])[..stride * dim].iter_mut().for_each(|q| *q *= factor);
+    }
     let mut finite = [true; 2];
     for ((tensor, into), finite) in tensors.iter().zip(&mut space.by_dim).zip(&mut finite).take(sums) {
         let into: &mut [f32] = bytemuck::cast_slice_mut(into);
@@ -263,9 +267,7 @@ fn load_rows(call: &BackwardCall<'_>, batch: usize, q_head: usize, tile: usize, 
         let [lse, delta] = [stats.row(0, 2)[0], stats.row(0, 2)[1]];
         let empty = lse == -EMPTY_M;
         space.spans.push(if empty { RowSpan::EMPTY } else { class.rows[row] });
-        #[expect(clippy::cast_possible_truncation, reason = "rounded once")]
-        let lse = if empty { lse } else { (f64::from(lse) * std::f64::consts::LOG2_E) as f32 };
-        space.stats.push([lse, delta]);
+        space.stats.push(Stats::new(if empty { None } else { Some(lse) }, delta));
     }
 }
 

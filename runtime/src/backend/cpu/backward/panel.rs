@@ -34,10 +34,27 @@ pub(super) struct Lanes<S: Simd, const NV: usize> {
     from: [S::u32s; NV],
     /// Keys of the span of each row.
     width: [S::u32s; NV],
-    /// Log-sum-exp of each row in base-2 units.
-    lse: [S::f32s; NV],
-    /// δ of each row.
-    delta: [S::f32s; NV],
+    /// [`Stats`] of each row.
+    stats: [[S::f32s; NV]; 3],
+}
+
+/// The statistics of a row: its log-sum-exp in base-2 units as a sum of two numbers, and δ.
+///
+/// Rounded to one number, a log-sum-exp of 100 would change every weight by 4e-6.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stats([f32; 3]);
+
+impl Stats {
+    /// `None` for a row that sees nothing: with any finite score its weights are 0.
+    pub(super) fn new(lse: Option<f32>, delta: f32) -> Self {
+        let Some(lse) = lse else { return Self([-EMPTY_M, 0.0, 0.0]) };
+        let base_2 = f64::from(lse) * std::f64::consts::LOG2_E;
+        #[expect(clippy::cast_possible_truncation, reason = "the rest is kept")]
+        let high = base_2 as f32;
+        #[expect(clippy::cast_possible_truncation, reason = "far below the other number")]
+        let low = if high.is_finite() { (base_2 - f64::from(high)) as f32 } else { 0.0 };
+        Self([high, low, delta])
+    }
 }
 
 /// A tile of the other side.
@@ -55,7 +72,7 @@ pub(super) struct Broadcast<'a, const MR: usize> {
     pub(super) positions: &'a [u32],
     /// Of the rows of the Q tile, with their statistics.
     pub(super) spans: &'a [RowSpan],
-    pub(super) stats: &'a [[f32; 2]],
+    pub(super) stats: &'a [Stats],
     /// Whether the tensors of `by_dim` hold neither NaN nor ∞.
     pub(super) finite: [bool; 2],
 }
@@ -63,13 +80,14 @@ pub(super) struct Broadcast<'a, const MR: usize> {
 impl<S: Simd, const NV: usize> Lanes<S, NV> {
     /// Query rows in lanes; the other lanes see nothing.
     #[inline(always)]
-    pub(super) fn rows(simd: S, spans: &[RowSpan], stats: &[[f32; 2]]) -> Self {
+    pub(super) fn rows(simd: S, spans: &[RowSpan], stats: &[Stats]) -> Self {
         let mut lanes = Self::none(simd);
         for (lane, (span, stats)) in spans.iter().zip(stats).enumerate() {
             put(&mut lanes.from, lane, span.lo);
             put(&mut lanes.width, lane, span.hi - span.lo);
-            put(&mut lanes.lse, lane, stats[0]);
-            put(&mut lanes.delta, lane, stats[1]);
+            for (vectors, number) in lanes.stats.iter_mut().zip(stats.0) {
+                put(vectors, lane, number);
+            }
         }
         lanes
     }
@@ -89,8 +107,7 @@ impl<S: Simd, const NV: usize> Lanes<S, NV> {
         Self {
             from: [simd.splat_u32s(0); NV],
             width: [simd.splat_u32s(0); NV],
-            lse: [simd.splat_f32s(-EMPTY_M); NV],
-            delta: [simd.splat_f32s(0.0); NV],
+            stats: [[simd.splat_f32s(-EMPTY_M); NV], [simd.splat_f32s(0.0); NV], [simd.splat_f32s(0.0); NV]],
         }
     }
 
@@ -117,14 +134,14 @@ impl<S: Simd, const NV: usize> Lanes<S, NV> {
         seen
     }
 
-    /// Log-sum-exp and δ of the pairs of row `index` of the tile.
+    /// [`Stats`] of the pairs of row `index` of the tile.
     #[inline(always)]
-    fn stats<const MR: usize>(&self, simd: S, tile: &Broadcast<'_, MR>, index: usize) -> [[S::f32s; NV]; 2] {
+    fn stats<const MR: usize>(&self, simd: S, tile: &Broadcast<'_, MR>, index: usize) -> [[S::f32s; NV]; 3] {
         match tile.fixed {
-            Fixed::Rows => [self.lse, self.delta],
+            Fixed::Rows => self.stats,
             Fixed::Keys => {
-                let [lse, delta] = tile.stats[index];
-                [[simd.splat_f32s(lse); NV], [simd.splat_f32s(delta); NV]]
+                let Stats([high, low, delta]) = tile.stats[index];
+                [[simd.splat_f32s(high); NV], [simd.splat_f32s(low); NV], [simd.splat_f32s(delta); NV]]
             }
         }
     }
@@ -167,7 +184,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Scores become exponents of base 2, and dP becomes (dP − δ) · slope.
     #[inline(always)]
     fn shift(&mut self, simd: S, tile: &Broadcast<'_, MR>, index: usize) {
-        let [lse, delta] = self.lanes.stats(simd, tile, index);
+        let [high, low, delta] = self.lanes.stats(simd, tile, index);
         let (scores, d_scores) = (&mut self.weights[index], &mut self.d_scores[index]);
         for ((s, ds), delta) in scores.iter_mut().zip(d_scores.iter_mut()).zip(&delta) {
             *ds = simd.sub_f32s(*ds, *delta);
@@ -183,8 +200,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 *s = simd.add_f32s(*s, *term);
             }
         }
-        for (s, lse) in scores.iter_mut().zip(&lse) {
-            *s = simd.sub_f32s(*s, *lse);
+        for (s, (high, low)) in scores.iter_mut().zip(high.iter().zip(&low)) {
+            *s = simd.sub_f32s(simd.sub_f32s(*s, *high), *low);
         }
     }
 

@@ -1,0 +1,106 @@
+//! Steps of backward plans.
+
+use super::run::Run;
+use crate::backend::{AttendBackward, Backend, Control, Extent, Layout, Operand};
+use crate::collective::Collective;
+use crate::plan::{BufferId, Content, Slice, Step};
+use crate::{BlockWork, Result};
+
+impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
+    /// Takes the tensors of a sum of gradients out of memory. If the sum does not exist yet, creates it with zeros.
+    pub(super) fn sum(&mut self, id: BufferId) -> Result<Vec<B::Buffer>> {
+        if let Some(tensors) = self.memory.take(id) {
+            return Ok(tensors);
+        }
+        let mut tensors = self.allocate(id)?;
+        for tensor in &mut tensors {
+            self.executor.backend.clear(tensor)?;
+        }
+        Ok(tensors)
+    }
+
+    /// One layer of [`Step::AttendBackward`]; `dq` and `d_kv` are the tensors of its sums.
+    pub(super) async fn attend_backward(
+        &self,
+        step: &Step,
+        work: &BlockWork,
+        dq: &mut [B::Buffer],
+        d_kv: &mut [B::Buffer],
+        control: &Control,
+    ) -> Result<()> {
+        let Step::AttendBackward { q, d_o, stats, kv, dq: sum, d_kv: keys, bias } = step else {
+            return Ok(());
+        };
+        let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
+        let dim = problem.head_dim as usize;
+        let operand = |slice: &Slice, tensor: usize, row: usize| Operand {
+            buffer: self.memory.view(slice.buffer, tensor),
+            layout: self.layout(slice, row),
+        };
+        let kv_first = plan.slice_heads(kv).start;
+        let kv_head_of: Vec<u32> =
+            plan.slice_heads(q).map(|head| head / problem.group() - kv_first).collect();
+        let (dk, dv) = d_kv.split_at_mut(1);
+        let args = AttendBackward {
+            dtype: problem.dtype,
+            scale: problem.scale,
+            softcap: problem.softcap,
+            q: operand(q, 0, dim),
+            d_o: operand(d_o, 0, dim),
+            stats: operand(stats, 0, 2),
+            k: operand(kv, 0, dim),
+            v: operand(kv, 1, dim),
+            kv_head_of: &kv_head_of,
+            work,
+            pairs: self.bias(q, bias.as_ref()),
+            shape: self.shape(*sum),
+            dq: &mut dq[0],
+            dk: &mut dk[0],
+            dv: &mut dv[0],
+            kv_layout: self.layout(keys, dim),
+        };
+        self.executor.backend.attend_backward(args, control).await
+    }
+
+    /// Adds the sum `from` to the slice `into`.
+    pub(super) fn accumulate(&mut self, from: BufferId, into: &Slice) -> Result<()> {
+        let problem = &self.executor.world.problem;
+        let (source, mut target) = (self.sum(from)?, self.sum(into.buffer)?);
+        let whole = self.executor.plan.whole(from);
+        let row = problem.head_dim as usize * 4;
+        let extent = Extent {
+            batch: problem.batch as usize,
+            rows: into.tokens.len(),
+            heads: (into.heads.end - into.heads.start) as usize,
+            row_bytes: row,
+        };
+        let layouts: [Layout; 2] = [self.layout(&whole, row), self.layout(into, row)];
+        for (source, target) in source.iter().zip(&mut target) {
+            self.executor.backend.accumulate((source, layouts[0]), (target, layouts[1]), extent)?;
+        }
+        self.memory.put(from, source);
+        self.memory.put(into.buffer, target);
+        Ok(())
+    }
+
+    /// Whether a copy or a conversion reads a sum that no step has added to: it is 0.
+    pub(super) fn ensure_sum(&mut self, id: BufferId) -> Result<()> {
+        if self.content(id).is_sum() && !self.memory.is_alive(id) {
+            let zeros = self.sum(id)?;
+            self.memory.put(id, zeros);
+        }
+        Ok(())
+    }
+
+    /// Whether a conversion changes the type of its elements; otherwise it is a copy.
+    pub(super) fn rounds(&self, from: BufferId) -> bool {
+        !self.content(from).is_sum() || self.executor.world.problem.dtype != crate::Dtype::F32
+    }
+}
+
+impl Content {
+    /// Storage type of the elements of a stored tensor of q, k, v or their gradients.
+    pub(super) fn stored_dtype(self, problem: &crate::AttentionProblem) -> crate::Dtype {
+        if self.is_sum() { crate::Dtype::F32 } else { problem.dtype }
+    }
+}

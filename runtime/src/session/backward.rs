@@ -1,0 +1,233 @@
+//! The backward pass of a session's calls: gradients of q, k and v.
+
+use std::sync::Arc;
+
+use super::Session;
+use super::attend::Pass;
+use super::choice::backward_plans;
+use crate::backend::{Backend, Device, DeviceBuffer, RowStats, StateShape};
+use crate::call::Attention;
+use crate::exec::DeviceOutput;
+use crate::plan::Direction;
+use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
+
+/// The tensors of a forward call that its backward pass reads: this rank's part of each, as [`Session::attend`] took and
+/// returned them.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    /// `[batch, tokens, q_heads, dim]`.
+    pub q: Tensor,
+    /// `[batch, tokens, kv_heads, dim]`.
+    pub k: Tensor,
+    /// Shaped as k.
+    pub v: Tensor,
+    /// The output, shaped as q.
+    pub o: Tensor,
+    /// Its log-sum-exp, f32 `[batch, tokens, q_heads, 1]`.
+    pub lse: Tensor,
+}
+
+/// The gradients of one rank's tensors, on its device.
+#[derive(Clone, Debug)]
+pub struct Gradients {
+    /// Of q, shaped as q, in its type.
+    pub dq: Tensor,
+    /// Of k, shaped as k: summed over the queries of all ranks.
+    pub dk: Tensor,
+    /// Of v, shaped as v: summed over the queries of all ranks.
+    pub dv: Tensor,
+    /// This rank's part of the gradients of the sinks, one for each query head: from its own queries. The gradient is the sum
+    /// over all ranks. Empty without sinks.
+    pub d_sinks_part: Vec<f64>,
+    /// Time in nanoseconds and traffic in bytes.
+    pub report: RankReport,
+    /// The rank's timelines; empty without [`RunOptions::trace`](crate::RunOptions::trace).
+    pub spans: Vec<Span>,
+}
+
+/// The vote, the plans and the kept plans of backward passes.
+const BACKWARD: Pass = Pass {
+    hash: *b"backward: a kyklos call, rel. 01",
+    direction: Direction::Backward,
+    plans: backward_plans,
+};
+
+impl Session {
+    /// The gradients of `L` with respect to q, k and v, where `d_o` = ∂L/∂o and `d_lse` = ∂L/∂lse are this rank's rows of the
+    /// gradients of the output, `[batch, tokens, q_heads, dim]` in the type of q, and of the log-sum-exp, f32
+    /// `[batch, tokens, q_heads, 1]`; without `d_lse`, `L` does not depend on the log-sum-exp. `call` is that of the forward pass,
+    /// and `saved` its tensors. All ranks make this call together, as they make [`Self::attend`]. Nothing is divided by the
+    /// number of ranks. Blocks until the device has the gradients.
+    ///
+    /// The formulas are in [`Backend::attend_backward`](crate::backend::Backend::attend_backward). A strategy without a backward
+    /// pass is replaced by the default strategy of its mesh; each rank gets the gradients of its own tokens in any case. An
+    /// attention bias tensor is a constant: it gets no gradient.
+    ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use kyklos::backend::Device;
+    /// use kyklos::local::on_threads;
+    /// use kyklos::{Attention, Mask, Saved, Session, Tensor};
+    /// use kyklos_transport::in_process_group;
+    ///
+    /// let gradients = on_threads(in_process_group(2), |transport| {
+    ///     let mut session = Session::new(transport, Device::cpu());
+    ///     let x = Tensor::new([1, 8, 2, 16], vec![0.1_f32; 8 * 2 * 16])?;
+    ///     let call = Attention::new().mask(Mask::causal());
+    ///     let output = session.attend(&call, &x, &x, &x)?;
+    ///     let saved = Saved { q: x.clone(), k: x.clone(), v: x.clone(), o: output.o, lse: output.lse };
+    ///     session.backward(&call, &saved, &x, None)
+    /// });
+    /// for gradients in gradients {
+    ///     assert_eq!(gradients?.dk.shape(), [1, 8, 2, 16]);
+    /// }
+    /// # }
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Self::attend`]. [`Error::Request`] also for a device without kernels for gradients, and for options without a
+    /// backward pass ([`plan_backward`](crate::plan_backward)).
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn backward(
+        &mut self,
+        call: &Attention,
+        saved: &Saved,
+        d_o: &Tensor,
+        d_lse: Option<&Tensor>,
+    ) -> Result<Gradients> {
+        pollster::block_on(self.backward_async(call, saved, d_o, d_lse))
+    }
+
+    /// [`Self::backward`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
+    /// ranks.
+    ///
+    /// # Errors
+    /// As [`Self::backward`].
+    pub async fn backward_async(
+        &mut self,
+        call: &Attention,
+        saved: &Saved,
+        d_o: &Tensor,
+        d_lse: Option<&Tensor>,
+    ) -> Result<Gradients> {
+        let tensors = [&saved.q, &saved.k, &saved.v];
+        let prepare = |session: &Self| session.gradient_inputs(call, saved, d_o, d_lse);
+        let (lowered, (mut inputs, d_sinks)) = self.agree(&BACKWARD, call, tensors, 1, prepare).await?;
+        let d_sinks_part = match d_sinks {
+            Some(rows) => rows.sum(&self.device, &call.options.sinks).await,
+            None => Ok(Vec::new()),
+        };
+        let d_sinks_part = match d_sinks_part {
+            Ok(part) => part,
+            Err(error) => {
+                self.end_call(&error);
+                return Err(error);
+            }
+        };
+        self.run_backward(&lowered, &mut inputs, saved, d_sinks_part).await
+    }
+
+    async fn run_backward(
+        &mut self,
+        lowered: &Arc<LoweredPlan>,
+        inputs: &mut Inputs<DeviceBuffer>,
+        saved: &Saved,
+        d_sinks_part: Vec<f64>,
+    ) -> Result<Gradients> {
+        let op = self.op;
+        self.op += 1;
+        let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
+        let DeviceOutput { results, report, spans } =
+            executor.run_agreed(op, inputs, &mut Carryover::default(), false).await?;
+        let tensor = |of: &Tensor, buffer| Tensor::on_device(of.shape(), of.dtype(), &self.device, buffer);
+        let mut results = results.into_iter().map(|result| result.buffer);
+        let (Some(dq), Some(dk), Some(dv)) = (results.next(), results.next(), results.next()) else {
+            unreachable!("a backward plan has three results")
+        };
+        Ok(Gradients {
+            dq: tensor(&saved.q, dq),
+            dk: tensor(&saved.k, dk),
+            dv: tensor(&saved.v, dv),
+            d_sinks_part,
+            report,
+            spans,
+        })
+    }
+
+    /// The inputs of a backward pass, and where there are sinks the statistics for their gradients.
+    fn gradient_inputs(
+        &self,
+        call: &Attention,
+        saved: &Saved,
+        d_o: &Tensor,
+        d_lse: Option<&Tensor>,
+    ) -> Result<(Inputs<DeviceBuffer>, Option<StatsOfRows>)> {
+        let Saved { q, k, v, o, lse } = saved;
+        let device = &self.device;
+        device.supports_backward(q.dtype(), q.shape()[3])?;
+        let [batch, rows, heads, dim] = q.shape();
+        let row_shape = [batch, rows, heads, 1];
+        for (name, tensor, shape, dtype) in [
+            ("the output", Some(o), q.shape(), q.dtype()),
+            ("its gradient", Some(d_o), q.shape(), q.dtype()),
+            ("the log-sum-exp", Some(lse), row_shape, Dtype::F32),
+            ("its gradient", d_lse, row_shape, Dtype::F32),
+        ] {
+            if let Some(tensor) = tensor.filter(|tensor| (tensor.shape(), tensor.dtype()) != (shape, dtype)) {
+                return Err(Error::request(
+                    format!(
+                        "{name} of shape {:?} in {}, for q of shape {:?} in {}",
+                        tensor.shape(),
+                        tensor.dtype(),
+                        q.shape(),
+                        q.dtype()
+                    ),
+                    "give o and its gradient the shape and the type of q, and lse and its gradient f32 [batch, tokens, q_heads, 1]",
+                ));
+            }
+        }
+        let inputs = self.inputs_with(call, [q, k, v], self.bias_buffer(call)?)?;
+        let shape = StateShape { batch, rows, heads, dim };
+        let bytes = shape.ml_bytes();
+        let mut stats = device.alloc("row statistics", bytes)?;
+        let d_o = d_o.buffer("do", device)?;
+        let d_lse = d_lse.map(|d_lse| d_lse.buffer("dlse", device)).transpose()?;
+        let args = RowStats {
+            dtype: q.dtype(),
+            shape,
+            o: &o.buffer("o", device)?,
+            d_o: &d_o,
+            lse: &lse.buffer("lse", device)?,
+            d_lse: d_lse.as_ref(),
+            stats: &mut stats,
+        };
+        device.row_stats(args)?;
+        let sinks = !call.options.sinks.is_empty();
+        let of_rows = sinks.then(|| StatsOfRows { stats: device.share(&mut stats), bytes, heads });
+        Ok((inputs.with_gradient(d_o, stats), of_rows))
+    }
+}
+
+/// The statistics of a rank's rows, from which it makes its part of the gradients of the sinks.
+struct StatsOfRows {
+    stats: DeviceBuffer,
+    bytes: usize,
+    heads: usize,
+}
+
+impl StatsOfRows {
+    /// `−Σ exp(sink − lse) · δ` of each head, in f64.
+    async fn sum(mut self, device: &Device, sinks: &[f32]) -> Result<Vec<f64>> {
+        let stats = device.download(&mut self.stats, 0..self.bytes).await?;
+        let mut sums = vec![0.0; self.heads];
+        let numbers = stats.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_ne_bytes(*bytes)));
+        let numbers: Vec<f64> = numbers.collect();
+        for (row, [lse, delta]) in numbers.as_chunks::<2>().0.iter().enumerate() {
+            let head = row % self.heads;
+            let sink = sinks.get(head).copied().map_or(f64::NEG_INFINITY, f64::from);
+            sums[head] -= (sink - lse).exp() * delta;
+        }
+        Ok(sums)
+    }
+}

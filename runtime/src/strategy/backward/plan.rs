@@ -1,0 +1,172 @@
+//! The backward plans of all ranks.
+
+use kyklos_transport::Rank;
+
+use super::super::all_to_all::{self, Chunk};
+use super::super::build::PlanBuilder;
+use super::super::deals::deal;
+use super::super::streams::Routes;
+use super::super::world::{fits, runs_on};
+use super::Sums;
+use crate::mesh::kv_heads_for;
+use crate::plan::{Content, Direction, LostTokens, Plan, World};
+use crate::{
+    AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Results, Split, Strategy, TokenRuns,
+    WireFormat,
+};
+
+/// The plans by which all ranks of `mesh` compute the gradients of q, k and v for `problem`, with tokens dealt by `placement` and
+/// `split`. The forward pass may have another strategy and another mesh of the same ranks, as long as each rank has the same
+/// tokens.
+///
+/// ```
+/// use kyklos::plan::ProvedPlans;
+/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_backward};
+///
+/// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
+/// let mesh = Mesh::new(1, 4)?;
+/// let world = plan_backward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
+/// assert!(ProvedPlans::new(world)?.checks()[0].bytes_sent > 0);
+/// # Ok::<(), kyklos::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit together, and for what has no
+/// backward pass: strategies that send queries, relay, replicated keys, a fixed order, 8-bit keys on the wire.
+pub fn plan_backward(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    placement: PlacementKind,
+    split: &Split,
+    strategy: Strategy,
+) -> Result<World> {
+    runs_on(problem, mesh, strategy)?;
+    let (q_placement, kv_placement) = deal(problem, mesh, placement, split)?;
+    plan_backward_placed(problem, mesh, q_placement, kv_placement, strategy)
+}
+
+/// As [`plan_backward`], with these owners of queries and of keys and values.
+///
+/// # Errors
+/// As [`plan_backward`].
+pub fn plan_backward_placed(
+    problem: &AttentionProblem,
+    mesh: Mesh,
+    q_placement: Placement,
+    kv_placement: Placement,
+    strategy: Strategy,
+) -> Result<World> {
+    fits(problem, mesh, &q_placement, &kv_placement, strategy)?;
+    has_backward(problem, strategy)?;
+    let mut world = World {
+        problem: problem.clone(),
+        mesh,
+        q_placement,
+        kv_placement,
+        strategy,
+        direction: Direction::Backward,
+        plans: Vec::with_capacity(mesh.world() as usize),
+        lost: LostTokens::default(),
+    };
+    let routes = Routes::new(strategy.facts().streams, problem, &world.q_placement, &world.kv_placement);
+    for rank in 0..mesh.world() {
+        world.plans.push(plan_rank(&world, &routes, Rank(rank)));
+    }
+    Ok(world)
+}
+
+/// Refuses what has no backward pass.
+fn has_backward(problem: &AttentionProblem, strategy: Strategy) -> Result<()> {
+    let refuse = |what: String, remedy: &str| Err(Error::request(format!("a backward pass {what}"), remedy));
+    if strategy.facts().backward_round.is_none() {
+        return refuse(
+            format!("with strategy {strategy}"),
+            "use a strategy that sends whole blocks of keys, as ring or unified; the forward pass may have any strategy",
+        );
+    }
+    if !problem.replicated.is_empty() {
+        return refuse("over keys that every rank holds".to_owned(), "give each key one owner");
+    }
+    if problem.same_queries {
+        return refuse("with all queries on every rank".to_owned(), "give each query one owner");
+    }
+    if problem.results != Results::Owner {
+        return refuse(
+            "of results on other ranks".to_owned(),
+            "let each rank get the rows of its own queries",
+        );
+    }
+    if problem.fixed_order {
+        return refuse("in a fixed order".to_owned(), "leave the order of sums to the plan");
+    }
+    if problem.wire == WireFormat::Int8 {
+        return refuse("with int8 on the wire".to_owned(), "send keys and values as they are, or in f16");
+    }
+    Ok(())
+}
+
+fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
+    let facts = world.strategy.facts();
+    let mut builder = PlanBuilder::new(world, rank);
+    let (Some(round), Some(own_keys)) = (facts.backward_round, builder.own_key_gradients()) else {
+        unreachable!("a backward plan is made only for a strategy that has one")
+    };
+    if world.mesh.ulysses() == 1 {
+        let inputs = builder.inputs();
+        let Sums { dq, d_kv } = round(&mut builder, routes, inputs);
+        builder.round_sum(dq, builder.all_output());
+        builder.round_sum(d_kv, own_keys);
+        return builder.finish();
+    }
+    let (_, u) = world.mesh.coordinates(rank);
+    let all_queries = TokenRuns::contiguous(0..world.problem.q_len);
+    let shared = shares_heads(world);
+    // Where pieces share KV heads, their owner adds up sums.
+    let home = shared.then(|| {
+        let (tokens, heads) =
+            (builder.buffer(own_keys).tokens.clone(), builder.buffer(own_keys).heads.clone());
+        builder.declare("sum of own dkv".to_owned(), Content::KeyValueGradSum, tokens, heads)
+    });
+    let mut chunks = Chunk::all(&builder, facts.chunks_heads).peekable();
+    let mut going_out = chunks.peek().map(|first| all_to_all::post_tokens_for_heads(&mut builder, *first));
+    let mut going_home = None;
+    while let (Some(chunk), Some(posted)) = (chunks.next(), going_out.take()) {
+        let inputs = all_to_all::take_heads(&mut builder, posted);
+        going_out = chunks.peek().map(|next| all_to_all::post_tokens_for_heads(&mut builder, *next));
+        let Sums { dq, d_kv } = round(&mut builder, routes, inputs);
+        let finished = |builder: &mut PlanBuilder<'_>, sum, name: &str, content| {
+            let (tokens, heads) = (builder.buffer(sum).tokens.clone(), builder.buffer(sum).heads.clone());
+            let name = format!("{name} of heads {}..{}", heads.start, heads.end);
+            let mine = builder.declare(name, content, tokens, heads);
+            builder.round_sum(sum, mine);
+            mine
+        };
+        let dq = finished(&mut builder, dq, "dq", Content::QueryGrad);
+        let d_kv = if shared {
+            let q_heads = chunk.q_heads(&builder, u);
+            builder.holds(d_kv, all_queries.clone(), q_heads);
+            d_kv
+        } else {
+            finished(&mut builder, d_kv, "dkv", Content::KeyValueGrad)
+        };
+        let posted = all_to_all::post_heads_for_tokens(&mut builder, chunk, &[dq, d_kv], home);
+        if let Some(before) = going_home.replace(posted) {
+            all_to_all::take_tokens(&mut builder, before);
+        }
+    }
+    if let Some(last) = going_home {
+        all_to_all::take_tokens(&mut builder, last);
+    }
+    if let Some(home) = home {
+        builder.round_sum(home, own_keys);
+    }
+    builder.finish()
+}
+
+/// Whether query heads of two Ulysses pieces read the same KV head.
+fn shares_heads(world: &World) -> bool {
+    let mut heads: Vec<_> =
+        world.mesh.q_heads(&world.problem).iter().map(|heads| kv_heads_for(&world.problem, heads)).collect();
+    heads.retain(|heads| !heads.is_empty());
+    heads.windows(2).any(|pair| pair[0].end > pair[1].start)
+}
