@@ -175,22 +175,23 @@ fn ring(oracle: &Oracle<'_>, dtype: Dtype, [d_o, d_lse]: [Values<'_>; 2], fault:
 }
 
 /// dQ, dK, dV and dSinks.
-fn compare(actual: &Gradients, right: &Gradients) -> Vec<GradientComparison> {
+fn compare(actual: &Gradients, right: &Gradients, scales: [f64; 4]) -> Vec<GradientComparison> {
     let pairs = [
         ("dq", &actual.dq, &right.dq),
         ("dk", &actual.dk, &right.dk),
         ("dv", &actual.dv, &right.dv),
         ("d_sinks", &actual.d_sinks, &right.d_sinks),
     ];
-    let of = |(name, actual, right): (&'static str, &Vec<f64>, &Vec<f64>)| {
+    let of = |((name, actual, right), scale): ((&'static str, &Vec<f64>, &Vec<f64>), f64)| {
         let read = |index: usize| actual[index];
         GradientComparison::new(
             name,
             Values::Read { dtype: Dtype::F32, len: actual.len(), read: &read },
             right,
+            scale,
         )
     };
-    pairs.into_iter().map(of).collect()
+    pairs.into_iter().zip(scales).map(of).collect()
 }
 
 fn every_fault_is_refused<E: Element>() {
@@ -217,9 +218,11 @@ fn every_fault_is_refused<E: Element>() {
     let given = [E::values(&d_o), Values::F32(&d_lse)];
     let right = oracle.gradients(given[0], Some(given[1])).unwrap();
     let naive = naive_f32_gradients(&oracle, E::DTYPE, given[0], Some(given[1])).unwrap();
-    let dense: Vec<_> =
-        compare(&naive, &right).iter().map(|naive| GradientLimit::dense(E::DTYPE, naive)).collect();
-    let sound = compare(&ring(&oracle, E::DTYPE, given, None), &right);
+    let dense: Vec<_> = compare(&naive.gradients, &right, naive.scales)
+        .iter()
+        .map(|naive| GradientLimit::dense(E::DTYPE, naive))
+        .collect();
+    let sound = compare(&ring(&oracle, E::DTYPE, given, None), &right, naive.scales);
     let parallel: Vec<_> = sound.iter().map(|sound| GradientLimit::parallel(E::DTYPE, sound)).collect();
     for limits in [&dense, &parallel] {
         for (gradient, limit) in sound.iter().zip(limits) {
@@ -227,7 +230,7 @@ fn every_fault_is_refused<E: Element>() {
         }
     }
     for fault in FAULTS {
-        let broken = compare(&ring(&oracle, E::DTYPE, given, Some(fault)), &right);
+        let broken = compare(&ring(&oracle, E::DTYPE, given, Some(fault)), &right, naive.scales);
         for limits in [&dense, &parallel] {
             let refused = broken.iter().zip(limits).any(|(gradient, limit)| {
                 gradient.within(limit).is_err() && gradient.max_abs_error > 5.0 * limit.abs()

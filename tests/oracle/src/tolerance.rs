@@ -52,7 +52,7 @@ mod naive;
 use std::fmt;
 
 pub use comparison::{Cause, Comparison, Context, Failure, Worst, compare, compare_rows};
-pub use gradients::{GradientComparison, GradientLimit, naive_f32_gradients};
+pub use gradients::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
 pub use naive::naive_f32_rows;
 
 use crate::oracle::Dtype;

@@ -13,7 +13,7 @@ use kyklos::{
 use kyklos_backend_suite::{Prepared, oracle_dtype};
 use kyklos_oracle::inputs::{Case, TensorId, normal};
 use kyklos_oracle::oracle::{self, Element, Oracle, Values};
-use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, naive_f32_gradients};
+use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
 use kyklos_transport::{Rank, Transport};
 
 /// A case in one storage type, with the gradients of its output.
@@ -25,6 +25,7 @@ pub struct GradientCase {
     d_lse: Bytes,
     pub right: oracle::Gradients,
     naive: Vec<GradientComparison>,
+    scales: [f64; 4],
 }
 
 /// How a case is shared.
@@ -67,10 +68,12 @@ impl GradientCase {
         let given = (E::values(&d_o), Some(Values::F32(&by_head)));
         let right = truth.gradients(given.0, given.1).unwrap();
         let plain = naive_f32_gradients(&truth, oracle_dtype(dtype), given.0, given.1).unwrap();
-        let naive = compare([&plain.dq, &plain.dk, &plain.dv, &plain.d_sinks], &right);
+        let NaiveGradients { gradients, scales } = plain;
+        let naive =
+            compare([&gradients.dq, &gradients.dk, &gradients.dv, &gradients.d_sinks], &right, scales);
         let bytes = |values: &[u8]| Bytes::copy_from_slice(values);
         let (d_o, d_lse) = (bytes(bytemuck::cast_slice(&d_o)), bytes(bytemuck::cast_slice(&by_token)));
-        Self { d_o, d_lse, right, naive, prepared }
+        Self { d_o, d_lse, right, naive, scales, prepared }
     }
 
     /// Attends forward, and backward with the strategy of `sharing.execution`. The errors of dQ, dK, dV and dSinks.
@@ -144,7 +147,7 @@ impl GradientCase {
 
     /// The errors of whole gradients. Where the right value is not finite, any value that is not finite is right.
     pub fn judge(&self, whole: &[Vec<f64>; 4]) -> Vec<GradientComparison> {
-        compare(whole.each_ref(), &self.right)
+        compare(whole.each_ref(), &self.right, self.scales)
     }
 
     /// The limits of a device that computes the case alone.
@@ -172,15 +175,15 @@ impl GradientCase {
     }
 }
 
-fn compare(actual: [&Vec<f64>; 4], right: &oracle::Gradients) -> Vec<GradientComparison> {
+fn compare(actual: [&Vec<f64>; 4], right: &oracle::Gradients, scales: [f64; 4]) -> Vec<GradientComparison> {
     let pairs = [("dq", &right.dq), ("dk", &right.dk), ("dv", &right.dv), ("d_sinks", &right.d_sinks)];
-    let of = |((name, right), actual): ((&'static str, &Vec<f64>), &Vec<f64>)| {
+    let of = |(((name, right), actual), scale): (((&'static str, &Vec<f64>), &Vec<f64>), f64)| {
         let read = |index: usize| match (right[index].is_finite(), actual[index].is_finite()) {
             (false, false) => right[index],
             _ => actual[index],
         };
         let values = Values::Read { dtype: oracle::Dtype::F32, len: actual.len(), read: &read };
-        GradientComparison::new(name, values, right)
+        GradientComparison::new(name, values, right, scale)
     };
-    pairs.into_iter().zip(actual).map(of).collect()
+    pairs.into_iter().zip(actual).zip(scales).map(of).collect()
 }
