@@ -5,6 +5,7 @@
 mod backward;
 mod buffers;
 mod carryover;
+mod copies;
 mod guard;
 mod inputs;
 mod run;

@@ -12,7 +12,7 @@ mod plan;
 mod round;
 
 pub use self::plan::{plan_backward, plan_backward_placed};
-pub(super) use self::round::{gather_round, streams_round};
+pub(super) use self::round::{Gradients, streams_round};
 use super::build::{Inputs, OutputGradient, PlanBuilder};
 use crate::lower;
 use crate::plan::{BufferId, Content, Slice, Step};

@@ -4,11 +4,11 @@
 //! keys and values that are small compared with the queries. Each message is an exchange of its own, so that a rank
 //! attends to blocks that have arrived while the others travel.
 
-use super::backward;
+use super::backward::{Gradients, Sums};
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, StrategyFacts};
 use super::price::Traffic;
-use super::streams::{Attending, Routes, Visitor};
+use super::streams::{Attending, Part, Routes, Visitor};
 use super::unified;
 use crate::plan::{BufferId, Recv, Send};
 
@@ -19,7 +19,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     is_distinct: |_, mesh| mesh.ring() > 2,
     streams: &[],
     attend_round: attend_all,
-    backward_round: Some(backward::gather_round),
+    backward_round: Some(backward_round),
     round_bytes,
     posts_all_at_once: true,
     ..unified::FACTS
@@ -65,6 +65,38 @@ pub(super) fn visit(builder: &mut PlanBuilder<'_>, kv: BufferId, visitor: &mut i
     }
     made.into_iter().for_each(|buffer| builder.free(buffer));
     builder.free(kv);
+}
+
+/// Gradients over the keys and values of every shard. Frees all inputs.
+fn backward_round(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> Sums {
+    let gradients = Gradients::new(builder, inputs);
+    let mut visitor = Straight { gradients };
+    visit(builder, inputs.kv, &mut visitor);
+    visitor.gradients.end(builder)
+}
+
+/// The visitor of a backward pass.
+struct Straight {
+    gradients: Gradients,
+}
+
+impl Visitor for Straight {
+    fn own(&mut self, builder: &mut PlanBuilder<'_>) {
+        self.gradients.own(builder);
+    }
+
+    fn arrived(&mut self, builder: &mut PlanBuilder<'_>, _: usize, distance: u32, kv: BufferId) {
+        let ring = builder.world.mesh.ring();
+        let owner = (self.gradients.shard() + ring - distance) % ring;
+        self.gradients.arrived(builder, owner, kv);
+    }
+
+    fn used(&mut self, builder: &mut PlanBuilder<'_>, distance: u32) {
+        if distance > 0 {
+            let reader = (self.gradients.shard() + distance) % builder.world.mesh.ring();
+            self.gradients.post(builder, &[(reader, Part::Whole)]);
+        }
+    }
 }
 
 fn round_bytes(traffic: &Traffic<'_>, _: &Routes) -> u128 {

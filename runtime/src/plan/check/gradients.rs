@@ -5,20 +5,10 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::met::MetKeys;
-use super::proof::RankProof;
+use super::proof::{Contribution, RankProof};
 use crate::mesh::kv_heads_for;
 use crate::plan::{BufferId, Content, Slice, Step};
 use crate::{Result, TokenRuns, lower};
-
-/// What was added to a part of a sum of gradients of keys.
-#[derive(Clone, Debug)]
-pub(super) struct Contribution {
-    /// List positions of the keys in the buffer.
-    keys: Range<usize>,
-    /// The queries and the query heads whose gradients it is.
-    queries: TokenRuns,
-    q_heads: Range<u32>,
-}
 
 impl RankProof<'_> {
     /// Checks [`Step::AttendBackward`].

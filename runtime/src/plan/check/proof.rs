@@ -5,13 +5,22 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kyklos_transport::Rank;
 
-use super::gradients::Contribution;
 use super::met::MetKeys;
 use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, World};
 use crate::{Error, Result, TokenRuns};
 
 /// A rectangle of a buffer that has been written: list positions × heads.
 pub(super) type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
+
+/// What was added to a part of a sum of gradients of keys.
+#[derive(Clone, Debug)]
+pub(super) struct Contribution {
+    /// List positions of the keys in the buffer.
+    pub(super) keys: std::ops::Range<usize>,
+    /// The queries and the query heads whose gradients it is.
+    pub(super) queries: TokenRuns,
+    pub(super) q_heads: std::ops::Range<u32>,
+}
 
 #[derive(Default)]
 pub(super) struct Life {

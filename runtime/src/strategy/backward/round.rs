@@ -1,7 +1,6 @@
 //! The round over the shards: keys come, sums of their gradients go home.
 
 use super::super::build::{Inputs, PlanBuilder};
-use super::super::gather;
 use super::super::streams::{Part, Routes, Visitor, travel};
 use super::Sums;
 use crate::plan::{Buffer, BufferId, Content, Recv, Send, Slice, Step};
@@ -18,16 +17,8 @@ pub(in super::super) fn streams_round(
     visitor.gradients.end(builder)
 }
 
-/// The round of the strategy whose keys go straight to every shard that sees them. Frees all inputs.
-pub(in super::super) fn gather_round(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> Sums {
-    let gradients = Gradients::new(builder, inputs);
-    let mut visitor = Straight { gradients };
-    gather::visit(builder, inputs.kv, &mut visitor);
-    visitor.gradients.end(builder)
-}
-
 /// The sums of a rank, and those on their way.
-struct Gradients {
+pub(in super::super) struct Gradients {
     inputs: Inputs,
     sums: Sums,
     shard: u32,
@@ -45,20 +36,25 @@ struct UnderWay {
 }
 
 impl Gradients {
-    fn new(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Self {
+    pub(in super::super) fn new(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Self {
         let (shard, _) = builder.world.mesh.coordinates(builder.rank);
         Self { inputs, sums: builder.sums(inputs), shard, fresh: Vec::new(), under_way: None }
     }
 
+    /// The shard of this rank.
+    pub(in super::super) fn shard(&self) -> u32 {
+        self.shard
+    }
+
     /// Gradients of the queries against the rank's own keys.
-    fn own(&mut self, builder: &mut PlanBuilder<'_>) {
+    pub(in super::super) fn own(&mut self, builder: &mut PlanBuilder<'_>) {
         let Sums { dq, d_kv } = self.sums;
         let whole = builder.whole(d_kv);
         builder.attend_backward(self.inputs, self.inputs.kv, dq, whole);
     }
 
     /// Gradients of the queries against keys of shard `owner`, which have arrived in `kv`.
-    fn arrived(&mut self, builder: &mut PlanBuilder<'_>, owner: u32, kv: BufferId) {
+    pub(in super::super) fn arrived(&mut self, builder: &mut PlanBuilder<'_>, owner: u32, kv: BufferId) {
         let Buffer { tokens, heads, content, .. } = builder.buffer(kv).clone();
         let Buffer { tokens: q, heads: q_heads, .. } = builder.buffer(self.inputs.q).clone();
         if !lower::any_visible(&builder.world.problem, &q, &tokens) {
@@ -77,7 +73,7 @@ impl Gradients {
 
     /// Adds the sums of the distance before, and posts those of this distance. `readers`: the shards that have used keys of
     /// this rank at this distance, with the part of the shard.
-    fn post(&mut self, builder: &mut PlanBuilder<'_>, readers: &[(u32, Part)]) {
+    pub(in super::super) fn post(&mut self, builder: &mut PlanBuilder<'_>, readers: &[(u32, Part)]) {
         self.collect(builder);
         let mesh = builder.world.mesh;
         let (_, u) = mesh.coordinates(builder.rank);
@@ -134,7 +130,7 @@ impl Gradients {
     }
 
     /// The complete sums. Frees the queries.
-    fn end(mut self, builder: &mut PlanBuilder<'_>) -> Sums {
+    pub(in super::super) fn end(mut self, builder: &mut PlanBuilder<'_>) -> Sums {
         self.collect(builder);
         builder.end_queries(self.inputs);
         self.sums
@@ -166,28 +162,5 @@ impl Visitor for AlongStreams<'_> {
             Some((reader, self.routes.part(stream)))
         });
         self.gradients.post(builder, &readers.collect::<Vec<_>>());
-    }
-}
-
-struct Straight {
-    gradients: Gradients,
-}
-
-impl Visitor for Straight {
-    fn own(&mut self, builder: &mut PlanBuilder<'_>) {
-        self.gradients.own(builder);
-    }
-
-    fn arrived(&mut self, builder: &mut PlanBuilder<'_>, _: usize, distance: u32, kv: BufferId) {
-        let ring = builder.world.mesh.ring();
-        let owner = (self.gradients.shard + ring - distance) % ring;
-        self.gradients.arrived(builder, owner, kv);
-    }
-
-    fn used(&mut self, builder: &mut PlanBuilder<'_>, distance: u32) {
-        if distance > 0 {
-            let reader = (self.gradients.shard + distance) % builder.world.mesh.ring();
-            self.gradients.post(builder, &[(reader, Part::Whole)]);
-        }
     }
 }

@@ -7,19 +7,10 @@ use pulp::Simd;
 use super::super::pack::{MAX_LANES, pack_keys, pack_lanes, pack_values};
 use super::super::scratch::{Line, grow};
 use super::super::simd::{KernelShape, WithKernel};
-use super::panel::{Broadcast, Lanes, Panel, Stats};
+use super::panel::{Broadcast, Fixed, Lanes, Panel, Stats};
 use super::{BackwardCall, TILE};
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
-
-/// Which side is in lanes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fixed {
-    /// Query rows: the job adds up dQ.
-    Rows,
-    /// Keys: the job adds up dK and dV.
-    Keys,
-}
 
 /// A tile of the side that is not in lanes.
 #[derive(Clone, Copy, Debug)]
@@ -70,16 +61,6 @@ pub(in super::super) struct Space {
     /// Span and statistics of each row of the Q tile.
     spans: Vec<RowSpan>,
     stats: Vec<Stats>,
-}
-
-impl Fixed {
-    /// Products for each pair.
-    pub(super) fn products(self) -> u64 {
-        match self {
-            Self::Rows => 3,
-            Self::Keys => 4,
-        }
-    }
 }
 
 impl Job<'_> {

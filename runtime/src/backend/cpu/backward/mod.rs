@@ -16,7 +16,8 @@ use rayon::iter::{ParallelBridge, ParallelIterator};
 
 pub(super) use self::accumulate::accumulate;
 pub(super) use self::job::Space;
-use self::job::{BroadcastTile, Fixed, Job, Run};
+use self::job::{BroadcastTile, Job, Run};
+use self::panel::Fixed;
 pub(super) use self::stats::row_stats;
 use super::call::Call;
 use super::pack::Tensor;

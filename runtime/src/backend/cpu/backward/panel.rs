@@ -7,9 +7,27 @@ use pulp::Simd;
 
 use super::super::exp::{exp2_each, tanh};
 use super::super::kernel::add_outer_products;
-use super::job::Fixed;
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
+
+/// Which side is in lanes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fixed {
+    /// Query rows: the job adds up dQ.
+    Rows,
+    /// Keys: the job adds up dK and dV.
+    Keys,
+}
+
+impl Fixed {
+    /// Products for each pair.
+    pub(super) fn products(self) -> u64 {
+        match self {
+            Self::Rows => 3,
+            Self::Keys => 4,
+        }
+    }
+}
 
 /// `NV` vectors of one side.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
