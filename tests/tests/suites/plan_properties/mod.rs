@@ -1,6 +1,7 @@
 //! Plans over random problems, meshes, splits and masks. Every plan is proved. Its bytes are exactly the bytes of a
 //! second, independent closed form. No planted fault passes the proof.
 
+mod backward;
 mod closed_form;
 mod faults;
 mod placed;

@@ -1,0 +1,315 @@
+//! Backward plans over random problems: all are proved, send what a closed form says, and no planted fault passes the proof.
+
+use kyklos::plan::{BufferId, Content, ProvedPlans, Step, World, check};
+use kyklos::{Mesh, Strategy, WireFormat, plan_backward_placed};
+use proptest::prelude::*;
+
+use super::{Drawn, Random, worlds};
+
+/// The backward world with the owners of a forward one, where it has one: whole blocks of keys travel, each key has one owner.
+fn backward(world: &World, seed: u64) -> Option<World> {
+    let problem = world.problem.clone().with_replicated(0..0).ok()?;
+    if !world.problem.replicated.is_empty() || problem.wire == WireFormat::Int8 {
+        return None;
+    }
+    let fits = |strategy: &Strategy| strategy.has_backward() && strategy.accepts(world.mesh).is_ok();
+    let all: Vec<Strategy> = Strategy::ALL.into_iter().filter(fits).collect();
+    let strategy = all[(seed % all.len() as u64) as usize];
+    let (q, kv) = (world.q_placement.clone(), world.kv_placement.clone());
+    Some(plan_backward_placed(&problem, world.mesh, q, kv, strategy).expect("nothing is refused"))
+}
+
+/// Bytes that all ranks send, from counts and the mask pair by pair: keys go to every rank that sees any of them (a chain of
+/// neighbours passes on what a later one sees), one f32 sum for each such rank and block comes back. The all-to-all carries
+/// q, dO, statistics, bias rows, k and v out, and dQ, dK and dV home.
+fn closed_form(world: &World) -> u64 {
+    let (problem, mesh) = (&world.problem, world.mesh);
+    let (ulysses, ring) = (mesh.ulysses(), mesh.ring());
+    let (batch, dim) = (u64::from(problem.batch), u64::from(problem.head_dim));
+    let element = problem.dtype.bytes() as u64;
+    let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
+    let kv_of = |u: u32| -> Vec<u32> {
+        let mut heads: Vec<u32> = (first(u)..first(u + 1)).map(|head| head / problem.group()).collect();
+        heads.dedup();
+        heads
+    };
+    let all_kv: u64 = (0..ulysses).map(|u| kv_of(u).len() as u64).sum();
+    let shared = all_kv > u64::from(problem.kv_heads);
+    let shard = |of: &kyklos::Placement, r: u32| of.of_shard(r);
+    let sees = |reader: u32, keys: &kyklos::TokenRuns| {
+        shard(&world.q_placement, reader).iter().any(|query| {
+            (0..problem.batch as usize).any(|entry| {
+                let visible = problem.mask.visible(entry, problem.q_position(query), problem.kv_len);
+                keys.iter().any(|key| visible.sees(key))
+            })
+        })
+    };
+    let kv_bytes = |tokens: u64| {
+        let element = if problem.wire == WireFormat::F16 { 2 } else { element };
+        2 * batch * dim * element * tokens * all_kv
+    };
+    let sum_bytes = |tokens: u64| 2 * batch * dim * 4 * tokens * all_kv;
+    let halves = world.strategy == Strategy::TwoWay;
+    let mut bytes = 0;
+    for owner in 0..ring {
+        let all = shard(&world.kv_placement, owner);
+        let middle = all.len().div_ceil(2);
+        let parts = if halves {
+            vec![(0..middle, true), (middle..all.len(), false)]
+        } else {
+            vec![(0..all.len(), true)]
+        };
+        for (range, forwards) in parts {
+            let keys = all.slice(range.clone());
+            let tokens = range.len() as u64;
+            if tokens == 0 {
+                continue;
+            }
+            let at = |hops: u32| if forwards { (owner + hops) % ring } else { (owner + ring - hops) % ring };
+            let readers: Vec<u32> = (1..ring).filter(|hops| sees(at(*hops), &keys)).collect();
+            bytes += sum_bytes(tokens) * readers.len() as u64;
+            let back = |hops: &u32| ring - hops;
+            let farthest = |hops: Vec<u32>| hops.into_iter().max().unwrap_or(0);
+            let hops = match world.strategy {
+                Strategy::Gather => readers.len() as u32,
+                Strategy::Bidirectional => {
+                    let (ahead, behind) = ((ring - 1).div_ceil(2), (ring - 1) / 2);
+                    farthest(readers.iter().copied().filter(|hops| *hops <= ahead).collect())
+                        + farthest(readers.iter().map(back).filter(|hops| *hops <= behind).collect())
+                }
+                Strategy::Line => {
+                    farthest(readers.iter().copied().filter(|hops| owner + hops < ring).collect())
+                        + farthest(readers.iter().map(back).filter(|hops| *hops <= owner).collect())
+                }
+                _ => farthest(readers),
+            };
+            bytes += kv_bytes(tokens) * u64::from(hops);
+        }
+    }
+    for u in 0..ulysses {
+        let tokens = |of: &kyklos::Placement| -> u64 {
+            (0..ring).map(|r| of.of_rank(mesh.rank(r, u)).len() as u64).sum()
+        };
+        let (q, kv) = (tokens(&world.q_placement), tokens(&world.kv_placement));
+        let foreign = u64::from(problem.q_heads) - u64::from(first(u + 1) - first(u));
+        let foreign_kv = all_kv - kv_of(u).len() as u64;
+        // q, dO and dQ; the statistics.
+        bytes += q * foreign * batch * (3 * dim * element + 8);
+        bytes += kv * foreign_kv * batch * 2 * dim * (element + if shared { 4 } else { element });
+        if let Some(pairs) = problem.bias.filter(|pairs| !pairs.shared_rows) {
+            let row = pairs.row_bytes(problem.dtype, problem.kv_len) as u64 * u64::from(pairs.batch);
+            bytes += q * row * if pairs.heads > 1 { foreign } else { u64::from(ulysses) - 1 };
+        }
+    }
+    bytes
+}
+
+type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
+
+/// Each fault breaks a plan in one way. It returns none if the plan has nothing to break in this way.
+const FAULTS: &[Fault] = &[
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a block that is missing")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let again = world.plans[rank].steps[step].clone();
+        world.plans[rank].steps.insert(step, again);
+        Some("a block counted twice")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Accumulate { .. }))?;
+        let Step::Accumulate { from, .. } = world.plans[rank].steps[step] else { return None };
+        if !matters(world, rank, from) {
+            return None;
+        }
+        world.plans[rank].steps.remove(step);
+        Some("a sum that is lost")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Accumulate { .. }))?;
+        let again = world.plans[rank].steps[step].clone();
+        // Zeros may be added twice.
+        let Step::Accumulate { from, .. } = again else { return None };
+        if !matters(world, rank, from) {
+            return None;
+        }
+        world.plans[rank].steps.insert(step, again);
+        Some("a sum added twice")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Accumulate { .. }))?;
+        let steps = &mut world.plans[rank].steps;
+        let Step::Accumulate { from, .. } = steps[step] else { return None };
+        let arrives = |step: &Step| match step {
+            Step::Exchange { recvs, .. } => recvs.iter().any(|recv| recv.parts.contains(&from)),
+            _ => false,
+        };
+        let posted = steps.iter().position(arrives)?;
+        let moved = steps.remove(step);
+        steps.insert(posted + 1, moved);
+        Some("a sum added before it has arrived")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Wait { .. }))?;
+        world.plans[rank].steps.remove(step);
+        Some("a wait that is missing")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let own = world.plans[rank].kv;
+        let plan = &mut world.plans[rank];
+        let Step::AttendBackward { kv, .. } = &mut plan.steps[step] else { return None };
+        if plan.buffers[kv.buffer.0].tokens == plan.buffers[own.0].tokens {
+            return None;
+        }
+        kv.buffer = own;
+        Some("the keys of the first hop")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Exchange { .. }))?;
+        let content = |id: BufferId, world: &World| world.plans[rank].buffer(id).content;
+        let Step::Exchange { sends, .. } = &world.plans[rank].steps[step] else { return None };
+        let send = sends.iter().position(|send| {
+            send.parts.iter().any(|part| content(part.buffer, world) == Content::KeyValueGradSum)
+        })?;
+        let ranks = world.mesh.world();
+        let Step::Exchange { sends, .. } = &mut world.plans[rank].steps[step] else { return None };
+        sends[send].to = (sends[send].to + 1) % ranks;
+        Some("a sum sent to another owner")
+    },
+    |world, random| {
+        let rank = random.below(world.plans.len() as u32) as usize;
+        let travels = |world: &World, index: usize| {
+            world.plans[rank].steps.iter().any(|step| match step {
+                Step::Exchange { sends, recvs, .. } => {
+                    sends.iter().flat_map(|send| &send.parts).any(|part| part.buffer.0 == index)
+                        || recvs.iter().any(|recv| recv.parts.contains(&BufferId(index)))
+                }
+                _ => false,
+            })
+        };
+        let sums = |world: &World| -> Vec<usize> {
+            let buffers = world.plans[rank].buffers.iter().enumerate();
+            let declares = buffers.filter(|(_, buffer)| buffer.met.len() > 1).map(|(index, _)| index);
+            declares.filter(|index| travels(world, *index)).collect()
+        };
+        let found = sums(world);
+        let buffer = *found.get(random.below(found.len() as u32) as usize)?;
+        let met = &mut world.plans[rank].buffers[buffer].met;
+        *met = met.slice(1..met.len());
+        Some("a sum that declares other queries")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let plan = &mut world.plans[rank];
+        let gradients = plan.gradients?;
+        let Step::AttendBackward { d_o, .. } = &mut plan.steps[step] else { return None };
+        d_o.buffer = gradients.stats;
+        Some("statistics for the gradient of the output")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let plan = &mut world.plans[rank];
+        let Step::AttendBackward { dq, .. } = &mut plan.steps[step] else { return None };
+        let (name, tokens) = (plan.buffers[dq.0].name.clone(), plan.buffers[dq.0].tokens.clone());
+        if tokens.len() < 2 {
+            return None;
+        }
+        let other = kyklos::plan::Buffer {
+            name,
+            tokens: tokens.slice(1..tokens.len()),
+            ..plan.buffers[dq.0].clone()
+        };
+        plan.buffers.push(other);
+        *dq = BufferId(plan.buffers.len() - 1);
+        Some("gradients of other queries")
+    },
+    |world, random| {
+        let rounds = |step: &Step| matches!(step, Step::Convert { .. });
+        let (rank, step) = pick(world, random, rounds)?;
+        let plan = &mut world.plans[rank];
+        let Step::Convert { from, .. } = &plan.steps[step] else { return None };
+        if plan.buffer(from.buffer).content != Content::KeyValueGradSum {
+            return None;
+        }
+        let sum = from.buffer;
+        let adds = |step: &Step| matches!(step, Step::AttendBackward { d_kv, .. } if d_kv.buffer == sum);
+        let earlier = plan.steps.iter().position(adds)?;
+        let moved = plan.steps.remove(step);
+        plan.steps.insert(earlier, moved);
+        Some("a sum rounded before it is complete")
+    },
+];
+
+/// Whether a sum that was received, or copied, holds more than zeros.
+fn matters(world: &World, rank: usize, sum: BufferId) -> bool {
+    let (problem, buffer) = (&world.problem, world.plans[rank].buffer(sum));
+    buffer.met.iter().any(|query| {
+        (0..problem.batch as usize).any(|entry| {
+            let visible = problem.mask.visible(entry, problem.q_position(query), problem.kv_len);
+            buffer.tokens.iter().any(|key| visible.sees(key))
+        })
+    })
+}
+
+fn pick(world: &World, random: &mut Random, wanted: fn(&Step) -> bool) -> Option<(usize, usize)> {
+    let rank = random.below(world.plans.len() as u32) as usize;
+    let steps = &world.plans[rank].steps;
+    let found: Vec<usize> = (0..steps.len()).filter(|step| wanted(&steps[*step])).collect();
+    found.get(random.below(found.len() as u32) as usize).map(|step| (rank, *step))
+}
+
+proptest! {
+    #![proptest_config(crate::cases(300, 3000))]
+
+    #[test]
+    fn every_backward_plan_is_proved_and_sends_what_the_closed_form_says(Drawn(world) in worlds(), seed in any::<u64>()) {
+        let Some(world) = backward(&world, seed) else { return Ok(()) };
+        let checks = check(&world).map_err(|error| TestCaseError::fail(format!("{}: {error}", world.strategy)))?;
+        let sent: u64 = checks.iter().map(|check| check.bytes_sent).sum();
+        prop_assert_eq!(sent, closed_form(&world), "{}", world.strategy);
+    }
+
+    #[test]
+    fn no_planted_fault_passes_the_proof_of_a_backward_plan(Drawn(world) in worlds(), seed in any::<u64>()) {
+        let Some(world) = backward(&world, seed) else { return Ok(()) };
+        let mut random = Random(seed);
+        for fault in FAULTS {
+            let mut broken = world.clone();
+            if let Some(what) = fault(&mut broken, &mut random) {
+                prop_assert!(check(&broken).is_err(), "{what}, {}, passes", world.strategy);
+            }
+        }
+    }
+}
+
+/// Every fault applies to some plan.
+#[test]
+fn every_fault_applies_to_a_ring() {
+    let problem =
+        kyklos::AttentionProblem::new([1, 40, 4, 2, 8], kyklos::Dtype::F32, kyklos::Mask::full()).unwrap();
+    let mesh = Mesh::new(1, 4).unwrap();
+    let world = kyklos::plan_backward(
+        &problem,
+        mesh,
+        kyklos::PlacementKind::Contiguous,
+        &kyklos::Split::Even,
+        Strategy::Ring,
+    );
+    let world = world.unwrap();
+    assert_eq!(ProvedPlans::new(world.clone()).unwrap().checks().len(), 4);
+    for (index, fault) in FAULTS.iter().enumerate() {
+        let applied = (0..50).filter_map(|seed| {
+            let mut broken = world.clone();
+            fault(&mut broken, &mut Random(seed)).map(|what| (what, check(&broken)))
+        });
+        let applied: Vec<_> = applied.collect();
+        assert!(!applied.is_empty(), "fault {index} never applies");
+        for (what, result) in applied {
+            assert!(result.is_err(), "{what} passes");
+        }
+    }
+}
