@@ -1,5 +1,6 @@
 import init, { Call, attend, openDevice } from "./kyklos_page.js";
 import { twoPass } from "./two-pass.mjs";
+import { NO_ADAPTER } from "./words.mjs";
 
 const REPETITIONS = 3;
 const WINDOW = 128;
@@ -38,8 +39,7 @@ async function begin() {
   }
   try {
     if (!(await navigator.gpu.requestAdapter())) {
-      say("This browser knows WebGPU but offers no adapter: its GPU or driver is not supported, or WebGPU is turned off.",
-        "bad");
+      say(NO_ADAPTER, "bad");
       return;
     }
     await init();

@@ -1,5 +1,6 @@
 // What the checks of the pages share: a server of static files, a browser, and a list of claims.
 import { createServer } from "node:http";
+import { createServer as createSecureServer } from "node:https";
 import { readFile } from "node:fs/promises";
 import { basename, extname, join } from "node:path";
 import { pathToFileURL } from "node:url";
@@ -8,9 +9,9 @@ const TYPES = {
   ".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm",
 };
 
-/// The files of `folder` on loopback.
-export async function serve(folder) {
-  const server = createServer(async (request, response) => {
+/// The files of `folder`, by default on loopback; over https with a `{ key, cert }`.
+export async function serve(folder, { address = "127.0.0.1", tls = null } = {}) {
+  const answer = async (request, response) => {
     const name = basename(new URL(request.url, "http://localhost").pathname) || "index.html";
     try {
       const body = await readFile(join(folder, name));
@@ -18,17 +19,19 @@ export async function serve(folder) {
     } catch {
       response.writeHead(404).end();
     }
-  });
-  await new Promise((ready) => server.listen(0, "127.0.0.1", ready));
-  return { origin: `http://127.0.0.1:${server.address().port}`, close: () => server.close() };
+  };
+  const server = tls ? createSecureServer(tls, answer) : createServer(answer);
+  await new Promise((ready) => server.listen(0, address, ready));
+  return { origin: `${tls ? "https" : "http"}://${address}:${server.address().port}`, close: () => server.close() };
 }
 
 /// Headless Chromium with WebGPU on its software adapter.
-export async function launch(playwright, executablePath) {
+export async function launch(playwright, executablePath, more = []) {
   const { chromium } = (await import(pathToFileURL(join(playwright, "index.js")))).default;
   return chromium.launch({
     executablePath,
-    args: ["--enable-unsafe-webgpu", "--disable-background-networking", "--disable-component-update", "--no-first-run"],
+    args: ["--enable-unsafe-webgpu", "--disable-background-networking", "--disable-component-update", "--no-first-run",
+      ...more],
     chromiumSandbox: process.getuid?.() !== 0,
   });
 }

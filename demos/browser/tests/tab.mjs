@@ -1,10 +1,14 @@
 // Checks tabs as devices of ranks: node tab.mjs FOLDER PLAYWRIGHT CHROMIUM KYKLOS [FOLDER FOR SCREENSHOTS]
 import assert from "node:assert/strict";
-import { execFileSync, spawn } from "node:child_process";
+import { execFileSync } from "node:child_process";
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import { launch, run, serve } from "./browser.mjs";
+import * as hosts from "./hosts.mjs";
 
+const { busy, exact, says, words } = hosts;
+const open = (link) => hosts.open(browser, link);
+const lend = (link) => hosts.lend(browser, link);
 const [folder, playwright, executablePath, kyklos, shots] = process.argv.slice(2);
 const server = await serve(folder);
 let browser = await launch(playwright, executablePath);
@@ -111,89 +115,13 @@ process.exit(failed ? 1 : 0);
 
 /// All ranks in one process.
 function attend(options) {
-  return start(["attend", ...words(options), "--tab-page", `${server.origin}/tab.html`]);
+  return hosts.start(kyklos, ["attend", ...words(options), "--tab-page", `${server.origin}/tab.html`]);
 }
 
 /// Two ranks on cores and one in a tab, a process each.
 function group(options) {
-  return start(["launch", "--ranks", "3", "--", "attend", ...words(options), "--device", "cpu,cpu,tab", "--tab-page",
+  return hosts.start(kyklos, ["launch", "--ranks", "3", "--", "attend", ...words(options), "--device", "cpu,cpu,tab", "--tab-page",
     `${server.origin}/tab.html`]);
-}
-
-function words(text) {
-  return text.split(" ").filter(Boolean);
-}
-
-function start(args) {
-  const child = spawn(kyklos, args, { stdio: ["ignore", "pipe", "pipe"] });
-  process.once("exit", () => child.exitCode ?? child.kill("SIGINT"));
-  const said = { out: "", err: "" };
-  child.stdout.on("data", (chunk) => { said.out += chunk; });
-  child.stderr.on("data", (chunk) => { said.err += chunk; });
-  const ended = new Promise((done) => child.on("close", done));
-  const until = async (what, look) => {
-    for (let tries = 0; tries < 1200; tries += 1) {
-      const found = look();
-      if (found) return found;
-      if (child.exitCode !== null) break;
-      await new Promise((next) => setTimeout(next, 100));
-    }
-    child.kill("SIGKILL");
-    throw new Error(`${what} did not come: ${said.err}`);
-  };
-  return {
-    links: (count) => until("a link", () => {
-      const links = said.err.match(/http:\/\/\S+#\S+&token=[0-9a-f]{32}/g) ?? [];
-      return links.length >= count && links;
-    }),
-    words: () => said.err,
-    report: async () => {
-      const timer = setTimeout(() => child.kill("SIGKILL"), 150000);
-      await ended;
-      clearTimeout(timer);
-      const json = said.out.slice(said.out.indexOf("{"));
-      try {
-        return JSON.parse(json);
-      } catch {
-        throw new Error(`no report: ${said.out}${said.err}`);
-      }
-    },
-  };
-}
-
-async function open(link) {
-  const page = await browser.newPage({ viewport: { width: 800, height: 700 } });
-  await page.goto(link);
-  return page;
-}
-
-async function lend(link) {
-  const page = await open(link);
-  await page.waitForSelector("#lend:not([disabled])", { timeout: 60000 });
-  await page.focus("#lend");
-  await page.keyboard.press("Enter");
-  return page;
-}
-
-async function says(page, expected) {
-  const fits = typeof expected === "string" ? (text) => text === expected : (text) => expected.test(text);
-  let text = "";
-  for (let tries = 0; tries < 600; tries += 1) {
-    text = await page.textContent("#status");
-    if (fits(text)) return;
-    await new Promise((next) => setTimeout(next, 100));
-  }
-  assert.fail(`the page says "${text}"`);
-}
-
-/// Until the tab has got its tensors and sends results.
-async function busy(page) {
-  await page.waitForFunction(() => parseFloat(document.querySelector("#sent").textContent) > 1, null, { timeout: 60000 });
-}
-
-function exact(report, ranks) {
-  assert(report.max_abs_error <= report.tolerance, JSON.stringify(report));
-  assert.equal(report.per_rank.length, ranks);
 }
 
 function descendants(root) {
