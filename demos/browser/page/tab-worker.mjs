@@ -39,10 +39,10 @@ async function lend({ version, addresses, cert, token, memory }) {
   const report = setInterval(() => tell("moved", moved), 500);
   const lost = read(stream.readable.getReader(), device).then(() => null, (error) => error);
   try {
-    const reason = await work;
-    const error = reason.startsWith("the connection to the host has ended") ? await lost : null;
-    if (error) throw new Error(`the connection to the host is lost: ${bare(error)}`);
-    return reason;
+    return await work;
+  } catch (error) {
+    if (!bare(error).startsWith("the connection to the host has ended")) throw error;
+    throw new Error(`the connection to the host is lost: ${bare((await lost) ?? "it has ended it")}`);
   } finally {
     clearInterval(report);
     tell("moved", moved);

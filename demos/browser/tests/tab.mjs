@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
-import { launch, run, serve } from "./browser.mjs";
+import { LOSE_DEVICE, launch, run, serve } from "./browser.mjs";
 import * as hosts from "./hosts.mjs";
 
 const { busy, exact, says, words } = hosts;
@@ -95,6 +95,29 @@ const failed = await run([
     const late = await lend(link);
     await says(late, /^It did not work: the host does not answer at 127\.0\.0\.1:\d+: it has ended, or a firewall is between/);
     await late.close();
+  }],
+  ["a tab whose device is lost is a lost rank, and says so", async () => {
+    const host = group(`--on-loss shrink --repeat 400 ${SHAPE}`);
+    const [link] = await host.links(1);
+    server.inFrontOf.set("tab-worker.mjs", LOSE_DEVICE);
+    const page = await lend(link);
+    exact(await host.report(), 2);
+    assert.match(host.words(), /rank 2 .*(lost|destroyed).*; without rank 2; 2 ranks start again/i);
+    await says(page, /^It did not work: .*(lost|destroyed)/i);
+    server.inFrontOf.clear();
+    await page.close();
+  }],
+  ["without an adapter the page says so, and an honest tab comes after it", async () => {
+    const host = attend(`--ranks 2 --device cpu,tab ${SHAPE}`);
+    const [link] = await host.links(1);
+    const plain = await launch(playwright, executablePath, { webgpu: false });
+    const page = await hosts.open(plain, link);
+    await says(page, /offers no (adapter|WebGPU)/);
+    assert(await page.isDisabled("#lend"));
+    await plain.close();
+    const honest = await lend(link);
+    exact(await host.report(), 2);
+    await honest.close();
   }],
   ["without WebTransport or WebGPU the page says so", async () => {
     for (const [name, words] of [["gpu", /^This browser offers no WebGPU/], ["WebTransport", /^This browser offers no WebTransport/]]) {

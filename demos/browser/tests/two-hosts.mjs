@@ -81,7 +81,9 @@ const failed = await run([
   ...[["without", []], ["with", ["local-network-access"]]].map(([word, permissions]) => [
     `the page from a public server, ${word} the permission for the local network`, async () => {
       // To this browser the server of the page is in the Internet, and the host in the local network.
-      const strict = await launch(playwright, wrapper, [`--ip-address-space-overrides=${new URL(secure.origin).host}=public`]);
+      const strict = await launch(playwright, wrapper, {
+        flags: [`--ip-address-space-overrides=${new URL(secure.origin).host}=public`],
+      });
       const context = await strict.newContext({ ignoreHTTPSErrors: true, permissions });
       const host = attend(secure.origin, `--tab-address ${HERE}`);
       const page = await lend(context, (await host.links(1))[0]);
