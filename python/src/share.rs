@@ -92,7 +92,8 @@ impl Request {
     pub(crate) fn share(&self, session: &mut Session) -> Result<Shared> {
         match &self.split {
             None => {
-                let execution = Execution::new().mesh(self.mesh).strategy(self.strategy).placement(self.placement);
+                let execution =
+                    Execution::new().mesh(self.mesh).strategy(self.strategy).placement(self.placement);
                 let SharedTokens { queries, keys, .. } = session.share(&self.problem, &execution)?;
                 Ok(self.tokens_of(&queries, &keys))
             }

@@ -115,7 +115,7 @@ async function run(page, options) {
   if (shots) {
     for (const scheme of ["light", "dark"]) {
       await page.emulateMedia({ colorScheme: scheme });
-      await page.screenshot({ path: join(shots, `${ranks}-${mask}-${scheme}.png`), fullPage: true });
+      await page.screenshot({ path: join(shots, `${ranks}-${mask}-${options.dtype ?? "f32"}-${scheme}.png`), fullPage: true });
     }
   }
 }
