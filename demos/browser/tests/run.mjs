@@ -9,7 +9,9 @@ const { origin } = server;
 const browser = await launch(playwright, executablePath);
 
 const checks = [
-  ...[["1", "full"], ["1", "causal"], ["3", "full"], ["3", "causal"], ["2", "window"], ["3", "causal", "f16"]].map(([ranks, mask, dtype = "f32"]) => [
+  ...[
+    ["1", "full"], ["1", "causal"], ["3", "full"], ["3", "causal"], ["2", "window"], ["3", "causal", "f16"],
+  ].map(([ranks, mask, dtype = "f32"]) => [
     `${ranks} ranks, ${mask}, ${dtype}: exact, and the bytes of a ring`,
     async () => {
       const page = await open();
