@@ -17,6 +17,7 @@ from ._group import Group, identities
 from ._local import run_local
 from ._options import CallOptions, TokenRanges
 from ._plan import Plan, plan
+from ._shares import Shares
 
 __all__ = [
     "CachedCalls",
@@ -27,6 +28,7 @@ __all__ = [
     "KvCache",
     "Plan",
     "RequestError",
+    "Shares",
     "TokenRanges",
     "identities",
     "plan",

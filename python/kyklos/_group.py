@@ -14,12 +14,13 @@ from ._cache import CachedCalls, KvCache
 from ._errors import GroupError, RequestError
 from ._options import CallOptions, Unpack, complete
 from ._plan import Plan, plan
+from ._shares import Sharing
 
 # Groups that the end of the interpreter closes: a rank that just ends looks to the others as if it had died.
 _open: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-class Group:
+class Group(Sharing):
     """One rank of a group, with its device.
 
     All ranks make the same calls in the same order; each passes its own tokens and gets the rows of its own queries. A call

@@ -7,6 +7,7 @@ use kyklos_transport::Rank;
 use pyo3::prelude::*;
 
 use crate::errors;
+use crate::share::ranges;
 
 /// This rank's part of a cache.
 #[pyclass(frozen, module = "kyklos._kyklos")]
@@ -100,14 +101,7 @@ impl Cache {
     /// The tokens that `rank` holds, as half-open ranges of positions.
     fn tokens(&self, py: Python<'_>, rank: u32) -> PyResult<Vec<(u32, u32)>> {
         let tokens = self.with(py, |cache| Ok(cache.tokens(Rank(rank))))?;
-        let mut ranges: Vec<(u32, u32)> = Vec::new();
-        for token in tokens.iter() {
-            match ranges.last_mut() {
-                Some(last) if last.1 == token => last.1 += 1,
-                _ => ranges.push((token, token + 1)),
-            }
-        }
-        Ok(ranges)
+        Ok(ranges(&tokens))
     }
 
     /// Takes back the newest tokens.

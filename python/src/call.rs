@@ -47,7 +47,7 @@ pub(crate) struct Options<'py> {
 }
 
 /// For each rank, its tokens as half-open ranges.
-type TokenLists = Vec<Vec<(u32, u32)>>;
+pub(crate) type TokenLists = Vec<Vec<(u32, u32)>>;
 
 /// `"owner"`, `"all"`, or the rank that gets all rows.
 #[derive(FromPyObject)]

@@ -14,6 +14,7 @@ use crate::arrays::{Array, Elements, Loan};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
+use crate::share::{Shared, Sharing};
 use crate::worker::Worker;
 
 /// One rank of a group, with its device.
@@ -176,6 +177,17 @@ impl Group {
         self.with_tensors(py, call, [q, k, v], |session, call, [q, k, v]| {
             session.attend(&call.attention, q, k, v)
         })
+    }
+
+    /// The tokens of all ranks. With shares by speed the ranks agree on them.
+    fn share<'py>(&self, py: Python<'py>, sharing: &Bound<'py, PyDict>) -> PyResult<Shared> {
+        let sharing: Result<Sharing> = extracted(sharing);
+        let request = match sharing.and_then(|sharing| sharing.checked(self.world())) {
+            Ok(request) => request,
+            Err(error) => return Err(self.refuse(py, error)),
+        };
+        let shared = self.worker.run(py, move |session| request.share(session))?;
+        shared.map_err(|error| errors::of_call(py, &error))
     }
 
     fn cache<'py>(&self, py: Python<'py>, settings: &Bound<'py, PyDict>) -> PyResult<Cache> {

@@ -9,6 +9,7 @@ mod errors;
 mod forming;
 mod group;
 mod plans;
+mod share;
 mod steps;
 mod worker;
 

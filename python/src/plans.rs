@@ -1,7 +1,7 @@
 //! Plans without ranks.
 
 use kyklos::plan::{Explained, explain};
-use kyklos::{Error, Result};
+use kyklos::{Dtype, Error, Result};
 use kyklos_transport::Rank;
 use pyo3::prelude::*;
 
@@ -34,16 +34,20 @@ fn made(options: &Options<'_>, extents: &Extents) -> Result<(String, String)> {
     if let Some(rank) = rank.filter(|rank| *rank >= world) {
         return Err(Error::request(format!("rank {rank} of {world} ranks"), "name a rank of the group"));
     }
-    let dtype = match dtype.as_str() {
-        "float32" => "f32",
-        "float16" => "f16",
-        "bfloat16" => "bf16",
-        other => other,
-    };
     let call = Call::of(options, world)?;
     let plans =
-        call.attention.plans([*batch, *heads, *kv_heads, *dim], dtype.parse()?, q_counts, kv_counts)?;
+        call.attention.plans([*batch, *heads, *kv_heads, *dim], dtype_of(dtype)?, q_counts, kv_counts)?;
     let json = serde_json::to_string(&Explained::new(plans.world(), plans.checks(), None));
     let json = json.map_err(|error| Error::request(error.to_string(), "report this"))?;
     Ok((explain(plans.world(), plans.checks(), rank.map(Rank)), json))
+}
+
+/// A type by its name in Python, or by that of the library.
+pub(crate) fn dtype_of(name: &str) -> Result<Dtype> {
+    match name {
+        "float32" => Ok(Dtype::F32),
+        "float16" => Ok(Dtype::F16),
+        "bfloat16" => Ok(Dtype::Bf16),
+        other => other.parse(),
+    }
 }

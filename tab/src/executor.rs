@@ -28,13 +28,14 @@ use crate::protocol::{
 pub type ToHost = Rc<dyn Fn(Bytes)>;
 
 /// Makes `backend` the device of a rank. `token` is from the link of the host, `send` writes to the stream. Bytes that arrive on
-/// the stream go into the inbox. The future does the work; it ends with the reason why there is no more.
+/// the stream go into the inbox. The future does the work; it ends with the reason of the host why there is no more, or with what failed
+/// here.
 pub fn execute<B: Backend + 'static>(
     backend: B,
     limits: Limits,
     token: &str,
     send: ToHost,
-) -> (Inbox, LocalBoxFuture<'static, String>) {
+) -> (Inbox, LocalBoxFuture<'static, Result<String, String>>) {
     let replies = Replies(send);
     let device = facts_of(&backend, limits);
     replies.send(Reply::Hello(Box::new(Hello { version: VERSION, token: token.to_owned(), device })));
@@ -59,13 +60,10 @@ pub fn execute<B: Backend + 'static>(
         let downloads =
             Box::pin(more.for_each_concurrent(None, |download: LocalBoxFuture<'static, ()>| download));
         let (result, ()) = join(work, downloads).await;
-        match result {
-            Ok(reason) => reason,
-            Err(reason) => {
-                replies.send(Reply::Failed { reason: reason.clone() });
-                reason
-            }
+        if let Err(reason) = &result {
+            replies.send(Reply::Failed { reason: reason.clone() });
         }
+        result
     };
     (inbox, work.boxed_local())
 }
@@ -122,7 +120,7 @@ impl<B: Backend + 'static> Executor<B> {
             }
             self.carry_out(message, data).await?;
         }
-        Ok("the connection to the host has ended".to_owned())
+        Err("the connection to the host has ended".to_owned())
     }
 
     async fn carry_out(&mut self, command: Command, data: Bytes) -> Result<(), String> {

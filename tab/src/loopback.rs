@@ -42,7 +42,8 @@ pub fn loopback<B: Backend + 'static>(
             }
             inbox.close();
         };
-        futures_executor::block_on(join(work, feed));
+        // The host knows why it has ended.
+        let (_, ()) = futures_executor::block_on(join(work, feed));
     };
     std::thread::Builder::new()
         .name("tab".to_owned())

@@ -84,7 +84,7 @@ pub fn tab(link: &str, token: Option<&str>, most_bytes: usize) -> JoinHandle<Str
             std::future::pending().await
         };
         let reason = tokio::select! {
-            reason = work => reason,
+            reason = work => reason.unwrap_or_else(|failure| failure),
             reason = read => reason,
             () = write => String::new(),
         };

@@ -1,11 +1,11 @@
-import init, { Call, attend, openDevice } from "./kyklos_page.js";
-import { twoPass } from "./two-pass.mjs";
+// The page around page-worker.mjs: reads the form, shows what the worker has computed.
+import { NO_ADAPTER } from "./words.mjs";
 
 const REPETITIONS = 3;
 const WINDOW = 128;
 const $ = (id) => document.getElementById(id);
 const say = (words, kind = "") => Object.assign($("status"), { textContent: words, className: kind });
-let opened = null;
+let worker = null;
 
 $("form").addEventListener("submit", async (event) => {
   event.preventDefault();
@@ -16,11 +16,16 @@ $("form").addEventListener("submit", async (event) => {
   }
   $("fields").disabled = true;
   $("result").hidden = true;
+  say("Starting …");
   try {
-    await run(options);
+    worker ??= await started();
+    show(options, await answer(worker, { options, window: WINDOW, repetitions: REPETITIONS }));
+    say("Done.");
   } catch (error) {
-    opened = null; // The device may be lost: the next run opens it again.
-    say(`The run failed: ${error.message ?? error}. Press Run to open the device and try again, with fewer tokens if ` +
+    // The device may be lost: the next run begins anew.
+    worker?.terminate();
+    worker = null;
+    say(`The run failed: ${error.message.replace(/\.$/, "")}. Press Run to open the device and try again, with fewer tokens if ` +
       "the device has too little memory.", "bad");
   } finally {
     $("fields").disabled = false;
@@ -38,11 +43,10 @@ async function begin() {
   }
   try {
     if (!(await navigator.gpu.requestAdapter())) {
-      say("This browser knows WebGPU but offers no adapter: its GPU or driver is not supported, or WebGPU is turned off.",
-        "bad");
+      say(NO_ADAPTER, "bad");
       return;
     }
-    await init();
+    worker = await started();
   } catch (error) {
     say(`The page cannot start: ${error.message ?? error}.`, "bad");
     return;
@@ -51,61 +55,51 @@ async function begin() {
   say("Ready.");
 }
 
+// A worker that has loaded the library.
+async function started() {
+  const worker = new Worker("./page-worker.mjs", { type: "module" });
+  await answer(worker).catch((error) => {
+    worker.terminate();
+    throw error;
+  });
+  return worker;
+}
+
+// What the worker says after its progress.
+function answer(worker, question = null) {
+  return new Promise((done, failed) => {
+    worker.onerror = (error) => failed(new Error(error.message ?? "its worker did not start"));
+    worker.onmessage = ({ data }) => {
+      if (data.kind === "progress") say(data.words);
+      else if (data.kind === "failed") failed(new Error(data.reason));
+      else done(data);
+    };
+    if (question) worker.postMessage(question);
+  });
+}
+
 function read(form) {
   const number = (name) => Number(form.get(name));
   const mask = form.get("mask");
   return {
     tokens: number("tokens"), heads: number("heads"), kvHeads: number("kvHeads"), dim: number("dim"),
-    ranks: number("ranks"), mask,
+    ranks: number("ranks"), dtype: form.get("dtype"), mask,
     left: mask === "window" ? WINDOW : -1, right: mask === "full" ? -1 : 0,
   };
 }
 
-async function run(options) {
-  const { tokens, heads, kvHeads, dim, mask, ranks } = options;
-  await progress("Opening the device …");
-  opened ??= await openDevice();
-  await progress("Making inputs and proving the plan of each rank …");
-  const call = new Call(tokens, heads, kvHeads, dim, mask, WINDOW, ranks);
-  await progress(`Kyklos: compiling kernels, then ${REPETITIONS} timed runs …`);
-  const outcome = await attend(call, REPETITIONS);
-  await progress("Computing sampled rows in f64 …");
-  const verdict = call.verify(outcome.o, outcome.lse);
-  await progress("The two-pass kernel, for comparison …");
-  const other = await compare(call, options);
-  show(call, options, outcome, verdict, other);
-  say("Done.");
-}
-
-// The page is drawn before the next step holds up its thread.
-function progress(words) {
-  say(words);
-  return new Promise((done) => setTimeout(done, 30));
-}
-
-// The two-pass kernel may need more memory than the device has; this is no failure of the run.
-async function compare(call, options) {
-  try {
-    const { o, lse, wallMs } = await twoPass({ ...options, q: call.q(), k: call.k(), v: call.v() }, REPETITIONS);
-    return { ms: median(wallMs), verdict: call.verify(o, lse) };
-  } catch (error) {
-    return { reason: error.message ?? String(error) };
-  }
-}
-
-function show(call, options, outcome, verdict, other) {
+function show(options, { device, verdict, other, wallMs, ranks, owners }) {
   const { rows, error, tolerance, failure } = verdict;
   const numbers = `largest error ${error.toExponential(1)}, tolerance ${tolerance.toExponential(1)}`;
   $("verdict").className = failure ? "bad" : "good";
   $("verdict").textContent = failure
     ? `WRONG: the result differs from attention in f64 (${rows} sampled rows, ${numbers}).`
     : `Exact: ${rows} sampled rows agree with attention in f64 (${numbers}).`;
-  const ms = median(outcome.wall_ms);
+  const ms = median(wallMs);
   // A wrong result has no speed.
-  if (failure) other = { ...other, ms: 0 };
-  if (other.verdict?.failure) other.ms = 0;
+  const otherMs = failure || other.reason || other.verdict.failure ? 0 : median(other.wallMs);
   $("speed").textContent = failure ? "" : `Kyklos: ${ms.toFixed(1)} ms, median of ${REPETITIONS} warm runs` +
-    (other.ms ? `. Two-pass kernel: ${other.ms.toFixed(1)} ms, ${(other.ms / ms).toFixed(2)} times that of Kyklos.` : ".");
+    (otherMs ? `. Two-pass kernel: ${otherMs.toFixed(1)} ms, ${(otherMs / ms).toFixed(2)} times that of Kyklos.` : ".");
   $("baseline").className = other.verdict?.failure ? "bad small" : "small";
   $("baseline").textContent = other.reason
     ? `The two-pass kernel did not run: ${other.reason}.`
@@ -113,9 +107,10 @@ function show(call, options, outcome, verdict, other) {
       ? "The two-pass kernel is WRONG here, so its time means nothing."
       : `The two-pass kernel is checked too (largest error ${other.verdict.error.toExponential(1)}). It writes all scores ` +
         "to memory, then softmax, then times V. Both times include reading the result back; that of Kyklos also the " +
-        "votes and messages of its ranks, which take turns on this one device: with one rank the times compare best.";
+        "votes and messages of its ranks, which take turns on this one device: with one rank the times compare best." +
+        (options.dtype === "f16" ? " The two-pass kernel has the same numbers as f32." : "");
   $("ranks").replaceChildren(...Array.from({ length: options.ranks }, (_, rank) => {
-    const [tokens, sent] = outcome.ranks.slice(rank * 2, rank * 2 + 2);
+    const [tokens, sent] = ranks.slice(rank * 2, rank * 2 + 2);
     const row = document.createElement("tr");
     const cells = [rank, tokens, sent.toLocaleString("en")];
     row.append(...cells.map((words) => Object.assign(document.createElement("td"), { textContent: words })));
@@ -124,8 +119,8 @@ function show(call, options, outcome, verdict, other) {
     row.firstChild.prepend(swatch);
     return row;
   }));
-  $("mask").innerHTML = drawing(call.owners(), options);
-  describe();
+  $("mask").innerHTML = drawing(owners, options);
+  describe(device, options.dtype);
   $("result").hidden = false;
 }
 
@@ -143,14 +138,14 @@ function drawing(owners, { tokens, left, right, mask }) {
     `shape-rendering="crispEdges">${bars.join("")}</svg>`;
 }
 
-async function describe() {
+async function describe(device, dtype) {
   const { info, limits } = await navigator.gpu.requestAdapter();
-  const name = [info.vendor, info.architecture, info.description].filter(Boolean).join(", ") || opened;
+  const name = [info.vendor, info.architecture, info.description].filter(Boolean).join(", ") || device;
   const mib = (bytes) => `${Math.floor(bytes / 2 ** 20).toLocaleString("en")} MiB`;
   $("device").textContent = `${name}${info.isFallbackAdapter ? " (software)" : ""}. Largest buffer ` +
     `${mib(limits.maxBufferSize)}, largest binding ${mib(limits.maxStorageBufferBindingSize)}, workgroup memory ` +
     `${limits.maxComputeWorkgroupStorageSize / 1024} KiB, ${limits.maxComputeInvocationsPerWorkgroup} invocations in a ` +
-    "workgroup. Type: f32.";
+    `workgroup. Type: ${dtype}.`;
 }
 
 function median(values) {

@@ -2,13 +2,15 @@
 import init, { TabDevice, protocolVersion } from "./kyklos_page.js";
 
 const tell = (kind, more = {}) => postMessage({ kind, ...more });
+// Without a full stop: the page writes one.
+const bare = (error) => String(error?.message ?? error).replace(/\.$/, "");
 const moved = { received: 0, sent: 0 };
 
 onmessage = async ({ data }) => {
   try {
     tell("end", { reason: await lend(data) });
   } catch (error) {
-    tell("failed", { reason: String(error.message ?? error) });
+    tell("failed", { reason: bare(error) });
   }
 };
 
@@ -37,10 +39,10 @@ async function lend({ version, addresses, cert, token, memory }) {
   const report = setInterval(() => tell("moved", moved), 500);
   const lost = read(stream.readable.getReader(), device).then(() => null, (error) => error);
   try {
-    const reason = await work;
-    const error = reason.startsWith("the connection to the host has ended") ? await lost : null;
-    if (error) throw new Error(`the connection to the host is lost: ${error.message ?? error}`);
-    return reason;
+    return await work;
+  } catch (error) {
+    if (!bare(error).startsWith("the connection to the host has ended")) throw error;
+    throw new Error(`the connection to the host is lost: ${bare((await lost) ?? "it has ended it")}`);
   } finally {
     clearInterval(report);
     tell("moved", moved);
@@ -76,5 +78,5 @@ async function connect(addresses, cert) {
       last = error;
     }
   }
-  throw new Error(`the host does not answer at ${addresses.join(", ")}: it has ended, or a firewall is between (${last.message})`);
+  throw new Error(`the host does not answer at ${addresses.join(", ")}: it has ended, or a firewall is between (${bare(last)})`);
 }

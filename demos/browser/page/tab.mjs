@@ -1,7 +1,12 @@
 // The page around tab-worker.mjs: reads the link, asks for consent, shows what happens.
+import { NO_ADAPTER } from "./words.mjs";
+
 const $ = (id) => document.getElementById(id);
 const say = (words, kind = "") => Object.assign($("status"), { textContent: words, className: kind });
 const mebibytes = (bytes) => `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+
+const BLOCKED = "This browser does not let this page reach your local network. If the host is there, allow it in the settings of " +
+  "this site, and open the link again.";
 
 const link = read(location.hash);
 // The token must not stay in the address, where it could be copied or kept in the history.
@@ -14,6 +19,8 @@ if (link.error) {
     "from localhost.", "bad");
 } else if (typeof WebTransport === "undefined") {
   say("This browser offers no WebTransport. Try a current Chrome, Edge, Firefox or Safari, over https or from localhost.", "bad");
+} else if (!(await navigator.gpu.requestAdapter().catch(() => null))) {
+  say(NO_ADAPTER, "bad");
 } else {
   $("host").textContent = link.addresses.join(", ");
   $("fields").disabled = false;
@@ -25,7 +32,8 @@ $("form").addEventListener("submit", async (event) => {
   // Fields that are disabled are not in the form's data.
   const memory = Number(new FormData($("form")).get("memory")) * 2 ** 30;
   $("fields").disabled = true;
-  say("Connecting …");
+  const local = await localNetwork();
+  say(local === "prompt" ? "Connecting … If the browser asks, let this page reach your local network." : "Connecting …");
   // A screen that goes off puts tabs to sleep.
   const awake = await navigator.wakeLock?.request("screen").catch(() => null);
   const worker = new Worker("./tab-worker.mjs", { type: "module" });
@@ -50,11 +58,23 @@ $("form").addEventListener("submit", async (event) => {
       const well = data.reason === "the host has ended the work";
       end(well ? "Done: the host has ended the work. You can close this tab." : `The host says: ${data.reason}.`, well ? "good" : "bad");
     } else {
-      end(`It did not work: ${data.reason}.`, "bad");
+      const blocked = local === "denied" && data.reason.startsWith("the host does not answer");
+      end(`It did not work: ${data.reason}.${blocked ? ` ${BLOCKED}` : ""}`, "bad");
     }
   };
   worker.postMessage({ ...link, memory });
 });
+
+// Whether this page may connect to private addresses, where the browser asks for that and the page is not of this machine:
+// `granted`, `prompt`, `denied` or null.
+async function localNetwork() {
+  if (["localhost", "127.0.0.1", "[::1]"].includes(location.hostname)) return null;
+  for (const name of ["local-network", "local-network-access"]) {
+    const permission = await navigator.permissions.query({ name }).catch(() => null);
+    if (permission) return permission.state;
+  }
+  return null;
+}
 
 function read(hash) {
   const parts = new URLSearchParams(hash.slice(1));

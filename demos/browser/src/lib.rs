@@ -20,6 +20,7 @@ use kyklos::{
     SystemClock, plan_world,
 };
 use kyklos_oracle::inputs::{TensorId, fill};
+use kyklos_oracle::{oracle, wire};
 use kyklos_transport::{Rank, in_process_group};
 use wasm_bindgen::prelude::{JsError, wasm_bindgen};
 
@@ -37,7 +38,7 @@ fn start() {
     std::panic::set_hook(Box::new(|panic| error(&panic.to_string())));
 }
 
-/// An attention call of one sequence, f32, with made-up inputs.
+/// An attention call of one sequence with made-up inputs.
 #[wasm_bindgen]
 #[derive(Clone)]
 pub struct Call {
@@ -48,7 +49,7 @@ pub struct Call {
 
 #[wasm_bindgen]
 impl Call {
-    /// `mask` is `full`, `causal` or `window`; a window is causal and has `window` keys before the query.
+    /// `mask` is `full`, `causal` or `window`; a window is causal and has `window` keys before the query. `dtype` is `f32` or `f16`.
     #[wasm_bindgen(constructor)]
     pub fn new(
         tokens: u32,
@@ -58,20 +59,21 @@ impl Call {
         mask: String,
         window: u32,
         ranks: u32,
+        dtype: String,
     ) -> Result<Self, JsError> {
         let visible = match mask.as_str() {
             "causal" => Mask::causal(),
             "window" => Mask::window(Some(window), Some(0)),
             _ => Mask::full(),
         };
-        let problem = AttentionProblem::new([1, tokens, heads, kv_heads, dim], Dtype::F32, visible)?;
+        let problem = AttentionProblem::new([1, tokens, heads, kv_heads, dim], dtype.parse()?, visible)?;
         let mesh = Mesh::new(1, ranks)?;
         // Zigzag: every rank gets early and late tokens, so that a causal mask leaves no rank idle.
         let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::of_mesh(mesh))?;
         let made_up = |tensor, heads: u32| {
             let mut values = vec![0.0_f32; tokens as usize * heads as usize * dim as usize];
             fill(SEED, tensor, 0..values.len() as u64, &mut values);
-            Bytes::from(bytemuck::pod_collect_to_vec::<f32, u8>(&values))
+            Bytes::from(wire::store(oracle_dtype(problem.dtype), &values))
         };
         let tensors = Tensors {
             q: made_up(TensorId::Q, heads),
@@ -88,17 +90,17 @@ impl Call {
 
     /// Queries `[tokens, heads, dim]`.
     pub fn q(&self) -> Vec<f32> {
-        bytemuck::pod_collect_to_vec(&self.tensors.q)
+        self.floats(&self.tensors.q)
     }
 
     /// Keys `[tokens, kv_heads, dim]`.
     pub fn k(&self) -> Vec<f32> {
-        bytemuck::pod_collect_to_vec(&self.tensors.k)
+        self.floats(&self.tensors.k)
     }
 
     /// Values `[tokens, kv_heads, dim]`.
     pub fn v(&self) -> Vec<f32> {
-        bytemuck::pod_collect_to_vec(&self.tensors.v)
+        self.floats(&self.tensors.v)
     }
 
     /// The rank of each token.
@@ -116,7 +118,22 @@ impl Call {
     /// Compares `o` `[tokens, heads, dim]` and `lse` `[tokens, heads]` with attention in f64, on a sample of rows.
     pub fn verify(&self, o: &[f32], lse: &[f32]) -> Result<Verdict, JsError> {
         let problem = problem_of(&self.plans.world().problem, &self.mask.0, self.mask.1);
-        Ok(verify(&problem, &self.tensors, o, lse)?)
+        let dtype = oracle_dtype(self.plans.world().problem.dtype);
+        Ok(verify(&problem, dtype, [&self.q(), &self.k(), &self.v()], o, lse)?)
+    }
+}
+
+impl Call {
+    fn floats(&self, tensor: &Bytes) -> Vec<f32> {
+        wire::load(oracle_dtype(self.plans.world().problem.dtype), tensor)
+    }
+}
+
+fn oracle_dtype(dtype: Dtype) -> oracle::Dtype {
+    match dtype {
+        Dtype::F32 => oracle::Dtype::F32,
+        Dtype::F16 => oracle::Dtype::F16,
+        Dtype::Bf16 => oracle::Dtype::Bf16,
     }
 }
 
@@ -154,6 +171,7 @@ pub async fn attend(call: &Call, repetitions: usize) -> Result<Outcome, JsError>
     let call = call.clone();
     let device = DEVICE.with_borrow(Clone::clone).ok_or_else(|| JsError::new("the device is not open"))?;
     let world = call.plans.world();
+    device.supports(world.problem.dtype, world.problem.head_dim as usize)?;
     // By repetition, when the last rank finished it; the ranks start the next one together, by a vote.
     let finished_ns = RefCell::new(vec![0; repetitions + 1]);
     let clock = SystemClock::new();
@@ -181,7 +199,7 @@ fn gather(world: &World, outputs: &[RankOutput], wall_ms: Vec<f64>) -> Outcome {
     let rows = problem.q_len as usize * heads;
     let mut outcome = Outcome { o: vec![0.0; rows * dim], lse: vec![0.0; rows], wall_ms, ranks: Vec::new() };
     for (rank, output) in (0..).zip(outputs) {
-        let o: Vec<f32> = bytemuck::pod_collect_to_vec(&output.o);
+        let o = wire::load(oracle_dtype(problem.dtype), &output.o);
         let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&output.lse);
         for (index, token) in world.q_placement.of_rank(Rank(rank)).iter().enumerate() {
             let (from, to) = (index * heads, token as usize * heads);

@@ -24,7 +24,7 @@ pub fn protocol_version() -> u32 {
 pub struct TabDevice {
     name: String,
     inbox: Inbox,
-    work: RefCell<Option<LocalBoxFuture<'static, String>>>,
+    work: RefCell<Option<LocalBoxFuture<'static, Result<String, String>>>>,
 }
 
 #[wasm_bindgen]
@@ -53,12 +53,15 @@ impl TabDevice {
         self.name.clone()
     }
 
-    /// Works until there is no more to do; the promise gives the reason. Once.
+    /// Works until there is no more to do; the promise gives the reason of the host, or fails with what failed here. Once.
     pub fn run(&self) -> Promise {
         let work = self.work.take();
         future_to_promise(async move {
             match work {
-                Some(work) => Ok(work.await.into()),
+                Some(work) => match work.await {
+                    Ok(reason) => Ok(reason.into()),
+                    Err(failure) => Err(JsError::new(&failure).into()),
+                },
                 None => Err(JsError::new("the device works already").into()),
             }
         })

@@ -1,7 +1,6 @@
 //! A result against attention in f64, on a sample of rows, within the tolerance of the reference.
 
 use kyklos::AttentionProblem;
-use kyklos::host::Tensors;
 use kyklos_oracle::inputs::sample_rows;
 use kyklos_oracle::oracle::{Dtype, Oracle, OracleError, OracleMask, OracleProblem, OracleTerm, Row, Values};
 use kyklos_oracle::tolerance::{Context, Limit, compare_rows, naive_f32_rows};
@@ -41,16 +40,15 @@ pub(crate) fn problem_of(problem: &AttentionProblem, mask: &str, window: u32) ->
     }
 }
 
-/// Compares `o` `[tokens, heads, dim]` and `lse` `[tokens, heads]` with the reference.
+/// Compares `o` `[tokens, heads, dim]` and `lse` `[tokens, heads]`, of inputs of this type, with the reference.
 pub(crate) fn verify(
     problem: &OracleProblem,
-    tensors: &Tensors,
+    dtype: Dtype,
+    [q, k, v]: [&[f32]; 3],
     o: &[f32],
     lse: &[f32],
 ) -> Result<Verdict, OracleError> {
-    let floats = |bytes: &bytes::Bytes| bytemuck::pod_collect_to_vec::<u8, f32>(bytes);
-    let [q, k, v] = [&tensors.q, &tensors.k, &tensors.v].map(floats);
-    let oracle = Oracle::new(problem, Values::F32(&q), Values::F32(&k), Values::F32(&v))?;
+    let oracle = Oracle::new(problem, Values::F32(q), Values::F32(k), Values::F32(v))?;
     let ids = sample_rows(problem, ROWS, SEED);
     let expected = oracle.rows(&ids);
     let actual: Vec<Row> = ids
@@ -62,8 +60,8 @@ pub(crate) fn verify(
             Row { id, o: values.iter().copied().map(f64::from).collect(), lse }
         })
         .collect();
-    let compare = |rows: &[Row]| compare_rows(problem, Dtype::F32, rows, &expected, &Context::default());
-    let limit = Limit::dense(Dtype::F32, &compare(&naive_f32_rows(&oracle, &ids)));
+    let compare = |rows: &[Row]| compare_rows(problem, dtype, rows, &expected, &Context::default());
+    let limit = Limit::dense(dtype, &compare(&naive_f32_rows(&oracle, &ids)));
     let comparison = compare(&actual);
     Ok(Verdict {
         rows: ids.len(),

@@ -1,10 +1,14 @@
 // Checks tabs as devices of ranks: node tab.mjs FOLDER PLAYWRIGHT CHROMIUM KYKLOS [FOLDER FOR SCREENSHOTS]
 import assert from "node:assert/strict";
-import { execFileSync, spawn } from "node:child_process";
+import { execFileSync } from "node:child_process";
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
-import { launch, run, serve } from "./browser.mjs";
+import { LOSE_DEVICE, launch, run, serve } from "./browser.mjs";
+import * as hosts from "./hosts.mjs";
 
+const { busy, exact, says, words } = hosts;
+const open = (link) => hosts.open(browser, link);
+const lend = (link) => hosts.lend(browser, link);
 const [folder, playwright, executablePath, kyklos, shots] = process.argv.slice(2);
 const server = await serve(folder);
 let browser = await launch(playwright, executablePath);
@@ -92,6 +96,29 @@ const failed = await run([
     await says(late, /^It did not work: the host does not answer at 127\.0\.0\.1:\d+: it has ended, or a firewall is between/);
     await late.close();
   }],
+  ["a tab whose device is lost is a lost rank, and says so", async () => {
+    const host = group(`--on-loss shrink --repeat 400 ${SHAPE}`);
+    const [link] = await host.links(1);
+    server.inFrontOf.set("tab-worker.mjs", LOSE_DEVICE);
+    const page = await lend(link);
+    exact(await host.report(), 2);
+    assert.match(host.words(), /rank 2 .*(lost|destroyed).*; without rank 2; 2 ranks start again/i);
+    await says(page, /^It did not work: .*(lost|destroyed)/i);
+    server.inFrontOf.clear();
+    await page.close();
+  }],
+  ["without an adapter the page says so, and an honest tab comes after it", async () => {
+    const host = attend(`--ranks 2 --device cpu,tab ${SHAPE}`);
+    const [link] = await host.links(1);
+    const plain = await launch(playwright, executablePath, { webgpu: false });
+    const page = await hosts.open(plain, link);
+    await says(page, /offers no (adapter|WebGPU)/);
+    assert(await page.isDisabled("#lend"));
+    await plain.close();
+    const honest = await lend(link);
+    exact(await host.report(), 2);
+    await honest.close();
+  }],
   ["without WebTransport or WebGPU the page says so", async () => {
     for (const [name, words] of [["gpu", /^This browser offers no WebGPU/], ["WebTransport", /^This browser offers no WebTransport/]]) {
       const page = await browser.newPage();
@@ -111,89 +138,13 @@ process.exit(failed ? 1 : 0);
 
 /// All ranks in one process.
 function attend(options) {
-  return start(["attend", ...words(options), "--tab-page", `${server.origin}/tab.html`]);
+  return hosts.start(kyklos, ["attend", ...words(options), "--tab-page", `${server.origin}/tab.html`]);
 }
 
 /// Two ranks on cores and one in a tab, a process each.
 function group(options) {
-  return start(["launch", "--ranks", "3", "--", "attend", ...words(options), "--device", "cpu,cpu,tab", "--tab-page",
+  return hosts.start(kyklos, ["launch", "--ranks", "3", "--", "attend", ...words(options), "--device", "cpu,cpu,tab", "--tab-page",
     `${server.origin}/tab.html`]);
-}
-
-function words(text) {
-  return text.split(" ").filter(Boolean);
-}
-
-function start(args) {
-  const child = spawn(kyklos, args, { stdio: ["ignore", "pipe", "pipe"] });
-  process.once("exit", () => child.exitCode ?? child.kill("SIGINT"));
-  const said = { out: "", err: "" };
-  child.stdout.on("data", (chunk) => { said.out += chunk; });
-  child.stderr.on("data", (chunk) => { said.err += chunk; });
-  const ended = new Promise((done) => child.on("close", done));
-  const until = async (what, look) => {
-    for (let tries = 0; tries < 1200; tries += 1) {
-      const found = look();
-      if (found) return found;
-      if (child.exitCode !== null) break;
-      await new Promise((next) => setTimeout(next, 100));
-    }
-    child.kill("SIGKILL");
-    throw new Error(`${what} did not come: ${said.err}`);
-  };
-  return {
-    links: (count) => until("a link", () => {
-      const links = said.err.match(/http:\/\/\S+#\S+&token=[0-9a-f]{32}/g) ?? [];
-      return links.length >= count && links;
-    }),
-    words: () => said.err,
-    report: async () => {
-      const timer = setTimeout(() => child.kill("SIGKILL"), 150000);
-      await ended;
-      clearTimeout(timer);
-      const json = said.out.slice(said.out.indexOf("{"));
-      try {
-        return JSON.parse(json);
-      } catch {
-        throw new Error(`no report: ${said.out}${said.err}`);
-      }
-    },
-  };
-}
-
-async function open(link) {
-  const page = await browser.newPage({ viewport: { width: 800, height: 700 } });
-  await page.goto(link);
-  return page;
-}
-
-async function lend(link) {
-  const page = await open(link);
-  await page.waitForSelector("#lend:not([disabled])", { timeout: 60000 });
-  await page.focus("#lend");
-  await page.keyboard.press("Enter");
-  return page;
-}
-
-async function says(page, expected) {
-  const fits = typeof expected === "string" ? (text) => text === expected : (text) => expected.test(text);
-  let text = "";
-  for (let tries = 0; tries < 600; tries += 1) {
-    text = await page.textContent("#status");
-    if (fits(text)) return;
-    await new Promise((next) => setTimeout(next, 100));
-  }
-  assert.fail(`the page says "${text}"`);
-}
-
-/// Until the tab has got its tensors and sends results.
-async function busy(page) {
-  await page.waitForFunction(() => parseFloat(document.querySelector("#sent").textContent) > 1, null, { timeout: 60000 });
-}
-
-function exact(report, ranks) {
-  assert(report.max_abs_error <= report.tolerance, JSON.stringify(report));
-  assert.equal(report.per_rank.length, ranks);
 }
 
 function descendants(root) {

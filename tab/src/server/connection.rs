@@ -238,7 +238,10 @@ impl Alive {
 
 fn in_words(error: &ConnectionError) -> String {
     match error {
-        ConnectionError::ApplicationClosed(_) | ConnectionError::ConnectionClosed(_) => CLOSED.to_owned(),
+        // The host closes no connection whose end it still waits for: wtransport says so where the tab's close is not yet processed.
+        ConnectionError::ApplicationClosed(_)
+        | ConnectionError::ConnectionClosed(_)
+        | ConnectionError::LocallyClosed => CLOSED.to_owned(),
         ConnectionError::TimedOut => "the tab has lost its network, or its browser was ended".to_owned(),
         other => one_line(&other.to_string()),
     }
@@ -260,3 +263,14 @@ const MOST_OF_ONE: usize = 8;
 /// The first frame: names, and a list of head dims.
 const MOST_HELLO_BYTES: u64 = 32 << 10;
 const READ_BYTES: usize = 256 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two tabs that were closed with their browser once ended with "connection locally closed".
+    #[test]
+    fn a_close_that_is_not_yet_processed_is_a_closed_tab() {
+        assert_eq!(in_words(&ConnectionError::LocallyClosed), "the tab was closed");
+    }
+}
