@@ -25,6 +25,7 @@ mod pack;
 mod pairs;
 mod panel;
 mod repack;
+mod scalar;
 mod scratch;
 mod simd;
 mod state;
