@@ -172,8 +172,8 @@ test_windows() {
     group windows here
     windows_files
     windows_launch
-    # TCP between ranks is refused on Windows; the numbers of `memory` and `what_cannot_work` are of Linux's sockets; the spans of
-    # other tests get into those of `spans_lead` now and then.
+    # TCP between ranks, which most of these use, is refused on Windows. `what_cannot_work` is about sizes of Linux's sockets.
+    # `spans_lead` fails now and then beside other tests, and passes alone.
     run_tests "$windows_target" tunnel over_another_carrier holder_of_a_revoked_key a_renewed_identity_counts \
         connections_stay_within_their_memory what_cannot_work spans_lead
 }
