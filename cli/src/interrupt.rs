@@ -1,7 +1,10 @@
-//! Ctrl-C and termination: incomplete files are removed, and child processes end.
+//! Ctrl-C and termination: incomplete files are removed, child processes end, and a rank tells its launcher that it ends.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+
+use kyklos_launch::variables::LAUNCH;
 
 use crate::failure::{Failure, Result};
 
@@ -54,7 +57,17 @@ pub(crate) fn end(exit: u8) {
     for path in paths().iter() {
         let _ = std::fs::remove_file(path);
     }
+    tell_launcher();
     std::process::exit(i32::from(exit));
+}
+
+/// Tells `kyklos launch` that this process ends by itself, if it has started this process.
+///
+/// On Windows the exit code alone does not say so: who kills a process chooses its exit code, 0 too.
+pub(crate) fn tell_launcher() {
+    if std::env::var_os(LAUNCH).is_some() {
+        let _ = std::io::stderr().lock().write_all(LAST_LINE);
+    }
 }
 
 fn paths() -> std::sync::MutexGuard<'static, Vec<PathBuf>> {
@@ -63,6 +76,9 @@ fn paths() -> std::sync::MutexGuard<'static, Vec<PathBuf>> {
 }
 
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// What [`tell_launcher`] writes to standard error. No text begins with this character.
+pub(crate) const LAST_LINE: &[u8] = b"\0ends\n";
 
 /// The exit code that shells use for a process that Ctrl-C ended.
 pub(crate) const EXIT_INTERRUPTED: u8 = 130;

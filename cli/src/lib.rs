@@ -57,6 +57,12 @@ use failure::{Failure, note, print};
 
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
+    let exit = run_command();
+    interrupt::tell_launcher();
+    exit
+}
+
+fn run_command() -> ExitCode {
     devices::driver::give_a_runtime_folder();
     let cli = match Cli::try_parse_from(std::env::args_os()) {
         Ok(cli) => cli,

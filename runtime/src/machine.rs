@@ -6,8 +6,10 @@
 pub fn memory_bytes() -> Option<u64> {
     let memory = sysinfo::MemoryRefreshKind::nothing().with_ram();
     let system = sysinfo::System::new_with_specifics(sysinfo::RefreshKind::nothing().with_memory(memory));
-    let group = system.cgroup_limits().map(|limits| limits.total_memory);
-    [Some(system.total_memory()), group].into_iter().flatten().filter(|bytes| *bytes > 0).min()
+    // 0 where /proc is not mounted, as after a bare chroot; the limits of groups must not be asked for then.
+    let total = Some(system.total_memory()).filter(|bytes| *bytes > 0)?;
+    let group = system.cgroup_limits().map(|limits| limits.total_memory).filter(|bytes| *bytes > 0);
+    Some(group.map_or(total, |group| group.min(total)))
 }
 
 /// A page of a browser is not told.

@@ -1,5 +1,7 @@
 //! `kyklos launch`: one process per rank on this host, with an identity for each that lasts as long as the job.
 
+mod ended;
+
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
@@ -15,10 +17,11 @@ use kyklos_launch::variables::{JOB_ID, LAUNCH};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
+use self::ended::Ended;
 use crate::commands::attend::{AttendArgs, launched_request};
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::group::identity_on_stdin;
-use crate::interrupt::{self, EXIT_INTERRUPTED};
+use crate::interrupt::{self, EXIT_INTERRUPTED, LAST_LINE};
 
 use crate::options::{OnLoss, one_line};
 
@@ -129,7 +132,7 @@ fn free_port() -> Result<u16> {
 #[derive(Debug, Default)]
 struct Children {
     running: Vec<Running>,
-    ended: Vec<(u32, ExitStatus)>,
+    ended: Vec<Ended>,
     /// By rank, the number of restarts.
     restarts: BTreeMap<u32, u32>,
     readers: Vec<JoinHandle<()>>,
@@ -142,21 +145,25 @@ struct Running {
     /// Standard input of the process: its identity came through it, it ends when this closes, and writes its record when a
     /// byte arrives.
     lifeline: Option<ChildStdin>,
+    /// Passes its standard error on; returns whether it has said that it ends.
+    notes: Option<JoinHandle<bool>>,
 }
 
 impl Children {
     fn take(&mut self, rank: u32, mut child: Child) {
         if let Some(stdout) = child.stdout.take() {
-            self.readers.push(std::thread::spawn(move || pass_on(stdout, io::stdout(), |_| String::new())));
+            self.readers.push(std::thread::spawn(move || {
+                pass_on(stdout, io::stdout(), |_| String::new());
+            }));
         }
-        if let Some(stderr) = child.stderr.take() {
+        let notes = child.stderr.take().map(|stderr| {
             let prefix = move |line: &[u8]| match line {
                 [b'{', ..] => String::new(),
                 _ => format!("[{rank}] "),
             };
-            self.readers.push(std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix)));
-        }
-        self.running.push(Running { rank, lifeline: child.stdin.take(), child });
+            std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix))
+        });
+        self.running.push(Running { rank, lifeline: child.stdin.take(), child, notes });
     }
 
     /// Waits for all processes. When one fails, the others end within [`SURVIVORS`], or continue without it, or it is started
@@ -184,8 +191,8 @@ impl Children {
             if on_loss == OnLoss::Rejoin && !asked_to_end {
                 self.start_anew(start);
             }
-            let failed = self.ended.iter().any(|(_, status)| !status.success());
-            let delivered = self.ended.iter().any(|(_, status)| has_delivered(*status));
+            let failed = self.ended.iter().any(|ended| !ended.is_well());
+            let delivered = self.ended.iter().any(Ended::has_delivered);
             let over = delivered || (failed && (on_loss == OnLoss::Stop || self.all_are_stopped()));
             if over && patience.is_none() {
                 patience = Some(Instant::now() + SURVIVORS);
@@ -205,24 +212,24 @@ impl Children {
         for reader in self.readers.drain(..) {
             let _ = reader.join();
         }
-        self.ended.sort_by_key(|(rank, _)| *rank);
-        for (rank, status) in &self.ended {
-            let told = status.code().is_some_and(|code| code == 2 || code == i32::from(EXIT_LACKS));
-            if !asked_to_end && !status.success() && !told {
-                note(&format!("launch: rank {rank} ended with {status}"));
+        self.ended.sort_by_key(|ended| ended.rank);
+        for ended in &self.ended {
+            let told = ended.has_code(2) || ended.has_code(EXIT_LACKS);
+            if !asked_to_end && !ended.is_well() && !told {
+                note(&format!("launch: {ended}"));
             }
         }
         if asked_to_end {
             EXIT_INTERRUPTED
-        } else if self.ended.iter().all(|(_, status)| status.success())
-            || (on_loss != OnLoss::Stop && self.ended.iter().any(|(_, status)| status.success()))
+        } else if self.ended.iter().all(Ended::is_well)
+            || (on_loss != OnLoss::Stop && self.ended.iter().any(Ended::is_well))
         {
             // A process ends well only when the result is complete.
             0
-        } else if self.ended.iter().any(|(_, status)| status.code() == Some(i32::from(EXIT_LACKS))) {
+        } else if self.ended.iter().any(|ended| ended.has_code(EXIT_LACKS)) {
             // The survivors have completed the call.
             EXIT_LACKS
-        } else if self.ended.iter().all(|(_, status)| status.code() == Some(2)) {
+        } else if self.ended.iter().all(|ended| ended.has_code(2)) {
             2
         } else {
             1
@@ -233,10 +240,10 @@ impl Children {
     /// started again.
     fn start_anew(&mut self, start: &dyn Fn(u32, bool) -> Result<Child>) {
         let killed: Vec<u32> =
-            self.ended.iter().filter(|(_, status)| status.code().is_none()).map(|(rank, _)| *rank).collect();
+            self.ended.iter().filter(|ended| ended.is_killed()).map(|ended| ended.rank).collect();
         for rank in killed {
             let restarts = self.restarts.entry(rank).or_default();
-            let others_are_done = self.ended.iter().any(|(_, status)| status.success());
+            let others_are_done = self.ended.iter().any(Ended::is_well);
             if self.running.is_empty() || others_are_done || *restarts >= MOST_RESTARTS {
                 continue;
             }
@@ -244,7 +251,7 @@ impl Children {
             match start(rank, true) {
                 Ok(child) => {
                     note(&format!("launch: rank {rank} was killed and is started again"));
-                    self.ended.retain(|(ended, _)| *ended != rank);
+                    self.ended.retain(|ended| ended.rank != rank);
                     self.take(rank, child);
                 }
                 Err(failure) => note(&format!("launch: {}", failure.text)),
@@ -263,8 +270,9 @@ impl Children {
     fn reap(&mut self) {
         let ended = &mut self.ended;
         self.running.retain_mut(|running| match running.child.try_wait() {
-            Ok(Some(status)) => {
-                ended.push((running.rank, status));
+            // Its last line may still be on its way.
+            Ok(Some(status)) if running.notes.as_ref().is_none_or(JoinHandle::is_finished) => {
+                ended.push(running.ended(status));
                 false
             }
             _ => true,
@@ -285,9 +293,16 @@ impl Children {
         for mut running in self.running.drain(..) {
             let _ = running.child.kill();
             if let Ok(status) = running.child.wait() {
-                self.ended.push((running.rank, status));
+                self.ended.push(running.ended(status));
             }
         }
+    }
+}
+
+impl Running {
+    fn ended(&mut self, status: ExitStatus) -> Ended {
+        let said_so = self.notes.take().is_some_and(|notes| notes.join().unwrap_or(false));
+        Ended { rank: self.rank, status, said_so }
     }
 }
 
@@ -297,20 +312,25 @@ impl Drop for Children {
     }
 }
 
-/// Whether a process has ended after all ranks had delivered the result, or what the survivors have of it.
-fn has_delivered(status: ExitStatus) -> bool {
-    status.success() || status.code() == Some(i32::from(EXIT_LACKS))
-}
-
-/// Copies lines until the other side closes. Keeps reading when writing fails, so that the process does not block.
-fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) {
+/// Copies lines until the other side closes. Keeps reading when writing fails, so that the process does not block. Returns
+/// whether there was [`LAST_LINE`], which is not copied.
+fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) -> bool {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
+    let mut last = false;
     loop {
         line.clear();
         match from.read_until(b'\n', &mut line) {
-            Ok(0) | Err(_) => return,
+            Ok(0) | Err(_) => return last,
             Ok(_) => {
+                // A line of a driver may have no end.
+                if line.ends_with(LAST_LINE) {
+                    last = true;
+                    line.truncate(line.len() - LAST_LINE.len());
+                    if line.is_empty() {
+                        continue;
+                    }
+                }
                 let mut whole = prefix(&line).into_bytes();
                 whole.extend_from_slice(&line);
                 // One call, so that lines of several ranks do not mix.

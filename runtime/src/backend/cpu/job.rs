@@ -12,6 +12,7 @@ use super::call::Call;
 use super::keys::PackedKeys;
 use super::pack::{MAX_LANES, pack_lanes, transposed};
 use super::panel::Panel;
+use super::scalar;
 use super::scratch::{Line, Scratch};
 use super::simd::{KernelShape, WithKernel};
 use crate::backend::EMPTY_M;
@@ -198,18 +199,14 @@ impl Merge {
         let [old_m, old_l] = *ml;
         let natural = m2 * std::f32::consts::LN_2;
         // In f64: m is rounded to natural units, and this weight compensates for the rounding.
-        let weight = |m: f32| {
-            #[expect(clippy::cast_possible_truncation, reason = "a weight in 0..=1, or NaN")]
-            let weight = (f64::from(m2) - f64::from(m) * std::f64::consts::LOG2_E).exp2() as f32;
-            weight
-        };
+        let weight = |m: f32| scalar::exp2(f64::from(m2) - f64::from(m) * std::f64::consts::LOG2_E);
         if old_l == 0.0 && old_m == EMPTY_M {
             let found = weight(natural);
             *ml = [natural, l * found];
             return Self::Write { found };
         }
         let m = old_m.max(natural);
-        let (keep, found) = ((old_m - m).exp(), weight(m));
+        let (keep, found) = (scalar::exp(old_m - m), weight(m));
         *ml = [m, old_l * keep + l * found];
         Self::Add { keep, found }
     }

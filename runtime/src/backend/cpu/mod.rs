@@ -26,6 +26,7 @@ mod pack;
 mod pairs;
 mod panel;
 mod repack;
+mod scalar;
 mod scratch;
 mod simd;
 mod state;

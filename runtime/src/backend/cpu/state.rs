@@ -6,6 +6,7 @@ use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
 use super::CpuBuffer;
+use super::scalar::{exp, ln};
 use crate::backend::{EMPTY_M, State, StateMut, StateShape};
 use crate::{Dtype, Result};
 
@@ -105,11 +106,11 @@ pub(super) fn finalize(
                         None => (m, l, 1.0),
                         Some(sink) => {
                             let most = m.max(sink);
-                            let weight = (m - most).exp();
-                            (most, l * weight + (sink - most).exp(), weight)
+                            let weight = exp(m - most);
+                            (most, l * weight + exp(sink - most), weight)
                         }
                     };
-                    *lse = m + l.ln();
+                    *lse = m + ln(l);
                     for (space, a) in space.iter_mut().zip(a) {
                         // Adding zero removes the sign of zeros: the sign depends on the order of the merges.
                         *space = a * weight / l + 0.0;
@@ -141,7 +142,7 @@ fn weights(ours: [f32; 2], theirs: [f32; 2]) -> Weights {
     } else {
         // A row that saw +∞ or NaN has NaN in l already; with any weights l stays NaN.
         let m = ours[0].max(theirs[0]);
-        Weights::Both { m, ours: (ours[0] - m).exp(), theirs: (theirs[0] - m).exp() }
+        Weights::Both { m, ours: exp(ours[0] - m), theirs: exp(theirs[0] - m) }
     }
 }
 

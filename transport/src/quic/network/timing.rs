@@ -137,6 +137,10 @@ impl LinkProfile {
 
     /// A TCP stream whose bytes are not acknowledged for so long is opened anew: after an outage the system would wait as long
     /// again.
+    #[cfg_attr(
+        not(any(target_os = "linux", target_os = "android")),
+        expect(dead_code, reason = "no other system has such a limit")
+    )]
     pub(crate) fn stream_stall(self) -> Option<Duration> {
         self.row().stream_stall
     }

@@ -4,6 +4,7 @@ use pulp::Simd;
 
 use super::super::exp::{exp2_each, mul_add};
 use super::super::pack::Rows;
+use super::super::scalar;
 
 /// `scores[row · width + key]` = q of the row · key, for `ROWS` rows, `KEYS` keys at a time.
 #[inline(always)]
@@ -64,7 +65,7 @@ pub(super) fn weigh<S: Simd>(simd: S, scores: &mut [f32], m: &mut f32, l: &mut f
     let most = simd.reduce_max_f32s(most);
     // A NaN does not become the maximum: the weight of its key is NaN anyway.
     if most > *m {
-        let keep = (*m - most).exp2();
+        let keep = scalar::exp2(f64::from(*m - most));
         *l *= keep;
         for o in S::as_mut_simd_f32s(o).0 {
             *o = simd.mul_f32s(*o, simd.splat_f32s(keep));
