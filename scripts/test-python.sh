@@ -23,8 +23,8 @@ if $smoke; then
     cp -r python/kyklos "$package/kyklos"
     rm -f "$package"/kyklos/_kyklos.*.so
     cp target/release/lib_kyklos.so "$package/kyklos/_kyklos.abi3.so"
-    PYTHONPATH=$package "$python" -m pytest -q -p no:cacheprovider python/tests/test_attend.py python/tests/test_groups.py \
-        python/tests/test_shares.py
+    PYTHONPATH=$package "$python" -m pytest -q -p no:cacheprovider python/tests/test_attend.py python/tests/test_backward.py \
+        python/tests/test_groups.py python/tests/test_shares.py
     exit
 fi
 

@@ -11,6 +11,7 @@ Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTor
 :mod:`kyklos.transformers` and :mod:`kyklos.diffusers` split whole models.
 """
 
+from ._backward import Gradients
 from ._cache import CachedCalls, KvCache
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group, identities
@@ -23,6 +24,7 @@ __all__ = [
     "CachedCalls",
     "CallOptions",
     "DeviceError",
+    "Gradients",
     "Group",
     "GroupError",
     "KvCache",

@@ -326,7 +326,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _no_backward(ctx: Any, *gradients: Any) -> Any:
-    raise NotImplementedError("kyklos has no backward pass yet: run the model under torch.no_grad()")
+    raise NotImplementedError("a split model has no backward pass yet: run it under torch.no_grad()")
 
 
 _attention.register_autograd(_no_backward)

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import _kyklos
 from ._arrays import like, records_gradients
+from ._backward import Differentiable
 from ._cache import CachedCalls, KvCache
 from ._errors import GroupError, RequestError
 from ._options import CallOptions, Unpack, complete
@@ -20,7 +21,7 @@ from ._shares import Sharing
 _open: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-class Group(Sharing):
+class Group(Sharing, Differentiable):
     """One rank of a group, with its device.
 
     All ranks make the same calls in the same order; each passes its own tokens and gets the rows of its own queries. A call
@@ -256,8 +257,7 @@ class Group(Sharing):
         :raises GroupError: the group has ended.
         :raises DeviceError: the device failed.
         """
-        call = self._call(options, q, k, v)
-        o, lse = self._core.attend(call, q, k, v)
+        o, lse = self._core.attend(self._call(options, q, k, v), q, k, v)
         return like(q, o), like(q, lse)
 
     def _call(self, options: CallOptions, *arrays: Any) -> _kyklos.Call:
@@ -269,7 +269,7 @@ class Group(Sharing):
             raise self.refuse(str(error), "help(kyklos.Group.attend) has the options") from None
         if any(records_gradients(array) for array in arrays):
             raise self.refuse(
-                "a tensor that requires a gradient", "detach it, or use kyklos.torch.attention, whose backward() raises"
+                "a tensor that requires a gradient", "detach it, or use kyklos.torch.attention, which has gradients"
             )
         return self._core.call(whole)
 

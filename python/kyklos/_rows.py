@@ -65,4 +65,4 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError("kyklos has no backward pass yet: run the model under torch.no_grad()")
+        raise NotImplementedError("a split model has no backward pass yet: run it under torch.no_grad()")

@@ -9,8 +9,10 @@
 
 The operator ``torch.ops.kyklos.attention`` works in eager mode and under ``torch.compile(fullgraph=True)``, where ranks may have
 different numbers of tokens. It has an ordered effect: compiled code neither drops nor reorders it, so all ranks make the same
-calls. Tensors of the CPU are read in place; those of other devices pass through host memory. There is no backward pass yet:
-``backward()`` raises.
+calls. Tensors of the CPU are read in place; those of other devices pass through host memory.
+
+It has gradients of q, k, v and sinks, computed on processors; a ``backward()`` is a call of all ranks, too. Each rank's loss is a
+part of one loss, the sum over the ranks: nothing is divided by their number.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ def attention(
         the same on all ranks. ``None``: every query sees every key.
     :param scale: factor on q·k; by default ``1/√dim``.
     :param softcap: logits become ``softcap · tanh(logit / softcap)``.
-    :param sinks: one logit without a value for each query head, ``[heads]``.
-    :param bias: as a four-axis ``mask``, of the type of q, added to the logits.
+    :param sinks: one logit without a value for each query head, ``[heads]``. Their gradient on a rank is its rows' part: sum it
+        over the ranks, as that of any parameter.
+    :param bias: as a four-axis ``mask``, of the type of q, added to the logits. It has no gradient.
     :param layout: ``"bhsd"`` as above, or ``"bshd"`` for ``[batch, tokens, heads, dim]``.
     :param options: the other options of :meth:`kyklos.Group.attend`. ``results`` is ``"owner"``.
     :returns: ``o`` like ``q``, and ``lse``, float32 ``[batch, heads, tokens]`` (``"bshd"``: ``[batch, tokens, heads]``).
@@ -83,6 +86,8 @@ def attention(
         else:
             raise ValueError("a mask tensor beside a bias: add minus infinity to the bias where the mask is false")
         mask = None
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (bias, key_mask)):
+        raise ValueError("a bias that requires a gradient: attention has none for it; detach it")
     text = mask or "full"
     number = _number(group, scale, softcap, text, layout, *options.items())
     return torch.ops.kyklos.attention(q, k, v, bias, key_mask, sinks, number, layout == "bhsd")
@@ -122,34 +127,90 @@ def _attention(
     call: int,
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if call not in _calls:
-        raise RequestError("the group of this call is gone: form a new one, and compile again for it")
-    reference, options = _calls[call]
-    group = reference()
-    if group is None:
+    group, options, host = _prepared((q, k, v), bias, key_bias, sinks, call)
+    o, lse = group.attend(*host, **options)
+    return o.to(q.device), lse.to(q.device)
+
+
+def _prepared(
+    tensors: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    key_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    call: int,
+) -> tuple[Group, dict[str, Any], list[torch.Tensor]]:
+    """The group and the options of a call, and its tensors in host memory."""
+    reference, options = _calls.get(call, (None, None))
+    group = None if reference is None else reference()
+    if group is None or options is None:
         raise RequestError("the group of this call is gone: form a new one, and compile again for it")
     if sinks is not None:
         options = {**options, "sinks": sinks.detach().to("cpu", torch.float32).tolist()}
-    host = [None if tensor is None else tensor.detach().to("cpu") for tensor in (q, k, v, bias, key_bias)]
-    options = {**options, "bias": host[3], "key_bias": host[4]}
-    o, lse = group.attend(*host[:3], **options)
-    return o.to(q.device), lse.to(q.device)
+    host = [tensor.detach().to("cpu") for tensor in tensors]
+    biases = [None if tensor is None else tensor.detach().to("cpu") for tensor in (bias, key_bias)]
+    return group, {**options, "bias": biases[0], "key_bias": biases[1]}, host
 
 
 @_attention.register_fake
 def _(q, k, v, bias, key_bias, sinks, call, heads_first):  # noqa: ANN001, ANN202
-    if heads_first:
-        batch, heads, tokens, dim = q.shape
-        o = q.new_empty(batch, tokens, heads, dim).transpose(1, 2)
-        return o, q.new_empty(batch, tokens, heads, dtype=torch.float32).transpose(1, 2)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse = _fresh(q[..., :1].to(torch.float32), heads_first).squeeze(3)
+    return _fresh(q, heads_first), lse
 
 
-def _no_backward(ctx: Any, *gradients: Any) -> Any:
-    raise NotImplementedError(
-        "kyklos has no backward pass yet: run the model under torch.no_grad(), or detach what attention returns"
+@torch.library.custom_op("kyklos::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _attention_backward(
+    d_o: torch.Tensor,
+    d_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    bias: torch.Tensor | None,
+    key_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    call: int,
+    heads_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    group, options, host = _prepared((q, k, v, o, lse, d_o.to(o.dtype)), bias, key_bias, sinks, call)
+    host_q, host_k, host_v, host_o, host_lse, host_d_o = host
+    host_d_lse = None if d_lse is None else d_lse.detach().to("cpu", torch.float32)
+    gradients = group.backward(host_q, host_k, host_v, host_o, host_lse, host_d_o, host_d_lse, **options)
+    d_sinks = torch.tensor(gradients.d_sinks_part, dtype=torch.float32 if sinks is None else sinks.dtype)
+    tensors = gradients.dq.to(q.device), gradients.dk.to(q.device), gradients.dv.to(q.device)
+    return *tensors, d_sinks if sinks is None else d_sinks.to(sinks.device)
+
+
+@_attention_backward.register_fake
+def _(d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, call, heads_first):  # noqa: ANN001, ANN202
+    d_sinks = q.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
+    return *(_fresh(tensor, heads_first) for tensor in (q, k, v)), d_sinks
+
+
+def _fresh(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
+    """A tensor of this shape as the library makes it: tokens before heads in memory."""
+    if not heads_first:
+        return tensor.new_empty(tensor.shape)
+    batch, heads, tokens, dim = tensor.shape
+    return tensor.new_empty(batch, tokens, heads, dim).transpose(1, 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.call, ctx.heads_first = inputs
+    ctx.save_for_backward(*tensors, *output)
+    # A gradient that nobody has asked for stays None.
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> Any:
+    q, k, v, bias, key_bias, sinks, o, lse = ctx.saved_tensors
+    d_o = torch.zeros_like(o) if d_o is None else d_o
+    dq, dk, dv, d_sinks = torch.ops.kyklos.attention_backward(
+        d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, ctx.call, ctx.heads_first
     )
+    return dq, dk, dv, None, None, None if sinks is None else d_sinks, None, None
 
 
-_attention.register_autograd(_no_backward)
+_attention.register_autograd(_differentiate, setup_context=_save)
 _attention.register_effect(EffectType.ORDERED)
+_attention_backward.register_effect(EffectType.ORDERED)

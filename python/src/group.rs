@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arrays::{Array, Elements, Loan};
+use crate::backward::{Returned, backward};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
@@ -85,14 +86,19 @@ impl Group {
             fetched.map_err(|error| errors::of_call(py, &error))?;
         // Other ranks of this process may still read the arrays, and the caller may write to them from now on.
         self.worker.wait_for_loan(py, returned)?;
-        if let Ok(mut last) = self.report.lock() {
-            *last = report;
-        }
+        self.keep_report(report);
         let [batch, tokens, heads, _] = lse_shape;
         Ok((
             Array::new(o, &o_shape, dtype, call.heads_first),
             Array::new(lse, &[batch, tokens, heads], Dtype::F32, call.heads_first),
         ))
+    }
+
+    /// Keeps the figures of the last call.
+    pub(crate) fn keep_report(&self, report: String) {
+        if let Ok(mut last) = self.report.lock() {
+            *last = report;
+        }
     }
 
     pub(crate) fn worker(&self) -> &Worker {
@@ -177,6 +183,17 @@ impl Group {
         self.with_tensors(py, call, [q, k, v], |session, call, [q, k, v]| {
             session.attend(&call.attention, q, k, v)
         })
+    }
+
+    /// Gradients of q, k and v: `arrays` are q, k, v, o, lse and d_o, where lse and `d_lse` have a fourth axis of extent 1.
+    fn backward(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        arrays: [Bound<'_, PyAny>; 6],
+        d_lse: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Returned> {
+        backward(self, py, call, arrays.each_ref(), d_lse)
     }
 
     /// The tokens of all ranks. With shares by speed the ranks agree on them.

@@ -2,6 +2,7 @@
 //! package (`python/kyklos/`) has the public API and its documentation; this module is what it is made of.
 
 mod arrays;
+mod backward;
 mod cache;
 mod call;
 mod devices;

@@ -80,11 +80,87 @@ def test_opcheck(tensors, alone):
         assert set(results.values()) == {"SUCCESS"}
 
 
-def test_backward_raises(tensors, alone):
-    q, k, v = tensors
-    o, _ = kyklos.torch.attention(q.clone().requires_grad_(), k, v, alone)
-    with pytest.raises(NotImplementedError, match="no backward pass"):
-        o.sum().backward()
+def peer_gradients(tensors, d_o, sinks=None):
+    """PyTorch's own gradients of causal attention in float64; a sink is a key with this logit and the value 0."""
+    q, k, v = (tensor.detach().double().requires_grad_() for tensor in tensors)
+    sinks = None if sinks is None else sinks.detach().double().requires_grad_()
+    group = q.shape[1] // k.shape[1]
+    x = q @ k.repeat_interleave(group, 1).transpose(2, 3) / q.shape[3] ** 0.5
+    x = x.masked_fill(~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(), -torch.inf)
+    if sinks is not None:
+        x = torch.cat([x, sinks[None, :, None, None].expand(*x.shape[:3], 1)], 3)
+    p = x.softmax(3)[..., : k.shape[2]]
+    (p @ v.repeat_interleave(group, 1)).backward(d_o.double())
+    return [tensor.grad for tensor in (q, k, v, sinks) if tensor is not None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1), (torch.float16, 1.5e-2)]
+)
+def test_gradients_equal_those_of_pytorch(tensors, dtype, tolerance):
+    rounded = [tensor.to(dtype) for tensor in tensors]
+    d_o = torch.randn(rounded[0].shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    sinks = torch.randn(8, generator=torch.Generator().manual_seed(4))
+
+    def call(group):
+        rows = slice(*CUTS[group.rank : group.rank + 2])
+        own = [tensor[:, :, rows].clone().requires_grad_() for tensor in rounded]
+        own_sinks = sinks.clone().requires_grad_()
+        o, _ = kyklos.torch.attention(*own, group, mask="causal", sinks=own_sinks)
+        o.backward(d_o[:, :, rows])
+        return *(tensor.grad for tensor in own), own_sinks.grad
+
+    *parts, d_sinks = zip(*kyklos.run_local(2, call, device="cpu"), strict=True)
+    found = [*(torch.cat(part, dim=2) for part in parts), sum(d_sinks)]
+    for ours, right in zip(found, peer_gradients(rounded, d_o, sinks), strict=True):
+        assert (ours.double() - right).abs().max() < tolerance * max(1, right.abs().max())
+
+
+def test_gradients_through_lse_and_of_unused_outputs(tensors, alone):
+    q, k, v = (tensor.clone().requires_grad_() for tensor in tensors)
+    _, lse = kyklos.torch.attention(q, k, v, alone)
+    lse.sum().backward()
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    x = wide[0] @ wide[1].repeat_interleave(4, 1).transpose(2, 3) / 32**0.5
+    x.logsumexp(3).sum().backward()
+    assert (q.grad - wide[0].grad).abs().max() < 1e-5 and (k.grad - wide[1].grad).abs().max() < 1e-5
+    assert v.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_steps_equal_eager_ones(tensors, alone, backend):
+    def loss(q, k, v):
+        first, _ = kyklos.torch.attention(q, k, v, alone, mask="causal")
+        second, _ = kyklos.torch.attention(first, k, v, alone, softcap=5.0)
+        return second.square().sum()
+
+    def gradients(step):
+        own = [tensor.clone().requires_grad_() for tensor in tensors]
+        step(*own).backward()
+        return [tensor.grad for tensor in own]
+
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    for ours, eager in zip(gradients(compiled), gradients(loss), strict=True):
+        assert (ours - eager).abs().max() <= 1e-5 * eager.abs().max()
+
+
+def test_gradcheck_of_the_registration(tensors, alone):
+    own = [tensor[:1, :, :5].clone().requires_grad_() for tensor in tensors]
+    number = kyklos.torch._number(alone, None, None, "full", "bhsd")
+    results = torch.library.opcheck(
+        torch.ops.kyklos.attention.default,
+        (*own, None, None, None, number, True),
+        test_utils=("test_autograd_registration", "test_faketensor"),
+    )
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_a_bias_that_requires_a_gradient_is_refused(tensors, alone):
+    bias = torch.zeros(1, 1, 40, 40, requires_grad=True)
+    with pytest.raises(ValueError, match="attention has none for it"):
+        kyklos.torch.attention(*tensors, alone, bias=bias)
+    with torch.no_grad():
+        kyklos.torch.attention(*tensors, alone, bias=bias)
 
 
 def test_a_call_of_a_group_does_not_drop_gradients(tensors, alone):

@@ -57,12 +57,18 @@ mod native {
     use std::collections::VecDeque;
     use std::panic::AssertUnwindSafe;
     use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+    use std::thread::ThreadId;
+    use std::time::Duration;
 
     use super::Health;
 
     /// A thread that waits for submissions one by one, in order, so that callbacks run promptly.
     #[derive(Debug)]
-    pub(crate) struct Poller(Arc<Shared>);
+    pub(crate) struct Poller {
+        shared: Arc<Shared>,
+        /// None where it did not start.
+        thread: Option<ThreadId>,
+    }
 
     #[derive(Debug, Default)]
     struct Shared {
@@ -74,6 +80,8 @@ mod native {
     struct Queue {
         submissions: VecDeque<wgpu::SubmissionIndex>,
         closed: bool,
+        /// The thread holds the device no more.
+        ended: bool,
     }
 
     impl Poller {
@@ -82,31 +90,49 @@ mod native {
             let thread = std::thread::Builder::new().name("kyklos-wgpu".to_owned());
             let started = thread.spawn({
                 let (shared, device, health) = (shared.clone(), device.clone(), health.clone());
-                move || shared.run(&device, &health)
+                move || {
+                    shared.run(&device, &health);
+                    drop(device);
+                    shared.lock().ended = true;
+                    shared.changed.notify_all();
+                }
             });
-            if let Err(error) = started {
+            if let Err(error) = &started {
                 health.lost("start a thread", error.to_string());
             }
-            Self(shared)
+            Self { shared, thread: started.ok().map(|thread| thread.thread().id()) }
         }
 
         pub(crate) fn submitted(&self, index: wgpu::SubmissionIndex) {
-            self.0.lock().submissions.push_back(index);
-            self.0.changed.notify_one();
+            self.shared.lock().submissions.push_back(index);
+            self.shared.changed.notify_all();
         }
 
         /// Ends the thread after all submissions in flight are done: a download may outlive its backend.
         pub(crate) fn close(&self) {
-            self.0.lock().closed = true;
-            self.0.changed.notify_one();
+            self.shared.lock().closed = true;
+            self.shared.changed.notify_all();
         }
     }
 
     impl Drop for Poller {
+        /// Waits for the thread: a process that ends while a driver frees its device may crash in the driver, after its work is done
+        /// (SwiftShader did in a third of the runs).
         fn drop(&mut self) {
             self.close();
+            // A callback may drop the last handle of the device on the thread itself.
+            if self.thread.is_some_and(|thread| thread != std::thread::current().id()) {
+                let waited = self
+                    .shared
+                    .changed
+                    .wait_timeout_while(self.shared.lock(), PATIENCE, |queue| !queue.ended);
+                drop(waited);
+            }
         }
     }
+
+    /// Longest wait for a device that hangs.
+    const PATIENCE: Duration = Duration::from_secs(5);
 
     impl Shared {
         fn lock(&self) -> MutexGuard<'_, Queue> {

@@ -1,0 +1,60 @@
+"""Gradients of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _kyklos
+from ._arrays import like
+from ._options import CallOptions, Unpack
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one rank's arrays, of :meth:`Group.backward`."""
+
+    #: Of q, k and v, like these: over the queries of all ranks.
+    dq: Any
+    dk: Any
+    dv: Any
+    #: This rank's part of the gradients of the sinks, one for each query head: the gradient is the sum over all ranks.
+    d_sinks_part: list[float]
+
+
+class Differentiable:
+    """What a group has for them."""
+
+    _core: _kyklos.Group
+
+    if TYPE_CHECKING:
+
+        def _call(self, options: CallOptions, *arrays: Any) -> _kyklos.Call: ...
+
+    def backward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        d_o: Any,
+        d_lse: Any = None,
+        **options: Unpack[CallOptions],
+    ) -> Gradients:
+        """The gradients of a scalar ``L`` with respect to the ``q``, ``k`` and ``v`` of :meth:`Group.attend`.
+
+        All ranks make this call together. With PyTorch use :func:`kyklos.torch.attention`, whose ``backward()`` does.
+
+        :param o: what ``attend`` has returned, as is ``lse``.
+        :param d_o: ``∂L/∂o``, of the shape and the type of ``o``.
+        :param d_lse: ``∂L/∂lse``, float32 of the shape of ``lse``; without it ``L`` does not depend on ``lse``.
+        :param options: those of the call of ``attend``. A strategy without a backward pass is replaced by the default of its
+            mesh. ``bias`` and ``key_bias`` get no gradient. Refused: ``replicated``, ``same_queries``, ``results``,
+            ``fixed_order`` and ``wire="int8"``.
+        :raises RequestError: as :meth:`Group.attend`; also on devices other than processors.
+        """
+        call = self._call(options, q, k, v, o, lse, d_o, d_lse)
+        d_lse = None if d_lse is None else d_lse[..., None]
+        dq, dk, dv, d_sinks_part = self._core.backward(call, [q, k, v, o, lse[..., None], d_o], d_lse)
+        return Gradients(like(q, dq), like(k, dk), like(v, dv), d_sinks_part)

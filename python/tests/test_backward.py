@@ -1,0 +1,81 @@
+"""Gradients of a group's calls, with NumPy alone."""
+
+import numpy as np
+import pytest
+
+import kyklos
+
+CUTS = [0, 9, 9, 23]
+
+
+def made(shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return [made((2, 23, heads, 16), seed) for seed, heads in enumerate((4, 2, 2, 4))]
+
+
+def reference(q, k, v, d_o, d_lse, sinks, causal=True):
+    """dq, dk, dv and d_sinks in float64, by their formulas."""
+    q, k, v, d_o, d_lse = (array.astype(np.float64) for array in (q, k, v, d_o, d_lse))
+    group, scale = q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[3])
+    k_of, v_of = (array.repeat(group, axis=2) for array in (k, v))
+    x = scale * np.einsum("bqhd,bkhd->bhqk", q, k_of)
+    if causal:
+        x = np.where(np.tri(q.shape[1], k.shape[1], dtype=bool), x, -np.inf)
+    s = np.broadcast_to(np.asarray(sinks, np.float64)[None, :, None, None], (*x.shape[:3], 1))
+    lse = np.log(np.exp(x).sum(-1, keepdims=True) + np.exp(s))
+    p = np.exp(x - lse)
+    o = np.einsum("bhqk,bkhd->bqhd", p, v_of)
+    delta = (d_o * o).sum(-1).transpose(0, 2, 1)[..., None] - d_lse.transpose(0, 2, 1)[..., None]
+    ds = p * (np.einsum("bqhd,bkhd->bhqk", d_o, v_of) - delta)
+    shared = lambda full: full.reshape(*k.shape[:3], group, -1).sum(3)  # noqa: E731
+    dq = scale * np.einsum("bhqk,bkhd->bqhd", ds, k_of)
+    dk = shared(scale * np.einsum("bhqk,bqhd->bkhd", ds, q))
+    dv = shared(np.einsum("bhqk,bqhd->bkhd", p, d_o))
+    return dq, dk, dv, -(np.exp(s - lse) * delta).sum((0, 2, 3))
+
+
+@pytest.mark.parametrize("options", [{"strategy": "ring"}, {"mesh": "3x1"}, {"strategy": "gather"}, {"strategy": "pass-q"}])
+def test_three_ranks_equal_the_formulas(tensors, options):
+    sinks, d_lse = [0.5, -0.25, 1.0, 0.0], made((2, 23, 4), 9)
+
+    def call(group):
+        rows = slice(*CUTS[group.rank : group.rank + 2])
+        q, k, v, d_o = (tensor[:, rows] for tensor in tensors)
+        asked = {"mask": "causal", "sinks": sinks, **options}
+        o, lse = group.attend(q, k, v, **asked)
+        return group.backward(q, k, v, o, lse, d_o, d_lse[:, rows], **asked)
+
+    parts = kyklos.run_local(3, call, device="cpu")
+    joined = [np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("dq", "dk", "dv")]
+    d_sinks = np.sum([part.d_sinks_part for part in parts], axis=0)
+    q, k, v, d_o = tensors
+    for found, right in zip([*joined, d_sinks], reference(q, k, v, d_o, d_lse, sinks), strict=True):
+        assert np.abs(found - right).max() < 1e-5
+
+
+def test_heads_first_and_no_gradient_of_lse(tensors):
+    q, k, v, d_o = tensors
+    with kyklos.Group.local(1, device="cpu")[0] as group:
+        o, lse = group.attend(q, k, v)
+        plain = group.backward(q, k, v, o, lse, d_o)
+        first = [array.swapaxes(1, 2) for array in (q, k, v)]
+        o, lse = group.attend(*first, layout="bhsd")
+        swapped = group.backward(*first, o, lse, d_o.swapaxes(1, 2), layout="bhsd")
+    assert plain.d_sinks_part == []
+    for name in ("dq", "dk", "dv"):
+        assert np.array_equal(getattr(plain, name), getattr(swapped, name).swapaxes(1, 2))
+
+
+def test_wrong_requests_are_refused_and_the_group_stays_usable(tensors):
+    q, k, v, d_o = tensors
+    with kyklos.Group.local(1, device="cpu")[0] as group:
+        o, lse = group.attend(q, k, v)
+        with pytest.raises(kyklos.RequestError, match="its gradient of shape"):
+            group.backward(q, k, v, o, lse, d_o[:, :5])
+        with pytest.raises(kyklos.RequestError, match="in a fixed order"):
+            group.backward(q, k, v, o, lse, d_o, fixed_order=True)
+        assert group.backward(q, k, v, o, lse, d_o).dq.shape == q.shape
