@@ -33,8 +33,7 @@ pub(crate) fn backward(
     arrays: [&Bound<'_, PyAny>; 6],
     d_lse: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Returned> {
-    let (inputs, returned) =
-        import(call, arrays, d_lse).map_err(|error| group.refuse(py, error))?;
+    let (inputs, returned) = import(call, arrays, d_lse).map_err(|error| group.refuse(py, error))?;
     let of_call = call.clone();
     let run = move |session: &mut Session| {
         let Inputs { saved, d_o, d_lse } = &inputs;

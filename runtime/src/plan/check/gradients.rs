@@ -214,32 +214,28 @@ impl RankProof<'_> {
             position(of.keys.start)..position(of.keys.end)
         });
         let heads = bounds(q_heads.clone(), &|of| of.q_heads.clone());
+        let mut declared = MetKeys::none(problem.q_len);
+        if declared.meet(queries).is_some() {
+            return self.fault(format!("{} declares a query twice", name()));
+        }
+        let others = declared.gaps();
         for (keys, head) in
             keys.windows(2).flat_map(|keys| heads.windows(2).map(move |heads| (keys, heads[0])))
         {
             let tokens = buffer.tokens.slice(keys[0] as usize..keys[1] as usize);
             let mut met = MetKeys::none(problem.q_len);
             for of in &all {
-                if (of.keys.start..of.keys.end).contains(&(keys[0] as usize)) && of.q_heads.contains(&head) {
-                    if let Some(query) = met.meet(&of.queries) {
-                        return self
-                            .fault(format!("{} counts query {query} twice for keys {tokens}", name()));
-                    }
+                let here = of.keys.contains(&(keys[0] as usize)) && of.q_heads.contains(&head);
+                let twice = if here { met.meet(&of.queries) } else { None };
+                if let Some(query) = twice {
+                    return self.fault(format!("{} counts query {query} twice for keys {tokens}", name()));
                 }
             }
-            let mut missing = Vec::new();
-            let mut claimed = MetKeys::none(problem.q_len);
-            if claimed.meet(queries).is_some() {
-                return self.fault(format!("{} declares a query twice", name()));
-            }
-            let (gaps, hidden) = (met.gaps(), claimed.gaps());
-            for query in queries.iter() {
-                if gaps.first_in(query..query + 1).is_some() {
-                    missing.push(query);
-                }
-            }
-            if let Some(query) = met.keys().iter().find(|query| hidden.first_in(*query..query + 1).is_some())
-            {
+            let gaps = met.gaps();
+            let missing: Vec<u32> =
+                queries.iter().filter(|query| gaps.first_in(*query..query + 1).is_some()).collect();
+            let undeclared = met.keys().iter().find(|query| others.first_in(*query..query + 1).is_some());
+            if let Some(query) = undeclared {
                 return self
                     .fault(format!("{} has gradients of query {query}, which it does not declare", name()));
             }

@@ -90,7 +90,7 @@ proptest! {
         let draw = |among: Vec<Strategy>, by: u64| among[(seed / by % among.len() as u64) as usize];
         let forward = draw(Strategy::ALL.into_iter().filter(fits).collect(), 11);
         let backward = draw(Strategy::ALL.into_iter().filter(fits).filter(|one| one.has_backward()).collect(), 77);
-        let deal = kyklos::Split::Weights(weights);
+        let deal = Split::Weights(weights);
         let (q, kv) = kyklos::deal_tokens(&case.prepared.problem, mesh, kind, &deal).unwrap();
         let sharing = Sharing { mesh, q, kv, forward, execution: Execution::new().strategy(backward) };
         let together = case.run(in_process_group(mesh.world()), &sharing);
