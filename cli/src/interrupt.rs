@@ -61,11 +61,11 @@ pub(crate) fn end(exit: u8) {
     std::process::exit(i32::from(exit));
 }
 
-/// Tells `kyklos launch` that this process ends by itself, if it has started this process.
+/// Tells `kyklos launch` that this process ends by itself, if it has started this process. On Unix the system tells it.
 ///
 /// On Windows the exit code alone does not say so: who kills a process chooses its exit code, 0 too.
 pub(crate) fn tell_launcher() {
-    if std::env::var_os(LAUNCH).is_some() {
+    if cfg!(not(unix)) && std::env::var_os(LAUNCH).is_some() {
         let _ = std::io::stderr().lock().write_all(LAST_LINE);
     }
 }

@@ -135,7 +135,7 @@ struct Children {
     ended: Vec<Ended>,
     /// By rank, the number of restarts.
     restarts: BTreeMap<u32, u32>,
-    readers: Vec<JoinHandle<()>>,
+    readers: Vec<JoinHandle<bool>>,
 }
 
 #[derive(Debug)]
@@ -145,24 +145,26 @@ struct Running {
     /// Standard input of the process: its identity came through it, it ends when this closes, and writes its record when a
     /// byte arrives.
     lifeline: Option<ChildStdin>,
-    /// Passes its standard error on; returns whether it has said that it ends.
+    /// Passes its standard error on; returns whether it has said that it ends. None on Unix.
     notes: Option<JoinHandle<bool>>,
 }
 
 impl Children {
     fn take(&mut self, rank: u32, mut child: Child) {
         if let Some(stdout) = child.stdout.take() {
-            self.readers.push(std::thread::spawn(move || {
-                pass_on(stdout, io::stdout(), |_| String::new());
-            }));
+            self.readers.push(std::thread::spawn(move || pass_on(stdout, io::stdout(), |_| String::new())));
         }
-        let notes = child.stderr.take().map(|stderr| {
+        let mut notes = child.stderr.take().map(|stderr| {
             let prefix = move |line: &[u8]| match line {
                 [b'{', ..] => String::new(),
                 _ => format!("[{rank}] "),
             };
             std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix))
         });
+        // On Unix the status says how a process has ended.
+        if cfg!(unix) {
+            self.readers.extend(notes.take());
+        }
         self.running.push(Running { rank, lifeline: child.stdin.take(), child, notes });
     }
 
