@@ -138,7 +138,7 @@ fn ring(oracle: &Oracle<'_>, dtype: Dtype, [d_o, d_lse]: [Values<'_>; 2], fault:
             let keys = owner * SHARD..(owner + 1) * SHARD;
             let lse = if is(Fault::BlockLse) { sum_exp(keys.clone()).ln() } else { lse };
             let delta = if is(Fault::BlockDelta) {
-                keys.clone().map(|key| pair(key)).map(|pair| (pair.x - lse).exp() * pair.grad_dot_v).sum()
+                keys.clone().map(&pair).map(|pair| (pair.x - lse).exp() * pair.grad_dot_v).sum()
             } else {
                 delta
             };

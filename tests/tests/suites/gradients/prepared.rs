@@ -176,14 +176,16 @@ impl GradientCase {
 }
 
 fn compare(actual: [&Vec<f64>; 4], right: &oracle::Gradients, scales: [f64; 4]) -> Vec<GradientComparison> {
-    let pairs = [("dq", &right.dq), ("dk", &right.dk), ("dv", &right.dv), ("d_sinks", &right.d_sinks)];
-    let of = |(((name, right), actual), scale): (((&'static str, &Vec<f64>), &Vec<f64>), f64)| {
+    let names = ["dq", "dk", "dv", "d_sinks"];
+    let rights = [&right.dq, &right.dk, &right.dv, &right.d_sinks];
+    let of = |which: usize| {
+        let (actual, right) = (actual[which], rights[which]);
         let read = |index: usize| match (right[index].is_finite(), actual[index].is_finite()) {
             (false, false) => right[index],
             _ => actual[index],
         };
         let values = Values::Read { dtype: oracle::Dtype::F32, len: actual.len(), read: &read };
-        GradientComparison::new(name, values, right, scale)
+        GradientComparison::new(names[which], values, right, scales[which])
     };
-    pairs.into_iter().zip(actual).zip(scales).map(of).collect()
+    (0..names.len()).map(of).collect()
 }
