@@ -8,46 +8,54 @@ use pyo3::prelude::*;
 
 use crate::arrays::{Array, Elements, Loan};
 use crate::call::Call;
-use crate::errors;
-use crate::group::Group;
 
 /// Gradients of q, k and v, and this rank's part of those of the sinks.
 pub(crate) type Returned = (Array, Array, Array, Vec<f64>);
 
 /// A tensor in host memory.
-type Fetched = (Bytes, [usize; 4], Dtype);
+type HostTensor = (Bytes, [usize; 4], Dtype);
+
+/// Gradients in host memory.
+pub(crate) struct Fetched {
+    tensors: [HostTensor; 3],
+    d_sinks_part: Vec<f64>,
+    pub(crate) report: String,
+}
 
 /// What a backward pass reads.
-struct Inputs {
+pub(crate) struct Inputs {
     saved: Saved,
     d_o: Tensor,
     d_lse: Option<Tensor>,
 }
 
-/// Runs the backward pass of `call` on the thread of the session. `arrays`: q, k, v, o, lse, d_o and d_lse; lse and d_lse have a
-/// fourth axis of extent 1.
-pub(crate) fn backward(
-    group: &Group,
-    py: Python<'_>,
-    call: &Call,
-    arrays: [&Bound<'_, PyAny>; 6],
-    d_lse: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Returned> {
-    let (inputs, returned) = import(call, arrays, d_lse).map_err(|error| group.refuse(py, error))?;
-    let of_call = call.clone();
-    let run = move |session: &mut Session| {
-        let Inputs { saved, d_o, d_lse } = &inputs;
-        fetch(session.backward(&of_call.attention, saved, d_o, d_lse.as_ref())?)
+/// Runs the backward pass of `call` on its session, and brings the gradients to host memory.
+pub(crate) fn run(session: &mut Session, call: &Call, inputs: &Inputs) -> Result<Fetched> {
+    let Inputs { saved, d_o, d_lse } = inputs;
+    let gradients = session.backward(&call.attention, saved, d_o, d_lse.as_ref())?;
+    let fetched = |tensor: &Tensor| -> Result<HostTensor> {
+        Ok((pollster::block_on(tensor.bytes())?, tensor.shape(), tensor.dtype()))
     };
-    let ([dq, dk, dv], d_sinks_part, report) =
-        group.worker().run(py, run)?.map_err(|error| errors::of_call(py, &error))?;
-    group.worker().wait_for_loan(py, returned)?;
-    group.keep_report(report);
-    let array = |(bytes, shape, dtype): Fetched| Array::new(bytes, &shape, dtype, call.heads_first);
-    Ok((array(dq), array(dk), array(dv), d_sinks_part))
+    let Gradients { dq, dk, dv, d_sinks_part, report, .. } = gradients;
+    Ok(Fetched {
+        tensors: [fetched(&dq)?, fetched(&dk)?, fetched(&dv)?],
+        d_sinks_part,
+        report: serde_json::to_string(&report).unwrap_or_default(),
+    })
 }
 
-fn import(
+impl Fetched {
+    /// The arrays that Python gets.
+    pub(crate) fn returned(self, call: &Call) -> Returned {
+        let array = |(bytes, shape, dtype): HostTensor| Array::new(bytes, &shape, dtype, call.heads_first);
+        let [dq, dk, dv] = self.tensors.map(array);
+        (dq, dk, dv, self.d_sinks_part)
+    }
+}
+
+/// Imports q, k, v, o, lse, d_o and d_lse, where lse and d_lse have a fourth axis of extent 1; and what ends when nothing of
+/// them is in use.
+pub(crate) fn import(
     call: &Call,
     arrays: [&Bound<'_, PyAny>; 6],
     d_lse: Option<&Bound<'_, PyAny>>,
@@ -68,14 +76,4 @@ fn import(
     let d_o = import("d_o", d_o)?;
     let d_lse = d_lse.map(|d_lse| import("d_lse", d_lse)).transpose()?;
     Ok((Inputs { saved, d_o, d_lse }, returned))
-}
-
-/// Brings gradients to host memory.
-fn fetch(gradients: Gradients) -> Result<([Fetched; 3], Vec<f64>, String)> {
-    let fetched = |tensor: &Tensor| -> Result<Fetched> {
-        Ok((pollster::block_on(tensor.bytes())?, tensor.shape(), tensor.dtype()))
-    };
-    let Gradients { dq, dk, dv, d_sinks_part, report, .. } = gradients;
-    let report = serde_json::to_string(&report).unwrap_or_default();
-    Ok(([fetched(&dq)?, fetched(&dk)?, fetched(&dv)?], d_sinks_part, report))
 }

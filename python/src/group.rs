@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arrays::{Array, Elements, Loan};
-use crate::backward::{Returned, backward};
+use crate::backward::{self, Returned};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
@@ -193,7 +193,14 @@ impl Group {
         arrays: [Bound<'_, PyAny>; 6],
         d_lse: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Returned> {
-        backward(self, py, call, arrays.each_ref(), d_lse)
+        let (inputs, returned) =
+            backward::import(call, arrays.each_ref(), d_lse).map_err(|error| self.refuse(py, error))?;
+        let of_call = call.clone();
+        let fetched = self.worker.run(py, move |session| backward::run(session, &of_call, &inputs))?;
+        let fetched = fetched.map_err(|error| errors::of_call(py, &error))?;
+        self.worker.wait_for_loan(py, returned)?;
+        self.keep_report(fetched.report.clone());
+        Ok(fetched.returned(call))
     }
 
     /// The tokens of all ranks. With shares by speed the ranks agree on them.
