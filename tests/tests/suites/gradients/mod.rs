@@ -1,5 +1,6 @@
 //! Gradients: of sessions against the oracle, alone and on groups of ranks.
 
+mod calls;
 mod prepared;
 
 use kyklos::{Dtype, Execution, Mesh, Placement, PlacementKind, Split, Strategy};
