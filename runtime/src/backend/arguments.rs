@@ -11,7 +11,7 @@ pub struct Operand<'a, Buffer> {
     pub layout: Layout,
 }
 
-/// Offset and strides of a `[batch, rows, heads, ·]` tensor, in elements of its storage type; in [`Backend::repack`] in bytes.
+/// Offset and strides of a `[batch, rows, heads, ·]` tensor, in elements of its storage type; in [`Backend::repack`](super::Backend::repack) in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Where (0, 0, 0) starts.
@@ -24,7 +24,7 @@ pub struct Layout {
     pub head_stride: usize,
 }
 
-/// A dense tensor `[batch, tokens, heads, dim]` in one of the forms that [`Backend::convert`] converts.
+/// A dense tensor `[batch, tokens, heads, dim]` in one of the forms that [`Backend::convert`](super::Backend::convert) converts.
 #[derive(Clone, Copy, Debug)]
 pub enum Elements<Buffer> {
     /// In a storage type.
@@ -71,7 +71,7 @@ pub enum Scales {
     Rows,
 }
 
-/// Extents of a copy by [`Backend::repack`].
+/// Extents of a copy by [`Backend::repack`](super::Backend::repack).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Batch entries.
@@ -131,7 +131,7 @@ impl StateShape {
     }
 }
 
-/// The arguments of [`Backend::attend`]: one block of queries against one block of keys.
+/// The arguments of [`Backend::attend`](super::Backend::attend): one block of queries against one block of keys.
 #[derive(Debug)]
 pub struct Attend<'a, Buffer> {
     /// Storage type of q, k and v.

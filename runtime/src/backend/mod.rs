@@ -78,7 +78,7 @@ pub trait Backend {
         self.info().kernel.clone()
     }
 
-    /// The tiles of the [`BlockWork`] that [`Self::attend`] takes for `problem` and a state of this shape.
+    /// The tiles of the [`BlockWork`](crate::BlockWork) that [`Self::attend`] takes for `problem` and a state of this shape.
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
 
     /// Allocates `bytes` bytes with unspecified contents; `label` names them in errors and debuggers.
@@ -186,7 +186,7 @@ pub trait Backend {
         Err(no_backward(self.info()))
     }
 
-    /// The tiles of the [`BlockWork`] that [`Self::attend_backward`] takes for `problem` and queries of this shape.
+    /// The tiles of the [`BlockWork`](crate::BlockWork) that [`Self::attend_backward`] takes for `problem` and queries of this shape.
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         self.tile_shape(problem, shape)
     }

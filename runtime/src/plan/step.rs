@@ -71,7 +71,7 @@ pub struct Plan {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradients: Option<GradientBuffers>,
     /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None where all queries share
-    /// its rows ([`BiasTensor::shared_rows`]): each rank then holds the whole tensor, and no step names it.
+    /// its rows ([`shared_rows`](crate::BiasTensor::shared_rows)): each rank then holds the whole tensor, and no step names it.
     #[serde(rename = "pairs")]
     pub bias: Option<BufferId>,
     /// In a repair: buffers of the interrupted plan that hold their content before the first step.
