@@ -2,7 +2,8 @@
 # Builds the program and the Python wheel for x86-64 Linux so that they start with glibc 2.28 and every later one (RHEL 8, Debian 10,
 # Ubuntu 20.04), wherever it runs. What is built on a machine as usual may need the glibc of that machine. The linker is that of Zig,
 # which knows the symbols of every glibc. The script checks that nothing newer is asked for, and runs both.
-# Installs cargo-zigbuild, ziglang and maturin from PyPI into target/portable/venv. Needs readelf (binutils). 15 minutes on two cores.
+# Installs cargo-zigbuild, ziglang and maturin from PyPI into target/portable/venv. Needs readelf (binutils). 20 minutes on two busy cores:
+# program and wheel are compiled with other flags, and share nothing.
 #   scripts/build-portable.sh            program and wheel
 #   scripts/build-portable.sh program    one of them; the other is `wheel`
 # The result: target/portable/kyklos and target/portable/kyklos-*.whl
