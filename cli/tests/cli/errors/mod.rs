@@ -1,6 +1,7 @@
 //! `docs/errors.md`: every refusal, with the message that the program really prints. Linux only, because some messages
 //! quote the operating system.
 
+mod backward;
 mod bias;
 mod caches;
 mod files;
@@ -36,6 +37,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a wgpu device with {name} = {has}", OWN_DEVICE),
     ("a buffer with the usages {:?}", OWN_DEVICE),
     ("a wgpu buffer for {}", OWN_DEVICE),
+    ("a backward pass on {} ({})", "a gradient on a device that is no processor"),
     (
         "rank {rank} describes its call in a form that this release does not know",
         "a group of ranks with different releases",
@@ -163,6 +165,7 @@ fn the_index_of_errors_is_complete_and_as_printed() {
         .chain(sessions::refusals())
         .chain(shares::refusals())
         .chain(caches::refusals())
+        .chain(backward::refusals())
     {
         line(&mut out, &entry);
         sentences.push(entry.sentence);
