@@ -53,18 +53,18 @@ pub(super) fn refusals() -> Vec<Entry> {
     vec![
         entry(
             "plan_backward with strategy pass-q",
-            &pass_q,
+            pass_q,
             "A backward pass that has no plans; also over replicated keys, with all queries on every rank, of results on other ranks, \
              in a fixed order, and with int8 on the wire.",
         ),
         entry(
             "Session::backward with a gradient of 5 tokens for q of 4",
-            &of_shape(),
+            of_shape(),
             "A tensor that does not fit q.",
         ),
         entry(
             "Session::run of plans of plan_backward",
-            &of_inputs(),
+            of_inputs(),
             "Backward plans read the gradient of the output, which these inputs do not have.",
         ),
     ]
