@@ -13,8 +13,8 @@ use super::keys::PackedKeys;
 use super::pack::{MAX_LANES, pack_lanes, transposed};
 use super::panel::Panel;
 use super::scalar;
-use super::scratch::{Line, Scratch};
-use super::simd::{KernelShape, WithKernel};
+use super::scratch::{Scratch, floats, floats_mut};
+use super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use crate::backend::EMPTY_M;
 use crate::{MaskClass, RowSpan, TileRun};
 
@@ -60,7 +60,7 @@ impl WithKernel for Run<'_, '_> {
                     if let Some(pairs) = &call.pairs {
                         let first = job.tile * call.work.tile.q_rows as usize + p * lanes;
                         let at = [job.batch, first, job.head];
-                        let into = lines_mut(&mut scratch.terms);
+                        let into = floats_mut(&mut scratch.terms);
                         let seen = pairs.terms(at, spans.len(), tile.positions, lanes, into);
                         if !seen {
                             continue;
@@ -69,15 +69,15 @@ impl WithKernel for Run<'_, '_> {
                     Panel::<S, MR, NV> {
                         dim,
                         softcap: call.softcap,
-                        q: vectors::<S, NV>(&lines(&scratch.q)[p * lanes * dim..][..lanes * dim]),
+                        q: vectors::<S, NV>(&floats(&scratch.q)[p * lanes * dim..][..lanes * dim]),
                         o: vectors_mut::<S, NV>(
-                            &mut lines_mut(&mut scratch.o)[p * lanes * padded..][..lanes * padded],
+                            &mut floats_mut(&mut scratch.o)[p * lanes * padded..][..lanes * padded],
                         ),
                         ml: vectors_mut::<S, NV>(
-                            &mut lines_mut(&mut scratch.ml)[p * lanes * 2..][..lanes * 2],
+                            &mut floats_mut(&mut scratch.ml)[p * lanes * 2..][..lanes * 2],
                         ),
-                        scores: vectors_mut::<S, NV>(lines_mut(&mut scratch.scores)),
-                        terms: call.pairs.is_some().then(|| vectors::<S, NV>(lines(&scratch.terms))),
+                        scores: vectors_mut::<S, NV>(floats_mut(&mut scratch.scores)),
+                        terms: call.pairs.is_some().then(|| vectors::<S, NV>(floats(&scratch.terms))),
                         spans: if run.full { None } else { Some(spans) },
                     }
                     .attend(simd, &tile);
@@ -123,15 +123,15 @@ impl<'a> Job<'a> {
         let (rows, dim) = (self.a.len(), call.dim);
         let first = self.tile * call.work.tile.q_rows as usize;
         let factor = call.query_factor();
-        let row = &mut lines_mut(&mut scratch.row)[..lanes * dim];
-        let q = lines_mut(&mut scratch.q).chunks_exact_mut(lanes * dim);
+        let row = &mut floats_mut(&mut scratch.row)[..lanes * dim];
+        let q = floats_mut(&mut scratch.q).chunks_exact_mut(lanes * dim);
         for (from, q) in (0..rows).step_by(lanes).zip(q) {
             let at = [self.batch, first + from, self.head];
             pack_lanes(&call.q, at, lanes.min(rows - from), lanes, factor, row, q);
         }
         let panels = rows.div_ceil(lanes);
-        lines_mut(&mut scratch.o)[..panels * lanes * padded].fill(0.0);
-        for ml in lines_mut(&mut scratch.ml)[..panels * lanes * 2].chunks_exact_mut(2 * lanes) {
+        floats_mut(&mut scratch.o)[..panels * lanes * padded].fill(0.0);
+        for ml in floats_mut(&mut scratch.ml)[..panels * lanes * 2].chunks_exact_mut(2 * lanes) {
             ml[..lanes].fill(EMPTY_M);
             ml[lanes..].fill(0.0);
         }
@@ -142,8 +142,8 @@ impl<'a> Job<'a> {
     #[inline(always)]
     fn end(&mut self, dim: usize, padded: usize, lanes: usize, scratch: &Scratch) {
         let rows = self.a.chunks_mut(lanes).zip(self.ml.chunks_mut(2 * lanes));
-        let found = lines(&scratch.ml).chunks_exact(2 * lanes);
-        let panels = lines(&scratch.o).chunks_exact(lanes * padded);
+        let found = floats(&scratch.ml).chunks_exact(2 * lanes);
+        let panels = floats(&scratch.o).chunks_exact(lanes * padded);
         for (((a, ml), found), o) in rows.zip(found).zip(panels) {
             let mut weights = [Merge::Nothing; MAX_LANES];
             for (lane, ml) in ml.as_chunks_mut::<2>().0.iter_mut().enumerate() {
@@ -210,22 +210,4 @@ impl Merge {
         *ml = [m, old_l * keep + l * found];
         Self::Add { keep, found }
     }
-}
-
-fn lines(lines: &[Line]) -> &[f32] {
-    bytemuck::cast_slice(lines)
-}
-
-fn lines_mut(lines: &mut [Line]) -> &mut [f32] {
-    bytemuck::cast_slice_mut(lines)
-}
-
-#[inline(always)]
-fn vectors<S: Simd, const NV: usize>(floats: &[f32]) -> &[[S::f32s; NV]] {
-    S::as_simd_f32s(floats).0.as_chunks::<NV>().0
-}
-
-#[inline(always)]
-fn vectors_mut<S: Simd, const NV: usize>(floats: &mut [f32]) -> &mut [[S::f32s; NV]] {
-    S::as_mut_simd_f32s(floats).0.as_chunks_mut::<NV>().0
 }

@@ -45,13 +45,9 @@ impl<'a> Tensor<'a> {
     where
         'a: 's,
     {
-        let layout = &self.layout;
-        let at = layout.offset
-            + batch * layout.batch_stride
-            + first * layout.row_stride
-            + head * layout.head_stride;
         if let Elements::F32(all) = self.elements {
-            return Rows { elements: &all[at..], stride: layout.row_stride, dim };
+            let at = self.start([batch, first, head]);
+            return Rows { elements: &all[at..], stride: self.layout.row_stride, dim };
         }
         for (index, space) in space.chunks_exact_mut(dim).take(count).enumerate() {
             self.row([batch, first + index, head], space);
@@ -60,19 +56,31 @@ impl<'a> Tensor<'a> {
     }
 
     /// One head of one row: the row itself, or a converted copy in `space`, which has its length.
-    fn row<'s>(&self, [batch, row, head]: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
+    fn row<'s>(&self, at: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
     where
         'a: 's,
     {
-        let layout = &self.layout;
-        let at =
-            layout.offset + batch * layout.batch_stride + row * layout.row_stride + head * layout.head_stride;
-        match self.elements {
-            Elements::F32(all) => return &all[at..at + space.len()],
-            Elements::F16(all) => all[at..at + space.len()].convert_to_f32_slice(space),
-            Elements::Bf16(all) => all[at..at + space.len()].convert_to_f32_slice(space),
+        if let Elements::F32(all) = self.elements {
+            return &all[self.start(at)..][..space.len()];
         }
+        self.copy_row(at, space);
         space
+    }
+
+    /// Copies one head of one row, converted.
+    fn copy_row(&self, at: [usize; 3], into: &mut [f32]) {
+        let range = self.start(at)..self.start(at) + into.len();
+        match self.elements {
+            Elements::F32(all) => into.copy_from_slice(&all[range]),
+            Elements::F16(all) => all[range].convert_to_f32_slice(into),
+            Elements::Bf16(all) => all[range].convert_to_f32_slice(into),
+        }
+    }
+
+    /// The index of the first element of one head of one row.
+    fn start(&self, [batch, row, head]: [usize; 3]) -> usize {
+        let Layout { offset, batch_stride, row_stride, head_stride } = self.layout;
+        offset + batch * batch_stride + row * row_stride + head * head_stride
     }
 }
 
@@ -202,6 +210,26 @@ pub(super) fn pack_values<const MR: usize>(
             let at = (whole.len() * stride + key) * MR;
             into[at..at + MR].fill(0.0);
             into[at..at + rest.len()].copy_from_slice(rest);
+        }
+    }
+    largest < f32::INFINITY.to_bits()
+}
+
+/// `into[row · stride + d]`: rows one after the other. Returns whether every element is finite.
+#[inline(always)]
+pub(super) fn pack_rows(
+    tensor: &Tensor<'_>,
+    [batch, first, head]: [usize; 3],
+    rows: usize,
+    dim: usize,
+    (into, stride): (&mut [f32], usize),
+) -> bool {
+    let mut largest = 0_u32;
+    for (row, into) in into.chunks_mut(stride).take(rows).enumerate() {
+        tensor.copy_row([batch, first + row, head], &mut into[..dim]);
+        // As in `pack_values`.
+        for bits in cast_slice::<f32, u32>(&into[..dim]) {
+            largest = largest.max(bits & 0x7fff_ffff);
         }
     }
     largest < f32::INFINITY.to_bits()

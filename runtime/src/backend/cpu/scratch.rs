@@ -74,3 +74,13 @@ pub(super) fn grow(lines: &mut Vec<Line>, floats: usize) {
         lines.resize(wanted, bytemuck::Zeroable::zeroed());
     }
 }
+
+/// The numbers in some lines.
+pub(super) fn floats(lines: &[Line]) -> &[f32] {
+    bytemuck::cast_slice(lines)
+}
+
+/// The numbers in some lines.
+pub(super) fn floats_mut(lines: &mut [Line]) -> &mut [f32] {
+    bytemuck::cast_slice_mut(lines)
+}

@@ -136,3 +136,15 @@ impl WithKernel for AskShape {
         KernelShape::of::<S, MR, NV>()
     }
 }
+
+/// Aligned numbers as groups of `NV` vectors.
+#[inline(always)]
+pub(super) fn vectors<S: Simd, const NV: usize>(floats: &[f32]) -> &[[S::f32s; NV]] {
+    S::as_simd_f32s(floats).0.as_chunks::<NV>().0
+}
+
+/// Aligned numbers as groups of `NV` vectors.
+#[inline(always)]
+pub(super) fn vectors_mut<S: Simd, const NV: usize>(floats: &mut [f32]) -> &mut [[S::f32s; NV]] {
+    S::as_mut_simd_f32s(floats).0.as_chunks_mut::<NV>().0
+}

@@ -1,73 +1,96 @@
-//! The work of one thread at a time: one tile of rows or of keys in the lanes of vectors, against tiles of the other side.
+//! The work of one thread at a time: a stretch of query rows of one head against a stretch of keys.
 
 use std::ops::Range;
 
 use pulp::Simd;
 
-use super::super::pack::{MAX_LANES, pack_keys, pack_lanes, pack_values};
-use super::super::scratch::{Line, grow};
-use super::super::simd::{KernelShape, WithKernel};
-use super::panel::{Broadcast, Fixed, Lanes, Panel, Stats};
+use super::super::pack::{Tensor, pack_lanes, pack_rows};
+use super::super::scratch::{Line, floats, floats_mut, grow};
+use super::super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
+use super::panel::{Keys, Lanes, Panel, Rows, Stats, Sums};
 use super::{BackwardCall, TILE};
-use crate::RowSpan;
 use crate::backend::EMPTY_M;
+use crate::{MaskClass, RowSpan};
 
-/// A tile of the side that is not in lanes.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct BroadcastTile {
-    pub(super) tile: usize,
-    /// Whether every row sees every key of the two tiles.
-    pub(super) full: bool,
-}
+/// One row of a sum for each token.
+pub(super) type SumRows<'a> = Vec<&'a mut [f32]>;
 
-/// One tile of one head, and the sums of its rows.
+/// The pairs of some query rows of one head and some keys, and the sums to which they add. No other job of the same wave has these
+/// sums.
 pub(super) struct Job<'a> {
     pub(super) batch: usize,
-    /// A query head, or a KV head.
-    pub(super) head: usize,
-    pub(super) tile: usize,
-    /// dQ, or dK: `rows × [dim]`.
-    pub(super) first: Vec<&'a mut [f32]>,
-    /// dV; empty in a job of query rows.
-    pub(super) second: Vec<&'a mut [f32]>,
+    pub(super) q_head: usize,
+    pub(super) kv_head: usize,
+    pub(super) q_tiles: Range<usize>,
+    pub(super) kv_tiles: Range<usize>,
+    /// Where the sums belong: of the query rows, of the keys.
+    pub(super) slots: [usize; 2],
+    pub(super) dq: SumRows<'a>,
+    pub(super) dk: SumRows<'a>,
+    pub(super) dv: SumRows<'a>,
 }
 
-/// A job against the tiles `tiles` of its list.
+/// A job of a call.
 pub(super) struct Run<'r, 'a> {
     pub(super) call: &'r BackwardCall<'r>,
     pub(super) job: &'r mut Job<'a>,
-    pub(super) fixed: Fixed,
-    pub(super) tiles: Range<usize>,
     pub(super) space: &'r mut Space,
 }
 
-/// Work space of one job. Its size depends on the tile, not on the sequence.
+/// Work space of one job. Its size depends on the stretches, which are bounded, not on the sequence.
+///
+/// Rows are [`stride`] elements apart.
 #[derive(Debug, Default)]
 pub(in super::super) struct Space {
-    /// q with the factor of the scores, or k, and dO or v: `panels × [dim][lane]`.
+    /// q with the factor of the scores, and dO: `panels × [dim][lane]`.
     lanes: [Vec<Line>; 2],
-    /// The sums: `panels × [dim][lane]`.
-    sums: [Vec<Line>; 2],
-    /// k and v, or q with the factor of the scores and dO: `[row / MR][dim][MR]`.
-    by_row: [Vec<Line>; 2],
-    /// k, or q and dO: `[dim / MR][row][MR]`.
-    by_dim: [Vec<Line>; 2],
-    /// P and dS of a panel: `[row][lane]`.
-    pub(super) weights: [Vec<Line>; 2],
-    /// Terms of logits of a panel: `[row][lane]`, and as the tensor's reader writes them.
-    terms: [Vec<Line>; 2],
+    /// q and dO, by row.
+    rows: [Vec<Line>; 2],
+    /// k and v of a KV tile, by row.
+    keys: [Vec<Line>; 2],
+    /// dQ: `panels × [dim][lane]`.
+    dq: Vec<Line>,
+    /// dK and dV of a KV tile, by row.
+    d_keys: [Vec<Line>; 2],
+    /// P and dS of a panel: `[key][lane]`.
+    weights: [Vec<Line>; 2],
+    /// Terms of logits of a panel: `[key][lane]`.
+    terms: Vec<Line>,
     /// Rows of one head while they are converted.
     row: Vec<Line>,
-    /// Span and statistics of each row of the Q tile.
+    /// Span and statistics of each query row.
     spans: Vec<RowSpan>,
     stats: Vec<Stats>,
+    /// For each panel, whether all elements of q and dO are finite.
+    finite: Vec<[bool; 2]>,
+}
+
+/// Elements from one packed row to the next: an odd number of cache lines, so that a column of a tile does not fall into few sets of
+/// the cache.
+fn stride(dim: usize) -> usize {
+    (dim.div_ceil(16) | 1) * 16
+}
+
+/// The KV tiles of `tiles` that Q tile `q_tile` sees, each with whether every row sees every key.
+pub(super) fn seen(
+    class: &MaskClass,
+    q_tile: usize,
+    tiles: Range<usize>,
+) -> impl Iterator<Item = (usize, bool)> {
+    let runs = &class.runs[class.starts[q_tile] as usize..class.starts[q_tile + 1] as usize];
+    let first = runs.partition_point(|run| (run.kv_tile + run.count) as usize <= tiles.start);
+    let (from, to) = (tiles.start, tiles.end);
+    runs[first..].iter().take_while(move |run| (run.kv_tile as usize) < to).flat_map(move |run| {
+        let last = (run.kv_tile + run.count) as usize;
+        ((run.kv_tile as usize).max(from)..last.min(to)).map(|tile| (tile, run.full))
+    })
 }
 
 impl Job<'_> {
-    /// The tiles of the other side that it meets.
-    pub(super) fn tiles<'c>(&self, call: &'c BackwardCall<'_>, fixed: Fixed) -> &'c [BroadcastTile] {
-        let classes = if fixed == Fixed::Rows { &call.by_rows } else { &call.by_keys };
-        &classes[if classes.len() > 1 { self.batch } else { 0 }][self.tile]
+    /// Pairs of tiles.
+    pub(super) fn tiles(&self, call: &BackwardCall<'_>) -> u64 {
+        let class = call.forward.work.class_of(self.batch);
+        self.q_tiles.clone().map(|tile| seen(class, tile, self.kv_tiles.clone()).count() as u64).sum()
     }
 }
 
@@ -76,175 +99,103 @@ impl WithKernel for Run<'_, '_> {
 
     #[inline(always)]
     fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, simd: S) {
-        let Self { call, job, fixed, tiles, space } = self;
+        let Self { call, job, space } = self;
         let shape = KernelShape::of::<S, MR, NV>();
         let (lanes, dim) = (shape.lanes, call.forward.dim);
-        let padded = dim.next_multiple_of(MR);
-        space.fit(dim, shape);
-        let rows = job.first.len();
-        let panels = rows.div_ceil(lanes);
-        pack_fixed(call, job, fixed, lanes, space);
-        let sums = if fixed == Fixed::Rows { 1 } else { 2 };
-        for sums in &mut space.sums[..sums] {
-            floats_mut(sums)[..panels * lanes * padded].fill(0.0);
-        }
-        let all = job.tiles(call, fixed);
-        let tiles = &all[tiles.start.min(all.len())..tiles.end.min(all.len())];
-        let heads = match fixed {
-            Fixed::Rows => job.head..job.head + 1,
-            Fixed::Keys => call.q_heads_of[job.head].clone(),
-        };
-        for q_head in heads {
-            if fixed == Fixed::Rows {
-                load_rows(call, job.batch, q_head, job.tile, space);
+        let (padded, stride) = (dim.next_multiple_of(MR), stride(dim));
+        space.fit(job, dim, shape);
+        load_rows(call, job, space);
+        pack_queries(call, job, lanes, stride, space);
+        floats_mut(&mut space.dq).fill(0.0);
+        let class = call.forward.work.class_of(job.batch);
+        let tile_rows = TILE.q_rows as usize;
+        let mut cursors: Vec<_> =
+            job.q_tiles.clone().map(|tile| seen(class, tile, job.kv_tiles.clone()).peekable()).collect();
+        for kv_tile in job.kv_tiles.clone() {
+            if !cursors.iter_mut().any(|seen| seen.peek().is_some_and(|(tile, _)| *tile == kv_tile)) {
+                continue;
             }
-            for BroadcastTile { tile, full } in tiles.iter().copied() {
-                if fixed == Fixed::Keys {
-                    load_rows(call, job.batch, q_head, tile, space);
-                }
-                let full = full && space.spans.iter().all(|span| *span != RowSpan::EMPTY);
-                let kv_head = if fixed == Fixed::Keys { job.head } else { kv_head_of(call, q_head) };
-                let finite = pack_broadcast::<MR>(call, fixed, [job.batch, q_head, kv_head], tile, space);
-                let (q_tile, kv_tile) =
-                    if fixed == Fixed::Rows { (job.tile, tile) } else { (tile, job.tile) };
-                let positions = positions(call, kv_tile);
-                for p in 0..panels {
-                    let first = p * lanes;
-                    let of_lanes = first..rows.min(first + lanes);
-                    let at = [job.batch, q_tile, q_head];
-                    if call.forward.pairs.is_some()
-                        && !load_terms(call, fixed, at, of_lanes.clone(), positions, lanes, space)
+            let positions = call.forward.positions(kv_tile as u32);
+            let finite = pack_tile(call, job, kv_tile, positions.len(), space);
+            for (q_tile, seen) in cursors.iter_mut().enumerate() {
+                let Some((_, full)) = seen.next_if(|(tile, _)| *tile == kv_tile) else { continue };
+                let rows = q_tile * tile_rows..job.dq.len().min((q_tile + 1) * tile_rows);
+                for first in rows.clone().step_by(lanes) {
+                    let of_panel = first..rows.end.min(first + lanes);
+                    let at = [job.batch, job.q_tiles.start * tile_rows + first, job.q_head];
+                    if let Some(pairs) = &call.forward.pairs
+                        && !pairs.terms(at, of_panel.len(), positions, lanes, floats_mut(&mut space.terms))
                     {
                         continue;
                     }
-                    let Space { lanes: x, sums, by_row, by_dim, weights, terms, spans, stats, .. } =
-                        &mut *space;
-                    let [x1, x2] =
-                        x.each_ref().map(|x| vectors::<S, NV>(&floats(x)[p * lanes * dim..][..lanes * dim]));
-                    let [sum1, sum2] = sums.each_mut().map(|sums| {
-                        let all = floats_mut(sums);
-                        let at = (p * lanes * padded).min(all.len());
-                        let end = (at + lanes * padded).min(all.len());
-                        vectors_mut::<S, NV>(&mut all[at..end])
-                    });
-                    let [weights, d_scores] = weights.each_mut().map(|w| vectors_mut::<S, NV>(floats_mut(w)));
-                    let panel = Panel::<S, MR, NV> {
-                        dim,
-                        softcap: call.forward.softcap,
-                        x: [x1, x2],
-                        lanes: match fixed {
-                            Fixed::Rows => Lanes::rows(simd, &spans[of_lanes.clone()], &stats[of_lanes]),
-                            Fixed::Keys => Lanes::keys(simd, &positions[of_lanes]),
-                        },
-                        terms: call.forward.pairs.is_some().then(|| vectors::<S, NV>(floats(&terms[0]))),
-                        masked: !full,
+                    let panel = first / lanes;
+                    let Space {
+                        lanes: packed,
+                        rows,
+                        keys,
+                        dq,
+                        d_keys,
                         weights,
-                        d_scores,
-                    };
-                    let count = if fixed == Fixed::Rows { positions.len() } else { spans.len() };
-                    let stride = (TILE.q_rows as usize).next_multiple_of(MR);
-                    let y = Broadcast {
-                        fixed,
-                        by_row: by_row.each_ref().map(|y| floats(y).as_chunks::<MR>().0),
-                        by_dim: by_dim.each_ref().map(|y| floats(y).as_chunks::<MR>().0),
-                        stride,
-                        count,
-                        positions,
+                        terms,
                         spans,
                         stats,
-                        finite,
+                        finite: finite_rows,
+                        ..
+                    } = &mut *space;
+                    let [q, d_o] = packed
+                        .each_ref()
+                        .map(|x| vectors::<S, NV>(&floats(x)[panel * lanes * dim..][..lanes * dim]));
+                    let of_rows = |index: usize| Rows {
+                        elements: &floats(&rows[index])[first * stride..],
+                        finite: finite_rows[panel][index],
                     };
-                    panel.attend(simd, &y, sum1, (fixed == Fixed::Keys).then_some(sum2));
+                    let of_keys =
+                        |index: usize| Rows { elements: floats(&keys[index]), finite: finite[index] };
+                    let [weights, d_scores] = weights.each_mut().map(|w| vectors_mut::<S, NV>(floats_mut(w)));
+                    let [dk, dv] = d_keys.each_mut().map(|lines| floats_mut(lines));
+                    let spans = &spans[of_panel.clone()];
+                    Panel::<S, MR, NV> {
+                        dim,
+                        softcap: call.forward.softcap,
+                        q,
+                        d_o,
+                        by_row: [of_rows(0), of_rows(1)],
+                        spans,
+                        stats: Lanes::new(simd, spans, &stats[of_panel]),
+                        terms: call.forward.pairs.is_some().then(|| vectors::<S, NV>(floats(terms))),
+                        masked: !full || spans.contains(&RowSpan::EMPTY),
+                        weights,
+                        d_scores,
+                    }
+                    .attend(
+                        simd,
+                        &Keys { k: of_keys(0), v: of_keys(1), positions },
+                        Sums {
+                            dq: vectors_mut::<S, NV>(
+                                &mut floats_mut(dq)[panel * lanes * padded..][..lanes * padded],
+                            ),
+                            dk,
+                            dv,
+                            stride,
+                        },
+                    );
                 }
             }
+            add_to_keys(call, job, kv_tile, positions.len(), space);
         }
-        add(job, call.forward.scale, padded, lanes, space);
+        add_to_rows(job, call.forward.scale, [padded, lanes], space);
     }
 }
 
-/// Adds the sums of the lanes to the rows of the job.
-fn add(job: &mut Job<'_>, scale: f32, padded: usize, lanes: usize, space: &Space) {
-    for ((rows, sums), factor) in
-        [&mut job.first, &mut job.second].into_iter().zip(&space.sums).zip([scale, 1.0])
-    {
-        let panels = floats(sums).chunks_exact(lanes * padded);
-        for (rows, sums) in rows.chunks_mut(lanes).zip(panels) {
-            for (lane, row) in rows.iter_mut().enumerate() {
-                for (sum, value) in row.iter_mut().zip(sums[lane..].iter().step_by(lanes)) {
-                    *sum += value * factor;
-                }
-            }
-        }
-    }
-}
-
-/// The job's own tile, in lanes.
-#[inline(always)]
-fn pack_fixed(call: &BackwardCall<'_>, job: &Job<'_>, fixed: Fixed, lanes: usize, space: &mut Space) {
-    let forward = &call.forward;
-    let (rows, dim) = (job.first.len(), forward.dim);
-    let tensors = match fixed {
-        Fixed::Rows => [&forward.q, &call.d_o],
-        Fixed::Keys => [&forward.k, &forward.v],
-    };
-    let first = job.tile * TILE.q_rows as usize;
-    let row = &mut bytemuck::cast_slice_mut::<Line, f32>(&mut space.row)[..lanes * dim];
-    let factors = [if fixed == Fixed::Rows { forward.query_factor() } else { 1.0 }, 1.0];
-    for ((tensor, into), factor) in tensors.into_iter().zip(&mut space.lanes).zip(factors) {
-        let panels = floats_mut(into).chunks_exact_mut(lanes * dim);
-        for (from, into) in (0..rows).step_by(lanes).zip(panels) {
-            let at = [job.batch, first + from, job.head];
-            pack_lanes(tensor, at, lanes.min(rows - from), lanes, factor, row, into);
-        }
-    }
-}
-
-/// A tile of the other side: whether k, or q and dO, hold neither NaN nor ∞.
-#[inline(always)]
-fn pack_broadcast<const MR: usize>(
-    call: &BackwardCall<'_>,
-    fixed: Fixed,
-    [batch, q_head, kv_head]: [usize; 3],
-    tile: usize,
-    space: &mut Space,
-) -> [bool; 2] {
-    let forward = &call.forward;
-    let dim = forward.dim;
-    let (tensors, head, count, sums) = match fixed {
-        Fixed::Rows => ([&forward.k, &forward.v], kv_head, positions(call, tile).len(), 1),
-        Fixed::Keys => ([&forward.q, &call.d_o], q_head, space.spans.len(), 2),
-    };
-    let at = [batch, tile * TILE.q_rows as usize, head];
-    let stride = (TILE.q_rows as usize).next_multiple_of(MR);
-    let row = &mut bytemuck::cast_slice_mut::<Line, f32>(&mut space.row)[..dim * MR];
-    for (tensor, into) in tensors.iter().zip(&mut space.by_row) {
-        let into: &mut [f32] = bytemuck::cast_slice_mut(into);
-        pack_keys::<MR>(tensor, at, count, row, &mut into[..stride * dim]);
-    }
-    if fixed == Fixed::Keys {
-        // The factor is on q, as in the forward pass: so scores have the same rounding as those in the log-sum-exp.
-        let factor = forward.query_factor();
-        floats_mut(&mut space.by_row[0])[..stride * dim].iter_mut().for_each(|q| *q *= factor);
-    }
-    let mut finite = [true; 2];
-    for ((tensor, into), finite) in tensors.iter().zip(&mut space.by_dim).zip(&mut finite).take(sums) {
-        let into: &mut [f32] = bytemuck::cast_slice_mut(into);
-        *finite = pack_values::<MR>(tensor, at, count, stride, &mut row[..dim], into);
-    }
-    finite
-}
-
-/// Spans and statistics of a Q tile. A row whose log-sum-exp is −∞ sees nothing.
-#[inline(always)]
-fn load_rows(call: &BackwardCall<'_>, batch: usize, q_head: usize, tile: usize, space: &mut Space) {
-    let class = call.forward.work.class_of(batch);
-    let first = tile * TILE.q_rows as usize;
-    let last = class.rows.len().min(first + TILE.q_rows as usize);
+/// Spans and statistics of the query rows. A row whose log-sum-exp is −∞ sees nothing.
+fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, space: &mut Space) {
+    let class = call.forward.work.class_of(job.batch);
+    let first = job.q_tiles.start * TILE.q_rows as usize;
     space.spans.clear();
     space.stats.clear();
-    for row in first..last {
+    for row in first..first + job.dq.len() {
         let mut of_row = [0.0; 2];
-        let stats = call.stats.rows([batch, row, q_head], 1, 2, &mut of_row);
+        let stats = call.stats.rows([job.batch, row, job.q_head], 1, 2, &mut of_row);
         let [lse, delta] = [stats.row(0, 2)[0], stats.row(0, 2)[1]];
         let empty = lse == -EMPTY_M;
         space.spans.push(if empty { RowSpan::EMPTY } else { class.rows[row] });
@@ -252,85 +203,90 @@ fn load_rows(call: &BackwardCall<'_>, batch: usize, q_head: usize, tile: usize, 
     }
 }
 
-/// Terms of the pairs of a panel and a tile. Whether any row sees any key.
+/// q and dO of the job, in lanes and by row. The factor is on q in lanes, as in the forward pass: so scores have the same rounding as
+/// those in the log-sum-exp.
 #[inline(always)]
-fn load_terms(
-    call: &BackwardCall<'_>,
-    fixed: Fixed,
-    [batch, q_tile, q_head]: [usize; 3],
-    of_lanes: Range<usize>,
-    positions: &[u32],
-    lanes: usize,
-    space: &mut Space,
-) -> bool {
-    let Some(pairs) = &call.forward.pairs else { return true };
-    let first = q_tile * TILE.q_rows as usize;
-    let [terms, read] = &mut space.terms;
-    if fixed == Fixed::Rows {
-        let at = [batch, first + of_lanes.start, q_head];
-        return pairs.terms(at, of_lanes.len(), positions, lanes, floats_mut(terms));
+fn pack_queries(call: &BackwardCall<'_>, job: &Job<'_>, lanes: usize, stride: usize, space: &mut Space) {
+    let forward = &call.forward;
+    let (rows, dim) = (job.dq.len(), forward.dim);
+    let first = job.q_tiles.start * TILE.q_rows as usize;
+    let row = &mut floats_mut(&mut space.row)[..lanes * dim];
+    space.finite.clear();
+    space.finite.resize(rows.div_ceil(lanes), [true; 2]);
+    let tensors = [(&forward.q, forward.query_factor()), (&call.d_o, 1.0)];
+    for (index, (tensor, factor)) in tensors.into_iter().enumerate() {
+        let in_lanes = floats_mut(&mut space.lanes[index]).chunks_exact_mut(lanes * dim);
+        let by_row = floats_mut(&mut space.rows[index]).chunks_mut(lanes * stride);
+        for (panel, (in_lanes, by_row)) in in_lanes.zip(by_row).enumerate().take(rows.div_ceil(lanes)) {
+            let from = panel * lanes;
+            let (at, count) = ([job.batch, first + from, job.q_head], lanes.min(rows - from));
+            pack_lanes(tensor, at, count, lanes, factor, row, in_lanes);
+            space.finite[panel][index] = pack_rows(tensor, at, count, dim, (by_row, stride));
+        }
     }
-    // The reader writes `[key][row]`; here keys are in lanes.
-    let (terms, keys) = (floats_mut(terms), &positions[of_lanes]);
-    let rows = space.spans.len();
-    let mut seen = false;
-    for from in (0..rows).step_by(MAX_LANES) {
-        let count = MAX_LANES.min(rows - from);
-        let read = floats_mut(read);
-        seen |= pairs.terms([batch, first + from, q_head], count, keys, MAX_LANES, read);
-        for (lane, of_key) in read.chunks_exact(MAX_LANES).take(keys.len()).enumerate() {
-            for (row, term) in of_key[..count].iter().enumerate() {
-                terms[(from + row) * lanes + lane] = *term;
+}
+
+/// k and v of a KV tile, and zeros for its sums. Whether k and v are finite.
+#[inline(always)]
+fn pack_tile(
+    call: &BackwardCall<'_>,
+    job: &Job<'_>,
+    tile: usize,
+    count: usize,
+    space: &mut Space,
+) -> [bool; 2] {
+    let (dim, stride) = (call.forward.dim, stride(call.forward.dim));
+    let at = [job.batch, tile * TILE.kv_cols as usize, job.kv_head];
+    for sums in &mut space.d_keys {
+        floats_mut(sums).fill(0.0);
+    }
+    let mut pack = |tensor: &Tensor<'_>, index: usize| {
+        pack_rows(tensor, at, count, dim, (floats_mut(&mut space.keys[index]), stride))
+    };
+    [pack(&call.forward.k, 0), pack(&call.forward.v, 1)]
+}
+
+/// Adds dK and dV of a KV tile to the sums of the job.
+fn add_to_keys(call: &BackwardCall<'_>, job: &mut Job<'_>, tile: usize, count: usize, space: &Space) {
+    let first = (tile - job.kv_tiles.start) * TILE.kv_cols as usize;
+    let stride = stride(call.forward.dim);
+    for ((into, sums), factor) in
+        [&mut job.dk, &mut job.dv].into_iter().zip(&space.d_keys).zip([call.forward.scale, 1.0])
+    {
+        for (into, sums) in into[first..first + count].iter_mut().zip(floats(sums).chunks(stride)) {
+            for (into, sum) in into.iter_mut().zip(sums) {
+                *into += sum * factor;
             }
         }
     }
-    seen
 }
 
-/// Global positions of the keys of a KV tile.
-fn positions<'c>(call: &BackwardCall<'c>, tile: usize) -> &'c [u32] {
-    let all = &call.forward.work.kv_positions;
-    let first = tile * TILE.kv_cols as usize;
-    &all[first..all.len().min(first + TILE.kv_cols as usize)]
-}
-
-fn kv_head_of(call: &BackwardCall<'_>, q_head: usize) -> usize {
-    call.q_heads_of
-        .iter()
-        .position(|heads| heads.contains(&q_head))
-        .expect("every query head reads a KV head")
+/// Adds dQ to the sums of the job.
+fn add_to_rows(job: &mut Job<'_>, scale: f32, [padded, lanes]: [usize; 2], space: &Space) {
+    let panels = floats(&space.dq).chunks_exact(lanes * padded);
+    for (rows, sums) in job.dq.chunks_mut(lanes).zip(panels) {
+        for (lane, row) in rows.iter_mut().enumerate() {
+            for (sum, value) in row.iter_mut().zip(sums[lane..].iter().step_by(lanes)) {
+                *sum += value * scale;
+            }
+        }
+    }
 }
 
 impl Space {
     /// Makes room; contents are unspecified.
-    fn fit(&mut self, dim: usize, shape: KernelShape) {
-        let rows = (TILE.q_rows as usize).next_multiple_of(shape.lanes);
-        let by_row = (TILE.q_rows as usize).next_multiple_of(shape.mr);
-        let padded = dim.next_multiple_of(shape.mr);
+    fn fit(&mut self, job: &Job<'_>, dim: usize, shape: KernelShape) {
+        let rows = job.dq.len().next_multiple_of(shape.lanes);
+        let keys = (TILE.kv_cols as usize).next_multiple_of(shape.mr);
+        let (padded, stride) = (dim.next_multiple_of(shape.mr), stride(dim));
         self.lanes.iter_mut().for_each(|lines| grow(lines, rows * dim));
-        self.sums.iter_mut().for_each(|lines| grow(lines, rows * padded));
-        self.by_row.iter_mut().for_each(|lines| grow(lines, by_row * dim));
-        self.by_dim.iter_mut().for_each(|lines| grow(lines, by_row * padded));
-        let panel = by_row * shape.lanes.max(MAX_LANES);
-        self.weights.iter_mut().chain(&mut self.terms).for_each(|lines| grow(lines, panel));
+        self.rows.iter_mut().for_each(|lines| grow(lines, rows * stride));
+        // The last group of elements may reach beyond the last row.
+        self.keys.iter_mut().for_each(|lines| grow(lines, keys * stride + shape.mr));
+        grow(&mut self.dq, rows * padded);
+        self.d_keys.iter_mut().for_each(|lines| grow(lines, keys * stride));
+        self.weights.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes));
+        grow(&mut self.terms, keys * shape.lanes);
         grow(&mut self.row, shape.mr.max(shape.lanes) * dim);
     }
-}
-
-fn floats(lines: &[Line]) -> &[f32] {
-    bytemuck::cast_slice(lines)
-}
-
-fn floats_mut(lines: &mut [Line]) -> &mut [f32] {
-    bytemuck::cast_slice_mut(lines)
-}
-
-#[inline(always)]
-fn vectors<S: Simd, const NV: usize>(floats: &[f32]) -> &[[S::f32s; NV]] {
-    S::as_simd_f32s(floats).0.as_chunks::<NV>().0
-}
-
-#[inline(always)]
-fn vectors_mut<S: Simd, const NV: usize>(floats: &mut [f32]) -> &mut [[S::f32s; NV]] {
-    S::as_mut_simd_f32s(floats).0.as_chunks_mut::<NV>().0
 }

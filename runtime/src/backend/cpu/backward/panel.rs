@@ -1,4 +1,7 @@
-//! One panel of rows or keys in lanes against one tile of the other side: scores, weights, and their gradients.
+//! One panel of query rows against one tile of keys: scores, weights, and their gradients.
+//!
+//! Query rows are in lanes, as in the forward pass, for S, P, dP, dS and dQ. For dK and dV the elements of a head are in lanes: P and
+//! dS, which the other products have left in memory, are broadcast.
 //!
 //! As in the forward pass, vectors are computed in loops, never in closures for `array::map` or `array::from_fn`: the compiler
 //! may leave such a closure out of line, without the kernel's instruction set.
@@ -6,54 +9,59 @@
 use pulp::Simd;
 
 use super::super::exp::{exp2_each, tanh};
-use super::super::kernel::add_outer_products;
+use super::super::kernel::{add_products_of_columns, add_products_of_rows};
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
 
-/// Which side is in lanes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fixed {
-    /// Query rows: the job adds up dQ.
-    Rows,
-    /// Keys: the job adds up dK and dV.
-    Keys,
-}
-
-impl Fixed {
-    /// Products for each pair.
-    pub(super) fn products(self) -> u64 {
-        match self {
-            Self::Rows => 3,
-            Self::Keys => 4,
-        }
-    }
-}
-
-/// `NV` vectors of one side.
+/// A panel of `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) dim: usize,
     pub(super) softcap: Option<f32>,
-    /// `[dim]`: q or k with the factor of the scores; dO or v.
-    pub(super) x: [&'a [[S::f32s; NV]]; 2],
-    pub(super) lanes: Lanes<S, NV>,
-    /// `[row]`, the terms that are added to the scores; −∞ hides a key.
+    /// `[dim]`: q with the factor of the scores.
+    pub(super) q: &'a [[S::f32s; NV]],
+    /// `[dim]`
+    pub(super) d_o: &'a [[S::f32s; NV]],
+    /// q and dO as rows.
+    pub(super) by_row: [Rows<'a>; 2],
+    /// Of the rows; fewer than lanes in the last panel.
+    pub(super) spans: &'a [RowSpan],
+    pub(super) stats: Lanes<S, NV>,
+    /// `[key]`, the terms that are added to the scores; −∞ hides a key.
     pub(super) terms: Option<&'a [[S::f32s; NV]]>,
     /// Whether some pairs are hidden by the mask.
     pub(super) masked: bool,
-    /// `[row]`, space: P.
+    /// `[key]`, space: P.
     pub(super) weights: &'a mut [[S::f32s; NV]],
-    /// `[row]`, space: dS.
+    /// `[key]`, space: dS.
     pub(super) d_scores: &'a mut [[S::f32s; NV]],
 }
 
-/// What the lanes hold for the mask and for the statistics.
-pub(super) struct Lanes<S: Simd, const NV: usize> {
-    /// First key of the span of each row, or the position of each key.
-    from: [S::u32s; NV],
-    /// Keys of the span of each row.
-    width: [S::u32s; NV],
-    /// [`Stats`] of each row.
-    stats: [[S::f32s; NV]; 3],
+/// Rows of a head, as f32.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rows<'a> {
+    pub(super) elements: &'a [f32],
+    /// Whether they hold neither NaN nor ∞.
+    pub(super) finite: bool,
+}
+
+/// A tile of keys.
+pub(super) struct Keys<'a> {
+    pub(super) k: Rows<'a>,
+    pub(super) v: Rows<'a>,
+    /// Global positions.
+    pub(super) positions: &'a [u32],
+}
+
+/// Where the panel adds its gradients, each without the scale.
+pub(super) struct Sums<'a, S: Simd, const NV: usize> {
+    /// `[dim]`
+    pub(super) dq: &'a mut [[S::f32s; NV]],
+    /// `[key][stride]`
+    pub(super) dk: &'a mut [f32],
+    /// `[key][stride]`
+    pub(super) dv: &'a mut [f32],
+    /// Elements from one row to the next: of dk and dv, and of all [`Rows`].
+    pub(super) stride: usize,
 }
 
 /// The statistics of a row: its log-sum-exp in base-2 units as a sum of two numbers, and δ.
@@ -75,31 +83,25 @@ impl Stats {
     }
 }
 
-/// A tile of the other side.
-pub(super) struct Broadcast<'a, const MR: usize> {
-    pub(super) fixed: Fixed,
-    /// k and v, or q and dO: `[row / MR][dim][MR]`.
-    pub(super) by_row: [&'a [[f32; MR]]; 2],
-    /// k, or q and dO: `[dim / MR][row][MR]`.
-    pub(super) by_dim: [&'a [[f32; MR]]; 2],
-    /// Rows in a group of `by_dim`.
-    pub(super) stride: usize,
-    /// Rows of the tile.
-    pub(super) count: usize,
-    /// Of the keys of the KV tile.
-    pub(super) positions: &'a [u32],
-    /// Of the rows of the Q tile, with their statistics.
-    pub(super) spans: &'a [RowSpan],
-    pub(super) stats: &'a [Stats],
-    /// Whether the tensors of `by_dim` hold neither NaN nor ∞.
-    pub(super) finite: [bool; 2],
+/// What the mask and the statistics say of the rows of a panel. Lanes without a row see nothing.
+pub(super) struct Lanes<S: Simd, const NV: usize> {
+    /// First key of each span.
+    from: [S::u32s; NV],
+    /// Keys of each span.
+    width: [S::u32s; NV],
+    /// The numbers of [`Stats`].
+    stats: [[S::f32s; NV]; 3],
 }
 
 impl<S: Simd, const NV: usize> Lanes<S, NV> {
-    /// Query rows in lanes; the other lanes see nothing.
     #[inline(always)]
-    pub(super) fn rows(simd: S, spans: &[RowSpan], stats: &[Stats]) -> Self {
-        let mut lanes = Self::none(simd);
+    pub(super) fn new(simd: S, spans: &[RowSpan], stats: &[Stats]) -> Self {
+        let zero = [simd.splat_f32s(0.0); NV];
+        let mut lanes = Self {
+            from: [simd.splat_u32s(0); NV],
+            width: [simd.splat_u32s(0); NV],
+            stats: [[simd.splat_f32s(-EMPTY_M); NV], zero, zero],
+        };
         for (lane, (span, stats)) in spans.iter().zip(stats).enumerate() {
             put(&mut lanes.from, lane, span.lo);
             put(&mut lanes.width, lane, span.hi - span.lo);
@@ -110,101 +112,57 @@ impl<S: Simd, const NV: usize> Lanes<S, NV> {
         lanes
     }
 
-    /// Keys in lanes.
+    /// The lanes whose rows see a position.
     #[inline(always)]
-    pub(super) fn keys(simd: S, positions: &[u32]) -> Self {
-        let mut lanes = Self::none(simd);
-        for (lane, position) in positions.iter().enumerate() {
-            put(&mut lanes.from, lane, *position);
-        }
-        lanes
-    }
-
-    #[inline(always)]
-    fn none(simd: S) -> Self {
-        Self {
-            from: [simd.splat_u32s(0); NV],
-            width: [simd.splat_u32s(0); NV],
-            stats: [[simd.splat_f32s(-EMPTY_M); NV], [simd.splat_f32s(0.0); NV], [simd.splat_f32s(0.0); NV]],
-        }
-    }
-
-    /// The lanes that row `index` of the tile is paired with visibly.
-    #[inline(always)]
-    fn seen<const MR: usize>(&self, simd: S, tile: &Broadcast<'_, MR>, index: usize) -> [S::m32s; NV] {
+    fn seen(&self, simd: S, position: u32) -> [S::m32s; NV] {
         let zero = simd.splat_u32s(0);
         let mut seen = [simd.less_than_u32s(zero, zero); NV];
-        match tile.fixed {
-            Fixed::Rows => {
-                let position = simd.splat_u32s(tile.positions[index]);
-                for (seen, (from, width)) in seen.iter_mut().zip(self.from.iter().zip(&self.width)) {
-                    *seen = simd.less_than_u32s(simd.sub_u32s(position, *from), *width);
-                }
-            }
-            Fixed::Keys => {
-                let span = tile.spans[index];
-                let (lo, width) = (simd.splat_u32s(span.lo), simd.splat_u32s(span.hi - span.lo));
-                for (seen, position) in seen.iter_mut().zip(&self.from) {
-                    *seen = simd.less_than_u32s(simd.sub_u32s(*position, lo), width);
-                }
-            }
+        let position = simd.splat_u32s(position);
+        for (seen, (from, width)) in seen.iter_mut().zip(self.from.iter().zip(&self.width)) {
+            *seen = simd.less_than_u32s(simd.sub_u32s(position, *from), *width);
         }
         seen
-    }
-
-    /// [`Stats`] of the pairs of row `index` of the tile.
-    #[inline(always)]
-    fn stats<const MR: usize>(&self, simd: S, tile: &Broadcast<'_, MR>, index: usize) -> [[S::f32s; NV]; 3] {
-        match tile.fixed {
-            Fixed::Rows => self.stats,
-            Fixed::Keys => {
-                let Stats([high, low, delta]) = tile.stats[index];
-                [[simd.splat_f32s(high); NV], [simd.splat_f32s(low); NV], [simd.splat_f32s(delta); NV]]
-            }
-        }
     }
 }
 
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
-    /// Adds the gradients of the pairs of the panel and the tile: to `first` dQ or dK, both without the scale, to `second` dV.
+    /// Adds the gradients of the pairs of the panel and the tile.
     #[inline(always)]
-    pub(super) fn attend(
-        mut self,
-        simd: S,
-        tile: &Broadcast<'_, MR>,
-        first: &mut [[S::f32s; NV]],
-        second: Option<&mut [[S::f32s; NV]]>,
-    ) {
+    pub(super) fn attend(mut self, simd: S, keys: &Keys<'_>, sums: Sums<'_, S, NV>) {
         let zero = [[simd.splat_f32s(0.0); NV]; MR];
-        let groups = tile.by_row[0].chunks_exact(self.dim).zip(tile.by_row[1].chunks_exact(self.dim));
-        for (group, (y1, y2)) in groups.enumerate().take(tile.count.div_ceil(MR)) {
-            let from = group * MR;
-            self.weights[from..from + MR].copy_from_slice(&add_outer_products(simd, zero, y1, self.x[0]));
-            self.d_scores[from..from + MR].copy_from_slice(&add_outer_products(simd, zero, y2, self.x[1]));
+        let (count, stride) = (keys.positions.len(), sums.stride);
+        // One after the other: q and dO of a panel of long rows do not fit the first cache together.
+        for from in (0..count).step_by(MR) {
+            let k = (&keys.k.elements[from * stride..], stride);
+            let scores = add_products_of_rows(simd, zero, k, (self.q.as_flattened(), NV), self.dim);
+            self.weights[from..from + MR].copy_from_slice(&scores);
         }
-        for index in 0..tile.count {
-            self.shift(simd, tile, index);
+        for from in (0..count).step_by(MR) {
+            let v = (&keys.v.elements[from * stride..], stride);
+            let dp = add_products_of_rows(simd, zero, v, (self.d_o.as_flattened(), NV), self.dim);
+            self.d_scores[from..from + MR].copy_from_slice(&dp);
         }
-        for from in (0..tile.count).step_by(2) {
-            if from + 1 < tile.count {
-                self.weigh::<2>(simd, tile, from);
+        for index in 0..count {
+            self.shift(simd, index);
+        }
+        for from in (0..count).step_by(2) {
+            if from + 1 < count {
+                self.weigh::<2>(simd, keys, from);
             } else {
-                self.weigh::<1>(simd, tile, from);
+                self.weigh::<1>(simd, keys, from);
             }
         }
-        let hides = self.masked || self.terms.is_some();
-        self.add(simd, tile, 0, hides, first);
-        if let Some(second) = second {
-            self.add(simd, tile, 1, hides, second);
-        }
+        self.add_dq(simd, keys, stride, sums.dq);
+        self.add_to_keys::<1>(simd, keys, sums.dv, stride);
+        self.add_to_keys::<0>(simd, keys, sums.dk, stride);
     }
 
     /// Scores become exponents of base 2, and dP becomes (dP − δ) · slope.
     #[inline(always)]
-    fn shift(&mut self, simd: S, tile: &Broadcast<'_, MR>, index: usize) {
-        let [high, low, delta] = self.lanes.stats(simd, tile, index);
+    fn shift(&mut self, simd: S, index: usize) {
+        let [high, low, delta] = &self.stats.stats;
         let (scores, d_scores) = (&mut self.weights[index], &mut self.d_scores[index]);
-        for ((s, ds), delta) in scores.iter_mut().zip(d_scores.iter_mut()).zip(&delta) {
+        for ((s, ds), delta) in scores.iter_mut().zip(d_scores.iter_mut()).zip(delta) {
             *ds = simd.sub_f32s(*ds, *delta);
             if let Some(cap) = self.softcap {
                 let c = tanh(simd, *s);
@@ -218,26 +176,26 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 *s = simd.add_f32s(*s, *term);
             }
         }
-        for (s, (high, low)) in scores.iter_mut().zip(high.iter().zip(&low)) {
+        for (s, (high, low)) in scores.iter_mut().zip(high.iter().zip(low)) {
             *s = simd.sub_f32s(simd.sub_f32s(*s, *high), *low);
         }
     }
 
     /// Exponents become P, and the other factor of dS becomes dS; both are 0 for hidden pairs.
     #[inline(always)]
-    fn weigh<const ROWS: usize>(&mut self, simd: S, tile: &Broadcast<'_, MR>, from: usize) {
-        let mut exponents = [[simd.splat_f32s(0.0); NV]; ROWS];
-        exponents.copy_from_slice(&self.weights[from..from + ROWS]);
+    fn weigh<const KEYS: usize>(&mut self, simd: S, keys: &Keys<'_>, from: usize) {
+        let mut exponents = [[simd.splat_f32s(0.0); NV]; KEYS];
+        exponents.copy_from_slice(&self.weights[from..from + KEYS]);
         let p = exp2_each(simd, exponents);
         let zero = simd.splat_f32s(0.0);
-        for (row, p) in p.iter().enumerate() {
-            let index = from + row;
+        for (key, p) in p.iter().enumerate() {
+            let index = from + key;
             for ((weight, ds), p) in self.weights[index].iter_mut().zip(&mut self.d_scores[index]).zip(p) {
                 *weight = *p;
                 *ds = simd.mul_f32s(*p, *ds);
             }
             if self.masked {
-                let seen = self.lanes.seen(simd, tile, index);
+                let seen = self.stats.seen(simd, keys.positions[index]);
                 for ((weight, ds), seen) in
                     self.weights[index].iter_mut().zip(&mut self.d_scores[index]).zip(seen)
                 {
@@ -259,40 +217,42 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         }
     }
 
-    /// `sums[dim] += Σ y[dim] · dS`, or with tensor 1 `· P`.
+    /// Whether a product with a hidden pair may be NaN although the pair's factor is 0.
+    fn hides(&self, rows: &Rows<'_>) -> bool {
+        !rows.finite && (self.masked || self.terms.is_some())
+    }
+
+    /// `dq[dim] += Σ k[key][dim] · dS[key]`.
     #[inline(always)]
-    fn add(&self, simd: S, tile: &Broadcast<'_, MR>, tensor: usize, hides: bool, sums: &mut [[S::f32s; NV]]) {
-        let factors = if tensor == 0 { &*self.d_scores } else { &*self.weights };
-        let factors = &factors[..tile.count];
-        let slow = hides && !tile.finite[tensor];
-        let groups = sums.as_chunks_mut::<MR>().0.iter_mut();
-        for (sum, y) in groups.zip(tile.by_dim[tensor].chunks_exact(tile.stride)) {
-            let y = &y[..tile.count];
-            *sum = if slow {
-                self.add_where_seen(simd, tile, *sum, y, factors)
+    fn add_dq(&self, simd: S, keys: &Keys<'_>, stride: usize, dq: &mut [[S::f32s; NV]]) {
+        let d_scores = &self.d_scores[..keys.positions.len()];
+        let hides = self.hides(&keys.k);
+        for (group, sums) in dq.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
+            let k = &keys.k.elements[group * MR..];
+            *sums = if hides {
+                self.add_where_seen(simd, keys, *sums, (k, stride))
             } else {
-                add_outer_products(simd, *sum, y, factors)
+                add_products_of_columns(simd, *sums, (k, stride), d_scores)
             };
         }
     }
 
-    /// As [`add_outer_products`], but leaves hidden pairs out: 0 · NaN is NaN.
+    /// As [`add_products_of_columns`], but leaves hidden pairs out: 0 · NaN is NaN.
     #[inline(always)]
     fn add_where_seen(
         &self,
         simd: S,
-        tile: &Broadcast<'_, MR>,
+        keys: &Keys<'_>,
         mut sums: [[S::f32s; NV]; MR],
-        y: &[[f32; MR]],
-        factors: &[[S::f32s; NV]],
+        (k, stride): (&[f32], usize),
     ) -> [[S::f32s; NV]; MR] {
         let hides = simd.splat_f32s(f32::NEG_INFINITY);
-        for (index, (y, factors)) in y.iter().zip(factors).enumerate() {
-            let seen = self.lanes.seen(simd, tile, index);
-            for (sums, y) in sums.iter_mut().zip(y) {
-                let y = simd.splat_f32s(*y);
-                for (j, (sum, factor)) in sums.iter_mut().zip(factors).enumerate() {
-                    let mut next = simd.add_f32s(*sum, simd.mul_f32s(y, *factor));
+        for (index, position) in keys.positions.iter().enumerate() {
+            let seen = self.stats.seen(simd, *position);
+            for (sums, k) in sums.iter_mut().zip(&k[index * stride..]) {
+                let k = simd.splat_f32s(*k);
+                for (j, (sum, factor)) in sums.iter_mut().zip(&self.d_scores[index]).enumerate() {
+                    let mut next = simd.add_f32s(*sum, simd.mul_f32s(k, *factor));
                     if self.masked {
                         next = simd.select_f32s(seen[j], next, *sum);
                     }
@@ -304,6 +264,79 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
         }
         sums
+    }
+
+    /// `sums[key] += Σ dS[key][row] · q[row]`, or with `TENSOR` 1 `Σ P[key][row] · dO[row]`.
+    #[inline(always)]
+    fn add_to_keys<const TENSOR: usize>(&self, simd: S, keys: &Keys<'_>, sums: &mut [f32], stride: usize) {
+        let factors: &[[S::f32s; NV]] = if TENSOR == 0 { self.d_scores } else { self.weights };
+        let factors = bytemuck::cast_slice::<[S::f32s; NV], f32>(factors);
+        let rows = &self.by_row[TENSOR];
+        let of_row = stride / S::F32_LANES;
+        let used = self.dim.div_ceil(S::F32_LANES);
+        if self.hides(rows) {
+            return self.add_to_keys_where_seen(keys, factors, rows, sums, stride);
+        }
+        let b = S::as_simd_f32s(rows.elements).0;
+        let sums = S::as_mut_simd_f32s(sums).0;
+        for from in (0..keys.positions.len()).step_by(MR) {
+            let factors = &factors[from * NV * S::F32_LANES..];
+            let sums = &mut sums[from * of_row..];
+            let mut at = 0;
+            while at + 2 <= used {
+                self.add_some_vectors::<2>(simd, factors, (&b[at..], of_row), &mut sums[at..]);
+                at += 2;
+            }
+            if at < used {
+                self.add_some_vectors::<1>(simd, factors, (&b[at..], of_row), &mut sums[at..]);
+            }
+        }
+    }
+
+    /// `W` vectors of the sums of `MR` keys.
+    #[inline(always)]
+    fn add_some_vectors<const W: usize>(
+        &self,
+        simd: S,
+        factors: &[f32],
+        (rows, of_row): (&[S::f32s], usize),
+        sums: &mut [S::f32s],
+    ) {
+        let mut c = [[simd.splat_f32s(0.0); W]; MR];
+        for (c, sums) in c.iter_mut().zip(sums.chunks(of_row)) {
+            c.copy_from_slice(&sums[..W]);
+        }
+        let lanes = NV * S::F32_LANES;
+        let c = add_products_of_rows(simd, c, (factors, lanes), (rows, of_row), self.spans.len());
+        for (c, sums) in c.iter().zip(sums.chunks_mut(of_row)) {
+            sums[..W].copy_from_slice(c);
+        }
+    }
+
+    /// As [`Self::add_to_keys`], but leaves hidden pairs out. Only for rows with NaN or ∞.
+    fn add_to_keys_where_seen(
+        &self,
+        keys: &Keys<'_>,
+        factors: &[f32],
+        rows: &Rows<'_>,
+        sums: &mut [f32],
+        stride: usize,
+    ) {
+        let lanes = NV * S::F32_LANES;
+        let terms = self.terms.map(bytemuck::cast_slice::<[S::f32s; NV], f32>);
+        for (index, position) in keys.positions.iter().enumerate() {
+            for (lane, span) in self.spans.iter().enumerate() {
+                let hidden = terms.is_some_and(|terms| terms[index * lanes + lane] == f32::NEG_INFINITY);
+                if hidden || (self.masked && !span.sees(*position)) {
+                    continue;
+                }
+                let factor = factors[index * lanes + lane];
+                let row = &rows.elements[lane * stride..][..self.dim];
+                for (sum, element) in sums[index * stride..].iter_mut().zip(row) {
+                    *sum += factor * element;
+                }
+            }
+        }
     }
 }
 
