@@ -164,7 +164,7 @@ impl Session {
         }
     }
 
-    /// Ends the call on all ranks, after the vote and before its plan begins: this rank failed.
+    /// Ends the call on all ranks, before its plan begins or after it ended: this rank failed.
     pub(super) fn end_call(&self, error: &Error) {
         let cause = AbortCause::Failed(error.to_string());
         let progress = Progress { op: self.op, step: 0 };

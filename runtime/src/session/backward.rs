@@ -114,18 +114,13 @@ impl Session {
         let tensors = [&saved.q, &saved.k, &saved.v];
         let prepare = |session: &Self| session.gradient_inputs(call, saved, d_o, d_lse);
         let (lowered, (mut inputs, d_sinks)) = self.agree(&BACKWARD, call, tensors, 1, prepare).await?;
-        let d_sinks_part = match d_sinks {
-            Some(rows) => rows.sum(&self.device, &call.options.sinks).await,
-            None => Ok(Vec::new()),
-        };
-        let d_sinks_part = match d_sinks_part {
-            Ok(part) => part,
-            Err(error) => {
-                self.end_call(&error);
-                return Err(error);
-            }
-        };
-        self.run_backward(&lowered, &mut inputs, saved, d_sinks_part).await
+        let mut gradients = self.run_backward(&lowered, &mut inputs, saved).await?;
+        if let Some(rows) = d_sinks {
+            // After the run: other ranks wait for this one only until it has sent its sums.
+            let part = rows.sum(&self.device, &call.options.sinks).await;
+            gradients.d_sinks_part = part.inspect_err(|error| self.end_call(error))?;
+        }
+        Ok(gradients)
     }
 
     async fn run_backward(
@@ -133,7 +128,6 @@ impl Session {
         lowered: &Arc<LoweredPlan>,
         inputs: &mut Inputs<DeviceBuffer>,
         saved: &Saved,
-        d_sinks_part: Vec<f64>,
     ) -> Result<Gradients> {
         let op = self.op;
         self.op += 1;
@@ -149,7 +143,7 @@ impl Session {
             dq: tensor(&saved.q, dq),
             dk: tensor(&saved.k, dk),
             dv: tensor(&saved.v, dv),
-            d_sinks_part,
+            d_sinks_part: Vec::new(),
             report,
             spans,
         })
@@ -170,9 +164,9 @@ impl Session {
         let row_shape = [batch, rows, heads, 1];
         for (name, tensor, shape, dtype) in [
             ("the output", Some(o), q.shape(), q.dtype()),
-            ("its gradient", Some(d_o), q.shape(), q.dtype()),
+            ("the gradient of the output", Some(d_o), q.shape(), q.dtype()),
             ("the log-sum-exp", Some(lse), row_shape, Dtype::F32),
-            ("its gradient", d_lse, row_shape, Dtype::F32),
+            ("the gradient of the log-sum-exp", d_lse, row_shape, Dtype::F32),
         ] {
             if let Some(tensor) = tensor.filter(|tensor| (tensor.shape(), tensor.dtype()) != (shape, dtype)) {
                 return Err(Error::request(

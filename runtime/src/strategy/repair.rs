@@ -58,6 +58,12 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
 /// [`Error::Plan`] when the plan of a rank cannot have this progress. The same on all ranks.
 pub fn repair(before: &World, ranks: &[Rank], reached: &[StepProgress]) -> Result<World> {
     can_repair(&before.problem, before.mesh, before.strategy)?;
+    if before.direction == Direction::Backward {
+        return Err(Error::request(
+            "a backward pass, to be completed without lost ranks",
+            "repeat the forward pass and the backward pass on the ranks that are left",
+        ));
+    }
     if before.lost != LostTokens::default() {
         return Err(Error::request(
             "a second rank failed while survivors completed the operation of a first",

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
-use kyklos::plan::ProvedPlans;
+use kyklos::plan::{ProvedPlans, StepProgress};
 use kyklos::{
     Attention, AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Saved, Session, Split, Strategy,
     Tensor, plan_backward,
 };
-use kyklos_transport::in_process_group;
+use kyklos_transport::{Rank, in_process_group};
 
 use super::Entry;
 use super::library::entry;
@@ -46,6 +46,14 @@ fn of_inputs() -> Error {
     })
 }
 
+/// Of survivors of a backward pass that would complete it.
+fn of_repair() -> Error {
+    let mesh = Mesh::new(1, 2).unwrap();
+    let even = Split::Even;
+    let world = plan_backward(&problem(), mesh, PlacementKind::Contiguous, &even, Strategy::Ring).unwrap();
+    kyklos::repair(&world, &[Rank(0)], &[StepProgress::default()]).unwrap_err()
+}
+
 pub(super) fn refusals() -> Vec<Entry> {
     let mesh = Mesh::new(1, 2).unwrap();
     let pass_q = plan_backward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::PassQ)
@@ -66,6 +74,11 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Session::run of plans of plan_backward",
             of_inputs(),
             "Backward plans read the gradient of the output, which these inputs do not have.",
+        ),
+        entry(
+            "repair of a plan of plan_backward",
+            of_repair(),
+            "A lost rank in a backward pass: sums of several ranks are under way.",
         ),
     ]
 }

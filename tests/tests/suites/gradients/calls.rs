@@ -72,6 +72,38 @@ fn the_same_plan_gives_the_same_bytes_with_any_number_of_threads_and_over_quic()
     }
 }
 
+/// Elements that f16 holds exactly lose nothing on an f16 wire, and sums of gradients travel in f32. So the bytes are the same. Others
+/// lose digits, so the wire did convert.
+#[test]
+fn a_wire_of_f16_changes_nothing_but_what_f16_cannot_hold() {
+    let rounded = |tensor: Tensor| {
+        let values: Vec<f32> = tensor.to_vec::<f32>().unwrap();
+        let values = values.into_iter().map(|value| half::f16::from_f32(value).to_f32()).collect();
+        Tensor::new(tensor.shape(), values).unwrap()
+    };
+    let run = |call: &Attention, round: bool| {
+        on_threads(in_process_group(4), |transport| {
+            let given = tensors(transport.rank().0 as usize);
+            let [q, k, v, d_o] = if round { given.map(rounded) } else { given };
+            let mut session = on_cpu(transport);
+            // The forward pass is that of the wire `same`: its output and log-sum-exp are inputs here.
+            let saved = saved(&mut session, &Attention::new().mask(Mask::causal()), [&q, &k, &v]).unwrap();
+            let Gradients { dq, dk, dv, .. } = session.backward(call, &saved, &d_o, None).unwrap();
+            [dq, dk, dv].map(|tensor| pollster::block_on(tensor.bytes()).unwrap().to_vec())
+        })
+    };
+    for (mesh, strategy) in [((1, 4), Strategy::Ring), ((2, 2), Strategy::Unified)] {
+        let on = |wire| {
+            let execution =
+                Execution::new().mesh(Mesh::new(mesh.0, mesh.1).unwrap()).strategy(strategy).wire(wire);
+            Attention::new().mask(Mask::causal()).execution(execution)
+        };
+        let (same, f16) = (on(WireFormat::Same), on(WireFormat::F16));
+        assert_eq!(run(&same, true), run(&f16, true), "{strategy}");
+        assert_ne!(run(&same, false), run(&f16, false), "{strategy}");
+    }
+}
+
 #[test]
 fn no_gradient_reads_memory_that_no_step_wrote() {
     for (mesh, strategy) in
