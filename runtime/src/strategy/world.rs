@@ -44,21 +44,28 @@ pub fn plan_placed(
     strategy: Strategy,
 ) -> Result<World> {
     fits(problem, mesh, &q_placement, &kv_placement, strategy)?;
-    let mut world = World {
+    let empty = World {
         problem: problem.clone(),
         mesh,
         q_placement,
         kv_placement,
         strategy,
         direction: Direction::Forward,
-        plans: Vec::with_capacity(mesh.world() as usize),
+        plans: Vec::new(),
         lost: LostTokens::default(),
     };
-    let routes = Routes::new(strategy.facts().streams, problem, &world.q_placement, &world.kv_placement);
-    for rank in 0..mesh.world() {
-        world.plans.push(plan_rank(&world, &routes, Rank(rank)));
+    Ok(with_plans(empty, plan_rank))
+}
+
+/// A world with the plans of all its ranks.
+pub(super) fn with_plans(mut world: World, plan_rank: fn(&World, &Routes, Rank) -> Plan) -> World {
+    let streams = world.strategy.facts().streams;
+    let routes = Routes::new(streams, &world.problem, &world.q_placement, &world.kv_placement);
+    for rank in 0..world.mesh.world() {
+        let plan = plan_rank(&world, &routes, Rank(rank));
+        world.plans.push(plan);
     }
-    Ok(world)
+    world
 }
 
 /// Refuses a mesh or a wire format that the problem or the strategy cannot have, whatever the owners.

@@ -50,6 +50,37 @@ pub(crate) fn sink(seed: u64, head: usize) -> f64 {
     f64::from(normal(seed, TensorId::Sinks, head as u64)) + 2.0
 }
 
+/// A case of `[batch, queries, keys, KV heads, query heads of each, head dim]`, with sinks and an attention bias tensor as `seed` draws
+/// them.
+pub(crate) fn case(
+    [batch, q_len, kv_len, kv_heads, group, head_dim]: [usize; 6],
+    terms: &[(u8, f64, f64)],
+    q_offset: u64,
+    seed: u64,
+) -> Case {
+    let q_heads = kv_heads * group;
+    let problem = OracleProblem {
+        batch,
+        q_len,
+        kv_len,
+        q_heads,
+        kv_heads,
+        head_dim,
+        scale: 1.0 / (head_dim as f64).sqrt(),
+        softcap: None,
+        mask: mask(terms, batch, kv_len),
+        q_offset,
+        sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
+    };
+    let pairs = (seed % 3 == 0).then_some(CasePairs {
+        bias: seed % 2 == 0,
+        batch: if seed % 5 == 0 { 1 } else { batch },
+        heads: if seed % 7 < 4 { 1 } else { q_heads },
+        shared_rows: seed % 4 < 2,
+    });
+    Case { name: "a random world", seed, problem, poison: Vec::new(), pairs }
+}
+
 proptest! {
     #![proptest_config(crate::cases(30, 150))]
 
@@ -61,28 +92,8 @@ proptest! {
         terms in masks(),
         (offset, weights, seed) in (0u64..20, prop::collection::vec(0u8..4, 9), any::<u64>()),
     ) {
-        let q_heads = kv_heads * group;
-        let problem = OracleProblem {
-            batch,
-            q_len,
-            kv_len: seq,
-            q_heads,
-            kv_heads,
-            head_dim: dim,
-            scale: 1.0 / (dim as f64).sqrt(),
-            softcap: None,
-            mask: mask(&terms, batch, seq),
-            q_offset: offset,
-            sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
-        };
-        let pairs = (seed % 3 == 0).then_some(CasePairs {
-            bias: seed % 2 == 0,
-            batch: if seed % 5 == 0 { 1 } else { batch },
-            heads: if seed % 7 < 4 { 1 } else { q_heads },
-            shared_rows: seed % 4 < 2,
-        });
-        let prepared = Prepared::new(Case { name: "a random world", seed, problem, poison: Vec::new(), pairs }, dtype);
-        let mesh = Mesh::new(ulysses.min(q_heads as u32), ring).unwrap();
+        let prepared = Prepared::new(case([batch, q_len, seq, kv_heads, group, dim], &terms, offset, seed), dtype);
+        let mesh = Mesh::new(ulysses.min((kv_heads * group) as u32), ring).unwrap();
         let mut weights: Vec<f64> = weights[..mesh.world() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;
         let run = |mesh: Mesh, split: Split| {

@@ -6,7 +6,7 @@ use super::super::all_to_all::{self, Chunk};
 use super::super::build::PlanBuilder;
 use super::super::deals::deal;
 use super::super::streams::Routes;
-use super::super::world::{fits, runs_on};
+use super::super::world::{fits, runs_on, with_plans};
 use super::Sums;
 use crate::mesh::kv_heads_for;
 use crate::plan::{Content, Direction, LostTokens, Plan, World};
@@ -58,21 +58,17 @@ pub fn plan_backward_placed(
 ) -> Result<World> {
     fits(problem, mesh, &q_placement, &kv_placement, strategy)?;
     has_backward(problem, strategy)?;
-    let mut world = World {
+    let empty = World {
         problem: problem.clone(),
         mesh,
         q_placement,
         kv_placement,
         strategy,
         direction: Direction::Backward,
-        plans: Vec::with_capacity(mesh.world() as usize),
+        plans: Vec::new(),
         lost: LostTokens::default(),
     };
-    let routes = Routes::new(strategy.facts().streams, problem, &world.q_placement, &world.kv_placement);
-    for rank in 0..mesh.world() {
-        world.plans.push(plan_rank(&world, &routes, Rank(rank)));
-    }
-    Ok(world)
+    Ok(with_plans(empty, plan_rank))
 }
 
 /// Refuses what has no backward pass.

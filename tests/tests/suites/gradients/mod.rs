@@ -7,9 +7,7 @@ use kyklos::{Dtype, Execution, Mesh, Placement, PlacementKind, Split, Strategy};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
-use crate::random_worlds::{mask, masks, sink};
-use kyklos_oracle::inputs::{Case, CasePairs};
-use kyklos_oracle::oracle::OracleProblem;
+use crate::random_worlds::{case, masks};
 use prepared::{GradientCase, Sharing};
 use proptest::prelude::*;
 
@@ -53,27 +51,9 @@ proptest! {
         terms in masks(),
         (offset, weights, seed) in (0u64..20, prop::collection::vec(0u8..4, 9), any::<u64>()),
     ) {
-        let q_heads = kv_heads * group;
-        let problem = OracleProblem {
-            batch,
-            q_len,
-            kv_len: seq,
-            q_heads,
-            kv_heads,
-            head_dim: dim,
-            scale: 1.0 / (dim as f64).sqrt(),
-            softcap: (seed % 5 == 2).then_some(1.5),
-            mask: mask(&terms, batch, seq),
-            q_offset: offset,
-            sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
-        };
-        let pairs = (seed % 3 == 0).then_some(CasePairs {
-            bias: seed % 2 == 0,
-            batch: if seed % 5 == 0 { 1 } else { batch },
-            heads: if seed % 7 < 4 { 1 } else { q_heads },
-            shared_rows: seed % 4 < 2,
-        });
-        let case = Case { name: "a random world", seed: seed / 2, problem, poison: Vec::new(), pairs };
+        let mut case = case([batch, q_len, seq, kv_heads, group, dim], &terms, offset, seed);
+        case.problem.softcap = (seed % 5 == 2).then_some(1.5);
+        case.seed = seed / 2;
         let case = GradientCase::new(case, dtype);
         let errors = case.run(in_process_group(1), &alone(&case));
         let proves = |fault: &String| !fault.contains("the limit proves nothing");
@@ -84,7 +64,7 @@ proptest! {
                 return Ok(());
             }
         }
-        let mesh = Mesh::new(ulysses.min(q_heads as u32), ring).unwrap();
+        let mesh = Mesh::new(ulysses.min((kv_heads * group) as u32), ring).unwrap();
         let mut weights: Vec<f64> = weights[..mesh.world() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;
         let fits = |strategy: &Strategy| strategy.accepts(mesh).is_ok();
