@@ -9,6 +9,7 @@ mod choice;
 mod probe;
 mod recovery;
 mod share;
+mod speeds;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,8 +29,9 @@ pub use backward::{Gradients, Saved};
 pub use cache::{CacheOptions, CachedCalls, KvCache};
 pub use calls::Calls;
 pub use recovery::{Recovery, Survivors};
+use share::LastShares;
 pub use share::SharedTokens;
-use share::Speeds;
+use speeds::Speeds;
 
 /// One rank of a group, with its device: any number of calls, one after the other.
 ///
@@ -73,6 +75,7 @@ pub struct Session {
     last_facts: Option<LastFacts>,
     plans_made: u64,
     speeds: Speeds,
+    last_shares: Option<LastShares>,
     /// The plan of the last run, and for how long it computed, in nanoseconds.
     last_run: Option<(Arc<LoweredPlan>, u64)>,
 }
@@ -143,6 +146,7 @@ impl Session {
             last_facts: None,
             plans_made: 0,
             speeds: Speeds::default(),
+            last_shares: None,
             last_run: None,
         }
     }

@@ -63,7 +63,7 @@ impl Probe {
     }
 
     /// Mean speed over a time: ranks that share the cores of a machine, and measure at the same time, all see their part of them.
-    pub(super) async fn measure(mut self) -> Result<Capacity> {
+    pub(super) async fn measure(&mut self) -> Result<Capacity> {
         let clock = self.session.options.run.clock.clone();
         let (began_ns, mut attending_ns, mut calls) = (clock.now_ns(), 0, 0);
         let qkv = self.tensors(self.tokens)?;

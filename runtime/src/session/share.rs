@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Session;
 use super::probe::{CallClass, Probe, speed_of_call};
+use super::speeds::{Measured, crowds, members};
 use crate::simulate::{Candidate, Capacity, Shares};
 use crate::{AttentionProblem, Error, Execution, Mesh, Placement, Result, Split, Strategy, deal_tokens};
 
@@ -31,13 +32,14 @@ impl SharedTokens {
     }
 }
 
-/// What a session knows about the speed of its device.
-#[derive(Debug, Default)]
-pub(super) struct Speeds {
-    /// Of each class of calls, the newest class first.
-    known: Vec<(CallClass, Capacity)>,
-    /// The last shares, and for which problem.
-    last: Option<(String, SharedTokens)>,
+/// The shares of the last call of [`Session::share`].
+#[derive(Debug)]
+pub(super) struct LastShares {
+    /// The problem.
+    words: String,
+    shared: SharedTokens,
+    /// The crowd that they are for.
+    crowd: usize,
 }
 
 /// One rank's facts, as they travel.
@@ -50,7 +52,7 @@ struct Facts {
     problem: String,
     /// Digest of the names of the device, its driver and its kernel.
     device: String,
-    capacity: Option<Capacity>,
+    measured: Option<Measured>,
 }
 
 impl Session {
@@ -104,31 +106,30 @@ impl Session {
         let words = format!("{candidate}: {problem:?}");
         let by_work =
             candidate.mesh.ring() > 1 && !problem.fixed_order && !candidate.strategy.moves_queries();
-        let mut all = self.exchange(&words, self.capacity(class)).await?;
-        if by_work && all.iter().any(|facts| facts.capacity.is_none()) {
-            self.measure(class, problem, &words).await?;
-            all = self.exchange(&words, self.capacity(class)).await?;
+        let mut all = self.exchange(&words, self.measured(class)).await?;
+        if by_work && all.iter().any(|facts| facts.measured.is_none()) {
+            all = self.measure(class, problem, candidate.mesh, &words).await?;
         }
-        let capacities: Option<Vec<Capacity>> = all.iter().map(|facts| facts.capacity).collect();
-        let shares = match capacities.filter(|_| by_work) {
-            Some(capacities) => {
-                let capacities = without_noise(capacities);
-                let shares = by_capacity(problem, candidate, &capacities)?;
-                if let Some((last, kept)) = &self.speeds.last
-                    && *last == words
-                {
-                    let keeping_ns = kept.shares.compute_ns(problem, candidate.mesh, &capacities)?;
-                    if shares.compute_ns > keeping_ns / 10 * 9 && shares.limited == kept.shares.limited {
-                        return Ok(kept.clone());
+        let measured: Option<Vec<Measured>> = all.into_iter().map(|facts| facts.measured).collect();
+        let (shares, crowd) = match measured.filter(|_| by_work) {
+            Some(measured) => {
+                let (shares, crowd) = earliest(problem, candidate, &measured)?;
+                if let Some(last) = self.last_shares.as_ref().filter(|last| last.words == words) {
+                    let kept = &last.shared.shares;
+                    let keeping_ns =
+                        kept.compute_ns(problem, candidate.mesh, &capacities(&measured, last.crowd))?;
+                    if shares.compute_ns > keeping_ns / 10 * 9 && shares.limited == kept.limited {
+                        return Ok(last.shared.clone());
                     }
                 }
-                shares
+                (shares, crowd)
             }
-            None => Shares::even(),
+            None => (Shares::even(), 0),
         };
+        self.speeds.run_in(class, crowd);
         let (queries, keys) = deal_tokens(problem, candidate.mesh, candidate.placement, &shares.split)?;
         let shared = SharedTokens { queries, keys, candidate, shares };
-        self.speeds.last = Some((words, shared.clone()));
+        self.last_shares = Some(LastShares { words, shared: shared.clone(), crowd });
         Ok(shared)
     }
 
@@ -159,49 +160,59 @@ impl Session {
         Ok(Candidate { strategy, mesh, placement: execution.placement })
     }
 
-    fn capacity(&self, class: CallClass) -> Option<Capacity> {
-        let known = self.speeds.known.iter().find(|(known, _)| *known == class);
-        known.map(|(_, capacity)| Capacity { memory_bytes: self.options.memory_bytes, ..*capacity })
-    }
-
-    /// Keeps what is known of a class of calls.
-    fn know(&mut self, class: CallClass, capacity: Capacity) {
-        self.speeds.known.truncate(MOST_CLASSES - 1);
-        self.speeds.known.insert(0, (class, capacity));
+    fn measured(&self, class: CallClass) -> Option<Measured> {
+        let known = self.speeds.of(class)?;
+        Some(Measured { memory_bytes: self.options.memory_bytes, ..known.clone() })
     }
 
     /// Takes the last call of this session into account.
     fn learn(&mut self, class: CallClass) {
         let Some((lowered, compute_ns)) = self.last_run.take() else { return };
-        let rank = self.rank();
-        let known = self.speeds.known.iter_mut().find(|(known, _)| *known == class);
         if CallClass::of(&lowered.plans().world().problem) != class {
             return;
         }
-        let step_ns = known.as_ref().map_or(0, |(_, capacity)| capacity.step_ns);
-        let Some(pairs_per_s) = speed_of_call(&lowered, rank, compute_ns, step_ns) else { return };
-        match known {
-            // Half of the way, in factors: one slow call does not count for much, and the speed of a device that becomes 50 times
-            // slower is known within a third after 4 calls. Half of the difference would take 8.
-            Some((_, capacity)) => {
-                capacity.pairs_per_s = geometric_mean(capacity.pairs_per_s, pairs_per_s);
-            }
-            None => self.know(class, Capacity { pairs_per_s, step_ns: 0, memory_bytes: None }),
+        let step_ns = self.speeds.of(class).map_or(0, |known| known.step_ns);
+        if let Some(pairs_per_s) = speed_of_call(&lowered, self.rank(), compute_ns, step_ns) {
+            self.speeds.learn(class, pairs_per_s);
         }
     }
 
-    /// All ranks measure at the same time, because they may share the cores of a machine; also those that know their speed from
-    /// another time.
-    async fn measure(&mut self, class: CallClass, problem: &AttentionProblem, words: &str) -> Result<()> {
+    /// What all ranks have measured. They measure at the same time, because they may share the cores of a machine; also those that
+    /// know their speed from another time. Where speeds differ, the fastest ranks measure again without the others.
+    async fn measure(
+        &mut self,
+        class: CallClass,
+        problem: &AttentionProblem,
+        mesh: Mesh,
+        words: &str,
+    ) -> Result<Vec<Facts>> {
         let clock = self.options.run.clock.clone();
         let ready = Probe::warm(&self.device, problem, clock).await;
-        let probe = self.or_refuse(ready).await?;
-        self.exchange(words, None).await?;
-        let measured = probe.measure().await;
-        let capacity = self.or_refuse(measured).await?;
-        self.speeds.known.retain(|(known, _)| *known != class);
-        self.know(class, capacity);
-        Ok(())
+        let mut probe = self.or_refuse(ready).await?;
+        let own = self.rank().0 as usize;
+        let mut measured = Measured { pairs_per_s: Vec::new(), step_ns: 0, memory_bytes: None };
+        let mut together: Vec<u64> = Vec::new();
+        for size in crowds(mesh.ring() as usize) {
+            // All ranks have ended what was before.
+            self.exchange(words, None).await?;
+            let mut speed = 0;
+            if together.is_empty() || members(mesh, &together, size)[own] {
+                let seen = probe.measure().await;
+                let seen = self.or_refuse(seen).await?;
+                (speed, measured.step_ns) = (seen.pairs_per_s, seen.step_ns);
+            }
+            measured.pairs_per_s.push(speed);
+            if together.is_empty() {
+                let all = self.exchange(words, Some(measured.clone())).await?;
+                together =
+                    all.iter().filter_map(|facts| Some(facts.measured.as_ref()?.pairs_per_s[0])).collect();
+                if is_noise(&together) {
+                    break;
+                }
+            }
+        }
+        self.speeds.set(class, measured);
+        self.exchange(words, self.measured(class)).await
     }
 
     /// Tells the other ranks of an error.
@@ -213,13 +224,13 @@ impl Session {
     }
 
     /// The facts of all ranks.
-    async fn exchange(&mut self, problem: &str, capacity: Option<Capacity>) -> Result<Vec<Facts>> {
+    async fn exchange(&mut self, problem: &str, measured: Option<Measured>) -> Result<Vec<Facts>> {
         let info = self.device.info();
         let device = format!("{} {} {} {}", info.backend, info.name, info.driver, info.kernel);
         // A vote has little room for words.
         let [problem, device] =
             [problem, &device].map(|words| blake3::hash(words.as_bytes()).to_hex().to_string());
-        let facts = Facts { version: VERSION, op: self.op, problem, device, capacity };
+        let facts = Facts { version: VERSION, op: self.op, problem, device, measured };
         let note =
             Bytes::from(serde_json::to_vec(&facts).expect("plain data without maps always serialises"));
         let notes = self.vote(Vote::Ready { plan_hash: SHARES, note }).await?;
@@ -255,19 +266,43 @@ impl Session {
     }
 }
 
-fn geometric_mean(a: u64, b: u64) -> u64 {
-    // The root of a product of two u64 fits u64.
-    u64::try_from((u128::from(a) * u128::from(b)).isqrt()).unwrap_or(u64::MAX)
+/// What the ranks can do while crowd number `crowd` computes, as if their speeds were equal where they differ by no more than
+/// measurements vary.
+fn capacities(measured: &[Measured], crowd: usize) -> Vec<Capacity> {
+    let capacities = measured.iter().map(|rank| rank.in_crowd(crowd));
+    let speeds: Vec<u64> = capacities.clone().map(|capacity| capacity.pairs_per_s).collect();
+    let least = speeds.iter().copied().min().unwrap_or(0);
+    if !is_noise(&speeds) {
+        return capacities.collect();
+    }
+    capacities.map(|capacity| Capacity { pairs_per_s: least, step_ns: 0, ..capacity }).collect()
 }
 
-/// One speed for all where the speeds differ by no more than measurements vary.
-fn without_noise(capacities: Vec<Capacity>) -> Vec<Capacity> {
-    let speeds = || capacities.iter().map(|capacity| capacity.pairs_per_s);
-    let (least, most) = (speeds().min().unwrap_or(0), speeds().max().unwrap_or(0));
-    if most - least > least / 10 {
-        return capacities;
+/// Whether these speeds differ by no more than measurements vary.
+fn is_noise(speeds: &[u64]) -> bool {
+    let (least, most) = (speeds.iter().min().unwrap_or(&0), speeds.iter().max().unwrap_or(&0));
+    most - least <= least / 10
+}
+
+/// The shares with the earliest end, and the crowd that they are for. Fewer ranks than all are worth it only for a tenth of the time:
+/// less is within what measurements vary, and more ranks have more memory.
+fn earliest(
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    measured: &[Measured],
+) -> Result<(Shares, usize)> {
+    let mut best = (by_capacity(problem, candidate, &capacities(measured, 0))?, 0);
+    let mut limit_ns = best.0.compute_ns / 10 * 9;
+    let known = measured.iter().map(|rank| rank.pairs_per_s.len()).min().unwrap_or(0);
+    for crowd in 1..known {
+        // A few ranks may have too little memory for all tokens.
+        let shares = by_capacity(problem, candidate, &capacities(measured, crowd)).ok();
+        if let Some(shares) = shares.filter(|shares| shares.compute_ns < limit_ns) {
+            limit_ns = shares.compute_ns;
+            best = (shares, crowd);
+        }
     }
-    capacities.iter().map(|capacity| Capacity { pairs_per_s: least, step_ns: 0, ..*capacity }).collect()
+    Ok(best)
 }
 
 /// Even shares for ranks of one speed, unless memory limits one of them.
@@ -285,17 +320,53 @@ impl Shares {
     }
 }
 
-/// Classes of calls whose speed a session keeps.
-const MOST_CLASSES: usize = 16;
 /// Increased when the meaning of facts changes.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// The hash under which ranks vote on shares.
-const SHARES: [u8; 32] = *b"kyklos: shares of the tokens, 1.";
+const SHARES: [u8; 32] = *b"kyklos: shares of the tokens, 2.";
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Dtype, Mask, PlacementKind};
+
+    /// Ranks that take each speed from the crowd of that number.
+    fn in_crowds<const N: usize>(speeds: [&[u64]; N]) -> [Measured; N] {
+        speeds.map(|speeds| Measured { pairs_per_s: speeds.to_vec(), step_ns: 1000, memory_bytes: None })
+    }
+
+    fn ring_of(ranks: u32) -> Candidate {
+        let mesh = Mesh::new(1, ranks).unwrap();
+        Candidate { strategy: Strategy::Ring, mesh, placement: PlacementKind::Contiguous }
+    }
+
+    #[test]
+    fn devices_that_slow_down_a_faster_one_are_left_out() {
+        let problem = AttentionProblem::new([1, 3000, 4, 2, 16], Dtype::F32, Mask::full()).unwrap();
+        // Crowds of 3, 1 and 2 ranks. Three devices that do not disturb each other.
+        let speeds: [&[u64]; 3] = [&[600_000, 600_000, 600_000], &[300_000, 0, 300_000], &[30_000, 0, 0]];
+        let (shares, crowd) = earliest(&problem, ring_of(3), &in_crowds(speeds)).unwrap();
+        assert_eq!((crowd, shares.left_out), (0, Vec::new()));
+
+        // Three drivers on the cores of one machine.
+        let speeds: [&[u64]; 3] = [&[200_000, 0, 0], &[333_000, 1_000_000, 500_000], &[30_000, 0, 50_000]];
+        let (shares, crowd) = earliest(&problem, ring_of(3), &in_crowds(speeds)).unwrap();
+        assert_eq!((crowd, shares.left_out), (1, vec![kyklos_transport::Rank(0), kyklos_transport::Rank(2)]));
+
+        // The fastest is on a machine of its own; the others share one.
+        let speeds: [&[u64]; 3] =
+            [&[1_000_000, 1_000_000, 1_000_000], &[200_000, 0, 900_000], &[190_000, 0, 0]];
+        let (shares, crowd) = earliest(&problem, ring_of(3), &in_crowds(speeds)).unwrap();
+        assert_eq!((crowd, shares.left_out), (2, vec![kyklos_transport::Rank(2)]));
+    }
+
+    #[test]
+    fn all_ranks_take_part_where_fewer_promise_less_than_a_tenth() {
+        let problem = AttentionProblem::new([1, 3000, 4, 2, 16], Dtype::F32, Mask::full()).unwrap();
+        let speeds: [&[u64]; 2] = [&[700_000, 1_050_000], &[300_000, 0]];
+        let (shares, crowd) = earliest(&problem, ring_of(2), &in_crowds(speeds)).unwrap();
+        assert_eq!((crowd, shares.left_out), (0, Vec::new()));
+    }
 
     #[test]
     fn speeds_within_a_tenth_give_even_shares_unless_memory_limits_one() {
@@ -306,7 +377,12 @@ mod tests {
             let of = |pairs_per_s| Capacity { pairs_per_s, step_ns: 1000, memory_bytes };
             let [first, second] = speeds.map(of);
             let second = Capacity { memory_bytes: memory_bytes.map(|_| 1 << 30), ..second };
-            by_capacity(&problem, ring, &without_noise(vec![first, second])).unwrap()
+            let of = |capacity: Capacity| Measured {
+                pairs_per_s: vec![capacity.pairs_per_s],
+                step_ns: capacity.step_ns,
+                memory_bytes: capacity.memory_bytes,
+            };
+            earliest(&problem, ring, &[first, second].map(of)).unwrap().0
         };
         for memory in [None, Some(1 << 30)] {
             assert_eq!(shares([1_000_000, 1_090_000], memory).split, Split::Even);
