@@ -1,5 +1,6 @@
 //! The catalogue: the kernels, their bindings and the features that they need.
 
+use crate::backward::{BackwardKernel, BackwardParams, RowStatsParams, Sums};
 use crate::uniforms::{
     AttendParams, CodesParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams,
     RepackParams, ResetParams, Uniform,
@@ -61,6 +62,22 @@ pub enum Kernel {
     },
     /// Makes m and l of a state empty.
     ResetState,
+    /// Gradients of one block of queries against one block of keys, added to sums.
+    AttendBackward(BackwardKernel),
+    /// Log-sum-exp and δ of each row of a finished output.
+    RowStats {
+        /// Storage type of the output and of its gradient.
+        storage: Storage,
+        /// Elements of a head.
+        head_dim: u32,
+        /// Whether the log-sum-exp has a gradient.
+        d_lse: bool,
+    },
+    /// A strided addition of f32.
+    Accumulate {
+        /// Numbers that one thread adds: 1 or 4.
+        words: u32,
+    },
 }
 
 /// How a kernel uses a binding.
@@ -127,6 +144,18 @@ impl Kernel {
             Self::ToCodes { storage, scales } => format!("codes-{}-{}", storage.name(), scales.name()),
             Self::FromCodes { storage, scales } => format!("from-codes-{}-{}", storage.name(), scales.name()),
             Self::ResetState => "reset-state".to_owned(),
+            Self::AttendBackward(kernel) => format!(
+                "backward-{}-{}-d{}{}{}",
+                kernel.sums.name(),
+                kernel.storage.name(),
+                kernel.head_dim,
+                if kernel.softcap { "-softcap" } else { "" },
+                kernel.pairs.suffix()
+            ),
+            Self::RowStats { storage, head_dim, d_lse } => {
+                format!("row-stats-{}-d{head_dim}{}", storage.name(), if *d_lse { "-d-lse" } else { "" })
+            }
+            Self::Accumulate { words } => format!("accumulate-{words}"),
         }
     }
 
@@ -138,10 +167,12 @@ impl Kernel {
             Self::MergeParts { .. } => MergePartsParams::UNIFORM,
             Self::Merge { .. } => MergeParams::UNIFORM,
             Self::Finalize { .. } => FinalizeParams::UNIFORM,
-            Self::Repack { .. } => RepackParams::UNIFORM,
+            Self::Repack { .. } | Self::Accumulate { .. } => RepackParams::UNIFORM,
             Self::Convert { .. } => ConvertParams::UNIFORM,
             Self::ToCodes { .. } | Self::FromCodes { .. } => CodesParams::UNIFORM,
             Self::ResetState => ResetParams::UNIFORM,
+            Self::AttendBackward(_) => BackwardParams::UNIFORM,
+            Self::RowStats { .. } => RowStatsParams::UNIFORM,
         }
     }
 
@@ -219,6 +250,30 @@ impl Kernel {
                 vec![read("codes", "u32"), read("scales", "f32"), write("destination", storage.unit_type())]
             }
             Self::ResetState => vec![write("state_ml", "vec2<f32>")],
+            Self::AttendBackward(BackwardKernel { sums, storage, pairs, .. }) => {
+                let tensors = ["q", "d_o", "k", "v"].map(|name| read(name, storage.unit_type()));
+                let mut bindings: Vec<_> =
+                    tensors.into_iter().filter(|one| sums != Sums::Values || one.name != "v").collect();
+                bindings.push(read("stats", "vec2<f32>"));
+                bindings.extend(sums.targets().iter().map(|name| write(name, "vec4<f32>")));
+                bindings.push(read("lists", "u32"));
+                bindings.extend(pairs.any().then(|| read("pairs", "u32")));
+                bindings
+            }
+            Self::RowStats { storage, d_lse, .. } => {
+                let mut bindings = vec![
+                    read("o", storage.unit_type()),
+                    read("d_o", storage.unit_type()),
+                    read("lse", "u32"),
+                    write("stats", "vec2<f32>"),
+                ];
+                bindings.extend(d_lse.then(|| read("d_lse", "f32")));
+                bindings
+            }
+            Self::Accumulate { words } => {
+                let unit = if words == 4 { "vec4<f32>" } else { "f32" };
+                vec![read("source", unit), write("destination", unit)]
+            }
         });
         bindings
     }

@@ -1,0 +1,360 @@
+//! Gradients of one block of queries against one block of keys, added to f32 sums.
+//!
+//! For a query row with log-sum-exp `lse` and `δ = Σ d_o·o − d_lse`, and for each key that it sees:
+//!
+//! ```text
+//! x  = scale · q·k           (softcap c: c · tanh(x / c)), plus the bias
+//! P  = exp(x − lse)          dS = P · (d_o·v − δ)    (softcap c: · (1 − tanh²))
+//! dQ += scale · dS · k       dK += scale · dS · q    dV += P · d_o
+//! ```
+//!
+//! (Dao 2023, arXiv 2307.08691, §3.1.2.) WGSL has no atomic addition of f32, and an order of additions that depends on timing would
+//! change bytes. So a sum belongs to one workgroup: one kernel has a tile of query rows and loops over keys, the other has a tile
+//! of keys and loops over the query heads that read it and over their rows. Both compute x; two products of seven are the price.
+//!
+//! Inside, logits are in base-2 units, with the factor on q of the forward kernels: so x has the rounding that is in the
+//! log-sum-exp.
+//!
+//! # Bindings
+//!
+//! | name | holds |
+//! |---|---|
+//! | params | [`BackwardParams`] |
+//! | q, d_o | `[batch, rows, heads, dim]`, strided, in 16-byte units |
+//! | k, v | `[batch, keys, KV heads, dim]`, the same |
+//! | stats | f32 `[batch, rows, heads, 2]`, strided, in 8-byte units: log-sum-exp and δ |
+//! | dq, or dk and dv | f32, strided, in 16-byte units: the sums |
+//! | lists | u32, see below |
+//! | pairs | where the kernel reads [`Pairs`](crate::Pairs): as in the forward kernels |
+//!
+//! `dv` is made without `v`, `dq` and `dk` with all of q, k, v, d_o.
+//!
+//! # Lists
+//!
+//! One array holds, at the places that the parameters name: the KV head of each query head, or for each KV head the first query
+//! head that reads it (and the end); the position of each key; the visible positions lo..hi of each class and row; and the work
+//! list of the kernel: for each class `2·tiles + 1` starts, where tiles of [`LIST_TILE`] rows or keys count, then runs `first..end` of
+//! what the kernel loops over. As in the forward kernels the first runs of a tile are full, the others are tested.
+//!
+//! # NaN and infinity
+//!
+//! Of pairs that are tested and hidden, P and dS are replaced by selection, and so is their product with the row or key. A row
+//! whose log-sum-exp is −∞ has `lse = −EMPTY_M`: the kernel of its own tile does not write it, and the other kernel reads zeros
+//! instead of its q and d_o, because 0 · NaN is NaN.
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::kernel::Kernel;
+use crate::text::Text;
+use crate::uniforms::{Field, Uniform, uniform};
+use crate::{Pairs, Storage, attend};
+
+pub(crate) mod portable;
+pub(crate) mod stats;
+
+/// Rows, and keys, in which the work lists of backward kernels count.
+pub const LIST_TILE: u32 = 32;
+
+/// The sums that a backward kernel adds to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sums {
+    /// dQ, of a tile of query rows.
+    Queries,
+    /// dK and dV, of a tile of keys.
+    KeysValues,
+    /// Only dK: where the sums of both would not fit into registers, or their bindings not into WebGPU's eight.
+    Keys,
+    /// Only dV.
+    Values,
+}
+
+impl Sums {
+    /// Name for labels.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Queries => "dq",
+            Self::KeysValues => "dkv",
+            Self::Keys => "dk",
+            Self::Values => "dv",
+        }
+    }
+
+    /// Names of the bindings of the sums.
+    pub(crate) const fn targets(self) -> &'static [&'static str] {
+        match self {
+            Self::Queries => &["dq"],
+            Self::KeysValues => &["dk", "dv"],
+            Self::Keys => &["dk"],
+            Self::Values => &["dv"],
+        }
+    }
+
+    /// The kernels that together make dK and dV.
+    pub const fn of_keys(head_dim: u32, pairs: Pairs) -> &'static [Self] {
+        if head_dim <= 128 && !pairs.any() { &[Self::KeysValues] } else { &[Self::Keys, Self::Values] }
+    }
+
+    /// Whether the tile is one of query rows, and keys are looped over.
+    pub const fn rows_are_fixed(self) -> bool {
+        matches!(self, Self::Queries)
+    }
+
+    /// Whether dS is computed.
+    pub(crate) const fn needs_scores(self) -> bool {
+        !matches!(self, Self::Values)
+    }
+
+    /// Multiply-adds for each pair and element of a head.
+    pub const fn products(self) -> u32 {
+        match self {
+            Self::Queries | Self::Keys => 3,
+            Self::KeysValues => 4,
+            Self::Values => 2,
+        }
+    }
+}
+
+/// Parameters of a backward kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardKernel {
+    /// What it computes.
+    pub sums: Sums,
+    /// Storage type of q, k, v, d_o.
+    pub storage: Storage,
+    /// Elements of a head: a multiple of 8 up to [`MAX_HEAD_DIM`](crate::MAX_HEAD_DIM).
+    pub head_dim: u32,
+    /// Whether logits pass c · tanh(x / c).
+    pub softcap: bool,
+    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] reads none.
+    pub pairs: Pairs,
+}
+
+impl BackwardKernel {
+    /// Rows or keys of one workgroup; divides [`LIST_TILE`].
+    pub const fn tile_rows(&self) -> u32 {
+        portable::SIDE * portable::rows_per_thread(self.sums, self.head_dim)
+    }
+}
+
+uniform! {
+    /// Parameters of [`Kernel::AttendBackward`](crate::Kernel::AttendBackward).
+    ///
+    /// Offsets and strides of q, d_o, k, v and of the sums count 16-byte units, those of the statistics 8-byte units. Offsets may be
+    /// "negative" by wrapping, as in [`AttendParams`](crate::AttendParams). What a workgroup has a tile of is called fixed here, what it
+    /// loops over is called moving.
+    BackwardParams {
+        /// Offset of (batch 0, row 0, head 0) of q.
+        q_offset: u32,
+        /// Distance of batch entries in q.
+        q_batch: u32,
+        /// Distance of rows in q.
+        q_row: u32,
+        /// Distance of heads in q.
+        q_head: u32,
+        /// Offset of (batch 0, row 0, head 0) of d_o.
+        d_o_offset: u32,
+        /// Distance of batch entries in d_o.
+        d_o_batch: u32,
+        /// Distance of rows in d_o.
+        d_o_row: u32,
+        /// Distance of heads in d_o.
+        d_o_head: u32,
+        /// Offset of (batch 0, row 0, head 0) of the statistics.
+        stats_offset: u32,
+        /// Distance of batch entries in the statistics.
+        stats_batch: u32,
+        /// Distance of rows in the statistics.
+        stats_row: u32,
+        /// Distance of heads in the statistics.
+        stats_head: u32,
+        /// Offset of (batch 0, row 0, head 0) of k.
+        k_offset: u32,
+        /// Distance of batch entries in k.
+        k_batch: u32,
+        /// Distance of rows in k.
+        k_row: u32,
+        /// Distance of heads in k.
+        k_head: u32,
+        /// Offset of (batch 0, row 0, head 0) of v.
+        v_offset: u32,
+        /// Distance of batch entries in v.
+        v_batch: u32,
+        /// Distance of rows in v.
+        v_row: u32,
+        /// Distance of heads in v.
+        v_head: u32,
+        /// Offset of (batch 0, row 0, head 0) of the sums.
+        sum_offset: u32,
+        /// Distance of batch entries in the sums.
+        sum_batch: u32,
+        /// Distance of rows in the sums.
+        sum_row: u32,
+        /// Distance of heads in the sums.
+        sum_head: u32,
+        /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
+        pairs_offset: u32,
+        /// Distance of batch entries in the pairs; 0 where they share one.
+        pairs_batch: u32,
+        /// Distance of rows in the pairs; 0 where they share one.
+        pairs_row: u32,
+        /// Distance of heads in the pairs; 0 where they share one.
+        pairs_head: u32,
+        /// Query rows of a class in the lists.
+        rows: u32,
+        /// Heads of the fixed side: query heads or KV heads.
+        heads: u32,
+        /// One past the last fixed row or key of this dispatch.
+        fixed_end: u32,
+        /// First moving row or key of this dispatch; a multiple of [`LIST_TILE`].
+        moving_begin: u32,
+        /// One past the last moving row or key.
+        moving_end: u32,
+        /// First tile of this dispatch, in tiles of [`BackwardKernel::tile_rows`].
+        tile_first: u32,
+        /// Tiles of this dispatch, for each batch entry and head.
+        tile_count: u32,
+        /// First batch entry of this dispatch.
+        batch_first: u32,
+        /// First item: item i is of the i / tile_count-th (batch entry, head). Under a causal mask the last tiles of rows and the
+        /// first tiles of keys are the longest, and come first.
+        first_item: u32,
+        /// Items, one workgroup each.
+        items: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// Mask classes less one: batch entry b is of class min(b, last_class).
+        last_class: u32,
+        /// Index of the first start of the work list in the lists.
+        starts_at: u32,
+        /// Distance of classes in the starts.
+        starts_class: u32,
+        /// Index of the first run in the lists.
+        runs_at: u32,
+        /// Index in the lists of what is known of each head.
+        heads_at: u32,
+        /// Index of the first key position in the lists.
+        keys_at: u32,
+        /// Index of the first row span in the lists.
+        spans_at: u32,
+        /// Factor on q: scale · log2 e; with softcap c, scale / c.
+        q_scale: f32,
+        /// With softcap c: c · log2 e.
+        cap: f32,
+        /// Factor on dQ and dK.
+        scale: f32,
+        /// Not used; makes the size a multiple of 16.
+        pad0: u32,
+        /// Not used.
+        pad1: u32,
+        /// Not used.
+        pad2: u32,
+    }
+}
+
+uniform! {
+    /// Parameters of [`Kernel::RowStats`](crate::Kernel::RowStats). Row-heads are (batch, row, head) triples in this order; all
+    /// tensors are dense.
+    RowStatsParams {
+        /// First row-head of this dispatch.
+        first: u32,
+        /// One past its last row-head.
+        end: u32,
+        /// Workgroups in the x direction of the dispatch.
+        grid_width: u32,
+        /// 16-byte units of o that lie before its binding.
+        o_skipped: u32,
+        /// 16-byte units of d_o that lie before its binding.
+        d_o_skipped: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad0: u32,
+        /// Not used.
+        pad1: u32,
+        /// Not used.
+        pad2: u32,
+    }
+}
+
+/// Declarations and functions of a backward kernel.
+fn prelude(kernel: BackwardKernel) -> String {
+    let mut text =
+        attend::logits_prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.pairs);
+    text.push_str(&base2_parts());
+    text.push('\n');
+    if kernel.softcap && kernel.sums.needs_scores() {
+        text.push_str(SLOPE);
+        text.push('\n');
+    }
+    text
+}
+
+/// A log-sum-exp in base-2 units as a sum of two numbers. Rounded to one, a log-sum-exp of 100 would change every weight by 4e-6.
+/// WGSL has no fused multiply-add to rely on, so the factors are cut to 12 bits, whose product is exact.
+fn base2_parts() -> String {
+    let high = f32::from_bits(std::f32::consts::LOG2_E.to_bits() & 0xffff_f000);
+    #[expect(clippy::cast_possible_truncation, reason = "rounded once")]
+    let low = (std::f64::consts::LOG2_E - f64::from(high)) as f32;
+    format!(
+        "fn base2_parts(lse: f32) -> vec2<f32> {{
+    let bits = bitcast<u32>(lse);
+    let cut = bitcast<f32>(bits & 0xfffff000u);
+    let parts = vec2<f32>(cut * {high:?}f, (lse - cut) * {high:?}f + lse * {low:?}f);
+    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
+    let special = (bits & 0x7f800000u) == 0x7f800000u || lse == -EMPTY_M;
+    return select(parts, vec2<f32>(lse, 0.0f), special);
+}}
+"
+    )
+}
+
+/// 1 − tanh²(t), from the exponential: near ±1 the difference would have lost most of its digits.
+const SLOPE: &str = "fn slope_of(t: f32) -> f32 {
+    let u = exp2(min(abs(t), 80.0f) * -2.8853900f);
+    let below = 1.0f + u;
+    return 4.0f * u / (below * below);
+}
+";
+
+/// The first statements of every workgroup: its tile, batch entry, head and runs. Returns if there is nothing to do.
+fn item(t: &mut Text, kernel: BackwardKernel) {
+    let last_first = if kernel.sums.rows_are_fixed() {
+        "params.tile_count - 1u - item % params.tile_count"
+    } else {
+        "item % params.tile_count"
+    };
+    t.lines(&format!(
+        "
+let group = group_id.x + group_id.y * params.grid_width;
+if (group >= params.items) {{ return; }}
+let item = params.first_item + group;
+let tile = params.tile_first + {last_first};
+let batch_head = item / params.tile_count;
+let batch = params.batch_first + batch_head / params.heads;
+let own_head = batch_head % params.heads;
+let class_index = min(batch, params.last_class);
+let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / {}u);
+let full_runs = lists[starts];
+let tested_runs = lists[starts + 1u];
+let runs_end = lists[starts + 2u];
+if (full_runs == runs_end) {{ return; }}
+let spans = params.spans_at + 2u * class_index * params.rows;",
+        LIST_TILE / kernel.tile_rows(),
+    ));
+}
+
+/// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If the kernel reads pairs, all are
+/// tested. The argument of `body` says whether it has to test.
+fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
+    let mut runs = |from: &str, to: &str, tested| {
+        t.block(format!("for (var run = {from}; run < {to}; run++)"), |t| {
+            t.line("let first = max(lists[params.runs_at + 2u * run], params.moving_begin);");
+            t.line("let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);");
+            body(t, tested);
+        });
+    };
+    if pairs.any() {
+        runs("full_runs", "runs_end", true);
+    } else {
+        runs("full_runs", "tested_runs", false);
+        runs("tested_runs", "runs_end", true);
+    }
+}
