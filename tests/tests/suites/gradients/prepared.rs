@@ -36,6 +36,8 @@ pub struct Sharing {
     pub kv: Placement,
     pub forward: Strategy,
     pub execution: Execution,
+    /// The device of every rank.
+    pub device: Device,
 }
 
 impl GradientCase {
@@ -83,7 +85,7 @@ impl GradientCase {
 
     /// dQ, dK, dV and dSinks of the whole problem.
     pub fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> [Vec<f64>; 4] {
-        let Sharing { mesh, q, kv, forward, execution } = sharing;
+        let Sharing { mesh, q, kv, forward, execution, device } = sharing;
         let problem = &self.prepared.problem;
         let world = plan_placed(problem, *mesh, q.clone(), kv.clone(), *forward).unwrap();
         let (q_layout, kv_layout) = layouts(&world);
@@ -115,7 +117,7 @@ impl GradientCase {
             let of_q = |data| tensor(q_count, q_heads, dim, problem.dtype, data);
             let of_kv = |data| tensor(kv_count, kv_heads, dim, problem.dtype, data);
             let (q, k, v) = (of_q(own.q), of_kv(own.k), of_kv(own.v));
-            let mut session = Session::new(transport, Device::cpu());
+            let mut session = Session::new(transport, device.clone());
             let execution =
                 execution.clone().mesh(*mesh).owners(world.q_placement.clone(), world.kv_placement.clone());
             let ahead = call.clone().execution(execution.clone().strategy(*forward));
