@@ -44,7 +44,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::kernel::Kernel;
+use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
 use crate::uniforms::{Field, Uniform, uniform};
 use crate::{Pairs, Storage, attend};
@@ -293,13 +293,16 @@ fn base2_parts() -> String {
     let high = f32::from_bits(std::f32::consts::LOG2_E.to_bits() & 0xffff_f000);
     #[expect(clippy::cast_possible_truncation, reason = "rounded once")]
     let low = (std::f64::consts::LOG2_E - f64::from(high)) as f32;
+    let unseen = (-EMPTY_M).to_bits();
     format!(
-        "fn base2_parts(lse: f32) -> vec2<f32> {{
+        "// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
+fn saw_keys(lse: f32) -> bool {{ return bitcast<u32>(lse) != {unseen:#x}u; }}
+fn base2_parts(lse: f32) -> vec2<f32> {{
     let bits = bitcast<u32>(lse);
     let cut = bitcast<f32>(bits & 0xfffff000u);
     let parts = vec2<f32>(cut * {high:?}f, (lse - cut) * {high:?}f + lse * {low:?}f);
     // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
-    let special = (bits & 0x7f800000u) == 0x7f800000u || lse == -EMPTY_M;
+    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
     return select(parts, vec2<f32>(lse, 0.0f), special);
 }}
 "

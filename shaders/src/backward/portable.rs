@@ -234,7 +234,7 @@ let lse{i} = base2_parts(stats{i}.x);",
                     (format!("({row})"), String::new())
                 };
                 t.line(format!(
-                    "let live{it} = {inside}stats[stats_base + {row} * params.stats_row].x != -EMPTY_M;"
+                    "let live{it} = {inside}saw_keys(stats[stats_base + {row} * params.stats_row].x);"
                 ));
             }
         }
@@ -438,7 +438,7 @@ let lse{i} = base2_parts(stats{i}.x);",
     fn end(&self, t: &mut Text) {
         for i in 0..self.rows {
             let condition =
-                if self.by_rows() { format!("in{i} && stats{i}.x != -EMPTY_M") } else { format!("in{i}") };
+                if self.by_rows() { format!("in{i} && saw_keys(stats{i}.x)") } else { format!("in{i}") };
             t.block(format!("if ({condition})"), |t| {
                 for sum in self.sums() {
                     let buffer = match (self.by_rows(), sum.scaled) {

@@ -81,12 +81,14 @@ fn capped(t: f32) -> f32 {
     return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
 }
 
+// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
+fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
 fn base2_parts(lse: f32) -> vec2<f32> {
     let bits = bitcast<u32>(lse);
     let cut = bitcast<f32>(bits & 0xfffff000u);
     let parts = vec2<f32>(cut * 1.4423828f, (lse - cut) * 1.4423828f + lse * 0.0003122284f);
     // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
-    let special = (bits & 0x7f800000u) == 0x7f800000u || lse == -EMPTY_M;
+    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
     return select(parts, vec2<f32>(lse, 0.0f), special);
 }
 
@@ -197,10 +199,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let lse_high = vec4<f32>(lse_x.x, lse_y.x, lse_z.x, lse_w.x);
                 let lse_low = vec4<f32>(lse_x.y, lse_y.y, lse_z.y, lse_w.y);
                 let delta = vec4<f32>(stats_x.y, stats_y.y, stats_z.y, stats_w.y);
-                let live0 = stats[stats_base + (col + load0) * params.stats_row].x != -EMPTY_M;
-                let live1 = stats[stats_base + (col + load1) * params.stats_row].x != -EMPTY_M;
-                let live2 = stats[stats_base + (col + load2) * params.stats_row].x != -EMPTY_M;
-                let live3 = stats[stats_base + (col + load3) * params.stats_row].x != -EMPTY_M;
+                let live0 = saw_keys(stats[stats_base + (col + load0) * params.stats_row].x);
+                let live1 = saw_keys(stats[stats_base + (col + load1) * params.stats_row].x);
+                let live2 = saw_keys(stats[stats_base + (col + load2) * params.stats_row].x);
+                let live3 = saw_keys(stats[stats_base + (col + load3) * params.stats_row].x);
                 var x0 = vec4<f32>();
                 var x1 = vec4<f32>();
                 var x2 = vec4<f32>();
@@ -338,10 +340,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let lse_high = vec4<f32>(lse_x.x, lse_y.x, lse_z.x, lse_w.x);
                 let lse_low = vec4<f32>(lse_x.y, lse_y.y, lse_z.y, lse_w.y);
                 let delta = vec4<f32>(stats_x.y, stats_y.y, stats_z.y, stats_w.y);
-                let live0 = col + load0 < end && stats[stats_base + min(col + load0, end - 1u) * params.stats_row].x != -EMPTY_M;
-                let live1 = col + load1 < end && stats[stats_base + min(col + load1, end - 1u) * params.stats_row].x != -EMPTY_M;
-                let live2 = col + load2 < end && stats[stats_base + min(col + load2, end - 1u) * params.stats_row].x != -EMPTY_M;
-                let live3 = col + load3 < end && stats[stats_base + min(col + load3, end - 1u) * params.stats_row].x != -EMPTY_M;
+                let live0 = col + load0 < end && saw_keys(stats[stats_base + min(col + load0, end - 1u) * params.stats_row].x);
+                let live1 = col + load1 < end && saw_keys(stats[stats_base + min(col + load1, end - 1u) * params.stats_row].x);
+                let live2 = col + load2 < end && saw_keys(stats[stats_base + min(col + load2, end - 1u) * params.stats_row].x);
+                let live3 = col + load3 < end && saw_keys(stats[stats_base + min(col + load3, end - 1u) * params.stats_row].x);
                 let inside = cols < vec4<u32>(end);
                 let lo = vec4<u32>(lists[spans + 2u * there.x], lists[spans + 2u * there.y], lists[spans + 2u * there.z], lists[spans + 2u * there.w]);
                 let hi = vec4<u32>(lists[spans + 2u * there.x + 1u], lists[spans + 2u * there.y + 1u], lists[spans + 2u * there.z + 1u], lists[spans + 2u * there.w + 1u]);

@@ -1,6 +1,6 @@
 //! The same on every wgpu device of this machine. Without one nothing is held, and `KYKLOS_REQUIRE_GPU=1` makes that a failure.
 
-use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
+use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
 use kyklos::{Dtype, RunOptions, Session, SessionOptions};
 use kyklos_oracle::inputs::{Case, CasePairs, cases};
@@ -12,9 +12,15 @@ use super::worlds::worlds;
 use super::{assert_alone, calls};
 use crate::amount::amount;
 
-/// Every adapter, opened with `options`, with the head dim to which a sample of the cases is limited: a software driver needs
+/// With the head dim to which a sample of the cases is limited: a software driver needs
 /// minutes to compile the kernels of all head dims.
+/// Every adapter, opened with `options`, as the program would choose its kernels and with those that run everywhere.
 fn devices(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
+    let portable = WgpuOptions { kernel: KernelChoice::Portable, ..options.clone() };
+    [options, &portable].into_iter().flat_map(open).collect()
+}
+
+fn open(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
     let adapters = WgpuBackend::enumerate();
     let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
     assert!(!required || !adapters.is_empty(), "KYKLOS_REQUIRE_GPU=1, and there is no wgpu device");
@@ -43,12 +49,20 @@ fn one_wgpu_device_agrees_with_the_oracle_in_every_case() {
     }
 }
 
-/// Tensors of every case beyond the bindings: several regions of rows and of keys.
+/// Several regions of rows and of keys.
 #[test]
 fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
-    let small = WgpuOptions { max_binding_bytes: Some(8192), ..WgpuOptions::default() };
+    let small = WgpuOptions { max_binding_bytes: Some(1 << 16), ..WgpuOptions::default() };
     for (device, _) in devices(&small) {
-        for case in cases().into_iter().filter(|case| case.problem.head_dim == 32) {
+        let heads = [4, 2, 32];
+        let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 20, 270, 300]));
+        let pairs = CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false };
+        for case in [
+            case("full", [2, 300, 300], heads, OracleMask::full()),
+            case("causal", [1, 500, 600], heads, OracleMask::causal()),
+            case("documents", [2, 300, 300], heads, documents),
+            Case { pairs: Some(pairs), ..case("bias", [1, 200, 200], heads, OracleMask::causal()) },
+        ] {
             assert_alone(&GradientCase::new(case, Dtype::F32), &device);
         }
     }
