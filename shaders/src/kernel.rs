@@ -1,6 +1,6 @@
 //! The catalogue: the kernels, their bindings and the features that they need.
 
-use crate::backward::{BackwardKernel, BackwardParams, RowStatsParams, Sums};
+use crate::backward::{BackwardKernel, BackwardParams, BackwardVariant, RowStatsParams, Sums};
 use crate::uniforms::{
     AttendParams, CodesParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams,
     RepackParams, ResetParams, Uniform,
@@ -145,8 +145,9 @@ impl Kernel {
             Self::FromCodes { storage, scales } => format!("from-codes-{}-{}", storage.name(), scales.name()),
             Self::ResetState => "reset-state".to_owned(),
             Self::AttendBackward(kernel) => format!(
-                "backward-{}-{}-d{}{}{}",
+                "backward-{}-{}-{}-d{}{}{}",
                 kernel.sums.name(),
+                kernel.variant.name(),
                 kernel.storage.name(),
                 kernel.head_dim,
                 if kernel.softcap { "-softcap" } else { "" },
@@ -182,18 +183,18 @@ impl Kernel {
         let write = |name, element| Binding { name, access: Access::ReadWrite, element };
         let mut bindings =
             vec![Binding { name: "params", access: Access::Uniform, element: self.uniform().name }];
-        let key_value = |name, storage: Storage| {
+        let key_value = |name, element| {
             if self.reads_textures() {
                 Binding { name, access: Access::Texture, element: "texture_storage_2d<rgba32uint, read>" }
             } else {
-                read(name, storage.unit_type())
+                read(name, element)
             }
         };
         bindings.extend(match *self {
             Self::Decode(DecodeKernel { storage, pairs, .. }) => vec![
                 read("q", storage.unit_type()),
-                key_value("k", storage),
-                key_value("v", storage),
+                key_value("k", storage.unit_type()),
+                key_value("v", storage.unit_type()),
                 write("part_a", "vec4<f32>"),
                 write("part_ml", "vec2<f32>"),
                 read("positions", "u32"),
@@ -210,8 +211,8 @@ impl Kernel {
             ],
             Self::Attend(AttendKernel { storage, pairs, .. }) => vec![
                 read("q", storage.unit_type()),
-                key_value("k", storage),
-                key_value("v", storage),
+                key_value("k", storage.unit_type()),
+                key_value("v", storage.unit_type()),
                 write("state_a", "vec4<f32>"),
                 write("state_ml", "vec2<f32>"),
                 read("positions", "u32"),
@@ -251,10 +252,15 @@ impl Kernel {
             }
             Self::ResetState => vec![write("state_ml", "vec2<f32>")],
             Self::AttendBackward(BackwardKernel { sums, storage, pairs, .. }) => {
-                let tensors = ["q", "d_o", "k", "v"].map(|name| read(name, storage.unit_type()));
+                let moving: &[&str] =
+                    if sums.rows_are_fixed() { &["k", "v"] } else { &["q", "d_o", "stats"] };
+                let tensor = |name, element| {
+                    if moving.contains(&name) { key_value(name, element) } else { read(name, element) }
+                };
+                let tensors = ["q", "d_o", "k", "v"].map(|name| tensor(name, storage.unit_type()));
                 let mut bindings: Vec<_> =
                     tensors.into_iter().filter(|one| sums != Sums::Values || one.name != "v").collect();
-                bindings.push(read("stats", "vec2<f32>"));
+                bindings.push(tensor("stats", "vec2<f32>"));
                 bindings.extend(sums.targets().iter().map(|name| write(name, "vec4<f32>")));
                 bindings.push(read("lists", "u32"));
                 bindings.extend(pairs.any().then(|| read("pairs", "u32")));
@@ -286,15 +292,17 @@ impl Kernel {
                 variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative { .. },
                 ..
             }) | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
+                | Self::AttendBackward(BackwardKernel { variant: BackwardVariant::Lanes { .. }, .. })
         )
     }
 
-    /// Whether k and v are textures.
+    /// Whether k and v are textures, or what a backward kernel loops over.
     pub const fn reads_textures(&self) -> bool {
         matches!(
             self,
             Self::Attend(AttendKernel { variant: AttendVariant::SubgroupBroadcast { .. }, .. })
                 | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
+                | Self::AttendBackward(BackwardKernel { variant: BackwardVariant::Lanes { .. }, .. })
         )
     }
 

@@ -12,7 +12,7 @@
 //!   takes all rows that share a KV head, and [`Kernel::MergeParts`] merges their partial states into the running state.
 //! - Gradients: [`Kernel::AttendBackward`], [`Kernel::RowStats`], [`Kernel::Accumulate`]; what they read is described in [`BackwardParams`]
 //!   and in the module of the kernels.
-//! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v from read-only storage textures: x = KV head · units of a head + unit,
+//! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v, in backward kernels what they loop over, from read-only storage textures: x = KV head · units of a head + unit,
 //!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
 //! - Kernels know no masks: they read an interval of key positions for each query row, a position for each key, and a
@@ -39,7 +39,7 @@ mod text;
 mod uniforms;
 mod variant;
 
-pub use backward::{BackwardKernel, BackwardParams, LIST_TILE, RowStatsParams, Sums};
+pub use backward::{BackwardKernel, BackwardParams, BackwardVariant, RowStatsParams, Sums};
 pub use kernel::{Access, Binding, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
 pub use pairs::Pairs;
 pub use source::Dialect;

@@ -2,7 +2,9 @@
 
 use crate::kernel::{Kernel, MAX_HEAD_DIM};
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
-use crate::{Pairs, Storage, Sums, attend, backward, codes, convert, decode, finish, repack};
+use crate::{
+    BackwardKernel, BackwardVariant, Pairs, Storage, attend, backward, codes, convert, decode, finish, repack,
+};
 
 /// The compiler that reads the text: compilers disagree about how a text announces its use of subgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,10 +66,18 @@ impl Kernel {
             Self::AttendBackward(kernel) => {
                 assert_head_dim(kernel.head_dim);
                 assert!(
-                    kernel.sums != Sums::KeysValues || !kernel.pairs.any(),
-                    "with pairs, dK and dV are made apart"
+                    kernel.sums.rows_are_fixed()
+                        || kernel.variant.of_keys(kernel.head_dim, kernel.pairs).contains(&kernel.sums),
+                    "{:?} is not made",
+                    kernel.sums
                 );
-                backward::portable::source(kernel)
+                let text = match kernel.variant {
+                    BackwardVariant::Portable => backward::portable::source(kernel),
+                    BackwardVariant::Lanes { subgroup_size } => {
+                        backward::lanes::source(kernel, subgroup_size)
+                    }
+                };
+                self.announced(dialect, text)
             }
             Self::RowStats { storage, head_dim, d_lse } => {
                 assert_head_dim(head_dim);
@@ -108,7 +118,10 @@ impl Kernel {
                 DecodeVariant::Portable => decode::THREADS,
                 DecodeVariant::Lanes { subgroup_size } => subgroup_size,
             },
-            Self::AttendBackward(_) => backward::portable::THREADS,
+            Self::AttendBackward(BackwardKernel { variant, .. }) => match variant {
+                BackwardVariant::Portable => backward::portable::THREADS,
+                BackwardVariant::Lanes { subgroup_size } => *subgroup_size,
+            },
             Self::MergeParts { .. }
             | Self::Merge { .. }
             | Self::Finalize { .. }
@@ -143,7 +156,9 @@ impl Kernel {
             Self::Decode(kernel @ DecodeKernel { variant: DecodeVariant::Portable, .. }) => {
                 decode::portable_bytes(kernel)
             }
-            Self::AttendBackward(kernel) => backward::portable::workgroup_bytes(kernel),
+            Self::AttendBackward(kernel @ BackwardKernel { variant: BackwardVariant::Portable, .. }) => {
+                backward::portable::workgroup_bytes(kernel)
+            }
             Self::RowStats { .. } => 4 * self.workgroup_size(),
             _ => 0,
         }

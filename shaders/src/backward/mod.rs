@@ -27,13 +27,14 @@
 //! | lists | u32, see below |
 //! | pairs | where the kernel reads [`Pairs`](crate::Pairs): as in the forward kernels |
 //!
-//! `dv` is made without `v`, `dq` and `dk` with all of q, k, v, d_o.
+//! `dv` alone is made without `v`. In [`lanes`] the moving tensors and their statistics are textures of 16-byte texels: x = head ·
+//! units of a head + unit, or head / 2; y = (batch entry − `batch_first`) · `moving_texels` + row − `moving_begin`.
 //!
 //! # Lists
 //!
 //! One array holds, at the places that the parameters name: the KV head of each query head, or for each KV head the first query
 //! head that reads it (and the end); the position of each key; the visible positions lo..hi of each class and row; and the work
-//! list of the kernel: for each class `2·tiles + 1` starts, where tiles of [`LIST_TILE`] rows or keys count, then runs `first..end` of
+//! list of the kernel: for each class `2·tiles + 1` starts, where tiles of [`BackwardVariant::list_tile`] count, then runs `first..end` of
 //! what the kernel loops over. As in the forward kernels the first runs of a tile are full, the others are tested.
 //!
 //! # NaN and infinity
@@ -47,13 +48,54 @@ use bytemuck::{Pod, Zeroable};
 use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
 use crate::uniforms::{Field, Uniform, uniform};
-use crate::{Pairs, Storage, attend};
+use crate::{Pairs, Storage, Tile, attend};
 
+pub(crate) mod lanes;
 pub(crate) mod portable;
 pub(crate) mod stats;
 
-/// Rows, and keys, in which the work lists of backward kernels count.
-pub const LIST_TILE: u32 = 32;
+/// How gradients are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BackwardVariant {
+    /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature.
+    Portable,
+    /// Rows or keys in the lanes of a subgroup; for drivers that compute on the host's cores, with subgroups of exactly this size.
+    Lanes {
+        /// Lanes of a subgroup.
+        subgroup_size: u32,
+    },
+}
+
+impl BackwardVariant {
+    /// The variant for a driver with subgroups of `subgroup_size` that computes on the host's cores.
+    pub const fn lanes(subgroup_size: u32, head_dim: u32) -> Self {
+        if head_dim <= lanes::MOST_HEAD_DIM { Self::Lanes { subgroup_size } } else { Self::Portable }
+    }
+
+    /// Name for labels.
+    pub fn name(self) -> String {
+        match self {
+            Self::Portable => "portable".to_owned(),
+            Self::Lanes { subgroup_size } => format!("lanes-{subgroup_size}"),
+        }
+    }
+
+    /// The tiles in which work lists count.
+    pub const fn list_tile(self, head_dim: u32) -> Tile {
+        match self {
+            Self::Portable => Tile { q_rows: portable::COLS, kv_cols: portable::COLS },
+            Self::Lanes { subgroup_size } => lanes::list_tile(subgroup_size, head_dim),
+        }
+    }
+
+    /// The kernels that together make dK and dV.
+    pub const fn of_keys(self, head_dim: u32, pairs: Pairs) -> &'static [Sums] {
+        match self {
+            Self::Portable if head_dim > 128 || pairs.any() => &[Sums::Keys, Sums::Values],
+            Self::Portable | Self::Lanes { .. } => &[Sums::KeysValues],
+        }
+    }
+}
 
 /// The sums that a backward kernel adds to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -89,11 +131,6 @@ impl Sums {
         }
     }
 
-    /// The kernels that together make dK and dV.
-    pub const fn of_keys(head_dim: u32, pairs: Pairs) -> &'static [Self] {
-        if head_dim <= 128 && !pairs.any() { &[Self::KeysValues] } else { &[Self::Keys, Self::Values] }
-    }
-
     /// Whether the tile is one of query rows, and keys are looped over.
     pub const fn rows_are_fixed(self) -> bool {
         matches!(self, Self::Queries)
@@ -117,6 +154,8 @@ impl Sums {
 /// Parameters of a backward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardKernel {
+    /// How it is computed.
+    pub variant: BackwardVariant,
     /// What it computes.
     pub sums: Sums,
     /// Storage type of q, k, v, d_o.
@@ -125,14 +164,26 @@ pub struct BackwardKernel {
     pub head_dim: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
-    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] reads none.
+    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant reads none.
     pub pairs: Pairs,
 }
 
 impl BackwardKernel {
-    /// Rows or keys of one workgroup; divides [`LIST_TILE`].
+    /// Rows or keys of one workgroup; divides those of the list's tile.
     pub const fn tile_rows(&self) -> u32 {
-        portable::SIDE * portable::rows_per_thread(self.sums, self.head_dim)
+        match self.variant {
+            BackwardVariant::Portable => portable::SIDE * portable::rows_per_thread(self.sums, self.head_dim),
+            BackwardVariant::Lanes { subgroup_size } => {
+                subgroup_size * lanes::rows_per_lane(self, subgroup_size)
+            }
+        }
+    }
+
+    /// Workgroups for one tile of the list.
+    pub const fn tiles_of_list(&self) -> u32 {
+        let tile = self.variant.list_tile(self.head_dim);
+        let list = if self.sums.rows_are_fixed() { tile.q_rows } else { tile.kv_cols };
+        list / self.tile_rows()
     }
 }
 
@@ -205,7 +256,7 @@ uniform! {
         heads: u32,
         /// One past the last fixed row or key of this dispatch.
         fixed_end: u32,
-        /// First moving row or key of this dispatch; a multiple of [`LIST_TILE`].
+        /// First moving row or key of this dispatch; a multiple of the list's tile.
         moving_begin: u32,
         /// One past the last moving row or key.
         moving_end: u32,
@@ -242,12 +293,12 @@ uniform! {
         cap: f32,
         /// Factor on dQ and dK.
         scale: f32,
+        /// Factor on dK where the factor on q is in it: scale / q_scale.
+        unscale: f32,
+        /// Where moving tensors are textures, texel rows of a batch entry.
+        moving_texels: u32,
         /// Not used; makes the size a multiple of 16.
-        pad0: u32,
-        /// Not used.
-        pad1: u32,
-        /// Not used.
-        pad2: u32,
+        pad: u32,
     }
 }
 
@@ -340,7 +391,7 @@ let tested_runs = lists[starts + 1u];
 let runs_end = lists[starts + 2u];
 if (full_runs == runs_end) {{ return; }}
 let spans = params.spans_at + 2u * class_index * params.rows;",
-        LIST_TILE / kernel.tile_rows(),
+        kernel.tiles_of_list(),
     ));
 }
 

@@ -8,15 +8,15 @@
 //! vectors. When S and dP are complete, P and dS take the place of the fixed tensors, and the moving ones are loaded once more, row by
 //! row. In P and dS, slot `4·s + j` is the moving row `8·j + s`: one thread's four are one vector, and the rows lie in the same order.
 
-use super::{BackwardKernel, LIST_TILE, Sums, all_runs, item, prelude};
+use super::{BackwardKernel, Sums, all_runs, item, prelude};
 use crate::attend::load_function;
 use crate::text::Text;
 
 pub(crate) const THREADS: u32 = 64;
 /// Threads in a row of the grid, rows of threads, and chunks that are in workgroup memory at a time.
 pub(crate) const SIDE: u32 = 8;
-/// Moving rows of a tile.
-const COLS: u32 = LIST_TILE;
+/// Moving rows of a tile, and rows and keys of those of the list.
+pub(crate) const COLS: u32 = 32;
 
 /// Fixed rows of one thread. Fewer for large heads, so that the sums stay in registers.
 pub(crate) const fn rows_per_thread(sums: Sums, head_dim: u32) -> u32 {
@@ -296,9 +296,9 @@ let lse{i} = base2_parts(stats{i}.x);",
     /// S and dP.
     fn scores(&self, t: &mut Text, tested: bool) {
         let areas = if self.kernel.sums.needs_scores() { 2 } else { 1 };
-        for area in 0..areas {
+        for x in &PRODUCTS[..areas] {
             for i in 0..self.rows {
-                t.line(format!("var {}{i} = vec4<f32>();", PRODUCTS[area]));
+                t.line(format!("var {x}{i} = vec4<f32>();"));
             }
         }
         t.block(format!("for (var g = 0u; g < {}u; g++)", self.groups), |t| {
@@ -322,8 +322,7 @@ let lse{i} = base2_parts(stats{i}.x);",
             }
             t.line("workgroupBarrier();");
             t.block(format!("for (var c = 0u; c < {SIDE}u; c++)"), |t| {
-                for area in 0..areas {
-                    let x = PRODUCTS[area];
+                for (area, x) in PRODUCTS.iter().enumerate().take(areas) {
                     for j in 0..4 {
                         t.line(format!("let {x}m{j} = moving{area}[c * {COLS}u + {}u + tc];", SIDE * j));
                     }

@@ -2,8 +2,8 @@
 //! kernels for other compilers share this list.
 
 use kyklos_shaders::{
-    AttendKernel, AttendVariant, BackwardKernel, DecodeKernel, DecodeVariant, Dialect, Kernel, MAX_HEAD_DIM,
-    Pairs, Scales, Storage, Sums,
+    AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, DecodeKernel, DecodeVariant, Dialect,
+    Kernel, MAX_HEAD_DIM, Pairs, Scales, Storage, Sums,
 };
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
@@ -50,14 +50,22 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                 kernels.push(Kernel::Finalize { storage, head_dim, sinks });
             }
             kernels.extend([false, true].map(|d_lse| Kernel::RowStats { storage, head_dim, d_lse }));
-            for (softcap, pairs) in options(head_dim) {
-                for sums in [Sums::Queries].iter().chain(Sums::of_keys(head_dim, pairs)).copied() {
-                    kernels.push(Kernel::AttendBackward(BackwardKernel {
-                        sums,
-                        storage,
-                        head_dim,
-                        softcap,
-                        pairs,
+            let mut backward = vec![BackwardVariant::Portable];
+            let sizes = AttendVariant::SUBGROUP_SIZES;
+            backward.extend(sizes.map(|size| BackwardVariant::lanes(size, head_dim)));
+            backward.dedup();
+            for variant in backward {
+                for (softcap, pairs) in options(head_dim) {
+                    let of_keys = variant.of_keys(head_dim, pairs);
+                    kernels.extend([Sums::Queries].iter().chain(of_keys).map(|sums| {
+                        Kernel::AttendBackward(BackwardKernel {
+                            variant,
+                            sums: *sums,
+                            storage,
+                            head_dim,
+                            softcap,
+                            pairs,
+                        })
                     }));
                 }
             }

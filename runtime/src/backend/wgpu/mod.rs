@@ -207,8 +207,8 @@ impl Backend for WgpuBackend {
         numbers::checked_dim(head_dim).map(|_| ())
     }
 
-    fn backward_tile_shape(&self, _: &AttentionProblem, _: StateShape) -> TileShape {
-        backward::TILE
+    fn backward_tile_shape(&self, problem: &AttentionProblem, _: StateShape) -> TileShape {
+        backward::tile_shape(self, problem.head_dim)
     }
 
     fn row_stats(&self, args: RowStats<'_, WgpuBuffer>) -> Result<()> {

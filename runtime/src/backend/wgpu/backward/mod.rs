@@ -8,7 +8,7 @@ mod tensors;
 
 use std::ops::Range;
 
-use kyklos_shaders::{BackwardKernel, BackwardParams, Kernel, LIST_TILE, Sums};
+use kyklos_shaders::{BackwardKernel, BackwardParams, BackwardVariant, Kernel, Sums};
 
 use self::lists::{Lists, Side};
 pub(super) use self::stats::row_stats;
@@ -24,8 +24,11 @@ use super::region::cut;
 use crate::backend::{AttendBackward, Control, yield_now};
 use crate::{Error, Result, TileShape};
 
-/// The tiles of the work list.
-pub(super) const TILE: TileShape = TileShape { q_rows: LIST_TILE, kv_cols: LIST_TILE };
+/// The tiles of work lists for heads of `head_dim` elements.
+pub(super) fn tile_shape(backend: &WgpuBackend, head_dim: u32) -> TileShape {
+    let tile = backend.variants.backward(head_dim).list_tile(head_dim);
+    TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
+}
 
 pub(super) async fn attend_backward(
     backend: &WgpuBackend,
@@ -36,18 +39,19 @@ pub(super) async fn attend_backward(
     if shape.batch == 0 || shape.rows == 0 || shape.heads == 0 || args.work.is_empty() {
         return control.piece_done();
     }
-    if args.work.tile != TILE {
+    let tile = tile_shape(backend, checked_dim(shape.dim)?);
+    if args.work.tile != tile {
         return Err(Error::request(
-            format!("the work list is in tiles of {:?}, the backward kernels' are {TILE:?}", args.work.tile),
+            format!("the work list is in tiles of {:?}, the backward kernels' are {tile:?}", args.work.tile),
             "lower the mask with this backend's backward_tile_shape",
         ));
     }
     let call = Call::new(backend, &args)?;
-    for sums in [Sums::Queries].iter().chain(Sums::of_keys(call.head_dim, call.pairs)) {
+    for sums in [Sums::Queries].iter().chain(call.variant.of_keys(call.head_dim, call.pairs)) {
         let pass = Pass::new(&call, *sums);
         for region in pass.regions() {
             let mut items = pass.items(&region);
-            let windows = call.tensors.windows(&backend.gpu, &args, *sums, &region)?;
+            let windows = call.tensors.windows(&backend.gpu, &args, pass.kernel, &region)?;
             while let Some((items, flops)) = items.next(backend.pace.piece_flops(&pass.kernel)) {
                 backend.pace.room().await;
                 backend.gpu.check()?;
@@ -64,6 +68,7 @@ pub(super) async fn attend_backward(
 struct Call<'a> {
     backend: &'a WgpuBackend,
     args: &'a AttendBackward<'a, WgpuBuffer>,
+    variant: BackwardVariant,
     head_dim: u32,
     pairs: kyklos_shaders::Pairs,
     tensors: Tensors,
@@ -74,8 +79,10 @@ struct Call<'a> {
 impl<'a> Call<'a> {
     fn new(backend: &'a WgpuBackend, args: &'a AttendBackward<'a, WgpuBuffer>) -> Result<Self> {
         let lists = Lists::new(args.work, args.kv_head_of)?;
+        let head_dim = checked_dim(args.shape.dim)?;
         Ok(Self {
-            head_dim: checked_dim(args.shape.dim)?,
+            variant: backend.variants.backward(head_dim),
+            head_dim,
             pairs: pairs_of(args.pairs.as_ref().map(|pairs| pairs.kind)),
             tensors: Tensors::new(args, lists.readers.len()),
             uploaded: backend.gpu.buffer_with("backward lists", bytemuck::cast_slice(&lists.words))?,
@@ -99,6 +106,7 @@ struct Pass<'a> {
 impl<'a> Pass<'a> {
     fn new(call: &'a Call<'a>, sums: Sums) -> Self {
         let backward = BackwardKernel {
+            variant: call.variant,
             sums,
             storage: storage(call.args.dtype),
             head_dim: call.head_dim,
@@ -133,21 +141,29 @@ impl<'a> Pass<'a> {
 
     /// Cuts what does not fit the device's bindings, and loops that would take longer than a piece may.
     fn regions(&self) -> Vec<Region> {
-        let limit = self.call.backend.gpu.window_bytes();
+        let gpu = &self.call.backend.gpu;
+        let limit = gpu.window_bytes();
         let (shape, keys) = (self.call.args.shape, self.call.args.work.kv_positions.len());
         let tensors = &self.call.tensors;
-        let tile = LIST_TILE as usize;
-        let whole = |rows: usize| (rows / tile * tile).max(tile);
-        let batch_step = if tensors.fit(limit) { shape.batch } else { 1 };
-        let (mut row_step, mut key_step) =
-            (whole(tensors.rows_within(limit)), whole(tensors.keys_within(limit)));
-        let (fixed, moving) = if self.by_rows() {
-            (shape.rows.min(row_step), &mut key_step)
+        let TileShape { q_rows, kv_cols } = self.call.args.work.tile;
+        let whole = |rows: usize, tile: u32| (rows / tile as usize * tile as usize).max(tile as usize);
+        let mut batch_step = if tensors.fit(limit) { shape.batch } else { 1 };
+        let mut row_step = whole(tensors.rows_within(limit), q_rows);
+        let mut key_step = whole(tensors.keys_within(limit), kv_cols);
+        let (fixed, moving, all, tile) = if self.by_rows() {
+            (shape.rows.min(row_step), &mut key_step, keys, kv_cols)
         } else {
-            (keys.min(key_step), &mut row_step)
+            (keys.min(key_step), &mut row_step, shape.rows, q_rows)
         };
+        if self.kernel.reads_textures() {
+            // One row of a texture for each moving row of each batch entry.
+            let most = gpu.limits.max_texture_dimension_2d as usize;
+            batch_step = batch_step.min((most / all).max(1));
+            *moving = (*moving).min(most);
+        }
         let items = batch_step * self.heads() * fixed.div_ceil(self.backward.tile_rows() as usize);
-        *moving = whole((*moving).min(self.call.backend.pace.keys_at_once(self.flops, items as u64)));
+        let at_once = self.call.backend.pace.keys_at_once(self.flops, items as u64);
+        *moving = whole((*moving).min(at_once), tile);
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
             for rows in cut(0..shape.rows, row_step) {
@@ -170,7 +186,7 @@ impl<'a> Pass<'a> {
         let [_, moving] = self.sides(region);
         let narrow = |n: usize| u32::try_from(n).expect("Lists::new counted rows and keys in u32");
         let moving = narrow(moving.start)..narrow(moving.end);
-        let own = (LIST_TILE / self.backward.tile_rows()) as usize;
+        let own = self.backward.tiles_of_list() as usize;
         let tiles: Vec<usize> =
             if self.by_rows() { self.tiles(region).rev().collect() } else { self.tiles(region).collect() };
         let met = |class| {
@@ -205,7 +221,7 @@ impl<'a> Pass<'a> {
         let tiles = self.tiles(region);
         let (q_scale, cap) = factors(args.scale, args.softcap);
         let unit = self.backward.storage.unit_elements() as usize;
-        let of_tensors = windows.params(args, &self.call.tensors, self.backward.sums, unit)?;
+        let of_tensors = windows.params(args, &self.call.tensors, self.by_rows(), unit)?;
         Ok(BackwardParams {
             rows: narrow("the number of rows", args.shape.rows)?,
             heads: narrow("the number of heads", self.heads())?,
@@ -225,6 +241,8 @@ impl<'a> Pass<'a> {
             q_scale,
             cap,
             scale: args.scale,
+            unscale: args.softcap.unwrap_or(std::f32::consts::LN_2),
+            moving_texels: narrow("the number of rows", moving.len())?,
             ..of_tensors
         })
     }

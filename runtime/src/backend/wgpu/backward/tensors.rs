@@ -2,15 +2,17 @@
 
 use std::ops::Range;
 
+use kyklos_shaders::{BackwardKernel, BackwardParams, Kernel, Sums};
+
 use super::super::buffer::WgpuBuffer;
 use super::super::device::Gpu;
 use super::super::dispatch::{Bound, Window};
 use super::super::numbers::narrow;
 use super::super::operands::{PairRows, pairs_tensor, units};
 use super::super::region::Strided;
+use super::super::texture;
+use crate::Result;
 use crate::backend::{AttendBackward, Layout, Operand};
-use crate::{Error, Result};
-use kyklos_shaders::{BackwardParams, Sums};
 
 /// Byte layouts of a call's tensors.
 #[derive(Clone, Copy, Debug)]
@@ -36,14 +38,20 @@ pub(super) struct Region {
 
 /// The tensors of a region, as a kernel reads and writes them.
 pub(super) struct Windows<'a> {
-    q: Window<'a>,
-    d_o: Window<'a>,
-    stats: Window<'a>,
-    k: Window<'a>,
-    v: Window<'a>,
+    q: Place<'a>,
+    d_o: Place<'a>,
+    stats: Place<'a>,
+    k: Place<'a>,
+    v: Place<'a>,
     /// dq, or dk and dv.
     sums: Vec<Window<'a>>,
     pairs: Option<PairRows<'a>>,
+}
+
+/// Where a kernel reads a tensor.
+enum Place<'a> {
+    Buffer(Window<'a>),
+    Texture(wgpu::TextureView),
 }
 
 impl Tensors {
@@ -102,62 +110,100 @@ impl Tensors {
         &self,
         gpu: &Gpu,
         args: &'a AttendBackward<'_, WgpuBuffer>,
-        sums: Sums,
+        kernel: Kernel,
         Region { batch, rows, keys }: &Region,
     ) -> Result<Windows<'a>> {
-        let of_rows = |what, operand: &Operand<'a, WgpuBuffer>, tensor: &Strided| {
-            gpu.window(what, operand.buffer, tensor.bytes(batch, rows))
+        let Kernel::AttendBackward(BackwardKernel { sums, .. }) = kernel else {
+            unreachable!("a backward call runs backward kernels")
         };
-        let of_keys = |what, buffer: &'a WgpuBuffer, tensor: &Strided| {
-            gpu.window(what, buffer, tensor.bytes(batch, keys))
+        let moving_keys = sums.rows_are_fixed();
+        let place = |what, buffer: &'a WgpuBuffer, tensor: &Strided, of_keys: bool| -> Result<Place<'a>> {
+            let range = if of_keys { keys } else { rows };
+            if kernel.reads_textures() && of_keys == moving_keys {
+                let texture = texture::texture(gpu, what, tensor.source(buffer), batch, range)?;
+                Ok(Place::Texture(texture))
+            } else {
+                Ok(Place::Buffer(gpu.window(what, buffer, tensor.bytes(batch, range))?))
+            }
         };
-        let dk = || of_keys("dk", args.dk, &self.d_kv);
-        let dv = || of_keys("dv", args.dv, &self.d_kv);
+        let sum = |what, buffer: &'a WgpuBuffer| gpu.window(what, buffer, self.d_kv.bytes(batch, keys));
         Ok(Windows {
-            q: of_rows("q", &args.q, &self.q)?,
-            d_o: of_rows("d_o", &args.d_o, &self.d_o)?,
-            stats: of_rows("row statistics", &args.stats, &self.stats)?,
-            k: of_keys("k", args.k.buffer, &self.k)?,
-            v: of_keys("v", args.v.buffer, &self.v)?,
+            q: place("q", args.q.buffer, &self.q, false)?,
+            d_o: place("d_o", args.d_o.buffer, &self.d_o, false)?,
+            stats: place("row statistics", args.stats.buffer, &self.stats, false)?,
+            k: place("k", args.k.buffer, &self.k, true)?,
+            v: place("v", args.v.buffer, &self.v, true)?,
             sums: match sums {
                 Sums::Queries => vec![gpu.window("dq", args.dq, self.dq.bytes(batch, rows))?],
-                Sums::KeysValues => vec![dk()?, dv()?],
-                Sums::Keys => vec![dk()?],
-                Sums::Values => vec![dv()?],
+                Sums::KeysValues => vec![sum("dk", args.dk)?, sum("dv", args.dv)?],
+                Sums::Keys => vec![sum("dk", args.dk)?],
+                Sums::Values => vec![sum("dv", args.dv)?],
             },
             pairs: PairRows::new(gpu, (args.pairs.as_ref(), args.dtype), self.pairs, batch, rows)?,
         })
     }
 }
 
+impl Place<'_> {
+    fn bound(&self) -> Bound<'_> {
+        match self {
+            Self::Buffer(window) => Bound::Buffer(*window),
+            Self::Texture(view) => Bound::Texture(view),
+        }
+    }
+
+    /// Offset and strides in units of `unit` elements; 0 in a texture.
+    fn units(&self, layout: &Layout, unit: usize) -> Result<[u32; 4]> {
+        match self {
+            Self::Buffer(window) => units(layout, unit, *window),
+            Self::Texture(_) => Ok([0; 4]),
+        }
+    }
+
+    /// The same of the statistics in their 8-byte units.
+    fn stats_units(&self, layout: &Layout) -> Result<[u32; 4]> {
+        let Self::Buffer(window) = self else { return Ok([0; 4]) };
+        let mut units = [0; 4];
+        let elements = [layout.offset, layout.batch_stride, layout.row_stride, layout.head_stride];
+        for (units, elements) in units.iter_mut().zip(elements) {
+            *units = narrow("an offset or a stride of the row statistics", elements / 2)?;
+        }
+        units[0] = units[0].wrapping_sub(window.skipped_units()?.wrapping_mul(2));
+        Ok(units)
+    }
+}
+
 impl<'a> Windows<'a> {
     /// What the kernel of `sums` binds, with the lists.
-    pub(super) fn bound(&self, sums: Sums, lists: Window<'a>) -> Vec<Bound<'a>> {
-        let mut bound: Vec<Bound<'a>> = vec![self.q.into(), self.d_o.into(), self.k.into()];
+    pub(super) fn bound<'b>(&'b self, sums: Sums, lists: Window<'b>) -> Vec<Bound<'b>>
+    where
+        'a: 'b,
+    {
+        let mut bound = vec![self.q.bound(), self.d_o.bound(), self.k.bound()];
         if sums != Sums::Values {
-            bound.push(self.v.into());
+            bound.push(self.v.bound());
         }
-        bound.push(self.stats.into());
+        bound.push(self.stats.bound());
         bound.extend(self.sums.iter().map(|sum| Bound::from(*sum)));
         bound.push(lists.into());
         bound.extend(self.pairs.map(|pairs| pairs.bound()));
         bound
     }
 
-    /// The offsets and strides among the parameters.
+    /// The offsets and strides among the parameters; with `by_rows` those of the sums are of dq.
     pub(super) fn params(
         &self,
         args: &AttendBackward<'_, WgpuBuffer>,
         tensors: &Tensors,
-        sums: Sums,
+        by_rows: bool,
         unit: usize,
     ) -> Result<BackwardParams> {
-        let q = units(&args.q.layout, unit, self.q)?;
-        let d_o = units(&args.d_o.layout, unit, self.d_o)?;
-        let k = units(&args.k.layout, unit, self.k)?;
-        let v = units(&args.v.layout, unit, self.v)?;
-        let stats = pairs_of_words(&args.stats.layout, self.stats)?;
-        let layout = if sums.rows_are_fixed() { &tensors.dense } else { &args.kv_layout };
+        let q = self.q.units(&args.q.layout, unit)?;
+        let d_o = self.d_o.units(&args.d_o.layout, unit)?;
+        let k = self.k.units(&args.k.layout, unit)?;
+        let v = self.v.units(&args.v.layout, unit)?;
+        let stats = self.stats.stats_units(&args.stats.layout)?;
+        let layout = if by_rows { &tensors.dense } else { &args.kv_layout };
         // Both sums have one layout and cover the same bytes of their buffers.
         let sum = units(layout, 4, self.sums[0])?;
         let pairs = self.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
@@ -193,21 +239,4 @@ impl<'a> Windows<'a> {
             ..BackwardParams::default()
         })
     }
-}
-
-/// Offset and strides of the statistics in their 8-byte units, the offset relative to a window.
-fn pairs_of_words(layout: &Layout, window: Window<'_>) -> Result<[u32; 4]> {
-    let mut units = [0; 4];
-    let elements = [layout.offset, layout.batch_stride, layout.row_stride, layout.head_stride];
-    for (units, elements) in units.iter_mut().zip(elements) {
-        if !elements.is_multiple_of(2) {
-            return Err(Error::request(
-                format!("row statistics at {layout:?}"),
-                "use offsets and strides that are multiples of 2 elements",
-            ));
-        }
-        *units = narrow("an offset or a stride", elements / 2)?;
-    }
-    units[0] = units[0].wrapping_sub(window.skipped_units()?.wrapping_mul(2));
-    Ok(units)
 }

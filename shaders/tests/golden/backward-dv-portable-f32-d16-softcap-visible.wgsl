@@ -49,9 +49,9 @@ struct BackwardParams {
     q_scale: f32,
     cap: f32,
     scale: f32,
-    pad0: u32,
-    pad1: u32,
-    pad2: u32,
+    unscale: f32,
+    moving_texels: u32,
+    pad: u32,
 }
 @group(0) @binding(0) var<uniform> params: BackwardParams;
 @group(0) @binding(1) var<storage, read> q: array<vec4<f32>>;
