@@ -1,6 +1,7 @@
 //! The catalogue: the kernels, their bindings and the features that they need.
 
-use crate::backward::{BackwardKernel, BackwardParams, BackwardVariant, RowStatsParams, Sums};
+use crate::backward::params::{BackwardParams, RowStatsParams};
+use crate::backward::variant::{BackwardKernel, BackwardVariant, Sums};
 use crate::uniforms::{
     AttendParams, CodesParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams,
     RepackParams, ResetParams, Uniform,

@@ -39,7 +39,8 @@ mod text;
 mod uniforms;
 mod variant;
 
-pub use backward::{BackwardKernel, BackwardParams, BackwardVariant, RowStatsParams, Sums};
+pub use backward::params::{BackwardParams, RowStatsParams};
+pub use backward::variant::{BackwardKernel, BackwardVariant, Sums};
 pub use kernel::{Access, Binding, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
 pub use pairs::Pairs;
 pub use source::Dialect;

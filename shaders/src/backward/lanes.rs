@@ -8,13 +8,11 @@
 //! A logit is added up in as many chains as in the forward kernel, in the tiles of its work list: with logits of 100, another order
 //! of additions would change a weight by 1e-5.
 
-use super::{BackwardKernel, all_runs, item, prelude};
+use super::variant::BackwardKernel;
+use super::{all_runs, item, prelude};
 use crate::attend::subgroup;
 use crate::text::Text;
 use crate::variant::{AttendVariant, Tile};
-
-/// Largest heads for which this variant is made: the unrolled text of larger ones takes a minute to compile.
-pub(crate) const MOST_HEAD_DIM: u32 = 128;
 
 /// The tiles of the forward kernel.
 pub(crate) const fn list_tile(lanes: u32, head_dim: u32) -> Tile {

@@ -10,7 +10,8 @@
 
 mod tile;
 
-use super::{BackwardKernel, Sums, all_runs, item, prelude};
+use super::variant::{BackwardKernel, Sums};
+use super::{all_runs, item, prelude};
 use crate::attend::load_function;
 use crate::text::Text;
 

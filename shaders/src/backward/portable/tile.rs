@@ -1,7 +1,7 @@
 //! One tile of fixed rows × 32 moving ones: S and dP, P and dS, and what they add to the sums.
 
 use super::{COLS, SIDE, Shape, Sum};
-use crate::backward::Sums;
+use crate::backward::variant::Sums;
 use crate::text::Text;
 
 impl Shape {
