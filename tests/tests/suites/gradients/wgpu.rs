@@ -3,6 +3,7 @@
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
 use kyklos::{Dtype, RunOptions, Session, SessionOptions};
+use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::inputs::{Case, CasePairs, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use proptest::test_runner::TestRunner;
@@ -10,11 +11,9 @@ use proptest::test_runner::TestRunner;
 use super::worlds::worlds;
 use super::{assert_alone, calls};
 use crate::amount::amount;
-use kyklos_backend_suite::GradientCase;
 
-/// With the head dim to which a sample of the cases is limited: a software driver needs
-/// minutes to compile the kernels of all head dims.
-/// Every adapter, opened with `options`, as the program would choose its kernels and with those that run everywhere.
+/// Every adapter, opened with `options`, as the program would choose its kernels and with those that run everywhere. With each the head
+/// dim to which a sample of the cases is limited: a software driver needs minutes to compile the kernels of all head dims.
 fn devices(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
     let portable = WgpuOptions { kernel: KernelChoice::Portable, ..options.clone() };
     [options, &portable].into_iter().flat_map(open).collect()
