@@ -15,6 +15,10 @@ use crate::naive::{self, Random, loaded, stored};
 
 pub(crate) const ALL: &[(&str, Test)] = &[
     ("every_gradient_of_strided_tensors_equals_f64", every_gradient_of_strided_tensors_equals_f64),
+    (
+        "every_gradient_without_keys_is_zero_whatever_the_output_has",
+        every_gradient_without_keys_is_zero_whatever_the_output_has,
+    ),
     ("a_long_backward_pass_goes_in_pieces_and_can_be_cancelled", a_long_backward_pass_can_be_cancelled),
     ("accumulate_adds_to_its_rows_and_to_no_others", accumulate_adds_to_its_rows_and_to_no_others),
 ];
@@ -37,8 +41,16 @@ struct Backward {
 
 impl Backward {
     fn new(backend: &WgpuBackend, case: Case) -> Self {
+        Self::with(backend, case, &|_| false)
+    }
+
+    /// With NaN in the gradients of the output of the rows and heads that are `dead`.
+    fn with(backend: &WgpuBackend, case: Case, dead: &dyn Fn(usize) -> bool) -> Self {
         let (p, shape) = (&case.problem, case.shape());
-        let d_o = Random(21).tensor(p.dtype, shape.batch * shape.rows * shape.heads * shape.dim);
+        let mut d_o = Random(21).tensor(p.dtype, shape.batch * shape.rows * shape.heads * shape.dim);
+        for (_, row) in d_o.chunks_mut(shape.dim).enumerate().filter(|(row_head, _)| dead(*row_head)) {
+            row.fill(f32::NAN);
+        }
         let (mut o, mut lse) = (Vec::new(), Vec::new());
         for row_head in 0..shape.batch * shape.rows * shape.heads {
             let (head, row) = (row_head % shape.heads, row_head / shape.heads % shape.rows);
@@ -103,6 +115,26 @@ impl Backward {
         block_on(backend.attend_backward(args, control))
     }
 
+    fn check(&mut self, backend: &WgpuBackend, what: &str) {
+        self.run(backend, &Control::default()).unwrap();
+        let right = self.right();
+        // o is rounded to the storage type before it enters δ.
+        let tolerance = match self.case.problem.dtype {
+            Dtype::F32 => 1e-5,
+            Dtype::F16 => 4e-3,
+            Dtype::Bf16 => 3e-2,
+        };
+        let sums = [("dq", &mut self.dq), ("dk", &mut self.dk), ("dv", &mut self.dv)];
+        for ((name, sum), right) in sums.into_iter().zip(&right) {
+            let got = loaded(Dtype::F32, &read(backend, sum, right.len() * 4));
+            for (at, (got, right)) in got.iter().zip(right).enumerate() {
+                let error = (f64::from(*got) - right).abs();
+                let is_right = if right.is_nan() { *got == BEFORE } else { error < tolerance };
+                assert!(is_right, "{what}: {name}[{at}] = {got}, f64 says {right}");
+            }
+        }
+    }
+
     /// dq, dk and dv, laid out as the sums; NaN where no visible pair adds anything.
     fn right(&self) -> [Vec<f64>; 3] {
         let (case, shape, p) = (&self.case, self.case.shape(), &self.case.problem);
@@ -116,6 +148,9 @@ impl Backward {
             let (head, row) = (at % shape.heads, at / shape.heads % shape.rows);
             let batch = at / shape.heads / shape.rows;
             let (o, lse) = naive::row(p, [&case.q, &case.k, &case.v], batch, row, head);
+            if lse == f64::NEG_INFINITY {
+                continue;
+            }
             let of_row = |tensor: &[f32]| -> Vec<f64> {
                 tensor[at * dim..][..dim].iter().map(|x| f64::from(*x)).collect()
             };
@@ -156,23 +191,25 @@ fn every_gradient_of_strided_tensors_equals_f64(backend: &WgpuBackend) {
         ("documents:0,31,90", [3, 90, 4, 1, 24], Dtype::Bf16),
     ] {
         let mut backward = Backward::new(backend, Case::new(shape, dtype, mask));
-        backward.run(backend, &Control::default()).unwrap();
-        let right = backward.right();
-        // o is rounded to the storage type before it enters δ.
-        let tolerance = match dtype {
-            Dtype::F32 => 1e-5,
-            Dtype::F16 => 4e-3,
-            Dtype::Bf16 => 3e-2,
-        };
-        let sums = [("dq", &mut backward.dq), ("dk", &mut backward.dk), ("dv", &mut backward.dv)];
-        for ((name, sum), right) in sums.into_iter().zip(&right) {
-            let got = loaded(Dtype::F32, &read(backend, sum, right.len() * 4));
-            for (at, (got, right)) in got.iter().zip(right).enumerate() {
-                let error = (f64::from(*got) - right).abs();
-                let is_right = if right.is_nan() { *got == BEFORE } else { error < tolerance };
-                assert!(is_right, "{mask} in {dtype}: {name}[{at}] = {got}, f64 says {right}");
-            }
+        backward.check(backend, &format!("{mask} in {dtype}"));
+    }
+}
+
+/// Rows that see no key, and rows whose visible logits are all −∞, with NaN in the gradient of their output.
+fn every_gradient_without_keys_is_zero_whatever_the_output_has(backend: &WgpuBackend) {
+    for mask in ["full", "causal", "slices:0..40x0..70,60..100x3..90"] {
+        let mut case = Case::new([1, 100, 4, 2, 32], Dtype::F32, mask);
+        let dim = 32;
+        case.k.chunks_mut(dim).for_each(|key| key[7] = 1.0);
+        let dead = [(3, 0), (40, 1), (41, 1), (77, 3), (99, 2)].map(|(row, head)| row * 4 + head);
+        for row_head in dead {
+            case.q[row_head * dim + 7] = f32::NEG_INFINITY;
         }
+        let sees_none =
+            (0..100 * 4).filter(|row_head| mask.starts_with("slices") && (40..60).contains(&(row_head / 4)));
+        let dead: Vec<usize> = dead.into_iter().chain(sees_none).collect();
+        let mut backward = Backward::with(backend, case, &|row_head| dead.contains(&row_head));
+        backward.check(backend, mask);
     }
 }
 
