@@ -42,6 +42,7 @@ class Handle:
         self._transformer = transformer
         self._hooks: list[Any] = []
         self._configs: list[tuple[Any, bool, Any]] = []
+        self._checkpoints = _hooks.Checkpoints(transformer, split)
         self._removed = False
 
     def remove(self) -> None:
@@ -59,6 +60,7 @@ class Handle:
                 processor._parallel_config = before
             else:
                 del processor._parallel_config
+        self._checkpoints.restore()
         _attention.unregister(self._split)
 
     def __enter__(self) -> Handle:
@@ -112,11 +114,11 @@ def parallelize(
     try:
         split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
-        handle._hooks.append(transformer.register_forward_pre_hook(_begin(split, known), with_kwargs=True))
+        handle._hooks.append(transformer.register_forward_pre_hook(_begin(split, known, handle._checkpoints), with_kwargs=True))
         for pattern, how in known.plan.modules.items():
             for module in find(transformer, pattern):
                 _add(handle, module, how, splitter)
-        handle._hooks.append(transformer.register_forward_hook(_end(split)))
+        handle._hooks.append(transformer.register_forward_hook(_end(split, handle._checkpoints)))
         for module in modules:
             processor: Any = module.processor
             own = "_parallel_config" in vars(processor)
@@ -141,7 +143,7 @@ def _add(handle: Handle, module: torch.nn.Module, how: Any, splitter: _hooks.Spl
         handle._hooks.append(module.register_forward_hook(after))
 
 
-def _begin(split: _attention.Split, known: Known) -> Any:
+def _begin(split: _attention.Split, known: Known, checkpoints: _hooks.Checkpoints) -> Any:
     places: list[str] = []
 
     @torch.compiler.disable
@@ -158,14 +160,16 @@ def _begin(split: _attention.Split, known: Known) -> Any:
             raise RequestError(
                 f"{split.name} has a cache that skips attention by what it sees of this rank's tokens: call disable_cache()"
             )
+        checkpoints.remember()
         split.begin(given)
 
     return hook
 
 
-def _end(split: _attention.Split) -> Any:
+def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints) -> Any:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        checkpoints.restore()
         split.end()
 
     return hook
