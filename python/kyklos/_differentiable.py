@@ -14,15 +14,11 @@ from ._group import Group
 
 
 def attend(
-    group: Group,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    options: dict[str, Any],
+    group: Group, states: list[torch.Tensor], sinks: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:
-    """``o`` of :meth:`Group.attend` with these options, for tensors in host memory. ``backward()`` is a call of all ranks."""
-    return _Attend.apply(q, k, v, sinks, group, options)
+    """``o`` of :meth:`Group.attend` with these options. ``states`` are q, k and v in host memory. ``backward()`` is a call of all
+    ranks."""
+    return _Attend.apply(*states, sinks, group, options)
 
 
 class _Attend(torch.autograd.Function):

@@ -17,6 +17,9 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from ._diffusers_attention import Split
 from ._errors import RequestError
 
+# The attribute with the function that computes a block again in backward().
+_CHECKPOINT = "_gradient_checkpointing_func"
+
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -150,16 +153,16 @@ class Checkpoints:
         """At the beginning of a forward. It may be called again without :meth:`restore`."""
         self.restore()
         for module in self._transformer.modules():
-            checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+            checkpoint = getattr(module, _CHECKPOINT, None)
             if checkpoint is not None and getattr(module, "gradient_checkpointing", False):
                 self._before.append((module, checkpoint))
-                module._gradient_checkpointing_func = self._remembering(checkpoint)
+                setattr(module, _CHECKPOINT, self._remembering(checkpoint))
 
     def restore(self) -> None:
         """At its end."""
         while self._before:
             module, checkpoint = self._before.pop()
-            module._gradient_checkpointing_func = checkpoint
+            setattr(module, _CHECKPOINT, checkpoint)
 
     def _remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def run(block: Callable[..., Any], *args: Any) -> Any:

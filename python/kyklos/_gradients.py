@@ -38,15 +38,20 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
     own = torch.tensor([[[float(parameter.grad is not None) for parameter in wanted]]])
     anywhere = gather(group, own, label)[0].amax(0) > 0
     with torch.no_grad():
-        present = [parameter for parameter, found in zip(wanted, anywhere.tolist(), strict=True) if found]
-        for parameter in present:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for number, pieces in enumerate(_buckets([parameter.grad for parameter in present])):
+        gradients = [_present(parameter) for parameter, found in zip(wanted, anywhere.tolist(), strict=True) if found]
+        for number, pieces in enumerate(_buckets(gradients)):
             flat = torch.cat([piece.to("cpu") for piece in pieces])
             total = _sum(group, flat, f"{label}, part {number}")
             for piece, part in zip(pieces, total.split([len(piece) for piece in pieces]), strict=True):
                 piece.copy_(part)
+
+
+def _present(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Its gradient on one axis, over the memory of ``parameter.grad``."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    # Zeros are like the parameter, which may be transposed in memory; so may be a gradient.
+    parameter.grad = gradient.contiguous()
+    return parameter.grad.view(-1)
 
 
 def _refused(parameter: torch.nn.Parameter) -> str | None:
@@ -59,11 +64,11 @@ def _refused(parameter: torch.nn.Parameter) -> str | None:
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Views of all elements, in lists of one type of at most so many elements as are exchanged at once."""
+    """Views of all elements, in lists of one type, of at most so many elements as are exchanged at once."""
     bucket: list[torch.Tensor] = []
     room = _WIDTH * _ROWS
     for gradient in gradients:
-        for piece in _flat(gradient).split(_WIDTH * _ROWS):
+        for piece in gradient.split(_WIDTH * _ROWS):
             if bucket and (len(piece) > room or piece.dtype != bucket[0].dtype):
                 yield bucket
                 bucket, room = [], _WIDTH * _ROWS
@@ -73,17 +78,10 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """One axis over the same memory."""
-    if not gradient.is_contiguous():
-        # Any order of the elements will do that is the same on all ranks.
-        gradient.set_(gradient.contiguous())
-    return gradient.view(-1)
-
-
 def _sum(group: Group, flat: torch.Tensor, label: str) -> torch.Tensor:
     """Each rank sums a part of the rows, and then all ranks get all parts."""
     rows = torch.nn.functional.pad(flat, (0, -len(flat) % _WIDTH)).view(1, -1, _WIDTH)
-    counts = [(rows.shape[1] * (rank + 1)) // group.world - (rows.shape[1] * rank) // group.world for rank in range(group.world)]
+    cuts = [rows.shape[1] * rank // group.world for rank in range(group.world + 1)]
+    counts = [end - first for first, end in zip(cuts, cuts[1:], strict=False)]
     own = sum_rows(group, rows, counts, f"{label} of rank")
     return gather(group, own, f"{label}, sums").view(-1)[: len(flat)]

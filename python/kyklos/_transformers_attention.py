@@ -100,7 +100,7 @@ class Forward:
         sinks = options.get("s_aux")
         if layer is None and self.counts is not None:
             host = [state.to("cpu").transpose(1, 2) for state in (query, key, value)]
-            o = attend(self.group, *host, sinks, call)
+            o = attend(self.group, host, sinks, call)
             return o[..., :width].contiguous().to(query.device)
         call["sinks"] = None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist()
 

@@ -85,7 +85,7 @@ def recomputed(base: torch.nn.Module, forward: Forward) -> Iterator[None]:
     try:
         for module in base.modules() if base.training else ():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                checkpoint = module._gradient_checkpointing_func
+                checkpoint: Any = module._gradient_checkpointing_func
                 replace(module, "_gradient_checkpointing_func", remembering(checkpoint), undo)
         yield
     finally:

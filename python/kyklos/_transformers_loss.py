@@ -76,7 +76,7 @@ def _with_own_loss(split: SplitModel, run: Callable[..., Any], given: dict[str, 
             raise RequestError(
                 f"labels of {own.shape[1]} tokens of this rank, and logits of {logits.shape[1]}: leave out logits_to_keep"
             )
-        count = (shifted != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        count = (shifted != ignore_index).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         others = {**others, "shift_labels": own}
         return ForCausalLMLoss(logits, own, vocab_size, count, ignore_index, **others)
 

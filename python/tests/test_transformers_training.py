@@ -5,6 +5,8 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from tiny_models import build, build_class, in_float64, on_ranks, texts
 
 import kyklos
@@ -234,3 +236,32 @@ def test_other_labels_on_a_rank_are_an_error_on_all():
             model(input_ids=ids, labels=texts(1, 12, seed=group.rank))
 
     on_ranks(build("llama"), 2, work, gather="none")
+
+
+# -- processes -------------------------------------------------------------------------------------------------------------
+
+
+def rank_of_two(rank, folder):
+    """One rank of two, as a process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model, ids = build("llama"), texts(2, 31)
+    with kyklos.Group.from_torch(device="cpu", join_deadline_s=60, deadline_s=60) as group:
+        handle = kyklos.transformers.parallelize(model, group, shares=[3, 7], gather="none")
+        torch.save((*step(input_ids=ids, labels=ids)(model, handle, group), group.network), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    context = torch.multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2, join=False)
+    try:
+        # join() returns when one of them has ended.
+        assert context.join(timeout=120) or context.join(timeout=30)
+    finally:
+        for process in context.processes:
+            process.kill()
+    *results, networks = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
+    assert all("udp" in network.lower() for network in networks)
+    ids = texts(2, 31)
+    check(list(zip(*results, strict=True)), build("llama"), input_ids=ids, labels=ids)
