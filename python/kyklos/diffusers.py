@@ -11,6 +11,9 @@
 
 Every rank runs the pipeline with the same inputs and a generator with the same seed, and has the whole result. Within the
 transformer a rank has its share of the tokens; attention is exact over the tokens of all ranks.
+
+``backward()`` is a call of all ranks, too. Every rank has the whole loss, and the gradients are those of the sum over the ranks: divide the loss
+by their number, then sum the gradients of parameters with :func:`kyklos.torch.sum_gradients`.
 """
 
 from __future__ import annotations
@@ -160,6 +163,8 @@ def _begin(split: _attention.Split, known: Known, checkpoints: _hooks.Checkpoint
             raise RequestError(
                 f"{split.name} has a cache that skips attention by what it sees of this rank's tokens: call disable_cache()"
             )
+        if module.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in module.modules()):
+            raise RequestError(f"{split.name} has dropout, which would differ between ranks: call eval(), or set its p to 0")
         checkpoints.remember()
         split.begin(given)
 

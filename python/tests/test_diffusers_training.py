@@ -145,3 +145,13 @@ def test_a_mask_that_requires_a_gradient_is_refused():
         mask = torch.zeros(1, 1, 1, 5, requires_grad=True)
         with pytest.raises(kyklos.RequestError, match="attention has none for it; detach it"):
             kyklos._diffusers_attention.attention(handle._split, q, q, q, mask)
+
+
+def test_dropout_is_refused():
+    model = tiny.flux().train()
+    inputs = tiny.flux_inputs()
+    next(part for part in model.modules() if isinstance(part, torch.nn.Dropout)).p = 0.1
+    with kyklos.Group.local(1, device="cpu")[0] as group, parallelize(model, group):
+        with pytest.raises(kyklos.RequestError, match="dropout, which would differ between ranks"):
+            model(**inputs)
+        model.eval()(**inputs)
