@@ -12,16 +12,19 @@ import math
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch._library.effects import EffectType
 
-from ._agreement import Passes, halves, samples
+from ._agreement import Passes
+from ._diffusers_inputs import compare
 from ._errors import RequestError
 from ._group import Group
+from ._rows import gather
 
 # Splits by number: the operator has the number, since graphs take no objects.
 _splits: dict[int, Split] = {}
@@ -32,10 +35,6 @@ _lock = threading.Lock()
 _NEEDED = frozenset({"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config"})
 #: Key masks that are kept. A denoising step has one or two: with and without the prompt.
 _MASKS = 8
-#: Axes and values of each input that ranks compare, and the relative difference that unlike devices may have.
-_AXES, _SAMPLES, _DRIFT = 8, 8, 0.25
-#: The same for inputs that no network has computed.
-_ROUNDING = 1e-3
 
 
 class Split:
@@ -68,7 +67,7 @@ class Split:
         self._active = False
         self._forward = self.passes.next()
         self._calls, self._gathers, self._active = 0, 0, True
-        self._compare(inputs)
+        compare(self.group, inputs, self._place())
 
     def end(self) -> None:
         """Ends a forward.
@@ -84,21 +83,20 @@ class Split:
             )
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """``x`` of all ranks, joined along ``dim`` by rank; the same on each rank."""
-        return _Gathered.apply(x, dim, self)
-
-    def _gather_rows(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """``x`` of all ranks, joined along ``dim`` by rank; the same on each rank. Its gradient is as that of :func:`gather`."""
         self._gathers += 1
-        label = f"{self._place()}, gather {self._gathers}"
-        rows = x.detach().movedim(dim, 0)
-        flat = rows.reshape(1, rows.shape[0], math.prod(rows.shape[1:])).to("cpu")
-        whole = _gather(self.group, flat, label)
-        return whole.reshape(-1, *rows.shape[1:]).movedim(0, dim).to(x.device)
+        rows = x.movedim(dim, 0)
+        flat = rows.reshape(1, rows.shape[0], math.prod(rows.shape[1:]))
+        whole = gather(self.group, flat, f"{self._place()}, gather {self._gathers}")
+        return whole.reshape(-1, *rows.shape[1:]).movedim(0, dim)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
-    ) -> torch.Tensor:
-        """Attention over the keys of all ranks. Shapes as in :func:`attention`, ``mask`` with four axes."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attention over the keys of all ranks. Shapes as in :func:`attention`, ``mask`` with four axes.
+
+        :returns: the output; the log-sum-exp ``[batch, tokens, heads]``; and which call it was, for :meth:`backward`.
+        """
         if not self._active:
             raise RequestError(
                 f"an attention call of {self.name} outside its forward: call the transformer itself, on which parallelize was called"
@@ -110,37 +108,78 @@ class Split:
                 "plan.attention the modules whose keys are split, and unload adapters that attend to other tokens"
             )
         label = f"{self._place()}, attention {self._calls}"
-        dim, out_dim = q.shape[-1], v.shape[-1]
-        q, k, v = _same_dim(*(x.detach().to("cpu") for x in (q, k, v)))
-        run = functools.partial(self.group.attend, q, k, v, scale=scale, mesh=self.mesh)
+        out_dim = v.shape[-1]
+        run = functools.partial(self.group.attend, *_same_dim(q, k, v), scale=scale, mesh=self.mesh)
+        number = -1
         if mask is None:
-            o, _ = run(label=label)
+            o, lse = run(label=label)
         elif mask.shape[2] == 1:
-            o = self._attend_masked(run, mask.detach().to("cpu"), q.dtype, label)
+            o, lse, number = self._attend_masked(run, mask.detach().to("cpu"), q.dtype, label)
         elif mask.shape[3] != k.shape[1] or self.group.world == 1:
-            # Rows of this rank's queries over all keys: [batch, heads, tokens, keys].
-            bias = mask.detach().to("cpu").transpose(1, 2)
-            o, _ = run(label=label, bias=bias if bias.dtype == torch.bool else bias.to(q.dtype))
+            o, lse = run(label=label, bias=_rows_of(mask, q.dtype))
         else:
             raise RequestError(
                 f"{self.name} has a mask of {mask.shape[2]} queries by the {mask.shape[3]} keys of this rank: such rows need the keys of "
                 "all ranks; use a key mask [batch, 1, 1, keys]"
             )
-        return o[..., :out_dim].contiguous() if o.shape[-1] != dim else o
+        o = o[..., :out_dim].contiguous() if o.shape[-1] != out_dim else o
+        return o, lse, torch.tensor([self._forward, self._calls, number])
+
+    def backward(
+        self, d_o: torch.Tensor, states: list[torch.Tensor], mask: torch.Tensor | None, scale: float, place: list[int]
+    ) -> list[torch.Tensor]:
+        """The gradients of q, k and v.
+
+        :param states: q, k, v, the output and the log-sum-exp.
+        :param place: which call it was.
+        """
+        forward, call, number = place
+        label = f"{self._title}: forward {forward}, attention {call}, backward"
+        q, k, v, o, lse = states
+        widths = [x.shape[-1] for x in (q, k, v)]
+        options: dict[str, Any] = {"label": label, "scale": scale, "mesh": self.mesh}
+        if mask is not None and mask.shape[2] == 1:
+            whole = next((item[2] for item in self._masks if item[0] == number), None)
+            if whole is None:
+                # It was not kept, on no rank.
+                whole = self._gather_mask(mask.detach().to("cpu"), f"{label}, its mask")
+            options["key_bias"] = whole.to(_mask_type(mask, q.dtype))
+        elif mask is not None:
+            options["bias"] = _rows_of(mask, q.dtype)
+        q, k, v, o, d_o = _same_dim(q, k, v, o, d_o.to(o.dtype).contiguous())
+        found = self.group.backward(q, k, v, o, lse.detach().to("cpu"), d_o, **options)
+        gradients = zip((found.dq, found.dk, found.dv), widths, strict=True)
+        return [gradient[..., :width].contiguous() for gradient, width in gradients]
+
+    @contextmanager
+    def repeated(self, place: tuple[int, int]) -> Iterator[None]:
+        """A block that computes a part of a forward again, from :meth:`position` on."""
+        before = (self._forward, self._calls, self._active)
+        self._forward, self._calls, self._active = *place, True
+        try:
+            yield
+        finally:
+            self._forward, self._calls, self._active = before
+
+    def position(self) -> tuple[int, int]:
+        """The forward, and its calls so far."""
+        return self._forward, self._calls
 
     def _attend_masked(
         self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """With a mask of this rank's keys ``[batch or 1, heads or 1, 1, keys]``, all ranks having one.
 
         Masks are gathered once and then found again by their values. A rank that finds its mask may meet ranks that do not:
-        then the calls disagree, all ranks see that, and from there on masks are gathered for each call.
+        then the calls disagree, all ranks see that, and from there on masks are gathered for each call. Returns the number of the
+        mask last; -1 if it is not kept.
         """
         if self._reuse:
             known = next((item for item in self._masks if _equal(item[1], mask)), None)
             try:
                 if known is not None:
-                    return run(label=f"{label}, mask {known[0]}", key_bias=known[2].to(_mask_type(mask, dtype)))[0]
+                    bias = known[2].to(_mask_type(mask, dtype))
+                    return *run(label=f"{label}, mask {known[0]}", key_bias=bias), known[0]
                 return self._attend_gathered(run, mask, dtype, label)
             except RequestError:
                 self._reuse = False
@@ -148,13 +187,14 @@ class Split:
 
     def _attend_gathered(
         self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         number = next(self._mask_numbers)
         whole = self._gather_mask(mask, f"{label}, its mask")
-        o, _ = run(label=label, key_bias=whole.to(_mask_type(mask, dtype)))
-        if self._reuse:
-            self._masks.append((number, mask.clone(), whole))
-        return o
+        o, lse = run(label=label, key_bias=whole.to(_mask_type(mask, dtype)))
+        if not self._reuse:
+            return o, lse, -1
+        self._masks.append((number, mask.clone(), whole))
+        return o, lse, number
 
     def _gather_mask(self, mask: torch.Tensor, label: str) -> torch.Tensor:
         """``[batch or 1, keys of all ranks]`` in the order of the ranks, which is how the engine numbers tokens here; with the
@@ -166,70 +206,13 @@ class Split:
             # Minus infinity apart: products of it with the zero weights of other rows would be NaN.
             hidden, shift = torch.isneginf(rows), rows.float().masked_fill(torch.isneginf(rows), 0.0)
         flat = torch.stack([hidden.float(), shift], -1).flatten(1)
-        whole = _gather(self.group, flat[None], label).reshape(-1, *rows.shape[1:], 2).permute(1, 2, 0, 3)
+        whole = gather(self.group, flat[None], label).reshape(-1, *rows.shape[1:], 2).permute(1, 2, 0, 3)
         hidden, shift = whole[..., 0] > 0.5, whole[..., 1]
         keys = ~hidden if mask.dtype == torch.bool else shift.masked_fill(hidden, -math.inf)
         return keys[:, 0] if keys.shape[1] == 1 else keys
 
-    def _compare(self, inputs: dict[str, Any]) -> None:
-        """Shapes and some values of each input, of all ranks: ranks with another seed or prompt would give plausible nonsense."""
-        tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
-        plain = {name: zlib.crc32(_text(x).encode()) for name, x in inputs.items() if name not in tensors}
-        others = torch.tensor([half for crc in plain.values() for half in halves(crc)], dtype=torch.float32)
-        row = torch.cat([torch.zeros(1), others, *(torch.cat([_shape(x), _sample(x)]) for x in tensors.values())])
-        label = f"{self._place()}, inputs {zlib.crc32(' '.join([*plain, '', *tensors]).encode()):x}"
-        whole = _gather(self.group, row[None, None], label)[0, :, 1:]
-        for name, part in zip(plain, whole[:, : len(others)].unflatten(1, (len(plain), 2)).unbind(1), strict=True):
-            for rank in range(1, self.group.world):
-                if not torch.equal(part[rank], part[0]):
-                    raise RequestError(
-                        f"rank {rank} has another {name} than rank 0: give the pipeline the same arguments on all ranks"
-                    )
-        whole = whole[:, len(others) :].unflatten(1, (len(tensors), _AXES + _SAMPLES))
-        for name, part in zip(tensors, whole.unbind(1), strict=True):
-            for rank in range(1, self.group.world):
-                own, first = part[rank], part[0]
-                if not torch.equal(own[:_AXES], first[:_AXES]):
-                    sizes = [[int(n) for n in axes[:_AXES] if n >= 0] for axes in (own, first)]
-                    raise RequestError(
-                        f"rank {rank} has {name} of shape {sizes[0]}, rank 0 of {sizes[1]}: give the pipeline the same inputs on all ranks"
-                    )
-                own, first = own[_AXES:], first[_AXES:]
-                drift = _ROUNDING if _is_setting(name, tensors[name]) else _DRIFT
-                if (own - first).norm() > drift * (own.norm() + first.norm()):
-                    raise RequestError(
-                        f"rank {rank} has other values of {name} than rank 0: give the pipeline the same inputs on all ranks, and "
-                        "a generator with the same seed"
-                    )
-
     def _place(self) -> str:
         return f"{self._title}: forward {self._forward}"
-
-
-def _shape(x: torch.Tensor) -> torch.Tensor:
-    """The extents of the first 8 axes, then -1."""
-    return torch.tensor([*x.shape, *[-1] * _AXES][:_AXES], dtype=torch.float32)
-
-
-def _sample(x: torch.Tensor) -> torch.Tensor:
-    """Values of x at equal distances, ``[8]``; zeros if it has no elements."""
-    return samples(x, _SAMPLES) if x.numel() else torch.zeros(_SAMPLES)
-
-
-def _is_setting(name: str, x: torch.Tensor) -> bool:
-    """Whether an input is not computed by a network, so that only its rounding may differ between devices."""
-    return (
-        x.dim() <= 1 or not x.is_floating_point() or "timestep" in name or "guidance" in name or name.endswith("_ids")
-    )
-
-
-def _text(x: object) -> str:
-    """An argument that is no tensor, as far as ranks compare it: numbers and texts, also in lists and dicts."""
-    if isinstance(x, dict):
-        return "{" + ", ".join(f"{key}: {_text(value)}" for key, value in sorted(x.items(), key=str)) + "}"
-    if isinstance(x, (list, tuple)):
-        return "[" + ", ".join(map(_text, x)) + "]"
-    return repr(x) if x is None or isinstance(x, (bool, int, float, str)) else type(x).__name__
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -240,22 +223,17 @@ def _mask_type(mask: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     return torch.bool if mask.dtype == torch.bool else dtype
 
 
-def _same_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """With zeros up to the next multiple of 8 elements, which change neither q·k nor the rows of v."""
-    dim = -max(q.shape[-1], v.shape[-1]) // 8 * -8
-    return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
+def _rows_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask of this rank's queries over all keys, ``[batch, heads, tokens, keys]``, as the bias of a call."""
+    bias = mask.detach().to("cpu").transpose(1, 2)
+    return bias if bias.dtype == torch.bool else bias.to(dtype)
 
 
-def _gather(group: Group, x: torch.Tensor, label: str) -> torch.Tensor:
-    """``x [1, tokens, elements]`` of all ranks, ``[1, tokens of all ranks, elements]``, bit by bit: attention in which each
-    token sees itself alone returns the values."""
-    tokens, elements = x.shape[1:]
-    heads = -(-elements // 256)
-    dim = -(-elements // (heads * 8)) * 8
-    v = torch.nn.functional.pad(x, (0, heads * dim - elements)).reshape(1, tokens, heads, dim)
-    zeros = torch.zeros_like(v)
-    o, _ = group.attend(zeros, zeros, v, mask="window:0,0", results="all", label=label)
-    return o.reshape(1, -1, heads * dim)[..., :elements]
+def _same_dim(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In host memory, with zeros up to the next multiple of 8 elements, which change neither q·k nor the rows of v."""
+    host = [x.detach().to("cpu") for x in tensors]
+    dim = -max(x.shape[-1] for x in host) // 8 * -8
+    return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in host)
 
 
 def attention(
@@ -297,41 +275,66 @@ def attention(
         attn_mask = attn_mask[:, None, None, :]
     elif attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask[:, None]
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        raise RequestError(f"{split.name} has a mask that requires a gradient: attention has none for it; detach it")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return torch.ops.kyklos.diffusers_attention(query, key, value, attn_mask, float(scale), split.number)
+    return torch.ops.kyklos.diffusers_attention(query, key, value, attn_mask, float(scale), split.number)[0]
+
+
+def _split(number: int) -> Split:
+    if number not in _splits:
+        raise RequestError("the handle of this transformer was removed: split it again, and compile it again")
+    return _splits[number]
 
 
 @torch.library.custom_op("kyklos::diffusers_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, split: int
-) -> torch.Tensor:
-    if split not in _splits:
-        raise RequestError("the handle of this transformer was removed: compile it again")
-    return _splits[split].attend(q, k, v, mask, scale).to(q.device)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    o, lse, place = _split(split).attend(q, k, v, mask, scale)
+    return o.to(q.device), lse.to(q.device), place
 
 
 @_attention.register_fake
 def _(q, k, v, mask, scale, split):  # noqa: ANN001, ANN202
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, torch.empty(3, dtype=torch.int64)
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, split: Split) -> torch.Tensor:
-        return split._gather_rows(x, dim)
+@torch.library.custom_op("kyklos::diffusers_attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _attention_backward(
+    d_o: torch.Tensor,
+    states: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    place: torch.Tensor,
+    scale: float,
+    split: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = _split(split).backward(d_o, states, mask, scale, place.tolist())
+    device = d_o.device
+    return dq.to(device), dk.to(device), dv.to(device)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _no_backward(ctx, *gradients)
+
+@_attention_backward.register_fake
+def _(d_o, states, mask, place, scale, split):  # noqa: ANN001, ANN202
+    return tuple(state.new_empty(state.shape) for state in states[:3])
 
 
-def _no_backward(ctx: Any, *gradients: Any) -> Any:
-    raise NotImplementedError("a split model has no backward pass yet: run it under torch.no_grad()")
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, mask, ctx.scale, ctx.split = inputs
+    ctx.save_for_backward(q, k, v, mask, *output)
 
 
-_attention.register_autograd(_no_backward)
+def _differentiate(ctx: Any, d_o: torch.Tensor, *_: Any) -> Any:
+    q, k, v, mask, o, lse, place = ctx.saved_tensors
+    states = [q, k, v, o, lse]
+    gradients = torch.ops.kyklos.diffusers_attention_backward(d_o, states, mask, place, ctx.scale, ctx.split)
+    return *gradients, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
 _attention.register_effect(EffectType.ORDERED)
-
+_attention_backward.register_effect(EffectType.ORDERED)
 
 _plain: dict[Any, tuple[Callable[..., Any], set[str]]] = {}
 

@@ -7,13 +7,18 @@ and last whatever was registered before or is registered later, and setting up o
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
+from ._diffusers_attention import Split
 from ._errors import RequestError
+
+# The attribute with the function that computes a block again in backward().
+_CHECKPOINT = "_gradient_checkpointing_func"
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -135,3 +140,40 @@ def gather_outputs(module: torch.nn.Module, plan: Any, gather: Gather) -> Callab
         return values[0] if isinstance(output, torch.Tensor) else tuple(values)
 
     return hook
+
+
+class Checkpoints:
+    """Blocks with gradient checkpointing, which ``backward()`` runs again: their calls of attention are those of the forward."""
+
+    def __init__(self, transformer: torch.nn.Module, split: Split) -> None:
+        self._transformer, self._split = transformer, split
+        self._before: list[tuple[torch.nn.Module, Any]] = []
+
+    def remember(self) -> None:
+        """At the beginning of a forward. It may be called again without :meth:`restore`."""
+        self.restore()
+        for module in self._transformer.modules():
+            checkpoint = getattr(module, _CHECKPOINT, None)
+            if checkpoint is not None and getattr(module, "gradient_checkpointing", False):
+                self._before.append((module, checkpoint))
+                setattr(module, _CHECKPOINT, self._remembering(checkpoint))
+
+    def restore(self) -> None:
+        """At its end."""
+        while self._before:
+            module, checkpoint = self._before.pop()
+            setattr(module, _CHECKPOINT, checkpoint)
+
+    def _remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def run(block: Callable[..., Any], *args: Any) -> Any:
+            position, times = self._split.position(), itertools.count()
+
+            def again(*inputs: Any) -> Any:
+                if next(times) == 0:
+                    return block(*inputs)
+                with self._split.repeated(position):
+                    return block(*inputs)
+
+            return checkpoint(again, *args)
+
+        return run

@@ -23,25 +23,62 @@ _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 def gather(group: Group, rows: torch.Tensor, label: str) -> torch.Tensor:
     """The rows of all ranks.
 
+    Each rank's ``backward()`` gives its rows the sum of the gradients that all ranks have for them: the gradient of the sum of
+    the losses of all ranks.
+
     :param rows: ``[batch, own tokens, ...]``, float32, float16 or bfloat16. Ranks may have any numbers of tokens, zero included;
         the other axes and the type are the same on all ranks.
     :returns: ``[batch, tokens of all ranks, ...]`` on the device of ``rows``, with the bits of the rank that owned the row.
     """
+    return _Gathered.apply(rows, group, label)
+
+
+def sum_rows(group: Group, rows: torch.Tensor, counts: list[int], label: str) -> torch.Tensor:
+    """The sum of the ``rows`` of all ranks, of this rank's tokens. It is added in float64 and rounded once.
+
+    :param rows: ``[batch, tokens of all ranks, ...]``, of one shape and type on all ranks.
+    :param counts: the tokens of each rank, the same on all ranks.
+    :returns: ``[batch, own tokens, ...]`` on the device of ``rows``.
+    """
+    own = rows[:, :0]
+    for owner, part in enumerate(rows.split(counts, 1)):
+        if counts[owner] == 0:
+            continue
+        everything = _exchange(group, part, f"{label} {owner}", owner)
+        if owner == group.rank:
+            # In the order of the ranks, each with all of these tokens.
+            each = everything.unflatten(1, (group.world, counts[owner]))
+            own = each.double().sum(1).to(rows.dtype)
+    return own
+
+
+def _exchange(group: Group, rows: torch.Tensor, label: str, results: str | int) -> torch.Tensor:
+    """The rows of all ranks, on the ranks of ``results``."""
     if rows.dtype not in _TYPES:
         raise RequestError(f"rows of {rows.dtype} for all ranks: use float32, float16 or bfloat16")
     batch, own, *rest = rows.shape
     width = math.prod(rest)
     padding = -width % _DIM
+    flat = torch.nn.functional.pad(rows.detach().reshape(batch, own, width), (0, padding))
+    values = flat.reshape(batch, own, (width + padding) // _DIM, _DIM).to("cpu")
+    none = torch.zeros_like(values)
+    o, _ = group.attend(none, none, values, mask="window:0,0", results=results, label=label)
+    everything = o.reshape(batch, o.shape[1], width + padding)[:, :, :width]
+    return everything.reshape(batch, o.shape[1], *rest).to(rows.device)
 
-    def run(rows: torch.Tensor) -> torch.Tensor:
-        flat = torch.nn.functional.pad(rows.reshape(batch, own, width), (0, padding))
-        values = flat.reshape(batch, own, (width + padding) // _DIM, _DIM).to("cpu")
-        none = torch.zeros_like(values)
-        o, _ = group.attend(none, none, values, mask="window:0,0", results="all", label=label)
-        everything = o.reshape(batch, o.shape[1], width + padding)[:, :, :width]
-        return everything.reshape(batch, o.shape[1], *rest).to(rows.device)
 
-    return without_backward(run, rows)
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Group, label: str) -> torch.Tensor:
+        ctx.group, ctx.label, ctx.own = group, label, rows.shape[1]
+        return _exchange(group, rows, label, "all")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        label = f"{ctx.label[-100:]}, backward"
+        own = torch.full((1, 1, 1), float(ctx.own))
+        counts = [int(count) for count in _exchange(ctx.group, own, f"{label} rows", "all").flatten().tolist()]
+        return sum_rows(ctx.group, gradients[0], counts, label), None, None
 
 
 def broadcast(group: Group, numbers: list[int], label: str) -> list[int]:
@@ -53,16 +90,17 @@ def broadcast(group: Group, numbers: list[int], label: str) -> list[int]:
     return [int(number) for number in gather(group, rows, label)[0, 0].tolist()]
 
 
-def without_backward(run: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """``run(*tensors)`` outside of autograd. If a gradient is asked for, ``backward()`` raises instead of leaving it out."""
-    return _NoBackward.apply(run, *tensors)
+def without_backward(run: Callable[..., torch.Tensor], why: str, *tensors: torch.Tensor) -> torch.Tensor:
+    """``run(*tensors)`` outside of autograd. If a gradient is asked for, ``backward()`` raises ``why`` instead of leaving it out."""
+    return _NoBackward.apply(run, why, *tensors)
 
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, run: Callable[..., torch.Tensor], why: str, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.why = why
         return run(*(tensor.detach() for tensor in tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError("a split model has no backward pass yet: run it under torch.no_grad()")
+        raise NotImplementedError(ctx.why)

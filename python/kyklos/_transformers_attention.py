@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from . import _transformers_masks as masks
+from ._differentiable import attend
 from ._errors import RequestError
 from ._group import Group
 from ._rows import without_backward
@@ -30,6 +31,12 @@ _WITHOUT_EFFECT = {
     "logits_to_keep",
     "num_items_in_batch",
 }
+# Passes without gradients.
+_CACHED = "a pass of a split model with a cache has no gradients: pass use_cache=False, or run it under torch.no_grad()"
+_FEW_TOKENS = (
+    "a pass of a split model over one token, or over fewer tokens than ranks, has no gradients: pass longer texts, or run it "
+    "under torch.no_grad()"
+)
 _KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions"}
 
 
@@ -90,6 +97,12 @@ class Forward:
         width = value.shape[3]
         query, key, value = _prepared(query, key, value)
         call = self._options(name, rule, options, states[0].shape[3])
+        sinks = options.get("s_aux")
+        if layer is None and self.counts is not None:
+            host = [state.to("cpu").transpose(1, 2) for state in (query, key, value)]
+            o = attend(self.group, host, sinks, call)
+            return o[..., :width].contiguous().to(query.device)
+        call["sinks"] = None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist()
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             host = [state.to("cpu").transpose(1, 2) for state in (query, key, value)]
@@ -100,24 +113,22 @@ class Forward:
                 else:
                     o, _ = self.group.attend_cached(store, *host, **call)
             else:
-                if self.counts is None and self.group.rank > 0:
+                if self.group.rank > 0:
                     # All ranks have all keys; those of rank 0 count.
                     host[1:] = [state[:, :0] for state in host[1:]]
                 o, _ = self.group.attend(*host, **call)
             return o[..., :width].contiguous().to(query.device)
 
-        return without_backward(run, query, key, value)
+        return without_backward(run, _FEW_TOKENS if layer is None else _CACHED, query, key, value)
 
     def _options(self, name: str, rule: MaskRule, options: dict[str, Any], dim: int) -> dict[str, Any]:
         right = self.padding if isinstance(self.padding, str) else None
         scale = options.get("scaling")
-        sinks = options.get("s_aux")
         return {
             "mask": masks.mask_text(rule, self.documents, right),
             "key_bias": self.padding if isinstance(self.padding, torch.Tensor) else None,
             "scale": dim**-0.5 if scale is None else float(scale),
             "softcap": options.get("softcap"),
-            "sinks": None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist(),
             "same_queries": self.counts is None,
             "mesh": None if self.counts is None else self.mesh,
             "label": label(self.label, name),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ._rows import gather
-from ._transformers_attention import current
+from ._transformers_attention import Forward, current, entered
 
 #: Functions that restore a model, the last one first.
 Undo = list[Callable[[], None]]
@@ -62,6 +63,34 @@ def longest_position(base: torch.nn.Module, undo: Undo) -> None:
         if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
             undo.append(module.register_forward_pre_hook(longer, with_kwargs=True).remove)
             undo.append(module.register_forward_hook(shorter, with_kwargs=True).remove)
+
+
+@contextmanager
+def recomputed(base: torch.nn.Module, forward: Forward) -> Iterator[None]:
+    """A block in which layers with gradient checkpointing remember the pass: ``backward()`` runs them again, long after it."""
+    undo: Undo = []
+
+    def remembering(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def again(*inputs: Any, **others: Any) -> Any:
+                if current() is not None:
+                    return layer(*inputs, **others)
+                with entered(forward):
+                    return layer(*inputs, **others)
+
+            return checkpoint(again, *args, **kwargs)
+
+        return run
+
+    try:
+        for module in base.modules() if base.training else ():
+            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
+                checkpoint: Any = module._gradient_checkpointing_func
+                replace(module, "_gradient_checkpointing_func", remembering(checkpoint), undo)
+        yield
+    finally:
+        while undo:
+            undo.pop()()
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any], undo: Undo) -> None:

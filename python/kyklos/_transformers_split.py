@@ -20,6 +20,7 @@ from ._group import Group
 from ._rows import gather
 from ._transformers_attention import NAME, Forward, current, entered
 from ._transformers_cache import SplitCache
+from ._transformers_loss import with_head
 from ._transformers_steps import Step
 
 # Inputs with an axis of tokens, which is axis 1.
@@ -48,6 +49,8 @@ class SplitModel:
         self.names = {id(module): name for name, module in self.base.named_modules()}
         #: Rows that the head asks for: the last so many, 0 for all.
         self.keep = 0
+        #: Targets of all tokens, if the head computes a loss.
+        self.labels: torch.Tensor | None = None
         #: Rows go to all ranks whatever ``gather`` says: every rank chooses the next token.
         self.generating = False
         #: Whether the model makes other positions than :func:`checks.default_positions`: without padding, and with it.
@@ -86,7 +89,7 @@ class SplitModel:
         hooks.whole_pooler_input(self.base, self._undo)
         hooks.replace(self.base, "forward", self._inner(), self._undo)
         if self.base is not self.model:
-            hooks.replace(self.model, "forward", self._outer(self.model.forward), self._undo)
+            hooks.replace(self.model, "forward", with_head(self, self.model.forward), self._undo)
         if expected is not None:
             self._check(*expected)
 
@@ -207,7 +210,7 @@ class SplitModel:
         forward = Forward(
             self.group,
             self.names,
-            f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, mask)},",
+            f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, mask, self.labels)},",
             counts,
             tokens,
             self.mesh,
@@ -233,7 +236,7 @@ class SplitModel:
             own |= checks.without_cache(self.base)
         others = {name: value for name, value in inputs.items() if name not in _KNOWN}
         try:
-            with entered(forward):
+            with entered(forward), hooks.recomputed(self.base, forward):
                 output = self._run(**own, **others, return_dict=True)
                 self._check_calls(forward)
                 if counts is not None:
@@ -280,7 +283,11 @@ class SplitModel:
                 f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
             )
         use = inputs.get("use_cache")
-        return self.cache() if (self.traits.caches_by_default if use is None else use and self.traits.caches) else None
+        if use is None:
+            # A cache has no gradients, and who trains does not use it.
+            trains = torch.is_grad_enabled() and (self.base.training or self.labels is not None)
+            return self.cache() if self.traits.caches_by_default and not trains else None
+        return self.cache() if use and self.traits.caches else None
 
     def _positions(self, inputs: dict[str, Any], past: int, shape: tuple[int, int]) -> torch.Tensor:
         positions = inputs.get("position_ids")
@@ -336,30 +343,6 @@ class SplitModel:
                 output[name] = tuple(everywhere(rows, f"hidden state {n}") for n, rows in enumerate(value))
             elif name not in ("past_key_values", "pooler_output") and value is not None:
                 raise RequestError(f"the model's output {name} has the tokens of one rank: run this model on one rank")
-
-    def _outer(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of the model with its head, which says how many rows it needs."""
-        names = list(inspect.signature(run).parameters)
-
-        @functools.wraps(run)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            keep = given.get("logits_to_keep", 0)
-            if (
-                self.gather == "none"
-                and not self.generating
-                and any("label" in name and given[name] is not None for name in given)
-            ):
-                raise RequestError(
-                    'labels with gather="none": a rank has the logits of its tokens only; use gather="auto"'
-                )
-            self.keep = keep if isinstance(keep, int) and keep > 0 else 0
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self.keep = 0
-
-        return forward
 
 
 def share_out(tokens: int, shares: Sequence[float]) -> list[int]:

@@ -11,6 +11,9 @@
 
 Every rank runs the pipeline with the same inputs and a generator with the same seed, and has the whole result. Within the
 transformer a rank has its share of the tokens; attention is exact over the tokens of all ranks.
+
+``backward()`` is a call of all ranks, too. Every rank has the whole loss, and the gradients are those of the sum over the ranks: divide the loss
+by their number, then sum the gradients of parameters with :func:`kyklos.torch.sum_gradients`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Handle:
         self._transformer = transformer
         self._hooks: list[Any] = []
         self._configs: list[tuple[Any, bool, Any]] = []
+        self._checkpoints = _hooks.Checkpoints(transformer, split)
         self._removed = False
 
     def remove(self) -> None:
@@ -59,6 +63,7 @@ class Handle:
                 processor._parallel_config = before
             else:
                 del processor._parallel_config
+        self._checkpoints.restore()
         _attention.unregister(self._split)
 
     def __enter__(self) -> Handle:
@@ -112,11 +117,11 @@ def parallelize(
     try:
         split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
-        handle._hooks.append(transformer.register_forward_pre_hook(_begin(split, known), with_kwargs=True))
+        handle._hooks.append(transformer.register_forward_pre_hook(_begin(split, known, handle._checkpoints), with_kwargs=True))
         for pattern, how in known.plan.modules.items():
             for module in find(transformer, pattern):
                 _add(handle, module, how, splitter)
-        handle._hooks.append(transformer.register_forward_hook(_end(split)))
+        handle._hooks.append(transformer.register_forward_hook(_end(split, handle._checkpoints)))
         for module in modules:
             processor: Any = module.processor
             own = "_parallel_config" in vars(processor)
@@ -141,7 +146,7 @@ def _add(handle: Handle, module: torch.nn.Module, how: Any, splitter: _hooks.Spl
         handle._hooks.append(module.register_forward_hook(after))
 
 
-def _begin(split: _attention.Split, known: Known) -> Any:
+def _begin(split: _attention.Split, known: Known, checkpoints: _hooks.Checkpoints) -> Any:
     places: list[str] = []
 
     @torch.compiler.disable
@@ -158,14 +163,18 @@ def _begin(split: _attention.Split, known: Known) -> Any:
             raise RequestError(
                 f"{split.name} has a cache that skips attention by what it sees of this rank's tokens: call disable_cache()"
             )
+        if module.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in module.modules()):
+            raise RequestError(f"{split.name} has dropout, which would differ between ranks: call eval(), or set its p to 0")
+        checkpoints.remember()
         split.begin(given)
 
     return hook
 
 
-def _end(split: _attention.Split) -> Any:
+def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints) -> Any:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        checkpoints.restore()
         split.end()
 
     return hook

@@ -12,7 +12,8 @@ different numbers of tokens. It has an ordered effect: compiled code neither dro
 calls. Tensors of the CPU are read in place; those of other devices pass through host memory.
 
 It has gradients of q, k, v and sinks, computed on processors or wgpu devices; a ``backward()`` is a call of all ranks, too. Each rank's loss is a
-part of one loss, the sum over the ranks: nothing is divided by their number.
+part of one loss, the sum over the ranks: nothing is divided by their number. :func:`sum_gradients` adds the gradients of parameters
+over the ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ import torch
 from torch._library.effects import EffectType
 
 from ._errors import RequestError
+from ._gradients import sum_gradients
 from ._group import Group
 from ._options import complete
+
+__all__ = ["attention", "sum_gradients"]
 
 # What a call's number stands for: the group and the options. The operator has the number, since graphs take no objects.
 _calls: dict[int, tuple[weakref.ref[Group], dict[str, Any]]] = {}

@@ -47,12 +47,16 @@ def parallelize(
     ``generate()`` does greedy search and sampling. Rank 0 chooses each token, with its own random generator, and decides when to
     stop; the others follow it. So a seed on rank 0 gives the text of one process with this seed.
 
-    :param model: a decoder or encoder whose layers attend through ``AttentionInterface`` of transformers, with ``position_ids``, in
-        evaluation mode, with the same weights on all ranks.
+    ``backward()`` is a call of all ranks, too. The gradients are those of the sum of the ranks' losses, and on a rank those of its tokens:
+    sum them with :func:`kyklos.torch.sum_gradients`. With ``gather="auto"`` each rank has the whole loss: divide it by the number of ranks.
+
+    :param model: a decoder or encoder whose layers attend through ``AttentionInterface`` of transformers, with ``position_ids``,
+        without dropout (or in evaluation mode), with the same weights on all ranks.
     :param mesh: ``"UxR"`` as in :meth:`kyklos.Group.attend`, for passes that are split.
     :param shares: the tokens of the ranks in proportion, also of the cache; by default equal. Each rank gets one token at least.
     :param gather: ``"auto"`` gives every rank the outputs of all tokens, or the last ones if ``logits_to_keep`` asks for them.
-        ``"none"`` gives a rank the rows of its own tokens, :meth:`Handle.rows`; ``generate()`` works as before.
+        ``"none"`` gives a rank the rows of its own tokens, :meth:`Handle.rows`, and with ``labels`` its part of the loss of a causal
+        language model, whose sum over the ranks is the loss; ``generate()`` works as before.
     :param check: compare the split model with the model as it is, on two texts of a few tokens. Without it, a model that makes
         positions of its own or mixes tokens outside of attention gives wrong numbers.
     :raises RequestError: a model that cannot be split, by name, or options that do not fit; the same on all ranks. The model is

@@ -10,7 +10,7 @@ from split_models import all_raise, case, split
 
 import kyklos
 import kyklos.diffusers
-from kyklos import _diffusers_attention, _diffusers_hooks
+from kyklos import _diffusers_attention, _diffusers_hooks, _rows
 from kyklos.diffusers import parallelize
 
 
@@ -224,7 +224,7 @@ def test_masks_are_gathered_once_and_again_only_where_a_rank_has_new_ones():
         outputs = []
         for number in (0, 0, 2, 2, 0, 1, 1, 0, 2):
             parts = [x[:, own] for x in (q, k, v)]
-            outputs.append((number, own, state.attend(*parts, masks[number][..., own], 0.25)))
+            outputs.append((number, own, state.attend(*parts, masks[number][..., own], 0.25)[0]))
         _diffusers_attention.unregister(state)
         return outputs
 
@@ -247,7 +247,7 @@ def test_gathering_returns_the_bits():
         cuts = [0, 7, 7, 50]
         for whole in x.values():
             part = whole[cuts[group.rank] : cuts[group.rank + 1]].flatten(1)[None]
-            got = _diffusers_attention._gather(group, part, "gather")
+            got = _rows.gather(group, part, "gather")
             assert torch.equal(got, whole.flatten(1)[None])
 
     kyklos.run_local(3, run, device="cpu")

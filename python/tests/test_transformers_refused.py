@@ -134,25 +134,6 @@ def test_dropout_is_refused():
     on_ranks(build("bert"), 2, hidden)
 
 
-def test_backward_raises_instead_of_leaving_parts_out():
-    ids = texts(1, 12)
-
-    def work(model, handle, group):
-        loss = model(ids, labels=ids, use_cache=False).loss
-        with pytest.raises(NotImplementedError, match="no backward pass yet"):
-            loss.backward()
-
-    on_ranks(build("llama"), 2, work)
-
-
-def test_labels_of_local_rows_are_refused():
-    def work(model, handle, group):
-        with pytest.raises(kyklos.RequestError, match='labels with gather="none"'):
-            model(texts(1, 12), labels=texts(1, 12))
-
-    on_ranks(build("llama"), 2, work, gather="none")
-
-
 def test_other_inputs_on_a_rank_are_an_error_on_all():
     def work(model, handle, group):
         with pytest.raises((kyklos.RequestError, kyklos.GroupError), match="label"):
