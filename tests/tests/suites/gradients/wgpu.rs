@@ -70,11 +70,10 @@ fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
 #[test]
 fn every_random_world_of_wgpu_devices_agrees_with_the_oracle() {
     for (device, only_dim) in devices(&WgpuOptions::default()) {
-        let (dims, dtypes): (&[usize], &[Dtype]) = if only_dim.is_some() {
-            (&[24], &[Dtype::F32, Dtype::Bf16])
-        } else {
-            (&[8, 24, 64], &Dtype::ALL)
-        };
+        // Of a software driver always one head dim: it compiles those of 64 elements for seconds each, and worlds need dozens.
+        let dims: &[usize] =
+            if device.info().class == DeviceClass::SoftwareGpu { &[24] } else { &[8, 24, 64] };
+        let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32, Dtype::Bf16] } else { &Dtype::ALL };
         TestRunner::new(crate::cases(24, 300))
             .run(&worlds(dims, dtypes), |world| world.check(&device))
             .unwrap();
