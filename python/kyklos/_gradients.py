@@ -31,7 +31,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
     refused = next((reason for reason in map(_refused, wanted) if reason), None)
     if refused is not None:
         raise group.refuse(f"sum_gradients over {refused}", "use float32, float16 or bfloat16, and dense gradients")
-    if not wanted:
+    if not wanted or group.world == 1:
         return
     text = " ".join(f"{tuple(parameter.shape)} {parameter.dtype}" for parameter in wanted)
     label = f"gradients of {len(wanted)} parameters {zlib.crc32(text.encode()):08x}"

@@ -66,3 +66,19 @@ def test_a_denoiser(name):
 
     outputs = kyklos.run_local(3, work, device=devices(3))
     assert all(made.error(got) <= made.tolerance for got in outputs)
+
+
+def test_gradients_are_refused_on_all_ranks():
+    """They are computed on processors; the group stays usable."""
+    model, ids = build("llama"), texts(2, 31)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(group):
+        with kyklos.transformers.parallelize(copies[group.rank], group, gather="none"):
+            loss = copies[group.rank](input_ids=ids, labels=ids).loss
+            with pytest.raises(kyklos.RequestError, match="backward pass on"):
+                loss.backward()
+            ones = torch.ones(1, 8, 1, 8)
+            group.attend(ones, ones, ones, label="after")
+
+    kyklos.run_local(2, work, device=devices(2))
