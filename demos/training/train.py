@@ -135,10 +135,13 @@ def differences(losses, right):
 def bounds(controls, right):
     """What rounding explains at each step: the runs of one rank with sums in other orders say how it grows.
 
-    A loss near 5.5 in float32 is itself rounded by up to 2.4e-7, and as the sum of some parts by a few times that.
+    They may agree by chance, so each counts as no less than one rounding of the sum of all tokens' losses: near 4400 numbers of float32
+    lie 4.9e-4 apart, which is 6e-7 of the mean. Each rank's part of the loss is rounded as well, by up to 2.4e-7.
     """
+    tokens = BATCH * CONTEXT
+    rounding = 2.0 ** (math.floor(math.log2(right[0] * tokens)) - 23) / tokens
     each = [differences(control, right) for control in controls]
-    return [FACTOR * max(step) + 1e-6 for step in zip(*each, strict=True)]
+    return [FACTOR * max(*step, rounding) + 1e-6 for step in zip(*each, strict=True)]
 
 
 def equal_bytes(models):
