@@ -19,6 +19,11 @@ fn devices(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
     [options, &portable].into_iter().flat_map(open).collect()
 }
 
+/// [`devices`]; in a sample only with the kernels that the program would choose.
+fn some_devices(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
+    amount(open as fn(&WgpuOptions) -> _, devices)(options)
+}
+
 fn open(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
     let adapters = WgpuBackend::enumerate();
     let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
@@ -38,10 +43,13 @@ fn open(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
 fn one_wgpu_device_agrees_with_the_oracle_in_every_case() {
     for (device, only_dim) in devices(&WgpuOptions::default()) {
         for dtype in Dtype::ALL {
+            // In a sample each 16-bit type runs every fourth case, and the two run different ones.
+            let sparse = only_dim.is_some() && dtype != Dtype::F32;
+            let (offset, step) = if sparse { (dtype as usize, 4) } else { (0, 1) };
             let chosen = cases()
                 .into_iter()
                 .filter(|case| only_dim.is_none_or(|dim| case.problem.head_dim == dim as usize));
-            for case in chosen {
+            for case in chosen.skip(offset).step_by(step) {
                 assert_alone(&GradientCase::new(case, dtype), &device);
             }
         }
@@ -52,7 +60,7 @@ fn one_wgpu_device_agrees_with_the_oracle_in_every_case() {
 #[test]
 fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
     let small = WgpuOptions { max_binding_bytes: Some(1 << 16), ..WgpuOptions::default() };
-    for (device, _) in devices(&small) {
+    for (device, _) in some_devices(&small) {
         let heads = [4, 2, 32];
         let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 20, 270, 300]));
         let pairs = CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false };
@@ -69,7 +77,7 @@ fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
 
 #[test]
 fn every_random_world_of_wgpu_devices_agrees_with_the_oracle() {
-    for (device, only_dim) in devices(&WgpuOptions::default()) {
+    for (device, only_dim) in some_devices(&WgpuOptions::default()) {
         // Of a software driver always one head dim: it compiles those of 64 elements for seconds each, and worlds need dozens.
         let dims: &[usize] =
             if device.info().class == DeviceClass::SoftwareGpu { &[24] } else { &[8, 24, 64] };
@@ -82,7 +90,7 @@ fn every_random_world_of_wgpu_devices_agrees_with_the_oracle() {
 
 #[test]
 fn the_same_backward_pass_on_wgpu_gives_the_same_bytes_and_reads_no_memory_that_no_step_wrote() {
-    for (device, _) in devices(&WgpuOptions::default()) {
+    for (device, _) in some_devices(&WgpuOptions::default()) {
         calls::poison_changes_nothing(|transport, poison| {
             let run = RunOptions { poison, ..RunOptions::default() };
             Session::with_options(
@@ -117,7 +125,7 @@ fn case(name: &'static str, [batch, q_len, kv_len]: [usize; 3], heads: [usize; 3
 #[test]
 fn odd_shapes_on_wgpu_agree_with_the_oracle() {
     let window = OracleTerm::Window { left: 70, right: -1 };
-    for (device, only_dim) in devices(&WgpuOptions::default()) {
+    for (device, only_dim) in some_devices(&WgpuOptions::default()) {
         let mut sinks = case("far sinks", [1, 190, 192], [4, 1, 32], OracleMask::causal());
         sinks.problem.sinks = vec![3.0, 30.0, -200.0, 1.0];
         let mut capped = case("logits at five caps", [1, 97, 97], [6, 3, 32], OracleMask::causal());
@@ -136,8 +144,9 @@ fn odd_shapes_on_wgpu_agree_with_the_oracle() {
             let plain = case("large heads with a bias", [1, 41, 70], [4, 2, *dim], OracleMask::causal());
             cases.push(Case { pairs: Some(pairs), ..plain });
         }
+        let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32] } else { &Dtype::ALL };
         for case in cases {
-            for dtype in Dtype::ALL {
+            for dtype in dtypes.iter().copied() {
                 assert_alone(&GradientCase::new(case.clone(), dtype), &device);
             }
         }
