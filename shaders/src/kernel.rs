@@ -1,5 +1,7 @@
 //! The catalogue: the kernels, their bindings and the features that they need.
 
+use crate::backward::params::{BackwardParams, RowStatsParams};
+use crate::backward::variant::{BackwardKernel, BackwardVariant, Sums};
 use crate::uniforms::{
     AttendParams, CodesParams, ConvertParams, DecodeParams, FinalizeParams, MergeParams, MergePartsParams,
     RepackParams, ResetParams, Uniform,
@@ -61,6 +63,22 @@ pub enum Kernel {
     },
     /// Makes m and l of a state empty.
     ResetState,
+    /// Gradients of one block of queries against one block of keys, added to sums.
+    AttendBackward(BackwardKernel),
+    /// Log-sum-exp and δ of each row of a finished output.
+    RowStats {
+        /// Storage type of the output and of its gradient.
+        storage: Storage,
+        /// Elements of a head.
+        head_dim: u32,
+        /// Whether the log-sum-exp has a gradient.
+        d_lse: bool,
+    },
+    /// A strided addition of f32.
+    Accumulate {
+        /// Numbers that one thread adds: 1 or 4.
+        words: u32,
+    },
 }
 
 /// How a kernel uses a binding.
@@ -127,6 +145,19 @@ impl Kernel {
             Self::ToCodes { storage, scales } => format!("codes-{}-{}", storage.name(), scales.name()),
             Self::FromCodes { storage, scales } => format!("from-codes-{}-{}", storage.name(), scales.name()),
             Self::ResetState => "reset-state".to_owned(),
+            Self::AttendBackward(kernel) => format!(
+                "backward-{}-{}-{}-d{}{}{}",
+                kernel.sums.name(),
+                kernel.variant.name(),
+                kernel.storage.name(),
+                kernel.head_dim,
+                if kernel.softcap { "-softcap" } else { "" },
+                kernel.pairs.suffix()
+            ),
+            Self::RowStats { storage, head_dim, d_lse } => {
+                format!("row-stats-{}-d{head_dim}{}", storage.name(), if *d_lse { "-d-lse" } else { "" })
+            }
+            Self::Accumulate { words } => format!("accumulate-{words}"),
         }
     }
 
@@ -138,10 +169,12 @@ impl Kernel {
             Self::MergeParts { .. } => MergePartsParams::UNIFORM,
             Self::Merge { .. } => MergeParams::UNIFORM,
             Self::Finalize { .. } => FinalizeParams::UNIFORM,
-            Self::Repack { .. } => RepackParams::UNIFORM,
+            Self::Repack { .. } | Self::Accumulate { .. } => RepackParams::UNIFORM,
             Self::Convert { .. } => ConvertParams::UNIFORM,
             Self::ToCodes { .. } | Self::FromCodes { .. } => CodesParams::UNIFORM,
             Self::ResetState => ResetParams::UNIFORM,
+            Self::AttendBackward(_) => BackwardParams::UNIFORM,
+            Self::RowStats { .. } => RowStatsParams::UNIFORM,
         }
     }
 
@@ -151,18 +184,18 @@ impl Kernel {
         let write = |name, element| Binding { name, access: Access::ReadWrite, element };
         let mut bindings =
             vec![Binding { name: "params", access: Access::Uniform, element: self.uniform().name }];
-        let key_value = |name, storage: Storage| {
+        let key_value = |name, element| {
             if self.reads_textures() {
                 Binding { name, access: Access::Texture, element: "texture_storage_2d<rgba32uint, read>" }
             } else {
-                read(name, storage.unit_type())
+                read(name, element)
             }
         };
         bindings.extend(match *self {
             Self::Decode(DecodeKernel { storage, pairs, .. }) => vec![
                 read("q", storage.unit_type()),
-                key_value("k", storage),
-                key_value("v", storage),
+                key_value("k", storage.unit_type()),
+                key_value("v", storage.unit_type()),
                 write("part_a", "vec4<f32>"),
                 write("part_ml", "vec2<f32>"),
                 read("positions", "u32"),
@@ -179,8 +212,8 @@ impl Kernel {
             ],
             Self::Attend(AttendKernel { storage, pairs, .. }) => vec![
                 read("q", storage.unit_type()),
-                key_value("k", storage),
-                key_value("v", storage),
+                key_value("k", storage.unit_type()),
+                key_value("v", storage.unit_type()),
                 write("state_a", "vec4<f32>"),
                 write("state_ml", "vec2<f32>"),
                 read("positions", "u32"),
@@ -219,6 +252,35 @@ impl Kernel {
                 vec![read("codes", "u32"), read("scales", "f32"), write("destination", storage.unit_type())]
             }
             Self::ResetState => vec![write("state_ml", "vec2<f32>")],
+            Self::AttendBackward(BackwardKernel { sums, storage, pairs, .. }) => {
+                let moving: &[&str] =
+                    if sums.rows_are_fixed() { &["k", "v"] } else { &["q", "d_o", "stats"] };
+                let tensor = |name, element| {
+                    if moving.contains(&name) { key_value(name, element) } else { read(name, element) }
+                };
+                let tensors = ["q", "d_o", "k", "v"].map(|name| tensor(name, storage.unit_type()));
+                let mut bindings: Vec<_> =
+                    tensors.into_iter().filter(|one| sums != Sums::Values || one.name != "v").collect();
+                bindings.push(tensor("stats", "vec2<f32>"));
+                bindings.extend(sums.targets().iter().map(|name| write(name, "vec4<f32>")));
+                bindings.push(read("lists", "u32"));
+                bindings.extend(pairs.any().then(|| read("pairs", "u32")));
+                bindings
+            }
+            Self::RowStats { storage, d_lse, .. } => {
+                let mut bindings = vec![
+                    read("o", storage.unit_type()),
+                    read("d_o", storage.unit_type()),
+                    read("lse", "u32"),
+                    write("stats", "vec2<f32>"),
+                ];
+                bindings.extend(d_lse.then(|| read("d_lse", "f32")));
+                bindings
+            }
+            Self::Accumulate { words } => {
+                let unit = if words == 4 { "vec4<f32>" } else { "f32" };
+                vec![read("source", unit), write("destination", unit)]
+            }
         });
         bindings
     }
@@ -231,15 +293,17 @@ impl Kernel {
                 variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative { .. },
                 ..
             }) | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
+                | Self::AttendBackward(BackwardKernel { variant: BackwardVariant::Lanes { .. }, .. })
         )
     }
 
-    /// Whether k and v are textures.
+    /// Whether k and v are textures, or what a backward kernel loops over.
     pub const fn reads_textures(&self) -> bool {
         matches!(
             self,
             Self::Attend(AttendKernel { variant: AttendVariant::SubgroupBroadcast { .. }, .. })
                 | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
+                | Self::AttendBackward(BackwardKernel { variant: BackwardVariant::Lanes { .. }, .. })
         )
     }
 

@@ -10,7 +10,9 @@
 //!   [`Kernel::needs_subgroups`] is true.
 //! - For few query rows there are other kernels: [`Kernel::Decode`] splits the keys over workgroups. Each workgroup
 //!   takes all rows that share a KV head, and [`Kernel::MergeParts`] merges their partial states into the running state.
-//! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v from read-only storage textures: x = KV head · units of a head + unit,
+//! - Gradients: [`Kernel::AttendBackward`], [`Kernel::RowStats`], [`Kernel::Accumulate`]; what they read is described in [`BackwardParams`]
+//!   and in the module of the kernels.
+//! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v, in backward kernels what they loop over, from read-only storage textures: x = KV head · units of a head + unit,
 //!   y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
 //! - Kernels know no masks: they read an interval of key positions for each query row, a position for each key, and a
@@ -23,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 mod attend;
+mod backward;
 mod codes;
 mod convert;
 mod decode;
@@ -36,6 +39,8 @@ mod text;
 mod uniforms;
 mod variant;
 
+pub use backward::params::{BackwardParams, RowStatsParams};
+pub use backward::variant::{BackwardKernel, BackwardVariant, Sums};
 pub use kernel::{Access, Binding, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
 pub use pairs::Pairs;
 pub use source::Dialect;

@@ -2,7 +2,9 @@
 
 use crate::kernel::{Kernel, MAX_HEAD_DIM};
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
-use crate::{Pairs, Storage, attend, codes, convert, decode, finish, repack};
+use crate::{
+    BackwardKernel, BackwardVariant, Pairs, Storage, attend, backward, codes, convert, decode, finish, repack,
+};
 
 /// The compiler that reads the text: compilers disagree about how a text announces its use of subgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,6 +62,27 @@ impl Kernel {
                 finish::finalize(storage, head_dim, sinks)
             }
             Self::Repack { words } => repack::source(words),
+            Self::Accumulate { words } => repack::accumulate(words),
+            Self::AttendBackward(kernel) => {
+                assert_head_dim(kernel.head_dim);
+                assert!(
+                    kernel.sums.rows_are_fixed()
+                        || kernel.variant.of_keys(kernel.head_dim, kernel.pairs).contains(&kernel.sums),
+                    "{:?} is not made",
+                    kernel.sums
+                );
+                let text = match kernel.variant {
+                    BackwardVariant::Portable => backward::portable::source(kernel),
+                    BackwardVariant::Lanes { subgroup_size } => {
+                        backward::lanes::source(kernel, subgroup_size)
+                    }
+                };
+                self.announced(dialect, text)
+            }
+            Self::RowStats { storage, head_dim, d_lse } => {
+                assert_head_dim(head_dim);
+                backward::stats::source(storage, head_dim, d_lse)
+            }
             Self::Convert { from, into } => {
                 assert!((from == Storage::F32) != (into == Storage::F32), "one side is f32");
                 convert::source(from, into)
@@ -95,10 +118,16 @@ impl Kernel {
                 DecodeVariant::Portable => decode::THREADS,
                 DecodeVariant::Lanes { subgroup_size } => subgroup_size,
             },
+            Self::AttendBackward(BackwardKernel { variant, .. }) => match variant {
+                BackwardVariant::Portable => backward::portable::THREADS,
+                BackwardVariant::Lanes { subgroup_size } => *subgroup_size,
+            },
             Self::MergeParts { .. }
             | Self::Merge { .. }
             | Self::Finalize { .. }
+            | Self::RowStats { .. }
             | Self::Repack { .. }
+            | Self::Accumulate { .. }
             | Self::Convert { .. }
             | Self::ToCodes { .. }
             | Self::FromCodes { .. }
@@ -127,20 +156,25 @@ impl Kernel {
             Self::Decode(kernel @ DecodeKernel { variant: DecodeVariant::Portable, .. }) => {
                 decode::portable_bytes(kernel)
             }
+            Self::AttendBackward(kernel @ BackwardKernel { variant: BackwardVariant::Portable, .. }) => {
+                backward::portable::workgroup_bytes(kernel)
+            }
+            Self::RowStats { .. } => 4 * self.workgroup_size(),
             _ => 0,
         }
     }
 
-    /// Rows of a workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::Repack`],
-    /// [`Self::Convert`], [`Self::ToCodes`], [`Self::FromCodes`] or [`Self::ResetState`]. A row here is the work of one
+    /// Rows of a workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::RowStats`], [`Self::Repack`],
+    /// [`Self::Accumulate`], [`Self::Convert`], [`Self::ToCodes`], [`Self::FromCodes`] or [`Self::ResetState`]. A row here is the work of one
     /// thread, or of one group of threads: one (batch, row, head) triple, or one unit to copy.
     pub const fn rows_per_workgroup(&self) -> u32 {
         match self {
-            Self::Attend(_) | Self::Decode(_) => 1,
-            Self::MergeParts { .. } | Self::Merge { .. } | Self::Finalize { .. } => {
+            Self::Attend(_) | Self::Decode(_) | Self::AttendBackward(_) => 1,
+            Self::MergeParts { .. } | Self::Merge { .. } | Self::Finalize { .. } | Self::RowStats { .. } => {
                 self.workgroup_size() / finish::THREADS_PER_ROW
             }
             Self::Repack { .. }
+            | Self::Accumulate { .. }
             | Self::Convert { .. }
             | Self::ToCodes { .. }
             | Self::FromCodes { .. }

@@ -58,6 +58,8 @@ macro_rules! uniform {
     };
 }
 
+pub(crate) use uniform;
+
 uniform! {
     /// Parameters of [`Kernel::Attend`](crate::Kernel::Attend).
     ///

@@ -5,8 +5,8 @@ mod catalogue;
 
 use catalogue::{every_kernel, parsed, validated};
 use kyklos_shaders::{
-    Access, AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel,
-    Pairs, Storage,
+    Access, AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, DecodeKernel, DecodeVariant,
+    Dialect, EMPTY_M, ENTRY_POINT, Kernel, Pairs, Storage, Sums,
 };
 use naga::back::{hlsl, msl, spv};
 
@@ -166,6 +166,11 @@ fn pinned_texts_have_not_changed() {
         Kernel::Attend(AttendKernel { variant, storage, head_dim: 16, softcap, pairs })
     };
     let broadcast = AttendVariant::SubgroupBroadcast { subgroup_size: 4, rows_per_lane: 1 };
+    let backward_on = |variant, sums, storage, pairs| {
+        Kernel::AttendBackward(BackwardKernel { variant, sums, storage, head_dim: 16, softcap: true, pairs })
+    };
+    let backward = |sums, storage, pairs| backward_on(BackwardVariant::Portable, sums, storage, pairs);
+    let lanes = BackwardVariant::lanes(4, 16);
     for kernel in [
         attend(AttendVariant::portable(16), Storage::Bf16, true, Pairs::None),
         attend(broadcast, Storage::F32, false, Pairs::None),
@@ -180,6 +185,14 @@ fn pinned_texts_have_not_changed() {
         }),
         Kernel::MergeParts { head_dim: 24 },
         Kernel::Finalize { storage: Storage::F16, head_dim: 16, sinks: true },
+        backward(Sums::Queries, Storage::F16, Pairs::Bias),
+        backward(Sums::KeysValues, Storage::F32, Pairs::None),
+        backward(Sums::Keys, Storage::Bf16, Pairs::Visible),
+        backward(Sums::Values, Storage::F32, Pairs::Visible),
+        backward_on(lanes, Sums::Queries, Storage::F16, Pairs::Bias),
+        backward_on(lanes, Sums::KeysValues, Storage::F32, Pairs::None),
+        Kernel::RowStats { storage: Storage::Bf16, head_dim: 16, d_lse: true },
+        Kernel::Accumulate { words: 4 },
     ] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("tests/golden")

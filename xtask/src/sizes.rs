@@ -8,9 +8,8 @@ use crate::files::{files, read, relative};
 const MOST_LINES: usize = 400;
 
 /// Files that may have up to 600, each with the reason.
-const LONGER: [(&str, &str); 4] = [
+const LONGER: [(&str, &str); 3] = [
     ("shaders/src/attend/cooperative.rs", "the text of one kernel, which reads from top to bottom"),
-    ("shaders/src/attend/portable.rs", "the text of one kernel, which reads from top to bottom"),
     ("tests/tests/suites/plan_properties/mod.rs", "properties beside the random plans that they are about"),
     ("tests/tests/suites/simulator.rs", "claims beside the cluster descriptions that they are about"),
 ];

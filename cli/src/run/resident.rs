@@ -1,5 +1,7 @@
 //! One attention call on tensors that stay on a device, for timing and checks.
 
+mod backward;
+
 use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
@@ -7,6 +9,7 @@ use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
 
 use crate::failure::Result;
 use crate::tensors::{Source, TensorKind};
+pub(crate) use backward::WholeGradients;
 
 /// Tensors and results on a device.
 #[derive(Debug)]
@@ -71,13 +74,7 @@ impl<Buffer> Resident<Buffer> {
     /// Runs reset, attend and finalize, and waits for the device. Cancelling through `control` is an error.
     pub(crate) fn run<B: Backend<Buffer = Buffer>>(&mut self, backend: &B, control: &Control) -> Result<()> {
         let problem = &self.problem;
-        let layout = |tokens: u32, heads: u32| {
-            let [tokens, heads] = [tokens as usize, heads as usize];
-            let row_stride = heads * self.shape.dim;
-            Layout { offset: 0, batch_stride: tokens * row_stride, row_stride, head_stride: self.shape.dim }
-        };
-        let (q_layout, kv_layout) =
-            (layout(problem.q_len, problem.q_heads), layout(problem.kv_len, problem.kv_heads));
+        let (q_layout, kv_layout) = self.layouts();
         let mut state = StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape };
         backend.reset_state(&mut state)?;
         for work in &self.layers {
@@ -101,12 +98,24 @@ impl<Buffer> Resident<Buffer> {
         Ok(pollster::block_on(backend.wait())?)
     }
 
+    /// Of q and of k.
+    fn layouts(&self) -> (Layout, Layout) {
+        let AttentionProblem { q_len, q_heads, kv_len, kv_heads, .. } = self.problem;
+        (dense(q_len, q_heads, self.shape.dim), dense(kv_len, kv_heads, self.shape.dim))
+    }
+
     /// o and lse of the last run.
     pub(crate) fn results<B: Backend<Buffer = Buffer>>(&mut self, backend: &B) -> Result<(Bytes, Bytes)> {
         let o = backend.download(&mut self.o, 0..o_bytes(&self.problem));
         let lse = backend.download(&mut self.lse, 0..self.shape.ml_bytes() / 2);
         Ok((pollster::block_on(o)?, pollster::block_on(lse)?))
     }
+}
+
+/// `[batch, tokens, heads, dim]` without gaps.
+fn dense(tokens: u32, heads: u32, dim: usize) -> Layout {
+    let row_stride = heads as usize * dim;
+    Layout { offset: 0, batch_stride: tokens as usize * row_stride, row_stride, head_stride: dim }
 }
 
 /// Extents of the running state of the whole problem.

@@ -4,6 +4,7 @@
 //! the shared result may be twice the largest of their errors, plus a rounding allowance (`kyklos_oracle::tolerance`).
 
 mod every_row;
+mod gradients;
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -25,6 +26,7 @@ use crate::run::alone;
 use crate::tensors::pairs::OracleRows;
 use crate::tensors::{Source, TensorKind};
 pub(crate) use every_row::Whole;
+pub(crate) use gradients::GradientVerdict;
 
 /// The rows to compare, and the problem for the oracle.
 #[derive(Clone, Debug)]

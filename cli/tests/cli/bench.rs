@@ -61,6 +61,33 @@ fn the_last_tokens_alone_are_queries() {
 }
 
 #[test]
+fn a_backward_pass_is_timed_and_its_gradients_are_held_to_the_oracle() {
+    let output = kyklos(&[
+        "bench",
+        "--backward",
+        "--device",
+        "cpu",
+        "--shape",
+        "2,200,6,2,40",
+        "--mask",
+        "window:30,0",
+        "--dtype",
+        "f32,f16",
+        "--repeat",
+        "1",
+        "--json",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(lines.len(), 2);
+    for line in lines {
+        let number = |name: &str| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"));
+        // Gradients of a right kernel are never exact: an error of 0 would mean that nothing was compared.
+        assert!(0.0 < number("max_abs_error") && number("max_abs_error") <= number("tolerance"), "{line}");
+    }
+}
+
+#[test]
 fn a_kernel_that_a_device_has_not_is_told_once_and_fails() {
     let output = kyklos(&[
         "bench",

@@ -10,6 +10,7 @@
 
 #[path = "../../../tests/amount.rs"]
 mod amount;
+mod backward;
 mod case;
 mod cases;
 mod decode;
@@ -60,7 +61,7 @@ fn main() -> ExitCode {
     if !missing.is_empty() {
         return ExitCode::FAILURE;
     }
-    let tests: Vec<(&str, Test)> = [cases::ALL, decode::ALL, ops::ALL, device::ALL].concat();
+    let tests: Vec<(&str, Test)> = [cases::ALL, decode::ALL, backward::ALL, ops::ALL, device::ALL].concat();
     let mut trials = Vec::new();
     for (kernel, choice) in kernels {
         for (name, test) in &tests {

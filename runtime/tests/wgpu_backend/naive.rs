@@ -81,7 +81,7 @@ pub(crate) fn row(
             }
         })
         .collect();
-    if keys.is_empty() {
+    if logits.iter().all(|logit| *logit == f64::NEG_INFINITY) {
         return (vec![0.0; dim], f64::NEG_INFINITY);
     }
     let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);

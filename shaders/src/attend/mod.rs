@@ -53,10 +53,19 @@ fn kernel_prelude(kernel: AttendKernel) -> String {
     prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap, kernel.pairs)
 }
 
-/// The same for every kernel that computes logits.
+/// The same for every kernel that computes logits for a running state.
 pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
+    with_functions(kernel, storage, softcap, pairs, &format!("{}\n\n", units_of_m()))
+}
+
+/// The same for every kernel that computes logits.
+pub(crate) fn logits_prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
+    with_functions(kernel, storage, softcap, pairs, "")
+}
+
+fn with_functions(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs, more: &str) -> String {
     let mut text = format!("{}\n{}\n\n", kernel.declarations(), empty_m());
-    text.push_str(&format!("{}\n\n{}\n\n", storage.unpack_functions(), units_of_m()));
+    text.push_str(&format!("{}\n\n{more}", storage.unpack_functions()));
     text.push_str(WEIGHT_OF);
     text.push('\n');
     if softcap {
@@ -141,6 +150,28 @@ fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
 /// Initial value of the flag that says whether a row has seen a key after all full runs.
 const fn seen_at_first(pairs: Pairs) -> &'static str {
     if pairs.any() { "false" } else { "full_runs < partial_runs" }
+}
+
+/// `load_x(at, chunk)`: a chunk of the row at unit `at`, zero beyond the head. Heads have `chunks` chunks; kernels read them `side`
+/// at a time.
+pub(crate) fn load_function(t: &mut Text, tensor: &str, storage: Storage, chunks: u32, side: u32) {
+    let ragged = !chunks.is_multiple_of(side);
+    t.block(format!("fn load_{tensor}(at: u32, chunk: u32) -> vec4<f32>"), |t| {
+        let inside = if ragged { format!("min(chunk, {}u)", chunks - 1) } else { "chunk".to_owned() };
+        let value = if storage.unit_chunks() == 1 {
+            t.line(format!("let value = chunk_0({tensor}[at + {inside}]);"));
+            "value"
+        } else {
+            t.line(format!("let unit = {tensor}[at + ({inside} >> 1u)];"));
+            t.line("let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);");
+            "value"
+        };
+        if ragged {
+            t.line(format!("return select(vec4<f32>(), {value}, chunk < {chunks}u);"));
+        } else {
+            t.line(format!("return {value};"));
+        }
+    });
 }
 
 /// Start of row `row` of the pairs.

@@ -53,7 +53,7 @@ pub(crate) fn source(kernel: AttendKernel, rows_per_thread: u32) -> String {
     ));
     t.lines(&super::kernel_prelude(kernel));
     for tensor in ["q", "k", "v"] {
-        shape.load_function(&mut t, tensor);
+        super::load_function(&mut t, tensor, kernel.storage, shape.chunks, SIDE);
     }
     let q_chunks = if shape.resident { shape.groups * SIDE } else { SIDE };
     t.line(format!("var<workgroup> tile_q: array<vec4<f32>, {}>;", q_chunks * shape.q_rows));
@@ -97,32 +97,6 @@ impl Shape {
             groups: chunk_groups(kernel.head_dim),
             resident: q_resident(kernel.head_dim, rows_per_thread),
         }
-    }
-
-    /// Whether the last pass reaches beyond the head.
-    fn ragged(&self) -> bool {
-        !self.chunks.is_multiple_of(SIDE)
-    }
-
-    /// `load_x(at, chunk)`: a chunk of the row at unit `at`, zero beyond the head.
-    fn load_function(&self, t: &mut Text, tensor: &str) {
-        t.block(format!("fn load_{tensor}(at: u32, chunk: u32) -> vec4<f32>"), |t| {
-            let inside =
-                if self.ragged() { format!("min(chunk, {}u)", self.chunks - 1) } else { "chunk".to_owned() };
-            let value = if self.kernel.storage.unit_chunks() == 1 {
-                t.line(format!("let value = chunk_0({tensor}[at + {inside}]);"));
-                "value"
-            } else {
-                t.line(format!("let unit = {tensor}[at + ({inside} >> 1u)];"));
-                t.line("let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);");
-                "value"
-            };
-            if self.ragged() {
-                t.line(format!("return select(vec4<f32>(), {value}, chunk < {}u);", self.chunks));
-            } else {
-                t.line(format!("return {value};"));
-            }
-        });
     }
 
     /// Rows, spans, Q and the state.

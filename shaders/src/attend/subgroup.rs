@@ -30,7 +30,7 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         rows,
         chunks: kernel.head_dim / 4,
         units: kernel.head_dim / kernel.storage.unit_elements(),
-        keys_at_once: if kernel.head_dim <= 256 { 2 } else { 1 },
+        keys_at_once: keys_at_once(kernel.head_dim),
     };
     let mut t = Text::default();
     t.line(format!(
@@ -63,6 +63,16 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         },
     );
     t.finish()
+}
+
+/// Keys in one iteration of the loop over full runs.
+pub(crate) const fn keys_at_once(head_dim: u32) -> u32 {
+    if head_dim <= 256 { 2 } else { 1 }
+}
+
+/// Independent sums in a dot product: enough for additions to overlap.
+pub(crate) fn chains(rows_per_lane: u32, at_once: u32) -> u32 {
+    (8 / (rows_per_lane * at_once)).clamp(1, 4)
 }
 
 /// The parameters on which the text depends.
@@ -251,9 +261,8 @@ let group_first = workgroupUniformLoad(&seen_from);"
         });
     }
 
-    /// Independent sums in a dot product: enough for additions to overlap.
     fn chains(&self, at_once: u32) -> u32 {
-        (8 / (self.rows * at_once)).clamp(1, 4)
+        chains(self.rows, at_once)
     }
 
     /// Logits, maximum and weights of one row.

@@ -2,8 +2,8 @@
 //! kernels for other compilers share this list.
 
 use kyklos_shaders::{
-    AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Dialect, Kernel, MAX_HEAD_DIM, Pairs, Scales,
-    Storage,
+    AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, DecodeKernel, DecodeVariant, Dialect,
+    Kernel, MAX_HEAD_DIM, Pairs, Scales, Storage, Sums,
 };
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
@@ -21,6 +21,7 @@ fn options(head_dim: u32) -> [(bool, Pairs); 3] {
 
 pub(crate) fn every_kernel() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
+    kernels.extend([1, 4].map(|words| Kernel::Accumulate { words }));
     for short in [Storage::F16, Storage::Bf16] {
         kernels.push(Kernel::Convert { from: Storage::F32, into: short });
         kernels.push(Kernel::Convert { from: short, into: Storage::F32 });
@@ -47,6 +48,26 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
         for storage in Storage::ALL {
             for sinks in [false, true] {
                 kernels.push(Kernel::Finalize { storage, head_dim, sinks });
+            }
+            kernels.extend([false, true].map(|d_lse| Kernel::RowStats { storage, head_dim, d_lse }));
+            let mut backward = vec![BackwardVariant::Portable];
+            let sizes = AttendVariant::SUBGROUP_SIZES;
+            backward.extend(sizes.map(|size| BackwardVariant::lanes(size, head_dim)));
+            backward.dedup();
+            for variant in backward {
+                for (softcap, pairs) in options(head_dim) {
+                    let of_keys = variant.of_keys(head_dim, pairs);
+                    kernels.extend([Sums::Queries].iter().chain(of_keys).map(|sums| {
+                        Kernel::AttendBackward(BackwardKernel {
+                            variant,
+                            sums: *sums,
+                            storage,
+                            head_dim,
+                            softcap,
+                            pairs,
+                        })
+                    }));
+                }
             }
             let built_in = AttendVariant::SUBGROUP_SIZES
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))

@@ -14,6 +14,7 @@ use self::states::{KEYS, OnDevice, attend_with, problem, read};
 use crate::{Prepared, chosen_cases, dense_world, run_alone, run_together};
 
 mod codes;
+mod gradients;
 mod loss;
 mod states;
 
@@ -56,6 +57,22 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
             Box::pin(loss::finishes_what_was_cut_off(backend, who))
         }),
         ("stops when it is cancelled", |backend, who| Box::pin(cancel(backend, who))),
+        ("agrees with the oracle on gradients in f32, or refuses them", |backend, who| {
+            Box::pin(gradients::every_case(backend, who, Dtype::F32))
+        }),
+        ("agrees with the oracle on gradients in f16, or refuses them", |backend, who| {
+            Box::pin(gradients::every_case(backend, who, Dtype::F16))
+        }),
+        ("agrees with the oracle on gradients in bf16, or refuses them", |backend, who| {
+            Box::pin(gradients::every_case(backend, who, Dtype::Bf16))
+        }),
+        ("gives the same gradients every time", |backend, who| Box::pin(gradients::same_bytes(backend, who))),
+        ("adds exactly the given rows, and clears", |backend, who| {
+            Box::pin(gradients::accumulate_is_exact(backend, who))
+        }),
+        ("stops a backward pass when it is cancelled", |backend, who| {
+            Box::pin(gradients::cancel(backend, who))
+        }),
     ]
 }
 

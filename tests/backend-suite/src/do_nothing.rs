@@ -6,7 +6,8 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
+    Attend, AttendBackward, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, RowStats,
+    State, StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Result, TileShape};
 
@@ -108,6 +109,31 @@ impl Backend for DoNothing {
     // `shape` = [batch, tokens, heads, dim] elements from one form to another: f32 and a 16-bit type (round to nearest even),
     // or any type and 8-bit codes with scales. No byte outside the tensor is written.
     fn convert(&self, _from: Elements<&()>, _into: Elements<&mut ()>, _shape: [usize; 4]) -> Result<()> {
+        Ok(())
+    }
+
+    // The backward pass. A backend without one leaves out this method and the next four: then it is refused.
+    fn supports_backward(&self, _dtype: Dtype, _head_dim: usize) -> Result<()> {
+        Ok(())
+    }
+
+    // For every row and head: its log-sum-exp, and the sum of d_o · o minus d_lse. f32 [batch, rows, heads, 2].
+    fn row_stats(&self, _args: RowStats<'_, ()>) -> Result<()> {
+        Ok(())
+    }
+
+    // For every visible pair: adds to dq, dk and dv, as `Backend::attend_backward` says. Pieces as in `attend`.
+    async fn attend_backward(&self, _args: AttendBackward<'_, ()>, control: &Control) -> Result<()> {
+        control.piece_done()
+    }
+
+    // As `repack`, but f32 numbers are added.
+    fn accumulate(&self, _from: (&(), Layout), _into: (&mut (), Layout), _extent: Extent) -> Result<()> {
+        Ok(())
+    }
+
+    // All bytes are 0.
+    fn clear(&self, _buffer: &mut ()) -> Result<()> {
         Ok(())
     }
 

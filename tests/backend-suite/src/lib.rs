@@ -1,7 +1,7 @@
 //! The suite that holds a backend to its contract, for backends in any crate.
 //!
 //! It checks every claim of [`kyklos::backend`] on a device: all cases of the f64 oracle in every storage type, alone and on
-//! meshes of several ranks, non-finite values, running states, copies, conversions, memory, cancellation, and a run that is cut
+//! meshes of several ranks, non-finite values, running states, copies, conversions, gradients, memory, cancellation, and a run that is cut
 //! off. The tests of the backends `cpu`, `wgpu` and `cuda` are this suite.
 //!
 //! # For your backend
@@ -42,6 +42,7 @@
 pub mod conformance;
 mod do_nothing;
 pub mod fixed_order;
+mod gradients;
 #[cfg(not(target_arch = "wasm32"))]
 mod observed;
 mod prepared;
@@ -52,6 +53,7 @@ mod running;
 mod suite;
 
 pub use self::do_nothing::DoNothing;
+pub use self::gradients::GradientCase;
 #[cfg(not(target_arch = "wasm32"))]
 pub use self::observed::{Observed, Observer};
 pub use self::prepared::{Prepared, Whole, chosen_cases, only_head_dim, oracle_dtype, problem_of};

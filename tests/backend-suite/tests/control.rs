@@ -11,18 +11,24 @@ use libtest_mimic::{Arguments, Trial};
 const IS_BACKEND_TEST: &str = "KYKLOS_CONTROL";
 
 /// What a device does that computes nothing: it cancels, gives the same zeros every time, and lets nothing through.
-const HOLD: [&str; 4] = [
+const HOLD: [&str; 6] = [
     "gives the same bytes every time",
+    "gives the same gradients every time",
     // Nothing moves, and the zeros on the device equal the zeros through the host.
     "keeps forty layers on the device",
     "lets no hidden value reach a row",
+    "stops a backward pass when it is cancelled",
     "stops when it is cancelled",
 ];
 
-const FAIL: [&str; 17] = [
+const FAIL: [&str; 21] = [
+    "adds exactly the given rows, and clears",
     "agrees with the oracle on every case in bf16",
     "agrees with the oracle on every case in f16",
     "agrees with the oracle on every case in f32",
+    "agrees with the oracle on gradients in bf16, or refuses them",
+    "agrees with the oracle on gradients in f16, or refuses them",
+    "agrees with the oracle on gradients in f32, or refuses them",
     "carries a running state over a ring",
     "converts as the definition says",
     "copies exactly the given rows",

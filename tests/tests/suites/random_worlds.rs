@@ -70,11 +70,15 @@ pub(crate) fn case(
         softcap: None,
         mask: mask(terms, batch, kv_len),
         q_offset,
-        sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
+        sinks: if seed.is_multiple_of(2) {
+            vec![]
+        } else {
+            (0..q_heads).map(|head| sink(seed, head)).collect()
+        },
     };
-    let pairs = (seed % 3 == 0).then_some(CasePairs {
-        bias: seed % 2 == 0,
-        batch: if seed % 5 == 0 { 1 } else { batch },
+    let pairs = seed.is_multiple_of(3).then_some(CasePairs {
+        bias: seed.is_multiple_of(2),
+        batch: if seed.is_multiple_of(5) { 1 } else { batch },
         heads: if seed % 7 < 4 { 1 } else { q_heads },
         shared_rows: seed % 4 < 2,
     });

@@ -34,6 +34,10 @@ pub(crate) struct BenchArgs {
     /// Only the last N tokens are queries; 1 is the shape of decoding
     #[arg(long, value_name = "N")]
     pub(crate) queries: Option<NonZeroU32>,
+    /// Time the backward pass: the gradients of q, k and v from the output, its log-sum-exp and a random gradient of the output. The
+    /// gradients of one head are compared with the oracle
+    #[arg(long, conflicts_with = "verify")]
+    pub(crate) backward: bool,
     /// Timed runs of each combination, after one warm-up run
     #[arg(long, value_name = "N", default_value = "9")]
     pub(crate) repeat: NonZeroU32,
@@ -42,7 +46,8 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) verify: bool,
     /// Another program to time in turns with this one, on one device; repeatable. COMMAND gets a case, such as
-    /// 1,1024,8,8,64,causal,f32, and a number of calls; it prints {"first_ms":…,"times_ms":[…],"max_abs_error":…}
+    /// 1,1024,8,8,64,causal,f32, with ,backward after it for --backward, and a number of calls; it prints
+    /// {"first_ms":…,"times_ms":[…],"max_abs_error":…}
     #[arg(long, value_name = "NAME=COMMAND")]
     pub(crate) against: Vec<Peer>,
     /// With --against: number of turns of each program

@@ -19,7 +19,7 @@ use crate::median::median;
 use crate::options::{KernelName, List, MaskArg, Shape};
 use crate::run::resident::{Resident, state_shape};
 use crate::tensors::Source;
-use crate::verify::{Sample, Verdict, Whole};
+use crate::verify::{GradientVerdict, Sample, Verdict, Whole};
 
 /// One combination.
 #[derive(Serialize)]
@@ -46,8 +46,9 @@ struct Measured {
     min_ms: f64,
     max_ms: f64,
     gflop_per_s: f64,
-    max_abs_error: f64,
-    tolerance: f64,
+    /// None: with --backward, the oracle would take minutes.
+    max_abs_error: Option<f64>,
+    tolerance: Option<f64>,
     /// With --verify: every row compared with the device's own result in f32.
     every_row: Option<EveryRow>,
 }
@@ -61,8 +62,10 @@ struct EveryRow {
 
 /// The times of a right result.
 struct Checked {
-    times: Times,
-    tolerance: f64,
+    first_ms: f64,
+    times_ms: Vec<f64>,
+    /// The largest error, and how large it may be.
+    held: Option<[f64; 2]>,
     every_row: Option<EveryRow>,
 }
 
@@ -128,10 +131,12 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
     let (repeat, rounds) = (args.repeat.get(), args.rounds.get());
     let mut comparisons = Vec::new();
     for case in cases {
-        comparisons.push(against::compare(case.text(), &args.against, rounds, repeat, || {
+        let text = if args.backward { case.text() + ",backward" } else { case.text() };
+        comparisons.push(against::compare(text, &args.against, rounds, repeat, || {
             note(&format!("kyklos {}", case.text()));
-            let Checked { times, tolerance, .. } = Check { case, args }.on(&backend)?;
-            Ok((times, tolerance))
+            let Checked { first_ms, times_ms, held, .. } = Check { case, args }.on(&backend)?;
+            let [max_abs_error, tolerance] = held.unwrap_or([0.0, f64::INFINITY]);
+            Ok((Times { first_ms, times_ms, max_abs_error }, tolerance))
         })?);
     }
     if args.json {
@@ -197,7 +202,7 @@ impl Case {
         );
         match (Check { case: self, args }).on(backend) {
             Ok(checked) => Line {
-                measured: Some(self.measured(checked)),
+                measured: Some(self.measured(checked, args.backward)),
                 error: None,
                 ..self.empty_line(device, names, &Failure::run(""))
             },
@@ -235,8 +240,10 @@ impl Case {
         format!("{batch},{tokens},{heads},{kv_heads},{dim},{},{}", self.mask.text, self.problem.dtype)
     }
 
-    fn measured(&self, Checked { times, tolerance, every_row }: Checked) -> Measured {
-        let Times { first_ms, times_ms, max_abs_error } = times;
+    fn measured(&self, checked: Checked, backward: bool) -> Measured {
+        let Checked { first_ms, times_ms, held, every_row } = checked;
+        // Two products forward, five backward.
+        let products = if backward { 2.5 } else { 1.0 };
         let times = || times_ms.iter().copied();
         let median_ms = median(times());
         Measured {
@@ -244,9 +251,9 @@ impl Case {
             median_ms,
             min_ms: times().fold(f64::INFINITY, f64::min),
             max_ms: times().fold(0.0, f64::max),
-            gflop_per_s: self.flops() / median_ms / 1e6,
-            max_abs_error,
-            tolerance,
+            gflop_per_s: products * self.flops() / median_ms / 1e6,
+            max_abs_error: held.map(|[error, _]| error),
+            tolerance: held.map(|[_, tolerance]| tolerance),
             every_row,
         }
     }
@@ -270,6 +277,9 @@ struct Check<'a> {
 impl Check<'_> {
     fn on(self, backend: &Device) -> Result<Checked> {
         let Self { case, args } = self;
+        if args.backward {
+            return self.backward_on(backend);
+        }
         let mut resident = Resident::new(backend, &case.problem, SEED)?;
         let mut times_ms = Vec::new();
         for _ in 0..=args.repeat.get() {
@@ -298,7 +308,26 @@ impl Check<'_> {
         } else {
             None
         };
-        Ok(Checked { times: Times { first_ms, times_ms, max_abs_error }, tolerance, every_row })
+        Ok(Checked { first_ms, times_ms, held: Some([max_abs_error, tolerance]), every_row })
+    }
+
+    fn backward_on(self, backend: &Device) -> Result<Checked> {
+        let Self { case, args } = self;
+        let mut resident = Resident::new(backend, &case.problem, SEED)?;
+        let mut gradients = resident.gradients(backend, SEED)?;
+        resident.run(backend, &Control::default())?;
+        let mut times_ms = Vec::new();
+        for _ in 0..=args.repeat.get() {
+            let started = Instant::now();
+            resident.run_backward(backend, &mut gradients, &Control::default())?;
+            times_ms.push(started.elapsed().as_secs_f64() * 1e3);
+        }
+        let first_ms = times_ms.remove(0);
+        let whole = resident.whole_gradients(backend, &mut gradients)?;
+        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
+        let held = sample.judge_gradients(&whole)?;
+        let held = held.map(|GradientVerdict { max_abs_error, tolerance }| [max_abs_error, tolerance]);
+        Ok(Checked { first_ms, times_ms, held, every_row: None })
     }
 }
 
@@ -330,10 +359,12 @@ fn text(lines: &[Line]) -> String {
         let names = [&line.device, &line.kernel].map(String::clone);
         let case = [line.shape_text(), line.queries.to_string(), line.mask.clone(), line.dtype.clone()];
         let ms = [m.first_ms, m.median_ms, m.min_ms, m.max_ms].map(|ms| format!("{ms:.2}"));
-        let errors = [m.max_abs_error, m.tolerance].map(|error| format!("{error:.1e}"));
+        let not_held = || "not held".to_owned();
+        let errors = [m.max_abs_error, m.tolerance]
+            .map(|error| error.map_or_else(not_held, |error| format!("{error:.1e}")));
         let every_row = match m.every_row {
             Some(EveryRow { max_abs_error, .. }) => format!("{max_abs_error:.1e}"),
-            None => "not held".to_owned(),
+            None => not_held(),
         };
         Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors, &[every_row]].concat())
     });

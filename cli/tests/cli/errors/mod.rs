@@ -37,7 +37,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a wgpu device with {name} = {has}", OWN_DEVICE),
     ("a buffer with the usages {:?}", OWN_DEVICE),
     ("a wgpu buffer for {}", OWN_DEVICE),
-    ("a backward pass on {} ({})", "a gradient on a device that is no processor"),
+    ("a backward pass on {} ({})", "a gradient on CUDA or in a browser tab"),
     (
         "rank {rank} describes its call in a form that this release does not know",
         "a group of ranks with different releases",
@@ -99,6 +99,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ),
     ("a description cannot be written as TOML: {error}", "a bug"),
     ("the work list is in tiles of {:?}, the kernel's are {tile:?}", CALLERS),
+    ("the work list is in tiles of {:?}, the backward kernels' are {tile:?}", CALLERS),
     ("{what} reaches to byte {} of a buffer of {}", CALLERS),
     ("{groups} workgroups", CALLERS),
     ("bytes {range:?} of a buffer of {}", CALLERS),

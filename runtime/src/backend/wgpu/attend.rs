@@ -9,6 +9,7 @@ use super::buffer::WgpuBuffer;
 use super::clock::now_s;
 use super::decode;
 use super::dispatch::Window;
+use super::items::Items;
 use super::numbers::{checked_dim, narrow};
 use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
 use super::pieces::{Flight, Pace};
@@ -31,7 +32,7 @@ pub(super) async fn attend(
     }
     let call = Call::new(backend, &args)?;
     for region in call.regions() {
-        let mut pieces = Pieces::new(&call, &region);
+        let mut pieces = call.items(&region);
         let windows = call.windows(&region)?;
         while let Some((items, flops)) = pieces.next(backend.pace.piece_flops(&Kernel::Attend(call.kernel))) {
             backend.pace.room().await;
@@ -124,7 +125,9 @@ impl<'a> Call<'a> {
         let tiles = self.args.work.q_tiles();
         let items = (batch_step * shape.heads * tiles.min(tile_step)) as u64;
         let key_step =
-            keys.min(self.backend.pace.keys_at_once(&self.kernel, items)).max(kv_cols) / kv_cols * kv_cols;
+            keys.min(self.backend.pace.keys_at_once(Pace::flops_per_key(&self.kernel), items)).max(kv_cols)
+                / kv_cols
+                * kv_cols;
         let keys = self.args.work.kv_positions.len();
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
@@ -140,6 +143,19 @@ impl<'a> Call<'a> {
             }
         }
         regions
+    }
+
+    fn items(&self, region: &Region) -> Items {
+        let tile_keys = |class| {
+            let tiles = region.tiles.clone().rev();
+            tiles.map(|tile| self.list.keys_of(class, tile, &region.keys)).collect()
+        };
+        Items::new(
+            (0..=self.list.last_class()).map(tile_keys).collect(),
+            &region.batch,
+            self.args.state.shape.heads,
+            Pace::flops_per_key(&self.kernel),
+        )
     }
 
     fn windows(&self, region: &Region) -> Result<Windows<'_>> {
@@ -161,7 +177,7 @@ impl<'a> Call<'a> {
             )?,
             a: gpu.window("state a", args.state.a, self.operands.a.bytes(batch, &rows))?,
             ml: gpu.window("state ml", args.state.ml, self.operands.ml.bytes(batch, &(0..shape.heads)))?,
-            pairs: PairRows::new(gpu, args, &self.operands, batch, &rows)?,
+            pairs: PairRows::new(gpu, (args.pairs.as_ref(), args.dtype), self.operands.pairs, batch, &rows)?,
         })
     }
 
@@ -198,7 +214,7 @@ impl<'a> Call<'a> {
         let unit = self.kernel.storage.unit_elements() as usize;
         let q = units(&args.q.layout, unit, windows.q)?;
         let [k, v] = windows.kv.units(args, unit)?;
-        let (q_scale, cap) = factors(args);
+        let (q_scale, cap) = factors(args.scale, args.softcap);
         let pairs = windows.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
         Ok(AttendParams {
             q_offset: q[0],
@@ -235,64 +251,5 @@ impl<'a> Call<'a> {
             pairs_head: pairs[3],
             ..AttendParams::default()
         })
-    }
-}
-
-/// Takes the items of a region in pieces of a given cost.
-struct Pieces {
-    /// For each mask class, the keys of each Q tile in the order of items.
-    keys: Vec<Vec<u32>>,
-    batch_first: usize,
-    heads: usize,
-    flops_per_key: f64,
-    next: u64,
-    items: u64,
-}
-
-impl Pieces {
-    fn new(call: &Call<'_>, region: &Region) -> Self {
-        let tile_keys = |class| {
-            let tiles = region.tiles.clone().rev();
-            tiles.map(|tile| call.list.keys_of(class, tile, &region.keys)).collect()
-        };
-        let heads = call.args.state.shape.heads;
-        Self {
-            keys: (0..=call.list.last_class()).map(tile_keys).collect(),
-            batch_first: region.batch.start,
-            heads,
-            flops_per_key: Pace::flops_per_key(&call.kernel),
-            next: 0,
-            items: (region.batch.len() * heads * region.tiles.len()) as u64,
-        }
-    }
-
-    /// The next items, at least one, with about `budget` floating-point operations; and their number of operations.
-    /// Skips items without work at both ends.
-    fn next(&mut self, budget: f64) -> Option<(Range<u64>, f64)> {
-        while self.next < self.items && self.flops(self.next) == 0.0 {
-            self.next += 1;
-        }
-        let first = self.next;
-        let (mut end, mut flops) = (first, 0.0);
-        while self.next < self.items {
-            let item = self.flops(self.next);
-            if flops > 0.0 && flops + item > budget {
-                break;
-            }
-            self.next += 1;
-            flops += item;
-            if item > 0.0 {
-                end = self.next;
-            }
-        }
-        (end > first).then_some((first..end, flops))
-    }
-
-    fn flops(&self, item: u64) -> f64 {
-        let tiles = self.keys[0].len() as u64;
-        let index = |n: u64| usize::try_from(n).expect("an index into a Vec, or a batch entry");
-        let batch = self.batch_first + index(item / tiles) / self.heads;
-        let class = batch.min(self.keys.len() - 1);
-        f64::from(self.keys[class][index(item % tiles)]) * self.flops_per_key
     }
 }

@@ -203,7 +203,7 @@ impl Decode<'_> {
             ml: gpu.window("state ml", args.state.ml, operands.ml.bytes(batch, &(0..shape.heads)))?,
             part_a: gpu.buffer("decode parts", slots * shape.dim * 4)?,
             part_ml: gpu.buffer("decode parts", slots * 8)?,
-            pairs: PairRows::new(gpu, args, operands, batch, &rows)?,
+            pairs: PairRows::new(gpu, (args.pairs.as_ref(), args.dtype), operands.pairs, batch, &rows)?,
         })
     }
 
@@ -273,7 +273,7 @@ impl Decode<'_> {
         let unit = self.kernel.storage.unit_elements() as usize;
         let q = units(&args.q.layout, unit, bindings.q)?;
         let [k, v] = bindings.kv.units(args, unit)?;
-        let (q_scale, cap) = factors(args);
+        let (q_scale, cap) = factors(args.scale, args.softcap);
         let pairs = bindings.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
         Ok(DecodeParams {
             q_offset: q[0],

@@ -14,6 +14,7 @@
 mod adapter;
 mod attend;
 mod backend;
+mod backward;
 mod buffer;
 mod class;
 mod clock;
@@ -24,6 +25,7 @@ mod device;
 mod dispatch;
 mod download;
 mod health;
+mod items;
 #[cfg(not(target_arch = "wasm32"))]
 mod listing;
 mod memory;
@@ -53,7 +55,10 @@ pub use kyklos_shaders::{AttendVariant, UnknownVariant};
 pub use tuning::{AdapterKey, ShapeBucket, TuningEntry, TuningKey, TuningTable};
 pub use variant::KernelChoice;
 
-use super::{Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape};
+use super::{
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
+    StateMut, StateShape,
+};
 use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
 use codes::Direction;
 use numbers::storage;
@@ -196,6 +201,40 @@ impl Backend for WgpuBackend {
                 unreachable!("plans convert to codes and back, not from codes to codes")
             }
         }
+    }
+
+    fn supports_backward(&self, _: Dtype, head_dim: usize) -> Result<()> {
+        numbers::checked_dim(head_dim).map(|_| ())
+    }
+
+    fn backward_tile_shape(&self, problem: &AttentionProblem, _: StateShape) -> TileShape {
+        backward::tile_shape(self, problem.head_dim)
+    }
+
+    fn row_stats(&self, args: RowStats<'_, WgpuBuffer>) -> Result<()> {
+        self.gpu.check()?;
+        backward::row_stats(&self.gpu, &args)
+    }
+
+    async fn attend_backward(&self, args: AttendBackward<'_, WgpuBuffer>, control: &Control) -> Result<()> {
+        self.gpu.check()?;
+        backward::attend_backward(self, args, control).await
+    }
+
+    fn accumulate(
+        &self,
+        from: (&WgpuBuffer, Layout),
+        into: (&mut WgpuBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        self.gpu.check()?;
+        ops::accumulate(&self.gpu, from, (into.0, into.1), extent)
+    }
+
+    fn clear(&self, buffer: &mut WgpuBuffer) -> Result<()> {
+        self.gpu.check()?;
+        ops::clear(&self.gpu, buffer);
+        Ok(())
     }
 
     async fn wait(&self) -> Result<()> {

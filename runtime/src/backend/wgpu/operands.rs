@@ -8,8 +8,8 @@ use super::dispatch::{Bound, Window};
 use super::numbers::narrow;
 use super::region::Strided;
 use super::texture;
-use crate::backend::{Attend, Layout, Operand};
-use crate::{BiasKind, Error, Result};
+use crate::backend::{Attend, Layout, Operand, Pairs, StateShape};
+use crate::{BiasKind, Dtype, Error, Result};
 
 /// Byte layouts of a call's tensors.
 #[derive(Clone, Copy, Debug)]
@@ -36,16 +36,10 @@ impl Operands {
             v: strided(&args.v, keys, kv_heads),
             a: Strided::dense_f32([shape.batch, shape.rows, shape.heads, shape.dim]),
             ml: Strided::dense_f32([shape.batch, shape.heads, shape.rows, 2]),
-            pairs: args.pairs.as_ref().map(|pairs| {
-                // Columns up to the largest key position of the block.
-                let keys = args.work.kv_positions.iter().max().map_or(0, |last| *last as usize + 1);
-                let (element_bytes, elements) = match pairs.kind {
-                    BiasKind::Mask => (4, keys.div_ceil(32)),
-                    BiasKind::Additive => (args.dtype.bytes(), keys),
-                };
-                let extents = [shape.batch, shape.rows, shape.heads, elements];
-                Strided::new(pairs.layout, element_bytes, extents)
-            }),
+            pairs: args
+                .pairs
+                .as_ref()
+                .map(|pairs| pairs_tensor(pairs, args.dtype, shape, &args.work.kv_positions)),
         }
     }
 
@@ -73,18 +67,14 @@ pub(super) struct PairRows<'a> {
 impl<'a> PairRows<'a> {
     pub(super) fn new(
         gpu: &Gpu,
-        args: &Attend<'a, WgpuBuffer>,
-        operands: &Operands,
+        (pairs, dtype): (Option<&Pairs<'a, WgpuBuffer>>, Dtype),
+        tensor: Option<Strided>,
         batch: &Range<usize>,
         rows: &Range<usize>,
     ) -> Result<Option<Self>> {
-        let Some((pairs, tensor)) = args.pairs.as_ref().zip(operands.pairs) else { return Ok(None) };
-        let element_bytes = match pairs.kind {
-            BiasKind::Mask => 4,
-            BiasKind::Additive => args.dtype.bytes(),
-        };
+        let Some((pairs, tensor)) = pairs.zip(tensor) else { return Ok(None) };
         let window = gpu.window("pairs", pairs.buffer, tensor.bytes(batch, rows))?;
-        Ok(Some(Self { window, layout: pairs.layout, element_bytes }))
+        Ok(Some(Self { window, layout: pairs.layout, element_bytes: pair_bytes(pairs.kind, dtype) }))
     }
 
     pub(super) fn bound(&self) -> Bound<'a> {
@@ -98,6 +88,30 @@ impl<'a> PairRows<'a> {
             .map(|elements| narrow("an offset or a stride of the pairs", elements));
         let per_unit = narrow("the elements of 16 bytes", 16 / self.element_bytes)?;
         Ok([offset?.wrapping_sub(self.window.skipped_units()?.wrapping_mul(per_unit)), batch?, row?, head?])
+    }
+}
+
+/// The rows of a mask or bias tensor that a call reads; columns go up to the largest key position of the block.
+pub(super) fn pairs_tensor(
+    pairs: &Pairs<'_, WgpuBuffer>,
+    dtype: Dtype,
+    shape: StateShape,
+    kv_positions: &[u32],
+) -> Strided {
+    let keys = kv_positions.iter().max().map_or(0, |last| *last as usize + 1);
+    let elements = match pairs.kind {
+        BiasKind::Mask => keys.div_ceil(32),
+        BiasKind::Additive => keys,
+    };
+    let extents = [shape.batch, shape.rows, shape.heads, elements];
+    Strided::new(pairs.layout, pair_bytes(pairs.kind, dtype), extents)
+}
+
+/// Bytes of the elements of a mask or bias tensor.
+fn pair_bytes(kind: BiasKind, dtype: Dtype) -> usize {
+    match kind {
+        BiasKind::Mask => 4,
+        BiasKind::Additive => dtype.bytes(),
     }
 }
 
@@ -187,9 +201,9 @@ pub(super) fn units(layout: &Layout, unit: usize, window: Window<'_>) -> Result<
 }
 
 /// The factor on q, and with a softcap the factor on the tanh: both for logits in base-2 units.
-pub(super) fn factors(args: &Attend<'_, WgpuBuffer>) -> (f32, f32) {
-    match args.softcap {
-        Some(cap) => (args.scale / cap, cap * std::f32::consts::LOG2_E),
-        None => (args.scale * std::f32::consts::LOG2_E, 0.0),
+pub(super) fn factors(scale: f32, softcap: Option<f32>) -> (f32, f32) {
+    match softcap {
+        Some(cap) => (scale / cap, cap * std::f32::consts::LOG2_E),
+        None => (scale * std::f32::consts::LOG2_E, 0.0),
     }
 }

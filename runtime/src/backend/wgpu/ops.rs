@@ -127,8 +127,8 @@ pub(super) fn repack(
         return Ok(());
     }
     let words = repack_words(&from_layout, &into_layout, extent)?;
-    let mut encoder = gpu.encoder("repack");
     if is_dense(&from_layout, extent) && is_dense(&into_layout, extent) {
+        let mut encoder = gpu.encoder("repack");
         encoder.copy_buffer_to_buffer(
             &from.raw,
             from_layout.offset as u64,
@@ -139,7 +139,40 @@ pub(super) fn repack(
         gpu.submit(Some(encoder.finish()));
         return Ok(());
     }
-    let kernel = Kernel::Repack { words };
+    strided(gpu, Kernel::Repack { words }, words, (from, from_layout), (into, into_layout), extent)
+}
+
+/// Fills a buffer with zeros.
+pub(super) fn clear(gpu: &Gpu, buffer: &WgpuBuffer) {
+    let mut encoder = gpu.encoder("clear");
+    encoder.clear_buffer(&buffer.raw, 0, None);
+    gpu.submit(Some(encoder.finish()));
+}
+
+/// Adds f32 rows.
+pub(super) fn accumulate(
+    gpu: &Gpu,
+    (from, from_layout): (&WgpuBuffer, Layout),
+    (into, into_layout): (&WgpuBuffer, Layout),
+    extent: Extent,
+) -> Result<()> {
+    if extent.batch * extent.rows * extent.heads * extent.row_bytes == 0 {
+        return Ok(());
+    }
+    let words = repack_words(&from_layout, &into_layout, extent)?;
+    strided(gpu, Kernel::Accumulate { words }, words, (from, from_layout), (into, into_layout), extent)
+}
+
+/// Runs a kernel on units of two strided layouts.
+fn strided(
+    gpu: &Gpu,
+    kernel: Kernel,
+    words: u32,
+    (from, from_layout): (&WgpuBuffer, Layout),
+    (into, into_layout): (&WgpuBuffer, Layout),
+    extent: Extent,
+) -> Result<()> {
+    let mut encoder = gpu.encoder("strided rows");
     let unit = 4 * words as usize;
     let shape = [extent.batch, extent.rows, extent.heads, extent.row_bytes];
     let sides = [&from_layout, &into_layout].map(|layout| Strided::new(*layout, 1, shape));
@@ -228,7 +261,7 @@ fn row_heads(shape: StateShape) -> usize {
 }
 
 /// How many row-heads of f32 one binding holds, whole workgroups of them.
-fn row_heads_within(gpu: &Gpu, dim: usize) -> usize {
+pub(super) fn row_heads_within(gpu: &Gpu, dim: usize) -> usize {
     let rows = usize::try_from(gpu.window_bytes()).unwrap_or(usize::MAX) / (dim * 4);
     (rows / 64 * 64).max(64)
 }

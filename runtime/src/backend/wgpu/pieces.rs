@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kyklos_shaders::{AttendKernel, Kernel};
+use kyklos_shaders::{AttendKernel, BackwardKernel, Kernel};
 
 use super::completion::Done;
 use crate::backend::DeviceClass;
@@ -71,10 +71,10 @@ impl Pace {
         4.0 * f64::from(kernel.tile().q_rows) * f64::from(kernel.head_dim)
     }
 
-    /// Most keys of `items` workgroups in one piece. Does not depend on measurements.
-    pub(super) fn keys_at_once(&self, kernel: &AttendKernel, items: u64) -> usize {
+    /// Most keys of `items` workgroups in one piece, each with `flops_per_key`. Does not depend on measurements.
+    pub(super) fn keys_at_once(&self, flops_per_key: f64, items: u64) -> usize {
         let groups = u32::try_from(items.clamp(1, self.busy_groups)).expect("busy_groups is small");
-        let keys = self.most_flops / (f64::from(groups) * Self::flops_per_key(kernel));
+        let keys = self.most_flops / (f64::from(groups) * flops_per_key);
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
@@ -82,6 +82,13 @@ impl Pace {
         )]
         let keys = keys as usize;
         keys.max(FEWEST_KEYS)
+    }
+
+    /// The same of a backward kernel for one moving row or key. `heads` is the number of query heads that it loops over.
+    pub(super) fn backward_flops(kernel: &BackwardKernel, heads: u32) -> f64 {
+        2.0 * f64::from(kernel.sums.products() * heads)
+            * f64::from(kernel.tile_rows())
+            * f64::from(kernel.head_dim)
     }
 
     /// Target number of workgroups for the splits of the keys. Does not depend on measurements.

@@ -1,4 +1,4 @@
-//! Keys and values as textures, for the broadcast kernel: software drivers read a texel in a few instructions, where a
+//! Keys and values as textures, for the broadcast kernels, and what backward kernels loop over: software drivers read a texel in a few instructions, where a
 //! storage buffer costs them a loop over lanes and components.
 //!
 //! A texel is a 16-byte unit; x counts the units of all heads of a row, y the keys of all batch entries of a region.
@@ -12,7 +12,7 @@ use super::region::Source;
 use crate::backend::{Extent, Layout};
 use crate::{Error, Result};
 
-/// A copy of a region of k or v.
+/// A copy of a region of a tensor. If a row is no whole number of texels, its last one is filled up.
 pub(super) fn texture(
     gpu: &Gpu,
     label: &str,
@@ -22,7 +22,7 @@ pub(super) fn texture(
 ) -> Result<wgpu::TextureView> {
     let row_bytes = source.heads * source.head_bytes;
     let size = wgpu::Extent3d {
-        width: narrow("a row of texels", row_bytes / TEXEL)?,
+        width: narrow("a row of texels", row_bytes.div_ceil(TEXEL))?,
         height: narrow("a column of texels", batch.len() * keys.len())?,
         depth_or_array_layers: 1,
     };
@@ -45,10 +45,11 @@ pub(super) fn texture(
         let bytes = row_bytes as u64 * u64::from(size.height);
         gpu.out_of_memory(label, bytes, gpu.largest_bytes(bytes))
     })?;
-    if source.layout.row_stride.is_multiple_of(ROW_ALIGNMENT) || keys.len() == 1 {
+    let whole_texels = source.head_bytes.is_multiple_of(TEXEL);
+    if whole_texels && (source.layout.row_stride.is_multiple_of(ROW_ALIGNMENT) || keys.len() == 1) {
         copy(gpu, label, source, batch, keys, &texture)?;
     } else {
-        // A copy needs an aligned row stride: rows with another stride are packed into a buffer first.
+        // A copy needs an aligned row stride and whole texels: other rows are packed into a buffer first.
         let row_stride = row_bytes.next_multiple_of(ROW_ALIGNMENT);
         let aligned = Layout {
             offset: 0,
@@ -116,7 +117,7 @@ fn copy(
                     aspect: wgpu::TextureAspect::All,
                 },
                 wgpu::Extent3d {
-                    width: narrow("a row", part_bytes / TEXEL)?,
+                    width: narrow("a row", part_bytes.div_ceil(TEXEL))?,
                     height: rows,
                     depth_or_array_layers: 1,
                 },

@@ -1,6 +1,8 @@
 //! Which attention kernels a device runs.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, DecodeVariant, Dialect, Kernel, Pairs, Storage};
+use kyklos_shaders::{
+    AttendKernel, AttendVariant, BackwardVariant, DecodeVariant, Dialect, Kernel, Pairs, Storage,
+};
 
 use super::class::class;
 use crate::backend::DeviceClass;
@@ -188,6 +190,14 @@ impl Variants {
         match self.family {
             Family::Portable | Family::Cooperative(_) => DecodeVariant::Portable,
             Family::Broadcast(subgroup_size) => DecodeVariant::Lanes { subgroup_size },
+        }
+    }
+
+    /// The variant for gradients of heads of `head_dim` elements.
+    pub(super) fn backward(self, head_dim: u32) -> BackwardVariant {
+        match self.family {
+            Family::Portable | Family::Cooperative(_) => BackwardVariant::Portable,
+            Family::Broadcast(subgroup_size) => BackwardVariant::lanes(subgroup_size, head_dim),
         }
     }
 

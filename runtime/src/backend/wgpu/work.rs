@@ -14,8 +14,27 @@ pub(super) struct WorkList {
     pub(super) work: Vec<u32>,
     pub(super) starts_class: u32,
     pub(super) runs_at: u32,
-    /// For each class and Q tile, its runs `first..end` of keys.
+    list: RunList,
+}
+
+/// What each tile of each class meets of the other side, as kernels read it.
+#[derive(Debug)]
+pub(super) struct RunList {
+    /// For each class `2·tiles + 1` starts: first full run, first tested run of each tile, and the end.
+    pub(super) starts: Vec<u32>,
+    /// Distance of classes in `starts`.
+    pub(super) starts_class: u32,
+    /// First and end of each run.
+    pub(super) runs: Vec<u32>,
+    /// For each class and tile, its runs.
     tiles: Vec<Vec<Vec<Range<u32>>>>,
+}
+
+/// The runs of one tile: rows or keys `first..end` of the other side.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct TileRuns {
+    full: Vec<Range<u32>>,
+    tested: Vec<Range<u32>>,
 }
 
 impl WorkList {
@@ -25,46 +44,35 @@ impl WorkList {
         let spans_at = narrow("the number of keys", kv_head_of.len() + work.kv_positions.len())?;
         let mut positions = kv_head_of.to_vec();
         positions.extend_from_slice(&work.kv_positions);
-        let mut starts = Vec::new();
-        let mut runs = Vec::new();
-        let mut tiles = Vec::with_capacity(work.classes.len());
+        let tiles = |class: &MaskClass| {
+            (0..work.q_tiles()).map(|tile| key_runs(class, tile, work.tile.kv_cols, keys)).collect()
+        };
         for class in &work.classes {
             positions.extend(class.rows.iter().flat_map(|row| [row.lo, row.hi]));
-            let mut class_tiles = Vec::with_capacity(work.q_tiles());
-            for tile in 0..work.q_tiles() {
-                let (full, partial) = key_runs(class, tile, work.tile.kv_cols, keys);
-                for part in [&full, &partial] {
-                    starts.push(narrow("the number of runs", runs.len() / 2)?);
-                    runs.extend(part.iter().flat_map(|run| [run.start, run.end]));
-                }
-                class_tiles.push([full, partial].concat());
-            }
-            starts.push(narrow("the number of runs", runs.len() / 2)?);
-            tiles.push(class_tiles);
         }
-        let runs_at = narrow("the work list", starts.len())?;
-        narrow("the work list", starts.len() + runs.len())?;
         narrow("the list of positions", positions.len())?;
-        starts.extend(runs);
+        let list = RunList::new(work.classes.iter().map(tiles).collect())?;
+        let runs_at = narrow("the work list", list.starts.len())?;
+        narrow("the work list", list.starts.len() + list.runs.len())?;
         Ok(Self {
             positions,
             keys_at,
             spans_at,
-            work: starts,
-            starts_class: narrow("the number of Q tiles", 2 * work.q_tiles() + 1)?,
+            work: [&list.starts[..], &list.runs[..]].concat(),
+            starts_class: list.starts_class,
             runs_at,
-            tiles,
+            list,
         })
     }
 
     pub(super) fn last_class(&self) -> usize {
-        self.tiles.len() - 1
+        self.list.tiles.len() - 1
     }
 
     /// The range from the first to the last key that Q tile `tile` of these batch entries reads.
     pub(super) fn key_range(&self, batch: &Range<usize>, tile: usize) -> Range<usize> {
         let classes = batch.start.min(self.last_class())..=(batch.end - 1).min(self.last_class());
-        let runs = || self.tiles[classes.clone()].iter().flat_map(|class| &class[tile]);
+        let runs = || self.list.tiles[classes.clone()].iter().flat_map(|class| &class[tile]);
         let start = runs().map(|run| run.start).min().unwrap_or(0);
         let end = runs().map(|run| run.end).max().unwrap_or(0);
         start as usize..end as usize
@@ -72,29 +80,63 @@ impl WorkList {
 
     /// How many of the keys `range` Q tile `tile` of batch entry `batch` reads.
     pub(super) fn keys_of(&self, batch: usize, tile: usize, range: &Range<u32>) -> u32 {
-        self.tiles[batch.min(self.last_class())][tile]
+        self.list.met(batch, tile, range)
+    }
+}
+
+impl RunList {
+    /// From the tiles of each class.
+    pub(super) fn new(classes: Vec<Vec<TileRuns>>) -> Result<Self> {
+        let (mut starts, mut runs) = (Vec::new(), Vec::new());
+        let starts_class = classes.first().map_or(1, |tiles| 2 * tiles.len() + 1);
+        for tile in classes.iter().flat_map(|tiles| tiles.iter().map(Some).chain([None])) {
+            // After the last tile of a class, the end of its runs.
+            starts.push(narrow("the number of runs", runs.len() / 2)?);
+            let Some(tile) = tile else { continue };
+            runs.extend(tile.full.iter().flat_map(|run| [run.start, run.end]));
+            starts.push(narrow("the number of runs", runs.len() / 2)?);
+            runs.extend(tile.tested.iter().flat_map(|run| [run.start, run.end]));
+        }
+        let all = |tile: TileRuns| [tile.full, tile.tested].concat();
+        Ok(Self {
+            starts,
+            starts_class: narrow("the number of tiles", starts_class)?,
+            runs,
+            tiles: classes.into_iter().map(|tiles| tiles.into_iter().map(all).collect()).collect(),
+        })
+    }
+
+    /// How much of `range` of the other side tile `tile` of batch entry `batch` meets.
+    pub(super) fn met(&self, batch: usize, tile: usize, range: &Range<u32>) -> u32 {
+        self.tiles[batch.min(self.tiles.len() - 1)][tile]
             .iter()
             .map(|run| run.end.min(range.end).saturating_sub(run.start.max(range.start)))
             .sum()
     }
 }
 
-/// The full and the partial runs of one Q tile, in keys. A last tile that is not whole counts as partial, so that the
-/// kernel tests which of its keys exist.
-fn key_runs(class: &MaskClass, tile: usize, kv_cols: u32, keys: u32) -> (Vec<Range<u32>>, Vec<Range<u32>>) {
-    let (mut full, mut partial) = (Vec::new(), Vec::new());
-    for run in &class.runs[class.starts[tile] as usize..class.starts[tile + 1] as usize] {
-        let first = run.kv_tile * kv_cols;
-        let end = (first + run.count * kv_cols).min(keys);
-        let whole = if run.full { end / kv_cols * kv_cols } else { first };
-        if first < whole {
-            full.push(first..whole);
+impl TileRuns {
+    /// Adds `run`, which starts at a tile of the other side. A last tile of it that is not whole is tested, so that the kernel
+    /// tests which of its rows or keys exist.
+    pub(super) fn push(&mut self, run: Range<u32>, full: bool, tile: u32) {
+        let whole = if full { run.end / tile * tile } else { run.start };
+        if run.start < whole {
+            self.full.push(run.start..whole);
         }
-        if whole < end {
-            partial.push(whole..end);
+        if whole < run.end {
+            self.tested.push(whole..run.end);
         }
     }
-    (full, partial)
+}
+
+/// The runs of one Q tile, in keys.
+pub(super) fn key_runs(class: &MaskClass, tile: usize, kv_cols: u32, keys: u32) -> TileRuns {
+    let mut runs = TileRuns::default();
+    for run in &class.runs[class.starts[tile] as usize..class.starts[tile + 1] as usize] {
+        let first = run.kv_tile * kv_cols;
+        runs.push(first..(first + run.count * kv_cols).min(keys), run.full, kv_cols);
+    }
+    runs
 }
 
 #[cfg(test)]

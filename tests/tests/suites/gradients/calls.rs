@@ -106,18 +106,22 @@ fn a_wire_of_f16_changes_nothing_but_what_f16_cannot_hold() {
 
 #[test]
 fn no_gradient_reads_memory_that_no_step_wrote() {
+    poison_changes_nothing(|transport, poison| {
+        let run = RunOptions { poison, ..RunOptions::default() };
+        Session::with_options(transport, Device::cpu(), SessionOptions { run, ..SessionOptions::default() })
+    });
+}
+
+/// `session` makes sessions whose memory holds NaN at first, or not.
+pub fn poison_changes_nothing(session: impl Fn(Arc<dyn Transport>, bool) -> Session + Sync) {
     for (mesh, strategy) in
         [((1, 4), Strategy::Ring), ((2, 2), Strategy::Unified), ((4, 1), Strategy::Chunked)]
     {
         let execution = Execution::new().mesh(Mesh::new(mesh.0, mesh.1).unwrap()).strategy(strategy);
         let call = Attention::new().mask(Mask::window(Some(9), Some(2))).execution(execution);
-        let poisoned = |transport| {
-            let run = RunOptions { poison: true, ..RunOptions::default() };
-            let options = SessionOptions { run, ..SessionOptions::default() };
-            Session::with_options(transport, Device::cpu(), options)
-        };
-        let clean = bytes(in_process_group(4), &call, on_cpu);
-        assert_eq!(clean, bytes(in_process_group(4), &call, poisoned), "{strategy}");
+        let clean = bytes(in_process_group(4), &call, |transport| session(transport, false));
+        let poisoned = bytes(in_process_group(4), &call, |transport| session(transport, true));
+        assert_eq!(clean, poisoned, "{strategy}");
     }
 }
 

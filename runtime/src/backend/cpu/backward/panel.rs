@@ -270,7 +270,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     #[inline(always)]
     fn add_to_keys<const TENSOR: usize>(&self, simd: S, keys: &Keys<'_>, sums: &mut [f32], stride: usize) {
         let factors: &[[S::f32s; NV]] = if TENSOR == 0 { self.d_scores } else { self.weights };
-        let factors = bytemuck::cast_slice::<[S::f32s; NV], f32>(factors);
+        let factors = bytemuck::cast_slice::<S::f32s, f32>(factors.as_flattened());
         let rows = &self.by_row[TENSOR];
         let of_row = stride / S::F32_LANES;
         let used = self.dim.div_ceil(S::F32_LANES);
@@ -323,7 +323,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         stride: usize,
     ) {
         let lanes = NV * S::F32_LANES;
-        let terms = self.terms.map(bytemuck::cast_slice::<[S::f32s; NV], f32>);
+        let terms = self.terms.map(|terms| bytemuck::cast_slice::<S::f32s, f32>(terms.as_flattened()));
         for (index, position) in keys.positions.iter().enumerate() {
             for (lane, span) in self.spans.iter().enumerate() {
                 let hidden = terms.is_some_and(|terms| terms[index * lanes + lane] == f32::NEG_INFINITY);

@@ -1,0 +1,260 @@
+//! Gradients of strided tensors against f64. The suites of gradients hold whole calls to the oracle.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use bytes::Bytes;
+use kyklos::backend::wgpu::{WgpuBackend, WgpuBuffer};
+use kyklos::backend::{AttendBackward, Backend, Control, Extent, Layout, Operand, RowStats};
+use kyklos::{BlockWork, Dtype, Error};
+use pollster::block_on;
+
+use crate::Test;
+use crate::case::{Case, read};
+use crate::naive::{self, Random, loaded, stored};
+
+pub(crate) const ALL: &[(&str, Test)] = &[
+    ("every_gradient_of_strided_tensors_equals_f64", every_gradient_of_strided_tensors_equals_f64),
+    (
+        "every_gradient_without_keys_is_zero_whatever_the_output_has",
+        every_gradient_without_keys_is_zero_whatever_the_output_has,
+    ),
+    ("a_long_backward_pass_goes_in_pieces_and_can_be_cancelled", a_long_backward_pass_can_be_cancelled),
+    ("accumulate_adds_to_its_rows_and_to_no_others", accumulate_adds_to_its_rows_and_to_no_others),
+];
+
+/// What a sum holds before: gradients are added to it, and what lies between them stays.
+const BEFORE: f32 = 0.25;
+
+/// A backward call on one block.
+struct Backward {
+    case: Case,
+    d_o: Vec<f32>,
+    /// Row statistics, `[batch, rows, heads, 2]`.
+    stats: WgpuBuffer,
+    dq: WgpuBuffer,
+    dk: WgpuBuffer,
+    dv: WgpuBuffer,
+    kv_layout: Layout,
+    kv_elements: usize,
+}
+
+impl Backward {
+    fn new(backend: &WgpuBackend, case: Case) -> Self {
+        Self::with(backend, case, &|_| false)
+    }
+
+    /// With NaN in the gradients of the output of the rows and heads that are `dead`.
+    fn with(backend: &WgpuBackend, case: Case, dead: &dyn Fn(usize) -> bool) -> Self {
+        let (p, shape) = (&case.problem, case.shape());
+        let mut d_o = Random(21).tensor(p.dtype, shape.batch * shape.rows * shape.heads * shape.dim);
+        for (_, row) in d_o.chunks_mut(shape.dim).enumerate().filter(|(row_head, _)| dead(*row_head)) {
+            row.fill(f32::NAN);
+        }
+        let (mut o, mut lse) = (Vec::new(), Vec::new());
+        for row_head in 0..shape.batch * shape.rows * shape.heads {
+            let (head, row) = (row_head % shape.heads, row_head / shape.heads % shape.rows);
+            let batch = row_head / shape.heads / shape.rows;
+            let (of_row, its_lse) = naive::row(p, [&case.q, &case.k, &case.v], batch, row, head);
+            o.extend(of_row.iter().map(|x| *x as f32));
+            lse.push(its_lse as f32);
+        }
+        let upload = |dtype, data: &[f32]| backend.upload("rows", Bytes::from(stored(dtype, data))).unwrap();
+        let mut stats = upload(Dtype::F32, &vec![f32::NAN; lse.len() * 2]);
+        let (o, d_o_rows) = (upload(p.dtype, &o), upload(p.dtype, &d_o));
+        let args = RowStats {
+            dtype: p.dtype,
+            shape,
+            o: &o,
+            d_o: &d_o_rows,
+            lse: &upload(Dtype::F32, &lse),
+            d_lse: None,
+            stats: &mut stats,
+        };
+        backend.row_stats(args).unwrap();
+        let [keys, heads, dim] = [p.kv_len, p.kv_heads, p.head_dim].map(|n| n as usize);
+        let row_stride = (heads + 1) * dim;
+        let kv_layout =
+            Layout { offset: dim, batch_stride: (keys + 2) * row_stride, row_stride, head_stride: dim };
+        let kv_elements = shape.batch * kv_layout.batch_stride;
+        let sum = |elements| upload(Dtype::F32, &vec![BEFORE; elements]);
+        let [dq, dk, dv] = [d_o.len(), kv_elements, kv_elements].map(sum);
+        Self { d_o, stats, dq, dk, dv, kv_layout, kv_elements, case }
+    }
+
+    fn run(&mut self, backend: &WgpuBackend, control: &Control) -> Result<(), Error> {
+        let (case, shape) = (&self.case, self.case.shape());
+        let p = &case.problem;
+        let kv_tokens = &case.kv_blocks[0];
+        let (q, q_layout) = case.operand(backend, &case.q, &case.q_tokens, p.q_len, p.q_heads)?;
+        let (d_o, d_o_layout) = case.operand(backend, &self.d_o, &case.q_tokens, p.q_len, p.q_heads)?;
+        let (k, k_layout) = case.operand(backend, &case.k, kv_tokens, p.kv_len, p.kv_heads)?;
+        let (v, v_layout) = case.operand(backend, &case.v, kv_tokens, p.kv_len, p.kv_heads)?;
+        let row = 2 * shape.heads;
+        let stats_layout =
+            Layout { offset: 0, batch_stride: shape.rows * row, row_stride: row, head_stride: 2 };
+        let tile = backend.backward_tile_shape(p, shape);
+        let args = AttendBackward {
+            dtype: p.dtype,
+            scale: p.scale,
+            softcap: p.softcap,
+            q: Operand { buffer: &q, layout: q_layout },
+            d_o: Operand { buffer: &d_o, layout: d_o_layout },
+            stats: Operand { buffer: &self.stats, layout: stats_layout },
+            k: Operand { buffer: &k, layout: k_layout },
+            v: Operand { buffer: &v, layout: v_layout },
+            kv_head_of: &(0..p.q_heads).map(|head| head / p.group()).collect::<Vec<_>>(),
+            work: &BlockWork::layers(p, &case.q_tokens, kv_tokens, tile)[0],
+            pairs: None,
+            shape,
+            dq: &mut self.dq,
+            dk: &mut self.dk,
+            dv: &mut self.dv,
+            kv_layout: self.kv_layout,
+        };
+        block_on(backend.attend_backward(args, control))
+    }
+
+    fn check(&mut self, backend: &WgpuBackend, what: &str) {
+        self.run(backend, &Control::default()).unwrap();
+        let right = self.right();
+        // o is rounded to the storage type before it enters δ.
+        let tolerance = match self.case.problem.dtype {
+            Dtype::F32 => 1e-5,
+            Dtype::F16 => 4e-3,
+            Dtype::Bf16 => 3e-2,
+        };
+        let sums = [("dq", &mut self.dq), ("dk", &mut self.dk), ("dv", &mut self.dv)];
+        for ((name, sum), right) in sums.into_iter().zip(&right) {
+            let got = loaded(Dtype::F32, &read(backend, sum, right.len() * 4));
+            for (at, (got, right)) in got.iter().zip(right).enumerate() {
+                let error = (f64::from(*got) - right).abs();
+                let is_right = if right.is_nan() { *got == BEFORE } else { error < tolerance };
+                assert!(is_right, "{what}: {name}[{at}] = {got}, f64 says {right}");
+            }
+        }
+    }
+
+    /// dq, dk and dv, laid out as the sums; NaN where no visible pair adds anything.
+    fn right(&self) -> [Vec<f64>; 3] {
+        let (case, shape, p) = (&self.case, self.case.shape(), &self.case.problem);
+        let (dim, kv_heads) = (shape.dim, p.kv_heads as usize);
+        let mut dq = vec![f64::NAN; self.d_o.len()];
+        let [mut dk, mut dv] = [(); 2].map(|()| vec![f64::NAN; self.kv_elements]);
+        let add = |sum: &mut f64, value: f64| {
+            *sum = value + if sum.is_nan() { f64::from(BEFORE) } else { *sum };
+        };
+        for at in 0..shape.batch * shape.rows * shape.heads {
+            let (head, row) = (at % shape.heads, at / shape.heads % shape.rows);
+            let batch = at / shape.heads / shape.rows;
+            let (o, lse) = naive::row(p, [&case.q, &case.k, &case.v], batch, row, head);
+            if lse == f64::NEG_INFINITY {
+                continue;
+            }
+            let of_row = |tensor: &[f32]| -> Vec<f64> {
+                tensor[at * dim..][..dim].iter().map(|x| f64::from(*x)).collect()
+            };
+            let (q, d_o) = (of_row(&case.q), of_row(&self.d_o));
+            let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+            let delta = dot(&o, &d_o);
+            let kv_head = head / p.group() as usize;
+            for span in &*p.mask.visible(batch, row as u32, p.kv_len) {
+                for key in span.lo as usize..span.hi as usize {
+                    let from = ((batch * p.kv_len as usize + key) * kv_heads + kv_head) * dim;
+                    let of_key = |tensor: &[f32]| -> Vec<f64> {
+                        tensor[from..][..dim].iter().map(|x| f64::from(*x)).collect()
+                    };
+                    let (k, v) = (of_key(&case.k), of_key(&case.v));
+                    let scale = f64::from(p.scale);
+                    let weight = (scale * dot(&q, &k) - lse).exp();
+                    let d_score = weight * (dot(&d_o, &v) - delta) * scale;
+                    let into = self.kv_layout.offset
+                        + batch * self.kv_layout.batch_stride
+                        + key * self.kv_layout.row_stride
+                        + kv_head * self.kv_layout.head_stride;
+                    for d in 0..dim {
+                        add(&mut dq[at * dim + d], d_score * k[d]);
+                        add(&mut dk[into + d], d_score * q[d]);
+                        add(&mut dv[into + d], weight * d_o[d]);
+                    }
+                }
+            }
+        }
+        [dq, dk, dv]
+    }
+}
+
+fn every_gradient_of_strided_tensors_equals_f64(backend: &WgpuBackend) {
+    for (mask, shape, dtype) in [
+        ("causal", [2, 70, 6, 2, 32], Dtype::F32),
+        ("window:20,4", [1, 101, 3, 3, 32], Dtype::F16),
+        ("documents:0,31,90", [3, 90, 4, 1, 24], Dtype::Bf16),
+    ] {
+        let mut backward = Backward::new(backend, Case::new(shape, dtype, mask));
+        backward.check(backend, &format!("{mask} in {dtype}"));
+    }
+}
+
+/// Rows that see no key, and rows whose visible logits are all −∞, with NaN in the gradient of their output.
+fn every_gradient_without_keys_is_zero_whatever_the_output_has(backend: &WgpuBackend) {
+    for mask in ["full", "causal", "slices:0..40x0..70,60..100x3..90"] {
+        let mut case = Case::new([1, 100, 4, 2, 32], Dtype::F32, mask);
+        let dim = 32;
+        case.k.chunks_mut(dim).for_each(|key| key[7] = 1.0);
+        let dead = [(3, 0), (40, 1), (41, 1), (77, 3), (99, 2)].map(|(row, head)| row * 4 + head);
+        for row_head in dead {
+            case.q[row_head * dim + 7] = f32::NEG_INFINITY;
+        }
+        let sees_none =
+            (0..100 * 4).filter(|row_head| mask.starts_with("slices") && (40..60).contains(&(row_head / 4)));
+        let dead: Vec<usize> = dead.into_iter().chain(sees_none).collect();
+        let mut backward = Backward::with(backend, case, &|row_head| dead.contains(&row_head));
+        backward.check(backend, mask);
+    }
+}
+
+fn a_long_backward_pass_can_be_cancelled(backend: &WgpuBackend) {
+    let case = Case::new([1, 900, 2, 2, 32], Dtype::F32, "full");
+    let mut backward = Backward::new(backend, case);
+    let control = Control::default();
+    backward.run(backend, &control).unwrap();
+    assert!(control.pieces_done() > 1, "{} pieces", control.pieces_done());
+    let risen = Control::new(Arc::new(AtomicBool::new(true)));
+    assert_eq!(backward.run(backend, &risen), Err(Error::Cancelled));
+    assert_eq!(risen.pieces_done(), 1);
+    block_on(backend.wait()).unwrap();
+}
+
+fn accumulate_adds_to_its_rows_and_to_no_others(backend: &WgpuBackend) {
+    // The first has rows of whole 16-byte units, the second has not.
+    for (row, gap) in [(8, 4), (6, 1)] {
+        let extent = Extent { batch: 2, rows: 5, heads: 3, row_bytes: row * 4 };
+        let layout = |offset: usize, gap: usize| {
+            let head_stride = (row + gap) * 4;
+            let row_stride = 3 * head_stride + gap * 4;
+            Layout { offset: offset * 4, batch_stride: 6 * row_stride, row_stride, head_stride }
+        };
+        let (from, into) = (layout(gap, 0), layout(2 * gap, gap));
+        let mut random = Random(3);
+        let [source, before] = [(); 2].map(|()| random.tensor(Dtype::F32, 600));
+        let upload = |data: &[f32]| backend.upload("rows", Bytes::from(stored(Dtype::F32, data))).unwrap();
+        let mut target = upload(&before);
+        backend.accumulate((&upload(&source), from), (&mut target, into), extent).unwrap();
+        let mut right = before;
+        for b in 0..2 {
+            for r in 0..5 {
+                for h in 0..3 {
+                    let at = |l: &Layout| {
+                        (l.offset + b * l.batch_stride + r * l.row_stride + h * l.head_stride) / 4
+                    };
+                    for i in 0..row {
+                        right[at(&into) + i] += source[at(&from) + i];
+                    }
+                }
+            }
+        }
+        assert_eq!(loaded(Dtype::F32, &read(backend, &mut target, 2400)), right);
+        backend.clear(&mut target).unwrap();
+        assert_eq!(loaded(Dtype::F32, &read(backend, &mut target, 2400)), vec![0.0; 600]);
+    }
+}

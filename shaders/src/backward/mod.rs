@@ -1,0 +1,172 @@
+//! Gradients of one block of queries against one block of keys, added to f32 sums.
+//!
+//! For a query row with log-sum-exp `lse` and `δ = Σ d_o·o − d_lse`, and for each key that it sees:
+//!
+//! ```text
+//! x  = scale · q·k           (softcap c: c · tanh(x / c)), plus the bias
+//! P  = exp(x − lse)          dS = P · (d_o·v − δ)    (softcap c: · (1 − tanh²))
+//! dQ += scale · dS · k       dK += scale · dS · q    dV += P · d_o
+//! ```
+//!
+//! (Dao 2023, arXiv 2307.08691, §3.1.2.) WGSL has no atomic addition of f32, and an order of additions that depends on timing would
+//! change bytes. So a sum belongs to one workgroup: one kernel has a tile of query rows and loops over keys, the other has a tile
+//! of keys and loops over the query heads that read it and over their rows. Both compute x; two products of seven are the price.
+//!
+//! Inside, logits are in base-2 units, with the factor on q of the forward kernels: so x has the rounding that is in the
+//! log-sum-exp.
+//!
+//! # Bindings
+//!
+//! | name | holds |
+//! |---|---|
+//! | params | [`BackwardParams`](crate::BackwardParams) |
+//! | q, d_o | `[batch, rows, heads, dim]`, strided, in 16-byte units |
+//! | k, v | `[batch, keys, KV heads, dim]`, the same |
+//! | stats | f32 `[batch, rows, heads, 2]`, strided, in 8-byte units: log-sum-exp and δ |
+//! | dq, or dk and dv | f32, strided, in 16-byte units: the sums |
+//! | lists | u32, see below |
+//! | pairs | where the kernel reads [`Pairs`](crate::Pairs): as in the forward kernels |
+//!
+//! `dv` alone is made without `v`. In [`lanes`] the moving tensors and their statistics are textures of 16-byte texels: x = head ·
+//! units of a head + unit, or head / 2; y = (batch entry − `batch_first`) · `moving_texels` + row − `moving_begin`.
+//!
+//! # Lists
+//!
+//! One array holds, at the places that the parameters name: the KV head of each query head, or for each KV head the first query
+//! head that reads it (and the end); the position of each key; the visible positions lo..hi of each class and row; and the work
+//! list of the kernel: for each class `2·tiles + 1` starts, where tiles of [`BackwardVariant::list_tile`] count, then runs `first..end` of
+//! what the kernel loops over. As in the forward kernels the first runs of a tile are full, the others are tested.
+//!
+//! # NaN and infinity
+//!
+//! Of pairs that are tested and hidden, P and dS are replaced by selection, and so is their product with the row or key. A row
+//! whose log-sum-exp is −∞ has `lse = −EMPTY_M`: the kernel of its own tile does not write it, and the other kernel reads zeros
+//! instead of its q and d_o, because 0 · NaN is NaN.
+
+use self::variant::{BackwardKernel, BackwardVariant};
+use crate::kernel::{EMPTY_M, Kernel};
+use crate::text::Text;
+use crate::{Pairs, Tile, attend};
+
+pub(crate) mod lanes;
+pub(crate) mod params;
+pub(crate) mod portable;
+pub(crate) mod stats;
+pub(crate) mod variant;
+
+impl BackwardVariant {
+    /// The tiles in which work lists count.
+    pub const fn list_tile(self, head_dim: u32) -> Tile {
+        match self {
+            Self::Portable => Tile { q_rows: portable::COLS, kv_cols: portable::COLS },
+            Self::Lanes { subgroup_size } => lanes::list_tile(subgroup_size, head_dim),
+        }
+    }
+}
+
+impl BackwardKernel {
+    /// Rows or keys of one workgroup; divides those of the list's tile.
+    pub const fn tile_rows(&self) -> u32 {
+        match self.variant {
+            BackwardVariant::Portable => portable::SIDE * portable::rows_per_thread(self.sums, self.head_dim),
+            BackwardVariant::Lanes { subgroup_size } => {
+                subgroup_size * lanes::rows_per_lane(self, subgroup_size)
+            }
+        }
+    }
+
+    /// Workgroups for one tile of the list.
+    pub const fn tiles_of_list(&self) -> u32 {
+        let tile = self.variant.list_tile(self.head_dim);
+        let list = if self.sums.rows_are_fixed() { tile.q_rows } else { tile.kv_cols };
+        list / self.tile_rows()
+    }
+}
+
+/// Declarations and functions of a backward kernel.
+fn prelude(kernel: BackwardKernel) -> String {
+    let mut text =
+        attend::logits_prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.pairs);
+    text.push_str(&base2_parts());
+    text.push('\n');
+    if kernel.softcap && kernel.sums.needs_scores() {
+        text.push_str(SLOPE);
+        text.push('\n');
+    }
+    text
+}
+
+/// A log-sum-exp in base-2 units as a sum of two numbers. Rounded to one, a log-sum-exp of 100 would change every weight by 4e-6.
+/// WGSL has no fused multiply-add to rely on, so the factors are cut to 12 bits, whose product is exact.
+fn base2_parts() -> String {
+    let high = f32::from_bits(std::f32::consts::LOG2_E.to_bits() & 0xffff_f000);
+    #[expect(clippy::cast_possible_truncation, reason = "rounded once")]
+    let low = (std::f64::consts::LOG2_E - f64::from(high)) as f32;
+    let unseen = (-EMPTY_M).to_bits();
+    format!(
+        "// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
+fn saw_keys(lse: f32) -> bool {{ return bitcast<u32>(lse) != {unseen:#x}u; }}
+fn base2_parts(lse: f32) -> vec2<f32> {{
+    let bits = bitcast<u32>(lse);
+    let cut = bitcast<f32>(bits & 0xfffff000u);
+    let parts = vec2<f32>(cut * {high:?}f, (lse - cut) * {high:?}f + lse * {low:?}f);
+    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
+    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
+    return select(parts, vec2<f32>(lse, 0.0f), special);
+}}
+"
+    )
+}
+
+/// 1 − tanh²(t), from the exponential: near ±1 the difference would have lost most of its digits.
+const SLOPE: &str = "fn slope_of(t: f32) -> f32 {
+    let u = exp2(min(abs(t), 80.0f) * -2.8853900f);
+    let below = 1.0f + u;
+    return 4.0f * u / (below * below);
+}
+";
+
+/// The first statements of every workgroup: its tile, batch entry, head and runs. Returns if there is nothing to do.
+fn item(t: &mut Text, kernel: BackwardKernel) {
+    let last_first = if kernel.sums.rows_are_fixed() {
+        "params.tile_count - 1u - item % params.tile_count"
+    } else {
+        "item % params.tile_count"
+    };
+    t.lines(&format!(
+        "
+let group = group_id.x + group_id.y * params.grid_width;
+if (group >= params.items) {{ return; }}
+let item = params.first_item + group;
+let tile = params.tile_first + {last_first};
+let batch_head = item / params.tile_count;
+let batch = params.batch_first + batch_head / params.heads;
+let own_head = batch_head % params.heads;
+let class_index = min(batch, params.last_class);
+let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / {}u);
+let full_runs = lists[starts];
+let tested_runs = lists[starts + 1u];
+let runs_end = lists[starts + 2u];
+if (full_runs == runs_end) {{ return; }}
+let spans = params.spans_at + 2u * class_index * params.rows;",
+        kernel.tiles_of_list(),
+    ));
+}
+
+/// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If the kernel reads pairs, all are
+/// tested. The argument of `body` says whether it has to test.
+fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
+    let mut runs = |from: &str, to: &str, tested| {
+        t.block(format!("for (var run = {from}; run < {to}; run++)"), |t| {
+            t.line("let first = max(lists[params.runs_at + 2u * run], params.moving_begin);");
+            t.line("let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);");
+            body(t, tested);
+        });
+    };
+    if pairs.any() {
+        runs("full_runs", "runs_end", true);
+    } else {
+        runs("full_runs", "tested_runs", false);
+        runs("tested_runs", "runs_end", true);
+    }
+}

@@ -1,0 +1,96 @@
+//! A case with its right gradients, and the comparison of gradients with them.
+
+use bytes::Bytes;
+use kyklos::Dtype;
+use kyklos_oracle::inputs::{Case, TensorId, normal};
+use kyklos_oracle::oracle::{self, Element, Oracle, Values};
+use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
+
+use crate::{Prepared, oracle_dtype};
+
+/// A case in one storage type, with the gradients of its output.
+#[derive(Debug)]
+pub struct GradientCase {
+    /// The case, with its tensors.
+    pub prepared: Prepared,
+    /// `[batch, q_len, q_heads, dim]` in the storage type.
+    pub d_o: Bytes,
+    /// `[batch, q_len, q_heads]`.
+    pub d_lse: Bytes,
+    /// The right gradients.
+    pub right: oracle::Gradients,
+    naive: Vec<GradientComparison>,
+    scales: [f64; 4],
+}
+
+impl GradientCase {
+    /// Computes the right gradients, of a gradient of the output and of the log-sum-exp that are drawn from the seed.
+    pub fn new(case: Case, dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::typed::<f32>(case, dtype),
+            Dtype::F16 => Self::typed::<half::f16>(case, dtype),
+            Dtype::Bf16 => Self::typed::<half::bf16>(case, dtype),
+        }
+    }
+
+    fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype) -> Self {
+        let inputs = case.inputs::<E>();
+        let prepared = Prepared::new(case, dtype);
+        let (case, problem) = (&prepared.case, &prepared.oracle);
+        let rows = problem.batch * problem.q_len * problem.q_heads;
+        let made = |seed: u64, index: usize| normal(seed, TensorId::OutputGradient, index as u64);
+        let d_o: Vec<E> =
+            (0..rows * problem.head_dim).map(|index| E::from_f32(made(case.seed, index))).collect();
+        let by_token: Vec<f32> = (0..rows).map(|index| made(case.seed + 1, index)).collect();
+        let mut by_head = vec![0.0; rows];
+        for (id, value) in problem.row_ids().into_iter().zip(&by_token) {
+            by_head[problem.lse_index(id)] = *value;
+        }
+        let mut truth =
+            Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v)).unwrap();
+        if let Some(pairs) = inputs.oracle_pairs(case) {
+            truth = truth.with_bias(pairs).unwrap();
+        }
+        let given = (E::values(&d_o), Some(Values::F32(&by_head)));
+        let right = truth.gradients(given.0, given.1).unwrap();
+        let plain = naive_f32_gradients(&truth, oracle_dtype(dtype), given.0, given.1).unwrap();
+        let NaiveGradients { gradients, scales } = plain;
+        let naive =
+            compare([&gradients.dq, &gradients.dk, &gradients.dv, &gradients.d_sinks], &right, scales);
+        let bytes = |values: &[u8]| Bytes::copy_from_slice(values);
+        let (d_o, d_lse) = (bytes(bytemuck::cast_slice(&d_o)), bytes(bytemuck::cast_slice(&by_token)));
+        Self { d_o, d_lse, right, naive, scales, prepared }
+    }
+
+    /// The errors of whole gradients. Where the right value is not finite, any value that is not finite is right.
+    pub fn judge(&self, whole: &[Vec<f64>; 4]) -> Vec<GradientComparison> {
+        compare(whole.each_ref(), &self.right, self.scales)
+    }
+
+    /// The limits of a device that computes the case alone.
+    pub fn dense_limits(&self) -> Vec<GradientLimit> {
+        let dtype = oracle_dtype(self.prepared.problem.dtype);
+        self.naive.iter().map(|naive| GradientLimit::dense(dtype, naive)).collect()
+    }
+
+    /// The limits of several ranks, from the errors of one.
+    pub fn parallel_limits(&self, alone: &[GradientComparison]) -> Vec<GradientLimit> {
+        let dtype = oracle_dtype(self.prepared.problem.dtype);
+        alone.iter().map(|alone| GradientLimit::parallel(dtype, alone)).collect()
+    }
+}
+
+fn compare(actual: [&Vec<f64>; 4], right: &oracle::Gradients, scales: [f64; 4]) -> Vec<GradientComparison> {
+    let names = ["dq", "dk", "dv", "d_sinks"];
+    let rights = [&right.dq, &right.dk, &right.dv, &right.d_sinks];
+    let of = |which: usize| {
+        let (actual, right) = (actual[which], rights[which]);
+        let read = |index: usize| match (right[index].is_finite(), actual[index].is_finite()) {
+            (false, false) => right[index],
+            _ => actual[index],
+        };
+        let values = Values::Read { dtype: oracle::Dtype::F32, len: actual.len(), read: &read };
+        GradientComparison::new(names[which], values, right, scales[which])
+    };
+    (0..names.len()).map(of).collect()
+}

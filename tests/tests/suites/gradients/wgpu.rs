@@ -1,0 +1,145 @@
+//! The same on every wgpu device of this machine. Without one nothing is held, and `KYKLOS_REQUIRE_GPU=1` makes that a failure.
+
+use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos::backend::{Device, DeviceClass};
+use kyklos::{Dtype, RunOptions, Session, SessionOptions};
+use kyklos_backend_suite::GradientCase;
+use kyklos_oracle::inputs::{Case, CasePairs, cases};
+use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
+use proptest::test_runner::TestRunner;
+
+use super::worlds::worlds;
+use super::{assert_alone, calls};
+use crate::amount::amount;
+
+/// Every adapter, opened with `options`, as the program would choose its kernels and with those that run everywhere. With each the head
+/// dim to which a sample of the cases is limited: a software driver needs minutes to compile the kernels of all head dims.
+fn devices(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
+    let portable = WgpuOptions { kernel: KernelChoice::Portable, ..options.clone() };
+    [options, &portable].into_iter().flat_map(open).collect()
+}
+
+fn open(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
+    let adapters = WgpuBackend::enumerate();
+    let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
+    assert!(!required || !adapters.is_empty(), "KYKLOS_REQUIRE_GPU=1, and there is no wgpu device");
+    if adapters.is_empty() {
+        eprintln!("no wgpu device here: gradients on wgpu are not tested");
+    }
+    let open = |(index, adapter): (usize, &kyklos::backend::DeviceInfo)| {
+        let device = Device::new(WgpuBackend::with_options(index, options).unwrap());
+        let software = adapter.class == DeviceClass::SoftwareGpu;
+        (device, amount(software.then_some(32), None))
+    };
+    adapters.iter().enumerate().map(open).collect()
+}
+
+#[test]
+fn one_wgpu_device_agrees_with_the_oracle_in_every_case() {
+    for (device, only_dim) in devices(&WgpuOptions::default()) {
+        for dtype in Dtype::ALL {
+            let chosen = cases()
+                .into_iter()
+                .filter(|case| only_dim.is_none_or(|dim| case.problem.head_dim == dim as usize));
+            for case in chosen {
+                assert_alone(&GradientCase::new(case, dtype), &device);
+            }
+        }
+    }
+}
+
+/// Several regions of rows and of keys.
+#[test]
+fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
+    let small = WgpuOptions { max_binding_bytes: Some(1 << 16), ..WgpuOptions::default() };
+    for (device, _) in devices(&small) {
+        let heads = [4, 2, 32];
+        let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 20, 270, 300]));
+        let pairs = CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false };
+        for case in [
+            case("full", [2, 300, 300], heads, OracleMask::full()),
+            case("causal", [1, 500, 600], heads, OracleMask::causal()),
+            case("documents", [2, 300, 300], heads, documents),
+            Case { pairs: Some(pairs), ..case("bias", [1, 200, 200], heads, OracleMask::causal()) },
+        ] {
+            assert_alone(&GradientCase::new(case, Dtype::F32), &device);
+        }
+    }
+}
+
+#[test]
+fn every_random_world_of_wgpu_devices_agrees_with_the_oracle() {
+    for (device, only_dim) in devices(&WgpuOptions::default()) {
+        // Of a software driver always one head dim: it compiles those of 64 elements for seconds each, and worlds need dozens.
+        let dims: &[usize] =
+            if device.info().class == DeviceClass::SoftwareGpu { &[24] } else { &[8, 24, 64] };
+        let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32, Dtype::Bf16] } else { &Dtype::ALL };
+        TestRunner::new(crate::cases(24, 300))
+            .run(&worlds(dims, dtypes), |world| world.check(&device))
+            .unwrap();
+    }
+}
+
+#[test]
+fn the_same_backward_pass_on_wgpu_gives_the_same_bytes_and_reads_no_memory_that_no_step_wrote() {
+    for (device, _) in devices(&WgpuOptions::default()) {
+        calls::poison_changes_nothing(|transport, poison| {
+            let run = RunOptions { poison, ..RunOptions::default() };
+            Session::with_options(
+                transport,
+                device.clone(),
+                SessionOptions { run, ..SessionOptions::default() },
+            )
+        });
+    }
+}
+
+/// A case without softcap, sinks and bias.
+fn case(name: &'static str, [batch, q_len, kv_len]: [usize; 3], heads: [usize; 3], mask: OracleMask) -> Case {
+    let [q_heads, kv_heads, head_dim] = heads;
+    let problem = OracleProblem {
+        batch,
+        q_len,
+        kv_len,
+        q_heads,
+        kv_heads,
+        head_dim,
+        scale: 1.0 / (head_dim as f64).sqrt(),
+        softcap: None,
+        mask,
+        q_offset: (kv_len - q_len) as u64,
+        sinks: Vec::new(),
+    };
+    Case { name, seed: 11, problem, poison: Vec::new(), pairs: None }
+}
+
+/// Rows and keys that are no multiples of tiles, logits far beyond the softcap, sinks far above all logits, large heads.
+#[test]
+fn odd_shapes_on_wgpu_agree_with_the_oracle() {
+    let window = OracleTerm::Window { left: 70, right: -1 };
+    for (device, only_dim) in devices(&WgpuOptions::default()) {
+        let mut sinks = case("far sinks", [1, 190, 192], [4, 1, 32], OracleMask::causal());
+        sinks.problem.sinks = vec![3.0, 30.0, -200.0, 1.0];
+        let mut capped = case("logits at five caps", [1, 97, 97], [6, 3, 32], OracleMask::causal());
+        capped.problem.scale *= 10.0;
+        capped.problem.softcap = Some(2.0);
+        let mut cases = vec![
+            case("keys 64 mod 128", [3, 37, 192], [6, 2, 32], OracleMask::full()),
+            sinks,
+            capped,
+            case("a window over tiles", [2, 301, 301], [4, 2, 32], OracleMask::causal().and(window.clone())),
+        ];
+        let dims: &[usize] = if only_dim.is_none() { &[72, 128, 192, 256, 264, 512] } else { &[] };
+        for dim in dims {
+            cases.push(case("large heads", [1, 41, 70], [4, 2, *dim], OracleMask::causal()));
+            let pairs = CasePairs { bias: true, batch: 1, heads: 4, shared_rows: false };
+            let plain = case("large heads with a bias", [1, 41, 70], [4, 2, *dim], OracleMask::causal());
+            cases.push(Case { pairs: Some(pairs), ..plain });
+        }
+        for case in cases {
+            for dtype in Dtype::ALL {
+                assert_alone(&GradientCase::new(case.clone(), dtype), &device);
+            }
+        }
+    }
+}
