@@ -52,7 +52,7 @@ class Differentiable:
         :param options: those of the call of ``attend``. A strategy without a backward pass is replaced by the default of its
             mesh. ``bias`` and ``key_bias`` get no gradient. Refused: ``replicated``, ``same_queries``, ``results``,
             ``fixed_order`` and ``wire="int8"``.
-        :raises RequestError: as :meth:`Group.attend`; also on devices other than processors.
+        :raises RequestError: as :meth:`Group.attend`; also on devices other than processors and those of wgpu.
         """
         call = self._call(options, q, k, v, o, lse, d_o, d_lse)
         d_lse = None if d_lse is None else d_lse[..., None]

@@ -4,6 +4,7 @@ import copy
 import os
 
 import pytest
+import test_transformers_training as training
 import torch
 from split_models import case
 from tiny_models import build, error, output, reference, texts
@@ -68,17 +69,15 @@ def test_a_denoiser(name):
     assert all(made.error(got) <= made.tolerance for got in outputs)
 
 
-def test_gradients_are_refused_on_all_ranks():
-    """They are computed on processors; the group stays usable."""
-    model, ids = build("llama"), texts(2, 31)
-    copies = [copy.deepcopy(model) for _ in range(2)]
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+def test_gradients(family):
+    """Of all parameters, summed over ranks on unlike devices, against float64; the bounds are those of test_transformers_training.py."""
+    model, ids = build(family), texts(2, 31)
+    copies = [copy.deepcopy(model) for _ in range(3)]
+    step = training.step(input_ids=ids, labels=ids)
 
     def work(group):
-        with kyklos.transformers.parallelize(copies[group.rank], group, gather="none"):
-            loss = copies[group.rank](input_ids=ids, labels=ids).loss
-            with pytest.raises(kyklos.RequestError, match="backward pass on"):
-                loss.backward()
-            ones = torch.ones(1, 8, 1, 8)
-            group.attend(ones, ones, ones, label="after")
+        with kyklos.transformers.parallelize(copies[group.rank], group, shares=[2, 1, 5], gather="none") as handle:
+            return step(copies[group.rank], handle, group)
 
-    kyklos.run_local(2, work, device=devices(2))
+    training.check(kyklos.run_local(3, work, device=devices(3)), model, input_ids=ids, labels=ids)
