@@ -2,6 +2,7 @@
 
 mod calls;
 mod prepared;
+mod traps;
 mod wgpu;
 mod worlds;
 
