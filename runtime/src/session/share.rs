@@ -58,7 +58,8 @@ struct Facts {
 impl Session {
     /// Shares the tokens of `problem` among all ranks, so that all of them end at the same time. Each rank measures its device
     /// ([`Capacity::measure`]), once for each class of calls, and from then on by the calls of this session. Shares are even where
-    /// the speeds differ by less than a tenth. They change from one call of this function to the next only where the new ones
+    /// the speeds differ by less than a tenth. A rank gets none where its device slows down a faster one, on the same cores, by more than
+    /// it adds. They change from one call of this function to the next only where the new ones
     /// promise a tenth less time. All ranks call it, at the same place in their calls. Blocks.
     ///
     /// `execution` names the mesh, the strategy and the placement; without a mesh, a ring of all ranks. Shares are by the work of
