@@ -24,11 +24,12 @@ struct HeadPart {
     first: usize,
     count: usize,
     dim: usize,
+    /// Of all batch entries.
     tokens: usize,
 }
 
 impl HeadPart {
-    /// The elements of the part in a tensor of the first batch entry.
+    /// The elements of the part.
     fn len(self) -> usize {
         self.tokens * self.count * self.dim
     }
@@ -42,14 +43,14 @@ impl HeadPart {
 }
 
 impl Sample {
-    /// Holds the gradients of the last KV head of the first batch entry. `None` for a head with so many pairs that the oracle would
+    /// Holds the gradients of the last KV head, in all batch entries. `None` for a head with so many pairs that the oracle would
     /// take minutes.
     pub(crate) fn judge_gradients(&self, gradients: &WholeGradients) -> Result<Option<GradientVerdict>> {
-        let AttentionProblem { q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = self.problem;
-        let [q_tokens, kv_tokens, q_heads, kv_heads, dim] =
-            [q_len, kv_len, q_heads, kv_heads, head_dim].map(|n| n as usize);
+        let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = self.problem;
+        let [batch, q_heads, kv_heads, dim] = [batch, q_heads, kv_heads, head_dim].map(|n| n as usize);
+        let [q_tokens, kv_tokens] = [q_len, kv_len].map(|tokens| batch * tokens as usize);
         let group = q_heads / kv_heads;
-        if q_tokens * kv_tokens * group * dim > MOST_WORK {
+        if q_tokens * kv_len as usize * group * dim > MOST_WORK {
             return Ok(None);
         }
         let of_q = HeadPart { heads: q_heads, first: q_heads - group, count: group, dim, tokens: q_tokens };
@@ -63,7 +64,6 @@ impl Sample {
         let [q, d_o] = [q, d_o].map(|tensor| part(tensor, of_q));
         let [k, v] = [k, v].map(|tensor| part(tensor, of_kv));
         let problem = OracleProblem {
-            batch: 1,
             q_heads: group,
             kv_heads: 1,
             sinks: self.oracle.sinks.iter().skip(q_heads - group).copied().collect(),

@@ -70,7 +70,7 @@ fn a_backward_pass_is_timed_and_its_gradients_are_held_to_the_oracle() {
         "--shape",
         "2,200,6,2,40",
         "--mask",
-        "window:30,0",
+        "window:30,0//valid:120",
         "--dtype",
         "f32,f16",
         "--repeat",

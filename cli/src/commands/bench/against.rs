@@ -3,7 +3,7 @@
 //! # What a peer is
 //!
 //! Any command. It gets two more arguments: the case, `BATCH,KEYS,HEADS,KV HEADS,DIM,MASK,DTYPE`, with `QUERIES:KEYS` instead
-//! of KEYS if only the last tokens are queries, and the number of timed calls. It checks its own result and ends with one
+//! of KEYS if only the last tokens are queries and `,backward` after it with `--backward`, and the number of timed calls. It checks its own result and ends with one
 //! line of JSON, `{"first_ms":…,"times_ms":[…],"max_abs_error":…}`. If it cannot run a case, its exit code is not 0, and the
 //! last line of its standard error is the reason.
 
