@@ -47,17 +47,19 @@ pub(crate) fn image(capability: u32, cache: Option<&Path>) -> Result<Image, NoIm
         (false, _) => format!("compute_{newest}"),
     };
     let wgmma = architecture == HOPPER;
+    // The same text for an image from the cache: sessions compare it to see whether the devices of their ranks differ.
+    let (major, minor) = compiler.version;
+    let origin = format!("{architecture} by NVRTC {major}.{minor}");
     let file = cache.map(|folder| cache_file(folder, compiler, &architecture));
     if let Some(bytes) = file.as_deref().and_then(cache::read) {
-        return Ok(Image { bytes, origin: format!("{architecture} from the cache"), wgmma });
+        return Ok(Image { bytes, origin, wgmma });
     }
     let bytes = compiler.compile(&architecture).map_err(NoImage)?;
     if let Some(file) = file {
         // If the write fails, the next start compiles again. That is no reason to fail now.
         let _ = cache::write(&file, &bytes);
     }
-    let (major, minor) = compiler.version;
-    Ok(Image { bytes, origin: format!("{architecture} by NVRTC {major}.{minor}"), wgmma })
+    Ok(Image { bytes, origin, wgmma })
 }
 
 /// The best embedded image that runs on a device of this capability: a cubin for it, else one for an older device of its
