@@ -237,6 +237,19 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         inputs: &mut Inputs<B::Buffer>,
         carryover: &mut Carryover<B::Buffer>,
     ) -> Result<RankOutput> {
+        let DeviceOutput { results, report, spans } = self.run_to_host(op, inputs, carryover).await?;
+        let mut host = results.into_iter().map(|tensor| tensor.host.unwrap_or_default());
+        let [o, lse] = [host.next(), host.next()].map(Option::unwrap_or_default);
+        Ok(RankOutput { o, lse, report, spans })
+    }
+
+    /// As [`Self::run_from`], with the results of a plan of either direction.
+    pub(crate) async fn run_to_host(
+        &self,
+        op: u64,
+        inputs: &mut Inputs<B::Buffer>,
+        carryover: &mut Carryover<B::Buffer>,
+    ) -> Result<DeviceOutput<B::Buffer>> {
         if let Err(error) = self.check_inputs(inputs) {
             return Err(self.refuse(error).await);
         }
@@ -250,10 +263,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             }
             return Err(error);
         }
-        let DeviceOutput { results, report, spans } = self.run_agreed(op, inputs, carryover, true).await?;
-        let mut host = results.into_iter().map(|tensor| tensor.host.unwrap_or_default());
-        let [o, lse] = [host.next(), host.next()].map(Option::unwrap_or_default);
-        Ok(RankOutput { o, lse, report, spans })
+        self.run_agreed(op, inputs, carryover, true).await
     }
 
     /// As [`Self::run_from`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.

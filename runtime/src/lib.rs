@@ -134,8 +134,8 @@ pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
-    CacheOptions, CachedCalls, Calls, DeviceCollective, Gradients, KvCache, Output, Recovery, Saved, Session,
-    SessionOptions, SharedTokens, Survivors,
+    CacheOptions, CachedCalls, Calls, DeviceCollective, Gradients, KvCache, Output, OutputGradient,
+    RankGradients, Recovery, Saved, Session, SessionOptions, SharedTokens, Survivors,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{

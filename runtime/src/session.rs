@@ -8,6 +8,7 @@ mod calls;
 mod choice;
 mod probe;
 mod recovery;
+mod run_backward;
 mod share;
 mod speeds;
 
@@ -29,6 +30,7 @@ pub use backward::{Gradients, Saved};
 pub use cache::{CacheOptions, CachedCalls, KvCache};
 pub use calls::Calls;
 pub use recovery::{Recovery, Survivors};
+pub use run_backward::{OutputGradient, RankGradients};
 use share::LastShares;
 pub use share::SharedTokens;
 use speeds::Speeds;
@@ -67,8 +69,8 @@ pub struct Session {
     options: SessionOptions,
     /// The number of the next operation.
     op: u64,
-    /// The plan of the last call.
-    lowered: Option<Arc<LoweredPlan>>,
+    /// The plans of the last runs, at most one of each direction.
+    lowered: Vec<Arc<LoweredPlan>>,
     carryover: Carryover<DeviceBuffer>,
     /// Plans of the last calls, the last one at the end.
     cache: Vec<CachedCall>,
@@ -140,7 +142,7 @@ impl Session {
             collective,
             options,
             op: 0,
-            lowered: None,
+            lowered: Vec::new(),
             carryover: Carryover::default(),
             cache: Vec::new(),
             last_facts: None,
@@ -226,13 +228,7 @@ impl Session {
         if let Ok(output) = &result {
             self.last_run = Some((lowered.clone(), output.report.compute_ns));
         }
-        // A run that the vote refused is no operation, on any rank.
-        let refused = match &result {
-            Err(Error::Transport(error)) => matches!(error, TransportError::Refused { .. }),
-            Err(error) => error.is_request(),
-            Ok(_) => false,
-        };
-        self.op += u64::from(!refused);
+        self.count_run(&result);
         result
     }
 
@@ -285,14 +281,26 @@ impl Session {
         self.plans_made
     }
 
-    /// The plan of this rank, lowered for its device; the last one is kept.
+    /// The plan of this rank, lowered for its device; the last one of each direction is kept.
     fn lower(&mut self, plans: &Arc<ProvedPlans>) -> Arc<LoweredPlan> {
-        if let Some(lowered) = self.lowered.as_ref().filter(|lowered| Arc::ptr_eq(lowered.plans(), plans)) {
+        if let Some(lowered) = self.lowered.iter().find(|lowered| Arc::ptr_eq(lowered.plans(), plans)) {
             return lowered.clone();
         }
+        let direction = plans.world().direction;
+        self.lowered.retain(|lowered| lowered.plans().world().direction != direction);
         let lowered = Arc::new(LoweredPlan::new(plans.clone(), self.rank(), &self.device));
-        self.lowered = Some(lowered.clone());
+        self.lowered.push(lowered.clone());
         lowered
+    }
+
+    /// Counts a run of given plans. A run that the vote refused is no operation, on any rank.
+    fn count_run<T>(&mut self, result: &Result<T>) {
+        let refused = match result {
+            Err(Error::Transport(error)) => matches!(error, TransportError::Refused { .. }),
+            Err(error) => error.is_request(),
+            Ok(_) => false,
+        };
+        self.op += u64::from(!refused);
     }
 }
 

@@ -52,6 +52,16 @@ impl<Buffer> Inputs<Buffer> {
         Self { d_o: Some(d_o), stats: Some(stats), ..self }
     }
 
+    /// The same tensors once more, in the same memory.
+    pub(crate) fn share(&mut self, device: &impl Backend<Buffer = Buffer>) -> Self {
+        let Self { q, k, v, bias, shared_bias, .. } = self;
+        let [q, k, v, bias, shared_bias] =
+            [q, k, v, bias, shared_bias].map(|tensor| tensor.as_mut().map(|tensor| device.share(tensor)));
+        let (plans, device) = (self.plans.clone(), self.device.clone());
+        let shared_digest = self.shared_digest;
+        Self { q, k, v, bias, shared_bias, d_o: None, stats: None, shared_digest, plans, device }
+    }
+
     /// Takes the keys and values out, if they are here.
     pub(crate) fn take_keys(&mut self) -> Option<[Buffer; 2]> {
         Some([self.k.take()?, self.v.take()?])
@@ -127,7 +137,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
         if self.plan.gradients.is_some() && inputs.d_o.is_none() {
             return Err(Error::request(
                 "plans of a backward pass, and inputs without the gradient of the output",
-                "use Session::backward",
+                "use Session::run_backward or Session::backward",
             ));
         }
         let Some((plans, rank)) = &inputs.plans else { return Ok(()) };

@@ -114,7 +114,7 @@ impl Session {
         let tensors = [&saved.q, &saved.k, &saved.v];
         let prepare = |session: &Self| session.gradient_inputs(call, saved, d_o, d_lse);
         let (lowered, (mut inputs, d_sinks)) = self.agree(&BACKWARD, call, tensors, 1, prepare).await?;
-        let mut gradients = self.run_backward(&lowered, &mut inputs, saved).await?;
+        let mut gradients = self.run_agreed_backward(&lowered, &mut inputs, saved).await?;
         if let Some(rows) = d_sinks {
             // After the run: other ranks wait for this one only until it has sent its sums.
             let part = rows.sum(&self.device, &call.options.sinks).await;
@@ -123,7 +123,7 @@ impl Session {
         Ok(gradients)
     }
 
-    async fn run_backward(
+    async fn run_agreed_backward(
         &mut self,
         lowered: &Arc<LoweredPlan>,
         inputs: &mut Inputs<DeviceBuffer>,
@@ -182,29 +182,48 @@ impl Session {
             }
         }
         let inputs = self.inputs_with(call, [q, k, v], self.bias_buffer(call)?)?;
+        let of_output = OutputRows {
+            o: o.buffer("o", device)?,
+            lse: lse.buffer("lse", device)?,
+            d_o: d_o.buffer("do", device)?,
+            d_lse: d_lse.map(|d_lse| d_lse.buffer("dlse", device)).transpose()?,
+        };
         let shape = StateShape { batch, rows, heads, dim };
+        of_output.add_to(inputs, device, (q.dtype(), shape), !call.options.sinks.is_empty())
+    }
+}
+
+/// A rank's rows of the output, and of the gradients of the output.
+pub(super) struct OutputRows {
+    pub(super) o: DeviceBuffer,
+    pub(super) lse: DeviceBuffer,
+    pub(super) d_o: DeviceBuffer,
+    pub(super) d_lse: Option<DeviceBuffer>,
+}
+
+impl OutputRows {
+    /// The inputs of a backward pass: those of the forward pass and these. With `sinks` also the statistics for their gradients.
+    pub(super) fn add_to(
+        self,
+        inputs: Inputs<DeviceBuffer>,
+        device: &Device,
+        (dtype, shape): (Dtype, StateShape),
+        sinks: bool,
+    ) -> Result<(Inputs<DeviceBuffer>, Option<StatsOfRows>)> {
+        let Self { o, lse, d_o, d_lse } = self;
         let bytes = shape.ml_bytes();
         let mut stats = device.alloc("row statistics", bytes)?;
-        let d_o = d_o.buffer("do", device)?;
-        let d_lse = d_lse.map(|d_lse| d_lse.buffer("dlse", device)).transpose()?;
-        let args = RowStats {
-            dtype: q.dtype(),
-            shape,
-            o: &o.buffer("o", device)?,
-            d_o: &d_o,
-            lse: &lse.buffer("lse", device)?,
-            d_lse: d_lse.as_ref(),
-            stats: &mut stats,
-        };
+        let args =
+            RowStats { dtype, shape, o: &o, d_o: &d_o, lse: &lse, d_lse: d_lse.as_ref(), stats: &mut stats };
         device.row_stats(args)?;
-        let sinks = !call.options.sinks.is_empty();
-        let of_rows = sinks.then(|| StatsOfRows { stats: device.share(&mut stats), bytes, heads });
+        let of_rows =
+            sinks.then(|| StatsOfRows { stats: device.share(&mut stats), bytes, heads: shape.heads });
         Ok((inputs.with_gradient(d_o, stats), of_rows))
     }
 }
 
 /// The statistics of a rank's rows, from which it makes its part of the gradients of the sinks.
-struct StatsOfRows {
+pub(super) struct StatsOfRows {
     stats: DeviceBuffer,
     bytes: usize,
     heads: usize,
@@ -212,7 +231,7 @@ struct StatsOfRows {
 
 impl StatsOfRows {
     /// `−Σ exp(sink − lse) · δ` of each head, in f64.
-    async fn sum(mut self, device: &Device, sinks: &[f32]) -> Result<Vec<f64>> {
+    pub(super) async fn sum(mut self, device: &Device, sinks: &[f32]) -> Result<Vec<f64>> {
         let stats = device.download(&mut self.stats, 0..self.bytes).await?;
         let mut sums = vec![0.0; self.heads];
         let numbers = stats.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_ne_bytes(*bytes)));

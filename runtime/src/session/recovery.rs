@@ -75,7 +75,7 @@ impl Session {
         // The session continues in the new group, in which this was operation 0.
         self.transport = transport.clone();
         self.collective = Arc::new(collective);
-        (self.op, self.lowered) = (1, None);
+        (self.op, self.lowered) = (1, Vec::new());
         Ok(Recovery { plans, output })
     }
 }
