@@ -112,7 +112,9 @@ pub fn tensors(bytes: &[u8]) {
     FILE.with(|file| {
         let file = file.get_or_init(|| tempfile::NamedTempFile::new().expect("a file"));
         std::fs::write(file.path(), bytes).expect("the file");
-        let Ok(input) = InputFile::open(file.path()) else { return };
+        let gradients = InputFile::open(file.path(), true);
+        let reads_gradients = gradients.is_ok();
+        let Ok(input) = gradients.or_else(|_| InputFile::open(file.path(), false)) else { return };
         let kv_len = input.kv_len;
         let shape = [input.batch, kv_len, input.q_heads, input.kv_heads, input.head_dim];
         let problem = AttentionProblem::new(shape, input.dtype, Mask::full());
@@ -125,6 +127,10 @@ pub fn tensors(bytes: &[u8]) {
             let read = source.read(&problem, which, &last).map(|part| part.len());
             // A checked file holds all tensors of its header.
             assert!(read.is_ok_and(|read| read < bytes.len()), "{which:?}");
+        }
+        if reads_gradients {
+            let last = TokenRuns::contiguous(problem.q_len - 1..problem.q_len);
+            assert!(source.output_gradient(&problem, &last).is_ok());
         }
     });
 }

@@ -37,6 +37,8 @@ pub(crate) struct Agreed {
     /// What ranks compare in their first vote.
     pub(crate) terms: Terms,
     pub(crate) plans: Arc<ProvedPlans>,
+    /// Of the backward pass, with `--grad`.
+    pub(crate) backward: Option<Arc<ProvedPlans>>,
     /// Rows to verify, if any.
     pub(crate) sample: Option<Sample>,
     /// By rank, its number in the first group.
@@ -74,13 +76,26 @@ impl Job {
         let terms = Terms::of(&request, settings, &outputs);
         let plans = request.plan()?.with_inputs(&terms.texts());
         let ranks = plans.world().mesh.world();
-        let steps_here = plans.steps() * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
+        let backward = request.plan_backward()?.map(|plans| plans.with_inputs(&terms.texts()));
+        if let (Some(sample), Some(_)) = (&sample, &backward) {
+            sample.can_judge_gradients()?;
+        }
+        let steps = plans.steps() + backward.as_ref().map_or(0, ProvedPlans::steps);
+        let steps_here = steps * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
         let clock = Arc::new(SystemClock::new());
         let watch = Arc::new(Watch::new(progress, clock.clone(), ranks, steps_here));
         let trace = outputs.trace.is_some() || outputs.has_page();
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
-            agreed: Agreed { request, terms, plans: Arc::new(plans), sample, members, begun: None },
+            agreed: Agreed {
+                request,
+                terms,
+                plans: Arc::new(plans),
+                backward: backward.map(Arc::new),
+                sample,
+                members,
+                begun: None,
+            },
             runs: Runs { repeat, deadline, options, ranks_here, are_processes },
             resumable: on_loss.finishes(),
             outputs,
@@ -103,6 +118,7 @@ impl Job {
                 },
                 sample: sample.as_ref().map(|sample| sample.owned_in(repaired.world())),
                 plans: repaired,
+                backward: None,
                 members: members.to_vec(),
                 begun: Some(Arc::clone(plans)),
             },
@@ -114,6 +130,11 @@ impl Job {
         (job, output)
     }
 
+    /// Operations of a rank: the forward and the backward pass of each run.
+    pub(super) fn operations(&self) -> u64 {
+        self.runs.repeat * if self.agreed.backward.is_some() { 2 } else { 1 }
+    }
+
     pub(crate) fn world(&self) -> &World {
         self.agreed.plans.world()
     }
@@ -123,6 +144,7 @@ impl Job {
         let Agreed { request, plans, .. } = &self.agreed;
         let about = About {
             plans: Arc::clone(plans),
+            backward: self.agreed.backward.clone(),
             strategy: request.strategy.to_string(),
             watch: Arc::clone(&self.watch),
             folder: self.outputs.record.clone(),

@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::Device;
-use kyklos::collect::{receive_output, send_output};
+use kyklos::collect::RowTensors;
 use kyklos::{RankOutput, RunOptions};
 use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Rank, Transport, Vote};
 
 use crate::failure::{Failure, Result};
 use crate::job::call::Job;
+use crate::job::gradients::Backward;
 use crate::job::refusal::{REFUSE, refuse};
 use crate::job::report::{MissingRows, NOTE_BYTES, RankNote, Summary};
 use crate::messages::Messages;
@@ -28,37 +29,50 @@ pub(super) struct Collected {
     pub(super) rejected: Option<Failure>,
 }
 
+/// What a rank has computed.
+pub(super) struct Results {
+    pub(super) output: RankOutput,
+    pub(super) wall_ns: u64,
+    /// With `--grad`.
+    pub(super) backward: Option<Backward>,
+}
+
 impl Job {
     /// Sends reports, sampled rows and output to rank 0.
     pub(super) fn collect(
         &self,
         transport: &Arc<dyn Transport>,
         backend: &Device,
-        output: &RankOutput,
-        wall_ns: u64,
+        results: &Results,
         file: Option<OutputFile>,
     ) -> Result<Collected> {
         let messages =
-            Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
-        let mine = RankNote::new(backend.info(), &output.report, wall_ns);
+            Messages { transport: &**transport, op: self.operations(), deadline: self.runs.deadline };
+        let Results { output, wall_ns, backward } = results;
+        let mine = RankNote::new(backend.info(), &output.report, *wall_ns)
+            .with_backward(backward.as_ref().map(|backward| (&backward.gradients.report, backward.wall_ns)));
         let rank = transport.rank();
         if rank.0 != 0 {
             messages.send(Rank(0), NOTE, mine.encode()?.into())?;
             if let Some(sample) = &self.agreed.sample {
                 self.send_rows(&messages, sample, backend, output)?;
             }
+            if let Some(backward) = backward {
+                self.send_for_verification(&messages, backward)?;
+            }
             return match (&self.outputs.result, file) {
-                (_, Some(file)) => Ok(self.write_part(&**transport, file, output, None)),
+                (_, Some(file)) => Ok(self.write_part(&**transport, file, results, None)),
                 (Some(OutputTarget::Whole(_)), None) => {
                     self.watch.phase(Some("sending the output"));
-                    pollster::block_on(send_output(
+                    pollster::block_on(self.rows_of_output().send(
                         messages.transport,
-                        self.world(),
-                        self.runs.repeat + 1,
-                        &output.o,
-                        &output.lse,
+                        self.operations() + 1,
+                        &[&output.o, &output.lse],
                         self.runs.deadline,
                     ))?;
+                    if let Some(backward) = backward {
+                        self.send_gradients(&messages, backward)?;
+                    }
                     Ok(Collected { summary: None, file: None, rejected: None })
                 }
                 _ => Ok(Collected { summary: None, file: None, rejected: None }),
@@ -73,27 +87,34 @@ impl Job {
             Some(sample) => Some(self.verify(&messages, sample, backend, output, &ranks)?),
             None => None,
         };
-        let wrong = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
+        let (gradients, d_sinks) = match backward {
+            Some(backward) => self.verify_gradients(&messages, backward)?,
+            None => (None, Vec::new()),
+        };
+        let of_output = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
+        let wrong = of_output.or(gradients.as_ref().and_then(|verdict| verdict.failure.as_ref()));
         let wrong = wrong.map(|failure| Failure::run(format!("verification failed: {failure}")));
         let mut output_bytes = 0;
         let collected = match (&self.outputs.result, file) {
-            (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(&**transport, file, output, wrong),
+            (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(&**transport, file, results, wrong),
             (Some(OutputTarget::Whole(_)), Some(file)) => {
                 self.watch.phase(Some("writing the output"));
-                pollster::block_on(receive_output::<Failure>(
+                pollster::block_on(self.rows_of_output().receive::<Failure>(
                     messages.transport,
-                    self.world(),
-                    self.runs.repeat + 1,
-                    &output.o,
-                    &output.lse,
+                    self.operations() + 1,
+                    &[&output.o, &output.lse],
                     self.runs.deadline,
                     |piece| {
                         if piece.rank.0 != 0 {
-                            output_bytes += (piece.o.len() + piece.lse.len()) as u64;
+                            output_bytes += piece.rows.iter().map(|rows| rows.len() as u64).sum::<u64>();
                         }
-                        file.write_piece(self.world(), &piece)
+                        file.write_piece(&self.world().q_placement, &piece)
                     },
                 ))?;
+                if let Some(backward) = backward {
+                    output_bytes += self.receive_gradients(&messages, backward, &file)?;
+                    file.write_sinks(&d_sinks)?;
+                }
                 Collected { summary: None, file: Some(file), rejected: wrong }
             }
             _ => Collected { summary: None, file: None, rejected: wrong },
@@ -102,6 +123,7 @@ impl Job {
             wall_s: ranks.iter().map(|rank| rank.wall_s).fold(0.0, f64::max),
             ranks,
             verdict,
+            gradients,
             output_bytes,
             missing: self.missing(),
         };
@@ -114,7 +136,7 @@ impl Job {
         &self,
         transport: &dyn Transport,
         file: OutputFile,
-        output: &RankOutput,
+        results: &Results,
         wrong: Option<Failure>,
     ) -> Collected {
         self.watch.phase(Some("writing the output"));
@@ -123,7 +145,8 @@ impl Job {
             refuse(transport, Failure::run("verification failed, rank 0 says how: no part is kept"));
             return rejected(wrong);
         }
-        if let Err(failure) = file.write_part(&output.o, &output.lse).and_then(|()| file.sync()) {
+        let gradients = results.backward.as_ref().map(|backward| &backward.gradients);
+        if let Err(failure) = file.write_part(&results.output, gradients).and_then(|()| file.sync()) {
             return rejected(refuse(transport, self.named(transport.rank(), failure)));
         }
         let vote = Vote::ready(self.agreed.plans.hash());
@@ -131,6 +154,17 @@ impl Job {
         match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
             Ok(_) => Collected { summary: None, file: Some(file), rejected: None },
             Err(error) => rejected(error.into()),
+        }
+    }
+
+    /// The rows of o and lse.
+    fn rows_of_output(&self) -> RowTensors<'_> {
+        let problem = &self.world().problem;
+        let heads = problem.q_heads as usize;
+        RowTensors {
+            placement: &self.world().q_placement,
+            batch: problem.batch,
+            row_bytes: vec![heads * problem.head_dim as usize * problem.dtype.bytes(), heads * 4],
         }
     }
 

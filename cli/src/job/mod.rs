@@ -3,6 +3,7 @@
 mod agreement;
 mod call;
 mod collect;
+mod gradients;
 pub(crate) mod here;
 pub(crate) mod on_loss;
 mod page;

@@ -6,12 +6,14 @@ use std::time::Duration;
 use kyklos::backend::{Backend, Device, DeviceBuffer, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::machine::memory_bytes;
-use kyklos::{Error, Inputs, RankOutput, Session, SessionOptions, Span, Survivors, plan};
+use kyklos::{Error, Inputs, OutputGradient, RankOutput, Session, SessionOptions, Span, Survivors, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
-use crate::job::call::Job;
+use crate::job::call::{Agreed, Job};
+use crate::job::collect::Results;
+use crate::job::gradients::Backward;
 use crate::job::on_loss::Recovery;
 use crate::job::page::PageParts;
 use crate::job::publish::Pictures;
@@ -23,6 +25,7 @@ use crate::observe::page::model::TimelineRow;
 use crate::observe::page::target::{PageFile, PageTarget};
 use crate::observe::trace::Track;
 use crate::request::Request;
+use crate::tensors::GivenGradient;
 use crate::tensors::output::OutputFile;
 
 /// The results of a rank.
@@ -45,6 +48,8 @@ impl RankDone {
 struct Ready {
     device: Device,
     tensors: Tensors,
+    /// With `--grad`.
+    gradient: Option<GivenGradient>,
     files: Files,
 }
 
@@ -59,6 +64,8 @@ struct Files {
 /// The output of a rank, before it is delivered.
 struct Computed {
     output: RankOutput,
+    /// With `--grad`.
+    backward: Option<Backward>,
     /// Of all runs, if there is a trace of them, else of the last one.
     spans: Vec<Span>,
     /// Index of the first span of the last run.
@@ -90,7 +97,7 @@ pub(crate) fn work(
     recovery: Option<&mut Recovery<'_>>,
 ) -> Result<RankDone> {
     let flight = job.list(transport);
-    let Ready { device, tensors, files } = match job.get_ready(&**transport, device) {
+    let Ready { device, tensors, gradient, files } = match job.get_ready(&**transport, device) {
         Ok(ready) => ready,
         Err(failure) => {
             let result = Err(failure);
@@ -114,7 +121,7 @@ pub(crate) fn work(
         }
     };
     let result = job
-        .compute(&mut session, &mut inputs)
+        .compute(&mut session, &mut inputs, gradient.as_ref())
         .and_then(|computed| job.deliver(transport, session.device(), computed, files));
     flight.ended(&result);
     match (result, recovery) {
@@ -145,7 +152,7 @@ fn finish(
     let (job, output) = job.completion(finished, recovery.members());
     let flight = job.list(transport);
     let wall_ns = job.watch.since_start_ns(transport.rank());
-    let computed = Computed { wall_ns, spans: output.spans.clone(), last_run: 0, output };
+    let computed = Computed { wall_ns, spans: output.spans.clone(), last_run: 0, output, backward: None };
     let lacks = job.lacks();
     let result = job
         .open_files(transport.rank())
@@ -179,14 +186,17 @@ impl Job {
                 live.devices(devices);
             }
         }
-        let (tensors, files) = self.read_inputs(transport.rank()).map_err(refused)?;
-        Ok(Ready { device, tensors, files })
+        let (tensors, gradient, files) = self.read_inputs(transport.rank()).map_err(refused)?;
+        Ok(Ready { device, tensors, gradient, files })
     }
 
     /// Refuses a device that cannot run this rank's plan.
     fn check(&self, rank: Rank, device: Device) -> Result<Device> {
         let problem = &self.agreed.request.problem;
         device.supports(problem.dtype, problem.head_dim as usize)?;
+        if self.agreed.backward.is_some() {
+            device.supports_backward(problem.dtype, problem.head_dim as usize)?;
+        }
         if matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu) {
             self.fits_in_memory(rank)?;
         }
@@ -196,7 +206,9 @@ impl Job {
     /// Refuses a plan whose buffers do not fit the memory of this machine, which the ranks here share. Ranks of one process
     /// share buffers too, so theirs cannot be added up.
     fn fits_in_memory(&self, rank: Rank) -> Result<()> {
-        let (peak, ranks) = (self.agreed.plans.peak_bytes(rank), self.runs.ranks_here);
+        let Agreed { plans, backward, .. } = &self.agreed;
+        let peak = backward.iter().chain([plans]).map(|plans| plans.peak_bytes(rank)).max().unwrap_or(0);
+        let ranks = self.runs.ranks_here;
         match memory_bytes() {
             Some(memory) if self.runs.are_processes && peak.saturating_mul(u64::from(ranks)) > memory => {
                 Err(Failure::request(
@@ -212,19 +224,24 @@ impl Job {
         }
     }
 
-    fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Files)> {
+    fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Option<GivenGradient>, Files)> {
         let Request { problem, source, .. } = &self.agreed.request;
         let (q_tokens, kv_tokens) =
             (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
         let tensors = source.all(problem, q_tokens, kv_tokens)?;
+        let wanted = self.agreed.backward.is_some();
+        let gradient = wanted.then(|| source.output_gradient(problem, q_tokens)).transpose()?;
         source.check_unchanged()?;
-        Ok((tensors, self.open_files(rank)?))
+        Ok((tensors, gradient, self.open_files(rank)?))
     }
 
     /// The files that this rank writes, if any.
     fn open_files(&self, rank: Rank) -> Result<Files> {
         let output = match &self.outputs.result {
-            Some(target) => target.open(self.world(), rank, self.agreed.members[rank.0 as usize])?,
+            Some(target) => {
+                let names = (rank, self.agreed.members[rank.0 as usize]);
+                target.open(self.world(), names, self.agreed.backward.is_some())?
+            }
             None => None,
         };
         let page = self.outputs.page.as_ref().filter(|_| rank.0 == 0);
@@ -243,25 +260,44 @@ impl Job {
         })
     }
 
-    fn compute(&self, session: &mut Session, inputs: &mut Inputs<DeviceBuffer>) -> Result<Computed> {
+    fn compute(
+        &self,
+        session: &mut Session,
+        inputs: &mut Inputs<DeviceBuffer>,
+        gradient: Option<&GivenGradient>,
+    ) -> Result<Computed> {
         let rank = session.rank();
         let mut spans = Vec::new();
-        let (mut last, mut last_run, mut walls_ns) = (None, 0, Vec::new());
-        for op in 0..self.runs.repeat {
+        let (mut last, mut last_run, mut walls_ns) = (None, 0, [Vec::new(), Vec::new()]);
+        let mut ops = 0..;
+        for _ in 0..self.runs.repeat {
             let mut output = pollster::block_on(session.run(&self.agreed.plans, inputs))?;
-            walls_ns.push(self.watch.since_start_ns(rank));
-            self.watch.done(rank, op);
+            walls_ns[0].push(self.watch.since_start_ns(rank));
+            self.watch.done(rank, ops.next().unwrap_or_default());
             if self.outputs.trace.is_none() {
                 spans.clear();
             }
             last_run = spans.len();
             spans.append(&mut output.spans);
-            last = Some(output);
+            let mut gradients = None;
+            if let (Some(plans), Some(GivenGradient { d_o, d_lse })) = (&self.agreed.backward, gradient) {
+                let given = OutputGradient { output: &output, d_o: d_o.clone(), d_lse: d_lse.clone() };
+                let mut backward = pollster::block_on(session.run_backward(plans, inputs, &given))?;
+                walls_ns[1].push(self.watch.since_start_ns(rank));
+                self.watch.done(rank, ops.next().unwrap_or_default());
+                spans.append(&mut backward.spans);
+                gradients = Some(backward);
+            }
+            last = Some((output, gradients));
         }
-        let output = last.ok_or_else(|| Failure::run("no run took place"))?;
+        let (output, gradients) = last.ok_or_else(|| Failure::run("no run took place"))?;
         // The median: the first run also allocates memory and compiles shaders.
-        walls_ns.sort_unstable();
-        Ok(Computed { output, spans, last_run, wall_ns: walls_ns[walls_ns.len() / 2] })
+        let [wall_ns, backward_ns] = walls_ns.map(|mut walls_ns| {
+            walls_ns.sort_unstable();
+            walls_ns.get(walls_ns.len() / 2).copied().unwrap_or(0)
+        });
+        let backward = gradients.map(|gradients| Backward { gradients, wall_ns: backward_ns });
+        Ok(Computed { output, backward, spans, last_run, wall_ns })
     }
 
     /// Collects timelines, reports and output, and publishes them.
@@ -272,15 +308,15 @@ impl Job {
         computed: Computed,
         files: Files,
     ) -> Result<RankDone> {
-        let Computed { output, spans, last_run, wall_ns } = computed;
+        let Computed { output, backward, spans, last_run, wall_ns } = computed;
         let Files { output: file, page } = files;
         let messages =
-            Messages { transport: &**transport, op: self.runs.repeat, deadline: self.runs.deadline };
+            Messages { transport: &**transport, op: self.operations(), deadline: self.runs.deadline };
         let drawn = Drawn { device: &device.info().name, spans, last_run };
         let pictures =
             self.draw(&messages, drawn, page).map_err(|failure| self.give_up(&**transport, failure))?;
         let collected = self
-            .collect(transport, device, &output, wall_ns, file)
+            .collect(transport, device, &Results { output, wall_ns, backward }, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
         let rejected = self.publish(&**transport, collected, pictures)?;
         Ok(RankDone { rejected, lacks: None })
@@ -315,7 +351,7 @@ impl Job {
         transport.abort(Abort {
             culprit: transport.rank(),
             cause: AbortCause::Failed(failure.text.clone()),
-            progress: Progress { op: self.runs.repeat, step: 0 },
+            progress: Progress { op: self.operations(), step: 0 },
         });
         failure
     }

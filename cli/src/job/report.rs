@@ -10,7 +10,7 @@ use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result};
 use crate::observe::page::units::{duration, seconds};
 use crate::request::Request;
-use crate::verify::Verdict;
+use crate::verify::{GradientVerdict, Verdict};
 
 /// The report of one rank, which it sends to rank 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -18,6 +18,16 @@ pub(crate) struct RankNote {
     pub(crate) device: DeviceReport,
     pub(crate) figures: Figures,
     pub(crate) wall_s: f64,
+    /// With `--grad`.
+    #[serde(default)]
+    pub(crate) backward: Option<PassNote>,
+}
+
+/// The report of one rank on its backward pass.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct PassNote {
+    figures: Figures,
+    wall_s: f64,
 }
 
 /// One entry of `per_rank`.
@@ -38,6 +48,8 @@ pub(crate) struct Summary {
     pub(crate) ranks: Vec<RankNote>,
     pub(crate) wall_s: f64,
     pub(crate) verdict: Option<Verdict>,
+    /// With `--grad` and `--verify`.
+    pub(crate) gradients: Option<GradientVerdict>,
     pub(crate) output_bytes: u64,
     /// Where survivors completed the call of a larger group.
     pub(crate) missing: Option<MissingRows>,
@@ -66,26 +78,52 @@ struct Json<'a> {
     predicted_s: Option<f64>,
     max_abs_error: Option<f64>,
     tolerance: Option<f64>,
+    /// Only with `--grad`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<JsonBackward<'a>>,
     /// Only where survivors completed the call.
     #[serde(skip_serializing_if = "Option::is_none")]
     lost: Option<&'a MissingRows>,
+}
+
+/// The backward pass in the object of `--json`.
+#[derive(Serialize)]
+struct JsonBackward<'a> {
+    wall_s: f64,
+    per_rank: Vec<&'a Figures>,
+    max_abs_error: Option<f64>,
+    tolerance: Option<f64>,
+}
+
+impl Figures {
+    fn of(report: &RankReport) -> Self {
+        Self {
+            tokens: report.tokens,
+            compute_s: seconds(report.compute_ns),
+            wait_s: seconds(report.wait_ns),
+            copy_s: seconds(report.copy_ns),
+            bytes_sent: report.bytes_sent,
+            messages_sent: report.messages_sent,
+            peak_bytes: report.peak_bytes,
+        }
+    }
 }
 
 impl RankNote {
     pub(crate) fn new(device: &DeviceInfo, report: &RankReport, wall_ns: u64) -> Self {
         Self {
             device: DeviceReport::new(device),
-            figures: Figures {
-                tokens: report.tokens,
-                compute_s: seconds(report.compute_ns),
-                wait_s: seconds(report.wait_ns),
-                copy_s: seconds(report.copy_ns),
-                bytes_sent: report.bytes_sent,
-                messages_sent: report.messages_sent,
-                peak_bytes: report.peak_bytes,
-            },
+            figures: Figures::of(report),
             wall_s: seconds(wall_ns),
+            backward: None,
         }
+    }
+
+    /// The same with the backward pass: its report and its time in nanoseconds.
+    pub(crate) fn with_backward(self, pass: Option<(&RankReport, u64)>) -> Self {
+        let backward =
+            pass.map(|(report, wall_ns)| PassNote { figures: Figures::of(report), wall_s: seconds(wall_ns) });
+        Self { backward, ..self }
     }
 
     /// JSON, padded with spaces to [`NOTE_BYTES`] bytes.
@@ -123,6 +161,12 @@ impl Summary {
             predicted_s: request.predicted_s,
             max_abs_error: self.verdict.as_ref().map(|verdict| verdict.max_abs_error),
             tolerance: self.verdict.as_ref().map(|verdict| verdict.tolerance),
+            backward: self.backward().map(|(wall_s, per_rank)| JsonBackward {
+                wall_s,
+                per_rank,
+                max_abs_error: self.gradients.as_ref().map(|verdict| verdict.max_abs_error),
+                tolerance: self.gradients.as_ref().map(|verdict| verdict.tolerance),
+            }),
             lost: self.missing.as_ref(),
         };
         let text = serde_json::to_string_pretty(&json)
@@ -153,12 +197,32 @@ impl Summary {
         if let Some(verdict) = &self.verdict {
             out.push_str(&verdict_line(verdict));
         }
+        if let Some((wall_s, figures)) = self.backward() {
+            out.push_str(&format!("\nbackward pass\n\n{}", self.table_of(&figures)));
+            out.push_str(&format!("\nwall       {}\n", duration(wall_s)));
+        }
+        if let Some(GradientVerdict { max_abs_error, tolerance, failure }) = &self.gradients {
+            let wrong = if failure.is_some() { ": WRONG" } else { "" };
+            out.push_str(&format!(
+                "verified   error {max_abs_error:.2e}, tolerance {tolerance:.2e}, gradients of the last KV head against the f64 oracle{wrong}\n"
+            ));
+        }
         out
     }
 
+    /// The time of the backward pass, and the figures of all ranks.
+    fn backward(&self) -> Option<(f64, Vec<&Figures>)> {
+        let notes: Vec<&PassNote> = self.ranks.iter().filter_map(|rank| rank.backward.as_ref()).collect();
+        let wall_s = notes.iter().map(|note| note.wall_s).fold(0.0, f64::max);
+        (!notes.is_empty()).then(|| (wall_s, notes.into_iter().map(|note| &note.figures).collect()))
+    }
+
     pub(crate) fn rank_table(&self) -> String {
-        let rows = self.ranks.iter().enumerate().map(|(rank, note)| {
-            let figures = &note.figures;
+        self.table_of(&self.ranks.iter().map(|note| &note.figures).collect::<Vec<_>>())
+    }
+
+    fn table_of(&self, all: &[&Figures]) -> String {
+        let rows = self.ranks.iter().zip(all).enumerate().map(|(rank, (note, figures))| {
             vec![
                 rank.to_string(),
                 note.device.label(),
@@ -240,8 +304,12 @@ mod tests {
         let device = DeviceReport { name, ..DeviceReport::default() };
         let figures = serde_json::json!({ "tokens": 1, "compute_s": 0.0, "wait_s": 0.0, "copy_s": 0.0, "bytes_sent": 0,
             "messages_sent": 0, "peak_bytes": 0 });
-        let note =
-            RankNote { device, figures: serde_json::from_value(figures).expect("figures"), wall_s: 0.0 };
+        let note = RankNote {
+            device,
+            figures: serde_json::from_value(figures).expect("figures"),
+            wall_s: 0.0,
+            backward: None,
+        };
         let read = RankNote::decode(&note.encode().expect("it is short")).expect("it is a note");
         assert!(!read.device.label().contains(['\n', '\u{1b}']), "{read:?}");
     }

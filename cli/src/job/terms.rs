@@ -79,6 +79,7 @@ impl Terms {
             ("--trace", trace.to_owned()),
             ("--report and --watch", page.to_owned()),
             ("--on-loss", on_loss.name().to_owned()),
+            ("--grad", yes(request.gradients)),
         ];
         let copy = match source {
             Source::MadeUp { .. } => CopyId::NONE,
@@ -193,9 +194,9 @@ fn shares(split: &Split) -> String {
 }
 
 /// Of a value in a note, in UTF-8.
-const MOST_VALUE_BYTES: usize = 40;
+const MOST_VALUE_BYTES: usize = 39;
 /// Terms of a call.
-const COUNT: usize = 24;
+const COUNT: usize = 25;
 const _: () = assert!(
     COPY_ID_BYTES + COUNT * (1 + MOST_VALUE_BYTES) <= MAX_NOTE_BYTES,
     "a note has room for all terms"

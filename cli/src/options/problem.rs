@@ -67,6 +67,10 @@ pub(crate) struct ProblemArgs {
     /// Generate a random sink for each query head (an input file has them as the tensor `sinks`)
     #[arg(long, conflicts_with = "input")]
     pub(crate) sinks: bool,
+    /// Also the backward pass: the gradients of q, k, v and of the sinks, for the gradients `do` and `dlse` of the output in the
+    /// input file (`dlse` may be missing). With --shape a random `do`
+    #[arg(long)]
+    pub(crate) grad: bool,
     /// f32, f16 or bf16 [default: that of the input file, else f32]
     #[arg(long, value_name = "NAME")]
     pub(crate) dtype: Option<Dtype>,

@@ -9,7 +9,9 @@ use kyklos::plan::ProvedPlans;
 use kyklos::simulate::{
     Candidate, Cluster, Shares, Verdict, Wanted, candidates, choose, fewest_bytes, predict,
 };
-use kyklos::{AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_world};
+use kyklos::{
+    AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_backward, plan_world,
+};
 
 use self::description::nothing_fits;
 use crate::failure::{Failure, Result};
@@ -33,6 +35,8 @@ pub(crate) struct Request {
     pub(crate) cluster: Option<Arc<Cluster>>,
     /// Where the options leave the shares to the speed of the devices: what they say of the mesh, strategy and placement.
     pub(crate) open: Option<Open>,
+    /// Whether gradients are computed too.
+    pub(crate) gradients: bool,
 }
 
 /// What the options say where they leave the shares to the speed of the devices.
@@ -152,6 +156,7 @@ impl Request {
             predicted_s,
             cluster,
             open: is_open.then_some(open),
+            gradients: args.grad,
         })
     }
 
@@ -181,13 +186,28 @@ impl Request {
         Ok(ProvedPlans::new(world)?)
     }
 
+    /// The plans of the backward pass, proved; none where no gradients are asked for. A strategy without a backward pass is replaced
+    /// by the default of its mesh.
+    pub(crate) fn plan_backward(&self) -> Result<Option<ProvedPlans>> {
+        if !self.gradients {
+            return Ok(None);
+        }
+        let strategy =
+            if self.strategy.has_backward() { self.strategy } else { Strategy::of_mesh(self.mesh) };
+        let world = plan_backward(&self.problem, self.mesh, self.placement, &self.split, strategy)?;
+        Ok(Some(ProvedPlans::new(world)?))
+    }
+
     /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine.
     pub(crate) fn fits_in_memory(&self, ranks: u32) -> Result<()> {
         let problem = &self.problem;
         let rows = |tokens: u32, heads: u32| {
             u128::from(problem.batch) * u128::from(tokens) * u128::from(heads) * u128::from(problem.head_dim)
         };
-        let elements = 2 * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
+        // q and o, k and v; their gradients too.
+        let tensors = if self.gradients { 4 } else { 2 };
+        let elements =
+            tensors * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
         // Every rank holds a tensor whose row all queries share.
         let pairs = problem.bias.map_or(0, |tensor| {
             let copies = if tensor.shared_rows { self.mesh.world() } else { 1 };
@@ -254,7 +274,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
     let mask = args.mask.mask.clone();
     let (problem, source) = match (&args.input, args.shape) {
         (Some(path), _) => {
-            let file = InputFile::open(path)?;
+            let file = InputFile::open(path, args.grad)?;
             if let Some(dtype) = args.dtype.filter(|dtype| *dtype != file.dtype) {
                 return Err(Failure::request(
                     format!("--dtype {dtype}, but {} holds {}", path.display(), file.dtype),

@@ -1,4 +1,4 @@
-//! Input files: safetensors with q, k and v.
+//! Input files: safetensors with q, k and v, and with the gradients of the output.
 //!
 //! A file is checked by its header alone: sizes are bounded, and every dtype, shape and offset fits the others and
 //! the length of the file, before anything is allocated for tensors.
@@ -13,9 +13,10 @@ use kyklos::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::copy::{CopyId, Stamp};
+use super::gradient::FileGradients;
 use super::pairs::FilePairs;
 use super::positioned::read_exact_at;
-use super::shard::{Elements, Shard, TensorKind, zeroed};
+use super::shard::{Elements, Shard, TensorKind, dtype_of, zeroed};
 use crate::failure::{Failure, Result};
 
 /// A safetensors file whose header has been checked.
@@ -38,13 +39,15 @@ pub(crate) struct InputFile {
     /// One for each query head, or none.
     pub(crate) sinks: Vec<f32>,
     pub(crate) pairs: Option<FilePairs>,
+    /// Where a backward pass is asked for.
+    pub(super) gradients: Option<FileGradients>,
     /// Names of tensors that are not used.
     pub(super) ignored: Vec<String>,
 }
 
 impl InputFile {
-    /// Opens a file and checks its header.
-    pub(crate) fn open(path: &Path) -> Result<Self> {
+    /// Opens a file and checks its header. `gradients`: whether the gradients of the output are read too.
+    pub(crate) fn open(path: &Path, gradients: bool) -> Result<Self> {
         let wrong = |mismatch: String, remedy: &str| {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)
         };
@@ -99,21 +102,22 @@ impl InputFile {
         if needed < file_bytes {
             return Err(not_safetensors(format!("{} bytes follow the last tensor", file_bytes - needed)));
         }
-        Self::from_header(path, (file, &metadata), &tensors, data_start)
+        Self::from_header(path, (file, &metadata), (&tensors, data_start), gradients)
             .map_err(|(mismatch, remedy)| wrong(mismatch, &remedy))
     }
 
     fn from_header(
         path: &Path,
         (file, metadata): (File, &fs::Metadata),
-        tensors: &Metadata,
-        data_start: u64,
+        (tensors, data_start): (&Metadata, u64),
+        gradients: bool,
     ) -> Result<Self, (String, String)> {
         let names = tensors.offset_keys();
         let mut ignored = Vec::new();
         for name in &names {
             match name.as_str() {
                 "q" | "k" | "v" | "sinks" | "mask" | "bias" => {}
+                "do" | "dlse" if gradients => {}
                 _ => ignored.push(shown(name)),
             }
         }
@@ -163,7 +167,9 @@ impl InputFile {
             let (start, end) = info.data_offsets;
             data_start + start as u64..data_start + end as u64
         };
+        let found = || FileGradients::find(tensors, data_start, q_shape, dtype);
         Ok(Self {
+            gradients: gradients.then(found).transpose()?,
             path: path.to_owned(),
             copy: CopyId::of(metadata),
             stamp: Stamp::of(metadata),
@@ -188,7 +194,13 @@ impl InputFile {
         // Whole words, so that elements are aligned.
         let mut words = zeroed(bytes.div_ceil(8), 0_u64)?;
         let mut rest = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];
-        let start = self.bytes[which as usize].start;
+        let start = match (which, &self.gradients) {
+            (TensorKind::OutputGradient, None) => {
+                return Err(Failure::run("the gradient of the output of a call without a backward pass"));
+            }
+            (TensorKind::OutputGradient, Some(gradients)) => gradients.d_o.start,
+            (TensorKind::Q | TensorKind::K | TensorKind::V, _) => self.bytes[which as usize].start,
+        };
         shard.for_each_range(|range| {
             let (now, later) =
                 std::mem::take(&mut rest).split_at_mut(((range.end - range.start) * element) as usize);
@@ -226,15 +238,6 @@ fn read_sinks(
             bytemuck::pod_collect_to_vec::<_, bf16>(&bytes).into_iter().map(bf16::to_f32).collect()
         }
     })
-}
-
-fn dtype_of(name: &str, info: &TensorInfo) -> Result<Dtype, (String, String)> {
-    match info.dtype {
-        safetensors::Dtype::F32 => Ok(Dtype::F32),
-        safetensors::Dtype::F16 => Ok(Dtype::F16),
-        safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
-        other => Err((format!("holds `{name}` as {other:?}"), format!("convert {name} to F32, F16 or BF16"))),
-    }
 }
 
 fn to_u32(extent: usize) -> Option<u32> {

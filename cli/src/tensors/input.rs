@@ -13,6 +13,15 @@ use super::file::InputFile;
 use super::shard::{Shard, TensorKind, too_large};
 use crate::failure::Result;
 
+/// The gradients of the output, for some queries.
+#[derive(Clone, Debug)]
+pub(crate) struct GivenGradient {
+    /// `[batch, tokens, heads, dim]` in the problem's dtype.
+    pub(crate) d_o: Bytes,
+    /// f32 `[batch, tokens, heads]`.
+    pub(crate) d_lse: Option<Bytes>,
+}
+
 /// The source of the tensors.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
@@ -44,7 +53,7 @@ impl Source {
         tokens: &TokenRuns,
     ) -> Result<Bytes> {
         let (seq, heads) = match which {
-            TensorKind::Q => (problem.q_len, problem.q_heads),
+            TensorKind::Q | TensorKind::OutputGradient => (problem.q_len, problem.q_heads),
             TensorKind::K | TensorKind::V => (problem.kv_len, problem.kv_heads),
         };
         let token_elements = u64::from(heads) * u64::from(problem.head_dim);
@@ -63,6 +72,7 @@ impl Source {
                     TensorKind::Q => TensorId::Q,
                     TensorKind::K => TensorId::K,
                     TensorKind::V => TensorId::V,
+                    TensorKind::OutputGradient => TensorId::OutputGradient,
                 };
                 match problem.dtype {
                     Dtype::F32 => shard.make_up::<f32>(*seed, id, 0.0),
@@ -81,6 +91,24 @@ impl Source {
                 file.pairs.map(|pairs| pairs.read(&file.file, &file.path, problem, tokens)).transpose()
             }
         }
+    }
+
+    /// The rows of the queries `tokens` of the gradients of the output.
+    pub(crate) fn output_gradient(
+        &self,
+        problem: &AttentionProblem,
+        tokens: &TokenRuns,
+    ) -> Result<GivenGradient> {
+        Ok(GivenGradient {
+            d_o: self.read(problem, TensorKind::OutputGradient, tokens)?,
+            d_lse: match self {
+                Self::MadeUp { .. } => None,
+                Self::File(file) => match &file.gradients {
+                    Some(gradients) => gradients.read_d_lse((&file.file, &file.path), problem, tokens)?,
+                    None => None,
+                },
+            },
+        })
     }
 
     /// Random sinks, one for each query head, about as large as the largest logit of a row.

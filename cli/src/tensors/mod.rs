@@ -2,6 +2,7 @@
 
 mod copy;
 mod file;
+mod gradient;
 mod input;
 pub(crate) mod output;
 pub(crate) mod pairs;
@@ -11,6 +12,6 @@ mod shard;
 
 pub(crate) use self::copy::{COPY_ID_BYTES, CopyId};
 pub(crate) use self::file::InputFile;
-pub(crate) use self::input::Source;
+pub(crate) use self::input::{GivenGradient, Source};
 pub(crate) use self::sections::{DIGEST_BYTES, Digest};
 pub(crate) use self::shard::TensorKind;

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use kyklos::collect::OutputPiece;
+use kyklos::collect::Piece;
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, Run, TokenRuns};
+use kyklos::{AttentionProblem, Dtype, Placement, RankGradients, RankOutput, Run};
 use kyklos_transport::Rank;
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -39,13 +39,18 @@ impl OutputTarget {
     }
 
     /// Opens the file that `rank` writes, if any. `first` is the number of the rank in the first group, for the file name.
-    pub(crate) fn open(&self, world: &World, rank: Rank, first: Rank) -> Result<Option<OutputFile>> {
+    pub(crate) fn open(
+        &self,
+        world: &World,
+        (rank, first): (Rank, Rank),
+        gradients: bool,
+    ) -> Result<Option<OutputFile>> {
         match self {
-            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, world).map(Some),
+            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, world, gradients).map(Some),
             Self::Whole(_) => Ok(None),
             Self::Parts(name) => {
                 let path = PathBuf::from(name.replace(RANK, &first.to_string()));
-                OutputFile::part(&path, &world.problem, world.q_placement.of_rank(rank)).map(Some)
+                OutputFile::part(&path, world, rank, gradients).map(Some)
             }
         }
     }
@@ -86,122 +91,237 @@ fn names(path: &Path, ranks: u32) -> Vec<PathBuf> {
 #[derive(Debug)]
 pub(crate) struct OutputFile {
     file: NewFile,
-    o_start: u64,
+    o: Place,
+    /// Of `lse` `[batch, heads, seq]`.
     lse_start: u64,
+    heads: u64,
+    gradients: Option<GradientPlaces>,
+}
+
+/// Where a tensor `[batch, seq, heads, dim]` is in a file.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    start: u64,
     /// Tokens of the file's sequence.
     seq: u64,
-    heads: u64,
-    o_row_bytes: u64,
+    /// Bytes of one token.
+    row_bytes: u64,
+}
+
+/// Where the gradients are in a file.
+#[derive(Debug)]
+struct GradientPlaces {
+    dq: Place,
+    dk: Place,
+    dv: Place,
+    /// Of f32 `[heads]`, where there are sinks.
+    d_sinks: Option<u64>,
+}
+
+/// Gradients that a file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GradientRows {
+    /// dq.
+    OfQueries,
+    /// dk and dv.
+    OfKeys,
+}
+
+/// The sizes of the tensors in a file.
+struct Extents<'a> {
+    problem: &'a AttentionProblem,
+    queries: usize,
+    /// Where the file has gradients.
+    keys: Option<usize>,
+    /// Whether the file holds a part of one rank.
+    is_part: bool,
+}
+
+/// Tensors of a header that grows.
+#[derive(Default)]
+struct Declared {
+    tensors: Vec<(String, TensorInfo)>,
+    end: usize,
+}
+
+impl Declared {
+    /// Appends a tensor; where it begins after the header.
+    fn add(&mut self, name: &str, dtype: safetensors::Dtype, shape: Vec<usize>) -> u64 {
+        let start = self.end;
+        self.end += shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        self.tensors.push((name.to_owned(), TensorInfo { dtype, shape, data_offsets: (start, self.end) }));
+        start as u64
+    }
 }
 
 impl OutputFile {
     /// Rows of lost queries hold NaN, and the tensor `lost` lists the queries.
-    fn whole(path: &Path, world: &World) -> Result<Self> {
+    fn whole(path: &Path, world: &World, gradients: bool) -> Result<Self> {
         let (problem, lost) = (&world.problem, &world.lost.queries);
         let list = (!lost.is_empty()).then(|| ("lost", lost.iter().map(i64::from).collect()));
-        let file = Self::create(path, problem, problem.q_len as usize, list)?;
-        let (o_row, lse_row) = (file.o_row_bytes as usize, file.heads as usize * 4);
+        let extents = Extents {
+            problem,
+            queries: problem.q_len as usize,
+            keys: gradients.then_some(problem.kv_len as usize),
+            is_part: false,
+        };
+        let file = Self::create(path, &extents, list.into_iter().collect())?;
+        let (o_row, lse_row) = (file.o.row_bytes as usize, file.heads as usize * 4);
         for run in lost.runs().iter().flat_map(pieces) {
             for batch in 0..u64::from(problem.batch) {
-                let at = batch * file.seq + u64::from(run.start);
                 let nans = vec![NAN_BYTE; run.len() * o_row.max(lse_row)];
-                file.put(&nans[..run.len() * o_row], file.o_start + at * file.o_row_bytes)?;
+                file.put_rows(file.o, batch, u64::from(run.start), &nans[..run.len() * o_row])?;
                 file.write_lse(&nans[..run.len() * lse_row], batch, u64::from(run.start), run.len())?;
             }
         }
         Ok(file)
     }
 
-    fn part(path: &Path, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Self> {
-        let positions = tokens.iter().map(|token| i64::from(problem.q_position(token))).collect();
-        Self::create(path, problem, tokens.len(), Some(("positions", positions)))
+    /// The part of `rank`, with the positions of its queries, and with gradients also of its keys.
+    fn part(path: &Path, world: &World, rank: Rank, gradients: bool) -> Result<Self> {
+        let problem = &world.problem;
+        let (queries, keys) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
+        let positions = queries.iter().map(|token| i64::from(problem.q_position(token))).collect();
+        let mut lists = vec![("positions", positions)];
+        if gradients {
+            lists.push(("key_positions", keys.iter().map(i64::from).collect()));
+        }
+        let keys = gradients.then_some(keys.len());
+        Self::create(path, &Extents { problem, queries: queries.len(), keys, is_part: true }, lists)
     }
 
-    fn create(
-        path: &Path,
-        problem: &AttentionProblem,
-        seq: usize,
-        list: Option<(&str, Vec<i64>)>,
-    ) -> Result<Self> {
-        let (batch, heads, dim) =
-            (problem.batch as usize, problem.q_heads as usize, problem.head_dim as usize);
+    fn create(path: &Path, extents: &Extents<'_>, lists: Vec<(&str, Vec<i64>)>) -> Result<Self> {
+        let Extents { problem, queries, keys, is_part } = *extents;
+        let [batch, heads, kv_heads, dim] =
+            [problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim].map(|n| n as usize);
         let dtype = match problem.dtype {
             Dtype::F32 => safetensors::Dtype::F32,
             Dtype::F16 => safetensors::Dtype::F16,
             Dtype::Bf16 => safetensors::Dtype::BF16,
         };
-        let o_row_bytes = heads * dim * problem.dtype.bytes();
         // Widest elements first, so that everything is aligned.
-        let mut tensors = Vec::new();
-        let mut end = 0;
-        let mut declare = |name: &str, dtype, shape: Vec<usize>, bytes: usize| {
-            let start = end;
-            end += bytes;
-            let data_offsets = (start, end);
-            tensors.push((name.to_owned(), TensorInfo { dtype, shape, data_offsets }));
-            start as u64
+        let mut declared = Declared::default();
+        let lists: Vec<(u64, Vec<i64>)> = lists
+            .into_iter()
+            .map(|(name, list)| (declared.add(name, safetensors::Dtype::I64, vec![list.len()]), list))
+            .collect();
+        let lse_start = declared.add("lse", safetensors::Dtype::F32, vec![batch, heads, queries]);
+        // Of a part: the sum over the parts is the gradient.
+        let name = if is_part { "dsinks_part" } else { "dsinks" };
+        let has_sinks = keys.is_some() && !problem.sinks.is_empty();
+        let d_sinks = has_sinks.then(|| declared.add(name, safetensors::Dtype::F32, vec![heads]));
+        let mut place = |name: &str, seq: usize, heads: usize| Place {
+            start: declared.add(name, dtype, vec![batch, seq, heads, dim]),
+            seq: seq as u64,
+            row_bytes: (heads * dim * problem.dtype.bytes()) as u64,
         };
-        let list_start = list
-            .as_ref()
-            .map(|(name, list)| declare(name, safetensors::Dtype::I64, vec![list.len()], list.len() * 8));
-        let lse = declare("lse", safetensors::Dtype::F32, vec![batch, heads, seq], batch * heads * seq * 4);
-        let o = declare("o", dtype, vec![batch, seq, heads, dim], batch * seq * o_row_bytes);
+        let o = place("o", queries, heads);
+        let gradients = keys.map(|keys| GradientPlaces {
+            dq: place("dq", queries, heads),
+            dk: place("dk", keys, kv_heads),
+            dv: place("dv", keys, kv_heads),
+            d_sinks,
+        });
+        let Declared { tensors, end } = declared;
         let header = header(tensors)?;
         let data = LENGTH_BYTES + header.len() as u64;
+        let at = |place: Place| Place { start: data + place.start, ..place };
 
         let file = NewFile::create(path)?;
         file.as_file().set_len(data + end as u64).map_err(|error| file.cannot_write(&error))?;
         let this = Self {
             file,
-            o_start: data + o,
-            lse_start: data + lse,
-            seq: seq as u64,
+            o: at(o),
+            lse_start: data + lse_start,
             heads: heads as u64,
-            o_row_bytes: o_row_bytes as u64,
+            gradients: gradients.map(|GradientPlaces { dq, dk, dv, d_sinks }| GradientPlaces {
+                dq: at(dq),
+                dk: at(dk),
+                dv: at(dv),
+                d_sinks: d_sinks.map(|start| data + start),
+            }),
         };
         this.put(&(header.len() as u64).to_le_bytes(), 0)?;
         this.put(&header, LENGTH_BYTES)?;
-        if let (Some((_, list)), Some(start)) = (list, list_start) {
+        for (start, list) in lists {
             this.put(bytemuck::cast_slice(&list), data + start)?;
         }
         Ok(this)
     }
 
-    /// Writes a piece to the positions of its tokens in the whole sequence.
-    pub(crate) fn write_piece(&self, world: &World, piece: &OutputPiece) -> Result<()> {
-        let tokens = world.q_placement.of_rank(piece.rank).slice(piece.tokens.clone());
-        let mut row = 0;
-        for run in tokens.runs() {
-            if run.stride == 1 {
-                self.write_rows(piece, row, run.start, run.count as usize)?;
-            } else {
-                for i in 0..run.count {
-                    self.write_rows(piece, row + i as usize, run.start + i * run.stride, 1)?;
-                }
-            }
-            row += run.count as usize;
-        }
-        Ok(())
+    /// Writes a piece of o and lse to the positions of its tokens in the whole sequence.
+    pub(crate) fn write_piece(&self, placement: &Placement, piece: &Piece) -> Result<()> {
+        let [o, lse] = &piece.rows[..] else {
+            return Err(Failure::run("a piece of o and lse has two tensors"));
+        };
+        self.write_rows(placement, piece, &[(self.o, o)])?;
+        let (batch, row) = (u64::from(piece.batch), self.heads as usize * 4);
+        for_each_run(placement, piece, |first, token, count| {
+            self.write_lse(&lse[first * row..(first + count) * row], batch, u64::from(token), count)
+        })
     }
 
-    /// Writes a rank's whole output, `o` `[batch, tokens, heads, dim]` and `lse` `[batch, tokens, heads]`, to its part.
-    pub(crate) fn write_part(&self, o: &Bytes, lse: &Bytes) -> Result<()> {
-        self.put(o, self.o_start)?;
-        let (seq, heads) = (self.seq as usize, self.heads as usize);
+    /// Writes a piece of gradients to the positions of its tokens in the whole sequence.
+    pub(crate) fn write_gradients(
+        &self,
+        of: GradientRows,
+        placement: &Placement,
+        piece: &Piece,
+    ) -> Result<()> {
+        let Some(GradientPlaces { dq, dk, dv, .. }) = &self.gradients else { return Ok(()) };
+        match (of, &piece.rows[..]) {
+            (GradientRows::OfQueries, [rows]) => self.write_rows(placement, piece, &[(*dq, rows)]),
+            (GradientRows::OfKeys, [of_k, of_v]) => {
+                self.write_rows(placement, piece, &[(*dk, of_k), (*dv, of_v)])
+            }
+            _ => Err(Failure::run("a piece of gradients with another number of tensors")),
+        }
+    }
+
+    /// Writes the gradients of the sinks, where the file has them.
+    pub(crate) fn write_sinks(&self, d_sinks: &[f64]) -> Result<()> {
+        match self.gradients.as_ref().and_then(|gradients| gradients.d_sinks) {
+            #[expect(clippy::cast_possible_truncation, reason = "the file holds f32")]
+            Some(start) => {
+                let narrow: Vec<f32> = d_sinks.iter().map(|number| *number as f32).collect();
+                self.put(bytemuck::cast_slice(&narrow), start)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Writes a rank's whole result to its part: `o` `[batch, tokens, heads, dim]`, `lse` `[batch, tokens, heads]`, and the
+    /// gradients.
+    pub(crate) fn write_part(&self, output: &RankOutput, gradients: Option<&RankGradients>) -> Result<()> {
+        let RankOutput { o, lse, .. } = output;
+        self.put(o, self.o.start)?;
+        let (seq, heads) = (self.o.seq as usize, self.heads as usize);
         let rows = seq * heads * 4;
-        for batch in 0..o.len().checked_div(seq * self.o_row_bytes as usize).unwrap_or(0) {
+        for batch in 0..lse.len().checked_div(rows).unwrap_or(0) {
             self.write_lse(&lse[batch * rows..(batch + 1) * rows], batch as u64, 0, seq)?;
         }
-        Ok(())
+        let (Some(places), Some(gradients)) = (&self.gradients, gradients) else { return Ok(()) };
+        self.put(&gradients.dq, places.dq.start)?;
+        self.put(&gradients.dk, places.dk.start)?;
+        self.put(&gradients.dv, places.dv.start)?;
+        self.write_sinks(&gradients.d_sinks_part)
     }
 
-    /// `count` rows of a piece, from its row `first` on, to the tokens from `token` on.
-    fn write_rows(&self, piece: &OutputPiece, first: usize, token: u32, count: usize) -> Result<()> {
-        let (o_row, lse_row) = (self.o_row_bytes as usize, self.heads as usize * 4);
-        let at = u64::from(piece.batch) * self.seq + u64::from(token);
-        self.put(&piece.o[first * o_row..(first + count) * o_row], self.o_start + at * self.o_row_bytes)?;
-        let lse = &piece.lse[first * lse_row..(first + count) * lse_row];
-        self.write_lse(lse, u64::from(piece.batch), u64::from(token), count)
+    /// The rows of a piece, to the positions of its tokens.
+    fn write_rows(&self, placement: &Placement, piece: &Piece, tensors: &[(Place, &Bytes)]) -> Result<()> {
+        for_each_run(placement, piece, |first, token, count| {
+            for (place, rows) in tensors {
+                let row = place.row_bytes as usize;
+                let rows = &rows[first * row..(first + count) * row];
+                self.put_rows(*place, u64::from(piece.batch), u64::from(token), rows)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Adjacent rows, to the tokens from `token` on.
+    fn put_rows(&self, place: Place, batch: u64, token: u64, rows: &[u8]) -> Result<()> {
+        self.put(rows, place.start + (batch * place.seq + token) * place.row_bytes)
     }
 
     /// From `[tokens, heads]` to `[batch, heads, seq]`.
@@ -214,7 +334,7 @@ impl OutputFile {
                 let at = (row * heads + head) * 4;
                 line.extend_from_slice(&rows[at..at + 4]);
             }
-            let place = (batch * self.heads + head as u64) * self.seq + token;
+            let place = (batch * self.heads + head as u64) * self.o.seq + token;
             self.put(&line, self.lse_start + place * 4)?;
         }
         Ok(())
@@ -233,6 +353,27 @@ impl OutputFile {
     pub(crate) fn commit(self) -> Result<()> {
         self.file.commit()
     }
+}
+
+/// Calls `each` with every run of adjacent tokens of a piece: its first row in the piece, its first token, its length.
+fn for_each_run(
+    placement: &Placement,
+    piece: &Piece,
+    mut each: impl FnMut(usize, u32, usize) -> Result<()>,
+) -> Result<()> {
+    let tokens = placement.of_rank(piece.rank).slice(piece.tokens.clone());
+    let mut row = 0;
+    for run in tokens.runs() {
+        if run.stride == 1 {
+            each(row, run.start, run.count as usize)?;
+        } else {
+            for i in 0..run.count {
+                each(row + i as usize, run.start + i * run.stride, 1)?;
+            }
+        }
+        row += run.count as usize;
+    }
+    Ok(())
 }
 
 /// A run of tokens in contiguous pieces that are small enough for one buffer.

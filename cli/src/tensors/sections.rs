@@ -66,6 +66,10 @@ impl InputFile {
     fn tensors(&self) -> Vec<(&'static str, Range<u64>)> {
         let [q, k, v] = self.bytes.clone();
         let mut tensors = vec![("q", q), ("k", k), ("v", v)];
+        if let Some(gradients) = &self.gradients {
+            tensors.push(("do", gradients.d_o.clone()));
+            tensors.extend(gradients.d_lse.clone().map(|d_lse| ("dlse", d_lse)));
+        }
         tensors.extend(self.pairs.as_ref().map(|pairs| (pairs.name(), pairs.bytes())));
         tensors
     }
@@ -107,7 +111,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("input");
         file(&path);
-        let input = InputFile::open(&path).expect("an input");
+        let input = InputFile::open(&path, false).expect("an input");
         let right = digests(&input);
         assert_eq!(right.len(), 4 * SECTIONS);
         for (tensor, (name, bytes)) in input.tensors().into_iter().enumerate() {
@@ -138,7 +142,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("input");
         file(&path);
-        let input = InputFile::open(&path).expect("an input");
+        let input = InputFile::open(&path, false).expect("an input");
         input.check_unchanged().expect("nobody has written");
         let hour = std::time::SystemTime::now() - std::time::Duration::from_secs(3600);
         let writer = std::fs::OpenOptions::new().append(true).open(&path).expect("the file");
@@ -154,7 +158,8 @@ mod tests {
         file(&one);
         std::fs::hard_link(&one, &link).expect("a link");
         std::fs::copy(&one, &other).expect("a copy");
-        let [one, link, other] = [one, link, other].map(|path| InputFile::open(&path).expect("an input"));
+        let [one, link, other] =
+            [one, link, other].map(|path| InputFile::open(&path, false).expect("an input"));
         assert_eq!(one.copy, link.copy);
         assert_ne!(one.copy, other.copy);
         assert_eq!(digests(&one), digests(&other));

@@ -1,18 +1,21 @@
 //! The part of a tensor that one rank holds: its tokens, in the order of its list.
 
 use bytes::Bytes;
-use kyklos::TokenRuns;
+use kyklos::{Dtype, TokenRuns};
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_oracle::oracle::Element;
+use safetensors::tensor::TensorInfo;
 
 use crate::failure::{Failure, Result};
 
-/// One of the three tensors of a call.
+/// A tensor of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TensorKind {
     Q,
     K,
     V,
+    /// The gradient of the output, shaped as q.
+    OutputGradient,
 }
 
 /// Some tokens of a tensor `[batch, seq, …]`.
@@ -85,4 +88,14 @@ pub(super) fn too_large(elements: u64) -> Failure {
     Failure::run(format!(
         "a tensor part of {elements} elements does not fit the memory: use fewer tokens, or more hosts"
     ))
+}
+
+/// The type of the elements of a tensor of a file. An error is a mismatch and its remedy.
+pub(super) fn dtype_of(name: &str, info: &TensorInfo) -> Result<Dtype, (String, String)> {
+    match info.dtype {
+        safetensors::Dtype::F32 => Ok(Dtype::F32),
+        safetensors::Dtype::F16 => Ok(Dtype::F16),
+        safetensors::Dtype::BF16 => Ok(Dtype::Bf16),
+        other => Err((format!("holds `{name}` as {other:?}"), format!("convert {name} to F32, F16 or BF16"))),
+    }
 }

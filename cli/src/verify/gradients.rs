@@ -1,19 +1,24 @@
-//! Compares the gradients of one device with the f64 oracle: of all tokens of one KV head and of the query heads that read it.
+//! Compares gradients with the f64 oracle: of all tokens of one KV head and of the query heads that read it.
 
-use kyklos::AttentionProblem;
-use kyklos_oracle::oracle::{Oracle, OracleError, OracleProblem, Values};
+use bytes::Bytes;
+use kyklos::plan::World;
+use kyklos::{AttentionProblem, Dtype, RankGradients, TokenRuns};
+use kyklos_oracle::oracle::{Oracle, OracleError, OraclePairs, OracleProblem, Values};
 use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
 
-use super::{Sample, oracle_dtype, values};
+use super::{Sample, WholeKv, oracle_dtype, values};
 use crate::failure::{Failure, Result};
 use crate::run::resident::WholeGradients;
-use bytes::Bytes;
+use crate::tensors::pairs::OracleRows;
+use crate::tensors::{GivenGradient, TensorKind};
 
 /// The gradient that is nearest to its limit.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct GradientVerdict {
     pub(crate) max_abs_error: f64,
     pub(crate) tolerance: f64,
+    /// The first wrong gradient, if there is one.
+    pub(crate) failure: Option<String>,
 }
 
 /// Elements of one head in the tensors of a problem.
@@ -42,76 +47,250 @@ impl HeadPart {
     }
 }
 
+/// Gradients of the last KV head and of the query heads that read it, of all batch entries and tokens, in the problem's dtype.
+pub(crate) struct HeadGradients {
+    /// `[batch, tokens, group, dim]`.
+    pub(crate) dq: Bytes,
+    /// `[batch, tokens, 1, dim]`.
+    pub(crate) dk: Bytes,
+    pub(crate) dv: Bytes,
+}
+
+/// Numbers that are compared with the oracle.
+struct Actual {
+    d_o: Vec<f64>,
+    d_lse: Option<Vec<f64>>,
+    dq: Vec<f32>,
+    dk: Vec<f32>,
+    dv: Vec<f32>,
+    d_sinks: Vec<f32>,
+}
+
 impl Sample {
     /// Holds the gradients of the last KV head, in all batch entries. `None` for a head with so many pairs that the oracle would
     /// take minutes.
     pub(crate) fn judge_gradients(&self, gradients: &WholeGradients) -> Result<Option<GradientVerdict>> {
-        let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = self.problem;
+        let [of_q, of_kv] = self.head_parts();
+        if self.gradient_work() > MOST_WORK {
+            return Ok(None);
+        }
+        let d_o = values(self.problem.dtype, &gradients.d_o);
+        let of = |tensor: &Bytes, part: HeadPart| -> Vec<f32> {
+            let numbers: Vec<f32> = bytemuck::pod_collect_to_vec(tensor);
+            (0..part.len()).map(|index| numbers[part.at(index)]).collect()
+        };
+        let actual = Actual {
+            d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(),
+            d_lse: None,
+            dq: of(&gradients.dq, of_q),
+            dk: of(&gradients.dk, of_kv),
+            dv: of(&gradients.dv, of_kv),
+            d_sinks: Vec::new(),
+        };
+        let kv = self.whole_kv()?;
+        self.compare(&actual, &kv, &kv).map(Some)
+    }
+
+    /// Refuses gradients for which the oracle would take minutes.
+    pub(crate) fn can_judge_gradients(&self) -> Result<()> {
+        if self.gradient_work() <= MOST_WORK {
+            return Ok(());
+        }
+        let AttentionProblem { batch, q_len, kv_len, .. } = self.problem;
+        Err(Failure::request(
+            format!("--verify of the gradients of {batch} x {q_len} queries to {kv_len} keys"),
+            "use fewer tokens, because the oracle computes a whole head, or leave --verify away",
+        ))
+    }
+
+    /// The head that is compared, out of a rank's gradients.
+    pub(crate) fn head_of(&self, gradients: &RankGradients) -> HeadGradients {
+        let AttentionProblem { q_heads, kv_heads, head_dim, dtype, .. } = self.problem;
+        let group = q_heads / kv_heads;
+        let cut = |tensor: &Bytes, heads: u32, count: u32| -> Bytes {
+            let head = head_dim as usize * dtype.bytes();
+            let (row, kept) = (heads as usize * head, count as usize * head);
+            tensor.chunks_exact(row.max(1)).flat_map(|row| &row[row.len() - kept..]).copied().collect()
+        };
+        HeadGradients {
+            dq: cut(&gradients.dq, q_heads, group),
+            dk: cut(&gradients.dk, kv_heads, 1),
+            dv: cut(&gradients.dv, kv_heads, 1),
+        }
+    }
+
+    /// Holds the head that the ranks of `shared` computed, and the gradients of all sinks.
+    pub(crate) fn judge_head(
+        &self,
+        head: &HeadGradients,
+        d_sinks: &[f64],
+        shared: &World,
+    ) -> Result<GradientVerdict> {
+        let problem = &self.problem;
+        let [of_q, _] = self.head_parts();
+        let all = TokenRuns::contiguous(0..problem.q_len);
+        let GivenGradient { d_o, d_lse } = self.source.output_gradient(problem, &all)?;
+        let d_o = values(problem.dtype, &d_o);
+        // From `[batch, tokens, heads]` to `[batch, group, tokens]`.
+        let of_rows = |d_lse: Bytes| -> Vec<f64> {
+            let (d_lse, tokens) = (values(Dtype::F32, &d_lse), problem.q_len as usize);
+            let heads = (0..problem.batch as usize)
+                .flat_map(|batch| (of_q.first..of_q.heads).map(move |head| (batch, head)));
+            heads
+                .flat_map(|(batch, head)| {
+                    (0..tokens).map(move |token| d_lse.get((batch * tokens + token) * of_q.heads + head))
+                })
+                .collect()
+        };
+        let narrow = |tensor: &Bytes| -> Vec<f32> {
+            let numbers = values(problem.dtype, tensor);
+            #[expect(clippy::cast_possible_truncation, reason = "all storage types are exact in f32")]
+            (0..tensor.len() / problem.dtype.bytes()).map(|index| numbers.get(index) as f32).collect()
+        };
+        let group = problem.group() as usize;
+        #[expect(clippy::cast_possible_truncation, reason = "compared as the f32 that a file holds")]
+        let actual = Actual {
+            d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(),
+            d_lse: d_lse.map(of_rows),
+            dq: narrow(&head.dq),
+            dk: narrow(&head.dk),
+            dv: narrow(&head.dv),
+            d_sinks: d_sinks
+                .iter()
+                .skip(d_sinks.len().saturating_sub(group))
+                .map(|sink| *sink as f32)
+                .collect(),
+        };
+        let kv = self.whole_kv()?;
+        self.compare(&actual, &kv, &kv.as_on_the_wire(shared))
+    }
+
+    /// Multiply-adds of one product of the head that is compared.
+    fn gradient_work(&self) -> usize {
+        let [of_q, _] = self.head_parts();
+        of_q.len().saturating_mul(self.problem.kv_len as usize)
+    }
+
+    /// The part of tensors of queries, and of keys.
+    fn head_parts(&self) -> [HeadPart; 2] {
+        let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, .. } = self.problem;
         let [batch, q_heads, kv_heads, dim] = [batch, q_heads, kv_heads, head_dim].map(|n| n as usize);
         let [q_tokens, kv_tokens] = [q_len, kv_len].map(|tokens| batch * tokens as usize);
         let group = q_heads / kv_heads;
-        if q_tokens * kv_len as usize * group * dim > MOST_WORK {
-            return Ok(None);
-        }
-        let of_q = HeadPart { heads: q_heads, first: q_heads - group, count: group, dim, tokens: q_tokens };
-        let of_kv = HeadPart { heads: kv_heads, first: kv_heads - 1, count: 1, dim, tokens: kv_tokens };
+        [
+            HeadPart { heads: q_heads, first: q_heads - group, count: group, dim, tokens: q_tokens },
+            HeadPart { heads: kv_heads, first: kv_heads - 1, count: 1, dim, tokens: kv_tokens },
+        ]
+    }
+
+    /// Compares with the gradients of the oracle for `kv`. The tolerance comes from plain f32 arithmetic on `rounded`, the keys
+    /// and values as ranks send them.
+    fn compare(&self, actual: &Actual, kv: &WholeKv, rounded: &WholeKv) -> Result<GradientVerdict> {
+        let [of_q, of_kv] = self.head_parts();
         let q = self.read_whole_queries()?;
-        let kv = self.whole_kv()?;
-        let [q, d_o, k, v] = [&q, &gradients.d_o, &kv.k, &kv.v].map(|bytes| values(dtype, bytes));
-        let part = |tensor: Values<'_>, part: HeadPart| -> Vec<f64> {
+        let part = |bytes: &Bytes, part: HeadPart| -> Vec<f64> {
+            let tensor = values(self.problem.dtype, bytes);
             (0..part.len()).map(|index| tensor.get(part.at(index))).collect()
         };
-        let [q, d_o] = [q, d_o].map(|tensor| part(tensor, of_q));
-        let [k, v] = [k, v].map(|tensor| part(tensor, of_kv));
+        let q = part(&q, of_q);
+        let [kv, rounded] = [kv, rounded].map(|kv| [part(&kv.k, of_kv), part(&kv.v, of_kv)]);
         let problem = OracleProblem {
-            q_heads: group,
+            q_heads: of_q.count,
             kv_heads: 1,
-            sinks: self.oracle.sinks.iter().skip(q_heads - group).copied().collect(),
+            sinks: self.oracle.sinks.iter().skip(of_q.first).copied().collect(),
             ..self.oracle.clone()
         };
         let refused = |error: OracleError| Failure::run(format!("the oracle refuses the problem: {error}"));
-        let dtype = oracle_dtype(dtype);
-        let [read_q, read_d_o, read_k, read_v] = [&q, &d_o, &k, &v].map(|part| |index: usize| part[index]);
-        let read = |len, read| Values::Read { dtype, len, read };
-        let oracle =
-            Oracle::new(&problem, read(q.len(), &read_q), read(k.len(), &read_k), read(v.len(), &read_v))
-                .map_err(refused)?;
-        let d_o = read(d_o.len(), &read_d_o);
+        let dtype = oracle_dtype(self.problem.dtype);
+        let read_of = |numbers: &Vec<f64>| {
+            let numbers = numbers.clone();
+            move |index: usize| numbers[index]
+        };
+        let [read_q, read_d_o] = [&q, &actual.d_o].map(read_of);
+        let read_d_lse = actual.d_lse.as_ref().map(read_of);
+        let [[read_k, read_v], [rounded_k, rounded_v]] =
+            [&kv, &rounded].map(|kv| [read_of(&kv[0]), read_of(&kv[1])]);
+        let q = Values::Read { dtype, len: q.len(), read: &read_q };
+        let len = kv[0].len();
+        let pairs = self.pairs_of_head(of_q)?;
+        let oracle = |read_k, read_v| -> Result<Oracle<'_>> {
+            let [k, v] = [read_k, read_v].map(|read| Values::Read { dtype, len, read });
+            let oracle = Oracle::new(&problem, q, k, v).map_err(refused)?;
+            match &pairs {
+                Some((rows, shape)) => {
+                    let [batch, heads, queries] = *shape;
+                    let pairs = OraclePairs { values: rows.values(), batch, heads, queries };
+                    oracle.with_bias(pairs).map_err(refused)
+                }
+                None => Ok(oracle),
+            }
+        };
+        let (right, plain) = (oracle(&read_k, &read_v)?, oracle(&rounded_k, &rounded_v)?);
+        let d_o = Values::Read { dtype, len: actual.d_o.len(), read: &read_d_o };
+        let d_lse = read_d_lse.as_ref().map(|read| {
+            let dtype = kyklos_oracle::oracle::Dtype::F32;
+            Values::Read { dtype, len: actual.d_o.len() / of_q.dim, read }
+        });
         let (right, plain) = std::thread::scope(|scope| {
-            let plain = scope.spawn(|| naive_f32_gradients(&oracle, dtype, d_o, None));
-            let right = oracle.gradients(d_o, None);
+            let plain = scope.spawn(|| naive_f32_gradients(&plain, dtype, d_o, d_lse));
+            let right = right.gradients(d_o, d_lse);
             (right, plain.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
         let (right, NaiveGradients { gradients: plain, scales }) =
             (right.map_err(refused)?, plain.map_err(refused)?);
-        let mut nearest = GradientVerdict { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE };
+        let mut nearest = GradientVerdict { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE, failure: None };
         let all = [
-            ("dq", &gradients.dq, of_q, &right.dq, &plain.dq, scales[0]),
-            ("dk", &gradients.dk, of_kv, &right.dk, &plain.dk, scales[1]),
-            ("dv", &gradients.dv, of_kv, &right.dv, &plain.dv, scales[2]),
+            ("dq", &actual.dq, &right.dq, &plain.dq, scales[0]),
+            ("dk", &actual.dk, &right.dk, &plain.dk, scales[1]),
+            ("dv", &actual.dv, &right.dv, &plain.dv, scales[2]),
+            ("dsinks", &actual.d_sinks, &right.d_sinks, &plain.d_sinks, scales[3]),
         ];
-        for (name, actual, part, right, plain, scale) in all {
-            let actual: Vec<f32> = bytemuck::pod_collect_to_vec(actual);
-            let actual: Vec<f32> = (0..part.len()).map(|index| actual[part.at(index)]).collect();
+        // The bench of one device has no gradients of sinks.
+        for (name, actual, right, plain, scale) in all.into_iter().filter(|all| !all.1.is_empty()) {
             let read = |index: usize| plain[index];
             let plain =
                 Values::Read { dtype: kyklos_oracle::oracle::Dtype::F32, len: plain.len(), read: &read };
             let limit = GradientLimit::dense(dtype, &GradientComparison::new(name, plain, right, scale));
-            let comparison = GradientComparison::new(name, Values::F32(&actual), right, scale);
-            comparison
-                .within(&limit)
-                .map_err(|failure| Failure::run(format!("wrong gradient: {failure}")))?;
+            let comparison = GradientComparison::new(name, Values::F32(actual), right, scale);
+            if let Err(failure) = comparison.within(&limit) {
+                nearest.failure.get_or_insert_with(|| format!("wrong gradient: {failure}"));
+            }
             let (error, tolerance) = (comparison.max_abs_error, limit.abs());
             if error / tolerance > nearest.max_abs_error / nearest.tolerance {
-                nearest = GradientVerdict { max_abs_error: error, tolerance };
+                (nearest.max_abs_error, nearest.tolerance) = (error, tolerance);
             }
         }
-        Ok(Some(nearest))
+        Ok(nearest)
+    }
+
+    /// The mask or bias tensor for the query heads of `part`, if there is one, and its batch entries, heads and queries.
+    fn pairs_of_head(&self, part: HeadPart) -> Result<Option<(OracleRows, [usize; 3])>> {
+        let all = TokenRuns::contiguous(0..self.problem.q_len);
+        let Some((bytes, tensor)) = self.source.read_pairs(&self.problem, &all)?.zip(self.problem.bias)
+        else {
+            return Ok(None);
+        };
+        let [batch, heads] = [tensor.batch, tensor.heads].map(|n| n as usize);
+        let queries = if tensor.shared_rows { 1 } else { self.problem.q_len as usize };
+        let kept = if heads == 1 { 0..1 } else { part.first..part.first + part.count };
+        let keys = self.problem.kv_len as usize;
+        let rows: Vec<usize> = (0..batch)
+            .flat_map(|entry| kept.clone().map(move |head| (entry, head)))
+            .flat_map(|(entry, head)| (0..queries).map(move |query| (entry * queries + query) * heads + head))
+            .collect();
+        fn pick<T: Copy>(values: &[T], rows: &[usize], keys: usize) -> Vec<T> {
+            rows.iter().flat_map(|row| &values[row * keys..(row + 1) * keys]).copied().collect()
+        }
+        let of_head = match OracleRows::new(tensor, &self.problem, &bytes) {
+            OracleRows::Visible(values) => OracleRows::Visible(pick(&values, &rows, keys)),
+            OracleRows::Bias(values) => OracleRows::Bias(pick(&values, &rows, keys)),
+        };
+        Ok(Some((of_head, [batch, kept.len(), queries])))
     }
 
     fn read_whole_queries(&self) -> Result<Bytes> {
-        let all = kyklos::TokenRuns::contiguous(0..self.problem.q_len);
-        self.source.read(&self.problem, crate::tensors::TensorKind::Q, &all)
+        let all = TokenRuns::contiguous(0..self.problem.q_len);
+        self.source.read(&self.problem, TensorKind::Q, &all)
     }
 }
 

@@ -15,6 +15,7 @@ mod doctor;
 mod errors;
 mod files;
 mod forming;
+mod gradients;
 mod hostile_files;
 mod launch;
 mod metrics;

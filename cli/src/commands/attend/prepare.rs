@@ -38,6 +38,12 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     devices_fit(args, local_world)?;
     let request = Request::new(&args.problem, args.seed, Some(world))?;
     fits_fewer_ranks(args)?;
+    if args.problem.grad && args.on_loss.finishes() {
+        return Err(Failure::request(
+            format!("--grad with --on-loss {}", args.on_loss.name()),
+            "use stop, shrink or rejoin: a backward pass cannot go on without the rows of a lost rank",
+        ));
+    }
     if args.on_loss.finishes() {
         can_repair(&request.problem, request.mesh, request.strategy)?;
     }
@@ -143,6 +149,13 @@ impl Prepared {
 /// The files to write; refuses one that is another file of the call.
 fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
     let ranks = request.mesh.world();
+    let pictures = [("--report", args.report.is_some()), ("--watch", args.watch.watch.is_some())];
+    if let Some((option, _)) = pictures.into_iter().find(|(_, given)| args.problem.grad && *given) {
+        return Err(Failure::request(
+            format!("{option} with --grad"),
+            "leave one of the two away: the pictures are of the forward pass",
+        ));
+    }
     let result = match &args.output {
         Some(path) => Some(OutputTarget::new(path, request.source.path(), ranks)?),
         None => None,

@@ -19,7 +19,7 @@ use crate::median::median;
 use crate::options::{KernelName, List, MaskArg, Shape};
 use crate::run::resident::{Resident, state_shape};
 use crate::tensors::Source;
-use crate::verify::{GradientVerdict, Sample, Verdict, Whole};
+use crate::verify::{Sample, Verdict, Whole};
 
 /// One combination.
 #[derive(Serialize)]
@@ -326,7 +326,10 @@ impl Check<'_> {
         let whole = resident.whole_gradients(backend, &mut gradients)?;
         let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
         let held = sample.judge_gradients(&whole)?;
-        let held = held.map(|GradientVerdict { max_abs_error, tolerance }| [max_abs_error, tolerance]);
+        if let Some(failure) = held.as_ref().and_then(|verdict| verdict.failure.as_ref()) {
+            return Err(Failure::run(failure.clone()));
+        }
+        let held = held.map(|verdict| [verdict.max_abs_error, verdict.tolerance]);
         Ok(Checked { first_ms, times_ms, held, every_row: None })
     }
 }

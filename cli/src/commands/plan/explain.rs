@@ -116,6 +116,7 @@ fn write_page(
 ) -> Result<()> {
     let Candidate { strategy, mesh, placement } = first.candidate;
     let request = Request {
+        gradients: false,
         problem: asked.problem.clone(),
         mask_text: args.problem.mask.text.clone(),
         source: asked.source.clone(),

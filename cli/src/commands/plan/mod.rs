@@ -25,6 +25,13 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             "describe them with --hardware and leave --explain away, or run kyklos attend",
         ));
     }
+    let alone = [("--explain", args.explain), ("--report", args.report.is_some())];
+    if let Some((option, _)) = alone.into_iter().find(|(_, given)| args.problem.grad && *given) {
+        return Err(Failure::request(
+            format!("{option} with --grad"),
+            "leave one of the two away: plans are chosen and drawn for the forward pass",
+        ));
+    }
     // A page draws proved plans, of --explain too.
     if !args.explain || args.report.is_some() {
         few_ranks(args)?;
@@ -49,12 +56,25 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     if let Some(file) = page_file {
         page::write(file, &request, &plans, None)?;
     }
+    let backward = request.plan_backward()?;
     if args.json {
-        return print_json(&Explained::new(plans.world(), plans.checks(), request.predicted_s));
+        let forward = Explained::new(plans.world(), plans.checks(), request.predicted_s);
+        return match &backward {
+            Some(backward) => {
+                let backward = Explained::new(backward.world(), backward.checks(), None);
+                print_json(&serde_json::json!({ "forward": forward, "backward": backward }))
+            }
+            None => print_json(&forward),
+        };
     }
     let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
     let predicted = request.predicted_s.map(|seconds| format!("predicted  {}\n", duration(seconds)));
-    print(&(predicted.unwrap_or_default() + &explain(plans.world(), plans.checks(), shown)))
+    let mut text = predicted.unwrap_or_default() + &explain(plans.world(), plans.checks(), shown);
+    if let Some(backward) = backward {
+        text.push_str("\nbackward pass\n\n");
+        text.push_str(&explain(backward.world(), backward.checks(), shown));
+    }
+    print(&text)
 }
 
 /// Refuses more ranks than plans are made of.

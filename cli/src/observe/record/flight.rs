@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::SystemTime;
 
-use kyklos::plan::ProvedPlans;
+use kyklos::plan::{ProvedPlans, World};
 use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
 
 use crate::observe::progress::Watch;
@@ -25,6 +25,8 @@ pub(crate) struct Flight {
 #[derive(Debug)]
 pub(crate) struct About {
     pub(crate) plans: Arc<ProvedPlans>,
+    /// If there are any, every second operation is a backward pass.
+    pub(crate) backward: Option<Arc<ProvedPlans>>,
     pub(crate) strategy: String,
     pub(crate) watch: Arc<Watch>,
     /// Where the record goes.
@@ -34,6 +36,16 @@ pub(crate) struct About {
 /// A flight that observers see until this is dropped.
 #[derive(Debug)]
 pub(crate) struct ListedFlight(pub(crate) Arc<Flight>);
+
+impl About {
+    /// The world of operation `op`.
+    pub(super) fn world_of(&self, op: u64) -> &World {
+        match &self.backward {
+            Some(backward) if op % 2 == 1 => backward.world(),
+            _ => self.plans.world(),
+        }
+    }
+}
 
 impl Flight {
     /// Lists the rank of `transport`, which is about to run.

@@ -6,8 +6,8 @@ use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::plan::{ProvedPlans, StepProgress};
 use kyklos::{
-    Attention, AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Saved, Session, Split, Strategy,
-    Tensor, plan_backward,
+    Attention, AttentionProblem, Dtype, Error, Mask, Mesh, OutputGradient, PlacementKind, Saved, Session,
+    Split, Strategy, Tensor, plan_backward,
 };
 use kyklos_transport::{Rank, in_process_group};
 
@@ -46,6 +46,28 @@ fn of_inputs() -> Error {
     })
 }
 
+/// Of a backward pass of given plans: of plans of a forward pass, and of a gradient with too few tokens.
+fn of_given() -> [Error; 2] {
+    let mesh = Mesh::new(1, 1).unwrap();
+    let (even, placement) = (Split::Even, PlacementKind::Contiguous);
+    let forward = kyklos::plan_world(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
+    let backward = plan_backward(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
+    let [forward, backward] = [forward, backward].map(|world| Arc::new(ProvedPlans::new(world).unwrap()));
+    let zeros = |tokens: usize| bytes::Bytes::from(vec![0; tokens * 2 * 8 * 4]);
+    let tensors = Tensors { q: zeros(4), k: zeros(4), v: zeros(4), bias: None };
+    let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+    pollster::block_on(async {
+        let mut inputs = session.load(&forward, tensors).await.unwrap();
+        let output = session.run(&forward, &mut inputs).await.unwrap();
+        let of = |tokens| OutputGradient { output: &output, d_o: zeros(tokens), d_lse: None };
+        let of_plans = session.run_backward(&forward, &mut inputs, &of(4)).await.unwrap_err();
+        let of_tokens = session.run_backward(&backward, &mut inputs, &of(3)).await.unwrap_err();
+        // The session stays usable.
+        session.run_backward(&backward, &mut inputs, &of(4)).await.unwrap();
+        [of_plans, of_tokens]
+    })
+}
+
 /// Of survivors of a backward pass that would complete it.
 fn of_repair() -> Error {
     let mesh = Mesh::new(1, 2).unwrap();
@@ -58,6 +80,7 @@ pub(super) fn refusals() -> Vec<Entry> {
     let mesh = Mesh::new(1, 2).unwrap();
     let pass_q = plan_backward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::PassQ)
         .unwrap_err();
+    let [of_plans, of_tokens] = of_given();
     vec![
         entry(
             "plan_backward with strategy pass-q",
@@ -74,6 +97,16 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Session::run of plans of plan_backward",
             of_inputs(),
             "Backward plans read the gradient of the output, which these inputs do not have.",
+        ),
+        entry(
+            "Session::run_backward with plans of plan_world",
+            of_plans,
+            "Plans of a forward pass have no steps for gradients.",
+        ),
+        entry(
+            "Session::run_backward with a gradient of 3 tokens for 4 queries",
+            of_tokens,
+            "A tensor that does not fit the output.",
         ),
         entry(
             "repair of a plan of plan_backward",

@@ -83,6 +83,13 @@ pub(super) const GROUPS: &[Group] = &[
                 "For more ranks, use --explain, which predicts the time without a proof.",
             ),
             ("plan --shape 1,64,8,2,64 --rank 1", "Ranks count from 0."),
+            ("plan --shape 1,64,8,2,64 --ranks 2 --grad --explain", "Predictions are of the forward pass."),
+            ("@ --grad --report DIR/page.html", "The pictures are of the forward pass."),
+            (
+                "attend --shape 1,65536,8,2,64 --grad --verify",
+                "The oracle computes all gradients of one KV head in f64.",
+            ),
+            ("launch -n 2 -- @ --grad --on-loss finish", "Sums of gradients of several ranks are under way."),
             ("attend --shape 1,64,3,3,64 --mesh 4x1", "Ulysses gives every rank at least one query head."),
             ("@ --mesh 2x2 --strategy ring", "The strategy and the mesh contradict each other."),
             ("@ --strategy spiral", "There is no such strategy."),

@@ -1,0 +1,171 @@
+//! The gradients of a job: rank 0 verifies and collects them.
+
+use bytes::Bytes;
+use kyklos::RankGradients;
+use kyklos::collect::RowTensors;
+use kyklos_transport::Rank;
+
+use super::call::Job;
+use crate::failure::{Failure, Result};
+use crate::messages::Messages;
+use crate::tensors::output::{GradientRows, OutputFile};
+use crate::verify::{GradientVerdict, HeadGradients};
+
+/// What a rank has computed in the backward pass.
+pub(super) struct Backward {
+    pub(super) gradients: RankGradients,
+    pub(super) wall_ns: u64,
+}
+
+impl Job {
+    /// The part of ranks other than 0: send the own part of the gradients of the sinks, and with `--verify` the gradients of the
+    /// head that is verified.
+    pub(super) fn send_for_verification(
+        &self,
+        messages: &Messages<'_>,
+        Backward { gradients, .. }: &Backward,
+    ) -> Result<()> {
+        if !gradients.d_sinks_part.is_empty() {
+            let part = Bytes::copy_from_slice(bytemuck::cast_slice(&gradients.d_sinks_part));
+            messages.send(Rank(0), D_SINKS, part)?;
+        }
+        let Some(sample) = &self.agreed.sample else { return Ok(()) };
+        let [of_queries, of_keys] = self.rows_of_head();
+        let HeadGradients { dq, dk, dv } = sample.head_of(gradients);
+        for (rows, op, tensors) in [(of_queries, HEAD_DQ, &[&dq][..]), (of_keys, HEAD_DKV, &[&dk, &dv][..])] {
+            let op = self.operations() + op;
+            pollster::block_on(rows.send(messages.transport, op, tensors, messages.deadline))?;
+        }
+        Ok(())
+    }
+
+    /// The part of rank 0: the gradients of the sinks, and with `--verify` the comparison with the oracle.
+    pub(super) fn verify_gradients(
+        &self,
+        messages: &Messages<'_>,
+        Backward { gradients, .. }: &Backward,
+    ) -> Result<(Option<GradientVerdict>, Vec<f64>)> {
+        let mut d_sinks = gradients.d_sinks_part.clone();
+        if !d_sinks.is_empty() {
+            for rank in (1..messages.transport.world()).map(Rank) {
+                let part = messages.recv(rank, D_SINKS, d_sinks.len() * 8)?;
+                for (sum, number) in d_sinks.iter_mut().zip(part.as_chunks::<8>().0) {
+                    *sum += f64::from_ne_bytes(*number);
+                }
+            }
+        }
+        let Some(sample) = &self.agreed.sample else { return Ok((None, d_sinks)) };
+        self.watch.phase(Some("verifying the gradients"));
+        let HeadGradients { dq, dk, dv } = sample.head_of(gradients);
+        let [of_queries, of_keys] = self.rows_of_head();
+        let problem = &self.world().problem;
+        let dq = self.whole(messages, &of_queries, HEAD_DQ, (problem.q_len, &[&dq]))?;
+        let dkv = self.whole(messages, &of_keys, HEAD_DKV, (problem.kv_len, &[&dk, &dv]))?;
+        let [dq] = <[Bytes; 1]>::try_from(dq).map_err(|_| Failure::run("one tensor of queries"))?;
+        let [dk, dv] = <[Bytes; 2]>::try_from(dkv).map_err(|_| Failure::run("two tensors of keys"))?;
+        let head = HeadGradients { dq, dk, dv };
+        let verdict = sample.judge_head(&head, &d_sinks, self.agreed.begun())?;
+        Ok((Some(verdict), d_sinks))
+    }
+
+    /// Sends the gradients to rank 0.
+    pub(super) fn send_gradients(
+        &self,
+        messages: &Messages<'_>,
+        Backward { gradients, .. }: &Backward,
+    ) -> Result<()> {
+        for (rows, op, tensors) in self.rows_of_gradients(gradients) {
+            let op = self.operations() + op;
+            pollster::block_on(rows.send(messages.transport, op, &tensors, messages.deadline))?;
+        }
+        Ok(())
+    }
+
+    /// Writes the gradients of all ranks to `file`. Returns the bytes that other ranks sent.
+    pub(super) fn receive_gradients(
+        &self,
+        messages: &Messages<'_>,
+        Backward { gradients, .. }: &Backward,
+        file: &OutputFile,
+    ) -> Result<u64> {
+        let mut received = 0;
+        for (rows, op, tensors) in self.rows_of_gradients(gradients) {
+            let of = if op == DQ { GradientRows::OfQueries } else { GradientRows::OfKeys };
+            let op = self.operations() + op;
+            let sink = |piece: kyklos::collect::Piece| {
+                if piece.rank.0 != 0 {
+                    received += piece.rows.iter().map(|rows| rows.len() as u64).sum::<u64>();
+                }
+                file.write_gradients(of, rows.placement, &piece)
+            };
+            let all = rows.receive::<Failure>(messages.transport, op, &tensors, messages.deadline, sink);
+            pollster::block_on(all)?;
+        }
+        Ok(received)
+    }
+
+    /// The tensors of all ranks, `[batch, tokens, …]` of the whole sequence of `tokens` tokens.
+    fn whole(
+        &self,
+        messages: &Messages<'_>,
+        rows: &RowTensors<'_>,
+        op: u64,
+        (tokens, tensors): (u32, &[&Bytes]),
+    ) -> Result<Vec<Bytes>> {
+        let size = |row: &usize| rows.batch as usize * tokens as usize * row;
+        let mut whole: Vec<Vec<u8>> = rows.row_bytes.iter().map(|row| vec![0; size(row)]).collect();
+        let sink = |piece: kyklos::collect::Piece| {
+            let positions = rows.placement.of_rank(piece.rank).slice(piece.tokens.clone());
+            let first = piece.batch as usize * tokens as usize;
+            for ((whole, part), bytes) in whole.iter_mut().zip(&piece.rows).zip(&rows.row_bytes) {
+                for (row, position) in part.chunks_exact(*bytes).zip(positions.iter()) {
+                    let at = (first + position as usize) * bytes;
+                    whole[at..at + bytes].copy_from_slice(row);
+                }
+            }
+            Ok(())
+        };
+        let op = self.operations() + op;
+        pollster::block_on(rows.receive::<Failure>(
+            messages.transport,
+            op,
+            tensors,
+            messages.deadline,
+            sink,
+        ))?;
+        Ok(whole.into_iter().map(Bytes::from).collect())
+    }
+
+    /// The rows of dq, and of dk and dv, with their operations.
+    fn rows_of_gradients<'a>(
+        &'a self,
+        RankGradients { dq, dk, dv, .. }: &'a RankGradients,
+    ) -> [(RowTensors<'a>, u64, Vec<&'a Bytes>); 2] {
+        let problem = &self.world().problem;
+        let [of_queries, of_keys] = self.rows_of(problem.q_heads, problem.kv_heads);
+        [(of_queries, DQ, vec![dq]), (of_keys, DKV, vec![dk, dv])]
+    }
+
+    /// The rows of the head that is verified: one key/value head, and the query heads that read it.
+    fn rows_of_head(&self) -> [RowTensors<'_>; 2] {
+        self.rows_of(self.world().problem.group(), 1)
+    }
+
+    fn rows_of(&self, q_heads: u32, kv_heads: u32) -> [RowTensors<'_>; 2] {
+        let (world, problem) = (self.world(), &self.world().problem);
+        let row = |heads: u32| heads as usize * problem.head_dim as usize * problem.dtype.bytes();
+        let batch = problem.batch;
+        [
+            RowTensors { placement: &world.q_placement, batch, row_bytes: vec![row(q_heads)] },
+            RowTensors { placement: &world.kv_placement, batch, row_bytes: vec![row(kv_heads); 2] },
+        ]
+    }
+}
+
+/// A rank's part of the gradients of the sinks, f64.
+const D_SINKS: u32 = 4;
+/// Operations after the runs, beside that of reports and that of the output.
+const DQ: u64 = 2;
+const DKV: u64 = 3;
+const HEAD_DQ: u64 = 4;
+const HEAD_DKV: u64 = 5;
