@@ -131,6 +131,18 @@ fn survivors_compute_what_a_fresh_run_of_their_number_computes() {
 }
 
 #[test]
+fn survivors_compute_the_gradients_of_a_fresh_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let (there, here) = (folder.path().join("there"), folder.path().join("here"));
+    let options = [&REPEAT[..], &["--on-loss", "shrink", "--grad"]].concat();
+    let ended = killed("4", &[2], Duration::from_millis(300), &options, &there);
+    assert_eq!(ended.code, Some(0), "{}", ended.said);
+    assert!(ended.said.contains("3 ranks start again"), "{}", ended.said);
+    assert!(std::fs::read(&there).unwrap() == fresh("3", &["--grad"], &here));
+    assert_eq!(read(&there, "dq").shape, [1, 1024, 8, 64]);
+}
+
+#[test]
 fn a_restarted_rank_is_part_of_the_result() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));

@@ -17,7 +17,8 @@ use crate::options::{List, OnLoss, ProblemArgs, ProgressKind, TabArgs, Transport
 pub(crate) struct AttendArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
-    /// Write o and lse, with --grad also dq, dk, dv and dsinks, to this safetensors file. With {rank} in the name, every rank writes a file of its own part
+    /// Write o and lse, with --grad also dq, dk, dv and dsinks, to this safetensors file.
+    /// With {rank} in the name, every rank writes a file of its own part
     #[arg(long, value_name = "F")]
     pub(crate) output: Option<PathBuf>,
     /// Seed of the random tensors
