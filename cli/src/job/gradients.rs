@@ -1,8 +1,8 @@
 //! The gradients of a job: rank 0 verifies and collects them.
 
 use bytes::Bytes;
-use kyklos::RankGradients;
 use kyklos::collect::RowTensors;
+use kyklos::{Placement, RankGradients};
 use kyklos_transport::Rank;
 
 use super::call::Job;
@@ -30,8 +30,10 @@ impl Job {
             messages.send(Rank(0), D_SINKS, part)?;
         }
         let Some(sample) = &self.agreed.sample else { return Ok(()) };
-        let [of_queries, of_keys] = self.rows_of_head();
+        let owners = self.owners_of_key_rows()?;
+        let [of_queries, of_keys] = self.rows_of_head(&owners);
         let HeadGradients { dq, dk, dv } = sample.head_of(gradients);
+        let [dk, dv] = [dk, dv].map(|rows| self.own_rows(&rows, of_keys.row_bytes[0]));
         for (rows, op, tensors) in [(of_queries, HEAD_DQ, &[&dq][..]), (of_keys, HEAD_DKV, &[&dk, &dv][..])] {
             let op = self.operations() + op;
             pollster::block_on(rows.send(messages.transport, op, tensors, messages.deadline))?;
@@ -57,7 +59,8 @@ impl Job {
         let Some(sample) = &self.agreed.sample else { return Ok((None, d_sinks)) };
         self.watch.phase(Some("verifying the gradients"));
         let HeadGradients { dq, dk, dv } = sample.head_of(gradients);
-        let [of_queries, of_keys] = self.rows_of_head();
+        let owners = self.owners_of_key_rows()?;
+        let [of_queries, of_keys] = self.rows_of_head(&owners);
         let problem = &self.world().problem;
         let dq = self.whole(messages, &of_queries, HEAD_DQ, (problem.q_len, &[&dq]))?;
         let dkv = self.whole(messages, &of_keys, HEAD_DKV, (problem.kv_len, &[&dk, &dv]))?;
@@ -74,9 +77,12 @@ impl Job {
         messages: &Messages<'_>,
         Backward { gradients, .. }: &Backward,
     ) -> Result<()> {
-        for (rows, op, tensors) in self.rows_of_gradients(gradients) {
+        let owners = self.owners_of_key_rows()?;
+        let ((of_queries, dq), (of_keys, [dk, dv])) = self.rows_of_gradients(&owners, gradients);
+        let [dk, dv] = [dk, dv].map(|rows| self.own_rows(rows, of_keys.row_bytes[0]));
+        for (rows, op, tensors) in [(of_queries, DQ, &[dq][..]), (of_keys, DKV, &[&dk, &dv])] {
             let op = self.operations() + op;
-            pollster::block_on(rows.send(messages.transport, op, &tensors, messages.deadline))?;
+            pollster::block_on(rows.send(messages.transport, op, tensors, messages.deadline))?;
         }
         Ok(())
     }
@@ -89,7 +95,9 @@ impl Job {
         file: &OutputFile,
     ) -> Result<u64> {
         let mut received = 0;
-        for (rows, op, tensors) in self.rows_of_gradients(gradients) {
+        let owners = self.owners_of_key_rows()?;
+        let ((of_queries, dq), (of_keys, of_kv)) = self.rows_of_gradients(&owners, gradients);
+        for (rows, op, tensors) in [(of_queries, DQ, &[dq][..]), (of_keys, DKV, &of_kv)] {
             let of = if op == DQ { GradientRows::OfQueries } else { GradientRows::OfKeys };
             let op = self.operations() + op;
             let sink = |piece: kyklos::collect::Piece| {
@@ -98,7 +106,7 @@ impl Job {
                 }
                 file.write_gradients(of, rows.placement, &piece)
             };
-            let all = rows.receive::<Failure>(messages.transport, op, &tensors, messages.deadline, sink);
+            let all = rows.receive::<Failure>(messages.transport, op, tensors, messages.deadline, sink);
             pollster::block_on(all)?;
         }
         Ok(received)
@@ -136,29 +144,52 @@ impl Job {
         Ok(whole.into_iter().map(Bytes::from).collect())
     }
 
-    /// The rows of dq, and of dk and dv, with their operations.
+    /// The rows of dq, and of dk and dv.
     fn rows_of_gradients<'a>(
         &'a self,
+        owners: &'a Placement,
         RankGradients { dq, dk, dv, .. }: &'a RankGradients,
-    ) -> [(RowTensors<'a>, u64, Vec<&'a Bytes>); 2] {
+    ) -> ((RowTensors<'a>, &'a Bytes), (RowTensors<'a>, [&'a Bytes; 2])) {
         let problem = &self.world().problem;
-        let [of_queries, of_keys] = self.rows_of(problem.q_heads, problem.kv_heads);
-        [(of_queries, DQ, vec![dq]), (of_keys, DKV, vec![dk, dv])]
+        let [of_queries, of_keys] = self.rows_of(owners, problem.q_heads, problem.kv_heads);
+        ((of_queries, dq), (of_keys, [dk, dv]))
     }
 
     /// The rows of the head that is verified: one key/value head, and the query heads that read it.
-    fn rows_of_head(&self) -> [RowTensors<'_>; 2] {
-        self.rows_of(self.world().problem.group(), 1)
+    fn rows_of_head<'a>(&'a self, owners: &'a Placement) -> [RowTensors<'a>; 2] {
+        self.rows_of(owners, self.world().problem.group(), 1)
     }
 
-    fn rows_of(&self, q_heads: u32, kv_heads: u32) -> [RowTensors<'_>; 2] {
+    fn rows_of<'a>(&'a self, owners: &'a Placement, q_heads: u32, kv_heads: u32) -> [RowTensors<'a>; 2] {
         let (world, problem) = (self.world(), &self.world().problem);
         let row = |heads: u32| heads as usize * problem.head_dim as usize * problem.dtype.bytes();
         let batch = problem.batch;
         [
             RowTensors { placement: &world.q_placement, batch, row_bytes: vec![row(q_heads)] },
-            RowTensors { placement: &world.kv_placement, batch, row_bytes: vec![row(kv_heads); 2] },
+            RowTensors { placement: owners, batch, row_bytes: vec![row(kv_heads); 2] },
         ]
+    }
+
+    /// The ranks that give the rows of dk and dv: the owners of the keys. All ranks have the same rows for keys that every rank
+    /// holds, and rank 0 gives them.
+    fn owners_of_key_rows(&self) -> Result<Placement> {
+        let (keys, ranks) = (&self.world().kv_placement, self.world().mesh.world());
+        let rows = |rank| match rank {
+            0 => keys.held_by(Rank(0)),
+            rank => keys.of_rank(Rank(rank)).clone(),
+        };
+        Ok(Placement::explicit(self.world().mesh, keys.total(), 0..0, (0..ranks).map(rows).collect())?)
+    }
+
+    /// The rows of a rank's own keys, of rows of `row_bytes` that begin in each batch entry with those of keys that every rank holds.
+    fn own_rows(&self, rows: &Bytes, row_bytes: usize) -> Bytes {
+        let (batch, everywhere) =
+            (self.world().problem.batch as usize, self.world().problem.replicated.len());
+        if everywhere == 0 {
+            return rows.clone();
+        }
+        let entries = rows.chunks(rows.len() / batch);
+        entries.flat_map(|entry| &entry[everywhere * row_bytes..]).copied().collect()
     }
 }
 

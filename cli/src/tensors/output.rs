@@ -177,10 +177,11 @@ impl OutputFile {
         Ok(file)
     }
 
-    /// The part of `rank`, with the positions of its queries, and with gradients also of its keys.
+    /// The part of `rank`, with the positions of its queries, and with gradients also of its keys: those that every rank holds, and
+    /// its own.
     fn part(path: &Path, world: &World, rank: Rank, gradients: bool) -> Result<Self> {
         let problem = &world.problem;
-        let (queries, keys) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
+        let (queries, keys) = (world.q_placement.of_rank(rank), world.kv_placement.held_by(rank));
         let positions = queries.iter().map(|token| i64::from(problem.q_position(token))).collect();
         let mut lists = vec![("positions", positions)];
         if gradients {

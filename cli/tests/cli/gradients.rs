@@ -91,6 +91,8 @@ fn gradients_of_a_file_are_right_on_every_mesh() {
         &["attend", "--mesh", "1x1"][..],
         &["attend", "--mesh", "1x3", "--tokens", "2,0,19", "--placement", "striped"],
         &["attend", "--mesh", "2x2", "--placement", "zigzag"],
+        &["attend", "--mesh", "1x3", "--replicated", "3..9"],
+        &["attend", "--mesh", "2x2", "--replicated", "0..2"],
         // It sends queries, and has no backward pass of its own.
         &["attend", "--ranks", "3", "--strategy", "pass-q"],
         &["launch", "-n", "2", "--", "attend", "--repeat", "2"],

@@ -61,7 +61,9 @@ impl Session {
     ///
     /// The formulas are in [`Backend::attend_backward`](crate::backend::Backend::attend_backward). A strategy without a backward
     /// pass is replaced by the default strategy of its mesh; each rank gets the gradients of its own tokens in any case. An
-    /// attention bias tensor is a constant: it gets no gradient.
+    /// attention bias tensor is a constant: it gets no gradient. Of keys that every rank holds
+    /// ([`Execution::replicated`](crate::Execution::replicated)) every rank gets the whole gradient, in equal bytes. A caller that
+    /// sums gradients of parameters over the ranks uses these rows on one rank only.
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {

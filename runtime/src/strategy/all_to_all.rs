@@ -32,7 +32,7 @@ impl Chunk {
     }
 
     /// The chunk's part of the KV heads of Ulysses piece `u`.
-    fn kv_heads(self, builder: &PlanBuilder<'_>, u: u32) -> Range<u32> {
+    pub(super) fn kv_heads(self, builder: &PlanBuilder<'_>, u: u32) -> Range<u32> {
         let all = builder.kv_heads(u);
         let at = |index: u32| all.start + (all.end - all.start) * index / self.count;
         at(self.index)..at(self.index + 1)
@@ -157,7 +157,7 @@ pub(super) fn post_heads_for_tokens(
                 let label = format!("{} for rank {peer}", name(*content));
                 parts.push(builder.sendable(slice, &label, &mut packed));
             }
-            let tokens = placement(builder, *content).held_by(builder.rank);
+            let tokens = placement(builder, *content).of_rank(builder.rank).clone();
             if !tokens.is_empty() {
                 let theirs = chunk.heads(builder, *content, peer_u);
                 let label = format!("{} from rank {peer}", name(*content));
@@ -183,7 +183,7 @@ pub(super) fn post_heads_for_tokens(
         let own = piece(builder, result, content, u);
         match home.filter(|_| content.is_sum()) {
             None => {
-                let into = builder.heads_of(own_result(builder, content), &chunk.heads(builder, content, u));
+                let into = own_result(builder, content, &chunk.heads(builder, content, u));
                 builder.repack(own, into);
             }
             Some(home) if !own.tokens.is_empty() => {
@@ -209,7 +209,7 @@ pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
         match posted.home.filter(|_| content.is_sum()) {
             None => {
                 let heads = builder.buffer(buffer).heads.clone();
-                let into = builder.heads_of(own_result(builder, content), &heads);
+                let into = own_result(builder, content, &heads);
                 builder.unpack(buffer, into);
             }
             Some(home) => {
@@ -227,11 +227,14 @@ fn add(builder: &mut PlanBuilder<'_>, sum: BufferId, home: BufferId) {
     builder.push(Step::Accumulate { from: sum, into });
 }
 
-/// Where the rank's own rows of a result belong.
-fn own_result(builder: &PlanBuilder<'_>, content: Content) -> BufferId {
+/// Where the rank's own rows of a result belong, in these heads.
+fn own_result(builder: &PlanBuilder<'_>, content: Content, heads: &Range<u32>) -> Slice {
     match builder.own_key_gradients().filter(|_| content.is_of_keys()) {
-        Some(gradients) => gradients,
-        None => builder.output(),
+        Some(gradients) => {
+            let all = builder.heads_of(gradients, heads);
+            Slice { tokens: builder.replicated()..all.tokens.end, ..all }
+        }
+        None => builder.heads_of(builder.output(), heads),
     }
 }
 
@@ -266,9 +269,13 @@ fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Plac
     if content.is_of_keys() { &builder.world.kv_placement } else { &builder.world.q_placement }
 }
 
-/// Number of tokens at the front of such a buffer that every rank holds. They are not sent.
+/// Number of tokens at the front of such a buffer that every rank holds. They do not cross the all-to-all. Sums of the gradients
+/// of such keys are in buffers of their own.
 fn replicated(builder: &PlanBuilder<'_>, content: Content) -> usize {
-    placement(builder, content).replicated().len()
+    match content {
+        Content::KeyValueGradSum | Content::KeyValueGrad => 0,
+        content => placement(builder, content).replicated().len(),
+    }
 }
 
 fn name(content: Content) -> &'static str {

@@ -7,43 +7,56 @@
 //!
 //! The queries, the gradient of the output and the row statistics stay where they are, or cross the all-to-all with the
 //! queries. The output does not travel.
+//!
+//! Of keys that every rank holds, each rank has a sum over its own queries; after the round the ranks add these up.
 
 mod plan;
+mod replicated;
 mod round;
 
 pub use self::plan::{plan_backward, plan_backward_placed};
 pub(super) use self::round::{Gradients, streams_round};
 use super::build::{Inputs, OutputGradient, PlanBuilder};
 use crate::lower;
-use crate::plan::{BufferId, Content, Slice, Step};
+use crate::plan::{Buffer, BufferId, Content, Slice, Step};
 
 /// The sums of gradients that a rank has after its round: of the queries and of the keys of its inputs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sums {
     pub(super) dq: BufferId,
+    /// Of the keys that this rank, or its shard, owns: over all queries.
     pub(super) d_kv: BufferId,
+    /// Of the keys that every rank holds, if there are any: over the queries of the inputs.
+    pub(super) replicated: Option<BufferId>,
 }
 
 impl PlanBuilder<'_> {
     /// Sums for the queries and keys of `inputs`.
     fn sums(&mut self, inputs: Inputs) -> Sums {
-        let mut sum = |of: BufferId, name: &str, content| {
-            let (tokens, heads) = (self.buffer(of).tokens.clone(), self.buffer(of).heads.clone());
-            self.declare(name.to_owned(), content, tokens, heads)
-        };
-        Sums {
-            dq: sum(inputs.q, "sum of dq", Content::QueryGradSum),
-            d_kv: sum(inputs.kv, "sum of dkv", Content::KeyValueGradSum),
-        }
+        let Buffer { tokens: queries, heads: q_heads, .. } = self.buffer(inputs.q).clone();
+        let Buffer { tokens: keys, heads: kv_heads, .. } = self.buffer(inputs.kv).clone();
+        let front = self.replicated();
+        let own = keys.slice(front..keys.len());
+        let dq =
+            self.declare("sum of dq".to_owned(), Content::QueryGradSum, queries.clone(), q_heads.clone());
+        let d_kv = self.declare("sum of dkv".to_owned(), Content::KeyValueGradSum, own, kv_heads.clone());
+        let replicated = (front > 0).then(|| {
+            let name = "sum of dkv of replicated keys".to_owned();
+            let sum = self.declare(name, Content::KeyValueGradSum, keys.slice(0..front), kv_heads);
+            self.holds(sum, queries, q_heads);
+            sum
+        });
+        Sums { dq, d_kv, replicated }
     }
 
     /// One step for all keys in `kv`, if a query sees any of them. Returns whether there is a step.
-    fn attend_backward(&mut self, inputs: Inputs, kv: BufferId, dq: BufferId, d_kv: Slice) -> bool {
+    fn attend_backward(&mut self, inputs: Inputs, kv: Slice, dq: BufferId, d_kv: Slice) -> bool {
         let Inputs { q, pairs, gradient, .. } = inputs;
         let Some(OutputGradient { d_o, stats }) = gradient else { return false };
-        let seen = lower::any_visible(&self.world.problem, &self.buffer(q).tokens, &self.buffer(kv).tokens);
+        let keys = self.buffer(kv.buffer).tokens.slice(kv.tokens.clone());
+        let seen = lower::any_visible(&self.world.problem, &self.buffer(q).tokens, &keys);
         if seen {
-            let [q, d_o, stats, kv] = [q, d_o, stats, kv].map(|id| self.whole(id));
+            let [q, d_o, stats] = [q, d_o, stats].map(|id| self.whole(id));
             let bias = pairs.map(|pairs| self.whole(pairs));
             self.push(Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias });
         }

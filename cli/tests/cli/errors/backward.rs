@@ -85,7 +85,7 @@ pub(super) fn refusals() -> Vec<Entry> {
         entry(
             "plan_backward with strategy pass-q",
             pass_q,
-            "A backward pass that has no plans; also over replicated keys, with all queries on every rank, of results on other ranks, \
+            "A backward pass that has no plans; also with all queries on every rank, of results on other ranks, \
              in a fixed order, and with int8 on the wire.",
         ),
         entry(

@@ -7,9 +7,9 @@ use super::super::build::PlanBuilder;
 use super::super::deals::deal;
 use super::super::streams::Routes;
 use super::super::world::{fits, runs_on, with_plans};
-use super::Sums;
+use super::{Sums, replicated};
 use crate::mesh::kv_heads_for;
-use crate::plan::{Content, Direction, LostTokens, Plan, World};
+use crate::plan::{Buffer, BufferId, Content, Direction, LostTokens, Plan, World};
 use crate::{
     AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Results, Split, Strategy, TokenRuns,
     WireFormat,
@@ -32,7 +32,7 @@ use crate::{
 ///
 /// # Errors
 /// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit together, and for what has no
-/// backward pass: strategies that send queries, relay, replicated keys, a fixed order, 8-bit keys on the wire.
+/// backward pass: strategies that send queries, relay, a fixed order, 8-bit keys on the wire.
 pub fn plan_backward(
     problem: &AttentionProblem,
     mesh: Mesh,
@@ -80,9 +80,6 @@ fn has_backward(problem: &AttentionProblem, strategy: Strategy) -> Result<()> {
             "use a strategy that sends whole blocks of keys, as ring or unified; the forward pass may have any strategy",
         );
     }
-    if !problem.replicated.is_empty() {
-        return refuse("over keys that every rank holds".to_owned(), "give each key one owner");
-    }
     if problem.same_queries {
         return refuse("with all queries on every rank".to_owned(), "give each query one owner");
     }
@@ -107,11 +104,15 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
     let (Some(round), Some(own_keys)) = (facts.backward_round, builder.own_key_gradients()) else {
         unreachable!("a backward plan is made only for a strategy that has one")
     };
-    if world.mesh.ulysses() == 1 {
+    let one_piece = world.mesh.ulysses() == 1;
+    let all_chunks: Vec<Chunk> = Chunk::all(&builder, !one_piece && facts.chunks_heads).collect();
+    if one_piece {
         let inputs = builder.inputs();
-        let Sums { dq, d_kv } = round(&mut builder, routes, inputs);
+        let Sums { dq, d_kv, replicated } = round(&mut builder, routes, inputs);
         builder.round_sum(dq, builder.all_output());
-        builder.round_sum(d_kv, own_keys);
+        round_own_keys(&mut builder, d_kv, own_keys);
+        let parts: Vec<BufferId> = replicated.into_iter().collect();
+        replicated::add_up(&mut builder, &all_chunks, parts, own_keys);
         return builder.finish();
     }
     let (_, u) = world.mesh.coordinates(rank);
@@ -119,31 +120,26 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
     let shared = shares_heads(world);
     // Where pieces share KV heads, their owner adds up sums.
     let home = shared.then(|| {
-        let (tokens, heads) =
-            (builder.buffer(own_keys).tokens.clone(), builder.buffer(own_keys).heads.clone());
-        builder.declare("sum of own dkv".to_owned(), Content::KeyValueGradSum, tokens, heads)
+        let own = builder.own_keys(own_keys).tokens;
+        let Buffer { tokens, heads, .. } = builder.buffer(own_keys).clone();
+        builder.declare("sum of own dkv".to_owned(), Content::KeyValueGradSum, tokens.slice(own), heads)
     });
-    let mut chunks = Chunk::all(&builder, facts.chunks_heads).peekable();
+    let mut chunks = all_chunks.iter().copied().peekable();
     let mut going_out = chunks.peek().map(|first| all_to_all::post_tokens_for_heads(&mut builder, *first));
     let mut going_home = None;
+    let mut parts = Vec::new();
     while let (Some(chunk), Some(posted)) = (chunks.next(), going_out.take()) {
         let inputs = all_to_all::take_heads(&mut builder, posted);
         going_out = chunks.peek().map(|next| all_to_all::post_tokens_for_heads(&mut builder, *next));
-        let Sums { dq, d_kv } = round(&mut builder, routes, inputs);
-        let finished = |builder: &mut PlanBuilder<'_>, sum, name: &str, content| {
-            let (tokens, heads) = (builder.buffer(sum).tokens.clone(), builder.buffer(sum).heads.clone());
-            let name = format!("{name} of heads {}..{}", heads.start, heads.end);
-            let mine = builder.declare(name, content, tokens, heads);
-            builder.round_sum(sum, mine);
-            mine
-        };
-        let dq = finished(&mut builder, dq, "dq", Content::QueryGrad);
+        let Sums { dq, d_kv, replicated } = round(&mut builder, routes, inputs);
+        parts.extend(replicated);
+        let dq = rounded(&mut builder, dq, "dq", Content::QueryGrad);
         let d_kv = if shared {
             let q_heads = chunk.q_heads(&builder, u);
             builder.holds(d_kv, all_queries.clone(), q_heads);
             d_kv
         } else {
-            finished(&mut builder, d_kv, "dkv", Content::KeyValueGrad)
+            rounded(&mut builder, d_kv, "dkv", Content::KeyValueGrad)
         };
         let posted = all_to_all::post_heads_for_tokens(&mut builder, chunk, &[dq, d_kv], home);
         if let Some(before) = going_home.replace(posted) {
@@ -154,9 +150,30 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
         all_to_all::take_tokens(&mut builder, last);
     }
     if let Some(home) = home {
-        builder.round_sum(home, own_keys);
+        round_own_keys(&mut builder, home, own_keys);
     }
+    replicated::add_up(&mut builder, &all_chunks, parts, own_keys);
     builder.finish()
+}
+
+/// Rounds a complete sum into a buffer of its own.
+fn rounded(builder: &mut PlanBuilder<'_>, sum: BufferId, name: &str, content: Content) -> BufferId {
+    let Buffer { tokens, heads, .. } = builder.buffer(sum).clone();
+    let name = format!("{name} of heads {}..{}", heads.start, heads.end);
+    let mine = builder.declare(name, content, tokens, heads);
+    builder.round_sum(sum, mine);
+    mine
+}
+
+/// Rounds the sum of the gradients of the rank's own keys into their rows of `result`, which begins with the keys that every
+/// rank holds.
+fn round_own_keys(builder: &mut PlanBuilder<'_>, sum: BufferId, result: BufferId) {
+    if builder.replicated() == 0 {
+        return builder.round_sum(sum, result);
+    }
+    let mine = rounded(builder, sum, "dkv", Content::KeyValueGrad);
+    let rows = builder.own_keys(result);
+    builder.unpack(mine, rows);
 }
 
 /// Whether query heads of two Ulysses pieces read the same KV head.

@@ -46,11 +46,16 @@ impl Gradients {
         self.shard
     }
 
-    /// Gradients of the queries against the rank's own keys.
+    /// Gradients of the queries against the rank's own keys, and against those that every rank holds.
     pub(in super::super) fn own(&mut self, builder: &mut PlanBuilder<'_>) {
-        let Sums { dq, d_kv } = self.sums;
-        let whole = builder.whole(d_kv);
-        builder.attend_backward(self.inputs, self.inputs.kv, dq, whole);
+        let Sums { dq, d_kv, replicated } = self.sums;
+        let (own, sum) = (builder.own_keys(self.inputs.kv), builder.whole(d_kv));
+        builder.attend_backward(self.inputs, own, dq, sum);
+        if let Some(replicated) = replicated {
+            let keys = builder.tokens_of(self.inputs.kv, 0..builder.replicated());
+            let sum = builder.whole(replicated);
+            builder.attend_backward(self.inputs, keys, dq, sum);
+        }
     }
 
     /// Gradients of the queries against keys of shard `owner`, which have arrived in `kv`.
@@ -64,7 +69,8 @@ impl Gradients {
         builder.holds(sum, q, q_heads);
         let whole = builder.whole(sum);
         let back = (content == Content::WireKeyValue).then(|| builder.converted_back(kv));
-        builder.attend_backward(self.inputs, back.unwrap_or(kv), self.sums.dq, whole);
+        let keys = builder.whole(back.unwrap_or(kv));
+        builder.attend_backward(self.inputs, keys, self.sums.dq, whole);
         if let Some(back) = back {
             builder.free(back);
         }

@@ -51,6 +51,7 @@ impl OnSessions for GradientCase {
             .scale(problem.scale)
             .sinks(problem.sinks.clone())
             .q_offset(problem.q_offset);
+        let execution = execution.clone().replicated(problem.replicated.clone());
         let base = match problem.softcap {
             Some(softcap) => base.softcap(softcap),
             None => base,
@@ -69,7 +70,7 @@ impl OnSessions for GradientCase {
             let tensor = |count: usize, heads, dim, dtype, data: Bytes| {
                 Tensor::from_bytes([batch, count, heads, dim], dtype, data).unwrap()
             };
-            let (q_count, kv_count) = (tokens.len(), world.kv_placement.of_rank(rank).len());
+            let (q_count, kv_count) = (tokens.len(), world.kv_placement.held_by(rank).len());
             let of_q = |data| tensor(q_count, q_heads, dim, problem.dtype, data);
             let of_kv = |data| tensor(kv_count, kv_heads, dim, problem.dtype, data);
             let (q, k, v) = (of_q(own.q), of_kv(own.k), of_kv(own.v));
@@ -86,10 +87,21 @@ impl OnSessions for GradientCase {
         });
         let mut whole = [q_layout, kv_layout, kv_layout].map(|layout| vec![0xFF; layout.bytes()]);
         let mut d_sinks = vec![0.0; problem.sinks.len()];
+        let everywhere = problem.replicated.len();
+        let mut of_all: Option<[Vec<u8>; 2]> = None;
         for (rank, gradients) in (0..).map(Rank).zip(done) {
             let Gradients { dq, dk, dv, d_sinks_part, .. } = gradients;
             let q_tokens = world.q_placement.of_rank(rank);
-            let kv_tokens: &TokenRuns = world.kv_placement.of_rank(rank);
+            let kv_tokens: &TokenRuns = &world.kv_placement.held_by(rank);
+            // Of keys on every rank, all ranks have the whole gradient, in equal bytes.
+            let [dk_bytes, dv_bytes] = [&dk, &dv].map(|tensor| pollster::block_on(tensor.bytes()).unwrap());
+            let heads = problem.kv_heads as usize * problem.head_dim as usize * problem.dtype.bytes();
+            let front = |bytes: &Bytes| -> Vec<u8> {
+                let entries = bytes.chunks((kv_tokens.len() * heads).max(1));
+                entries.flat_map(|entry| &entry[..everywhere * heads]).copied().collect()
+            };
+            let fronts = [front(&dk_bytes), front(&dv_bytes)];
+            assert!(*of_all.get_or_insert_with(|| fronts.clone()) == fronts, "{rank} has other bytes");
             for (((tensor, tokens), layout), whole) in [(dq, q_tokens), (dk, kv_tokens), (dv, kv_tokens)]
                 .into_iter()
                 .zip([q_layout, kv_layout, kv_layout])

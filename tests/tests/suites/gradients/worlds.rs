@@ -54,7 +54,7 @@ impl World {
     /// One rank on `device` agrees with the oracle, and several ranks on it agree as well as one does.
     pub fn check(&self, device: &Device) -> Result<(), TestCaseError> {
         let Self { mesh: (ulysses, ring), kind, dtype, weights, seed, .. } = self;
-        let case = self.case();
+        let mut case = self.case();
         let errors = case.run(in_process_group(1), &alone(&case, device));
         let proves = |fault: &String| !fault.contains("the limit proves nothing");
         let what =
@@ -75,6 +75,14 @@ impl World {
         let forward = draw(Strategy::ALL.into_iter().filter(fits).collect(), 11);
         let backward =
             draw(Strategy::ALL.into_iter().filter(fits).filter(|one| one.has_backward()).collect(), 77);
+        if seed % 3 == 1 {
+            // Keys that every rank holds.
+            let (keys, by) = (self.shape[2] as u32, (seed / 7) as u32);
+            let first = by % keys;
+            let problem = case.prepared.problem.clone();
+            case.prepared.problem =
+                problem.with_replicated(first..(first + 1 + by / 64 % 60).min(keys)).unwrap();
+        }
         let deal = Split::Weights(weights);
         let (q, kv) = kyklos::deal_tokens(&case.prepared.problem, mesh, *kind, &deal).unwrap();
         let execution = Execution::new().strategy(backward);

@@ -6,22 +6,23 @@ use proptest::prelude::*;
 
 use super::{Drawn, Random, worlds};
 
-/// The backward world with the owners of a forward one, where it has one: whole blocks of keys travel, each key has one owner.
+/// The backward world with the owners of a forward one, where it has one.
 fn backward(world: &World, seed: u64) -> Option<World> {
-    let problem = world.problem.clone().with_replicated(0..0).ok()?;
-    if !world.problem.replicated.is_empty() || problem.wire == WireFormat::Int8 {
+    let problem = &world.problem;
+    if problem.wire == WireFormat::Int8 {
         return None;
     }
     let fits = |strategy: &Strategy| strategy.has_backward() && strategy.accepts(world.mesh).is_ok();
     let all: Vec<Strategy> = Strategy::ALL.into_iter().filter(fits).collect();
     let strategy = all[(seed % all.len() as u64) as usize];
     let (q, kv) = (world.q_placement.clone(), world.kv_placement.clone());
-    Some(plan_backward_placed(&problem, world.mesh, q, kv, strategy).expect("nothing is refused"))
+    Some(plan_backward_placed(problem, world.mesh, q, kv, strategy).expect("nothing is refused"))
 }
 
 /// Bytes that all ranks send, from counts and the mask pair by pair: keys go to every rank that sees any of them (a chain of
 /// neighbours passes on what a later one sees), one f32 sum for each such rank and block comes back. The all-to-all carries
-/// q, dO, statistics, bias rows, k and v out, and dQ, dK and dV home.
+/// q, dO, statistics, bias rows, k and v out, and dQ, dK and dV home. Of keys that every rank holds, each rank adds up one piece
+/// of f32 sums, from each rank that sees it, and sends the result to all.
 fn closed_form(world: &World) -> u64 {
     let (problem, mesh) = (&world.problem, world.mesh);
     let (ulysses, ring) = (mesh.ulysses(), mesh.ring());
@@ -84,6 +85,20 @@ fn closed_form(world: &World) -> u64 {
                 _ => farthest(readers),
             };
             bytes += kv_bytes(tokens) * u64::from(hops);
+        }
+    }
+    let replicated: Vec<u32> = problem.replicated.clone().collect();
+    let ranks = mesh.world();
+    for piece in 0..ranks {
+        let at = |rank: u32| replicated.len() * rank as usize / ranks as usize;
+        let keys = &replicated[at(piece)..at(piece + 1)];
+        let row = 2 * batch * dim * keys.len() as u64;
+        bytes += row * u64::from(problem.kv_heads) * element * u64::from(ranks - 1);
+        let others = (0..ranks).filter(|rank| *rank != piece);
+        for (r, u) in others.map(|rank| (rank / ulysses, rank % ulysses)) {
+            if sees(r, &kyklos::TokenRuns::from_positions(keys.iter().copied())) {
+                bytes += row * kv_of(u).len() as u64 * 4;
+            }
         }
     }
     for u in 0..ulysses {
@@ -242,6 +257,52 @@ const FAULTS: &[Fault] = &[
         plan.steps.insert(earlier, moved);
         Some("a sum rounded before it is complete")
     },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Accumulate { .. }))?;
+        let plan = &world.plans[rank];
+        let Step::Accumulate { from, into } = plan.steps[step].clone() else { return None };
+        let other = plan.steps[step + 1..].iter().find_map(|step| match step {
+            Step::Accumulate { from: other, into: there } if *there == into => Some(*other),
+            _ => None,
+        })?;
+        if !matters(world, rank, from) && !matters(world, rank, other) {
+            return None;
+        }
+        world.plans[rank].steps[step] = Step::Accumulate { from: other, into };
+        Some("the sum of one rank for that of another")
+    },
+    |world, random| {
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::Repack { .. }))?;
+        let plan = &mut world.plans[rank];
+        let Step::Repack { into, .. } = &plan.steps[step] else { return None };
+        if plan.gradients?.d_kv != into.buffer {
+            return None;
+        }
+        plan.steps.remove(step);
+        Some("rows of a gradient that are not written")
+    },
+];
+        let Step::Convert { from, into } = plan.steps[step].clone() else { return None };
+        let replicated = world.problem.replicated.clone();
+        if plan.buffer(into).content != Content::KeyValueGrad
+            || !plan.buffer(into).tokens.iter().all(|key| replicated.contains(&key))
+        {
+            return None;
+        }
+        let sum = plan.steps[..step].iter().position(
+            |step| matches!(step, Step::Repack { from: part, .. } if part.buffer != from.buffer && plan.buffer(part.buffer).content == Content::KeyValueGradSum),
+        )?;
+        let Step::Repack { into: part, .. } = &plan.steps[sum] else { return None };
+        if !matters_elsewhere(world, rank, part.buffer) {
+            return None;
+        }
+        let (part, plan) = (part.buffer, &mut world.plans[rank]);
+        let _ = own;
+        let whole = plan.whole(part);
+        plan.buffers[part.0].heads = plan.buffers[into.0].heads.clone();
+        plan.steps[step] = Step::Convert { from: whole, into };
+        Some("the sum of one rank for that of all")
+    },
 ];
 
 /// Whether a sum that was received, or copied, holds more than zeros.
@@ -292,18 +353,17 @@ fn every_fault_applies_to_a_ring() {
     let problem =
         kyklos::AttentionProblem::new([1, 40, 4, 2, 8], kyklos::Dtype::F32, kyklos::Mask::full()).unwrap();
     let mesh = Mesh::new(1, 4).unwrap();
-    let world = kyklos::plan_backward(
-        &problem,
-        mesh,
-        kyklos::PlacementKind::Contiguous,
-        &kyklos::Split::Even,
-        Strategy::Ring,
-    );
-    let world = world.unwrap();
-    assert_eq!(ProvedPlans::new(world.clone()).unwrap().checks().len(), 4);
+    let world = |problem: &kyklos::AttentionProblem| {
+        let (kind, split) = (kyklos::PlacementKind::Contiguous, kyklos::Split::Even);
+        kyklos::plan_backward(problem, mesh, kind, &split, Strategy::Ring).unwrap()
+    };
+    let worlds = [world(&problem), world(&problem.with_replicated(4..13).unwrap())];
+    for world in &worlds {
+        assert_eq!(ProvedPlans::new(world.clone()).unwrap().checks().len(), 4);
+    }
     for (index, fault) in FAULTS.iter().enumerate() {
-        let applied = (0..50).filter_map(|seed| {
-            let mut broken = world.clone();
+        let applied = (0..100).filter_map(|seed| {
+            let mut broken = worlds[seed as usize % 2].clone();
             fault(&mut broken, &mut Random(seed)).map(|what| (what, check(&broken)))
         });
         let applied: Vec<_> = applied.collect();
