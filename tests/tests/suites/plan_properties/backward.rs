@@ -177,7 +177,9 @@ const FAULTS: &[Fault] = &[
         let own = world.plans[rank].kv;
         let plan = &mut world.plans[rank];
         let Step::AttendBackward { kv, .. } = &mut plan.steps[step] else { return None };
-        if plan.buffers[kv.buffer.0].tokens == plan.buffers[own.0].tokens {
+        // Both buffers begin with the keys that every rank holds.
+        let same = kv.tokens.end <= world.problem.replicated.len();
+        if same || plan.buffers[kv.buffer.0].tokens == plan.buffers[own.0].tokens {
             return None;
         }
         kv.buffer = own;
@@ -280,28 +282,6 @@ const FAULTS: &[Fault] = &[
         }
         plan.steps.remove(step);
         Some("rows of a gradient that are not written")
-    },
-];
-        let Step::Convert { from, into } = plan.steps[step].clone() else { return None };
-        let replicated = world.problem.replicated.clone();
-        if plan.buffer(into).content != Content::KeyValueGrad
-            || !plan.buffer(into).tokens.iter().all(|key| replicated.contains(&key))
-        {
-            return None;
-        }
-        let sum = plan.steps[..step].iter().position(
-            |step| matches!(step, Step::Repack { from: part, .. } if part.buffer != from.buffer && plan.buffer(part.buffer).content == Content::KeyValueGradSum),
-        )?;
-        let Step::Repack { into: part, .. } = &plan.steps[sum] else { return None };
-        if !matters_elsewhere(world, rank, part.buffer) {
-            return None;
-        }
-        let (part, plan) = (part.buffer, &mut world.plans[rank]);
-        let _ = own;
-        let whole = plan.whole(part);
-        plan.buffers[part.0].heads = plan.buffers[into.0].heads.clone();
-        plan.steps[step] = Step::Convert { from: whole, into };
-        Some("the sum of one rank for that of all")
     },
 ];
 
