@@ -93,8 +93,9 @@ fn gradients_of_a_file_are_right_on_every_mesh() {
         &["attend", "--mesh", "2x2", "--placement", "zigzag"],
         &["attend", "--mesh", "1x3", "--replicated", "3..9"],
         &["attend", "--mesh", "2x2", "--replicated", "0..2"],
-        // It sends queries, and has no backward pass of its own.
+        // They send queries.
         &["attend", "--ranks", "3", "--strategy", "pass-q"],
+        &["attend", "--ranks", "4", "--strategy", "tree"],
         &["launch", "-n", "2", "--", "attend", "--repeat", "2"],
     ] {
         succeeds(&kyklos(&[shared, &files, &CAUSAL].concat()));

@@ -122,10 +122,10 @@ pub struct Buffer {
     /// with room for more tokens.
     #[serde(skip_serializing_if = "is_zero")]
     pub spare: u32,
-    /// For a running state that is sent, received or kept: the keys that it has met by then. For a sum of gradients of keys that
-    /// is sent or received: the queries whose gradients it holds by then. Otherwise none.
+    /// For a running state that is sent, received or kept: the keys that it has met by then. For a sum of gradients that
+    /// is sent or received: of keys, the queries whose gradients it holds by then; of queries, the keys. Otherwise none.
     pub met: TokenRuns,
-    /// For such a sum of gradients: the query heads whose gradients it holds.
+    /// For such a sum of gradients of keys: the query heads whose gradients it holds.
     #[serde(skip_serializing_if = "Range::is_empty")]
     pub met_heads: Range<u32>,
 }

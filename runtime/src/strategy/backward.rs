@@ -1,4 +1,4 @@
-//! Backward passes of strategies that send keys.
+//! Backward passes. [`partials`](super::partials) has that of strategies that send queries; this one is of those that send keys.
 //!
 //! Keys travel as in the forward pass. A rank adds the gradients of its own keys to a sum that stays with it. For every block
 //! of other keys it makes a fresh f32 sum, and sends it straight to the owner of the keys, who adds it. So with a full mask a
@@ -32,7 +32,7 @@ pub(super) struct Sums {
 
 impl PlanBuilder<'_> {
     /// Sums for the queries and keys of `inputs`.
-    fn sums(&mut self, inputs: Inputs) -> Sums {
+    pub(super) fn sums(&mut self, inputs: Inputs) -> Sums {
         let Buffer { tokens: queries, heads: q_heads, .. } = self.buffer(inputs.q).clone();
         let Buffer { tokens: keys, heads: kv_heads, .. } = self.buffer(inputs.kv).clone();
         let front = self.replicated();
@@ -50,7 +50,7 @@ impl PlanBuilder<'_> {
     }
 
     /// One step for all keys in `kv`, if a query sees any of them. Returns whether there is a step.
-    fn attend_backward(&mut self, inputs: Inputs, kv: Slice, dq: BufferId, d_kv: Slice) -> bool {
+    pub(super) fn attend_backward(&mut self, inputs: Inputs, kv: Slice, dq: BufferId, d_kv: Slice) -> bool {
         let Inputs { q, pairs, gradient, .. } = inputs;
         let Some(OutputGradient { d_o, stats }) = gradient else { return false };
         let keys = self.buffer(kv.buffer).tokens.slice(kv.tokens.clone());
@@ -61,6 +61,18 @@ impl PlanBuilder<'_> {
             self.push(Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias });
         }
         seen
+    }
+
+    /// Gradients of the queries against the rank's own keys, and against those that every rank holds.
+    pub(super) fn attend_own_backward(&mut self, inputs: Inputs, sums: Sums) {
+        let Sums { dq, d_kv, replicated } = sums;
+        let (own, sum) = (self.own_keys(inputs.kv), self.whole(d_kv));
+        self.attend_backward(inputs, own, dq, sum);
+        if let Some(replicated) = replicated {
+            let keys = self.tokens_of(inputs.kv, 0..self.replicated());
+            let sum = self.whole(replicated);
+            self.attend_backward(inputs, keys, dq, sum);
+        }
     }
 
     /// Rounds a complete sum to the storage type, into the whole of `into`, and frees it.

@@ -192,8 +192,8 @@ impl<'a> PlanBuilder<'a> {
         self.plan.kept.push(Kept { was, buffer: self.plan.output });
     }
 
-    /// Queries of shard `shard` (and their rows of the attention bias tensor), for the heads of `own`. They are to be
-    /// received and attended with this rank's keys.
+    /// Queries of shard `shard` (and what travels with them), for the heads of `own`. They are to be received and attended with
+    /// this rank's keys.
     pub(super) fn visitor(&mut self, shard: u32, own: Inputs) -> Inputs {
         let tokens = self.world.q_placement.of_shard(shard);
         let mut arriving = |id: BufferId, name: &str| {
@@ -204,7 +204,10 @@ impl<'a> PlanBuilder<'a> {
             q: arriving(own.q, "q"),
             kv: own.kv,
             pairs: own.pairs.map(|pairs| arriving(pairs, "pairs")),
-            gradient: None,
+            gradient: own.gradient.map(|OutputGradient { d_o, stats }| OutputGradient {
+                d_o: arriving(d_o, "do"),
+                stats: arriving(stats, "row statistics"),
+            }),
         }
     }
 
@@ -376,11 +379,8 @@ impl<'a> PlanBuilder<'a> {
     }
 
     /// Frees queries, their rows of the attention bias tensor, and the gradient of their output rows.
-    pub(super) fn end_queries(&mut self, Inputs { q, pairs, gradient, .. }: Inputs) {
-        let gradient = gradient.into_iter().flat_map(|OutputGradient { d_o, stats }| [d_o, stats]);
-        for buffer in std::iter::once(q).chain(pairs).chain(gradient) {
-            self.free(buffer);
-        }
+    pub(super) fn end_queries(&mut self, inputs: Inputs) {
+        inputs.of_queries().for_each(|buffer| self.free(buffer));
     }
 
     /// Adds a step.

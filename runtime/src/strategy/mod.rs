@@ -22,6 +22,7 @@ mod facts;
 mod gather;
 mod line;
 mod order;
+mod partials;
 mod pass_q;
 mod price;
 mod registry;

@@ -10,8 +10,10 @@
 
 use kyklos_transport::Rank;
 
+use super::backward::Sums;
 use super::build::{Inputs, PlanBuilder};
 use super::facts::{Extent, MeshRule, Moves, StrategyFacts};
+use super::partials::Partials;
 use super::price::Traffic;
 use super::streams::Routes;
 use super::unified;
@@ -26,7 +28,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     same_queries: true,
     streams: &[],
     attend_round: attend_everywhere,
-    backward_round: None,
+    backward_round: Some(backward_round),
     round_bytes,
     posts_all_at_once: true,
     ..unified::FACTS
@@ -37,6 +39,20 @@ fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) 
     if builder.world.problem.same_queries {
         return attend_same_queries(builder, inputs);
     }
+    let state = builder.state(inputs.q);
+    visit_all(builder, inputs, Partials::States(state));
+    state
+}
+
+/// Gradients over the keys and values of every shard. Frees all inputs.
+fn backward_round(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> Sums {
+    let sums = builder.sums(inputs);
+    visit_all(builder, inputs, Partials::Gradients(sums));
+    sums
+}
+
+/// The queries visit every shard whose keys they see, and results come back. Frees all inputs.
+fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) {
     let mesh = builder.world.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
     let at = |distance: u32| (r + distance) % ring;
@@ -45,61 +61,54 @@ fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) 
     // Sends the queries to the rank `distance` ahead.
     let mut visitors = Vec::new();
     for distance in 1..ring {
-        let parts = [Some(inputs.q), inputs.pairs].into_iter().flatten();
         let send = builder.sees(r, at(distance)).then(|| Send {
             to: mesh.rank(at(distance), u).0,
-            parts: parts.map(|part| builder.whole(part)).collect(),
+            parts: inputs.of_queries().map(|part| builder.whole(part)).collect(),
         });
         let guest = builder.sees(behind(distance), r).then(|| builder.visitor(behind(distance), inputs));
         let recv = guest.map(|guest| Recv {
             from: mesh.rank(behind(distance), u).0,
-            parts: [Some(guest.q), guest.pairs].into_iter().flatten().collect(),
+            parts: guest.of_queries().collect(),
         });
         let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
         visitors.push((exchange, guest));
     }
-    let state = builder.state(inputs.q);
-    builder.attend(inputs, state);
+    partials.attend_own(builder, inputs);
 
-    // The state of one visiting shard travels back while the queries of the next one are attended.
+    // The result of one visiting shard travels back while the queries of the next one are attended.
     let mut returning = Vec::new();
     for (distance, (exchange, guest)) in (1..ring).zip(visitors) {
         builder.wait(exchange);
-        let own_keys = builder.own_keys(inputs.kv);
-        let state_back = guest.map(|guest| {
-            // A query meets the keys that every rank holds only on its own rank.
+        let result = guest.map(|guest| {
             let met = builder.world.kv_placement.of_shard(r);
-            let state_back = builder.travelling_state(guest.q, met);
-            builder.attend_some(guest, own_keys, state_back);
+            let result = partials.travelling(builder, guest.q, met);
+            partials.attend_visitor(builder, guest, result);
             builder.end_queries(guest);
-            state_back
+            result
         });
-        let send = state_back.map(|state_back| Send {
-            to: mesh.rank(behind(distance), u).0,
-            parts: vec![builder.whole(state_back)],
-        });
+        let send = result
+            .map(|result| Send { to: mesh.rank(behind(distance), u).0, parts: vec![builder.whole(result)] });
         let returned = builder.sees(r, at(distance)).then(|| {
             let their_keys = builder.world.kv_placement.of_shard(at(distance));
-            builder.travelling_state(inputs.q, their_keys)
+            partials.travelling(builder, inputs.q, their_keys)
         });
         let recv =
             returned.map(|returned| Recv { from: mesh.rank(at(distance), u).0, parts: vec![returned] });
         let exchange = builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
-        returning.push((exchange, state_back, returned));
+        returning.push((exchange, result, returned));
     }
-    for (exchange, state_back, returned) in returning {
+    for (exchange, result, returned) in returning {
         builder.wait(exchange);
-        if let Some(state_back) = state_back {
-            builder.free(state_back);
+        if let Some(result) = result {
+            builder.free(result);
         }
         if let Some(returned) = returned {
-            builder.merge(returned, state);
+            partials.add(builder, returned, partials.own());
             builder.free(returned);
         }
     }
     builder.free(inputs.kv);
     builder.end_queries(inputs);
-    state
 }
 
 /// Attention of queries that every rank holds: each rank attends to its own keys, and sends the running state to all

@@ -9,8 +9,10 @@
 //! position is the position without its lowest set bit, so the subtree of p is p and the positions that follow it. An exchange is numbered by
 //! the position of the child in it: every rank is that child in one tree, and the parent of that child in another.
 
+use super::backward::Sums;
 use super::build::{Inputs, PlanBuilder};
 use super::facts::StrategyFacts;
+use super::partials::Partials;
 use super::pass_q;
 use super::price::Traffic;
 use super::streams::Routes;
@@ -23,7 +25,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     is_distinct: |_, mesh| mesh.ring() > 3,
     same_queries: false,
     attend_round: attend_everywhere,
-    backward_round: None,
+    backward_round: Some(backward_round),
     round_bytes,
     ..pass_q::FACTS
 };
@@ -32,40 +34,53 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
 struct Trees<'a, 'b> {
     builder: &'a mut PlanBuilder<'b>,
     inputs: Inputs,
+    partials: Partials,
     ring: u32,
     /// The shard of this rank, and its piece of the shard.
     r: u32,
     u: u32,
-    /// By position: the queries of the tree in which this rank has that position, and their state over the keys from there on.
+    /// By position: the queries of the tree in which this rank has that position, and their result over the keys from there on.
     visits: Vec<Option<Visit>>,
 }
 
 #[derive(Clone, Copy)]
 struct Visit {
     inputs: Inputs,
-    state: BufferId,
+    result: BufferId,
 }
 
 /// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
 fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
+    let state = builder.state(inputs.q);
+    visit_all(builder, inputs, Partials::States(state));
+    state
+}
+
+/// Gradients over the keys and values of every shard. Frees all inputs.
+fn backward_round(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> Sums {
+    let sums = builder.sums(inputs);
+    visit_all(builder, inputs, Partials::Gradients(sums));
+    sums
+}
+
+/// The queries visit every shard whose keys they see, and results come back. Frees all inputs.
+fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) {
     let mesh = builder.world.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
-    let state = builder.state(inputs.q);
-    let mut trees = Trees { builder, inputs, ring: mesh.ring(), r, u, visits: Vec::new() };
+    let mut trees = Trees { builder, inputs, partials, ring: mesh.ring(), r, u, visits: Vec::new() };
     trees.visits = vec![None; trees.ring as usize];
-    trees.visits[0] = Some(Visit { inputs, state });
+    trees.visits[0] = Some(Visit { inputs, result: partials.own() });
     trees.send_queries_down();
-    trees.send_states_up();
+    trees.send_results_up();
     builder.free(inputs.kv);
     builder.end_queries(inputs);
-    state
 }
 
 impl Trees<'_, '_> {
     /// Sends queries down, depth by depth, so that no message waits for another one that could travel at the same time.
     /// A rank attends to queries while they travel further.
     fn send_queries_down(&mut self) {
-        self.builder.attend(self.inputs, self.state(0));
+        self.partials.attend_own(self.builder, self.inputs);
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
         let mut arriving: Vec<(u32, Option<u32>)> = Vec::new();
         for depth in 1..=deepest + 1 {
@@ -78,63 +93,59 @@ impl Trees<'_, '_> {
                     let visit = self.visits[parent(position) as usize]
                         .expect("received before they are sent on")
                         .inputs;
-                    let parts = [Some(visit.q), visit.pairs].into_iter().flatten();
-                    let parts = parts.map(|part| self.builder.whole(part)).collect();
+                    let parts = visit.of_queries().map(|part| self.builder.whole(part)).collect();
                     Send { to: self.child(position), parts }
                 });
                 let owner = self.owner(position);
                 let recv = self.goes_down(owner, position).then(|| {
                     let inputs = self.builder.visitor(owner, self.inputs);
                     let met = self.met_from(owner, position);
-                    let state = self.builder.travelling_state(inputs.q, met);
-                    self.visits[position as usize] = Some(Visit { inputs, state });
-                    let parts = [Some(inputs.q), inputs.pairs].into_iter().flatten().collect();
-                    Recv { from: self.parent_rank(position), parts }
+                    let result = self.partials.travelling(self.builder, inputs.q, met);
+                    self.visits[position as usize] = Some(Visit { inputs, result });
+                    Recv { from: self.parent_rank(position), parts: inputs.of_queries().collect() }
                 });
                 let exchange = self.builder.exchange(send.into_iter().collect(), recv.into_iter().collect());
                 arriving.push((position, exchange));
             }
             for (position, _) in arrived {
-                if let Some(visit) = self.visits[position as usize] {
-                    // A query meets the keys that every rank holds only on its own rank.
-                    let own = self.builder.own_keys(self.inputs.kv);
-                    if self.builder.sees(self.owner(position), self.r) {
-                        self.builder.attend_some(visit.inputs, own, visit.state);
-                    }
+                if let Some(visit) = self.visits[position as usize]
+                    && self.builder.sees(self.owner(position), self.r)
+                {
+                    self.partials.attend_visitor(self.builder, visit.inputs, visit.result);
                 }
             }
         }
     }
 
-    /// Sends states up, from the deepest position on. Each state is sent after all states from below it have arrived.
-    fn send_states_up(&mut self) {
+    /// Sends results up, from the deepest position on. Each is sent after all results from below it have arrived.
+    fn send_results_up(&mut self) {
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
         let mut arriving: Vec<(u32, Option<u32>, Option<BufferId>)> = Vec::new();
         for depth in (0..=deepest).rev() {
             for (position, exchange, returned) in std::mem::take(&mut arriving) {
                 self.builder.wait(exchange);
-                if let Some(Visit { inputs, state }) = self.visits[position as usize].take() {
-                    self.builder.free(state);
+                if let Some(Visit { inputs, result }) = self.visits[position as usize].take() {
+                    self.builder.free(result);
                     self.builder.end_queries(inputs);
                 }
                 if let Some(returned) = returned {
-                    let into = self.state(parent(position));
-                    self.builder.merge(returned, into);
+                    let into = self.result(parent(position));
+                    self.partials.add(self.builder, returned, into);
                     self.builder.free(returned);
                 }
             }
             for position in self.positions(depth) {
                 let send = self.visits[position as usize].map(|visit| Send {
                     to: self.parent_rank(position),
-                    parts: vec![self.builder.whole(visit.state)],
+                    parts: vec![self.builder.whole(visit.result)],
                 });
                 let owner = self.owner(parent(position));
                 let returned = self.goes_down(owner, position).then(|| {
                     let visit = self.visits[parent(position) as usize]
-                        .expect("sent on before their state returns")
+                        .expect("sent on before their result returns")
                         .inputs;
                     let met = self.met_from(owner, position);
-                    self.builder.travelling_state(visit.q, met)
+                    self.partials.travelling(self.builder, visit.q, met)
                 });
                 let recv =
                     returned.map(|returned| Recv { from: self.child(position), parts: vec![returned] });
@@ -165,9 +176,9 @@ impl Trees<'_, '_> {
         self.builder.world.mesh.rank(shard, self.u).0
     }
 
-    /// The running state of the queries at `position`.
-    fn state(&self, position: u32) -> BufferId {
-        self.visits[position as usize].expect("queries that are here").state
+    /// The result of the queries at `position`.
+    fn result(&self, position: u32) -> BufferId {
+        self.visits[position as usize].expect("queries that are here").result
     }
 
     /// Shards of the subtree of `position` in the tree of `owner` whose keys its queries see.

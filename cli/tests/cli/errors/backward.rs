@@ -77,16 +77,22 @@ fn of_repair() -> Error {
 }
 
 pub(super) fn refusals() -> Vec<Entry> {
-    let mesh = Mesh::new(1, 2).unwrap();
-    let pass_q = plan_backward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::PassQ)
-        .unwrap_err();
+    let (mesh, even) = (Mesh::new(2, 2).unwrap(), Split::Even);
+    let planned = |problem: &AttentionProblem, strategy| {
+        plan_backward(problem, mesh, PlacementKind::Contiguous, &even, strategy).unwrap_err()
+    };
+    let in_order = problem().with_fixed_order(true).unwrap();
     let [of_plans, of_tokens] = of_given();
     vec![
         entry(
-            "plan_backward with strategy pass-q",
-            pass_q,
-            "A backward pass that has no plans; also with all queries on every rank, of results on other ranks, \
-             in a fixed order, and with int8 on the wire.",
+            "plan_backward with strategy relay",
+            planned(&problem(), Strategy::Relay),
+            "A backward pass that has no plans; also with all queries on every rank, of results on other ranks, and with int8 on the wire.",
+        ),
+        entry(
+            "plan_backward in a fixed order",
+            planned(&in_order, Strategy::Unified),
+            "Gradients of keys are sums over queries, which a fixed order of keys does not order.",
         ),
         entry(
             "Session::backward with a gradient of 5 tokens for q of 4",

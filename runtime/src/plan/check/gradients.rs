@@ -48,6 +48,7 @@ impl RankProof<'_> {
         if declared.tokens != *self.tokens(q) || declared.heads != q_heads {
             return self.fault(format!("{} is not of the queries' tokens and heads", self.name(*dq)));
         }
+        self.still_changes(*dq)?;
         let keys = self.tokens(kv);
         if let Some(key) = self.lives[dq.0].met.meet(&keys) {
             return self.fault(format!("{} meets key {key} twice", self.name(*dq)));
@@ -61,12 +62,38 @@ impl RankProof<'_> {
     pub(super) fn accumulate(&mut self, from: BufferId, into: &Slice) -> Result<()> {
         let whole = self.plan.whole(from);
         self.not_empty(&whole)?;
-        self.sum(from, Content::KeyValueGradSum)?;
         if from == into.buffer {
             return self.fault(format!("{} is added to itself", self.name(from)));
         }
+        if self.plan.buffer(from).content == Content::QueryGradSum {
+            return self.accumulate_queries(from, into);
+        }
+        self.sum(from, Content::KeyValueGradSum)?;
         self.same_keys(&whole, into)?;
         self.carry_over(&whole, into)
+    }
+
+    /// Checks that a sum of gradients of queries is added to one of the same queries over other keys.
+    fn accumulate_queries(&mut self, from: BufferId, into: &Slice) -> Result<()> {
+        self.in_bounds(into)?;
+        if *into != self.plan.whole(into.buffer) {
+            return self.fault(format!(
+                "{} is added to a part of {}",
+                self.name(from),
+                self.name(into.buffer)
+            ));
+        }
+        self.same_meaning_but_content(from, into.buffer, Content::QueryGradSum, Content::QueryGradSum)?;
+        self.sum(from, Content::QueryGradSum)?;
+        self.sum(into.buffer, Content::QueryGradSum)?;
+        self.still_changes(into.buffer)?;
+        let other = self.lives[from.0].met.clone();
+        match self.lives[into.buffer.0].met.merge(other) {
+            Some(key) => {
+                self.fault(format!("{} meets key {key} twice by an addition", self.name(into.buffer)))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Checks a copy of a part of a sum of gradients of keys into another sum.
@@ -105,9 +132,21 @@ impl RankProof<'_> {
         self.write(&self.plan.whole(into))
     }
 
-    /// Checks that a sum of gradients of keys is sent with the contributions that it declares. From then on it is only read.
+    /// Checks that a sum of gradients is sent with the contributions that it declares: of keys any part of it, of queries the whole.
+    /// From then on it is only read.
     pub(super) fn send_sum(&mut self, part: &Slice) -> Result<()> {
         self.in_bounds(part)?;
+        let (id, buffer) = (part.buffer, self.plan.buffer(part.buffer));
+        if buffer.content == Content::QueryGradSum {
+            self.sum(id, Content::QueryGradSum)?;
+            if *part != self.plan.whole(id) || !self.lives[id.0].met.are(&buffer.met) {
+                let fault =
+                    format!("{} is not sent whole, over exactly the keys {}", self.name(id), buffer.met);
+                return self.fault(fault);
+            }
+            self.lives[id.0].sent = true;
+            return Ok(());
+        }
         self.sum(part.buffer, Content::KeyValueGradSum)?;
         let buffer = self.plan.buffer(part.buffer);
         self.holds_once(part, &buffer.met, &buffer.met_heads)?;
@@ -120,6 +159,9 @@ impl RankProof<'_> {
         if self.lives[id.0].live {
             return self.fault(format!("{} is received into", self.name(id)));
         }
+        if self.plan.buffer(id).content == Content::QueryGradSum {
+            return self.receive_sum_of_queries(id);
+        }
         self.sum(id, Content::KeyValueGradSum)?;
         let buffer = self.plan.buffer(id);
         let (queries, q_heads) = (buffer.met.clone(), buffer.met_heads.clone());
@@ -128,6 +170,26 @@ impl RankProof<'_> {
             return self.fault(format!("{} has met queries that do not exist", self.name(id)));
         }
         self.contribute(&self.plan.whole(id), Contribution { keys: 0..buffer.tokens.len(), queries, q_heads })
+    }
+
+    fn receive_sum_of_queries(&mut self, id: BufferId) -> Result<()> {
+        self.sum(id, Content::QueryGradSum)?;
+        let keys = &self.plan.buffer(id).met;
+        if keys.runs().iter().any(|run| run.last() >= self.world.problem.kv_len) {
+            return self.fault(format!("{} has met keys that do not exist", self.name(id)));
+        }
+        match self.lives[id.0].met.meet(keys) {
+            Some(key) => self.fault(format!("{} has met key {key} twice", self.name(id))),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that a sum may still change.
+    fn still_changes(&self, id: BufferId) -> Result<()> {
+        if self.lives[id.0].sent {
+            return self.fault(format!("{} is changed after it was sent or rounded", self.name(id)));
+        }
+        Ok(())
     }
 
     /// Checks that `id` can be used as a sum of this content; its first use declares it 0.
@@ -176,9 +238,7 @@ impl RankProof<'_> {
     }
 
     fn contribute(&mut self, into: &Slice, contribution: Contribution) -> Result<()> {
-        if self.lives[into.buffer.0].sent {
-            return self.fault(format!("{} is changed after it was sent or rounded", self.name(into.buffer)));
-        }
+        self.still_changes(into.buffer)?;
         self.lives[into.buffer.0].contributions.push(contribution);
         Ok(())
     }

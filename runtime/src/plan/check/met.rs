@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::{Run, TokenRuns};
 
 /// A set of keys.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct MetKeys {
     kv_len: u32,
     /// The keys, while they are one ascending list: all keys of a state that travels.

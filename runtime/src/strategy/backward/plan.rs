@@ -32,7 +32,7 @@ use crate::{
 ///
 /// # Errors
 /// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit together, and for what has no
-/// backward pass: strategies that send queries, relay, a fixed order, 8-bit keys on the wire.
+/// backward pass: relay, a fixed order, 8-bit keys on the wire.
 pub fn plan_backward(
     problem: &AttentionProblem,
     mesh: Mesh,
@@ -77,7 +77,7 @@ fn has_backward(problem: &AttentionProblem, strategy: Strategy) -> Result<()> {
     if strategy.facts().backward_round.is_none() {
         return refuse(
             format!("with strategy {strategy}"),
-            "use a strategy that sends whole blocks of keys, as ring or unified; the forward pass may have any strategy",
+            "use another strategy, as ring or unified; the forward pass may have any strategy",
         );
     }
     if problem.same_queries {

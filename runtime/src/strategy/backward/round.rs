@@ -48,14 +48,7 @@ impl Gradients {
 
     /// Gradients of the queries against the rank's own keys, and against those that every rank holds.
     pub(in super::super) fn own(&mut self, builder: &mut PlanBuilder<'_>) {
-        let Sums { dq, d_kv, replicated } = self.sums;
-        let (own, sum) = (builder.own_keys(self.inputs.kv), builder.whole(d_kv));
-        builder.attend_backward(self.inputs, own, dq, sum);
-        if let Some(replicated) = replicated {
-            let keys = builder.tokens_of(self.inputs.kv, 0..builder.replicated());
-            let sum = builder.whole(replicated);
-            builder.attend_backward(self.inputs, keys, dq, sum);
-        }
+        builder.attend_own_backward(self.inputs, self.sums);
     }
 
     /// Gradients of the queries against keys of shard `owner`, which have arrived in `kv`.

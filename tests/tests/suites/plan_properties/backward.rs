@@ -51,8 +51,28 @@ fn closed_form(world: &World) -> u64 {
     };
     let sum_bytes = |tokens: u64| 2 * batch * dim * 4 * tokens * all_kv;
     let halves = world.strategy == Strategy::TwoWay;
+    let query_owners = if moves_queries(world.strategy) { ring } else { 0 };
     let mut bytes = 0;
-    for owner in 0..ring {
+    for owner in 0..query_owners {
+        let reads: Vec<bool> =
+            (0..ring).map(|hops| sees(owner, &shard(&world.kv_placement, (owner + hops) % ring))).collect();
+        // Of a tree, the edge to each place carries what any place from there to the next one with as many factors of two sees.
+        let edge = |place: u32| match world.strategy {
+            Strategy::Tree => place..(place + (place & place.wrapping_neg())).min(ring),
+            _ => place..place + 1,
+        };
+        let edges = (1..ring).filter(|place| edge(*place).any(|hops| reads[hops as usize])).count() as u64;
+        let queries = shard(&world.q_placement, owner).len() as u64;
+        // q, dO and the statistics go out, an f32 sum comes back; rows of a bias go along.
+        let row = batch * (2 * dim * element + 8 + 4 * dim) * u64::from(problem.q_heads);
+        let pairs = problem.bias.filter(|pairs| !pairs.shared_rows).map_or(0, |pairs| {
+            let heads = if pairs.heads > 1 { problem.q_heads } else { ulysses };
+            let row = pairs.row_bytes(problem.dtype, problem.kv_len) as u64;
+            row * u64::from(pairs.batch) * u64::from(heads)
+        });
+        bytes += edges * queries * (row + pairs);
+    }
+    for owner in query_owners..ring {
         let all = shard(&world.kv_placement, owner);
         let middle = all.len().div_ceil(2);
         let parts = if halves {
@@ -117,6 +137,10 @@ fn closed_form(world: &World) -> u64 {
         }
     }
     bytes
+}
+
+fn moves_queries(strategy: Strategy) -> bool {
+    matches!(strategy, Strategy::PassQ | Strategy::Tree)
 }
 
 type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
@@ -190,7 +214,8 @@ const FAULTS: &[Fault] = &[
         let content = |id: BufferId, world: &World| world.plans[rank].buffer(id).content;
         let Step::Exchange { sends, .. } = &world.plans[rank].steps[step] else { return None };
         let send = sends.iter().position(|send| {
-            send.parts.iter().any(|part| content(part.buffer, world) == Content::KeyValueGradSum)
+            let sums = [Content::KeyValueGradSum, Content::QueryGradSum];
+            send.parts.iter().any(|part| sums.contains(&content(part.buffer, world)))
         })?;
         let ranks = world.mesh.world();
         let Step::Exchange { sends, .. } = &mut world.plans[rank].steps[step] else { return None };
@@ -288,10 +313,14 @@ const FAULTS: &[Fault] = &[
 /// Whether a sum that was received, or copied, holds more than zeros.
 fn matters(world: &World, rank: usize, sum: BufferId) -> bool {
     let (problem, buffer) = (&world.problem, world.plans[rank].buffer(sum));
-    buffer.met.iter().any(|query| {
+    let (queries, keys) = match buffer.content {
+        Content::QueryGradSum => (&buffer.tokens, &buffer.met),
+        _ => (&buffer.met, &buffer.tokens),
+    };
+    queries.iter().any(|query| {
         (0..problem.batch as usize).any(|entry| {
             let visible = problem.mask.visible(entry, problem.q_position(query), problem.kv_len);
-            buffer.tokens.iter().any(|key| visible.sees(key))
+            keys.iter().any(|key| visible.sees(key))
         })
     })
 }
@@ -327,23 +356,29 @@ proptest! {
     }
 }
 
-/// Every fault applies to some plan.
+/// Every fault applies to some plan of a ring, with and without keys that every rank holds, of pass-q or of a tree.
 #[test]
-fn every_fault_applies_to_a_ring() {
+fn every_fault_applies_and_is_found() {
     let problem =
         kyklos::AttentionProblem::new([1, 40, 4, 2, 8], kyklos::Dtype::F32, kyklos::Mask::full()).unwrap();
     let mesh = Mesh::new(1, 4).unwrap();
-    let world = |problem: &kyklos::AttentionProblem| {
+    let world = |problem: &kyklos::AttentionProblem, strategy| {
         let (kind, split) = (kyklos::PlacementKind::Contiguous, kyklos::Split::Even);
-        kyklos::plan_backward(problem, mesh, kind, &split, Strategy::Ring).unwrap()
+        kyklos::plan_backward(problem, mesh, kind, &split, strategy).unwrap()
     };
-    let worlds = [world(&problem), world(&problem.with_replicated(4..13).unwrap())];
+    let replicated = problem.clone().with_replicated(4..13).unwrap();
+    let worlds = [
+        world(&problem, Strategy::Ring),
+        world(&replicated, Strategy::Ring),
+        world(&problem, Strategy::PassQ),
+        world(&problem, Strategy::Tree),
+    ];
     for world in &worlds {
         assert_eq!(ProvedPlans::new(world.clone()).unwrap().checks().len(), 4);
     }
     for (index, fault) in FAULTS.iter().enumerate() {
-        let applied = (0..100).filter_map(|seed| {
-            let mut broken = worlds[seed as usize % 2].clone();
+        let applied = (0..200).filter_map(|seed| {
+            let mut broken = worlds[seed as usize % worlds.len()].clone();
             fault(&mut broken, &mut Random(seed)).map(|what| (what, check(&broken)))
         });
         let applied: Vec<_> = applied.collect();
