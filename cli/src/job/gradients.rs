@@ -80,7 +80,7 @@ impl Job {
         let owners = self.owners_of_key_rows()?;
         let ((of_queries, dq), (of_keys, [dk, dv])) = self.rows_of_gradients(&owners, gradients);
         let [dk, dv] = [dk, dv].map(|rows| self.own_rows(rows, of_keys.row_bytes[0]));
-        for (rows, op, tensors) in [(of_queries, DQ, &[dq][..]), (of_keys, DKV, &[&dk, &dv])] {
+        for (rows, op, tensors) in [(of_queries, DQ, &[dq][..]), (of_keys, DKV, &[&dk, &dv][..])] {
             let op = self.operations() + op;
             pollster::block_on(rows.send(messages.transport, op, tensors, messages.deadline))?;
         }
@@ -97,7 +97,7 @@ impl Job {
         let mut received = 0;
         let owners = self.owners_of_key_rows()?;
         let ((of_queries, dq), (of_keys, of_kv)) = self.rows_of_gradients(&owners, gradients);
-        for (rows, op, tensors) in [(of_queries, DQ, &[dq][..]), (of_keys, DKV, &of_kv)] {
+        for (rows, op, tensors) in [(of_queries, DQ, &[dq][..]), (of_keys, DKV, &of_kv[..])] {
             let of = if op == DQ { GradientRows::OfQueries } else { GradientRows::OfKeys };
             let op = self.operations() + op;
             let sink = |piece: kyklos::collect::Piece| {

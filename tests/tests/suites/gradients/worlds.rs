@@ -75,7 +75,7 @@ impl World {
         let forward = draw(Strategy::ALL.into_iter().filter(fits).collect(), 11);
         let backward =
             draw(Strategy::ALL.into_iter().filter(fits).filter(|one| one.has_backward()).collect(), 77);
-        if seed % 3 == 1 {
+        if seed / 5 % 3 == 1 {
             // Keys that every rank holds.
             let (keys, by) = (self.shape[2] as u32, (seed / 7) as u32);
             let first = by % keys;
