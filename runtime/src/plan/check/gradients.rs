@@ -147,10 +147,9 @@ impl RankProof<'_> {
             self.lives[id.0].sent = true;
             return Ok(());
         }
-        self.sum(part.buffer, Content::KeyValueGradSum)?;
-        let buffer = self.plan.buffer(part.buffer);
+        self.sum(id, Content::KeyValueGradSum)?;
         self.holds_once(part, &buffer.met, &buffer.met_heads)?;
-        self.lives[part.buffer.0].sent = true;
+        self.lives[id.0].sent = true;
         Ok(())
     }
 
