@@ -149,10 +149,14 @@ fn all_loops_of_kernels_for_software_drivers_add_up_a_logit_alike() {
     for kernel in every_kernel() {
         let (head_dim, logit) = match kernel {
             Kernel::Attend(AttendKernel {
-                variant: AttendVariant::SubgroupBroadcast { .. }, head_dim, ..
+                variant: AttendVariant::SubgroupBroadcast { .. },
+                head_dim,
+                ..
             }) => (head_dim, "s0_0_"),
             Kernel::AttendBackward(BackwardKernel {
-                variant: BackwardVariant::Lanes { .. }, head_dim, ..
+                variant: BackwardVariant::Lanes { .. },
+                head_dim,
+                ..
             }) => (head_dim, "x0_chain"),
             _ => continue,
         };
