@@ -180,7 +180,7 @@ fn orders_of_logits(text: &str, logit: &str) -> BTreeSet<Vec<u32>> {
         let statement = line.strip_prefix("var ").unwrap_or(line);
         let sum = statement.strip_prefix(logit).and_then(|rest| rest.split_once(" = "));
         if let Some((sum, _)) = sum {
-            order.push(sum.parse().unwrap());
+            order.push(sum.parse().unwrap_or_else(|_| panic!("{line}")));
         } else if line.starts_with("for ") && !order.is_empty() {
             orders.insert(std::mem::take(&mut order));
         }

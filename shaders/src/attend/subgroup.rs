@@ -66,7 +66,7 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
 }
 
 /// Keys in one iteration of the loop over full runs.
-pub(crate) const fn keys_at_once(head_dim: u32) -> u32 {
+const fn keys_at_once(head_dim: u32) -> u32 {
     if head_dim <= 256 { 2 } else { 1 }
 }
 

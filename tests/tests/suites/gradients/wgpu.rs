@@ -64,7 +64,7 @@ fn gradients_of_large_logits_on_wgpu_agree_with_the_oracle() {
         for case in cases().into_iter().filter(|case| case.name.starts_with("thirty times")) {
             assert_alone(&GradientCase::new(case, Dtype::F32), &device);
         }
-        let dims: &[usize] = amount(&[], &[8, 72, 96, 128]);
+        let dims: &[usize] = amount(&[][..], &[8, 72, 96, 128][..]);
         for dim in dims {
             let mut large = case("large logits", [1, 65, 65], [2, 1, *dim], OracleMask::full());
             large.problem.scale *= 30.0;
