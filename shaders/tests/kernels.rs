@@ -3,6 +3,8 @@
 
 mod catalogue;
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use catalogue::{every_kernel, parsed, validated};
 use kyklos_shaders::{
     Access, AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, DecodeKernel, DecodeVariant,
@@ -137,6 +139,54 @@ fn names_tell_kernels_apart() {
     let names: std::collections::HashSet<_> = kernels.iter().map(Kernel::name).collect();
     let distinct: std::collections::HashSet<_> = kernels.iter().collect();
     assert_eq!(names.len(), distinct.len());
+}
+
+/// A backward kernel computes a logit anew. If it rounded the logit otherwise than the forward kernel, weights would not fit the
+/// log-sum-exp; and a pair may be in a full run of one kernel and in a tested run of the other.
+#[test]
+fn all_loops_of_kernels_for_software_drivers_add_up_a_logit_alike() {
+    let mut orders: BTreeMap<u32, BTreeMap<Vec<u32>, String>> = BTreeMap::new();
+    for kernel in every_kernel() {
+        let (head_dim, logit) = match kernel {
+            Kernel::Attend(AttendKernel {
+                variant: AttendVariant::SubgroupBroadcast { .. },
+                head_dim,
+                ..
+            }) => (head_dim, "s0_0_"),
+            Kernel::AttendBackward(BackwardKernel {
+                variant: BackwardVariant::Lanes { .. },
+                head_dim,
+                ..
+            }) => (head_dim, "x0_chain"),
+            _ => continue,
+        };
+        let of_kernel = orders_of_logits(&kernel.source(Dialect::Naga), logit);
+        assert!(!of_kernel.is_empty(), "{}", kernel.name());
+        for order in of_kernel {
+            assert_eq!(order.len(), head_dim as usize, "{}", kernel.name());
+            orders.entry(head_dim).or_default().insert(order, kernel.name());
+        }
+    }
+    for (head_dim, orders) in orders {
+        assert_eq!(orders.len(), 1, "head dim {head_dim}: {:?}", orders.values());
+    }
+}
+
+/// For each loop of a text the sum to which each element of a logit is added. The statements of a loop are in the order of the elements.
+fn orders_of_logits(text: &str, logit: &str) -> BTreeSet<Vec<u32>> {
+    let mut orders = BTreeSet::new();
+    let mut order = Vec::new();
+    for line in text.lines().map(str::trim_start) {
+        let statement = line.strip_prefix("var ").unwrap_or(line);
+        let sum = statement.strip_prefix(logit).and_then(|rest| rest.split_once(" = "));
+        if let Some((sum, _)) = sum {
+            order.push(sum.parse().unwrap_or_else(|_| panic!("{line}")));
+        } else if line.starts_with("for ") && !order.is_empty() {
+            orders.insert(std::mem::take(&mut order));
+        }
+    }
+    orders.insert(order);
+    orders
 }
 
 #[test]

@@ -5,7 +5,9 @@ use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuBuffer};
-use kyklos::backend::{AttendBackward, Backend, Control, Extent, Layout, Operand, RowStats};
+use kyklos::backend::{
+    AttendBackward, Backend, Control, EMPTY_M, Extent, Layout, Operand, RowStats, StateShape,
+};
 use kyklos::{BlockWork, Dtype, Error};
 use pollster::block_on;
 
@@ -256,5 +258,50 @@ fn accumulate_adds_to_its_rows_and_to_no_others(backend: &WgpuBackend) {
         assert_eq!(loaded(Dtype::F32, &read(backend, &mut target, 2400)), right);
         backend.clear(&mut target).unwrap();
         assert_eq!(loaded(Dtype::F32, &read(backend, &mut target, 2400)), vec![0.0; 600]);
+    }
+}
+
+/// Row statistics of more rows than one binding holds: parts of every tensor are bound.
+pub(crate) fn row_statistics_beyond_one_binding_equal_f64(small: &WgpuBackend) {
+    let shape = StateShape { batch: 1, rows: 20_003, heads: 1, dim: 8 };
+    let mut random = Random(5);
+    let [o, d_o] = [(); 2].map(|()| random.tensor(Dtype::F32, shape.rows * shape.dim));
+    let [mut lse, d_lse] = [(); 2].map(|()| random.tensor(Dtype::F32, shape.rows));
+    lse[19_999] = f32::NEG_INFINITY;
+    let upload = |data: &[f32]| small.upload("rows", Bytes::from(stored(Dtype::F32, data))).unwrap();
+    for with_d_lse in [false, true] {
+        let mut stats = upload(&vec![f32::NAN; 2 * shape.rows]);
+        let of_lse = upload(&d_lse);
+        let args = RowStats {
+            dtype: Dtype::F32,
+            shape,
+            o: &upload(&o),
+            d_o: &upload(&d_o),
+            lse: &upload(&lse),
+            d_lse: with_d_lse.then_some(&of_lse),
+            stats: &mut stats,
+        };
+        small.row_stats(args).unwrap();
+        let stats = loaded(Dtype::F32, &read(small, &mut stats, 8 * shape.rows));
+        for (row, found) in stats.chunks(2).enumerate() {
+            let products = o[row * shape.dim..][..shape.dim].iter().zip(&d_o[row * shape.dim..]);
+            let of_d_lse = if with_d_lse { f64::from(d_lse[row]) } else { 0.0 };
+            let (mut delta, mut size) = (-of_d_lse, of_d_lse.abs());
+            for product in products.map(|(a, b)| f64::from(*a) * f64::from(*b)) {
+                delta += product;
+                size += product.abs();
+            }
+            if lse[row] == f32::NEG_INFINITY {
+                assert_eq!(found, [-EMPTY_M, 0.0], "row {row}");
+            } else {
+                assert_eq!(found[0], lse[row], "row {row}");
+                // Each product meets fewer than 16 roundings of 2^-24.
+                assert!(
+                    (f64::from(found[1]) - delta).abs() < 1e-6 * size,
+                    "row {row}: {} and {delta}",
+                    found[1]
+                );
+            }
+        }
     }
 }

@@ -66,13 +66,14 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
 }
 
 /// Keys in one iteration of the loop over full runs.
-pub(crate) const fn keys_at_once(head_dim: u32) -> u32 {
+const fn keys_at_once(head_dim: u32) -> u32 {
     if head_dim <= 256 { 2 } else { 1 }
 }
 
-/// Independent sums in a dot product: enough for additions to overlap.
-pub(crate) fn chains(rows_per_lane: u32, at_once: u32) -> u32 {
-    (8 / (rows_per_lane * at_once)).clamp(1, 4)
+/// Independent sums in a logit, so that additions overlap. They depend on nothing but the head dim: every loop of this kernel and of
+/// the backward kernels rounds the logit of a pair alike, so weights fit the log-sum-exp.
+pub(crate) const fn chains(head_dim: u32) -> u32 {
+    if head_dim <= 128 { 2 } else { 4 }
 }
 
 /// The parameters on which the text depends.
@@ -205,7 +206,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
             for j in 0..at_once {
                 self.fetch(t, "k", j);
             }
-            let chains = self.chains(at_once);
+            let chains = chains(self.kernel.head_dim);
             for c in 0..self.chunks {
                 for (x, component) in COMPONENTS.iter().enumerate() {
                     let chain = (4 * c + x as u32) % chains;
@@ -261,14 +262,10 @@ let group_first = workgroupUniformLoad(&seen_from);"
         });
     }
 
-    fn chains(&self, at_once: u32) -> u32 {
-        chains(self.rows, at_once)
-    }
-
     /// Logits, maximum and weights of one row.
     fn weights(&self, t: &mut Text, at_once: u32, partial: bool, r: u32) {
         for j in 0..at_once {
-            let sum = (0..self.chains(at_once))
+            let sum = (0..chains(self.kernel.head_dim))
                 .map(|chain| format!("s{r}_{j}_{chain}"))
                 .collect::<Vec<_>>()
                 .join(" + ");

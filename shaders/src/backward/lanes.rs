@@ -5,8 +5,9 @@
 //! same moving rows, which are textures: the subgroup loads a row together, and each element is broadcast from a constant lane. No
 //! workgroup memory, no barrier, no branch in the loop.
 //!
-//! A logit is added up in as many chains as in the forward kernel, in the tiles of its work list: with logits of 100, another order
-//! of additions would change a weight by 1e-5.
+//! A logit is added up in the chains of the forward kernel, whose number depends on the head dim alone. With logits of 100, another
+//! order of additions would change a weight by 1e-5. A pair that one direction tests may be in a full run of the other: the ragged
+//! tile at the end is one of keys there and one of rows here. So the order may not depend on the kind of the run.
 
 use super::variant::BackwardKernel;
 use super::{all_runs, item, prelude};
@@ -199,8 +200,8 @@ let lse = base2_parts(stats_at.x);",
             }
             self.fetch(t, scores, if self.by_rows() { "" } else { " * params.q_scale" });
             self.fetch(t, values, "");
-            self.products(t, scores, self.fixed()[0], "x", self.chains(tested));
-            self.products(t, values, self.fixed()[1], "d", self.chains(false));
+            self.products(t, scores, self.fixed()[0], "x");
+            self.products(t, values, self.fixed()[1], "d");
             self.visible(t, tested);
             for r in 0..self.rows {
                 self.weights(t, tested, r);
@@ -210,12 +211,6 @@ let lse = base2_parts(stats_at.x);",
                 self.add(t, tested, values, "b", "p");
             }
         });
-    }
-
-    /// The chains of a logit in the forward kernel.
-    fn chains(&self, tested: bool) -> u32 {
-        let at_once = if tested { 1 } else { subgroup::keys_at_once(self.kernel.head_dim) };
-        subgroup::chains(forward_rows(self.lanes, self.kernel.head_dim), at_once)
     }
 
     /// Loads the moving row `at`: this lane's units, unpacked before they are broadcast. A row that saw no key is zeros.
@@ -233,7 +228,8 @@ let lse = base2_parts(stats_at.x);",
     }
 
     /// The products of the moving row with each fixed one, and the elements of the moving row.
-    fn products(&self, t: &mut Text, moving: &str, fixed: &str, name: &str, chains: u32) {
+    fn products(&self, t: &mut Text, moving: &str, fixed: &str, name: &str) {
+        let chains = subgroup::chains(self.kernel.head_dim);
         for c in 0..self.chunks {
             for (i, component) in (0..).zip(XYZW) {
                 let element = 4 * c + i;

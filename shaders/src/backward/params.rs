@@ -133,11 +133,11 @@ uniform! {
         o_skipped: u32,
         /// 16-byte units of d_o that lie before its binding.
         d_o_skipped: u32,
-        /// Not used; makes the size a multiple of 16.
-        pad0: u32,
-        /// Not used.
-        pad1: u32,
-        /// Not used.
-        pad2: u32,
+        /// Row-heads of lse that lie before its binding.
+        lse_skipped: u32,
+        /// Row-heads of d_lse that lie before its binding.
+        d_lse_skipped: u32,
+        /// Row-heads of the statistics that lie before their binding.
+        stats_skipped: u32,
     }
 }

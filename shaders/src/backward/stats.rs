@@ -42,12 +42,14 @@ workgroupBarrier();
 if (lane != 0u || row_head >= params.end) { return; }
 let low = (sums[thread] + sums[thread + 1u]) + (sums[thread + 2u] + sums[thread + 3u]);
 let high = (sums[thread + 4u] + sums[thread + 5u]) + (sums[thread + 6u] + sums[thread + 7u]);
-let bits = lse[row_head];",
+let bits = lse[row_head - params.lse_skipped];",
         );
-        let delta = if d_lse { "low + high - d_lse[row_head]" } else { "low + high" };
+        let delta = if d_lse { "low + high - d_lse[row_head - params.d_lse_skipped]" } else { "low + high" };
         t.line(format!("let known = vec2<f32>(bitcast<f32>(bits), {delta});"));
         // By bits: WGSL promises nothing about infinities.
-        t.line("stats[row_head] = select(known, vec2<f32>(-EMPTY_M, 0.0f), bits == 0xff800000u);");
+        t.line(
+            "stats[row_head - params.stats_skipped] = select(known, vec2<f32>(-EMPTY_M, 0.0f), bits == 0xff800000u);",
+        );
     });
     t.finish()
 }

@@ -5,9 +5,9 @@ struct RowStatsParams {
     grid_width: u32,
     o_skipped: u32,
     d_o_skipped: u32,
-    pad0: u32,
-    pad1: u32,
-    pad2: u32,
+    lse_skipped: u32,
+    d_lse_skipped: u32,
+    stats_skipped: u32,
 }
 @group(0) @binding(0) var<uniform> params: RowStatsParams;
 @group(0) @binding(1) var<storage, read> o: array<vec4<u32>>;
@@ -42,7 +42,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     if (lane != 0u || row_head >= params.end) { return; }
     let low = (sums[thread] + sums[thread + 1u]) + (sums[thread + 2u] + sums[thread + 3u]);
     let high = (sums[thread + 4u] + sums[thread + 5u]) + (sums[thread + 6u] + sums[thread + 7u]);
-    let bits = lse[row_head];
-    let known = vec2<f32>(bitcast<f32>(bits), low + high - d_lse[row_head]);
-    stats[row_head] = select(known, vec2<f32>(-EMPTY_M, 0.0f), bits == 0xff800000u);
+    let bits = lse[row_head - params.lse_skipped];
+    let known = vec2<f32>(bitcast<f32>(bits), low + high - d_lse[row_head - params.d_lse_skipped]);
+    stats[row_head - params.stats_skipped] = select(known, vec2<f32>(-EMPTY_M, 0.0f), bits == 0xff800000u);
 }

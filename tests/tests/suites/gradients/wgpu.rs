@@ -56,6 +56,23 @@ fn one_wgpu_device_agrees_with_the_oracle_in_every_case() {
     }
 }
 
+/// With logits of 100, a logit that is rounded otherwise than in the log-sum-exp changes its weight by 1e-5. Heads of 64 and more too,
+/// because how a logit is added up depends on the head dim.
+#[test]
+fn gradients_of_large_logits_on_wgpu_agree_with_the_oracle() {
+    for (device, _) in some_devices(&WgpuOptions::default()) {
+        for case in cases().into_iter().filter(|case| case.name.starts_with("thirty times")) {
+            assert_alone(&GradientCase::new(case, Dtype::F32), &device);
+        }
+        let dims: &[usize] = amount(&[][..], &[8, 72, 96, 128][..]);
+        for dim in dims {
+            let mut large = case("large logits", [1, 65, 65], [2, 1, *dim], OracleMask::full());
+            large.problem.scale *= 30.0;
+            assert_alone(&GradientCase::new(large, Dtype::F32), &device);
+        }
+    }
+}
+
 /// Several regions of rows and of keys.
 #[test]
 fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {

@@ -26,28 +26,25 @@ pub(in super::super) fn row_stats(gpu: &Gpu, args: &RowStats<'_, WgpuBuffer>) ->
     let mut encoder = gpu.encoder("row statistics");
     for part in cut(0..row_heads, row_heads_within(gpu, shape.dim)) {
         let grid = gpu.grid((part.len() as u64).div_ceil(u64::from(kernel.rows_per_workgroup())))?;
-        let bytes = (part.start * row_bytes) as u64..(part.end * row_bytes) as u64;
-        let o = gpu.window("o", args.o, bytes.clone())?;
-        let d_o = gpu.window("d_o", args.d_o, bytes)?;
+        let of_rows = |row_bytes: usize| (part.start * row_bytes) as u64..(part.end * row_bytes) as u64;
+        let o = gpu.window("o", args.o, of_rows(row_bytes))?;
+        let d_o = gpu.window("d_o", args.d_o, of_rows(row_bytes))?;
+        let lse = gpu.window("lse", args.lse, of_rows(4))?;
+        let stats = gpu.window("row statistics", args.stats, of_rows(8))?;
+        let d_lse = args.d_lse.map(|d_lse| gpu.window("d_lse", d_lse, of_rows(4))).transpose()?;
         let params = RowStatsParams {
             first: narrow("rows times heads", part.start)?,
             end: narrow("rows times heads", part.end)?,
             grid_width: grid.width,
             o_skipped: o.skipped_units()?,
             d_o_skipped: d_o.skipped_units()?,
-            ..RowStatsParams::default()
+            // A unit has the log-sum-exps of 4 row-heads, or the statistics of 2.
+            lse_skipped: lse.skipped_units()? * 4,
+            d_lse_skipped: d_lse.map_or(Ok(0), |d_lse| d_lse.skipped_units())? * 4,
+            stats_skipped: stats.skipped_units()? * 2,
         };
-        let mut bound: Vec<Bound<'_>> = [
-            o,
-            d_o,
-            gpu.window("lse", args.lse, 0..(4 * row_heads) as u64)?,
-            gpu.window("row statistics", args.stats, 0..(8 * row_heads) as u64)?,
-        ]
-        .map(Into::into)
-        .to_vec();
-        if let Some(d_lse) = args.d_lse {
-            bound.push(gpu.window("d_lse", d_lse, 0..(4 * row_heads) as u64)?.into());
-        }
+        let mut bound: Vec<Bound<'_>> = [o, d_o, lse, stats].map(Into::into).to_vec();
+        bound.extend(d_lse.map(Bound::from));
         gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &bound, grid)?;
     }
     gpu.submit(Some(encoder.finish()));
