@@ -1,6 +1,8 @@
 // All kernels. The host finds them by these names; `src/kernels/catalog.rs` has their tile shapes and shared memory.
 #include "attend_f32.h"
 #include "backward_f32.h"
+#include "backward_keys.h"
+#include "backward_queries.h"
 #include "codes.h"
 #include "decode.h"
 #include "repack.h"
@@ -39,6 +41,20 @@ KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); 
 HOPPER_DIMS(Bf16, bf16)
 HOPPER_DIMS(F16, f16)
 #endif
+
+#define BACKWARD(type, name, dim) \
+    KERNEL(backward_queries_##name##_##dim, BackwardArguments, (BackwardQueries<type, dim>::THREADS)) { \
+        BackwardQueries<type, dim>(args).run(); \
+    } \
+    KERNEL(backward_keys_##name##_##dim, BackwardArguments, (BackwardKeys<type, dim>::THREADS)) { \
+        BackwardKeys<type, dim>(args).run(); \
+    }
+#define BACKWARD_DIMS(type, name) \
+    BACKWARD(type, name, 64) BACKWARD(type, name, 96) BACKWARD(type, name, 128) BACKWARD(type, name, 192) \
+    BACKWARD(type, name, 256)
+
+BACKWARD_DIMS(Bf16, bf16)
+BACKWARD_DIMS(F16, f16)
 
 KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(args); }
 

@@ -5,6 +5,11 @@ use kyklos::{BlockWork, Dtype, MaskClass, TileShape};
 /// The tiles of work lists of the backward pass, for all kernels.
 pub const BACKWARD_TILE: TileShape = TileShape { q_rows: 64, kv_cols: 64 };
 
+/// Head dims of the tensor-core kernels, with the keys that the kernel of dQ, and the rows that the kernel of dK and dV, multiplies
+/// at a time. Another head dim uses the next larger kernel, padded with zeros in shared memory.
+const SIZES: [(u32, [u32; 2]); 5] =
+    [(64, [64, 64]), (96, [64, 32]), (128, [64, 32]), (192, [32, 32]), (256, [16, 16])];
+
 /// A kernel of the backward pass, by [`crate::BackwardArguments`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackwardKernel {
@@ -23,18 +28,26 @@ pub struct BackwardKernel {
 }
 
 impl BackwardKernel {
-    /// The kernels of dQ, and of dK and dV, for a storage type and a head dim. `None` where there are none.
+    /// The kernels of dQ, and of dK and dV, for a storage type and a head dim. `None` above a head dim of 256.
     pub fn both(dtype: Dtype, dim: u32) -> Option<[Self; 2]> {
-        if dtype != Dtype::F32 || dim > 256 {
-            return None;
-        }
-        Some([false, true].map(|by_keys| Self {
-            name: format!("backward_{}_f32", if by_keys { "keys" } else { "queries" }),
-            by_keys,
-            fixed: 8,
-            moving: 32,
-            threads: 256,
-            shared_bytes: 0,
+        let (size, moving) = SIZES.into_iter().find(|(size, _)| dim <= *size)?;
+        Some([false, true].map(|by_keys| {
+            let kind = if by_keys { "backward_keys" } else { "backward_queries" };
+            if dtype == Dtype::F32 {
+                let name = format!("{kind}_f32");
+                return Self { name, by_keys, fixed: 8, moving: 32, threads: 256, shared_bytes: 0 };
+            }
+            let moving = moving[usize::from(by_keys)];
+            // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for each moving row.
+            let numbers = if by_keys { 2 * 5 * 4 * moving } else { 0 };
+            Self {
+                name: format!("{kind}_{dtype}_{size}"),
+                by_keys,
+                fixed: 64,
+                moving,
+                threads: if by_keys && size > 128 { 256 } else { 128 },
+                shared_bytes: (2 * 64 + 4 * moving) * size * 2 + numbers,
+            }
         }))
     }
 
@@ -175,6 +188,20 @@ mod tests {
             assert_eq!(pairs(&by_rows), pairs(&by_keys), "{mask}");
             assert!(!pairs(&by_rows).is_empty());
         }
+    }
+
+    #[test]
+    fn every_head_dim_has_kernels_that_fit_every_gpu_from_sm_80_on() {
+        for dtype in Dtype::ALL {
+            for dim in (8..=256).step_by(8) {
+                for kernel in BackwardKernel::both(dtype, dim).unwrap() {
+                    assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
+                }
+            }
+            assert_eq!(BackwardKernel::both(dtype, 264), None);
+        }
+        let [queries, keys] = BackwardKernel::both(Dtype::F16, 136).unwrap();
+        assert_eq!([&*queries.name, &keys.name], ["backward_queries_f16_192", "backward_keys_f16_192"]);
     }
 
     #[test]

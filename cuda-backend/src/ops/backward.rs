@@ -20,8 +20,8 @@ pub(crate) fn backward_kernels(dtype: Dtype, dim: usize) -> Result<[BackwardKern
     let kernels = u32::try_from(dim).ok().and_then(|dim| BackwardKernel::both(dtype, dim));
     kernels.filter(|_| dim.is_multiple_of(8)).ok_or_else(|| {
         Error::request(
-            format!("gradients of {dtype} with head dim {dim}"),
-            "CUDA kernels for gradients take f32 with head dims that are multiples of 8 up to 256: use another backend",
+            format!("gradients with head dim {dim} on CUDA"),
+            "use a head dim that is a multiple of 8 up to 256, or another backend",
         )
     })
 }

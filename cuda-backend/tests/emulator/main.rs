@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
 mod attention;
+mod backward;
 mod call;
 mod convert;
 mod hopper;

@@ -1,6 +1,7 @@
 //! Planted bugs: the source of a kernel is changed in one place, and the tests must fail. This shows that the tests can find such
 //! bugs.
 
+mod backward;
 mod convert;
 mod decode;
 mod hopper;
@@ -110,6 +111,10 @@ fn every_planted_bug_is_found() {
         decode::kernel(),
         decode::in_f32(),
         hopper::kernel(),
+        backward::tiles(),
+        backward::wide(),
+        backward::in_f32(),
+        backward::small(),
         convert::types(),
         convert::codes(),
     ];
