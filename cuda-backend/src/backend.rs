@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State, StateMut,
-    StateShape,
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
+    StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 

@@ -45,6 +45,6 @@ pub use kernels::{
     AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, CallShape,
     ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments, DeviceWork, Direction,
     HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments, RepackArguments, RowStatsArguments,
-    SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel, decode_parts,
-    finalize_kernel, head_packs, head_readers, logits, row_stats_kernel,
+    SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel,
+    decode_parts, finalize_kernel, head_packs, head_readers, logits, row_stats_kernel,
 };

@@ -99,7 +99,10 @@ impl BackwardList {
     /// For each class, the tiles of the other side that each tile meets.
     pub fn met(&self) -> Vec<Vec<u32>> {
         let met = |ends: &[u32]| self.runs[ends[0] as usize..ends[1] as usize].iter().map(|run| run[1]).sum();
-        self.starts.chunks(self.tiles as usize + 1).map(|starts| starts.windows(2).map(met).collect()).collect()
+        self.starts
+            .chunks(self.tiles as usize + 1)
+            .map(|starts| starts.windows(2).map(met).collect())
+            .collect()
     }
 }
 
@@ -120,7 +123,9 @@ fn transposed(class: &MaskClass, key_tiles: usize) -> Vec<Vec<[u32; 3]>> {
         for run in runs {
             for runs in &mut of_keys[run.kv_tile as usize..][..run.count as usize] {
                 match runs.last_mut() {
-                    Some([first, count, full]) if *full == u32::from(run.full) && *first + *count == q_tile => {
+                    Some([first, count, full])
+                        if *full == u32::from(run.full) && *first + *count == q_tile =>
+                    {
                         *count += 1;
                     }
                     _ => runs.push([q_tile, 1, u32::from(run.full)]),

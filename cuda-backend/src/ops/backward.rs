@@ -133,7 +133,8 @@ impl<'a> Call<'a> {
     async fn run(&self, pass: usize, control: &Control) -> Result<()> {
         let (device, kernel, whole) = (self.device, &self.kernels[pass], &self.arguments[pass]);
         let mut pieces = self.pieces(pass);
-        while let Some((piece, flops)) = pieces.next(device.pacer.piece_flops(&kernel.name, first_rate(self.args.dtype)))
+        while let Some((piece, flops)) =
+            pieces.next(device.pacer.piece_flops(&kernel.name, first_rate(self.args.dtype)))
         {
             let blocks = kernel.tile_blocks() as usize;
             let count = |tiles: usize| to_u32("the number of tiles", tiles * blocks);
@@ -175,9 +176,10 @@ impl<'a> Call<'a> {
         };
         let tile = f64::from(kernel.fixed * kernel.tile_blocks() * kernel.moving * readers);
         let flops = 2.0 * products * tile * shape.dim as f64;
-        let costs = self.work[pass].met().into_iter().map(|tiles| {
-            tiles.into_iter().map(|met| f64::from(met) * flops).collect()
-        });
+        let costs = self.work[pass]
+            .met()
+            .into_iter()
+            .map(|tiles| tiles.into_iter().map(|met| f64::from(met) * flops).collect());
         PieceSplitter::of_costs(costs.collect(), shape.batch, heads)
     }
 

@@ -145,7 +145,9 @@ impl BackwardCall {
         job.launch("reset_state", grid, 0, &state);
         let kernel = AttendKernel::tiled(problem.dtype, problem.head_dim).unwrap();
         let queries = TokenRuns::contiguous(0..problem.q_len);
-        for work in BlockWork::layers(problem, &queries, &TokenRuns::contiguous(0..problem.kv_len), kernel.tile) {
+        for work in
+            BlockWork::layers(problem, &queries, &TokenRuns::contiguous(0..problem.kv_len), kernel.tile)
+        {
             let work = DeviceWork::new(&work);
             let arguments = AttendArguments {
                 a: state.a,
@@ -250,7 +252,8 @@ impl NanCall {
                 true => !found[*n].is_nan(),
                 false => found[*n].to_bits() != clean[*n].to_bits(),
             };
-            let fault = |n: usize| format!("{what}, {timing:?}: {} at {n}, without NaN {}", found[n], clean[n]);
+            let fault =
+                |n: usize| format!("{what}, {timing:?}: {} at {n}, without NaN {}", found[n], clean[n]);
             (0..found.len()).find(wrong).map_or(Ok(()), |n| Err(fault(n)))
         };
         let row_of = |n: usize| n / dim / oracle.q_heads;
@@ -307,7 +310,10 @@ fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes() {
                 (problem.mask, problem.q_offset) = (OracleMask::causal(), 100);
             }
             let dtype = [Dtype::F16, Dtype::Bf16, Dtype::F32][(n + i) % 3];
-            calls.push((BackwardCall::new(GradientCase::new(case, dtype), i % 2 == 1), Timing::ALL[(n + i) % 3]));
+            calls.push((
+                BackwardCall::new(GradientCase::new(case, dtype), i % 2 == 1),
+                Timing::ALL[(n + i) % 3],
+            ));
         }
     }
     judge(&calls);

@@ -182,7 +182,8 @@ fn a_row_that_saw_no_key_has_statistics_of_its_own() {
 
 /// The statistics of three rows, of which one saw no key and has a gradient that is NaN.
 pub(crate) fn stats_are_exact(program: &Program, timing: Timing) -> Result<(), String> {
-    let (o, d_o): (Vec<f32>, Vec<f32>) = (0..3 * 40_u8).map(|n| (f32::from(n % 5), f32::from(n / 40))).unzip();
+    let (o, d_o): (Vec<f32>, Vec<f32>) =
+        (0..3 * 40_u8).map(|n| (f32::from(n % 5), f32::from(n / 40))).unzip();
     let d_o: Vec<f32> = d_o.iter().map(|d_o| if *d_o == 1.0 { f32::NAN } else { *d_o }).collect();
     let mut job = Job::default();
     let stats = job.poisoned(3 * 8);

@@ -18,7 +18,12 @@ const KEYS: &str = "backward_keys.h";
 const BUGS: [Bug; 29] = [
     bug("copies are not waited for", TILES, "copy_async_wait<0>();", ""),
     bug("no barrier between copies and readers", TILES, "barrier_or(odd_here(stage, here))", "false"),
-    bug("the next tile goes to the stage that is read", TILES, "copy_moving(stage ^ 1, tiles)", "copy_moving(stage, tiles)"),
+    bug(
+        "the next tile goes to the stage that is read",
+        TILES,
+        "copy_moving(stage ^ 1, tiles)",
+        "copy_moving(stage, tiles)",
+    ),
     bug("P of a hidden pair is not selected", TILES, "score = hidden ? 0.0f : p;", "score = p;"),
     bug("dS of a hidden pair is not selected", TILES, "dp = hidden ? 0.0f : p * d;", "dp = p * d;"),
     bug("no slope of the softcap", TILES, "d *= fused(-t, t, 1.0f);", ""),
@@ -33,22 +38,52 @@ const BUGS: [Bug; 29] = [
         "16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2",
         "16 * n + lane % 16, 2 * k + lane / 16",
     ),
-    bug("columns of fixed rows swapped", TILES, "mine + lane % 16, 2 * k + lane / 16", "mine + lane % 16, 2 * k + 1 - lane / 16"),
+    bug(
+        "columns of fixed rows swapped",
+        TILES,
+        "mine + lane % 16, 2 * k + lane / 16",
+        "mine + lane % 16, 2 * k + 1 - lane / 16",
+    ),
     bug("moving rows are not transposed", TILES, "load_matrices_transposed(b,", "load_matrices(b,"),
-    bug("NaN of hidden pairs is multiplied by 0", TILES, "if (Mine::odd(u16(b[i]))) b[i] &= 0xffff0000u;", ""),
+    bug(
+        "NaN of hidden pairs is multiplied by 0",
+        TILES,
+        "if (Mine::odd(u16(b[i]))) b[i] &= 0xffff0000u;",
+        "",
+    ),
     bug("NaN reaches hidden pairs", TILES, "if (!seen(n, half)) continue;", ""),
     bug("NaN reaches no pair", TILES, "acc[j][2 * half + 1] += weight * T::high(pair);", ""),
     bug("a row without visible keys counts", "backward.h", "if (stats[0] == -EMPTY_M) return;", ""),
-    bug("all batch entries have the mask of the first", "backward.h", "mask_class(args.classes > 1 ? batch : 0)", "mask_class(0)"),
-    bug("a tile of rows has the list of another", QUERIES, "at(attend, first / BACKWARD_TILE,", "at(attend, block_x(),"),
+    bug(
+        "all batch entries have the mask of the first",
+        "backward.h",
+        "mask_class(args.classes > 1 ? batch : 0)",
+        "mask_class(0)",
+    ),
+    bug(
+        "a tile of rows has the list of another",
+        QUERIES,
+        "at(attend, first / BACKWARD_TILE,",
+        "at(attend, block_x(),",
+    ),
     bug("dQ: no tile is tested against the mask", QUERIES, "return !tile.now.full() ||", "return false &&"),
     bug("dQ without the scale", QUERIES, "shrink[half], args.scale", "shrink[half], 1.0f"),
-    bug("rows behind the last are written", QUERIES, "if (numbers[half].span.lo >= numbers[half].span.hi) continue;", ""),
+    bug(
+        "rows behind the last are written",
+        QUERIES,
+        "if (numbers[half].span.lo >= numbers[half].span.hi) continue;",
+        "",
+    ),
     bug("one query head of the group", KEYS, "args.readers[at.kv_head + 1]", "args.readers[at.kv_head] + 1"),
     bug("the numbers of rows are in one stage", KEYS, "store_shared(into + 2", "store_shared(stages + 2"),
     bug("keys behind the last are written", KEYS, "if (key >= attend.keys) continue;", ""),
     bug("dK, dV: no tile is tested against the mask", KEYS, "return !tile.now.full() ||", "return false &&"),
-    bug("a full tile with a row that counts for no key", KEYS, "if (!tested_in(tile)) return blind;", "if (!tested_in(tile)) return false;"),
+    bug(
+        "a full tile with a row that counts for no key",
+        KEYS,
+        "if (!tested_in(tile)) return blind;",
+        "if (!tested_in(tile)) return false;",
+    ),
     bug("its other pairs are not tested", KEYS, "tested_in(tile) || odd", "tested_in(tile)"),
 ];
 
@@ -127,8 +162,18 @@ pub(super) fn tiles() -> Planted {
 
 const WIDE: [Bug; 3] = [
     bug("two warps sum the same elements", KEYS, "out_from = thread_x() / 128 * OUT;", "out_from = 0;"),
-    bug("the other half of the warps has other keys", TILES, "mine(thread_x() / 32 % 4 * 16)", "mine(thread_x() / 32 * 16)"),
-    bug("one half of the elements is written", KEYS, "args.dk + into, dk, half, out_from,", "args.dk + into, dk, half, 0,"),
+    bug(
+        "the other half of the warps has other keys",
+        TILES,
+        "mine(thread_x() / 32 % 4 * 16)",
+        "mine(thread_x() / 32 * 16)",
+    ),
+    bug(
+        "one half of the elements is written",
+        KEYS,
+        "args.dk + into, dk, half, out_from,",
+        "args.dk + into, dk, half, 0,",
+    ),
 ];
 
 /// Heads of which two warps share the elements.
@@ -169,8 +214,18 @@ const F32_BUGS: [Bug; 12] = [
         "may be NaN.\n                    if (!(seen >> c & 1)) continue;",
         "may be NaN.\n",
     ),
-    bug("keys of the first lane", F32, "(first_key + c) * attend.k.row_stride", "first_key * attend.k.row_stride"),
-    bug("one query head of the group", F32, "head < args.readers[at.kv_head + 1]", "head <= args.readers[at.kv_head]"),
+    bug(
+        "keys of the first lane",
+        F32,
+        "(first_key + c) * attend.k.row_stride",
+        "first_key * attend.k.row_stride",
+    ),
+    bug(
+        "one query head of the group",
+        F32,
+        "head < args.readers[at.kv_head + 1]",
+        "head <= args.readers[at.kv_head]",
+    ),
     bug("dV replaces what was there", F32, "of_dv += dv[i];", "of_dv = dv[i];"),
     bug("a tile of keys has the list of another", F32, "at.first / BACKWARD_TILE", "block_x()"),
 ];
@@ -205,9 +260,24 @@ const SMALL: [Bug; 7] = [
     bug("delta of half of the lanes", "row_stats.h", "for (u32 apart = 16;", "for (u32 apart = 8;"),
     bug("a row that saw no key keeps its log-sum-exp", "row_stats.h", "dead ? -EMPTY_M : lse", "lse"),
     bug("a row that saw no key has a delta", "row_stats.h", "dead ? 0.0f : delta", "delta"),
-    bug("every second block of words is cleared", "row_stats.h", "n < args.count; n += step", "n < args.count; n += 2 * step"),
-    bug("rows replace those that were there", "repack.h", "float_of(place) + float_of(word)", "float_of(word)"),
-    bug("rows are added as integers", "repack.h", "bits_of(float_of(place) + float_of(word))", "place + word"),
+    bug(
+        "every second block of words is cleared",
+        "row_stats.h",
+        "n < args.count; n += step",
+        "n < args.count; n += 2 * step",
+    ),
+    bug(
+        "rows replace those that were there",
+        "repack.h",
+        "float_of(place) + float_of(word)",
+        "float_of(word)",
+    ),
+    bug(
+        "rows are added as integers",
+        "repack.h",
+        "bits_of(float_of(place) + float_of(word))",
+        "place + word",
+    ),
 ];
 
 /// Row statistics, zeros and additions.
