@@ -7,6 +7,7 @@
 
 mod attention;
 mod backward;
+mod backward_call;
 mod call;
 mod convert;
 mod hopper;

@@ -6,7 +6,7 @@ use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
 use super::{Bug, Planted, bug, case};
-use crate::backward::{BackwardCall, NanCall, gives_nothing, without_finite_logits};
+use crate::backward_call::{BackwardCall, NanCall, gives_nothing, without_finite_logits};
 use crate::job::Timing;
 use crate::program::Program;
 use crate::states::{adds_rows, stats_are_exact};
