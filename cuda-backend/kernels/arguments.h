@@ -82,6 +82,23 @@ struct HopperArguments {
     u64 reserved;
 };
 
+// The backward pass of one block of queries against one block of keys. Kernels of dQ have a tile of query rows of a query head,
+// kernels of dK and dV a tile of keys of a KV head. Grid: (tiles, heads, batch entries).
+struct BackwardArguments {
+    // As in the forward pass, except: starts ([classes, q_tiles + 1]) and runs are of this kernel's side, in tiles of
+    // BACKWARD_TILE; runs count in tiles of the other side, as many rows or keys as the kernel multiplies at a time; a and ml
+    // are not used.
+    AttendArguments attend;
+    Tensor d_o;              // as q
+    Tensor stats;            // f32 [batch, rows, heads, 2]: log-sum-exp, delta
+    Tensor d_kv;             // f32 [batch, keys, KV heads, dim]: the strides of dk and dv; data is not used
+    float *dq;               // f32 [batch, rows, heads, dim]
+    float *dk, *dv;
+    const u32 *readers;      // [KV heads + 1]: the first query head of each KV head
+    float scale;             // the factor on q·k
+    u32 reserved;
+};
+
 // A running state. Grid: (⌈rows · heads · batch / 8⌉), one warp for each row of a head.
 struct StateArguments {
     float *a, *ml;
@@ -96,6 +113,21 @@ struct StateArguments {
 struct PartsArguments {
     StateArguments state;
     u32 parts, reserved;
+};
+
+// Log-sum-exp and delta of rows, for the backward pass. Grid: (⌈rows / 8⌉), one warp for each row of a head.
+struct RowStatsArguments {
+    const void *o, *d_o;       // [rows, dim]
+    const float *lse, *d_lse;  // [rows]; d_lse: null where it is 0
+    float *stats;              // [rows, 2]
+    u64 rows;                  // rows of all heads and batch entries
+    u32 dim, reserved;
+};
+
+// Fills words with 0. Any grid.
+struct ClearArguments {
+    u32 *words;
+    u64 count;
 };
 
 // Conversion between storage types, eight elements per thread. Grid: (⌈eights / 256⌉).
@@ -116,7 +148,7 @@ struct CodesArguments {
     u32 reserved;
 };
 
-// Copies rows between two strided layouts. All sizes are in bytes and multiples of 4. Any grid.
+// Copies rows between two strided layouts, or adds f32 rows to others. All sizes are in bytes and multiples of 4. Any grid.
 struct RepackArguments {
     Tensor from, into;
     u32 batch, rows, heads, row_bytes;

@@ -63,14 +63,18 @@ struct AttentionF32 {
                               const float *k, u32 key) {
         const float add = term<F32>(args, batch, at, span, position_of(args, key));
         if (add == -INFINITE) return add;
-        float dot = 0.0f;
-        const Unit *units = reinterpret_cast<const Unit *>(k + key * args.k.row_stride);
-        // Unrolled, this would take registers that the values need.
-        ROLLED for (u32 n = 0; n < args.dim / 4; n++) {
-            const Unit x = reinterpret_cast<const Unit *>(q)[n], y = units[n];
-            UNROLL for (int i = 0; i < 4; i++) dot = fused(float_of(x.words[i]), float_of(y.words[i]), dot);
-        }
-        const float x = dot * args.scale;
+        const float x = dot(args.dim, q, k + key * args.k.row_stride) * args.scale;
         return (args.cap != 0.0f ? args.cap * tanh_exact(x) : x) + add;
+    }
+
+    // The sum of products of two rows of `dim` elements. The backward pass needs logits with the same rounding: of the same sum.
+    DEVICE static float dot(u32 dim, const float *a, const float *b) {
+        float sum = 0.0f;
+        // Unrolled, this would take registers that the values need.
+        ROLLED for (u32 n = 0; n < dim / 4; n++) {
+            const Unit x = reinterpret_cast<const Unit *>(a)[n], y = reinterpret_cast<const Unit *>(b)[n];
+            UNROLL for (int i = 0; i < 4; i++) sum = fused(float_of(x.words[i]), float_of(y.words[i]), sum);
+        }
+        return sum;
     }
 };

@@ -1,8 +1,12 @@
 // All kernels. The host finds them by these names; `src/kernels/catalog.rs` has their tile shapes and shared memory.
 #include "attend_f32.h"
+#include "backward_f32.h"
+#include "backward_keys.h"
+#include "backward_queries.h"
 #include "codes.h"
 #include "decode.h"
 #include "repack.h"
+#include "row_stats.h"
 #include "state.h"
 #if HOPPER
 #include "attend_hopper.h"
@@ -38,7 +42,29 @@ HOPPER_DIMS(Bf16, bf16)
 HOPPER_DIMS(F16, f16)
 #endif
 
+#define BACKWARD(type, name, dim) \
+    KERNEL(backward_queries_##name##_##dim, BackwardArguments, (BackwardQueries<type, dim>::THREADS)) { \
+        BackwardQueries<type, dim>(args).run(); \
+    } \
+    KERNEL(backward_keys_##name##_##dim, BackwardArguments, (BackwardKeys<type, dim>::THREADS)) { \
+        BackwardKeys<type, dim>(args).run(); \
+    }
+#define BACKWARD_DIMS(type, name) \
+    BACKWARD(type, name, 64) BACKWARD(type, name, 96) BACKWARD(type, name, 128) BACKWARD(type, name, 192) \
+    BACKWARD(type, name, 256)
+
+BACKWARD_DIMS(Bf16, bf16)
+BACKWARD_DIMS(F16, f16)
+
 KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(args); }
+
+KERNEL(backward_queries_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::queries(args); }
+KERNEL(backward_keys_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::keys(args); }
+
+KERNEL(row_stats_f32, RowStatsArguments, ROW_STATS_THREADS) { row_stats<F32>(args); }
+KERNEL(row_stats_f16, RowStatsArguments, ROW_STATS_THREADS) { row_stats<F16>(args); }
+KERNEL(row_stats_bf16, RowStatsArguments, ROW_STATS_THREADS) { row_stats<Bf16>(args); }
+KERNEL(clear_words, ClearArguments, CLEAR_THREADS) { clear(args); }
 
 KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }
 KERNEL(merge_states, StateArguments, StateRow::THREADS) { merge(args); }
@@ -47,7 +73,8 @@ KERNEL(finalize_f32, StateArguments, StateRow::THREADS) { finalize<F32>(args); }
 KERNEL(finalize_f16, StateArguments, StateRow::THREADS) { finalize<F16>(args); }
 KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }
 
-KERNEL(repack, RepackArguments, Repack::THREADS) { Repack::run(args); }
+KERNEL(repack, RepackArguments, Repack::THREADS) { Repack::run<false>(args); }
+KERNEL(accumulate, RepackArguments, Repack::THREADS) { Repack::run<true>(args); }
 
 KERNEL(convert_f32_f16, ConvertArguments, CONVERT_THREADS) { convert<F32, F16>(args); }
 KERNEL(convert_f32_bf16, ConvertArguments, CONVERT_THREADS) { convert<F32, Bf16>(args); }

@@ -5,13 +5,15 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
+    StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
 use crate::device::{CudaBuffer, CudaOptions, DeviceStatus, Download, OpenDevice};
 use crate::devices::{describe, supported_driver_version};
 use crate::driver::{self, Context, Unavailable};
+use crate::kernels::BACKWARD_TILE;
 use crate::{images, ops};
 
 /// One NVIDIA GPU.
@@ -156,6 +158,35 @@ impl Backend for CudaBackend {
         shape: [usize; 4],
     ) -> Result<()> {
         ops::convert(&self.device, from, into, shape)
+    }
+
+    fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
+        ops::backward_kernels(dtype, head_dim).map(|_| ())
+    }
+
+    fn backward_tile_shape(&self, _: &AttentionProblem, _: StateShape) -> TileShape {
+        BACKWARD_TILE
+    }
+
+    fn row_stats(&self, args: RowStats<'_, CudaBuffer>) -> Result<()> {
+        ops::row_stats(&self.device, &args)
+    }
+
+    async fn attend_backward(&self, args: AttendBackward<'_, CudaBuffer>, control: &Control) -> Result<()> {
+        ops::attend_backward(&self.device, args, control).await
+    }
+
+    fn accumulate(
+        &self,
+        from: (&CudaBuffer, Layout),
+        into: (&mut CudaBuffer, Layout),
+        extent: Extent,
+    ) -> Result<()> {
+        ops::accumulate(&self.device, from, (into.0, into.1), extent)
+    }
+
+    fn clear(&self, buffer: &mut CudaBuffer) -> Result<()> {
+        ops::clear(&self.device, buffer)
     }
 
     async fn wait(&self) -> Result<()> {

@@ -42,8 +42,9 @@ pub use device::{CudaBuffer, CudaOptions, Download};
 pub use devices::{CudaDevice, availability, devices};
 pub use driver::{CallerStream, Unavailable};
 pub use kernels::{
-    AttendArguments, AttendKernel, CallShape, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
-    DeviceWork, Direction, HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments,
-    RepackArguments, SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap,
-    convert_kernel, decode_parts, finalize_kernel, head_packs, logits,
+    AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, CallShape,
+    ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments, DeviceWork, Direction,
+    HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments, RepackArguments, RowStatsArguments,
+    SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel,
+    decode_parts, finalize_kernel, head_packs, head_readers, logits, row_stats_kernel,
 };

@@ -99,6 +99,65 @@ pub struct DecodeArguments {
     pub tile_blocks: u32,
 }
 
+/// Arguments of the kernels of the backward pass. Grid: (tiles of query rows or of keys, query heads or KV heads, batch entries).
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct BackwardArguments {
+    /// As for the attention kernels, except: `starts` and `runs` are those of a [`crate::BackwardList`], `q_tiles` and
+    /// `first_tile` count on its side, `a` and `ml` are 0.
+    pub attend: AttendArguments,
+    /// Gradient of the output, shaped and aligned as q.
+    pub d_o: TensorArgument,
+    /// f32 `[batch, rows, heads, 2]`: log-sum-exp and δ.
+    pub stats: TensorArgument,
+    /// The strides of `dk` and `dv`, f32 `[batch, keys, KV heads, dim]`. `data` is 0.
+    pub d_kv: TensorArgument,
+    /// f32 `[batch, rows, heads, dim]`.
+    pub dq: u64,
+    /// The first element of dk.
+    pub dk: u64,
+    /// The first element of dv.
+    pub dv: u64,
+    /// u32 `[KV heads + 1]`: the first query head that reads each KV head.
+    pub readers: u64,
+    /// Factor on q·k.
+    pub scale: f32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// Arguments of `row_stats_…`: one warp for each row of a head, [`crate::STATE_ROWS`] per block.
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct RowStatsArguments {
+    /// Output of the forward pass, `[rows, dim]`.
+    pub o: u64,
+    /// Gradient of the output.
+    pub d_o: u64,
+    /// f32 `[rows]`.
+    pub lse: u64,
+    /// f32 `[rows]`, or 0 where the gradient of the log-sum-exp is 0.
+    pub d_lse: u64,
+    /// f32 `[rows, 2]`.
+    pub stats: u64,
+    /// Rows of all heads and batch entries.
+    pub rows: u64,
+    /// Elements of a head.
+    pub dim: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// Arguments of `clear_words`.
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct ClearArguments {
+    /// 32-bit words to fill with 0.
+    pub words: u64,
+    /// How many.
+    pub count: u64,
+}
+
 /// Arguments of `reset_state`, `merge_states` and `finalize_…`: one warp for each row of a head.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
@@ -139,7 +198,7 @@ pub struct PartsArguments {
     pub reserved: u32,
 }
 
-/// Arguments of `repack`; offsets and strides in bytes, all multiples of 4.
+/// Arguments of `repack` and `accumulate`; offsets and strides in bytes, all multiples of 4.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct RepackArguments {

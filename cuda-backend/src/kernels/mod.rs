@@ -1,6 +1,7 @@
 //! The kernels, their arguments, and which one a call gets. Data and pure functions; no device.
 
 mod arguments;
+mod backward;
 mod catalog;
 mod codes;
 mod decode;
@@ -10,9 +11,10 @@ mod kernel_choice;
 mod sources;
 
 pub use arguments::{
-    AttendArguments, CodesArguments, ConvertArguments, DecodeArguments, HeadPack, PartsArguments,
-    RepackArguments, StateArguments, TensorArgument, logits,
+    AttendArguments, BackwardArguments, ClearArguments, CodesArguments, ConvertArguments, DecodeArguments,
+    HeadPack, PartsArguments, RepackArguments, RowStatsArguments, StateArguments, TensorArgument, logits,
 };
+pub use backward::{BACKWARD_TILE, BackwardKernel, BackwardList, head_readers, row_stats_kernel};
 pub use catalog::{AttendKernel, PACKED_ROWS, SMALL_THREADS, STATE_ROWS, convert_kernel, finalize_kernel};
 pub use codes::{CodesKernel, Direction};
 pub use decode::{decode_parts, head_packs};

@@ -1,7 +1,7 @@
 //! The texts of the kernels, embedded for NVRTC.
 
 /// Names and texts of the sources. Sources include each other by these names; the first, `kernels.cu`, is the one to compile.
-pub const SOURCES: [(&str, &str); 14] = [
+pub const SOURCES: [(&str, &str); 20] = [
     ("kernels.cu", include_str!("../../kernels/kernels.cu")),
     ("arguments.h", include_str!("../../kernels/arguments.h")),
     ("ptx.h", include_str!("../../kernels/cuda/ptx.h")),
@@ -11,6 +11,12 @@ pub const SOURCES: [(&str, &str); 14] = [
     ("attend.h", include_str!("../../kernels/attend.h")),
     ("attend_hopper.h", include_str!("../../kernels/attend_hopper.h")),
     ("attend_f32.h", include_str!("../../kernels/attend_f32.h")),
+    ("backward.h", include_str!("../../kernels/backward.h")),
+    ("backward_f32.h", include_str!("../../kernels/backward_f32.h")),
+    ("backward_keys.h", include_str!("../../kernels/backward_keys.h")),
+    ("backward_queries.h", include_str!("../../kernels/backward_queries.h")),
+    ("backward_tiles.h", include_str!("../../kernels/backward_tiles.h")),
+    ("row_stats.h", include_str!("../../kernels/row_stats.h")),
     ("decode.h", include_str!("../../kernels/decode.h")),
     ("state.h", include_str!("../../kernels/state.h")),
     ("repack.h", include_str!("../../kernels/repack.h")),

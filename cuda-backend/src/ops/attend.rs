@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytemuck::Pod;
-use kyklos::backend::{Attend, Control, Layout, StateShape, yield_now};
+use kyklos::backend::{Attend, Control, Layout, Pairs, StateShape, yield_now};
 use kyklos::{AttentionProblem, BiasKind, Dtype, Error, Result, TileShape};
 
 use super::arguments::{row_launch_config, state_arguments, tensor, to_u32};
+use super::lists::Lists;
 use super::pieces::{Piece, PieceSplitter, take_within_budget};
 use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice};
 use crate::driver::{self, Event};
@@ -18,7 +19,7 @@ use crate::kernels::{
 };
 
 /// Assumed speed in FLOP/s before the first measurement. Too low a value only makes the first piece short.
-fn first_rate(dtype: Dtype) -> f64 {
+pub(super) fn first_rate(dtype: Dtype) -> f64 {
     if dtype == Dtype::F32 { 1e12 } else { 1e13 }
 }
 
@@ -298,32 +299,20 @@ fn prepare(
     list: &[u8],
 ) -> Result<(CudaBuffer, u64, AttendArguments)> {
     let shape = args.state.shape;
-    let mut bytes = Vec::new();
-    let mut append = |part: &[u8]| {
-        bytes.resize(bytes.len().next_multiple_of(16), 0);
-        let offset = bytes.len() as u64;
-        bytes.extend_from_slice(part);
-        offset
-    };
-    let spans = append(bytemuck::cast_slice(&work.spans));
-    let positions = append(bytemuck::cast_slice(&work.positions));
-    let starts = append(bytemuck::cast_slice(&work.starts));
-    let runs = append(bytemuck::cast_slice(&work.runs));
-    let kv_head_of = append(bytemuck::cast_slice(args.kv_head_of));
-    let list = append(list);
-    let buffer = device.upload("a work list", &bytes)?;
+    let mut lists = Lists::default();
+    let spans = lists.append(&work.spans);
+    let positions = lists.append(&work.positions);
+    let starts = lists.append(&work.starts);
+    let runs = lists.append(&work.runs);
+    let kv_head_of = lists.append(args.kv_head_of);
+    let list = lists.append(list);
+    let buffer = device.upload("a work list", &lists.bytes)?;
     let base = buffer.address();
     let (scale, cap) = logits(args.scale, args.softcap);
     let operand = |buffer: &CudaBuffer, layout: &Layout| {
         require_alignment(tensor(buffer, layout, args.dtype.bytes()), args.dtype)
     };
-    let (pairs, pair_kind) = match &args.pairs {
-        None => (TensorArgument::default(), 0),
-        Some(pairs) => match pairs.kind {
-            BiasKind::Mask => (tensor(pairs.buffer, &pairs.layout, 4), 1),
-            BiasKind::Additive => (tensor(pairs.buffer, &pairs.layout, args.dtype.bytes()), 2),
-        },
-    };
+    let (pairs, pair_kind) = pairs_argument(args.pairs.as_ref(), args.dtype);
     let arguments = AttendArguments {
         q: operand(args.q.buffer, &args.q.layout)?,
         k: operand(args.k.buffer, &args.k.layout)?,
@@ -350,8 +339,19 @@ fn prepare(
     Ok((buffer, base + list, arguments))
 }
 
+/// The mask or bias tensor of a call, and its kind as kernels take it.
+pub(super) fn pairs_argument(pairs: Option<&Pairs<'_, CudaBuffer>>, dtype: Dtype) -> (TensorArgument, u32) {
+    match pairs {
+        None => (TensorArgument::default(), 0),
+        Some(pairs) => match pairs.kind {
+            BiasKind::Mask => (tensor(pairs.buffer, &pairs.layout, 4), 1),
+            BiasKind::Additive => (tensor(pairs.buffer, &pairs.layout, dtype.bytes()), 2),
+        },
+    }
+}
+
 /// Refuses a tensor whose heads are not on 16-byte boundaries: kernels load 16 bytes at a time.
-fn require_alignment(tensor: TensorArgument, dtype: Dtype) -> Result<TensorArgument> {
+pub(super) fn require_alignment(tensor: TensorArgument, dtype: Dtype) -> Result<TensorArgument> {
     let unit = 16 / dtype.bytes() as u64;
     let strides = [tensor.batch_stride, tensor.row_stride, tensor.head_stride];
     if tensor.data.is_multiple_of(16) && strides.iter().all(|stride| stride.is_multiple_of(unit)) {

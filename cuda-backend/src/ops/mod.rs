@@ -2,12 +2,17 @@
 
 mod arguments;
 mod attend;
+mod backward;
 mod convert;
+mod lists;
 mod pieces;
 mod repack;
 mod state;
+mod sums;
 
 pub(crate) use attend::{attend, tile_shape};
+pub(crate) use backward::{attend_backward, backward_kernels};
 pub(crate) use convert::convert;
-pub(crate) use repack::repack;
+pub(crate) use repack::{accumulate, repack};
 pub(crate) use state::{finalize, merge, reset_state};
+pub(crate) use sums::{clear, row_stats};

@@ -37,7 +37,12 @@ impl PieceSplitter {
             let tiles = |runs: &[TileRun]| runs.iter().map(|run| f64::from(run.count)).sum::<f64>();
             runs.map(|runs| (tiles(runs) + f64::from(extra_tiles)) * flops_of_tile).collect()
         });
-        Self { tiles: tiles.collect(), batch, heads, next: (0, 0, 0) }
+        Self::of_costs(tiles.collect(), batch, heads)
+    }
+
+    /// Of tiles whose operations are given: `[class][tile]`, for one head.
+    pub(crate) fn of_costs(tiles: Vec<Vec<f64>>, batch: usize, heads: usize) -> Self {
+        Self { tiles, batch, heads, next: (0, 0, 0) }
     }
 
     /// Floating-point operations of each query tile of one head of a batch entry.

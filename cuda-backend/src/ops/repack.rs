@@ -1,4 +1,4 @@
-//! Copies of strided rows.
+//! Copies and additions of strided rows.
 
 use kyklos::backend::{Extent, Layout};
 use kyklos::{Error, Result};
@@ -9,6 +9,26 @@ use crate::kernels::{RepackArguments, SMALL_THREADS};
 
 pub(crate) fn repack(
     device: &OpenDevice,
+    from: (&CudaBuffer, Layout),
+    into: (&CudaBuffer, Layout),
+    extent: Extent,
+) -> Result<()> {
+    rows(device, "repack", from, into, extent)
+}
+
+/// Adds f32 rows.
+pub(crate) fn accumulate(
+    device: &OpenDevice,
+    from: (&CudaBuffer, Layout),
+    into: (&CudaBuffer, Layout),
+    extent: Extent,
+) -> Result<()> {
+    rows(device, "accumulate", from, into, extent)
+}
+
+fn rows(
+    device: &OpenDevice,
+    kernel: &str,
     (from, from_layout): (&CudaBuffer, Layout),
     (into, into_layout): (&CudaBuffer, Layout),
     extent: Extent,
@@ -18,7 +38,7 @@ pub(crate) fn repack(
     let all = [numbers(from_layout), numbers(into_layout)].concat();
     if !all.iter().chain([&extent.row_bytes]).all(|bytes| bytes.is_multiple_of(4)) {
         return Err(Error::request(
-            format!("a copy of {extent:?} from {from_layout:?} into {into_layout:?}"),
+            format!("{kernel} of {extent:?} from {from_layout:?} into {into_layout:?}"),
             "keep rows, offsets and strides on 4-byte boundaries",
         ));
     }
@@ -37,7 +57,7 @@ pub(crate) fn repack(
     // Blocks share the words. More blocks than the device can run at a time gain nothing.
     let blocks = words.div_ceil(SMALL_THREADS as usize).min(device.multiprocessors as usize * 16);
     let grid = [to_u32("the number of blocks", blocks)?, 1, 1];
-    let launch = LaunchConfig { kernel: "repack", grid, threads: SMALL_THREADS, shared_bytes: 0 };
+    let launch = LaunchConfig { kernel, grid, threads: SMALL_THREADS, shared_bytes: 0 };
     device.launch(launch, &arguments, &[from], &[into])?;
     Ok(())
 }

@@ -187,7 +187,7 @@ impl Call {
                 q: dense(q, problem.q_len, problem.q_heads, problem.head_dim),
                 k,
                 v,
-                pairs: pairs.map_or_else(TensorArgument::default, |pairs| self.pair_rows(pairs)),
+                pairs: pairs.map_or_else(TensorArgument::default, |pairs| pair_rows(&self.problem, pairs)),
                 a: state.a,
                 ml: state.ml,
                 spans: job.upload(&work.spans).address,
@@ -271,19 +271,6 @@ impl Call {
         }
     }
 
-    fn pair_rows(&self, buffer: Buffer) -> TensorArgument {
-        let (pairs, tensor) = (self.case.pairs.unwrap(), self.problem.bias.unwrap());
-        let row = tensor.row_elements(self.dtype, u32::try_from(self.case.problem.kv_len).unwrap());
-        let queries = if pairs.shared_rows { 1 } else { self.case.problem.q_len };
-        let whole = dense(buffer, queries, pairs.heads, row);
-        TensorArgument {
-            batch_stride: if pairs.batch == 1 { 0 } else { whole.batch_stride },
-            row_stride: if pairs.shared_rows { 0 } else { whole.row_stride },
-            head_stride: if pairs.heads == 1 { 0 } else { whole.head_stride },
-            ..whole
-        }
-    }
-
     fn compare(&self, o: &[u8], lse: &[f32], how: &str) -> Result<(), String> {
         let problem = &self.case.problem;
         // The kernel's lse is [batch, rows, heads], the oracle's [batch, heads, rows].
@@ -358,7 +345,21 @@ fn stored_pairs<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec
     Some(stored)
 }
 
-fn dense(buffer: Buffer, rows: usize, heads: usize, dim: usize) -> TensorArgument {
+/// The rows of a mask or bias tensor.
+pub(crate) fn pair_rows(problem: &AttentionProblem, buffer: Buffer) -> TensorArgument {
+    let tensor = problem.bias.unwrap();
+    let row = tensor.row_elements(problem.dtype, problem.kv_len);
+    let queries = if tensor.shared_rows { 1 } else { problem.q_len as usize };
+    let whole = dense(buffer, queries, tensor.heads as usize, row);
+    TensorArgument {
+        batch_stride: if tensor.batch == 1 { 0 } else { whole.batch_stride },
+        row_stride: if tensor.shared_rows { 0 } else { whole.row_stride },
+        head_stride: if tensor.heads == 1 { 0 } else { whole.head_stride },
+        ..whole
+    }
+}
+
+pub(crate) fn dense(buffer: Buffer, rows: usize, heads: usize, dim: usize) -> TensorArgument {
     TensorArgument {
         data: buffer.address,
         batch_stride: (rows * heads * dim) as u64,
@@ -367,6 +368,6 @@ fn dense(buffer: Buffer, rows: usize, heads: usize, dim: usize) -> TensorArgumen
     }
 }
 
-fn state_blocks(state: &StateArguments) -> usize {
+pub(crate) fn state_blocks(state: &StateArguments) -> usize {
     (state.batch * state.rows * state.heads).div_ceil(STATE_ROWS) as usize
 }

@@ -6,6 +6,8 @@
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
 mod attention;
+mod backward;
+mod backward_call;
 mod call;
 mod convert;
 mod hopper;

@@ -1,11 +1,11 @@
 //! The kernels for running states, and for copies between layouts.
 
 use kyklos::backend::EMPTY_M;
-use kyklos_cuda::{RepackArguments, STATE_ROWS, StateArguments, TensorArgument};
+use kyklos_cuda::{RepackArguments, RowStatsArguments, STATE_ROWS, StateArguments, TensorArgument};
 use kyklos_oracle::oracle::Dtype;
 
 use crate::job::{Job, Timing, numbers};
-use crate::program::emulator;
+use crate::program::{Program, emulator};
 
 /// `[batch, rows, heads, dim]`: with warps behind the last row, and a head dim that is no multiple of 32.
 const SHAPE: [usize; 4] = [2, 3, 3, 40];
@@ -97,6 +97,41 @@ fn a_merge_adds_weights_and_keeps_rows_that_only_one_side_saw() {
 }
 
 #[test]
+fn accumulate_adds_the_given_rows_and_writes_nothing_else() {
+    adds_rows(emulator(), Timing::Late).unwrap();
+}
+
+/// Adds heads 1 and 2 of rows 1 to 3 of [2, 5, 4] heads of 6 numbers to the first of [2, 3, 2].
+pub(crate) fn adds_rows(program: &Program, timing: Timing) -> Result<(), String> {
+    let from: Vec<f32> = (0..2 * 5 * 4 * 6_u16).map(|n| f32::from(n) * 0.25).collect();
+    let mut expected: Vec<f32> = (0..2 * 3 * 2 * 6 + 1_u16).map(|n| 7.0 - f32::from(n)).collect();
+    let mut job = Job::default();
+    let (source, target) = (job.upload(&from), job.upload(&expected));
+    let strides = |data: u64, [batch, row, head]: [u64; 3]| TensorArgument {
+        data,
+        batch_stride: batch * 4,
+        row_stride: row * 4,
+        head_stride: head * 4,
+    };
+    let arguments = RepackArguments {
+        from: strides(source.address + (24 + 6) * 4, [120, 24, 6]),
+        into: strides(target.address, [36, 12, 6]),
+        batch: 2,
+        rows: 3,
+        heads: 2,
+        row_bytes: 24,
+    };
+    job.launch("accumulate", [1, 1, 1], 0, &arguments);
+    job.bring(target);
+    let (results, _) = job.run(program, timing, 1)?;
+    for (n, into) in expected.iter_mut().take(72).enumerate() {
+        let [batch, row, head, number] = [n / 36, n / 12 % 3, n / 6 % 2, n % 6];
+        *into += from[batch * 120 + (row + 1) * 24 + (head + 1) * 6 + number];
+    }
+    if numbers::<f32>(&results[0]) == expected { Ok(()) } else { Err("other sums".to_owned()) }
+}
+
+#[test]
 fn repack_copies_the_given_rows_and_writes_nothing_else() {
     // From [2, 5, 4] heads of 6 words: heads 1..4 of rows 2..5, into a layout with more heads.
     let (batch, rows, heads, words) = (2, 3, 3, 6);
@@ -138,4 +173,35 @@ fn repack_copies_the_given_rows_and_writes_nothing_else() {
             .collect();
         assert_eq!(numbers::<u32>(&results[0]), expected);
     }
+}
+
+#[test]
+fn a_row_that_saw_no_key_has_statistics_of_its_own() {
+    stats_are_exact(emulator(), Timing::Eager).unwrap();
+}
+
+/// The statistics of three rows, of which one saw no key and has a gradient that is NaN.
+pub(crate) fn stats_are_exact(program: &Program, timing: Timing) -> Result<(), String> {
+    let (o, d_o): (Vec<f32>, Vec<f32>) =
+        (0..3 * 40_u8).map(|n| (f32::from(n % 5), f32::from(n / 40))).unzip();
+    let d_o: Vec<f32> = d_o.iter().map(|d_o| if *d_o == 1.0 { f32::NAN } else { *d_o }).collect();
+    let mut job = Job::default();
+    let stats = job.poisoned(3 * 8);
+    let arguments = RowStatsArguments {
+        o: job.upload(&o).address,
+        d_o: job.upload(&d_o).address,
+        lse: job.upload(&[3.0_f32, f32::NEG_INFINITY, -2.0]).address,
+        d_lse: job.upload(&[0.5_f32, 1.0, 0.25]).address,
+        stats: stats.address,
+        rows: 3,
+        dim: 40,
+        reserved: 0,
+    };
+    job.launch("row_stats_f32", [1, 1, 1], 0, &arguments);
+    job.bring(stats);
+    let (results, _) = job.run(program, timing, 1)?;
+    // The elements of o of a row sum to 80.
+    let right = [3.0, -0.5, -EMPTY_M, 0.0, -2.0, 159.75];
+    let found = numbers::<f32>(&results[0]);
+    if found == right { Ok(()) } else { Err(format!("{found:?}, not {right:?}")) }
 }

@@ -26,21 +26,26 @@ pub struct GradientCase {
 impl GradientCase {
     /// Computes the right gradients, of a gradient of the output and of the log-sum-exp that are drawn from the seed.
     pub fn new(case: Case, dtype: Dtype) -> Self {
+        Self::of_scaled_loss(case, dtype, 1.0)
+    }
+
+    /// The same with the gradient of the output multiplied by `factor`, as training in f16 does.
+    pub fn of_scaled_loss(case: Case, dtype: Dtype, factor: f32) -> Self {
         match dtype {
-            Dtype::F32 => Self::typed::<f32>(case, dtype),
-            Dtype::F16 => Self::typed::<half::f16>(case, dtype),
-            Dtype::Bf16 => Self::typed::<half::bf16>(case, dtype),
+            Dtype::F32 => Self::typed::<f32>(case, dtype, factor),
+            Dtype::F16 => Self::typed::<half::f16>(case, dtype, factor),
+            Dtype::Bf16 => Self::typed::<half::bf16>(case, dtype, factor),
         }
     }
 
-    fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype) -> Self {
+    fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype, factor: f32) -> Self {
         let inputs = case.inputs::<E>();
         let prepared = Prepared::new(case, dtype);
         let (case, problem) = (&prepared.case, &prepared.oracle);
         let rows = problem.batch * problem.q_len * problem.q_heads;
         let made = |seed: u64, index: usize| normal(seed, TensorId::OutputGradient, index as u64);
         let d_o: Vec<E> =
-            (0..rows * problem.head_dim).map(|index| E::from_f32(made(case.seed, index))).collect();
+            (0..rows * problem.head_dim).map(|index| E::from_f32(factor * made(case.seed, index))).collect();
         let by_token: Vec<f32> = (0..rows).map(|index| made(case.seed + 1, index)).collect();
         let mut by_head = vec![0.0; rows];
         for (id, value) in problem.row_ids().into_iter().zip(&by_token) {

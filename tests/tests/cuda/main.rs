@@ -13,6 +13,8 @@ mod caller;
 #[cfg(target_os = "linux")]
 mod faults;
 #[cfg(target_os = "linux")]
+mod gradients;
+#[cfg(target_os = "linux")]
 mod graphs;
 #[cfg(target_os = "linux")]
 mod kernel_choice;
@@ -25,6 +27,7 @@ fn main() {
         scenario::suite(),
         kernel_choice::scenarios(),
         faults::scenarios(),
+        gradients::scenarios(),
         graphs::scenarios(),
         caller::scenarios(),
     ]

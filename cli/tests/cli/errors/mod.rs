@@ -37,7 +37,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a wgpu device with {name} = {has}", OWN_DEVICE),
     ("a buffer with the usages {:?}", OWN_DEVICE),
     ("a wgpu buffer for {}", OWN_DEVICE),
-    ("a backward pass on {} ({})", "a gradient on CUDA or in a browser tab"),
+    ("a backward pass on {} ({})", "a gradient in a browser tab"),
     (
         "rank {rank} describes its call in a form that this release does not know",
         "a group of ranks with different releases",

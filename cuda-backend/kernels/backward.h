@@ -1,0 +1,45 @@
+// Common to all kernels of the backward pass.
+//
+// There are two kernels for each call, without atomic additions: in one a block has query rows and iterates over keys, in the
+// other it has keys and iterates over the query heads that read them and their rows. Each sum is made by one thread, in the order
+// of the work list, and added to memory once. So sums depend on the arguments only.
+#pragma once
+#include "logits.h"
+
+// Query rows and keys of a tile of the work lists. A block may have fewer.
+static constexpr u32 BACKWARD_TILE = 64;
+
+// What a pair needs of its row.
+struct RowNumbers {
+    // log2 e times the log-sum-exp in two words: with logits of some hundreds the rounding of one would be the largest error.
+    float high, low;
+    float delta;
+    RowSpan span;
+
+    // Of a row behind the last, and of one without visible keys: no pair counts, and the weight of a finite logit is 0.
+    DEVICE RowNumbers() : high(INFINITE), low(0.0f), delta(0.0f), span{0, 0} {}
+    DEVICE RowNumbers(const BackwardArguments &args, u32 batch, u32 mask_class, TileRow at) : RowNumbers() {
+        if (at.row >= args.attend.rows) return;
+        const float *stats = head_of<float>(args.stats, batch, at.head) + at.row * args.stats.row_stride;
+        if (stats[0] == -EMPTY_M) return;
+        high = stats[0] * LOG2_E;
+        low = fused(stats[0], LOG2_E, -high) + stats[0] * LOG2_E_REST;
+        delta = stats[1];
+        span = args.attend.spans[u64(mask_class) * args.attend.rows + at.row];
+    }
+};
+
+// The tiles of the other side that a tile meets.
+DEVICE Tiles tiles_of(const AttendArguments &args, u32 mask_class, u32 tile) {
+    const u32 *starts = args.starts + mask_class * (args.q_tiles + 1) + tile;
+    return {args.runs + starts[0], args.runs + starts[1], 0, 0};
+}
+
+// The tile of a block of the kernel of dK and dV: consecutive keys of one KV head.
+struct KeyPlace {
+    u32 first, batch, kv_head, mask_class;
+
+    DEVICE KeyPlace(const AttendArguments &args, u32 keys)
+        : first((args.first_tile + block_x()) * keys), batch(args.first_batch + block_z()),
+          kv_head(args.first_head + block_y()), mask_class(args.classes > 1 ? batch : 0) {}
+};

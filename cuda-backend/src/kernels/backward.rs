@@ -1,0 +1,217 @@
+//! The kernels of the backward pass, and their work lists.
+
+use kyklos::{BlockWork, Dtype, MaskClass, TileShape};
+
+/// The tiles of work lists of the backward pass, for all kernels.
+pub const BACKWARD_TILE: TileShape = TileShape { q_rows: 64, kv_cols: 64 };
+
+/// Head dims of the tensor-core kernels, with the keys that the kernel of dQ, and the rows that the kernel of dK and dV, multiplies
+/// at a time. Another head dim uses the next larger kernel, padded with zeros in shared memory.
+const SIZES: [(u32, [u32; 2]); 5] =
+    [(64, [64, 64]), (96, [64, 32]), (128, [64, 32]), (192, [32, 32]), (256, [16, 16])];
+
+/// A kernel of the backward pass, by [`crate::BackwardArguments`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackwardKernel {
+    /// Its name in the module.
+    pub name: String,
+    /// Whether a block has query rows and sums dQ, or keys and sums dK and dV.
+    pub by_keys: bool,
+    /// Query rows, or keys, of a block.
+    pub fixed: u32,
+    /// Rows of the other side that it multiplies at a time.
+    pub moving: u32,
+    /// Threads per block.
+    pub threads: u32,
+    /// Dynamic shared memory per block, in bytes.
+    pub shared_bytes: u32,
+}
+
+impl BackwardKernel {
+    /// The kernels of dQ, and of dK and dV, for a storage type and a head dim. `None` above a head dim of 256.
+    pub fn both(dtype: Dtype, dim: u32) -> Option<[Self; 2]> {
+        let (size, moving) = SIZES.into_iter().find(|(size, _)| dim <= *size)?;
+        Some([false, true].map(|by_keys| {
+            let kind = if by_keys { "backward_keys" } else { "backward_queries" };
+            if dtype == Dtype::F32 {
+                let name = format!("{kind}_f32");
+                return Self { name, by_keys, fixed: 8, moving: 32, threads: 256, shared_bytes: 0 };
+            }
+            let moving = moving[usize::from(by_keys)];
+            // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for each moving row.
+            let numbers = if by_keys { 2 * 5 * 4 * moving } else { 0 };
+            Self {
+                name: format!("{kind}_{dtype}_{size}"),
+                by_keys,
+                fixed: 64,
+                moving,
+                threads: if by_keys && size > 128 { 256 } else { 128 },
+                shared_bytes: (2 * 64 + 4 * moving) * size * 2 + numbers,
+            }
+        }))
+    }
+
+    /// Blocks for a tile of the work list.
+    pub fn tile_blocks(&self) -> u32 {
+        (if self.by_keys { BACKWARD_TILE.kv_cols } else { BACKWARD_TILE.q_rows }) / self.fixed
+    }
+}
+
+/// What the tiles of one side meet of the other side, as a kernel reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackwardList {
+    /// `[classes, tiles + 1]`: the index in `runs` at which the runs of each tile begin.
+    pub starts: Vec<u32>,
+    /// First tile, number of tiles, and 1 if all their pairs are visible, else 0. In tiles of [`BackwardKernel::moving`].
+    pub runs: Vec<[u32; 3]>,
+    /// Tiles of a class.
+    pub tiles: u32,
+}
+
+impl BackwardList {
+    /// The list of `work`, in [`BACKWARD_TILE`]s, for a kernel. For a kernel that has keys it is transposed.
+    pub fn new(work: &BlockWork, kernel: &BackwardKernel) -> Self {
+        let small = |n: usize| u32::try_from(n).expect("positions are u32, so what is counted over them is");
+        let (rows, keys) = (work.classes[0].rows.len(), work.kv_positions.len());
+        let tile = BACKWARD_TILE;
+        let key_tiles = keys.div_ceil(tile.kv_cols as usize);
+        let (tiles, moving, unit) = if kernel.by_keys {
+            (key_tiles, small(rows), tile.q_rows)
+        } else {
+            (work.q_tiles(), small(keys), tile.kv_cols)
+        };
+        let mut list = Self { starts: Vec::new(), runs: Vec::new(), tiles: small(tiles) };
+        let (times, end) = (unit / kernel.moving, moving.div_ceil(kernel.moving));
+        for class in &work.classes {
+            let of_tiles = if kernel.by_keys { transposed(class, key_tiles) } else { by_rows(class) };
+            for runs in of_tiles {
+                list.starts.push(small(list.runs.len()));
+                list.runs.extend(runs.into_iter().map(|[first, count, full]| {
+                    let from = first * times;
+                    [from, (from + count * times).min(end) - from, full]
+                }));
+            }
+            list.starts.push(small(list.runs.len()));
+        }
+        list
+    }
+
+    /// For each class, the tiles of the other side that each tile meets.
+    pub fn met(&self) -> Vec<Vec<u32>> {
+        let met = |ends: &[u32]| self.runs[ends[0] as usize..ends[1] as usize].iter().map(|run| run[1]).sum();
+        self.starts
+            .chunks(self.tiles as usize + 1)
+            .map(|starts| starts.windows(2).map(met).collect())
+            .collect()
+    }
+}
+
+fn of_tiles(class: &MaskClass) -> impl Iterator<Item = &[kyklos::TileRun]> {
+    class.starts.windows(2).map(|ends| &class.runs[ends[0] as usize..ends[1] as usize])
+}
+
+fn by_rows(class: &MaskClass) -> Vec<Vec<[u32; 3]>> {
+    let flat = |run: &kyklos::TileRun| [run.kv_tile, run.count, u32::from(run.full)];
+    of_tiles(class).map(|runs| runs.iter().map(flat).collect()).collect()
+}
+
+/// For each tile of keys the runs of query tiles that meet it. Takes a step for each pair of tiles, which costs little beside the
+/// work of a pair.
+fn transposed(class: &MaskClass, key_tiles: usize) -> Vec<Vec<[u32; 3]>> {
+    let mut of_keys: Vec<Vec<[u32; 3]>> = vec![Vec::new(); key_tiles];
+    for (q_tile, runs) in (0..).zip(of_tiles(class)) {
+        for run in runs {
+            for runs in &mut of_keys[run.kv_tile as usize..][..run.count as usize] {
+                match runs.last_mut() {
+                    Some([first, count, full])
+                        if *full == u32::from(run.full) && *first + *count == q_tile =>
+                    {
+                        *count += 1;
+                    }
+                    _ => runs.push([q_tile, 1, u32::from(run.full)]),
+                }
+            }
+        }
+    }
+    of_keys
+}
+
+/// For each KV head the first query head that reads it, and behind them the number of query heads. `kv_head_of` ascends.
+pub fn head_readers(kv_head_of: &[u32]) -> Vec<u32> {
+    let kv_heads = kv_head_of.last().map_or(0, |last| last + 1);
+    let first = |head| kv_head_of.partition_point(|of_query| *of_query < head);
+    (0..=kv_heads).map(|head| u32::try_from(first(head)).expect("heads are counted in u32")).collect()
+}
+
+/// The kernel that makes row statistics of outputs in a storage type.
+pub fn row_stats_kernel(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "row_stats_f32",
+        Dtype::F16 => "row_stats_f16",
+        Dtype::Bf16 => "row_stats_bf16",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kyklos::{AttentionProblem, TokenRuns};
+
+    use super::*;
+
+    #[test]
+    fn both_lists_meet_the_same_pairs_of_tiles() {
+        let [by_rows, by_keys] = BackwardKernel::both(Dtype::F32, 64).unwrap();
+        for mask in ["full", "causal", "window:90,3", "documents:0,190,230,601", "valid:70,500"] {
+            let problem =
+                AttentionProblem::new([2, 601, 1, 1, 8], Dtype::F32, mask.parse().unwrap()).unwrap();
+            let q = TokenRuns::from_positions((0..200).chain(400..601));
+            let kv = TokenRuns::from_positions((1..601).step_by(2));
+            let work = &BlockWork::layers(&problem, &q, &kv, BACKWARD_TILE)[0];
+            // (class, row, key) in steps of 32, and whether the tiles are full.
+            let pairs = |kernel: &BackwardKernel| {
+                let list = BackwardList::new(work, kernel);
+                let mut pairs = Vec::new();
+                for (class, starts) in list.starts.chunks(list.tiles as usize + 1).enumerate() {
+                    for (tile, ends) in starts.windows(2).enumerate() {
+                        for [first, count, full] in &list.runs[ends[0] as usize..ends[1] as usize] {
+                            for moving in *first..first + count {
+                                for fixed in [tile * 2, tile * 2 + 1] {
+                                    let fixed = u32::try_from(fixed).unwrap();
+                                    let pair = if kernel.by_keys { [moving, fixed] } else { [fixed, moving] };
+                                    pairs.push((class, pair, *full));
+                                }
+                            }
+                        }
+                    }
+                }
+                // Half a tile behind the end is in one of the lists only.
+                let inside = |[row, key]: [u32; 2]| row * 32 < 401 && key * 32 < 300;
+                pairs.retain(|(_, pair, _)| inside(*pair));
+                pairs.sort_unstable();
+                pairs
+            };
+            assert_eq!(pairs(&by_rows), pairs(&by_keys), "{mask}");
+            assert!(!pairs(&by_rows).is_empty());
+        }
+    }
+
+    #[test]
+    fn every_head_dim_has_kernels_that_fit_every_gpu_from_sm_80_on() {
+        for dtype in Dtype::ALL {
+            for dim in (8..=256).step_by(8) {
+                for kernel in BackwardKernel::both(dtype, dim).unwrap() {
+                    assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
+                }
+            }
+            assert_eq!(BackwardKernel::both(dtype, 264), None);
+        }
+        let [queries, keys] = BackwardKernel::both(Dtype::F16, 136).unwrap();
+        assert_eq!([&*queries.name, &keys.name], ["backward_queries_f16_192", "backward_keys_f16_192"]);
+    }
+
+    #[test]
+    fn readers_of_a_kv_head_are_consecutive() {
+        assert_eq!(head_readers(&[0, 0, 2, 2]), [0, 2, 2, 4]);
+        assert_eq!(head_readers(&[1]), [0, 0, 1]);
+    }
+}

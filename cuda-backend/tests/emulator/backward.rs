@@ -1,0 +1,110 @@
+//! The kernels of the backward pass against the oracle.
+
+use kyklos::Dtype;
+use kyklos_backend_suite::GradientCase;
+use kyklos_oracle::inputs::cases;
+use kyklos_oracle::oracle::OracleMask;
+
+use crate::backward_call::{BackwardCall, NanCall, gives_nothing, plain, without_finite_logits};
+use crate::job::Timing;
+use crate::parallel::in_parallel;
+use crate::program::emulator;
+
+/// Compares calls with the oracle and lists all that failed.
+fn judge(calls: &[(BackwardCall, Timing)]) {
+    let failures = in_parallel(calls.len(), |n| calls[n].0.judge(emulator(), calls[n].1).err());
+    assert!(
+        failures.is_empty(),
+        "{} of {} calls failed:\n{}",
+        failures.len(),
+        calls.len(),
+        failures.join("\n\n")
+    );
+}
+
+#[test]
+fn gradients_of_every_case_agree_with_the_oracle_in_every_type() {
+    let mut calls = Vec::new();
+    for (n, case) in cases().into_iter().enumerate() {
+        for (i, dtype) in Dtype::ALL.into_iter().enumerate() {
+            let call = BackwardCall::new(GradientCase::new(case.clone(), dtype), (n + i) % 2 == 0);
+            calls.push((call, Timing::ALL[(n / 2 + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
+/// Sizes around the tiles of both kernels of every head dim, with a GQA group of three and tiles that are full, partial and empty.
+#[test]
+fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes() {
+    let mut calls = Vec::new();
+    for (n, dim) in [8, 64, 72, 96, 128, 184, 192, 200, 256].into_iter().enumerate() {
+        for (i, (q_len, kv_len)) in [(65, 191), (130, 64), (1, 65), (64, 17)].into_iter().enumerate() {
+            let mut case = plain();
+            let problem = &mut case.problem;
+            (problem.head_dim, problem.q_len, problem.kv_len) = (dim, q_len, kv_len);
+            (problem.q_heads, problem.kv_heads) = (3, 1);
+            problem.scale = (dim as f64).sqrt().recip();
+            if i == 0 {
+                (problem.mask, problem.q_offset) = (OracleMask::causal(), 100);
+            }
+            let dtype = [Dtype::F16, Dtype::Bf16, Dtype::F32][(n + i) % 3];
+            calls.push((
+                BackwardCall::new(GradientCase::new(case, dtype), i % 2 == 1),
+                Timing::ALL[(n + i) % 3],
+            ));
+        }
+    }
+    judge(&calls);
+}
+
+/// Logits of about 100: the logit of a pair must have the rounding that it has in the log-sum-exp.
+#[test]
+fn gradients_of_large_logits_agree_with_the_oracle() {
+    let mut calls = Vec::new();
+    for name in ["one row beyond a tile", "two rows beyond four tiles"] {
+        for dtype in Dtype::ALL {
+            for factor in [30.0, -30.0] {
+                let mut case = cases().into_iter().find(|case| case.name == name).unwrap();
+                case.problem.scale *= factor;
+                calls.push((BackwardCall::new(GradientCase::new(case, dtype), false), Timing::Eager));
+            }
+        }
+    }
+    judge(&calls);
+}
+
+/// dS of some pairs is beyond the largest f16, as with a scaled loss.
+#[test]
+fn gradients_of_a_scaled_loss_agree_with_the_oracle() {
+    let calls = [64, 128, 256].map(|dim| {
+        let mut case = plain();
+        case.problem.head_dim = dim;
+        case.problem.scale = (dim as f64).sqrt().recip();
+        case.problem.mask = OracleMask::causal();
+        let case = GradientCase::of_scaled_loss(case, Dtype::F16, 8192.0);
+        (BackwardCall::new(case, false), Timing::Random)
+    });
+    judge(&calls);
+}
+
+#[test]
+fn a_nan_in_the_gradient_of_a_row_reaches_only_what_the_row_sees() {
+    for dim in [64, 192, 256] {
+        for dtype in Dtype::ALL {
+            let mut case = plain();
+            let problem = &mut case.problem;
+            (problem.head_dim, problem.q_len, problem.kv_len) = (dim, 70, 150);
+            (problem.q_heads, problem.kv_heads) = (4, 2);
+            (problem.mask, problem.q_offset) = (OracleMask::causal(), 70);
+            NanCall::new(&case, dtype, [13, dim - 3]).judge(emulator(), Timing::Random).unwrap();
+        }
+    }
+}
+
+#[test]
+fn rows_without_finite_logits_give_no_gradients() {
+    for dtype in Dtype::ALL {
+        gives_nothing(&without_finite_logits(dtype), emulator(), Timing::Random).unwrap();
+    }
+}
