@@ -163,6 +163,32 @@ fn the_events_of_a_run_go_on_to_its_end_and_its_report() {
 }
 
 #[test]
+fn both_passes_of_a_run_with_gradients_are_shown() {
+    for start in [&["attend", "--ranks", "2"][..], &["launch", "-n", "2", "--", "attend"]] {
+        let long = ["--shape", "1,2048,4,2,64", "--mask", "causal", "--device", "cpu", "--strategy", "ring"];
+        let watched = Watched::start(&[start, &long, &["--grad", "--repeat", "30", "--watch"]].concat());
+        let events: Vec<(String, Value)> = Events::of(&watched.address).collect();
+        assert_eq!(watched.end().0, Some(0));
+        let states: Vec<&Value> =
+            events.iter().filter(|(name, _)| name == "state").map(|(_, state)| state).collect();
+        let texts: Vec<&str> = states.iter().map(|state| state["text"].as_str().unwrap()).collect();
+        assert!(texts.iter().any(|text| text.contains("of 30, backward pass.")), "{texts:?}");
+        let doing: Vec<&str> = states
+            .iter()
+            .flat_map(|state| ranks(state))
+            .map(|rank| rank["doing"].as_str().unwrap())
+            .collect();
+        assert!(doing.iter().any(|doing| doing.starts_with("computing gradients")), "{doing:?}");
+        let done: Vec<f64> = states.iter().map(|state| state["done"].as_f64().unwrap()).collect();
+        assert!(done.is_sorted() && done.last() == Some(&1.0), "{done:?}");
+        let report = events[events.len() - 2].1.as_str().unwrap();
+        for id in ["timeline", "backward-timeline", "backward-traffic"] {
+            assert!(report.contains(&format!("<section id=\"{id}\"")), "{id}");
+        }
+    }
+}
+
+#[test]
 #[cfg(target_os = "linux")]
 fn a_rank_that_dies_is_lost_on_the_page_and_its_error_is_the_end() {
     let job = LongJob::start(&["--watch"], &[]);
