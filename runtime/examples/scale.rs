@@ -45,7 +45,14 @@ fn scale(problem: &AttentionProblem, described: &Cluster) -> kyklos::Result<Stri
         // The one that levels the work. Under a causal mask hops of contiguous shards differ, and thousands of them take
         // minutes to walk.
         let level = if problem.mask.is_full() { PlacementKind::Contiguous } else { PlacementKind::Zigzag };
-        let wanted = Wanted { ranks, mesh: None, strategy: None, placement: Some(level), split: Split::Even };
+        let wanted = Wanted {
+            ranks,
+            mesh: None,
+            strategy: None,
+            placement: Some(level),
+            split: Split::Even,
+            gradients: false,
+        };
         let priced = choose(problem, &wanted, &cluster)?;
         let seconds = started.elapsed().as_secs_f64();
         let fitting: Vec<_> =

@@ -113,6 +113,7 @@ impl Job {
                 request: Request {
                     mesh: repaired.world().mesh,
                     predicted_s: None,
+                    predicted_backward_s: None,
                     cluster: None,
                     ..request.clone()
                 },
@@ -157,6 +158,7 @@ impl Job {
                 repeat: self.runs.repeat,
                 members: self.agreed.members.clone(),
                 plans: Arc::clone(plans),
+                backward: self.agreed.backward.clone(),
                 watch: Arc::clone(&self.watch),
             });
         }

@@ -32,7 +32,7 @@ impl Job {
         let Some(sample) = &self.agreed.sample else { return Ok(()) };
         let owners = self.owners_of_key_rows()?;
         let [of_queries, of_keys] = self.rows_of_head(&owners);
-        let HeadGradients { dq, dk, dv } = sample.head_of(gradients);
+        let HeadGradients { dq, dk, dv } = sample.head_of(sample.verified_head(), gradients);
         let [dk, dv] = [dk, dv].map(|rows| self.own_rows(&rows, of_keys.row_bytes[0]));
         for (rows, op, tensors) in [(of_queries, HEAD_DQ, &[&dq][..]), (of_keys, HEAD_DKV, &[&dk, &dv][..])] {
             let op = self.operations() + op;
@@ -58,7 +58,7 @@ impl Job {
         }
         let Some(sample) = &self.agreed.sample else { return Ok((None, d_sinks)) };
         self.watch.phase(Some("verifying the gradients"));
-        let HeadGradients { dq, dk, dv } = sample.head_of(gradients);
+        let HeadGradients { dq, dk, dv } = sample.head_of(sample.verified_head(), gradients);
         let owners = self.owners_of_key_rows()?;
         let [of_queries, of_keys] = self.rows_of_head(&owners);
         let problem = &self.world().problem;
@@ -67,7 +67,7 @@ impl Job {
         let [dq] = <[Bytes; 1]>::try_from(dq).map_err(|_| Failure::run("one tensor of queries"))?;
         let [dk, dv] = <[Bytes; 2]>::try_from(dkv).map_err(|_| Failure::run("two tensors of keys"))?;
         let head = HeadGradients { dq, dk, dv };
-        let verdict = sample.judge_head(&head, &d_sinks, self.agreed.begun())?;
+        let verdict = sample.judge_head(sample.verified_head(), &head, &d_sinks, self.agreed.begun())?;
         Ok((Some(verdict), d_sinks))
     }
 
@@ -200,3 +200,5 @@ const DQ: u64 = 2;
 const DKV: u64 = 3;
 const HEAD_DQ: u64 = 4;
 const HEAD_DKV: u64 = 5;
+/// Of the timelines of the backward pass.
+pub(super) const BACKWARD_ROWS: u64 = 6;

@@ -13,7 +13,7 @@ use crate::devices::DeviceReport;
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::job::call::{Agreed, Job};
 use crate::job::collect::Results;
-use crate::job::gradients::Backward;
+use crate::job::gradients::{BACKWARD_ROWS, Backward};
 use crate::job::on_loss::Recovery;
 use crate::job::page::PageParts;
 use crate::job::publish::Pictures;
@@ -68,9 +68,16 @@ struct Computed {
     backward: Option<Backward>,
     /// Of all runs, if there is a trace of them, else of the last one.
     spans: Vec<Span>,
-    /// Index of the first span of the last run.
-    last_run: usize,
+    last: LastRun,
     wall_ns: u64,
+}
+
+/// Indices of the first spans of the last run.
+#[derive(Clone, Copy, Default)]
+struct LastRun {
+    forward: usize,
+    /// With `--grad`.
+    backward: Option<usize>,
 }
 
 /// What timelines are made from.
@@ -78,8 +85,7 @@ struct Drawn<'a> {
     /// Name of the device.
     device: &'a str,
     spans: Vec<Span>,
-    /// Index of the first span of the last run.
-    last_run: usize,
+    last: LastRun,
 }
 
 /// Runs a rank, tells the others if it fails, and leaves the group.
@@ -152,7 +158,8 @@ fn finish(
     let (job, output) = job.completion(finished, recovery.members());
     let flight = job.list(transport);
     let wall_ns = job.watch.since_start_ns(transport.rank());
-    let computed = Computed { wall_ns, spans: output.spans.clone(), last_run: 0, output, backward: None };
+    let spans = output.spans.clone();
+    let computed = Computed { wall_ns, spans, last: LastRun::default(), output, backward: None };
     let lacks = job.lacks();
     let result = job
         .open_files(transport.rank())
@@ -268,7 +275,7 @@ impl Job {
     ) -> Result<Computed> {
         let rank = session.rank();
         let mut spans = Vec::new();
-        let (mut last, mut last_run, mut walls_ns) = (None, 0, [Vec::new(), Vec::new()]);
+        let (mut results, mut last, mut walls_ns) = (None, LastRun::default(), [Vec::new(), Vec::new()]);
         let mut ops = 0..;
         for _ in 0..self.runs.repeat {
             let mut output = pollster::block_on(session.run(&self.agreed.plans, inputs))?;
@@ -277,7 +284,7 @@ impl Job {
             if self.outputs.trace.is_none() {
                 spans.clear();
             }
-            last_run = spans.len();
+            last = LastRun { forward: spans.len(), backward: None };
             spans.append(&mut output.spans);
             let mut gradients = None;
             if let (Some(plans), Some(GivenGradient { d_o, d_lse })) = (&self.agreed.backward, gradient) {
@@ -285,19 +292,20 @@ impl Job {
                 let mut backward = pollster::block_on(session.run_backward(plans, inputs, &given))?;
                 walls_ns[1].push(self.watch.since_start_ns(rank));
                 self.watch.done(rank, ops.next().unwrap_or_default());
+                last.backward = Some(spans.len());
                 spans.append(&mut backward.spans);
                 gradients = Some(backward);
             }
-            last = Some((output, gradients));
+            results = Some((output, gradients));
         }
-        let (output, gradients) = last.ok_or_else(|| Failure::run("no run took place"))?;
+        let (output, gradients) = results.ok_or_else(|| Failure::run("no run took place"))?;
         // The median: the first run also allocates memory and compiles shaders.
         let [wall_ns, backward_ns] = walls_ns.map(|mut walls_ns| {
             walls_ns.sort_unstable();
             walls_ns.get(walls_ns.len() / 2).copied().unwrap_or(0)
         });
         let backward = gradients.map(|gradients| Backward { gradients, wall_ns: backward_ns });
-        Ok(Computed { output, backward, spans, last_run, wall_ns })
+        Ok(Computed { output, backward, spans, last, wall_ns })
     }
 
     /// Collects timelines, reports and output, and publishes them.
@@ -308,11 +316,11 @@ impl Job {
         computed: Computed,
         files: Files,
     ) -> Result<RankDone> {
-        let Computed { output, backward, spans, last_run, wall_ns } = computed;
+        let Computed { output, backward, spans, last, wall_ns } = computed;
         let Files { output: file, page } = files;
         let messages =
             Messages { transport: &**transport, op: self.operations(), deadline: self.runs.deadline };
-        let drawn = Drawn { device: &device.info().name, spans, last_run };
+        let drawn = Drawn { device: &device.info().name, spans, last };
         let pictures =
             self.draw(&messages, drawn, page).map_err(|failure| self.give_up(&**transport, failure))?;
         let collected = self
@@ -329,21 +337,24 @@ impl Job {
         if trace.is_none() && !wanted {
             return Ok(Pictures::default());
         }
-        let Drawn { device, spans, last_run } = drawn;
+        let Drawn { device, spans, last: LastRun { forward, backward } } = drawn;
         let rank = messages.transport.rank();
         let ahead = Ahead::measure(messages, &*self.runs.options.clock)?;
-        let rows = match wanted {
-            true => {
-                let world = messages.transport.world();
-                TimelineRow::of_spans(&spans[last_run..], ahead, world).collect(messages)?
+        let row = |spans: &[Span]| TimelineRow::of_spans(spans, ahead, messages.transport.world());
+        let (mut rows, mut backward_rows) = (None, None);
+        if wanted {
+            rows = row(&spans[forward..backward.unwrap_or(spans.len())]).collect(messages)?;
+            if let Some(backward) = backward {
+                // The messages of each pass have an operation of their own.
+                let messages = Messages { op: messages.op + BACKWARD_ROWS, ..*messages };
+                backward_rows = row(&spans[backward..]).collect(&messages)?;
             }
-            false => None,
-        };
+        }
         let trace = match trace {
             Some(path) => Track { rank, device: device.to_owned(), spans }.tell(path, messages, ahead)?,
             None => None,
         };
-        Ok(Pictures { trace, page: rows.map(|rows| PageParts { file: page, rows }) })
+        Ok(Pictures { trace, page: rows.map(|rows| PageParts { file: page, rows, backward_rows }) })
     }
 
     /// Aborts the group after a failure that only this rank knows.

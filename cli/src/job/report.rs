@@ -26,8 +26,8 @@ pub(crate) struct RankNote {
 /// The report of one rank on its backward pass.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct PassNote {
-    figures: Figures,
-    wall_s: f64,
+    pub(crate) figures: Figures,
+    pub(crate) wall_s: f64,
 }
 
 /// One entry of `per_rank`.
@@ -89,8 +89,11 @@ struct Json<'a> {
 /// The backward pass in the object of `--json`.
 #[derive(Serialize)]
 struct JsonBackward<'a> {
+    strategy: &'a str,
     wall_s: f64,
     per_rank: Vec<&'a Figures>,
+    /// Predicted time, with `--hardware`.
+    predicted_s: Option<f64>,
     max_abs_error: Option<f64>,
     tolerance: Option<f64>,
 }
@@ -162,8 +165,10 @@ impl Summary {
             max_abs_error: self.verdict.as_ref().map(|verdict| verdict.max_abs_error),
             tolerance: self.verdict.as_ref().map(|verdict| verdict.tolerance),
             backward: self.backward().map(|(wall_s, per_rank)| JsonBackward {
+                strategy: request.backward_strategy().name(),
                 wall_s,
                 per_rank,
+                predicted_s: request.predicted_backward_s,
                 max_abs_error: self.gradients.as_ref().map(|verdict| verdict.max_abs_error),
                 tolerance: self.gradients.as_ref().map(|verdict| verdict.tolerance),
             }),
@@ -200,6 +205,9 @@ impl Summary {
         if let Some((wall_s, figures)) = self.backward() {
             out.push_str(&format!("\nbackward pass\n\n{}", self.table_of(&figures)));
             out.push_str(&format!("\nwall       {}\n", duration(wall_s)));
+            if let Some(predicted_s) = request.predicted_backward_s {
+                out.push_str(&format!("predicted  {}\n", duration(predicted_s)));
+            }
         }
         if let Some(GradientVerdict { max_abs_error, tolerance, failure }) = &self.gradients {
             let wrong = if failure.is_some() { ": WRONG" } else { "" };
@@ -211,7 +219,7 @@ impl Summary {
     }
 
     /// The time of the backward pass, and the figures of all ranks.
-    fn backward(&self) -> Option<(f64, Vec<&Figures>)> {
+    pub(crate) fn backward(&self) -> Option<(f64, Vec<&Figures>)> {
         let notes: Vec<&PassNote> = self.ranks.iter().filter_map(|rank| rank.backward.as_ref()).collect();
         let wall_s = notes.iter().map(|note| note.wall_s).fold(0.0, f64::max);
         (!notes.is_empty()).then(|| (wall_s, notes.into_iter().map(|note| &note.figures).collect()))
@@ -273,7 +281,11 @@ pub(crate) fn facts(request: &Request) -> Vec<(&'static str, String)> {
         "{} over {} (ulysses x ring), {} placement",
         request.strategy, request.mesh, request.placement
     );
-    vec![(PROBLEM, shape), (MASK, mask), (SHARED, shared)]
+    let mut facts = vec![(PROBLEM, shape), (MASK, mask), (SHARED, shared)];
+    if request.gradients {
+        facts.push(("gradients", format!("by {}", request.backward_strategy())));
+    }
+    facts
 }
 
 const PROBLEM: &str = "problem";

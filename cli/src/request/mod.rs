@@ -7,7 +7,8 @@ use std::sync::Arc;
 use kyklos::machine::memory_bytes;
 use kyklos::plan::ProvedPlans;
 use kyklos::simulate::{
-    Candidate, Cluster, Shares, Verdict, Wanted, candidates, choose, fewest_bytes, predict,
+    Candidate, Cluster, Prediction, Priced, Shares, Verdict, Wanted, candidates, choose, fewest_bytes,
+    predict, predict_backward,
 };
 use kyklos::{
     AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_backward, plan_world,
@@ -29,8 +30,10 @@ pub(crate) struct Request {
     pub(crate) strategy: Strategy,
     pub(crate) placement: PlacementKind,
     pub(crate) split: Split,
-    /// Predicted time in seconds, with `--hardware`.
+    /// Predicted time of the forward pass in seconds, with `--hardware`.
     pub(crate) predicted_s: Option<f64>,
+    /// Of the backward pass, with `--grad`.
+    pub(crate) predicted_backward_s: Option<f64>,
     /// The description of `--hardware`.
     pub(crate) cluster: Option<Arc<Cluster>>,
     /// Where the options leave the shares to the speed of the devices: what they say of the mesh, strategy and placement.
@@ -47,6 +50,28 @@ pub(crate) struct Open {
     placement: Option<PlacementKind>,
     /// `--split auto`: also where the devices are of one kind.
     always: bool,
+}
+
+/// Predicted times in seconds.
+#[derive(Clone, Copy, Debug)]
+struct Predicted {
+    forward_s: f64,
+    /// With `--grad`.
+    backward_s: Option<f64>,
+}
+
+impl Predicted {
+    fn both_s(self) -> f64 {
+        self.forward_s + self.backward_s.unwrap_or(0.0)
+    }
+}
+
+/// The predicted seconds of the forward pass of a candidate that fits.
+pub(crate) fn forward_s(priced: &Priced) -> Option<f64> {
+    match &priced.passes {
+        Some(passes) => Some(passes.forward.wall_s()),
+        None => priced.prediction().map(Prediction::wall_s),
+    }
 }
 
 /// A problem before mesh, strategy and placement are chosen.
@@ -68,25 +93,28 @@ impl Asked {
             strategy: args.strategy.chosen().map(|name| name.0),
             placement: args.placement.chosen(),
             split: split(args),
+            gradients: args.grad,
         };
         Ok(Self { problem, source, wanted })
     }
 
-    /// The candidate with the shortest predicted time on `cluster`, and that time in seconds.
-    fn by_time(&self, cluster: &Cluster) -> Result<(Candidate, f64)> {
+    /// The candidate with the shortest predicted time on `cluster`, and that time.
+    fn by_time(&self, cluster: &Cluster) -> Result<(Candidate, Predicted)> {
         let priced = choose(&self.problem, &self.wanted, cluster)?;
         let refused = || match priced.first().map(|priced| &priced.verdict) {
             Some(Verdict::Refused(error)) => nothing_fits(priced.len(), error),
             _ => Failure::run("there is no plan to choose from"),
         };
-        let fastest =
-            priced.iter().find_map(|priced| Some((priced.candidate, priced.prediction()?.wall_s())));
+        let fastest = priced.iter().find_map(|priced| {
+            let backward_s = priced.passes.as_ref().map(|passes| passes.backward.wall_s());
+            Some((priced.candidate, Predicted { forward_s: forward_s(priced)?, backward_s }))
+        });
         fastest.ok_or_else(refused)
     }
 
     /// On a ring of unlike devices of `cluster`: the fastest candidate with shares by their speed, these shares, and the predicted
-    /// time in seconds.
-    fn by_shares(&self, cluster: &Cluster) -> Result<Option<(Candidate, Split, f64)>> {
+    /// time.
+    fn by_shares(&self, cluster: &Cluster) -> Result<Option<(Candidate, Split, Predicted)>> {
         let Self { problem, wanted, .. } = self;
         let capacities = cluster.capacities(problem, wanted.ranks)?;
         let ring =
@@ -94,7 +122,7 @@ impl Asked {
         if problem.fixed_order || capacities.iter().all(|capacity| *capacity == capacities[0]) {
             return Ok(None);
         }
-        let mut fastest: Option<(Candidate, Split, f64)> = None;
+        let mut fastest: Option<(Candidate, Split, Predicted)> = None;
         for candidate in candidates(problem, &ring)? {
             let is_usual =
                 wanted.strategy.is_some() || candidate.strategy == Strategy::of_mesh(candidate.mesh);
@@ -103,11 +131,16 @@ impl Asked {
             }
             // A candidate that does not fit is refused where all of them are compared.
             let Ok(shares) = Shares::level(problem, candidate, &capacities, Some(cluster)) else { continue };
-            let Ok(prediction) = predict(problem, candidate, &shares.split, cluster) else { continue };
-            let seconds = prediction.wall_s();
-            if prediction.fits(cluster).is_ok() && fastest.as_ref().is_none_or(|(.., least)| seconds < *least)
-            {
-                fastest = Some((candidate, shares.split, seconds));
+            let Ok(forward) = predict(problem, candidate, &shares.split, cluster) else { continue };
+            let backward = wanted
+                .gradients
+                .then(|| predict_backward(problem, candidate.of_backward(), &shares.split, cluster));
+            let Ok(backward) = backward.transpose() else { continue };
+            let fits = backward.iter().chain([&forward]).all(|pass| pass.fits(cluster).is_ok());
+            let backward_s = backward.as_ref().map(Prediction::wall_s);
+            let predicted = Predicted { forward_s: forward.wall_s(), backward_s };
+            if fits && fastest.as_ref().is_none_or(|(.., least)| predicted.both_s() < least.both_s()) {
+                fastest = Some((candidate, shares.split, predicted));
             }
         }
         Ok(fastest)
@@ -121,16 +154,16 @@ impl Request {
         let asked = Asked::new(args, seed, launched)?;
         let mut shared = None;
         let cluster = args.hardware.as_deref().map(description::read).transpose()?.map(Arc::new);
-        let (Candidate { strategy, mesh, placement }, predicted_s) = match &cluster {
+        let (Candidate { strategy, mesh, placement }, predicted) = match &cluster {
             Some(cluster) => {
-                let (mut fastest, mut predicted_s) = asked.by_time(cluster)?;
+                let (mut fastest, mut predicted) = asked.by_time(cluster)?;
                 if is_auto(args)
-                    && let Some((candidate, split, seconds)) = asked.by_shares(cluster)?
-                    && seconds < predicted_s
+                    && let Some((candidate, split, other)) = asked.by_shares(cluster)?
+                    && other.both_s() < predicted.both_s()
                 {
-                    (fastest, predicted_s, shared) = (candidate, seconds, Some(split));
+                    (fastest, predicted, shared) = (candidate, other, Some(split));
                 }
-                (fastest, Some(predicted_s))
+                (fastest, Some(predicted))
             }
             None => (fewest_bytes(&asked.problem, &asked.wanted)?, None),
         };
@@ -153,7 +186,8 @@ impl Request {
             strategy,
             placement,
             split: shared.unwrap_or(split),
-            predicted_s,
+            predicted_s: predicted.map(|predicted| predicted.forward_s),
+            predicted_backward_s: predicted.and_then(|predicted| predicted.backward_s),
             cluster,
             open: is_open.then_some(open),
             gradients: args.grad,
@@ -192,10 +226,15 @@ impl Request {
         if !self.gradients {
             return Ok(None);
         }
-        let strategy =
-            if self.strategy.has_backward() { self.strategy } else { Strategy::of_mesh(self.mesh) };
+        let strategy = self.backward_strategy();
         let world = plan_backward(&self.problem, self.mesh, self.placement, &self.split, strategy)?;
         Ok(Some(ProvedPlans::new(world)?))
+    }
+
+    /// The strategy of the backward pass.
+    pub(crate) fn backward_strategy(&self) -> Strategy {
+        let Self { strategy, mesh, placement, .. } = self;
+        Candidate { strategy: *strategy, mesh: *mesh, placement: *placement }.of_backward().strategy
     }
 
     /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine.

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World};
-use kyklos::{Observer, RankReport, RunOptions, Session, SessionOptions};
+use kyklos::{Observer, OutputGradient, RankGradients, RankReport, RunOptions, Session, SessionOptions};
 use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
+use crate::tensors::{GivenGradient, Source};
 
 /// One timed run.
 #[derive(Debug)]
@@ -36,6 +37,18 @@ impl Observer for Starts {
     }
 }
 
+/// Timed runs of a forward pass, and of the backward pass after each.
+#[derive(Debug)]
+pub(crate) struct BothPasses {
+    pub(crate) forward: Vec<Timed>,
+    pub(crate) backward: Vec<Timed>,
+    /// Of the last run, by rank.
+    pub(crate) gradients: Vec<RankGradients>,
+}
+
+/// What a rank reads before its first run: its tensors, and for a backward pass the gradient of its output.
+type Read<'a> = &'a (dyn Fn(Rank) -> Result<(Tensors, Option<GivenGradient>)> + Sync);
+
 /// Runs `world` `repeat` times after a warm-up run; rank i has `devices[i]`. Returns the run with the median wall time.
 pub(crate) fn run(
     world: &World,
@@ -44,43 +57,90 @@ pub(crate) fn run(
     tensors: &Tensors,
     repeat: u64,
 ) -> Result<Timed> {
-    let plans = Arc::new(ProvedPlans::new(world.clone())?);
-    let transports = group(transport, world.mesh.world())?;
+    let read = |rank| Ok((shard(world, rank, tensors)?, None));
+    middle(passes(world, None, (devices, transport), &read, repeat)?.forward)
+}
+
+/// Runs `forward` and then `backward`, which have the same tokens on each rank, `repeat` times after a warm-up run of both.
+pub(crate) fn both(
+    forward: &World,
+    backward: &World,
+    (devices, transport): (&[&Device], TransportName),
+    source: &Source,
+    repeat: u64,
+) -> Result<BothPasses> {
+    let read = |rank| {
+        let (queries, keys) = (forward.q_placement.of_rank(rank), forward.kv_placement.held_by(rank));
+        let tensors = source.all(&forward.problem, queries, &keys)?;
+        Ok((tensors, Some(source.output_gradient(&forward.problem, queries)?)))
+    };
+    passes(forward, Some(backward), (devices, transport), &read, repeat)
+}
+
+/// The run with the median wall time.
+pub(crate) fn middle(mut runs: Vec<Timed>) -> Result<Timed> {
+    runs.sort_by(|a, b| a.wall_s.total_cmp(&b.wall_s));
+    let middle = runs.len() / 2;
+    runs.into_iter().nth(middle).ok_or_else(|| Failure::run("no run took place"))
+}
+
+fn passes(
+    forward: &World,
+    backward: Option<&World>,
+    (devices, transport): (&[&Device], TransportName),
+    read: Read<'_>,
+    repeat: u64,
+) -> Result<BothPasses> {
+    let proved = |world: &World| Ok::<_, Failure>(Arc::new(ProvedPlans::new(world.clone())?));
+    let (plans, backward) = (proved(forward)?, backward.map(proved).transpose()?);
+    let transports = group(transport, forward.mesh.world())?;
     let starts = Arc::new(Starts::default());
     let run = RunOptions { observer: starts.clone(), ..quiet() };
     let options = SessionOptions { deadline: DEADLINE, run, ..SessionOptions::default() };
     let ended = on_threads(transports, |transport| {
         let device = devices[transport.rank().0 as usize].clone();
-        let part = shard(world, transport.rank(), tensors)?;
+        let (part, gradient) = read(transport.rank())?;
         let mut session = Session::with_options(transport, device, options.clone());
-        let mut ends = Vec::new();
+        let (mut ends, mut last) = (Vec::new(), None);
         pollster::block_on(async {
             let mut inputs = session.load(&plans, part).await?;
             for _ in 0..=repeat {
                 let output = session.run(&plans, &mut inputs).await?;
-                ends.push((Instant::now(), output.report));
+                ends.push((Instant::now(), output.report.clone()));
+                if let (Some(plans), Some(GivenGradient { d_o, d_lse })) = (&backward, &gradient) {
+                    let given = OutputGradient { output: &output, d_o: d_o.clone(), d_lse: d_lse.clone() };
+                    let gradients = session.run_backward(plans, &mut inputs, &given).await?;
+                    ends.push((Instant::now(), gradients.report.clone()));
+                    last = Some(gradients);
+                }
             }
             // The runs are done: peers that still wait for a message report their own error.
             let _ = session.close_async(DEADLINE).await;
-            Ok(ends)
+            Ok((ends, last))
         })
     })?;
     let starts = starts.0.lock().map_err(|_| Failure::run("a rank panicked: this is a bug"))?;
-    let mut runs = Vec::new();
-    for op in 1..=repeat {
+    let mut runs = [Vec::new(), Vec::new()];
+    let passes = 1 + u64::from(backward.is_some());
+    // The first operations warm up.
+    for op in passes..(repeat + 1) * passes {
         let place = usize::try_from(op).unwrap_or(usize::MAX);
-        let ends: Vec<_> = ended.iter().filter_map(|ends| ends.get(place)).collect();
+        let ends: Vec<_> = ended.iter().filter_map(|(ends, _)| ends.get(place)).collect();
         let start = starts.iter().filter(|(of, _)| *of == op).map(|(_, at)| *at).min();
         let end = ends.iter().map(|(at, _)| *at).max();
         let (Some(start), Some(end)) = (start, end) else {
             return Err(Failure::run("a run took no step"));
         };
         let reports = ends.iter().map(|(_, report)| report.clone()).collect();
-        runs.push(Timed { wall_s: (end - start).as_secs_f64(), reports });
+        let is_backward = op % passes == 1;
+        runs[usize::from(is_backward)].push(Timed { wall_s: (end - start).as_secs_f64(), reports });
     }
-    runs.sort_by(|a, b| a.wall_s.total_cmp(&b.wall_s));
-    let middle = runs.len() / 2;
-    runs.into_iter().nth(middle).ok_or_else(|| Failure::run("no run took place"))
+    let [forward, backward] = runs;
+    Ok(BothPasses {
+        forward,
+        backward,
+        gradients: ended.into_iter().filter_map(|(_, gradients)| gradients).collect(),
+    })
 }
 
 const DEADLINE: Duration = Duration::from_secs(120);

@@ -47,7 +47,7 @@ impl HeadPart {
     }
 }
 
-/// Gradients of the last KV head and of the query heads that read it, of all batch entries and tokens, in the problem's dtype.
+/// Gradients of one KV head and of the query heads that read it, of all batch entries and tokens, in the problem's dtype.
 pub(crate) struct HeadGradients {
     /// `[batch, tokens, group, dim]`.
     pub(crate) dq: Bytes,
@@ -67,10 +67,15 @@ struct Actual {
 }
 
 impl Sample {
+    /// The KV head that is verified: the last one.
+    pub(crate) fn verified_head(&self) -> u32 {
+        self.problem.kv_heads - 1
+    }
+
     /// Holds the gradients of the last KV head, in all batch entries. `None` for a head with so many pairs that the oracle would
     /// take minutes.
     pub(crate) fn judge_gradients(&self, gradients: &WholeGradients) -> Result<Option<GradientVerdict>> {
-        let [of_q, of_kv] = self.head_parts();
+        let [of_q, of_kv] = self.head_parts(self.verified_head());
         if self.gradient_work() > MOST_WORK {
             return Ok(None);
         }
@@ -88,7 +93,7 @@ impl Sample {
             d_sinks: Vec::new(),
         };
         let kv = self.whole_kv()?;
-        self.compare(&actual, &kv, &kv).map(Some)
+        self.compare(self.verified_head(), &actual, &kv, &kv).map(Some)
     }
 
     /// Refuses gradients for which the oracle would take minutes.
@@ -103,14 +108,15 @@ impl Sample {
         ))
     }
 
-    /// The head that is compared, out of a rank's gradients.
-    pub(crate) fn head_of(&self, gradients: &RankGradients) -> HeadGradients {
+    /// KV head `kv_head` and the query heads that read it, out of gradients of all heads.
+    pub(crate) fn head_of(&self, kv_head: u32, gradients: &RankGradients) -> HeadGradients {
         let AttentionProblem { q_heads, kv_heads, head_dim, dtype, .. } = self.problem;
         let group = q_heads / kv_heads;
         let cut = |tensor: &Bytes, heads: u32, count: u32| -> Bytes {
             let head = head_dim as usize * dtype.bytes();
             let (row, kept) = (heads as usize * head, count as usize * head);
-            tensor.chunks_exact(row.max(1)).flat_map(|row| &row[row.len() - kept..]).copied().collect()
+            let first = kv_head as usize * kept;
+            tensor.chunks_exact(row.max(1)).flat_map(|row| &row[first..first + kept]).copied().collect()
         };
         HeadGradients {
             dq: cut(&gradients.dq, q_heads, group),
@@ -119,15 +125,16 @@ impl Sample {
         }
     }
 
-    /// Holds the head that the ranks of `shared` computed, and the gradients of all sinks.
+    /// Holds KV head `kv_head` that the ranks of `shared` computed, and of the gradients of all sinks those of its query heads.
     pub(crate) fn judge_head(
         &self,
+        kv_head: u32,
         head: &HeadGradients,
         d_sinks: &[f64],
         shared: &World,
     ) -> Result<GradientVerdict> {
         let problem = &self.problem;
-        let [of_q, _] = self.head_parts();
+        let [of_q, _] = self.head_parts(kv_head);
         let all = TokenRuns::contiguous(0..problem.q_len);
         let GivenGradient { d_o, d_lse } = self.source.output_gradient(problem, &all)?;
         let d_o = values(problem.dtype, &d_o);
@@ -135,7 +142,7 @@ impl Sample {
         let of_rows = |d_lse: Bytes| -> Vec<f64> {
             let (d_lse, tokens) = (values(Dtype::F32, &d_lse), problem.q_len as usize);
             let heads = (0..problem.batch as usize)
-                .flat_map(|batch| (of_q.first..of_q.heads).map(move |head| (batch, head)));
+                .flat_map(|batch| (of_q.first..of_q.first + of_q.count).map(move |head| (batch, head)));
             heads
                 .flat_map(|(batch, head)| {
                     (0..tokens).map(move |token| d_lse.get((batch * tokens + token) * of_q.heads + head))
@@ -147,7 +154,6 @@ impl Sample {
             #[expect(clippy::cast_possible_truncation, reason = "all storage types are exact in f32")]
             (0..tensor.len() / problem.dtype.bytes()).map(|index| numbers.get(index) as f32).collect()
         };
-        let group = problem.group() as usize;
         #[expect(clippy::cast_possible_truncation, reason = "compared as the f32 that a file holds")]
         let actual = Actual {
             d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(),
@@ -155,38 +161,40 @@ impl Sample {
             dq: narrow(&head.dq),
             dk: narrow(&head.dk),
             dv: narrow(&head.dv),
-            d_sinks: d_sinks
-                .iter()
-                .skip(d_sinks.len().saturating_sub(group))
-                .map(|sink| *sink as f32)
-                .collect(),
+            d_sinks: d_sinks.iter().skip(of_q.first).take(of_q.count).map(|sink| *sink as f32).collect(),
         };
         let kv = self.whole_kv()?;
-        self.compare(&actual, &kv, &kv.as_on_the_wire(shared))
+        self.compare(kv_head, &actual, &kv, &kv.as_on_the_wire(shared))
     }
 
     /// Multiply-adds of one product of the head that is compared.
     fn gradient_work(&self) -> usize {
-        let [of_q, _] = self.head_parts();
+        let [of_q, _] = self.head_parts(self.verified_head());
         of_q.len().saturating_mul(self.problem.kv_len as usize)
     }
 
-    /// The part of tensors of queries, and of keys.
-    fn head_parts(&self) -> [HeadPart; 2] {
+    /// The part of KV head `kv_head` in tensors of queries, and of keys.
+    fn head_parts(&self, kv_head: u32) -> [HeadPart; 2] {
         let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, .. } = self.problem;
         let [batch, q_heads, kv_heads, dim] = [batch, q_heads, kv_heads, head_dim].map(|n| n as usize);
         let [q_tokens, kv_tokens] = [q_len, kv_len].map(|tokens| batch * tokens as usize);
-        let group = q_heads / kv_heads;
+        let (group, head) = (q_heads / kv_heads, kv_head as usize);
         [
-            HeadPart { heads: q_heads, first: q_heads - group, count: group, dim, tokens: q_tokens },
-            HeadPart { heads: kv_heads, first: kv_heads - 1, count: 1, dim, tokens: kv_tokens },
+            HeadPart { heads: q_heads, first: head * group, count: group, dim, tokens: q_tokens },
+            HeadPart { heads: kv_heads, first: head, count: 1, dim, tokens: kv_tokens },
         ]
     }
 
     /// Compares with the gradients of the oracle for `kv`. The tolerance comes from plain f32 arithmetic on `rounded`, the keys
     /// and values as ranks send them.
-    fn compare(&self, actual: &Actual, kv: &WholeKv, rounded: &WholeKv) -> Result<GradientVerdict> {
-        let [of_q, of_kv] = self.head_parts();
+    fn compare(
+        &self,
+        kv_head: u32,
+        actual: &Actual,
+        kv: &WholeKv,
+        rounded: &WholeKv,
+    ) -> Result<GradientVerdict> {
+        let [of_q, of_kv] = self.head_parts(kv_head);
         let q = self.read_whole_queries()?;
         let part = |bytes: &Bytes, part: HeadPart| -> Vec<f64> {
             let tensor = values(self.problem.dtype, bytes);
@@ -197,7 +205,7 @@ impl Sample {
         let problem = OracleProblem {
             q_heads: of_q.count,
             kv_heads: 1,
-            sinks: self.oracle.sinks.iter().skip(of_q.first).copied().collect(),
+            sinks: self.oracle.sinks.iter().skip(of_q.first).take(of_q.count).copied().collect(),
             ..self.oracle.clone()
         };
         let refused = |error: OracleError| Failure::run(format!("the oracle refuses the problem: {error}"));

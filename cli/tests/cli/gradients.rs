@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
+use serde_json::Value;
+
 use crate::support::*;
+use crate::watch::{Events, Watched, ranks};
 
 /// Tokens, heads and sizes of the tensors in these tests.
 const B: usize = 2;
@@ -225,5 +228,136 @@ fn a_plan_of_both_passes_is_printed() {
     let both = json(&kyklos(&[&plan[..], &["--json"]].concat()));
     for pass in ["forward", "backward"] {
         assert_eq!(both[pass]["plans"].as_array().map(Vec::len), Some(2), "{both}");
+    }
+}
+
+/// A file of `clusters/`.
+fn described(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../clusters").join(name).to_str().unwrap().to_owned()
+}
+
+#[test]
+fn plans_are_chosen_by_the_time_of_both_passes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (cluster, page) = (described("h100-infiniband.toml"), folder.path().join("plan.html"));
+    let plan = ["plan", "--shape", "1,8192,8,2,128", "--dtype", "bf16", "--mask", "causal", "--ranks", "4"];
+    let explain = ["--grad", "--explain", "--hardware", &cluster, "--report", page.to_str().unwrap()];
+    let all = json(&kyklos(&[&plan[..], &explain, &["--json"]].concat()));
+    let plans = all["plans"].as_array().unwrap();
+    let number = |value: &serde_json::Value| value.as_f64().unwrap();
+    let mut sums = Vec::new();
+    for plan in plans.iter().filter(|plan| plan["refused"].is_null()) {
+        let passes = &plan["passes"];
+        let (forward, backward) = (number(&passes["forward_s"]), number(&passes["backward_s"]));
+        assert!(backward > forward, "{plan}");
+        assert!((forward + backward - number(&plan["predicted_s"])).abs() < 1e-9, "{plan}");
+        sums.push(forward + backward);
+    }
+    assert!(sums.len() > 10 && sums.is_sorted(), "{sums:?}");
+    let text = stdout(&kyklos(&[&plan[..], &explain[..4]].concat()));
+    assert!(text.contains("backward ms") && text.contains("backward by"), "{text}");
+    let html = std::fs::read_to_string(page).unwrap();
+    for id in ["timeline", "traffic", "memory", "ranks"] {
+        for pass in ["", "backward-"] {
+            assert!(html.contains(&format!("<section id=\"{pass}{id}\"")), "{pass}{id}");
+        }
+    }
+    // What attend would run says how long each pass takes.
+    let chosen = json(&kyklos(&[&plan[..], &["--grad", "--hardware", &cluster, "--json"]].concat()));
+    let passes = ["forward", "backward"].map(|pass| number(&chosen[pass]["predicted_s"]));
+    assert!((passes[0] + passes[1] - sums[0]).abs() < 1e-9, "{passes:?} {sums:?}");
+}
+
+#[test]
+fn a_probe_with_gradients_measures_and_compares_both_passes() {
+    let folder = tempfile::tempdir().unwrap();
+    let saved = folder.path().join("here.toml");
+    let shape = ["plan", "--shape", "1,256,2,1,32", "--ranks", "2", "--device", "cpu", "--strategy", "ring"];
+    let probe =
+        ["--grad", "--explain", "--probe", "--measure", "1", "--save", saved.to_str().unwrap(), "--json"];
+    let all = json(&kyklos(&[&shape[..], &probe].concat()));
+    assert!(all["measured"][0]["measured_s"].as_f64().unwrap() > 0.0, "{all}");
+    let rate = &all["description"]["device"]["cpu"]["attention"][0];
+    let products = rate["backward_products"].as_f64().unwrap();
+    // Five products, and what a loaded machine adds to a measurement of milliseconds.
+    assert!((1.0..100.0).contains(&products) && (products - 7.0).abs() > 1e-9, "{products}");
+    assert!(std::fs::read_to_string(saved).unwrap().contains("backward_products = "));
+}
+
+#[test]
+fn the_page_of_a_run_has_both_passes_from_threads_and_from_processes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (page, cluster) = (folder.path().join("run.html"), described("loopback-2-cores.toml"));
+    let shape = ["--shape", "1,300,4,2,16", "--strategy", "ring", "--json"];
+    let hardware = ["--hardware", &cluster, "--report", page.to_str().unwrap(), "--repeat", "2"];
+    for start in [&["attend", "--ranks", "3"][..], &["launch", "-n", "3", "--", "attend"]] {
+        let run = json(&kyklos(&[start, &shape, &CAUSAL, &hardware].concat()));
+        let backward = &run["backward"];
+        assert!(backward["predicted_s"].as_f64().unwrap() > 0.0, "{run}");
+        assert_eq!(backward["strategy"], "ring");
+        let html = std::fs::read_to_string(&page).unwrap();
+        for (id, pass) in [("", &run), ("backward-", backward)] {
+            let of = |section: &str| {
+                let id = format!("<section id=\"{id}{section}\"");
+                html.split(&id).nth(1).unwrap().split("</section>").next().unwrap().to_owned()
+            };
+            for rank in pass["per_rank"].as_array().unwrap() {
+                for figure in ["bytes_sent", "peak_bytes", "compute_s"] {
+                    let value = format!("<data value=\"{}\"", rank[figure]);
+                    assert!(of("ranks").contains(&value), "{id} {figure} {value}");
+                }
+            }
+            assert!(of("timeline").matches("<details class=\"lane\"").count() == 3, "{id}");
+            assert!(of("prediction").contains("predicted"), "{id}");
+        }
+        assert!(html.contains("Backward pass: 3 ranks finished in"), "{id}", id = start[0]);
+        std::fs::remove_file(&page).unwrap();
+    }
+}
+
+#[test]
+fn a_ring_is_timed_in_turns_with_one_rank() {
+    let bench = ["bench", "--device", "cpu", "--shape", "1,256,4,2,32", "--mask", "causal", "--dtype", "f32"];
+    let turns = ["--backward", "--ranks", "2", "--rounds", "2", "--repeat", "2"];
+    let lines = json(&kyklos(&[&bench[..], &turns, &["--json"]].concat()));
+    let line = &lines[0];
+    for pass in ["forward", "backward"] {
+        for side in ["one_rank", "ring"] {
+            let of = |name: &str| line[pass][side][name].as_f64().unwrap();
+            assert!(0.0 < of("min_ms") && of("min_ms") <= of("median_ms") && of("median_ms") <= of("max_ms"));
+            assert_eq!(of("runs"), 4.0);
+        }
+        let median = |side: &str| line[pass][side]["median_ms"].as_f64().unwrap();
+        let ratio = line[pass]["ratio"].as_f64().unwrap();
+        assert!((ratio - median("ring") / median("one_rank")).abs() < 1e-9, "{line}");
+    }
+    assert!(line["max_abs_error"].as_f64().unwrap() <= line["tolerance"].as_f64().unwrap(), "{line}");
+    let text = stdout(&kyklos(&[&bench[..], &turns].concat()));
+    assert!(text.contains("ring / 1 rank"), "{text}");
+}
+
+#[test]
+fn both_passes_of_a_run_with_gradients_are_shown() {
+    for start in [&["attend", "--ranks", "2"][..], &["launch", "-n", "2", "--", "attend"]] {
+        let long = ["--shape", "1,2048,4,2,64", "--mask", "causal", "--device", "cpu", "--strategy", "ring"];
+        let watched = Watched::start(&[start, &long, &["--grad", "--repeat", "30", "--watch"]].concat());
+        let events: Vec<(String, Value)> = Events::of(&watched.address).collect();
+        assert_eq!(watched.end().0, Some(0));
+        let states: Vec<&Value> =
+            events.iter().filter(|(name, _)| name == "state").map(|(_, state)| state).collect();
+        let texts: Vec<&str> = states.iter().map(|state| state["text"].as_str().unwrap()).collect();
+        assert!(texts.iter().any(|text| text.contains("of 30, backward pass.")), "{texts:?}");
+        let doing: Vec<&str> = states
+            .iter()
+            .flat_map(|state| ranks(state))
+            .map(|rank| rank["doing"].as_str().unwrap())
+            .collect();
+        assert!(doing.iter().any(|doing| doing.starts_with("computing gradients")), "{doing:?}");
+        let done: Vec<f64> = states.iter().map(|state| state["done"].as_f64().unwrap()).collect();
+        assert!(done.is_sorted() && done.last() == Some(&1.0), "{done:?}");
+        let report = events[events.len() - 2].1.as_str().unwrap();
+        for id in ["timeline", "backward-timeline", "backward-traffic"] {
+            assert!(report.contains(&format!("<section id=\"{id}\"")), "{id}");
+        }
     }
 }

@@ -21,7 +21,7 @@ fn every_cell_is_told_with_the_command_that_repeats_it() {
     let part = ["--strategy", "dense,pass-q", "--row", "bias for", "--row", "wire f16", "--inputs", folder];
     let all = json(&kyklos(&[&PART[..], &part, &["--json"]].concat()));
     let cells = all["cells"].as_array().unwrap();
-    assert_eq!(cells.len(), 8);
+    assert_eq!(cells.len(), 16);
     for cell in cells {
         let command: Vec<&str> = cell["command"].as_str().unwrap().split(' ').collect();
         assert_eq!(command[0], "kyklos");
@@ -46,10 +46,11 @@ fn the_table_counts_and_quotes_and_is_quiet_in_a_pipe() {
     assert_eq!(stderr(&output), "");
     let text = stdout(&output);
     for words in [
-        "ulysses    4x1  causal ",
+        "ulysses    4x1  forward   causal ",
+        "ulysses    4x1  backward  causal ",
         "1 refused [1]",
         "[1] f16 on the wire with strategy ulysses on mesh 4x1: ",
-        "4 cells: 2 correct, 2 refused, 0 wrong, 0 failed",
+        "8 cells: 4 correct, 4 refused, 0 wrong, 0 failed",
     ] {
         assert!(text.contains(words), "`{words}` is not in:\n{text}");
     }

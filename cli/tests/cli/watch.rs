@@ -13,13 +13,13 @@ use crate::support::*;
 const SHAPE: [&str; 6] = ["--shape", "1,300,4,2,16", "--mask", "causal", "--device", "cpu"];
 
 /// A call with a live page, and the address of the page.
-struct Watched {
+pub(crate) struct Watched {
     child: Child,
-    address: String,
+    pub(crate) address: String,
 }
 
 impl Watched {
-    fn start(words: &[&str]) -> Self {
+    pub(crate) fn start(words: &[&str]) -> Self {
         let mut child = command(words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
         let mut line = String::new();
@@ -36,7 +36,7 @@ impl Watched {
     }
 
     /// Its exit code and standard output.
-    fn end(self) -> (Option<i32>, String) {
+    pub(crate) fn end(self) -> (Option<i32>, String) {
         let output = finish(self.child, Duration::from_secs(120));
         (output.status.code(), stdout(&output))
     }
@@ -63,10 +63,10 @@ fn get(address: &str, path: &str, fields: &str) -> String {
 }
 
 /// A client of the events.
-struct Events(BufReader<TcpStream>);
+pub(crate) struct Events(BufReader<TcpStream>);
 
 impl Events {
-    fn of(address: &str) -> Self {
+    pub(crate) fn of(address: &str) -> Self {
         let mut stream = connect(address);
         write!(stream, "GET /events HTTP/1.1\r\nHost: {address}\r\nSec-Fetch-Site: same-origin\r\n\r\n")
             .unwrap();
@@ -100,7 +100,7 @@ impl Iterator for Events {
     }
 }
 
-fn ranks(state: &Value) -> &Vec<Value> {
+pub(crate) fn ranks(state: &Value) -> &Vec<Value> {
     state["ranks"].as_array().unwrap()
 }
 

@@ -3,10 +3,13 @@
 use super::candidate::Candidate;
 use super::candidates::{Wanted, meshes};
 use crate::strategy::{bytes_sent, dealt};
-use crate::{AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Strategy};
+use crate::{
+    AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Strategy, plan_backward_placed,
+};
 
 /// The candidate that sends the fewest bytes, among equals the one with the larger Ulysses extent. The strategy is the
-/// default one of its mesh and the placement [`PlacementKind::for_problem`], unless `wanted` names others.
+/// default one of its mesh and the placement [`PlacementKind::for_problem`], unless `wanted` names others. With
+/// [`Wanted::gradients`] the bytes are those of both passes.
 ///
 /// Only in a fixed order a problem may refuse that placement and take another one: then the first that fits is chosen.
 ///
@@ -17,11 +20,14 @@ pub fn fewest_bytes(problem: &AttentionProblem, wanted: &Wanted) -> Result<Candi
     let mut refusal = Error::request("there is no plan to choose from", "name at least one rank");
     let meshes = meshes(wanted)?;
     for mesh in &meshes {
-        match first_fit(problem, *mesh, wanted) {
-            Ok((candidate, q, kv)) => {
-                // The only mesh needs no price.
-                let only = meshes.len() == 1;
-                let bytes = if only { 0 } else { bytes_sent(problem, &q, &kv, candidate.strategy) };
+        let priced = first_fit(problem, *mesh, wanted).and_then(|(candidate, q, kv)| {
+            // The only mesh needs no price.
+            let only = meshes.len() == 1;
+            let bytes = if only { 0 } else { bytes_of_passes(problem, candidate, wanted, (q, kv))? };
+            Ok((bytes, candidate))
+        });
+        match priced {
+            Ok((bytes, candidate)) => {
                 if best.is_none_or(|(least, _)| bytes < least) {
                     best = Some((bytes, candidate));
                 }
@@ -30,6 +36,22 @@ pub fn fewest_bytes(problem: &AttentionProblem, wanted: &Wanted) -> Result<Candi
         }
     }
     best.map(|(_, candidate)| candidate).ok_or(refusal)
+}
+
+/// Bytes of the passes that are wanted.
+fn bytes_of_passes(
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    wanted: &Wanted,
+    (q, kv): (Placement, Placement),
+) -> Result<u64> {
+    let forward = bytes_sent(problem, &q, &kv, candidate.strategy);
+    if !wanted.gradients {
+        return Ok(forward);
+    }
+    let Candidate { strategy, mesh, .. } = candidate.of_backward();
+    let backward = plan_backward_placed(problem, mesh, q, kv, strategy)?;
+    Ok(forward + backward.plans.iter().map(|plan| plan.volume(problem).0).sum::<u64>())
 }
 
 /// The first placement that fits on `mesh`, and the owners of queries and keys; or the refusal.
@@ -80,6 +102,7 @@ mod tests {
                 strategy: None,
                 placement: None,
                 split,
+                gradients: false,
             };
             fewest_bytes(&problem.with_fixed_order(true).unwrap(), &wanted)
         };

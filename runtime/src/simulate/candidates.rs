@@ -2,7 +2,7 @@
 
 use super::candidate::Candidate;
 use super::cluster::Cluster;
-use super::large::predict;
+use super::large::{predict, predict_backward};
 use super::prediction::Prediction;
 use crate::{AttentionProblem, Error, Mesh, PlacementKind, Result, Split, Strategy};
 
@@ -19,6 +19,8 @@ pub struct Wanted {
     pub placement: Option<PlacementKind>,
     /// Tokens of each rank.
     pub split: Split,
+    /// Whether the gradients are computed too: then both passes count.
+    pub gradients: bool,
 }
 
 /// A candidate with its prediction or its refusal.
@@ -26,8 +28,21 @@ pub struct Wanted {
 pub struct Priced {
     /// The candidate.
     pub candidate: Candidate,
-    /// Its prediction, or its refusal.
+    /// Its prediction, or its refusal. With [`Wanted::gradients`] it is that of both passes, one after the other.
     pub verdict: Verdict,
+    /// Each pass of a candidate that fits, with [`Wanted::gradients`].
+    pub passes: Option<Passes>,
+}
+
+/// The passes of a candidate.
+#[derive(Clone, Debug)]
+pub struct Passes {
+    /// Of the forward pass.
+    pub forward: Prediction,
+    /// Of the backward pass.
+    pub backward: Prediction,
+    /// The strategy of the backward pass: see [`Candidate::of_backward`].
+    pub backward_strategy: Strategy,
 }
 
 /// The prediction or the refusal of a candidate.
@@ -92,7 +107,7 @@ pub(super) fn meshes(wanted: &Wanted) -> Result<Vec<Mesh>> {
 }
 
 /// Prices every candidate: the fastest first, refused candidates last. Equal candidates keep the order of
-/// [`candidates`].
+/// [`candidates`]. With [`Wanted::gradients`] the time is that of both passes.
 ///
 /// # Errors
 /// [`Error::Request`] if the cluster cannot be used at all, for example because it has fewer devices than ranks.
@@ -101,13 +116,33 @@ pub fn choose(problem: &AttentionProblem, wanted: &Wanted, cluster: &Cluster) ->
     let mut priced: Vec<Priced> = candidates(problem, wanted)?
         .into_iter()
         .map(|candidate| {
-            let verdict = predict(problem, candidate, &wanted.split, cluster)
-                .and_then(|prediction| prediction.fits(cluster).map(|()| prediction));
-            Priced { candidate, verdict: verdict.map_or_else(Verdict::Refused, Verdict::Fits) }
+            let (verdict, passes) = match price(problem, candidate, wanted, cluster) {
+                Ok((prediction, passes)) => (Verdict::Fits(prediction), passes),
+                Err(refusal) => (Verdict::Refused(refusal), None),
+            };
+            Priced { candidate, verdict, passes }
         })
         .collect();
     priced.sort_by_key(|priced| priced.prediction().map_or(u64::MAX, |prediction| prediction.wall_ns));
     Ok(priced)
+}
+
+/// The prediction of what is wanted, and with gradients of each pass.
+pub(super) fn price(
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    Wanted { split, gradients, .. }: &Wanted,
+    cluster: &Cluster,
+) -> Result<(Prediction, Option<Passes>)> {
+    let fitting = |prediction: Prediction| prediction.fits(cluster).map(|()| prediction);
+    let forward = predict(problem, candidate, split, cluster).and_then(fitting)?;
+    if !gradients {
+        return Ok((forward, None));
+    }
+    let of_backward = candidate.of_backward();
+    let backward = predict_backward(problem, of_backward, split, cluster).and_then(fitting)?;
+    let both = forward.then(&backward);
+    Ok((both, Some(Passes { forward, backward, backward_strategy: of_backward.strategy })))
 }
 
 impl Priced {

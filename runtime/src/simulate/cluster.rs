@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::capacity::Capacity;
-use super::describe::{Description, DeviceDescription, LinkDescription};
+use super::describe::{AttentionRate, Description, DeviceDescription, LinkDescription};
 use crate::{AttentionProblem, Error, Remedy, Result};
 
 /// A validated [`Description`], with one entry for each host.
@@ -234,6 +234,17 @@ impl Cluster {
 
     /// Nanoseconds for one visible (query, key) pair of one head.
     pub(super) fn ns_per_pair(&self, device: usize, problem: &AttentionProblem) -> Result<f64> {
+        let rate = self.rate(device, problem)?;
+        Ok(4.0 * f64::from(problem.head_dim) / (rate.gflop_per_s * rate.share_of_it))
+    }
+
+    /// Nanoseconds for the gradients of one visible pair of one head.
+    pub(super) fn backward_ns_per_pair(&self, device: usize, problem: &AttentionProblem) -> Result<f64> {
+        Ok(self.ns_per_pair(device, problem)? * self.rate(device, problem)?.backward_products / 2.0)
+    }
+
+    /// The rate for the element type and the nearest head dim.
+    fn rate(&self, device: usize, problem: &AttentionProblem) -> Result<&AttentionRate> {
         let rates = &self.device(device).attention;
         let dim = f64::from(problem.head_dim);
         let distance = |head_dim: u32| (f64::from(head_dim) / dim).ln().abs();
@@ -241,13 +252,12 @@ impl Cluster {
             .iter()
             .filter(|rate| rate.dtype == problem.dtype.name())
             .min_by(|a, b| distance(a.head_dim).total_cmp(&distance(b.head_dim)));
-        match nearest {
-            Some(rate) => Ok(4.0 * dim / (rate.gflop_per_s * rate.share_of_it)),
-            None => Err(Error::request(
+        nearest.ok_or_else(|| {
+            Error::request(
                 format!("{} has no attention rate for {}", self.kind_of(device), problem.dtype),
                 Remedy::DescribeDtypeOrUseAnother { device: self.kind_of(device).to_owned() },
-            )),
-        }
+            )
+        })
     }
 
     /// The same cluster with infinitely fast links: bytes take no time.

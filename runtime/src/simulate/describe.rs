@@ -100,6 +100,10 @@ pub struct AttentionRate {
     /// Factor on `gflop_per_s`, if `gflop_per_s` is a peak.
     #[serde(default = "whole")]
     pub share_of_it: f64,
+    /// Products for the gradients of a pair, each in the time of one of the two products of its attention: 5 where one kernel
+    /// makes all gradients, 7 where queries and keys each have a kernel, 8 where keys and values have too.
+    #[serde(default = "products_of_two_kernels")]
+    pub backward_products: f64,
 }
 
 /// A kind of link.
@@ -283,6 +287,7 @@ impl DeviceDescription {
         for rate in &self.attention {
             rate.dtype.parse::<Dtype>()?;
             positive(at("attention.gflop_per_s"), rate.gflop_per_s)?;
+            positive(at("attention.backward_products"), rate.backward_products)?;
             if rate.head_dim == 0 || !(rate.share_of_it > 0.0 && rate.share_of_it <= 1.0) {
                 return Err(Error::request(
                     format!(
@@ -324,6 +329,10 @@ fn one() -> u32 {
 
 fn whole() -> f64 {
     1.0
+}
+
+fn products_of_two_kernels() -> f64 {
+    7.0
 }
 
 fn default_piece_ms() -> f64 {

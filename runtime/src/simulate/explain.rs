@@ -3,24 +3,29 @@
 use std::fmt::Write;
 
 use super::candidate::Candidate;
-use super::candidates::{Priced, Verdict};
+use super::candidates::{Passes, Priced, Verdict, Wanted, price};
 use super::cluster::Cluster;
-use super::large::predict;
 use super::prediction::{Prediction, RankPrediction};
 use crate::plan::{bytes, table};
-use crate::{AttentionProblem, Result, Split};
+use crate::{AttentionProblem, Result};
 
-/// Priced candidates as a table: for each one its prediction or its refusal.
+/// Priced candidates as a table: for each one its prediction or its refusal. With gradients, of both passes together, and the time
+/// of each.
 pub fn explain_choice(priced: &[Priced]) -> String {
     let mut rows = Vec::new();
-    for Priced { candidate, verdict } in priced {
+    let both = priced.iter().any(|priced| priced.passes.is_some());
+    for Priced { candidate, verdict, passes } in priced {
         let Verdict::Fits(prediction) = verdict else { continue };
         let names =
             [candidate.strategy.to_string(), candidate.mesh.to_string(), candidate.placement.to_string()];
         let busiest = prediction.links.first();
         let star = if prediction.extrapolated { "*" } else { "" };
+        let wall = [format!("{:.3}{star}", prediction.wall_s() * 1e3)];
+        let of_passes = passes.iter().flat_map(|Passes { forward, backward, backward_strategy }| {
+            let [forward, backward] = [forward, backward].map(|pass| format!("{:.3}", pass.wall_s() * 1e3));
+            [forward, backward, backward_strategy.to_string()]
+        });
         let numbers = [
-            format!("{:.3}{star}", prediction.wall_s() * 1e3),
             percent(prediction.overlap()),
             percent(prediction.idle()),
             bytes(prediction.bytes_sent()),
@@ -28,25 +33,17 @@ pub fn explain_choice(priced: &[Priced]) -> String {
             busiest.map_or_else(|| "-".to_owned(), |link| bytes(link.bytes)),
             busiest.map_or_else(String::new, |link| link.name.clone()),
         ];
-        rows.push(names.into_iter().chain(numbers).collect());
+        rows.push(names.into_iter().chain(wall).chain(of_passes).chain(numbers).collect());
     }
-    let header = [
-        "strategy",
-        "mesh",
-        "placement",
-        "predicted ms",
-        "computing",
-        "idle",
-        "sent",
-        "peak",
-        "link carries",
-        "busiest link",
-    ];
+    let names = ["strategy", "mesh", "placement", "predicted ms"];
+    let of_passes = ["forward ms", "backward ms", "backward by"];
+    let numbers = ["computing", "idle", "sent", "peak", "link carries", "busiest link"];
+    let header = [&names[..], if both { &of_passes } else { &[] }, &numbers].concat();
     let mut out = if rows.is_empty() { String::new() } else { table(&header, rows) };
     if priced.iter().filter_map(Priced::prediction).any(|prediction| prediction.extrapolated) {
         out.push_str("* extrapolated from two shorter rings with shards of the same size\n");
     }
-    for Priced { candidate, verdict } in priced {
+    for Priced { candidate, verdict, .. } in priced {
         if let Verdict::Refused(error) = verdict {
             let _ = writeln!(out, "refused    {candidate}: {error}");
         }
@@ -124,18 +121,18 @@ pub enum Bound {
     Copies,
 }
 
-/// The bound of `candidate` on `cluster`. It is computing if that takes most of the time, else the cost whose removal
+/// The bound of what is wanted of `candidate` on `cluster`. It is computing if that takes most of the time, else the cost whose removal
 /// would save most time.
 ///
 /// # Errors
-/// As [`predict`].
+/// As [`choose`](super::choose).
 pub fn bound(
     problem: &AttentionProblem,
     candidate: Candidate,
-    split: &Split,
+    wanted: &Wanted,
     cluster: &Cluster,
 ) -> Result<Bound> {
-    let on = |cluster: &Cluster| predict(problem, candidate, split, cluster);
+    let on = |cluster: &Cluster| price(problem, candidate, wanted, cluster).map(|(prediction, _)| prediction);
     let as_is = on(cluster)?;
     let without = |other: &Cluster| -> Result<u64> { Ok(as_is.wall_ns.saturating_sub(on(other)?.wall_ns)) };
     let ranks = as_is.ranks.len().max(1) as u64;

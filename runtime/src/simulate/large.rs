@@ -9,9 +9,11 @@ use super::candidate::Candidate;
 use super::cluster::Cluster;
 use super::prediction::{LinkPrediction, Prediction, RankPrediction};
 use super::walk::simulate;
+use crate::plan::World;
 use crate::strategy::EqualHops;
 use crate::{
-    AttentionProblem, Error, Mask, Mesh, Placement, Result, Split, Strategy, plan_placed, plan_world,
+    AttentionProblem, Error, Mask, Mesh, Placement, PlacementKind, Result, Split, Strategy, plan_backward,
+    plan_placed, plan_world,
 };
 
 /// Predicts `candidate` for `problem`: by a walk, or for a long ring by extrapolation from two shorter rings.
@@ -24,8 +26,34 @@ pub fn predict(
     split: &Split,
     cluster: &Cluster,
 ) -> Result<Prediction> {
+    predict_pass(plan_world, problem, candidate, split, cluster)
+}
+
+/// As [`predict`], of the backward pass: the gradients of q, k and v.
+///
+/// # Errors
+/// As [`simulate`] and [`plan_backward`].
+pub fn predict_backward(
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    split: &Split,
+    cluster: &Cluster,
+) -> Result<Prediction> {
+    predict_pass(plan_backward, problem, candidate, split, cluster)
+}
+
+/// Makes the plans of one pass.
+type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> Result<World>;
+
+fn predict_pass(
+    plans: Planner,
+    problem: &AttentionProblem,
+    candidate: Candidate,
+    split: &Split,
+    cluster: &Cluster,
+) -> Result<Prediction> {
     let walk = |problem: &AttentionProblem, mesh: Mesh| {
-        let world = plan_world(problem, mesh, candidate.placement, split, candidate.strategy)?;
+        let world = plans(problem, mesh, candidate.placement, split, candidate.strategy)?;
         simulate(&world, cluster)
     };
     let Candidate { strategy, mesh, .. } = candidate;

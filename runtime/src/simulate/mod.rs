@@ -27,7 +27,7 @@ mod work;
 
 pub use by_bytes::fewest_bytes;
 pub use candidate::Candidate;
-pub use candidates::{Priced, Verdict, Wanted, candidates, choose};
+pub use candidates::{Passes, Priced, Verdict, Wanted, candidates, choose};
 pub use capacity::Capacity;
 pub use cluster::Cluster;
 pub use describe::{
@@ -36,7 +36,7 @@ pub use describe::{
 };
 pub use events::{Activity, PredictedEvents, PredictedMessage, PredictedWork, pairs_of_ranks};
 pub use explain::{Bound, bound, explain_choice, why_first};
-pub use large::{predict, predict_placed};
+pub use large::{predict, predict_backward, predict_placed};
 pub use prediction::{LinkPrediction, Prediction, RankPrediction};
 pub use shares::Shares;
 pub(crate) use shares::work_of;

@@ -80,6 +80,39 @@ impl Prediction {
         self.ranks.iter().map(|rank| rank.bytes_sent).max().unwrap_or(0)
     }
 
+    /// This run and then another one of the same ranks, which begins when the last rank has ended this one.
+    pub(super) fn then(&self, next: &Self) -> Self {
+        // An extrapolated prediction may have fewer ranks: they repeat.
+        let count = self.ranks.len().max(next.ranks.len());
+        let (first, second) = (self.ranks.iter().cycle(), next.ranks.iter().cycle());
+        let ranks = first.zip(second).take(count).map(|(first, second)| RankPrediction {
+            device: first.device,
+            finish_ns: self.wall_ns + second.finish_ns,
+            compute_ns: first.compute_ns + second.compute_ns,
+            wait_ns: first.wait_ns + second.wait_ns,
+            copy_ns: first.copy_ns + second.copy_ns,
+            bytes_sent: first.bytes_sent + second.bytes_sent,
+            messages_sent: first.messages_sent + second.messages_sent,
+            peak_bytes: first.peak_bytes.max(second.peak_bytes),
+            pairs: first.pairs + second.pairs,
+        });
+        let mut loads: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+        for link in self.links.iter().chain(&next.links) {
+            let load = loads.entry(&link.name).or_default();
+            *load = (load.0 + link.bytes, load.1 + link.busy_ns);
+        }
+        let link =
+            |(name, (bytes, busy_ns)): (&str, _)| LinkPrediction { name: name.to_owned(), bytes, busy_ns };
+        let mut links: Vec<_> = loads.into_iter().map(link).collect();
+        links.sort_by_key(|link| std::cmp::Reverse(link.busy_ns));
+        Self {
+            wall_ns: self.wall_ns + next.wall_ns,
+            ranks: ranks.collect(),
+            links,
+            extrapolated: self.extrapolated || next.extrapolated,
+        }
+    }
+
     /// Refuses a run if the ranks of a device need more memory than it has.
     ///
     /// # Errors

@@ -88,6 +88,8 @@ struct Pricer<'a> {
 /// A device's prices for this problem, in nanoseconds.
 struct Prices {
     pair: f64,
+    /// For the gradients of a pair.
+    backward_pair: f64,
     /// Pairs that the end of an interval costs on average: half a tile of rows and half a tile of keys.
     edge_pairs: f64,
     attend_step: f64,
@@ -116,6 +118,7 @@ impl<'a> Pricer<'a> {
         let described = cluster.device(device);
         let prices = Prices {
             pair: cluster.ns_per_pair(device, &world.problem)?,
+            backward_pair: cluster.backward_ns_per_pair(device, &world.problem)?,
             edge_pairs: f64::from(described.tile_rows + described.tile_keys - 2) / 2.0,
             attend_step: described.attend_step_us * 1e3,
             piece: described.piece_us * 1e3,
@@ -138,7 +141,9 @@ impl<'a> Pricer<'a> {
 
     fn run(mut self, messages: &mut Vec<Message>, known: &mut Known) -> Result<RankProgram> {
         let plan = self.plan;
-        for id in [Some(plan.q), Some(plan.kv), plan.bias].into_iter().flatten() {
+        let gradients = plan.gradients.map(|own| [own.d_o, own.stats]);
+        let inputs = [Some(plan.q), Some(plan.kv), plan.bias].into_iter().flatten();
+        for id in inputs.chain(gradients.into_iter().flatten()) {
             self.born(id);
         }
         let mut exchanges: HashMap<u32, usize> = HashMap::new();
@@ -246,13 +251,13 @@ impl<'a> Pricer<'a> {
         self.rank.ops.push(Op::Compute(ns));
     }
 
-    /// Gradients cost as many pairs as attention, each [`PRODUCTS`] times as much.
+    /// The gradients of as many pairs as attention has.
     fn attend_backward(&mut self, q: &Slice, kv: &Slice, sums: [BufferId; 2]) {
         let (q_tokens, kv_tokens) = (self.plan.slice_tokens(q), self.plan.slice_tokens(kv));
         let work = self.counter.count(&self.world.problem, &q_tokens, &kv_tokens);
         let heads = f64::from(q.heads.end - q.heads.start);
         let computed = (work.pairs + work.edges * self.prices.edge_pairs).min(work.area) * heads;
-        let attended = computed * self.prices.pair * PRODUCTS;
+        let attended = computed * self.prices.backward_pair;
         let mut bytes = 0.0;
         for sum in sums {
             let fresh = !self.alive[sum.0];
@@ -296,7 +301,3 @@ fn message(messages: &mut Vec<Message>, known: &mut Known, key: (u32, u32, u32))
         messages.len() - 1
     })
 }
-
-/// Products of a pair in a backward pass, in units of the two of a forward pass: two kinds of kernels compute the scores and
-/// their gradients, one of them the gradients of queries, the other those of keys and of values.
-const PRODUCTS: f64 = 3.5;

@@ -149,13 +149,6 @@ impl Prepared {
 /// The files to write; refuses one that is another file of the call.
 fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
     let ranks = request.mesh.world();
-    let pictures = [("--report", args.report.is_some()), ("--watch", args.watch.watch.is_some())];
-    if let Some((option, _)) = pictures.into_iter().find(|(_, given)| args.problem.grad && *given) {
-        return Err(Failure::request(
-            format!("{option} with --grad"),
-            "leave one of the two away: the pictures are of the forward pass",
-        ));
-    }
     let result = match &args.output {
         Some(path) => Some(OutputTarget::new(path, request.source.path(), ranks)?),
         None => None,

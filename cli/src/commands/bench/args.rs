@@ -38,6 +38,10 @@ pub(crate) struct BenchArgs {
     /// gradients of one head are compared with the oracle
     #[arg(long, conflicts_with = "verify")]
     pub(crate) backward: bool,
+    /// With --backward: time both passes of a ring of N ranks of this process, in turns with those of one rank on the same device.
+    /// The ranks of a CPU share its threads
+    #[arg(long, value_name = "N", requires = "backward", group = "turns")]
+    pub(crate) ranks: Option<NonZeroU32>,
     /// Timed runs of each combination, after one warm-up run
     #[arg(long, value_name = "N", default_value = "9")]
     pub(crate) repeat: NonZeroU32,
@@ -48,10 +52,10 @@ pub(crate) struct BenchArgs {
     /// Another program to time in turns with this one, on one device; repeatable. COMMAND gets a case, such as
     /// 1,1024,8,8,64,causal,f32, with ,backward after it for --backward, and a number of calls; it prints
     /// {"first_ms":…,"times_ms":[…],"max_abs_error":…}
-    #[arg(long, value_name = "NAME=COMMAND")]
+    #[arg(long, value_name = "NAME=COMMAND", group = "turns")]
     pub(crate) against: Vec<Peer>,
-    /// With --against: number of turns of each program
-    #[arg(long, value_name = "N", default_value = "3", requires = "against")]
+    /// With --against or --ranks: number of turns of each program, or of each number of ranks
+    #[arg(long, value_name = "N", default_value = "3", requires = "turns")]
     pub(crate) rounds: NonZeroU32,
     /// Print one JSON array
     #[arg(long)]

@@ -2,6 +2,7 @@
 
 pub(crate) mod against;
 mod args;
+mod shared;
 
 use std::time::Instant;
 
@@ -90,6 +91,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         ));
     }
     let cases = cases(args)?;
+    if args.ranks.is_some() {
+        return shared::bench(args, &devices, &cases);
+    }
     if !args.against.is_empty() {
         return bench_against(args, &devices, &cases);
     }

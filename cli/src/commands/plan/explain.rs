@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use kyklos::plan::{expected_of_wire, table};
+use kyklos::plan::{World, expected_of_wire, table};
 use kyklos::simulate::{
-    Candidate, Cluster, Prediction, Priced, Verdict, bound, candidates, choose, explain_choice, why_first,
+    Candidate, Cluster, Passes, Prediction, Priced, Verdict, bound, candidates, choose, explain_choice,
+    why_first,
 };
-use kyklos::{AttentionProblem, TokenRuns, plan_world};
+use kyklos::{
+    AttentionProblem, Error, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_backward, plan_world,
+};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -20,7 +23,7 @@ use crate::median::median;
 use crate::observe::page::model::{Choice, PossiblePlan, Price};
 use crate::observe::page::target::PageFile;
 use crate::request::description::{self, nothing_fits};
-use crate::request::{Asked, Request};
+use crate::request::{Asked, Request, forward_s};
 use crate::run::timed;
 
 /// Runs the command. `page`: the file of `--report`.
@@ -62,7 +65,7 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
     let compared = compare(&priced, &measured);
     let bound = priced
         .first()
-        .map(|first| bound(&asked.problem, first.candidate, &asked.wanted.split, &cluster))
+        .map(|first| bound(&asked.problem, first.candidate, &asked.wanted, &cluster))
         .transpose()?;
     let why = why_first(&priced);
     if let (Some(page), Some(first)) = (page, priced.first()) {
@@ -116,7 +119,7 @@ fn write_page(
 ) -> Result<()> {
     let Candidate { strategy, mesh, placement } = first.candidate;
     let request = Request {
-        gradients: false,
+        gradients: asked.wanted.gradients,
         problem: asked.problem.clone(),
         mask_text: args.problem.mask.text.clone(),
         source: asked.source.clone(),
@@ -124,11 +127,12 @@ fn write_page(
         strategy,
         placement,
         split: asked.wanted.split.clone(),
-        predicted_s: first.prediction().map(Prediction::wall_s),
+        predicted_s: forward_s(first),
+        predicted_backward_s: first.passes.as_ref().map(|passes| passes.backward.wall_s()),
         cluster: Some(Arc::new(cluster.clone())),
         open: None,
     };
-    page::write(file, &request, &request.plan()?, Some(choice))
+    page::write(file, &request, &request.plan()?, request.plan_backward()?.as_ref(), Some(choice))
 }
 
 fn possible(priced: &Priced, compared: &[Compared]) -> PossiblePlan {
@@ -138,6 +142,10 @@ fn possible(priced: &Priced, compared: &[Compared]) -> PossiblePlan {
             Verdict::Refused(error) => Err(error.to_string()),
             Verdict::Fits(prediction) => Ok(Price {
                 predicted_s: prediction.wall_s(),
+                passes_s: priced
+                    .passes
+                    .as_ref()
+                    .map(|Passes { forward, backward, .. }| [forward, backward].map(Prediction::wall_s)),
                 idle: prediction.idle(),
                 bytes_sent: prediction.bytes_sent(),
                 peak_bytes: prediction.peak_bytes(),
@@ -149,6 +157,9 @@ fn possible(priced: &Priced, compared: &[Compared]) -> PossiblePlan {
             .map(|found| found.measured_s),
     }
 }
+
+/// Makes the plans of one pass.
+type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> kyklos::Result<World>;
 
 /// A plan that was run.
 #[derive(Clone, Debug, Serialize)]
@@ -165,25 +176,39 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
     let (problem, wanted) = (&asked.problem, &asked.wanted);
     probe::fits(wanted.ranks)?;
     let devices = (0..wanted.ranks as usize).map(|rank| devices::choose(&args.device.0, rank));
-    let mut probe = Probe::new(problem, devices.collect::<Result<_>>()?, args.transport)?;
+    let mut probe = Probe::new(problem, wanted.gradients, devices.collect::<Result<_>>()?, args.transport)?;
     let Some(rounds) = args.measure else {
         probe.look()?;
         return Ok((probe.cluster()?, Vec::new()));
     };
     let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
     let tensors = asked.source.all(problem, &q, &kv)?;
+    let passes = |candidate: Candidate| {
+        let plan = |candidate: Candidate, plans: Planner| {
+            let Candidate { strategy, mesh, placement } = candidate;
+            plans(problem, mesh, placement, &wanted.split, strategy)
+        };
+        let backward = wanted.gradients.then(|| plan(candidate.of_backward(), plan_backward));
+        Ok::<_, Error>((plan(candidate, plan_world)?, backward.transpose()?))
+    };
     let mut runs = Vec::new();
     for candidate in candidates(problem, wanted)? {
-        let Candidate { strategy, mesh, placement } = candidate;
         // A refused plan appears in the table with the reason.
-        if let Ok(world) = plan_world(problem, mesh, placement, &wanted.split, strategy) {
-            runs.push((candidate, world, Vec::new()));
+        if let Ok(worlds) = passes(candidate) {
+            runs.push((candidate, worlds, Vec::new()));
         }
     }
     for _ in 0..rounds.get() {
         probe.look()?;
-        for (_, world, walls_s) in &mut runs {
-            walls_s.push(timed::run(world, &probe.backends(), args.transport, &tensors, 1)?.wall_s);
+        for (_, (forward, backward), walls_s) in &mut runs {
+            let on = (&probe.backends()[..], args.transport);
+            walls_s.push(match backward {
+                None => timed::run(forward, on.0, on.1, &tensors, 1)?.wall_s,
+                Some(backward) => {
+                    let both = timed::both(forward, backward, on, &asked.source, 1)?;
+                    timed::middle(both.forward)?.wall_s + timed::middle(both.backward)?.wall_s
+                }
+            });
         }
     }
     Ok((
@@ -244,6 +269,11 @@ fn plan(priced: &Priced) -> Value {
         Verdict::Fits(prediction) => json!({
             "plan": candidate,
             "predicted_s": prediction.wall_s(),
+            "passes": priced.passes.as_ref().map(|Passes { forward, backward, backward_strategy }| json!({
+                "forward_s": forward.wall_s(),
+                "backward_s": backward.wall_s(),
+                "backward_strategy": backward_strategy,
+            })),
             "overlap": prediction.overlap(),
             "idle": prediction.idle(),
             "bytes_sent": prediction.bytes_sent(),

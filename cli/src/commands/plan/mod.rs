@@ -25,13 +25,6 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             "describe them with --hardware and leave --explain away, or run kyklos attend",
         ));
     }
-    let alone = [("--explain", args.explain), ("--report", args.report.is_some())];
-    if let Some((option, _)) = alone.into_iter().find(|(_, given)| args.problem.grad && *given) {
-        return Err(Failure::request(
-            format!("{option} with --grad"),
-            "leave one of the two away: plans are chosen and drawn for the forward pass",
-        ));
-    }
     // A page draws proved plans, of --explain too.
     if !args.explain || args.report.is_some() {
         few_ranks(args)?;
@@ -53,15 +46,16 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     }
     few_tokens(&request.problem)?;
     let plans = request.plan()?;
-    if let Some(file) = page_file {
-        page::write(file, &request, &plans, None)?;
-    }
     let backward = request.plan_backward()?;
+    if let Some(file) = page_file {
+        page::write(file, &request, &plans, backward.as_ref(), None)?;
+    }
     if args.json {
         let forward = Explained::new(plans.world(), plans.checks(), request.predicted_s);
         return match &backward {
             Some(backward) => {
-                let backward = Explained::new(backward.world(), backward.checks(), None);
+                let backward =
+                    Explained::new(backward.world(), backward.checks(), request.predicted_backward_s);
                 print_json(&serde_json::json!({ "forward": forward, "backward": backward }))
             }
             None => print_json(&forward),
@@ -72,6 +66,9 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let mut text = predicted.unwrap_or_default() + &explain(plans.world(), plans.checks(), shown);
     if let Some(backward) = backward {
         text.push_str("\nbackward pass\n\n");
+        if let Some(seconds) = request.predicted_backward_s {
+            text.push_str(&format!("predicted  {}\n", duration(seconds)));
+        }
         text.push_str(&explain(backward.world(), backward.checks(), shown));
     }
     print(&text)

@@ -38,18 +38,23 @@ pub(super) fn write(
     file: PageFile,
     request: &Request,
     plans: &ProvedPlans,
+    backward: Option<&ProvedPlans>,
     choice: Option<Choice>,
 ) -> Result<()> {
-    file.write(&html(&Page { choice, ..page(request, plans)? }))
+    let pass = |plans, predicted_s| of_pass(request, plans, predicted_s);
+    let mut page = pass(plans, request.predicted_s)?;
+    page.title = format!("Plan: {} on {} ranks", request.strategy, page.ranks.len());
+    page.facts.splice(0..0, facts(request));
+    let backward = backward.map(|plans| pass(plans, request.predicted_backward_s)).transpose()?;
+    file.write(&html(&Page { choice, backward: backward.map(Box::new), ..page }))
 }
 
-fn page(request: &Request, plans: &ProvedPlans) -> Result<Page> {
+/// What a page shows of the forward or of the backward pass.
+fn of_pass(request: &Request, plans: &ProvedPlans, predicted_s: Option<f64>) -> Result<Page> {
     let mut page = page_of_plans(plans, &[]);
     page.origin = Origin::Predicted;
-    page.title = format!("Plan: {} on {} ranks", request.strategy, page.ranks.len());
-    page.facts = facts(request);
-    page.wall_s = request.predicted_s;
-    page.predicted_s = request.predicted_s;
+    page.wall_s = predicted_s;
+    page.predicted_s = predicted_s;
     if let Some(cluster) = request.cluster.as_ref().filter(|_| page.ranks.len() <= MOST_SIMULATED) {
         let (prediction, events) = simulate_events(plans.world(), cluster)?;
         page.facts.push(("devices and links", cluster.name().to_owned()));

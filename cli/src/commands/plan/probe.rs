@@ -2,8 +2,9 @@
 //! measurements are runs of real plans, through the executor and the collective.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
-use kyklos::backend::{Device, DeviceClass};
+use kyklos::backend::{Control, Device, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::plan::{Step, World};
 use kyklos::simulate::{
@@ -19,6 +20,7 @@ use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
 use crate::median::median;
 use crate::options::TransportName;
+use crate::run::resident::Resident;
 use crate::run::timed;
 use crate::tensors::Source;
 
@@ -33,6 +35,8 @@ pub(crate) struct Probe {
     /// By rank.
     devices: Vec<DeviceId>,
     backends: BTreeMap<DeviceId, Device>,
+    /// Whether gradients are computed too.
+    gradients: bool,
     rounds: Vec<Round>,
 }
 
@@ -51,6 +55,7 @@ struct DeviceRound {
     copy_gb_per_s: f64,
     state_gb_per_s: f64,
     key_gb_per_s: f64,
+    backward_products: Option<f64>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +69,7 @@ impl Probe {
     /// Opens the devices of ranks that will attend in `dtype` with heads of `head_dim`.
     pub(crate) fn new(
         problem: &AttentionProblem,
+        gradients: bool,
         devices: Vec<DeviceId>,
         transport: TransportName,
     ) -> Result<Self> {
@@ -75,7 +81,7 @@ impl Probe {
         }
         let heads = [problem.q_heads, problem.kv_heads];
         let (dtype, head_dim) = (problem.dtype, problem.head_dim);
-        Ok(Self { dtype, head_dim, heads, transport, devices, backends, rounds: Vec::new() })
+        Ok(Self { dtype, head_dim, heads, transport, devices, backends, gradients, rounds: Vec::new() })
     }
 
     /// The device of each rank.
@@ -113,6 +119,7 @@ impl Probe {
                         head_dim: self.head_dim,
                         gflop_per_s: of(|round| round.gflop_per_s),
                         share_of_it: 1.0,
+                        backward_products: of(|round| round.backward_products.unwrap_or(SEVEN)),
                     }],
                     tile_rows: tile,
                     tile_keys: tile,
@@ -199,7 +206,31 @@ impl Probe {
             copy_gb_per_s: self.copies(backend)?,
             state_gb_per_s: self.states(backend, sharing)?,
             key_gb_per_s,
+            backward_products: self.gradients.then(|| self.products(backend, tokens)).transpose()?,
         })
+    }
+
+    /// The time of the gradients of a pair, in units of half the time of its attention.
+    fn products(&self, backend: &Device, tokens: u32) -> Result<f64> {
+        let [heads, kv_heads] = self.heads;
+        let problem = self.problem([1, tokens, heads, kv_heads, self.head_dim], Mask::full())?;
+        let mut resident = Resident::new(backend, &problem, 0)?;
+        let mut gradients = resident.gradients(backend, 0)?;
+        let control = Control::default();
+        let mut walls_s = [Vec::new(), Vec::new()];
+        for run in 0..=REPEAT {
+            let started = Instant::now();
+            resident.run(backend, &control)?;
+            let between = Instant::now();
+            resident.run_backward(backend, &mut gradients, &control)?;
+            // The first runs compile kernels.
+            if run > 0 {
+                walls_s[0].push((between - started).as_secs_f64());
+                walls_s[1].push(between.elapsed().as_secs_f64());
+            }
+        }
+        let [forward_s, backward_s] = walls_s.map(median);
+        Ok(2.0 * backward_s / forward_s)
     }
 
     /// Seconds that each of `sharing` ranks would take if it had the device for itself. Each rank sees only its own keys, so
@@ -364,4 +395,6 @@ const BULK_BYTES: u64 = 64 << 20;
 const REPEAT: u64 = 3;
 /// Number of all runs of a measurement.
 const REPEAT_RUNS: f64 = 4.0;
+/// Products of two kernels, where no gradients are measured.
+const SEVEN: f64 = 7.0;
 const MOST_RANKS: u32 = 64;

@@ -13,12 +13,33 @@ use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
 use crate::options::{TransportName, one_line};
 use crate::request::Request;
-use crate::verify::Verdict;
+use crate::verify::{GradientVerdict, Verdict};
+
+/// What of a combination is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub(crate) enum Pass {
+    /// Attention.
+    Forward,
+    /// Attention, and then the gradients, which are compared.
+    Backward,
+}
+
+impl Pass {
+    pub(crate) const ALL: [Self; 2] = [Self::Forward, Self::Backward];
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        }
+    }
+}
 
 /// One combination.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cell {
     pub(crate) row: Row,
+    pub(crate) pass: Pass,
     pub(crate) strategy: Strategy,
     pub(crate) mesh: Mesh,
     pub(crate) dtype: Dtype,
@@ -56,6 +77,15 @@ impl CellState {
         }
     }
 
+    /// From a comparison of the gradients of one head.
+    pub(crate) fn of_gradients(verdict: GradientVerdict) -> Self {
+        let GradientVerdict { max_abs_error: error, tolerance, failure } = verdict;
+        match failure {
+            None => Self::Correct { error, tolerance },
+            Some(why) => Self::Wrong { error, tolerance, why },
+        }
+    }
+
     pub(crate) fn is_bad(&self) -> bool {
         matches!(self, Self::Wrong { .. } | Self::Failed(_))
     }
@@ -75,24 +105,26 @@ impl CellState {
 pub(crate) struct Accepted {
     pub(crate) request: Request,
     pub(crate) plans: Arc<ProvedPlans>,
+    /// Of the backward pass.
+    pub(crate) backward: Option<Arc<ProvedPlans>>,
 }
 
 impl Cell {
     /// A cell on the test mesh of its strategy.
     pub(crate) fn new(
-        row: Row,
+        (row, pass): (Row, Pass),
         strategy: Strategy,
         dtype: Dtype,
         placement: PlacementKind,
         target: Target,
     ) -> Self {
-        Self { row, strategy, mesh: strategy.example_mesh(), dtype, placement, target }
+        Self { row, pass, strategy, mesh: strategy.example_mesh(), dtype, placement, target }
     }
 
     /// Arguments of the program that repeat this cell, with input files in `folder`.
     pub(crate) fn arguments(&self, folder: &Path) -> Vec<String> {
         let mut arguments = vec!["attend".to_owned()];
-        arguments.extend(self.row.options(self.dtype, self.mesh.world(), folder));
+        arguments.extend(self.row.options((self.dtype, self.pass), self.mesh.world(), folder));
         let chosen = [
             ("--strategy", self.strategy.to_string()),
             ("--mesh", self.mesh.to_string()),
@@ -101,6 +133,9 @@ impl Cell {
             ("--transport", self.target.transport.name().to_owned()),
         ];
         arguments.extend(chosen.into_iter().flat_map(|(name, value)| [name.to_owned(), value]));
+        if self.pass == Pass::Backward {
+            arguments.push("--grad".to_owned());
+        }
         arguments.push("--verify".to_owned());
         arguments
     }
@@ -112,8 +147,10 @@ impl Cell {
     pub(crate) fn validate(&self, folder: &Path) -> Result<Result<Box<Accepted>, String>> {
         let words = self.arguments(folder).into_iter().map(Into::into);
         let args = AttendArgs::of_words(words).map_err(|error| Failure::run(one_line(&error)))?;
-        let planned = Request::new(&args.problem, args.seed, None)
-            .and_then(|request| Ok(Accepted { plans: Arc::new(request.plan()?), request }));
+        let planned = Request::new(&args.problem, args.seed, None).and_then(|request| {
+            let (plans, backward) = (Arc::new(request.plan()?), request.plan_backward()?.map(Arc::new));
+            Ok(Accepted { plans, backward, request })
+        });
         match planned {
             Ok(accepted) => Ok(Ok(Box::new(accepted))),
             Err(refusal) if refusal.exit == 2 => Ok(Err(refusal.text)),
@@ -143,6 +180,7 @@ impl Serialize for Report {
             strategy: Strategy,
             mesh: String,
             row: &'a str,
+            pass: &'a str,
             dtype: &'a str,
             placement: String,
             device: String,
@@ -153,7 +191,7 @@ impl Serialize for Report {
             message: Option<&'a str>,
             command: &'a str,
         }
-        let Cell { row, strategy, mesh, dtype, placement, target } = self.cell;
+        let Cell { row, pass, strategy, mesh, dtype, placement, target } = self.cell;
         let (numbers, message) = match &self.state {
             CellState::Correct { error, tolerance } => (Some((*error, *tolerance)), None),
             CellState::Wrong { error, tolerance, why } => (Some((*error, *tolerance)), Some(why.as_str())),
@@ -163,6 +201,7 @@ impl Serialize for Report {
             strategy,
             mesh: mesh.to_string(),
             row: row.name,
+            pass: pass.name(),
             dtype: dtype.name(),
             placement: placement.to_string(),
             device: target.device.to_string(),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 
-use super::cell::{Cell, Target};
+use super::cell::{Cell, Pass, Target};
 use super::rows::{ROWS, Row};
 use super::table::place_in;
 use crate::devices::{BackendKind, DeviceId};
@@ -19,13 +19,20 @@ pub(crate) fn document() -> Result<String> {
     let meshes = Strategy::ALL.map(Strategy::example_mesh);
     let columns: Vec<String> =
         Strategy::ALL.iter().zip(&meshes).map(|(strategy, mesh)| format!("{strategy} {mesh}")).collect();
-    let mut out = format!("{HEAD}{}", header("", &columns));
-    for row in ROWS {
-        let mut states = Vec::new();
-        for (strategy, mesh) in Strategy::ALL.into_iter().zip(&meshes) {
-            states.push(accepted(*row, strategy, *mesh, folder.path(), &mut refusals)?);
+    let mut out = String::new();
+    for (pass, head) in [(Pass::Forward, HEAD), (Pass::Backward, GRADIENTS)] {
+        out.push_str(&format!("{head}{}", header("", &columns)));
+        for row in ROWS {
+            let mut states = Vec::new();
+            for (strategy, mesh) in Strategy::ALL.into_iter().zip(&meshes) {
+                states.push(accepted((*row, pass), strategy, *mesh, folder.path(), &mut refusals)?);
+            }
+            let named = match pass {
+                Pass::Forward => format!("{}<br>{}", row.name, row.in_words()),
+                Pass::Backward => row.name.to_owned(),
+            };
+            out.push_str(&line(&named, &states));
         }
-        out.push_str(&line(&format!("{}<br>{}", row.name, row.in_words()), &states));
     }
     out.push_str(MESHES);
     let names: Vec<String> = Strategy::ALL.iter().map(Strategy::to_string).collect();
@@ -33,7 +40,8 @@ pub(crate) fn document() -> Result<String> {
     for mesh in ["1x1", "1x4", "4x1", "2x2", "8x1"] {
         let mut states = Vec::new();
         for strategy in Strategy::ALL {
-            states.push(accepted(ROWS[0], strategy, mesh.parse::<Mesh>()?, folder.path(), &mut refusals)?);
+            let (row, mesh) = ((ROWS[0], Pass::Forward), mesh.parse::<Mesh>()?);
+            states.push(accepted(row, strategy, mesh, folder.path(), &mut refusals)?);
         }
         out.push_str(&line(mesh, &states));
     }
@@ -48,33 +56,39 @@ pub(crate) fn document() -> Result<String> {
     Ok(out)
 }
 
-/// The dtypes that are accepted with every placement, or the placements that are accepted with every dtype.
+/// The dtypes that are accepted with every placement, or the placements that are accepted with every dtype. Of a backward pass
+/// also the strategy that runs it, if it is another one.
 fn accepted(
-    row: Row,
+    (row, pass): (Row, Pass),
     strategy: Strategy,
     mesh: Mesh,
     folder: &Path,
     refusals: &mut Vec<String>,
 ) -> Result<String> {
     let (mut taken, mut notes) = (Vec::new(), Vec::new());
+    let mut by = strategy;
     let mut placements = PlacementKind::ALL.to_vec();
     for dtype in Dtype::ALL {
-        row.write(dtype, folder)?;
+        row.write((dtype, pass), folder)?;
         let said = notes.len();
         for placement in PlacementKind::ALL {
             let target = Target { device: DeviceId::CPU, transport: TransportName::InProcess };
-            let cell = Cell { row, strategy, mesh, dtype, placement, target };
-            if let Err(refusal) = cell.validate(folder)? {
-                notes.push(refusal);
-                placements.retain(|other| *other != placement);
+            let cell = Cell { row, pass, strategy, mesh, dtype, placement, target };
+            match cell.validate(folder)? {
+                Ok(accepted) => by = accepted.backward.map_or(by, |plans| plans.world().strategy),
+                Err(refusal) => {
+                    notes.push(refusal);
+                    placements.retain(|other| *other != placement);
+                }
             }
         }
         if notes.len() == said {
             taken.push(dtype.name());
         }
     }
+    let by = if by == strategy { String::new() } else { format!(" by {by}") };
     if notes.is_empty() {
-        return Ok("yes".to_owned());
+        return Ok(format!("yes{by}"));
     }
     let mut said = Vec::new();
     for note in notes {
@@ -83,7 +97,7 @@ fn accepted(
     let refused = format!("no{}", said.concat());
     let names: Vec<&str> = placements.iter().map(|placement| placement.name()).collect();
     let taken = if taken.is_empty() { names } else { taken };
-    Ok(if taken.is_empty() { refused } else { format!("{}, else {refused}", taken.join(", ")) })
+    Ok(if taken.is_empty() { refused } else { format!("{}{by}, else {refused}", taken.join(", ")) })
 }
 
 /// The footnote of a refusal. Refusals of other strategies or meshes for the same reason share one.
@@ -118,6 +132,15 @@ Each strategy is on one mesh that it accepts, with four ranks, except for dense.
 zigzag, striped and per-document placement. Otherwise a cell lists the accepted dtypes or placements, and a footnote with the
 refusal of the others. The problem is `--shape 1,260,6,2,16` unless the row names another one. Devices and transports make no
 difference here.
+
+";
+
+const GRADIENTS: &str = "
+## Gradients
+
+The same rows and strategies with `--grad`: the gradients of q, k, v and sinks. A strategy without a backward pass of its own
+is named with the strategy that computes the gradients of its forward pass: the default of the mesh, on the same
+tokens.
 
 ";
 

@@ -13,14 +13,15 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use kyklos::backend::Backend;
 use kyklos::{Dtype, PlacementKind, Strategy};
 
 use crate::devices::{self, BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::options::{StrategyName, TransportName};
-use cell::{Cell, CellState, Report, Target};
+use cell::{Cell, CellState, Pass, Report, Target};
 use rows::{ROWS, Row};
-use run::{Reference, Runner};
+use run::{Reference, Runner, judge_gradients};
 use table::Table;
 
 /// The part of the table to run. Without options: all of it.
@@ -32,6 +33,9 @@ pub(crate) struct SupportArgs {
     /// Only rows whose name starts with this; repeatable
     #[arg(long, value_name = "NAME")]
     row: Vec<String>,
+    /// Only these passes; backward is attention and then the gradients
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pass: Vec<Pass>,
     /// Only these dtypes
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     dtype: Vec<Dtype>,
@@ -52,7 +56,7 @@ pub(crate) struct SupportArgs {
     #[arg(long, value_name = "DIR")]
     inputs: Option<PathBuf>,
     /// Print docs/support.md instead: what the validator accepts. Runs nothing and needs no device
-    #[arg(long, conflicts_with_all = ["strategy", "row", "dtype", "placement", "device", "transport", "inputs", "json"])]
+    #[arg(long, conflicts_with_all = ["strategy", "row", "pass", "dtype", "placement", "device", "transport", "inputs", "json"])]
     matrix: bool,
     /// Print one JSON object with every cell
     #[arg(long)]
@@ -106,12 +110,13 @@ fn fill(args: &SupportArgs) -> Result<Table> {
     }
     let bar = progress(axes.cells());
     let mut reports = Vec::with_capacity(axes.cells());
-    for row in &axes.rows {
+    let passes = || axes.passes.iter().flat_map(|pass| axes.rows.iter().map(move |row| (*row, *pass)));
+    for (row, pass) in passes() {
         for dtype in &axes.dtypes {
-            row.write(*dtype, &folder)?;
-            axes.cells_of(*row, *dtype, &folder, &mut runner, |report| {
+            row.write((*dtype, pass), &folder)?;
+            axes.cells_of((row, pass), *dtype, &folder, &mut runner, |report| {
                 if let Some(bar) = &bar {
-                    bar.set_message(format!("{}, {dtype}", row.name));
+                    bar.set_message(format!("{} {}, {dtype}", pass.name(), row.name));
                     bar.inc(1);
                 }
                 reports.push(report);
@@ -127,6 +132,7 @@ fn fill(args: &SupportArgs) -> Result<Table> {
 /// The values to combine.
 struct Axes {
     rows: Vec<Row>,
+    passes: Vec<Pass>,
     strategies: Vec<Strategy>,
     dtypes: Vec<Dtype>,
     placements: Vec<PlacementKind>,
@@ -150,6 +156,7 @@ impl Axes {
         let strategies: Vec<Strategy> = args.strategy.iter().map(|name| name.0).collect();
         Ok(Self {
             rows,
+            passes: or_all(&args.pass, &Pass::ALL),
             strategies: or_all(&strategies, &Strategy::ALL),
             dtypes: or_all(&args.dtype, &Dtype::ALL),
             placements: or_all(&args.placement, &PlacementKind::ALL),
@@ -160,6 +167,7 @@ impl Axes {
 
     fn cells(&self) -> usize {
         self.rows.len()
+            * self.passes.len()
             * self.strategies.len()
             * self.dtypes.len()
             * self.placements.len()
@@ -169,7 +177,7 @@ impl Axes {
     /// Runs all cells of a row and dtype, which share the result of the oracle.
     fn cells_of(
         &self,
-        row: Row,
+        row: (Row, Pass),
         dtype: Dtype,
         folder: &Path,
         runner: &mut Runner,
@@ -205,8 +213,16 @@ fn run_cell(
         Some(reference) => reference,
         None => reference.insert(Reference::new(&accepted)?),
     };
-    let rows = runner.run(&accepted, cell.target, &reference.sample)?;
     let backend = runner.backend(cell.target.device)?;
+    if accepted.backward.is_some() {
+        let problem = &accepted.request.problem;
+        if let Err(refusal) = backend.supports_backward(problem.dtype, problem.head_dim as usize) {
+            return Ok(CellState::Refused(refusal.to_string()));
+        }
+        let gradients = runner.gradients(&accepted, cell.target)?;
+        return judge_gradients(&reference.sample, &gradients, &accepted);
+    }
+    let rows = runner.run(&accepted, cell.target, &reference.sample)?;
     Ok(reference.judge(rows, &accepted, cell.target.device, &backend))
 }
 

@@ -11,6 +11,7 @@ use kyklos_oracle::inputs::{TensorId, fill, normal};
 use kyklos_oracle::oracle::Element;
 use safetensors::tensor::TensorView;
 
+use super::cell::Pass;
 use crate::failure::{Failure, Result};
 
 /// One row. To add one, add a line to [`ROWS`].
@@ -122,13 +123,13 @@ const fn file(q_len: usize, kv_len: usize, pairs: Option<Pairs>) -> Tensors {
 
 impl Row {
     /// Options of `attend` for the problem and the placement, on `ranks` ranks (1 or 4), with input files in `folder`.
-    pub(crate) fn options(&self, dtype: Dtype, ranks: u32, folder: &Path) -> Vec<String> {
+    pub(crate) fn options(&self, kind: (Dtype, Pass), ranks: u32, folder: &Path) -> Vec<String> {
         let mut options = match self.tensors {
             Tensors::MadeUp(shape) => {
-                vec!["--shape".to_owned(), join(&shape), "--dtype".to_owned(), dtype.to_string()]
+                vec!["--shape".to_owned(), join(&shape), "--dtype".to_owned(), kind.0.to_string()]
             }
             Tensors::File { .. } => {
-                vec!["--input".to_owned(), self.path(dtype, folder).to_string_lossy().into_owned()]
+                vec!["--input".to_owned(), self.path(kind, folder).to_string_lossy().into_owned()]
             }
         };
         options.extend(self.options.split_whitespace().map(str::to_owned));
@@ -197,19 +198,24 @@ impl Row {
         }
     }
 
-    fn path(&self, dtype: Dtype, folder: &Path) -> PathBuf {
-        folder.join(format!("{}-{dtype}.safetensors", self.name.replace(", ", "-").replace(' ', "-")))
+    fn path(&self, (dtype, pass): (Dtype, Pass), folder: &Path) -> PathBuf {
+        let name = self.name.replace(", ", "-").replace(' ', "-");
+        let pass = if pass == Pass::Backward { "-backward" } else { "" };
+        folder.join(format!("{name}{pass}-{dtype}.safetensors"))
     }
 
-    /// Writes the row's input file, if it needs one.
-    pub(crate) fn write(&self, dtype: Dtype, folder: &Path) -> Result<()> {
+    /// Writes the row's input file, if it needs one. That of a backward pass has the gradient of the output too.
+    pub(crate) fn write(&self, (dtype, pass): (Dtype, Pass), folder: &Path) -> Result<()> {
         let Tensors::File { q_len, kv_len, pairs } = self.tensors else { return Ok(()) };
-        let path = self.path(dtype, folder);
-        let file = match dtype {
+        let path = self.path((dtype, pass), folder);
+        let mut file = match dtype {
             Dtype::F32 => InputFile::new::<f32>(safetensors::Dtype::F32, q_len, kv_len, pairs),
             Dtype::F16 => InputFile::new::<f16>(safetensors::Dtype::F16, q_len, kv_len, pairs),
             Dtype::Bf16 => InputFile::new::<bf16>(safetensors::Dtype::BF16, q_len, kv_len, pairs),
         };
+        if pass == Pass::Forward {
+            file.0.remove("do");
+        }
         let bytes = file.bytes().map_err(|error| Failure::run(format!("{}: {error}", path.display())))?;
         std::fs::write(&path, bytes).map_err(|error| Failure::file("write", &path, &error))
     }
@@ -236,6 +242,7 @@ impl InputFile {
             ("q", normal(TensorId::Q, [1, q_len, q_heads, dim])),
             ("k", normal(TensorId::K, kv_shape)),
             ("v", normal(TensorId::V, kv_shape)),
+            ("do", normal(TensorId::OutputGradient, [1, q_len, q_heads, dim])),
         ]);
         // Terms of a tensor `[1, heads, queries, kv_len]`. Heads differ where there is one row for all queries.
         let terms = |heads: usize, queries: usize| {

@@ -4,17 +4,19 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use kyklos::backend::Device;
-use kyklos::{RankOutput, RunOptions, Session, SessionOptions};
+use kyklos::{OutputGradient, RankGradients, RankOutput, RunOptions, Session, SessionOptions};
 use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank};
 
 use super::cell::{Accepted, CellState, Target};
 use crate::devices::DeviceId;
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::options::TransportName;
+use crate::run::gather::gather;
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
-use crate::verify::{Sample, WholeKv};
+use crate::tensors::GivenGradient;
+use crate::verify::{GradientVerdict, Sample, WholeKv};
 
 /// The reference of all cells of one row and dtype.
 #[derive(Debug)]
@@ -77,6 +79,28 @@ impl Reference {
     }
 }
 
+/// Compares the gradients of all heads with the oracle. The first wrong head is the result, else the one that is nearest to its
+/// limit.
+pub(crate) fn judge_gradients(
+    sample: &Sample,
+    gradients: &RankGradients,
+    accepted: &Accepted,
+) -> Result<CellState> {
+    let mut nearest: Option<GradientVerdict> = None;
+    for kv_head in 0..accepted.request.problem.kv_heads {
+        let head = sample.head_of(kv_head, gradients);
+        let verdict = sample.judge_head(kv_head, &head, &gradients.d_sinks_part, accepted.plans.world())?;
+        if verdict.failure.is_some() {
+            return Ok(CellState::of_gradients(verdict));
+        }
+        let near = |verdict: &GradientVerdict| verdict.max_abs_error / verdict.tolerance;
+        if nearest.as_ref().is_none_or(|other| near(other) < near(&verdict)) {
+            nearest = Some(verdict);
+        }
+    }
+    nearest.map(CellState::of_gradients).ok_or_else(|| Failure::run("a problem without heads"))
+}
+
 /// Opened devices and groups, created at first use. A group in which a rank failed is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Runner {
@@ -100,22 +124,40 @@ impl Runner {
 
     /// The rows of `sample` as the ranks of a world compute them.
     pub(crate) fn run(&mut self, accepted: &Accepted, target: Target, sample: &Sample) -> Result<Vec<Row>> {
-        let backend = self.backend(target.device)?;
-        let key = (target, accepted.plans.world().mesh.world());
-        let mut group = match self.groups.remove(&key) {
-            Some(group) => group,
-            None => Group::new(target.transport, key.1, &backend)?,
-        };
-        let outputs = group.run(accepted)?;
-        self.groups.insert(key, group);
         let mut rows = Vec::new();
-        for (rank, output) in (0..).map(Rank).zip(outputs) {
+        for (rank, Passes { output, .. }) in (0..).map(Rank).zip(self.passes(accepted, target)?) {
             let tokens = accepted.plans.world().q_placement.of_rank(rank);
             let bytes = sample.extract(tokens, &output.o, &output.lse);
             rows.extend(sample.decode(&sample.rows_of(accepted.plans.world(), rank), &bytes));
         }
         Ok(rows)
     }
+
+    /// The gradients of all tokens and heads as the ranks of a world compute them.
+    pub(crate) fn gradients(&mut self, accepted: &Accepted, target: Target) -> Result<RankGradients> {
+        let passes = self.passes(accepted, target)?;
+        let parts = passes.into_iter().filter_map(|passes| passes.gradients);
+        Ok(gather(accepted.plans.world(), parts))
+    }
+
+    fn passes(&mut self, accepted: &Accepted, target: Target) -> Result<Vec<Passes>> {
+        let backend = self.backend(target.device)?;
+        let key = (target, accepted.plans.world().mesh.world());
+        let mut group = match self.groups.remove(&key) {
+            Some(group) => group,
+            None => Group::new(target.transport, key.1, &backend)?,
+        };
+        let passes = group.run(accepted)?;
+        self.groups.insert(key, group);
+        Ok(passes)
+    }
+}
+
+/// What a rank has computed.
+struct Passes {
+    output: RankOutput,
+    /// Of a cell of the backward pass.
+    gradients: Option<RankGradients>,
 }
 
 impl Group {
@@ -126,23 +168,36 @@ impl Group {
     }
 
     /// Runs every rank on its own thread.
-    fn run(&mut self, accepted: &Accepted) -> Result<Vec<RankOutput>> {
+    fn run(&mut self, accepted: &Accepted) -> Result<Vec<Passes>> {
         on_threads(&mut self.0, |session| run_rank(session, accepted))
     }
 }
 
-/// One operation of one rank.
-fn run_rank(session: &mut Session, Accepted { request, plans }: &Accepted) -> Result<RankOutput> {
+/// The passes of one rank.
+fn run_rank(session: &mut Session, Accepted { request, plans, backward }: &Accepted) -> Result<Passes> {
     let (rank, world) = (session.rank(), plans.world());
     let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
-    let tensors = request.source.all(&world.problem, q_tokens, kv_tokens).inspect_err(|failure| {
+    let read = || {
+        let tensors = request.source.all(&world.problem, q_tokens, kv_tokens)?;
+        let gradient = backward.as_ref().map(|_| request.source.output_gradient(&world.problem, q_tokens));
+        Ok((tensors, gradient.transpose()?))
+    };
+    let (tensors, gradient) = read().inspect_err(|failure: &Failure| {
         // So that the others do not wait for this rank.
         let cause = AbortCause::Failed(failure.text.clone());
         session.transport().abort(Abort { culprit: rank, cause, progress: Progress::default() });
     })?;
     pollster::block_on(async {
         let mut inputs = session.load(plans, tensors).await?;
-        Ok(session.run(plans, &mut inputs).await?)
+        let output = session.run(plans, &mut inputs).await?;
+        let gradients = match (backward, gradient) {
+            (Some(plans), Some(GivenGradient { d_o, d_lse })) => {
+                let given = OutputGradient { output: &output, d_o, d_lse };
+                Some(session.run_backward(plans, &mut inputs, &given).await?)
+            }
+            _ => None,
+        };
+        Ok(Passes { output, gradients })
     })
 }
 

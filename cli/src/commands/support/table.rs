@@ -23,21 +23,22 @@ impl Table {
         let targets = self.targets();
         let mut refusals: Vec<&str> = Vec::new();
         // Lines in the order of strategies, and of rows in each; cells run row by row.
-        let mut lines: BTreeMap<(usize, usize), Vec<&Report>> = BTreeMap::new();
+        let mut lines: BTreeMap<_, Vec<&Report>> = BTreeMap::new();
         let mut strategies = Vec::new();
         let mut rows = Vec::new();
         for report in &self.reports {
             let strategy = place_in(&mut strategies, report.cell.strategy);
             let row = place_in(&mut rows, report.cell.row.name);
-            lines.entry((strategy, row)).or_default().push(report);
+            lines.entry((report.cell.pass, strategy, row)).or_default().push(report);
         }
         let columns = targets.iter().map(|target| format!("{} {}", target.device, target.transport.name()));
         let header: Vec<String> =
-            ["strategy", "mesh", "row"].into_iter().map(str::to_owned).chain(columns).collect();
+            ["strategy", "mesh", "pass", "row"].into_iter().map(str::to_owned).chain(columns).collect();
         let header: Vec<&str> = header.iter().map(String::as_str).collect();
         let body = lines.values().map(|reports| {
             let cell = &reports[0].cell;
-            let names = [cell.strategy.to_string(), cell.mesh.to_string(), cell.row.name.to_owned()];
+            let (pass, row) = (cell.pass.name().to_owned(), cell.row.name.to_owned());
+            let names = [cell.strategy.to_string(), cell.mesh.to_string(), pass, row];
             let states = targets.iter().map(|target| {
                 let here = reports.iter().filter(|report| report.cell.target == *target);
                 summary(&here.map(|report| &report.state).collect::<Vec<_>>(), &mut refusals)

@@ -42,10 +42,10 @@ impl Diagnosis {
             facts: &facts,
         };
         let sections = vec![
-            Section { id: "findings", title: "Findings", body: listed(findings, slow) },
-            Section { id: "ranks", title: "Ranks at their last step", body: ranks(records) },
+            Section::new("findings", "Findings", listed(findings, slow)),
+            Section::new("ranks", "Ranks at their last step", ranks(records)),
             traffic_section(&traffic(records)),
-            Section { id: "events", title: "Last events of each rank", body: events(records) },
+            Section::new("events", "Last events of each rank", events(records)),
         ];
         document(&head, sections)
     }

@@ -21,7 +21,29 @@ pub(crate) struct Call {
     /// By rank, its number in the first group.
     pub(crate) members: Vec<Rank>,
     pub(crate) plans: Arc<ProvedPlans>,
+    /// With `--grad`: each run is then two operations.
+    pub(crate) backward: Option<Arc<ProvedPlans>>,
     pub(crate) watch: Arc<Watch>,
+}
+
+impl Call {
+    /// Operations of all runs: a forward pass, and with `--grad` a backward pass after each.
+    fn operations(&self) -> u64 {
+        self.repeat * self.passes()
+    }
+
+    /// Operations of one run.
+    pub(super) fn passes(&self) -> u64 {
+        1 + u64::from(self.backward.is_some())
+    }
+
+    /// The plans of operation `op`.
+    fn plans_of(&self, op: u64) -> &ProvedPlans {
+        match &self.backward {
+            Some(backward) if op % 2 == 1 => backward,
+            _ => &self.plans,
+        }
+    }
 }
 
 /// What is known when a text is made.
@@ -48,8 +70,8 @@ pub(super) struct Row {
     doing: String,
     /// Of its steps in all runs, from 0 to 1.
     pub(super) done: f64,
-    /// Runs that it has finished.
-    pub(super) run: u64,
+    /// Passes of runs that it has finished.
+    pub(super) operations: u64,
     /// Of ranks in the process of rank 0.
     compute_s: Option<f64>,
     wait_s: Option<f64>,
@@ -120,7 +142,7 @@ impl View<'_> {
                 row.compute_s = Some(seconds(compute));
                 row.wait_s = Some(seconds(receive + credit + send));
                 row.copy_s = Some(seconds(copy));
-                row.run = totals.operations;
+                row.operations = totals.operations;
                 flight.about.watch.has_begun(rank).then(|| flight.recorder.now().1)
             }
             None => recorded.peers.get(rank.0 as usize).and_then(|peer| peer.progress),
@@ -128,9 +150,13 @@ impl View<'_> {
         if seen.at != at {
             *seen = Seen { at, changed_ns: if seen.at.is_some() { recorded.now_ns } else { 0 } };
         }
-        if let (Some(at), Some(plan)) = (at, world.plans.get(rank.0 as usize)) {
-            row.run = row.run.max(at.op.min(self.call.repeat));
-            row.place(at, plan, self.call.repeat);
+        if let Some(at) = at {
+            let all = self.call.operations();
+            row.operations = row.operations.max(at.op.min(all));
+            let plans = &self.call.plans_of(row.operations).world().plans;
+            if let Some(plan) = plans.get(rank.0 as usize) {
+                row.place(at, plan, all);
+            }
         }
         (row.health, row.note) = self.health(rank, recorded, seen, row.done >= 1.0);
         row
@@ -167,21 +193,22 @@ impl View<'_> {
 }
 
 impl Row {
-    /// Takes the position of the rank in its plan.
-    fn place(&mut self, at: Progress, plan: &Plan, repeat: u64) {
+    /// Takes the position of the rank in its plan, of `all` operations.
+    fn place(&mut self, at: Progress, plan: &Plan, all: u64) {
         let steps = plan.steps.len().max(1);
-        if self.run >= repeat {
+        if self.operations >= all {
             self.done = 1.0;
             self.doing = "finished".to_owned();
             return;
         }
-        let step = (at.step as usize).min(steps - 1);
+        // A rank stays at its last step until all ranks have voted on the next operation.
+        let has_ended = at.op < self.operations;
+        let step = if has_ended { 0 } else { (at.step as usize).min(steps - 1) };
         #[expect(clippy::cast_precision_loss, reason = "a share")]
-        let done = (self.run as f64 + step as f64 / steps as f64) / repeat as f64;
+        let done = (self.operations as f64 + step as f64 / steps as f64) / all as f64;
         self.done = done.min(1.0);
-        // A rank stays at its last step until all ranks have voted on the next run.
         let word = match plan.steps.get(step) {
-            Some(doing) if step + 1 < steps => word(doing),
+            Some(doing) if !has_ended && step + 1 < steps => word(doing),
             _ => "ending the run",
         };
         // The numbers stay on one line.

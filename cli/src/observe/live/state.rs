@@ -205,10 +205,16 @@ fn doing(call: &Call, ranks: &[Row]) -> String {
         return format!("The ranks have computed; now: {phase}.");
     }
     let lost = ranks.iter().filter(|row| !row.is_member).count();
-    let run = ranks.iter().filter(|row| row.is_member).map(|row| row.run).min().unwrap_or(0);
+    let operations = ranks.iter().filter(|row| row.is_member).map(|row| row.operations).min().unwrap_or(0);
+    let (run, pass) = (operations / call.passes(), operations % call.passes());
+    let pass = match (&call.backward, pass) {
+        (None, _) => "",
+        (Some(_), 0) => ", forward pass",
+        (Some(_), _) => ", backward pass",
+    };
     let runs = match call.repeat {
-        1 => "The ranks compute.".to_owned(),
-        repeat => format!("The ranks compute: run {} of {repeat}.", (run + 1).min(repeat)),
+        1 => format!("The ranks compute{pass}."),
+        repeat => format!("The ranks compute: run {} of {repeat}{pass}.", (run + 1).min(repeat)),
     };
     match lost {
         0 => runs,

@@ -31,6 +31,8 @@ pub(crate) struct Page {
     pub(crate) links: Vec<LinkLoad>,
     /// The report of `--json`.
     pub(crate) json: String,
+    /// Of a call with gradients: what the page shows of the backward pass. The rest of this page is of the forward pass.
+    pub(crate) backward: Option<Box<Self>>,
 }
 
 /// The plans that could run, and why the first of them is the fastest.
@@ -55,6 +57,8 @@ pub(crate) struct PossiblePlan {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Price {
     pub(crate) predicted_s: f64,
+    /// With gradients: of the forward and of the backward pass.
+    pub(crate) passes_s: Option<[f64; 2]>,
     /// Of the time of all ranks, from 0 to 1.
     pub(crate) idle: f64,
     /// Of the rank that sends most.

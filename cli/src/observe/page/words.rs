@@ -3,6 +3,16 @@
 use super::model::{Origin, Page, RankFigures};
 use super::units::{duration, percent, plural, ratio};
 
+/// A sentence about the call, or one about each of its passes.
+pub(super) fn summary_of_passes(page: &Page) -> String {
+    match &page.backward {
+        None => summary(page),
+        Some(backward) => {
+            format!("Forward pass: {} Backward pass: {}", summary(page), summary(backward))
+        }
+    }
+}
+
 /// One sentence: how long the ranks took, and what for.
 pub(super) fn summary(page: &Page) -> String {
     let ranks = plural(page.ranks.len() as u64, "rank");

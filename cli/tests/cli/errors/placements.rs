@@ -27,7 +27,14 @@ pub(super) fn refusals() -> Vec<Entry> {
     let placed = |mesh, q: &Placement, kv: &Placement| {
         plan_placed(&problem(), mesh, q.clone(), kv.clone(), Strategy::Unified).unwrap_err()
     };
-    let nobody = Wanted { ranks: 0, mesh: None, strategy: None, placement: None, split: Split::Even };
+    let nobody = Wanted {
+        ranks: 0,
+        mesh: None,
+        strategy: None,
+        placement: None,
+        split: Split::Even,
+        gradients: false,
+    };
     vec![
         entry(
             "Placement::new with Split::Work",

@@ -83,8 +83,6 @@ pub(super) const GROUPS: &[Group] = &[
                 "For more ranks, use --explain, which predicts the time without a proof.",
             ),
             ("plan --shape 1,64,8,2,64 --rank 1", "Ranks count from 0."),
-            ("plan --shape 1,64,8,2,64 --ranks 2 --grad --explain", "Predictions are of the forward pass."),
-            ("@ --grad --report DIR/page.html", "The pictures are of the forward pass."),
             (
                 "attend --shape 1,65536,8,2,64 --grad --verify",
                 "The oracle computes all gradients of one KV head in f64.",

@@ -13,18 +13,22 @@ pub(super) fn section(page: &Page) -> Option<Section> {
         @if choice.plans.len() > MOST_PLANS { p.note { (choice.plans.len() - MOST_PLANS) " more plans are not shown." } }
         p.note { "Bytes and memory are of the rank with the most. The other pictures are of the first plan." }
     };
-    Some(Section { id: "choice", title: "Plans that could run", body })
+    Some(Section::new("choice", "Plans that could run", body))
 }
 
 fn table(choice: &Choice) -> Markup {
     let plans = &choice.plans[..choice.plans.len().min(MOST_PLANS)];
     let is_measured = plans.iter().any(|plan| plan.measured_s.is_some());
+    let has_passes =
+        plans.iter().any(|plan| plan.priced.as_ref().is_ok_and(|price| price.passes_s.is_some()));
+    let columns = 5 + if is_measured { 2 } else { 0 } + if has_passes { 2 } else { 0 };
     let slowest_s = plans.iter().filter_map(|plan| Some(plan.priced.as_ref().ok()?.predicted_s));
     let slowest_s = slowest_s.fold(f64::MIN_POSITIVE, f64::max);
     html! {
         table {
             thead { tr {
                 th scope="col" { "plan" } th.barred colspan="2" scope="colgroup" { "predicted" }
+                @if has_passes { th scope="col" { "forward" } th scope="col" { "backward" } }
                 @if is_measured { th scope="col" { "measured" } th scope="col" { "predicted / measured" } }
                 th scope="col" { "idle" } th scope="col" { "sent" } th scope="col" { "peak memory" }
             } }
@@ -32,7 +36,7 @@ fn table(choice: &Choice) -> Markup {
                 th scope="row" { (plan.name) }
                 @match &plan.priced {
                     Ok(price) => (line(price, plan, is_measured, slowest_s)),
-                    Err(reason) => { td.wide.text colspan=(if is_measured { 7 } else { 5 }) { "refused: " (reason) } }
+                    Err(reason) => { td.wide.text colspan=(columns) { "refused: " (reason) } }
                 }
             } } }
         }
@@ -40,9 +44,10 @@ fn table(choice: &Choice) -> Markup {
 }
 
 fn line(price: &Price, plan: &PossiblePlan, is_measured: bool, slowest_s: f64) -> Markup {
-    let Price { predicted_s, idle, bytes_sent, peak_bytes } = *price;
+    let Price { predicted_s, passes_s, idle, bytes_sent, peak_bytes } = *price;
     html! {
         td.tight { (seconds(predicted_s)) } td.barred { (bar(predicted_s / slowest_s, "predicted")) }
+        @for pass_s in passes_s.into_iter().flatten() { td { (seconds(pass_s)) } }
         @if is_measured {
             td { @if let Some(measured_s) = plan.measured_s { (seconds(measured_s)) } }
             td { @if let Some(measured_s) = plan.measured_s { (format!("{:.2}", predicted_s / measured_s)) } }

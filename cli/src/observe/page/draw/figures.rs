@@ -6,11 +6,7 @@ use super::frame::{Section, bytes, counted, scrolled, seconds, share};
 use crate::observe::page::model::{Page, RankFigures, Times};
 
 pub(super) fn section(page: &Page) -> Section {
-    Section {
-        id: "ranks",
-        title: "Numbers of all ranks",
-        body: scrolled("Numbers of all ranks", table(page)),
-    }
+    Section::new("ranks", "Numbers of all ranks", scrolled("Numbers of all ranks", table(page)))
 }
 
 fn table(page: &Page) -> Markup {

@@ -1,5 +1,7 @@
 //! The frame of a page: head, navigation, sections, and small parts that sections share.
 
+use std::borrow::Cow;
+
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::observe::page::units::{count, in_hundred};
@@ -18,9 +20,21 @@ pub(crate) struct Head<'a> {
 /// A part of a page with a heading.
 pub(crate) struct Section {
     /// For links to it.
-    pub(crate) id: &'static str,
-    pub(crate) title: &'static str,
+    pub(crate) id: Cow<'static, str>,
+    pub(crate) title: Cow<'static, str>,
     pub(crate) body: Markup,
+}
+
+impl Section {
+    pub(crate) fn new(id: &'static str, title: &'static str, body: Markup) -> Self {
+        Self { id: id.into(), title: title.into(), body }
+    }
+
+    /// The same section of one of two passes. `id` is empty, or begins the links to all sections of the pass.
+    pub(super) fn of_pass(self, (id, pass): (&str, &str)) -> Self {
+        let Self { id: own, title, body } = self;
+        Self { id: format!("{id}{own}").into(), title: format!("{title}, {pass} pass").into(), body }
+    }
 }
 
 /// The whole page.
@@ -81,13 +95,10 @@ pub(crate) fn shell(title: &str, more: Markup, body: Markup) -> String {
 
 /// The report of `--json`, for programs and for readers who want every digit.
 pub(super) fn raw(json: &str) -> Option<Section> {
-    (!json.is_empty() && json.len() <= MOST_JSON).then(|| Section {
-        id: "json",
-        title: "Report as JSON",
-        body: html! {
-            details { summary { "The object that --json prints" } pre tabindex="0" { (json) } }
-        },
-    })
+    let body = html! {
+        details { summary { "The object that --json prints" } pre tabindex="0" { (json) } }
+    };
+    (!json.is_empty() && json.len() <= MOST_JSON).then(|| Section::new("json", "Report as JSON", body))
 }
 
 /// A table that scrolls by itself where it is wider than the page.

@@ -25,7 +25,7 @@ pub(super) fn section(page: &Page) -> Section {
             }
         }
     };
-    Section { id: "mask", title: "Mask, tokens and work", body }
+    Section::new("mask", "Mask, tokens and work", body)
 }
 
 fn figure(page: &Page, picture: &MaskPicture) -> Markup {

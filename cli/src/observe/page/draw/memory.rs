@@ -18,7 +18,7 @@ pub(super) fn section(page: &Page) -> Section {
         }
         @if page.ranks.len() <= FEW { (scrolled(label, table)) } @else { (numbers(label, table)) }
     };
-    Section { id: "memory", title: "Memory", body }
+    Section::new("memory", "Memory", body)
 }
 
 fn table(page: &Page, most: u64) -> Markup {

@@ -11,7 +11,7 @@ mod traffic;
 
 use self::frame::document;
 use super::model::{Origin, Page};
-use super::words::summary;
+use super::words::summary_of_passes;
 
 /// For pages of other commands.
 pub(crate) mod parts {
@@ -27,22 +27,33 @@ pub(crate) fn html(page: &Page) -> String {
         Origin::Measured => "measured",
         Origin::Predicted => "predicted: nothing was run",
     };
+    let mut sections: Vec<_> = choice::section(page).into_iter().chain([mask::section(page)]).collect();
+    match &page.backward {
+        None => sections.extend(of_pass(page)),
+        Some(backward) => {
+            sections.extend(of_pass(page).map(|section| section.of_pass(("", "forward"))));
+            sections.extend(of_pass(backward).map(|section| section.of_pass(("backward-", "backward"))));
+        }
+    }
+    sections.extend(frame::raw(&page.json));
+    let head = frame::Head {
+        title: &page.title,
+        badge,
+        summary: &summary_of_passes(page),
+        alerts: &page.alerts,
+        facts: &page.facts,
+    };
+    document(&head, sections)
+}
+
+/// What a page shows of each pass.
+fn of_pass(page: &Page) -> impl Iterator<Item = frame::Section> {
     let sections = [
-        choice::section(page),
-        Some(mask::section(page)),
         Some(timeline::section(page)),
         Some(figures::section(page)),
         Some(traffic::section(page)),
         Some(memory::section(page)),
         prediction::section(page),
-        frame::raw(&page.json),
     ];
-    let head = frame::Head {
-        title: &page.title,
-        badge,
-        summary: &summary(page),
-        alerts: &page.alerts,
-        facts: &page.facts,
-    };
-    document(&head, sections.into_iter().flatten().collect())
+    sections.into_iter().flatten()
 }

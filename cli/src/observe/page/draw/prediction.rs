@@ -24,7 +24,7 @@ pub(super) fn section(page: &Page) -> Option<Section> {
         }))
         @if per_rank { (numbers("Predicted and measured times of each rank", ranks(page))) }
     };
-    Some(Section { id: "prediction", title: "Predicted and measured", body })
+    Some(Section::new("prediction", "Predicted and measured", body))
 }
 
 fn verdict(measured_s: f64, predicted_s: f64) -> String {

@@ -20,7 +20,7 @@ pub(super) fn section(page: &Page) -> Section {
             p { "A plan alone has no times. Name a description of devices and links with --hardware, such as a file of clusters/." }
         },
     };
-    Section { id: "timeline", title: "Timeline of all ranks", body }
+    Section::new("timeline", "Timeline of all ranks", body)
 }
 
 fn drawn(page: &Page, timeline: &Timeline) -> Markup {

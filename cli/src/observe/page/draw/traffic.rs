@@ -26,7 +26,7 @@ pub(crate) fn section(page: &Page) -> Section {
             (scrolled("Load of the described links", links(page)))
         }
     };
-    Section { id: "traffic", title: "Bytes between ranks", body }
+    Section::new("traffic", "Bytes between ranks", body)
 }
 
 fn most(page: &Page) -> u64 {

@@ -1,0 +1,52 @@
+//! Gradients of the whole sequence, from those of ranks of this process.
+
+use bytes::Bytes;
+use kyklos::plan::World;
+use kyklos::{AttentionProblem, RankGradients, RankReport, TokenRuns};
+use kyklos_transport::Rank;
+
+/// The gradients of all tokens and heads, from `parts` by rank; those of the sinks are sums. An element that no part has is not a
+/// number.
+pub(crate) fn gather(world: &World, parts: impl IntoIterator<Item = RankGradients>) -> RankGradients {
+    let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = world.problem;
+    let nothing = |tokens: u32, heads: u32| Whole::new([batch, tokens, heads * head_dim], dtype.bytes());
+    let mut dq = nothing(q_len, q_heads);
+    let [mut dk, mut dv] = [nothing(kv_len, kv_heads), nothing(kv_len, kv_heads)];
+    let mut d_sinks_part = vec![0.0; world.problem.sinks.len()];
+    for (rank, part) in (0..).map(Rank).zip(parts) {
+        let (queries, keys) = (world.q_placement.held_by(rank), world.kv_placement.held_by(rank));
+        dq.put(&queries, &part.dq);
+        dk.put(&keys, &part.dk);
+        dv.put(&keys, &part.dv);
+        d_sinks_part.iter_mut().zip(part.d_sinks_part).for_each(|(sum, part)| *sum += part);
+    }
+    let [dq, dk, dv] = [dq, dk, dv].map(|whole| Bytes::from(whole.bytes));
+    RankGradients { dq, dk, dv, d_sinks_part, report: RankReport::default(), spans: Vec::new() }
+}
+
+/// A tensor `[batch, tokens, …]` of all tokens.
+struct Whole {
+    tokens: usize,
+    row_bytes: usize,
+    bytes: Vec<u8>,
+}
+
+impl Whole {
+    fn new([batch, tokens, row]: [u32; 3], element_bytes: usize) -> Self {
+        let [batch, tokens, row_bytes] = [batch as usize, tokens as usize, row as usize * element_bytes];
+        Self { tokens, row_bytes, bytes: vec![NOT_A_NUMBER; batch * tokens * row_bytes] }
+    }
+
+    /// Takes the rows of `tokens`, of all batch entries.
+    fn put(&mut self, tokens: &TokenRuns, part: &Bytes) {
+        let batch = self.bytes.len() / (self.tokens * self.row_bytes).max(1);
+        let places = (0..batch).flat_map(|entry| tokens.iter().map(move |token| (entry, token as usize)));
+        for ((entry, token), row) in places.zip(part.chunks_exact(self.row_bytes.max(1))) {
+            let at = (entry * self.tokens + token) * self.row_bytes;
+            self.bytes[at..at + self.row_bytes].copy_from_slice(row);
+        }
+    }
+}
+
+/// A number of any type with these bytes only is none.
+const NOT_A_NUMBER: u8 = 0xff;
