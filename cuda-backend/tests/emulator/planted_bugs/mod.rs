@@ -1,6 +1,7 @@
 //! Planted bugs: the source of a kernel is changed in one place, and the tests must fail. This shows that the tests can find such
 //! bugs.
 
+mod backward;
 mod convert;
 mod decode;
 mod hopper;
@@ -114,6 +115,11 @@ fn every_planted_bug_is_found() {
         convert::codes(),
     ];
     every_bug_is_found(&kernels);
+}
+
+#[test]
+fn every_planted_bug_of_the_backward_pass_is_found() {
+    every_bug_is_found(&[backward::small(), backward::wide(), backward::in_f32(), backward::tiles()]);
 }
 
 fn every_bug_is_found(kernels: &[Planted]) {
