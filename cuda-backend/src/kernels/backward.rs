@@ -8,7 +8,7 @@ pub const BACKWARD_TILE: TileShape = TileShape { q_rows: 64, kv_cols: 64 };
 /// Head dims of the tensor-core kernels, with the keys that the kernel of dQ, and the rows that the kernel of dK and dV, multiplies
 /// at a time. Another head dim uses the next larger kernel, padded with zeros in shared memory.
 const SIZES: [(u32, [u32; 2]); 5] =
-    [(64, [64, 64]), (96, [64, 32]), (128, [64, 32]), (192, [32, 32]), (256, [16, 16])];
+    [(64, [32, 64]), (96, [64, 32]), (128, [64, 32]), (192, [32, 32]), (256, [16, 16])];
 
 /// A kernel of the backward pass, by [`crate::BackwardArguments`].
 #[derive(Clone, Debug, PartialEq, Eq)]
