@@ -14,7 +14,7 @@
 //!   memory, and a download returns that memory without another copy.
 //! - The context is the primary one of the device. It is current on a caller's thread during calls of the driver only.
 //!   [`CudaTensor`] makes tensors of a caller's device memory and orders streams of a caller.
-//! - Unsafe code is in `driver/` and in `images/nvrtc.rs`, and `caller.rs` has an unsafe function.
+//! - Unsafe code is in `driver/`, in `images/nvrtc.rs` and in `nccl/library.rs`, and `caller.rs` has an unsafe function.
 //!
 //! # Modules, from the bottom up
 //!
@@ -25,6 +25,7 @@
 //! - `ops`: the operations as launches of kernels.
 //! - `devices`, `backend`: the list of devices, and the `Backend`.
 //! - `caller`: tensors in memory of a caller.
+//! - `nccl`: the library NCCL, loaded; nothing uses it yet.
 #![deny(unsafe_code)]
 
 mod backend;
@@ -34,6 +35,7 @@ mod devices;
 mod driver;
 mod images;
 mod kernels;
+mod nccl;
 mod ops;
 
 pub use backend::CudaBackend;
@@ -48,3 +50,4 @@ pub use kernels::{
     SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel,
     decode_parts, finalize_kernel, head_packs, head_readers, logits, row_stats_kernel,
 };
+pub use nccl::{Nccl, NcclError, NcclVersion, UniqueId};

@@ -1,5 +1,5 @@
-//! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` this is all the unsafe code of the
-//! crate, apart from the declaration of `CudaTensor::from_cuda`.
+//! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` and `nccl/library.rs` this is all the
+//! unsafe code of the crate, apart from the declaration of `CudaTensor::from_cuda`.
 //!
 //! The bindings are cudarc's. They load the library at run time and panic where the library or a symbol is missing.
 //! Therefore [`load`] looks for all symbols first, and nothing else in this folder is called before it succeeded. Every
