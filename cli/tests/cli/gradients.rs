@@ -244,7 +244,7 @@ fn plans_are_chosen_by_the_time_of_both_passes() {
     let explain = ["--grad", "--explain", "--hardware", &cluster, "--report", page.to_str().unwrap()];
     let all = json(&kyklos(&[&plan[..], &explain, &["--json"]].concat()));
     let plans = all["plans"].as_array().unwrap();
-    let number = |value: &serde_json::Value| value.as_f64().unwrap();
+    let number = |value: &Value| value.as_f64().unwrap();
     let mut sums = Vec::new();
     for plan in plans.iter().filter(|plan| plan["refused"].is_null()) {
         let passes = &plan["passes"];

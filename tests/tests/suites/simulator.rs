@@ -458,7 +458,7 @@ fn hops_of_a_backward_ring_are_hidden_from_the_shard_of_the_formula_on() {
 
 #[test]
 fn with_gradients_both_passes_are_priced_and_the_backward_pass_by_the_strategy_that_runs_it() {
-    let problem = AttentionProblem::new([1, 4096, 8, 8, 64], Dtype::F32, Mask::causal()).unwrap();
+    let problem = AttentionProblem::new([1, 4096, 8, 1, 64], Dtype::F32, Mask::causal()).unwrap();
     let mut wanted =
         Wanted { ranks: 4, mesh: None, strategy: None, placement: None, split: Split::Even, gradients: true };
     let cluster = cluster("gb_per_s = 1\nlatency_us = 50", "");

@@ -12,7 +12,11 @@ fn backward(world: &World, seed: u64) -> Option<World> {
     if problem.wire == WireFormat::Int8 {
         return None;
     }
-    let fits = |strategy: &Strategy| strategy.has_backward() && strategy.accepts(world.mesh).is_ok();
+    // Strategies that move queries send no keys whose type could be another on the wire.
+    let has_wire = |strategy| problem.wire == WireFormat::Same || !moves_queries(strategy);
+    let fits = |strategy: &Strategy| {
+        strategy.has_backward() && strategy.accepts(world.mesh).is_ok() && has_wire(*strategy)
+    };
     let all: Vec<Strategy> = Strategy::ALL.into_iter().filter(fits).collect();
     let strategy = all[(seed % all.len() as u64) as usize];
     let (q, kv) = (world.q_placement.clone(), world.kv_placement.clone());
