@@ -16,6 +16,7 @@ part() {
     echo "== $name: $((SECONDS - start)) s"
 }
 part tests scripts/test.sh
+part planted-bugs cargo test --release --workspace --all-features --test emulator -- --ignored planted_bugs
 part outside scripts/test-outside.sh
 part demos scripts/test-demos.sh
 part python scripts/test-python.sh

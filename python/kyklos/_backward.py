@@ -53,7 +53,7 @@ class Differentiable:
             mesh. ``bias`` and ``key_bias`` get no gradient. Of ``replicated`` keys every rank gets the whole gradient, in equal
             bytes: if gradients of parameters are summed over the ranks, use these rows on one rank only. Refused:
             ``same_queries``, ``results``, ``fixed_order`` and ``wire="int8"``.
-        :raises RequestError: as :meth:`Group.attend`; also on devices other than processors and those of wgpu.
+        :raises RequestError: as :meth:`Group.attend`; also on a browser tab, which has no kernels for gradients.
         """
         call = self._call(options, q, k, v, o, lse, d_o, d_lse)
         d_lse = None if d_lse is None else d_lse[..., None]

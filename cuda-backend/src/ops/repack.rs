@@ -38,7 +38,7 @@ fn rows(
     let all = [numbers(from_layout), numbers(into_layout)].concat();
     if !all.iter().chain([&extent.row_bytes]).all(|bytes| bytes.is_multiple_of(4)) {
         return Err(Error::request(
-            format!("{kernel} of {extent:?} from {from_layout:?} into {into_layout:?}"),
+            format!("a copy or a sum of {extent:?} from {from_layout:?} into {into_layout:?}"),
             "keep rows, offsets and strides on 4-byte boundaries",
         ));
     }

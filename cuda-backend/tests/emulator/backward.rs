@@ -10,6 +10,11 @@ use crate::job::Timing;
 use crate::parallel::in_parallel;
 use crate::program::emulator;
 
+/// Whether all tests run in full.
+fn everything() -> bool {
+    std::env::var("KYKLOS_TESTS").is_ok_and(|tests| tests == "all")
+}
+
 /// Compares calls with the oracle and lists all that failed.
 fn judge(calls: &[(BackwardCall, Timing)]) {
     let failures = in_parallel(calls.len(), |n| calls[n].0.judge(emulator(), calls[n].1).err());
@@ -23,10 +28,12 @@ fn judge(calls: &[(BackwardCall, Timing)]) {
 }
 
 #[test]
-fn gradients_of_every_case_agree_with_the_oracle_in_every_type() {
+fn gradients_of_every_case_agree_with_the_oracle() {
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().enumerate() {
-        for (i, dtype) in Dtype::ALL.into_iter().enumerate() {
+        // A sample has every case in one type.
+        let types = Dtype::ALL.into_iter().enumerate().filter(|(i, _)| everything() || *i == n % 3);
+        for (i, dtype) in types {
             let call = BackwardCall::new(GradientCase::new(case.clone(), dtype), (n + i) % 2 == 0);
             calls.push((call, Timing::ALL[(n / 2 + i) % 3]));
         }

@@ -254,7 +254,7 @@ pub trait Backend {
 fn no_backward(device: &DeviceInfo) -> Error {
     Error::request(
         format!("a backward pass on {} ({})", device.name, device.backend),
-        "this backend has no kernels for gradients: compute them on a device of the backend cpu or wgpu",
+        "this backend has no kernels for gradients: compute them on a device of the backend cpu, wgpu or cuda",
     )
 }
 

@@ -111,7 +111,10 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("the work list is in tiles of {tile:?}, kernels for this call have {tiles:?}", CALLERS),
     ("{tensor:?} does not keep heads on 16-byte boundaries", CALLERS),
     ("a write of {} bytes at byte {offset} of a buffer of {}", CALLERS),
-    ("a copy of {extent:?} from {from_layout:?} into {into_layout:?}", CALLERS),
+    ("a copy or a sum of {extent:?} from {from_layout:?} into {into_layout:?}", CALLERS),
+    ("zeros for {bytes} bytes", CALLERS),
+    ("the work list is in tiles of {:?}, not of {BACKWARD_TILE:?}", CALLERS),
+    ("gradients with head dim {dim} on CUDA", "a gradient on an NVIDIA GPU"),
     (
         "device cuda:{ordinal} does not exist, this machine has {found}",
         "callers of the library; the program looks first",
