@@ -177,8 +177,7 @@ impl OutputFile {
         Ok(file)
     }
 
-    /// The part of `rank`, with the positions of its queries, and with gradients also of its keys: those that every rank holds, and
-    /// its own.
+    /// The part of `rank`, with the positions of its queries, and with gradients also of the keys that it holds.
     fn part(path: &Path, world: &World, rank: Rank, gradients: bool) -> Result<Self> {
         let problem = &world.problem;
         let (queries, keys) = (world.q_placement.of_rank(rank), world.kv_placement.held_by(rank));
