@@ -7,7 +7,7 @@ use kyklos::simulate::{
 };
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_backward};
 
-use super::{close, cluster, fast, sum};
+use super::{close, cluster, described, fast, sum};
 
 #[test]
 fn gradients_take_the_products_of_the_device() {
