@@ -255,10 +255,12 @@ impl NanCall {
             (0..found.len()).find(wrong).map_or(Ok(()), |n| Err(fault(n)))
         };
         let row_of = |n: usize| n / dim / oracle.q_heads;
-        judge("dq", &dq, &clean_dq, &|n| row_of(n) == self.row && n / dim % oracle.q_heads == 0)?;
+        judge("dq", &dq, &clean_dq, &|n| row_of(n) == self.row && (n / dim).is_multiple_of(oracle.q_heads))?;
         let sees = |n: usize| {
             let token = n / dim / oracle.kv_heads;
-            token < oracle.kv_len && n / dim % oracle.kv_heads == 0 && oracle.sees(0, self.row, token)
+            token < oracle.kv_len
+                && (n / dim).is_multiple_of(oracle.kv_heads)
+                && oracle.sees(0, self.row, token)
         };
         judge("dk", &dk, &clean_dk, &sees)?;
         judge("dv", &dv, &clean_dv, &|n| n % dim == self.element && sees(n))
