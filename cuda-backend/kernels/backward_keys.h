@@ -3,7 +3,7 @@
 #include "backward_tiles.h"
 
 // Query rows that a block multiplies at a time: what fits into registers, and into 99 KiB of shared memory twice.
-static constexpr int moving_rows(int dim) { return dim <= 64 ? 64 : dim <= 192 ? 32 : 16; }
+DEVICE constexpr int moving_rows(int dim) { return dim <= 64 ? 64 : dim <= 192 ? 32 : 16; }
 
 // Above a head dim of 128 the sums of 16 keys do not fit into the registers of a warp: two warps have the same keys, compute the
 // same P and dS, and each has half of the elements.

@@ -3,7 +3,7 @@
 #include "backward_tiles.h"
 
 // Keys that a block multiplies at a time: what fits into registers, and into 99 KiB of shared memory twice.
-static constexpr int moving_keys(int dim) { return dim <= 64 ? 32 : dim <= 128 ? 64 : dim <= 192 ? 32 : 16; }
+DEVICE constexpr int moving_keys(int dim) { return dim <= 64 ? 32 : dim <= 128 ? 64 : dim <= 192 ? 32 : 16; }
 
 template <typename T, int DIM> struct BackwardQueries : BackwardTiles<T, DIM, moving_keys(DIM), 4> {
     using Base = BackwardTiles<T, DIM, moving_keys(DIM), 4>;
