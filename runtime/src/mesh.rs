@@ -73,15 +73,14 @@ impl Mesh {
 
     /// Query heads of each Ulysses piece: sizes differ by at most one, larger first.
     pub fn q_heads(self, problem: &AttentionProblem) -> Vec<Range<u32>> {
+        (0..self.ulysses).map(|u| self.q_heads_of(problem, u)).collect()
+    }
+
+    /// Query heads of Ulysses piece `u`.
+    pub(crate) fn q_heads_of(self, problem: &AttentionProblem, u: u32) -> Range<u32> {
         let (each, more) = (problem.q_heads / self.ulysses, problem.q_heads % self.ulysses);
-        let mut start = 0;
-        (0..self.ulysses)
-            .map(|u| {
-                let range = start..start + each + u32::from(u < more);
-                start = range.end;
-                range
-            })
-            .collect()
+        let start = |u: u32| u * each + u.min(more);
+        start(u)..start(u + 1)
     }
 
     /// Consecutive Ulysses pieces whose query heads need the same KV heads, on a mesh that `problem` fits.

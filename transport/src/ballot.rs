@@ -51,6 +51,11 @@ impl Ballot {
         Ok((round, Some(count(votes))))
     }
 
+    /// Whether `rank` has voted in `round`.
+    pub(crate) fn has_voted(&self, rank: Rank, round: u64) -> bool {
+        self.next_round[rank.0 as usize] > round
+    }
+
     /// The ranks that have not voted in `round`, lowest first.
     pub(crate) fn missing(&self, round: u64) -> impl Iterator<Item = Rank> {
         (0..).map(Rank).zip(&self.next_round).filter(move |&(_, &next)| next <= round).map(|(rank, _)| rank)

@@ -207,3 +207,42 @@ fn lists_are_joined_by_commas_or_repeated() {
     assert_eq!(count(&["--dtype", "f32,f16"]), 2);
     assert_eq!(count(&["--dtype", "f32", "--dtype", "f16"]), 2);
 }
+
+#[test]
+fn planning_proving_and_voting_are_timed_by_the_number_of_ranks() {
+    let run = json(&kyklos(&[
+        "bench",
+        "plans",
+        "--ranks",
+        "4,8,32",
+        "--ulysses",
+        "2",
+        "--repeat",
+        "1",
+        "--most-voters",
+        "8",
+        "--json",
+    ]));
+    let plans = run["plans"].as_array().unwrap();
+    let of = |strategy: &str, ranks: u64| {
+        plans.iter().find(|row| row["strategy"] == strategy && row["ranks"] == ranks).unwrap()
+    };
+    for ranks in [4, 8, 32] {
+        // Each rank sends its keys on in all hops but the last one.
+        assert_eq!(of("ring", ranks)["messages"], ranks * (ranks - 1));
+        // One message to each other rank there, and one back.
+        assert_eq!(of("ulysses", ranks)["messages"], 2 * ranks * (ranks - 1));
+        // Both ways inside a pair, and round a ring of pairs.
+        assert_eq!(of("unified", ranks)["messages"], ranks * (2 + ranks / 2 - 1));
+        assert_eq!(of("unified", ranks)["mesh"], format!("2x{}", ranks / 2));
+    }
+    assert_eq!(plans.len(), 9);
+    for row in plans {
+        assert!(row["plan_s"].as_f64().unwrap() > 0.0 && row["prove_s"].as_f64().unwrap() > 0.0, "{row}");
+    }
+    let growth = run["growth"].as_array().unwrap();
+    assert_eq!(growth.len(), 9, "three strategies, three times");
+    let votes: Vec<&serde_json::Value> =
+        run["votes"].as_array().unwrap().iter().map(|vote| &vote["ranks"]).collect();
+    assert_eq!(votes, [4, 8]);
+}

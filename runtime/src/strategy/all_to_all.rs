@@ -106,6 +106,7 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
 pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Inputs {
     let (r, u) = builder.world.mesh.coordinates(builder.rank);
     let Posted { chunk, exchange, packed, arriving, .. } = posted;
+    let pieces = Pieces::of_shard(builder);
     // The rank's own piece is copied while the other pieces travel.
     let mut whole = Vec::new();
     for (own, content) in exchanged(builder) {
@@ -115,7 +116,7 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
         let label = format!("{} of heads {}..{}", name(content), mine.start, mine.end);
         let shard = builder.declare(label, content, tokens, mine.clone());
         let (from, front) = (builder.heads_of(own, &mine), replicated(builder, content));
-        let into = piece(builder, shard, content, u);
+        let into = pieces.piece(builder, shard, content, u);
         builder.repack(Slice { tokens: 0..front, ..from.clone() }, builder.tokens_of(shard, 0..front));
         builder.repack(Slice { tokens: front..from.tokens.end, ..from }, into);
         whole.push((content, shard));
@@ -128,7 +129,7 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     for (peer_u, buffer) in arriving {
         let content = builder.buffer(buffer).content;
         let shard = shard_of(content).expect("peers send the contents that this rank has");
-        let into = piece(builder, shard, content, peer_u);
+        let into = pieces.piece(builder, shard, content, peer_u);
         builder.unpack(buffer, into);
     }
     let [(_, q), (_, kv), ..] = whole[..] else { unreachable!("q and kv are always there") };
@@ -147,12 +148,13 @@ pub(super) fn post_heads_for_tokens(
 ) -> Posted {
     let (_, u) = builder.world.mesh.coordinates(builder.rank);
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let pieces = Pieces::of_shard(builder);
     let results: Vec<(BufferId, Content)> =
         mine.iter().map(|id| (*id, builder.buffer(*id).content)).collect();
     for (peer_u, peer) in peers(builder) {
         let (mut parts, mut came) = (Vec::new(), Vec::new());
         for (result, content) in &results {
-            let slice = piece(builder, *result, *content, peer_u);
+            let slice = pieces.piece(builder, *result, *content, peer_u);
             if !slice.tokens.is_empty() {
                 let label = format!("{} for rank {peer}", name(*content));
                 parts.push(builder.sendable(slice, &label, &mut packed));
@@ -180,7 +182,7 @@ pub(super) fn post_heads_for_tokens(
     }
     let exchange = builder.exchange(sends, recvs);
     for (result, content) in results {
-        let own = piece(builder, result, content, u);
+        let own = pieces.piece(builder, result, content, u);
         match home.filter(|_| content.is_sum()) {
             None => {
                 let into = own_result(builder, content, &chunk.heads(builder, content, u));
@@ -256,13 +258,35 @@ fn peers(builder: &PlanBuilder<'_>) -> Vec<(u32, Rank)> {
     (1..mesh.ulysses()).map(|round| (u + round) % mesh.ulysses()).map(|u| (u, mesh.rank(r, u))).collect()
 }
 
-/// The list positions of Ulysses piece `u` in a buffer that holds a whole shard's tokens, with all the buffer's heads.
-fn piece(builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -> Slice {
-    let mesh = builder.world.mesh;
-    let (r, _) = mesh.coordinates(builder.rank);
-    let count = |u: u32| placement(builder, content).of_rank(mesh.rank(r, u)).len();
-    let start = replicated(builder, content) + (0..u).map(count).sum::<usize>();
-    builder.tokens_of(shard, start..start + count(u))
+/// Where the pieces of a shard begin: the list positions in a buffer that holds the tokens of the whole shard.
+struct Pieces {
+    /// By Ulysses piece, and the end of the last one.
+    queries: Vec<usize>,
+    keys: Vec<usize>,
+}
+
+impl Pieces {
+    /// Of the shard of the rank.
+    fn of_shard(builder: &PlanBuilder<'_>) -> Self {
+        let mesh = builder.world.mesh;
+        let (r, _) = mesh.coordinates(builder.rank);
+        let starts = |content: Content| {
+            let placement = placement(builder, content);
+            let mut starts = vec![0];
+            for u in 0..mesh.ulysses() {
+                starts.push(starts[u as usize] + placement.of_rank(mesh.rank(r, u)).len());
+            }
+            starts
+        };
+        Self { queries: starts(Content::Query), keys: starts(Content::KeyValue) }
+    }
+
+    /// Ulysses piece `u` of a buffer that holds a whole shard's tokens, with all the buffer's heads.
+    fn piece(&self, builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -> Slice {
+        let starts = if content.is_of_keys() { &self.keys } else { &self.queries };
+        let (first, u) = (replicated(builder, content), u as usize);
+        builder.tokens_of(shard, first + starts[u]..first + starts[u + 1])
+    }
 }
 
 fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::Placement {

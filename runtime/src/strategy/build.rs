@@ -116,7 +116,7 @@ impl<'a> PlanBuilder<'a> {
 
     /// Query heads of Ulysses piece `u`.
     pub(super) fn q_heads(&self, u: u32) -> Range<u32> {
-        self.world.mesh.q_heads(&self.world.problem)[u as usize].clone()
+        self.world.mesh.q_heads_of(&self.world.problem, u)
     }
 
     /// KV heads that the query heads of Ulysses piece `u` need.

@@ -190,18 +190,22 @@ impl GroupState {
     /// The abort that is due if a rank still needs a rank that has left. Checks messages before votes.
     fn needed_leaver(&self) -> Option<Abort> {
         let ranks = || (0..).map(Rank).zip(&self.ranks);
-        let leavers = || ranks().filter(|(_, rank)| matches!(rank.phase, Phase::Left)).map(|(rank, _)| rank);
-        let message = leavers().find_map(|leaver| {
-            let needs = |(me, rank): (Rank, &RankState)| rank.calls.still_needs(leaver, me);
-            Some((leaver, ranks().find_map(needs)?))
+        let left = |(_, rank): &(Rank, &RankState)| matches!(rank.phase, Phase::Left);
+        let leavers: Vec<Rank> = ranks().filter(left).map(|(rank, _)| rank).collect();
+        // Asked with every vote: a group that nobody has left costs no more than a look at each rank.
+        if leavers.is_empty() {
+            return None;
+        }
+        let message = leavers.iter().find_map(|leaver| {
+            let needs = |(me, rank): (Rank, &RankState)| rank.calls.still_needs(*leaver, me);
+            Some((*leaver, ranks().find_map(needs)?))
         });
         let vote = || {
             ranks().find_map(|(me, rank)| {
-                let absent = |&round| {
-                    self.ballot.missing(round).find(|&missing| leavers().any(|left| left == missing))
-                };
+                let absent =
+                    |round: &u64| leavers.iter().find(|leaver| !self.ballot.has_voted(**leaver, *round));
                 let leaver = rank.calls.agreements.keys().find_map(absent)?;
-                Some((leaver, format!("left the group while rank {me} waited for its vote")))
+                Some((*leaver, format!("left the group while rank {me} waited for its vote")))
             })
         };
         let (culprit, text) = message.or_else(vote)?;

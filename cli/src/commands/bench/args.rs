@@ -6,6 +6,7 @@ use clap::{Args, Subcommand};
 use kyklos::Dtype;
 
 use super::against::Peer;
+use super::plans::PlansArgs;
 use super::strategies::StrategiesArgs;
 use crate::devices::{self, DeviceRequest};
 use crate::options::{KernelName, List, MaskArg, Shape};
@@ -75,4 +76,6 @@ pub(crate) enum BenchCommand {
     /// each result are compared with the f64 oracle; a wrong result gets no time. A run that ended early goes on where it ended: a cell
     /// in which the program ended counts as failed.
     Strategies(Box<StrategiesArgs>),
+    /// Times planning, proving and voting for 8 to 1024 ranks, and says how the times grow with the size of the plans; needs no device
+    Plans(PlansArgs),
 }

@@ -3,6 +3,7 @@
 pub(crate) mod against;
 mod args;
 mod line;
+mod plans;
 mod shared;
 pub(crate) mod strategies;
 
@@ -36,6 +37,7 @@ struct Checked {
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     match &args.command {
         Some(BenchCommand::Strategies(args)) => strategies::strategies(args),
+        Some(BenchCommand::Plans(args)) => plans::plans(args),
         None => kernels(args),
     }
 }

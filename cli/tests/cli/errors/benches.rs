@@ -1,9 +1,9 @@
-//! Refusals of `kyklos bench strategies`.
+//! Refusals of `kyklos bench strategies` and `kyklos bench plans`.
 
 use super::Group;
 
 pub(super) const BENCHES: Group = Group {
-    title: "A bench of strategies",
+    title: "Benches of strategies and of plans",
     about: "Cells that do not fit are no refusals of the command: they are listed with the reason.",
     entries: &[
         ("bench strategies --output DIR/new --shape 1,64,8,2,64", "The batch entries are given apart."),
@@ -19,6 +19,11 @@ pub(super) const BENCHES: Group = Group {
         ("bench strategies --output DIR/cells --device cpu", "Times of unlike groups do not compare."),
         ("bench strategies --output DIR/no-cells --device cpu", "The file was not written by this command."),
         ("launch -n 2 -- bench strategies --output DIR/new --ranks 2", "Every process is one rank already."),
+        (
+            "bench plans --ranks 4 --strategy relay",
+            "This strategy needs a mesh with both, of at least two each.",
+        ),
+        ("bench plans --ranks 1024 --tokens 4294967295", "Positions are u32."),
         (
             "launch -n 2 -- bench strategies --output DIR/new --transport in-process",
             "Channels join threads of one process.",

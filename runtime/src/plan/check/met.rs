@@ -100,6 +100,9 @@ impl MetKeys {
 
     /// The keys outside the set.
     pub(super) fn gaps(&mut self) -> Gaps {
+        if self.met.is_empty() && self.list.runs().iter().all(|run| run.stride == 1) {
+            return self.gaps_of_list();
+        }
         self.write_out();
         let mut gaps: Vec<Range<u32>> = Vec::new();
         let mut add = |keys: Range<u32>| match gaps.last_mut() {
@@ -118,9 +121,26 @@ impl MetKeys {
         }
         Gaps(gaps)
     }
+
+    /// The same while the list holds all keys, in runs of adjacent ones.
+    fn gaps_of_list(&self) -> Gaps {
+        let mut gaps = Vec::new();
+        let mut from = 0;
+        for run in self.list.runs() {
+            gaps.extend((from < run.start).then_some(from..run.start));
+            from = run.last() + 1;
+        }
+        gaps.extend((from < self.kv_len).then_some(from..self.kv_len));
+        Gaps(gaps)
+    }
 }
 
 impl Gaps {
+    /// Whether all keys are in the set.
+    pub(super) fn are_none(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// The first of `keys` that was not met.
     pub(super) fn first_in(&self, keys: Range<u32>) -> Option<u32> {
         let gap = self.0.get(self.0.partition_point(|gap| gap.end <= keys.start))?;
@@ -160,6 +180,24 @@ mod tests {
                 let expected = (lo..hi).find(|key| !there.contains(key));
                 assert_eq!(gaps.first_in(lo..hi), expected, "{lo}..{hi}");
             }
+        }
+    }
+
+    #[test]
+    fn a_list_has_the_gaps_of_its_keys() {
+        let some = |runs: &[std::ops::Range<u32>]| {
+            let mut list = TokenRuns::default();
+            runs.iter().for_each(|run| list.extend(&TokenRuns::contiguous(run.clone())));
+            let mut met = MetKeys::none(50);
+            assert_eq!(met.meet(&list), None);
+            met
+        };
+        for runs in [&[0..50][..], &[0..20], &[7..50], &[3..9, 12..13, 40..50], &[]] {
+            let gaps = some(runs).gaps();
+            assert_eq!(gaps.are_none(), runs == [0..50]);
+            let mut bytes = some(runs);
+            bytes.write_out();
+            assert_eq!(gaps.0, bytes.gaps().0, "{runs:?}");
         }
     }
 

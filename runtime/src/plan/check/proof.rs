@@ -135,7 +135,7 @@ impl<'a> RankProof<'a> {
         let written = &mut self.lives[id.0].written;
         // Most buffers are written whole, by one message.
         written.reserve_exact(usize::from(written.is_empty()));
-        written.push(area);
+        add(written, area);
         Ok(())
     }
 
@@ -251,4 +251,55 @@ impl<'a> RankProof<'a> {
 
 fn overlap(a: &Area, b: &Area) -> Area {
     (a.0.start.max(b.0.start)..a.0.end.min(b.0.end), a.1.start.max(b.1.start)..a.1.end.min(b.1.end))
+}
+
+/// Adds an area to disjoint ones. Areas that make a rectangle together become one: a buffer that many messages fill has few.
+fn add(written: &mut Vec<Area>, mut area: Area) {
+    while let Some((place, whole)) =
+        written.iter().enumerate().find_map(|(place, other)| Some((place, joined(other, &area)?)))
+    {
+        written.swap_remove(place);
+        area = whole;
+    }
+    written.push(area);
+}
+
+/// The rectangle that two disjoint areas make, if they do.
+fn joined(a: &Area, b: &Area) -> Option<Area> {
+    let touch = |a_end, b_start, b_end, a_start| a_end == b_start || b_end == a_start;
+    let same_heads = a.1 == b.1 && touch(a.0.end, b.0.start, b.0.end, a.0.start);
+    let same_tokens = a.0 == b.0 && (a.1.end == b.1.start || b.1.end == a.1.start);
+    (same_heads || same_tokens).then(|| {
+        (a.0.start.min(b.0.start)..a.0.end.max(b.0.end), a.1.start.min(b.1.start)..a.1.end.max(b.1.end))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_that_fill_a_buffer_become_one_area() {
+        // In the order in which a rank of an all-to-all takes them: from its successors on, by tokens and by heads.
+        let mut written = Vec::new();
+        for u in (5..64).chain(0..5) {
+            add(&mut written, (3 * u..3 * (u + 1), 0..2));
+            assert!(written.len() <= 2, "{written:?}");
+        }
+        assert_eq!(written, [(0..192, 0..2)]);
+        let mut written = Vec::new();
+        for u in (60..64).chain(0..60) {
+            add(&mut written, (0..7, 2 * u..2 * (u + 1)));
+            assert!(written.len() <= 2, "{written:?}");
+        }
+        assert_eq!(written, [(0..7, 0..128)]);
+        // Neither tokens nor heads are the same: they stay two areas, also if they touch.
+        let mut written = vec![(0..4, 0..2)];
+        add(&mut written, (4..8, 0..3));
+        add(&mut written, (0..4, 3..4));
+        assert_eq!(written.len(), 3);
+        // One area closes the gap between two.
+        add(&mut written, (0..4, 2..3));
+        assert_eq!(written.len(), 2);
+    }
 }

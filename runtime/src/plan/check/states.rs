@@ -26,6 +26,10 @@ impl RankProof<'_> {
     pub(super) fn every_visible_key_once(&mut self, state: BufferId) -> Result<()> {
         let problem = &self.world.problem;
         let gaps = self.lives[state.0].met.gaps();
+        // No row can see a key that was not met where there is none.
+        if gaps.are_none() {
+            return Ok(());
+        }
         for batch in 0..problem.mask.batch_classes() {
             for token in self.plan.buffer(state).tokens.iter() {
                 for span in problem.mask.visible(batch, problem.q_position(token), problem.kv_len).iter() {

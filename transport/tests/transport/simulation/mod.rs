@@ -14,6 +14,7 @@ mod program;
 mod rng;
 mod stage;
 mod unreachable;
+mod votes;
 mod waits;
 mod world;
 

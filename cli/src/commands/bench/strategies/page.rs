@@ -3,8 +3,7 @@
 use maud::{Markup, html};
 
 use super::journal::Header;
-use super::record::{Measured, RankMeasured, Record, State};
-use super::report::{by_case, median_s, refusals};
+use super::record::{Measured, RankMeasured, Record, State, by_case, median_s, refusals};
 use crate::observe::page::parts::{
     Head, Section, bar, bytes, counted, document, numbers, scrolled, seconds, shares, swatch,
 };

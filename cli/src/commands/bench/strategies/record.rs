@@ -1,5 +1,7 @@
 //! What the bench keeps of a cell.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::cells::CellName;
@@ -116,4 +118,35 @@ impl Record {
     fn most(&self, of: fn(&RankMeasured) -> u64) -> u64 {
         self.measured.iter().flat_map(|measured| &measured.per_rank).map(of).max().unwrap_or(0)
     }
+}
+
+/// Records of each case, in the order of their first cells.
+pub(super) fn by_case(records: &[Record]) -> Vec<(String, Vec<&Record>)> {
+    let mut cases: Vec<(String, Vec<&Record>)> = Vec::new();
+    let mut places = BTreeMap::new();
+    for record in records {
+        let case = record.name.case();
+        let place = *places.entry(case.clone()).or_insert(cases.len());
+        if place == cases.len() {
+            cases.push((case, Vec::new()));
+        }
+        cases[place].1.push(record);
+    }
+    cases
+}
+
+/// The reasons of refused cells and the number of their cells, the most frequent first.
+pub(super) fn refusals(records: &[Record]) -> Vec<(String, usize)> {
+    let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
+    for record in records.iter().filter(|record| record.state == State::Refused) {
+        *reasons.entry(record.why.as_deref().unwrap_or_default()).or_default() += 1;
+    }
+    let mut reasons: Vec<_> = reasons.into_iter().map(|(why, count)| (why.to_owned(), count)).collect();
+    reasons.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    reasons
+}
+
+/// The median time, or infinity.
+pub(super) fn median_s(record: &Record) -> f64 {
+    record.measured.as_ref().map_or(f64::INFINITY, |measured| measured.median_s)
 }

@@ -1,6 +1,5 @@
 //! The files of the results, and the table on standard output.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
@@ -8,7 +7,7 @@ use kyklos::plan::{bytes, table};
 
 use super::leader::Leader;
 use super::page;
-use super::record::{Measured, RankMeasured, Record, State};
+use super::record::{Measured, RankMeasured, Record, State, by_case, median_s, refusals};
 use crate::failure::{Failure, Result, print};
 use crate::new_file::NewFile;
 
@@ -152,37 +151,6 @@ fn text(records: &[Record]) -> String {
         out.push_str(&format!("refused: {cells}: {why}\n"));
     }
     out
-}
-
-/// Records of each case, in the order of their first cells.
-pub(super) fn by_case(records: &[Record]) -> Vec<(String, Vec<&Record>)> {
-    let mut cases: Vec<(String, Vec<&Record>)> = Vec::new();
-    let mut places = BTreeMap::new();
-    for record in records {
-        let case = record.name.case();
-        let place = *places.entry(case.clone()).or_insert(cases.len());
-        if place == cases.len() {
-            cases.push((case, Vec::new()));
-        }
-        cases[place].1.push(record);
-    }
-    cases
-}
-
-/// The reasons of refused cells and the number of their cells, the most frequent first.
-pub(super) fn refusals(records: &[Record]) -> Vec<(String, usize)> {
-    let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
-    for record in records.iter().filter(|record| record.state == State::Refused) {
-        *reasons.entry(record.why.as_deref().unwrap_or_default()).or_default() += 1;
-    }
-    let mut reasons: Vec<_> = reasons.into_iter().map(|(why, count)| (why.to_owned(), count)).collect();
-    reasons.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-    reasons
-}
-
-/// The median time, or infinity.
-pub(super) fn median_s(record: &Record) -> f64 {
-    record.measured.as_ref().map_or(f64::INFINITY, |measured| measured.median_s)
 }
 
 const HEADER: [&str; 8] = [
