@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_list_has_the_gaps_of_its_keys() {
-        let some = |runs: &[std::ops::Range<u32>]| {
+        let some = |runs: &[Range<u32>]| {
             let mut list = TokenRuns::default();
             runs.iter().for_each(|run| list.extend(&TokenRuns::contiguous(run.clone())));
             let mut met = MetKeys::none(50);
