@@ -1,5 +1,7 @@
 //! An attention call, without data.
 
+mod bias;
+
 use std::ops::Range;
 
 use kyklos_transport::Rank;
@@ -217,7 +219,7 @@ impl AttentionProblem {
         token + self.q_offset
     }
 
-    pub(crate) fn checked(self) -> Result<Self> {
+    fn checked(self) -> Result<Self> {
         let Self { batch, q_len, kv_len, q_heads, kv_heads, head_dim, q_offset, .. } = self;
         for (name, value) in
             [("batch", batch), ("query heads", q_heads), ("kv heads", kv_heads), ("head dim", head_dim)]

@@ -79,7 +79,10 @@ impl Terms {
             ("--trace", trace.to_owned()),
             ("--report and --watch", page.to_owned()),
             ("--on-loss", on_loss.name().to_owned()),
-            ("--grad", yes(request.gradients)),
+            (
+                "--grad and --grad-bias",
+                if problem.bias_gradient { "both".to_owned() } else { yes(request.gradients) },
+            ),
         ];
         let copy = match source {
             Source::MadeUp { .. } => CopyId::NONE,

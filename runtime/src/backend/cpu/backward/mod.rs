@@ -113,7 +113,10 @@ async fn run(
         let start = Instant::now();
         if let Some(d_bias) = d_bias {
             for job in &mut jobs[from..to] {
-                job.bias = Some(d_bias.block(job.dq.len(), job.dk.len()));
+                let rows = job.q_tiles.start * TILE.q_rows as usize;
+                let keys = job.kv_tiles.start * TILE.kv_cols as usize;
+                let [rows, keys] = [rows..rows + job.dq.len(), keys..keys + job.dk.len()];
+                job.bias = Some(d_bias.block([job.batch, job.q_head], rows, keys));
             }
         }
         backend.install(|| {
@@ -123,7 +126,8 @@ async fn run(
                 backend.backward_scratch.give(space);
             });
             if let Some(d_bias) = d_bias {
-                d_bias.add(&mut jobs[from..to], call.forward.work);
+                let blocks: Vec<_> = jobs[from..to].iter_mut().filter_map(|job| job.bias.take()).collect();
+                d_bias.add(&blocks, &call.forward.work.kv_positions);
             }
         });
         backend.backward_rate.measured(sum, start);
