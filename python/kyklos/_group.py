@@ -234,7 +234,6 @@ class Group(Sharing, Differentiable):
             ``[batch, tokens, heads, keys]`` (false hides a key), or of the type of q, added to the logits. ``keys`` are the
             keys of all ranks, by position. With ``layout="bhsd"``: ``[batch, heads, tokens, keys]``.
         :param key_bias: the same for all queries: ``[batch, keys]`` or ``[batch, heads, keys]``, equal on all ranks.
-        :param bias_gradient: for :meth:`backward`: also the gradient of ``bias`` or ``key_bias``.
         :param q_offset: position of the first query; key 0 is at position 0.
         :param layout: ``"bshd"``, or ``"bhsd"`` for ``[batch, heads, tokens, dim]``, also of the output.
         :param label: a text that must be the same on all ranks, such as ``"layer 3"``.

@@ -135,7 +135,7 @@ impl Asked {
             let Ok(forward) = predict(problem, candidate, &shares.split, cluster) else { continue };
             let backward = wanted
                 .gradients
-                .then(|| predict_backward(problem, candidate.of_backward(), &shares.split, cluster));
+                .then(|| predict_backward(problem, candidate.of_backward(problem), &shares.split, cluster));
             let Ok(backward) = backward.transpose() else { continue };
             let fits = backward.iter().chain([&forward]).all(|pass| pass.fits(cluster).is_ok());
             let backward_s = backward.as_ref().map(Prediction::wall_s);
@@ -234,8 +234,7 @@ impl Request {
 
     /// The strategy of the backward pass.
     pub(crate) fn backward_strategy(&self) -> Strategy {
-        let Self { strategy, mesh, placement, .. } = self;
-        Candidate { strategy: *strategy, mesh: *mesh, placement: *placement }.of_backward().strategy
+        self.strategy.of_backward(&self.problem, self.mesh)
     }
 
     /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine.

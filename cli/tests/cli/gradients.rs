@@ -123,11 +123,7 @@ fn each_rank_writes_the_gradients_of_its_tokens() {
     let mut sinks = Tensor { shape: vec![HQ], data: vec![0.0; HQ] };
     for rank in 0..3 {
         let path = folder.path().join(format!("part-{rank}"));
-        let bytes = std::fs::read(&path).unwrap();
-        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        let keys = file.tensor("key_positions").unwrap();
-        let keys: Vec<usize> =
-            keys.data().as_chunks::<8>().0.iter().map(|x| i64::from_le_bytes(*x) as usize).collect();
+        let keys = integers(&path, "key_positions");
         assert_eq!(keys.len(), [5, 9, 7][rank]);
         let dk = read(&path, "dk");
         assert_eq!(dk.shape, [B, keys.len(), HKV, D]);
@@ -139,6 +135,14 @@ fn each_rank_writes_the_gradients_of_its_tokens() {
         sinks.data.iter_mut().zip(part.data).for_each(|(sum, part)| *sum += part);
     }
     assert_close(&sinks, &right_sinks);
+}
+
+/// A tensor of positions.
+fn integers(path: &Path, name: &str) -> Vec<usize> {
+    let bytes = std::fs::read(path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = file.tensor(name).unwrap();
+    tensor.data().as_chunks::<8>().0.iter().map(|x| i64::from_le_bytes(*x) as usize).collect()
 }
 
 #[test]
@@ -203,7 +207,7 @@ fn the_gradient_of_a_bias_is_verified_and_written_in_the_shape_of_the_bias() {
         let shared = ["attend", "--mesh", "1x3", "--tokens", "5,9,7"];
         succeeds(&kyklos(&[&shared, &files[..], &CAUSAL].concat()));
         let mut sum = vec![0.0; first.data.len()];
-        for (rank, tokens) in [0..5, 5..14, 14..21].into_iter().enumerate() {
+        for (rank, tokens) in [5, 9, 7].into_iter().enumerate() {
             let path = folder.path().join(format!("part-{rank}"));
             if shape[2] == 1 {
                 let part = read(&path, "dbias_part");
@@ -211,10 +215,11 @@ fn the_gradient_of_a_bias_is_verified_and_written_in_the_shape_of_the_bias() {
                 continue;
             }
             let part = read(&path, "dbias");
-            assert_eq!(part.shape, [shape[0], shape[1], tokens.len(), S]);
+            assert_eq!(part.shape, [shape[0], shape[1], tokens, S]);
+            let positions = integers(&path, "positions");
             for (index, value) in part.data.into_iter().enumerate() {
-                let (head, row) = (index / S / tokens.len(), index / S % tokens.len());
-                sum[(head * S + tokens.start + row) * S + index % S] = value;
+                let (head, row) = (index / S / tokens, index / S % tokens);
+                sum[(head * S + positions[row]) * S + index % S] = value;
             }
         }
         assert_close(&Tensor { shape: first.shape.clone(), data: sum }, &first);

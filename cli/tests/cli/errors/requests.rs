@@ -87,6 +87,7 @@ pub(super) const GROUPS: &[Group] = &[
                 "attend --shape 1,65536,8,2,64 --grad --verify",
                 "The oracle computes all gradients of one KV head in f64.",
             ),
+            ("@ --grad --grad-bias", "A call without a bias, or with a mask, which has no gradient."),
             ("launch -n 2 -- @ --grad --on-loss finish", "Sums of gradients of several ranks are under way."),
             ("attend --shape 1,64,3,3,64 --mesh 4x1", "Ulysses gives every rank at least one query head."),
             ("@ --mesh 2x2 --strategy ring", "The strategy and the mesh contradict each other."),

@@ -80,7 +80,7 @@ fn has_backward(problem: &AttentionProblem, strategy: Strategy) -> Result<()> {
             "use another strategy, as ring or unified; the forward pass may have any strategy",
         );
     }
-    if problem.bias_gradient && problem.query_bias().is_some() && strategy.moves_queries() {
+    if strategy.splits_bias_gradient(problem) {
         return refuse(
             format!("with strategy {strategy} and the gradient of a bias tensor"),
             "use a strategy that sends keys, as ring or unified: then each row of this gradient is complete where its query is",
