@@ -2,6 +2,7 @@
 //! quote the operating system.
 
 mod backward;
+mod benches;
 mod bias;
 mod caches;
 mod files;

@@ -2,6 +2,7 @@
 //! `DIR` is a folder with the files of `files.rs`. `@` is `attend --shape 1,64,8,2,64`.
 
 use super::Group;
+use super::benches::BENCHES;
 use super::outputs::OUTPUTS;
 
 pub(super) const GROUPS: &[Group] = &[
@@ -218,12 +219,13 @@ pub(super) const GROUPS: &[Group] = &[
             ("attend --input DIR/mask-batch", "One for each batch entry, or one for all."),
         ],
     },
+    BENCHES,
     OUTPUTS,
     Group {
         title: "Launchers, and several processes",
         about: "Flags, variables, a cluster file or the environment of a launcher assign the ranks: [deploy](deploy.md).",
         entries: &[
-            ("launch -n 2 -- devices", "Only `attend` runs on several processes."),
+            ("launch -n 2 -- devices", "Only `attend` and `bench strategies` run on several processes."),
             ("launch -n 9999 -- attend --shape 1,64,8,2,64", "For more processes use more hosts."),
             ("launch -n 2 -- attend --shape 1,64,8,2,64 --ranks 2", "Every process is one rank already."),
             ("launch -n 2 -- attend --shape 1,64,8,2,64 --rank 0", "The launcher assigns the ranks."),
