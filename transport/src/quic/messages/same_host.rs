@@ -84,7 +84,8 @@ impl Core {
         }
     }
 
-    fn met(self: &Arc<Self>, peer: Rank, met: Result<Meeting, String>) {
+    /// Begins to share memory with a peer, if there was a meeting.
+    pub(crate) fn met(self: &Arc<Self>, peer: Rank, met: Result<Meeting, String>) {
         let Meeting { socket, outgoing, incoming } = match met {
             Ok(meeting) => meeting,
             Err(text) => return self.shares_not(peer, &text),

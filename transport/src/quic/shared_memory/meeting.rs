@@ -7,7 +7,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
@@ -51,26 +51,31 @@ impl MeetingPlace {
         Ok((Self { listener, offer }, offer))
     }
 
-    /// Waits for the other rank, and gives and takes memory. Others who connect are sent away.
+    /// Waits for the other rank, and gives and takes memory.
     pub(crate) async fn meet(self, size: SegmentSize) -> Result<Meeting, String> {
-        let mut socket = loop {
-            let (mut socket, _) =
-                self.listener.accept().await.map_err(|error| format!("no Unix socket: {error}"))?;
+        let mut socket = self.guest().await?;
+        let outgoing = Segment::new(size)?;
+        let file = outgoing.file().ok_or("memory without a file")?;
+        send_file(&socket, &self.offer.secret_of_host, file).await?;
+        let incoming = receive_file(&socket, &mut [0; READY.len()]).await?;
+        let incoming = Segment::of_peer(incoming, size)?;
+        socket.write_all(&READY).await.map_err(ended)?;
+        Ok(Meeting { socket, outgoing, incoming })
+    }
+
+    /// The socket to the process that shows the secret. Others who connect are sent away.
+    pub(super) async fn guest(&self) -> Result<UnixStream, String> {
+        loop {
+            let accepted = self.listener.accept().await;
+            let (mut socket, _) = accepted.map_err(|error| format!("no Unix socket: {error}"))?;
             let mut shown = [0; 32];
             if same_user_and_processes(&socket).is_ok()
                 && socket.read_exact(&mut shown).await.is_ok()
                 && verify_slices_are_equal(&shown, &self.offer.secret_of_guest).is_ok()
             {
-                break socket;
+                return Ok(socket);
             }
-        };
-        let outgoing = Segment::new(size)?;
-        send_file(&socket, &self.offer.secret_of_host, &outgoing).await?;
-        let mut answer = [0; 1];
-        let incoming = receive_file(&socket, &mut answer).await?;
-        let incoming = Segment::of_peer(incoming, size)?;
-        socket.write_all(&READY).await.map_err(ended)?;
-        Ok(Meeting { socket, outgoing, incoming })
+        }
     }
 }
 
@@ -87,11 +92,13 @@ pub(crate) async fn accept(offer: MemoryOffer, size: SegmentSize) -> Result<Meet
         .map_err(|_| "another process answers at its Unix socket".to_owned())?;
     let incoming = Segment::of_peer(incoming, size)?;
     let outgoing = Segment::new(size)?;
-    send_file(&socket, &READY, &outgoing).await?;
-    let mut answer = [0; 1];
-    socket.read_exact(&mut answer).await.map_err(ended)?;
+    send_file(&socket, &READY, outgoing.file().ok_or("memory without a file")?).await?;
+    socket.read_exact(&mut [0; READY.len()]).await.map_err(ended)?;
     Ok(Meeting { socket, outgoing, incoming })
 }
+
+/// The number that the kernel shows for all users that have none in a user namespace.
+const UNKNOWN_USER: u32 = 65_534;
 
 /// Says that the memory of the other side is mapped.
 const READY: [u8; 1] = [1];
@@ -107,7 +114,7 @@ fn random<const N: usize>() -> Result<[u8; N], String> {
 }
 
 /// Does not wait: a queue that strangers fill must not stop this thread.
-fn connect(name: [u8; 16]) -> io::Result<UnixStream> {
+pub(super) fn connect(name: [u8; 16]) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(full_name(name).as_bytes())?)?;
@@ -117,6 +124,9 @@ fn connect(name: [u8; 16]) -> io::Result<UnixStream> {
 /// A process of another user must not see the payload, and neither must one of another container.
 fn same_user_and_processes(socket: &UnixStream) -> Result<(), String> {
     let peer = socket.peer_cred().map_err(|error| format!("its process is not known: {error}"))?;
+    if peer.uid() == UNKNOWN_USER {
+        return Err("its user has no number in the namespace of this process".into());
+    }
     if peer.uid() != rustix::process::geteuid().as_raw() {
         return Err("it is a process of another user".into());
     }
@@ -127,12 +137,11 @@ fn same_user_and_processes(socket: &UnixStream) -> Result<(), String> {
     Ok(())
 }
 
-async fn send_file(socket: &UnixStream, bytes: &[u8], segment: &Segment) -> Result<(), String> {
-    let file = segment.file().ok_or("memory without a file")?;
+pub(super) async fn send_file(socket: &UnixStream, bytes: &[u8], file: BorrowedFd<'_>) -> Result<(), String> {
     let send = || {
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
         let mut files = SendAncillaryBuffer::new(&mut space);
-        let fds = [file.as_fd()];
+        let fds = [file];
         files.push(SendAncillaryMessage::ScmRights(&fds));
         let sent = rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut files, SendFlags::NOSIGNAL)?;
         if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
@@ -140,7 +149,7 @@ async fn send_file(socket: &UnixStream, bytes: &[u8], segment: &Segment) -> Resu
     socket.async_io(Interest::WRITABLE, send).await.map_err(ended)
 }
 
-async fn receive_file(socket: &UnixStream, bytes: &mut [u8]) -> Result<OwnedFd, String> {
+pub(super) async fn receive_file(socket: &UnixStream, bytes: &mut [u8]) -> Result<OwnedFd, String> {
     let receive = || {
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
         let mut files = RecvAncillaryBuffer::new(&mut space);

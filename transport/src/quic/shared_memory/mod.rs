@@ -17,3 +17,5 @@ pub(crate) mod sender;
 #[path = "sender_elsewhere.rs"]
 pub(crate) mod sender;
 pub(crate) mod sharing;
+#[cfg(all(test, target_os = "linux", target_pointer_width = "64"))]
+mod tests;
