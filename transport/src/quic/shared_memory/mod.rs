@@ -17,5 +17,9 @@ pub(crate) mod sender;
 #[path = "sender_elsewhere.rs"]
 pub(crate) mod sender;
 pub(crate) mod sharing;
+
+/// Whether this system can share memory at all.
+pub(crate) const MEMORY_CAN_BE_SHARED: bool = cfg!(all(target_os = "linux", target_pointer_width = "64"));
+
 #[cfg(all(test, target_os = "linux", target_pointer_width = "64"))]
 mod tests;
