@@ -21,5 +21,6 @@ pub(crate) mod sharing;
 /// Whether this system can share memory at all.
 pub(crate) const MEMORY_CAN_BE_SHARED: bool = cfg!(all(target_os = "linux", target_pointer_width = "64"));
 
-#[cfg(all(test, target_os = "linux", target_pointer_width = "64"))]
+#[cfg(test)]
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 mod tests;

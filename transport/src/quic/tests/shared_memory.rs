@@ -92,7 +92,7 @@ impl Stage {
     }
 
     /// The group is aborted, rank 1 is named, and the error has these words.
-    async fn is_named(self, received: Posted<Vec<Bytes>>, words: &str) {
+    async fn assert_named(self, received: Posted<Vec<Bytes>>, words: &str) {
         let started = Instant::now();
         let error = received.await.unwrap_err();
         let later = self.zero.post_recv(Rank(1), Tag { op: 4, message: 0 }, &[1], LONG).await.unwrap_err();
@@ -156,7 +156,7 @@ fn headers_that_do_not_fit_the_plan_name_the_peer() {
             let mut header = stage.header(0);
             lie(&mut header);
             stage.say_chunk(header, 0).await;
-            stage.is_named(received, words).await;
+            stage.assert_named(received, words).await;
         });
     }
 }
@@ -169,7 +169,7 @@ fn bytes_that_change_or_were_never_there_name_the_peer() {
         let checksum = stage.fill(0, 0);
         stage.hostile.outgoing.write(0, stage.chunk_bytes - 1, &[0xff]).unwrap();
         stage.say_chunk(stage.header(0), checksum ^ 1).await;
-        stage.is_named(received, "bytes that do not fit their checksum").await;
+        stage.assert_named(received, "bytes that do not fit their checksum").await;
     });
 }
 
@@ -182,7 +182,7 @@ fn a_chunk_that_comes_twice_or_unasked_names_the_peer() {
         stage.fill(1, 0);
         stage.say_chunk(stage.header(0), checksum).await;
         stage.say_chunk(stage.header(0), checksum).await;
-        stage.is_named(received, "a chunk that was sent twice").await;
+        stage.assert_named(received, "a chunk that was sent twice").await;
     });
     for (bytes, words) in [(BYTES as u64, "before they were asked for"), (9, "before it was asked for")] {
         run(async {
@@ -190,7 +190,7 @@ fn a_chunk_that_comes_twice_or_unasked_names_the_peer() {
             let other = stage.zero.post_recv(Rank(1), Tag { op: 3, message: 9 }, &[1], LONG);
             let header = MessageHeader { total_bytes: bytes, ..stage.header(0) };
             stage.say_chunk(header, 0).await;
-            stage.is_named(other, words).await;
+            stage.assert_named(other, words).await;
         });
     }
 }
@@ -201,19 +201,19 @@ fn notices_that_no_honest_rank_sends_name_the_peer() {
         let mut stage = Stage::set().await;
         let received = stage.receive();
         stage.say(Notice::Free(1)).await;
-        stage.is_named(received, "more chunks read than were sent").await;
+        stage.assert_named(received, "more chunks read than were sent").await;
     });
     run(async {
         let mut stage = Stage::set().await;
         let received = stage.receive();
         let _ = stage.hostile.socket.write_all(&[0x55; NOTICE_BYTES]).await;
-        stage.is_named(received, "no notice").await;
+        stage.assert_named(received, "no notice").await;
     });
     run(async {
         let mut stage = Stage::set().await;
         let received = stage.receive();
         stage.say(Notice::Chunk { header: [7; 64], checksum: 0 }).await;
-        stage.is_named(received, "do not begin like").await;
+        stage.assert_named(received, "do not begin like").await;
     });
 }
 
@@ -237,7 +237,7 @@ fn notices_without_end_end_the_group() {
                 break;
             }
         }
-        stage.is_named(other, "more chunks than its shared memory holds").await;
+        stage.assert_named(other, "more chunks than its shared memory holds").await;
     });
 }
 
@@ -265,7 +265,7 @@ fn a_receiver_that_frees_nothing_ends_the_send_at_its_deadline() {
 }
 
 #[test]
-fn a_peer_that_leaves_its_memory_and_stays_in_the_group_is_named() {
+fn a_peer_that_leaves_its_memory_and_stays_in_the_group_assert_named() {
     run(async {
         let Stage { zero, one, hostile, .. } = Stage::set().await;
         let received = zero.post_recv(Rank(1), TAG, &[BYTES], LONG);
