@@ -40,7 +40,7 @@ impl Core {
                     link.sharing.offered();
                     link.say(Frame::ShareMemory { offer });
                     let core = Arc::clone(self);
-                    self.runtime.spawn(async move {
+                    self.until_over(async move {
                         let met = timeout(LONGEST_MEETING, place.meet(size)).await;
                         core.met(peer, met.unwrap_or_else(|_| Err("it did not come".into())));
                     });
@@ -57,7 +57,7 @@ impl Core {
             return self.misbehaved(peer, None, "offers shared memory out of turn".into());
         }
         let core = Arc::clone(self);
-        self.runtime.spawn(async move {
+        self.until_over(async move {
             // The rank that offers has the clock: when it ends the meeting, the socket ends here.
             let met = match core.shares() {
                 Some(size) => accept(offer, size).await,
