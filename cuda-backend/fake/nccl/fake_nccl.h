@@ -37,6 +37,7 @@ struct Config {
     u64 report = 0;         // print counts at exit
     // Faults of one rank of each communicator. Groups of sends and receives count from 1; 0: never.
     u64 fault_rank = 0;
+    u64 faulty_communicators = 0;  // how many communicators of that rank have them in a process; 0: all
     u64 code = INTERNAL_ERROR;  // of the faults
     u64 id_fails = 0;       // ncclGetUniqueId fails
     u64 init_fails = 0;     // the communicator fails while it is made
@@ -91,18 +92,17 @@ struct Communicator {
     Board *board = nullptr;
     int rank = 0, ranks = 0, device = 0;
     bool blocking = true;
+    bool is_faulty = false;
     std::atomic<int> state{IN_PROGRESS};  // what ncclCommGetAsyncError reports
     std::atomic<bool> aborted{false}, finalized{false};
     std::atomic<int> entered{0};          // calls of the host that have not returned
     std::atomic<int> outstanding{0};      // groups that are not complete
     std::atomic<int> running{0};          // groups that a stream runs now
-    std::atomic<const char *> detail{""};
     u64 groups = 0, sent[MAX_RANKS] = {}, received[MAX_RANKS] = {};
     ~Communicator();
 
-    bool is_faulty() const { return u64(rank) == config().fault_rank; }
     // Whether this is the group at which a fault is due.
-    bool is_due(u64 at, u64 group) const { return is_faulty() && at && at == group; }
+    bool is_due(u64 at, u64 group) const { return is_faulty && at && at == group; }
     void fail(int code, const char *text);
     // Whether a peer's process has ended.
     bool has_lost_a_peer() const;
@@ -132,6 +132,8 @@ void sleep_us(u64 us);
 u64 random_below(u64 below);
 // Counts for the report at exit.
 extern std::atomic<u64> groups_run, bytes_moved, aborts;
+// Of the last error of any communicator.
+extern std::atomic<const char *> last_error;
 
 }  // namespace fake
 

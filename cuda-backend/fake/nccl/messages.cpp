@@ -16,6 +16,7 @@
 namespace fake {
 
 std::atomic<u64> groups_run, bytes_moved, aborts;
+std::atomic<const char *> last_error{""};
 
 void sleep_us(u64 us) { std::this_thread::sleep_for(std::chrono::microseconds(us)); }
 
@@ -31,7 +32,7 @@ Communicator::~Communicator() {
 }
 
 void Communicator::fail(int code, const char *text) {
-    detail = text;
+    last_error = text;
     state = code;
 }
 
@@ -71,11 +72,11 @@ static bool shares_a_device(const Board &board, int ranks) {
 
 static void wait_for_ranks(Communicator &communicator) {
     sleep_us(random_below(config().delay_us + 1));
-    if (communicator.is_faulty() && config().init_fails) {
+    if (communicator.is_faulty && config().init_fails) {
         communicator.fail(int(config().code), "told to fail during the initialisation");
         return;
     }
-    const bool hangs = communicator.is_faulty() && config().init_hangs;
+    const bool hangs = communicator.is_faulty && config().init_hangs;
     while (hangs || communicator.board->present < communicator.ranks) {
         if (communicator.aborted) return;
         sleep_us(100);

@@ -25,6 +25,7 @@ const Config &fake::config() {
             {"delay_us", &config.delay_us},
             {"report", &config.report},
             {"fault_rank", &config.fault_rank},
+            {"faulty_communicators", &config.faulty_communicators},
             {"code", &config.code},
             {"id_fails", &config.id_fails},
             {"init_fails", &config.init_fails},
@@ -125,9 +126,7 @@ extern "C" __attribute__((visibility("default"))) const char *ncclGetErrorString
     }
 }
 
-extern "C" __attribute__((visibility("default"))) const char *ncclGetLastError(Communicator *handle) {
-    return handle ? existing(handle, "ncclGetLastError")->detail.load() : "";
-}
+extern "C" __attribute__((visibility("default"))) const char *ncclGetLastError(Communicator *) { return last_error; }
 
 API ncclGetUniqueId(UniqueId *id) {
     if (config().id_fails) return SYSTEM_ERROR;
@@ -161,6 +160,11 @@ API ncclCommInitRankConfig(Communicator **made, int ranks, UniqueId id, int rank
     communicator->rank = rank;
     communicator->ranks = ranks;
     communicator->device = device;
+    static std::atomic<u64> of_fault_rank;
+    if (u64(rank) == config().fault_rank) {
+        const u64 count = ++of_fault_rank, most = config().faulty_communicators;
+        communicator->is_faulty = !most || count <= most;
+    }
     if (given) {
         const bool known = given->size == sizeof *given && given->magic == 0xcafebeef && given->version == 21800;
         const auto in = [](int value, int least, int most) { return value == UNDEFINED || (value >= least && value <= most); };
@@ -204,7 +208,7 @@ API ncclCommFinalize(Communicator *handle) {
     const Call call(handle, "ncclCommFinalize");
     if (call->state != SUCCESS) return INVALID_ARGUMENT;
     if (call->finalized.exchange(true)) die("a communicator was finalized twice");
-    const bool hangs = call->is_faulty() && config().finalize_hangs;
+    const bool hangs = call->is_faulty && config().finalize_hangs;
     const auto wait = [communicator = call.communicator, hangs] {
         while (hangs || communicator->outstanding) {
             if (communicator->aborted) return;

@@ -28,6 +28,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     /// Buffers, ascending, that had arrived whole when the run was interrupted, in exchanges on which it had not
     /// waited.
     pub(super) arrived: Vec<BufferId>,
+    /// Exchanges that have ended and whose messages may still be on their way to the device ([`Collective::settled`]).
+    pub(super) unsettled: Vec<u32>,
 }
 
 /// The results of an operation, and its number of pieces of work.
@@ -80,6 +82,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
         self.step = plan.steps.len();
+        self.settle(in_flight).await?;
         let _work = pulse.work();
         let started = self.meter.start();
         let mut results = Vec::new();
@@ -119,6 +122,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         let Executor { backend, collective, plan, lowered, .. } = self.executor;
         let words = || describe(self.executor.world, plan, step);
         let started = self.meter.start();
+        // Behind messages that may be on their way the device waits for other ranks, and this rank does not work.
+        let work = work.filter(|_| self.unsettled.is_empty());
         match step {
             Step::Repack { from, into } => {
                 self.repack(from, into)?;
@@ -172,6 +177,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                     return Err(self.why_stopped(in_flight).await);
                 }
                 attended?;
+                self.settle(in_flight).await?;
                 drive(in_flight, backend.wait()).await?;
                 self.meter.end(started, Timeline::Compute, words);
             }
@@ -192,6 +198,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                     return Err(self.why_stopped(in_flight).await);
                 }
                 attended?;
+                self.settle(in_flight).await?;
                 drive(in_flight, backend.wait()).await?;
                 self.meter.end(started, Timeline::Compute, words);
             }
@@ -223,6 +230,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
                 self.memory.put(*state, tensors);
                 self.memory.put(*into, output);
+                self.settle(in_flight).await?;
                 drive(in_flight, backend.wait()).await?;
                 self.meter.end(started, Timeline::Compute, words);
             }
@@ -282,6 +290,20 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             }
         };
         mine.recvs.iter().zip(arrived).for_each(|(recv, tensors)| self.receive(recv, tensors));
+        self.unsettled.push(id);
+        Ok(())
+    }
+
+    /// Ends when the messages of all exchanges for which the plan has waited have moved.
+    async fn settle(&mut self, in_flight: &mut [InFlight<'r, B::Buffer>]) -> Result<()> {
+        let collective = self.executor.collective;
+        for id in std::mem::take(&mut self.unsettled) {
+            if let Some(settled) = collective.settled(Tag { op: self.op, message: id }) {
+                let started = self.meter.start();
+                drive(in_flight, settled).await.map_err(|error| self.explain(error))?;
+                self.meter.end(started, Timeline::Wait, || format!("wait for exchange {id} on the device"));
+            }
+        }
         Ok(())
     }
 

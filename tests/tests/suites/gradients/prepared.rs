@@ -32,7 +32,17 @@ pub trait OnSessions {
     fn run(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<GradientComparison>;
 
     /// dQ, dK, dV and dSinks of the whole problem.
-    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> [Vec<f64>; 4];
+    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> [Vec<f64>; 4] {
+        self.gradients_on(group, sharing, |transport| Session::new(transport, sharing.device.clone()))
+    }
+
+    /// The same on sessions of the caller's.
+    fn gradients_on(
+        &self,
+        group: Vec<Arc<dyn Transport>>,
+        sharing: &Sharing,
+        open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+    ) -> [Vec<f64>; 4];
 }
 
 impl OnSessions for GradientCase {
@@ -40,8 +50,13 @@ impl OnSessions for GradientCase {
         self.judge(&self.gradients(group, sharing))
     }
 
-    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> [Vec<f64>; 4] {
-        let Sharing { mesh, q, kv, forward, execution, device } = sharing;
+    fn gradients_on(
+        &self,
+        group: Vec<Arc<dyn Transport>>,
+        sharing: &Sharing,
+        open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+    ) -> [Vec<f64>; 4] {
+        let Sharing { mesh, q, kv, forward, execution, .. } = sharing;
         let problem = &self.prepared.problem;
         let world = plan_placed(problem, *mesh, q.clone(), kv.clone(), *forward).unwrap();
         let (q_layout, kv_layout) = layouts(&world);
@@ -74,7 +89,7 @@ impl OnSessions for GradientCase {
             let of_q = |data| tensor(q_count, q_heads, dim, problem.dtype, data);
             let of_kv = |data| tensor(kv_count, kv_heads, dim, problem.dtype, data);
             let (q, k, v) = (of_q(own.q), of_kv(own.k), of_kv(own.v));
-            let mut session = Session::new(transport, device.clone());
+            let mut session = open(transport);
             let execution =
                 execution.clone().mesh(*mesh).owners(world.q_placement.clone(), world.kv_placement.clone());
             let ahead = call.clone().execution(execution.clone().strategy(*forward));

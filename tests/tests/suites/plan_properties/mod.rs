@@ -4,6 +4,7 @@
 mod backward;
 mod closed_form;
 mod faults;
+mod in_order;
 mod messages;
 mod placed;
 mod relay;
