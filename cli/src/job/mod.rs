@@ -3,6 +3,7 @@
 mod agreement;
 mod call;
 mod collect;
+mod collective;
 mod gradients;
 pub(crate) mod here;
 pub(crate) mod on_loss;

@@ -22,7 +22,7 @@ impl Terms {
     pub(super) fn of(request: &Request, settings: Settings, outputs: &Outputs) -> Self {
         let Request { problem, source, mesh, strategy, placement, .. } = request;
         let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = problem;
-        let Settings { repeat, verify, on_loss, .. } = settings;
+        let Settings { repeat, verify, on_loss, collective, .. } = settings;
         let tokens = if q_len == kv_len { q_len.to_string() } else { format!("{q_len} to {kv_len}") };
         let input = match source {
             Source::MadeUp { seed } => format!("seed {seed}"),
@@ -80,6 +80,7 @@ impl Terms {
             ("--report and --watch", page.to_owned()),
             ("--on-loss", on_loss.name().to_owned()),
             ("--grad", yes(request.gradients)),
+            ("--collective", collective.name().to_owned()),
         ];
         let copy = match source {
             Source::MadeUp { .. } => CopyId::NONE,
@@ -196,7 +197,7 @@ fn shares(split: &Split) -> String {
 /// Of a value in a note, in UTF-8.
 const MOST_VALUE_BYTES: usize = 39;
 /// Terms of a call.
-const COUNT: usize = 25;
+const COUNT: usize = 26;
 const _: () = assert!(
     COPY_ID_BYTES + COUNT * (1 + MOST_VALUE_BYTES) <= MAX_NOTE_BYTES,
     "a note has room for all terms"

@@ -52,6 +52,7 @@ struct Config {
     // Of all ranks.
     u64 sees_death = 0;     // communicators report an error when the process of another rank has ended
     u64 abort_ms = 0;       // ncclCommAbort takes this long
+    u64 move_ms = 0;        // every group takes this much longer once it is in its stream
     u64 launch_ms = 0;      // every group takes this much longer to reach its stream
 };
 const Config &config();
@@ -97,6 +98,7 @@ struct Communicator {
     std::atomic<bool> aborted{false}, finalized{false};
     std::atomic<int> entered{0};          // calls of the host that have not returned
     std::atomic<int> outstanding{0};      // groups that are not complete
+    std::atomic<int> launching{0};        // groups that are not in their stream yet
     std::atomic<int> running{0};          // groups that a stream runs now
     u64 groups = 0, sent[MAX_RANKS] = {}, received[MAX_RANKS] = {};
     ~Communicator();

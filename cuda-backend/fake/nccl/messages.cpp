@@ -171,6 +171,7 @@ static void run(Group &group) {
     Communicator &self = *group.communicator;
     const auto due = [&](u64 at) { return self.is_due(at, group.number); };
     if (due(config().async_at)) self.fail(int(config().code), "told to fail");
+    sleep_us(config().move_ms * 1000);
     if (due(config().slow_at)) sleep_us(config().slow_ms * 1000);
     u64 idle = 0;
     while (!self.aborted) {
@@ -218,10 +219,15 @@ int launch(Group group) {
     void *context = nullptr;
     cuCtxGetCurrent(&context);
     self.outstanding++;
+    self.launching++;
     const bool fails = due(config().launch_fails_at);
     const auto queue = [group, context, fails] {
         Communicator &self = *group.communicator;
         if (!self.blocking) sleep_us(config().launch_ms * 1000 + random_below(config().delay_us + 1));
+        struct Launched {
+            Communicator &self;
+            ~Launched() { self.launching--; }
+        } launched{self};
         if (fails || self.aborted) {
             self.outstanding--;
             return self.fail(int(config().code), "told to fail before a group is in its stream");

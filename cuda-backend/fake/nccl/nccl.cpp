@@ -40,6 +40,7 @@ const Config &fake::config() {
             {"finalize_hangs", &config.finalize_hangs},
             {"sees_death", &config.sees_death},
             {"abort_ms", &config.abort_ms},
+            {"move_ms", &config.move_ms},
             {"launch_ms", &config.launch_ms},
         });
         if (!unknown.empty()) die("KYKLOS_FAKE_NCCL has `%s`", unknown.c_str());
@@ -242,7 +243,7 @@ API ncclCommAbort(Communicator *handle) {
         call->aborted = true;
         unlink(call->path.c_str());
         sleep_us(config().abort_ms * 1000);
-        while (call->running) sleep_us(100);
+        while (call->running || call->launching) sleep_us(100);
         aborts++;
     }
     forget(handle);

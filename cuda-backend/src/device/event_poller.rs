@@ -144,6 +144,11 @@ impl Shared {
                 };
                 match event.is_complete() {
                     Ok(false) if since[kind].elapsed() < self.stuck_after => continue,
+                    // The device waits for another rank, and NCCL's thread ends that after the deadline of the message.
+                    Ok(false) if self.status.awaits_messages() => {
+                        since[kind] = Instant::now();
+                        continue;
+                    }
                     Ok(false) => {
                         let text = format!(
                             "the device completed nothing for {} s: it hangs, or another process keeps it busy",

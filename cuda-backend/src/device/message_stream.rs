@@ -6,6 +6,7 @@ use kyklos::{Error, Result};
 
 use super::memory_pool::CudaBuffer;
 use super::open_device::{OpenDevice, Resources};
+use super::status::AwaitsMessages;
 use crate::driver::{Context, DriverError, Event, Stream};
 
 /// A stream of the highest priority for messages, which a library submits to it. Events order it with the streams of the backend:
@@ -40,6 +41,11 @@ impl MessageStream {
     /// submitted from now on wait for them. The event is complete when they have moved.
     pub(crate) fn note(&self, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) -> Result<Arc<Event>> {
         self.resources.submitter.note(&self.stream, ORDER, reads, writes)
+    }
+
+    /// To be kept while messages are under way.
+    pub(crate) fn await_messages(&self) -> AwaitsMessages {
+        self.resources.status.await_messages()
     }
 
     /// Whether an event is complete.

@@ -20,5 +20,5 @@ pub(crate) use message_stream::MessageStream;
 pub(crate) use open_device::OpenDevice;
 pub use options::CudaOptions;
 pub(crate) use pacer::InFlightPiece;
-pub(crate) use status::DeviceStatus;
+pub(crate) use status::{AwaitsMessages, DeviceStatus};
 pub(crate) use submitter::LaunchConfig;

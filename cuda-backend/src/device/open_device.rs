@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytemuck::Pod;
 use bytes::Bytes;
@@ -31,7 +31,6 @@ pub(crate) struct OpenDevice {
     pub(crate) pacer: Pacer,
     pub(super) resources: Arc<Resources>,
     pub(super) poller: EventPoller,
-    stuck_after: Duration,
 }
 
 /// What must live until everything that was submitted is done.
@@ -62,12 +61,7 @@ impl OpenDevice {
         });
         let poller = EventPoller::start(&resources.status, stuck_after)?;
         let (multiprocessors, wgmma) = (properties.multiprocessors, image.wgmma);
-        Ok(Self { multiprocessors, wgmma, pacer: Pacer::default(), resources, poller, stuck_after })
-    }
-
-    /// The time without completions after which the device counts as lost.
-    pub(crate) fn stuck_after(&self) -> Duration {
-        self.stuck_after
+        Ok(Self { multiprocessors, wgmma, pacer: Pacer::default(), resources, poller })
     }
 
     /// A buffer with unspecified contents.

@@ -12,8 +12,9 @@ use kyklos::plan::{ProvedPlans, check_in_order};
 use kyklos::{Error, Meter, Result};
 use kyklos_transport::{Progress, Rank, Tag, Transport, Vote};
 
+use super::exchange::{Failure, Outcome, Transfer};
 use super::library::NcclVersion;
-use super::worker::{Failure, Outcome, Transfer, Worker};
+use super::worker::Worker;
 use crate::backend::CudaBackend;
 use crate::device::CudaBuffer;
 
@@ -27,9 +28,9 @@ use crate::device::CudaBuffer;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct NcclOptions {
-    /// How long an exchange may take from its posting, and how long the ranks may take to meet. Shorter than
-    /// [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after): attention waits on the device for its keys, and a device that
-    /// completes nothing for that long counts as lost.
+    /// How long an exchange may take from its posting, and how long the ranks may take to meet. While messages are under way the
+    /// device does not count as lost, even after [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after): attention waits on the
+    /// device for its keys.
     pub deadline: Duration,
     /// Whether an exchange ends only when its messages have moved. A session with
     /// [`SessionOptions::resumable`](kyklos::SessionOptions::resumable) needs it, because what it keeps must be there. Otherwise
@@ -83,7 +84,6 @@ impl NcclCollective {
     }
 
     /// Posts the exchange on the worker, and allocates what it receives.
-    #[expect(clippy::type_complexity, reason = "used once")]
     fn post(
         &self,
         device: &Device,

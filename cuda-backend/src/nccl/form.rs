@@ -13,8 +13,10 @@ use kyklos_transport::{MAX_NOTE_BYTES, Rank, Transport, Vote};
 
 use super::collective::{NcclCollective, NcclOptions, NcclRefusal};
 use super::communicator::Blocks;
+use super::exchange::Failure;
 use super::library::{Nccl, NcclVersion, UniqueId};
-use super::worker::{Failure, Setup, Worker};
+use super::thread::Setup;
+use super::worker::Worker;
 use crate::backend::CudaBackend;
 use crate::device::MessageStream;
 
@@ -84,7 +86,7 @@ impl NcclCollective {
         options: NcclOptions,
     ) -> Result<NcclDecision> {
         let me = transport.rank();
-        let prepared = prepare(me, device, &options);
+        let prepared = prepare(me, device);
         let offer = match &prepared {
             Ok(Prepared { nccl, id, .. }) => Offer::Has(nccl.version(), id.map(|id| Box::new(*id.bytes()))),
             Err(why) => Offer::Lacks(why.clone()),
@@ -121,7 +123,9 @@ impl NcclCollective {
             Err(error) => Err(format!("no thread for NCCL: {error}")),
         };
         let note = made.as_ref().err().map_or_else(Bytes::new, |why| shortened(why));
-        let notes = transport.agree(Vote::Ready { plan_hash: MADE, note }, options.deadline).await?;
+        // A rank whose communicator is not made votes after the deadline.
+        let patience = options.deadline.saturating_mul(2);
+        let notes = transport.agree(Vote::Ready { plan_hash: MADE, note }, patience).await?;
         let failed = (0..).zip(&notes).find(|(_, note)| !note.is_empty());
         Ok(match (made, failed) {
             (Ok(worker), None) => NcclDecision::Use(Self {
@@ -144,18 +148,10 @@ impl NcclCollective {
 }
 
 /// What this rank needs, or why it cannot use NCCL.
-fn prepare(me: Rank, device: &Device, options: &NcclOptions) -> std::result::Result<Prepared, String> {
+fn prepare(me: Rank, device: &Device) -> std::result::Result<Prepared, String> {
     let Some(backend) = device.backend::<CudaBackend>() else {
         return Err(format!("its device is {}, not a CUDA device", device.info().name));
     };
-    let stuck_after = backend.device.stuck_after();
-    if options.deadline >= stuck_after {
-        return Err(format!(
-            "its deadline is {} s, and its device counts as lost after {} s",
-            options.deadline.as_secs_f32(),
-            stuck_after.as_secs_f32()
-        ));
-    }
     let nccl = Nccl::load().map_err(|why| why.to_string())?;
     let id = (me == Rank::COORDINATOR).then(|| nccl.unique_id()).transpose();
     let id = id.map_err(|error| error.to_string())?;
@@ -220,7 +216,7 @@ impl Offer {
 
 /// As much of a reason as fits into a note.
 fn shortened(why: &str) -> Bytes {
-    let end = why.floor_char_boundary(MAX_NOTE_BYTES - 1);
+    let end = (0..MAX_NOTE_BYTES).rev().find(|end| why.is_char_boundary(*end)).unwrap_or(0);
     Bytes::copy_from_slice(&why.as_bytes()[..end])
 }
 
@@ -250,16 +246,16 @@ mod tests {
 
     #[test]
     fn the_lowest_rank_that_cannot_decides_for_all() {
-        let decide = |offers: &[Offer]| super::decide(&offers.iter().map(Offer::encode).collect::<Vec<_>>());
+        let decided = |offers: &[Offer]| decide(&offers.iter().map(Offer::encode).collect::<Vec<_>>());
         let (own, other) = (has(VERSION, None), has(NcclVersion { minor: 27, ..VERSION }, None));
-        assert_eq!(decide(&[has(VERSION, Some(3)), own.clone()]), Ok([3; 128]));
+        assert_eq!(decided(&[has(VERSION, Some(3)), own.clone()]), Ok([3; 128]));
         let lacks = Offer::Lacks("its device is Fake CPU".to_owned());
-        let refused = decide(&[has(VERSION, Some(3)), other.clone(), lacks.clone()]).unwrap_err();
+        let refused = decided(&[has(VERSION, Some(3)), other.clone(), lacks.clone()]).unwrap_err();
         assert_eq!(
             (refused.rank, refused.why.as_str()),
             (1, "its NCCL is 2.27.9, and that of rank 0 is 2.28.9")
         );
-        assert_eq!(decide(&[lacks, other]).unwrap_err().rank, 0);
-        assert_eq!(decide(&[own.clone(), own]).unwrap_err().why, "it has sent no name");
+        assert_eq!(decided(&[lacks, other]).unwrap_err().rank, 0);
+        assert_eq!(decided(&[own.clone(), own]).unwrap_err().why, "it has sent no name");
     }
 }

@@ -306,6 +306,23 @@ mod tests {
         assert!(NcclVersion::from_number(21_800) >= OLDEST);
     }
 
+    /// `tests/compilers/nccl_abi.cpp` holds NCCL's header to the same numbers.
+    #[test]
+    fn a_configuration_is_laid_out_as_nccl_lays_it_out() {
+        use std::mem::offset_of;
+        assert_eq!(size_of::<UniqueId>(), 128);
+        assert_eq!(size_of::<Config>(), 48);
+        let head = [offset_of!(Config, size), offset_of!(Config, magic), offset_of!(Config, version)];
+        let counts = [
+            offset_of!(Config, blocking),
+            offset_of!(Config, cga_cluster_size),
+            offset_of!(Config, min_ctas),
+            offset_of!(Config, max_ctas),
+        ];
+        assert_eq!((head, counts), ([0, 8, 12], [16, 20, 24, 28]));
+        assert_eq!([offset_of!(Config, net_name), offset_of!(Config, split_share)], [32, 40]);
+    }
+
     #[test]
     fn a_library_that_is_missing_is_an_error_with_its_name() {
         let error = Nccl::open(&["libno-such-nccl.so.2"]).unwrap_err().to_string();

@@ -6,8 +6,10 @@
 mod collective;
 mod communicator;
 mod error;
+mod exchange;
 mod form;
 mod library;
+mod thread;
 mod worker;
 
 pub use collective::{NcclCollective, NcclOptions, NcclRefusal};

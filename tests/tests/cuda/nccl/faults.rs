@@ -9,7 +9,7 @@ use kyklos::backend::Device;
 use kyklos::host::shard;
 use kyklos::local::on_threads;
 use kyklos::{Dtype, Error, Observer, RankOutput, Result, RunOptions, Session};
-use kyklos_cuda::{CudaBackend, NcclOptions};
+use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
 use kyklos_transport::{Rank, Regroup, Transport, in_process_group};
 use pollster::block_on;
 
@@ -39,7 +39,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     ];
     for ranks in [2, 3, 8] {
         for (name, fault, says) in faults {
-            let nccl = format!("report=1,fault_rank=1,{fault}");
+            let nccl = format!("fault_rank=1,{fault}");
             all.push(super::scenario(&format!("{name}, {ranks} ranks"), ranks, &nccl, move || {
                 fails(ranks, says)
             }));
@@ -51,7 +51,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         ("a second group that fails", "async_at=2", &["internal error (3)"]),
     ];
     for (name, fault, says) in later {
-        let nccl = format!("report=1,fault_rank=1,{fault}");
+        let nccl = format!("fault_rank=1,{fault}");
         all.push(super::scenario(name, 4, &nccl, move || fails(4, says)));
     }
     all.push(super::scenario("a delay within the deadline", 3, "fault_rank=1,slow_at=1,slow_ms=700", || {
@@ -79,7 +79,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     all.push(super::scenario(
         "a communicator that does not end is aborted",
         2,
-        "report=1,fault_rank=1,finalize_hangs=1",
+        "fault_rank=1,finalize_hangs=1",
         || {
             let (plans, prepared) = plans(CASE, Dtype::F32, 2);
             let start = Instant::now();
@@ -89,8 +89,15 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
             std::thread::sleep(Duration::from_secs(11));
         },
     ));
-    all.push(super::scenario("a call that is dropped ends the messages of all", 3, "report=1", dropped));
-    let once = "report=1,fault_rank=1,faulty_communicators=1,hang_at=2";
+    all.push(super::scenario("a call that is dropped ends the messages of all", 3, "", dropped));
+    let long = "fault_rank=1,slow_at=1,slow_ms=2500";
+    all.push(super::scenario(
+        "a message that is under way for longer than a kernel may hang",
+        2,
+        long,
+        patient,
+    ));
+    let once = "fault_rank=1,faulty_communicators=1,hang_at=2";
     all.push(super::scenario("after a fault the group forms again, and so does NCCL", 3, once, again));
     all
 }
@@ -132,6 +139,18 @@ fn fails(ranks: u32, says: &[&str]) {
         // The deadline, and what a loaded machine adds.
         assert!(*took < deadline + Duration::from_secs(6), "{took:?}: {error}");
     }
+}
+
+/// The devices complete nothing for 2.5 s, and would count as lost after 0.5 s without messages under way.
+fn patient() {
+    let (plans, prepared) = plans(CASE, Dtype::F32, 2);
+    on_threads(in_process_group(2), |transport| {
+        let options = CudaOptions { stuck_after: Duration::from_millis(500), ..CudaOptions::default() };
+        let ordinal = transport.rank().0 as usize;
+        let device = Device::new(CudaBackend::with_options(ordinal, &options).unwrap());
+        let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
+        run(session(transport, device, options, RunOptions::default()), &plans, &prepared).unwrap();
+    });
 }
 
 /// Rank 1 drops its call after it has posted its first exchange.
