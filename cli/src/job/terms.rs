@@ -78,9 +78,8 @@ impl Terms {
             ("--output", result.to_owned()),
             ("--trace", trace.to_owned()),
             ("--report and --watch", page.to_owned()),
-            ("--on-loss", on_loss.name().to_owned()),
+            ("--on-loss and --collective", format!("{} and {}", on_loss.name(), collective.name())),
             ("--grad", yes(request.gradients)),
-            ("--collective", collective.name().to_owned()),
         ];
         let copy = match source {
             Source::MadeUp { .. } => CopyId::NONE,
@@ -197,7 +196,7 @@ fn shares(split: &Split) -> String {
 /// Of a value in a note, in UTF-8.
 const MOST_VALUE_BYTES: usize = 39;
 /// Terms of a call.
-const COUNT: usize = 26;
+const COUNT: usize = 25;
 const _: () = assert!(
     COPY_ID_BYTES + COUNT * (1 + MOST_VALUE_BYTES) <= MAX_NOTE_BYTES,
     "a note has room for all terms"

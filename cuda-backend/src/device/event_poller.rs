@@ -143,12 +143,12 @@ impl Shared {
                     continue;
                 };
                 match event.is_complete() {
-                    Ok(false) if since[kind].elapsed() < self.stuck_after => continue,
-                    // The device waits for another rank, and NCCL's thread ends that after the deadline of the message.
+                    // The device may wait for another rank. NCCL's thread ends that after the deadline of the message.
                     Ok(false) if self.status.awaits_messages() => {
                         since[kind] = Instant::now();
                         continue;
                     }
+                    Ok(false) if since[kind].elapsed() < self.stuck_after => continue,
                     Ok(false) => {
                         let text = format!(
                             "the device completed nothing for {} s: it hangs, or another process keeps it busy",

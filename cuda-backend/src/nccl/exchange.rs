@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use futures_channel::oneshot;
 use kyklos::Error;
-use kyklos_transport::{Pending, Progress, Rank, Tag, TransportError};
+use kyklos_transport::{EventKind, Pending, Progress, Rank, Recorder, Tag, TransportError};
 
 use super::communicator::Part;
 use crate::device::CudaBuffer;
@@ -91,6 +91,12 @@ impl Shared {
     }
 }
 
+/// The messages of transfers: the peer of each, and its bytes. Transfers of one message are next to each other.
+fn messages(transfers: &[Transfer]) -> impl Iterator<Item = (Rank, u64)> {
+    let pieces = transfers.chunk_by(|one, other| one.peer == other.peer);
+    pieces.map(|pieces| (pieces[0].peer, pieces.iter().map(|piece| piece.bytes.len() as u64).sum()))
+}
+
 impl Exchange {
     /// The buffers that it reads, and those that it writes.
     pub(super) fn buffers(&self) -> [Vec<&CudaBuffer>; 2] {
@@ -107,17 +113,19 @@ impl Exchange {
 
     /// That it is not done after `waited`: names its first peer.
     pub(super) fn late(&self, waited: Duration) -> Failure {
-        let (operation, transfer) = match (self.recvs.first(), self.sends.first()) {
-            (Some(recv), _) => ("receive", Some(recv)),
-            (None, send) => ("send", send),
+        let (operation, message) = match (messages(&self.recvs).next(), messages(&self.sends).next()) {
+            (Some(received), _) => ("receive", Some(received)),
+            (None, sent) => ("send", sent),
         };
-        let pending = Pending {
-            operation,
-            peer: transfer.map_or(Rank::COORDINATOR, |transfer| transfer.peer),
-            tag: self.tag,
-            bytes_done: 0,
-            bytes_expected: transfer.map_or(0, |transfer| transfer.bytes.len() as u64),
-        };
+        let (peer, bytes_expected) = message.unwrap_or((Rank::COORDINATOR, 0));
+        let pending = Pending { operation, peer, tag: self.tag, bytes_done: 0, bytes_expected };
         Failure::Late(TransportError::Deadline { pending, waited })
+    }
+
+    /// Notes an event of each message: of a kind for those that this rank sends, and of another for those that it receives.
+    pub(super) fn note(&self, recorder: &Recorder, [sent, received]: [EventKind; 2]) {
+        for (kind, transfers) in [(received, &self.recvs), (sent, &self.sends)] {
+            messages(transfers).for_each(|(peer, bytes)| recorder.note(kind, peer, self.tag, bytes));
+        }
     }
 }

@@ -110,6 +110,7 @@ impl NcclCollective {
             group: Arc::downgrade(transport),
             rank: me,
             stop: transport.stop_flag(),
+            recorder: transport.recorder(),
             deadline: options.deadline,
         };
         let started = Worker::start(setup);

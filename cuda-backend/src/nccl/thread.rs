@@ -11,7 +11,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use futures_channel::oneshot;
-use kyklos_transport::{Abort, AbortCause, Rank, Transport, TransportError};
+use kyklos_transport::{Abort, AbortCause, EventKind, Rank, Recorder, Transport, TransportError};
 
 use super::communicator::{Blocks, Communicator, Fault};
 use super::exchange::{Exchange, Failure, Outcome, Promise, Shared, Transfer};
@@ -31,6 +31,7 @@ pub(super) struct Setup {
     pub(super) group: Weak<dyn Transport>,
     pub(super) rank: Rank,
     pub(super) stop: Arc<AtomicBool>,
+    pub(super) recorder: Arc<Recorder>,
     /// For making the communicator, and for each exchange.
     pub(super) deadline: Duration,
 }
@@ -161,6 +162,7 @@ impl Thread {
 
     /// Brings an exchange into the stream.
     fn submit(&mut self, mut exchange: Exchange) {
+        exchange.note(&self.setup.recorder, [EventKind::SendPosted, EventKind::ReceivePosted]);
         match self.try_submit(&exchange) {
             Ok(event) => {
                 if let Some(submitted) = exchange.submitted.take() {
@@ -204,6 +206,7 @@ impl Thread {
             match self.setup.stream.is_complete(event) {
                 Ok(true) => {
                     if let Some(InFlight { exchange, .. }) = self.in_flight.pop_front() {
+                        exchange.note(&self.setup.recorder, [EventKind::Sent, EventKind::Received]);
                         let _ = exchange.moved.send(Ok(()));
                     }
                     news = true;
@@ -235,7 +238,11 @@ impl Thread {
         let (under_way, awaited): (Vec<_>, Vec<_>) =
             self.in_flight.drain(..).map(|InFlight { exchange, awaited, .. }| (exchange, awaited)).unzip();
         let all = under_way.into_iter().chain(also).chain(queued);
-        let used: Vec<Transfer> = all.flat_map(|exchange| exchange.fail(failure)).collect();
+        let ended = |exchange: Exchange| {
+            exchange.note(&self.setup.recorder, [EventKind::EndedEarly; 2]);
+            exchange.fail(failure)
+        };
+        let used: Vec<Transfer> = all.flat_map(ended).collect();
         if let Some(communicator) = self.communicator.take() {
             communicator.abort();
         }

@@ -90,7 +90,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         },
     ));
     all.push(super::scenario("a call that is dropped ends the messages of all", 3, "", dropped));
-    let long = "fault_rank=1,slow_at=1,slow_ms=2500";
+    let long = "fault_rank=1,slow_at=1,slow_ms=4000";
     all.push(super::scenario(
         "a message that is under way for longer than a kernel may hang",
         2,
@@ -141,11 +141,11 @@ fn fails(ranks: u32, says: &[&str]) {
     }
 }
 
-/// The devices complete nothing for 2.5 s, and would count as lost after 0.5 s without messages under way.
+/// The devices complete nothing for 4 s, and would count as lost after 1.5 s without messages under way.
 fn patient() {
     let (plans, prepared) = plans(CASE, Dtype::F32, 2);
     on_threads(in_process_group(2), |transport| {
-        let options = CudaOptions { stuck_after: Duration::from_millis(500), ..CudaOptions::default() };
+        let options = CudaOptions { stuck_after: Duration::from_millis(1500), ..CudaOptions::default() };
         let ordinal = transport.rank().0 as usize;
         let device = Device::new(CudaBackend::with_options(ordinal, &options).unwrap());
         let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };

@@ -145,6 +145,7 @@ fn decisions() -> Vec<Scenario> {
         scenario
     };
     let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
+    let crossed = NcclOptions { min_blocks: Some(8), max_blocks: Some(4), ..options };
     let hasty = NcclOptions { deadline: Duration::from_secs(2), ..options };
     let mixed = |rank: u32| if rank == 1 { Device::cpu() } else { Device::new(CudaBackend::new(0).unwrap()) };
     let one = |_: u32| Device::new(CudaBackend::new(0).unwrap());
@@ -165,6 +166,14 @@ fn decisions() -> Vec<Scenario> {
             options,
             0,
             "ncclGetUniqueId: unhandled system error (2)",
+        ),
+        refused(
+            "fewer blocks than the fewest",
+            "",
+            cuda,
+            crossed,
+            0,
+            "cuda:0: make a communicator of NCCL failed: ncclCommInitRankConfig: invalid argument (4)",
         ),
         refused("two ranks on a device", "", one, options, 0, "invalid usage (5): Duplicate GPU detected"),
         refused(
@@ -228,7 +237,16 @@ fn on_devices<T: Send>(ranks: u32, run: impl Fn(Session) -> T + Sync) -> Vec<T> 
 fn run(mut session: Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> Result<RankOutput> {
     let part = shard(plans.world(), session.rank(), &prepared.tensors)?;
     let mut inputs = block_on(session.load(plans, part))?;
-    block_on(session.run(plans, &mut inputs))
+    let output = block_on(session.run(plans, &mut inputs))?;
+    // The recorder of a rank has its messages, in whichever way they went.
+    let peers = session.transport().recorder().peers();
+    let [sent, messages] = [
+        peers.iter().map(|peer| peer.bytes_sent).sum(),
+        peers.iter().map(|peer| peer.messages_sent).sum::<u64>(),
+    ];
+    assert_eq!((sent, messages), (output.report.bytes_sent, output.report.messages_sent));
+    assert!(peers.iter().map(|peer| peer.messages_received).sum::<u64>() > 0);
+    Ok(output)
 }
 
 /// The result by NCCL is right, and has the bytes of the result whose messages went through the host.
