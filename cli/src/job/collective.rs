@@ -24,7 +24,8 @@ pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) ->
     if collective == CollectiveName::Host {
         return Ok(Session::with_options(Arc::clone(transport), device, options));
     }
-    let nccl = NcclOptions { deadline, resumable: job.resumable, ..NcclOptions::default() };
+    let form_within = deadline.min(NcclOptions::default().form_within);
+    let nccl = NcclOptions { deadline, form_within, resumable: job.resumable, ..NcclOptions::default() };
     let decision = pollster::block_on(NcclCollective::form(transport, &device, nccl))?;
     let say = |text: String| {
         if transport.rank().0 == 0 {

@@ -28,10 +28,11 @@ use crate::device::CudaBuffer;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct NcclOptions {
-    /// How long an exchange may take from its posting, and how long the ranks may take to meet. While messages are under way the
-    /// device does not count as lost, even after [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after): attention waits on the
-    /// device for its keys.
+    /// How long an exchange may take from its posting. While messages are under way the device does not count as lost, even after
+    /// [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after): attention waits on the device for its keys.
     pub deadline: Duration,
+    /// How long the ranks may take to vote, and then to meet in NCCL. If NCCL fails on one rank, the others wait for so long.
+    pub form_within: Duration,
     /// Whether an exchange ends only when its messages have moved. A session with
     /// [`SessionOptions::resumable`](kyklos::SessionOptions::resumable) needs it, because what it keeps must be there. Otherwise
     /// attention is submitted before, and the device waits.
@@ -44,9 +45,15 @@ pub struct NcclOptions {
 }
 
 impl Default for NcclOptions {
-    /// A deadline of 60 s, not resumable, NCCL's choice of blocks.
+    /// A deadline of 60 s, 60 s to form, not resumable, NCCL's choice of blocks.
     fn default() -> Self {
-        Self { deadline: Duration::from_secs(60), resumable: false, min_blocks: None, max_blocks: None }
+        Self {
+            deadline: Duration::from_secs(60),
+            form_within: Duration::from_secs(60),
+            resumable: false,
+            min_blocks: None,
+            max_blocks: None,
+        }
     }
 }
 

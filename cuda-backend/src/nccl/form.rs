@@ -92,7 +92,7 @@ impl NcclCollective {
             Err(why) => Offer::Lacks(why.clone()),
         };
         let vote = Vote::Ready { plan_hash: OFFER, note: offer.encode() };
-        let notes = transport.agree(vote, options.deadline).await?;
+        let notes = transport.agree(vote, options.form_within).await?;
         let id = match decide(&notes) {
             Ok(id) => id,
             Err(refusal) => return Ok(NcclDecision::Leave(refusal)),
@@ -111,6 +111,7 @@ impl NcclCollective {
             rank: me,
             stop: transport.stop_flag(),
             recorder: transport.recorder(),
+            form_within: options.form_within,
             deadline: options.deadline,
         };
         let started = Worker::start(setup);
@@ -124,8 +125,8 @@ impl NcclCollective {
             Err(error) => Err(format!("no thread for NCCL: {error}")),
         };
         let note = made.as_ref().err().map_or_else(Bytes::new, |why| shortened(why));
-        // A rank whose communicator is not made votes after the deadline.
-        let patience = options.deadline.saturating_mul(2);
+        // A rank whose communicator is not made votes at the end of its time.
+        let patience = options.form_within.saturating_mul(2);
         let notes = transport.agree(Vote::Ready { plan_hash: MADE, note }, patience).await?;
         let failed = (0..).zip(&notes).find(|(_, note)| !note.is_empty());
         Ok(match (made, failed) {

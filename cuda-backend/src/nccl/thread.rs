@@ -32,7 +32,9 @@ pub(super) struct Setup {
     pub(super) rank: Rank,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) recorder: Arc<Recorder>,
-    /// For making the communicator, and for each exchange.
+    /// For making the communicator.
+    pub(super) form_within: Duration,
+    /// For each exchange.
     pub(super) deadline: Duration,
 }
 
@@ -101,7 +103,7 @@ impl Thread {
     }
 
     fn make(&self) -> Result<Communicator, Failure> {
-        let Setup { nccl, id, ranks, blocks, stream, rank, deadline, .. } = &self.setup;
+        let Setup { nccl, id, ranks, blocks, stream, rank, form_within, .. } = &self.setup;
         let made = Communicator::begin(nccl, stream.context(), id, [rank.0, *ranks], *blocks);
         let communicator = made.map_err(|fault| self.failure(MAKE, fault))?;
         let late = |waited: Duration| {
@@ -109,7 +111,7 @@ impl Thread {
             Failure::Own(stream.error(MAKE, &text))
         };
         let is_wanted = || !self.shared.lock().closed;
-        match self.until_ready(&communicator, MAKE, (Instant::now(), *deadline), late, is_wanted) {
+        match self.until_ready(&communicator, MAKE, (Instant::now(), *form_within), late, is_wanted) {
             Ok(()) => Ok(communicator),
             Err(failure) => {
                 communicator.abort();

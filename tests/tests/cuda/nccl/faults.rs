@@ -8,12 +8,17 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::host::shard;
 use kyklos::local::on_threads;
-use kyklos::{Dtype, Error, Observer, RankOutput, Result, RunOptions, Session};
+use kyklos::plan::ProvedPlans;
+use kyklos::{
+    Dtype, Error, Mesh, Observer, OutputGradient, RankOutput, Result, RunOptions, Session, Strategy,
+    plan_backward_placed,
+};
+use kyklos_backend_suite::Prepared;
 use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
 use kyklos_transport::{Rank, Regroup, Transport, in_process_group};
 use pollster::block_on;
 
-use super::{DEADLINE, plans, run, session};
+use super::{DEADLINE, plans, plans_on, run, session};
 use crate::scenario::Scenario;
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
@@ -54,6 +59,20 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         let nccl = format!("fault_rank=1,{fault}");
         all.push(super::scenario(name, 4, &nccl, move || fails(4, says)));
     }
+    for (ulysses, ring, strategy, case) in
+        [(4, 1, Strategy::Ulysses, "groups of eight"), (2, 2, Strategy::Unified, CASE)]
+    {
+        for (name, fault, says) in [later[0], ("a first group that fails", "async_at=1", later[1].2)] {
+            let ranks = ulysses * ring;
+            let name = format!("{name}, {strategy} on {ulysses}x{ring}");
+            all.push(super::scenario(&name, ranks, &format!("fault_rank=1,{fault}"), move || {
+                let plans = plans_on(case, Dtype::Bf16, Mesh::new(ulysses, ring).unwrap(), strategy);
+                judge(&failures(&plans, Duration::from_secs(2)), Duration::from_secs(2), says);
+            }));
+        }
+    }
+    // The forward pass of a ring of 3 has 2 groups.
+    all.push(super::scenario("a backward pass that hangs", 3, "fault_rank=1,hang_at=4", backward));
     all.push(super::scenario("a delay within the deadline", 3, "fault_rank=1,slow_at=1,slow_ms=700", || {
         let (plans, prepared) = plans(CASE, Dtype::F32, 3);
         super::on_devices(3, |session| run(session, &plans, &prepared).unwrap());
@@ -68,7 +87,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         "fault_rank=1,hang_at=1,abort_ms=2500",
         || {
             let start = Instant::now();
-            let errors = failures(2, Duration::from_secs(1), |_, _| ());
+            let errors = failures(&plans(CASE, Dtype::F32, 2), Duration::from_secs(1));
             assert_eq!(errors.len(), 2);
             // Two aborts of 2.5 s go on in their threads.
             assert!(start.elapsed() < Duration::from_millis(2900), "{:?}", start.elapsed());
@@ -109,36 +128,58 @@ fn on_own_device(transport: &Arc<dyn Transport>, deadline: Duration, run: RunOpt
     session(transport.clone(), device, NcclOptions { deadline, ..NcclOptions::default() }, run)
 }
 
-/// The errors of all ranks of a ring with a fault. `then` gets each rank's endpoint and error.
-fn failures(
-    ranks: u32,
-    deadline: Duration,
-    then: impl Fn(&Arc<dyn Transport>, &Error) + Sync,
-) -> Vec<(Duration, Error)> {
-    let (plans, prepared) = plans(CASE, Dtype::F32, ranks);
-    on_threads(in_process_group(ranks), |transport| {
+/// The errors of all ranks of a group with a fault, and how long each took.
+fn failures((plans, prepared): &(Arc<ProvedPlans>, Prepared), deadline: Duration) -> Vec<(Duration, Error)> {
+    on_threads(in_process_group(plans.world().mesh.world()), |transport| {
         let session = on_own_device(&transport, deadline, RunOptions::default());
         let start = Instant::now();
-        let ended: Result<RankOutput> = run(session, &plans, &prepared);
-        let took = start.elapsed();
-        let error = ended.unwrap_err();
-        then(&transport, &error);
-        (took, error)
+        let ended: Result<RankOutput> = run(session, plans, prepared);
+        (start.elapsed(), ended.unwrap_err())
     })
 }
 
-fn fails(ranks: u32, says: &[&str]) {
-    let deadline = Duration::from_secs(2);
-    let errors = failures(ranks, deadline, |_, _| ());
+/// Some rank says each of `says`, and every rank has ended soon after the deadline.
+fn judge(errors: &[(Duration, Error)], deadline: Duration, says: &[&str]) {
     let texts: Vec<String> = errors.iter().map(|(_, error)| error.to_string()).collect();
     for words in says {
         assert!(texts.iter().any(|text| text.contains(words)), "{words}: {texts:#?}");
     }
-    for (took, error) in &errors {
+    for (took, error) in errors {
         assert!(!error.is_request(), "{error}");
         // The deadline, and what a loaded machine adds.
         assert!(*took < deadline + Duration::from_secs(6), "{took:?}: {error}");
     }
+}
+
+fn fails(ranks: u32, says: &[&str]) {
+    let deadline = Duration::from_secs(2);
+    judge(&failures(&plans(CASE, Dtype::F32, ranks), deadline), deadline, says);
+}
+
+/// The forward pass is right; the backward pass ends with an error on every rank.
+fn backward() {
+    let deadline = Duration::from_secs(3);
+    let (forward, prepared) = plans(CASE, Dtype::F32, 3);
+    let world = forward.world();
+    let backward = plan_backward_placed(
+        &world.problem,
+        world.mesh,
+        world.q_placement.clone(),
+        world.kv_placement.clone(),
+        Strategy::Ring,
+    );
+    let backward = Arc::new(ProvedPlans::new(backward.unwrap()).unwrap());
+    let errors = on_threads(in_process_group(3), |transport| {
+        let mut session = on_own_device(&transport, deadline, RunOptions::default());
+        let part = shard(world, transport.rank(), &prepared.tensors).unwrap();
+        let mut inputs = block_on(session.load(&forward, part)).unwrap();
+        let output = block_on(session.run(&forward, &mut inputs)).unwrap();
+        let gradient = OutputGradient { output: &output, d_o: output.o.clone(), d_lse: None };
+        let start = Instant::now();
+        let ended = block_on(session.run_backward(&backward, &mut inputs, &gradient));
+        (start.elapsed(), ended.unwrap_err())
+    });
+    judge(&errors, deadline, &["from rank"]);
 }
 
 /// The devices complete nothing for 4 s, and would count as lost after 1.5 s without messages under way.

@@ -146,7 +146,7 @@ fn decisions() -> Vec<Scenario> {
     };
     let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
     let crossed = NcclOptions { min_blocks: Some(8), max_blocks: Some(4), ..options };
-    let hasty = NcclOptions { deadline: Duration::from_secs(2), ..options };
+    let hasty = NcclOptions { form_within: Duration::from_secs(2), ..options };
     let mixed = |rank: u32| if rank == 1 { Device::cpu() } else { Device::new(CudaBackend::new(0).unwrap()) };
     let one = |_: u32| Device::new(CudaBackend::new(0).unwrap());
     vec![
@@ -197,8 +197,13 @@ fn decisions() -> Vec<Scenario> {
 
 /// Plans of a ring, with uneven shares.
 fn plans(case: &str, dtype: Dtype, ranks: u32) -> (Arc<ProvedPlans>, Prepared) {
+    plans_on(case, dtype, Mesh::new(1, ranks).unwrap(), Strategy::Ring)
+}
+
+/// Plans with uneven shares.
+fn plans_on(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy) -> (Arc<ProvedPlans>, Prepared) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
-    let world = world(&prepared, Mesh::new(1, ranks).unwrap(), Strategy::Ring, WireFormat::Same);
+    let world = world(&prepared, mesh, strategy, WireFormat::Same);
     (Arc::new(ProvedPlans::new(world).unwrap()), prepared)
 }
 
