@@ -81,8 +81,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             self.step(step, work, &control, in_flight).instrument(span).await?;
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
-        self.step = plan.steps.len();
         self.settle(in_flight).await?;
+        self.step = plan.steps.len();
         let _work = pulse.work();
         let started = self.meter.start();
         let mut results = Vec::new();

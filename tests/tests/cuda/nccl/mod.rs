@@ -91,18 +91,23 @@ fn right() -> Vec<Scenario> {
 
 /// Planted bugs: a stream that does not wait must be found.
 fn planted() -> Vec<Scenario> {
-    let names = ["messages that do not wait for kernels", "kernels that do not wait for messages"];
+    // Messages that move at once find kernels that are not done; kernels find messages that move late.
+    let bugs = [
+        ("messages that do not wait for kernels", "delay_us=0", 20_000),
+        ("kernels that do not wait for messages", "move_ms=20", 5000),
+    ];
     let mut all = Vec::new();
-    for (bit, name) in names.into_iter().enumerate() {
+    for (bit, (name, nccl, delay_us)) in bugs.into_iter().enumerate() {
         for seed in 1..=2 {
-            let mut planted =
-                scenario(&format!("{name} fail the check, seed {seed}"), 4, "move_ms=20", || {
-                    let mesh = Mesh::new(2, 2).unwrap();
-                    let case = "two rows beyond four tiles";
-                    same_as_through_the_host(case, Dtype::F32, mesh, Strategy::Unified, WireFormat::Same);
-                });
-            planted.fake =
-                format!("devices=4,memory_mb=256,delay_us=5000,seed={seed},ignore_nccl_waits={}", 1 << bit);
+            let mut planted = scenario(&format!("{name} fail the check, seed {seed}"), 4, nccl, || {
+                let mesh = Mesh::new(2, 2).unwrap();
+                let case = "two rows beyond four tiles";
+                same_as_through_the_host(case, Dtype::F32, mesh, Strategy::Unified, WireFormat::Same);
+            });
+            planted.fake = format!(
+                "devices=4,memory_mb=256,delay_us={delay_us},seed={seed},ignore_nccl_waits={}",
+                1 << bit
+            );
             planted.ends = Ends::Failing;
             planted.says = &[];
             all.push(planted);
