@@ -130,7 +130,7 @@ fn survivors_complete_a_call_whose_messages_went_by_nccl() {
     let output = with_nccl(4, "fault_rank=2,die_at=2", &launch);
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(3), "{text}");
-    let json = json(&output);
+    let json: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(json["ranks"], 3);
     assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
 }
