@@ -250,7 +250,8 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         inputs: &mut Inputs<B::Buffer>,
         carryover: &mut Carryover<B::Buffer>,
     ) -> Result<DeviceOutput<B::Buffer>> {
-        if let Err(error) = self.check_inputs(inputs) {
+        let fits = self.check_inputs(inputs).and_then(|()| self.collective.supports(&self.lowered.plans));
+        if let Err(error) = fits {
             return Err(self.refuse(error).await);
         }
         let vote = AbortOnDrop::new(|abort| self.collective.abort(abort), Rank(self.plan.rank), op);
@@ -284,6 +285,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             d_shared_bias: None,
             step: 0,
             arrived: Vec::new(),
+            unsettled: Vec::new(),
         };
         // Buffers that the plan does not keep are freed.
         let Carryover { memory: mut old, .. } = std::mem::take(carryover);

@@ -30,6 +30,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     /// Buffers, ascending, that had arrived whole when the run was interrupted, in exchanges on which it had not
     /// waited.
     pub(super) arrived: Vec<BufferId>,
+    /// Exchanges that have ended and whose messages may still be on their way to the device ([`Collective::settled`]).
+    pub(super) unsettled: Vec<u32>,
 }
 
 /// The results of an operation, and its number of pieces of work.
@@ -82,6 +84,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             self.step(step, work, &control, in_flight).instrument(span).await?;
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
+        self.settle(in_flight).await?;
         self.step = plan.steps.len();
         let _work = pulse.work();
         let started = self.meter.start();
@@ -129,6 +132,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         let Executor { backend, collective, plan, lowered, .. } = self.executor;
         let words = || describe(self.executor.world, plan, step);
         let started = self.meter.start();
+        // Behind messages that may be on their way the device waits for other ranks, and this rank does not work.
+        let work = work.filter(|_| self.unsettled.is_empty());
         match step {
             Step::Repack { from, into } => {
                 self.repack(from, into)?;
@@ -182,6 +187,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                     return Err(self.why_stopped(in_flight).await);
                 }
                 attended?;
+                self.settle(in_flight).await?;
                 drive(in_flight, backend.wait()).await?;
                 self.meter.end(started, Timeline::Compute, words);
             }
@@ -201,6 +207,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                     return Err(self.why_stopped(in_flight).await);
                 }
                 attended?;
+                self.settle(in_flight).await?;
                 drive(in_flight, backend.wait()).await?;
                 self.meter.end(started, Timeline::Compute, words);
             }
@@ -232,6 +239,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
                 self.memory.put(*state, tensors);
                 self.memory.put(*into, output);
+                self.settle(in_flight).await?;
                 drive(in_flight, backend.wait()).await?;
                 self.meter.end(started, Timeline::Compute, words);
             }
@@ -291,6 +299,20 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             }
         };
         mine.recvs.iter().zip(arrived).for_each(|(recv, tensors)| self.receive(recv, tensors));
+        self.unsettled.push(id);
+        Ok(())
+    }
+
+    /// Ends when the messages of all exchanges for which the plan has waited have moved.
+    async fn settle(&mut self, in_flight: &mut [InFlight<'r, B::Buffer>]) -> Result<()> {
+        let collective = self.executor.collective;
+        for id in std::mem::take(&mut self.unsettled) {
+            if let Some(settled) = collective.settled(Tag { op: self.op, message: id }) {
+                let started = self.meter.start();
+                drive(in_flight, settled).await.map_err(|error| self.explain(error))?;
+                self.meter.end(started, Timeline::Wait, || format!("wait for exchange {id} on the device"));
+            }
+        }
         Ok(())
     }
 

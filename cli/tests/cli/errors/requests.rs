@@ -145,6 +145,10 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --tab-page http://localhost:8000/tab.html", "No rank computes in a browser."),
             ("@ --device tab --tab-address 0.0.0.0", "A browser needs an address to connect to."),
             ("@ --device tab --tab-page tab.html", "The link that is printed begins with this address."),
+            (
+                "@ --ranks 2 --collective nccl --device cuda,cpu",
+                "NCCL moves messages between CUDA devices only.",
+            ),
             ("bench --device tab", "No other command waits for a tab."),
             ("bench --device cpu --kernel fast", "There is no such kernel."),
             (

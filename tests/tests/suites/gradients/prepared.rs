@@ -33,7 +33,17 @@ pub trait OnSessions {
     fn run(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<GradientComparison>;
 
     /// These gradients of the whole problem.
-    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<Vec<f64>>;
+    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<Vec<f64>> {
+        self.gradients_on(group, sharing, |transport| Session::new(transport, sharing.device.clone()))
+    }
+
+    /// The same on sessions of the caller's.
+    fn gradients_on(
+        &self,
+        group: Vec<Arc<dyn Transport>>,
+        sharing: &Sharing,
+        open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+    ) -> Vec<Vec<f64>>;
 }
 
 impl OnSessions for GradientCase {
@@ -41,8 +51,13 @@ impl OnSessions for GradientCase {
         self.judge(&self.gradients(group, sharing))
     }
 
-    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<Vec<f64>> {
-        let Sharing { mesh, q, kv, forward, execution, device } = sharing;
+    fn gradients_on(
+        &self,
+        group: Vec<Arc<dyn Transport>>,
+        sharing: &Sharing,
+        open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+    ) -> Vec<Vec<f64>> {
+        let Sharing { mesh, q, kv, forward, execution, .. } = sharing;
         let problem = &self.prepared.problem;
         let world = plan_placed(problem, *mesh, q.clone(), kv.clone(), *forward).unwrap();
         let (q_layout, kv_layout) = layouts(&world);
@@ -76,7 +91,7 @@ impl OnSessions for GradientCase {
             let of_q = |data| tensor(q_count, q_heads, dim, problem.dtype, data);
             let of_kv = |data| tensor(kv_count, kv_heads, dim, problem.dtype, data);
             let (q, k, v) = (of_q(own.q), of_kv(own.k), of_kv(own.v));
-            let mut session = Session::new(transport, device.clone());
+            let mut session = open(transport);
             let execution =
                 execution.clone().mesh(*mesh).owners(world.q_placement.clone(), world.kv_placement.clone());
             let ahead = call.clone().execution(execution.clone().strategy(*forward));

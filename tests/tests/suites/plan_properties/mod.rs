@@ -5,6 +5,7 @@ mod backward;
 mod backward_bytes;
 mod closed_form;
 mod faults;
+mod in_order;
 mod messages;
 mod placed;
 mod relay;
