@@ -19,6 +19,8 @@ mod gradients;
 mod hostile_files;
 mod launch;
 mod metrics;
+#[cfg(target_os = "linux")]
+mod nccl;
 mod on_loss;
 mod report;
 mod requests;

@@ -3,6 +3,7 @@
 
 use super::Group;
 use super::benches::BENCHES;
+use super::network::NETWORK;
 use super::outputs::OUTPUTS;
 
 pub(super) const GROUPS: &[Group] = &[
@@ -88,6 +89,7 @@ pub(super) const GROUPS: &[Group] = &[
                 "attend --shape 1,65536,8,2,64 --grad --verify",
                 "The oracle computes all gradients of one KV head in f64.",
             ),
+            ("@ --grad --grad-bias", "A call without a bias, or with a mask, which has no gradient."),
             ("launch -n 2 -- @ --grad --on-loss finish", "Sums of gradients of several ranks are under way."),
             ("attend --shape 1,64,3,3,64 --mesh 4x1", "Ulysses gives every rank at least one query head."),
             ("@ --mesh 2x2 --strategy ring", "The strategy and the mesh contradict each other."),
@@ -144,6 +146,10 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --tab-page http://localhost:8000/tab.html", "No rank computes in a browser."),
             ("@ --device tab --tab-address 0.0.0.0", "A browser needs an address to connect to."),
             ("@ --device tab --tab-page tab.html", "The link that is printed begins with this address."),
+            (
+                "@ --ranks 2 --collective nccl --device cuda,cpu",
+                "NCCL moves messages between CUDA devices only.",
+            ),
             ("bench --device tab", "No other command waits for a tab."),
             ("bench --device cpu --kernel fast", "There is no such kernel."),
             (
@@ -163,31 +169,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("support --row nothing", "No row of the table has a name that starts like this."),
         ],
     },
-    Group {
-        title: "The network between ranks",
-        about: "Settings of the links, checked before the first connection.",
-        entries: &[
-            ("@ --ranks 2 --link-mtu 9000", "In-process ranks send no packets."),
-            ("@ --ranks 2 --transport quic --link-mtu 1200", "Every link carries larger packets."),
-            (
-                "@ --ranks 2 --transport quic --network tcp --link-mtu 9000",
-                "TCP chooses its own packet size.",
-            ),
-            ("@ --ranks 2 --transport quic --congestion bbr", "There are two algorithms."),
-            ("@ --ranks 2 --transport quic --congestion fixed:9MB", "Bytes are counted in powers of two."),
-            (
-                "@ --ranks 2 --transport quic --link-mtu 9000 --congestion fixed:64KiB",
-                "The window must hold several packets.",
-            ),
-            ("launch -n 2 -- @ --congestion fixed:5GiB", "The window is for one link."),
-            (
-                "@ --ranks 4 --transport quic --net-memory 20MiB",
-                "Every connection needs a part of the memory.",
-            ),
-            ("@ --ranks 2 --lanes 2", "In-process ranks have no lanes."),
-            ("launch -n 2 -- @ --lanes 17", "Each lane is a port and a thread of every rank."),
-        ],
-    },
+    NETWORK,
     Group {
         title: "Input files",
         about: "A file is checked by its header before anything is allocated for tensors.",
@@ -294,6 +276,10 @@ pub(super) const GROUPS: &[Group] = &[
             (
                 "KYKLOS_ADVERTISE=10.0.0.1,10.0.0.1:0 @ --rank 1 --world 2 --coordinator 127.0.0.1:29600",
                 "No rank can be reached at port 0.",
+            ),
+            (
+                "KYKLOS_SHARED_MEMORY=no @ --rank 1 --world 2 --coordinator 127.0.0.1:29600",
+                "A wrong word must not leave memory shared.",
             ),
             (
                 "@ --rank 1 --world 2 --coordinator 127.0.0.1:29600 --advertise ::1,::2,::3,::4,::5,::6,::7,::8,::9",
