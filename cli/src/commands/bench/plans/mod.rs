@@ -148,13 +148,16 @@ impl Row {
     }
 }
 
+/// A time of a row, and its name.
+type Time = (&'static str, fn(&Row) -> f64);
+
 /// The powers of each strategy. A time is that of worlds large enough to be measured.
 fn growth(rows: &[Row]) -> Vec<Growth> {
     let mut names: Vec<&String> = rows.iter().map(|row| &row.strategy).collect();
     names.dedup();
-    let times: [(&'static str, fn(&Row) -> f64); 3] =
+    let times: [Time; 3] =
         [("plan", |row| row.plan_s), ("prove", |row| row.prove_s), ("hash", |row| row.hash_s)];
-    let of = |name: &String, (what, time): (&'static str, fn(&Row) -> f64)| {
+    let of = |name: &String, (what, time): Time| {
         let points = rows.iter().filter(|row| row.strategy == *name && time(row) >= SHORTEST_S);
         let points: Vec<[f64; 2]> = points.map(|row| [row.size().ln(), time(row).ln()]).collect();
         Growth { strategy: name.clone(), what, power: slope(&points) }
