@@ -2,7 +2,7 @@
 # Compiles the CUDA kernels with NVIDIA's own compilers, for every architecture, on a machine without a GPU: nvcc through
 # the crate's build.rs, once, and NVRTC through the crate and by itself. Fails on warnings, spills, stack, more registers
 # than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), and kernels for Hopper whose products are
-# serialised or whose machine code has no wgmma or TMA in it.
+# serialised or whose machine code has no wgmma or TMA in it. Then scripts/check-nccl.sh holds the loader of NCCL to NVIDIA's library.
 # The compilers come from PyPI as wheels (about 200 MB, once) and stay in target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,7 +34,7 @@ toolkit=$folder/wheels/nvidia/cu13
 
 # All inputs of the check. When they have passed unchanged, nothing is compiled again.
 passed=$folder/passed
-state=$(find cuda-backend/{src,kernels,tests/compilers,architectures.txt,build.rs,Cargo.toml} scripts/check-cuda.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
+state=$(find cuda-backend/{src,kernels,tests/compilers,architectures.txt,build.rs,Cargo.toml} scripts/check-cuda.sh scripts/check-nccl.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
     sort -z | xargs -0 sha256sum | sha256sum)
 if [ $# = 0 ] && [ "$(cat "$passed" 2>/dev/null)" = "$state" ]; then
     echo "unchanged since it passed; after rm $passed it runs again"
@@ -55,4 +55,5 @@ images=$(build env NVCC="$toolkit/bin/nvcc" | grep '"build-script-executed".*/cu
 python3 cuda-backend/tests/compilers/check.py "$toolkit" "$images" "$@"
 NVCC=$toolkit/bin/nvcc cargo test --release -q -p kyklos-cuda --lib
 wait $!
+scripts/check-nccl.sh
 echo "$state" >"$passed"

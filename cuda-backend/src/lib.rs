@@ -14,7 +14,10 @@
 //!   memory, and a download returns that memory without another copy.
 //! - The context is the primary one of the device. It is current on a caller's thread during calls of the driver only.
 //!   [`CudaTensor`] makes tensors of a caller's device memory and orders streams of a caller.
-//! - Unsafe code is in `driver/`, in `images/nvrtc.rs` and in `nccl/library.rs`, and `caller.rs` has an unsafe function.
+//! - [`NcclCollective`] moves messages between the devices of a group's ranks by NCCL, which is loaded at run time; without it, or
+//!   without one CUDA device for each rank, the ranks stage messages in host memory.
+//! - Unsafe code is in `driver/`, in `images/nvrtc.rs`, in `nccl/library.rs` and `nccl/communicator.rs`, and `caller.rs` has an
+//!   unsafe function.
 //!
 //! # Modules, from the bottom up
 //!
@@ -25,7 +28,7 @@
 //! - `ops`: the operations as launches of kernels.
 //! - `devices`, `backend`: the list of devices, and the `Backend`.
 //! - `caller`: tensors in memory of a caller.
-//! - `nccl`: the library NCCL, loaded; nothing uses it yet.
+//! - `nccl`: the library NCCL, communicators, and the collective.
 #![deny(unsafe_code)]
 
 mod backend;
@@ -50,4 +53,6 @@ pub use kernels::{
     SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel,
     decode_parts, finalize_kernel, head_packs, head_readers, logits, row_stats_kernel,
 };
-pub use nccl::{Nccl, NcclError, NcclVersion, UniqueId};
+pub use nccl::{
+    Nccl, NcclCollective, NcclDecision, NcclError, NcclOptions, NcclRefusal, NcclVersion, UniqueId,
+};

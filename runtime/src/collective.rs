@@ -7,6 +7,9 @@
 //!   all exchanges under way whenever it waits, so messages travel while the device computes.
 //! - Each part arrives in a new buffer. The plan says what happens to it.
 //! - An exchange that ends early returns the messages that had arrived whole: survivors may need them in a recovery.
+//! - A collective may end an exchange before its messages have moved, if the device does nothing with their buffers before they have.
+//!   [`Collective::settled`] then says when they have, and whether they have. The executor asks before it measures a step that
+//!   uses them, and before it returns a result.
 //! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so implementations and [`Memory`] may panic on
 //!   a buffer that is not alive.
 
@@ -27,7 +30,7 @@ use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Taken, Transpo
 
 use crate::backend::Backend;
 use crate::meter::{Meter, Timeline};
-use crate::plan::BufferId;
+use crate::plan::{BufferId, ProvedPlans};
 
 pub use one_device::OneDevice;
 
@@ -71,6 +74,9 @@ pub struct Incoming {
 /// Ends with the pieces of each incoming message as new buffers, in the order of the posted receives.
 pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffer>>, Broken<Buffer>>> + 'a>>;
 
+/// Ends when the messages of an exchange have moved.
+pub type Settled<'a> = Pin<Box<dyn Future<Output = Result<(), ExchangeError>> + 'a>>;
+
 /// An exchange that ended early.
 #[derive(Debug)]
 pub struct Broken<Buffer> {
@@ -102,6 +108,20 @@ pub trait Collective<B: Backend> {
         sends: &[Outgoing],
         recvs: &[Incoming],
     ) -> Arrivals<'a, B::Buffer>;
+
+    /// Whether the messages of the exchange `tag`, which has ended well, have moved; `None` if that is so for every exchange that has
+    /// ended. Called once for each exchange.
+    fn settled(&self, _tag: Tag) -> Option<Settled<'_>> {
+        None
+    }
+
+    /// Refuses plans whose exchanges this collective cannot carry out; the same on all ranks. Called before data moves.
+    ///
+    /// # Errors
+    /// [`Error::Request`](crate::Error::Request).
+    fn supports(&self, _plans: &ProvedPlans) -> crate::Result<()> {
+        Ok(())
+    }
 
     /// This rank's endpoint in the group.
     fn transport(&self) -> &Arc<dyn Transport>;

@@ -106,7 +106,7 @@ impl<Buffer> Carryover<Buffer> {
 
 /// The result of one operation on one rank, on its device.
 pub(crate) struct DeviceOutput<Buffer> {
-    /// o and lse, or dq, dk and dv.
+    /// o and lse; or dq, dk, dv and, if the problem asks for it, dbias.
     pub(crate) results: Vec<OutputTensor<Buffer>>,
     pub(crate) report: RankReport,
     pub(crate) spans: Vec<Span>,
@@ -250,7 +250,8 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         inputs: &mut Inputs<B::Buffer>,
         carryover: &mut Carryover<B::Buffer>,
     ) -> Result<DeviceOutput<B::Buffer>> {
-        if let Err(error) = self.check_inputs(inputs) {
+        let fits = self.check_inputs(inputs).and_then(|()| self.collective.supports(&self.lowered.plans));
+        if let Err(error) = fits {
             return Err(self.refuse(error).await);
         }
         let vote = AbortOnDrop::new(|abort| self.collective.abort(abort), Rank(self.plan.rank), op);
@@ -281,8 +282,10 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             meter: &meter,
             memory: Memory::new(self.plan.buffers.len()),
             shared_bias: None,
+            d_shared_bias: None,
             step: 0,
             arrived: Vec::new(),
+            unsettled: Vec::new(),
         };
         // Buffers that the plan does not keep are freed.
         let Carryover { memory: mut old, .. } = std::mem::take(carryover);

@@ -108,14 +108,18 @@ impl Meter {
 
     /// Starts an interval. It ends when the result is given to [`Self::end`].
     pub(crate) fn start(&self) -> Started {
-        Started { at_ns: self.clock.now_ns(), copied_ns: self.spent_ns[Timeline::Copy as usize].get() }
+        let [copied_ns, waited_ns] =
+            [Timeline::Copy, Timeline::Wait].map(|timeline| self.spent_ns[timeline as usize].get());
+        Started { at_ns: self.clock.now_ns(), copied_ns, waited_ns }
     }
 
     pub(crate) fn end(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
         let end_ns = self.clock.now_ns();
-        let copy = &self.spent_ns[Timeline::Copy as usize];
-        // Copies inside this interval have been counted as copies already.
-        let inside = copy.get() - started.copied_ns;
+        let spent = |on: Timeline| self.spent_ns[on as usize].get();
+        // Copies inside this interval have been counted as copies already, waits inside of a computation as waits.
+        let waited =
+            if timeline == Timeline::Compute { spent(Timeline::Wait) - started.waited_ns } else { 0 };
+        let inside = spent(Timeline::Copy) - started.copied_ns + waited;
         let cell = &self.spent_ns[timeline as usize];
         cell.set(cell.get() + (end_ns - started.at_ns).saturating_sub(inside));
         if let Some(spans) = &self.spans {
@@ -207,6 +211,7 @@ struct ExchangeTimes {
 pub(crate) struct Started {
     at_ns: u64,
     copied_ns: u64,
+    waited_ns: u64,
 }
 
 #[cfg(test)]
@@ -301,6 +306,23 @@ mod tests {
         assert_eq!(blocked(&[Arrived(20), Taken(20, 120, 150)]), [20, 30]);
         // The exchange ended early.
         assert_eq!(blocked(&[Taken(20, 120, 150)]), [0, 0]);
+    }
+
+    #[test]
+    fn a_wait_inside_a_computation_is_no_computation() {
+        let clock = Arc::new(ManualClock::default());
+        let meter = Meter::new(clock.clone(), false);
+        let at = |ns| clock.0.store(ns, Ordering::Relaxed);
+        at(100);
+        let computing = meter.start();
+        at(110);
+        let waiting = meter.start();
+        at(140);
+        meter.end(waiting, Timeline::Wait, String::new);
+        at(150);
+        meter.end(computing, Timeline::Compute, String::new);
+        let report = meter.report();
+        assert_eq!([report.compute_ns, report.wait_ns], [20, 30]);
     }
 
     #[test]

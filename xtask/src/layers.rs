@@ -11,7 +11,7 @@ const CRATES: [(&str, &[&str]); 14] = [
     ("shaders", &[]),
     ("transport", &[]),
     ("runtime", &["kyklos-shaders", "kyklos-transport"]),
-    ("cuda-backend", &["kyklos"]),
+    ("cuda-backend", &["kyklos", "kyklos-transport"]),
     ("cuda-backend/fake", &[]),
     ("launch", &["kyklos-transport"]),
     ("tab", &["kyklos"]),

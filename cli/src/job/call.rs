@@ -14,6 +14,7 @@ use crate::job::terms::Terms;
 use crate::observe::live::Call;
 use crate::observe::progress::Watch;
 use crate::observe::record::{About, Flight, ListedFlight};
+use crate::options::CollectiveName;
 use crate::request::Request;
 use crate::verify::Sample;
 
@@ -58,6 +59,7 @@ pub(crate) struct Runs {
     pub(crate) ranks_here: u32,
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
+    pub(crate) collective: CollectiveName,
 }
 
 impl Job {
@@ -68,7 +70,8 @@ impl Job {
         outputs: Outputs,
         members: Vec<Rank>,
     ) -> Result<Self> {
-        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, on_loss } = settings;
+        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, on_loss, collective } =
+            settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
             false => None,
@@ -96,7 +99,7 @@ impl Job {
                 members,
                 begun: None,
             },
-            runs: Runs { repeat, deadline, options, ranks_here, are_processes },
+            runs: Runs { repeat, deadline, options, ranks_here, are_processes, collective },
             resumable: on_loss.finishes(),
             outputs,
             watch,

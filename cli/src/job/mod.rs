@@ -1,8 +1,10 @@
 //! One attention call over all ranks of a group.
 
 mod agreement;
+mod bias_gradient;
 mod call;
 mod collect;
+mod collective;
 mod gradients;
 pub(crate) mod here;
 pub(crate) mod on_loss;

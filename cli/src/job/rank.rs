@@ -6,13 +6,14 @@ use std::time::Duration;
 use kyklos::backend::{Backend, Device, DeviceBuffer, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::machine::memory_bytes;
-use kyklos::{Error, Inputs, OutputGradient, RankOutput, Session, SessionOptions, Span, Survivors, plan};
+use kyklos::{Error, Inputs, OutputGradient, RankOutput, Session, Span, Survivors, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::job::call::{Agreed, Job};
 use crate::job::collect::Results;
+use crate::job::collective::open;
 use crate::job::gradients::{BACKWARD_ROWS, Backward};
 use crate::job::on_loss::Recovery;
 use crate::job::page::PageParts;
@@ -111,17 +112,14 @@ pub(crate) fn work(
             return result;
         }
     };
-    let options = SessionOptions {
-        deadline: job.runs.deadline,
-        resumable: job.resumable,
-        run: job.runs.options.clone(),
-        ..SessionOptions::default()
-    };
-    let mut session = Session::with_options(Arc::clone(transport), device, options);
-    let mut inputs = match pollster::block_on(session.load(&job.agreed.plans, tensors)) {
-        Ok(inputs) => inputs,
-        Err(error) => {
-            let result = Err(error.into());
+    let loaded = open(job, transport, device).and_then(|mut session| {
+        let inputs = pollster::block_on(session.load(&job.agreed.plans, tensors))?;
+        Ok((session, inputs))
+    });
+    let (mut session, mut inputs) = match loaded {
+        Ok(loaded) => loaded,
+        Err(failure) => {
+            let result = Err(failure);
             flight.ended(&result);
             return result;
         }
@@ -203,6 +201,9 @@ impl Job {
         device.supports(problem.dtype, problem.head_dim as usize)?;
         if self.agreed.backward.is_some() {
             device.supports_backward(problem.dtype, problem.head_dim as usize)?;
+            if problem.bias_gradient {
+                device.supports_bias_gradient()?;
+            }
         }
         if matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu) {
             self.fits_in_memory(rank)?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::observe::live::Live;
 use crate::observe::page::target::PageTarget;
-use crate::options::{OnLoss, ProgressKind};
+use crate::options::{CollectiveName, OnLoss, ProgressKind};
 use crate::tensors::output::OutputTarget;
 
 /// What a job writes and prints.
@@ -47,4 +47,5 @@ pub(crate) struct Settings {
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
     pub(crate) on_loss: OnLoss,
+    pub(crate) collective: CollectiveName,
 }

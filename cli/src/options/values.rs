@@ -111,6 +111,27 @@ impl TransportName {
     }
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CollectiveName {
+    /// Through host memory and the transport, from and to any device
+    Host,
+    /// By NCCL, from device memory to device memory; every rank needs a CUDA device of its own. Never tried on a GPU
+    Nccl,
+    /// nccl where all ranks can use it, else host; rank 0 says which, and why
+    Auto,
+}
+
+impl CollectiveName {
+    /// The name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Nccl => "nccl",
+            Self::Auto => "auto",
+        }
+    }
+}
+
 /// A number of bytes: 4096, 512KiB, 64MiB, 2GiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ByteSize(pub(crate) u64);

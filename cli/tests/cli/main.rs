@@ -19,10 +19,13 @@ mod gradients;
 mod hostile_files;
 mod launch;
 mod metrics;
+#[cfg(target_os = "linux")]
+mod nccl;
 mod on_loss;
 mod report;
 mod requests;
 mod shares;
+mod strategies;
 mod support;
 mod tab;
 mod table;

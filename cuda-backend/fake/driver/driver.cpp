@@ -239,7 +239,8 @@ API cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
     const bool forgets = stream->by_caller ? config().ignore_caller_waits & 2
                                            : (config().ignore_waits >> stream->number % 3 & 1) ||
                                                  (record->by_caller && config().ignore_caller_waits & 1);
-    if (forgets) return SUCCESS;
+    const u64 ignored = config().ignore_nccl_waits;
+    if (forgets || (stream->by_nccl && ignored & 1) || (record->by_nccl && ignored & 2)) return SUCCESS;
     submit(*stream, [=] {
         Held held(state().lock);
         state().changed.wait(held, [&] { return record->done || record->device->sticky; });
@@ -263,6 +264,7 @@ API cuEventRecord(Event *event, Stream *stream) {
     if (stream->capturing) die("an event was recorded on a stream that captures a graph");
     record->device = current;
     record->by_caller = stream->by_caller;
+    record->by_nccl = stream->by_nccl;
     event->record = record;
     submit(*stream, [=] {
         Held held(state().lock);
@@ -283,5 +285,22 @@ API cuEventDestroy_v2(Event *event) {
     alive(state().events, event, "event");
     state().events.erase(event);
     delete event;
+    return SUCCESS;
+}
+
+// --- for the fake NCCL; no functions of NVIDIA's ---------------------------------------------------------------------------
+
+#define FOR_NCCL(type) extern "C" __attribute__((visibility("default"))) type
+
+// The index of the device whose context is current, or -1.
+FOR_NCCL(int) kyklos_fake_current_device() { return current ? current->ordinal : -1; }
+
+// Queues an operation: `run(data)` on the thread of the stream, which is of the current context.
+FOR_NCCL(int) kyklos_fake_enqueue(Stream *stream, void (*run)(void *), void *data) {
+    ENTER();
+    alive(state().streams, stream, "stream");
+    if (stream->device != current) die("NCCL got a stream of another device");
+    stream->by_nccl = true;
+    submit(*stream, [=] { run(data); });
     return SUCCESS;
 }

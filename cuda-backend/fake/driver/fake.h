@@ -4,6 +4,7 @@
 // a copy reads and writes as late as it may. Misuse by the host ends the process with a message.
 #pragma once
 #include "arguments.h"
+#include "settings.h"
 
 #include <cstddef>
 #include <condition_variable>
@@ -44,6 +45,9 @@ struct Config {
     u64 ignore_caller_waits = 0;
     u64 late_parts = 0;     // planted bug: launches that compute parts run after the next merge_parts
     u64 ignore_edges = 0;   // planted bug: nodes of graphs run in reverse order
+    // Planted bug, bit 0: waits of NCCL's streams do nothing; bit 1: waits for events of NCCL's streams do nothing. A stream is
+    // NCCL's from its first operation of NCCL on.
+    u64 ignore_nccl_waits = 0;
     u64 report = 0;         // print counts at exit
     // Faults of device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation fails: the n-th and all later ones
@@ -64,7 +68,7 @@ struct Device;
 
 // One cuEventRecord of an event.
 struct EventRecord {
-    bool done = false, by_caller = false;
+    bool done = false, by_caller = false, by_nccl = false;
     Device *device = nullptr;
 };
 
@@ -77,6 +81,7 @@ struct Stream {
     std::deque<std::function<void()>> queue;
     bool busy = false, closed = false;
     bool by_caller = false;  // made by cuStreamCreate, which the backend does not call
+    bool by_nccl = false;    // has had an operation of NCCL
     bool capturing = false;
     u64 random, number;
 };
@@ -151,7 +156,6 @@ State &state();
 // Registers a check at exit for objects that were not freed.
 void judge_at_exit();
 
-u64 chance(u64 &random, u64 below);
 // The topmost context of the calling thread's stack, and those below it.
 extern thread_local Device *current;
 extern thread_local std::vector<Device *> below;

@@ -129,6 +129,12 @@ API cuMemGetAddressRange_v2(u64 *base, size_t *bytes, u64 address) {
     return SUCCESS;
 }
 
+// Whether a device has this memory. For the fake NCCL; no function of NVIDIA's.
+extern "C" __attribute__((visibility("default"))) bool kyklos_fake_has_memory(int ordinal, u64 address, u64 bytes) {
+    Held held(state().lock);
+    return on_device(address, bytes) && std::prev(state().memory.upper_bound(address))->second.device->ordinal == ordinal;
+}
+
 // Bytes that the backend has copied: from the device to the host, or both ways. For tests; no function of NVIDIA's.
 extern "C" __attribute__((visibility("default"))) u64 kyklos_fake_copied(bool only_to_host) {
     Held held(state().lock);

@@ -25,14 +25,12 @@ State &state() {
 const Config &config() {
     static const Config read = [] {
         Config config;
-        const struct {
-            const char *name;
-            u64 *value;
-        } options[] = {
+        const std::string unknown = read_settings("KYKLOS_FAKE_CUDA", {
             {"devices", &config.devices},     {"seed", &config.seed},
             {"version", &config.version},     {"capability", &config.capability},
             {"memory_mb", &config.memory_mb}, {"delay_us", &config.delay_us},
             {"report", &config.report},       {"ignore_waits", &config.ignore_waits},
+            {"ignore_nccl_waits", &config.ignore_nccl_waits},
             {"late_parts", &config.late_parts},
             {"ignore_caller_waits", &config.ignore_caller_waits},
             {"oom_at", &config.oom_at},       {"pinned_oom_at", &config.pinned_oom_at},
@@ -43,21 +41,8 @@ const Config &config() {
             {"graph_instantiate_at", &config.graph_instantiate_at},
             {"graph_launch_at", &config.graph_launch_at},
             {"graph_code", &config.graph_code},
-        };
-        const char *text = std::getenv("KYKLOS_FAKE_CUDA");
-        std::string left = text ? text : "";
-        while (!left.empty()) {
-            const std::string entry = left.substr(0, left.find(','));
-            left = entry.size() < left.size() ? left.substr(entry.size() + 1) : "";
-            const size_t equals = entry.find('=');
-            bool known = false;
-            for (const auto &option : options) {
-                if (equals == std::string::npos || entry.substr(0, equals) != option.name) continue;
-                *option.value = std::strtoull(entry.c_str() + equals + 1, nullptr, 10);
-                known = true;
-            }
-            if (!known) die("KYKLOS_FAKE_CUDA has `%s`", entry.c_str());
-        }
+        });
+        if (!unknown.empty()) die("KYKLOS_FAKE_CUDA has `%s`", unknown.c_str());
         return config;
     }();
     return read;
@@ -71,14 +56,6 @@ void die(const char *format, ...) {
     std::fputc('\n', stderr);
     va_end(list);
     _exit(86);
-}
-
-u64 chance(u64 &random, u64 below) {
-    // splitmix64
-    u64 z = random += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return (z >> 33) % below;
 }
 
 void submit(Stream &stream, std::function<void()> operation) {

@@ -1,9 +1,12 @@
-//! For tests: NVIDIA's driver and its run-time compiler on a CPU, as far as the CUDA backend uses them.
+//! For tests: NVIDIA's driver, its run-time compiler and NCCL on a CPU, as far as the CUDA backend uses them.
 //!
-//! [`folder`] holds a `libcuda.so.1` and a `libnvrtc.so`, which the C++ compiler of this machine builds once. A process that
-//! starts with this folder in `LD_LIBRARY_PATH` finds GPUs: each stream is a thread that sleeps at random, new memory is NaN,
-//! and launches run the kernels in the emulator. `KYKLOS_FAKE_CUDA` (see `driver/fake.h`) sets the number of GPUs, the seed,
-//! and which call or operation fails.
+//! [`folder`] holds a `libcuda.so.1`, a `libnvrtc.so` and a `libnccl.so.2`, which the C++ compiler of this machine builds once. A
+//! process that starts with this folder in `LD_LIBRARY_PATH` finds GPUs: each stream is a thread that sleeps at random, new memory
+//! is NaN, and launches run the kernels in the emulator. `KYKLOS_FAKE_CUDA` (see `driver/fake.h`) sets the number of GPUs, the
+//! seed, and which call or operation fails.
+//!
+//! Ranks of NCCL are threads of one process or processes of one machine; messages go through shared memory. `KYKLOS_FAKE_NCCL`
+//! (see `nccl/fake_nccl.h`) sets delays, and which rank fails, hangs or dies at which of its groups.
 //!
 //! The process ends with exit code 86 when the host breaks a rule of the API, for example when it uses a freed buffer, event
 //! or stream. It ends with 87 when objects are left at exit.
@@ -15,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The folder with both libraries.
+/// The folder with the libraries.
 ///
 /// # Panics
 /// If there is no C++ compiler, or if it reports an error.
@@ -34,9 +37,9 @@ pub fn library_path() -> OsString {
 fn build() -> PathBuf {
     let home = Path::new(env!("CARGO_MANIFEST_DIR"));
     let backend = home.parent().expect("the folder of the backend");
-    let [driver, emulator, kernels] =
-        [home.join("driver"), backend.join("emulator"), backend.join("kernels")];
-    let files = sources(&[&driver, &emulator, &kernels]);
+    let [driver, nccl, emulator, kernels] =
+        [home.join("driver"), home.join("nccl"), backend.join("emulator"), backend.join("kernels")];
+    let files = sources(&[&home.to_owned(), &driver, &nccl, &emulator, &kernels]);
     let fingerprint = cxx::fingerprint(&files);
     // Beside the running test, which is in the target folder.
     let program = std::env::current_exe().expect("a test knows where it is");
@@ -48,11 +51,15 @@ fn build() -> PathBuf {
     let unfinished = target.join(format!("{fingerprint}-{}", std::process::id()));
     std::fs::create_dir_all(&unfinished).expect("target can be written");
     let mut command = shared(&unfinished.join("libcuda.so.1"));
-    command.arg("-I").arg(&emulator).arg("-I").arg(&kernels);
+    command.arg("-I").arg(home).arg("-I").arg(&emulator).arg("-I").arg(&kernels);
     command.args(["driver.cpp", "memory.cpp", "kernels.cpp", "state.cpp"].map(|name| driver.join(name)));
     command.args(["machine.cpp", "instructions.cpp", "hopper.cpp"].map(|name| emulator.join(name)));
     cxx::run(command.args(["-x", "c++"]).arg(kernels.join("kernels.cu")));
     cxx::run(shared(&unfinished.join("libnvrtc.so")).arg(driver.join("nvrtc.cpp")));
+    let mut command = shared(&unfinished.join("libnccl.so.2"));
+    command.arg("-I").arg(home).args(["nccl.cpp", "messages.cpp"].map(|name| nccl.join(name)));
+    // It loads the fake driver, or finds it loaded by this name.
+    cxx::run(command.arg("-L").arg(&unfinished).arg("-l:libcuda.so.1"));
     // Renamed when it is complete. If another process was first, its folder is used.
     if std::fs::rename(&unfinished, &done).is_err() {
         std::fs::remove_dir_all(&unfinished).expect("target can be written");

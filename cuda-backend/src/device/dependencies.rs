@@ -73,21 +73,21 @@ impl Completion {
 /// The last write to an allocation and the reads since then.
 #[derive(Debug, Default)]
 pub(crate) struct AccessRecord {
-    /// `None`: by a stream of a caller.
+    /// `None`: by a stream of a caller, or one for messages.
     last_write: Option<(Option<StreamKind>, Arc<Completion>)>,
     /// The last read of each stream since that write.
     reads: [Option<Arc<Completion>>; StreamKind::COUNT],
-    /// Reads by streams of a caller since that write.
+    /// Reads by streams of a caller, and by those for messages, since that write.
     caller_reads: Vec<Arc<Completion>>,
 }
 
 impl AccessRecord {
-    /// Of memory that a caller's stream has written when `event` is complete.
+    /// Of memory that a stream of a caller, or one for messages, has written when `event` is complete.
     pub(crate) fn written_by_caller(event: Option<Arc<Event>>) -> Self {
         Self { last_write: event.map(|event| (None, Completion::of(event))), ..Self::default() }
     }
 
-    /// A caller's stream reads the memory until `event` is complete.
+    /// A stream of a caller, or one for messages, reads the memory until `event` is complete.
     pub(crate) fn record_caller_read(&mut self, event: Arc<Event>) {
         // What a query of an event fails with is the error of the next operation.
         self.caller_reads.retain(|read| !read.is_complete().unwrap_or(false));
@@ -105,14 +105,19 @@ impl AccessRecord {
         reads.filter_map(|(kind, read)| Some((kind, read.as_ref()?)))
     }
 
-    /// What a read on stream `kind` has to wait for: the last write, if another stream made it.
-    pub(crate) fn awaited_by_read(&self, kind: StreamKind) -> impl Iterator<Item = &Arc<Completion>> {
-        self.last_write.iter().filter(move |(by, _)| *by != Some(kind)).map(|(_, completion)| completion)
+    /// What a read on stream `kind` has to wait for: the last write, if another stream made it. `None`: a stream that is not of the
+    /// backend.
+    pub(crate) fn awaited_by_read(&self, kind: Option<StreamKind>) -> impl Iterator<Item = &Arc<Completion>> {
+        let other = move |by: &Option<StreamKind>| by.is_none() || *by != kind;
+        self.last_write.iter().filter(move |(by, _)| other(by)).map(|(_, completion)| completion)
     }
 
     /// What a write on stream `kind` has to wait for: the last write and the reads since, if other streams made them.
-    pub(crate) fn awaited_by_write(&self, kind: StreamKind) -> impl Iterator<Item = &Arc<Completion>> {
-        let readers = self.reads().filter(move |(by, _)| *by != kind).map(|(_, completion)| completion);
+    pub(crate) fn awaited_by_write(
+        &self,
+        kind: Option<StreamKind>,
+    ) -> impl Iterator<Item = &Arc<Completion>> {
+        let readers = self.reads().filter(move |(by, _)| Some(*by) != kind).map(|(_, completion)| completion);
         self.awaited_by_read(kind).chain(readers).chain(&self.caller_reads)
     }
 

@@ -143,6 +143,11 @@ impl Shared {
                     continue;
                 };
                 match event.is_complete() {
+                    // The device may wait for another rank. NCCL's thread ends that after the deadline of the message.
+                    Ok(false) if self.status.awaits_messages() => {
+                        since[kind] = Instant::now();
+                        continue;
+                    }
                     Ok(false) if since[kind].elapsed() < self.stuck_after => continue,
                     Ok(false) => {
                         let text = format!(

@@ -6,6 +6,7 @@ mod download;
 mod event_poller;
 mod graph_cache;
 mod memory_pool;
+mod message_stream;
 mod open_device;
 mod options;
 mod pacer;
@@ -15,8 +16,9 @@ mod submitter;
 
 pub use download::Download;
 pub use memory_pool::CudaBuffer;
+pub(crate) use message_stream::MessageStream;
 pub(crate) use open_device::OpenDevice;
 pub use options::CudaOptions;
 pub(crate) use pacer::InFlightPiece;
-pub(crate) use status::DeviceStatus;
+pub(crate) use status::{AwaitsMessages, DeviceStatus};
 pub(crate) use submitter::LaunchConfig;

@@ -1,5 +1,6 @@
 //! Whether a device still works, and errors that name it.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kyklos::{Error, Result};
@@ -11,11 +12,33 @@ use crate::driver::DriverError;
 pub(crate) struct DeviceStatus {
     device: Arc<str>,
     lost: Mutex<Option<Error>>,
+    /// Exchanges of messages that are under way.
+    exchanges: AtomicUsize,
+}
+
+/// While this lives, the device may wait for messages of other ranks, and does not count as stuck: whoever has this looks after them.
+#[derive(Debug)]
+pub(crate) struct AwaitsMessages(Arc<DeviceStatus>);
+
+impl Drop for AwaitsMessages {
+    fn drop(&mut self) {
+        self.0.exchanges.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl DeviceStatus {
     pub(crate) fn new(device: Arc<str>) -> Self {
-        Self { device, lost: Mutex::default() }
+        Self { device, lost: Mutex::default(), exchanges: AtomicUsize::new(0) }
+    }
+
+    /// Notes that the device may wait for messages.
+    pub(crate) fn await_messages(self: &Arc<Self>) -> AwaitsMessages {
+        self.exchanges.fetch_add(1, Ordering::Relaxed);
+        AwaitsMessages(self.clone())
+    }
+
+    pub(crate) fn awaits_messages(&self) -> bool {
+        self.exchanges.load(Ordering::Relaxed) > 0
     }
 
     pub(crate) fn device(&self) -> &str {

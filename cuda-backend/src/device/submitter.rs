@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytemuck::Pod;
 use kyklos::Result;
 
-use super::dependencies::{Completion, StreamKind};
+use super::dependencies::{AccessRecord, Completion, StreamKind};
 use super::graph_cache::GraphCache;
 use super::memory_pool::CudaBuffer;
 use super::status::DeviceStatus;
@@ -85,7 +85,7 @@ impl Submitter {
     ) -> Result<T> {
         self.status.check()?;
         let mut state = self.state();
-        let dependencies = dependencies(kind, reads, writes)?;
+        let dependencies = dependencies(Some(kind), reads, writes)?;
         if dependencies.iter().any(|completion| completion.is_pending()) {
             self.submit_batch(&mut state)?;
         }
@@ -142,7 +142,7 @@ impl Submitter {
         self.status.check()?;
         let LaunchConfig { kernel, grid, threads, shared_bytes } = launch;
         let function = self.function(kernel, shared_bytes)?;
-        let dependencies = dependencies(StreamKind::Compute, reads, writes)?;
+        let dependencies = dependencies(Some(StreamKind::Compute), reads, writes)?;
         batch.waits.extend(dependencies.iter().filter_map(|completion| completion.event().cloned()));
         record_access(StreamKind::Compute, &batch.completion, reads, writes);
         let arguments = arguments.to_vec();
@@ -210,6 +210,45 @@ impl Submitter {
         Ok(write.and_then(|completion| completion.event().cloned()))
     }
 
+    /// What is submitted to `stream` from now on begins when it may read `reads` and write `writes`. The stream is not of the
+    /// backend.
+    pub(super) fn order(
+        &self,
+        stream: &Stream,
+        operation: &str,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<()> {
+        self.status.check()?;
+        let mut state = self.state();
+        let dependencies = dependencies(None, reads, writes)?;
+        if dependencies.iter().any(|completion| completion.is_pending()) {
+            self.submit_batch(&mut state)?;
+        }
+        let mut events = dependencies.iter().filter_map(|completion| completion.event());
+        events.try_for_each(|event| stream.wait(event)).map_err(|error| self.status.error(operation, &error))
+    }
+
+    /// What `stream` has been given so far reads `reads` and writes `writes`. The stream is not of the backend. The event is complete
+    /// when it is done.
+    pub(super) fn note(
+        &self,
+        stream: &Stream,
+        operation: &str,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<Arc<Event>> {
+        let _state = self.state();
+        let event = Arc::new(stream.record().map_err(|error| self.status.error(operation, &error))?);
+        for buffer in reads {
+            buffer.allocation().accesses().record_caller_read(event.clone());
+        }
+        for buffer in writes {
+            *buffer.allocation().accesses() = AccessRecord::written_by_caller(Some(event.clone()));
+        }
+        Ok(event)
+    }
+
     /// Submits the deferred launches.
     pub(super) fn flush(&self) -> Result<()> {
         self.submit_batch(&mut self.state()).map(drop)
@@ -221,7 +260,7 @@ impl Submitter {
 /// # Errors
 /// The error of the last write to one of the buffers, if it failed: its contents are not what was to be written.
 fn dependencies(
-    kind: StreamKind,
+    kind: Option<StreamKind>,
     reads: &[&CudaBuffer],
     writes: &[&CudaBuffer],
 ) -> Result<Vec<Arc<Completion>>> {

@@ -44,7 +44,7 @@ impl Context {
 
     /// Makes this context current on the calling thread until the guard is dropped. Then the context of before is current
     /// again: the thread may be of a caller that uses CUDA itself.
-    pub(super) fn push(&self) -> Result<Current<'_>> {
+    pub(crate) fn push(&self) -> Result<Current<'_>> {
         // SAFETY: the context is retained until `self` is dropped, so the handle is valid.
         check("cuCtxPushCurrent_v2", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) })?;
         Ok(Current(PhantomData))
@@ -62,7 +62,7 @@ impl Context {
 
 /// While this lives, a context is current on the thread that made it. Not `Send`: contexts are current for a thread.
 #[derive(Debug)]
-pub(super) struct Current<'a>(PhantomData<(&'a Context, *const ())>);
+pub(crate) struct Current<'a>(PhantomData<(&'a Context, *const ())>);
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {

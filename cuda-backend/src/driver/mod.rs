@@ -1,4 +1,4 @@
-//! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` and `nccl/library.rs` this is all the
+//! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` and `nccl/` this is all the
 //! unsafe code of the crate, apart from the declaration of `CudaTensor::from_cuda`.
 //!
 //! The bindings are cudarc's. They load the library at run time and panic where the library or a symbol is missing.

@@ -34,6 +34,11 @@ impl Stream {
         Ok(Self { raw: Handle(raw), context: context.clone() })
     }
 
+    /// The handle, for a library that submits to this stream; also a `cudaStream_t`.
+    pub(crate) fn handle(&self) -> *mut c_void {
+        self.raw.0.cast()
+    }
+
     /// Operations that are submitted to this stream later begin after `event` is complete.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
         event.awaited_by(&self.raw)

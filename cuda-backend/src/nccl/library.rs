@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "NCCL is a C library")]
 
 use std::error::Error as _;
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::ptr;
 use std::sync::OnceLock;
@@ -19,20 +19,8 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The first version with communicators that do not block during their creation and can be split.
 const OLDEST: NcclVersion = NcclVersion { major: 2, minor: 18, patch: 0 };
 
-/// Functions that every NCCL since [`OLDEST`] has, apart from those in the fields of [`Nccl`].
-const REQUIRED: [&str; 11] = [
-    "ncclCommInitRankConfig",
-    "ncclCommFinalize",
-    "ncclCommDestroy",
-    "ncclCommAbort",
-    "ncclCommGetAsyncError",
-    "ncclCommCount",
-    "ncclCommUserRank",
-    "ncclGroupStart",
-    "ncclGroupEnd",
-    "ncclSend",
-    "ncclRecv",
-];
+/// Functions that every NCCL since [`OLDEST`] has, apart from those in the fields of [`Nccl`] and of [`Functions`].
+const REQUIRED: [&str; 2] = ["ncclCommCount", "ncclCommUserRank"];
 
 /// Functions of newer versions. NCCL is used without them.
 const OPTIONAL: [&str; 11] = [
@@ -50,11 +38,50 @@ const OPTIONAL: [&str; 11] = [
 ];
 
 /// `ncclResult_t`. An integer, because a newer library may return codes that this crate does not know.
-type Code = c_int;
+pub(super) type Code = c_int;
 type GetVersion = unsafe extern "C" fn(*mut c_int) -> Code;
 type GetErrorString = unsafe extern "C" fn(Code) -> *const c_char;
 type GetLastError = unsafe extern "C" fn(*const c_void) -> *const c_char;
 type GetUniqueId = unsafe extern "C" fn(*mut UniqueId) -> Code;
+
+/// `ncclComm_t`.
+pub(super) type RawCommunicator = *mut c_void;
+/// `cudaStream_t`, which is a `CUstream`.
+type RawStream = *mut c_void;
+
+/// The functions of communicators, as NCCL declares them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Functions {
+    pub(super) init:
+        unsafe extern "C" fn(*mut RawCommunicator, c_int, UniqueId, c_int, *const Config) -> Code,
+    pub(super) async_error: unsafe extern "C" fn(RawCommunicator, *mut c_int) -> Code,
+    pub(super) finalize: unsafe extern "C" fn(RawCommunicator) -> Code,
+    pub(super) destroy: unsafe extern "C" fn(RawCommunicator) -> Code,
+    pub(super) abort: unsafe extern "C" fn(RawCommunicator) -> Code,
+    pub(super) group_start: unsafe extern "C" fn() -> Code,
+    pub(super) group_end: unsafe extern "C" fn() -> Code,
+    /// Memory, elements, `ncclDataType_t`, peer, communicator, stream.
+    pub(super) send:
+        unsafe extern "C" fn(*const c_void, usize, c_int, c_int, RawCommunicator, RawStream) -> Code,
+    pub(super) recv:
+        unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, RawCommunicator, RawStream) -> Code,
+}
+
+/// `ncclConfig_t` as of NCCL 2.18. Later versions have more fields at its end; they read as many as `size` says.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Config {
+    pub(super) size: usize,
+    pub(super) magic: c_uint,
+    /// As `ncclGetVersion` counts.
+    pub(super) version: c_uint,
+    pub(super) blocking: c_int,
+    pub(super) cga_cluster_size: c_int,
+    pub(super) min_ctas: c_int,
+    pub(super) max_ctas: c_int,
+    pub(super) net_name: *const c_char,
+    pub(super) split_share: c_int,
+}
 
 /// A version of NCCL. `Display` writes it as `2.28.9`.
 ///
@@ -109,6 +136,11 @@ impl UniqueId {
     pub fn bytes(&self) -> &[u8; 128] {
         &self.0
     }
+
+    /// The name that another rank has made.
+    pub(super) fn from_bytes(bytes: [u8; 128]) -> Self {
+        Self(bytes)
+    }
 }
 
 impl fmt::Debug for UniqueId {
@@ -132,6 +164,7 @@ pub struct Nccl {
     get_error_string: GetErrorString,
     get_last_error: GetLastError,
     get_unique_id: GetUniqueId,
+    pub(super) functions: Functions,
     /// Keeps the functions above in memory.
     _library: Library,
 }
@@ -194,11 +227,23 @@ impl Nccl {
             get_error_string: function(&library, "ncclGetErrorString")?,
             get_last_error: function(&library, "ncclGetLastError")?,
             get_unique_id: function(&library, "ncclGetUniqueId")?,
+            functions: Functions {
+                init: function(&library, "ncclCommInitRankConfig")?,
+                async_error: function(&library, "ncclCommGetAsyncError")?,
+                finalize: function(&library, "ncclCommFinalize")?,
+                destroy: function(&library, "ncclCommDestroy")?,
+                abort: function(&library, "ncclCommAbort")?,
+                group_start: function(&library, "ncclGroupStart")?,
+                group_end: function(&library, "ncclGroupEnd")?,
+                send: function(&library, "ncclSend")?,
+                recv: function(&library, "ncclRecv")?,
+            },
             _library: library,
         })
     }
 
-    fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {
+    /// `Ok` for `ncclSuccess`, else NCCL's code and texts.
+    pub(super) fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {
         if code == 0 {
             return Ok(());
         }
@@ -259,6 +304,23 @@ mod tests {
         assert!(NcclVersion::from_number(2_708) < OLDEST);
         assert!(NcclVersion::from_number(21_705) < OLDEST);
         assert!(NcclVersion::from_number(21_800) >= OLDEST);
+    }
+
+    /// `tests/compilers/nccl_abi.cpp` holds NCCL's header to the same numbers.
+    #[test]
+    fn a_configuration_is_laid_out_as_nccl_lays_it_out() {
+        use std::mem::offset_of;
+        assert_eq!(size_of::<UniqueId>(), 128);
+        assert_eq!(size_of::<Config>(), 48);
+        let head = [offset_of!(Config, size), offset_of!(Config, magic), offset_of!(Config, version)];
+        let counts = [
+            offset_of!(Config, blocking),
+            offset_of!(Config, cga_cluster_size),
+            offset_of!(Config, min_ctas),
+            offset_of!(Config, max_ctas),
+        ];
+        assert_eq!((head, counts), ([0, 8, 12], [16, 20, 24, 28]));
+        assert_eq!([offset_of!(Config, net_name), offset_of!(Config, split_share)], [32, 40]);
     }
 
     #[test]

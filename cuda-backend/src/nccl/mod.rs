@@ -1,10 +1,18 @@
-//! NCCL: its library, loaded at run time by its own loader. No collective uses it yet.
+//! NCCL: its library, loaded at run time by its own loader, and a collective on it.
 //!
 //! cudarc's bindings of NCCL are not used: they panic if the library is missing, and they do not look for `libnccl.so.2`,
 //! the only name in NVIDIA's wheels.
 
+mod collective;
+mod communicator;
 mod error;
+mod exchange;
+mod form;
 mod library;
+mod thread;
+mod worker;
 
+pub use collective::{NcclCollective, NcclOptions, NcclRefusal};
 pub use error::NcclError;
+pub use form::NcclDecision;
 pub use library::{Nccl, NcclVersion, UniqueId};

@@ -12,7 +12,7 @@ mod proved;
 mod step;
 mod step_progress;
 
-pub use check::{RankCheck, RemainingBuffers, check, check_repair, remaining_buffers};
+pub use check::{RankCheck, RemainingBuffers, check, check_in_order, check_repair, remaining_buffers};
 pub use content::Content;
 pub(crate) use explain::describe;
 pub use explain::{Explained, bias_in_words, bytes, expected_of_wire, explain, table};

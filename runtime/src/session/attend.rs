@@ -215,6 +215,7 @@ impl Session {
         }
         let agreed = Agreed::new(options, &facts)?;
         let plans = Arc::new(make(options, &agreed)?);
+        self.collective.supports(&plans)?;
         self.plans_made += 1;
         let lowered = Arc::new(LoweredPlan::new(plans, self.rank(), &self.device));
         let bytes = lowered.host_bytes();

@@ -11,7 +11,7 @@ use crate::scenario::{Ends, Scenario};
 
 #[expect(unreachable_pub, reason = "in the other program its module is public")]
 #[path = "../suites/gradients/prepared.rs"]
-mod prepared;
+pub(crate) mod prepared;
 
 use prepared::{OnSessions, Sharing};
 

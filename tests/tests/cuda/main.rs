@@ -1,5 +1,5 @@
 //! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults, kernel choice,
-//! graphs, and tensors of a caller.
+//! graphs, tensors of a caller, and NCCL.
 //!
 //! Each trial is a process of its own that finds the fake driver as its CUDA driver: this program, with the name of the scenario
 //! in the environment. So a destroyed context affects no other trial, and objects that are not freed are found at exit.
@@ -19,6 +19,8 @@ mod graphs;
 #[cfg(target_os = "linux")]
 mod kernel_choice;
 #[cfg(target_os = "linux")]
+mod nccl;
+#[cfg(target_os = "linux")]
 mod scenario;
 
 #[cfg(target_os = "linux")]
@@ -30,6 +32,7 @@ fn main() {
         gradients::scenarios(),
         graphs::scenarios(),
         caller::scenarios(),
+        nccl::scenarios(),
     ]
     .concat();
     if let Some(name) = std::env::var_os(scenario::CHOSEN) {

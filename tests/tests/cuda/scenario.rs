@@ -26,6 +26,8 @@ pub(crate) struct Scenario {
     pub(crate) name: String,
     /// The value of `KYKLOS_FAKE_CUDA`.
     pub(crate) fake: String,
+    /// The value of `KYKLOS_FAKE_NCCL`.
+    pub(crate) nccl: String,
     pub(crate) run: Arc<dyn Fn() + Send + Sync>,
     pub(crate) ends: Ends,
     /// Words that its output must contain, and words that it must not contain.
@@ -50,6 +52,7 @@ impl Scenario {
         Self {
             name: name.to_owned(),
             fake: fake.to_owned(),
+            nccl: String::new(),
             run: Arc::new(run),
             ends: Ends::Well,
             says: &[],
@@ -66,6 +69,7 @@ impl Scenario {
         let output = Command::new(std::env::current_exe().unwrap())
             .env(CHOSEN, &self.name)
             .env("KYKLOS_FAKE_CUDA", format!("report=1,{}", self.fake))
+            .env("KYKLOS_FAKE_NCCL", &self.nccl)
             .env("LD_LIBRARY_PATH", kyklos_fake_cuda::library_path())
             .envs(environment.iter().copied())
             .output()

@@ -11,7 +11,7 @@ use crate::group::GroupArgs;
 use crate::network::NetworkArgs;
 use crate::observe::live::WatchArgs;
 use crate::observe::metrics::MetricsArgs;
-use crate::options::{List, OnLoss, ProblemArgs, ProgressKind, TabArgs, TransportName};
+use crate::options::{CollectiveName, List, OnLoss, ProblemArgs, ProgressKind, TabArgs, TransportName};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct AttendArgs {
@@ -34,6 +34,9 @@ pub(crate) struct AttendArgs {
     /// How ranks send messages [default: in-process with --ranks, quic under a launcher]
     #[arg(long, value_enum)]
     pub(crate) transport: Option<TransportName>,
+    /// How the messages of a plan go between devices
+    #[arg(long, value_enum, default_value_t = CollectiveName::Host)]
+    pub(crate) collective: CollectiveName,
     /// Run N times. The wall time is the median; other figures are of the last run
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) repeat: NonZeroU64,

@@ -2,6 +2,7 @@
 //! quote the operating system.
 
 mod backward;
+mod benches;
 mod bias;
 mod caches;
 mod files;
@@ -38,6 +39,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a buffer with the usages {:?}", OWN_DEVICE),
     ("a wgpu buffer for {}", OWN_DEVICE),
     ("a backward pass on {} ({})", "a gradient in a browser tab"),
+    ("the gradient of a bias tensor on {} ({})", "the gradient of a bias on a GPU"),
     (
         "rank {rank} describes its call in a form that this release does not know",
         "a group of ranks with different releases",
@@ -127,6 +129,11 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a conversion of {bytes} bytes of {what} in a buffer of {}", CALLERS),
     ("no kernel converts {elements} elements of {} to {}", CALLERS),
     ("no kernel makes codes of heads of {dim}", CALLERS),
+    ("a message of {} by NCCL of another device", CALLERS),
+    (
+        "plans for NCCL, which carries out one exchange after the other ({error})",
+        "plans that no strategy of this library makes",
+    ),
     ("memory of a CUDA device for {}", OWN_MEMORY),
     ("the address {address:#x}, which the driver does not know", OWN_MEMORY),
     ("the address {address:#x}, which is memory of the host", OWN_MEMORY),

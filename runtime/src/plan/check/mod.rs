@@ -21,4 +21,5 @@ mod walk;
 mod world;
 
 pub use repair::{RemainingBuffers, check_repair, remaining_buffers};
+pub use together::check_in_order;
 pub use world::{RankCheck, check};

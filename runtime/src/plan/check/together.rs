@@ -135,6 +135,61 @@ pub(super) fn no_rank_waits_for_ever(world: &World) -> Result<()> {
     }
 }
 
+/// Checks that the plans also end where each rank carries out its exchanges one after the other, in the order in which it posts
+/// them, as a stream of a device does: an exchange then begins when the one before is complete, and is complete when the other
+/// side of each of its messages has begun.
+///
+/// # Errors
+/// [`Error::Plan`] that names a rank and the step that would wait for ever.
+pub fn check_in_order(world: &World) -> Result<()> {
+    let schedules: Vec<Schedule<'_>> = world.plans.iter().map(Schedule::new).collect();
+    let orders: Vec<Vec<(usize, u32)>> =
+        world.plans.iter().map(|plan| exchanges(plan).map(|(step, id, ..)| (step, id)).collect()).collect();
+    // The step of each rank, and how many of its exchanges are complete.
+    let (mut at, mut complete) = (vec![0; world.plans.len()], vec![0; world.plans.len()]);
+    // The first exchange of a rank that is not complete.
+    let current = |rank: usize, complete: &[usize]| orders[rank].get(complete[rank]).copied();
+    loop {
+        let mut moved = false;
+        for (rank, plan) in world.plans.iter().enumerate() {
+            while let Some(step) = plan.steps.get(at[rank]) {
+                if let Step::Wait { id } = step {
+                    let posted = schedules[rank].post(*id).unwrap_or(usize::MAX);
+                    if current(rank, &complete).is_some_and(|(step, _)| step <= posted) {
+                        break;
+                    }
+                }
+                at[rank] += 1;
+                moved = true;
+            }
+            while let Some((step, id)) = current(rank, &complete).filter(|(step, _)| *step < at[rank]) {
+                let has_begun = |peer: usize| {
+                    let Some(theirs) = schedules[peer].post(id) else { return false };
+                    current(peer, &complete)
+                        .is_none_or(|(step, _)| step > theirs || (step == theirs && step < at[peer]))
+                };
+                debug_assert_eq!(schedules[rank].post(id), Some(step));
+                if !schedules[rank].peers_of(id).all(has_begun) {
+                    break;
+                }
+                complete[rank] += 1;
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    match (0..world.plans.len()).find_map(|rank| Some((rank, current(rank, &complete)?.0))) {
+        Some((rank, step)) => Err(Error::plan(
+            Rank(world.plans[rank].rank),
+            Some(step),
+            "waits for ever where exchanges are carried out one after the other".to_owned(),
+        )),
+        None => Ok(()),
+    }
+}
+
 /// Where a plan posts its exchanges.
 struct Schedule<'a> {
     plan: &'a Plan,

@@ -1,0 +1,136 @@
+//! `--collective nccl` with the fake NCCL on the fake driver.
+
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::support::*;
+
+const CALL: &[&str] = &[
+    "attend",
+    "--shape",
+    "1,150,4,2,64",
+    "--mask",
+    "causal",
+    "--device",
+    "cuda",
+    "--split",
+    "even",
+    "--verify",
+    "--json",
+];
+
+/// Runs the program with `gpus` fake GPUs and settings of the fake NCCL.
+fn with_nccl(gpus: u32, nccl: &str, arguments: &[&str]) -> Output {
+    let cache = tempfile::tempdir().unwrap();
+    let child = command(arguments)
+        .env("LD_LIBRARY_PATH", kyklos_fake_cuda::library_path())
+        .env("KYKLOS_FAKE_CUDA", format!("devices={gpus},memory_mb=512"))
+        .env("KYKLOS_FAKE_NCCL", nccl)
+        .env("KYKLOS_CACHE_DIR", cache.path())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    finish(child.unwrap(), Duration::from_secs(120))
+}
+
+fn is_right(output: &Output, ranks: u64) {
+    succeeds(output);
+    let json = json(output);
+    assert_eq!(json["ranks"], ranks);
+    assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
+    let text = stderr(output);
+    assert!(text.contains("messages go by NCCL 2.21.5; this has never been tried on a GPU"), "{text}");
+}
+
+#[test]
+fn ranks_of_one_process_exchange_messages_by_nccl() {
+    for more in [
+        &["--ranks", "3"][..],
+        &["--mesh", "2x2", "--transport", "quic", "--dtype", "bf16"],
+        &["--mesh", "1x2", "--wire", "int8", "--dtype", "bf16"],
+        &["--mesh", "2x1", "--grad"],
+    ] {
+        let ranks = if more.contains(&"2x2") {
+            4
+        } else if more.contains(&"3") {
+            3
+        } else {
+            2
+        };
+        let output = with_nccl(4, "report=1", &[CALL, more, &["--collective", "nccl"]].concat());
+        is_right(&output, ranks);
+        // One communicator for each rank, and no byte of a message went through the host's way.
+        let text = stderr(&output);
+        assert!(text.contains("0 communicators aborted") && !text.contains(" 0 groups run"), "{text}");
+    }
+}
+
+#[test]
+fn launched_ranks_exchange_messages_by_nccl() {
+    let launch = [&["launch", "-n", "3", "--"][..], CALL, &["--collective", "auto"]].concat();
+    is_right(&with_nccl(3, "", &launch), 3);
+}
+
+#[test]
+fn without_nccl_on_every_rank_no_rank_uses_it() {
+    let mixed =
+        ["attend", "--shape", "1,90,2,2,32", "--ranks", "2", "--device", "cuda,cpu", "--split", "even"];
+    let output = with_nccl(1, "", &[&mixed[..], &["--collective", "auto", "--verify"]].concat());
+    succeeds(&output);
+    let text = stderr(&output);
+    assert!(text.contains("NCCL is not used: rank 1: its device is "), "{text}");
+    assert!(text.contains("not a CUDA device; messages go through host memory"), "{text}");
+    // Two ranks on one GPU, and a communicator that fails.
+    for (gpus, nccl, words) in [
+        (1, "", "Duplicate GPU detected"),
+        (2, "fault_rank=1,init_fails=1,code=2", "rank 1: cuda:1: make a communicator of NCCL failed"),
+        (2, "version=21602", "its version is 2.16.2, the oldest that works is 2.18.0"),
+    ] {
+        let ranks = ["--ranks", "2"];
+        let output = with_nccl(gpus, nccl, &[CALL, &ranks, &["--collective", "nccl"]].concat());
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains("NCCL is not used") && text.contains(words), "{text}");
+        assert!(text.contains(": use --collective host"), "{text}");
+        let output = with_nccl(gpus, nccl, &[CALL, &ranks, &["--collective", "auto"]].concat());
+        succeeds(&output);
+    }
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_call_of_all() {
+    let launch = [&["launch", "-n", "3", "--"][..], CALL, &["--collective", "nccl"]].concat();
+    for nccl in ["fault_rank=1,die_at=1", "fault_rank=1,die_at=2,sees_death=1"] {
+        let start = Instant::now();
+        let output = with_nccl(3, nccl, &launch);
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains("rank 1"), "{text}");
+        assert!(start.elapsed() < Duration::from_secs(40), "{:?}: {text}", start.elapsed());
+    }
+}
+
+#[test]
+fn survivors_start_again_with_a_communicator_of_their_own() {
+    // Rank 2, so that no rank of the next group has its number.
+    let more = ["--collective", "nccl", "--on-loss", "shrink"];
+    let launch = [&["launch", "-n", "3", "--"][..], CALL, &more].concat();
+    let output = with_nccl(3, "fault_rank=2,die_at=1", &launch);
+    is_right(&output, 2);
+    let text = stderr(&output);
+    assert!(text.contains("2 ranks start again"), "{text}");
+    assert_eq!(text.matches("messages go by NCCL").count(), 2, "{text}");
+}
+
+#[test]
+fn survivors_complete_a_call_whose_messages_went_by_nccl() {
+    // Rank 2 dies after the first of three exchanges. The next rank has its keys.
+    let more = ["--collective", "nccl", "--on-loss", "finish", "--strategy", "ring"];
+    let launch = [&["launch", "-n", "4", "--"][..], CALL, &more].concat();
+    let output = with_nccl(4, "fault_rank=2,die_at=2", &launch);
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(3), "{text}");
+    let json: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(json["ranks"], 3);
+    assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
+}

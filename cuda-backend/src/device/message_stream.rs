@@ -1,0 +1,68 @@
+//! A stream for messages between devices, beside the streams of the backend.
+
+use std::sync::Arc;
+
+use kyklos::{Error, Result};
+
+use super::memory_pool::CudaBuffer;
+use super::open_device::{OpenDevice, Resources};
+use super::status::AwaitsMessages;
+use crate::driver::{Context, DriverError, Event, Stream};
+
+/// A stream of the highest priority for messages, which a library submits to it. Events order it with the streams of the backend:
+/// [`Self::order`] before messages are submitted, [`Self::note`] after.
+#[derive(Debug)]
+pub(crate) struct MessageStream {
+    stream: Stream,
+    resources: Arc<Resources>,
+}
+
+impl MessageStream {
+    pub(crate) fn new(device: &OpenDevice) -> Result<Self> {
+        let resources = device.resources.clone();
+        let failed = |error: DriverError| resources.status.error("create a stream for messages", &error);
+        Ok(Self { stream: Stream::new(&resources.context, true).map_err(failed)?, resources })
+    }
+
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.resources.context
+    }
+
+    /// Messages that are submitted from now on begin when they may read `reads` and write `writes`.
+    pub(crate) fn order(&self, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) -> Result<()> {
+        self.resources.submitter.order(&self.stream, ORDER, reads, writes)
+    }
+
+    /// The messages that were submitted since [`Self::order`] read `reads` and write `writes`: operations of the backend that are
+    /// submitted from now on wait for them. The event is complete when they have moved.
+    pub(crate) fn note(&self, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) -> Result<Arc<Event>> {
+        self.resources.submitter.note(&self.stream, ORDER, reads, writes)
+    }
+
+    /// To be kept while messages are under way.
+    pub(crate) fn await_messages(&self) -> AwaitsMessages {
+        self.resources.status.await_messages()
+    }
+
+    /// Whether an event is complete.
+    pub(crate) fn is_complete(&self, event: &Event) -> Result<bool> {
+        event.is_complete().map_err(|error| self.resources.status.error("wait for messages", &error))
+    }
+
+    /// The error of an operation whose call of the driver failed.
+    pub(crate) fn driver_error(&self, operation: &str, error: &DriverError) -> Error {
+        self.resources.status.error(operation, error)
+    }
+
+    /// The error of an operation on this device that failed with `native`.
+    pub(crate) fn error(&self, operation: &str, native: &str) -> Error {
+        self.resources.status.device_error(operation, native)
+    }
+}
+
+/// Words for an error of the driver.
+const ORDER: &str = "order messages";

@@ -1,0 +1,249 @@
+//! Faults of NCCL: every rank ends with an error that names the cause, in time, and the group can form again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Waker};
+use std::time::{Duration, Instant};
+
+use kyklos::backend::Device;
+use kyklos::host::shard;
+use kyklos::local::on_threads;
+use kyklos::plan::ProvedPlans;
+use kyklos::{
+    Dtype, Error, Mesh, Observer, OutputGradient, RankOutput, Result, RunOptions, Session, Strategy,
+    plan_backward_placed,
+};
+use kyklos_backend_suite::Prepared;
+use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
+use kyklos_transport::{Rank, Regroup, Transport, in_process_group};
+use pollster::block_on;
+
+use super::{DEADLINE, plans, plans_on, run, session};
+use crate::scenario::Scenario;
+
+pub(crate) fn scenarios() -> Vec<Scenario> {
+    let mut all = Vec::new();
+    // The settings of the fault, and what some rank must say.
+    let faults: [(&str, &str, &[&str]); 5] = [
+        ("a group that hangs", "hang_at=1", &["receive from rank", "no rank is known to have died"]),
+        (
+            "an error that NCCL finds later",
+            "async_at=1,code=6",
+            &[
+                "cuda:1",
+                "ncclCommGetAsyncError: remote process exited or there was a network error (6): told to fail",
+            ],
+        ),
+        ("a group that is refused", "refuse_at=1,code=4", &["ncclGroupEnd: invalid argument (4)"]),
+        (
+            "a group that fails while it is launched",
+            "launch_fails_at=1,code=1",
+            &["unhandled cuda error (1)"],
+        ),
+        ("a group that takes longer than the deadline", "slow_at=1,slow_ms=3500", &["had 0 of"]),
+    ];
+    for ranks in [2, 3, 8] {
+        for (name, fault, says) in faults {
+            let nccl = format!("fault_rank=1,{fault}");
+            all.push(super::scenario(&format!("{name}, {ranks} ranks"), ranks, &nccl, move || {
+                fails(ranks, says)
+            }));
+        }
+    }
+    // The second exchange: attention waits for it on the device.
+    let later: [(&str, &str, &[&str]); 2] = [
+        ("a second group that hangs", "hang_at=2", &["from rank"]),
+        ("a second group that fails", "async_at=2", &["internal error (3)"]),
+    ];
+    for (name, fault, says) in later {
+        let nccl = format!("fault_rank=1,{fault}");
+        all.push(super::scenario(name, 4, &nccl, move || fails(4, says)));
+    }
+    for (ulysses, ring, strategy, case) in
+        [(4, 1, Strategy::Ulysses, "groups of eight"), (2, 2, Strategy::Unified, CASE)]
+    {
+        for (name, fault, says) in [later[0], ("a first group that fails", "async_at=1", later[1].2)] {
+            let ranks = ulysses * ring;
+            let name = format!("{name}, {strategy} on {ulysses}x{ring}");
+            all.push(super::scenario(&name, ranks, &format!("fault_rank=1,{fault}"), move || {
+                let plans = plans_on(case, Dtype::Bf16, Mesh::new(ulysses, ring).unwrap(), strategy);
+                judge(&failures(&plans, Duration::from_secs(2)), Duration::from_secs(2), says);
+            }));
+        }
+    }
+    // The forward pass of a ring of 3 has 2 groups.
+    all.push(super::scenario("a backward pass that hangs", 3, "fault_rank=1,hang_at=4", backward));
+    all.push(super::scenario("a delay within the deadline", 3, "fault_rank=1,slow_at=1,slow_ms=700", || {
+        let (plans, prepared) = plans(CASE, Dtype::F32, 3);
+        super::on_devices(3, |session| run(session, &plans, &prepared).unwrap());
+    }));
+    all.push(super::scenario("every group takes a while to be launched", 3, "launch_ms=60", || {
+        let (plans, prepared) = plans(CASE, Dtype::F32, 3);
+        super::on_devices(3, |session| run(session, &plans, &prepared).unwrap());
+    }));
+    let mut slow = super::scenario(
+        "an abort that takes long does not keep a rank",
+        2,
+        "fault_rank=1,hang_at=1,abort_ms=2500",
+        || {
+            let start = Instant::now();
+            let errors = failures(&plans(CASE, Dtype::F32, 2), Duration::from_secs(1));
+            assert_eq!(errors.len(), 2);
+            // Two aborts of 2.5 s go on in their threads.
+            assert!(start.elapsed() < Duration::from_millis(2900), "{:?}", start.elapsed());
+        },
+    );
+    slow.says = &[];
+    all.push(slow);
+    all.push(super::scenario(
+        "a communicator that does not end is aborted",
+        2,
+        "fault_rank=1,finalize_hangs=1",
+        || {
+            let (plans, prepared) = plans(CASE, Dtype::F32, 2);
+            let start = Instant::now();
+            super::on_devices(2, |session| run(session, &plans, &prepared).unwrap());
+            // The thread of the communicator goes on.
+            assert!(start.elapsed() < Duration::from_secs(9), "{:?}", start.elapsed());
+            std::thread::sleep(Duration::from_secs(11));
+        },
+    ));
+    all.push(super::scenario("a call that is dropped ends the messages of all", 3, "", dropped));
+    let long = "fault_rank=1,slow_at=1,slow_ms=4000";
+    all.push(super::scenario(
+        "a message that is under way for longer than a kernel may hang",
+        2,
+        long,
+        patient,
+    ));
+    let once = "fault_rank=1,faulty_communicators=1,hang_at=2";
+    all.push(super::scenario("after a fault the group forms again, and so does NCCL", 3, once, again));
+    all
+}
+
+const CASE: &str = "two rows beyond four tiles";
+
+fn on_own_device(transport: &Arc<dyn Transport>, deadline: Duration, run: RunOptions) -> Session {
+    let device = Device::new(CudaBackend::new(transport.rank().0 as usize).unwrap());
+    session(transport.clone(), device, NcclOptions { deadline, ..NcclOptions::default() }, run)
+}
+
+/// The errors of all ranks of a group with a fault, and how long each took.
+fn failures((plans, prepared): &(Arc<ProvedPlans>, Prepared), deadline: Duration) -> Vec<(Duration, Error)> {
+    on_threads(in_process_group(plans.world().mesh.world()), |transport| {
+        let session = on_own_device(&transport, deadline, RunOptions::default());
+        let start = Instant::now();
+        let ended: Result<RankOutput> = run(session, plans, prepared);
+        (start.elapsed(), ended.unwrap_err())
+    })
+}
+
+/// Some rank says each of `says`, and every rank has ended soon after the deadline.
+fn judge(errors: &[(Duration, Error)], deadline: Duration, says: &[&str]) {
+    let texts: Vec<String> = errors.iter().map(|(_, error)| error.to_string()).collect();
+    for words in says {
+        assert!(texts.iter().any(|text| text.contains(words)), "{words}: {texts:#?}");
+    }
+    for (took, error) in errors {
+        assert!(!error.is_request(), "{error}");
+        // The deadline, and what a loaded machine adds.
+        assert!(*took < deadline + Duration::from_secs(6), "{took:?}: {error}");
+    }
+}
+
+fn fails(ranks: u32, says: &[&str]) {
+    let deadline = Duration::from_secs(2);
+    judge(&failures(&plans(CASE, Dtype::F32, ranks), deadline), deadline, says);
+}
+
+/// The forward pass is right; the backward pass ends with an error on every rank.
+fn backward() {
+    let deadline = Duration::from_secs(3);
+    let (forward, prepared) = plans(CASE, Dtype::F32, 3);
+    let world = forward.world();
+    let backward = plan_backward_placed(
+        &world.problem,
+        world.mesh,
+        world.q_placement.clone(),
+        world.kv_placement.clone(),
+        Strategy::Ring,
+    );
+    let backward = Arc::new(ProvedPlans::new(backward.unwrap()).unwrap());
+    let errors = on_threads(in_process_group(3), |transport| {
+        let mut session = on_own_device(&transport, deadline, RunOptions::default());
+        let part = shard(world, transport.rank(), &prepared.tensors).unwrap();
+        let mut inputs = block_on(session.load(&forward, part)).unwrap();
+        let output = block_on(session.run(&forward, &mut inputs)).unwrap();
+        let gradient = OutputGradient { output: &output, d_o: output.o.clone(), d_lse: None };
+        let start = Instant::now();
+        let ended = block_on(session.run_backward(&backward, &mut inputs, &gradient));
+        (start.elapsed(), ended.unwrap_err())
+    });
+    judge(&errors, deadline, &["from rank"]);
+}
+
+/// The devices complete nothing for 4 s, and would count as lost after 1.5 s without messages under way.
+fn patient() {
+    let (plans, prepared) = plans(CASE, Dtype::F32, 2);
+    on_threads(in_process_group(2), |transport| {
+        let options = CudaOptions { stuck_after: Duration::from_millis(1500), ..CudaOptions::default() };
+        let ordinal = transport.rank().0 as usize;
+        let device = Device::new(CudaBackend::with_options(ordinal, &options).unwrap());
+        let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
+        run(session(transport, device, options, RunOptions::default()), &plans, &prepared).unwrap();
+    });
+}
+
+/// Rank 1 drops its call after it has posted its first exchange.
+fn dropped() {
+    let start = Instant::now();
+    let (plans, prepared) = plans(CASE, Dtype::F32, 3);
+    let observer = Arc::new(Steps::default());
+    let errors = on_threads(in_process_group(3), |transport| {
+        let run_options = RunOptions { observer: observer.clone(), ..RunOptions::default() };
+        let mut session = on_own_device(&transport, DEADLINE, run_options);
+        if transport.rank().0 != 1 {
+            return Some(run(session, &plans, &prepared).unwrap_err());
+        }
+        let part = shard(plans.world(), Rank(1), &prepared.tensors).unwrap();
+        let mut inputs = block_on(session.load(&plans, part)).unwrap();
+        let mut call = Box::pin(session.run(&plans, &mut inputs));
+        let mut context = Context::from_waker(Waker::noop());
+        while !observer.0.load(Ordering::Relaxed) {
+            assert!(call.as_mut().poll(&mut context).is_pending(), "the call has ended");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        None
+    });
+    for error in [&errors[0], &errors[2]] {
+        let text = error.as_ref().unwrap().to_string();
+        assert!(text.contains("rank 1 failed: the call was dropped before its end"), "{text}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+/// Whether rank 1 has come to its second step.
+#[derive(Debug, Default)]
+struct Steps(AtomicBool);
+
+impl Observer for Steps {
+    fn step(&self, rank: Rank, _: u64, step: usize, _: usize, _: &dyn Fn() -> String) {
+        if (rank, step) == (Rank(1), 1) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The second group of rank 1 hangs. The next group of the same ranks gets a communicator of its own.
+fn again() {
+    let (plans, prepared) = plans(CASE, Dtype::F32, 3);
+    on_threads(in_process_group(3), |transport| {
+        let first = on_own_device(&transport, Duration::from_secs(2), RunOptions::default());
+        let error = run(first, &plans, &prepared).unwrap_err();
+        assert!(matches!(error, Error::Group { .. }), "{error:?}");
+        let next = block_on(transport.reform(Regroup::Survivors, DEADLINE)).unwrap();
+        assert_eq!((next.members.len(), next.epoch), (3, 1));
+        run(on_own_device(&next.transport, DEADLINE, RunOptions::default()), &plans, &prepared).unwrap();
+        let _ = block_on(next.transport.close(DEADLINE));
+    });
+}
