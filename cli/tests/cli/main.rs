@@ -4,6 +4,7 @@
 mod agreement;
 mod attend;
 mod bench;
+mod bias_gradients;
 mod certs;
 mod clusters;
 #[cfg(target_os = "linux")]

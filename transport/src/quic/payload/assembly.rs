@@ -13,6 +13,10 @@ pub(crate) const TRAILER_BYTES: usize = 8;
 const ALIGNMENT: usize = 64;
 
 /// Copied, and hashed, at a time.
+#[cfg_attr(
+    not(all(target_os = "linux", target_pointer_width = "64")),
+    allow(dead_code, reason = "no other system shares memory")
+)]
 pub(crate) const COPY_BYTES: usize = 32 << 10;
 
 /// Memory of a message, of which chunks are taken and brought back filled.
@@ -155,6 +159,10 @@ impl Chunk {
     }
 
     /// Fills the chunk by `copy`, which copies the bytes from a position of the chunk on; their checksum must be this one.
+    #[cfg_attr(
+        not(all(target_os = "linux", target_pointer_width = "64")),
+        allow(dead_code, reason = "no other system shares memory")
+    )]
     pub(crate) fn fill(
         mut self,
         checksum: u64,
@@ -174,6 +182,10 @@ impl Chunk {
     }
 
     /// Bytes of the chunk.
+    #[cfg_attr(
+        not(all(target_os = "linux", target_pointer_width = "64")),
+        allow(dead_code, reason = "no other system shares memory")
+    )]
     pub(crate) fn len(&self) -> usize {
         self.segments.iter().map(|segment| segment.bytes.len()).sum()
     }

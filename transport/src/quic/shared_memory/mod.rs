@@ -16,6 +16,10 @@ pub(crate) mod sender;
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 #[path = "sender_elsewhere.rs"]
 pub(crate) mod sender;
+#[cfg_attr(
+    not(all(target_os = "linux", target_pointer_width = "64")),
+    allow(dead_code, reason = "no other system shares memory")
+)]
 pub(crate) mod sharing;
 
 /// Whether this system can share memory at all.
