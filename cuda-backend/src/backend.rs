@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kyklos::backend::{
     Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
-    StateMut, StateShape,
+    StateMut, StateShape, no_bias_gradient,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
@@ -173,6 +173,9 @@ impl Backend for CudaBackend {
     }
 
     async fn attend_backward(&self, args: AttendBackward<'_, CudaBuffer>, control: &Control) -> Result<()> {
+        if args.d_bias.is_some() {
+            return Err(no_bias_gradient(self.info()));
+        }
         ops::attend_backward(&self.device, args, control).await
     }
 

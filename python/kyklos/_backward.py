@@ -20,6 +20,9 @@ class Gradients:
     dv: Any
     #: This rank's part of the gradients of the sinks, one for each query head: the gradient is the sum over all ranks.
     d_sinks_part: list[float]
+    #: With ``bias_gradient``, of the bias in float32: of ``bias`` the rows of this rank's queries, in its shape; of ``key_bias`` this
+    #: rank's part, the gradient is the sum over all ranks. Otherwise ``None``.
+    d_bias: Any = None
 
 
 class Differentiable:
@@ -50,12 +53,16 @@ class Differentiable:
         :param d_o: ``∂L/∂o``, of the shape and the type of ``o``.
         :param d_lse: ``∂L/∂lse``, float32 of the shape of ``lse``; without it ``L`` does not depend on ``lse``.
         :param options: those of the call of ``attend``. A strategy without a backward pass is replaced by the default of its
-            mesh. ``bias`` and ``key_bias`` get no gradient. Of ``replicated`` keys every rank gets the whole gradient, in equal
-            bytes: if gradients of parameters are summed over the ranks, use these rows on one rank only. Refused:
+            mesh. With ``bias_gradient=True`` the numbers in ``bias`` or ``key_bias`` get a gradient, too, on processors only. Of
+            ``replicated`` keys every rank gets the whole gradient, in equal bytes: if gradients of parameters are summed over the
+            ranks, use these rows on one rank only. Refused:
             ``same_queries``, ``results``, ``fixed_order`` and ``wire="int8"``.
         :raises RequestError: as :meth:`Group.attend`; also on a browser tab, which has no kernels for gradients.
         """
         call = self._call(options, q, k, v, o, lse, d_o, d_lse)
         d_lse = None if d_lse is None else d_lse[..., None]
-        dq, dk, dv, d_sinks_part = self._core.backward(call, [q, k, v, o, lse[..., None], d_o], d_lse)
-        return Gradients(like(q, dq), like(k, dk), like(v, dv), d_sinks_part)
+        dq, dk, dv, d_sinks_part, d_bias = self._core.backward(call, [q, k, v, o, lse[..., None], d_o], d_lse)
+        of_bias = None if d_bias is None else like(q, d_bias)
+        if of_bias is not None and options.get("key_bias") is not None:
+            of_bias = of_bias.reshape(options["key_bias"].shape)
+        return Gradients(like(q, dq), like(k, dk), like(v, dv), d_sinks_part, of_bias)

@@ -24,6 +24,7 @@ class CallOptions(TypedDict, total=False):
     sinks: Sequence[float] | None
     bias: Any
     key_bias: Any
+    bias_gradient: bool
     q_offset: int
     layout: str
     label: str
@@ -46,6 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     "sinks": None,
     "bias": None,
     "key_bias": None,
+    "bias_gradient": False,
     "q_offset": 0,
     "layout": "bshd",
     "label": "",

@@ -11,9 +11,9 @@ The operator ``torch.ops.kyklos.attention`` works in eager mode and under ``torc
 different numbers of tokens. It has an ordered effect: compiled code neither drops nor reorders it, so all ranks make the same
 calls. Tensors of the CPU are read in place; those of other devices pass through host memory.
 
-It has gradients of q, k, v and sinks, computed on processors or wgpu devices; a ``backward()`` is a call of all ranks, too. Each rank's loss is a
-part of one loss, the sum over the ranks: nothing is divided by their number. :func:`sum_gradients` adds the gradients of parameters
-over the ranks.
+It has gradients of q, k, v and sinks, computed on processors or wgpu devices, and of a bias, on processors; a ``backward()`` is a
+call of all ranks, too. Each rank's loss is a part of one loss, the sum over the ranks: nothing is divided by their number.
+:func:`sum_gradients` adds the gradients of parameters over the ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def attention(
     :param softcap: logits become ``softcap · tanh(logit / softcap)``.
     :param sinks: one logit without a value for each query head, ``[heads]``. Their gradient on a rank is its rows' part: sum it
         over the ranks, as that of any parameter.
-    :param bias: as a four-axis ``mask``, of the type of q, added to the logits. It has no gradient.
+    :param bias: as a four-axis ``mask``, of the type of q, added to the logits. Its gradient is that of this rank's rows; that of a
+        ``key_bias`` of numbers is this rank's part, as that of the sinks.
     :param layout: ``"bhsd"`` as above, or ``"bshd"`` for ``[batch, tokens, heads, dim]``.
     :param options: the other options of :meth:`kyklos.Group.attend`. ``results`` is ``"owner"``.
     :returns: ``o`` like ``q``, and ``lse``, float32 ``[batch, heads, tokens]`` (``"bshd"``: ``[batch, tokens, heads]``).
@@ -90,8 +91,6 @@ def attention(
         else:
             raise ValueError("a mask tensor beside a bias: add minus infinity to the bias where the mask is false")
         mask = None
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (bias, key_mask)):
-        raise ValueError("a bias that requires a gradient: attention has none for it; detach it")
     text = mask or "full"
     number = _number(group, scale, softcap, text, layout, *options.items())
     return torch.ops.kyklos.attention(q, k, v, bias, key_mask, sinks, number, layout == "bhsd")
@@ -173,22 +172,30 @@ def _attention_backward(
     bias: torch.Tensor | None,
     key_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    of_bias: bool,
     call: int,
     heads_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     group, options, host = _prepared((q, k, v, o, lse, d_o.to(o.dtype)), bias, key_bias, sinks, call)
     host_q, host_k, host_v, host_o, host_lse, host_d_o = host
     host_d_lse = None if d_lse is None else d_lse.detach().to("cpu", torch.float32)
+    options = {**options, "bias_gradient": of_bias}
     gradients = group.backward(host_q, host_k, host_v, host_o, host_lse, host_d_o, host_d_lse, **options)
+    given = bias if key_bias is None else key_bias
+    d_bias = torch.empty(0) if gradients.d_bias is None or given is None else gradients.d_bias.to(given)
     d_sinks = torch.tensor(gradients.d_sinks_part, dtype=torch.float32 if sinks is None else sinks.dtype)
     tensors = gradients.dq.to(q.device), gradients.dk.to(q.device), gradients.dv.to(q.device)
-    return *tensors, d_sinks if sinks is None else d_sinks.to(sinks.device)
+    return *tensors, d_sinks if sinks is None else d_sinks.to(sinks.device), d_bias
 
 
 @_attention_backward.register_fake
-def _(d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, call, heads_first):  # noqa: ANN001, ANN202
+def _(d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, of_bias, call, heads_first):  # noqa: ANN001, ANN202
     d_sinks = q.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
-    return *(_fresh(tensor, heads_first) for tensor in (q, k, v)), d_sinks
+    if not of_bias:
+        d_bias = q.new_empty(0, dtype=torch.float32)
+    else:
+        d_bias = _fresh(bias, heads_first) if key_bias is None else key_bias.new_empty(key_bias.shape)
+    return *(_fresh(tensor, heads_first) for tensor in (q, k, v)), d_sinks, d_bias
 
 
 def _fresh(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
@@ -209,10 +216,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> Any:
     q, k, v, bias, key_bias, sinks, o, lse = ctx.saved_tensors
     d_o = torch.zeros_like(o) if d_o is None else d_o
-    dq, dk, dv, d_sinks = torch.ops.kyklos.attention_backward(
-        d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, ctx.call, ctx.heads_first
+    wanted = ctx.needs_input_grad[3:5]
+    dq, dk, dv, d_sinks, d_bias = torch.ops.kyklos.attention_backward(
+        d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, any(wanted), ctx.call, ctx.heads_first
     )
-    return dq, dk, dv, None, None, None if sinks is None else d_sinks, None, None
+    of_bias = [d_bias if needed else None for needed in wanted]
+    return dq, dk, dv, *of_bias, None if sinks is None else d_sinks, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

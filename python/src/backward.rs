@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 use crate::arrays::{Array, Elements, Loan};
 use crate::call::Call;
 
-/// Gradients of q, k and v, and this rank's part of those of the sinks.
-pub(crate) type Returned = (Array, Array, Array, Vec<f64>);
+/// Gradients of q, k and v, this rank's part of those of the sinks, and that of the bias.
+pub(crate) type Returned = (Array, Array, Array, Vec<f64>, Option<Array>);
 
 /// A tensor in host memory.
 type HostTensor = (Bytes, [usize; 4], Dtype);
@@ -19,6 +19,7 @@ type HostTensor = (Bytes, [usize; 4], Dtype);
 pub(crate) struct Fetched {
     tensors: [HostTensor; 3],
     d_sinks_part: Vec<f64>,
+    d_bias: Option<HostTensor>,
     pub(crate) report: String,
 }
 
@@ -36,10 +37,11 @@ pub(crate) fn run(session: &mut Session, call: &Call, inputs: &Inputs) -> Result
     let fetched = |tensor: &Tensor| -> Result<HostTensor> {
         Ok((pollster::block_on(tensor.bytes())?, tensor.shape(), tensor.dtype()))
     };
-    let Gradients { dq, dk, dv, d_sinks_part, report, .. } = gradients;
+    let Gradients { dq, dk, dv, d_sinks_part, d_bias, report, .. } = gradients;
     Ok(Fetched {
         tensors: [fetched(&dq)?, fetched(&dk)?, fetched(&dv)?],
         d_sinks_part,
+        d_bias: d_bias.as_ref().map(fetched).transpose()?,
         report: serde_json::to_string(&report).unwrap_or_default(),
     })
 }
@@ -48,8 +50,8 @@ impl Fetched {
     /// The arrays that Python gets.
     pub(crate) fn returned(self, call: &Call) -> Returned {
         let array = |(bytes, shape, dtype): HostTensor| Array::new(bytes, &shape, dtype, call.heads_first);
-        let [dq, dk, dv] = self.tensors.map(array);
-        (dq, dk, dv, self.d_sinks_part)
+        let [dq, dk, dv] = self.tensors.map(&array);
+        (dq, dk, dv, self.d_sinks_part, self.d_bias.map(array))
     }
 }
 

@@ -31,6 +31,7 @@ pub(crate) struct Options<'py> {
     sinks: Option<Vec<f32>>,
     bias: Option<Bound<'py, PyAny>>,
     key_bias: Option<Bound<'py, PyAny>>,
+    bias_gradient: bool,
     q_offset: u32,
     layout: String,
     label: String,
@@ -88,6 +89,9 @@ impl Call {
         }
         if let Some(softcap) = options.softcap {
             attention = attention.softcap(softcap);
+        }
+        if options.bias_gradient {
+            attention = attention.bias_gradient();
         }
         // The rows are copied into the form of the kernels, so the arrays are free when this returns.
         let (loan, _) = Loan::new();

@@ -70,6 +70,49 @@ def test_heads_first_and_no_gradient_of_lse(tensors):
         assert np.array_equal(getattr(plain, name), getattr(swapped, name).swapaxes(1, 2))
 
 
+@pytest.mark.parametrize("options", [{"strategy": "ring"}, {"mesh": "3x1"}, {"strategy": "pass-q"}])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_bias_has_its_gradient(tensors, options, heads):
+    """Against differences of ``Σ d_o · o`` along one direction."""
+    q, k, v, d_o = tensors
+    bias, along = made((1, 23, heads, 23), 5), made((1, 23, heads, 23), 6)
+    key_bias, key_along = made((2, 23), 7), made((2, 23), 8)
+
+    def product(**asked):
+        with kyklos.Group.local(1, device="cpu")[0] as group:
+            return float((group.attend(q, k, v, **asked)[0].astype(np.float64) * d_o).sum())
+
+    def run(name, whole):
+        def call(group):
+            rows = slice(*CUTS[group.rank : group.rank + 2])
+            own = [tensor[:, rows] for tensor in tensors[:3]]
+            asked = {name: whole[:, rows] if name == "bias" else whole, **options}
+            o, lse = group.attend(*own, **asked)
+            return group.backward(*own, o, lse, d_o[:, rows], bias_gradient=True, **asked).d_bias
+
+        return kyklos.run_local(3, call, device="cpu")
+
+    for name, value, direction, join in [
+        ("bias", bias, along, lambda parts: np.concatenate(parts, axis=1)),
+        ("key_bias", key_bias, key_along, lambda parts: np.sum(parts, axis=0)),
+    ]:
+        found = join(run(name, value))
+        assert found.dtype == np.float32 and found.shape == value.shape
+        step = 1e-2
+        ahead, behind = (product(**{name: value + sign * step * direction}) for sign in (1, -1))
+        right = (ahead - behind) / (2 * step)
+        assert abs(float((found * direction).sum()) - right) < 1e-2 * max(1, abs(right))
+
+
+def test_a_gradient_without_a_bias_is_refused(tensors):
+    q, k, v, d_o = tensors
+    with kyklos.Group.local(1, device="cpu")[0] as group:
+        o, lse = group.attend(q, k, v)
+        with pytest.raises(kyklos.RequestError, match="without an additive bias"):
+            group.backward(q, k, v, o, lse, d_o, bias_gradient=True)
+        assert group.backward(q, k, v, o, lse, d_o).d_bias is None
+
+
 def test_wrong_requests_are_refused_and_the_group_stays_usable(tensors):
     q, k, v, d_o = tensors
     with kyklos.Group.local(1, device="cpu")[0] as group:

@@ -155,12 +155,30 @@ def test_gradcheck_of_the_registration(tensors, alone):
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_a_bias_that_requires_a_gradient_is_refused(tensors, alone):
-    bias = torch.zeros(1, 1, 40, 40, requires_grad=True)
-    with pytest.raises(ValueError, match="attention has none for it"):
-        kyklos.torch.attention(*tensors, alone, bias=bias)
-    with torch.no_grad():
-        kyklos.torch.attention(*tensors, alone, bias=bias)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 8, 40, 40), (1, 1, 40, 40), (1, 8, 40, 40), (2, 40), (1, 8, 40)])
+def test_a_bias_has_its_gradient(tensors, alone, shape, dtype):
+    """A T5 bias ``[1, heads, queries, keys]`` and others. In compiled code as well."""
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    q, k, v = (tensor.to(dtype) for tensor in tensors)
+    name = "bias" if len(shape) == 4 else "key_bias"
+
+    def step(bias, call=lambda bias: kyklos.torch.attention(q, k, v, alone, mask="causal", **{name: bias})[0]):
+        call(bias).float().square().sum().backward()
+        return bias.grad
+
+    def right(bias):
+        whole = bias if bias.dim() == 4 else bias[:, None, None] if bias.dim() == 2 else bias[:, :, None]
+        hidden = torch.zeros(40, 40).masked_fill(torch.ones(40, 40).tril() == 0, float("-inf"))
+        keys, values = (tensor.float().repeat_interleave(4, 1) for tensor in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q.float(), keys, values, attn_mask=whole.float() + hidden)
+
+    wanted = step(bias.clone().requires_grad_(), right)
+    found = step(bias.clone().requires_grad_())
+    assert found.dtype == dtype and found.shape == shape
+    assert (found.float() - wanted.float()).abs().max() <= (1e-5 if dtype == torch.float32 else 3e-2) * wanted.float().abs().max()
+    compiled = torch.compile(lambda bias: kyklos.torch.attention(q, k, v, alone, mask="causal", **{name: bias})[0], backend="aot_eager")
+    assert torch.equal(step(bias.clone().requires_grad_(), compiled), found)
 
 
 def test_a_call_of_a_group_does_not_drop_gradients(tensors, alone):

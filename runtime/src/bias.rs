@@ -76,6 +76,11 @@ impl BiasTensor {
         u64::from(self.batch) * rows * u64::from(self.heads) * self.row_bytes(dtype, kv_len) as u64
     }
 
+    /// Bytes of the gradient of `rows` rows, which is f32 without padding: all batch entries and heads.
+    pub(crate) fn gradient_bytes(self, rows: u32, kv_len: u32) -> u64 {
+        u64::from(self.batch) * u64::from(rows) * u64::from(self.heads) * u64::from(kv_len) * 4
+    }
+
     /// A row of [`BiasKind::Mask`] from one bool for each key.
     pub fn pack(visible: impl IntoIterator<Item = bool>) -> Vec<u32> {
         let mut words = Vec::new();

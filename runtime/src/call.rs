@@ -37,6 +37,7 @@ pub(crate) struct Options {
     pub(crate) sinks: Vec<f32>,
     pub(crate) q_offset: u32,
     pub(crate) bias: Option<BiasTensor>,
+    pub(crate) bias_gradient: bool,
     pub(crate) execution: Execution,
 }
 
@@ -124,6 +125,13 @@ impl Attention {
         self.options.bias = Some(bias);
         self.shared_bias = bias.shared_rows.then(|| digest(&rows));
         self.bias_rows = Some(rows);
+        self
+    }
+
+    /// A backward pass of this call also computes the gradient of its additive bias tensor. The forward pass is the same with it.
+    #[must_use]
+    pub fn bias_gradient(mut self) -> Self {
+        self.options.bias_gradient = true;
         self
     }
 
@@ -237,6 +245,7 @@ impl Options {
             .with_logits(scale, self.softcap)?
             .with_sinks(self.sinks.clone())?
             .with_bias(self.bias)?
+            .with_bias_gradient(self.bias_gradient)?
             .with_wire(*wire)?
             .with_fixed_order(*fixed_order)?
             .with_replicated(replicated.clone())?
@@ -246,7 +255,7 @@ impl Options {
 
     /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors. Without tensors.
     pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
-        let Self { mask, scale, softcap, sinks, q_offset, bias, execution } = self;
+        let Self { mask, scale, softcap, sinks, q_offset, bias, bias_gradient, execution } = self;
         let Execution {
             strategy,
             mesh,
@@ -270,7 +279,7 @@ impl Options {
                 "scale, softcap or sinks",
                 digest(format!("{:?} {:?} {sinks:?}", bits(scale), bits(softcap)).as_bytes()),
             ),
-            ("attention bias tensor", digest(format!("{bias:?}").as_bytes())),
+            ("attention bias tensor", digest(format!("{bias:?} {bias_gradient}").as_bytes())),
             ("mesh or strategy", digest(format!("{strategy:?} {mesh:?}").as_bytes())),
             (
                 "placement, wire format, order of sums, replicated keys, same queries or results",

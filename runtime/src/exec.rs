@@ -106,7 +106,7 @@ impl<Buffer> Carryover<Buffer> {
 
 /// The result of one operation on one rank, on its device.
 pub(crate) struct DeviceOutput<Buffer> {
-    /// o and lse, or dq, dk and dv.
+    /// o and lse; or dq, dk, dv and, if the problem asks for it, dbias.
     pub(crate) results: Vec<OutputTensor<Buffer>>,
     pub(crate) report: RankReport,
     pub(crate) spans: Vec<Span>,
@@ -282,6 +282,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             meter: &meter,
             memory: Memory::new(self.plan.buffers.len()),
             shared_bias: None,
+            d_shared_bias: None,
             step: 0,
             arrived: Vec::new(),
             unsettled: Vec::new(),

@@ -1,10 +1,12 @@
 //! An attention call, without data.
 
+mod bias;
+
 use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::{BiasTensor, Dtype, Error, Mask, Result, WireFormat};
+use crate::{BiasKind, BiasTensor, Dtype, Error, Mask, Result, WireFormat};
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -41,6 +43,9 @@ pub struct AttentionProblem {
     /// over keys.
     #[serde(rename = "pairs")]
     pub bias: Option<BiasTensor>,
+    /// Whether a backward pass also computes the gradient of the additive bias tensor. A forward pass is the same with it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub bias_gradient: bool,
     /// Format of keys and values that are sent between shards.
     pub wire: WireFormat,
     /// Whether rows are summed over tiles of [`TILE_KEYS`] keys in one order that does not depend on the mesh: on one type of
@@ -127,6 +132,7 @@ impl AttentionProblem {
             softcap: None,
             sinks: Vec::new(),
             bias: None,
+            bias_gradient: false,
             wire: WireFormat::Same,
             fixed_order: false,
             replicated: 0..0,
@@ -158,15 +164,6 @@ impl AttentionProblem {
     /// As [`Self::new`].
     pub fn with_sinks(self, sinks: Vec<f32>) -> Result<Self> {
         Self { sinks, ..self }.checked()
-    }
-
-    /// This problem with an attention bias tensor, or without: `[batch or 1, q_len, heads or 1, kv_len]`, or with
-    /// [`BiasTensor::shared_rows`] `[batch or 1, 1, heads or 1, kv_len]`.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub fn with_bias(self, bias: Option<BiasTensor>) -> Result<Self> {
-        Self { bias, ..self }.checked()
     }
 
     /// This problem with keys and values sent in another format; for f16 tensors, f16 is [`WireFormat::Same`].
@@ -210,21 +207,6 @@ impl AttentionProblem {
     /// As [`Self::new`]; also where every rank gets all rows already ([`Self::same_queries`]).
     pub fn with_results(self, results: Results) -> Result<Self> {
         Self { results, ..self }.checked()
-    }
-
-    /// The attention bias tensor, if each query has its own rows: they are with their query, and travel with it.
-    pub(crate) fn query_bias(&self) -> Option<BiasTensor> {
-        self.bias.filter(|tensor| !tensor.shared_rows)
-    }
-
-    /// The attention bias tensor, if all queries share its rows: it is whole on every rank, and in no plan.
-    pub(crate) fn shared_bias(&self) -> Option<BiasTensor> {
-        self.bias.filter(|tensor| tensor.shared_rows)
-    }
-
-    /// Bytes of [`Self::shared_bias`], which every rank holds beside the buffers of its plan.
-    pub(crate) fn shared_bias_bytes(&self) -> u64 {
-        self.shared_bias().map_or(0, |tensor| tensor.bytes(self.dtype, self.q_len, self.kv_len))
     }
 
     /// Query heads that share one KV head.
@@ -326,6 +308,12 @@ impl AttentionProblem {
         }
         if let Some(bias) = self.bias {
             bias.fits(batch, q_heads, kv_len)?;
+        }
+        if self.bias_gradient && self.bias.is_none_or(|bias| bias.kind == BiasKind::Mask) {
+            return Err(Error::request(
+                "the gradient of a bias, in a problem without an additive bias tensor",
+                "give the bias tensor, or leave its gradient out: a mask has none",
+            ));
         }
         self.mask.fits(batch, kv_len)?;
         Ok(self)

@@ -247,6 +247,14 @@ impl Session {
         ))
     }
 
+    /// Takes the number of the next operation for messages of the caller's own over [`Self::transport`], which no run then uses. All
+    /// ranks take it between the same two runs.
+    pub fn take_operation(&mut self) -> u64 {
+        let op = self.op;
+        self.op += 1;
+        op
+    }
+
     /// Votes against the next operation: this rank cannot take part, because of `error`.
     ///
     /// # Errors

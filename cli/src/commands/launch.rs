@@ -1,6 +1,7 @@
 //! `kyklos launch`: one process per rank on this host, with an identity for each that lasts as long as the job.
 
 mod ended;
+mod job;
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -18,12 +19,11 @@ use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use self::ended::Ended;
-use crate::commands::attend::{AttendArgs, launched_request};
+use self::job::Job;
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::group::identity_on_stdin;
 use crate::interrupt::{self, EXIT_INTERRUPTED, LAST_LINE};
-
-use crate::options::{OnLoss, one_line};
+use crate::options::OnLoss;
 
 /// Number of processes and their command.
 #[derive(Debug, Args)]
@@ -31,7 +31,7 @@ pub(crate) struct LaunchArgs {
     /// Number of processes, one for each rank
     #[arg(short = 'n', long, value_name = "N")]
     pub(crate) ranks: NonZeroU32,
-    /// `attend` and its options
+    /// `attend` or `bench strategies`, and its options
     #[arg(trailing_var_arg = true, required = true, value_name = "attend …")]
     pub(crate) command: Vec<String>,
 }
@@ -39,14 +39,37 @@ pub(crate) struct LaunchArgs {
 /// Runs the command; returns the exit code.
 pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     let ranks = args.ranks.get();
-    let on_loss = refuse_early(args)?;
+    if ranks > MAX_RANKS {
+        return Err(Failure::request(
+            format!("{ranks} processes on one host"),
+            format!("use at most {MAX_RANKS}"),
+        ));
+    }
+    let mut job = Job::read(&args.command, ranks)?;
     let interrupted = Arc::new(AtomicBool::new(false));
     let raise = interrupted.clone();
     interrupt::on_interrupt(move || raise.store(true, Ordering::Relaxed))?;
     let asked = Arc::new(AtomicBool::new(false));
     let raise = asked.clone();
     interrupt::on_request(move || raise.store(true, Ordering::Relaxed))?;
+    let mut command = args.command.clone();
+    loop {
+        let code = run_once(&command, ranks, job.on_loss(), [&interrupted, &asked])?;
+        if interrupted.load(Ordering::Relaxed) || !job.goes_on(code)? {
+            return Ok(code);
+        }
+        // Cells that have failed in this run do not run once more.
+        command.retain(|word| word != "--retry");
+    }
+}
 
+/// Starts all processes and waits for their end; returns the exit code.
+fn run_once(
+    command: &[String],
+    ranks: u32,
+    on_loss: OnLoss,
+    [interrupted, asked]: [&AtomicBool; 2],
+) -> Result<u8> {
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
     let port = free_port()?;
@@ -58,7 +81,7 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
         .collect::<Result<Vec<Vec<u8>>>>()?;
     let start = |rank: u32, again: bool| {
         let mut child = Command::new(&program)
-            .args(&args.command)
+            .args(command)
             .args(again.then_some("--rejoin"))
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", ranks.to_string())
@@ -83,41 +106,7 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     for rank in 0..ranks {
         children.take(rank, start(rank, false)?);
     }
-    Ok(children.watch(&interrupted, &asked, on_loss, &start))
-}
-
-/// Refuses wrong options once, before any process starts. Returns the policy for losses.
-fn refuse_early(args: &LaunchArgs) -> Result<OnLoss> {
-    let ranks = args.ranks.get();
-    if ranks > MAX_RANKS {
-        return Err(Failure::request(
-            format!("{ranks} processes on one host"),
-            format!("use at most {MAX_RANKS}"),
-        ));
-    }
-    if args.command.first().is_none_or(|command| command != "attend") {
-        return Err(Failure::request(
-            format!("launch cannot run `{}`", args.command.join(" ")),
-            "write kyklos launch -n 4 -- attend and its options",
-        ));
-    }
-    let attend = AttendArgs::of_words(args.command.iter().map(Into::into))
-        .map_err(|error| Failure { exit: 2, ..Failure::run(one_line(&error)) })?;
-    if let Some(flag) = attend.group.first() {
-        return Err(Failure::request(
-            format!("{flag} under kyklos launch"),
-            "leave it away: kyklos launch assigns the ranks and the address of rank 0",
-        ));
-    }
-    if attend.group.rejoin {
-        return Err(Failure::request(
-            "--rejoin under kyklos launch",
-            "leave it away: kyklos launch gives it to the processes that it starts again",
-        ));
-    }
-    attend.network.here(ranks)?;
-    launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)?;
-    Ok(attend.on_loss)
+    Ok(children.watch(interrupted, asked, on_loss, &start))
 }
 
 /// A free UDP port of the loopback interface.

@@ -44,7 +44,7 @@ pub(crate) enum Command {
     /// oracle and be 3 % faster than the built-in choice. Choices are kept in tuning.json in KYKLOS_CACHE_DIR, or in the user's
     /// cache folder.
     Tune(tune::TuneArgs),
-    /// Runs `attend` with one process per rank on this host, connected over QUIC
+    /// Runs `attend` or `bench strategies` with one process per rank on this host, connected over QUIC
     ///
     /// The processes get RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them,
     /// and on standard input the identity that proves the rank to the others (under other launchers KYKLOS_IDENTITY names

@@ -59,6 +59,7 @@ impl Job {
             }
             if let Some(backward) = backward {
                 self.send_for_verification(&messages, backward)?;
+                self.collect_bias_gradient(&messages, backward)?;
             }
             return match (&self.outputs.result, file) {
                 (_, Some(file)) => Ok(self.write_part(&**transport, file, results, None)),
@@ -87,10 +88,17 @@ impl Job {
             Some(sample) => Some(self.verify(&messages, sample, backend, output, &ranks)?),
             None => None,
         };
-        let (gradients, d_sinks) = match backward {
+        let (mut gradients, d_sinks) = match backward {
             Some(backward) => self.verify_gradients(&messages, backward)?,
             None => (None, Vec::new()),
         };
+        let d_bias = match backward {
+            Some(backward) => self.collect_bias_gradient(&messages, backward)?,
+            None => None,
+        };
+        if let (Some(verdict), Some(d_bias), Some(sample)) = (&mut gradients, &d_bias, &self.agreed.sample) {
+            verdict.join(sample.judge_bias(d_bias, self.agreed.begun())?);
+        }
         let of_output = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
         let wrong = of_output.or(gradients.as_ref().and_then(|verdict| verdict.failure.as_ref()));
         let wrong = wrong.map(|failure| Failure::run(format!("verification failed: {failure}")));
@@ -114,6 +122,7 @@ impl Job {
                 if let Some(backward) = backward {
                     output_bytes += self.receive_gradients(&messages, backward, &file)?;
                     file.write_sinks(&d_sinks)?;
+                    file.write_bias_gradient(&d_bias.unwrap_or_default())?;
                 }
                 Collected { summary: None, file: Some(file), rejected: wrong }
             }

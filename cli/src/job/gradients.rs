@@ -113,7 +113,7 @@ impl Job {
     }
 
     /// The tensors of all ranks, `[batch, tokens, …]` of the whole sequence of `tokens` tokens.
-    fn whole(
+    pub(super) fn whole(
         &self,
         messages: &Messages<'_>,
         rows: &RowTensors<'_>,

@@ -1,6 +1,7 @@
 //! One attention call over all ranks of a group.
 
 mod agreement;
+mod bias_gradient;
 mod call;
 mod collect;
 mod collective;

@@ -201,6 +201,9 @@ impl Job {
         device.supports(problem.dtype, problem.head_dim as usize)?;
         if self.agreed.backward.is_some() {
             device.supports_backward(problem.dtype, problem.head_dim as usize)?;
+            if problem.bias_gradient {
+                device.supports_bias_gradient()?;
+            }
         }
         if matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu) {
             self.fits_in_memory(rank)?;

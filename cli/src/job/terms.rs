@@ -79,7 +79,10 @@ impl Terms {
             ("--trace", trace.to_owned()),
             ("--report and --watch", page.to_owned()),
             ("--on-loss and --collective", format!("{} and {}", on_loss.name(), collective.name())),
-            ("--grad", yes(request.gradients)),
+            (
+                "--grad and --grad-bias",
+                if problem.bias_gradient { "both".to_owned() } else { yes(request.gradients) },
+            ),
         ];
         let copy = match source {
             Source::MadeUp { .. } => CopyId::NONE,

@@ -11,7 +11,8 @@ use kyklos::simulate::{
     predict, predict_backward,
 };
 use kyklos::{
-    AttentionProblem, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_backward, plan_world,
+    AttentionProblem, BiasKind, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_backward,
+    plan_world,
 };
 
 use self::description::nothing_fits;
@@ -134,7 +135,7 @@ impl Asked {
             let Ok(forward) = predict(problem, candidate, &shares.split, cluster) else { continue };
             let backward = wanted
                 .gradients
-                .then(|| predict_backward(problem, candidate.of_backward(), &shares.split, cluster));
+                .then(|| predict_backward(problem, candidate.of_backward(problem), &shares.split, cluster));
             let Ok(backward) = backward.transpose() else { continue };
             let fits = backward.iter().chain([&forward]).all(|pass| pass.fits(cluster).is_ok());
             let backward_s = backward.as_ref().map(Prediction::wall_s);
@@ -233,8 +234,7 @@ impl Request {
 
     /// The strategy of the backward pass.
     pub(crate) fn backward_strategy(&self) -> Strategy {
-        let Self { strategy, mesh, placement, .. } = self;
-        Candidate { strategy: *strategy, mesh: *mesh, placement: *placement }.of_backward().strategy
+        self.strategy.of_backward(&self.problem, self.mesh)
     }
 
     /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine.
@@ -252,7 +252,9 @@ impl Request {
             let copies = if tensor.shared_rows { self.mesh.world() } else { 1 };
             u128::from(copies) * u128::from(tensor.bytes(problem.dtype, problem.q_len, problem.kv_len))
         });
-        let bytes = elements * problem.dtype.bytes() as u128 + pairs;
+        // The gradient of a bias is f32; rank 0 collects it.
+        let of_bias = if problem.bias_gradient { 2 * pairs * 4 / problem.dtype.bytes() as u128 } else { 0 };
+        let bytes = elements * problem.dtype.bytes() as u128 + pairs + of_bias;
         let share = bytes * u128::from(ranks) / u128::from(self.mesh.world());
         match memory_bytes() {
             Some(memory) if share > u128::from(memory) => Err(Failure::request(
@@ -343,5 +345,12 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
     let scale = args.scale.unwrap_or(problem.scale);
     let problem = problem.with_logits(scale, args.softcap)?.with_wire(args.wire)?;
     let problem = problem.with_fixed_order(args.fixed_order)?.with_replicated(args.replicated.0.clone())?;
+    if args.grad_bias && problem.bias.is_none_or(|bias| bias.kind == BiasKind::Mask) {
+        return Err(Failure::request(
+            "--grad-bias without a tensor of numbers that are added to the logits",
+            "name an input file with the tensor `bias`, or leave --grad-bias away: a mask has no gradient",
+        ));
+    }
+    let problem = problem.with_bias_gradient(args.grad_bias)?;
     Ok((problem, source))
 }

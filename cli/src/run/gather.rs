@@ -13,15 +13,30 @@ pub(crate) fn gather(world: &World, parts: impl IntoIterator<Item = RankGradient
     let mut dq = nothing(q_len, q_heads);
     let [mut dk, mut dv] = [nothing(kv_len, kv_heads), nothing(kv_len, kv_heads)];
     let mut d_sinks_part = vec![0.0; world.problem.sinks.len()];
+    let mut d_bias = world.problem.bias.filter(|_| world.problem.bias_gradient).map(|bias| {
+        let mut whole =
+            Whole::new([bias.batch, if bias.shared_rows { 1 } else { q_len }, bias.heads * kv_len], 4);
+        if bias.shared_rows {
+            whole.bytes.fill(0);
+        }
+        (bias, whole)
+    });
     for (rank, part) in (0..).map(Rank).zip(parts) {
         let (queries, keys) = (world.q_placement.held_by(rank), world.kv_placement.held_by(rank));
         dq.put(&queries, &part.dq);
         dk.put(&keys, &part.dk);
         dv.put(&keys, &part.dv);
+        if let (Some((bias, whole)), Some(part)) = (&mut d_bias, &part.d_bias) {
+            match bias.shared_rows {
+                true => whole.add(part),
+                false => whole.put(&queries, part),
+            }
+        }
         d_sinks_part.iter_mut().zip(part.d_sinks_part).for_each(|(sum, part)| *sum += part);
     }
     let [dq, dk, dv] = [dq, dk, dv].map(|whole| Bytes::from(whole.bytes));
-    RankGradients { dq, dk, dv, d_sinks_part, report: RankReport::default(), spans: Vec::new() }
+    let d_bias = d_bias.map(|(_, whole)| Bytes::from(whole.bytes));
+    RankGradients { dq, dk, dv, d_sinks_part, d_bias, report: RankReport::default(), spans: Vec::new() }
 }
 
 /// A tensor `[batch, tokens, …]` of all tokens.
@@ -35,6 +50,14 @@ impl Whole {
     fn new([batch, tokens, row]: [u32; 3], element_bytes: usize) -> Self {
         let [batch, tokens, row_bytes] = [batch as usize, tokens as usize, row as usize * element_bytes];
         Self { tokens, row_bytes, bytes: vec![NOT_A_NUMBER; batch * tokens * row_bytes] }
+    }
+
+    /// Adds a rank's part of f32 numbers.
+    fn add(&mut self, part: &Bytes) {
+        for (sum, part) in self.bytes.chunks_exact_mut(4).zip(part.chunks_exact(4)) {
+            let both: [f32; 2] = [bytemuck::pod_read_unaligned(sum), bytemuck::pod_read_unaligned(part)];
+            sum.copy_from_slice(bytemuck::bytes_of(&(both[0] + both[1])));
+        }
     }
 
     /// Takes the rows of `tokens`, of all batch entries.

@@ -1,14 +1,18 @@
 //! The result as a safetensors file: written under a temporary name, renamed when complete.
 
+mod gradients;
+
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use kyklos::collect::Piece;
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, Placement, RankGradients, RankOutput, Run};
+use kyklos::{AttentionProblem, BiasTensor, Dtype, Placement, RankGradients, RankOutput, Run};
 use kyklos_transport::Rank;
 use safetensors::tensor::{Metadata, TensorInfo};
 
+use self::gradients::{GradientPlaces, SumPlaces};
+pub(crate) use self::gradients::{GradientRows, by_head};
 use super::file::LENGTH_BYTES;
 use crate::failure::{Failure, Result};
 use crate::new_file::{NewFile, check_name, check_replaced};
@@ -96,6 +100,8 @@ pub(crate) struct OutputFile {
     lse_start: u64,
     heads: u64,
     gradients: Option<GradientPlaces>,
+    /// With its number of keys.
+    bias: Option<(BiasTensor, u32)>,
 }
 
 /// Where a tensor `[batch, seq, heads, dim]` is in a file.
@@ -106,25 +112,6 @@ struct Place {
     seq: u64,
     /// Bytes of one token.
     row_bytes: u64,
-}
-
-/// Where the gradients are in a file.
-#[derive(Debug)]
-struct GradientPlaces {
-    dq: Place,
-    dk: Place,
-    dv: Place,
-    /// Of f32 `[heads]`, where there are sinks.
-    d_sinks: Option<u64>,
-}
-
-/// Gradients that a file holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GradientRows {
-    /// dq.
-    OfQueries,
-    /// dk and dv.
-    OfKeys,
 }
 
 /// The sizes of the tensors in a file.
@@ -206,21 +193,18 @@ impl OutputFile {
             .map(|(name, list)| (declared.add(name, safetensors::Dtype::I64, vec![list.len()]), list))
             .collect();
         let lse_start = declared.add("lse", safetensors::Dtype::F32, vec![batch, heads, queries]);
-        // Of a part: the sum over the parts is the gradient.
-        let name = if is_part { "dsinks_part" } else { "dsinks" };
-        let has_sinks = keys.is_some() && !problem.sinks.is_empty();
-        let d_sinks = has_sinks.then(|| declared.add(name, safetensors::Dtype::F32, vec![heads]));
+        let sums = keys.map(|_| SumPlaces::declare(&mut declared, problem, queries, is_part));
         let mut place = |name: &str, seq: usize, heads: usize| Place {
             start: declared.add(name, dtype, vec![batch, seq, heads, dim]),
             seq: seq as u64,
             row_bytes: (heads * dim * problem.dtype.bytes()) as u64,
         };
         let o = place("o", queries, heads);
-        let gradients = keys.map(|keys| GradientPlaces {
+        let gradients = keys.zip(sums).map(|(keys, sums)| GradientPlaces {
             dq: place("dq", queries, heads),
             dk: place("dk", keys, kv_heads),
             dv: place("dv", keys, kv_heads),
-            d_sinks,
+            sums,
         });
         let Declared { tensors, end } = declared;
         let header = header(tensors)?;
@@ -234,12 +218,8 @@ impl OutputFile {
             o: at(o),
             lse_start: data + lse_start,
             heads: heads as u64,
-            gradients: gradients.map(|GradientPlaces { dq, dk, dv, d_sinks }| GradientPlaces {
-                dq: at(dq),
-                dk: at(dk),
-                dv: at(dv),
-                d_sinks: d_sinks.map(|start| data + start),
-            }),
+            bias: problem.bias.map(|bias| (bias, problem.kv_len)),
+            gradients: gradients.map(|places| places.map(at, |start| data + start)),
         };
         this.put(&(header.len() as u64).to_le_bytes(), 0)?;
         this.put(&header, LENGTH_BYTES)?;
@@ -261,35 +241,6 @@ impl OutputFile {
         })
     }
 
-    /// Writes a piece of gradients to the positions of its tokens in the whole sequence.
-    pub(crate) fn write_gradients(
-        &self,
-        of: GradientRows,
-        placement: &Placement,
-        piece: &Piece,
-    ) -> Result<()> {
-        let Some(GradientPlaces { dq, dk, dv, .. }) = &self.gradients else { return Ok(()) };
-        match (of, &piece.rows[..]) {
-            (GradientRows::OfQueries, [rows]) => self.write_rows(placement, piece, &[(*dq, rows)]),
-            (GradientRows::OfKeys, [of_k, of_v]) => {
-                self.write_rows(placement, piece, &[(*dk, of_k), (*dv, of_v)])
-            }
-            _ => Err(Failure::run("a piece of gradients with another number of tensors")),
-        }
-    }
-
-    /// Writes the gradients of the sinks, where the file has them.
-    pub(crate) fn write_sinks(&self, d_sinks: &[f64]) -> Result<()> {
-        match self.gradients.as_ref().and_then(|gradients| gradients.d_sinks) {
-            #[expect(clippy::cast_possible_truncation, reason = "the file holds f32")]
-            Some(start) => {
-                let narrow: Vec<f32> = d_sinks.iter().map(|number| *number as f32).collect();
-                self.put(bytemuck::cast_slice(&narrow), start)
-            }
-            None => Ok(()),
-        }
-    }
-
     /// Writes a rank's whole result to its part: `o` `[batch, tokens, heads, dim]`, `lse` `[batch, tokens, heads]`, and the
     /// gradients.
     pub(crate) fn write_part(&self, output: &RankOutput, gradients: Option<&RankGradients>) -> Result<()> {
@@ -300,11 +251,7 @@ impl OutputFile {
         for batch in 0..lse.len().checked_div(rows).unwrap_or(0) {
             self.write_lse(&lse[batch * rows..(batch + 1) * rows], batch as u64, 0, seq)?;
         }
-        let (Some(places), Some(gradients)) = (&self.gradients, gradients) else { return Ok(()) };
-        self.put(&gradients.dq, places.dq.start)?;
-        self.put(&gradients.dk, places.dk.start)?;
-        self.put(&gradients.dv, places.dv.start)?;
-        self.write_sinks(&gradients.d_sinks_part)
+        gradients.map_or(Ok(()), |gradients| self.write_part_of_gradients(gradients))
     }
 
     /// The rows of a piece, to the positions of its tokens.

@@ -1,9 +1,11 @@
 //! Compares gradients with the f64 oracle: of all tokens of one KV head and of the query heads that read it.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, RankGradients, TokenRuns};
-use kyklos_oracle::oracle::{Oracle, OracleError, OraclePairs, OracleProblem, Values};
+use kyklos_oracle::oracle::{Gradients, Oracle, OracleError, OraclePairs, OracleProblem, Values};
 use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
 
 use super::{Sample, WholeKv, oracle_dtype, values};
@@ -21,13 +23,43 @@ pub(crate) struct GradientVerdict {
     pub(crate) failure: Option<String>,
 }
 
+impl GradientVerdict {
+    /// Of nothing yet.
+    pub(super) const NONE: Self = Self { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE, failure: None };
+
+    /// Takes the other verdict too.
+    pub(crate) fn join(&mut self, other: Self) {
+        if other.max_abs_error / other.tolerance > self.max_abs_error / self.tolerance {
+            (self.max_abs_error, self.tolerance) = (other.max_abs_error, other.tolerance);
+        }
+        self.failure = self.failure.take().or(other.failure);
+    }
+
+    /// Holds one gradient in `dtype` to the right one, with the tolerance that the `plain` one and its scale give.
+    pub(super) fn hold(
+        &mut self,
+        dtype: Dtype,
+        (name, actual): (&'static str, &[f32]),
+        right: &[f64],
+        (plain, scale): (&[f64], f64),
+    ) {
+        let dtype = oracle_dtype(dtype);
+        let read = |index: usize| plain[index];
+        let plain = Values::Read { dtype: kyklos_oracle::oracle::Dtype::F32, len: plain.len(), read: &read };
+        let limit = GradientLimit::dense(dtype, &GradientComparison::new(name, plain, right, scale));
+        let comparison = GradientComparison::new(name, Values::F32(actual), right, scale);
+        let failure = comparison.within(&limit).err().map(|failure| format!("wrong gradient: {failure}"));
+        self.join(Self { max_abs_error: comparison.max_abs_error, tolerance: limit.abs(), failure });
+    }
+}
+
 /// Elements of one head in the tensors of a problem.
 #[derive(Clone, Copy)]
-struct HeadPart {
+pub(super) struct HeadPart {
     /// Heads of the tensor, and the first and the number of those in the part.
     heads: usize,
-    first: usize,
-    count: usize,
+    pub(super) first: usize,
+    pub(super) count: usize,
     dim: usize,
     /// Of all batch entries.
     tokens: usize,
@@ -56,10 +88,17 @@ pub(crate) struct HeadGradients {
     pub(crate) dv: Bytes,
 }
 
+/// The given gradients of the output of some query heads.
+pub(super) struct GivenOfHead {
+    /// `[batch, tokens, heads, dim]`
+    d_o: Vec<f64>,
+    /// `[batch, heads, tokens]`
+    d_lse: Option<Vec<f64>>,
+}
+
 /// Numbers that are compared with the oracle.
 struct Actual {
-    d_o: Vec<f64>,
-    d_lse: Option<Vec<f64>>,
+    given: GivenOfHead,
     dq: Vec<f32>,
     dk: Vec<f32>,
     dv: Vec<f32>,
@@ -85,8 +124,10 @@ impl Sample {
             (0..part.len()).map(|index| numbers[part.at(index)]).collect()
         };
         let actual = Actual {
-            d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(),
-            d_lse: None,
+            given: GivenOfHead {
+                d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(),
+                d_lse: None,
+            },
             dq: of(&gradients.dq, of_q),
             dk: of(&gradients.dk, of_kv),
             dv: of(&gradients.dv, of_kv),
@@ -135,6 +176,27 @@ impl Sample {
     ) -> Result<GradientVerdict> {
         let problem = &self.problem;
         let [of_q, _] = self.head_parts(kv_head);
+        let given = self.given(of_q)?;
+        let narrow = |tensor: &Bytes| -> Vec<f32> {
+            let numbers = values(problem.dtype, tensor);
+            #[expect(clippy::cast_possible_truncation, reason = "all storage types are exact in f32")]
+            (0..tensor.len() / problem.dtype.bytes()).map(|index| numbers.get(index) as f32).collect()
+        };
+        #[expect(clippy::cast_possible_truncation, reason = "compared as the f32 that a file holds")]
+        let actual = Actual {
+            given,
+            dq: narrow(&head.dq),
+            dk: narrow(&head.dk),
+            dv: narrow(&head.dv),
+            d_sinks: d_sinks.iter().skip(of_q.first).take(of_q.count).map(|sink| *sink as f32).collect(),
+        };
+        let kv = self.whole_kv()?;
+        self.compare(kv_head, &actual, &kv, &kv.as_on_the_wire(shared))
+    }
+
+    /// The given gradients of the output of the query heads `of_q`.
+    pub(super) fn given(&self, of_q: HeadPart) -> Result<GivenOfHead> {
+        let problem = &self.problem;
         let all = TokenRuns::contiguous(0..problem.q_len);
         let GivenGradient { d_o, d_lse } = self.source.output_gradient(problem, &all)?;
         let d_o = values(problem.dtype, &d_o);
@@ -149,32 +211,28 @@ impl Sample {
                 })
                 .collect()
         };
-        let narrow = |tensor: &Bytes| -> Vec<f32> {
-            let numbers = values(problem.dtype, tensor);
-            #[expect(clippy::cast_possible_truncation, reason = "all storage types are exact in f32")]
-            (0..tensor.len() / problem.dtype.bytes()).map(|index| numbers.get(index) as f32).collect()
-        };
-        #[expect(clippy::cast_possible_truncation, reason = "compared as the f32 that a file holds")]
-        let actual = Actual {
+        Ok(GivenOfHead {
             d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(),
             d_lse: d_lse.map(of_rows),
-            dq: narrow(&head.dq),
-            dk: narrow(&head.dk),
-            dv: narrow(&head.dv),
-            d_sinks: d_sinks.iter().skip(of_q.first).take(of_q.count).map(|sink| *sink as f32).collect(),
-        };
-        let kv = self.whole_kv()?;
-        self.compare(kv_head, &actual, &kv, &kv.as_on_the_wire(shared))
+        })
     }
 
-    /// Multiply-adds of one product of the head that is compared.
+    /// The KV heads that the oracle computes for the gradients: the last one; all of them where the gradient of a bias is asked for
+    /// that they share.
+    pub(super) fn heads_of_bias(&self) -> Range<u32> {
+        let last = self.problem.kv_heads;
+        let all = self.problem.bias_gradient && self.problem.bias.is_some_and(|bias| bias.heads == 1);
+        if all { 0..last } else { last - 1..last }
+    }
+
+    /// Multiply-adds of one product of the heads that are computed.
     fn gradient_work(&self) -> usize {
         let [of_q, _] = self.head_parts(self.verified_head());
-        of_q.len().saturating_mul(self.problem.kv_len as usize)
+        of_q.len().saturating_mul(self.problem.kv_len as usize).saturating_mul(self.heads_of_bias().len())
     }
 
     /// The part of KV head `kv_head` in tensors of queries, and of keys.
-    fn head_parts(&self, kv_head: u32) -> [HeadPart; 2] {
+    pub(super) fn head_parts(&self, kv_head: u32) -> [HeadPart; 2] {
         let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, .. } = self.problem;
         let [batch, q_heads, kv_heads, dim] = [batch, q_heads, kv_heads, head_dim].map(|n| n as usize);
         let [q_tokens, kv_tokens] = [q_len, kv_len].map(|tokens| batch * tokens as usize);
@@ -185,15 +243,15 @@ impl Sample {
         ]
     }
 
-    /// Compares with the gradients of the oracle for `kv`. The tolerance comes from plain f32 arithmetic on `rounded`, the keys
-    /// and values as ranks send them.
-    fn compare(
+    /// The gradients of the oracle for `kv`, and those of plain f32 arithmetic on `rounded`, the keys and values as ranks send them.
+    /// Of one KV head and of the query heads that read it.
+    pub(super) fn right_and_plain(
         &self,
         kv_head: u32,
-        actual: &Actual,
+        given: &GivenOfHead,
         kv: &WholeKv,
         rounded: &WholeKv,
-    ) -> Result<GradientVerdict> {
+    ) -> Result<(Gradients, NaiveGradients)> {
         let [of_q, of_kv] = self.head_parts(kv_head);
         let q = self.read_whole_queries()?;
         let part = |bytes: &Bytes, part: HeadPart| -> Vec<f64> {
@@ -214,8 +272,8 @@ impl Sample {
             let numbers = numbers.clone();
             move |index: usize| numbers[index]
         };
-        let [read_q, read_d_o] = [&q, &actual.d_o].map(read_of);
-        let read_d_lse = actual.d_lse.as_ref().map(read_of);
+        let [read_q, read_d_o] = [&q, &given.d_o].map(read_of);
+        let read_d_lse = given.d_lse.as_ref().map(read_of);
         let [[read_k, read_v], [rounded_k, rounded_v]] =
             [&kv, &rounded].map(|kv| [read_of(&kv[0]), read_of(&kv[1])]);
         let q = Values::Read { dtype, len: q.len(), read: &read_q };
@@ -234,19 +292,30 @@ impl Sample {
             }
         };
         let (right, plain) = (oracle(&read_k, &read_v)?, oracle(&rounded_k, &rounded_v)?);
-        let d_o = Values::Read { dtype, len: actual.d_o.len(), read: &read_d_o };
+        let d_o = Values::Read { dtype, len: given.d_o.len(), read: &read_d_o };
         let d_lse = read_d_lse.as_ref().map(|read| {
             let dtype = kyklos_oracle::oracle::Dtype::F32;
-            Values::Read { dtype, len: actual.d_o.len() / of_q.dim, read }
+            Values::Read { dtype, len: given.d_o.len() / of_q.dim, read }
         });
         let (right, plain) = std::thread::scope(|scope| {
             let plain = scope.spawn(|| naive_f32_gradients(&plain, dtype, d_o, d_lse));
             let right = right.gradients(d_o, d_lse);
             (right, plain.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
+        Ok((right.map_err(refused)?, plain.map_err(refused)?))
+    }
+
+    /// Compares with the gradients of the oracle for `kv`. The tolerance comes from plain f32 arithmetic on `rounded`.
+    fn compare(
+        &self,
+        kv_head: u32,
+        actual: &Actual,
+        kv: &WholeKv,
+        rounded: &WholeKv,
+    ) -> Result<GradientVerdict> {
         let (right, NaiveGradients { gradients: plain, scales }) =
-            (right.map_err(refused)?, plain.map_err(refused)?);
-        let mut nearest = GradientVerdict { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE, failure: None };
+            self.right_and_plain(kv_head, &actual.given, kv, rounded)?;
+        let mut nearest = GradientVerdict::NONE;
         let all = [
             ("dq", &actual.dq, &right.dq, &plain.dq, scales[0]),
             ("dk", &actual.dk, &right.dk, &plain.dk, scales[1]),
@@ -255,18 +324,7 @@ impl Sample {
         ];
         // The bench of one device has no gradients of sinks.
         for (name, actual, right, plain, scale) in all.into_iter().filter(|all| !all.1.is_empty()) {
-            let read = |index: usize| plain[index];
-            let plain =
-                Values::Read { dtype: kyklos_oracle::oracle::Dtype::F32, len: plain.len(), read: &read };
-            let limit = GradientLimit::dense(dtype, &GradientComparison::new(name, plain, right, scale));
-            let comparison = GradientComparison::new(name, Values::F32(actual), right, scale);
-            if let Err(failure) = comparison.within(&limit) {
-                nearest.failure.get_or_insert_with(|| format!("wrong gradient: {failure}"));
-            }
-            let (error, tolerance) = (comparison.max_abs_error, limit.abs());
-            if error / tolerance > nearest.max_abs_error / nearest.tolerance {
-                (nearest.max_abs_error, nearest.tolerance) = (error, tolerance);
-            }
+            nearest.hold(self.problem.dtype, (name, actual), right, (plain, scale));
         }
         Ok(nearest)
     }

@@ -3,6 +3,7 @@
 //! The tolerance is measured, not chosen: one device of every kind in the run computes the sampled rows alone. The error of
 //! the shared result may be twice the largest of their errors, plus a rounding allowance (`kyklos_oracle::tolerance`).
 
+mod bias_gradient;
 mod every_row;
 mod gradients;
 

@@ -25,6 +25,7 @@ mod on_loss;
 mod report;
 mod requests;
 mod shares;
+mod strategies;
 mod support;
 mod tab;
 mod table;

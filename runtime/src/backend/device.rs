@@ -249,6 +249,10 @@ impl Backend for Device {
         self.0.supports_backward(dtype, head_dim)
     }
 
+    fn supports_bias_gradient(&self) -> Result<()> {
+        self.0.supports_bias_gradient()
+    }
+
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         self.0.backward_tile_shape(problem, shape)
     }

@@ -7,8 +7,8 @@ use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 
 use super::{
-    Attend, AttendBackward, Backend, Control, DeviceBuffer, DeviceInfo, Elements, Extent, Layout, Operand,
-    Pairs, RowStats, State, StateMut, StateShape, Threaded,
+    Attend, AttendBackward, Backend, BiasGradient, Control, DeviceBuffer, DeviceInfo, Elements, Extent,
+    Layout, Operand, Pairs, RowStats, State, StateMut, StateShape, Threaded,
 };
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
@@ -55,6 +55,7 @@ pub(super) trait AnyBackend: Any + Threaded {
         shape: [usize; 4],
     ) -> Result<()>;
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()>;
+    fn supports_bias_gradient(&self) -> Result<()>;
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
     fn row_stats(&self, args: RowStats<'_, DeviceBuffer>) -> Result<()>;
     fn attend_backward<'a>(
@@ -182,6 +183,10 @@ where
         Backend::supports_backward(self, dtype, head_dim)
     }
 
+    fn supports_bias_gradient(&self) -> Result<()> {
+        Backend::supports_bias_gradient(self)
+    }
+
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         Backend::backward_tile_shape(self, problem, shape)
     }
@@ -222,6 +227,11 @@ where
             dk: args.dk.of_mut::<B>(),
             dv: args.dv.of_mut::<B>(),
             kv_layout: args.kv_layout,
+            d_bias: args.d_bias.map(|BiasGradient { buffer, layout, columns }| BiasGradient {
+                buffer: buffer.of_mut::<B>(),
+                layout,
+                columns,
+            }),
         };
         Box::pin(Backend::attend_backward(self, args, control))
     }

@@ -59,4 +59,18 @@ pub struct AttendBackward<'a, Buffer> {
     pub dv: &'a mut Buffer,
     /// Place of the rows and heads of `k` in `dk`, and of those of `v` in `dv`.
     pub kv_layout: Layout,
+    /// The gradient of an additive bias in `pairs`; only for backends with
+    /// [`Backend::supports_bias_gradient`](super::Backend::supports_bias_gradient).
+    pub d_bias: Option<BiasGradient<'a, Buffer>>,
+}
+
+/// The sum of the gradient of [`AttendBackward::pairs`].
+#[derive(Debug)]
+pub struct BiasGradient<'a, Buffer> {
+    /// Dense f32; a row has an element for each key position, without padding.
+    pub buffer: &'a mut Buffer,
+    /// Place of the rows of `q`, in elements. Strides are 0 where those of `pairs` are.
+    pub layout: Layout,
+    /// Key positions: the elements of a row.
+    pub columns: usize,
 }

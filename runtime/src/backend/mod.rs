@@ -46,7 +46,7 @@ pub mod wgpu;
 pub use arguments::{Attend, Elements, Extent, Layout, Operand, Pairs, Scales, State, StateMut, StateShape};
 pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};
-pub use gradients::{AttendBackward, RowStats};
+pub use gradients::{AttendBackward, BiasGradient, RowStats};
 
 /// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
 pub const EMPTY_M: f32 = -0.7 * f32::MAX;
@@ -186,6 +186,14 @@ pub trait Backend {
         Err(no_backward(self.info()))
     }
 
+    /// Refuses the gradient of an additive bias ([`AttendBackward::d_bias`]) if the device has no kernel for it.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    fn supports_bias_gradient(&self) -> Result<()> {
+        Err(no_bias_gradient(self.info()))
+    }
+
     /// The tiles of the [`BlockWork`](crate::BlockWork) that [`Self::attend_backward`] takes for `problem` and queries of this shape.
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         self.tile_shape(problem, shape)
@@ -208,10 +216,11 @@ pub trait Backend {
     /// ```text
     /// P = exp(x − lse)    dS = P · (d_o·v − δ) · (slope of the softcap)
     /// dQ += scale · dS · k    dK += scale · dS · q    dV += P · d_o
+    /// dBias += P · (d_o·v − δ)
     /// ```
     ///
     /// Sums are f32 and in an order that depends on the arguments only. A NaN or ∞ in a row or key reaches only what it
-    /// is paired with by a visible pair. After [`Error::Cancelled`] the three sums have no meaning.
+    /// is paired with by a visible pair. After [`Error::Cancelled`] the sums have no meaning.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -255,6 +264,14 @@ fn no_backward(device: &DeviceInfo) -> Error {
     Error::request(
         format!("a backward pass on {} ({})", device.name, device.backend),
         "this backend has no kernels for gradients: compute them on a device of the backend cpu, wgpu or cuda",
+    )
+}
+
+/// The refusal of [`Backend::supports_bias_gradient`].
+pub fn no_bias_gradient(device: &DeviceInfo) -> Error {
+    Error::request(
+        format!("the gradient of a bias tensor on {} ({})", device.name, device.backend),
+        "this backend has no kernel for it: use the backend cpu, or leave this gradient out",
     )
 }
 

@@ -1,10 +1,24 @@
 //! Steps of backward plans.
 
 use super::run::Run;
-use crate::backend::{AttendBackward, Backend, Control, Extent, Layout, Operand};
+use crate::backend::{AttendBackward, Backend, BiasGradient, Control, Extent, Layout, Operand};
 use crate::collective::Collective;
 use crate::plan::{BufferId, Content, Slice, Step};
 use crate::{BlockWork, Result};
+
+/// The tensors of the sums of a [`Step::AttendBackward`].
+pub(super) struct Sums<Buffer> {
+    dq: Vec<Buffer>,
+    d_kv: Vec<Buffer>,
+    /// Of its rows of the bias, or of those that all queries share.
+    d_bias: Option<Buffer>,
+}
+
+impl<Buffer> Default for Sums<Buffer> {
+    fn default() -> Self {
+        Self { dq: Vec::new(), d_kv: Vec::new(), d_bias: None }
+    }
+}
 
 impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
     /// Takes the tensors of a sum of gradients out of memory. If the sum does not exist yet, creates it with zeros.
@@ -19,16 +33,49 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
         Ok(tensors)
     }
 
-    /// One layer of [`Step::AttendBackward`]; `dq` and `d_kv` are the tensors of its sums.
+    /// Takes the sums to which [`Step::AttendBackward`] adds out of memory.
+    pub(super) fn take_sums(&mut self, step: &Step) -> Result<Sums<B::Buffer>> {
+        let Step::AttendBackward { dq, d_kv, d_bias, .. } = step else { return Ok(Sums::default()) };
+        let d_bias = match (d_bias, self.d_shared_bias.take()) {
+            (Some(of_rows), _) => self.sum(of_rows.buffer)?.pop(),
+            (None, shared) => shared,
+        };
+        Ok(Sums { dq: self.sum(*dq)?, d_kv: self.sum(d_kv.buffer)?, d_bias })
+    }
+
+    /// Puts these sums back.
+    pub(super) fn put_sums(&mut self, step: &Step, sums: Sums<B::Buffer>) {
+        let Step::AttendBackward { dq, d_kv, d_bias, .. } = step else { return };
+        self.memory.put(*dq, sums.dq);
+        self.memory.put(d_kv.buffer, sums.d_kv);
+        match d_bias {
+            Some(of_rows) => self.memory.put(of_rows.buffer, sums.d_bias.into_iter().collect()),
+            None => self.d_shared_bias = sums.d_bias,
+        }
+    }
+
+    /// Makes the rank's part of the gradient of a bias whose rows all queries share, if the plan is to compute it.
+    pub(super) fn begin_shared_bias_gradient(&mut self) -> Result<()> {
+        let bytes = self.executor.world.problem.shared_bias_gradient_bytes();
+        if self.executor.plan.gradients.is_some() && bytes > 0 {
+            let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+            let mut sum = self.executor.backend.alloc("dbias", bytes)?;
+            self.executor.backend.clear(&mut sum)?;
+            self.d_shared_bias = Some(sum);
+        }
+        Ok(())
+    }
+
+    /// One layer of [`Step::AttendBackward`].
     pub(super) async fn attend_backward(
         &self,
         step: &Step,
         work: &BlockWork,
-        dq: &mut [B::Buffer],
-        d_kv: &mut [B::Buffer],
+        Sums { dq, d_kv, d_bias }: &mut Sums<B::Buffer>,
         control: &Control,
     ) -> Result<()> {
-        let Step::AttendBackward { q, d_o, stats, kv, dq: sum, d_kv: keys, bias } = step else {
+        let Step::AttendBackward { q, d_o, stats, kv, dq: sum, d_kv: keys, bias, d_bias: of_bias } = step
+        else {
             return Ok(());
         };
         let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
@@ -58,6 +105,14 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
             dk: &mut dk[0],
             dv: &mut dv[0],
             kv_layout: self.layout(keys, dim),
+            d_bias: d_bias.as_mut().zip(problem.bias).map(|(buffer, tensor)| {
+                let columns = problem.kv_len as usize;
+                BiasGradient {
+                    buffer,
+                    layout: self.bias_layout(tensor, q, of_bias.as_ref(), columns),
+                    columns,
+                }
+            }),
         };
         self.executor.backend.attend_backward(args, control).await
     }
@@ -67,9 +122,10 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
         let problem = &self.executor.world.problem;
         let (source, mut target) = (self.sum(from)?, self.sum(into.buffer)?);
         let whole = self.executor.plan.whole(from);
-        let row = problem.head_dim as usize * 4;
+        let content = self.content(from);
+        let row = content.tensors(problem).map(|tensor| tensor.row_bytes).next().unwrap_or(0);
         let extent = Extent {
-            batch: problem.batch as usize,
+            batch: content.batch(problem) as usize,
             rows: into.tokens.len(),
             heads: (into.heads.end - into.heads.start) as usize,
             row_bytes: row,

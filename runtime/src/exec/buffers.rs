@@ -4,10 +4,10 @@ use bytes::Bytes;
 
 use super::run::Run;
 use super::{state_mut, state_shape};
-use crate::Result;
 use crate::backend::{Backend, Layout, Pairs, StateShape};
 use crate::collective::{Collective, Piece};
 use crate::plan::{BufferId, Content, Slice};
+use crate::{BiasTensor, Result};
 
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// The sinks of a state's heads, one each; empty where the problem has none.
@@ -82,31 +82,41 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         let problem = &self.executor.world.problem;
         let tensor = problem.bias?;
         let row = tensor.row_elements(problem.dtype, problem.kv_len);
-        let (buffer, layout) = match (rows, &self.shared_bias) {
-            (Some(rows), _) => (self.memory.view(rows.buffer, 0), self.layout(rows, row)),
-            (None, Some(whole)) => {
+        let buffer = match rows {
+            Some(rows) => self.memory.view(rows.buffer, 0),
+            None => self.shared_bias.as_ref()?,
+        };
+        Some(Pairs { kind: tensor.kind, buffer, layout: self.bias_layout(tensor, q, rows, row) })
+    }
+
+    /// Place of the rows of the queries `q` in the attention bias tensor, or in its gradient: in `rows` of a plan's buffer, or in
+    /// the whole tensor whose rows all queries share. A row has `row` elements. Strides of what is shared are 0.
+    pub(super) fn bias_layout(
+        &self,
+        tensor: BiasTensor,
+        q: &Slice,
+        rows: Option<&Slice>,
+        row: usize,
+    ) -> Layout {
+        let layout = match rows {
+            Some(rows) => self.layout(rows, row),
+            None => {
                 // Its heads are all query heads, or one.
                 let first = self.executor.plan.slice_heads(q).start as usize;
-                let layout = Layout {
+                Layout {
                     offset: if tensor.heads == 1 { 0 } else { first * row },
                     batch_stride: tensor.heads as usize * row,
                     row_stride: 0,
                     head_stride: row,
-                };
-                (whole, layout)
+                }
             }
-            (None, None) => return None,
         };
         let shared = |stride, shared| if shared { 0 } else { stride };
-        Some(Pairs {
-            kind: tensor.kind,
-            buffer,
-            layout: Layout {
-                batch_stride: shared(layout.batch_stride, tensor.batch == 1),
-                head_stride: shared(layout.head_stride, tensor.heads == 1),
-                ..layout
-            },
-        })
+        Layout {
+            batch_stride: shared(layout.batch_stride, tensor.batch == 1),
+            head_stride: shared(layout.head_stride, tensor.heads == 1),
+            ..layout
+        }
     }
 
     /// Offset and strides of a slice in its tensors. Unit: one head of one token has `row` units.

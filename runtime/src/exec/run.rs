@@ -23,6 +23,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) memory: Memory<B::Buffer>,
     /// The attention bias tensor, if all queries share its rows; the plan does not mention it.
     pub(super) shared_bias: Option<B::Buffer>,
+    /// In a backward pass: this rank's part of the gradient of these rows, if it is wanted.
+    pub(super) d_shared_bias: Option<B::Buffer>,
     /// Index of the current step. The steps before it are done.
     pub(super) step: usize,
     /// Buffers, ascending, that had arrived whole when the run was interrupted, in exchanges on which it had not
@@ -44,7 +46,7 @@ pub(super) struct InFlight<'r, Buffer> {
 }
 
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
-    /// The results, o and lse or dq, dk and dv, and the number of pieces of work. With `to_host` they are also copied to the host.
+    /// The results, o and lse or dq, dk, dv and where it is wanted dbias, and the number of pieces of work. With `to_host` they are also copied to the host.
     pub(super) async fn execute(&mut self, to_host: bool) -> Result<RunEnd<B::Buffer>> {
         let mut in_flight = Vec::new();
         let plan = self.executor.plan;
@@ -65,6 +67,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         let Executor { backend, collective, plan, options, .. } = self.executor;
         let pulse = collective.pulse();
         let control = Control::new(collective.stop_flag()).beating(Arc::clone(&pulse));
+        self.begin_shared_bias_gradient()?;
         for (index, step) in plan.steps.iter().enumerate() {
             self.step = index;
             let words = || describe(self.executor.world, plan, step);
@@ -86,10 +89,11 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         let _work = pulse.work();
         let started = self.meter.start();
         let mut results = Vec::new();
-        for id in std::iter::once(plan.output).chain(plan.gradients.map(|own| own.d_kv)) {
+        for id in plan.results() {
             // The plan of a rank without tokens does not write its results, which are empty.
             let mut tensors = match self.memory.take(id) {
                 Some(tensors) => tensors,
+                None if self.content(id).is_sum() => self.sum(id)?,
                 None => self.allocate(id)?,
             };
             let mut host = vec![None; tensors.len()];
@@ -104,6 +108,12 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             }
             let tensors = tensors.into_iter().zip(host);
             results.extend(tensors.map(|(buffer, host)| OutputTensor { buffer, host }));
+        }
+        if let Some(mut buffer) = self.d_shared_bias.take() {
+            let bytes = self.executor.world.problem.shared_bias_gradient_bytes();
+            let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+            let host = if to_host { Some(backend.download(&mut buffer, 0..bytes).await?) } else { None };
+            results.push(OutputTensor { buffer, host });
         }
         if to_host {
             self.meter.end(started, Timeline::Copy, || "download the results".to_owned());
@@ -181,18 +191,17 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 drive(in_flight, backend.wait()).await?;
                 self.meter.end(started, Timeline::Compute, words);
             }
-            Step::AttendBackward { dq, d_kv, .. } => {
-                let (mut dq_sum, mut kv_sum) = (self.sum(*dq)?, self.sum(d_kv.buffer)?);
+            Step::AttendBackward { .. } => {
+                let mut sums = self.take_sums(step)?;
                 let mut attended = Ok(());
                 for work in &lowered.works[self.step] {
-                    let attend = self.attend_backward(step, work, &mut dq_sum, &mut kv_sum, control);
+                    let attend = self.attend_backward(step, work, &mut sums, control);
                     attended = drive(in_flight, attend).await;
                     if attended.is_err() {
                         break;
                     }
                 }
-                self.memory.put(*dq, dq_sum);
-                self.memory.put(d_kv.buffer, kv_sum);
+                self.put_sums(step, sums);
                 if let Err(Error::Cancelled) = attended {
                     drop(work);
                     return Err(self.why_stopped(in_flight).await);

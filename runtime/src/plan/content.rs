@@ -29,6 +29,8 @@ pub enum Content {
     QueryGradSum,
     /// Sums of the gradients of k, then of v, f32, shaped as k and v.
     KeyValueGradSum,
+    /// Sum of the gradient of rows of queries in the attention bias tensor, f32: `[its batch, query tokens, its heads, keys]`.
+    BiasGradSum,
     /// Gradient of q, complete and in the storage type.
     QueryGrad,
     /// Gradients of k, then of v, complete and in the storage type.
@@ -66,19 +68,20 @@ impl Content {
             | Self::OutputGrad
             | Self::RowStats
             | Self::QueryGradSum
+            | Self::BiasGradSum
             | Self::QueryGrad => false,
         }
     }
 
     /// Whether it is a sum of gradients, which starts at 0 and to which steps add.
     pub(crate) fn is_sum(self) -> bool {
-        matches!(self, Self::QueryGradSum | Self::KeyValueGradSum)
+        matches!(self, Self::QueryGradSum | Self::KeyValueGradSum | Self::BiasGradSum)
     }
 
     /// Batch entries of a buffer's tensors.
     pub(crate) fn batch(self, problem: &AttentionProblem) -> u32 {
         match (self, problem.query_bias()) {
-            (Self::Bias, Some(pairs)) => pairs.batch,
+            (Self::Bias | Self::BiasGradSum, Some(pairs)) => pairs.batch,
             _ => problem.batch,
         }
     }
@@ -103,6 +106,7 @@ impl Content {
             (Self::RowStats, _) => [rows(8), None, None, None],
             (Self::QueryGradSum, _) => [rows(dim * 4), None, None, None],
             (Self::KeyValueGradSum, _) => [rows(dim * 4), rows(dim * 4), None, None],
+            (Self::BiasGradSum, _) => [rows(problem.kv_len as usize * 4), None, None, None],
             (Self::Output, _) => [stored, rows(4), None, None],
             (Self::Bias, _) => {
                 let row_bytes = |pairs: BiasTensor| pairs.row_bytes(problem.dtype, problem.kv_len);

@@ -169,15 +169,16 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             pairs.as_ref().map_or_else(String::new, |pairs| format!(" with {}", name(&pairs.buffer))),
             name(state)
         ),
-        Step::AttendBackward { q, kv, dq, d_kv, .. } => format!(
-            "gradients {} ({} tokens, heads {:?}) x {} ({} tokens) -> {}, {}",
+        Step::AttendBackward { q, kv, dq, d_kv, d_bias, .. } => format!(
+            "gradients {} ({} tokens, heads {:?}) x {} ({} tokens) -> {}, {}{}",
             name(&q.buffer),
             q.tokens.len(),
             plan.slice_heads(q),
             name(&kv.buffer),
             kv.tokens.len(),
             name(dq),
-            name(&d_kv.buffer)
+            name(&d_kv.buffer),
+            d_bias.as_ref().map_or_else(String::new, |sum| format!(", {}", name(&sum.buffer)))
         ),
         Step::Accumulate { from, into } => {
             format!("add       {} -> {}, {}", name(from), name(&into.buffer), size(into))

@@ -90,6 +90,9 @@ pub struct GradientBuffers {
     pub stats: BufferId,
     /// Gradients of the rank's own keys and values: written once.
     pub d_kv: BufferId,
+    /// Gradient of the rank's own rows of the attention bias tensor, where the problem asks for it: a sum, complete at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub d_bias: Option<BufferId>,
 }
 
 /// A buffer of an interrupted plan that is a buffer of its repair too.
@@ -116,16 +119,16 @@ pub struct Buffer {
     /// Global tokens, in the order of the rows.
     pub tokens: TokenRuns,
     /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the attention bias tensor for
-    /// [`Content::Bias`], query heads otherwise.
+    /// [`Content::Bias`] and [`Content::BiasGradSum`], query heads otherwise.
     pub heads: Range<u32>,
     /// Rows of each batch entry, behind the tokens, that hold nothing. Only a rank's own keys and values have them, in a cache
     /// with room for more tokens.
     #[serde(skip_serializing_if = "is_zero")]
     pub spare: u32,
     /// For a running state that is sent, received or kept: the keys that it has met by then. For a sum of gradients that
-    /// is sent or received: of keys, the queries whose gradients it holds by then; of queries, the keys. Otherwise none.
+    /// is sent or received: of keys, the queries whose gradients it holds by then; of queries or of a bias, the keys. Otherwise none.
     pub met: TokenRuns,
-    /// For such a sum of gradients of keys: the query heads whose gradients it holds.
+    /// For such a sum of gradients of keys or of a bias: the query heads whose gradients it holds.
     #[serde(skip_serializing_if = "Range::is_empty")]
     pub met_heads: Range<u32>,
 }
@@ -220,6 +223,10 @@ pub enum Step {
         /// As in [`Step::Attend`].
         #[serde(rename = "pairs")]
         bias: Option<Slice>,
+        /// Sum of the gradient of `bias`, of the same tokens and heads, where the problem asks for it. The first step that names
+        /// its buffer finds 0.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        d_bias: Option<Slice>,
     },
     /// Adds one sum of gradients to another of the same tokens and heads.
     Accumulate {
@@ -270,14 +277,21 @@ impl Plan {
 
     /// Whether the buffer is the caller's: an input, or the output.
     pub(crate) fn is_own(&self, id: BufferId) -> bool {
-        [self.q, self.kv, self.output].contains(&id)
+        [self.q, self.kv].contains(&id)
             || self.bias == Some(id)
-            || self.gradients.is_some_and(|own| [own.d_o, own.stats, own.d_kv].contains(&id))
+            || self.gradients.is_some_and(|own| [own.d_o, own.stats].contains(&id))
+            || self.is_result(id)
     }
 
     /// Whether the buffer is a result: the output, or a gradient.
     pub(crate) fn is_result(&self, id: BufferId) -> bool {
-        id == self.output || self.gradients.is_some_and(|own| own.d_kv == id)
+        self.results().any(|result| result == id)
+    }
+
+    /// The buffers of the results, in order: the output; or the gradients of q, of k and v, and of the bias.
+    pub(crate) fn results(&self) -> impl Iterator<Item = BufferId> + use<> {
+        let gradients = self.gradients.map(|own| [Some(own.d_kv), own.d_bias]);
+        std::iter::once(self.output).chain(gradients.into_iter().flatten().flatten())
     }
 
     /// The global tokens of a slice.

@@ -8,7 +8,7 @@ use super::choice::backward_plans;
 use crate::backend::{Backend, Device, DeviceBuffer, RowStats, StateShape};
 use crate::call::Attention;
 use crate::exec::DeviceOutput;
-use crate::plan::Direction;
+use crate::plan::{Direction, World};
 use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The tensors of a forward call that its backward pass reads: this rank's part of each, as [`Session::attend`] took and
@@ -39,6 +39,10 @@ pub struct Gradients {
     /// This rank's part of the gradients of the sinks, one for each query head: from its own queries. The gradient is the sum
     /// over all ranks. Empty without sinks.
     pub d_sinks_part: Vec<f64>,
+    /// With [`Attention::bias_gradient`], of the bias tensor, f32 without padding of rows: of this rank's queries `[its batch,
+    /// tokens, its heads, keys]`. With [`shared_rows`](crate::BiasTensor::shared_rows) this rank's part of `[its batch, 1, its
+    /// heads, keys]`: the gradient is the sum over all ranks.
+    pub d_bias: Option<Tensor>,
     /// Time in nanoseconds and traffic in bytes.
     pub report: RankReport,
     /// The rank's timelines; empty without [`RunOptions::trace`](crate::RunOptions::trace).
@@ -61,7 +65,7 @@ impl Session {
     ///
     /// The formulas are in [`Backend::attend_backward`](crate::backend::Backend::attend_backward). A strategy without a backward
     /// pass is replaced by the default strategy of its mesh; each rank gets the gradients of its own tokens in any case. An
-    /// attention bias tensor is a constant: it gets no gradient. Of keys that every rank holds
+    /// attention bias tensor is a constant, unless the call asks for its gradient ([`Attention::bias_gradient`]). Of keys that every rank holds
     /// ([`Execution::replicated`](crate::Execution::replicated)) every rank gets the whole gradient, in equal bytes. A caller that
     /// sums gradients of parameters over the ranks uses these rows on one rank only.
     ///
@@ -145,10 +149,22 @@ impl Session {
             dq: tensor(&saved.q, dq),
             dk: tensor(&saved.k, dk),
             dv: tensor(&saved.v, dv),
+            d_bias: results.next().map(|sum| self.bias_gradient(lowered.plans().world(), saved, sum)),
             d_sinks_part: Vec::new(),
             report,
             spans,
         })
+    }
+
+    /// The gradient of the bias tensor from its sum.
+    fn bias_gradient(&self, world: &World, saved: &Saved, sum: DeviceBuffer) -> Tensor {
+        let problem = &world.problem;
+        let [batch, rows, heads] = problem.bias.map_or([0; 3], |tensor| {
+            let rows = if tensor.shared_rows { 1 } else { saved.q.shape()[1] };
+            [tensor.batch as usize, rows, tensor.heads as usize]
+        });
+        let shape = [batch, rows, heads, problem.kv_len as usize];
+        Tensor::on_device(shape, Dtype::F32, &self.device, sum)
     }
 
     /// The inputs of a backward pass, and where there are sinks the statistics for their gradients.
@@ -162,6 +178,9 @@ impl Session {
         let Saved { q, k, v, o, lse } = saved;
         let device = &self.device;
         device.supports_backward(q.dtype(), q.shape()[3])?;
+        if call.options.bias_gradient {
+            device.supports_bias_gradient()?;
+        }
         let [batch, rows, heads, dim] = q.shape();
         let row_shape = [batch, rows, heads, 1];
         for (name, tensor, shape, dtype) in [

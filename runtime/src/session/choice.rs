@@ -83,7 +83,7 @@ pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
 /// The plans of the backward pass of a call. A strategy without one is replaced by the default of its mesh.
 pub(super) fn backward_plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
     let (problem, (q, kv), strategy) = chosen(options, agreed)?;
-    let strategy = if strategy.has_backward() { strategy } else { Strategy::of_mesh(q.mesh()) };
+    let strategy = strategy.of_backward(&problem, q.mesh());
     ProvedPlans::new(plan_backward_placed(&problem, q.mesh(), q, kv, strategy)?)
 }
 

@@ -34,6 +34,9 @@ pub struct RankGradients {
     /// This rank's part of the gradients of the sinks, one for each query head: from its own queries. The gradient is the sum
     /// over all ranks. Empty without sinks.
     pub d_sinks_part: Vec<f64>,
+    /// Where the problem asks for it ([`AttentionProblem::bias_gradient`](crate::AttentionProblem::bias_gradient)), of the bias
+    /// tensor: f32 without padding of rows, as in [`Gradients::d_bias`](crate::Gradients::d_bias).
+    pub d_bias: Option<Bytes>,
     /// Time in nanoseconds and traffic in bytes.
     pub report: RankReport,
     /// The rank's timelines; empty without [`RunOptions::trace`](crate::RunOptions::trace).
@@ -104,7 +107,8 @@ impl Session {
         let DeviceOutput { results, report, spans } = result?;
         let mut host = results.into_iter().map(|tensor| tensor.host.unwrap_or_default());
         let [dq, dk, dv] = [host.next(), host.next(), host.next()].map(Option::unwrap_or_default);
-        let mut gradients = RankGradients { dq, dk, dv, d_sinks_part: Vec::new(), report, spans };
+        let d_bias = host.next();
+        let mut gradients = RankGradients { dq, dk, dv, d_sinks_part: Vec::new(), d_bias, report, spans };
         if let Some(rows) = d_sinks {
             let part = rows.sum(&self.device, &plans.world().problem.sinks).await;
             gradients.d_sinks_part = part.inspect_err(|error| self.end_call(error))?;
@@ -131,6 +135,9 @@ impl Session {
         let [batch, heads, dim] =
             [problem.batch, problem.q_heads, problem.head_dim].map(|extent| extent as usize);
         device.supports_backward(problem.dtype, dim)?;
+        if problem.bias_gradient {
+            device.supports_bias_gradient()?;
+        }
         let rows = world.q_placement.held_by(self.rank()).len();
         let numbers = batch * rows * heads;
         let (o_bytes, lse_bytes) = (numbers * dim * problem.dtype.bytes(), numbers * Dtype::F32.bytes());

@@ -49,7 +49,7 @@ fn bytes_of_passes(
     if !wanted.gradients {
         return Ok(forward);
     }
-    let Candidate { strategy, mesh, .. } = candidate.of_backward();
+    let Candidate { strategy, mesh, .. } = candidate.of_backward(problem);
     let backward = plan_backward_placed(problem, mesh, q, kv, strategy)?;
     Ok(forward + backward.plans.iter().map(|plan| plan.volume(problem).0).sum::<u64>())
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Mesh, PlacementKind, Strategy};
+use crate::{AttentionProblem, Mesh, PlacementKind, Strategy};
 
 /// One way to run a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -17,25 +17,22 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// What runs the backward pass of this one: the same, or where its strategy has no backward pass the default strategy of
-    /// its mesh. The tokens of each rank are the same.
+    /// What runs the backward pass of `problem` after this one: see [`Strategy::of_backward`]. The tokens of each rank are the same.
     ///
     /// ```
     /// use kyklos::simulate::Candidate;
-    /// use kyklos::{Mesh, PlacementKind, Strategy};
+    /// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Strategy};
     ///
+    /// let problem = AttentionProblem::new([1, 64, 8, 2, 64], Dtype::F32, Mask::causal())?;
     /// let (mesh, placement) = (Mesh::new(2, 4)?, PlacementKind::Zigzag);
     /// let candidate = |strategy| Candidate { strategy, mesh, placement };
-    /// assert_eq!(candidate(Strategy::Unified).of_backward(), candidate(Strategy::Unified));
-    /// assert!(candidate(Strategy::PassQ).of_backward().strategy.has_backward());
+    /// assert_eq!(candidate(Strategy::Unified).of_backward(&problem), candidate(Strategy::Unified));
+    /// assert!(candidate(Strategy::Relay).of_backward(&problem).strategy.has_backward());
     /// # Ok::<(), kyklos::Error>(())
     /// ```
     #[must_use]
-    pub fn of_backward(self) -> Self {
-        match self.strategy.has_backward() {
-            true => self,
-            false => Self { strategy: Strategy::of_mesh(self.mesh), ..self },
-        }
+    pub fn of_backward(self, problem: &AttentionProblem) -> Self {
+        Self { strategy: self.strategy.of_backward(problem, self.mesh), ..self }
     }
 }
 

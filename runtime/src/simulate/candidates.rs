@@ -139,7 +139,7 @@ pub(super) fn price(
     if !gradients {
         return Ok((forward, None));
     }
-    let of_backward = candidate.of_backward();
+    let of_backward = candidate.of_backward(problem);
     let backward = predict_backward(problem, of_backward, split, cluster).and_then(fitting)?;
     let both = forward.then(&backward);
     Ok((both, Some(Passes { forward, backward, backward_strategy: of_backward.strategy })))

@@ -135,7 +135,10 @@ impl<'a> Pricer<'a> {
         let rank = RankProgram { device, ..RankProgram::default() };
         let alive = vec![false; plan.buffers.len()];
         // An input that no buffer of the plan holds.
-        let live_bytes = world.problem.shared_bias_bytes();
+        let mut live_bytes = world.problem.shared_bias_bytes();
+        if plan.gradients.is_some() {
+            live_bytes += world.problem.shared_bias_gradient_bytes();
+        }
         Ok(Self { world, plan, counter, prices, rank, alive, live_bytes })
     }
 
@@ -201,8 +204,9 @@ impl<'a> Pricer<'a> {
                     }
                 },
                 Step::Attend { q, kv, state, .. } => self.attend(q, kv, *state),
-                Step::AttendBackward { q, kv, dq, d_kv, .. } => {
-                    self.attend_backward(q, kv, [*dq, d_kv.buffer]);
+                Step::AttendBackward { q, kv, dq, d_kv, d_bias, .. } => {
+                    let d_bias = d_bias.as_ref().map(|sum| sum.buffer);
+                    self.attend_backward(q, kv, [*dq, d_kv.buffer].into_iter().chain(d_bias));
                 }
                 // Both sums are read, one is written.
                 Step::Accumulate { from, into } => {
@@ -252,7 +256,7 @@ impl<'a> Pricer<'a> {
     }
 
     /// The gradients of as many pairs as attention has.
-    fn attend_backward(&mut self, q: &Slice, kv: &Slice, sums: [BufferId; 2]) {
+    fn attend_backward(&mut self, q: &Slice, kv: &Slice, sums: impl Iterator<Item = BufferId>) {
         let (q_tokens, kv_tokens) = (self.plan.slice_tokens(q), self.plan.slice_tokens(kv));
         let work = self.counter.count(&self.world.problem, &q_tokens, &kv_tokens);
         let heads = f64::from(q.heads.end - q.heads.start);

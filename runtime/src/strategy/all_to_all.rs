@@ -46,7 +46,7 @@ impl Chunk {
 
     fn heads(self, builder: &PlanBuilder<'_>, content: Content, u: u32) -> Range<u32> {
         match content {
-            Content::Bias if builder.bias_heads(u).len() == 1 => builder.bias_heads(u),
+            Content::Bias | Content::BiasGradSum if builder.bias_heads(u).len() == 1 => builder.bias_heads(u),
             content if content.is_of_keys() => self.kv_heads(builder, u),
             _ => self.q_heads(builder, u),
         }
@@ -133,8 +133,16 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     }
     let [(_, q), (_, kv), ..] = whole[..] else { unreachable!("q and kv are always there") };
     let gradient = shard_of(Content::OutputGrad).zip(shard_of(Content::RowStats));
-    let gradient = gradient.map(|(d_o, stats)| OutputGradient { d_o, stats });
-    Inputs { q, kv, pairs: shard_of(Content::Bias), gradient }
+    let pairs = shard_of(Content::Bias);
+    let gradient = gradient.map(|(d_o, stats)| {
+        let q_heads = chunk.q_heads(builder, u);
+        let d_bias = builder.bias_sum(pairs, format!("dbias of heads {}..{}", q_heads.start, q_heads.end));
+        if let Some(sum) = d_bias {
+            builder.holds(sum, TokenRuns::contiguous(0..builder.world.problem.kv_len), q_heads);
+        }
+        OutputGradient { d_o, stats, d_bias }
+    });
+    Inputs { q, kv, pairs, gradient }
 }
 
 /// Posts the all-to-all of a chunk from results of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
@@ -163,9 +171,10 @@ pub(super) fn post_heads_for_tokens(
                 let label = format!("{} from rank {peer}", name(*content));
                 let buffer = builder.declare(label, *content, tokens, theirs);
                 if content.is_sum() {
-                    let all_queries = TokenRuns::contiguous(0..builder.world.problem.q_len);
+                    let problem = &builder.world.problem;
+                    let met = if content.is_of_keys() { problem.q_len } else { problem.kv_len };
                     let q_heads = chunk.q_heads(builder, peer_u);
-                    builder.holds(buffer, all_queries, q_heads);
+                    builder.holds(buffer, TokenRuns::contiguous(0..met), q_heads);
                 }
                 came.push(buffer);
             }
@@ -181,13 +190,13 @@ pub(super) fn post_heads_for_tokens(
     let exchange = builder.exchange(sends, recvs);
     for (result, content) in results {
         let own = piece(builder, result, content, u);
-        match home.filter(|_| content.is_sum()) {
+        match home_of(builder, content, home) {
             None => {
                 let into = own_result(builder, content, &chunk.heads(builder, content, u));
                 builder.repack(own, into);
             }
             Some(home) if !own.tokens.is_empty() => {
-                let copy = builder.copied(own, "own dkv");
+                let copy = builder.copied(own, &format!("own {}", name(content)));
                 add(builder, copy, home);
                 builder.free(copy);
             }
@@ -206,7 +215,7 @@ pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
     }
     for (_, buffer) in posted.arriving {
         let content = builder.buffer(buffer).content;
-        match posted.home.filter(|_| content.is_sum()) {
+        match home_of(builder, content, posted.home) {
             None => {
                 let heads = builder.buffer(buffer).heads.clone();
                 let into = own_result(builder, content, &heads);
@@ -217,6 +226,15 @@ pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
                 builder.free(buffer);
             }
         }
+    }
+}
+
+/// Where sums of this content are added: of gradients of keys `of_keys`, of a bias the result. `None` where a result is copied.
+fn home_of(builder: &PlanBuilder<'_>, content: Content, of_keys: Option<BufferId>) -> Option<BufferId> {
+    match content {
+        Content::KeyValueGradSum => of_keys,
+        Content::BiasGradSum => builder.inputs().gradient.and_then(|own| own.d_bias),
+        _ => None,
     }
 }
 
@@ -243,7 +261,7 @@ fn exchanged(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
     let Inputs { q, kv, pairs, gradient } = builder.inputs();
     let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
     inputs.extend(pairs.map(|pairs| (pairs, Content::Bias)));
-    if let Some(OutputGradient { d_o, stats }) = gradient {
+    if let Some(OutputGradient { d_o, stats, .. }) = gradient {
         inputs.extend([(d_o, Content::OutputGrad), (stats, Content::RowStats)]);
     }
     inputs
@@ -287,6 +305,7 @@ fn name(content: Content) -> &'static str {
         Content::Bias => "pairs",
         Content::OutputGrad => "do",
         Content::RowStats => "row statistics",
+        Content::BiasGradSum => "dbias",
         Content::QueryGradSum | Content::QueryGrad => "dq",
         Content::KeyValueGradSum | Content::KeyValueGrad => "dkv",
     }

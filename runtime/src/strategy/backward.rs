@@ -52,15 +52,22 @@ impl PlanBuilder<'_> {
     /// One step for all keys in `kv`, if a query sees any of them. Returns whether there is a step.
     pub(super) fn attend_backward(&mut self, inputs: Inputs, kv: Slice, dq: BufferId, d_kv: Slice) -> bool {
         let Inputs { q, pairs, gradient, .. } = inputs;
-        let Some(OutputGradient { d_o, stats }) = gradient else { return false };
+        let Some(OutputGradient { d_o, stats, d_bias }) = gradient else { return false };
         let keys = self.buffer(kv.buffer).tokens.slice(kv.tokens.clone());
         let seen = lower::any_visible(&self.world.problem, &self.buffer(q).tokens, &keys);
         if seen {
             let [q, d_o, stats] = [q, d_o, stats].map(|id| self.whole(id));
-            let bias = pairs.map(|pairs| self.whole(pairs));
-            self.push(Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias });
+            let [bias, d_bias] = [pairs, d_bias].map(|rows| rows.map(|rows| self.whole(rows)));
+            self.push(Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias, d_bias });
         }
         seen
+    }
+
+    /// A sum for the gradient of the rows of the bias in `bias`, if the problem asks for it.
+    pub(super) fn bias_sum(&mut self, bias: Option<BufferId>, name: String) -> Option<BufferId> {
+        let bias = bias.filter(|_| self.world.problem.bias_gradient)?;
+        let Buffer { tokens, heads, .. } = self.buffer(bias).clone();
+        Some(self.declare(name, Content::BiasGradSum, tokens, heads))
     }
 
     /// Gradients of the queries against the rank's own keys, and against those that every rank holds.

@@ -21,11 +21,12 @@ pub(super) struct Inputs {
     pub(super) gradient: Option<OutputGradient>,
 }
 
-/// The gradient of output rows, and their statistics.
+/// The gradient of output rows, and their statistics; and the sum of the gradient of their rows of the bias, if it is wanted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OutputGradient {
     pub(super) d_o: BufferId,
     pub(super) stats: BufferId,
+    pub(super) d_bias: Option<BufferId>,
 }
 
 pub(super) struct PlanBuilder<'a> {
@@ -87,11 +88,15 @@ impl<'a> PlanBuilder<'a> {
             d_o: self.declare("do".to_owned(), Content::OutputGrad, q.clone(), q_heads.clone()),
             stats: self.declare("row statistics".to_owned(), Content::RowStats, q, q_heads),
             d_kv: self.declare("dkv".to_owned(), Content::KeyValueGrad, kv, kv_heads),
+            d_bias: self.bias_sum(self.plan.bias, "dbias".to_owned()),
         });
     }
 
     pub(super) fn inputs(&self) -> Inputs {
-        let gradient = self.plan.gradients.map(|own| OutputGradient { d_o: own.d_o, stats: own.stats });
+        let gradient = self.plan.gradients.map(|own| {
+            let GradientBuffers { d_o, stats, d_bias, .. } = own;
+            OutputGradient { d_o, stats, d_bias }
+        });
         Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.bias, gradient }
     }
 
@@ -160,20 +165,12 @@ impl<'a> PlanBuilder<'a> {
     /// A running state of the queries in `q` over the keys `met`, to be sent or received.
     pub(super) fn travelling_state(&mut self, q: BufferId, met: TokenRuns) -> BufferId {
         let Buffer { name, tokens, heads, .. } = self.buffer(q).clone();
-        let name = format!("state of {name} over {met}");
-        self.plan.buffers.push(Buffer {
-            name,
-            content: Content::State,
-            tokens,
-            heads,
-            spare: 0,
-            met,
-            met_heads: 0..0,
-        });
-        BufferId(self.plan.buffers.len() - 1)
+        let state = self.declare(format!("state of {name} over {met}"), Content::State, tokens, heads);
+        self.holds(state, met, 0..0);
+        state
     }
 
-    /// Declares the queries and the query heads whose gradients a sum holds when it is sent.
+    /// Declares what a running state or a sum of gradients has met when it is sent.
     pub(super) fn holds(&mut self, sum: BufferId, met: TokenRuns, met_heads: Range<u32>) {
         let buffer = &mut self.plan.buffers[sum.0];
         (buffer.met, buffer.met_heads) = (met, met_heads);
@@ -204,9 +201,10 @@ impl<'a> PlanBuilder<'a> {
             q: arriving(own.q, "q"),
             kv: own.kv,
             pairs: own.pairs.map(|pairs| arriving(pairs, "pairs")),
-            gradient: own.gradient.map(|OutputGradient { d_o, stats }| OutputGradient {
+            gradient: own.gradient.map(|OutputGradient { d_o, stats, .. }| OutputGradient {
                 d_o: arriving(d_o, "do"),
                 stats: arriving(stats, "row statistics"),
+                d_bias: None,
             }),
         }
     }

@@ -3,7 +3,7 @@
 use super::facts::{MeshRule, Moves, StrategyFacts};
 use crate::named::facts_of_each;
 use crate::strategy_list::strategies;
-use crate::{Error, Mesh, Result, Strategy};
+use crate::{AttentionProblem, Error, Mesh, Result, Strategy};
 
 macro_rules! strategy_facts {
     ($($list:tt)*) => {
@@ -45,6 +45,20 @@ impl Strategy {
     /// Whether it has a plan for gradients ([`plan_backward`](crate::plan_backward)).
     pub fn has_backward(self) -> bool {
         self.facts().backward_round.is_some()
+    }
+
+    /// The strategy of the backward pass on `mesh`, after a forward pass with this one: the same, or where it has no plan for the
+    /// gradients that `problem` asks for, the default of the mesh.
+    pub fn of_backward(self, problem: &AttentionProblem, mesh: Mesh) -> Self {
+        match self.has_backward() && !self.splits_bias_gradient(problem) {
+            true => self,
+            false => Self::of_mesh(mesh),
+        }
+    }
+
+    /// Whether a row of the gradient of a bias would be in parts on many ranks: the queries travel.
+    pub(super) fn splits_bias_gradient(self, problem: &AttentionProblem) -> bool {
+        problem.bias_gradient && problem.query_bias().is_some() && self.moves_queries()
     }
 
     /// Whether queries travel between shards, and keys stay.

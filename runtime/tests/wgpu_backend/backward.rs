@@ -113,6 +113,7 @@ impl Backward {
             dk: &mut self.dk,
             dv: &mut self.dv,
             kv_layout: self.kv_layout,
+            d_bias: None,
         };
         block_on(backend.attend_backward(args, control))
     }

@@ -20,7 +20,7 @@ pub struct GradientCase {
     /// The right gradients.
     pub right: oracle::Gradients,
     naive: Vec<GradientComparison>,
-    scales: [f64; 4],
+    scales: [f64; 5],
 }
 
 impl GradientCase {
@@ -60,16 +60,25 @@ impl GradientCase {
         let right = truth.gradients(given.0, given.1).unwrap();
         let plain = naive_f32_gradients(&truth, oracle_dtype(dtype), given.0, given.1).unwrap();
         let NaiveGradients { gradients, scales } = plain;
-        let naive =
-            compare([&gradients.dq, &gradients.dk, &gradients.dv, &gradients.d_sinks], &right, scales);
+        let oracle::Gradients { dq, dk, dv, d_sinks, d_bias } = &gradients;
+        let naive = compare(&[dq, dk, dv, d_sinks, d_bias], &right, scales);
         let bytes = |values: &[u8]| Bytes::copy_from_slice(values);
         let (d_o, d_lse) = (bytes(bytemuck::cast_slice(&d_o)), bytes(bytemuck::cast_slice(&by_token)));
         Self { d_o, d_lse, right, naive, scales, prepared }
     }
 
-    /// The errors of whole gradients. Where the right value is not finite, any value that is not finite is right.
-    pub fn judge(&self, whole: &[Vec<f64>; 4]) -> Vec<GradientComparison> {
-        compare(whole.each_ref(), &self.right, self.scales)
+    /// The same with the gradient of the bias, if the case has an additive bias tensor.
+    #[must_use]
+    pub fn with_bias_gradient(mut self) -> Self {
+        let wanted = !self.right.d_bias.is_empty();
+        self.prepared.problem = self.prepared.problem.with_bias_gradient(wanted).unwrap();
+        self
+    }
+
+    /// The errors of whole gradients of q, k, v, the sinks and, where it is there, the bias. Where the right value is not finite, any
+    /// value that is not finite is right.
+    pub fn judge(&self, whole: &[Vec<f64>]) -> Vec<GradientComparison> {
+        compare(&Vec::from_iter(whole), &self.right, self.scales)
     }
 
     /// The limits of a device that computes the case alone.
@@ -85,9 +94,9 @@ impl GradientCase {
     }
 }
 
-fn compare(actual: [&Vec<f64>; 4], right: &oracle::Gradients, scales: [f64; 4]) -> Vec<GradientComparison> {
-    let names = ["dq", "dk", "dv", "d_sinks"];
-    let rights = [&right.dq, &right.dk, &right.dv, &right.d_sinks];
+fn compare(actual: &[&Vec<f64>], right: &oracle::Gradients, scales: [f64; 5]) -> Vec<GradientComparison> {
+    let names = ["dq", "dk", "dv", "d_sinks", "d_bias"];
+    let rights = [&right.dq, &right.dk, &right.dv, &right.d_sinks, &right.d_bias];
     let of = |which: usize| {
         let (actual, right) = (actual[which], rights[which]);
         let read = |index: usize| match (right[index].is_finite(), actual[index].is_finite()) {
@@ -97,5 +106,5 @@ fn compare(actual: [&Vec<f64>; 4], right: &oracle::Gradients, scales: [f64; 4]) 
         let values = Values::Read { dtype: oracle::Dtype::F32, len: actual.len(), read: &read };
         GradientComparison::new(names[which], values, right, scales[which])
     };
-    (0..names.len()).map(of).collect()
+    (0..actual.len()).map(of).collect()
 }

@@ -175,7 +175,7 @@ fn ring(oracle: &Oracle<'_>, dtype: Dtype, [d_o, d_lse]: [Values<'_>; 2], fault:
 }
 
 /// dQ, dK, dV and dSinks.
-fn compare(actual: &Gradients, right: &Gradients, scales: [f64; 4]) -> Vec<GradientComparison> {
+fn compare(actual: &Gradients, right: &Gradients, scales: [f64; 5]) -> Vec<GradientComparison> {
     let pairs = [
         ("dq", &actual.dq, &right.dq),
         ("dk", &actual.dk, &right.dk),

@@ -2,16 +2,20 @@
 
 use std::num::NonZeroU32;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 use kyklos::Dtype;
 
 use super::against::Peer;
+use super::strategies::StrategiesArgs;
 use crate::devices::{self, DeviceRequest};
 use crate::options::{KernelName, List, MaskArg, Shape};
 
 /// The combinations to time.
 #[derive(Clone, Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<BenchCommand>,
     #[arg(
         long,
         value_name = "D,D,…",
@@ -60,4 +64,15 @@ pub(crate) struct BenchArgs {
     /// Print one JSON array
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// What else to time.
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Times every strategy, mesh and placement on the ranks of a group, beside the predicted times
+    ///
+    /// A cell is a shape, batch, mask and dtype, and one way to run it. Cells that do not fit are listed with the reason. Sampled rows of
+    /// each result are compared with the f64 oracle; a wrong result gets no time. A run that ended early goes on where it ended: a cell
+    /// in which the program ended counts as failed.
+    Strategies(Box<StrategiesArgs>),
 }

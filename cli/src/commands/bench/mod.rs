@@ -2,18 +2,19 @@
 
 pub(crate) mod against;
 mod args;
+mod line;
 mod shared;
+pub(crate) mod strategies;
 
 use std::time::Instant;
 
 use kyklos::backend::wgpu::KernelChoice;
 use kyklos::backend::{Backend, Control, Device};
-use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype};
-use serde::Serialize;
 
 use self::against::Times;
-pub(crate) use self::args::BenchArgs;
+pub(crate) use self::args::{BenchArgs, BenchCommand};
+use self::line::{EveryRow, Line, Measured, json, text};
 use crate::devices::{self, BackendKind, DeviceId, let_in_nowhere};
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
@@ -21,45 +22,6 @@ use crate::options::{KernelName, List, MaskArg, Shape};
 use crate::run::resident::{Resident, state_shape};
 use crate::tensors::Source;
 use crate::verify::{Sample, Verdict, Whole};
-
-/// One combination.
-#[derive(Serialize)]
-struct Line {
-    device: String,
-    name: String,
-    driver: String,
-    kernel: String,
-    shape: [u32; 5],
-    queries: u32,
-    mask: String,
-    dtype: String,
-    #[serde(flatten)]
-    measured: Option<Measured>,
-    /// Why the combination was not measured.
-    error: Option<String>,
-}
-
-#[derive(Serialize)]
-struct Measured {
-    /// The first run, which compiles kernels.
-    first_ms: f64,
-    median_ms: f64,
-    min_ms: f64,
-    max_ms: f64,
-    gflop_per_s: f64,
-    /// None: with --backward, the oracle would take minutes.
-    max_abs_error: Option<f64>,
-    tolerance: Option<f64>,
-    /// With --verify: every row compared with the device's own result in f32.
-    every_row: Option<EveryRow>,
-}
-
-/// The comparison of every row with the result of the same device in f32.
-#[derive(Clone, Copy, Serialize)]
-struct EveryRow {
-    rows: usize,
-    max_abs_error: f64,
-}
 
 /// The times of a right result.
 struct Checked {
@@ -72,6 +34,14 @@ struct Checked {
 
 /// Runs the command.
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
+    match &args.command {
+        Some(BenchCommand::Strategies(args)) => strategies::strategies(args),
+        None => kernels(args),
+    }
+}
+
+/// Times single kernels.
+fn kernels(args: &BenchArgs) -> Result<()> {
     let List(requests) = &args.device;
     let mut devices = Vec::new();
     for place in 0..requests.len() {
@@ -335,64 +305,6 @@ impl Check<'_> {
         }
         let held = held.map(|verdict| [verdict.max_abs_error, verdict.tolerance]);
         Ok(Checked { first_ms, times_ms, held, every_row: None })
-    }
-}
-
-fn json<T: Serialize>(lines: &[T]) -> Result<String> {
-    serde_json::to_string_pretty(lines)
-        .map(|json| json + "\n")
-        .map_err(|error| Failure::run(format!("cannot print the table: {error}")))
-}
-
-fn text(lines: &[Line]) -> String {
-    let header = [
-        "device",
-        "kernel",
-        "shape",
-        "queries",
-        "mask",
-        "dtype",
-        "first ms",
-        "median ms",
-        "min ms",
-        "max ms",
-        "GFLOP/s",
-        "error",
-        "tolerance",
-        "every row",
-    ];
-    let rows = lines.iter().filter_map(|line| {
-        let m = line.measured.as_ref()?;
-        let names = [&line.device, &line.kernel].map(String::clone);
-        let case = [line.shape_text(), line.queries.to_string(), line.mask.clone(), line.dtype.clone()];
-        let ms = [m.first_ms, m.median_ms, m.min_ms, m.max_ms].map(|ms| format!("{ms:.2}"));
-        let not_held = || "not held".to_owned();
-        let errors = [m.max_abs_error, m.tolerance]
-            .map(|error| error.map_or_else(not_held, |error| format!("{error:.1e}")));
-        let every_row = match m.every_row {
-            Some(EveryRow { max_abs_error, .. }) => format!("{max_abs_error:.1e}"),
-            None => not_held(),
-        };
-        Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors, &[every_row]].concat())
-    });
-    let mut out = table(&header, rows.collect());
-    // The same error of a kernel is printed once.
-    let mut told = Vec::new();
-    for line in lines {
-        let Some(error) = &line.error else { continue };
-        let key = (&line.device, &line.kernel, error);
-        if !told.contains(&key) {
-            let (device, kernel, shape) = (&line.device, &line.kernel, line.shape_text());
-            out.push_str(&format!("\n{device} {kernel}, {shape} {} {}: {error}\n", line.mask, line.dtype));
-            told.push(key);
-        }
-    }
-    out
-}
-
-impl Line {
-    fn shape_text(&self) -> String {
-        self.shape.map(|n| n.to_string()).join(",")
     }
 }
 

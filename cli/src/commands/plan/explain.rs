@@ -188,7 +188,7 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
             let Candidate { strategy, mesh, placement } = candidate;
             plans(problem, mesh, placement, &wanted.split, strategy)
         };
-        let backward = wanted.gradients.then(|| plan(candidate.of_backward(), plan_backward));
+        let backward = wanted.gradients.then(|| plan(candidate.of_backward(problem), plan_backward));
         Ok::<_, Error>((plan(candidate, plan_world)?, backward.transpose()?))
     };
     let mut runs = Vec::new();

@@ -3,7 +3,7 @@
 mod args;
 mod explain;
 mod page;
-mod probe;
+pub(crate) mod probe;
 
 use kyklos::plan::{Explained, explain};
 use kyklos::{AttentionProblem, Mesh};

@@ -8,7 +8,7 @@ use super::slowness::waited_ns;
 use super::words::Finding;
 use crate::observe::page::model::{Page, RankFigures, Traffic};
 use crate::observe::page::parts::{
-    Head, Section, counted, document, exact, numbers, percentage, scrolled, swatch, traffic_section,
+    Head, Section, counted, document, exact, numbers, scrolled, shares, swatch, traffic_section,
 };
 use crate::observe::page::units::{duration, seconds};
 use crate::observe::record::format::{EventLine, RankLine, Spent};
@@ -105,20 +105,8 @@ fn row(record: &Record, failed: bool) -> Markup {
 /// The shares of a rank's time, side by side.
 fn spent_bar(spent: Spent) -> Markup {
     let parts = [("compute", spent.compute_ns), ("wait", waited_ns(spent)), ("copy", spent.device_copy_ns)];
-    let whole_s = parts.iter().map(|(_, ns)| seconds(*ns)).sum::<f64>().max(1e-9);
-    let mut from_s = 0.0;
-    let bars = parts.map(|(class, ns)| {
-        let at_s = from_s;
-        from_s += seconds(ns);
-        (class, at_s / whole_s, seconds(ns) / whole_s)
-    });
-    html! {
-        svg.bar aria-hidden="true" {
-            @for (class, at, share) in bars {
-                rect class=(class) x=(percentage(at)) width=(percentage(share)) height="100%" {}
-            }
-        }
-    }
+    let parts = parts.map(|(class, ns)| (class, seconds(ns)));
+    shares(&parts, parts.iter().map(|(_, part_s)| part_s).sum())
 }
 
 /// What ranks have sent to each other, by their own records.

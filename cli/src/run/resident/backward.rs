@@ -93,6 +93,7 @@ impl<Buffer> Resident<Buffer> {
                 dk,
                 dv,
                 kv_layout,
+                d_bias: None,
             };
             pollster::block_on(backend.attend_backward(args, control))?;
         }

@@ -95,6 +95,11 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Gradients of keys are sums over queries, which a fixed order of keys does not order.",
         ),
         entry(
+            "AttentionProblem::with_bias_gradient without a bias",
+            problem().with_bias_gradient(true).unwrap_err(),
+            "There is no additive bias tensor: also for a mask, which has no gradient.",
+        ),
+        entry(
             "Session::backward with a gradient of 5 tokens for q of 4",
             of_shape(),
             "A tensor that does not fit q.",

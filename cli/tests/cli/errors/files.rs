@@ -20,6 +20,7 @@ pub(super) fn make(folder: &Path) {
     cluster_files(folder);
     descriptions(folder);
     fs::create_dir(folder.join("folder")).unwrap();
+    cells(folder);
     let path = |name: &str| folder.join(name).to_string_lossy().into_owned();
     succeeds(&kyklos(&["certs", "init", "--authority", &path("authority")]));
     let issue =
@@ -29,6 +30,15 @@ pub(super) fn make(folder: &Path) {
     let invite =
         ["certs", "invite", "--coordinator", "127.0.0.1:29600", "--world", "2", "--output", &invitation];
     succeeds(&kyklos(&invite));
+}
+
+/// Folders of a bench: of another group, and with something else in the file of the cells.
+fn cells(folder: &Path) {
+    let header = r#"{"header":{"release":"0","ranks":7,"processes":false,"transport":"quic","devices":[],"repeat":1}}"#;
+    for (name, line) in [("cells", header), ("no-cells", "my notes")] {
+        fs::create_dir(folder.join(name)).unwrap();
+        fs::write(folder.join(name).join("cells.jsonl"), format!("{line}\n")).unwrap();
+    }
 }
 
 fn safetensors(folder: &Path, name: &str, tensors: &[Shape<'_>], value: f32) {

@@ -2,6 +2,7 @@
 //! quote the operating system.
 
 mod backward;
+mod benches;
 mod bias;
 mod caches;
 mod files;
@@ -38,6 +39,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a buffer with the usages {:?}", OWN_DEVICE),
     ("a wgpu buffer for {}", OWN_DEVICE),
     ("a backward pass on {} ({})", "a gradient in a browser tab"),
+    ("the gradient of a bias tensor on {} ({})", "the gradient of a bias on a GPU"),
     (
         "rank {rank} describes its call in a form that this release does not know",
         "a group of ranks with different releases",

@@ -2,6 +2,7 @@
 //! `DIR` is a folder with the files of `files.rs`. `@` is `attend --shape 1,64,8,2,64`.
 
 use super::Group;
+use super::benches::BENCHES;
 use super::outputs::OUTPUTS;
 
 pub(super) const GROUPS: &[Group] = &[
@@ -87,6 +88,7 @@ pub(super) const GROUPS: &[Group] = &[
                 "attend --shape 1,65536,8,2,64 --grad --verify",
                 "The oracle computes all gradients of one KV head in f64.",
             ),
+            ("@ --grad --grad-bias", "A call without a bias, or with a mask, which has no gradient."),
             ("launch -n 2 -- @ --grad --on-loss finish", "Sums of gradients of several ranks are under way."),
             ("attend --shape 1,64,3,3,64 --mesh 4x1", "Ulysses gives every rank at least one query head."),
             ("@ --mesh 2x2 --strategy ring", "The strategy and the mesh contradict each other."),
@@ -221,12 +223,13 @@ pub(super) const GROUPS: &[Group] = &[
             ("attend --input DIR/mask-batch", "One for each batch entry, or one for all."),
         ],
     },
+    BENCHES,
     OUTPUTS,
     Group {
         title: "Launchers, and several processes",
         about: "Flags, variables, a cluster file or the environment of a launcher assign the ranks: [deploy](deploy.md).",
         entries: &[
-            ("launch -n 2 -- devices", "Only `attend` runs on several processes."),
+            ("launch -n 2 -- devices", "Only `attend` and `bench strategies` run on several processes."),
             ("launch -n 9999 -- attend --shape 1,64,8,2,64", "For more processes use more hosts."),
             ("launch -n 2 -- attend --shape 1,64,8,2,64 --ranks 2", "Every process is one rank already."),
             ("launch -n 2 -- attend --shape 1,64,8,2,64 --rank 0", "The launcher assigns the ranks."),

@@ -16,7 +16,7 @@ const QUERIES: &str = "backward_queries.h";
 const KEYS: &str = "backward_keys.h";
 
 const BUGS: [Bug; 29] = [
-    bug("copies are not waited for", TILES, "copy_async_wait<0>();", ""),
+    bug("copies are not waited for", TILES, "copy_async_wait<0>();", ";"),
     bug("no barrier between copies and readers", TILES, "barrier_or(odd_here(stage, here))", "false"),
     bug(
         "the next tile goes to the stage that is read",
@@ -26,11 +26,16 @@ const BUGS: [Bug; 29] = [
     ),
     bug("P of a hidden pair is not selected", TILES, "score = hidden ? 0.0f : p;", "score = p;"),
     bug("dS of a hidden pair is not selected", TILES, "dp = hidden ? 0.0f : p * d;", "dp = p * d;"),
-    bug("no slope of the softcap", TILES, "d *= fused(-t, t, 1.0f);", ""),
+    bug("no slope of the softcap", TILES, "d *= fused(-t, t, 1.0f);", ";"),
     bug("no delta", TILES, "d = dp - delta;", "d = dp;"),
     bug("dS beyond the range of f16", TILES, "if (!Lift<T>::NARROW) return;", "return;"),
-    bug("the sum so far keeps its factor", TILES, "acc[j][i] *= by;", ""),
-    bug("the largest dS of two of four lanes", TILES, "of_row = larger(of_row, shuffle_xor(of_row, 2));", ""),
+    bug("the sum so far keeps its factor", TILES, "acc[j][i] *= by;", ";"),
+    bug(
+        "the largest dS of two of four lanes",
+        TILES,
+        "of_row = larger(of_row, shuffle_xor(of_row, 2));",
+        ";",
+    ),
     bug("P keeps a factor", TILES, "BACK = 1.0f / 4096.0f", "BACK = 1.0f / 2048.0f"),
     bug(
         "moving rows in another order",
@@ -49,11 +54,11 @@ const BUGS: [Bug; 29] = [
         "NaN of hidden pairs is multiplied by 0",
         TILES,
         "if (Mine::odd(u16(b[i]))) b[i] &= 0xffff0000u;",
-        "",
+        ";",
     ),
-    bug("NaN reaches hidden pairs", TILES, "if (!seen(n, half)) continue;", ""),
-    bug("NaN reaches no pair", TILES, "acc[j][2 * half + 1] += weight * T::high(pair);", ""),
-    bug("a row without visible keys counts", "backward.h", "if (stats[0] == -EMPTY_M) return;", ""),
+    bug("NaN reaches hidden pairs", TILES, "if (!seen(n, half)) continue;", ";"),
+    bug("NaN reaches no pair", TILES, "acc[j][2 * half + 1] += weight * T::high(pair);", ";"),
+    bug("a row without visible keys counts", "backward.h", "if (stats[0] == -EMPTY_M) return;", ";"),
     bug(
         "all batch entries have the mask of the first",
         "backward.h",
@@ -72,11 +77,11 @@ const BUGS: [Bug; 29] = [
         "rows behind the last are written",
         QUERIES,
         "if (numbers[half].span.lo >= numbers[half].span.hi) continue;",
-        "",
+        ";",
     ),
     bug("one query head of the group", KEYS, "args.readers[at.kv_head + 1]", "args.readers[at.kv_head] + 1"),
     bug("the numbers of rows are in one stage", KEYS, "store_shared(into + 2", "store_shared(stages + 2"),
-    bug("keys behind the last are written", KEYS, "if (key >= attend.keys) continue;", ""),
+    bug("keys behind the last are written", KEYS, "if (key >= attend.keys) continue;", ";"),
     bug("dK, dV: no tile is tested against the mask", KEYS, "return !tile.now.full() ||", "return false &&"),
     bug(
         "a full tile with a row that counts for no key",
@@ -256,7 +261,7 @@ pub(super) fn in_f32() -> Planted {
 }
 
 const SMALL: [Bug; 7] = [
-    bug("no gradient of the log-sum-exp", "row_stats.h", "if (args.d_lse) delta -= args.d_lse[row];", ""),
+    bug("no gradient of the log-sum-exp", "row_stats.h", "if (args.d_lse) delta -= args.d_lse[row];", ";"),
     bug("delta of half of the lanes", "row_stats.h", "for (u32 apart = 16;", "for (u32 apart = 8;"),
     bug("a row that saw no key keeps its log-sum-exp", "row_stats.h", "dead ? -EMPTY_M : lse", "lse"),
     bug("a row that saw no key has a delta", "row_stats.h", "dead ? 0.0f : delta", "delta"),

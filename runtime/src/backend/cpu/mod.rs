@@ -190,6 +190,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn supports_bias_gradient(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn backward_tile_shape(&self, _problem: &AttentionProblem, _shape: StateShape) -> TileShape {
         backward::TILE
     }

@@ -57,7 +57,7 @@ pub use variant::KernelChoice;
 
 use super::{
     Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
-    StateMut, StateShape,
+    StateMut, StateShape, no_bias_gradient,
 };
 use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
 use codes::Direction;
@@ -218,6 +218,9 @@ impl Backend for WgpuBackend {
 
     async fn attend_backward(&self, args: AttendBackward<'_, WgpuBuffer>, control: &Control) -> Result<()> {
         self.gpu.check()?;
+        if args.d_bias.is_some() {
+            return Err(no_bias_gradient(self.info()));
+        }
         backward::attend_backward(self, args, control).await
     }
 

@@ -13,7 +13,7 @@ use crate::{Result, TokenRuns, lower};
 impl RankProof<'_> {
     /// Checks [`Step::AttendBackward`].
     pub(super) fn attend_backward(&mut self, step: &Step) -> Result<()> {
-        let Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias } = step else { return Ok(()) };
+        let Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias, d_bias } = step else { return Ok(()) };
         let inputs = [
             (q, Content::Query),
             (d_o, Content::OutputGrad),
@@ -53,9 +53,28 @@ impl RankProof<'_> {
         if let Some(key) = self.lives[dq.0].met.meet(&keys) {
             return self.fault(format!("{} meets key {key} twice", self.name(*dq)));
         }
-        self.same_keys(kv, d_kv)?;
-        let queries = self.tokens(q).into_owned();
-        self.contribute(d_kv, Contribution { keys: d_kv.tokens.clone(), queries, q_heads })
+        self.same_rows(kv, d_kv, Content::KeyValueGradSum)?;
+        let others = self.tokens(q).into_owned();
+        let of_keys = Contribution { rows: d_kv.tokens.clone(), others, q_heads: q_heads.clone() };
+        self.contribute(d_kv, of_keys)?;
+        match (bias, d_bias) {
+            (Some(bias), Some(d_bias)) if self.world.problem.bias_gradient => {
+                self.same_rows(bias, d_bias, Content::BiasGradSum)?;
+                let others = keys.into_owned();
+                self.contribute(d_bias, Contribution { rows: d_bias.tokens.clone(), others, q_heads })
+            }
+            (Some(_), None) if !self.world.problem.bias_gradient => Ok(()),
+            (None, None) => Ok(()),
+            _ => self.fault("the step and the problem do not agree whether it computes dbias".to_owned()),
+        }
+    }
+
+    /// Checks that the result holds the gradient of every visible pair of its rows, once.
+    pub(super) fn bias_sum_is_complete(&mut self, id: BufferId) -> Result<()> {
+        let problem = &self.world.problem;
+        let (all, q_heads) = (TokenRuns::contiguous(0..problem.kv_len), 0..problem.q_heads);
+        self.sum(id, Content::BiasGradSum)?;
+        self.holds_once(&self.plan.whole(id), &all, &q_heads)
     }
 
     /// Checks [`Step::Accumulate`].
@@ -68,8 +87,9 @@ impl RankProof<'_> {
         if self.plan.buffer(from).content == Content::QueryGradSum {
             return self.accumulate_queries(from, into);
         }
-        self.sum(from, Content::KeyValueGradSum)?;
-        self.same_keys(&whole, into)?;
+        let content = self.plan.buffer(from).content;
+        self.sum(from, content)?;
+        self.same_rows(&whole, into, content)?;
         self.carry_over(&whole, into)
     }
 
@@ -96,10 +116,17 @@ impl RankProof<'_> {
         }
     }
 
-    /// Checks a copy of a part of a sum of gradients of keys into another sum.
+    /// Checks a copy of a part of a sum of gradients of keys or of a bias into another sum.
     pub(super) fn copy_sum(&mut self, from: &Slice, into: &Slice) -> Result<()> {
         self.not_empty(from)?;
-        self.sum(from.buffer, Content::KeyValueGradSum)?;
+        let content = self.plan.buffer(from.buffer).content;
+        if content == Content::QueryGradSum {
+            return self.fault(format!(
+                "{} is a sum of gradients of queries, and is copied",
+                self.name(from.buffer)
+            ));
+        }
+        self.sum(from.buffer, content)?;
         self.same_meaning(from, into)?;
         if self.lives[into.buffer.0].live {
             return self.fault(format!("{} is a sum, and is copied to", self.name(into.buffer)));
@@ -113,8 +140,11 @@ impl RankProof<'_> {
     /// Checks that a complete sum is rounded to the storage type.
     pub(super) fn round_sum(&mut self, from: &Slice, into: BufferId) -> Result<()> {
         let sum = self.plan.buffer(from.buffer);
-        let becomes =
-            if sum.content == Content::QueryGradSum { Content::QueryGrad } else { Content::KeyValueGrad };
+        let becomes = match sum.content {
+            Content::QueryGradSum => Content::QueryGrad,
+            Content::KeyValueGradSum => Content::KeyValueGrad,
+            _ => return self.fault(format!("{} is rounded", self.name(from.buffer))),
+        };
         self.sum(from.buffer, sum.content)?;
         if *from != self.plan.whole(from.buffer) {
             return self.fault(format!("only a part of {} is rounded", self.name(from.buffer)));
@@ -132,7 +162,8 @@ impl RankProof<'_> {
         self.write(&self.plan.whole(into))
     }
 
-    /// Checks that a sum of gradients is sent with the contributions that it declares: of keys any part of it, of queries the whole.
+    /// Checks that a sum of gradients is sent with the contributions that it declares: of keys or a bias any part of it, of queries
+    /// the whole.
     /// From then on it is only read.
     pub(super) fn send_sum(&mut self, part: &Slice) -> Result<()> {
         self.in_bounds(part)?;
@@ -147,7 +178,7 @@ impl RankProof<'_> {
             self.lives[id.0].sent = true;
             return Ok(());
         }
-        self.sum(id, Content::KeyValueGradSum)?;
+        self.sum(id, buffer.content)?;
         self.holds_once(part, &buffer.met, &buffer.met_heads)?;
         self.lives[id.0].sent = true;
         Ok(())
@@ -161,14 +192,20 @@ impl RankProof<'_> {
         if self.plan.buffer(id).content == Content::QueryGradSum {
             return self.receive_sum_of_queries(id);
         }
-        self.sum(id, Content::KeyValueGradSum)?;
         let buffer = self.plan.buffer(id);
-        let (queries, q_heads) = (buffer.met.clone(), buffer.met_heads.clone());
-        let problem = &self.world.problem;
-        if queries.runs().iter().any(|run| run.last() >= problem.q_len) || q_heads.end > problem.q_heads {
-            return self.fault(format!("{} has met queries that do not exist", self.name(id)));
+        self.sum(id, buffer.content)?;
+        let (others, q_heads) = (buffer.met.clone(), buffer.met_heads.clone());
+        let exist = self.others(buffer.content);
+        if others.runs().iter().any(|run| run.last() >= exist) || q_heads.end > self.world.problem.q_heads {
+            return self.fault(format!("{} has met tokens or heads that do not exist", self.name(id)));
         }
-        self.contribute(&self.plan.whole(id), Contribution { keys: 0..buffer.tokens.len(), queries, q_heads })
+        self.contribute(&self.plan.whole(id), Contribution { rows: 0..buffer.tokens.len(), others, q_heads })
+    }
+
+    /// Number of tokens that the rows of a sum can meet: queries for keys, keys for the rows of a bias.
+    fn others(&self, content: Content) -> u32 {
+        let problem = &self.world.problem;
+        if content.is_of_keys() { problem.q_len } else { problem.kv_len }
     }
 
     fn receive_sum_of_queries(&mut self, id: BufferId) -> Result<()> {
@@ -207,33 +244,34 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Checks that two slices are of the same keys and heads, the second of a sum.
-    fn same_keys(&mut self, keys: &Slice, sum: &Slice) -> Result<()> {
+    /// Checks that two slices are of the same tokens and heads, the second of a sum of this content.
+    fn same_rows(&mut self, rows: &Slice, sum: &Slice, content: Content) -> Result<()> {
         self.in_bounds(sum)?;
-        self.sum(sum.buffer, Content::KeyValueGradSum)?;
-        if self.tokens(keys) == self.tokens(sum) && self.plan.slice_heads(keys) == self.plan.slice_heads(sum)
+        self.sum(sum.buffer, content)?;
+        if self.tokens(rows) == self.tokens(sum) && self.plan.slice_heads(rows) == self.plan.slice_heads(sum)
         {
             return Ok(());
         }
         self.fault(format!(
-            "{} is not of the keys and heads of {}",
+            "{} is not of the tokens and heads of {}",
             self.name(sum.buffer),
-            self.name(keys.buffer)
+            self.name(rows.buffer)
         ))
     }
 
-    /// Adds the contributions to the slice `from` to the slice `into`, which is of the same keys.
+    /// Adds the contributions to the slice `from` to the slice `into`, which is of the same rows.
     fn carry_over(&mut self, from: &Slice, into: &Slice) -> Result<()> {
+        let content = self.plan.buffer(from.buffer).content;
         for contribution in self.lives[from.buffer.0].contributions.clone() {
-            let start = contribution.keys.start.max(from.tokens.start);
-            let end = contribution.keys.end.min(from.tokens.end);
+            let start = contribution.rows.start.max(from.tokens.start);
+            let end = contribution.rows.end.min(from.tokens.end);
             if start < end {
                 let at = |position: usize| position - from.tokens.start + into.tokens.start;
-                self.sum(into.buffer, Content::KeyValueGradSum)?;
-                self.contribute(into, Contribution { keys: at(start)..at(end), ..contribution })?;
+                self.sum(into.buffer, content)?;
+                self.contribute(into, Contribution { rows: at(start)..at(end), ..contribution })?;
             }
         }
-        self.sum(into.buffer, Content::KeyValueGradSum)
+        self.sum(into.buffer, content)
     }
 
     fn contribute(&mut self, into: &Slice, contribution: Contribution) -> Result<()> {
@@ -242,66 +280,70 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Checks that each key of `part` has the gradients of exactly the queries `queries` in the query heads `q_heads`, each once.
-    /// A query that sees none of the keys may be left out.
-    fn holds_once(&self, part: &Slice, queries: &TokenRuns, q_heads: &Range<u32>) -> Result<()> {
+    /// Checks that each row of `part`, a key or a query's row of a bias, has met exactly the tokens `others` in the query heads
+    /// `q_heads`, each once. A pair that the mask hides may be left out.
+    fn holds_once(&self, part: &Slice, others: &TokenRuns, q_heads: &Range<u32>) -> Result<()> {
         let problem = &self.world.problem;
         let buffer = self.plan.buffer(part.buffer);
+        let of_keys = buffer.content.is_of_keys();
+        let other = if of_keys { "query" } else { "key" };
         let name = || self.name(part.buffer);
         let all: Vec<&Contribution> = {
             let inside =
-                |of: &&Contribution| of.keys.start < part.tokens.end && part.tokens.start < of.keys.end;
+                |of: &&Contribution| of.rows.start < part.tokens.end && part.tokens.start < of.rows.end;
             self.lives[part.buffer.0].contributions.iter().filter(inside).collect()
         };
-        if let Some(other) =
+        if let Some(of) =
             all.iter().find(|of| of.q_heads.start < q_heads.start || of.q_heads.end > q_heads.end)
         {
-            return self.fault(format!(
-                "{} has gradients of query heads {:?}, not {q_heads:?}",
-                name(),
-                other.q_heads
-            ));
+            let fault = format!("{} has gradients of query heads {:?}, not {q_heads:?}", name(), of.q_heads);
+            return self.fault(fault);
         }
-        // Between two bounds all keys, and all heads, have the same contributions.
+        // Between two bounds all rows, and all heads, have the same contributions.
         let bounds = |ends: Range<u32>, of: &dyn Fn(&Contribution) -> Range<u32>| -> Vec<u32> {
             let inner = all.iter().flat_map(|one| [of(one).start, of(one).end]);
             let all: BTreeSet<u32> = inner.chain([ends.start, ends.end]).collect();
             all.into_iter().filter(|bound| (ends.start..=ends.end).contains(bound)).collect()
         };
         let position = |position: usize| u32::try_from(position).unwrap_or(u32::MAX);
-        let keys = bounds(position(part.tokens.start)..position(part.tokens.end), &|of| {
-            position(of.keys.start)..position(of.keys.end)
+        let rows = bounds(position(part.tokens.start)..position(part.tokens.end), &|of| {
+            position(of.rows.start)..position(of.rows.end)
         });
         let heads = bounds(q_heads.clone(), &|of| of.q_heads.clone());
-        let mut declared = MetKeys::none(problem.q_len);
-        if declared.meet(queries).is_some() {
-            return self.fault(format!("{} declares a query twice", name()));
+        let none = MetKeys::none(self.others(buffer.content));
+        let mut declared = none.clone();
+        if declared.meet(others).is_some() {
+            return self.fault(format!("{} declares a {other} twice", name()));
         }
-        let others = declared.gaps();
-        for (keys, head) in
-            keys.windows(2).flat_map(|keys| heads.windows(2).map(move |heads| (keys, heads[0])))
+        let undeclared = declared.gaps();
+        for (rows, head) in
+            rows.windows(2).flat_map(|rows| heads.windows(2).map(move |heads| (rows, heads[0])))
         {
-            let tokens = buffer.tokens.slice(keys[0] as usize..keys[1] as usize);
-            let mut met = MetKeys::none(problem.q_len);
+            let tokens = buffer.tokens.slice(rows[0] as usize..rows[1] as usize);
+            let mut met = none.clone();
             for of in &all {
-                let here = of.keys.contains(&(keys[0] as usize)) && of.q_heads.contains(&head);
-                let twice = if here { met.meet(&of.queries) } else { None };
-                if let Some(query) = twice {
-                    return self.fault(format!("{} counts query {query} twice for keys {tokens}", name()));
+                let here = of.rows.contains(&(rows[0] as usize)) && of.q_heads.contains(&head);
+                let twice = if here { met.meet(&of.others) } else { None };
+                if let Some(token) = twice {
+                    return self
+                        .fault(format!("{} counts {other} {token} twice for tokens {tokens}", name()));
                 }
             }
             let gaps = met.gaps();
             let missing: Vec<u32> =
-                queries.iter().filter(|query| gaps.first_in(*query..query + 1).is_some()).collect();
-            let undeclared = met.keys().iter().find(|query| others.first_in(*query..query + 1).is_some());
-            if let Some(query) = undeclared {
-                return self
-                    .fault(format!("{} has gradients of query {query}, which it does not declare", name()));
+                others.iter().filter(|token| gaps.first_in(*token..token + 1).is_some()).collect();
+            let more = met.keys().iter().find(|token| undeclared.first_in(*token..token + 1).is_some());
+            if let Some(token) = more {
+                return self.fault(format!(
+                    "{} has gradients of {other} {token}, which it does not declare",
+                    name()
+                ));
             }
             let missing = TokenRuns::from_positions(missing);
-            if !missing.is_empty() && lower::any_visible(problem, &missing, &tokens) {
+            let (queries, keys) = if of_keys { (&missing, &tokens) } else { (&tokens, &missing) };
+            if !missing.is_empty() && lower::any_visible(problem, queries, keys) {
                 return self.fault(format!(
-                    "{} lacks gradients of queries {missing} in head {head} for keys {tokens}",
+                    "{} lacks gradients of {other} tokens {missing} in head {head} for tokens {tokens}",
                     name()
                 ));
             }

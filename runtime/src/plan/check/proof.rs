@@ -12,13 +12,13 @@ use crate::{Error, Result, TokenRuns};
 /// A rectangle of a buffer that has been written: list positions × heads.
 pub(super) type Area = (std::ops::Range<usize>, std::ops::Range<u32>);
 
-/// What was added to a part of a sum of gradients of keys.
+/// What was added to a part of a sum of gradients of keys, or of rows of a bias.
 #[derive(Clone, Debug)]
 pub(super) struct Contribution {
-    /// List positions of the keys in the buffer.
-    pub(super) keys: std::ops::Range<usize>,
-    /// The queries and the query heads whose gradients it is.
-    pub(super) queries: TokenRuns,
+    /// List positions of these keys, or of the queries of these rows, in the buffer.
+    pub(super) rows: std::ops::Range<usize>,
+    /// The queries that met these keys, or the keys that met these queries.
+    pub(super) others: TokenRuns,
     pub(super) q_heads: std::ops::Range<u32>,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Life {
     pub(super) arriving: Option<u32>,
     /// For a state, and for a sum of gradients of queries: the keys it has met.
     pub(super) met: MetKeys,
-    /// For a sum of gradients of keys.
+    /// For a sum of gradients of keys or of a bias.
     pub(super) contributions: Vec<Contribution>,
     pub(super) live: bool,
     freed: bool,
@@ -63,7 +63,10 @@ impl<'a> RankProof<'a> {
     pub(super) fn new(world: &'a World, plan: &'a Plan) -> Self {
         let lives = plan.buffers.iter().map(|_| Life::default()).collect();
         // Held from the start to the end, and in no buffer of the plan.
-        let bytes = world.problem.shared_bias_bytes();
+        let mut bytes = world.problem.shared_bias_bytes();
+        if plan.gradients.is_some() {
+            bytes += world.problem.shared_bias_gradient_bytes();
+        }
         Self {
             world,
             plan,

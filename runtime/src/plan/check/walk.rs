@@ -19,8 +19,11 @@ impl<'a> RankProof<'a> {
         if let Some((id, _)) = self.exchanges.iter().find(|(_, posted)| !posted.waited) {
             return self.fault(format!("exchange {id} is never waited for"));
         }
-        for result in std::iter::once(self.plan.output).chain(self.plan.gradients.map(|own| own.d_kv)) {
-            self.must_be_written(&self.plan.whole(result))?;
+        for result in self.plan.results() {
+            match self.plan.buffer(result).content {
+                Content::BiasGradSum => self.bias_sum_is_complete(result)?,
+                _ => self.must_be_written(&self.plan.whole(result))?,
+            }
         }
         let left = (0..self.lives.len()).map(BufferId).find(|id| {
             self.lives[id.0].live
@@ -38,7 +41,9 @@ impl<'a> RankProof<'a> {
         let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
             let (tokens, heads) = match buffer.content {
-                Content::Bias => (problem.q_len, problem.query_bias().map_or(0, |pairs| pairs.heads)),
+                Content::Bias | Content::BiasGradSum => {
+                    (problem.q_len, problem.query_bias().map_or(0, |pairs| pairs.heads))
+                }
                 content if content.is_of_keys() => (problem.kv_len, problem.kv_heads),
                 _ => (problem.q_len, problem.q_heads),
             };
@@ -68,7 +73,17 @@ impl<'a> RankProof<'a> {
             return self
                 .fault("the plan and its world do not agree whether it computes gradients".to_owned());
         }
+        let d_bias = self.plan.gradients.and_then(|own| own.d_bias);
+        if self.plan.gradients.is_some()
+            && d_bias.is_some() != (problem.bias_gradient && problem.query_bias().is_some())
+        {
+            return self.fault(
+                "the plan and the problem do not agree whether there is a gradient of a bias tensor"
+                    .to_owned(),
+            );
+        }
         let pairs = self.plan.bias.zip(problem.query_bias());
+        let of_bias = d_bias.zip(problem.query_bias());
         let output = if self.world.direction.is_forward() { Content::Output } else { Content::QueryGrad };
         let of_gradients = self.plan.gradients.map(|own| {
             [
@@ -85,6 +100,7 @@ impl<'a> RankProof<'a> {
         .into_iter()
         .chain(of_gradients.into_iter().flatten())
         .chain(pairs.map(|(id, pairs)| (id, Content::Bias, q_tokens, pairs.heads)))
+        .chain(of_bias.map(|(id, pairs)| (id, Content::BiasGradSum, q_tokens, pairs.heads)))
         {
             let buffer = self.plan.buffers.get(id.0).filter(|buffer| {
                 buffer.content == content && buffer.tokens == *tokens && buffer.heads == (0..heads)

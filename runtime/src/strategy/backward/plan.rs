@@ -80,6 +80,12 @@ fn has_backward(problem: &AttentionProblem, strategy: Strategy) -> Result<()> {
             "use another strategy, as ring or unified; the forward pass may have any strategy",
         );
     }
+    if strategy.splits_bias_gradient(problem) {
+        return refuse(
+            format!("with strategy {strategy} and the gradient of a bias tensor"),
+            "use a strategy that sends keys, as ring or unified: then each row of this gradient is complete where its query is",
+        );
+    }
     if problem.same_queries {
         return refuse("with all queries on every rank".to_owned(), "give each query one owner");
     }
@@ -133,6 +139,7 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
         going_out = chunks.peek().map(|next| all_to_all::post_tokens_for_heads(&mut builder, *next));
         let Sums { dq, d_kv, replicated } = round(&mut builder, routes, inputs);
         parts.extend(replicated);
+        let d_bias = inputs.gradient.and_then(|gradient| gradient.d_bias);
         let dq = rounded(&mut builder, dq, "dq", Content::QueryGrad);
         let d_kv = if shared {
             let q_heads = chunk.q_heads(&builder, u);
@@ -141,7 +148,8 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
         } else {
             rounded(&mut builder, d_kv, "dkv", Content::KeyValueGrad)
         };
-        let posted = all_to_all::post_heads_for_tokens(&mut builder, chunk, &[dq, d_kv], home);
+        let mine: Vec<BufferId> = [dq, d_kv].into_iter().chain(d_bias).collect();
+        let posted = all_to_all::post_heads_for_tokens(&mut builder, chunk, &mine, home);
         if let Some(before) = going_home.replace(posted) {
             all_to_all::take_tokens(&mut builder, before);
         }

@@ -104,6 +104,7 @@ impl<'a, B: Backend> OnDevice<'a, B> {
                 dk,
                 dv,
                 kv_layout: of_kv,
+                d_bias: None,
             };
             self.backend.attend_backward(args, control).await?;
         }

@@ -55,10 +55,7 @@ impl Oracle<'_> {
             dk: elements(problem.kv_shape()),
             dv: elements(problem.kv_shape()),
             d_sinks: vec![0.0; problem.sinks.len()],
-            d_bias: match self.pairs {
-                Some(OraclePairs { values: PairValues::Bias(values), .. }) => vec![0.0; values.len()],
-                _ => Vec::new(),
-            },
+            d_bias: vec![0.0; self.bias_elements()],
         };
         for id in problem.row_ids() {
             let d_lse = d_lse.map_or(0.0, |d_lse| d_lse.get(problem.lse_index(id)));
@@ -126,8 +123,16 @@ impl Oracle<'_> {
         seen
     }
 
+    /// Elements of the additive bias tensor; 0 without one.
+    pub(crate) fn bias_elements(&self) -> usize {
+        match self.pairs {
+            Some(OraclePairs { values: PairValues::Bias(values), .. }) => values.len(),
+            _ => 0,
+        }
+    }
+
     /// Where the additive bias tensor holds the term of a pair.
-    fn bias_index(&self, id: RowId, key: usize) -> Option<usize> {
+    pub(crate) fn bias_index(&self, id: RowId, key: usize) -> Option<usize> {
         let pairs = self.pairs.filter(|pairs| matches!(pairs.values, PairValues::Bias(_)))?;
         let of = |extent: usize, index: usize| if extent == 1 { 0 } else { index };
         let row = (of(pairs.batch, id.batch) * pairs.heads + of(pairs.heads, id.head)) * pairs.queries

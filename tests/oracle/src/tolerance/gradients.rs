@@ -165,10 +165,10 @@ impl fmt::Display for GradientLimit {
 /// Gradients of plain f32 arithmetic.
 #[derive(Clone, Debug)]
 pub struct NaiveGradients {
-    /// The gradients; d_bias stays empty.
+    /// The gradients.
     pub gradients: Gradients,
-    /// The size of the rounded numbers of dQ, dK, dV and dSinks; see the module.
-    pub scales: [f64; 4],
+    /// The size of the rounded numbers of dQ, dK, dV, dSinks and dBias; see the module.
+    pub scales: [f64; 5],
 }
 
 /// The gradients with every operation in f32, one accumulator for each sum. The output is rounded to `dtype` before
@@ -185,7 +185,9 @@ pub fn naive_f32_gradients(
     let (mut dq, mut dk, mut dv) =
         (zeros(problem.q_shape()), zeros(problem.kv_shape()), zeros(problem.kv_shape()));
     let mut d_sinks = vec![0.0_f32; problem.sinks.len()];
-    let mut squares = [dq.len(), dk.len(), dv.len(), d_sinks.len()].map(|len| vec![0.0_f64; len]);
+    let mut d_bias = vec![0.0_f32; oracle.bias_elements()];
+    let mut squares =
+        [dq.len(), dk.len(), dv.len(), d_sinks.len(), d_bias.len()].map(|len| vec![0.0_f64; len]);
     let [q, k, v] = oracle.tensors();
     let dim = problem.head_dim;
     let narrow = |tensor: Tensor4<'_>, batch, token, head| -> Vec<f32> {
@@ -226,8 +228,14 @@ pub fn naive_f32_gradients(
                 }
             };
             let p = (x + term as f32 - lse).exp();
-            let ds = p * (dot(&grad, &vs) - delta) * slope * scale;
-            let ds_size = f64::from((p * slope * scale).abs()) * (size(&grad, &vs) + delta_size);
+            let dx = p * (dot(&grad, &vs) - delta);
+            let dx_size = f64::from(p.abs()) * (size(&grad, &vs) + delta_size);
+            if let Some(at) = oracle.bias_index(row.id, key) {
+                d_bias[at] += dx;
+                squares[4][at] += dx_size.powi(2);
+            }
+            let ds = dx * slope * scale;
+            let ds_size = f64::from((slope * scale).abs()) * dx_size;
             let kv_at = ((batch * problem.kv_len + key) * problem.kv_heads + kv_head) * dim;
             for d in 0..dim {
                 dq[dq_at + d] += ds * ks[d];
@@ -240,11 +248,11 @@ pub fn naive_f32_gradients(
         }
     }
     let wide = |narrow: Vec<f32>| narrow.into_iter().map(f64::from).collect();
-    let (dq, dk, dv, d_sinks) = (wide(dq), wide(dk), wide(dv), wide(d_sinks));
+    let [dq, dk, dv, d_sinks, d_bias] = [dq, dk, dv, d_sinks, d_bias].map(wide);
     let rms = |squares: Vec<f64>| {
         let finite: Vec<f64> = squares.into_iter().filter(|square| square.is_finite()).collect();
         (finite.iter().sum::<f64>() / finite.len().max(1) as f64).sqrt()
     };
-    let gradients = Gradients { dq, dk, dv, d_sinks, d_bias: Vec::new() };
+    let gradients = Gradients { dq, dk, dv, d_sinks, d_bias };
     Ok(NaiveGradients { gradients, scales: squares.map(rms) })
 }

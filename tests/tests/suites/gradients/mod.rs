@@ -1,5 +1,6 @@
 //! Gradients: of sessions against the oracle, alone and on groups of ranks.
 
+mod bias;
 mod calls;
 mod prepared;
 mod traps;
@@ -45,7 +46,7 @@ fn assert_alone(case: &GradientCase, device: &Device) {
 fn one_rank_agrees_with_the_oracle_in_every_case() {
     for dtype in Dtype::ALL {
         for case in cases() {
-            assert_alone(&GradientCase::new(case, dtype), &Device::cpu());
+            assert_alone(&GradientCase::new(case, dtype).with_bias_gradient(), &Device::cpu());
         }
     }
 }

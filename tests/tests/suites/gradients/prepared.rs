@@ -7,8 +7,8 @@ use kyklos::backend::Device;
 use kyklos::host::{HostLayout, bias_layout, layouts, shard};
 use kyklos::local::on_threads;
 use kyklos::{
-    Attention, Dtype, Execution, Gradients, Mesh, Placement, Saved, Session, Strategy, Tensor, TokenRuns,
-    plan_placed,
+    Attention, AttentionProblem, Dtype, Execution, Gradients, Mesh, Placement, Saved, Session, Strategy,
+    Tensor, TokenRuns, plan_placed,
 };
 use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::tolerance::GradientComparison;
@@ -28,11 +28,12 @@ pub struct Sharing {
 
 /// Runs of a case.
 pub trait OnSessions {
-    /// Attends forward, and backward with the strategy of `sharing.execution`. The errors of dQ, dK, dV and dSinks.
+    /// Attends forward, and backward with the strategy of `sharing.execution`. The errors of dQ, dK, dV, dSinks and, if the problem
+    /// asks for it, dBias.
     fn run(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<GradientComparison>;
 
-    /// dQ, dK, dV and dSinks of the whole problem.
-    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> [Vec<f64>; 4] {
+    /// These gradients of the whole problem.
+    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<Vec<f64>> {
         self.gradients_on(group, sharing, |transport| Session::new(transport, sharing.device.clone()))
     }
 
@@ -42,7 +43,7 @@ pub trait OnSessions {
         group: Vec<Arc<dyn Transport>>,
         sharing: &Sharing,
         open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
-    ) -> [Vec<f64>; 4];
+    ) -> Vec<Vec<f64>>;
 }
 
 impl OnSessions for GradientCase {
@@ -55,7 +56,7 @@ impl OnSessions for GradientCase {
         group: Vec<Arc<dyn Transport>>,
         sharing: &Sharing,
         open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
-    ) -> [Vec<f64>; 4] {
+    ) -> Vec<Vec<f64>> {
         let Sharing { mesh, q, kv, forward, execution, .. } = sharing;
         let problem = &self.prepared.problem;
         let world = plan_placed(problem, *mesh, q.clone(), kv.clone(), *forward).unwrap();
@@ -71,6 +72,7 @@ impl OnSessions for GradientCase {
             Some(softcap) => base.softcap(softcap),
             None => base,
         };
+        let base = if problem.bias_gradient { base.bias_gradient() } else { base };
         let done = on_threads(group, |transport| {
             let rank = transport.rank();
             let tokens = world.q_placement.of_rank(rank);
@@ -102,10 +104,15 @@ impl OnSessions for GradientCase {
         });
         let mut whole = [q_layout, kv_layout, kv_layout].map(|layout| vec![0xFF; layout.bytes()]);
         let mut d_sinks = vec![0.0; problem.sinks.len()];
+        let mut d_bias = problem.bias_gradient.then(|| vec![0.0; self.right.d_bias.len()]);
         let everywhere = problem.replicated.len();
         let mut of_all: Option<[Vec<u8>; 2]> = None;
         for (rank, gradients) in (0..).map(Rank).zip(done) {
-            let Gradients { dq, dk, dv, d_sinks_part, .. } = gradients;
+            let Gradients { dq, dk, dv, d_sinks_part, d_bias: of_bias, .. } = gradients;
+            assert_eq!(of_bias.is_some(), d_bias.is_some());
+            for (whole, part) in d_bias.iter_mut().zip(of_bias) {
+                add_bias(whole, &part, world.q_placement.of_rank(rank), problem);
+            }
             let q_tokens = world.q_placement.of_rank(rank);
             let kv_tokens: &TokenRuns = &world.kv_placement.held_by(rank);
             // Of keys on every rank, all ranks have the whole gradient, in equal bytes.
@@ -127,7 +134,24 @@ impl OnSessions for GradientCase {
             d_sinks.iter_mut().zip(d_sinks_part).for_each(|(sum, part)| *sum += part);
         }
         let [dq, dk, dv] = whole.map(|bytes| numbers(problem.dtype, &bytes));
-        [dq, dk, dv, d_sinks]
+        [dq, dk, dv, d_sinks].into_iter().chain(d_bias).collect()
+    }
+}
+
+/// Adds a rank's `[batch, tokens or 1, heads, keys]` to the whole, which the oracle has as `[batch, heads, queries or 1, keys]`.
+fn add_bias(whole: &mut [f64], part: &Tensor, tokens: &TokenRuns, problem: &AttentionProblem) {
+    let [_, rows, heads, keys] = part.shape();
+    let shared = problem.bias.is_some_and(|bias| bias.shared_rows);
+    let queries = if shared { 1 } else { problem.q_len as usize };
+    let tokens: Vec<usize> = match shared {
+        true => vec![0],
+        false => tokens.iter().map(|token| token as usize).collect(),
+    };
+    assert_eq!(rows, tokens.len());
+    for (index, value) in part.to_vec::<f32>().unwrap().into_iter().enumerate() {
+        let (key, head, row, batch) =
+            (index % keys, index / keys % heads, index / keys / heads % rows, index / keys / heads / rows);
+        whole[((batch * heads + head) * queries + tokens[row]) * keys + key] += f64::from(value);
     }
 }
 

@@ -2,10 +2,12 @@
 
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
-use kyklos::{Dtype, RunOptions, Session, SessionOptions};
+use kyklos::local::on_threads;
+use kyklos::{Attention, BiasKind, BiasTensor, Dtype, RunOptions, Saved, Session, SessionOptions, Tensor};
 use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::inputs::{Case, CasePairs, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
+use kyklos_transport::in_process_group;
 use proptest::test_runner::TestRunner;
 
 use super::worlds::worlds;
@@ -168,4 +170,23 @@ fn odd_shapes_on_wgpu_agree_with_the_oracle() {
             }
         }
     }
+}
+
+#[test]
+fn the_gradient_of_a_bias_is_refused_and_the_session_stays_usable() {
+    let Some((device, _)) = some_devices(&WgpuOptions::default()).into_iter().next() else { return };
+    on_threads(in_process_group(1), |transport| {
+        let mut session = Session::new(transport, device.clone());
+        let x = Tensor::new([1, 4, 1, 32], vec![0.5_f32; 4 * 32]).unwrap();
+        let bias = BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1, shared_rows: true };
+        let call = Attention::new().bias(bias, vec![0; 4 * 4].into());
+        let output = session.attend(&call, &x, &x, &x).unwrap();
+        let saved = Saved { q: x.clone(), k: x.clone(), v: x.clone(), o: output.o, lse: output.lse };
+        let error = session.backward(&call.clone().bias_gradient(), &saved, &x, None).unwrap_err();
+        assert!(
+            error.is_request() && error.to_string().contains("the gradient of a bias tensor on"),
+            "{error}"
+        );
+        assert!(session.backward(&call, &saved, &x, None).unwrap().d_bias.is_none());
+    });
 }

@@ -1,6 +1,6 @@
 //! Random problems on random worlds.
 
-use kyklos::backend::Device;
+use kyklos::backend::{Backend, Device};
 use kyklos::{Dtype, Execution, Mesh, PlacementKind, Split, Strategy};
 use kyklos_backend_suite::GradientCase;
 use kyklos_transport::in_process_group;
@@ -54,7 +54,11 @@ impl World {
     /// One rank on `device` agrees with the oracle, and several ranks on it agree as well as one does.
     pub fn check(&self, device: &Device) -> Result<(), TestCaseError> {
         let Self { mesh: (ulysses, ring), kind, dtype, weights, seed, .. } = self;
-        let mut case = self.case();
+        let case = self.case();
+        let mut case = match device.supports_bias_gradient() {
+            Ok(()) => case.with_bias_gradient(),
+            Err(_) => case,
+        };
         let errors = case.run(in_process_group(1), &alone(&case, device));
         let proves = |fault: &String| !fault.contains("the limit proves nothing");
         let what =

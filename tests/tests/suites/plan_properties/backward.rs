@@ -1,150 +1,32 @@
 //! Backward plans over random problems: all are proved, send what a closed form says, and no planted fault passes the proof.
 
 use kyklos::plan::{BufferId, Content, ProvedPlans, Step, World, check};
-use kyklos::{Mesh, Strategy, WireFormat, plan_backward_placed};
+use kyklos::{BiasKind, BiasTensor, Mesh, Strategy, WireFormat, plan_backward_placed};
 use proptest::prelude::*;
 
+use super::backward_bytes::{closed_form, moves_queries};
 use super::{Drawn, Random, worlds};
 
 /// The backward world with the owners of a forward one, where it has one.
 fn backward(world: &World, seed: u64) -> Option<World> {
-    let problem = &world.problem;
+    let additive = world.problem.bias.is_some_and(|bias| bias.kind == BiasKind::Additive);
+    let of_bias = additive && seed % 4 != 0;
+    let problem = &world.problem.clone().with_bias_gradient(of_bias).expect("the bias is additive");
     if problem.wire == WireFormat::Int8 {
         return None;
     }
     // Strategies that move queries send no keys whose type could be another on the wire.
     let has_wire = |strategy| problem.wire == WireFormat::Same || !moves_queries(strategy);
     let fits = |strategy: &Strategy| {
-        strategy.has_backward() && strategy.accepts(world.mesh).is_ok() && has_wire(*strategy)
+        // A row of the gradient of a bias is complete where its query is.
+        let has_bias =
+            !(of_bias && problem.bias.is_some_and(|bias| !bias.shared_rows) && moves_queries(*strategy));
+        strategy.has_backward() && strategy.accepts(world.mesh).is_ok() && has_wire(*strategy) && has_bias
     };
     let all: Vec<Strategy> = Strategy::ALL.into_iter().filter(fits).collect();
     let strategy = all[(seed % all.len() as u64) as usize];
     let (q, kv) = (world.q_placement.clone(), world.kv_placement.clone());
     Some(plan_backward_placed(problem, world.mesh, q, kv, strategy).expect("nothing is refused"))
-}
-
-/// Bytes that all ranks send, from counts and the mask pair by pair: keys go to every rank that sees any of them (a chain of
-/// neighbours passes on what a later one sees), one f32 sum for each such rank and block comes back. The all-to-all carries
-/// q, dO, statistics, bias rows, k and v out, and dQ, dK and dV home. Of keys that every rank holds, each rank adds up one piece
-/// of f32 sums, from each rank that sees it, and sends the result to all.
-fn closed_form(world: &World) -> u64 {
-    let (problem, mesh) = (&world.problem, world.mesh);
-    let (ulysses, ring) = (mesh.ulysses(), mesh.ring());
-    let (batch, dim) = (u64::from(problem.batch), u64::from(problem.head_dim));
-    let element = problem.dtype.bytes() as u64;
-    let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
-    let kv_of = |u: u32| -> Vec<u32> {
-        let mut heads: Vec<u32> = (first(u)..first(u + 1)).map(|head| head / problem.group()).collect();
-        heads.dedup();
-        heads
-    };
-    let all_kv: u64 = (0..ulysses).map(|u| kv_of(u).len() as u64).sum();
-    let shared = all_kv > u64::from(problem.kv_heads);
-    let shard = |of: &kyklos::Placement, r: u32| of.of_shard(r);
-    let sees = |reader: u32, keys: &kyklos::TokenRuns| {
-        shard(&world.q_placement, reader).iter().any(|query| {
-            (0..problem.batch as usize).any(|entry| {
-                let visible = problem.mask.visible(entry, problem.q_position(query), problem.kv_len);
-                keys.iter().any(|key| visible.sees(key))
-            })
-        })
-    };
-    let kv_bytes = |tokens: u64| {
-        let element = if problem.wire == WireFormat::F16 { 2 } else { element };
-        2 * batch * dim * element * tokens * all_kv
-    };
-    let sum_bytes = |tokens: u64| 2 * batch * dim * 4 * tokens * all_kv;
-    let halves = world.strategy == Strategy::TwoWay;
-    let query_owners = if moves_queries(world.strategy) { ring } else { 0 };
-    let mut bytes = 0;
-    for owner in 0..query_owners {
-        let reads: Vec<bool> =
-            (0..ring).map(|hops| sees(owner, &shard(&world.kv_placement, (owner + hops) % ring))).collect();
-        // Of a tree, the edge to each place carries what any place from there to the next one with as many factors of two sees.
-        let edge = |place: u32| match world.strategy {
-            Strategy::Tree => place..(place + (place & place.wrapping_neg())).min(ring),
-            _ => place..place + 1,
-        };
-        let edges = (1..ring).filter(|place| edge(*place).any(|hops| reads[hops as usize])).count() as u64;
-        let queries = shard(&world.q_placement, owner).len() as u64;
-        // q, dO and the statistics go out, an f32 sum comes back; rows of a bias go along.
-        let row = batch * (2 * dim * element + 8 + 4 * dim) * u64::from(problem.q_heads);
-        let pairs = problem.bias.filter(|pairs| !pairs.shared_rows).map_or(0, |pairs| {
-            let heads = if pairs.heads > 1 { problem.q_heads } else { ulysses };
-            let row = pairs.row_bytes(problem.dtype, problem.kv_len) as u64;
-            row * u64::from(pairs.batch) * u64::from(heads)
-        });
-        bytes += edges * queries * (row + pairs);
-    }
-    for owner in query_owners..ring {
-        let all = shard(&world.kv_placement, owner);
-        let middle = all.len().div_ceil(2);
-        let parts = if halves {
-            vec![(0..middle, true), (middle..all.len(), false)]
-        } else {
-            vec![(0..all.len(), true)]
-        };
-        for (range, forwards) in parts {
-            let keys = all.slice(range.clone());
-            let tokens = range.len() as u64;
-            if tokens == 0 {
-                continue;
-            }
-            let at = |hops: u32| if forwards { (owner + hops) % ring } else { (owner + ring - hops) % ring };
-            let readers: Vec<u32> = (1..ring).filter(|hops| sees(at(*hops), &keys)).collect();
-            bytes += sum_bytes(tokens) * readers.len() as u64;
-            let back = |hops: &u32| ring - hops;
-            let farthest = |hops: Vec<u32>| hops.into_iter().max().unwrap_or(0);
-            let hops = match world.strategy {
-                Strategy::Gather => readers.len() as u32,
-                Strategy::Bidirectional => {
-                    let (ahead, behind) = ((ring - 1).div_ceil(2), (ring - 1) / 2);
-                    farthest(readers.iter().copied().filter(|hops| *hops <= ahead).collect())
-                        + farthest(readers.iter().map(back).filter(|hops| *hops <= behind).collect())
-                }
-                Strategy::Line => {
-                    farthest(readers.iter().copied().filter(|hops| owner + hops < ring).collect())
-                        + farthest(readers.iter().map(back).filter(|hops| *hops <= owner).collect())
-                }
-                _ => farthest(readers),
-            };
-            bytes += kv_bytes(tokens) * u64::from(hops);
-        }
-    }
-    let replicated: Vec<u32> = problem.replicated.clone().collect();
-    let ranks = mesh.world();
-    for piece in 0..ranks {
-        let at = |rank: u32| replicated.len() * rank as usize / ranks as usize;
-        let keys = &replicated[at(piece)..at(piece + 1)];
-        let row = 2 * batch * dim * keys.len() as u64;
-        bytes += row * u64::from(problem.kv_heads) * element * u64::from(ranks - 1);
-        let others = (0..ranks).filter(|rank| *rank != piece);
-        for (r, u) in others.map(|rank| (rank / ulysses, rank % ulysses)) {
-            if sees(r, &kyklos::TokenRuns::from_positions(keys.iter().copied())) {
-                bytes += row * kv_of(u).len() as u64 * 4;
-            }
-        }
-    }
-    for u in 0..ulysses {
-        let tokens = |of: &kyklos::Placement| -> u64 {
-            (0..ring).map(|r| of.of_rank(mesh.rank(r, u)).len() as u64).sum()
-        };
-        let (q, kv) = (tokens(&world.q_placement), tokens(&world.kv_placement));
-        let foreign = u64::from(problem.q_heads) - u64::from(first(u + 1) - first(u));
-        let foreign_kv = all_kv - kv_of(u).len() as u64;
-        // q, dO and dQ; the statistics.
-        bytes += q * foreign * batch * (3 * dim * element + 8);
-        bytes += kv * foreign_kv * batch * 2 * dim * (element + if shared { 4 } else { element });
-        if let Some(pairs) = problem.bias.filter(|pairs| !pairs.shared_rows) {
-            let row = pairs.row_bytes(problem.dtype, problem.kv_len) as u64 * u64::from(pairs.batch);
-            bytes += q * row * if pairs.heads > 1 { foreign } else { u64::from(ulysses) - 1 };
-        }
-    }
-    bytes
-}
-
-fn moves_queries(strategy: Strategy) -> bool {
-    matches!(strategy, Strategy::PassQ | Strategy::Tree)
 }
 
 type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
@@ -218,7 +100,7 @@ const FAULTS: &[Fault] = &[
         let content = |id: BufferId, world: &World| world.plans[rank].buffer(id).content;
         let Step::Exchange { sends, .. } = &world.plans[rank].steps[step] else { return None };
         let send = sends.iter().position(|send| {
-            let sums = [Content::KeyValueGradSum, Content::QueryGradSum];
+            let sums = [Content::KeyValueGradSum, Content::QueryGradSum, Content::BiasGradSum];
             send.parts.iter().any(|part| sums.contains(&content(part.buffer, world)))
         })?;
         let ranks = world.mesh.world();
@@ -274,6 +156,24 @@ const FAULTS: &[Fault] = &[
         Some("gradients of other queries")
     },
     |world, random| {
+        let adds = |step: &Step| matches!(step, Step::AttendBackward { d_bias: Some(_), .. });
+        let (rank, step) = pick(world, random, adds)?;
+        let own = world.plans[rank].bias?;
+        let Step::AttendBackward { d_bias, .. } = &mut world.plans[rank].steps[step] else { return None };
+        match random.below(3) {
+            0 => *d_bias = None,
+            1 => d_bias.as_mut()?.tokens.end -= 1,
+            // Its rows of the bias itself.
+            _ => d_bias.as_mut()?.buffer = own,
+        }
+        Some("the gradient of a bias in another place")
+    },
+    |world, random| {
+        let rank = random.below(world.plans.len() as u32) as usize;
+        world.plans[rank].gradients.as_mut()?.d_bias.take()?;
+        Some("a gradient of a bias that nobody gets")
+    },
+    |world, random| {
         let rounds = |step: &Step| matches!(step, Step::Convert { .. });
         let (rank, step) = pick(world, random, rounds)?;
         let plan = &mut world.plans[rank];
@@ -318,7 +218,7 @@ const FAULTS: &[Fault] = &[
 fn matters(world: &World, rank: usize, sum: BufferId) -> bool {
     let (problem, buffer) = (&world.problem, world.plans[rank].buffer(sum));
     let (queries, keys) = match buffer.content {
-        Content::QueryGradSum => (&buffer.tokens, &buffer.met),
+        Content::QueryGradSum | Content::BiasGradSum => (&buffer.tokens, &buffer.met),
         _ => (&buffer.met, &buffer.tokens),
     };
     queries.iter().any(|query| {
@@ -360,7 +260,7 @@ proptest! {
     }
 }
 
-/// Every fault applies to some plan of a ring, with and without keys that every rank holds, of pass-q or of a tree.
+/// Every fault applies to some plan of a ring, with and without keys that every rank holds or a bias, of pass-q or of a tree.
 #[test]
 fn every_fault_applies_and_is_found() {
     let problem =
@@ -371,11 +271,16 @@ fn every_fault_applies_and_is_found() {
         kyklos::plan_backward(problem, mesh, kind, &split, strategy).unwrap()
     };
     let replicated = problem.clone().with_replicated(4..13).unwrap();
+    let bias = BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1, shared_rows: false };
     let worlds = [
         world(&problem, Strategy::Ring),
         world(&replicated, Strategy::Ring),
         world(&problem, Strategy::PassQ),
         world(&problem, Strategy::Tree),
+        world(
+            &problem.clone().with_bias(Some(bias)).unwrap().with_bias_gradient(true).unwrap(),
+            Strategy::Ring,
+        ),
     ];
     for world in &worlds {
         assert_eq!(ProvedPlans::new(world.clone()).unwrap().checks().len(), 4);

@@ -215,10 +215,10 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
             [q.buffer, kv.buffer, *state].contains(&buffer)
                 || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
         }
-        Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias } => {
+        Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias, d_bias } => {
             [q, d_o, stats, kv, d_kv].iter().any(|slice| slice.buffer == buffer)
                 || *dq == buffer
-                || bias.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
+                || [bias, d_bias].into_iter().flatten().any(|pairs| pairs.buffer == buffer)
         }
         Step::Accumulate { from, into } => *from == buffer || into.buffer == buffer,
         Step::Convert { from, into } => from.buffer == buffer || *into == buffer,

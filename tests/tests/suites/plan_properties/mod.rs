@@ -2,6 +2,7 @@
 //! second, independent closed form. No planted fault passes the proof.
 
 mod backward;
+mod backward_bytes;
 mod closed_form;
 mod faults;
 mod in_order;

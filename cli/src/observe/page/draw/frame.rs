@@ -30,6 +30,11 @@ impl Section {
         Self { id: id.into(), title: title.into(), body }
     }
 
+    /// A section of which there are several kinds: its id is made by the caller, from letters, digits and dashes.
+    pub(crate) fn named(id: String, title: String, body: Markup) -> Self {
+        Self { id: id.into(), title: title.into(), body }
+    }
+
     /// The same section of one of two passes. `id` is empty, or begins the links to all sections of the pass.
     pub(super) fn of_pass(self, (id, pass): (&str, &str)) -> Self {
         let Self { id: own, title, body } = self;
@@ -116,7 +121,7 @@ pub(crate) fn exact(value: impl std::fmt::Display, shown: impl std::fmt::Display
     html! { data value=(value) { (shown) } }
 }
 
-pub(super) fn bytes(bytes: u64) -> Markup {
+pub(crate) fn bytes(bytes: u64) -> Markup {
     exact(bytes, kyklos::plan::bytes(bytes))
 }
 
@@ -124,7 +129,7 @@ pub(crate) fn counted(number: u64) -> Markup {
     exact(number, count(number))
 }
 
-pub(super) fn seconds(seconds: f64) -> Markup {
+pub(crate) fn seconds(seconds: f64) -> Markup {
     exact(seconds, crate::observe::page::units::duration(seconds))
 }
 
@@ -133,9 +138,26 @@ pub(super) fn share(share: f64) -> Markup {
 }
 
 /// A horizontal bar of a share between 0 and 1.
-pub(super) fn bar(share: f64, class: &str) -> Markup {
+pub(crate) fn bar(share: f64, class: &str) -> Markup {
     html! {
         svg.bar aria-hidden="true" { rect class=(class) width=(percentage(share)) height="100%" {} }
+    }
+}
+
+/// Parts of a whole side by side, each with its class and its seconds.
+pub(crate) fn shares(parts: &[(&str, f64)], whole_s: f64) -> Markup {
+    let mut from = 0.0;
+    let bars = parts.iter().map(|(class, part_s)| {
+        let (at, share) = (from, part_s / whole_s.max(1e-9));
+        from += share;
+        (*class, at, share)
+    });
+    html! {
+        svg.bar aria-hidden="true" {
+            @for (class, at, share) in bars {
+                rect class=(class) x=(percentage(at)) width=(percentage(share)) height="100%" {}
+            }
+        }
     }
 }
 

@@ -16,7 +16,8 @@ use super::words::summary_of_passes;
 /// For pages of other commands.
 pub(crate) mod parts {
     pub(crate) use super::frame::{
-        Head, Section, counted, document, exact, numbers, percentage, scrolled, shell, swatch,
+        Head, Section, bar, bytes, counted, document, exact, numbers, scrolled, seconds, shares, shell,
+        swatch,
     };
     pub(crate) use super::traffic::section as traffic_section;
 }

@@ -7,7 +7,8 @@ use pulp::Simd;
 use super::super::pack::{Tensor, pack_lanes, pack_rows};
 use super::super::scratch::{Line, floats, floats_mut, grow};
 use super::super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
-use super::panel::{Keys, Lanes, Panel, Rows, Stats, Sums};
+use super::bias::BiasBlock;
+use super::panel::{Keys, Lanes, OfBias, Panel, Rows, Stats, Sums};
 use super::{BackwardCall, TILE};
 use crate::backend::EMPTY_M;
 use crate::{MaskClass, RowSpan};
@@ -28,6 +29,8 @@ pub(super) struct Job<'a> {
     pub(super) dq: SumRows<'a>,
     pub(super) dk: SumRows<'a>,
     pub(super) dv: SumRows<'a>,
+    /// dS of its pairs, where the gradient of the bias is wanted.
+    pub(super) bias: Option<BiasBlock>,
 }
 
 /// A job of a call.
@@ -56,6 +59,8 @@ pub(in super::super) struct Space {
     weights: [Vec<Line>; 2],
     /// Terms of logits of a panel: `[key][lane]`.
     terms: Vec<Line>,
+    /// With a softcap and the gradient of a bias, the slopes of a panel: `[key][lane]`.
+    slopes: Vec<Line>,
     /// Rows of one head while they are converted.
     row: Vec<Line>,
     /// Span and statistics of each query row.
@@ -103,7 +108,7 @@ impl WithKernel for Run<'_, '_> {
         let shape = KernelShape::of::<S, MR, NV>();
         let (lanes, dim) = (shape.lanes, call.forward.dim);
         let (padded, stride) = (dim.next_multiple_of(MR), stride(dim));
-        space.fit(job, dim, shape);
+        space.fit(job, dim, shape, call.of_bias && call.forward.softcap.is_some());
         load_rows(call, job, space);
         pack_queries(call, job, lanes, stride, space);
         floats_mut(&mut space.dq).fill(0.0);
@@ -137,6 +142,7 @@ impl WithKernel for Run<'_, '_> {
                         d_keys,
                         weights,
                         terms,
+                        slopes,
                         spans,
                         stats,
                         finite: finite_rows,
@@ -166,6 +172,11 @@ impl WithKernel for Run<'_, '_> {
                         masked: !full || spans.contains(&RowSpan::EMPTY),
                         weights,
                         d_scores,
+                        bias: job.bias.as_mut().map(|block| OfBias {
+                            block,
+                            first: [first, (kv_tile - job.kv_tiles.start) * TILE.kv_cols as usize],
+                            slopes: vectors_mut::<S, NV>(floats_mut(slopes)),
+                        }),
                     }
                     .attend(
                         simd,
@@ -275,7 +286,7 @@ fn add_to_rows(job: &mut Job<'_>, scale: f32, [padded, lanes]: [usize; 2], space
 
 impl Space {
     /// Makes room; contents are unspecified.
-    fn fit(&mut self, job: &Job<'_>, dim: usize, shape: KernelShape) {
+    fn fit(&mut self, job: &Job<'_>, dim: usize, shape: KernelShape, slopes: bool) {
         let rows = job.dq.len().next_multiple_of(shape.lanes);
         let keys = (TILE.kv_cols as usize).next_multiple_of(shape.mr);
         let (padded, stride) = (dim.next_multiple_of(shape.mr), stride(dim));
@@ -287,6 +298,9 @@ impl Space {
         self.d_keys.iter_mut().for_each(|lines| grow(lines, keys * stride));
         self.weights.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes));
         grow(&mut self.terms, keys * shape.lanes);
+        if slopes {
+            grow(&mut self.slopes, keys * shape.lanes);
+        }
         grow(&mut self.row, shape.mr.max(shape.lanes) * dim);
     }
 }

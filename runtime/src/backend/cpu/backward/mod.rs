@@ -6,6 +6,7 @@
 //! threads, and P and dS are in memory for one panel only. Query heads that share keys are in different waves.
 
 mod accumulate;
+mod bias;
 mod job;
 mod panel;
 mod stats;
@@ -16,6 +17,7 @@ use std::time::Instant;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
 pub(super) use self::accumulate::accumulate;
+use self::bias::BiasSum;
 pub(super) use self::job::Space;
 use self::job::{Job, Run};
 pub(super) use self::stats::row_stats;
@@ -36,6 +38,8 @@ pub(super) struct BackwardCall<'a> {
     forward: Call<'a>,
     d_o: Tensor<'a>,
     stats: Tensor<'a>,
+    /// Whether jobs keep dS for the gradient of the bias.
+    of_bias: bool,
 }
 
 /// [`crate::backend::Backend::attend_backward`] of this backend.
@@ -61,7 +65,9 @@ pub(super) async fn attend_backward(
         },
         d_o: Tensor::new(args.dtype, args.d_o),
         stats: Tensor::new(Dtype::F32, args.stats),
+        of_bias: args.d_bias.is_some(),
     };
+    let mut d_bias = args.d_bias.map(BiasSum::new).transpose()?;
     let StateShape { batch, rows, heads, dim } = shape;
     let row = heads * dim;
     let layout = Layout { offset: 0, batch_stride: rows * row, row_stride: row, head_stride: dim };
@@ -76,7 +82,7 @@ pub(super) async fn attend_backward(
     let mut waves = Waves::new(dq, dk, dv, args.kv_head_of);
     for wave in waves.all() {
         let mut jobs = waves.jobs(wave);
-        run(backend, &call, &mut jobs, control).await?;
+        run(backend, &call, &mut jobs, &mut d_bias, control).await?;
         waves.take_back(jobs);
     }
     Ok(())
@@ -87,6 +93,7 @@ async fn run(
     backend: &CpuBackend,
     call: &BackwardCall<'_>,
     jobs: &mut [Job<'_>],
+    d_bias: &mut Option<BiasSum<'_>>,
     control: &Control,
 ) -> Result<()> {
     let tile_cost = u64::from(TILE.q_rows * TILE.kv_cols) * (call.forward.dim * PRODUCTS) as u64;
@@ -104,12 +111,24 @@ async fn run(
             to += 1;
         }
         let start = Instant::now();
+        if let Some(d_bias) = d_bias {
+            for job in &mut jobs[from..to] {
+                let rows = job.q_tiles.start * TILE.q_rows as usize;
+                let keys = job.kv_tiles.start * TILE.kv_cols as usize;
+                let [rows, keys] = [rows..rows + job.dq.len(), keys..keys + job.dk.len()];
+                job.bias = Some(d_bias.block([job.batch, job.q_head], rows, keys));
+            }
+        }
         backend.install(|| {
             jobs[from..to].iter_mut().par_bridge().for_each(|job| {
                 let mut space = backend.backward_scratch.take();
                 backend.level.run(Run { call, job, space: &mut space });
                 backend.backward_scratch.give(space);
             });
+            if let Some(d_bias) = d_bias {
+                let blocks: Vec<_> = jobs[from..to].iter_mut().filter_map(|job| job.bias.take()).collect();
+                d_bias.add(&blocks, &call.forward.work.kv_positions);
+            }
         });
         backend.backward_rate.measured(sum, start);
         control.piece_done()?;

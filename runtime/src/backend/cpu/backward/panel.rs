@@ -10,6 +10,7 @@ use pulp::Simd;
 
 use super::super::exp::{exp2_each, tanh};
 use super::super::kernel::{add_products_of_columns, add_products_of_rows};
+use super::bias::BiasBlock;
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
 
@@ -34,6 +35,17 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) weights: &'a mut [[S::f32s; NV]],
     /// `[key]`, space: dS.
     pub(super) d_scores: &'a mut [[S::f32s; NV]],
+    /// Where the gradient of the bias goes, if it is wanted.
+    pub(super) bias: Option<OfBias<'a, S, NV>>,
+}
+
+/// The part of a panel in the gradient of the bias: P · (dP − δ), without the slope of a softcap.
+pub(super) struct OfBias<'a, S: Simd, const NV: usize> {
+    pub(super) block: &'a mut BiasBlock,
+    /// The first row and the first key of the panel in the block.
+    pub(super) first: [usize; 2],
+    /// `[key]`, space: the slopes; unused without a softcap.
+    pub(super) slopes: &'a mut [[S::f32s; NV]],
 }
 
 /// Rows of a head, as f32.
@@ -152,6 +164,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 self.weigh::<1>(simd, keys, from);
             }
         }
+        self.add_to_bias(simd, count);
         self.add_dq(simd, keys, stride, sums.dq);
         self.add_to_keys::<1>(simd, keys, sums.dv, stride);
         self.add_to_keys::<0>(simd, keys, sums.dk, stride);
@@ -162,12 +175,20 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     fn shift(&mut self, simd: S, index: usize) {
         let [high, low, delta] = &self.stats.stats;
         let (scores, d_scores) = (&mut self.weights[index], &mut self.d_scores[index]);
-        for ((s, ds), delta) in scores.iter_mut().zip(d_scores.iter_mut()).zip(delta) {
+        // The gradient of a bias is taken before they are applied.
+        let mut slopes = match &mut self.bias {
+            Some(bias) if self.softcap.is_some() => Some(&mut bias.slopes[index]),
+            _ => None,
+        };
+        for (vector, ((s, ds), delta)) in scores.iter_mut().zip(d_scores.iter_mut()).zip(delta).enumerate() {
             *ds = simd.sub_f32s(*ds, *delta);
             if let Some(cap) = self.softcap {
                 let c = tanh(simd, *s);
                 let slope = simd.sub_f32s(simd.splat_f32s(1.0), simd.mul_f32s(c, c));
-                *ds = simd.mul_f32s(*ds, slope);
+                match &mut slopes {
+                    Some(slopes) => slopes[vector] = slope,
+                    None => *ds = simd.mul_f32s(*ds, slope),
+                }
                 *s = simd.mul_f32s(simd.splat_f32s(cap * std::f32::consts::LOG2_E), c);
             }
         }
@@ -213,6 +234,26 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                     *weight = simd.select_f32s(hidden, zero, *weight);
                     *ds = simd.select_f32s(hidden, zero, *ds);
                 }
+            }
+        }
+    }
+
+    /// Adds dS of `count` keys to the gradient of the bias; then applies the slopes that are still missing.
+    #[inline(always)]
+    fn add_to_bias(&mut self, simd: S, count: usize) {
+        let Some(OfBias { block, first: [row, key], slopes }) = &mut self.bias else { return };
+        let d_scores = &mut self.d_scores[..count];
+        let values = bytemuck::cast_slice::<S::f32s, f32>(d_scores.as_flattened());
+        block.add(values, NV * S::F32_LANES, [*row, self.spans.len()], *key);
+        if self.softcap.is_none() {
+            return;
+        }
+        let zero = simd.splat_f32s(0.0);
+        for (d_scores, slopes) in d_scores.iter_mut().zip(slopes.iter()) {
+            for (ds, slope) in d_scores.iter_mut().zip(slopes) {
+                // The slope of a hidden pair may be NaN.
+                let product = simd.mul_f32s(*ds, *slope);
+                *ds = simd.select_f32s(simd.equal_f32s(*ds, zero), zero, product);
             }
         }
     }

@@ -95,6 +95,7 @@ impl<'a> Waves<'a> {
                         dq: take(&mut self.dq[q_slot]),
                         dk: take(&mut self.dk[kv_slot]),
                         dv: take(&mut self.dv[kv_slot]),
+                        bias: None,
                     });
                 }
             }

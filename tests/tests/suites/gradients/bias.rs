@@ -1,0 +1,130 @@
+//! Gradients of additive bias tensors of every shape, on every kind of mesh.
+
+use std::sync::Arc;
+
+use kyklos::backend::Device;
+use kyklos::backend::cpu::CpuBackend;
+use kyklos::{
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Execution, Mask, Mesh, PlacementKind, Split, Strategy,
+    deal_tokens, plan_backward,
+};
+use kyklos_backend_suite::GradientCase;
+use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::oracle::{OracleMask, OracleProblem};
+use kyklos_transport::in_process_group;
+use kyklos_transport::quic::quic_loopback_group;
+
+use super::alone;
+use super::prepared::{OnSessions, Sharing};
+
+/// Two batch entries, 150 queries at the end of 190 keys, four heads over two.
+fn case(pairs: CasePairs, softcap: Option<f64>) -> Case {
+    let problem = OracleProblem {
+        batch: 2,
+        q_len: 150,
+        kv_len: 190,
+        q_heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        scale: 0.25,
+        softcap,
+        mask: OracleMask::causal(),
+        q_offset: 40,
+        sinks: vec![1.0, 0.5, 2.0, 1.5],
+    };
+    Case { name: "a bias", seed: 31, problem, poison: Vec::new(), pairs: Some(pairs) }
+}
+
+/// One for all, or one for each: of batch entries, heads and rows.
+fn every_shape() -> impl Iterator<Item = CasePairs> {
+    (0..8).map(|bits| CasePairs {
+        bias: true,
+        batch: if bits & 1 == 0 { 1 } else { 2 },
+        heads: if bits & 2 == 0 { 1 } else { 4 },
+        shared_rows: bits & 4 == 0,
+    })
+}
+
+fn sharing(case: &GradientCase, mesh: Mesh, strategy: Strategy, device: Device) -> Sharing {
+    let ranks = mesh.world() as usize;
+    // Unlike shares; with three ranks or more, the second one has no tokens.
+    let weights = (0..ranks).map(|rank| if rank == 1 && ranks > 2 { 0.0 } else { 1.0 + rank as f64 });
+    let split = Split::Weights(weights.collect());
+    let (q, kv) = deal_tokens(&case.prepared.problem, mesh, PlacementKind::Zigzag, &split).unwrap();
+    Sharing { mesh, q, kv, forward: strategy, execution: Execution::new().strategy(strategy), device }
+}
+
+#[test]
+fn every_shape_of_bias_has_its_gradient_on_every_kind_of_mesh() {
+    for (index, pairs) in every_shape().enumerate() {
+        let softcap = (index % 2 == 1).then_some(1.5);
+        let dtype = Dtype::ALL[index % 3];
+        let case = GradientCase::new(case(pairs, softcap), dtype).with_bias_gradient();
+        let errors = case.run(in_process_group(1), &alone(&case, &Device::cpu()));
+        assert_eq!(errors.len(), 5);
+        for (error, limit) in errors.iter().zip(case.dense_limits()) {
+            error.within(&limit).unwrap_or_else(|fault| panic!("{pairs:?} alone: {fault}"));
+        }
+        for (mesh, strategy) in [
+            ((1, 3), Strategy::Ring),
+            ((1, 4), Strategy::Gather),
+            ((3, 1), Strategy::Ulysses),
+            ((4, 1), Strategy::Chunked),
+            ((2, 2), Strategy::Unified),
+            // Where queries travel, only a bias with one row for all of them has its gradient: the default takes its place.
+            ((1, 3), Strategy::PassQ),
+            ((1, 4), Strategy::Tree),
+        ] {
+            let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
+            let together =
+                case.run(in_process_group(mesh.world()), &sharing(&case, mesh, strategy, Device::cpu()));
+            for (error, limit) in together.iter().zip(case.parallel_limits(&errors)) {
+                error
+                    .within(&limit)
+                    .unwrap_or_else(|fault| panic!("{pairs:?} {dtype} {strategy} on {mesh}: {fault}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gradient_of_a_bias_has_the_same_bytes_with_any_number_of_threads_and_over_quic() {
+    for pairs in every_shape() {
+        let case = GradientCase::new(case(pairs, Some(2.0)), Dtype::F32).with_bias_gradient();
+        for (mesh, strategy) in [((1, 3), Strategy::Ring), ((2, 1), Strategy::Ulysses)] {
+            let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
+            let on = |device| sharing(&case, mesh, strategy, device);
+            let first = case.gradients(in_process_group(mesh.world()), &on(Device::cpu()));
+            for threads in [1, 3] {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let device = Device::new(CpuBackend::with_pool(Arc::new(pool)));
+                assert!(first == case.gradients(in_process_group(mesh.world()), &on(device)), "{pairs:?}");
+            }
+            let quic = quic_loopback_group(mesh.world()).unwrap();
+            assert!(first == case.gradients(quic, &on(Device::cpu())), "{pairs:?} over QUIC");
+        }
+    }
+}
+
+#[test]
+fn what_has_no_gradient_of_a_bias_is_refused() {
+    let problem = AttentionProblem::new([1, 40, 4, 2, 8], Dtype::F32, Mask::full()).unwrap();
+    let refused = |problem: kyklos::Result<AttentionProblem>, words: &str| {
+        let error = problem.unwrap_err();
+        assert!(error.is_request() && error.to_string().contains(words), "{error}");
+    };
+    refused(problem.clone().with_bias_gradient(true), "without an additive bias tensor");
+    let mask = BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: false };
+    let masked = problem.clone().with_bias(Some(mask)).unwrap();
+    refused(masked.with_bias_gradient(true), "without an additive bias tensor");
+    let bias = BiasTensor { kind: BiasKind::Additive, ..mask };
+    let wanted = problem.with_bias(Some(bias)).and_then(|problem| problem.with_bias_gradient(true)).unwrap();
+    let (mesh, kind) = (Mesh::new(1, 4).unwrap(), PlacementKind::Contiguous);
+    for strategy in [Strategy::PassQ, Strategy::Tree] {
+        let error = plan_backward(&wanted, mesh, kind, &Split::Even, strategy).unwrap_err();
+        assert!(error.to_string().contains("the gradient of a bias tensor"), "{error}");
+    }
+    let shared = BiasTensor { shared_rows: true, ..bias };
+    let wanted = wanted.with_bias(Some(shared)).unwrap();
+    plan_backward(&wanted, mesh, kind, &Split::Even, Strategy::Tree).unwrap();
+}
