@@ -33,6 +33,10 @@ pub(crate) struct NetworkArgs {
     /// can encrypt. The same on all ranks [default: 1]
     #[arg(long, value_name = "N")]
     pub(crate) lanes: Option<u8>,
+    /// Whether ranks of one user on one host move tensors through memory that both share, which is not encrypted; off: over
+    /// the network as between hosts [default: on]
+    #[arg(long, value_enum)]
+    pub(crate) shared_memory: Option<OnOff>,
     /// Memory limit of the connections of a rank, such as 512MiB [default: 1GiB, or the minimum for the group]
     #[arg(long, value_name = "BYTES")]
     pub(crate) net_memory: Option<ByteSize>,
@@ -54,12 +58,14 @@ impl NetworkArgs {
                 Some(ProfileName::Wan) => LinkProfile::Wan,
                 Some(ProfileName::Lan) | None => LinkProfile::Lan,
             },
+            shared_memory: self.shared_memory != Some(OnOff::Off),
         }
     }
 
-    /// The settings, checked for `world` ranks that share this process and its loopback interface.
+    /// The settings, checked for `world` ranks that share this process and its loopback interface. Such ranks are there to try the
+    /// network, so they share memory only if that is asked for.
     pub(crate) fn here(&self, world: u32) -> Result<LinkSettings> {
-        let link = self.settings();
+        let link = LinkSettings { shared_memory: self.shared_memory == Some(OnOff::On), ..self.settings() };
         // No rank has tried anything yet: it is the request that is wrong.
         link.check(Ipv4Addr::LOCALHOST.into(), world)
             .map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
@@ -73,6 +79,7 @@ impl NetworkArgs {
             .or_else(|| self.link_mtu.map(|mtu| format!("--link-mtu {mtu}")))
             .or_else(|| self.congestion.map(|congestion| format!("--congestion {congestion}")))
             .or_else(|| self.lanes.map(|lanes| format!("--lanes {lanes}")))
+            .or_else(|| self.shared_memory.map(|on| format!("--shared-memory {}", on.name())))
             .or_else(|| self.net_memory.map(|memory| format!("--net-memory {memory}")));
         first.map_or(Ok(()), |first| {
             Err(Failure::request(
@@ -109,6 +116,22 @@ impl ProfileName {
         match self {
             Self::Lan => "lan",
             Self::Wan => "wan",
+        }
+    }
+}
+
+/// The value of `--shared-memory`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnOff {
+    On,
+    Off,
+}
+
+impl OnOff {
+    fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::net::SocketAddr;
 
-use kyklos_transport::quic::Identity;
+use kyklos_transport::quic::{Identity, LinkSettings};
 
 use crate::address::{HostPort, parse_advertised};
 use crate::credentials::Credentials;
@@ -17,7 +17,7 @@ use crate::launchers::{LAUNCHERS, torchrun};
 use crate::options::{OptionName, Options};
 use crate::source::{Precedence, Setting, Source};
 use crate::sources::{all_sources, first, without_enclosing};
-use crate::variables::{ADVERTISE, Variables, WORLD};
+use crate::variables::{ADVERTISE, SHARED_MEMORY, Variables, WORLD};
 
 /// This process's rank in a group, before the group is formed ([`Self::join`]).
 #[derive(Clone, Debug)]
@@ -168,8 +168,34 @@ pub(crate) fn assign(
         ),
         advertise: advertise(options, variables)?,
         credentials,
-        options: options.clone(),
+        options: Options {
+            link: LinkSettings {
+                shared_memory: options.link.shared_memory && shared_memory(variables)?,
+                ..options.link
+            },
+            ..options.clone()
+        },
     }))
+}
+
+/// Whether the environment of this process lets ranks of one host share memory: `KYKLOS_SHARED_MEMORY` is not `off`.
+///
+/// # Errors
+///
+/// A value that is neither `on` nor `off`.
+pub fn may_share_memory() -> Result<bool> {
+    shared_memory(&Variables::of_process())
+}
+
+fn shared_memory(variables: &Variables<'_>) -> Result<bool> {
+    match variables.text(SHARED_MEMORY) {
+        None => Ok(true),
+        Some(Setting { value, origin }) => match value.as_str() {
+            "on" => Ok(true),
+            "off" => Ok(false),
+            _ => Err(Error::request(origin, "say on or off")),
+        },
+    }
 }
 
 /// The addresses that this rank says for itself, by option or variable.

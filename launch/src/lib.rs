@@ -43,6 +43,7 @@
 //! | `KYKLOS_WORLD` | number of ranks |
 //! | `KYKLOS_COORDINATOR` | where rank 0 listens, `HOST:PORT` (UDP); wins over a launcher's address |
 //! | `KYKLOS_ADVERTISE` | addresses at which other ranks reach this one, as [`Options::advertise`] |
+//! | `KYKLOS_SHARED_MEMORY` | `off` turns off [`LinkSettings::shared_memory`](kyklos_transport::quic::LinkSettings::shared_memory) |
 //! | `KYKLOS_IDENTITY` | path of the file that proves this rank to the others, as [`Options::identity`] |
 //! | `KYKLOS_JOIN` | a join token, instead of an identity file |
 //! | `KYKLOS_JOB_ID` | name of the job that the identities must be of |
@@ -81,7 +82,7 @@ pub mod variables;
 use kyklos_transport::Reformed;
 
 pub use self::address::{DEFAULT_PORT, HostPort, parse_advertised};
-pub use self::assignment::{Assignment, is_under_kyklos_launch, rank_variables};
+pub use self::assignment::{Assignment, is_under_kyklos_launch, may_share_memory, rank_variables};
 pub use self::error::{Error, Remedy, Result};
 pub use self::launchers::{LAUNCHERS, Launcher};
 pub use self::options::{OptionName, Options, PlainWording, SecretText, Wording};

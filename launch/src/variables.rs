@@ -76,6 +76,8 @@ pub const COORDINATOR: &str = "KYKLOS_COORDINATOR";
 pub const JOB_ID: &str = "KYKLOS_JOB_ID";
 /// Addresses at which the others reach this rank, separated by commas.
 pub const ADVERTISE: &str = "KYKLOS_ADVERTISE";
+/// `off` keeps messages between ranks of one host on the network, whatever the options say.
+pub const SHARED_MEMORY: &str = "KYKLOS_SHARED_MEMORY";
 /// Path of the file that proves this rank to the others.
 pub const IDENTITY: &str = "KYKLOS_IDENTITY";
 /// A join token: other users of a host see arguments, not variables.

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::{Error, Session, SessionOptions};
-use kyklos_launch::{SecretText, parse_advertised};
+use kyklos_launch::{SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
-    Carrier, ClusterAuthority, Identity, JobId, LinkProfile, QuicConfig, QuicTransport,
+    Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
 };
 use kyklos_transport::{Rank, Transport, TransportError, in_process_group};
 use pyo3::prelude::*;
@@ -170,6 +170,7 @@ pub(crate) fn with_identity(
     let profile = profile(py, &link)?;
     let advertise = advertise.map_or(Ok(Vec::new()), |text| parse_advertised(&text, "advertise"));
     let advertise = advertise.map_err(|error| errors::of_launch(py, &error))?;
+    let shared_memory = may_share_memory().map_err(|error| errors::of_launch(py, &error))?;
     let (carrier, deadline) = (carrier(py, &network)?, seconds(py, "join_deadline_s", join_deadline_s)?);
     let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
     let connect = move || -> Result<Arc<dyn Transport>, TransportError> {
@@ -188,7 +189,7 @@ pub(crate) fn with_identity(
         config.bind_both_families();
         config.coordinator_name = Some(host.clone());
         config.connect_deadline = deadline;
-        (config.link.carrier, config.link.profile) = (carrier, profile);
+        config.link = LinkSettings { carrier, profile, shared_memory, ..config.link };
         QuicTransport::connect(config)
     };
     let formed = interruptible(py, connect)?;

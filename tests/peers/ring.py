@@ -1,10 +1,10 @@
-"""A ring of two processes: Kyklos over QUIC against PyTorch's ring attention over gloo, in one sitting.
+"""A ring of two processes: Kyklos through shared memory and over QUIC against PyTorch's ring attention over gloo, in one sitting.
 
 Both use one compute thread per process, B 1, H 8, D 64, f32. PyTorch's ring is the private template behind its
 `context_parallel`; on a CPU it has to be called directly. Rounds alternate, so that a noisy minute hits both.
 
     tests/peers/setup.sh                          once: the peers, in a virtual environment
-    target/peers/bin/python tests/peers/ring.py   [--seq 4096] [--rounds 5] [--out docs/results/FOLDER]
+    target/peers/bin/python tests/peers/ring.py   [--seq 4096] [--rounds 5] [--program KYKLOS] [--out docs/results/FOLDER]
 """
 
 import argparse
@@ -95,11 +95,12 @@ def torch_round(seq):
     return out
 
 
-def kyklos_round(program, seq):
+def kyklos_round(program, seq, shared_memory):
     out = {}
     for name, mask in (("full", "full"), ("causal", "causal")):
         command = [program, "launch", "-n", "2", "--", "attend", "--shape", f"1,{seq},8,8,64", "--mask", mask,
-                   "--mesh", "1x2", "--device", "cpu", "--repeat", str(REPEATS + 2), "--json", "--verify"]
+                   "--mesh", "1x2", "--device", "cpu", "--repeat", str(REPEATS + 2), "--json", "--verify",
+                   "--shared-memory", shared_memory]
         env = {**os.environ, "RAYON_NUM_THREADS": "1"}
         run = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
         if run.returncode != 0:
@@ -114,25 +115,30 @@ def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--seq", type=int, default=4096)
     arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--program")
     arguments.add_argument("--out")
     options = arguments.parse_args()
-    subprocess.run(["cargo", "build", "--release", "-p", "kyklos-cli"], cwd=ROOT, check=True)
-    program = str(ROOT / "target/release/kyklos")
+    if options.program is None:
+        subprocess.run(["cargo", "build", "--release", "-p", "kyklos-cli"], cwd=ROOT, check=True)
+    program = options.program or str(ROOT / "target/release/kyklos")
     rows = []
     for round_number in range(options.rounds):
-        torch, kyklos = torch_round(options.seq), kyklos_round(program, options.seq)
+        torch = torch_round(options.seq)
+        kyklos, quic = (kyklos_round(program, options.seq, memory) for memory in ("on", "off"))
         for name in ("full", "causal"):
             rows.append({"round": round_number, "mask": name, "torch_ms": torch[name][0], "torch_error": torch[name][1],
                          "torch_rotation": torch[name][2], "kyklos_ms": kyklos[name][0],
-                         "kyklos_error": kyklos[name][1], "ratio": torch[name][0] / kyklos[name][0]})
+                         "kyklos_error": kyklos[name][1], "quic_ms": quic[name][0], "load": os.getloadavg()[0],
+                         "ratio": torch[name][0] / kyklos[name][0], "quic_ratio": torch[name][0] / quic[name][0]})
             print(json.dumps(rows[-1]), flush=True)
     lines = [f"ring of 2 processes, B1 H8 D64 f32, S {options.seq}, one thread each; {options.rounds} rounds of {REPEATS}"]
     for name in ("full", "causal"):
         mine = [row for row in rows if row["mask"] == name]
-        middle = {key: statistics.median(row[key] for row in mine) for key in ("torch_ms", "kyklos_ms", "ratio")}
+        middle = {key: statistics.median(row[key] for row in mine) for key in ("torch_ms", "kyklos_ms", "quic_ms", "ratio", "quic_ratio")}
         spread = [f"{min(row['ratio'] for row in mine):.2f}", f"{max(row['ratio'] for row in mine):.2f}"]
-        lines.append(f"{name}: PyTorch over gloo {middle['torch_ms']:.1f} ms, Kyklos over QUIC {middle['kyklos_ms']:.1f} ms, "
-                     f"ratio {middle['ratio']:.2f} ({spread[0]} to {spread[1]})")
+        lines.append(f"{name}: PyTorch over gloo {middle['torch_ms']:.1f} ms, Kyklos through shared memory {middle['kyklos_ms']:.1f} ms, "
+                     f"ratio {middle['ratio']:.2f} ({spread[0]} to {spread[1]}); over QUIC {middle['quic_ms']:.1f} ms, "
+                     f"ratio {middle['quic_ratio']:.2f}")
     print("\n".join(lines))
     if options.out:
         folder = ROOT / options.out

@@ -24,4 +24,8 @@ pub struct ConnectionFigures {
     pub bytes_sent: u64,
     /// Bytes received, including headers of QUIC and repeated bytes.
     pub bytes_received: u64,
+    /// Payload bytes sent through memory that both ranks share; they are in no packet.
+    pub shared_bytes_sent: u64,
+    /// Payload bytes received through memory that both ranks share.
+    pub shared_bytes_received: u64,
 }

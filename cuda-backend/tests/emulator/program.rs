@@ -11,7 +11,11 @@ use crate::parallel::in_parallel;
 
 /// An emulator with some kernels.
 #[derive(Clone, Debug)]
-pub(crate) struct Program(PathBuf);
+pub(crate) struct Program {
+    path: PathBuf,
+    /// Processor time after which a run is ended, in seconds: a kernel with a planted bug may have no end.
+    limit_s: Option<u32>,
+}
 
 /// The emulator with all kernels of this crate and the probes.
 pub(crate) fn emulator() -> &'static Program {
@@ -42,12 +46,19 @@ impl Program {
         if !program.exists() {
             compile(Command::new(cxx::compiler()).args(&objects), &program);
         }
-        Self(program)
+        Self { path: program, limit_s: None }
+    }
+
+    /// The same, whose runs end after `limit_s` seconds of processor time with an error.
+    pub(crate) fn limited(self, limit_s: u32) -> Self {
+        Self { limit_s: Some(limit_s), ..self }
     }
 
     /// Runs a job. Returns its answer, or as error the emulator's message or the signal that ended it.
     pub(crate) fn run(&self, job: &[u8]) -> Result<Vec<u8>, String> {
-        let mut child = Command::new(&self.0)
+        let limit = self.limit_s.map(|seconds| ("KYKLOS_EMULATOR_CPU_SECONDS", seconds.to_string()));
+        let mut child = Command::new(&self.path)
+            .envs(limit)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -117,3 +117,14 @@ fn a_cluster_file_completes_a_launcher_or_is_refused_with_it() {
         assert!(error.is_request() && error.to_string().contains(word), "{error}");
     }
 }
+
+#[test]
+fn the_environment_can_turn_shared_memory_off_and_a_wrong_word_is_refused() {
+    let alone = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=3";
+    let assigned = |word: &str| assign("", &format!("{alone} KYKLOS_SHARED_MEMORY={word}"));
+    for (word, shares) in [("on", true), ("", true), ("off", false)] {
+        assert_eq!(assigned(word).unwrap().unwrap().options.link.shared_memory, shares, "{word}");
+    }
+    let error = assigned("no").unwrap_err().to_string();
+    assert!(error.contains("KYKLOS_SHARED_MEMORY=no: say on or off"), "{error}");
+}

@@ -18,6 +18,7 @@ mod plan_properties;
 mod random_worlds;
 mod same_queries;
 mod session;
+mod shared_memory;
 mod shared_rows;
 mod simulator;
 mod spans;

@@ -4,7 +4,7 @@
 //! `  [--here ADDRESS --there ADDRESS --there-by COMMAND] [--peer COMMAND]`
 //!
 //! A mode is `tcp`, `tls`, or `quic` with what is said of the link: `quic` (nothing), `quic:1500`, `quic:9000`,
-//! `quic:1500:3000000` (a fixed window), `quic:tcp` (the same packets in TCP). `x4` after it has four lanes. `-hop` after that
+//! `quic:1500:3000000` (a fixed window), `quic:tcp` (the same packets in TCP), `shared` (through memory that both processes share). `x4` after it has four lanes. `-hop` after that
 //! sends as much the other way at the same time, as two neighbours of a ring do; `-ping` runs agreements beside it and times them. The receiving end is a process of its own, started by
 //! `COMMAND`, such as `ip netns exec b`; `--peer` is a program that prints rows of the same kind for itself.
 //! CPU seconds are user and system time of both processes while the bytes move, in ticks of 10 ms.
@@ -59,11 +59,12 @@ impl Mode {
             None => (plain, 1),
         };
         let words: Vec<&str> = plain.split(':').collect();
-        let link = LinkSettings { lanes, ..LinkSettings::default() };
+        let link = LinkSettings { lanes, shared_memory: false, ..LinkSettings::default() };
         let kind = match words[..] {
             ["tcp"] => Kind::Tcp,
             ["tls"] => Kind::Tls,
             ["quic"] => Kind::Quic(link),
+            ["shared"] => Kind::Quic(LinkSettings { shared_memory: true, ..link }),
             ["quic", "tcp"] => Kind::Quic(LinkSettings { carrier: Carrier::Tcp, ..link }),
             ["quic", mtu] => Kind::Quic(LinkSettings { mtu: mtu.parse().ok(), ..link }),
             ["quic", mtu, window] => {

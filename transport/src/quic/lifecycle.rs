@@ -52,6 +52,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
             .collect();
     }
     let core = Arc::new(Core::new(CoreParts { endpoint, me, epoch, members, table, links, control }));
+    core.offer_memory();
     tokio::spawn(Arc::clone(&core).watch_deadlines());
     for (rank, frames) in data_frames {
         tokio::spawn(Arc::clone(&core).read_link(rank, frames));

@@ -13,13 +13,14 @@ use crate::quic::trust::job::JobId;
 use crate::rank::Rank;
 use crate::transport::Transport;
 
-/// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all.
+/// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all and without shared
+/// memory.
 ///
 /// # Errors
 ///
 /// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
 pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
-    quic_loopback_group_over(world, LinkSettings::default())
+    quic_loopback_group_over(world, LinkSettings { shared_memory: false, ..LinkSettings::default() })
 }
 
 /// The same as if the loopback interface were a link of these settings.

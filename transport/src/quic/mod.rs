@@ -18,6 +18,7 @@
 //! - `trust`: certificates, their names and validity, files of keys, revoked keys, TLS on both sides.
 //! - `join`: how a rank that has a token gets its certificate from rank 0.
 //! - `payload`: the bytes of a message in chunks, and how they are put together again.
+//! - `shared_memory`: memory that ranks on one host share, and how they get it.
 //! - `forming`: configuration, the endpoint of a rank, who is admitted, forming the first group and the next ones.
 //! - `control`: what the tasks of a rank share, the control connection, votes, heartbeats, ranks that make no progress.
 //! - `messages`: sending and receiving.
@@ -34,6 +35,7 @@ mod loopback;
 mod messages;
 mod network;
 mod payload;
+mod shared_memory;
 #[cfg(test)]
 mod tests;
 mod transport;

@@ -6,7 +6,7 @@ use super::fields::{
     put_addresses, put_claims, put_lane_ports, put_progress, put_ranks, put_tag, put_wish, read_addresses,
     read_claims, read_flag, read_lane_ports, read_progress, read_ranks, read_tag, read_wish,
 };
-use super::frame::{Frame, Purpose, RejectCode};
+use super::frame::{Frame, MemoryOffer, Purpose, RejectCode};
 use super::limits::{MAX_DER_BYTES, MAX_TEXT_BYTES};
 use super::notes::{Notes, put_note, read_note};
 use crate::error::{Abort, AbortCause};
@@ -39,6 +39,8 @@ mod number {
     pub(super) const GRANT: u8 = 23;
     pub(super) const NOTES: u8 = 24;
     pub(super) const ADVERTISE: u8 = 25;
+    pub(super) const SHARE_MEMORY: u8 = 26;
+    pub(super) const NO_SHARED_MEMORY: u8 = 27;
 }
 
 /// Layout version of a frame; a frame that changes gets a new one of its own.
@@ -77,6 +79,8 @@ impl Frame {
             Self::Members { .. } => number::MEMBERS,
             Self::Apply { .. } => number::APPLY,
             Self::Grant { .. } => number::GRANT,
+            Self::ShareMemory { .. } => number::SHARE_MEMORY,
+            Self::NoSharedMemory { .. } => number::NO_SHARED_MEMORY,
         }
     }
 
@@ -182,6 +186,12 @@ impl Frame {
                 put_tag(out, *tag);
                 put_text(out, text, MAX_TEXT_BYTES);
             }
+            Self::ShareMemory { offer: MemoryOffer { socket, secret_of_guest, secret_of_host } } => {
+                out.extend_from_slice(socket);
+                out.extend_from_slice(secret_of_guest);
+                out.extend_from_slice(secret_of_host);
+            }
+            Self::NoSharedMemory { text } => put_text(out, text, MAX_TEXT_BYTES),
         }
     }
 
@@ -289,6 +299,14 @@ impl Frame {
             number::DONE => Self::Done { tag: read_tag(&mut reader)? },
             number::WITHDRAW => Self::Withdraw { tag: read_tag(&mut reader)? },
             number::REFUSE => Self::Refuse { tag: read_tag(&mut reader)?, text: reader.text()? },
+            number::SHARE_MEMORY => Self::ShareMemory {
+                offer: MemoryOffer {
+                    socket: reader.array()?,
+                    secret_of_guest: reader.array()?,
+                    secret_of_host: reader.array()?,
+                },
+            },
+            number::NO_SHARED_MEMORY => Self::NoSharedMemory { text: reader.text()? },
             unknown => return Err(WireError::UnknownFrame(unknown)),
         };
         reader.finish()?;

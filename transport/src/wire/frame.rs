@@ -1,5 +1,6 @@
 //! Control frames: everything that ranks send to each other except payload.
 
+use std::fmt;
 use std::net::SocketAddr;
 
 use super::candidates::Candidates;
@@ -166,6 +167,35 @@ pub enum Frame {
         /// Why.
         text: String,
     },
+    /// The sender offers shared memory for messages, in both directions. The first frame from a lower rank to a higher one,
+    /// on their data connection.
+    ShareMemory {
+        /// Where to get it.
+        offer: MemoryOffer,
+    },
+    /// The answer of a rank that gets no shared memory from the sender of an offer.
+    NoSharedMemory {
+        /// Why.
+        text: String,
+    },
+}
+
+/// Where two ranks on one host meet, and how they know each other there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct MemoryOffer {
+    /// Number in the name of the Unix socket at which the sender listens.
+    pub socket: [u8; 16],
+    /// Shown there by the rank that connects.
+    pub secret_of_guest: [u8; 32],
+    /// Shown there by the sender of the offer.
+    pub secret_of_host: [u8; 32],
+}
+
+impl fmt::Debug for MemoryOffer {
+    /// Without the secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryOffer").finish_non_exhaustive()
+    }
 }
 
 /// The purpose of a connection.

@@ -99,6 +99,12 @@ fn any_frame() -> impl Strategy<Value = Frame> {
             .prop_map(|(rank, request, proof)| Frame::Apply { rank, request, proof }),
         (any::<u32>(), any::<u32>(), proptest::collection::vec(any::<u8>(), 0..40))
             .prop_map(|(rank, world, certificate)| Frame::Grant { rank: Rank(rank), world, certificate }),
+        (any::<[u8; 16]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(
+            |(socket, secret_of_guest, secret_of_host)| Frame::ShareMemory {
+                offer: MemoryOffer { socket, secret_of_guest, secret_of_host }
+            }
+        ),
+        ".{0,40}".prop_map(|text| Frame::NoSharedMemory { text }),
         vote.prop_map(|vote| Frame::Vote { vote }),
         (any::<u64>(), proptest::collection::vec(any_note(), 0..20)).prop_map(|(round, notes)| {
             Frame::Notes { round, notes: Notes::split(&notes).into_iter().next().unwrap_or_default() }

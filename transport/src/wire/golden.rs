@@ -255,6 +255,12 @@ fn frames_of_a_running_group_are_pinned() {
         &Frame::Refuse { tag, text: "a".into() },
         &["11", "01", "0900000000000000", "05000000", "0100", "61"],
     );
+    let offer = MemoryOffer { socket: [0xaa; 16], secret_of_guest: [0xbb; 32], secret_of_host: [0xcc; 32] };
+    pinned(
+        &Frame::ShareMemory { offer },
+        &["1a", "01", &"aa".repeat(16), &"bb".repeat(32), &"cc".repeat(32)], // number, layout, socket, secrets
+    );
+    pinned(&Frame::NoSharedMemory { text: "a".into() }, &["1b", "01", "0100", "61"]);
 }
 
 #[test]

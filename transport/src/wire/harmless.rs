@@ -26,7 +26,10 @@ impl Frame {
     /// The frame of a peer, with every text in it harmless.
     pub(crate) fn with_harmless_texts(mut self) -> Self {
         let text = match &mut self {
-            Self::Reject { text, .. } | Self::LinkLost { text, .. } | Self::Refuse { text, .. } => Some(text),
+            Self::Reject { text, .. }
+            | Self::LinkLost { text, .. }
+            | Self::Refuse { text, .. }
+            | Self::NoSharedMemory { text } => Some(text),
             Self::Vote { vote: Vote::Refuse { text, .. } } => Some(text),
             Self::Verdict { refusal, .. } => refusal.as_mut().map(|(.., text)| text),
             Self::Abort { abort } => {

@@ -24,10 +24,10 @@ mod golden;
 pub use candidates::Candidates;
 pub use codec::WireError;
 pub use envelope::FrameStream;
-pub use frame::{Frame, Purpose, RejectCode};
+pub use frame::{Frame, MemoryOffer, Purpose, RejectCode};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
 pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_ADVERTISED, MOST_LANES};
 pub use notes::Notes;
 
 /// Version of everything on the wire. Peers with another version refuse each other.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 7;

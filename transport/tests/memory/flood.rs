@@ -64,7 +64,7 @@ fn group_of(job: &Job, link: LinkSettings, flood: Option<&Flood>, idle: Duration
 
 fn a_group_forms_and_works_in_a_flood(carrier: Carrier, line_mib: u64, strangers_kib: u64) {
     let _alone = alone();
-    let link = LinkSettings { carrier, memory_bytes: Some(line_mib << 20), ..LinkSettings::default() };
+    let link = LinkSettings { carrier, memory_bytes: Some(line_mib << 20), ..over_quic() };
     let job = Job::new();
     // The strangers need memory and descriptors of this process too.
     let flood = Flood::start(carrier, job.coordinator);

@@ -57,7 +57,7 @@ fn promised(network: &str) -> usize {
 fn a_member_that_fills_all_streams_stays_within_the_stated_memory() {
     let _alone = alone();
     let job = Job::new();
-    let link = LinkSettings { memory_bytes: Some(MEMORY_BYTES as u64), ..LinkSettings::default() };
+    let link = LinkSettings { memory_bytes: Some(MEMORY_BYTES as u64), ..over_quic() };
     let honest = [0, 1].map(|rank| connect(QuicConfig { link, ..job.config(rank, WORLD) }));
     let (over, is_over) = oneshot::channel::<()>();
     let (begin, is_begun) = oneshot::channel::<()>();

@@ -106,7 +106,7 @@ fn a_rank_behind_address_translation_is_reached_where_it_says(carrier: Carrier) 
 fn connections_outlive_the_port_of_address_translation() {
     let (job, carrier) = (Job::new(), Carrier::Udp);
     let nat = nat(carrier, job.coordinator);
-    let link = LinkSettings { carrier, profile: LinkProfile::Wan, ..LinkSettings::default() };
+    let link = LinkSettings { carrier, profile: LinkProfile::Wan, ..over_quic() };
     let [zero, one] = [0, 1].map(|rank| QuicConfig { link, ..job.config(rank, 2) });
     let group = formed(vec![connect(zero), connect(QuicConfig { coordinator: nat.address, ..one })]);
     exchange(&group, 0);

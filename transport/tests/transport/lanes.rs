@@ -1,10 +1,11 @@
 //! The QUIC transport with several connections between two ranks keeps the contract.
 
+use crate::common::over_quic;
 use crate::conformance::Group;
 use kyklos_transport::quic::{LinkSettings, quic_loopback_group_over};
 
 fn make(world: u32) -> Group {
-    let link = LinkSettings { lanes: 3, ..LinkSettings::default() };
+    let link = LinkSettings { lanes: 3, ..over_quic() };
     quic_loopback_group_over(world, link).expect("a group over loopback")
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::common::over_quic;
 use bytes::Bytes;
 use kyklos_transport::quic::{Congestion, LinkSettings, quic_loopback_group_over};
 use kyklos_transport::{ConnectionFigures, Rank, Tag, Transport};
@@ -32,7 +33,7 @@ fn send(link: LinkSettings, messages: u32) -> (ConnectionFigures, String) {
 
 #[test]
 fn jumbo_packets_arrive_as_they_are() {
-    let (figures, line) = send(LinkSettings { mtu: Some(9000), ..LinkSettings::default() }, 8);
+    let (figures, line) = send(LinkSettings { mtu: Some(9000), ..over_quic() }, 8);
     assert_eq!((figures.packet_bytes, figures.black_holes), (8952, 0), "{figures:?}");
     let packets = 8 * (8 << 20) / 8952;
     assert!((packets..2 * packets).contains(&figures.packets_sent), "{figures:?}");
@@ -44,7 +45,7 @@ fn jumbo_packets_arrive_as_they_are() {
 
 #[test]
 fn packets_fill_an_ethernet_frame() {
-    let (figures, line) = send(LinkSettings { mtu: Some(1500), ..LinkSettings::default() }, 2);
+    let (figures, line) = send(LinkSettings { mtu: Some(1500), ..over_quic() }, 2);
     assert_eq!((figures.packet_bytes, figures.black_holes), (1452, 0), "{figures:?}");
     assert!(line.contains("packets of 1452 bytes"), "{line}");
 }
@@ -52,22 +53,22 @@ fn packets_fill_an_ethernet_frame() {
 #[test]
 fn a_fixed_window_stays_fixed() {
     let congestion = Congestion::Fixed { window_bytes: 1_500_000 };
-    let (figures, line) = send(LinkSettings { mtu: Some(1500), congestion, ..LinkSettings::default() }, 4);
+    let (figures, line) = send(LinkSettings { mtu: Some(1500), congestion, ..over_quic() }, 4);
     assert_eq!(figures.window_bytes, 1_500_000);
     assert!(line.contains("fixed:1500000"), "{line}");
-    let (figures, _) = send(LinkSettings { mtu: Some(1500), ..LinkSettings::default() }, 4);
+    let (figures, _) = send(LinkSettings { mtu: Some(1500), ..over_quic() }, 4);
     assert_ne!(figures.window_bytes, 1_500_000);
 }
 
 #[test]
 fn a_group_works_with_the_least_memory_that_is_taken() {
     let refusal = |memory_bytes| {
-        let link = LinkSettings { memory_bytes: Some(memory_bytes), ..LinkSettings::default() };
+        let link = LinkSettings { memory_bytes: Some(memory_bytes), ..over_quic() };
         quic_loopback_group_over(2, link).unwrap_err().to_string()
     };
     let words = refusal(0);
     let least: u64 = words.split("need ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     assert!(refusal(least - 1).contains(&format!("{} bytes for connections", least - 1)));
-    let (_, line) = send(LinkSettings { memory_bytes: Some(least), ..LinkSettings::default() }, 4);
+    let (_, line) = send(LinkSettings { memory_bytes: Some(least), ..over_quic() }, 4);
     assert!(line.contains("windows of 6.0 MiB in and 3.0 MiB out"), "{line}");
 }

@@ -52,6 +52,8 @@ mod links;
 mod loopback;
 #[cfg(feature = "quic")]
 mod processes;
+#[cfg(all(feature = "quic", target_os = "linux", target_pointer_width = "64"))]
+mod shared_memory;
 #[cfg(feature = "quic")]
 mod simulation;
 #[cfg(all(feature = "quic", unix))]

@@ -12,7 +12,9 @@ use kyklos_transport::quic::{
 use kyklos_transport::{AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
 use pollster::block_on;
 
-/// Tells a copy of this test program that it runs as a rank: rank, world, coordinator, identity, carrier, task.
+use crate::common::over_quic;
+
+/// Tells a copy of this test program that it runs as a rank: rank, world, coordinator, identity, way, task.
 const RANK: &str = "KYKLOS_TEST_RANK";
 
 const LONG: Duration = Duration::from_secs(120);
@@ -22,6 +24,59 @@ over_every_carrier! {
     a_slow_rank_that_makes_progress_is_not_stuck
     processes_exchange_and_leave_in_order
     survivors_of_a_killed_rank_name_it_within_seconds
+}
+
+/// The same between ranks that share memory.
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+mod shared_memory {
+    use super::Way;
+
+    #[test]
+    fn processes_exchange_and_leave_in_order() {
+        super::processes_exchange_and_leave_in_order(Way::SharedMemory);
+    }
+
+    #[test]
+    fn survivors_of_a_killed_rank_name_it_within_seconds() {
+        super::survivors_of_a_killed_rank_name_it_within_seconds(Way::SharedMemory);
+    }
+
+    #[test]
+    fn a_rank_in_another_process_namespace_shares_no_memory() {
+        super::a_rank_in_another_process_namespace_shares_no_memory();
+    }
+}
+
+/// How messages go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Over(Carrier),
+    SharedMemory,
+}
+
+impl From<Carrier> for Way {
+    fn from(carrier: Carrier) -> Self {
+        Self::Over(carrier)
+    }
+}
+
+impl Way {
+    const ALL: [(Self, &str); 3] = [
+        (Self::Over(Carrier::Udp), "udp"),
+        (Self::Over(Carrier::Tcp), "tcp"),
+        (Self::SharedMemory, "memory"),
+    ];
+
+    fn name(self) -> &'static str {
+        Self::ALL.into_iter().find(|(way, _)| *way == self).unwrap().1
+    }
+
+    fn link(name: &str) -> LinkSettings {
+        match Self::ALL.into_iter().find(|(_, known)| *known == name).unwrap().0 {
+            Self::Over(carrier) => LinkSettings { carrier, ..over_quic() },
+            Self::SharedMemory => LinkSettings::default(),
+        }
+    }
 }
 
 /// A rank's process, killed at the latest when the test ends.
@@ -35,14 +90,14 @@ impl Drop for Process {
 }
 
 struct Job {
-    carrier: Carrier,
+    way: Way,
     world: u32,
     coordinator: SocketAddr,
     folder: tempfile::TempDir,
 }
 
 impl Job {
-    fn new(carrier: Carrier, world: u32) -> Self {
+    fn new(way: impl Into<Way>, world: u32) -> Self {
         let authority = ClusterAuthority::new(JobId::random().unwrap()).unwrap();
         let folder = tempfile::tempdir().unwrap();
         for rank in 0..world {
@@ -53,25 +108,26 @@ impl Job {
                 .unwrap();
         }
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        Self { carrier, world, coordinator: socket.local_addr().unwrap(), folder }
+        Self { way: way.into(), world, coordinator: socket.local_addr().unwrap(), folder }
     }
 
     fn start(&self, task: &str) -> Vec<Process> {
-        let start = |rank| {
-            let identity = self.folder.path().join(format!("{rank}.pem"));
-            let carrier = if self.carrier == Carrier::Tcp { "tcp" } else { "udp" };
-            let (world, coordinator, identity) = (self.world, self.coordinator, identity.display());
-            let what = format!("{rank} {world} {coordinator} {identity} {carrier} {task}");
-            let log = std::fs::File::create(self.log(rank)).unwrap();
-            let mut command = Command::new(std::env::current_exe().unwrap());
-            let (_, module) = module_path!().split_once("::").expect("a module of the program");
-            let test = format!("{module}::runs_as_a_rank");
-            command.args(["--exact", &test, "--ignored", "--nocapture"]).env(RANK, what);
-            Process(
-                command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap(),
-            )
-        };
-        (0..self.world).map(start).collect()
+        (0..self.world).map(|rank| self.start_under(&[], rank, task)).collect()
+    }
+
+    /// Starts a rank by a command that runs the program in its last arguments.
+    fn start_under(&self, by: &[&str], rank: u32, task: &str) -> Process {
+        let identity = self.folder.path().join(format!("{rank}.pem"));
+        let (world, coordinator, identity) = (self.world, self.coordinator, identity.display());
+        let what = format!("{rank} {world} {coordinator} {identity} {} {task}", self.way.name());
+        let log = std::fs::File::create(self.log(rank)).unwrap();
+        let (_, module) = module_path!().split_once("::").expect("a module of the program");
+        let test = format!("{module}::runs_as_a_rank");
+        let program = std::env::current_exe().unwrap();
+        let mut words = by.iter().map(std::ffi::OsStr::new).chain([program.as_os_str()]);
+        let mut command = Command::new(words.next().unwrap());
+        command.args(words).args(["--exact", &test, "--ignored", "--nocapture"]).env(RANK, what);
+        Process(command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap())
     }
 
     fn log(&self, rank: u32) -> std::path::PathBuf {
@@ -101,7 +157,7 @@ fn join(config: QuicConfig) -> std::sync::Arc<dyn Transport> {
 #[ignore = "a rank of the other tests"]
 fn runs_as_a_rank() {
     let Ok(what) = std::env::var(RANK) else { return };
-    let [rank, world, coordinator, identity, carrier, task] = what.split(' ').collect::<Vec<_>>()[..] else {
+    let [rank, world, coordinator, identity, way, task] = what.split(' ').collect::<Vec<_>>()[..] else {
         panic!("{what}")
     };
     let identity = Identity::read_file(Path::new(identity)).unwrap();
@@ -109,8 +165,7 @@ fn runs_as_a_rank() {
     let (rank, world): (u32, u32) = (rank.parse().unwrap(), world.parse().unwrap());
     assert_eq!(claims.subject, Subject::Rank(Rank(rank)));
     let mut config = QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity);
-    let carrier = if carrier == "tcp" { Carrier::Tcp } else { Carrier::Udp };
-    config.link = LinkSettings { carrier, ..LinkSettings::default() };
+    config.link = Way::link(way);
     config.stuck_after = STUCK;
     config.warn = |text| println!("warning: {text}");
     let me = join(config);
@@ -138,8 +193,14 @@ fn ring(me: &dyn Transport) {
         assert!(received[0].iter().all(|&byte| byte == before as u8));
         block_on(sent).unwrap();
     }
+    println!("shared {} bytes", shared_bytes(me));
     block_on(me.close(LONG)).unwrap();
     println!("closed in order");
+}
+
+/// Payload bytes that a rank has received through shared memory.
+fn shared_bytes(me: &dyn Transport) -> u64 {
+    me.connections().iter().flatten().map(|figures| figures.shared_bytes_received).sum()
 }
 
 /// Ring hops until an error ends them.
@@ -154,7 +215,7 @@ fn endless(me: &dyn Transport) {
         let received = me.post_recv(Rank((rank + world - 1) % world), tag, &[bytes], LONG);
         let ended = block_on(received).map(drop).and(block_on(sent));
         match ended {
-            Ok(_) if message == 10 => println!("under way"),
+            Ok(_) if message == 10 => println!("under way, shared {} bytes", shared_bytes(me)),
             Ok(_) => {}
             Err(TransportError::Aborted { abort, pending }) => {
                 assert!(matches!(abort.cause, AbortCause::Died(_)), "{abort}");
@@ -209,8 +270,8 @@ fn computes(me: &dyn Transport, by: Option<Duration>) {
 /// When a rank of these tests counts as stuck.
 const STUCK: Duration = Duration::from_secs(2);
 
-fn a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks(carrier: Carrier) {
-    let job = Job::new(carrier, 3);
+fn a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks(way: impl Into<Way>) {
+    let job = Job::new(way, 3);
     let _ranks = job.start("stuck");
     job.wait_for(1, "computes");
     let started = Instant::now();
@@ -225,8 +286,8 @@ fn a_rank_whose_compute_thread_blocks_is_named_by_all_waiting_ranks(carrier: Car
     assert!(job.said(0).contains("warning: rank 1 has made no progress for"), "{}", job.said(0));
 }
 
-fn a_slow_rank_that_makes_progress_is_not_stuck(carrier: Carrier) {
-    let job = Job::new(carrier, 3);
+fn a_slow_rank_that_makes_progress_is_not_stuck(way: impl Into<Way>) {
+    let job = Job::new(way, 3);
     for (rank, mut process) in (0..).zip(job.start("slow")) {
         let status = process.0.wait().unwrap();
         let said = job.said(rank);
@@ -235,21 +296,48 @@ fn a_slow_rank_that_makes_progress_is_not_stuck(carrier: Carrier) {
     }
 }
 
-fn processes_exchange_and_leave_in_order(carrier: Carrier) {
-    let job = Job::new(carrier, 4);
+fn processes_exchange_and_leave_in_order(way: impl Into<Way>) {
+    let way = way.into();
+    let job = Job::new(way, 4);
     for (rank, mut process) in (0..).zip(job.start("ring")) {
         let status = process.0.wait().unwrap();
         let said = job.said(rank);
         assert!(status.success() && said.contains("closed in order"), "rank {rank}: {said}");
+        let shared = if way == Way::SharedMemory { 20 << 20 } else { 0 };
+        assert!(said.contains(&format!("shared {shared} bytes\n")), "rank {rank}: {said}");
     }
 }
 
-fn survivors_of_a_killed_rank_name_it_within_seconds(carrier: Carrier) {
+/// Such a rank is in another container. It has the same user and the same network.
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+fn a_rank_in_another_process_namespace_shares_no_memory() {
+    let by = ["unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child"];
+    let may = Command::new(by[0]).args(&by[1..]).arg("true").stderr(Stdio::null()).status();
+    if !may.is_ok_and(|status| status.success()) {
+        eprintln!("not tested: this system makes no process namespace for this user");
+        return;
+    }
+    for apart in [0, 1] {
+        let job = Job::new(Way::SharedMemory, 2);
+        let start = |rank| job.start_under(if rank == apart { &by } else { &[] }, rank, "ring");
+        let ranks: Vec<Process> = (0..2).map(start).collect();
+        for (rank, mut process) in (0..).zip(ranks) {
+            let status = process.0.wait().unwrap();
+            let said = job.said(rank);
+            assert!(status.success() && said.contains("shared 0 bytes\n"), "rank {rank}: {said}");
+        }
+    }
+}
+
+fn survivors_of_a_killed_rank_name_it_within_seconds(way: impl Into<Way>) {
+    let way = way.into();
     for victim in [2, 0] {
-        let job = Job::new(carrier, 3);
+        let job = Job::new(way, 3);
         let mut ranks = job.start("endless");
         for rank in 0..3 {
             job.wait_for(rank, "under way");
+            let shares = !job.said(rank).contains("shared 0 bytes");
+            assert_eq!(shares, way == Way::SharedMemory, "rank {rank}: {}", job.said(rank));
         }
         // A rank's progress travels with its heartbeats. The coordinator hears several before the kill.
         std::thread::sleep(Duration::from_secs(1));

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use crate::common::over_quic;
 use bytes::Bytes;
 use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
 use kyklos_transport::{
@@ -45,7 +46,7 @@ impl Group {
         let authority = ClusterAuthority::new(job).unwrap();
         let config = |rank| {
             let identity = authority.issue(Rank(rank)).unwrap();
-            let link = LinkSettings { carrier, ..LinkSettings::default() };
+            let link = LinkSettings { carrier, ..over_quic() };
             QuicConfig {
                 heartbeat: Some(heartbeat),
                 link,

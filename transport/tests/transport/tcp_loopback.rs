@@ -1,10 +1,11 @@
 //! The QUIC transport in TCP streams keeps the contract.
 
+use crate::common::over_quic;
 use crate::conformance::Group;
 use kyklos_transport::quic::{Carrier, LinkSettings, quic_loopback_group_over};
 
 fn make(world: u32) -> Group {
-    let link = LinkSettings { carrier: Carrier::Tcp, ..LinkSettings::default() };
+    let link = LinkSettings { carrier: Carrier::Tcp, ..over_quic() };
     quic_loopback_group_over(world, link).expect("a group over loopback")
 }
 

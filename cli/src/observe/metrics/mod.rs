@@ -207,7 +207,7 @@ struct Figure {
     value: fn(&ConnectionFigures) -> f64,
 }
 
-const FIGURES: [Figure; 9] = [
+const FIGURES: [Figure; 11] = [
     Figure {
         name: "peer_round_trip_seconds",
         kind: "gauge",
@@ -261,6 +261,18 @@ const FIGURES: [Figure; 9] = [
         kind: "counter",
         help: "Bytes of packets that came from the peer.",
         value: |figures| number(figures.bytes_received),
+    },
+    Figure {
+        name: "peer_shared_memory_bytes_sent_total",
+        kind: "counter",
+        help: "Payload bytes sent to the peer through memory that both share.",
+        value: |figures| number(figures.shared_bytes_sent),
+    },
+    Figure {
+        name: "peer_shared_memory_bytes_received_total",
+        kind: "counter",
+        help: "Payload bytes that came from the peer through memory that both share.",
+        value: |figures| number(figures.shared_bytes_received),
     },
 ];
 

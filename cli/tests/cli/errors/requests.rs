@@ -190,6 +190,7 @@ pub(super) const GROUPS: &[Group] = &[
                 "Every connection needs a part of the memory.",
             ),
             ("@ --ranks 2 --lanes 2", "In-process ranks have no lanes."),
+            ("@ --ranks 2 --shared-memory off", "In-process ranks hand their messages over."),
             ("launch -n 2 -- @ --lanes 17", "Each lane is a port and a thread of every rank."),
         ],
     },
@@ -299,6 +300,10 @@ pub(super) const GROUPS: &[Group] = &[
             (
                 "KYKLOS_ADVERTISE=10.0.0.1,10.0.0.1:0 @ --rank 1 --world 2 --coordinator 127.0.0.1:29600",
                 "No rank can be reached at port 0.",
+            ),
+            (
+                "KYKLOS_SHARED_MEMORY=no @ --rank 1 --world 2 --coordinator 127.0.0.1:29600",
+                "A wrong word must not leave memory shared.",
             ),
             (
                 "@ --rank 1 --world 2 --coordinator 127.0.0.1:29600 --advertise ::1,::2,::3,::4,::5,::6,::7,::8,::9",

@@ -70,7 +70,7 @@ fn with_gradients_both_passes_are_priced_and_the_backward_pass_by_the_strategy_t
     let mut replaced = 0;
     for Priced { candidate, passes, .. } in &priced {
         let passes = passes.as_ref().unwrap();
-        let of_backward = candidate.of_backward();
+        let of_backward = candidate.of_backward(&problem);
         assert_eq!(passes.backward_strategy, of_backward.strategy);
         assert!(of_backward.strategy.has_backward() && of_backward.mesh == candidate.mesh);
         replaced += u32::from(of_backward != *candidate);

@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use crate::figures::ConnectionFigures;
 use crate::quic::network::acknowledged::acknowledged_packets;
 use crate::quic::network::frames::{FrameSender, weight};
+use crate::quic::shared_memory::sharing::Sharing;
 use crate::wire::Frame;
 
 /// A connection for messages, and the runtime on whose thread it lives.
@@ -26,6 +27,8 @@ pub(crate) struct Link {
     pub(crate) connection: Connection,
     /// All lanes of a data connection, itself the first. Empty for a control connection.
     pub(crate) lanes: Vec<Lane>,
+    /// Of a data connection to a rank on this host.
+    pub(crate) sharing: Sharing,
     frames: Mutex<Option<FrameSender>>,
     /// Frames that have not been handed to the connection, by their weight.
     queued: Arc<AtomicUsize>,
@@ -39,7 +42,8 @@ impl Link {
         (frames, queued): (FrameSender, Arc<AtomicUsize>),
         flushed: watch::Receiver<bool>,
     ) -> Self {
-        Self { connection, lanes: Vec::new(), frames: Mutex::new(Some(frames)), queued, flushed }
+        let (lanes, sharing) = (Vec::new(), Sharing::new());
+        Self { connection, lanes, sharing, frames: Mutex::new(Some(frames)), queued, flushed }
     }
 
     pub(crate) fn close(&self, code: VarInt, reason: &[u8]) {
@@ -95,6 +99,7 @@ impl Link {
             all.bytes_sent += stats.udp_tx.bytes;
             all.bytes_received += stats.udp_rx.bytes;
         }
+        (all.shared_bytes_sent, all.shared_bytes_received) = self.sharing.moved_bytes();
         all
     }
 

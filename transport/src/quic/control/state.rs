@@ -92,6 +92,8 @@ pub(crate) struct Incoming {
 #[derive(Debug)]
 pub(crate) struct Reading {
     pub(crate) assembly: Assembly,
+    /// Of every chunk but the last.
+    pub(crate) chunk_bytes: u64,
     /// Dropped to stop the tasks that read its chunks.
     pub(crate) going_on: watch::Sender<()>,
 }

@@ -5,11 +5,12 @@ use std::net::SocketAddr;
 use super::endpoint::RankEndpoint;
 use super::peer_connection::Mesh;
 use crate::quic::network::interface::interface;
+use crate::quic::shared_memory::MEMORY_CAN_BE_SHARED;
 use crate::quic::trust::tls;
 
 /// Where packets go and how, in one line.
 pub(crate) fn describe_network(endpoint: &RankEndpoint, mesh: &Mesh) -> String {
-    let RankEndpoint { lane_endpoints, path, capabilities, .. } = endpoint;
+    let RankEndpoint { config, lane_endpoints, path, capabilities, .. } = endpoint;
     let mut ends = lane_endpoints.iter().map(|end| end.endpoint.local_addr().ok());
     let local = ends.next().flatten();
     // For a socket that is bound to all addresses, each packet shows the address at which it arrived.
@@ -26,5 +27,9 @@ pub(crate) fn describe_network(endpoint: &RankEndpoint, mesh: &Mesh) -> String {
         0 => String::new(),
         _ => format!(" and ports {}", beside.join(", ")),
     };
-    format!("{at}{beside}, {capabilities}, {path}, {} offered first", tls::first_cipher())
+    let shared = match config.link.shared_memory && MEMORY_CAN_BE_SHARED {
+        true => ", shared memory with ranks of this host that allow it",
+        false => "",
+    };
+    format!("{at}{beside}, {capabilities}, {path}, {} offered first{shared}", tls::first_cipher())
 }

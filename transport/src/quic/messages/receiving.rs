@@ -101,8 +101,9 @@ impl Core {
             return self.misbehaved(from, None, text);
         }
         let tag = header.tag;
+        let lanes = self.link(from).map_or(1, |link| link.lanes.len());
         let (claim, span) = loop {
-            match self.claim(from, &header) {
+            match self.claim(from, &header, chunk_bytes(header.total_bytes, lanes)) {
                 HeaderMatch::Granted(claim, message) => {
                     break (
                         claim,
@@ -138,7 +139,7 @@ impl Core {
     }
 
     /// A chunk is complete, and perhaps its message.
-    fn received(&self, from: Rank, tag: Tag, chunk: u32, filled: Filled) {
+    pub(super) fn received(&self, from: Rank, tag: Tag, chunk: u32, filled: Filled) {
         self.recorder.heard(from, None);
         let (call, reading) = {
             let mut state = self.lock();
@@ -159,7 +160,7 @@ impl Core {
         self.call_ended();
     }
 
-    fn check_addresses(&self, from: Rank, header: &MessageHeader) -> Result<(), String> {
+    pub(super) fn check_addresses(&self, from: Rank, header: &MessageHeader) -> Result<(), String> {
         if header.from != from || header.to != self.me {
             let MessageHeader { from: said_from, to, .. } = header;
             return Err(format!(
@@ -173,8 +174,9 @@ impl Core {
         Ok(())
     }
 
-    /// Looks for the receive that a header belongs to.
-    fn claim(&self, from: Rank, header: &MessageHeader) -> HeaderMatch {
+    /// Looks for the receive that a header belongs to. Every chunk but the last of a message has `chunk_bytes` on the way by which
+    /// this one has come.
+    pub(super) fn claim(&self, from: Rank, header: &MessageHeader, chunk_bytes: u64) -> HeaderMatch {
         let tag = header.tag;
         let mut state = self.lock();
         if state.phase == Phase::Closed {
@@ -189,13 +191,17 @@ impl Core {
                     header.part_count, header.total_bytes, self.me, call.part_bytes
                 ));
             }
-            let lanes = self.link(from).map_or(1, |link| link.lanes.len());
             let reading = call.transfer.reading.get_or_insert_with(|| {
                 self.recorder.note(EventKind::FirstByte, from, tag, header.total_bytes);
-                let chunk_bytes = usize::try_from(chunk_bytes(call.total, lanes)).unwrap_or(usize::MAX);
+                let bytes = usize::try_from(chunk_bytes).unwrap_or(usize::MAX);
                 let going_on = watch::Sender::new(());
-                Reading { assembly: Assembly::new(&call.part_bytes, chunk_bytes), going_on }
+                Reading { assembly: Assembly::new(&call.part_bytes, bytes), chunk_bytes, going_on }
             });
+            if reading.chunk_bytes != chunk_bytes {
+                return HeaderMatch::Wrong(format!(
+                    "{tag} came in parts over QUIC and through shared memory"
+                ));
+            }
             return match reading.assembly.take(header.chunk as usize) {
                 Ok(chunk) => {
                     let (moved, cancelled) = (Arc::clone(&call.transfer.moved), reading.going_on.subscribe());
@@ -232,7 +238,7 @@ impl Core {
 }
 
 /// The receive that a message header belongs to.
-enum HeaderMatch {
+pub(super) enum HeaderMatch {
     /// With the span of its message.
     Granted(ChunkLease, Option<tracing::Id>),
     /// No receive yet: wait until it is posted, and look again.

@@ -60,6 +60,8 @@ impl Core {
                         );
                     }
                 }
+                Ok(Some(Frame::ShareMemory { offer })) => self.offered_memory(peer, offer),
+                Ok(Some(Frame::NoSharedMemory { text })) => self.declined_memory(peer, &text),
                 Ok(Some(Frame::Leave)) => self.peer_left(peer),
                 Ok(Some(other)) => {
                     return self.misbehaved(

@@ -15,7 +15,8 @@ use crate::posted::Completer;
 use crate::quic::control::core::Core;
 use crate::quic::control::link::Lane;
 use crate::quic::control::state::{Deadline, Outgoing, SendCall};
-use crate::quic::payload::chunks::{OutgoingChunk, chunk_bytes, chunk_count, write_chunk};
+use crate::quic::payload::chunks::{OutgoingChunk, chunk_bytes, chunk_count, cut, write_chunk};
+use crate::quic::shared_memory::sender::SharedSender;
 use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::EventKind;
 use crate::spans;
@@ -107,15 +108,16 @@ impl Core {
             total_bytes: total,
             chunk: 0,
         };
-        let sending = Sending {
-            header,
-            chunk_bytes: chunk_bytes(total, link.lanes.len()),
-            chunks: chunk_count(total, link.lanes.len()),
-            next: AtomicU32::new(0),
-            parts,
-            moved,
-            span,
+        let shared = if total > EARLY_BYTES { link.sharing.sender().await } else { None };
+        let chunk_bytes = match &shared {
+            Some(shared) => shared.chunk_bytes() as u64,
+            None => chunk_bytes(total, link.lanes.len()),
         };
+        let chunks = chunk_count(total, chunk_bytes);
+        let sending = Sending { header, chunk_bytes, chunks, next: AtomicU32::new(0), parts, moved, span };
+        if let Some(shared) = shared {
+            return sending.run_shared(&shared).await;
+        }
         if sending.chunks == 1 {
             return sending.run(0, &link.lanes[0]).await;
         }
@@ -145,6 +147,20 @@ struct Sending {
 }
 
 impl Sending {
+    /// Sends all chunks through shared memory. Ends early if the connection does.
+    async fn run_shared(&self, shared: &SharedSender) {
+        for chunk in 0..self.chunks {
+            let header = MessageHeader { chunk, ..self.header };
+            let pieces = || cut(&self.parts, u64::from(chunk) * self.chunk_bytes, self.chunk_bytes);
+            let span = tracing::trace_span!(parent: &self.span, "chunk", lane = "shared memory", chunk);
+            if shared.send(&header, pieces()).instrument(span).await.is_err() {
+                return;
+            }
+            let bytes: usize = pieces().map(|piece| piece.len()).sum();
+            self.moved.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
+
     /// Sends chunks on one lane while there are any. Ends early if the connection does.
     async fn run(&self, index: usize, lane: &Lane) {
         loop {

@@ -37,6 +37,11 @@ pub struct LinkSettings {
     pub lanes: u8,
     /// Whether the links are within a data centre or between data centres, which decides how patient a rank is.
     pub profile: LinkProfile,
+    /// Whether messages of more than 64 KiB between ranks on one host go through memory that both share (64-bit Linux; in
+    /// groups of up to 129 ranks). It is used between processes of one user, one network namespace and one process
+    /// namespace that have shown their certificates; other ranks use QUIC, and so does a rank that says `false` here. It takes up to
+    /// 4 MiB for each rank on the host and direction, 64 MiB in all, beside [`Self::memory_bytes`].
+    pub shared_memory: bool,
 }
 
 impl Default for LinkSettings {
@@ -48,6 +53,7 @@ impl Default for LinkSettings {
             memory_bytes: None,
             lanes: 1,
             profile: LinkProfile::default(),
+            shared_memory: true,
         }
     }
 }

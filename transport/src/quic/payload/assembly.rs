@@ -12,6 +12,9 @@ pub(crate) const TRAILER_BYTES: usize = 8;
 /// Alignment of each part, in bytes: a cache line, and more than any element of a tensor needs.
 const ALIGNMENT: usize = 64;
 
+/// Copied, and hashed, at a time.
+pub(crate) const COPY_BYTES: usize = 32 << 10;
+
 /// Memory of a message, of which chunks are taken and brought back filled.
 #[derive(Debug)]
 pub(crate) struct Assembly {
@@ -151,6 +154,30 @@ impl Chunk {
         }
     }
 
+    /// Fills the chunk by `copy`, which copies the bytes from a position of the chunk on; their checksum must be this one.
+    pub(crate) fn fill(
+        mut self,
+        checksum: u64,
+        mut copy: impl FnMut(usize, &mut [u8]) -> Result<(), &'static str>,
+    ) -> Result<Filled, &'static str> {
+        let mut at = 0;
+        for Segment { bytes, .. } in &mut self.segments {
+            // In pieces that stay in the cache between the copy and the checksum.
+            for space in bytes.chunks_mut(COPY_BYTES) {
+                copy(at, space)?;
+                self.checksum.update(space);
+                at += space.len();
+            }
+        }
+        self.trailer.extend_from_slice(&checksum.to_le_bytes());
+        self.finish()
+    }
+
+    /// Bytes of the chunk.
+    pub(crate) fn len(&self) -> usize {
+        self.segments.iter().map(|segment| segment.bytes.len()).sum()
+    }
+
     /// The chunk, if all bytes have arrived and the checksum matches.
     pub(crate) fn finish(self) -> Result<Filled, &'static str> {
         let trailer = <[u8; TRAILER_BYTES]>::try_from(self.trailer.as_slice());
@@ -203,6 +230,35 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn a_chunk_that_is_copied_is_the_same_as_one_that_is_read() {
+        let part_bytes = [5, 0, 100_000, 9];
+        let payload = payload(&part_bytes);
+        let filled = |checksum, copied: &[u8]| {
+            let mut assembly = Assembly::new(&part_bytes, 70_000);
+            let rest = assembly.take(1).unwrap();
+            assert_eq!(rest.len(), payload.len() - 70_000);
+            let rest = rest.fill(xxh3_64(&payload[70_000..]), |at, space| {
+                space.copy_from_slice(&payload[70_000 + at..][..space.len()]);
+                Ok(())
+            });
+            assert!(!assembly.put_back(1, rest.unwrap()));
+            let first = assembly.take(0).unwrap().fill(checksum, |at, space| {
+                space.copy_from_slice(&copied[at..][..space.len()]);
+                Ok(())
+            });
+            assert!(assembly.put_back(0, first?));
+            Ok::<_, &str>(assembly.finish())
+        };
+        let checksum = xxh3_64(&payload[..70_000]);
+        assert_eq!(filled(checksum, &payload).unwrap().concat(), payload);
+        let mut other = payload.clone();
+        other[69_999] ^= 1;
+        assert_eq!(filled(checksum, &other).unwrap_err(), "bytes that do not fit their checksum");
+        let chunk = Assembly::new(&part_bytes, 70_000).take(0).unwrap();
+        assert_eq!(chunk.fill(checksum, |_, _| Err("nothing")).unwrap_err(), "nothing");
     }
 
     #[test]

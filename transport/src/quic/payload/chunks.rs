@@ -17,10 +17,10 @@ pub(crate) fn chunk_bytes(total_bytes: u64, lanes: usize) -> u64 {
     if lanes > 1 { CHUNK_BYTES } else { total_bytes.max(1) }
 }
 
-/// Chunks of such a message; an empty one has a chunk as well.
-pub(crate) fn chunk_count(total_bytes: u64, lanes: usize) -> u32 {
+/// Chunks of a message that is cut like this; an empty one has a chunk as well.
+pub(crate) fn chunk_count(total_bytes: u64, chunk_bytes: u64) -> u32 {
     // No message has more than 2^32 chunks.
-    u32::try_from(total_bytes.div_ceil(chunk_bytes(total_bytes, lanes)).max(1)).unwrap_or(u32::MAX)
+    u32::try_from(total_bytes.div_ceil(chunk_bytes.max(1)).max(1)).unwrap_or(u32::MAX)
 }
 
 /// The memory of a posted receive, lent to the task that reads one of its streams.
@@ -107,7 +107,7 @@ pub(crate) async fn write_chunk(
 }
 
 /// The bytes `first..first + length` of all parts one after the other, as far as there are so many.
-fn cut(parts: &[Bytes], first: u64, length: u64) -> impl Iterator<Item = Bytes> {
+pub(crate) fn cut(parts: &[Bytes], first: u64, length: u64) -> impl Iterator<Item = Bytes> {
     let end = first.saturating_add(length);
     let mut at = 0;
     parts.iter().filter_map(move |part| {
@@ -164,8 +164,8 @@ mod tests {
 
     #[test]
     fn messages_of_one_lane_are_one_chunk_and_those_of_several_lanes_are_cut() {
-        assert_eq!([0, 1, 5 << 20].map(|bytes| chunk_count(bytes, 1)), [1, 1, 1]);
+        assert_eq!([0, 1, 5 << 20].map(|bytes| chunk_count(bytes, chunk_bytes(bytes, 1))), [1, 1, 1]);
         let bytes = [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 << 20];
-        assert_eq!(bytes.map(|bytes| chunk_count(bytes, 2)), [1, 1, 1, 2, 20]);
+        assert_eq!(bytes.map(|bytes| chunk_count(bytes, chunk_bytes(bytes, 2))), [1, 1, 1, 2, 20]);
     }
 }

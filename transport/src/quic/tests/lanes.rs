@@ -21,7 +21,7 @@ const JOB: JobId = JobId([4; 16]);
 
 fn config(authority: &ClusterAuthority, rank: u32, coordinator: SocketAddr, lanes: u8) -> QuicConfig {
     let identity = authority.issue(Rank(rank)).unwrap();
-    let link = LinkSettings { lanes, ..LinkSettings::default() };
+    let link = LinkSettings { lanes, shared_memory: false, ..LinkSettings::default() };
     let connect_deadline = Duration::from_secs(5);
     QuicConfig { link, connect_deadline, ..QuicConfig::new(Rank(rank), 2, JOB, coordinator, identity) }
 }

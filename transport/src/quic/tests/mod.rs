@@ -1,6 +1,9 @@
-//! Groups in one process: which ranks are admitted, which identities are refused, and how lanes share messages.
+//! Groups in one process: which ranks are admitted, which identities are refused, how lanes share messages, and peers
+//! that misuse shared memory.
 
 mod admission;
 mod lanes;
 mod renewal;
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+mod shared_memory;
 mod trust;

@@ -26,6 +26,11 @@ pub(crate) const LONG: Duration = Duration::from_secs(120);
 /// An end that does not wait for a deadline comes within this time, also on a machine with much other work.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
+/// All messages go over QUIC, though all ranks are on this host.
+pub(crate) fn over_quic() -> LinkSettings {
+    LinkSettings { shared_memory: false, ..LinkSettings::default() }
+}
+
 /// A job with its own free port.
 pub(crate) struct Job {
     pub(crate) id: JobId,
@@ -41,11 +46,14 @@ impl Job {
 
     pub(crate) fn config(&self, rank: u32, world: u32) -> QuicConfig {
         let identity = self.authority.issue(Rank(rank)).unwrap();
-        QuicConfig::new(Rank(rank), world, self.id, self.coordinator, identity)
+        QuicConfig {
+            link: over_quic(),
+            ..QuicConfig::new(Rank(rank), world, self.id, self.coordinator, identity)
+        }
     }
 
     pub(crate) fn over(&self, carrier: Carrier, rank: u32, world: u32) -> QuicConfig {
-        let link = LinkSettings { carrier, ..LinkSettings::default() };
+        let link = LinkSettings { carrier, ..over_quic() };
         QuicConfig { link, ..self.config(rank, world) }
     }
 
