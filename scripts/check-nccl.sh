@@ -21,7 +21,7 @@ fi
 program=$(cargo test --release -q -p kyklos-cuda --lib --no-run --message-format=json |
     grep -o '"executable":"[^"]*"' | tail -n 1 | cut -d'"' -f4)
 for version in "${versions[@]}"; do
-    nccl=$folder/nccl-${version//=/-}
+    nccl=$folder/nccl-${version/==/-}
     if [ ! -e "$nccl/done" ]; then
         rm -rf "$nccl"
         "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --target "$nccl" "nvidia-nccl-$version"

@@ -67,8 +67,8 @@ fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &st
     }
     for device in [&with, &without] {
         let again = case.gradients(in_process_group(ranks), &sharing(mesh, strategy, device));
-        let bits = |all: &[Vec<f64>; 4]| {
-            all.each_ref().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+        let bits = |all: &[Vec<f64>]| -> Vec<Vec<u64>> {
+            all.iter().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect()).collect()
         };
         assert!(bits(&first) == bits(&again), "{name}: other bytes");
     }

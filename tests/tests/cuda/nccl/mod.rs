@@ -318,8 +318,8 @@ fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
         error.within(&limit).unwrap();
     }
     let through_host = case.gradients(in_process_group(mesh.world()), &shared);
-    let bits = |all: &[Vec<f64>; 4]| {
-        all.each_ref().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+    let bits = |all: &[Vec<f64>]| -> Vec<Vec<u64>> {
+        all.iter().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect()).collect()
     };
     assert!(bits(&by_nccl) == bits(&through_host), "other bytes than through the host");
 }

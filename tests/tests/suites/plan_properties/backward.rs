@@ -10,7 +10,7 @@ use super::{Drawn, Random, worlds};
 /// The backward world with the owners of a forward one, where it has one.
 fn backward(world: &World, seed: u64) -> Option<World> {
     let additive = world.problem.bias.is_some_and(|bias| bias.kind == BiasKind::Additive);
-    let of_bias = additive && seed % 4 != 0;
+    let of_bias = additive && !seed.is_multiple_of(4);
     let problem = &world.problem.clone().with_bias_gradient(of_bias).expect("the bias is additive");
     if problem.wire == WireFormat::Int8 {
         return None;
