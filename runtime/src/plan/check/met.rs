@@ -192,10 +192,14 @@ mod tests {
             assert_eq!(met.meet(&list), None);
             met
         };
-        for runs in [&[0..50][..], &[0..20], &[7..50], &[3..9, 12..13, 40..50], &[]] {
-            let gaps = some(runs).gaps();
-            assert_eq!(gaps.are_none(), runs == [0..50]);
-            let mut bytes = some(runs);
+        let cut = |bounds: &[u32]| -> Vec<Range<u32>> {
+            bounds.as_chunks::<2>().0.iter().map(|[start, end]| *start..*end).collect()
+        };
+        for bounds in [&[0, 50][..], &[0, 20], &[7, 50], &[3, 9, 12, 13, 40, 50], &[]] {
+            let runs = cut(bounds);
+            let gaps = some(&runs).gaps();
+            assert_eq!(gaps.are_none(), bounds == [0, 50]);
+            let mut bytes = some(&runs);
             bytes.write_out();
             assert_eq!(gaps.0, bytes.gaps().0, "{runs:?}");
         }
