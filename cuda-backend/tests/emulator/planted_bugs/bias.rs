@@ -12,7 +12,7 @@ use crate::program::Program;
 const PLACE: &str = "backward.h";
 const BIAS: &str = "backward_bias.h";
 
-const BUGS: [Bug; 14] = [
+const BUGS: [Bug; 13] = [
     bug("the slope of the softcap counts", "backward_tiles.h", "if (!OF_BIAS) d *=", "d *="),
     bug("dS keeps the factor of P", BIAS, " * Lift<T>::BACK;", ";"),
     bug(
@@ -37,7 +37,6 @@ const BUGS: [Bug; 14] = [
     ),
     bug("sums of two of four lanes", BIAS, "sums[half] += shuffle_xor(sums[half], 2);", ";"),
     bug("four lanes add a sum", BIAS, "if (lane % 4 == 0 && ", "if ("),
-    bug("sums of keys behind the last", BIAS, " && first_key + 8 * half < attend.keys)", ")"),
     bug("one sum for two keys", BIAS, "sums[half] += value;", "sums[0] += value;"),
     bug("keys of another head", PLACE, "kv_head = args.attend.kv_head_of[head];", "kv_head = 0;"),
     bug("all heads add to the first", PLACE, " + head * args.bias_sum.head_stride", ""),
@@ -62,7 +61,8 @@ fn judge(dtype: Dtype) -> impl Fn(&Program, Timing) -> Result<(), String> + Sync
         let problem = &mut case.problem;
         (problem.batch, problem.q_len, problem.kv_len) = (2, 70, 90);
         (problem.q_heads, problem.kv_heads) = (4, 2);
-        (problem.mask, problem.q_offset) = (OracleMask::causal(), 20);
+        // The last keys are seen by the last rows only, or by none.
+        (problem.mask, problem.q_offset) = (OracleMask::causal(), 0);
         problem.softcap = (n % 2 == 0).then_some(1.5);
         case.pairs = Some(pairs);
         BackwardCall::new(GradientCase::new(case, dtype), n % 3 == 0)
@@ -100,7 +100,7 @@ const F32_BUGS: [Bug; 8] = [
         "a tile of keys has the list of another",
         F32,
         "float sum = 0.0f;\n        Tiles tiles = tiles_of(attend, at.mask_class, at.first / BACKWARD_TILE);",
-        "float sum = 0.0f;\n        Tiles tiles = tiles_of(attend, at.mask_class, 0);",
+        "float sum = 0.0f;\n        Tiles tiles = tiles_of(attend, at.mask_class, attend.q_tiles - 1);",
     ),
 ];
 

@@ -126,7 +126,7 @@ fn every_planted_bug_of_the_backward_pass_is_found() {
 }
 
 #[test]
-#[ignore = "24 builds of kernels take minutes of two cores: scripts/test-all.sh"]
+#[ignore = "23 builds of kernels take two minutes of two cores: scripts/test-all.sh"]
 fn every_planted_bug_of_the_gradient_of_a_bias_is_found() {
     every_bug_is_found(&[bias::in_f32(), bias::tiles()]);
 }
