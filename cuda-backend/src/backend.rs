@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kyklos::backend::{
     Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
-    StateMut, StateShape, no_bias_gradient,
+    StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
@@ -161,7 +161,11 @@ impl Backend for CudaBackend {
     }
 
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
-        ops::backward_kernels(dtype, head_dim).map(|_| ())
+        ops::backward_kernels(dtype, head_dim, false).map(|_| ())
+    }
+
+    fn supports_bias_gradient(&self) -> Result<()> {
+        Ok(())
     }
 
     fn backward_tile_shape(&self, _: &AttentionProblem, _: StateShape) -> TileShape {
@@ -173,9 +177,6 @@ impl Backend for CudaBackend {
     }
 
     async fn attend_backward(&self, args: AttendBackward<'_, CudaBuffer>, control: &Control) -> Result<()> {
-        if args.d_bias.is_some() {
-            return Err(no_bias_gradient(self.info()));
-        }
         ops::attend_backward(&self.device, args, control).await
     }
 

@@ -47,11 +47,12 @@ pub use device::{CudaBuffer, CudaOptions, Download};
 pub use devices::{CudaDevice, availability, devices};
 pub use driver::{CallerStream, Unavailable};
 pub use kernels::{
-    AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, CallShape,
-    ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments, DeviceWork, Direction,
-    HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments, RepackArguments, RowStatsArguments,
-    SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel,
-    decode_parts, finalize_kernel, head_packs, head_readers, logits, row_stats_kernel,
+    AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList,
+    BackwardSums, CallShape, ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
+    DeviceWork, Direction, HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments,
+    RepackArguments, RowStatsArguments, SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument,
+    TensorMap, convert_kernel, decode_parts, finalize_kernel, head_packs, head_readers, logits,
+    row_stats_kernel,
 };
 pub use nccl::{
     Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclOptions, NcclRefusal, NcclVersion,

@@ -33,7 +33,7 @@ ARCHITECTURES = {real: line.split()[0] for line in (CRATE / "architectures.txt")
 # kernels; the names of those kernels.
 NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
 TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
-TILE_NAMES = re.compile(r"(attend|decode|hopper|backward_queries|backward_keys)_b?f16_")
+TILE_NAMES = re.compile(r"(attend|decode|hopper|backward_queries|backward_keys|backward_bias)_b?f16_")
 OPTIONS = ["--std=c++17"]
 
 # The prefix of kernels for Hopper, and the instructions that their machine code must have.
