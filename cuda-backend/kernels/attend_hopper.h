@@ -120,6 +120,13 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         wgmma_commit();
     }
 
+    // To be called before products that read `p` and add to `acc`: registers that are complete here stay as they are.
+    DEVICE static void fence(Mine &mine, u32 (&p)[KEYS / 16][4]) {
+        settle(mine.acc);
+        settle(p);
+        wgmma_fence();
+    }
+
     // Starts acc += weights · v.
     DEVICE void multiply_values(Mine &mine, const u32 (&p)[KEYS / 16][4], u32 stage) const {
         UNROLL for (u32 i = 0; i < KEYS / 16; i++)
@@ -189,7 +196,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     clear_odd_values(consumer, stage);
                 }
                 pack(p, scores);
-                wgmma_fence();
+                fence(mine, p);
                 multiply_values(mine, p, stage);
                 wgmma_wait<0>();
                 settle(mine.acc);
@@ -212,7 +219,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     phase_wait(k_full(step % STAGES), step / STAGES % 2);
                     phase_wait(v_full(before), parity);
                     named_sync(TURN + consumer, 256);
-                    wgmma_fence();
+                    fence(mine, p);
                     multiply_keys(scores, consumer, step % STAGES);
                     multiply_values(mine, p, before);
                     named_arrive(TURN + (consumer ^ 1), 256);
@@ -227,7 +234,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     pack(p, scores);
                 }
                 phase_wait(v_full(step % STAGES), step / STAGES % 2);
-                wgmma_fence();
+                fence(mine, p);
                 multiply_values(mine, p, step % STAGES);
                 wgmma_wait<0>();
                 settle(mine.acc);

@@ -30,8 +30,9 @@ DECODE_DIMS(F16, f16)
 KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); }
 
 #if HOPPER
+// One block for each multiprocessor. Without that number some versions of ptxas ignore setmaxnreg.
 #define HOPPER_ATTEND(type, name, dim, keys) \
-    KERNEL(hopper_##name##_##dim, HopperArguments, (Hopper<type, dim, keys>::THREADS)) { \
+    KERNEL(hopper_##name##_##dim, HopperArguments, (Hopper<type, dim, keys>::THREADS), 1) { \
         Hopper<type, dim, keys>(args).run(); \
     }
 #define HOPPER_DIMS(type, name) \

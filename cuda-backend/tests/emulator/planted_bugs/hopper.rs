@@ -56,7 +56,7 @@ const BUGS: [Bug; 28] = [
     bug(
         "no fence before the products of full tiles",
         FILE,
-        "named_sync(TURN + consumer, 256);\n                    wgmma_fence();",
+        "named_sync(TURN + consumer, 256);\n                    fence(mine, p);",
         "named_sync(TURN + consumer, 256);",
     ),
     bug("a wrong stride between eight rows", FILE, "u64(1024 >> 4) << 32", "u64(2048 >> 4) << 32"),
