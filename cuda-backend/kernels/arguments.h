@@ -73,7 +73,7 @@ struct TilePlace {
 };
 
 // The same by wgmma and TMA. Item n is query tile order[n / heads] of head n % heads. Grid: any, best as many blocks as run at
-// a time. A block computes every (number of blocks)-th item.
+// a time. A block computes one item of each round of as many items as there are blocks.
 struct HopperArguments {
     TensorMap q, k, v;       // of 16-bit elements [dim, rows, heads, batch], boxes of 64 columns by the rows of a tile
     AttendArguments attend;  // q, k, v, pairs and the beginning of the grid are not used

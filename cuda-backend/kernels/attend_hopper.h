@@ -2,8 +2,9 @@
 //
 // - A block has three warpgroups. The first is the producer: it gives registers away, and one thread of it issues all copies.
 //   The other two are consumers with 64 query rows each.
-// - Blocks are persistent: each computes every (number of blocks)-th item of a list that begins with the longest items. Copies
-//   for the next item begin while the state of the previous one is written.
+// - Blocks are persistent: each computes one item of each round through a list that begins with the longest items. Every second
+//   round is given out in reverse, so that the first block does not always get the longest item of a round. Copies for the next
+//   item begin while the state of the previous one is written.
 // - Full tiles come last and overlap: while the softmax of one tile is computed, the weights of the previous one are multiplied.
 //   The two consumers take turns at issuing products, so that the exponentials of one run during the products of the other.
 // - Tiles that need mask tests come first, without overlap. Only there can a hidden key give 0 · NaN.
@@ -71,6 +72,11 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     DEVICE u32 v_full(u32 stage) const { return k_full(stage) + 16; }
     DEVICE u32 v_empty(u32 stage) const { return k_full(stage) + 24; }
 
+    // The item of this block in a round; behind the last one if it has none. `item_of_round` of `src/kernels/hopper.rs` is the same.
+    DEVICE u32 item_of(u32 round) const {
+        const u32 place = round % 2 ? grid_x() - 1 - block_x() : block_x();
+        return more.first_item + round * grid_x() + place;
+    }
     DEVICE Place place(u32 item) const {
         const TilePlace at = more.order[item / args.heads];
         return Place(args, at.tile, item % args.heads, at.batch);
@@ -79,9 +85,9 @@ template <typename T, int DIM, int KEYS> struct Hopper {
 
     // The producer, one thread: issues all copies to shared memory.
     DEVICE void produce() const {
-        u32 taken = 0, step = 0;
-        for (u32 item = more.first_item + block_x(); item < more.end_item; item += grid_x(), taken++) {
-            const Place at = place(item);
+        u32 step = 0;
+        for (u32 taken = 0; item_of(taken) < more.end_item; taken++) {
+            const Place at = place(item_of(taken));
             // For a new mbarrier, the phase before the first one counts as complete.
             phase_wait(q_empty(), taken % 2 ^ 1);
             phase_arrive_expecting(q_full(), Q_BYTES);
@@ -171,10 +177,10 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         const float scale = args.scale < 0.0f ? args.scale : larger(args.scale, 1.2e-38f);
         Mine mine(args);
         float scores[KEYS / 8][4], rescale[2];
-        u32 p[KEYS / 16][4], taken = 0, step = 0;
+        u32 p[KEYS / 16][4], step = 0;
         if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);
-        for (u32 item = more.first_item + block_x(); item < more.end_item; item += grid_x(), taken++) {
-            const Place at = place(item);
+        for (u32 taken = 0; item_of(taken) < more.end_item; taken++) {
+            const Place at = place(item_of(taken));
             mine.begin(at, ROWS, thread_x() / 32 * 16 - 64);
             phase_wait(q_full(), taken % 2);
             for (Sweep tiles = sweep(at, true); !tiles.done(); tiles.advance(), step++) {

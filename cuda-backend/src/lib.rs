@@ -51,7 +51,7 @@ pub use kernels::{
     ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments, DeviceWork, Direction,
     HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments, RepackArguments, RowStatsArguments,
     SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel,
-    decode_parts, finalize_kernel, head_packs, head_readers, logits, row_stats_kernel,
+    decode_parts, finalize_kernel, head_packs, head_readers, item_of_round, logits, row_stats_kernel,
 };
 pub use nccl::{
     Nccl, NcclCollective, NcclDecision, NcclError, NcclOptions, NcclRefusal, NcclVersion, UniqueId,

@@ -53,8 +53,15 @@ impl TensorMap {
     }
 }
 
+/// The item, relative to the first one of the launch, that block `block` of `blocks` computes in a round; none if that is behind
+/// the last one. Every second round is given out in reverse: items are sorted by their length, and the first block would get the
+/// longest one of each round.
+pub fn item_of_round(round: u32, block: u32, blocks: u32) -> u32 {
+    round * blocks + if round % 2 == 1 { blocks - 1 - block } else { block }
+}
+
 /// Arguments of the kernels for Hopper. Item n is query tile `order[n / heads]` of head n % heads. Grid: any; best is one block
-/// for each multiprocessor. A block computes every (number of blocks)-th item.
+/// for each multiprocessor. A block computes the items of [`item_of_round`].
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct HopperArguments {

@@ -2,11 +2,13 @@
 
 use half::bf16;
 use kyklos::Dtype;
+use kyklos_cuda::item_of_round;
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
-use super::{Bug, Planted, bug, call};
+use super::{Bug, Planted, bug, call, planted};
 use crate::call::{Call, Kernel, Keys};
+use crate::job::Timing;
 
 const FILE: &str = "attend_hopper.h";
 
@@ -131,6 +133,14 @@ const BUGS: [Bug; 28] = [
     bug("the second warpgroup has the first one's queries", FILE, "consumer * 64 * 128 + within", "within"),
 ];
 
+/// A change that gives the same results more slowly. The counters must show it.
+const SLOWER: Bug = bug(
+    "each round begins with the first block",
+    FILE,
+    "round % 2 ? grid_x() - 1 - block_x() : block_x()",
+    "block_x()",
+);
+
 const INSTANCE: &str = "#include \"attend_hopper.h\"\n#include \"state.h\"\n\
     KERNEL(hopper_bf16_128, HopperArguments, (Hopper<Bf16, 128, 128>::THREADS)) { Hopper<Bf16, 128, 128>(args).run(); }\n\
     KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
@@ -156,4 +166,27 @@ pub(super) fn kernel() -> Planted {
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Hopper(3), Keys::Whole),
     ];
     Planted::attending("hopper", INSTANCE, &BUGS, calls)
+}
+
+#[test]
+fn a_block_computes_the_items_that_the_host_counts_on() {
+    let kernel = kernel();
+    // Five query tiles of 128 rows with five to one tiles of 128 keys, for two blocks.
+    let call = call(|case| {
+        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (640, 640, 128);
+        (case.problem.q_heads, case.problem.mask) = (1, OracleMask::causal());
+    });
+    let busiest = |bugs: &[&Bug], name| {
+        let program = planted(&kernel, bugs, name);
+        call.judge(&program, Kernel::Hopper(2), Keys::Whole, Timing::Eager).unwrap().busiest
+    };
+    let tiles_of = |block| -> u32 {
+        let items = (0..).map(|round| item_of_round(round, block, 2)).take_while(|item| *item < 5);
+        items.map(|item| 5 - item).sum()
+    };
+    assert_eq!([tiles_of(0), tiles_of(1)], [5 + 2 + 1, 4 + 3]);
+    // For each tile both warpgroups have 8 products of queries and keys, and 8 of weights and values.
+    let products_of_tile = 2 * (8 + 8);
+    assert_eq!(busiest(&[], "none"), 8 * products_of_tile);
+    assert_eq!(busiest(&[&SLOWER], "slower"), (5 + 3 + 1) * products_of_tile);
 }
