@@ -5,6 +5,7 @@
 // - Blocks are persistent: each computes one item of each round through a list that begins with the longest items. Every second
 //   round is given out in reverse, so that the first block does not always get the longest item of a round. Copies for the next
 //   item begin while the state of the previous one is written.
+// - Keys of a tile are copied before the values of the previous one, in the order in which full tiles need them.
 // - Full tiles come last and overlap: while the softmax of one tile is computed, the weights of the previous one are multiplied.
 //   The two consumers take turns at issuing products, so that the exponentials of one run during the products of the other.
 // - Tiles that need mask tests come first, without overlap. Only there can a hidden key give 0 · NaN.
@@ -83,30 +84,46 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     }
     DEVICE Sweep sweep(const Place &at, bool tested) const { return Sweep(at.tiles(args), args.keys / KEYS, tested); }
 
+    // Copies the queries of an item when the consumers have read those of the previous one.
+    DEVICE void copy_queries(const Place &at, u32 taken) const {
+        // For a new mbarrier, the phase before the first one counts as complete.
+        phase_wait(q_empty(), taken % 2 ^ 1);
+        phase_arrive_expecting(q_full(), Q_BYTES);
+        for (u32 c = 0; c < CHUNKS; c++)
+            copy_box(q + c * Q_CHUNK, more.q, q_full(), c * 64, at.tile * ROWS, at.head, at.batch);
+    }
+    // Copies a tile of keys or values when the consumers have read the previous one of this stage.
+    DEVICE void copy_tile(u32 stages, const TensorMap &map, u32 full, u32 empty, u32 step, u32 first, const Place &at) const {
+        phase_wait(empty, step / STAGES % 2 ^ 1);
+        phase_arrive_expecting(full, TILE_BYTES);
+        for (u32 c = 0; c < CHUNKS; c++)
+            copy_box(stages + step % STAGES * TILE_BYTES + c * KV_CHUNK, map, full, c * 64, first, at.kv_head, at.batch);
+    }
+    DEVICE void copy_keys(u32 step, u32 tile, const Place &at) const {
+        copy_tile(k, more.k, k_full(step % STAGES), k_empty(step % STAGES), step, tile * KEYS, at);
+    }
+    DEVICE void copy_values(u32 step, u32 tile, const Place &at) const {
+        copy_tile(v, more.v, v_full(step % STAGES), v_empty(step % STAGES), step, tile * KEYS, at);
+    }
+
     // The producer, one thread: issues all copies to shared memory.
     DEVICE void produce() const {
         u32 step = 0;
         for (u32 taken = 0; item_of(taken) < more.end_item; taken++) {
             const Place at = place(item_of(taken));
-            // For a new mbarrier, the phase before the first one counts as complete.
-            phase_wait(q_empty(), taken % 2 ^ 1);
-            phase_arrive_expecting(q_full(), Q_BYTES);
-            for (u32 c = 0; c < CHUNKS; c++)
-                copy_box(q + c * Q_CHUNK, more.q, q_full(), c * 64, at.tile * ROWS, at.head, at.batch);
+            u32 tile_before = 0;
+            bool first = true;
             for (u32 pass = 0; pass < 2; pass++)
                 for (Sweep tiles = sweep(at, pass == 0); !tiles.done(); tiles.advance(), step++) {
-                    const u32 stage = step % STAGES, over = step / STAGES % 2 ^ 1, first = tiles.tile * KEYS;
-                    phase_wait(k_empty(stage), over);
-                    phase_arrive_expecting(k_full(stage), TILE_BYTES);
-                    for (u32 c = 0; c < CHUNKS; c++)
-                        copy_box(k + stage * TILE_BYTES + c * KV_CHUNK, more.k, k_full(stage), c * 64, first, at.kv_head,
-                                 at.batch);
-                    phase_wait(v_empty(stage), over);
-                    phase_arrive_expecting(v_full(stage), TILE_BYTES);
-                    for (u32 c = 0; c < CHUNKS; c++)
-                        copy_box(v + stage * TILE_BYTES + c * KV_CHUNK, more.v, v_full(stage), c * 64, first, at.kv_head,
-                                 at.batch);
+                    copy_keys(step, tiles.tile, at);
+                    if (first)
+                        copy_queries(at, taken);
+                    else
+                        copy_values(step - 1, tile_before, at);
+                    first = false;
+                    tile_before = tiles.tile;
                 }
+            if (!first) copy_values(step - 1, tile_before, at);
         }
     }
 
@@ -223,10 +240,10 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     const u32 before = step % STAGES, parity = step / STAGES % 2;
                     step++;
                     phase_wait(k_full(step % STAGES), step / STAGES % 2);
-                    phase_wait(v_full(before), parity);
                     named_sync(TURN + consumer, 256);
                     fence(mine, p);
                     multiply_keys(scores, consumer, step % STAGES);
+                    phase_wait(v_full(before), parity);
                     multiply_values(mine, p, before);
                     named_arrive(TURN + (consumer ^ 1), 256);
                     wgmma_wait<1>();

@@ -12,7 +12,14 @@ use crate::job::Timing;
 
 const FILE: &str = "attend_hopper.h";
 
-const BUGS: [Bug; 28] = [
+/// The producer's wait for a free stage, and the same without it for keys or for values.
+const EMPTY: &str = "phase_wait(empty, step / STAGES % 2 ^ 1);";
+const UNLESS_KEYS: &str =
+    "if (empty != k_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
+const UNLESS_VALUES: &str =
+    "if (empty != v_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
+
+const BUGS: [Bug; 31] = [
     bug("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
     bug("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
     bug(
@@ -22,20 +29,33 @@ const BUGS: [Bug; 28] = [
         "wgmma_fence();",
     ),
     bug("values of full tiles are not waited for", FILE, "phase_wait(v_full(before), parity);", ""),
-    bug("keys are copied before the previous ones were read", FILE, "phase_wait(k_empty(stage), over);", ""),
-    bug(
-        "values are copied before the previous ones were read",
-        FILE,
-        "phase_wait(v_empty(stage), over);",
-        "",
-    ),
+    bug("keys are copied before the previous ones were read", FILE, EMPTY, UNLESS_KEYS),
+    bug("values are copied before the previous ones were read", FILE, EMPTY, UNLESS_VALUES),
     bug(
         "the producer's first wait is for a future phase",
         FILE,
-        "over = step / STAGES % 2 ^ 1",
-        "over = step / STAGES % 2",
+        EMPTY,
+        "phase_wait(empty, step / STAGES % 2);",
     ),
-    bug("the phase bit of the producer is never flipped", FILE, "over = step / STAGES % 2 ^ 1", "over = 1"),
+    bug("the phase bit of the producer is never flipped", FILE, EMPTY, "phase_wait(empty, 1);"),
+    bug(
+        "values are copied to the stage of the next tile",
+        FILE,
+        "else\n                        copy_values(step - 1,",
+        "else\n                        copy_values(step,",
+    ),
+    bug(
+        "the values of the tile whose keys were just copied",
+        FILE,
+        "copy_values(step - 1, tile_before, at);\n                    first",
+        "copy_values(step - 1, tiles.tile, at);\n                    first",
+    ),
+    bug(
+        "the values of the last tile are not copied",
+        FILE,
+        "if (!first) copy_values(step - 1, tile_before, at);",
+        "",
+    ),
     bug(
         "values are released before they are read",
         FILE,
@@ -79,14 +99,14 @@ const BUGS: [Bug; 28] = [
     bug(
         "more bytes are expected than copied",
         FILE,
-        "phase_arrive_expecting(k_full(stage), TILE_BYTES);",
-        "phase_arrive_expecting(k_full(stage), TILE_BYTES + 16);",
+        "phase_arrive_expecting(full, TILE_BYTES);",
+        "phase_arrive_expecting(full, TILE_BYTES + 16 * (full == k_full(step % STAGES)));",
     ),
     bug(
         "fewer bytes are expected than copied",
         FILE,
-        "phase_arrive_expecting(v_full(stage), TILE_BYTES);",
-        "phase_arrive_expecting(v_full(stage), TILE_BYTES / 2);",
+        "phase_arrive_expecting(full, TILE_BYTES);",
+        "phase_arrive_expecting(full, TILE_BYTES / (full == v_full(step % STAGES) ? 2 : 1));",
     ),
     bug(
         "a warp does not arrive after it has read",
