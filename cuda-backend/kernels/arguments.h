@@ -45,6 +45,8 @@ struct AttendArguments {
     u32 pair_kind;
     float scale;              // for base-2 logits: scale · log2 e; with a softcap scale / cap
     float cap;                // cap · log2 e, or 0 without a softcap
+    u32 fresh;                // 1: the state is not read. Every row of the grid is written, also one that sees no key
+    u32 reserved;
 };
 
 // Consecutive query heads that share a KV head and a tile.
@@ -55,7 +57,7 @@ struct HeadPack {
 // The same for few rows: the tiles of keys of each query tile are split into parts, each with a state of its own.
 // Grid: (query tiles · tile_blocks, packs, batch entries).
 struct DecodeArguments {
-    AttendArguments attend;  // a and ml: `parts` states, one behind the other, only written; first_head: 0
+    AttendArguments attend;  // a and ml: `parts` states, one behind the other, only written; first_head: 0; fresh: not used
     const HeadPack *packs;
     u32 parts, batch;
     u32 tile_rows;           // query rows of a tile, which holds them for each head of a pack
@@ -79,7 +81,6 @@ struct HopperArguments {
     AttendArguments attend;  // q, k, v, pairs and the beginning of the grid are not used
     const TilePlace *order;
     u32 first_item, end_item;
-    u64 reserved;
 };
 
 // The backward pass of one block of queries against one block of keys. Kernels of dQ have a tile of query rows of a query head,
@@ -112,7 +113,8 @@ struct StateArguments {
 // Merges `parts` states, one behind the other from from_a and from_ml on, into a state. Grid as above.
 struct PartsArguments {
     StateArguments state;
-    u32 parts, reserved;
+    u32 parts;
+    u32 fresh;  // 1: the state is not read, and every row is written
 };
 
 // Log-sum-exp and delta of rows, for the backward pass. Grid: (⌈rows / 8⌉), one warp for each row of a head.

@@ -123,7 +123,11 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     first = false;
                     tile_before = tiles.tile;
                 }
-            if (!first) copy_values(step - 1, tile_before, at);
+            // An item without keys is in the list of a fresh state only.
+            if (first)
+                copy_queries(at, taken);
+            else
+                copy_values(step - 1, tile_before, at);
         }
     }
 

@@ -121,29 +121,52 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
 
     // Merges the rows into the state in memory. A fresh state is only written.
     DEVICE void merge(const At &at) {
+        Pair ml[2];
         UNROLL for (int half = 0; half < 2; half++) {
             sum[half] += shuffle_xor(sum[half], 1);
             sum[half] += shuffle_xor(sum[half], 2);
-            const TileRow here = rows[half];
-            const bool there = here.row < args.rows, reads = there && !At::FRESH;
-            float *ml = at.ml(args, there ? here : TileRow{0, here.head});
-            const Entry entry(top[half], sum[half], reads ? ml[0] : EMPTY_M, reads ? ml[1] : 0.0f);
-            // Four lanes share a row. All must have read before one writes.
+            ml[half] = reads(half) ? pair_at(at.ml(args, rows[half])) : Pair{EMPTY_M, 0.0f};
+        }
+        if (args.dim == DIM)
+            merge_elements<true>(at, ml);
+        else
+            merge_elements<false>(at, ml);
+    }
+
+private:
+    DEVICE bool there(int half) const { return rows[half].row < args.rows; }
+    DEVICE bool reads(int half) const { return there(half) && !At::PARTS && !args.fresh; }
+
+    // `whole`: all elements of the accumulator are elements of the head.
+    template <bool whole> DEVICE void merge_elements(const At &at, const Pair (&ml)[2]) const {
+        // Elements are read before the first one is written: the compiler cannot know that they are different ones, so a read behind a
+        // write would wait for memory once more. Above a head dim of 128 there are registers for one half only.
+        constexpr int HALVES = DIM <= 128 ? 2 : 1;
+        UNROLL for (int first = 0; first < 2; first += HALVES) {
+            Pair old[HALVES][DIM / 8];
+            UNROLL for (int half = first; half < first + HALVES; half++) {
+                if (!reads(half)) continue;
+                float *a = at.a(args, rows[half]) + lane % 4 * 2;
+                UNROLL for (int j = 0; j < DIM / 8; j++)
+                    if (whole || u32(8 * j) < args.dim) old[half - first][j] = pair_at(a + 8 * j);
+            }
+            // Four lanes share a row. All must have read m and l before one writes.
             warp_sync();
-            if (!there || (entry.nothing && !At::FRESH)) continue;
-            if (lane % 4 == 0) {
-                ml[0] = entry.nothing ? EMPTY_M : entry.m;
-                ml[1] = entry.nothing ? 0.0f : entry.l;
-            }
-            if (entry.nothing) continue;
-            float *a = at.a(args, here) + lane % 4 * 2;
-            UNROLL for (int j = 0; j < DIM / 8; j++) {
-                if (u32(8 * j) >= args.dim) break;
-                UNROLL for (int i = 0; i < 2; i++) {
-                    const float found = acc[j][2 * half + i];
-                    a[8 * j + i] = At::FRESH ? found * entry.found : entry.of(a[8 * j + i], found);
-                }
-            }
+            UNROLL for (int half = first; half < first + HALVES; half++)
+                write<whole>(at, half, Entry(top[half], sum[half], ml[half].x, ml[half].y), old[half - first]);
+        }
+    }
+
+    template <bool whole> DEVICE void write(const At &at, int half, const Entry &entry, const Pair (&old)[DIM / 8]) const {
+        if (!there(half) || (entry.nothing && reads(half))) return;
+        if (lane % 4 == 0) pair_at(at.ml(args, rows[half])) = {entry.m, entry.l};
+        if (entry.nothing && At::PARTS) return;
+        float *a = at.a(args, rows[half]) + lane % 4 * 2;
+        UNROLL for (int j = 0; j < DIM / 8; j++) {
+            if (!whole && u32(8 * j) >= args.dim) continue;
+            const float x = acc[j][2 * half], y = acc[j][2 * half + 1];
+            pair_at(a + 8 * j) = reads(half) ? Pair{entry.of(old[j].x, x), entry.of(old[j].y, y)}
+                                             : Pair{x * entry.found, y * entry.found};
         }
     }
 };

@@ -17,7 +17,7 @@ use super::options::CudaOptions;
 use super::pacer::Pacer;
 use super::staging::StagingPool;
 use super::status::DeviceStatus;
-use super::submitter::{LaunchConfig, Submitter};
+use super::submitter::{Deferred, LaunchConfig, Submitter};
 use crate::driver::{Context, DeviceProperties, DriverError, Event};
 use crate::images::Image;
 
@@ -165,6 +165,23 @@ impl OpenDevice {
         writes: &[&CudaBuffer],
     ) -> Result<Arc<Event>> {
         self.resources.submitter.launch(launch, arguments, reads, writes)
+    }
+
+    /// Launches a kernel in place of a deferred launch; see [`Submitter::launch_instead_of`].
+    pub(crate) fn launch_instead_of<A: Pod>(
+        &self,
+        unwanted: Option<&Deferred>,
+        launch: LaunchConfig<'_>,
+        arguments: &A,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<Arc<Event>> {
+        self.resources.submitter.launch_instead_of(unwanted, launch, arguments, reads, writes)
+    }
+
+    /// A launch, if it is deferred; see [`Submitter::deferred`].
+    pub(crate) fn deferred<A: Pod>(&self, kernel: &'static str, arguments: &A) -> Option<Deferred> {
+        self.resources.submitter.deferred(kernel, arguments)
     }
 
     /// Launches a kernel together with the next one; see [`Submitter::launch_deferred`].

@@ -49,6 +49,22 @@ struct LaunchBatch {
     completion: Arc<Completion>,
 }
 
+/// A launch that was deferred.
+#[derive(Clone, Debug)]
+pub(crate) struct Deferred {
+    kernel: &'static str,
+    arguments: Vec<u8>,
+}
+
+impl LaunchBatch {
+    fn index_of(&self, deferred: &Deferred) -> Option<usize> {
+        let is = |launch: &driver::Launch| {
+            launch.function.name == deferred.kernel && launch.arguments == deferred.arguments
+        };
+        self.launches.iter().position(is)
+    }
+}
+
 /// A batch of this many launches is submitted at once.
 const MAX_BATCH_LAUNCHES: usize = 16;
 
@@ -108,9 +124,32 @@ impl Submitter {
         reads: &[&CudaBuffer],
         writes: &[&CudaBuffer],
     ) -> Result<Arc<Event>> {
+        self.launch_instead_of(None, launch, arguments, reads, writes)
+    }
+
+    /// As [`Self::launch`], without the deferred launch `unwanted`, which writes what this one writes without reading it. If
+    /// `unwanted` was submitted meanwhile, both run.
+    pub(super) fn launch_instead_of<A: Pod>(
+        &self,
+        unwanted: Option<&Deferred>,
+        launch: LaunchConfig<'_>,
+        arguments: &A,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<Arc<Event>> {
         let mut state = self.state();
         self.add(&mut state.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
+        // If the launch could not be added, the other one is still wanted.
+        if let Some(index) = unwanted.and_then(|unwanted| state.batch.index_of(unwanted)) {
+            state.batch.launches.remove(index);
+        }
         self.submit_batch(&mut state)
+    }
+
+    /// The launch of `kernel` with these arguments, if it is deferred.
+    pub(super) fn deferred<A: Pod>(&self, kernel: &'static str, arguments: &A) -> Option<Deferred> {
+        let deferred = Deferred { kernel, arguments: bytemuck::bytes_of(arguments).to_vec() };
+        self.state().batch.index_of(&deferred).map(|_| deferred)
     }
 
     /// Defers a launch until the next [`Self::launch`], or until another operation depends on it. For kernels whose result is

@@ -41,8 +41,8 @@ impl DeviceWork {
     }
 
     /// (query tile, batch entry) of all query tiles that have keys, over `batch` entries, those with the most keys first. Blocks
-    /// that compute several items each then end at about the same time.
-    pub fn longest_first(&self, batch: u32) -> Vec<[u32; 2]> {
+    /// that compute several items each then end at about the same time. `all`: those without keys too, for a fresh state.
+    pub fn longest_first(&self, batch: u32, all: bool) -> Vec<[u32; 2]> {
         let tiles = |at: &[u32; 2]| -> u64 {
             let class = if self.classes > 1 { at[1] } else { 0 };
             let starts = &self.starts[(class * (self.q_tiles + 1) + at[0]) as usize..];
@@ -51,7 +51,7 @@ impl DeviceWork {
         };
         let mut order: Vec<[u32; 2]> =
             (0..batch).flat_map(|batch| (0..self.q_tiles).map(move |tile| [tile, batch])).collect();
-        order.retain(|at| tiles(at) > 0);
+        order.retain(|at| all || tiles(at) > 0);
         order.sort_by_key(|at| std::cmp::Reverse(tiles(at)));
         order
     }
@@ -72,7 +72,7 @@ mod tests {
         let all = TokenRuns::contiguous(0..tokens);
         let tile = AttendKernel::hopper(Dtype::Bf16, 128).unwrap().tile;
         let work = DeviceWork::new(&BlockWork::layers(&problem, &all, &all, tile)[0]);
-        let order = work.longest_first(1);
+        let order = work.longest_first(1, false);
         let tiles_of = |item: u32| {
             let [tile, _] = order[(item / heads) as usize];
             let ends = [work.starts[tile as usize], work.starts[tile as usize + 1]].map(|at| at as usize);
@@ -107,7 +107,11 @@ mod tests {
         let order = |mask: &str, keys| {
             let problem = AttentionProblem::new([2, 6, 1, 1, 8], Dtype::F16, mask.parse().unwrap()).unwrap();
             let (q, k) = (TokenRuns::contiguous(0..6), TokenRuns::contiguous(keys));
-            DeviceWork::new(&BlockWork::layers(&problem, &q, &k, tile)[0]).longest_first(2)
+            let work = DeviceWork::new(&BlockWork::layers(&problem, &q, &k, tile)[0]);
+            let (all, order) = (work.longest_first(2, true), work.longest_first(2, false));
+            // With those without keys, which come last.
+            assert_eq!((all.len(), &all[..order.len()]), (6, &order[..]));
+            order
         };
         assert_eq!(order("causal", 0..6), [[2, 0], [2, 1], [1, 0], [1, 1], [0, 0], [0, 1]]);
         assert_eq!(order("causal", 3..6), [[2, 0], [2, 1], [1, 0], [1, 1]]);

@@ -80,6 +80,4 @@ pub struct HopperArguments {
     pub first_item: u32,
     /// One past the last item of this launch.
     pub end_item: u32,
-    /// 0.
-    pub reserved: u64,
 }

@@ -4,7 +4,7 @@ use half::bf16;
 use kyklos::Dtype;
 use kyklos_cuda::item_of_round;
 use kyklos_oracle::inputs::{Case, cases};
-use kyklos_oracle::oracle::OracleMask;
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
 use super::{Bug, Planted, bug, call, planted};
 use crate::call::{Call, Kernel, Keys};
@@ -19,7 +19,7 @@ const UNLESS_KEYS: &str =
 const UNLESS_VALUES: &str =
     "if (empty != v_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
 
-const BUGS: [Bug; 31] = [
+const BUGS: [Bug; 32] = [
     bug("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
     bug("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
     bug(
@@ -53,7 +53,7 @@ const BUGS: [Bug; 31] = [
     bug(
         "the values of the last tile are not copied",
         FILE,
-        "if (!first) copy_values(step - 1, tile_before, at);",
+        "else\n                copy_values(step - 1, tile_before, at);",
         "",
     ),
     bug(
@@ -150,6 +150,12 @@ const BUGS: [Bug; 31] = [
         "at < TILE_BYTES; at += 512 * CONSUMERS",
         "at < 0; at += 512 * CONSUMERS",
     ),
+    bug(
+        "an item without keys gets no queries",
+        FILE,
+        "if (first)\n                copy_queries(at, taken);\n            else",
+        "if (!first)",
+    ),
     bug("the second warpgroup has the first one's queries", FILE, "consumer * 64 * 128 + within", "within"),
 ];
 
@@ -178,11 +184,19 @@ pub(super) fn kernel() -> Planted {
     let ragged = |case: &mut Case| {
         (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (5, 300, 72);
     };
+    // The second and third query tile have no key.
+    let blind = |case: &mut Case| {
+        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (260, 260, 72);
+        (case.problem.q_heads, case.problem.kv_heads) = (1, 1);
+        let window = OracleTerm::Window { left: 5, right: 0 };
+        case.problem.mask = OracleMask::full().and(window).and(OracleTerm::Valid(vec![60]));
+    };
     let mut nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     nan.problem.head_dim = 72;
     let calls = vec![
         (call(causal), Kernel::Hopper(1), Keys::Whole),
         (call(ragged), Kernel::Hopper(2), Keys::Whole),
+        (call(blind), Kernel::Hopper(2), Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Hopper(3), Keys::Whole),
     ];
     Planted::attending("hopper", INSTANCE, &BUGS, calls)
