@@ -62,7 +62,7 @@ impl CudaBackend {
         if let Some(why) = device.refused {
             return Err(refusal(why));
         }
-        let image = images::image(properties.capability, options.cache.as_deref()).map_err(|why| {
+        let image = images::image(properties.capability, version, options.cache.as_deref()).map_err(|why| {
             Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
         })?;
         let context = Context::retain(ordinal).map_err(failed("open the device"))?;
@@ -198,5 +198,5 @@ impl Backend for CudaBackend {
 }
 
 fn refusal(Unavailable { why, remedy }: Unavailable) -> Error {
-    Error::request(why, remedy)
+    Error::request(why, remedy.into_owned())
 }

@@ -2,14 +2,25 @@
 #include "fake.h"
 #include "machine.h"
 
+#include <cstdlib>
 #include <cstring>
 
 using namespace fake;
 
+// Whether this driver is new enough for an image of the fake NVRTC: a cubin of its major version or an older one, PTX that is no newer.
+static bool new_enough(const char *image) {
+    const std::string cubin = "\x7f" "ELF by ", ptx = ".version by ";
+    if (!std::memcmp(image, cubin.data(), cubin.size())) return config().version / 1000 >= std::strtoull(image + cubin.size(), nullptr, 10) / 1000;
+    if (!std::memcmp(image, ptx.data(), ptx.size())) return config().version >= std::strtoull(image + ptx.size(), nullptr, 10);
+    return true;
+}
+
 // Accepts any image that looks like a cubin or PTX: the kernels are those of this library.
-API cuModuleLoadDataEx(Module **module, const void *image, unsigned, int *, void **) {
+API cuModuleLoadDataEx(Module **module, const void *data, unsigned, int *, void **) {
     ENTER();
-    if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(static_cast<const char *>(image), ".version")) return INVALID_IMAGE;
+    const char *image = static_cast<const char *>(data);
+    if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(image, ".version")) return INVALID_IMAGE;
+    if (!new_enough(image)) return INVALID_IMAGE;
     *module = new Module{current};
     state().modules.insert(*module);
     return SUCCESS;

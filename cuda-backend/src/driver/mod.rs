@@ -26,7 +26,7 @@ pub(crate) use error::DriverError;
 pub use error::Unavailable;
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
-pub(crate) use library::{load, version};
+pub(crate) use library::{load, version, version_text};
 pub(crate) use memory::{DeviceMemory, PinnedMemory};
 pub(crate) use module::{Function, Launch, Module, encode_tensor_map};
 pub(crate) use properties::{DeviceProperties, device_count, properties};

@@ -218,6 +218,18 @@ fn refusals() -> Vec<Scenario> {
     vec![
         unavailable("no device", "devices=0", &["cuInit", "CUDA_ERROR_NO_DEVICE (100)"]),
         unavailable("an old driver", "version=11080", &["11.8", "12.0", "525"]),
+        unavailable("kernels of a newer CUDA", "version=12040", &["12.4", "need CUDA 13.0", "driver 580", "NVRTC of CUDA 12"]),
+        unavailable(
+            "PTX of a newer CUDA",
+            "version=12040,nvrtc=12060,capability=121",
+            &["12.4", "NVRTC 12.6 need CUDA 12.6", "or earlier"],
+        ),
+        Scenario::new("takes kernels by an NVRTC of the driver's CUDA", "version=12040,nvrtc=12060", || {
+            availability().unwrap();
+            let backend = open();
+            assert!(backend.info().kernel.contains("sm_90a by NVRTC 12.6"), "{}", backend.info().kernel);
+            is_right(&backend);
+        }),
         unavailable("an old device", "capability=75", &["Fake GPU 0", "7.5", "8.0", "wgpu"]),
         Scenario::new("lists devices, and refuses an index that is too large", "devices=2", || {
             let all = devices().unwrap();
