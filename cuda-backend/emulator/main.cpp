@@ -43,7 +43,7 @@ static void launch(machine::Timing timing, u64 seed) {
     u32 grid[3];
     read(grid, sizeof grid);
     const u32 shared = number<u32>();
-    alignas(64) u8 args[4096];
+    alignas(128) u8 args[4096];
     const u32 bytes = number<u32>();
     const machine::Kernel *kernel = machine::Kernel::find(name.c_str());
     if (!kernel) machine::fault("no kernel is called %s", name.c_str());

@@ -64,8 +64,9 @@ struct DecodeArguments {
     u32 tile_blocks;         // blocks per query tile: one per part; in f32 one per 8 (row, part) pairs
 };
 
-// A tensor as TMA copies it: 128 bytes that the driver encodes. In the emulator they are TensorMap of `src/kernels/hopper.rs`.
-struct alignas(64) TensorMap {
+// A tensor as TMA copies it: 128 bytes that the driver encodes. In the emulator they are TensorMap of `src/kernels/hopper.rs`. Aligned
+// as CUtensorMap is since CUDA 13.
+struct alignas(128) TensorMap {
     u64 words[16];
 };
 

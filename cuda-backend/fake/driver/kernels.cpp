@@ -62,7 +62,7 @@ static const u64 ENCODED = 0x656e636f64656421;
 // The conditions of the call's documentation; also, no stride is 0, and no box is larger than its swizzle permits.
 API cuTensorMapEncodeTiled(TensorMap *map, int type, u32 rank, const void *data, const u64 *extent, const u64 *stride,
                            const u32 *box, const u32 *step, int interleave, int swizzle, int, int fill) {
-    if (!map || u64(map) % 64 || !data || u64(data) % 16 || rank < 3 || rank > 5) return INVALID_VALUE;
+    if (!map || u64(map) % 128 || !data || u64(data) % 16 || rank < 3 || rank > 5) return INVALID_VALUE;
     if ((type != 6 && type != 9) || interleave || swizzle != 3 || fill) return INVALID_VALUE;
     machine::TiledTensor tensor = {};
     tensor.data = u64(data);
@@ -110,7 +110,7 @@ static void run(const Launch &launch, u64 nth) {
     std::lock_guard<std::mutex> alone(one);
     static std::vector<std::function<void()>> late;
     const auto runs = [=, &kernel] {
-        alignas(64) char aligned[4096];
+        alignas(128) char aligned[4096];
         std::memcpy(aligned, launch.arguments.data(), launch.arguments.size());
         if (!std::strncmp(kernel.name, "hopper_", 7)) check_maps(*reinterpret_cast<const HopperArguments *>(aligned));
         machine::launch(kernel, launch.grid, launch.shared, aligned, machine::Timing(seed % 3), seed);

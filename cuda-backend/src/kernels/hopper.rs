@@ -7,9 +7,9 @@ use crate::{AttendArguments, TensorArgument};
 
 /// A tensor as TMA copies it: the arguments of `cuTensorMapEncodeTiled`, in 128 bytes. The driver encodes them in 128 bytes of
 /// its own format, with element strides of 1, no interleaving, and zeros for elements outside of the tensor. Kernels take the
-/// encoded map by value, with this alignment. The emulator takes it as it is here.
+/// encoded map by value, with this alignment, which CUtensorMap has since CUDA 13. The emulator takes it as it is here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 pub struct TensorMap {
     /// `globalAddress`: a multiple of 16.
     pub data: u64,
