@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats, State,
     StateMut, StateShape, no_bias_gradient,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
@@ -13,7 +13,7 @@ use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 use crate::device::{CudaBuffer, CudaOptions, DeviceStatus, Download, OpenDevice};
 use crate::devices::{describe, supported_driver_version};
 use crate::driver::{self, Context, Unavailable};
-use crate::kernels::BACKWARD_TILE;
+use crate::kernels::{BACKWARD_TILE, all_kernels};
 use crate::{images, ops};
 
 /// One NVIDIA GPU.
@@ -70,6 +70,21 @@ impl CudaBackend {
         let info = DeviceInfo { kernel: format!("{products}, {}", image.origin), ..device.info };
         let device = OpenDevice::new(&context, status.clone(), &image, &properties, options)?;
         Ok(Self { info, device })
+    }
+}
+
+impl CudaBackend {
+    /// Loads every kernel now, not at its first use, and returns how many there are. For a test of a device: what is missing, or needs
+    /// more shared memory than the device has, is an error here.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn load_kernels(&self) -> Result<usize> {
+        let all = all_kernels(self.device.wgmma);
+        for (name, shared_bytes) in &all {
+            self.device.load_kernel(name, *shared_bytes)?;
+        }
+        Ok(all.len())
     }
 }
 
@@ -194,6 +209,15 @@ impl Backend for CudaBackend {
 
     async fn wait(&self) -> Result<()> {
         self.device.wait().await
+    }
+
+    fn measure_kernels(&self, on: bool) {
+        self.device.measure(on);
+    }
+
+    fn kernel_times(&self) -> Result<Vec<KernelTime>> {
+        let measured = self.device.measured()?;
+        Ok(measured.into_iter().map(|(kernels, ms)| KernelTime { kernels, ms }).collect())
     }
 }
 

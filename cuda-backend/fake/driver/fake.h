@@ -6,6 +6,7 @@
 #include "arguments.h"
 #include "settings.h"
 
+#include <chrono>
 #include <cstddef>
 #include <condition_variable>
 #include <deque>
@@ -71,9 +72,11 @@ struct Device;
 struct EventRecord {
     bool done = false, by_caller = false, by_nccl = false;
     Device *device = nullptr;
+    std::chrono::steady_clock::time_point time;  // when it was done
 };
 
 struct Event {
+    bool timed = false;
     std::shared_ptr<EventRecord> record;
 };
 

@@ -222,6 +222,21 @@ impl OpenDevice {
         Ok(())
     }
 
+    /// Loads a kernel that no launch has used yet.
+    pub(crate) fn load_kernel(&self, name: &str, shared_bytes: u32) -> Result<()> {
+        self.resources.submitter.function(name, shared_bytes).map(drop)
+    }
+
+    /// Starts or stops measuring launches; see [`Submitter::measure`].
+    pub(crate) fn measure(&self, on: bool) {
+        self.resources.submitter.measure(on);
+    }
+
+    /// See [`Submitter::measured`].
+    pub(crate) fn measured(&self) -> Result<Vec<(Vec<String>, f64)>> {
+        self.resources.submitter.measured()
+    }
+
     /// The error of an operation whose call of the driver failed.
     pub(crate) fn error(&self, operation: &str, error: &DriverError) -> Error {
         self.resources.status.error(operation, error)

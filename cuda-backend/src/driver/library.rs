@@ -10,7 +10,7 @@ use super::call::check;
 use super::error::{Result, Unavailable};
 
 /// Every function of the driver that this crate calls. Drivers have all of them since CUDA 12.
-const SYMBOLS: [&str; 43] = [
+const SYMBOLS: [&str; 44] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -41,6 +41,7 @@ const SYMBOLS: [&str; 43] = [
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",
+    "cuEventElapsedTime",
     "cuEventDestroy_v2",
     "cuModuleLoadDataEx",
     "cuModuleUnload",
@@ -140,6 +141,6 @@ mod tests {
                 checked += 1;
             }
         }
-        assert_eq!(checked, 43);
+        assert_eq!(checked, 44);
     }
 }

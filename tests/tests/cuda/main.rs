@@ -22,6 +22,8 @@ mod kernel_choice;
 mod nccl;
 #[cfg(target_os = "linux")]
 mod scenario;
+#[cfg(target_os = "linux")]
+mod steps;
 
 #[cfg(target_os = "linux")]
 fn main() {
@@ -33,6 +35,7 @@ fn main() {
         graphs::scenarios(),
         caller::scenarios(),
         nccl::scenarios(),
+        steps::scenarios(),
     ]
     .concat();
     if let Some(name) = std::env::var_os(scenario::CHOSEN) {
