@@ -57,7 +57,8 @@ struct HeadPack {
 // The same for few rows: the tiles of keys of each query tile are split into parts, each with a state of its own.
 // Grid: (query tiles · tile_blocks, packs, batch entries).
 struct DecodeArguments {
-    AttendArguments attend;  // a and ml: `parts` states, one behind the other, only written; first_head: 0; fresh: not used
+    // a and ml: `parts` states, one behind the other, only written; first_head: 0; fresh is not used.
+    AttendArguments attend;
     const HeadPack *packs;
     u32 parts, batch;
     u32 tile_rows;           // query rows of a tile, which holds them for each head of a pack

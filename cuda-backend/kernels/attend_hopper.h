@@ -73,7 +73,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     DEVICE u32 v_full(u32 stage) const { return k_full(stage) + 16; }
     DEVICE u32 v_empty(u32 stage) const { return k_full(stage) + 24; }
 
-    // The item of this block in a round; behind the last one if it has none. `item_of_round` of `src/kernels/hopper.rs` is the same.
+    // The item of this block in a round; behind the last one if it has none. As `item_of_round` of `src/kernels/hopper.rs`.
     DEVICE u32 item_of(u32 round) const {
         const u32 place = round % 2 ? grid_x() - 1 - block_x() : block_x();
         return more.first_item + round * grid_x() + place;
@@ -245,9 +245,10 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     step++;
                     phase_wait(k_full(step % STAGES), step / STAGES % 2);
                     named_sync(TURN + consumer, 256);
-                    fence(mine, p);
+                    wgmma_fence();
                     multiply_keys(scores, consumer, step % STAGES);
                     phase_wait(v_full(before), parity);
+                    fence(mine, p);
                     multiply_values(mine, p, before);
                     named_arrive(TURN + (consumer ^ 1), 256);
                     wgmma_wait<1>();

@@ -69,7 +69,8 @@ KERNEL(clear_words, ClearArguments, CLEAR_THREADS) { clear(args); }
 
 KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }
 KERNEL(merge_states, StateArguments, StateRow::THREADS) { merge(args); }
-KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { Parts(args).run(); }
+// With a bound for the blocks: without one, ptxas saves registers and reads fewer parts at a time.
+KERNEL(merge_parts, PartsArguments, StateRow::THREADS, 1) { Parts(args).run(); }
 KERNEL(finalize_f32, StateArguments, StateRow::THREADS) { finalize<F32>(args); }
 KERNEL(finalize_f16, StateArguments, StateRow::THREADS) { finalize<F16>(args); }
 KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }

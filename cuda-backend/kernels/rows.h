@@ -139,34 +139,32 @@ private:
 
     // `whole`: all elements of the accumulator are elements of the head.
     template <bool whole> DEVICE void merge_elements(const At &at, const Pair (&ml)[2]) const {
-        // Elements are read before the first one is written: the compiler cannot know that they are different ones, so a read behind a
-        // write would wait for memory once more. Above a head dim of 128 there are registers for one half only.
-        constexpr int HALVES = DIM <= 128 ? 2 : 1;
-        UNROLL for (int first = 0; first < 2; first += HALVES) {
-            Pair old[HALVES][DIM / 8];
-            UNROLL for (int half = first; half < first + HALVES; half++) {
-                if (!reads(half)) continue;
-                float *a = at.a(args, rows[half]) + lane % 4 * 2;
-                UNROLL for (int j = 0; j < DIM / 8; j++)
-                    if (whole || u32(8 * j) < args.dim) old[half - first][j] = pair_at(a + 8 * j);
+        // Four lanes share a row. All must have read m and l before one writes.
+        warp_sync();
+        UNROLL for (int half = 0; half < 2; half++) {
+            const Entry entry(top[half], sum[half], ml[half].x, ml[half].y);
+            if (!there(half) || (entry.nothing && reads(half))) continue;
+            if (lane % 4 == 0) pair_at(at.ml(args, rows[half])) = {entry.m, entry.l};
+            if (entry.nothing && At::PARTS) continue;
+            float *a = at.a(args, rows[half]) + lane % 4 * 2;
+            UNROLL for (int first = 0; first < DIM / 8; first += READS) {
+                // All reads before the first write: the compiler cannot know that they are of other elements, so a read behind a
+                // write would wait for memory once more.
+                Pair old[READS] = {};
+                UNROLL for (int i = 0; i < READS; i++)
+                    if (is_of_head<whole>(first + i) && reads(half)) old[i] = pair_at(a + 8 * (first + i));
+                UNROLL for (int i = 0; i < READS; i++) {
+                    if (!is_of_head<whole>(first + i)) continue;
+                    const float x = acc[first + i][2 * half], y = acc[first + i][2 * half + 1];
+                    pair_at(a + 8 * (first + i)) = reads(half) ? Pair{entry.of(old[i].x, x), entry.of(old[i].y, y)}
+                                                               : Pair{x * entry.found, y * entry.found};
+                }
             }
-            // Four lanes share a row. All must have read m and l before one writes.
-            warp_sync();
-            UNROLL for (int half = first; half < first + HALVES; half++)
-                write<whole>(at, half, Entry(top[half], sum[half], ml[half].x, ml[half].y), old[half - first]);
         }
     }
 
-    template <bool whole> DEVICE void write(const At &at, int half, const Entry &entry, const Pair (&old)[DIM / 8]) const {
-        if (!there(half) || (entry.nothing && reads(half))) return;
-        if (lane % 4 == 0) pair_at(at.ml(args, rows[half])) = {entry.m, entry.l};
-        if (entry.nothing && At::PARTS) return;
-        float *a = at.a(args, rows[half]) + lane % 4 * 2;
-        UNROLL for (int j = 0; j < DIM / 8; j++) {
-            if (!whole && u32(8 * j) >= args.dim) continue;
-            const float x = acc[j][2 * half], y = acc[j][2 * half + 1];
-            pair_at(a + 8 * j) = reads(half) ? Pair{entry.of(old[j].x, x), entry.of(old[j].y, y)}
-                                             : Pair{x * entry.found, y * entry.found};
-        }
-    }
+    // Pairs of elements that are read at a time: as many as there are registers for.
+    static constexpr int READS = DIM / 8 <= 16 ? DIM / 8 : DIM / 16;
+
+    template <bool whole> DEVICE bool is_of_head(int pair) const { return whole || u32(8 * pair) < args.dim; }
 };

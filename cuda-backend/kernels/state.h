@@ -116,6 +116,8 @@ struct Parts {
             l = fused(one.y, weight, l);
             const u32 end = args.parts - first < 32 ? args.parts - first : 32;
             for (u32 n = 0; n < end; n += AT_ONCE) {
+                float of_part[AT_ONCE];
+                UNROLL for (u32 i = 0; i < AT_ONCE; i++) of_part[i] = shuffle(weight, n + i);
                 Four found[AT_ONCE][UNITS];
                 UNROLL for (u32 i = 0; i < AT_ONCE; i++)
                     UNROLL for (int unit = 0; unit < UNITS; unit++) {
@@ -123,12 +125,10 @@ struct Parts {
                         const float *from = state.from_a + (first + n + i) * stride + row.a + d;
                         found[i][unit] = seen >> (n + i) & 1 && d < state.dim ? four_at(from) : Four{};
                     }
-                UNROLL for (u32 i = 0; i < AT_ONCE; i++) {
-                    const float of_part = shuffle(weight, n + i);
+                UNROLL for (u32 i = 0; i < AT_ONCE; i++)
                     UNROLL for (int unit = 0; unit < UNITS; unit++)
                         UNROLL for (int k = 0; k < 4; k++)
-                            sums[unit].x[k] = fused(found[i][unit].x[k], of_part, sums[unit].x[k]);
-                }
+                            sums[unit].x[k] = fused(found[i][unit].x[k], of_part[i], sums[unit].x[k]);
             }
         }
         for (u32 apart = 16; apart; apart /= 2) l += shuffle_xor(l, apart);

@@ -27,7 +27,7 @@ pub fn processor_name() -> String {
     let kind = sysinfo::RefreshKind::nothing().with_cpu(sysinfo::CpuRefreshKind::nothing());
     let system = sysinfo::System::new_with_specifics(kind);
     let name = system.cpus().first().map(|cpu| cpu.brand().trim().to_owned());
-    name.filter(|name| !name.is_empty()).unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+    name.filter(|name| !name.is_empty()).unwrap_or_else(|| env::consts::ARCH.to_owned())
 }
 
 /// The architecture: a page of a browser is told no name.

@@ -7,11 +7,14 @@
 
 using namespace fake;
 
-// Whether this driver is new enough for an image of the fake NVRTC: a cubin of its major version or an older one, PTX that is no newer.
+// Whether this driver is new enough for an image of the fake NVRTC: a cubin of its major version or an older one, PTX that is no
+// newer.
 static bool new_enough(const char *image) {
-    const std::string cubin = "\x7f" "ELF by ", ptx = ".version by ";
-    if (!std::memcmp(image, cubin.data(), cubin.size())) return config().version / 1000 >= std::strtoull(image + cubin.size(), nullptr, 10) / 1000;
-    if (!std::memcmp(image, ptx.data(), ptx.size())) return config().version >= std::strtoull(image + ptx.size(), nullptr, 10);
+    for (const std::string &kind : {std::string("\x7f" "ELF by "), std::string(".version by ")}) {
+        if (std::memcmp(image, kind.data(), kind.size())) continue;
+        const u64 toolkit = std::strtoull(image + kind.size(), nullptr, 10), unit = kind[0] == '.' ? 1 : 1000;
+        return config().version / unit >= toolkit / unit;
+    }
     return true;
 }
 

@@ -1,5 +1,5 @@
-// The functions of `libnvrtc.so` that the CUDA backend uses. The fake driver accepts its output as a cubin or PTX, unless it is of a
-// toolkit that is newer than the driver. `nvrtc=12060` in KYKLOS_FAKE_CUDA makes it NVRTC 12.6; else it is 13.0.
+// The functions of `libnvrtc.so` that the CUDA backend uses. The fake driver accepts its output as a cubin or PTX, unless it is of
+// a toolkit that is newer than the driver. `nvrtc=12060` in KYKLOS_FAKE_CUDA makes it NVRTC 12.6; else it is 13.0.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

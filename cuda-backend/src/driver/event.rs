@@ -3,8 +3,7 @@
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys;
-
+use super::bindings as sys;
 use super::call::check;
 use super::context::{Context, Handle};
 use super::error::Result;

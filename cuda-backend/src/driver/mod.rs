@@ -6,6 +6,7 @@
 //! call that needs a context pushes it and pops it again, so any thread may call and its own context stays current.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
+mod bindings;
 mod call;
 mod caller;
 mod context;

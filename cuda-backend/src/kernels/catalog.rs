@@ -110,19 +110,12 @@ pub fn finalize_kernel(dtype: Dtype) -> &'static str {
 /// Every kernel, with its dynamic shared memory per block. `wgmma`: with those for Hopper.
 pub(crate) fn all_kernels(wgmma: bool) -> Vec<(String, u32)> {
     let mut all = Vec::new();
-    let mut add = |kernel: Option<AttendKernel>| {
-        all.extend(kernel.map(|AttendKernel { name, shared_bytes, .. }| (name, shared_bytes)));
-    };
     for dtype in Dtype::ALL {
-        for dim in DIMS {
-            add(AttendKernel::tiled(dtype, dim));
-        }
-        for dim in DECODE_DIMS {
-            add(AttendKernel::decode(dtype, dim, 1));
-        }
-        for (dim, _) in HOPPER_DIMS.into_iter().filter(|_| wgmma) {
-            add(AttendKernel::hopper(dtype, dim));
-        }
+        let tiled = DIMS.into_iter().map(|dim| AttendKernel::tiled(dtype, dim));
+        let decode = DECODE_DIMS.into_iter().map(|dim| AttendKernel::decode(dtype, dim, 1));
+        let hopper = HOPPER_DIMS.into_iter().filter(|_| wgmma).map(|(dim, _)| AttendKernel::hopper(dtype, dim));
+        let attending = tiled.chain(decode).chain(hopper).flatten();
+        all.extend(attending.map(|AttendKernel { name, shared_bytes, .. }| (name, shared_bytes)));
         for dim in DIMS {
             let kernels = BackwardKernel::both(dtype, dim).into_iter().flatten();
             all.extend(kernels.map(|BackwardKernel { name, shared_bytes, .. }| (name, shared_bytes)));

@@ -14,8 +14,8 @@ PRODUCER, CONSUMERS = 128, 256
 REGISTERS = 65536
 ENTRY = REGISTERS // (PRODUCER + CONSUMERS) // 8 * 8
 
-# Kernels whose reads of a state must be in flight together: one read of two elements for each eight of a row, or as many
-# reads of four elements as `Parts::AT_ONCE` of state.h says.
+# Kernels whose reads of a state must be in flight together: as many reads of two elements as `Rows::READS` of rows.h says, or of
+# four as `Parts::AT_ONCE` of state.h.
 MERGES = re.compile(r"(?:attend|hopper)_b?f16_(\d+)$")
 PARTS, PARTS_AT_ONCE = "merge_parts", 8
 
@@ -79,7 +79,8 @@ class Code:
     def reads_in_flight(self, name, words):
         """The most reads by `name`, of `words` registers each, that are issued before the result of one of them is used."""
         most, pending = 0, set()
-        borders = set(self.labels.values())
+        # Where a jump ends. Most labels only name a place.
+        borders = {self.labels.get(instruction.target()) for instruction in self.instructions}
         count = 0
         for at, here in enumerate(self.instructions):
             registers = here.registers()
@@ -115,6 +116,7 @@ def faults(name, code, entry):
         found.append(f"{name}: reads or writes memory of a thread (LDL, STL); registers must do")
     if merge := MERGES.match(name):
         wanted = int(merge.group(1)) // 8
+        wanted = wanted if wanted <= 16 else wanted // 2
         if (most := code.reads_in_flight("LDG.E.64", 2)) < wanted:
             found.append(f"{name}: {most} reads of the state are in flight at a time, {wanted} must be")
     if name == PARTS and (most := code.reads_in_flight("LDG.E.128", 4)) < PARTS_AT_ONCE:

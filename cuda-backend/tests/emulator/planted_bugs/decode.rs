@@ -7,7 +7,7 @@ use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 use super::{Bug, Planted, bug, call, case};
 use crate::call::{Call, Kernel, Keys};
 
-const BUGS: [Bug; 19] = [
+const BUGS: [Bug; 20] = [
     bug(
         "a tile between two parts is in neither",
         "decode.h",
@@ -41,12 +41,12 @@ const BUGS: [Bug; 19] = [
         "args.ml + (((u64(part) + batch)",
     ),
     bug("the sum that was there is not scaled", "state.h", "fused(old.y, keep, l)", "old.y + l"),
-    bug("the state that was there is not scaled", "state.h", "sums[unit].x[k] *= keep;", ""),
+    bug("the state that was there is not scaled", "state.h", "sums[unit].x[k] *= keep;", "sums[unit].x[k] *= 1.0f;"),
     bug("the state that was there is forgotten", "state.h", "? four_at(state.a + row.a + d) : Four{}", "? Four{} : Four{}"),
     bug(
         "a part is not scaled",
         "state.h",
-        "fused(found[i][unit].x[k], of_part, sums[unit].x[k])",
+        "fused(found[i][unit].x[k], of_part[i], sums[unit].x[k])",
         "found[i][unit].x[k] + sums[unit].x[k]",
     ),
     bug("the sum of a part is not scaled", "state.h", "fused(one.y, weight, l)", "one.y + l"),
@@ -54,7 +54,7 @@ const BUGS: [Bug; 19] = [
     bug("the maximum of half of the lanes", "state.h", "apart = 16; apart; apart /= 2) m", "apart = 8; apart; apart /= 2) m"),
     bug("parts that saw no key are merged", "state.h", "seen >> (n + i) & 1 && d < state.dim", "d < state.dim"),
     bug("the weight of the first part for all", "state.h", "shuffle(weight, n + i)", "shuffle(weight, n)"),
-    bug("parts behind the 32nd are left out", "state.h", "add<1>(old, m);", "if (args.parts <= 32) add<1>(old, m);"),
+    bug("parts behind the 32nd are left out", "state.h", "first < args.parts; first += 32) {\n            const Pair one = ml(first);\n            const float", "first < 32; first += 32) {\n            const Pair one = ml(first);\n            const float"),
     bug("the weights of the first 32 parts for all", "state.h", "const Pair one = ml(first);\n            const float", "const Pair one = ml(0);\n            const float"),
     bug("a fresh state is read", "state.h", "args.fresh ? Pair{EMPTY_M, 0.0f} : pair_at", "pair_at"),
     bug("a row without keys is left out of a fresh state", "state.h", "if (!any && !args.fresh) return;", "if (!any) return;"),

@@ -78,7 +78,7 @@ const BUGS: [Bug; 32] = [
     bug(
         "no fence before the products of full tiles",
         FILE,
-        "named_sync(TURN + consumer, 256);\n                    fence(mine, p);",
+        "named_sync(TURN + consumer, 256);\n                    wgmma_fence();",
         "named_sync(TURN + consumer, 256);",
     ),
     bug("a wrong stride between eight rows", FILE, "u64(1024 >> 4) << 32", "u64(2048 >> 4) << 32"),
@@ -208,7 +208,8 @@ fn a_block_computes_the_items_that_the_host_counts_on() {
     // Five query tiles of 128 rows with five to one tiles of 128 keys, for two blocks.
     let call = call(|case| {
         (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (640, 640, 128);
-        (case.problem.q_heads, case.problem.mask) = (1, OracleMask::causal());
+        (case.problem.batch, case.problem.q_heads, case.problem.kv_heads) = (1, 1, 1);
+        case.problem.mask = OracleMask::causal();
     });
     let busiest = |bugs: &[&Bug], name| {
         let program = planted(&kernel, bugs, name);

@@ -101,8 +101,8 @@ const BUGS: [Bug; 25] = [
     bug(
         "rows behind the last are written",
         "rows.h",
-        "if (!there(half) || (entry.nothing && reads(half))) return;",
-        "if (entry.nothing && reads(half)) return;",
+        "if (!there(half) || (entry.nothing && reads(half))) continue;",
+        "if (entry.nothing && reads(half)) continue;",
     ),
     bug(
         "a query head reads the KV head with its own index",
