@@ -48,8 +48,9 @@ fn main() {
             );
         }
     }
-    let embedded =
-        format!("static EMBEDDED: Embedded<'static> = Embedded {{ toolkit: {toolkit}, images: &[\n{list}] }};\n");
+    let embedded = format!(
+        "static EMBEDDED: Embedded<'static> = Embedded {{ toolkit: {toolkit}, images: &[\n{list}] }};\n"
+    );
     fs::write(out.join("images.rs"), embedded).expect("OUT_DIR can be written");
 }
 

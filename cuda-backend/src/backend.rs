@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats, State,
-    StateMut, StateShape, no_bias_gradient,
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats,
+    State, StateMut, StateShape, no_bias_gradient,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
@@ -62,9 +62,10 @@ impl CudaBackend {
         if let Some(why) = device.refused {
             return Err(refusal(why));
         }
-        let image = images::image(properties.capability, version, options.cache.as_deref()).map_err(|why| {
-            Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
-        })?;
+        let image =
+            images::image(properties.capability, version, options.cache.as_deref()).map_err(|why| {
+                Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
+            })?;
         let context = Context::retain(ordinal).map_err(failed("open the device"))?;
         let products = if image.wgmma { "wgmma and mma.sync" } else { "mma.sync" };
         let info = DeviceInfo { kernel: format!("{products}, {}", image.origin), ..device.info };

@@ -85,7 +85,10 @@ pub(crate) fn describe(properties: &DeviceProperties, version: u32) -> CudaDevic
         })
     } else {
         let missing = images::check(properties.capability, version).err();
-        missing.map(|Unavailable { why, remedy }| Unavailable { why: format!("no kernels for {name}: {why}"), remedy })
+        missing.map(|Unavailable { why, remedy }| Unavailable {
+            why: format!("no kernels for {name}: {why}"),
+            remedy,
+        })
     };
     CudaDevice {
         info: DeviceInfo {
@@ -100,4 +103,3 @@ pub(crate) fn describe(properties: &DeviceProperties, version: u32) -> CudaDevic
         refused,
     }
 }
-

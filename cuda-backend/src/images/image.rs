@@ -87,7 +87,8 @@ pub(crate) fn image(capability: u32, driver: u32, cache: Option<&Path>) -> Resul
 /// The embedded image for a device, or else NVRTC, if the driver loads what it makes.
 fn source(capability: u32, driver: u32) -> Result<Source<'static>, Unavailable> {
     let image = embedded(capability, EMBEDDED.images);
-    let built = image.map(|(name, _)| Code { toolkit: EMBEDDED.toolkit, is_machine_code: name.starts_with("sm_") });
+    let built =
+        image.map(|(name, _)| Code { toolkit: EMBEDDED.toolkit, is_machine_code: name.starts_with("sm_") });
     if let (Some((name, packed)), true) = (image, built.is_some_and(|code| code.runs_with(driver))) {
         return Ok(Source::Embedded(name, packed));
     }
@@ -142,10 +143,13 @@ fn no_kernels(driver: u32, built: Option<Code>, compiled: Result<Code, String>) 
         _ => format!("install a driver that supports CUDA {}", version_text(needed)),
     });
     let compiler = match compiled {
-        Ok(Code { is_machine_code: false, .. }) => format!("install NVRTC of CUDA {} or earlier", version_text(driver)),
+        Ok(Code { is_machine_code: false, .. }) => {
+            format!("install NVRTC of CUDA {} or earlier", version_text(driver))
+        }
         _ => format!("install NVRTC of CUDA {}", driver / 1000),
     };
-    let with_nvcc = oldest.is_none().then(|| "build where nvcc is found (NVCC, CUDA_HOME or PATH)".to_owned());
+    let with_nvcc =
+        oldest.is_none().then(|| "build where nvcc is found (NVCC, CUDA_HOME or PATH)".to_owned());
     let remedies: Vec<_> = newer_driver.into_iter().chain([compiler]).chain(with_nvcc).collect();
     Unavailable {
         why: format!("the driver supports CUDA {}, {ours}, and {others}", version_text(driver)),

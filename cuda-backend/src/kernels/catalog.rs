@@ -113,7 +113,8 @@ pub(crate) fn all_kernels(wgmma: bool) -> Vec<(String, u32)> {
     for dtype in Dtype::ALL {
         let tiled = DIMS.into_iter().map(|dim| AttendKernel::tiled(dtype, dim));
         let decode = DECODE_DIMS.into_iter().map(|dim| AttendKernel::decode(dtype, dim, 1));
-        let hopper = HOPPER_DIMS.into_iter().filter(|_| wgmma).map(|(dim, _)| AttendKernel::hopper(dtype, dim));
+        let hopper =
+            HOPPER_DIMS.into_iter().filter(|_| wgmma).map(|(dim, _)| AttendKernel::hopper(dtype, dim));
         let attending = tiled.chain(decode).chain(hopper).flatten();
         all.extend(attending.map(|AttendKernel { name, shared_bytes, .. }| (name, shared_bytes)));
         for dim in DIMS {

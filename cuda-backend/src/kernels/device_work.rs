@@ -68,7 +68,8 @@ mod tests {
     /// a block.
     fn imbalance(tokens: u32, heads: u32, blocks: u32, item_of: impl Fn(u32, u32, u32) -> u32) -> f64 {
         let problem =
-            AttentionProblem::new([1, tokens, heads, heads, 128], Dtype::Bf16, "causal".parse().unwrap()).unwrap();
+            AttentionProblem::new([1, tokens, heads, heads, 128], Dtype::Bf16, "causal".parse().unwrap())
+                .unwrap();
         let all = TokenRuns::contiguous(0..tokens);
         let tile = AttendKernel::hopper(Dtype::Bf16, 128).unwrap().tile;
         let work = DeviceWork::new(&BlockWork::layers(&problem, &all, &all, tile)[0]);
@@ -92,7 +93,9 @@ mod tests {
 
     #[test]
     fn blocks_of_a_causal_call_have_about_the_same_work() {
-        for (tokens, heads, blocks, most) in [(16_384, 16, 132, 1.005), (16_384, 32, 132, 1.005), (65_536, 8, 78, 1.005)] {
+        for (tokens, heads, blocks, most) in
+            [(16_384, 16, 132, 1.005), (16_384, 32, 132, 1.005), (65_536, 8, 78, 1.005)]
+        {
             let found = imbalance(tokens, heads, blocks, item_of_round);
             assert!(found <= most, "{tokens} tokens, {heads} heads, {blocks} blocks: {found}");
         }

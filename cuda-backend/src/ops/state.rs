@@ -21,7 +21,10 @@ pub(crate) fn reset_state(
 }
 
 /// The reset of a state, if it is not submitted yet.
-pub(crate) fn deferred_reset(device: &OpenDevice, state: &StateMut<'_, CudaBuffer>) -> Result<Option<Deferred>> {
+pub(crate) fn deferred_reset(
+    device: &OpenDevice,
+    state: &StateMut<'_, CudaBuffer>,
+) -> Result<Option<Deferred>> {
     let (a, ml) = (state.a.address(), state.ml.address());
     Ok(device.deferred(RESET, &StateArguments { a, ml, ..state_arguments(state.shape)? }))
 }

@@ -218,7 +218,11 @@ fn refusals() -> Vec<Scenario> {
     vec![
         unavailable("no device", "devices=0", &["cuInit", "CUDA_ERROR_NO_DEVICE (100)"]),
         unavailable("an old driver", "version=11080", &["11.8", "12.0", "525"]),
-        unavailable("kernels of a newer CUDA", "version=12040", &["12.4", "need CUDA 13.0", "driver 580", "NVRTC of CUDA 12"]),
+        unavailable(
+            "kernels of a newer CUDA",
+            "version=12040",
+            &["12.4", "need CUDA 13.0", "driver 580", "NVRTC of CUDA 12"],
+        ),
         unavailable(
             "PTX of a newer CUDA",
             "version=12040,nvrtc=12060,capability=121",

@@ -42,7 +42,7 @@ fn every_kernel() {
 }
 
 /// Each row sees one key only, because the others are far less similar. So the output shows where rows, keys and elements are in the
-/// matrices of wgmma. Values are the number of the key, then the number of the element.
+/// matrices of wgmma. Values are 1 plus the number of the key, then 1 plus the number of the element.
 fn one_tile() {
     let backend = open();
     for dtype in [Dtype::Bf16, Dtype::F16] {
@@ -53,12 +53,16 @@ fn one_tile() {
             // Element n of a key is bit n % 8 of its number, as 1 or -1.
             let code = |key: u32, n: u32| if key >> (n % 8) & 1 == 1 { 1.0 } else { -1.0 };
             let elements = |rows: u32, of: &dyn Fn(u32, u32) -> f32| -> Vec<u8> {
-                let values = (0..rows).flat_map(|row| (0..dim).map(move |n| (row, n))).map(|(row, n)| of(row, n));
+                let values =
+                    (0..rows).flat_map(|row| (0..dim).map(move |n| (row, n))).map(|(row, n)| of(row, n));
                 values.flat_map(|value| stored(dtype, value)).collect()
             };
             let q = elements(128, &|row, n| 16.0 * code(row * 7 % keys, n));
             let k = elements(keys, &code);
-            for (what, value) in [("key", (|key, _| key as f32) as fn(u32, u32) -> f32), ("element", |_, n| n as f32)] {
+            for (what, value) in [
+                ("key", (|key, _| 1.0 + key as f32) as fn(u32, u32) -> f32),
+                ("element", |_, n| 1.0 + n as f32),
+            ] {
                 let mut call = Call::new(&backend, &problem, [&q, &k, &elements(keys, &value)]);
                 let got = call.run(&backend);
                 let right = elements(128, &|row, n| value(row * 7 % keys, n));
@@ -91,7 +95,11 @@ fn causal() {
     let backend = open();
     for dtype in [Dtype::Bf16, Dtype::F16] {
         for dim in [8, 72, 128, 200] {
-            is_right(&backend, case("300 causal tokens", 300, OracleMask::causal(), |case| of_dim(case, dim)), dtype);
+            is_right(
+                &backend,
+                case("300 causal tokens", 300, OracleMask::causal(), |case| of_dim(case, dim)),
+                dtype,
+            );
         }
     }
     for dim in [64, 128, 256] {
@@ -108,7 +116,8 @@ fn same_bytes() {
     for dim in [64, 128] {
         let problem = AttentionProblem::new([1, tokens, heads, 1, dim], Dtype::Bf16, Mask::causal()).unwrap();
         let made_up = |count: u32, shift: u32| -> Vec<u8> {
-            let number = |n: u32| (n.wrapping_add(shift).wrapping_mul(2_654_435_761) >> 16) as f32 / 16_384.0 - 2.0;
+            let number =
+                |n: u32| (n.wrapping_add(shift).wrapping_mul(2_654_435_761) >> 16) as f32 / 16_384.0 - 2.0;
             (0..count).flat_map(|n| stored(Dtype::Bf16, number(n))).collect()
         };
         let (q, kv) = (tokens * heads * dim, tokens * dim);
@@ -140,7 +149,7 @@ fn without_wgmma() {
 fn decoding() {
     let keys = if is_fake() { 900 } else { 33 * 64 * 4 };
     let case = |heads, rows| {
-        let mask = OracleMask::causal().and(OracleTerm::Valid(vec![keys]));
+        let mask = OracleMask::causal().and(OracleTerm::Valid(vec![keys as u64]));
         case("a few rows", keys, mask, |case| {
             let problem = &mut case.problem;
             (problem.q_len, problem.q_offset) = (rows, (keys - rows) as u64);
@@ -149,7 +158,8 @@ fn decoding() {
         })
     };
     for graphs in [true, false] {
-        let backend = CudaBackend::with_options(0, &CudaOptions { graphs, ..CudaOptions::default() }).unwrap();
+        let backend =
+            CudaBackend::with_options(0, &CudaOptions { graphs, ..CudaOptions::default() }).unwrap();
         for dtype in Dtype::ALL {
             for (heads, rows) in [((8, 8), 1), ((8, 2), 3)] {
                 // A sequence of launches that comes again is a graph.
@@ -219,7 +229,10 @@ impl Call {
         let operand = |buffer, heads: u32, tokens: u32| {
             let (dim, heads) = (problem.head_dim as usize, heads as usize);
             let batch_stride = tokens as usize * heads * dim;
-            Operand { buffer, layout: Layout { offset: 0, batch_stride, row_stride: heads * dim, head_stride: dim } }
+            Operand {
+                buffer,
+                layout: Layout { offset: 0, batch_stride, row_stride: heads * dim, head_stride: dim },
+            }
         };
         let [a, ml] = &mut self.state;
         backend.reset_state(&mut StateMut { a, ml, shape: *shape }).unwrap();

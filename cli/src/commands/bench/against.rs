@@ -151,7 +151,8 @@ pub(crate) fn compare(
     let names = std::iter::once(OURS.to_owned()).chain(peers.iter().map(|peer| peer.name.clone()));
     let programs = names.zip(&found).filter(|(_, rounds)| !rounds.is_empty()).map(|(name, rounds)| {
         let medians_ms: Vec<f64> = rounds.iter().map(Times::median_ms).collect();
-        let device = |rounds: &[Times]| rounds.iter().map(Times::device_median_ms).collect::<Option<Vec<_>>>();
+        let device =
+            |rounds: &[Times]| rounds.iter().map(Times::device_median_ms).collect::<Option<Vec<_>>>();
         let (device_medians_ms, ours) = device(rounds).zip(device(&found[0])).unwrap_or_default();
         Program {
             name,
@@ -306,10 +307,15 @@ mod tests {
         assert_eq!((mine.name.as_str(), &mine.ratios[..]), ("kyklos", &[1.0; 3][..]));
         assert_eq!(theirs.medians_ms, [5.0; 3]);
         assert_eq!(theirs.ratios, [5.0 / 3.0; 3]);
-        assert_eq!((mine.device_ratios.len(), theirs.device_ratios.len()), (3, 0), "the peer has no clock of the device");
+        assert_eq!(
+            (mine.device_ratios.len(), theirs.device_ratios.len()),
+            (3, 0),
+            "the peer has no clock of the device"
+        );
         assert!(text(&[comparison]).contains("1.67"));
         let clocked =
-            against(r#"echo "{\"first_ms\":1,\"times_ms\":[6],\"device_ms\":[3],\"max_abs_error\":0}""#).unwrap();
+            against(r#"echo "{\"first_ms\":1,\"times_ms\":[6],\"device_ms\":[3],\"max_abs_error\":0}""#)
+                .unwrap();
         assert_eq!(clocked.programs[1].device_ratios, [1.5; 3]);
     }
 

@@ -20,12 +20,10 @@ impl DeviceTime {
     pub(super) fn of(runs: &[Vec<KernelTime>]) -> Option<Self> {
         let longest = runs.first().and_then(|run| kernels(run).max_by(|a, b| a.1.total_cmp(&b.1)));
         let (kernel, _) = longest?;
-        let of_kernel = |run: &Vec<KernelTime>| -> f64 { kernels(run).filter(|(name, _)| *name == kernel).map(|(_, ms)| ms).sum() };
-        Some(Self {
-            all_ms: median(all_ms(runs)),
-            kernel_ms: median(runs.iter().map(of_kernel)),
-            kernel,
-        })
+        let of_kernel = |run: &Vec<KernelTime>| -> f64 {
+            kernels(run).filter(|(name, _)| *name == kernel).map(|(_, ms)| ms).sum()
+        };
+        Some(Self { all_ms: median(all_ms(runs)), kernel_ms: median(runs.iter().map(of_kernel)), kernel })
     }
 }
 

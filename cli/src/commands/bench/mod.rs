@@ -15,8 +15,8 @@ use kyklos::backend::{Backend, Control, Device, KernelTime};
 use kyklos::{AttentionProblem, Dtype};
 
 use self::against::Times;
-use self::device_time::DeviceTime;
 pub(crate) use self::args::{BenchArgs, BenchCommand};
+use self::device_time::DeviceTime;
 use self::line::{EveryRow, Line, Measured, json, text};
 use crate::devices::{self, BackendKind, DeviceId, let_in_nowhere};
 use crate::failure::{Failure, Result, note, print};
@@ -116,7 +116,8 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
             note(&format!("kyklos {}", case.text()));
             let Checked { first_ms, times_ms, kernels, held, .. } = Check { case, args }.on(&backend)?;
             let [max_abs_error, tolerance] = held.unwrap_or([0.0, f64::INFINITY]);
-            let device_ms = kernels.iter().any(|run| !run.is_empty()).then(|| device_time::all_ms(&kernels).collect());
+            let device_ms =
+                kernels.iter().any(|run| !run.is_empty()).then(|| device_time::all_ms(&kernels).collect());
             Ok((Times { first_ms, times_ms, device_ms, max_abs_error }, tolerance))
         })?);
     }

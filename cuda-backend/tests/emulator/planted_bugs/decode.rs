@@ -41,8 +41,18 @@ const BUGS: [Bug; 20] = [
         "args.ml + (((u64(part) + batch)",
     ),
     bug("the sum that was there is not scaled", "state.h", "fused(old.y, keep, l)", "old.y + l"),
-    bug("the state that was there is not scaled", "state.h", "sums[unit].x[k] *= keep;", "sums[unit].x[k] *= 1.0f;"),
-    bug("the state that was there is forgotten", "state.h", "? four_at(state.a + row.a + d) : Four{}", "? Four{} : Four{}"),
+    bug(
+        "the state that was there is not scaled",
+        "state.h",
+        "sums[unit].x[k] *= keep;",
+        "sums[unit].x[k] *= 1.0f;",
+    ),
+    bug(
+        "the state that was there is forgotten",
+        "state.h",
+        "? four_at(state.a + row.a + d) : Four{}",
+        "? Four{} : Four{}",
+    ),
     bug(
         "a part is not scaled",
         "state.h",
@@ -50,14 +60,44 @@ const BUGS: [Bug; 20] = [
         "found[i][unit].x[k] + sums[unit].x[k]",
     ),
     bug("the sum of a part is not scaled", "state.h", "fused(one.y, weight, l)", "one.y + l"),
-    bug("the sums of half of the lanes", "state.h", "apart = 16; apart; apart /= 2) l", "apart = 8; apart; apart /= 2) l"),
-    bug("the maximum of half of the lanes", "state.h", "apart = 16; apart; apart /= 2) m", "apart = 8; apart; apart /= 2) m"),
-    bug("parts that saw no key are merged", "state.h", "seen >> (n + i) & 1 && d < state.dim", "d < state.dim"),
+    bug(
+        "the sums of half of the lanes",
+        "state.h",
+        "apart = 16; apart; apart /= 2) l",
+        "apart = 8; apart; apart /= 2) l",
+    ),
+    bug(
+        "the maximum of half of the lanes",
+        "state.h",
+        "apart = 16; apart; apart /= 2) m",
+        "apart = 8; apart; apart /= 2) m",
+    ),
+    bug(
+        "parts that saw no key are merged",
+        "state.h",
+        "seen >> (n + i) & 1 && d < state.dim",
+        "d < state.dim",
+    ),
     bug("the weight of the first part for all", "state.h", "shuffle(weight, n + i)", "shuffle(weight, n)"),
-    bug("parts behind the 32nd are left out", "state.h", "first < args.parts; first += 32) {\n            const Pair one = ml(first);\n            const float", "first < 32; first += 32) {\n            const Pair one = ml(first);\n            const float"),
-    bug("the weights of the first 32 parts for all", "state.h", "const Pair one = ml(first);\n            const float", "const Pair one = ml(0);\n            const float"),
+    bug(
+        "parts behind the 32nd are left out",
+        "state.h",
+        "first < args.parts; first += 32) {\n            const Pair one = ml(first);\n            const float",
+        "first < 32; first += 32) {\n            const Pair one = ml(first);\n            const float",
+    ),
+    bug(
+        "the weights of the first 32 parts for all",
+        "state.h",
+        "const Pair one = ml(first);\n            const float",
+        "const Pair one = ml(0);\n            const float",
+    ),
     bug("a fresh state is read", "state.h", "args.fresh ? Pair{EMPTY_M, 0.0f} : pair_at", "pair_at"),
-    bug("a row without keys is left out of a fresh state", "state.h", "if (!any && !args.fresh) return;", "if (!any) return;"),
+    bug(
+        "a row without keys is left out of a fresh state",
+        "state.h",
+        "if (!any && !args.fresh) return;",
+        "if (!any) return;",
+    ),
 ];
 
 const INSTANCE: &str = "#include \"decode.h\"\n#include \"state.h\"\n\
@@ -116,7 +156,12 @@ const F32_FAULTS: [Bug; 13] = [
         "if (entry.nothing && !fresh) return;",
         "if (entry.nothing) return;",
     ),
-    bug("a part that sees no key has a maximum", F32, "ml[0] = entry.m;", "ml[0] = entry.nothing ? 0.0f : entry.m;"),
+    bug(
+        "a part that sees no key has a maximum",
+        F32,
+        "ml[0] = entry.m;",
+        "ml[0] = entry.nothing ? 0.0f : entry.m;",
+    ),
     bug(
         "the maximum of half of the lanes",
         F32,

@@ -14,10 +14,8 @@ const FILE: &str = "attend_hopper.h";
 
 /// The producer's wait for a free stage, and the same without it for keys or for values.
 const EMPTY: &str = "phase_wait(empty, step / STAGES % 2 ^ 1);";
-const UNLESS_KEYS: &str =
-    "if (empty != k_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
-const UNLESS_VALUES: &str =
-    "if (empty != v_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
+const UNLESS_KEYS: &str = "if (empty != k_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
+const UNLESS_VALUES: &str = "if (empty != v_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
 
 const BUGS: [Bug; 32] = [
     bug("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
