@@ -1,9 +1,6 @@
 //! The kernels: names, tile shapes, threads and shared memory. `kernels/kernels.cu` instantiates them.
 
-use kyklos::backend::Scales;
 use kyklos::{Dtype, TileShape};
-
-use crate::{BackwardKernel, CodesKernel, Direction, row_stats_kernel};
 
 /// Threads per block of all kernels except the attention kernels.
 pub const SMALL_THREADS: u32 = 256;
@@ -107,62 +104,9 @@ pub fn finalize_kernel(dtype: Dtype) -> &'static str {
     }
 }
 
-/// Every kernel, with its dynamic shared memory per block. `wgmma`: with those for Hopper.
-pub(crate) fn all_kernels(wgmma: bool) -> Vec<(String, u32)> {
-    let mut all = Vec::new();
-    for dtype in Dtype::ALL {
-        let tiled = DIMS.into_iter().map(|dim| AttendKernel::tiled(dtype, dim));
-        let decode = DECODE_DIMS.into_iter().map(|dim| AttendKernel::decode(dtype, dim, 1));
-        let hopper =
-            HOPPER_DIMS.into_iter().filter(|_| wgmma).map(|(dim, _)| AttendKernel::hopper(dtype, dim));
-        let attending = tiled.chain(decode).chain(hopper).flatten();
-        all.extend(attending.map(|AttendKernel { name, shared_bytes, .. }| (name, shared_bytes)));
-        for dim in DIMS {
-            let kernels = BackwardKernel::both(dtype, dim).into_iter().flatten();
-            all.extend(kernels.map(|BackwardKernel { name, shared_bytes, .. }| (name, shared_bytes)));
-        }
-        let shape = [1, 1, 1, 8];
-        for direction in [Direction::ToCodes, Direction::FromCodes] {
-            for of in [Scales::Rows, Scales::Channels] {
-                let kernel = CodesKernel::of(direction, of, dtype, shape).expect("heads of 8 elements");
-                all.push((kernel.name, kernel.shared_bytes));
-            }
-        }
-        let others = [finalize_kernel(dtype), row_stats_kernel(dtype)].map(str::to_owned);
-        let both_ways = Dtype::ALL.into_iter().filter_map(|into| convert_kernel(dtype, into));
-        all.extend(others.into_iter().chain(both_ways).map(|name| (name, 0)));
-    }
-    let small = ["reset_state", "merge_states", "merge_parts", "repack", "accumulate", "clear_words"];
-    all.extend(small.map(|name| (name.to_owned(), 0)));
-    // In f32 one kernel has all head dims.
-    all.sort();
-    all.dedup();
-    all
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The names that `kernels.cu` instantiates, from its macros.
-    #[test]
-    fn all_kernels_are_those_of_the_source() {
-        let source = crate::SOURCES[0].1;
-        for wgmma in [false, true] {
-            let all = all_kernels(wgmma);
-            // Those that are not instantiated by a macro for several types or head dims are named there.
-            let named = source.lines().filter_map(|line| line.strip_prefix("KERNEL(")?.split(',').next());
-            for name in named {
-                assert!(all.iter().any(|(kernel, _)| kernel == name), "{name}");
-            }
-            // One line of budgets.txt for each kernel.
-            let budgets = include_str!("../../tests/compilers/budgets.txt");
-            let rows = budgets.lines().skip(2).filter_map(|line| line.split_whitespace().next());
-            let mut names: Vec<_> = rows.filter(|name| wgmma || !name.starts_with("hopper_")).collect();
-            names.sort_unstable();
-            assert_eq!(all.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), names);
-        }
-    }
 
     #[test]
     fn every_head_dim_has_a_kernel_that_fits_every_gpu_from_sm_80_on() {

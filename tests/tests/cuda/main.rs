@@ -21,6 +21,8 @@ mod kernel_choice;
 #[cfg(target_os = "linux")]
 mod nccl;
 #[cfg(target_os = "linux")]
+mod refusals;
+#[cfg(target_os = "linux")]
 mod scenario;
 #[cfg(target_os = "linux")]
 mod steps;
@@ -31,6 +33,7 @@ fn main() {
         scenario::suite(),
         kernel_choice::scenarios(),
         faults::scenarios(),
+        refusals::scenarios(),
         gradients::scenarios(),
         graphs::scenarios(),
         caller::scenarios(),
