@@ -1,7 +1,7 @@
 //! Compiles the kernels if there is an nvcc: in `NVCC`, in `CUDA_HOME/bin`, or on the PATH. Without nvcc the crate builds too,
 //! and NVRTC compiles its kernels at run time.
 //!
-//! Writes `images.rs`: names of architectures with their images, deflated. `OUT_DIR` keeps the images, and in `.log` files the
+//! Writes `images.rs`: the version of the toolkit, and names of architectures with their images, deflated. `OUT_DIR` keeps the images, and in `.log` files the
 //! output of the compilers with the register counts: `scripts/check-cuda.sh` reads both.
 
 use std::env;
@@ -25,8 +25,10 @@ fn main() {
     println!("cargo::rerun-if-env-changed=NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
-    let mut list = String::from("pub(crate) static IMAGES: &[(&str, &[u8])] = &[\n");
+    let mut list = String::new();
+    let mut toolkit = 0;
     if let Some(nvcc) = nvcc() {
+        toolkit = toolkit_of(&nvcc);
         let (fingerprint, stamp) = (fingerprint(&nvcc), out.join("fingerprint"));
         let architectures = architectures();
         let images = || architectures.iter().flat_map(|(_, real)| real).chain([&NEWER]);
@@ -46,8 +48,10 @@ fn main() {
             );
         }
     }
-    list.push_str("];\n");
-    fs::write(out.join("images.rs"), list).expect("OUT_DIR can be written");
+    let embedded = format!(
+        "static EMBEDDED: Embedded<'static> = Embedded {{ toolkit: {toolkit}, images: &[\n{list}] }};\n"
+    );
+    fs::write(out.join("images.rs"), embedded).expect("OUT_DIR can be written");
 }
 
 /// (virtual architecture, real architectures). The compiler's front end takes most of the time and runs once for each virtual one.
@@ -69,10 +73,26 @@ fn nvcc() -> Option<PathBuf> {
     Some(PathBuf::from("nvcc")).filter(|path| runs(path))
 }
 
+/// What nvcc says about its version.
+fn version_of(nvcc: &Path) -> Vec<u8> {
+    Command::new(nvcc).arg("--version").output().expect("it ran a moment ago").stdout
+}
+
+/// The version of the toolkit, as 1000 · major + 10 · minor. nvcc says `release 13.0`.
+fn toolkit_of(nvcc: &Path) -> u32 {
+    let said = String::from_utf8_lossy(&version_of(nvcc)).into_owned();
+    let number = said.split_once("release ").and_then(|(_, rest)| rest.split([',', ' ']).next());
+    let version = number.and_then(|number| {
+        let (major, minor) = number.split_once('.')?;
+        Some(1000 * major.parse::<u32>().ok()? + 10 * minor.parse::<u32>().ok()?)
+    });
+    version.unwrap_or_else(|| panic!("{} does not tell its release: {said}", nvcc.display()))
+}
+
 /// A hash of everything that the images depend on. Builds with and without nvcc may alternate in one `OUT_DIR`; images with the
 /// same hash are not compiled again.
 fn fingerprint(nvcc: &Path) -> String {
-    let version = Command::new(nvcc).arg("--version").output().expect("it ran a moment ago").stdout;
+    let version = version_of(nvcc);
     let mut hash = DefaultHasher::new();
     (nvcc, version, include_str!("build.rs"), ARCHITECTURES).hash(&mut hash);
     let mut sources: Vec<_> = [kernels(), kernels().join("cuda")]

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Compiles the CUDA kernels with NVIDIA's own compilers, for every architecture, on a machine without a GPU: nvcc through
 # the crate's build.rs, once, and NVRTC through the crate and by itself. Fails on warnings, spills, stack, more registers
-# than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), and kernels for Hopper whose products are
-# serialised or whose machine code has no wgmma or TMA in it. Then scripts/check-nccl.sh holds the loader of NCCL to NVIDIA's library.
-# The compilers come from PyPI as wheels (about 200 MB, once) and stay in target/.
+# than cuda-backend/tests/compilers/budgets.txt allows (--bless writes that table), kernels for Hopper whose products are serialised
+# or whose registers are not those that setmaxnreg counts on, and reads that wait for each other. NVRTC of CUDA 12, for older drivers,
+# compiles the kernels for Hopper. Then scripts/check-nccl.sh holds the loader of NCCL to NVIDIA's library.
+# The compilers come from PyPI as wheels (about 300 MB, once) and stay in target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,6 +14,8 @@ wheels=(
     nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 nvidia-cuda-nvrtc==13.0.88
     nvidia-cuda-nvdisasm==13.5.37
 )
+# For drivers that load nothing of CUDA 13. In a folder of its own: both have libraries of the same names.
+older=nvidia-cuda-nvrtc-cu12==12.9.86
 folder=$PWD/target/cuda-toolkit
 stamp=$folder/installed
 
@@ -20,14 +23,15 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
     echo "not run: these wheels are for Linux on x86-64, this is $(uname -sm)"
     exit 0
 fi
-if [ "$(cat "$stamp" 2>/dev/null)" != "${wheels[*]}" ]; then
+if [ "$(cat "$stamp" 2>/dev/null)" != "${wheels[*]} $older" ]; then
     start=$SECONDS
     rm -rf "$folder"
     mkdir -p "$folder"
     scripts/make-venv.sh "$folder/venv"
     # One command: a second one into the same folder would not merge the wheels.
     "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --target "$folder/wheels" "${wheels[@]}"
-    echo "${wheels[*]}" >"$stamp"
+    "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --target "$folder/older" "$older"
+    echo "${wheels[*]} $older" >"$stamp"
     echo "compilers installed in $((SECONDS - start)) s"
 fi
 toolkit=$folder/wheels/nvidia/cu13
@@ -52,7 +56,7 @@ LD_LIBRARY_PATH=$toolkit/lib "$folder/run-time" -q --include-ignored nvrtc &
 python3 cuda-backend/tests/compilers/check.py "$toolkit" --control
 # The crate's other way to compile the kernels: nvcc, from build.rs.
 images=$(build env NVCC="$toolkit/bin/nvcc" | grep '"build-script-executed".*/cuda-backend#' | field out_dir)
-python3 cuda-backend/tests/compilers/check.py "$toolkit" "$images" "$@"
+python3 cuda-backend/tests/compilers/check.py "$toolkit" "$folder/older/nvidia/cuda_nvrtc/lib" "$images" "$@"
 NVCC=$toolkit/bin/nvcc cargo test --release -q -p kyklos-cuda --lib
 wait $!
 scripts/check-nccl.sh

@@ -2,6 +2,7 @@
 #include "machine.h"
 #include "block.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -171,7 +172,9 @@ void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const 
                     fiber.fenced = false;
                     if (!fiber.stack) fiber.stack.reset(new u8[STACK_BYTES]);
                 }
+                const u64 before = total.products;
                 all.run();
+                total.busiest = std::max(total.busiest, total.products - before);
             }
 }
 

@@ -39,8 +39,9 @@ struct Kernel {
 };
 
 // Counts of a run. An access of ldmatrix is 8 rows of 16 bytes. It takes as many passes as there are rows in the busiest bank.
+// busiest: products of the block that has the most.
 struct Counts {
-    u64 accesses, passes, copies, barriers, products;
+    u64 accesses, passes, copies, barriers, products, busiest;
 };
 
 // Runs all blocks of a launch, one after the other. Ends the program with a message on a fault.

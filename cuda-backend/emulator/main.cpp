@@ -5,7 +5,7 @@
 //   buffers u32 count, each: u64 address, u64 bytes, u32 given, the bytes if given (otherwise all bits are 1: NaN)
 //   launch  u32 name length, name, u32 grid[3], u32 shared bytes, u32 argument bytes, arguments
 //   results u32 count, each: u64 address, u64 bytes
-//   answer  the bytes of the results, then u64 accesses, passes, copies, barriers, products
+//   answer  the bytes of the results, then u64 accesses, passes, copies, barriers, products, busiest
 //
 // Buffers are at the addresses that the job gives, so that arguments can contain them. A page without access follows each.
 #include "machine.h"
@@ -43,7 +43,7 @@ static void launch(machine::Timing timing, u64 seed) {
     u32 grid[3];
     read(grid, sizeof grid);
     const u32 shared = number<u32>();
-    alignas(64) u8 args[4096];
+    alignas(128) u8 args[4096];
     const u32 bytes = number<u32>();
     const machine::Kernel *kernel = machine::Kernel::find(name.c_str());
     if (!kernel) machine::fault("no kernel is called %s", name.c_str());

@@ -10,11 +10,12 @@
 #define DEVICE inline
 #define UNROLL
 #define ROLLED
-#define KERNEL(name, Arguments, threads)                                                              \
-    static void name(const Arguments &args);                                                          \
-    static const machine::Kernel kernel_##name(#name, sizeof(Arguments), threads, [](const void *args) { \
-        name(*static_cast<const Arguments *>(args));                                                  \
-    });                                                                                               \
+constexpr u32 threads_of(u32 threads, u32 = 1) { return threads; }
+#define KERNEL(name, Arguments, ...)                                                                   \
+    static void name(const Arguments &args);                                                           \
+    static const machine::Kernel kernel_##name(#name, sizeof(Arguments), threads_of(__VA_ARGS__), [](const void *args) { \
+        name(*static_cast<const Arguments *>(args));                                                   \
+    });                                                                                                \
     static void name(const Arguments &args)
 
 #define HOPPER 1

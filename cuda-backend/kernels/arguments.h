@@ -45,6 +45,8 @@ struct AttendArguments {
     u32 pair_kind;
     float scale;              // for base-2 logits: scale · log2 e; with a softcap scale / cap
     float cap;                // cap · log2 e, or 0 without a softcap
+    u32 fresh;                // 1: the state is not read. Every row of the grid is written, also one that sees no key
+    u32 reserved;
 };
 
 // Consecutive query heads that share a KV head and a tile.
@@ -55,15 +57,17 @@ struct HeadPack {
 // The same for few rows: the tiles of keys of each query tile are split into parts, each with a state of its own.
 // Grid: (query tiles · tile_blocks, packs, batch entries).
 struct DecodeArguments {
-    AttendArguments attend;  // a and ml: `parts` states, one behind the other, only written; first_head: 0
+    // a and ml: `parts` states, one behind the other, only written; first_head: 0; fresh is not used.
+    AttendArguments attend;
     const HeadPack *packs;
     u32 parts, batch;
     u32 tile_rows;           // query rows of a tile, which holds them for each head of a pack
     u32 tile_blocks;         // blocks per query tile: one per part; in f32 one per 8 (row, part) pairs
 };
 
-// A tensor as TMA copies it: 128 bytes that the driver encodes. In the emulator they are TensorMap of `src/kernels/hopper.rs`.
-struct alignas(64) TensorMap {
+// A tensor as TMA copies it: 128 bytes that the driver encodes. In the emulator they are TensorMap of `src/kernels/hopper.rs`. Aligned
+// as CUtensorMap is since CUDA 13.
+struct alignas(128) TensorMap {
     u64 words[16];
 };
 
@@ -73,13 +77,12 @@ struct TilePlace {
 };
 
 // The same by wgmma and TMA. Item n is query tile order[n / heads] of head n % heads. Grid: any, best as many blocks as run at
-// a time. A block computes every (number of blocks)-th item.
+// a time. A block computes one item of each round of as many items as there are blocks.
 struct HopperArguments {
     TensorMap q, k, v;       // of 16-bit elements [dim, rows, heads, batch], boxes of 64 columns by the rows of a tile
     AttendArguments attend;  // q, k, v, pairs and the beginning of the grid are not used
     const TilePlace *order;
     u32 first_item, end_item;
-    u64 reserved;
 };
 
 // The backward pass of one block of queries against one block of keys. Kernels of dQ have a tile of query rows of a query head,
@@ -115,7 +118,8 @@ struct StateArguments {
 // Merges `parts` states, one behind the other from from_a and from_ml on, into a state. Grid as above.
 struct PartsArguments {
     StateArguments state;
-    u32 parts, reserved;
+    u32 parts;
+    u32 fresh;  // 1: the state is not read, and every row is written
 };
 
 // Log-sum-exp and delta of rows, for the backward pass. Grid: (⌈rows / 8⌉), one warp for each row of a head.

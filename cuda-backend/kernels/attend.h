@@ -137,7 +137,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         // Warps behind the last row only copy.
         const bool rows_here = at.row(ROWS, thread_x() / 32 * 16).row < args.rows;
         if (tiles.done()) {
-            if (At::FRESH && rows_here) mine.merge(at);
+            if ((At::PARTS || args.fresh) && rows_here) mine.merge(at);
             return;
         }
         const u32 q_from = shared_base(), stages = q_from + ROWS * DIM * 2;

@@ -45,17 +45,18 @@ struct AttentionF32 {
         for (u32 apart = 16; apart; apart /= 2) sum += shuffle_xor(sum, apart);
         float *ml = at.ml(args, here), *a = at.a(args, here);
         // The memory of a fresh state is not read.
-        const Entry entry(top, sum, At::FRESH ? EMPTY_M : ml[0], At::FRESH ? 0.0f : ml[1]);
+        const bool fresh = At::PARTS || args.fresh;
+        const Entry entry(top, sum, fresh ? EMPTY_M : ml[0], fresh ? 0.0f : ml[1]);
         warp_sync();
-        if (entry.nothing && !At::FRESH) return;
+        if (entry.nothing && !fresh) return;
         if (lane == 0) {
-            ml[0] = entry.nothing ? EMPTY_M : entry.m;
-            ml[1] = entry.nothing ? 0.0f : entry.l;
+            ml[0] = entry.m;
+            ml[1] = entry.l;
         }
-        if (entry.nothing) return;
+        if (entry.nothing && At::PARTS) return;
         UNROLL for (int i = 0; i < MOST_DIM / 32; i++)
             if (lane + 32 * i < args.dim)
-                a[lane + 32 * i] = At::FRESH ? acc[i] * entry.found : entry.of(a[lane + 32 * i], acc[i]);
+                a[lane + 32 * i] = fresh ? acc[i] * entry.found : entry.of(a[lane + 32 * i], acc[i]);
     }
 
     // The base-2 logit of a (row, key); -inf if the row does not see the key.

@@ -2,8 +2,10 @@
 //
 // - A block has three warpgroups. The first is the producer: it gives registers away, and one thread of it issues all copies.
 //   The other two are consumers with 64 query rows each.
-// - Blocks are persistent: each computes every (number of blocks)-th item of a list that begins with the longest items. Copies
-//   for the next item begin while the state of the previous one is written.
+// - Blocks are persistent: each computes one item of each round through a list that begins with the longest items. Every second
+//   round is given out in reverse, so that the first block does not always get the longest item of a round. Copies for the next
+//   item begin while the state of the previous one is written.
+// - Keys of a tile are copied before the values of the previous one, in the order in which full tiles need them.
 // - Full tiles come last and overlap: while the softmax of one tile is computed, the weights of the previous one are multiplied.
 //   The two consumers take turns at issuing products, so that the exponentials of one run during the products of the other.
 // - Tiles that need mask tests come first, without overlap. Only there can a hidden key give 0 · NaN.
@@ -71,36 +73,61 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     DEVICE u32 v_full(u32 stage) const { return k_full(stage) + 16; }
     DEVICE u32 v_empty(u32 stage) const { return k_full(stage) + 24; }
 
+    // The item of this block in a round; behind the last one if it has none. As `item_of_round` of `src/kernels/hopper.rs`.
+    DEVICE u32 item_of(u32 round) const {
+        const u32 place = round % 2 ? grid_x() - 1 - block_x() : block_x();
+        return more.first_item + round * grid_x() + place;
+    }
     DEVICE Place place(u32 item) const {
         const TilePlace at = more.order[item / args.heads];
         return Place(args, at.tile, item % args.heads, at.batch);
     }
     DEVICE Sweep sweep(const Place &at, bool tested) const { return Sweep(at.tiles(args), args.keys / KEYS, tested); }
 
+    // Copies the queries of an item when the consumers have read those of the previous one.
+    DEVICE void copy_queries(const Place &at, u32 taken) const {
+        // For a new mbarrier, the phase before the first one counts as complete.
+        phase_wait(q_empty(), taken % 2 ^ 1);
+        phase_arrive_expecting(q_full(), Q_BYTES);
+        for (u32 c = 0; c < CHUNKS; c++)
+            copy_box(q + c * Q_CHUNK, more.q, q_full(), c * 64, at.tile * ROWS, at.head, at.batch);
+    }
+    // Copies a tile of keys or values when the consumers have read the previous one of this stage.
+    DEVICE void copy_tile(u32 stages, const TensorMap &map, u32 full, u32 empty, u32 step, u32 first, const Place &at) const {
+        phase_wait(empty, step / STAGES % 2 ^ 1);
+        phase_arrive_expecting(full, TILE_BYTES);
+        for (u32 c = 0; c < CHUNKS; c++)
+            copy_box(stages + step % STAGES * TILE_BYTES + c * KV_CHUNK, map, full, c * 64, first, at.kv_head, at.batch);
+    }
+    DEVICE void copy_keys(u32 step, u32 tile, const Place &at) const {
+        copy_tile(k, more.k, k_full(step % STAGES), k_empty(step % STAGES), step, tile * KEYS, at);
+    }
+    DEVICE void copy_values(u32 step, u32 tile, const Place &at) const {
+        copy_tile(v, more.v, v_full(step % STAGES), v_empty(step % STAGES), step, tile * KEYS, at);
+    }
+
     // The producer, one thread: issues all copies to shared memory.
     DEVICE void produce() const {
-        u32 taken = 0, step = 0;
-        for (u32 item = more.first_item + block_x(); item < more.end_item; item += grid_x(), taken++) {
-            const Place at = place(item);
-            // For a new mbarrier, the phase before the first one counts as complete.
-            phase_wait(q_empty(), taken % 2 ^ 1);
-            phase_arrive_expecting(q_full(), Q_BYTES);
-            for (u32 c = 0; c < CHUNKS; c++)
-                copy_box(q + c * Q_CHUNK, more.q, q_full(), c * 64, at.tile * ROWS, at.head, at.batch);
+        u32 step = 0;
+        for (u32 taken = 0; item_of(taken) < more.end_item; taken++) {
+            const Place at = place(item_of(taken));
+            u32 tile_before = 0;
+            bool first = true;
             for (u32 pass = 0; pass < 2; pass++)
                 for (Sweep tiles = sweep(at, pass == 0); !tiles.done(); tiles.advance(), step++) {
-                    const u32 stage = step % STAGES, over = step / STAGES % 2 ^ 1, first = tiles.tile * KEYS;
-                    phase_wait(k_empty(stage), over);
-                    phase_arrive_expecting(k_full(stage), TILE_BYTES);
-                    for (u32 c = 0; c < CHUNKS; c++)
-                        copy_box(k + stage * TILE_BYTES + c * KV_CHUNK, more.k, k_full(stage), c * 64, first, at.kv_head,
-                                 at.batch);
-                    phase_wait(v_empty(stage), over);
-                    phase_arrive_expecting(v_full(stage), TILE_BYTES);
-                    for (u32 c = 0; c < CHUNKS; c++)
-                        copy_box(v + stage * TILE_BYTES + c * KV_CHUNK, more.v, v_full(stage), c * 64, first, at.kv_head,
-                                 at.batch);
+                    copy_keys(step, tiles.tile, at);
+                    if (first)
+                        copy_queries(at, taken);
+                    else
+                        copy_values(step - 1, tile_before, at);
+                    first = false;
+                    tile_before = tiles.tile;
                 }
+            // An item without keys is in the list of a fresh state only.
+            if (first)
+                copy_queries(at, taken);
+            else
+                copy_values(step - 1, tile_before, at);
         }
     }
 
@@ -118,6 +145,13 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                                    matrix(k + stage * TILE_BYTES + from * KV_CHUNK + within, 16), i != 0);
         }
         wgmma_commit();
+    }
+
+    // To be called before products that read `p` and add to `acc`: registers that are complete here stay as they are.
+    DEVICE static void fence(Mine &mine, u32 (&p)[KEYS / 16][4]) {
+        settle(mine.acc);
+        settle(p);
+        wgmma_fence();
     }
 
     // Starts acc += weights · v.
@@ -164,10 +198,10 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         const float scale = args.scale < 0.0f ? args.scale : larger(args.scale, 1.2e-38f);
         Mine mine(args);
         float scores[KEYS / 8][4], rescale[2];
-        u32 p[KEYS / 16][4], taken = 0, step = 0;
+        u32 p[KEYS / 16][4], step = 0;
         if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);
-        for (u32 item = more.first_item + block_x(); item < more.end_item; item += grid_x(), taken++) {
-            const Place at = place(item);
+        for (u32 taken = 0; item_of(taken) < more.end_item; taken++) {
+            const Place at = place(item_of(taken));
             mine.begin(at, ROWS, thread_x() / 32 * 16 - 64);
             phase_wait(q_full(), taken % 2);
             for (Sweep tiles = sweep(at, true); !tiles.done(); tiles.advance(), step++) {
@@ -189,7 +223,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     clear_odd_values(consumer, stage);
                 }
                 pack(p, scores);
-                wgmma_fence();
+                fence(mine, p);
                 multiply_values(mine, p, stage);
                 wgmma_wait<0>();
                 settle(mine.acc);
@@ -210,10 +244,11 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     const u32 before = step % STAGES, parity = step / STAGES % 2;
                     step++;
                     phase_wait(k_full(step % STAGES), step / STAGES % 2);
-                    phase_wait(v_full(before), parity);
                     named_sync(TURN + consumer, 256);
                     wgmma_fence();
                     multiply_keys(scores, consumer, step % STAGES);
+                    phase_wait(v_full(before), parity);
+                    fence(mine, p);
                     multiply_values(mine, p, before);
                     named_arrive(TURN + (consumer ^ 1), 256);
                     wgmma_wait<1>();
@@ -227,7 +262,7 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                     pack(p, scores);
                 }
                 phase_wait(v_full(step % STAGES), step / STAGES % 2);
-                wgmma_fence();
+                fence(mine, p);
                 multiply_values(mine, p, step % STAGES);
                 wgmma_wait<0>();
                 settle(mine.acc);

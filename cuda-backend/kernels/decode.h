@@ -7,8 +7,8 @@
 #include "attend_f32.h"
 
 struct PackedPlace {
-    // Each block writes states of its own, which are not read before.
-    static constexpr bool FRESH = true;
+    // Each block writes states of its own, which are fresh. Of a row that sees no key only m and l are written.
+    static constexpr bool PARTS = true;
 
     const DecodeArguments &more;
     u32 tile, part, batch, kv_head, mask_class;

@@ -31,8 +31,9 @@ DECODE_DIMS(F16, f16)
 KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); }
 
 #if HOPPER
+// One block for each multiprocessor. Without that number some versions of ptxas ignore setmaxnreg.
 #define HOPPER_ATTEND(type, name, dim, keys) \
-    KERNEL(hopper_##name##_##dim, HopperArguments, (Hopper<type, dim, keys>::THREADS)) { \
+    KERNEL(hopper_##name##_##dim, HopperArguments, (Hopper<type, dim, keys>::THREADS), 1) { \
         Hopper<type, dim, keys>(args).run(); \
     }
 #define HOPPER_DIMS(type, name) \
@@ -73,7 +74,8 @@ KERNEL(clear_words, ClearArguments, CLEAR_THREADS) { clear(args); }
 
 KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }
 KERNEL(merge_states, StateArguments, StateRow::THREADS) { merge(args); }
-KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { merge_in_order(args); }
+// With a bound for the blocks: without one, ptxas saves registers and reads fewer parts at a time.
+KERNEL(merge_parts, PartsArguments, StateRow::THREADS, 1) { Parts(args).run(); }
 KERNEL(finalize_f32, StateArguments, StateRow::THREADS) { finalize<F32>(args); }
 KERNEL(finalize_f16, StateArguments, StateRow::THREADS) { finalize<F16>(args); }
 KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }

@@ -32,10 +32,22 @@ struct TileRow {
     u32 row, head;
 };
 
+// Numbers that are read or written by one instruction.
+struct alignas(8) Pair {
+    float x, y;
+};
+struct alignas(16) Four {
+    float x[4];
+};
+DEVICE Pair &pair_at(float *address) { return *reinterpret_cast<Pair *>(address); }
+DEVICE Four &four_at(float *address) { return *reinterpret_cast<Four *>(address); }
+DEVICE const Pair &pair_at(const float *address) { return *reinterpret_cast<const Pair *>(address); }
+DEVICE const Four &four_at(const float *address) { return *reinterpret_cast<const Four *>(address); }
+
 // The query tile of a block: consecutive rows of one head.
 struct Place {
-    // The rows are merged into an existing state.
-    static constexpr bool FRESH = false;
+    // The rows are merged into an existing state, or written to a fresh one.
+    static constexpr bool PARTS = false;
 
     u32 tile, head, batch, kv_head, mask_class;
 
@@ -108,8 +120,10 @@ struct Entry {
     bool nothing;
 
     // Merges the base-2 maximum and the sum of this block with (m, l) of the state. If one side saw no key, the other side stays
-    // as it is.
-    DEVICE Entry(float top, float sum, float old_m, float old_l) : keep(0.0f), nothing(top == -INFINITE && sum == 0.0f) {
+    // as it is. If none did, this is an empty state.
+    DEVICE Entry(float top, float sum, float old_m, float old_l)
+        : keep(0.0f), found(0.0f), m(EMPTY_M), l(0.0f), nothing(top == -INFINITE && sum == 0.0f) {
+        if (nothing) return;
         m = top * LN_2;
         const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
         if (!fresh) m = larger(m, old_m);

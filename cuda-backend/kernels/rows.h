@@ -121,29 +121,50 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
 
     // Merges the rows into the state in memory. A fresh state is only written.
     DEVICE void merge(const At &at) {
+        Pair ml[2];
         UNROLL for (int half = 0; half < 2; half++) {
             sum[half] += shuffle_xor(sum[half], 1);
             sum[half] += shuffle_xor(sum[half], 2);
-            const TileRow here = rows[half];
-            const bool there = here.row < args.rows, reads = there && !At::FRESH;
-            float *ml = at.ml(args, there ? here : TileRow{0, here.head});
-            const Entry entry(top[half], sum[half], reads ? ml[0] : EMPTY_M, reads ? ml[1] : 0.0f);
-            // Four lanes share a row. All must have read before one writes.
-            warp_sync();
-            if (!there || (entry.nothing && !At::FRESH)) continue;
-            if (lane % 4 == 0) {
-                ml[0] = entry.nothing ? EMPTY_M : entry.m;
-                ml[1] = entry.nothing ? 0.0f : entry.l;
-            }
-            if (entry.nothing) continue;
-            float *a = at.a(args, here) + lane % 4 * 2;
-            UNROLL for (int j = 0; j < DIM / 8; j++) {
-                if (u32(8 * j) >= args.dim) break;
-                UNROLL for (int i = 0; i < 2; i++) {
-                    const float found = acc[j][2 * half + i];
-                    a[8 * j + i] = At::FRESH ? found * entry.found : entry.of(a[8 * j + i], found);
+            ml[half] = reads(half) ? pair_at(at.ml(args, rows[half])) : Pair{EMPTY_M, 0.0f};
+        }
+        if (args.dim == DIM)
+            merge_elements<true>(at, ml);
+        else
+            merge_elements<false>(at, ml);
+    }
+
+private:
+    DEVICE bool there(int half) const { return rows[half].row < args.rows; }
+    DEVICE bool reads(int half) const { return there(half) && !At::PARTS && !args.fresh; }
+
+    // `whole`: all elements of the accumulator are elements of the head.
+    template <bool whole> DEVICE void merge_elements(const At &at, const Pair (&ml)[2]) const {
+        // Four lanes share a row. All must have read m and l before one writes.
+        warp_sync();
+        UNROLL for (int half = 0; half < 2; half++) {
+            const Entry entry(top[half], sum[half], ml[half].x, ml[half].y);
+            if (!there(half) || (entry.nothing && reads(half))) continue;
+            if (lane % 4 == 0) pair_at(at.ml(args, rows[half])) = {entry.m, entry.l};
+            if (entry.nothing && At::PARTS) continue;
+            float *a = at.a(args, rows[half]) + lane % 4 * 2;
+            UNROLL for (int first = 0; first < DIM / 8; first += READS) {
+                // All reads before the first write: the compiler cannot know that they are of other elements, so a read behind a
+                // write would wait for memory once more.
+                Pair old[READS] = {};
+                UNROLL for (int i = 0; i < READS; i++)
+                    if (is_of_head<whole>(first + i) && reads(half)) old[i] = pair_at(a + 8 * (first + i));
+                UNROLL for (int i = 0; i < READS; i++) {
+                    if (!is_of_head<whole>(first + i)) continue;
+                    const float x = acc[first + i][2 * half], y = acc[first + i][2 * half + 1];
+                    pair_at(a + 8 * (first + i)) = reads(half) ? Pair{entry.of(old[i].x, x), entry.of(old[i].y, y)}
+                                                               : Pair{x * entry.found, y * entry.found};
                 }
             }
         }
     }
+
+    // Pairs of elements that are read at a time: as many as there are registers for.
+    static constexpr int READS = DIM / 8 <= 16 ? DIM / 8 : DIM / 16;
+
+    template <bool whole> DEVICE bool is_of_head(int pair) const { return whole || u32(8 * pair) < args.dim; }
 };

@@ -53,48 +53,92 @@ DEVICE void merge(const StateArguments &args) {
     }
 }
 
-// Calls `with(part, m, l)` for each part in which the row saw a key, in order.
-template <typename With> DEVICE void each_part(const PartsArguments &args, u64 ml_stride, u64 row_ml, With with) {
-    for (u32 part = 0; part < args.parts; part++) {
-        const float *ml = args.state.from_ml + part * ml_stride + row_ml;
-        if (ml[0] != EMPTY_M || ml[1] != 0.0f) with(part, ml[0], ml[1]);
-    }
-}
-
 // Merges parts in their order, not in the order in which blocks end: the same parts give the same bytes.
-DEVICE void merge_in_order(const PartsArguments &args) {
-    const StateArguments &state = args.state;
-    const StateRow row(state);
-    if (!row.there) return;
-    const u64 rows = u64(state.batch) * state.rows * state.heads;
-    const float old_m = state.ml[row.ml], old_l = state.ml[row.ml + 1];
-    // All lanes must have read before one writes.
-    warp_sync();
-    const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
-    // EMPTY_M is less than every finite logit.
-    float m = old_m;
-    bool any = false;
-    each_part(args, rows * 2, row.ml, [&](u32, float their_m, float) {
-        m = larger(m, their_m);
-        any = true;
-    });
-    if (!any) return;
-    const float keep = fresh ? 0.0f : exp2_fast((old_m - m) * LOG2_E);
-    float l = old_l * keep;
-    each_part(args, rows * 2, row.ml,
-              [&](u32, float their_m, float their_l) { l = fused(their_l, exp2_fast((their_m - m) * LOG2_E), l); });
-    for (u32 d = row.lane; d < state.dim; d += 32) {
-        float a = fresh ? 0.0f : state.a[row.a + d] * keep;
-        each_part(args, rows * 2, row.ml, [&](u32 part, float their_m, float) {
-            a = fused(state.from_a[part * rows * state.dim + row.a + d], exp2_fast((their_m - m) * LOG2_E), a);
-        });
-        state.a[row.a + d] = a;
+//
+// Short, so it waits for memory most of the time. A lane has four elements (eight of the largest heads). It reads m and l of one
+// part in 32, so the warp has the weights of 32 parts at once, and the elements of several parts before it adds the first.
+struct Parts {
+    static constexpr u32 MOST_DIM = 256, AT_ONCE = 8;
+
+    const PartsArguments &args;
+    const StateArguments &state;
+    const StateRow row;
+
+    DEVICE explicit Parts(const PartsArguments &args) : args(args), state(args.state), row(args.state) {}
+
+    // m and l of this lane's part of those from `first` on; those of an empty state if there is none.
+    DEVICE Pair ml(u32 first) const {
+        const u32 part = first + row.lane;
+        if (part >= args.parts) return {EMPTY_M, 0.0f};
+        const u64 rows = u64(state.batch) * state.rows * state.heads;
+        return pair_at(state.from_ml + part * rows * 2 + row.ml);
     }
-    if (row.lane == 0) {
-        state.ml[row.ml] = m;
-        state.ml[row.ml + 1] = l;
+    // The row saw no key of a part; then its elements are not written.
+    DEVICE static bool empty(const Pair &ml) { return ml.x == EMPTY_M && ml.y == 0.0f; }
+
+    DEVICE void run() const {
+        if (!row.there) return;
+        const Pair old = args.fresh ? Pair{EMPTY_M, 0.0f} : pair_at(state.ml + row.ml);
+        // EMPTY_M is less than every finite logit.
+        float m = old.x;
+        bool any = false;
+        for (u32 first = 0; first < args.parts; first += 32) {
+            const Pair one = ml(first);
+            m = larger(m, one.x);
+            any |= vote(!empty(one)) != 0;
+        }
+        for (u32 apart = 16; apart; apart /= 2) m = larger(m, shuffle_xor(m, apart));
+        // All lanes must have read before one writes.
+        warp_sync();
+        if (!any && !args.fresh) return;
+        if (state.dim <= 128)
+            add<1>(old, m);
+        else
+            add<MOST_DIM / 128>(old, m);
     }
-}
+
+    // Adds `UNITS` times four elements of each lane.
+    template <int UNITS> DEVICE void add(const Pair &old, float m) const {
+        const u64 stride = u64(state.batch) * state.rows * state.heads * state.dim;
+        const bool kept = !empty(old);
+        const float keep = kept ? exp2_fast((old.x - m) * LOG2_E) : 0.0f;
+        Four sums[UNITS];
+        float l = 0.0f;
+        UNROLL for (int unit = 0; unit < UNITS; unit++) {
+            const u32 d = 4 * row.lane + 128 * unit;
+            sums[unit] = kept && d < state.dim ? four_at(state.a + row.a + d) : Four{};
+            UNROLL for (int k = 0; k < 4; k++) sums[unit].x[k] *= keep;
+        }
+        for (u32 first = 0; first < args.parts; first += 32) {
+            const Pair one = ml(first);
+            const float weight = empty(one) ? 0.0f : exp2_fast((one.x - m) * LOG2_E);
+            const u32 seen = vote(!empty(one));
+            l = fused(one.y, weight, l);
+            const u32 end = args.parts - first < 32 ? args.parts - first : 32;
+            for (u32 n = 0; n < end; n += AT_ONCE) {
+                float of_part[AT_ONCE];
+                UNROLL for (u32 i = 0; i < AT_ONCE; i++) of_part[i] = shuffle(weight, n + i);
+                Four found[AT_ONCE][UNITS];
+                UNROLL for (u32 i = 0; i < AT_ONCE; i++)
+                    UNROLL for (int unit = 0; unit < UNITS; unit++) {
+                        const u32 d = 4 * row.lane + 128 * unit;
+                        const float *from = state.from_a + (first + n + i) * stride + row.a + d;
+                        found[i][unit] = seen >> (n + i) & 1 && d < state.dim ? four_at(from) : Four{};
+                    }
+                UNROLL for (u32 i = 0; i < AT_ONCE; i++)
+                    UNROLL for (int unit = 0; unit < UNITS; unit++)
+                        UNROLL for (int k = 0; k < 4; k++)
+                            sums[unit].x[k] = fused(found[i][unit].x[k], of_part[i], sums[unit].x[k]);
+            }
+        }
+        for (u32 apart = 16; apart; apart /= 2) l += shuffle_xor(l, apart);
+        UNROLL for (int unit = 0; unit < UNITS; unit++) {
+            const u32 d = 4 * row.lane + 128 * unit;
+            if (d < state.dim) four_at(state.a + row.a + d) = sums[unit];
+        }
+        if (row.lane == 0) pair_at(state.ml + row.ml) = {m, kept ? fused(old.y, keep, l) : l};
+    }
+};
 
 template <typename T> DEVICE void store(void *o, u64 index, float value) {
     static_cast<u16 *>(o)[index] = static_cast<u16>(T::pack(value, 0.0f));

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
-    StateMut, StateShape,
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats,
+    State, StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
 use crate::device::{CudaBuffer, CudaOptions, DeviceStatus, Download, OpenDevice};
 use crate::devices::{describe, supported_driver_version};
 use crate::driver::{self, Context, Unavailable};
-use crate::kernels::BACKWARD_TILE;
+use crate::kernels::{BACKWARD_TILE, all_kernels};
 use crate::{images, ops};
 
 /// One NVIDIA GPU.
@@ -62,14 +62,30 @@ impl CudaBackend {
         if let Some(why) = device.refused {
             return Err(refusal(why));
         }
-        let image = images::image(properties.capability, options.cache.as_deref()).map_err(|why| {
-            Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
-        })?;
+        let image =
+            images::image(properties.capability, version, options.cache.as_deref()).map_err(|why| {
+                Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
+            })?;
         let context = Context::retain(ordinal).map_err(failed("open the device"))?;
         let products = if image.wgmma { "wgmma and mma.sync" } else { "mma.sync" };
         let info = DeviceInfo { kernel: format!("{products}, {}", image.origin), ..device.info };
         let device = OpenDevice::new(&context, status.clone(), &image, &properties, options)?;
         Ok(Self { info, device })
+    }
+}
+
+impl CudaBackend {
+    /// Loads every kernel now, not at its first use, and returns how many there are. For a test of a device: what is missing, or needs
+    /// more shared memory than the device has, is an error here.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn load_kernels(&self) -> Result<usize> {
+        let all = all_kernels(self.device.wgmma);
+        for (name, shared_bytes) in &all {
+            self.device.load_kernel(name, *shared_bytes)?;
+        }
+        Ok(all.len())
     }
 }
 
@@ -196,8 +212,17 @@ impl Backend for CudaBackend {
     async fn wait(&self) -> Result<()> {
         self.device.wait().await
     }
+
+    fn measure_kernels(&self, on: bool) {
+        self.device.measure(on);
+    }
+
+    fn kernel_times(&self) -> Result<Vec<KernelTime>> {
+        let measured = self.device.measured()?;
+        Ok(measured.into_iter().map(|(kernels, ms)| KernelTime { kernels, ms }).collect())
+    }
 }
 
 fn refusal(Unavailable { why, remedy }: Unavailable) -> Error {
-    Error::request(why, remedy)
+    Error::request(why, remedy.into_owned())
 }

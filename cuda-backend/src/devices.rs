@@ -2,7 +2,8 @@
 
 use kyklos::backend::{DeviceClass, DeviceInfo};
 
-use crate::driver::{self, DeviceProperties, Unavailable};
+use crate::driver::{self, DeviceProperties, Unavailable, version_text};
+use crate::images;
 
 /// CUDA 12.0, which drivers from 525 on support, as 1000 · major + 10 · minor. Older drivers are refused.
 const OLDEST_DRIVER: u32 = 12_000;
@@ -22,7 +23,8 @@ pub struct CudaDevice {
     pub refused: Option<Unavailable>,
 }
 
-/// Whether the CUDA backend can run on this machine: it needs a driver and a device that are new enough.
+/// Whether the CUDA backend can run on this machine: it needs a driver and a device that are new enough, for kernels in this library
+/// or by NVRTC.
 ///
 /// # Errors
 /// Why it cannot run. Does not panic.
@@ -60,7 +62,7 @@ pub(crate) fn supported_driver_version() -> Result<u32, Unavailable> {
                 version_text(version),
                 version_text(OLDEST_DRIVER)
             ),
-            remedy: "install NVIDIA's driver 525 or later",
+            remedy: "install NVIDIA's driver 525 or later".into(),
         });
     }
     Ok(version)
@@ -69,19 +71,25 @@ pub(crate) fn supported_driver_version() -> Result<u32, Unavailable> {
 fn no_device() -> Unavailable {
     Unavailable {
         why: "CUDA cannot be used: the driver has no device".to_owned(),
-        remedy: "look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+        remedy: "look at nvidia-smi and CUDA_VISIBLE_DEVICES".into(),
     }
 }
 
 pub(crate) fn describe(properties: &DeviceProperties, version: u32) -> CudaDevice {
     let (major, minor) = (properties.capability / 10, properties.capability % 10);
-    let refused = (properties.capability < OLDEST_CAPABILITY).then(|| Unavailable {
-        why: format!(
-            "{} has compute capability {major}.{minor}, the kernels need 8.0 (Ampere)",
-            properties.name
-        ),
-        remedy: "use wgpu, which reaches it through Vulkan",
-    });
+    let name = &properties.name;
+    let refused = if properties.capability < OLDEST_CAPABILITY {
+        Some(Unavailable {
+            why: format!("{name} has compute capability {major}.{minor}, the kernels need 8.0 (Ampere)"),
+            remedy: "use wgpu, which reaches it through Vulkan".into(),
+        })
+    } else {
+        let missing = images::check(properties.capability, version).err();
+        missing.map(|Unavailable { why, remedy }| Unavailable {
+            why: format!("no kernels for {name}: {why}"),
+            remedy,
+        })
+    };
     CudaDevice {
         info: DeviceInfo {
             backend: "cuda",
@@ -94,8 +102,4 @@ pub(crate) fn describe(properties: &DeviceProperties, version: u32) -> CudaDevic
         memory_bytes: properties.memory_bytes as u64,
         refused,
     }
-}
-
-fn version_text(version: u32) -> String {
-    format!("{}.{}", version / 1000, version % 1000 / 10)
 }

@@ -51,8 +51,8 @@ pub use kernels::{
     BackwardSums, CallShape, ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
     DeviceWork, Direction, HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments,
     RepackArguments, RowStatsArguments, SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument,
-    TensorMap, convert_kernel, decode_parts, finalize_kernel, head_packs, head_readers, logits,
-    row_stats_kernel,
+    TensorMap, convert_kernel, decode_parts, finalize_kernel, head_packs, head_readers, item_of_round,
+    logits, row_stats_kernel,
 };
 pub use nccl::{
     Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclOptions, NcclRefusal, NcclVersion,

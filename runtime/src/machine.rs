@@ -1,4 +1,7 @@
-//! What this machine is: its memory, its processor, and whether this program can load drivers.
+//! What this machine is: its memory, its processor, whether this program can load drivers, and where a user keeps what can be made again.
+
+#[cfg(not(target_arch = "wasm32"))]
+use std::{env, ffi::OsString, path::PathBuf};
 
 /// Bytes of memory that this process may use: those of the machine, or of its control group (Linux) if that is less. `None`
 /// where the system does not tell it.
@@ -24,7 +27,7 @@ pub fn processor_name() -> String {
     let kind = sysinfo::RefreshKind::nothing().with_cpu(sysinfo::CpuRefreshKind::nothing());
     let system = sysinfo::System::new_with_specifics(kind);
     let name = system.cpus().first().map(|cpu| cpu.brand().trim().to_owned());
-    name.filter(|name| !name.is_empty()).unwrap_or_else(|| std::env::consts::ARCH.to_owned())
+    name.filter(|name| !name.is_empty()).unwrap_or_else(|| env::consts::ARCH.to_owned())
 }
 
 /// The architecture: a page of a browser is told no name.
@@ -38,9 +41,51 @@ pub const fn can_load_drivers() -> bool {
     !cfg!(all(unix, target_feature = "crt-static"))
 }
 
+/// The folder for what Kyklos can make again, such as compiled kernels: `KYKLOS_CACHE_DIR`, or else a folder of the platform for
+/// this user. `None` if the user has none.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn cache_folder() -> Option<PathBuf> {
+    folder(|name| env::var_os(name))
+}
+
+/// By these variables. Relative paths of the platform and empty names are ignored.
+#[cfg(not(target_arch = "wasm32"))]
+fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    if let Some(own) = variable("KYKLOS_CACHE_DIR").filter(|own| !own.is_empty()) {
+        return Some(PathBuf::from(own));
+    }
+    if cfg!(windows) {
+        return Some(absolute("LOCALAPPDATA")?.join("kyklos").join("cache"));
+    }
+    if cfg!(target_os = "macos") {
+        return Some(absolute("HOME")?.join("Library").join("Caches").join("kyklos"));
+    }
+    let caches = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+    Some(caches.join("kyklos"))
+}
+
 #[cfg(all(test, not(target_arch = "wasm32")))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_cache_folder_is_the_named_one_or_that_of_the_platform() {
+        let of = |set: &[(&str, &str)]| {
+            let set: Vec<(String, OsString)> =
+                set.iter().map(|(k, v)| ((*k).to_owned(), (*v).into())).collect();
+            folder(|name| set.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone()))
+        };
+        assert_eq!(of(&[("KYKLOS_CACHE_DIR", "here")]), Some(PathBuf::from("here")));
+        assert_eq!(of(&[("KYKLOS_CACHE_DIR", "")]), None);
+        assert_eq!(of(&[]), None);
+        if cfg!(all(unix, not(target_os = "macos"))) {
+            let home = [("HOME", "/home/me"), ("XDG_CACHE_HOME", "relative")];
+            assert_eq!(of(&home), Some(PathBuf::from("/home/me/.cache/kyklos")));
+            let caches = [("HOME", "/home/me"), ("XDG_CACHE_HOME", "/caches")];
+            assert_eq!(of(&caches), Some(PathBuf::from("/caches/kyklos")));
+        }
+    }
 
     #[test]
     fn the_machine_says_how_much_memory_it_has() {

@@ -9,9 +9,10 @@ if [ -z "${NVCC:-}${CUDA_HOME:-}" ] && ! command -v nvcc >/dev/null && [ -x "$wh
     export NVCC=$wheels
 fi
 cargo build --release -p kyklos-cli
-suite=$(cargo test --release -p kyklos-tests --test backends --no-run --message-format=json |
-    grep -o '"executable":"[^"]*/backends-[^"]*"' | cut -d'"' -f4)
+built=$(cargo test --release -p kyklos-tests --test backends --test cuda --no-run --message-format=json)
+for suite in backends cuda; do
+    cp "$(grep -o "\"executable\":\"[^\"]*/$suite-[^\"]*\"" <<<"$built" | cut -d'"' -f4)" "$folder/$suite"
+done
 cp target/release/kyklos "$folder/kyklos"
-cp "$suite" "$folder/backends"
 cp tests/gpu/round.sh tests/peers/torch_cuda.py "$folder/"
 du -sh "$folder"

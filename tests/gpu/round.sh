@@ -1,24 +1,52 @@
 #!/usr/bin/env bash
-# One round on a machine with an NVIDIA GPU, in under ten minutes, from the folder that tests/gpu/pack.sh made:
-#   round.sh [--short] [RESULTS]
-# Facts, the suite of all backends with poisoned outputs, whole runs against the oracle, times (beside PyTorch, where it is),
-# and compute-sanitizer on small shapes, where it is. Everything goes to RESULTS too; the exit code says whether all was right.
+# One round on a machine with an NVIDIA GPU, from the folder that tests/gpu/pack.sh made:
+#   round.sh [--first | --short] [RESULTS]
+# In the order in which later stages need earlier ones: facts and all kernels; the kernels for Hopper from one tile up; the same bytes
+# in every run; times of long calls, by the clock of the device too, beside PyTorch where it is; then the suite of all backends, whole
+# runs against the oracle, all other times; and at the end, as advice only, compute-sanitizer and ncu, where they are.
+# Each result is printed as it is made, and is in RESULTS too. A stage that does not end is ended at its limit, and the others still
+# run: the whole round takes at most nine minutes, with --first, which leaves out the second half, at most five. --short has small
+# shapes, for the fake driver. The exit code says whether all was right.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-short=0
-[ "${1:-}" = --short ] && { short=1; shift; }
+kind=whole total=540
+case "${1:-}" in
+    --first) kind=first total=300 && shift ;;
+    --short) kind=short total=900 && shift ;;
+esac
 results=${1:-$here/results}
 mkdir -p "$results"
 export KYKLOS_REQUIRE_CUDA=1 KYKLOS_CACHE_DIR=$results/cache
-failed=()
+failed=() advice=0
 
-# stage NAME SECONDS COMMAND…
+# stage NAME SECONDS LINES COMMAND…: at most LINES lines of the output are printed where all is right.
 stage() {
-    local name=$1 limit=$2 start=$SECONDS code=0
-    shift 2
-    timeout "$limit" "$@" >"$results/$name.txt" 2>&1 || code=$?
-    echo "$name: $([ $code = 0 ] && echo right || echo "WRONG ($code)"), $((SECONDS - start)) s"
-    [ $code = 0 ] || { failed+=("$name"); tail -n 15 "$results/$name.txt"; }
+    local name=$1 limit=$2 lines=$3 start=$SECONDS code=0 left=$((total - SECONDS))
+    shift 3
+    if [ $left -lt 5 ]; then
+        echo "$name: not run, the round has no time left"
+        [ $advice = 1 ] || failed+=("$name")
+        return 1
+    fi
+    timeout -k 3 $((limit < left ? limit : left)) "$@" >"$results/$name.txt" 2>&1 </dev/null || code=$?
+    case $code in
+        0) echo "$name: right, $((SECONDS - start)) s" ;;
+        124 | 137) echo "$name: WRONG, it did not end within $((SECONDS - start)) s" ;;
+        *) echo "$name: WRONG ($code), $((SECONDS - start)) s" ;;
+    esac
+    if [ $code = 0 ]; then
+        [ "$lines" = 0 ] || tail -n "$lines" "$results/$name.txt"
+        return 0
+    fi
+    tail -n 15 "$results/$name.txt"
+    [ $advice = 1 ] || failed+=("$name")
+    return 1
+}
+
+finish() {
+    echo "${#failed[@]} stages went wrong in $SECONDS s: ${failed[*]:-none}"
+    [ ${#failed[@]} = 0 ]
+    exit
 }
 
 facts() {
@@ -26,60 +54,98 @@ facts() {
     nvidia-smi 2>/dev/null || echo "no nvidia-smi"
     "$here/kyklos" devices --json
 }
-stage facts 60 bash -c "$(declare -f facts); here='$here'; facts"
+stage facts 60 0 bash -c "$(declare -f facts); here='$here'; facts"
 grep -q '"id": "cuda:0"' "$results/facts.txt" || { echo "no device cuda:0, see $results/facts.txt"; exit 1; }
+grep -E '"(name|driver)"' "$results/facts.txt"
+
+# The steps are scenarios of the test program `cuda`, which here finds the real driver.
+step=0
+while read -r name; do
+    step=$((step + 1))
+    stage "step-$step" 40 12 env KYKLOS_CUDA_SCENARIO="$name" "$here/cuda"
+done < <("$here/cuda" --list 2>/dev/null | sed -n 's/^\(step [0-9].*\): test$/\1/p')
+[ $step -gt 0 ] || failed+=(steps)
+
+repeat=20
+[ $kind = short ] && repeat=1
+# bench NAME SECONDS SHAPE MASK OPTION…
+bench() {
+    local name=bench-$1 limit=$2 shape=$3 mask=$4
+    shift 4
+    stage "$name" "$limit" 3 "$here/kyklos" bench --device cuda:0 --shape "$shape" --mask "$mask" --dtype bf16 --repeat $repeat "$@"
+}
+has_torch=0
+python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && has_torch=1
+# Our times beside those of PyTorch, both by the clock of the host and by that of the device. FLASH is FlashAttention 2 there; only
+# cuDNN is of the class of FlashAttention 3.
+beside_torch() {
+    [ $has_torch = 1 ] || { echo "torch-$1: not run, no PyTorch with CUDA"; return; }
+    bench "torch-$1" 60 "$2" "$3" --rounds 1 --against "cudnn=python3 $here/torch_cuda.py cudnn" \
+        --against "flash=python3 $here/torch_cuda.py flash"
+}
+
+main=1,16384,16,16,128
+[ $kind = short ] && main=1,128,2,2,64
+for mask in full causal; do
+    bench "main-$mask" 40 $main $mask
+done
+for mask in full causal; do
+    beside_torch "main-$mask" $main $mask
+done
+[ $kind = first ] && finish
 
 suite=(cuda)
-[ $short = 1 ] && suite=("downloads the bytes" "merges two states" "encodes int8")
+[ $kind = short ] && suite=("downloads the bytes" "merges two states" "encodes int8")
 for claim in "${suite[@]}"; do
-    stage "suite-${claim// /-}" 150 "$here/backends" "$claim" --skip wgpu --skip "cpu:"
+    stage "suite-${claim// /-}" 120 0 "$here/backends" "$claim" --skip wgpu --skip "cpu:"
 done
 
 tokens=4096
-[ $short = 1 ] && tokens=96
-for dtype in f32 f16 bf16; do
+[ $kind = short ] && tokens=96
+for dtype in bf16 f16 f32; do
     for mesh in 1x1 1x2 2x2; do
-        stage "attend-$dtype-$mesh" 60 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
+        stage "attend-$dtype-$mesh" 30 0 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
             --dtype $dtype --mesh $mesh --verify --json
     done
 done
-
 for wire in f16 int8; do
-    stage "attend-f32-1x2-wire-$wire" 60 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
+    stage "attend-f32-1x2-wire-$wire" 30 0 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
         --dtype f32 --mesh 1x2 --wire $wire --verify --json
 done
 
-if [ $short = 1 ]; then
-    shapes=(--shape 1,128,2,2,64) repeat=1
+if [ $kind = short ]; then
+    shapes=(1,100,2,1,128)
 else
-    shapes=(--shape 1,2048,32,32,64 --shape 1,16384,32,32,64 --shape 1,2048,16,16,128 --shape 1,16384,16,16,128
-        --shape 1,16384,8,8,256 --shape 1,8192,32,8,128) repeat=20
+    shapes=(1,16384,32,32,64 1,16384,8,8,256 1,8192,32,8,128 1,2048,16,16,128 1,2048,32,32,64)
 fi
-bench=("$here/kyklos" bench --device cuda:0 "${shapes[@]}" --mask full --mask causal --dtype bf16 --repeat $repeat
-    --verify)
-stage bench 120 "${bench[@]}"
+for shape in "${shapes[@]}"; do
+    for mask in full causal; do
+        bench "$shape-$mask" 30 "$shape" $mask
+    done
+done
 # One token over many keys, a call of a few microseconds: what graphs save.
-decoding=("$here/kyklos" bench --device cuda:0 "${shapes[@]}" --mask full --dtype bf16 --queries 1 --repeat $repeat)
-stage bench-decoding 60 "${decoding[@]}"
-stage bench-decoding-no-graphs 60 env KYKLOS_CUDA_GRAPHS=off "${decoding[@]}"
-if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    # Python starts for each turn: the long shapes are what the targets are about.
-    long=(--shape 1,16384,32,32,64 --shape 1,16384,16,16,128 --shape 1,16384,8,8,256)
-    stage bench-torch 240 "$here/kyklos" bench --device cuda:0 "${long[@]}" --mask full --mask causal --dtype bf16 \
-        --repeat $repeat --against "flash=python3 $here/torch_cuda.py flash" \
-        --against "cudnn=python3 $here/torch_cuda.py cudnn" --rounds 2
-else
-    echo "bench-torch: not run, no PyTorch with CUDA"
+bench decoding 30 $main full --queries 1
+KYKLOS_CUDA_GRAPHS=off bench decoding-no-graphs 30 $main full --queries 1
+if [ $kind = whole ]; then
+    for shape in 1,16384,32,32,64 1,16384,8,8,256; do
+        beside_torch "$shape-causal" $shape causal
+    done
 fi
 
+# Advice: compute-sanitizer is known to report accesses of wgmma that are none.
+advice=1
 if command -v compute-sanitizer >/dev/null; then
-    for tool in memcheck racecheck synccheck; do
-        stage "sanitizer-$tool" 60 compute-sanitizer --tool $tool --error-exitcode 9 "$here/kyklos" attend --device cuda:0 \
+    for tool in memcheck synccheck racecheck; do
+        stage "sanitizer-$tool" 45 0 compute-sanitizer --tool $tool --error-exitcode 9 "$here/kyklos" attend --device cuda:0 \
             --shape 1,150,4,2,64 --mask causal --dtype bf16 --ranks 2 --verify --json
     done
 else
     echo "sanitizer: not run, no compute-sanitizer"
 fi
-
-echo "${#failed[@]} stages went wrong in $SECONDS s: ${failed[*]:-none}"
-[ ${#failed[@]} = 0 ]
+if command -v ncu >/dev/null; then
+    stage ncu 45 40 ncu --clock-control none -k regex:hopper --launch-count 1 "$here/kyklos" bench --device cuda:0 --shape $main \
+        --mask full --dtype bf16 --repeat 1
+else
+    echo "ncu: not run, it is not there"
+fi
+finish

@@ -7,7 +7,6 @@ use kyklos::backend::wgpu::KernelChoice;
 use kyklos_cuda::{CudaBackend, CudaDevice, CudaOptions, Unavailable};
 
 use super::backend::{BackendEntry, existing};
-use super::tuned;
 use crate::failure::{Failure, Result};
 use crate::switches;
 
@@ -39,7 +38,7 @@ impl BackendEntry for Cuda {
 
     fn open(index: usize, _: KernelChoice) -> Result<CudaBackend> {
         let graphs = !switches::CUDA_GRAPHS.is_off()?;
-        let options = CudaOptions { cache: tuned::cache_folder(), graphs, ..CudaOptions::default() };
+        let options = CudaOptions { graphs, ..CudaOptions::default() };
         Ok(CudaBackend::with_options(index, &options)?)
     }
 }

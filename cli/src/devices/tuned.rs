@@ -1,7 +1,5 @@
 //! The file with the choices of `kyklos tune`. A damaged file never fails a run; a new file replaces the old one whole.
 
-use std::env;
-use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -43,28 +41,7 @@ pub(crate) fn for_runs() -> Result<Option<TuningTable>> {
 
 /// The path of the file, if this user has a cache folder.
 pub(crate) fn path() -> Option<PathBuf> {
-    cache_folder().map(|folder| folder.join("tuning.json"))
-}
-
-/// The cache folder, if this user has one.
-pub(crate) fn cache_folder() -> Option<PathBuf> {
-    folder(|name| env::var_os(name))
-}
-
-/// The cache folder of the platform. Relative paths and empty names are ignored.
-fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
-    let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    if let Some(own) = variable("KYKLOS_CACHE_DIR").filter(|own| !own.is_empty()) {
-        return Some(PathBuf::from(own));
-    }
-    if cfg!(windows) {
-        return Some(absolute("LOCALAPPDATA")?.join("kyklos").join("cache"));
-    }
-    if cfg!(target_os = "macos") {
-        return Some(absolute("HOME")?.join("Library").join("Caches").join("kyklos"));
-    }
-    let caches = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-    Some(caches.join("kyklos"))
+    kyklos::machine::cache_folder().map(|folder| folder.join("tuning.json"))
 }
 
 /// The table in the file; empty if there is no file. The error says why the file cannot be used.
@@ -123,24 +100,6 @@ const MOST_BYTES: u64 = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_cache_folder_is_the_named_one_or_that_of_the_platform() {
-        let of = |set: &[(&str, &str)]| {
-            let set: Vec<(String, OsString)> =
-                set.iter().map(|(k, v)| ((*k).to_owned(), (*v).into())).collect();
-            folder(|name| set.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone()))
-        };
-        assert_eq!(of(&[("KYKLOS_CACHE_DIR", "here")]), Some(PathBuf::from("here")));
-        assert_eq!(of(&[("KYKLOS_CACHE_DIR", "")]), None);
-        assert_eq!(of(&[]), None);
-        if cfg!(all(unix, not(target_os = "macos"))) {
-            let home = [("HOME", "/home/me"), ("XDG_CACHE_HOME", "relative")];
-            assert_eq!(of(&home), Some(PathBuf::from("/home/me/.cache/kyklos")));
-            let caches = [("HOME", "/home/me"), ("XDG_CACHE_HOME", "/caches")];
-            assert_eq!(of(&caches), Some(PathBuf::from("/caches/kyklos")));
-        }
-    }
 
     #[test]
     fn a_written_table_is_read_and_a_damaged_or_foreign_one_is_not() {

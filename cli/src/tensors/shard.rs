@@ -4,6 +4,8 @@ use bytes::Bytes;
 use kyklos::{Dtype, TokenRuns};
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_oracle::oracle::Element;
+use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+use rayon::slice::ParallelSliceMut;
 use safetensors::tensor::TensorInfo;
 
 use crate::failure::{Failure, Result};
@@ -26,6 +28,9 @@ pub(super) struct Shard<'a> {
     pub(super) elements: usize,
     pub(super) tokens: &'a TokenRuns,
 }
+
+/// Elements that one thread makes up at a time.
+const FILLED_AT_ONCE: usize = 1 << 14;
 
 impl Shard<'_> {
     /// Calls `each` with every range of adjacent elements of the whole tensor, in order.
@@ -60,7 +65,11 @@ impl Shard<'_> {
         let mut rest = values.as_mut_slice();
         self.for_each_range::<Failure>(|range| {
             let (now, later) = std::mem::take(&mut rest).split_at_mut((range.end - range.start) as usize);
-            fill(seed, id, range, now);
+            let parts = now.par_chunks_mut(FILLED_AT_ONCE).enumerate();
+            parts.for_each(|(n, part)| {
+                let first = range.start + (n * FILLED_AT_ONCE) as u64;
+                fill(seed, id, first..first + part.len() as u64, part);
+            });
             rest = later;
             Ok(())
         })?;

@@ -248,9 +248,10 @@ API cuStreamWaitEvent(Stream *stream, Event *event, unsigned) {
     return SUCCESS;
 }
 
-API cuEventCreate(Event **event, unsigned) {
+API cuEventCreate(Event **event, unsigned flags) {
     ENTER();
     *event = new Event;
+    (*event)->timed = !(flags & 2);
     state().events.insert(*event);
     return SUCCESS;
 }
@@ -269,6 +270,7 @@ API cuEventRecord(Event *event, Stream *stream) {
     submit(*stream, [=] {
         Held held(state().lock);
         record->done = true;
+        record->time = std::chrono::steady_clock::now();
         state().changed.notify_all();
     });
     return SUCCESS;
@@ -278,6 +280,17 @@ API cuEventQuery(Event *event) {
     ENTER();
     alive(state().events, event, "event");
     return !event->record || event->record->done ? SUCCESS : NOT_READY;
+}
+
+API cuEventElapsedTime(float *ms, Event *from, Event *to) {
+    ENTER();
+    for (Event *event : {from, to}) {
+        alive(state().events, event, "event");
+        if (!event->timed || !event->record) return INVALID_HANDLE;
+        if (!event->record->done) return NOT_READY;
+    }
+    *ms = std::chrono::duration<float, std::milli>(to->record->time - from->record->time).count();
+    return SUCCESS;
 }
 
 API cuEventDestroy_v2(Event *event) {

@@ -6,6 +6,7 @@
 #include "arguments.h"
 #include "settings.h"
 
+#include <chrono>
 #include <cstddef>
 #include <condition_variable>
 #include <deque>
@@ -38,6 +39,7 @@ enum Code : int {
 // The settings in KYKLOS_FAKE_CUDA, as `name=number,…`.
 struct Config {
     u64 devices = 1, seed = 1, version = 13000, capability = 90, memory_mb = 4096;
+    u64 nvrtc = 13000;      // read by the fake NVRTC: its version
     u64 delay_us = 200;     // longest sleep before an operation of a stream
     u64 ignore_waits = 0;   // planted bug: cuStreamWaitEvent does nothing; bit n: for the n-th of every three streams
     // Planted bug, bit 0: waits of the backend's streams for events of a caller's stream do nothing; bit 1: waits of a caller's
@@ -70,9 +72,11 @@ struct Device;
 struct EventRecord {
     bool done = false, by_caller = false, by_nccl = false;
     Device *device = nullptr;
+    std::chrono::steady_clock::time_point time;  // when it was done
 };
 
 struct Event {
+    bool timed = false;
     std::shared_ptr<EventRecord> record;
 };
 

@@ -2,14 +2,28 @@
 #include "fake.h"
 #include "machine.h"
 
+#include <cstdlib>
 #include <cstring>
 
 using namespace fake;
 
+// Whether this driver is new enough for an image of the fake NVRTC: a cubin of its major version or an older one, PTX that is no
+// newer.
+static bool new_enough(const char *image) {
+    for (const std::string &kind : {std::string("\x7f" "ELF by "), std::string(".version by ")}) {
+        if (std::memcmp(image, kind.data(), kind.size())) continue;
+        const u64 toolkit = std::strtoull(image + kind.size(), nullptr, 10), unit = kind[0] == '.' ? 1 : 1000;
+        return config().version / unit >= toolkit / unit;
+    }
+    return true;
+}
+
 // Accepts any image that looks like a cubin or PTX: the kernels are those of this library.
-API cuModuleLoadDataEx(Module **module, const void *image, unsigned, int *, void **) {
+API cuModuleLoadDataEx(Module **module, const void *data, unsigned, int *, void **) {
     ENTER();
-    if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(static_cast<const char *>(image), ".version")) return INVALID_IMAGE;
+    const char *image = static_cast<const char *>(data);
+    if (std::memcmp(image, "\x7f" "ELF", 4) && !std::strstr(image, ".version")) return INVALID_IMAGE;
+    if (!new_enough(image)) return INVALID_IMAGE;
     *module = new Module{current};
     state().modules.insert(*module);
     return SUCCESS;
@@ -51,7 +65,7 @@ static const u64 ENCODED = 0x656e636f64656421;
 // The conditions of the call's documentation; also, no stride is 0, and no box is larger than its swizzle permits.
 API cuTensorMapEncodeTiled(TensorMap *map, int type, u32 rank, const void *data, const u64 *extent, const u64 *stride,
                            const u32 *box, const u32 *step, int interleave, int swizzle, int, int fill) {
-    if (!map || u64(map) % 64 || !data || u64(data) % 16 || rank < 3 || rank > 5) return INVALID_VALUE;
+    if (!map || u64(map) % 128 || !data || u64(data) % 16 || rank < 3 || rank > 5) return INVALID_VALUE;
     if ((type != 6 && type != 9) || interleave || swizzle != 3 || fill) return INVALID_VALUE;
     machine::TiledTensor tensor = {};
     tensor.data = u64(data);
@@ -99,7 +113,7 @@ static void run(const Launch &launch, u64 nth) {
     std::lock_guard<std::mutex> alone(one);
     static std::vector<std::function<void()>> late;
     const auto runs = [=, &kernel] {
-        alignas(64) char aligned[4096];
+        alignas(128) char aligned[4096];
         std::memcpy(aligned, launch.arguments.data(), launch.arguments.size());
         if (!std::strncmp(kernel.name, "hopper_", 7)) check_maps(*reinterpret_cast<const HopperArguments *>(aligned));
         machine::launch(kernel, launch.grid, launch.shared, aligned, machine::Timing(seed % 3), seed);

@@ -1,4 +1,5 @@
-// The functions of `libnvrtc.so` that the CUDA backend uses. The fake driver accepts its output as a cubin or PTX.
+// The functions of `libnvrtc.so` that the CUDA backend uses. The fake driver accepts its output as a cubin or PTX, unless it is of
+// a toolkit that is newer than the driver. `nvrtc=12060` in KYKLOS_FAKE_CUDA makes it NVRTC 12.6; else it is 13.0.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,9 +16,14 @@ struct Program {
 static const int SUCCESS = 0, COMPILATION = 6;
 static const int ARCHITECTURES[] = {75, 80, 86, 89, 90, 100, 120};
 
+static int toolkit() {
+    const char *settings = std::getenv("KYKLOS_FAKE_CUDA"), *found = settings ? std::strstr(settings, "nvrtc=") : nullptr;
+    return found ? std::atoi(found + 6) : 13000;
+}
+
 API nvrtcVersion(int *major, int *minor) {
-    *major = 13;
-    *minor = 0;
+    *major = toolkit() / 1000;
+    *minor = toolkit() % 1000 / 10;
     return SUCCESS;
 }
 
@@ -76,7 +82,7 @@ API nvrtcCompileProgram(Program *program, int count, const char *const *options)
     if (!program->log.empty() || architecture.empty()) return COMPILATION;
     std::fprintf(stderr, "fake nvrtc: compiled for %s\n", architecture.c_str());
     const bool cubin = architecture.compare(0, 3, "sm_") == 0;
-    program->image = (cubin ? "\x7f" "ELF for " : ".version of PTX for ") + architecture;
+    program->image = (cubin ? "\x7f" "ELF by " : ".version by ") + std::to_string(toolkit()) + " for " + architecture;
     return SUCCESS;
 }
 

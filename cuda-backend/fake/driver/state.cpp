@@ -28,6 +28,7 @@ const Config &config() {
         const std::string unknown = read_settings("KYKLOS_FAKE_CUDA", {
             {"devices", &config.devices},     {"seed", &config.seed},
             {"version", &config.version},     {"capability", &config.capability},
+            {"nvrtc", &config.nvrtc},
             {"memory_mb", &config.memory_mb}, {"delay_us", &config.delay_us},
             {"report", &config.report},       {"ignore_waits", &config.ignore_waits},
             {"ignore_nccl_waits", &config.ignore_nccl_waits},

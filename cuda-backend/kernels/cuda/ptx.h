@@ -8,8 +8,9 @@
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
-#define KERNEL(name, Arguments, threads) \
-    extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ Arguments args)
+// The last arguments: threads of a block, and the least number of blocks that a multiprocessor has room for.
+#define KERNEL(name, Arguments, ...) \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Arguments args)
 
 // Whether the instructions of `ptx_hopper.h` are available.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

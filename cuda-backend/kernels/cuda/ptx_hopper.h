@@ -69,10 +69,15 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int later> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(later) : "memory");
 }
-// Tells the compiler that these registers change here: it does not know that wgmma writes them before the wait.
+// Tells the compiler that these registers change here. It does not know that wgmma reads and writes them between its fence and the
+// wait, and might compute them later, or use them earlier.
 template <int rows> DEVICE void settle(float (&c)[rows][4]) {
     UNROLL for (int j = 0; j < rows; j++)
         UNROLL for (int i = 0; i < 4; i++) asm volatile("" : "+f"(c[j][i])::"memory");
+}
+template <int rows> DEVICE void settle(u32 (&a)[rows][4]) {
+    UNROLL for (int j = 0; j < rows; j++)
+        UNROLL for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[j][i])::"memory");
 }
 
 // c (64 x N, of a warpgroup) = or += a (64 x 16) · b (16 x N). Warp w has rows 16 w to 16 w + 15, in fragments of mma.m16n8k16.

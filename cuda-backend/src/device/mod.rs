@@ -21,4 +21,4 @@ pub(crate) use open_device::OpenDevice;
 pub use options::CudaOptions;
 pub(crate) use pacer::InFlightPiece;
 pub(crate) use status::{AwaitsMessages, DeviceStatus};
-pub(crate) use submitter::LaunchConfig;
+pub(crate) use submitter::{Deferred, LaunchConfig};

@@ -17,7 +17,7 @@ use super::options::CudaOptions;
 use super::pacer::Pacer;
 use super::staging::StagingPool;
 use super::status::DeviceStatus;
-use super::submitter::{LaunchConfig, Submitter};
+use super::submitter::{Deferred, LaunchConfig, Submitter};
 use crate::driver::{Context, DeviceProperties, DriverError, Event};
 use crate::images::Image;
 
@@ -167,6 +167,23 @@ impl OpenDevice {
         self.resources.submitter.launch(launch, arguments, reads, writes)
     }
 
+    /// Launches a kernel in place of a deferred launch; see [`Submitter::launch_instead_of`].
+    pub(crate) fn launch_instead_of<A: Pod>(
+        &self,
+        unwanted: Option<&Deferred>,
+        launch: LaunchConfig<'_>,
+        arguments: &A,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<Arc<Event>> {
+        self.resources.submitter.launch_instead_of(unwanted, launch, arguments, reads, writes)
+    }
+
+    /// A launch, if it is deferred; see [`Submitter::deferred`].
+    pub(crate) fn deferred<A: Pod>(&self, kernel: &'static str, arguments: &A) -> Option<Deferred> {
+        self.resources.submitter.deferred(kernel, arguments)
+    }
+
     /// Launches a kernel together with the next one; see [`Submitter::launch_deferred`].
     pub(crate) fn launch_deferred<A: Pod>(
         &self,
@@ -203,6 +220,21 @@ impl OpenDevice {
             end.await.unwrap_or_else(|_| self.resources.status.check())?;
         }
         Ok(())
+    }
+
+    /// Loads a kernel that no launch has used yet.
+    pub(crate) fn load_kernel(&self, name: &str, shared_bytes: u32) -> Result<()> {
+        self.resources.submitter.function(name, shared_bytes).map(drop)
+    }
+
+    /// Starts or stops measuring launches; see [`Submitter::measure`].
+    pub(crate) fn measure(&self, on: bool) {
+        self.resources.submitter.measure(on);
+    }
+
+    /// See [`Submitter::measured`].
+    pub(crate) fn measured(&self) -> Result<Vec<(Vec<String>, f64)>> {
+        self.resources.submitter.measured()
     }
 
     /// The error of an operation whose call of the driver failed.

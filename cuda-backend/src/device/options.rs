@@ -8,7 +8,8 @@ use std::time::Duration;
 pub struct CudaOptions {
     /// Limit for all buffers together, in bytes. `None`: the memory of the device.
     pub max_memory_bytes: Option<u64>,
-    /// Folder for kernels that are compiled at run time. `None`: they are compiled again at each start.
+    /// Folder for kernels that are compiled at run time, by default [`kyklos::machine::cache_folder`]. `None`: they are compiled again
+    /// at each start.
     pub cache: Option<PathBuf>,
     /// If the device completes nothing for this long, it counts as lost. Must be longer than the longest kernel, and longer
     /// than other processes keep the device busy.
@@ -20,6 +21,11 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { max_memory_bytes: None, cache: None, stuck_after: Duration::from_secs(120), graphs: true }
+        Self {
+            max_memory_bytes: None,
+            cache: kyklos::machine::cache_folder(),
+            stuck_after: Duration::from_secs(120),
+            graphs: true,
+        }
     }
 }

@@ -37,6 +37,16 @@ pub(crate) struct LaunchConfig<'a> {
 struct SubmitterState {
     batch: LaunchBatch,
     graphs: GraphCache,
+    /// Batches whose time is measured, since they were last asked for. `None`: none is.
+    measured: Option<Vec<MeasuredBatch>>,
+}
+
+/// A batch between two events that keep the time of the device.
+#[derive(Debug)]
+struct MeasuredBatch {
+    kernels: Vec<String>,
+    begin: Event,
+    end: Arc<Event>,
 }
 
 /// Launches that are submitted together later.
@@ -47,6 +57,22 @@ struct LaunchBatch {
     /// wait for this batch.
     waits: Vec<Arc<Event>>,
     completion: Arc<Completion>,
+}
+
+/// A launch that was deferred.
+#[derive(Clone, Debug)]
+pub(crate) struct Deferred {
+    kernel: &'static str,
+    arguments: Vec<u8>,
+}
+
+impl LaunchBatch {
+    fn index_of(&self, deferred: &Deferred) -> Option<usize> {
+        let is = |launch: &driver::Launch| {
+            launch.function.name == deferred.kernel && launch.arguments == deferred.arguments
+        };
+        self.launches.iter().position(is)
+    }
 }
 
 /// A batch of this many launches is submitted at once.
@@ -70,6 +96,7 @@ impl Submitter {
             state: Mutex::new(SubmitterState {
                 batch: LaunchBatch::default(),
                 graphs: GraphCache::new(context, graphs),
+                measured: None,
             }),
         })
     }
@@ -108,9 +135,32 @@ impl Submitter {
         reads: &[&CudaBuffer],
         writes: &[&CudaBuffer],
     ) -> Result<Arc<Event>> {
+        self.launch_instead_of(None, launch, arguments, reads, writes)
+    }
+
+    /// As [`Self::launch`], without the deferred launch `unwanted`, which writes what this one writes without reading it. If
+    /// `unwanted` was submitted meanwhile, both run.
+    pub(super) fn launch_instead_of<A: Pod>(
+        &self,
+        unwanted: Option<&Deferred>,
+        launch: LaunchConfig<'_>,
+        arguments: &A,
+        reads: &[&CudaBuffer],
+        writes: &[&CudaBuffer],
+    ) -> Result<Arc<Event>> {
         let mut state = self.state();
         self.add(&mut state.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
+        // If the launch could not be added, the other one is still wanted.
+        if let Some(index) = unwanted.and_then(|unwanted| state.batch.index_of(unwanted)) {
+            state.batch.launches.remove(index);
+        }
         self.submit_batch(&mut state)
+    }
+
+    /// The launch of `kernel` with these arguments, if it is deferred.
+    pub(super) fn deferred<A: Pod>(&self, kernel: &'static str, arguments: &A) -> Option<Deferred> {
+        let deferred = Deferred { kernel, arguments: bytemuck::bytes_of(arguments).to_vec() };
+        self.state().batch.index_of(&deferred).map(|_| deferred)
     }
 
     /// Defers a launch until the next [`Self::launch`], or until another operation depends on it. For kernels whose result is
@@ -152,17 +202,28 @@ impl Submitter {
 
     /// Submits the deferred launches. The event is complete when everything in the compute stream so far is done.
     fn submit_batch(&self, state: &mut SubmitterState) -> Result<Arc<Event>> {
-        let SubmitterState { batch, graphs } = state;
+        let SubmitterState { batch, graphs, measured } = state;
         let LaunchBatch { launches, waits, completion } = std::mem::take(batch);
         let stream = &self.streams[StreamKind::Compute as usize];
+        let measures = measured.is_some() && !launches.is_empty();
+        let kernels = || launches.iter().map(|launch| launch.function.name.clone()).collect();
+        let names: Option<Vec<String>> = measures.then(kernels);
         let waiting = waits.iter().try_for_each(|event| stream.wait(event));
+        let mut begin = None;
         let submitted = waiting
+            .and_then(|()| {
+                begin = names.as_ref().map(|_| stream.record_timed()).transpose()?;
+                Ok(())
+            })
             .map_err(|error| ("order kernels behind copies".to_owned(), error))
             .and_then(|()| graphs.submit(stream, launches))
             .map_err(|(operation, error)| self.status.error(&operation, &error));
         // Launches before one that failed are submitted, so an event is recorded after an error too.
-        let event =
-            stream.record().map_err(|error| self.status.error("record an event", &error)).map(Arc::new);
+        let event = if begin.is_some() { stream.record_timed() } else { stream.record() };
+        let event = event.map_err(|error| self.status.error("record an event", &error)).map(Arc::new);
+        if let (Some(measured), Some(kernels), Some(begin), Ok(end)) = (measured, names, begin, &event) {
+            measured.push(MeasuredBatch { kernels, begin, end: end.clone() });
+        }
         let failure = submitted.as_ref().err().or(event.as_ref().err()).cloned();
         completion.set_submitted(event.as_ref().ok().cloned(), failure);
         submitted.and(event)
@@ -172,7 +233,7 @@ impl Submitter {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn function(&self, name: &str, shared_bytes: u32) -> Result<Arc<Function>> {
+    pub(super) fn function(&self, name: &str, shared_bytes: u32) -> Result<Arc<Function>> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(name) {
             return Ok(function.clone());
@@ -247,6 +308,21 @@ impl Submitter {
             *buffer.allocation().accesses() = AccessRecord::written_by_caller(Some(event.clone()));
         }
         Ok(event)
+    }
+
+    /// Starts or stops measuring launches, and forgets those that were measured.
+    pub(super) fn measure(&self, on: bool) {
+        self.state().measured = on.then(Vec::new);
+    }
+
+    /// The launches that were measured since the last call, with their times in milliseconds. All are complete.
+    pub(super) fn measured(&self) -> Result<Vec<(Vec<String>, f64)>> {
+        let batches = self.state().measured.as_mut().map(std::mem::take).unwrap_or_default();
+        let time = |MeasuredBatch { kernels, begin, end }: MeasuredBatch| {
+            let ms = begin.ms_until(&end).map_err(|error| self.status.error("measure kernels", &error))?;
+            Ok((kernels, ms))
+        };
+        batches.into_iter().map(time).collect()
     }
 
     /// Submits the deferred launches.

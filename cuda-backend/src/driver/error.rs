@@ -1,5 +1,6 @@
 //! Errors of the driver, and why CUDA is not available.
 
+use std::borrow::Cow;
 use std::fmt;
 
 pub(super) type Result<T> = std::result::Result<T, DriverError>;
@@ -43,7 +44,7 @@ impl fmt::Display for DriverError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unavailable {
     pub(crate) why: String,
-    pub(crate) remedy: &'static str,
+    pub(crate) remedy: Cow<'static, str>,
 }
 
 impl fmt::Display for Unavailable {
@@ -57,6 +58,6 @@ impl std::error::Error for Unavailable {}
 /// For a driver that is installed and fails before a device is opened.
 impl From<DriverError> for Unavailable {
     fn from(error: DriverError) -> Self {
-        Self { why: format!("CUDA cannot be used: {error}"), remedy: "see what nvidia-smi says" }
+        Self { why: format!("CUDA cannot be used: {error}"), remedy: "see what nvidia-smi says".into() }
     }
 }

@@ -3,8 +3,7 @@
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys;
-
+use super::bindings as sys;
 use super::call::check;
 use super::context::{Context, Handle};
 use super::error::Result;
@@ -19,9 +18,22 @@ pub(crate) struct Event {
 impl Event {
     /// An event that is complete when everything submitted to a stream of `context` so far is done. The stream exists.
     pub(super) fn record(context: &Arc<Context>, stream: &Handle<sys::CUstream_st>) -> Result<Self> {
+        Self::record_with(context, stream, sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// As [`Self::record`]; the event also keeps the time of the device at which it was complete.
+    pub(super) fn record_timed(context: &Arc<Context>, stream: &Handle<sys::CUstream_st>) -> Result<Self> {
+        Self::record_with(context, stream, sys::CUevent_flags_enum::CU_EVENT_DEFAULT)
+    }
+
+    fn record_with(
+        context: &Arc<Context>,
+        stream: &Handle<sys::CUstream_st>,
+        flags: sys::CUevent_flags_enum,
+    ) -> Result<Self> {
         let _current = context.push()?;
         let mut raw = ptr::null_mut();
-        let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+        let flags = flags as u32;
         // SAFETY: the context is current. The driver writes one handle to `raw`, a local.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut raw, flags) })?;
         let event = Self { raw: Handle(raw), context: context.clone() };
@@ -37,6 +49,18 @@ impl Event {
         // SAFETY: the context is current. Both handles are valid during the call, and the driver keeps what it needs of the
         // event, which may be destroyed before the wait is over.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0, self.raw.0, 0) })
+    }
+
+    /// Milliseconds of the device from this event to a later one. Both keep their time and are complete.
+    pub(crate) fn ms_until(&self, later: &Self) -> Result<f64> {
+        let _current = self.context.push()?;
+        let mut ms = 0.0_f32;
+        // SAFETY: the context is current, and both handles are valid until their events are dropped. The driver writes one float to
+        // `ms`, a local. It refuses events that keep no time or are not complete.
+        check("cuEventElapsedTime", unsafe {
+            sys::cuEventElapsedTime(&raw mut ms, self.raw.0, later.raw.0)
+        })?;
+        Ok(f64::from(ms))
     }
 
     /// Asks the driver and does not wait.

@@ -10,7 +10,7 @@ use super::call::check;
 use super::error::{Result, Unavailable};
 
 /// Every function of the driver that this crate calls. Drivers have all of them since CUDA 12.
-const SYMBOLS: [&str; 43] = [
+const SYMBOLS: [&str; 44] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -41,6 +41,7 @@ const SYMBOLS: [&str; 43] = [
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",
+    "cuEventElapsedTime",
     "cuEventDestroy_v2",
     "cuModuleLoadDataEx",
     "cuModuleUnload",
@@ -69,11 +70,11 @@ fn try_load() -> std::result::Result<(), Unavailable> {
         if !can_load_drivers() {
             let why =
                 "CUDA cannot be used: this program is static (musl), and a static program loads no driver";
-            return Err(Unavailable { why: why.to_owned(), remedy: "use a build for glibc" });
+            return Err(Unavailable { why: why.to_owned(), remedy: "use a build for glibc".into() });
         }
         let name = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
         let why = format!("CUDA cannot be used: {name} was not found");
-        return Err(Unavailable { why, remedy: "install NVIDIA's driver" });
+        return Err(Unavailable { why, remedy: "install NVIDIA's driver".into() });
     }
     // SAFETY: as above. The library was found, so this does not panic.
     let library = unsafe { sys::culib() };
@@ -81,7 +82,7 @@ fn try_load() -> std::result::Result<(), Unavailable> {
         // SAFETY: the symbol is only looked up. The pointer is neither called nor read.
         if unsafe { library.get::<*const c_void>(symbol.as_bytes()) }.is_err() {
             let why = format!("CUDA cannot be used: the driver has no function {symbol}");
-            return Err(Unavailable { why, remedy: "install a newer driver" });
+            return Err(Unavailable { why, remedy: "install a newer driver".into() });
         }
     }
     // SAFETY: cuInit is the first call and takes no pointer. It may be called more than once in a process.
@@ -94,6 +95,11 @@ pub(crate) fn version() -> Result<u32> {
     // SAFETY: the driver writes one int to `version`, a local. The call needs no context.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
     Ok(version.unsigned_abs())
+}
+
+/// A version of CUDA as text: 13.0 for 13000.
+pub(crate) fn version_text(version: u32) -> String {
+    format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
 #[cfg(test)]
@@ -135,6 +141,6 @@ mod tests {
                 checked += 1;
             }
         }
-        assert_eq!(checked, 43);
+        assert_eq!(checked, 44);
     }
 }

@@ -6,6 +6,7 @@
 //! call that needs a context pushes it and pops it again, so any thread may call and its own context stays current.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
+mod bindings;
 mod call;
 mod caller;
 mod context;
@@ -26,7 +27,7 @@ pub(crate) use error::DriverError;
 pub use error::Unavailable;
 pub(crate) use event::Event;
 pub(crate) use graph::Graph;
-pub(crate) use library::{load, version};
+pub(crate) use library::{load, version, version_text};
 pub(crate) use memory::{DeviceMemory, PinnedMemory};
 pub(crate) use module::{Function, Launch, Module, encode_tensor_map};
 pub(crate) use properties::{DeviceProperties, device_count, properties};

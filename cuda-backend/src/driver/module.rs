@@ -19,14 +19,15 @@ pub(crate) fn encode_tensor_map(map: &TensorMap) -> Result<TensorMap> {
         TensorMap::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         _ => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
-    let mut encoded = sys::CUtensorMap { opaque: [0; 16] };
+    // Not the bindings' type: the driver of CUDA 13 wants an address that is a multiple of 128.
+    let mut encoded = TensorMap::default();
     let data = ptr::without_provenance_mut(usize::try_from(map.data).expect("an address"));
-    // SAFETY: the driver writes 128 bytes to `encoded`, a local of that size. It reads `rank` extents, `rank` - 1 strides,
+    // SAFETY: the driver writes 128 bytes to `encoded`, a local of that size and alignment. It reads `rank` extents, `rank` - 1 strides,
     // `rank` box extents and `rank` element strides; the rank is 4 (see `TensorMap::new`), and the arrays have 5, 4, 5 and 5.
     // It stores the address of the tensor and does not dereference it.
     check("cuTensorMapEncodeTiled", unsafe {
         sys::cuTensorMapEncodeTiled(
-            &raw mut encoded,
+            (&raw mut encoded).cast::<sys::CUtensorMap>(),
             data_type,
             map.rank,
             data,
@@ -40,7 +41,7 @@ pub(crate) fn encode_tensor_map(map: &TensorMap) -> Result<TensorMap> {
             sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     })?;
-    Ok(bytemuck::cast(encoded.opaque))
+    Ok(encoded)
 }
 
 /// Loaded kernels.

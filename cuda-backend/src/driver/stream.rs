@@ -49,6 +49,11 @@ impl Stream {
         Event::record(&self.context, &self.raw)
     }
 
+    /// As [`Self::record`], with the time of the device.
+    pub(crate) fn record_timed(&self) -> Result<Event> {
+        Event::record_timed(&self.context, &self.raw)
+    }
+
     /// Submits a launch. The driver has copied its arguments when this returns.
     pub(crate) fn launch(&self, launch: &Launch) -> Result<()> {
         let _current = self.context.push()?;

@@ -4,4 +4,4 @@ mod cache;
 mod image;
 mod nvrtc;
 
-pub(crate) use image::{Image, image};
+pub(crate) use image::{Image, check, image};

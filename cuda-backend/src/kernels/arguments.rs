@@ -68,6 +68,10 @@ pub struct AttendArguments {
     pub scale: f32,
     /// See [`logits`].
     pub cap: f32,
+    /// 1: the state is not read, because it was not initialised. Every row of the grid is written, also one that sees no key.
+    pub fresh: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// Consecutive query heads that share a KV head and a tile of a decoding kernel; see [`crate::head_packs`].
@@ -198,8 +202,8 @@ pub struct PartsArguments {
     pub state: StateArguments,
     /// Number of parts.
     pub parts: u32,
-    /// 0.
-    pub reserved: u32,
+    /// 1: the state is not read, and every row is written.
+    pub fresh: u32,
 }
 
 /// Arguments of `repack` and `accumulate`; offsets and strides in bytes, all multiples of 4.

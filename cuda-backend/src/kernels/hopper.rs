@@ -7,9 +7,9 @@ use crate::{AttendArguments, TensorArgument};
 
 /// A tensor as TMA copies it: the arguments of `cuTensorMapEncodeTiled`, in 128 bytes. The driver encodes them in 128 bytes of
 /// its own format, with element strides of 1, no interleaving, and zeros for elements outside of the tensor. Kernels take the
-/// encoded map by value, with this alignment. The emulator takes it as it is here.
+/// encoded map by value, with this alignment, which CUtensorMap has since CUDA 13. The emulator takes it as it is here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 pub struct TensorMap {
     /// `globalAddress`: a multiple of 16.
     pub data: u64,
@@ -53,8 +53,15 @@ impl TensorMap {
     }
 }
 
+/// The item, relative to the first one of the launch, that block `block` of `blocks` computes in a round; none if that is behind
+/// the last one. Every second round is given out in reverse: items are sorted by their length, and the first block would get the
+/// longest one of each round.
+pub fn item_of_round(round: u32, block: u32, blocks: u32) -> u32 {
+    round * blocks + if round % 2 == 1 { blocks - 1 - block } else { block }
+}
+
 /// Arguments of the kernels for Hopper. Item n is query tile `order[n / heads]` of head n % heads. Grid: any; best is one block
-/// for each multiprocessor. A block computes every (number of blocks)-th item.
+/// for each multiprocessor. A block computes the items of [`item_of_round`].
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct HopperArguments {
@@ -73,6 +80,4 @@ pub struct HopperArguments {
     pub first_item: u32,
     /// One past the last item of this launch.
     pub end_item: u32,
-    /// 0.
-    pub reserved: u64,
 }

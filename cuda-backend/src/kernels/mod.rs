@@ -1,5 +1,6 @@
 //! The kernels, their arguments, and which one a call gets. Data and pure functions; no device.
 
+mod all;
 mod arguments;
 mod backward;
 mod catalog;
@@ -10,6 +11,7 @@ mod hopper;
 mod kernel_choice;
 mod sources;
 
+pub(crate) use all::all_kernels;
 pub use arguments::{
     AttendArguments, BackwardArguments, ClearArguments, CodesArguments, ConvertArguments, DecodeArguments,
     HeadPack, PartsArguments, RepackArguments, RowStatsArguments, StateArguments, TensorArgument, logits,
@@ -21,6 +23,6 @@ pub use catalog::{AttendKernel, PACKED_ROWS, SMALL_THREADS, STATE_ROWS, convert_
 pub use codes::{CodesKernel, Direction};
 pub use decode::{decode_parts, head_packs};
 pub use device_work::DeviceWork;
-pub use hopper::{HopperArguments, TensorMap};
+pub use hopper::{HopperArguments, TensorMap, item_of_round};
 pub use kernel_choice::{CallShape, KernelChoice};
 pub use sources::SOURCES;

@@ -288,7 +288,7 @@ fn function<F: Copy>(library: &Library, name: &str) -> Result<F, Unavailable> {
 }
 
 fn unusable(why: String, remedy: &'static str) -> Unavailable {
-    Unavailable { why: format!("NCCL cannot be used: {why}"), remedy }
+    Unavailable { why: format!("NCCL cannot be used: {why}"), remedy: remedy.into() }
 }
 
 #[cfg(test)]

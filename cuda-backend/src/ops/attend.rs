@@ -10,7 +10,8 @@ use kyklos::{AttentionProblem, BiasKind, Dtype, Error, Result, TileShape};
 use super::arguments::{row_launch_config, state_arguments, tensor, to_u32};
 use super::lists::Lists;
 use super::pieces::{Piece, PieceSplitter, take_within_budget};
-use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice};
+use super::state::deferred_reset;
+use crate::device::{CudaBuffer, Deferred, InFlightPiece, LaunchConfig, OpenDevice};
 use crate::driver::{self, Event};
 use crate::kernels::{
     AttendArguments, AttendKernel, CallShape, DecodeArguments, DeviceWork, HeadPack, HopperArguments,
@@ -35,8 +36,9 @@ pub(crate) async fn attend(
     let packs = head_packs(args.kv_head_of);
     let (choice, kernel) = choose_kernel(device, &args, &packs)?;
     let work = DeviceWork::new(args.work);
+    let reset = deferred_reset(device, &args.state)?;
     let order = match choice {
-        KernelChoice::Hopper => work.longest_first(to_u32("the batch", shape.batch)?),
+        KernelChoice::Hopper => work.longest_first(to_u32("the batch", shape.batch)?, reset.is_some()),
         KernelChoice::Tiled | KernelChoice::Decode => Vec::new(),
     };
     let list: &[u8] = match choice {
@@ -44,8 +46,9 @@ pub(crate) async fn attend(
         KernelChoice::Decode => bytemuck::cast_slice(&packs),
         KernelChoice::Hopper => bytemuck::cast_slice(&order),
     };
-    let (lists, list_at, arguments) = prepare(device, &args, &work, list)?;
-    let call = Call { device, control, args, kernel, lists, arguments };
+    let (lists, list_at, mut arguments) = prepare(device, &args, &work, list)?;
+    arguments.fresh = u32::from(reset.is_some());
+    let call = Call { device, control, args, kernel, lists, arguments, reset };
     match choice {
         KernelChoice::Tiled => call.run_tiled().await,
         KernelChoice::Decode => call.run_decode(&packs, list_at).await,
@@ -111,6 +114,8 @@ struct Call<'a> {
     lists: CudaBuffer,
     /// Arguments of one launch over the whole call.
     arguments: AttendArguments,
+    /// The reset of the state, which the first launch makes needless.
+    reset: Option<Deferred>,
 }
 
 /// The arguments of a launch, its grid, and its floating-point operations.
@@ -119,7 +124,7 @@ type Submission<A> = (A, [u32; 3], f64);
 impl Call<'_> {
     /// One block for each query tile of a head.
     async fn run_tiled(&self) -> Result<()> {
-        let mut pieces = self.pieces(self.args.state.shape.heads, 0);
+        let mut pieces = self.pieces(self.args.state.shape.heads, self.arguments.fresh);
         let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
             Some(self.arguments_of(&piece).map(|(arguments, grid)| (arguments, grid, flops)))
@@ -167,7 +172,7 @@ impl Call<'_> {
             from_ml,
             ..state_arguments(shape)?
         };
-        let merge = PartsArguments { state: into, parts, reserved: 0 };
+        let merge = PartsArguments { state: into, parts, fresh: self.arguments.fresh };
         let merge_parts = row_launch_config("merge_parts", shape)?.expect("there are rows");
         self.submit(next, |(arguments, last), grid| {
             if !last {
@@ -175,7 +180,8 @@ impl Call<'_> {
             }
             // The last parts and their merge are submitted together, without a chance to cancel in between.
             device.launch_deferred(self.launch_config(grid), &arguments, &self.reads(), &[&states])?;
-            device.launch(merge_parts, &merge, &[&states], &[&*state.a, &*state.ml])
+            let writes = [&*state.a, &*state.ml];
+            device.launch_instead_of(self.reset.as_ref(), merge_parts, &merge, &[&states], &writes)
         })
         .await
     }
@@ -198,7 +204,7 @@ impl Call<'_> {
         };
         let heads = args.state.shape.heads;
         let (mut done, items) = (0, order.len() * heads);
-        let pieces = self.pieces(heads, 0);
+        let pieces = self.pieces(heads, whole.attend.fresh);
         let cost = |item: usize| {
             let [tile, batch] = order[item / heads];
             pieces.tile_flops(batch as usize)[tile as usize]
@@ -272,9 +278,9 @@ impl Call<'_> {
 
     /// Launches the kernel, which reads and writes the state.
     fn launch(&self, arguments: &impl Pod, grid: [u32; 3]) -> Result<Arc<Event>> {
-        let state = &self.args.state;
-        let launch = self.launch_config(grid);
-        self.device.launch(launch, arguments, &self.reads(), &[&*state.a, &*state.ml])
+        let (state, launch) = (&self.args.state, self.launch_config(grid));
+        let writes = [&*state.a, &*state.ml];
+        self.device.launch_instead_of(self.reset.as_ref(), launch, arguments, &self.reads(), &writes)
     }
 
     fn launch_config(&self, grid: [u32; 3]) -> LaunchConfig<'_> {

@@ -1,12 +1,12 @@
 //! Running states: reset, merge, finalize. A reset is submitted together with the next kernel, because nothing else reads its
-//! result.
+//! result; or not at all, if that kernel computes the first block of the state: it can write the state without reading it.
 
 use bytemuck::Pod;
-use kyklos::backend::{State, StateShape};
+use kyklos::backend::{State, StateMut, StateShape};
 use kyklos::{Dtype, Result};
 
 use super::arguments::{row_launch_config, state_arguments};
-use crate::device::{CudaBuffer, OpenDevice};
+use crate::device::{CudaBuffer, Deferred, OpenDevice};
 use crate::kernels::{StateArguments, finalize_kernel};
 
 pub(crate) fn reset_state(
@@ -16,9 +16,20 @@ pub(crate) fn reset_state(
     shape: StateShape,
 ) -> Result<()> {
     let arguments = StateArguments { a: a.address(), ml: ml.address(), ..state_arguments(shape)? };
-    let launch = row_launch_config("reset_state", shape)?;
+    let launch = row_launch_config(RESET, shape)?;
     launch.map_or(Ok(()), |launch| device.launch_deferred(launch, &arguments, &[], &[a, ml]))
 }
+
+/// The reset of a state, if it is not submitted yet.
+pub(crate) fn deferred_reset(
+    device: &OpenDevice,
+    state: &StateMut<'_, CudaBuffer>,
+) -> Result<Option<Deferred>> {
+    let (a, ml) = (state.a.address(), state.ml.address());
+    Ok(device.deferred(RESET, &StateArguments { a, ml, ..state_arguments(state.shape)? }))
+}
+
+const RESET: &str = "reset_state";
 
 pub(crate) fn merge(
     device: &OpenDevice,

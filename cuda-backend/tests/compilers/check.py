@@ -1,14 +1,15 @@
 """Compares the machine code of every kernel, as NVIDIA's compilers make it for every architecture, with its budgets.
 
-    check.py TOOLKIT IMAGES [--bless]
+    check.py TOOLKIT NVRTC_12 IMAGES [--bless]
     check.py TOOLKIT --control
 
-TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as in the wheels. IMAGES is the folder in which build.rs left the
+TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as in the wheels. NVRTC_12 is the folder of libnvrtc.so.12. IMAGES is the folder in which build.rs left the
 cubins of nvcc for all of ARCHITECTURES and the output of the compilers; a warning there is a fault. NVRTC, which gets the
 sources from memory and has no include folder, compiles here, for the oldest and the newest architecture, only some of the
-attention kernels: it has the same optimiser, and a test of the crate gives its front end all kernels for the newest.
-Registers are compared with budgets.txt. Faults are: spills and stack, wgmma products that the compiler serialised, setmaxnreg
-that it ignored, and a kernel for Hopper whose machine code has no HGMMA or UTMALDG.
+attention kernels: it has the same optimiser, and a test of the crate gives its front end all kernels for the newest. NVRTC of CUDA
+12, for drivers that do not load what CUDA 13 makes, compiles the kernels for Hopper.
+Registers are compared with budgets.txt, but not those of CUDA 12. Faults are: spills and stack, wgmma products that the compiler
+serialised, setmaxnreg that it ignored, and what machine_code.py finds.
 The registers of a kernel with setmaxnreg are counted in its machine code, because ptxas reports those at its start.
 --bless writes the table. --control compiles kernels with each of these faults, and succeeds only if all are found.
 """
@@ -22,6 +23,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import machine_code
+from machine_code import HOPPER
+
 CRATE = Path(__file__).resolve().parents[2]
 KERNELS = CRATE / "kernels"
 BUDGETS = Path(__file__).with_name("budgets.txt")
@@ -32,12 +36,12 @@ ARCHITECTURES = {real: line.split()[0] for line in (CRATE / "architectures.txt")
 # The attention kernels that NVRTC compiles here, besides all small kernels; the lines of kernels.cu that instantiate attention
 # kernels; the names of those kernels.
 NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
+# The same for NVRTC of CUDA 12.
+NVRTC_12 = {"sm_90a": "hopper_bf16"}
 TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
 TILE_NAMES = re.compile(r"(attend|decode|hopper|backward_queries|backward_keys|backward_bias)_b?f16_")
 OPTIONS = ["--std=c++17"]
 
-# The prefix of kernels for Hopper, and the instructions that their machine code must have.
-HOPPER, INSTRUCTIONS = "hopper_", ["HGMMA", "UTMALDG"]
 # Messages of ptxas about serialised products (C7510 and others), an inserted wait (C7517) and ignored setmaxnreg (C7508).
 LOSSES = re.compile(r"\(C75\d\d\) Potential Performance Loss.*|\(C7517\).*")
 
@@ -78,6 +82,45 @@ extern "C" __global__ void hopper_unbounded(float *data) {
 }
 """
 
+# Each kernel but the first has one fault that only machine code shows: other registers at the start than setmaxnreg counts on, a third setmaxnreg,
+# more registers than the block has, a producer with more than it keeps, and reads of a state or of parts that wait for each other.
+CODE_CONTROL = """
+#include "ptx_hopper.h"
+#include "logits.h"
+struct ControlArguments { float *data; u32 n; };
+// Uses `live` registers at a time.
+template <int live> DEVICE void use(const ControlArguments &args, u32 step) {
+    float x[live];
+    UNROLL for (int i = 0; i < live; i++) x[i] = args.data[i * 384 + thread_x() + step];
+    for (u32 k = 0; k < args.n; k++)
+        UNROLL for (int i = 0; i < live; i++) x[i] = fused(x[(i + 1) % live], x[i], x[(i + 7) % live]);
+    UNROLL for (int i = 0; i < live; i++) args.data[i * 384 + thread_x() + step] = x[i];
+}
+#define CONTROL(name, threads, kept, taken, producer, consumers) \
+    KERNEL(name, ControlArguments, threads, 1) { \
+        if (warp_uniform(thread_x() / 128) == 0) { registers_fewer<kept>(); producer; } \
+        else { registers_more<taken>(); consumers; } \
+    }
+CONTROL(hopper_right, 384, 24, 240, , use<8>(args, 0))
+CONTROL(hopper_entry, 256, 24, 240, , use<8>(args, 0))
+CONTROL(hopper_third, 384, 24, 240, , use<8>(args, 0); registers_fewer<200>(); use<8>(args, 1))
+CONTROL(hopper_pool, 384, 40, 240, , use<8>(args, 0))
+KERNEL(attend_bf16_64, ControlArguments, 256, 1) {
+    for (int j = 0; j < 8; j++) {
+        if (8 * j >= args.n) break;
+        Pair &pair = pair_at(args.data + 8 * j + 2 * thread_x());
+        pair = {pair.x * 2.0f, pair.y * 2.0f};
+    }
+}
+KERNEL(merge_parts, ControlArguments, 256, 1) {
+    ROLLED for (u32 n = 0; n < args.n; n++) {
+        Four &four = four_at(args.data + 4 * thread_x() + 1024 * n), twice = four;
+        UNROLL for (int k = 0; k < 4; k++) twice.x[k] *= 2.0f;
+        four = twice;
+    }
+}
+"""
+
 
 def run(command, **options):
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
@@ -103,21 +146,6 @@ def losses(text):
     return [words.group(0) for words in LOSSES.finditer(text)]
 
 
-def machine_code(toolkit, cubin):
-    """{kernel: disassembly} of the kernels for Hopper in a cubin."""
-    text = run([toolkit / "bin/nvdisasm", "--print-code", cubin])
-    parts = re.split(r"^\.text\.(\w+):", text, flags=re.MULTILINE)
-    return {name: code for name, code in zip(parts[1::2], parts[2::2]) if name.startswith(HOPPER)}
-
-
-def judge_code(code):
-    """Messages about missing instructions, and {kernel: registers}."""
-    missing = [f"{name}: no {word} in its machine code" for name, text in code.items()
-               for word in INSTRUCTIONS if word not in text]
-    most = {name: 1 + max(int(n) for n in re.findall(r"\bR(\d+)\b", text)) for name, text in code.items()}
-    return missing, most
-
-
 def nvcc(toolkit, source, virtual, real, out):
     """As build.rs, for the controls. Returns the output of nvcc, the output of ptxas, and the path of the cubin."""
     ptx, cubin = out / f"{source.stem}.ptx", out / f"{source.stem}.cubin"
@@ -129,25 +157,29 @@ def nvcc(toolkit, source, virtual, real, out):
 def with_code(toolkit, text, cubin):
     """{kernel: (registers, stack bytes, spilled bytes)}, and messages about other faults."""
     table, faults = usage(text), losses(text)
-    if any(name.startswith(HOPPER) for name in table):
-        missing, most = judge_code(machine_code(toolkit, cubin))
-        faults += missing
-        table.update({name: (registers, *table[name][1:]) for name, registers in most.items()})
+    for name, code in machine_code.kernels(run([toolkit / "bin/nvdisasm", "--print-code", cubin])).items():
+        entry, *spilled = table[name]
+        faults += machine_code.faults(name, code, entry)
+        if name.startswith(HOPPER):
+            table[name] = (1 + code.most_register(range(len(code.instructions))), *spilled)
     return table, faults
 
 
-def nvrtc(toolkit, real, out):
-    """Compiles with NVRTC, in a process of its own. Prints the output of its ptxas and writes the cubin to `out`."""
-    library = ctypes.CDLL(str(next((toolkit / "lib").glob("libnvrtc.so.1*"))))
+def nvrtc(folder, real, kept, out):
+    """Compiles with the NVRTC in a folder, in a process of its own. Prints the output of its ptxas and writes the cubin to `out`."""
+    library = ctypes.CDLL(str(next(folder.glob("libnvrtc.so.1*"))))
     headers = [*sorted(KERNELS.glob("cuda/*.h")), *sorted(KERNELS.glob("*.h"))]
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
     names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
     program = ctypes.c_void_p()
-    kept = NVRTC[real].encode()
-    source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower() == kept else b"",
+    source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower() == kept.encode() else b"",
                        (KERNELS / "kernels.cu").read_bytes())
     made = library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", len(headers), texts, names)
-    options = [f"--gpu-architecture={real}", *OPTIONS, "--split-compile=0", "--ptxas-options=-v"]
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    # As src/images/nvrtc.rs.
+    parallel = ["--split-compile=0"] if major.value >= 13 else []
+    options = [f"--gpu-architecture={real}", *OPTIONS, *parallel, "--ptxas-options=-v"]
     words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     failed = made or library.nvrtcCompileProgram(program, len(options), words)
     size = ctypes.c_size_t()
@@ -196,19 +228,40 @@ def bless(tables):
     BUDGETS.write_text("\n".join(lines) + "\n")
 
 
+def code_faults(text):
+    """Messages about the machine code of `hopper_right`, with a fault in each of its parts that no compiler makes."""
+    right = re.search(r"^\.text\.hopper_right:.*?(?=^\.text\.|\Z)", text, flags=re.MULTILINE | re.DOTALL)[0]
+    faults = lambda text: [fault for name, code in machine_code.kernels(text).items()
+                           for fault in machine_code.faults(name, code, machine_code.ENTRY)]
+    if wrong := [fault for fault in faults(right) if "HGMMA" not in fault and "UTMALDG" not in fault]:
+        sys.exit(f"hopper_right is refused as it is: {wrong}")
+    after = lambda what, line: re.sub(rf"(USETMAXREG\.{what}.*;)", rf"\1\n /*ffff*/ {line} ;", right)
+    # The label from which on the consumers try to take registers.
+    label = re.findall(r"^(\.L\w+):", right[:right.index("USETMAXREG.TRY_ALLOC")], flags=re.MULTILINE)[-1]
+    others = after("DEALLOC", "MOV R24, RZ"), after("TRY_ALLOC", "MOV R240, RZ"), after("DEALLOC", f"BRA `({label})")
+    return [fault for other in others for fault in faults(other)]
+
+
 def control(toolkit, out):
     """Compiles the controls. Returns a message about faults that were not found, or 0."""
-    source, hopper = out / "control.cu", out / "hopper_control.cu"
+    source, hopper, code = out / "control.cu", out / "hopper_control.cu", out / "code_control.cu"
     source.write_text(CONTROL)
     hopper.write_text(HOPPER_CONTROL)
-    warnings, text, _ = nvcc(toolkit, source, "compute_80", "sm_80", out)
-    found = usage(text)
-    _, text, cubin = nvcc(toolkit, hopper, "compute_90a", "sm_90a", out)
+    code.write_text(CODE_CONTROL)
+    warnings, text, cubin = nvcc(toolkit, source, "compute_80", "sm_80", out)
+    found, faults = with_code(toolkit, text, cubin)
     (registers, stack, spilled) = found["control"]
-    faults = [*judge(found, {"other": 1}), *judge({"control": (registers, 0, 0)}, {"control": registers - 1}),
-              *with_code(toolkit, text, cubin)[1], *warned("control", warnings)]
+    faults += [*judge(found, {"other": 1}), *judge({"control": (registers, 0, 0)}, {"control": registers - 1}), *warned("control", warnings)]
+    for other in hopper, code:
+        _, text, cubin = nvcc(toolkit, other, "compute_90a", "sm_90a", out)
+        faults += with_code(toolkit, text, cubin)[1]
+    faults += code_faults(run([toolkit / "bin/nvdisasm", "--print-code", cubin]))
     wanted = ["\"unused\" was declared", "bytes of stack", "bytes spilled", "no budget", "was not compiled", f"{registers - 1} in budgets.txt",
-              "are serialized", "warpgroup.wait is injected", "setmaxnreg", "hopper_unbounded: no HGMMA", "hopper_control: no UTMALDG"]
+              "control: reads or writes memory of a thread", "are serialized", "warpgroup.wait is injected", "setmaxnreg",
+              "hopper_unbounded: no HGMMA", "hopper_control: no UTMALDG", "hopper_entry: begins with", "hopper_third: 3 USETMAXREG",
+              "hopper_pool: 40 and 240 registers are more", "hopper_right: R24 in the code of the producer",
+              "hopper_right: R240 in the code of the consumers", "hopper_right: the code of the producer has another",
+              "attend_bf16_64: 1 reads of the state", "merge_parts: 1 reads of parts"]
     missed = [words for words in wanted if not any(words in fault for fault in faults)]
     missed += [] if stack and spilled else ["a spill"]
     if missed:
@@ -219,7 +272,7 @@ def control(toolkit, out):
 
 def main():
     if sys.argv[1] == "nvrtc":
-        return nvrtc(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+        return nvrtc(Path(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))
     toolkit, options = Path(sys.argv[1]), sys.argv[2:]
     out = toolkit.parent / "out"
     out.mkdir(exist_ok=True)
@@ -227,16 +280,21 @@ def main():
         return control(toolkit, out)
 
     start = time.monotonic()
-    images = Path(options[0])
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(toolkit / "lib")}
+    nvrtc_12, images = map(Path, options[:2])
+
+    def at_run_time(title, folder, real, kept):
+        cubin = out / f"{title.replace(' ', '-')}.cubin"
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+        said = run([sys.executable, __file__, "nvrtc", folder, real, kept, cubin], env=environment)
+        return with_code(toolkit, said, cubin)
+
+    jobs = [(f"{real} by NVRTC", toolkit / "lib", real, kept) for real, kept in NVRTC.items()]
+    jobs += [(f"{real} by NVRTC 12", nvrtc_12, real, kept) for real, kept in NVRTC_12.items()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        cubins = {real: out / f"nvrtc.{real}.cubin" for real in NVRTC}
-        at_run_time = {real: pool.submit(run, [sys.executable, __file__, "nvrtc", toolkit, real, cubin], env=environment)
-                       for real, cubin in cubins.items()}
+        running = {job[0]: pool.submit(at_run_time, *job) for job in jobs}
         compiled = {real: with_code(toolkit, (images / f"{real}.log").read_text(), images / f"{real}.cubin")
                     for real in ARCHITECTURES}
-        compiled |= {f"{real} by NVRTC": with_code(toolkit, job.result(), cubins[real])
-                     for real, job in at_run_time.items()}
+        compiled |= {title: job.result() for title, job in running.items()}
     tables = {real: compiled[real][0] for real in ARCHITECTURES}
     if "--bless" in options:
         bless(tables)
@@ -244,6 +302,9 @@ def main():
     for real, kept in NVRTC.items():
         budgets[f"{real} by NVRTC"] = {name: most for name, most in budgets[real].items()
                                        if name.startswith(kept) or not TILE_NAMES.match(name)}
+    # Another compiler may use other registers; those that it has not are spilled.
+    for real, kept in NVRTC_12.items():
+        budgets[f"{real} by NVRTC 12"] = dict.fromkeys(budgets[f"{real} by NVRTC"], 255)
     faults = [f"{name}: {fault}" for name, (table, others) in compiled.items()
               for fault in others + judge(table, budgets[name])]
     faults += [fault for virtual in dict.fromkeys(ARCHITECTURES.values())
@@ -251,7 +312,7 @@ def main():
     for fault in faults:
         print(fault, file=sys.stderr)
     kernels = len(set().union(*tables.values()))
-    print(f"{kernels} kernels for {', '.join(tables)}, by NVRTC for {', '.join(NVRTC)}: "
+    print(f"{kernels} kernels for {', '.join(tables)}, by NVRTC for {', '.join(NVRTC)}, by NVRTC 12 for {', '.join(NVRTC_12)}: "
           f"{len(faults)} faults, {time.monotonic() - start:.0f} s")
     return 1 if faults else 0
 

@@ -92,7 +92,11 @@ impl Call {
         let mut states: Vec<StateArguments> = Vec::new();
         for block in blocks {
             if states.is_empty() || keys == Keys::Merged {
-                states.push(self.reset(&mut job));
+                states.push(self.state(&mut job));
+                // A state of one block stays fresh: the first kernel writes it.
+                if keys != Keys::Whole {
+                    reset(&mut job, &states[states.len() - 1]);
+                }
             }
             let (k, v) = (self.block_of(&mut job, k, 1, &block), self.block_of(&mut job, v, 2, &block));
             self.attend(&mut job, with, states[states.len() - 1], q, [k, v], pairs, &block);
@@ -115,11 +119,12 @@ impl Call {
         Ok(counts)
     }
 
-    fn reset(&self, job: &mut Job) -> StateArguments {
+    /// A state whose memory is not initialised.
+    fn state(&self, job: &mut Job) -> StateArguments {
         let problem = &self.case.problem;
         let small = |n: usize| u32::try_from(n).unwrap();
         let rows = problem.batch * problem.q_len * problem.q_heads;
-        let state = StateArguments {
+        StateArguments {
             a: job.poisoned(rows * problem.head_dim * 4).address,
             ml: job.poisoned(rows * 8).address,
             batch: small(problem.batch),
@@ -127,9 +132,7 @@ impl Call {
             heads: small(problem.q_heads),
             dim: small(problem.head_dim),
             ..StateArguments::default()
-        };
-        job.launch("reset_state", [state_blocks(&state), 1, 1], 0, &state);
-        state
+        }
     }
 
     /// Uploads the rows `keys` of tensor `index`: the whole tensor if they are all of it, else a buffer in which each row is
@@ -178,11 +181,15 @@ impl Call {
         let kv_tokens = TokenRuns::from_positions(keys.iter().copied());
         let kv_head_of = job.upload(&kv_head_of).address;
         let (scale, cap) = logits(self.problem.scale, self.problem.softcap);
-        for work in BlockWork::layers(&self.problem, &q_tokens, &kv_tokens, kernel.tile) {
-            if work.is_empty() {
-                continue;
-            }
-            let work = DeviceWork::new(&work);
+        let whole = keys.len() == problem.kv_len;
+        let layers = BlockWork::layers(&self.problem, &q_tokens, &kv_tokens, kernel.tile);
+        let layers: Vec<_> = layers.into_iter().filter(|work| !work.is_empty()).collect();
+        if whole && layers.is_empty() {
+            reset(job, &state);
+        }
+        for (n, work) in layers.iter().enumerate() {
+            let work = DeviceWork::new(work);
+            let fresh = u32::from(whole && n == 0);
             let arguments = AttendArguments {
                 q: dense(q, problem.q_len, problem.q_heads, problem.head_dim),
                 k,
@@ -204,11 +211,12 @@ impl Call {
                 pair_kind: self.case.pairs.map_or(0, |pairs| if pairs.bias { 2 } else { 1 }),
                 scale,
                 cap,
+                fresh,
                 ..AttendArguments::default()
             };
             let tiles = work.q_tiles as usize;
             match with {
-                Kernel::Tiled if keys.len() == problem.kv_len => {
+                Kernel::Tiled if whole => {
                     let grid = [tiles, problem.q_heads, problem.batch];
                     job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
                 }
@@ -239,11 +247,11 @@ impl Call {
                     let grid = [tiles * tile_blocks as usize, packs.len(), problem.batch];
                     job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
                     let state = StateArguments { from_a, from_ml, ..state };
-                    let merge = PartsArguments { state, parts, reserved: 0 };
+                    let merge = PartsArguments { state, parts, fresh };
                     job.launch("merge_parts", [state_blocks(&state), 1, 1], 0, &merge);
                 }
                 Kernel::Hopper(blocks) => {
-                    let order = work.longest_first(state.batch);
+                    let order = work.longest_first(state.batch, fresh == 1);
                     let [batch, _, kv_heads, _] = problem.kv_shape().map(|n| u32::try_from(n).unwrap());
                     let map = |tensor, rows, heads, tile_rows| {
                         TensorMap::new(tensor, self.dtype, [batch, rows, heads, state.dim], tile_rows)
@@ -257,10 +265,9 @@ impl Call {
                         order: job.upload(&order).address,
                         first_item: 0,
                         end_item: items,
-                        reserved: 0,
                     };
                     // In pieces: one launch for the first item, one for the others.
-                    let cut = if keys.len() == problem.kv_len { 0 } else { 1 };
+                    let cut = if whole { 0 } else { 1 };
                     for (first_item, end_item) in [(0, cut), (cut, items)] {
                         let piece = HopperArguments { first_item, end_item, ..arguments };
                         let blocks = blocks.min((end_item - first_item) as usize);
@@ -366,6 +373,10 @@ pub(crate) fn dense(buffer: Buffer, rows: usize, heads: usize, dim: usize) -> Te
         row_stride: (heads * dim) as u64,
         head_stride: dim as u64,
     }
+}
+
+fn reset(job: &mut Job, state: &StateArguments) {
+    job.launch("reset_state", [state_blocks(state), 1, 1], 0, state);
 }
 
 pub(crate) fn state_blocks(state: &StateArguments) -> usize {

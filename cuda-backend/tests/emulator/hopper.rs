@@ -15,7 +15,7 @@ struct BoxProbe {
     out: u64,
     at: [i32; 4],
     bytes: u32,
-    reserved: [u32; 9],
+    reserved: [u32; 25],
 }
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -61,7 +61,7 @@ fn box_probe(job: &mut Job, out: u64, at: [i32; 4], tile_rows: u32) -> BoxProbe 
         head_stride: 72,
     };
     let map = TensorMap::new(&tensor, Dtype::Bf16, [2, 5, 3, 72], tile_rows);
-    BoxProbe { map, out, at, bytes: tile_rows * 128, reserved: [0; 9] }
+    BoxProbe { map, out, at, bytes: tile_rows * 128, reserved: [0; 25] }
 }
 
 #[test]

@@ -45,6 +45,8 @@ pub(crate) struct Counts {
     pub(crate) barriers: u64,
     /// wgmma instructions, one for each warpgroup.
     pub(crate) products: u64,
+    /// Products of the block that has the most.
+    pub(crate) busiest: u64,
 }
 
 impl Job {
@@ -118,9 +120,9 @@ impl Job {
             front.to_vec()
         };
         let results = self.results.iter().map(|result| take(result.bytes)).collect();
-        let [accesses, passes, copies, barriers, products] =
+        let [accesses, passes, copies, barriers, products, busiest] =
             std::array::from_fn(|_| u64::from_le_bytes(take(8).try_into().unwrap()));
-        Ok((results, Counts { accesses, passes, copies, barriers, products }))
+        Ok((results, Counts { accesses, passes, copies, barriers, products, busiest }))
     }
 }
 

@@ -10,8 +10,8 @@ use futures_util::future::LocalBoxFuture;
 
 use super::erased::AnyBackend;
 use super::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
-    StateMut, StateShape,
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats,
+    State, StateMut, StateShape,
 };
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
@@ -280,5 +280,13 @@ impl Backend for Device {
 
     async fn wait(&self) -> Result<()> {
         self.0.wait().await
+    }
+
+    fn measure_kernels(&self, on: bool) {
+        self.0.measure_kernels(on);
+    }
+
+    fn kernel_times(&self) -> Result<Vec<KernelTime>> {
+        self.0.kernel_times()
     }
 }

@@ -8,7 +8,7 @@ use futures_util::future::LocalBoxFuture;
 
 use super::{
     Attend, AttendBackward, Backend, BiasGradient, Control, DeviceBuffer, DeviceInfo, Elements, Extent,
-    Layout, Operand, Pairs, RowStats, State, StateMut, StateShape, Threaded,
+    KernelTime, Layout, Operand, Pairs, RowStats, State, StateMut, StateShape, Threaded,
 };
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
@@ -71,6 +71,8 @@ pub(super) trait AnyBackend: Any + Threaded {
     ) -> Result<()>;
     fn clear(&self, buffer: &mut DeviceBuffer) -> Result<()>;
     fn wait(&self) -> LocalBoxFuture<'_, Result<()>>;
+    fn measure_kernels(&self, on: bool);
+    fn kernel_times(&self) -> Result<Vec<KernelTime>>;
 }
 
 impl<B: Backend + Threaded + 'static> AnyBackend for B
@@ -251,6 +253,14 @@ where
 
     fn wait(&self) -> LocalBoxFuture<'_, Result<()>> {
         Box::pin(Backend::wait(self))
+    }
+
+    fn measure_kernels(&self, on: bool) {
+        Backend::measure_kernels(self, on);
+    }
+
+    fn kernel_times(&self) -> Result<Vec<KernelTime>> {
+        Backend::kernel_times(self)
     }
 }
 

@@ -258,6 +258,38 @@ pub trait Backend {
     /// # Errors
     /// [`Error::Device`], also for a failure of earlier work that no call has returned yet.
     async fn wait(&self) -> Result<()>;
+
+    /// Starts or stops measuring kernels by the device's own clock. Without effect on a device that has none.
+    fn measure_kernels(&self, _on: bool) {}
+
+    /// The times of the kernels that were measured since the last call, in the order in which they ran; of everything that is
+    /// submitted, so call it after [`Self::wait`]. Empty on a device without a clock.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn kernel_times(&self) -> Result<Vec<KernelTime>> {
+        Ok(Vec::new())
+    }
+}
+
+/// The time of kernels that were submitted together.
+///
+/// ```
+/// use kyklos::backend::{Backend, KernelTime, cpu::CpuBackend};
+///
+/// let backend = CpuBackend::new();
+/// backend.measure_kernels(true);
+/// // … work, and a wait for the device …
+/// let times: Vec<KernelTime> = backend.kernel_times()?;
+/// assert!(times.is_empty(), "a CPU is measured by the caller's clock");
+/// # Ok::<(), kyklos::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTime {
+    /// Names of the kernels, in the order in which they ran.
+    pub kernels: Vec<String>,
+    /// Milliseconds of the device, from the end of what was before to the end of the last kernel.
+    pub ms: f64,
 }
 
 fn no_backward(device: &DeviceInfo) -> Error {

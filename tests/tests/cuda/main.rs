@@ -21,7 +21,11 @@ mod kernel_choice;
 #[cfg(target_os = "linux")]
 mod nccl;
 #[cfg(target_os = "linux")]
+mod refusals;
+#[cfg(target_os = "linux")]
 mod scenario;
+#[cfg(target_os = "linux")]
+mod steps;
 
 #[cfg(target_os = "linux")]
 fn main() {
@@ -29,10 +33,12 @@ fn main() {
         scenario::suite(),
         kernel_choice::scenarios(),
         faults::scenarios(),
+        refusals::scenarios(),
         gradients::scenarios(),
         graphs::scenarios(),
         caller::scenarios(),
         nccl::scenarios(),
+        steps::scenarios(),
     ]
     .concat();
     if let Some(name) = std::env::var_os(scenario::CHOSEN) {

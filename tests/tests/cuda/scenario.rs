@@ -69,11 +69,14 @@ impl Scenario {
 
     /// Runs the scenario in a process of its own and returns its output.
     pub(crate) fn play(&self, environment: &[(&str, &str)]) -> Result<String, String> {
+        // Not the cache of whoever runs the tests: it must never hold what the fake compiler makes.
+        let cache = tempfile::tempdir().unwrap();
         let output = Command::new(std::env::current_exe().unwrap())
             .env(CHOSEN, &self.name)
             .env("KYKLOS_FAKE_CUDA", format!("report=1,{}", self.fake))
             .env("KYKLOS_FAKE_NCCL", &self.nccl)
             .env("LD_LIBRARY_PATH", kyklos_fake_cuda::library_path())
+            .env("KYKLOS_CACHE_DIR", cache.path())
             .envs(environment.iter().copied())
             .output()
             .unwrap();

@@ -4,7 +4,8 @@
 //!
 //! Any command. It gets two more arguments: the case, `BATCH,KEYS,HEADS,KV HEADS,DIM,MASK,DTYPE`, with `QUERIES:KEYS` instead
 //! of KEYS if only the last tokens are queries and `,backward` after it with `--backward`, and the number of timed calls. It checks its own result and ends with one
-//! line of JSON, `{"first_ms":…,"times_ms":[…],"max_abs_error":…}`. If it cannot run a case, its exit code is not 0, and the
+//! line of JSON, `{"first_ms":…,"times_ms":[…],"max_abs_error":…}`, and `"device_ms":[…]` if it measures calls by the clock of the
+//! device too. If it cannot run a case, its exit code is not 0, and the
 //! last line of its standard error is the reason.
 
 use std::io::Read;
@@ -47,7 +48,11 @@ impl FromStr for Peer {
 pub(crate) struct Times {
     /// The first call, which compiles kernels.
     pub(crate) first_ms: f64,
+    /// By the clock of the host, from the call until the device has done it.
     pub(crate) times_ms: Vec<f64>,
+    /// By the clock of the device, if it has one.
+    #[serde(default)]
+    pub(crate) device_ms: Option<Vec<f64>>,
     pub(crate) max_abs_error: f64,
 }
 
@@ -55,7 +60,8 @@ impl Times {
     /// Reads a line of JSON. The error is empty if times are missing or not finite.
     pub(crate) fn of_line(line: &str) -> Result<Self, String> {
         let times: Self = serde_json::from_str(line).map_err(|error| format!(": {error}"))?;
-        let numbers = times.times_ms.iter().chain([&times.first_ms, &times.max_abs_error]);
+        let device = times.device_ms.as_deref().unwrap_or_default();
+        let numbers = times.times_ms.iter().chain(device).chain([&times.first_ms, &times.max_abs_error]);
         if times.times_ms.is_empty() || numbers.into_iter().any(|number| !number.is_finite()) {
             return Err(String::new());
         }
@@ -64,6 +70,11 @@ impl Times {
 
     fn median_ms(&self) -> f64 {
         median(self.times_ms.iter().copied())
+    }
+
+    fn device_median_ms(&self) -> Option<f64> {
+        let times = self.device_ms.as_ref().filter(|times| !times.is_empty())?;
+        Some(median(times.iter().copied()))
     }
 }
 
@@ -84,6 +95,9 @@ struct Program {
     min_ms: f64,
     /// The median of the program divided by ours, for each round.
     ratios: Vec<f64>,
+    /// The medians by the clock of the device, and their ratios; empty if this program or ours has none.
+    device_medians_ms: Vec<f64>,
+    device_ratios: Vec<f64>,
     first_ms: f64,
     max_abs_error: f64,
 }
@@ -137,11 +151,16 @@ pub(crate) fn compare(
     let names = std::iter::once(OURS.to_owned()).chain(peers.iter().map(|peer| peer.name.clone()));
     let programs = names.zip(&found).filter(|(_, rounds)| !rounds.is_empty()).map(|(name, rounds)| {
         let medians_ms: Vec<f64> = rounds.iter().map(Times::median_ms).collect();
+        let device =
+            |rounds: &[Times]| rounds.iter().map(Times::device_median_ms).collect::<Option<Vec<_>>>();
+        let (device_medians_ms, ours) = device(rounds).zip(device(&found[0])).unwrap_or_default();
         Program {
             name,
             min_ms: rounds.iter().flat_map(|times| &times.times_ms).copied().fold(f64::INFINITY, f64::min),
             ratios: medians_ms.iter().zip(&our_medians).map(|(theirs, ours)| theirs / ours).collect(),
             medians_ms,
+            device_ratios: device_medians_ms.iter().zip(&ours).map(|(theirs, ours)| theirs / ours).collect(),
+            device_medians_ms,
             first_ms: rounds[0].first_ms,
             max_abs_error: rounds.iter().map(|times| times.max_abs_error).fold(0.0, f64::max),
         }
@@ -209,8 +228,23 @@ fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
 
 /// The comparisons as a table: `ratio` is the time of a program divided by ours.
 pub(crate) fn text(comparisons: &[Comparison]) -> String {
-    let header =
-        ["case", "program", "median ms", "of medians", "min ms", "ratio", "of ratios", "first ms", "error"];
+    let header = [
+        "case",
+        "program",
+        "median ms",
+        "of medians",
+        "min ms",
+        "ratio",
+        "of ratios",
+        "device ms",
+        "device ratio",
+        "first ms",
+        "error",
+    ];
+    let middle = |values: &[f64]| match values {
+        [] => "-".to_owned(),
+        values => format!("{:.2}", median(values.iter().copied())),
+    };
     let span = |values: &[f64]| {
         let (min, max) =
             values.iter().fold((f64::INFINITY, 0.0_f64), |(min, max), v| (min.min(*v), max.max(*v)));
@@ -226,6 +260,8 @@ pub(crate) fn text(comparisons: &[Comparison]) -> String {
                 format!("{:.2}", program.min_ms),
                 format!("{:.2}", median(program.ratios.iter().copied())),
                 span(&program.ratios),
+                middle(&program.device_medians_ms),
+                middle(&program.device_ratios),
                 format!("{:.0}", program.first_ms),
                 format!("{:.1e}", program.max_abs_error),
             ]
@@ -252,7 +288,8 @@ mod tests {
     use super::*;
 
     fn ours() -> Result<(Times, f64)> {
-        Ok((Times { first_ms: 9.0, times_ms: vec![2.0, 4.0, 3.0], max_abs_error: 1e-7 }, 1e-6))
+        let device_ms = Some(vec![1.0, 2.0, 4.0]);
+        Ok((Times { first_ms: 9.0, times_ms: vec![2.0, 4.0, 3.0], device_ms, max_abs_error: 1e-7 }, 1e-6))
     }
 
     fn against(script: &str) -> Result<Comparison> {
@@ -270,7 +307,16 @@ mod tests {
         assert_eq!((mine.name.as_str(), &mine.ratios[..]), ("kyklos", &[1.0; 3][..]));
         assert_eq!(theirs.medians_ms, [5.0; 3]);
         assert_eq!(theirs.ratios, [5.0 / 3.0; 3]);
+        assert_eq!(
+            (mine.device_ratios.len(), theirs.device_ratios.len()),
+            (3, 0),
+            "the peer has no clock of the device"
+        );
         assert!(text(&[comparison]).contains("1.67"));
+        let clocked =
+            against(r#"echo "{\"first_ms\":1,\"times_ms\":[6],\"device_ms\":[3],\"max_abs_error\":0}""#)
+                .unwrap();
+        assert_eq!(clocked.programs[1].device_ratios, [1.5; 3]);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use kyklos::plan::table;
 use serde::Serialize;
 
+use super::device_time::DeviceTime;
 use crate::failure::{Failure, Result};
 
 /// One combination.
@@ -29,6 +30,8 @@ pub(super) struct Measured {
     pub(super) median_ms: f64,
     pub(super) min_ms: f64,
     pub(super) max_ms: f64,
+    /// By the clock of the device, if it has one.
+    pub(super) device: Option<DeviceTime>,
     pub(super) gflop_per_s: f64,
     /// None: with --backward, the oracle would take minutes.
     pub(super) max_abs_error: Option<f64>,
@@ -64,6 +67,8 @@ pub(super) fn text(lines: &[Line]) -> String {
         "median ms",
         "min ms",
         "max ms",
+        "device ms",
+        "longest kernel ms",
         "GFLOP/s",
         "error",
         "tolerance",
@@ -81,7 +86,12 @@ pub(super) fn text(lines: &[Line]) -> String {
             Some(EveryRow { max_abs_error, .. }) => format!("{max_abs_error:.1e}"),
             None => not_held(),
         };
-        Some([&names[..], &case, &ms, &[format!("{:.1}", m.gflop_per_s)], &errors, &[every_row]].concat())
+        let device = match &m.device {
+            Some(device) => [device.all_ms, device.kernel_ms].map(|ms| format!("{ms:.3}")),
+            None => ["-", "-"].map(str::to_owned),
+        };
+        let speed = [format!("{:.1}", m.gflop_per_s)];
+        Some([&names[..], &case, &ms, &device, &speed, &errors, &[every_row]].concat())
     });
     let mut out = table(&header, rows.collect());
     // The same error of a kernel is printed once.

@@ -2,6 +2,7 @@
 
 pub(crate) mod against;
 mod args;
+mod device_time;
 mod line;
 mod plans;
 mod shared;
@@ -10,11 +11,12 @@ pub(crate) mod strategies;
 use std::time::Instant;
 
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::backend::{Backend, Control, Device};
+use kyklos::backend::{Backend, Control, Device, KernelTime};
 use kyklos::{AttentionProblem, Dtype};
 
 use self::against::Times;
 pub(crate) use self::args::{BenchArgs, BenchCommand};
+use self::device_time::DeviceTime;
 use self::line::{EveryRow, Line, Measured, json, text};
 use crate::devices::{self, BackendKind, DeviceId, let_in_nowhere};
 use crate::failure::{Failure, Result, note, print};
@@ -28,6 +30,8 @@ use crate::verify::{Sample, Verdict, Whole};
 struct Checked {
     first_ms: f64,
     times_ms: Vec<f64>,
+    /// The kernels of each timed run, by the clock of the device.
+    kernels: Vec<Vec<KernelTime>>,
     /// The largest error, and how large it may be.
     held: Option<[f64; 2]>,
     every_row: Option<EveryRow>,
@@ -110,9 +114,11 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
         let text = if args.backward { case.text() + ",backward" } else { case.text() };
         comparisons.push(against::compare(text, &args.against, rounds, repeat, || {
             note(&format!("kyklos {}", case.text()));
-            let Checked { first_ms, times_ms, held, .. } = Check { case, args }.on(&backend)?;
+            let Checked { first_ms, times_ms, kernels, held, .. } = Check { case, args }.on(&backend)?;
             let [max_abs_error, tolerance] = held.unwrap_or([0.0, f64::INFINITY]);
-            Ok((Times { first_ms, times_ms, max_abs_error }, tolerance))
+            let device_ms =
+                kernels.iter().any(|run| !run.is_empty()).then(|| device_time::all_ms(&kernels).collect());
+            Ok((Times { first_ms, times_ms, device_ms, max_abs_error }, tolerance))
         })?);
     }
     if args.json {
@@ -217,7 +223,7 @@ impl Case {
     }
 
     fn measured(&self, checked: Checked, backward: bool) -> Measured {
-        let Checked { first_ms, times_ms, held, every_row } = checked;
+        let Checked { first_ms, times_ms, kernels, held, every_row } = checked;
         // Two products forward, five backward.
         let products = if backward { 2.5 } else { 1.0 };
         let times = || times_ms.iter().copied();
@@ -225,6 +231,7 @@ impl Case {
         Measured {
             first_ms,
             median_ms,
+            device: DeviceTime::of(&kernels),
             min_ms: times().fold(f64::INFINITY, f64::min),
             max_ms: times().fold(0.0, f64::max),
             gflop_per_s: products * self.flops() / median_ms / 1e6,
@@ -257,14 +264,9 @@ impl Check<'_> {
             return self.backward_on(backend);
         }
         let mut resident = Resident::new(backend, &case.problem, SEED)?;
-        let mut times_ms = Vec::new();
-        for _ in 0..=args.repeat.get() {
-            let started = Instant::now();
-            resident.run(backend, &Control::default())?;
-            times_ms.push(started.elapsed().as_secs_f64() * 1e3);
-        }
+        let (first_ms, times_ms, kernels) =
+            timed(backend, args.repeat.get(), || resident.run(backend, &Control::default()))?;
         let (o, lse) = resident.results(backend)?;
-        let first_ms = times_ms.remove(0);
         let kernel = &backend.info().kernel;
         let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
         let right = |verdict: Verdict| match verdict.failure {
@@ -284,7 +286,7 @@ impl Check<'_> {
         } else {
             None
         };
-        Ok(Checked { first_ms, times_ms, held: Some([max_abs_error, tolerance]), every_row })
+        Ok(Checked { first_ms, times_ms, kernels, held: Some([max_abs_error, tolerance]), every_row })
     }
 
     fn backward_on(self, backend: &Device) -> Result<Checked> {
@@ -292,13 +294,9 @@ impl Check<'_> {
         let mut resident = Resident::new(backend, &case.problem, SEED)?;
         let mut gradients = resident.gradients(backend, SEED)?;
         resident.run(backend, &Control::default())?;
-        let mut times_ms = Vec::new();
-        for _ in 0..=args.repeat.get() {
-            let started = Instant::now();
-            resident.run_backward(backend, &mut gradients, &Control::default())?;
-            times_ms.push(started.elapsed().as_secs_f64() * 1e3);
-        }
-        let first_ms = times_ms.remove(0);
+        let (first_ms, times_ms, kernels) = timed(backend, args.repeat.get(), || {
+            resident.run_backward(backend, &mut gradients, &Control::default())
+        })?;
         let whole = resident.whole_gradients(backend, &mut gradients)?;
         let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
         let held = sample.judge_gradients(&whole)?;
@@ -306,8 +304,28 @@ impl Check<'_> {
             return Err(Failure::run(failure.clone()));
         }
         let held = held.map(|verdict| [verdict.max_abs_error, verdict.tolerance]);
-        Ok(Checked { first_ms, times_ms, held, every_row: None })
+        Ok(Checked { first_ms, times_ms, kernels, held, every_row: None })
     }
+}
+
+/// Runs a call once more than `repeat` times, and measures each until the device has done it. Returns the time of the first, the times
+/// of the others, and their kernels by the clock of the device.
+fn timed(
+    backend: &Device,
+    repeat: u32,
+    mut run: impl FnMut() -> Result<()>,
+) -> Result<(f64, Vec<f64>, Vec<Vec<KernelTime>>)> {
+    let mut once = || -> Result<_> {
+        let started = Instant::now();
+        run()?;
+        let ms = started.elapsed().as_secs_f64() * 1e3;
+        Ok((ms, backend.kernel_times()?))
+    };
+    let (first_ms, _) = once()?;
+    backend.measure_kernels(true);
+    let (times_ms, kernels) = (0..repeat).map(|_| once()).collect::<Result<_>>()?;
+    backend.measure_kernels(false);
+    Ok((first_ms, times_ms, kernels))
 }
 
 /// Seed of the tensors.

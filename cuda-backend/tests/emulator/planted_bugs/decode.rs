@@ -2,12 +2,12 @@
 
 use kyklos::Dtype;
 use kyklos_oracle::inputs::{Case, cases};
-use kyklos_oracle::oracle::OracleMask;
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
 use super::{Bug, Planted, bug, call, case};
 use crate::call::{Call, Kernel, Keys};
 
-const BUGS: [Bug; 11] = [
+const BUGS: [Bug; 20] = [
     bug(
         "a tile between two parts is in neither",
         "decode.h",
@@ -17,16 +17,16 @@ const BUGS: [Bug; 11] = [
     bug(
         "a part without tiles leaves its state as it was",
         "attend.h",
-        "if (At::FRESH && rows_here) mine.merge(at);",
-        "",
+        "(At::PARTS || args.fresh) && rows_here",
+        "args.fresh && rows_here",
     ),
     bug(
         "a row that sees no key of a part leaves its state as it was",
         "rows.h",
-        "if (!there || (entry.nothing && !At::FRESH)) continue;",
-        "if (!there || entry.nothing) continue;",
+        "(entry.nothing && reads(half))",
+        "entry.nothing",
     ),
-    bug("a part adds to what is in memory", "rows.h", "reads = there && !At::FRESH", "reads = there"),
+    bug("a part adds to what is in memory", "rows.h", "&& !At::PARTS && !args.fresh;", "&& !args.fresh;"),
     bug("all rows are of the first head", "decode.h", "pack.first + n % pack.count", "pack.first"),
     bug(
         "each packed row is a query row",
@@ -40,26 +40,70 @@ const BUGS: [Bug; 11] = [
         "args.ml + (((u64(part) * more.batch + batch)",
         "args.ml + (((u64(part) + batch)",
     ),
-    bug("the state that was there is not scaled", "state.h", "float l = old_l * keep;", "float l = old_l;"),
+    bug("the sum that was there is not scaled", "state.h", "fused(old.y, keep, l)", "old.y + l"),
+    bug(
+        "the state that was there is not scaled",
+        "state.h",
+        "sums[unit].x[k] *= keep;",
+        "sums[unit].x[k] *= 1.0f;",
+    ),
+    bug(
+        "the state that was there is forgotten",
+        "state.h",
+        "? four_at(state.a + row.a + d) : Four{}",
+        "? Four{} : Four{}",
+    ),
     bug(
         "a part is not scaled",
         "state.h",
-        "fused(state.from_a[part * rows * state.dim + row.a + d], exp2_fast((their_m - m) * LOG2_E), a)",
-        "state.from_a[part * rows * state.dim + row.a + d] + a",
+        "fused(found[i][unit].x[k], of_part[i], sums[unit].x[k])",
+        "found[i][unit].x[k] + sums[unit].x[k]",
     ),
-    bug("parts that saw no key are merged", "state.h", "if (ml[0] != EMPTY_M || ml[1] != 0.0f) with", "with"),
+    bug("the sum of a part is not scaled", "state.h", "fused(one.y, weight, l)", "one.y + l"),
     bug(
-        "a lane writes before the others have read",
+        "the sums of half of the lanes",
         "state.h",
-        "warp_sync();\n    const bool fresh = old_l == 0.0f && old_m == EMPTY_M;",
-        "const bool fresh = old_l == 0.0f && old_m == EMPTY_M;",
+        "apart = 16; apart; apart /= 2) l",
+        "apart = 8; apart; apart /= 2) l",
+    ),
+    bug(
+        "the maximum of half of the lanes",
+        "state.h",
+        "apart = 16; apart; apart /= 2) m",
+        "apart = 8; apart; apart /= 2) m",
+    ),
+    bug(
+        "parts that saw no key are merged",
+        "state.h",
+        "seen >> (n + i) & 1 && d < state.dim",
+        "d < state.dim",
+    ),
+    bug("the weight of the first part for all", "state.h", "shuffle(weight, n + i)", "shuffle(weight, n)"),
+    bug(
+        "parts behind the 32nd are left out",
+        "state.h",
+        "first < args.parts; first += 32) {\n            const Pair one = ml(first);\n            const float",
+        "first < 32; first += 32) {\n            const Pair one = ml(first);\n            const float",
+    ),
+    bug(
+        "the weights of the first 32 parts for all",
+        "state.h",
+        "const Pair one = ml(first);\n            const float",
+        "const Pair one = ml(0);\n            const float",
+    ),
+    bug("a fresh state is read", "state.h", "args.fresh ? Pair{EMPTY_M, 0.0f} : pair_at", "pair_at"),
+    bug(
+        "a row without keys is left out of a fresh state",
+        "state.h",
+        "if (!any && !args.fresh) return;",
+        "if (!any) return;",
     ),
 ];
 
 const INSTANCE: &str = "#include \"decode.h\"\n#include \"state.h\"\n\
     KERNEL(decode_bf16_64, DecodeArguments, (Decode<Bf16, 64>::THREADS)) { Decode<Bf16, 64>(args).run(); }\n\
     KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
-    KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { merge_in_order(args); }\n\
+    KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { Parts(args).run(); }\n\
     KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }\n";
 
 fn one_row(case: &mut Case) {
@@ -73,11 +117,22 @@ fn some_rows(case: &mut Case) {
     (case.problem.q_offset, case.problem.mask) = (230, OracleMask::causal());
 }
 
+/// The last two rows see no key, and neither do those of the second batch entry.
+fn blind_rows(case: &mut Case) {
+    (case.problem.batch, case.problem.q_len, case.problem.kv_len) = (2, 9, 150);
+    let window = OracleTerm::Window { left: 5, right: 0 };
+    case.problem.mask = OracleMask::full().and(window).and(OracleTerm::Valid(vec![143, 0]));
+    case.problem.q_offset = 141;
+}
+
 pub(super) fn kernel() -> Planted {
     let calls = vec![
         (call(one_row), Kernel::Decode(3), Keys::Whole),
         (call(one_row), Kernel::Decode(3), Keys::Split),
         (call(some_rows), Kernel::Decode(7), Keys::Whole),
+        // Most parts have no tile.
+        (call(one_row), Kernel::Decode(40), Keys::Split),
+        (call(blind_rows), Kernel::Decode(3), Keys::Whole),
     ];
     Planted::attending("decode", INSTANCE, &BUGS, calls)
 }
@@ -94,14 +149,19 @@ const F32_FAULTS: [Bug; 13] = [
         "part = warp / rows",
         "part = block_x() % args.parts",
     ),
-    bug("a part adds to what is in memory", F32, "At::FRESH ? EMPTY_M : ml[0]", "ml[0]"),
+    bug("a part adds to what is in memory", F32, "fresh ? EMPTY_M : ml[0]", "ml[0]"),
     bug(
         "a part that sees no key leaves its state as it was",
         F32,
-        "if (entry.nothing && !At::FRESH) return;",
+        "if (entry.nothing && !fresh) return;",
         "if (entry.nothing) return;",
     ),
-    bug("a part that sees no key has a maximum", F32, "entry.nothing ? EMPTY_M : entry.m", "entry.m"),
+    bug(
+        "a part that sees no key has a maximum",
+        F32,
+        "ml[0] = entry.m;",
+        "ml[0] = entry.nothing ? 0.0f : entry.m;",
+    ),
     bug(
         "the maximum of half of the lanes",
         F32,
@@ -128,7 +188,7 @@ const F32_FAULTS: [Bug; 13] = [
 const F32_INSTANCE: &str = "#include \"decode.h\"\n#include \"state.h\"\n\
     KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); }\n\
     KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
-    KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { merge_in_order(args); }\n\
+    KERNEL(merge_parts, PartsArguments, StateRow::THREADS) { Parts(args).run(); }\n\
     KERNEL(finalize_f32, StateArguments, StateRow::THREADS) { finalize<F32>(args); }\n";
 
 pub(super) fn in_f32() -> Planted {

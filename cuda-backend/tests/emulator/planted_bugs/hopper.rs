@@ -2,15 +2,22 @@
 
 use half::bf16;
 use kyklos::Dtype;
+use kyklos_cuda::item_of_round;
 use kyklos_oracle::inputs::{Case, cases};
-use kyklos_oracle::oracle::OracleMask;
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
-use super::{Bug, Planted, bug, call};
+use super::{Bug, Planted, bug, call, planted};
 use crate::call::{Call, Kernel, Keys};
+use crate::job::Timing;
 
 const FILE: &str = "attend_hopper.h";
 
-const BUGS: [Bug; 28] = [
+/// The producer's wait for a free stage, and the same without it for keys or for values.
+const EMPTY: &str = "phase_wait(empty, step / STAGES % 2 ^ 1);";
+const UNLESS_KEYS: &str = "if (empty != k_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
+const UNLESS_VALUES: &str = "if (empty != v_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
+
+const BUGS: [Bug; 32] = [
     bug("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
     bug("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
     bug(
@@ -20,20 +27,33 @@ const BUGS: [Bug; 28] = [
         "wgmma_fence();",
     ),
     bug("values of full tiles are not waited for", FILE, "phase_wait(v_full(before), parity);", ""),
-    bug("keys are copied before the previous ones were read", FILE, "phase_wait(k_empty(stage), over);", ""),
-    bug(
-        "values are copied before the previous ones were read",
-        FILE,
-        "phase_wait(v_empty(stage), over);",
-        "",
-    ),
+    bug("keys are copied before the previous ones were read", FILE, EMPTY, UNLESS_KEYS),
+    bug("values are copied before the previous ones were read", FILE, EMPTY, UNLESS_VALUES),
     bug(
         "the producer's first wait is for a future phase",
         FILE,
-        "over = step / STAGES % 2 ^ 1",
-        "over = step / STAGES % 2",
+        EMPTY,
+        "phase_wait(empty, step / STAGES % 2);",
     ),
-    bug("the phase bit of the producer is never flipped", FILE, "over = step / STAGES % 2 ^ 1", "over = 1"),
+    bug("the phase bit of the producer is never flipped", FILE, EMPTY, "phase_wait(empty, 1);"),
+    bug(
+        "values are copied to the stage of the next tile",
+        FILE,
+        "else\n                        copy_values(step - 1,",
+        "else\n                        copy_values(step,",
+    ),
+    bug(
+        "the values of the tile whose keys were just copied",
+        FILE,
+        "copy_values(step - 1, tile_before, at);\n                    first",
+        "copy_values(step - 1, tiles.tile, at);\n                    first",
+    ),
+    bug(
+        "the values of the last tile are not copied",
+        FILE,
+        "else\n                copy_values(step - 1, tile_before, at);",
+        "",
+    ),
     bug(
         "values are released before they are read",
         FILE,
@@ -77,14 +97,14 @@ const BUGS: [Bug; 28] = [
     bug(
         "more bytes are expected than copied",
         FILE,
-        "phase_arrive_expecting(k_full(stage), TILE_BYTES);",
-        "phase_arrive_expecting(k_full(stage), TILE_BYTES + 16);",
+        "phase_arrive_expecting(full, TILE_BYTES);",
+        "phase_arrive_expecting(full, TILE_BYTES + 16 * (full == k_full(step % STAGES)));",
     ),
     bug(
         "fewer bytes are expected than copied",
         FILE,
-        "phase_arrive_expecting(v_full(stage), TILE_BYTES);",
-        "phase_arrive_expecting(v_full(stage), TILE_BYTES / 2);",
+        "phase_arrive_expecting(full, TILE_BYTES);",
+        "phase_arrive_expecting(full, TILE_BYTES / (full == v_full(step % STAGES) ? 2 : 1));",
     ),
     bug(
         "a warp does not arrive after it has read",
@@ -128,8 +148,22 @@ const BUGS: [Bug; 28] = [
         "at < TILE_BYTES; at += 512 * CONSUMERS",
         "at < 0; at += 512 * CONSUMERS",
     ),
+    bug(
+        "an item without keys gets no queries",
+        FILE,
+        "if (first)\n                copy_queries(at, taken);\n            else",
+        "if (!first)",
+    ),
     bug("the second warpgroup has the first one's queries", FILE, "consumer * 64 * 128 + within", "within"),
 ];
+
+/// A change that gives the same results more slowly. The counters must show it.
+const SLOWER: Bug = bug(
+    "each round begins with the first block",
+    FILE,
+    "round % 2 ? grid_x() - 1 - block_x() : block_x()",
+    "block_x()",
+);
 
 const INSTANCE: &str = "#include \"attend_hopper.h\"\n#include \"state.h\"\n\
     KERNEL(hopper_bf16_128, HopperArguments, (Hopper<Bf16, 128, 128>::THREADS)) { Hopper<Bf16, 128, 128>(args).run(); }\n\
@@ -148,12 +182,44 @@ pub(super) fn kernel() -> Planted {
     let ragged = |case: &mut Case| {
         (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (5, 300, 72);
     };
+    // The second and third query tile have no key.
+    let blind = |case: &mut Case| {
+        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (260, 260, 72);
+        (case.problem.q_heads, case.problem.kv_heads) = (1, 1);
+        let window = OracleTerm::Window { left: 5, right: 0 };
+        case.problem.mask = OracleMask::full().and(window).and(OracleTerm::Valid(vec![60]));
+    };
     let mut nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     nan.problem.head_dim = 72;
     let calls = vec![
         (call(causal), Kernel::Hopper(1), Keys::Whole),
         (call(ragged), Kernel::Hopper(2), Keys::Whole),
+        (call(blind), Kernel::Hopper(2), Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Hopper(3), Keys::Whole),
     ];
     Planted::attending("hopper", INSTANCE, &BUGS, calls)
+}
+
+#[test]
+fn a_block_computes_the_items_that_the_host_counts_on() {
+    let kernel = kernel();
+    // Five query tiles of 128 rows with five to one tiles of 128 keys, for two blocks.
+    let call = call(|case| {
+        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (640, 640, 128);
+        (case.problem.batch, case.problem.q_heads, case.problem.kv_heads) = (1, 1, 1);
+        case.problem.mask = OracleMask::causal();
+    });
+    let busiest = |bugs: &[&Bug], name| {
+        let program = planted(&kernel, bugs, name);
+        call.judge(&program, Kernel::Hopper(2), Keys::Whole, Timing::Eager).unwrap().busiest
+    };
+    let tiles_of = |block| -> u32 {
+        let items = (0..).map(|round| item_of_round(round, block, 2)).take_while(|item| *item < 5);
+        items.map(|item| 5 - item).sum()
+    };
+    assert_eq!([tiles_of(0), tiles_of(1)], [5 + 2 + 1, 4 + 3]);
+    // For each tile both warpgroups have 8 products of queries and keys, and 8 of weights and values.
+    let products_of_tile = 2 * (8 + 8);
+    assert_eq!(busiest(&[], "none"), 8 * products_of_tile);
+    assert_eq!(busiest(&[&SLOWER], "slower"), (5 + 3 + 1) * products_of_tile);
 }

@@ -9,7 +9,7 @@ use super::{Bug, Planted, bug, call, planted};
 use crate::call::{Call, Kernel, Keys};
 use crate::job::Timing;
 
-const BUGS: [Bug; 22] = [
+const BUGS: [Bug; 25] = [
     bug("copies are not waited for", "attend.h", "copy_async_wait<0>();", ""),
     bug(
         "the wait leaves one group of copies incomplete",
@@ -78,6 +78,19 @@ const BUGS: [Bug; 22] = [
         "!tiles.full() ||",
     ),
     bug("a lane writes before the other lanes of its row have read", "rows.h", "warp_sync();", ""),
+    bug("a fresh state is read", "rows.h", "&& !At::PARTS && !args.fresh;", "&& !At::PARTS;"),
+    bug(
+        "a query tile without keys is left out of a fresh state",
+        "attend.h",
+        "(At::PARTS || args.fresh) && rows_here",
+        "At::PARTS && rows_here",
+    ),
+    bug(
+        "a row without keys is left out of a fresh state",
+        "rows.h",
+        "(entry.nothing && reads(half))",
+        "entry.nothing",
+    ),
     bug(
         "hidden values that are NaN are multiplied by 0",
         "attend.h",
@@ -88,8 +101,8 @@ const BUGS: [Bug; 22] = [
     bug(
         "rows behind the last are written",
         "rows.h",
-        "if (!there || (entry.nothing && !At::FRESH)) continue;",
-        "if (entry.nothing && !At::FRESH) continue;",
+        "if (!there(half) || (entry.nothing && reads(half))) continue;",
+        "if (entry.nothing && reads(half)) continue;",
     ),
     bug(
         "a query head reads the KV head with its own index",
@@ -128,11 +141,18 @@ pub(super) fn kernel() -> Planted {
     };
     let ragged = |case: &mut Case| (case.problem.q_len, case.problem.kv_len) = (17, 133);
     let nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
+    // Rows from 66 on see no key, and neither does a whole query tile.
+    let blind = |case: &mut Case| {
+        (case.problem.q_len, case.problem.kv_len, case.problem.q_heads) = (260, 260, 1);
+        let window = OracleTerm::Window { left: 5, right: 0 };
+        case.problem.mask = OracleMask::full().and(window).and(OracleTerm::Valid(vec![60]));
+    };
     let calls = vec![
         (causal_call(), Kernel::Tiled, Keys::Whole),
         (causal_call(), Kernel::Tiled, Keys::Split),
         (call(window), Kernel::Tiled, Keys::Whole),
         (call(ragged), Kernel::Tiled, Keys::Whole),
+        (call(blind), Kernel::Tiled, Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Tiled, Keys::Whole),
     ];
     Planted::attending("tiles", INSTANCE, &BUGS, calls)

@@ -1,0 +1,258 @@
+//! The first steps on a GPU, in the order in which later ones need earlier ones: `tests/gpu/round.sh` runs each in a process of its own.
+//! On the fake driver they are smaller.
+
+use bytes::Bytes;
+use half::{bf16, f16};
+use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
+use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, TokenRuns};
+use kyklos_backend_suite::fixed_order::case;
+use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_cuda::{AttendKernel, CudaBackend, CudaBuffer, CudaOptions};
+use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::oracle::{OracleMask, OracleTerm};
+use pollster::block_on;
+
+use crate::scenario::Scenario;
+
+pub(crate) fn scenarios() -> Vec<Scenario> {
+    let steps: [(&str, fn()); 7] = [
+        ("step 1: every kernel is loaded", every_kernel),
+        ("step 2: one tile on Hopper", one_tile),
+        ("step 3: seven tiles, then two full ones", several_tiles),
+        ("step 4: causal, with small and odd head dims, and NaN in hidden values", causal),
+        ("step 5: the same bytes in every run", same_bytes),
+        ("step 6: fixed order and bias tensors", without_wgmma),
+        ("step 7: decoding, with and without graphs", decoding),
+    ];
+    steps.map(|(name, run)| Scenario::new(name, "seed=91,delay_us=20,capability=90", run)).into()
+}
+
+/// Whether the driver is the fake one, which computes slowly.
+fn is_fake() -> bool {
+    std::env::var_os("KYKLOS_FAKE_CUDA").is_some()
+}
+
+fn open() -> CudaBackend {
+    CudaBackend::new(0).unwrap()
+}
+
+fn every_kernel() {
+    let backend = open();
+    println!("{:?}: {} kernels", backend.info(), backend.load_kernels().unwrap());
+}
+
+/// Each row sees one key only, because the others are far less similar. So the output shows where rows, keys and elements are in the
+/// matrices of wgmma. Values are 1 plus the number of the key, then 1 plus the number of the element.
+fn one_tile() {
+    let backend = open();
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        for dim in [64, 128, 192, 256] {
+            let keys = AttendKernel::hopper(dtype, dim).unwrap().tile.kv_cols;
+            let problem = AttentionProblem::new([1, keys, 1, 1, dim], dtype, Mask::full()).unwrap();
+            let problem = problem.with_queries(128, 0).unwrap();
+            // Element n of a key is bit n % 8 of its number, as 1 or -1.
+            let code = |key: u32, n: u32| if key >> (n % 8) & 1 == 1 { 1.0 } else { -1.0 };
+            let elements = |rows: u32, of: &dyn Fn(u32, u32) -> f32| -> Vec<u8> {
+                let values =
+                    (0..rows).flat_map(|row| (0..dim).map(move |n| (row, n))).map(|(row, n)| of(row, n));
+                values.flat_map(|value| stored(dtype, value)).collect()
+            };
+            let q = elements(128, &|row, n| 16.0 * code(row * 7 % keys, n));
+            let k = elements(keys, &code);
+            for (what, value) in [
+                ("key", (|key, _| 1.0 + key as f32) as fn(u32, u32) -> f32),
+                ("element", |_, n| 1.0 + n as f32),
+            ] {
+                let mut call = Call::new(&backend, &problem, [&q, &k, &elements(keys, &value)]);
+                let got = call.run(&backend);
+                let right = elements(128, &|row, n| value(row * 7 % keys, n));
+                let wrong = got.chunks(2).zip(right.chunks(2)).position(|(got, right)| got != right);
+                let at = wrong.map(|n| (n / dim as usize, n % dim as usize));
+                assert_eq!(at, None, "{dtype}, head dim {dim}, by the {what}: row and element");
+            }
+            println!("{dtype}, head dim {dim}: right");
+        }
+    }
+}
+
+fn several_tiles() {
+    let backend = open();
+    for (tiles, dim) in [(7, 64), (7, 128), (2, 128), (7, 192), (7, 256)] {
+        let keys = tiles * AttendKernel::hopper(Dtype::Bf16, dim).unwrap().tile.kv_cols as usize;
+        is_right(
+            &backend,
+            case("full tiles", keys, OracleMask::full(), |case| {
+                let problem = &mut case.problem;
+                (problem.q_len, problem.q_heads, problem.kv_heads) = (128, 1, 1);
+                of_dim(case, dim as usize);
+            }),
+            Dtype::Bf16,
+        );
+    }
+}
+
+fn causal() {
+    let backend = open();
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        for dim in [8, 72, 128, 200] {
+            is_right(
+                &backend,
+                case("300 causal tokens", 300, OracleMask::causal(), |case| of_dim(case, dim)),
+                dtype,
+            );
+        }
+    }
+    for dim in [64, 128, 256] {
+        let mut hidden = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
+        of_dim(&mut hidden, dim);
+        is_right(&backend, hidden, Dtype::Bf16);
+    }
+}
+
+/// More query tiles than a GPU computes at a time, again and again.
+fn same_bytes() {
+    let (tokens, heads, runs) = if is_fake() { (300, 3, 2) } else { (2048, 128, 50) };
+    let backend = open();
+    for dim in [64, 128] {
+        let problem = AttentionProblem::new([1, tokens, heads, 1, dim], Dtype::Bf16, Mask::causal()).unwrap();
+        let made_up = |count: u32, shift: u32| -> Vec<u8> {
+            let number =
+                |n: u32| (n.wrapping_add(shift).wrapping_mul(2_654_435_761) >> 16) as f32 / 16_384.0 - 2.0;
+            (0..count).flat_map(|n| stored(Dtype::Bf16, number(n))).collect()
+        };
+        let (q, kv) = (tokens * heads * dim, tokens * dim);
+        let mut call = Call::new(&backend, &problem, [&made_up(q, 0), &made_up(kv, 7), &made_up(kv, 9)]);
+        let first = call.run(&backend);
+        for run in 1..runs {
+            assert!(call.run(&backend) == first, "head dim {dim}: other bytes in run {run}");
+        }
+        println!("head dim {dim}: the same bytes in {runs} runs");
+    }
+}
+
+/// What Hopper computes by the kernels for older GPUs.
+fn without_wgmma() {
+    let backend = open();
+    for dtype in Dtype::ALL {
+        let tokens = if is_fake() { 96 } else { 1000 };
+        let fixed = case("in a fixed order", tokens, OracleMask::causal(), |_| {});
+        let prepared = Prepared::new(fixed, dtype);
+        let problem = prepared.problem.clone().with_fixed_order(true).unwrap();
+        let whole = block_on(run_alone(&backend, &dense_world(&problem), &prepared));
+        prepared.judge(&whole, "cuda").assert_within(&prepared.dense_limit());
+        for biased in cases().into_iter().filter(|case| case.pairs.is_some()) {
+            is_right(&backend, biased, dtype);
+        }
+    }
+}
+
+fn decoding() {
+    let keys = if is_fake() { 900 } else { 33 * 64 * 4 };
+    let case = |heads, rows| {
+        let mask = OracleMask::causal().and(OracleTerm::Valid(vec![keys as u64]));
+        case("a few rows", keys, mask, |case| {
+            let problem = &mut case.problem;
+            (problem.q_len, problem.q_offset) = (rows, (keys - rows) as u64);
+            (problem.q_heads, problem.kv_heads) = heads;
+            of_dim(case, 128);
+        })
+    };
+    for graphs in [true, false] {
+        let backend =
+            CudaBackend::with_options(0, &CudaOptions { graphs, ..CudaOptions::default() }).unwrap();
+        for dtype in Dtype::ALL {
+            for (heads, rows) in [((8, 8), 1), ((8, 2), 3)] {
+                // A sequence of launches that comes again is a graph.
+                for _ in 0..3 {
+                    is_right(&backend, case(heads, rows), dtype);
+                }
+            }
+        }
+    }
+}
+
+fn is_right(backend: &CudaBackend, case: Case, dtype: Dtype) {
+    let prepared = Prepared::new(case, dtype);
+    let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));
+    prepared.judge(&whole, "cuda").assert_within(&prepared.dense_limit());
+    println!("{dtype}, {} of {} elements: right", prepared.case.name, prepared.problem.head_dim);
+}
+
+fn of_dim(case: &mut Case, dim: usize) {
+    (case.problem.head_dim, case.problem.scale) = (dim, (dim as f64).sqrt().recip());
+}
+
+fn stored(dtype: Dtype, value: f32) -> [u8; 2] {
+    match dtype {
+        Dtype::F16 => f16::from_f32(value).to_le_bytes(),
+        _ => bf16::from_f32(value).to_le_bytes(),
+    }
+}
+
+/// A call of one batch entry on tensors that are on the device.
+struct Call {
+    problem: AttentionProblem,
+    work: BlockWork,
+    kv_head_of: Vec<u32>,
+    tensors: [CudaBuffer; 3],
+    state: [CudaBuffer; 2],
+    output: [CudaBuffer; 2],
+    shape: StateShape,
+}
+
+impl Call {
+    fn new(backend: &CudaBackend, problem: &AttentionProblem, tensors: [&[u8]; 3]) -> Self {
+        let shape = StateShape {
+            batch: 1,
+            rows: problem.q_len as usize,
+            heads: problem.q_heads as usize,
+            dim: problem.head_dim as usize,
+        };
+        let [queries, keys] = [problem.q_len, problem.kv_len].map(|tokens| TokenRuns::contiguous(0..tokens));
+        let tile = backend.tile_shape(problem, shape);
+        let alloc = |bytes| backend.alloc("a result", bytes).unwrap();
+        Self {
+            work: BlockWork::layers(problem, &queries, &keys, tile).swap_remove(0),
+            kv_head_of: (0..problem.q_heads).map(|head| head / problem.group()).collect(),
+            tensors: tensors.map(|bytes| backend.upload("a tensor", Bytes::copy_from_slice(bytes)).unwrap()),
+            state: [alloc(shape.a_bytes()), alloc(shape.ml_bytes())],
+            output: [alloc(shape.a_bytes() / 2), alloc(shape.ml_bytes() / 2)],
+            problem: problem.clone(),
+            shape,
+        }
+    }
+
+    /// The bytes of the output.
+    fn run(&mut self, backend: &CudaBackend) -> Bytes {
+        let Self { problem, shape, .. } = self;
+        let [q, k, v] = &self.tensors;
+        let operand = |buffer, heads: u32, tokens: u32| {
+            let (dim, heads) = (problem.head_dim as usize, heads as usize);
+            let batch_stride = tokens as usize * heads * dim;
+            Operand {
+                buffer,
+                layout: Layout { offset: 0, batch_stride, row_stride: heads * dim, head_stride: dim },
+            }
+        };
+        let [a, ml] = &mut self.state;
+        backend.reset_state(&mut StateMut { a, ml, shape: *shape }).unwrap();
+        let args = Attend {
+            dtype: problem.dtype,
+            scale: problem.scale,
+            softcap: None,
+            q: operand(q, problem.q_heads, problem.q_len),
+            k: operand(k, problem.kv_heads, problem.kv_len),
+            v: operand(v, problem.kv_heads, problem.kv_len),
+            kv_head_of: &self.kv_head_of,
+            work: &self.work,
+            pairs: None,
+            fixed_order: false,
+            state: StateMut { a, ml, shape: *shape },
+        };
+        block_on(backend.attend(args, &Control::default())).unwrap();
+        let [o, lse] = &mut self.output;
+        let state = State { a: &self.state[0], ml: &self.state[1], shape: *shape };
+        backend.finalize(&state, &[], problem.dtype, o, lse).unwrap();
+        block_on(backend.download(o, 0..shape.a_bytes() / 2)).unwrap()
+    }
+}
