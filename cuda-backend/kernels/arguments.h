@@ -86,7 +86,8 @@ struct HopperArguments {
 };
 
 // The backward pass of one block of queries against one block of keys. Kernels of dQ have a tile of query rows of a query head,
-// kernels of dK and dV a tile of keys of a KV head. Grid: (tiles, heads, batch entries).
+// kernels of dK and dV a tile of keys of a KV head, kernels of dBias a tile of keys for a query head. Grid: (tiles, heads, batch
+// entries).
 struct BackwardArguments {
     // As in the forward pass, except: starts ([classes, q_tiles + 1]) and runs are of this kernel's side, in tiles of
     // BACKWARD_TILE; runs count in tiles of the other side, as many rows or keys as the kernel multiplies at a time; a and ml
@@ -95,6 +96,8 @@ struct BackwardArguments {
     Tensor d_o;              // as q
     Tensor stats;            // f32 [batch, rows, heads, 2]: log-sum-exp, delta
     Tensor d_kv;             // f32 [batch, keys, KV heads, dim]: the strides of dk and dv; data is not used
+    Tensor bias_sum;         // f32 [batch, rows, heads, positions]: the strides of d_bias, 0 where shared; data is not used
+    float *d_bias;           // or null
     float *dq;               // f32 [batch, rows, heads, dim]
     float *dk, *dv;
     const u32 *readers;      // [KV heads + 1]: the first query head of each KV head

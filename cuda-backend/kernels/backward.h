@@ -3,6 +3,9 @@
 // There are two kernels for each call, without atomic additions: in one a block has query rows and iterates over keys, in the
 // other it has keys and iterates over the query heads that read them and their rows. Each sum is made by one thread, in the order
 // of the work list, and added to memory once. So sums depend on the arguments only.
+//
+// A third one adds to the gradient of a bias, on request. A block has keys, and iterates over the rows of one query head. No two
+// blocks of a launch have the same element: query heads or batch entries that share elements have launches of their own.
 #pragma once
 #include "logits.h"
 
@@ -42,4 +45,16 @@ struct KeyPlace {
     DEVICE KeyPlace(const AttendArguments &args, u32 keys)
         : first((args.first_tile + block_x()) * keys), batch(args.first_batch + block_z()),
           kv_head(args.first_head + block_y()), mask_class(args.classes > 1 ? batch : 0) {}
+};
+
+// The tile of a block of the kernel of the gradient of a bias: consecutive keys for one query head.
+struct BiasPlace : KeyPlace {
+    u32 head;
+    // Where the gradient has the head's row 0.
+    float *into;
+
+    DEVICE BiasPlace(const BackwardArguments &args, u32 keys) : KeyPlace(args.attend, keys), head(kv_head) {
+        kv_head = args.attend.kv_head_of[head];
+        into = args.d_bias + batch * args.bias_sum.batch_stride + head * args.bias_sum.head_stride;
+    }
 };

@@ -9,9 +9,9 @@ struct BackwardF32 {
     static constexpr u32 FIXED = 8, MOVING = 32, THREADS = FIXED * 32;
     static constexpr int MOST_DIM = AttentionF32::MOST_DIM;
 
-    // P and dS of a pair.
+    // P and dS of a pair, and the gradient of the bias: dS without the slope of the softcap.
     struct Pair {
-        float p, ds;
+        float p, ds, of_bias;
         bool seen;
     };
 
@@ -21,13 +21,14 @@ struct BackwardF32 {
                             const float *d_o, const float *k, const float *v, u32 position) {
         const AttendArguments &attend = args.attend;
         const float add = term<F32>(attend, batch, at, row.span, position);
-        if (add == -INFINITE) return {0.0f, 0.0f, false};
+        if (add == -INFINITE) return {0.0f, 0.0f, 0.0f, false};
         const float x = AttentionF32::dot(attend.dim, q, k) * attend.scale;
         const float bent = attend.cap != 0.0f ? tanh_exact(x) : 0.0f;
         const float logit = (attend.cap != 0.0f ? attend.cap * bent : x) + add;
         const float p = exp2_fast(logit - row.high - row.low);
         const float dp = AttentionF32::dot(attend.dim, d_o, v);
-        return {p, p * (dp - row.delta) * fused(-bent, bent, 1.0f), true};
+        const float of_bias = p * (dp - row.delta);
+        return {p, of_bias * fused(-bent, bent, 1.0f), of_bias, true};
     }
 
     DEVICE static void queries(const BackwardArguments &args) {
@@ -106,5 +107,34 @@ struct BackwardF32 {
             of_dk = fused(dk[i], args.scale, of_dk);
             of_dv += dv[i];
         }
+    }
+
+    // The gradient of a bias: a warp has one key, and 32 rows of one query head at a time.
+    DEVICE static void bias(const BackwardArguments &args) {
+        const AttendArguments &attend = args.attend;
+        const u32 lane = thread_x() % 32;
+        const BiasPlace at(args, FIXED);
+        const u32 key = at.first + thread_x() / 32;
+        if (key >= attend.keys) return;
+        const u32 position = attend.positions[key];
+        const float *k = head_of<float>(attend.k, at.batch, at.kv_head) + key * attend.k.row_stride;
+        const float *v = head_of<float>(attend.v, at.batch, at.kv_head) + key * attend.v.row_stride;
+        const float *q = head_of<float>(attend.q, at.batch, at.head);
+        const float *d_o = head_of<float>(args.d_o, at.batch, at.head);
+        // Where all queries share a row: the sum over this lane's rows.
+        const bool shared = args.bias_sum.row_stride == 0;
+        float sum = 0.0f;
+        Tiles tiles = tiles_of(attend, at.mask_class, at.first / BACKWARD_TILE);
+        for (; !tiles.done(); tiles.advance()) {
+            const u32 row = tiles.tile() * MOVING + lane;
+            const RowNumbers numbers(args, at.batch, at.mask_class, {row, at.head});
+            const Pair mine = pair(args, at.batch, {row, at.head}, numbers, q + row * attend.q.row_stride,
+                                   d_o + row * args.d_o.row_stride, k, v, position);
+            sum += mine.of_bias;
+            if (mine.seen && !shared) at.into[row * args.bias_sum.row_stride + position] += mine.of_bias;
+        }
+        if (!shared) return;
+        for (u32 apart = 16; apart; apart /= 2) sum += shuffle_xor(sum, apart);
+        if (lane == 0) at.into[position] += sum;
     }
 };

@@ -5,15 +5,46 @@
 // Query rows that a block multiplies at a time: what fits into registers, and into 99 KiB of shared memory twice.
 DEVICE constexpr int moving_rows(int dim) { return dim <= 64 ? 64 : dim <= 192 ? 32 : 16; }
 
-// Above a head dim of 128 the sums of 16 keys do not fit into the registers of a warp: two warps have the same keys, compute the
-// same P and dS, and each has half of the elements.
-template <typename T, int DIM> struct BackwardKeys : BackwardTiles<T, DIM, moving_rows(DIM), DIM <= 128 ? 4 : 8> {
-    using Base = BackwardTiles<T, DIM, moving_rows(DIM), DIM <= 128 ? 4 : 8>;
-    using typename Base::Products;
-    static constexpr int FIXED = Base::FIXED, ROWS = Base::MOVING, OUT = DIM <= 128 ? DIM : DIM / 2;
-    static constexpr u32 FIXED_BYTES = Base::FIXED_BYTES, MOVING_BYTES = Base::MOVING_BYTES;
+// A block with keys, and moving query rows with what pairs need of them.
+template <typename T, int DIM, int WARPS> struct KeyTiles : BackwardTiles<T, DIM, moving_rows(DIM), WARPS> {
+    using Base = BackwardTiles<T, DIM, moving_rows(DIM), WARPS>;
+    static constexpr int ROWS = Base::MOVING;
+    static constexpr u32 MOVING_BYTES = Base::MOVING_BYTES;
     // Of a stage: q, d_o, and five numbers for each row.
     static constexpr u32 STAGE_BYTES = 2 * MOVING_BYTES + 5 * ROWS * 4;
+    using Base::args;
+    using Base::attend;
+
+    DEVICE explicit KeyTiles(const BackwardArguments &args) : Base(args) {}
+
+    // Starts the copy of a tile of rows into a stage, and writes the numbers of a row. Returns whether this row counts for no key.
+    DEVICE bool copy_rows(u32 into, const KeyPlace &at, const HeadTiles &tile) const {
+        const u32 first_row = tile.now.tile() * ROWS;
+        const u16 *q = head_of<u16>(attend.q, at.batch, tile.head), *d_o = head_of<u16>(args.d_o, at.batch, tile.head);
+        this->template copy<ROWS>(into, q, attend.q.row_stride, first_row, attend.rows);
+        this->template copy<ROWS>(into + MOVING_BYTES, d_o, args.d_o.row_stride, first_row, attend.rows);
+        if (thread_x() >= ROWS) return false;
+        const RowNumbers row(args, at.batch, at.mask_class, {first_row + thread_x(), tile.head});
+        const u32 words[5] = {bits_of(row.high), bits_of(row.low), bits_of(row.delta), row.span.lo, row.span.hi};
+        UNROLL for (int n = 0; n < 5; n++)
+            store_shared(into + 2 * MOVING_BYTES + (n * ROWS + thread_x()) * 4, words[n]);
+        return row.span.lo >= row.span.hi;
+    }
+
+    // Number `which` of row `n` of a stage.
+    DEVICE static u32 number(u32 stage, int which, u32 n) {
+        return load_shared(stage + 2 * MOVING_BYTES + (which * ROWS + n) * 4);
+    }
+};
+
+// Above a head dim of 128 the sums of 16 keys do not fit into the registers of a warp: two warps have the same keys, compute the
+// same P and dS, and each has half of the elements.
+template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, DIM <= 128 ? 4 : 8> {
+    using Base = KeyTiles<T, DIM, DIM <= 128 ? 4 : 8>;
+    using typename Base::Products;
+    static constexpr int FIXED = Base::FIXED, ROWS = Base::ROWS, OUT = DIM <= 128 ? DIM : DIM / 2;
+    static constexpr u32 FIXED_BYTES = Base::FIXED_BYTES, MOVING_BYTES = Base::MOVING_BYTES;
+    static constexpr u32 STAGE_BYTES = Base::STAGE_BYTES;
     using Base::args;
     using Base::attend;
     using Base::lane;
@@ -46,16 +77,7 @@ template <typename T, int DIM> struct BackwardKeys : BackwardTiles<T, DIM, movin
             return !tile.now.full() || (tile.now.tile() + 1) * ROWS > attend.rows || attend.pair_kind != NO_PAIRS;
         };
         const auto copy_moving = [&](u32 stage, const HeadTiles &tile) {
-            const u32 into = stages + stage * STAGE_BYTES, first_row = tile.now.tile() * ROWS;
-            const u16 *q = head_of<u16>(attend.q, at.batch, tile.head), *d_o = head_of<u16>(args.d_o, at.batch, tile.head);
-            this->template copy<ROWS>(into, q, attend.q.row_stride, first_row, attend.rows);
-            this->template copy<ROWS>(into + MOVING_BYTES, d_o, args.d_o.row_stride, first_row, attend.rows);
-            if (thread_x() >= ROWS) return;
-            const RowNumbers row(args, at.batch, at.mask_class, {first_row + thread_x(), tile.head});
-            blind = row.span.lo >= row.span.hi;
-            const u32 words[5] = {bits_of(row.high), bits_of(row.low), bits_of(row.delta), row.span.lo, row.span.hi};
-            UNROLL for (int n = 0; n < 5; n++)
-                store_shared(into + 2 * MOVING_BYTES + (n * ROWS + thread_x()) * 4, words[n]);
+            blind = this->copy_rows(stages + stage * STAGE_BYTES, at, tile);
         };
         const auto odd_here = [&](u32 stage, const HeadTiles &tile) {
             // In a tile without tests, a row that counts for no key has only logits of -inf; its d_o may be NaN.
@@ -68,9 +90,7 @@ template <typename T, int DIM> struct BackwardKeys : BackwardTiles<T, DIM, movin
             const u32 q_from = stages + stage * STAGE_BYTES, d_o_from = q_from + MOVING_BYTES;
             const u32 first_row = tile.now.tile() * ROWS;
             const bool tested = tested_in(tile) || odd;
-            const auto number = [&](int which, u32 n) {
-                return load_shared(q_from + 2 * MOVING_BYTES + (which * ROWS + n) * 4);
-            };
+            const auto number = [&](int which, u32 n) { return Base::number(q_from, which, n); };
             const auto term_of = [&](u32 n, int half) {
                 const RowSpan span{number(3, n), number(4, n)};
                 return term<T>(attend, at.batch, {first_row + n, tile.head}, span, positions[half]);

@@ -1,4 +1,4 @@
-// Common to both tensor-core kernels of the backward pass, by mma.sync for sm_80 and later.
+// Common to all tensor-core kernels of the backward pass, by mma.sync for sm_80 and later.
 //
 // A block has 64 rows of one side: "fixed" (query rows with q and d_o, or keys with k and v), 16 for each warp. It iterates over
 // tiles of the other side, "moving", which cp.async copies into shared memory. S and dP are fixed · moving, and their fragments are
@@ -108,14 +108,16 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
         }
     }
 
-    // A score becomes P, and dP becomes dS. `add` is the term of the logit; -inf hides the pair: both are 0 then, whatever they are.
+    // A score becomes P, and dP becomes dS, or the gradient of the bias: dS without the slope of the softcap. `add` is the term of the
+    // logit; -inf hides the pair: both are 0 then, whatever they are.
+    template <bool OF_BIAS = false>
     DEVICE void weigh(float &score, float &dp, float high, float low, float delta, float add) const {
         float x = score, d = dp - delta;
         if (bent) {
             x *= scale;
             if (attend.cap != 0.0f) {
                 const float t = tanh_exact(x);
-                d *= fused(-t, t, 1.0f);
+                if (!OF_BIAS) d *= fused(-t, t, 1.0f);
                 x = attend.cap * t;
             }
         }

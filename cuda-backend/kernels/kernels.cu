@@ -1,5 +1,6 @@
 // All kernels. The host finds them by these names; `src/kernels/catalog.rs` has their tile shapes and shared memory.
 #include "attend_f32.h"
+#include "backward_bias.h"
 #include "backward_f32.h"
 #include "backward_keys.h"
 #include "backward_queries.h"
@@ -49,6 +50,9 @@ HOPPER_DIMS(F16, f16)
     } \
     KERNEL(backward_keys_##name##_##dim, BackwardArguments, (BackwardKeys<type, dim>::THREADS)) { \
         BackwardKeys<type, dim>(args).run(); \
+    } \
+    KERNEL(backward_bias_##name##_##dim, BackwardArguments, (BackwardBias<type, dim>::THREADS)) { \
+        BackwardBias<type, dim>(args).run(); \
     }
 #define BACKWARD_DIMS(type, name) \
     BACKWARD(type, name, 64) BACKWARD(type, name, 96) BACKWARD(type, name, 128) BACKWARD(type, name, 192) \
@@ -61,6 +65,7 @@ KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(a
 
 KERNEL(backward_queries_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::queries(args); }
 KERNEL(backward_keys_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::keys(args); }
+KERNEL(backward_bias_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::bias(args); }
 
 KERNEL(row_stats_f32, RowStatsArguments, ROW_STATS_THREADS) { row_stats<F32>(args); }
 KERNEL(row_stats_f16, RowStatsArguments, ROW_STATS_THREADS) { row_stats<F16>(args); }

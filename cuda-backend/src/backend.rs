@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kyklos::backend::{
     Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats,
-    State, StateMut, StateShape, no_bias_gradient,
+    State, StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
@@ -177,7 +177,11 @@ impl Backend for CudaBackend {
     }
 
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
-        ops::backward_kernels(dtype, head_dim).map(|_| ())
+        ops::backward_kernels(dtype, head_dim, false).map(|_| ())
+    }
+
+    fn supports_bias_gradient(&self) -> Result<()> {
+        Ok(())
     }
 
     fn backward_tile_shape(&self, _: &AttentionProblem, _: StateShape) -> TileShape {
@@ -189,9 +193,6 @@ impl Backend for CudaBackend {
     }
 
     async fn attend_backward(&self, args: AttendBackward<'_, CudaBuffer>, control: &Control) -> Result<()> {
-        if args.d_bias.is_some() {
-            return Err(no_bias_gradient(self.info()));
-        }
         ops::attend_backward(&self.device, args, control).await
     }
 

@@ -14,8 +14,8 @@
 //!   memory, and a download returns that memory without another copy.
 //! - The context is the primary one of the device. It is current on a caller's thread during calls of the driver only.
 //!   [`CudaTensor`] makes tensors of a caller's device memory and orders streams of a caller.
-//! - [`NcclCollective`] moves messages between the devices of a group's ranks by NCCL, which is loaded at run time; without it, or
-//!   without one CUDA device for each rank, the ranks stage messages in host memory.
+//! - [`NcclCollective`] moves messages between CUDA devices of a group's ranks by NCCL, which is loaded at run time. Messages from and
+//!   to other ranks are staged in host memory.
 //! - Unsafe code is in `driver/`, in `images/nvrtc.rs`, in `nccl/library.rs` and `nccl/communicator.rs`, and `caller.rs` has an
 //!   unsafe function.
 //!
@@ -47,12 +47,14 @@ pub use device::{CudaBuffer, CudaOptions, Download};
 pub use devices::{CudaDevice, availability, devices};
 pub use driver::{CallerStream, Unavailable};
 pub use kernels::{
-    AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, CallShape,
-    ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments, DeviceWork, Direction,
-    HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments, RepackArguments, RowStatsArguments,
-    SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument, TensorMap, convert_kernel,
-    decode_parts, finalize_kernel, head_packs, head_readers, item_of_round, logits, row_stats_kernel,
+    AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList,
+    BackwardSums, CallShape, ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
+    DeviceWork, Direction, HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments,
+    RepackArguments, RowStatsArguments, SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument,
+    TensorMap, convert_kernel, decode_parts, finalize_kernel, head_packs, head_readers, item_of_round,
+    logits, row_stats_kernel,
 };
 pub use nccl::{
-    Nccl, NcclCollective, NcclDecision, NcclError, NcclOptions, NcclRefusal, NcclVersion, UniqueId,
+    Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclOptions, NcclRefusal, NcclVersion,
+    UniqueId,
 };

@@ -53,7 +53,7 @@ class Differentiable:
         :param d_o: ``∂L/∂o``, of the shape and the type of ``o``.
         :param d_lse: ``∂L/∂lse``, float32 of the shape of ``lse``; without it ``L`` does not depend on ``lse``.
         :param options: those of the call of ``attend``. A strategy without a backward pass is replaced by the default of its
-            mesh. With ``bias_gradient=True`` the numbers in ``bias`` or ``key_bias`` get a gradient, too, on processors only. Of
+            mesh. With ``bias_gradient=True`` the numbers in ``bias`` or ``key_bias`` get a gradient, too. Of
             ``replicated`` keys every rank gets the whole gradient, in equal bytes: if gradients of parameters are summed over the
             ranks, use these rows on one rank only. Refused:
             ``same_queries``, ``results``, ``fixed_order`` and ``wire="int8"``.

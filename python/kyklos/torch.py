@@ -11,8 +11,8 @@ The operator ``torch.ops.kyklos.attention`` works in eager mode and under ``torc
 different numbers of tokens. It has an ordered effect: compiled code neither drops nor reorders it, so all ranks make the same
 calls. Tensors of the CPU are read in place; those of other devices pass through host memory.
 
-It has gradients of q, k, v and sinks, computed on processors or wgpu devices, and of a bias, on processors; a ``backward()`` is a
-call of all ranks, too. Each rank's loss is a part of one loss, the sum over the ranks: nothing is divided by their number.
+It has gradients of q, k, v, sinks and of a bias, computed on processors or wgpu devices; a ``backward()`` is a call of all ranks,
+too. Each rank's loss is a part of one loss, the sum over the ranks: nothing is divided by their number.
 :func:`sum_gradients` adds the gradients of parameters over the ranks.
 """
 

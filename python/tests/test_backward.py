@@ -1,5 +1,7 @@
 """Gradients of a group's calls, with NumPy alone."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -70,10 +72,23 @@ def test_heads_first_and_no_gradient_of_lse(tensors):
         assert np.array_equal(getattr(plain, name), getattr(swapped, name).swapaxes(1, 2))
 
 
+def require_gpu():
+    """Skips where there is no GPU, unless KYKLOS_REQUIRE_GPU says that there is one. A software GPU will do."""
+    try:
+        kyklos.Group.local(1, device="wgpu")[0].close()
+    except (kyklos.DeviceError, kyklos.RequestError) as fault:
+        if os.environ.get("KYKLOS_REQUIRE_GPU") == "1":
+            raise
+        pytest.skip(f"no GPU: {fault}")
+
+
 @pytest.mark.parametrize("options", [{"strategy": "ring"}, {"mesh": "3x1"}, {"strategy": "pass-q"}])
 @pytest.mark.parametrize("heads", [1, 4])
-def test_a_bias_has_its_gradient(tensors, options, heads):
+@pytest.mark.parametrize("device", ["cpu", "wgpu"])
+def test_a_bias_has_its_gradient(tensors, options, heads, device):
     """Against differences of ``Σ d_o · o`` along one direction."""
+    if device == "wgpu":
+        require_gpu()
     q, k, v, d_o = tensors
     bias, along = made((1, 23, heads, 23), 5), made((1, 23, heads, 23), 6)
     key_bias, key_along = made((2, 23), 7), made((2, 23), 8)
@@ -90,7 +105,7 @@ def test_a_bias_has_its_gradient(tensors, options, heads):
             o, lse = group.attend(*own, **asked)
             return group.backward(*own, o, lse, d_o[:, rows], bias_gradient=True, **asked).d_bias
 
-        return kyklos.run_local(3, call, device="cpu")
+        return kyklos.run_local(3, call, device=device)
 
     for name, value, direction, join in [
         ("bias", bias, along, lambda parts: np.concatenate(parts, axis=1)),

@@ -262,7 +262,8 @@ impl Kernel {
                 let mut bindings: Vec<_> =
                     tensors.into_iter().filter(|one| sums != Sums::Values || one.name != "v").collect();
                 bindings.push(tensor("stats", "vec2<f32>"));
-                bindings.extend(sums.targets().iter().map(|name| write(name, "vec4<f32>")));
+                let sum = if sums.of_bias() { "f32" } else { "vec4<f32>" };
+                bindings.extend(sums.targets().iter().map(|name| write(name, sum)));
                 bindings.push(read("lists", "u32"));
                 bindings.extend(pairs.any().then(|| read("pairs", "u32")));
                 bindings

@@ -3,7 +3,8 @@
 use crate::kernel::{Kernel, MAX_HEAD_DIM};
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
 use crate::{
-    BackwardKernel, BackwardVariant, Pairs, Storage, attend, backward, codes, convert, decode, finish, repack,
+    BackwardKernel, BackwardVariant, Pairs, Storage, Sums, attend, backward, codes, convert, decode, finish,
+    repack,
 };
 
 /// The compiler that reads the text: compilers disagree about how a text announces its use of subgroups.
@@ -65,12 +66,13 @@ impl Kernel {
             Self::Accumulate { words } => repack::accumulate(words),
             Self::AttendBackward(kernel) => {
                 assert_head_dim(kernel.head_dim);
-                assert!(
-                    kernel.sums.rows_are_fixed()
-                        || kernel.variant.of_keys(kernel.head_dim, kernel.pairs).contains(&kernel.sums),
-                    "{:?} is not made",
-                    kernel.sums
-                );
+                let of_keys = kernel.variant.of_keys(kernel.head_dim, kernel.pairs);
+                let made = match kernel.sums {
+                    Sums::Queries => true,
+                    Sums::Bias | Sums::SharedBias => kernel.pairs == Pairs::Bias,
+                    sums => of_keys.contains(&sums),
+                };
+                assert!(made, "{:?} is not made", kernel.sums);
                 let text = match kernel.variant {
                     BackwardVariant::Portable => backward::portable::source(kernel),
                     BackwardVariant::Lanes { subgroup_size } => {

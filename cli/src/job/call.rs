@@ -60,6 +60,7 @@ pub(crate) struct Runs {
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
     pub(crate) collective: CollectiveName,
+    pub(crate) nccl_cluster: u32,
 }
 
 impl Job {
@@ -70,8 +71,9 @@ impl Job {
         outputs: Outputs,
         members: Vec<Rank>,
     ) -> Result<Self> {
-        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, on_loss, collective } =
+        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, on_loss, .. } =
             settings;
+        let Settings { collective, nccl_cluster, .. } = settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
             false => None,
@@ -99,7 +101,7 @@ impl Job {
                 members,
                 begun: None,
             },
-            runs: Runs { repeat, deadline, options, ranks_here, are_processes, collective },
+            runs: Runs { repeat, deadline, options, ranks_here, are_processes, collective, nccl_cluster },
             resumable: on_loss.finishes(),
             outputs,
             watch,

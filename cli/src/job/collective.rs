@@ -11,6 +11,22 @@ use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
 use crate::options::CollectiveName;
 
+/// Which messages go by NCCL, and which do not.
+fn ways(nccl: &NcclCollective) -> String {
+    let islands = nccl.islands().iter().map(ToString::to_string);
+    let outside = nccl.outside().iter().map(|one| format!("rank {} ({})", one.rank, one.why));
+    let words = |parts: &mut dyn Iterator<Item = String>| parts.collect::<Vec<_>>().join(", ");
+    match (nccl.islands(), nccl.outside()) {
+        ([all], []) => format!("NCCL {}", all.version),
+        (_, []) => format!("{}; between these through host memory", words(&mut { islands })),
+        _ => format!(
+            "{}; through host memory from and to {}",
+            words(&mut { islands }),
+            words(&mut { outside })
+        ),
+    }
+}
+
 /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it, and rank 0 says so.
 pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) -> Result<Session> {
     let deadline = job.runs.deadline;
@@ -25,7 +41,14 @@ pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) ->
         return Ok(Session::with_options(Arc::clone(transport), device, options));
     }
     let form_within = deadline.min(NcclOptions::default().form_within);
-    let nccl = NcclOptions { deadline, form_within, resumable: job.resumable, ..NcclOptions::default() };
+    let nccl = NcclOptions {
+        deadline,
+        form_within,
+        resumable: job.resumable,
+        cluster: job.runs.nccl_cluster,
+        partial: collective == CollectiveName::Auto,
+        ..NcclOptions::default()
+    };
     let decision = pollster::block_on(NcclCollective::form(transport, &device, nccl))?;
     let say = |text: String| {
         if transport.rank().0 == 0 {
@@ -34,7 +57,7 @@ pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) ->
     };
     match decision {
         NcclDecision::Use(nccl) => {
-            say(format!("messages go by NCCL {}; this has never been tried on a GPU", nccl.version()));
+            say(format!("messages go by {}; this has never been tried on a GPU", ways(&nccl)));
             Ok(Session::with_collective(Arc::clone(transport), device, Arc::new(nccl), options))
         }
         NcclDecision::Leave(refusal) if collective == CollectiveName::Auto => {

@@ -48,4 +48,5 @@ pub(crate) struct Settings {
     pub(crate) are_processes: bool,
     pub(crate) on_loss: OnLoss,
     pub(crate) collective: CollectiveName,
+    pub(crate) nccl_cluster: u32,
 }

@@ -71,7 +71,7 @@ pub(crate) struct ProblemArgs {
     /// input file (`dlse` may be missing). With --shape a random `do`
     #[arg(long)]
     pub(crate) grad: bool,
-    /// Also the gradient of the numbers in the input's `bias`, as `dbias`. On processors only
+    /// Also the gradient of the numbers in the input's `bias`, as `dbias`
     #[arg(long, requires = "grad")]
     pub(crate) grad_bias: bool,
     /// f32, f16 or bf16 [default: that of the input file, else f32]

@@ -1,6 +1,7 @@
 //! `attend --grad-bias`: the gradient of a bias in files.
 
 use std::path::Path;
+use std::process::Output;
 
 use crate::gradients::{B, CAUSAL, HQ, Inputs, S, integers};
 use crate::support::*;
@@ -67,5 +68,30 @@ fn the_gradient_of_a_bias_is_verified_and_written_in_the_shape_of_the_bias() {
         let attend =
             ["attend", "--input", input.to_str().unwrap(), "--grad", "--grad-bias", "--device", "cpu"];
         refused(&kyklos(&attend), &["--grad-bias", "`bias`"]);
+    }
+}
+
+/// Skipped where there is no driver, unless KYKLOS_REQUIRE_GPU says that there is one.
+#[test]
+fn the_gradient_of_a_bias_on_a_wgpu_device_is_verified() {
+    let required = std::env::var_os("KYKLOS_REQUIRE_GPU").is_some_and(|value| value == "1");
+    if ::kyklos::backend::wgpu::WgpuBackend::enumerate().is_empty() && !required {
+        eprintln!("no wgpu device here: the gradient of a bias on wgpu is not tested");
+        return;
+    }
+    verified("wgpu", kyklos);
+}
+
+/// Of biases with rows of their own and with one row for all, on two ranks whose device is `device`.
+pub(crate) fn verified(device: &str, kyklos: impl Fn(&[&str]) -> Output) {
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("in");
+    let Inputs { q, k, v, d_o, .. } = Inputs::made();
+    for shape in [[1, HQ, S, S], [B, 1, 1, S]] {
+        let bias = Tensor::made(&shape, 9);
+        write(&input, &[("q", &q), ("k", &k), ("v", &v), ("do", &d_o), ("bias", &bias)]);
+        let attend = ["attend", "--input", input.to_str().unwrap(), "--mesh", "1x2", "--mask", "causal"];
+        let asked = ["--grad", "--grad-bias", "--verify", "--device", device];
+        succeeds(&kyklos(&[&attend[..], &asked].concat()));
     }
 }

@@ -43,6 +43,13 @@ fn ranks_share_the_gpus_of_a_machine_and_the_result_is_right() {
 }
 
 #[test]
+fn the_gradient_of_a_bias_is_verified() {
+    crate::bias_gradients::verified("cuda", |arguments| {
+        with_driver("capability=80", &[arguments, EVEN].concat())
+    });
+}
+
+#[test]
 fn keys_go_round_in_another_form_and_the_result_is_as_right_as_that_allows() {
     for (fake, more) in [
         ("capability=90", &["--mesh", "1x2", "--wire", "f16", "--device", "cuda"][..]),

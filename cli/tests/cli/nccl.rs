@@ -72,7 +72,47 @@ fn launched_ranks_exchange_messages_by_nccl() {
 }
 
 #[test]
-fn without_nccl_on_every_rank_no_rank_uses_it() {
+fn messages_go_by_nccl_between_some_ranks_and_through_the_host_to_the_others() {
+    let call =
+        ["attend", "--shape", "1,150,4,2,64", "--mask", "causal", "--split", "even", "--verify", "--json"];
+    let mixed = ["--device", "cuda:0,cpu,cuda:1", "--collective", "auto"];
+    let words = "messages go by NCCL 2.21.5 between ranks 0, 2; through host memory from and to rank 1 (its device is ";
+    for more in [
+        &["--ranks", "3"][..],
+        &["--ranks", "3", "--transport", "quic", "--grad"],
+        &["--mesh", "1x3", "--strategy", "two-way", "--dtype", "bf16"],
+    ] {
+        let output = with_nccl(2, "report=1", &[&call, &mixed[..], more].concat());
+        succeeds(&output);
+        let (json, text) = (json(&output), stderr(&output));
+        assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
+        assert!(text.contains(words), "{text}");
+        assert!(text.contains("0 communicators aborted") && !text.contains(" 0 groups run"), "{text}");
+    }
+}
+
+#[test]
+fn a_software_gpu_shares_a_ring_with_cores_and_two_gpus_that_use_nccl() {
+    if !stdout(&kyklos(&["devices"])).contains("wgpu:0") {
+        assert_ne!(std::env::var("KYKLOS_REQUIRE_GPU").as_deref(), Ok("1"), "there is no wgpu device");
+        return;
+    }
+    let call =
+        ["attend", "--shape", "1,150,4,2,64", "--mask", "causal", "--split", "even", "--verify", "--json"];
+    let mixed = ["--ranks", "4", "--device", "cuda:0,wgpu,cuda:1,cpu", "--collective", "auto"];
+    let output = with_nccl(2, "report=1", &[&call[..], &mixed].concat());
+    succeeds(&output);
+    let (json, text) = (json(&output), stderr(&output));
+    assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
+    assert!(
+        text.contains("NCCL 2.21.5 between ranks 0, 2; through host memory from and to rank 1 ("),
+        "{text}"
+    );
+    assert!(!text.contains(" 0 groups run"), "{text}");
+}
+
+#[test]
+fn without_two_ranks_that_have_nccl_no_rank_uses_it() {
     let mixed =
         ["attend", "--shape", "1,90,2,2,32", "--ranks", "2", "--device", "cuda,cpu", "--split", "even"];
     let output = with_nccl(1, "", &[&mixed[..], &["--collective", "auto", "--verify"]].concat());

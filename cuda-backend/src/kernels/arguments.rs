@@ -116,6 +116,10 @@ pub struct BackwardArguments {
     pub stats: TensorArgument,
     /// The strides of `dk` and `dv`, f32 `[batch, keys, KV heads, dim]`. `data` is 0.
     pub d_kv: TensorArgument,
+    /// The strides of `d_bias`, f32 `[batch, rows, heads, positions]`: 0 where elements are shared. `data` is 0.
+    pub bias_sum: TensorArgument,
+    /// The first element of the gradient of the bias, or 0.
+    pub d_bias: u64,
     /// f32 `[batch, rows, heads, dim]`.
     pub dq: u64,
     /// The first element of dk.

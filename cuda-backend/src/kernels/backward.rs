@@ -10,13 +10,24 @@ pub const BACKWARD_TILE: TileShape = TileShape { q_rows: 64, kv_cols: 64 };
 const SIZES: [(u32, [u32; 2]); 5] =
     [(64, [32, 64]), (96, [64, 32]), (128, [64, 32]), (192, [32, 32]), (256, [16, 16])];
 
+/// What a kernel of the backward pass adds to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BackwardSums {
+    /// dQ: a block has query rows.
+    Queries,
+    /// dK and dV: a block has keys of a KV head.
+    Keys,
+    /// The gradient of an additive bias: a block has keys, for one query head.
+    Bias,
+}
+
 /// A kernel of the backward pass, by [`crate::BackwardArguments`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackwardKernel {
     /// Its name in the module.
     pub name: String,
-    /// Whether a block has query rows and sums dQ, or keys and sums dK and dV.
-    pub by_keys: bool,
+    /// What it makes.
+    pub makes: BackwardSums,
     /// Query rows, or keys, of a block.
     pub fixed: u32,
     /// Rows of the other side that it multiplies at a time.
@@ -30,30 +41,47 @@ pub struct BackwardKernel {
 impl BackwardKernel {
     /// The kernels of dQ, and of dK and dV, for a storage type and a head dim. `None` above a head dim of 256.
     pub fn both(dtype: Dtype, dim: u32) -> Option<[Self; 2]> {
+        Some([Self::of(BackwardSums::Queries, dtype, dim)?, Self::of(BackwardSums::Keys, dtype, dim)?])
+    }
+
+    /// The kernel of the gradient of an additive bias. `None` above a head dim of 256.
+    pub fn of_bias(dtype: Dtype, dim: u32) -> Option<Self> {
+        Self::of(BackwardSums::Bias, dtype, dim)
+    }
+
+    fn of(makes: BackwardSums, dtype: Dtype, dim: u32) -> Option<Self> {
         let (size, moving) = SIZES.into_iter().find(|(size, _)| dim <= *size)?;
-        Some([false, true].map(|by_keys| {
-            let kind = if by_keys { "backward_keys" } else { "backward_queries" };
-            if dtype == Dtype::F32 {
-                let name = format!("{kind}_f32");
-                return Self { name, by_keys, fixed: 8, moving: 32, threads: 256, shared_bytes: 0 };
-            }
-            let moving = moving[usize::from(by_keys)];
-            // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for each moving row.
-            let numbers = if by_keys { 2 * 5 * 4 * moving } else { 0 };
-            Self {
-                name: format!("{kind}_{dtype}_{size}"),
-                by_keys,
-                fixed: 64,
-                moving,
-                threads: if by_keys && size > 128 { 256 } else { 128 },
-                shared_bytes: (2 * 64 + 4 * moving) * size * 2 + numbers,
-            }
-        }))
+        let kind = match makes {
+            BackwardSums::Queries => "backward_queries",
+            BackwardSums::Keys => "backward_keys",
+            BackwardSums::Bias => "backward_bias",
+        };
+        if dtype == Dtype::F32 {
+            let name = format!("{kind}_f32");
+            return Some(Self { name, makes, fixed: 8, moving: 32, threads: 256, shared_bytes: 0 });
+        }
+        let by_keys = makes != BackwardSums::Queries;
+        let moving = moving[usize::from(by_keys)];
+        // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for each moving row.
+        let numbers = if by_keys { 2 * 5 * 4 * moving } else { 0 };
+        Some(Self {
+            name: format!("{kind}_{dtype}_{size}"),
+            makes,
+            fixed: 64,
+            moving,
+            threads: if makes == BackwardSums::Keys && size > 128 { 256 } else { 128 },
+            shared_bytes: (2 * 64 + 4 * moving) * size * 2 + numbers,
+        })
+    }
+
+    /// Whether a block has keys.
+    pub fn by_keys(&self) -> bool {
+        self.makes != BackwardSums::Queries
     }
 
     /// Blocks for a tile of the work list.
     pub fn tile_blocks(&self) -> u32 {
-        (if self.by_keys { BACKWARD_TILE.kv_cols } else { BACKWARD_TILE.q_rows }) / self.fixed
+        (if self.by_keys() { BACKWARD_TILE.kv_cols } else { BACKWARD_TILE.q_rows }) / self.fixed
     }
 }
 
@@ -75,7 +103,7 @@ impl BackwardList {
         let (rows, keys) = (work.classes[0].rows.len(), work.kv_positions.len());
         let tile = BACKWARD_TILE;
         let key_tiles = keys.div_ceil(tile.kv_cols as usize);
-        let (tiles, moving, unit) = if kernel.by_keys {
+        let (tiles, moving, unit) = if kernel.by_keys() {
             (key_tiles, small(rows), tile.q_rows)
         } else {
             (work.q_tiles(), small(keys), tile.kv_cols)
@@ -83,7 +111,7 @@ impl BackwardList {
         let mut list = Self { starts: Vec::new(), runs: Vec::new(), tiles: small(tiles) };
         let (times, end) = (unit / kernel.moving, moving.div_ceil(kernel.moving));
         for class in &work.classes {
-            let of_tiles = if kernel.by_keys { transposed(class, key_tiles) } else { by_rows(class) };
+            let of_tiles = if kernel.by_keys() { transposed(class, key_tiles) } else { by_rows(class) };
             for runs in of_tiles {
                 list.starts.push(small(list.runs.len()));
                 list.runs.extend(runs.into_iter().map(|[first, count, full]| {
@@ -177,7 +205,8 @@ mod tests {
                             for moving in *first..first + count {
                                 for fixed in [tile * 2, tile * 2 + 1] {
                                     let fixed = u32::try_from(fixed).unwrap();
-                                    let pair = if kernel.by_keys { [moving, fixed] } else { [fixed, moving] };
+                                    let pair =
+                                        if kernel.by_keys() { [moving, fixed] } else { [fixed, moving] };
                                     pairs.push((class, pair, *full));
                                 }
                             }
@@ -199,7 +228,8 @@ mod tests {
     fn every_head_dim_has_kernels_that_fit_every_gpu_from_sm_80_on() {
         for dtype in Dtype::ALL {
             for dim in (8..=256).step_by(8) {
-                for kernel in BackwardKernel::both(dtype, dim).unwrap() {
+                let of_bias = BackwardKernel::of_bias(dtype, dim).unwrap();
+                for kernel in BackwardKernel::both(dtype, dim).unwrap().into_iter().chain([of_bias]) {
                     assert!(kernel.shared_bytes <= 99 * 1024, "{kernel:?}");
                 }
             }

@@ -16,7 +16,9 @@ pub use arguments::{
     AttendArguments, BackwardArguments, ClearArguments, CodesArguments, ConvertArguments, DecodeArguments,
     HeadPack, PartsArguments, RepackArguments, RowStatsArguments, StateArguments, TensorArgument, logits,
 };
-pub use backward::{BACKWARD_TILE, BackwardKernel, BackwardList, head_readers, row_stats_kernel};
+pub use backward::{
+    BACKWARD_TILE, BackwardKernel, BackwardList, BackwardSums, head_readers, row_stats_kernel,
+};
 pub use catalog::{AttendKernel, PACKED_ROWS, SMALL_THREADS, STATE_ROWS, convert_kernel, finalize_kernel};
 pub use codes::{CodesKernel, Direction};
 pub use decode::{decode_parts, head_packs};

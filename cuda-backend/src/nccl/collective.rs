@@ -1,19 +1,20 @@
-//! Messages between the devices of a group's ranks, by NCCL.
+//! Messages between the devices of a group's ranks: by NCCL inside an island, through the host to all other ranks.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::try_join;
 use kyklos::backend::{Device, DeviceBuffer};
 use kyklos::collective::{
-    Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing, Piece, Settled,
+    Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, Settled,
 };
 use kyklos::plan::{ProvedPlans, check_in_order};
 use kyklos::{Error, Meter, Result};
 use kyklos_transport::{Progress, Rank, Tag, Transport, Vote};
 
 use super::exchange::{Failure, Outcome, Transfer};
-use super::library::NcclVersion;
+use super::islands::{Islands, NcclIsland, NcclRefusal};
 use super::worker::Worker;
 use crate::backend::CudaBackend;
 use crate::device::CudaBuffer;
@@ -42,10 +43,16 @@ pub struct NcclOptions {
     pub min_blocks: Option<u16>,
     /// See [`Self::min_blocks`].
     pub max_blocks: Option<u16>,
+    /// Number of the cluster of this rank, of the caller's choice: NCCL is used between ranks of one cluster only. Give ranks unlike
+    /// numbers where NCCL cannot, or must not, connect them.
+    pub cluster: u32,
+    /// Whether NCCL is used between the ranks that can where others cannot, which then exchange their messages through the host. If
+    /// not, one such rank keeps all from NCCL. The same on all ranks.
+    pub partial: bool,
 }
 
 impl Default for NcclOptions {
-    /// A deadline of 60 s, 60 s to form, not resumable, NCCL's choice of blocks.
+    /// A deadline of 60 s, 60 s to form, not resumable, NCCL's choice of blocks, one cluster, all ranks or none.
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(60),
@@ -53,12 +60,16 @@ impl Default for NcclOptions {
             resumable: false,
             min_blocks: None,
             max_blocks: None,
+            cluster: 0,
+            partial: false,
         }
     }
 }
 
 /// A [`Collective`] that moves messages from device memory to device memory by NCCL. [`Self::form`] makes it.
 ///
+/// - **Islands.** With [`NcclOptions::partial`] or [`NcclOptions::cluster`] only the ranks of an [`NcclIsland`] reach each other by
+///   NCCL. Messages to and from all others go through the host, as by [`HostStaged`]; one exchange can have both.
 /// - **Order.** The messages of an exchange are one group of sends and receives on a stream of their own. Events order it with the
 ///   kernels that write and read the buffers; the host waits for neither.
 /// - **Plans.** A stream carries out one exchange after the other, so a plan must end that way: [`check_in_order`]. The plans of all
@@ -73,47 +84,81 @@ impl Default for NcclOptions {
 /// a network that only the ranks can reach.
 #[derive(Debug)]
 pub struct NcclCollective {
-    pub(super) transport: Arc<dyn Transport>,
+    pub(super) host: HostStaged,
     pub(super) device: Device,
-    pub(super) version: NcclVersion,
     pub(super) options: NcclOptions,
-    pub(super) worker: Worker,
+    pub(super) all: Islands,
+    /// The island of this rank, and the thread of its communicator.
+    pub(super) own: Option<(Worker, NcclIsland)>,
     /// Of the exchanges that are in the stream.
     pub(super) moving: Mutex<BTreeMap<Tag, Outcome>>,
     /// The hash of the last plans that were checked.
     pub(super) checked: Mutex<Option<[u8; 32]>>,
 }
 
+/// Which messages of an exchange go by NCCL, by their places in it, and which through the host.
+#[derive(Debug)]
+struct Ways<T> {
+    nccl: Vec<(usize, T)>,
+    host: Vec<(usize, T)>,
+}
+
 impl NcclCollective {
-    /// The version of NCCL, the same on all ranks.
-    pub fn version(&self) -> NcclVersion {
-        self.version
+    /// The ranks that exchange messages by NCCL: the same on all ranks, at least one island. Of a group that is not
+    /// [`NcclOptions::partial`] it has all ranks.
+    pub fn islands(&self) -> &[NcclIsland] {
+        &self.all.islands
     }
 
-    /// Posts the exchange on the worker, and allocates what it receives.
+    /// The ranks in no island, and why: the same on all ranks.
+    pub fn outside(&self) -> &[NcclRefusal] {
+        &self.all.outside
+    }
+
+    /// Which messages go by NCCL. `peer`: the other rank of a message.
+    fn ways<T: Clone>(&self, messages: &[T], peer: impl Fn(&T) -> Rank) -> Ways<T> {
+        let by_nccl = |(_, message): &(usize, T)| {
+            self.own.as_ref().is_some_and(|(_, island)| island.number(peer(message)).is_some())
+        };
+        let (nccl, host) = messages.iter().cloned().enumerate().partition(by_nccl);
+        Ways { nccl, host }
+    }
+
+    /// Posts messages on the worker, and allocates what it receives. `None`: nothing goes by NCCL.
     fn post(
         &self,
         device: &Device,
         tag: Tag,
         memory: &mut Memory<DeviceBuffer>,
-        sends: &[Outgoing],
-        recvs: &[Incoming],
-    ) -> Result<(Vec<Vec<DeviceBuffer>>, [Outcome; 2])> {
+        sends: &[(usize, Outgoing)],
+        recvs: &[(usize, Incoming)],
+    ) -> Result<Option<Posted>> {
+        let Some((worker, island)) = self.own.as_ref().filter(|_| !sends.is_empty() || !recvs.is_empty())
+        else {
+            return Ok(None);
+        };
+        let number = |peer| island.number(peer).expect("a rank of the island");
         let backend = self.backend(device)?;
         let mut sent = Vec::new();
-        for (to, piece) in sends.iter().flat_map(|send| send.pieces.iter().map(|piece| (send.to, piece))) {
+        let pieces = sends.iter().flat_map(|(_, send)| send.pieces.iter().map(|piece| (send.to, piece)));
+        for (to, piece) in pieces {
             let Piece { buffer, tensor, bytes, .. } = piece;
             let Some(from) = memory.tensor(*buffer, *tensor).get::<CudaBuffer>() else {
                 return Err(foreign(device));
             };
-            sent.push(Transfer { peer: to, buffer: from.share(), bytes: bytes.clone() });
+            sent.push(Transfer { peer: to, number: number(to), buffer: from.share(), bytes: bytes.clone() });
         }
         let (mut received, mut arrived) = (Vec::new(), Vec::new());
-        for Incoming { from, piece_bytes } in recvs {
+        for (_, Incoming { from, piece_bytes }) in recvs {
             let mut pieces = Vec::with_capacity(piece_bytes.len());
             for bytes in piece_bytes {
                 let buffer = backend.device.buffer("received", *bytes)?;
-                received.push(Transfer { peer: *from, buffer: buffer.share(), bytes: 0..*bytes });
+                received.push(Transfer {
+                    peer: *from,
+                    number: number(*from),
+                    buffer: buffer.share(),
+                    bytes: 0..*bytes,
+                });
                 pieces.push(DeviceBuffer::new(buffer));
             }
             arrived.push(pieces);
@@ -122,7 +167,26 @@ impl NcclCollective {
         for transfers in [&mut sent, &mut received] {
             transfers.retain(|transfer| !transfer.bytes.is_empty());
         }
-        Ok((arrived, self.worker.post(tag, sent, received)))
+        let [submitted, moved] = worker.post(tag, sent, received);
+        Ok(Some(Posted { arrived, submitted, moved }))
+    }
+
+    /// Ends when what was posted is in the stream, or has moved where the session needs that.
+    async fn arrived(
+        &self,
+        tag: Tag,
+        posted: Result<Option<Posted>>,
+    ) -> std::result::Result<Vec<Vec<DeviceBuffer>>, ExchangeError> {
+        let Some(Posted { arrived, submitted, moved }) = posted.map_err(ExchangeError::Own)? else {
+            return Ok(Vec::new());
+        };
+        self.ended(submitted).await?;
+        if self.options.resumable {
+            self.ended(moved).await?;
+        } else {
+            self.moving.lock().unwrap_or_else(PoisonError::into_inner).insert(tag, moved);
+        }
+        Ok(arrived)
     }
 
     fn backend<'d>(&self, device: &'d Device) -> Result<&'d CudaBackend> {
@@ -141,12 +205,22 @@ impl NcclCollective {
             Failure::Own(error) => ExchangeError::Own(error),
             Failure::Late(error) => ExchangeError::Transport(error),
             // Any call of the transport returns the failure of a group that has been aborted.
-            Failure::Group => match self.transport.agree(Vote::ready([0; 32]), self.options.deadline).await {
+            Failure::Group => match self.transport().agree(Vote::ready([0; 32]), self.options.deadline).await
+            {
                 Err(error) => ExchangeError::Transport(error),
                 Ok(_) => ExchangeError::Own(Error::Cancelled),
             },
         })
     }
+}
+
+/// Messages on their way to the stream.
+#[derive(Debug)]
+struct Posted {
+    /// The buffers of each message that arrives.
+    arrived: Vec<Vec<DeviceBuffer>>,
+    submitted: Outcome,
+    moved: Outcome,
 }
 
 fn foreign(device: &Device) -> Error {
@@ -166,23 +240,38 @@ impl Collective<Device> for NcclCollective {
         sends: &[Outgoing],
         recvs: &[Incoming],
     ) -> Arrivals<'a, DeviceBuffer> {
-        let posted = self.post(device, tag, memory, sends, recvs);
-        for send in sends {
+        let received = recvs.len();
+        let (sends, recvs) = (self.ways(sends, |send| send.to), self.ways(recvs, |recv| recv.from));
+        let posted = self.post(device, tag, memory, &sends.nccl, &recvs.nccl);
+        for (_, send) in &sends.nccl {
             meter.sent(send.pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
         }
-        let received = recvs.len();
+        let (_, far_sends): (Vec<_>, Vec<_>) = sends.host.into_iter().unzip();
+        let (far_places, far_recvs): (Vec<_>, Vec<_>) = recvs.host.into_iter().unzip();
+        let far = (!far_sends.is_empty() || !far_recvs.is_empty())
+            .then(|| self.host.post_exchange(device, meter, tag, memory, &far_sends, &far_recvs));
+        let near_places: Vec<_> = recvs.nccl.into_iter().map(|(place, _)| place).collect();
         Box::pin(async move {
-            let done = async {
-                let (arrived, [submitted, moved]) = posted.map_err(ExchangeError::Own)?;
-                self.ended(submitted).await?;
-                if self.options.resumable {
-                    self.ended(moved).await?;
-                } else {
-                    self.moving.lock().unwrap_or_else(PoisonError::into_inner).insert(tag, moved);
-                }
-                Ok(arrived)
+            let place = |places: &[usize], found: Vec<Option<Vec<DeviceBuffer>>>| {
+                let mut arrived: Vec<_> = (0..received).map(|_| None).collect();
+                places.iter().zip(found).for_each(|(place, found)| arrived[*place] = found);
+                arrived
             };
-            done.await.map_err(|error| Broken { error, arrived: (0..received).map(|_| None).collect() })
+            let near = async {
+                let none = || place(&[], Vec::new());
+                self.arrived(tag, posted).await.map_err(|error| Broken { error, arrived: none() })
+            };
+            let far = async {
+                let Some(far) = far else { return Ok(Vec::new()) };
+                far.await.map_err(|Broken { error, arrived }| Broken {
+                    error,
+                    arrived: place(&far_places, arrived),
+                })
+            };
+            let (near, far) = try_join(near, far).await?;
+            let some = |found: Vec<Vec<DeviceBuffer>>| found.into_iter().map(Some).collect::<Vec<_>>();
+            let [near, far] = [place(&near_places, some(near)), place(&far_places, some(far))];
+            Ok(near.into_iter().zip(far).filter_map(|(near, far)| near.or(far)).collect())
         })
     }
 
@@ -207,7 +296,7 @@ impl Collective<Device> for NcclCollective {
     }
 
     fn transport(&self) -> &Arc<dyn Transport> {
-        &self.transport
+        Collective::<Device>::transport(&self.host)
     }
 
     fn deadline(&self) -> Duration {
@@ -215,37 +304,9 @@ impl Collective<Device> for NcclCollective {
     }
 
     fn report_progress(&self, progress: Progress) {
-        self.worker.report_progress(progress);
-        self.transport.report_progress(progress);
-    }
-}
-
-/// Why the ranks of a group do not use NCCL: the same on all of them.
-///
-/// ```
-/// use kyklos_cuda::NcclRefusal;
-///
-/// let refusal = NcclRefusal { rank: 1, why: "its device is AVX-512, not a CUDA device".to_owned() };
-/// assert_eq!(refusal.to_string(), "NCCL is not used: rank 1: its device is AVX-512, not a CUDA device");
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NcclRefusal {
-    /// The lowest rank that cannot use it.
-    pub rank: u32,
-    /// The reason of that rank.
-    pub why: String,
-}
-
-impl std::fmt::Display for NcclRefusal {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "NCCL is not used: rank {}: {}", self.rank, self.why)
-    }
-}
-
-impl std::error::Error for NcclRefusal {}
-
-impl NcclRefusal {
-    pub(super) fn of(rank: Rank, why: String) -> Self {
-        Self { rank: rank.0, why }
+        if let Some((worker, _)) = &self.own {
+            worker.report_progress(progress);
+        }
+        self.transport().report_progress(progress);
     }
 }

@@ -38,7 +38,7 @@ pub(super) struct Part {
     pub(super) address: u64,
     /// Not 0.
     pub(super) bytes: usize,
-    /// Not this rank.
+    /// Its number in the communicator; not that of this rank.
     pub(super) peer: u32,
 }
 

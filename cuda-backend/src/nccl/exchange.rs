@@ -32,14 +32,16 @@ pub(super) type Promise = oneshot::Sender<Result<(), Failure>>;
 #[derive(Debug)]
 pub(super) struct Transfer {
     pub(super) peer: Rank,
+    /// The peer's number in the communicator.
+    pub(super) number: u32,
     pub(super) buffer: CudaBuffer,
     pub(super) bytes: Range<usize>,
 }
 
 impl Transfer {
     pub(super) fn part(&self) -> Part {
-        let Self { peer, buffer, bytes } = self;
-        Part { address: buffer.address() + bytes.start as u64, bytes: bytes.len(), peer: peer.0 }
+        let Self { number, buffer, bytes, .. } = self;
+        Part { address: buffer.address() + bytes.start as u64, bytes: bytes.len(), peer: *number }
     }
 }
 

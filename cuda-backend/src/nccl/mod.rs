@@ -8,11 +8,13 @@ mod communicator;
 mod error;
 mod exchange;
 mod form;
+mod islands;
 mod library;
 mod thread;
 mod worker;
 
-pub use collective::{NcclCollective, NcclOptions, NcclRefusal};
+pub use collective::{NcclCollective, NcclOptions};
 pub use error::NcclError;
 pub use form::NcclDecision;
+pub use islands::{NcclIsland, NcclRefusal};
 pub use library::{Nccl, NcclVersion, UniqueId};

@@ -24,6 +24,9 @@ use crate::driver::Event;
 pub(super) struct Setup {
     pub(super) nccl: &'static Nccl,
     pub(super) id: UniqueId,
+    /// Of this rank in the communicator.
+    pub(super) number: u32,
+    /// Of the communicator.
     pub(super) ranks: u32,
     pub(super) blocks: Blocks,
     pub(super) stream: MessageStream,
@@ -103,8 +106,8 @@ impl Thread {
     }
 
     fn make(&self) -> Result<Communicator, Failure> {
-        let Setup { nccl, id, ranks, blocks, stream, rank, form_within, .. } = &self.setup;
-        let made = Communicator::begin(nccl, stream.context(), id, [rank.0, *ranks], *blocks);
+        let Setup { nccl, id, number, ranks, blocks, stream, form_within, .. } = &self.setup;
+        let made = Communicator::begin(nccl, stream.context(), id, [*number, *ranks], *blocks);
         let communicator = made.map_err(|fault| self.failure(MAKE, fault))?;
         let late = |waited: Duration| {
             let text = format!("the ranks had not met after {} s", waited.as_secs());

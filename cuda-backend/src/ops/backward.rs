@@ -1,9 +1,11 @@
-//! The backward pass of a block of queries against a block of keys: one kernel for dQ, then one for dK and dV, each in pieces.
+//! The backward pass of a block of queries against a block of keys: one kernel for dQ, then one for dK and dV, and on request one for
+//! the gradient of the bias, each in pieces.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use kyklos::backend::{AttendBackward, Control, yield_now};
-use kyklos::{Dtype, Error, Result};
+use kyklos::{BiasKind, Dtype, Error, Result};
 
 use super::arguments::{tensor, to_u32};
 use super::attend::{first_rate, pairs_argument, require_alignment};
@@ -11,13 +13,16 @@ use super::lists::Lists;
 use super::pieces::PieceSplitter;
 use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice};
 use crate::kernels::{
-    AttendArguments, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, TensorArgument,
-    head_readers, logits,
+    AttendArguments, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, BackwardSums,
+    TensorArgument, head_readers, logits,
 };
 
-/// The kernels for a storage type and a head dim.
-pub(crate) fn backward_kernels(dtype: Dtype, dim: usize) -> Result<[BackwardKernel; 2]> {
-    let kernels = u32::try_from(dim).ok().and_then(|dim| BackwardKernel::both(dtype, dim));
+/// The kernels for a storage type and a head dim; with `of_bias` also that of the gradient of the bias.
+pub(crate) fn backward_kernels(dtype: Dtype, dim: usize, of_bias: bool) -> Result<Vec<BackwardKernel>> {
+    let kernels = u32::try_from(dim).ok().and_then(|dim| {
+        let third = if of_bias { Some(BackwardKernel::of_bias(dtype, dim)?) } else { None };
+        Some(BackwardKernel::both(dtype, dim)?.into_iter().chain(third).collect())
+    });
     kernels.filter(|_| dim.is_multiple_of(8)).ok_or_else(|| {
         Error::request(
             format!("gradients with head dim {dim} on CUDA"),
@@ -41,35 +46,53 @@ pub(crate) async fn attend_backward(
             "lower the mask with this backend's backward_tile_shape",
         ));
     }
-    let kernels = backward_kernels(args.dtype, shape.dim)?;
+    if args.d_bias.is_some() && args.pairs.as_ref().is_none_or(|pairs| pairs.kind != BiasKind::Additive) {
+        return Err(Error::request(
+            "the gradient of a bias on CUDA, in a backward call without an additive bias tensor",
+            "give the bias tensor, or leave its gradient out",
+        ));
+    }
+    let kernels = backward_kernels(args.dtype, shape.dim, args.d_bias.is_some())?;
     let call = Call::new(device, &args, kernels)?;
-    for pass in [0, 1] {
-        call.run(pass, control).await?;
+    for pass in &call.passes {
+        for part in call.parts(pass) {
+            call.run(pass, part, control).await?;
+        }
     }
     Ok(())
+}
+
+/// A kernel over the whole call.
+struct Pass {
+    kernel: BackwardKernel,
+    work: BackwardList,
+    /// Arguments of one launch over the whole call.
+    arguments: BackwardArguments,
+}
+
+/// Batch entries and heads whose pieces may be in any order.
+struct Part {
+    batch: Range<usize>,
+    heads: Range<usize>,
 }
 
 /// A call whose work lists are on the device.
 struct Call<'a> {
     device: &'a OpenDevice,
     args: &'a AttendBackward<'a, CudaBuffer>,
-    kernels: [BackwardKernel; 2],
-    work: [BackwardList; 2],
+    passes: Vec<Pass>,
     /// For each KV head the first query head that reads it, and behind them the number of query heads.
     readers: Vec<u32>,
     lists: CudaBuffer,
-    /// Arguments of one launch of each kernel over the whole call.
-    arguments: [BackwardArguments; 2],
 }
 
 impl<'a> Call<'a> {
     fn new(
         device: &'a OpenDevice,
         args: &'a AttendBackward<'a, CudaBuffer>,
-        kernels: [BackwardKernel; 2],
+        kernels: Vec<BackwardKernel>,
     ) -> Result<Self> {
         let (shape, work) = (args.shape, args.work);
-        let by_side = kernels.each_ref().map(|kernel| BackwardList::new(work, kernel));
         let readers = head_readers(args.kv_head_of);
         let mut lists = Lists::default();
         let spans = work.classes.iter().flat_map(|class| class.rows.iter().copied()).collect::<Vec<_>>();
@@ -77,8 +100,11 @@ impl<'a> Call<'a> {
         let positions = lists.append(&work.kv_positions);
         let kv_head_of = lists.append(args.kv_head_of);
         let readers_at = lists.append(&readers);
-        let starts = by_side.each_ref().map(|side| lists.append(&side.starts));
-        let runs = by_side.each_ref().map(|side| lists.append(&side.runs));
+        let passes = kernels.into_iter().map(|kernel| {
+            let list = BackwardList::new(work, &kernel);
+            (lists.append(&list.starts), lists.append(&list.runs), kernel, list)
+        });
+        let passes: Vec<_> = passes.collect();
         let lists = device.upload("a backward work list", &lists.bytes)?;
         let base = lists.address();
         let (scale, cap) = logits(args.scale, args.softcap);
@@ -86,6 +112,10 @@ impl<'a> Call<'a> {
             require_alignment(tensor(operand.buffer, &operand.layout, args.dtype.bytes()), args.dtype)
         };
         let (pairs, pair_kind) = pairs_argument(args.pairs.as_ref(), args.dtype);
+        let d_bias = args
+            .d_bias
+            .as_ref()
+            .map_or_else(TensorArgument::default, |of_bias| tensor(of_bias.buffer, &of_bias.layout, 4));
         let [d_kv, dv] = [&*args.dk, &*args.dv].map(|sums| tensor(sums, &args.kv_layout, 4));
         let whole = BackwardArguments {
             attend: AttendArguments {
@@ -109,6 +139,8 @@ impl<'a> Call<'a> {
             d_o: operand(&args.d_o)?,
             stats: tensor(args.stats.buffer, &args.stats.layout, 4),
             d_kv: TensorArgument { data: 0, ..d_kv },
+            bias_sum: TensorArgument { data: 0, ..d_bias },
+            d_bias: d_bias.data,
             dq: args.dq.address(),
             dk: d_kv.data,
             dv: dv.data,
@@ -116,23 +148,49 @@ impl<'a> Call<'a> {
             scale: args.scale,
             reserved: 0,
         };
-        let of_side = |side: usize| BackwardArguments {
-            attend: AttendArguments {
-                starts: base + starts[side],
-                runs: base + runs[side],
-                q_tiles: by_side[side].tiles,
-                ..whole.attend
+        let pass = |(starts, runs, kernel, work): (u64, u64, BackwardKernel, BackwardList)| Pass {
+            arguments: BackwardArguments {
+                attend: AttendArguments {
+                    starts: base + starts,
+                    runs: base + runs,
+                    q_tiles: work.tiles,
+                    ..whole.attend
+                },
+                ..whole
             },
-            ..whole
+            kernel,
+            work,
         };
-        let arguments = [of_side(0), of_side(1)];
-        Ok(Self { device, args, kernels, work: by_side, readers, lists, arguments })
+        Ok(Self { device, args, passes: passes.into_iter().map(pass).collect(), readers, lists })
     }
 
-    /// Runs kernel `pass` over the whole call in pieces.
-    async fn run(&self, pass: usize, control: &Control) -> Result<()> {
-        let (device, kernel, whole) = (self.device, &self.kernels[pass], &self.arguments[pass]);
-        let mut pieces = self.pieces(pass);
+    /// The parts of a pass, in their order. Where query heads or batch entries share elements of the gradient of a bias, each is a
+    /// part: so each element has one order of additions.
+    fn parts(&self, pass: &Pass) -> Vec<Part> {
+        let (batch, heads) = (self.args.shape.batch, self.heads(pass));
+        let of_bias = self.args.d_bias.as_ref().filter(|_| pass.kernel.makes == BackwardSums::Bias);
+        let shared = of_bias.map(|sum| [sum.layout.batch_stride, sum.layout.head_stride].map(|n| n == 0));
+        let [one_entry, one_head] = shared.unwrap_or_default();
+        let cut = |all: usize, one: bool| {
+            let step = if one { 1 } else { all };
+            (0..all).step_by(step).map(move |first| first..first + step)
+        };
+        let entries = cut(batch, one_entry);
+        entries
+            .flat_map(|batch| cut(heads, one_head).map(move |heads| Part { batch: batch.clone(), heads }))
+            .collect()
+    }
+
+    /// Query heads, or KV heads where a block has keys of one of them.
+    fn heads(&self, pass: &Pass) -> usize {
+        let of_keys = pass.kernel.makes == BackwardSums::Keys;
+        if of_keys { self.readers.len() - 1 } else { self.args.shape.heads }
+    }
+
+    /// Runs a part of a pass in pieces.
+    async fn run(&self, pass: &Pass, part: Part, control: &Control) -> Result<()> {
+        let (device, kernel, whole) = (self.device, &pass.kernel, &pass.arguments);
+        let mut pieces = self.pieces(pass, &part);
         while let Some((piece, flops)) =
             pieces.next(device.pacer.piece_flops(&kernel.name, first_rate(self.args.dtype)))
         {
@@ -141,8 +199,8 @@ impl<'a> Call<'a> {
             let arguments = BackwardArguments {
                 attend: AttendArguments {
                     first_tile: count(piece.tiles.start)?,
-                    first_head: to_u32("the number of heads", piece.heads.start)?,
-                    first_batch: to_u32("the batch", piece.batch.start)?,
+                    first_head: to_u32("the number of heads", part.heads.start + piece.heads.start)?,
+                    first_batch: to_u32("the batch", part.batch.start + piece.batch.start)?,
                     ..whole.attend
                 },
                 ..*whole
@@ -165,22 +223,26 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    fn pieces(&self, pass: usize) -> PieceSplitter {
-        let (kernel, shape) = (&self.kernels[pass], self.args.shape);
+    fn pieces(&self, pass: &Pass, part: &Part) -> PieceSplitter {
+        let kernel = &pass.kernel;
         // Products of a pair, and query heads of a block.
-        let (products, heads, readers) = if kernel.by_keys {
-            let most = self.readers.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(1);
-            (4.0, self.readers.len() - 1, most)
-        } else {
-            (3.0, shape.heads, 1)
+        let (products, readers) = match kernel.makes {
+            BackwardSums::Queries => (3.0, 1),
+            BackwardSums::Keys => {
+                (4.0, self.readers.windows(2).map(|ends| ends[1] - ends[0]).max().unwrap_or(1))
+            }
+            BackwardSums::Bias => (2.0, 1),
         };
         let tile = f64::from(kernel.fixed * kernel.tile_blocks() * kernel.moving * readers);
-        let flops = 2.0 * products * tile * shape.dim as f64;
-        let costs = self.work[pass]
-            .met()
-            .into_iter()
-            .map(|tiles| tiles.into_iter().map(|met| f64::from(met) * flops).collect());
-        PieceSplitter::of_costs(costs.collect(), shape.batch, heads)
+        let flops = 2.0 * products * tile * self.args.shape.dim as f64;
+        let costs = pass.work.met().into_iter();
+        let costs = costs.map(|tiles| tiles.into_iter().map(|met| f64::from(met) * flops).collect());
+        let mut costs: Vec<Vec<f64>> = costs.collect();
+        if costs.len() > 1 {
+            // A mask class for each batch entry.
+            costs = costs[part.batch.clone()].to_vec();
+        }
+        PieceSplitter::of_costs(costs, part.batch.len(), part.heads.len())
     }
 
     fn reads(&self) -> Vec<&CudaBuffer> {
@@ -192,8 +254,12 @@ impl<'a> Call<'a> {
             .collect()
     }
 
-    fn writes(&self, pass: usize) -> Vec<&CudaBuffer> {
+    fn writes(&self, pass: &Pass) -> Vec<&CudaBuffer> {
         let args = self.args;
-        if self.kernels[pass].by_keys { vec![&*args.dk, &*args.dv] } else { vec![&*args.dq] }
+        match pass.kernel.makes {
+            BackwardSums::Queries => vec![&*args.dq],
+            BackwardSums::Keys => vec![&*args.dk, &*args.dv],
+            BackwardSums::Bias => args.d_bias.iter().map(|of_bias| &*of_bias.buffer).collect(),
+        }
     }
 }

@@ -39,7 +39,7 @@ NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
 # The same for NVRTC of CUDA 12.
 NVRTC_12 = {"sm_90a": "hopper_bf16"}
 TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
-TILE_NAMES = re.compile(r"(attend|decode|hopper|backward_queries|backward_keys)_b?f16_")
+TILE_NAMES = re.compile(r"(attend|decode|hopper|backward_queries|backward_keys|backward_bias)_b?f16_")
 OPTIONS = ["--std=c++17"]
 
 # Messages of ptxas about serialised products (C7510 and others), an inserted wait (C7517) and ignored setmaxnreg (C7508).

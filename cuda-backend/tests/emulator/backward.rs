@@ -5,7 +5,7 @@ use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::oracle::OracleMask;
 
-use crate::backward_call::{BackwardCall, NanCall, gives_nothing, plain, without_finite_logits};
+use crate::backward_call::{BackwardCall, NanCall, every_bias, gives_nothing, plain, without_finite_logits};
 use crate::job::Timing;
 use crate::parallel::in_parallel;
 use crate::program::emulator;
@@ -60,6 +60,28 @@ fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes() {
                 BackwardCall::new(GradientCase::new(case, dtype), i % 2 == 1),
                 Timing::ALL[(n + i) % 3],
             ));
+        }
+    }
+    judge(&calls);
+}
+
+/// In all types, over several tiles of both sides, some of them partial and some empty.
+#[test]
+fn gradients_of_every_shape_of_bias_agree_with_the_oracle() {
+    let mut calls = Vec::new();
+    for (n, pairs) in every_bias().enumerate() {
+        for (i, dtype) in Dtype::ALL.into_iter().enumerate() {
+            let mut case = plain();
+            let problem = &mut case.problem;
+            (problem.batch, problem.q_len, problem.kv_len) = (2, 133, 150);
+            (problem.q_heads, problem.kv_heads) = (4, 2);
+            (problem.mask, problem.q_offset) = (OracleMask::causal(), 17);
+            problem.head_dim = [32, 72, 136, 200][(n + i) % 4];
+            problem.scale = (problem.head_dim as f64).sqrt().recip();
+            problem.softcap = ((n + i) % 2 == 0).then_some(1.5);
+            case.pairs = Some(pairs);
+            let call = BackwardCall::new(GradientCase::new(case, dtype), (n + i) % 3 == 0);
+            calls.push((call, Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);

@@ -4,10 +4,10 @@ use kyklos::{BiasKind, BlockWork, Dtype, TokenRuns};
 use kyklos_backend_suite::GradientCase;
 use kyklos_cuda::{
     AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList,
-    ClearArguments, DeviceWork, RowStatsArguments, STATE_ROWS, StateArguments, TensorArgument,
+    BackwardSums, ClearArguments, DeviceWork, RowStatsArguments, STATE_ROWS, StateArguments, TensorArgument,
     finalize_kernel, head_readers, logits, row_stats_kernel,
 };
-use kyklos_oracle::inputs::{Case, cases};
+use kyklos_oracle::inputs::{Case, CasePairs, cases};
 
 use crate::call::{dense, pair_rows, state_blocks};
 use crate::job::{Buffer, Counts, Job, Timing, numbers};
@@ -20,8 +20,8 @@ pub(crate) struct BackwardCall {
     halves: bool,
 }
 
-/// dq, dk and dv.
-type Sums = [Vec<f32>; 3];
+/// dq, dk and dv, and the gradient of a bias where the case has one.
+type Sums = Vec<Vec<f32>>;
 
 impl BackwardCall {
     pub(crate) fn new(case: GradientCase, halves: bool) -> Self {
@@ -31,9 +31,11 @@ impl BackwardCall {
     /// Compares the gradients with the oracle's. Returns the counts of the run, or what is wrong.
     pub(crate) fn judge(&self, program: &Program, timing: Timing) -> Result<Counts, String> {
         let (sums, counts) = self.run(program, timing)?;
-        let [dq, dk, dv] = sums.map(|sum| sum.into_iter().map(f64::from).collect());
+        let mut sums: Vec<Vec<f64>> =
+            sums.into_iter().map(|sum| sum.into_iter().map(f64::from).collect()).collect();
         // Sinks are no work of a kernel.
-        let errors = self.case.judge(&[dq, dk, dv, self.case.right.d_sinks.clone()]);
+        sums.insert(3, self.case.right.d_sinks.clone());
+        let errors = self.case.judge(&sums);
         for (error, limit) in errors.iter().zip(self.case.dense_limits()) {
             error.within(&limit).map_err(|fault| {
                 let prepared = &self.case.prepared;
@@ -89,12 +91,17 @@ impl BackwardCall {
         job.launch(row_stats_kernel(problem.dtype), [blocks, 1, 1], 0, &arguments);
 
         let kv_elements = batch * kv_len * kv_heads * dim;
-        let sums = [row_heads * dim, kv_elements, kv_elements].map(|elements| {
-            let sum = job.poisoned(elements * 4);
-            let words = ClearArguments { words: sum.address, count: elements as u64 };
-            job.launch("clear_words", [3, 1, 1], 0, &words);
-            sum
-        });
+        let of_bias = self.case.right.d_bias.len();
+        let lengths =
+            [row_heads * dim, kv_elements, kv_elements].into_iter().chain((of_bias > 0).then_some(of_bias));
+        let sums: Vec<_> = lengths
+            .map(|elements| {
+                let sum = job.poisoned(elements * 4);
+                let words = ClearArguments { words: sum.address, count: elements as u64 };
+                job.launch("clear_words", [3, 1, 1], 0, &words);
+                sum
+            })
+            .collect();
         let middle = if self.halves { problem.kv_len / 3 } else { 0 };
         for keys in [0..middle, middle..problem.kv_len] {
             let row = u64::from(problem.kv_heads * problem.head_dim);
@@ -106,6 +113,8 @@ impl BackwardCall {
                 d_o: dense(d_o, rows, q_heads, dim),
                 stats: dense(stats, rows, q_heads, 2),
                 d_kv: TensorArgument { data: 0, ..whole_k },
+                bias_sum: self.bias_sum(),
+                d_bias: sums.get(3).map_or(0, |sum| sum.address),
                 dq: sums[0].address,
                 dk: sums[1].address + from * 4,
                 dv: sums[2].address + from * 4,
@@ -116,8 +125,22 @@ impl BackwardCall {
         }
         sums.into_iter().for_each(|sum| job.bring(sum));
         let (results, counts) = job.run(program, timing, prepared.case.seed)?;
-        let mut results = results.iter();
-        Ok((std::array::from_fn(|_| numbers(results.next().unwrap())), counts))
+        Ok((results.iter().map(|sum| numbers(sum)).collect(), counts))
+    }
+
+    /// The strides of the gradient of the bias in the order of the oracle: `[batch or 1, heads or 1, rows or 1, keys]`.
+    fn bias_sum(&self) -> TensorArgument {
+        let problem = &self.case.prepared.problem;
+        let Some(bias) = problem.bias else { return TensorArgument::default() };
+        let keys = u64::from(problem.kv_len);
+        let of_head = if bias.shared_rows { keys } else { keys * u64::from(problem.q_len) };
+        let unless = |shared: bool, stride| if shared { 0 } else { stride };
+        TensorArgument {
+            data: 0,
+            batch_stride: unless(bias.batch == 1, of_head * u64::from(bias.heads)),
+            row_stride: unless(bias.shared_rows, keys),
+            head_stride: unless(bias.heads == 1, of_head),
+        }
     }
 
     /// Launches the forward pass. Returns the output and the log-sum-exp.
@@ -166,7 +189,7 @@ impl BackwardCall {
         [o, lse]
     }
 
-    /// Launches both kernels for a block of keys.
+    /// Launches the kernels for a block of keys.
     fn backward(
         &self,
         job: &mut Job,
@@ -184,7 +207,10 @@ impl BackwardCall {
                 continue;
             }
             let spans: Vec<_> = work.classes.iter().flat_map(|class| class.rows.to_vec()).collect();
-            for kernel in BackwardKernel::both(problem.dtype, problem.head_dim).unwrap() {
+            let of_bias = BackwardKernel::of_bias(problem.dtype, problem.head_dim).unwrap();
+            let of_bias = (arguments.d_bias != 0).then_some(of_bias);
+            let kernels = BackwardKernel::both(problem.dtype, problem.head_dim).unwrap();
+            for kernel in kernels.into_iter().chain(of_bias) {
                 let list = BackwardList::new(&work, &kernel);
                 let arguments = BackwardArguments {
                     attend: AttendArguments {
@@ -200,9 +226,13 @@ impl BackwardCall {
                     readers: readers_at,
                     ..arguments
                 };
-                let heads = if kernel.by_keys { small(readers.len()) - 1 } else { problem.q_heads };
+                let of_keys = kernel.makes == BackwardSums::Keys;
+                let heads = if of_keys { small(readers.len()) - 1 } else { problem.q_heads };
                 let blocks = (list.tiles * kernel.tile_blocks()) as usize;
-                if !self.halves {
+                // Heads and batch entries that share elements have launches of their own.
+                let strides = [arguments.bias_sum.batch_stride, arguments.bias_sum.head_stride];
+                let shares = kernel.makes == BackwardSums::Bias && strides.contains(&0);
+                if !self.halves && !shares {
                     let grid = [blocks, heads as usize, problem.batch as usize];
                     job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
                     continue;
@@ -242,8 +272,11 @@ impl NanCall {
     /// has without.
     pub(crate) fn judge(&self, program: &Program, timing: Timing) -> Result<(), String> {
         let oracle = &self.clean.case.prepared.oracle;
-        let ([dq, dk, dv], _) = self.poisoned.run(program, timing)?;
-        let ([clean_dq, clean_dk, clean_dv], _) = self.clean.run(program, timing)?;
+        let (poisoned, _) = self.poisoned.run(program, timing)?;
+        let (clean, _) = self.clean.run(program, timing)?;
+        let ([dq, dk, dv], [clean_dq, clean_dk, clean_dv]) = (&poisoned[..], &clean[..]) else {
+            panic!("a case with a bias")
+        };
         let dim = oracle.head_dim;
         let judge = |what: &str, found: &[f32], clean: &[f32], reached: &dyn Fn(usize) -> bool| {
             let wrong = |n: &usize| match reached(*n) {
@@ -255,16 +288,26 @@ impl NanCall {
             (0..found.len()).find(wrong).map_or(Ok(()), |n| Err(fault(n)))
         };
         let row_of = |n: usize| n / dim / oracle.q_heads;
-        judge("dq", &dq, &clean_dq, &|n| row_of(n) == self.row && (n / dim).is_multiple_of(oracle.q_heads))?;
+        judge("dq", dq, clean_dq, &|n| row_of(n) == self.row && (n / dim).is_multiple_of(oracle.q_heads))?;
         let sees = |n: usize| {
             let token = n / dim / oracle.kv_heads;
             token < oracle.kv_len
                 && (n / dim).is_multiple_of(oracle.kv_heads)
                 && oracle.sees(0, self.row, token)
         };
-        judge("dk", &dk, &clean_dk, &sees)?;
-        judge("dv", &dv, &clean_dv, &|n| n % dim == self.element && sees(n))
+        judge("dk", dk, clean_dk, &sees)?;
+        judge("dv", dv, clean_dv, &|n| n % dim == self.element && sees(n))
     }
+}
+
+/// Biases with one for all or one for each, of two batch entries, four heads and all rows.
+pub(crate) fn every_bias() -> impl Iterator<Item = CasePairs> {
+    (0..8).map(|bits| CasePairs {
+        bias: true,
+        batch: if bits & 1 == 0 { 1 } else { 2 },
+        heads: if bits & 2 == 0 { 1 } else { 4 },
+        shared_rows: bits & 4 == 0,
+    })
 }
 
 pub(crate) fn plain() -> Case {
@@ -295,7 +338,7 @@ pub(crate) fn without_finite_logits(dtype: Dtype) -> BackwardCall {
 /// All gradients of a call are exactly 0.
 pub(crate) fn gives_nothing(call: &BackwardCall, program: &Program, timing: Timing) -> Result<(), String> {
     let (sums, _) = call.run(program, timing)?;
-    for (name, sum) in ["dq", "dk", "dv"].into_iter().zip(sums) {
+    for (name, sum) in ["dq", "dk", "dv", "dbias"].into_iter().zip(sums) {
         if let Some(x) = sum.iter().find(|x| **x != 0.0) {
             return Err(format!("{name}, {timing:?}: {x}"));
         }

@@ -300,10 +300,10 @@ fn no_backward(device: &DeviceInfo) -> Error {
 }
 
 /// The refusal of [`Backend::supports_bias_gradient`].
-pub fn no_bias_gradient(device: &DeviceInfo) -> Error {
+fn no_bias_gradient(device: &DeviceInfo) -> Error {
     Error::request(
         format!("the gradient of a bias tensor on {} ({})", device.name, device.backend),
-        "this backend has no kernel for it: use the backend cpu, or leave this gradient out",
+        "this backend has no kernel for it: use the backend cpu, wgpu or cuda, or leave this gradient out",
     )
 }
 

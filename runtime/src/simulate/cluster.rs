@@ -198,6 +198,13 @@ impl Cluster {
         })
     }
 
+    /// Whether messages between two devices go from memory to memory, whatever kind of memory it is.
+    pub(super) fn reaches_memory(&self, from: usize, to: usize) -> Result<bool> {
+        let (a, b) = (self.host_of(from), self.host_of(to));
+        let link = if a == b { self.hosts[a].inside.as_deref() } else { Some(self.between(a, b)?) };
+        Ok(link.is_some_and(|link| self.link(link).device_memory))
+    }
+
     /// Bytes of the device for plan buffers, where the description has them.
     pub(super) fn memory_bytes(&self, device: usize) -> Option<u64> {
         #[expect(

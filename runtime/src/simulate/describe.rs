@@ -70,9 +70,10 @@ pub struct DeviceDescription {
     /// Fixed cost of a copy.
     #[serde(default)]
     pub copy_us: f64,
-    /// Whether links reach this memory.
+    /// Whether all links reach this memory.
     pub memory: MemoryKind,
-    /// Speed of copies between discrete memory and the host; every message takes one at each end.
+    /// Speed of copies between discrete memory and the host; every message takes one at each end, unless the link has
+    /// [`LinkDescription::device_memory`].
     #[serde(default)]
     pub staging_gb_per_s: Option<f64>,
 }
@@ -83,7 +84,7 @@ pub struct DeviceDescription {
 pub enum MemoryKind {
     /// Links reach it: a CPU, a GPU that shares the host's memory, or a GPU with its own links.
     Unified,
-    /// Links do not reach it: messages are copied to the host first.
+    /// Only links with [`LinkDescription::device_memory`] reach it: other messages are copied to the host first.
     Discrete,
 }
 
@@ -123,6 +124,9 @@ pub struct LinkDescription {
     /// Compute time of the device at each end for each GB carried: 0 if an adapter carries the bytes.
     #[serde(default)]
     pub host_s_per_gb: f64,
+    /// Whether it also reaches discrete memory of devices, as NCCL does: messages on it are not staged on the host.
+    #[serde(default)]
+    pub device_memory: bool,
 }
 
 /// Whether each direction of a link has the whole bandwidth.

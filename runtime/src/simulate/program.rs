@@ -65,8 +65,8 @@ impl Program {
         let mut program = Self::default();
         let mut known = HashMap::new();
         let mut counter = WorkCounter::default();
-        for (plan, device) in world.plans.iter().zip(places) {
-            let pricer = Pricer::new(world, cluster, plan, device, &mut counter)?;
+        for (plan, device) in world.plans.iter().zip(&places) {
+            let pricer = Pricer::new(world, (cluster, &places), plan, *device, &mut counter)?;
             let rank = pricer.run(&mut program.messages, &mut known)?;
             program.ranks.push(rank);
         }
@@ -77,6 +77,9 @@ impl Program {
 /// Walks one plan.
 struct Pricer<'a> {
     world: &'a World,
+    cluster: &'a Cluster,
+    /// The device of each rank.
+    places: &'a [usize],
     plan: &'a Plan,
     counter: &'a mut WorkCounter,
     prices: Prices,
@@ -110,7 +113,7 @@ type Known = HashMap<(u32, u32, u32), usize>;
 impl<'a> Pricer<'a> {
     fn new(
         world: &'a World,
-        cluster: &Cluster,
+        (cluster, places): (&'a Cluster, &'a [usize]),
         plan: &'a Plan,
         device: usize,
         counter: &'a mut WorkCounter,
@@ -139,7 +142,7 @@ impl<'a> Pricer<'a> {
         if plan.gradients.is_some() {
             live_bytes += world.problem.shared_bias_gradient_bytes();
         }
-        Ok(Self { world, plan, counter, prices, rank, alive, live_bytes })
+        Ok(Self { world, cluster, places, plan, counter, prices, rank, alive, live_bytes })
     }
 
     fn run(mut self, messages: &mut Vec<Message>, known: &mut Known) -> Result<RankProgram> {
@@ -169,16 +172,19 @@ impl<'a> Pricer<'a> {
                     let (mut out, mut back) = (0, 0);
                     for send in sends {
                         let bytes = send.parts.iter().map(|part| self.bytes(part)).sum();
-                        out += bytes;
+                        out += if self.is_staged(send.to)? { bytes } else { 0 };
                         let message = message(messages, known, (plan.rank, send.to, *id));
                         messages[message].bytes = bytes;
                         messages[message].exchanges[0] = self.rank.exchanges.len();
                         exchange.sends.push(message);
                     }
                     for recv in recvs {
+                        let is_staged = self.is_staged(recv.from)?;
                         for part in &recv.parts {
                             self.born(*part);
-                            back += plan.buffer(*part).bytes(&self.world.problem);
+                            if is_staged {
+                                back += plan.buffer(*part).bytes(&self.world.problem);
+                            }
                         }
                         let message = message(messages, known, (recv.from, plan.rank, *id));
                         messages[message].exchanges[1] = self.rank.exchanges.len();
@@ -235,6 +241,12 @@ impl<'a> Pricer<'a> {
             }
         }
         Ok(self.rank)
+    }
+
+    /// Whether messages with `peer` are copied to the host.
+    fn is_staged(&self, peer: u32) -> Result<bool> {
+        let both = [self.places[self.plan.rank as usize], self.places[peer as usize]];
+        Ok(self.prices.staged_byte.is_some() && !self.cluster.reaches_memory(both[0], both[1])?)
     }
 
     fn attend(&mut self, q: &Slice, kv: &Slice, state: BufferId) {

@@ -9,6 +9,8 @@
 //! order of additions would change a weight by 1e-5. A pair that one direction tests may be in a full run of the other: the ragged
 //! tile at the end is one of keys there and one of rows here. So the order may not depend on the kind of the run.
 
+mod bias;
+
 use super::variant::BackwardKernel;
 use super::{all_runs, item, prelude};
 use crate::attend::subgroup;
@@ -57,20 +59,16 @@ pub(crate) fn source(kernel: BackwardKernel, lanes: u32) -> String {
         |t| {
             item(t, kernel);
             shape.begin(t);
-            if shape.by_rows() {
-                t.line("let head = own_head;");
-                t.line("let kv_head = lists[params.heads_at + own_head];");
-                shape.units(t, "kv_head");
+            let runs = |t: &mut Text| {
+                shape.units(t, if shape.by_rows() { "kv_head" } else { "head" });
                 all_runs(t, kernel.pairs, |t, tested| shape.run(t, tested));
+            };
+            if kernel.sums.of_one_query_head() {
+                runs(t);
             } else {
                 let heads = "params.heads_at + own_head";
-                t.block(
-                    format!("for (var head = lists[{heads}]; head < lists[{heads} + 1u]; head++)"),
-                    |t| {
-                        shape.units(t, "head");
-                        all_runs(t, kernel.pairs, |t, tested| shape.run(t, tested));
-                    },
-                );
+                let each = format!("for (var head = lists[{heads}]; head < lists[{heads} + 1u]; head++)");
+                t.block(each, runs);
             }
             shape.end(t);
         },
@@ -127,8 +125,9 @@ let safe{r} = min(row{r}, params.fixed_end - 1u);",
                 self.lanes * r,
             ));
             let at = |x: &str| {
+                let head = self.kernel.fixed_head(x);
                 format!(
-                    "params.{x}_offset + batch * params.{x}_batch + safe{r} * params.{x}_row + own_head * params.{x}_head"
+                    "params.{x}_offset + batch * params.{x}_batch + safe{r} * params.{x}_row + {head} * params.{x}_head"
                 )
             };
             t.line(format!("let sum_at{r} = {};", at("sum")));
@@ -165,12 +164,19 @@ let delta{r} = stats{r}.y;",
                     }
                 }
             }
+            if self.kernel.sums.of_bias() {
+                self.begin_bias(t, r);
+            }
         }
     }
 
     /// Names of the sums: of dS, and of P.
     fn sums(&self) -> &'static [&'static str] {
-        if self.by_rows() { &["a"] } else { &["a", "b"] }
+        match self.kernel.sums {
+            sums if sums.of_bias() => &[],
+            sums if sums.rows_are_fixed() => &["a"],
+            _ => &["a", "b"],
+        }
     }
 
     /// The units of a moving row that this lane loads.
@@ -205,6 +211,9 @@ let lse = base2_parts(stats_at.x);",
             self.visible(t, tested);
             for r in 0..self.rows {
                 self.weights(t, tested, r);
+            }
+            if self.kernel.sums.of_bias() {
+                return self.add_bias(t);
             }
             self.add(t, tested, scores, "a", "s");
             if !self.by_rows() {
@@ -291,7 +300,10 @@ let lse = base2_parts(stats_at.x);",
         };
         let logit = if self.kernel.softcap { format!("capped(x{r})") } else { format!("x{r}") };
         let term = if self.kernel.pairs.any() { format!(" + term{r}") } else { String::new() };
-        let slope = if self.kernel.softcap { format!(" * slope_of(x{r})") } else { String::new() };
+        let slope = match self.kernel.softcap && self.kernel.needs_slope() {
+            true => format!(" * slope_of(x{r})"),
+            false => String::new(),
+        };
         let below = format!("({logit}{term} - {high}) - {low}");
         if tested {
             t.line(format!("let p{r} = select(0.0f, weight_of(select(EMPTY_M, {below}, vis{r})), vis{r});"));
@@ -319,6 +331,9 @@ let lse = base2_parts(stats_at.x);",
 
     /// Adds the sums to those in memory.
     fn end(&self, t: &mut Text) {
+        if self.kernel.sums.of_bias() {
+            return self.end_bias(t);
+        }
         for r in 0..self.rows {
             let condition =
                 if self.by_rows() { format!("in{r} && saw_keys(stats{r}.x)") } else { format!("in{r}") };

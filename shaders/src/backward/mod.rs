@@ -12,6 +12,12 @@
 //! change bytes. So a sum belongs to one workgroup: one kernel has a tile of query rows and loops over keys, the other has a tile
 //! of keys and loops over the query heads that read it and over their rows. Both compute x; two products of seven are the price.
 //!
+//! The gradient of an additive bias is dS before the factor of the softcap, and has a kernel of its own, because the other ones have
+//! no binding left. An element belongs to one workgroup of a dispatch: to the one with its row, or with its key where all queries
+//! share a row. Where query heads or batch entries share elements, each has a dispatch, one after the other: so the order of
+//! additions is theirs. The kernel has two products for each pair, and reads and writes 8 bytes of the gradient for each pair, or
+//! for each key where queries share a row.
+//!
 //! Inside, logits are in base-2 units, with the factor on q of the forward kernels: so x has the rounding that is in the
 //! log-sum-exp.
 //!
@@ -24,6 +30,7 @@
 //! | k, v | `[batch, keys, KV heads, dim]`, the same |
 //! | stats | f32 `[batch, rows, heads, 2]`, strided, in 8-byte units: log-sum-exp and δ |
 //! | dq, or dk and dv | f32, strided, in 16-byte units: the sums |
+//! | or d_bias | f32 `[batch, rows, heads, columns]`, strided, in elements: the sum; columns are positions |
 //! | lists | u32, see below |
 //! | pairs | where the kernel reads [`Pairs`](crate::Pairs): as in the forward kernels |
 //!
@@ -32,8 +39,8 @@
 //!
 //! # Lists
 //!
-//! One array holds, at the places that the parameters name: the KV head of each query head, or for each KV head the first query
-//! head that reads it (and the end); the position of each key; the visible positions lo..hi of each class and row; and the work
+//! One array holds, at the places that the parameters name: the KV head of each query head, or, where a workgroup is of a KV head,
+//! for each of them the first query head that reads it (and the end); the position of each key; the visible positions lo..hi of each class and row; and the work
 //! list of the kernel: for each class `2·tiles + 1` starts, where tiles of [`BackwardVariant::list_tile`] count, then runs `first..end` of
 //! what the kernel loops over. As in the forward kernels the first runs of a tile are full, the others are tested.
 //!
@@ -75,6 +82,16 @@ impl BackwardKernel {
         }
     }
 
+    /// The variable with the head of a fixed tensor or of the sums.
+    fn fixed_head(&self, tensor: &str) -> &'static str {
+        if self.sums.of_one_query_head() && matches!(tensor, "k" | "v") { "kv_head" } else { "own_head" }
+    }
+
+    /// Whether dS has the factor of the softcap. That of a bias has not: a bias is added behind the softcap.
+    const fn needs_slope(&self) -> bool {
+        self.sums.needs_scores() && !self.sums.of_bias()
+    }
+
     /// Workgroups for one tile of the list.
     pub const fn tiles_of_list(&self) -> u32 {
         let tile = self.variant.list_tile(self.head_dim);
@@ -89,7 +106,7 @@ fn prelude(kernel: BackwardKernel) -> String {
         attend::logits_prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.pairs);
     text.push_str(&base2_parts());
     text.push('\n');
-    if kernel.softcap && kernel.sums.needs_scores() {
+    if kernel.softcap && kernel.needs_slope() {
         text.push_str(SLOPE);
         text.push('\n');
     }
@@ -126,7 +143,7 @@ const SLOPE: &str = "fn slope_of(t: f32) -> f32 {
 }
 ";
 
-/// The first statements of every workgroup: its tile, batch entry, head and runs. Returns if there is nothing to do.
+/// The first statements of every workgroup: its tile, batch entry, heads and runs. Returns if there is nothing to do.
 fn item(t: &mut Text, kernel: BackwardKernel) {
     let last_first = if kernel.sums.rows_are_fixed() {
         "params.tile_count - 1u - item % params.tile_count"
@@ -141,7 +158,7 @@ let item = params.first_item + group;
 let tile = params.tile_first + {last_first};
 let batch_head = item / params.tile_count;
 let batch = params.batch_first + batch_head / params.heads;
-let own_head = batch_head % params.heads;
+let own_head = params.head_first + batch_head % params.heads;
 let class_index = min(batch, params.last_class);
 let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / {}u);
 let full_runs = lists[starts];
@@ -151,6 +168,10 @@ if (full_runs == runs_end) {{ return; }}
 let spans = params.spans_at + 2u * class_index * params.rows;",
         kernel.tiles_of_list(),
     ));
+    if kernel.sums.of_one_query_head() {
+        t.line("let head = own_head;");
+        t.line("let kv_head = lists[params.heads_at + own_head];");
+    }
 }
 
 /// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If the kernel reads pairs, all are

@@ -7,8 +7,8 @@ use crate::uniforms::{Field, Uniform, uniform};
 uniform! {
     /// Parameters of [`Kernel::AttendBackward`](crate::Kernel::AttendBackward).
     ///
-    /// Offsets and strides of q, d_o, k, v and of the sums count 16-byte units, those of the statistics 8-byte units. Offsets may be
-    /// "negative" by wrapping, as in [`AttendParams`](crate::AttendParams). What a workgroup has a tile of is called fixed here, what it
+    /// Offsets and strides of q, d_o, k, v and of the sums count 16-byte units, those of the statistics 8-byte units, those of the
+    /// gradient of a bias elements. Offsets may be "negative" by wrapping, as in [`AttendParams`](crate::AttendParams). What a workgroup has a tile of is called fixed here, what it
     /// loops over is called moving.
     BackwardParams {
         /// Offset of (batch 0, row 0, head 0) of q.
@@ -55,7 +55,7 @@ uniform! {
         sum_offset: u32,
         /// Distance of batch entries in the sums.
         sum_batch: u32,
-        /// Distance of rows in the sums.
+        /// Distance of rows in the sums; 0 in the gradient of a bias whose row all queries share.
         sum_row: u32,
         /// Distance of heads in the sums.
         sum_head: u32,
@@ -69,7 +69,7 @@ uniform! {
         pairs_head: u32,
         /// Query rows of a class in the lists.
         rows: u32,
-        /// Heads of the fixed side: query heads or KV heads.
+        /// Heads of this dispatch: query heads, or KV heads where those are looped over.
         heads: u32,
         /// One past the last fixed row or key of this dispatch.
         fixed_end: u32,
@@ -114,8 +114,8 @@ uniform! {
         unscale: f32,
         /// Where moving tensors are textures, texel rows of a batch entry.
         moving_texels: u32,
-        /// Not used; makes the size a multiple of 16.
-        pad: u32,
+        /// First head of this dispatch.
+        head_first: u32,
     }
 }
 

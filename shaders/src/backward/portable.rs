@@ -8,6 +8,7 @@
 //! vectors. When S and dP are complete, P and dS take the place of the fixed tensors, and the moving ones are loaded once more, row by
 //! row. In P and dS, slot `4·s + j` is the moving row `8·j + s`: one thread's four are one vector, and the rows lie in the same order.
 
+mod bias;
 mod tile;
 
 use super::variant::{BackwardKernel, Sums};
@@ -25,6 +26,7 @@ pub(crate) const COLS: u32 = 32;
 pub(crate) const fn rows_per_thread(sums: Sums, head_dim: u32) -> u32 {
     let floats = match sums {
         Sums::KeysValues => 2 * head_dim,
+        Sums::Bias | Sums::SharedBias => 0,
         _ => head_dim,
     };
     match floats {
@@ -71,20 +73,12 @@ pub(crate) fn source(kernel: BackwardKernel) -> String {
     t.block(crate::finish::MAIN, |t| {
         item(t, kernel);
         shape.begin(t);
-        if kernel.sums.rows_are_fixed() {
-            t.line("let head = own_head;");
-            t.line("let kv_head = lists[params.heads_at + own_head];");
-            shape.moving_bases(t, ["k", "v"], "kv_head");
-            all_runs(t, kernel.pairs, |t, tested| shape.tiles(t, tested));
+        if kernel.sums.of_one_query_head() {
+            shape.head(t);
         } else {
             let heads = "params.heads_at + own_head";
-            t.block(format!("for (var head = lists[{heads}]; head < lists[{heads} + 1u]; head++)"), |t| {
-                shape.moving_bases(t, ["q", "d_o"], "head");
-                t.line(
-                    "let stats_base = params.stats_offset + batch * params.stats_batch + head * params.stats_head;",
-                );
-                all_runs(t, kernel.pairs, |t, tested| shape.tiles(t, tested));
-            });
+            let each = format!("for (var head = lists[{heads}]; head < lists[{heads} + 1u]; head++)");
+            t.block(each, |t| shape.head(t));
         }
         shape.end(t);
     });
@@ -134,7 +128,21 @@ impl Shape {
             Sums::Queries | Sums::Keys => &[SCORES],
             Sums::KeysValues => &[SCORES, WEIGHTS],
             Sums::Values => &[WEIGHTS],
+            Sums::Bias | Sums::SharedBias => &[],
         }
+    }
+
+    /// The runs of the query head `head`.
+    fn head(&self, t: &mut Text) {
+        if self.by_rows() {
+            self.moving_bases(t, ["k", "v"], "kv_head");
+        } else {
+            self.moving_bases(t, ["q", "d_o"], "head");
+            t.line(
+                "let stats_base = params.stats_offset + batch * params.stats_batch + head * params.stats_head;",
+            );
+        }
+        all_runs(t, self.kernel.pairs, |t, tested| self.tiles(t, tested));
     }
 
     fn moving_bases(&self, t: &mut Text, tensors: [&str; 2], head: &str) {
@@ -150,7 +158,7 @@ impl Shape {
         t.line("let tr = thread >> 3u;");
         t.line("let tc = thread & 7u;");
         let tensors: &[&str] = match self.kernel.sums {
-            Sums::Queries => &["q", "d_o"],
+            Sums::Queries | Sums::Bias => &["q", "d_o"],
             Sums::Values => &["k"],
             _ => &["k", "v"],
         };
@@ -163,8 +171,9 @@ let safe{i} = min(row{i}, params.fixed_end - 1u);",
                 SIDE * i,
             ));
             let at = |x: &str| {
+                let head = self.kernel.fixed_head(x);
                 format!(
-                    "params.{x}_offset + batch * params.{x}_batch + safe{i} * params.{x}_row + own_head * params.{x}_head"
+                    "params.{x}_offset + batch * params.{x}_batch + safe{i} * params.{x}_row + {head} * params.{x}_head"
                 )
             };
             for x in tensors {
@@ -190,6 +199,9 @@ let lse{i} = base2_parts(stats{i}.x);",
                     t.line(format!("var {}{i}_{g} = vec4<f32>();", sum.name));
                 }
             }
+            if self.kernel.sums.of_bias() {
+                self.begin_bias(t, i);
+            }
         }
         for it in 0..COLS / SIDE {
             // The moving row of slot `8 · it + tr`.
@@ -203,6 +215,10 @@ let lse{i} = base2_parts(stats{i}.x);",
             self.columns(t, tested);
             self.scores(t, tested);
             self.weights(t, tested);
+            if self.kernel.sums.of_bias() {
+                self.add_bias(t);
+                return;
+            }
             for g in 0..self.groups {
                 self.accumulate(t, tested, g);
             }
@@ -211,6 +227,9 @@ let lse{i} = base2_parts(stats{i}.x);",
 
     /// Adds the sums to those in memory.
     fn end(&self, t: &mut Text) {
+        if self.kernel.sums.of_bias() {
+            return self.end_bias(t);
+        }
         for i in 0..self.rows {
             let condition =
                 if self.by_rows() { format!("in{i} && saw_keys(stats{i}.x)") } else { format!("in{i}") };

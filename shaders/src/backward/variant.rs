@@ -48,6 +48,10 @@ pub enum Sums {
     Keys,
     /// Only dV.
     Values,
+    /// dBias of an additive bias tensor with a row for each query: of a tile of query rows, of one query head at a time.
+    Bias,
+    /// The same of a bias tensor whose row all queries share: of a tile of keys, of one query head at a time.
+    SharedBias,
 }
 
 impl Sums {
@@ -58,6 +62,8 @@ impl Sums {
             Self::KeysValues => "dkv",
             Self::Keys => "dk",
             Self::Values => "dv",
+            Self::Bias => "dbias",
+            Self::SharedBias => "dbias-shared",
         }
     }
 
@@ -68,12 +74,23 @@ impl Sums {
             Self::KeysValues => &["dk", "dv"],
             Self::Keys => &["dk"],
             Self::Values => &["dv"],
+            Self::Bias | Self::SharedBias => &["d_bias"],
         }
+    }
+
+    /// Whether it is the gradient of a bias, whose elements a kernel reads and writes one by one.
+    pub const fn of_bias(self) -> bool {
+        matches!(self, Self::Bias | Self::SharedBias)
     }
 
     /// Whether the tile is one of query rows, and keys are looped over.
     pub const fn rows_are_fixed(self) -> bool {
-        matches!(self, Self::Queries)
+        matches!(self, Self::Queries | Self::Bias)
+    }
+
+    /// Whether a workgroup is of one query head. Otherwise it is of a KV head, and loops over the query heads that read it.
+    pub const fn of_one_query_head(self) -> bool {
+        self.rows_are_fixed() || self.of_bias()
     }
 
     /// Whether dS is computed.
@@ -86,7 +103,7 @@ impl Sums {
         match self {
             Self::Queries | Self::Keys => 3,
             Self::KeysValues => 4,
-            Self::Values => 2,
+            Self::Values | Self::Bias | Self::SharedBias => 2,
         }
     }
 }
@@ -104,7 +121,8 @@ pub struct BackwardKernel {
     pub head_dim: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
-    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant reads none.
+    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant reads none, [`Sums::Bias`] and
+    /// [`Sums::SharedBias`] read a bias.
     pub pairs: Pairs,
 }
 

@@ -57,7 +57,11 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             for variant in backward {
                 for (softcap, pairs) in options(head_dim) {
                     let of_keys = variant.of_keys(head_dim, pairs);
-                    kernels.extend([Sums::Queries].iter().chain(of_keys).map(|sums| {
+                    let of_bias: &[Sums] = match pairs {
+                        Pairs::Bias => &[Sums::Bias, Sums::SharedBias],
+                        _ => &[],
+                    };
+                    kernels.extend([Sums::Queries].iter().chain(of_keys).chain(of_bias).map(|sums| {
                         Kernel::AttendBackward(BackwardKernel {
                             variant,
                             sums: *sums,

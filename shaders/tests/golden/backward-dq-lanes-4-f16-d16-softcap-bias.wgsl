@@ -51,7 +51,7 @@ struct BackwardParams {
     scale: f32,
     unscale: f32,
     moving_texels: u32,
-    pad: u32,
+    head_first: u32,
 }
 @group(0) @binding(0) var<uniform> params: BackwardParams;
 @group(0) @binding(1) var<storage, read> q: array<vec4<u32>>;
@@ -127,7 +127,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let tile = params.tile_first + params.tile_count - 1u - item % params.tile_count;
     let batch_head = item / params.tile_count;
     let batch = params.batch_first + batch_head / params.heads;
-    let own_head = batch_head % params.heads;
+    let own_head = params.head_first + batch_head % params.heads;
     let class_index = min(batch, params.last_class);
     let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / 1u);
     let full_runs = lists[starts];
@@ -135,6 +135,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let runs_end = lists[starts + 2u];
     if (full_runs == runs_end) { return; }
     let spans = params.spans_at + 2u * class_index * params.rows;
+    let head = own_head;
+    let kv_head = lists[params.heads_at + own_head];
     let moving_y = (batch - params.batch_first) * params.moving_texels - params.moving_begin;
     let row0 = tile * 12u + 0u + lane;
     let in0 = row0 < params.fixed_end;
@@ -256,8 +258,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     var a2_3y = 0.0f;
     var a2_3z = 0.0f;
     var a2_3w = 0.0f;
-    let head = own_head;
-    let kv_head = lists[params.heads_at + own_head];
     let unit0 = kv_head * 2u + min(lane + 0u, 1u);
     for (var run = full_runs; run < runs_end; run++) {
         let first = max(lists[params.runs_at + 2u * run], params.moving_begin);

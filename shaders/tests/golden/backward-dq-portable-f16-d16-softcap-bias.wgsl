@@ -51,7 +51,7 @@ struct BackwardParams {
     scale: f32,
     unscale: f32,
     moving_texels: u32,
-    pad: u32,
+    head_first: u32,
 }
 @group(0) @binding(0) var<uniform> params: BackwardParams;
 @group(0) @binding(1) var<storage, read> q: array<vec4<u32>>;
@@ -151,7 +151,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let tile = params.tile_first + params.tile_count - 1u - item % params.tile_count;
     let batch_head = item / params.tile_count;
     let batch = params.batch_first + batch_head / params.heads;
-    let own_head = batch_head % params.heads;
+    let own_head = params.head_first + batch_head % params.heads;
     let class_index = min(batch, params.last_class);
     let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / 1u);
     let full_runs = lists[starts];
@@ -159,6 +159,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let runs_end = lists[starts + 2u];
     if (full_runs == runs_end) { return; }
     let spans = params.spans_at + 2u * class_index * params.rows;
+    let head = own_head;
+    let kv_head = lists[params.heads_at + own_head];
     let tr = thread >> 3u;
     let tc = thread & 7u;
     let row0 = tile * 32u + 0u + tr;
@@ -213,8 +215,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let load1 = (tr & 3u) * 8u + (tr >> 2u) + 2u;
     let load2 = (tr & 3u) * 8u + (tr >> 2u) + 4u;
     let load3 = (tr & 3u) * 8u + (tr >> 2u) + 6u;
-    let head = own_head;
-    let kv_head = lists[params.heads_at + own_head];
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     for (var run = full_runs; run < runs_end; run++) {

@@ -51,7 +51,7 @@ struct BackwardParams {
     scale: f32,
     unscale: f32,
     moving_texels: u32,
-    pad: u32,
+    head_first: u32,
 }
 @group(0) @binding(0) var<uniform> params: BackwardParams;
 @group(0) @binding(1) var<storage, read> q: array<vec4<f32>>;
@@ -123,7 +123,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let tile = params.tile_first + item % params.tile_count;
     let batch_head = item / params.tile_count;
     let batch = params.batch_first + batch_head / params.heads;
-    let own_head = batch_head % params.heads;
+    let own_head = params.head_first + batch_head % params.heads;
     let class_index = min(batch, params.last_class);
     let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / 1u);
     let full_runs = lists[starts];

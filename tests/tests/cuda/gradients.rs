@@ -19,14 +19,18 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     let ring = || shared([1, 4], Strategy::Ring, Dtype::F32, "two rows beyond four tiles");
     let unified = || shared([2, 2], Strategy::Unified, Dtype::Bf16, "two rows beyond four tiles");
     let biased = || shared([1, 3], Strategy::TwoWay, Dtype::F16, "bias, softcap and sinks");
+    let of_keys = || shared([2, 2], Strategy::Unified, Dtype::F32, "bias over keys for each entry and head");
     let mut all = vec![
         Scenario::new("gradients of a ring of four ranks", "seed=91,capability=90", ring),
         Scenario::new("gradients of a 2x2 mesh", "seed=92,capability=80", unified),
         Scenario::new("gradients of three ranks with a bias tensor", "seed=93,capability=80", biased),
+        Scenario::new("gradients of a bias over keys", "seed=96,capability=90", of_keys),
     ];
     all[0].says = &["launched accumulate ", "launched backward_keys_f32 ", "launched clear_words "];
     all[1].says = &["launched backward_queries_bf16_", "launched backward_keys_bf16_"];
-    all[2].says = &["launched backward_queries_f16_", "launched row_stats_f16 "];
+    all[2].says =
+        &["launched backward_queries_f16_", "launched row_stats_f16 ", "launched backward_bias_f16_"];
+    all[3].says = &["launched backward_bias_f32 "];
     for (name, fake) in [
         ("gradients on streams that wait for no copy fail the check", "ignore_waits=1,seed=94"),
         ("gradients that leave the device before they are complete fail the check", "ignore_waits=4,seed=95"),
@@ -42,7 +46,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
 /// and without.
 fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &str) {
     let case = cases().into_iter().find(|case| case.name == name).unwrap();
-    let case = GradientCase::new(case, dtype);
+    let case = GradientCase::new(case, dtype).with_bias_gradient();
     let problem = &case.prepared.problem;
     let sharing = |mesh: Mesh, strategy, device: &Device| {
         let place = |total| Placement::new(PlacementKind::Zigzag, mesh, total, &Split::Even).unwrap();

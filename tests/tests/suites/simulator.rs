@@ -1,6 +1,7 @@
 //! The simulator: claims that hold for any numbers, and its predictions for published runs.
 
 mod gradients;
+mod two_links;
 
 use kyklos::plan::{World, check};
 use kyklos::simulate::{

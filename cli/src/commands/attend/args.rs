@@ -37,6 +37,9 @@ pub(crate) struct AttendArgs {
     /// How the messages of a plan go between devices
     #[arg(long, value_enum, default_value_t = CollectiveName::Host)]
     pub(crate) collective: CollectiveName,
+    /// Number of the cluster of this rank, 0 if not given: NCCL is used between ranks of one cluster only
+    #[arg(long, value_name = "N")]
+    pub(crate) nccl_cluster: Option<u32>,
     /// Run N times. The wall time is the median; other figures are of the last run
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) repeat: NonZeroU64,

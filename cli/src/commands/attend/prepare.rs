@@ -84,8 +84,14 @@ pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
     ))
 }
 
-/// Refuses NCCL where a rank has another device. `are_all`: whether no rank has a device that these options do not name.
+/// Refuses options of NCCL that do not fit, and NCCL where a rank has another device. `are_all`: whether no rank has a device that these options do not name.
 pub(super) fn collective_fits(args: &AttendArgs, are_all: bool) -> Result<()> {
+    if args.nccl_cluster.is_some() && args.collective == CollectiveName::Host {
+        return Err(Failure::request(
+            "--nccl-cluster without NCCL",
+            "add --collective nccl or --collective auto, or leave it away",
+        ));
+    }
     let cannot = |device: &&DeviceRequest| match device {
         DeviceRequest::Auto => are_all,
         DeviceRequest::Of(kind, _) => *kind != BackendKind::Cuda,
@@ -139,6 +145,7 @@ impl Prepared {
             are_processes,
             on_loss: args.on_loss,
             collective: args.collective,
+            nccl_cluster: args.nccl_cluster.unwrap_or(0),
         };
         Ok(Self { request, settings, outputs })
     }

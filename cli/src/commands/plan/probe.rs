@@ -143,6 +143,7 @@ impl Probe {
             message_us: 0.0,
             duplex: Duplex::Half,
             host_s_per_gb: median(&|round| round.link.host_s_per_gb),
+            device_memory: false,
         };
         Ok(Cluster::new(Description {
             name: format!("{} ranks in one process, {}, probed", self.devices.len(), self.words()),

@@ -40,7 +40,9 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a buffer with the usages {:?}", OWN_DEVICE),
     ("a wgpu buffer for {}", OWN_DEVICE),
     ("a backward pass on {} ({})", "a gradient in a browser tab"),
-    ("the gradient of a bias tensor on {} ({})", "the gradient of a bias on a GPU"),
+    ("the gradient of a bias tensor on {} ({})", "a backend of another program, without a kernel for it"),
+    ("the gradient of a bias, in a backward call without an additive bias tensor", CALLERS),
+    ("the gradient of a bias on CUDA, in a backward call without an additive bias tensor", CALLERS),
     (
         "rank {rank} describes its call in a form that this release does not know",
         "a group of ranks with different releases",

@@ -150,6 +150,10 @@ pub(super) const GROUPS: &[Group] = &[
                 "@ --ranks 2 --collective nccl --device cuda,cpu",
                 "NCCL moves messages between CUDA devices only.",
             ),
+            (
+                "@ --nccl-cluster 1",
+                "The number says with whom a rank uses NCCL, so NCCL has to be asked for.",
+            ),
             ("bench --device tab", "No other command waits for a tab."),
             ("bench --device cpu --kernel fast", "There is no such kernel."),
             (

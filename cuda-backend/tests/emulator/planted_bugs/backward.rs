@@ -80,7 +80,12 @@ const BUGS: [Bug; 29] = [
         ";",
     ),
     bug("one query head of the group", KEYS, "args.readers[at.kv_head + 1]", "args.readers[at.kv_head] + 1"),
-    bug("the numbers of rows are in one stage", KEYS, "store_shared(into + 2", "store_shared(stages + 2"),
+    bug(
+        "the numbers of rows are in one stage",
+        KEYS,
+        "store_shared(into + 2",
+        "store_shared(shared_base() + 2 * Base::FIXED_BYTES + 2",
+    ),
     bug("keys behind the last are written", KEYS, "if (key >= attend.keys) continue;", ";"),
     bug("dK, dV: no tile is tested against the mask", KEYS, "return !tile.now.full() ||", "return false &&"),
     bug(
@@ -209,7 +214,7 @@ const F32_BUGS: [Bug; 11] = [
         "AttentionF32::dot(attend.dim, q, k) * attend.scale",
         "(AttentionF32::dot(attend.dim / 2, q, k) + AttentionF32::dot(attend.dim / 2, q + attend.dim / 2, k + attend.dim / 2)) * attend.scale",
     ),
-    bug("no slope of the softcap", F32, "(dp - row.delta) * fused(-bent, bent, 1.0f)", "(dp - row.delta)"),
+    bug("no slope of the softcap", F32, "of_bias * fused(-bent, bent, 1.0f)", "of_bias"),
     bug("no delta", F32, "(dp - row.delta)", "dp"),
     bug("dQ without the scale", F32, "fused(acc[i], args.scale,", "fused(acc[i], 1.0f,"),
     bug("dK without the scale", F32, "fused(dk[i], args.scale,", "fused(dk[i], 1.0f,"),
@@ -238,7 +243,12 @@ const F32_BUGS: [Bug; 11] = [
         "head <= args.readers[at.kv_head]",
     ),
     bug("dV replaces what was there", F32, "of_dv += dv[i];", "of_dv = dv[i];"),
-    bug("a tile of keys has the list of another", F32, "at.first / BACKWARD_TILE", "block_x()"),
+    bug(
+        "a tile of keys has the list of another",
+        F32,
+        "at.first / BACKWARD_TILE);\n            for",
+        "block_x());\n            for",
+    ),
 ];
 
 const F32_INSTANCE: &str = "#include \"backward_f32.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n\

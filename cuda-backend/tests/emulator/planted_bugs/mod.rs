@@ -2,6 +2,7 @@
 //! bugs.
 
 mod backward;
+mod bias;
 mod convert;
 mod decode;
 mod hopper;
@@ -122,6 +123,12 @@ fn every_planted_bug_is_found() {
 #[ignore = "50 builds of kernels take over ten minutes of two cores: scripts/test-all.sh"]
 fn every_planted_bug_of_the_backward_pass_is_found() {
     every_bug_is_found(&[backward::small(), backward::wide(), backward::in_f32(), backward::tiles()]);
+}
+
+#[test]
+#[ignore = "23 builds of kernels take two minutes of two cores: scripts/test-all.sh"]
+fn every_planted_bug_of_the_gradient_of_a_bias_is_found() {
+    every_bug_is_found(&[bias::in_f32(), bias::tiles()]);
 }
 
 fn every_bug_is_found(kernels: &[Planted]) {

@@ -1,7 +1,10 @@
 //! The one inner loop: a sum of outer products, held in registers. `S = K·Qᵀ` and `O = Vᵀ·P` are both made of it, and all products of
 //! the backward pass. The three functions differ in how the broadcast values lie in memory.
+//!
+//! The loops over a tile are functions of their own ([`alone`]). Within the code around them the compiler ran out of registers and kept
+//! one accumulator in memory, which halved the speed: each step then waits for the store and the load of the step before.
 
-use pulp::Simd;
+use pulp::{Simd, WithSimd};
 
 use super::exp::mul_add;
 
@@ -27,6 +30,79 @@ pub(super) fn add_outer_products<S: Simd, const MR: usize, const NV: usize>(
         }
     }
     c
+}
+
+/// Runs `op` with the instruction set of `simd`, as a function with registers of its own.
+///
+/// This function lacks the instruction set, so the compiler cannot put the one that it calls in line here; and it is not put in line
+/// where it is called.
+#[inline(never)]
+pub(super) fn alone<S: Simd, Op: WithSimd<Output = ()>>(simd: S, op: Op) {
+    simd.vectorize(op);
+}
+
+/// The scores of a tile: `into[key][row] = Σ_d k[key / MR][d][key % MR] · q[d][row]`.
+pub(super) struct Scores<'a, S: Simd, const MR: usize, const NV: usize> {
+    pub(super) simd: S,
+    /// `[key / MR][dim][MR]`.
+    pub(super) k: &'a [[f32; MR]],
+    /// `[dim]`.
+    pub(super) q: &'a [[S::f32s; NV]],
+    /// `[key]`.
+    pub(super) into: &'a mut [[S::f32s; NV]],
+}
+
+impl<S: Simd, const MR: usize, const NV: usize> WithSimd for Scores<'_, S, MR, NV> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<T: Simd>(self, _: T) {
+        let Self { simd, k, q, into } = self;
+        let zero = [[simd.splat_f32s(0.0); NV]; MR];
+        for (k, into) in k.chunks_exact(q.len()).zip(into.as_chunks_mut::<MR>().0) {
+            *into = add_outer_products(simd, zero, k, q);
+        }
+    }
+}
+
+/// The weighted sum of a tile's values: `o[d][row] = o[d][row] · keep[row] + Σ_key v[d / MR][key][d % MR] · p[key][row]`.
+pub(super) struct WeightedSum<'a, S: Simd, const MR: usize, const NV: usize> {
+    pub(super) simd: S,
+    /// `[dim / MR][stride][MR]`, from the first key on.
+    pub(super) v: &'a [[f32; MR]],
+    /// Keys in a group of `v`.
+    pub(super) stride: usize,
+    /// `[key]`.
+    pub(super) p: &'a [[S::f32s; NV]],
+    /// `None`: 1.
+    pub(super) keep: Option<&'a [S::f32s; NV]>,
+    /// `[dim]`.
+    pub(super) o: &'a mut [[S::f32s; NV]],
+}
+
+impl<S: Simd, const MR: usize, const NV: usize> WithSimd for WeightedSum<'_, S, MR, NV> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<T: Simd>(self, _: T) {
+        let Self { simd, v, stride, p, keep, o } = self;
+        for (o, v) in o.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(stride)) {
+            if let Some(keep) = keep {
+                scale(simd, o, keep);
+            }
+            *o = add_outer_products(simd, *o, &v[..p.len()], p);
+        }
+    }
+}
+
+/// `o[d][row] *= keep[row]`.
+#[inline(always)]
+pub(super) fn scale<S: Simd, const NV: usize>(simd: S, o: &mut [[S::f32s; NV]], keep: &[S::f32s; NV]) {
+    for o in o {
+        for (o, keep) in o.iter_mut().zip(keep) {
+            *o = simd.mul_f32s(*o, *keep);
+        }
+    }
 }
 
 /// `c[i][lane] += Σ_t a[i · stride + t] · b[t · b_stride][lane]` for `count` steps: the broadcast values are rows of `a`, `stride` apart,

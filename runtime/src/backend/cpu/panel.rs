@@ -6,7 +6,7 @@
 use pulp::Simd;
 
 use super::exp::{exp2, exp2_each, mul_add, tanh};
-use super::kernel::add_outer_products;
+use super::kernel::{Scores, WeightedSum, alone, scale};
 use super::keys::KeyTile;
 use crate::RowSpan;
 
@@ -43,28 +43,30 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let Some((range, visible)) = self.visible(simd, keys.positions) else {
             return;
         };
-        let first_group = range.start / MR;
+        let groups = range.start / MR..range.end.div_ceil(MR);
+        let computed = groups.start * MR..groups.end * MR;
+        alone(
+            simd,
+            Scores {
+                simd,
+                k: &keys.k[groups.start * self.dim..groups.end * self.dim],
+                q: self.q,
+                into: &mut self.scores[computed.clone()],
+            },
+        );
         let mut m = self.ml[0];
-        for (group, k) in keys.k.chunks_exact(self.dim).enumerate().skip(first_group) {
-            let from = group * MR;
-            if from >= range.end {
-                break;
-            }
-            let zero = [[simd.splat_f32s(0.0); NV]; MR];
-            let s = add_outer_products(simd, zero, k, self.q);
-            let stored = &mut self.scores[from..from + MR];
-            stored.copy_from_slice(&s);
+        let stored = self.scores[computed.clone()].as_chunks_mut::<MR>().0;
+        for (from, stored) in computed.step_by(MR).zip(stored) {
             let positions = &keys.positions[from..keys.positions.len().min(from + MR)];
             let hidden = visible.as_ref().filter(|visible| !visible.common_to(positions));
             if self.softcap.is_none() && hidden.is_none() && self.terms.is_none() && positions.len() == MR {
-                for s in &s {
+                for s in stored {
                     for (m, s) in m.iter_mut().zip(s) {
                         *m = simd.max_f32s(*m, *s);
                     }
                 }
                 continue;
             }
-            // In memory: an index that is not constant would keep the scores of the fast path out of registers too.
             for (key, (s, position)) in (from..).zip(stored.iter_mut().zip(positions)) {
                 if let Some(cap) = self.softcap {
                     let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
@@ -118,23 +120,19 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
 
         let terms = self.terms.map(|terms| &terms[range.clone()]);
         let select = !keys.finite && (visible.is_some() || terms.is_some());
-        let groups = self.o.as_chunks_mut::<MR>().0.iter_mut();
-        for (o, v) in groups.zip(keys.v.chunks_exact(keys.stride)) {
-            let mut sum = *o;
+        let (v, p) = (&keys.v[range.start..], &self.scores[range.clone()]);
+        if !select {
+            let keep = grew.then_some(&keep);
+            alone(simd, WeightedSum { simd, v, stride: keys.stride, p, keep, o: self.o });
+            return;
+        }
+        let positions = &keys.positions[range];
+        for (o, v) in self.o.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(keys.stride)) {
             if grew {
-                for sum in &mut sum {
-                    for (sum, keep) in sum.iter_mut().zip(&keep) {
-                        *sum = simd.mul_f32s(*sum, *keep);
-                    }
-                }
+                scale(simd, o, &keep);
             }
-            let (v, p) = (&v[range.clone()], &self.scores[range.clone()]);
-            *o = if select {
-                let positions = &keys.positions[range.clone()];
-                add_where_seen(simd, sum, v, p, visible.as_ref(), terms, positions)
-            } else {
-                add_outer_products(simd, sum, v, p)
-            };
+            let v = &v[..p.len()];
+            *o = add_where_seen(simd, *o, v, p, visible.as_ref(), terms, positions);
         }
     }
 

@@ -57,7 +57,7 @@ pub use variant::KernelChoice;
 
 use super::{
     Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
-    StateMut, StateShape, no_bias_gradient,
+    StateMut, StateShape,
 };
 use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
 use codes::Direction;
@@ -207,6 +207,10 @@ impl Backend for WgpuBackend {
         numbers::checked_dim(head_dim).map(|_| ())
     }
 
+    fn supports_bias_gradient(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn backward_tile_shape(&self, problem: &AttentionProblem, _: StateShape) -> TileShape {
         backward::tile_shape(self, problem.head_dim)
     }
@@ -218,9 +222,6 @@ impl Backend for WgpuBackend {
 
     async fn attend_backward(&self, args: AttendBackward<'_, WgpuBuffer>, control: &Control) -> Result<()> {
         self.gpu.check()?;
-        if args.d_bias.is_some() {
-            return Err(no_bias_gradient(self.info()));
-        }
         backward::attend_backward(self, args, control).await
     }
 

@@ -83,12 +83,17 @@ impl<'a> PairRows<'a> {
 
     /// Offset and strides in the units of the kernel.
     pub(super) fn units(&self) -> Result<[u32; 4]> {
-        let Layout { offset, batch_stride, row_stride, head_stride } = self.layout;
-        let [offset, batch, row, head] = [offset, batch_stride, row_stride, head_stride]
-            .map(|elements| narrow("an offset or a stride of the pairs", elements));
-        let per_unit = narrow("the elements of 16 bytes", 16 / self.element_bytes)?;
-        Ok([offset?.wrapping_sub(self.window.skipped_units()?.wrapping_mul(per_unit)), batch?, row?, head?])
+        in_elements(&self.layout, self.element_bytes, self.window)
     }
+}
+
+/// Offset and strides of a layout in its elements of `element_bytes`, the offset relative to a window.
+pub(super) fn in_elements(layout: &Layout, element_bytes: usize, window: Window<'_>) -> Result<[u32; 4]> {
+    let Layout { offset, batch_stride, row_stride, head_stride } = *layout;
+    let [offset, batch, row, head] = [offset, batch_stride, row_stride, head_stride]
+        .map(|elements| narrow("an offset or a stride of the pairs", elements));
+    let per_unit = narrow("the elements of 16 bytes", 16 / element_bytes)?;
+    Ok([offset?.wrapping_sub(window.skipped_units()?.wrapping_mul(per_unit)), batch?, row?, head?])
 }
 
 /// The rows of a mask or bias tensor that a call reads; columns go up to the largest key position of the block.

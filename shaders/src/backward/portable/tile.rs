@@ -150,7 +150,7 @@ impl Shape {
             };
             let lanes = |f: &str| XYZW.map(|x| format!("{f}(x{i}.{x})")).join(", ");
             if self.kernel.softcap {
-                if scores {
+                if self.kernel.needs_slope() {
                     t.line(format!("let slope{i} = vec4<f32>({});", lanes("slope_of")));
                 }
                 t.line(format!("x{i} = vec4<f32>({});", lanes("capped")));
@@ -164,9 +164,15 @@ impl Shape {
             });
             t.line(format!("let p{i} = vec4<f32>({});", lanes("weight_of")));
             if scores {
-                let slope = if self.kernel.softcap { format!(" * slope{i}") } else { String::new() };
+                let slope = match self.kernel.softcap && self.kernel.needs_slope() {
+                    true => format!(" * slope{i}"),
+                    false => String::new(),
+                };
                 t.line(format!("let s{i} = p{i} * (d{i} - {delta}){slope};"));
             }
+        }
+        if self.sums().is_empty() {
+            return;
         }
         t.line("workgroupBarrier();");
         for sum in self.sums() {
@@ -233,7 +239,7 @@ impl Shape {
     }
 
     /// Index of this thread in a fixed area, for its `i`-th row.
-    fn own(&self, i: u32) -> String {
+    pub(super) fn own(&self, i: u32) -> String {
         format!("tc * {}u + {}u + tr", self.tile_rows, SIDE * i)
     }
 
@@ -246,4 +252,4 @@ impl Shape {
 
 /// Names of S and dP.
 const PRODUCTS: [&str; 2] = ["x", "d"];
-const XYZW: [&str; 4] = ["x", "y", "z", "w"];
+pub(super) const XYZW: [&str; 4] = ["x", "y", "z", "w"];

@@ -1,6 +1,7 @@
 //! Ranks with a device each that exchange their messages by NCCL: the fake NCCL on the fake driver.
 
 mod faults;
+mod islands;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ use crate::scenario::{Ends, Scenario};
 const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
-    [right(), planted(), decisions(), faults::scenarios()].concat()
+    [right(), planted(), decisions(), islands::scenarios(), faults::scenarios()].concat()
 }
 
 /// A scenario on `ranks` devices, with settings of the fake NCCL.

@@ -10,7 +10,7 @@ use kyklos::{
 };
 use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::inputs::{Case, CasePairs};
-use kyklos_oracle::oracle::{OracleMask, OracleProblem};
+use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use kyklos_transport::in_process_group;
 use kyklos_transport::quic::quic_loopback_group;
 
@@ -56,28 +56,34 @@ fn sharing(case: &GradientCase, mesh: Mesh, strategy: Strategy, device: Device) 
 
 #[test]
 fn every_shape_of_bias_has_its_gradient_on_every_kind_of_mesh() {
+    every_shape_agrees_with_the_oracle(&Device::cpu(), true);
+}
+
+/// On one rank and on several, whose devices are all `device`.
+pub(super) fn every_shape_agrees_with_the_oracle(device: &Device, every_mesh: bool) {
     for (index, pairs) in every_shape().enumerate() {
         let softcap = (index % 2 == 1).then_some(1.5);
         let dtype = Dtype::ALL[index % 3];
         let case = GradientCase::new(case(pairs, softcap), dtype).with_bias_gradient();
-        let errors = case.run(in_process_group(1), &alone(&case, &Device::cpu()));
+        let errors = case.run(in_process_group(1), &alone(&case, device));
         assert_eq!(errors.len(), 5);
         for (error, limit) in errors.iter().zip(case.dense_limits()) {
             error.within(&limit).unwrap_or_else(|fault| panic!("{pairs:?} alone: {fault}"));
         }
-        for (mesh, strategy) in [
+        let worlds = [
             ((1, 3), Strategy::Ring),
-            ((1, 4), Strategy::Gather),
+            ((2, 2), Strategy::Unified),
             ((3, 1), Strategy::Ulysses),
             ((4, 1), Strategy::Chunked),
-            ((2, 2), Strategy::Unified),
+            ((1, 4), Strategy::Gather),
             // Where queries travel, only a bias with one row for all of them has its gradient: the default takes its place.
             ((1, 3), Strategy::PassQ),
             ((1, 4), Strategy::Tree),
-        ] {
+        ];
+        for (mesh, strategy) in worlds.into_iter().take(if every_mesh { worlds.len() } else { 2 }) {
             let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
             let together =
-                case.run(in_process_group(mesh.world()), &sharing(&case, mesh, strategy, Device::cpu()));
+                case.run(in_process_group(mesh.world()), &sharing(&case, mesh, strategy, device.clone()));
             for (error, limit) in together.iter().zip(case.parallel_limits(&errors)) {
                 error
                     .within(&limit)
@@ -103,6 +109,47 @@ fn the_gradient_of_a_bias_has_the_same_bytes_with_any_number_of_threads_and_over
             let quic = quic_loopback_group(mesh.world()).unwrap();
             assert!(first == case.gradients(quic, &on(Device::cpu())), "{pairs:?} over QUIC");
         }
+    }
+}
+
+/// The same bytes when the same ranks compute them again on `device`.
+pub(super) fn every_shape_has_the_same_bytes_again(device: &Device) {
+    for pairs in every_shape() {
+        let case = GradientCase::new(case(pairs, None), Dtype::F32).with_bias_gradient();
+        let mesh = Mesh::new(2, 2).unwrap();
+        let run = || {
+            let sharing = sharing(&case, mesh, Strategy::Unified, device.clone());
+            case.gradients(in_process_group(mesh.world()), &sharing)
+        };
+        assert!(run() == run(), "{pairs:?}");
+    }
+}
+
+#[test]
+fn rows_that_see_no_key_add_nothing_to_the_gradient_of_a_bias() {
+    rows_without_keys_add_nothing(&Device::cpu());
+}
+
+/// Rows from 110 on see no key. What the gradient of their output holds must not matter.
+pub(super) fn rows_without_keys_add_nothing(device: &Device) {
+    for pairs in every_shape() {
+        let mut case = case(pairs, None);
+        let problem = &mut case.problem;
+        (problem.q_len, problem.kv_len, problem.q_offset) = (150, 100, 0);
+        problem.mask = OracleMask::causal().and(OracleTerm::Window { left: 10, right: -1 });
+        problem.sinks.clear();
+        let mut case = GradientCase::new(case, Dtype::F32).with_bias_gradient();
+        let on =
+            |case: &GradientCase| case.gradients(in_process_group(1), &alone(case, device)).pop().unwrap();
+        let right = on(&case);
+        let mut d_o = case.d_o.to_vec();
+        let row = 4 * 16 * 4;
+        for at in (0..d_o.len()).step_by(row).filter(|at| at / row % 150 >= 110) {
+            d_o[at..at + row].fill(0xFF);
+        }
+        case.d_o = d_o.into();
+        assert!(right.iter().all(|value| value.is_finite()));
+        assert!(right == on(&case), "{pairs:?}");
     }
 }
 

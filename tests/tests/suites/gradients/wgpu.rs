@@ -2,16 +2,14 @@
 
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
-use kyklos::local::on_threads;
-use kyklos::{Attention, BiasKind, BiasTensor, Dtype, RunOptions, Saved, Session, SessionOptions, Tensor};
+use kyklos::{Dtype, RunOptions, Session, SessionOptions};
 use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::inputs::{Case, CasePairs, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
-use kyklos_transport::in_process_group;
 use proptest::test_runner::TestRunner;
 
 use super::worlds::worlds;
-use super::{assert_alone, calls};
+use super::{assert_alone, bias, calls};
 use crate::amount::amount;
 
 /// Every adapter, opened with `options`, as the program would choose its kernels and with those that run everywhere. With each the head
@@ -52,7 +50,7 @@ fn one_wgpu_device_agrees_with_the_oracle_in_every_case() {
                 .into_iter()
                 .filter(|case| only_dim.is_none_or(|dim| case.problem.head_dim == dim as usize));
             for case in chosen.skip(offset).step_by(step) {
-                assert_alone(&GradientCase::new(case, dtype), &device);
+                assert_alone(&GradientCase::new(case, dtype).with_bias_gradient(), &device);
             }
         }
     }
@@ -83,13 +81,19 @@ fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
         let heads = [4, 2, 32];
         let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 20, 270, 300]));
         let pairs = CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false };
+        let of_rows = CasePairs { batch: 2, heads: 4, shared_rows: true, ..pairs };
         for case in [
             case("full", [2, 300, 300], heads, OracleMask::full()),
             case("causal", [1, 500, 600], heads, OracleMask::causal()),
             case("documents", [2, 300, 300], heads, documents),
             Case { pairs: Some(pairs), ..case("bias", [1, 200, 200], heads, OracleMask::causal()) },
+            Case { pairs: Some(pairs), ..case("bias", [2, 300, 300], heads, OracleMask::full()) },
+            Case {
+                pairs: Some(of_rows),
+                ..case("bias of all rows", [2, 300, 300], heads, OracleMask::full())
+            },
         ] {
-            assert_alone(&GradientCase::new(case, Dtype::F32), &device);
+            assert_alone(&GradientCase::new(case, Dtype::F32).with_bias_gradient(), &device);
         }
     }
 }
@@ -166,27 +170,18 @@ fn odd_shapes_on_wgpu_agree_with_the_oracle() {
         let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32] } else { &Dtype::ALL };
         for case in cases {
             for dtype in dtypes.iter().copied() {
-                assert_alone(&GradientCase::new(case.clone(), dtype), &device);
+                assert_alone(&GradientCase::new(case.clone(), dtype).with_bias_gradient(), &device);
             }
         }
     }
 }
 
+/// Both kinds of kernels also in a sample.
 #[test]
-fn the_gradient_of_a_bias_is_refused_and_the_session_stays_usable() {
-    let Some((device, _)) = some_devices(&WgpuOptions::default()).into_iter().next() else { return };
-    on_threads(in_process_group(1), |transport| {
-        let mut session = Session::new(transport, device.clone());
-        let x = Tensor::new([1, 4, 1, 32], vec![0.5_f32; 4 * 32]).unwrap();
-        let bias = BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1, shared_rows: true };
-        let call = Attention::new().bias(bias, vec![0; 4 * 4].into());
-        let output = session.attend(&call, &x, &x, &x).unwrap();
-        let saved = Saved { q: x.clone(), k: x.clone(), v: x.clone(), o: output.o, lse: output.lse };
-        let error = session.backward(&call.clone().bias_gradient(), &saved, &x, None).unwrap_err();
-        assert!(
-            error.is_request() && error.to_string().contains("the gradient of a bias tensor on"),
-            "{error}"
-        );
-        assert!(session.backward(&call, &saved, &x, None).unwrap().d_bias.is_none());
-    });
+fn every_shape_of_bias_has_its_gradient_on_wgpu() {
+    for (device, only_dim) in devices(&WgpuOptions::default()) {
+        bias::every_shape_agrees_with_the_oracle(&device, only_dim.is_none());
+        bias::every_shape_has_the_same_bytes_again(&device);
+        bias::rows_without_keys_add_nothing(&device);
+    }
 }

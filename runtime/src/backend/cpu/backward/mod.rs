@@ -9,6 +9,7 @@ mod accumulate;
 mod bias;
 mod job;
 mod panel;
+mod products;
 mod stats;
 mod waves;
 

@@ -9,8 +9,9 @@
 use pulp::Simd;
 
 use super::super::exp::{exp2_each, tanh};
-use super::super::kernel::{add_products_of_columns, add_products_of_rows};
+use super::super::kernel::alone;
 use super::bias::BiasBlock;
+use super::products::{self, OfKeys, OfPairs, OfQueries};
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
 
@@ -141,19 +142,15 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Adds the gradients of the pairs of the panel and the tile.
     #[inline(always)]
     pub(super) fn attend(mut self, simd: S, keys: &Keys<'_>, sums: Sums<'_, S, NV>) {
-        let zero = [[simd.splat_f32s(0.0); NV]; MR];
         let (count, stride) = (keys.positions.len(), sums.stride);
+        let groups = count.next_multiple_of(MR);
         // One after the other: q and dO of a panel of long rows do not fit the first cache together.
-        for from in (0..count).step_by(MR) {
-            let k = (&keys.k.elements[from * stride..], stride);
-            let scores = add_products_of_rows(simd, zero, k, (self.q.as_flattened(), NV), self.dim);
-            self.weights[from..from + MR].copy_from_slice(&scores);
-        }
-        for from in (0..count).step_by(MR) {
-            let v = (&keys.v.elements[from * stride..], stride);
-            let dp = add_products_of_rows(simd, zero, v, (self.d_o.as_flattened(), NV), self.dim);
-            self.d_scores[from..from + MR].copy_from_slice(&dp);
-        }
+        let rows = products::Rows { elements: keys.k.elements, stride };
+        let into = &mut self.weights[..groups];
+        alone(simd, OfPairs::<S, MR, NV> { simd, rows, panel: &self.q[..self.dim], into });
+        let rows = products::Rows { elements: keys.v.elements, stride };
+        let into = &mut self.d_scores[..groups];
+        alone(simd, OfPairs::<S, MR, NV> { simd, rows, panel: &self.d_o[..self.dim], into });
         for index in 0..count {
             self.shift(simd, index);
         }
@@ -266,19 +263,18 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// `dq[dim] += Σ k[key][dim] · dS[key]`.
     #[inline(always)]
     fn add_dq(&self, simd: S, keys: &Keys<'_>, stride: usize, dq: &mut [[S::f32s; NV]]) {
-        let d_scores = &self.d_scores[..keys.positions.len()];
-        let hides = self.hides(&keys.k);
+        let elements = keys.k.elements;
+        if !self.hides(&keys.k) {
+            let factors = &self.d_scores[..keys.positions.len()];
+            let rows = products::Rows { elements, stride };
+            return alone(simd, OfQueries::<S, MR, NV> { simd, rows, factors, sums: dq });
+        }
         for (group, sums) in dq.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
-            let k = &keys.k.elements[group * MR..];
-            *sums = if hides {
-                self.add_where_seen(simd, keys, *sums, (k, stride))
-            } else {
-                add_products_of_columns(simd, *sums, (k, stride), d_scores)
-            };
+            *sums = self.add_where_seen(simd, keys, *sums, (&elements[group * MR..], stride));
         }
     }
 
-    /// As [`add_products_of_columns`], but leaves hidden pairs out: 0 · NaN is NaN.
+    /// As [`OfQueries`], but leaves hidden pairs out: 0 · NaN is NaN.
     #[inline(always)]
     fn add_where_seen(
         &self,
@@ -318,40 +314,10 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         if self.hides(rows) {
             return self.add_to_keys_where_seen(keys, factors, rows, sums, stride);
         }
-        let b = S::as_simd_f32s(rows.elements).0;
-        let sums = S::as_mut_simd_f32s(sums).0;
-        for from in (0..keys.positions.len()).step_by(MR) {
-            let factors = &factors[from * NV * S::F32_LANES..];
-            let sums = &mut sums[from * of_row..];
-            let mut at = 0;
-            while at + 2 <= used {
-                self.add_some_vectors::<2>(simd, factors, (&b[at..], of_row), &mut sums[at..]);
-                at += 2;
-            }
-            if at < used {
-                self.add_some_vectors::<1>(simd, factors, (&b[at..], of_row), &mut sums[at..]);
-            }
-        }
-    }
-
-    /// `W` vectors of the sums of `MR` keys.
-    #[inline(always)]
-    fn add_some_vectors<const W: usize>(
-        &self,
-        simd: S,
-        factors: &[f32],
-        (rows, of_row): (&[S::f32s], usize),
-        sums: &mut [S::f32s],
-    ) {
-        let mut c = [[simd.splat_f32s(0.0); W]; MR];
-        for (c, sums) in c.iter_mut().zip(sums.chunks(of_row)) {
-            c.copy_from_slice(&sums[..W]);
-        }
-        let lanes = NV * S::F32_LANES;
-        let c = add_products_of_rows(simd, c, (factors, lanes), (rows, of_row), self.spans.len());
-        for (c, sums) in c.iter().zip(sums.chunks_mut(of_row)) {
-            sums[..W].copy_from_slice(c);
-        }
+        let sums = &mut S::as_mut_simd_f32s(sums).0[..keys.positions.len() * of_row];
+        let factors = products::Rows { elements: factors, stride: NV * S::F32_LANES };
+        let (rows, count) = (S::as_simd_f32s(rows.elements).0, self.spans.len());
+        alone(simd, OfKeys::<S, MR> { simd, factors, rows, count, of_row, used, sums });
     }
 
     /// As [`Self::add_to_keys`], but leaves hidden pairs out. Only for rows with NaN or ∞.

@@ -10,8 +10,9 @@ use crate::{BlockWork, MaskClass, Result, RowSpan, TileRun};
 #[derive(Debug)]
 pub(super) struct Lists {
     pub(super) words: Vec<u32>,
-    /// For each KV head, the query heads that read it.
+    /// For each KV head, the query heads that read it; in the words from `readers_at` on.
     pub(super) readers: Vec<Range<u32>>,
+    pub(super) readers_at: u32,
     pub(super) keys_at: u32,
     pub(super) spans_at: u32,
     /// What each tile of rows, and each tile of keys, meets of the other side.
@@ -23,10 +24,9 @@ pub(super) struct Lists {
 #[derive(Debug)]
 pub(super) struct Side {
     pub(super) list: RunList,
-    /// Where its starts, its runs and its heads are in the words.
+    /// Where its starts and its runs are in the words.
     pub(super) starts_at: u32,
     pub(super) runs_at: u32,
-    pub(super) heads_at: u32,
 }
 
 impl Lists {
@@ -47,20 +47,21 @@ impl Lists {
         };
         let by_keys =
             |class: &MaskClass| row_runs(class, keys.div_ceil(work.tile.kv_cols), work.tile.q_rows, rows);
-        let mut side = |classes: Vec<Vec<TileRuns>>, heads_at| -> Result<Side> {
+        let mut side = |classes: Vec<Vec<TileRuns>>| -> Result<Side> {
             let list = RunList::new(classes)?;
             let starts_at = narrow("the work list", words.len())?;
             words.extend_from_slice(&list.starts);
             let runs_at = narrow("the work list", words.len())?;
             words.extend_from_slice(&list.runs);
             narrow("the work list", words.len())?;
-            Ok(Side { list, starts_at, runs_at, heads_at })
+            Ok(Side { list, starts_at, runs_at })
         };
         let sides = [
-            side(work.classes.iter().map(by_rows).collect(), 0)?,
-            side(work.classes.iter().map(by_keys).collect(), readers_at)?,
+            side(work.classes.iter().map(by_rows).collect())?,
+            side(work.classes.iter().map(by_keys).collect())?,
         ];
-        Ok(Self { readers, keys_at, spans_at, sides, last_class: work.classes.len() - 1, words })
+        let last_class = work.classes.len() - 1;
+        Ok(Self { readers, readers_at, keys_at, spans_at, sides, last_class, words })
     }
 }
 

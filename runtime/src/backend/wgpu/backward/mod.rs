@@ -1,6 +1,9 @@
 //! One call of `attend_backward`: a kernel whose workgroups own the gradients of query rows, then one or two whose workgroups own
-//! those of keys. As in `attend` each is cut into regions that fit the device's bindings, and each region into pieces of bounded
-//! time. No cut depends on measured speed, so neither does a byte of the sums.
+//! those of keys, and on request one for the gradient of a bias. As in `attend` each is cut into regions that fit the device's
+//! bindings, and each region into pieces of bounded time. No cut depends on measured speed, so neither does a byte of the sums.
+//!
+//! Where query heads or batch entries share elements of the gradient of a bias, the heads of a region, and the batch entries, have
+//! submissions of their own. The device runs them one after the other.
 
 mod lists;
 mod stats;
@@ -21,7 +24,7 @@ use super::numbers::{checked_dim, narrow, storage};
 use super::operands::{factors, pairs_of};
 use super::pieces::{Flight, Pace};
 use super::region::cut;
-use crate::backend::{AttendBackward, Control, yield_now};
+use crate::backend::{AttendBackward, Control, Layout, yield_now};
 use crate::{Error, Result, TileShape};
 
 /// The tiles of work lists for heads of `head_dim` elements.
@@ -47,17 +50,20 @@ pub(super) async fn attend_backward(
         ));
     }
     let call = Call::new(backend, &args)?;
-    for sums in [Sums::Queries].iter().chain(call.variant.of_keys(call.head_dim, call.pairs)) {
-        let pass = Pass::new(&call, *sums);
+    let of_keys = call.variant.of_keys(call.head_dim, call.pairs).iter().copied();
+    for sums in [Sums::Queries].into_iter().chain(of_keys).chain(call.of_bias()?) {
+        let pass = Pass::new(&call, sums);
         for region in pass.regions() {
-            let mut items = pass.items(&region);
             let windows = call.tensors.windows(&backend.gpu, &args, pass.kernel, &region)?;
-            while let Some((items, flops)) = items.next(backend.pace.piece_flops(&pass.kernel)) {
-                backend.pace.room().await;
-                backend.gpu.check()?;
-                pass.submit(&region, &windows, items, flops)?;
-                control.piece_done()?;
-                yield_now().await;
+            for heads in pass.heads_at_once() {
+                let mut items = pass.items(&region, heads.len());
+                while let Some((items, flops)) = items.next(backend.pace.piece_flops(&pass.kernel)) {
+                    backend.pace.room().await;
+                    backend.gpu.check()?;
+                    pass.submit(&region, &heads, &windows, items, flops)?;
+                    control.piece_done()?;
+                    yield_now().await;
+                }
             }
         }
     }
@@ -91,6 +97,18 @@ impl<'a> Call<'a> {
             args,
         })
     }
+
+    /// The kernel for the gradient of the bias, if the call asks for it.
+    fn of_bias(&self) -> Result<Option<Sums>> {
+        let Some(of_bias) = &self.args.d_bias else { return Ok(None) };
+        if self.pairs != kyklos_shaders::Pairs::Bias {
+            return Err(Error::request(
+                "the gradient of a bias, in a backward call without an additive bias tensor",
+                "give the bias tensor, or leave its gradient out",
+            ));
+        }
+        Ok(Some(if of_bias.layout.row_stride == 0 { Sums::SharedBias } else { Sums::Bias }))
+    }
 }
 
 /// One kernel over all of a call.
@@ -114,7 +132,8 @@ impl<'a> Pass<'a> {
             pairs: call.pairs,
         };
         let most_readers = call.lists.readers.iter().map(ExactSizeIterator::len).max().unwrap_or(1);
-        let heads = if sums.rows_are_fixed() { 1 } else { u32::try_from(most_readers).unwrap_or(u32::MAX) };
+        let heads =
+            if sums.of_one_query_head() { 1 } else { u32::try_from(most_readers).unwrap_or(u32::MAX) };
         Self {
             call,
             backward,
@@ -124,9 +143,21 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Heads of the side of which a workgroup has a tile.
+    /// Query heads, or KV heads where a workgroup is of one of them.
     fn heads(&self) -> usize {
-        if self.by_rows() { self.call.args.shape.heads } else { self.call.lists.readers.len() }
+        let of_query = self.backward.sums.of_one_query_head();
+        if of_query { self.call.args.shape.heads } else { self.call.lists.readers.len() }
+    }
+
+    /// The layout of the gradient of the bias, if this is its kernel.
+    fn bias_layout(&self) -> Option<Layout> {
+        self.call.args.d_bias.as_ref().filter(|_| self.backward.sums.of_bias()).map(|of_bias| of_bias.layout)
+    }
+
+    /// Heads that add to elements of their own, and so may be in one dispatch.
+    fn heads_at_once(&self) -> Vec<Range<usize>> {
+        let shared = self.bias_layout().is_some_and(|layout| layout.head_stride == 0);
+        cut(0..self.heads(), if shared { 1 } else { self.heads() }).collect()
     }
 
     fn by_rows(&self) -> bool {
@@ -147,7 +178,8 @@ impl<'a> Pass<'a> {
         let tensors = &self.call.tensors;
         let TileShape { q_rows, kv_cols } = self.call.args.work.tile;
         let whole = |rows: usize, tile: u32| (rows / tile as usize * tile as usize).max(tile as usize);
-        let mut batch_step = if tensors.fit(limit) { shape.batch } else { 1 };
+        let shared_batch = self.bias_layout().is_some_and(|layout| layout.batch_stride == 0);
+        let mut batch_step = if tensors.fit(limit) && !shared_batch { shape.batch } else { 1 };
         let mut row_step = whole(tensors.rows_within(limit), q_rows);
         let mut key_step = whole(tensors.keys_within(limit), kv_cols);
         let (fixed, moving, all, tile) = if self.by_rows() {
@@ -161,7 +193,8 @@ impl<'a> Pass<'a> {
             batch_step = batch_step.min((most / all).max(1));
             *moving = (*moving).min(most);
         }
-        let items = batch_step * self.heads() * fixed.div_ceil(self.backward.tile_rows() as usize);
+        let heads = self.heads_at_once().first().map_or(0, ExactSizeIterator::len);
+        let items = batch_step * heads * fixed.div_ceil(self.backward.tile_rows() as usize);
         let at_once = self.call.backend.pace.keys_at_once(self.flops, items as u64);
         *moving = whole((*moving).min(at_once), tile);
         let mut regions = Vec::new();
@@ -182,7 +215,7 @@ impl<'a> Pass<'a> {
         fixed.start / own..fixed.end.div_ceil(own)
     }
 
-    fn items(&self, region: &Region) -> Items {
+    fn items(&self, region: &Region, heads: usize) -> Items {
         let [_, moving] = self.sides(region);
         let narrow = |n: usize| u32::try_from(n).expect("Lists::new counted rows and keys in u32");
         let moving = narrow(moving.start)..narrow(moving.end);
@@ -193,14 +226,24 @@ impl<'a> Pass<'a> {
             tiles.iter().map(|tile| self.side.list.met(class, tile / own, &moving)).collect::<Vec<_>>()
         };
         let classes = 0..=self.call.lists.last_class;
-        Items::new(classes.map(met).collect(), &region.batch, self.heads(), self.flops)
+        Items::new(classes.map(met).collect(), &region.batch, heads, self.flops)
     }
 
-    fn submit(&self, region: &Region, windows: &Windows<'_>, items: Range<u64>, flops: f64) -> Result<()> {
+    fn submit(
+        &self,
+        region: &Region,
+        heads: &Range<usize>,
+        windows: &Windows<'_>,
+        items: Range<u64>,
+        flops: f64,
+    ) -> Result<()> {
         let gpu = &self.call.backend.gpu;
         let grid = gpu.grid(items.end - items.start)?;
         let mut params = self.params(region, windows)?;
-        let narrow = |n: u64| narrow("the number of tiles", usize::try_from(n).unwrap_or(usize::MAX));
+        let narrow =
+            |n: u64| narrow("the number of tiles or heads", usize::try_from(n).unwrap_or(usize::MAX));
+        params.heads = narrow(heads.len() as u64)?;
+        params.head_first = narrow(heads.start as u64)?;
         params.first_item = narrow(items.start)?;
         params.items = narrow(items.end - items.start)?;
         params.grid_width = grid.width;
@@ -214,17 +257,16 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Parameters of the kernel, except for the range of items.
+    /// Parameters of the kernel, except for the ranges of heads and of items.
     fn params(&self, region: &Region, windows: &Windows<'_>) -> Result<BackwardParams> {
         let (args, lists, side) = (self.call.args, &self.call.lists, self.side);
         let [fixed, moving] = self.sides(region);
         let tiles = self.tiles(region);
         let (q_scale, cap) = factors(args.scale, args.softcap);
         let unit = self.backward.storage.unit_elements() as usize;
-        let of_tensors = windows.params(args, &self.call.tensors, self.by_rows(), unit)?;
+        let of_tensors = windows.params(args, &self.call.tensors, self.backward.sums, unit)?;
         Ok(BackwardParams {
             rows: narrow("the number of rows", args.shape.rows)?,
-            heads: narrow("the number of heads", self.heads())?,
             fixed_end: narrow("the number of rows", fixed.end)?,
             moving_begin: narrow("the number of rows", moving.start)?,
             moving_end: narrow("the number of rows", moving.end)?,
@@ -235,7 +277,7 @@ impl<'a> Pass<'a> {
             starts_at: side.starts_at,
             starts_class: side.list.starts_class,
             runs_at: side.runs_at,
-            heads_at: side.heads_at,
+            heads_at: if self.backward.sums.of_one_query_head() { 0 } else { lists.readers_at },
             keys_at: lists.keys_at,
             spans_at: lists.spans_at,
             q_scale,

@@ -8,7 +8,7 @@ use super::super::buffer::WgpuBuffer;
 use super::super::device::Gpu;
 use super::super::dispatch::{Bound, Window};
 use super::super::numbers::narrow;
-use super::super::operands::{PairRows, pairs_tensor, units};
+use super::super::operands::{PairRows, in_elements, pairs_tensor, units};
 use super::super::region::Strided;
 use super::super::texture;
 use crate::Result;
@@ -25,6 +25,7 @@ pub(super) struct Tensors {
     dq: Strided,
     d_kv: Strided,
     pairs: Option<Strided>,
+    d_bias: Option<Strided>,
     dense: Layout,
 }
 
@@ -43,7 +44,7 @@ pub(super) struct Windows<'a> {
     stats: Place<'a>,
     k: Place<'a>,
     v: Place<'a>,
-    /// dq, or dk and dv.
+    /// dq, or dk and dv, or the gradient of the bias.
     sums: Vec<Window<'a>>,
     pairs: Option<PairRows<'a>>,
 }
@@ -74,6 +75,9 @@ impl Tensors {
                 .pairs
                 .as_ref()
                 .map(|pairs| pairs_tensor(pairs, args.dtype, shape, &args.work.kv_positions)),
+            d_bias: args.d_bias.as_ref().map(|of_bias| {
+                Strided::new(of_bias.layout, 4, [shape.batch, shape.rows, shape.heads, of_bias.columns])
+            }),
             dense: Layout {
                 offset: 0,
                 batch_stride: shape.rows * row_stride,
@@ -99,7 +103,7 @@ impl Tensors {
     }
 
     fn of_rows(&self) -> impl Iterator<Item = &Strided> {
-        [&self.q, &self.d_o, &self.stats, &self.dq].into_iter().chain(&self.pairs)
+        [&self.q, &self.d_o, &self.stats, &self.dq].into_iter().chain(&self.pairs).chain(&self.d_bias)
     }
 
     fn of_keys(&self) -> impl Iterator<Item = &Strided> {
@@ -138,6 +142,14 @@ impl Tensors {
                 Sums::KeysValues => vec![sum("dk", args.dk)?, sum("dv", args.dv)?],
                 Sums::Keys => vec![sum("dk", args.dk)?],
                 Sums::Values => vec![sum("dv", args.dv)?],
+                Sums::Bias | Sums::SharedBias => args
+                    .d_bias
+                    .as_ref()
+                    .zip(self.d_bias)
+                    .map(|(of_bias, tensor)| gpu.window("dbias", of_bias.buffer, tensor.bytes(batch, rows)))
+                    .transpose()?
+                    .into_iter()
+                    .collect(),
             },
             pairs: PairRows::new(gpu, (args.pairs.as_ref(), args.dtype), self.pairs, batch, rows)?,
         })
@@ -190,12 +202,12 @@ impl<'a> Windows<'a> {
         bound
     }
 
-    /// The offsets and strides among the parameters; with `by_rows` those of the sums are of dq.
+    /// The offsets and strides among the parameters of the kernel of `sums`.
     pub(super) fn params(
         &self,
         args: &AttendBackward<'_, WgpuBuffer>,
         tensors: &Tensors,
-        by_rows: bool,
+        sums: Sums,
         unit: usize,
     ) -> Result<BackwardParams> {
         let q = self.q.units(&args.q.layout, unit)?;
@@ -203,9 +215,12 @@ impl<'a> Windows<'a> {
         let k = self.k.units(&args.k.layout, unit)?;
         let v = self.v.units(&args.v.layout, unit)?;
         let stats = self.stats.stats_units(&args.stats.layout)?;
-        let layout = if by_rows { &tensors.dense } else { &args.kv_layout };
-        // Both sums have one layout and cover the same bytes of their buffers.
-        let sum = units(layout, 4, self.sums[0])?;
+        // dk and dv have one layout and cover the same bytes of their buffers.
+        let sum = match &args.d_bias {
+            Some(of_bias) if sums.of_bias() => in_elements(&of_bias.layout, 4, self.sums[0])?,
+            _ if sums.rows_are_fixed() => units(&tensors.dense, 4, self.sums[0])?,
+            _ => units(&args.kv_layout, 4, self.sums[0])?,
+        };
         let pairs = self.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
         Ok(BackwardParams {
             q_offset: q[0],

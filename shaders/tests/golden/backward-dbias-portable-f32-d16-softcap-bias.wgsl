@@ -1,0 +1,356 @@
+// backward, portable, dbias, f32, head dim 16: 32 x 32, 16384 bytes of workgroup memory
+struct BackwardParams {
+    q_offset: u32,
+    q_batch: u32,
+    q_row: u32,
+    q_head: u32,
+    d_o_offset: u32,
+    d_o_batch: u32,
+    d_o_row: u32,
+    d_o_head: u32,
+    stats_offset: u32,
+    stats_batch: u32,
+    stats_row: u32,
+    stats_head: u32,
+    k_offset: u32,
+    k_batch: u32,
+    k_row: u32,
+    k_head: u32,
+    v_offset: u32,
+    v_batch: u32,
+    v_row: u32,
+    v_head: u32,
+    sum_offset: u32,
+    sum_batch: u32,
+    sum_row: u32,
+    sum_head: u32,
+    pairs_offset: u32,
+    pairs_batch: u32,
+    pairs_row: u32,
+    pairs_head: u32,
+    rows: u32,
+    heads: u32,
+    fixed_end: u32,
+    moving_begin: u32,
+    moving_end: u32,
+    tile_first: u32,
+    tile_count: u32,
+    batch_first: u32,
+    first_item: u32,
+    items: u32,
+    grid_width: u32,
+    last_class: u32,
+    starts_at: u32,
+    starts_class: u32,
+    runs_at: u32,
+    heads_at: u32,
+    keys_at: u32,
+    spans_at: u32,
+    q_scale: f32,
+    cap: f32,
+    scale: f32,
+    unscale: f32,
+    moving_texels: u32,
+    head_first: u32,
+}
+@group(0) @binding(0) var<uniform> params: BackwardParams;
+@group(0) @binding(1) var<storage, read> q: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> d_o: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read> k: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read> v: array<vec4<f32>>;
+@group(0) @binding(5) var<storage, read> stats: array<vec2<f32>>;
+@group(0) @binding(6) var<storage, read_write> d_bias: array<f32>;
+@group(0) @binding(7) var<storage, read> lists: array<u32>;
+@group(0) @binding(8) var<storage, read> pairs: array<u32>;
+
+const EMPTY_M: f32 = -2.3819763e38f;
+
+fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
+
+fn weight_of(below: f32) -> f32 {
+    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+}
+
+fn capped(t: f32) -> f32 {
+    let size = min(abs(t), 16.0f);
+    let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
+    let z = size * size;
+    let tail = (((-5.7049887e-3f * z + 2.0639088e-2f) * z - 5.3739715e-2f) * z + 1.3331442e-1f) * z - 3.3333282e-1f;
+    let value = params.cap * select(large, size + size * z * tail, size < 0.625f);
+    let result = select(value, -value, t < 0.0f);
+    return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
+}
+
+const HIDDEN: f32 = -3e38f;
+// By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
+fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
+fn pair_term(row: u32, position: u32) -> f32 {
+    let bits = pairs[row + position];
+    let bias = bitcast<f32>(bits);
+    let hidden = bits == 0xff800000u;
+    // `max` may drop a NaN, so NaN goes around; what is smaller than -1e38 could not be scaled.
+    let is_nan = (bitcast<u32>(bias) & 0x7fffffffu) > 0x7f800000u;
+    let kept = select(max(bias, -1e38f), bias, is_nan);
+    return select(kept * 1.442695f, HIDDEN, hidden);
+}
+
+// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
+fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
+fn base2_parts(lse: f32) -> vec2<f32> {
+    let bits = bitcast<u32>(lse);
+    let cut = bitcast<f32>(bits & 0xfffff000u);
+    let parts = vec2<f32>(cut * 1.4423828f, (lse - cut) * 1.4423828f + lse * 0.0003122284f);
+    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
+    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
+    return select(parts, vec2<f32>(lse, 0.0f), special);
+}
+// A hidden pair in P or dS: a number that no product gives, which its sum skips.
+const SKIPPED: f32 = -3.0e38f;
+fn load_q(at: u32, chunk: u32) -> vec4<f32> {
+    let value = chunk_0(q[at + min(chunk, 3u)]);
+    return select(vec4<f32>(), value, chunk < 4u);
+}
+fn load_k(at: u32, chunk: u32) -> vec4<f32> {
+    let value = chunk_0(k[at + min(chunk, 3u)]);
+    return select(vec4<f32>(), value, chunk < 4u);
+}
+fn load_d_o(at: u32, chunk: u32) -> vec4<f32> {
+    let value = chunk_0(d_o[at + min(chunk, 3u)]);
+    return select(vec4<f32>(), value, chunk < 4u);
+}
+fn load_v(at: u32, chunk: u32) -> vec4<f32> {
+    let value = chunk_0(v[at + min(chunk, 3u)]);
+    return select(vec4<f32>(), value, chunk < 4u);
+}
+var<workgroup> fixed0: array<vec4<f32>, 256>;
+var<workgroup> moving0: array<vec4<f32>, 256>;
+var<workgroup> fixed1: array<vec4<f32>, 256>;
+var<workgroup> moving1: array<vec4<f32>, 256>;
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+    let group = group_id.x + group_id.y * params.grid_width;
+    if (group >= params.items) { return; }
+    let item = params.first_item + group;
+    let tile = params.tile_first + params.tile_count - 1u - item % params.tile_count;
+    let batch_head = item / params.tile_count;
+    let batch = params.batch_first + batch_head / params.heads;
+    let own_head = params.head_first + batch_head % params.heads;
+    let class_index = min(batch, params.last_class);
+    let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / 1u);
+    let full_runs = lists[starts];
+    let tested_runs = lists[starts + 1u];
+    let runs_end = lists[starts + 2u];
+    if (full_runs == runs_end) { return; }
+    let spans = params.spans_at + 2u * class_index * params.rows;
+    let head = own_head;
+    let kv_head = lists[params.heads_at + own_head];
+    let tr = thread >> 3u;
+    let tc = thread & 7u;
+    let row0 = tile * 32u + 0u + tr;
+    let in0 = row0 < params.fixed_end;
+    let safe0 = min(row0, params.fixed_end - 1u);
+    let q_at0 = params.q_offset + batch * params.q_batch + safe0 * params.q_row + own_head * params.q_head;
+    let d_o_at0 = params.d_o_offset + batch * params.d_o_batch + safe0 * params.d_o_row + own_head * params.d_o_head;
+    let sum_at0 = params.sum_offset + batch * params.sum_batch + safe0 * params.sum_row + own_head * params.sum_head;
+    let lo0 = lists[spans + 2u * safe0];
+    let hi0 = lists[spans + 2u * safe0 + 1u];
+    let stats0 = stats[params.stats_offset + batch * params.stats_batch + safe0 * params.stats_row + own_head * params.stats_head];
+    let lse0 = base2_parts(stats0.x);
+    let pair_row0 = params.pairs_offset + batch * params.pairs_batch + safe0 * params.pairs_row + own_head * params.pairs_head;
+    let adds0 = in0 && saw_keys(stats0.x);
+    let row1 = tile * 32u + 8u + tr;
+    let in1 = row1 < params.fixed_end;
+    let safe1 = min(row1, params.fixed_end - 1u);
+    let q_at1 = params.q_offset + batch * params.q_batch + safe1 * params.q_row + own_head * params.q_head;
+    let d_o_at1 = params.d_o_offset + batch * params.d_o_batch + safe1 * params.d_o_row + own_head * params.d_o_head;
+    let sum_at1 = params.sum_offset + batch * params.sum_batch + safe1 * params.sum_row + own_head * params.sum_head;
+    let lo1 = lists[spans + 2u * safe1];
+    let hi1 = lists[spans + 2u * safe1 + 1u];
+    let stats1 = stats[params.stats_offset + batch * params.stats_batch + safe1 * params.stats_row + own_head * params.stats_head];
+    let lse1 = base2_parts(stats1.x);
+    let pair_row1 = params.pairs_offset + batch * params.pairs_batch + safe1 * params.pairs_row + own_head * params.pairs_head;
+    let adds1 = in1 && saw_keys(stats1.x);
+    let row2 = tile * 32u + 16u + tr;
+    let in2 = row2 < params.fixed_end;
+    let safe2 = min(row2, params.fixed_end - 1u);
+    let q_at2 = params.q_offset + batch * params.q_batch + safe2 * params.q_row + own_head * params.q_head;
+    let d_o_at2 = params.d_o_offset + batch * params.d_o_batch + safe2 * params.d_o_row + own_head * params.d_o_head;
+    let sum_at2 = params.sum_offset + batch * params.sum_batch + safe2 * params.sum_row + own_head * params.sum_head;
+    let lo2 = lists[spans + 2u * safe2];
+    let hi2 = lists[spans + 2u * safe2 + 1u];
+    let stats2 = stats[params.stats_offset + batch * params.stats_batch + safe2 * params.stats_row + own_head * params.stats_head];
+    let lse2 = base2_parts(stats2.x);
+    let pair_row2 = params.pairs_offset + batch * params.pairs_batch + safe2 * params.pairs_row + own_head * params.pairs_head;
+    let adds2 = in2 && saw_keys(stats2.x);
+    let row3 = tile * 32u + 24u + tr;
+    let in3 = row3 < params.fixed_end;
+    let safe3 = min(row3, params.fixed_end - 1u);
+    let q_at3 = params.q_offset + batch * params.q_batch + safe3 * params.q_row + own_head * params.q_head;
+    let d_o_at3 = params.d_o_offset + batch * params.d_o_batch + safe3 * params.d_o_row + own_head * params.d_o_head;
+    let sum_at3 = params.sum_offset + batch * params.sum_batch + safe3 * params.sum_row + own_head * params.sum_head;
+    let lo3 = lists[spans + 2u * safe3];
+    let hi3 = lists[spans + 2u * safe3 + 1u];
+    let stats3 = stats[params.stats_offset + batch * params.stats_batch + safe3 * params.stats_row + own_head * params.stats_head];
+    let lse3 = base2_parts(stats3.x);
+    let pair_row3 = params.pairs_offset + batch * params.pairs_batch + safe3 * params.pairs_row + own_head * params.pairs_head;
+    let adds3 = in3 && saw_keys(stats3.x);
+    let load0 = (tr & 3u) * 8u + (tr >> 2u) + 0u;
+    let load1 = (tr & 3u) * 8u + (tr >> 2u) + 2u;
+    let load2 = (tr & 3u) * 8u + (tr >> 2u) + 4u;
+    let load3 = (tr & 3u) * 8u + (tr >> 2u) + 6u;
+    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
+    for (var run = full_runs; run < runs_end; run++) {
+        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
+        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
+        for (var col = first; col < end; col += 32u) {
+            let cols = vec4<u32>(col + 0u + tc, col + 8u + tc, col + 16u + tc, col + 24u + tc);
+            let there = min(cols, vec4<u32>(end - 1u));
+            let inside = cols < vec4<u32>(end);
+            let pos = vec4<u32>(lists[params.keys_at + there.x], lists[params.keys_at + there.y], lists[params.keys_at + there.z], lists[params.keys_at + there.w]);
+            let term0 = vec4<f32>(pair_term(pair_row0, pos.x), pair_term(pair_row0, pos.y), pair_term(pair_row0, pos.z), pair_term(pair_row0, pos.w));
+            let vis0 = (vec4<u32>(lo0) <= pos) & (pos < vec4<u32>(hi0)) & inside & vec4<bool>(shows(term0.x), shows(term0.y), shows(term0.z), shows(term0.w));
+            let term1 = vec4<f32>(pair_term(pair_row1, pos.x), pair_term(pair_row1, pos.y), pair_term(pair_row1, pos.z), pair_term(pair_row1, pos.w));
+            let vis1 = (vec4<u32>(lo1) <= pos) & (pos < vec4<u32>(hi1)) & inside & vec4<bool>(shows(term1.x), shows(term1.y), shows(term1.z), shows(term1.w));
+            let term2 = vec4<f32>(pair_term(pair_row2, pos.x), pair_term(pair_row2, pos.y), pair_term(pair_row2, pos.z), pair_term(pair_row2, pos.w));
+            let vis2 = (vec4<u32>(lo2) <= pos) & (pos < vec4<u32>(hi2)) & inside & vec4<bool>(shows(term2.x), shows(term2.y), shows(term2.z), shows(term2.w));
+            let term3 = vec4<f32>(pair_term(pair_row3, pos.x), pair_term(pair_row3, pos.y), pair_term(pair_row3, pos.z), pair_term(pair_row3, pos.w));
+            let vis3 = (vec4<u32>(lo3) <= pos) & (pos < vec4<u32>(hi3)) & inside & vec4<bool>(shows(term3.x), shows(term3.y), shows(term3.z), shows(term3.w));
+            var x0 = vec4<f32>();
+            var x1 = vec4<f32>();
+            var x2 = vec4<f32>();
+            var x3 = vec4<f32>();
+            var d0 = vec4<f32>();
+            var d1 = vec4<f32>();
+            var d2 = vec4<f32>();
+            var d3 = vec4<f32>();
+            for (var g = 0u; g < 1u; g++) {
+                workgroupBarrier();
+                fixed0[tc * 32u + 0u + tr] = load_q(q_at0, g * 8u + tc) * params.q_scale;
+                fixed0[tc * 32u + 8u + tr] = load_q(q_at1, g * 8u + tc) * params.q_scale;
+                fixed0[tc * 32u + 16u + tr] = load_q(q_at2, g * 8u + tc) * params.q_scale;
+                fixed0[tc * 32u + 24u + tr] = load_q(q_at3, g * 8u + tc) * params.q_scale;
+                moving0[tc * 32u + load0] = select(vec4<f32>(), load_k(k_base + min(col + load0, end - 1u) * params.k_row, g * 8u + tc), col + load0 < end);
+                moving0[tc * 32u + load1] = select(vec4<f32>(), load_k(k_base + min(col + load1, end - 1u) * params.k_row, g * 8u + tc), col + load1 < end);
+                moving0[tc * 32u + load2] = select(vec4<f32>(), load_k(k_base + min(col + load2, end - 1u) * params.k_row, g * 8u + tc), col + load2 < end);
+                moving0[tc * 32u + load3] = select(vec4<f32>(), load_k(k_base + min(col + load3, end - 1u) * params.k_row, g * 8u + tc), col + load3 < end);
+                fixed1[tc * 32u + 0u + tr] = load_d_o(d_o_at0, g * 8u + tc);
+                fixed1[tc * 32u + 8u + tr] = load_d_o(d_o_at1, g * 8u + tc);
+                fixed1[tc * 32u + 16u + tr] = load_d_o(d_o_at2, g * 8u + tc);
+                fixed1[tc * 32u + 24u + tr] = load_d_o(d_o_at3, g * 8u + tc);
+                moving1[tc * 32u + load0] = select(vec4<f32>(), load_v(v_base + min(col + load0, end - 1u) * params.v_row, g * 8u + tc), col + load0 < end);
+                moving1[tc * 32u + load1] = select(vec4<f32>(), load_v(v_base + min(col + load1, end - 1u) * params.v_row, g * 8u + tc), col + load1 < end);
+                moving1[tc * 32u + load2] = select(vec4<f32>(), load_v(v_base + min(col + load2, end - 1u) * params.v_row, g * 8u + tc), col + load2 < end);
+                moving1[tc * 32u + load3] = select(vec4<f32>(), load_v(v_base + min(col + load3, end - 1u) * params.v_row, g * 8u + tc), col + load3 < end);
+                workgroupBarrier();
+                for (var c = 0u; c < 8u; c++) {
+                    let xm0 = moving0[c * 32u + 0u + tc];
+                    let xm1 = moving0[c * 32u + 8u + tc];
+                    let xm2 = moving0[c * 32u + 16u + tc];
+                    let xm3 = moving0[c * 32u + 24u + tc];
+                    let xf0 = fixed0[c * 32u + 0u + tr];
+                    x0 += vec4<f32>(dot(xf0, xm0), dot(xf0, xm1), dot(xf0, xm2), dot(xf0, xm3));
+                    let xf1 = fixed0[c * 32u + 8u + tr];
+                    x1 += vec4<f32>(dot(xf1, xm0), dot(xf1, xm1), dot(xf1, xm2), dot(xf1, xm3));
+                    let xf2 = fixed0[c * 32u + 16u + tr];
+                    x2 += vec4<f32>(dot(xf2, xm0), dot(xf2, xm1), dot(xf2, xm2), dot(xf2, xm3));
+                    let xf3 = fixed0[c * 32u + 24u + tr];
+                    x3 += vec4<f32>(dot(xf3, xm0), dot(xf3, xm1), dot(xf3, xm2), dot(xf3, xm3));
+                    let dm0 = moving1[c * 32u + 0u + tc];
+                    let dm1 = moving1[c * 32u + 8u + tc];
+                    let dm2 = moving1[c * 32u + 16u + tc];
+                    let dm3 = moving1[c * 32u + 24u + tc];
+                    let df0 = fixed1[c * 32u + 0u + tr];
+                    d0 += vec4<f32>(dot(df0, dm0), dot(df0, dm1), dot(df0, dm2), dot(df0, dm3));
+                    let df1 = fixed1[c * 32u + 8u + tr];
+                    d1 += vec4<f32>(dot(df1, dm0), dot(df1, dm1), dot(df1, dm2), dot(df1, dm3));
+                    let df2 = fixed1[c * 32u + 16u + tr];
+                    d2 += vec4<f32>(dot(df2, dm0), dot(df2, dm1), dot(df2, dm2), dot(df2, dm3));
+                    let df3 = fixed1[c * 32u + 24u + tr];
+                    d3 += vec4<f32>(dot(df3, dm0), dot(df3, dm1), dot(df3, dm2), dot(df3, dm3));
+                }
+            }
+            x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
+            x0 = select(vec4<f32>(EMPTY_M), ((x0 + term0) - lse0.x) - lse0.y, vis0);
+            let p0 = vec4<f32>(weight_of(x0.x), weight_of(x0.y), weight_of(x0.z), weight_of(x0.w));
+            let s0 = p0 * (d0 - stats0.y);
+            x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
+            x1 = select(vec4<f32>(EMPTY_M), ((x1 + term1) - lse1.x) - lse1.y, vis1);
+            let p1 = vec4<f32>(weight_of(x1.x), weight_of(x1.y), weight_of(x1.z), weight_of(x1.w));
+            let s1 = p1 * (d1 - stats1.y);
+            x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
+            x2 = select(vec4<f32>(EMPTY_M), ((x2 + term2) - lse2.x) - lse2.y, vis2);
+            let p2 = vec4<f32>(weight_of(x2.x), weight_of(x2.y), weight_of(x2.z), weight_of(x2.w));
+            let s2 = p2 * (d2 - stats2.y);
+            x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
+            x3 = select(vec4<f32>(EMPTY_M), ((x3 + term3) - lse3.x) - lse3.y, vis3);
+            let p3 = vec4<f32>(weight_of(x3.x), weight_of(x3.y), weight_of(x3.z), weight_of(x3.w));
+            let s3 = p3 * (d3 - stats3.y);
+            if (adds0 && vis0.x) {
+                let element = sum_at0 + pos.x;
+                d_bias[element] = d_bias[element] + s0.x;
+            }
+            if (adds0 && vis0.y) {
+                let element = sum_at0 + pos.y;
+                d_bias[element] = d_bias[element] + s0.y;
+            }
+            if (adds0 && vis0.z) {
+                let element = sum_at0 + pos.z;
+                d_bias[element] = d_bias[element] + s0.z;
+            }
+            if (adds0 && vis0.w) {
+                let element = sum_at0 + pos.w;
+                d_bias[element] = d_bias[element] + s0.w;
+            }
+            if (adds1 && vis1.x) {
+                let element = sum_at1 + pos.x;
+                d_bias[element] = d_bias[element] + s1.x;
+            }
+            if (adds1 && vis1.y) {
+                let element = sum_at1 + pos.y;
+                d_bias[element] = d_bias[element] + s1.y;
+            }
+            if (adds1 && vis1.z) {
+                let element = sum_at1 + pos.z;
+                d_bias[element] = d_bias[element] + s1.z;
+            }
+            if (adds1 && vis1.w) {
+                let element = sum_at1 + pos.w;
+                d_bias[element] = d_bias[element] + s1.w;
+            }
+            if (adds2 && vis2.x) {
+                let element = sum_at2 + pos.x;
+                d_bias[element] = d_bias[element] + s2.x;
+            }
+            if (adds2 && vis2.y) {
+                let element = sum_at2 + pos.y;
+                d_bias[element] = d_bias[element] + s2.y;
+            }
+            if (adds2 && vis2.z) {
+                let element = sum_at2 + pos.z;
+                d_bias[element] = d_bias[element] + s2.z;
+            }
+            if (adds2 && vis2.w) {
+                let element = sum_at2 + pos.w;
+                d_bias[element] = d_bias[element] + s2.w;
+            }
+            if (adds3 && vis3.x) {
+                let element = sum_at3 + pos.x;
+                d_bias[element] = d_bias[element] + s3.x;
+            }
+            if (adds3 && vis3.y) {
+                let element = sum_at3 + pos.y;
+                d_bias[element] = d_bias[element] + s3.y;
+            }
+            if (adds3 && vis3.z) {
+                let element = sum_at3 + pos.z;
+                d_bias[element] = d_bias[element] + s3.z;
+            }
+            if (adds3 && vis3.w) {
+                let element = sum_at3 + pos.w;
+                d_bias[element] = d_bias[element] + s3.w;
+            }
+        }
+    }
+}

@@ -1,0 +1,312 @@
+// backward, lanes, dbias-shared, f32, head dim 16: subgroups of 4, 2 rows in each lane
+struct BackwardParams {
+    q_offset: u32,
+    q_batch: u32,
+    q_row: u32,
+    q_head: u32,
+    d_o_offset: u32,
+    d_o_batch: u32,
+    d_o_row: u32,
+    d_o_head: u32,
+    stats_offset: u32,
+    stats_batch: u32,
+    stats_row: u32,
+    stats_head: u32,
+    k_offset: u32,
+    k_batch: u32,
+    k_row: u32,
+    k_head: u32,
+    v_offset: u32,
+    v_batch: u32,
+    v_row: u32,
+    v_head: u32,
+    sum_offset: u32,
+    sum_batch: u32,
+    sum_row: u32,
+    sum_head: u32,
+    pairs_offset: u32,
+    pairs_batch: u32,
+    pairs_row: u32,
+    pairs_head: u32,
+    rows: u32,
+    heads: u32,
+    fixed_end: u32,
+    moving_begin: u32,
+    moving_end: u32,
+    tile_first: u32,
+    tile_count: u32,
+    batch_first: u32,
+    first_item: u32,
+    items: u32,
+    grid_width: u32,
+    last_class: u32,
+    starts_at: u32,
+    starts_class: u32,
+    runs_at: u32,
+    heads_at: u32,
+    keys_at: u32,
+    spans_at: u32,
+    q_scale: f32,
+    cap: f32,
+    scale: f32,
+    unscale: f32,
+    moving_texels: u32,
+    head_first: u32,
+}
+@group(0) @binding(0) var<uniform> params: BackwardParams;
+@group(0) @binding(1) var q: texture_storage_2d<rgba32uint, read>;
+@group(0) @binding(2) var d_o: texture_storage_2d<rgba32uint, read>;
+@group(0) @binding(3) var<storage, read> k: array<vec4<f32>>;
+@group(0) @binding(4) var<storage, read> v: array<vec4<f32>>;
+@group(0) @binding(5) var stats: texture_storage_2d<rgba32uint, read>;
+@group(0) @binding(6) var<storage, read_write> d_bias: array<f32>;
+@group(0) @binding(7) var<storage, read> lists: array<u32>;
+@group(0) @binding(8) var<storage, read> pairs: array<u32>;
+
+const EMPTY_M: f32 = -2.3819763e38f;
+
+fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
+
+fn weight_of(below: f32) -> f32 {
+    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+}
+
+fn capped(t: f32) -> f32 {
+    let size = min(abs(t), 16.0f);
+    let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
+    let z = size * size;
+    let tail = (((-5.7049887e-3f * z + 2.0639088e-2f) * z - 5.3739715e-2f) * z + 1.3331442e-1f) * z - 3.3333282e-1f;
+    let value = params.cap * select(large, size + size * z * tail, size < 0.625f);
+    let result = select(value, -value, t < 0.0f);
+    return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
+}
+
+const HIDDEN: f32 = -3e38f;
+// By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
+fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
+fn pair_term(row: u32, position: u32) -> f32 {
+    let bits = pairs[row + position];
+    let bias = bitcast<f32>(bits);
+    let hidden = bits == 0xff800000u;
+    // `max` may drop a NaN, so NaN goes around; what is smaller than -1e38 could not be scaled.
+    let is_nan = (bitcast<u32>(bias) & 0x7fffffffu) > 0x7f800000u;
+    let kept = select(max(bias, -1e38f), bias, is_nan);
+    return select(kept * 1.442695f, HIDDEN, hidden);
+}
+
+// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
+fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
+fn base2_parts(lse: f32) -> vec2<f32> {
+    let bits = bitcast<u32>(lse);
+    let cut = bitcast<f32>(bits & 0xfffff000u);
+    let parts = vec2<f32>(cut * 1.4423828f, (lse - cut) * 1.4423828f + lse * 0.0003122284f);
+    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
+    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
+    return select(parts, vec2<f32>(lse, 0.0f), special);
+}
+fn texel_0(texel: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(texel); }
+
+@compute @workgroup_size(4)
+fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation_id) lane: u32) {
+    let group = group_id.x + group_id.y * params.grid_width;
+    if (group >= params.items) { return; }
+    let item = params.first_item + group;
+    let tile = params.tile_first + item % params.tile_count;
+    let batch_head = item / params.tile_count;
+    let batch = params.batch_first + batch_head / params.heads;
+    let own_head = params.head_first + batch_head % params.heads;
+    let class_index = min(batch, params.last_class);
+    let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / 4u);
+    let full_runs = lists[starts];
+    let tested_runs = lists[starts + 1u];
+    let runs_end = lists[starts + 2u];
+    if (full_runs == runs_end) { return; }
+    let spans = params.spans_at + 2u * class_index * params.rows;
+    let head = own_head;
+    let kv_head = lists[params.heads_at + own_head];
+    let moving_y = (batch - params.batch_first) * params.moving_texels - params.moving_begin;
+    let row0 = tile * 8u + 0u + lane;
+    let in0 = row0 < params.fixed_end;
+    let safe0 = min(row0, params.fixed_end - 1u);
+    let sum_at0 = params.sum_offset + batch * params.sum_batch + safe0 * params.sum_row + own_head * params.sum_head;
+    let pos0 = lists[params.keys_at + safe0];
+    let k_at0 = params.k_offset + batch * params.k_batch + safe0 * params.k_row + kv_head * params.k_head;
+    let k_unit0_0 = k[k_at0 + 0u];
+    let k0_0 = chunk_0(k_unit0_0);
+    let k_unit0_1 = k[k_at0 + 1u];
+    let k0_1 = chunk_0(k_unit0_1);
+    let k_unit0_2 = k[k_at0 + 2u];
+    let k0_2 = chunk_0(k_unit0_2);
+    let k_unit0_3 = k[k_at0 + 3u];
+    let k0_3 = chunk_0(k_unit0_3);
+    let v_at0 = params.v_offset + batch * params.v_batch + safe0 * params.v_row + kv_head * params.v_head;
+    let v_unit0_0 = v[v_at0 + 0u];
+    let v0_0 = chunk_0(v_unit0_0);
+    let v_unit0_1 = v[v_at0 + 1u];
+    let v0_1 = chunk_0(v_unit0_1);
+    let v_unit0_2 = v[v_at0 + 2u];
+    let v0_2 = chunk_0(v_unit0_2);
+    let v_unit0_3 = v[v_at0 + 3u];
+    let v0_3 = chunk_0(v_unit0_3);
+    var bias0 = 0.0f;
+    let row1 = tile * 8u + 4u + lane;
+    let in1 = row1 < params.fixed_end;
+    let safe1 = min(row1, params.fixed_end - 1u);
+    let sum_at1 = params.sum_offset + batch * params.sum_batch + safe1 * params.sum_row + own_head * params.sum_head;
+    let pos1 = lists[params.keys_at + safe1];
+    let k_at1 = params.k_offset + batch * params.k_batch + safe1 * params.k_row + kv_head * params.k_head;
+    let k_unit1_0 = k[k_at1 + 0u];
+    let k1_0 = chunk_0(k_unit1_0);
+    let k_unit1_1 = k[k_at1 + 1u];
+    let k1_1 = chunk_0(k_unit1_1);
+    let k_unit1_2 = k[k_at1 + 2u];
+    let k1_2 = chunk_0(k_unit1_2);
+    let k_unit1_3 = k[k_at1 + 3u];
+    let k1_3 = chunk_0(k_unit1_3);
+    let v_at1 = params.v_offset + batch * params.v_batch + safe1 * params.v_row + kv_head * params.v_head;
+    let v_unit1_0 = v[v_at1 + 0u];
+    let v1_0 = chunk_0(v_unit1_0);
+    let v_unit1_1 = v[v_at1 + 1u];
+    let v1_1 = chunk_0(v_unit1_1);
+    let v_unit1_2 = v[v_at1 + 2u];
+    let v1_2 = chunk_0(v_unit1_2);
+    let v_unit1_3 = v[v_at1 + 3u];
+    let v1_3 = chunk_0(v_unit1_3);
+    var bias1 = 0.0f;
+    let unit0 = head * 4u + min(lane + 0u, 3u);
+    for (var run = full_runs; run < runs_end; run++) {
+        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
+        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
+        for (var at = first; at < end; at++) {
+            let known = textureLoad(stats, vec2<i32>(vec2<u32>(head >> 1u, moving_y + at)));
+            let stats_at = bitcast<vec2<f32>>(select(known.xy, known.zw, (head & 1u) == 1u));
+            let live = saw_keys(stats_at.x);
+            let lse = base2_parts(stats_at.x);
+            let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
+            let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
+            let d_o_texel0 = textureLoad(d_o, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
+            let d_o_own0_0 = select(vec4<f32>(), texel_0(d_o_texel0), live);
+            let q_0x = subgroupBroadcast(q_own0_0.x, 0u);
+            var x0_chain0 = k0_0.x * q_0x;
+            var x1_chain0 = k1_0.x * q_0x;
+            let q_0y = subgroupBroadcast(q_own0_0.y, 0u);
+            var x0_chain1 = k0_0.y * q_0y;
+            var x1_chain1 = k1_0.y * q_0y;
+            let q_0z = subgroupBroadcast(q_own0_0.z, 0u);
+            x0_chain0 = fma(k0_0.z, q_0z, x0_chain0);
+            x1_chain0 = fma(k1_0.z, q_0z, x1_chain0);
+            let q_0w = subgroupBroadcast(q_own0_0.w, 0u);
+            x0_chain1 = fma(k0_0.w, q_0w, x0_chain1);
+            x1_chain1 = fma(k1_0.w, q_0w, x1_chain1);
+            let q_1x = subgroupBroadcast(q_own0_0.x, 1u);
+            x0_chain0 = fma(k0_1.x, q_1x, x0_chain0);
+            x1_chain0 = fma(k1_1.x, q_1x, x1_chain0);
+            let q_1y = subgroupBroadcast(q_own0_0.y, 1u);
+            x0_chain1 = fma(k0_1.y, q_1y, x0_chain1);
+            x1_chain1 = fma(k1_1.y, q_1y, x1_chain1);
+            let q_1z = subgroupBroadcast(q_own0_0.z, 1u);
+            x0_chain0 = fma(k0_1.z, q_1z, x0_chain0);
+            x1_chain0 = fma(k1_1.z, q_1z, x1_chain0);
+            let q_1w = subgroupBroadcast(q_own0_0.w, 1u);
+            x0_chain1 = fma(k0_1.w, q_1w, x0_chain1);
+            x1_chain1 = fma(k1_1.w, q_1w, x1_chain1);
+            let q_2x = subgroupBroadcast(q_own0_0.x, 2u);
+            x0_chain0 = fma(k0_2.x, q_2x, x0_chain0);
+            x1_chain0 = fma(k1_2.x, q_2x, x1_chain0);
+            let q_2y = subgroupBroadcast(q_own0_0.y, 2u);
+            x0_chain1 = fma(k0_2.y, q_2y, x0_chain1);
+            x1_chain1 = fma(k1_2.y, q_2y, x1_chain1);
+            let q_2z = subgroupBroadcast(q_own0_0.z, 2u);
+            x0_chain0 = fma(k0_2.z, q_2z, x0_chain0);
+            x1_chain0 = fma(k1_2.z, q_2z, x1_chain0);
+            let q_2w = subgroupBroadcast(q_own0_0.w, 2u);
+            x0_chain1 = fma(k0_2.w, q_2w, x0_chain1);
+            x1_chain1 = fma(k1_2.w, q_2w, x1_chain1);
+            let q_3x = subgroupBroadcast(q_own0_0.x, 3u);
+            x0_chain0 = fma(k0_3.x, q_3x, x0_chain0);
+            x1_chain0 = fma(k1_3.x, q_3x, x1_chain0);
+            let q_3y = subgroupBroadcast(q_own0_0.y, 3u);
+            x0_chain1 = fma(k0_3.y, q_3y, x0_chain1);
+            x1_chain1 = fma(k1_3.y, q_3y, x1_chain1);
+            let q_3z = subgroupBroadcast(q_own0_0.z, 3u);
+            x0_chain0 = fma(k0_3.z, q_3z, x0_chain0);
+            x1_chain0 = fma(k1_3.z, q_3z, x1_chain0);
+            let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
+            x0_chain1 = fma(k0_3.w, q_3w, x0_chain1);
+            x1_chain1 = fma(k1_3.w, q_3w, x1_chain1);
+            let x0 = x0_chain0 + x0_chain1;
+            let x1 = x1_chain0 + x1_chain1;
+            let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
+            var d0_chain0 = v0_0.x * d_o_0x;
+            var d1_chain0 = v1_0.x * d_o_0x;
+            let d_o_0y = subgroupBroadcast(d_o_own0_0.y, 0u);
+            var d0_chain1 = v0_0.y * d_o_0y;
+            var d1_chain1 = v1_0.y * d_o_0y;
+            let d_o_0z = subgroupBroadcast(d_o_own0_0.z, 0u);
+            d0_chain0 = fma(v0_0.z, d_o_0z, d0_chain0);
+            d1_chain0 = fma(v1_0.z, d_o_0z, d1_chain0);
+            let d_o_0w = subgroupBroadcast(d_o_own0_0.w, 0u);
+            d0_chain1 = fma(v0_0.w, d_o_0w, d0_chain1);
+            d1_chain1 = fma(v1_0.w, d_o_0w, d1_chain1);
+            let d_o_1x = subgroupBroadcast(d_o_own0_0.x, 1u);
+            d0_chain0 = fma(v0_1.x, d_o_1x, d0_chain0);
+            d1_chain0 = fma(v1_1.x, d_o_1x, d1_chain0);
+            let d_o_1y = subgroupBroadcast(d_o_own0_0.y, 1u);
+            d0_chain1 = fma(v0_1.y, d_o_1y, d0_chain1);
+            d1_chain1 = fma(v1_1.y, d_o_1y, d1_chain1);
+            let d_o_1z = subgroupBroadcast(d_o_own0_0.z, 1u);
+            d0_chain0 = fma(v0_1.z, d_o_1z, d0_chain0);
+            d1_chain0 = fma(v1_1.z, d_o_1z, d1_chain0);
+            let d_o_1w = subgroupBroadcast(d_o_own0_0.w, 1u);
+            d0_chain1 = fma(v0_1.w, d_o_1w, d0_chain1);
+            d1_chain1 = fma(v1_1.w, d_o_1w, d1_chain1);
+            let d_o_2x = subgroupBroadcast(d_o_own0_0.x, 2u);
+            d0_chain0 = fma(v0_2.x, d_o_2x, d0_chain0);
+            d1_chain0 = fma(v1_2.x, d_o_2x, d1_chain0);
+            let d_o_2y = subgroupBroadcast(d_o_own0_0.y, 2u);
+            d0_chain1 = fma(v0_2.y, d_o_2y, d0_chain1);
+            d1_chain1 = fma(v1_2.y, d_o_2y, d1_chain1);
+            let d_o_2z = subgroupBroadcast(d_o_own0_0.z, 2u);
+            d0_chain0 = fma(v0_2.z, d_o_2z, d0_chain0);
+            d1_chain0 = fma(v1_2.z, d_o_2z, d1_chain0);
+            let d_o_2w = subgroupBroadcast(d_o_own0_0.w, 2u);
+            d0_chain1 = fma(v0_2.w, d_o_2w, d0_chain1);
+            d1_chain1 = fma(v1_2.w, d_o_2w, d1_chain1);
+            let d_o_3x = subgroupBroadcast(d_o_own0_0.x, 3u);
+            d0_chain0 = fma(v0_3.x, d_o_3x, d0_chain0);
+            d1_chain0 = fma(v1_3.x, d_o_3x, d1_chain0);
+            let d_o_3y = subgroupBroadcast(d_o_own0_0.y, 3u);
+            d0_chain1 = fma(v0_3.y, d_o_3y, d0_chain1);
+            d1_chain1 = fma(v1_3.y, d_o_3y, d1_chain1);
+            let d_o_3z = subgroupBroadcast(d_o_own0_0.z, 3u);
+            d0_chain0 = fma(v0_3.z, d_o_3z, d0_chain0);
+            d1_chain0 = fma(v1_3.z, d_o_3z, d1_chain0);
+            let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
+            d0_chain1 = fma(v0_3.w, d_o_3w, d0_chain1);
+            d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
+            let d0 = d0_chain0 + d0_chain1;
+            let d1 = d1_chain0 + d1_chain1;
+            let lo = lists[spans + 2u * at];
+            let hi = lists[spans + 2u * at + 1u];
+            let pair_row = params.pairs_offset + batch * params.pairs_batch + at * params.pairs_row + head * params.pairs_head;
+            let term0 = pair_term(pair_row, pos0);
+            let vis0 = lo <= pos0 && pos0 < hi && shows(term0);
+            let term1 = pair_term(pair_row, pos1);
+            let vis1 = lo <= pos1 && pos1 < hi && shows(term1);
+            let p0 = select(0.0f, weight_of(select(EMPTY_M, (capped(x0) + term0 - lse.x) - lse.y, vis0)), vis0);
+            let s0 = select(0.0f, p0 * (d0 - stats_at.y), vis0);
+            let p1 = select(0.0f, weight_of(select(EMPTY_M, (capped(x1) + term1 - lse.x) - lse.y, vis1)), vis1);
+            let s1 = select(0.0f, p1 * (d1 - stats_at.y), vis1);
+            bias0 += select(0.0f, s0, vis0 && live);
+            bias1 += select(0.0f, s1, vis1 && live);
+        }
+    }
+    if (in0) {
+        let element = sum_at0 + pos0;
+        d_bias[element] = d_bias[element] + bias0;
+    }
+    if (in1) {
+        let element = sum_at1 + pos1;
+        d_bias[element] = d_bias[element] + bias1;
+    }
+}
