@@ -3,8 +3,11 @@
 #pragma once
 #include "backward_keys.h"
 
-template <typename T, int DIM> struct BackwardBias : KeyTiles<T, DIM, 4> {
-    using Base = KeyTiles<T, DIM, 4>;
+// Query rows that a block multiplies at a time: the addresses of the gradient of 64 do not fit into registers.
+DEVICE constexpr int bias_rows(int dim) { return dim <= 192 ? 32 : 16; }
+
+template <typename T, int DIM> struct BackwardBias : KeyTiles<T, DIM, bias_rows(DIM), 4> {
+    using Base = KeyTiles<T, DIM, bias_rows(DIM), 4>;
     using typename Base::Products;
     static constexpr int FIXED = Base::FIXED, ROWS = Base::ROWS;
     static constexpr u32 FIXED_BYTES = Base::FIXED_BYTES, MOVING_BYTES = Base::MOVING_BYTES;

@@ -6,9 +6,9 @@
 DEVICE constexpr int moving_rows(int dim) { return dim <= 64 ? 64 : dim <= 192 ? 32 : 16; }
 
 // A block with keys, and moving query rows with what pairs need of them.
-template <typename T, int DIM, int WARPS> struct KeyTiles : BackwardTiles<T, DIM, moving_rows(DIM), WARPS> {
-    using Base = BackwardTiles<T, DIM, moving_rows(DIM), WARPS>;
-    static constexpr int ROWS = Base::MOVING;
+template <typename T, int DIM, int ROWS_, int WARPS> struct KeyTiles : BackwardTiles<T, DIM, ROWS_, WARPS> {
+    using Base = BackwardTiles<T, DIM, ROWS_, WARPS>;
+    static constexpr int ROWS = ROWS_;
     static constexpr u32 MOVING_BYTES = Base::MOVING_BYTES;
     // Of a stage: q, d_o, and five numbers for each row.
     static constexpr u32 STAGE_BYTES = 2 * MOVING_BYTES + 5 * ROWS * 4;
@@ -39,8 +39,8 @@ template <typename T, int DIM, int WARPS> struct KeyTiles : BackwardTiles<T, DIM
 
 // Above a head dim of 128 the sums of 16 keys do not fit into the registers of a warp: two warps have the same keys, compute the
 // same P and dS, and each has half of the elements.
-template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, DIM <= 128 ? 4 : 8> {
-    using Base = KeyTiles<T, DIM, DIM <= 128 ? 4 : 8>;
+template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, moving_rows(DIM), DIM <= 128 ? 4 : 8> {
+    using Base = KeyTiles<T, DIM, moving_rows(DIM), DIM <= 128 ? 4 : 8>;
     using typename Base::Products;
     static constexpr int FIXED = Base::FIXED, ROWS = Base::ROWS, OUT = DIM <= 128 ? DIM : DIM / 2;
     static constexpr u32 FIXED_BYTES = Base::FIXED_BYTES, MOVING_BYTES = Base::MOVING_BYTES;

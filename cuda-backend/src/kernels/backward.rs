@@ -62,6 +62,7 @@ impl BackwardKernel {
         }
         let by_keys = makes != BackwardSums::Queries;
         let moving = moving[usize::from(by_keys)];
+        let moving = if makes == BackwardSums::Bias { moving.min(32) } else { moving };
         // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for each moving row.
         let numbers = if by_keys { 2 * 5 * 4 * moving } else { 0 };
         Some(Self {

@@ -20,6 +20,8 @@ pub mod tolerance;
 pub mod wire;
 
 #[cfg(test)]
+mod seeded_bias_gradient_faults;
+#[cfg(test)]
 mod seeded_faults;
 #[cfg(test)]
 mod seeded_gradient_faults;
