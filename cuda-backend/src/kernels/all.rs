@@ -16,6 +16,7 @@ pub(crate) fn all_kernels(wgmma: bool) -> Vec<(String, u32)> {
             let attending = [AttendKernel::tiled(dtype, dim), AttendKernel::decode(dtype, dim, 1), hopper];
             all.extend(attending.into_iter().flatten().map(|kernel| (kernel.name, kernel.shared_bytes)));
             let backward = BackwardKernel::both(dtype, dim).into_iter().flatten();
+            let backward = backward.chain(BackwardKernel::of_bias(dtype, dim));
             all.extend(backward.map(|kernel| (kernel.name, kernel.shared_bytes)));
         }
         for direction in [Direction::ToCodes, Direction::FromCodes] {
