@@ -58,7 +58,7 @@ pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) ->
     match decision {
         NcclDecision::Use(nccl) => {
             say(format!("messages go by {}; this has never been tried on a GPU", ways(&nccl)));
-            Ok(Session::with_collective(Arc::clone(transport), device, Arc::new(nccl), options))
+            Ok(Session::with_collective(Arc::clone(transport), device, nccl, options))
         }
         NcclDecision::Leave(refusal) if collective == CollectiveName::Auto => {
             say(format!("{refusal}; messages go through host memory"));

@@ -26,7 +26,7 @@ use crate::device::MessageStream;
 #[derive(Debug)]
 pub enum NcclDecision {
     /// Messages go by NCCL where [`NcclCollective::islands`] says so.
-    Use(NcclCollective),
+    Use(Arc<NcclCollective>),
     /// No rank uses NCCL.
     Leave(NcclRefusal),
 }
@@ -50,8 +50,6 @@ impl NcclCollective {
     /// The future must be polled to its end: other ranks wait for its votes. If it is dropped before, abort the group.
     ///
     /// ```
-    /// use std::sync::Arc;
-    ///
     /// use kyklos::backend::Device;
     /// use kyklos::{Session, SessionOptions};
     /// use kyklos_cuda::{NcclCollective, NcclDecision, NcclOptions};
@@ -62,7 +60,7 @@ impl NcclCollective {
     /// let decision = pollster::block_on(NcclCollective::form(&transport, &device, NcclOptions::default()))?;
     /// let session = match decision {
     ///     NcclDecision::Use(nccl) => {
-    ///         Session::with_collective(transport, device, Arc::new(nccl), SessionOptions::default())
+    ///         Session::with_collective(transport, device, nccl, SessionOptions::default())
     ///     }
     ///     NcclDecision::Leave(refusal) => {
     ///         println!("{refusal}");
@@ -135,7 +133,7 @@ impl NcclCollective {
         let notes = transport.agree(Vote::Ready { plan_hash: MADE, note }, patience).await?;
         let failed = (0..).map(Rank).zip(&notes).find(|(_, note)| !note.is_empty());
         Ok(match (made, failed) {
-            (Ok(worker), None) => NcclDecision::Use(Self {
+            (Ok(worker), None) => NcclDecision::Use(Arc::new(Self {
                 host: HostStaged::new(transport.clone(), options.deadline),
                 device: device.clone(),
                 options,
@@ -143,7 +141,7 @@ impl NcclCollective {
                 all,
                 moving: Mutex::new(BTreeMap::new()),
                 checked: Mutex::new(None),
-            }),
+            })),
             (made, failed) => {
                 let (rank, note) = failed.unwrap_or((me, &notes[0]));
                 // Aborts the communicator of this rank.

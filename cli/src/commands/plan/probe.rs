@@ -322,7 +322,7 @@ impl Probe {
         let used_s = before_s.zip(processor_s()).map(|(before, after)| after - before);
         let gb = (u64::from(keys) * row_bytes) as f64 / 1e9;
         // The warm-up run sends too, and this process handles both ends of each byte.
-        let runs = REPEAT_RUNS;
+        let runs = RUNS;
         let cores = std::thread::available_parallelism().map_or(1.0, |cores| count(cores.get()));
         let carries = self.transport == TransportName::Quic && backend >= DeviceClass::Cpu;
         Ok(LinkRound {
@@ -392,10 +392,9 @@ const EDGE_HEADS: u32 = 32;
 const STATE_TILES: u32 = 4;
 const LONG_ENOUGH_S: f64 = 0.03;
 const BULK_BYTES: u64 = 64 << 20;
-/// Timed runs of each measurement, after a warm-up run.
+/// Timed runs of each measurement, and with the warm-up run before them.
 const REPEAT: u64 = 3;
-/// Number of all runs of a measurement.
-const REPEAT_RUNS: f64 = 4.0;
+const RUNS: f64 = 4.0;
 /// Products of two kernels, where no gradients are measured.
 const SEVEN: f64 = 7.0;
 const MOST_RANKS: u32 = 64;

@@ -226,7 +226,7 @@ fn session(transport: Arc<dyn Transport>, device: Device, options: NcclOptions, 
         NcclDecision::Use(nccl) => {
             let NcclOptions { deadline, resumable, .. } = options;
             let options = SessionOptions { deadline, resumable, run, ..SessionOptions::default() };
-            Session::with_collective(transport, device, Arc::new(nccl), options)
+            Session::with_collective(transport, device, nccl, options)
         }
         NcclDecision::Leave(refusal) => panic!("{refusal}"),
     }
