@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats,
-    State, StateMut, StateShape,
+    Attend, AttendBackward, Backend, Control, Device, DeviceInfo, Elements, Extent, KernelTime, Layout,
+    RowStats, State, StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
@@ -86,6 +86,14 @@ impl CudaBackend {
             self.device.load_kernel(name, *shared_bytes)?;
         }
         Ok(all.len())
+    }
+}
+
+impl From<CudaBackend> for Device {
+    // In line it would bring the backend into each crate that calls it.
+    #[inline(never)]
+    fn from(backend: CudaBackend) -> Self {
+        Self::new(backend)
     }
 }
 

@@ -27,7 +27,7 @@ pub(crate) fn open(name: &str) -> Result<Device> {
         ("auto", None, _) => Device::best(),
         ("cpu", None, _) => Ok(Device::cpu()),
         ("wgpu", _, Some(index)) => Device::wgpu(index),
-        ("cuda", _, Some(index)) => Ok(Device::new(CudaBackend::with_options(index, &Default::default())?)),
+        ("cuda", _, Some(index)) => Ok(Device::from(CudaBackend::with_options(index, &Default::default())?)),
         _ => Err(Error::request(
             format!("device {name:?} is not known"),
             "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\" or \"cuda:N\"",

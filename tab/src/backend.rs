@@ -9,8 +9,8 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, ready};
 use kyklos::backend::{
-    Attend, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, Operand, State, StateMut,
-    StateShape,
+    Attend, Backend, Control, Device, DeviceClass, DeviceInfo, Elements, Extent, Layout, Operand, State,
+    StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, BiasKind, Dtype, Error, Result, TileShape};
 
@@ -31,6 +31,14 @@ pub struct TabBackend {
     head_dims: [Vec<u16>; 3],
     limits: Limits,
     allocated_bytes: Arc<AtomicU64>,
+}
+
+impl From<TabBackend> for Device {
+    // In line it would bring the backend into each crate that calls it.
+    #[inline(never)]
+    fn from(backend: TabBackend) -> Self {
+        Self::new(backend)
+    }
 }
 
 /// Memory in a tab.

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use wtransport::endpoint::endpoint_side::Client;
 use wtransport::tls::Sha256Digest;
 use wtransport::{ClientConfig, Connection, Endpoint, RecvStream, SendStream};
@@ -62,7 +62,7 @@ pub fn tab(link: &str, token: Option<&str>, most_bytes: usize) -> JoinHandle<Str
         let token = token.unwrap_or_else(|| parts(&link)["token"].clone());
         let (to_host, mut outgoing) = tokio::sync::mpsc::unbounded_channel::<Bytes>();
         let (inbox, work) =
-            execute(CpuBackend::new(), LIMITS, &token, Rc::new(move |bytes| drop(to_host.send(bytes))));
+            execute(Device::cpu(), LIMITS, &token, Rc::new(move |bytes| drop(to_host.send(bytes))));
         let write = async {
             while let Some(bytes) = outgoing.recv().await {
                 if send.write_all(&bytes).await.is_err() {

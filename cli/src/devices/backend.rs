@@ -1,15 +1,13 @@
 //! What the program asks of one backend.
 
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::backend::{Backend, DeviceClass, DeviceInfo, Threaded};
+use kyklos::backend::{Device, DeviceClass, DeviceInfo};
 
 use crate::failure::{Failure, Result};
 
 /// A backend of this build: how its devices are named, found and opened. One implementation and one line of the table in
 /// `table.rs` add a backend to all commands.
 pub(crate) trait BackendEntry {
-    type Backend: Backend<Buffer: Threaded + 'static> + Threaded + 'static;
-
     /// On the command line: `cpu`, or `wgpu` and `wgpu:1`.
     const NAME: &'static str;
     /// Whether devices have numbers.
@@ -30,7 +28,7 @@ pub(crate) trait BackendEntry {
         Vec::new()
     }
 
-    fn open(index: usize, kernel: KernelChoice) -> Result<Self::Backend>;
+    fn open(index: usize, kernel: KernelChoice) -> Result<Device>;
 }
 
 /// `index` if there is such a device among `found`.

@@ -1,8 +1,7 @@
 //! The cores of this machine, as one device.
 
-use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::backend::{Backend, DeviceInfo};
+use kyklos::backend::{Device, DeviceInfo};
 
 use super::backend::BackendEntry;
 use crate::failure::Result;
@@ -11,21 +10,19 @@ use crate::failure::Result;
 pub(crate) struct Cpu;
 
 impl BackendEntry for Cpu {
-    type Backend = CpuBackend;
-
     const NAME: &'static str = "cpu";
     const NUMBERED: bool = false;
     const IN_SUPPORT_TABLE: bool = true;
 
     fn devices() -> Vec<DeviceInfo> {
-        vec![CpuBackend::new().info().clone()]
+        vec![Device::cpu().info().clone()]
     }
 
     fn choose(_: Option<usize>, _: usize) -> Result<usize> {
         Ok(0)
     }
 
-    fn open(_: usize, _: KernelChoice) -> Result<CpuBackend> {
-        Ok(CpuBackend::new())
+    fn open(_: usize, _: KernelChoice) -> Result<Device> {
+        Ok(Device::cpu())
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-use kyklos::backend::DeviceInfo;
 use kyklos::backend::wgpu::KernelChoice;
+use kyklos::backend::{Device, DeviceInfo};
 use kyklos_cuda::{CudaBackend, CudaDevice, CudaOptions, Unavailable};
 
 use super::backend::{BackendEntry, existing};
@@ -14,8 +14,6 @@ use crate::switches;
 pub(crate) struct Cuda;
 
 impl BackendEntry for Cuda {
-    type Backend = CudaBackend;
-
     const NAME: &'static str = "cuda";
 
     fn devices() -> Vec<DeviceInfo> {
@@ -36,10 +34,10 @@ impl BackendEntry for Cuda {
         Ok(if usable.is_empty() { 0 } else { usable[local_rank % usable.len()] })
     }
 
-    fn open(index: usize, _: KernelChoice) -> Result<CudaBackend> {
+    fn open(index: usize, _: KernelChoice) -> Result<Device> {
         let graphs = !switches::CUDA_GRAPHS.is_off()?;
         let options = CudaOptions { graphs, ..CudaOptions::default() };
-        Ok(CudaBackend::with_options(index, &options)?)
+        Ok(CudaBackend::with_options(index, &options)?.into())
     }
 }
 

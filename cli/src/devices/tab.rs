@@ -5,9 +5,9 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use kyklos::backend::DeviceInfo;
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos_tab::{TabBackend, TabServer, TabServerOptions};
+use kyklos::backend::{Device, DeviceInfo};
+use kyklos_tab::{TabServer, TabServerOptions};
 use qrcode::QrCode;
 use qrcode::render::unicode::Dense1x2;
 
@@ -61,8 +61,6 @@ static HOST: Mutex<Option<Host>> = Mutex::new(None);
 pub(crate) struct Tab;
 
 impl BackendEntry for Tab {
-    type Backend = TabBackend;
-
     const NAME: &'static str = "tab";
     const NUMBERED: bool = false;
 
@@ -76,7 +74,7 @@ impl BackendEntry for Tab {
     }
 
     /// Prints a link, and waits for the tab.
-    fn open(_: usize, _: KernelChoice) -> Result<TabBackend> {
+    fn open(_: usize, _: KernelChoice) -> Result<Device> {
         let (invitation, patience) = {
             let host = HOST.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(Host { server, patience }) = &*host else {
@@ -92,8 +90,8 @@ impl BackendEntry for Tab {
             false => String::new(),
         };
         note(&format!("open this link in a browser, in a tab of its own; it works once:\n{link}{code}"));
-        let tab = invitation.wait(patience)?;
-        note(&format!("a tab has come: {}", kyklos::backend::Backend::info(&tab).name));
+        let tab = Device::from(invitation.wait(patience)?);
+        note(&format!("a tab has come: {}", tab.info().name));
         Ok(tab)
     }
 }

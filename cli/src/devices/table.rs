@@ -53,9 +53,9 @@ macro_rules! backends {
 
             /// Opens the device number `index`, with `kernel` where the backend has several.
             pub(super) fn open(self, index: usize, kernel: KernelChoice) -> Result<Device> {
-                Ok(match self {
-                    $(Self::$entry => Device::new(super::$module::$entry::open(index, kernel)?)),*
-                })
+                match self {
+                    $(Self::$entry => super::$module::$entry::open(index, kernel)),*
+                }
             }
         }
     };

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
-use kyklos::backend::{DeviceClass, DeviceInfo};
+use kyklos::backend::{Device, DeviceClass, DeviceInfo};
 use kyklos::machine::can_load_drivers;
 
 use super::backend::{BackendEntry, existing};
@@ -14,8 +14,6 @@ use crate::failure::{Failure, Result};
 pub(crate) struct Wgpu;
 
 impl BackendEntry for Wgpu {
-    type Backend = WgpuBackend;
-
     const NAME: &'static str = "wgpu";
     const IN_SUPPORT_TABLE: bool = true;
     const HAS_KERNELS: bool = true;
@@ -45,12 +43,12 @@ impl BackendEntry for Wgpu {
         classes.filter(|(_, class)| *class < DeviceClass::Cpu).collect()
     }
 
-    fn open(index: usize, kernel: KernelChoice) -> Result<WgpuBackend> {
+    fn open(index: usize, kernel: KernelChoice) -> Result<Device> {
         // A variant that is named is used as it is.
         let exactly = matches!(kernel, KernelChoice::Exactly(_));
         let tuned = if exactly { None } else { tuned::for_runs()? };
         let options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
-        Ok(WgpuBackend::with_options(index, &options)?)
+        Ok(WgpuBackend::with_options(index, &options)?.into())
     }
 }
 

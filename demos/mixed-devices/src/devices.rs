@@ -19,7 +19,7 @@ pub(crate) struct OneDevice {
 impl OneDevice {
     fn on_cores(cores: usize) -> Result<Self> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(cores).build()?;
-        Ok(Self { device: Device::new(CpuBackend::with_pool(Arc::new(pool))), cores: Some(cores) })
+        Ok(Self { device: Device::from(CpuBackend::with_pool(Arc::new(pool))), cores: Some(cores) })
     }
 }
 

@@ -48,6 +48,8 @@ impl<T: ?Sized> Threaded for T {}
 
 impl Device {
     /// A device of `backend`. Backends outside this crate become devices this way.
+    ///
+    /// The caller's crate then compiles all code of the backend. The backends of Kyklos are devices by [`From`], which is compiled once.
     pub fn new<B: Backend + Threaded + 'static>(backend: B) -> Self
     where
         B::Buffer: Threaded + 'static,
@@ -58,7 +60,7 @@ impl Device {
     /// The cores of this machine, as one device.
     #[cfg(feature = "cpu")]
     pub fn cpu() -> Self {
-        Self::new(super::cpu::CpuBackend::new())
+        super::cpu::CpuBackend::new().into()
     }
 
     /// The GPU number `index` of [`WgpuBackend::enumerate`](super::wgpu::WgpuBackend::enumerate).
@@ -68,7 +70,7 @@ impl Device {
     /// [`Error::Device`](crate::Error::Device) if the driver fails.
     #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
     pub fn wgpu(index: usize) -> Result<Self> {
-        Ok(Self::new(super::wgpu::WgpuBackend::with_options(index, &super::wgpu::WgpuOptions::default())?))
+        Ok(super::wgpu::WgpuBackend::with_options(index, &super::wgpu::WgpuOptions::default())?.into())
     }
 
     /// A wgpu device that the caller has opened, see
@@ -78,7 +80,7 @@ impl Device {
     /// As [`WgpuBackend::from_device`](super::wgpu::WgpuBackend::from_device).
     #[cfg(feature = "wgpu")]
     pub fn from_wgpu(device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
-        Ok(Self::new(super::wgpu::WgpuBackend::from_device(device, queue)?))
+        Ok(super::wgpu::WgpuBackend::from_device(device, queue)?.into())
     }
 
     /// The best device of this machine that the backends of this crate can use: a GPU, if there is one, else the cores.
@@ -109,6 +111,24 @@ impl Device {
     /// The backend underneath, if it is a `B`.
     pub fn backend<B: Backend + 'static>(&self) -> Option<&B> {
         (self.0.as_ref() as &dyn Any).downcast_ref()
+    }
+}
+
+#[cfg(feature = "cpu")]
+impl From<super::cpu::CpuBackend> for Device {
+    // In line it would bring the kernels into each crate that calls it.
+    #[inline(never)]
+    fn from(backend: super::cpu::CpuBackend) -> Self {
+        Self::new(backend)
+    }
+}
+
+#[cfg(feature = "wgpu")]
+impl From<super::wgpu::WgpuBackend> for Device {
+    // As for the CPU.
+    #[inline(never)]
+    fn from(backend: super::wgpu::WgpuBackend) -> Self {
+        Self::new(backend)
     }
 }
 

@@ -105,7 +105,7 @@ enum Layout {
 /// Two ranks of one process on one device, each with tensors in its own memory that its own stream writes late. Its stream reads
 /// the results; the host does not wait in between.
 fn two_ranks<T: Element>(values: &Sines<T>, layout: Layout, stream_of: fn(&Arc<Context>) -> Stream) {
-    let device = Device::new(CudaBackend::new(0).unwrap());
+    let device = Device::from(CudaBackend::new(0).unwrap());
     let context = Context::primary(0);
     let sessions = || {
         let all = Session::on_one_device(in_process_group(2), &device, &SessionOptions::default());

@@ -60,7 +60,7 @@ fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &st
         }
     };
     let [with, without] = [true, false].map(|graphs| {
-        Device::new(CudaBackend::with_options(0, &CudaOptions { graphs, ..CudaOptions::default() }).unwrap())
+        Device::from(CudaBackend::with_options(0, &CudaOptions { graphs, ..CudaOptions::default() }).unwrap())
     });
     let mesh = Mesh::new(ulysses, ring).unwrap();
     let alone = case.run(in_process_group(1), &sharing(Mesh::new(1, 1).unwrap(), Strategy::Dense, &with));

@@ -53,7 +53,7 @@ fn from_cuda(
 }
 
 pub(super) fn owner() {
-    let device = Device::new(CudaBackend::new(0).unwrap());
+    let device = Device::from(CudaBackend::new(0).unwrap());
     let context = Context::primary(0);
     let stream = Stream::new(&context);
     let (tensor, dropped) = noticed(&device, &context, &stream);
@@ -92,7 +92,7 @@ fn within_seconds(dropped: &AtomicBool) {
 
 pub(super) fn hanging() {
     let options = CudaOptions { stuck_after: Duration::from_millis(500), ..CudaOptions::default() };
-    let device = Device::new(CudaBackend::with_options(0, &options).unwrap());
+    let device = Device::from(CudaBackend::with_options(0, &options).unwrap());
     let context = Context::primary(0);
     let stream = Stream::new(&context);
     let (tensor, dropped) = noticed(&device, &context, &stream);
@@ -107,7 +107,7 @@ pub(super) fn hanging() {
 
 /// The caller's stream reads tensors late, and the next tensor may get the memory of the one before.
 pub(super) fn reuse(keep: bool) {
-    let device = Device::new(CudaBackend::new(0).unwrap());
+    let device = Device::from(CudaBackend::new(0).unwrap());
     let context = Context::primary(0);
     let stream = Stream::new(&context);
     let rounds = (0..6_u8).map(|round| {
@@ -131,7 +131,7 @@ pub(super) fn reuse(keep: bool) {
 }
 
 pub(super) fn refusals() {
-    let device = Device::new(CudaBackend::new(0).unwrap());
+    let device = Device::from(CudaBackend::new(0).unwrap());
     let (context, elsewhere, other) = (Context::primary(0), Context::primary(1), Context::other(0));
     let before = copied();
     let memory = Memory::on_device(&context, BYTES);
@@ -232,7 +232,7 @@ pub(super) fn contexts() {
         same("the end of a device");
     }
     let unknown = CallerMemory { address: 16, bytes: BYTES };
-    let device = Device::new(CudaBackend::new(0).unwrap());
+    let device = Device::from(CudaBackend::new(0).unwrap());
     assert!(from_cuda(&device, unknown, [1024, 256, 64, 1], Written::Already, ()).is_err());
     assert!(primary.is_current());
 }

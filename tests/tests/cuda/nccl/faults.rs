@@ -124,7 +124,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
 const CASE: &str = "two rows beyond four tiles";
 
 fn on_own_device(transport: &Arc<dyn Transport>, deadline: Duration, run: RunOptions) -> Session {
-    let device = Device::new(CudaBackend::new(transport.rank().0 as usize).unwrap());
+    let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
     session(transport.clone(), device, NcclOptions { deadline, ..NcclOptions::default() }, run)
 }
 
@@ -188,7 +188,7 @@ fn patient() {
     on_threads(in_process_group(2), |transport| {
         let options = CudaOptions { stuck_after: Duration::from_millis(1500), ..CudaOptions::default() };
         let ordinal = transport.rank().0 as usize;
-        let device = Device::new(CudaBackend::with_options(ordinal, &options).unwrap());
+        let device = Device::from(CudaBackend::with_options(ordinal, &options).unwrap());
         let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
         run(session(transport, device, options, RunOptions::default()), &plans, &prepared).unwrap();
     });

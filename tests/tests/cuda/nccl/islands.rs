@@ -110,13 +110,13 @@ fn options() -> NcclOptions {
 }
 
 fn gpu(rank: u32) -> Device {
-    Device::new(CudaBackend::new(rank as usize).unwrap())
+    Device::from(CudaBackend::new(rank as usize).unwrap())
 }
 
 impl Ranks<'_> {
     fn device(&self, rank: Rank) -> Device {
         match self.gpus[rank.0 as usize] {
-            Some(gpu) => Device::new(CudaBackend::new(gpu).unwrap()),
+            Some(gpu) => Device::from(CudaBackend::new(gpu).unwrap()),
             None => Device::cpu(),
         }
     }

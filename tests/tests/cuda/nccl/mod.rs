@@ -136,7 +136,7 @@ fn decisions() -> Vec<Scenario> {
         assert_eq!(refusals[0], refusals[1]);
         refusals[0].clone()
     };
-    let cuda = |rank: u32| Device::new(CudaBackend::new(rank as usize).unwrap());
+    let cuda = |rank: u32| Device::from(CudaBackend::new(rank as usize).unwrap());
     let refused = move |name: &str,
                         nccl: &str,
                         device: fn(u32) -> Device,
@@ -153,8 +153,9 @@ fn decisions() -> Vec<Scenario> {
     let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
     let crossed = NcclOptions { min_blocks: Some(8), max_blocks: Some(4), ..options };
     let hasty = NcclOptions { form_within: Duration::from_secs(2), ..options };
-    let mixed = |rank: u32| if rank == 1 { Device::cpu() } else { Device::new(CudaBackend::new(0).unwrap()) };
-    let one = |_: u32| Device::new(CudaBackend::new(0).unwrap());
+    let mixed =
+        |rank: u32| if rank == 1 { Device::cpu() } else { Device::from(CudaBackend::new(0).unwrap()) };
+    let one = |_: u32| Device::from(CudaBackend::new(0).unwrap());
     vec![
         refused("a rank on another device", "", mixed, options, 1, "not a CUDA device"),
         refused(
@@ -235,7 +236,7 @@ fn session(transport: Arc<dyn Transport>, device: Device, options: NcclOptions, 
 /// Runs ranks, each on a thread with a device of its own, by NCCL.
 fn on_devices<T: Send>(ranks: u32, run: impl Fn(Session) -> T + Sync) -> Vec<T> {
     on_threads(in_process_group(ranks), |transport| {
-        let device = Device::new(CudaBackend::new(transport.rank().0 as usize).unwrap());
+        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
         run(session(
             transport,
             device,
@@ -267,7 +268,7 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
     let plans = Arc::new(ProvedPlans::new(world.clone()).unwrap());
     let by_nccl = on_devices(mesh.world(), |session| run(session, &plans, &prepared).unwrap());
     let through_host = on_threads(in_process_group(mesh.world()), |transport| {
-        let device = Device::new(CudaBackend::new(transport.rank().0 as usize).unwrap());
+        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
         run(Session::new(transport, device), &plans, &prepared).unwrap()
     });
     let [mut whole, mut other] = [Whole::new(&world), Whole::new(&world)];
@@ -300,14 +301,14 @@ fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
             kv: place(problem.kv_len),
             forward: strategy,
             execution: Execution::new().strategy(strategy),
-            device: Device::new(CudaBackend::new(0).unwrap()),
+            device: Device::from(CudaBackend::new(0).unwrap()),
         }
     };
     let alone = case.run(in_process_group(1), &sharing(Mesh::new(1, 1).unwrap(), Strategy::Dense));
     let mesh = Mesh::new(ulysses, ring).unwrap();
     let shared = sharing(mesh, strategy);
     let by_nccl = case.gradients_on(in_process_group(mesh.world()), &shared, |transport| {
-        let device = Device::new(CudaBackend::new(transport.rank().0 as usize).unwrap());
+        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
         session(
             transport,
             device,

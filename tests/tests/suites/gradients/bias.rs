@@ -103,7 +103,7 @@ fn the_gradient_of_a_bias_has_the_same_bytes_with_any_number_of_threads_and_over
             let first = case.gradients(in_process_group(mesh.world()), &on(Device::cpu()));
             for threads in [1, 3] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                let device = Device::new(CpuBackend::with_pool(Arc::new(pool)));
+                let device = Device::from(CpuBackend::with_pool(Arc::new(pool)));
                 assert!(first == case.gradients(in_process_group(mesh.world()), &on(device)), "{pairs:?}");
             }
             let quic = quic_loopback_group(mesh.world()).unwrap();

@@ -63,7 +63,7 @@ fn the_same_plan_gives_the_same_bytes_with_any_number_of_threads_and_over_quic()
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let pool = Arc::new(pool);
             bytes(in_process_group(4), &call, move |transport| {
-                Session::new(transport, Device::new(CpuBackend::with_pool(pool.clone())))
+                Session::new(transport, Device::from(CpuBackend::with_pool(pool.clone())))
             })
         };
         assert_eq!(first, on(1), "{strategy}");

@@ -32,7 +32,7 @@ fn open(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
         eprintln!("no wgpu device here: gradients on wgpu are not tested");
     }
     let open = |(index, adapter): (usize, &kyklos::backend::DeviceInfo)| {
-        let device = Device::new(WgpuBackend::with_options(index, options).unwrap());
+        let device = Device::from(WgpuBackend::with_options(index, options).unwrap());
         let software = adapter.class == DeviceClass::SoftwareGpu;
         (device, amount(software.then_some(32), None))
     };
