@@ -14,6 +14,7 @@
 
 mod attend;
 mod backward;
+mod bf16;
 mod buffer;
 mod call;
 mod convert;
