@@ -5,8 +5,12 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-/// A loop with at least this many multiply-adds is an inner loop of a kernel: 6 × 2 sums, or 8 × 3.
+/// A loop of at least this many multiply-adds, and no other arithmetic, is an inner loop of a kernel: 6 × 2 sums, or 8 × 3.
 const MULTIPLY_ADDS: usize = 12;
+
+/// What the loops of polynomials and masks have besides.
+const OTHER_ARITHMETIC: [&str; 9] =
+    ["vadd", "vsub", "vmul", "vmax", "vmin", "vcmp", "vpadd", "vpsub", "vpcmp"];
 
 /// The loops that any program with the CPU backend has: scores and weighted sum of the forward pass.
 const LOOPS: [(&str, usize); 2] = [("%ymm", 2), ("%zmm", 2)];
@@ -92,7 +96,11 @@ fn inspect_function(name: &str, function: &[Instruction], counts: &mut [usize; 2
         let inner = end_of_last.is_none_or(|last| last < start);
         end_of_last = Some(end);
         let body = &function[start..=end];
-        if !inner || body.iter().filter(|i| i.multiplies_and_adds()).count() < MULTIPLY_ADDS {
+        let other = |i: &Instruction| OTHER_ARITHMETIC.iter().any(|name| i.text.starts_with(name));
+        if !inner
+            || body.iter().any(other)
+            || body.iter().filter(|i| i.multiplies_and_adds()).count() < MULTIPLY_ADDS
+        {
             continue;
         }
         for ((register, _), count) in LOOPS.iter().zip(counts.iter_mut()) {
