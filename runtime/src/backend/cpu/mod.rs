@@ -20,6 +20,7 @@ mod call;
 mod convert;
 mod exp;
 mod few_rows;
+mod halves;
 mod job;
 mod kernel;
 mod keys;

@@ -1,10 +1,10 @@
 //! Tiles in the order in which the kernel reads them, as f32.
 
 use bytemuck::cast_slice;
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::CpuBuffer;
+use super::halves::{widen_bf16, widen_f16};
 use crate::Dtype;
 use crate::backend::{Layout, Operand};
 
@@ -45,6 +45,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// `count` rows of `dim` elements from row `first` on: in place if they are f32, else a converted copy in `space`.
+    #[inline(always)]
     pub(super) fn rows<'s>(
         &self,
         [batch, first, head]: [usize; 3],
@@ -55,17 +56,53 @@ impl<'a> Tensor<'a> {
     where
         'a: 's,
     {
+        self.widen([batch, first], &[head], count, dim, space);
+        self.widened([batch, first, head], 0, count, dim, space)
+    }
+
+    /// Converts `count` rows of some heads to f32, in the order in which they lie in memory: each head is then one piece of `space`.
+    /// Rows of f32 are left where they are.
+    #[inline(always)]
+    pub(super) fn widen(
+        &self,
+        [batch, first]: [usize; 2],
+        heads: &[usize],
+        count: usize,
+        dim: usize,
+        space: &mut [f32],
+    ) {
+        if matches!(self.elements, Elements::F32(_)) {
+            return;
+        }
+        for row in 0..count {
+            for (index, head) in heads.iter().enumerate() {
+                let into = &mut space[(index * count + row) * dim..][..dim];
+                self.copy_row([batch, first + row, *head], into);
+            }
+        }
+    }
+
+    /// The rows of the head of this index among those that [`Tensor::widen`] has converted, or in place.
+    #[inline(always)]
+    pub(super) fn widened<'s>(
+        &self,
+        at: [usize; 3],
+        index: usize,
+        count: usize,
+        dim: usize,
+        space: &'s [f32],
+    ) -> Rows<'s>
+    where
+        'a: 's,
+    {
         if let Elements::F32(all) = self.elements {
-            let at = self.start([batch, first, head]);
-            return Rows { elements: &all[at..], stride: self.layout.row_stride, dim };
+            return Rows { elements: &all[self.start(at)..], stride: self.layout.row_stride, dim };
         }
-        for (index, space) in space.chunks_exact_mut(dim).take(count).enumerate() {
-            self.row([batch, first + index, head], space);
-        }
-        Rows { elements: space, stride: dim, dim }
+        Rows { elements: &space[index * count * dim..], stride: dim, dim }
     }
 
     /// One head of one row: the row itself, or a converted copy in `space`, which has its length.
+    #[inline(always)]
     fn row<'s>(&self, at: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
     where
         'a: 's,
@@ -78,7 +115,8 @@ impl<'a> Tensor<'a> {
     }
 
     /// Copies one head of one row, converted or in words.
-    fn copy_row(&self, at: [usize; 3], into: &mut [f32]) {
+    #[inline(always)]
+    pub(super) fn copy_row(&self, at: [usize; 3], into: &mut [f32]) {
         let range = self.start(at)..self.start(at) + into.len();
         match self.elements {
             Elements::Words(all) => {
@@ -86,8 +124,8 @@ impl<'a> Tensor<'a> {
                 into.copy_from_slice(&all[range.start..][..into.len()]);
             }
             Elements::F32(all) => into.copy_from_slice(&all[range]),
-            Elements::F16(all) => all[range].convert_to_f32_slice(into),
-            Elements::Bf16(all) => all[range].convert_to_f32_slice(into),
+            Elements::F16(all) => widen_f16(&all[range], into),
+            Elements::Bf16(all) => widen_bf16(&all[range], into),
         }
     }
 
