@@ -258,7 +258,12 @@ impl Tile<'_> {
                 add_seen(simd, o, weights, &values, positions.len(), dim, seen);
             }
         } else if count == 1 {
-            add::<S, 1, 8>(simd, o, weights, width, &values, positions.len(), dim);
+            // As many sums side by side as divide the row.
+            if (dim / S::F32_LANES).is_multiple_of(8) {
+                add::<S, 1, 8>(simd, o, weights, width, &values, positions.len(), dim);
+            } else {
+                add::<S, 1, 4>(simd, o, weights, width, &values, positions.len(), dim);
+            }
         } else {
             for (o, weights) in o.chunks_exact_mut(GROUP * padded).zip(weights.chunks_exact(GROUP * width)) {
                 // The sums of a group stay in registers.
@@ -332,7 +337,7 @@ const MOST_ROWS: usize = 16;
 /// Rows that share a load of a key.
 const GROUP: usize = 4;
 /// Stretches of a batch entry, at least where there are so many tiles: enough to keep several cores equally busy.
-const STRETCHES: usize = 32;
+const STRETCHES: usize = 16;
 /// KV tiles of a stretch, at most.
 const STRETCH_TILES: usize = 8;
 /// Multiply-adds of one thread between two looks at the stop flag: at most some tens of milliseconds.
