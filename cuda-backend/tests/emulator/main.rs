@@ -5,6 +5,8 @@
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a check that cannot go on fails")]
 
+#[path = "../../../tests/amount.rs"]
+mod amount;
 mod attention;
 mod backward;
 mod backward_call;
