@@ -38,5 +38,6 @@ fi
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps 'peft==0.21.2' 'accelerate>=1.15,<2'
 CARGO_TARGET_DIR=$PWD/target "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python
 "$python" -m mypy --ignore-missing-imports --follow-imports=silent python/kyklos
-# Threads of PyTorch and of each rank share the cores.
-cd python && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"
+# Not in python/, whose kyklos/ has no extension module: Python looks into the current folder first. Threads of PyTorch and of each rank
+# share the cores.
+cd python/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"
