@@ -203,6 +203,7 @@ def main():
     parser.add_argument("--runs", type=int, default=7, help="runs of each peer in a round")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--case", action="append")
+    parser.add_argument("--program", help="a built attend_cpu, instead of building it")
     parser.add_argument("--output", default="target/cpu_attention_peers.csv")
     options = parser.parse_args()
     if options.stand_ins:
@@ -210,7 +211,7 @@ def main():
     import onnxruntime
     import torch
 
-    program = bench_program()
+    program = options.program or bench_program()
     rows = []
     load = os.getloadavg()[0]
     print(f"torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, {options.threads} threads, medians in ms")

@@ -1,9 +1,10 @@
-//! Checks of the project's structure: `xtask circles | layers | sizes | deps | all`.
+//! Checks of the project's structure: `xtask circles | layers | sizes | deps | all`, and of a program: `xtask kernels PROGRAM`.
 //!
 //! - `circles`: files do not use each other in a circle of more than three files, or across folders.
 //! - `layers`: crates use each other only along the arrows of `ARCHITECTURE.md`, and plans depend on no device.
 //! - `sizes`: no source file is too long.
 //! - `deps`: what a feature brings in is absent without it.
+//! - `kernels`: in the machine code of the program, the inner loops of the CPU kernels keep their sums in registers.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -13,6 +14,7 @@ use circles::House;
 mod circles;
 mod deps;
 mod files;
+mod kernels;
 mod layers;
 mod sizes;
 
@@ -30,7 +32,11 @@ fn main() -> ExitCode {
             [circles::check(&house), layers::check(root, &house), sizes::check(root), deps::check(root)]
                 .concat()
         }
-        _ => vec![format!("`{verb}` is not known: use circles, layers, sizes, deps or all")],
+        "kernels" => match std::env::args().nth(2) {
+            Some(program) => kernels::check(&program),
+            None => vec!["xtask kernels: the path of a program is missing".to_owned()],
+        },
+        _ => vec![format!("`{verb}` is not known: use circles, layers, sizes, deps, kernels or all")],
     };
     for fault in &faults {
         eprintln!("{fault}");

@@ -15,7 +15,7 @@ use super::pairs::PairRows;
 use super::simd::AskShape;
 use super::{CpuBackend, CpuBuffer};
 use crate::backend::{Attend, Control, StateShape, yield_now};
-use crate::{BlockWork, MaskClass, Result, TileShape};
+use crate::{BlockWork, Dtype, MaskClass, Result, TileShape};
 
 /// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16
 /// and 48. KV tiles hold whole groups of 6 or 8 keys.
@@ -53,23 +53,30 @@ pub(super) async fn attend(
 ) -> Result<()> {
     let work = args.work;
     let dim = args.state.shape.dim;
+    let shape = args.state.shape;
+    let few_rows = few_rows::takes(shape, args.fixed_order);
+    let bf16 = backend.level.bf16().filter(|_| args.dtype == Dtype::Bf16 && !few_rows);
+    let tensor = |operand| {
+        let tensor = Tensor::new(args.dtype, operand);
+        if bf16.is_some() { tensor.in_words() } else { tensor }
+    };
     let call = Call {
-        q: Tensor::new(args.dtype, args.q),
-        k: Tensor::new(args.dtype, args.k),
-        v: Tensor::new(args.dtype, args.v),
+        q: tensor(args.q),
+        k: tensor(args.k),
+        v: tensor(args.v),
         work,
         dim,
         scale: args.scale,
         softcap: args.softcap,
         pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
+        bf16,
     };
-    let shape = args.state.shape;
     if work.is_empty() {
         return control.piece_done();
     }
     let a = bytemuck::cast_slice_mut(args.state.a.bytes_mut()?);
     let ml = bytemuck::cast_slice_mut(args.state.ml.bytes_mut()?);
-    if few_rows::takes(shape, args.fixed_order) {
+    if few_rows {
         return few_rows::attend(backend, &call, args.kv_head_of, shape, a, ml, control).await;
     }
     let mut jobs = jobs(work, args.kv_head_of, shape, a, ml);

@@ -1,5 +1,6 @@
 //! The arguments of one `attend` call, as its jobs share them.
 
+use super::bf16::WordProducts;
 use super::pack::Tensor;
 use super::pairs::PairRows;
 use crate::BlockWork;
@@ -18,10 +19,22 @@ pub(super) struct Call<'a> {
     pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
     pub(super) pairs: Option<PairRows<'a>>,
+    /// `Some`: q, k and v are read and multiplied in words of two elements.
+    pub(super) bf16: Option<WordProducts>,
 }
 
 impl<'a> Call<'a> {
-    /// Factor on q: the base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.
+    /// Elements of a tensor that are packed together.
+    pub(super) fn elements_in_word(&self) -> usize {
+        if self.bf16.is_some() { 2 } else { 1 }
+    }
+
+    /// Packed elements of one head of a row.
+    pub(super) fn words(&self) -> usize {
+        self.dim / self.elements_in_word()
+    }
+
+    /// Factor on q, or on the scores where q is in words: the base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.
     pub(super) fn query_factor(&self) -> f32 {
         let factor = match self.softcap {
             None => f64::from(self.scale) * std::f64::consts::LOG2_E,

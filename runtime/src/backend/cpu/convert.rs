@@ -2,11 +2,12 @@
 
 use std::borrow::Cow;
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::CpuBuffer;
+use super::halves::{narrow_bf16, widen_bf16, widen_f16};
 use crate::backend::{Elements, Scales};
 use crate::{Dtype, Result, TOKENS_PER_SCALE};
 
@@ -65,13 +66,13 @@ fn store((from, source): (Dtype, &[u8]), (into, target): (Dtype, &mut [u8])) {
             cast_slice_mut::<_, f16>(target).convert_from_f32_slice(cast_slice(source));
         }
         (Dtype::F32, Dtype::Bf16) => {
-            cast_slice_mut::<_, bf16>(target).convert_from_f32_slice(cast_slice(source));
+            narrow_bf16(cast_slice(source), cast_slice_mut(target));
         }
         (Dtype::F16, Dtype::F32) => {
-            cast_slice::<_, f16>(source).convert_to_f32_slice(cast_slice_mut(target));
+            widen_f16(cast_slice(source), cast_slice_mut(target));
         }
         (Dtype::Bf16, Dtype::F32) => {
-            cast_slice::<_, bf16>(source).convert_to_f32_slice(cast_slice_mut(target));
+            widen_bf16(cast_slice(source), cast_slice_mut(target));
         }
         (from, into) => unreachable!("plans convert between f32 and a 16-bit type, not {from} to {into}"),
     }

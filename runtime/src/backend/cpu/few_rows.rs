@@ -13,9 +13,9 @@ use super::CpuBackend;
 use super::call::Call;
 use super::exp::tanh;
 use super::job::Merge;
-use super::scratch::{Line, Scratch, grow};
+use super::scratch::{Line, Scratch, floats, floats_mut, grow};
 use crate::backend::{Control, EMPTY_M, StateShape, yield_now};
-use crate::{MaskClass, Result};
+use crate::{MaskClass, Result, RowSpan};
 use vectors::{add, add_seen, score, weigh};
 
 /// Whether this path takes the call. In a fixed order no sum may depend on the number of rows, which the mesh decides.
@@ -39,16 +39,15 @@ pub(super) async fn attend(
     for (head, kv_head) in kv_head_of.iter().enumerate() {
         heads_of[*kv_head as usize].push(head);
     }
-    let mut parts = parts(call, shape, &heads_of);
-    let keys = (PART_TILES * call.work.tile.kv_cols) as usize;
-    let most_heads = heads_of.iter().map(Vec::len).max().unwrap_or(1);
-    let cost = keys * dim * 2 * (rows * most_heads).max(8);
+    let mut stretches = stretches(call, shape, &heads_of);
+    let keys = stretches.first().map_or(1, |stretch| stretch.tiles.len() * call.work.tile.kv_cols as usize);
+    let cost = keys * dim * 2 * heads_of.iter().map(|heads| (rows * heads.len()).max(8)).sum::<usize>();
     let at_once = backend.threads() * (PIECE_COST / cost).max(1);
-    for piece in parts.chunks_mut(at_once) {
+    for piece in stretches.chunks_mut(at_once) {
         backend.install(|| {
-            piece.par_iter_mut().for_each(|part| {
+            piece.par_iter_mut().for_each(|stretch| {
                 let mut scratch = backend.scratch.take();
-                backend.level.dispatch(Run { call, part, scratch: &mut scratch });
+                backend.level.dispatch(Run { call, stretch, scratch: &mut scratch });
                 backend.scratch.give(scratch);
             });
         });
@@ -56,72 +55,90 @@ pub(super) async fn attend(
         yield_now().await;
     }
     // In the order of the keys, whichever thread computed them.
-    for part in &parts {
-        let states = part.m.iter().zip(&part.l).zip(part.o.chunks_exact(dim));
-        for (index, ((m, l), o)) in states.enumerate() {
-            let (head, row) = (part.heads[index / rows], index % rows);
-            let ml = &mut ml[((part.batch * heads + head) * rows + row) * 2..];
-            let ml = ml.first_chunk_mut().expect("the state has m and l of each row");
-            let a = &mut a[((part.batch * rows + row) * heads + head) * dim..][..dim];
-            Merge::of(ml, *m, *l).apply(a, o);
+    for stretch in &stretches {
+        for part in &stretch.parts {
+            let o = floats(&part.o).chunks_exact(part.padded);
+            for (index, ((m, l), o)) in part.m.iter().zip(&part.l).zip(o).enumerate() {
+                let (head, row) = (part.heads[index / rows], index % rows);
+                let ml = &mut ml[((stretch.batch * heads + head) * rows + row) * 2..];
+                let ml = ml.first_chunk_mut().expect("the state has m and l of each row");
+                let a = &mut a[((stretch.batch * rows + row) * heads + head) * dim..][..dim];
+                Merge::of(ml, *m, *l).apply(a, &o[..dim]);
+            }
         }
     }
     Ok(())
 }
 
-/// Some keys of one KV head for all rows of the query heads that share it, and the running state of these rows over these keys.
-/// A row has the index `head in heads · rows + row`.
-struct Part<'a> {
+/// Some keys, and all KV heads of them.
+struct Stretch<'a> {
     class: &'a MaskClass,
     batch: usize,
-    kv_head: usize,
-    heads: &'a [usize],
     rows: usize,
     tiles: Range<u32>,
+    parts: Vec<Part<'a>>,
+}
+
+/// The rows of the query heads that share a KV head, and their running state over the keys of a stretch. A row has the index
+/// `head in heads · rows + row`.
+struct Part<'a> {
+    kv_head: usize,
+    heads: &'a [usize],
+    /// Elements of a row in `q` and `o`: whole vectors.
+    padded: usize,
+    /// `[padded]` for each row: queries, scaled so that scores are base-2 logits; with a softcap, the argument of its tanh.
+    q: Vec<Line>,
+    /// `[padded]` for each row, un-normalised.
+    o: Vec<Line>,
+    /// Scores, then weights, of the keys of a tile, for each row.
+    weights: Vec<Line>,
     /// In base-2 units.
     m: Vec<f32>,
     l: Vec<f32>,
-    /// `[dim]` for each row, un-normalised.
-    o: Vec<f32>,
 }
 
-/// The parts, cut at keys that do not depend on the machine: neither do results. Those without a visible key are left out.
-fn parts<'a>(call: &Call<'a>, shape: StateShape, heads_of: &'a [Vec<usize>]) -> Vec<Part<'a>> {
+/// The stretches, cut at keys that do not depend on the machine: neither do results. Those without a visible key are left out.
+fn stretches<'a>(call: &Call<'a>, shape: StateShape, heads_of: &'a [Vec<usize>]) -> Vec<Stretch<'a>> {
     let work = call.work;
-    let tiles = u32::try_from(work.kv_positions.len().div_ceil(work.tile.kv_cols as usize))
-        .expect("positions are u32, so tiles are");
-    let mut parts = Vec::new();
+    let index = |tile: usize| u32::try_from(tile).expect("positions are u32, so tiles are");
+    let tiles = work.kv_positions.len().div_ceil(work.tile.kv_cols as usize);
+    let mut stretches = Vec::new();
     for batch in 0..shape.batch {
         let class = work.class_of(batch);
-        for (kv_head, heads) in heads_of.iter().enumerate().filter(|(_, heads)| !heads.is_empty()) {
-            for first in (0..tiles).step_by(PART_TILES as usize) {
-                let tiles = first..tiles.min(first + PART_TILES);
-                let count = heads.len() * shape.rows;
-                let seen = class.runs.iter().any(|run| {
-                    run.kv_tile < tiles.end && run.kv_tile + run.count > tiles.start && run.count > 0
-                });
-                if seen {
-                    parts.push(Part {
-                        class,
-                        batch,
-                        kv_head,
-                        heads,
-                        rows: shape.rows,
-                        tiles,
-                        m: vec![EMPTY_M; count],
-                        l: vec![0.0; count],
-                        o: vec![0.0; count * shape.dim],
-                    });
-                }
+        let step = (tiles / STRETCHES).clamp(1, STRETCH_TILES);
+        for first in (0..tiles).step_by(step) {
+            let tiles = index(first)..index(tiles.min(first + step));
+            let seen = class
+                .runs
+                .iter()
+                .any(|run| run.kv_tile < tiles.end && run.kv_tile + run.count > tiles.start && run.count > 0);
+            if !seen {
+                continue;
             }
+            let heads_of = heads_of.iter().enumerate().filter(|(_, heads)| !heads.is_empty());
+            let parts = heads_of.map(|(kv_head, heads)| {
+                let count = heads.len() * shape.rows;
+                let (m, l) = (vec![EMPTY_M; count], vec![0.0; count]);
+                Part {
+                    kv_head,
+                    heads,
+                    padded: call.dim,
+                    q: Vec::new(),
+                    o: Vec::new(),
+                    weights: Vec::new(),
+                    m,
+                    l,
+                }
+            });
+            stretches.push(Stretch { class, batch, rows: shape.rows, tiles, parts: parts.collect() });
         }
     }
-    parts
+    stretches
 }
 
 struct Run<'r, 'a> {
     call: &'r Call<'r>,
-    part: &'r mut Part<'a>,
+    stretch: &'r mut Stretch<'a>,
     scratch: &'r mut Scratch,
 }
 
@@ -130,135 +147,193 @@ impl WithSimd for Run<'_, '_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Run { call, part, scratch } = self;
-        let (dim, count) = (call.dim, part.m.len());
-        let padded = dim.next_multiple_of(S::F32_LANES);
-        let width = (call.work.tile.kv_cols as usize).next_multiple_of(4 * S::F32_LANES);
-        let count_padded = if count == 1 { 1 } else { count.next_multiple_of(GROUP) };
-        grow(&mut scratch.q, count_padded * padded);
-        grow(&mut scratch.o, count_padded * padded);
-        grow(&mut scratch.scores, count_padded * width);
-        // Terms of an attention bias tensor: for each head `[key][lane]`, a lane for each row.
-        let lanes = part.rows.next_multiple_of(4);
-        let head_terms = call.work.tile.kv_cols as usize * lanes;
-        let all_terms = if call.pairs.is_some() { part.heads.len() * head_terms } else { 0 };
-        grow(&mut scratch.terms, all_terms);
-        let terms = &mut floats_mut(&mut scratch.terms)[..all_terms];
-        grow(&mut scratch.row, call.work.tile.kv_cols as usize * dim);
-        let q = &mut floats_mut(&mut scratch.q)[..count_padded * padded];
-        let o = &mut floats_mut(&mut scratch.o)[..count_padded * padded];
-        let scores = &mut floats_mut(&mut scratch.scores)[..count_padded * width];
-        let space = floats_mut(&mut scratch.row);
-        part.queries(call, padded, q);
-        o.fill(0.0);
-
-        let runs = part.class.runs.iter();
-        for run in runs {
-            let last = (run.kv_tile + run.count).min(part.tiles.end);
-            for tile in run.kv_tile.max(part.tiles.start)..last {
+        let Run { call, stretch, scratch } = self;
+        for part in &mut stretch.parts {
+            part.begin::<S>(call, stretch.batch, stretch.rows);
+        }
+        let heads: Vec<usize> = stretch.parts.iter().map(|part| part.kv_head).collect();
+        grow(&mut scratch.row, heads.len() * call.work.tile.kv_cols as usize * call.dim);
+        for run in &stretch.class.runs {
+            let last = (run.kv_tile + run.count).min(stretch.tiles.end);
+            for tile in run.kv_tile.max(stretch.tiles.start)..last {
+                let spans = if run.full { None } else { Some(&stretch.class.rows[..]) };
                 let positions = call.positions(tile);
                 let first = tile as usize * call.work.tile.kv_cols as usize;
-                let at = [part.batch, first, part.kv_head];
-                let keys = call.k.rows(at, positions.len(), dim, space);
-                if count == 1 {
-                    score::<S, 1, 8>(simd, q, &keys, positions.len(), scores, width);
-                } else {
-                    for (q, scores) in
-                        q.chunks_exact(GROUP * padded).zip(scores.chunks_exact_mut(GROUP * width))
-                    {
-                        score::<S, GROUP, 2>(simd, q, &keys, positions.len(), scores, width);
-                    }
+                let tile = Tile { call, batch: stretch.batch, rows: stretch.rows, first, positions, spans };
+                let (count, at) = (positions.len(), [stretch.batch, first]);
+                // The heads of a token are neighbours in memory: all of them are read before the next tokens are.
+                call.k.widen(at, &heads, count, call.dim, floats_mut(&mut scratch.row));
+                for (index, part) in stretch.parts.iter_mut().enumerate() {
+                    tile.weigh(simd, index, part, scratch);
                 }
-                if let Some(pairs) = &call.pairs {
-                    for (head, terms) in part.heads.iter().zip(terms.chunks_exact_mut(head_terms)) {
-                        pairs.terms([part.batch, 0, *head], part.rows, positions, lanes, terms);
-                    }
-                }
-                // The term of a row's logit; −∞ hides the key.
-                let term = |index: usize, key: usize| {
-                    let (head, row) = (index / part.rows, index % part.rows);
-                    terms[head * head_terms + key * lanes + row]
-                };
-                for index in 0..count {
-                    let scores = &mut scores[index * width..][..width];
-                    if let Some(cap) = call.softcap {
-                        let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
-                        for s in S::as_mut_simd_f32s(scores).0 {
-                            *s = simd.mul_f32s(cap, tanh(simd, *s));
-                        }
-                    }
-                    scores[positions.len()..].fill(f32::NEG_INFINITY);
-                    if call.pairs.is_some() {
-                        for (key, s) in scores[..positions.len()].iter_mut().enumerate() {
-                            let term = term(index, key);
-                            // Replaced, not added to: a hidden score may be NaN.
-                            *s = if term == f32::NEG_INFINITY { term } else { *s + term };
-                        }
-                    }
-                    if !run.full {
-                        let span = part.class.rows[index % part.rows];
-                        for (s, position) in scores.iter_mut().zip(positions) {
-                            *s = if span.sees(*position) { *s } else { f32::NEG_INFINITY };
-                        }
-                    }
-                    let row = &mut o[index * padded..][..padded];
-                    weigh(simd, scores, &mut part.m[index], &mut part.l[index], row);
-                }
-                let values = call.v.rows(at, positions.len(), dim, space);
-                let some_hidden = !run.full || call.pairs.is_some();
-                if some_hidden && !values.are_finite(positions.len(), dim) {
-                    // 0 · NaN is NaN, so hidden values are left out.
-                    for index in 0..count {
-                        let span = part.class.rows[index % part.rows];
-                        let seen = |key: usize| {
-                            let shown = call.pairs.is_none() || term(index, key) != f32::NEG_INFINITY;
-                            shown && (run.full || span.sees(positions[key]))
-                        };
-                        let (o, weights) = (&mut o[index * padded..][..padded], &scores[index * width..]);
-                        add_seen(simd, o, weights, &values, positions.len(), dim, seen);
-                    }
-                } else if count == 1 {
-                    add::<S, 1, 4>(simd, o, scores, width, &values, positions.len(), dim);
-                } else {
-                    for (o, scores) in
-                        o.chunks_exact_mut(GROUP * padded).zip(scores.chunks_exact(GROUP * width))
-                    {
-                        add::<S, GROUP, 2>(simd, o, scores, width, &values, positions.len(), dim);
-                    }
+                call.v.widen(at, &heads, count, call.dim, floats_mut(&mut scratch.row));
+                for (index, part) in stretch.parts.iter_mut().enumerate() {
+                    tile.add(simd, index, part, scratch);
                 }
             }
         }
-        for (into, o) in part.o.chunks_exact_mut(dim).zip(o.chunks_exact(padded)) {
-            into.copy_from_slice(&o[..dim]);
+    }
+}
+
+/// A tile of keys.
+struct Tile<'t> {
+    call: &'t Call<'t>,
+    batch: usize,
+    rows: usize,
+    first: usize,
+    positions: &'t [u32],
+    /// The span of each row; `None` where every row sees every key of the tile.
+    spans: Option<&'t [RowSpan]>,
+}
+
+impl Tile<'_> {
+    /// Elements of a row of weights: whole groups of vectors.
+    fn width<S: Simd>(&self) -> usize {
+        (self.call.work.tile.kv_cols as usize).next_multiple_of(4 * S::F32_LANES)
+    }
+
+    /// The part's scores of the keys become weights.
+    #[inline(always)]
+    fn weigh<S: Simd>(&self, simd: S, index: usize, part: &mut Part<'_>, scratch: &mut Scratch) {
+        let &Self { call, batch, first, positions, spans, rows } = self;
+        let (dim, count, padded, width) = (call.dim, part.m.len(), part.padded, self.width::<S>());
+        grow(&mut part.weights, padded_count(count) * width);
+        let weights = &mut floats_mut(&mut part.weights)[..padded_count(count) * width];
+        let q = floats(&part.q);
+        let at = [batch, first, part.kv_head];
+        let keys = call.k.widened(at, index, positions.len(), dim, floats(&scratch.row));
+        if count == 1 {
+            score::<S, 1, 8>(simd, q, &keys, positions.len(), weights, width);
+        } else {
+            for (q, weights) in q.chunks_exact(GROUP * padded).zip(weights.chunks_exact_mut(GROUP * width)) {
+                score::<S, GROUP, 2>(simd, q, &keys, positions.len(), weights, width);
+            }
         }
+        let terms = self.terms(part.heads, &mut scratch.terms);
+        for index in 0..count {
+            let scores = &mut weights[index * width..][..width];
+            if let Some(cap) = call.softcap {
+                let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
+                for s in S::as_mut_simd_f32s(scores).0 {
+                    *s = simd.mul_f32s(cap, tanh(simd, *s));
+                }
+            }
+            scores[positions.len()..].fill(f32::NEG_INFINITY);
+            if let Some(terms) = &terms {
+                for (key, s) in scores[..positions.len()].iter_mut().enumerate() {
+                    let term = terms.of(index, key);
+                    // Replaced, not added to: a hidden score may be NaN.
+                    *s = if term == f32::NEG_INFINITY { term } else { *s + term };
+                }
+            }
+            if let Some(spans) = spans {
+                let span = spans[index % rows];
+                for (s, position) in scores.iter_mut().zip(positions) {
+                    *s = if span.sees(*position) { *s } else { f32::NEG_INFINITY };
+                }
+            }
+            let row = &mut floats_mut(&mut part.o)[index * padded..][..padded];
+            weigh(simd, scores, &mut part.m[index], &mut part.l[index], row);
+        }
+    }
+
+    /// Adds the values of the keys, weighted.
+    #[inline(always)]
+    fn add<S: Simd>(&self, simd: S, index: usize, part: &mut Part<'_>, scratch: &mut Scratch) {
+        let &Self { call, batch, first, positions, spans, rows } = self;
+        let (dim, count, padded, width) = (call.dim, part.m.len(), part.padded, self.width::<S>());
+        let (weights, o) = (floats(&part.weights), floats_mut(&mut part.o));
+        let at = [batch, first, part.kv_head];
+        let values = call.v.widened(at, index, positions.len(), dim, floats(&scratch.row));
+        let some_hidden = spans.is_some() || call.pairs.is_some();
+        if some_hidden && !values.are_finite(positions.len(), dim) {
+            // 0 · NaN is NaN, so hidden values are left out.
+            let terms = self.terms(part.heads, &mut scratch.terms);
+            for index in 0..count {
+                let seen = |key: usize| {
+                    let shown = terms.as_ref().is_none_or(|terms| terms.of(index, key) != f32::NEG_INFINITY);
+                    shown && spans.is_none_or(|spans| spans[index % rows].sees(positions[key]))
+                };
+                let (o, weights) = (&mut o[index * padded..][..padded], &weights[index * width..]);
+                add_seen(simd, o, weights, &values, positions.len(), dim, seen);
+            }
+        } else if count == 1 {
+            add::<S, 1, 8>(simd, o, weights, width, &values, positions.len(), dim);
+        } else {
+            for (o, weights) in o.chunks_exact_mut(GROUP * padded).zip(weights.chunks_exact(GROUP * width)) {
+                // The sums of a group stay in registers.
+                if S::REGISTER_COUNT >= 32 {
+                    add::<S, GROUP, 4>(simd, o, weights, width, &values, positions.len(), dim);
+                } else {
+                    add::<S, GROUP, 2>(simd, o, weights, width, &values, positions.len(), dim);
+                }
+            }
+        }
+    }
+
+    /// Terms of an attention bias tensor for the rows of some heads.
+    #[inline(always)]
+    fn terms<'s>(&self, heads: &[usize], space: &'s mut Vec<Line>) -> Option<Terms<'s>> {
+        let pairs = self.call.pairs.as_ref()?;
+        let lanes = self.rows.next_multiple_of(4);
+        let of_head = self.call.work.tile.kv_cols as usize * lanes;
+        grow(space, heads.len() * of_head);
+        let terms = &mut floats_mut(space)[..heads.len() * of_head];
+        for (head, terms) in heads.iter().zip(terms.chunks_exact_mut(of_head)) {
+            pairs.terms([self.batch, 0, *head], self.rows, self.positions, lanes, terms);
+        }
+        Some(Terms { terms, of_head, lanes, rows: self.rows })
+    }
+}
+
+/// For each head `[key][lane]`, a lane for each row.
+struct Terms<'s> {
+    terms: &'s [f32],
+    of_head: usize,
+    lanes: usize,
+    rows: usize,
+}
+
+impl Terms<'_> {
+    /// The term of a row's logit; −∞ hides the key.
+    fn of(&self, index: usize, key: usize) -> f32 {
+        let (head, row) = (index / self.rows, index % self.rows);
+        self.terms[head * self.of_head + key * self.lanes + row]
     }
 }
 
 impl Part<'_> {
-    /// `into[row][padded dim]`: queries, scaled so that scores are base-2 logits; with a softcap, the argument of its tanh.
-    fn queries(&self, call: &Call<'_>, padded: usize, into: &mut [f32]) {
+    /// Packs the queries, and starts an empty state.
+    #[inline(always)]
+    fn begin<S: Simd>(&mut self, call: &Call<'_>, batch: usize, rows: usize) {
+        self.padded = call.dim.next_multiple_of(S::F32_LANES);
+        let padded = self.padded;
+        grow(&mut self.q, padded_count(self.m.len()) * padded);
+        grow(&mut self.o, padded_count(self.m.len()) * padded);
         let factor = call.query_factor();
-        into.fill(0.0);
-        let rows = self.heads.iter().flat_map(|head| (0..self.rows).map(move |row| (*head, row)));
-        for ((head, row), into) in rows.zip(into.chunks_exact_mut(padded)) {
-            let mut space = vec![0.0; call.dim];
-            let q = call.q.rows([self.batch, row, head], 1, call.dim, &mut space);
-            for (into, q) in into.iter_mut().zip(q.row(0, call.dim)) {
-                *into = q * factor;
+        let rows = self.heads.iter().flat_map(|head| (0..rows).map(move |row| (*head, row)));
+        for ((head, row), into) in rows.zip(floats_mut(&mut self.q).chunks_exact_mut(padded)) {
+            let into = &mut into[..call.dim];
+            call.q.copy_row([batch, row, head], into);
+            for q in into {
+                *q *= factor;
             }
         }
     }
 }
 
-fn floats_mut(lines: &mut [Line]) -> &mut [f32] {
-    bytemuck::cast_slice_mut(lines)
+/// Rows of `q`, `o` and the weights: whole groups, unless there is one row.
+fn padded_count(count: usize) -> usize {
+    if count == 1 { 1 } else { count.next_multiple_of(GROUP) }
 }
 
 /// Rows of a head up to which this path is faster: a panel of `job` takes about as long as 20 rows, and copies keys before.
 const MOST_ROWS: usize = 16;
 /// Rows that share a load of a key.
 const GROUP: usize = 4;
-/// KV tiles of a part: some hundred kilobytes of keys and values, so that even short caches keep several cores busy.
-const PART_TILES: u32 = 8;
+/// Stretches of a batch entry, at least where there are so many tiles: enough to keep several cores equally busy.
+const STRETCHES: usize = 32;
+/// KV tiles of a stretch, at most.
+const STRETCH_TILES: usize = 8;
 /// Multiply-adds of one thread between two looks at the stop flag: at most some tens of milliseconds.
 const PIECE_COST: usize = 60_000_000;

@@ -47,7 +47,7 @@ impl WithKernel for Run<'_, '_> {
     fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, simd: S) {
         let Self { call, job, keys, scratch } = self;
         let shape = KernelShape::of::<S, MR, NV>();
-        let (lanes, dim) = (shape.lanes, call.dim);
+        let (lanes, dim, words) = (shape.lanes, call.dim, call.words());
         let padded = dim.next_multiple_of(MR);
         scratch.fit(call.work.tile, dim, shape);
         job.begin(call, padded, lanes, scratch);
@@ -67,9 +67,9 @@ impl WithKernel for Run<'_, '_> {
                         }
                     }
                     Panel::<S, MR, NV> {
-                        dim,
                         softcap: call.softcap,
-                        q: vectors::<S, NV>(&floats(&scratch.q)[p * lanes * dim..][..lanes * dim]),
+                        words: call.bf16.map(|products| (products, call.query_factor())),
+                        q: vectors::<S, NV>(&floats(&scratch.q)[p * lanes * words..][..lanes * words]),
                         o: vectors_mut::<S, NV>(
                             &mut floats_mut(&mut scratch.o)[p * lanes * padded..][..lanes * padded],
                         ),
@@ -120,11 +120,11 @@ impl<'a> Job<'a> {
     /// Packs q and starts a local running state with base-2 logits, which is merged into the caller's state at the end.
     #[inline(always)]
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
-        let (rows, dim) = (self.a.len(), call.dim);
+        let (rows, words) = (self.a.len(), call.words());
         let first = self.tile * call.work.tile.q_rows as usize;
-        let factor = call.query_factor();
-        let row = &mut floats_mut(&mut scratch.row)[..lanes * dim];
-        let q = floats_mut(&mut scratch.q).chunks_exact_mut(lanes * dim);
+        let factor = call.bf16.is_none().then(|| call.query_factor());
+        let row = &mut floats_mut(&mut scratch.row)[..lanes * words];
+        let q = floats_mut(&mut scratch.q).chunks_exact_mut(lanes * words);
         for (from, q) in (0..rows).step_by(lanes).zip(q) {
             let at = [self.batch, first + from, self.head];
             pack_lanes(&call.q, at, lanes.min(rows - from), lanes, factor, row, q);

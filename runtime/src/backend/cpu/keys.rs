@@ -7,11 +7,12 @@ use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelI
 use rayon::slice::ParallelSliceMut;
 
 use super::call::Call;
-use super::pack::{pack_keys, pack_values};
+use super::pack::{pack_keys, pack_value_words, pack_values};
 use super::scratch::{Line, Scratch, Spare, grow};
 use super::simd::{KernelShape, Level, WithKernel};
 
-/// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type.
+/// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type, or words of bf16 (module `bf16`): of two elements
+/// of a key in k, of two keys in v.
 #[derive(Debug, Default)]
 pub(super) struct PackedKeys {
     /// The range of the tiles.
@@ -20,6 +21,8 @@ pub(super) struct PackedKeys {
     first: usize,
     heads: usize,
     kv_heads: usize,
+    /// Keys in an element of v.
+    keys_at_once: usize,
     /// Lines of one tile of k and of v.
     tile_lines: [usize; 2],
     /// `tiles × heads × [key / MR][dim][MR]`.
@@ -33,11 +36,11 @@ pub(super) struct PackedKeys {
 /// One packed KV tile.
 #[derive(Debug)]
 pub(super) struct KeyTile<'a, const MR: usize> {
-    /// `[key / MR][dim][MR]`.
+    /// `[key / MR][dim or word][MR]`.
     pub(super) k: &'a [[f32; MR]],
-    /// `[dim / MR][key][MR]`.
+    /// `[dim / MR][key or word][MR]`.
     pub(super) v: &'a [[f32; MR]],
-    /// Keys in a group of `v`.
+    /// Keys, or words of two keys, in a group of `v`.
     pub(super) stride: usize,
     /// Global position of each key.
     pub(super) positions: &'a [u32],
@@ -68,6 +71,7 @@ impl PackedKeys {
         self.first = heads.start;
         self.heads = heads.len();
         self.kv_heads = kv_heads;
+        self.keys_at_once = call.elements_in_word();
         self.tile_lines = tile_lines(call, shape);
         let [k_lines, v_lines] = self.tile_lines;
         let count = heads.len() * tiles.len();
@@ -116,7 +120,7 @@ impl PackedKeys {
         KeyTile {
             k: k.as_chunks().0,
             v: v.as_chunks().0,
-            stride: (call.work.tile.kv_cols as usize).next_multiple_of(MR),
+            stride: (call.work.tile.kv_cols as usize).next_multiple_of(MR) / self.keys_at_once,
             positions: call.positions(tile),
             finite: self.finite[at],
         }
@@ -141,17 +145,23 @@ impl WithKernel for Pack<'_> {
         let call = self.call;
         let shape = KernelShape::of::<S, MR, NV>();
         self.scratch.fit(call.work.tile, call.dim, shape);
-        let row = &mut bytemuck::cast_slice_mut(&mut self.scratch.row)[..call.dim * MR];
+        let words = call.words();
+        let row = &mut bytemuck::cast_slice_mut(&mut self.scratch.row)[..words * MR];
         let keys = call.positions(self.tile).len();
         let first = self.tile as usize * call.work.tile.kv_cols as usize;
         let at = [self.at[0], first, self.at[1]];
         let stride = (call.work.tile.kv_cols as usize).next_multiple_of(MR);
         pack_keys::<MR>(&call.k, at, keys, row, self.k);
-        pack_values::<MR>(&call.v, at, keys, stride, &mut row[..call.dim], self.v)
+        if call.bf16.is_some() {
+            pack_value_words::<MR>(&call.v, at, keys, stride / 2, &mut row[..2 * words], self.v)
+        } else {
+            pack_values::<MR>(&call.v, at, keys, stride, &mut row[..words], self.v)
+        }
     }
 }
 
 fn tile_lines(call: &Call<'_>, shape: KernelShape) -> [usize; 2] {
     let keys = (call.work.tile.kv_cols as usize).next_multiple_of(shape.mr);
-    [call.dim, call.dim.next_multiple_of(shape.mr)].map(|dim| (keys * dim).div_ceil(16))
+    [call.dim, call.dim.next_multiple_of(shape.mr)]
+        .map(|dim| (keys * dim / call.elements_in_word()).div_ceil(16))
 }

@@ -14,11 +14,13 @@
 
 mod attend;
 mod backward;
+mod bf16;
 mod buffer;
 mod call;
 mod convert;
 mod exp;
 mod few_rows;
+mod halves;
 mod job;
 mod kernel;
 mod keys;

@@ -1,10 +1,10 @@
 //! Tiles in the order in which the kernel reads them, as f32.
 
 use bytemuck::cast_slice;
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::CpuBuffer;
+use super::halves::{widen_bf16, widen_f16};
 use crate::Dtype;
 use crate::backend::{Layout, Operand};
 
@@ -20,6 +20,8 @@ enum Elements<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     Bf16(&'a [bf16]),
+    /// Read as words of two elements (module `bf16`).
+    Words(&'a [bf16]),
 }
 
 impl<'a> Tensor<'a> {
@@ -34,7 +36,16 @@ impl<'a> Tensor<'a> {
         }
     }
 
+    /// This tensor of bf16, to be read as words of two elements: a row has half as many of them.
+    pub(super) fn in_words(self) -> Self {
+        match self.elements {
+            Elements::Bf16(all) => Self { elements: Elements::Words(all), ..self },
+            _ => unreachable!("only bf16 has words"),
+        }
+    }
+
     /// `count` rows of `dim` elements from row `first` on: in place if they are f32, else a converted copy in `space`.
+    #[inline(always)]
     pub(super) fn rows<'s>(
         &self,
         [batch, first, head]: [usize; 3],
@@ -45,17 +56,53 @@ impl<'a> Tensor<'a> {
     where
         'a: 's,
     {
+        self.widen([batch, first], &[head], count, dim, space);
+        self.widened([batch, first, head], 0, count, dim, space)
+    }
+
+    /// Converts `count` rows of some heads to f32, in the order in which they lie in memory: each head is then one piece of `space`.
+    /// Rows of f32 are left where they are.
+    #[inline(always)]
+    pub(super) fn widen(
+        &self,
+        [batch, first]: [usize; 2],
+        heads: &[usize],
+        count: usize,
+        dim: usize,
+        space: &mut [f32],
+    ) {
+        if matches!(self.elements, Elements::F32(_)) {
+            return;
+        }
+        for row in 0..count {
+            for (index, head) in heads.iter().enumerate() {
+                let into = &mut space[(index * count + row) * dim..][..dim];
+                self.copy_row([batch, first + row, *head], into);
+            }
+        }
+    }
+
+    /// The rows of the head of this index among those that [`Tensor::widen`] has converted, or in place.
+    #[inline(always)]
+    pub(super) fn widened<'s>(
+        &self,
+        at: [usize; 3],
+        index: usize,
+        count: usize,
+        dim: usize,
+        space: &'s [f32],
+    ) -> Rows<'s>
+    where
+        'a: 's,
+    {
         if let Elements::F32(all) = self.elements {
-            let at = self.start([batch, first, head]);
-            return Rows { elements: &all[at..], stride: self.layout.row_stride, dim };
+            return Rows { elements: &all[self.start(at)..], stride: self.layout.row_stride, dim };
         }
-        for (index, space) in space.chunks_exact_mut(dim).take(count).enumerate() {
-            self.row([batch, first + index, head], space);
-        }
-        Rows { elements: space, stride: dim, dim }
+        Rows { elements: &space[index * count * dim..], stride: dim, dim }
     }
 
     /// One head of one row: the row itself, or a converted copy in `space`, which has its length.
+    #[inline(always)]
     pub(super) fn row<'s>(&self, at: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
     where
         'a: 's,
@@ -67,13 +114,18 @@ impl<'a> Tensor<'a> {
         space
     }
 
-    /// Copies one head of one row, converted.
-    fn copy_row(&self, at: [usize; 3], into: &mut [f32]) {
+    /// Copies one head of one row, converted or in words.
+    #[inline(always)]
+    pub(super) fn copy_row(&self, at: [usize; 3], into: &mut [f32]) {
         let range = self.start(at)..self.start(at) + into.len();
         match self.elements {
+            Elements::Words(all) => {
+                let into: &mut [bf16] = bytemuck::cast_slice_mut(into);
+                into.copy_from_slice(&all[range.start..][..into.len()]);
+            }
             Elements::F32(all) => into.copy_from_slice(&all[range]),
-            Elements::F16(all) => all[range].convert_to_f32_slice(into),
-            Elements::Bf16(all) => all[range].convert_to_f32_slice(into),
+            Elements::F16(all) => widen_f16(&all[range], into),
+            Elements::Bf16(all) => widen_bf16(&all[range], into),
         }
     }
 
@@ -104,14 +156,14 @@ impl Rows<'_> {
     }
 }
 
-/// `into[d][lane]` = row `first + lane` times `factor`; lanes from `rows` on are 0. `space` holds `lanes` rows.
+/// `into[d][lane]` = row `first + lane` times `factor` (`None`: as it is); lanes from `rows` on are 0. `space` holds `lanes` rows.
 #[inline(always)]
 pub(super) fn pack_lanes(
     tensor: &Tensor<'_>,
     [batch, first, head]: [usize; 3],
     rows: usize,
     lanes: usize,
-    factor: f32,
+    factor: Option<f32>,
     space: &mut [f32],
     into: &mut [f32],
 ) {
@@ -123,19 +175,32 @@ pub(super) fn pack_lanes(
     }
     let sources = &sources[..lanes];
     // A few elements of all rows, then the next few: the rows' cache misses overlap.
-    for (d, into) in (0..dim).step_by(8).zip(into.chunks_exact_mut(8 * lanes)) {
-        for (lane, sources) in (0..).step_by(4).zip(sources.as_chunks::<4>().0) {
-            // Loops instead of array::map, because the compiler does not inline array::map.
-            let mut block = [[0.0; 8]; 4];
-            for (to, row) in block.iter_mut().zip(sources) {
-                if let Some(row) = row.get(d..d + 8) {
-                    to.copy_from_slice(row);
-                }
+    let (eights, four) = into.split_at_mut(dim / 8 * 8 * lanes);
+    for (d, into) in (0..).step_by(8).zip(eights.chunks_exact_mut(8 * lanes)) {
+        pack_block::<8>(sources, d, factor, into);
+    }
+    // Head dimensions are multiples of eight, words of two elements are half as many.
+    if !four.is_empty() {
+        pack_block::<4>(sources, dim - 4, factor, four);
+    }
+}
+
+/// `N` elements of all rows, from `d` on.
+#[inline(always)]
+fn pack_block<const N: usize>(sources: &[&[f32]], d: usize, factor: Option<f32>, into: &mut [f32]) {
+    let lanes = sources.len();
+    for (lane, sources) in (0..).step_by(4).zip(sources.as_chunks::<4>().0) {
+        // Loops instead of array::map, because the compiler does not inline array::map.
+        let mut block = [[0.0; N]; 4];
+        for (to, row) in block.iter_mut().zip(sources) {
+            if let Some(row) = row.get(d..d + N) {
+                to.copy_from_slice(row);
             }
-            for (i, column) in transposed(block).into_iter().enumerate() {
-                for (into, value) in into[i * lanes + lane..][..4].iter_mut().zip(column) {
-                    *into = value * factor;
-                }
+        }
+        for (i, column) in transposed(block).into_iter().enumerate() {
+            for (into, value) in into[i * lanes + lane..][..4].iter_mut().zip(column) {
+                // Words are copied as bits.
+                *into = factor.map_or(value, |factor| value * factor);
             }
         }
     }
@@ -213,4 +278,41 @@ pub(super) fn pack_values<const MR: usize>(
         }
     }
     largest < f32::INFINITY.to_bits()
+}
+
+/// As [`pack_values`], in words of two keys: `into[d / MR][key / 2][d % MR]`, `stride` words to a group. A last key without a
+/// neighbour is paired with 0. `space` holds two rows of `dim / 2` words.
+#[inline(always)]
+pub(super) fn pack_value_words<const MR: usize>(
+    tensor: &Tensor<'_>,
+    [batch, first, head]: [usize; 3],
+    keys: usize,
+    stride: usize,
+    space: &mut [f32],
+    into: &mut [f32],
+) -> bool {
+    const MAGNITUDE: u32 = 0x7fff;
+    let (low, high) = space.split_at_mut(space.len() / 2);
+    let mut largest = [0_u32; 2];
+    for (pair, key) in (0..keys).step_by(2).enumerate() {
+        tensor.copy_row([batch, first + key, head], low);
+        if key + 1 < keys {
+            tensor.copy_row([batch, first + key + 1, head], high);
+        } else {
+            high.fill(0.0);
+        }
+        let low: &[u16] = cast_slice(low);
+        let high: &[u16] = cast_slice(high);
+        for (group, (low, high)) in low.chunks(MR).zip(high.chunks(MR)).enumerate() {
+            let into = &mut into[(group * stride + pair) * MR..][..MR];
+            for (into, (low, high)) in into.iter_mut().zip(low.iter().zip(high)) {
+                let (low, high) = (u32::from(*low), u32::from(*high));
+                largest[0] = largest[0].max(low & MAGNITUDE);
+                largest[1] = largest[1].max(high & MAGNITUDE);
+                *into = f32::from_bits(low | high << 16);
+            }
+            into[low.len()..].fill(0.0);
+        }
+    }
+    largest[0].max(largest[1]) < u32::from(bf16::INFINITY.to_bits())
 }

@@ -1,9 +1,9 @@
 //! Attention bias tensors as terms of base-2 logits.
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::CpuBuffer;
+use super::halves::widen_f16;
 use super::pack::{MAX_LANES, transposed};
 use crate::backend::{Layout, Pairs};
 use crate::{BiasKind, Dtype};
@@ -59,7 +59,7 @@ impl<'a> PairRows<'a> {
                 all,
                 |bias| {
                     let mut converted = [0.0; 8];
-                    bias.convert_to_f32_slice(&mut converted);
+                    widen_f16(bias, &mut converted);
                     converted
                 },
                 into,

@@ -3,8 +3,11 @@
 //! Vectors are computed in loops, never in closures for `array::map` or `array::from_fn`. The compiler may leave such a
 //! closure out of line; it then lacks the kernel's instruction set, and each vector operation becomes a call.
 
+use std::ops::Range;
+
 use pulp::Simd;
 
+use super::bf16::{WordProducts, element_of, words_of};
 use super::exp::{exp2, exp2_each, mul_add, tanh};
 use super::kernel::{Scores, WeightedSum, alone, scale};
 use super::keys::KeyTile;
@@ -12,9 +15,10 @@ use crate::RowSpan;
 
 /// `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
-    pub(super) dim: usize,
     pub(super) softcap: Option<f32>,
-    /// `[dim]`, scaled.
+    /// `Some`: q and the tiles hold words, and scores are multiplied by the number (module `bf16`).
+    pub(super) words: Option<(WordProducts, f32)>,
+    /// `[dim]`, scaled; or `[word]`, as it is.
     pub(super) q: &'a [[S::f32s; NV]],
     /// `[dim]`, un-normalised.
     pub(super) o: &'a mut [[S::f32s; NV]],
@@ -45,15 +49,16 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         };
         let groups = range.start / MR..range.end.div_ceil(MR);
         let computed = groups.start * MR..groups.end * MR;
-        alone(
+        let tile = Scores {
             simd,
-            Scores {
-                simd,
-                k: &keys.k[groups.start * self.dim..groups.end * self.dim],
-                q: self.q,
-                into: &mut self.scores[computed.clone()],
-            },
-        );
+            k: &keys.k[groups.start * self.q.len()..groups.end * self.q.len()],
+            q: self.q,
+            into: &mut self.scores[computed.clone()],
+        };
+        match self.words {
+            None => alone(simd, tile),
+            Some((products, factor)) => products.scores(tile, factor),
+        }
         let mut m = self.ml[0];
         let stored = self.scores[computed.clone()].as_chunks_mut::<MR>().0;
         for (from, stored) in computed.step_by(MR).zip(stored) {
@@ -103,13 +108,20 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             *m = simd.select_f32s(far, *m, *old);
         }
         let mut sum = [simd.splat_f32s(0.0); NV];
-        let (pairs, last) = self.scores[range.clone()].as_chunks_mut::<2>();
-        for pair in pairs {
-            weigh(simd, pair, &m, &mut sum);
-        }
-        if let [last] = last {
-            weigh(simd, std::array::from_mut(last), &m, &mut sum);
-        }
+        // The elements of v and of the weights that belong to the range.
+        let elements = if self.words.is_some() {
+            weigh_words(simd, self.scores, &range, &m, &mut sum);
+            range.start / 2..range.end.div_ceil(2)
+        } else {
+            let (pairs, last) = self.scores[range.clone()].as_chunks_mut::<2>();
+            for pair in pairs {
+                weigh(simd, pair, &m, &mut sum);
+            }
+            if let [last] = last {
+                weigh(simd, std::array::from_mut(last), &m, &mut sum);
+            }
+            range.clone()
+        };
         let [old_m, l] = self.ml else { unreachable!("m and l") };
         let mut keep = *old_m;
         for ((keep, m), (l, sum)) in keep.iter_mut().zip(&m).zip(l.iter_mut().zip(&sum)) {
@@ -118,31 +130,32 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         }
         *old_m = m;
 
-        let terms = self.terms.map(|terms| &terms[range.clone()]);
-        let select = !keys.finite && (visible.is_some() || terms.is_some());
-        let (v, p) = (&keys.v[range.start..], &self.scores[range.clone()]);
-        if !select {
+        let (v, p) = (&keys.v[elements.start..], &self.scores[elements]);
+        if keys.finite || (visible.is_none() && self.terms.is_none()) {
             let keep = grew.then_some(&keep);
-            alone(simd, WeightedSum { simd, v, stride: keys.stride, p, keep, o: self.o });
+            let tile = WeightedSum { simd, v, stride: keys.stride, p, keep, o: self.o };
+            match self.words {
+                None => alone(simd, tile),
+                Some((products, _)) => products.weighted_sum(tile),
+            }
             return;
         }
-        let positions = &keys.positions[range];
+        let seen = Seen { visible: visible.as_ref(), terms: self.terms, positions: keys.positions, range };
         for (o, v) in self.o.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(keys.stride)) {
             if grew {
                 scale(simd, o, &keep);
             }
             let v = &v[..p.len()];
-            *o = add_where_seen(simd, *o, v, p, visible.as_ref(), terms, positions);
+            *o = match self.words {
+                None => add_where_seen::<S, MR, NV, false>(simd, *o, v, p, &seen),
+                Some(_) => add_where_seen::<S, MR, NV, true>(simd, *o, v, p, &seen),
+            };
         }
     }
 
     /// The keys of the tile that any row sees, and the test for keys that some rows do not see.
     #[inline(always)]
-    fn visible(
-        &self,
-        simd: S,
-        positions: &[u32],
-    ) -> Option<(std::ops::Range<usize>, Option<Visible<S, NV>>)> {
+    fn visible(&self, simd: S, positions: &[u32]) -> Option<(Range<usize>, Option<Visible<S, NV>>)> {
         let all = 0..positions.len();
         let Some(spans) = self.spans else {
             return Some((all, None));
@@ -213,28 +226,65 @@ fn weigh<S: Simd, const NV: usize, const KEYS: usize>(
     }
 }
 
-/// As [`add_outer_products`], but skips keys that a row does not see: 0 · NaN is NaN.
+/// [`weigh`] of the keys `range`, whose weights become words of two keys: those of keys 2t and 2t + 1 at index t. A key beside the range
+/// has the weight 0.
 #[inline(always)]
-fn add_where_seen<S: Simd, const MR: usize, const NV: usize>(
+fn weigh_words<S: Simd, const NV: usize>(
+    simd: S,
+    scores: &mut [[S::f32s; NV]],
+    range: &Range<usize>,
+    m: &[S::f32s; NV],
+    sum: &mut [S::f32s; NV],
+) {
+    let words = range.start / 2..range.end.div_ceil(2);
+    for beside in [2 * words.start, 2 * words.end - 1] {
+        if !range.contains(&beside) {
+            scores[beside] = [simd.splat_f32s(f32::NEG_INFINITY); NV];
+        }
+    }
+    for word in words {
+        let mut pair = [scores[2 * word], scores[2 * word + 1]];
+        weigh(simd, &mut pair, m, sum);
+        scores[word] = words_of(simd, pair);
+    }
+}
+
+/// Which rows see which of the keys `range` of a tile.
+struct Seen<'a, S: Simd, const NV: usize> {
+    visible: Option<&'a Visible<S, NV>>,
+    /// `[key of the tile]`.
+    terms: Option<&'a [[S::f32s; NV]]>,
+    /// `[key of the tile]`.
+    positions: &'a [u32],
+    range: Range<usize>,
+}
+
+/// As [`super::kernel::add_outer_products`], but skips keys that a row does not see: 0 · NaN is NaN. `v` and `p` begin with the range's
+/// first key, or with its word.
+#[inline(always)]
+fn add_where_seen<S: Simd, const MR: usize, const NV: usize, const WORDS: bool>(
     simd: S,
     mut o: [[S::f32s; NV]; MR],
     v: &[[f32; MR]],
     p: &[[S::f32s; NV]],
-    visible: Option<&Visible<S, NV>>,
-    terms: Option<&[[S::f32s; NV]]>,
-    positions: &[u32],
+    seen: &Seen<'_, S, NV>,
 ) -> [[S::f32s; NV]; MR] {
     let hides = simd.splat_f32s(f32::NEG_INFINITY);
-    for (key, ((v, p), position)) in v.iter().zip(p).zip(positions).enumerate() {
-        let sees = visible.map(|visible| visible.test(simd, *position));
-        for (o, v) in o.iter_mut().zip(v) {
-            let v = simd.splat_f32s(*v);
-            for (j, (o, p)) in o.iter_mut().zip(p).enumerate() {
-                let mut sum = mul_add(simd, v, *p, *o);
+    for key in seen.range.clone() {
+        let at = if WORDS { key / 2 - seen.range.start / 2 } else { key - seen.range.start };
+        let sees = seen.visible.map(|visible| visible.test(simd, seen.positions[key]));
+        for (o, v) in o.iter_mut().zip(&v[at]) {
+            let mut v = simd.splat_f32s(*v);
+            if WORDS {
+                v = element_of(simd, v, key % 2 == 1);
+            }
+            for (j, (o, p)) in o.iter_mut().zip(&p[at]).enumerate() {
+                let p = if WORDS { element_of(simd, *p, key % 2 == 1) } else { *p };
+                let mut sum = mul_add(simd, v, p, *o);
                 if let Some(sees) = &sees {
                     sum = simd.select_f32s(sees[j], sum, *o);
                 }
-                if let Some(terms) = terms {
+                if let Some(terms) = seen.terms {
                     sum = simd.select_f32s(simd.equal_f32s(terms[key][j], hides), *o, sum);
                 }
                 *o = sum;

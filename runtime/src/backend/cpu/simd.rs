@@ -2,11 +2,15 @@
 
 use pulp::{Arch, Scalar128b, Simd, WithSimd};
 
+use super::bf16::WordProducts;
+
 /// An instruction set found on this machine, or portable code in vectors of four that any compiler target can lower.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Level {
     /// `None`: portable.
     arch: Option<Arch>,
+    /// Products of bf16 elements without a conversion.
+    bf16: Option<WordProducts>,
     /// The kernel for 32 vector registers on any machine, for tests.
     #[cfg(test)]
     wide: bool,
@@ -34,12 +38,28 @@ impl Level {
         Self { wide: true, ..self }
     }
 
+    /// This one with products of bf16 in f32 arithmetic.
+    #[cfg(test)]
+    pub(super) fn with_emulated_bf16(self) -> Self {
+        Self { bf16: Some(WordProducts::emulated()), ..self }
+    }
+
     fn of(arch: Option<Arch>) -> Self {
         Self {
             arch,
+            bf16: match arch {
+                #[cfg(target_arch = "x86_64")]
+                Some(Arch::V4(_)) => WordProducts::detect(),
+                _ => None,
+            },
             #[cfg(test)]
             wide: false,
         }
+    }
+
+    /// Its products of bf16, if it has any.
+    pub(super) fn bf16(self) -> Option<WordProducts> {
+        self.bf16
     }
 
     /// Runs `op` with this level's kernel.
@@ -69,6 +89,8 @@ impl Level {
     /// Its name, for reports.
     pub(super) fn name(self) -> &'static str {
         match self.arch {
+            #[cfg(target_arch = "x86_64")]
+            Some(Arch::V4(_)) if self.bf16.is_some() => "AVX-512 with bf16",
             #[cfg(target_arch = "x86_64")]
             Some(Arch::V4(_)) => "AVX-512",
             #[cfg(target_arch = "x86_64")]

@@ -1,11 +1,12 @@
 //! Running states: reset, merge, finalize. Rows are independent, so all of them are parallel over rows.
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
 use super::CpuBuffer;
+use super::halves::narrow_bf16;
 use super::scalar::{exp, ln};
 use crate::backend::{EMPTY_M, State, StateMut, StateShape};
 use crate::{Dtype, Result};
@@ -118,7 +119,7 @@ pub(super) fn finalize(
                     match dtype {
                         Dtype::F32 => o.copy_from_slice(bytemuck::cast_slice(space)),
                         Dtype::F16 => bytemuck::cast_slice_mut::<u8, f16>(o).convert_from_f32_slice(space),
-                        Dtype::Bf16 => bytemuck::cast_slice_mut::<u8, bf16>(o).convert_from_f32_slice(space),
+                        Dtype::Bf16 => narrow_bf16(space, bytemuck::cast_slice_mut(o)),
                     }
                 }
             },

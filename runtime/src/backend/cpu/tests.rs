@@ -71,12 +71,19 @@ fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
         .collect()
 }
 
-/// One for each instruction set and kernel shape that can run here.
+/// One for each instruction set and kernel shape that can run here, and products of bf16 in f32 arithmetic for both shapes.
 fn backends() -> Vec<CpuBackend> {
-    let level = simd::Level::detect();
-    [level, level.wide(), simd::Level::portable(), simd::Level::portable().wide()]
-        .map(|level| CpuBackend { level, ..CpuBackend::new() })
-        .into()
+    let (best, portable) = (simd::Level::detect(), simd::Level::portable());
+    [
+        best,
+        best.wide(),
+        best.wide().with_emulated_bf16(),
+        portable,
+        portable.wide(),
+        portable.with_emulated_bf16(),
+    ]
+    .map(|level| CpuBackend { level, ..CpuBackend::new() })
+    .into()
 }
 
 fn dense(rows: usize, heads: usize, dim: usize) -> Layout {
@@ -237,14 +244,17 @@ fn shapes_masks_and_types_agree_with_the_definition() {
 
 #[test]
 fn softcap_scale_and_offset_agree_with_the_definition() {
-    for backend in backends() {
+    for (backend, dtype) in
+        backends().iter().flat_map(|backend| [(backend, Dtype::F32), (backend, Dtype::Bf16)])
+    {
         for (scale, softcap) in [(1.3, Some(3.0)), (0.02, Some(50.0)), (-0.4, None)] {
-            let mut case = case([1, 150, 2, 1, 32], Dtype::F32, "causal");
+            let mut case = case([1, 150, 2, 1, 32], dtype, "causal");
             case.problem = case.problem.with_logits(scale, softcap).unwrap();
             case.problem = case.problem.with_queries(70, 80).unwrap();
             case.q.truncate(70 * 2 * 32);
-            let output = run(&backend, &case, &all_keys(&case));
-            check(&case, &output, 1, 6e-6, &format!("scale {scale} softcap {softcap:?}"));
+            let output = run(backend, &case, &all_keys(&case));
+            let what = format!("{:?} scale {scale} softcap {softcap:?} {dtype}", backend.level);
+            check(&case, &output, 1, tolerance(dtype), &what);
         }
     }
 }
@@ -298,5 +308,29 @@ fn logits_that_grow_from_tile_to_tile_by_little_or_by_much_agree_with_the_defini
             let tolerance = 6e-6 * (1.0 + 6.0 * f64::from(step.abs()));
             check(&case, &output, 5, tolerance, &format!("{:?} step {step}", backend.level));
         }
+    }
+}
+
+#[test]
+fn products_of_bf16_by_instructions_are_those_of_f32_arithmetic() {
+    let level = simd::Level::detect();
+    if level.bf16().is_none() {
+        eprintln!("not run: this processor has no products of bf16");
+        return;
+    }
+    for (shape, mask) in
+        [([1, 301, 4, 2, 64], "causal"), ([2, 97, 2, 1, 72], "window:31,7"), ([1, 250, 1, 1, 256], "full")]
+    {
+        let case = case(shape, Dtype::Bf16, mask);
+        let [native, emulated] = [level, level.with_emulated_bf16()].map(|level| {
+            let (a, ml) = run(&CpuBackend { level, ..CpuBackend::new() }, &case, &all_keys(&case)).state;
+            [decode(Dtype::F32, &a), decode(Dtype::F32, &ml)].concat()
+        });
+        // Both round a weight to the same bf16 but where an f32 rounding of its score moves it over a boundary: by at most 2^-8 of a
+        // weight, which is at most 2^8 by the kernel's slack and usually 1.
+        let largest = native.iter().map(|x| x.abs()).fold(0.0, f32::max);
+        let error = native.iter().zip(&emulated).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(error <= 1e-3 * largest, "{shape:?} {mask}: {error} of {largest}");
+        assert!(native != vec![0.0; native.len()]);
     }
 }

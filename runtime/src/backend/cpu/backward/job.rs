@@ -227,7 +227,7 @@ fn pack_queries(call: &BackwardCall<'_>, job: &Job<'_>, lanes: usize, blocks: Bl
     let row = &mut floats_mut(&mut space.row)[..lanes * dim];
     space.finite.clear();
     space.finite.resize(rows.div_ceil(lanes), [true; 2]);
-    let tensors = [(&forward.q, forward.query_factor()), (&call.d_o, 1.0)];
+    let tensors = [(&forward.q, Some(forward.query_factor())), (&call.d_o, None)];
     for (index, (tensor, factor)) in tensors.into_iter().enumerate() {
         let in_lanes = floats_mut(&mut space.lanes[index]).chunks_exact_mut(lanes * dim);
         let by_row = floats_mut(&mut space.rows[index]).chunks_exact_mut(blocks.elements());

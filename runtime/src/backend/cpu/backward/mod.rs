@@ -64,6 +64,7 @@ pub(super) async fn attend_backward(
             scale: args.scale,
             softcap: args.softcap,
             pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
+            bf16: None,
         },
         d_o: Tensor::new(args.dtype, args.d_o),
         stats: Tensor::new(Dtype::F32, args.stats),

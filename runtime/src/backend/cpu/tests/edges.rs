@@ -6,16 +6,18 @@ use crate::backend::EMPTY_M;
 
 #[test]
 fn keys_that_a_row_cannot_see_do_not_reach_it_even_if_they_are_nan() {
-    for backend in backends() {
-        for mask in ["causal", "window:20,4", "valid:130", "documents:0,60,150"] {
-            let clean = case([1, 150, 2, 1, 32], Dtype::F32, mask);
-            let expected = run(&backend, &clean, &all_keys(&clean));
+    for (backend, dtype) in
+        backends().iter().flat_map(|backend| [(backend, Dtype::F32), (backend, Dtype::Bf16)])
+    {
+        for mask in ["causal", "window:20,4", "valid:130", "documents:0,61,150"] {
+            let clean = case([1, 150, 2, 1, 32], dtype, mask);
+            let expected = run(backend, &clean, &all_keys(&clean));
             for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let key = 140;
                 let mut dirty = clean.clone();
                 dirty.k[key * 32..key * 32 + 32].fill(poison);
                 dirty.v[key * 32..key * 32 + 32].fill(poison);
-                let got = run(&backend, &dirty, &all_keys(&dirty));
+                let got = run(backend, &dirty, &all_keys(&dirty));
                 for at in 0..150 * 2 {
                     let sees = clean.problem.mask.visible(0, (at / 2) as u32, 150).sees(key as u32);
                     let o = at * 32..at * 32 + 32;
@@ -37,19 +39,21 @@ fn keys_that_a_row_cannot_see_do_not_reach_it_even_if_they_are_nan() {
 
 #[test]
 fn an_infinite_logit_makes_its_row_nan_and_a_row_of_minus_infinities_saw_no_key() {
-    for backend in backends() {
-        let mut case = case([1, 70, 1, 1, 8], Dtype::F32, "full");
+    for (backend, dtype) in
+        backends().iter().flat_map(|backend| [(backend, Dtype::F32), (backend, Dtype::Bf16)])
+    {
+        let mut case = case([1, 70, 1, 1, 8], dtype, "full");
         case.q.fill(1.0);
         case.q[8..16].fill(-1.0);
         case.k[8 * 3..8 * 4].fill(f32::INFINITY);
         let blocks = [TokenRuns::contiguous(0..30), TokenRuns::contiguous(30..70)];
-        let output = run(&backend, &case, &blocks);
+        let output = run(backend, &case, &blocks);
         assert!(output.lse[0].is_nan() && output.o[..8].iter().all(|x| x.is_nan()));
         assert!(output.lse[1].is_finite(), "its logit of that key is -inf: weight 0");
         assert!(output.o[8..16].iter().all(|x| x.is_finite()));
         // All logits −∞: all weights are 0, which is the empty state.
         case.k.fill(f32::INFINITY);
-        let output = run(&backend, &case, &blocks);
+        let output = run(backend, &case, &blocks);
         assert_eq!(output.lse[1], f32::NEG_INFINITY);
         assert_eq!(output.o[8..16], [0.0; 8]);
         assert!(output.lse[2].is_nan());
