@@ -43,8 +43,8 @@ fi
 export MESA_SHADER_CACHE_DIR=${MESA_SHADER_CACHE_DIR:-$PWD/target/shader-cache}
 mkdir -p "$MESA_SHADER_CACHE_DIR"
 
-# Many tests wait: for timeouts, for other processes. Four at a time keep two cores busy.
+# Many tests wait: for timeouts, for other processes. Eight at a time keep two cores busy.
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((cores > 4 ? cores : 4))}
+export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((cores + 6))}
 
 cargo test --release --workspace --all-features "$@"

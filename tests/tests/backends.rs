@@ -1,5 +1,7 @@
 //! The suite for the `Backend` trait, run over every backend of this machine.
 //!
+//! All but the first are erased devices, as sessions have them, so that the suite is compiled for two types.
+//!
 //! A backend that cannot run here is reported as ignored with its reason, and fails under `KYKLOS_REQUIRE_GPU=1`.
 
 #[path = "../amount.rs"]
@@ -24,9 +26,10 @@ fn main() {
         .backend("cpu as an erased device", || Ok(Device::cpu()))
         .backend("cpu behind the protocol of tabs", || {
             kyklos_tab::loopback(
-                || Ok(CpuBackend::new()),
+                || Ok(Device::cpu()),
                 kyklos_tab::Limits { buffer_bytes: 1 << 30, total_bytes: 1 << 30 },
             )
+            .map(Device::from)
         });
     with_cuda(with_wgpu(suite)).run()
 }
@@ -46,8 +49,10 @@ fn with_wgpu(mut suite: Suite) -> Suite {
             ("subgroup", KernelChoice::SubgroupBroadcast),
             ("cooperative", KernelChoice::Cooperative),
         ] {
-            let open =
-                move || WgpuBackend::with_options(index, &WgpuOptions { kernel, ..WgpuOptions::default() });
+            let open = move || {
+                let options = WgpuOptions { kernel, ..WgpuOptions::default() };
+                WgpuBackend::with_options(index, &options).map(Device::from)
+            };
             // Not every adapter has the subgroups or the matrices that a kernel needs.
             if open().is_ok() {
                 suite = suite.backend(&format!("wgpu {index} {variant} ({})", adapter.name), open);
@@ -57,7 +62,7 @@ fn with_wgpu(mut suite: Suite) -> Suite {
         let name = format!("wgpu {index} small bindings ({})", adapter.name);
         suite = suite.claims(&name, &["converts as", "encodes int8"], move || {
             let options = WgpuOptions { max_binding_bytes: Some(1 << 16), ..WgpuOptions::default() };
-            WgpuBackend::with_options(index, &options)
+            WgpuBackend::with_options(index, &options).map(Device::from)
         });
     }
     suite
@@ -70,8 +75,9 @@ fn with_cuda(suite: Suite) -> Suite {
         Ok(devices) => {
             let usable = devices.iter().enumerate().filter(|(_, device)| device.refused.is_none());
             usable.fold(suite, |suite, (index, device)| {
-                suite
-                    .backend(&format!("cuda {index} ({})", device.info.name), move || CudaBackend::new(index))
+                suite.backend(&format!("cuda {index} ({})", device.info.name), move || {
+                    CudaBackend::new(index).map(Device::from)
+                })
             })
         }
         Err(why) => suite.absent("cuda", &why.to_string(), is_set("KYKLOS_REQUIRE_CUDA")),

@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     /// Lines of `kernels.cu` that instantiate the tensor-core attention kernels.
-    const TILES: [&str; 3] = ["ATTEND_DIMS(", "DECODE_DIMS(", "HOPPER_DIMS("];
+    const TILES: [&str; 4] = ["ATTEND_DIMS(", "DECODE_DIMS(", "HOPPER_DIMS(", "BACKWARD_DIMS("];
 
     #[test]
     #[ignore = "needs NVIDIA's libnvrtc: scripts/check-cuda.sh has it"]

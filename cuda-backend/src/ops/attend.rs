@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytemuck::Pod;
+use futures_util::future::LocalBoxFuture;
 use kyklos::backend::{Attend, Control, Layout, Pairs, StateShape, yield_now};
 use kyklos::{AttentionProblem, BiasKind, Dtype, Error, Result, TileShape};
 
@@ -24,7 +25,17 @@ pub(super) fn first_rate(dtype: Dtype) -> f64 {
     if dtype == Dtype::F32 { 1e12 } else { 1e13 }
 }
 
-pub(crate) async fn attend(
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+#[inline(never)]
+pub(crate) fn attend<'a>(
+    device: &'a OpenDevice,
+    args: Attend<'a, CudaBuffer>,
+    control: &'a Control,
+) -> LocalBoxFuture<'a, Result<()>> {
+    Box::pin(attend_in_pieces(device, args, control))
+}
+
+async fn attend_in_pieces(
     device: &OpenDevice,
     args: Attend<'_, CudaBuffer>,
     control: &Control,

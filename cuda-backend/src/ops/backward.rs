@@ -4,6 +4,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use futures_util::future::LocalBoxFuture;
 use kyklos::backend::{AttendBackward, Control, yield_now};
 use kyklos::{BiasKind, Dtype, Error, Result};
 
@@ -31,7 +32,17 @@ pub(crate) fn backward_kernels(dtype: Dtype, dim: usize, of_bias: bool) -> Resul
     })
 }
 
-pub(crate) async fn attend_backward(
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+#[inline(never)]
+pub(crate) fn attend_backward<'a>(
+    device: &'a OpenDevice,
+    args: AttendBackward<'a, CudaBuffer>,
+    control: &'a Control,
+) -> LocalBoxFuture<'a, Result<()>> {
+    Box::pin(backward_in_pieces(device, args, control))
+}
+
+async fn backward_in_pieces(
     device: &OpenDevice,
     args: AttendBackward<'_, CudaBuffer>,
     control: &Control,

@@ -1,6 +1,7 @@
 """Compares the machine code of every kernel, as NVIDIA's compilers make it for every architecture, with its budgets.
 
     check.py TOOLKIT NVRTC_12 IMAGES [--bless]
+    check.py TOOLKIT --smoke
     check.py TOOLKIT --control
 
 TOOLKIT is a folder with bin/, include/, lib/ and nvvm/, as in the wheels. NVRTC_12 is the folder of libnvrtc.so.12. IMAGES is the folder in which build.rs left the
@@ -11,7 +12,7 @@ attention kernels: it has the same optimiser, and a test of the crate gives its 
 Registers are compared with budgets.txt, but not those of CUDA 12. Faults are: spills and stack, wgmma products that the compiler
 serialised, setmaxnreg that it ignored, and what machine_code.py finds.
 The registers of a kernel with setmaxnreg are counted in its machine code, because ptxas reports those at its start.
---bless writes the table. --control compiles kernels with each of these faults, and succeeds only if all are found.
+--smoke leaves out the images of nvcc and NVRTC of CUDA 12. --bless writes the table. --control compiles kernels with each of these faults, and succeeds only if all are found.
 """
 
 import ctypes
@@ -280,7 +281,9 @@ def main():
         return control(toolkit, out)
 
     start = time.monotonic()
-    nvrtc_12, images = map(Path, options[:2])
+    smoke = "--smoke" in options
+    nvrtc_12, images = (None, None) if smoke else map(Path, options[:2])
+    by_nvcc, by_nvrtc_12 = ({}, {}) if smoke else (ARCHITECTURES, NVRTC_12)
 
     def at_run_time(title, folder, real, kept):
         cubin = out / f"{title.replace(' ', '-')}.cubin"
@@ -289,13 +292,13 @@ def main():
         return with_code(toolkit, said, cubin)
 
     jobs = [(f"{real} by NVRTC", toolkit / "lib", real, kept) for real, kept in NVRTC.items()]
-    jobs += [(f"{real} by NVRTC 12", nvrtc_12, real, kept) for real, kept in NVRTC_12.items()]
+    jobs += [(f"{real} by NVRTC 12", nvrtc_12, real, kept) for real, kept in by_nvrtc_12.items()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {job[0]: pool.submit(at_run_time, *job) for job in jobs}
         compiled = {real: with_code(toolkit, (images / f"{real}.log").read_text(), images / f"{real}.cubin")
-                    for real in ARCHITECTURES}
+                    for real in by_nvcc}
         compiled |= {title: job.result() for title, job in running.items()}
-    tables = {real: compiled[real][0] for real in ARCHITECTURES}
+    tables = {real: compiled[real][0] for real in by_nvcc}
     if "--bless" in options:
         bless(tables)
     budgets = read_budgets()
@@ -303,17 +306,16 @@ def main():
         budgets[f"{real} by NVRTC"] = {name: most for name, most in budgets[real].items()
                                        if name.startswith(kept) or not TILE_NAMES.match(name)}
     # Another compiler may use other registers; those that it has not are spilled.
-    for real, kept in NVRTC_12.items():
+    for real in by_nvrtc_12:
         budgets[f"{real} by NVRTC 12"] = dict.fromkeys(budgets[f"{real} by NVRTC"], 255)
     faults = [f"{name}: {fault}" for name, (table, others) in compiled.items()
               for fault in others + judge(table, budgets[name])]
-    faults += [fault for virtual in dict.fromkeys(ARCHITECTURES.values())
+    faults += [fault for virtual in dict.fromkeys(by_nvcc.values())
                for fault in warned(virtual, (images / f"{virtual}.log").read_text())]
     for fault in faults:
         print(fault, file=sys.stderr)
-    kernels = len(set().union(*tables.values()))
-    print(f"{kernels} kernels for {', '.join(tables)}, by NVRTC for {', '.join(NVRTC)}, by NVRTC 12 for {', '.join(NVRTC_12)}: "
-          f"{len(faults)} faults, {time.monotonic() - start:.0f} s")
+    kernels = len(set().union(*(table for table, _ in compiled.values())))
+    print(f"{kernels} kernels for {', '.join(compiled)}: {len(faults)} faults, {time.monotonic() - start:.0f} s")
     return 1 if faults else 0
 
 

@@ -161,7 +161,7 @@ fn passes_with_width(bits: &str, size: u32) -> Result<(), Failed> {
     let mut command = myself(&[])?;
     command.args(["subgroup::every", "--test-threads=1"]).env(WIDTH, bits).env(CHILD, "width");
     // A sampled run tests the larger head dims only at the driver's own width.
-    if let Some(most) = amount::amount(Some("64"), None) {
+    if let Some(most) = amount::amount(Some("32"), None) {
         command.env("KYKLOS_TEST_MOST_HEAD_DIM", most);
     }
     // Required even if the driver does not make such subgroups. Otherwise no kernel would run, and no test would fail.

@@ -1,7 +1,7 @@
 //! The problem of the ranks, and the right result.
 
 use bytes::Bytes;
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
@@ -72,7 +72,7 @@ impl Work {
     /// Every rank's result without a failure, computed on threads of this process.
     pub(crate) fn undisturbed(self) -> Vec<Vec<u8>> {
         let group = in_process_group(self.ranks());
-        let (_, outputs) = run_world(&self.world(), group, &self.tensors(), CpuBackend::new);
+        let (_, outputs) = run_world(&self.world(), group, &self.tensors(), Device::cpu);
         outputs.iter().map(|output| [&output.o[..], &output.lse[..]].concat()).collect()
     }
 }

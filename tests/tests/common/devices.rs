@@ -5,7 +5,8 @@ use std::ops::Range;
 use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{
-    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, Scales, State, StateMut, StateShape,
+    Attend, Backend, Control, Device, DeviceInfo, Elements, Extent, Layout, Scales, State, StateMut,
+    StateShape,
 };
 use kyklos::{AttentionProblem, BlockWork, Dtype, Result, TOKENS_PER_SCALE, TileShape};
 
@@ -13,7 +14,7 @@ type Buffer = <CpuBackend as Backend>::Buffer;
 
 /// A backend with a fault.
 #[derive(Debug)]
-pub struct Broken(pub CpuBackend, pub Fault);
+pub struct Broken(CpuBackend, Fault);
 
 /// The planted fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +36,11 @@ pub enum Fault {
 }
 
 impl Broken {
+    /// A CPU with this fault.
+    pub fn device(fault: Fault) -> Device {
+        Device::new(Self(CpuBackend::new(), fault))
+    }
+
     async fn floats(&self, buffer: &mut Buffer, bytes: usize) -> Result<Vec<f32>> {
         Ok(bytemuck::pod_collect_to_vec(&self.0.download(buffer, 0..bytes).await?))
     }

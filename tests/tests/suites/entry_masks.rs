@@ -3,7 +3,6 @@
 
 use bytes::Bytes;
 use kyklos::backend::Device;
-use kyklos::backend::cpu::CpuBackend;
 use kyklos::host::Tensors;
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World, check, plan_hash};
@@ -41,7 +40,7 @@ fn entry_cases() -> impl Iterator<Item = Prepared> {
 }
 
 fn run(world: &World, tensors: &Tensors) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), tensors, CpuBackend::new).0
+    run_world(world, in_process_group(world.mesh.world()), tensors, Device::cpu).0
 }
 
 fn planned(problem: &AttentionProblem, mesh: (u32, u32), strategy: Strategy) -> World {
@@ -92,7 +91,7 @@ fn the_mask_of_another_entry_is_caught() {
         let limit = prepared.parallel_limit(&right);
         right.assert_within(&limit);
         for fault in [Fault::MaskOfNextEntry, Fault::MaskOfFirstEntry] {
-            let broken = || Broken(CpuBackend::new(), fault);
+            let broken = || Broken::device(fault);
             let (whole, _) = run_world(&world, in_process_group(4), &prepared.tensors, broken);
             let wrong = prepared.judge(&whole, "a planted bug");
             let what = format!("{}: {fault:?}", prepared.case.name);

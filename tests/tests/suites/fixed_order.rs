@@ -1,7 +1,7 @@
 //! Sums in a fixed order over every strategy and mask, on the CPU backend. The shared suite runs one of these cases on
 //! every backend.
 
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::plan::{Slice, Step};
 use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Remedy, Split, Strategy, plan_world,
@@ -34,7 +34,7 @@ fn check(case: Case, worlds: &[Shared]) {
     let dtypes = if case.name == "causal" { &[Dtype::F32, Dtype::F16][..] } else { &[Dtype::F32] };
     for dtype in dtypes {
         let prepared = Prepared::new(case.clone(), *dtype);
-        pollster::block_on(fixed(&CpuBackend::new(), &prepared, worlds, "cpu"));
+        pollster::block_on(fixed(&Device::cpu(), &prepared, worlds, "cpu"));
     }
 }
 
@@ -106,7 +106,7 @@ fn options_keep_the_same_bytes() {
 #[test]
 fn without_a_fixed_order_bytes_differ() {
     let prepared = Prepared::new(case("full", 1024, OracleMask::full(), |_| {}), Dtype::F32);
-    let backend = CpuBackend::new();
+    let backend = Device::cpu();
     let ring = |fixed| {
         let problem = prepared.problem.clone().with_fixed_order(fixed).unwrap();
         let mesh = Mesh::new(1, 4).unwrap();

@@ -7,7 +7,7 @@ use crate::common::run_world;
 use crate::plan_properties::Random;
 use crate::random_worlds::{mask, masks, sink};
 use crate::{amount, cases};
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::plan::{World, check, plan_hash};
 use kyklos::simulate::{Cluster, predict_placed, simulate};
@@ -151,8 +151,7 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
     let checks = check(&world).map_err(|error| TestCaseError::fail(format!("{who}\n{error}")))?;
     let sent: u64 = checks.iter().map(|check| check.bytes_sent).sum();
     prop_assert!(priced.contains(&(mesh, sent)), "{} {:?}: {} bytes, not {:?}", who, results, sent, priced);
-    let (whole, outputs) =
-        run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new);
+    let (whole, outputs) = run_world(&world, in_process_group(mesh.world()), &prepared.tensors, Device::cpu);
     for (output, planned) in outputs.iter().zip(checks) {
         prop_assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{}", who);
     }
@@ -163,7 +162,7 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
         let one = Mesh::new(1, 1).unwrap();
         plan_world(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
     };
-    let alone = run_world(&dense, in_process_group(1), &prepared.tensors, CpuBackend::new).0;
+    let alone = run_world(&dense, in_process_group(1), &prepared.tensors, Device::cpu).0;
     let alone = prepared.judge(&alone, "cpu alone");
     // As for worlds that are dealt: a limit that is large compared with the output proves nothing.
     let vacuous = |failure: &Failure| matches!(failure.cause, Cause::Vacuous(_));
@@ -216,7 +215,7 @@ fn control() -> (Prepared, World) {
 #[test]
 fn a_token_swapped_against_the_data_is_caught() {
     let (prepared, world) = control();
-    let run = |tensors: &Tensors| run_world(&world, in_process_group(4), tensors, CpuBackend::new).0;
+    let run = |tensors: &Tensors| run_world(&world, in_process_group(4), tensors, Device::cpu).0;
     let right = prepared.judge(&run(&prepared.tensors), "no bug");
     let limit = prepared.parallel_limit(&right);
     right.within(&limit).unwrap();
@@ -279,7 +278,7 @@ fn whole_tiles_on_any_rank_in_any_order_give_the_same_bytes_in_a_fixed_order() {
     let prepared = Prepared::new(case, Dtype::F32);
     let fixed = prepared.problem.clone().with_fixed_order(true).unwrap();
     let run = |world: &World| {
-        run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
+        run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, Device::cpu).0
     };
     let one = Mesh::new(1, 1).unwrap();
     let dense =

@@ -1,7 +1,7 @@
 //! Random problems on random worlds, run on the CPU backend and compared with the oracle.
 
 use crate::common::run_world;
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_backend_suite::Prepared;
 use kyklos_oracle::inputs::{Case, CasePairs, TensorId, normal};
@@ -109,7 +109,7 @@ proptest! {
             let replicated = if seed % 4 == 1 { text / 2..text } else { 0..0 };
             let problem = prepared.problem.clone().with_replicated(replicated).unwrap();
             let world = plan_world(&problem, mesh, kind, &split, round).unwrap();
-            run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new).0
+            run_world(&world, in_process_group(mesh.world()), &prepared.tensors, Device::cpu).0
         };
         let alone = prepared.judge(&run(Mesh::new(1, 1).unwrap(), Split::Even), "cpu alone");
         let together = prepared.judge(&run(mesh, Split::Weights(weights)), "cpu together");

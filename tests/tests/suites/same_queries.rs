@@ -2,7 +2,6 @@
 //! ranks the same bytes.
 
 use kyklos::backend::Device;
-use kyklos::backend::cpu::CpuBackend;
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, Step, check};
 use kyklos::{
@@ -57,7 +56,7 @@ proptest! {
         let kv = any_placement(mesh, problem.kv_len, problem.replicated.clone(), &mut chance);
         let world = plan_placed(&problem, mesh, Placement::everywhere(mesh, problem.q_len), kv, strategy).unwrap();
         let checks = check(&world).unwrap();
-        let (_, outputs) = run_world(&world, in_process_group(ring), &prepared.tensors, CpuBackend::new);
+        let (_, outputs) = run_world(&world, in_process_group(ring), &prepared.tensors, Device::cpu);
         let alone = {
             let one = Mesh::new(1, 1).unwrap();
             plan_world(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
@@ -69,7 +68,7 @@ proptest! {
             prop_assert_eq!(&output.lse, &outputs[0].lse);
         }
         whole.add(&alone, 0, &outputs[0]);
-        let one = run_world(&alone, in_process_group(1), &prepared.tensors, CpuBackend::new).0;
+        let one = run_world(&alone, in_process_group(1), &prepared.tensors, Device::cpu).0;
         let one = prepared.judge(&one, "cpu alone");
         let vacuous = |failure: &Failure| matches!(failure.cause, Cause::Vacuous(_));
         if let Err(failure) = one.within(&prepared.dense_limit()) {

@@ -1,6 +1,6 @@
 //! Ranks that share memory get the bytes that sockets and channels give, with every strategy.
 
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::plan::check;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_backend_suite::Prepared;
@@ -26,7 +26,7 @@ fn shared_memory_sockets_and_channels_give_the_same_bytes_with_every_strategy() 
             let weights = (0..mesh.world()).map(|rank| f64::from(2 + rank)).collect();
             let split = Split::Weights(weights);
             let world = plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
-            let run = |group| run_world(&world, group, &prepared.tensors, CpuBackend::new);
+            let run = |group| run_world(&world, group, &prepared.tensors, Device::cpu);
             let (expected, _) = run(in_process_group(mesh.world()));
             let planned: u64 = check(&world).unwrap().iter().map(|rank| rank.bytes_sent).sum();
             for shared_memory in [true, false] {

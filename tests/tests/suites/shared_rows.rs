@@ -3,7 +3,6 @@
 
 use bytes::Bytes;
 use kyklos::backend::Device;
-use kyklos::backend::cpu::CpuBackend;
 use kyklos::host::Tensors;
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, Step, World, check, plan_hash};
@@ -25,7 +24,7 @@ use crate::common::run_world;
 use crate::plan_properties::{Drawn, worlds};
 
 fn run(world: &World, tensors: &Tensors) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), tensors, CpuBackend::new).0
+    run_world(world, in_process_group(world.mesh.world()), tensors, Device::cpu).0
 }
 
 fn shared_cases(dtype: Dtype) -> impl Iterator<Item = Prepared> {
@@ -144,7 +143,7 @@ fn wrong_rows_are_caught() {
             (Fault::BiasFromFirstHead, tensor.heads > 1),
         ];
         for (index, (fault, _)) in faults.into_iter().enumerate().filter(|(_, (_, shows))| *shows) {
-            let broken = || Broken(CpuBackend::new(), fault);
+            let broken = || Broken::device(fault);
             let (whole, _) = run_world(&world, in_process_group(4), &prepared.tensors, broken);
             let wrong = prepared.judge(&whole, "a planted bug");
             let what = format!("{}: {fault:?}", prepared.case.name);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
 use crate::common::{run_plans, run_world};
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::plan::{ProvedPlans, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
 use kyklos_backend_suite::{Prepared, Whole};
@@ -29,7 +29,7 @@ pub(crate) fn dense(problem: &AttentionProblem) -> World {
 }
 
 pub(crate) fn run_on_cpu(world: &World, prepared: &Prepared) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
+    run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, Device::cpu).0
 }
 
 /// Uneven weights for a world of `ranks`. With four or more ranks, one rank has no tokens.
@@ -116,8 +116,7 @@ fn ranks_send_exactly_what_their_plans_say() {
         let kind = PlacementKind::Zigzag;
         let world =
             plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), Strategy::Unified).unwrap();
-        let (_, outputs) =
-            run_world(&world, in_process_group(mesh.world()), &prepared.tensors, CpuBackend::new);
+        let (_, outputs) = run_world(&world, in_process_group(mesh.world()), &prepared.tensors, Device::cpu);
         for (output, planned) in outputs.iter().zip(check(&world).unwrap()) {
             assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
             assert_eq!(output.report.messages_sent, planned.messages_sent, "{mesh}");
@@ -135,7 +134,7 @@ fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
     let world = plan_world(&prepared.problem, mesh, kind, &Split::Even, Strategy::Unified).unwrap();
     let group = in_process_group(3);
     let pulses: Vec<_> = group.iter().map(|rank| rank.pulse()).collect();
-    let (_, outputs) = run_world(&world, group, &prepared.tensors, CpuBackend::new);
+    let (_, outputs) = run_world(&world, group, &prepared.tensors, Device::cpu);
     for (rank, (pulse, output)) in pulses.iter().zip(&outputs).enumerate() {
         let report = &output.report;
         let steps = &world.plan(Rank(rank as u32)).steps;
@@ -192,7 +191,7 @@ fn sockets_and_channels_give_the_same_bytes() {
         let world = plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), strategy).unwrap();
         let over_channels = run_on_cpu(&world, &prepared);
         let sockets = kyklos_transport::quic::quic_loopback_group(mesh.world()).unwrap();
-        let (over_sockets, outputs) = run_world(&world, sockets, &prepared.tensors, CpuBackend::new);
+        let (over_sockets, outputs) = run_world(&world, sockets, &prepared.tensors, Device::cpu);
         assert_eq!(over_channels.o, over_sockets.o, "{mesh}");
         assert_eq!(over_channels.lse, over_sockets.lse, "{mesh}");
         for (output, planned) in outputs.iter().zip(check(&world).unwrap()) {
@@ -204,7 +203,7 @@ fn sockets_and_channels_give_the_same_bytes() {
 /// Runs a world with possibly wrong plans. It skips the proof, because the proof would refuse these plans.
 fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
     let plans = Arc::new(ProvedPlans::unproved(world.clone()));
-    run_plans(&plans, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0
+    run_plans(&plans, in_process_group(world.mesh.world()), &prepared.tensors, Device::cpu).0
 }
 
 /// A planted bug must exceed the tolerance by far. Otherwise the suites above prove nothing.
@@ -262,7 +261,7 @@ fn a_block_under_the_wrong_owner_is_caught() {
 fn a_missing_rescale_is_caught() {
     let (prepared, world, right) = controls(PlacementKind::Zigzag);
     let group = in_process_group(world.mesh.world());
-    let broken = || Broken(CpuBackend::new(), Fault::WithoutRescale);
+    let broken = || Broken::device(Fault::WithoutRescale);
     let (whole, _) = run_world(&world, group, &prepared.tensors, broken);
     must_be_caught(&prepared, &right, &whole, "a missing rescale");
 }

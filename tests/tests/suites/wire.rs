@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use crate::common::devices::{Broken, Fault};
 use crate::common::run_world;
 use bytes::Bytes;
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::plan::{Content, Step, World, check};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
@@ -37,7 +37,7 @@ fn world(problem: &AttentionProblem, (ulysses, ring, strategy): (u32, u32, Strat
 }
 
 fn run(world: &World, tensors: &Tensors) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), tensors, CpuBackend::new).0
+    run_world(world, in_process_group(world.mesh.world()), tensors, Device::cpu).0
 }
 
 fn alone(problem: &AttentionProblem, tensors: &Tensors) -> Whole {
@@ -162,7 +162,7 @@ fn a_scale_of_anything_but_the_channel_of_these_tokens_is_caught() {
         round(&mut numbers);
         alone(&problem, &Tensors { k: stored(Dtype::F32, &numbers), ..exact.clone() })
     };
-    let broken = || Broken(CpuBackend::new(), Fault::ScalesOfOthers);
+    let broken = || Broken::device(Fault::ScalesOfOthers);
     for (bug, wrong) in [
         ("one scale for all keys", keys(&wire::int8_with_one_scale)),
         ("a scale for each key", keys(&|keys| wire::int8_values(keys, kv_shape(&problem), &lists(&world)))),

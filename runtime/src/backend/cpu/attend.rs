@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use futures_util::future::LocalBoxFuture;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
 use super::call::Call;
@@ -46,7 +47,18 @@ impl Rate {
 }
 
 /// [`crate::backend::Backend::attend`] of this backend.
-pub(super) async fn attend(
+///
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+#[inline(never)]
+pub(super) fn attend<'a>(
+    backend: &'a CpuBackend,
+    args: Attend<'a, CpuBuffer>,
+    control: &'a Control,
+) -> LocalBoxFuture<'a, Result<()>> {
+    Box::pin(attend_in_pieces(backend, args, control))
+}
+
+async fn attend_in_pieces(
     backend: &CpuBackend,
     args: Attend<'_, CpuBuffer>,
     control: &Control,

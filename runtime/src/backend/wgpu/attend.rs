@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use futures_util::future::LocalBoxFuture;
 use kyklos_shaders::{AttendKernel, AttendParams, Kernel};
 
 use super::backend::WgpuBackend;
@@ -18,7 +19,17 @@ use super::work::WorkList;
 use crate::backend::{Attend, Control, yield_now};
 use crate::{Error, Result};
 
-pub(super) async fn attend(
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+#[inline(never)]
+pub(super) fn attend<'a>(
+    backend: &'a WgpuBackend,
+    args: Attend<'a, WgpuBuffer>,
+    control: &'a Control,
+) -> LocalBoxFuture<'a, Result<()>> {
+    Box::pin(attend_in_pieces(backend, args, control))
+}
+
+async fn attend_in_pieces(
     backend: &WgpuBackend,
     args: Attend<'_, WgpuBuffer>,
     control: &Control,

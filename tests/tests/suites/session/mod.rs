@@ -289,7 +289,6 @@ fn a_call_gives_the_bytes_of_the_plan_that_it_agrees_on() {
     let problem = &prepared.problem;
     let world = plan_placed(problem, mesh, place(problem.q_len, 0), place(problem.kv_len, 1), Strategy::Ring)
         .unwrap();
-    let given =
-        run_world(&world, in_process_group(3), &prepared.tensors, kyklos::backend::cpu::CpuBackend::new).0;
+    let given = run_world(&world, in_process_group(3), &prepared.tensors, Device::cpu).0;
     assert_eq!((whole.o, whole.lse), (given.o, given.lse));
 }

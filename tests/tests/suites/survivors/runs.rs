@@ -1,6 +1,6 @@
 //! Repairs of real interrupted runs, on the CPU backend.
 
-use kyklos::backend::cpu::CpuBackend;
+use kyklos::backend::Device;
 use kyklos::plan::{Step, StepProgress, World, check_repair};
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Split, Strategy, plan_world, repair};
 use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
@@ -30,7 +30,7 @@ fn lose(
     lie: impl FnOnce(&mut [StepProgress]) -> bool,
 ) -> End {
     let lost = (0..world.mesh.world()).map(Rank).find(|rank| !ranks.contains(rank)).unwrap();
-    let all = cut_off(world, &prepared.tensors, steps, lost, CpuBackend::new);
+    let all = cut_off(world, &prepared.tensors, steps, lost, Device::cpu);
     let mut reached = reached_by(&all, ranks);
     let lied = lie(&mut reached);
     let repaired = match repair(world, ranks, &reached) {
@@ -88,7 +88,7 @@ proptest! {
             &Split::Even,
             Strategy::Dense,
         ).unwrap();
-        let alone = run_world(&alone, in_process_group(1), &prepared.tensors, CpuBackend::new).0;
+        let alone = run_world(&alone, in_process_group(1), &prepared.tensors, Device::cpu).0;
         let alone = prepared.judge(&alone, "cpu alone");
         let limit = prepared.parallel_limit(&alone);
         if let End::Finished(output) = lose(&world, &prepared, &steps, &ranks, |_| false) {
@@ -122,7 +122,7 @@ proptest! {
             (done <= patience).then(|| chance.below(can.len()))
         });
         let (_, ranks) = chance.losses(world.mesh.world());
-        let right = run_world(&world, in_process_group(world.mesh.world()), &prepared.tensors, CpuBackend::new).0;
+        let right = run_world(&world, in_process_group(world.mesh.world()), &prepared.tensors, Device::cpu).0;
         if let End::Finished(whole) = lose(&world, &prepared, &steps, &ranks, |_| false) {
             lost_rows_have_none(&whole, &world, &ranks);
             let seq = world.problem.q_len as usize;
@@ -152,7 +152,7 @@ fn ring() -> (Prepared, World, Comparison) {
     let mesh = Mesh::new(1, 4).unwrap();
     let world =
         plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring).unwrap();
-    let whole = run_world(&world, in_process_group(4), &prepared.tensors, CpuBackend::new).0;
+    let whole = run_world(&world, in_process_group(4), &prepared.tensors, Device::cpu).0;
     let right = prepared.judge(&whole, "nothing is lost");
     (prepared, world, right)
 }

@@ -16,6 +16,7 @@ mod waves;
 
 use std::time::Instant;
 
+use futures_util::future::LocalBoxFuture;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
 pub(super) use self::accumulate::accumulate;
@@ -45,7 +46,18 @@ pub(super) struct BackwardCall<'a> {
 }
 
 /// [`crate::backend::Backend::attend_backward`] of this backend.
-pub(super) async fn attend_backward(
+///
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+#[inline(never)]
+pub(super) fn attend_backward<'a>(
+    backend: &'a CpuBackend,
+    args: AttendBackward<'a, CpuBuffer>,
+    control: &'a Control,
+) -> LocalBoxFuture<'a, Result<()>> {
+    Box::pin(backward_in_pieces(backend, args, control))
+}
+
+async fn backward_in_pieces(
     backend: &CpuBackend,
     args: AttendBackward<'_, CpuBuffer>,
     control: &Control,

@@ -11,6 +11,7 @@ mod tensors;
 
 use std::ops::Range;
 
+use futures_util::future::LocalBoxFuture;
 use kyklos_shaders::{BackwardKernel, BackwardParams, BackwardVariant, Kernel, Sums};
 
 use self::lists::{Lists, Side};
@@ -33,7 +34,17 @@ pub(super) fn tile_shape(backend: &WgpuBackend, head_dim: u32) -> TileShape {
     TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
 }
 
-pub(super) async fn attend_backward(
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+#[inline(never)]
+pub(super) fn attend_backward<'a>(
+    backend: &'a WgpuBackend,
+    args: AttendBackward<'a, WgpuBuffer>,
+    control: &'a Control,
+) -> LocalBoxFuture<'a, Result<()>> {
+    Box::pin(backward_in_pieces(backend, args, control))
+}
+
+async fn backward_in_pieces(
     backend: &WgpuBackend,
     args: AttendBackward<'_, WgpuBuffer>,
     control: &Control,
