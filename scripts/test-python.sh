@@ -31,12 +31,14 @@ fi
 # PyPI's PyTorch is built for CUDA; tests/peers/setup.sh installs it without the NVIDIA packages.
 "$python" -c 'import torch' 2>/dev/null || tests/peers/setup.sh "$folder"
 "$python" -m pip install --quiet --disable-pip-version-check pytest mypy
-"$python" -m pip install --quiet --disable-pip-version-check --no-deps 'transformers>=5.20,<6' 'diffusers>=0.42,<0.43'
+# Transformers 5.24 wants a peft that is not published yet (0.22).
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps 'transformers>=5.20,<5.24' 'diffusers>=0.42,<0.43'
 "$python" -m pip install --quiet --disable-pip-version-check 'huggingface_hub>=1' safetensors tokenizers regex pyyaml tqdm \
     requests packaging pillow importlib_metadata typer psutil
 # Adapters and offloading. Their lists of dependencies name PyTorch, and with it its NVIDIA packages.
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps 'peft==0.21.2' 'accelerate>=1.15,<2'
 CARGO_TARGET_DIR=$PWD/target "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python
 "$python" -m mypy --ignore-missing-imports --follow-imports=silent python/kyklos
-# Threads of PyTorch and of each rank share the cores.
-cd python && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"
+# Not in python/, whose kyklos/ has no extension module: Python looks into the current folder first. Threads of PyTorch and of each rank
+# share the cores.
+cd python/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"

@@ -24,7 +24,7 @@ from ._agreement import Passes
 from ._diffusers_inputs import compare
 from ._errors import RequestError
 from ._group import Group
-from ._rows import gather
+from ._rows import gather, sum_rows
 
 # Splits by number: the operator has the number, since graphs take no objects.
 _splits: dict[int, Split] = {}
@@ -126,9 +126,15 @@ class Split:
         return o, lse, torch.tensor([self._forward, self._calls, number])
 
     def backward(
-        self, d_o: torch.Tensor, states: list[torch.Tensor], mask: torch.Tensor | None, scale: float, place: list[int]
-    ) -> list[torch.Tensor]:
-        """The gradients of q, k and v.
+        self,
+        d_o: torch.Tensor,
+        states: list[torch.Tensor],
+        mask: torch.Tensor | None,
+        of_mask: bool,
+        scale: float,
+        place: list[int],
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The gradients of q, k and v; and with ``of_mask`` that of the mask, of the queries of all ranks.
 
         :param states: q, k, v, the output and the log-sum-exp.
         :param place: which call it was.
@@ -137,7 +143,7 @@ class Split:
         label = f"{self._title}: forward {forward}, attention {call}, backward"
         q, k, v, o, lse = states
         widths = [x.shape[-1] for x in (q, k, v)]
-        options: dict[str, Any] = {"label": label, "scale": scale, "mesh": self.mesh}
+        options: dict[str, Any] = {"label": label, "scale": scale, "mesh": self.mesh, "bias_gradient": of_mask}
         if mask is not None and mask.shape[2] == 1:
             whole = next((item[2] for item in self._masks if item[0] == number), None)
             if whole is None:
@@ -148,8 +154,19 @@ class Split:
             options["bias"] = _rows_of(mask, q.dtype)
         q, k, v, o, d_o = _same_dim(q, k, v, o, d_o.to(o.dtype).contiguous())
         found = self.group.backward(q, k, v, o, lse.detach().to("cpu"), d_o, **options)
-        gradients = zip((found.dq, found.dk, found.dv), widths, strict=True)
-        return [gradient[..., :width].contiguous() for gradient, width in gradients]
+        widened = zip((found.dq, found.dk, found.dv), widths, strict=True)
+        gradients = [gradient[..., :width].contiguous() for gradient, width in widened]
+        if not of_mask or mask is None:
+            return gradients, None
+        if mask.shape[2] > 1:
+            return gradients, found.d_bias.transpose(1, 2)
+        # Of the keys of all ranks, one part from the queries of each rank: their sum, of the keys of this rank.
+        part = found.d_bias if found.d_bias.dim() == 3 else found.d_bias[:, None]
+        own = gather(self.group, torch.full((1, 1, 1), float(mask.shape[3])), f"{label}, keys")
+        counts = [int(count) for count in own.flatten().tolist()]
+        rows = part.permute(2, 0, 1).flatten(1)[None]
+        summed = sum_rows(self.group, rows, counts, f"{label}, mask")
+        return gradients, summed[0].unflatten(1, part.shape[:2]).permute(1, 2, 0)[:, :, None]
 
     @contextmanager
     def repeated(self, place: tuple[int, int]) -> Iterator[None]:
@@ -253,7 +270,7 @@ def attention(
 
     :param query: this rank's queries ``[batch, tokens, heads, dim]``; ``key`` and ``value`` ``[batch, tokens, kv_heads, dim]``.
     :param attn_mask: of this rank's keys, ``[batch, keys]`` or ``[batch or 1, heads or 1, 1, keys]``, or of its queries by all
-        keys; bool, or added to the logits.
+        keys; bool, or added to the logits. Its gradient is complete: that of a key mask is of the queries of all ranks.
     :returns: like ``query``.
     """
     asked = sorted(name for name, given in others.items() if given not in (None, False))
@@ -275,8 +292,6 @@ def attention(
         attn_mask = attn_mask[:, None, None, :]
     elif attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask[:, None]
-    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
-        raise RequestError(f"{split.name} has a mask that requires a gradient: attention has none for it; detach it")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return torch.ops.kyklos.diffusers_attention(query, key, value, attn_mask, float(scale), split.number)[0]
 
@@ -306,18 +321,21 @@ def _attention_backward(
     d_o: torch.Tensor,
     states: list[torch.Tensor],
     mask: torch.Tensor | None,
+    of_mask: bool,
     place: torch.Tensor,
     scale: float,
     split: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = _split(split).backward(d_o, states, mask, scale, place.tolist())
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    (dq, dk, dv), of_rows = _split(split).backward(d_o, states, mask, of_mask, scale, place.tolist())
     device = d_o.device
-    return dq.to(device), dk.to(device), dv.to(device)
+    d_mask = torch.empty(0, device=device) if of_rows is None or mask is None else of_rows.to(mask).contiguous()
+    return dq.to(device), dk.to(device), dv.to(device), d_mask
 
 
 @_attention_backward.register_fake
-def _(d_o, states, mask, place, scale, split):  # noqa: ANN001, ANN202
-    return tuple(state.new_empty(state.shape) for state in states[:3])
+def _(d_o, states, mask, of_mask, place, scale, split):  # noqa: ANN001, ANN202
+    d_mask = mask.new_empty(mask.shape) if of_mask else d_o.new_empty(0, dtype=torch.float32)
+    return *(state.new_empty(state.shape) for state in states[:3]), d_mask
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -328,8 +346,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 def _differentiate(ctx: Any, d_o: torch.Tensor, *_: Any) -> Any:
     q, k, v, mask, o, lse, place = ctx.saved_tensors
     states = [q, k, v, o, lse]
-    gradients = torch.ops.kyklos.diffusers_attention_backward(d_o, states, mask, place, ctx.scale, ctx.split)
-    return *gradients, None, None, None
+    of_mask = ctx.needs_input_grad[3]
+    dq, dk, dv, d_mask = torch.ops.kyklos.diffusers_attention_backward(d_o, states, mask, of_mask, place, ctx.scale, ctx.split)
+    return dq, dk, dv, d_mask if of_mask else None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ._errors import RequestError
 from ._group import Group, KvCache
 from ._transformers_steps import LayerCall
+
+#: What transformers calls a cache among inputs and outputs, the name that it uses first: from 5.24 on ``cache``, which also takes the
+#: other one from callers.
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)})
+
+
+def given_cache(inputs: dict[str, Any]) -> Any:
+    """The cache among the inputs of a model, under either name."""
+    return next((inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None), None)
 
 
 class SplitCache(Cache):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ._errors import RequestError
 from ._group import Group
 from ._transformers_attention import NAME, Forward, entered
+from ._transformers_cache import CACHE
 
 # Tokens of each rank in the trial calls.
 _TRIAL_TOKENS = 6
@@ -113,7 +114,7 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[int
             f"AttentionInterface ({', '.join(plain.attended) or 'none'}): the others would attend to the tokens of one rank only; "
             "run it on one rank"
         )
-    caches = getattr(output, "past_key_values", None) is not None
+    caches = getattr(output, CACHE, None) is not None
     return Traits(plain.attended, packs, caches, caches and bool(getattr(base.config, "use_cache", False)))
 
 

@@ -11,7 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ._errors import RequestError
 from ._rows import broadcast
-from ._transformers_cache import SplitCache
+from ._transformers_cache import CACHE, SplitCache, given_cache
 from ._transformers_hooks import Undo, replace
 from ._transformers_split import SplitModel
 
@@ -88,7 +88,7 @@ def install(split: SplitModel, undo: Undo) -> None:
             raise RequestError(
                 f"cache_implementation {implementation!r} on a split model, whose cache is over the ranks: leave it out"
             )
-        cache = model_kwargs.get("past_key_values")
+        cache = given_cache(model_kwargs)
         if cache is not None and not isinstance(cache, SplitCache):
             raise RequestError(
                 f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
@@ -96,7 +96,7 @@ def install(split: SplitModel, undo: Undo) -> None:
         if cache is None and generation_config.use_cache is not False:
             if not split.traits.caches:
                 raise RequestError(f"{type(model).__name__} makes no cache: call generate() with use_cache=False")
-            model_kwargs["past_key_values"] = split.cache()
+            model_kwargs[CACHE] = split.cache()
 
     @functools.wraps(criteria)
     def split_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:

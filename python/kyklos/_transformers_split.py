@@ -19,13 +19,13 @@ from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group
 from ._rows import gather
 from ._transformers_attention import NAME, Forward, current, entered
-from ._transformers_cache import SplitCache
+from ._transformers_cache import CACHE, CACHE_NAMES, SplitCache, given_cache
 from ._transformers_loss import with_head
 from ._transformers_steps import Step
 
 # Inputs with an axis of tokens, which is axis 1.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
-_KNOWN = {*_OF_TOKENS, "attention_mask", "past_key_values", "use_cache", "return_dict"}
+_KNOWN = {*_OF_TOKENS, "attention_mask", *CACHE_NAMES, "use_cache", "return_dict"}
 
 
 class SplitModel:
@@ -152,7 +152,7 @@ class SplitModel:
         first = {name: value[:, :-1] for name, value in inputs.items()}
         last = {**{name: value[:, -1:] for name, value in inputs.items()}, "attention_mask": mask}
         states = [
-            self.base(**part, past_key_values=cache, return_dict=True).last_hidden_state for part in (first, last)
+            self.base(**part, **{CACHE: cache}, return_dict=True).last_hidden_state for part in (first, last)
         ]
         return checks.States(torch.cat(states, 1))
 
@@ -231,7 +231,7 @@ class SplitModel:
             else mask[:, past + first : past + end]
         )
         if cache is not None:
-            own |= {"past_key_values": cache, "use_cache": True}
+            own |= {CACHE: cache, "use_cache": True}
         else:
             own |= checks.without_cache(self.base)
         others = {name: value for name, value in inputs.items() if name not in _KNOWN}
@@ -273,7 +273,7 @@ class SplitModel:
             raise RequestError("dropout in a split model would differ between ranks: call model.eval()")
 
     def _cache_of(self, inputs: dict[str, Any]) -> SplitCache | None:
-        cache = inputs.get("past_key_values")
+        cache = given_cache(inputs)
         if isinstance(cache, SplitCache):
             if cache.group is not self.group or len(cache.parts) != len(self.traits.layers):
                 raise RequestError("a cache of another split model: make one with handle.cache()")
@@ -341,7 +341,7 @@ class SplitModel:
                 output[name] = everywhere(value[:, skip:] if skip else value, name)
             elif name == "hidden_states":
                 output[name] = tuple(everywhere(rows, f"hidden state {n}") for n, rows in enumerate(value))
-            elif name not in ("past_key_values", "pooler_output") and value is not None:
+            elif name not in (CACHE, "pooler_output") and value is not None:
                 raise RequestError(f"the model's output {name} has the tokens of one rank: run this model on one rank")
 
 

@@ -149,7 +149,7 @@ dist.destroy_process_group()
 
 def _environment():
     tests = pathlib.Path(__file__).parent
-    paths = [str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tests), str(pathlib.Path(kyklos.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

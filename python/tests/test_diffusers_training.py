@@ -10,6 +10,7 @@ from split_models import case
 
 import kyklos
 import kyklos.torch
+from kyklos import _diffusers_attention
 from kyklos.diffusers import parallelize
 
 
@@ -136,15 +137,42 @@ def test_a_step_of_fine_tuning():
         assert (ours - right).abs().max() <= 2 * (one - right).abs().max() + 3e-7 * right.abs().max().clamp(min=1), name
 
 
-def test_a_mask_that_requires_a_gradient_is_refused():
-    one = case("QwenImage, text masks")
-    model = copy.deepcopy(one.model)
-    with kyklos.Group.local(1, device="cpu")[0] as group, parallelize(model, group) as handle:
-        handle._split.begin({})
-        q = torch.randn(1, 5, 2, 16)
-        mask = torch.zeros(1, 1, 1, 5, requires_grad=True)
-        with pytest.raises(kyklos.RequestError, match="attention has none for it; detach it"):
-            kyklos._diffusers_attention.attention(handle._split, q, q, q, mask)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 30), (2, 1, 1, 30), (1, 1, 1, 30), (2, 4, 1, 30), (1, 4, 30, 30), (2, 1, 30, 30), (2, 30, 30)]
+)
+def test_a_mask_has_its_gradient(shape, compiled, monkeypatch):
+    """Of the queries of all ranks, against one call of PyTorch. Key masks, and rows of this rank's queries."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    generator = torch.Generator().manual_seed(11)
+    q, k, v, weights = torch.randn(4, 2, 30, 4, 16, generator=generator)
+    mask = torch.randn(shape, generator=generator)
+    mask[0, ..., 20] = float("-inf")
+    of_keys = len(shape) == 2 or shape[-2] == 1
+
+    def run(group):
+        own = slice(0, 17) if group.rank == 0 else slice(17, 30)
+        part = (mask[..., own] if of_keys else mask[..., own, :]).clone().requires_grad_()
+        split = _diffusers_attention.Split(group, "Model", (17, 13), None, 1)
+        _diffusers_attention.register(split)
+        call = lambda part: _diffusers_attention.attention(split, q[:, own], k[:, own], v[:, own], part)
+        try:
+            split.begin({})
+            o = (torch.compile(call, backend="aot_eager") if compiled and group.rank == 0 else call)(part)
+            split.end()
+            (o * weights[:, own]).sum().backward()
+        finally:
+            _diffusers_attention.unregister(split)
+        return part.grad
+
+    found = torch.cat(kyklos.run_local(2, run, device="cpu"), -1 if of_keys else -2)
+    right = mask.double().requires_grad_()
+    whole = right[:, None, None] if len(shape) == 2 else right[:, None] if len(shape) == 3 else right
+    heads_first = (x.double().transpose(1, 2) for x in (q, k, v))
+    o = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=whole)
+    (o.transpose(1, 2) * weights).sum().backward()
+    assert found.shape == shape and found[0, ..., 20].eq(0).all()
+    assert (found - right.grad).abs().max() <= 2e-6 * right.grad.abs().max()
 
 
 def test_dropout_is_refused():

@@ -1,8 +1,9 @@
 //! Speed of the CPU backend's attend, compared with the multiply-add peak of the same threads in the same minute.
 //!
 //! `cargo bench -p kyklos --no-default-features --features cpu --bench attend_cpu -- [--short] [--csv] [--runs N]
-//! [--threads N,N] [--case B,S,HQ,HKV,D,mask,dtype]...`. Times are reset + attend + finalize, in milliseconds;
-//! operations are 4 · (visible pairs) · D · heads, a multiply-add being two.
+//! [--threads N,N] [--backward] [--case B,S,HQ,HKV,D,mask,dtype]...`. Times are reset + attend + finalize, in milliseconds;
+//! operations are 4 · (visible pairs) · D · heads, a multiply-add being two. With `--backward` times are those of the statistics of
+//! the rows and the gradients, with 10 operations instead of 4.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -11,7 +12,9 @@ use std::time::Instant;
 use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
+use kyklos::backend::{
+    Attend, AttendBackward, Backend, Control, Layout, Operand, RowStats, State, StateMut, StateShape,
+};
 use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, TokenRuns};
 use pulp::Simd;
 
@@ -33,7 +36,7 @@ fn main() {
         let table = if has("--short") { SHORT } else { LONG };
         cases = table.iter().map(|case| (*case).to_owned()).collect();
     }
-    let csv = has("--csv");
+    let (csv, backward) = (has("--csv"), has("--backward"));
     if csv {
         println!(
             "shape,mask,dtype,threads,median_ms,min_ms,max_ms,gflop_per_s,peak_gflop_per_s,percent_of_peak"
@@ -51,10 +54,10 @@ fn main() {
         for case in &cases {
             let case = Case::parse(case);
             let peak = peak_gflops(&pool, threads);
-            let mut ms = case.time(&backend, runs);
+            let mut ms = case.time(&backend, runs, backward);
             ms.sort_by(f64::total_cmp);
             let median = ms[ms.len() / 2];
-            let speed = case.operations() / median / 1e6;
+            let speed = case.operations(backward) / median / 1e6;
             let peak = peak.max(peak_gflops(&pool, threads));
             let problem = &case.problem;
             let shape = format!(
@@ -92,13 +95,14 @@ impl Case {
         }
     }
 
-    fn operations(&self) -> f64 {
+    fn operations(&self, backward: bool) -> f64 {
         let p = &self.problem;
         let pairs: f64 = (0..p.batch)
             .flat_map(|b| (0..p.q_len).map(move |q| p.mask.visible(b as usize, q, p.kv_len)))
             .map(|spans| spans.keys() as f64)
             .sum();
-        4.0 * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
+        let of_pair = if backward { 10.0 } else { 4.0 };
+        of_pair * pairs * f64::from(p.head_dim) * f64::from(p.q_heads)
     }
 
     fn tensor(&self, heads: u32, seed: u32) -> Bytes {
@@ -124,7 +128,7 @@ impl Case {
         bytes.into()
     }
 
-    fn time(&self, backend: &CpuBackend, runs: usize) -> Vec<f64> {
+    fn time(&self, backend: &CpuBackend, runs: usize, backward: bool) -> Vec<f64> {
         let p = &self.problem;
         let shape = StateShape {
             batch: p.batch as usize,
@@ -170,6 +174,57 @@ impl Case {
             pollster::block_on(backend.attend(args, &Control::default())).expect("attend");
             let state = State { a: &a, ml: &ml, shape };
             backend.finalize(&state, &[], p.dtype, &mut o, &mut lse).expect("finalize");
+            start.elapsed().as_secs_f64() * 1e3
+        };
+        once();
+        if !backward {
+            return (0..runs).map(|_| once()).collect();
+        }
+        // Each run adds to the same sums: gradients of no meaning after the first, but finite ones.
+        let d_o = upload("d_o", p.q_heads, 4);
+        let mut stats = alloc("stats", shape.ml_bytes());
+        let mut dq = alloc("dq", shape.a_bytes());
+        let kv_bytes = shape.a_bytes() / p.q_heads as usize * p.kv_heads as usize;
+        let (mut dk, mut dv) = (alloc("dk", kv_bytes), alloc("dv", kv_bytes));
+        let work = &BlockWork::layers(p, &tokens, &tokens, backend.backward_tile_shape(p, shape))[0];
+        let row_stats = Layout {
+            offset: 0,
+            batch_stride: shape.rows * shape.heads * 2,
+            row_stride: shape.heads * 2,
+            head_stride: 2,
+        };
+        let mut once = || {
+            let start = Instant::now();
+            let args = RowStats {
+                dtype: p.dtype,
+                shape,
+                o: &o,
+                d_o: &d_o,
+                lse: &lse,
+                d_lse: None,
+                stats: &mut stats,
+            };
+            backend.row_stats(args).expect("statistics");
+            let args = AttendBackward {
+                dtype: p.dtype,
+                scale: p.scale,
+                softcap: p.softcap,
+                q: operand(&q, p.q_heads),
+                d_o: operand(&d_o, p.q_heads),
+                stats: Operand { buffer: &stats, layout: row_stats },
+                k: operand(&k, p.kv_heads),
+                v: operand(&v, p.kv_heads),
+                kv_head_of: &kv_head_of,
+                work,
+                pairs: None,
+                shape,
+                dq: &mut dq,
+                dk: &mut dk,
+                dv: &mut dv,
+                kv_layout: layout(p.kv_heads),
+                d_bias: None,
+            };
+            pollster::block_on(backend.attend_backward(args, &Control::default())).expect("gradients");
             start.elapsed().as_secs_f64() * 1e3
         };
         once();

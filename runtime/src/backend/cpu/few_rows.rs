@@ -13,6 +13,7 @@ use super::CpuBackend;
 use super::call::Call;
 use super::exp::tanh;
 use super::job::Merge;
+use super::pack::Rows;
 use super::scratch::{Line, Scratch, floats, floats_mut, grow};
 use crate::backend::{Control, EMPTY_M, StateShape, yield_now};
 use crate::{MaskClass, Result, RowSpan};
@@ -152,7 +153,7 @@ impl WithSimd for Run<'_, '_> {
             part.begin::<S>(call, stretch.batch, stretch.rows);
         }
         let heads: Vec<usize> = stretch.parts.iter().map(|part| part.kv_head).collect();
-        grow(&mut scratch.row, heads.len() * call.work.tile.kv_cols as usize * call.dim);
+        grow(&mut scratch.row, heads.len() * KEYS * call.dim);
         for run in &stretch.class.runs {
             let last = (run.kv_tile + run.count).min(stretch.tiles.end);
             for tile in run.kv_tile.max(stretch.tiles.start)..last {
@@ -160,16 +161,11 @@ impl WithSimd for Run<'_, '_> {
                 let positions = call.positions(tile);
                 let first = tile as usize * call.work.tile.kv_cols as usize;
                 let tile = Tile { call, batch: stretch.batch, rows: stretch.rows, first, positions, spans };
-                let (count, at) = (positions.len(), [stretch.batch, first]);
-                // The heads of a token are neighbours in memory: all of them are read before the next tokens are.
-                call.k.widen(at, &heads, count, call.dim, floats_mut(&mut scratch.row));
-                for (index, part) in stretch.parts.iter_mut().enumerate() {
-                    tile.weigh(simd, index, part, scratch);
+                tile.scores(simd, &mut stretch.parts, &heads, scratch);
+                for part in &mut stretch.parts {
+                    tile.weigh(simd, part, &mut scratch.terms);
                 }
-                call.v.widen(at, &heads, count, call.dim, floats_mut(&mut scratch.row));
-                for (index, part) in stretch.parts.iter_mut().enumerate() {
-                    tile.add(simd, index, part, scratch);
-                }
+                tile.add(simd, &mut stretch.parts, &heads, scratch);
             }
         }
     }
@@ -192,26 +188,47 @@ impl Tile<'_> {
         (self.call.work.tile.kv_cols as usize).next_multiple_of(4 * S::F32_LANES)
     }
 
-    /// The part's scores of the keys become weights.
+    /// A few keys at a time, as ranges of the tile. The heads of a token are neighbours in memory: all heads of these keys are read
+    /// before the next keys are, so that the processor sees few streams and loads them ahead.
+    fn few_keys(&self) -> impl Iterator<Item = Range<usize>> {
+        let keys = self.positions.len();
+        (0..keys).step_by(KEYS).map(move |first| first..keys.min(first + KEYS))
+    }
+
+    /// Scores of all rows.
     #[inline(always)]
-    fn weigh<S: Simd>(&self, simd: S, index: usize, part: &mut Part<'_>, scratch: &mut Scratch) {
-        let &Self { call, batch, first, positions, spans, rows } = self;
-        let (dim, count, padded, width) = (call.dim, part.m.len(), part.padded, self.width::<S>());
-        grow(&mut part.weights, padded_count(count) * width);
-        let weights = &mut floats_mut(&mut part.weights)[..padded_count(count) * width];
-        let q = floats(&part.q);
-        let at = [batch, first, part.kv_head];
-        let keys = call.k.widened(at, index, positions.len(), dim, floats(&scratch.row));
-        if count == 1 {
-            score::<S, 1, 8>(simd, q, &keys, positions.len(), weights, width);
-        } else {
-            for (q, weights) in q.chunks_exact(GROUP * padded).zip(weights.chunks_exact_mut(GROUP * width)) {
-                score::<S, GROUP, 2>(simd, q, &keys, positions.len(), weights, width);
+    fn scores<S: Simd>(&self, simd: S, parts: &mut [Part<'_>], heads: &[usize], scratch: &mut Scratch) {
+        let &Self { call, batch, first, .. } = self;
+        let (dim, width) = (call.dim, self.width::<S>());
+        for part in &mut *parts {
+            grow(&mut part.weights, padded_count(part.m.len()) * width);
+        }
+        for keys in self.few_keys() {
+            let (at, count) = (first + keys.start, keys.len());
+            call.k.widen([batch, at], heads, count, dim, floats_mut(&mut scratch.row));
+            for (index, part) in parts.iter_mut().enumerate() {
+                let rows = call.k.widened([batch, at, part.kv_head], index, count, dim, floats(&scratch.row));
+                let (q, scores) = (floats(&part.q), floats_mut(&mut part.weights));
+                if part.m.len() == 1 {
+                    score::<S, 1, KEYS>(simd, q, &rows, count, &mut scores[keys.start..], width);
+                    continue;
+                }
+                let groups = q.chunks_exact(GROUP * part.padded).zip(scores.chunks_exact_mut(GROUP * width));
+                for (q, scores) in groups {
+                    score::<S, GROUP, 2>(simd, q, &rows, count, &mut scores[keys.start..], width);
+                }
             }
         }
-        let terms = self.terms(part.heads, &mut scratch.terms);
-        for index in 0..count {
-            let scores = &mut weights[index * width..][..width];
+    }
+
+    /// The part's scores become weights.
+    #[inline(always)]
+    fn weigh<S: Simd>(&self, simd: S, part: &mut Part<'_>, terms: &mut Vec<Line>) {
+        let &Self { call, positions, spans, rows, .. } = self;
+        let (padded, width) = (part.padded, self.width::<S>());
+        let terms = self.terms(part.heads, terms);
+        for index in 0..part.m.len() {
+            let scores = &mut floats_mut(&mut part.weights)[index * width..][..width];
             if let Some(cap) = call.softcap {
                 let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
                 for s in S::as_mut_simd_f32s(scores).0 {
@@ -237,42 +254,67 @@ impl Tile<'_> {
         }
     }
 
-    /// Adds the values of the keys, weighted.
+    /// Adds the values of the keys, weighted, to all rows.
     #[inline(always)]
-    fn add<S: Simd>(&self, simd: S, index: usize, part: &mut Part<'_>, scratch: &mut Scratch) {
-        let &Self { call, batch, first, positions, spans, rows } = self;
-        let (dim, count, padded, width) = (call.dim, part.m.len(), part.padded, self.width::<S>());
-        let (weights, o) = (floats(&part.weights), floats_mut(&mut part.o));
-        let at = [batch, first, part.kv_head];
-        let values = call.v.widened(at, index, positions.len(), dim, floats(&scratch.row));
-        let some_hidden = spans.is_some() || call.pairs.is_some();
-        if some_hidden && !values.are_finite(positions.len(), dim) {
-            // 0 · NaN is NaN, so hidden values are left out.
-            let terms = self.terms(part.heads, &mut scratch.terms);
-            for index in 0..count {
-                let seen = |key: usize| {
-                    let shown = terms.as_ref().is_none_or(|terms| terms.of(index, key) != f32::NEG_INFINITY);
-                    shown && spans.is_none_or(|spans| spans[index % rows].sees(positions[key]))
-                };
-                let (o, weights) = (&mut o[index * padded..][..padded], &weights[index * width..]);
-                add_seen(simd, o, weights, &values, positions.len(), dim, seen);
-            }
-        } else if count == 1 {
-            // As many sums side by side as divide the row.
-            if (dim / S::F32_LANES).is_multiple_of(8) {
-                add::<S, 1, 8>(simd, o, weights, width, &values, positions.len(), dim);
-            } else {
-                add::<S, 1, 4>(simd, o, weights, width, &values, positions.len(), dim);
-            }
-        } else {
-            for (o, weights) in o.chunks_exact_mut(GROUP * padded).zip(weights.chunks_exact(GROUP * width)) {
-                // The sums of a group stay in registers.
-                if S::REGISTER_COUNT >= 32 {
-                    add::<S, GROUP, 4>(simd, o, weights, width, &values, positions.len(), dim);
-                } else {
-                    add::<S, GROUP, 2>(simd, o, weights, width, &values, positions.len(), dim);
+    fn add<S: Simd>(&self, simd: S, parts: &mut [Part<'_>], heads: &[usize], scratch: &mut Scratch) {
+        let &Self { call, batch, first, .. } = self;
+        let (dim, width) = (call.dim, self.width::<S>());
+        let some_hidden = self.spans.is_some() || call.pairs.is_some();
+        for keys in self.few_keys() {
+            let (at, count) = (first + keys.start, keys.len());
+            call.v.widen([batch, at], heads, count, dim, floats_mut(&mut scratch.row));
+            for (index, part) in parts.iter_mut().enumerate() {
+                let values =
+                    call.v.widened([batch, at, part.kv_head], index, count, dim, floats(&scratch.row));
+                if some_hidden && !values.are_finite(count, dim) {
+                    self.add_seen(simd, part, &keys, &values, &mut scratch.terms);
+                    continue;
+                }
+                let (weights, o) = (floats(&part.weights), floats_mut(&mut part.o));
+                if part.m.len() == 1 {
+                    // As many sums side by side as divide the row.
+                    if (dim / S::F32_LANES).is_multiple_of(8) {
+                        add::<S, 1, 8>(simd, o, &weights[keys.start..], width, &values, count, dim);
+                    } else {
+                        add::<S, 1, 4>(simd, o, &weights[keys.start..], width, &values, count, dim);
+                    }
+                    continue;
+                }
+                let groups = o.chunks_exact_mut(GROUP * part.padded).zip(weights.chunks_exact(GROUP * width));
+                for (o, weights) in groups {
+                    let weights = &weights[keys.start..];
+                    // The sums of a group stay in registers.
+                    if S::REGISTER_COUNT >= 32 {
+                        add::<S, GROUP, 4>(simd, o, weights, width, &values, count, dim);
+                    } else {
+                        add::<S, GROUP, 2>(simd, o, weights, width, &values, count, dim);
+                    }
                 }
             }
+        }
+    }
+
+    /// As [`Tile::add`], without hidden values: 0 · NaN is NaN.
+    #[inline(always)]
+    fn add_seen<S: Simd>(
+        &self,
+        simd: S,
+        part: &mut Part<'_>,
+        keys: &Range<usize>,
+        values: &Rows<'_>,
+        terms: &mut Vec<Line>,
+    ) {
+        let (padded, width) = (part.padded, self.width::<S>());
+        let terms = self.terms(part.heads, terms);
+        for index in 0..part.m.len() {
+            let seen = |key: usize| {
+                let key = keys.start + key;
+                let shown = terms.as_ref().is_none_or(|terms| terms.of(index, key) != f32::NEG_INFINITY);
+                shown && self.spans.is_none_or(|spans| spans[index % self.rows].sees(self.positions[key]))
+            };
+            let o = &mut floats_mut(&mut part.o)[index * padded..][..padded];
+            let weights = &floats(&part.weights)[index * width + keys.start..];
+            add_seen(simd, o, weights, values, keys.len(), self.call.dim, seen);
         }
     }
 
@@ -334,6 +376,8 @@ fn padded_count(count: usize) -> usize {
 
 /// Rows of a head up to which this path is faster: a panel of `job` takes about as long as 20 rows, and copies keys before.
 const MOST_ROWS: usize = 16;
+/// Keys that are read at a time, of all heads.
+const KEYS: usize = 8;
 /// Rows that share a load of a key.
 const GROUP: usize = 4;
 /// Stretches of a batch entry, at least where there are so many tiles: enough to keep several cores equally busy.

@@ -103,7 +103,7 @@ impl<'a> Tensor<'a> {
 
     /// One head of one row: the row itself, or a converted copy in `space`, which has its length.
     #[inline(always)]
-    fn row<'s>(&self, at: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
+    pub(super) fn row<'s>(&self, at: [usize; 3], space: &'s mut [f32]) -> &'s [f32]
     where
         'a: 's,
     {
@@ -315,24 +315,4 @@ pub(super) fn pack_value_words<const MR: usize>(
         }
     }
     largest[0].max(largest[1]) < u32::from(bf16::INFINITY.to_bits())
-}
-
-/// `into[row · stride + d]`: rows one after the other. Returns whether every element is finite.
-#[inline(always)]
-pub(super) fn pack_rows(
-    tensor: &Tensor<'_>,
-    [batch, first, head]: [usize; 3],
-    rows: usize,
-    dim: usize,
-    (into, stride): (&mut [f32], usize),
-) -> bool {
-    let mut largest = 0_u32;
-    for (row, into) in into.chunks_mut(stride).take(rows).enumerate() {
-        tensor.copy_row([batch, first + row, head], &mut into[..dim]);
-        // As in `pack_values`.
-        for bits in cast_slice::<f32, u32>(&into[..dim]) {
-            largest = largest.max(bits & 0x7fff_ffff);
-        }
-    }
-    largest < f32::INFINITY.to_bits()
 }

@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::super::pack::{Tensor, pack_lanes, pack_rows};
+use super::super::pack::{pack_keys, pack_lanes, pack_values, transposed};
 use super::super::scratch::{Line, floats, floats_mut, grow};
 use super::super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use super::bias::BiasBlock;
+use super::blocks::Blocks;
 use super::panel::{Keys, Lanes, OfBias, Panel, Rows, Stats, Sums};
 use super::{BackwardCall, TILE};
 use crate::backend::EMPTY_M;
@@ -41,19 +42,19 @@ pub(super) struct Run<'r, 'a> {
 }
 
 /// Work space of one job. Its size depends on the stretches, which are bounded, not on the sequence.
-///
-/// Rows are [`stride`] elements apart.
 #[derive(Debug, Default)]
 pub(in super::super) struct Space {
     /// q with the factor of the scores, and dO: `panels × [dim][lane]`.
     lanes: [Vec<Line>; 2],
-    /// q and dO, by row.
+    /// q and dO, by row: `panels ×` [`Blocks`].
     rows: [Vec<Line>; 2],
-    /// k and v of a KV tile, by row.
+    /// k and v of a KV tile: `[key / MR][dim][MR]`.
     keys: [Vec<Line>; 2],
+    /// k of a KV tile: `[dim / MR][key][MR]`.
+    columns: Vec<Line>,
     /// dQ: `panels × [dim][lane]`.
     dq: Vec<Line>,
-    /// dK and dV of a KV tile, by row.
+    /// dK and dV of a KV tile, in [`Blocks`].
     d_keys: [Vec<Line>; 2],
     /// P and dS of a panel: `[key][lane]`.
     weights: [Vec<Line>; 2],
@@ -68,12 +69,6 @@ pub(in super::super) struct Space {
     stats: Vec<Stats>,
     /// For each panel, whether all elements of q and dO are finite.
     finite: Vec<[bool; 2]>,
-}
-
-/// Elements from one packed row to the next: an odd number of cache lines, so that a column of a tile does not fall into few sets of
-/// the cache.
-fn stride(dim: usize) -> usize {
-    (dim.div_ceil(16) | 1) * 16
 }
 
 /// The KV tiles of `tiles` that Q tile `q_tile` sees, each with whether every row sees every key.
@@ -107,10 +102,12 @@ impl WithKernel for Run<'_, '_> {
         let Self { call, job, space } = self;
         let shape = KernelShape::of::<S, MR, NV>();
         let (lanes, dim) = (shape.lanes, call.forward.dim);
-        let (padded, stride) = (dim.next_multiple_of(MR), stride(dim));
-        space.fit(job, dim, shape, call.of_bias && call.forward.softcap.is_some());
+        let (padded, columns) = (dim.next_multiple_of(MR), TILE.kv_cols as usize);
+        let of_rows = Blocks::new(dim, S::F32_LANES, lanes);
+        let of_keys = Blocks::new(dim, S::F32_LANES, columns);
+        space.fit(job, dim, shape, [of_rows, of_keys], call.of_bias && call.forward.softcap.is_some());
         load_rows(call, job, space);
-        pack_queries(call, job, lanes, stride, space);
+        pack_queries(call, job, lanes, of_rows, space);
         floats_mut(&mut space.dq).fill(0.0);
         let class = call.forward.work.class_of(job.batch);
         let tile_rows = TILE.q_rows as usize;
@@ -121,7 +118,7 @@ impl WithKernel for Run<'_, '_> {
                 continue;
             }
             let positions = call.forward.positions(kv_tile as u32);
-            let finite = pack_tile(call, job, kv_tile, positions.len(), space);
+            let finite = pack_tile::<MR>(call, job, kv_tile, positions.len(), space);
             for (q_tile, seen) in cursors.iter_mut().enumerate() {
                 let Some((_, full)) = seen.next_if(|(tile, _)| *tile == kv_tile) else { continue };
                 let rows = q_tile * tile_rows..job.dq.len().min((q_tile + 1) * tile_rows);
@@ -138,6 +135,7 @@ impl WithKernel for Run<'_, '_> {
                         lanes: packed,
                         rows,
                         keys,
+                        columns: of_columns,
                         dq,
                         d_keys,
                         weights,
@@ -151,25 +149,23 @@ impl WithKernel for Run<'_, '_> {
                     let [q, d_o] = packed
                         .each_ref()
                         .map(|x| vectors::<S, NV>(&floats(x)[panel * lanes * dim..][..lanes * dim]));
-                    let of_rows = |index: usize| Rows {
-                        elements: &floats(&rows[index])[first * stride..],
+                    let by_row = |index: usize| Rows {
+                        elements: &floats(&rows[index])[panel * of_rows.elements()..][..of_rows.elements()],
                         finite: finite_rows[panel][index],
                     };
-                    let of_keys =
-                        |index: usize| Rows { elements: floats(&keys[index]), finite: finite[index] };
                     let [weights, d_scores] = weights.each_mut().map(|w| vectors_mut::<S, NV>(floats_mut(w)));
-                    let [dk, dv] = d_keys.each_mut().map(|lines| floats_mut(lines));
+                    let in_groups = keys.each_ref().map(|lines| floats(lines).as_chunks::<MR>().0);
                     let spans = &spans[of_panel.clone()];
                     Panel::<S, MR, NV> {
                         dim,
                         softcap: call.forward.softcap,
                         q,
                         d_o,
-                        by_row: [of_rows(0), of_rows(1)],
+                        by_row: [by_row(0), by_row(1)],
                         spans,
                         stats: Lanes::new(simd, spans, &stats[of_panel]),
                         terms: call.forward.pairs.is_some().then(|| vectors::<S, NV>(floats(terms))),
-                        masked: !full || spans.contains(&RowSpan::EMPTY),
+                        masked: !full || spans.len() < lanes || spans.contains(&RowSpan::EMPTY),
                         weights,
                         d_scores,
                         bias: job.bias.as_mut().map(|block| OfBias {
@@ -180,19 +176,26 @@ impl WithKernel for Run<'_, '_> {
                     }
                     .attend(
                         simd,
-                        &Keys { k: of_keys(0), v: of_keys(1), positions },
+                        &Keys {
+                            in_groups,
+                            in_columns: floats(of_columns).as_chunks::<MR>().0,
+                            stride: columns,
+                            finite,
+                            positions,
+                        },
                         Sums {
                             dq: vectors_mut::<S, NV>(
                                 &mut floats_mut(dq)[panel * lanes * padded..][..lanes * padded],
                             ),
-                            dk,
-                            dv,
-                            stride,
+                            of_keys: d_keys
+                                .each_mut()
+                                .map(|lines| &mut floats_mut(lines)[..of_keys.elements()]),
+                            blocks: of_keys,
                         },
                     );
                 }
             }
-            add_to_keys(call, job, kv_tile, positions.len(), space);
+            add_to_keys(call, job, kv_tile, of_keys, positions.len(), space);
         }
         add_to_rows(job, call.forward.scale, [padded, lanes], space);
     }
@@ -217,7 +220,7 @@ fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, space: &mut Space) {
 /// q and dO of the job, in lanes and by row. The factor is on q in lanes, as in the forward pass: so scores have the same rounding as
 /// those in the log-sum-exp.
 #[inline(always)]
-fn pack_queries(call: &BackwardCall<'_>, job: &Job<'_>, lanes: usize, stride: usize, space: &mut Space) {
+fn pack_queries(call: &BackwardCall<'_>, job: &Job<'_>, lanes: usize, blocks: Blocks, space: &mut Space) {
     let forward = &call.forward;
     let (rows, dim) = (job.dq.len(), forward.dim);
     let first = job.q_tiles.start * TILE.q_rows as usize;
@@ -227,58 +230,85 @@ fn pack_queries(call: &BackwardCall<'_>, job: &Job<'_>, lanes: usize, stride: us
     let tensors = [(&forward.q, Some(forward.query_factor())), (&call.d_o, None)];
     for (index, (tensor, factor)) in tensors.into_iter().enumerate() {
         let in_lanes = floats_mut(&mut space.lanes[index]).chunks_exact_mut(lanes * dim);
-        let by_row = floats_mut(&mut space.rows[index]).chunks_mut(lanes * stride);
+        let by_row = floats_mut(&mut space.rows[index]).chunks_exact_mut(blocks.elements());
         for (panel, (in_lanes, by_row)) in in_lanes.zip(by_row).enumerate().take(rows.div_ceil(lanes)) {
             let from = panel * lanes;
             let (at, count) = ([job.batch, first + from, job.q_head], lanes.min(rows - from));
             pack_lanes(tensor, at, count, lanes, factor, row, in_lanes);
-            space.finite[panel][index] = pack_rows(tensor, at, count, dim, (by_row, stride));
+            space.finite[panel][index] = blocks.pack(tensor, at, count, row, by_row);
         }
     }
 }
 
-/// k and v of a KV tile, and zeros for its sums. Whether k and v are finite.
+/// k and v of a KV tile, and zeros for its sums. Whether k is finite.
 #[inline(always)]
-fn pack_tile(
+fn pack_tile<const MR: usize>(
     call: &BackwardCall<'_>,
     job: &Job<'_>,
     tile: usize,
     count: usize,
     space: &mut Space,
-) -> [bool; 2] {
-    let (dim, stride) = (call.forward.dim, stride(call.forward.dim));
-    let at = [job.batch, tile * TILE.kv_cols as usize, job.kv_head];
+) -> bool {
+    let (dim, stride) = (call.forward.dim, TILE.kv_cols as usize);
+    let at = [job.batch, tile * stride, job.kv_head];
     for sums in &mut space.d_keys {
         floats_mut(sums).fill(0.0);
     }
-    let mut pack = |tensor: &Tensor<'_>, index: usize| {
-        pack_rows(tensor, at, count, dim, (floats_mut(&mut space.keys[index]), stride))
-    };
-    [pack(&call.forward.k, 0), pack(&call.forward.v, 1)]
+    let row = &mut floats_mut(&mut space.row)[..MR * dim];
+    for (tensor, into) in [&call.forward.k, &call.forward.v].into_iter().zip(&mut space.keys) {
+        pack_keys::<MR>(tensor, at, count, row, floats_mut(into));
+    }
+    pack_values::<MR>(&call.forward.k, at, count, stride, &mut row[..dim], floats_mut(&mut space.columns))
 }
 
 /// Adds dK and dV of a KV tile to the sums of the job.
-fn add_to_keys(call: &BackwardCall<'_>, job: &mut Job<'_>, tile: usize, count: usize, space: &Space) {
+#[inline(always)]
+fn add_to_keys(
+    call: &BackwardCall<'_>,
+    job: &mut Job<'_>,
+    tile: usize,
+    blocks: Blocks,
+    count: usize,
+    space: &Space,
+) {
     let first = (tile - job.kv_tiles.start) * TILE.kv_cols as usize;
-    let stride = stride(call.forward.dim);
     for ((into, sums), factor) in
         [&mut job.dk, &mut job.dv].into_iter().zip(&space.d_keys).zip([call.forward.scale, 1.0])
     {
-        for (into, sums) in into[first..first + count].iter_mut().zip(floats(sums).chunks(stride)) {
-            for (into, sum) in into.iter_mut().zip(sums) {
-                *into += sum * factor;
+        let sums = floats(sums);
+        for (key, into) in into[first..first + count].iter_mut().enumerate() {
+            let mut into = &mut into[..];
+            for block in 0..blocks.count() {
+                let part = blocks.part(key, block);
+                let (elements, rest) = into.split_at_mut(part.len());
+                for (into, sum) in elements.iter_mut().zip(&sums[part]) {
+                    *into += sum * factor;
+                }
+                into = rest;
             }
         }
     }
 }
 
 /// Adds dQ to the sums of the job.
+#[inline(always)]
 fn add_to_rows(job: &mut Job<'_>, scale: f32, [padded, lanes]: [usize; 2], space: &Space) {
     let panels = floats(&space.dq).chunks_exact(lanes * padded);
     for (rows, sums) in job.dq.chunks_mut(lanes).zip(panels) {
-        for (lane, row) in rows.iter_mut().enumerate() {
-            for (sum, value) in row.iter_mut().zip(sums[lane..].iter().step_by(lanes)) {
-                *sum += value * scale;
+        for (lane, rows) in (0..).step_by(4).zip(rows.chunks_mut(4)) {
+            let mut chunks = rows.iter_mut().map(|row| row.as_chunks_mut::<8>().0.iter_mut());
+            let mut chunks: [_; 4] = std::array::from_fn(|_| chunks.next().unwrap_or_default());
+            for sums in sums.chunks_exact(8 * lanes) {
+                // Loops, as in `pack_lanes`.
+                let mut block = [[0.0; 4]; 8];
+                for (to, sums) in block.iter_mut().zip(sums.chunks_exact(lanes)) {
+                    to.copy_from_slice(&sums[lane..lane + 4]);
+                }
+                for (into, values) in chunks.iter_mut().zip(transposed(block)) {
+                    for (into, value) in into.next().into_iter().flatten().zip(values) {
+                        *into += value * scale;
+                    }
+                }
             }
         }
     }
@@ -286,16 +316,23 @@ fn add_to_rows(job: &mut Job<'_>, scale: f32, [padded, lanes]: [usize; 2], space
 
 impl Space {
     /// Makes room; contents are unspecified.
-    fn fit(&mut self, job: &Job<'_>, dim: usize, shape: KernelShape, slopes: bool) {
+    fn fit(
+        &mut self,
+        job: &Job<'_>,
+        dim: usize,
+        shape: KernelShape,
+        [of_rows, of_keys]: [Blocks; 2],
+        slopes: bool,
+    ) {
         let rows = job.dq.len().next_multiple_of(shape.lanes);
         let keys = (TILE.kv_cols as usize).next_multiple_of(shape.mr);
-        let (padded, stride) = (dim.next_multiple_of(shape.mr), stride(dim));
+        let padded = dim.next_multiple_of(shape.mr);
         self.lanes.iter_mut().for_each(|lines| grow(lines, rows * dim));
-        self.rows.iter_mut().for_each(|lines| grow(lines, rows * stride));
-        // The last group of elements may reach beyond the last row.
-        self.keys.iter_mut().for_each(|lines| grow(lines, keys * stride + shape.mr));
+        self.rows.iter_mut().for_each(|lines| grow(lines, rows / shape.lanes * of_rows.elements()));
+        self.keys.iter_mut().for_each(|lines| grow(lines, keys * dim));
+        grow(&mut self.columns, keys * padded);
         grow(&mut self.dq, rows * padded);
-        self.d_keys.iter_mut().for_each(|lines| grow(lines, keys * stride));
+        self.d_keys.iter_mut().for_each(|lines| grow(lines, of_keys.elements()));
         self.weights.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes));
         grow(&mut self.terms, keys * shape.lanes);
         if slopes {

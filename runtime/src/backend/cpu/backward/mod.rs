@@ -7,6 +7,7 @@
 
 mod accumulate;
 mod bias;
+mod blocks;
 mod job;
 mod panel;
 mod products;

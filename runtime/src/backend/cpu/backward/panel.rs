@@ -9,9 +9,11 @@
 use pulp::Simd;
 
 use super::super::exp::{exp2_each, tanh};
-use super::super::kernel::alone;
+use super::super::kernel::{Scores, WeightedSum, alone};
+use super::super::simd::{vectors, vectors_mut};
 use super::bias::BiasBlock;
-use super::products::{self, OfKeys, OfPairs, OfQueries};
+use super::blocks::Blocks;
+use super::products::OfKeys;
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
 
@@ -23,14 +25,14 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) q: &'a [[S::f32s; NV]],
     /// `[dim]`
     pub(super) d_o: &'a [[S::f32s; NV]],
-    /// q and dO as rows.
+    /// q and dO as rows, zeros in the lanes without a row.
     pub(super) by_row: [Rows<'a>; 2],
     /// Of the rows; fewer than lanes in the last panel.
     pub(super) spans: &'a [RowSpan],
     pub(super) stats: Lanes<S, NV>,
     /// `[key]`, the terms that are added to the scores; −∞ hides a key.
     pub(super) terms: Option<&'a [[S::f32s; NV]]>,
-    /// Whether some pairs are hidden by the mask.
+    /// Whether some pairs are hidden by the mask, or some lanes have no row.
     pub(super) masked: bool,
     /// `[key]`, space: P.
     pub(super) weights: &'a mut [[S::f32s; NV]],
@@ -49,7 +51,7 @@ pub(super) struct OfBias<'a, S: Simd, const NV: usize> {
     pub(super) slopes: &'a mut [[S::f32s; NV]],
 }
 
-/// Rows of a head, as f32.
+/// Rows of a head, as f32, in [`Blocks`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows<'a> {
     pub(super) elements: &'a [f32],
@@ -58,9 +60,15 @@ pub(super) struct Rows<'a> {
 }
 
 /// A tile of keys.
-pub(super) struct Keys<'a> {
-    pub(super) k: Rows<'a>,
-    pub(super) v: Rows<'a>,
+pub(super) struct Keys<'a, const MR: usize> {
+    /// k and v, `[key / MR][dim][MR]`.
+    pub(super) in_groups: [&'a [[f32; MR]]; 2],
+    /// k, `[dim / MR][stride][MR]`.
+    pub(super) in_columns: &'a [[f32; MR]],
+    /// Keys in a group of the columns.
+    pub(super) stride: usize,
+    /// Whether k holds neither NaN nor ∞.
+    pub(super) finite: bool,
     /// Global positions.
     pub(super) positions: &'a [u32],
 }
@@ -69,12 +77,10 @@ pub(super) struct Keys<'a> {
 pub(super) struct Sums<'a, S: Simd, const NV: usize> {
     /// `[dim]`
     pub(super) dq: &'a mut [[S::f32s; NV]],
-    /// `[key][stride]`
-    pub(super) dk: &'a mut [f32],
-    /// `[key][stride]`
-    pub(super) dv: &'a mut [f32],
-    /// Elements from one row to the next: of dk and dv, and of all [`Rows`].
-    pub(super) stride: usize,
+    /// dK and dV.
+    pub(super) of_keys: [&'a mut [f32]; 2],
+    /// Their rows.
+    pub(super) blocks: Blocks,
 }
 
 /// The statistics of a row: its log-sum-exp in base-2 units as a sum of two numbers, and δ.
@@ -141,16 +147,15 @@ impl<S: Simd, const NV: usize> Lanes<S, NV> {
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Adds the gradients of the pairs of the panel and the tile.
     #[inline(always)]
-    pub(super) fn attend(mut self, simd: S, keys: &Keys<'_>, sums: Sums<'_, S, NV>) {
-        let (count, stride) = (keys.positions.len(), sums.stride);
+    pub(super) fn attend(mut self, simd: S, keys: &Keys<'_, MR>, sums: Sums<'_, S, NV>) {
+        let count = keys.positions.len();
         let groups = count.next_multiple_of(MR);
         // One after the other: q and dO of a panel of long rows do not fit the first cache together.
-        let rows = products::Rows { elements: keys.k.elements, stride };
-        let into = &mut self.weights[..groups];
-        alone(simd, OfPairs::<S, MR, NV> { simd, rows, panel: &self.q[..self.dim], into });
-        let rows = products::Rows { elements: keys.v.elements, stride };
-        let into = &mut self.d_scores[..groups];
-        alone(simd, OfPairs::<S, MR, NV> { simd, rows, panel: &self.d_o[..self.dim], into });
+        let [k, v] = keys.in_groups;
+        let (q, into) = (&self.q[..self.dim], &mut self.weights[..groups]);
+        alone(simd, Scores::<S, MR, NV> { simd, k, q, into });
+        let (q, into) = (&self.d_o[..self.dim], &mut self.d_scores[..groups]);
+        alone(simd, Scores::<S, MR, NV> { simd, k: v, q, into });
         for index in 0..count {
             self.shift(simd, index);
         }
@@ -162,9 +167,10 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
         }
         self.add_to_bias(simd, count);
-        self.add_dq(simd, keys, stride, sums.dq);
-        self.add_to_keys::<1>(simd, keys, sums.dv, stride);
-        self.add_to_keys::<0>(simd, keys, sums.dk, stride);
+        self.add_dq(simd, keys, sums.dq);
+        let [dk, dv] = sums.of_keys;
+        self.add_to_keys::<1>(simd, keys, dv, sums.blocks);
+        self.add_to_keys::<0>(simd, keys, dk, sums.blocks);
     }
 
     /// Scores become exponents of base 2, and dP becomes (dP − δ) · slope.
@@ -201,7 +207,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
 
     /// Exponents become P, and the other factor of dS becomes dS; both are 0 for hidden pairs.
     #[inline(always)]
-    fn weigh<const KEYS: usize>(&mut self, simd: S, keys: &Keys<'_>, from: usize) {
+    fn weigh<const KEYS: usize>(&mut self, simd: S, keys: &Keys<'_, MR>, from: usize) {
         let mut exponents = [[simd.splat_f32s(0.0); NV]; KEYS];
         exponents.copy_from_slice(&self.weights[from..from + KEYS]);
         let p = exp2_each(simd, exponents);
@@ -256,37 +262,36 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     }
 
     /// Whether a product with a hidden pair may be NaN although the pair's factor is 0.
-    fn hides(&self, rows: &Rows<'_>) -> bool {
-        !rows.finite && (self.masked || self.terms.is_some())
+    fn hides(&self, finite: bool) -> bool {
+        !finite && (self.masked || self.terms.is_some())
     }
 
     /// `dq[dim] += Σ k[key][dim] · dS[key]`.
     #[inline(always)]
-    fn add_dq(&self, simd: S, keys: &Keys<'_>, stride: usize, dq: &mut [[S::f32s; NV]]) {
-        let elements = keys.k.elements;
-        if !self.hides(&keys.k) {
-            let factors = &self.d_scores[..keys.positions.len()];
-            let rows = products::Rows { elements, stride };
-            return alone(simd, OfQueries::<S, MR, NV> { simd, rows, factors, sums: dq });
+    fn add_dq(&self, simd: S, keys: &Keys<'_, MR>, dq: &mut [[S::f32s; NV]]) {
+        let (v, stride) = (keys.in_columns, keys.stride);
+        if !self.hides(keys.finite) {
+            let p = &self.d_scores[..keys.positions.len()];
+            return alone(simd, WeightedSum::<S, MR, NV> { simd, v, stride, p, keep: None, o: dq });
         }
-        for (group, sums) in dq.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
-            *sums = self.add_where_seen(simd, keys, *sums, (&elements[group * MR..], stride));
+        for (sums, k) in dq.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(stride)) {
+            *sums = self.add_where_seen(simd, keys.positions, *sums, k);
         }
     }
 
-    /// As [`OfQueries`], but leaves hidden pairs out: 0 · NaN is NaN.
+    /// As [`WeightedSum`], but leaves hidden pairs out: 0 · NaN is NaN.
     #[inline(always)]
     fn add_where_seen(
         &self,
         simd: S,
-        keys: &Keys<'_>,
+        positions: &[u32],
         mut sums: [[S::f32s; NV]; MR],
-        (k, stride): (&[f32], usize),
+        k: &[[f32; MR]],
     ) -> [[S::f32s; NV]; MR] {
         let hides = simd.splat_f32s(f32::NEG_INFINITY);
-        for (index, position) in keys.positions.iter().enumerate() {
+        for (index, (position, k)) in positions.iter().zip(k).enumerate() {
             let seen = self.stats.seen(simd, *position);
-            for (sums, k) in sums.iter_mut().zip(&k[index * stride..]) {
+            for (sums, k) in sums.iter_mut().zip(k) {
                 let k = simd.splat_f32s(*k);
                 for (j, (sum, factor)) in sums.iter_mut().zip(&self.d_scores[index]).enumerate() {
                     let mut next = simd.add_f32s(*sum, simd.mul_f32s(k, *factor));
@@ -303,44 +308,61 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         sums
     }
 
-    /// `sums[key] += Σ dS[key][row] · q[row]`, or with `TENSOR` 1 `Σ P[key][row] · dO[row]`.
+    /// `sums[key] += Σ dS[key][row] · q[row]`, or with `TENSOR` 1 `Σ P[key][row] · dO[row]`. Sums behind the last key have no meaning.
     #[inline(always)]
-    fn add_to_keys<const TENSOR: usize>(&self, simd: S, keys: &Keys<'_>, sums: &mut [f32], stride: usize) {
+    fn add_to_keys<const TENSOR: usize>(
+        &self,
+        simd: S,
+        keys: &Keys<'_, MR>,
+        sums: &mut [f32],
+        blocks: Blocks,
+    ) {
         let factors: &[[S::f32s; NV]] = if TENSOR == 0 { self.d_scores } else { self.weights };
-        let factors = bytemuck::cast_slice::<S::f32s, f32>(factors.as_flattened());
         let rows = &self.by_row[TENSOR];
-        let of_row = stride / S::F32_LANES;
-        let used = self.dim.div_ceil(S::F32_LANES);
-        if self.hides(rows) {
-            return self.add_to_keys_where_seen(keys, factors, rows, sums, stride);
+        if self.hides(rows.finite) {
+            return self.add_to_keys_where_seen(keys.positions, factors, rows.elements, sums, blocks);
         }
-        let sums = &mut S::as_mut_simd_f32s(sums).0[..keys.positions.len() * of_row];
-        let factors = products::Rows { elements: factors, stride: NV * S::F32_LANES };
-        let (rows, count) = (S::as_simd_f32s(rows.elements).0, self.spans.len());
-        alone(simd, OfKeys::<S, MR> { simd, factors, rows, count, of_row, used, sums });
+        let factors = &factors[..keys.positions.len().next_multiple_of(MR)];
+        let (pairs, last) = rows.elements.split_at(self.blocks().of_pairs());
+        let (sums_of_pairs, sums_of_last) = sums.split_at_mut(blocks.of_pairs());
+        let stride = keys.stride;
+        let (rows, sums) = (vectors::<S, 2>(pairs), vectors_mut::<S, 2>(sums_of_pairs));
+        alone(simd, OfKeys::<S, MR, NV, 2> { simd, factors, rows, sums, stride });
+        if !last.is_empty() {
+            let (rows, sums) = (vectors::<S, 1>(last), vectors_mut::<S, 1>(sums_of_last));
+            alone(simd, OfKeys::<S, MR, NV, 1> { simd, factors, rows, sums, stride });
+        }
+    }
+
+    /// How the rows of the panel are cut.
+    pub(super) fn blocks(&self) -> Blocks {
+        Blocks::new(self.dim, S::F32_LANES, NV * S::F32_LANES)
     }
 
     /// As [`Self::add_to_keys`], but leaves hidden pairs out. Only for rows with NaN or ∞.
     fn add_to_keys_where_seen(
         &self,
-        keys: &Keys<'_>,
-        factors: &[f32],
-        rows: &Rows<'_>,
+        positions: &[u32],
+        factors: &[[S::f32s; NV]],
+        rows: &[f32],
         sums: &mut [f32],
-        stride: usize,
+        blocks: Blocks,
     ) {
         let lanes = NV * S::F32_LANES;
+        let factors = bytemuck::cast_slice::<S::f32s, f32>(factors.as_flattened());
         let terms = self.terms.map(|terms| bytemuck::cast_slice::<S::f32s, f32>(terms.as_flattened()));
-        for (index, position) in keys.positions.iter().enumerate() {
+        for (index, position) in positions.iter().enumerate() {
             for (lane, span) in self.spans.iter().enumerate() {
                 let hidden = terms.is_some_and(|terms| terms[index * lanes + lane] == f32::NEG_INFINITY);
                 if hidden || (self.masked && !span.sees(*position)) {
                     continue;
                 }
                 let factor = factors[index * lanes + lane];
-                let row = &rows.elements[lane * stride..][..self.dim];
-                for (sum, element) in sums[index * stride..].iter_mut().zip(row) {
-                    *sum += factor * element;
+                for block in 0..blocks.count() {
+                    let row = &rows[self.blocks().part(lane, block)];
+                    for (sum, element) in sums[blocks.part(index, block)].iter_mut().zip(row) {
+                        *sum += factor * element;
+                    }
                 }
             }
         }

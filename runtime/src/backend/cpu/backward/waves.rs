@@ -157,7 +157,7 @@ fn stretch(tiles: [usize; 2], dim: usize, heads: usize) -> usize {
 }
 
 /// Most multiply-adds of a job: some milliseconds of one core.
-const JOB_COST: usize = 128_000_000;
+const JOB_COST: usize = 300_000_000;
 /// Products for each pair.
 pub(super) const PRODUCTS: usize = 5;
 /// Tiles of a stretch, at most: the work space of a job stays within some megabytes.

@@ -1,0 +1,82 @@
+//! Rows of a head, cut into blocks of two vectors of elements: `[block][row][2 vectors]`, so that the products that have elements in
+//! lanes read and write memory in its order. An odd number of vectors leaves one for the last block.
+
+use std::ops::Range;
+
+use super::super::pack::Tensor;
+
+/// Elements of a block, and rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Blocks {
+    dim: usize,
+    /// Elements of a block of two vectors.
+    pair: usize,
+    /// How many of them there are.
+    pairs: usize,
+    rows: usize,
+}
+
+impl Blocks {
+    /// For `rows` rows of `dim` elements in vectors of `lanes`.
+    pub(super) fn new(dim: usize, lanes: usize, rows: usize) -> Self {
+        Self { dim, pair: 2 * lanes, pairs: dim.div_ceil(lanes) / 2, rows }
+    }
+
+    /// Elements in all.
+    pub(super) fn elements(self) -> usize {
+        self.dim.next_multiple_of(self.pair / 2) * self.rows
+    }
+
+    /// Elements of the blocks of two vectors; those of the last block follow.
+    pub(super) fn of_pairs(self) -> usize {
+        self.pair * self.pairs * self.rows
+    }
+
+    /// How many blocks there are.
+    pub(super) fn count(self) -> usize {
+        self.dim.div_ceil(self.pair)
+    }
+
+    /// Where the elements of a row in a block are.
+    #[inline(always)]
+    pub(super) fn part(self, row: usize, block: usize) -> Range<usize> {
+        let from = block * self.pair;
+        let length = if block < self.pairs { self.pair } else { self.pair / 2 };
+        let at = from * self.rows + row * length;
+        at..at + length.min(self.dim - from)
+    }
+
+    /// Packs the first `count` rows from `at` on, and zeros for the others; `space` holds a row. Elements behind the last one of a row
+    /// keep what they are. Returns whether every element is finite.
+    #[inline(always)]
+    pub(super) fn pack(
+        self,
+        tensor: &Tensor<'_>,
+        [batch, first, head]: [usize; 3],
+        count: usize,
+        space: &mut [f32],
+        into: &mut [f32],
+    ) -> bool {
+        let mut largest = 0_u32;
+        for index in 0..self.rows {
+            if index >= count {
+                for block in 0..self.count() {
+                    into[self.part(index, block)].fill(0.0);
+                }
+                continue;
+            }
+            let mut row = tensor.row([batch, first + index, head], &mut space[..self.dim]);
+            // As in `pack_values`.
+            for bits in bytemuck::cast_slice::<f32, u32>(row) {
+                largest = largest.max(bits & 0x7fff_ffff);
+            }
+            for block in 0..self.count() {
+                let part = self.part(index, block);
+                let (elements, rest) = row.split_at(part.len());
+                into[part].copy_from_slice(elements);
+                row = rest;
+            }
+        }
+        largest < f32::INFINITY.to_bits()
+    }
+}
