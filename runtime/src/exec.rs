@@ -333,6 +333,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
                 | TransportError::Closed => return,
                 // No rank is known to have died, but every rank would wait for this peer next.
                 TransportError::Deadline { pending, .. } => pending.peer,
+                TransportError::LateExchange { peers, .. } => peers.first().copied().unwrap_or(me),
                 _ => me,
             },
             _ => me,

@@ -265,6 +265,9 @@ impl Thread {
             Failure::Late(error @ TransportError::Deadline { pending, .. }) => {
                 (pending.peer, error.to_string())
             }
+            Failure::Late(error @ TransportError::LateExchange { peers, .. }) => {
+                (self.least_advanced(peers), error.to_string())
+            }
             Failure::Late(error) => (self.setup.rank, error.to_string()),
             Failure::Group => return,
         };
@@ -272,6 +275,17 @@ impl Thread {
             let progress = self.shared.progress();
             group.abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
         }
+    }
+
+    /// Of these ranks, the one that was least advanced when it was last heard; the first one where none is known to be behind.
+    /// Heartbeats go to rank 0, so only rank 0 knows.
+    fn least_advanced(&self, peers: &[Rank]) -> Rank {
+        let heard = self.setup.recorder.peers();
+        let place = |rank: &Rank| {
+            let progress = heard.get(rank.0 as usize).and_then(|peer| peer.progress);
+            progress.map_or((u64::MAX, u32::MAX), |progress| (progress.op, progress.step))
+        };
+        peers.iter().copied().min_by_key(place).unwrap_or(self.setup.rank)
     }
 
     /// Whether the stream has nothing to do, in a while.
