@@ -4,7 +4,7 @@ mod faults;
 mod islands;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::host::shard;
@@ -141,11 +141,14 @@ fn decisions() -> Vec<Scenario> {
                         nccl: &str,
                         device: fn(u32) -> Device,
                         options: NcclOptions,
-                        rank,
+                        rank: Option<u32>,
                         why: &'static str| {
         let mut scenario = scenario(name, 2, nccl, move || {
+            let start = Instant::now();
             let NcclRefusal { rank: of, why: text } = on(device, options);
-            assert!(of == rank && text.contains(why), "rank {of}: {text}");
+            assert!(rank.is_none_or(|rank| rank == of) && text.contains(why), "rank {of}: {text}");
+            // Long before the time to form is over, unless the ranks are to wait for that.
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}: {text}", start.elapsed());
         });
         scenario.says = &[];
         scenario
@@ -156,14 +159,18 @@ fn decisions() -> Vec<Scenario> {
     let mixed =
         |rank: u32| if rank == 1 { Device::cpu() } else { Device::from(CudaBackend::new(0).unwrap()) };
     let one = |_: u32| Device::from(CudaBackend::new(0).unwrap());
+    let failing = "fault_rank=1,init_fails=1,code=2,delay_us=900000";
+    let mut told =
+        scenario("a communicator that fails late on one of three ranks", 3, failing, a_failure_is_told);
+    told.says = &["3 communicators aborted"];
     vec![
-        refused("a rank on another device", "", mixed, options, 1, "not a CUDA device"),
+        refused("a rank on another device", "", mixed, options, Some(1), "not a CUDA device"),
         refused(
             "an old library",
             "version=21703",
             cuda,
             options,
-            0,
+            Some(0),
             "its version is 2.17.3, the oldest that works is 2.18.0",
         ),
         refused(
@@ -171,7 +178,7 @@ fn decisions() -> Vec<Scenario> {
             "id_fails=1",
             cuda,
             options,
-            0,
+            Some(0),
             "ncclGetUniqueId: unhandled system error (2)",
         ),
         refused(
@@ -179,16 +186,16 @@ fn decisions() -> Vec<Scenario> {
             "",
             cuda,
             crossed,
-            0,
+            Some(0),
             "cuda:0: make a communicator of NCCL failed: ncclCommInitRankConfig: invalid argument (4)",
         ),
-        refused("two ranks on a device", "", one, options, 0, "invalid usage (5): Duplicate GPU detected"),
+        refused("two ranks on a device", "", one, options, None, "invalid usage (5): Duplicate GPU detected"),
         refused(
             "a communicator that fails on rank 1",
             "fault_rank=1,init_fails=1,code=2",
             cuda,
-            hasty,
-            1,
+            options,
+            Some(1),
             "told to fail during the initialisation",
         ),
         refused(
@@ -196,10 +203,28 @@ fn decisions() -> Vec<Scenario> {
             "fault_rank=1,init_hangs=1",
             cuda,
             hasty,
-            1,
+            None,
             "the ranks had not met after 2 s",
         ),
+        told,
     ]
+}
+
+/// One of three ranks fails after a while, and nobody waits for the other two, whose communicators are never ready by themselves.
+fn a_failure_is_told() {
+    let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
+    let start = Instant::now();
+    let refusals = on_threads(in_process_group(3), |transport| {
+        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
+        match block_on(NcclCollective::form(&transport, &device, options)).unwrap() {
+            NcclDecision::Leave(refusal) => refusal,
+            NcclDecision::Use(nccl) => panic!("{nccl:?}"),
+        }
+    });
+    for refusal in &refusals {
+        assert!(refusal.rank == 1 && refusal.why.contains("unhandled system error (2)"), "{refusal}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
 /// Plans of a ring, with uneven shares.
