@@ -2,6 +2,8 @@
 //!
 //! It knows steps, not strategies. While it waits for a device or for the network, it polls every exchange that is under way.
 
+mod ahead;
+mod background;
 mod backward;
 mod buffers;
 mod carryover;

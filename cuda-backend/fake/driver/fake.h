@@ -50,6 +50,7 @@ struct Config {
     // Planted bug, bit 0: waits of NCCL's streams do nothing; bit 1: waits for events of NCCL's streams do nothing. A stream is
     // NCCL's from its first operation of NCCL on.
     u64 ignore_nccl_waits = 0;
+    u64 hold_until = 0;     // no kernel of a device runs before the device has had so many launches
     u64 report = 0;         // print counts at exit
     // Faults of device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation fails: the n-th and all later ones
@@ -133,6 +134,7 @@ struct Device {
     int ordinal = 0, retained = 0;
     int sticky = 0;  // the error that destroyed the context; every later call returns it
     u64 used = 0, allocations = 0, pinned = 0, launches = 0;
+    u64 launches_done = 0, most_ahead = 0;  // kernels that have run; most launches at one time that had not
     std::set<Stream *> streams;
     Stream *default_stream = nullptr;
 };

@@ -187,7 +187,7 @@ impl Thread {
         stream.order(&reads, &writes).map_err(Failure::Own)?;
         let parts = |all: &[Transfer]| all.iter().map(Transfer::part).collect::<Vec<_>>();
         let posted = communicator.exchange(stream.stream(), &parts(&exchange.sends), &parts(&exchange.recvs));
-        posted.map_err(|fault| self.failure(MOVE, fault))?;
+        posted.map_err(|fault| self.failure(MOVE, cause(communicator, fault)))?;
         // NCCL may still connect to peers. Only then is the exchange in the stream, and an event can follow it.
         let late = |waited| exchange.late(waited);
         self.until_ready(communicator, MOVE, (exchange.posted, *deadline), late, || true)?;
@@ -323,6 +323,14 @@ impl Thread {
             Fault::Nccl(error) => stream.error(operation, &error.to_string()),
             Fault::Driver(error) => stream.driver_error(operation, &error),
         })
+    }
+}
+
+/// Why an exchange could not be posted: an exchange before it may have failed meanwhile, and NCCL then refuses all others.
+fn cause(communicator: &Communicator, refused: Fault) -> Fault {
+    match (communicator.is_ready(), refused) {
+        (Err(Fault::Nccl(found)), Fault::Nccl(told)) if found.code != told.code => Fault::Nccl(found),
+        (_, refused) => refused,
     }
 }
 

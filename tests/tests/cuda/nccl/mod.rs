@@ -1,5 +1,6 @@
 //! Ranks with a device each that exchange their messages by NCCL: the fake NCCL on the fake driver.
 
+mod ahead;
 mod faults;
 mod islands;
 
@@ -27,7 +28,7 @@ use crate::scenario::{Ends, Scenario};
 const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
-    [right(), planted(), decisions(), islands::scenarios(), faults::scenarios()].concat()
+    [right(), planted(), decisions(), ahead::scenarios(), islands::scenarios(), faults::scenarios()].concat()
 }
 
 /// A scenario on `ranks` devices, with settings of the fake NCCL.
