@@ -55,6 +55,6 @@ pub use kernels::{
     logits, row_stats_kernel,
 };
 pub use nccl::{
-    Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclOptions, NcclRefusal, NcclVersion,
-    UniqueId,
+    Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclObserver, NcclOptions, NcclRefusal,
+    NcclState, NcclVersion, UniqueId,
 };

@@ -15,6 +15,7 @@ use kyklos_transport::{Progress, Rank, Tag, Transport, Vote};
 
 use super::exchange::{Failure, Outcome, Transfer};
 use super::islands::{Islands, NcclIsland, NcclRefusal};
+use super::observer::NcclObserver;
 use super::worker::Worker;
 use crate::backend::CudaBackend;
 use crate::device::CudaBuffer;
@@ -119,6 +120,12 @@ impl NcclCollective {
     /// The ranks in no island, and why: the same on all ranks.
     pub fn outside(&self) -> &[NcclRefusal] {
         &self.all.outside
+    }
+
+    /// Tells what NCCL does for this rank. `None`: this rank is in no island.
+    pub fn observe(&self) -> Option<NcclObserver> {
+        let (worker, island) = self.own.as_ref()?;
+        Some(worker.observe(island.clone()))
     }
 
     /// Which messages go by NCCL. `peer`: the other rank of a message.

@@ -62,6 +62,9 @@ pub(super) struct Exchange {
 pub(super) struct Shared {
     queue: Mutex<Queue>,
     pub(super) changed: Condvar,
+    /// Exchanges that were posted, and those of them whose messages have moved.
+    pub(super) posted: AtomicU64,
+    pub(super) ended: AtomicU64,
     /// The progress of the rank.
     op: AtomicU64,
     step: AtomicU32,

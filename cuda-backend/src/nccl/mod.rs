@@ -10,6 +10,7 @@ mod exchange;
 mod form;
 mod islands;
 mod library;
+mod observer;
 mod thread;
 mod worker;
 
@@ -18,3 +19,4 @@ pub use error::NcclError;
 pub use form::NcclDecision;
 pub use islands::{NcclIsland, NcclRefusal};
 pub use library::{Nccl, NcclVersion, UniqueId};
+pub use observer::{NcclObserver, NcclState};

@@ -206,33 +206,39 @@ impl Thread {
             self.fail(&failure, None);
             return true;
         }
-        let mut news = false;
-        while let Some(InFlight { exchange, event, .. }) = self.in_flight.front() {
-            match self.setup.stream.is_complete(event) {
-                Ok(true) => {
-                    if let Some(InFlight { exchange, .. }) = self.in_flight.pop_front() {
-                        exchange.note(&self.setup.recorder, [EventKind::Sent, EventKind::Received]);
-                        let _ = exchange.moved.send(Ok(()));
-                    }
-                    news = true;
-                }
-                Ok(false) if exchange.posted.elapsed() < self.setup.deadline => break,
-                Ok(false) => {
-                    let failure = exchange.late(exchange.posted.elapsed());
-                    self.fail(&failure, None);
-                    return true;
-                }
-                Err(error) => {
-                    self.fail(&Failure::Own(error), None);
-                    return true;
-                }
+        let before = self.in_flight.len();
+        if let Err(error) = self.end_those_that_have_moved() {
+            self.fail(&Failure::Own(error), None);
+            return true;
+        }
+        if let Some(InFlight { exchange, .. }) = self.in_flight.front()
+            && exchange.posted.elapsed() >= self.setup.deadline
+        {
+            let failure = exchange.late(exchange.posted.elapsed());
+            self.fail(&failure, None);
+            return true;
+        }
+        self.in_flight.len() < before
+    }
+
+    /// Ends the exchanges whose messages have moved.
+    fn end_those_that_have_moved(&mut self) -> kyklos::Result<()> {
+        while let Some(InFlight { event, .. }) = self.in_flight.front()
+            && self.setup.stream.is_complete(event)?
+        {
+            if let Some(InFlight { exchange, .. }) = self.in_flight.pop_front() {
+                exchange.note(&self.setup.recorder, [EventKind::Sent, EventKind::Received]);
+                self.shared.ended.fetch_add(1, Ordering::Relaxed);
+                let _ = exchange.moved.send(Ok(()));
             }
         }
-        news
+        Ok(())
     }
 
     /// Tells this rank and the group of a failure, and aborts the communicator. `also` is not in flight.
     fn fail(&mut self, failure: &Failure, also: Option<Exchange>) {
+        // What had moved before the failure has ended well. If the device does not tell, nothing more has.
+        let _ = self.end_those_that_have_moved();
         let queued = {
             let mut queue = self.shared.lock();
             queue.failure = Some(failure.clone());
