@@ -148,6 +148,7 @@ static void end(int status, void *) {
                      all.launches, all.waits, all.copied, all.pageable);
         std::fprintf(stderr, "fake driver: %llu graphs made, %llu launched with %llu kernels\n", all.graphs_made,
                      all.graph_launches, all.graph_kernels);
+        std::fprintf(stderr, "fake driver: %llu bytes copied between devices\n", all.between_devices);
         u64 most_ahead = 0;
         for (const auto &device : all.devices) most_ahead = std::max(most_ahead, device.second.most_ahead);
         std::fprintf(stderr, "fake driver: at most %llu launches ahead of a device\n", most_ahead);

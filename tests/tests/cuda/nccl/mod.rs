@@ -25,7 +25,7 @@ use crate::gradients::prepared::{OnSessions, Sharing};
 use crate::scenario::{Ends, Scenario};
 
 /// Long enough for a loaded machine.
-const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     [right(), planted(), decisions(), ahead::scenarios(), islands::scenarios(), faults::scenarios()].concat()
@@ -234,7 +234,12 @@ fn plans(case: &str, dtype: Dtype, ranks: u32) -> (Arc<ProvedPlans>, Prepared) {
 }
 
 /// Plans with uneven shares.
-fn plans_on(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy) -> (Arc<ProvedPlans>, Prepared) {
+pub(crate) fn plans_on(
+    case: &str,
+    dtype: Dtype,
+    mesh: Mesh,
+    strategy: Strategy,
+) -> (Arc<ProvedPlans>, Prepared) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
     let world = world(&prepared, mesh, strategy, WireFormat::Same);
     (Arc::new(ProvedPlans::new(world).unwrap()), prepared)
@@ -316,6 +321,21 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
 }
 
 fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
+    let mesh = Mesh::new(ulysses, ring).unwrap();
+    gradients_on(in_process_group(mesh.world()), mesh, strategy, |transport| {
+        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
+        let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
+        session(transport, device, options, RunOptions::default())
+    });
+}
+
+/// The gradients of sessions are right, and have the bytes of those whose messages go through the host.
+pub(crate) fn gradients_on(
+    group: Vec<Arc<dyn Transport>>,
+    mesh: Mesh,
+    strategy: Strategy,
+    session: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+) {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let case = GradientCase::new(case, Dtype::F32);
     let problem = &case.prepared.problem;
@@ -331,23 +351,14 @@ fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
         }
     };
     let alone = case.run(in_process_group(1), &sharing(Mesh::new(1, 1).unwrap(), Strategy::Dense));
-    let mesh = Mesh::new(ulysses, ring).unwrap();
     let shared = sharing(mesh, strategy);
-    let by_nccl = case.gradients_on(in_process_group(mesh.world()), &shared, |transport| {
-        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
-        session(
-            transport,
-            device,
-            NcclOptions { deadline: DEADLINE, ..NcclOptions::default() },
-            RunOptions::default(),
-        )
-    });
-    for (error, limit) in case.judge(&by_nccl).iter().zip(case.parallel_limits(&alone)) {
+    let found = case.gradients_on(group, &shared, session);
+    for (error, limit) in case.judge(&found).iter().zip(case.parallel_limits(&alone)) {
         error.within(&limit).unwrap();
     }
     let through_host = case.gradients(in_process_group(mesh.world()), &shared);
     let bits = |all: &[Vec<f64>]| -> Vec<Vec<u64>> {
         all.iter().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect()).collect()
     };
-    assert!(bits(&by_nccl) == bits(&through_host), "other bytes than through the host");
+    assert!(bits(&found) == bits(&through_host), "other bytes than through the host");
 }
