@@ -6,10 +6,12 @@
 //!
 //! `K·Qᵀ` pairs neighbours of the head dimension, as they lie in memory. `Vᵀ·P` pairs neighbouring keys: the weights are rounded to bf16
 //! for it, as kernels for matrix units do. Scores, the maximum, the sum of the weights and all accumulators are f32.
+//!
+//! The backward pass has dP as K·Qᵀ, dQ as Vᵀ·P, and pairs neighbouring query rows for dK and dV: P and dS are rounded to bf16.
 
 use pulp::Simd;
 
-use super::kernel::{Scores, WeightedSum};
+use super::kernel::{OfKeys, Scores, WeightedSum};
 
 /// Instructions that multiply words.
 #[derive(Clone, Copy, Debug)]
@@ -112,6 +114,38 @@ impl WordProducts {
             }
         }
     }
+
+    /// As [`OfKeys`], with `factors` and `rows` in words of two rows.
+    #[inline(always)]
+    pub(super) fn of_keys<S: Simd, const M: usize, const N: usize, const W: usize>(
+        self,
+        product: OfKeys<'_, S, M, N, W>,
+    ) {
+        let OfKeys { simd, factors, rows, sums, stride } = product;
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Unit::Avx512 => {
+                let _ = simd;
+                assert!(M == MR && N * S::F32_LANES == NV * 16, "the kernel's shape is that of AVX-512");
+                let rows = bytemuck::cast_slice(rows.as_flattened());
+                let sums = bytemuck::cast_slice_mut(sums.as_flattened_mut());
+                // SAFETY: as in `scores`.
+                unsafe { avx512::of_keys::<W>(factors, rows, sums, stride) }
+            }
+            #[cfg(test)]
+            Unit::Emulated => {
+                let length = N * S::F32_LANES / 2;
+                for (rows, sums) in rows.chunks_exact(length).zip(sums.chunks_exact_mut(stride)) {
+                    for (factors, sums) in factors.chunks_exact(M * length).zip(sums.as_chunks_mut::<M>().0) {
+                        let by_row: Vec<[f32; M]> = (0..length)
+                            .map(|row| std::array::from_fn(|key| factors[key * length + row]))
+                            .collect();
+                        *sums = emulated::add_products(simd, *sums, &by_row, rows);
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// Two vectors of weights as words, rounded to bf16: half up, which differs from half to even only in exact halves. The bits of a NaN
@@ -179,6 +213,34 @@ mod avx512 {
                 }
             }
             *o = add_products(*o, &v[..p.len()], p);
+        }
+    }
+
+    /// Words of rows in a panel.
+    const LENGTH: usize = NV * 16 / 2;
+
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub(super) fn of_keys<const W: usize>(
+        factors: &[f32],
+        rows: &[__m512bh],
+        sums: &mut [__m512],
+        stride: usize,
+    ) {
+        let (rows, sums) = (rows.as_chunks::<W>().0, sums.as_chunks_mut::<W>().0);
+        for (rows, sums) in rows.as_chunks::<LENGTH>().0.iter().zip(sums.chunks_exact_mut(stride)) {
+            let groups = factors.as_chunks::<{ MR * LENGTH }>().0;
+            for (factors, sums) in groups.iter().zip(sums.as_chunks_mut::<MR>().0) {
+                let mut c = *sums;
+                for (t, b) in rows.iter().enumerate() {
+                    for (i, c) in c.iter_mut().enumerate() {
+                        let a: __m512bh = bytemuck::cast(_mm512_set1_ps(factors[i * LENGTH + t]));
+                        for (c, b) in c.iter_mut().zip(b) {
+                            *c = _mm512_dpbf16_ps(*c, a, *b);
+                        }
+                    }
+                }
+                *sums = c;
+            }
         }
     }
 

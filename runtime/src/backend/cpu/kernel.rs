@@ -1,5 +1,5 @@
 //! The one inner loop: a sum of outer products, held in registers. `S = K·Qᵀ` and `O = Vᵀ·P` are both made of it, and all products of
-//! the backward pass; those for dK and dV are in `backward/products.rs`, because their broadcast values lie otherwise in memory.
+//! the backward pass; those for dK and dV have a loop of their own, because their broadcast values lie otherwise in memory.
 //!
 //! The loops over a tile are functions of their own ([`alone`]). Within the code around them the compiler ran out of registers and kept
 //! one accumulator in memory, which halved the speed: each step then waits for the store and the load of the step before.
@@ -103,4 +103,57 @@ pub(super) fn scale<S: Simd, const NV: usize>(simd: S, o: &mut [[S::f32s; NV]], 
             *o = simd.mul_f32s(*o, *keep);
         }
     }
+}
+
+/// `sums[key][d] += Σ_row factors[key][row] · rows[row][d]`: dK and dV, with the elements of a head in lanes. Rows and sums are cut into
+/// blocks of `W` vectors, one after the other.
+///
+/// Every lane of a panel is a row here. The number of lanes is known to the compiler, so that it needs one address for the broadcasts of
+/// a group of keys, and no checks.
+pub(super) struct OfKeys<'a, S: Simd, const MR: usize, const NV: usize, const W: usize> {
+    pub(super) simd: S,
+    /// `[key][row]`, in whole groups of `MR` keys.
+    pub(super) factors: &'a [f32],
+    /// `[block][row]`
+    pub(super) rows: &'a [[S::f32s; W]],
+    /// `[block][stride]`, from the first key on.
+    pub(super) sums: &'a mut [[S::f32s; W]],
+    /// Keys in a block of `sums`.
+    pub(super) stride: usize,
+}
+
+impl<S: Simd, const MR: usize, const NV: usize, const W: usize> WithSimd for OfKeys<'_, S, MR, NV, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<T: Simd>(self, _: T) {
+        let Self { simd, factors, rows, sums, stride } = self;
+        let length = NV * S::F32_LANES;
+        for (rows, sums) in rows.chunks_exact(length).zip(sums.chunks_exact_mut(stride)) {
+            for (factors, sums) in factors.chunks_exact(MR * length).zip(sums.as_chunks_mut::<MR>().0) {
+                *sums = add_products_of_rows::<S, MR, NV, W>(simd, *sums, factors, rows);
+            }
+        }
+    }
+}
+
+/// `c[i][lane] += Σ_t a[i][t] · b[t][lane]`: the broadcast values are rows of `a`.
+#[inline(always)]
+fn add_products_of_rows<S: Simd, const MR: usize, const NV: usize, const W: usize>(
+    simd: S,
+    mut c: [[S::f32s; W]; MR],
+    a: &[f32],
+    b: &[[S::f32s; W]],
+) -> [[S::f32s; W]; MR] {
+    let length = NV * S::F32_LANES;
+    let a = &a[..MR * length];
+    for (t, b) in b[..length].iter().enumerate() {
+        for (i, c) in c.iter_mut().enumerate() {
+            let a = simd.splat_f32s(a[i * length + t]);
+            for (c, b) in c.iter_mut().zip(b) {
+                *c = mul_add(simd, a, *b, *c);
+            }
+        }
+    }
+    c
 }

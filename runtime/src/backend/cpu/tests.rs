@@ -1,5 +1,6 @@
 //! Against a naive f64 reference written here. The wide suite is in the `tests` crate.
 
+mod backward;
 mod edges;
 mod few_rows;
 

@@ -79,4 +79,43 @@ impl Blocks {
         }
         largest < f32::INFINITY.to_bits()
     }
+
+    /// As [`Blocks::pack`], in words of two rows, of which `self` has half as many. The tensor is in words; `space` holds two rows of them.
+    #[inline(always)]
+    pub(super) fn pack_words(
+        self,
+        tensor: &Tensor<'_>,
+        [batch, first, head]: [usize; 3],
+        count: usize,
+        space: &mut [f32],
+        into: &mut [f32],
+    ) -> bool {
+        const MAGNITUDE: u32 = 0x7fff;
+        let (low, high) = space[..self.dim].split_at_mut(self.dim / 2);
+        let mut largest = 0;
+        for pair in 0..self.rows {
+            for (row, into) in [(2 * pair, &mut *low), (2 * pair + 1, &mut *high)] {
+                if row < count {
+                    tensor.copy_row([batch, first + row, head], into);
+                } else {
+                    into.fill(0.0);
+                }
+            }
+            let low: &[u16] = bytemuck::cast_slice(low);
+            let high: &[u16] = bytemuck::cast_slice(high);
+            let mut from = 0;
+            for block in 0..self.count() {
+                let part = self.part(pair, block);
+                let elements = from..from + part.len();
+                from = elements.end;
+                let elements = low[elements.clone()].iter().zip(&high[elements]);
+                for (into, (low, high)) in into[part].iter_mut().zip(elements) {
+                    let (low, high) = (u32::from(*low), u32::from(*high));
+                    largest = largest.max(low & MAGNITUDE).max(high & MAGNITUDE);
+                    *into = f32::from_bits(low | high << 16);
+                }
+            }
+        }
+        largest < u32::from(half::bf16::INFINITY.to_bits())
+    }
 }

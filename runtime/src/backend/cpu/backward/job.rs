@@ -4,12 +4,13 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::super::pack::{pack_keys, pack_lanes, pack_values, transposed};
+use super::super::pack::{pack_keys, pack_lanes, pack_value_words, pack_values, transposed};
 use super::super::scratch::{Line, floats, floats_mut, grow};
 use super::super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use super::bias::BiasBlock;
 use super::blocks::Blocks;
-use super::panel::{Keys, Lanes, OfBias, Panel, Rows, Stats, Sums};
+use super::lanes::{Lanes, Stats};
+use super::panel::{Keys, OfBias, OfWords, Panel, Rows, Sums};
 use super::{BackwardCall, TILE};
 use crate::backend::EMPTY_M;
 use crate::{MaskClass, RowSpan};
@@ -58,6 +59,8 @@ pub(in super::super) struct Space {
     d_keys: [Vec<Line>; 2],
     /// P and dS of a panel: `[key][lane]`.
     weights: [Vec<Line>; 2],
+    /// dS and P of a panel in words of two rows: `[key][lane / 2]`.
+    words: [Vec<Line>; 2],
     /// Terms of logits of a panel: `[key][lane]`.
     terms: Vec<Line>,
     /// With a softcap and the gradient of a bias, the slopes of a panel: `[key][lane]`.
@@ -103,7 +106,8 @@ impl WithKernel for Run<'_, '_> {
         let shape = KernelShape::of::<S, MR, NV>();
         let (lanes, dim) = (shape.lanes, call.forward.dim);
         let (padded, columns) = (dim.next_multiple_of(MR), TILE.kv_cols as usize);
-        let of_rows = Blocks::new(dim, S::F32_LANES, lanes);
+        let words = call.forward.words();
+        let of_rows = Blocks::new(dim, S::F32_LANES, lanes / call.forward.elements_in_word());
         let of_keys = Blocks::new(dim, S::F32_LANES, columns);
         space.fit(job, dim, shape, [of_rows, of_keys], call.of_bias && call.forward.softcap.is_some());
         load_rows(call, job, space);
@@ -141,6 +145,7 @@ impl WithKernel for Run<'_, '_> {
                         weights,
                         terms,
                         slopes,
+                        words: of_words,
                         spans,
                         stats,
                         finite: finite_rows,
@@ -148,7 +153,7 @@ impl WithKernel for Run<'_, '_> {
                     } = &mut *space;
                     let [q, d_o] = packed
                         .each_ref()
-                        .map(|x| vectors::<S, NV>(&floats(x)[panel * lanes * dim..][..lanes * dim]));
+                        .map(|x| vectors::<S, NV>(&floats(x)[panel * lanes * words..][..lanes * words]));
                     let by_row = |index: usize| Rows {
                         elements: &floats(&rows[index])[panel * of_rows.elements()..][..of_rows.elements()],
                         finite: finite_rows[panel][index],
@@ -159,6 +164,11 @@ impl WithKernel for Run<'_, '_> {
                     Panel::<S, MR, NV> {
                         dim,
                         softcap: call.forward.softcap,
+                        words: call.forward.bf16.map(|products| OfWords {
+                            products,
+                            factor: call.forward.query_factor(),
+                            of_rows: of_words.each_mut().map(|lines| floats_mut(lines)),
+                        }),
                         q,
                         d_o,
                         by_row: [by_row(0), by_row(1)],
@@ -222,20 +232,24 @@ fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, space: &mut Space) {
 #[inline(always)]
 fn pack_queries(call: &BackwardCall<'_>, job: &Job<'_>, lanes: usize, blocks: Blocks, space: &mut Space) {
     let forward = &call.forward;
-    let (rows, dim) = (job.dq.len(), forward.dim);
+    let (rows, words, in_words) = (job.dq.len(), forward.words(), forward.bf16.is_some());
     let first = job.q_tiles.start * TILE.q_rows as usize;
-    let row = &mut floats_mut(&mut space.row)[..lanes * dim];
+    let row = &mut floats_mut(&mut space.row)[..lanes * words];
     space.finite.clear();
     space.finite.resize(rows.div_ceil(lanes), [true; 2]);
-    let tensors = [(&forward.q, Some(forward.query_factor())), (&call.d_o, None)];
+    let tensors = [(&forward.q, (!in_words).then(|| forward.query_factor())), (&call.d_o, None)];
     for (index, (tensor, factor)) in tensors.into_iter().enumerate() {
-        let in_lanes = floats_mut(&mut space.lanes[index]).chunks_exact_mut(lanes * dim);
+        let in_lanes = floats_mut(&mut space.lanes[index]).chunks_exact_mut(lanes * words);
         let by_row = floats_mut(&mut space.rows[index]).chunks_exact_mut(blocks.elements());
         for (panel, (in_lanes, by_row)) in in_lanes.zip(by_row).enumerate().take(rows.div_ceil(lanes)) {
             let from = panel * lanes;
             let (at, count) = ([job.batch, first + from, job.q_head], lanes.min(rows - from));
             pack_lanes(tensor, at, count, lanes, factor, row, in_lanes);
-            space.finite[panel][index] = blocks.pack(tensor, at, count, row, by_row);
+            space.finite[panel][index] = if in_words {
+                blocks.pack_words(tensor, at, count, row, by_row)
+            } else {
+                blocks.pack(tensor, at, count, row, by_row)
+            };
         }
     }
 }
@@ -249,16 +263,21 @@ fn pack_tile<const MR: usize>(
     count: usize,
     space: &mut Space,
 ) -> bool {
-    let (dim, stride) = (call.forward.dim, TILE.kv_cols as usize);
+    let (words, stride) = (call.forward.words(), TILE.kv_cols as usize);
     let at = [job.batch, tile * stride, job.kv_head];
     for sums in &mut space.d_keys {
         floats_mut(sums).fill(0.0);
     }
-    let row = &mut floats_mut(&mut space.row)[..MR * dim];
+    let row = &mut floats_mut(&mut space.row)[..MR * words];
     for (tensor, into) in [&call.forward.k, &call.forward.v].into_iter().zip(&mut space.keys) {
         pack_keys::<MR>(tensor, at, count, row, floats_mut(into));
     }
-    pack_values::<MR>(&call.forward.k, at, count, stride, &mut row[..dim], floats_mut(&mut space.columns))
+    let columns = floats_mut(&mut space.columns);
+    if call.forward.bf16.is_some() {
+        pack_value_words::<MR>(&call.forward.k, at, count, stride / 2, &mut row[..2 * words], columns)
+    } else {
+        pack_values::<MR>(&call.forward.k, at, count, stride, &mut row[..words], columns)
+    }
 }
 
 /// Adds dK and dV of a KV tile to the sums of the job.
@@ -334,6 +353,7 @@ impl Space {
         grow(&mut self.dq, rows * padded);
         self.d_keys.iter_mut().for_each(|lines| grow(lines, of_keys.elements()));
         self.weights.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes));
+        self.words.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes / 2));
         grow(&mut self.terms, keys * shape.lanes);
         if slopes {
             grow(&mut self.slopes, keys * shape.lanes);

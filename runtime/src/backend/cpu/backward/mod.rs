@@ -9,8 +9,8 @@ mod accumulate;
 mod bias;
 mod blocks;
 mod job;
+mod lanes;
 mod panel;
-mod products;
 mod stats;
 mod waves;
 
@@ -66,19 +66,24 @@ async fn backward_in_pieces(
     if work.is_empty() {
         return control.piece_done();
     }
+    let bf16 = backend.level.bf16().filter(|_| args.dtype == Dtype::Bf16);
+    let tensor = |operand| {
+        let tensor = Tensor::new(args.dtype, operand);
+        if bf16.is_some() { tensor.in_words() } else { tensor }
+    };
     let call = BackwardCall {
         forward: Call {
-            q: Tensor::new(args.dtype, args.q),
-            k: Tensor::new(args.dtype, args.k),
-            v: Tensor::new(args.dtype, args.v),
+            q: tensor(args.q),
+            k: tensor(args.k),
+            v: tensor(args.v),
             work,
             dim: shape.dim,
             scale: args.scale,
             softcap: args.softcap,
             pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
-            bf16: None,
+            bf16,
         },
-        d_o: Tensor::new(args.dtype, args.d_o),
+        d_o: tensor(args.d_o),
         stats: Tensor::new(Dtype::F32, args.stats),
         of_bias: args.d_bias.is_some(),
     };

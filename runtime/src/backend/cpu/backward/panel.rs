@@ -8,24 +8,27 @@
 
 use pulp::Simd;
 
+use super::super::bf16::{WordProducts, element_of, words_of};
 use super::super::exp::{exp2_each, tanh};
-use super::super::kernel::{Scores, WeightedSum, alone};
+use super::super::halves::narrow_bf16;
+use super::super::kernel::{OfKeys, Scores, WeightedSum, alone};
 use super::super::simd::{vectors, vectors_mut};
 use super::bias::BiasBlock;
 use super::blocks::Blocks;
-use super::products::OfKeys;
+use super::lanes::Lanes;
 use crate::RowSpan;
-use crate::backend::EMPTY_M;
 
 /// A panel of `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) dim: usize,
     pub(super) softcap: Option<f32>,
-    /// `[dim]`: q with the factor of the scores.
+    /// `Some`: q, dO and the keys are in words of two elements, and the scores get a factor.
+    pub(super) words: Option<OfWords<'a>>,
+    /// `[dim]`: q, with the factor of the scores unless it is in words.
     pub(super) q: &'a [[S::f32s; NV]],
     /// `[dim]`
     pub(super) d_o: &'a [[S::f32s; NV]],
-    /// q and dO as rows, zeros in the lanes without a row.
+    /// q and dO as rows, or words of two rows; zeros in the lanes without a row.
     pub(super) by_row: [Rows<'a>; 2],
     /// Of the rows; fewer than lanes in the last panel.
     pub(super) spans: &'a [RowSpan],
@@ -42,6 +45,15 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) bias: Option<OfBias<'a, S, NV>>,
 }
 
+/// What a panel of words has beside.
+pub(super) struct OfWords<'a> {
+    pub(super) products: WordProducts,
+    /// On the scores.
+    pub(super) factor: f32,
+    /// Space: dS and P in words of two rows, `[key][row / 2]`.
+    pub(super) of_rows: [&'a mut [f32]; 2],
+}
+
 /// The part of a panel in the gradient of the bias: P · (dP − δ), without the slope of a softcap.
 pub(super) struct OfBias<'a, S: Simd, const NV: usize> {
     pub(super) block: &'a mut BiasBlock,
@@ -51,7 +63,7 @@ pub(super) struct OfBias<'a, S: Simd, const NV: usize> {
     pub(super) slopes: &'a mut [[S::f32s; NV]],
 }
 
-/// Rows of a head, as f32, in [`Blocks`].
+/// Rows of a head, as f32 or in words of two rows, in [`Blocks`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows<'a> {
     pub(super) elements: &'a [f32],
@@ -61,11 +73,11 @@ pub(super) struct Rows<'a> {
 
 /// A tile of keys.
 pub(super) struct Keys<'a, const MR: usize> {
-    /// k and v, `[key / MR][dim][MR]`.
+    /// k and v, `[key / MR][dim][MR]`; or words of the head dimension.
     pub(super) in_groups: [&'a [[f32; MR]]; 2],
-    /// k, `[dim / MR][stride][MR]`.
+    /// k, `[dim / MR][stride][MR]`; or words of two keys, half as many.
     pub(super) in_columns: &'a [[f32; MR]],
-    /// Keys in a group of the columns.
+    /// Keys for which there is room.
     pub(super) stride: usize,
     /// Whether k holds neither NaN nor ∞.
     pub(super) finite: bool,
@@ -83,67 +95,6 @@ pub(super) struct Sums<'a, S: Simd, const NV: usize> {
     pub(super) blocks: Blocks,
 }
 
-/// The statistics of a row: its log-sum-exp in base-2 units as a sum of two numbers, and δ.
-///
-/// Rounded to one number, a log-sum-exp of 100 would change every weight by 4e-6.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Stats([f32; 3]);
-
-impl Stats {
-    /// `None` for a row that sees nothing: with any finite score its weights are 0.
-    pub(super) fn new(lse: Option<f32>, delta: f32) -> Self {
-        let Some(lse) = lse else { return Self([-EMPTY_M, 0.0, 0.0]) };
-        let base_2 = f64::from(lse) * std::f64::consts::LOG2_E;
-        #[expect(clippy::cast_possible_truncation, reason = "the rest is kept")]
-        let high = base_2 as f32;
-        #[expect(clippy::cast_possible_truncation, reason = "far below the other number")]
-        let low = if high.is_finite() { (base_2 - f64::from(high)) as f32 } else { 0.0 };
-        Self([high, low, delta])
-    }
-}
-
-/// What the mask and the statistics say of the rows of a panel. Lanes without a row see nothing.
-pub(super) struct Lanes<S: Simd, const NV: usize> {
-    /// First key of each span.
-    from: [S::u32s; NV],
-    /// Keys of each span.
-    width: [S::u32s; NV],
-    /// The numbers of [`Stats`].
-    stats: [[S::f32s; NV]; 3],
-}
-
-impl<S: Simd, const NV: usize> Lanes<S, NV> {
-    #[inline(always)]
-    pub(super) fn new(simd: S, spans: &[RowSpan], stats: &[Stats]) -> Self {
-        let zero = [simd.splat_f32s(0.0); NV];
-        let mut lanes = Self {
-            from: [simd.splat_u32s(0); NV],
-            width: [simd.splat_u32s(0); NV],
-            stats: [[simd.splat_f32s(-EMPTY_M); NV], zero, zero],
-        };
-        for (lane, (span, stats)) in spans.iter().zip(stats).enumerate() {
-            put(&mut lanes.from, lane, span.lo);
-            put(&mut lanes.width, lane, span.hi - span.lo);
-            for (vectors, number) in lanes.stats.iter_mut().zip(stats.0) {
-                put(vectors, lane, number);
-            }
-        }
-        lanes
-    }
-
-    /// The lanes whose rows see a position.
-    #[inline(always)]
-    fn seen(&self, simd: S, position: u32) -> [S::m32s; NV] {
-        let zero = simd.splat_u32s(0);
-        let mut seen = [simd.less_than_u32s(zero, zero); NV];
-        let position = simd.splat_u32s(position);
-        for (seen, (from, width)) in seen.iter_mut().zip(self.from.iter().zip(&self.width)) {
-            *seen = simd.less_than_u32s(simd.sub_u32s(position, *from), *width);
-        }
-        seen
-    }
-}
-
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Adds the gradients of the pairs of the panel and the tile.
     #[inline(always)]
@@ -152,10 +103,18 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let groups = count.next_multiple_of(MR);
         // One after the other: q and dO of a panel of long rows do not fit the first cache together.
         let [k, v] = keys.in_groups;
-        let (q, into) = (&self.q[..self.dim], &mut self.weights[..groups]);
-        alone(simd, Scores::<S, MR, NV> { simd, k, q, into });
-        let (q, into) = (&self.d_o[..self.dim], &mut self.d_scores[..groups]);
-        alone(simd, Scores::<S, MR, NV> { simd, k: v, q, into });
+        let scores = Scores::<S, MR, NV> { simd, k, q: self.q, into: &mut self.weights[..groups] };
+        let d_scores = Scores::<S, MR, NV> { simd, k: v, q: self.d_o, into: &mut self.d_scores[..groups] };
+        match &self.words {
+            None => {
+                alone(simd, scores);
+                alone(simd, d_scores);
+            }
+            Some(words) => {
+                words.products.scores(scores, words.factor);
+                words.products.scores(d_scores, 1.0);
+            }
+        }
         for index in 0..count {
             self.shift(simd, index);
         }
@@ -167,6 +126,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
         }
         self.add_to_bias(simd, count);
+        self.round(simd, count);
         self.add_dq(simd, keys, sums.dq);
         let [dk, dv] = sums.of_keys;
         self.add_to_keys::<1>(simd, keys, dv, sums.blocks);
@@ -261,6 +221,24 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         }
     }
 
+    /// With words: P and dS in words of two rows, and dS in words of two keys.
+    #[inline(always)]
+    fn round(&mut self, simd: S, count: usize) {
+        let Some(words) = &mut self.words else { return };
+        let groups = count.next_multiple_of(MR);
+        for (factors, into) in [&*self.d_scores, &*self.weights].into_iter().zip(&mut words.of_rows) {
+            let factors = bytemuck::cast_slice::<S::f32s, f32>(factors[..groups].as_flattened());
+            narrow_bf16(factors, bytemuck::cast_slice_mut(&mut into[..factors.len() / 2]));
+        }
+        for word in 0..count.div_ceil(2) {
+            let mut pair = [self.d_scores[2 * word], [simd.splat_f32s(0.0); NV]];
+            if 2 * word + 1 < count {
+                pair[1] = self.d_scores[2 * word + 1];
+            }
+            self.d_scores[word] = words_of(simd, pair);
+        }
+    }
+
     /// Whether a product with a hidden pair may be NaN although the pair's factor is 0.
     fn hides(&self, finite: bool) -> bool {
         !finite && (self.masked || self.terms.is_some())
@@ -269,10 +247,15 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// `dq[dim] += Σ k[key][dim] · dS[key]`.
     #[inline(always)]
     fn add_dq(&self, simd: S, keys: &Keys<'_, MR>, dq: &mut [[S::f32s; NV]]) {
-        let (v, stride) = (keys.in_columns, keys.stride);
+        let per_word = if self.words.is_some() { 2 } else { 1 };
+        let (v, stride) = (keys.in_columns, keys.stride / per_word);
         if !self.hides(keys.finite) {
-            let p = &self.d_scores[..keys.positions.len()];
-            return alone(simd, WeightedSum::<S, MR, NV> { simd, v, stride, p, keep: None, o: dq });
+            let p = &self.d_scores[..keys.positions.len().div_ceil(per_word)];
+            let product = WeightedSum::<S, MR, NV> { simd, v, stride, p, keep: None, o: dq };
+            return match &self.words {
+                None => alone(simd, product),
+                Some(words) => words.products.weighted_sum(product),
+            };
         }
         for (sums, k) in dq.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(stride)) {
             *sums = self.add_where_seen(simd, keys.positions, *sums, k);
@@ -289,12 +272,16 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         k: &[[f32; MR]],
     ) -> [[S::f32s; NV]; MR] {
         let hides = simd.splat_f32s(f32::NEG_INFINITY);
-        for (index, (position, k)) in positions.iter().zip(k).enumerate() {
+        let words = self.words.is_some();
+        for (index, position) in positions.iter().enumerate() {
             let seen = self.stats.seen(simd, *position);
-            for (sums, k) in sums.iter_mut().zip(k) {
+            let (at, high) = if words { (index / 2, index % 2 == 1) } else { (index, false) };
+            for (sums, k) in sums.iter_mut().zip(&k[at]) {
                 let k = simd.splat_f32s(*k);
-                for (j, (sum, factor)) in sums.iter_mut().zip(&self.d_scores[index]).enumerate() {
-                    let mut next = simd.add_f32s(*sum, simd.mul_f32s(k, *factor));
+                let k = if words { element_of(simd, k, high) } else { k };
+                for (j, (sum, factor)) in sums.iter_mut().zip(&self.d_scores[at]).enumerate() {
+                    let factor = if words { element_of(simd, *factor, high) } else { *factor };
+                    let mut next = simd.add_f32s(*sum, simd.mul_f32s(k, factor));
                     if self.masked {
                         next = simd.select_f32s(seen[j], next, *sum);
                     }
@@ -317,39 +304,63 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         sums: &mut [f32],
         blocks: Blocks,
     ) {
-        let factors: &[[S::f32s; NV]] = if TENSOR == 0 { self.d_scores } else { self.weights };
         let rows = &self.by_row[TENSOR];
+        let factors: &[f32] = match &self.words {
+            Some(words) => words.of_rows[TENSOR],
+            None => bytemuck::cast_slice::<S::f32s, f32>(
+                if TENSOR == 0 { &*self.d_scores } else { &*self.weights }.as_flattened(),
+            ),
+        };
         if self.hides(rows.finite) {
             return self.add_to_keys_where_seen(keys.positions, factors, rows.elements, sums, blocks);
         }
-        let factors = &factors[..keys.positions.len().next_multiple_of(MR)];
+        let groups = keys.positions.len().next_multiple_of(MR);
+        let factors = &factors[..groups * NV * S::F32_LANES / self.rows_in_word()];
         let (pairs, last) = rows.elements.split_at(self.blocks().of_pairs());
         let (sums_of_pairs, sums_of_last) = sums.split_at_mut(blocks.of_pairs());
-        let stride = keys.stride;
-        let (rows, sums) = (vectors::<S, 2>(pairs), vectors_mut::<S, 2>(sums_of_pairs));
-        alone(simd, OfKeys::<S, MR, NV, 2> { simd, factors, rows, sums, stride });
+        self.add_blocks::<2>(simd, factors, pairs, sums_of_pairs, keys.stride);
         if !last.is_empty() {
-            let (rows, sums) = (vectors::<S, 1>(last), vectors_mut::<S, 1>(sums_of_last));
-            alone(simd, OfKeys::<S, MR, NV, 1> { simd, factors, rows, sums, stride });
+            self.add_blocks::<1>(simd, factors, last, sums_of_last, keys.stride);
         }
+    }
+
+    /// The blocks of `W` vectors of [`Self::add_to_keys`].
+    #[inline(always)]
+    fn add_blocks<const W: usize>(
+        &self,
+        simd: S,
+        factors: &[f32],
+        rows: &[f32],
+        sums: &mut [f32],
+        stride: usize,
+    ) {
+        let (rows, sums) = (vectors::<S, W>(rows), vectors_mut::<S, W>(sums));
+        let product = OfKeys::<S, MR, NV, W> { simd, factors, rows, sums, stride };
+        match &self.words {
+            None => alone(simd, product),
+            Some(words) => words.products.of_keys(product),
+        }
+    }
+
+    fn rows_in_word(&self) -> usize {
+        if self.words.is_some() { 2 } else { 1 }
     }
 
     /// How the rows of the panel are cut.
     pub(super) fn blocks(&self) -> Blocks {
-        Blocks::new(self.dim, S::F32_LANES, NV * S::F32_LANES)
+        Blocks::new(self.dim, S::F32_LANES, NV * S::F32_LANES / self.rows_in_word())
     }
 
     /// As [`Self::add_to_keys`], but leaves hidden pairs out. Only for rows with NaN or ∞.
     fn add_to_keys_where_seen(
         &self,
         positions: &[u32],
-        factors: &[[S::f32s; NV]],
+        factors: &[f32],
         rows: &[f32],
         sums: &mut [f32],
         blocks: Blocks,
     ) {
-        let lanes = NV * S::F32_LANES;
-        let factors = bytemuck::cast_slice::<S::f32s, f32>(factors.as_flattened());
+        let (lanes, per_word) = (NV * S::F32_LANES, self.rows_in_word());
         let terms = self.terms.map(|terms| bytemuck::cast_slice::<S::f32s, f32>(terms.as_flattened()));
         for (index, position) in positions.iter().enumerate() {
             for (lane, span) in self.spans.iter().enumerate() {
@@ -357,20 +368,19 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 if hidden || (self.masked && !span.sees(*position)) {
                     continue;
                 }
-                let factor = factors[index * lanes + lane];
+                let element = |word: f32| match (per_word, lane % 2) {
+                    (1, _) => word,
+                    (_, 0) => f32::from_bits(word.to_bits() << 16),
+                    _ => f32::from_bits(word.to_bits() & 0xffff_0000),
+                };
+                let factor = element(factors[(index * lanes + lane) / per_word]);
                 for block in 0..blocks.count() {
-                    let row = &rows[self.blocks().part(lane, block)];
-                    for (sum, element) in sums[blocks.part(index, block)].iter_mut().zip(row) {
-                        *sum += factor * element;
+                    let row = &rows[self.blocks().part(lane / per_word, block)];
+                    for (sum, word) in sums[blocks.part(index, block)].iter_mut().zip(row) {
+                        *sum += factor * element(*word);
                     }
                 }
             }
         }
     }
-}
-
-/// Sets one lane of some vectors.
-#[inline(always)]
-fn put<V: bytemuck::Pod, T: bytemuck::Pod>(vectors: &mut [V], lane: usize, value: T) {
-    bytemuck::cast_slice_mut::<V, T>(vectors)[lane] = value;
 }

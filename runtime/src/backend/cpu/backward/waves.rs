@@ -163,7 +163,7 @@ pub(super) const PRODUCTS: usize = 5;
 /// Tiles of a stretch, at most: the work space of a job stays within some megabytes.
 const MOST_TILES: usize = 8;
 /// Jobs of a wave, where the heads and the lengths allow: more than most machines have cores.
-const JOBS_OF_WAVE: usize = 16;
+const JOBS_OF_WAVE: usize = 12;
 
 #[cfg(test)]
 mod tests {

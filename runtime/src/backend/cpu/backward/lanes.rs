@@ -1,0 +1,73 @@
+//! What the mask and the statistics say of the query rows of a panel, in lanes.
+
+use pulp::Simd;
+
+use crate::RowSpan;
+use crate::backend::EMPTY_M;
+
+/// The statistics of a row: its log-sum-exp in base-2 units as a sum of two numbers, and δ.
+///
+/// Rounded to one number, a log-sum-exp of 100 would change every weight by 4e-6.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stats([f32; 3]);
+
+impl Stats {
+    /// `None` for a row that sees nothing: with any finite score its weights are 0.
+    pub(super) fn new(lse: Option<f32>, delta: f32) -> Self {
+        let Some(lse) = lse else { return Self([-EMPTY_M, 0.0, 0.0]) };
+        let base_2 = f64::from(lse) * std::f64::consts::LOG2_E;
+        #[expect(clippy::cast_possible_truncation, reason = "the rest is kept")]
+        let high = base_2 as f32;
+        #[expect(clippy::cast_possible_truncation, reason = "far below the other number")]
+        let low = if high.is_finite() { (base_2 - f64::from(high)) as f32 } else { 0.0 };
+        Self([high, low, delta])
+    }
+}
+
+/// What the mask and the statistics say of the rows of a panel. Lanes without a row see nothing.
+pub(super) struct Lanes<S: Simd, const NV: usize> {
+    /// First key of each span.
+    from: [S::u32s; NV],
+    /// Keys of each span.
+    width: [S::u32s; NV],
+    /// The numbers of [`Stats`].
+    pub(super) stats: [[S::f32s; NV]; 3],
+}
+
+impl<S: Simd, const NV: usize> Lanes<S, NV> {
+    #[inline(always)]
+    pub(super) fn new(simd: S, spans: &[RowSpan], stats: &[Stats]) -> Self {
+        let zero = [simd.splat_f32s(0.0); NV];
+        let mut lanes = Self {
+            from: [simd.splat_u32s(0); NV],
+            width: [simd.splat_u32s(0); NV],
+            stats: [[simd.splat_f32s(-EMPTY_M); NV], zero, zero],
+        };
+        for (lane, (span, stats)) in spans.iter().zip(stats).enumerate() {
+            put(&mut lanes.from, lane, span.lo);
+            put(&mut lanes.width, lane, span.hi - span.lo);
+            for (vectors, number) in lanes.stats.iter_mut().zip(stats.0) {
+                put(vectors, lane, number);
+            }
+        }
+        lanes
+    }
+
+    /// The lanes whose rows see a position.
+    #[inline(always)]
+    pub(super) fn seen(&self, simd: S, position: u32) -> [S::m32s; NV] {
+        let zero = simd.splat_u32s(0);
+        let mut seen = [simd.less_than_u32s(zero, zero); NV];
+        let position = simd.splat_u32s(position);
+        for (seen, (from, width)) in seen.iter_mut().zip(self.from.iter().zip(&self.width)) {
+            *seen = simd.less_than_u32s(simd.sub_u32s(position, *from), *width);
+        }
+        seen
+    }
+}
+
+/// Sets one lane of some vectors.
+#[inline(always)]
+fn put<V: bytemuck::Pod, T: bytemuck::Pod>(vectors: &mut [V], lane: usize, value: T) {
+    bytemuck::cast_slice_mut::<V, T>(vectors)[lane] = value;
+}
