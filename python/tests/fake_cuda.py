@@ -186,8 +186,8 @@ class Array:
         self.shape, self.strides, self.dtype = tuple(shape), tuple(strides), np.dtype(dtype)
         self.requests = []
 
-    @staticmethod
-    def of(values, stream, late=True):
+    @classmethod
+    def of(cls, values, stream, late=True):
         """The elements of an array of NumPy, with its strides. ``late``: after other work of the stream."""
         whole = values if values.base is None else values.base
         storage = _Storage(stream.gpu, max(whole.nbytes, 64))
@@ -196,7 +196,7 @@ class Array:
         if whole.nbytes:
             stream.upload(whole, storage.address.value)
         first = (values.ctypes.data - whole.ctypes.data) // values.itemsize
-        return Array(storage, stream, values.shape, [s // values.itemsize for s in values.strides], values.dtype, first)
+        return cls(storage, stream, values.shape, [s // values.itemsize for s in values.strides], values.dtype, first)
 
     def __dlpack_device__(self):
         return (2, self.stream.gpu.number)
@@ -208,6 +208,10 @@ class Array:
             consumer = Stream.__new__(Stream)
             consumer.gpu, consumer.handle = self.stream.gpu, c.c_void_p(None if stream == 1 else stream)
             consumer.wait_for(self.stream)
+        return _python.PyCapsule_New(self.managed(), b"dltensor_versioned", None)
+
+    def managed(self):
+        """The address of a new managed tensor, which keeps the memory."""
         code, bits = _TYPES[self.dtype]
         axes = c.c_int64 * len(self.shape)
         shape, strides = axes(*self.shape), axes(*self.strides)
@@ -224,7 +228,63 @@ class Array:
             byte_offset=self.first * self.dtype.itemsize,
         )
         _exported[c.addressof(managed)] = (managed, shape, strides, self.storage)
-        return _python.PyCapsule_New(c.addressof(managed), b"dltensor_versioned", None)
+        return c.addressof(managed)
+
+
+class _Exchange(c.Structure):
+    """DLPack's C Exchange API, by which PyTorch gives tensors and its current stream."""
+
+    FROM_OBJECT = c.CFUNCTYPE(c.c_int, c.py_object, c.POINTER(c.c_void_p))
+    VIEW_OF_OBJECT = c.CFUNCTYPE(c.c_int, c.py_object, c.POINTER(_Tensor))
+    WORK_STREAM = c.CFUNCTYPE(c.c_int, c.c_int32, c.c_int32, c.POINTER(c.c_void_p))
+    _fields_ = [
+        ("major", c.c_uint32),
+        ("minor", c.c_uint32),
+        ("previous", c.c_void_p),
+        ("allocator", c.c_void_p),
+        ("from_object", FROM_OBJECT),
+        ("to_object", c.c_void_p),
+        ("view_of_object", VIEW_OF_OBJECT),
+        ("work_stream", WORK_STREAM),
+    ]
+
+
+_thread = threading.local()
+
+
+@_Exchange.FROM_OBJECT
+def _from_object(array, out):
+    out[0] = array.managed()
+    return 0
+
+
+@_Exchange.VIEW_OF_OBJECT
+def _view_of_object(array, out):
+    array.view = _Managed.from_address(array.managed())
+    out[0] = array.view.tensor
+    array.kept = _exported.pop(c.addressof(array.view))
+    return 0
+
+
+@_Exchange.WORK_STREAM
+def _work_stream(kind, number, out):
+    assert kind == 2
+    out[0] = _thread.stream.handle.value
+    return 0
+
+
+_EXCHANGE = b"dlpack_exchange_api"
+_exchange = _Exchange(1, 3, None, None, _from_object, None, _view_of_object, _work_stream)
+
+
+class LikeTorch(Array):
+    """An array whose elements are ready on the thread's current stream, which is that of the last array made."""
+
+    __dlpack_c_exchange_api__ = _python.PyCapsule_New(c.addressof(_exchange), _EXCHANGE, None)
+
+    def __init__(self, storage, stream, *rest, **named):
+        super().__init__(storage, stream, *rest, **named)
+        _thread.stream = stream
 
 
 class Taken:

@@ -99,11 +99,14 @@ def main():
         def with_arrays_of_the_gpu(group):
             writer, reader = fake.Stream(gpu), fake.Stream(gpu)
             found[group.rank] = []
+            # By the protocol in Python, and by the one in C.
+            array = [fake.Array, fake.LikeTorch][group.rank]
             for layer in layers:
-                arrays = [fake.Array.of(x, writer) for x in layer(group.rank)]
+                arrays = [array.of(x, writer) for x in layer(group.rank)]
                 results = group.attend(*arrays, mask="causal", mesh="2x1")
                 # Kyklos names a stream of its own, before which the library orders what writes the elements.
                 assert all(request > 2 for x in arrays for request in x.requests)
+                assert all(len(x.requests) == 1 - group.rank for x in arrays)
                 # Nobody waits: results are given back while this stream has not read them.
                 found[group.rank].append([fake.read(x, reader) for x in results])
                 del arrays, results
@@ -171,7 +174,8 @@ def test_gradients_stay_on_the_gpu():
             o, lse = group.attend(q, k, v, **options)
             before = fake.copied(only_to_host=True)
             gradients = group.backward(q, k, v, o, lse, o, **options, bias_gradient=True)
-            assert fake.copied(only_to_host=True) - before <= 9 * 4 * 4, "more than a number for each row"
+            # Sums of the sinks from four numbers of each row at most; dq has 4608 bytes.
+            assert fake.copied(only_to_host=True) - before <= 9 * 4 * 4 * 4
             read = fake.read(gradients.d_bias, stream)
             stream.synchronize()
             o, lse = group.attend(*host, **options)
@@ -200,7 +204,7 @@ def test_a_cache_takes_keys_of_the_gpu():
                 arrays = [of(x, own) for x in token]
                 with group.cached_calls(caches, *arrays, **shared) as layers:
                     results += [layers.attend(*arrays) for _ in caches]
-                if of is fake.Array.of:
+                if of == fake.Array.of:
                     reads = [fake.read(x, own) for result in results for x in result]
                     own.synchronize()
                     results = [x() for x in reads]
@@ -213,7 +217,7 @@ def test_a_cache_takes_keys_of_the_gpu():
                 before = fake.copied(only_to_host=True)
                 kyklos.run_local(2, lambda group: rank(group, of), device="cuda:0")
                 # Of arrays in host memory the results at least are copied.
-                assert (fake.copied(only_to_host=True) == before) == (of is fake.Array.of)
+                assert (fake.copied(only_to_host=True) == before) == (of == fake.Array.of)
             for own, other in found.values():
                 for x, y in zip(own, other, strict=True):
                     same(x, y)
