@@ -24,6 +24,8 @@ use crate::worker::Worker;
 pub(crate) struct Group {
     worker: Worker,
     place: Place,
+    /// How messages go, in words.
+    collective: String,
     /// Of the last call, as JSON.
     report: Mutex<String>,
 }
@@ -36,13 +38,14 @@ pub(crate) struct FetchedOutput {
 }
 
 impl Group {
-    /// The group of `session`. When it is closed, it waits at most `leave` for peers.
-    pub(crate) fn new(session: Session, leave: Duration) -> PyResult<Self> {
+    /// The group of `session`. When it is closed, it waits at most `leave` for peers. `collective`: in words how
+    /// its messages go.
+    pub(crate) fn new(session: Session, leave: Duration, collective: String) -> PyResult<Self> {
         let place = Place::new(session.device().clone());
         let worker = Worker::start(session, leave).map_err(|error| {
             PyRuntimeError::new_err(format!("the thread of a group does not start: {error}"))
         })?;
-        Ok(Self { worker, place, report: Mutex::new("{}".to_owned()) })
+        Ok(Self { worker, place, collective, report: Mutex::new("{}".to_owned()) })
     }
 
     /// Refuses the next call on all ranks because of `error` of this rank, and returns its exception.
@@ -163,6 +166,12 @@ impl Group {
     #[getter]
     fn gpu(&self) -> Option<usize> {
         self.place.gpu()
+    }
+
+    /// How messages go, in words.
+    #[getter]
+    fn collective(&self) -> &str {
+        &self.collective
     }
 
     /// The figures of the last call, as JSON.

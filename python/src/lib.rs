@@ -5,6 +5,7 @@ mod arrays;
 mod backward;
 mod cache;
 mod call;
+mod collective;
 mod devices;
 mod errors;
 mod forming;

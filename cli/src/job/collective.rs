@@ -11,22 +11,6 @@ use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
 use crate::options::CollectiveName;
 
-/// Which messages go by NCCL, and which do not.
-fn ways(nccl: &NcclCollective) -> String {
-    let islands = nccl.islands().iter().map(ToString::to_string);
-    let outside = nccl.outside().iter().map(|one| format!("rank {} ({})", one.rank, one.why));
-    let words = |parts: &mut dyn Iterator<Item = String>| parts.collect::<Vec<_>>().join(", ");
-    match (nccl.islands(), nccl.outside()) {
-        ([all], []) => format!("NCCL {}", all.version),
-        (_, []) => format!("{}; between these through host memory", words(&mut { islands })),
-        _ => format!(
-            "{}; through host memory from and to {}",
-            words(&mut { islands }),
-            words(&mut { outside })
-        ),
-    }
-}
-
 /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it, and rank 0 says so.
 pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) -> Result<Session> {
     let deadline = job.runs.deadline;
@@ -57,7 +41,7 @@ pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) ->
     };
     match decision {
         NcclDecision::Use(nccl) => {
-            say(format!("messages go by {}; this has never been tried on a GPU", ways(&nccl)));
+            say(format!("messages go by {}; this has never been tried on a GPU", nccl));
             Ok(Session::with_collective(Arc::clone(transport), device, nccl, options))
         }
         NcclDecision::Leave(refusal) if collective == CollectiveName::Auto => {

@@ -11,6 +11,7 @@ mod form;
 mod islands;
 mod library;
 mod thread;
+mod words;
 mod worker;
 
 pub use collective::{NcclCollective, NcclOptions};
