@@ -28,5 +28,5 @@ def _in_place(tensor: torch.Tensor) -> bool:
     if tensor.shape[-1:].numel() > 1 and strides[-1:] != [1]:
         return False
     rows = strides[:-1] if tensor.shape[-1:].numel() > 1 else strides
-    aligned = tensor.storage_offset() * size % 16 == 0 and all(stride * size % 4 == 0 for stride in rows)
+    aligned = int(tensor.storage_offset()) * size % 16 == 0 and all(stride * size % 4 == 0 for stride in rows)
     return aligned and 0 not in strides

@@ -9,11 +9,11 @@
 
 The operator ``torch.ops.kyklos.attention`` works in eager mode and under ``torch.compile(fullgraph=True)``, where ranks may have
 different numbers of tokens. It has an ordered effect: compiled code neither drops nor reorders it, so all ranks make the same
-calls. Tensors of the CPU are read in place, and so are those of the NVIDIA GPU on which a rank computes (``device="cuda:0"``); those
-of other devices pass through host memory.
+calls. Tensors of the CPU are read in place, and so are those of the NVIDIA GPU on which the rank computes
+(``device="cuda:0"``); those of other devices pass through host memory.
 
-It has gradients of q, k, v, sinks and of a bias, computed on processors, wgpu devices and NVIDIA GPUs; a ``backward()`` is a call of all ranks,
-too. Each rank's loss is a part of one loss, the sum over the ranks: nothing is divided by their number.
+It has gradients of q, k, v, sinks and of a bias, computed on processors, wgpu devices and NVIDIA GPUs; a ``backward()`` is a
+call of all ranks, too. Each rank's loss is a part of one loss, the sum over the ranks: nothing is divided by their number.
 :func:`sum_gradients` adds the gradients of parameters over the ranks.
 """
 
@@ -144,7 +144,7 @@ def _prepared(
     sinks: torch.Tensor | None,
     call: int,
 ) -> tuple[Group, dict[str, Any], list[torch.Tensor]]:
-    """The group and the options of a call, and its tensors where the group reads them. Sinks and biases are read in host memory."""
+    """The group and the options of a call, and its tensors where the group reads them. It reads sinks and biases in host memory."""
     reference, options = _calls.get(call, (None, None))
     group = None if reference is None else reference()
     if group is None or options is None:

@@ -1,6 +1,6 @@
 """A library with arrays on a GPU, as PyTorch and CuPy are two, on the fake driver of ``cuda-backend/fake``.
 
-For scripts of processes that have found the fake ``libcuda.so.1``: see ``run_on_gpus`` in ``test_cuda.py``.
+For scripts of processes that have found the fake ``libcuda.so.1``: see ``gpu_processes.py``.
 """
 
 import ctypes as c
