@@ -1,7 +1,7 @@
 //! Arrays of other libraries, by DLPack: without a copy where the kernels can read them.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use dlpark::AllocationDeleter;
@@ -27,7 +27,7 @@ pub(crate) struct Elements {
 enum Memory {
     Host(Bytes),
     /// Of the rank's GPU.
-    Gpu(Arc<Borrowed>),
+    Gpu(Arc<GpuMemory>),
 }
 
 /// The type of elements.
@@ -58,6 +58,28 @@ impl std::fmt::Debug for Borrowed {
 
 /// Borrowed memory of the host.
 struct HostMemory(Borrowed);
+
+/// Borrowed memory of a GPU. It is given back on a thread of its own: the library may wait for the interpreter's lock, and the thread of
+/// the device that drops this must not.
+#[derive(Debug)]
+struct GpuMemory(Option<Borrowed>);
+
+impl Drop for GpuMemory {
+    fn drop(&mut self) {
+        static GIVING_BACK: OnceLock<Sender<Borrowed>> = OnceLock::new();
+        let sender = GIVING_BACK.get_or_init(|| {
+            let (sender, borrowed) = channel::<Borrowed>();
+            // Without the thread there is no receiver, and `send` below gives the memory back here.
+            let _ = std::thread::Builder::new()
+                .name("kyklos-arrays".to_owned())
+                .spawn(move || borrowed.into_iter().for_each(drop));
+            sender
+        });
+        if let Some(borrowed) = self.0.take() {
+            drop(sender.send(borrowed));
+        }
+    }
+}
 
 // SAFETY: the memory is only read, and its owner is released by a callback that may run on any thread.
 unsafe impl Send for Borrowed {}
@@ -195,7 +217,7 @@ impl Elements {
         }
         let borrowed = Borrowed { first, bytes, _owner: imported.into_deleter(), _loan: loan.0.clone() };
         let memory = if on_gpu {
-            Memory::Gpu(Arc::new(borrowed))
+            Memory::Gpu(Arc::new(GpuMemory(Some(borrowed))))
         } else {
             Memory::Host(Bytes::from_owner(HostMemory(borrowed)))
         };
@@ -300,11 +322,14 @@ fn gpu_tensor(
     shape: [usize; 4],
     strides: [usize; 4],
     dtype: Dtype,
-    memory: &Arc<Borrowed>,
+    memory: &Arc<GpuMemory>,
     place: &Place,
 ) -> Result<Tensor> {
     let Ready { device, stream } = place.ready()?;
-    let at = CallerMemory { address: memory.first.expose_provenance() as u64, bytes: memory.bytes };
+    let at = memory.0.as_ref().map_or(CallerMemory { address: 0, bytes: 0 }, |borrowed| CallerMemory {
+        address: borrowed.first.expose_provenance() as u64,
+        bytes: borrowed.bytes,
+    });
     // SAFETY: DLPack's contract: the owner keeps the memory, and its library has ordered what writes to it before `stream`. That
     // nobody else writes to it during the call is the caller's part, which the documentation of a call says; the call returns when
     // the owner was dropped.

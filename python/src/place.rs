@@ -121,7 +121,7 @@ impl Taken {
     /// Lets the stream of the request wait for the elements.
     pub(crate) fn make_ready(&self, py: Python<'_>) -> PyResult<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
-        self.tensor.make_wait(stream).map_err(|error| errors::of_call(py, &error))
+        py.detach(|| self.tensor.make_wait(stream)).map_err(|error| errors::of_call(py, &error))
     }
 }
 
