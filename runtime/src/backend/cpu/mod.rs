@@ -18,6 +18,7 @@ mod bf16;
 mod buffer;
 mod call;
 mod convert;
+mod elements;
 mod exp;
 mod few_rows;
 mod halves;

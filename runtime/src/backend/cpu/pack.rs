@@ -1,9 +1,10 @@
 //! Tiles in the order in which the kernel reads them, as f32.
 
-use bytemuck::cast_slice;
+use bytemuck::{Pod, cast_slice};
 use half::{bf16, f16};
 
 use super::CpuBuffer;
+use super::elements::{Rows, Token};
 use super::halves::{widen_bf16, widen_f16};
 use crate::Dtype;
 use crate::backend::{Layout, Operand};
@@ -36,6 +37,15 @@ impl<'a> Tensor<'a> {
         }
     }
 
+    /// The type of its elements.
+    pub(super) fn dtype(&self) -> Dtype {
+        match self.elements {
+            Elements::F32(_) => Dtype::F32,
+            Elements::F16(_) => Dtype::F16,
+            Elements::Bf16(_) | Elements::Words(_) => Dtype::Bf16,
+        }
+    }
+
     /// This tensor of bf16, to be read as words of two elements: a row has half as many of them.
     pub(super) fn in_words(self) -> Self {
         match self.elements {
@@ -44,61 +54,25 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// `count` rows of `dim` elements from row `first` on: in place if they are f32, else a converted copy in `space`.
+    /// The rows of a head from row `first` on, where they lie. The elements are stored as `T`.
     #[inline(always)]
-    pub(super) fn rows<'s>(
-        &self,
-        [batch, first, head]: [usize; 3],
-        count: usize,
-        dim: usize,
-        space: &'s mut [f32],
-    ) -> Rows<'s>
-    where
-        'a: 's,
-    {
-        self.widen([batch, first], &[head], count, dim, space);
-        self.widened([batch, first, head], 0, count, dim, space)
+    pub(super) fn in_place<T: Pod>(&self, at: [usize; 3], dim: usize) -> Rows<'a, T> {
+        Rows::new(&self.stored()[self.start(at)..], self.layout.row_stride, dim)
     }
 
-    /// Converts `count` rows of some heads to f32, in the order in which they lie in memory: each head is then one piece of `space`.
-    /// Rows of f32 are left where they are.
+    /// All heads of a row, where they lie. The elements are stored as `T`.
     #[inline(always)]
-    pub(super) fn widen(
-        &self,
-        [batch, first]: [usize; 2],
-        heads: &[usize],
-        count: usize,
-        dim: usize,
-        space: &mut [f32],
-    ) {
-        if matches!(self.elements, Elements::F32(_)) {
-            return;
-        }
-        for row in 0..count {
-            for (index, head) in heads.iter().enumerate() {
-                let into = &mut space[(index * count + row) * dim..][..dim];
-                self.copy_row([batch, first + row, *head], into);
-            }
-        }
+    pub(super) fn token<T: Pod>(&self, batch: usize, row: usize) -> Token<'a, T> {
+        Token::new(&self.stored()[self.start([batch, row, 0])..], self.layout.head_stride)
     }
 
-    /// The rows of the head of this index among those that [`Tensor::widen`] has converted, or in place.
     #[inline(always)]
-    pub(super) fn widened<'s>(
-        &self,
-        at: [usize; 3],
-        index: usize,
-        count: usize,
-        dim: usize,
-        space: &'s [f32],
-    ) -> Rows<'s>
-    where
-        'a: 's,
-    {
-        if let Elements::F32(all) = self.elements {
-            return Rows { elements: &all[self.start(at)..], stride: self.layout.row_stride, dim };
+    fn stored<T: Pod>(&self) -> &'a [T] {
+        match self.elements {
+            Elements::F32(all) => cast_slice(all),
+            Elements::F16(all) => cast_slice(all),
+            Elements::Bf16(all) | Elements::Words(all) => cast_slice(all),
         }
-        Rows { elements: &space[index * count * dim..], stride: dim, dim }
     }
 
     /// One head of one row: the row itself, or a converted copy in `space`, which has its length.
@@ -133,26 +107,6 @@ impl<'a> Tensor<'a> {
     fn start(&self, [batch, row, head]: [usize; 3]) -> usize {
         let Layout { offset, batch_stride, row_stride, head_stride } = self.layout;
         offset + batch * batch_stride + row * row_stride + head * head_stride
-    }
-}
-
-/// Consecutive rows of a head, as f32.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Rows<'a> {
-    elements: &'a [f32],
-    stride: usize,
-    pub(super) dim: usize,
-}
-
-impl Rows<'_> {
-    #[inline(always)]
-    pub(super) fn row(&self, index: usize, dim: usize) -> &[f32] {
-        &self.elements[index * self.stride..][..dim]
-    }
-
-    /// Whether the first `count` rows hold neither NaN nor ∞.
-    pub(super) fn are_finite(&self, count: usize, dim: usize) -> bool {
-        (0..count).all(|index| self.row(index, dim).iter().all(|value| value.is_finite()))
     }
 }
 

@@ -209,8 +209,8 @@ fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, space: &mut Space) {
     space.stats.clear();
     for row in first..first + job.dq.len() {
         let mut of_row = [0.0; 2];
-        let stats = call.stats.rows([job.batch, row, job.q_head], 1, 2, &mut of_row);
-        let [lse, delta] = [stats.row(0, 2)[0], stats.row(0, 2)[1]];
+        let stats = call.stats.row([job.batch, row, job.q_head], &mut of_row);
+        let [lse, delta] = [stats[0], stats[1]];
         let empty = lse == -EMPTY_M;
         space.spans.push(if empty { RowSpan::EMPTY } else { class.rows[row] });
         space.stats.push(Stats::new(if empty { None } else { Some(lse) }, delta));

@@ -33,10 +33,8 @@ pub(in super::super) fn row_stats(args: RowStats<'_, CpuBuffer>) -> Result<()> {
                         *stats = [-EMPTY_M, 0.0];
                         continue;
                     }
-                    let o = o.rows([0, row, head], 1, dim, space);
-                    let d_o = d_o.rows([0, row, head], 1, dim, grad_space);
-                    let products = o.row(0, dim).iter().zip(d_o.row(0, dim));
-                    let sum: f64 = products.map(|(o, d_o)| f64::from(*o) * f64::from(*d_o)).sum();
+                    let (o, d_o) = (o.row([0, row, head], space), d_o.row([0, row, head], grad_space));
+                    let sum: f64 = o.iter().zip(d_o).map(|(o, d_o)| f64::from(*o) * f64::from(*d_o)).sum();
                     let d_lse = d_lse.map_or(0.0, |d_lse| f64::from(d_lse[row * heads + head]));
                     #[expect(clippy::cast_possible_truncation, reason = "rounded once")]
                     let delta = (sum - d_lse) as f32;

@@ -1,48 +1,112 @@
-//! The inner loops: scores, weights, and the weighted sum of values, with head elements in lanes.
+//! The inner loops: scores, weights, and the weighted sum of values, with head elements in lanes. Queries and sums are in the order
+//! of words (module `elements`).
 
 use pulp::Simd;
 
+use super::super::elements::{Element, Rows, load_ahead};
 use super::super::exp::{exp2_each, mul_add};
-use super::super::pack::Rows;
 use super::super::scalar;
+use super::GROUP;
+use super::tile::KEYS;
 
-/// `scores[row · width + key]` = q of the row · key, for `ROWS` rows, `KEYS` keys at a time.
+/// q · key.
 #[inline(always)]
-pub(super) fn score<S: Simd, const ROWS: usize, const KEYS: usize>(
+pub(super) fn score_one<S: Simd, E: Element<N>, const N: usize>(
     simd: S,
     q: &[f32],
-    keys: &Rows<'_>,
+    key: &[E::Stored],
+) -> f32 {
+    let q = S::as_simd_f32s(q).0.as_chunks::<N>().0;
+    let (vectors, rest) = E::vectors::<S>(key);
+    let mut sums = [simd.splat_f32s(0.0); N];
+    for (q, words) in q.iter().zip(vectors) {
+        let key = E::of_words(simd, *words);
+        for (sum, (q, key)) in sums.iter_mut().zip(q.iter().zip(&key)) {
+            *sum = mul_add(simd, *q, *key, *sum);
+        }
+    }
+    if !rest.is_empty() {
+        let key = E::of_words(simd, E::partial(simd, rest));
+        for (sum, (q, key)) in sums.iter_mut().zip(q[vectors.len()].iter().zip(&key)) {
+            *sum = mul_add(simd, *q, *key, *sum);
+        }
+    }
+    let mut sum = sums[0];
+    for other in &sums[1..] {
+        sum = simd.add_f32s(sum, *other);
+    }
+    simd.reduce_sum_f32s(sum)
+}
+
+/// `o += weight · value`.
+#[inline(always)]
+pub(super) fn add_one<S: Simd, E: Element<N>, const N: usize>(
+    simd: S,
+    o: &mut [f32],
+    weight: f32,
+    value: &[E::Stored],
+) {
+    let o = S::as_mut_simd_f32s(o).0.as_chunks_mut::<N>().0;
+    let (vectors, rest) = E::vectors::<S>(value);
+    let weight = simd.splat_f32s(weight);
+    for (o, words) in o.iter_mut().zip(vectors) {
+        // The stores of the sums fill the queue of stores long before the processor sees the loads that far.
+        load_ahead(words, BYTES_AHEAD);
+        let v = E::of_words(simd, *words);
+        for (o, v) in o.iter_mut().zip(&v) {
+            *o = mul_add(simd, weight, *v, *o);
+        }
+    }
+    if !rest.is_empty() {
+        let v = E::of_words(simd, E::partial(simd, rest));
+        for (o, v) in o[vectors.len()].iter_mut().zip(&v) {
+            *o = mul_add(simd, weight, *v, *o);
+        }
+    }
+}
+
+/// `scores[row · width + key]` = q of the row · key, for a group of rows.
+#[inline(always)]
+pub(super) fn score<S: Simd, E: Element<N>, const N: usize>(
+    simd: S,
+    q: &[f32],
+    keys: &Rows<'_, E::Stored>,
     count: usize,
     scores: &mut [f32],
     width: usize,
 ) {
-    let padded = q.len() / ROWS;
-    let dim = keys.dim;
-    let chunks = dim / S::F32_LANES;
-    let mut rows = [S::as_simd_f32s(&q[..0]).0; ROWS];
+    let padded = q.len() / GROUP;
+    let mut rows = [S::as_simd_f32s(&q[..0]).0.as_chunks::<N>().0; GROUP];
     for (row, q) in rows.iter_mut().zip(q.chunks_exact(padded)) {
-        *row = S::as_simd_f32s(q).0;
+        *row = S::as_simd_f32s(q).0.as_chunks::<N>().0;
     }
-    for first in (0..count).step_by(KEYS) {
-        let mut vectors = [S::as_simd_f32s(&q[..0]).0; KEYS];
-        let mut rests = [&q[..0]; KEYS];
-        for (i, (vectors, rest)) in vectors.iter_mut().zip(&mut rests).enumerate() {
+    let ahead = keys.ahead(KEYS);
+    for first in (0..count).step_by(PAIR) {
+        let mut vectors = [E::vectors::<S>(keys.row(first)); PAIR];
+        for (i, vectors) in vectors.iter_mut().enumerate() {
             // Beyond the last key: that key again, whose score is not used.
-            (*vectors, *rest) = S::as_simd_f32s(keys.row((first + i).min(count - 1), dim));
+            *vectors = E::vectors::<S>(keys.row((first + i).min(count - 1)));
         }
-        let mut sums = [[simd.splat_f32s(0.0); ROWS]; KEYS];
-        for chunk in 0..chunks {
-            for (sums, key) in sums.iter_mut().zip(&vectors) {
+        let mut sums = [[simd.splat_f32s(0.0); GROUP]; PAIR];
+        let whole = vectors[0].0.len();
+        for chunk in 0..whole {
+            for (sums, (key, _)) in sums.iter_mut().zip(&vectors) {
+                load_ahead(&key[chunk], ahead);
+                let key = E::of_words(simd, key[chunk]);
                 for (sum, q) in sums.iter_mut().zip(&rows) {
-                    *sum = mul_add(simd, q[chunk], key[chunk], *sum);
+                    for (q, key) in q[chunk].iter().zip(&key) {
+                        *sum = mul_add(simd, *q, *key, *sum);
+                    }
                 }
             }
         }
-        if chunks * S::F32_LANES < dim {
-            for (sums, rest) in sums.iter_mut().zip(&rests) {
-                let key = simd.partial_load_f32s(rest);
+        if whole < rows[0].len() {
+            for (sums, (_, rest)) in sums.iter_mut().zip(&vectors) {
+                let key = E::of_words(simd, E::partial(simd, rest));
                 for (sum, q) in sums.iter_mut().zip(&rows) {
-                    *sum = mul_add(simd, q[chunks], key, *sum);
+                    for (q, key) in q[whole].iter().zip(&key) {
+                        *sum = mul_add(simd, *q, *key, *sum);
+                    }
                 }
             }
         }
@@ -89,73 +153,81 @@ pub(super) fn weigh<S: Simd>(simd: S, scores: &mut [f32], m: &mut f32, l: &mut f
     *l += simd.reduce_sum_f32s(sum);
 }
 
-/// `o[row] += Σ weight · value` for `ROWS` rows, `CHUNKS` vectors of head elements at a time.
+/// `o[row] += Σ weight · value` for a group of rows, `WORDS` vectors of words at a time.
 #[inline(always)]
-pub(super) fn add<S: Simd, const ROWS: usize, const CHUNKS: usize>(
+pub(super) fn add<S: Simd, E: Element<N>, const N: usize, const WORDS: usize>(
     simd: S,
     o: &mut [f32],
     weights: &[f32],
     width: usize,
-    values: &Rows<'_>,
+    values: &Rows<'_, E::Stored>,
     count: usize,
-    dim: usize,
 ) {
-    let lanes = S::F32_LANES;
-    let whole = dim / lanes;
+    let padded = o.len() / GROUP;
+    let (whole, rest) = E::vectors::<S>(values.row(0));
+    let (whole, rest) = (whole.len(), !rest.is_empty());
     let mut chunk = 0;
-    while chunk + CHUNKS <= whole {
-        add_chunks::<S, ROWS, CHUNKS>(simd, o, weights, width, values, count, chunk);
-        chunk += CHUNKS;
+    while chunk + WORDS <= whole {
+        add_chunks::<S, E, N, WORDS>(simd, o, weights, width, values, count, chunk);
+        chunk += WORDS;
     }
     while chunk < whole {
-        add_chunks::<S, ROWS, 1>(simd, o, weights, width, values, count, chunk);
+        add_chunks::<S, E, N, 1>(simd, o, weights, width, values, count, chunk);
         chunk += 1;
     }
-    if whole * lanes < dim {
-        let padded = o.len() / ROWS;
-        let mut sums = [simd.splat_f32s(0.0); ROWS];
+    if rest {
+        let mut sums = [[simd.splat_f32s(0.0); N]; GROUP];
         for key in 0..count {
-            let v = simd.partial_load_f32s(&values.row(key, dim)[whole * lanes..]);
-            for (row, sum) in sums.iter_mut().enumerate() {
-                *sum = mul_add(simd, simd.splat_f32s(weights[row * width + key]), v, *sum);
+            let v = E::of_words(simd, E::partial(simd, E::vectors::<S>(values.row(key)).1));
+            for (row, sums) in sums.iter_mut().enumerate() {
+                for (sum, v) in sums.iter_mut().zip(&v) {
+                    *sum = mul_add(simd, simd.splat_f32s(weights[row * width + key]), *v, *sum);
+                }
             }
         }
-        for (row, sum) in sums.iter().enumerate() {
-            let into = &mut S::as_mut_simd_f32s(&mut o[row * padded..][..padded]).0[whole];
-            *into = simd.add_f32s(*into, *sum);
+        for (row, sums) in sums.iter().enumerate() {
+            let into = &mut S::as_mut_simd_f32s(&mut o[row * padded..][..padded]).0[whole * N..][..N];
+            for (into, sum) in into.iter_mut().zip(sums) {
+                *into = simd.add_f32s(*into, *sum);
+            }
         }
     }
 }
 
 #[inline(always)]
-fn add_chunks<S: Simd, const ROWS: usize, const CHUNKS: usize>(
+fn add_chunks<S: Simd, E: Element<N>, const N: usize, const WORDS: usize>(
     simd: S,
     o: &mut [f32],
     weights: &[f32],
     width: usize,
-    values: &Rows<'_>,
+    values: &Rows<'_, E::Stored>,
     count: usize,
     chunk: usize,
 ) {
-    let padded = o.len() / ROWS;
-    let mut by_row = [&weights[..0]; ROWS];
+    let padded = o.len() / GROUP;
+    let mut by_row = [&weights[..0]; GROUP];
     for (row, by_row) in by_row.iter_mut().enumerate() {
         *by_row = &weights[row * width..][..count];
     }
-    let mut sums = [[simd.splat_f32s(0.0); CHUNKS]; ROWS];
+    let ahead = values.ahead(KEYS);
+    let mut sums = [[[simd.splat_f32s(0.0); N]; WORDS]; GROUP];
     for key in 0..count {
-        let row = &values.row(key, values.dim)[chunk * S::F32_LANES..][..CHUNKS * S::F32_LANES];
-        let v = S::as_simd_f32s(row).0;
+        let words = &E::vectors::<S>(values.row(key)).0[chunk..][..WORDS];
+        let mut v = [[simd.splat_f32s(0.0); N]; WORDS];
+        for (v, words) in v.iter_mut().zip(words) {
+            load_ahead(words, ahead);
+            *v = E::of_words(simd, *words);
+        }
         for (sums, weights) in sums.iter_mut().zip(&by_row) {
             let p = simd.splat_f32s(weights[key]);
-            for (sum, v) in sums.iter_mut().zip(v) {
+            for (sum, v) in sums.as_flattened_mut().iter_mut().zip(v.as_flattened()) {
                 *sum = mul_add(simd, p, *v, *sum);
             }
         }
     }
     for (row, sums) in sums.iter().enumerate() {
         let into = S::as_mut_simd_f32s(&mut o[row * padded..][..padded]).0;
-        for (into, sum) in into[chunk..chunk + CHUNKS].iter_mut().zip(sums) {
+        for (into, sum) in into[chunk * N..][..WORDS * N].iter_mut().zip(sums.as_flattened()) {
             *into = simd.add_f32s(*into, *sum);
         }
     }
@@ -164,23 +236,31 @@ fn add_chunks<S: Simd, const ROWS: usize, const CHUNKS: usize>(
 /// As [`add`] for one row, without the keys that it does not see: 0 · NaN is NaN. Where the hidden values are finite, the result
 /// is that of [`add`], bit for bit.
 #[inline(always)]
-pub(super) fn add_seen<S: Simd>(
+pub(super) fn add_seen<S: Simd, E: Element<N>, const N: usize>(
     simd: S,
     o: &mut [f32],
     weights: &[f32],
-    values: &Rows<'_>,
+    values: &Rows<'_, E::Stored>,
     count: usize,
-    dim: usize,
     seen: impl Fn(usize) -> bool,
 ) {
-    for (chunk, into) in S::as_mut_simd_f32s(o).0.iter_mut().enumerate() {
-        let first = chunk * S::F32_LANES;
-        let mut sum = simd.splat_f32s(0.0);
+    for (chunk, into) in S::as_mut_simd_f32s(o).0.as_chunks_mut::<N>().0.iter_mut().enumerate() {
+        let mut sums = [simd.splat_f32s(0.0); N];
         for key in (0..count).filter(|key| seen(*key)) {
-            let row = &values.row(key, dim)[first.min(dim)..dim.min(first + S::F32_LANES)];
-            let v = simd.partial_load_f32s(row);
-            sum = mul_add(simd, simd.splat_f32s(weights[key]), v, sum);
+            let (whole, rest) = E::vectors::<S>(values.row(key));
+            let v =
+                E::of_words(simd, whole.get(chunk).map_or_else(|| E::partial(simd, rest), |words| *words));
+            for (sum, v) in sums.iter_mut().zip(&v) {
+                *sum = mul_add(simd, simd.splat_f32s(weights[key]), *v, *sum);
+            }
         }
-        *into = simd.add_f32s(*into, sum);
+        for (into, sum) in into.iter_mut().zip(&sums) {
+            *into = simd.add_f32s(*into, *sum);
+        }
     }
 }
+
+/// Keys whose scores are computed side by side.
+const PAIR: usize = 2;
+/// How far ahead of a value the processor is asked to load: more than comes from memory within its latency.
+const BYTES_AHEAD: usize = 4096;

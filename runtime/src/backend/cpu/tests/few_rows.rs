@@ -68,24 +68,30 @@ fn softcap_and_growing_logits_agree_with_the_definition() {
 
 #[test]
 fn hidden_keys_may_hold_anything_and_seen_ones_reach_their_rows() {
-    for backend in backends() {
-        for mask in ["causal", "window:20,0", "valid:130"] {
-            let clean = last_rows([1, 12, 150, 2, 1, 32], Dtype::F32, mask);
-            let expected = run(&backend, &clean, &all_keys(&clean));
-            for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                let key = 142;
-                let mut dirty = clean.clone();
-                dirty.k[key * 32..key * 32 + 32].fill(poison);
-                dirty.v[key * 32..key * 32 + 32].fill(poison);
-                let got = run(&backend, &dirty, &all_keys(&dirty));
-                for at in 0..12 * 2 {
-                    let position = dirty.problem.q_position((at / 2) as u32);
-                    if dirty.problem.mask.visible(0, position, 150).sees(key as u32) {
-                        assert!(got.o[at * 32..at * 32 + 32].iter().all(|x| !x.is_finite()), "{mask} {at}");
-                    } else {
-                        let o = at * 32..at * 32 + 32;
-                        assert_eq!(got.o[o.clone()], expected.o[o], "{mask} {poison}: row {at}");
-                        assert_eq!(got.lse[at].to_bits(), expected.lse[at].to_bits());
+    // Several rows of a KV head, and one row of each KV head.
+    for (shape, keys) in [([1, 12, 150, 2, 1, 32], [142, 142]), ([1, 1, 150, 2, 2, 40], [20, 149])] {
+        let [_, rows, len, heads, kv_heads, dim] = shape.map(|n: u32| n as usize);
+        for (backend, dtype) in backends().iter().flat_map(|backend| Dtype::ALL.map(|dtype| (backend, dtype)))
+        {
+            for (mask, key) in
+                ["causal", "window:20,0", "valid:130"].iter().flat_map(|mask| keys.map(|key| (mask, key)))
+            {
+                let clean = last_rows(shape, dtype, mask);
+                let expected = run(backend, &clean, &all_keys(&clean));
+                for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    let mut dirty = clean.clone();
+                    dirty.k[key * kv_heads * dim..][..kv_heads * dim].fill(poison);
+                    dirty.v[key * kv_heads * dim..][..kv_heads * dim].fill(poison);
+                    let got = run(backend, &dirty, &all_keys(&dirty));
+                    for at in 0..rows * heads {
+                        let position = dirty.problem.q_position((at / heads) as u32);
+                        let o = at * dim..(at + 1) * dim;
+                        if dirty.problem.mask.visible(0, position, len as u32).sees(key as u32) {
+                            assert!(got.o[o].iter().all(|x| !x.is_finite()), "{dtype} {mask} {at}");
+                        } else {
+                            assert_eq!(got.o[o.clone()], expected.o[o], "{dtype} {mask} {poison}: row {at}");
+                            assert_eq!(got.lse[at].to_bits(), expected.lse[at].to_bits());
+                        }
                     }
                 }
             }
