@@ -181,7 +181,8 @@ def test_many_calls_leave_nothing_behind():
                 taken.release()
                 del o, lse
                 free.append(gpu.free_bytes())
-            assert free[-1] == free[19], free
+            # A leak takes 512 bytes of each call. Now and then a call needs more memory, because what it would use again is not idle yet.
+            assert free[19] - free[-1] < 10 * 512, free
             # A result outlives the group.
             o, lse = group.attend(x, x, x)
             group.close()
