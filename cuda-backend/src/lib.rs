@@ -16,6 +16,7 @@
 //!   [`CudaTensor`] makes tensors of a caller's device memory and orders streams of a caller.
 //! - [`NcclCollective`] moves messages between CUDA devices of a group's ranks by NCCL, which is loaded at run time. Messages from and
 //!   to other ranks are staged in host memory.
+//! - [`CudaPeers`] copies messages between CUDA devices of one process, without NCCL.
 //! - Unsafe code is in `driver/`, in `images/nvrtc.rs`, in `nccl/library.rs` and `nccl/communicator.rs`, and `caller.rs` has an
 //!   unsafe function.
 //!
@@ -29,6 +30,7 @@
 //! - `devices`, `backend`: the list of devices, and the `Backend`.
 //! - `caller`: tensors in memory of a caller.
 //! - `nccl`: the library NCCL, communicators, and the collective.
+//! - `peers`: the collective of one process.
 #![deny(unsafe_code)]
 
 mod backend;
@@ -40,6 +42,7 @@ mod images;
 mod kernels;
 mod nccl;
 mod ops;
+mod peers;
 
 pub use backend::CudaBackend;
 pub use caller::{CallerMemory, CudaTensor, Written};
@@ -55,6 +58,7 @@ pub use kernels::{
     logits, row_stats_kernel,
 };
 pub use nccl::{
-    Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclOptions, NcclRefusal, NcclVersion,
-    UniqueId,
+    Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclObserver, NcclOptions, NcclRefusal,
+    NcclState, NcclVersion, UniqueId,
 };
+pub use peers::CudaPeers;

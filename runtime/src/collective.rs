@@ -115,6 +115,13 @@ pub trait Collective<B: Backend> {
         None
     }
 
+    /// How many steps the executor may have submitted to the device whose ends it has not noticed yet. 0: it waits for each step. More
+    /// only if the device keeps the order of messages and work by itself, and if [`Backend::wait`] ends with what was submitted
+    /// before its first poll.
+    fn steps_ahead(&self) -> usize {
+        0
+    }
+
     /// Refuses plans whose exchanges this collective cannot carry out; the same on all ranks. Called before data moves.
     ///
     /// # Errors

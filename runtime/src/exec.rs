@@ -2,6 +2,8 @@
 //!
 //! It knows steps, not strategies. While it waits for a device or for the network, it polls every exchange that is under way.
 
+mod ahead;
+mod background;
 mod backward;
 mod buffers;
 mod carryover;
@@ -333,6 +335,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
                 | TransportError::Closed => return,
                 // No rank is known to have died, but every rank would wait for this peer next.
                 TransportError::Deadline { pending, .. } => pending.peer,
+                TransportError::LateExchange { peers, .. } => peers.first().copied().unwrap_or(me),
                 _ => me,
             },
             _ => me,

@@ -37,6 +37,21 @@ pub enum TransportError {
         /// How long it waited.
         waited: Duration,
     },
+    /// An exchange of messages with several ranks did not end in time. Which of them is the cause is not known, and no rank is known to
+    /// have died.
+    #[error(
+        "the exchange of {tag} with ranks {} had not ended after {waited:?}; which of these ranks is the cause is not known, and no rank \
+         is known to have died",
+        list(peers)
+    )]
+    LateExchange {
+        /// The exchange.
+        tag: Tag,
+        /// The ranks on the other side of its messages, in order.
+        peers: Vec<Rank>,
+        /// How long it waited.
+        waited: Duration,
+    },
     /// A peer sent something that the protocol does not allow.
     #[error("rank {peer} broke the protocol: {text}")]
     PeerMisbehaved {
@@ -99,6 +114,10 @@ pub struct Pending {
     pub bytes_done: u64,
     /// Bytes that should have.
     pub bytes_expected: u64,
+}
+
+fn list(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
 }
 
 impl std::error::Error for Pending {}

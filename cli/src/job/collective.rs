@@ -9,10 +9,16 @@ use kyklos_transport::Transport;
 
 use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
+use crate::observe::record::Flight;
 use crate::options::CollectiveName;
 
-/// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it, and rank 0 says so.
-pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) -> Result<Session> {
+/// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it, rank 0 says so, and `flight` knows it.
+pub(super) fn open(
+    job: &Job,
+    transport: &Arc<dyn Transport>,
+    device: Device,
+    flight: &Flight,
+) -> Result<Session> {
     let deadline = job.runs.deadline;
     let options = SessionOptions {
         deadline,
@@ -41,11 +47,14 @@ pub(super) fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device) ->
     };
     match decision {
         NcclDecision::Use(nccl) => {
-            say(format!("messages go by {}; this has never been tried on a GPU", nccl));
+            let ways = nccl.to_string();
+            say(format!("messages go by {ways}; this has never been tried on a GPU"));
+            flight.messages_go(ways, nccl.observe());
             Ok(Session::with_collective(Arc::clone(transport), device, nccl, options))
         }
         NcclDecision::Leave(refusal) if collective == CollectiveName::Auto => {
             say(format!("{refusal}; messages go through host memory"));
+            flight.messages_go(format!("host memory ({refusal})"), None);
             Ok(Session::with_options(Arc::clone(transport), device, options))
         }
         NcclDecision::Leave(refusal) => Err(Failure::run(format!("{refusal}: use --collective host"))),

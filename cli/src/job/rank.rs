@@ -112,7 +112,7 @@ pub(crate) fn work(
             return result;
         }
     };
-    let loaded = open(job, transport, device).and_then(|mut session| {
+    let loaded = open(job, transport, device, &flight.0).and_then(|mut session| {
         let inputs = pollster::block_on(session.load(&job.agreed.plans, tensors))?;
         Ok((session, inputs))
     });

@@ -138,6 +138,43 @@ fn without_two_ranks_that_have_nccl_no_rank_uses_it() {
 }
 
 #[test]
+fn records_and_the_doctor_tell_what_nccl_did() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_str().unwrap();
+    let call = [CALL, &["--ranks", "3", "--collective", "nccl", "--record", path]].concat();
+    let state = || {
+        // It ends with 1 where it finds something.
+        let report: serde_json::Value =
+            serde_json::from_slice(&kyklos(&["doctor", path, "--json"]).stdout).unwrap();
+        let of_rank = |rank: &serde_json::Value| rank["messages"]["nccl"].clone();
+        let states: Vec<_> = report["ranks"].as_array().unwrap().iter().map(of_rank).collect();
+        (states, report)
+    };
+    is_right(&with_nccl(3, "", &call), 3);
+    let (states, report) = state();
+    assert_eq!(report["findings"], serde_json::json!([]));
+    for nccl in &states {
+        assert_eq!((&nccl["version"], &nccl["ranks"]), (&"2.21.5".into(), &serde_json::json!([0, 1, 2])));
+        assert_eq!((&nccl["posted"], &nccl["ended"]), (&2.into(), &2.into()), "{nccl}");
+        assert!(
+            nccl["library"].as_str().unwrap().ends_with("libnccl.so.2") && nccl["failure"].is_null(),
+            "{nccl}"
+        );
+    }
+    let text = stdout(&kyklos(&["doctor", path]));
+    assert!(text.contains("messages of ranks 0, 1, 2 went by NCCL 2.21.5 (/"), "{text}");
+    // The second group of rank 1 fails.
+    let output = with_nccl(3, "fault_rank=1,async_at=2,code=6", &call);
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    let (states, report) = state();
+    assert_eq!((&states[1]["posted"], &states[1]["ended"]), (&2.into(), &1.into()), "{states:?}");
+    assert!(states[1]["failure"].as_str().unwrap().contains("told to fail"), "{states:?}");
+    let findings = report["findings"].as_array().unwrap();
+    let of_nccl = findings.iter().find(|finding| finding["what"] == "nccl").unwrap();
+    assert!(of_nccl["text"].as_str().unwrap().contains("NCCL 2.21.5 was aborted"), "{of_nccl}");
+}
+
+#[test]
 fn a_rank_that_dies_ends_the_call_of_all() {
     let launch = [&["launch", "-n", "3", "--"][..], CALL, &["--collective", "nccl"]].concat();
     for nccl in ["fault_rank=1,die_at=1", "fault_rank=1,die_at=2,sees_death=1"] {

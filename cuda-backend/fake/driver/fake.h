@@ -48,8 +48,9 @@ struct Config {
     u64 late_parts = 0;     // planted bug: launches that compute parts run after the next merge_parts
     u64 ignore_edges = 0;   // planted bug: nodes of graphs run in reverse order
     // Planted bug, bit 0: waits of NCCL's streams do nothing; bit 1: waits for events of NCCL's streams do nothing. A stream is
-    // NCCL's from its first operation of NCCL on.
+    // NCCL's from its first operation of NCCL, or copy between devices, on.
     u64 ignore_nccl_waits = 0;
+    u64 hold_until = 0;     // no kernel of a device runs before the device has had so many launches
     u64 report = 0;         // print counts at exit
     // Faults of device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation fails: the n-th and all later ones
@@ -85,7 +86,7 @@ struct Stream {
     std::deque<std::function<void()>> queue;
     bool busy = false, closed = false;
     bool by_caller = false;  // made by cuStreamCreate, which the backend does not call
-    bool by_nccl = false;    // has had an operation of NCCL
+    bool by_nccl = false;    // has had an operation of NCCL, or a copy between devices
     bool capturing = false;
     u64 random, number;
 };
@@ -133,6 +134,7 @@ struct Device {
     int ordinal = 0, retained = 0;
     int sticky = 0;  // the error that destroyed the context; every later call returns it
     u64 used = 0, allocations = 0, pinned = 0, launches = 0;
+    u64 launches_done = 0, most_ahead = 0;  // kernels that have run; most launches at one time that had not
     std::set<Stream *> streams;
     Stream *default_stream = nullptr;
 };
@@ -153,7 +155,7 @@ struct State {
     std::set<Graph *> graphs;
     std::set<GraphExec *> graph_execs;
     std::map<std::string, u64> launched;  // of each kernel
-    u64 launches = 0, waits = 0, pageable = 0, copied = 0, downloaded = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0;
+    u64 launches = 0, waits = 0, pageable = 0, copied = 0, downloaded = 0, between_devices = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0;
 };
 State &state();
 

@@ -2,6 +2,7 @@
 #include "fake.h"
 #include "machine.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -131,6 +132,8 @@ static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
     const u64 before = device->launches;
     const bool here = device->ordinal == 0;
     device->launches += launches.size();
+    device->most_ahead = std::max(device->most_ahead, device->launches - device->launches_done);
+    state().changed.notify_all();
     const auto among = [&](u64 nth) { return here && nth > before && nth <= device->launches; };
     state().launches += launches.size();
     for (const Launch &launch : launches) state().launched[static_cast<const machine::Kernel *>(launch.kernel)->name]++;
@@ -140,7 +143,16 @@ static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
         nth++;
         const bool breaks = here && nth == config().sticky_at, hangs = here && nth == config().hang_at;
         submit(stream, [=] {
-            if (!breaks && !hangs) return run(launch, nth);
+            if (config().hold_until) {
+                Held held(state().lock);
+                state().changed.wait(held, [&] { return device->launches >= config().hold_until || device->sticky; });
+            }
+            if (!breaks && !hangs) {
+                run(launch, nth);
+                Held held(state().lock);
+                device->launches_done++;
+                return;
+            }
             Held held(state().lock);
             if (breaks) device->sticky = int(config().sticky);
             state().changed.notify_all();

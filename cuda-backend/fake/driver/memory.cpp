@@ -169,6 +169,24 @@ API cuMemcpyHtoDAsync_v2(u64 into, const void *from, size_t bytes, Stream *strea
     return current->sticky;
 }
 
+// Between devices. Reads and writes when its turn comes.
+API cuMemcpyPeerAsync(u64 into, Device *into_context, u64 from, Device *from_context, size_t bytes, Stream *stream) {
+    ENTER();
+    stream = existing(stream);
+    const auto is_of = [](u64 address, u64 bytes, const Device *context) {
+        return on_device(address, bytes) && std::prev(state().memory.upper_bound(address))->second.device == context;
+    };
+    if (!is_of(into, bytes, into_context) || !is_of(from, bytes, from_context)) return INVALID_VALUE;
+    stream->by_nccl = true;
+    submit(*stream, [=] {
+        Held held(state().lock);
+        if (!is_of(into, bytes, into_context) || !is_of(from, bytes, from_context)) die("a copy between devices meets memory that was freed");
+        state().between_devices += bytes;
+        std::memcpy(reinterpret_cast<void *>(into), reinterpret_cast<void *>(from), bytes);
+    });
+    return SUCCESS;
+}
+
 API cuMemcpyDtoHAsync_v2(void *into, u64 from, size_t bytes, Stream *stream) {
     ENTER();
     stream = existing(stream);

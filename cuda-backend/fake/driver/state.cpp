@@ -2,6 +2,7 @@
 #include "fake.h"
 #include "machine.h"
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdarg>
@@ -30,6 +31,7 @@ const Config &config() {
             {"version", &config.version},     {"capability", &config.capability},
             {"nvrtc", &config.nvrtc},
             {"memory_mb", &config.memory_mb}, {"delay_us", &config.delay_us},
+            {"hold_until", &config.hold_until},
             {"report", &config.report},       {"ignore_waits", &config.ignore_waits},
             {"ignore_nccl_waits", &config.ignore_nccl_waits},
             {"late_parts", &config.late_parts},
@@ -146,6 +148,10 @@ static void end(int status, void *) {
                      all.launches, all.waits, all.copied, all.pageable);
         std::fprintf(stderr, "fake driver: %llu graphs made, %llu launched with %llu kernels\n", all.graphs_made,
                      all.graph_launches, all.graph_kernels);
+        std::fprintf(stderr, "fake driver: %llu bytes copied between devices\n", all.between_devices);
+        u64 most_ahead = 0;
+        for (const auto &device : all.devices) most_ahead = std::max(most_ahead, device.second.most_ahead);
+        std::fprintf(stderr, "fake driver: at most %llu launches ahead of a device\n", most_ahead);
         for (const auto &kernel : all.launched)
             std::fprintf(stderr, "fake driver: launched %s %llu times\n", kernel.first.c_str(), kernel.second);
     }

@@ -40,8 +40,8 @@ struct Config {
     u64 faulty_communicators = 0;  // how many communicators of that rank have them in a process; 0: all
     u64 code = INTERNAL_ERROR;  // of the faults
     u64 id_fails = 0;       // ncclGetUniqueId fails
-    u64 init_fails = 0;     // the communicator fails while it is made
-    u64 init_hangs = 0;     // the communicator is never ready
+    u64 init_fails = 0;     // the communicator fails while it is made; those of the other ranks are never ready
+    u64 init_hangs = 0;     // the communicator is never ready, on no rank
     u64 refuse_at = 0;      // the end of a group fails at once
     u64 launch_fails_at = 0;  // a group fails before it reaches its stream
     u64 async_at = 0;       // a group in its stream never ends, and the communicator reports an error
@@ -81,6 +81,7 @@ struct Mailbox {
 struct Board {
     std::atomic<int> ranks;  // 0 until the first rank is here
     std::atomic<int> present;
+    std::atomic<int> ready;  // ranks that have made their end; a rank that fails or hangs never has
     struct {
         std::atomic<int> process;  // 0 until the rank is here
         std::atomic<int> device;

@@ -72,16 +72,22 @@ static bool shares_a_device(const Board &board, int ranks) {
 
 static void wait_for_ranks(Communicator &communicator) {
     sleep_us(random_below(config().delay_us + 1));
+    const auto until = [&](const auto &holds) {
+        while (!holds()) {
+            if (communicator.aborted) return false;
+            sleep_us(100);
+        }
+        return true;
+    };
     const bool hangs = communicator.is_faulty && config().init_hangs;
-    while (hangs || communicator.board->present < communicator.ranks) {
-        if (communicator.aborted) return;
-        sleep_us(100);
-    }
+    if (!until([&] { return !hangs && communicator.board->present >= communicator.ranks; })) return;
     unlink(communicator.path.c_str());
     if (communicator.is_faulty && config().init_fails)
         return communicator.fail(int(config().code), "told to fail during the initialisation");
     if (shares_a_device(*communicator.board, communicator.ranks))
         return communicator.fail(INVALID_USAGE, "Duplicate GPU detected");
+    communicator.board->ready++;
+    if (!until([&] { return communicator.board->ready >= communicator.ranks; })) return;
     communicator.state = SUCCESS;
 }
 

@@ -43,6 +43,24 @@ impl MessageStream {
         self.resources.submitter.note(&self.stream, ORDER, reads, writes)
     }
 
+    /// Copies the first bytes of `from`, memory of `other`, to the beginning of `into`, memory of the device of this stream. On both
+    /// devices, operations that are submitted from now on and use the memory wait for the copy as they need to.
+    pub(crate) fn copy_from(
+        &self,
+        other: &OpenDevice,
+        from: &CudaBuffer,
+        into: &CudaBuffer,
+        bytes: usize,
+    ) -> Result<()> {
+        let (own, theirs) = (&self.resources.submitter, &other.resources.submitter);
+        theirs.order(&self.stream, COPY, &[from], &[])?;
+        own.order(&self.stream, COPY, &[], &[into])?;
+        let copied = self.stream.copy_between(&from.allocation().memory, &into.allocation().memory, bytes);
+        copied.map_err(|error| self.driver_error(COPY, &error))?;
+        theirs.note(&self.stream, COPY, &[from], &[])?;
+        own.note(&self.stream, COPY, &[], &[into]).map(drop)
+    }
+
     /// To be kept while messages are under way.
     pub(crate) fn await_messages(&self) -> AwaitsMessages {
         self.resources.status.await_messages()
@@ -66,3 +84,4 @@ impl MessageStream {
 
 /// Words for an error of the driver.
 const ORDER: &str = "order messages";
+const COPY: &str = "copy from another device";

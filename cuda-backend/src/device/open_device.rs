@@ -122,6 +122,21 @@ impl OpenDevice {
         }
     }
 
+    /// Ends when everything that writes these buffers so far is done.
+    pub(crate) fn written(&self, buffers: &[&CudaBuffer]) -> Result<oneshot::Receiver<Result<()>>> {
+        let submitter = &self.resources.submitter;
+        let event = submitter.copy(StreamKind::Download, "wait for a message", buffers, &[], |stream| {
+            let event = Arc::new(stream.record()?);
+            Ok((event.clone(), event))
+        })?;
+        let (sender, receiver) = oneshot::channel();
+        self.poller.on_event(StreamKind::Download, event, move |result| {
+            // The receiver may be dropped: then nobody waits.
+            let _ = sender.send(result);
+        });
+        Ok(receiver)
+    }
+
     fn start_download(
         &self,
         buffer: &CudaBuffer,

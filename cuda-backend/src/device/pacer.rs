@@ -8,8 +8,11 @@ use futures_channel::oneshot;
 
 /// Seconds that one piece should take: short enough to cancel without a noticeable delay, long compared with a submission.
 const PIECE_S: f64 = 0.08;
-/// Pieces that are submitted and not done: one runs, one waits.
-const MAX_IN_FLIGHT: usize = 2;
+/// Pieces that may always be submitted and not done: one runs, one waits.
+const FEWEST_IN_FLIGHT: usize = 2;
+/// Short pieces, of steps that are submitted one after the other, may be more: another one as long as those in flight take less than
+/// [`PIECE_S`] together.
+const MOST_IN_FLIGHT: usize = 32;
 
 /// Measured speed of each kernel, and the pieces in flight.
 #[derive(Debug, Default)]
@@ -28,6 +31,8 @@ struct State {
 pub(crate) struct InFlightPiece {
     pub(crate) kernel: String,
     pub(crate) flops: f64,
+    /// Speed of the kernel before the first measurement.
+    pub(crate) first_flops_per_s: f64,
     pub(crate) submitted: Instant,
     pub(crate) done: oneshot::Receiver<Instant>,
 }
@@ -43,18 +48,19 @@ impl Pacer {
         self.lock().in_flight.push_back(piece);
     }
 
-    /// Waits until fewer than [`MAX_IN_FLIGHT`] pieces are in flight.
+    /// Waits until another piece may be submitted: the device is busy for a while with those in flight, but not so long that a
+    /// cancellation has to wait.
     pub(crate) async fn wait_for_slot(&self) {
         loop {
             // Taken out before it is awaited: no lock is held over an await.
             let piece = {
                 let mut state = self.lock();
-                if state.in_flight.len() < MAX_IN_FLIGHT {
+                if state.has_slot() {
                     return;
                 }
                 state.in_flight.pop_front()
             };
-            if let Some(InFlightPiece { kernel, flops, submitted, done }) = piece
+            if let Some(InFlightPiece { kernel, flops, submitted, done, .. }) = piece
                 && let Ok(done) = done.await
             {
                 self.lock().record_completion(kernel, flops, submitted, done);
@@ -68,6 +74,15 @@ impl Pacer {
 }
 
 impl State {
+    fn has_slot(&self) -> bool {
+        let count = self.in_flight.len();
+        let seconds = |piece: &InFlightPiece| {
+            piece.flops / self.flops_per_s.get(&piece.kernel).unwrap_or(&piece.first_flops_per_s)
+        };
+        count < FEWEST_IN_FLIGHT
+            || (count < MOST_IN_FLIGHT && self.in_flight.iter().map(seconds).sum::<f64>() < PIECE_S)
+    }
+
     fn record_completion(&mut self, kernel: String, flops: f64, submitted: Instant, done: Instant) {
         let began = self.last_done.map_or(submitted, |last| last.max(submitted));
         self.last_done = Some(done);
@@ -85,6 +100,27 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+
+    #[test]
+    fn short_pieces_may_be_many_and_long_ones_two() {
+        let pacer = Pacer::default();
+        let submit = |flops| {
+            let kernel = "x".to_owned();
+            let (_, done) = oneshot::channel();
+            let (first_flops_per_s, submitted) = (10.0, Instant::now());
+            pacer.record_submission(InFlightPiece { kernel, flops, first_flops_per_s, submitted, done });
+        };
+        let slots = |flops| {
+            pacer.lock().in_flight.clear();
+            (0..100).take_while(|_| pacer.lock().has_slot()).inspect(|_| submit(flops)).count()
+        };
+        assert_eq!(slots(10.0 * PIECE_S / 3.5), 4, "by the assumed speed");
+        let start = Instant::now();
+        pacer.lock().record_completion("x".to_owned(), 100.0, start, start + Duration::from_secs(1));
+        assert_eq!(slots(100.0 * PIECE_S), 2);
+        assert_eq!(slots(100.0 * PIECE_S / 3.5), 4);
+        assert_eq!(slots(1e-9), MOST_IN_FLIGHT);
+    }
 
     #[test]
     fn pieces_shrink_at_once_and_grow_slowly() {

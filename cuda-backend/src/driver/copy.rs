@@ -50,6 +50,27 @@ impl Stream {
     }
 }
 
+impl Stream {
+    /// Copies the first `bytes` bytes of `from`, memory of any device, to the beginning of `into`, which is of the device of this stream.
+    /// Both stay allocated until the copy is complete.
+    pub(crate) fn copy_between(&self, from: &DeviceMemory, into: &DeviceMemory, bytes: usize) -> Result<()> {
+        assert!(bytes <= from.bytes && bytes <= into.bytes, "{bytes} of {} and {}", from.bytes, into.bytes);
+        let _current = self.context.push()?;
+        // SAFETY: the context of the stream is current, and all handles are valid. Both ranges lie within their memory, as asserted.
+        // The host dereferences neither. The caller keeps the memory, and the order of its uses, until the copy is complete.
+        check("cuMemcpyPeerAsync", unsafe {
+            sys::cuMemcpyPeerAsync(
+                into.address,
+                into.context.raw.0,
+                from.address,
+                from.context.raw.0,
+                bytes,
+                self.raw.0,
+            )
+        })
+    }
+}
+
 /// Staging memory that the device reads or writes.
 ///
 /// If this is dropped before the copy is complete, the memory is leaked: the device may still write to it.

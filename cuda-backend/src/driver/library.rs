@@ -10,7 +10,7 @@ use super::call::check;
 use super::error::{Result, Unavailable};
 
 /// Every function of the driver that this crate calls. Drivers have all of them since CUDA 12.
-const SYMBOLS: [&str; 44] = [
+const SYMBOLS: [&str; 45] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -33,6 +33,7 @@ const SYMBOLS: [&str; 44] = [
     "cuMemFreeHost",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyPeerAsync",
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamWaitEvent",

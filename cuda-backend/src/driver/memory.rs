@@ -16,7 +16,7 @@ use super::error::Result;
 pub(crate) struct DeviceMemory {
     pub(super) address: u64,
     pub(super) bytes: usize,
-    context: Arc<Context>,
+    pub(super) context: Arc<Context>,
     /// Of a caller's memory: what keeps it allocated. `None`: the memory is freed on drop.
     owner: Option<Box<dyn Any + Send + Sync>>,
 }

@@ -15,6 +15,7 @@ use kyklos_transport::{Progress, Rank, Tag, Transport, Vote};
 
 use super::exchange::{Failure, Outcome, Transfer};
 use super::islands::{Islands, NcclIsland, NcclRefusal};
+use super::observer::NcclObserver;
 use super::worker::Worker;
 use crate::backend::CudaBackend;
 use crate::device::CudaBuffer;
@@ -38,6 +39,10 @@ pub struct NcclOptions {
     /// [`SessionOptions::resumable`](kyklos::SessionOptions::resumable) needs it, because what it keeps must be there. Otherwise
     /// attention is submitted before, and the device waits.
     pub resumable: bool,
+    /// How many steps of a plan may be submitted to the device and not done: the host waits for the oldest of them before it submits
+    /// another, so the device need not wait for the host between steps. Each step under way keeps its buffers. 0: the host waits
+    /// for each step, as it does where [`Self::resumable`] is set.
+    pub steps_ahead: usize,
     /// Fewest and most blocks of threads of NCCL's kernels, each of which takes a multiprocessor from the attention. `None`: NCCL's
     /// choice, which `NCCL_MIN_CTAS` and `NCCL_MAX_CTAS` set.
     pub min_blocks: Option<u16>,
@@ -52,12 +57,13 @@ pub struct NcclOptions {
 }
 
 impl Default for NcclOptions {
-    /// A deadline of 60 s, 60 s to form, not resumable, NCCL's choice of blocks, one cluster, all ranks or none.
+    /// A deadline of 60 s, 60 s to form, not resumable, 4 steps ahead, NCCL's choice of blocks, one cluster, all ranks or none.
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(60),
             form_within: Duration::from_secs(60),
             resumable: false,
+            steps_ahead: 4,
             min_blocks: None,
             max_blocks: None,
             cluster: 0,
@@ -71,7 +77,8 @@ impl Default for NcclOptions {
 /// - **Islands.** With [`NcclOptions::partial`] or [`NcclOptions::cluster`] only the ranks of an [`NcclIsland`] reach each other by
 ///   NCCL. Messages to and from all others go through the host, as by [`HostStaged`]; one exchange can have both.
 /// - **Order.** The messages of an exchange are one group of sends and receives on a stream of their own. Events order it with the
-///   kernels that write and read the buffers; the host waits for neither.
+///   kernels that write and read the buffers; the host waits for neither, and submits some steps of a plan before those in front
+///   of them are done ([`NcclOptions::steps_ahead`]).
 /// - **Plans.** A stream carries out one exchange after the other, so a plan must end that way: [`check_in_order`]. The plans of all
 ///   strategies do.
 /// - **Failure.** NCCL has no deadlines and does not always notice that a rank has died. A thread looks after the messages. When one is
@@ -113,6 +120,12 @@ impl NcclCollective {
     /// The ranks in no island, and why: the same on all ranks.
     pub fn outside(&self) -> &[NcclRefusal] {
         &self.all.outside
+    }
+
+    /// Tells what NCCL does for this rank. `None`: this rank is in no island.
+    pub fn observe(&self) -> Option<NcclObserver> {
+        let (worker, island) = self.own.as_ref()?;
+        Some(worker.observe(island.clone()))
     }
 
     /// Which messages go by NCCL. `peer`: the other rank of a message.
@@ -278,6 +291,11 @@ impl Collective<Device> for NcclCollective {
     fn settled(&self, tag: Tag) -> Option<Settled<'_>> {
         let moved = self.moving.lock().unwrap_or_else(PoisonError::into_inner).remove(&tag)?;
         Some(Box::pin(self.ended(moved)))
+    }
+
+    fn steps_ahead(&self) -> usize {
+        // A rank in no island waits for messages through the host before it submits what uses them.
+        if self.options.resumable || self.own.is_none() { 0 } else { self.options.steps_ahead }
     }
 
     fn supports(&self, plans: &ProvedPlans) -> Result<()> {

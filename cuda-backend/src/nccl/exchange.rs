@@ -1,6 +1,6 @@
 //! An exchange on its way from a rank to the thread of its communicator, and what the two share.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -62,6 +62,9 @@ pub(super) struct Exchange {
 pub(super) struct Shared {
     queue: Mutex<Queue>,
     pub(super) changed: Condvar,
+    /// Exchanges that were posted, and those of them whose messages have moved.
+    pub(super) posted: AtomicU64,
+    pub(super) ended: AtomicU64,
     /// The progress of the rank.
     op: AtomicU64,
     step: AtomicU32,
@@ -113,8 +116,19 @@ impl Exchange {
         self.sends.into_iter().chain(self.recvs)
     }
 
-    /// That it is not done after `waited`: names its first peer.
+    /// The ranks on the other side of its messages, in order.
+    pub(super) fn peers(&self) -> Vec<Rank> {
+        let peers: BTreeSet<Rank> =
+            self.sends.iter().chain(&self.recvs).map(|transfer| transfer.peer).collect();
+        peers.into_iter().collect()
+    }
+
+    /// That it is not done after `waited`. NCCL tells of all its messages together, so the error names all their ranks.
     pub(super) fn late(&self, waited: Duration) -> Failure {
+        let peers = self.peers();
+        if peers.len() > 1 {
+            return Failure::Late(TransportError::LateExchange { tag: self.tag, peers, waited });
+        }
         let (operation, message) = match (messages(&self.recvs).next(), messages(&self.sends).next()) {
             (Some(received), _) => ("receive", Some(received)),
             (None, sent) => ("send", sent),

@@ -4,8 +4,12 @@
 //! votes, over the connections of the group, which are authenticated.
 
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use futures_channel::oneshot;
+use futures_util::future::{Either, select};
 use kyklos::Result;
 use kyklos::backend::Device;
 use kyklos::bytes::Bytes;
@@ -14,7 +18,7 @@ use kyklos_transport::{Rank, Transport, Vote};
 
 use super::collective::{NcclCollective, NcclOptions};
 use super::communicator::Blocks;
-use super::exchange::Failure;
+use super::exchange::{Failure, Outcome};
 use super::islands::{Islands, NcclIsland, NcclRefusal, Offer, shortened};
 use super::library::{Nccl, UniqueId};
 use super::thread::Setup;
@@ -32,10 +36,15 @@ pub enum NcclDecision {
 }
 
 /// Hashes for the votes: ranks that do something else at that time, or with another [`NcclOptions::partial`], are told so.
-const OFFER: [u8; 32] = *b"kyklos: an offer of NCCL, rel. 2";
-const OFFER_PARTIAL: [u8; 32] = *b"kyklos: offer of NCCL, partly, 2";
-const NAMES: [u8; 32] = *b"kyklos: names of NCCL, release 2";
-const MADE: [u8; 32] = *b"kyklos: NCCL is ready, release 2";
+const OFFER: [u8; 32] = *b"kyklos: an offer of NCCL, rel. 3";
+const OFFER_PARTIAL: [u8; 32] = *b"kyklos: offer of NCCL, partly, 3";
+const NAMES: [u8; 32] = *b"kyklos: names of NCCL, release 3";
+const MADE: [u8; 32] = *b"kyklos: NCCL is ready, release 3";
+
+/// A rank whose communicator is being made votes after this time, and after longer ones up to the second, so that all ranks soon learn
+/// that one has failed: NCCL would let the others wait for it.
+const FIRST_PATIENCE: Duration = Duration::from_millis(100);
+const LONGEST_PATIENCE: Duration = Duration::from_secs(1);
 
 /// The parts of a collective that are this rank's own.
 struct Prepared {
@@ -45,7 +54,8 @@ struct Prepared {
 
 impl NcclCollective {
     /// Agrees with all ranks of the group of `transport` which of them use NCCL, and makes the communicators. All ranks call it,
-    /// at the same place between two operations of the group, also those on other devices. At most three votes.
+    /// at the same place between two operations of the group, also those on other devices. Two votes, and then one about every second
+    /// until all communicators are made: if NCCL fails on one rank, the others stop making theirs at the next.
     ///
     /// The future must be polled to its end: other ranks wait for its votes. If it is dropped before, abort the group.
     ///
@@ -119,70 +129,147 @@ impl NcclCollective {
             Err(refusal) => return Ok(NcclDecision::Leave(refusal)),
         };
 
-        let made = match own {
-            None => Ok(None),
+        let mut making = match own {
+            None => Making::Done(None),
             Some((prepared, island)) => {
                 let named = all.islands.iter().zip(names).find(|(one, _)| *one == island);
                 let (_, id) = named.expect("each island has a name");
-                make(transport, prepared, island, id, options).await.map(Some)
+                Making::start(transport, prepared, island, id, options)
             }
         };
-        let note = made.as_ref().err().map_or_else(Bytes::new, |why| shortened(why));
-        // A rank whose communicator is not made votes at the end of its time.
-        let patience = options.form_within.saturating_mul(2);
-        let notes = transport.agree(Vote::Ready { plan_hash: MADE, note }, patience).await?;
-        let failed = (0..).map(Rank).zip(&notes).find(|(_, note)| !note.is_empty());
-        Ok(match (made, failed) {
-            (Ok(worker), None) => NcclDecision::Use(Arc::new(Self {
-                host: HostStaged::new(transport.clone(), options.deadline),
-                device: device.clone(),
-                options,
-                own: worker.zip(island),
-                all,
-                moving: Mutex::new(BTreeMap::new()),
-                checked: Mutex::new(None),
-            })),
-            (made, failed) => {
-                let (rank, note) = failed.unwrap_or((me, &notes[0]));
-                // Aborts the communicator of this rank.
-                drop(made);
-                NcclDecision::Leave(NcclRefusal::of(rank, String::from_utf8_lossy(note)))
+        let mut patience = FIRST_PATIENCE;
+        loop {
+            making = making.news(patience).await;
+            patience = LONGEST_PATIENCE.min(patience.saturating_mul(2));
+            let vote = Vote::Ready { plan_hash: MADE, note: making.status() };
+            // A rank that cannot start a thread for its patience votes at the end of its time.
+            let notes = transport.agree(vote, options.form_within.saturating_mul(2)).await?;
+            match verdict(&notes) {
+                // The communicator of this rank is aborted.
+                Verdict::Failed(refusal) => return Ok(NcclDecision::Leave(refusal)),
+                Verdict::Wait => {}
+                Verdict::Made => break,
             }
-        })
+        }
+        let Making::Done(worker) = making else { unreachable!("this rank has voted that it is done") };
+        Ok(NcclDecision::Use(Arc::new(Self {
+            host: HostStaged::new(transport.clone(), options.deadline),
+            device: device.clone(),
+            options,
+            own: worker.zip(island),
+            all,
+            moving: Mutex::new(BTreeMap::new()),
+            checked: Mutex::new(None),
+        })))
     }
 }
 
-/// The communicator of an island, in a thread, or why there is none.
-async fn make(
-    transport: &Arc<dyn Transport>,
-    Prepared { nccl, stream }: Prepared,
-    island: &NcclIsland,
-    id: UniqueId,
-    options: NcclOptions,
-) -> std::result::Result<Worker, String> {
-    let rank = transport.rank();
-    let number = island.number(rank).expect("the island of this rank");
-    let setup = Setup {
-        nccl,
-        id,
-        number,
-        ranks: u32::try_from(island.ranks.len()).expect("ranks are numbered in u32"),
-        blocks: Blocks { least: options.min_blocks, most: options.max_blocks },
-        stream,
-        group: Arc::downgrade(transport),
-        rank,
-        stop: transport.stop_flag(),
-        recorder: transport.recorder(),
-        form_within: options.form_within,
-        deadline: options.deadline,
-    };
-    let (worker, outcome) = Worker::start(setup).map_err(|error| format!("no thread for NCCL: {error}"))?;
-    match outcome.await {
-        Ok(Ok(())) => Ok(worker),
-        Ok(Err(Failure::Own(error))) => Err(error.to_string()),
-        Ok(Err(Failure::Late(error))) => Err(error.to_string()),
-        Ok(Err(Failure::Group)) | Err(_) => Err("the group has ended".to_owned()),
+/// The communicator of this rank while it is made. Dropping it aborts the communicator.
+enum Making {
+    /// `None`: this rank is in no island.
+    Done(Option<Worker>),
+    UnderWay(Worker, Outcome),
+    Failed(String),
+}
+
+impl Making {
+    /// Begins to make the communicator of an island, in a thread.
+    fn start(
+        transport: &Arc<dyn Transport>,
+        Prepared { nccl, stream }: Prepared,
+        island: &NcclIsland,
+        id: UniqueId,
+        options: NcclOptions,
+    ) -> Self {
+        let rank = transport.rank();
+        let number = island.number(rank).expect("the island of this rank");
+        let setup = Setup {
+            nccl,
+            id,
+            number,
+            ranks: u32::try_from(island.ranks.len()).expect("ranks are numbered in u32"),
+            blocks: Blocks { least: options.min_blocks, most: options.max_blocks },
+            stream,
+            group: Arc::downgrade(transport),
+            rank,
+            stop: transport.stop_flag(),
+            recorder: transport.recorder(),
+            form_within: options.form_within,
+            deadline: options.deadline,
+        };
+        match Worker::start(setup) {
+            Ok((worker, outcome)) => Self::UnderWay(worker, outcome),
+            Err(error) => Self::Failed(format!("no thread for NCCL: {error}")),
+        }
     }
+
+    /// Waits until it is made or has failed, at most for `patience`.
+    async fn news(self, patience: Duration) -> Self {
+        let Self::UnderWay(worker, outcome) = self else { return self };
+        match select(outcome, pin!(after(patience))).await {
+            Either::Left((Ok(Ok(())), _)) => Self::Done(Some(worker)),
+            Either::Left((Ok(Err(Failure::Own(error))), _)) => Self::Failed(error.to_string()),
+            Either::Left((Ok(Err(Failure::Late(error))), _)) => Self::Failed(error.to_string()),
+            Either::Left((Ok(Err(Failure::Group)) | Err(_), _)) => {
+                Self::Failed("the group has ended".to_owned())
+            }
+            Either::Right((_, outcome)) => Self::UnderWay(worker, outcome),
+        }
+    }
+
+    /// For the other ranks.
+    fn status(&self) -> Bytes {
+        match self {
+            Self::Done(_) => Bytes::from_static(&[IS_MADE]),
+            Self::UnderWay(..) => Bytes::from_static(&[IS_UNDER_WAY]),
+            Self::Failed(why) => [&[HAS_FAILED][..], &shortened(why)].concat().into(),
+        }
+    }
+}
+
+/// What the statuses of all ranks say together.
+#[derive(Debug, PartialEq, Eq)]
+enum Verdict {
+    Made,
+    Wait,
+    /// The lowest rank that has failed, and why.
+    Failed(NcclRefusal),
+}
+
+/// The first byte of a status.
+const IS_MADE: u8 = 0;
+const IS_UNDER_WAY: u8 = 1;
+const HAS_FAILED: u8 = 2;
+
+fn verdict(notes: &[Bytes]) -> Verdict {
+    let mut all = Verdict::Made;
+    for (rank, note) in (0..).map(Rank).zip(notes) {
+        match note.split_first() {
+            Some((&IS_MADE, [])) => {}
+            Some((&IS_UNDER_WAY, [])) => all = Verdict::Wait,
+            Some((&HAS_FAILED, why)) => {
+                return Verdict::Failed(NcclRefusal::of(rank, String::from_utf8_lossy(why)));
+            }
+            _ => {
+                let why = "its status has a form that this release does not know";
+                return Verdict::Failed(NcclRefusal::of(rank, why));
+            }
+        }
+    }
+    all
+}
+
+/// Ends after a time. The ranks have no timer of their own, so each is a short-lived thread; without one it never ends.
+async fn after(time: Duration) {
+    let (sender, receiver) = oneshot::channel::<()>();
+    let wait = move || {
+        std::thread::sleep(time);
+        drop(sender);
+    };
+    if std::thread::Builder::new().name("kyklos-nccl-form".to_owned()).spawn(wait).is_err() {
+        std::future::pending::<()>().await;
+    }
+    let _ = receiver.await;
 }
 
 /// What this rank needs, or why it cannot use NCCL.
@@ -227,6 +314,22 @@ mod tests {
             (b"\0no network", "no network"),
         ] {
             assert_eq!(name(Rank(2), note).unwrap_err(), NcclRefusal::of(Rank(2), why));
+        }
+    }
+
+    #[test]
+    fn one_failure_is_the_verdict_of_all_and_one_rank_under_way_keeps_all_waiting() {
+        let status = |bytes: &[u8]| Bytes::copy_from_slice(bytes);
+        let [made, under_way] = [status(&[IS_MADE]), status(&[IS_UNDER_WAY])];
+        let failed = status(b"\x02no network");
+        assert_eq!(verdict(&[made.clone(), made.clone()]), Verdict::Made);
+        assert_eq!(verdict(&[under_way.clone(), made.clone()]), Verdict::Wait);
+        let told = Verdict::Failed(NcclRefusal::of(Rank(1), "no network"));
+        assert_eq!(verdict(&[under_way, failed, made.clone()]), told);
+        for unknown in [&[][..], &[9], &[IS_MADE, 1]] {
+            assert!(
+                matches!(verdict(&[made.clone(), status(unknown)]), Verdict::Failed(why) if why.rank == 1)
+            );
         }
     }
 }

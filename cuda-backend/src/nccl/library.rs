@@ -185,6 +185,12 @@ impl Nccl {
         self.version
     }
 
+    /// The file from which the library was loaded, where the system tells.
+    #[must_use]
+    pub fn path(&self) -> Option<String> {
+        file_of(self.functions.send as usize as u64)
+    }
+
     /// The optional functions that this library lacks, as it is older than they are.
     #[must_use]
     pub fn missing(&self) -> &[&'static str] {
@@ -259,6 +265,18 @@ impl Nccl {
     }
 }
 
+/// The file that is mapped at an address of this process, on Linux.
+fn file_of(address: u64) -> Option<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let number = |digits| u64::from_str_radix(digits, 16).ok();
+    maps.lines().find_map(|line| {
+        let (range, rest) = line.split_once(' ')?;
+        let (first, end) = range.split_once('-')?;
+        (number(first)? <= address && address < number(end)?).then_some(())?;
+        rest.find('/').map(|at| rest[at..].to_owned())
+    })
+}
+
 fn find(names: &[&str]) -> Result<Library, Unavailable> {
     if !can_load_drivers() {
         let why = "this program is static (musl), and a static program loads no library".to_owned();
@@ -304,6 +322,14 @@ mod tests {
         assert!(NcclVersion::from_number(2_708) < OLDEST);
         assert!(NcclVersion::from_number(21_705) < OLDEST);
         assert!(NcclVersion::from_number(21_800) >= OLDEST);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_file_of_a_function_is_the_program_that_has_it() {
+        let own = std::env::current_exe().unwrap();
+        assert_eq!(file_of(file_of as *const () as usize as u64).as_deref(), own.to_str());
+        assert_eq!(file_of(0), None);
     }
 
     /// `tests/compilers/nccl_abi.cpp` holds NCCL's header to the same numbers.

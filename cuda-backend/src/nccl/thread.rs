@@ -187,7 +187,7 @@ impl Thread {
         stream.order(&reads, &writes).map_err(Failure::Own)?;
         let parts = |all: &[Transfer]| all.iter().map(Transfer::part).collect::<Vec<_>>();
         let posted = communicator.exchange(stream.stream(), &parts(&exchange.sends), &parts(&exchange.recvs));
-        posted.map_err(|fault| self.failure(MOVE, fault))?;
+        posted.map_err(|fault| self.failure(MOVE, cause(communicator, fault)))?;
         // NCCL may still connect to peers. Only then is the exchange in the stream, and an event can follow it.
         let late = |waited| exchange.late(waited);
         self.until_ready(communicator, MOVE, (exchange.posted, *deadline), late, || true)?;
@@ -206,33 +206,39 @@ impl Thread {
             self.fail(&failure, None);
             return true;
         }
-        let mut news = false;
-        while let Some(InFlight { exchange, event, .. }) = self.in_flight.front() {
-            match self.setup.stream.is_complete(event) {
-                Ok(true) => {
-                    if let Some(InFlight { exchange, .. }) = self.in_flight.pop_front() {
-                        exchange.note(&self.setup.recorder, [EventKind::Sent, EventKind::Received]);
-                        let _ = exchange.moved.send(Ok(()));
-                    }
-                    news = true;
-                }
-                Ok(false) if exchange.posted.elapsed() < self.setup.deadline => break,
-                Ok(false) => {
-                    let failure = exchange.late(exchange.posted.elapsed());
-                    self.fail(&failure, None);
-                    return true;
-                }
-                Err(error) => {
-                    self.fail(&Failure::Own(error), None);
-                    return true;
-                }
+        let before = self.in_flight.len();
+        if let Err(error) = self.end_those_that_have_moved() {
+            self.fail(&Failure::Own(error), None);
+            return true;
+        }
+        if let Some(InFlight { exchange, .. }) = self.in_flight.front()
+            && exchange.posted.elapsed() >= self.setup.deadline
+        {
+            let failure = exchange.late(exchange.posted.elapsed());
+            self.fail(&failure, None);
+            return true;
+        }
+        self.in_flight.len() < before
+    }
+
+    /// Ends the exchanges whose messages have moved.
+    fn end_those_that_have_moved(&mut self) -> kyklos::Result<()> {
+        while let Some(InFlight { event, .. }) = self.in_flight.front()
+            && self.setup.stream.is_complete(event)?
+        {
+            if let Some(InFlight { exchange, .. }) = self.in_flight.pop_front() {
+                exchange.note(&self.setup.recorder, [EventKind::Sent, EventKind::Received]);
+                self.shared.ended.fetch_add(1, Ordering::Relaxed);
+                let _ = exchange.moved.send(Ok(()));
             }
         }
-        news
+        Ok(())
     }
 
     /// Tells this rank and the group of a failure, and aborts the communicator. `also` is not in flight.
     fn fail(&mut self, failure: &Failure, also: Option<Exchange>) {
+        // What had moved before the failure has ended well. If the device does not tell, nothing more has.
+        let _ = self.end_those_that_have_moved();
         let queued = {
             let mut queue = self.shared.lock();
             queue.failure = Some(failure.clone());
@@ -265,6 +271,9 @@ impl Thread {
             Failure::Late(error @ TransportError::Deadline { pending, .. }) => {
                 (pending.peer, error.to_string())
             }
+            Failure::Late(error @ TransportError::LateExchange { peers, .. }) => {
+                (self.least_advanced(peers), error.to_string())
+            }
             Failure::Late(error) => (self.setup.rank, error.to_string()),
             Failure::Group => return,
         };
@@ -272,6 +281,17 @@ impl Thread {
             let progress = self.shared.progress();
             group.abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
         }
+    }
+
+    /// Of these ranks, the one that was least advanced when it was last heard; the first one where none is known to be behind.
+    /// Heartbeats go to rank 0, so only rank 0 knows.
+    fn least_advanced(&self, peers: &[Rank]) -> Rank {
+        let heard = self.setup.recorder.peers();
+        let place = |rank: &Rank| {
+            let progress = heard.get(rank.0 as usize).and_then(|peer| peer.progress);
+            progress.map_or((u64::MAX, u32::MAX), |progress| (progress.op, progress.step))
+        };
+        peers.iter().copied().min_by_key(place).unwrap_or(self.setup.rank)
     }
 
     /// Whether the stream has nothing to do, in a while.
@@ -309,6 +329,14 @@ impl Thread {
             Fault::Nccl(error) => stream.error(operation, &error.to_string()),
             Fault::Driver(error) => stream.driver_error(operation, &error),
         })
+    }
+}
+
+/// Why an exchange could not be posted: an exchange before it may have failed meanwhile, and NCCL then refuses all others.
+fn cause(communicator: &Communicator, refused: Fault) -> Fault {
+    match (communicator.is_ready(), refused) {
+        (Err(Fault::Nccl(found)), Fault::Nccl(told)) if found.code != told.code => Fault::Nccl(found),
+        (_, refused) => refused,
     }
 }
 

@@ -1,12 +1,15 @@
 //! A rank's end of the thread of its communicator.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use futures_channel::oneshot;
 use kyklos_transport::{Progress, Tag};
 
 use super::exchange::{Exchange, Outcome, Shared, Transfer};
+use super::islands::NcclIsland;
+use super::observer::NcclObserver;
 use super::thread::{Setup, start};
 
 /// The owner of the thread. Dropping it does not block: the thread then ends by itself.
@@ -27,6 +30,7 @@ impl Worker {
         let ((submitted, first), (moved, second)) = (oneshot::channel(), oneshot::channel());
         let exchange =
             Exchange { tag, sends, recvs, posted: Instant::now(), submitted: Some(submitted), moved };
+        self.0.posted.fetch_add(1, Ordering::Relaxed);
         let mut queue = self.0.lock();
         match queue.failure.clone() {
             Some(failure) => drop(exchange.fail(&failure)),
@@ -35,6 +39,11 @@ impl Worker {
         drop(queue);
         self.0.changed.notify_one();
         [first, second]
+    }
+
+    /// Tells what the thread does, also after this is dropped.
+    pub(super) fn observe(&self, island: NcclIsland) -> NcclObserver {
+        NcclObserver::new(self.0.clone(), island)
     }
 
     /// Notes which step this rank has reached, for the abort by which other ranks learn of a failure here.

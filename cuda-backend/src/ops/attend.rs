@@ -278,6 +278,7 @@ impl Call<'_> {
             device.pacer.record_submission(InFlightPiece {
                 kernel: kernel.name.clone(),
                 flops,
+                first_flops_per_s: first_rate,
                 submitted,
                 done,
             });

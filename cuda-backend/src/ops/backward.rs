@@ -202,8 +202,9 @@ impl<'a> Call<'a> {
     async fn run(&self, pass: &Pass, part: Part, control: &Control) -> Result<()> {
         let (device, kernel, whole) = (self.device, &pass.kernel, &pass.arguments);
         let mut pieces = self.pieces(pass, &part);
+        let first_flops_per_s = first_rate(self.args.dtype);
         while let Some((piece, flops)) =
-            pieces.next(device.pacer.piece_flops(&kernel.name, first_rate(self.args.dtype)))
+            pieces.next(device.pacer.piece_flops(&kernel.name, first_flops_per_s))
         {
             let blocks = kernel.tile_blocks() as usize;
             let count = |tiles: usize| to_u32("the number of tiles", tiles * blocks);
@@ -227,7 +228,9 @@ impl<'a> Call<'a> {
             let submitted = Instant::now();
             let done = device.launch(launch, &arguments, &self.reads(), &self.writes(pass))?;
             let done = device.completion_time(done);
-            device.pacer.record_submission(InFlightPiece { kernel: name.clone(), flops, submitted, done });
+            let kernel = name.clone();
+            let piece = InFlightPiece { kernel, flops, first_flops_per_s, submitted, done };
+            device.pacer.record_submission(piece);
             control.piece_done()?;
             yield_now().await;
         }

@@ -2,7 +2,8 @@
 
 use futures_util::FutureExt;
 
-use super::run::{InFlight, Run};
+use super::background::InFlight;
+use super::run::Run;
 use crate::Result;
 use crate::backend::{Backend, Extent, Layout, StateShape};
 use crate::collective::Collective;

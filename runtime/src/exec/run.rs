@@ -1,16 +1,15 @@
 //! One operation of one rank: its steps, in order.
 
-use std::future::Future;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
 
-use kyklos_transport::{Progress, Rank, Tag, TransportError, Vote, Work};
+use kyklos_transport::{Progress, Rank, Tag, Vote, Work};
 use tracing::Instrument;
 
+use super::ahead::Ahead;
+use super::background::{Background, InFlight, drive, drive_unless_failed};
 use super::{Executor, OutputTensor, state_mut, state_ref};
 use crate::backend::{Attend, Backend, Control, Operand};
-use crate::collective::{Arrivals, Broken, Collective, ExchangeError, Incoming, Memory, Outgoing};
+use crate::collective::{Collective, ExchangeError, Incoming, Memory, Outgoing};
 use crate::meter::{Meter, Timeline};
 use crate::plan::{BufferId, Recv, Slice, Step, describe};
 use crate::{BlockWork, Error, Result};
@@ -37,23 +36,17 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
 /// The results of an operation, and its number of pieces of work.
 pub(super) type RunEnd<Buffer> = (Vec<OutputTensor<Buffer>>, u64);
 
-/// An exchange that was posted and not yet waited for.
-pub(super) struct InFlight<'r, Buffer> {
-    id: u32,
-    pub(super) recvs: &'r [Recv],
-    pub(super) arrivals: Arrivals<'r, Buffer>,
-    pub(super) ended: Option<Result<Vec<Vec<Buffer>>, Broken<Buffer>>>,
-}
-
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// The results, o and lse or dq, dk, dv and where it is wanted dbias, and the number of pieces of work. With `to_host` they are also copied to the host.
     pub(super) async fn execute(&mut self, to_host: bool) -> Result<RunEnd<B::Buffer>> {
-        let mut in_flight = Vec::new();
-        let plan = self.executor.plan;
+        let Executor { plan, collective, keeps, .. } = self.executor;
+        // What a resumable run keeps must be there.
+        let most = if *keeps { 0 } else { collective.steps_ahead() };
+        let mut background = Background { exchanges: Vec::new(), ahead: Ahead::new(most, self.meter) };
         let span = tracing::info_span!("operation", rank = plan.rank, op = self.op, steps = plan.steps.len());
-        let result = self.steps(&mut in_flight, to_host).instrument(span).await;
-        if result.is_err() && self.executor.keeps {
-            in_flight.into_iter().for_each(|exchange| self.keep_arrived(exchange));
+        let result = self.steps(&mut background, to_host).instrument(span).await;
+        if result.is_err() && *keeps {
+            background.exchanges.into_iter().for_each(|exchange| self.keep_arrived(exchange));
             self.arrived.sort_unstable();
         }
         result
@@ -61,7 +54,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
 
     async fn steps(
         &mut self,
-        in_flight: &mut Vec<InFlight<'r, B::Buffer>>,
+        background: &mut Background<'r, B::Buffer>,
         to_host: bool,
     ) -> Result<RunEnd<B::Buffer>> {
         let Executor { backend, collective, plan, options, .. } = self.executor;
@@ -81,10 +74,11 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             if !span.is_disabled() {
                 span.record("doing", words());
             }
-            self.step(step, work, &control, in_flight).instrument(span).await?;
+            self.step(step, work, &control, background).instrument(span).await?;
             options.observer.counted(Rank(plan.rank), self.op, &self.meter.report());
         }
-        self.settle(in_flight).await?;
+        self.until_under_way(0, background).await?;
+        self.settle(background).await?;
         self.step = plan.steps.len();
         let _work = pulse.work();
         let started = self.meter.start();
@@ -127,13 +121,13 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         step: &'r Step,
         work: Option<Work>,
         control: &Control,
-        in_flight: &mut Vec<InFlight<'r, B::Buffer>>,
+        background: &mut Background<'r, B::Buffer>,
     ) -> Result<()> {
         let Executor { backend, collective, plan, lowered, .. } = self.executor;
         let words = || describe(self.executor.world, plan, step);
         let started = self.meter.start();
         // Behind messages that may be on their way the device waits for other ranks, and this rank does not work.
-        let work = work.filter(|_| self.unsettled.is_empty());
+        let work = work.filter(|_| self.unsettled.is_empty() && background.ahead.is_empty());
         match step {
             Step::Repack { from, into } => {
                 self.repack(from, into)?;
@@ -160,19 +154,20 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 let tag = Tag { op: self.op, message: *id };
                 let arrivals =
                     collective.post_exchange(backend, self.meter, tag, &mut self.memory, &sends, &expects);
-                in_flight.push(InFlight { id: *id, recvs, arrivals, ended: None });
+                background.exchanges.push(InFlight { id: *id, recvs, arrivals, ended: None });
             }
             Step::Wait { id } => {
-                self.wait_for(*id, in_flight).await?;
+                self.wait_for(*id, background).await?;
                 self.meter.end_wait(started, *id, words);
             }
             Step::Attend { q, kv, state, bias: pairs } => {
+                self.begin_ahead(started, &mut background.ahead);
                 let before = self.copy_of_state(*state)?;
                 let mut tensors = self.state(*state)?;
                 let mut attended = Ok(());
                 for work in &lowered.works[self.step] {
                     let attend = self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, control);
-                    attended = drive(in_flight, attend).await;
+                    attended = drive(background, attend).await;
                     if attended.is_err() {
                         break;
                     }
@@ -184,19 +179,18 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                     self.memory.take(*state);
                     before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
                     drop(work);
-                    return Err(self.why_stopped(in_flight).await);
+                    return Err(self.why_stopped(background).await);
                 }
                 attended?;
-                self.settle(in_flight).await?;
-                drive(in_flight, backend.wait()).await?;
-                self.meter.end(started, Timeline::Compute, words);
+                self.end_step(started, background).await?;
             }
             Step::AttendBackward { .. } => {
+                self.begin_ahead(started, &mut background.ahead);
                 let mut sums = self.take_sums(step)?;
                 let mut attended = Ok(());
                 for work in &lowered.works[self.step] {
                     let attend = self.attend_backward(step, work, &mut sums, control);
-                    attended = drive(in_flight, attend).await;
+                    attended = drive(background, attend).await;
                     if attended.is_err() {
                         break;
                     }
@@ -204,12 +198,10 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 self.put_sums(step, sums);
                 if let Err(Error::Cancelled) = attended {
                     drop(work);
-                    return Err(self.why_stopped(in_flight).await);
+                    return Err(self.why_stopped(background).await);
                 }
                 attended?;
-                self.settle(in_flight).await?;
-                drive(in_flight, backend.wait()).await?;
-                self.meter.end(started, Timeline::Compute, words);
+                self.end_step(started, background).await?;
             }
             Step::Accumulate { from, into } => {
                 self.accumulate(*from, into)?;
@@ -230,6 +222,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 self.meter.end(started, Timeline::Compute, words);
             }
             Step::Finalize { state, into } => {
+                self.begin_ahead(started, &mut background.ahead);
                 let tensors = self.state(*state)?;
                 let mut output = self.allocate(*into)?;
                 let (o, lse) = output.split_at_mut(1);
@@ -239,9 +232,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
                 self.memory.put(*state, tensors);
                 self.memory.put(*into, output);
-                self.settle(in_flight).await?;
-                drive(in_flight, backend.wait()).await?;
-                self.meter.end(started, Timeline::Compute, words);
+                self.end_step(started, background).await?;
             }
             Step::Free { buffer } => drop(self.memory.take(*buffer)),
         }
@@ -282,19 +273,22 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         self.executor.backend.attend(args, control).await
     }
 
-    async fn wait_for(&mut self, id: u32, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Result<()> {
-        let index = in_flight.iter().position(|exchange| exchange.id == id);
+    async fn wait_for(&mut self, id: u32, background: &mut Background<'r, B::Buffer>) -> Result<()> {
+        let index = background.exchanges.iter().position(|exchange| exchange.id == id);
         let index = index.expect("a checked plan waits only for what it has posted");
-        let mut mine = in_flight.swap_remove(index);
+        let mut mine = background.exchanges.swap_remove(index);
         let ended = match mine.ended.take() {
             Some(ended) => ended,
-            None => drive(in_flight, mine.arrivals.as_mut()).await,
+            None => match drive_unless_failed(background, mine.arrivals.as_mut()).await {
+                Some(ended) => ended,
+                None => return self.failed_ahead(&mut background.ahead),
+            },
         };
         let arrived = match ended {
             Ok(arrived) => arrived,
             Err(broken) => {
                 let error = broken.error.clone();
-                in_flight.push(InFlight { ended: Some(Err(broken)), ..mine });
+                background.exchanges.push(InFlight { ended: Some(Err(broken)), ..mine });
                 return Err(self.explain(error));
             }
         };
@@ -304,12 +298,12 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     }
 
     /// Ends when the messages of all exchanges for which the plan has waited have moved.
-    async fn settle(&mut self, in_flight: &mut [InFlight<'r, B::Buffer>]) -> Result<()> {
+    pub(super) async fn settle(&mut self, background: &mut Background<'r, B::Buffer>) -> Result<()> {
         let collective = self.executor.collective;
         for id in std::mem::take(&mut self.unsettled) {
             if let Some(settled) = collective.settled(Tag { op: self.op, message: id }) {
                 let started = self.meter.start();
-                drive(in_flight, settled).await.map_err(|error| self.explain(error))?;
+                drive(background, settled).await.map_err(|error| self.explain(error))?;
                 self.meter.end(started, Timeline::Wait, || format!("wait for exchange {id} on the device"));
             }
         }
@@ -326,9 +320,12 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     }
 
     /// The failure of the group that cancelled a computation.
-    async fn why_stopped(&self, in_flight: &mut Vec<InFlight<'r, B::Buffer>>) -> Error {
+    async fn why_stopped(&self, background: &mut Background<'r, B::Buffer>) -> Error {
+        if let Err(error) = self.why_messages_failed(&mut background.ahead).await {
+            return error;
+        }
         // An exchange under way gives the most detail: peer and bytes.
-        for exchange in in_flight {
+        for exchange in &mut background.exchanges {
             let ended = match exchange.ended.take() {
                 Some(ended) => ended,
                 None => exchange.arrivals.as_mut().await,
@@ -347,30 +344,18 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     }
 
     fn explain(&self, error: ExchangeError) -> Error {
-        match error {
-            ExchangeError::Own(error) => error,
-            ExchangeError::Transport(source) => self.group_error(source),
-        }
+        self.explain_at(self.step, error)
     }
 
-    fn group_error(&self, source: TransportError) -> Error {
+    /// The error of a step.
+    pub(super) fn explain_at(&self, step: usize, error: ExchangeError) -> Error {
+        let source = match error {
+            ExchangeError::Own(error) => return error,
+            ExchangeError::Transport(source) => source,
+        };
         let plan = self.executor.plan;
-        let doing = describe(self.executor.world, plan, &plan.steps[self.step]);
+        let doing = describe(self.executor.world, plan, &plan.steps[step]);
         let doing = doing.split_whitespace().collect::<Vec<_>>().join(" ");
-        Error::Group { rank: plan.rank, step: self.step, doing, source }
+        Error::Group { rank: plan.rank, step, doing, source }
     }
-}
-
-/// Runs `future` and polls every exchange in flight meanwhile.
-async fn drive<T, Buffer>(in_flight: &mut [InFlight<'_, Buffer>], future: impl Future<Output = T>) -> T {
-    let mut future = pin!(future);
-    std::future::poll_fn(|context| {
-        for exchange in in_flight.iter_mut().filter(|exchange| exchange.ended.is_none()) {
-            if let Poll::Ready(ended) = exchange.arrivals.as_mut().poll(context) {
-                exchange.ended = Some(ended);
-            }
-        }
-        future.as_mut().poll(context)
-    })
-    .await
 }

@@ -1,5 +1,5 @@
 //! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults, kernel choice,
-//! graphs, tensors of a caller, and NCCL.
+//! graphs, tensors of a caller, NCCL, and copies between devices.
 //!
 //! Each trial is a process of its own that finds the fake driver as its CUDA driver: this program, with the name of the scenario
 //! in the environment. So a destroyed context affects no other trial, and objects that are not freed are found at exit.
@@ -21,6 +21,8 @@ mod kernel_choice;
 #[cfg(target_os = "linux")]
 mod nccl;
 #[cfg(target_os = "linux")]
+mod peers;
+#[cfg(target_os = "linux")]
 mod refusals;
 #[cfg(target_os = "linux")]
 mod scenario;
@@ -38,6 +40,7 @@ fn main() {
         graphs::scenarios(),
         caller::scenarios(),
         nccl::scenarios(),
+        peers::scenarios(),
         steps::scenarios(),
     ]
     .concat();

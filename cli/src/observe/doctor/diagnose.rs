@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::read::Record;
-use super::waits;
 use super::words::{Finding, name, place, seconds, verb, words_of};
+use super::{nccl, waits};
 use crate::observe::record::format::AbortLine;
 
 /// Finds what is wrong, the cause first. Keeps in `records` one record for each rank of the group, sorted by rank.
@@ -22,6 +22,7 @@ pub(super) fn diagnose(records: &mut Vec<Record>) -> Vec<Finding> {
     if findings.iter().all(|finding| finding.what != "died") {
         findings.extend(waits::stuck(records));
     }
+    findings.extend(nccl::unended(records));
     findings.extend(without_record(records));
     findings.extend(about_files);
     findings

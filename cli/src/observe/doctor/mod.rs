@@ -2,6 +2,7 @@
 
 mod diagnose;
 mod messages;
+mod nccl;
 mod page;
 pub(crate) mod read;
 mod slowness;
@@ -17,7 +18,7 @@ use kyklos::plan::table;
 use serde::Serialize;
 
 use crate::failure::{Failure, Result};
-use crate::observe::record::format::Spent;
+use crate::observe::record::format::{MessagesLine, Spent};
 use diagnose::diagnose;
 use read::Record;
 use words::{Finding, seconds};
@@ -41,6 +42,7 @@ struct RankState<'a> {
     spent: Spent,
     error: Option<&'a str>,
     waiting: usize,
+    messages: Option<&'a MessagesLine>,
 }
 
 /// The records of a run, and the findings.
@@ -93,6 +95,7 @@ impl Diagnosis {
             spent: record.rank.spent,
             error: record.rank.error.as_deref(),
             waiting: record.calls.len(),
+            messages: record.rank.messages.as_ref(),
         });
         let report = Report { ranks: ranks.collect(), findings, slow };
         let text = serde_json::to_string_pretty(&report)
@@ -120,6 +123,10 @@ impl Diagnosis {
         let head = ["rank", "record", "operation", "step", "waits", "computed", "waited", "copied", "doing"];
         let mut out = table(&head, rows.collect());
         out.push('\n');
+        for line in nccl::ways(records) {
+            out.push_str(&line);
+            out.push('\n');
+        }
         if findings.is_empty() {
             out.push_str("no problem found\n");
         }

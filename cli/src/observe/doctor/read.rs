@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use kyklos::MAX_WORLD;
 
 use crate::observe::record::format::{
-    AbortLine, CallLine, EventLine, FORMAT, Line, PeerLine, RankLine, StepAt,
+    AbortLine, CallLine, EventLine, FORMAT, Line, MessagesLine, NcclLine, PeerLine, RankLine, StepAt,
 };
 
 /// The record of one rank.
@@ -38,7 +38,7 @@ pub(crate) fn of_lines(path: &Path, from: impl Read) -> Result<Record, String> {
     };
     let first = next()?.ok_or("it is empty")?;
     let rank = match serde_json::from_slice(&first) {
-        Ok(Line::Rank(rank)) => rank,
+        Ok(Line::Rank(rank)) => *rank,
         _ => return Err("its first line does not say whose record it is".to_owned()),
     };
     if rank.format != FORMAT {
@@ -113,8 +113,20 @@ fn clean_rank(rank: RankLine) -> RankLine {
         error: rank.error.as_deref().map(clean),
         network: rank.network.as_deref().map(clean),
         at: clean_step(rank.at),
+        messages: rank.messages.map(clean_messages),
         ..rank
     }
+}
+
+fn clean_messages(MessagesLine { ways, nccl }: MessagesLine) -> MessagesLine {
+    let nccl = nccl.map(|nccl| NcclLine {
+        version: clean(&nccl.version),
+        library: nccl.library.as_deref().map(clean),
+        ranks: nccl.ranks.into_iter().take(MOST_LINES).collect(),
+        failure: nccl.failure.as_deref().map(clean),
+        ..nccl
+    });
+    MessagesLine { ways: clean(&ways), nccl }
 }
 
 fn clean_step(place: StepAt) -> StepAt {

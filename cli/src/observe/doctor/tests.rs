@@ -100,6 +100,42 @@ fn records_that_do_not_belong_together_are_named_and_left_out() {
     assert_eq!(what(&findings(&records)), [("no-record", &[1][..]), ("twice", &[0][..])]);
 }
 
+/// A rank with a communicator of all three ranks.
+fn by_nccl(rank: u32, posted: u64, ended: u64, failure: Option<&str>) -> Vec<String> {
+    let nccl = serde_json::json!({
+        "version": "2.28.9", "library": "/opt/lib/libnccl.so.2", "ranks": [0, 1, 2], "posted": posted, "ended": ended,
+        "failure": failure,
+    });
+    let messages = serde_json::json!({ "ways": "NCCL 2.28.9", "nccl": nccl });
+    let line = rank_line(rank, 3).replacen('{', &format!("{{\"messages\":{messages},"), 1);
+    vec![line]
+}
+
+#[test]
+fn exchanges_of_nccl_that_did_not_end_are_told_with_the_ranks_that_are_behind() {
+    let late = "the exchange of op 0 message 1 had not ended";
+    let records = [by_nccl(0, 3, 1, Some(late)), by_nccl(1, 3, 1, Some(late)), by_nccl(2, 1, 1, None)];
+    let found = findings(&records);
+    assert_eq!(what(&found), [("nccl", &[2][..])]);
+    for words in [
+        "NCCL 2.28.9 was aborted: rank 2 has posted 1 exchanges, of which 1 have ended; ranks 0, 1 have posted 3",
+        "look at rank 2 first",
+        "ranks 0, 1: the exchange of op 0 message 1",
+    ] {
+        assert!(found[0].text.contains(words), "{}", found[0].text);
+    }
+    // All have posted as many: nobody is blamed.
+    let found = findings(&[0, 1, 2].map(|rank| by_nccl(rank, 2, 1, Some(late))));
+    assert_eq!(what(&found), [("nccl", &[][..])]);
+    // Without a failure, messages may be under way.
+    assert_eq!(
+        what(&findings(&[by_nccl(0, 3, 1, None), by_nccl(1, 3, 2, None), by_nccl(2, 1, 1, None)])),
+        []
+    );
+    let ways = super::nccl::ways(&[record(&by_nccl(0, 3, 3, None)), record(&by_nccl(2, 3, 3, None))]);
+    assert_eq!(ways, ["messages of ranks 0, 2 went by NCCL 2.28.9 (/opt/lib/libnccl.so.2)"]);
+}
+
 #[test]
 fn every_cut_and_every_flipped_byte_is_survived() {
     let whole = [rank_line(0, 5), wait_for(2, 9), event("step", 0), END.to_owned()].join("\n");

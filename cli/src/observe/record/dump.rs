@@ -44,7 +44,7 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         Why::Failed(text) => ("failed", Some(text.to_owned())),
         Why::Asked => ("asked", None),
     };
-    put(&Line::Rank(RankLine {
+    put(&Line::Rank(Box::new(RankLine {
         format: FORMAT,
         version: env!("CARGO_PKG_VERSION").to_owned(),
         rank: flight.rank.0,
@@ -63,7 +63,8 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         forgotten: seen.forgotten,
         network: transport.and_then(|transport| transport.network()),
         spent: flight.totals().spent(),
-    }))?;
+        messages: flight.messages(),
+    })))?;
     let connections = flight.connections();
     let calls: Vec<(Outstanding, bool)> = (outstanding.into_iter().map(|call| (call, false)))
         .chain(seen.ended_early.into_iter().map(|call| (call, true)))

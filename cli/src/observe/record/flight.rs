@@ -1,12 +1,14 @@
 //! The ranks of this process while they run: records and metrics read them.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::SystemTime;
 
 use kyklos::plan::{ProvedPlans, World};
+use kyklos_cuda::{NcclObserver, NcclState};
 use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
 
+use super::format::{MessagesLine, NcclLine};
 use crate::observe::progress::Watch;
 use crate::observe::totals::Total;
 
@@ -18,6 +20,8 @@ pub(crate) struct Flight {
     /// Weak: a transport that is dropped tells the others that its rank has died.
     pub(super) transport: Weak<dyn Transport>,
     pub(super) started: SystemTime,
+    /// How its messages go, and what NCCL does for it, once the ranks have agreed on that.
+    messages: OnceLock<(String, Option<NcclObserver>)>,
     pub(in crate::observe) about: About,
 }
 
@@ -55,10 +59,28 @@ impl Flight {
             recorder: transport.recorder(),
             transport: Arc::downgrade(transport),
             started: SystemTime::now(),
+            messages: OnceLock::new(),
             about,
         });
         lock().push(Arc::clone(&flight));
         ListedFlight(flight)
+    }
+
+    /// The ranks have agreed how messages go: by `ways`, and by NCCL as far as `nccl` knows.
+    pub(crate) fn messages_go(&self, ways: String, nccl: Option<NcclObserver>) {
+        // Once for each flight: the next group has another.
+        let _ = self.messages.set((ways, nccl));
+    }
+
+    /// How its messages go; `None` if the ranks had nothing to agree on.
+    pub(super) fn messages(&self) -> Option<MessagesLine> {
+        let (ways, nccl) = self.messages.get()?;
+        let of_nccl = |observer: &NcclObserver| {
+            let NcclState { island, library, posted, ended, failure } = observer.state();
+            let (version, ranks) = (island.version.to_string(), island.ranks.iter().map(|rank| rank.0));
+            NcclLine { version, library, ranks: ranks.collect(), posted, ended, failure }
+        };
+        Some(MessagesLine { ways: ways.clone(), nccl: nccl.as_ref().map(of_nccl) })
     }
 
     /// What the rank has spent so far.

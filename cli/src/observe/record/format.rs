@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub(crate) enum Line {
     /// The rank of the record.
-    Rank(RankLine),
+    Rank(Box<RankLine>),
     /// What the rank knows about another rank.
     Peer(PeerLine),
     /// A call that is pending, or that was cancelled.
@@ -49,6 +49,33 @@ pub(crate) struct RankLine {
     /// How the rank spent its time.
     #[serde(default)]
     pub(crate) spent: Spent,
+    /// How messages go between devices, where the ranks have agreed on that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) messages: Option<MessagesLine>,
+}
+
+/// How messages go between devices.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct MessagesLine {
+    /// In words.
+    pub(crate) ways: String,
+    /// If the rank exchanges messages by NCCL.
+    pub(crate) nccl: Option<NcclLine>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct NcclLine {
+    pub(crate) version: String,
+    /// The file of the library, where the system tells.
+    pub(crate) library: Option<String>,
+    /// Of the communicator.
+    pub(crate) ranks: Vec<u32>,
+    /// Exchanges that the rank has posted.
+    pub(crate) posted: u64,
+    /// Those of them that have ended well.
+    pub(crate) ended: u64,
+    /// Why the communicator was aborted, if it was.
+    pub(crate) failure: Option<String>,
 }
 
 /// Time of all operations of a rank, up to its last step.

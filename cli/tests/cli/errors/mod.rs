@@ -132,6 +132,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a conversion of {bytes} bytes of {what} in a buffer of {}", CALLERS),
     ("no kernel converts {elements} elements of {} to {}", CALLERS),
     ("no kernel makes codes of heads of {dim}", CALLERS),
+    ("a copy between CUDA devices from or to {}", CALLERS),
     ("a message of {} by NCCL of another device", CALLERS),
     (
         "plans for NCCL, which carries out one exchange after the other ({error})",

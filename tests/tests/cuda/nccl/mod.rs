@@ -1,10 +1,11 @@
 //! Ranks with a device each that exchange their messages by NCCL: the fake NCCL on the fake driver.
 
+mod ahead;
 mod faults;
 mod islands;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::host::shard;
@@ -24,10 +25,10 @@ use crate::gradients::prepared::{OnSessions, Sharing};
 use crate::scenario::{Ends, Scenario};
 
 /// Long enough for a loaded machine.
-const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
-    [right(), planted(), decisions(), islands::scenarios(), faults::scenarios()].concat()
+    [right(), planted(), decisions(), ahead::scenarios(), islands::scenarios(), faults::scenarios()].concat()
 }
 
 /// A scenario on `ranks` devices, with settings of the fake NCCL.
@@ -141,11 +142,14 @@ fn decisions() -> Vec<Scenario> {
                         nccl: &str,
                         device: fn(u32) -> Device,
                         options: NcclOptions,
-                        rank,
+                        rank: Option<u32>,
                         why: &'static str| {
         let mut scenario = scenario(name, 2, nccl, move || {
+            let start = Instant::now();
             let NcclRefusal { rank: of, why: text } = on(device, options);
-            assert!(of == rank && text.contains(why), "rank {of}: {text}");
+            assert!(rank.is_none_or(|rank| rank == of) && text.contains(why), "rank {of}: {text}");
+            // Long before the time to form is over, unless the ranks are to wait for that.
+            assert!(start.elapsed() < Duration::from_secs(20), "{:?}: {text}", start.elapsed());
         });
         scenario.says = &[];
         scenario
@@ -156,14 +160,18 @@ fn decisions() -> Vec<Scenario> {
     let mixed =
         |rank: u32| if rank == 1 { Device::cpu() } else { Device::from(CudaBackend::new(0).unwrap()) };
     let one = |_: u32| Device::from(CudaBackend::new(0).unwrap());
+    let failing = "fault_rank=1,init_fails=1,code=2,delay_us=900000";
+    let mut told =
+        scenario("a communicator that fails late on one of three ranks", 3, failing, a_failure_is_told);
+    told.says = &["3 communicators aborted"];
     vec![
-        refused("a rank on another device", "", mixed, options, 1, "not a CUDA device"),
+        refused("a rank on another device", "", mixed, options, Some(1), "not a CUDA device"),
         refused(
             "an old library",
             "version=21703",
             cuda,
             options,
-            0,
+            Some(0),
             "its version is 2.17.3, the oldest that works is 2.18.0",
         ),
         refused(
@@ -171,7 +179,7 @@ fn decisions() -> Vec<Scenario> {
             "id_fails=1",
             cuda,
             options,
-            0,
+            Some(0),
             "ncclGetUniqueId: unhandled system error (2)",
         ),
         refused(
@@ -179,16 +187,16 @@ fn decisions() -> Vec<Scenario> {
             "",
             cuda,
             crossed,
-            0,
+            Some(0),
             "cuda:0: make a communicator of NCCL failed: ncclCommInitRankConfig: invalid argument (4)",
         ),
-        refused("two ranks on a device", "", one, options, 0, "invalid usage (5): Duplicate GPU detected"),
+        refused("two ranks on a device", "", one, options, None, "invalid usage (5): Duplicate GPU detected"),
         refused(
             "a communicator that fails on rank 1",
             "fault_rank=1,init_fails=1,code=2",
             cuda,
-            hasty,
-            1,
+            options,
+            Some(1),
             "told to fail during the initialisation",
         ),
         refused(
@@ -196,10 +204,28 @@ fn decisions() -> Vec<Scenario> {
             "fault_rank=1,init_hangs=1",
             cuda,
             hasty,
-            1,
+            None,
             "the ranks had not met after 2 s",
         ),
+        told,
     ]
+}
+
+/// One of three ranks fails after a while, and nobody waits for the other two, whose communicators are never ready by themselves.
+fn a_failure_is_told() {
+    let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
+    let start = Instant::now();
+    let refusals = on_threads(in_process_group(3), |transport| {
+        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
+        match block_on(NcclCollective::form(&transport, &device, options)).unwrap() {
+            NcclDecision::Leave(refusal) => refusal,
+            NcclDecision::Use(nccl) => panic!("{nccl:?}"),
+        }
+    });
+    for refusal in &refusals {
+        assert!(refusal.rank == 1 && refusal.why.contains("unhandled system error (2)"), "{refusal}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
 /// Plans of a ring, with uneven shares.
@@ -208,7 +234,12 @@ fn plans(case: &str, dtype: Dtype, ranks: u32) -> (Arc<ProvedPlans>, Prepared) {
 }
 
 /// Plans with uneven shares.
-fn plans_on(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy) -> (Arc<ProvedPlans>, Prepared) {
+pub(crate) fn plans_on(
+    case: &str,
+    dtype: Dtype,
+    mesh: Mesh,
+    strategy: Strategy,
+) -> (Arc<ProvedPlans>, Prepared) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
     let world = world(&prepared, mesh, strategy, WireFormat::Same);
     (Arc::new(ProvedPlans::new(world).unwrap()), prepared)
@@ -290,6 +321,21 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
 }
 
 fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
+    let mesh = Mesh::new(ulysses, ring).unwrap();
+    gradients_on(in_process_group(mesh.world()), mesh, strategy, |transport| {
+        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
+        let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
+        session(transport, device, options, RunOptions::default())
+    });
+}
+
+/// The gradients of sessions are right, and have the bytes of those whose messages go through the host.
+pub(crate) fn gradients_on(
+    group: Vec<Arc<dyn Transport>>,
+    mesh: Mesh,
+    strategy: Strategy,
+    session: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+) {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let case = GradientCase::new(case, Dtype::F32);
     let problem = &case.prepared.problem;
@@ -305,23 +351,14 @@ fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
         }
     };
     let alone = case.run(in_process_group(1), &sharing(Mesh::new(1, 1).unwrap(), Strategy::Dense));
-    let mesh = Mesh::new(ulysses, ring).unwrap();
     let shared = sharing(mesh, strategy);
-    let by_nccl = case.gradients_on(in_process_group(mesh.world()), &shared, |transport| {
-        let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
-        session(
-            transport,
-            device,
-            NcclOptions { deadline: DEADLINE, ..NcclOptions::default() },
-            RunOptions::default(),
-        )
-    });
-    for (error, limit) in case.judge(&by_nccl).iter().zip(case.parallel_limits(&alone)) {
+    let found = case.gradients_on(group, &shared, session);
+    for (error, limit) in case.judge(&found).iter().zip(case.parallel_limits(&alone)) {
         error.within(&limit).unwrap();
     }
     let through_host = case.gradients(in_process_group(mesh.world()), &shared);
     let bits = |all: &[Vec<f64>]| -> Vec<Vec<u64>> {
         all.iter().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect()).collect()
     };
-    assert!(bits(&by_nccl) == bits(&through_host), "other bytes than through the host");
+    assert!(bits(&found) == bits(&through_host), "other bytes than through the host");
 }
