@@ -75,6 +75,11 @@ impl CudaBackend {
 }
 
 impl CudaBackend {
+    /// The device's index in [`devices`](crate::devices), which is also that of the driver and of PyTorch.
+    pub fn ordinal(&self) -> usize {
+        self.device.ordinal()
+    }
+
     /// Loads every kernel now, not at its first use, and returns how many there are. For a test of a device: what is missing, or needs
     /// more shared memory than the device has, is an error here.
     ///

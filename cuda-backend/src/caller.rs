@@ -184,6 +184,32 @@ impl CudaTensor for Tensor {
     }
 }
 
+impl CallerStream {
+    /// A new stream of `device`, for a caller that has none at hand: what it is made to wait for orders
+    /// [`Written::By`] tensors. It does not synchronise with the default stream.
+    ///
+    /// # Errors
+    /// [`Error::Request`] if `device` is no CUDA device, [`Error::Device`] if the driver fails.
+    pub fn new(device: &Device) -> Result<Self> {
+        of_cuda(device)?.device.new_caller_stream()
+    }
+
+    /// What this stream is given from now on begins when everything that `other` has been given so far is done. Both are of
+    /// `device`. The host does not wait.
+    ///
+    /// # Errors
+    /// As [`CudaTensor::make_wait`].
+    pub fn wait_for(&self, other: &Self, device: &Device) -> Result<()> {
+        of_cuda(device)?.device.order_streams(other, self)
+    }
+}
+
+fn of_cuda(device: &Device) -> Result<&CudaBackend> {
+    device.backend().ok_or_else(|| {
+        Error::request(format!("a CUDA stream for {}", device.info().name), "use a device of CudaBackend")
+    })
+}
+
 fn on_cuda(tensor: &Tensor, order: impl FnOnce(&CudaBackend, &CudaBuffer) -> Result<()>) -> Result<()> {
     let backend = tensor.device().and_then(|device| device.backend::<CudaBackend>());
     let ordered = backend.and_then(|backend| tensor.with_buffer(|buffer| order(backend, buffer)));

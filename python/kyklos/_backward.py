@@ -60,8 +60,7 @@ class Differentiable:
         :raises RequestError: as :meth:`Group.attend`; also on a browser tab, which has no kernels for gradients.
         """
         call = self._call(options, q, k, v, o, lse, d_o, d_lse)
-        d_lse = None if d_lse is None else d_lse[..., None]
-        dq, dk, dv, d_sinks_part, d_bias = self._core.backward(call, [q, k, v, o, lse[..., None], d_o], d_lse)
+        dq, dk, dv, d_sinks_part, d_bias = self._core.backward(call, [q, k, v, o, lse, d_o], d_lse)
         of_bias = None if d_bias is None else like(q, d_bias)
         if of_bias is not None and options.get("key_bias") is not None:
             of_bias = of_bias.reshape(options["key_bias"].shape)

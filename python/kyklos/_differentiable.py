@@ -16,8 +16,8 @@ from ._group import Group
 def attend(
     group: Group, states: list[torch.Tensor], sinks: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:
-    """``o`` of :meth:`Group.attend` with these options. ``states`` are q, k and v in host memory. ``backward()`` is a call of all
-    ranks."""
+    """``o`` of :meth:`Group.attend` with these options. ``states`` are q, k and v where the group reads them. ``backward()`` is a
+    call of all ranks."""
     return _Attend.apply(*states, sinks, group, options)
 
 

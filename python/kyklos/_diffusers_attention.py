@@ -25,6 +25,7 @@ from ._diffusers_inputs import compare
 from ._errors import RequestError
 from ._group import Group
 from ._rows import gather, sum_rows
+from ._torch_tensors import readable
 
 # Splits by number: the operator has the number, since graphs take no objects.
 _splits: dict[int, Split] = {}
@@ -109,7 +110,7 @@ class Split:
             )
         label = f"{self._place()}, attention {self._calls}"
         out_dim = v.shape[-1]
-        run = functools.partial(self.group.attend, *_same_dim(q, k, v), scale=scale, mesh=self.mesh)
+        run = functools.partial(self.group.attend, *_same_dim(self.group, q, k, v), scale=scale, mesh=self.mesh)
         number = -1
         if mask is None:
             o, lse = run(label=label)
@@ -152,8 +153,9 @@ class Split:
             options["key_bias"] = whole.to(_mask_type(mask, q.dtype))
         elif mask is not None:
             options["bias"] = _rows_of(mask, q.dtype)
-        q, k, v, o, d_o = _same_dim(q, k, v, o, d_o.to(o.dtype).contiguous())
-        found = self.group.backward(q, k, v, o, lse.detach().to("cpu"), d_o, **options)
+        *states, lse = readable(self.group, *_same_dim(self.group, q, k, v, o, d_o.to(o.dtype).contiguous()), lse.detach())
+        q, k, v, o, d_o = states
+        found = self.group.backward(q, k, v, o, lse, d_o, **options)
         widened = zip((found.dq, found.dk, found.dv), widths, strict=True)
         gradients = [gradient[..., :width].contiguous() for gradient, width in widened]
         if not of_mask or mask is None:
@@ -246,11 +248,11 @@ def _rows_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bias if bias.dtype == torch.bool else bias.to(dtype)
 
 
-def _same_dim(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In host memory, with zeros up to the next multiple of 8 elements, which change neither q·k nor the rows of v."""
-    host = [x.detach().to("cpu") for x in tensors]
-    dim = -max(x.shape[-1] for x in host) // 8 * -8
-    return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in host)
+def _same_dim(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where the group reads them, with zeros up to the next multiple of 8 elements, which change neither q·k nor the rows of v."""
+    states = readable(group, *(x.detach() for x in tensors))
+    dim = -max(x.shape[-1] for x in states) // 8 * -8
+    return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)
 
 
 def attention(

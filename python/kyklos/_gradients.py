@@ -9,6 +9,7 @@ import torch
 
 from ._group import Group
 from ._rows import gather, sum_rows
+from ._torch_tensors import readable
 
 # Elements of a row, and rows that are exchanged at once: 16 MiB of float32.
 _WIDTH, _ROWS = 1024, 4096
@@ -40,7 +41,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
     with torch.no_grad():
         gradients = [_present(parameter) for parameter, found in zip(wanted, anywhere.tolist(), strict=True) if found]
         for number, pieces in enumerate(_buckets(gradients)):
-            flat = torch.cat([piece.to("cpu") for piece in pieces])
+            flat = torch.cat(readable(group, *pieces))
             total = _sum(group, flat, f"{label}, part {number}")
             for piece, part in zip(pieces, total.split([len(piece) for piece in pieces]), strict=True):
                 piece.copy_(part)

@@ -13,6 +13,7 @@ from ._arrays import like, records_gradients
 from ._backward import Differentiable
 from ._cache import CachedCalls, KvCache
 from ._errors import GroupError, RequestError
+from ._forming import Forming
 from ._options import CallOptions, Unpack, complete
 from ._plan import Plan, plan
 from ._shares import Sharing
@@ -21,7 +22,7 @@ from ._shares import Sharing
 _open: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-class Group(Sharing, Differentiable):
+class Group(Forming, Sharing, Differentiable):
     """One rank of a group, with its device.
 
     All ranks make the same calls in the same order; each passes its own tokens and gets the rows of its own queries. A call
@@ -41,154 +42,6 @@ class Group(Sharing, Differentiable):
         self._closed = False
         _open.add(self)
 
-    @staticmethod
-    def from_env(
-        *,
-        device: str = "auto",
-        rank: int | None = None,
-        world: int | None = None,
-        coordinator: str | None = None,
-        cluster_file: str | None = None,
-        identity: str | None = None,
-        invitation: str | None = None,
-        token: str | None = None,
-        job: str | None = None,
-        bind: str | None = None,
-        port: int | None = None,
-        advertise: str | Sequence[str] | None = None,
-        network: str = "udp",
-        link: str = "lan",
-        join_deadline_s: float = 60.0,
-        deadline_s: float = 60.0,
-        leave_s: float = 10.0,
-    ) -> Group:
-        """Joins the group of the launcher that started this process: torchrun, ``mpirun``, ``srun``, Kubernetes or
-        ``kyklos launch``. Without a launcher and without options it is a group of one. Blocks until all ranks are there.
-
-        :param device: ``"auto"``, ``"cpu"``, ``"wgpu"``, ``"wgpu:N"``, ``"cuda"`` or ``"cuda:N"``. ``"auto"`` takes a GPU by
-            wgpu if there is one, else the cores.
-        :param rank: this rank, if no launcher says it; likewise ``world`` and ``coordinator`` (``"HOST:PORT"`` of rank 0, UDP).
-        :param cluster_file: TOML file that lists the hosts of the ranks.
-        :param identity: PEM file that proves this rank to the others; ``{rank}`` in it stands for the rank. A group over a
-            network needs identities (``kyklos certs``), or ``invitation`` on rank 0 and ``token`` on the others.
-        :param job: name of the job that the identities must be of.
-        :param bind: local IP address.
-        :param port: first local port of ranks other than 0.
-        :param advertise: IP addresses at which the others reach this rank, each with or without a port, in the order in which
-            to try them: for hosts with several addresses, and behind address translation. By default the address at which
-            rank 0 sees it.
-        :param network: ``"udp"``, or ``"tcp"`` where UDP is dropped; the same on all ranks.
-        :param link: ``"lan"``, or ``"wan"`` between data centres: outages of up to 10 s end nothing, and a dead rank is found
-            after 15 s; the same on all ranks.
-        :param join_deadline_s: longest time until all ranks are there, in seconds.
-        :param deadline_s: longest time of a message or a vote, in seconds. Let it cover the first compilation of a model.
-        :param leave_s: longest wait in :meth:`close` for ranks that have not taken all messages, in seconds.
-        :raises RequestError: settings that do not fit each other.
-        :raises GroupError: a group that does not form in time.
-        """
-        launch = {
-            "rank": rank,
-            "world": world,
-            "coordinator": coordinator,
-            "cluster_file": cluster_file,
-            "identity": identity,
-            "invitation": invitation,
-            "token": token,
-            "job": job,
-            "bind": bind,
-            "port": port,
-            "advertise": _joined(advertise),
-            "network": network,
-            "link": link,
-            "join_deadline_s": join_deadline_s,
-        }
-        return Group(_kyklos.of_launcher(device, launch, _session(deadline_s, leave_s)))
-
-    @staticmethod
-    def local(
-        world: int, *, device: str | Sequence[str] = "auto", deadline_s: float = 60.0, leave_s: float = 10.0
-    ) -> list[Group]:
-        """All ranks of a group in this process, by rank. Each is used by a thread of its own: see :func:`kyklos.run_local`.
-
-        :param world: number of ranks.
-        :param device: one for all ranks, or a list with one for each. Ranks with the same name share the device.
-        """
-        names = [device] if isinstance(device, str) else list(device)
-        return [Group(core) for core in _kyklos.local(names, world, _session(deadline_s, leave_s))]
-
-    @staticmethod
-    def from_torch(
-        process_group: Any = None,
-        *,
-        device: str = "auto",
-        host: str | None = None,
-        port: int = 0,
-        network: str = "udp",
-        link: str = "lan",
-        join_deadline_s: float = 60.0,
-        deadline_s: float = 60.0,
-        leave_s: float = 10.0,
-    ) -> Group:
-        """A group of the ranks of a ``torch.distributed`` process group, which carries new identities from rank 0 to the
-        others: whoever reads its traffic could join. All ranks call it together.
-
-        :param process_group: the process group; by default the default one.
-        :param host: name or address of rank 0 for the other ranks. By default ``MASTER_ADDR``, else the loopback address.
-            Only rank 0's value counts.
-        :param port: UDP port of rank 0; 0 for one that is free. Only rank 0's value counts.
-        """
-        from ._torch_group import own_identity
-
-        own = own_identity(process_group, host, port)
-        if own["world"] == 1:
-            return Group.local(1, device=device, deadline_s=deadline_s, leave_s=leave_s)[0]
-        return Group.connect(
-            **own,
-            device=device,
-            network=network,
-            link=link,
-            join_deadline_s=join_deadline_s,
-            deadline_s=deadline_s,
-            leave_s=leave_s,
-        )
-
-    @staticmethod
-    def connect(
-        identity: str,
-        *,
-        rank: int,
-        world: int,
-        host: str,
-        port: int,
-        device: str = "auto",
-        advertise: str | Sequence[str] | None = None,
-        network: str = "udp",
-        link: str = "lan",
-        join_deadline_s: float = 60.0,
-        deadline_s: float = 60.0,
-        leave_s: float = 10.0,
-    ) -> Group:
-        """A group of processes that a launcher of your own started, and that carried the identities to them.
-
-        :param identity: this rank's one of :func:`kyklos.identities`. It is a secret.
-        :param rank: this rank; ``world`` is the number of ranks.
-        :param host: name or address of rank 0; rank 0 itself listens there.
-        :param port: port of rank 0 (UDP, or TCP with ``network="tcp"``).
-        :param advertise: as for :meth:`from_env`.
-        """
-        member = {
-            "pem": identity,
-            "rank": rank,
-            "world": world,
-            "host": host,
-            "port": port,
-            "advertise": _joined(advertise),
-            "network": network,
-            "link": link,
-            "join_deadline_s": join_deadline_s,
-        }
-        return Group(_kyklos.with_identity(device, member, _session(deadline_s, leave_s)))
-
     @property
     def rank(self) -> int:
         """This rank, from 0."""
@@ -205,9 +58,20 @@ class Group(Sharing, Differentiable):
         return self._core.device
 
     @property
+    def gpu(self) -> int | None:
+        """Index of this rank's NVIDIA GPU, whose arrays are read in place; ``None`` on another device."""
+        return self._core.gpu
+
+    @property
     def network(self) -> str | None:
         """The network path of this rank in one line; ``None`` within one process."""
         return self._core.network
+
+    @property
+    def collective(self) -> str:
+        """How keys, values and states go between the ranks, such as ``"NCCL 2.28.9"``; if NCCL is not used, why:
+        ``"host memory; NCCL is not used: rank 1: …"``."""
+        return self._core.collective
 
     @property
     def report(self) -> dict[str, Any]:
@@ -217,8 +81,8 @@ class Group(Sharing, Differentiable):
     def attend(self, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]) -> tuple[Any, Any]:
         """Exact attention over the tokens of all ranks: ``softmax(scale · q kᵀ, masked) v``.
 
-        ``q``, ``k`` and ``v`` are this rank's tokens: NumPy arrays, CPU tensors of PyTorch, or anything else with DLPack, of
-        float32, float16 or bfloat16. Ranks may hold any numbers of tokens, zero included; they tell each other. Arrays are
+        ``q``, ``k`` and ``v`` are this rank's tokens: NumPy arrays, tensors of PyTorch, or anything else with DLPack, of
+        float32, float16 or bfloat16, in host memory or on the NVIDIA GPU :attr:`gpu`. Ranks may hold any numbers of tokens, zero included; they tell each other. Arrays are
         read in place, whatever the strides of batch, tokens and heads. Do not write to them before the call returns.
 
         Shapes, with ``layout="bshd"``: ``q [batch, tokens, heads, dim]``, ``k`` and ``v [batch, tokens, kv_heads, dim]``, where
@@ -251,7 +115,7 @@ class Group(Sharing, Differentiable):
             checked.
         :param results: the ranks that get rows: ``"owner"``, ``"all"``, or the number of one rank, which gets all. All rows are
             those of rank 0, then those of rank 1, and so on, also with ``q_tokens``.
-        :returns: ``o`` like ``q``, and ``lse``, the natural logarithm of the sum of exponentials, float32 ``[batch, tokens,
+        :returns: ``o`` like ``q``, on its device, and ``lse``, the natural logarithm of the sum of exponentials, float32 ``[batch, tokens,
             heads]`` (``"bhsd"``: ``[batch, heads, tokens]``). They are arrays of the library of ``q``.
         :raises RequestError: ranks that disagree, wrong shapes or options; the same on all ranks.
         :raises GroupError: the group has ended.
@@ -384,14 +248,6 @@ def identities(world: int) -> list[str]:
     """New identities for the ranks of one group, by rank, as PEM texts for :meth:`Group.connect`. Each is the secret of its rank:
     carry it to that process only, over a channel that you trust."""
     return _kyklos.identities(world)
-
-
-def _joined(advertise: str | Sequence[str] | None) -> str | None:
-    return advertise if advertise is None or isinstance(advertise, str) else ",".join(advertise)
-
-
-def _session(deadline_s: float, leave_s: float) -> dict[str, float]:
-    return {"deadline_s": float(deadline_s), "leave_s": float(leave_s)}
 
 
 @atexit.register

@@ -18,12 +18,13 @@ def run_local(
     *,
     device: str | Sequence[str] = "auto",
     deadline_s: float = 60.0,
+    collective: str = "host",
 ) -> list[T]:
     """Runs ``function(group)`` for each rank of a new group in this process, each on a thread, and returns their values by rank.
 
     If one of them raises, the others end with a :class:`GroupError`, and its exception is raised here.
     """
-    groups = Group.local(world, device=device, deadline_s=deadline_s)
+    groups = Group.local(world, device=device, deadline_s=deadline_s, collective=collective)
     values: list[Any] = [None] * world
     errors: list[BaseException | None] = [None] * world
 

@@ -14,6 +14,7 @@ import torch
 
 from ._errors import RequestError
 from ._group import Group
+from ._torch_tensors import readable
 
 # Elements of a head: a multiple of 8 that kernels take.
 _DIM = 64
@@ -60,7 +61,7 @@ def _exchange(group: Group, rows: torch.Tensor, label: str, results: str | int) 
     width = math.prod(rest)
     padding = -width % _DIM
     flat = torch.nn.functional.pad(rows.detach().reshape(batch, own, width), (0, padding))
-    values = flat.reshape(batch, own, (width + padding) // _DIM, _DIM).to("cpu")
+    (values,) = readable(group, flat.reshape(batch, own, (width + padding) // _DIM, _DIM))
     none = torch.zeros_like(values)
     o, _ = group.attend(none, none, values, mask="window:0,0", results=results, label=label)
     everything = o.reshape(batch, o.shape[1], width + padding)[:, :, :width]

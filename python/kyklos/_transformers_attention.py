@@ -15,6 +15,7 @@ from ._differentiable import attend
 from ._errors import RequestError
 from ._group import Group
 from ._rows import without_backward
+from ._torch_tensors import readable
 from ._transformers_cache import SplitCache
 from ._transformers_masks import CAUSAL, FULL, MaskRule
 from ._transformers_steps import LayerCall, Step, label
@@ -99,24 +100,24 @@ class Forward:
         call = self._options(name, rule, options, states[0].shape[3])
         sinks = options.get("s_aux")
         if layer is None and self.counts is not None:
-            host = [state.to("cpu").transpose(1, 2) for state in (query, key, value)]
-            o = attend(self.group, host, sinks, call)
+            states = readable(self.group, *(state.transpose(1, 2) for state in (query, key, value)))
+            o = attend(self.group, states, sinks, call)
             return o[..., :width].contiguous().to(query.device)
         call["sinks"] = None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist()
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            host = [state.to("cpu").transpose(1, 2) for state in (query, key, value)]
+            placed = readable(self.group, *(state.transpose(1, 2) for state in (query, key, value)))
             if layer is not None:
                 store = layer.make(key, rule.window)
                 if self.step is not None:
-                    o = self.step.attend(LayerCall(name, store, _kind(rule, call, host)), host, call)
+                    o = self.step.attend(LayerCall(name, store, _kind(rule, call, placed)), placed, call)
                 else:
-                    o, _ = self.group.attend_cached(store, *host, **call)
+                    o, _ = self.group.attend_cached(store, *placed, **call)
             else:
                 if self.group.rank > 0:
                     # All ranks have all keys; those of rank 0 count.
-                    host[1:] = [state[:, :0] for state in host[1:]]
-                o, _ = self.group.attend(*host, **call)
+                    placed[1:] = [state[:, :0] for state in placed[1:]]
+                o, _ = self.group.attend(*placed, **call)
             return o[..., :width].contiguous().to(query.device)
 
         return without_backward(run, _FEW_TOKENS if layer is None else _CACHED, query, key, value)

@@ -9,10 +9,11 @@
 
 The operator ``torch.ops.kyklos.attention`` works in eager mode and under ``torch.compile(fullgraph=True)``, where ranks may have
 different numbers of tokens. It has an ordered effect: compiled code neither drops nor reorders it, so all ranks make the same
-calls. Tensors of the CPU are read in place; those of other devices pass through host memory.
+calls. Tensors of the CPU are read in place, and so are those of the NVIDIA GPU on which the rank computes
+(``device="cuda:0"``); those of other devices pass through host memory.
 
-It has gradients of q, k, v, sinks and of a bias, computed on processors or wgpu devices; a ``backward()`` is a call of all ranks,
-too. Each rank's loss is a part of one loss, the sum over the ranks: nothing is divided by their number.
+It has gradients of q, k, v, sinks and of a bias, computed on processors, wgpu devices and NVIDIA GPUs; a ``backward()`` is a
+call of all ranks, too. Each rank's loss is a part of one loss, the sum over the ranks: nothing is divided by their number.
 :func:`sum_gradients` adds the gradients of parameters over the ranks.
 """
 
@@ -30,6 +31,7 @@ from ._errors import RequestError
 from ._gradients import sum_gradients
 from ._group import Group
 from ._options import complete
+from ._torch_tensors import readable
 
 __all__ = ["attention", "sum_gradients"]
 
@@ -130,8 +132,8 @@ def _attention(
     call: int,
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group, options, host = _prepared((q, k, v), bias, key_bias, sinks, call)
-    o, lse = group.attend(*host, **options)
+    group, options, states = _prepared((q, k, v), bias, key_bias, sinks, call)
+    o, lse = group.attend(*states, **options)
     return o.to(q.device), lse.to(q.device)
 
 
@@ -142,16 +144,16 @@ def _prepared(
     sinks: torch.Tensor | None,
     call: int,
 ) -> tuple[Group, dict[str, Any], list[torch.Tensor]]:
-    """The group and the options of a call, and its tensors in host memory."""
+    """The group and the options of a call, and its tensors where the group reads them. It reads sinks and biases in host memory."""
     reference, options = _calls.get(call, (None, None))
     group = None if reference is None else reference()
     if group is None or options is None:
         raise RequestError("the group of this call is gone: form a new one, and compile again for it")
     if sinks is not None:
         options = {**options, "sinks": sinks.detach().to("cpu", torch.float32).tolist()}
-    host = [tensor.detach().to("cpu") for tensor in tensors]
+    states = readable(group, *(tensor.detach() for tensor in tensors))
     biases = [None if tensor is None else tensor.detach().to("cpu") for tensor in (bias, key_bias)]
-    return group, {**options, "bias": biases[0], "key_bias": biases[1]}, host
+    return group, {**options, "bias": biases[0], "key_bias": biases[1]}, states
 
 
 @_attention.register_fake
@@ -176,14 +178,12 @@ def _attention_backward(
     call: int,
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    group, options, host = _prepared((q, k, v, o, lse, d_o.to(o.dtype)), bias, key_bias, sinks, call)
-    host_q, host_k, host_v, host_o, host_lse, host_d_o = host
-    host_d_lse = None if d_lse is None else d_lse.detach().to("cpu", torch.float32)
-    options = {**options, "bias_gradient": of_bias}
-    gradients = group.backward(host_q, host_k, host_v, host_o, host_lse, host_d_o, host_d_lse, **options)
+    tensors = (q, k, v, o, lse, d_o.to(o.dtype), *([] if d_lse is None else [d_lse.to(torch.float32)]))
+    group, options, states = _prepared(tensors, bias, key_bias, sinks, call)
+    gradients = group.backward(*states, **{**options, "bias_gradient": of_bias})
     given = bias if key_bias is None else key_bias
-    d_bias = torch.empty(0) if gradients.d_bias is None or given is None else gradients.d_bias.to(given)
-    d_sinks = torch.tensor(gradients.d_sinks_part, dtype=torch.float32 if sinks is None else sinks.dtype)
+    d_bias = q.new_empty(0, dtype=torch.float32) if gradients.d_bias is None or given is None else gradients.d_bias.to(given)
+    d_sinks = torch.tensor(gradients.d_sinks_part, dtype=torch.float32 if sinks is None else sinks.dtype, device=q.device)
     tensors = gradients.dq.to(q.device), gradients.dk.to(q.device), gradients.dv.to(q.device)
     return *tensors, d_sinks if sinks is None else d_sinks.to(sinks.device), d_bias
 

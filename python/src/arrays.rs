@@ -1,28 +1,33 @@
-//! Arrays of other libraries, by DLPack: in without a copy where the kernels can read them, out without a copy.
+//! Arrays of other libraries, by DLPack: without a copy where the kernels can read them.
 
-use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use dlpark::ffi::{
-    DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManagedTensor, DLManagedTensorVersioned,
-};
-use dlpark::metadata::Dynamic;
-use dlpark::python::{DlpackExporter, ExportRequest, ImportRequest, export_dlpack};
-use dlpark::{AllocationDeleter, DlpackFlags, Managed};
+use dlpark::AllocationDeleter;
+use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType};
+use dlpark::python::{DlpackStream, ImportRequest};
 use kyklos::{Dtype, Error, Result, Tensor};
+use kyklos_cuda::{CallerMemory, CudaTensor, Written};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 
-/// Elements of an array in host memory, with the strides that its library gave it.
+use crate::place::{Place, Ready, elsewhere};
+
+/// Elements of an array, with the strides that its library gave it.
 #[derive(Clone, Debug)]
 pub(crate) struct Elements {
     pub(crate) shape: Vec<usize>,
     /// In elements; 0 where an axis repeats.
     strides: Vec<usize>,
     pub(crate) kind: Kind,
-    memory: Bytes,
+    memory: Memory,
+}
+
+#[derive(Clone, Debug)]
+enum Memory {
+    Host(Bytes),
+    /// Of the rank's GPU.
+    Gpu(Arc<GpuMemory>),
 }
 
 /// The type of elements.
@@ -45,19 +50,51 @@ struct Borrowed {
     _loan: Sender<()>,
 }
 
+impl std::fmt::Debug for Borrowed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes at {:p}", self.bytes, self.first)
+    }
+}
+
+/// Borrowed memory of the host.
+struct HostMemory(Borrowed);
+
+/// Borrowed memory of a GPU. It is given back on a thread of its own: the library may wait for the interpreter's lock, and the thread of
+/// the device that drops this must not.
+#[derive(Debug)]
+struct GpuMemory(Option<Borrowed>);
+
+impl Drop for GpuMemory {
+    fn drop(&mut self) {
+        static GIVING_BACK: OnceLock<Sender<Borrowed>> = OnceLock::new();
+        let sender = GIVING_BACK.get_or_init(|| {
+            let (sender, borrowed) = channel::<Borrowed>();
+            // Without the thread there is no receiver, and `send` below gives the memory back here.
+            let _ = std::thread::Builder::new()
+                .name("kyklos-arrays".to_owned())
+                .spawn(move || borrowed.into_iter().for_each(drop));
+            sender
+        });
+        if let Some(borrowed) = self.0.take() {
+            drop(sender.send(borrowed));
+        }
+    }
+}
+
 // SAFETY: the memory is only read, and its owner is released by a callback that may run on any thread.
 unsafe impl Send for Borrowed {}
 // SAFETY: as above.
 unsafe impl Sync for Borrowed {}
 
-impl AsRef<[u8]> for Borrowed {
+impl AsRef<[u8]> for HostMemory {
     fn as_ref(&self) -> &[u8] {
-        if self.bytes == 0 {
+        let Self(Borrowed { first, bytes, .. }) = self;
+        if *bytes == 0 {
             return &[];
         }
         // SAFETY: DLPack's contract: the elements that shape and strides reach are readable until the owner is released. That
         // no other thread writes to them during the call is the caller's part, which the documentation of a call says.
-        unsafe { std::slice::from_raw_parts(self.first, self.bytes) }
+        unsafe { std::slice::from_raw_parts(*first, *bytes) }
     }
 }
 
@@ -89,14 +126,34 @@ impl Kind {
 }
 
 impl Elements {
-    /// The array `object`, called `name` in errors. Nothing is copied.
-    pub(crate) fn import(name: &str, object: &Bound<'_, PyAny>, loan: &Loan) -> Result<Self> {
+    /// The array `object`, called `name` in errors, in host memory or where `place` reads it; without one, in host memory.
+    /// Nothing is copied.
+    pub(crate) fn import(
+        name: &str,
+        object: &Bound<'_, PyAny>,
+        loan: &Loan,
+        place: Option<&Place>,
+    ) -> Result<Self> {
         let type_name =
             || object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
         let refuse = |mismatch: String, remedy: &str| Err(Error::request(mismatch, remedy));
-        let imported =
-            ImportRequest::new(object.as_borrowed()).and_then(|request| request.import(None, None));
-        let imported = match imported {
+        let check = |device: DLDevice| match place {
+            _ if device.device_type == DLDeviceType::CPU => Ok(()),
+            Some(place) => place.check(name, device),
+            None => Err(elsewhere(name, device)),
+        };
+        let mut ready = None;
+        let request = ImportRequest::new(object.as_borrowed());
+        if let Ok(request) = &request
+            && let Ok(device) = request.device()
+        {
+            check(device)?;
+            if device.device_type != DLDeviceType::CPU {
+                ready = place.map(Place::ready).transpose()?;
+            }
+        }
+        let stream = ready.as_ref().map(|ready: &Ready<'_>| ready as &dyn DlpackStream);
+        let imported = match request.and_then(|request| request.import(stream, None)) {
             Ok(imported) => imported,
             Err(error) => {
                 return refuse(
@@ -104,18 +161,19 @@ impl Elements {
                         "{name} is a {} that does not give its elements by DLPack ({error})",
                         type_name()
                     ),
-                    "pass an array of NumPy or a tensor of PyTorch (detached, where it requires a gradient) in host memory",
+                    "pass an array of NumPy or a tensor of PyTorch (detached, where it requires a gradient)",
                 );
             }
         };
-        let faulty = |error: dlpark::tensor::Error| {
-            Error::request(format!("{name}: {error}"), "pass a dense array in host memory")
-        };
+        let faulty =
+            |error: dlpark::tensor::Error| Error::request(format!("{name}: {error}"), "pass a dense array");
         let tensor = imported.validate().map_err(faulty)?;
-        if tensor.device().device_type != DLDeviceType::CPU {
+        let on_gpu = tensor.device().device_type != DLDeviceType::CPU;
+        if on_gpu && ready.is_none() {
+            check(tensor.device())?;
             return refuse(
-                format!("{name} is on device type {} of DLPack", tensor.device().device_type.0),
-                "move it to host memory: this release takes arrays of the CPU",
+                format!("{name} is a capsule of DLPack with an array of a GPU"),
+                "pass the array itself, whose library then orders its streams",
             );
         }
         let Some(kind) = Kind::of(tensor.dtype()) else {
@@ -157,12 +215,17 @@ impl Elements {
                 "align them to their size: copy the array",
             );
         }
-        let owner = Borrowed { first, bytes, _owner: imported.into_deleter(), _loan: loan.0.clone() };
-        Ok(Self { shape, strides, kind, memory: Bytes::from_owner(owner) })
+        let borrowed = Borrowed { first, bytes, _owner: imported.into_deleter(), _loan: loan.0.clone() };
+        let memory = if on_gpu {
+            Memory::Gpu(Arc::new(GpuMemory(Some(borrowed))))
+        } else {
+            Memory::Host(Bytes::from_owner(HostMemory(borrowed)))
+        };
+        Ok(Self { shape, strides, kind, memory })
     }
 
-    /// The tensor of q, k or v: four axes, tokens before heads, or after them with `heads_first`.
-    pub(crate) fn tensor(&self, name: &str, heads_first: bool) -> Result<Tensor> {
+    /// The tensor of q, k or v: four axes, tokens before heads, or after them with `heads_first`. `place` is that of the import.
+    pub(crate) fn tensor(&self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
         let Kind::Number(dtype) = self.kind else {
             return Err(Error::request(
                 format!("{name} has elements of bool"),
@@ -180,16 +243,29 @@ impl Elements {
             ));
         };
         let flat = |memory: Bytes| Tensor::from_bytes([1, 1, 1, memory.len() / dtype.bytes()], dtype, memory);
-        // Kernels take any strides of batch, tokens and heads, of elements that are not shared.
-        let tensor = match flat(self.memory.clone())?.view(shape, strides, 0) {
-            Ok(view) => view,
-            Err(_) => Tensor::from_bytes(shape, dtype, self.dense(name)?.into())?,
+        let tensor = match &self.memory {
+            // Kernels take any strides of batch, tokens and heads, of elements that are not shared.
+            Memory::Host(memory) => match flat(memory.clone())?.view(shape, strides, 0) {
+                Ok(view) => view,
+                Err(_) => Tensor::from_bytes(shape, dtype, self.dense(name)?.into())?,
+            },
+            Memory::Gpu(memory) => {
+                gpu_tensor(shape, strides, dtype, memory, place).map_err(|error| match error {
+                    Error::Request { mismatch, remedy } => {
+                        Error::Request { mismatch: format!("{name}: {mismatch}"), remedy }
+                    }
+                    other => other,
+                })?
+            }
         };
         Ok(if heads_first { tensor.swap_tokens_and_heads() } else { tensor })
     }
 
     /// The elements one after the other, in the order of the axes.
     pub(crate) fn dense(&self, name: &str) -> Result<Vec<u8>> {
+        let Memory::Host(memory) = &self.memory else {
+            return Err(Error::request(format!("{name} is on a GPU"), "move it to host memory"));
+        };
         let bytes = self.kind.bytes();
         let total = self.shape.iter().try_fold(bytes, |bytes: usize, extent| bytes.checked_mul(*extent));
         let mut dense = Vec::new();
@@ -207,7 +283,7 @@ impl Elements {
         let mut index = vec![0_usize; self.shape.len()];
         for _ in 0..count {
             let at: usize = index.iter().zip(&self.strides).map(|(index, stride)| index * stride).sum();
-            dense.extend_from_slice(&self.memory[at * bytes..(at + 1) * bytes]);
+            dense.extend_from_slice(&memory[at * bytes..(at + 1) * bytes]);
             for axis in (0..index.len()).rev() {
                 index[axis] += 1;
                 if index[axis] < self.shape[axis] {
@@ -219,12 +295,45 @@ impl Elements {
         Ok(dense)
     }
 
+    /// The tensor of a number for each row: three axes, tokens before heads, or after them with `heads_first`.
+    pub(crate) fn numbers(mut self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
+        if self.shape.len() != 3 {
+            let axes = if heads_first { "[batch, heads, tokens]" } else { "[batch, tokens, heads]" };
+            return Err(Error::request(
+                format!("{name} has the shape {:?}", self.shape),
+                format!("give it three axes, {axes}"),
+            ));
+        }
+        self.shape.push(1);
+        self.strides.push(1);
+        self.tensor(name, heads_first, place)
+    }
+
     /// The same elements with axes 1 and 2 exchanged.
     pub(crate) fn with_middle_axes_exchanged(mut self) -> Self {
         self.shape.swap(1, 2);
         self.strides.swap(1, 2);
         self
     }
+}
+
+/// Elements in the memory of another library on the GPU of `place`. That library has made its stream for Kyklos wait.
+fn gpu_tensor(
+    shape: [usize; 4],
+    strides: [usize; 4],
+    dtype: Dtype,
+    memory: &Arc<GpuMemory>,
+    place: &Place,
+) -> Result<Tensor> {
+    let Ready { device, stream } = place.ready()?;
+    let at = memory.0.as_ref().map_or(CallerMemory { address: 0, bytes: 0 }, |borrowed| CallerMemory {
+        address: borrowed.first.expose_provenance() as u64,
+        bytes: borrowed.bytes,
+    });
+    // SAFETY: DLPack's contract: the owner keeps the memory, and its library has ordered what writes to it before `stream`. That
+    // nobody else writes to it during the call is the caller's part, which the documentation of a call says; the call returns when
+    // the owner was dropped.
+    unsafe { Tensor::from_cuda(shape, strides, dtype, device, at, Written::By(stream), memory.clone()) }
 }
 
 /// A type of DLPack that calls do not take, as NumPy names it.
@@ -237,107 +346,4 @@ fn type_in_words(DLDataType { code, bits, lanes }: DLDataType) -> String {
         other => return format!("DLPack type {} with {bits} bits in {lanes} lanes", other.0),
     };
     if lanes == 1 { format!("{kind}{bits}") } else { format!("{lanes} lanes of {kind}{bits}") }
-}
-
-/// An array that Kyklos has made. Other libraries take it by DLPack, without a copy.
-#[pyclass(frozen, module = "kyklos._kyklos")]
-#[derive(Debug)]
-pub(crate) struct Array {
-    memory: Bytes,
-    shape: Vec<i64>,
-    strides: Vec<i64>,
-    dtype: Dtype,
-}
-
-impl Array {
-    /// Dense elements in host memory; with `heads_first` shown with axes 1 and 2 exchanged.
-    pub(crate) fn new(memory: Bytes, shape: &[usize], dtype: Dtype, heads_first: bool) -> Self {
-        let mut shape: Vec<i64> =
-            shape.iter().map(|extent| i64::try_from(*extent).unwrap_or(i64::MAX)).collect();
-        let mut strides = vec![1; shape.len()];
-        for axis in (1..shape.len()).rev() {
-            strides[axis - 1] = strides[axis] * shape[axis].max(1);
-        }
-        if heads_first {
-            shape.swap(1, 2);
-            strides.swap(1, 2);
-        }
-        Self { memory, shape, strides, dtype }
-    }
-
-    fn managed<M: dlpark::ManagedTensorBase>(&self) -> PyResult<Managed<M>> {
-        let owner = Arc::new(self.memory.clone());
-        let first: *mut c_void = owner.as_ptr().cast_mut().cast();
-        let mut tensor = Dynamic::new(&self.shape[..], &self.strides[..])
-            .initialize_as::<M>(owner)
-            .map_err(|error| pyo3::exceptions::PyBufferError::new_err(error.to_string()))?;
-        tensor.set_data(first).set_device(DLDevice::CPU).set_dtype(match self.dtype {
-            Dtype::F32 => DLDataType::F32,
-            Dtype::F16 => DLDataType::F16,
-            Dtype::Bf16 => DLDataType::BF16,
-        });
-        // SAFETY: the owner keeps the memory, which holds the elements that shape and strides name; nothing else uses it.
-        Ok(unsafe { tensor.finish() })
-    }
-}
-
-impl DlpackExporter for Array {
-    fn device(&self) -> DLDevice {
-        DLDevice::CPU
-    }
-
-    fn flags(&self) -> DlpackFlags {
-        DlpackFlags::empty()
-    }
-
-    fn prepare_export(&self, _: Python<'_>, _: &ExportRequest<'_>) -> PyResult<()> {
-        Ok(())
-    }
-
-    fn export_legacy(&self, _: Python<'_>) -> PyResult<Managed<DLManagedTensor>> {
-        self.managed()
-    }
-
-    fn export_versioned(&self, _: Python<'_>) -> PyResult<Managed<DLManagedTensorVersioned>> {
-        self.managed()
-    }
-}
-
-#[pymethods]
-impl Array {
-    /// Extents, in the layout of the call.
-    #[getter]
-    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, &self.shape)
-    }
-
-    /// `float32`, `float16` or `bfloat16`.
-    #[getter]
-    fn dtype(&self) -> &'static str {
-        match self.dtype {
-            Dtype::F32 => "float32",
-            Dtype::F16 => "float16",
-            Dtype::Bf16 => "bfloat16",
-        }
-    }
-
-    fn __dlpack_device__(&self) -> (u32, i32) {
-        DLDevice::CPU.into()
-    }
-
-    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<&Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(u32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Py<PyAny>> {
-        export_dlpack(self, py, ExportRequest::parse(stream, max_version, dl_device, copy)?)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("kyklos.Array(shape={:?}, dtype={})", self.shape, self.dtype())
-    }
 }

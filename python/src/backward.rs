@@ -2,24 +2,22 @@
 
 use std::sync::mpsc::Receiver;
 
-use bytes::Bytes;
-use kyklos::{Dtype, Gradients, Result, Saved, Session, Tensor};
+use kyklos::{Gradients, Result, Saved, Session, Tensor};
 use pyo3::prelude::*;
 
-use crate::arrays::{Array, Elements, Loan};
+use crate::arrays::{Elements, Loan};
 use crate::call::Call;
+use crate::outputs::{Array, Fetched};
+use crate::place::Place;
 
 /// Gradients of q, k and v, this rank's part of those of the sinks, and that of the bias.
-pub(crate) type Returned = (Array, Array, Array, Vec<f64>, Option<Array>);
+pub(crate) type GradientArrays = (Array, Array, Array, Vec<f64>, Option<Array>);
 
-/// A tensor in host memory.
-type HostTensor = (Bytes, [usize; 4], Dtype);
-
-/// Gradients in host memory.
-pub(crate) struct Fetched {
-    tensors: [HostTensor; 3],
+/// The gradients of a pass, before Python gets them.
+pub(crate) struct FetchedGradients {
+    of_states: [Fetched; 3],
     d_sinks_part: Vec<f64>,
-    d_bias: Option<HostTensor>,
+    d_bias: Option<Fetched>,
     pub(crate) report: String,
 }
 
@@ -30,52 +28,51 @@ pub(crate) struct Inputs {
     d_lse: Option<Tensor>,
 }
 
-/// Runs the backward pass of `call` on its session, and brings the gradients to host memory.
-pub(crate) fn run(session: &mut Session, call: &Call, inputs: &Inputs) -> Result<Fetched> {
+/// Runs the backward pass of `call` on its session. Gradients are where q is.
+pub(crate) fn run(session: &mut Session, call: &Call, inputs: &Inputs) -> Result<FetchedGradients> {
     let Inputs { saved, d_o, d_lse } = inputs;
+    let in_place = saved.q.device().is_some();
     let gradients = session.backward(&call.attention, saved, d_o, d_lse.as_ref())?;
-    let fetched = |tensor: &Tensor| -> Result<HostTensor> {
-        Ok((pollster::block_on(tensor.bytes())?, tensor.shape(), tensor.dtype()))
-    };
     let Gradients { dq, dk, dv, d_sinks_part, d_bias, report, .. } = gradients;
-    Ok(Fetched {
-        tensors: [fetched(&dq)?, fetched(&dk)?, fetched(&dv)?],
+    let fetched = |tensor: &Tensor| Fetched::new(tensor, in_place);
+    Ok(FetchedGradients {
+        of_states: [fetched(&dq)?, fetched(&dk)?, fetched(&dv)?],
         d_sinks_part,
         d_bias: d_bias.as_ref().map(fetched).transpose()?,
         report: serde_json::to_string(&report).unwrap_or_default(),
     })
 }
 
-impl Fetched {
+impl FetchedGradients {
     /// The arrays that Python gets.
-    pub(crate) fn returned(self, call: &Call) -> Returned {
-        let array = |(bytes, shape, dtype): HostTensor| Array::new(bytes, &shape, dtype, call.heads_first);
-        let [dq, dk, dv] = self.tensors.map(&array);
+    pub(crate) fn arrays(self, call: &Call) -> GradientArrays {
+        let array = |fetched: Fetched| fetched.array(call.heads_first);
+        let [dq, dk, dv] = self.of_states.map(&array);
         (dq, dk, dv, self.d_sinks_part, self.d_bias.map(array))
     }
 }
 
-/// Imports q, k, v, o, lse, d_o and d_lse, where lse and d_lse have a fourth axis of extent 1; and what ends when nothing of
-/// them is in use.
+/// Imports q, k, v, o, lse, d_o and d_lse; and what ends when nothing of them is in use.
 pub(crate) fn import(
     call: &Call,
+    place: &Place,
     arrays: [&Bound<'_, PyAny>; 6],
     d_lse: Option<&Bound<'_, PyAny>>,
 ) -> Result<(Inputs, Receiver<()>)> {
     let (loan, returned) = Loan::new();
-    let import = |name: &str, array: &Bound<'_, PyAny>| -> Result<Tensor> {
-        Elements::import(name, array, &loan)?.tensor(name, call.heads_first)
-    };
+    let elements = |name: &str, array| Elements::import(name, array, &loan, Some(place));
+    let import = |name: &str, array| elements(name, array)?.tensor(name, call.heads_first, place);
+    let numbers = |name: &str, array| elements(name, array)?.numbers(name, call.heads_first, place);
     let [q, k, v, o, lse, d_o] = arrays;
     let saved = Saved {
         q: import("q", q)?,
         k: import("k", k)?,
         v: import("v", v)?,
         o: import("o", o)?,
-        lse: import("lse", lse)?,
+        lse: numbers("lse", lse)?,
     };
     call.check(&saved.q)?;
     let d_o = import("d_o", d_o)?;
-    let d_lse = d_lse.map(|d_lse| import("d_lse", d_lse)).transpose()?;
+    let d_lse = d_lse.map(|d_lse| numbers("d_lse", d_lse)).transpose()?;
     Ok((Inputs { saved, d_o, d_lse }, returned))
 }

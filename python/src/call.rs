@@ -103,8 +103,8 @@ impl Call {
                     "add key_bias to bias, which has a row for each query",
                 ));
             }
-            (Some(bias), None) => query_rows(&Elements::import("bias", bias, &loan)?, heads_first)?,
-            (None, Some(bias)) => key_rows(&Elements::import("key_bias", bias, &loan)?)?,
+            (Some(bias), None) => query_rows(&Elements::import("bias", bias, &loan, None)?, heads_first)?,
+            (None, Some(bias)) => key_rows(&Elements::import("key_bias", bias, &loan, None)?)?,
         };
         let bias = match kind {
             Kind::Number(dtype) => Some(dtype),

@@ -16,6 +16,7 @@ use kyklos_transport::quic::{
 use kyklos_transport::{Rank, Transport, TransportError, in_process_group};
 use pyo3::prelude::*;
 
+use crate::collective::{Choice, ONE_DEVICE};
 use crate::group::Group;
 use crate::{devices, errors};
 
@@ -25,6 +26,8 @@ use crate::{devices, errors};
 pub(crate) struct SessionSettings {
     deadline_s: f64,
     leave_s: f64,
+    collective: String,
+    nccl_cluster: Option<u32>,
 }
 
 /// What a launcher leaves open, as Python passes it.
@@ -70,18 +73,29 @@ pub(crate) fn local(
     world: u32,
     settings: SessionSettings,
 ) -> PyResult<Vec<Group>> {
-    let options = settings.options(py)?;
+    let choice = settings.choice(py)?;
     let refuse = |mismatch: String, remedy: &str| errors::of_call(py, &Error::request(mismatch, remedy));
     if world == 0 || world > LOCAL_RANKS {
         return Err(refuse(format!("a group of {world} ranks in one process"), "use 1 to 1024 ranks"));
     }
     let open = |name: &str| py.detach(|| devices::open(name)).map_err(|error| errors::of_call(py, &error));
     let transports = in_process_group(world);
-    let sessions = match &names[..] {
-        [one] => Session::on_one_device(transports, &open(one)?, &options),
-        names if names.len() == world as usize => {
+    let places: Vec<_> = match (&names[..], choice) {
+        ([one], Choice::Host) => {
+            let (options, leave) = (settings.options(py)?, settings.leave(py)?);
+            let sessions = Session::on_one_device(transports, &open(one)?, &options);
+            return sessions
+                .into_iter()
+                .map(|session| Group::new(session, leave, ONE_DEVICE.to_owned()))
+                .collect();
+        }
+        ([one], Choice::Nccl { .. }) => {
+            let device = open(one)?;
+            transports.into_iter().map(|transport| (transport, device.clone())).collect()
+        }
+        (names, _) if names.len() == world as usize => {
             let mut opened: Vec<(&str, Device)> = Vec::new();
-            let mut sessions = Vec::new();
+            let mut places = Vec::new();
             for (name, transport) in names.iter().zip(transports) {
                 let device = match opened.iter().find(|(known, _)| known == name) {
                     Some((_, device)) => device.clone(),
@@ -91,19 +105,18 @@ pub(crate) fn local(
                         device
                     }
                 };
-                sessions.push(Session::with_options(transport, device, options.clone()));
+                places.push((transport, device));
             }
-            sessions
+            places
         }
-        names => {
+        (names, _) => {
             return Err(refuse(
                 format!("{} devices for {world} ranks", names.len()),
                 "name one device for all ranks, or one for each",
             ));
         }
     };
-    let leave = settings.leave(py)?;
-    sessions.into_iter().map(|session| Group::new(session, leave)).collect()
+    settings.groups(py, places)
 }
 
 /// The group of a launcher.
@@ -114,7 +127,7 @@ pub(crate) fn of_launcher(
     launch: LaunchSettings,
     settings: SessionSettings,
 ) -> PyResult<Group> {
-    let (options, leave) = (settings.options(py)?, settings.leave(py)?);
+    settings.check(py)?;
     let LaunchSettings { rank, world, port, bind, network, .. } = &launch;
     let bind = match bind.as_deref().map(str::parse) {
         Some(Err(_)) => {
@@ -144,7 +157,7 @@ pub(crate) fn of_launcher(
     let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
     let formed = interruptible(py, move || join.join())?;
     let group = formed.map_err(|error| errors::of_launch(py, &error))?;
-    Group::new(Session::with_options(group.transport, device, options), leave)
+    settings.group(py, group.transport, device)
 }
 
 /// New identities of `world` ranks, as PEM, by rank. Each is the secret of its rank.
@@ -165,7 +178,7 @@ pub(crate) fn with_identity(
     member: Member,
     settings: SessionSettings,
 ) -> PyResult<Group> {
-    let (options, leave) = (settings.options(py)?, settings.leave(py)?);
+    settings.check(py)?;
     let Member { pem, rank, world, host, port, advertise, network, link, join_deadline_s } = member;
     let profile = profile(py, &link)?;
     let advertise = advertise.map_or(Ok(Vec::new()), |text| parse_advertised(&text, "advertise"));
@@ -194,7 +207,7 @@ pub(crate) fn with_identity(
     };
     let formed = interruptible(py, connect)?;
     let transport = formed.map_err(|error| errors::of_forming(py, &error))?;
-    Group::new(Session::with_options(transport, device, options), leave)
+    settings.group(py, transport, device)
 }
 
 /// Runs `blocking` on a thread of its own, while this one looks for signals. After a signal the thread ends by its own deadline.
@@ -261,6 +274,41 @@ impl SessionSettings {
 
     fn leave(&self, py: Python<'_>) -> PyResult<Duration> {
         seconds(py, "leave_s", self.leave_s)
+    }
+
+    fn choice(&self, py: Python<'_>) -> PyResult<Choice> {
+        Choice::of(&self.collective, self.nccl_cluster).map_err(|error| errors::of_call(py, &error))
+    }
+
+    /// Before the group forms: wrong settings must not end a group.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.options(py)?;
+        self.leave(py)?;
+        self.choice(py).map(|_| ())
+    }
+
+    /// The group of a rank.
+    fn group(&self, py: Python<'_>, transport: Arc<dyn Transport>, device: Device) -> PyResult<Group> {
+        let mut groups = self.groups(py, vec![(transport, device)])?;
+        Ok(groups.pop().expect("a group for each rank"))
+    }
+
+    /// The groups of ranks of this process, which agree on how messages go.
+    fn groups(&self, py: Python<'_>, places: Vec<(Arc<dyn Transport>, Device)>) -> PyResult<Vec<Group>> {
+        let (options, leave, choice) = (self.options(py)?, self.leave(py)?, self.choice(py)?);
+        let sessions = interruptible(py, move || {
+            std::thread::scope(|scope| {
+                let open = |(transport, device)| {
+                    let options = options.clone();
+                    scope.spawn(move || choice.session(transport, device, options, leave))
+                };
+                let opening: Vec<_> = places.into_iter().map(open).collect();
+                let joined = opening.into_iter().map(|thread| thread.join().expect("forming does not panic"));
+                joined.collect::<Result<Vec<_>, Error>>()
+            })
+        })?;
+        let sessions = sessions.map_err(|error| errors::of_call(py, &error))?;
+        sessions.into_iter().map(|(session, words)| Group::new(session, leave, words)).collect()
     }
 }
 

@@ -4,17 +4,18 @@ use std::sync::Mutex;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use bytes::Bytes;
-use kyklos::{Dtype, Error, Output, Result, Session, Tensor};
+use kyklos::{Error, Output, Result, Session, Tensor};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arrays::{Array, Elements, Loan};
-use crate::backward::{self, Returned};
+use crate::arrays::{Elements, Loan};
+use crate::backward::{self, GradientArrays};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
+use crate::outputs::{Array, Fetched};
+use crate::place::Place;
 use crate::share::{Shared, Sharing};
 use crate::worker::Worker;
 
@@ -22,26 +23,29 @@ use crate::worker::Worker;
 #[pyclass(frozen, module = "kyklos._kyklos")]
 pub(crate) struct Group {
     worker: Worker,
-    device: String,
+    place: Place,
+    /// How messages go, in words.
+    collective: String,
     /// Of the last call, as JSON.
     report: Mutex<String>,
 }
 
-/// An output in host memory.
-pub(crate) struct Fetched {
-    o: (Bytes, [usize; 4], Dtype),
-    lse: (Bytes, [usize; 4]),
+/// An output, before Python gets it.
+pub(crate) struct FetchedOutput {
+    o: Fetched,
+    lse: Fetched,
     report: String,
 }
 
 impl Group {
-    /// The group of `session`. When it is closed, it waits at most `leave` for peers.
-    pub(crate) fn new(session: Session, leave: Duration) -> PyResult<Self> {
-        let device = session.device().info().name.clone();
+    /// The group of `session`. When it is closed, it waits at most `leave` for peers. `collective`: in words how
+    /// its messages go.
+    pub(crate) fn new(session: Session, leave: Duration, collective: String) -> PyResult<Self> {
+        let place = Place::new(session.device().clone());
         let worker = Worker::start(session, leave).map_err(|error| {
             PyRuntimeError::new_err(format!("the thread of a group does not start: {error}"))
         })?;
-        Ok(Self { worker, device, report: Mutex::new("{}".to_owned()) })
+        Ok(Self { worker, place, collective, report: Mutex::new("{}".to_owned()) })
     }
 
     /// Refuses the next call on all ranks because of `error` of this rank, and returns its exception.
@@ -63,11 +67,12 @@ impl Group {
         arrays: [&Bound<'_, PyAny>; 3],
         run: impl FnOnce(&mut Session, &Call, [&Tensor; 3]) -> Result<Output> + Send + 'static,
     ) -> PyResult<(Array, Array)> {
-        let (tensors, returned) = import(call, arrays).map_err(|error| self.refuse(py, error))?;
+        let (tensors, returned) =
+            import(call, &self.place, arrays).map_err(|error| self.refuse(py, error))?;
         let of_call = call.clone();
         let fetched = self.worker.run(py, move |session| {
             let [q, k, v] = &tensors;
-            fetch(run(session, &of_call, [q, k, v])?)
+            fetch(&run(session, &of_call, [q, k, v])?, q)
         })?;
         self.finish(py, call, fetched, returned)
     }
@@ -77,21 +82,16 @@ impl Group {
         &self,
         py: Python<'_>,
         call: &Call,
-        fetched: Result<Fetched>,
+        fetched: Result<FetchedOutput>,
         returned: Receiver<()>,
     ) -> PyResult<(Array, Array)> {
         // After an error nothing of value is read any more; messages that were never sent keep their memory until the group
         // is closed.
-        let Fetched { o: (o, o_shape, dtype), lse: (lse, lse_shape), report } =
-            fetched.map_err(|error| errors::of_call(py, &error))?;
+        let FetchedOutput { o, lse, report } = fetched.map_err(|error| errors::of_call(py, &error))?;
         // Other ranks of this process may still read the arrays, and the caller may write to them from now on.
         self.worker.wait_for_loan(py, returned)?;
         self.keep_report(report);
-        let [batch, tokens, heads, _] = lse_shape;
-        Ok((
-            Array::new(o, &o_shape, dtype, call.heads_first),
-            Array::new(lse, &[batch, tokens, heads], Dtype::F32, call.heads_first),
-        ))
+        Ok((o.array(call.heads_first), lse.without_last_axis().array(call.heads_first)))
     }
 
     /// Keeps the figures of the last call.
@@ -104,13 +104,21 @@ impl Group {
     pub(crate) fn worker(&self) -> &Worker {
         &self.worker
     }
+
+    pub(crate) fn place(&self) -> &Place {
+        &self.place
+    }
 }
 
 /// Imports q, k and v of a call; and what ends when nothing of them is in use.
-pub(crate) fn import(call: &Call, arrays: [&Bound<'_, PyAny>; 3]) -> Result<([Tensor; 3], Receiver<()>)> {
+pub(crate) fn import(
+    call: &Call,
+    place: &Place,
+    arrays: [&Bound<'_, PyAny>; 3],
+) -> Result<([Tensor; 3], Receiver<()>)> {
     let (loan, returned) = Loan::new();
     let import = |name: &str, array: &Bound<'_, PyAny>| -> Result<Tensor> {
-        Elements::import(name, array, &loan)?.tensor(name, call.heads_first)
+        Elements::import(name, array, &loan, Some(place))?.tensor(name, call.heads_first, place)
     };
     let [q, k, v] = arrays;
     let tensors = [import("q", q)?, import("k", k)?, import("v", v)?];
@@ -127,12 +135,12 @@ fn extracted<'a, 'py, T: FromPyObject<'a, 'py, Error = PyErr>>(values: &'a Bound
     })
 }
 
-/// Brings an output to host memory.
-pub(crate) fn fetch(output: Output) -> Result<Fetched> {
-    let bytes = |tensor: &Tensor| pollster::block_on(tensor.bytes());
-    Ok(Fetched {
-        o: (bytes(&output.o)?, output.o.shape(), output.o.dtype()),
-        lse: (bytes(&output.lse)?, output.lse.shape()),
+/// An output, where the queries `q` are.
+pub(crate) fn fetch(output: &Output, q: &Tensor) -> Result<FetchedOutput> {
+    let in_place = q.device().is_some();
+    Ok(FetchedOutput {
+        o: Fetched::new(&output.o, in_place)?,
+        lse: Fetched::new(&output.lse, in_place)?,
         report: serde_json::to_string(&output.report).unwrap_or_default(),
     })
 }
@@ -151,7 +159,19 @@ impl Group {
 
     #[getter]
     fn device(&self) -> &str {
-        &self.device
+        &self.place.device().info().name
+    }
+
+    /// The index of the NVIDIA GPU whose arrays are read in place; `None` on another device.
+    #[getter]
+    fn gpu(&self) -> Option<usize> {
+        self.place.gpu()
+    }
+
+    /// How messages go, in words.
+    #[getter]
+    fn collective(&self) -> &str {
+        &self.collective
     }
 
     /// The figures of the last call, as JSON.
@@ -185,22 +205,22 @@ impl Group {
         })
     }
 
-    /// Gradients of q, k and v: `arrays` are q, k, v, o, lse and d_o, where lse and `d_lse` have a fourth axis of extent 1.
+    /// Gradients of q, k and v: `arrays` are q, k, v, o, lse and d_o.
     fn backward(
         &self,
         py: Python<'_>,
         call: &Call,
         arrays: [Bound<'_, PyAny>; 6],
         d_lse: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Returned> {
-        let (inputs, returned) =
-            backward::import(call, arrays.each_ref(), d_lse).map_err(|error| self.refuse(py, error))?;
+    ) -> PyResult<GradientArrays> {
+        let (inputs, returned) = backward::import(call, &self.place, arrays.each_ref(), d_lse)
+            .map_err(|error| self.refuse(py, error))?;
         let of_call = call.clone();
         let fetched = self.worker.run(py, move |session| backward::run(session, &of_call, &inputs))?;
         let fetched = fetched.map_err(|error| errors::of_call(py, &error))?;
         self.worker.wait_for_loan(py, returned)?;
         self.keep_report(fetched.report.clone());
-        Ok(fetched.returned(call))
+        Ok(fetched.arrays(call))
     }
 
     /// The tokens of all ranks. With shares by speed the ranks agree on them.

@@ -5,10 +5,13 @@ mod arrays;
 mod backward;
 mod cache;
 mod call;
+mod collective;
 mod devices;
 mod errors;
 mod forming;
 mod group;
+mod outputs;
+mod place;
 mod plans;
 mod share;
 mod steps;
@@ -19,8 +22,6 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _kyklos {
     #[pymodule_export]
-    use crate::arrays::Array;
-    #[pymodule_export]
     use crate::cache::Cache;
     #[pymodule_export]
     use crate::call::Call;
@@ -28,6 +29,8 @@ mod _kyklos {
     use crate::forming::{identities, local, of_launcher, with_identity};
     #[pymodule_export]
     use crate::group::Group;
+    #[pymodule_export]
+    use crate::outputs::Array;
     #[pymodule_export]
     use crate::plans::plan;
     #[pymodule_export]

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use kyklos::{Error, KvCache, Result};
 use pyo3::prelude::*;
 
-use crate::arrays::Array;
 use crate::cache::{Cache, Shared, in_calls, lock};
 use crate::call::Call;
 use crate::errors;
 use crate::group::{Group, fetch, import};
+use crate::outputs::Array;
 use crate::worker::Answer;
 
 /// One call on each of several caches, on which the ranks have agreed.
@@ -65,7 +65,7 @@ impl CachedCalls {
                 format!("cache {index} of a step is there twice"),
                 "give a cache for each layer",
             )),
-            None => import(call, [q, k, v]),
+            None => import(call, rank.place(), [q, k, v]),
         };
         let (tensors, _) = prepared.map_err(|error| rank.refuse(py, error))?;
         let attention = call.attention.clone();
@@ -103,10 +103,10 @@ impl CachedCalls {
         let group = self.group.get();
         // There is no vote by which the others would learn of an error here: the call can be made again.
         let (tensors, returned) =
-            import(&self.call, [q, k, v]).map_err(|error| errors::of_call(py, &error))?;
+            import(&self.call, group.place(), [q, k, v]).map_err(|error| errors::of_call(py, &error))?;
         let made = group.worker().in_step(py, self.number, move |calls| {
             let [q, k, v] = &tensors;
-            let fetched = calls.attend(q, k, v).and_then(fetch);
+            let fetched = calls.attend(q, k, v).and_then(|output| fetch(&output, q));
             (fetched, calls.remaining())
         })?;
         let Some((fetched, remaining)) = made else {

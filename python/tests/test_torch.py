@@ -276,3 +276,25 @@ dist.destroy_process_group()
         finally:
             process.kill()
         assert process.returncode == 0 and "equal" in out, out + err
+
+
+def test_tensors_of_the_gpu_of_a_rank_stay_there():
+    from types import SimpleNamespace
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from kyklos._torch_tensors import readable
+
+    own, other = SimpleNamespace(gpu=1), SimpleNamespace(gpu=None)
+    with FakeTensorMode():
+        x = torch.empty(2, 9, 4, 32, dtype=torch.float16, device="cuda:1")
+        packed = torch.empty(2, 9, 12, 32, dtype=torch.float16, device="cuda:1")
+        for same in (x, x.transpose(1, 2), packed[:, :, 4:8], x[:, :0], x[:, ::2], x[:1]):
+            assert readable(own, x, same)[1] is same
+        # Elements that kernels cannot read there are copied on the device.
+        for odd in (x[..., ::2], x.transpose(2, 3), x[:, :1].expand(2, 9, 4, 32), x[..., 1:]):
+            (copy,) = readable(own, odd)
+            assert copy.device == x.device and copy.is_contiguous() and copy.shape == odd.shape
+        for group, tensors in ((other, [x]), (own, [x, x.to("cpu")]), (own, [x.to("cuda:0")])):
+            assert all(tensor.device.type == "cpu" for tensor in readable(group, *tensors))
+    assert kyklos.Group.local(1, device="cpu")[0].gpu is None

@@ -12,22 +12,6 @@ use crate::job::call::Job;
 use crate::observe::record::Flight;
 use crate::options::CollectiveName;
 
-/// Which messages go by NCCL, and which do not.
-fn ways(nccl: &NcclCollective) -> String {
-    let islands = nccl.islands().iter().map(ToString::to_string);
-    let outside = nccl.outside().iter().map(|one| format!("rank {} ({})", one.rank, one.why));
-    let words = |parts: &mut dyn Iterator<Item = String>| parts.collect::<Vec<_>>().join(", ");
-    match (nccl.islands(), nccl.outside()) {
-        ([all], []) => format!("NCCL {}", all.version),
-        (_, []) => format!("{}; between these through host memory", words(&mut { islands })),
-        _ => format!(
-            "{}; through host memory from and to {}",
-            words(&mut { islands }),
-            words(&mut { outside })
-        ),
-    }
-}
-
 /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it, rank 0 says so, and `flight` knows it.
 pub(super) fn open(
     job: &Job,
@@ -63,7 +47,7 @@ pub(super) fn open(
     };
     match decision {
         NcclDecision::Use(nccl) => {
-            let ways = ways(&nccl);
+            let ways = nccl.to_string();
             say(format!("messages go by {ways}; this has never been tried on a GPU"));
             flight.messages_go(ways, nccl.observe());
             Ok(Session::with_collective(Arc::clone(transport), device, nccl, options))

@@ -41,9 +41,9 @@ fn build() -> PathBuf {
         [home.join("driver"), home.join("nccl"), backend.join("emulator"), backend.join("kernels")];
     let files = sources(&[&home.to_owned(), &driver, &nccl, &emulator, &kernels]);
     let fingerprint = cxx::fingerprint(&files);
-    // Beside the running test, which is in the target folder.
+    // Beside the running test, which is in a folder of the target folder; an example uses that of the tests.
     let program = std::env::current_exe().expect("a test knows where it is");
-    let target = program.parent().expect("a file is in a folder").join("fake-cuda");
+    let target = program.parent().expect("a file is in a folder").with_file_name("deps").join("fake-cuda");
     let done = target.join(&fingerprint);
     if done.exists() {
         return done;

@@ -39,6 +39,22 @@ impl OpenDevice {
         Ok(CudaBuffer::new(Allocation { memory, accesses }, bytes, Arc::new(home)))
     }
 
+    /// A stream for a caller.
+    pub(crate) fn new_caller_stream(&self) -> Result<CallerStream> {
+        self.resources.status.check()?;
+        CallerStream::owned(&self.resources.context)
+            .map_err(|error| self.error("create a stream for a caller", &error))
+    }
+
+    /// What `then` is given from now on begins after what `first` has been given so far.
+    pub(crate) fn order_streams(&self, first: &CallerStream, then: &CallerStream) -> Result<()> {
+        self.resources.status.check()?;
+        self.require_usable(first)?;
+        self.require_usable(then)?;
+        let event = first.record(&self.resources.context);
+        event.and_then(|event| then.wait(&event)).map_err(|error| self.error(ORDER, &error))
+    }
+
     /// What `stream` is given from now on begins after the last write to `buffer`.
     pub(crate) fn make_wait(&self, stream: &CallerStream, buffer: &CudaBuffer) -> Result<()> {
         self.resources.status.check()?;

@@ -64,6 +64,11 @@ impl OpenDevice {
         Ok(Self { multiprocessors, wgmma, pacer: Pacer::default(), resources, poller })
     }
 
+    /// The device's index.
+    pub(crate) fn ordinal(&self) -> usize {
+        self.resources.context.ordinal()
+    }
+
     /// A buffer with unspecified contents.
     pub(crate) fn buffer(&self, label: &str, bytes: usize) -> Result<CudaBuffer> {
         self.resources.pool.buffer(label, bytes, || {

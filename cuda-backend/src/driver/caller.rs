@@ -11,6 +11,7 @@ use super::call::check;
 use super::context::{Context, Handle};
 use super::error::{DriverError, Result};
 use super::event::Event;
+use super::stream::Stream;
 
 /// Where a caller's pointer points to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,9 +87,14 @@ fn known(asked: Result<()>) -> Result<Option<()>> {
     }
 }
 
-/// A stream that belongs to a caller of this crate, for example PyTorch's current stream.
+/// A stream that belongs to a caller of this crate, for example PyTorch's current stream, or one that a caller has by
+/// [`Self::new`].
 #[derive(Debug)]
-pub struct CallerStream(Handle<sys::CUstream_st>);
+pub struct CallerStream {
+    raw: Handle<sys::CUstream_st>,
+    /// The stream of `raw`, if this value owns it.
+    _own: Option<Stream>,
+}
 
 /// Whether a caller's stream can be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,7 +113,18 @@ impl CallerStream {
     /// # Safety
     /// The stream exists as long as this value.
     pub unsafe fn from_raw(handle: *mut c_void) -> Self {
-        Self(Handle(handle.cast()))
+        Self { raw: Handle(handle.cast()), _own: None }
+    }
+
+    /// The handle: a `CUstream`, which is also a `cudaStream_t`.
+    pub fn handle(&self) -> *mut c_void {
+        self.raw.0.cast()
+    }
+
+    /// A stream of this process that does not synchronise with the default stream.
+    pub(crate) fn owned(context: &Arc<Context>) -> Result<Self> {
+        let stream = Stream::new(context, false)?;
+        Ok(Self { raw: Handle(stream.raw.0), _own: Some(stream) })
     }
 
     pub(crate) fn state(&self, context: &Context) -> Result<StreamState> {
@@ -115,24 +132,24 @@ impl CallerStream {
         let mut owner = ptr::null_mut();
         // SAFETY: the caller guarantees that the stream exists (see `from_raw`). The driver writes one handle to `owner`, a local.
         // For the default stream that is the current context.
-        check("cuStreamGetCtx", unsafe { sys::cuStreamGetCtx(self.0.0, &raw mut owner) })?;
+        check("cuStreamGetCtx", unsafe { sys::cuStreamGetCtx(self.raw.0, &raw mut owner) })?;
         if owner != context.raw.0 {
             return Ok(StreamState::Elsewhere);
         }
         let mut status = sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: as above. The driver writes one of the values of the enum to `status`, a local.
-        check("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(self.0.0, &raw mut status) })?;
+        check("cuStreamIsCapturing", unsafe { sys::cuStreamIsCapturing(self.raw.0, &raw mut status) })?;
         let idle = status == sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE;
         Ok(if idle { StreamState::Usable } else { StreamState::Capturing })
     }
 
     /// An event that is complete when everything submitted to this stream so far is done. The stream is usable.
     pub(crate) fn record(&self, context: &Arc<Context>) -> Result<Event> {
-        Event::record(context, &self.0)
+        Event::record(context, &self.raw)
     }
 
     /// Operations that are submitted to this stream later begin after `event` is complete. The stream is usable.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
-        event.awaited_by(&self.0)
+        event.awaited_by(&self.raw)
     }
 }

@@ -12,6 +12,7 @@ mod islands;
 mod library;
 mod observer;
 mod thread;
+mod words;
 mod worker;
 
 pub use collective::{NcclCollective, NcclOptions};

@@ -185,7 +185,7 @@ fn caller_tensors<T: Element>(
     inputs: [Vec<T>; 3],
 ) -> [Tensor; 3] {
     let busy = Arc::new(Busy::new(context, stream));
-    let written = ordered(stream);
+    let (writer, own) = (ordered(stream), CallerStream::new(device).unwrap());
     [0, 1, 2].map(|index| {
         let shape @ [_, tokens, heads, dim] = shape(rank, index);
         let strides = match layout {
@@ -208,12 +208,20 @@ fn caller_tensors<T: Element>(
         };
         let from = Memory::on_host(context, bytes);
         stream.upload(&from, &memory);
+        let written = match layout {
+            Layout::Dense => &writer,
+            // By a stream that waits for the one that writes.
+            Layout::HeadsFirst => {
+                own.wait_for(&writer, device).unwrap();
+                &own
+            }
+        };
         let at = CallerMemory { address: memory.address, bytes: bytes.len() };
         // SAFETY: the tensor owns the memory, and nothing else writes to it. What the stream copies from is kept as long: the device
         // has read the memory, which was behind that copy.
         let tensor = unsafe {
             let owner = (memory, from, busy.clone());
-            Tensor::from_cuda(shape, strides, T::DTYPE, device, at, Written::By(&written), owner)
+            Tensor::from_cuda(shape, strides, T::DTYPE, device, at, Written::By(written), owner)
         };
         tensor.unwrap()
     })

@@ -149,6 +149,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a stream that is not of the primary context of {}", OWN_MEMORY),
     ("a stream that captures a CUDA graph", OWN_MEMORY),
     ("a CUDA stream for a tensor that is not on a CUDA device", OWN_MEMORY),
+    ("a CUDA stream for {}", OWN_MEMORY),
 ];
 const OWN_MEMORY: &str = "callers of the library that bring their own CUDA memory and streams";
 const OWN_DEVICE: &str = "callers of the library that bring their own wgpu device";

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::{Backend, Device, StateMut, StateShape};
 use kyklos::{Dtype, Result, Tensor};
-use kyklos_cuda::{CallerMemory, CudaBackend, CudaOptions, CudaTensor, Written, availability, devices};
+use kyklos_cuda::{
+    CallerMemory, CallerStream, CudaBackend, CudaOptions, CudaTensor, Written, availability, devices,
+};
 use pollster::block_on;
 
 use super::driver::{Context, Memory, Stream, copied};
@@ -182,6 +184,8 @@ pub(super) fn refusals() {
     capturing.capture();
     let host = Tensor::new([1, 1, 1, 8], vec![0_f32; 8]).unwrap();
     assert_eq!(host.cuda_address(), None);
+    let own = CallerStream::new(&device).unwrap();
+    assert!(CallerStream::new(&Device::cpu()).unwrap_err().is_request());
     for (stream, words) in [
         (&foreign, "a stream that is not of the primary context of cuda:0"),
         (&capturing, "a stream that captures a CUDA graph"),
@@ -191,6 +195,7 @@ pub(super) fn refusals() {
             from_cuda(&device, at, dense, Written::By(&stream), ()).map(|_| ()),
             tensor.make_wait(&stream),
             tensor.keep_for(&stream),
+            own.wait_for(&stream, &device),
         ] {
             let error = result.unwrap_err();
             assert!(error.is_request() && error.to_string().contains(words), "{error}");
