@@ -99,7 +99,7 @@ impl States {
 
     /// Puts the elements of `o` in their own order.
     #[inline(always)]
-    pub(super) fn finish<S: Simd>(&mut self, call: &Call<'_>, space: &mut Vec<Line>) {
+    pub(super) fn finish<S: Simd>(&mut self, call: &Call<'_>, space: &mut [Line]) {
         let padded = self.padded;
         let space = &mut floats_mut(space)[..padded];
         for o in floats_mut(&mut self.o).chunks_exact_mut(padded) {
