@@ -5,15 +5,17 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-/// A loop of at least this many multiply-adds, and no other arithmetic, is an inner loop of a kernel: 6 × 2 sums, or 8 × 3.
+/// A loop of at least this many multiply-adds, without other arithmetic or calls, is an inner loop of a kernel: 6 × 2 sums, or 8 × 3.
 const MULTIPLY_ADDS: usize = 12;
 
-/// What the loops of polynomials and masks have besides.
-const OTHER_ARITHMETIC: [&str; 9] =
-    ["vadd", "vsub", "vmul", "vmax", "vmin", "vcmp", "vpadd", "vpsub", "vpcmp"];
+/// What the loops of polynomials and masks have besides, and loops that call other functions.
+const OTHERS: [&str; 10] =
+    ["vadd", "vsub", "vmul", "vmax", "vmin", "vcmp", "vpadd", "vpsub", "vpcmp", "call"];
 
-/// The loops that any program with the CPU backend has: scores and weighted sum of the forward pass.
-const LOOPS: [(&str, usize); 2] = [("%ymm", 2), ("%zmm", 2)];
+/// The loops that any program with the CPU backend has, by instruction and registers: scores and weighted sum of the forward pass; with
+/// products of bf16 also dK and dV.
+const LOOPS: [(&str, &str, usize); 3] =
+    [("vfmadd", "%ymm", 2), ("vfmadd", "%zmm", 2), ("vdpbf16ps", "%zmm", 3)];
 
 /// Reads `program` with `objdump` (binutils, which every C compiler on Linux brings).
 pub(crate) fn check(program: &str) -> Vec<String> {
@@ -34,21 +36,21 @@ pub(crate) fn check(program: &str) -> Vec<String> {
         Ok(status) => faults.push(format!("objdump {program}: {status}")),
         Err(error) => faults.push(format!("objdump {program}: {error}")),
     }
-    for ((register, least), found) in LOOPS.into_iter().zip(counts) {
+    for ((instruction, register, least), found) in LOOPS.into_iter().zip(counts) {
         if found < least {
             faults.push(format!(
-                "{program}: {found} inner loops with {register} were found, at least {least} are expected: is it a \
-                 release build with the CPU backend?"
+                "{program}: {found} inner loops of {instruction} with {register} were found, at least {least} are \
+                 expected: is it a release build with the CPU backend?"
             ));
         }
-        println!("{found} inner loops with {register}");
+        println!("{found} inner loops of {instruction} with {register}");
     }
     faults
 }
 
 /// Numbers of inner loops for each of [`LOOPS`], and the faults.
-fn inspect(lines: impl Iterator<Item = String>) -> ([usize; 2], Vec<String>) {
-    let (mut counts, mut faults) = ([0; 2], Vec::new());
+fn inspect(lines: impl Iterator<Item = String>) -> ([usize; LOOPS.len()], Vec<String>) {
+    let (mut counts, mut faults) = ([0; LOOPS.len()], Vec::new());
     let mut name = String::new();
     let mut function = Vec::new();
     for line in lines.chain(std::iter::once("0 <end>:".to_owned())) {
@@ -85,7 +87,12 @@ impl Instruction {
     }
 }
 
-fn inspect_function(name: &str, function: &[Instruction], counts: &mut [usize; 2], faults: &mut Vec<String>) {
+fn inspect_function(
+    name: &str,
+    function: &[Instruction],
+    counts: &mut [usize; LOOPS.len()],
+    faults: &mut Vec<String>,
+) {
     let mut end_of_last = None;
     for (end, jump) in function.iter().enumerate() {
         let start = jump.target().filter(|target| *target <= jump.address);
@@ -96,15 +103,16 @@ fn inspect_function(name: &str, function: &[Instruction], counts: &mut [usize; 2
         let inner = end_of_last.is_none_or(|last| last < start);
         end_of_last = Some(end);
         let body = &function[start..=end];
-        let other = |i: &Instruction| OTHER_ARITHMETIC.iter().any(|name| i.text.starts_with(name));
+        let other = |i: &Instruction| OTHERS.iter().any(|name| i.text.starts_with(name));
         if !inner
             || body.iter().any(other)
             || body.iter().filter(|i| i.multiplies_and_adds()).count() < MULTIPLY_ADDS
         {
             continue;
         }
-        for ((register, _), count) in LOOPS.iter().zip(counts.iter_mut()) {
-            *count += usize::from(body.iter().any(|i| i.multiplies_and_adds() && i.text.contains(register)));
+        for ((instruction, register, _), count) in LOOPS.iter().zip(counts.iter_mut()) {
+            let one = |i: &Instruction| i.text.starts_with(instruction) && i.text.contains(register);
+            *count += usize::from(body.iter().any(one));
         }
         let spills = body.iter().filter(|i| i.text.contains("mm") && i.text.contains("(%rsp"));
         for spill in spills {
@@ -123,9 +131,13 @@ mod tests {
     use super::inspect;
 
     fn program(inside: &str) -> impl Iterator<Item = String> {
+        program_of("vfmadd231ps", inside)
+    }
+
+    fn program_of(instruction: &str, inside: &str) -> impl Iterator<Item = String> + use<> {
         let mut text = "0000000000001000 <kernel>:\n    1000:\tpush   %rbx\n".to_owned();
         for i in 0..12 {
-            text += &format!("    {:x}:\tvfmadd231ps (%rax),%zmm1,%zmm2\n", 0x1010 + i * 4);
+            text += &format!("    {:x}:\t{instruction} (%rax),%zmm1,%zmm2\n", 0x1010 + i * 4);
         }
         text += inside;
         text += "    1050:\tjne    1010 <kernel+0x10>\n    1060:\tvmovups %zmm0,0x8(%rsp)\n    1070:\tjne    1000 <kernel>\n";
@@ -134,7 +146,14 @@ mod tests {
 
     #[test]
     fn a_loop_in_registers_has_no_fault_and_is_counted_once() {
-        assert_eq!(inspect(program("")), ([0, 1], vec![]));
+        assert_eq!(inspect(program("")), ([0, 1, 0], vec![]));
+        assert_eq!(inspect(program_of("vdpbf16ps", "")), ([0, 0, 1], vec![]));
+    }
+
+    #[test]
+    fn a_loop_with_other_arithmetic_is_none_of_a_product_and_may_use_memory() {
+        let inside = "    1044:\tvmulps %zmm3,%zmm4,%zmm5\n    1048:\tvmovups %zmm3,0x40(%rsp)\n";
+        assert_eq!(inspect(program(inside)), ([0, 0, 0], vec![]));
     }
 
     #[test]

@@ -116,7 +116,13 @@ impl Tile<'_> {
                 let (q, scores) = (&q[part.first * padded..], &mut scores[part.first * width..]);
                 let groups = q.chunks_exact(GROUP * padded).zip(scores.chunks_exact_mut(GROUP * width));
                 for (q, scores) in groups.take(part.count.div_ceil(GROUP)) {
-                    score::<S, E, N>(simd, q, &rows, keys.len(), &mut scores[keys.start..], width);
+                    let scores = &mut scores[keys.start..];
+                    // The sums of a group stay in registers.
+                    if N == 1 || S::REGISTER_COUNT >= 32 {
+                        score::<S, E, N, 2>(simd, q, &rows, keys.len(), scores, width);
+                    } else {
+                        score::<S, E, N, 1>(simd, q, &rows, keys.len(), scores, width);
+                    }
                 }
             }
         }
@@ -192,7 +198,6 @@ impl Tile<'_> {
                 let groups = o.chunks_exact_mut(GROUP * padded).zip(weights.chunks_exact(GROUP * width));
                 for (o, weights) in groups.take(part.count.div_ceil(GROUP)) {
                     let weights = &weights[keys.start..];
-                    // The sums of a group stay in registers.
                     if N == 1 && S::REGISTER_COUNT >= 32 {
                         add::<S, E, N, 4>(simd, o, weights, width, &values, keys.len());
                     } else if N == 1 || S::REGISTER_COUNT >= 32 {

@@ -65,9 +65,9 @@ pub(super) fn add_one<S: Simd, E: Element<N>, const N: usize>(
     }
 }
 
-/// `scores[row · width + key]` = q of the row · key, for a group of rows.
+/// `scores[row · width + key]` = q of the row · key, for a group of rows, `KEYS_AT_ONCE` keys at a time.
 #[inline(always)]
-pub(super) fn score<S: Simd, E: Element<N>, const N: usize>(
+pub(super) fn score<S: Simd, E: Element<N>, const N: usize, const KEYS_AT_ONCE: usize>(
     simd: S,
     q: &[f32],
     keys: &Rows<'_, E::Stored>,
@@ -81,13 +81,13 @@ pub(super) fn score<S: Simd, E: Element<N>, const N: usize>(
         *row = S::as_simd_f32s(q).0.as_chunks::<N>().0;
     }
     let ahead = keys.ahead(KEYS);
-    for first in (0..count).step_by(PAIR) {
-        let mut vectors = [E::vectors::<S>(keys.row(first)); PAIR];
+    for first in (0..count).step_by(KEYS_AT_ONCE) {
+        let mut vectors = [E::vectors::<S>(keys.row(first)); KEYS_AT_ONCE];
         for (i, vectors) in vectors.iter_mut().enumerate() {
             // Beyond the last key: that key again, whose score is not used.
             *vectors = E::vectors::<S>(keys.row((first + i).min(count - 1)));
         }
-        let mut sums = [[simd.splat_f32s(0.0); GROUP]; PAIR];
+        let mut sums = [[simd.splat_f32s(0.0); GROUP]; KEYS_AT_ONCE];
         let whole = vectors[0].0.len();
         for chunk in 0..whole {
             for (sums, (key, _)) in sums.iter_mut().zip(&vectors) {
@@ -260,7 +260,5 @@ pub(super) fn add_seen<S: Simd, E: Element<N>, const N: usize>(
     }
 }
 
-/// Keys whose scores are computed side by side.
-const PAIR: usize = 2;
 /// How far ahead of a value the processor is asked to load: more than comes from memory within its latency.
 const BYTES_AHEAD: usize = 4096;
