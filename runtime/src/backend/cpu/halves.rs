@@ -1,5 +1,5 @@
 //! Slices of f16 and bf16 as f32, and back to bf16, in loops that the compiler makes vectors of. The functions of the crate `half`
-//! take one element at a time for bf16, and eight in a call of their own for f16: a call of few queries spent most of its time there.
+//! take one element at a time for bf16, and eight in a call of their own for f16.
 
 use half::{bf16, f16};
 
