@@ -8,13 +8,13 @@ use kyklos::{Recovery, RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
 use crate::failure::{Failure, Result};
+use crate::job::collective::Ways;
 use crate::job::report::facts;
 use crate::job::settings::{Outputs, Settings};
 use crate::job::terms::Terms;
 use crate::observe::live::Call;
 use crate::observe::progress::Watch;
 use crate::observe::record::{About, Flight, ListedFlight};
-use crate::options::CollectiveName;
 use crate::request::Request;
 use crate::verify::Sample;
 
@@ -59,8 +59,7 @@ pub(crate) struct Runs {
     pub(crate) ranks_here: u32,
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
-    pub(crate) collective: CollectiveName,
-    pub(crate) nccl_cluster: u32,
+    pub(crate) ways: Ways,
 }
 
 impl Job {
@@ -73,7 +72,7 @@ impl Job {
     ) -> Result<Self> {
         let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, on_loss, .. } =
             settings;
-        let Settings { collective, nccl_cluster, .. } = settings;
+        let Settings { ways, .. } = settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
             false => None,
@@ -101,7 +100,7 @@ impl Job {
                 members,
                 begun: None,
             },
-            runs: Runs { repeat, deadline, options, ranks_here, are_processes, collective, nccl_cluster },
+            runs: Runs { repeat, deadline, options, ranks_here, are_processes, ways },
             resumable: on_loss.finishes(),
             outputs,
             watch,

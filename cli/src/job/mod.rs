@@ -4,7 +4,7 @@ mod agreement;
 mod bias_gradient;
 mod call;
 mod collect;
-mod collective;
+pub(crate) mod collective;
 mod gradients;
 pub(crate) mod here;
 pub(crate) mod on_loss;

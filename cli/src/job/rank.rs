@@ -6,14 +6,14 @@ use std::time::Duration;
 use kyklos::backend::{Backend, Device, DeviceBuffer, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::machine::memory_bytes;
-use kyklos::{Error, Inputs, OutputGradient, RankOutput, Session, Span, Survivors, plan};
+use kyklos::{Error, Inputs, OutputGradient, RankOutput, Session, SessionOptions, Span, Survivors, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::job::call::{Agreed, Job};
 use crate::job::collect::Results;
-use crate::job::collective::open;
+use crate::job::collective::AgreedWays;
 use crate::job::gradients::{BACKWARD_ROWS, Backward};
 use crate::job::on_loss::Recovery;
 use crate::job::page::PageParts;
@@ -24,6 +24,7 @@ use crate::messages::Messages;
 use crate::observe::clocks::Ahead;
 use crate::observe::page::model::TimelineRow;
 use crate::observe::page::target::{PageFile, PageTarget};
+use crate::observe::record::Flight;
 use crate::observe::trace::Track;
 use crate::request::Request;
 use crate::tensors::GivenGradient;
@@ -371,3 +372,18 @@ impl Job {
 
 /// How long a failed rank stays, so that the others learn of the failure.
 const LEAVE: Duration = Duration::from_secs(3);
+
+/// A session of this rank. `flight` knows how the messages go.
+fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device, flight: &Flight) -> Result<Session> {
+    let options = SessionOptions {
+        deadline: job.runs.deadline,
+        resumable: job.resumable,
+        run: job.runs.options.clone(),
+        ..SessionOptions::default()
+    };
+    let (session, agreed) = job.runs.ways.open(transport, device, options)?;
+    if let Some(AgreedWays { ways, nccl }) = agreed {
+        flight.messages_go(ways, nccl);
+    }
+    Ok(session)
+}

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::job::collective::Ways;
 use crate::observe::live::Live;
 use crate::observe::page::target::PageTarget;
-use crate::options::{CollectiveName, OnLoss, ProgressKind};
+use crate::options::{OnLoss, ProgressKind};
 use crate::tensors::output::OutputTarget;
 
 /// What a job writes and prints.
@@ -47,6 +48,5 @@ pub(crate) struct Settings {
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
     pub(crate) on_loss: OnLoss,
-    pub(crate) collective: CollectiveName,
-    pub(crate) nccl_cluster: u32,
+    pub(crate) ways: Ways,
 }

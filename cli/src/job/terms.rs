@@ -22,7 +22,7 @@ impl Terms {
     pub(super) fn of(request: &Request, settings: Settings, outputs: &Outputs) -> Self {
         let Request { problem, source, mesh, strategy, placement, .. } = request;
         let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = problem;
-        let Settings { repeat, verify, on_loss, collective, .. } = settings;
+        let Settings { repeat, verify, on_loss, ways, .. } = settings;
         let tokens = if q_len == kv_len { q_len.to_string() } else { format!("{q_len} to {kv_len}") };
         let input = match source {
             Source::MadeUp { seed } => format!("seed {seed}"),
@@ -78,7 +78,7 @@ impl Terms {
             ("--output", result.to_owned()),
             ("--trace", trace.to_owned()),
             ("--report and --watch", page.to_owned()),
-            ("--on-loss and --collective", format!("{} and {}", on_loss.name(), collective.name())),
+            ("--on-loss and --collective", format!("{} and {}", on_loss.name(), ways.collective.name())),
             (
                 "--grad and --grad-bias",
                 if problem.bias_gradient { "both".to_owned() } else { yes(request.gradients) },

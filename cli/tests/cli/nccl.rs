@@ -211,3 +211,70 @@ fn survivors_complete_a_call_whose_messages_went_by_nccl() {
     assert_eq!(json["ranks"], 3);
     assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
 }
+
+#[test]
+fn strategies_are_timed_with_messages_by_nccl_and_apart_from_those_through_the_host() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().to_str().unwrap();
+    let bench = [
+        "bench",
+        "strategies",
+        "--shape",
+        "64,2,2,16",
+        "--batch",
+        "1",
+        "--strategy",
+        "ring,ulysses",
+        "--placement",
+        "contiguous",
+        "--repeat",
+        "1",
+        "--ranks",
+        "2",
+        "--device",
+        "cuda",
+        // Without a description rank 0 would measure the emulated kernels, which are slow.
+        "--hardware",
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../clusters/h100-infiniband.toml"),
+        "--output",
+        output,
+    ];
+    let by_nccl = with_nccl(2, "report=1", &[&bench[..], &["--collective", "nccl"]].concat());
+    succeeds(&by_nccl);
+    let text = stderr(&by_nccl);
+    assert!(text.contains("messages go by NCCL 2.21.5") && !text.contains(" 0 groups run"), "{text}");
+    let cells = std::fs::read_to_string(folder.path().join("cells.jsonl")).unwrap();
+    let lines = || cells.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let header = lines().find_map(|line| line.get("header").cloned()).unwrap();
+    assert!(header["messages"].as_str().unwrap().starts_with("NCCL 2.21.5"), "{header}");
+    // Ring on 1x2 and Ulysses on 2x1; each refuses the other mesh.
+    let ended = lines().filter_map(|line| line.get("ended").cloned());
+    let done: Vec<_> = ended.filter(|cell| cell["state"] == "done").collect();
+    assert_eq!(done.len(), 2, "{cells}");
+    for rank in done.iter().flat_map(|cell| cell["measured"]["per_rank"].as_array().unwrap()) {
+        // The time of the rank's kernels beside that of the call, and the bytes that it has sent.
+        assert!(rank["compute_s"].as_f64().unwrap() > 0.0, "{rank}");
+        assert!(rank["compute_s"].as_f64().unwrap() <= rank["wall_s"].as_f64().unwrap(), "{rank}");
+        assert!(rank["bytes_sent"].as_u64().unwrap() > 0, "{rank}");
+    }
+    // The same cells through the host are others: the folder is refused.
+    let through_host = with_nccl(2, "", &bench);
+    assert_eq!(through_host.status.code(), Some(2), "{}", stderr(&through_host));
+    assert!(stderr(&through_host).contains("with messages by NCCL 2.21.5"), "{}", stderr(&through_host));
+    // A rank on cores: refused before anything runs.
+    let on_cores = [
+        "bench",
+        "strategies",
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--collective",
+        "nccl",
+        "--output",
+        output,
+    ];
+    let refused = with_nccl(2, "", &on_cores);
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("--collective nccl with --device cpu"), "{}", stderr(&refused));
+}

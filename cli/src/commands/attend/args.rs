@@ -8,10 +8,11 @@ use clap::{Args, Parser};
 
 use crate::devices::{self, DeviceRequest};
 use crate::group::GroupArgs;
+use crate::job::collective::CollectiveArgs;
 use crate::network::NetworkArgs;
 use crate::observe::live::WatchArgs;
 use crate::observe::metrics::MetricsArgs;
-use crate::options::{CollectiveName, List, OnLoss, ProblemArgs, ProgressKind, TabArgs, TransportName};
+use crate::options::{List, OnLoss, ProblemArgs, ProgressKind, TabArgs, TransportName};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct AttendArgs {
@@ -34,12 +35,8 @@ pub(crate) struct AttendArgs {
     /// How ranks send messages [default: in-process with --ranks, quic under a launcher]
     #[arg(long, value_enum)]
     pub(crate) transport: Option<TransportName>,
-    /// How the messages of a plan go between devices
-    #[arg(long, value_enum, default_value_t = CollectiveName::Host)]
-    pub(crate) collective: CollectiveName,
-    /// Number of the cluster of this rank, 0 if not given: NCCL is used between ranks of one cluster only
-    #[arg(long, value_name = "N")]
-    pub(crate) nccl_cluster: Option<u32>,
+    #[command(flatten)]
+    pub(crate) collective: CollectiveArgs,
     /// Run N times. The wall time is the median; other figures are of the last run
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) repeat: NonZeroU64,

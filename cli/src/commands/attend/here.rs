@@ -6,7 +6,7 @@ use kyklos_transport::quic::{LinkSettings, quic_loopback_group_over};
 use kyklos_transport::{Rank, in_process_group};
 
 use super::args::AttendArgs;
-use super::prepare::{Prepared, collective_fits, devices_fit, tabs};
+use super::prepare::{Prepared, devices_fit, tabs};
 use crate::devices::{self, DeviceId};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
@@ -53,7 +53,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     let request = Request::new(&args.problem, args.seed, None)?;
     let world = request.mesh.world();
     devices_fit(args, world)?;
-    collective_fits(args, true)?;
+    args.collective.fits(&args.device.0, true)?;
     let link = match args.transport {
         Some(TransportName::Quic) => Some(args.network.here(world)?),
         Some(TransportName::InProcess) | None => {

@@ -15,7 +15,7 @@ use crate::job::{Job, Outputs, Settings};
 use crate::observe::live::{self, Live};
 use crate::observe::page::target::PageTarget;
 use crate::observe::{metrics, record};
-use crate::options::{CollectiveName, OnLoss, SplitName, TransportName};
+use crate::options::{OnLoss, SplitName, TransportName};
 use crate::request::Request;
 use crate::tensors::output::{OutputTarget, keep_apart};
 
@@ -36,7 +36,7 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     metrics::check(&args.metrics)?;
     live::check(&args.watch, &args.metrics, local_world)?;
     devices_fit(args, local_world)?;
-    collective_fits(args, false)?;
+    args.collective.fits(&args.device.0, false)?;
     let request = Request::new(&args.problem, args.seed, Some(world))?;
     fits_fewer_ranks(args)?;
     if args.problem.grad && args.on_loss.finishes() {
@@ -84,28 +84,6 @@ pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
     ))
 }
 
-/// Refuses options of NCCL that do not fit, and NCCL where a rank has another device. `are_all`: whether no rank has a device that these options do not name.
-pub(super) fn collective_fits(args: &AttendArgs, are_all: bool) -> Result<()> {
-    if args.nccl_cluster.is_some() && args.collective == CollectiveName::Host {
-        return Err(Failure::request(
-            "--nccl-cluster without NCCL",
-            "add --collective nccl or --collective auto, or leave it away",
-        ));
-    }
-    let cannot = |device: &&DeviceRequest| match device {
-        DeviceRequest::Auto => are_all,
-        DeviceRequest::Of(kind, _) => *kind != BackendKind::Cuda,
-    };
-    let other = args.device.0.iter().find(cannot).filter(|_| args.collective == CollectiveName::Nccl);
-    match other {
-        Some(device) => Err(Failure::request(
-            format!("--collective nccl with --device {device}"),
-            "use --device cuda, or leave --collective away",
-        )),
-        None => Ok(()),
-    }
-}
-
 /// Lets browser tabs in, if they are devices of ranks here. `are_all`: whether no rank elsewhere has the same options and
 /// another device.
 pub(super) fn tabs(args: &AttendArgs, devices: &[DeviceId], are_all: bool) -> Result<()> {
@@ -144,8 +122,7 @@ impl Prepared {
             ranks_here,
             are_processes,
             on_loss: args.on_loss,
-            collective: args.collective,
-            nccl_cluster: args.nccl_cluster.unwrap_or(0),
+            ways: args.collective.ways(),
         };
         Ok(Self { request, settings, outputs })
     }

@@ -11,6 +11,7 @@ use kyklos::{Dtype, Error, Mesh, PlacementKind};
 
 use crate::devices::{self, DeviceRequest};
 use crate::group::GroupArgs;
+use crate::job::collective::CollectiveArgs;
 use crate::network::NetworkArgs;
 use crate::options::{ByteSize, List, MaskArg, StrategyName, TransportName};
 
@@ -43,6 +44,8 @@ pub(crate) struct StrategiesArgs {
     /// How ranks send messages [default: in-process with --ranks, quic under a launcher]
     #[arg(long, value_enum)]
     pub(super) transport: Option<TransportName>,
+    #[command(flatten)]
+    pub(super) collective: CollectiveArgs,
     #[arg(
         long,
         value_name = "D,D,…",

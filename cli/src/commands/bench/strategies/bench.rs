@@ -10,6 +10,7 @@ use kyklos::{Split, plan_world};
 use super::args::StrategiesArgs;
 use super::cells::{Case, Cell, Way, cases, cells};
 use crate::failure::{Failure, Result};
+use crate::job::collective::Ways;
 use crate::options::ByteSize;
 use crate::tensors::Source;
 
@@ -22,6 +23,8 @@ pub(super) struct Bench {
     /// Timed runs.
     pub(super) repeat: u32,
     pub(super) deadline: Duration,
+    /// Of the ranks of this process.
+    pub(super) ways: Ways,
     /// Of each machine.
     pub(super) memory: Option<u64>,
     planner: Mutex<Option<(usize, Result<Planned>)>>,
@@ -46,6 +49,7 @@ impl Bench {
             ranks,
             repeat: args.repeat.get(),
             deadline: args.deadline(),
+            ways: args.collective.ways(),
             memory: args.memory.map(|ByteSize(bytes)| bytes).or_else(memory_bytes),
             planner: Mutex::new(None),
         })
@@ -60,7 +64,13 @@ impl Bench {
     pub(super) fn hash(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new();
         hasher.update(
-            format!("kyklos bench strategies {}, {}\n", env!("CARGO_PKG_VERSION"), self.repeat).as_bytes(),
+            format!(
+                "kyklos bench strategies {}, {}, {}\n",
+                env!("CARGO_PKG_VERSION"),
+                self.repeat,
+                self.ways.collective.name()
+            )
+            .as_bytes(),
         );
         for cell in &self.cells {
             hasher.update(format!("{} {:?}\n", cell.name, cell.way).as_bytes());

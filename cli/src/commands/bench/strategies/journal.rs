@@ -22,6 +22,13 @@ pub(super) struct Header {
     /// By rank.
     pub(super) devices: Vec<String>,
     pub(super) repeat: u32,
+    /// How messages go between devices; a folder of an older release does not say so.
+    #[serde(default = "host_memory")]
+    pub(super) messages: String,
+}
+
+fn host_memory() -> String {
+    "host memory".to_owned()
 }
 
 /// A line of the file.
@@ -181,7 +188,7 @@ fn read(path: &Path) -> Result<Contents> {
 
 /// The first difference between two groups.
 fn difference(there: &Header, here: &Header) -> Option<String> {
-    let Header { release, ranks, processes, transport, devices, repeat } = there;
+    let Header { release, ranks, processes, transport, devices, repeat, messages } = there;
     let different = [
         (*release != here.release, format!("release {release}")),
         (*ranks != here.ranks, format!("{ranks} ranks")),
@@ -192,6 +199,7 @@ fn difference(there: &Header, here: &Header) -> Option<String> {
         (*transport != here.transport, format!("transport {transport}")),
         (*devices != here.devices, format!("devices {}", devices.join(", "))),
         (*repeat != here.repeat, format!("{repeat} runs")),
+        (*messages != here.messages, format!("messages by {messages}")),
     ];
     different.into_iter().find(|(different, _)| *different).map(|(_, text)| text)
 }
@@ -211,6 +219,7 @@ mod tests {
             transport: "in-process".to_owned(),
             devices: vec!["cpu x".to_owned(); ranks as usize],
             repeat: 3,
+            messages: host_memory(),
         }
     }
 

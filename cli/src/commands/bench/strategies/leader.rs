@@ -95,7 +95,7 @@ impl<'a> Leader<'a> {
     }
 
     /// Opens the folder, for a group of these devices.
-    pub(super) fn start(&mut self, labels: &[String]) -> Result<()> {
+    pub(super) fn start(&mut self, labels: &[String], messages: &str) -> Result<()> {
         // Ranks of a new group compute their rows anew.
         self.references.clear();
         if self.journal.is_some() {
@@ -108,6 +108,7 @@ impl<'a> Leader<'a> {
             transport: self.settings.transport.to_owned(),
             devices: labels.to_vec(),
             repeat: self.bench.repeat,
+            messages: messages.to_owned(),
         };
         let journal = Arc::new(Mutex::new(Journal::open(&self.settings.folder, &header)?));
         end_late_cells(Arc::clone(&journal), Arc::clone(&self.running), self.settings.cell_limit);

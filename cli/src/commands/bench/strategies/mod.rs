@@ -81,6 +81,7 @@ pub(crate) fn check_launched(args: &StrategiesArgs, world: u32) -> Result<()> {
             "leave it away, or use quic",
         ));
     }
+    args.collective.fits(&args.device.0, false)?;
     cases(args).map(|_| ())
 }
 
@@ -108,6 +109,7 @@ fn here(args: &StrategiesArgs) -> Result<()> {
             None
         }
     };
+    args.collective.fits(&args.device.0, true)?;
     let bench = Bench::new(args, ranks)?;
     let ids = (0..ranks as usize).map(|rank| device(args, rank, None)).collect::<Result<Vec<_>>>()?;
     interrupt::end_on_interrupt()?;

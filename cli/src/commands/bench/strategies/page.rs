@@ -45,7 +45,7 @@ pub(super) fn html(header: &Header, records: &[Record]) -> String {
 }
 
 fn facts(header: &Header) -> Vec<(&'static str, String)> {
-    let Header { release, ranks, processes, transport, devices, repeat } = header;
+    let Header { release, ranks, processes, transport, devices, repeat, messages } = header;
     let mut kinds: Vec<&String> = devices.iter().collect();
     kinds.dedup();
     let kinds: Vec<&str> = kinds.into_iter().map(String::as_str).collect();
@@ -53,6 +53,7 @@ fn facts(header: &Header) -> Vec<(&'static str, String)> {
     vec![
         ("ranks", format!("{ranks}, {place}, {transport}")),
         ("devices", kinds.join(", ")),
+        ("messages", messages.clone()),
         ("runs of each cell", format!("{repeat}, after one that compiles kernels")),
         ("release", release.clone()),
     ]
@@ -200,6 +201,7 @@ mod tests {
             transport: "in-process".to_owned(),
             devices: vec![evil.to_owned()],
             repeat: 3,
+            messages: evil.to_owned(),
         };
         let page = html(&header, &records);
         assert!(!page.contains("<script") && page.matches("&lt;script").count() >= 3);

@@ -47,6 +47,8 @@ struct RankWork<'a> {
     starts: Arc<Starts>,
     /// Devices by rank.
     labels: Vec<String>,
+    /// How messages go between devices.
+    messages: String,
     /// Cases whose sampled rows have been computed by each kind of device alone.
     known: BTreeSet<usize>,
 }
@@ -93,13 +95,14 @@ impl<'a> RankWork<'a> {
         let starts = Arc::new(Starts::default());
         let run = RunOptions { observer: starts.clone(), ..quiet() };
         let options = SessionOptions { deadline: bench.deadline, run, ..SessionOptions::default() };
-        let session = Session::with_options(Arc::clone(transport), device, options);
-        Ok(Self { bench, here, session, starts, labels, known: BTreeSet::new() })
+        let (session, agreed) = bench.ways.open(transport, device, options)?;
+        let messages = agreed.map_or_else(|| "host memory".to_owned(), |agreed| agreed.ways);
+        Ok(Self { bench, here, session, starts, labels, messages, known: BTreeSet::new() })
     }
 
     fn all(&mut self, mut leader: Option<&mut Leader<'_>>) -> Result<()> {
         if let Some(leader) = leader.as_deref_mut() {
-            leader.start(&self.labels).map_err(|failure| self.refuse_all(failure))?;
+            leader.start(&self.labels, &self.messages).map_err(|failure| self.refuse_all(failure))?;
         }
         loop {
             let next = match leader.as_deref_mut().map(Leader::next).transpose() {
