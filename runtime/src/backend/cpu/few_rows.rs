@@ -137,8 +137,6 @@ impl WithSimd for Run<'_, '_> {
 
 /// Rows of a head up to which this path is faster: a panel of `job` takes about as long as 20 rows, and copies keys before.
 const MOST_ROWS: usize = 16;
-/// Rows that share a load of a key.
-const GROUP: usize = 4;
 /// Stretches of a batch entry, at least where there are so many tiles: enough to keep several cores equally busy.
 const STRETCHES: usize = 16;
 /// Elements of K in a stretch, at least, unless it has the most tiles: some ten microseconds of reading.

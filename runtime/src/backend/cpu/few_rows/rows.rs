@@ -5,7 +5,6 @@ use pulp::Simd;
 use super::super::call::Call;
 use super::super::elements::order_of_words;
 use super::super::scratch::{Line, floats, floats_mut, grow};
-use super::GROUP;
 use crate::backend::EMPTY_M;
 
 /// The query heads that share a KV head.
@@ -115,3 +114,8 @@ impl States {
         (self.m[place], self.l[place], &floats(&self.o)[place * self.padded..][..self.padded])
     }
 }
+
+/// Rows that share a load of a key.
+pub(super) const GROUP: usize = 4;
+/// Keys that several rows read at a time.
+pub(super) const KEYS: usize = 8;

@@ -12,8 +12,7 @@ use super::super::call::Call;
 use super::super::elements::{Bf16, Element, F16, F32, Rows};
 use super::super::exp::tanh;
 use super::super::scratch::{Line, floats, floats_mut, grow};
-use super::GROUP;
-use super::rows::{Part, Parts, States};
+use super::rows::{GROUP, KEYS, Part, Parts, States};
 use super::vectors::{add, add_one, add_seen, score, score_one, weigh};
 use crate::{Dtype, RowSpan};
 
@@ -272,6 +271,3 @@ impl Terms<'_> {
         self.terms[head * self.of_head + key * self.lanes + row]
     }
 }
-
-/// Keys that several rows read at a time.
-pub(super) const KEYS: usize = 8;

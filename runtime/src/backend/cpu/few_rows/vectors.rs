@@ -6,8 +6,7 @@ use pulp::Simd;
 use super::super::elements::{Element, Rows, load_ahead};
 use super::super::exp::{exp2_each, mul_add};
 use super::super::scalar;
-use super::GROUP;
-use super::tile::KEYS;
+use super::rows::{GROUP, KEYS};
 
 /// q · key.
 #[inline(always)]
