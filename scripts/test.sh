@@ -36,15 +36,42 @@ fi
 
 # The driver needs a private folder, and keeps compiled shaders for the next run.
 if [ -z "${XDG_RUNTIME_DIR:-}" ]; then
-    XDG_RUNTIME_DIR=$(mktemp -d)
-    export XDG_RUNTIME_DIR
-    trap 'rm -rf "$XDG_RUNTIME_DIR"' EXIT
+    made_runtime_dir=$(mktemp -d)
+    export XDG_RUNTIME_DIR=$made_runtime_dir
+    trap 'rm -rf "$made_runtime_dir"' EXIT
 fi
 export MESA_SHADER_CACHE_DIR=${MESA_SHADER_CACHE_DIR:-$PWD/target/shader-cache}
 mkdir -p "$MESA_SHADER_CACHE_DIR"
 
-# Many tests wait: for timeouts, for other processes. Eight at a time keep two cores busy.
+# Many tests wait: for timeouts, for other processes. More of them than cores at a time keep the cores busy.
 cores=$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$((cores + 6))}
 
-cargo test --release --workspace --all-features "$@"
+if [ $# -gt 0 ]; then
+    cargo test --release --workspace --all-features "$@"
+    exit
+fi
+
+# Some executables mostly wait, others only compute, so two run at a time. Each runs in the folder of its package, as with cargo
+# test. What it prints appears when it has ended; which ones failed, at the end.
+executables() {
+    cargo test --release --workspace --all-features --no-run --message-format=json-render-diagnostics |
+        sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"overflow_checks":[a-z]*,"test":true.*"executable":"\([^"]*\)".*/\1\n\2/p'
+}
+run() {
+    local folder=$1 executable=$2 start=$SECONDS output status=0
+    output=$(cd "$folder" && "$executable" 2>&1) || status=$?
+    printf '     Running %s: %s s\n%s\n' "$executable" $((SECONDS - start)) "$output"
+    [ $status = 0 ] || echo "$executable ended with status $status" >>"$failed"
+}
+export -f run
+failed=$(mktemp)
+export failed
+trap 'rm -rf "$failed" "${made_runtime_dir:-}"' EXIT
+list=$(executables)
+tr '\n' '\0' <<<"$list" | xargs -0 -n 2 -P 2 bash -c 'run "$0" "$1"'
+cargo test --release --workspace --all-features --doc
+if [ -s "$failed" ]; then
+    cat "$failed" >&2
+    exit 1
+fi
