@@ -20,7 +20,9 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{Buffer, BufferId, Content, Plan, ProvedPlans, Step, StepProgress, World, describe};
+use crate::plan::{
+    Buffer, BufferId, Content, GradientStep, Plan, ProvedPlans, Step, StepProgress, World, describe,
+};
 use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock};
 pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
@@ -156,7 +158,8 @@ impl LoweredPlan {
                 Step::Attend { q, kv, state, .. } => {
                     Some((q, kv, backend.tile_shape(problem, state_shape(world, plan, *state))))
                 }
-                Step::AttendBackward { q, kv, dq, .. } => {
+                Step::AttendBackward(step) => {
+                    let GradientStep { q, kv, dq, .. } = &**step;
                     Some((q, kv, backend.backward_tile_shape(problem, state_shape(world, plan, *dq))))
                 }
                 _ => None,

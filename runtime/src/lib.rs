@@ -109,6 +109,7 @@ mod mask;
 mod mesh;
 mod meter;
 mod named;
+mod parallel;
 mod placement;
 pub mod plan;
 mod problem;

@@ -1,5 +1,7 @@
 //! Lists of global tokens and their order: used alike by placement, check and lowering.
 
+use smallvec::SmallVec;
+
 /// `count` tokens: `start`, `start + stride`, `start + 2·stride`, …
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct Run {
@@ -12,10 +14,16 @@ pub struct Run {
 }
 
 /// An ordered list of global tokens. Lists of the same tokens in the same order are equal, even if their runs differ.
-#[derive(Clone, Debug, Default, serde::Serialize)]
-#[serde(transparent)]
+#[derive(Clone, Debug, Default)]
 pub struct TokenRuns {
-    runs: Vec<Run>,
+    /// Most lists are one run, and large plans have millions of lists.
+    runs: SmallVec<[Run; 1]>,
+}
+
+impl serde::Serialize for TokenRuns {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.runs())
+    }
 }
 
 impl PartialEq for TokenRuns {

@@ -3,10 +3,10 @@
 use super::run::Run;
 use crate::backend::{AttendBackward, Backend, BiasGradient, Control, Extent, Layout, Operand};
 use crate::collective::Collective;
-use crate::plan::{BufferId, Content, Slice, Step};
+use crate::plan::{BufferId, Content, GradientStep, Slice};
 use crate::{BlockWork, Result};
 
-/// The tensors of the sums of a [`Step::AttendBackward`].
+/// The tensors of the sums of a [`GradientStep`].
 pub(super) struct Sums<Buffer> {
     dq: Vec<Buffer>,
     d_kv: Vec<Buffer>,
@@ -33,9 +33,9 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
         Ok(tensors)
     }
 
-    /// Takes the sums to which [`Step::AttendBackward`] adds out of memory.
-    pub(super) fn take_sums(&mut self, step: &Step) -> Result<Sums<B::Buffer>> {
-        let Step::AttendBackward { dq, d_kv, d_bias, .. } = step else { return Ok(Sums::default()) };
+    /// Takes the sums to which a [`GradientStep`] adds out of memory.
+    pub(super) fn take_sums(&mut self, step: &GradientStep) -> Result<Sums<B::Buffer>> {
+        let GradientStep { dq, d_kv, d_bias, .. } = step;
         let d_bias = match (d_bias, self.d_shared_bias.take()) {
             (Some(of_rows), _) => self.sum(of_rows.buffer)?.pop(),
             (None, shared) => shared,
@@ -44,8 +44,8 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
     }
 
     /// Puts these sums back.
-    pub(super) fn put_sums(&mut self, step: &Step, sums: Sums<B::Buffer>) {
-        let Step::AttendBackward { dq, d_kv, d_bias, .. } = step else { return };
+    pub(super) fn put_sums(&mut self, step: &GradientStep, sums: Sums<B::Buffer>) {
+        let GradientStep { dq, d_kv, d_bias, .. } = step;
         self.memory.put(*dq, sums.dq);
         self.memory.put(d_kv.buffer, sums.d_kv);
         match d_bias {
@@ -66,18 +66,15 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
         Ok(())
     }
 
-    /// One layer of [`Step::AttendBackward`].
+    /// One layer of a [`GradientStep`].
     pub(super) async fn attend_backward(
         &self,
-        step: &Step,
+        step: &GradientStep,
         work: &BlockWork,
         Sums { dq, d_kv, d_bias }: &mut Sums<B::Buffer>,
         control: &Control,
     ) -> Result<()> {
-        let Step::AttendBackward { q, d_o, stats, kv, dq: sum, d_kv: keys, bias, d_bias: of_bias } = step
-        else {
-            return Ok(());
-        };
+        let GradientStep { q, d_o, stats, kv, dq: sum, d_kv: keys, bias, d_bias: of_bias } = step;
         let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
         let dim = problem.head_dim as usize;
         let operand = |slice: &Slice, tensor: usize, row: usize| Operand {

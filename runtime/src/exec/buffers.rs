@@ -27,7 +27,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     }
 
     pub(super) fn allocate(&self, id: BufferId) -> Result<Vec<B::Buffer>> {
-        let name = &self.executor.plan.buffer(id).name;
+        let name = &self.executor.plan.buffer(id).name.to_string();
         let backend = self.executor.backend;
         self.tensor_bytes(id)
             .into_iter()

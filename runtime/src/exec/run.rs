@@ -166,7 +166,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 let mut tensors = self.state(*state)?;
                 let mut attended = Ok(());
                 for work in &lowered.works[self.step] {
-                    let attend = self.attend([q, kv], pairs.as_ref(), work, *state, &mut tensors, control);
+                    let attend = self.attend([q, kv], pairs.as_deref(), work, *state, &mut tensors, control);
                     attended = drive(background, attend).await;
                     if attended.is_err() {
                         break;
@@ -184,7 +184,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 attended?;
                 self.end_step(started, background).await?;
             }
-            Step::AttendBackward { .. } => {
+            Step::AttendBackward(step) => {
                 self.begin_ahead(started, &mut background.ahead);
                 let mut sums = self.take_sums(step)?;
                 let mut attended = Ok(());

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use kyklos_transport::Rank;
 
 use super::check::RankCheck;
-use super::step::{Buffer, BufferId, Plan, Slice, Step, World};
+use super::step::{Buffer, BufferId, GradientStep, Plan, Slice, Step, World};
 use crate::{AttentionProblem, BiasKind, Strategy, TokenRuns};
 
 /// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
@@ -56,7 +56,7 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             queries.to_string(),
             plan.steps
                 .iter()
-                .filter(|step| matches!(step, Step::Attend { .. } | Step::AttendBackward { .. }))
+                .filter(|step| matches!(step, Step::Attend { .. } | Step::AttendBackward(_)))
                 .count()
                 .to_string(),
             check.messages_sent.to_string(),
@@ -140,7 +140,7 @@ fn each<S: serde::Serializer>(
 
 /// One step in words.
 pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
-    let name = |id: &BufferId| plan.buffer(*id).name.clone();
+    let name = |id: &BufferId| plan.buffer(*id).name.to_string();
     let size = |slice: &Slice| bytes(plan.slice_bytes(&world.problem, slice));
     match step {
         Step::Repack { from, into } => {
@@ -169,17 +169,20 @@ pub(crate) fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             pairs.as_ref().map_or_else(String::new, |pairs| format!(" with {}", name(&pairs.buffer))),
             name(state)
         ),
-        Step::AttendBackward { q, kv, dq, d_kv, d_bias, .. } => format!(
-            "gradients {} ({} tokens, heads {:?}) x {} ({} tokens) -> {}, {}{}",
-            name(&q.buffer),
-            q.tokens.len(),
-            plan.slice_heads(q),
-            name(&kv.buffer),
-            kv.tokens.len(),
-            name(dq),
-            name(&d_kv.buffer),
-            d_bias.as_ref().map_or_else(String::new, |sum| format!(", {}", name(&sum.buffer)))
-        ),
+        Step::AttendBackward(step) => {
+            let GradientStep { q, kv, dq, d_kv, d_bias, .. } = &**step;
+            format!(
+                "gradients {} ({} tokens, heads {:?}) x {} ({} tokens) -> {}, {}{}",
+                name(&q.buffer),
+                q.tokens.len(),
+                plan.slice_heads(q),
+                name(&kv.buffer),
+                kv.tokens.len(),
+                name(dq),
+                name(&d_kv.buffer),
+                d_bias.as_ref().map_or_else(String::new, |sum| format!(", {}", name(&sum.buffer)))
+            )
+        }
         Step::Accumulate { from, into } => {
             format!("add       {} -> {}, {}", name(from), name(&into.buffer), size(into))
         }

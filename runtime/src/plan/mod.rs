@@ -8,6 +8,7 @@ mod check;
 mod content;
 mod explain;
 mod hash;
+mod name;
 mod proved;
 mod step;
 mod step_progress;
@@ -18,8 +19,10 @@ pub(crate) use explain::describe;
 pub use explain::{Explained, bias_in_words, bytes, expected_of_wire, explain, table};
 pub(crate) use hash::PLAN_FORMAT;
 pub use hash::plan_hash;
+pub use name::BufferName;
 pub use proved::ProvedPlans;
 pub use step::{
-    Buffer, BufferId, Direction, GradientBuffers, Kept, LostTokens, Plan, Recv, Send, Slice, Step, World,
+    Buffer, BufferId, Direction, GradientBuffers, GradientStep, Kept, LostTokens, Plan, Recv, Send, Slice,
+    Step, World,
 };
 pub use step_progress::StepProgress;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use super::Content;
+use super::{BufferName, Content};
 use crate::{AttentionProblem, Mesh, Placement, Results, Strategy, TokenRuns};
 
 /// The plans of all ranks, and the inputs from which they were made.
@@ -113,7 +113,7 @@ pub struct BufferId(pub usize);
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Buffer {
     /// Display name.
-    pub name: String,
+    pub name: BufferName,
     /// Tensor kind.
     pub content: Content,
     /// Global tokens, in the order of the rows.
@@ -203,31 +203,10 @@ pub enum Step {
         state: BufferId,
         /// The queries' rows of the attention bias tensor, where the plan has one: of the queries' heads, or of its only one.
         #[serde(rename = "pairs")]
-        bias: Option<Slice>,
+        bias: Option<Box<Slice>>,
     },
     /// Gradients of a slice of queries against a slice of keys and values, added to sums.
-    AttendBackward {
-        /// Queries, and the gradient and the statistics of their output rows: slices of the same tokens and heads.
-        q: Slice,
-        /// See `q`.
-        d_o: Slice,
-        /// See `q`.
-        stats: Slice,
-        /// Keys and values of the KV heads that the queries need.
-        kv: Slice,
-        /// Sum of the gradients of the queries; the first step that names it finds 0.
-        dq: BufferId,
-        /// Sums of the gradients of the keys and values: of the same tokens and heads as `kv`. The first step that names their
-        /// buffer finds 0.
-        d_kv: Slice,
-        /// As in [`Step::Attend`].
-        #[serde(rename = "pairs")]
-        bias: Option<Slice>,
-        /// Sum of the gradient of `bias`, of the same tokens and heads, where the problem asks for it. The first step that names
-        /// its buffer finds 0.
-        #[serde(skip_serializing_if = "Option::is_none")]
-        d_bias: Option<Slice>,
-    },
+    AttendBackward(Box<GradientStep>),
     /// Adds one sum of gradients to another of the same tokens and heads.
     Accumulate {
         /// The sum that is read.
@@ -261,6 +240,32 @@ pub enum Step {
         /// The buffer.
         buffer: BufferId,
     },
+}
+
+/// What a [`Step::AttendBackward`] reads and adds to. It stands apart: a plan has up to millions of steps, which are all as large
+/// as the largest kind.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct GradientStep {
+    /// Queries, and the gradient and the statistics of their output rows: slices of the same tokens and heads.
+    pub q: Slice,
+    /// See `q`.
+    pub d_o: Slice,
+    /// See `q`.
+    pub stats: Slice,
+    /// Keys and values of the KV heads that the queries need.
+    pub kv: Slice,
+    /// Sum of the gradients of the queries; the first step that names it finds 0.
+    pub dq: BufferId,
+    /// Sums of the gradients of the keys and values: of the same tokens and heads as `kv`. The first step that names their
+    /// buffer finds 0.
+    pub d_kv: Slice,
+    /// As in [`Step::Attend`].
+    #[serde(rename = "pairs")]
+    pub bias: Option<Slice>,
+    /// Sum of the gradient of `bias`, of the same tokens and heads, where the problem asks for it. The first step that names
+    /// its buffer finds 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub d_bias: Option<Slice>,
 }
 
 impl Plan {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::cluster::Cluster;
 use super::describe::MemoryKind;
 use super::work::WorkCounter;
-use crate::plan::{BufferId, Plan, Slice, Step, World};
+use crate::plan::{BufferId, GradientStep, Plan, Slice, Step, World};
 use crate::{Error, Result};
 
 /// The work of all ranks, and their messages.
@@ -210,7 +210,8 @@ impl<'a> Pricer<'a> {
                     }
                 },
                 Step::Attend { q, kv, state, .. } => self.attend(q, kv, *state),
-                Step::AttendBackward { q, kv, dq, d_kv, d_bias, .. } => {
+                Step::AttendBackward(step) => {
+                    let GradientStep { q, kv, dq, d_kv, d_bias, .. } = &**step;
                     let d_bias = d_bias.as_ref().map(|sum| sum.buffer);
                     self.attend_backward(q, kv, [*dq, d_kv.buffer].into_iter().chain(d_bias));
                 }

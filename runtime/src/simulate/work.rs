@@ -29,7 +29,11 @@ impl WorkCounter {
     pub(super) fn count_plan(&mut self, world: &World, plan: &Plan) -> (f64, u64) {
         let (mut pairs, mut steps) = (0.0, 0);
         for step in &plan.steps {
-            let (Step::Attend { q, kv, .. } | Step::AttendBackward { q, kv, .. }) = step else { continue };
+            let (q, kv) = match step {
+                Step::Attend { q, kv, .. } => (q, kv),
+                Step::AttendBackward(step) => (&step.q, &step.kv),
+                _ => continue,
+            };
             let work = self.count(&world.problem, &plan.slice_tokens(q), &plan.slice_tokens(kv));
             pairs += work.pairs * f64::from(q.heads.end - q.heads.start);
             steps += 1;

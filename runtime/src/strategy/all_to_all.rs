@@ -10,7 +10,7 @@ use kyklos_transport::Rank;
 
 use super::build::{Inputs, OutputGradient, PlanBuilder};
 use crate::TokenRuns;
-use crate::plan::{BufferId, Content, Recv, Send, Slice, Step};
+use crate::plan::{BufferId, BufferName, Content, Recv, Send, Slice, Step};
 
 /// A share of every rank's query heads. It crosses the all-to-all, and is attended, separately.
 #[derive(Clone, Copy, Debug)]
@@ -71,22 +71,17 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
     let inputs = exchanged(builder);
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (peer_u, peer) in peers(builder) {
-        let mut parts = Vec::new();
-        let mut came = Vec::new();
+        let (mut parts, mut came) = (Vec::with_capacity(inputs.len()), Vec::with_capacity(inputs.len()));
         for &(own, content) in &inputs {
             let (theirs, mine) = (chunk.heads(builder, content, peer_u), chunk.heads(builder, content, u));
             let all = builder.heads_of(own, &theirs);
             let slice = Slice { tokens: replicated(builder, content)..all.tokens.end, ..all };
             if !slice.tokens.is_empty() {
-                parts.push(builder.sendable(
-                    slice,
-                    &format!("{} for rank {peer}", name(content)),
-                    &mut packed,
-                ));
+                parts.push(builder.sendable(slice, BufferName::for_rank(name(content), peer), &mut packed));
             }
             let tokens = placement(builder, content).of_rank(peer).clone();
             if !tokens.is_empty() {
-                let from = format!("{} from rank {peer}", name(content));
+                let from = BufferName::from_rank(name(content), peer);
                 came.push(builder.declare(from, content, tokens, mine));
             }
         }
@@ -94,8 +89,8 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
             sends.push(Send { to: peer.0, parts });
         }
         if !came.is_empty() {
-            recvs.push(Recv { from: peer.0, parts: came.clone() });
-            arriving.extend(came.into_iter().map(|buffer| (peer_u, buffer)));
+            arriving.extend(came.iter().map(|buffer| (peer_u, *buffer)));
+            recvs.push(Recv { from: peer.0, parts: came });
         }
     }
     let exchange = builder.exchange(sends, recvs);
@@ -160,17 +155,17 @@ pub(super) fn post_heads_for_tokens(
     let results: Vec<(BufferId, Content)> =
         mine.iter().map(|id| (*id, builder.buffer(*id).content)).collect();
     for (peer_u, peer) in peers(builder) {
-        let (mut parts, mut came) = (Vec::new(), Vec::new());
+        let (mut parts, mut came) = (Vec::with_capacity(results.len()), Vec::with_capacity(results.len()));
         for (result, content) in &results {
             let slice = pieces.piece(builder, *result, *content, peer_u);
             if !slice.tokens.is_empty() {
-                let label = format!("{} for rank {peer}", name(*content));
-                parts.push(builder.sendable(slice, &label, &mut packed));
+                let label = BufferName::for_rank(name(*content), peer);
+                parts.push(builder.sendable(slice, label, &mut packed));
             }
             let tokens = placement(builder, *content).of_rank(builder.rank).clone();
             if !tokens.is_empty() {
                 let theirs = chunk.heads(builder, *content, peer_u);
-                let label = format!("{} from rank {peer}", name(*content));
+                let label = BufferName::from_rank(name(*content), peer);
                 let buffer = builder.declare(label, *content, tokens, theirs);
                 if content.is_sum() {
                     let problem = &builder.world.problem;
@@ -185,8 +180,8 @@ pub(super) fn post_heads_for_tokens(
             sends.push(Send { to: peer.0, parts });
         }
         if !came.is_empty() {
-            recvs.push(Recv { from: peer.0, parts: came.clone() });
-            arriving.extend(came.into_iter().map(|buffer| (peer_u, buffer)));
+            arriving.extend(came.iter().map(|buffer| (peer_u, *buffer)));
+            recvs.push(Recv { from: peer.0, parts: came });
         }
     }
     let exchange = builder.exchange(sends, recvs);
@@ -198,7 +193,7 @@ pub(super) fn post_heads_for_tokens(
                 builder.repack(own, into);
             }
             Some(home) if !own.tokens.is_empty() => {
-                let copy = builder.copied(own, &format!("own {}", name(content)));
+                let copy = builder.copied(own, format!("own {}", name(content)));
                 add(builder, copy, home);
                 builder.free(copy);
             }

@@ -18,7 +18,7 @@ pub use self::plan::{plan_backward, plan_backward_placed};
 pub(super) use self::round::{Gradients, streams_round};
 use super::build::{Inputs, OutputGradient, PlanBuilder};
 use crate::lower;
-use crate::plan::{Buffer, BufferId, Content, Slice, Step};
+use crate::plan::{Buffer, BufferId, BufferName, Content, GradientStep, Slice, Step};
 
 /// The sums of gradients that a rank has after its round: of the queries and of the keys of its inputs.
 #[derive(Clone, Copy, Debug)]
@@ -37,11 +37,10 @@ impl PlanBuilder<'_> {
         let Buffer { tokens: keys, heads: kv_heads, .. } = self.buffer(inputs.kv).clone();
         let front = self.replicated();
         let own = keys.slice(front..keys.len());
-        let dq =
-            self.declare("sum of dq".to_owned(), Content::QueryGradSum, queries.clone(), q_heads.clone());
-        let d_kv = self.declare("sum of dkv".to_owned(), Content::KeyValueGradSum, own, kv_heads.clone());
+        let dq = self.declare("sum of dq", Content::QueryGradSum, queries.clone(), q_heads.clone());
+        let d_kv = self.declare("sum of dkv", Content::KeyValueGradSum, own, kv_heads.clone());
         let replicated = (front > 0).then(|| {
-            let name = "sum of dkv of replicated keys".to_owned();
+            let name = "sum of dkv of replicated keys";
             let sum = self.declare(name, Content::KeyValueGradSum, keys.slice(0..front), kv_heads);
             self.holds(sum, queries, q_heads);
             sum
@@ -58,13 +57,18 @@ impl PlanBuilder<'_> {
         if seen {
             let [q, d_o, stats] = [q, d_o, stats].map(|id| self.whole(id));
             let [bias, d_bias] = [pairs, d_bias].map(|rows| rows.map(|rows| self.whole(rows)));
-            self.push(Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias, d_bias });
+            let step = GradientStep { q, d_o, stats, kv, dq, d_kv, bias, d_bias };
+            self.push(Step::AttendBackward(Box::new(step)));
         }
         seen
     }
 
     /// A sum for the gradient of the rows of the bias in `bias`, if the problem asks for it.
-    pub(super) fn bias_sum(&mut self, bias: Option<BufferId>, name: String) -> Option<BufferId> {
+    pub(super) fn bias_sum(
+        &mut self,
+        bias: Option<BufferId>,
+        name: impl Into<BufferName>,
+    ) -> Option<BufferId> {
         let bias = bias.filter(|_| self.world.problem.bias_gradient)?;
         let Buffer { tokens, heads, .. } = self.buffer(bias).clone();
         Some(self.declare(name, Content::BiasGradSum, tokens, heads))

@@ -7,7 +7,8 @@ use kyklos_transport::Rank;
 
 use crate::mesh::kv_heads_for;
 use crate::plan::{
-    Buffer, BufferId, Content, Direction, GradientBuffers, Kept, Plan, Recv, Send, Slice, Step, World,
+    Buffer, BufferId, BufferName, Content, Direction, GradientBuffers, Kept, Plan, Recv, Send, Slice, Step,
+    World,
 };
 use crate::{Results, TokenRuns, lower};
 
@@ -46,7 +47,7 @@ impl<'a> PlanBuilder<'a> {
         let problem = &world.problem;
         let q_tokens = world.q_placement.held_by(rank);
         let kv_tokens = world.kv_placement.held_by(rank);
-        // A hop needs one buffer and four steps; a peer of the all-to-alls needs up to eight of each.
+        // A hop needs one buffer and four steps; a peer of the all-to-alls needs five buffers and ten steps, more in a backward plan.
         let (hops, peers) = (world.mesh.ring() as usize, world.mesh.ulysses() as usize - 1);
         let plan = Plan {
             rank: rank.0,
@@ -57,23 +58,23 @@ impl<'a> PlanBuilder<'a> {
             gradients: None,
             bias: None,
             kept: Vec::new(),
-            steps: Vec::with_capacity(8 + 4 * hops + 8 * peers),
+            steps: Vec::with_capacity(8 + 4 * hops + 10 * peers),
         };
         let mut builder =
             Self { world, rank, plan, output: BufferId(2), exchanges: 0, waiting: BTreeMap::new() };
-        builder.declare("q".to_owned(), Content::Query, q_tokens.clone(), 0..problem.q_heads);
-        builder.declare("kv".to_owned(), Content::KeyValue, kv_tokens, 0..problem.kv_heads);
+        builder.declare("q", Content::Query, q_tokens.clone(), 0..problem.q_heads);
+        builder.declare("kv", Content::KeyValue, kv_tokens, 0..problem.kv_heads);
         builder.plan.buffers[builder.plan.kv.0].spare = world.kv_placement.spare(rank);
         let backward = world.direction == Direction::Backward;
         let (name, content) = if backward { ("dq", Content::QueryGrad) } else { ("o", Content::Output) };
-        builder.declare(name.to_owned(), content, world.output_tokens(rank), 0..problem.q_heads);
+        builder.declare(name, content, world.output_tokens(rank), 0..problem.q_heads);
         if problem.results != Results::Owner {
-            let name = "o of own queries".to_owned();
-            builder.output = builder.declare(name, Content::Output, q_tokens.clone(), 0..problem.q_heads);
+            builder.output =
+                builder.declare("o of own queries", Content::Output, q_tokens.clone(), 0..problem.q_heads);
         }
         builder.plan.bias = problem
             .query_bias()
-            .map(|pairs| builder.declare("pairs".to_owned(), Content::Bias, q_tokens, 0..pairs.heads));
+            .map(|pairs| builder.declare("pairs", Content::Bias, q_tokens, 0..pairs.heads));
         if backward {
             builder.declare_gradients();
         }
@@ -85,10 +86,10 @@ impl<'a> PlanBuilder<'a> {
         let Buffer { tokens: q, heads: q_heads, .. } = self.buffer(self.plan.q).clone();
         let Buffer { tokens: kv, heads: kv_heads, .. } = self.buffer(self.plan.kv).clone();
         self.plan.gradients = Some(GradientBuffers {
-            d_o: self.declare("do".to_owned(), Content::OutputGrad, q.clone(), q_heads.clone()),
-            stats: self.declare("row statistics".to_owned(), Content::RowStats, q, q_heads),
-            d_kv: self.declare("dkv".to_owned(), Content::KeyValueGrad, kv, kv_heads),
-            d_bias: self.bias_sum(self.plan.bias, "dbias".to_owned()),
+            d_o: self.declare("do", Content::OutputGrad, q.clone(), q_heads.clone()),
+            stats: self.declare("row statistics", Content::RowStats, q, q_heads),
+            d_kv: self.declare("dkv", Content::KeyValueGrad, kv, kv_heads),
+            d_bias: self.bias_sum(self.plan.bias, "dbias"),
         });
     }
 
@@ -139,13 +140,13 @@ impl<'a> PlanBuilder<'a> {
 
     pub(super) fn declare(
         &mut self,
-        name: String,
+        name: impl Into<BufferName>,
         content: Content,
         tokens: TokenRuns,
         heads: Range<u32>,
     ) -> BufferId {
         self.plan.buffers.push(Buffer {
-            name,
+            name: name.into(),
             content,
             tokens,
             heads,
@@ -159,7 +160,7 @@ impl<'a> PlanBuilder<'a> {
     /// A running state of the queries in `q` that stays on this rank.
     pub(super) fn state(&mut self, q: BufferId) -> BufferId {
         let Buffer { tokens, heads, .. } = self.buffer(q).clone();
-        self.declare("state".to_owned(), Content::State, tokens, heads)
+        self.declare("state", Content::State, tokens, heads)
     }
 
     /// A running state of the queries in `q` over the keys `met`, to be sent or received.
@@ -193,9 +194,9 @@ impl<'a> PlanBuilder<'a> {
     /// this rank's keys.
     pub(super) fn visitor(&mut self, shard: u32, own: Inputs) -> Inputs {
         let tokens = self.world.q_placement.of_shard(shard);
-        let mut arriving = |id: BufferId, name: &str| {
+        let mut arriving = |id: BufferId, name: &'static str| {
             let Buffer { content, heads, .. } = self.buffer(id).clone();
-            self.declare(format!("{name} of shard {shard}"), content, tokens.clone(), heads)
+            self.declare(BufferName::of_shard(name, shard), content, tokens.clone(), heads)
         };
         Inputs {
             q: arriving(own.q, "q"),
@@ -250,8 +251,13 @@ impl<'a> PlanBuilder<'a> {
 
     /// A slice that can be sent: `slice` itself if it is contiguous in memory, otherwise a packed copy, which is added
     /// to `packed`.
-    pub(super) fn sendable(&mut self, slice: Slice, name: &str, packed: &mut Vec<BufferId>) -> Slice {
-        if self.is_one_piece(&slice) {
+    pub(super) fn sendable(
+        &mut self,
+        slice: Slice,
+        name: impl Into<BufferName>,
+        packed: &mut Vec<BufferId>,
+    ) -> Slice {
+        if self.plan.is_one_piece(&self.world.problem, &slice) {
             return slice;
         }
         let copy = self.copied(slice, name);
@@ -260,10 +266,10 @@ impl<'a> PlanBuilder<'a> {
     }
 
     /// A copy of `slice`.
-    pub(super) fn copied(&mut self, slice: Slice, name: &str) -> BufferId {
+    pub(super) fn copied(&mut self, slice: Slice, name: impl Into<BufferName>) -> BufferId {
         let (tokens, heads) = (self.plan.slice_tokens(&slice), self.plan.slice_heads(&slice));
         let content = self.buffer(slice.buffer).content;
-        let copy = self.declare(name.to_owned(), content, tokens, heads);
+        let copy = self.declare(name, content, tokens, heads);
         if content.is_sum() {
             let Buffer { met, met_heads, .. } = self.buffer(slice.buffer).clone();
             self.holds(copy, met, met_heads);
@@ -289,7 +295,7 @@ impl<'a> PlanBuilder<'a> {
             return piece;
         }
         let (tokens, heads) = (self.plan.slice_tokens(&piece), self.plan.slice_heads(&piece));
-        let wire = self.declare("kv for the wire".to_owned(), Content::WireKeyValue, tokens, heads);
+        let wire = self.declare("kv for the wire", Content::WireKeyValue, tokens, heads);
         self.plan.steps.push(Step::Convert { from: piece, into: wire });
         packed.into_iter().for_each(|copy| self.free(copy));
         made.push(wire);
@@ -299,7 +305,7 @@ impl<'a> PlanBuilder<'a> {
     /// Keys and values of shard `owner` in wire format, to be received.
     pub(super) fn arrival(&mut self, owner: u32, tokens: TokenRuns, heads: Range<u32>) -> BufferId {
         let content = if self.converts() { Content::WireKeyValue } else { Content::KeyValue };
-        self.declare(format!("kv of shard {owner}"), content, tokens, heads)
+        self.declare(BufferName::of_shard("kv", owner), content, tokens, heads)
     }
 
     /// The keys and values in `kv` in the storage type; frees `kv` if the result is another buffer.
@@ -353,7 +359,7 @@ impl<'a> PlanBuilder<'a> {
         let (queries, keys) = (&self.buffer(q).tokens, self.plan.slice_tokens(&kv));
         let seen = lower::any_visible(&self.world.problem, queries, &keys);
         if seen {
-            let (q, pairs) = (self.plan.whole(q), pairs.map(|pairs| self.plan.whole(pairs)));
+            let (q, pairs) = (self.plan.whole(q), pairs.map(|pairs| Box::new(self.plan.whole(pairs))));
             self.plan.steps.push(Step::Attend { q, kv, state, bias: pairs });
         }
         seen
@@ -388,9 +394,5 @@ impl<'a> PlanBuilder<'a> {
 
     pub(super) fn finish(self) -> Plan {
         self.plan
-    }
-
-    fn is_one_piece(&self, slice: &Slice) -> bool {
-        self.plan.is_one_piece(&self.world.problem, slice)
     }
 }

@@ -5,7 +5,7 @@ use kyklos_transport::Rank;
 use super::build::PlanBuilder;
 use super::price::Traffic;
 use crate::Results;
-use crate::plan::{BufferId, Content, Recv, Send};
+use crate::plan::{BufferId, BufferName, Content, Recv, Send};
 
 /// Sends the rows of this rank's queries to the ranks that get them, takes the rows that this rank gets, and frees its own.
 pub(super) fn send(builder: &mut PlanBuilder<'_>) {
@@ -27,7 +27,7 @@ pub(super) fn send(builder: &mut PlanBuilder<'_>) {
     if results.gathered_on(me) {
         for from in others.into_iter().filter(|rank| rows(*rank) > 0) {
             let (tokens, heads) = (world.q_placement.of_rank(from).clone(), 0..world.problem.q_heads);
-            let buffer = builder.declare(format!("o of rank {from}"), Content::Output, tokens, heads);
+            let buffer = builder.declare(BufferName::of_rank("o", from), Content::Output, tokens, heads);
             arriving.push((from, buffer));
         }
     }

@@ -9,6 +9,7 @@ use super::order;
 use super::price::Traffic;
 use super::results;
 use super::streams::Routes;
+use crate::parallel::for_each_rank;
 use crate::plan::{Content, Direction, LostTokens, Plan, World};
 use crate::{
     AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Results, Split, Strategy, TokenRuns,
@@ -61,10 +62,7 @@ pub fn plan_placed(
 pub(super) fn with_plans(mut world: World, plan_rank: fn(&World, &Routes, Rank) -> Plan) -> World {
     let streams = world.strategy.facts().streams;
     let routes = Routes::new(streams, &world.problem, &world.q_placement, &world.kv_placement);
-    for rank in 0..world.mesh.world() {
-        let plan = plan_rank(&world, &routes, Rank(rank));
-        world.plans.push(plan);
-    }
+    world.plans = for_each_rank(world.mesh.world(), |rank| plan_rank(&world, &routes, Rank(rank)));
     world
 }
 

@@ -82,7 +82,7 @@ proptest! {
             _ => None,
         });
         if let Some((q, bias)) = attends {
-            *bias = Some(q);
+            *bias = Some(Box::new(q));
             prop_assert!(ProvedPlans::new(reading).is_err());
         }
     }

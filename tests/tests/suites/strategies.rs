@@ -250,7 +250,7 @@ fn a_block_under_the_wrong_owner_is_caught() {
     // Zigzag and contiguous blocks are completely visible or completely hidden, for every owner. Striped blocks have a
     // diagonal. Rank 1 treats the block of the next shard as the block of the previous shard.
     let plan = &mut world.plans[1];
-    let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name == name).unwrap();
+    let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name.to_string() == name).unwrap();
     let (theirs, mistaken) = (block("kv of shard 2"), block("kv of shard 0"));
     let count = plan.buffers[theirs].tokens.len();
     plan.buffers[theirs].tokens = plan.buffers[mistaken].tokens.slice(0..count);

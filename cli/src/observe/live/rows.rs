@@ -222,7 +222,7 @@ fn word(step: &Step) -> &'static str {
         Step::Exchange { .. } => "posting messages",
         Step::Wait { .. } => "waiting for messages",
         Step::Attend { .. } => "computing attention",
-        Step::AttendBackward { .. } => "computing gradients",
+        Step::AttendBackward(_) => "computing gradients",
         Step::Accumulate { .. } => "adding gradients",
         Step::Convert { .. } => "converting keys",
         Step::Merge { .. } => "merging results",

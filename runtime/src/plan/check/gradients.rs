@@ -7,13 +7,13 @@ use std::ops::Range;
 use super::met::MetKeys;
 use super::proof::{Contribution, RankProof};
 use crate::mesh::kv_heads_for;
-use crate::plan::{BufferId, Content, Slice, Step};
+use crate::plan::{BufferId, Content, GradientStep, Slice};
 use crate::{Result, TokenRuns, lower};
 
 impl RankProof<'_> {
-    /// Checks [`Step::AttendBackward`].
-    pub(super) fn attend_backward(&mut self, step: &Step) -> Result<()> {
-        let Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias, d_bias } = step else { return Ok(()) };
+    /// Checks [`Step::AttendBackward`](crate::plan::Step::AttendBackward).
+    pub(super) fn attend_backward(&mut self, step: &GradientStep) -> Result<()> {
+        let GradientStep { q, d_o, stats, kv, dq, d_kv, bias, d_bias } = step;
         let inputs = [
             (q, Content::Query),
             (d_o, Content::OutputGrad),

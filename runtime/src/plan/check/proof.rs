@@ -1,9 +1,10 @@
 //! The facts that a proof keeps about the buffers of one rank: written parts, messages that use them, freed buffers.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use kyklos_transport::Rank;
+use smallvec::SmallVec;
 
 use super::met::MetKeys;
 use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, World};
@@ -25,9 +26,9 @@ pub(super) struct Contribution {
 #[derive(Default)]
 pub(super) struct Life {
     /// Written parts, disjoint.
-    pub(super) written: Vec<Area>,
+    pub(super) written: SmallVec<[Area; 1]>,
     /// Exchanges that still read it.
-    pub(super) sending: Vec<u32>,
+    pub(super) sending: SmallVec<[u32; 2]>,
     /// The exchange that is still writing it.
     pub(super) arriving: Option<u32>,
     /// For a state, and for a sum of gradients of queries: the keys it has met.
@@ -135,10 +136,7 @@ impl<'a> RankProof<'a> {
         if !self.lives[id.0].live {
             self.bring_to_life(id);
         }
-        let written = &mut self.lives[id.0].written;
-        // Most buffers are written whole, by one message.
-        written.reserve_exact(usize::from(written.is_empty()));
-        add(written, area);
+        add(&mut self.lives[id.0].written, area);
         Ok(())
     }
 
@@ -223,11 +221,13 @@ impl<'a> RankProof<'a> {
 
     pub(super) fn peers(&self, peers: impl ExactSizeIterator<Item = u32> + Clone, verb: &str) -> Result<()> {
         let wrong = |peer: &u32| *peer == self.plan.rank || *peer >= self.world.mesh.world();
-        let mut known = BTreeSet::new();
+        let mut known = vec![false; if peers.len() > 1 { self.world.mesh.world() as usize } else { 0 }];
         // A ring has one peer in each direction, which needs no list.
         let twice = match peers.len() {
             0 | 1 => None,
-            _ => peers.clone().find(|peer| !known.insert(*peer)),
+            _ => peers.clone().find(|peer| {
+                known.get_mut(*peer as usize).is_some_and(|known| std::mem::replace(known, true))
+            }),
         };
         match { peers }.find(wrong).or(twice) {
             Some(peer) => {
@@ -257,7 +257,7 @@ fn overlap(a: &Area, b: &Area) -> Area {
 }
 
 /// Adds an area to disjoint ones. Areas that make a rectangle together become one: a buffer that many messages fill has few.
-fn add(written: &mut Vec<Area>, mut area: Area) {
+fn add(written: &mut SmallVec<[Area; 1]>, mut area: Area) {
     while let Some((place, whole)) =
         written.iter().enumerate().find_map(|(place, other)| Some((place, joined(other, &area)?)))
     {
@@ -279,25 +279,27 @@ fn joined(a: &Area, b: &Area) -> Option<Area> {
 
 #[cfg(test)]
 mod tests {
+    use smallvec::smallvec;
+
     use super::*;
 
     #[test]
     fn pieces_that_fill_a_buffer_become_one_area() {
         // In the order in which a rank of an all-to-all takes them: from its successors on, by tokens and by heads.
-        let mut written = Vec::new();
+        let mut written = SmallVec::new();
         for u in (5..64).chain(0..5) {
             add(&mut written, (3 * u..3 * (u + 1), 0..2));
             assert!(written.len() <= 2, "{written:?}");
         }
-        assert_eq!(written, [(0..192, 0..2)]);
-        let mut written = Vec::new();
+        assert_eq!(written[..], [(0..192, 0..2)]);
+        let mut written = SmallVec::new();
         for u in (60..64).chain(0..60) {
             add(&mut written, (0..7, 2 * u..2 * (u + 1)));
             assert!(written.len() <= 2, "{written:?}");
         }
-        assert_eq!(written, [(0..7, 0..128)]);
+        assert_eq!(written[..], [(0..7, 0..128)]);
         // Neither tokens nor heads are the same: they stay two areas, also if they touch.
-        let mut written = vec![(0..4, 0..2)];
+        let mut written: SmallVec<[Area; 1]> = smallvec![(0..4, 0..2)];
         add(&mut written, (4..8, 0..3));
         add(&mut written, (0..4, 3..4));
         assert_eq!(written.len(), 3);

@@ -204,9 +204,9 @@ impl<'a> RankProof<'a> {
             }
             Step::Attend { q, kv, state, bias: pairs } => {
                 self.attend(q, kv, *state)?;
-                self.pairs(q, pairs.as_ref())
+                self.pairs(q, pairs.as_deref())
             }
-            Step::AttendBackward { .. } => self.attend_backward(step),
+            Step::AttendBackward(step) => self.attend_backward(step),
             Step::Accumulate { from, into } => self.accumulate(*from, into),
             Step::Convert { from, into } => self.convert(from, *into),
             Step::Merge { from, into } => self.merge(*from, *into),

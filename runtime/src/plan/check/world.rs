@@ -4,6 +4,7 @@ use kyklos_transport::Rank;
 
 use super::proof::RankProof;
 use super::together::{messages_meet, no_rank_waits_for_ever};
+use crate::parallel::for_each_rank;
 use crate::placement::explicit::covers_once;
 use crate::plan::World;
 use crate::{Error, Result, TokenRuns};
@@ -32,18 +33,23 @@ pub fn check(world: &World) -> Result<Vec<RankCheck>> {
         return Err(Error::plan(Rank(0), None, fault));
     }
     owners(world)?;
-    let mut checks = Vec::with_capacity(world.plans.len());
-    for (rank, plan) in (0..).map(Rank).zip(&world.plans) {
-        if plan.rank != rank.0 {
-            return Err(Error::plan(rank, None, format!("the plan is of rank {}", plan.rank)));
-        }
-        let peak_bytes = RankProof::new(world, plan).run()?;
-        let (bytes_sent, messages_sent) = plan.volume(&world.problem);
-        checks.push(RankCheck { peak_bytes, bytes_sent, messages_sent });
-    }
+    let checks: Result<_> =
+        for_each_rank(world.mesh.world(), |rank| check_rank(world, Rank(rank))).into_iter().collect();
+    let checks = checks?;
     messages_meet(world)?;
     no_rank_waits_for_ever(world)?;
     Ok(checks)
+}
+
+/// Proves the plan of one rank by itself.
+fn check_rank(world: &World, rank: Rank) -> Result<RankCheck> {
+    let plan = world.plan(rank);
+    if plan.rank != rank.0 {
+        return Err(Error::plan(rank, None, format!("the plan is of rank {}", plan.rank)));
+    }
+    let peak_bytes = RankProof::new(world, plan).run()?;
+    let (bytes_sent, messages_sent) = plan.volume(&world.problem);
+    Ok(RankCheck { peak_bytes, bytes_sent, messages_sent })
 }
 
 /// Checks that every token has exactly one owner, except replicated and lost tokens, which have none.

@@ -128,7 +128,7 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
     let home = shared.then(|| {
         let own = builder.own_keys(own_keys).tokens;
         let Buffer { tokens, heads, .. } = builder.buffer(own_keys).clone();
-        builder.declare("sum of own dkv".to_owned(), Content::KeyValueGradSum, tokens.slice(own), heads)
+        builder.declare("sum of own dkv", Content::KeyValueGradSum, tokens.slice(own), heads)
     });
     let mut chunks = all_chunks.iter().copied().peekable();
     let mut going_out = chunks.peek().map(|first| all_to_all::post_tokens_for_heads(&mut builder, *first));

@@ -9,7 +9,7 @@ use kyklos_transport::Rank;
 
 use super::super::all_to_all::Chunk;
 use super::super::build::PlanBuilder;
-use crate::plan::{BufferId, Content, Recv, Send, Step};
+use crate::plan::{BufferId, BufferName, Content, Recv, Send, Step};
 use crate::{TokenRuns, lower};
 
 /// Adds up the sums of all ranks, into the first rows of `result`. `parts`: this rank's sums, one for each of `chunks`.
@@ -27,12 +27,8 @@ pub(super) fn add_up(
     let mine = total.map(|total| {
         let tokens = builder.buffer(total).tokens.clone();
         let heads = builder.buffer(total).heads.clone();
-        let mine = builder.declare(
-            "dkv of a piece of the replicated keys".to_owned(),
-            Content::KeyValueGrad,
-            tokens,
-            heads,
-        );
+        let mine =
+            builder.declare("dkv of a piece of the replicated keys", Content::KeyValueGrad, tokens, heads);
         builder.round_sum(total, mine);
         mine
     });
@@ -42,7 +38,7 @@ pub(super) fn add_up(
         let piece = piece(builder, peer);
         if !piece.is_empty() {
             let tokens = builder.world.kv_placement.replicated().slice(piece.clone());
-            let (name, heads) = (format!("dkv from rank {peer}"), builder.buffer(result).heads.clone());
+            let (name, heads) = (BufferName::from_rank("dkv", peer), builder.buffer(result).heads.clone());
             let buffer = builder.declare(name, Content::KeyValueGrad, tokens, heads);
             recvs.push(Recv { from: peer.0, parts: vec![buffer] });
             arriving.push((buffer, piece));
@@ -78,9 +74,9 @@ fn collect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], parts: Vec<BufferId>
             let piece = piece(builder, peer);
             let full = parts.iter().filter(|part| builder.buffer(**part).head_count() > 0);
             let slices: Vec<_> = full.map(|part| builder.tokens_of(*part, piece.clone())).collect();
-            let name = format!("dkv for rank {peer}");
+            let name = BufferName::for_rank("dkv", peer);
             let parts: Vec<_> =
-                slices.into_iter().map(|slice| builder.sendable(slice, &name, &mut packed)).collect();
+                slices.into_iter().map(|slice| builder.sendable(slice, name.clone(), &mut packed)).collect();
             if !parts.is_empty() {
                 sends.push(Send { to: peer.0, parts });
             }
@@ -108,7 +104,7 @@ fn collect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], parts: Vec<BufferId>
     if mine.is_empty() {
         return None;
     }
-    let name = "sum of a piece of the replicated keys".to_owned();
+    let name = "sum of a piece of the replicated keys";
     let total = builder.declare(name, Content::KeyValueGradSum, mine, 0..world.problem.kv_heads);
     for sum in sums.into_iter().flatten() {
         let heads = builder.buffer(sum).heads.clone();
@@ -127,7 +123,7 @@ fn expect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], peer: Rank, mine: &To
     for chunk in chunks {
         let (kv_heads, q_heads) = (chunk.kv_heads(builder, u), chunk.q_heads(builder, u));
         if !kv_heads.is_empty() {
-            let name = format!("dkv from rank {peer}");
+            let name = BufferName::from_rank("dkv", peer);
             let sum = builder.declare(name, Content::KeyValueGradSum, mine.clone(), kv_heads);
             builder.holds(sum, queries.clone(), q_heads);
             came.push(sum);

@@ -3,7 +3,7 @@
 use super::super::build::{Inputs, PlanBuilder};
 use super::super::streams::{Part, Routes, Visitor, travel};
 use super::Sums;
-use crate::plan::{Buffer, BufferId, Content, Recv, Send, Slice, Step};
+use crate::plan::{Buffer, BufferId, BufferName, Content, Recv, Send, Slice, Step};
 use crate::{TokenRuns, lower};
 
 /// The round of strategies whose keys go from neighbour to neighbour. Frees all inputs.
@@ -58,7 +58,8 @@ impl Gradients {
         if !lower::any_visible(&builder.world.problem, &q, &tokens) {
             return;
         }
-        let sum = builder.declare(format!("dkv of shard {owner}"), Content::KeyValueGradSum, tokens, heads);
+        let sum =
+            builder.declare(BufferName::of_shard("dkv", owner), Content::KeyValueGradSum, tokens, heads);
         builder.holds(sum, q, q_heads);
         let whole = builder.whole(sum);
         let back = (content == Content::WireKeyValue).then(|| builder.converted_back(kv));
@@ -111,7 +112,7 @@ impl Gradients {
             return None;
         }
         let buffer =
-            builder.declare(format!("dkv from shard {reader}"), Content::KeyValueGradSum, keys, heads);
+            builder.declare(BufferName::from_shard("dkv", reader), Content::KeyValueGradSum, keys, heads);
         let q_heads = builder.buffer(self.inputs.q).heads.clone();
         builder.holds(buffer, queries, q_heads);
         Some((buffer, builder.tokens_of(self.sums.d_kv, range)))

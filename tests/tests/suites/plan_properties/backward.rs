@@ -34,12 +34,12 @@ type Fault = fn(&mut World, &mut Random) -> Option<&'static str>;
 /// Each fault breaks a plan in one way. It returns none if the plan has nothing to break in this way.
 const FAULTS: &[Fault] = &[
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward(_)))?;
         world.plans[rank].steps.remove(step);
         Some("a block that is missing")
     },
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward(_)))?;
         let again = world.plans[rank].steps[step].clone();
         world.plans[rank].steps.insert(step, again);
         Some("a block counted twice")
@@ -83,10 +83,11 @@ const FAULTS: &[Fault] = &[
         Some("a wait that is missing")
     },
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward(_)))?;
         let own = world.plans[rank].kv;
         let plan = &mut world.plans[rank];
-        let Step::AttendBackward { kv, .. } = &mut plan.steps[step] else { return None };
+        let Step::AttendBackward(step) = &mut plan.steps[step] else { return None };
+        let kv = &mut step.kv;
         // Both buffers begin with the keys that every rank holds.
         let same = kv.tokens.end <= world.problem.replicated.len();
         if same || plan.buffers[kv.buffer.0].tokens == plan.buffers[own.0].tokens {
@@ -131,17 +132,18 @@ const FAULTS: &[Fault] = &[
         Some("a sum that declares other queries")
     },
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward(_)))?;
         let plan = &mut world.plans[rank];
         let gradients = plan.gradients?;
-        let Step::AttendBackward { d_o, .. } = &mut plan.steps[step] else { return None };
-        d_o.buffer = gradients.stats;
+        let Step::AttendBackward(step) = &mut plan.steps[step] else { return None };
+        step.d_o.buffer = gradients.stats;
         Some("statistics for the gradient of the output")
     },
     |world, random| {
-        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward { .. }))?;
+        let (rank, step) = pick(world, random, |step| matches!(step, Step::AttendBackward(_)))?;
         let plan = &mut world.plans[rank];
-        let Step::AttendBackward { dq, .. } = &mut plan.steps[step] else { return None };
+        let Step::AttendBackward(step) = &mut plan.steps[step] else { return None };
+        let dq = &mut step.dq;
         let (name, tokens) = (plan.buffers[dq.0].name.clone(), plan.buffers[dq.0].tokens.clone());
         if tokens.len() < 2 {
             return None;
@@ -156,10 +158,11 @@ const FAULTS: &[Fault] = &[
         Some("gradients of other queries")
     },
     |world, random| {
-        let adds = |step: &Step| matches!(step, Step::AttendBackward { d_bias: Some(_), .. });
+        let adds = |step: &Step| matches!(step, Step::AttendBackward(step) if step.d_bias.is_some());
         let (rank, step) = pick(world, random, adds)?;
         let own = world.plans[rank].bias?;
-        let Step::AttendBackward { d_bias, .. } = &mut world.plans[rank].steps[step] else { return None };
+        let Step::AttendBackward(step) = &mut world.plans[rank].steps[step] else { return None };
+        let d_bias = &mut step.d_bias;
         match random.below(3) {
             0 => *d_bias = None,
             1 => d_bias.as_mut()?.tokens.end -= 1,
@@ -182,7 +185,7 @@ const FAULTS: &[Fault] = &[
             return None;
         }
         let sum = from.buffer;
-        let adds = |step: &Step| matches!(step, Step::AttendBackward { d_kv, .. } if d_kv.buffer == sum);
+        let adds = |step: &Step| matches!(step, Step::AttendBackward(step) if step.d_kv.buffer == sum);
         let earlier = plan.steps.iter().position(adds)?;
         let moved = plan.steps.remove(step);
         plan.steps.insert(earlier, moved);

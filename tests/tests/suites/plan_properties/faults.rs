@@ -1,6 +1,6 @@
 //! Planted faults in plans. No fault may pass the proof.
 
-use kyklos::plan::{Content, Recv, Send, Slice, Step, World};
+use kyklos::plan::{Content, GradientStep, Recv, Send, Slice, Step, World};
 
 use crate::plan_properties::Random;
 
@@ -69,7 +69,7 @@ pub(crate) const FAULTS: &[Fault] = &[
     |world, random| {
         // The owner is taken from the wrong side of the ring.
         let arrived = |world: &World, rank: usize, buffer: usize| {
-            world.plans[rank].buffers[buffer].name.starts_with("kv of shard")
+            world.plans[rank].buffers[buffer].name.to_string().starts_with("kv of shard")
                 && world.plans[rank].buffers[buffer].tokens.len() > 1
         };
         let rank = random.below(world.plans.len() as u32) as usize;
@@ -215,7 +215,8 @@ fn uses(step: &Step, buffer: kyklos::plan::BufferId) -> bool {
             [q.buffer, kv.buffer, *state].contains(&buffer)
                 || pairs.as_ref().is_some_and(|pairs| pairs.buffer == buffer)
         }
-        Step::AttendBackward { q, d_o, stats, kv, dq, d_kv, bias, d_bias } => {
+        Step::AttendBackward(step) => {
+            let GradientStep { q, d_o, stats, kv, dq, d_kv, bias, d_bias } = &**step;
             [q, d_o, stats, kv, d_kv].iter().any(|slice| slice.buffer == buffer)
                 || *dq == buffer
                 || [bias, d_bias].into_iter().flatten().any(|pairs| pairs.buffer == buffer)

@@ -170,7 +170,7 @@ proptest! {
                     }
                     Step::Repack { into, .. } => into.buffer,
                     Step::Attend { state, .. } => *state,
-                    Step::AttendBackward { d_kv, .. } => d_kv.buffer,
+                    Step::AttendBackward(step) => step.d_kv.buffer,
                     Step::Accumulate { into, .. } => into.buffer,
                     Step::Convert { into, .. } | Step::Merge { into, .. } | Step::Finalize { into, .. } => *into,
                     Step::Wait { .. } | Step::Free { .. } => continue,
