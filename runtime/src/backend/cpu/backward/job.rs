@@ -1,4 +1,5 @@
-//! The work of one thread at a time: a stretch of query rows of one head against a stretch of keys.
+//! The work of one thread at a time: a stretch of query rows of all heads that share a KV head, against a stretch of its keys. So the
+//! keys are packed once for all of them.
 
 use std::ops::Range;
 
@@ -18,21 +19,23 @@ use crate::{MaskClass, RowSpan};
 /// One row of a sum for each token.
 pub(super) type SumRows<'a> = Vec<&'a mut [f32]>;
 
-/// The pairs of some query rows of one head and some keys, and the sums to which they add. No other job of the same wave has these
+/// The pairs of some query rows and some keys of a KV head, and the sums to which they add. No other job of the same wave has these
 /// sums.
 pub(super) struct Job<'a> {
     pub(super) batch: usize,
-    pub(super) q_head: usize,
+    /// The query heads that read the KV head.
+    pub(super) q_heads: Range<usize>,
     pub(super) kv_head: usize,
     pub(super) q_tiles: Range<usize>,
     pub(super) kv_tiles: Range<usize>,
-    /// Where the sums belong: of the query rows, of the keys.
-    pub(super) slots: [usize; 2],
-    pub(super) dq: SumRows<'a>,
+    /// Where the sums of the keys belong.
+    pub(super) kv_slot: usize,
+    /// For each query head, where its sums belong, and the sums.
+    pub(super) dq: Vec<(usize, SumRows<'a>)>,
     pub(super) dk: SumRows<'a>,
     pub(super) dv: SumRows<'a>,
-    /// dS of its pairs, where the gradient of the bias is wanted.
-    pub(super) bias: Option<BiasBlock>,
+    /// For each query head, dS of its pairs, where the gradient of the bias is wanted.
+    pub(super) bias: Vec<BiasBlock>,
 }
 
 /// A job of a call.
@@ -45,16 +48,12 @@ pub(super) struct Run<'r, 'a> {
 /// Work space of one job. Its size depends on the stretches, which are bounded, not on the sequence.
 #[derive(Debug, Default)]
 pub(in super::super) struct Space {
-    /// q with the factor of the scores, and dO: `panels × [dim][lane]`.
-    lanes: [Vec<Line>; 2],
-    /// q and dO, by row: `panels ×` [`Blocks`].
-    rows: [Vec<Line>; 2],
+    /// Of each query head.
+    of_heads: Vec<OfHead>,
     /// k and v of a KV tile: `[key / MR][dim][MR]`.
     keys: [Vec<Line>; 2],
     /// k of a KV tile: `[dim / MR][key][MR]`.
     columns: Vec<Line>,
-    /// dQ: `panels × [dim][lane]`.
-    dq: Vec<Line>,
     /// dK and dV of a KV tile, in [`Blocks`].
     d_keys: [Vec<Line>; 2],
     /// P and dS of a panel: `[key][lane]`.
@@ -67,6 +66,17 @@ pub(in super::super) struct Space {
     slopes: Vec<Line>,
     /// Rows of one head while they are converted.
     row: Vec<Line>,
+}
+
+/// The query rows of a head.
+#[derive(Debug, Default)]
+struct OfHead {
+    /// q with the factor of the scores, and dO: `panels × [dim][lane]`.
+    lanes: [Vec<Line>; 2],
+    /// q and dO, by row: `panels ×` [`Blocks`].
+    rows: [Vec<Line>; 2],
+    /// dQ: `panels × [dim][lane]`.
+    dq: Vec<Line>,
     /// Span and statistics of each query row.
     spans: Vec<RowSpan>,
     stats: Vec<Stats>,
@@ -90,10 +100,16 @@ pub(super) fn seen(
 }
 
 impl Job<'_> {
-    /// Pairs of tiles.
+    /// Pairs of tiles, of all query heads.
     pub(super) fn tiles(&self, call: &BackwardCall<'_>) -> u64 {
         let class = call.forward.work.class_of(self.batch);
-        self.q_tiles.clone().map(|tile| seen(class, tile, self.kv_tiles.clone()).count() as u64).sum()
+        let of_tile = |tile| seen(class, tile, self.kv_tiles.clone()).count() as u64;
+        self.q_tiles.clone().map(of_tile).sum::<u64>() * self.q_heads.len() as u64
+    }
+
+    /// Query rows of each head.
+    pub(super) fn rows(&self) -> usize {
+        self.dq.first().map_or(0, |(_, sums)| sums.len())
     }
 }
 
@@ -110,145 +126,160 @@ impl WithKernel for Run<'_, '_> {
         let of_rows = Blocks::new(dim, S::F32_LANES, lanes / call.forward.elements_in_word());
         let of_keys = Blocks::new(dim, S::F32_LANES, columns);
         space.fit(job, dim, shape, [of_rows, of_keys], call.of_bias && call.forward.softcap.is_some());
-        load_rows(call, job, space);
-        pack_queries(call, job, lanes, of_rows, space);
-        floats_mut(&mut space.dq).fill(0.0);
+        for (q_head, of_head) in job.q_heads.clone().zip(&mut space.of_heads) {
+            load_rows(call, job, q_head, of_head);
+            let row = &mut floats_mut(&mut space.row)[..lanes * words];
+            pack_queries(call, job, q_head, lanes, of_rows, row, of_head);
+            floats_mut(&mut of_head.dq).fill(0.0);
+        }
         let class = call.forward.work.class_of(job.batch);
         let tile_rows = TILE.q_rows as usize;
         let mut cursors: Vec<_> =
             job.q_tiles.clone().map(|tile| seen(class, tile, job.kv_tiles.clone()).peekable()).collect();
         for kv_tile in job.kv_tiles.clone() {
-            if !cursors.iter_mut().any(|seen| seen.peek().is_some_and(|(tile, _)| *tile == kv_tile)) {
+            let of_tile = cursors.iter_mut().map(|seen| seen.next_if(|(tile, _)| *tile == kv_tile));
+            let seen: Vec<_> = of_tile.map(|seen| seen.map(|(_, full)| full)).collect();
+            if seen.iter().all(Option::is_none) {
                 continue;
             }
             let positions = call.forward.positions(kv_tile as u32);
             let finite = pack_tile::<MR>(call, job, kv_tile, positions.len(), space);
-            for (q_tile, seen) in cursors.iter_mut().enumerate() {
-                let Some((_, full)) = seen.next_if(|(tile, _)| *tile == kv_tile) else { continue };
-                let rows = q_tile * tile_rows..job.dq.len().min((q_tile + 1) * tile_rows);
-                for first in rows.clone().step_by(lanes) {
-                    let of_panel = first..rows.end.min(first + lanes);
-                    let at = [job.batch, job.q_tiles.start * tile_rows + first, job.q_head];
-                    if let Some(pairs) = &call.forward.pairs
-                        && !pairs.terms(at, of_panel.len(), positions, lanes, floats_mut(&mut space.terms))
-                    {
-                        continue;
+            let Space {
+                of_heads,
+                keys,
+                columns: of_columns,
+                d_keys,
+                weights,
+                terms,
+                slopes,
+                words: of_words,
+                ..
+            } = &mut *space;
+            for (index, (q_head, of_head)) in job.q_heads.clone().zip(of_heads).enumerate() {
+                for (q_tile, full) in seen.iter().enumerate() {
+                    let Some(full) = full else { continue };
+                    let rows = q_tile * tile_rows..job.rows().min((q_tile + 1) * tile_rows);
+                    for first in rows.clone().step_by(lanes) {
+                        let of_panel = first..rows.end.min(first + lanes);
+                        let at = [job.batch, job.q_tiles.start * tile_rows + first, q_head];
+                        if let Some(pairs) = &call.forward.pairs
+                            && !pairs.terms(at, of_panel.len(), positions, lanes, floats_mut(terms))
+                        {
+                            continue;
+                        }
+                        let panel = first / lanes;
+                        let OfHead { lanes: packed, rows, dq, spans, stats, finite: finite_rows } =
+                            &mut *of_head;
+                        let [q, d_o] = packed
+                            .each_ref()
+                            .map(|x| vectors::<S, NV>(&floats(x)[panel * lanes * words..][..lanes * words]));
+                        let by_row = |index: usize| Rows {
+                            elements: &floats(&rows[index])[panel * of_rows.elements()..]
+                                [..of_rows.elements()],
+                            finite: finite_rows[panel][index],
+                        };
+                        let [weights, d_scores] =
+                            weights.each_mut().map(|w| vectors_mut::<S, NV>(floats_mut(w)));
+                        let in_groups = keys.each_ref().map(|lines| floats(lines).as_chunks::<MR>().0);
+                        let spans = &spans[of_panel.clone()];
+                        Panel::<S, MR, NV> {
+                            dim,
+                            softcap: call.forward.softcap,
+                            words: call.forward.bf16.map(|products| OfWords {
+                                products,
+                                factor: call.forward.query_factor(),
+                                of_rows: of_words.each_mut().map(|lines| floats_mut(lines)),
+                            }),
+                            q,
+                            d_o,
+                            by_row: [by_row(0), by_row(1)],
+                            spans,
+                            stats: Lanes::new(simd, spans, &stats[of_panel]),
+                            terms: call.forward.pairs.is_some().then(|| vectors::<S, NV>(floats(terms))),
+                            masked: !full || spans.len() < lanes || spans.contains(&RowSpan::EMPTY),
+                            weights,
+                            d_scores,
+                            bias: job.bias.get_mut(index).map(|block| OfBias {
+                                block,
+                                first: [first, (kv_tile - job.kv_tiles.start) * TILE.kv_cols as usize],
+                                slopes: vectors_mut::<S, NV>(floats_mut(slopes)),
+                            }),
+                        }
+                        .attend(
+                            simd,
+                            &Keys {
+                                in_groups,
+                                in_columns: floats(of_columns).as_chunks::<MR>().0,
+                                stride: columns,
+                                finite,
+                                positions,
+                            },
+                            Sums {
+                                dq: vectors_mut::<S, NV>(
+                                    &mut floats_mut(dq)[panel * lanes * padded..][..lanes * padded],
+                                ),
+                                of_keys: d_keys
+                                    .each_mut()
+                                    .map(|lines| &mut floats_mut(lines)[..of_keys.elements()]),
+                                blocks: of_keys,
+                            },
+                        );
                     }
-                    let panel = first / lanes;
-                    let Space {
-                        lanes: packed,
-                        rows,
-                        keys,
-                        columns: of_columns,
-                        dq,
-                        d_keys,
-                        weights,
-                        terms,
-                        slopes,
-                        words: of_words,
-                        spans,
-                        stats,
-                        finite: finite_rows,
-                        ..
-                    } = &mut *space;
-                    let [q, d_o] = packed
-                        .each_ref()
-                        .map(|x| vectors::<S, NV>(&floats(x)[panel * lanes * words..][..lanes * words]));
-                    let by_row = |index: usize| Rows {
-                        elements: &floats(&rows[index])[panel * of_rows.elements()..][..of_rows.elements()],
-                        finite: finite_rows[panel][index],
-                    };
-                    let [weights, d_scores] = weights.each_mut().map(|w| vectors_mut::<S, NV>(floats_mut(w)));
-                    let in_groups = keys.each_ref().map(|lines| floats(lines).as_chunks::<MR>().0);
-                    let spans = &spans[of_panel.clone()];
-                    Panel::<S, MR, NV> {
-                        dim,
-                        softcap: call.forward.softcap,
-                        words: call.forward.bf16.map(|products| OfWords {
-                            products,
-                            factor: call.forward.query_factor(),
-                            of_rows: of_words.each_mut().map(|lines| floats_mut(lines)),
-                        }),
-                        q,
-                        d_o,
-                        by_row: [by_row(0), by_row(1)],
-                        spans,
-                        stats: Lanes::new(simd, spans, &stats[of_panel]),
-                        terms: call.forward.pairs.is_some().then(|| vectors::<S, NV>(floats(terms))),
-                        masked: !full || spans.len() < lanes || spans.contains(&RowSpan::EMPTY),
-                        weights,
-                        d_scores,
-                        bias: job.bias.as_mut().map(|block| OfBias {
-                            block,
-                            first: [first, (kv_tile - job.kv_tiles.start) * TILE.kv_cols as usize],
-                            slopes: vectors_mut::<S, NV>(floats_mut(slopes)),
-                        }),
-                    }
-                    .attend(
-                        simd,
-                        &Keys {
-                            in_groups,
-                            in_columns: floats(of_columns).as_chunks::<MR>().0,
-                            stride: columns,
-                            finite,
-                            positions,
-                        },
-                        Sums {
-                            dq: vectors_mut::<S, NV>(
-                                &mut floats_mut(dq)[panel * lanes * padded..][..lanes * padded],
-                            ),
-                            of_keys: d_keys
-                                .each_mut()
-                                .map(|lines| &mut floats_mut(lines)[..of_keys.elements()]),
-                            blocks: of_keys,
-                        },
-                    );
                 }
             }
             add_to_keys(call, job, kv_tile, of_keys, positions.len(), space);
         }
-        add_to_rows(job, call.forward.scale, [padded, lanes], space);
+        for ((_, dq), of_head) in job.dq.iter_mut().zip(&space.of_heads) {
+            add_to_rows(dq, call.forward.scale, [padded, lanes], &of_head.dq);
+        }
     }
 }
 
 /// Spans and statistics of the query rows. A row whose log-sum-exp is −∞ sees nothing.
-fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, space: &mut Space) {
+fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, q_head: usize, of_head: &mut OfHead) {
     let class = call.forward.work.class_of(job.batch);
     let first = job.q_tiles.start * TILE.q_rows as usize;
-    space.spans.clear();
-    space.stats.clear();
-    for row in first..first + job.dq.len() {
+    of_head.spans.clear();
+    of_head.stats.clear();
+    for row in first..first + job.rows() {
         let mut of_row = [0.0; 2];
-        let stats = call.stats.row([job.batch, row, job.q_head], &mut of_row);
+        let stats = call.stats.row([job.batch, row, q_head], &mut of_row);
         let [lse, delta] = [stats[0], stats[1]];
         let empty = lse == -EMPTY_M;
-        space.spans.push(if empty { RowSpan::EMPTY } else { class.rows[row] });
-        space.stats.push(Stats::new(if empty { None } else { Some(lse) }, delta));
+        of_head.spans.push(if empty { RowSpan::EMPTY } else { class.rows[row] });
+        of_head.stats.push(Stats::new(if empty { None } else { Some(lse) }, delta));
     }
 }
 
-/// q and dO of the job, in lanes and by row. The factor is on q in lanes, as in the forward pass: so scores have the same rounding as
-/// those in the log-sum-exp.
+/// q and dO of a head, in lanes and by row. The factor is on q in lanes, as in the forward pass: so scores have the same rounding as
+/// those in the log-sum-exp. `space` holds `lanes` rows.
 #[inline(always)]
-fn pack_queries(call: &BackwardCall<'_>, job: &Job<'_>, lanes: usize, blocks: Blocks, space: &mut Space) {
+fn pack_queries(
+    call: &BackwardCall<'_>,
+    job: &Job<'_>,
+    q_head: usize,
+    lanes: usize,
+    blocks: Blocks,
+    space: &mut [f32],
+    of_head: &mut OfHead,
+) {
     let forward = &call.forward;
-    let (rows, words, in_words) = (job.dq.len(), forward.words(), forward.bf16.is_some());
+    let (rows, words, in_words) = (job.rows(), forward.words(), forward.bf16.is_some());
     let first = job.q_tiles.start * TILE.q_rows as usize;
-    let row = &mut floats_mut(&mut space.row)[..lanes * words];
-    space.finite.clear();
-    space.finite.resize(rows.div_ceil(lanes), [true; 2]);
+    of_head.finite.clear();
+    of_head.finite.resize(rows.div_ceil(lanes), [true; 2]);
     let tensors = [(&forward.q, (!in_words).then(|| forward.query_factor())), (&call.d_o, None)];
     for (index, (tensor, factor)) in tensors.into_iter().enumerate() {
-        let in_lanes = floats_mut(&mut space.lanes[index]).chunks_exact_mut(lanes * words);
-        let by_row = floats_mut(&mut space.rows[index]).chunks_exact_mut(blocks.elements());
+        let in_lanes = floats_mut(&mut of_head.lanes[index]).chunks_exact_mut(lanes * words);
+        let by_row = floats_mut(&mut of_head.rows[index]).chunks_exact_mut(blocks.elements());
         for (panel, (in_lanes, by_row)) in in_lanes.zip(by_row).enumerate().take(rows.div_ceil(lanes)) {
             let from = panel * lanes;
-            let (at, count) = ([job.batch, first + from, job.q_head], lanes.min(rows - from));
-            pack_lanes(tensor, at, count, lanes, factor, row, in_lanes);
-            space.finite[panel][index] = if in_words {
-                blocks.pack_words(tensor, at, count, row, by_row)
+            let (at, count) = ([job.batch, first + from, q_head], lanes.min(rows - from));
+            pack_lanes(tensor, at, count, lanes, factor, space, in_lanes);
+            of_head.finite[panel][index] = if in_words {
+                blocks.pack_words(tensor, at, count, space, by_row)
             } else {
-                blocks.pack(tensor, at, count, row, by_row)
+                blocks.pack(tensor, at, count, space, by_row)
             };
         }
     }
@@ -309,11 +340,11 @@ fn add_to_keys(
     }
 }
 
-/// Adds dQ to the sums of the job.
+/// Adds dQ of a head to its sums.
 #[inline(always)]
-fn add_to_rows(job: &mut Job<'_>, scale: f32, [padded, lanes]: [usize; 2], space: &Space) {
-    let panels = floats(&space.dq).chunks_exact(lanes * padded);
-    for (rows, sums) in job.dq.chunks_mut(lanes).zip(panels) {
+fn add_to_rows(into: &mut SumRows<'_>, scale: f32, [padded, lanes]: [usize; 2], dq: &[Line]) {
+    let panels = floats(dq).chunks_exact(lanes * padded);
+    for (rows, sums) in into.chunks_mut(lanes).zip(panels) {
         for (lane, rows) in (0..).step_by(4).zip(rows.chunks_mut(4)) {
             let mut chunks = rows.iter_mut().map(|row| row.as_chunks_mut::<8>().0.iter_mut());
             let mut chunks: [_; 4] = std::array::from_fn(|_| chunks.next().unwrap_or_default());
@@ -343,14 +374,19 @@ impl Space {
         [of_rows, of_keys]: [Blocks; 2],
         slopes: bool,
     ) {
-        let rows = job.dq.len().next_multiple_of(shape.lanes);
+        let rows = job.rows().next_multiple_of(shape.lanes);
         let keys = (TILE.kv_cols as usize).next_multiple_of(shape.mr);
         let padded = dim.next_multiple_of(shape.mr);
-        self.lanes.iter_mut().for_each(|lines| grow(lines, rows * dim));
-        self.rows.iter_mut().for_each(|lines| grow(lines, rows / shape.lanes * of_rows.elements()));
+        if self.of_heads.len() < job.q_heads.len() {
+            self.of_heads.resize_with(job.q_heads.len(), OfHead::default);
+        }
+        for of_head in &mut self.of_heads[..job.q_heads.len()] {
+            of_head.lanes.iter_mut().for_each(|lines| grow(lines, rows * dim));
+            of_head.rows.iter_mut().for_each(|lines| grow(lines, rows / shape.lanes * of_rows.elements()));
+            grow(&mut of_head.dq, rows * padded);
+        }
         self.keys.iter_mut().for_each(|lines| grow(lines, keys * dim));
         grow(&mut self.columns, keys * padded);
-        grow(&mut self.dq, rows * padded);
         self.d_keys.iter_mut().for_each(|lines| grow(lines, of_keys.elements()));
         self.weights.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes));
         self.words.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes / 2));

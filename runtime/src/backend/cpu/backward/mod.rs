@@ -1,9 +1,9 @@
 //! Gradients in five products, by jobs that share no sums.
 //!
-//! A job takes a stretch of query rows of one head against a stretch of keys, and adds to dQ of these rows and to dK and dV of these
-//! keys. Jobs run in waves: in wave `w` the stretch of keys `j` meets the stretch of query rows `(j + w) mod n`, so that no two jobs of a
+//! A job takes a stretch of query rows, of all heads that share a KV head, against a stretch of its keys, and adds to dQ of these rows
+//! and to dK and dV of these keys. Jobs run in waves: in wave `w` the stretch of keys `j` meets the stretch of query rows `(j + w) mod n`, so that no two jobs of a
 //! wave have the same rows or the same keys. Each sum is added to in the order of the waves, so sums do not depend on the number of
-//! threads, and P and dS are in memory for one panel only. Query heads that share keys are in different waves.
+//! threads, and P and dS are in memory for one panel only.
 
 mod accumulate;
 mod bias;
@@ -100,7 +100,7 @@ async fn backward_in_pieces(
     let dv =
         Sum { elements: bytemuck::cast_slice_mut(args.dv.bytes_mut()?), layout, batch, rows, heads, dim };
     let mut waves = Waves::new(dq, dk, dv, args.kv_head_of);
-    for wave in waves.all() {
+    for wave in 0..waves.count() {
         let mut jobs = waves.jobs(wave);
         run(backend, &call, &mut jobs, &mut d_bias, control).await?;
         waves.take_back(jobs);
@@ -135,8 +135,9 @@ async fn run(
             for job in &mut jobs[from..to] {
                 let rows = job.q_tiles.start * TILE.q_rows as usize;
                 let keys = job.kv_tiles.start * TILE.kv_cols as usize;
-                let [rows, keys] = [rows..rows + job.dq.len(), keys..keys + job.dk.len()];
-                job.bias = Some(d_bias.block([job.batch, job.q_head], rows, keys));
+                let [rows, keys] = [rows..rows + job.rows(), keys..keys + job.dk.len()];
+                let block = |q_head| d_bias.block([job.batch, q_head], rows.clone(), keys.clone());
+                job.bias = job.q_heads.clone().map(block).collect();
             }
         }
         backend.install(|| {
@@ -146,7 +147,8 @@ async fn run(
                 backend.backward_scratch.give(space);
             });
             if let Some(d_bias) = d_bias {
-                let blocks: Vec<_> = jobs[from..to].iter_mut().filter_map(|job| job.bias.take()).collect();
+                let blocks: Vec<_> =
+                    jobs[from..to].iter_mut().flat_map(|job| std::mem::take(&mut job.bias)).collect();
                 d_bias.add(&blocks, &call.forward.work.kv_positions);
             }
         });

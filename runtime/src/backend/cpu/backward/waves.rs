@@ -47,11 +47,13 @@ impl<'a> Waves<'a> {
         };
         let (batch, q_heads, kv_heads) = (dq.batch, dq.heads, dk.heads);
         let tiles = [dq.rows.div_ceil(TILE.q_rows as usize), dk.rows.div_ceil(TILE.kv_cols as usize)];
-        let stretch = stretch(tiles, dq.dim, batch * kv_heads);
+        let readers: Vec<_> = (0..kv_heads).map(readers_of).collect();
+        let most_readers = readers.iter().map(Range::len).max().unwrap_or(1);
+        let stretch = stretch(tiles, dq.dim, batch * kv_heads, most_readers);
         Self {
             batch,
             q_heads,
-            readers: (0..kv_heads).map(readers_of).collect(),
+            readers,
             tiles,
             stretch,
             dq: dq.cut(stretch * TILE.q_rows as usize),
@@ -60,42 +62,45 @@ impl<'a> Waves<'a> {
         }
     }
 
-    /// All waves, in the order in which they run: the number of a reader of its KV head, and the number of the wave.
-    pub(super) fn all(&self) -> impl Iterator<Item = [usize; 2]> + use<> {
-        let readers = self.readers.iter().map(Range::len).max().unwrap_or(0);
-        let waves = self.q_stretches().max(self.kv_stretches());
-        (0..readers).flat_map(move |reader| (0..waves).map(move |wave| [reader, wave]))
+    /// How many waves there are.
+    pub(super) fn count(&self) -> usize {
+        self.q_stretches().max(self.kv_stretches())
     }
 
     /// The jobs of a wave. They take their sums out of `self`: [`Self::take_back`] comes before the next wave.
-    pub(super) fn jobs(&mut self, [reader, wave]: [usize; 2]) -> Vec<Job<'a>> {
-        let waves = self.q_stretches().max(self.kv_stretches());
+    pub(super) fn jobs(&mut self, wave: usize) -> Vec<Job<'a>> {
+        let waves = self.count();
         let (q_stretches, kv_stretches) = (self.q_stretches(), self.kv_stretches());
         let mut jobs = Vec::new();
         for batch in 0..self.batch {
-            for (kv_head, readers) in self.readers.iter().enumerate() {
-                let Some(q_head) = readers.clone().nth(reader) else { continue };
+            for (kv_head, readers) in
+                self.readers.iter().enumerate().filter(|(_, readers)| !readers.is_empty())
+            {
                 for kv_stretch in 0..kv_stretches {
                     let q_stretch = (kv_stretch + wave) % waves;
                     if q_stretch >= q_stretches {
                         continue;
                     }
-                    let q_slot = (batch * self.q_heads + q_head) * q_stretches + q_stretch;
                     let kv_slot = (batch * self.readers.len() + kv_head) * kv_stretches + kv_stretch;
+                    let q_slot = |q_head: usize| (batch * self.q_heads + q_head) * q_stretches + q_stretch;
                     let tiles = |stretch: usize, tiles: usize| {
                         stretch * self.stretch..tiles.min((stretch + 1) * self.stretch)
                     };
                     jobs.push(Job {
                         batch,
-                        q_head,
+                        q_heads: readers.clone(),
                         kv_head,
                         q_tiles: tiles(q_stretch, self.tiles[0]),
                         kv_tiles: tiles(kv_stretch, self.tiles[1]),
-                        slots: [q_slot, kv_slot],
-                        dq: take(&mut self.dq[q_slot]),
+                        kv_slot,
+                        dq: readers
+                            .clone()
+                            .map(q_slot)
+                            .map(|slot| (slot, take(&mut self.dq[slot])))
+                            .collect(),
                         dk: take(&mut self.dk[kv_slot]),
                         dv: take(&mut self.dv[kv_slot]),
-                        bias: None,
+                        bias: Vec::new(),
                     });
                 }
             }
@@ -105,8 +110,10 @@ impl<'a> Waves<'a> {
 
     /// The sums of the jobs of a wave.
     pub(super) fn take_back(&mut self, jobs: Vec<Job<'a>>) {
-        for Job { slots: [q_slot, kv_slot], dq, dk, dv, .. } in jobs {
-            self.dq[q_slot] = dq;
+        for Job { kv_slot, dq, dk, dv, .. } in jobs {
+            for (slot, dq) in dq {
+                self.dq[slot] = dq;
+            }
             self.dk[kv_slot] = dk;
             self.dv[kv_slot] = dv;
         }
@@ -147,8 +154,8 @@ impl<'a> Sum<'a> {
 
 /// Tiles of a stretch: as many as a job may cost, but few enough that a wave has jobs for all cores. Depends on the shape alone, so
 /// sums do not depend on the machine.
-fn stretch(tiles: [usize; 2], dim: usize, heads: usize) -> usize {
-    let of_pair = TILE.q_rows as usize * TILE.kv_cols as usize * dim * PRODUCTS;
+fn stretch(tiles: [usize; 2], dim: usize, heads: usize, readers: usize) -> usize {
+    let of_pair = TILE.q_rows as usize * TILE.kv_cols as usize * dim * PRODUCTS * readers;
     let fits = |stretch: &usize| stretch * stretch * of_pair <= JOB_COST;
     let most = (1..=MOST_TILES).rev().find(fits).unwrap_or(1);
     let jobs =
@@ -188,17 +195,22 @@ mod tests {
             let dq = sum(&mut dq, batch, rows, q_heads);
             let mut waves = Waves::new(dq, of_keys(&mut dk), of_keys(&mut dv), &[0, 0, 0, 1, 1]);
             let mut met = BTreeSet::new();
-            for wave in waves.all() {
+            for wave in 0..waves.count() {
                 let jobs = waves.jobs(wave);
-                let slots = |side: usize| jobs.iter().map(|job| job.slots[side]).collect::<BTreeSet<_>>();
-                assert_eq!([slots(0).len(), slots(1).len()], [jobs.len(); 2]);
+                let of_keys: BTreeSet<_> = jobs.iter().map(|job| job.kv_slot).collect();
+                let of_rows: Vec<_> = jobs.iter().flat_map(|job| &job.dq).map(|(slot, _)| *slot).collect();
+                assert_eq!(of_keys.len(), jobs.len());
+                assert_eq!(of_rows.iter().collect::<BTreeSet<_>>().len(), of_rows.len());
                 for job in &jobs {
-                    assert_eq!(job.dq.len(), rows.min(job.q_tiles.end * 96) - job.q_tiles.start * 96);
+                    assert_eq!(job.rows(), rows.min(job.q_tiles.end * 96) - job.q_tiles.start * 96);
                     assert_eq!(job.dk.len(), keys.min(job.kv_tiles.end * 96) - job.kv_tiles.start * 96);
-                    assert_eq!(job.kv_head, usize::from(job.q_head > 2));
+                    assert_eq!(job.q_heads, if job.kv_head == 0 { 0..3 } else { 3..5 });
+                    assert!(job.dq.len() == job.q_heads.len());
                     for q_tile in job.q_tiles.clone() {
                         for kv_tile in job.kv_tiles.clone() {
-                            assert!(met.insert((job.batch, job.q_head, q_tile, kv_tile)));
+                            for q_head in job.q_heads.clone() {
+                                assert!(met.insert((job.batch, q_head, q_tile, kv_tile)));
+                            }
                         }
                     }
                 }
