@@ -12,6 +12,7 @@
 use pulp::Simd;
 
 use super::kernel::{OfKeys, Scores, WeightedSum};
+use super::product::WithProduct;
 
 /// Instructions that multiply words.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +47,21 @@ impl WordProducts {
     #[cfg(test)]
     pub(super) fn emulated() -> Self {
         Self(Unit::Emulated)
+    }
+
+    /// Runs `op` with these products, as [`super::kernel::alone`] does with those of f32.
+    #[inline(always)]
+    pub(super) fn alone<S: Simd, Op: WithProduct>(self, simd: S, op: Op) {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Unit::Avx512 => {
+                assert!(S::F32_LANES == 16, "vectors are those of AVX-512");
+                // SAFETY: only `detect` makes this variant, and it found the feature; whoever has vectors of AVX-512 has the others.
+                unsafe { avx512::alone(simd, op) }
+            }
+            #[cfg(test)]
+            Unit::Emulated => super::kernel::alone(simd, emulated::Alone { simd, op }),
+        }
     }
 
     /// As [`Scores`], with `k` and `q` in words along the head dimension, and all scores times `factor`.
@@ -179,7 +195,31 @@ pub(super) fn element_of<S: Simd>(simd: S, words: S::f32s, high: bool) -> S::f32
 mod avx512 {
     use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps, _mm512_mul_ps, _mm512_set1_ps};
 
+    use pulp::Simd;
+
+    use super::super::product::{Product, WithProduct};
     use super::{MR, NV};
+
+    /// Products of words. Only [`alone`] makes it.
+    #[derive(Clone, Copy)]
+    struct Words(());
+
+    impl Product for Words {
+        #[inline(always)]
+        fn mul_add<S: Simd>(self, _: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
+            // SAFETY: `self` is proof that the processor has the instruction.
+            let sum = unsafe { _mm512_dpbf16_ps(bytemuck::cast(c), bytemuck::cast(a), bytemuck::cast(b)) };
+            bytemuck::cast(sum)
+        }
+    }
+
+    /// Runs `op` in a function of its own, which has the features of pulp's level and this one.
+    #[inline(never)]
+    #[target_feature(enable = "sse3,ssse3,sse4.1,sse4.2,popcnt,avx,avx2,bmi1,bmi2,fma,lzcnt")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16")]
+    pub(super) fn alone<S: Simd, Op: WithProduct>(simd: S, op: Op) {
+        op.with_product(simd, Words(()));
+    }
 
     #[target_feature(enable = "avx512f,avx512bf16")]
     pub(super) fn scores(k: &[[f32; MR]], q: &[__m512bh], factor: f32, into: &mut [__m512]) {
@@ -262,10 +302,37 @@ mod avx512 {
 
 #[cfg(test)]
 mod emulated {
-    use pulp::Simd;
+    use pulp::{Simd, WithSimd};
 
     use super::element_of;
     use crate::backend::cpu::exp::mul_add;
+    use crate::backend::cpu::product::{Product, WithProduct};
+
+    #[derive(Clone, Copy)]
+    struct Words;
+
+    impl Product for Words {
+        #[inline(always)]
+        fn mul_add<S: Simd>(self, simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
+            let [low, high] =
+                [false, true].map(|high| (element_of(simd, a, high), element_of(simd, b, high)));
+            mul_add(simd, low.0, low.1, mul_add(simd, high.0, high.1, c))
+        }
+    }
+
+    pub(super) struct Alone<S, Op> {
+        pub(super) simd: S,
+        pub(super) op: Op,
+    }
+
+    impl<S: Simd, Op: WithProduct> WithSimd for Alone<S, Op> {
+        type Output = ();
+
+        #[inline(always)]
+        fn with_simd<T: Simd>(self, _: T) {
+            self.op.with_product(self.simd, Words);
+        }
+    }
 
     /// `c[i][lane] += Σ_t low(a[t][i]) · low(b[t][lane]) + high(a[t][i]) · high(b[t][lane])`.
     #[inline(always)]

@@ -2,11 +2,13 @@
 //! one or two vectors of f32 in registers. So rows of 16 bits need no converted copy, and half of the bytes are read.
 //!
 //! The *order of words* of a row: the first elements of a vector of words, then their second elements, then those of the next vector.
-//! Queries and sums that meet such elements are kept in that order.
+//! Queries and sums that meet such elements are kept in that order. Where an instruction converts f16, theirs is the order in memory.
 
 use bytemuck::Pod;
 use pulp::Simd;
 
+#[cfg(target_arch = "x86_64")]
+use super::simd::as_level;
 use crate::Dtype;
 
 /// A type of elements, `N` of which make a word.
@@ -32,6 +34,8 @@ pub(super) trait Element<const N: usize> {
 pub(super) struct F32;
 pub(super) struct F16;
 pub(super) struct Bf16;
+/// bf16, whose words stay words, for products of words (module `bf16`).
+pub(super) struct Bf16Words;
 
 impl Element<1> for F32 {
     type Stored = f32;
@@ -55,11 +59,11 @@ impl Element<1> for F32 {
     }
 }
 
-impl Element<2> for Bf16 {
+impl Element<1> for Bf16Words {
     type Stored = u16;
     type Words<S: Simd> = S::u16s;
 
-    const EXPONENTS: [u32; 2] = [0x7f80_7f80, 0x0080_0080];
+    const EXPONENTS: [u32; 2] = <Bf16 as Halves>::EXPONENTS;
 
     #[inline(always)]
     fn vectors<S: Simd>(row: &[u16]) -> (&[S::u16s], &[u16]) {
@@ -72,17 +76,42 @@ impl Element<2> for Bf16 {
     }
 
     #[inline(always)]
-    fn of_words<S: Simd>(simd: S, words: S::u16s) -> [S::f32s; 2] {
-        let [first, second] = uppers(simd, words);
-        [simd.transmute_f32s_u32s(first), simd.transmute_f32s_u32s(second)]
+    fn of_words<S: Simd>(_: S, words: S::u16s) -> [S::f32s; 1] {
+        [bytemuck::cast(words)]
     }
 }
 
-impl Element<2> for F16 {
+/// Words with an element of `low` and the same element of `high`: of the first elements of words, and of the second ones.
+#[inline(always)]
+pub(super) fn paired<S: Simd>(simd: S, low: S::u16s, high: S::u16s) -> [S::f32s; 2] {
+    let (low, high): (S::u32s, S::u32s) = (bytemuck::cast(low), bytemuck::cast(high));
+    let (sixteen, uppers) = (simd.splat_u32s(16), simd.splat_u32s(0xffff_0000));
+    let lowers = simd.splat_u32s(0xffff);
+    let first = simd.or_u32s(simd.and_u32s(low, lowers), simd.wrapping_dyn_shl_u32s(high, sixteen));
+    let second = simd.or_u32s(simd.wrapping_dyn_shr_u32s(low, sixteen), simd.and_u32s(high, uppers));
+    [simd.transmute_f32s_u32s(first), simd.transmute_f32s_u32s(second)]
+}
+
+/// Elements of 16 bits.
+trait Halves {
+    /// In a word, the bits of the exponents, and their lowest bits.
+    const EXPONENTS: [u32; 2];
+
+    /// Elements in the upper halves of words as f32.
+    fn widened<S: Simd>(simd: S, uppers: S::u32s) -> S::f32s;
+
+    /// As [`Element::of_words`], where the instruction set has a better way.
+    #[inline(always)]
+    fn native<S: Simd>(_: S, _: S::u16s) -> Option<[S::f32s; 2]> {
+        None
+    }
+}
+
+impl<H: Halves> Element<2> for H {
     type Stored = u16;
     type Words<S: Simd> = S::u16s;
 
-    const EXPONENTS: [u32; 2] = [0x7c00_7c00, 0x0400_0400];
+    const EXPONENTS: [u32; 2] = H::EXPONENTS;
 
     #[inline(always)]
     fn vectors<S: Simd>(row: &[u16]) -> (&[S::u16s], &[u16]) {
@@ -96,8 +125,54 @@ impl Element<2> for F16 {
 
     #[inline(always)]
     fn of_words<S: Simd>(simd: S, words: S::u16s) -> [S::f32s; 2] {
-        let [first, second] = uppers(simd, words);
-        [widened(simd, first), widened(simd, second)]
+        if let Some(vectors) = H::native(simd, words) {
+            return vectors;
+        }
+        let words: S::u32s = bytemuck::cast(words);
+        let first = simd.wrapping_dyn_shl_u32s(words, simd.splat_u32s(16));
+        let second = simd.and_u32s(words, simd.splat_u32s(0xffff_0000));
+        [H::widened(simd, first), H::widened(simd, second)]
+    }
+}
+
+impl Halves for Bf16 {
+    const EXPONENTS: [u32; 2] = [0x7f80_7f80, 0x0080_0080];
+
+    #[inline(always)]
+    fn widened<S: Simd>(simd: S, uppers: S::u32s) -> S::f32s {
+        simd.transmute_f32s_u32s(uppers)
+    }
+}
+
+impl Halves for F16 {
+    const EXPONENTS: [u32; 2] = [0x7c00_7c00, 0x0400_0400];
+
+    #[inline(always)]
+    fn widened<S: Simd>(simd: S, uppers: S::u32s) -> S::f32s {
+        let sign = simd.and_u32s(uppers, simd.splat_u32s(0x8000_0000));
+        let rest = simd.and_u32s(uppers, simd.splat_u32s(0x7fff_0000));
+        // Exponents of f16 begin 112 lower. Its smallest numbers become those of f32, which the product makes normal ones.
+        let magnitude = simd.wrapping_dyn_shr_u32s(rest, simd.splat_u32s(3));
+        let scale = simd.splat_f32s(f32::from_bits((127 + 112) << 23));
+        let magnitude = simd.mul_f32s(simd.transmute_f32s_u32s(magnitude), scale);
+        // The largest exponent, of ∞ and NaN, stands for 65,536 and more now.
+        let special = simd.greater_than_or_equal_f32s(magnitude, simd.splat_f32s(65_536.0));
+        let magnitude = simd.transmute_u32s_f32s(magnitude);
+        let infinite = simd.or_u32s(magnitude, simd.splat_u32s(f32::INFINITY.to_bits()));
+        let magnitude = simd.select_u32s(special, infinite, magnitude);
+        simd.transmute_f32s_u32s(simd.or_u32s(magnitude, sign))
+    }
+
+    /// One instruction for each half of the vector, whose elements stay in their order.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn native<S: Simd>(simd: S, words: S::u16s) -> Option<[S::f32s; 2]> {
+        let simd = as_level::<S, pulp::x86::V4>(simd)?;
+        let [low, high]: [std::arch::x86_64::__m256i; 2] = bytemuck::cast(words);
+        Some([
+            bytemuck::cast(simd.avx512f._mm512_cvtph_ps(low)),
+            bytemuck::cast(simd.avx512f._mm512_cvtph_ps(high)),
+        ])
     }
 }
 
@@ -109,40 +184,24 @@ fn partial_halves<S: Simd>(rest: &[u16]) -> S::u16s {
     words
 }
 
-/// The halves of each word, each as the upper half of a word: the lower one first.
-#[inline(always)]
-fn uppers<S: Simd>(simd: S, words: S::u16s) -> [S::u32s; 2] {
-    let words: S::u32s = bytemuck::cast(words);
-    let first = simd.wrapping_dyn_shl_u32s(words, simd.splat_u32s(16));
-    [first, simd.and_u32s(words, simd.splat_u32s(0xffff_0000))]
-}
-
-/// f16 in the upper halves as f32.
-#[inline(always)]
-fn widened<S: Simd>(simd: S, uppers: S::u32s) -> S::f32s {
-    let sign = simd.and_u32s(uppers, simd.splat_u32s(0x8000_0000));
-    let rest = simd.and_u32s(uppers, simd.splat_u32s(0x7fff_0000));
-    // Exponents of f16 begin 112 lower. Its smallest numbers become those of f32, which the product makes normal ones.
-    let magnitude = simd.wrapping_dyn_shr_u32s(rest, simd.splat_u32s(3));
-    let scale = simd.splat_f32s(f32::from_bits((127 + 112) << 23));
-    let magnitude = simd.mul_f32s(simd.transmute_f32s_u32s(magnitude), scale);
-    // The largest exponent, of ∞ and NaN, stands for 65,536 and more now.
-    let special = simd.greater_than_or_equal_f32s(magnitude, simd.splat_f32s(65_536.0));
-    let magnitude = simd.transmute_u32s_f32s(magnitude);
-    let infinite = simd.or_u32s(magnitude, simd.splat_u32s(f32::INFINITY.to_bits()));
-    let magnitude = simd.select_u32s(special, infinite, magnitude);
-    simd.transmute_f32s_u32s(simd.or_u32s(magnitude, sign))
-}
-
 /// Where each element of a row is in the order of words.
 #[inline(always)]
 pub(super) fn order_of_words<S: Simd>(elements: usize, dtype: Dtype) -> impl Iterator<Item = usize> {
-    let per_word = 4 / dtype.bytes();
+    let in_order = dtype == Dtype::F16 && f16_in_order::<S>();
+    let per_word = if in_order { 1 } else { 4 / dtype.bytes() };
     let vector = per_word * S::F32_LANES;
     (0..elements).map(move |element| {
         let (first, within) = (element / vector * vector, element % vector);
         first + within % per_word * S::F32_LANES + within / per_word
     })
+}
+
+/// Whether the instruction set converts f16, so that their order is that in memory.
+fn f16_in_order<S: Simd>() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::any::TypeId::of::<S>() == std::any::TypeId::of::<pulp::x86::V4>();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
 /// Consecutive rows of a head, where they lie.
@@ -166,7 +225,7 @@ impl<'a, T: Pod> Rows<'a, T> {
 
     /// Bytes from an element to that of the row `rows` further on.
     #[inline(always)]
-    pub(super) fn ahead(&self, rows: usize) -> usize {
+    pub(super) fn bytes_between(&self, rows: usize) -> usize {
         rows * self.stride * size_of::<T>()
     }
 
@@ -184,33 +243,15 @@ impl<'a, T: Pod> Rows<'a, T> {
     }
 }
 
-/// All heads of a row, where they lie.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Token<'a, T> {
-    elements: &'a [T],
-    stride: usize,
-}
-
-impl<'a, T> Token<'a, T> {
-    /// Heads, each `stride` elements after the one before.
-    pub(super) fn new(elements: &'a [T], stride: usize) -> Self {
-        Self { elements, stride }
-    }
-
-    #[inline(always)]
-    pub(super) fn head(&self, head: usize, dim: usize) -> &'a [T] {
-        &self.elements[head * self.stride..][..dim]
-    }
-}
-
-/// Lets the processor load the cache line that is so many bytes ahead of an element; it need not be one of the program's.
+/// Lets the processor load the cache line that is so many bytes ahead of an element; it need not be one of the program's. Into the second
+/// cache: a load into the first one occupies one of its few places for misses until memory answers, and took twice the time on a Zen 4.
 #[inline(always)]
 pub(super) fn load_ahead<T>(from: &T, bytes: usize) {
     let at = std::ptr::from_ref(from).cast::<i8>().wrapping_add(bytes);
     #[cfg(target_arch = "x86_64")]
     // SAFETY: all processors of this target have the instruction, and it accesses no memory that the program could notice.
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at);
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at);
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;

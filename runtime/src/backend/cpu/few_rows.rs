@@ -4,6 +4,7 @@
 
 mod rows;
 mod tile;
+mod values;
 mod vectors;
 
 use std::ops::Range;
@@ -37,7 +38,7 @@ pub(super) async fn attend(
     control: &Control,
 ) -> Result<()> {
     let StateShape { rows, heads, dim, .. } = shape;
-    let parts = &Parts::new(kv_head_of, rows, call.pairs.is_none());
+    let parts = &Parts::new(kv_head_of, rows);
     let mut stretches = stretches(call, shape, parts);
     let keys = stretches.first().map_or(1, |stretch| stretch.tiles.len() * call.work.tile.kv_cols as usize);
     let cost = keys * dim * 2 * parts.all.iter().map(|part| part.count.max(8)).sum::<usize>();
@@ -126,9 +127,15 @@ impl WithSimd for Run<'_, '_> {
                 let first = tile as usize * call.work.tile.kv_cols as usize;
                 let tile = Tile { call, parts, batch: *batch, rows: *rows, first, positions, spans };
                 let terms = &mut scratch.terms;
-                alone(simd, Scores { simd, tile: &tile, states });
+                match call.bf16 {
+                    None => alone(simd, Scores { simd, tile: &tile, states }),
+                    Some(words) => words.alone(simd, Scores { simd, tile: &tile, states }),
+                }
                 alone(simd, Weigh { simd, tile: &tile, states, terms });
-                alone(simd, Add { simd, tile: &tile, states, terms });
+                match call.bf16 {
+                    None => alone(simd, Add { simd, tile: &tile, states, terms }),
+                    Some(words) => words.alone(simd, Add { simd, tile: &tile, states, terms }),
+                }
             }
         }
         states.finish::<S>(call, &mut scratch.row);

@@ -28,6 +28,7 @@ mod keys;
 mod pack;
 mod pairs;
 mod panel;
+mod product;
 mod repack;
 mod scalar;
 mod scratch;

@@ -4,7 +4,7 @@ use bytemuck::{Pod, cast_slice};
 use half::{bf16, f16};
 
 use super::CpuBuffer;
-use super::elements::{Rows, Token};
+use super::elements::Rows;
 use super::halves::{widen_bf16, widen_f16};
 use crate::Dtype;
 use crate::backend::{Layout, Operand};
@@ -58,12 +58,6 @@ impl<'a> Tensor<'a> {
     #[inline(always)]
     pub(super) fn in_place<T: Pod>(&self, at: [usize; 3], dim: usize) -> Rows<'a, T> {
         Rows::new(&self.stored()[self.start(at)..], self.layout.row_stride, dim)
-    }
-
-    /// All heads of a row, where they lie. The elements are stored as `T`.
-    #[inline(always)]
-    pub(super) fn token<T: Pod>(&self, batch: usize, row: usize) -> Token<'a, T> {
-        Token::new(&self.stored()[self.start([batch, row, 0])..], self.layout.head_stride)
     }
 
     #[inline(always)]

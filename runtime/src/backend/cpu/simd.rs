@@ -32,6 +32,15 @@ impl Level {
         Self::of(None)
     }
 
+    /// The one for AVX2, on machines that have it.
+    #[cfg(test)]
+    pub(super) fn of_eight_lanes() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        return Self::of(pulp::x86::V3::try_new().map(Arch::V3));
+        #[cfg(not(target_arch = "x86_64"))]
+        Self::portable()
+    }
+
     /// This one with the kernel for 32 registers.
     #[cfg(test)]
     pub(super) fn wide(self) -> Self {
@@ -157,6 +166,57 @@ impl WithKernel for AskShape {
     fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, _: S) -> KernelShape {
         KernelShape::of::<S, MR, NV>()
     }
+}
+
+/// `simd` as the level `L`, if it is that one: for instructions that pulp's trait lacks. It is known when the code is compiled.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(super) fn as_level<S: Simd, L: Simd>(simd: S) -> Option<L> {
+    (&simd as &dyn std::any::Any).downcast_ref().copied()
+}
+
+/// The sum of the lanes of each vector: together they take half of the instructions.
+#[inline(always)]
+pub(super) fn sums_of_four<S: Simd>(simd: S, vectors: [S::f32s; 4]) -> [f32; 4] {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use pulp::x86::{V3, V4};
+        use std::arch::x86_64::{__m256, __m512};
+        if let Some(simd) = as_level::<S, V4>(simd) {
+            let vectors: [__m512; 4] = bytemuck::cast(vectors);
+            let mut halves: [__m256; 4] = bytemuck::Zeroable::zeroed();
+            let f = simd.avx512f;
+            for (half, vector) in halves.iter_mut().zip(vectors) {
+                let high = f._mm512_extractf64x4_pd::<1>(f._mm512_castps_pd(vector));
+                let low = f._mm512_castps512_ps256(vector);
+                *half = simd.avx._mm256_add_ps(low, simd.avx._mm256_castpd_ps(high));
+            }
+            return sums_of_halves(*simd, halves);
+        }
+        if let Some(simd) = as_level::<S, V3>(simd) {
+            return sums_of_halves(simd, bytemuck::cast(vectors));
+        }
+    }
+    let mut sums = [0.0; 4];
+    for (sum, vector) in sums.iter_mut().zip(vectors) {
+        *sum = simd.reduce_sum_f32s(vector);
+    }
+    sums
+}
+
+/// [`sums_of_four`] for vectors of eight lanes.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn sums_of_halves(simd: pulp::x86::V3, [a, b, c, d]: [std::arch::x86_64::__m256; 4]) -> [f32; 4] {
+    let avx = simd.avx;
+    let ab = avx._mm256_add_ps(avx._mm256_unpacklo_ps(a, b), avx._mm256_unpackhi_ps(a, b));
+    let cd = avx._mm256_add_ps(avx._mm256_unpacklo_ps(c, d), avx._mm256_unpackhi_ps(c, d));
+    let (ab, cd) = (avx._mm256_castps_pd(ab), avx._mm256_castps_pd(cd));
+    let even = avx._mm256_castpd_ps(avx._mm256_unpacklo_pd(ab, cd));
+    let odd = avx._mm256_castpd_ps(avx._mm256_unpackhi_pd(ab, cd));
+    let sums = avx._mm256_add_ps(even, odd);
+    let (low, high) = (avx._mm256_castps256_ps128(sums), avx._mm256_extractf128_ps::<1>(sums));
+    bytemuck::cast(simd.sse._mm_add_ps(low, high))
 }
 
 /// Aligned numbers as groups of `NV` vectors.

@@ -77,6 +77,7 @@ fn backends() -> Vec<CpuBackend> {
     let (best, portable) = (simd::Level::detect(), simd::Level::portable());
     [
         best,
+        simd::Level::of_eight_lanes(),
         best.wide(),
         best.wide().with_emulated_bf16(),
         portable,

@@ -19,39 +19,37 @@ pub(super) struct Part {
 /// The parts of a call, for the KV heads that have query heads.
 pub(super) struct Parts {
     pub(super) all: Vec<Part>,
-    /// Each part has one row. Otherwise its rows are padded to whole groups.
-    pub(super) single: bool,
-    /// Places of rows.
+    /// Places of rows. Those of a part with several rows are padded to whole groups.
     pub(super) places: usize,
 }
 
 impl Parts {
-    /// `single` only where it is asked for.
-    pub(super) fn new(kv_head_of: &[u32], rows: usize, may_be_single: bool) -> Self {
+    pub(super) fn new(kv_head_of: &[u32], rows: usize) -> Self {
         let kv_heads = kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
         let mut heads_of = vec![Vec::new(); kv_heads];
         for (head, kv_head) in kv_head_of.iter().enumerate() {
             heads_of[*kv_head as usize].push(head);
         }
-        let single = may_be_single && rows == 1 && heads_of.iter().all(|heads| heads.len() <= 1);
         let mut places = 0;
         let mut all = Vec::new();
         for (kv_head, heads) in heads_of.into_iter().enumerate().filter(|(_, heads)| !heads.is_empty()) {
             let count = heads.len() * rows;
             all.push(Part { kv_head, heads, first: places, count });
-            places += if single { 1 } else { count.next_multiple_of(GROUP) };
+            places += if count == 1 { 1 } else { count.next_multiple_of(GROUP) };
         }
-        Self { all, single, places }
+        Self { all, places }
     }
 }
 
 /// The rows of all parts. Contents of places without a row are unspecified.
 #[derive(Default)]
 pub(super) struct States {
-    /// Elements of a row in `q` and `o`: whole vectors of words.
+    /// Elements of a row in `o`: whole vectors of words.
     pub(super) padded: usize,
-    /// `[place][padded]`, in the order of words of K: queries, scaled so that scores are base-2 logits; with a softcap, the argument of
-    /// its tanh.
+    /// Those in `q`: in words, half as many.
+    pub(super) q_padded: usize,
+    /// `[place][q_padded]`, in the order of words of K: queries, scaled so that scores are base-2 logits; with a softcap, the argument of
+    /// its tanh. In words they are not scaled.
     pub(super) q: Vec<Line>,
     /// `[place][padded]`, un-normalised; in the order of words of V, until the end.
     pub(super) o: Vec<Line>,
@@ -73,14 +71,15 @@ impl States {
         parts: &Parts,
         space: &mut Vec<Line>,
     ) {
-        let narrowest = call.k.dtype().bytes().min(call.v.dtype().bytes());
-        self.padded = call.dim.next_multiple_of(4 / narrowest * S::F32_LANES);
-        let padded = self.padded;
+        let per_word = 4 / call.k.dtype().bytes();
+        self.padded = call.dim.next_multiple_of(per_word * S::F32_LANES);
+        self.q_padded = self.padded / call.elements_in_word();
+        let padded = self.q_padded;
         self.m = vec![EMPTY_M; parts.places];
         self.l = vec![0.0; parts.places];
         grow(&mut self.q, parts.places * padded);
-        grow(&mut self.o, parts.places * padded);
-        grow(space, padded);
+        grow(&mut self.o, parts.places * self.padded);
+        grow(space, self.padded);
         let space = &mut floats_mut(space)[..padded];
         space.fill(0.0);
         let factor = call.query_factor();
@@ -88,7 +87,11 @@ impl States {
             let rows = part.heads.iter().flat_map(|head| (0..rows).map(move |row| (*head, row)));
             let q = &mut floats_mut(&mut self.q)[part.first * padded..];
             for ((head, row), into) in rows.zip(q.chunks_exact_mut(padded)) {
-                call.q.copy_row([batch, row, head], &mut space[..call.dim]);
+                call.q.copy_row([batch, row, head], &mut space[..call.words()]);
+                if call.bf16.is_some() {
+                    into.copy_from_slice(space);
+                    continue;
+                }
                 for (at, q) in order_of_words::<S>(padded, call.k.dtype()).zip(&*space) {
                     into[at] = q * factor;
                 }
@@ -117,5 +120,5 @@ impl States {
 
 /// Rows that share a load of a key.
 pub(super) const GROUP: usize = 4;
-/// Keys that several rows read at a time.
-pub(super) const KEYS: usize = 8;
+/// Keys of a head that are read at a time.
+pub(super) const KEYS: usize = 16;

@@ -1,19 +1,21 @@
 //! A tile of keys: its scores, its weights, and their sum of values.
 //!
-//! Keys and values come from memory, so the order in which they are read decides the speed. Where each KV head has one row, the
-//! token of a key is read whole, all heads, before the next key is. Where it has several rows, their products weigh more: eight keys
-//! of a head are used for groups of rows whose sums stay in registers, while the next eight are loaded ahead.
+//! Keys and values come from memory, so the order in which they are read decides the speed. Eight keys of a head are used for groups of
+//! rows whose sums stay in registers, then those of the next head. Pieces of some hundred bytes are too short for the processor to load
+//! ahead by itself, so it is asked to, for all heads of the next keys in the order of memory.
 
 use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
 use super::super::call::Call;
-use super::super::elements::{Bf16, Element, F16, F32, Rows};
+use super::super::elements::{Bf16, Bf16Words, Element, F16, F32};
 use super::super::exp::tanh;
+use super::super::product::{Floats, Product, WithProduct};
 use super::super::scratch::{Line, floats, floats_mut, grow};
 use super::rows::{GROUP, KEYS, Part, Parts, States};
-use super::vectors::{add, add_one, add_seen, score, score_one, weigh};
+use super::values::{OfFloats, OfWords, WeightedSum};
+use super::vectors::{FewKeys, score, weigh};
 use crate::{Dtype, RowSpan};
 
 pub(super) struct Tile<'t> {
@@ -57,12 +59,18 @@ impl<S: Simd> WithSimd for Scores<'_, '_, S> {
     #[inline(always)]
     fn with_simd<T: Simd>(self, _: T) {
         let Self { simd, tile, states } = self;
-        grow(&mut states.weights, tile.parts.places * tile.width::<S>());
         match tile.call.k.dtype() {
-            Dtype::F32 => tile.scores::<S, F32, 1>(simd, states),
-            Dtype::F16 => tile.scores::<S, F16, 2>(simd, states),
-            Dtype::Bf16 => tile.scores::<S, Bf16, 2>(simd, states),
+            Dtype::F32 => tile.scores::<S, F32, Floats, 1>(simd, Floats, states),
+            Dtype::F16 => tile.scores::<S, F16, Floats, 2>(simd, Floats, states),
+            Dtype::Bf16 => tile.scores::<S, Bf16, Floats, 2>(simd, Floats, states),
         }
+    }
+}
+
+impl<S: Simd> WithProduct for Scores<'_, '_, S> {
+    #[inline(always)]
+    fn with_product<T: Simd, P: Product>(self, _: T, product: P) {
+        self.tile.scores::<S, Bf16Words, P, 1>(self.simd, product, self.states);
     }
 }
 
@@ -82,10 +90,17 @@ impl<S: Simd> WithSimd for Add<'_, '_, S> {
     fn with_simd<T: Simd>(self, _: T) {
         let Self { simd, tile, states, terms } = self;
         match tile.call.v.dtype() {
-            Dtype::F32 => tile.add::<S, F32, 1>(simd, states, terms),
-            Dtype::F16 => tile.add::<S, F16, 2>(simd, states, terms),
-            Dtype::Bf16 => tile.add::<S, Bf16, 2>(simd, states, terms),
+            Dtype::F32 => tile.add::<S, _, 1>(simd, OfFloats::<F32, 1>::default(), states, terms),
+            Dtype::F16 => tile.add::<S, _, 2>(simd, OfFloats::<F16, 2>::default(), states, terms),
+            Dtype::Bf16 => tile.add::<S, _, 2>(simd, OfFloats::<Bf16, 2>::default(), states, terms),
         }
+    }
+}
+
+impl<S: Simd> WithProduct for Add<'_, '_, S> {
+    #[inline(always)]
+    fn with_product<T: Simd, P: Product>(self, _: T, product: P) {
+        self.tile.add::<S, _, 2>(self.simd, OfWords(product), self.states, self.terms);
     }
 }
 
@@ -96,31 +111,57 @@ impl Tile<'_> {
     }
 
     #[inline(always)]
-    fn scores<S: Simd, E: Element<N>, const N: usize>(&self, simd: S, states: &mut States) {
-        let (call, width, padded) = (self.call, self.width::<S>(), states.padded);
+    fn scores<S: Simd, E: Element<N>, P: Product, const N: usize>(
+        &self,
+        simd: S,
+        product: P,
+        states: &mut States,
+    ) {
+        let (call, width, padded) = (self.call, self.width::<S>(), states.q_padded);
+        grow(&mut states.weights, self.parts.places * width);
         let (q, scores) = (floats(&states.q), floats_mut(&mut states.weights));
-        if self.parts.single {
-            for key in 0..self.positions.len() {
-                let token = call.k.token::<E::Stored>(self.batch, self.first + key);
-                let places = q.chunks_exact(padded).zip(scores.chunks_exact_mut(width));
-                for (part, (q, scores)) in self.parts.all.iter().zip(places) {
-                    scores[key] = score_one::<S, E, N>(simd, q, token.head(part.kv_head, call.dim));
-                }
-            }
-            return;
-        }
+        let factor = if call.bf16.is_some() { call.query_factor() } else { 1.0 };
         for keys in self.few_keys() {
             for part in &self.parts.all {
-                let rows = call.k.in_place([self.batch, self.first + keys.start, part.kv_head], call.dim);
-                let (q, scores) = (&q[part.first * padded..], &mut scores[part.first * width..]);
-                let groups = q.chunks_exact(GROUP * padded).zip(scores.chunks_exact_mut(GROUP * width));
-                for (q, scores) in groups.take(part.count.div_ceil(GROUP)) {
-                    let scores = &mut scores[keys.start..];
-                    // The sums of a group stay in registers.
-                    if N == 1 || S::REGISTER_COUNT >= 32 {
-                        score::<S, E, N, 2>(simd, q, &rows, keys.len(), scores, width);
+                let first = [self.batch, self.first + keys.start, part.kv_head];
+                let rows = call.k.in_place(first, call.dim);
+                let of_part = &FewKeys { rows, count: keys.len() };
+                let q = &q[part.first * padded..];
+                let scores = &mut scores[part.first * width + keys.start..];
+                if part.count == 1 {
+                    if S::REGISTER_COUNT >= 32 {
+                        score::<S, E, P, N, 1, 8>(
+                            simd,
+                            product,
+                            &q[..padded],
+                            of_part,
+                            factor,
+                            scores,
+                            width,
+                        );
                     } else {
-                        score::<S, E, N, 1>(simd, q, &rows, keys.len(), scores, width);
+                        score::<S, E, P, N, 1, 4>(
+                            simd,
+                            product,
+                            &q[..padded],
+                            of_part,
+                            factor,
+                            scores,
+                            width,
+                        );
+                    }
+                    continue;
+                }
+                // The sums of a group stay in registers.
+                for group in (0..part.count).step_by(GROUP) {
+                    let q = &q[group * padded..][..GROUP * padded];
+                    let scores = &mut scores[group * width..];
+                    if S::REGISTER_COUNT >= 32 {
+                        score::<S, E, P, N, GROUP, 4>(simd, product, q, of_part, factor, scores, width);
+                    } else if N == 1 {
+                        score::<S, E, P, N, GROUP, 2>(simd, product, q, of_part, factor, scores, width);
+                    } else {
+                        score::<S, E, P, N, GROUP, 1>(simd, product, q, of_part, factor, scores, width);
                     }
                 }
             }
@@ -157,53 +198,40 @@ impl Tile<'_> {
                     }
                 }
                 let o = &mut floats_mut(&mut states.o)[place * padded..][..padded];
-                weigh(simd, scores, &mut states.m[place], &mut states.l[place], o);
+                let (m, l) = (&mut states.m[place], &mut states.l[place]);
+                weigh(simd, scores, m, l, o, call.bf16.is_some());
             }
         }
     }
 
     #[inline(always)]
-    fn add<S: Simd, E: Element<N>, const N: usize>(
+    fn add<S: Simd, W: WeightedSum<N>, const N: usize>(
         &self,
         simd: S,
+        sum: W,
         states: &mut States,
         terms: &mut Vec<Line>,
     ) {
         let (call, width, padded) = (self.call, self.width::<S>(), states.padded);
-        if self.parts.single {
-            let (weights, o) = (floats(&states.weights), floats_mut(&mut states.o));
-            for (key, position) in self.positions.iter().enumerate() {
-                if self.spans.is_some_and(|spans| !spans[0].sees(*position)) {
-                    continue;
-                }
-                let token = call.v.token::<E::Stored>(self.batch, self.first + key);
-                let places = o.chunks_exact_mut(padded).zip(weights.chunks_exact(width));
-                for (part, (o, weights)) in self.parts.all.iter().zip(places) {
-                    add_one::<S, E, N>(simd, o, weights[key], token.head(part.kv_head, call.dim));
-                }
-            }
-            return;
-        }
         let some_hidden = self.spans.is_some() || call.pairs.is_some();
         for keys in self.few_keys() {
             for part in &self.parts.all {
-                let values = call.v.in_place([self.batch, self.first + keys.start, part.kv_head], call.dim);
-                if some_hidden && !values.are_finite::<E, N>(keys.len()) {
-                    self.add_seen::<S, E, N>(simd, part, states, &keys, &values, terms);
+                let first = [self.batch, self.first + keys.start, part.kv_head];
+                let rows = call.v.in_place(first, call.dim);
+                let values = &FewKeys { rows, count: keys.len() };
+                if some_hidden && !values.rows.are_finite::<W::Of, N>(keys.len()) {
+                    self.add_seen(simd, sum, part, states, &keys, values, terms);
                     continue;
                 }
-                let (weights, o) = (floats(&states.weights), floats_mut(&mut states.o));
-                let (weights, o) = (&weights[part.first * width..], &mut o[part.first * padded..]);
-                let groups = o.chunks_exact_mut(GROUP * padded).zip(weights.chunks_exact(GROUP * width));
-                for (o, weights) in groups.take(part.count.div_ceil(GROUP)) {
-                    let weights = &weights[keys.start..];
-                    if N == 1 && S::REGISTER_COUNT >= 32 {
-                        add::<S, E, N, 4>(simd, o, weights, width, &values, keys.len());
-                    } else if N == 1 || S::REGISTER_COUNT >= 32 {
-                        add::<S, E, N, 2>(simd, o, weights, width, &values, keys.len());
-                    } else {
-                        add::<S, E, N, 1>(simd, o, weights, width, &values, keys.len());
-                    }
+                let weights = &floats(&states.weights)[part.first * width + keys.start..];
+                let o = &mut floats_mut(&mut states.o)[part.first * padded..];
+                if part.count == 1 {
+                    sum.add::<S, 1>(simd, &mut o[..padded], weights, width, values);
+                    continue;
+                }
+                for group in (0..part.count).step_by(GROUP) {
+                    let o = &mut o[group * padded..][..GROUP * padded];
+                    sum.add::<S, GROUP>(simd, o, &weights[group * width..], width, values);
                 }
             }
         }
@@ -211,27 +239,30 @@ impl Tile<'_> {
 
     /// As [`Tile::add`] for a part, without hidden values: 0 · NaN is NaN.
     #[inline(always)]
-    fn add_seen<S: Simd, E: Element<N>, const N: usize>(
+    #[expect(clippy::too_many_arguments, reason = "the loop of `add` has all of them")]
+    fn add_seen<S: Simd, W: WeightedSum<N>, const N: usize>(
         &self,
         simd: S,
+        sum: W,
         part: &Part,
         states: &mut States,
         keys: &Range<usize>,
-        values: &Rows<'_, E::Stored>,
+        values: &FewKeys<'_, <W::Of as Element<N>>::Stored>,
         terms: &mut Vec<Line>,
     ) {
         let (padded, width) = (states.padded, self.width::<S>());
         let terms = self.terms(part, terms);
         for index in 0..part.count {
-            let seen = |key: usize| {
-                let key = keys.start + key;
+            let mut seen = [false; KEYS];
+            for (seen, key) in seen.iter_mut().zip(keys.clone()) {
                 let shown = terms.as_ref().is_none_or(|terms| terms.of(index, key) != f32::NEG_INFINITY);
-                shown && self.spans.is_none_or(|spans| spans[index % self.rows].sees(self.positions[key]))
-            };
+                let spans = self.spans;
+                *seen = shown && spans.is_none_or(|spans| spans[index % self.rows].sees(self.positions[key]));
+            }
             let place = part.first + index;
             let o = &mut floats_mut(&mut states.o)[place * padded..][..padded];
             let weights = &floats(&states.weights)[place * width + keys.start..];
-            add_seen::<S, E, N>(simd, o, weights, values, keys.len(), seen);
+            sum.add_seen(simd, o, weights, values, &seen);
         }
     }
 
