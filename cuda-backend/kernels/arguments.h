@@ -105,6 +105,15 @@ struct BackwardArguments {
     u32 reserved;
 };
 
+// The same by wgmma and TMA: kernels of dQ with tiles of 128 query rows, of dK and dV with tiles of 128 keys, which multiply 64 at a
+// time.
+struct HopperBackwardArguments {
+    TensorMap q, k, v, d_o;      // of 16-bit elements [dim, rows, heads, batch], boxes of 64 columns by 64 rows
+    // starts are of tiles of 128; pair_kind is NO_PAIRS; q, k, v, pairs, d_o, bias_sum and d_bias are not used.
+    BackwardArguments backward;
+    u64 reserved[12];
+};
+
 // A running state. Grid: (⌈rows · heads · batch / 8⌉), one warp for each row of a head.
 struct StateArguments {
     float *a, *ml;

@@ -10,8 +10,7 @@
 //   The two consumers take turns at issuing products, so that the exponentials of one run during the products of the other.
 // - Tiles that need mask tests come first, without overlap. Only there can a hidden key give 0 · NaN.
 #pragma once
-#include "ptx_hopper.h"
-#include "rows.h"
+#include "hopper.h"
 
 // Iterates over the tiles of an item that need mask tests (`tested`), or over the others. In a full run only a tile that reaches
 // behind the last key needs tests.
@@ -131,18 +130,13 @@ template <typename T, int DIM, int KEYS> struct Hopper {
         }
     }
 
-    // The wgmma descriptor of a matrix in rows of 128 bytes, swizzled by TMA. Eight rows are 1024 bytes.
-    DEVICE static u64 matrix(u32 address, u32 chunk) {
-        return u64((address & 0x3ffff) >> 4) | u64(chunk >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
-    }
-
     // Starts scores = q · k.
     DEVICE void multiply_keys(float (&scores)[KEYS / 8][4], u32 consumer, u32 stage) const {
         UNROLL for (u32 i = 0; i < DIM / 16; i++) {
             // 16 elements of a row are 32 bytes.
             const u32 from = i / 4, within = i % 4 * 32;
-            Wgmma<T, KEYS>::shared(scores, matrix(q + from * Q_CHUNK + consumer * 64 * 128 + within, 16),
-                                   matrix(k + stage * TILE_BYTES + from * KV_CHUNK + within, 16), i != 0);
+            Wgmma<T, KEYS>::shared(scores, matrix_at(q + from * Q_CHUNK + consumer * 64 * 128 + within, 16),
+                                   matrix_at(k + stage * TILE_BYTES + from * KV_CHUNK + within, 16), i != 0);
         }
         wgmma_commit();
     }
@@ -157,35 +151,8 @@ template <typename T, int DIM, int KEYS> struct Hopper {
     // Starts acc += weights · v.
     DEVICE void multiply_values(Mine &mine, const u32 (&p)[KEYS / 16][4], u32 stage) const {
         UNROLL for (u32 i = 0; i < KEYS / 16; i++)
-            Wgmma<T, DIM>::registers(mine.acc, p[i], matrix(v + stage * TILE_BYTES + i * 16 * 128, KV_CHUNK));
+            Wgmma<T, DIM>::registers(mine.acc, p[i], matrix_at(v + stage * TILE_BYTES + i * 16 * 128, KV_CHUNK));
         wgmma_commit();
-    }
-
-    // Arrives at `phase` when all lanes of this warp have read.
-    DEVICE static void release(u32 phase) {
-        warp_sync();
-        if (thread_x() % 32 == 0) phase_arrive(phase);
-    }
-
-    // Whether a tile of V has a NaN or an infinity; the same for the whole warpgroup.
-    DEVICE bool odd_values(u32 consumer, u32 stage) const {
-        bool odd = false;
-        for (u32 at = thread_x() % 128 * 4; at < TILE_BYTES; at += 512)
-            odd |= Mine::odd_pair(load_shared(v + stage * TILE_BYTES + at));
-        return warp_uniform(named_or(OWN + consumer, 128, odd));
-    }
-
-    // Replaces NaN and infinities in a tile of V by zeros. Both consumers call this for the same tile. Each clears one half of it,
-    // after both have read it.
-    DEVICE void clear_odd_values(u32 consumer, u32 stage) const {
-        named_sync(BOTH, 128 * CONSUMERS);
-        for (u32 at = consumer * 512 + thread_x() % 128 * 4; at < TILE_BYTES; at += 512 * CONSUMERS) {
-            const u32 address = v + stage * TILE_BYTES + at, pair = load_shared(address);
-            const u32 low = Mine::odd(u16(pair)) ? 0 : 0xffffu, high = Mine::odd(u16(pair >> 16)) ? 0 : 0xffff0000u;
-            store_shared(address, pair & (low | high));
-        }
-        stores_are_there();
-        named_sync(BOTH, 128 * CONSUMERS);
     }
 
     DEVICE static void pack(u32 (&p)[KEYS / 16][4], const float (&weights)[KEYS / 8][4]) {
@@ -215,12 +182,13 @@ template <typename T, int DIM, int KEYS> struct Hopper {
                 mine.weigh(scores, mine.shape(scores, scale, at.batch, first_key, true), rescale);
                 mine.scale_sums(rescale);
                 phase_wait(v_full(stage), parity);
-                if (odd_values(consumer, stage)) {
+                // Both consumers find the same.
+                const u32 values = v + stage * TILE_BYTES;
+                if (odd_in<Mine>(values, TILE_BYTES, OWN + consumer)) {
                     mine.add_odd_values(scores, at.batch, first_key, [&](u32 key, int j) {
-                        return load_shared(v + stage * TILE_BYTES + j / 8 * KV_CHUNK + key * 128 + ((j ^ key) & 7) * 16 +
-                                           mine.lane % 4 * 4);
+                        return load_shared(pair_in(values, KV_CHUNK, key, j));
                     });
-                    clear_odd_values(consumer, stage);
+                    clear_odd<Mine>(values, TILE_BYTES, consumer, CONSUMERS, BOTH);
                 }
                 pack(p, scores);
                 fence(mine, p);

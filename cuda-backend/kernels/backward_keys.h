@@ -110,10 +110,10 @@ template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, moving_row
                 }
             const auto seen = [&](u32 n, int half) { return term_of(n, half) != -INFINITE; };
             this->template add<OUT>(dv, p, d_o_from, out_from / 8, odd);
-            if (odd) this->template add_odd<OUT>(dv, p, d_o_from, out_from / 8, seen);
+            if (odd) this->template add_odd<OUT>(dv, p, this->pairs_of(d_o_from, out_from / 8), seen);
             this->template fit<OUT>(ds, dk, shrink);
             this->template add<OUT>(dk, ds, q_from, out_from / 8, odd);
-            if (odd) this->template add_odd<OUT>(dk, ds, q_from, out_from / 8, seen);
+            if (odd) this->template add_odd<OUT>(dk, ds, this->pairs_of(q_from, out_from / 8), seen);
         };
         Base::iterate(tiles, copy_moving, odd_here, step);
 

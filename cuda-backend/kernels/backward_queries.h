@@ -73,7 +73,7 @@ template <typename T, int DIM> struct BackwardQueries : BackwardTiles<T, DIM, mo
             this->template fit<DIM>(ds, acc, shrink);
             this->template add<DIM>(acc, ds, k_from, 0, odd);
             if (odd) {
-                this->template add_odd<DIM>(acc, ds, k_from, 0, [&](u32 n, int half) {
+                this->template add_odd<DIM>(acc, ds, this->pairs_of(k_from, 0), [&](u32 n, int half) {
                     return term_of(half, position_of(attend, first_key + n)) != -INFINITE;
                 });
             }

@@ -24,6 +24,11 @@ struct HeadTiles {
 
     DEVICE HeadTiles(Tiles all, u32 head, u32 end) : all(all), now(all), head(all.done() ? end : head), end(end) {}
     DEVICE bool done() const { return head == end; }
+    DEVICE u32 count() const {
+        u32 of_head = 0;
+        for (const TileRun *run = all.run; run != all.end; run++) of_head += run->count;
+        return (end - head) * of_head;
+    }
     DEVICE void advance() {
         now.advance();
         if (!now.done()) return;
@@ -112,6 +117,10 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
     // logit; -inf hides the pair: both are 0 then, whatever they are.
     template <bool OF_BIAS = false>
     DEVICE void weigh(float &score, float &dp, float high, float low, float delta, float add) const {
+        weigh_as<OF_BIAS>(bent, factor, score, dp, high, low, delta, add);
+    }
+    template <bool OF_BIAS>
+    DEVICE void weigh_as(bool bent, float factor, float &score, float &dp, float high, float low, float delta, float add) const {
         float x = score, d = dp - delta;
         if (bent) {
             x *= scale;
@@ -170,10 +179,10 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
         }
     }
 
-    // The same for the elements that are not finite, only for pairs that are visible: `seen(n, half)` of moving row n. Rare, so short
-    // rather than fast.
-    template <int OUT, typename Seen>
-    DEVICE void add_odd(float (&acc)[OUT / 8][4], const Products &weights, u32 moving, u32 from, Seen seen) const {
+    // The same for the elements that are not finite, only for pairs that are visible: `seen(n, half)` of moving row n, of whose
+    // elements `pair_at(n, j)` is this lane's pair of the j-th 8. Rare, so short rather than fast.
+    template <int OUT, typename PairAt, typename Seen>
+    DEVICE void add_odd(float (&acc)[OUT / 8][4], const Products &weights, PairAt pair_at, Seen seen) const {
         ROLLED for (u32 n = 0; n < MOVING; n++) {
             // Registers cannot be indexed, so the weights of the row's group are selected by comparison.
             float of_pair[4];
@@ -186,12 +195,17 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
                 const float weight = n % 2 ? uneven : even;
                 if (!seen(n, half)) continue;
                 UNROLL for (int j = 0; j < OUT / 8; j++) {
-                    const u32 pair = load_shared(moving + Tile::place(n, from + j) + lane % 4 * 4);
+                    const u32 pair = pair_at(n, j);
                     if (Mine::odd(u16(pair))) acc[j][2 * half] += weight * T::low(pair);
                     if (Mine::odd(u16(pair >> 16))) acc[j][2 * half + 1] += weight * T::high(pair);
                 }
             }
         }
+    }
+
+    // This lane's pairs of a moving tile from 16-byte column `from` on, as `add_odd` takes them.
+    DEVICE auto pairs_of(u32 moving, u32 from) const {
+        return [=](u32 n, u32 j) { return load_shared(moving + Tile::place(n, from + j) + thread_x() % 4 * 4); };
     }
 
     // into += acc · lifted · by, for the lane's elements of half `half` from element `from` of a head on.

@@ -11,6 +11,7 @@
 #include "state.h"
 #if HOPPER
 #include "attend_hopper.h"
+#include "backward_hopper.h"
 #endif
 
 // One macro call per instance, so that a build can leave out the others.
@@ -42,6 +43,20 @@ KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); 
 
 HOPPER_DIMS(Bf16, bf16)
 HOPPER_DIMS(F16, f16)
+
+#define HOPPER_BACKWARD(Kind, kind, type, name, dim) \
+    KERNEL(hopper_##kind##_##name##_##dim, HopperBackwardArguments, (Hopper##Kind<type, dim>::THREADS), 1) { \
+        Hopper##Kind<type, dim>(args).run(); \
+    }
+#define HOPPER_KEYS_DIMS(type, name) \
+    HOPPER_BACKWARD(Keys, keys, type, name, 64) HOPPER_BACKWARD(Keys, keys, type, name, 128)
+#define HOPPER_QUERIES_DIMS(type, name) \
+    HOPPER_BACKWARD(Queries, queries, type, name, 64) HOPPER_BACKWARD(Queries, queries, type, name, 128)
+
+HOPPER_KEYS_DIMS(Bf16, bf16)
+HOPPER_KEYS_DIMS(F16, f16)
+HOPPER_QUERIES_DIMS(Bf16, bf16)
+HOPPER_QUERIES_DIMS(F16, f16)
 #endif
 
 #define BACKWARD(type, name, dim) \

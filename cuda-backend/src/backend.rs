@@ -190,7 +190,7 @@ impl Backend for CudaBackend {
     }
 
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
-        ops::backward_kernels(dtype, head_dim, false).map(|_| ())
+        ops::supports_backward(dtype, head_dim)
     }
 
     fn supports_bias_gradient(&self) -> Result<()> {

@@ -51,11 +51,11 @@ pub use devices::{CudaDevice, availability, devices};
 pub use driver::{CallerStream, Unavailable};
 pub use kernels::{
     AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList,
-    BackwardSums, CallShape, ClearArguments, CodesArguments, CodesKernel, ConvertArguments, DecodeArguments,
-    DeviceWork, Direction, HeadPack, HopperArguments, KernelChoice, PACKED_ROWS, PartsArguments,
-    RepackArguments, RowStatsArguments, SMALL_THREADS, SOURCES, STATE_ROWS, StateArguments, TensorArgument,
-    TensorMap, convert_kernel, decode_parts, finalize_kernel, head_packs, head_readers, item_of_round,
-    logits, row_stats_kernel,
+    BackwardShape, BackwardSums, CallShape, ClearArguments, CodesArguments, CodesKernel, ConvertArguments,
+    DecodeArguments, DeviceWork, Direction, HeadPack, HopperArguments, HopperBackwardArguments, KernelChoice,
+    PACKED_ROWS, PartsArguments, RepackArguments, RowStatsArguments, SMALL_THREADS, SOURCES, STATE_ROWS,
+    StateArguments, TensorArgument, TensorMap, convert_kernel, decode_parts, finalize_kernel, head_packs,
+    head_readers, item_of_round, logits, row_stats_kernel,
 };
 pub use nccl::{
     Nccl, NcclCollective, NcclDecision, NcclError, NcclIsland, NcclObserver, NcclOptions, NcclRefusal,

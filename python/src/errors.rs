@@ -69,6 +69,11 @@ fn of_transport(py: Python<'_>, error: &TransportError, parts: Parts) -> PyErr {
             let parts = Parts { peer: Some(pending.peer.0), operation: Some(pending.tag.op), ..parts };
             raise(py, "GroupError", parts)
         }
+        // Among several peers the late one is not known.
+        TransportError::LateExchange { tag, peers, .. } => {
+            let peer = if let [only] = peers[..] { Some(only.0) } else { None };
+            raise(py, "GroupError", Parts { peer, operation: Some(tag.op), ..parts })
+        }
         TransportError::PeerMisbehaved { peer, .. } => {
             raise(py, "GroupError", Parts { peer: Some(peer.0), ..parts })
         }

@@ -108,3 +108,26 @@ def test_processes_use_nccl_and_name_the_one_that_died():
         running.append(start(own, cuda="devices=2", nccl="fault_rank=1,die_at=2"))
     (code, out, err), (died, _, _) = [ended(process) for process in running]
     assert (code, out.split("\n")[:2]) == (0, ["True", "rank 1 has died"]) and died != 0, (code, out, err)
+
+
+def test_a_message_that_does_not_end_in_time_names_the_peer():
+    out = run(
+        """
+    def main():
+        def rank(group):
+            # Of two ranks, rank 1 stays in its first exchange.
+            try:
+                group.attend(*states(group.rank), strategy="ring")
+            except kyklos.GroupError as error:
+                return error.peer, error.operation, str(error)
+        peers = []
+        for peer, operation, text in kyklos.run_local(2, rank, device=["cuda:0", "cuda:1"], collective="nccl", deadline_s=2):
+            assert operation is not None, text
+            peers.append(peer)
+        # A rank that learns of it from the other names the rank that the other waited for.
+        print(sorted(set(peers) - {None}))
+    """,
+        cuda="devices=2",
+        nccl="fault_rank=1,hang_at=1",
+    )
+    assert out.strip() in ("[0]", "[1]", "[0, 1]"), out

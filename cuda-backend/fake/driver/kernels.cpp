@@ -88,10 +88,14 @@ API cuTensorMapEncodeTiled(TensorMap *map, int type, u32 rank, const void *data,
 }
 
 // With a map that the driver did not encode, the behaviour of the kernel would be undefined.
-static void check_maps(const HopperArguments &args) {
-    for (const TensorMap *map : {&args.q, &args.k, &args.v})
-        if (map->words[15] != ENCODED) die("a tensor map that this driver has not made");
+static void check_maps(const machine::Kernel &kernel, const void *arguments) {
+    if (std::strncmp(kernel.name, "hopper_", 7)) return;
+    // The maps come first.
+    const u32 count = kernel.argument_bytes == sizeof(HopperBackwardArguments) ? 4 : 3;
+    for (u32 n = 0; n < count; n++)
+        if (static_cast<const TensorMap *>(arguments)[n].words[15] != ENCODED) die("a tensor map that this driver has not made");
 }
+static_assert(sizeof(HopperBackwardArguments) != sizeof(HopperArguments), "told apart by their sizes");
 
 // Checks a launch and copies its arguments. Returns the error that the host gets at once.
 static int take(Launch *into, Function *function, const u32 (&grid)[3], const u32 (&threads)[3], u32 shared, void **arguments) {
@@ -116,7 +120,7 @@ static void run(const Launch &launch, u64 nth) {
     const auto runs = [=, &kernel] {
         alignas(128) char aligned[4096];
         std::memcpy(aligned, launch.arguments.data(), launch.arguments.size());
-        if (!std::strncmp(kernel.name, "hopper_", 7)) check_maps(*reinterpret_cast<const HopperArguments *>(aligned));
+        check_maps(kernel, aligned);
         machine::launch(kernel, launch.grid, launch.shared, aligned, machine::Timing(seed % 3), seed);
     };
     if (config().late_parts && !std::strncmp(kernel.name, "decode_", 7)) return late.push_back(runs);

@@ -135,7 +135,10 @@ template <typename T, int N> struct Wgmma;
     }
 // For the numbers of columns N that kernels use: keys of a tile, elements of a head, or both.
 #define WGMMA_TYPE(type, name) \
-    template <> struct Wgmma<type, 64> { WGMMA_REGISTERS(type, name, 64, "%32,%33,%34,%35", "%36") }; \
+    template <> struct Wgmma<type, 64> { \
+        WGMMA_SHARED(type, name, 64, "%32", "%33", "%34") \
+        WGMMA_REGISTERS(type, name, 64, "%32,%33,%34,%35", "%36") \
+    }; \
     template <> struct Wgmma<type, 80> { WGMMA_SHARED(type, name, 80, "%40", "%41", "%42") }; \
     template <> struct Wgmma<type, 96> { WGMMA_SHARED(type, name, 96, "%48", "%49", "%50") }; \
     template <> struct Wgmma<type, 128> { \

@@ -278,7 +278,9 @@ mod tests {
             for kernel in ["attend_bf16_128", "decode_f16_64", "attend_f32", "merge_parts", "repack"] {
                 assert!(has(kernel), "{name}: {kernel}");
             }
-            assert_eq!(has("hopper_bf16_128"), *name == HOPPER, "{name}");
+            for kernel in ["hopper_bf16_128", "hopper_keys_bf16_128", "hopper_queries_bf16_128"] {
+                assert_eq!(has(kernel), *name == HOPPER, "{name}: {kernel}");
+            }
         }
     }
 

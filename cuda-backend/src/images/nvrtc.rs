@@ -177,7 +177,14 @@ mod tests {
     use super::*;
 
     /// Lines of `kernels.cu` that instantiate the tensor-core attention kernels.
-    const TILES: [&str; 4] = ["ATTEND_DIMS(", "DECODE_DIMS(", "HOPPER_DIMS(", "BACKWARD_DIMS("];
+    const TILES: [&str; 6] = [
+        "ATTEND_DIMS(",
+        "DECODE_DIMS(",
+        "HOPPER_DIMS(",
+        "BACKWARD_DIMS(",
+        "HOPPER_KEYS_DIMS(",
+        "HOPPER_QUERIES_DIMS(",
+    ];
 
     #[test]
     #[ignore = "needs NVIDIA's libnvrtc: scripts/check-cuda.sh has it"]
@@ -195,7 +202,7 @@ mod tests {
         assert_eq!(cubin[..4], *b"\x7fELF");
         let has =
             |image: &[u8], kernel: &str| image.windows(kernel.len()).any(|name| name == kernel.as_bytes());
-        for kernel in ["attend_bf16_128", "decode_f16_64", "hopper_bf16_128"] {
+        for kernel in ["attend_bf16_128", "decode_f16_64", "hopper_bf16_128", "hopper_keys_f16_64"] {
             assert!(has(&ptx, kernel) && !has(&cubin, kernel), "{kernel}");
         }
         for kernel in ["attend_f32", "merge_parts", "repack"] {

@@ -4,7 +4,8 @@ use kyklos::Dtype;
 use kyklos::backend::Scales;
 
 use crate::{
-    AttendKernel, BackwardKernel, CodesKernel, Direction, convert_kernel, finalize_kernel, row_stats_kernel,
+    AttendKernel, BackwardKernel, BackwardSums, CodesKernel, Direction, convert_kernel, finalize_kernel,
+    row_stats_kernel,
 };
 
 /// Every kernel, with its dynamic shared memory per block. `wgmma`: with those for Hopper.
@@ -16,7 +17,11 @@ pub(crate) fn all_kernels(wgmma: bool) -> Vec<(String, u32)> {
             let attending = [AttendKernel::tiled(dtype, dim), AttendKernel::decode(dtype, dim, 1), hopper];
             all.extend(attending.into_iter().flatten().map(|kernel| (kernel.name, kernel.shared_bytes)));
             let backward = BackwardKernel::both(dtype, dim).into_iter().flatten();
-            let backward = backward.chain(BackwardKernel::of_bias(dtype, dim));
+            let hopper = [BackwardSums::Queries, BackwardSums::Keys]
+                .into_iter()
+                .filter_map(|makes| BackwardKernel::hopper(makes, dtype, dim))
+                .filter(|_| wgmma);
+            let backward = backward.chain(BackwardKernel::of_bias(dtype, dim)).chain(hopper);
             all.extend(backward.map(|kernel| (kernel.name, kernel.shared_bytes)));
         }
         for direction in [Direction::ToCodes, Direction::FromCodes] {

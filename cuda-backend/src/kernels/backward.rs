@@ -2,13 +2,16 @@
 
 use kyklos::{BlockWork, Dtype, MaskClass, TileShape};
 
-/// The tiles of work lists of the backward pass, for all kernels.
+/// The tiles of work lists of the backward pass, for all kernels. They are square.
 pub const BACKWARD_TILE: TileShape = TileShape { q_rows: 64, kv_cols: 64 };
 
 /// Head dims of the tensor-core kernels, with the keys that the kernel of dQ, and the rows that the kernel of dK and dV, multiplies
 /// at a time. Another head dim uses the next larger kernel, padded with zeros in shared memory.
 const SIZES: [(u32, [u32; 2]); 5] =
     [(64, [32, 64]), (96, [64, 32]), (128, [64, 32]), (192, [32, 32]), (256, [16, 16])];
+
+/// Head dims of the kernels for Hopper. TMA pads with zeros.
+const HOPPER_DIMS: [u32; 2] = [64, 128];
 
 /// What a kernel of the backward pass adds to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +24,7 @@ pub enum BackwardSums {
     Bias,
 }
 
-/// A kernel of the backward pass, by [`crate::BackwardArguments`].
+/// A kernel of the backward pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackwardKernel {
     /// Its name in the module.
@@ -36,10 +39,12 @@ pub struct BackwardKernel {
     pub threads: u32,
     /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: u32,
+    /// Whether it is a kernel for Hopper, which takes [`crate::HopperBackwardArguments`]; others take [`crate::BackwardArguments`].
+    pub wgmma: bool,
 }
 
 impl BackwardKernel {
-    /// The kernels of dQ, and of dK and dV, for a storage type and a head dim. `None` above a head dim of 256.
+    /// The kernels for all devices of dQ, and of dK and dV, for a storage type and a head dim. `None` above a head dim of 256.
     pub fn both(dtype: Dtype, dim: u32) -> Option<[Self; 2]> {
         Some([Self::of(BackwardSums::Queries, dtype, dim)?, Self::of(BackwardSums::Keys, dtype, dim)?])
     }
@@ -47,6 +52,25 @@ impl BackwardKernel {
     /// The kernel of the gradient of an additive bias. `None` above a head dim of 256.
     pub fn of_bias(dtype: Dtype, dim: u32) -> Option<Self> {
         Self::of(BackwardSums::Bias, dtype, dim)
+    }
+
+    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperBackwardArguments`]. `None` for the gradient of a bias, for f32 and
+    /// above a head dim of 128.
+    pub fn hopper(makes: BackwardSums, dtype: Dtype, dim: u32) -> Option<Self> {
+        let size = HOPPER_DIMS.into_iter().find(|size| dim <= *size)?;
+        // Bytes for the numbers of the moving rows: five for each, and a word of each of the two warps that write them.
+        let (kind, numbers) = match makes {
+            BackwardSums::Queries => ("queries", 0),
+            BackwardSums::Keys => ("keys", (5 * 64 + 2) * 4),
+            BackwardSums::Bias => return None,
+        };
+        // Two tensors of 128 fixed rows; three stages with two tensors of 64 moving rows and their numbers; mbarriers of 8 bytes: one
+        // for the fixed rows and two for each stage.
+        let (fixed, moving, stages) = (128, 64, 3);
+        let shared_bytes = 2 * (fixed + stages * moving) * size * 2 + stages * numbers + (1 + 2 * stages) * 8;
+        let name = format!("hopper_{kind}_{dtype}_{size}");
+        let kernel = Self { name, makes, fixed, moving, threads: 384, shared_bytes, wgmma: true };
+        (dtype != Dtype::F32).then_some(kernel)
     }
 
     fn of(makes: BackwardSums, dtype: Dtype, dim: u32) -> Option<Self> {
@@ -58,7 +82,16 @@ impl BackwardKernel {
         };
         if dtype == Dtype::F32 {
             let name = format!("{kind}_f32");
-            return Some(Self { name, makes, fixed: 8, moving: 32, threads: 256, shared_bytes: 0 });
+            let shared_bytes = 0;
+            return Some(Self {
+                name,
+                makes,
+                fixed: 8,
+                moving: 32,
+                threads: 256,
+                shared_bytes,
+                wgmma: false,
+            });
         }
         let by_keys = makes != BackwardSums::Queries;
         let moving = moving[usize::from(by_keys)];
@@ -72,6 +105,7 @@ impl BackwardKernel {
             moving,
             threads: if makes == BackwardSums::Keys && size > 128 { 256 } else { 128 },
             shared_bytes: (2 * 64 + 4 * moving) * size * 2 + numbers,
+            wgmma: false,
         })
     }
 
@@ -80,9 +114,14 @@ impl BackwardKernel {
         self.makes != BackwardSums::Queries
     }
 
-    /// Blocks for a tile of the work list.
+    /// Blocks for a tile of its list.
     pub fn tile_blocks(&self) -> u32 {
-        (if self.by_keys() { BACKWARD_TILE.kv_cols } else { BACKWARD_TILE.q_rows }) / self.fixed
+        BACKWARD_TILE.q_rows * self.joined_tiles() / self.fixed
+    }
+
+    /// Tiles of a work list that are a tile of its list.
+    fn joined_tiles(&self) -> u32 {
+        self.fixed.div_ceil(BACKWARD_TILE.q_rows)
     }
 }
 
@@ -98,7 +137,8 @@ pub struct BackwardList {
 }
 
 impl BackwardList {
-    /// The list of `work`, in [`BACKWARD_TILE`]s, for a kernel. For a kernel that has keys it is transposed.
+    /// The list of `work`, in [`BACKWARD_TILE`]s, for a kernel. For a kernel that has keys it is transposed; if blocks have more rows
+    /// or keys than such a tile, its tiles are joined ones.
     pub fn new(work: &BlockWork, kernel: &BackwardKernel) -> Self {
         let small = |n: usize| u32::try_from(n).expect("positions are u32, so what is counted over them is");
         let (rows, keys) = (work.classes[0].rows.len(), work.kv_positions.len());
@@ -109,10 +149,14 @@ impl BackwardList {
         } else {
             (work.q_tiles(), small(keys), tile.kv_cols)
         };
-        let mut list = Self { starts: Vec::new(), runs: Vec::new(), tiles: small(tiles) };
+        let joined = kernel.joined_tiles() as usize;
+        let mut list = Self { starts: Vec::new(), runs: Vec::new(), tiles: small(tiles.div_ceil(joined)) };
         let (times, end) = (unit / kernel.moving, moving.div_ceil(kernel.moving));
         for class in &work.classes {
-            let of_tiles = if kernel.by_keys() { transposed(class, key_tiles) } else { by_rows(class) };
+            let mut of_tiles = if kernel.by_keys() { transposed(class, key_tiles) } else { by_rows(class) };
+            if joined > 1 {
+                of_tiles = of_tiles.chunks(joined).map(join).collect();
+            }
             for runs in of_tiles {
                 list.starts.push(small(list.runs.len()));
                 list.runs.extend(runs.into_iter().map(|[first, count, full]| {
@@ -163,6 +207,25 @@ fn transposed(class: &MaskClass, key_tiles: usize) -> Vec<Vec<[u32; 3]>> {
         }
     }
     of_keys
+}
+
+/// What some tiles meet, as runs of one tile: all pairs of a tile are visible if they are for each of them.
+fn join(tiles: &[Vec<[u32; 3]>]) -> Vec<[u32; 3]> {
+    let end = tiles.iter().flatten().map(|[first, count, _]| first + count).max().unwrap_or(0);
+    // For each tile of the other side: 1 for each that meets it, and 1 more if all their pairs are visible.
+    let mut met = vec![0; end as usize];
+    for [first, count, full] in tiles.iter().flatten() {
+        met[*first as usize..][..*count as usize].iter_mut().for_each(|met| *met += 1 + *full as usize);
+    }
+    let mut runs: Vec<[u32; 3]> = Vec::new();
+    for (tile, met) in (0..).zip(met).filter(|(_, met)| *met > 0) {
+        let full = u32::from(met == 2 * tiles.len());
+        match runs.last_mut() {
+            Some([first, count, alike]) if *alike == full && *first + *count == tile => *count += 1,
+            _ => runs.push([tile, 1, full]),
+        }
+    }
+    runs
 }
 
 /// For each KV head the first query head that reads it, and behind them the number of query heads. `kv_head_of` ascends.
@@ -222,6 +285,42 @@ mod tests {
             };
             assert_eq!(pairs(&by_rows), pairs(&by_keys), "{mask}");
             assert!(!pairs(&by_rows).is_empty());
+        }
+    }
+
+    #[test]
+    fn a_joined_tile_meets_what_its_tiles_meet() {
+        for mask in ["full", "causal", "window:90,3", "documents:0,190,230,601", "valid:70,500"] {
+            let problem =
+                AttentionProblem::new([2, 601, 1, 1, 64], Dtype::F16, mask.parse().unwrap()).unwrap();
+            let q = TokenRuns::from_positions((0..200).chain(400..601));
+            let kv = TokenRuns::from_positions((1..601).step_by(2));
+            let work = &BlockWork::layers(&problem, &q, &kv, BACKWARD_TILE)[0];
+            for makes in [BackwardSums::Queries, BackwardSums::Keys] {
+                let hopper = BackwardKernel::hopper(makes, Dtype::F16, 64).unwrap();
+                let single = BackwardKernel { fixed: 64, ..hopper.clone() };
+                let [single, joined] = [&single, &hopper].map(|kernel| BackwardList::new(work, kernel));
+                // For each tile of the other side, whether all pairs are visible.
+                let met = |list: &BackwardList, class: usize, tile: u32| {
+                    let at = class * (list.tiles as usize + 1) + tile as usize;
+                    let runs = &list.runs[list.starts[at] as usize..list.starts[at + 1] as usize];
+                    let tiles = runs.iter().flat_map(|[first, count, full]| {
+                        (*first..*first + *count).map(|tile| (tile, *full == 1))
+                    });
+                    tiles.collect::<std::collections::BTreeMap<_, _>>()
+                };
+                assert_eq!(joined.tiles, single.tiles.div_ceil(2));
+                for class in 0..work.classes.len() {
+                    for tile in 0..joined.tiles {
+                        let parts: Vec<_> = (2 * tile..(2 * tile + 2).min(single.tiles))
+                            .map(|n| met(&single, class, n))
+                            .collect();
+                        let all = parts.iter().flat_map(|part| part.keys().copied());
+                        let expected = all.map(|n| (n, parts.iter().all(|part| part.get(&n) == Some(&true))));
+                        assert_eq!(met(&joined, class, tile), expected.collect(), "{mask}, {makes:?}");
+                    }
+                }
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 use kyklos::Dtype;
 
-use crate::{AttendArguments, TensorArgument};
+use crate::{AttendArguments, BackwardArguments, TensorArgument};
 
 /// A tensor as TMA copies it: the arguments of `cuTensorMapEncodeTiled`, in 128 bytes. The driver encodes them in 128 bytes of
 /// its own format, with element strides of 1, no interleaving, and zeros for elements outside of the tensor. Kernels take the
@@ -80,4 +80,23 @@ pub struct HopperArguments {
     pub first_item: u32,
     /// One past the last item of this launch.
     pub end_item: u32,
+}
+
+/// Arguments of the kernels of the backward pass for Hopper, [`crate::BackwardKernel::hopper`]. Grid as for the others.
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct HopperBackwardArguments {
+    /// Queries, in tiles of 64 rows; see [`TensorMap::new`].
+    pub q: TensorMap,
+    /// Keys, likewise.
+    pub k: TensorMap,
+    /// Values, likewise.
+    pub v: TensorMap,
+    /// Gradient of the output, likewise.
+    pub d_o: TensorMap,
+    /// As for the other kernels. `q`, `k`, `v`, `pairs`, `d_o`, `bias_sum` and `d_bias` are not used: these kernels support neither
+    /// mask tensors nor bias tensors.
+    pub backward: BackwardArguments,
+    /// 0.
+    pub reserved: [u64; 12],
 }

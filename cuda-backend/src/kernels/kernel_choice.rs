@@ -2,7 +2,7 @@
 
 use kyklos::{Dtype, TileShape};
 
-use crate::{AttendKernel, PACKED_ROWS};
+use crate::{AttendKernel, BackwardKernel, PACKED_ROWS};
 
 /// The properties of a call that decide the choice. The keys do not: the tile shape is chosen before they are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,9 +67,40 @@ impl KernelChoice {
     }
 }
 
+/// The properties of a backward call that decide which kernels it gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardShape {
+    /// Storage type of q, k and v.
+    pub dtype: Dtype,
+    /// Elements of a head.
+    pub dim: u32,
+    /// Query rows.
+    pub rows: usize,
+    /// Keys.
+    pub keys: usize,
+    /// Whether there is a mask tensor or a bias tensor.
+    pub pairs: bool,
+}
+
+impl BackwardKernel {
+    /// The kernels of dQ, and of dK and dV, for a call. `wgmma`: the device has the kernels for Hopper. They get bf16 and f16 with head
+    /// dims up to 128, without mask or bias tensor, where a block has more rows, or keys, than half of what it has room for. `None`
+    /// above a head dim of 256.
+    pub fn for_call(call: &BackwardShape, wgmma: bool) -> Option<[Self; 2]> {
+        let older = Self::both(call.dtype, call.dim)?;
+        Some(older.map(|older| {
+            let fixed = if older.by_keys() { call.keys } else { call.rows };
+            Self::hopper(older.makes, call.dtype, call.dim)
+                .filter(|kernel| wgmma && !call.pairs && fixed > kernel.fixed as usize / 2)
+                .unwrap_or(older)
+        }))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::BackwardSums;
 
     const PROMPT: CallShape =
         CallShape { dtype: Dtype::Bf16, dim: 128, rows: 8192, pack: 4, pairs: false, fixed_order: false };
@@ -123,6 +154,30 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn backward_calls_get_the_kernels_of_their_device() {
+        let call = BackwardShape { dtype: Dtype::Bf16, dim: 128, rows: 65, keys: 65, pairs: false };
+        for (call, wgmma, hopper) in [
+            (call, true, [true, true]),
+            (call, false, [false, false]),
+            (BackwardShape { dim: 8, ..call }, true, [true, true]),
+            (BackwardShape { dim: 136, ..call }, true, [false, false]),
+            (BackwardShape { pairs: true, ..call }, true, [false, false]),
+            (BackwardShape { dtype: Dtype::F32, ..call }, true, [false, false]),
+            (BackwardShape { rows: 64, ..call }, true, [false, true]),
+            (BackwardShape { keys: 64, ..call }, true, [true, false]),
+        ] {
+            let kernels = BackwardKernel::for_call(&call, wgmma).unwrap();
+            assert_eq!(kernels.clone().map(|kernel| kernel.wgmma), hopper, "{call:?}, wgmma: {wgmma}");
+            assert_eq!(kernels.map(|kernel| kernel.makes), [BackwardSums::Queries, BackwardSums::Keys]);
+        }
+        assert_eq!(BackwardKernel::for_call(&BackwardShape { dim: 264, ..call }, true), None);
+        for makes in [BackwardSums::Queries, BackwardSums::Keys] {
+            let kernel = BackwardKernel::hopper(makes, Dtype::F16, 72).unwrap();
+            assert!(kernel.name.ends_with("_f16_128") && kernel.shared_bytes <= 227 * 1024, "{kernel:?}");
         }
     }
 }

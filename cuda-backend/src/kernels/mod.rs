@@ -23,6 +23,6 @@ pub use catalog::{AttendKernel, PACKED_ROWS, SMALL_THREADS, STATE_ROWS, convert_
 pub use codes::{CodesKernel, Direction};
 pub use decode::{decode_parts, head_packs};
 pub use device_work::DeviceWork;
-pub use hopper::{HopperArguments, TensorMap, item_of_round};
-pub use kernel_choice::{CallShape, KernelChoice};
+pub use hopper::{HopperArguments, HopperBackwardArguments, TensorMap, item_of_round};
+pub use kernel_choice::{BackwardShape, CallShape, KernelChoice};
 pub use sources::SOURCES;

@@ -1,7 +1,7 @@
 //! The texts of the kernels, embedded for NVRTC.
 
 /// Names and texts of the sources. Sources include each other by these names; the first, `kernels.cu`, is the one to compile.
-pub const SOURCES: [(&str, &str); 21] = [
+pub const SOURCES: [(&str, &str); 23] = [
     ("kernels.cu", include_str!("../../kernels/kernels.cu")),
     ("arguments.h", include_str!("../../kernels/arguments.h")),
     ("ptx.h", include_str!("../../kernels/cuda/ptx.h")),
@@ -10,10 +10,12 @@ pub const SOURCES: [(&str, &str); 21] = [
     ("rows.h", include_str!("../../kernels/rows.h")),
     ("attend.h", include_str!("../../kernels/attend.h")),
     ("attend_hopper.h", include_str!("../../kernels/attend_hopper.h")),
+    ("hopper.h", include_str!("../../kernels/hopper.h")),
     ("attend_f32.h", include_str!("../../kernels/attend_f32.h")),
     ("backward.h", include_str!("../../kernels/backward.h")),
     ("backward_bias.h", include_str!("../../kernels/backward_bias.h")),
     ("backward_f32.h", include_str!("../../kernels/backward_f32.h")),
+    ("backward_hopper.h", include_str!("../../kernels/backward_hopper.h")),
     ("backward_keys.h", include_str!("../../kernels/backward_keys.h")),
     ("backward_queries.h", include_str!("../../kernels/backward_queries.h")),
     ("backward_tiles.h", include_str!("../../kernels/backward_tiles.h")),

@@ -2,6 +2,7 @@
 //! the gradient of the bias, each in pieces.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::LocalBoxFuture;
@@ -13,16 +14,36 @@ use super::attend::{first_rate, pairs_argument, require_alignment};
 use super::lists::Lists;
 use super::pieces::PieceSplitter;
 use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice};
+use crate::driver::{self, Event};
 use crate::kernels::{
-    AttendArguments, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, BackwardSums,
-    TensorArgument, head_readers, logits,
+    AttendArguments, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, BackwardShape,
+    BackwardSums, HopperBackwardArguments, TensorArgument, TensorMap, head_readers, logits,
 };
 
-/// The kernels for a storage type and a head dim; with `of_bias` also that of the gradient of the bias.
-pub(crate) fn backward_kernels(dtype: Dtype, dim: usize, of_bias: bool) -> Result<Vec<BackwardKernel>> {
+/// Whether there are kernels for a storage type and a head dim.
+pub(crate) fn supports_backward(dtype: Dtype, dim: usize) -> Result<()> {
+    backward_kernels(dtype, dim, [0, 0], Given::default(), false).map(|_| ())
+}
+
+/// What a call has besides q, k, v and the gradient of the output.
+#[derive(Clone, Copy, Default)]
+struct Given {
+    pairs: bool,
+    d_bias: bool,
+}
+
+/// The kernels for a storage type, a head dim and numbers of query rows and keys. `wgmma`: with those for Hopper.
+fn backward_kernels(
+    dtype: Dtype,
+    dim: usize,
+    [rows, keys]: [usize; 2],
+    given: Given,
+    wgmma: bool,
+) -> Result<Vec<BackwardKernel>> {
     let kernels = u32::try_from(dim).ok().and_then(|dim| {
-        let third = if of_bias { Some(BackwardKernel::of_bias(dtype, dim)?) } else { None };
-        Some(BackwardKernel::both(dtype, dim)?.into_iter().chain(third).collect())
+        let call = BackwardShape { dtype, dim, rows, keys, pairs: given.pairs };
+        let third = if given.d_bias { Some(BackwardKernel::of_bias(dtype, dim)?) } else { None };
+        Some(BackwardKernel::for_call(&call, wgmma)?.into_iter().chain(third).collect())
     });
     kernels.filter(|_| dim.is_multiple_of(8)).ok_or_else(|| {
         Error::request(
@@ -63,7 +84,9 @@ async fn backward_in_pieces(
             "give the bias tensor, or leave its gradient out",
         ));
     }
-    let kernels = backward_kernels(args.dtype, shape.dim, args.d_bias.is_some())?;
+    let given = Given { pairs: args.pairs.is_some(), d_bias: args.d_bias.is_some() };
+    let extents = [shape.rows, work.kv_positions.len()];
+    let kernels = backward_kernels(args.dtype, shape.dim, extents, given, device.wgmma)?;
     let call = Call::new(device, &args, kernels)?;
     for pass in &call.passes {
         for part in call.parts(pass) {
@@ -71,6 +94,28 @@ async fn backward_in_pieces(
         }
     }
     Ok(())
+}
+
+/// q, k, v and d_o for TMA, in tiles of 64 rows.
+fn encoded(
+    device: &OpenDevice,
+    dtype: Dtype,
+    whole: &BackwardArguments,
+    kv_heads: u32,
+    batch: usize,
+) -> Result<[TensorMap; 4]> {
+    let AttendArguments { rows, keys, heads, dim, .. } = whole.attend;
+    let batch = to_u32("the batch", batch)?;
+    let map = |tensor: &TensorArgument, rows, heads| {
+        let map = TensorMap::new(tensor, dtype, [batch, rows, heads, dim], BACKWARD_TILE.q_rows);
+        driver::encode_tensor_map(&map).map_err(|error| device.error("encode a tensor map", &error))
+    };
+    Ok([
+        map(&whole.attend.q, rows, heads)?,
+        map(&whole.attend.k, keys, kv_heads)?,
+        map(&whole.attend.v, keys, kv_heads)?,
+        map(&whole.d_o, rows, heads)?,
+    ])
 }
 
 /// A kernel over the whole call.
@@ -92,6 +137,8 @@ struct Call<'a> {
     device: &'a OpenDevice,
     args: &'a AttendBackward<'a, CudaBuffer>,
     passes: Vec<Pass>,
+    /// q, k, v and d_o as TMA copies them, where a kernel is one for Hopper.
+    maps: Option<[TensorMap; 4]>,
     /// For each KV head the first query head that reads it, and behind them the number of query heads.
     readers: Vec<u32>,
     lists: CudaBuffer,
@@ -159,6 +206,10 @@ impl<'a> Call<'a> {
             scale: args.scale,
             reserved: 0,
         };
+        let wgmma = passes.iter().any(|(_, _, kernel, _)| kernel.wgmma);
+        let kv_heads = to_u32("the number of KV heads", readers.len() - 1)?;
+        let maps =
+            if wgmma { Some(encoded(device, args.dtype, &whole, kv_heads, shape.batch)?) } else { None };
         let pass = |(starts, runs, kernel, work): (u64, u64, BackwardKernel, BackwardList)| Pass {
             arguments: BackwardArguments {
                 attend: AttendArguments {
@@ -172,7 +223,7 @@ impl<'a> Call<'a> {
             kernel,
             work,
         };
-        Ok(Self { device, args, passes: passes.into_iter().map(pass).collect(), readers, lists })
+        Ok(Self { device, args, passes: passes.into_iter().map(pass).collect(), maps, readers, lists })
     }
 
     /// The parts of a pass, in their order. Where query heads or batch entries share elements of the gradient of a bias, each is a
@@ -226,7 +277,7 @@ impl<'a> Call<'a> {
             let BackwardKernel { name, threads, shared_bytes, .. } = kernel;
             let launch = LaunchConfig { kernel: name, grid, threads: *threads, shared_bytes: *shared_bytes };
             let submitted = Instant::now();
-            let done = device.launch(launch, &arguments, &self.reads(), &self.writes(pass))?;
+            let done = self.launch(pass, launch, arguments)?;
             let done = device.completion_time(done);
             let kernel = name.clone();
             let piece = InFlightPiece { kernel, flops, first_flops_per_s, submitted, done };
@@ -235,6 +286,22 @@ impl<'a> Call<'a> {
             yield_now().await;
         }
         Ok(())
+    }
+
+    fn launch(
+        &self,
+        pass: &Pass,
+        launch: LaunchConfig<'_>,
+        backward: BackwardArguments,
+    ) -> Result<Arc<Event>> {
+        let (device, reads, writes) = (self.device, self.reads(), self.writes(pass));
+        match self.maps {
+            Some([q, k, v, d_o]) if pass.kernel.wgmma => {
+                let arguments = HopperBackwardArguments { q, k, v, d_o, backward, reserved: [0; 12] };
+                device.launch(launch, &arguments, &reads, &writes)
+            }
+            _ => device.launch(launch, &backward, &reads, &writes),
+        }
     }
 
     fn pieces(&self, pass: &Pass, part: &Part) -> PieceSplitter {

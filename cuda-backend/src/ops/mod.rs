@@ -11,7 +11,7 @@ mod state;
 mod sums;
 
 pub(crate) use attend::{attend, tile_shape};
-pub(crate) use backward::{attend_backward, backward_kernels};
+pub(crate) use backward::{attend_backward, supports_backward};
 pub(crate) use convert::convert;
 pub(crate) use repack::{accumulate, repack};
 pub(crate) use state::{finalize, merge, reset_state};

@@ -34,13 +34,14 @@ BUDGETS = Path(__file__).with_name("budgets.txt")
 # {real architecture: the virtual one that its code comes from}.
 ARCHITECTURES = {real: line.split()[0] for line in (CRATE / "architectures.txt").read_text().splitlines()
                  if not line.startswith("#") for real in line.split()[1:]}
-# The attention kernels that NVRTC compiles here, besides all small kernels; the lines of kernels.cu that instantiate attention
+# The tensor-core kernels that NVRTC compiles here, besides all small kernels; the lines of kernels.cu that instantiate tensor-core
 # kernels; the names of those kernels.
-NVRTC = {"sm_80": "attend_bf16", "sm_90a": "hopper_bf16"}
+HOPPER_ONLY = ("hopper_bf16", "hopper_keys_bf16", "hopper_queries_bf16")
+NVRTC = {"sm_80": ("attend_bf16",), "sm_90a": HOPPER_ONLY}
 # The same for NVRTC of CUDA 12.
-NVRTC_12 = {"sm_90a": "hopper_bf16"}
-TILES = re.compile(rb"^([A-Z]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
-TILE_NAMES = re.compile(r"(attend|decode|hopper|backward_queries|backward_keys|backward_bias)_b?f16_")
+NVRTC_12 = {"sm_90a": HOPPER_ONLY}
+TILES = re.compile(rb"^([A-Z_]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
+TILE_NAMES = re.compile(r"(attend|decode|hopper|hopper_keys|hopper_queries|backward_queries|backward_keys|backward_bias)_b?f16_")
 OPTIONS = ["--std=c++17"]
 
 # Messages of ptxas about serialised products (C7510 and others), an inserted wait (C7517) and ignored setmaxnreg (C7508).
@@ -173,7 +174,7 @@ def nvrtc(folder, real, kept, out):
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
     names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
     program = ctypes.c_void_p()
-    source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower() == kept.encode() else b"",
+    source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower().decode() in kept else b"",
                        (KERNELS / "kernels.cu").read_bytes())
     made = library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", len(headers), texts, names)
     major, minor = ctypes.c_int(), ctypes.c_int()
@@ -273,7 +274,7 @@ def control(toolkit, out):
 
 def main():
     if sys.argv[1] == "nvrtc":
-        return nvrtc(Path(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))
+        return nvrtc(Path(sys.argv[2]), sys.argv[3], sys.argv[4].split(","), Path(sys.argv[5]))
     toolkit, options = Path(sys.argv[1]), sys.argv[2:]
     out = toolkit.parent / "out"
     out.mkdir(exist_ok=True)
@@ -288,7 +289,7 @@ def main():
     def at_run_time(title, folder, real, kept):
         cubin = out / f"{title.replace(' ', '-')}.cubin"
         environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-        said = run([sys.executable, __file__, "nvrtc", folder, real, kept, cubin], env=environment)
+        said = run([sys.executable, __file__, "nvrtc", folder, real, ",".join(kept), cubin], env=environment)
         return with_code(toolkit, said, cubin)
 
     jobs = [(f"{real} by NVRTC", toolkit / "lib", real, kept) for real, kept in NVRTC.items()]

@@ -2,7 +2,7 @@
 
 use kyklos::Dtype;
 use kyklos_backend_suite::GradientCase;
-use kyklos_oracle::inputs::cases;
+use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
 use crate::backward_call::{BackwardCall, NanCall, every_bias, gives_nothing, plain, without_finite_logits};
@@ -36,6 +36,48 @@ fn gradients_of_every_case_agree_with_the_oracle() {
         for (i, dtype) in types {
             let call = BackwardCall::new(GradientCase::new(case.clone(), dtype), (n + i) % 2 == 0);
             calls.push((call, Timing::ALL[(n / 2 + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
+/// What the kernels for Hopper support, in one type and all schedules, or in both types.
+#[test]
+fn gradients_of_every_case_without_mask_or_bias_tensor_agree_with_the_oracle_on_hopper() {
+    let mut calls = Vec::new();
+    let supported = |case: &Case| case.pairs.is_none() && case.problem.head_dim <= 128;
+    for (n, case) in cases().into_iter().filter(supported).enumerate() {
+        let types = [Dtype::F16, Dtype::Bf16].into_iter().enumerate();
+        for (i, dtype) in types.filter(|(i, _)| everything() || *i == n % 2) {
+            let call = BackwardCall::new(GradientCase::new(case.clone(), dtype), (n / 2 + i) % 2 == 0);
+            calls.push((call.on_hopper(), Timing::ALL[(n / 2 + i) % 3]));
+        }
+    }
+    judge(&calls);
+}
+
+/// Enough tiles to use every stage three times, tiles that need mask tests, empty tiles, blocks whose second consumer has no row or
+/// key, and heads that are padded.
+#[test]
+fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes_on_hopper() {
+    let mut calls = Vec::new();
+    for (n, dim) in [8, 64, 72, 128].into_iter().enumerate() {
+        for (i, (q_len, kv_len)) in [(129, 520), (450, 129), (65, 64), (1, 17)].into_iter().enumerate() {
+            // A sample has the sizes of both long sides once for each kernel.
+            if !everything() && i < 2 && n % 2 != i {
+                continue;
+            }
+            let mut case = plain();
+            let problem = &mut case.problem;
+            (problem.head_dim, problem.q_len, problem.kv_len) = (dim, q_len, kv_len);
+            (problem.q_heads, problem.kv_heads) = [(3, 1), (2, 2)][n / 2];
+            problem.scale = (dim as f64).sqrt().recip();
+            if i < 2 {
+                (problem.mask, problem.q_offset) = (OracleMask::causal(), [400, 0][i]);
+            }
+            let dtype = [Dtype::F16, Dtype::Bf16][(n + i) % 2];
+            let call = BackwardCall::new(GradientCase::new(case, dtype), i % 2 == 1);
+            calls.push((call.on_hopper(), Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);
@@ -96,7 +138,11 @@ fn gradients_of_large_logits_agree_with_the_oracle() {
             for factor in [30.0, -30.0] {
                 let mut case = cases().into_iter().find(|case| case.name == name).unwrap();
                 case.problem.scale *= factor;
-                calls.push((BackwardCall::new(GradientCase::new(case, dtype), false), Timing::Eager));
+                let call = || BackwardCall::new(GradientCase::new(case.clone(), dtype), false);
+                calls.push((call(), Timing::Eager));
+                if dtype != Dtype::F32 {
+                    calls.push((call().on_hopper(), Timing::Late));
+                }
             }
         }
     }
@@ -106,13 +152,13 @@ fn gradients_of_large_logits_agree_with_the_oracle() {
 /// dS of some pairs is beyond the largest f16, as with a scaled loss.
 #[test]
 fn gradients_of_a_scaled_loss_agree_with_the_oracle() {
-    let calls = [64, 128, 256].map(|dim| {
+    let calls = [(64, false), (128, false), (256, false), (64, true), (128, true)].map(|(dim, wgmma)| {
         let mut case = plain();
         case.problem.head_dim = dim;
         case.problem.scale = (dim as f64).sqrt().recip();
         case.problem.mask = OracleMask::causal();
-        let case = GradientCase::of_scaled_loss(case, Dtype::F16, 8192.0);
-        (BackwardCall::new(case, false), Timing::Random)
+        let call = BackwardCall::new(GradientCase::of_scaled_loss(case, Dtype::F16, 8192.0), false);
+        (if wgmma { call.on_hopper() } else { call }, Timing::Random)
     });
     judge(&calls);
 }
@@ -126,7 +172,11 @@ fn a_nan_in_the_gradient_of_a_row_reaches_only_what_the_row_sees() {
             (problem.head_dim, problem.q_len, problem.kv_len) = (dim, 70, 150);
             (problem.q_heads, problem.kv_heads) = (4, 2);
             (problem.mask, problem.q_offset) = (OracleMask::causal(), 70);
-            NanCall::new(&case, dtype, [13, dim - 3]).judge(emulator(), Timing::Random).unwrap();
+            let call = NanCall::new(&case, dtype, [13, dim - 3]);
+            call.judge(emulator(), Timing::Random).unwrap();
+            if dim == 64 && dtype != Dtype::F32 {
+                call.on_hopper().judge(emulator(), Timing::Random).unwrap();
+            }
         }
     }
 }
@@ -134,6 +184,10 @@ fn a_nan_in_the_gradient_of_a_row_reaches_only_what_the_row_sees() {
 #[test]
 fn rows_without_finite_logits_give_no_gradients() {
     for dtype in Dtype::ALL {
-        gives_nothing(&without_finite_logits(dtype), emulator(), Timing::Random).unwrap();
+        let call = without_finite_logits(dtype, |case| case);
+        gives_nothing(&call, emulator(), Timing::Random).unwrap();
+        if dtype != Dtype::F32 {
+            gives_nothing(&call.on_hopper(), emulator(), Timing::Random).unwrap();
+        }
     }
 }

@@ -4,8 +4,8 @@ use kyklos::{BiasKind, BlockWork, Dtype, TokenRuns};
 use kyklos_backend_suite::GradientCase;
 use kyklos_cuda::{
     AttendArguments, AttendKernel, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList,
-    BackwardSums, ClearArguments, DeviceWork, RowStatsArguments, STATE_ROWS, StateArguments, TensorArgument,
-    finalize_kernel, head_readers, logits, row_stats_kernel,
+    BackwardSums, ClearArguments, DeviceWork, HopperBackwardArguments, RowStatsArguments, STATE_ROWS,
+    StateArguments, TensorArgument, TensorMap, finalize_kernel, head_readers, logits, row_stats_kernel,
 };
 use kyklos_oracle::inputs::{Case, CasePairs, cases};
 
@@ -18,6 +18,8 @@ pub(crate) struct BackwardCall {
     case: GradientCase,
     /// Whether the keys are two blocks, whose gradients are added, in pieces of one head each.
     halves: bool,
+    /// Whether the kernels are those for Hopper.
+    wgmma: bool,
 }
 
 /// dq, dk and dv, and the gradient of a bias where the case has one.
@@ -25,7 +27,12 @@ type Sums = Vec<Vec<f32>>;
 
 impl BackwardCall {
     pub(crate) fn new(case: GradientCase, halves: bool) -> Self {
-        Self { case, halves }
+        Self { case, halves, wgmma: false }
+    }
+
+    /// The same with the kernels for Hopper.
+    pub(crate) fn on_hopper(self) -> Self {
+        Self { wgmma: true, ..self }
     }
 
     /// Compares the gradients with the oracle's. Returns the counts of the run, or what is wrong.
@@ -209,7 +216,10 @@ impl BackwardCall {
             let spans: Vec<_> = work.classes.iter().flat_map(|class| class.rows.to_vec()).collect();
             let of_bias = BackwardKernel::of_bias(problem.dtype, problem.head_dim).unwrap();
             let of_bias = (arguments.d_bias != 0).then_some(of_bias);
-            let kernels = BackwardKernel::both(problem.dtype, problem.head_dim).unwrap();
+            let kernels = BackwardKernel::both(problem.dtype, problem.head_dim).unwrap().map(|kernel| {
+                let hopper = || BackwardKernel::hopper(kernel.makes, problem.dtype, problem.head_dim);
+                if self.wgmma { hopper().expect("a 16-bit type and a small head") } else { kernel }
+            });
             for kernel in kernels.into_iter().chain(of_bias) {
                 let list = BackwardList::new(&work, &kernel);
                 let arguments = BackwardArguments {
@@ -234,18 +244,38 @@ impl BackwardCall {
                 let shares = kernel.makes == BackwardSums::Bias && strides.contains(&0);
                 if !self.halves && !shares {
                     let grid = [blocks, heads as usize, problem.batch as usize];
-                    job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
+                    self.launch(job, &kernel, grid, arguments);
                     continue;
                 }
                 for first_batch in 0..problem.batch {
                     for first_head in 0..heads {
                         let attend = AttendArguments { first_batch, first_head, ..arguments.attend };
                         let piece = BackwardArguments { attend, ..arguments };
-                        job.launch(&kernel.name, [blocks, 1, 1], kernel.shared_bytes, &piece);
+                        self.launch(job, &kernel, [blocks, 1, 1], piece);
                     }
                 }
             }
         }
+    }
+
+    fn launch(&self, job: &mut Job, kernel: &BackwardKernel, grid: [usize; 3], backward: BackwardArguments) {
+        if !kernel.wgmma {
+            return job.launch(&kernel.name, grid, kernel.shared_bytes, &backward);
+        }
+        let problem = &self.case.prepared.problem;
+        let AttendArguments { q, k, v, keys, .. } = backward.attend;
+        let map = |tensor: &TensorArgument, rows, heads| {
+            TensorMap::new(tensor, problem.dtype, [problem.batch, rows, heads, problem.head_dim], 64)
+        };
+        let arguments = HopperBackwardArguments {
+            q: map(&q, problem.q_len, problem.q_heads),
+            k: map(&k, keys, problem.kv_heads),
+            v: map(&v, keys, problem.kv_heads),
+            d_o: map(&backward.d_o, problem.q_len, problem.q_heads),
+            backward,
+            reserved: [0; 12],
+        };
+        job.launch(&kernel.name, grid, kernel.shared_bytes, &arguments);
     }
 }
 
@@ -266,6 +296,11 @@ impl NanCall {
         poisoned.d_o = d_o.into();
         let [clean, poisoned] = [clean, poisoned].map(|case| BackwardCall::new(case, false));
         Self { clean, poisoned, row, element }
+    }
+
+    /// The same with the kernels for Hopper.
+    pub(crate) fn on_hopper(self) -> Self {
+        Self { clean: self.clean.on_hopper(), poisoned: self.poisoned.on_hopper(), ..self }
     }
 
     /// The NaN is in dq of its row, in dk of the keys that the row sees, and in its element of their dv; all else has the bytes that it
@@ -314,9 +349,9 @@ pub(crate) fn plain() -> Case {
     cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap()
 }
 
-/// All logits are −∞, in tiles whose pairs are all visible, and all of d_o is NaN.
-pub(crate) fn without_finite_logits(dtype: Dtype) -> BackwardCall {
-    let mut case = plain();
+/// A plain case with a change, in which all logits are −∞, in tiles whose pairs are all visible, and all of d_o is NaN.
+pub(crate) fn without_finite_logits(dtype: Dtype, change: impl FnOnce(Case) -> Case) -> BackwardCall {
+    let mut case = change(plain());
     (case.problem.q_len, case.problem.kv_len) = (64, 128);
     let mut case = GradientCase::new(case, dtype);
     let (bytes, row) = (dtype.bytes(), case.prepared.problem.head_dim as usize * dtype.bytes());

@@ -4,7 +4,7 @@ use kyklos::backend::Device;
 use kyklos::{Dtype, Execution, Mesh, Placement, PlacementKind, Split, Strategy};
 use kyklos_backend_suite::GradientCase;
 use kyklos_cuda::{CudaBackend, CudaOptions};
-use kyklos_oracle::inputs::cases;
+use kyklos_oracle::inputs::{Case, cases};
 use kyklos_transport::in_process_group;
 
 use crate::scenario::{Ends, Scenario};
@@ -25,12 +25,18 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         Scenario::new("gradients of a 2x2 mesh", "seed=92,capability=80", unified),
         Scenario::new("gradients of three ranks with a bias tensor", "seed=93,capability=80", biased),
         Scenario::new("gradients of a bias over keys", "seed=96,capability=90", of_keys),
+        Scenario::new("gradients of a 2x2 mesh on Hopper", "seed=98,capability=90", unified),
+        Scenario::new("gradients with a bias tensor on Hopper", "seed=99,capability=90", biased),
     ];
     all[0].says = &["launched accumulate ", "launched backward_keys_f32 ", "launched clear_words "];
     all[1].says = &["launched backward_queries_bf16_", "launched backward_keys_bf16_"];
     all[2].says =
         &["launched backward_queries_f16_", "launched row_stats_f16 ", "launched backward_bias_f16_"];
     all[3].says = &["launched backward_bias_f32 "];
+    all[1].says_not = &["launched hopper_keys_", "launched hopper_queries_"];
+    all[4].says = &["launched hopper_queries_bf16_", "launched hopper_keys_bf16_"];
+    all[5].says = &["launched backward_queries_f16_", "launched backward_keys_f16_"];
+    all[5].says_not = &["launched hopper_keys_", "launched hopper_queries_"];
     for (name, fake) in [
         ("gradients on streams that wait for no copy fail the check", "ignore_waits=1,seed=94"),
         ("gradients that leave the device before they are complete fail the check", "ignore_waits=4,seed=95"),
@@ -47,18 +53,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
 fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &str) {
     let case = cases().into_iter().find(|case| case.name == name).unwrap();
     let case = GradientCase::new(case, dtype).with_bias_gradient();
-    let problem = &case.prepared.problem;
-    let sharing = |mesh: Mesh, strategy, device: &Device| {
-        let place = |total| Placement::new(PlacementKind::Zigzag, mesh, total, &Split::Even).unwrap();
-        Sharing {
-            mesh,
-            q: place(problem.q_len),
-            kv: place(problem.kv_len),
-            forward: strategy,
-            execution: Execution::new().strategy(strategy),
-            device: device.clone(),
-        }
-    };
+    let sharing = |mesh, strategy, device: &Device| sharing(&case, mesh, strategy, device);
     let [with, without] = [true, false].map(|graphs| {
         Device::from(CudaBackend::with_options(0, &CudaOptions { graphs, ..CudaOptions::default() }).unwrap())
     });
@@ -71,9 +66,35 @@ fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &st
     }
     for device in [&with, &without] {
         let again = case.gradients(in_process_group(ranks), &sharing(mesh, strategy, device));
-        let bits = |all: &[Vec<f64>]| -> Vec<Vec<u64>> {
-            all.iter().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect()).collect()
-        };
         assert!(bits(&first) == bits(&again), "{name}: other bytes");
     }
+}
+
+/// A case on one rank: within the limits of its error, and with the same bytes again.
+pub(crate) fn alone(case: Case, dtype: Dtype) {
+    let case = GradientCase::new(case, dtype);
+    let device = Device::from(CudaBackend::new(0).unwrap());
+    let sharing = sharing(&case, Mesh::new(1, 1).unwrap(), Strategy::Dense, &device);
+    let first = case.gradients(in_process_group(1), &sharing);
+    for (error, limit) in case.judge(&first).iter().zip(case.dense_limits()) {
+        error.within(&limit).unwrap();
+    }
+    assert!(bits(&first) == bits(&case.gradients(in_process_group(1), &sharing)), "other bytes");
+}
+
+fn sharing(case: &GradientCase, mesh: Mesh, strategy: Strategy, device: &Device) -> Sharing {
+    let problem = &case.prepared.problem;
+    let place = |total| Placement::new(PlacementKind::Zigzag, mesh, total, &Split::Even).unwrap();
+    Sharing {
+        mesh,
+        q: place(problem.q_len),
+        kv: place(problem.kv_len),
+        forward: strategy,
+        execution: Execution::new().strategy(strategy),
+        device: device.clone(),
+    }
+}
+
+fn bits(all: &[Vec<f64>]) -> Vec<Vec<u64>> {
+    all.iter().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect()).collect()
 }

@@ -15,7 +15,7 @@ use pollster::block_on;
 use crate::scenario::Scenario;
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
-    let steps: [(&str, fn()); 7] = [
+    let steps: [(&str, fn()); 8] = [
         ("step 1: every kernel is loaded", every_kernel),
         ("step 2: one tile on Hopper", one_tile),
         ("step 3: seven tiles, then two full ones", several_tiles),
@@ -23,8 +23,11 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         ("step 5: the same bytes in every run", same_bytes),
         ("step 6: fixed order and bias tensors", without_wgmma),
         ("step 7: decoding, with and without graphs", decoding),
+        ("step 8: gradients by wgmma", gradients_by_wgmma),
     ];
-    steps.map(|(name, run)| Scenario::new(name, "seed=91,delay_us=20,capability=90", run)).into()
+    let mut all = steps.map(|(name, run)| Scenario::new(name, "seed=91,delay_us=20,capability=90", run));
+    all[7].says = &["launched hopper_queries_f16_128 ", "launched hopper_keys_f16_128 "];
+    all.into()
 }
 
 /// Whether the driver is the fake one, which computes slowly.
@@ -168,6 +171,17 @@ fn decoding() {
                 }
             }
         }
+    }
+}
+
+/// Full and partial tiles, and blocks whose second consumer has few rows or keys.
+fn gradients_by_wgmma() {
+    let tokens = if is_fake() { 140 } else { 1500 };
+    for (dim, dtype) in [(64, Dtype::Bf16), (64, Dtype::F16), (128, Dtype::Bf16), (128, Dtype::F16)] {
+        crate::gradients::alone(
+            case("gradients", tokens, OracleMask::causal(), |case| of_dim(case, dim)),
+            dtype,
+        );
     }
 }
 

@@ -11,6 +11,7 @@ use crate::call::{Call, Kernel, Keys};
 use crate::job::Timing;
 
 const FILE: &str = "attend_hopper.h";
+const COMMON: &str = "hopper.h";
 
 /// The producer's wait for a free stage, and the same without it for keys or for values.
 const EMPTY: &str = "phase_wait(empty, step / STAGES % 2 ^ 1);";
@@ -79,7 +80,7 @@ const BUGS: [Bug; 32] = [
         "named_sync(TURN + consumer, 256);\n                    wgmma_fence();",
         "named_sync(TURN + consumer, 256);",
     ),
-    bug("a wrong stride between eight rows", FILE, "u64(1024 >> 4) << 32", "u64(2048 >> 4) << 32"),
+    bug("a wrong stride between eight rows", COMMON, "u64(1024 >> 4) << 32", "u64(2048 >> 4) << 32"),
     bug(
         "a wrong stride between chunks of values",
         FILE,
@@ -114,7 +115,7 @@ const BUGS: [Bug; 32] = [
     ),
     bug(
         "each lane arrives for its warp",
-        FILE,
+        COMMON,
         "if (thread_x() % 32 == 0) phase_arrive(phase);",
         "phase_arrive(phase);",
     ),
@@ -139,14 +140,14 @@ const BUGS: [Bug; 32] = [
     bug(
         "hidden values that are NaN are multiplied by 0",
         FILE,
-        "if (odd_values(consumer, stage)) {",
+        "if (odd_in<Mine>(values, TILE_BYTES, OWN + consumer)) {",
         "if (false) {",
     ),
     bug(
         "hidden values that are NaN are not cleared",
-        FILE,
-        "at < TILE_BYTES; at += 512 * CONSUMERS",
-        "at < 0; at += 512 * CONSUMERS",
+        COMMON,
+        "at < bytes; at += 512 * consumers",
+        "at < 0; at += 512 * consumers",
     ),
     bug(
         "an item without keys gets no queries",

@@ -6,6 +6,7 @@ mod bias;
 mod convert;
 mod decode;
 mod hopper;
+mod hopper_backward;
 mod tiles;
 
 use std::path::{Path, PathBuf};
@@ -131,6 +132,12 @@ fn every_planted_bug_is_found() {
 #[ignore = "50 builds of kernels take over ten minutes of two cores: scripts/test-all.sh"]
 fn every_planted_bug_of_the_backward_pass_is_found() {
     every_bug_is_found(&[backward::small(), backward::wide(), backward::in_f32(), backward::tiles()]);
+}
+
+#[test]
+#[ignore = "55 builds of kernels take three minutes of a core: scripts/test-all.sh"]
+fn every_planted_bug_of_the_backward_pass_on_hopper_is_found() {
+    every_bug_is_found(&[hopper_backward::kernels()]);
 }
 
 #[test]
