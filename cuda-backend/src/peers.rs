@@ -1,6 +1,7 @@
 //! Ranks of one process with a CUDA device each: messages between them are copies from device to device.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,8 +14,11 @@ use kyklos::collective::{
 use kyklos::{Error, Meter, Result};
 use kyklos_transport::{Rank, Tag, Transport};
 
+use self::form::Registered;
 use crate::backend::CudaBackend;
 use crate::device::{CudaBuffer, MessageStream};
+
+mod form;
 
 /// A collective for ranks of one process that have a CUDA device each. Between them a message is a copy from device memory to device
 /// memory, which the driver makes over NVLink or PCIe where it can. The receiver makes it when the bytes are complete on the sender;
@@ -45,30 +49,21 @@ pub struct CudaPeers {
     transport: Arc<dyn Transport>,
     deadline: Duration,
     device: Device,
-    /// For the copies to this device.
-    stream: MessageStream,
+    /// For the copies to this device, if there are any.
+    stream: Option<MessageStream>,
     staged: HostStaged,
-    shared: Arc<Shared>,
+    /// The ranks of this process with a CUDA device, this one among them if it has one.
+    here: Vec<(Rank, Device)>,
+    waiting: Arc<Waiting>,
+    /// The way of messages.
+    words: String,
+    /// As long as this lives, other ranks of the process can find this one.
+    _registered: Option<Registered>,
 }
 
-/// The messages between the ranks of this process that the receiver has not taken yet.
-#[derive(Debug)]
-struct Shared {
-    ranks: Vec<(Rank, Device)>,
-    /// By sender, receiver and tag: the pieces, on the device of the sender.
-    waiting: Mutex<BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>>,
-}
-
-impl Shared {
-    fn waiting(&self) -> MutexGuard<'_, BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The device of a rank of this process.
-    fn device_of(&self, rank: Rank) -> Option<&Device> {
-        self.ranks.iter().find(|(of, _)| *of == rank).map(|(_, device)| device)
-    }
-}
+/// The messages between the ranks of this process that the receiver has not taken yet. By sender, receiver and tag: the pieces, on the
+/// device of the sender.
+type Waiting = Mutex<BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>>;
 
 impl CudaPeers {
     /// The collectives of ranks of this process, each with its end of the group and its device; the group may have other ranks too. A
@@ -78,23 +73,47 @@ impl CudaPeers {
     /// [`Error::Request`] for a device that is no CUDA device, [`Error::Device`] if the driver fails.
     pub fn of(ranks: &[(Arc<dyn Transport>, Device)], deadline: Duration) -> Result<Vec<Self>> {
         let of_rank = |(transport, device): &(Arc<dyn Transport>, Device)| (transport.rank(), device.clone());
-        let shared =
-            Arc::new(Shared { ranks: ranks.iter().map(of_rank).collect(), waiting: Mutex::default() });
+        let here: Vec<(Rank, Device)> = ranks.iter().map(of_rank).collect();
+        let waiting = Arc::default();
         let one = |(transport, device): &(Arc<dyn Transport>, Device)| {
-            Ok(Self {
-                transport: transport.clone(),
-                deadline,
-                device: device.clone(),
-                stream: MessageStream::new(&cuda(device)?.device)?,
-                staged: HostStaged::new(transport.clone(), deadline),
-                shared: shared.clone(),
-            })
+            cuda(device)?;
+            let group = here.iter().map(|(rank, _)| *rank).collect();
+            let words = form::words(&[group], transport.world() as usize);
+            Self::new(transport, device, deadline, here.clone(), Arc::clone(&waiting), words)
         };
         ranks.iter().map(one).collect()
     }
 
+    fn new(
+        transport: &Arc<dyn Transport>,
+        device: &Device,
+        deadline: Duration,
+        here: Vec<(Rank, Device)>,
+        waiting: Arc<Waiting>,
+        words: String,
+    ) -> Result<Self> {
+        let stream = cuda(device).ok().map(|cuda| MessageStream::new(&cuda.device)).transpose()?;
+        let staged = HostStaged::new(transport.clone(), deadline);
+        let (transport, device) = (transport.clone(), device.clone());
+        Ok(Self { transport, deadline, device, stream, staged, here, waiting, words, _registered: None })
+    }
+
+    /// As long as this lives, the other ranks of the process find it.
+    fn with(self, registered: Option<Registered>) -> Self {
+        Self { _registered: registered, ..self }
+    }
+
     fn is_here(&self, rank: Rank) -> bool {
-        self.shared.device_of(rank).is_some()
+        self.device_of(rank).is_some()
+    }
+
+    /// The device of a rank of this process.
+    fn device_of(&self, rank: Rank) -> Option<&Device> {
+        self.here.iter().find(|(of, _)| *of == rank).map(|(_, device)| device)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn backend<'d>(&self, device: &'d Device) -> Result<&'d CudaBackend> {
@@ -120,15 +139,16 @@ impl CudaPeers {
 
     /// Takes the message `tag` of `from`, which is complete: copies of its pieces on the device of this rank.
     fn take(&self, from: Rank, tag: Tag, piece_bytes: &[usize]) -> Result<Vec<DeviceBuffer>> {
-        let pieces = self.shared.waiting().remove(&(from, self.transport.rank(), tag));
+        let pieces = self.waiting().remove(&(from, self.transport.rank(), tag));
         let pieces = pieces.expect("the sender puts a message there before it tells");
-        let theirs = self.shared.device_of(from).expect("a rank of this process");
+        let theirs = self.device_of(from).expect("a rank of this process");
         let (own, theirs) = (cuda(&self.device)?, cuda(theirs)?);
+        let stream = self.stream.as_ref().ok_or_else(|| foreign(&self.device))?;
         let copy = |(piece, bytes): (&DeviceBuffer, &usize)| {
             let piece = piece.get::<CudaBuffer>().ok_or_else(|| foreign(&self.device))?;
             let buffer = own.device.buffer("received", *bytes)?;
             if *bytes > 0 {
-                self.stream.copy_from(&theirs.device, piece, &buffer, *bytes)?;
+                stream.copy_from(&theirs.device, piece, &buffer, *bytes)?;
             }
             Ok(DeviceBuffer::new(buffer))
         };
@@ -145,6 +165,13 @@ fn foreign(device: &Device) -> Error {
         format!("a copy between CUDA devices from or to {}", device.info().name),
         "use the CUDA devices for which the collectives were made",
     )
+}
+
+impl fmt::Display for CudaPeers {
+    /// For people: the way of messages, such as `copies from device to device between ranks 0, 1; the others through host memory`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.words)
+    }
 }
 
 /// Tells a receiver that the message waits for it.
@@ -194,7 +221,7 @@ impl Collective<Device> for CudaPeers {
                     let complete = ready.await.unwrap_or(Err(Error::Cancelled));
                     drop(work);
                     complete.map_err(ExchangeError::Own)?;
-                    self.shared.waiting().insert((me, to, tag), buffers);
+                    self.waiting().insert((me, to, tag), buffers);
                     let posted = self.transport.post_send(to, tag, vec![HERE], self.deadline);
                     posted.await.map_err(ExchangeError::Transport)?;
                     Ok(())

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kyklos::backend::Device;
 use kyklos::{Error, Result, Session, SessionOptions};
-use kyklos_cuda::{NcclCollective, NcclDecision, NcclOptions};
+use kyklos_cuda::{CudaPeers, NcclCollective, NcclDecision, NcclOptions};
 use kyklos_transport::Transport;
 
 /// What the ranks are to agree on.
@@ -62,11 +62,20 @@ impl Choice {
                 let words = nccl.to_string();
                 Ok((Session::with_collective(transport, device, nccl, options), words))
             }
+            NcclDecision::Leave(refusal) if partial => {
+                match pollster::block_on(CudaPeers::form(&transport, &device, form_within))? {
+                    Some(peers) => {
+                        let words = format!("{peers}; {refusal}");
+                        Ok((Session::with_collective(transport, device, peers, options), words))
+                    }
+                    None => {
+                        let session = Session::with_options(transport, device, options);
+                        Ok((session, format!("{HOST}; {refusal}")))
+                    }
+                }
+            }
             NcclDecision::Leave(refusal) => {
                 let session = Session::with_options(transport, device, options);
-                if partial {
-                    return Ok((session, format!("{HOST}; {refusal}")));
-                }
                 // All ranks leave: in order, so that each gets the decision.
                 let _ = session.close(leave);
                 Err(Error::request(refusal.to_string(), "use collective=\"host\", or \"auto\""))

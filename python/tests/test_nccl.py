@@ -76,6 +76,26 @@ def test_why_nccl_is_not_used_is_told():
     )
 
 
+def test_without_nccl_the_gpus_of_a_process_copy_from_device_to_device():
+    run(
+        """
+    def main():
+        def rank(group):
+            o, lse = group.attend(*states(group.rank), strategy="ring", mask="causal")
+            return group.collective, o, lse
+        found = []
+        for collective, words in (("host", "host memory"), ("auto", "copies from device to device between ranks 0, 1; NCCL is not used: ")):
+            ways, o, lse = zip(*kyklos.run_local(2, rank, device=["cuda:0", "cuda:1"], collective=collective))
+            assert ways[0] == ways[1] and ways[0].startswith(words), ways
+            found.append(o + lse)
+        for own, wanted in zip(*found, strict=True):
+            same(own, wanted)
+    """,
+        cuda="devices=2",
+        nccl="version=21602",
+    )
+
+
 def test_processes_use_nccl_and_name_the_one_that_died():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))

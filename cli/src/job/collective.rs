@@ -5,7 +5,7 @@ use std::sync::Arc;
 use clap::Args;
 use kyklos::backend::Device;
 use kyklos::{Session, SessionOptions};
-use kyklos_cuda::{NcclCollective, NcclDecision, NcclObserver, NcclOptions};
+use kyklos_cuda::{CudaPeers, NcclCollective, NcclDecision, NcclObserver, NcclOptions};
 use kyklos_transport::Transport;
 
 use crate::devices::{BackendKind, DeviceRequest};
@@ -101,9 +101,21 @@ impl Ways {
                 Ok((Session::with_collective(Arc::clone(transport), device, nccl, options), Some(agreed)))
             }
             NcclDecision::Leave(refusal) if collective == CollectiveName::Auto => {
-                say(format!("{refusal}; messages go through host memory"));
-                let agreed = AgreedWays { ways: format!("host memory ({refusal})"), nccl: None };
-                Ok((Session::with_options(Arc::clone(transport), device, options), Some(agreed)))
+                let peers = pollster::block_on(CudaPeers::form(transport, &device, form_within))?;
+                let transport = Arc::clone(transport);
+                let (session, ways) = match peers {
+                    Some(peers) => {
+                        say(format!("{refusal}; messages go by {peers}; this has never been tried on a GPU"));
+                        let ways = peers.to_string();
+                        (Session::with_collective(transport, device, peers, options), ways)
+                    }
+                    None => {
+                        say(format!("{refusal}; messages go through host memory"));
+                        (Session::with_options(transport, device, options), "host memory".to_owned())
+                    }
+                };
+                let ways = format!("{ways} ({refusal})");
+                Ok((session, Some(AgreedWays { ways, nccl: None })))
             }
             NcclDecision::Leave(refusal) => Err(Failure::run(format!("{refusal}: use --collective host"))),
         }

@@ -117,7 +117,8 @@ pub(crate) enum CollectiveName {
     Host,
     /// By NCCL, from device memory to device memory; every rank needs a CUDA device of its own. Never tried on a GPU
     Nccl,
-    /// By NCCL between the ranks that can use it, through host memory from and to the others; rank 0 says which, and why
+    /// By NCCL between the ranks that can use it; where no rank can, by copies between the CUDA devices of one process; otherwise
+    /// through host memory. Rank 0 says which, and why
     Auto,
 }
 

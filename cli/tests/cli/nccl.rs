@@ -24,7 +24,7 @@ fn with_nccl(gpus: u32, nccl: &str, arguments: &[&str]) -> Output {
     let cache = tempfile::tempdir().unwrap();
     let child = command(arguments)
         .env("LD_LIBRARY_PATH", kyklos_fake_cuda::library_path())
-        .env("KYKLOS_FAKE_CUDA", format!("devices={gpus},memory_mb=512"))
+        .env("KYKLOS_FAKE_CUDA", format!("devices={gpus},memory_mb=512,report=1"))
         .env("KYKLOS_FAKE_NCCL", nccl)
         .env("KYKLOS_CACHE_DIR", cache.path())
         .stdout(Stdio::piped())
@@ -111,6 +111,46 @@ fn a_software_gpu_shares_a_ring_with_cores_and_two_gpus_that_use_nccl() {
     assert!(!text.contains(" 0 groups run"), "{text}");
 }
 
+/// The result is right, and messages went from device to device between `ranks`.
+fn copies(output: &Output, ranks: &str) {
+    succeeds(output);
+    let (json, text) = (json(output), stderr(output));
+    assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
+    let words = format!("messages go by copies from device to device between {ranks}");
+    assert!(text.contains(&words) && text.contains("never been tried on a GPU"), "{text}");
+    assert!(text.contains(" bytes copied between devices"), "{text}");
+    assert!(!text.contains("fake driver: 0 bytes copied between devices"), "{text}");
+}
+
+#[test]
+fn without_nccl_the_gpus_of_a_process_copy_from_device_to_device() {
+    const TOO_OLD: &str = "version=21602";
+    for (devices, more, ranks) in [
+        ("cuda:0,cuda:1,cuda:2,cuda:3", &["--mesh", "2x2", "--dtype", "bf16"][..], "ranks 0, 1, 2, 3;"),
+        ("cuda:0,cuda:1", &["--mesh", "2x1", "--transport", "quic", "--grad"], "ranks 0, 1;"),
+        ("cuda:0,cpu,cuda:1", &["--ranks", "3"], "ranks 0, 2; the others through host memory;"),
+    ] {
+        let call = [
+            "attend",
+            "--shape",
+            "1,150,4,2,64",
+            "--device",
+            devices,
+            "--split",
+            "even",
+            "--verify",
+            "--json",
+        ];
+        copies(&with_nccl(4, TOO_OLD, &[&call, more, &["--collective", "auto"]].concat()), ranks);
+    }
+    // Two processes with one GPU each have none in common.
+    let launch = [&["launch", "-n", "2", "--"][..], CALL, &["--collective", "auto"]].concat();
+    let output = with_nccl(2, TOO_OLD, &launch);
+    succeeds(&output);
+    let text = stderr(&output);
+    assert!(text.contains("2.16.2") && text.contains("; messages go through host memory"), "{text}");
+}
+
 #[test]
 fn without_two_ranks_that_have_nccl_no_rank_uses_it() {
     let mixed =
@@ -133,7 +173,7 @@ fn without_two_ranks_that_have_nccl_no_rank_uses_it() {
         assert!(text.contains("NCCL is not used") && text.contains(words), "{text}");
         assert!(text.contains(": use --collective host"), "{text}");
         let output = with_nccl(gpus, nccl, &[CALL, &ranks, &["--collective", "auto"]].concat());
-        succeeds(&output);
+        copies(&output, "ranks 0, 1;");
     }
 }
 
