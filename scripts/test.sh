@@ -53,15 +53,19 @@ if [ $# -gt 0 ]; then
 fi
 
 # Some executables mostly wait, others only compute, so two run at a time. Each runs in the folder of its package, as with cargo
-# test. What it prints appears when it has ended; which ones failed, at the end.
+# test. What it prints appears when it has ended; which ones failed, at the end. A line of the list is a folder, "|" and an executable.
 executables() {
     cargo test --release --workspace --all-features --no-run --message-format=json-render-diagnostics |
-        sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"overflow_checks":[a-z]*,"test":true.*"executable":"\([^"]*\)".*/\1\n\2/p'
+        sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml".*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1|\2/p'
 }
 run() {
-    local folder=$1 executable=$2 start=$SECONDS output status=0
+    local folder=${1%%|*} executable=${1#*|} start=$SECONDS output status=0
+    echo "     Running $executable"
+    # Tests name their package where they tell how to run them again.
+    CARGO_PKG_NAME=$(sed -n 's/^name = "\(.*\)"/\1/p' "$folder/Cargo.toml" | head -n 1)
+    export CARGO_PKG_NAME
     output=$(cd "$folder" && "$executable" 2>&1) || status=$?
-    printf '     Running %s: %s s\n%s\n' "$executable" $((SECONDS - start)) "$output"
+    printf '     Ran %s: %s s\n%s\n' "$executable" $((SECONDS - start)) "$output"
     [ $status = 0 ] || echo "$executable ended with status $status" >>"$failed"
 }
 export -f run
@@ -69,8 +73,9 @@ failed=$(mktemp)
 export failed
 trap 'rm -rf "$failed" "${made_runtime_dir:-}"' EXIT
 list=$(executables)
-tr '\n' '\0' <<<"$list" | xargs -0 -n 2 -P 2 bash -c 'run "$0" "$1"'
-cargo test --release --workspace --all-features --doc
+[ -n "$list" ] || { echo "cargo names no test executable" >&2; exit 1; }
+tr '\n' '\0' <<<"$list" | xargs -0 -n 1 -P 2 bash -c 'run "$0"'
+cargo test --release --workspace --all-features --doc || echo "tests of the documentation failed" >>"$failed"
 if [ -s "$failed" ]; then
     cat "$failed" >&2
     exit 1

@@ -12,9 +12,8 @@ use kyklos::collective::{
     Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece,
 };
 use kyklos::{Error, Meter, Result};
-use kyklos_transport::{Rank, Tag, Transport};
+use kyklos_transport::{Rank, Tag, Transport, TransportError};
 
-use self::form::Registered;
 use crate::backend::CudaBackend;
 use crate::device::{CudaBuffer, MessageStream};
 
@@ -25,7 +24,8 @@ mod form;
 /// one byte through the transport tells it, so deadlines and aborts are those of the transport. Messages to other ranks are staged in
 /// host memory.
 ///
-/// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for where NCCL is not installed.
+/// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL. Pieces of a
+/// message that no rank takes, because the group has failed, are kept until the collectives of all ranks of the process are dropped.
 ///
 /// **It has run on a fake driver only, never on a GPU.**
 ///
@@ -52,13 +52,11 @@ pub struct CudaPeers {
     /// For the copies to this device, if there are any.
     stream: Option<MessageStream>,
     staged: HostStaged,
-    /// The ranks of this process with a CUDA device, this one among them if it has one.
+    /// The ranks of this process with a CUDA device, this one among them: none, or at least two.
     here: Vec<(Rank, Device)>,
     waiting: Arc<Waiting>,
     /// The way of messages.
     words: String,
-    /// As long as this lives, other ranks of the process can find this one.
-    _registered: Option<Registered>,
 }
 
 /// The messages between the ranks of this process that the receiver has not taken yet. By sender, receiver and tag: the pieces, on the
@@ -76,31 +74,19 @@ impl CudaPeers {
         let here: Vec<(Rank, Device)> = ranks.iter().map(of_rank).collect();
         let waiting = Arc::default();
         let one = |(transport, device): &(Arc<dyn Transport>, Device)| {
-            cuda(device)?;
             let group = here.iter().map(|(rank, _)| *rank).collect();
-            let words = form::words(&[group], transport.world() as usize);
-            Self::new(transport, device, deadline, here.clone(), Arc::clone(&waiting), words)
+            Ok(Self {
+                transport: transport.clone(),
+                deadline,
+                device: device.clone(),
+                stream: Some(MessageStream::new(&cuda(device)?.device)?),
+                staged: HostStaged::new(transport.clone(), deadline),
+                here: here.clone(),
+                waiting: Arc::clone(&waiting),
+                words: form::words(&[group], transport.world() as usize),
+            })
         };
         ranks.iter().map(one).collect()
-    }
-
-    fn new(
-        transport: &Arc<dyn Transport>,
-        device: &Device,
-        deadline: Duration,
-        here: Vec<(Rank, Device)>,
-        waiting: Arc<Waiting>,
-        words: String,
-    ) -> Result<Self> {
-        let stream = cuda(device).ok().map(|cuda| MessageStream::new(&cuda.device)).transpose()?;
-        let staged = HostStaged::new(transport.clone(), deadline);
-        let (transport, device) = (transport.clone(), device.clone());
-        Ok(Self { transport, deadline, device, stream, staged, here, waiting, words, _registered: None })
-    }
-
-    /// As long as this lives, the other ranks of the process find it.
-    fn with(self, registered: Option<Registered>) -> Self {
-        Self { _registered: registered, ..self }
     }
 
     fn is_here(&self, rank: Rank) -> bool {
@@ -138,10 +124,28 @@ impl CudaPeers {
     }
 
     /// Takes the message `tag` of `from`, which is complete: copies of its pieces on the device of this rank.
-    fn take(&self, from: Rank, tag: Tag, piece_bytes: &[usize]) -> Result<Vec<DeviceBuffer>> {
+    fn take(
+        &self,
+        from: Rank,
+        tag: Tag,
+        piece_bytes: &[usize],
+    ) -> std::result::Result<Vec<DeviceBuffer>, ExchangeError> {
         let pieces = self.waiting().remove(&(from, self.transport.rank(), tag));
-        let pieces = pieces.expect("the sender puts a message there before it tells");
-        let theirs = self.device_of(from).expect("a rank of this process");
+        // A sender of this process puts a message there before it tells.
+        let (Some(pieces), Some(theirs)) = (pieces, self.device_of(from)) else {
+            let text = format!("it says that the message of {tag} is in this process, and it is not");
+            return Err(ExchangeError::Transport(TransportError::PeerMisbehaved { peer: from, text }));
+        };
+        self.copy_all(&pieces, theirs, piece_bytes).map_err(ExchangeError::Own)
+    }
+
+    /// Copies of pieces of the device `theirs` on the device of this rank.
+    fn copy_all(
+        &self,
+        pieces: &[DeviceBuffer],
+        theirs: &Device,
+        piece_bytes: &[usize],
+    ) -> Result<Vec<DeviceBuffer>> {
         let (own, theirs) = (cuda(&self.device)?, cuda(theirs)?);
         let stream = self.stream.as_ref().ok_or_else(|| foreign(&self.device))?;
         let copy = |(piece, bytes): (&DeviceBuffer, &usize)| {
@@ -168,7 +172,7 @@ fn foreign(device: &Device) -> Error {
 }
 
 impl fmt::Display for CudaPeers {
-    /// For people: the way of messages, such as `copies from device to device between ranks 0, 1; the others through host memory`.
+    /// For people: the way of messages, such as `copies from device to device between ranks 0, 1; all other messages through host memory`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.words)
     }
@@ -198,7 +202,7 @@ impl Collective<Device> for CudaPeers {
             .map(|recv| (self.transport.post_recv(recv.from, tag, &[HERE.len()], self.deadline), recv))
             .map(|(posted, Incoming { from, piece_bytes })| async move {
                 posted.await.map_err(ExchangeError::Transport)?;
-                self.take(from, tag, &piece_bytes).map_err(ExchangeError::Own)
+                self.take(from, tag, &piece_bytes)
             })
             .collect();
         let sent: Vec<_> = sends_here

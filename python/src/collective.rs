@@ -63,7 +63,8 @@ impl Choice {
                 Ok((Session::with_collective(transport, device, nccl, options), words))
             }
             NcclDecision::Leave(refusal) if partial => {
-                match pollster::block_on(CudaPeers::form(&transport, &device, form_within))? {
+                match pollster::block_on(CudaPeers::form(&transport, &device, form_within, options.deadline))?
+                {
                     Some(peers) => {
                         let words = format!("{peers}; {refusal}");
                         Ok((Session::with_collective(transport, device, peers, options), words))

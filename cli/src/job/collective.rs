@@ -101,7 +101,8 @@ impl Ways {
                 Ok((Session::with_collective(Arc::clone(transport), device, nccl, options), Some(agreed)))
             }
             NcclDecision::Leave(refusal) if collective == CollectiveName::Auto => {
-                let peers = pollster::block_on(CudaPeers::form(transport, &device, form_within))?;
+                let peers =
+                    pollster::block_on(CudaPeers::form(transport, &device, form_within, options.deadline))?;
                 let transport = Arc::clone(transport);
                 let (session, ways) = match peers {
                     Some(peers) => {

@@ -128,7 +128,7 @@ fn without_nccl_the_gpus_of_a_process_copy_from_device_to_device() {
     for (devices, more, ranks) in [
         ("cuda:0,cuda:1,cuda:2,cuda:3", &["--mesh", "2x2", "--dtype", "bf16"][..], "ranks 0, 1, 2, 3;"),
         ("cuda:0,cuda:1", &["--mesh", "2x1", "--transport", "quic", "--grad"], "ranks 0, 1;"),
-        ("cuda:0,cpu,cuda:1", &["--ranks", "3"], "ranks 0, 2; the others through host memory;"),
+        ("cuda:0,cpu,cuda:1", &["--ranks", "3"], "ranks 0, 2; all other messages through host memory;"),
     ] {
         let call = [
             "attend",

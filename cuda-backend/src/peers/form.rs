@@ -1,7 +1,7 @@
 //! The ranks of a group find out which of them are in one process and have a CUDA device.
 
 use std::collections::BTreeMap;
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,18 +9,23 @@ use std::time::Duration;
 use kyklos::Result;
 use kyklos::backend::Device;
 use kyklos::bytes::Bytes;
+use kyklos::collective::HostStaged;
 use kyklos_transport::{Rank, Transport, TransportError, Vote};
 
 use super::{CudaPeers, Waiting, cuda};
+use crate::device::MessageStream;
 
 /// Hashes for the votes: ranks that do something else at that time are told so.
 const PLACES: [u8; 32] = *b"kyklos: CUDA ranks by process, 1";
 const FOUND: [u8; 32] = *b"kyklos: CUDA ranks are found, r1";
 
-/// A number that no other process of a group has.
-static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().build_hasher().finish());
+/// A number that no other process of a group has, also after a fork.
+fn process() -> u64 {
+    static KEYS: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    KEYS.hash_one(std::process::id())
+}
 
-/// The ranks of this process that form groups or are in one, by number.
+/// The ranks of this process that look for each other, by number.
 static RANKS: Mutex<BTreeMap<u64, Entry>> = Mutex::new(BTreeMap::new());
 
 #[derive(Debug)]
@@ -74,11 +79,14 @@ impl Place {
     }
 }
 
-/// The ranks with CUDA devices of each process that has at least two, in order.
+/// The ranks with CUDA devices of each process that has at least two, in order. A place that two ranks name is of none of them.
 fn together(places: &[Option<Place>]) -> Vec<Vec<Rank>> {
     let mut processes: Vec<(u64, Vec<Rank>)> = Vec::new();
     for (rank, place) in (0..).map(Rank).zip(places) {
         let Some(Place { process, .. }) = place else { continue };
+        if places.iter().filter(|other| *other == place).count() > 1 {
+            continue;
+        }
         match processes.iter_mut().find(|(known, _)| known == process) {
             Some((_, ranks)) => ranks.push(rank),
             None => processes.push((*process, vec![rank])),
@@ -90,7 +98,9 @@ fn together(places: &[Option<Place>]) -> Vec<Vec<Rank>> {
 impl CudaPeers {
     /// Finds the ranks of the group of `transport` that are in one process and have CUDA devices: messages between these are copied from
     /// device to device, the others are staged in host memory. All ranks call it, at the same place between two operations of the
-    /// group, also those on other devices. One vote, or two. `None`, on all ranks, if no process has two such ranks.
+    /// group, also those on other devices. One vote, or two, of at most `form_within` each. `None`, on all ranks, if no process has
+    /// two such ranks; a rank on whose device the driver fails is none. A message or an agreement that later takes longer than `deadline`
+    /// is an error.
     ///
     /// The future must be polled to its end: other ranks wait for its votes. If it is dropped before, abort the group.
     ///
@@ -103,7 +113,8 @@ impl CudaPeers {
     ///
     /// let transport = in_process_group(1).remove(0);
     /// # let device = Device::new(kyklos_backend_suite::DoNothing::open()?);
-    /// let session = match pollster::block_on(CudaPeers::form(&transport, &device, Duration::from_secs(60)))? {
+    /// let (form_within, deadline) = (Duration::from_secs(60), Duration::from_secs(600));
+    /// let session = match pollster::block_on(CudaPeers::form(&transport, &device, form_within, deadline))? {
     ///     Some(peers) => Session::with_collective(transport, device, peers, SessionOptions::default()),
     ///     None => Session::new(transport, device),
     /// };
@@ -111,16 +122,18 @@ impl CudaPeers {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Transport`](kyklos::Error::Transport) if the group fails, [`Error::Device`](kyklos::Error::Device) if the driver does.
+    /// [`Error::Transport`](kyklos::Error::Transport) if the group fails.
     pub async fn form(
         transport: &Arc<dyn Transport>,
         device: &Device,
+        form_within: Duration,
         deadline: Duration,
     ) -> Result<Option<Arc<Self>>> {
-        let own = cuda(device).is_ok().then(|| Registered::new(device));
-        let place = own.as_ref().map(|own| Place { process: *PROCESS, number: own.0 });
+        let stream = cuda(device).and_then(|cuda| MessageStream::new(&cuda.device)).ok();
+        let own = stream.is_some().then(|| Registered::new(device));
+        let place = own.as_ref().map(|own| Place { process: process(), number: own.0 });
         let note = place.map_or_else(Bytes::new, Place::encode);
-        let notes = transport.agree(Vote::Ready { plan_hash: PLACES, note }, deadline).await?;
+        let notes = transport.agree(Vote::Ready { plan_hash: PLACES, note }, form_within).await?;
         let places: Vec<Option<Place>> = notes.iter().map(|note| Place::decode(note)).collect();
         let groups = together(&places);
         if groups.is_empty() {
@@ -139,9 +152,18 @@ impl CudaPeers {
                 waiting = theirs.clone();
             }
         }
-        transport.agree(Vote::Ready { plan_hash: FOUND, note: Bytes::new() }, deadline).await?;
-        let words = words(&groups, places.len());
-        Ok(Some(Arc::new(Self::new(transport, device, deadline, found, waiting, words)?.with(own))))
+        transport.agree(Vote::Ready { plan_hash: FOUND, note: Bytes::new() }, form_within).await?;
+        drop(own);
+        Ok(Some(Arc::new(Self {
+            transport: transport.clone(),
+            deadline,
+            device: device.clone(),
+            stream,
+            staged: HostStaged::new(transport.clone(), deadline),
+            here: found,
+            waiting,
+            words: words(&groups, places.len()),
+        })))
     }
 }
 
@@ -154,7 +176,7 @@ pub(super) fn words(groups: &[Vec<Rank>], ranks: usize) -> String {
     let between: Vec<String> = groups.iter().map(one).collect();
     let rest = match groups {
         [all] if all.len() == ranks => "",
-        _ => "; the others through host memory",
+        _ => "; all other messages through host memory",
     };
     format!("copies from device to device between {}{rest}", between.join(", and between "))
 }
@@ -171,10 +193,12 @@ mod tests {
         assert_eq!(groups, [vec![Rank(0), Rank(3), Rank(6)], vec![Rank(2), Rank(5)]]);
         assert_eq!(
             words(&groups, places.len()),
-            "copies from device to device between ranks 0, 3, 6, and between ranks 2, 5; the others through host memory"
+            "copies from device to device between ranks 0, 3, 6, and between ranks 2, 5; all other messages through host memory"
         );
         assert_eq!(words(&[vec![Rank(0), Rank(1)]], 2), "copies from device to device between ranks 0, 1");
         assert!(together(&[at(1, 0), None, at(2, 0)]).is_empty());
+        // A rank that names the place of another one has none, and takes it from the other.
+        assert_eq!(together(&[at(1, 0), at(1, 1), at(1, 1), at(1, 2)]), [vec![Rank(0), Rank(3)]]);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
+use kyklos::collective::Collective;
 use kyklos::host::shard;
 use kyklos::plan::ProvedPlans;
 use kyklos::{Dtype, Mesh, RankOutput, Result, Session, SessionOptions, Strategy};
@@ -79,6 +80,30 @@ fn device(rank: usize) -> Device {
     Device::from(CudaBackend::with_options(rank, &options).unwrap())
 }
 
+/// The collectives of ranks that find each other.
+fn found(ranks: &[(Arc<dyn Transport>, Device)]) -> Vec<Arc<CudaPeers>> {
+    std::thread::scope(|scope| {
+        let one = |(transport, device): &(Arc<dyn Transport>, Device)| {
+            let (transport, device) = (transport.clone(), device.clone());
+            let form_within = Duration::from_secs(61);
+            scope.spawn(move || block_on(CudaPeers::form(&transport, &device, form_within, DEADLINE)))
+        };
+        let threads: Vec<_> = ranks.iter().map(one).collect();
+        let peers = threads.into_iter().map(|thread| thread.join().unwrap().unwrap());
+        let peers: Vec<_> = peers.map(|peers| peers.expect("ranks of one process")).collect();
+        for peers in &peers {
+            assert_eq!(peers.deadline(), DEADLINE);
+            assert!(!peers.to_string().contains("host memory"), "{peers}");
+        }
+        peers
+    })
+}
+
+/// The collectives of the ranks of this process, as the caller names them.
+fn named(ranks: &[(Arc<dyn Transport>, Device)]) -> Vec<Arc<CudaPeers>> {
+    CudaPeers::of(ranks, DEADLINE).unwrap().into_iter().map(Arc::new).collect()
+}
+
 /// Runs ranks, each on a thread with a device of its own; the first `here` copy messages from device to device.
 fn on_peers(
     plans: &Arc<ProvedPlans>,
@@ -87,13 +112,13 @@ fn on_peers(
 ) -> Vec<(Duration, Result<RankOutput>)> {
     let ranks: Vec<(Arc<dyn Transport>, Device)> =
         in_process_group(plans.world().mesh.world()).into_iter().zip((0..).map(device)).collect();
-    let peers = CudaPeers::of(&ranks[..here], DEADLINE).unwrap();
+    let peers = if here == ranks.len() { found(&ranks) } else { named(&ranks[..here]) };
     let options = || SessionOptions { deadline: DEADLINE, ..SessionOptions::default() };
     let mut peers = peers.into_iter();
     let sessions: Vec<Session> = ranks
         .into_iter()
         .map(|(transport, device)| match peers.next() {
-            Some(peers) => Session::with_collective(transport, device, Arc::new(peers), options()),
+            Some(peers) => Session::with_collective(transport, device, peers, options()),
             None => Session::with_options(transport, device, options()),
         })
         .collect();
