@@ -82,6 +82,7 @@ async fn backward_in_pieces(
             softcap: args.softcap,
             pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
             bf16,
+            tiles: None,
         },
         d_o: tensor(args.d_o),
         stats: Tensor::new(Dtype::F32, args.stats),
