@@ -16,11 +16,7 @@ use super::pairs::PairRows;
 use super::simd::AskShape;
 use super::{CpuBackend, CpuBuffer};
 use crate::backend::{Attend, Control, StateShape, yield_now};
-use crate::{BlockWork, Dtype, MaskClass, Result, TileShape};
-
-/// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16
-/// and 48. KV tiles hold whole groups of 6 or 8 keys.
-pub(super) const TILE: TileShape = TileShape { q_rows: 96, kv_cols: 120 };
+use crate::{BlockWork, Dtype, MaskClass, Result};
 
 /// Multiply-adds per second, as last measured. Decides the size of a piece, never a result.
 #[derive(Debug)]

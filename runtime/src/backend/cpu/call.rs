@@ -4,7 +4,11 @@ use super::bf16::WordProducts;
 use super::pack::Tensor;
 use super::pairs::PairRows;
 use super::tiles::{self, TileProducts};
-use crate::BlockWork;
+use crate::{BlockWork, TileShape};
+
+/// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16
+/// and 48. KV tiles hold whole groups of 6 or 8 keys.
+pub(super) const TILE: TileShape = TileShape { q_rows: 96, kv_cols: 120 };
 
 /// The tensors and settings of one call, which its jobs read.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +49,12 @@ impl<'a> Call<'a> {
     /// Rows of a panel's accumulators, of which `dim` count: whole groups of `mr`, or whole tiles.
     pub(super) fn panel_dim(&self, mr: usize) -> usize {
         self.dim.next_multiple_of(if self.tiles.is_some() { tiles::SIDE } else { mr })
+    }
+
+    /// Rows, or words of two rows, of a panel of `lanes` rows: whole tiles.
+    pub(super) fn words_of_rows(&self, lanes: usize) -> usize {
+        let words = lanes / self.elements_in_word();
+        if self.tiles.is_some() { words.next_multiple_of(tiles::SIDE) } else { words }
     }
 
     /// Factor on q, or on the scores where q is in words: the base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.

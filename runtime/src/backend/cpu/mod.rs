@@ -125,7 +125,7 @@ impl Backend for CpuBackend {
     }
 
     fn tile_shape(&self, _problem: &AttentionProblem, _shape: StateShape) -> TileShape {
-        attend::TILE
+        call::TILE
     }
 
     fn alloc(&self, label: &str, bytes: usize) -> Result<CpuBuffer> {

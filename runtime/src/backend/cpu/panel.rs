@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::attend::TILE;
 use super::bf16::{WordProducts, element_of, words_of};
+use super::call::TILE;
 use super::exp::{exp2, exp2_each, mul_add, tanh};
 use super::kernel::{Scores, WeightedSum, alone, scale};
 use super::keys::KeyTile;
@@ -157,7 +157,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let computed = groups.start * MR..groups.end * MR;
         if let (Some(tiles), Some((_, factor))) = (self.tiles, self.words) {
             let room = computed.start..computed.start + tiles::rows_of(computed.len());
-            tiles.multiply(TileProduct {
+            tiles.multiply::<{ tiles::OF_PANEL }>(TileProduct {
                 a: keys.k.as_flattened(),
                 rows: keys.k.as_flattened().len() / self.q.len(),
                 first: computed.start,
@@ -197,7 +197,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             for beside in [whole.start..elements.start, elements.end..whole.end] {
                 self.scores[beside].fill([simd.splat_f32s(0.0); NV]);
             }
-            return tiles.multiply(TileProduct {
+            return tiles.multiply::<{ tiles::OF_PANEL }>(TileProduct {
                 a: &keys.v.as_flattened()[whole.start * keys.stride..],
                 rows: keys.stride,
                 first: 0,

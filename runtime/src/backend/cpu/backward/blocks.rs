@@ -13,7 +13,7 @@ pub(super) struct Blocks {
     pair: usize,
     /// How many of them there are.
     pairs: usize,
-    rows: usize,
+    pub(super) rows: usize,
 }
 
 impl Blocks {

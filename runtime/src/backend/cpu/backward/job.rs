@@ -102,35 +102,34 @@ impl Job<'_> {
 }
 
 impl Space {
-    /// Makes room; contents are unspecified.
+    /// Makes room for heads of `padded` elements; contents are unspecified.
     pub(super) fn fit(
         &mut self,
         job: &Job<'_>,
-        dim: usize,
+        padded: usize,
         shape: KernelShape,
         [of_rows, of_keys]: [Blocks; 2],
         slopes: bool,
     ) {
         let rows = job.rows().next_multiple_of(shape.lanes);
         let keys = (TILE.kv_cols as usize).next_multiple_of(shape.mr);
-        let padded = dim.next_multiple_of(shape.mr);
         if self.of_heads.len() < job.q_heads.len() {
             self.of_heads.resize_with(job.q_heads.len(), OfHead::default);
         }
         for of_head in &mut self.of_heads[..job.q_heads.len()] {
-            of_head.lanes.iter_mut().for_each(|lines| grow(lines, rows * dim));
+            of_head.lanes.iter_mut().for_each(|lines| grow(lines, rows * padded));
             of_head.rows.iter_mut().for_each(|lines| grow(lines, rows / shape.lanes * of_rows.elements()));
             grow(&mut of_head.dq, rows * padded);
         }
-        self.keys.iter_mut().for_each(|lines| grow(lines, keys * dim));
+        self.keys.iter_mut().for_each(|lines| grow(lines, keys * padded));
         grow(&mut self.columns, keys * padded);
         self.d_keys.iter_mut().for_each(|lines| grow(lines, of_keys.elements()));
         self.weights.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes));
-        self.words.iter_mut().for_each(|lines| grow(lines, keys * shape.lanes / 2));
+        self.words.iter_mut().for_each(|lines| grow(lines, keys * of_rows.rows));
         grow(&mut self.terms, keys * shape.lanes);
         if slopes {
             grow(&mut self.slopes, keys * shape.lanes);
         }
-        grow(&mut self.row, shape.mr.max(shape.lanes) * dim);
+        grow(&mut self.row, shape.mr.max(shape.lanes) * padded);
     }
 }

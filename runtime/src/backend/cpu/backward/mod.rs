@@ -86,7 +86,7 @@ async fn backward_in_pieces(
             softcap: args.softcap,
             pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
             bf16,
-            tiles: None,
+            tiles: backend.level.tiles().filter(|_| bf16.is_some()),
         },
         d_o: tensor(args.d_o),
         stats: Tensor::new(Dtype::F32, args.stats),

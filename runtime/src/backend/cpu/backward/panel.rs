@@ -11,7 +11,9 @@ use pulp::Simd;
 use super::super::bf16::{WordProducts, element_of, words_of};
 use super::super::exp::{exp2_each, tanh};
 use super::super::halves::narrow_bf16;
-use super::super::kernel::{Scores, WeightedSum, alone};
+use super::super::kernel::{Scores, WeightedSum, alone, scale};
+use super::super::tiles::{self, PreparedTiles, TileProduct};
+use super::TILE;
 use super::bias::BiasBlock;
 use super::blocks::Blocks;
 use super::lanes::Lanes;
@@ -19,7 +21,8 @@ use crate::RowSpan;
 
 /// A panel of `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
-    pub(super) dim: usize,
+    /// How the rows of `by_row` are cut.
+    pub(super) of_rows: Blocks,
     pub(super) softcap: Option<f32>,
     /// `Some`: q, dO and the keys are in words of two elements, and the scores get a factor.
     pub(super) words: Option<OfWords<'a>>,
@@ -47,9 +50,11 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
 /// What a panel of words has beside.
 pub(super) struct OfWords<'a> {
     pub(super) products: WordProducts,
+    /// `Some`: the words are multiplied by tile registers, for which all operands are packed.
+    pub(super) tiles: Option<&'a PreparedTiles>,
     /// On the scores.
     pub(super) factor: f32,
-    /// Space: dS and P in words of two rows, `[key][row / 2]`.
+    /// Space: dS and P in words of two rows, `[key][row / 2]`; for tile registers `[row / 32][key][16]`.
     pub(super) of_rows: [&'a mut [f32]; 2],
 }
 
@@ -72,9 +77,9 @@ pub(super) struct Rows<'a> {
 
 /// A tile of keys.
 pub(super) struct Keys<'a, const MR: usize> {
-    /// k and v, `[key / MR][dim][MR]`; or words of the head dimension.
+    /// k and v, `[key / MR][dim][MR]`; or words of the head dimension, for tile registers `[word / 16][key][16]`.
     pub(super) in_groups: [&'a [[f32; MR]]; 2],
-    /// k, `[dim / MR][stride][MR]`; or words of two keys, half as many.
+    /// k, `[dim / MR][stride][MR]`; or words of two keys, half as many, for tile registers `[word / 16][dim][16]`.
     pub(super) in_columns: &'a [[f32; MR]],
     /// Keys for which there is room.
     pub(super) stride: usize,
@@ -99,21 +104,12 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     #[inline(always)]
     pub(super) fn attend(mut self, simd: S, keys: &Keys<'_, MR>, sums: Sums<'_, S, NV>) {
         let count = keys.positions.len();
-        let groups = count.next_multiple_of(MR);
         // One after the other: q and dO of a panel of long rows do not fit the first cache together.
         let [k, v] = keys.in_groups;
-        let scores = Scores::<S, MR, NV> { simd, k, q: self.q, into: &mut self.weights[..groups] };
-        let d_scores = Scores::<S, MR, NV> { simd, k: v, q: self.d_o, into: &mut self.d_scores[..groups] };
-        match &self.words {
-            None => {
-                alone(simd, scores);
-                alone(simd, d_scores);
-            }
-            Some(words) => {
-                words.products.scores(scores, words.factor);
-                words.products.scores(d_scores, 1.0);
-            }
-        }
+        let words = self.words.as_ref();
+        let factor = words.map_or(1.0, |words| words.factor);
+        products_of_keys(simd, words, (k, keys.stride, count), (self.q, factor), self.weights);
+        products_of_keys(simd, words, (v, keys.stride, count), (self.d_o, 1.0), self.d_scores);
         for index in 0..count {
             self.shift(simd, index);
         }
@@ -125,7 +121,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
         }
         self.add_to_bias(simd, count);
-        self.round(simd, count);
+        self.round(simd, keys);
         self.add_dq(simd, keys, sums.dq);
         let [dk, dv] = sums.of_keys;
         self.add_to_keys::<1>(simd, keys, dv, sums.blocks);
@@ -222,12 +218,19 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
 
     /// With words: P and dS in words of two rows, and dS in words of two keys.
     #[inline(always)]
-    fn round(&mut self, simd: S, count: usize) {
+    fn round(&mut self, simd: S, keys: &Keys<'_, MR>) {
         let Some(words) = &mut self.words else { return };
+        let count = keys.positions.len();
         let groups = count.next_multiple_of(MR);
         for (factors, into) in [&*self.d_scores, &*self.weights].into_iter().zip(&mut words.of_rows) {
             let factors = bytemuck::cast_slice::<S::f32s, f32>(factors[..groups].as_flattened());
-            narrow_bf16(factors, bytemuck::cast_slice_mut(&mut into[..factors.len() / 2]));
+            if words.tiles.is_some() {
+                for (rows, into) in tiles::blocks_of_rows(factors, into, keys.stride) {
+                    narrow_bf16(rows, bytemuck::cast_slice_mut(into));
+                }
+            } else {
+                narrow_bf16(factors, bytemuck::cast_slice_mut(&mut into[..factors.len() / 2]));
+            }
         }
         for word in 0..count.div_ceil(2) {
             let mut pair = [self.d_scores[2 * word], [simd.splat_f32s(0.0); NV]];
@@ -235,6 +238,10 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 pair[1] = self.d_scores[2 * word + 1];
             }
             self.d_scores[word] = words_of(simd, pair);
+        }
+        if words.tiles.is_some() {
+            let padding = count.div_ceil(2)..count.div_ceil(2).next_multiple_of(tiles::SIDE);
+            self.d_scores[padding].fill([simd.splat_f32s(0.0); NV]);
         }
     }
 
@@ -248,15 +255,35 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     fn add_dq(&self, simd: S, keys: &Keys<'_, MR>, dq: &mut [[S::f32s; NV]]) {
         let per_word = if self.words.is_some() { 2 } else { 1 };
         let (v, stride) = (keys.in_columns, keys.stride / per_word);
+        let elements = 0..keys.positions.len().div_ceil(per_word);
+        let tiles = self.words.as_ref().and_then(|words| words.tiles);
+        if let (Some(tiles), false) = (tiles, self.hides(keys.finite)) {
+            let p = &self.d_scores[..elements.end.next_multiple_of(tiles::SIDE)];
+            return tiles.multiply::<{ tiles::OF_PANEL }>(TileProduct {
+                a: v.as_flattened(),
+                rows: dq.len(),
+                first: 0,
+                b: bytemuck::cast_slice(p.as_flattened()),
+                c: bytemuck::cast_slice_mut(dq.as_flattened_mut()),
+                add: true,
+            });
+        }
         if !self.hides(keys.finite) {
-            let p = &self.d_scores[..keys.positions.len().div_ceil(per_word)];
+            let p = &self.d_scores[elements];
             let product = WeightedSum::<S, MR, NV> { simd, v, stride, p, keep: None, o: dq };
             return match &self.words {
                 None => alone(simd, product),
                 Some(words) => words.products.weighted_sum(product),
             };
         }
-        for (sums, k) in dq.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(stride)) {
+        let (rows, mut of_tiles) = (dq.len(), [[0.0; MR]; TILE.kv_cols as usize]);
+        for (group, sums) in dq.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
+            let k = if tiles.is_some() {
+                tiles::columns(v.as_flattened(), rows, group * MR, &elements, &mut of_tiles);
+                &of_tiles[..]
+            } else {
+                &v[group * stride..]
+            };
             *sums = self.add_where_seen(simd, keys.positions, *sums, k);
         }
     }
@@ -298,9 +325,31 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     pub(super) fn rows_in_word(&self) -> usize {
         if self.words.is_some() { 2 } else { 1 }
     }
+}
 
-    /// How the rows of the panel are cut.
-    pub(super) fn blocks(&self) -> Blocks {
-        Blocks::new(self.dim, S::F32_LANES, NV * S::F32_LANES / self.rows_in_word())
+/// The products of the rows of a panel with `count` keys, times a factor where they are in words: of q with k, and of dO with v.
+#[inline(always)]
+fn products_of_keys<S: Simd, const MR: usize, const NV: usize>(
+    simd: S,
+    words: Option<&OfWords<'_>>,
+    (k, stride, count): (&[[f32; MR]], usize, usize),
+    (q, factor): (&[[S::f32s; NV]], f32),
+    into: &mut [[S::f32s; NV]],
+) {
+    if let Some(tiles) = words.and_then(|words| words.tiles) {
+        tiles.multiply::<{ tiles::OF_PANEL }>(TileProduct {
+            a: k.as_flattened(),
+            rows: stride,
+            first: 0,
+            b: bytemuck::cast_slice(q.as_flattened()),
+            c: bytemuck::cast_slice_mut(into[..tiles::rows_of(count)].as_flattened_mut()),
+            add: false,
+        });
+        return scale(simd, &mut into[..count], &[simd.splat_f32s(factor); NV]);
+    }
+    let tile = Scores::<S, MR, NV> { simd, k, q, into: &mut into[..count.next_multiple_of(MR)] };
+    match words {
+        None => alone(simd, tile),
+        Some(words) => words.products.scores(tile, factor),
     }
 }

@@ -5,6 +5,7 @@ use pulp::Simd;
 use super::super::pack::transposed;
 use super::super::scratch::{Line, floats, floats_mut};
 use super::super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
+use super::super::tiles::{self, TileProducts};
 use super::blocks::Blocks;
 use super::job::{Job, OfHead, Space, SumRows, seen};
 use super::lanes::Lanes;
@@ -28,14 +29,16 @@ impl WithKernel for Run<'_, '_> {
         let Self { call, job, space } = self;
         let shape = KernelShape::of::<S, MR, NV>();
         let (lanes, dim) = (shape.lanes, call.forward.dim);
-        let (padded, columns) = (dim.next_multiple_of(MR), TILE.kv_cols as usize);
-        let words = call.forward.words();
-        let of_rows = Blocks::new(dim, S::F32_LANES, lanes / call.forward.elements_in_word());
-        let of_keys = Blocks::new(dim, S::F32_LANES, columns);
-        space.fit(job, dim, shape, [of_rows, of_keys], call.of_bias && call.forward.softcap.is_some());
+        let (padded, columns) = (call.forward.panel_dim(MR), TILE.kv_cols as usize);
+        let words = call.forward.panel_words();
+        let tiles = call.forward.tiles.map(TileProducts::prepare);
+        let vector = if tiles.is_some() { tiles::SIDE } else { S::F32_LANES };
+        let of_rows = Blocks::new(dim, vector, call.forward.words_of_rows(lanes));
+        let of_keys = Blocks::new(dim, vector, columns);
+        space.fit(job, padded, shape, [of_rows, of_keys], call.of_bias && call.forward.softcap.is_some());
         for (q_head, of_head) in job.q_heads.clone().zip(&mut space.of_heads) {
             load_rows(call, job, q_head, of_head);
-            let row = &mut floats_mut(&mut space.row)[..lanes * words];
+            let row = &mut floats_mut(&mut space.row)[..lanes * call.forward.words()];
             pack_queries(call, job, q_head, lanes, of_rows, row, of_head);
             floats_mut(&mut of_head.dq).fill(0.0);
         }
@@ -90,10 +93,11 @@ impl WithKernel for Run<'_, '_> {
                         let in_groups = keys.each_ref().map(|lines| floats(lines).as_chunks::<MR>().0);
                         let spans = &spans[of_panel.clone()];
                         Panel::<S, MR, NV> {
-                            dim,
+                            of_rows,
                             softcap: call.forward.softcap,
                             words: call.forward.bf16.map(|products| OfWords {
                                 products,
+                                tiles: tiles.as_ref(),
                                 factor: call.forward.query_factor(),
                                 of_rows: of_words.each_mut().map(|lines| floats_mut(lines)),
                             }),

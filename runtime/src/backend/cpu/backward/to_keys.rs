@@ -4,6 +4,7 @@ use pulp::Simd;
 
 use super::super::kernel::{OfKeys, alone};
 use super::super::simd::{vectors, vectors_mut};
+use super::super::tiles::{self, TileProduct};
 use super::blocks::Blocks;
 use super::panel::{Keys, Panel};
 
@@ -25,15 +26,13 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             ),
         };
         if self.hides(rows.finite) {
-            return self.add_to_keys_where_seen(keys.positions, factors, rows.elements, sums, blocks);
+            return self.add_to_keys_where_seen(keys, factors, rows.elements, sums, blocks);
         }
-        let groups = keys.positions.len().next_multiple_of(MR);
-        let factors = &factors[..groups * NV * S::F32_LANES / self.rows_in_word()];
-        let (pairs, last) = rows.elements.split_at(self.blocks().of_pairs());
+        let (pairs, last) = rows.elements.split_at(self.of_rows.of_pairs());
         let (sums_of_pairs, sums_of_last) = sums.split_at_mut(blocks.of_pairs());
-        self.add_blocks::<2>(simd, factors, pairs, sums_of_pairs, keys.stride);
+        self.add_blocks::<2>(simd, keys, factors, pairs, sums_of_pairs);
         if !last.is_empty() {
-            self.add_blocks::<1>(simd, factors, last, sums_of_last, keys.stride);
+            self.add_blocks::<1>(simd, keys, factors, last, sums_of_last);
         }
     }
 
@@ -42,11 +41,28 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     fn add_blocks<const W: usize>(
         &self,
         simd: S,
+        keys: &Keys<'_, MR>,
         factors: &[f32],
         rows: &[f32],
         sums: &mut [f32],
-        stride: usize,
     ) {
+        let (count, stride) = (keys.positions.len(), keys.stride);
+        if let Some(tiles) = self.words.as_ref().and_then(|words| words.tiles) {
+            let row = W * tiles::SIDE;
+            let blocks = rows.chunks_exact(self.of_rows.rows * row);
+            for (rows, sums) in blocks.zip(sums.chunks_exact_mut(stride * row)) {
+                tiles.multiply::<W>(TileProduct {
+                    a: factors,
+                    rows: stride,
+                    first: 0,
+                    b: rows,
+                    c: &mut sums[..tiles::rows_of(count) * row],
+                    add: true,
+                });
+            }
+            return;
+        }
+        let factors = &factors[..count.next_multiple_of(MR) * NV * S::F32_LANES / self.rows_in_word()];
         let (rows, sums) = (vectors::<S, W>(rows), vectors_mut::<S, W>(sums));
         let product = OfKeys::<S, MR, NV, W> { simd, factors, rows, sums, stride };
         match &self.words {
@@ -58,15 +74,16 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// As [`Self::add_to_keys`], but leaves hidden pairs out. Only for rows with NaN or ∞.
     fn add_to_keys_where_seen(
         &self,
-        positions: &[u32],
+        keys: &Keys<'_, MR>,
         factors: &[f32],
         rows: &[f32],
         sums: &mut [f32],
         blocks: Blocks,
     ) {
         let (lanes, per_word) = (NV * S::F32_LANES, self.rows_in_word());
+        let tiles = self.words.as_ref().is_some_and(|words| words.tiles.is_some());
         let terms = self.terms.map(|terms| bytemuck::cast_slice::<S::f32s, f32>(terms.as_flattened()));
-        for (index, position) in positions.iter().enumerate() {
+        for (index, position) in keys.positions.iter().enumerate() {
             for (lane, span) in self.spans.iter().enumerate() {
                 let hidden = terms.is_some_and(|terms| terms[index * lanes + lane] == f32::NEG_INFINITY);
                 if hidden || (self.masked && !span.sees(*position)) {
@@ -77,9 +94,15 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                     (_, 0) => f32::from_bits(word.to_bits() << 16),
                     _ => f32::from_bits(word.to_bits() & 0xffff_0000),
                 };
-                let factor = element(factors[(index * lanes + lane) / per_word]);
+                let factor = element(
+                    factors[if tiles {
+                        tiles::place(keys.stride, index, lane / per_word)
+                    } else {
+                        (index * lanes + lane) / per_word
+                    }],
+                );
                 for block in 0..blocks.count() {
-                    let row = &rows[self.blocks().part(lane / per_word, block)];
+                    let row = &rows[self.of_rows.part(lane / per_word, block)];
                     for (sum, word) in sums[blocks.part(index, block)].iter_mut().zip(row) {
                         *sum += factor * element(*word);
                     }
