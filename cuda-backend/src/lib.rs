@@ -17,6 +17,7 @@
 //! - [`NcclCollective`] moves messages between CUDA devices of a group's ranks by NCCL, which is loaded at run time. Messages from and
 //!   to other ranks are staged in host memory.
 //! - [`CudaPeers`] copies messages between CUDA devices of one process, without NCCL.
+//! - [`FormedCollective`] is the one of these that the ranks of a group agree on.
 //! - Unsafe code is in `driver/`, in `images/nvrtc.rs`, in `nccl/library.rs` and `nccl/communicator.rs`, and `caller.rs` has an
 //!   unsafe function.
 //!
@@ -31,10 +32,12 @@
 //! - `caller`: tensors in memory of a caller.
 //! - `nccl`: the library NCCL, communicators, and the collective.
 //! - `peers`: the collective of one process.
+//! - `collective`: which of them a group uses.
 #![deny(unsafe_code)]
 
 mod backend;
 mod caller;
+mod collective;
 mod device;
 mod devices;
 mod driver;
@@ -46,6 +49,7 @@ mod peers;
 
 pub use backend::CudaBackend;
 pub use caller::{CallerMemory, CudaTensor, Written};
+pub use collective::{CollectiveWish, FormedCollective};
 pub use device::{CudaBuffer, CudaOptions, Download};
 pub use devices::{CudaDevice, availability, devices};
 pub use driver::{CallerStream, Unavailable};
