@@ -30,6 +30,7 @@
 //! - `ops`: the operations as launches of kernels.
 //! - `devices`, `backend`: the list of devices, and the `Backend`.
 //! - `caller`: tensors in memory of a caller.
+//! - `staged`: messages through host memory, beside those from device to device.
 //! - `nccl`: the library NCCL, communicators, and the collective.
 //! - `peers`: the collective of one process.
 //! - `collective`: which of them a group uses.
@@ -46,6 +47,7 @@ mod kernels;
 mod nccl;
 mod ops;
 mod peers;
+mod staged;
 
 pub use backend::CudaBackend;
 pub use caller::{CallerMemory, CudaTensor, Written};

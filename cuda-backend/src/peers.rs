@@ -1,7 +1,6 @@
 //! Ranks of one process with a CUDA device each: messages between them are copies from device to device.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -17,6 +16,7 @@ use kyklos_transport::{Rank, Tag, Transport, TransportError, Vote};
 
 use crate::backend::CudaBackend;
 use crate::device::{CudaBuffer, MessageStream};
+use crate::staged::{self, Arrival, Departure};
 
 mod form;
 mod waiting;
@@ -186,12 +186,6 @@ impl fmt::Display for CudaPeers {
 /// Tells a receiver that the message waits for it.
 const HERE: Bytes = Bytes::from_static(&[1]);
 
-/// Ends with the pieces of a message that arrives.
-type Arrival<'a> = Pin<Box<dyn Future<Output = std::result::Result<Vec<DeviceBuffer>, ExchangeError>> + 'a>>;
-
-/// Ends when a message has been sent.
-type Departure<'a> = Pin<Box<dyn Future<Output = std::result::Result<(), ExchangeError>> + 'a>>;
-
 impl CudaPeers {
     fn post_recv<'a>(
         &'a self,
@@ -202,19 +196,7 @@ impl CudaPeers {
     ) -> Arrival<'a> {
         let Incoming { from, piece_bytes } = recv.clone();
         if !self.is_here(from) {
-            // By itself, so that it is kept whatever becomes of the others.
-            let staged = self.staged.post_exchange(
-                device,
-                meter,
-                tag,
-                &mut Memory::default(),
-                &[],
-                std::slice::from_ref(recv),
-            );
-            return Box::pin(async move {
-                let arrived = staged.await.map_err(|Broken { error, .. }| error)?;
-                Ok(arrived.into_iter().flatten().collect())
-            });
+            return staged::receive(&self.staged, device, meter, tag, recv);
         }
         let expected = self.waiting.expect((from, self.transport.rank(), tag));
         let posted = self.transport.post_recv(from, tag, &[HERE.len()], self.deadline);
@@ -278,10 +260,7 @@ impl Collective<Device> for CudaPeers {
             sends.iter().cloned().partition(|send| self.is_here(send.to));
         let mut sent: Vec<Departure<'a>> =
             here.iter().map(|send| self.post_send(device, meter, tag, memory, send)).collect();
-        if !there.is_empty() {
-            let staged = self.staged.post_exchange(device, meter, tag, memory, &there, &[]);
-            sent.push(Box::pin(async move { staged.await.map(drop).map_err(|Broken { error, .. }| error) }));
-        }
+        sent.extend(staged::send(&self.staged, device, meter, tag, memory, &there));
         Box::pin(async move {
             let mut arrived: Vec<Option<Vec<DeviceBuffer>>> = received.iter().map(|_| None).collect();
             let received = async {
