@@ -82,6 +82,7 @@ async fn attend_in_pieces(
         softcap: args.softcap,
         pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
         bf16,
+        tiles: backend.level.tiles().filter(|_| bf16.is_some() && !few_rows),
     };
     if work.is_empty() {
         return control.piece_done();

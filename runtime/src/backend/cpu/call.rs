@@ -3,6 +3,7 @@
 use super::bf16::WordProducts;
 use super::pack::Tensor;
 use super::pairs::PairRows;
+use super::tiles::{self, TileProducts};
 use crate::BlockWork;
 
 /// The tensors and settings of one call, which its jobs read.
@@ -21,6 +22,8 @@ pub(super) struct Call<'a> {
     pub(super) pairs: Option<PairRows<'a>>,
     /// `Some`: q, k and v are read and multiplied in words of two elements.
     pub(super) bf16: Option<WordProducts>,
+    /// `Some`: panels multiply words by tile registers, for which operands are packed. Only with `bf16`.
+    pub(super) tiles: Option<TileProducts>,
 }
 
 impl<'a> Call<'a> {
@@ -32,6 +35,16 @@ impl<'a> Call<'a> {
     /// Packed elements of one head of a row.
     pub(super) fn words(&self) -> usize {
         self.dim / self.elements_in_word()
+    }
+
+    /// Packed elements of one head of a row of q in a panel: whole tiles.
+    pub(super) fn panel_words(&self) -> usize {
+        if self.tiles.is_some() { self.words().next_multiple_of(tiles::SIDE) } else { self.words() }
+    }
+
+    /// Rows of a panel's accumulators, of which `dim` count: whole groups of `mr`, or whole tiles.
+    pub(super) fn panel_dim(&self, mr: usize) -> usize {
+        self.dim.next_multiple_of(if self.tiles.is_some() { tiles::SIDE } else { mr })
     }
 
     /// Factor on q, or on the scores where q is in words: the base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.

@@ -15,6 +15,7 @@ use super::panel::Panel;
 use super::scalar;
 use super::scratch::{Scratch, floats, floats_mut};
 use super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
+use super::tiles::TileProducts;
 use crate::backend::EMPTY_M;
 use crate::{MaskClass, RowSpan, TileRun};
 
@@ -47,8 +48,9 @@ impl WithKernel for Run<'_, '_> {
     fn with_kernel<S: Simd, const MR: usize, const NV: usize>(self, simd: S) {
         let Self { call, job, keys, scratch } = self;
         let shape = KernelShape::of::<S, MR, NV>();
-        let (lanes, dim, words) = (shape.lanes, call.dim, call.words());
-        let padded = dim.next_multiple_of(MR);
+        let (lanes, dim, words) = (shape.lanes, call.dim, call.panel_words());
+        let padded = call.panel_dim(MR);
+        let tiles = call.tiles.map(TileProducts::prepare);
         scratch.fit(call.work.tile, dim, shape);
         job.begin(call, padded, lanes, scratch);
         let spans = job.spans(call);
@@ -69,6 +71,7 @@ impl WithKernel for Run<'_, '_> {
                     Panel::<S, MR, NV> {
                         softcap: call.softcap,
                         words: call.bf16.map(|products| (products, call.query_factor())),
+                        tiles: tiles.as_ref(),
                         q: vectors::<S, NV>(&floats(&scratch.q)[p * lanes * words..][..lanes * words]),
                         o: vectors_mut::<S, NV>(
                             &mut floats_mut(&mut scratch.o)[p * lanes * padded..][..lanes * padded],
@@ -120,14 +123,16 @@ impl<'a> Job<'a> {
     /// Packs q and starts a local running state with base-2 logits, which is merged into the caller's state at the end.
     #[inline(always)]
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
-        let (rows, words) = (self.a.len(), call.words());
+        let (rows, words, padded_words) = (self.a.len(), call.words(), call.panel_words());
         let first = self.tile * call.work.tile.q_rows as usize;
         let factor = call.bf16.is_none().then(|| call.query_factor());
         let row = &mut floats_mut(&mut scratch.row)[..lanes * words];
-        let q = floats_mut(&mut scratch.q).chunks_exact_mut(lanes * words);
+        let q = floats_mut(&mut scratch.q).chunks_exact_mut(lanes * padded_words);
         for (from, q) in (0..rows).step_by(lanes).zip(q) {
             let at = [self.batch, first + from, self.head];
+            let (q, padding) = q.split_at_mut(lanes * words);
             pack_lanes(&call.q, at, lanes.min(rows - from), lanes, factor, row, q);
+            padding.fill(0.0);
         }
         let panels = rows.div_ceil(lanes);
         floats_mut(&mut scratch.o)[..panels * lanes * padded].fill(0.0);

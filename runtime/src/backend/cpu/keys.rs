@@ -7,12 +7,13 @@ use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelI
 use rayon::slice::ParallelSliceMut;
 
 use super::call::Call;
-use super::pack::{pack_keys, pack_value_words, pack_values};
-use super::scratch::{Line, Scratch, Spare, grow};
+use super::pack::{pack_key_tiles, pack_keys, pack_value_tiles, pack_value_words, pack_values};
+use super::scratch::{Line, Scratch, Spare, floats_mut, grow};
 use super::simd::{KernelShape, Level, WithKernel};
+use super::tiles;
 
 /// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type, or words of bf16 (module `bf16`): of two elements
-/// of a key in k, of two keys in v.
+/// of a key in k, of two keys in v. For tile registers (module `tiles`) both are in blocks of 16 words.
 #[derive(Debug, Default)]
 pub(super) struct PackedKeys {
     /// The range of the tiles.
@@ -25,9 +26,9 @@ pub(super) struct PackedKeys {
     keys_at_once: usize,
     /// Lines of one tile of k and of v.
     tile_lines: [usize; 2],
-    /// `tiles × heads × [key / MR][dim][MR]`.
+    /// `tiles × heads × [key / MR][dim][MR]`, or `[word / 16][key][16]`.
     k: Vec<Line>,
-    /// `tiles × heads × [dim / MR][key][MR]`.
+    /// `tiles × heads × [dim / MR][key][MR]`, or `[word / 16][dim][16]`.
     v: Vec<Line>,
     /// `tiles × heads`: whether v holds neither NaN nor ∞.
     finite: Vec<bool>,
@@ -36,11 +37,11 @@ pub(super) struct PackedKeys {
 /// One packed KV tile.
 #[derive(Debug)]
 pub(super) struct KeyTile<'a, const MR: usize> {
-    /// `[key / MR][dim or word][MR]`.
+    /// `[key / MR][dim or word][MR]`; for tile registers `[word / 16][key][16]`.
     pub(super) k: &'a [[f32; MR]],
-    /// `[dim / MR][key or word][MR]`.
+    /// `[dim / MR][key or word][MR]`; for tile registers `[word / 16][dim][16]`.
     pub(super) v: &'a [[f32; MR]],
-    /// Keys, or words of two keys, in a group of `v`.
+    /// Keys, or words of two keys, in a group of `v`; for tile registers elements of the head in a block of `v`.
     pub(super) stride: usize,
     /// Global position of each key.
     pub(super) positions: &'a [u32],
@@ -120,7 +121,11 @@ impl PackedKeys {
         KeyTile {
             k: k.as_chunks().0,
             v: v.as_chunks().0,
-            stride: (call.work.tile.kv_cols as usize).next_multiple_of(MR) / self.keys_at_once,
+            stride: if call.tiles.is_some() {
+                call.panel_dim(MR)
+            } else {
+                (call.work.tile.kv_cols as usize).next_multiple_of(MR) / self.keys_at_once
+            },
             positions: call.positions(tile),
             finite: self.finite[at],
         }
@@ -146,10 +151,16 @@ impl WithKernel for Pack<'_> {
         let shape = KernelShape::of::<S, MR, NV>();
         self.scratch.fit(call.work.tile, call.dim, shape);
         let words = call.words();
-        let row = &mut bytemuck::cast_slice_mut(&mut self.scratch.row)[..words * MR];
+        let row = floats_mut(&mut self.scratch.row);
         let keys = call.positions(self.tile).len();
         let first = self.tile as usize * call.work.tile.kv_cols as usize;
         let at = [self.at[0], first, self.at[1]];
+        if call.tiles.is_some() {
+            pack_key_tiles(&call.k, at, keys, words, &mut row[..call.panel_words()], self.k);
+            let dim = (call.dim, call.panel_dim(MR));
+            return pack_value_tiles(&call.v, at, keys, dim, row, self.v);
+        }
+        let row = &mut row[..words * MR];
         let stride = (call.work.tile.kv_cols as usize).next_multiple_of(MR);
         pack_keys::<MR>(&call.k, at, keys, row, self.k);
         if call.bf16.is_some() {
@@ -161,6 +172,11 @@ impl WithKernel for Pack<'_> {
 }
 
 fn tile_lines(call: &Call<'_>, shape: KernelShape) -> [usize; 2] {
+    if call.tiles.is_some() {
+        let keys = tiles::rows_of(call.work.tile.kv_cols as usize);
+        let words = (keys / 2).next_multiple_of(tiles::SIDE);
+        return [call.panel_words() * keys, words * call.panel_dim(shape.mr)].map(|floats| floats / 16);
+    }
     let keys = (call.work.tile.kv_cols as usize).next_multiple_of(shape.mr);
     [call.dim, call.dim.next_multiple_of(shape.mr)]
         .map(|dim| (keys * dim / call.elements_in_word()).div_ceil(16))

@@ -5,8 +5,8 @@
 //!
 //! The tiles are not multiplied by a GEMM crate. On one AVX2 core with a peak of 102 GFLOP/s and tiles of 96 × 120, in
 //! one process: `gemm` 0.19 reached 75 to 78 GFLOP/s in K·Qᵀ and 90 to 92 in Vᵀ·P, module `kernel` 95 to 101 and 98.
-//! Also, the operands of `kernel` stay packed, and the mask and the maximum are applied to scores in registers. Only the instruction of
-//! module `bf16` needs unsafe code.
+//! Also, the operands of `kernel` stay packed, and the mask and the maximum are applied to scores in registers. Only the instructions of
+//! modules `bf16` and `tiles` need unsafe code.
 //!
 //! A row whose visible logits are all −∞ counts as a row that saw no key (o = 0, lse = −∞). This follows from the
 //! finite `m` of an empty state, and does not depend on how the keys are cut into blocks. A logit of +∞ or NaN makes
@@ -36,6 +36,7 @@ mod simd;
 mod state;
 #[cfg(test)]
 mod tests;
+mod tiles;
 
 use std::future::{Ready, ready};
 use std::ops::Range;

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use super::CpuBuffer;
 use super::elements::Rows;
 use super::halves::{widen_bf16, widen_f16};
+use super::tiles;
 use crate::Dtype;
 use crate::backend::{Layout, Operand};
 
@@ -263,4 +264,76 @@ pub(super) fn pack_value_words<const MR: usize>(
         }
     }
     largest[0].max(largest[1]) < u32::from(bf16::INFINITY.to_bits())
+}
+
+/// Words of the head dimension as operands of tile registers: `into[word / 16][key][word % 16]`, `rows` keys in a block. Words beyond the
+/// head are 0, keys beyond `keys` are left as they are. `space` holds a row in whole tiles.
+#[inline(always)]
+pub(super) fn pack_key_tiles(
+    tensor: &Tensor<'_>,
+    [batch, first, head]: [usize; 3],
+    keys: usize,
+    words: usize,
+    space: &mut [f32],
+    into: &mut [f32],
+) {
+    space[words..].fill(0.0);
+    let rows = into.len() / space.len();
+    for key in 0..keys {
+        tensor.copy_row([batch, first + key, head], &mut space[..words]);
+        let pieces = space.as_chunks::<{ tiles::SIDE }>().0;
+        let blocks = into.chunks_exact_mut(rows * tiles::SIDE);
+        for (piece, block) in pieces.iter().zip(blocks) {
+            block[key * tiles::SIDE..][..tiles::SIDE].copy_from_slice(piece);
+        }
+    }
+}
+
+/// Words of two keys as operands of tile registers: `into[word / 16][d][word % 16]`, `rows` elements of the head in a block, of which
+/// those beyond `dim` are left as they are. Keys up to the end of a block are 0. Returns whether every element is finite. `space` holds
+/// 17 rows of `dim` words.
+#[inline(always)]
+pub(super) fn pack_value_tiles(
+    tensor: &Tensor<'_>,
+    [batch, first, head]: [usize; 3],
+    keys: usize,
+    (dim, rows): (usize, usize),
+    space: &mut [f32],
+    into: &mut [f32],
+) -> bool {
+    let (pair, space) = space.split_at_mut(dim);
+    let mut largest = 0;
+    let blocks = into.chunks_exact_mut(rows * tiles::SIDE);
+    for (from, into) in (0..keys).step_by(2 * tiles::SIDE).zip(blocks) {
+        let mut sources: [&[f32]; tiles::SIDE] = [&[]; tiles::SIDE];
+        let words = (from..keys).step_by(2).zip(space.chunks_exact_mut(dim));
+        for ((key, words), source) in words.zip(&mut sources) {
+            let (low, high) = pair.split_at_mut(dim / 2);
+            tensor.copy_row([batch, first + key, head], low);
+            if key + 1 < keys {
+                tensor.copy_row([batch, first + key + 1, head], high);
+            } else {
+                high.fill(0.0);
+            }
+            largest = largest.max(interleave(cast_slice(low), cast_slice(high), words));
+            *source = words;
+        }
+        for (d, into) in (0..dim).step_by(8).zip(into.chunks_exact_mut(8 * tiles::SIDE)) {
+            pack_block::<8>(&sources, d, None, into);
+        }
+    }
+    largest < bf16::INFINITY.to_bits()
+}
+
+/// Words of the elements of two rows; returns the bits of the largest magnitude.
+#[inline(always)]
+fn interleave(low: &[u16], high: &[u16], into: &mut [f32]) -> u16 {
+    const MAGNITUDE: u16 = 0x7fff;
+    let mut largest = [0_u16; 2];
+    for (into, (low, high)) in into.iter_mut().zip(low.iter().zip(high)) {
+        largest[0] = largest[0].max(low & MAGNITUDE);
+        largest[1] = largest[1].max(high & MAGNITUDE);
+        *into = f32::from_bits(u32::from(*low) | u32::from(*high) << 16);
+    }
+    largest[0].max(largest[1])
 }

@@ -7,10 +7,12 @@ use std::ops::Range;
 
 use pulp::Simd;
 
+use super::attend::TILE;
 use super::bf16::{WordProducts, element_of, words_of};
 use super::exp::{exp2, exp2_each, mul_add, tanh};
 use super::kernel::{Scores, WeightedSum, alone, scale};
 use super::keys::KeyTile;
+use super::tiles::{self, PreparedTiles, TileProduct};
 use crate::RowSpan;
 
 /// `NV` vectors of query rows.
@@ -18,6 +20,8 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) softcap: Option<f32>,
     /// `Some`: q and the tiles hold words, and scores are multiplied by the number (module `bf16`).
     pub(super) words: Option<(WordProducts, f32)>,
+    /// `Some`: the words are multiplied by tile registers, for which the tile is packed.
+    pub(super) tiles: Option<&'a PreparedTiles>,
     /// `[dim]`, scaled; or `[word]`, as it is.
     pub(super) q: &'a [[S::f32s; NV]],
     /// `[dim]`, un-normalised.
@@ -43,22 +47,13 @@ struct Visible<S: Simd, const NV: usize> {
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Takes the tile into the panel's state.
     #[inline(always)]
-    pub(super) fn attend(self, simd: S, keys: &KeyTile<'_, MR>) {
+    pub(super) fn attend(mut self, simd: S, keys: &KeyTile<'_, MR>) {
         let Some((range, visible)) = self.visible(simd, keys.positions) else {
             return;
         };
         let groups = range.start / MR..range.end.div_ceil(MR);
         let computed = groups.start * MR..groups.end * MR;
-        let tile = Scores {
-            simd,
-            k: &keys.k[groups.start * self.q.len()..groups.end * self.q.len()],
-            q: self.q,
-            into: &mut self.scores[computed.clone()],
-        };
-        match self.words {
-            None => alone(simd, tile),
-            Some((products, factor)) => products.scores(tile, factor),
-        }
+        self.products_of_keys(simd, keys, &groups);
         let mut m = self.ml[0];
         let stored = self.scores[computed.clone()].as_chunks_mut::<MR>().0;
         for (from, stored) in computed.step_by(MR).zip(stored) {
@@ -130,26 +125,93 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         }
         *old_m = m;
 
-        let (v, p) = (&keys.v[elements.start..], &self.scores[elements]);
-        if keys.finite || (visible.is_none() && self.terms.is_none()) {
-            let keep = grew.then_some(&keep);
-            let tile = WeightedSum { simd, v, stride: keys.stride, p, keep, o: self.o };
-            match self.words {
-                None => alone(simd, tile),
-                Some((products, _)) => products.weighted_sum(tile),
-            }
-            return;
+        let hides = visible.is_some() || self.terms.is_some();
+        // Tile registers multiply keys beside the range too: by 0, which removes only finite values.
+        let whole = self.tiles.is_none() || range.len() == keys.positions.len();
+        if keys.finite || (!hides && whole) {
+            return self.add_products_of_values(simd, keys, &elements, grew.then_some(&keep));
         }
         let seen = Seen { visible: visible.as_ref(), terms: self.terms, positions: keys.positions, range };
-        for (o, v) in self.o.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(keys.stride)) {
+        let p = &self.scores[elements.clone()];
+        let mut of_tiles = [[0.0; MR]; TILE.kv_cols as usize];
+        for (group, o) in self.o.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
             if grew {
                 scale(simd, o, &keep);
             }
-            let v = &v[..p.len()];
+            let v = if self.tiles.is_some() {
+                tiles::columns(keys.v.as_flattened(), keys.stride, group * MR, &elements, &mut of_tiles);
+                &of_tiles[..p.len()]
+            } else {
+                &keys.v[group * keys.stride..][elements.clone()]
+            };
             *o = match self.words {
                 None => add_where_seen::<S, MR, NV, false>(simd, *o, v, p, &seen),
                 Some(_) => add_where_seen::<S, MR, NV, true>(simd, *o, v, p, &seen),
             };
+        }
+    }
+
+    /// The scores of some groups of `MR` keys.
+    #[inline(always)]
+    fn products_of_keys(&mut self, simd: S, keys: &KeyTile<'_, MR>, groups: &Range<usize>) {
+        let computed = groups.start * MR..groups.end * MR;
+        if let (Some(tiles), Some((_, factor))) = (self.tiles, self.words) {
+            let room = computed.start..computed.start + tiles::rows_of(computed.len());
+            tiles.multiply(TileProduct {
+                a: keys.k.as_flattened(),
+                rows: keys.k.as_flattened().len() / self.q.len(),
+                first: computed.start,
+                b: bytemuck::cast_slice(self.q.as_flattened()),
+                c: bytemuck::cast_slice_mut(self.scores[room].as_flattened_mut()),
+                add: false,
+            });
+            return scale(simd, &mut self.scores[computed], &[simd.splat_f32s(factor); NV]);
+        }
+        let tile = Scores {
+            simd,
+            k: &keys.k[groups.start * self.q.len()..groups.end * self.q.len()],
+            q: self.q,
+            into: &mut self.scores[computed],
+        };
+        match self.words {
+            None => alone(simd, tile),
+            Some((products, factor)) => products.scores(tile, factor),
+        }
+    }
+
+    /// The weighted sum of the values of some keys, or words of two keys.
+    #[inline(always)]
+    fn add_products_of_values(
+        &mut self,
+        simd: S,
+        keys: &KeyTile<'_, MR>,
+        elements: &Range<usize>,
+        keep: Option<&[S::f32s; NV]>,
+    ) {
+        if let Some(tiles) = self.tiles {
+            if let Some(keep) = keep {
+                scale(simd, self.o, keep);
+            }
+            let whole =
+                elements.start / tiles::SIDE * tiles::SIDE..elements.end.next_multiple_of(tiles::SIDE);
+            for beside in [whole.start..elements.start, elements.end..whole.end] {
+                self.scores[beside].fill([simd.splat_f32s(0.0); NV]);
+            }
+            return tiles.multiply(TileProduct {
+                a: &keys.v.as_flattened()[whole.start * keys.stride..],
+                rows: keys.stride,
+                first: 0,
+                b: bytemuck::cast_slice(self.scores[whole].as_flattened()),
+                c: bytemuck::cast_slice_mut(self.o.as_flattened_mut()),
+                add: true,
+            });
+        }
+        let v = &keys.v[elements.start..];
+        let p = &self.scores[elements.clone()];
+        let tile = WeightedSum { simd, v, stride: keys.stride, p, keep, o: self.o };
+        match self.words {
+            None => alone(simd, tile),
+            Some((products, _)) => products.weighted_sum(tile),
         }
     }
 

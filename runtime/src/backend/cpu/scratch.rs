@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::simd::KernelShape;
+use super::tiles;
 use crate::TileShape;
 
 /// A cache line: vectors in scratch memory never straddle two.
@@ -31,9 +32,12 @@ impl Scratch {
     /// Makes room; contents are unspecified.
     pub(super) fn fit(&mut self, tile: TileShape, dim: usize, shape: KernelShape) {
         let keys = (tile.kv_cols as usize).next_multiple_of(shape.mr);
+        let keys = tiles::rows_of(keys);
         let rows = (tile.q_rows as usize).next_multiple_of(shape.lanes);
-        grow(&mut self.q, rows * dim);
-        grow(&mut self.o, rows * dim.next_multiple_of(shape.mr));
+        // Room for whole tile registers, where there are any.
+        let padded = dim.next_multiple_of(shape.mr).next_multiple_of(tiles::SIDE);
+        grow(&mut self.q, rows * padded);
+        grow(&mut self.o, rows * padded);
         grow(&mut self.ml, rows * 2);
         grow(&mut self.scores, keys * shape.lanes);
         grow(&mut self.terms, keys * shape.lanes);

@@ -3,6 +3,7 @@
 use pulp::{Arch, Scalar128b, Simd, WithSimd};
 
 use super::bf16::WordProducts;
+use super::tiles::TileProducts;
 
 /// An instruction set found on this machine, or portable code in vectors of four that any compiler target can lower.
 #[derive(Clone, Copy, Debug)]
@@ -11,6 +12,8 @@ pub(super) struct Level {
     arch: Option<Arch>,
     /// Products of bf16 elements without a conversion.
     bf16: Option<WordProducts>,
+    /// The same by tile registers, for many rows at a time; `Some` only where `bf16` is.
+    tiles: Option<TileProducts>,
     /// The kernel for 32 vector registers on any machine, for tests.
     #[cfg(test)]
     wide: bool,
@@ -50,17 +53,31 @@ impl Level {
     /// This one with products of bf16 in f32 arithmetic.
     #[cfg(test)]
     pub(super) fn with_emulated_bf16(self) -> Self {
-        Self { bf16: Some(WordProducts::emulated()), ..self }
+        Self { bf16: Some(WordProducts::emulated()), tiles: None, ..self }
+    }
+
+    /// This one with products of bf16, and products of tiles, in f32 arithmetic. It must have 4 or 16 lanes.
+    #[cfg(test)]
+    pub(super) fn with_emulated_tiles(self) -> Self {
+        Self { tiles: Some(TileProducts::emulated()), wide: true, ..self.with_emulated_bf16() }
+    }
+
+    /// This one without tile registers.
+    #[cfg(test)]
+    pub(super) fn without_tiles(self) -> Self {
+        Self { tiles: None, ..self }
     }
 
     fn of(arch: Option<Arch>) -> Self {
+        let bf16 = match arch {
+            #[cfg(target_arch = "x86_64")]
+            Some(Arch::V4(_)) => WordProducts::detect(),
+            _ => None,
+        };
         Self {
             arch,
-            bf16: match arch {
-                #[cfg(target_arch = "x86_64")]
-                Some(Arch::V4(_)) => WordProducts::detect(),
-                _ => None,
-            },
+            bf16,
+            tiles: bf16.and_then(|_| TileProducts::detect()),
             #[cfg(test)]
             wide: false,
         }
@@ -71,6 +88,11 @@ impl Level {
         self.bf16
     }
 
+    /// Its products of bf16 by tile registers, if it has any.
+    pub(super) fn tiles(self) -> Option<TileProducts> {
+        self.tiles
+    }
+
     /// Runs `op` with this level's kernel.
     #[inline(always)]
     pub(super) fn run<Op: WithKernel>(self, op: Op) -> Op::Output {
@@ -78,6 +100,8 @@ impl Level {
             op,
             #[cfg(test)]
             wide: self.wide,
+            #[cfg(test)]
+            tiles: self.tiles.is_some(),
         })
     }
 
@@ -98,6 +122,8 @@ impl Level {
     /// Its name, for reports.
     pub(super) fn name(self) -> &'static str {
         match self.arch {
+            #[cfg(target_arch = "x86_64")]
+            Some(Arch::V4(_)) if self.tiles.is_some() => "AVX-512 with bf16, AMX",
             #[cfg(target_arch = "x86_64")]
             Some(Arch::V4(_)) if self.bf16.is_some() => "AVX-512 with bf16",
             #[cfg(target_arch = "x86_64")]
@@ -122,6 +148,8 @@ struct Kernel<Op> {
     op: Op,
     #[cfg(test)]
     wide: bool,
+    #[cfg(test)]
+    tiles: bool,
 }
 
 impl<Op: WithKernel> WithSimd for Kernel<Op> {
@@ -129,6 +157,11 @@ impl<Op: WithKernel> WithSimd for Kernel<Op> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Op::Output {
+        // A panel for tiles has 48 rows.
+        #[cfg(test)]
+        if self.tiles && S::F32_LANES == 4 {
+            return self.op.with_kernel::<S, 8, 12>(simd);
+        }
         #[cfg(test)]
         if self.wide {
             return self.op.with_kernel::<S, 8, 3>(simd);

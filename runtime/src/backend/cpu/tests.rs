@@ -77,12 +77,14 @@ fn backends() -> Vec<CpuBackend> {
     let (best, portable) = (simd::Level::detect(), simd::Level::portable());
     [
         best,
+        best.without_tiles(),
         simd::Level::of_eight_lanes(),
         best.wide(),
         best.wide().with_emulated_bf16(),
         portable,
         portable.wide(),
         portable.with_emulated_bf16(),
+        portable.with_emulated_tiles(),
     ]
     .map(|level| CpuBackend { level, ..CpuBackend::new() })
     .into()
@@ -315,16 +317,34 @@ fn logits_that_grow_from_tile_to_tile_by_little_or_by_much_agree_with_the_defini
 
 #[test]
 fn products_of_bf16_by_instructions_are_those_of_f32_arithmetic() {
-    let level = simd::Level::detect();
+    let level = simd::Level::detect().without_tiles();
     if level.bf16().is_none() {
         eprintln!("not run: this processor has no products of bf16");
         return;
     }
+    agree_in_bf16([level, level.with_emulated_bf16()]);
+}
+
+/// With `KYKLOS_REQUIRE_AMX=1` it fails where there are no tile registers.
+#[test]
+fn products_of_tiles_by_instructions_are_those_of_f32_arithmetic() {
+    let level = simd::Level::detect();
+    if level.tiles().is_none() {
+        let wanted = std::env::var_os("KYKLOS_REQUIRE_AMX").is_some_and(|value| value == "1");
+        assert!(!wanted, "no tile registers: {}", level.name());
+        eprintln!("not run: this processor has no tile registers");
+        return;
+    }
+    agree_in_bf16([level, level.with_emulated_tiles()]);
+    agree_in_bf16([level, level.without_tiles()]);
+}
+
+fn agree_in_bf16(levels: [simd::Level; 2]) {
     for (shape, mask) in
         [([1, 301, 4, 2, 64], "causal"), ([2, 97, 2, 1, 72], "window:31,7"), ([1, 250, 1, 1, 256], "full")]
     {
         let case = case(shape, Dtype::Bf16, mask);
-        let [native, emulated] = [level, level.with_emulated_bf16()].map(|level| {
+        let [native, emulated] = levels.map(|level| {
             let (a, ml) = run(&CpuBackend { level, ..CpuBackend::new() }, &case, &all_keys(&case)).state;
             [decode(Dtype::F32, &a), decode(Dtype::F32, &ml)].concat()
         });
@@ -332,7 +352,7 @@ fn products_of_bf16_by_instructions_are_those_of_f32_arithmetic() {
         // weight, which is at most 2^8 by the kernel's slack and usually 1.
         let largest = native.iter().map(|x| x.abs()).fold(0.0, f32::max);
         let error = native.iter().zip(&emulated).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        assert!(error <= 1e-3 * largest, "{shape:?} {mask}: {error} of {largest}");
+        assert!(error <= 1e-3 * largest, "{levels:?} {shape:?} {mask}: {error} of {largest}");
         assert!(native != vec![0.0; native.len()]);
     }
 }

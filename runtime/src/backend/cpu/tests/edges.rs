@@ -9,7 +9,7 @@ fn keys_that_a_row_cannot_see_do_not_reach_it_even_if_they_are_nan() {
     for (backend, dtype) in
         backends().iter().flat_map(|backend| [(backend, Dtype::F32), (backend, Dtype::Bf16)])
     {
-        for mask in ["causal", "window:20,4", "valid:130", "documents:0,61,150"] {
+        for mask in ["causal", "window:20,4", "valid:130", "documents:0,61,150", "documents:0,136,150"] {
             let clean = case([1, 150, 2, 1, 32], dtype, mask);
             let expected = run(backend, &clean, &all_keys(&clean));
             for poison in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
