@@ -17,6 +17,7 @@
 //! - [`NcclCollective`] moves messages between CUDA devices of a group's ranks by NCCL, which is loaded at run time. Messages from and
 //!   to other ranks are staged in host memory.
 //! - [`CudaPeers`] copies messages between CUDA devices of one process, without NCCL.
+//! - [`FormedCollective`] is the one of these that the ranks of a group agree on.
 //! - Unsafe code is in `driver/`, in `images/nvrtc.rs`, in `nccl/library.rs` and `nccl/communicator.rs`, and `caller.rs` has an
 //!   unsafe function.
 //!
@@ -29,12 +30,15 @@
 //! - `ops`: the operations as launches of kernels.
 //! - `devices`, `backend`: the list of devices, and the `Backend`.
 //! - `caller`: tensors in memory of a caller.
+//! - `staged`: messages through host memory, beside those from device to device.
 //! - `nccl`: the library NCCL, communicators, and the collective.
 //! - `peers`: the collective of one process.
+//! - `collective`: which of them a group uses.
 #![deny(unsafe_code)]
 
 mod backend;
 mod caller;
+mod collective;
 mod device;
 mod devices;
 mod driver;
@@ -43,9 +47,11 @@ mod kernels;
 mod nccl;
 mod ops;
 mod peers;
+mod staged;
 
 pub use backend::CudaBackend;
 pub use caller::{CallerMemory, CudaTensor, Written};
+pub use collective::{CollectiveWish, FormedCollective};
 pub use device::{CudaBuffer, CudaOptions, Download};
 pub use devices::{CudaDevice, availability, devices};
 pub use driver::{CallerStream, Unavailable};

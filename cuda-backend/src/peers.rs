@@ -1,31 +1,39 @@
 //! Ranks of one process with a CUDA device each: messages between them are copies from device to device.
 
-use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::future::{try_join, try_join_all};
 use kyklos::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use kyklos::bytes::Bytes;
 use kyklos::collective::{
-    Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece,
+    Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_or_error,
 };
 use kyklos::{Error, Meter, Result};
-use kyklos_transport::{Rank, Tag, Transport, TransportError};
+use kyklos_transport::{Rank, Tag, Transport, TransportError, Vote};
 
 use crate::backend::CudaBackend;
 use crate::device::{CudaBuffer, MessageStream};
+use crate::staged::{self, Arrival, Departure};
 
 mod form;
+mod waiting;
+
+use waiting::Waiting;
 
 /// A collective for ranks of one process that have a CUDA device each. Between them a message is a copy from device memory to device
 /// memory, which the driver makes over NVLink or PCIe where it can. The receiver makes it when the bytes are complete on the sender;
 /// one byte through the transport tells it, so deadlines and aborts are those of the transport. Messages to other ranks are staged in
 /// host memory.
 ///
-/// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL. Pieces of a
-/// message that no rank takes, because the group has failed, are kept until the collectives of all ranks of the process are dropped.
+/// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL.
+///
+/// - **Memory.** What a copy reads is kept until the copy is done, also memory of a caller; if that will never be known, it is never
+///   freed. A message that no rank takes, because the group has failed, is freed when the exchange of one of the two ranks ends, or when
+///   one of their collectives is dropped.
+/// - **Failure.** What has arrived before a failure is kept for survivors, in whichever way it came.
 ///
 /// **It has run on a fake driver only, never on a GPU.**
 ///
@@ -58,10 +66,6 @@ pub struct CudaPeers {
     /// The way of messages.
     words: String,
 }
-
-/// The messages between the ranks of this process that the receiver has not taken yet. By sender, receiver and tag: the pieces, on the
-/// device of the sender.
-type Waiting = Mutex<BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>>;
 
 impl CudaPeers {
     /// The collectives of ranks of this process, each with its end of the group and its device; the group may have other ranks too. A
@@ -98,10 +102,6 @@ impl CudaPeers {
         self.here.iter().find(|(of, _)| *of == rank).map(|(_, device)| device)
     }
 
-    fn waiting(&self) -> MutexGuard<'_, BTreeMap<(Rank, Rank, Tag), Vec<DeviceBuffer>>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn backend<'d>(&self, device: &'d Device) -> Result<&'d CudaBackend> {
         if device.is_same(&self.device) { cuda(device) } else { Err(foreign(device)) }
     }
@@ -123,20 +123,25 @@ impl CudaPeers {
         Ok(copy)
     }
 
-    /// Takes the message `tag` of `from`, which is complete: copies of its pieces on the device of this rank.
-    fn take(
+    /// The message `tag` of `from`, which is complete: copies of its pieces on the device of this rank.
+    async fn copy_message(
         &self,
+        pieces: Option<Vec<DeviceBuffer>>,
         from: Rank,
         tag: Tag,
         piece_bytes: &[usize],
     ) -> std::result::Result<Vec<DeviceBuffer>, ExchangeError> {
-        let pieces = self.waiting().remove(&(from, self.transport.rank(), tag));
-        // A sender of this process puts a message there before it tells.
-        let (Some(pieces), Some(theirs)) = (pieces, self.device_of(from)) else {
-            let text = format!("it says that the message of {tag} is in this process, and it is not");
-            return Err(ExchangeError::Transport(TransportError::PeerMisbehaved { peer: from, text }));
-        };
-        self.copy_all(&pieces, theirs, piece_bytes).map_err(ExchangeError::Own)
+        if let (Some(pieces), Some(theirs)) = (pieces, self.device_of(from)) {
+            return self.copy_all(&pieces, theirs, piece_bytes).map_err(ExchangeError::Own);
+        }
+        // A sender of this process puts a message there before it tells, and takes it back if its exchange ends.
+        if self.transport.stop_flag().load(Ordering::Acquire) {
+            // Any call of the transport returns the failure of a group that has been aborted.
+            let failure = self.transport.agree(Vote::ready([0; 32]), self.deadline).await;
+            failure.map_err(ExchangeError::Transport)?;
+        }
+        let text = format!("it says that the message of {tag} is in this process, and it is not there");
+        Err(ExchangeError::Transport(TransportError::PeerMisbehaved { peer: from, text }))
     }
 
     /// Copies of pieces of the device `theirs` on the device of this rank.
@@ -181,6 +186,63 @@ impl fmt::Display for CudaPeers {
 /// Tells a receiver that the message waits for it.
 const HERE: Bytes = Bytes::from_static(&[1]);
 
+impl CudaPeers {
+    fn post_recv<'a>(
+        &'a self,
+        device: &'a Device,
+        meter: &'a Meter,
+        tag: Tag,
+        recv: &Incoming,
+    ) -> Arrival<'a> {
+        let Incoming { from, piece_bytes } = recv.clone();
+        if !self.is_here(from) {
+            return staged::receive(&self.staged, device, meter, tag, recv);
+        }
+        let expected = self.waiting.expect((from, self.transport.rank(), tag));
+        let posted = self.transport.post_recv(from, tag, &[HERE.len()], self.deadline);
+        Box::pin(async move {
+            posted.await.map_err(ExchangeError::Transport)?;
+            let pieces = expected.take();
+            self.copy_message(pieces, from, tag, &piece_bytes).await
+        })
+    }
+
+    /// Posts a message to a rank of this process.
+    fn post_send<'a>(
+        &'a self,
+        device: &Device,
+        meter: &Meter,
+        tag: Tag,
+        memory: &mut Memory<DeviceBuffer>,
+        Outgoing { to, pieces }: &Outgoing,
+    ) -> Departure<'a> {
+        let ready = self.backend(device).and_then(|backend| {
+            let buffers = pieces.iter().map(|piece| Self::piece(device, memory, piece));
+            let buffers = buffers.collect::<Result<Vec<_>>>()?;
+            let written: Vec<_> = buffers.iter().filter_map(DeviceBuffer::get::<CudaBuffer>).collect();
+            let ready = backend.device.written(&written)?;
+            Ok((buffers, ready))
+        });
+        meter.sent(pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
+        let pulse = self.transport.pulse();
+        let key = (self.transport.rank(), *to, tag);
+        Box::pin(async move {
+            let (buffers, ready) = ready.map_err(ExchangeError::Own)?;
+            // The receiver's device must not wait for this one: it could not tell a device that hangs from its own.
+            let work = pulse.work();
+            let complete = ready.await.unwrap_or(Err(Error::Cancelled));
+            drop(work);
+            complete.map_err(ExchangeError::Own)?;
+            let offered = self.waiting.put(key, buffers);
+            let (_, to, tag) = key;
+            let posted = self.transport.post_send(to, tag, vec![HERE], self.deadline);
+            posted.await.map_err(ExchangeError::Transport)?;
+            offered.told();
+            Ok(())
+        })
+    }
+}
+
 impl Collective<Device> for CudaPeers {
     fn post_exchange<'a>(
         &'a self,
@@ -191,68 +253,23 @@ impl Collective<Device> for CudaPeers {
         sends: &[Outgoing],
         recvs: &[Incoming],
     ) -> Arrivals<'a, DeviceBuffer> {
-        let (sends_here, sends_there): (Vec<Outgoing>, Vec<Outgoing>) =
+        // Receives first: a peer may already wait for them.
+        let received: Vec<Arrival<'a>> =
+            recvs.iter().map(|recv| self.post_recv(device, meter, tag, recv)).collect();
+        let (here, there): (Vec<Outgoing>, Vec<Outgoing>) =
             sends.iter().cloned().partition(|send| self.is_here(send.to));
-        let (recvs_here, recvs_there): (Vec<Incoming>, Vec<Incoming>) =
-            recvs.iter().cloned().partition(|recv| self.is_here(recv.from));
-        let is_here: Vec<bool> = recvs.iter().map(|recv| self.is_here(recv.from)).collect();
-        let me = self.transport.rank();
-        let received: Vec<_> = recvs_here
-            .into_iter()
-            .map(|recv| (self.transport.post_recv(recv.from, tag, &[HERE.len()], self.deadline), recv))
-            .map(|(posted, Incoming { from, piece_bytes })| async move {
-                posted.await.map_err(ExchangeError::Transport)?;
-                self.take(from, tag, &piece_bytes)
-            })
-            .collect();
-        let sent: Vec<_> = sends_here
-            .into_iter()
-            .map(|Outgoing { to, pieces }| {
-                let ready = self.backend(device).and_then(|backend| {
-                    let buffers = pieces.iter().map(|piece| Self::piece(device, memory, piece));
-                    let buffers = buffers.collect::<Result<Vec<_>>>()?;
-                    let written: Vec<_> =
-                        buffers.iter().filter_map(DeviceBuffer::get::<CudaBuffer>).collect();
-                    let ready = backend.device.written(&written)?;
-                    Ok((buffers, ready))
-                });
-                meter.sent(pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
-                let pulse = self.transport.pulse();
-                async move {
-                    let (buffers, ready) = ready.map_err(ExchangeError::Own)?;
-                    // The receiver's device must not wait for this one: it could not tell a device that hangs from its own.
-                    let work = pulse.work();
-                    let complete = ready.await.unwrap_or(Err(Error::Cancelled));
-                    drop(work);
-                    complete.map_err(ExchangeError::Own)?;
-                    self.waiting().insert((me, to, tag), buffers);
-                    let posted = self.transport.post_send(to, tag, vec![HERE], self.deadline);
-                    posted.await.map_err(ExchangeError::Transport)?;
-                    Ok(())
-                }
-            })
-            .collect();
-        let there = self.staged.post_exchange(device, meter, tag, memory, &sends_there, &recvs_there);
+        let mut sent: Vec<Departure<'a>> =
+            here.iter().map(|send| self.post_send(device, meter, tag, memory, send)).collect();
+        sent.extend(staged::send(&self.staged, device, meter, tag, memory, &there));
         Box::pin(async move {
-            let (mut here, mut there_arrived) = (none(received.len()), none(recvs_there.len()));
-            let ours = async {
-                try_join(keep_each(received, &mut here), try_join_all(sent)).await?;
+            let mut arrived: Vec<Option<Vec<DeviceBuffer>>> = received.iter().map(|_| None).collect();
+            let received = async {
+                all_or_error(received, &mut arrived).await?;
+                meter.arrived(tag.message);
                 Ok(())
             };
-            let theirs = async {
-                let (arrived, error) = match there.await {
-                    Ok(arrived) => (arrived.into_iter().map(Some).collect(), None),
-                    Err(Broken { error, arrived }) => (arrived, Some(error)),
-                };
-                there_arrived = arrived;
-                error.map_or(Ok(()), Err)
-            };
             // The first failure ends the exchange. What has arrived by then may be of use to survivors.
-            let ended = try_join(ours, theirs).await;
-            let (mut here, mut there) = (here.into_iter(), there_arrived.into_iter());
-            let place = |is_here| if is_here { here.next() } else { there.next() }.flatten();
-            let arrived: Vec<Option<Vec<DeviceBuffer>>> = is_here.into_iter().map(place).collect();
-            match ended {
+            match try_join(received, try_join_all(sent)).await {
                 Ok(_) => Ok(arrived.into_iter().flatten().collect()),
                 Err(error) => Err(Broken { error, arrived }),
             }
@@ -268,18 +285,8 @@ impl Collective<Device> for CudaPeers {
     }
 }
 
-fn none<T>(count: usize) -> Vec<Option<T>> {
-    (0..count).map(|_| None).collect()
-}
-
-/// Ends when all of `futures` have ended or one of them has failed. Puts each value into its place in `kept` when it is there.
-async fn keep_each<T, E>(
-    futures: Vec<impl Future<Output = std::result::Result<T, E>>>,
-    kept: &mut [Option<T>],
-) -> std::result::Result<(), E> {
-    let kept = futures.into_iter().zip(kept).map(|(future, kept)| async move {
-        *kept = Some(future.await?);
-        Ok(())
-    });
-    try_join_all(kept).await.map(drop)
+impl Drop for CudaPeers {
+    fn drop(&mut self) {
+        self.waiting.leave(self.transport.rank());
+    }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::{Error, Session, SessionOptions};
+use kyklos_cuda::CollectiveWish;
 use kyklos_launch::{SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
     Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
@@ -16,7 +17,7 @@ use kyklos_transport::quic::{
 use kyklos_transport::{Rank, Transport, TransportError, in_process_group};
 use pyo3::prelude::*;
 
-use crate::collective::{Choice, ONE_DEVICE};
+use crate::collective::{self, ONE_DEVICE};
 use crate::group::Group;
 use crate::{devices, errors};
 
@@ -73,15 +74,15 @@ pub(crate) fn local(
     world: u32,
     settings: SessionSettings,
 ) -> PyResult<Vec<Group>> {
-    let choice = settings.choice(py)?;
+    let wish = settings.wish(py)?;
     let refuse = |mismatch: String, remedy: &str| errors::of_call(py, &Error::request(mismatch, remedy));
     if world == 0 || world > LOCAL_RANKS {
         return Err(refuse(format!("a group of {world} ranks in one process"), "use 1 to 1024 ranks"));
     }
     let open = |name: &str| py.detach(|| devices::open(name)).map_err(|error| errors::of_call(py, &error));
     let transports = in_process_group(world);
-    let places: Vec<_> = match (&names[..], choice) {
-        ([one], Choice::Host) => {
+    let places: Vec<_> = match (&names[..], wish) {
+        ([one], CollectiveWish::Host) => {
             let (options, leave) = (settings.options(py)?, settings.leave(py)?);
             let sessions = Session::on_one_device(transports, &open(one)?, &options);
             return sessions
@@ -89,7 +90,7 @@ pub(crate) fn local(
                 .map(|session| Group::new(session, leave, ONE_DEVICE.to_owned()))
                 .collect();
         }
-        ([one], Choice::Nccl { .. }) => {
+        ([one], CollectiveWish::Nccl { .. } | CollectiveWish::Auto { .. }) => {
             let device = open(one)?;
             transports.into_iter().map(|transport| (transport, device.clone())).collect()
         }
@@ -276,15 +277,15 @@ impl SessionSettings {
         seconds(py, "leave_s", self.leave_s)
     }
 
-    fn choice(&self, py: Python<'_>) -> PyResult<Choice> {
-        Choice::of(&self.collective, self.nccl_cluster).map_err(|error| errors::of_call(py, &error))
+    fn wish(&self, py: Python<'_>) -> PyResult<CollectiveWish> {
+        collective::wish(&self.collective, self.nccl_cluster).map_err(|error| errors::of_call(py, &error))
     }
 
     /// Before the group forms: wrong settings must not end a group.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.options(py)?;
         self.leave(py)?;
-        self.choice(py).map(|_| ())
+        self.wish(py).map(|_| ())
     }
 
     /// The group of a rank.
@@ -295,12 +296,12 @@ impl SessionSettings {
 
     /// The groups of ranks of this process, which agree on how messages go.
     fn groups(&self, py: Python<'_>, places: Vec<(Arc<dyn Transport>, Device)>) -> PyResult<Vec<Group>> {
-        let (options, leave, choice) = (self.options(py)?, self.leave(py)?, self.choice(py)?);
+        let (options, leave, wish) = (self.options(py)?, self.leave(py)?, self.wish(py)?);
         let sessions = interruptible(py, move || {
             std::thread::scope(|scope| {
                 let open = |(transport, device)| {
                     let options = options.clone();
-                    scope.spawn(move || choice.session(transport, device, options, leave))
+                    scope.spawn(move || collective::session(wish, transport, device, options, leave))
                 };
                 let opening: Vec<_> = places.into_iter().map(open).collect();
                 let joined = opening.into_iter().map(|thread| thread.join().expect("forming does not panic"));

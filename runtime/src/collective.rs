@@ -265,9 +265,21 @@ impl<B: Backend> Collective<B> for HostStaged {
     }
 }
 
-/// Ends when all of `futures` have ended or one of them has failed. Puts their values into `done`. After a failure,
-/// `done` also gets the values of the futures that are ready at that time.
-async fn all_or_error<T, E>(
+/// Ends when all of `futures` have ended or one of them has failed. Puts their values into `done`, in the same order. After a failure,
+/// `done` also gets the values of the futures that are ready at that time: what [`Broken`] is made of.
+///
+/// ```
+/// use std::future::{Ready, ready};
+///
+/// let futures: Vec<Ready<Result<u32, &str>>> = vec![ready(Err("lost")), ready(Ok(2))];
+/// let mut done = [None, None];
+/// let ended = pollster::block_on(kyklos::collective::all_or_error(futures, &mut done));
+/// assert_eq!((ended, done), (Err("lost"), [None, Some(2)]));
+/// ```
+///
+/// # Errors
+/// The first failure.
+pub async fn all_or_error<T, E>(
     futures: Vec<impl Future<Output = Result<T, E>>>,
     done: &mut [Option<T>],
 ) -> Result<(), E> {

@@ -180,7 +180,7 @@ impl Meter {
     }
 
     /// All messages that the exchange `id` receives have arrived.
-    pub(crate) fn arrived(&self, id: u32) {
+    pub fn arrived(&self, id: u32) {
         self.under_way.borrow_mut().entry(id).or_default().arrived_ns = Some(self.clock.now_ns());
     }
 

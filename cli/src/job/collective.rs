@@ -5,7 +5,7 @@ use std::sync::Arc;
 use clap::Args;
 use kyklos::backend::Device;
 use kyklos::{Session, SessionOptions};
-use kyklos_cuda::{CudaPeers, NcclCollective, NcclDecision, NcclObserver, NcclOptions};
+use kyklos_cuda::{CollectiveWish, FormedCollective, NcclObserver};
 use kyklos_transport::Transport;
 
 use crate::devices::{BackendKind, DeviceRequest};
@@ -75,50 +75,30 @@ impl Ways {
         device: Device,
         options: SessionOptions,
     ) -> Result<(Session, Option<AgreedWays>)> {
-        let Self { collective, nccl_cluster } = self;
-        if collective == CollectiveName::Host {
-            return Ok((Session::with_options(Arc::clone(transport), device, options), None));
-        }
-        let form_within = options.deadline.min(NcclOptions::default().form_within);
-        let nccl = NcclOptions {
-            deadline: options.deadline,
-            form_within,
-            resumable: options.resumable,
-            cluster: nccl_cluster,
-            partial: collective == CollectiveName::Auto,
-            ..NcclOptions::default()
+        let Self { collective, nccl_cluster: cluster } = self;
+        let wish = match collective {
+            CollectiveName::Host => {
+                return Ok((Session::with_options(Arc::clone(transport), device, options), None));
+            }
+            CollectiveName::Nccl => CollectiveWish::Nccl { cluster },
+            CollectiveName::Auto => CollectiveWish::Auto { cluster },
         };
-        let decision = pollster::block_on(NcclCollective::form(transport, &device, nccl))?;
-        let say = |text: String| {
-            if transport.rank().0 == 0 {
-                note(&text);
+        let formed = pollster::block_on(FormedCollective::form(wish, transport, &device, &options))?;
+        let agreed = AgreedWays { ways: formed.to_string(), nccl: formed.nccl };
+        let why = match formed.refusal {
+            Some(refusal) if collective == CollectiveName::Nccl => {
+                return Err(Failure::run(format!("{refusal}: use --collective host")));
             }
+            refusal => refusal.map_or_else(String::new, |refusal| format!("{refusal}; ")),
         };
-        match decision {
-            NcclDecision::Use(nccl) => {
-                let agreed = AgreedWays { ways: nccl.to_string(), nccl: nccl.observe() };
-                say(format!("messages go by {}; this has never been tried on a GPU", agreed.ways));
-                Ok((Session::with_collective(Arc::clone(transport), device, nccl, options), Some(agreed)))
-            }
-            NcclDecision::Leave(refusal) if collective == CollectiveName::Auto => {
-                let peers =
-                    pollster::block_on(CudaPeers::form(transport, &device, form_within, options.deadline))?;
-                let transport = Arc::clone(transport);
-                let (session, ways) = match peers {
-                    Some(peers) => {
-                        say(format!("{refusal}; messages go by {peers}; this has never been tried on a GPU"));
-                        let ways = peers.to_string();
-                        (Session::with_collective(transport, device, peers, options), ways)
-                    }
-                    None => {
-                        say(format!("{refusal}; messages go through host memory"));
-                        (Session::with_options(transport, device, options), "host memory".to_owned())
-                    }
-                };
-                let ways = format!("{ways} ({refusal})");
-                Ok((session, Some(AgreedWays { ways, nccl: None })))
-            }
-            NcclDecision::Leave(refusal) => Err(Failure::run(format!("{refusal}: use --collective host"))),
+        if transport.rank().0 == 0 {
+            let way = formed.way;
+            note(&match formed.between_devices {
+                true => format!("{why}messages go by {way}; this has never been tried on a GPU"),
+                false => format!("{why}messages go through {way}"),
+            });
         }
+        let session = Session::with_collective(Arc::clone(transport), device, formed.collective, options);
+        Ok((session, Some(agreed)))
     }
 }

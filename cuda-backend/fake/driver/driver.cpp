@@ -263,6 +263,8 @@ API cuEventRecord(Event *event, Stream *stream) {
     const std::shared_ptr<EventRecord> record = std::make_shared<EventRecord>();
     if (stream->device != current) return INVALID_HANDLE;
     if (stream->capturing) die("an event was recorded on a stream that captures a graph");
+    const u64 refused = config().refuse_event_at;
+    if (stream->has_copied && ++state().events_of_copies >= refused && refused) return OUT_OF_MEMORY;
     record->device = current;
     record->by_caller = stream->by_caller;
     record->by_nccl = stream->by_nccl;

@@ -51,6 +51,7 @@ struct Config {
     // NCCL's from its first operation of NCCL, or copy between devices, on.
     u64 ignore_nccl_waits = 0;
     u64 hold_until = 0;     // no kernel of a device runs before the device has had so many launches
+    u64 copy_ms = 0;        // a copy from another device to device 0 takes this much longer
     u64 report = 0;         // print counts at exit
     // Faults of device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation fails: the n-th and all later ones
@@ -59,6 +60,8 @@ struct Config {
     u64 sticky_at = 0;      // a launch fails on the device with the code `sticky`
     u64 sticky = ILLEGAL_ADDRESS;
     u64 hang_at = 0;        // a launch never ends
+    // Not of device 0 only: an event is refused on a stream that has had a copy between devices: the n-th and all later ones.
+    u64 refuse_event_at = 0;
     u64 graph_create_at = 0, graph_instantiate_at = 0, graph_launch_at = 0;  // a graph call fails: only the n-th
     u64 graph_code = OUT_OF_MEMORY;
 };
@@ -87,6 +90,7 @@ struct Stream {
     bool busy = false, closed = false;
     bool by_caller = false;  // made by cuStreamCreate, which the backend does not call
     bool by_nccl = false;    // has had an operation of NCCL, or a copy between devices
+    bool has_copied = false;  // has had a copy between devices
     bool capturing = false;
     u64 random, number;
 };
@@ -155,7 +159,7 @@ struct State {
     std::set<Graph *> graphs;
     std::set<GraphExec *> graph_execs;
     std::map<std::string, u64> launched;  // of each kernel
-    u64 launches = 0, waits = 0, pageable = 0, copied = 0, downloaded = 0, between_devices = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0;
+    u64 launches = 0, waits = 0, pageable = 0, copied = 0, downloaded = 0, between_devices = 0, graphs_made = 0, graph_launches = 0, graph_kernels = 0, events_of_copies = 0;
 };
 State &state();
 

@@ -177,8 +177,10 @@ API cuMemcpyPeerAsync(u64 into, Device *into_context, u64 from, Device *from_con
         return on_device(address, bytes) && std::prev(state().memory.upper_bound(address))->second.device == context;
     };
     if (!is_of(into, bytes, into_context) || !is_of(from, bytes, from_context)) return INVALID_VALUE;
-    stream->by_nccl = true;
+    stream->by_nccl = stream->has_copied = true;
+    const u64 longer_ms = into_context->ordinal == 0 ? config().copy_ms : 0;
     submit(*stream, [=] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(longer_ms));
         Held held(state().lock);
         if (!is_of(into, bytes, into_context) || !is_of(from, bytes, from_context)) die("a copy between devices meets memory that was freed");
         state().between_devices += bytes;

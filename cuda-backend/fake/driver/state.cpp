@@ -32,6 +32,7 @@ const Config &config() {
             {"nvrtc", &config.nvrtc},
             {"memory_mb", &config.memory_mb}, {"delay_us", &config.delay_us},
             {"hold_until", &config.hold_until},
+            {"copy_ms", &config.copy_ms},     {"refuse_event_at", &config.refuse_event_at},
             {"report", &config.report},       {"ignore_waits", &config.ignore_waits},
             {"ignore_nccl_waits", &config.ignore_nccl_waits},
             {"late_parts", &config.late_parts},

@@ -18,6 +18,9 @@ use crate::driver::Event;
 const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
+/// One for each stream of the backend, and one for the streams of messages.
+const QUEUES: usize = StreamKind::COUNT + 1;
+
 /// Called with `Ok` when an event is complete, with the error when the device is lost.
 type Callback = Box<dyn FnOnce(Result<()>) + Send>;
 
@@ -39,7 +42,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    streams: [VecDeque<(Arc<Event>, Callback)>; StreamKind::COUNT],
+    streams: [VecDeque<(Arc<Event>, Callback)>; QUEUES],
     closed: bool,
     /// Whether the thread has ended.
     ended: bool,
@@ -92,12 +95,21 @@ impl PollerHandle {
         event: Arc<Event>,
         callback: impl FnOnce(Result<()>) + Send + 'static,
     ) {
+        self.push(kind as usize, event, callback);
+    }
+
+    /// As [`Self::on_event`], for an event of a stream for messages. If there are several of those, the events of one may be noticed late.
+    pub(crate) fn on_message(&self, event: Arc<Event>, callback: impl FnOnce(Result<()>) + Send + 'static) {
+        self.push(StreamKind::COUNT, event, callback);
+    }
+
+    fn push(&self, index: usize, event: Arc<Event>, callback: impl FnOnce(Result<()>) + Send + 'static) {
         let mut queue = self.0.lock();
         if queue.ended {
             drop(queue);
             return callback(self.0.status.check());
         }
-        queue.streams[kind as usize].push_back((event, Box::new(callback)));
+        queue.streams[index].push_back((event, Box::new(callback)));
         self.0.changed.notify_one();
     }
 }
@@ -116,7 +128,7 @@ impl Shared {
     }
 
     fn run(&self) {
-        let mut since = [Instant::now(); StreamKind::COUNT];
+        let mut since = [Instant::now(); QUEUES];
         let mut idle_since = Instant::now();
         loop {
             let heads = {
@@ -133,7 +145,7 @@ impl Shared {
                     |queue: &mut Queue| !queue.closed && queue.streams.iter().all(VecDeque::is_empty);
                 drop(self.changed.wait_while(self.lock(), sleeping).unwrap_or_else(PoisonError::into_inner));
                 idle_since = Instant::now();
-                since = [idle_since; StreamKind::COUNT];
+                since = [idle_since; QUEUES];
                 continue;
             }
             let mut progressed = false;

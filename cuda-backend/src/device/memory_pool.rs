@@ -92,6 +92,11 @@ impl CudaBuffer {
     pub(crate) fn share(&self) -> Self {
         Self { allocation: self.allocation.clone(), bytes: self.bytes, home: self.home.clone() }
     }
+
+    /// Never frees the memory: the device may use it as long as the process lives.
+    fn leak(mut self) {
+        std::mem::forget(self.allocation.take());
+    }
 }
 
 impl Drop for CudaBuffer {
@@ -100,6 +105,27 @@ impl Drop for CudaBuffer {
         if let Some(allocation) = self.allocation.take().and_then(Arc::into_inner) {
             self.home.take_back(allocation);
         }
+    }
+}
+
+/// Buffers that a device uses. Unless they are released, their memory is never freed.
+#[derive(Debug)]
+pub(crate) struct InUse(Vec<CudaBuffer>);
+
+impl InUse {
+    pub(crate) fn new(buffers: &[&CudaBuffer]) -> Self {
+        Self(buffers.iter().map(|buffer| buffer.share()).collect())
+    }
+
+    /// The device does not use them any more.
+    pub(crate) fn release(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.0.drain(..).for_each(CudaBuffer::leak);
     }
 }
 

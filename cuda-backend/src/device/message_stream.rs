@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use kyklos::{Error, Result};
 
-use super::memory_pool::CudaBuffer;
+use super::event_poller::PollerHandle;
+use super::memory_pool::{CudaBuffer, InUse};
 use super::open_device::{OpenDevice, Resources};
 use super::status::AwaitsMessages;
 use crate::driver::{Context, DriverError, Event, Stream};
@@ -15,13 +16,15 @@ use crate::driver::{Context, DriverError, Event, Stream};
 pub(crate) struct MessageStream {
     stream: Stream,
     resources: Arc<Resources>,
+    poller: PollerHandle,
 }
 
 impl MessageStream {
     pub(crate) fn new(device: &OpenDevice) -> Result<Self> {
         let resources = device.resources.clone();
         let failed = |error: DriverError| resources.status.error("create a stream for messages", &error);
-        Ok(Self { stream: Stream::new(&resources.context, true).map_err(failed)?, resources })
+        let stream = Stream::new(&resources.context, true).map_err(failed)?;
+        Ok(Self { stream, resources, poller: device.poller.handle() })
     }
 
     pub(crate) fn stream(&self) -> &Stream {
@@ -44,7 +47,8 @@ impl MessageStream {
     }
 
     /// Copies the first bytes of `from`, memory of `other`, to the beginning of `into`, memory of the device of this stream. On both
-    /// devices, operations that are submitted from now on and use the memory wait for the copy as they need to.
+    /// devices, operations that are submitted from now on and use the memory wait for the copy as they need to. The memory of both is
+    /// kept until the copy is done, and for ever where nobody will know.
     pub(crate) fn copy_from(
         &self,
         other: &OpenDevice,
@@ -57,8 +61,15 @@ impl MessageStream {
         own.order(&self.stream, COPY, &[], &[into])?;
         let copied = self.stream.copy_between(&from.allocation().memory, &into.allocation().memory, bytes);
         copied.map_err(|error| self.driver_error(COPY, &error))?;
-        theirs.note(&self.stream, COPY, &[from], &[])?;
-        own.note(&self.stream, COPY, &[], &[into]).map(drop)
+        let in_use = InUse::new(&[from, into]);
+        let event = own.note(&self.stream, COPY, &[], &[into])?;
+        theirs.note_read(&event, from);
+        self.poller.on_message(event, move |result| {
+            if result.is_ok() {
+                in_use.release();
+            }
+        });
+        Ok(())
     }
 
     /// To be kept while messages are under way.

@@ -8,6 +8,7 @@ use futures_util::future::try_join;
 use kyklos::backend::{Device, DeviceBuffer};
 use kyklos::collective::{
     Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, Settled,
+    all_or_error,
 };
 use kyklos::plan::{ProvedPlans, check_in_order};
 use kyklos::{Error, Meter, Result};
@@ -19,6 +20,7 @@ use super::observer::NcclObserver;
 use super::worker::Worker;
 use crate::backend::CudaBackend;
 use crate::device::CudaBuffer;
+use crate::staged;
 
 /// Options of an [`NcclCollective`].
 ///
@@ -259,32 +261,38 @@ impl Collective<Device> for NcclCollective {
         for (_, send) in &sends.nccl {
             meter.sent(send.pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
         }
+        // Receives first: a peer may already wait for them.
+        let far_received: Vec<_> = recvs
+            .host
+            .iter()
+            .map(|(_, recv)| staged::receive(&self.host, device, meter, tag, recv))
+            .collect();
         let (_, far_sends): (Vec<_>, Vec<_>) = sends.host.into_iter().unzip();
-        let (far_places, far_recvs): (Vec<_>, Vec<_>) = recvs.host.into_iter().unzip();
-        let far = (!far_sends.is_empty() || !far_recvs.is_empty())
-            .then(|| self.host.post_exchange(device, meter, tag, memory, &far_sends, &far_recvs));
-        let near_places: Vec<_> = recvs.nccl.into_iter().map(|(place, _)| place).collect();
+        let far_sent = staged::send(&self.host, device, meter, tag, memory, &far_sends);
+        let places = |recvs: Vec<(usize, Incoming)>| recvs.into_iter().map(|(place, _)| place).collect();
+        let [near_places, far_places]: [Vec<usize>; 2] = [places(recvs.nccl), places(recvs.host)];
         Box::pin(async move {
-            let place = |places: &[usize], found: Vec<Option<Vec<DeviceBuffer>>>| {
-                let mut arrived: Vec<_> = (0..received).map(|_| None).collect();
-                places.iter().zip(found).for_each(|(place, found)| arrived[*place] = found);
-                arrived
+            let mut far: Vec<Option<Vec<DeviceBuffer>>> = far_places.iter().map(|_| None).collect();
+            let through_host = async {
+                let sent = async {
+                    match far_sent {
+                        Some(sent) => sent.await,
+                        None => Ok(()),
+                    }
+                };
+                try_join(all_or_error(far_received, &mut far), sent).await
             };
-            let near = async {
-                let none = || place(&[], Vec::new());
-                self.arrived(tag, posted).await.map_err(|error| Broken { error, arrived: none() })
-            };
-            let far = async {
-                let Some(far) = far else { return Ok(Vec::new()) };
-                far.await.map_err(|Broken { error, arrived }| Broken {
-                    error,
-                    arrived: place(&far_places, arrived),
-                })
-            };
-            let (near, far) = try_join(near, far).await?;
-            let some = |found: Vec<Vec<DeviceBuffer>>| found.into_iter().map(Some).collect::<Vec<_>>();
-            let [near, far] = [place(&near_places, some(near)), place(&far_places, some(far))];
-            Ok(near.into_iter().zip(far).filter_map(|(near, far)| near.or(far)).collect())
+            // What has arrived through the host before NCCL fails may be of use to survivors: it is looked at first.
+            let ended = try_join(through_host, self.arrived(tag, posted)).await;
+            let mut arrived: Vec<Option<Vec<DeviceBuffer>>> = (0..received).map(|_| None).collect();
+            far_places.iter().zip(far).for_each(|(place, message)| arrived[*place] = message);
+            match ended {
+                Ok((_, near)) => {
+                    near_places.iter().zip(near).for_each(|(place, message)| arrived[*place] = Some(message));
+                    Ok(arrived.into_iter().flatten().collect())
+                }
+                Err(error) => Err(Broken { error, arrived }),
+            }
         })
     }
 

@@ -12,7 +12,8 @@ use kyklos::bytes::Bytes;
 use kyklos::collective::HostStaged;
 use kyklos_transport::{Rank, Transport, TransportError, Vote};
 
-use super::{CudaPeers, Waiting, cuda};
+use super::waiting::Waiting;
+use super::{CudaPeers, cuda};
 use crate::device::MessageStream;
 
 /// Hashes for the votes: ranks that do something else at that time are told so.

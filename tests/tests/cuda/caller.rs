@@ -17,7 +17,7 @@ use checks::{contexts, destroyed, hanging, owner, refusals, reuse};
 use driver::{Context, Memory, Stream, copied};
 
 mod checks;
-mod driver;
+pub(crate) mod driver;
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = vec![

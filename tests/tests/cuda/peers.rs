@@ -1,5 +1,8 @@
 //! Ranks of one process with a CUDA device each, without NCCL: messages are copies from device to device.
 
+mod copies;
+mod kept;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -65,6 +68,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         lost.says_not = &[];
         all.push(lost);
     }
+    all.extend([kept::scenarios(), copies::scenarios()].concat());
     all
 }
 

@@ -3,6 +3,7 @@
 mod ahead;
 mod faults;
 mod islands;
+mod wishes;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,7 +29,16 @@ use crate::scenario::{Ends, Scenario};
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
-    [right(), planted(), decisions(), ahead::scenarios(), islands::scenarios(), faults::scenarios()].concat()
+    [
+        right(),
+        planted(),
+        decisions(),
+        ahead::scenarios(),
+        islands::scenarios(),
+        wishes::scenarios(),
+        faults::scenarios(),
+    ]
+    .concat()
 }
 
 /// A scenario on `ranks` devices, with settings of the fake NCCL.
