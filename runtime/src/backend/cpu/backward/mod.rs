@@ -10,8 +10,11 @@ mod bias;
 mod blocks;
 mod job;
 mod lanes;
+mod operands;
 mod panel;
+mod run;
 mod stats;
+mod to_keys;
 mod waves;
 
 use std::time::Instant;
@@ -21,8 +24,9 @@ use rayon::iter::{ParallelBridge, ParallelIterator};
 
 pub(super) use self::accumulate::accumulate;
 use self::bias::BiasSum;
+use self::job::Job;
 pub(super) use self::job::Space;
-use self::job::{Job, Run};
+use self::run::Run;
 pub(super) use self::stats::row_stats;
 use self::waves::{PRODUCTS, Sum, Waves};
 use super::call::Call;

@@ -11,8 +11,7 @@ use pulp::Simd;
 use super::super::bf16::{WordProducts, element_of, words_of};
 use super::super::exp::{exp2_each, tanh};
 use super::super::halves::narrow_bf16;
-use super::super::kernel::{OfKeys, Scores, WeightedSum, alone};
-use super::super::simd::{vectors, vectors_mut};
+use super::super::kernel::{Scores, WeightedSum, alone};
 use super::bias::BiasBlock;
 use super::blocks::Blocks;
 use super::lanes::Lanes;
@@ -240,7 +239,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     }
 
     /// Whether a product with a hidden pair may be NaN although the pair's factor is 0.
-    fn hides(&self, finite: bool) -> bool {
+    pub(super) fn hides(&self, finite: bool) -> bool {
         !finite && (self.masked || self.terms.is_some())
     }
 
@@ -295,92 +294,13 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         sums
     }
 
-    /// `sums[key] += Σ dS[key][row] · q[row]`, or with `TENSOR` 1 `Σ P[key][row] · dO[row]`. Sums behind the last key have no meaning.
-    #[inline(always)]
-    fn add_to_keys<const TENSOR: usize>(
-        &self,
-        simd: S,
-        keys: &Keys<'_, MR>,
-        sums: &mut [f32],
-        blocks: Blocks,
-    ) {
-        let rows = &self.by_row[TENSOR];
-        let factors: &[f32] = match &self.words {
-            Some(words) => words.of_rows[TENSOR],
-            None => bytemuck::cast_slice::<S::f32s, f32>(
-                if TENSOR == 0 { &*self.d_scores } else { &*self.weights }.as_flattened(),
-            ),
-        };
-        if self.hides(rows.finite) {
-            return self.add_to_keys_where_seen(keys.positions, factors, rows.elements, sums, blocks);
-        }
-        let groups = keys.positions.len().next_multiple_of(MR);
-        let factors = &factors[..groups * NV * S::F32_LANES / self.rows_in_word()];
-        let (pairs, last) = rows.elements.split_at(self.blocks().of_pairs());
-        let (sums_of_pairs, sums_of_last) = sums.split_at_mut(blocks.of_pairs());
-        self.add_blocks::<2>(simd, factors, pairs, sums_of_pairs, keys.stride);
-        if !last.is_empty() {
-            self.add_blocks::<1>(simd, factors, last, sums_of_last, keys.stride);
-        }
-    }
-
-    /// The blocks of `W` vectors of [`Self::add_to_keys`].
-    #[inline(always)]
-    fn add_blocks<const W: usize>(
-        &self,
-        simd: S,
-        factors: &[f32],
-        rows: &[f32],
-        sums: &mut [f32],
-        stride: usize,
-    ) {
-        let (rows, sums) = (vectors::<S, W>(rows), vectors_mut::<S, W>(sums));
-        let product = OfKeys::<S, MR, NV, W> { simd, factors, rows, sums, stride };
-        match &self.words {
-            None => alone(simd, product),
-            Some(words) => words.products.of_keys(product),
-        }
-    }
-
-    fn rows_in_word(&self) -> usize {
+    /// Query rows in a word of a factor.
+    pub(super) fn rows_in_word(&self) -> usize {
         if self.words.is_some() { 2 } else { 1 }
     }
 
     /// How the rows of the panel are cut.
     pub(super) fn blocks(&self) -> Blocks {
         Blocks::new(self.dim, S::F32_LANES, NV * S::F32_LANES / self.rows_in_word())
-    }
-
-    /// As [`Self::add_to_keys`], but leaves hidden pairs out. Only for rows with NaN or ∞.
-    fn add_to_keys_where_seen(
-        &self,
-        positions: &[u32],
-        factors: &[f32],
-        rows: &[f32],
-        sums: &mut [f32],
-        blocks: Blocks,
-    ) {
-        let (lanes, per_word) = (NV * S::F32_LANES, self.rows_in_word());
-        let terms = self.terms.map(|terms| bytemuck::cast_slice::<S::f32s, f32>(terms.as_flattened()));
-        for (index, position) in positions.iter().enumerate() {
-            for (lane, span) in self.spans.iter().enumerate() {
-                let hidden = terms.is_some_and(|terms| terms[index * lanes + lane] == f32::NEG_INFINITY);
-                if hidden || (self.masked && !span.sees(*position)) {
-                    continue;
-                }
-                let element = |word: f32| match (per_word, lane % 2) {
-                    (1, _) => word,
-                    (_, 0) => f32::from_bits(word.to_bits() << 16),
-                    _ => f32::from_bits(word.to_bits() & 0xffff_0000),
-                };
-                let factor = element(factors[(index * lanes + lane) / per_word]);
-                for block in 0..blocks.count() {
-                    let row = &rows[self.blocks().part(lane / per_word, block)];
-                    for (sum, word) in sums[blocks.part(index, block)].iter_mut().zip(row) {
-                        *sum += factor * element(*word);
-                    }
-                }
-            }
-        }
     }
 }
