@@ -129,13 +129,14 @@ timeout -k 10 "$limit" "$bochs" -q -f bochsrc >bochs.out 2>&1 </dev/null &
 emulator=$!
 tail -c +1 -f -s 0.2 --pid="$emulator" output 2>/dev/null &
 reader=$!
-wait "$emulator" || true # its status says nothing of the guest's
+within=
+wait "$emulator" || [ $? != 124 ] || within=" within $limit s" # what else it ends with says nothing of the guest
 emulator=
 wait "$reader" || true
 if [ -n "$keep" ]; then cp console log "$keep"; fi
 status=$(sed -n 's/^exit status: \([0-9]*\).*/\1/p' console | tail -1)
 if [ -z "$status" ]; then
-    { echo "the guest did not come to its end:"; tail -15 console; grep -h 'PANIC\|no resolution' log | tail -3; } >&2 || true
+    { echo "the guest did not come to its end$within:"; tail -15 console; grep -h 'PANIC\|no resolution' log | tail -3; } >&2 || true
     exit 125
 fi
 exit "$status"
