@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of the CPU backend with the tile registers of AMX: on this machine where its processor has them, otherwise in an
 # emulator (scripts/emulator/run.sh says what it needs: BOCHS, KERNEL, BUSYBOX). Fails where no test ran or AMX was not used.
-#   scripts/test-amx.sh             on the processor every test; in the emulator all but two: the tests of all shapes and masks take a
-#                                   minute on a processor, and hours there
+#   scripts/test-amx.sh             on the processor every test; in the emulator, in five minutes of a core, all but two: those of all
+#                                   shapes and masks would take half an hour more (an emulator is a hundred times slower)
 #   scripts/test-amx.sh FILTER...   the tests whose names contain one of these
 #   scripts/test-amx.sh --check     runs nothing; says what is missing here
 # KYKLOS_AMX_SECONDS bounds the run of the tests (default 2400).

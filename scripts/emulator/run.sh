@@ -3,7 +3,7 @@
 # in Bochs with an initramfs of the program, its shared libraries and the files in FILES. Prints the program's output and exits with
 # its exit status; 125: something is missing here, or the guest did not come to its end within LIMIT seconds (the kernel's last lines
 # are printed then). Everything lies in the guest under the paths it has here, and the program starts in the current folder.
-# The guest has one processor, and AVX-512 in it is about a hundred times slower than in a real one. Needs no privileges.
+# The guest has one processor, about a hundred times slower than a real one. Needs no privileges.
 # Usage: scripts/emulator/run.sh [NAME=VALUE…] PROGRAM [ARGUMENT…]
 #        scripts/emulator/run.sh --check    only says what is missing here
 # Needs as, ld and objcopy (binutils), what unpacks the kernel (xz, zstd or gzip), and
