@@ -25,6 +25,11 @@ part support target/release/kyklos support
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
 part newest-mesa scripts/test-newest-mesa.sh
 part soak scripts/soak.sh 3
+if missing=$(scripts/test-amx.sh --check 2>&1); then
+    part amx scripts/test-amx.sh
+else
+    left_out+=("amx: $missing")
+fi
 if [ -n "${KYKLOS_CHROMIUM:-}" ] || command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
     command -v google-chrome >/dev/null; then
     part browser scripts/test-browser.sh
