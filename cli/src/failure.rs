@@ -99,7 +99,7 @@ fn option_for(remedy: Remedy) -> Remedy {
         Remedy::RecoverBySendingKeys => {
             "this strategy does not copy keys to other ranks: use one that sends keys, such as ring, or another --on-loss".to_owned()
         }
-        Remedy::RecoverInAnyOrder => "leave --fixed-order away, or use another --on-loss".to_owned(),
+        Remedy::RecoverInAnyOrder => "leave --fixed-order out, or use another --on-loss".to_owned(),
         other => return other,
     };
     Remedy::Text(text)

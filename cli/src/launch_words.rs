@@ -46,10 +46,10 @@ impl Wording for Flags {
                 );
             }
             Remedy::RemoveOneSetting => {
-                "leave one of them away, or unset it; --ranks N puts all ranks into this process"
+                "leave one of them out, or unset it; --ranks N puts all ranks into this process"
             }
             Remedy::RemoveUnderKyklosLaunch => {
-                "leave it away: kyklos launch says who is which rank, and where"
+                "leave it out: kyklos launch says who is which rank, and where"
             }
             Remedy::ObtainIdentity => {
                 "make identities with kyklos certs init and kyklos certs issue, or a token with kyklos certs invite"

@@ -84,7 +84,7 @@ impl NetworkArgs {
         first.map_or(Ok(()), |first| {
             Err(Failure::request(
                 format!("{first} between ranks that talk within this process"),
-                "add --transport quic, or leave it away",
+                "add --transport quic, or leave it out",
             ))
         })
     }

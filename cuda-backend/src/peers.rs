@@ -31,8 +31,8 @@ use waiting::Waiting;
 /// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL.
 ///
 /// - **Memory.** What a copy reads is kept until the copy is done, also memory of a caller; if that will never be known, it is never
-///   freed. A message that no rank takes, because the group has failed, is freed when the exchange of one of the two ranks ends, or when
-///   one of their collectives is dropped.
+///   freed. A message that no rank takes, because the group has failed, is freed when the exchange of its receiver ends or the receiver's
+///   collective is dropped, or when the exchange of its sender ends before the receiver was told.
 /// - **Failure.** What has arrived before a failure is kept for survivors, in whichever way it came.
 ///
 /// **It has run on a fake driver only, never on a GPU.**
@@ -140,7 +140,7 @@ impl CudaPeers {
             let failure = self.transport.agree(Vote::ready([0; 32]), self.deadline).await;
             failure.map_err(ExchangeError::Transport)?;
         }
-        let text = format!("it says that the message of {tag} is in this process, and it is not there");
+        let text = format!("it announced the message {tag}, and no such message is in this process");
         Err(ExchangeError::Transport(TransportError::PeerMisbehaved { peer: from, text }))
     }
 

@@ -42,7 +42,7 @@ impl Credentials {
             (None, None) => Ok(Self::IdentityFile),
             (Some(path), Some((_, origin))) => Err(Error::request(
                 format!("{} with {origin}", options.named(OptionName::Invitation, path.display())),
-                "rank 0 invites and the others join, so leave one of the two away",
+                "rank 0 invites and the others join, so leave one of the two out",
             )),
             (Some(path), None) => {
                 let option =

@@ -14,7 +14,7 @@ pub(crate) fn wish(name: &str, cluster: Option<u32>) -> Result<CollectiveWish> {
         ("host", None) => Ok(CollectiveWish::Host),
         ("host", Some(_)) => Err(Error::request(
             "nccl_cluster without NCCL",
-            "add collective=\"nccl\" or collective=\"auto\", or leave it away",
+            "add collective=\"nccl\" or collective=\"auto\", or leave it out",
         )),
         ("nccl", _) => Ok(CollectiveWish::Nccl { cluster: cluster.unwrap_or(0) }),
         ("auto", _) => Ok(CollectiveWish::Auto { cluster: cluster.unwrap_or(0) }),

@@ -32,7 +32,7 @@ kernel=${KERNEL:-$(ls -v /boot/vmlinuz-* 2>/dev/null | tail -n 1 || true)}
 [ -r "$kernel" ] || fail "there is no Linux kernel to read: name a vmlinuz in KERNEL"
 kernel=$(realpath "$kernel")
 [ "${1:-}" != --check ] || exit 0
-memory=${MEMORY:-512} ips=${IPS:-100000000} limit=${LIMIT:-600} keep=${KEEP:+$(realpath "$KEEP")}
+memory=${MEMORY:-512} ips=${IPS:-100000000} limit=${LIMIT:-600} keep=${KEEP:+$(mkdir -p "$KEEP" && realpath "$KEEP")}
 
 variables=()
 while [[ ${1:-} =~ ^[A-Za-z_][A-Za-z_0-9]*= ]]; do variables+=("$1"); shift; done
@@ -130,7 +130,9 @@ emulator=$!
 tail -c +1 -f -s 0.2 --pid="$emulator" output 2>/dev/null &
 reader=$!
 within=
-wait "$emulator" || [ $? != 124 ] || within=" within $limit s" # what else it ends with says nothing of the guest
+ended=0
+wait "$emulator" || ended=$?
+case $ended in 124 | 137) within=" within $limit s" ;; esac # what else it ends with says nothing of the guest
 emulator=
 wait "$reader" || true
 if [ -n "$keep" ]; then cp console log "$keep"; fi

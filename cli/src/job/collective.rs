@@ -36,7 +36,7 @@ impl CollectiveArgs {
         if nccl_cluster.is_some() && collective == CollectiveName::Host {
             return Err(Failure::request(
                 "--nccl-cluster without NCCL",
-                "add --collective nccl or --collective auto, or leave it away",
+                "add --collective nccl or --collective auto, or leave it out",
             ));
         }
         let cannot = |device: &&DeviceRequest| match device {
@@ -46,7 +46,7 @@ impl CollectiveArgs {
         match devices.iter().find(cannot).filter(|_| collective == CollectiveName::Nccl) {
             Some(device) => Err(Failure::request(
                 format!("--collective nccl with --device {device}"),
-                "use --device cuda, or leave --collective away",
+                "use --device cuda, or leave --collective out",
             )),
             None => Ok(()),
         }

@@ -47,7 +47,7 @@ impl TabArgs {
         let given = [("--tab-page", self.tab_page.is_some()), ("--tab-address", self.tab_address.is_some())];
         match given.into_iter().find(|(_, given)| *given) {
             Some((option, _)) => {
-                Err(Failure::request(format!("{option} without a tab"), "add --device tab, or leave it away"))
+                Err(Failure::request(format!("{option} without a tab"), "add --device tab, or leave it out"))
             }
             None => Ok(()),
         }

@@ -319,7 +319,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
             if let Some(dtype) = args.dtype.filter(|dtype| *dtype != file.dtype) {
                 return Err(Failure::request(
                     format!("--dtype {dtype}, but {} holds {}", path.display(), file.dtype),
-                    "leave --dtype away, or convert the file",
+                    "leave --dtype out, or convert the file",
                 ));
             }
             let shape = [file.batch, file.kv_len, file.q_heads, file.kv_heads, file.head_dim];
@@ -348,7 +348,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
     if args.grad_bias && problem.bias.is_none_or(|bias| bias.kind == BiasKind::Mask) {
         return Err(Failure::request(
             "--grad-bias without a tensor of numbers that are added to the logits",
-            "name an input file with the tensor `bias`, or leave --grad-bias away: a mask has no gradient",
+            "name an input file with the tensor `bias`, or leave --grad-bias out: a mask has no gradient",
         ));
     }
     let problem = problem.with_bias_gradient(args.grad_bias)?;

@@ -46,7 +46,7 @@ impl FileGradients {
         let d_o = found("do", dtype, &[batch, seq, heads, dim])?.ok_or_else(|| {
             (
                 "has no tensor `do`, the gradient of the output".to_owned(),
-                "add `do`, shaped as q, or leave --grad away".to_owned(),
+                "add `do`, shaped as q, or leave --grad out".to_owned(),
             )
         })?;
         Ok(Self { d_o, d_lse: found("dlse", Dtype::F32, &[batch, heads, seq])? })

@@ -145,7 +145,7 @@ impl Sample {
         let AttentionProblem { batch, q_len, kv_len, .. } = self.problem;
         Err(Failure::request(
             format!("--verify of the gradients of {batch} x {q_len} queries to {kv_len} keys"),
-            "use fewer tokens, because the oracle computes a whole head, or leave --verify away",
+            "use fewer tokens, because the oracle computes a whole head, or leave --verify out",
         ))
     }
 

@@ -146,7 +146,7 @@ impl Cluster {
             if list.len() < ranks {
                 return Err(Error::request(
                     format!("{ranks} ranks, rank_on_device places {}", list.len()),
-                    "give it an entry for each rank, or leave it away",
+                    "give it an entry for each rank, or leave it out",
                 ));
             }
             return Ok(list[..ranks].to_vec());

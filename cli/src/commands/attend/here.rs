@@ -33,19 +33,19 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     if let Some(seconds) = args.group.stuck_after {
         return Err(Failure::request(
             format!("--stuck-after {seconds} with all ranks in one process"),
-            "leave it away: in one process, --deadline ends a run that makes no progress",
+            "leave it out: in one process, --deadline ends a run that makes no progress",
         ));
     }
     if let Some(ms) = args.group.heartbeat {
         return Err(Failure::request(
             format!("--heartbeat {ms} with all ranks in one process"),
-            "leave it away: the ranks of one process end together",
+            "leave it out: the ranks of one process end together",
         ));
     }
     if args.on_loss != OnLoss::Stop || args.group.rejoin {
         return Err(Failure::request(
             "--on-loss or --rejoin with all ranks in one process",
-            "leave it away, or start a process for each rank with kyklos launch",
+            "leave it out, or start a process for each rank with kyklos launch",
         ));
     }
     metrics::check(&args.metrics)?;

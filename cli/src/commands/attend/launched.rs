@@ -147,7 +147,7 @@ fn device_of(args: &AttendArgs, assignment: &Assignment) -> Result<DeviceId> {
         (Some(device), [DeviceRequest::Auto]) => devices::choose(&[device], 0),
         (Some(device), _) if args.device.0 != [device] => Err(Failure::request(
             format!("--device {} and device {device} of the cluster file", args.device),
-            "leave one of them away",
+            "leave one of them out",
         )),
         (_, devices) => devices::choose(devices, assignment.local_rank as usize),
     }

@@ -26,7 +26,7 @@ fn run(args: &AttendArgs) -> Result<()> {
         if let Some(flag) = args.group.first() {
             return Err(Failure::request(
                 format!("--ranks {ranks} with {flag}"),
-                "--ranks puts all ranks into this process, so leave one of the two away",
+                "--ranks puts all ranks into this process, so leave one of the two out",
             ));
         }
         if let Some(set) = rank_variables() {

@@ -24,13 +24,13 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     if let Some(ranks) = args.problem.ranks {
         return Err(Failure::request(
             format!("--ranks {ranks} under a launcher that starts {world} processes"),
-            "leave --ranks away: every process is one rank",
+            "leave --ranks out: every process is one rank",
         ));
     }
     if args.transport == Some(TransportName::InProcess) {
         return Err(Failure::request(
             format!("--transport in-process between {world} processes"),
-            "leave it away, or use quic",
+            "leave it out, or use quic",
         ));
     }
     metrics::check(&args.metrics)?;
@@ -66,7 +66,7 @@ fn fits_fewer_ranks(args: &AttendArgs) -> Result<()> {
     match fixed.into_iter().find(|(_, given)| *given) {
         Some((option, _)) => Err(Failure::request(
             format!("--on-loss shrink with {option}, which fits one number of ranks only"),
-            "leave it away, or use another --on-loss",
+            "leave it out, or use another --on-loss",
         )),
         None => Ok(()),
     }

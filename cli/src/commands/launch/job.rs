@@ -76,13 +76,13 @@ fn check_group(group: &GroupArgs, network: &NetworkArgs, ranks: u32) -> Result<(
     if let Some(flag) = group.first() {
         return Err(Failure::request(
             format!("{flag} under kyklos launch"),
-            "leave it away: kyklos launch assigns the ranks and the address of rank 0",
+            "leave it out: kyklos launch assigns the ranks and the address of rank 0",
         ));
     }
     if group.rejoin {
         return Err(Failure::request(
             "--rejoin under kyklos launch",
-            "leave it away: kyklos launch gives it to the processes that it starts again",
+            "leave it out: kyklos launch gives it to the processes that it starts again",
         ));
     }
     network.here(ranks).map(|_| ())

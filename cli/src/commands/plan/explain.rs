@@ -31,7 +31,7 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
     if let Some(rank) = args.rank {
         return Err(Failure::request(
             format!("--rank {rank} with --explain, which has no steps of ranks"),
-            "leave one of the two away",
+            "leave one of the two out",
         ));
     }
     let asked = Asked::new(&args.problem, 0, None)?;

@@ -22,7 +22,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     if is_auto && (args.explain || args.problem.hardware.is_none()) {
         return Err(Failure::request(
             "--split auto without devices to measure",
-            "describe them with --hardware and leave --explain away, or run kyklos attend",
+            "describe them with --hardware and leave --explain out, or run kyklos attend",
         ));
     }
     // A page draws proved plans, of --explain too.

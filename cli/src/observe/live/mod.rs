@@ -70,7 +70,7 @@ pub(crate) fn check(args: &WatchArgs, metrics: &MetricsArgs, ranks_here: u32) ->
             format!(
                 "--watch {watch} at a port of --metrics {first}, of which each rank of this host takes one"
             ),
-            "use another port for one of the two, or leave the port of --watch away",
+            "use another port for one of the two, or leave the port of --watch out",
         ));
     }
     Ok(())

@@ -9,6 +9,11 @@
 //!
 //! The backward pass has dP as K·Qᵀ, dQ as Vᵀ·P, and pairs neighbouring query rows for dK and dV: P and dS are rounded to bf16.
 
+#![cfg_attr(
+    not(any(target_arch = "x86_64", test)),
+    allow(unused, unreachable_code, reason = "no processor of this target has these products")
+)]
+
 use pulp::Simd;
 
 use super::kernel::{OfKeys, Scores, WeightedSum};

@@ -15,7 +15,6 @@ use super::panel::Panel;
 use super::scalar;
 use super::scratch::{Scratch, floats, floats_mut};
 use super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
-use super::tiles::TileProducts;
 use crate::backend::EMPTY_M;
 use crate::{MaskClass, RowSpan, TileRun};
 
@@ -50,7 +49,7 @@ impl WithKernel for Run<'_, '_> {
         let shape = KernelShape::of::<S, MR, NV>();
         let (lanes, dim, words) = (shape.lanes, call.dim, call.panel_words());
         let padded = call.panel_dim(MR);
-        let tiles = call.tiles.map(TileProducts::prepare);
+        let tiles = call.tiles.map(|tiles| tiles.prepare(lanes));
         scratch.fit(call.work.tile, dim, shape);
         job.begin(call, padded, lanes, scratch);
         let spans = job.spans(call);

@@ -4,8 +4,13 @@
 //! `bf16`) and another one: `C[i][j] += Σ_w A[i][w] · B[w][j]`, where a word times a word is the sum of two products (Intel 64 and IA-32
 //! Architectures Software Developer's Manual, volume 2, TDPBF16PS).
 //!
-//! Rows of a panel are columns here. So the words of queries and of weights are operands as they lie, and scores and accumulators are
-//! sums as they lie. Keys and values are packed for it, in blocks of 16 words of all rows: a tile of them is 1024 bytes in a row.
+//! The rows of a panel are the columns of tiles. So queries, weights, scores and accumulators need no repacking: their layout in memory
+//! is that of tiles. Keys and values are packed for it, in blocks of 16 words of all rows: a tile of them is 1024 bytes in a row.
+
+#![cfg_attr(
+    not(any(target_arch = "x86_64", test)),
+    allow(unused, unreachable_code, reason = "no processor of this target has these products")
+)]
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
@@ -20,7 +25,7 @@ pub(super) const SIDE: usize = 16;
 /// Tiles in the rows of a panel.
 pub(super) const OF_PANEL: usize = 3;
 
-/// Room for the products of `keys` keys, which may begin at any group of them: whole tiles.
+/// Rows of scores that a product with `keys` keys writes: rounded up to whole tiles.
 pub(super) const fn rows_of(keys: usize) -> usize {
     keys.next_multiple_of(SIDE)
 }
@@ -94,8 +99,10 @@ impl TileProducts {
         Self(Unit::Emulated)
     }
 
-    /// Prepares the tile registers of this thread.
-    pub(super) fn prepare(self) -> PreparedTiles {
+    /// Prepares the tile registers of this thread, for panels of `lanes` rows. A thread has one [`PreparedTiles`] at a time: nothing that
+    /// lends the thread to other jobs may run before it is dropped.
+    pub(super) fn prepare(self, lanes: usize) -> PreparedTiles {
+        assert_eq!(lanes, OF_PANEL * SIDE, "the rows of a panel are columns of tiles");
         match self.0 {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Unit::Amx => amx::configure(),

@@ -129,7 +129,7 @@ impl Path {
         let (kind, payload) = match link.mtu {
             Some(mtu) if streams => {
                 return Err(TransportError::bootstrap(format!(
-                    "links that carry {mtu} bytes, and TCP between ranks: TCP finds that out by itself, leave it away"
+                    "links that carry {mtu} bytes, and TCP between ranks: TCP finds that out by itself, leave it out"
                 )));
             }
             None if streams => (PathKind::Streams, LARGE_PAYLOAD),

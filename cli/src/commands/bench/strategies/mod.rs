@@ -44,14 +44,14 @@ pub(crate) fn strategies(args: &StrategiesArgs) -> Result<()> {
     if args.group.rejoin {
         return Err(Failure::request(
             "--rejoin of a bench",
-            "leave it away: run the command again on all ranks, and it goes on where it ended",
+            "leave it out: run the command again on all ranks, and it goes on where it ended",
         ));
     }
     if let (Some(ranks), false) = (args.ranks, is_under_kyklos_launch()) {
         if let Some(flag) = args.group.first() {
             return Err(Failure::request(
                 format!("--ranks {ranks} of a bench with {flag}"),
-                "--ranks puts all ranks into this process, so leave one of the two away",
+                "--ranks puts all ranks into this process, so leave one of the two out",
             ));
         }
         if let Some(set) = rank_variables() {
@@ -72,13 +72,13 @@ pub(crate) fn check_launched(args: &StrategiesArgs, world: u32) -> Result<()> {
     if let Some(ranks) = args.ranks {
         return Err(Failure::request(
             format!("--ranks {ranks} of a bench under a launcher that starts {world} processes"),
-            "leave --ranks away: every process is one rank",
+            "leave --ranks out: every process is one rank",
         ));
     }
     if args.transport == Some(TransportName::InProcess) {
         return Err(Failure::request(
             format!("--transport in-process of a bench between {world} processes"),
-            "leave it away, or use quic",
+            "leave it out, or use quic",
         ));
     }
     args.collective.fits(&args.device.0, false)?;

@@ -5,7 +5,7 @@ use pulp::Simd;
 use super::super::pack::transposed;
 use super::super::scratch::{Line, floats, floats_mut};
 use super::super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
-use super::super::tiles::{self, TileProducts};
+use super::super::tiles;
 use super::blocks::Blocks;
 use super::job::{Job, OfHead, Space, SumRows, seen};
 use super::lanes::Lanes;
@@ -31,7 +31,7 @@ impl WithKernel for Run<'_, '_> {
         let (lanes, dim) = (shape.lanes, call.forward.dim);
         let (padded, columns) = (call.forward.panel_dim(MR), TILE.kv_cols as usize);
         let words = call.forward.panel_words();
-        let tiles = call.forward.tiles.map(TileProducts::prepare);
+        let tiles = call.forward.tiles.map(|tiles| tiles.prepare(lanes));
         let vector = if tiles.is_some() { tiles::SIDE } else { S::F32_LANES };
         let of_rows = Blocks::new(dim, vector, call.forward.words_of_rows(lanes));
         let of_keys = Blocks::new(dim, vector, columns);
@@ -99,7 +99,9 @@ impl WithKernel for Run<'_, '_> {
                                 products,
                                 tiles: tiles.as_ref(),
                                 factor: call.forward.query_factor(),
-                                of_rows: of_words.each_mut().map(|lines| floats_mut(lines)),
+                                of_rows: of_words
+                                    .each_mut()
+                                    .map(|lines| &mut floats_mut(lines)[..columns * of_rows.rows]),
                             }),
                             q,
                             d_o,

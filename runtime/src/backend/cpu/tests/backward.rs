@@ -164,6 +164,20 @@ fn hidden_rows_and_keys_of_bf16_may_hold_anything() {
 }
 
 #[test]
+fn gradients_of_one_type_after_another_share_no_memory_of_the_wrong_size() {
+    let shape = [1, 97, 2, 1, 24];
+    for backend in backends() {
+        let of = |dtype| {
+            let case = case(shape, dtype, "causal");
+            gradients(&backend, &case, &d_o_of(&case))
+        };
+        let first = of(Dtype::Bf16);
+        of(Dtype::F32);
+        assert_eq!(of(Dtype::Bf16), first, "{:?}", backend.level);
+    }
+}
+
+#[test]
 fn gradients_by_instructions_are_those_of_f32_arithmetic() {
     let level = simd::Level::detect();
     if level.bf16().is_none() {

@@ -1,4 +1,7 @@
 //! The instructions of AMX, and the permission to use them.
+//!
+//! Tile registers keep their values from one `asm!` to the next, and cannot be named in it. That is sound as long as the compiler itself
+//! uses no tile register, which it does only for the intrinsics and features of AMX; this crate enables neither.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
