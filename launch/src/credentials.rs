@@ -50,7 +50,7 @@ impl Credentials {
                 match option.or(identity_variable) {
                     Some(identity) => Err(Error::request(
                         format!("{} with {identity}", options.named(OptionName::Invitation, path.display())),
-                        "the invitation holds the identity of rank 0, so leave the other one away",
+                        "the invitation holds the identity of rank 0, so leave the other one out",
                     )),
                     None => Ok(Self::Invitation(Arc::new(Invitation::read_file(path)?), path.clone())),
                 }

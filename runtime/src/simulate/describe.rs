@@ -272,7 +272,7 @@ impl DeviceDescription {
             (MemoryKind::Unified, Some(_)) => {
                 return Err(Error::request(
                     format!("device.{name} has unified memory and staging_gb_per_s"),
-                    "leave staging_gb_per_s away, or say memory = \"discrete\"",
+                    "leave staging_gb_per_s out, or say memory = \"discrete\"",
                 ));
             }
         }
