@@ -21,7 +21,7 @@ use crate::staged::{self, Arrival, Departure};
 mod form;
 mod waiting;
 
-use waiting::Waiting;
+use waiting::{Found, Waiting};
 
 /// A collective for ranks of one process that have a CUDA device each. Between them a message is a copy from device memory to device
 /// memory, which the driver makes over NVLink or PCIe where it can. The receiver makes it when the bytes are complete on the sender;
@@ -126,16 +126,20 @@ impl CudaPeers {
     /// The message `tag` of `from`, which is complete: copies of its pieces on the device of this rank.
     async fn copy_message(
         &self,
-        pieces: Option<Vec<DeviceBuffer>>,
+        found: Found,
         from: Rank,
         tag: Tag,
         piece_bytes: &[usize],
     ) -> std::result::Result<Vec<DeviceBuffer>, ExchangeError> {
-        if let (Some(pieces), Some(theirs)) = (pieces, self.device_of(from)) {
-            return self.copy_all(&pieces, theirs, piece_bytes).map_err(ExchangeError::Own);
-        }
-        // A sender of this process puts a message there before it tells, and takes it back if its exchange ends.
-        if self.transport.stop_flag().load(Ordering::Acquire) {
+        let withdrawn = match (found, self.device_of(from)) {
+            (Found::Pieces(pieces), Some(theirs)) => {
+                return self.copy_all(&pieces, theirs, piece_bytes).map_err(ExchangeError::Own);
+            }
+            (found, _) => matches!(found, Found::Withdrawn),
+        };
+        // A sender of this process puts a message there before it tells. It takes it back if its exchange ends, and then the group is
+        // about to be aborted.
+        if withdrawn || self.transport.stop_flag().load(Ordering::Acquire) {
             // Any call of the transport returns the failure of a group that has been aborted.
             let failure = self.transport.agree(Vote::ready([0; 32]), self.deadline).await;
             failure.map_err(ExchangeError::Transport)?;
@@ -202,8 +206,8 @@ impl CudaPeers {
         let posted = self.transport.post_recv(from, tag, &[HERE.len()], self.deadline);
         Box::pin(async move {
             posted.await.map_err(ExchangeError::Transport)?;
-            let pieces = expected.take();
-            self.copy_message(pieces, from, tag, &piece_bytes).await
+            let found = expected.take();
+            self.copy_message(found, from, tag, &piece_bytes).await
         })
     }
 

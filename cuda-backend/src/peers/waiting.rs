@@ -18,6 +18,17 @@ enum Entry {
     Message(Vec<DeviceBuffer>),
     /// The receiver has ended without it.
     Unwanted,
+    /// The sender has ended before it knew that the receiver was told.
+    Withdrawn,
+}
+
+/// What a receiver finds that was told of a message.
+#[derive(Debug)]
+pub(super) enum Found {
+    Pieces(Vec<DeviceBuffer>),
+    /// The sender has taken them back: it has failed, or its group has.
+    Withdrawn,
+    Nothing,
 }
 
 impl Waiting {
@@ -59,8 +70,12 @@ impl Offered<'_> {
 
 impl Drop for Offered<'_> {
     fn drop(&mut self) {
-        if !self.is_told {
-            self.waiting.lock().remove(&self.key);
+        if self.is_told {
+            return;
+        }
+        // The receiver may have been told all the same, and must not take that for a false message.
+        if let Some(entry @ Entry::Message(_)) = self.waiting.lock().get_mut(&self.key) {
+            *entry = Entry::Withdrawn;
         }
     }
 }
@@ -74,12 +89,13 @@ pub(super) struct Expected<'w> {
 }
 
 impl Expected<'_> {
-    /// The pieces; `None` if the sender has not put them there, or has taken them back.
-    pub(super) fn take(mut self) -> Option<Vec<DeviceBuffer>> {
+    /// Takes the message.
+    pub(super) fn take(mut self) -> Found {
         self.taken = true;
-        match self.waiting.lock().remove(&self.key)? {
-            Entry::Message(pieces) => Some(pieces),
-            Entry::Unwanted => None,
+        match self.waiting.lock().remove(&self.key) {
+            Some(Entry::Message(pieces)) => Found::Pieces(pieces),
+            Some(Entry::Withdrawn) => Found::Withdrawn,
+            Some(Entry::Unwanted) | None => Found::Nothing,
         }
     }
 }
@@ -107,8 +123,8 @@ mod tests {
     fn a_message_is_taken_once() {
         let waiting = Waiting::default();
         waiting.put(KEY, Vec::new()).told();
-        assert!(waiting.expect(KEY).take().is_some());
-        assert!(waiting.expect(KEY).take().is_none());
+        assert!(matches!(waiting.expect(KEY).take(), Found::Pieces(_)));
+        assert!(matches!(waiting.expect(KEY).take(), Found::Nothing));
         assert!(waiting.lock().is_empty());
     }
 
@@ -132,6 +148,9 @@ mod tests {
         let offered = waiting.put(KEY, Vec::new());
         assert!(is_there(&waiting));
         drop(offered);
+        assert!(!is_there(&waiting));
+        // The receiver can tell that from a message that was never there.
+        assert!(matches!(waiting.expect(KEY).take(), Found::Withdrawn));
         assert!(waiting.lock().is_empty());
     }
 
