@@ -99,7 +99,7 @@ fn until(sign: &AtomicBool) {
     }
 }
 
-/// Runs a ring in which a rank drops its call, and `check` on rank 0 after its call, with what is left of its session.
+/// Runs a ring in which a rank drops its call. After its own call, rank 0 runs `check` on the remains of its session.
 fn ring(ranks: u32, signs: Signs, check: impl Fn(Session, Device) + Sync) {
     let (plans, prepared) = plans_on(CASE, Dtype::F32, Mesh::new(1, ranks).unwrap(), Strategy::Ring);
     let limited = |rank| {
