@@ -22,7 +22,7 @@ use crate::{images, ops};
 ///   illegal address, a lost device) every call returns that error, and so does every future that waits for the device. Other
 ///   devices are not affected. The whole process shares the context, so only a new process can use the device again.
 /// - **Memory** of dropped buffers is kept for later buffers of their size, up to a quarter of the device's memory.
-/// - **Threads.** One thread per backend polls for completions. Any thread may call.
+/// - **Threads.** One thread per backend polls for completions, another one frees memory. Any thread may call.
 #[derive(Debug)]
 pub struct CudaBackend {
     info: DeviceInfo,

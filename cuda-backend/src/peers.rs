@@ -15,7 +15,7 @@ use kyklos::{Error, Meter, Result};
 use kyklos_transport::{Rank, Tag, Transport, TransportError, Vote};
 
 use crate::backend::CudaBackend;
-use crate::device::{CudaBuffer, MessageStream};
+use crate::device::{CudaBuffer, DeviceStatus, MessageStream};
 use crate::staged::{self, Arrival, Departure};
 
 mod form;
@@ -31,9 +31,11 @@ use waiting::{Found, Waiting};
 /// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL.
 ///
 /// - **Memory.** What a copy reads is kept until the copy is done, also memory of a caller; if that will never be known, it is never
-///   freed. A message that no rank takes, because the group has failed, is freed when the exchange of its receiver ends or the receiver's
+///   freed. It does not count against the limit of its device ([`CudaOptions::max_memory_bytes`](crate::CudaOptions)) once the sender
+///   needs it no more. A message that no rank takes, because the group has failed, is freed when the exchange of its receiver ends or the receiver's
 ///   collective is dropped, or when the exchange of its sender ends before the receiver was told.
-/// - **Failure.** What has arrived before a failure is kept for survivors, in whichever way it came.
+/// - **Failure.** A device that hangs or is lost stops the ranks of other devices by the abort of the group only: their threads wait for
+///   no lock, and their devices for no work, of that device. Whether the driver itself keeps devices apart is the driver's. What has arrived before a failure is kept for survivors, in whichever way it came.
 ///
 /// **It has run on a fake driver only, never on a GPU.**
 ///
@@ -60,8 +62,9 @@ pub struct CudaPeers {
     /// For the copies to this device, if there are any.
     stream: Option<MessageStream>,
     staged: HostStaged,
-    /// The ranks of this process with a CUDA device, this one among them: none, or at least two.
-    here: Vec<(Rank, Device)>,
+    /// The ranks of this process with a CUDA device, this one among them: none, or at least two. Not their devices: the last handle of
+    /// a device waits for its driver.
+    here: Vec<(Rank, Arc<DeviceStatus>)>,
     waiting: Arc<Waiting>,
     /// The way of messages.
     words: String,
@@ -74,8 +77,10 @@ impl CudaPeers {
     /// # Errors
     /// [`Error::Request`] for a device that is no CUDA device, [`Error::Device`] if the driver fails.
     pub fn of(ranks: &[(Arc<dyn Transport>, Device)], deadline: Duration) -> Result<Vec<Self>> {
-        let of_rank = |(transport, device): &(Arc<dyn Transport>, Device)| (transport.rank(), device.clone());
-        let here: Vec<(Rank, Device)> = ranks.iter().map(of_rank).collect();
+        let of_rank = |(transport, device): &(Arc<dyn Transport>, Device)| {
+            Ok((transport.rank(), cuda(device)?.device.status().clone()))
+        };
+        let here = ranks.iter().map(of_rank).collect::<Result<Vec<_>>>()?;
         let waiting = Arc::default();
         let one = |(transport, device): &(Arc<dyn Transport>, Device)| {
             let group = here.iter().map(|(rank, _)| *rank).collect();
@@ -98,8 +103,8 @@ impl CudaPeers {
     }
 
     /// The device of a rank of this process.
-    fn device_of(&self, rank: Rank) -> Option<&Device> {
-        self.here.iter().find(|(of, _)| *of == rank).map(|(_, device)| device)
+    fn device_of(&self, rank: Rank) -> Option<&DeviceStatus> {
+        self.here.iter().find(|(of, _)| *of == rank).map(|(_, device)| &**device)
     }
 
     fn backend<'d>(&self, device: &'d Device) -> Result<&'d CudaBackend> {
@@ -151,17 +156,16 @@ impl CudaPeers {
     /// Copies of pieces of the device `theirs` on the device of this rank.
     fn copy_all(
         &self,
-        pieces: &[DeviceBuffer],
-        theirs: &Device,
+        pieces: &[CudaBuffer],
+        theirs: &DeviceStatus,
         piece_bytes: &[usize],
     ) -> Result<Vec<DeviceBuffer>> {
-        let (own, theirs) = (cuda(&self.device)?, cuda(theirs)?);
+        let own = cuda(&self.device)?;
         let stream = self.stream.as_ref().ok_or_else(|| foreign(&self.device))?;
-        let copy = |(piece, bytes): (&DeviceBuffer, &usize)| {
-            let piece = piece.get::<CudaBuffer>().ok_or_else(|| foreign(&self.device))?;
+        let copy = |(piece, bytes): (&CudaBuffer, &usize)| {
             let buffer = own.device.buffer("received", *bytes)?;
             if *bytes > 0 {
-                stream.copy_from(&theirs.device, piece, &buffer, *bytes)?;
+                stream.copy_from(theirs, piece, &buffer, *bytes)?;
             }
             Ok(DeviceBuffer::new(buffer))
         };
@@ -225,7 +229,7 @@ impl CudaPeers {
             let buffers = buffers.collect::<Result<Vec<_>>>()?;
             let written: Vec<_> = buffers.iter().filter_map(DeviceBuffer::get::<CudaBuffer>).collect();
             let ready = backend.device.written(&written)?;
-            Ok((buffers, ready))
+            Ok((written.into_iter().map(CudaBuffer::for_message).collect(), ready))
         });
         meter.sent(pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
         let pulse = self.transport.pulse();

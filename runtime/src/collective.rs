@@ -322,6 +322,13 @@ impl<Buffer> Default for Memory<Buffer> {
     }
 }
 
+impl<Buffer> From<Vec<Vec<Buffer>>> for Memory<Buffer> {
+    /// The tensors of the buffers 0, 1, …, all of them alive: for tests of a collective of your own.
+    fn from(buffers: Vec<Vec<Buffer>>) -> Self {
+        Self { buffers: buffers.into_iter().map(Some).collect() }
+    }
+}
+
 impl<Buffer> Memory<Buffer> {
     /// `count` buffers, none of them alive.
     pub(crate) fn new(count: usize) -> Self {

@@ -51,7 +51,9 @@ struct Config {
     // NCCL's from its first operation of NCCL, or copy between devices, on.
     u64 ignore_nccl_waits = 0;
     u64 hold_until = 0;     // no kernel of a device runs before the device has had so many launches
-    u64 copy_ms = 0;        // a copy from another device to device 0 takes this much longer
+    u64 copy_ms = 0;        // a copy from another device to device `copy_to` takes this much longer
+    u64 copy_to = 0;
+    u64 most_queued = 0;    // a launch waits while its stream has so many operations
     u64 report = 0;         // print counts at exit
     // Faults of device 0, at the n-th such call or operation, counted from 1; 0: never.
     u64 oom_at = 0;         // an allocation fails: the n-th and all later ones

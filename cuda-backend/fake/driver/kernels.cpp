@@ -130,9 +130,11 @@ static void run(const Launch &launch, u64 nth) {
     late.clear();
 }
 
-// Queues all launches, or none after an error. The caller holds the lock.
-static int submit_all(Stream &stream, const std::vector<Launch> &launches) {
+// Queues all launches, or none after an error.
+static int submit_all(Held &held, Stream &stream, const std::vector<Launch> &launches) {
     Device *device = stream.device;
+    if (const u64 most = config().most_queued)
+        state().changed.wait(held, [&] { return stream.queue.size() < most || device->sticky; });
     const u64 before = device->launches;
     const bool here = device->ordinal == 0;
     device->launches += launches.size();
@@ -172,7 +174,7 @@ API cuLaunchKernel(Function *function, unsigned x, unsigned y, unsigned z, unsig
     alive(state().streams, stream, "stream");
     Launch launch;
     const int wrong = take(&launch, function, {x, y, z}, {threads, threads_y, threads_z}, shared, arguments);
-    return wrong ? wrong : submit_all(*stream, {launch});
+    return wrong ? wrong : submit_all(held, *stream, {launch});
 }
 
 // --- graphs -----------------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ API cuGraphLaunch(GraphExec *exec, Stream *stream) {
     if (const int code = planned(count, config().graph_launch_at)) return code;
     state().graph_launches++;
     state().graph_kernels += exec->launches.size();
-    return submit_all(*stream, exec->launches);
+    return submit_all(held, *stream, exec->launches);
 }
 
 // Launches that are queued or running are not affected.

@@ -176,9 +176,11 @@ API cuMemcpyPeerAsync(u64 into, Device *into_context, u64 from, Device *from_con
     const auto is_of = [](u64 address, u64 bytes, const Device *context) {
         return on_device(address, bytes) && std::prev(state().memory.upper_bound(address))->second.device == context;
     };
+    // Either context may be the one that is destroyed.
+    if (from_context->sticky) return from_context->sticky;
     if (!is_of(into, bytes, into_context) || !is_of(from, bytes, from_context)) return INVALID_VALUE;
     stream->by_nccl = stream->has_copied = true;
-    const u64 longer_ms = into_context->ordinal == 0 ? config().copy_ms : 0;
+    const u64 longer_ms = u64(into_context->ordinal) == config().copy_to ? config().copy_ms : 0;
     submit(*stream, [=] {
         std::this_thread::sleep_for(std::chrono::milliseconds(longer_ms));
         Held held(state().lock);

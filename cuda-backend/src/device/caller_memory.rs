@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex};
 
 use kyklos::{Error, Result};
 
+use super::allocation::Allocation;
 use super::dependencies::AccessRecord;
 use super::event_poller::PollerHandle;
-use super::memory_pool::{Allocation, CudaBuffer, TakeBack};
+use super::memory_pool::{CudaBuffer, Holder, TakeBack};
 use super::open_device::{OpenDevice, Resources};
 use crate::driver::{CallerStream, DeviceMemory, DriverError, PointsTo, StreamState};
 
@@ -158,7 +159,19 @@ struct Returns {
 }
 
 impl TakeBack for Returns {
-    fn take_back(&self, allocation: Allocation) {
+    /// A caller's memory does not count against the limit.
+    fn left_by_ranks(&self, _: u64) {}
+
+    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder) {
+        // This may be a thread of another device, or one that must not wait for the other device's copy. The caller's destructor may
+        // wait, too.
+        if last == Holder::Message || allocation.accesses().is_used_elsewhere() {
+            let resources = self.resources.clone();
+            // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
+            let submit = move || drop(resources.submitter.flush());
+            self.resources.pool.reclaimer().free(allocation, Some(Box::new(submit)));
+            return;
+        }
         let reads: Vec<_> = allocation.accesses().reads().map(|(kind, read)| (kind, read.clone())).collect();
         if reads.iter().any(|(_, read)| read.is_pending()) {
             // An error is kept: it is returned by every later operation on the buffers that the launches were to write.

@@ -79,6 +79,8 @@ pub(crate) struct AccessRecord {
     reads: [Option<Arc<Completion>>; StreamKind::COUNT],
     /// Reads by streams of a caller, and by those for messages, since that write.
     caller_reads: Vec<Arc<Completion>>,
+    /// Reads by streams of other devices, since that write.
+    reads_elsewhere: Vec<Arc<Completion>>,
 }
 
 impl AccessRecord {
@@ -92,6 +94,27 @@ impl AccessRecord {
         // What a query of an event fails with is the error of the next operation.
         self.caller_reads.retain(|read| !read.is_complete().unwrap_or(false));
         self.caller_reads.push(Completion::of(event));
+    }
+
+    /// A stream of another device reads the memory until `event`, of that device, is complete.
+    pub(crate) fn record_read_elsewhere(&mut self, event: Arc<Event>) {
+        self.is_used_elsewhere();
+        self.reads_elsewhere.push(Completion::of(event));
+    }
+
+    /// Whether another device still uses the memory, as far as anybody knows: if it is lost, nobody will. Forgets the reads that are
+    /// done, so that no operation waits for them, which fails when that device is lost later.
+    pub(crate) fn is_used_elsewhere(&mut self) -> bool {
+        self.reads_elsewhere.retain(|read| !read.is_complete().unwrap_or(false));
+        !self.reads_elsewhere.is_empty()
+    }
+
+    /// Whether launches use the memory that are not submitted.
+    pub(crate) fn is_deferred(&self) -> bool {
+        self.last_write()
+            .into_iter()
+            .chain(self.reads.iter().flatten())
+            .any(|completion| completion.is_pending())
     }
 
     /// The last write.
@@ -118,7 +141,7 @@ impl AccessRecord {
         kind: Option<StreamKind>,
     ) -> impl Iterator<Item = &Arc<Completion>> {
         let readers = self.reads().filter(move |(by, _)| Some(*by) != kind).map(|(_, completion)| completion);
-        self.awaited_by_read(kind).chain(readers).chain(&self.caller_reads)
+        self.awaited_by_read(kind).chain(readers).chain(&self.caller_reads).chain(&self.reads_elsewhere)
     }
 
     pub(crate) fn record_read(&mut self, kind: StreamKind, completion: &Arc<Completion>) {
@@ -146,13 +169,16 @@ impl AccessRecord {
     }
 
     /// Whether all recorded operations are complete.
-    pub(crate) fn is_idle(&self) -> Result<bool, DriverError> {
+    ///
+    /// # Errors
+    /// That of this device; another device's is none of them.
+    pub(crate) fn is_idle(&mut self) -> Result<bool, DriverError> {
         let last_write = self.last_write.iter().map(|(_, completion)| completion);
         for completion in last_write.chain(self.reads.iter().flatten()).chain(&self.caller_reads) {
             if !completion.is_complete()? {
                 return Ok(false);
             }
         }
-        Ok(true)
+        Ok(!self.is_used_elsewhere())
     }
 }

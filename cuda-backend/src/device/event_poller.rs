@@ -18,9 +18,6 @@ use crate::driver::Event;
 const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
-/// One for each stream of the backend, and one for the streams of messages.
-const QUEUES: usize = StreamKind::COUNT + 1;
-
 /// Called with `Ok` when an event is complete, with the error when the device is lost.
 type Callback = Box<dyn FnOnce(Result<()>) + Send>;
 
@@ -42,7 +39,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    streams: [VecDeque<(Arc<Event>, Callback)>; QUEUES],
+    streams: [VecDeque<(Arc<Event>, Callback)>; StreamKind::COUNT],
     closed: bool,
     /// Whether the thread has ended.
     ended: bool,
@@ -55,14 +52,14 @@ impl fmt::Debug for Shared {
 }
 
 impl EventPoller {
-    pub(crate) fn start(status: &Arc<DeviceStatus>, stuck_after: Duration) -> Result<Self> {
+    pub(crate) fn start(ordinal: usize, status: &Arc<DeviceStatus>, stuck_after: Duration) -> Result<Self> {
         let shared = Arc::new(Shared {
             status: status.clone(),
             stuck_after,
             queue: Mutex::default(),
             changed: Condvar::new(),
         });
-        let thread = std::thread::Builder::new().name("kyklos-cuda".to_owned());
+        let thread = std::thread::Builder::new().name(format!("kyklos-cuda:{ordinal}"));
         let run = {
             let shared = shared.clone();
             move || shared.run()
@@ -95,21 +92,12 @@ impl PollerHandle {
         event: Arc<Event>,
         callback: impl FnOnce(Result<()>) + Send + 'static,
     ) {
-        self.push(kind as usize, event, callback);
-    }
-
-    /// As [`Self::on_event`], for an event of a stream for messages. If there are several of those, the events of one may be noticed late.
-    pub(crate) fn on_message(&self, event: Arc<Event>, callback: impl FnOnce(Result<()>) + Send + 'static) {
-        self.push(StreamKind::COUNT, event, callback);
-    }
-
-    fn push(&self, index: usize, event: Arc<Event>, callback: impl FnOnce(Result<()>) + Send + 'static) {
         let mut queue = self.0.lock();
         if queue.ended {
             drop(queue);
             return callback(self.0.status.check());
         }
-        queue.streams[index].push_back((event, Box::new(callback)));
+        queue.streams[kind as usize].push_back((event, Box::new(callback)));
         self.0.changed.notify_one();
     }
 }
@@ -128,7 +116,7 @@ impl Shared {
     }
 
     fn run(&self) {
-        let mut since = [Instant::now(); QUEUES];
+        let mut since = [Instant::now(); StreamKind::COUNT];
         let mut idle_since = Instant::now();
         loop {
             let heads = {
@@ -145,7 +133,7 @@ impl Shared {
                     |queue: &mut Queue| !queue.closed && queue.streams.iter().all(VecDeque::is_empty);
                 drop(self.changed.wait_while(self.lock(), sleeping).unwrap_or_else(PoisonError::into_inner));
                 idle_since = Instant::now();
-                since = [idle_since; QUEUES];
+                since = [idle_since; StreamKind::COUNT];
                 continue;
             }
             let mut progressed = false;

@@ -2,82 +2,99 @@
 //!
 //! Memory of a dropped buffer is kept for the next buffer of its size: freeing memory makes the driver wait for the whole
 //! device, and a ring asks for the same sizes again and again. Kept memory is freed when an allocation fails without that,
-//! and when more than a quarter of the device's memory is kept: other processes need memory too.
+//! and when more than a quarter of the device's memory is kept: other processes need memory too. A thread of its own frees it
+//! ([`Reclaimer`]).
+//!
+//! Any thread may drop a buffer, also one of another device that copies from it: that neither waits for this device nor calls its
+//! driver.
 
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kyklos::{Error, Result};
 
-use super::dependencies::AccessRecord;
+use super::allocation::Allocation;
+use super::reclaimer::Reclaimer;
 use super::status::DeviceStatus;
 use crate::driver::{Context, DeviceMemory, DriverError};
 
 /// The device memory of one backend.
 #[derive(Debug)]
 pub(crate) struct MemoryPool {
+    // Before the reclaimer, whose thread has it longer: releasing the last one may wait for the device.
     context: Arc<Context>,
     status: Arc<DeviceStatus>,
     max_bytes: u64,
     max_kept_bytes: u64,
     /// The longest time that an allocation waits for memory that the device still uses.
     stuck_after: Duration,
-    state: Mutex<State>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// Bytes of all buffers.
-    used_bytes: u64,
+    /// Bytes of all buffers that ranks of this device have.
+    used_bytes: AtomicU64,
+    /// Bytes that only messages have, on their way to another device.
+    message_bytes: AtomicU64,
+    /// Memory of dropped buffers that is not among the kept yet. Locked for moments only: no call of the driver, no wait.
+    returned: Mutex<Vec<Allocation>>,
     /// Memory of dropped buffers, the one that was dropped first at the beginning.
-    kept: Vec<Allocation>,
+    kept: Mutex<Vec<Allocation>>,
+    reclaimer: Reclaimer,
 }
 
-impl State {
-    fn kept_bytes(&self) -> u64 {
-        self.kept.iter().map(Allocation::bytes).sum()
-    }
-}
-
-/// Device memory and the operations that use it.
-#[derive(Debug)]
-pub(crate) struct Allocation {
-    pub(crate) memory: DeviceMemory,
-    pub(crate) accesses: Mutex<AccessRecord>,
-}
-
-impl Allocation {
-    pub(crate) fn accesses(&self) -> MutexGuard<'_, AccessRecord> {
-        self.accesses.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn bytes(&self) -> u64 {
-        self.memory.bytes() as u64
-    }
+fn bytes_of(kept: &[Allocation]) -> u64 {
+    kept.iter().map(Allocation::bytes).sum()
 }
 
 /// Linear memory on a CUDA device.
 #[derive(Debug)]
 pub struct CudaBuffer {
     /// `None` only during drop.
-    allocation: Option<Arc<Allocation>>,
+    shared: Option<Arc<Shared>>,
     /// The requested size. The allocation is up to an eighth larger.
     bytes: usize,
+    holder: Holder,
+}
+
+/// What all handles of a buffer share. The last one takes it apart, so that the others drop nothing else.
+#[derive(Debug)]
+struct Shared {
+    allocation: Allocation,
     home: Arc<dyn TakeBack>,
+    /// Handles of [`Holder::Rank`].
+    ranks: AtomicUsize,
+    /// Never freed: a device may use it as long as the process lives.
+    leaks: AtomicBool,
+}
+
+/// Who has a handle of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// A rank of the device. What it has counts against the limit of the device.
+    Rank,
+    /// A message to a rank of another device, whose threads may drop it.
+    Message,
 }
 
 /// Where memory goes when its last handle is dropped. The device may still use it.
 pub(crate) trait TakeBack: std::fmt::Debug + Send + Sync {
-    fn take_back(&self, allocation: Allocation);
+    /// No rank has the memory any more. Messages may.
+    fn left_by_ranks(&self, bytes: u64);
+
+    /// `last` had the last handle. A message may have been dropped on a thread of another device, which must not wait for this one.
+    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder);
 }
 
 impl CudaBuffer {
     pub(crate) fn new(allocation: Allocation, bytes: usize, home: Arc<dyn TakeBack>) -> Self {
-        Self { allocation: Some(Arc::new(allocation)), bytes, home }
+        let shared = Shared { allocation, home, ranks: AtomicUsize::new(1), leaks: AtomicBool::new(false) };
+        Self { shared: Some(Arc::new(shared)), bytes, holder: Holder::Rank }
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        self.shared.as_ref().expect("taken by drop only")
     }
 
     pub(crate) fn allocation(&self) -> &Allocation {
-        self.allocation.as_ref().expect("taken by drop only")
+        &self.shared().allocation
     }
 
     pub(crate) fn address(&self) -> u64 {
@@ -90,20 +107,37 @@ impl CudaBuffer {
 
     /// Another handle of the same memory.
     pub(crate) fn share(&self) -> Self {
-        Self { allocation: self.allocation.clone(), bytes: self.bytes, home: self.home.clone() }
+        if self.holder == Holder::Rank {
+            self.shared().ranks.fetch_add(1, Ordering::Relaxed);
+        }
+        Self { shared: self.shared.clone(), bytes: self.bytes, holder: self.holder }
     }
 
-    /// Never frees the memory: the device may use it as long as the process lives.
-    fn leak(mut self) {
-        std::mem::forget(self.allocation.take());
+    /// Another handle, for a message to another device.
+    pub(crate) fn for_message(&self) -> Self {
+        Self { shared: self.shared.clone(), bytes: self.bytes, holder: Holder::Message }
+    }
+
+    /// Never frees the memory. What a rank has of it counts against the limit for ever.
+    fn leak(self) {
+        self.shared().leaks.store(true, Ordering::Release);
     }
 }
 
 impl Drop for CudaBuffer {
     fn drop(&mut self) {
+        let Some(shared) = self.shared.take() else { return };
+        let is_freed = !shared.leaks.load(Ordering::Acquire);
+        if self.holder == Holder::Rank && is_freed && shared.ranks.fetch_sub(1, Ordering::AcqRel) == 1 {
+            shared.home.left_by_ranks(shared.allocation.bytes());
+        }
         // The last handle of the memory returns it.
-        if let Some(allocation) = self.allocation.take().and_then(Arc::into_inner) {
-            self.home.take_back(allocation);
+        if let Some(Shared { allocation, home, leaks, .. }) = Arc::into_inner(shared) {
+            if leaks.into_inner() {
+                std::mem::forget(allocation);
+            } else {
+                home.take_back(allocation, self.holder);
+            }
         }
     }
 }
@@ -137,14 +171,25 @@ impl MemoryPool {
         max_bytes: Option<u64>,
         stuck_after: Duration,
     ) -> Arc<Self> {
+        // Longer than it takes to find that the other device hangs.
+        let at_most = 2 * stuck_after;
         Arc::new(Self {
             context: context.clone(),
             status: status.clone(),
             max_bytes: max_bytes.unwrap_or(u64::MAX),
             max_kept_bytes: device_bytes as u64 / 4,
             stuck_after,
-            state: Mutex::default(),
+            used_bytes: AtomicU64::new(0),
+            message_bytes: AtomicU64::new(0),
+            returned: Mutex::default(),
+            kept: Mutex::default(),
+            reclaimer: Reclaimer::new(context, status, at_most),
         })
+    }
+
+    /// Frees memory, also of callers, when no device uses it any more.
+    pub(super) fn reclaimer(&self) -> &Reclaimer {
+        &self.reclaimer
     }
 
     /// A buffer with unspecified contents. If memory is short, `flush` is called to submit the deferred launches: memory that
@@ -163,33 +208,39 @@ impl MemoryPool {
             allowed_bytes,
         };
         let failed = |error: DriverError| self.status.error(&format!("allocate {label}"), &error);
-        let mut state = self.lock();
-        let left = self.max_bytes - state.used_bytes;
+        let mut kept = lock(&self.kept);
+        self.keep_returned(&mut kept);
+        let left = self.max_bytes.saturating_sub(self.used_bytes.load(Ordering::Acquire));
         let size = size_class(bytes).filter(|size| *size as u64 <= left);
-        let kept = size.map(|size| take_idle(&mut state, size)).transpose().map_err(failed)?.flatten();
-        let allocation = match kept {
+        let idle = size.map(|size| take_idle(&mut kept, size)).transpose().map_err(failed)?.flatten();
+        let allocation = match idle {
             Some(allocation) => allocation,
             None => {
+                // Asked before the driver is: what is freed meanwhile counts twice and not never.
+                let soon = self.reclaimer.bytes() + self.message_bytes.load(Ordering::Acquire);
                 let free = self.context.free_bytes().map_err(failed)? as u64;
-                let allowed = left.min(free + state.kept_bytes());
+                let allowed = left.min(free + bytes_of(&kept) + soon);
                 let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refuse(allowed))?;
-                match self.allocate_or_reclaim(&mut state, size, free, flush).map_err(failed)? {
+                match self.allocate_or_reclaim(&mut kept, size, free, flush).map_err(failed)? {
                     Some(allocation) => allocation,
-                    // The driver had less memory than it reported, or in pieces that are too small.
-                    None => return Err(refuse(self.context.free_bytes().map_err(failed)? as u64)),
+                    // The driver had less memory than it reported, or in pieces that are too small; or another device still uses it.
+                    None => {
+                        self.status.check()?;
+                        return Err(refuse(self.context.free_bytes().map_err(failed)? as u64));
+                    }
                 }
             }
         };
         allocation.accesses().clear_failure();
-        state.used_bytes += allocation.bytes();
+        self.used_bytes.fetch_add(allocation.bytes(), Ordering::AcqRel);
         Ok(CudaBuffer::new(allocation, bytes, self.clone()))
     }
 
-    /// `size` bytes: newly allocated; or kept, even if the device still uses them; or newly allocated after kept memory of other
+    /// `size` bytes: newly allocated; or kept, even if this device still uses them; or newly allocated after kept memory of other
     /// sizes was freed. `None` if all of that fails.
     fn allocate_or_reclaim(
         &self,
-        state: &mut State,
+        kept: &mut Vec<Allocation>,
         size: usize,
         free: u64,
         flush: impl Fn(),
@@ -200,25 +251,45 @@ impl MemoryPool {
             return Ok(Some(allocation));
         }
         flush();
-        if let Some(index) = state.kept.iter().position(|allocation| allocation.memory.bytes() == size) {
-            return Ok(Some(state.kept.remove(index)));
+        // This device must not wait for another one, which may hang: memory that one still copies from is no use yet.
+        let fits = |allocation: &Allocation| {
+            allocation.memory.bytes() == size && !allocation.accesses().is_used_elsewhere()
+        };
+        if let Some(index) = kept.iter().position(fits) {
+            return Ok(Some(kept.remove(index)));
         }
-        // The only place where a caller waits for the device: all memory is in use by it.
+        // The only place where a caller waits for the device: all memory is in use by it, by copies to other devices, or by messages.
         let start = Instant::now();
-        while !state.kept.is_empty() && start.elapsed() < self.stuck_after {
+        loop {
+            self.keep_returned(kept);
+            if let Some(allocation) = take_idle(kept, size)? {
+                return Ok(Some(allocation));
+            }
             let mut still = Vec::new();
-            for allocation in state.kept.drain(..) {
-                if !allocation.accesses().is_idle()? {
+            for allocation in kept.drain(..) {
+                let is_idle = allocation.accesses().is_idle()?;
+                if is_idle {
+                    self.reclaimer.free(allocation, None);
+                } else {
                     still.push(allocation);
                 }
             }
-            state.kept = still;
+            *kept = still;
             if let Some(allocation) = self.allocate(size)? {
                 return Ok(Some(allocation));
             }
+            let at_most = if !kept.is_empty() || self.reclaimer.bytes() > 0 {
+                2 * self.stuck_after
+            } else if self.message_bytes.load(Ordering::Acquire) > 0 {
+                MESSAGES_WITHIN
+            } else {
+                Duration::ZERO
+            };
+            if start.elapsed() >= at_most || self.status.is_lost() {
+                return self.allocate(size);
+            }
             std::thread::sleep(Duration::from_micros(100));
         }
-        self.allocate(size)
     }
 
     fn allocate(&self, size: usize) -> Result<Option<Allocation>, DriverError> {
@@ -229,30 +300,60 @@ impl MemoryPool {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl TakeBack for MemoryPool {
-    fn take_back(&self, allocation: Allocation) {
-        let mut state = self.lock();
-        state.used_bytes -= allocation.bytes();
-        state.kept.push(allocation);
-        while state.kept_bytes() > self.max_kept_bytes {
+    /// Puts the memory of dropped buffers among the kept, and frees what is too much.
+    fn keep_returned(&self, kept: &mut Vec<Allocation>) {
+        kept.append(&mut lock(&self.returned));
+        while bytes_of(kept) > self.max_kept_bytes {
             // If the device is lost, memory does not become idle and is not freed.
             let idle = |allocation: &Allocation| allocation.accesses().is_idle().unwrap_or(false);
-            let Some(index) = state.kept.iter().position(idle) else { break };
-            drop(state.kept.remove(index));
+            let Some(index) = kept.iter().position(idle) else { break };
+            self.reclaimer.free(kept.remove(index), None);
         }
     }
 }
 
-/// Takes kept memory of this size that the device no longer uses.
-fn take_idle(state: &mut State, size: usize) -> Result<Option<Allocation>, DriverError> {
-    for (index, allocation) in state.kept.iter().enumerate() {
+impl TakeBack for MemoryPool {
+    fn left_by_ranks(&self, bytes: u64) {
+        self.message_bytes.fetch_add(bytes, Ordering::AcqRel);
+        self.used_bytes.fetch_sub(bytes, Ordering::AcqRel);
+    }
+
+    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder) {
+        let bytes = allocation.bytes();
+        lock(&self.returned).push(allocation);
+        self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);
+        // Whoever has the lock may wait for the device. Later calls see what was returned.
+        if last == Holder::Rank
+            && let Ok(mut kept) = self.kept.try_lock()
+        {
+            self.keep_returned(&mut kept);
+        }
+    }
+}
+
+impl Drop for MemoryPool {
+    /// Does not wait: copies to other devices may still be under way, and this may be a thread of one of those.
+    fn drop(&mut self) {
+        let mut kept = std::mem::take(&mut *lock(&self.kept));
+        kept.append(&mut lock(&self.returned));
+        for allocation in kept {
+            self.reclaimer.free(allocation, None);
+        }
+    }
+}
+
+/// The longest wait for messages that the other ranks have not taken yet.
+const MESSAGES_WITHIN: Duration = Duration::from_secs(1);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes kept memory of this size that no device uses any more.
+fn take_idle(kept: &mut Vec<Allocation>, size: usize) -> Result<Option<Allocation>, DriverError> {
+    for (index, allocation) in kept.iter().enumerate() {
         if allocation.memory.bytes() == size && allocation.accesses().is_idle()? {
-            return Ok(Some(state.kept.remove(index)));
+            return Ok(Some(kept.remove(index)));
         }
     }
     Ok(None)

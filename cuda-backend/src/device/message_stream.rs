@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use kyklos::{Error, Result};
 
-use super::event_poller::PollerHandle;
 use super::memory_pool::{CudaBuffer, InUse};
 use super::open_device::{OpenDevice, Resources};
-use super::status::AwaitsMessages;
+use super::status::{AwaitsMessages, DeviceStatus};
 use crate::driver::{Context, DriverError, Event, Stream};
 
 /// A stream of the highest priority for messages, which a library submits to it. Events order it with the streams of the backend:
@@ -16,7 +15,6 @@ use crate::driver::{Context, DriverError, Event, Stream};
 pub(crate) struct MessageStream {
     stream: Stream,
     resources: Arc<Resources>,
-    poller: PollerHandle,
 }
 
 impl MessageStream {
@@ -24,7 +22,7 @@ impl MessageStream {
         let resources = device.resources.clone();
         let failed = |error: DriverError| resources.status.error("create a stream for messages", &error);
         let stream = Stream::new(&resources.context, true).map_err(failed)?;
-        Ok(Self { stream, resources, poller: device.poller.handle() })
+        Ok(Self { stream, resources })
     }
 
     pub(crate) fn stream(&self) -> &Stream {
@@ -46,29 +44,29 @@ impl MessageStream {
         self.resources.submitter.note(&self.stream, ORDER, reads, writes)
     }
 
-    /// Copies the first bytes of `from`, memory of `other`, to the beginning of `into`, memory of the device of this stream. On both
-    /// devices, operations that are submitted from now on and use the memory wait for the copy as they need to. The memory of both is
-    /// kept until the copy is done, and for ever where nobody will know.
+    /// Copies the first bytes of `from`, memory of the device `other` in which they are complete, to the beginning of `into`, memory of the device
+    /// of this stream. Operations of this device that are submitted from now on and use `into` wait for the copy. The memory of both is
+    /// not used for anything else before the copy is done, and never where nobody will know. Takes no lock of `other` under which its
+    /// driver is called: if that device hangs, so may such a call.
     pub(crate) fn copy_from(
         &self,
-        other: &OpenDevice,
+        other: &DeviceStatus,
         from: &CudaBuffer,
         into: &CudaBuffer,
         bytes: usize,
     ) -> Result<()> {
-        let (own, theirs) = (&self.resources.submitter, &other.resources.submitter);
-        theirs.order(&self.stream, COPY, &[from], &[])?;
+        let own = &self.resources.submitter;
         own.order(&self.stream, COPY, &[], &[into])?;
         let copied = self.stream.copy_between(&from.allocation().memory, &into.allocation().memory, bytes);
-        copied.map_err(|error| self.driver_error(COPY, &error))?;
+        copied.map_err(|error| match self.context().free_bytes() {
+            // The context that the error has destroyed is the other one.
+            Ok(_) if error.ends_context() => other.device_error(COPY, &error.to_string()),
+            _ => self.driver_error(COPY, &error),
+        })?;
         let in_use = InUse::new(&[from, into]);
         let event = own.note(&self.stream, COPY, &[], &[into])?;
-        theirs.note_read(&event, from);
-        self.poller.on_message(event, move |result| {
-            if result.is_ok() {
-                in_use.release();
-            }
-        });
+        from.allocation().accesses().record_read_elsewhere(event);
+        in_use.release();
         Ok(())
     }
 

@@ -1,5 +1,6 @@
 //! An open device: its streams, memory, submissions and completions.
 
+mod allocation;
 mod caller_memory;
 mod dependencies;
 mod download;
@@ -10,6 +11,7 @@ mod message_stream;
 mod open_device;
 mod options;
 mod pacer;
+mod reclaimer;
 mod staging;
 mod status;
 mod submitter;

@@ -38,7 +38,7 @@ pub(crate) struct OpenDevice {
 pub(super) struct Resources {
     pub(super) context: Arc<Context>,
     pub(super) status: Arc<DeviceStatus>,
-    pool: Arc<MemoryPool>,
+    pub(super) pool: Arc<MemoryPool>,
     staging: Arc<StagingPool>,
     pub(super) submitter: Submitter,
 }
@@ -59,7 +59,7 @@ impl OpenDevice {
             submitter: Submitter::new(context, &status, &image.bytes, graphs)?,
             status,
         });
-        let poller = EventPoller::start(&resources.status, stuck_after)?;
+        let poller = EventPoller::start(context.ordinal(), &resources.status, stuck_after)?;
         let (multiprocessors, wgmma) = (properties.multiprocessors, image.wgmma);
         Ok(Self { multiprocessors, wgmma, pacer: Pacer::default(), resources, poller })
     }
@@ -67,6 +67,11 @@ impl OpenDevice {
     /// The device's index.
     pub(crate) fn ordinal(&self) -> usize {
         self.resources.context.ordinal()
+    }
+
+    /// Whether the device still works, and its name.
+    pub(crate) fn status(&self) -> &Arc<DeviceStatus> {
+        &self.resources.status
     }
 
     /// A buffer with unspecified contents.

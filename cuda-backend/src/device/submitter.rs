@@ -310,12 +310,6 @@ impl Submitter {
         Ok(event)
     }
 
-    /// A stream of another device reads `buffer` until `event` is complete.
-    pub(super) fn note_read(&self, event: &Arc<Event>, buffer: &CudaBuffer) {
-        let _state = self.state();
-        buffer.allocation().accesses().record_caller_read(event.clone());
-    }
-
     /// Starts or stops measuring launches, and forgets those that were measured.
     pub(super) fn measure(&self, on: bool) {
         self.state().measured = on.then(Vec::new);

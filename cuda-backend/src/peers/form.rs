@@ -14,7 +14,7 @@ use kyklos_transport::{Rank, Transport, TransportError, Vote};
 
 use super::waiting::Waiting;
 use super::{CudaPeers, cuda};
-use crate::device::MessageStream;
+use crate::device::{DeviceStatus, MessageStream};
 
 /// Hashes for the votes: ranks that do something else at that time are told so.
 const PLACES: [u8; 32] = *b"kyklos: CUDA ranks by process, 1";
@@ -31,7 +31,7 @@ static RANKS: Mutex<BTreeMap<u64, Entry>> = Mutex::new(BTreeMap::new());
 
 #[derive(Debug)]
 struct Entry {
-    device: Device,
+    device: Arc<DeviceStatus>,
     waiting: Arc<Waiting>,
 }
 
@@ -40,10 +40,10 @@ struct Entry {
 pub(super) struct Registered(u64);
 
 impl Registered {
-    fn new(device: &Device) -> Self {
+    fn new(device: Arc<DeviceStatus>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        ranks().insert(number, Entry { device: device.clone(), waiting: Arc::default() });
+        ranks().insert(number, Entry { device, waiting: Arc::default() });
         Self(number)
     }
 }
@@ -130,8 +130,11 @@ impl CudaPeers {
         form_within: Duration,
         deadline: Duration,
     ) -> Result<Option<Arc<Self>>> {
-        let stream = cuda(device).and_then(|cuda| MessageStream::new(&cuda.device)).ok();
-        let own = stream.is_some().then(|| Registered::new(device));
+        let (stream, own) = match cuda(device).and_then(|cuda| Ok((MessageStream::new(&cuda.device)?, cuda)))
+        {
+            Ok((stream, cuda)) => (Some(stream), Some(Registered::new(cuda.device.status().clone()))),
+            Err(_) => (None, None),
+        };
         let place = own.as_ref().map(|own| Place { process: process(), number: own.0 });
         let note = place.map_or_else(Bytes::new, Place::encode);
         let notes = transport.agree(Vote::Ready { plan_hash: PLACES, note }, form_within).await?;

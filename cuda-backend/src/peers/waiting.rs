@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kyklos::backend::DeviceBuffer;
 use kyklos_transport::{Rank, Tag};
+
+use crate::device::CudaBuffer;
 
 /// The sender, the receiver and the tag of a message.
 pub(super) type Key = (Rank, Rank, Tag);
@@ -15,7 +16,7 @@ pub(super) struct Waiting(Mutex<BTreeMap<Key, Entry>>);
 
 #[derive(Debug)]
 enum Entry {
-    Message(Vec<DeviceBuffer>),
+    Message(Vec<CudaBuffer>),
     /// The receiver has ended without it.
     Unwanted,
     /// The sender has ended before it knew that the receiver was told.
@@ -25,7 +26,7 @@ enum Entry {
 /// What a receiver finds that was told of a message.
 #[derive(Debug)]
 pub(super) enum Found {
-    Pieces(Vec<DeviceBuffer>),
+    Pieces(Vec<CudaBuffer>),
     /// The sender has taken them back: it has failed, or its group has.
     Withdrawn,
     Nothing,
@@ -33,7 +34,7 @@ pub(super) enum Found {
 
 impl Waiting {
     /// Puts a message there, unless its receiver does not want it any more.
-    pub(super) fn put(&self, key: Key, pieces: Vec<DeviceBuffer>) -> Offered<'_> {
+    pub(super) fn put(&self, key: Key, pieces: Vec<CudaBuffer>) -> Offered<'_> {
         self.lock().entry(key).or_insert(Entry::Message(pieces));
         Offered { waiting: self, key, is_told: false }
     }

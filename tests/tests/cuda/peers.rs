@@ -1,5 +1,6 @@
 //! Ranks of one process with a CUDA device each, without NCCL: messages are copies from device to device.
 
+mod apart;
 mod copies;
 mod kept;
 
@@ -68,7 +69,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         lost.says_not = &[];
         all.push(lost);
     }
-    all.extend([kept::scenarios(), copies::scenarios()].concat());
+    all.extend([apart::scenarios(), kept::scenarios(), copies::scenarios()].concat());
     all
 }
 

@@ -1,8 +1,9 @@
 //! Memory that a copy to another device reads is kept until the copy is done.
 #![expect(unsafe_code, reason = "tensors of a caller's memory are unsafe to make")]
 
-use std::sync::Barrier;
-use std::time::Duration;
+use std::sync::{Barrier, Mutex};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
@@ -39,7 +40,22 @@ fn unknown_end() {
 const SHAPE: [usize; 4] = [1, 40, 2, 64];
 const BYTES: usize = 40 * 2 * 64 * 4;
 
-/// Rank 1 drops its tensors, and so the caller's memory, while device 0 copies from it.
+/// For each dropped memory of a caller: the rank whose device had it, and the thread that dropped it.
+static DROPPED: Mutex<Vec<(u32, ThreadId, String)>> = Mutex::new(Vec::new());
+
+/// Memory of a caller, who may wait for the device when it is dropped.
+struct Owner(#[expect(dead_code, reason = "freed by its drop")] driver::Memory, u32);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or_default().to_owned();
+        DROPPED.lock().unwrap().push((self.1, thread.id(), name));
+    }
+}
+
+/// Rank 1 drops its tensors, and so the caller's memory, while device 0 copies from it. No thread of the other rank or of its device
+/// drops the memory.
 fn memory_of_a_caller() {
     let group = in_process_group(2);
     let ranks: Vec<_> = group.iter().cloned().zip((0..).map(device)).collect();
@@ -49,9 +65,10 @@ fn memory_of_a_caller() {
         let mut session = Session::new(transport, ranks[rank as usize].1.clone());
         attend(&mut session, [0, 1, 2].map(|tensor| Tensor::new(SHAPE, values(rank, tensor)).unwrap()))
     });
-    let barrier = Barrier::new(2);
+    let (barrier, threads) = (Barrier::new(2), Mutex::new(Vec::new()));
     let copied = on_threads(group, |transport| {
         let rank = transport.rank().0;
+        threads.lock().unwrap().push((rank, std::thread::current().id()));
         let (device, peers) = (&ranks[rank as usize].1, peers[rank as usize].clone());
         let options = SessionOptions::default();
         let mut session = Session::with_collective(transport, device.clone(), peers, options);
@@ -61,6 +78,19 @@ fn memory_of_a_caller() {
         output
     });
     assert!(copied == host, "other bytes than through the host");
+    let start = Instant::now();
+    while DROPPED.lock().unwrap().len() < 6 {
+        assert!(start.elapsed() < Duration::from_secs(10), "all memory of callers is dropped");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for (of, thread, name) in &*DROPPED.lock().unwrap() {
+        let other = 1 - of;
+        assert!(
+            !threads.lock().unwrap().contains(&(other, *thread)),
+            "rank {other} drops memory of the other rank"
+        );
+        assert_ne!(*name, format!("kyklos-cuda:{other}"));
+    }
 }
 
 fn attend(session: &mut Session, [q, k, v]: [Tensor; 3]) -> Vec<u8> {
@@ -87,5 +117,6 @@ fn of_caller(device: &Device, rank: u32, tensor: u32) -> Tensor {
     let [_, tokens, heads, dim] = SHAPE;
     let strides = [tokens * heads * dim, heads * dim, dim, 1];
     // SAFETY: the tensor owns the memory, and nothing writes to it any more.
-    unsafe { Tensor::from_cuda(SHAPE, strides, Dtype::F32, device, at, Written::Already, owner) }.unwrap()
+    unsafe { Tensor::from_cuda(SHAPE, strides, Dtype::F32, device, at, Written::Already, Owner(owner, rank)) }
+        .unwrap()
 }

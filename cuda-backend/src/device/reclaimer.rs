@@ -1,0 +1,146 @@
+//! A thread for each device that frees memory, and whatever else may wait for the device until it is freed.
+//!
+//! Freeing memory makes the driver wait for the whole device, for ever if it hangs. So no thread that anybody waits for frees memory:
+//! not a rank's, not the one that polls the events of the device, and none that works for another device.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::allocation::Allocation;
+use super::status::DeviceStatus;
+use crate::driver::Context;
+
+const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
+const LONGEST_SLEEP: Duration = Duration::from_millis(10);
+
+/// Gives memory to the thread, which starts with the first. The thread ends when this is dropped and all is freed.
+#[derive(Debug)]
+pub(super) struct Reclaimer {
+    context: Arc<Context>,
+    status: Arc<DeviceStatus>,
+    /// Memory that another device may use for longer than this is never freed: that device is lost.
+    at_most: Duration,
+    /// `None`: the system has no more threads.
+    jobs: OnceLock<Option<Sender<Job>>>,
+    /// Bytes that are not freed yet.
+    bytes: Arc<AtomicU64>,
+}
+
+/// Submits deferred launches of a device, and keeps what they need.
+pub(super) type Submit = Box<dyn Fn() + Send>;
+
+/// Memory to be freed when no device uses it any more.
+struct Job {
+    allocation: Allocation,
+    /// Of deferred launches that may read it.
+    submit: Option<Submit>,
+    since: Instant,
+    bytes: Arc<AtomicU64>,
+}
+
+impl Reclaimer {
+    pub(super) fn new(context: &Arc<Context>, status: &Arc<DeviceStatus>, at_most: Duration) -> Self {
+        let (context, status) = (context.clone(), status.clone());
+        Self { context, status, at_most, jobs: OnceLock::new(), bytes: Arc::default() }
+    }
+
+    /// Bytes that are being freed.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Acquire)
+    }
+
+    /// Frees memory when no device uses it any more; never, if nobody will know. Does not wait. Deferred
+    /// launches that use it are submitted by `submit` before.
+    pub(super) fn free(&self, allocation: Allocation, submit: Option<Submit>) {
+        let bytes = self.bytes.clone();
+        let job = Job { allocation, submit, since: Instant::now(), bytes };
+        job.bytes.fetch_add(job.allocation.bytes(), Ordering::AcqRel);
+        let left = match self.jobs.get_or_init(|| self.start()) {
+            Some(jobs) => jobs.send(job).err().map(|mpsc::SendError(job)| job),
+            None => Some(job),
+        };
+        if let Some(job) = left {
+            job.leak();
+        }
+    }
+
+    fn start(&self) -> Option<Sender<Job>> {
+        let (sender, receiver) = mpsc::channel();
+        let (context, status, at_most) = (self.context.clone(), self.status.clone(), self.at_most);
+        let thread = std::thread::Builder::new().name(format!("kyklos-free:{}", context.ordinal()));
+        let run = move || {
+            run(&receiver, &status, at_most);
+            drop(context);
+        };
+        thread.spawn(run).ok().map(|_| sender)
+    }
+}
+
+/// What becomes of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Now {
+    Wait,
+    Free,
+    Leak,
+}
+
+impl Job {
+    fn now(&self, status: &DeviceStatus, at_most: Duration) -> Now {
+        // A device that hangs may still access the memory, and a destroyed context has freed it.
+        if status.is_lost() {
+            return Now::Leak;
+        }
+        let is_deferred = self.allocation.accesses().is_deferred();
+        if let Some(submit) = self.submit.as_ref().filter(|_| is_deferred) {
+            submit();
+        }
+        let mut accesses = self.allocation.accesses();
+        match accesses.is_idle() {
+            Ok(true) => Now::Free,
+            Ok(false) if accesses.is_used_elsewhere() && self.since.elapsed() > at_most => Now::Leak,
+            Ok(false) => Now::Wait,
+            Err(_) => Now::Leak,
+        }
+    }
+
+    fn free(self) {
+        let Self { allocation, submit, bytes, .. } = self;
+        let freed = allocation.bytes();
+        drop(allocation);
+        bytes.fetch_sub(freed, Ordering::AcqRel);
+        drop(submit);
+    }
+
+    fn leak(self) {
+        self.bytes.fetch_sub(self.allocation.bytes(), Ordering::AcqRel);
+        std::mem::forget((self.allocation, self.submit));
+    }
+}
+
+fn run(jobs: &Receiver<Job>, status: &DeviceStatus, at_most: Duration) {
+    let mut waiting: Vec<Job> = Vec::new();
+    let mut since = Instant::now();
+    loop {
+        if waiting.is_empty() {
+            let Ok(job) = jobs.recv() else { return };
+            waiting.push(job);
+            since = Instant::now();
+        }
+        waiting.extend(jobs.try_iter());
+        let before = waiting.len();
+        for job in std::mem::take(&mut waiting) {
+            match job.now(status, at_most) {
+                Now::Wait => waiting.push(job),
+                Now::Free => job.free(),
+                Now::Leak => job.leak(),
+            }
+        }
+        if waiting.len() < before {
+            since = Instant::now();
+        } else {
+            std::thread::sleep((since.elapsed() / 16).clamp(SHORTEST_SLEEP, LONGEST_SLEEP));
+        }
+    }
+}
