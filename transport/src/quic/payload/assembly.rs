@@ -3,8 +3,10 @@
 //! A message is one allocation for each part, cut into chunks that several streams fill at the same time; put together
 //! again, nothing is copied and nothing moves.
 
+use std::hash::Hasher;
+
 use bytes::{Buf, Bytes, BytesMut};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 /// Bytes of the checksum after the payload.
 pub(crate) const TRAILER_BYTES: usize = 8;
@@ -121,7 +123,7 @@ pub(crate) struct Chunk {
     /// Index of the segment that is being filled, and bytes of it that are there.
     segment: usize,
     filled: usize,
-    checksum: Box<Xxh3>,
+    checksum: XxHash3_64,
     trailer: Vec<u8>,
 }
 
@@ -131,7 +133,7 @@ pub(crate) struct Filled(Vec<Segment>);
 
 impl Chunk {
     fn new(segments: Vec<Segment>) -> Self {
-        Self { segments, segment: 0, filled: 0, checksum: Box::new(Xxh3::new()), trailer: Vec::new() }
+        Self { segments, segment: 0, filled: 0, checksum: XxHash3_64::new(), trailer: Vec::new() }
     }
 
     /// Takes the next bytes of the stream and returns how many of them were payload.
@@ -141,7 +143,7 @@ impl Chunk {
             let count = bytes.len().min(space.len() - self.filled);
             let (now, later) = bytes.split_at(count);
             space[self.filled..self.filled + count].copy_from_slice(now);
-            self.checksum.update(now);
+            self.checksum.write(now);
             self.filled += count;
             payload_bytes += count;
             bytes = later;
@@ -173,7 +175,7 @@ impl Chunk {
             // In pieces that stay in the cache between the copy and the checksum.
             for space in bytes.chunks_mut(COPY_BYTES) {
                 copy(at, space)?;
-                self.checksum.update(space);
+                self.checksum.write(space);
                 at += space.len();
             }
         }
@@ -194,7 +196,7 @@ impl Chunk {
     pub(crate) fn finish(self) -> Result<Filled, &'static str> {
         let trailer = <[u8; TRAILER_BYTES]>::try_from(self.trailer.as_slice());
         let trailer = trailer.map_err(|_| "fewer bytes than its header says")?;
-        if u64::from_le_bytes(trailer) != self.checksum.digest() {
+        if u64::from_le_bytes(trailer) != self.checksum.finish() {
             return Err("bytes that do not fit their checksum");
         }
         Ok(Filled(self.segments))
@@ -204,14 +206,13 @@ impl Chunk {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xxhash_rust::xxh3::xxh3_64;
 
     fn payload(part_bytes: &[usize]) -> Vec<u8> {
         (0..part_bytes.iter().sum()).map(|at: usize| (at % 251) as u8).collect()
     }
 
     fn stream(payload: &[u8]) -> Vec<u8> {
-        [payload, &xxh3_64(payload).to_le_bytes()].concat()
+        [payload, &XxHash3_64::oneshot(payload).to_le_bytes()].concat()
     }
 
     #[test]
@@ -252,7 +253,7 @@ mod tests {
             let mut assembly = Assembly::new(&part_bytes, 70_000);
             let rest = assembly.take(1).unwrap();
             assert_eq!(rest.len(), payload.len() - 70_000);
-            let rest = rest.fill(xxh3_64(&payload[70_000..]), |at, space| {
+            let rest = rest.fill(XxHash3_64::oneshot(&payload[70_000..]), |at, space| {
                 space.copy_from_slice(&payload[70_000 + at..][..space.len()]);
                 Ok(())
             });
@@ -264,7 +265,7 @@ mod tests {
             assert!(assembly.put_back(0, first?));
             Ok::<_, &str>(assembly.finish())
         };
-        let checksum = xxh3_64(&payload[..70_000]);
+        let checksum = XxHash3_64::oneshot(&payload[..70_000]);
         assert_eq!(filled(checksum, &payload).unwrap().concat(), payload);
         let mut other = payload.clone();
         other[69_999] ^= 1;

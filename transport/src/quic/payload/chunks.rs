@@ -1,12 +1,13 @@
 //! Payload on the streams of a message, in both directions.
 
+use std::hash::Hasher;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use quinn::{ReadError, RecvStream, SendStream, VarInt};
 use tokio::sync::watch;
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use super::assembly::{Chunk, Filled};
 use crate::wire::MessageHeader;
@@ -93,15 +94,15 @@ pub(crate) async fn write_chunk(
     moved: &AtomicU64,
 ) -> Result<(), quinn::WriteError> {
     write_piece(&mut out.stream, Bytes::copy_from_slice(&header.encode()), None).await?;
-    let mut checksum = Xxh3::new();
+    let mut checksum = XxHash3_64::new();
     for mut part in cut(parts, u64::from(header.chunk) * chunk_bytes, chunk_bytes) {
         while !part.is_empty() {
             let piece = part.split_to(part.len().min(PIECE_BYTES));
-            checksum.update(&piece);
+            checksum.write(&piece);
             write_piece(&mut out.stream, piece, Some(moved)).await?;
         }
     }
-    write_piece(&mut out.stream, Bytes::copy_from_slice(&checksum.digest().to_le_bytes()), None).await?;
+    write_piece(&mut out.stream, Bytes::copy_from_slice(&checksum.finish().to_le_bytes()), None).await?;
     out.finished = out.stream.finish().is_ok();
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! The sending side of shared memory: chunks take the slots of a segment in turn.
 
+use std::hash::Hasher;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -7,7 +8,7 @@ use bytes::Bytes;
 use tokio::io::AsyncWriteExt;
 use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::{Notify, Semaphore};
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_64;
 
 use super::notices::{NOTICE_BYTES, Notice};
 use super::segment::{SLOTS, Segment};
@@ -71,16 +72,16 @@ impl SharedSender {
         let permit = self.free.acquire().await.map_err(|_| "a link that is closed")?;
         {
             let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-            let (mut checksum, mut at) = (Xxh3::new(), 0);
+            let (mut checksum, mut at) = (XxHash3_64::new(), 0);
             for piece in pieces {
                 // In pieces that stay in the cache between the checksum and the copy.
                 for bytes in piece.chunks(COPY_BYTES) {
-                    checksum.update(bytes);
+                    checksum.write(bytes);
                     self.segment.write(queue.slot, at, bytes)?;
                     at += bytes.len();
                 }
             }
-            let notice = Notice::Chunk { header: header.encode(), checksum: checksum.digest() };
+            let notice = Notice::Chunk { header: header.encode(), checksum: checksum.finish() };
             queue.notices.extend_from_slice(&notice.encode());
             queue.slot = (queue.slot + 1) % SLOTS;
             self.sent.fetch_add(at as u64, Ordering::Relaxed);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 use crate::error::{AbortCause, TransportError};
 use crate::posted::Posted;
@@ -75,7 +75,7 @@ impl Stage {
         let payload = Self::payload();
         let bytes = payload.chunks(self.chunk_bytes).nth(chunk).unwrap();
         self.hostile.outgoing.write(slot, 0, bytes).unwrap();
-        xxh3_64(bytes)
+        XxHash3_64::oneshot(bytes)
     }
 
     async fn say(&mut self, notice: Notice) {
