@@ -13,7 +13,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <sys/resource.h>
 #include <string>
 #include <sys/mman.h>
 
@@ -53,17 +52,7 @@ static void launch(machine::Timing timing, u64 seed) {
     machine::launch(*kernel, grid, shared, args, timing, seed);
 }
 
-// A kernel with a planted bug may have no end; the signal says so. In processor time, so that a busy machine changes nothing.
-static void limit_time() {
-    if (const char *seconds = std::getenv("KYKLOS_EMULATOR_CPU_SECONDS")) {
-        const rlim_t limit = std::strtoul(seconds, nullptr, 10);
-        const rlimit limits = {limit, limit + 1};
-        setrlimit(RLIMIT_CPU, &limits);
-    }
-}
-
 int main() {
-    limit_time();
     const machine::Timing timing = machine::Timing(number<u32>());
     const u64 seed = number<u64>();
     for (u32 left = number<u32>(); left; left--) buffer();
