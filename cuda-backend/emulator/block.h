@@ -6,7 +6,6 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <ucontext.h>
 #include <vector>
 
 namespace machine {
@@ -23,7 +22,7 @@ struct Copy {
 
 struct Fiber {
     Here here;
-    bool begun, done;
+    bool done;
     // The fiber waits while `*word` is `value`; null: it can run.
     const u32 *word;
     u32 value;
@@ -31,8 +30,9 @@ struct Fiber {
     std::vector<Copy> copies;
     u32 committed;  // groups of copies so far
     bool fenced;    // wgmma.fence was executed since the last wait for wgmma
-    ucontext_t start;
     jmp_buf resume;
+    // Null until the fiber starts. Then it runs the threads of its number of all blocks and launches, one after the other: to start
+    // a fiber takes several system calls.
     std::unique_ptr<u8[]> stack;
 };
 
@@ -87,7 +87,10 @@ struct Block {
     const void *args;
     Timing timing;
     u64 random;
-    std::vector<Fiber> fibers;
+    u32 threads;
+    std::vector<Fiber> fibers;  // of the threads; there may be more
+    // A bit for each thread; of one that can run, it is set. `next` clears it when it finds that the thread waits.
+    std::vector<u64> ready;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     Barrier barriers[16];
@@ -100,8 +103,9 @@ struct Block {
     jmp_buf scheduler;
 
     u32 chance(u32 below);
-    // Suspends the running thread while `word` is `value`.
+    // Suspends the running thread while `word` is `value`. Whoever changes `word` calls `may_run` for the threads that may wait for it.
     void wait(const u32 &word, u32 value, const char *what);
+    void may_run(u32 first, u32 count);
     // Does the `index`-th copy of a thread, unless it is done.
     void land(Fiber &fiber, u64 index);
     void land_box(u64 index);
@@ -110,9 +114,14 @@ struct Block {
     // Lets other threads run before the running one continues, unless the timing is Eager.
     void pause();
     void run();
+    // The running thread has ended: continues with another one, or with `run` if it was the last.
+    void end();
 
 private:
     Fiber *next();
+    Fiber *ready_from(u32 start, bool down);
+    Fiber &choose();
+    [[noreturn]] void resume(Fiber &fiber);
 };
 
 extern Block *block;

@@ -14,6 +14,7 @@ static void turn_if_done(Phase &phase) {
     if (phase.pending || phase.bytes) return;
     phase.pending = phase.count;
     phase.parity ^= 1;
+    block->may_run(0, block->threads);
 }
 
 void phase_init(u32 barrier, u32 count) {
@@ -117,6 +118,7 @@ template <typename Together> static void with_warpgroup(Warpgroup &warpgroup, To
         together(warpgroup);
         warpgroup.arrived = 0;
         warpgroup.turn++;
+        block->may_run(here().thread / 128 * 128, 128);
     } else {
         block->wait(warpgroup.turn, warpgroup.turn, warpgroup.what);
     }

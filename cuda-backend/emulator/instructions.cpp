@@ -24,6 +24,7 @@ template <typename Together> static const Lane &with_warp(const char *what, cons
         together(warp);
         warp.arrived = 0;
         warp.turn++;
+        block->may_run(here().thread / 32 * 32, 32);
     } else {
         block->wait(warp.turn, warp.turn, what);
     }
@@ -32,7 +33,7 @@ template <typename Together> static const Lane &with_warp(const char *what, cons
 
 // A thread arrives at a barrier. The last one completes it.
 static Barrier &arrive(u32 id, u32 threads, bool set) {
-    if (id >= 16 || threads % 32 || threads > block->fibers.size()) fault("barrier %u for %u threads", id, threads);
+    if (id >= 16 || threads % 32 || threads > block->threads) fault("barrier %u for %u threads", id, threads);
     Barrier &barrier = block->barriers[id];
     if (barrier.arrived == 0) barrier.threads = threads;
     if (barrier.threads != threads) fault("barrier %u for %u threads and for %u", id, barrier.threads, threads);
@@ -42,6 +43,7 @@ static Barrier &arrive(u32 id, u32 threads, bool set) {
         barrier.gathered = false;
         barrier.arrived = 0;
         barrier.turn++;
+        block->may_run(0, block->threads);
         counting().barriers++;
     }
     return barrier;
@@ -56,7 +58,7 @@ bool named_or(u32 id, u32 threads, bool set) {
 
 void named_arrive(u32 id, u32 threads) { arrive(id, threads, false); }
 
-bool barrier_or(bool set) { return named_or(0, block->fibers.size(), set); }
+bool barrier_or(bool set) { return named_or(0, block->threads, set); }
 
 void warp_sync() {
     with_warp("a warp's barrier", nullptr, 0, [](Warp &) {});

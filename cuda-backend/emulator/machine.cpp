@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ucontext.h>
 
 namespace machine {
 
@@ -55,13 +56,15 @@ u32 Block::chance(u32 below) {
 
 // The entry point of a fiber.
 static void enter() {
-    Fiber &fiber = *block->running;
-    block->kernel->body(block->args);
-    if (!fiber.copies.empty()) fault("%zu copies were not waited for when the thread ended", fiber.copies.size());
-    if (!block->warpgroups.empty() && !block->warpgroups[here().thread / 128].products.empty())
-        fault("a product was not waited for when the thread ended");
-    fiber.done = true;
-    _longjmp(block->scheduler, 1);
+    while (true) {
+        Fiber &fiber = *block->running;
+        block->kernel->body(block->args);
+        if (!fiber.copies.empty()) fault("%zu copies were not waited for when the thread ended", fiber.copies.size());
+        if (!block->warpgroups.empty() && !block->warpgroups[here().thread / 128].products.empty())
+            fault("a product was not waited for when the thread ended");
+        fiber.done = true;
+        block->end();
+    }
 }
 
 void Block::wait(const u32 &word, u32 value, const char *what) {
@@ -69,7 +72,7 @@ void Block::wait(const u32 &word, u32 value, const char *what) {
     fiber.word = &word;
     fiber.value = value;
     fiber.what = what;
-    if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
+    if (!_setjmp(fiber.resume)) resume(choose());
 }
 
 void Block::pause() {
@@ -77,66 +80,94 @@ void Block::pause() {
     Fiber &fiber = *running;
     fiber.word = nullptr;
     pausing = true;
-    if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
+    if (!_setjmp(fiber.resume)) resume(choose());
+}
+
+void Block::end() {
+    left--;
+    if (_setjmp(running->resume)) return;
+    if (!left) _longjmp(scheduler, 1);
+    resume(choose());
+}
+
+void Block::may_run(u32 first, u32 count) {
+    for (u32 n = first; n < first + count; n += 32) ready[n / 64] |= u64(0xffffffff) << n % 64;
+}
+
+// The first thread that can run, from `start` on in a circle; null if all wait.
+Fiber *Block::ready_from(u32 start, bool down) {
+    const u32 words = ready.size();
+    u32 at = start / 64;
+    u64 from_start = down ? ~u64(0) >> (63 - start % 64) : ~u64(0) << start % 64;
+    // The word of `start` twice: it has threads on both ends of the circle.
+    for (u32 i = 0; i <= words; i++) {
+        while (const u64 some = ready[at] & from_start) {
+            const u32 bit = down ? 63 - __builtin_clzll(some) : __builtin_ctzll(some), n = 64 * at + bit;
+            if (n < threads && !fibers[n].done && (!fibers[n].word || *fibers[n].word != fibers[n].value)) return &fibers[n];
+            ready[at] &= ~(u64(1) << bit);
+        }
+        from_start = ~u64(0);
+        at = (at + (down ? words - 1 : 1)) % words;
+    }
+    return nullptr;
 }
 
 // The next thread that can run, in the order of the timing; null if all wait.
 Fiber *Block::next() {
-    const u32 count = fibers.size();
     u32 start = 0;
     if (timing == Timing::Random) {
-        start = chance(count);
+        start = chance(threads);
         // Copies complete at random times.
-        Fiber &lucky = fibers[chance(count)];
+        Fiber &lucky = fibers[chance(threads)];
         if (!lucky.copies.empty()) land(lucky, chance(lucky.copies.size()));
         if (!boxes.empty() && chance(64) == 0) land_box(chance(boxes.size()));
         if (!warpgroups.empty() && chance(8) == 0) multiply_next(warpgroups[chance(warpgroups.size())]);
     } else if (running && !running->done) {
         start = running->here.thread;
-        if (pausing) start = (start + (timing == Timing::Late ? count - 1 : 1)) % count;
+        if (pausing) start = (start + (timing == Timing::Late ? threads - 1 : 1)) % threads;
     } else {
-        start = timing == Timing::Eager ? 0 : count - 1;
+        start = timing == Timing::Eager ? 0 : threads - 1;
     }
     pausing = false;
     // A warp that cannot continue is followed by the next one.
-    for (u32 i = 0; i < count; i++) {
-        const u32 n = timing == Timing::Late ? (start + count - i) % count : (start + i) % count;
-        Fiber &fiber = fibers[n];
-        if (!fiber.done && (!fiber.word || *fiber.word != fiber.value)) return &fiber;
-    }
-    return nullptr;
+    return ready_from(start, timing == Timing::Late);
 }
 
-void Block::run() {
-    left = fibers.size();
-    static ucontext_t home;
-    while (left) {
-        Fiber *fiber = next();
+// The thread that continues. If all wait, boxes land.
+Fiber &Block::choose() {
+    while (true) {
+        if (Fiber *fiber = next()) return *fiber;
         // As late as possible: when no thread can continue without one.
-        if (!fiber && !boxes.empty()) {
+        if (!boxes.empty()) {
             land_box(chance(boxes.size()));
             continue;
         }
-        if (!fiber) {
-            for (Fiber &waiting : fibers) {
-                if (waiting.done) continue;
-                running = &waiting;
-                fault("deadlock: %u of %zu threads wait, this one for %s", left, fibers.size(), waiting.what);
-            }
+        for (u32 n = 0; n < threads; n++) {
+            if (fibers[n].done) continue;
+            running = &fibers[n];
+            fault("deadlock: %u of %u threads wait, this one for %s", left, threads, running->what);
         }
-        running = fiber;
-        fiber->word = nullptr;
-        if (!_setjmp(scheduler)) {
-            if (fiber->begun) _longjmp(fiber->resume, 1);
-            fiber->begun = true;
-            getcontext(&fiber->start);
-            fiber->start.uc_stack = {fiber->stack.get(), 0, STACK_BYTES};
-            fiber->start.uc_link = nullptr;
-            makecontext(&fiber->start, enter, 0);
-            swapcontext(&home, &fiber->start);
-        }
-        if (running->done) left--;
     }
+}
+
+void Block::resume(Fiber &fiber) {
+    running = &fiber;
+    fiber.word = nullptr;
+    if (fiber.stack) _longjmp(fiber.resume, 1);
+    fiber.stack.reset(new u8[STACK_BYTES]);
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack = {fiber.stack.get(), 0, STACK_BYTES};
+    start.uc_link = nullptr;
+    makecontext(&start, enter, 0);
+    setcontext(&start);
+    fault("no fiber can be started");
+}
+
+void Block::run() {
+    left = threads;
+    ready.assign((threads + 63) / 64, ~u64(0));
+    if (!_setjmp(scheduler)) resume(choose());
     if (!boxes.empty()) fault("%zu boxes were not waited for when the block ended", boxes.size());
     for (u32 id = 0; id < 16; id++)
         if (barriers[id].arrived) fault("%u threads were at barrier %u when the block ended", barriers[id].arrived, id);
@@ -146,7 +177,8 @@ void Block::run() {
 
 void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const void *args, Timing timing, u64 seed) {
     if (shared_bytes > SHARED_MOST) fault("%u bytes of shared memory, at most %u", shared_bytes, SHARED_MOST);
-    static Block all;
+    // Not destroyed at exit: a fault exits on the stack of a fiber.
+    static Block &all = *new Block;
     block = &all;
     all.kernel = &kernel;
     all.args = args;
@@ -162,15 +194,15 @@ void launch(const Kernel &kernel, const u32 (&grid)[3], u32 shared_bytes, const 
                 for (Barrier &barrier : all.barriers) barrier = Barrier();
                 all.phases.clear();
                 all.boxes.clear();
-                all.fibers.resize(kernel.threads);
+                all.threads = kernel.threads;
+                if (all.fibers.size() < kernel.threads) all.fibers.resize(kernel.threads);
                 for (u32 thread = 0; thread < kernel.threads; thread++) {
                     Fiber &fiber = all.fibers[thread];
                     fiber.here = {thread, {x, y, z}, {grid[0], grid[1], grid[2]}};
-                    fiber.begun = fiber.done = false;
+                    fiber.done = false;
                     fiber.word = nullptr;
                     fiber.committed = 0;
                     fiber.fenced = false;
-                    if (!fiber.stack) fiber.stack.reset(new u8[STACK_BYTES]);
                 }
                 const u64 before = total.products;
                 all.run();

@@ -34,16 +34,54 @@ pub fn library_path() -> OsString {
         .expect("target folders have no colon in their names")
 }
 
-fn build() -> PathBuf {
-    let home = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let backend = home.parent().expect("the folder of the backend");
-    let [driver, nccl, emulator, kernels] =
-        [home.join("driver"), home.join("nccl"), backend.join("emulator"), backend.join("kernels")];
-    let files = sources(&[&home.to_owned(), &driver, &nccl, &emulator, &kernels]);
+/// An object file of all kernels for the emulator: the fake driver and the emulator's tests link it, for its compilation takes longer than
+/// that of all else here. Optimised for a short compilation: with `-O2` the kernels take the same time.
+///
+/// # Panics
+/// If there is no C++ compiler, or if it reports an error.
+pub fn kernels() -> PathBuf {
+    let [emulator, kernels] = ["emulator", "kernels"].map(|name| backend().join(name));
+    let mut files = sources(&[&emulator, &kernels, &kernels.join("cuda")]);
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "h" || extension == "cu"));
+    let target = target();
+    // Several tests need it at the same time. The first one compiles, the others wait.
+    let lock = std::fs::File::create(target.join("kernels.lock")).expect("target can be written");
+    lock.lock().expect("target is on a file system with locks");
     let fingerprint = cxx::fingerprint(&files);
-    // Beside the running test, which is in a folder of the target folder; an example uses that of the tests.
+    let object = target.join(format!("{fingerprint}-kernels.o"));
+    if !object.exists() {
+        let unfinished = target.join(format!("{fingerprint}-kernels.part"));
+        let mut command = cxx::command("-O1");
+        command.args(["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]);
+        command.arg("-I").arg(&emulator).arg("-I").arg(&kernels).arg("-c").arg("-o").arg(&unfinished);
+        cxx::run(command.args(["-x", "c++"]).arg(kernels.join("kernels.cu")));
+        std::fs::rename(&unfinished, &object).expect("both are in one folder");
+    }
+    object
+}
+
+fn home() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn backend() -> &'static Path {
+    home().parent().expect("the folder of the backend")
+}
+
+/// Where libraries and objects are kept. Beside the running test, which is in a folder of the target folder; an example uses that of the tests.
+fn target() -> PathBuf {
     let program = std::env::current_exe().expect("a test knows where it is");
     let target = program.parent().expect("a file is in a folder").with_file_name("deps").join("fake-cuda");
+    std::fs::create_dir_all(&target).expect("target can be written");
+    target
+}
+
+fn build() -> PathBuf {
+    let [driver, nccl] = ["driver", "nccl"].map(|name| home().join(name));
+    let [emulator, kernel_sources] = ["emulator", "kernels"].map(|name| backend().join(name));
+    let files = sources(&[&home().to_owned(), &driver, &nccl, &emulator, &kernel_sources]);
+    let fingerprint = cxx::fingerprint(&files);
+    let target = target();
     let done = target.join(&fingerprint);
     if done.exists() {
         return done;
@@ -51,13 +89,13 @@ fn build() -> PathBuf {
     let unfinished = target.join(format!("{fingerprint}-{}", std::process::id()));
     std::fs::create_dir_all(&unfinished).expect("target can be written");
     let mut command = shared(&unfinished.join("libcuda.so.1"));
-    command.arg("-I").arg(home).arg("-I").arg(&emulator).arg("-I").arg(&kernels);
+    command.arg("-I").arg(home()).arg("-I").arg(&emulator).arg("-I").arg(&kernel_sources);
     command.args(["driver.cpp", "memory.cpp", "kernels.cpp", "state.cpp"].map(|name| driver.join(name)));
     command.args(["machine.cpp", "instructions.cpp", "hopper.cpp"].map(|name| emulator.join(name)));
-    cxx::run(command.args(["-x", "c++"]).arg(kernels.join("kernels.cu")));
+    cxx::run(command.arg(kernels()));
     cxx::run(shared(&unfinished.join("libnvrtc.so")).arg(driver.join("nvrtc.cpp")));
     let mut command = shared(&unfinished.join("libnccl.so.2"));
-    command.arg("-I").arg(home).args(["nccl.cpp", "messages.cpp"].map(|name| nccl.join(name)));
+    command.arg("-I").arg(home()).args(["nccl.cpp", "messages.cpp"].map(|name| nccl.join(name)));
     // It loads the fake driver, or finds it loaded by this name.
     cxx::run(command.arg("-L").arg(&unfinished).arg("-l:libcuda.so.1"));
     // Renamed when it is complete. If another process was first, its folder is used.

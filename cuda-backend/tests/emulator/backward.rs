@@ -107,12 +107,13 @@ fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes() {
     judge(&calls);
 }
 
-/// In all types, over several tiles of both sides, some of them partial and some empty.
+/// Over several tiles of both sides, some of them partial and some empty. In all types; a sample has each shape in one type, and each
+/// type and head dim with some shapes.
 #[test]
 fn gradients_of_every_shape_of_bias_agree_with_the_oracle() {
     let mut calls = Vec::new();
     for (n, pairs) in every_bias().enumerate() {
-        for (i, dtype) in Dtype::ALL.into_iter().enumerate() {
+        for (i, dtype) in Dtype::ALL.into_iter().enumerate().filter(|(i, _)| everything() || *i == n % 3) {
             let mut case = plain();
             let problem = &mut case.problem;
             (problem.batch, problem.q_len, problem.kv_len) = (2, 133, 150);
@@ -165,8 +166,12 @@ fn gradients_of_a_scaled_loss_agree_with_the_oracle() {
 
 #[test]
 fn a_nan_in_the_gradient_of_a_row_reaches_only_what_the_row_sees() {
-    for dim in [64, 192, 256] {
-        for dtype in Dtype::ALL {
+    for (n, dim) in [64, 192, 256].into_iter().enumerate() {
+        for (i, dtype) in Dtype::ALL.into_iter().enumerate() {
+            // A sample has the smallest head dim in all types and the others in 16 bits, for the kernel for f32 is one for all.
+            if !everything() && n > 0 && i != n {
+                continue;
+            }
             let mut case = plain();
             let problem = &mut case.problem;
             (problem.head_dim, problem.q_len, problem.kv_len) = (dim, 70, 150);

@@ -21,9 +21,9 @@ pub(crate) struct Program {
 pub(crate) fn emulator() -> &'static Program {
     static BUILT: OnceLock<Program> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let kernels = folder().join("kernels");
-        let sources = [kernels.join("kernels.cu"), folder().join("emulator/probes.cu")];
-        Program::build(&kernels, &sources)
+        let mut objects = objects(&folder().join("kernels"), &[folder().join("emulator/probes.cu")]);
+        objects.push(kyklos_fake_cuda::kernels());
+        Program::link(objects)
     })
 }
 
@@ -34,13 +34,10 @@ fn folder() -> &'static Path {
 impl Program {
     /// Builds the emulator with the kernels in `sources`, which may include headers of the folder `headers`.
     pub(crate) fn build(headers: &Path, sources: &[PathBuf]) -> Self {
-        let emulator = folder().join("emulator");
-        let machine = ["machine.cpp", "instructions.cpp", "hopper.cpp", "main.cpp"]
-            .map(|name| (emulator.join(name), folder().join("kernels")));
-        // The kernels first: they take longest.
-        let all: Vec<_> =
-            sources.iter().map(|source| (source.clone(), headers.to_owned())).chain(machine).collect();
-        let mut objects = in_parallel(all.len(), |n| Some(object(&all[n].0, &all[n].1)));
+        Self::link(objects(headers, sources))
+    }
+
+    fn link(mut objects: Vec<PathBuf>) -> Self {
         objects.sort();
         let program = path_for(&objects, "emulate");
         if !program.exists() {
@@ -74,6 +71,17 @@ impl Program {
         let words = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         Err(if words.is_empty() { output.status.to_string() } else { words })
     }
+}
+
+/// The objects of `sources` and of the emulator itself.
+fn objects(headers: &Path, sources: &[PathBuf]) -> Vec<PathBuf> {
+    let emulator = folder().join("emulator");
+    let machine = ["machine.cpp", "instructions.cpp", "hopper.cpp", "main.cpp"]
+        .map(|name| (emulator.join(name), folder().join("kernels")));
+    // The kernels first: they take longest.
+    let all: Vec<_> =
+        sources.iter().map(|source| (source.clone(), headers.to_owned())).chain(machine).collect();
+    in_parallel(all.len(), |n| Some(object(&all[n].0, &all[n].1)))
 }
 
 /// The object of a source. It is compiled unless there is one of the same source, headers and compiler.

@@ -1,6 +1,7 @@
 //! The network below the ranks: sockets, packets, connections and the frames on them. It knows no group and no certificate.
 
 pub(crate) mod acknowledged;
+pub(crate) mod batches;
 pub(crate) mod binding;
 pub(crate) mod congestion;
 pub(crate) mod connection;

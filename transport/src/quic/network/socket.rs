@@ -1,21 +1,20 @@
 //! The sockets below the endpoints of a rank.
 
 use std::fmt;
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
-use quinn::udp::{RecvMeta, Transmit};
 use quinn::{
     AsyncTimer, AsyncUdpSocket, ClientConfig, ConnectError, Connecting, Endpoint, EndpointConfig, Runtime,
-    ServerConfig, TokioRuntime, UdpPoller,
+    ServerConfig, TokioRuntime,
 };
 use quinn_proto::RandomConnectionIdGenerator;
 use socket2::SockRef;
 use tokio::runtime::Handle;
 
+use super::batches::BatchingSocket;
 use super::binding::SystemSocket;
 use super::io_thread::{Alive, IoThread};
 use super::path::Path;
@@ -259,8 +258,7 @@ fn endpoint(
     config.max_udp_payload_size(path.largest_datagram()).map_err(|error| cannot(&error))?;
     config.rng_seed(seed);
     config.cid_generator(|| Box::new(connection_ids()));
-    let socket =
-        Arc::new(Segmented { socket, transmit: path.transmit_segments(), receive: path.receive_segments() });
+    let socket = BatchingSocket::new(socket, path.transmit_segments(), path.receive_segments(), runtime);
     let runtime = Arc::new(OnThread(runtime.clone()));
     Endpoint::new_with_abstract_socket(config, server, socket, runtime).map_err(|error| cannot(&error))
 }
@@ -298,53 +296,6 @@ impl Runtime for OnThread {
 
 fn cannot(error: &dyn fmt::Display) -> TransportError {
     TransportError::bootstrap(format!("cannot set up the QUIC endpoint: {error}"))
-}
-
-/// A socket that has no more packets in a datagram than the datagram holds.
-///
-/// quinn hands ten packets at a time to the system, which refuses more than 65,507 bytes; quinn takes the refusal for
-/// loss, and falls back to small packets. Its receive buffer has 32 datagrams of as many packets as the socket says: of
-/// 64 packets of 65,000 bytes, 134 MB.
-#[derive(Debug)]
-struct Segmented {
-    socket: Arc<dyn AsyncUdpSocket>,
-    transmit: usize,
-    receive: usize,
-}
-
-impl AsyncUdpSocket for Segmented {
-    fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
-        Arc::clone(&self.socket).create_io_poller()
-    }
-
-    fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
-        self.socket.try_send(transmit)
-    }
-
-    fn poll_recv(
-        &self,
-        context: &mut Context<'_>,
-        buffers: &mut [IoSliceMut<'_>],
-        meta: &mut [RecvMeta],
-    ) -> Poll<io::Result<usize>> {
-        self.socket.poll_recv(context, buffers, meta)
-    }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.socket.local_addr()
-    }
-
-    fn max_transmit_segments(&self) -> usize {
-        self.socket.max_transmit_segments().min(self.transmit)
-    }
-
-    fn max_receive_segments(&self) -> usize {
-        self.socket.max_receive_segments().min(self.receive)
-    }
-
-    fn may_fragment(&self) -> bool {
-        self.socket.may_fragment()
-    }
 }
 
 #[cfg(test)]
