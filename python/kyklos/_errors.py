@@ -8,6 +8,7 @@ class _Facts(Exception):
 
     rank: int | None
     peer: int | None
+    peers: tuple[int, ...]
     operation: int | None
     step: int | None
 
@@ -17,11 +18,12 @@ class _Facts(Exception):
         *,
         rank: int | None = None,
         peer: int | None = None,
+        peers: tuple[int, ...] = (),
         operation: int | None = None,
         step: int | None = None,
     ) -> None:
         super().__init__(text)
-        self.rank, self.peer, self.operation, self.step = rank, peer, operation, step
+        self.rank, self.peer, self.peers, self.operation, self.step = rank, peer, peers, operation, step
 
 
 class RequestError(_Facts, ValueError):
@@ -35,7 +37,8 @@ class GroupError(_Facts, RuntimeError):
     """The group has ended: a rank died, failed, was interrupted or made no progress. Form a new group to go on.
 
     ``peer`` is the rank at fault; ``operation`` and ``step`` say how far it was, as it last reported; ``rank`` is the rank
-    that reports the error. Each is ``None`` if it is not known.
+    that reports the error. Each is ``None`` if it is not known. ``peers`` are the ranks that messages by NCCL were with, where it is
+    not known which of them is late, and empty otherwise.
     """
 
 

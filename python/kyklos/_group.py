@@ -96,7 +96,8 @@ class Group(Forming, Sharing, Differentiable):
         :param sinks: one logit without a value for each query head.
         :param bias: a row for each of this rank's queries, with axes of extent 1 where batch entries or heads share it: bool
             ``[batch, tokens, heads, keys]`` (false hides a key), or of the type of q, added to the logits. ``keys`` are the
-            keys of all ranks, by position. With ``layout="bhsd"``: ``[batch, heads, tokens, keys]``.
+            keys of all ranks, by position. With ``layout="bhsd"``: ``[batch, heads, tokens, keys]``. Numbers may be on the GPU
+            :attr:`gpu`, if rows end on a 4-byte boundary: they are copied there once. All other biases are in host memory.
         :param key_bias: the same for all queries: ``[batch, keys]`` or ``[batch, heads, keys]``, equal on all ranks.
         :param q_offset: position of the first query; key 0 is at position 0.
         :param layout: ``"bshd"``, or ``"bhsd"`` for ``[batch, heads, tokens, dim]``, also of the output.

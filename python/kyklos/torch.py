@@ -144,7 +144,7 @@ def _prepared(
     sinks: torch.Tensor | None,
     call: int,
 ) -> tuple[Group, dict[str, Any], list[torch.Tensor]]:
-    """The group and the options of a call, and its tensors where the group reads them. It reads sinks and biases in host memory."""
+    """The group and the options of a call, and its tensors where the group reads them. It reads sinks and ``key_bias`` in host memory."""
     reference, options = _calls.get(call, (None, None))
     group = None if reference is None else reference()
     if group is None or options is None:
@@ -152,8 +152,15 @@ def _prepared(
     if sinks is not None:
         options = {**options, "sinks": sinks.detach().to("cpu", torch.float32).tolist()}
     states = readable(group, *(tensor.detach() for tensor in tensors))
-    biases = [None if tensor is None else tensor.detach().to("cpu") for tensor in (bias, key_bias)]
-    return group, {**options, "bias": biases[0], "key_bias": biases[1]}, states
+    own = None if bias is None else _bias(group, bias.detach())
+    return group, {**options, "bias": own, "key_bias": None if key_bias is None else key_bias.detach().to("cpu")}, states
+
+
+def _bias(group: Group, bias: torch.Tensor) -> torch.Tensor:
+    """A bias where ``group`` reads it: numbers also on its GPU, if their rows end on a 4-byte boundary; a mask in host memory."""
+    if bias.is_floating_point() and bias.shape[-1] * bias.element_size() % 4 == 0:
+        return readable(group, bias)[0]
+    return bias.to("cpu")
 
 
 @_attention.register_fake

@@ -224,6 +224,10 @@ impl Elements {
         Ok(Self { shape, strides, kind, memory })
     }
 
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        matches!(self.memory, Memory::Gpu(_))
+    }
+
     /// The tensor of q, k or v: four axes, tokens before heads, or after them with `heads_first`. `place` is that of the import.
     pub(crate) fn tensor(&self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
         let Kind::Number(dtype) = self.kind else {

@@ -1,5 +1,7 @@
 //! The options of a call.
 
+use std::sync::mpsc::Receiver;
+
 use kyklos::{
     Attention, BiasKind, BiasTensor, Dtype, Error, Execution, Mask, Mesh, Placement, Result, Results, Tensor,
     TokenRuns,
@@ -9,6 +11,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{Elements, Kind, Loan};
 use crate::errors;
+use crate::place::Place;
 
 /// The options of a call, checked: which attention to compute, and how the ranks share it.
 #[pyclass(frozen, module = "kyklos._kyklos")]
@@ -62,12 +65,18 @@ impl Call {
     /// Checks the options of a group of `world` ranks.
     #[new]
     fn new(py: Python<'_>, options: Options<'_>, world: u32) -> PyResult<Self> {
-        Self::of(&options, world).map_err(|error| errors::of_call(py, &error))
+        Self::of(&options, world, None).map(|(call, _)| call).map_err(|error| errors::of_call(py, &error))
     }
 }
 
 impl Call {
-    pub(crate) fn of(options: &Options<'_>, world: u32) -> Result<Self> {
+    /// The options of a call of `world` ranks, and what ends when the arrays among them are free: they are copied. With a place, an
+    /// additive bias may be on its GPU, and is copied there.
+    pub(crate) fn of(
+        options: &Options<'_>,
+        world: u32,
+        place: Option<&Place>,
+    ) -> Result<(Self, Receiver<()>)> {
         let heads_first = match options.layout.as_str() {
             "bshd" => false,
             "bhsd" => true,
@@ -93,24 +102,33 @@ impl Call {
         if options.bias_gradient {
             attention = attention.bias_gradient();
         }
-        // The rows are copied into the form of the kernels, so the arrays are free when this returns.
-        let (loan, _) = Loan::new();
+        let (loan, returned) = Loan::new();
         let (tensor, rows, kind) = match (&options.bias, &options.key_bias) {
-            (None, None) => return Ok(Self { attention, heads_first, bias: None }),
+            (None, None) => return Ok((Self { attention, heads_first, bias: None }, returned)),
             (Some(_), Some(_)) => {
                 return Err(Error::request(
                     "bias and key_bias in one call",
                     "add key_bias to bias, which has a row for each query",
                 ));
             }
-            (Some(bias), None) => query_rows(&Elements::import("bias", bias, &loan, None)?, heads_first)?,
+            (Some(bias), None) => {
+                let rows = Elements::import("bias", bias, &loan, place)?;
+                if let Some(place) = place.filter(|_| rows.is_on_gpu()) {
+                    let rows = rows.tensor("bias", heads_first, place)?;
+                    // Refused before it is copied.
+                    attention.clone().bias_tensor(&rows)?;
+                    let attention = attention.bias_tensor(&rows.copied()?)?;
+                    return Ok((Self { attention, heads_first, bias: Some(rows.dtype()) }, returned));
+                }
+                query_rows(&rows, heads_first)?
+            }
             (None, Some(bias)) => key_rows(&Elements::import("key_bias", bias, &loan, None)?)?,
         };
         let bias = match kind {
             Kind::Number(dtype) => Some(dtype),
             Kind::Bool => None,
         };
-        Ok(Self { attention: attention.bias(tensor, rows.into()), heads_first, bias })
+        Ok((Self { attention: attention.bias(tensor, rows.into()), heads_first, bias }, returned))
     }
 
     /// Refuses an additive bias of another type than q, whose bytes would be read as q's type.

@@ -4,7 +4,7 @@ use kyklos::{Error, Remedy};
 use kyklos_transport::{Abort, TransportError};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 /// The parts of an exception.
 #[derive(Default)]
@@ -12,6 +12,8 @@ struct Parts {
     text: String,
     rank: Option<u32>,
     peer: Option<u32>,
+    /// Among which the rank at fault is, where it is not known.
+    peers: Vec<u32>,
     operation: Option<u64>,
     step: Option<u64>,
 }
@@ -72,7 +74,8 @@ fn of_transport(py: Python<'_>, error: &TransportError, parts: Parts) -> PyErr {
         // Among several peers the late one is not known.
         TransportError::LateExchange { tag, peers, .. } => {
             let peer = if let [only] = peers[..] { Some(only.0) } else { None };
-            raise(py, "GroupError", Parts { peer, operation: Some(tag.op), ..parts })
+            let peers = peers.iter().map(|peer| peer.0).collect();
+            raise(py, "GroupError", Parts { peer, peers, operation: Some(tag.op), ..parts })
         }
         TransportError::PeerMisbehaved { peer, .. } => {
             raise(py, "GroupError", Parts { peer: Some(peer.0), ..parts })
@@ -86,11 +89,12 @@ fn request(py: Python<'_>, parts: Parts) -> PyErr {
 }
 
 fn raise(py: Python<'_>, class: &str, parts: Parts) -> PyErr {
-    let Parts { text, rank, peer, operation, step } = parts;
+    let Parts { text, rank, peer, peers, operation, step } = parts;
     let exception = || -> PyResult<PyErr> {
         let facts = PyDict::new(py);
         facts.set_item("rank", rank)?;
         facts.set_item("peer", peer)?;
+        facts.set_item("peers", PyTuple::new(py, &peers)?)?;
         facts.set_item("operation", operation)?;
         facts.set_item("step", step)?;
         let class = py.import("kyklos._errors")?.getattr(class)?;

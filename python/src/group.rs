@@ -189,7 +189,10 @@ impl Group {
     /// Checks options. If they are wrong, the other ranks get the error too.
     fn call<'py>(&self, py: Python<'py>, options: &Bound<'py, PyDict>) -> PyResult<Call> {
         let options: Result<Options<'py>> = extracted(options);
-        options.and_then(|options| Call::of(&options, self.world())).map_err(|error| self.refuse(py, error))
+        let call = options.and_then(|options| Call::of(&options, self.world(), Some(&self.place)));
+        let (call, returned) = call.map_err(|error| self.refuse(py, error))?;
+        self.worker.wait_for_loan(py, returned)?;
+        Ok(call)
     }
 
     fn attend(

@@ -34,7 +34,7 @@ fn made(options: &Options<'_>, extents: &Extents) -> Result<(String, String)> {
     if let Some(rank) = rank.filter(|rank| *rank >= world) {
         return Err(Error::request(format!("rank {rank} of {world} ranks"), "name a rank of the group"));
     }
-    let call = Call::of(options, world)?;
+    let (call, _) = Call::of(options, world, None)?;
     let plans =
         call.attention.plans([*batch, *heads, *kv_heads, *dim], dtype_of(dtype)?, q_counts, kv_counts)?;
     let json = serde_json::to_string(&Explained::new(plans.world(), plans.checks(), None));

@@ -101,6 +101,56 @@ def test_gradients_stay_on_the_gpu():
     """)
 
 
+def test_a_bias_of_the_gpu_stays_there():
+    run("""
+    def main():
+        def work(gpu, stream):
+            def rank(group):
+                rng = np.random.default_rng(group.rank)
+                for dtype, layout, heads, strategy in ((np.float32, "bshd", 4, {}), (np.float16, "bhsd", 1, {}), (np.float16, "bshd", 4, {"mesh": "2x1"})):
+                    own = fake.Stream(gpu)
+                    host = list(states(group.rank, dtype))
+                    bias = rng.standard_normal((1, host[0].shape[1], heads, 14)).astype(dtype)
+                    bias[..., 3] = -np.inf
+                    if layout == "bhsd":
+                        host, bias = ([np.ascontiguousarray(x.transpose(0, 2, 1, 3)) for x in given] for given in (host, [bias]))
+                        bias, = bias
+                    options = {"mask": "causal", "layout": layout, **strategy}
+                    arrays = [fake.Array.of(x, own) for x in host]
+                    wanted = group.attend(*arrays, bias=bias, **options)
+                    there = fake.Array.of(bias, own)
+                    found = group.attend(*arrays, bias=there, **options)
+                    # The call has read it: other elements now change nothing.
+                    own.upload(np.full_like(bias, 9), there.storage.address.value)
+                    gradients = [
+                        group.backward(*arrays, *result, result[0], bias=given, bias_gradient=True, **options)
+                        for result, given in ((wanted, bias), (found, fake.Array.of(bias, own)))
+                    ]
+                    both = (*wanted, gradients[0].dq, gradients[0].dk, gradients[0].d_bias), (*found, gradients[1].dq, gradients[1].dk, gradients[1].d_bias)
+                    reads = [[fake.read(x, own) for x in one] for one in both]
+                    own.synchronize()
+                    for x, y in zip(*reads, strict=True):
+                        same(x(), y())
+                    del arrays, there, found, wanted, gradients, both, reads
+                    own.close()
+            kyklos.run_local(2, rank, device="cuda:0")
+            group = kyklos.Group.local(1, device="cuda:0")[0]
+            arrays = [fake.Array.of(x, stream) for x in states(0)]
+            bias = np.ones((1, 9, 4, 9), np.float32)
+            there, copied = fake.Array.of(bias, stream), []
+            for given in (bias, there, bias, there):
+                before = fake.copied()
+                group.attend(*arrays, bias=given)
+                copied.append(fake.copied() - before)
+            # What else is copied, such as lists of tiles, is the same.
+            assert copied[2] - copied[3] == bias.nbytes, copied
+            del arrays, there
+            group.close()
+        on_gpu(work)
+        assert fake.live() == 0
+    """)
+
+
 def test_a_cache_takes_keys_of_the_gpu():
     run("""
     def main():
@@ -277,7 +327,13 @@ def test_what_cannot_be_read_is_refused_before_it_is_read_and_the_group_goes_on(
             refused(words, lambda: group.attend(there, *here[1:]))
             assert there.requests == []
             refused("elements of float64", lambda: group.attend(fake.Array.of(q.astype(np.float64), stream), *here[1:]))
-            refused("bias is on cuda:0: move it to host memory", lambda: group.attend(*here, bias=here[0]))
+            refused("key_bias is on cuda:0: move it to host memory", lambda: group.attend(*here, key_bias=here[0]))
+            odd = fake.Array.of(np.ones((1, 9, 4, 9), np.float16), stream)
+            halves = [fake.Array.of(x.astype(np.float16), stream) for x in (q, k, v)]
+            refused("rows of 9 keys in f16", lambda: group.attend(*halves, bias=odd))
+            even = fake.Array.of(np.ones((1, 9, 4, 10), np.float16), stream)
+            refused("a bias of f16 for q of f32", lambda: group.attend(*here, bias=even))
+            del odd, even, halves
             repeated = fake.Array(here[1].storage, stream, (1, 9, 2, 32), (0, 64, 0, 1), np.float32)
             refused("k: ", lambda: group.attend(here[0], repeated, here[2]))
             odd = fake.Array(here[1].storage, stream, (1, 4, 2, 32), (256, 64, 32, 1), np.float32, first=1)

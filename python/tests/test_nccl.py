@@ -151,3 +151,25 @@ def test_a_message_that_does_not_end_in_time_names_the_peer():
         nccl="fault_rank=1,hang_at=1",
     )
     assert out.strip() in ("[0]", "[1]", "[0, 1]"), out
+
+
+def test_messages_with_several_peers_that_do_not_end_in_time_name_them_all():
+    run(
+        """
+    def main():
+        def rank(group):
+            # In a ring of three, rank 1 stays in its first exchange.
+            try:
+                group.attend(*[made(0, heads, tokens=6) for heads in (4, 2, 2)], strategy="ring")
+            except kyklos.GroupError as error:
+                return error.peer, error.peers, str(error)
+        devices = ["cuda:0", "cuda:1", "cuda:2"]
+        found = kyklos.run_local(3, rank, device=devices, collective="nccl", deadline_s=2)
+        late = [(rank, peer, peers) for rank, (peer, peers, _) in enumerate(found) if peers]
+        assert late, found
+        for rank, peer, peers in late:
+            assert peer is None and sorted((rank, *peers)) == [0, 1, 2], found
+    """,
+        cuda="devices=3",
+        nccl="fault_rank=1,hang_at=1",
+    )

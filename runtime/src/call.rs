@@ -5,8 +5,8 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use crate::{
-    AttentionProblem, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result, Results,
-    Strategy, TokenRuns, WireFormat,
+    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result,
+    Results, Strategy, Tensor, TokenRuns, WireFormat,
 };
 
 /// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from the tensors of the call.
@@ -23,9 +23,27 @@ pub struct Attention {
     pub(crate) options: Options,
     pub(crate) label: String,
     /// This rank's rows of the attention bias tensor, or the whole tensor if all queries share its rows.
-    pub(crate) bias_rows: Option<Bytes>,
+    pub(crate) bias_rows: Option<BiasRows>,
     /// Hash of a tensor that must be the same on all ranks.
     pub(crate) shared_bias: Option<u64>,
+}
+
+/// Rows of an attention bias tensor.
+#[derive(Clone, Debug)]
+pub(crate) enum BiasRows {
+    /// In the layout of [`BiasKind`](crate::BiasKind).
+    Bytes(Bytes),
+    /// Numbers, rows without padding.
+    Tensor(Tensor),
+}
+
+impl BiasRows {
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            Self::Bytes(rows) => rows.len() as u64,
+            Self::Tensor(rows) => rows.shape().iter().product::<usize>() as u64 * rows.dtype().bytes() as u64,
+        }
+    }
 }
 
 /// The options that are the same on all ranks.
@@ -124,8 +142,47 @@ impl Attention {
     pub fn bias(mut self, bias: BiasTensor, rows: Bytes) -> Self {
         self.options.bias = Some(bias);
         self.shared_bias = bias.shared_rows.then(|| digest(&rows));
-        self.bias_rows = Some(rows);
+        self.bias_rows = Some(BiasRows::Bytes(rows));
         self
+    }
+
+    /// An additive bias tensor, as [`Self::bias`], from this rank's rows as a tensor `[batch or 1, tokens, query heads or 1, keys]` of the
+    /// type of q. Where it is on the session's device, no element passes through the host: it is read in place, and copied once on the
+    /// device if it is not dense.
+    ///
+    /// ```
+    /// use kyklos::{Attention, Tensor};
+    ///
+    /// // Two tokens, one row for all heads, 40 keys.
+    /// let distance = (0..80).map(|index| -0.1 * (index % 40) as f32).collect();
+    /// let call = Attention::new().bias_tensor(&Tensor::new([1, 2, 1, 40], distance)?)?;
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Request`] for rows that do not end on a 4-byte boundary: an odd number of keys in a 2-byte type.
+    pub fn bias_tensor(mut self, rows: &Tensor) -> Result<Self> {
+        let [batch, _, heads, keys] = rows.shape();
+        if !(keys * rows.dtype().bytes()).is_multiple_of(4) {
+            return Err(Error::request(
+                format!("a bias tensor with rows of {keys} keys in {}", rows.dtype()),
+                "give it an even number of keys, or the padded rows in host memory",
+            ));
+        }
+        let extent = |value: usize| {
+            let beyond = |_| {
+                Error::request(
+                    format!("a bias tensor with an extent of {value}"),
+                    format!("use at most {}", u32::MAX),
+                )
+            };
+            u32::try_from(value).map_err(beyond)
+        };
+        let (batch, heads) = (extent(batch)?, extent(heads)?);
+        self.options.bias = Some(BiasTensor { kind: BiasKind::Additive, batch, heads, shared_rows: false });
+        self.shared_bias = None;
+        self.bias_rows = Some(BiasRows::Tensor(rows.clone()));
+        Ok(self)
     }
 
     /// A backward pass of this call also computes the gradient of its additive bias tensor. The forward pass is the same with it.

@@ -215,6 +215,21 @@ impl Tensor {
         Ok(Self::on_device(self.view.shape, self.dtype, device, buffer))
     }
 
+    /// The same elements in memory of their own, dense, where they are. Memory of the host is shared if it is dense already.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Device`].
+    pub fn copied(&self) -> Result<Self> {
+        match &self.memory {
+            Memory::Host(bytes) => Self::from_bytes(self.view.shape, self.dtype, self.dense(bytes)),
+            Memory::Device(device, buffer) => {
+                let buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
+                let copy = self.repacked("copy of a tensor", device, &buffer)?;
+                Ok(Self::on_device(self.view.shape, self.dtype, device, copy))
+            }
+        }
+    }
+
     /// The elements as dense bytes in host memory. Host memory that is already dense is shared.
     ///
     /// # Errors

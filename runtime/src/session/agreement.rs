@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Attention, Extents, Options, checked_label};
+use crate::call::{Attention, BiasRows, Extents, Options, checked_label};
 use crate::plan::PLAN_FORMAT;
 use crate::{Dtype, Error, Result, Tensor};
 
@@ -89,7 +89,15 @@ pub(super) fn note(
     };
     checked_label(&call.label)?;
     let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
-    let bias = call.bias_rows.as_ref().map_or(0, |rows| rows.len() as u64);
+    let bias = call.bias_rows.as_ref().map_or(0, BiasRows::bytes);
+    if let Some(BiasRows::Tensor(rows)) = &call.bias_rows
+        && rows.dtype() != q.dtype()
+    {
+        return Err(Error::request(
+            format!("an attention bias tensor of {} for q of {}", rows.dtype(), q.dtype()),
+            "give it the type of q",
+        ));
+    }
     let same = |last: &&LastFacts| {
         (last.shapes, last.dtypes, last.bias, last.cache) == (shapes, dtypes, bias, cache)
             && last.options == call.options

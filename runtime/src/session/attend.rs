@@ -9,7 +9,7 @@ use super::Session;
 use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
-use crate::call::{Attention, Options};
+use crate::call::{Attention, BiasRows, Options};
 use crate::exec::{AbortOnDrop, DeviceOutput};
 use crate::plan::{Direction, ProvedPlans};
 use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
@@ -54,6 +54,8 @@ pub(super) struct CachedCall {
 const CACHED_CALLS: usize = 32;
 /// Most bytes of the plans that a session keeps, apart from those of the last call.
 const CACHED_BYTES: usize = 64 << 20;
+/// The name of a buffer in errors.
+const BIAS: &str = "attention bias tensor";
 
 /// The hash under which attention calls vote.
 pub(super) const CALLS: [u8; 32] = *b"attend: a kyklos call, release 2";
@@ -178,8 +180,11 @@ impl Session {
 
     /// This rank's part of the attention bias tensor of a call, on the device.
     pub(super) fn bias_buffer(&self, call: &Attention) -> Result<Option<DeviceBuffer>> {
-        let upload = |rows: &Bytes| self.device.upload("attention bias tensor", rows.clone());
-        call.bias_rows.as_ref().map(upload).transpose()
+        let on_device = |rows: &BiasRows| match rows {
+            BiasRows::Bytes(rows) => self.device.upload(BIAS, rows.clone()),
+            BiasRows::Tensor(rows) => rows.buffer(BIAS, &self.device),
+        };
+        call.bias_rows.as_ref().map(on_device).transpose()
     }
 
     /// The inputs of a call whose bias tensor is on the device.

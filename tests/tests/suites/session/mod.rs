@@ -14,8 +14,8 @@ use kyklos::host::{Tensors, bias_layout, layouts, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    Attention, AttentionProblem, Dtype, Execution, Mask, Mesh, Output, Placement, PlacementKind, RankOutput,
-    Result, Session, Split, Strategy, Tensor, plan_placed, plan_world,
+    Attention, AttentionProblem, BiasKind, Dtype, Execution, Mask, Mesh, Output, Placement, PlacementKind,
+    RankOutput, Result, Session, Split, Strategy, Tensor, plan_placed, plan_world,
 };
 use kyklos_backend_suite::{Prepared, Whole};
 use kyklos_oracle::inputs::cases;
@@ -76,7 +76,19 @@ fn attend(prepared: &Prepared, mesh: Mesh, kind: PlacementKind, strategy: Strate
                     bias_layout(&world).unwrap().gather(rows, own).unwrap()
                 }
             };
-            call = call.bias(bias, own);
+            // Numbers may be a tensor, too.
+            let is_tensor =
+                bias.kind == BiasKind::Additive && !bias.shared_rows && transport.rank().0 % 2 == 0;
+            let keys = bias.row_elements(problem.dtype, problem.kv_len) as u32;
+            call = if is_tensor && keys == problem.kv_len {
+                let rows = own.len()
+                    / bias.row_bytes(problem.dtype, problem.kv_len)
+                    / (bias.batch * bias.heads) as usize;
+                let shape = [bias.batch as usize, rows, bias.heads as usize, keys as usize];
+                call.bias_tensor(&Tensor::from_bytes(shape, problem.dtype, own).unwrap()).unwrap()
+            } else {
+                call.bias(bias, own)
+            };
         }
         let output = Session::new(transport, Device::cpu()).attend(&call, &q, &k, &v).unwrap();
         pollster::block_on(in_host_memory(&output)).unwrap()

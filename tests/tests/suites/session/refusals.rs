@@ -78,11 +78,13 @@ fn a_rank_whose_tensors_do_not_fit_refuses_for_all_and_the_session_goes_on() {
         let x = made_up(4, 2, 0.1);
         let elsewhere = x.to_device(&Device::cpu()).unwrap();
         let long = "x".repeat(kyklos::MAX_LABEL_BYTES + 1);
-        let wrong: [(Attention, Tensor, Tensor); 4] = [
+        let rows = Tensor::new([1, 4, 1, 8], vec![half::bf16::ZERO; 32]).unwrap();
+        let wrong: [(Attention, Tensor, Tensor); 5] = [
             (Attention::new(), x.clone(), made_up(5, 2, 0.1)),
             (Attention::new(), made_up(4, 3, 0.1), x.clone()),
             (Attention::new(), elsewhere, x.clone()),
             (Attention::new().label(long), x.clone(), x.clone()),
+            (Attention::new().bias_tensor(&rows).unwrap(), x.clone(), x.clone()),
         ];
         let errors: Vec<Error> = wrong
             .into_iter()
