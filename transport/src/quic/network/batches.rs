@@ -176,7 +176,11 @@ impl Burst {
     fn of(transmit: &Transmit<'_>) -> Self {
         let bytes = transmit.contents.len();
         let packet_bytes = transmit.segment_size.unwrap_or(bytes).max(1);
-        Self { packet_bytes, packets: bytes.div_ceil(packet_bytes), ends_small: bytes % packet_bytes != 0 }
+        Self {
+            packet_bytes,
+            packets: bytes.div_ceil(packet_bytes),
+            ends_small: !bytes.is_multiple_of(packet_bytes),
+        }
     }
 
     fn is_full(self) -> bool {

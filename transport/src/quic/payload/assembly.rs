@@ -123,7 +123,7 @@ pub(crate) struct Chunk {
     /// Index of the segment that is being filled, and bytes of it that are there.
     segment: usize,
     filled: usize,
-    checksum: XxHash3_64,
+    checksum: Box<XxHash3_64>,
     trailer: Vec<u8>,
 }
 
@@ -133,7 +133,7 @@ pub(crate) struct Filled(Vec<Segment>);
 
 impl Chunk {
     fn new(segments: Vec<Segment>) -> Self {
-        Self { segments, segment: 0, filled: 0, checksum: XxHash3_64::new(), trailer: Vec::new() }
+        Self { segments, segment: 0, filled: 0, checksum: Box::new(XxHash3_64::new()), trailer: Vec::new() }
     }
 
     /// Takes the next bytes of the stream and returns how many of them were payload.
