@@ -162,14 +162,18 @@ impl TakeBack for Returns {
     /// A caller's memory does not count against the limit.
     fn left_by_ranks(&self, _: u64) {}
 
+    fn left_by_messages(&self, _: u64) {}
+
     fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder) {
-        // This may be a thread of another device, or one that must not wait for the other device's copy. The caller's destructor may
-        // wait, too.
+        // This may be a thread of another device, and must not wait for this one. Or another device still copies from the memory, and
+        // this thread must not wait for that. The caller's destructor may wait, too.
         if last == Holder::Message || allocation.accesses().is_used_elsewhere() {
-            let resources = self.resources.clone();
+            let (resources, pool) = (self.resources.clone(), self.resources.pool.clone());
+            // So that the other thread drops the last one.
+            drop(self);
             // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
             let submit = move || drop(resources.submitter.flush());
-            self.resources.pool.reclaimer().free(allocation, Some(Box::new(submit)));
+            pool.reclaimer().free(allocation, Some(Box::new(submit)));
             return;
         }
         let reads: Vec<_> = allocation.accesses().reads().map(|(kind, read)| (kind, read.clone())).collect();

@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 
 use kyklos::{Error, Result};
 
+use super::status::DeviceStatus;
 use crate::driver::{DriverError, Event};
 
 /// The streams of a device.
@@ -79,8 +80,8 @@ pub(crate) struct AccessRecord {
     reads: [Option<Arc<Completion>>; StreamKind::COUNT],
     /// Reads by streams of a caller, and by those for messages, since that write.
     caller_reads: Vec<Arc<Completion>>,
-    /// Reads by streams of other devices, since that write.
-    reads_elsewhere: Vec<Arc<Completion>>,
+    /// Reads by streams of other devices, with those devices.
+    reads_elsewhere: Vec<(Arc<Completion>, Arc<DeviceStatus>)>,
 }
 
 impl AccessRecord {
@@ -96,17 +97,25 @@ impl AccessRecord {
         self.caller_reads.push(Completion::of(event));
     }
 
-    /// A stream of another device reads the memory until `event`, of that device, is complete.
-    pub(crate) fn record_read_elsewhere(&mut self, event: Arc<Event>) {
+    /// A stream of another device, `by`, reads the memory until `event`, of that device, is complete.
+    pub(crate) fn record_read_elsewhere(&mut self, event: Arc<Event>, by: &Arc<DeviceStatus>) {
         self.is_used_elsewhere();
-        self.reads_elsewhere.push(Completion::of(event));
+        self.reads_elsewhere.push((Completion::of(event), by.clone()));
     }
 
-    /// Whether another device still uses the memory, as far as anybody knows: if it is lost, nobody will. Forgets the reads that are
-    /// done, so that no operation waits for them, which fails when that device is lost later.
+    /// Whether another device may still use the memory, so that it cannot be freed. Nobody knows what a lost device uses: then it
+    /// stays in use. Forgets the reads that are done.
     pub(crate) fn is_used_elsewhere(&mut self) -> bool {
-        self.reads_elsewhere.retain(|read| !read.is_complete().unwrap_or(false));
+        self.reads_elsewhere.retain(|(read, _)| !read.is_complete().unwrap_or(false));
         !self.reads_elsewhere.is_empty()
+    }
+
+    /// Another device whose read must end before the memory is written. What a lost device reads does not matter.
+    pub(crate) fn reader_elsewhere(&self) -> Option<Arc<DeviceStatus>> {
+        let reads = |(read, by): &&(Arc<Completion>, Arc<DeviceStatus>)| {
+            matches!(read.is_complete(), Ok(false)) && !by.is_lost()
+        };
+        self.reads_elsewhere.iter().find(reads).map(|(_, by)| by.clone())
     }
 
     /// Whether launches use the memory that are not submitted.
@@ -135,13 +144,14 @@ impl AccessRecord {
         self.last_write.iter().filter(move |(by, _)| other(by)).map(|(_, completion)| completion)
     }
 
-    /// What a write on stream `kind` has to wait for: the last write and the reads since, if other streams made them.
+    /// What a write on stream `kind` has to wait for: the last write and the reads since, if other streams of this device made them. For
+    /// other devices see [`Self::reader_elsewhere`].
     pub(crate) fn awaited_by_write(
         &self,
         kind: Option<StreamKind>,
     ) -> impl Iterator<Item = &Arc<Completion>> {
         let readers = self.reads().filter(move |(by, _)| Some(*by) != kind).map(|(_, completion)| completion);
-        self.awaited_by_read(kind).chain(readers).chain(&self.caller_reads).chain(&self.reads_elsewhere)
+        self.awaited_by_read(kind).chain(readers).chain(&self.caller_reads)
     }
 
     pub(crate) fn record_read(&mut self, kind: StreamKind, completion: &Arc<Completion>) {
@@ -149,7 +159,10 @@ impl AccessRecord {
     }
 
     pub(crate) fn record_write(&mut self, kind: StreamKind, completion: &Arc<Completion>) {
-        *self = Self { last_write: Some((Some(kind), completion.clone())), ..Self::default() };
+        // A lost device may still read it.
+        let reads_elsewhere = std::mem::take(&mut self.reads_elsewhere);
+        *self =
+            Self { last_write: Some((Some(kind), completion.clone())), reads_elsewhere, ..Self::default() };
     }
 
     /// The error of the last write, if it failed.

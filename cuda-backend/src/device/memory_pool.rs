@@ -5,8 +5,7 @@
 //! and when more than a quarter of the device's memory is kept: other processes need memory too. A thread of its own frees it
 //! ([`Reclaimer`]).
 //!
-//! Any thread may drop a buffer, also one of another device that copies from it: that neither waits for this device nor calls its
-//! driver.
+//! A thread of another device drops what it has copied from: that neither waits for this device nor calls its driver.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -79,6 +78,9 @@ pub(crate) trait TakeBack: std::fmt::Debug + Send + Sync {
     /// No rank has the memory any more. Messages may.
     fn left_by_ranks(&self, bytes: u64);
 
+    /// No message has the memory any more either, and it is not taken back.
+    fn left_by_messages(&self, bytes: u64);
+
     /// `last` had the last handle. A message may have been dropped on a thread of another device, which must not wait for this one.
     fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder);
 }
@@ -118,7 +120,7 @@ impl CudaBuffer {
         Self { shared: self.shared.clone(), bytes: self.bytes, holder: Holder::Message }
     }
 
-    /// Never frees the memory. What a rank has of it counts against the limit for ever.
+    /// Never frees the memory. What a rank of its device has of it then counts against the limit for ever.
     fn leak(self) {
         self.shared().leaks.store(true, Ordering::Release);
     }
@@ -132,8 +134,11 @@ impl Drop for CudaBuffer {
             shared.home.left_by_ranks(shared.allocation.bytes());
         }
         // The last handle of the memory returns it.
-        if let Some(Shared { allocation, home, leaks, .. }) = Arc::into_inner(shared) {
+        if let Some(Shared { allocation, home, leaks, ranks }) = Arc::into_inner(shared) {
             if leaks.into_inner() {
+                if ranks.into_inner() == 0 {
+                    home.left_by_messages(allocation.bytes());
+                }
                 std::mem::forget(allocation);
             } else {
                 home.take_back(allocation, self.holder);
@@ -208,20 +213,23 @@ impl MemoryPool {
             allowed_bytes,
         };
         let failed = |error: DriverError| self.status.error(&format!("allocate {label}"), &error);
-        let mut kept = lock(&self.kept);
-        self.keep_returned(&mut kept);
         let left = self.max_bytes.saturating_sub(self.used_bytes.load(Ordering::Acquire));
         let size = size_class(bytes).filter(|size| *size as u64 <= left);
-        let idle = size.map(|size| take_idle(&mut kept, size)).transpose().map_err(failed)?.flatten();
+        let (idle, kept_bytes) = {
+            let mut kept = lock(&self.kept);
+            self.keep_returned(&mut kept);
+            let idle = size.map(|size| take_idle(&mut kept, size)).transpose().map_err(failed)?.flatten();
+            (idle, bytes_of(&kept))
+        };
         let allocation = match idle {
             Some(allocation) => allocation,
             None => {
                 // Asked before the driver is: what is freed meanwhile counts twice and not never.
                 let soon = self.reclaimer.bytes() + self.message_bytes.load(Ordering::Acquire);
                 let free = self.context.free_bytes().map_err(failed)? as u64;
-                let allowed = left.min(free + bytes_of(&kept) + soon);
+                let allowed = left.min(free + kept_bytes + soon);
                 let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refuse(allowed))?;
-                match self.allocate_or_reclaim(&mut kept, size, free, flush).map_err(failed)? {
+                match self.allocate_or_reclaim(size, free, flush).map_err(failed)? {
                     Some(allocation) => allocation,
                     // The driver had less memory than it reported, or in pieces that are too small; or another device still uses it.
                     None => {
@@ -240,7 +248,6 @@ impl MemoryPool {
     /// sizes was freed. `None` if all of that fails.
     fn allocate_or_reclaim(
         &self,
-        kept: &mut Vec<Allocation>,
         size: usize,
         free: u64,
         flush: impl Fn(),
@@ -251,37 +258,39 @@ impl MemoryPool {
             return Ok(Some(allocation));
         }
         flush();
-        // This device must not wait for another one, which may hang: memory that one still copies from is no use yet.
-        let fits = |allocation: &Allocation| {
-            allocation.memory.bytes() == size && !allocation.accesses().is_used_elsewhere()
-        };
-        if let Some(index) = kept.iter().position(fits) {
-            return Ok(Some(kept.remove(index)));
-        }
-        // The only place where a caller waits for the device: all memory is in use by it, by copies to other devices, or by messages.
+        // The only place where a caller waits for the device: all memory is in use by it, by copies to other devices, or by messages. Others
+        // allocate meanwhile.
         let start = Instant::now();
         loop {
-            self.keep_returned(kept);
-            if let Some(allocation) = take_idle(kept, size)? {
-                return Ok(Some(allocation));
-            }
-            let mut still = Vec::new();
-            for allocation in kept.drain(..) {
-                let is_idle = allocation.accesses().is_idle()?;
-                if is_idle {
-                    self.reclaimer.free(allocation, None);
-                } else {
-                    still.push(allocation);
+            let (own, elsewhere) = {
+                let mut kept = lock(&self.kept);
+                self.keep_returned(&mut kept);
+                // This device must not wait for another one, which may hang: memory that one still copies from is no use yet.
+                let fits = |allocation: &Allocation| {
+                    allocation.memory.bytes() == size && !allocation.accesses().is_used_elsewhere()
+                };
+                if let Some(index) = kept.iter().position(fits) {
+                    return Ok(Some(kept.remove(index)));
                 }
-            }
-            *kept = still;
+                let mut index = 0;
+                while index < kept.len() {
+                    let is_idle = kept[index].accesses().is_idle()?;
+                    if is_idle {
+                        self.reclaimer.free(kept.remove(index), None);
+                    } else {
+                        index += 1;
+                    }
+                }
+                let own = kept.iter().any(|allocation| !allocation.accesses().is_used_elsewhere());
+                (own, !kept.is_empty())
+            };
             if let Some(allocation) = self.allocate(size)? {
                 return Ok(Some(allocation));
             }
-            let at_most = if !kept.is_empty() || self.reclaimer.bytes() > 0 {
-                2 * self.stuck_after
-            } else if self.message_bytes.load(Ordering::Acquire) > 0 {
-                MESSAGES_WITHIN
+            let at_most = if own || self.reclaimer.bytes() > 0 {
+                self.stuck_after
+            } else if elsewhere || self.message_bytes.load(Ordering::Acquire) > 0 {
+                MESSAGES_WITHIN.min(self.stuck_after)
             } else {
                 Duration::ZERO
             };
@@ -318,6 +327,10 @@ impl TakeBack for MemoryPool {
         self.used_bytes.fetch_sub(bytes, Ordering::AcqRel);
     }
 
+    fn left_by_messages(&self, bytes: u64) {
+        self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);
+    }
+
     fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder) {
         let bytes = allocation.bytes();
         lock(&self.returned).push(allocation);
@@ -342,8 +355,8 @@ impl Drop for MemoryPool {
     }
 }
 
-/// The longest wait for messages that the other ranks have not taken yet.
-const MESSAGES_WITHIN: Duration = Duration::from_secs(1);
+/// The longest wait for messages that the other ranks have not taken yet, or whose copies are not done: their devices may hang.
+const MESSAGES_WITHIN: Duration = Duration::from_secs(2);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

@@ -65,7 +65,7 @@ impl MessageStream {
         })?;
         let in_use = InUse::new(&[from, into]);
         let event = own.note(&self.stream, COPY, &[], &[into])?;
-        from.allocation().accesses().record_read_elsewhere(event);
+        from.allocation().accesses().record_read_elsewhere(event, &self.resources.status);
         in_use.release();
         Ok(())
     }

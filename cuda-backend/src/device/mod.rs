@@ -10,6 +10,7 @@ mod memory_pool;
 mod message_stream;
 mod open_device;
 mod options;
+mod other_devices;
 mod pacer;
 mod reclaimer;
 mod staging;

@@ -56,7 +56,7 @@ impl OpenDevice {
             context: context.clone(),
             pool: MemoryPool::new(context, &status, properties.memory_bytes, max_memory_bytes, stuck_after),
             staging: StagingPool::new(context, &status),
-            submitter: Submitter::new(context, &status, &image.bytes, graphs)?,
+            submitter: Submitter::new(context, &status, &image.bytes, (graphs, stuck_after))?,
             status,
         });
         let poller = EventPoller::start(context.ordinal(), &resources.status, stuck_after)?;

@@ -6,7 +6,8 @@ use std::time::Duration;
 /// Options of a [`CudaBackend`](crate::CudaBackend).
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
-    /// Limit for all buffers together, in bytes. `None`: the memory of the device.
+    /// Limit for all buffers together, in bytes. `None`: the memory of the device. What only a message to a rank of another device still
+    /// has, or the copy of one, does not count.
     pub max_memory_bytes: Option<u64>,
     /// Folder for kernels that are compiled at run time, by default [`kyklos::machine::cache_folder`]. `None`: they are compiled again
     /// at each start.

@@ -20,11 +20,11 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(10);
 pub(super) struct Reclaimer {
     context: Arc<Context>,
     status: Arc<DeviceStatus>,
-    /// Memory that another device may use for longer than this is never freed: that device is lost.
+    /// Memory that is in use for longer than this is never freed: a device that hangs or is lost may have it.
     at_most: Duration,
     /// `None`: the system has no more threads.
     jobs: OnceLock<Option<Sender<Job>>>,
-    /// Bytes that are not freed yet.
+    /// Bytes of the pool that are not freed yet.
     bytes: Arc<AtomicU64>,
 }
 
@@ -56,13 +56,13 @@ impl Reclaimer {
     pub(super) fn free(&self, allocation: Allocation, submit: Option<Submit>) {
         let bytes = self.bytes.clone();
         let job = Job { allocation, submit, since: Instant::now(), bytes };
-        job.bytes.fetch_add(job.allocation.bytes(), Ordering::AcqRel);
+        job.bytes.fetch_add(job.counted(), Ordering::AcqRel);
         let left = match self.jobs.get_or_init(|| self.start()) {
             Some(jobs) => jobs.send(job).err().map(|mpsc::SendError(job)| job),
             None => Some(job),
         };
         if let Some(job) = left {
-            job.leak();
+            job.leak(&self.status);
         }
     }
 
@@ -99,23 +99,32 @@ impl Job {
         let mut accesses = self.allocation.accesses();
         match accesses.is_idle() {
             Ok(true) => Now::Free,
-            Ok(false) if accesses.is_used_elsewhere() && self.since.elapsed() > at_most => Now::Leak,
+            Ok(false) if self.since.elapsed() > at_most => Now::Leak,
             Ok(false) => Now::Wait,
             Err(_) => Now::Leak,
         }
     }
 
+    /// What freeing it gives back to the pool: nothing, if it is a caller's.
+    fn counted(&self) -> u64 {
+        if self.submit.is_some() { 0 } else { self.allocation.bytes() }
+    }
+
     fn free(self) {
+        let counted = self.counted();
         let Self { allocation, submit, bytes, .. } = self;
-        let freed = allocation.bytes();
         drop(allocation);
-        bytes.fetch_sub(freed, Ordering::AcqRel);
+        bytes.fetch_sub(counted, Ordering::AcqRel);
         drop(submit);
     }
 
-    fn leak(self) {
-        self.bytes.fetch_sub(self.allocation.bytes(), Ordering::AcqRel);
-        std::mem::forget((self.allocation, self.submit));
+    fn leak(self, status: &DeviceStatus) {
+        self.bytes.fetch_sub(self.counted(), Ordering::AcqRel);
+        std::mem::forget(self.allocation);
+        // It may have the last handle of the device: to close a lost one may take for ever.
+        if status.is_lost() {
+            std::mem::forget(self.submit);
+        }
     }
 }
 
@@ -134,7 +143,7 @@ fn run(jobs: &Receiver<Job>, status: &DeviceStatus, at_most: Duration) {
             match job.now(status, at_most) {
                 Now::Wait => waiting.push(job),
                 Now::Free => job.free(),
-                Now::Leak => job.leak(),
+                Now::Leak => job.leak(status),
             }
         }
         if waiting.len() < before {

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use bytemuck::Pod;
 use kyklos::Result;
@@ -10,6 +11,7 @@ use kyklos::Result;
 use super::dependencies::{AccessRecord, Completion, StreamKind};
 use super::graph_cache::GraphCache;
 use super::memory_pool::CudaBuffer;
+use super::other_devices::await_other_devices;
 use super::status::DeviceStatus;
 use crate::driver::{self, Context, DriverError, Event, Function, Module, Stream};
 
@@ -22,6 +24,8 @@ pub(super) struct Submitter {
     module: Arc<Module>,
     /// Locked for each submission, so that access records and streams have the same order.
     state: Mutex<SubmitterState>,
+    /// The longest wait for a copy to another device.
+    stuck_after: Duration,
 }
 
 /// A kernel by name, its grid in blocks, threads and dynamic shared memory per block.
@@ -83,7 +87,7 @@ impl Submitter {
         context: &Arc<Context>,
         status: &Arc<DeviceStatus>,
         image: &[u8],
-        graphs: bool,
+        (graphs, stuck_after): (bool, Duration),
     ) -> Result<Self> {
         let failed = |operation: &'static str| move |error: DriverError| status.error(operation, &error);
         // Copies are short and another rank waits for them, so their streams have the higher priority.
@@ -98,6 +102,7 @@ impl Submitter {
                 graphs: GraphCache::new(context, graphs),
                 measured: None,
             }),
+            stuck_after,
         })
     }
 
@@ -111,6 +116,7 @@ impl Submitter {
         work: impl FnOnce(&Stream) -> Result<(T, Arc<Event>), DriverError>,
     ) -> Result<T> {
         self.status.check()?;
+        await_other_devices(writes, self.stuck_after)?;
         let mut state = self.state();
         let dependencies = dependencies(Some(kind), reads, writes)?;
         if dependencies.iter().any(|completion| completion.is_pending()) {
@@ -148,6 +154,7 @@ impl Submitter {
         reads: &[&CudaBuffer],
         writes: &[&CudaBuffer],
     ) -> Result<Arc<Event>> {
+        await_other_devices(writes, self.stuck_after)?;
         let mut state = self.state();
         self.add(&mut state.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
         // If the launch could not be added, the other one is still wanted.
@@ -173,6 +180,7 @@ impl Submitter {
         reads: &[&CudaBuffer],
         writes: &[&CudaBuffer],
     ) -> Result<()> {
+        await_other_devices(writes, self.stuck_after)?;
         let mut state = self.state();
         self.add(&mut state.batch, launch, bytemuck::bytes_of(arguments), reads, writes)?;
         if state.batch.launches.len() == MAX_BATCH_LAUNCHES {
@@ -281,6 +289,7 @@ impl Submitter {
         writes: &[&CudaBuffer],
     ) -> Result<()> {
         self.status.check()?;
+        await_other_devices(writes, self.stuck_after)?;
         let mut state = self.state();
         let dependencies = dependencies(None, reads, writes)?;
         if dependencies.iter().any(|completion| completion.is_pending()) {

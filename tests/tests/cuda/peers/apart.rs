@@ -37,6 +37,19 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         lost_receiver,
     );
     lost.says_not = &[];
+    let mut written_after = one(
+        "memory that a lost device has copied can be written",
+        "memory_mb=256,sticky_at=1",
+        written_after_a_loss,
+    );
+    written_after.says_not = &[];
+    let mut written_under = one(
+        "a write waits for a copy to another device, and names that device if it hangs",
+        "memory_mb=256,copy_ms=3600000",
+        written_under_copy,
+    );
+    written_under.ends = Ends::LeavingSomething;
+    written_under.says_not = &[];
     let mut from_lost = one(
         "the error of a copy from a device that is lost names that device",
         "memory_mb=256,sticky_at=1",
@@ -55,6 +68,8 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             blocked_sender,
         ),
         lost,
+        written_after,
+        written_under,
         from_lost,
         one("memory under copy does not count against the limit", "memory_mb=256,copy_ms=5000", limit),
         one("memory of a message counts only while its rank has it", "memory_mb=256", not_taken),
@@ -125,10 +140,14 @@ fn message() -> Bytes {
 
 /// Launches a kernel, and does not wait for it.
 fn launch(device: &Device) -> Result<(), Error> {
+    write(device, &mut device.alloc("into", 64)?)
+}
+
+/// Writes the beginning of a buffer by a kernel, which is not waited for.
+fn write(device: &Device, into: &mut DeviceBuffer) -> Result<(), Error> {
     let from = device.upload("from", Bytes::from_static(&[1; 64]))?;
-    let mut into = device.alloc("into", 64)?;
     let rows = Layout { offset: 0, batch_stride: 0, row_stride: 64, head_stride: 64 };
-    device.repack((&from, rows), (&mut into, rows), Extent { batch: 1, rows: 1, heads: 1, row_bytes: 64 })
+    device.repack((&from, rows), (into, rows), Extent { batch: 1, rows: 1, heads: 1, row_bytes: 64 })
 }
 
 fn is_message(device: &Device, mut buffer: DeviceBuffer) {
@@ -197,6 +216,33 @@ fn lost_receiver() {
     is_message(sender, again.remove(0));
     drop(again);
     is_message(sender, sender.upload("again", message()).unwrap());
+    works(sender);
+}
+
+/// The sender still has the memory, as it has that of a cache.
+fn written_after_a_loss() {
+    let pair = Pair::new(&CudaOptions::default());
+    let [receiver, sender] = &pair.devices;
+    let mut held = sender.upload("message", message()).unwrap();
+    let received = pair.send(1, sender.share(&mut held));
+    is_message(receiver, received);
+    let _ = launch(receiver);
+    assert!(block_on(receiver.wait()).is_err());
+    write(sender, &mut held).unwrap();
+    assert_eq!(&block_on(sender.download(&mut held, 0..64)).unwrap()[..], [1; 64]);
+    works(sender);
+}
+
+/// The same, and the copy is never done.
+fn written_under_copy() {
+    let stuck_after = Duration::from_millis(500);
+    let pair = Pair::new(&CudaOptions { stuck_after, ..CudaOptions::default() });
+    let sender = &pair.devices[1];
+    let mut held = sender.upload("message", message()).unwrap();
+    std::mem::forget(pair.send(1, sender.share(&mut held)));
+    let error = write(sender, &mut held).unwrap_err().to_string();
+    assert!(error.contains("cuda:0") && !error.contains("cuda:1"), "{error}");
+    std::thread::sleep(2 * stuck_after);
     works(sender);
 }
 
@@ -282,12 +328,22 @@ fn shortage() {
 
 /// The same, and the copy is never done.
 fn copied_for_ever() {
-    let stuck_after = Duration::from_millis(500);
+    let stuck_after = Duration::from_secs(2);
     let pair = Pair::new(&CudaOptions { stuck_after, ..CudaOptions::default() });
     let _rest = pair.devices[1].alloc("the rest", REST).unwrap();
     let sent = pair.devices[1].upload("message", message()).unwrap();
     std::mem::forget(pair.send(1, sent));
-    let next = pair.devices[1].alloc("next", BYTES);
-    assert!(matches!(next, Err(Error::OutOfMemory { .. })), "{next:?}");
-    works(&pair.devices[1]);
+    // Each refusal takes as long as the first, and others allocate meanwhile.
+    for _ in 0..2 {
+        let waits = std::thread::spawn({
+            let sender = pair.devices[1].clone();
+            move || (sender.alloc("next", BYTES), Instant::now())
+        });
+        std::thread::sleep(stuck_after / 20);
+        works(&pair.devices[1]);
+        let worked = Instant::now();
+        let (next, refused) = waits.join().unwrap();
+        assert!(matches!(next, Err(Error::OutOfMemory { .. })), "{next:?}");
+        assert!(worked < refused, "an allocation of another size waited");
+    }
 }
