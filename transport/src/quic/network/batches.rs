@@ -12,17 +12,18 @@ use quinn::{AsyncUdpSocket, UdpPoller};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
-/// Packets that quinn hands over at a time at most (`MAX_TRANSMIT_SEGMENTS`). If it hands over as many, more may follow at once.
+/// Packets that quinn hands over at a time at most (`MAX_TRANSMIT_SEGMENTS`, which is private). If it hands over as many, more may follow at once.
 const BURST: usize = 10;
 
 /// A socket that hands packets to the system in datagrams of as many packets as one holds, and never of more.
 ///
 /// The system's price is for a datagram, whether it has one packet or forty. quinn hands over at most ten packets at a
 /// time, so this socket keeps full bursts until the tasks of its thread that are ready have had their turn, or no more fits.
-/// Anything less than a full burst is the end of what a connection has to send, and leaves at once with what was kept.
+/// Anything less than a full burst leaves at once, with what was kept.
 ///
-/// The system refuses datagrams of more than 65,507 bytes; quinn takes the refusal for loss, and falls back to small packets. Its
-/// receive buffer has 32 datagrams of as many packets as the socket says: of 64 packets of 65,000 bytes, 134 MB.
+/// The system refuses datagrams of more than 65,507 bytes; quinn takes the refusal for loss, and falls back to small packets. A datagram
+/// that is lost on this host, for want of buffers, has all its packets. quinn's receive buffer has up to 32 datagrams of as many packets
+/// as the socket says: of 64 packets of 65,000 bytes, 134 MB.
 #[derive(Debug)]
 pub(crate) struct BatchingSocket {
     socket: Arc<dyn AsyncUdpSocket>,
@@ -48,7 +49,7 @@ impl BatchingSocket {
     }
 
     fn batch(&self) -> MutexGuard<'_, Batch> {
-        // Each change is complete before the next call that could panic.
+        // After a panic the batch is whole: it changes only after calls that could panic.
         self.batch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -80,6 +81,8 @@ impl BatchingSocket {
 
 impl Drop for BatchingSocket {
     fn drop(&mut self) {
+        // What the system does not take now is lost, as with any socket.
+        let _ = self.batch().send(&*self.socket);
         self.kept.notify_one();
     }
 }
@@ -117,8 +120,12 @@ impl AsyncUdpSocket for BatchingSocket {
         let mut batch = self.batch();
         let most = self.max_transmit_segments();
         if !batch.takes(transmit, most) {
-            // Those that were there first leave first. If the system takes none now, quinn comes again with `transmit`.
-            batch.send(&*self.socket)?;
+            // Those that were there first leave first. If the system takes none now, quinn comes again with `transmit`. Any other error
+            // is of packets of another connection, perhaps: to QUIC they are lost.
+            match batch.send(&*self.socket) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(error),
+                Ok(()) | Err(_) => {}
+            }
         }
         let burst = Burst::of(transmit);
         if batch.packets == 0 && !(burst.is_full() && most >= 2 * BURST) {

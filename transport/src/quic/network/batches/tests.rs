@@ -1,9 +1,11 @@
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use super::*;
 
 /// A socket that notes what it is given, unless it is blocked.
 #[derive(Debug)]
 struct Notes {
-    segments: usize,
+    segments: AtomicUsize,
     sent: Mutex<Vec<Sent>>,
     blocked: Mutex<bool>,
 }
@@ -17,7 +19,7 @@ struct Sent {
 impl Notes {
     fn new(segments: usize) -> Arc<Self> {
         let (sent, blocked) = (Mutex::default(), Mutex::new(false));
-        Arc::new(Self { segments, sent, blocked })
+        Arc::new(Self { segments: AtomicUsize::new(segments), sent, blocked })
     }
 
     fn block(&self, blocked: bool) {
@@ -62,7 +64,6 @@ impl AsyncUdpSocket for Notes {
         let bytes = transmit.contents;
         let packets = bytes.chunks(transmit.segment_size.unwrap_or(bytes.len()));
         let packets: Vec<_> = packets.map(<[u8]>::to_vec).collect();
-        assert!(packets.len() <= self.segments, "{} packets", packets.len());
         self.sent.lock().unwrap().push(Sent { to: transmit.destination, packets });
         Ok(())
     }
@@ -81,7 +82,7 @@ impl AsyncUdpSocket for Notes {
     }
 
     fn max_transmit_segments(&self) -> usize {
-        self.segments
+        self.segments.load(Ordering::Relaxed)
     }
 
     fn max_receive_segments(&self) -> usize {
@@ -216,11 +217,51 @@ fn a_socket_that_is_blocked_loses_and_repeats_nothing() {
     });
 }
 
+/// The system may turn out not to support datagrams of several packets: then it has said 64, and says 1.
+#[test]
+fn what_was_kept_leaves_before_single_packets() {
+    run(async {
+        let notes = Notes::new(64);
+        let socket = batching(&notes, 45);
+        socket.try_send(&transmit(2, &burst(0, 10, 100, 100), 100)).unwrap();
+        notes.segments.store(1, Ordering::Relaxed);
+        for i in 10..13 {
+            socket.try_send(&transmit(2, &burst(i, 1, 100, 100), 100)).unwrap();
+        }
+        assert_eq!(notes.sizes(), [10, 1, 1, 1]);
+        assert_eq!(numbers(&notes.sent()), (0..13).collect::<Vec<u8>>());
+    });
+}
+
+#[test]
+fn two_addresses_share_a_socket_that_is_blocked() {
+    run(async {
+        let notes = Notes::new(64);
+        let socket = batching(&notes, 45);
+        notes.block(true);
+        socket.try_send(&transmit(2, &burst(0, 10, 100, 100), 100)).unwrap();
+        let other = burst(10, 10, 100, 100);
+        let refused = socket.try_send(&transmit(3, &other, 100)).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::WouldBlock);
+        notes.block(false);
+        socket.try_send(&transmit(3, &other, 100)).unwrap();
+        for _ in 0..3 {
+            next_turn().await;
+        }
+        let to: Vec<_> = notes.sent().iter().map(|datagram| datagram.to.port()).collect();
+        assert_eq!(to, [2, 3]);
+        assert_eq!(numbers(&notes.sent()), (0..20).collect::<Vec<u8>>());
+    });
+}
+
 #[test]
 fn the_task_ends_with_the_socket() {
     run(async {
         let notes = Notes::new(64);
-        drop(batching(&notes, 45));
+        let socket = batching(&notes, 45);
+        socket.try_send(&transmit(2, &burst(0, 10, 100, 100), 100)).unwrap();
+        drop(socket);
+        assert_eq!(notes.sizes(), [10]);
         for _ in 0..3 {
             next_turn().await;
         }
