@@ -51,7 +51,14 @@ class TwoHosts:
 
     def __init__(self, program, rate):
         self.folder = tempfile.TemporaryDirectory()
-        self.other = subprocess.Popen(["unshare", "--net", "sleep", "3600"])
+        self.other = subprocess.Popen(["unshare", "--net", "--kill-child", "sleep", "infinity"])
+        try:
+            self.join(program, rate)
+        except BaseException:
+            self.end()
+            raise
+
+    def join(self, program, rate):
         here, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + 10
         while os.readlink(f"/proc/{self.other.pid}/ns/net") == here:
             if time.monotonic() > deadline:
@@ -185,6 +192,9 @@ def output(process):
     try:
         text, errors = process.communicate(timeout=300)
         if process.returncode != 0:
+            if beside is not None:
+                beside.kill()
+                errors += beside.communicate()[1]
             sys.exit(f"{' '.join(process.args)} ended with {process.returncode}:\n{errors}")
         if beside is not None and beside.wait(timeout=60) != 0:
             sys.exit(f"{' '.join(beside.args)} ended with {beside.returncode}:\n{beside.stderr.read()}")
