@@ -21,12 +21,16 @@ const KEYS: BiasTensor = BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, 
 
 pub(super) fn refusals() -> Vec<Entry> {
     let zeros = Bytes::from(vec![0; 4 * 2 * 8 * 4]);
-    let mut errors: Vec<[Error; 2]> = on_threads(in_process_group(2), |transport| {
+    let mut errors: Vec<[Error; 3]> = on_threads(in_process_group(2), |transport| {
         let rank = transport.rank().0;
         let mut session = Session::new(transport, Device::cpu());
         let x = Tensor::from_bytes([1, 4, 2, 8], Dtype::F32, zeros.clone()).unwrap();
         let call = Attention::new().bias(KEYS, Bytes::from(vec![0; 12]));
         let size = session.attend(&call, &x, &x, &x).unwrap_err();
+
+        let rows = Tensor::from_bytes([1, 4, 2, 8], Dtype::F16, Bytes::from(vec![0; 128])).unwrap();
+        let call = Attention::new().bias_tensor(&rows).unwrap();
+        let dtype = session.attend(&call, &x, &x, &x).unwrap_err();
 
         let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
         let problem = problem.with_bias(Some(KEYS)).unwrap();
@@ -40,10 +44,17 @@ pub(super) fn refusals() -> Vec<Entry> {
             let mut inputs = session.load(&plans, tensors).await?;
             session.run(&plans, &mut inputs).await
         });
-        [size, unlike.unwrap_err()]
+        [size, dtype, unlike.unwrap_err()]
     });
-    let [size, unlike] = errors.swap_remove(0);
+    let [size, dtype, unlike] = errors.swap_remove(0);
+    let odd = Tensor::from_bytes([1, 4, 2, 7], Dtype::F16, Bytes::from(vec![0; 112])).unwrap();
     vec![
+        entry(
+            "Attention::bias_tensor with rows of 7 keys in f16",
+            Attention::new().bias_tensor(&odd).unwrap_err(),
+            "Each row begins on a 4-byte boundary.",
+        ),
+        entry("Session::attend with a bias tensor of another type", dtype, "Kernels read it as they read q."),
         entry(
             "Session::attend with an attention bias tensor of another size",
             size,

@@ -55,6 +55,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
         "rank {rank} describes its device in a form that this release does not know",
         "a group of ranks with different releases",
     ),
+    ("a bias tensor with an extent of {value}", "a tensor of 4,294,967,296 batch entries or heads"),
     ("a rank whose keys have no rows for its tokens", "a group of ranks with different releases"),
     (
         "rank {rank} describes its call in a form that this release of kyklos does not know",
