@@ -24,38 +24,37 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         one.fake = format!("devices=2,delay_us=0,{fake}");
         one
     };
-    let mut for_ever = one(
+    // A device that is lost, or never ends, says so.
+    let noisy = |mut one: Scenario| {
+        one.says_not = &[];
+        one
+    };
+    let endless = |one: Scenario| Scenario { ends: Ends::LeavingSomething, ..noisy(one) };
+    let for_ever = endless(one(
         "an allocation does not wait for ever for a copy to another device",
         "memory_mb=64,copy_ms=3600000",
         copied_for_ever,
-    );
-    for_ever.ends = Ends::LeavingSomething;
-    for_ever.says_not = &[];
-    let mut lost = one(
+    ));
+    let lost = noisy(one(
         "a device that is lost with a copy to it does not take the other one along",
         "memory_mb=256,copy_ms=500,sticky_at=1",
         lost_receiver,
-    );
-    lost.says_not = &[];
-    let mut written_after = one(
+    ));
+    let written_after = noisy(one(
         "memory that a lost device has copied can be written",
         "memory_mb=256,sticky_at=1",
         written_after_a_loss,
-    );
-    written_after.says_not = &[];
-    let mut written_under = one(
+    ));
+    let written_under = endless(one(
         "a write waits for a copy to another device, and names that device if it hangs",
         "memory_mb=256,copy_ms=3600000",
         written_under_copy,
-    );
-    written_under.ends = Ends::LeavingSomething;
-    written_under.says_not = &[];
-    let mut from_lost = one(
+    ));
+    let from_lost = noisy(one(
         "the error of a copy from a device that is lost names that device",
         "memory_mb=256,sticky_at=1",
         lost_sender,
-    );
-    from_lost.says_not = &[];
+    ));
     vec![
         one(
             "a receiver goes on while the memory that it copied cannot be freed",

@@ -198,7 +198,7 @@ fn a_socket_that_is_blocked_loses_and_repeats_nothing() {
         for i in 0..3 {
             socket.try_send(&transmit(2, &burst(10 * i, 10, 100, 100), 100)).unwrap();
         }
-        // This one ends the batch, so nothing may follow it, and quinn must keep what comes next.
+        // A smaller packet is the last one of a datagram. So the socket refuses the next packet.
         socket.try_send(&transmit(2, &burst(30, 1, 60, 60), 60)).unwrap();
         let next = burst(31, 1, 60, 60);
         let refused = socket.try_send(&transmit(2, &next, 60)).unwrap_err();
