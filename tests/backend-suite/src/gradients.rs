@@ -6,10 +6,11 @@ use kyklos_oracle::inputs::{Case, TensorId, normal};
 use kyklos_oracle::oracle::{self, Element, Oracle, Values};
 use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
 
+use crate::kept::Kept;
 use crate::{Prepared, oracle_dtype};
 
 /// A case in one storage type, with the gradients of its output.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct GradientCase {
     /// The case, with its tensors.
     pub prepared: Prepared,
@@ -31,11 +32,12 @@ impl GradientCase {
 
     /// The same with the gradient of the output multiplied by `factor`, as training in f16 does.
     pub fn of_scaled_loss(case: Case, dtype: Dtype, factor: f32) -> Self {
-        match dtype {
+        static KEPT: Kept<GradientCase> = Kept::new();
+        KEPT.of(case, (dtype, factor), |case| match dtype {
             Dtype::F32 => Self::typed::<f32>(case, dtype, factor),
             Dtype::F16 => Self::typed::<half::f16>(case, dtype, factor),
             Dtype::Bf16 => Self::typed::<half::bf16>(case, dtype, factor),
-        }
+        })
     }
 
     fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype, factor: f32) -> Self {

@@ -43,6 +43,7 @@ pub mod conformance;
 mod do_nothing;
 pub mod fixed_order;
 mod gradients;
+mod kept;
 #[cfg(not(target_arch = "wasm32"))]
 mod observed;
 mod prepared;

@@ -12,6 +12,8 @@ use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Va
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
 use kyklos_transport::Rank;
 
+use crate::kept::Kept;
+
 /// See [`only_head_dim`].
 static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
 
@@ -50,7 +52,7 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
 }
 
 /// A case in one storage type: its tensors, the right result, and the limit for one device.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Prepared {
     /// The case.
     pub case: Case,
@@ -69,11 +71,12 @@ pub struct Prepared {
 impl Prepared {
     /// Computes the right result. Elements are rounded to `dtype` before.
     pub fn new(case: Case, dtype: Dtype) -> Self {
-        match dtype {
+        static KEPT: Kept<Prepared> = Kept::new();
+        KEPT.of(case, dtype, |case| match dtype {
             Dtype::F32 => Self::typed::<f32>(case, dtype),
             Dtype::F16 => Self::typed::<half::f16>(case, dtype),
             Dtype::Bf16 => Self::typed::<half::bf16>(case, dtype),
-        }
+        })
     }
 
     fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype) -> Self {
