@@ -64,11 +64,12 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &Strate
     let parts = parts_of_shard(facts);
     let runs = if shape == ShardShape::TwoRuns { 2 } else { 1 };
     let unit = TILE_KEYS * u32::try_from(parts.max(runs)).expect("a shard has a few parts");
-    if shape == ShardShape::ManyRuns || shape == ShardShape::TwoRuns && !keys.is_multiple_of(unit) {
-        return "use contiguous placement".into();
-    }
-    if !keys.is_multiple_of(unit) && parts > 1 {
+    let fits = keys.is_multiple_of(unit);
+    if !fits && parts > 1 && shape != ShardShape::ManyRuns {
         return "its parts of shards cannot all be on that grid: use another strategy".into();
+    }
+    if !fits && shape == ShardShape::TwoRuns || shape == ShardShape::ManyRuns {
+        return "use contiguous placement".into();
     }
     if problem.q_len != keys || keys / unit < ring || !kv.replicated().is_empty() {
         return format!("let every shard have a multiple of {unit} keys, or use fewer shards").into();

@@ -130,7 +130,8 @@ impl Routes {
     fn groups(&self) -> Vec<Vec<usize>> {
         let mut groups: Vec<Vec<usize>> = Vec::new();
         for (stream, shape) in self.streams.iter().enumerate() {
-            let alike = self.streams[..stream].iter().filter(|other| other.forwards == shape.forwards).count();
+            let alike =
+                self.streams[..stream].iter().filter(|other| other.forwards == shape.forwards).count();
             match groups.get_mut(alike) {
                 Some(group) => group.push(stream),
                 None => groups.push(vec![stream]),
