@@ -17,20 +17,25 @@ use crate::transport::Transport;
 
 const LONG: Duration = Duration::from_secs(30);
 
-const JOB: JobId = JobId([4; 16]);
+pub(super) const JOB: JobId = JobId([4; 16]);
 
-fn config(authority: &ClusterAuthority, rank: u32, coordinator: SocketAddr, lanes: u8) -> QuicConfig {
+pub(super) fn config(
+    authority: &ClusterAuthority,
+    rank: u32,
+    coordinator: SocketAddr,
+    lanes: u8,
+) -> QuicConfig {
     let identity = authority.issue(Rank(rank)).unwrap();
     let link = LinkSettings { lanes, shared_memory: false, ..LinkSettings::default() };
     let connect_deadline = Duration::from_secs(5);
     QuicConfig { link, connect_deadline, ..QuicConfig::new(Rank(rank), 2, JOB, coordinator, identity) }
 }
 
-fn free_address() -> SocketAddr {
+pub(super) fn free_address() -> SocketAddr {
     UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
 }
 
-fn runtime() -> tokio::runtime::Runtime {
+pub(super) fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
 }
 
@@ -55,7 +60,7 @@ fn sent(zero: &QuicTransport) -> Vec<u64> {
     link(zero, 1).lanes.iter().map(|lane| lane.connection.stats().udp_tx.bytes).collect()
 }
 
-async fn send(zero: &QuicTransport, one: &QuicTransport, bytes: usize) {
+pub(super) async fn send(zero: &QuicTransport, one: &QuicTransport, bytes: usize) {
     let tag = Tag { op: 0, message: 0 };
     let payload: Vec<u8> = (0..bytes).map(|at| (at * 7 + at / 251) as u8).collect();
     let parts = vec![Bytes::from(payload[..99_999].to_vec()), Bytes::from(payload[99_999..].to_vec())];
@@ -65,7 +70,7 @@ async fn send(zero: &QuicTransport, one: &QuicTransport, bytes: usize) {
     posted.await.unwrap();
 }
 
-async fn close(zero: QuicTransport, one: QuicTransport) {
+pub(super) async fn close(zero: QuicTransport, one: QuicTransport) {
     let (zero, one) = tokio::join!(zero.close(LONG), one.close(LONG));
     zero.unwrap();
     one.unwrap();
