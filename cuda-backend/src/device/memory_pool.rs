@@ -2,8 +2,8 @@
 //!
 //! Memory of a dropped buffer is kept for the next buffer of its size: freeing memory makes the driver wait for the whole
 //! device, and a ring asks for the same sizes again and again. Kept memory is freed when an allocation fails without that,
-//! and when more than a quarter of the device's memory is kept: other processes need memory too. A thread of its own frees it
-//! ([`Reclaimer`]).
+//! and, as soon as it is idle, when more than a quarter of the device's memory is kept: other processes need memory too. A thread
+//! of its own frees it ([`Reclaimer`]).
 //!
 //! A thread of another device drops what it has copied from: that neither waits for this device nor calls its driver.
 
@@ -178,7 +178,7 @@ impl MemoryPool {
     ) -> Arc<Self> {
         // Longer than it takes to find that the other device hangs.
         let at_most = 2 * stuck_after;
-        Arc::new(Self {
+        Arc::new_cyclic(|pool| Self {
             context: context.clone(),
             status: status.clone(),
             max_bytes: max_bytes.unwrap_or(u64::MAX),
@@ -188,7 +188,7 @@ impl MemoryPool {
             message_bytes: AtomicU64::new(0),
             returned: Mutex::default(),
             kept: Mutex::default(),
-            reclaimer: Reclaimer::new(context, status, at_most),
+            reclaimer: Reclaimer::new(context, status, at_most, pool.clone()),
         })
     }
 
@@ -216,8 +216,7 @@ impl MemoryPool {
         let left = self.max_bytes.saturating_sub(self.used_bytes.load(Ordering::Acquire));
         let size = size_class(bytes).filter(|size| *size as u64 <= left);
         let (idle, kept_bytes) = {
-            let mut kept = lock(&self.kept);
-            self.keep_returned(&mut kept);
+            let mut kept = self.kept();
             let idle = size.map(|size| take_idle(&mut kept, size)).transpose().map_err(failed)?.flatten();
             (idle, bytes_of(&kept))
         };
@@ -263,8 +262,7 @@ impl MemoryPool {
         let start = Instant::now();
         loop {
             let (own, elsewhere) = {
-                let mut kept = lock(&self.kept);
-                self.keep_returned(&mut kept);
+                let mut kept = self.kept();
                 // This device must not wait for another one, which may hang: memory that one still copies from is no use yet.
                 let fits = |allocation: &Allocation| {
                     allocation.memory.bytes() == size && !allocation.accesses().is_used_elsewhere()
@@ -309,15 +307,22 @@ impl MemoryPool {
         }
     }
 
-    /// Puts the memory of dropped buffers among the kept, and frees what is too much.
-    fn keep_returned(&self, kept: &mut Vec<Allocation>) {
+    /// The memory of dropped buffers.
+    fn kept(&self) -> MutexGuard<'_, Vec<Allocation>> {
+        let mut kept = lock(&self.kept);
         kept.append(&mut lock(&self.returned));
-        while bytes_of(kept) > self.max_kept_bytes {
-            // If the device is lost, memory does not become idle and is not freed.
+        kept
+    }
+
+    /// Frees what is too much to keep and idle. Whether there is more that will be idle.
+    pub(super) fn free_surplus(&self) -> bool {
+        let mut kept = self.kept();
+        while bytes_of(&kept) > self.max_kept_bytes {
             let idle = |allocation: &Allocation| allocation.accesses().is_idle().unwrap_or(false);
-            let Some(index) = kept.iter().position(idle) else { break };
+            let Some(index) = kept.iter().position(idle) else { return !self.status.is_lost() };
             self.reclaimer.free(kept.remove(index), None);
         }
+        false
     }
 }
 
@@ -331,15 +336,17 @@ impl TakeBack for MemoryPool {
         self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);
     }
 
-    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder) {
+    fn take_back(self: Arc<Self>, allocation: Allocation, _: Holder) {
         let bytes = allocation.bytes();
         lock(&self.returned).push(allocation);
         self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);
-        // Whoever has the lock may wait for the device. Later calls see what was returned.
-        if last == Holder::Rank
-            && let Ok(mut kept) = self.kept.try_lock()
-        {
-            self.keep_returned(&mut kept);
+        // Whoever has the lock may wait for the device.
+        let fits = self
+            .kept
+            .try_lock()
+            .is_ok_and(|kept| bytes_of(&kept) + bytes_of(&lock(&self.returned)) <= self.max_kept_bytes);
+        if !fits {
+            self.reclaimer.look_at_pool();
         }
     }
 }
@@ -347,8 +354,7 @@ impl TakeBack for MemoryPool {
 impl Drop for MemoryPool {
     /// Does not wait: copies to other devices may still be under way, and this may be a thread of one of those.
     fn drop(&mut self) {
-        let mut kept = std::mem::take(&mut *lock(&self.kept));
-        kept.append(&mut lock(&self.returned));
+        let kept = std::mem::take(&mut *self.kept());
         for allocation in kept {
             self.reclaimer.free(allocation, None);
         }
