@@ -1,4 +1,4 @@
-//! What a device gives back while nobody asks it for anything.
+//! What a device gives back while nobody asks it for anything: its context, and memory that it does not keep.
 
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         one
     };
     vec![
+        one(
+            "a device is closed while the memory that it has copied from is still held",
+            "memory_mb=256",
+            closed,
+        ),
         one("memory of a message that is too much to keep is given back", "memory_mb=64", message_given_back),
         one(
             "memory under copy that is too much to keep is given back",
@@ -38,6 +43,19 @@ fn soon(what: &str, is_so: impl Fn() -> bool) {
         assert!(start.elapsed() < Duration::from_secs(5), "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// The sender still has the memory, as it has that of a cache, and does nothing with it.
+fn closed() {
+    let pair = Pair::new(&CudaOptions::default());
+    let sender = pair.devices[1].clone();
+    let mut held = sender.upload("message", message()).unwrap();
+    let received = pair.send(1, sender.share(&mut held));
+    is_message(&pair.devices[0], received);
+    drop(pair);
+    soon("the receiver's context is released", || !Context::is_retained(0));
+    is_message(&sender, held);
+    works(&sender);
 }
 
 /// Nobody has the memory any more, and no other is asked for.
