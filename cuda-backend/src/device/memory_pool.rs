@@ -8,7 +8,7 @@
 //! A thread of another device drops what it has copied from: that neither waits for this device nor calls its driver.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use kyklos::{Error, Result};
@@ -37,6 +37,8 @@ pub(crate) struct MemoryPool {
     /// Memory of dropped buffers, the one that was dropped first at the beginning.
     kept: Mutex<Vec<Allocation>>,
     reclaimer: Reclaimer,
+    /// Drops memory of callers. Their destructors may take long, and delay each other only.
+    callers: Reclaimer,
 }
 
 fn bytes_of(kept: &[Allocation]) -> u64 {
@@ -81,8 +83,8 @@ pub(crate) trait TakeBack: std::fmt::Debug + Send + Sync {
     /// No message has the memory any more either, and it is not taken back.
     fn left_by_messages(&self, bytes: u64);
 
-    /// `last` had the last handle. A message may have been dropped on a thread of another device, which must not wait for this one.
-    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder);
+    /// The last handle was dropped, perhaps that of a message on a thread of another device, which must not wait for this one.
+    fn take_back(self: Arc<Self>, allocation: Allocation);
 }
 
 impl CudaBuffer {
@@ -141,7 +143,7 @@ impl Drop for CudaBuffer {
                 }
                 std::mem::forget(allocation);
             } else {
-                home.take_back(allocation, self.holder);
+                home.take_back(allocation);
             }
         }
     }
@@ -189,12 +191,13 @@ impl MemoryPool {
             returned: Mutex::default(),
             kept: Mutex::default(),
             reclaimer: Reclaimer::new(context, status, at_most, pool.clone()),
+            callers: Reclaimer::new(context, status, at_most, Weak::new()),
         })
     }
 
-    /// Frees memory, also of callers, when no device uses it any more.
-    pub(super) fn reclaimer(&self) -> &Reclaimer {
-        &self.reclaimer
+    /// Drops memory of callers when no device uses it any more.
+    pub(super) fn callers(&self) -> &Reclaimer {
+        &self.callers
     }
 
     /// A buffer with unspecified contents. If memory is short, `flush` is called to submit the deferred launches: memory that
@@ -336,7 +339,7 @@ impl TakeBack for MemoryPool {
         self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);
     }
 
-    fn take_back(self: Arc<Self>, allocation: Allocation, _: Holder) {
+    fn take_back(self: Arc<Self>, allocation: Allocation) {
         let bytes = allocation.bytes();
         lock(&self.returned).push(allocation);
         self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);

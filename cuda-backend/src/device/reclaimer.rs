@@ -3,6 +3,7 @@
 //! Freeing memory makes the driver wait for the whole device, for ever if it hangs. So no thread that anybody waits for frees memory:
 //! not a rank's, not the one that polls the events of the device, and none that works for another device.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, OnceLock, Weak};
@@ -27,7 +28,7 @@ pub(super) struct Reclaimer {
     pool: Weak<MemoryPool>,
     /// `None`: the system has no more threads.
     jobs: OnceLock<Option<Sender<Option<Job>>>>,
-    /// Bytes of the pool that are not freed yet.
+    /// Bytes that are not freed yet.
     bytes: Arc<AtomicU64>,
 }
 
@@ -65,7 +66,7 @@ impl Reclaimer {
     pub(super) fn free(&self, allocation: Allocation, submit: Option<Submit>) {
         let bytes = self.bytes.clone();
         let job = Job { allocation, submit, since: Instant::now(), bytes };
-        job.bytes.fetch_add(job.counted(), Ordering::AcqRel);
+        job.bytes.fetch_add(job.allocation.bytes(), Ordering::AcqRel);
         if let Some(job) = self.send(Some(job)) {
             job.leak(&self.status);
         }
@@ -124,21 +125,17 @@ impl Job {
         }
     }
 
-    /// What freeing it gives back to the pool: nothing, if it is a caller's.
-    fn counted(&self) -> u64 {
-        if self.submit.is_some() { 0 } else { self.allocation.bytes() }
-    }
-
     fn free(self) {
-        let counted = self.counted();
         let Self { allocation, submit, bytes, .. } = self;
-        drop(allocation);
-        bytes.fetch_sub(counted, Ordering::AcqRel);
+        let freed = allocation.bytes();
+        // A destructor of a caller may panic, and others rely on this thread.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(allocation)));
+        bytes.fetch_sub(freed, Ordering::AcqRel);
         drop(submit);
     }
 
     fn leak(self, status: &DeviceStatus) {
-        self.bytes.fetch_sub(self.counted(), Ordering::AcqRel);
+        self.bytes.fetch_sub(self.allocation.bytes(), Ordering::AcqRel);
         std::mem::forget(self.allocation);
         // It may have the last handle of the device: to close a lost one may take for ever.
         if status.is_lost() {
