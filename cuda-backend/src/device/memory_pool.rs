@@ -364,7 +364,9 @@ impl Drop for MemoryPool {
     }
 }
 
-/// The longest wait for messages that the other ranks have not taken yet, or whose copies are not done: their devices may hang.
+/// The longest wait for messages that the other ranks have not taken yet, or whose copies are not done: their devices may hang. The
+/// thread that waits may also be the one that would take them, because any thread may poll the futures of a rank: an allocation
+/// cannot tell. Then it waits in vain for this long, and is refused as it would have been at once.
 const MESSAGES_WITHIN: Duration = Duration::from_secs(2);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
