@@ -17,9 +17,9 @@ impl Sample {
         let (mut right, mut plain, mut squares) = (Vec::new(), Vec::new(), 0.0);
         for kv_head in self.heads_of_bias() {
             let [of_q, _] = self.head_parts(kv_head);
-            let (of_head, naive) = self.right_and_plain(kv_head, &self.given(of_q)?, &kv, &rounded)?;
-            let NaiveGradients { gradients, scales } = naive;
-            add(&mut right, of_head);
+            let of_head = self.right_and_plain(kv_head, &self.given(of_q)?, &kv, &rounded)?;
+            let NaiveGradients { gradients, scales } = of_head.plain;
+            add(&mut right, of_head.right);
             add(&mut plain, gradients);
             squares += scales[4].powi(2);
         }

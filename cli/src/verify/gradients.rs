@@ -96,9 +96,17 @@ pub(super) struct GivenOfHead {
     d_lse: Option<Vec<f64>>,
 }
 
+/// What the gradients of one KV head, and of the query heads that read it, are compared with.
+#[derive(Debug)]
+pub(crate) struct HeadReference {
+    /// Of the oracle.
+    pub(super) right: Gradients,
+    /// Of plain f32 arithmetic, from which the tolerance comes.
+    pub(super) plain: NaiveGradients,
+}
+
 /// Numbers that are compared with the oracle.
 struct Actual {
-    given: GivenOfHead,
     dq: Vec<f32>,
     dk: Vec<f32>,
     dv: Vec<f32>,
@@ -123,18 +131,17 @@ impl Sample {
             let numbers: Vec<f32> = bytemuck::pod_collect_to_vec(tensor);
             (0..part.len()).map(|index| numbers[part.at(index)]).collect()
         };
+        let given =
+            GivenOfHead { d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(), d_lse: None };
         let actual = Actual {
-            given: GivenOfHead {
-                d_o: (0..of_q.len()).map(|index| d_o.get(of_q.at(index))).collect(),
-                d_lse: None,
-            },
             dq: of(&gradients.dq, of_q),
             dk: of(&gradients.dk, of_kv),
             dv: of(&gradients.dv, of_kv),
             d_sinks: Vec::new(),
         };
         let kv = self.whole_kv()?;
-        self.compare(self.verified_head(), &actual, &kv, &kv).map(Some)
+        let reference = self.right_and_plain(self.verified_head(), &given, &kv, &kv)?;
+        Ok(Some(self.compare(&reference, &actual)))
     }
 
     /// Refuses gradients for which the oracle would take minutes.
@@ -174,9 +181,27 @@ impl Sample {
         d_sinks: &[f64],
         shared: &World,
     ) -> Result<GradientVerdict> {
+        Ok(self.hold_head(kv_head, head, d_sinks, &self.head_reference(kv_head, shared)?))
+    }
+
+    /// What [`Self::hold_head`] compares the gradients of a head with. Only where keys are rounded for the wire does it depend on
+    /// what the ranks of `shared` send.
+    pub(crate) fn head_reference(&self, kv_head: u32, shared: &World) -> Result<HeadReference> {
+        let [of_q, _] = self.head_parts(kv_head);
+        let kv = self.whole_kv()?;
+        self.right_and_plain(kv_head, &self.given(of_q)?, &kv, &kv.as_on_the_wire(shared))
+    }
+
+    /// [`Self::judge_head`] with the reference already computed.
+    pub(crate) fn hold_head(
+        &self,
+        kv_head: u32,
+        head: &HeadGradients,
+        d_sinks: &[f64],
+        reference: &HeadReference,
+    ) -> GradientVerdict {
         let problem = &self.problem;
         let [of_q, _] = self.head_parts(kv_head);
-        let given = self.given(of_q)?;
         let narrow = |tensor: &Bytes| -> Vec<f32> {
             let numbers = values(problem.dtype, tensor);
             #[expect(clippy::cast_possible_truncation, reason = "all storage types are exact in f32")]
@@ -184,14 +209,12 @@ impl Sample {
         };
         #[expect(clippy::cast_possible_truncation, reason = "compared as the f32 that a file holds")]
         let actual = Actual {
-            given,
             dq: narrow(&head.dq),
             dk: narrow(&head.dk),
             dv: narrow(&head.dv),
             d_sinks: d_sinks.iter().skip(of_q.first).take(of_q.count).map(|sink| *sink as f32).collect(),
         };
-        let kv = self.whole_kv()?;
-        self.compare(kv_head, &actual, &kv, &kv.as_on_the_wire(shared))
+        self.compare(reference, &actual)
     }
 
     /// The given gradients of the output of the query heads `of_q`.
@@ -251,7 +274,7 @@ impl Sample {
         given: &GivenOfHead,
         kv: &WholeKv,
         rounded: &WholeKv,
-    ) -> Result<(Gradients, NaiveGradients)> {
+    ) -> Result<HeadReference> {
         let [of_q, of_kv] = self.head_parts(kv_head);
         let q = self.read_whole_queries()?;
         let part = |bytes: &Bytes, part: HeadPart| -> Vec<f64> {
@@ -302,19 +325,11 @@ impl Sample {
             let right = right.gradients(d_o, d_lse);
             (right, plain.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });
-        Ok((right.map_err(refused)?, plain.map_err(refused)?))
+        Ok(HeadReference { right: right.map_err(refused)?, plain: plain.map_err(refused)? })
     }
 
-    /// Compares with the gradients of the oracle for `kv`. The tolerance comes from plain f32 arithmetic on `rounded`.
-    fn compare(
-        &self,
-        kv_head: u32,
-        actual: &Actual,
-        kv: &WholeKv,
-        rounded: &WholeKv,
-    ) -> Result<GradientVerdict> {
-        let (right, NaiveGradients { gradients: plain, scales }) =
-            self.right_and_plain(kv_head, &actual.given, kv, rounded)?;
+    fn compare(&self, reference: &HeadReference, actual: &Actual) -> GradientVerdict {
+        let HeadReference { right, plain: NaiveGradients { gradients: plain, scales } } = reference;
         let mut nearest = GradientVerdict::NONE;
         let all = [
             ("dq", &actual.dq, &right.dq, &plain.dq, scales[0]),
@@ -326,7 +341,7 @@ impl Sample {
         for (name, actual, right, plain, scale) in all.into_iter().filter(|all| !all.1.is_empty()) {
             nearest.hold(self.problem.dtype, (name, actual), right, (plain, scale));
         }
-        Ok(nearest)
+        nearest
     }
 
     /// The mask or bias tensor for the query heads of `part`, if there is one, and its batch entries, heads and queries.

@@ -27,7 +27,7 @@ use crate::run::alone;
 use crate::tensors::pairs::OracleRows;
 use crate::tensors::{Source, TensorKind};
 pub(crate) use every_row::Whole;
-pub(crate) use gradients::{GradientVerdict, HeadGradients};
+pub(crate) use gradients::{GradientVerdict, HeadGradients, HeadReference};
 
 /// The rows to compare, and the problem for the oracle.
 #[derive(Clone, Debug)]

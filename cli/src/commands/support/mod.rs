@@ -21,7 +21,7 @@ use crate::failure::{Failure, Result, note, print};
 use crate::options::{StrategyName, TransportName};
 use cell::{Cell, CellState, Pass, Report, Target};
 use rows::{ROWS, Row};
-use run::{Reference, Runner, judge_gradients};
+use run::{Reference, Runner};
 use table::Table;
 
 /// The part of the table to run. Without options: all of it.
@@ -220,10 +220,10 @@ fn run_cell(
             return Ok(CellState::Refused(refusal.to_string()));
         }
         let gradients = runner.gradients(&accepted, cell.target)?;
-        return judge_gradients(&reference.sample, &gradients, &accepted);
+        return reference.judge_gradients(&gradients, &accepted);
     }
     let rows = runner.run(&accepted, cell.target, &reference.sample)?;
-    Ok(reference.judge(rows, &accepted, cell.target.device, &backend))
+    reference.judge(rows, &accepted, cell.target.device, &backend)
 }
 
 /// The selected devices, else one of every kind that this machine has; and the kinds that are missing.

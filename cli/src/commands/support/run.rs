@@ -16,25 +16,31 @@ use crate::run::gather::gather;
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
 use crate::tensors::GivenGradient;
-use crate::verify::{GradientVerdict, Sample, WholeKv};
+use crate::verify::{GradientVerdict, HeadReference, Sample, WholeKv};
 
-/// The reference of all cells of one row and dtype.
+/// The reference of all cells of one row and dtype. Everything in it is computed when it is first needed.
 #[derive(Debug)]
 pub(crate) struct Reference {
     pub(crate) sample: Sample,
+    rows: Option<RightRows>,
+    /// The result of each device alone, or why it is wrong.
+    alone: HashMap<DeviceId, Result<Vec<Row>, CellState>>,
+    /// Of each KV head.
+    heads: Vec<HeadReference>,
+}
+
+/// The rows of the oracle and of plain f32 arithmetic.
+#[derive(Debug)]
+struct RightRows {
     kv: WholeKv,
     expected: Vec<Row>,
     naive: Vec<Row>,
-    /// The result of each device alone, or why it is wrong.
-    alone: HashMap<DeviceId, Result<Vec<Row>, CellState>>,
 }
 
 impl Reference {
     pub(crate) fn new(accepted: &Accepted) -> Result<Self> {
         let sample = Sample::whole(&accepted.request)?;
-        let kv = sample.whole_kv()?;
-        let (expected, naive) = (sample.expected(&kv)?, sample.naive(&kv)?);
-        Ok(Self { sample, kv, expected, naive, alone: HashMap::new() })
+        Ok(Self { sample, rows: None, alone: HashMap::new(), heads: Vec::new() })
     }
 
     /// Compares the rows of a shared result with the oracle. The tolerance comes from the error of the device alone; if that
@@ -45,60 +51,85 @@ impl Reference {
         accepted: &Accepted,
         device: DeviceId,
         backend: &Device,
-    ) -> CellState {
+    ) -> Result<CellState> {
+        let right = match self.rows.take() {
+            Some(right) => right,
+            None => RightRows::new(&self.sample)?,
+        };
         // The owner of keys decides which keys share a scale on the wire: measured again for each world.
         if accepted.request.problem.wire.rounds() || !self.alone.contains_key(&device) {
-            let alone = self.compute_alone(accepted, backend);
+            let alone = right.compute_alone(&self.sample, accepted, backend);
             self.alone.insert(device, alone);
         }
-        match &self.alone[&device] {
+        let state = match &self.alone[&device] {
             Err(state) => state.clone(),
             Ok(alone) => {
                 let dense = [(format!("{device} alone"), alone.clone())];
-                CellState::of(self.sample.hold(rows, &dense, &self.expected, &device.to_string()))
+                CellState::of(self.sample.hold(rows, &dense, &right.expected, &device.to_string()))
             }
-        }
+        };
+        self.rows = Some(right);
+        Ok(state)
     }
 
-    fn compute_alone(&self, accepted: &Accepted, backend: &Device) -> Result<Vec<Row>, CellState> {
-        let bytes = self
-            .sample
+    /// Compares the gradients of all heads with the oracle. The first wrong head is the result, else the one that is nearest to
+    /// its limit.
+    pub(crate) fn judge_gradients(
+        &mut self,
+        gradients: &RankGradients,
+        accepted: &Accepted,
+    ) -> Result<CellState> {
+        let kv_heads = accepted.request.problem.kv_heads;
+        // As for the rows of a device alone.
+        if accepted.request.problem.wire.rounds() || self.heads.is_empty() {
+            let heads = 0..kv_heads;
+            self.heads = heads
+                .map(|kv_head| self.sample.head_reference(kv_head, accepted.plans.world()))
+                .collect::<Result<_>>()?;
+        }
+        let mut nearest: Option<GradientVerdict> = None;
+        for (kv_head, reference) in (0..kv_heads).zip(&self.heads) {
+            let head = self.sample.head_of(kv_head, gradients);
+            let verdict = self.sample.hold_head(kv_head, &head, &gradients.d_sinks_part, reference);
+            if verdict.failure.is_some() {
+                return Ok(CellState::of_gradients(verdict));
+            }
+            let near = |verdict: &GradientVerdict| verdict.max_abs_error / verdict.tolerance;
+            if nearest.as_ref().is_none_or(|other| near(other) < near(&verdict)) {
+                nearest = Some(verdict);
+            }
+        }
+        nearest.map(CellState::of_gradients).ok_or_else(|| Failure::run("a problem without heads"))
+    }
+}
+
+impl RightRows {
+    fn new(sample: &Sample) -> Result<Self> {
+        let kv = sample.whole_kv()?;
+        let (expected, naive) = (sample.expected(&kv)?, sample.naive(&kv)?);
+        Ok(Self { kv, expected, naive })
+    }
+
+    fn compute_alone(
+        &self,
+        sample: &Sample,
+        accepted: &Accepted,
+        backend: &Device,
+    ) -> Result<Vec<Row>, CellState> {
+        let bytes = sample
             .dense(backend, accepted.plans.world(), &self.kv, &options())
             .map_err(|failure| CellState::Failed(format!("the device alone: {}", failure.text)))?;
-        let rows = self.sample.decode(self.sample.rows(), &bytes);
-        let problem = &accepted.request.problem;
+        let rows = sample.decode(sample.rows(), &bytes);
         // Keys that were rounded for the wire differ from the oracle's: that difference is what is measured.
-        if !problem.wire.rounds() {
-            let state =
-                CellState::of(self.sample.hold_alone(&rows, &self.naive, &self.expected, "the device alone"));
+        if !accepted.request.problem.wire.rounds() {
+            let verdict = sample.hold_alone(&rows, &self.naive, &self.expected, "the device alone");
+            let state = CellState::of(verdict);
             if state.is_bad() {
                 return Err(state);
             }
         }
         Ok(rows)
     }
-}
-
-/// Compares the gradients of all heads with the oracle. The first wrong head is the result, else the one that is nearest to its
-/// limit.
-pub(crate) fn judge_gradients(
-    sample: &Sample,
-    gradients: &RankGradients,
-    accepted: &Accepted,
-) -> Result<CellState> {
-    let mut nearest: Option<GradientVerdict> = None;
-    for kv_head in 0..accepted.request.problem.kv_heads {
-        let head = sample.head_of(kv_head, gradients);
-        let verdict = sample.judge_head(kv_head, &head, &gradients.d_sinks_part, accepted.plans.world())?;
-        if verdict.failure.is_some() {
-            return Ok(CellState::of_gradients(verdict));
-        }
-        let near = |verdict: &GradientVerdict| verdict.max_abs_error / verdict.tolerance;
-        if nearest.as_ref().is_none_or(|other| near(other) < near(&verdict)) {
-            nearest = Some(verdict);
-        }
-    }
-    nearest.map(CellState::of_gradients).ok_or_else(|| Failure::run("a problem without heads"))
 }
 
 /// Opened devices and groups, created at first use. A group in which a rank failed is dropped.

@@ -62,9 +62,10 @@ fn spoiled_gradients_of_any_head_and_token_are_reported_as_wrong() {
     let row = *ROWS.iter().find(|row| row.name == "sinks").unwrap();
     let cell = Cell::new((row, Pass::Backward), Strategy::Unified, Dtype::F32, PlacementKind::Zigzag, HERE);
     let accepted = cell.validate(folder.path()).unwrap().unwrap();
-    let sample = Reference::new(&accepted).unwrap().sample;
+    let mut reference = Reference::new(&accepted).unwrap();
     let gradients = runner.gradients(&accepted, HERE).unwrap();
-    let judged = |gradients: &kyklos::RankGradients| judge_gradients(&sample, gradients, &accepted).unwrap();
+    let mut judged =
+        |gradients: &kyklos::RankGradients| reference.judge_gradients(gradients, &accepted).unwrap();
     assert!(matches!(judged(&gradients), CellState::Correct { .. }));
     let changed = |tensor: &bytes::Bytes, element: usize| -> bytes::Bytes {
         let mut numbers: Vec<f32> = bytemuck::pod_collect_to_vec(tensor);
@@ -100,7 +101,7 @@ fn a_spoiled_result_is_reported_as_wrong() {
     let mut reference = Reference::new(&accepted).unwrap();
     let backend = runner.backend(DeviceId::CPU).unwrap();
     let rows = runner.run(&accepted, HERE, &reference.sample).unwrap();
-    let mut judge = |rows| reference.judge(rows, &accepted, DeviceId::CPU, &backend);
+    let mut judge = |rows| reference.judge(rows, &accepted, DeviceId::CPU, &backend).unwrap();
     assert!(matches!(judge(rows.clone()), CellState::Correct { .. }));
 
     let spoil = |how: &dyn Fn(&mut Vec<kyklos_oracle::oracle::Row>)| {
@@ -152,7 +153,7 @@ fn every_option_changes_the_result_measurably() {
             other.write((Dtype::F32, Pass::Forward), folder.path()).unwrap();
             let others = cell(*other, Strategy::Dense).validate(folder.path()).unwrap().unwrap();
             let answer = runner.run(&others, HERE, &reference.sample).unwrap();
-            match reference.judge(answer, &accepted, DeviceId::CPU, &backend) {
+            match reference.judge(answer, &accepted, DeviceId::CPU, &backend).unwrap() {
                 CellState::Wrong { error, tolerance, .. } => {
                     assert!(error > 100.0 * tolerance, "{} for {}: {error}", other.name, row.name);
                 }
