@@ -81,8 +81,8 @@ pub trait CudaTensor: Sized {
     ///   uses them; their strides are multiples of 4 bytes.
     /// - **`owner`** keeps the memory allocated: a handle of the caller's tensor, or an `Arc` of its storage. It is dropped when no
     ///   tensor refers to the memory and the device has done all reads of it; also other ranks of this process may read it,
-    ///   after the call of this rank has returned. It is dropped on any thread, also one of this crate; its `Drop` does not block
-    ///   for long and does not call Kyklos. If the device is lost, it is never dropped. After an error of this function, and for a tensor
+    ///   after the call of this rank has returned. It is dropped on a thread of this crate; its `Drop` does not call Kyklos. One that
+    ///   blocks delays the other owners of memory of this device, and nothing else. If the device is lost, it is never dropped. After an error of this function, and for a tensor
     ///   without elements, it is dropped at once.
     ///
     /// # Errors

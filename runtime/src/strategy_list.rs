@@ -16,6 +16,7 @@ macro_rules! strategies {
             Unified, "unified", unified, "Ulysses inside a shard, a ring over the shards. Takes any mesh.";
             Chunked, "chunked", chunked, "As unified, with heads in chunks: the next chunk travels while this one is attended to.";
             Bidirectional, "bidirectional", bidirectional, "As unified, with keys and values sent both ways round the ring, each half as far.";
+            Pipelined, "pipelined", pipelined, "As unified, with every shard's keys and values in four parts, each sent on and attended to when it arrives.";
             TwoWay, "two-way", two_way, "As unified, with one half of every shard's keys and values sent each way round the ring.";
             Line, "line", line, "As unified, with keys and values sent both ways to the ends of the line: no link joins the last shard to the first.";
             Gather, "gather", gather, "As unified, with keys and values sent straight to every shard that sees them.";

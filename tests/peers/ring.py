@@ -47,7 +47,7 @@ class TwoHosts:
     """A rank on each of two network namespaces: that of this process, and one that lives as long as a process in it."""
 
     address, interfaces = "10.77.0.1", ("near", "far")
-    ways = {"QUIC": [], "QUIC inside TCP": ["--network", "tcp"]}
+    ways = {"QUIC": [], "QUIC, pipelined": ["--strategy", "pipelined"], "QUIC inside TCP": ["--network", "tcp"]}
 
     def __init__(self, program, rate):
         self.folder = tempfile.TemporaryDirectory()

@@ -291,7 +291,14 @@ fn strategies_are_timed_with_messages_by_nccl_and_apart_from_those_through_the_h
     let ended = lines().filter_map(|line| line.get("ended").cloned());
     let done: Vec<_> = ended.filter(|cell| cell["state"] == "done").collect();
     assert_eq!(done.len(), 2, "{cells}");
-    for rank in done.iter().flat_map(|cell| cell["measured"]["per_rank"].as_array().unwrap()) {
+    assert!(stdout(&by_nccl).contains("links / plan"), "{}", stdout(&by_nccl));
+    for (number, rank) in
+        done.iter().flat_map(|cell| (0..).zip(cell["measured"]["per_rank"].as_array().unwrap()))
+    {
+        // What NCCL has moved to the other rank, and what the plan sends there.
+        let links = rank["links"].as_array().unwrap();
+        assert_eq!((links.len(), &links[0]["to"]), (1, &(1 - number).into()), "{rank}");
+        assert_eq!((&links[0]["bytes"], &links[0]["plan_bytes"]), (&rank["bytes_sent"], &rank["bytes_sent"]));
         // The time of the rank's kernels beside that of the call, and the bytes that it has sent.
         assert!(rank["compute_s"].as_f64().unwrap() > 0.0, "{rank}");
         assert!(rank["compute_s"].as_f64().unwrap() <= rank["wall_s"].as_f64().unwrap(), "{rank}");

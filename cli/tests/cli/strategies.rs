@@ -76,6 +76,7 @@ fn every_way_that_fits_is_timed_and_every_other_one_is_refused_with_the_reason()
         "chunked 2x2 striped",
         "ring 1x4 zigzag",
         "bidirectional 1x4 contiguous",
+        "pipelined 1x4 contiguous",
         "two-way 1x4 zigzag",
         "line 1x4 contiguous",
         "gather 1x4 striped",

@@ -92,6 +92,14 @@ API cuDevicePrimaryCtxRelease_v2(int ordinal) {
     return SUCCESS;
 }
 
+// For callers.
+API cuDevicePrimaryCtxGetState(int ordinal, unsigned *flags, int *active) {
+    Held held(state().lock);
+    *flags = 0;
+    *active = state().devices[ordinal].retained > 0;
+    return SUCCESS;
+}
+
 static Device *usable(void *context) {
     Device *device = static_cast<Device *>(context);
     if (device && !device->retained) die("a context was used after its release");

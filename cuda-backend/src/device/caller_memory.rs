@@ -7,8 +7,7 @@ use kyklos::{Error, Result};
 
 use super::allocation::Allocation;
 use super::dependencies::AccessRecord;
-use super::event_poller::PollerHandle;
-use super::memory_pool::{CudaBuffer, Holder, TakeBack};
+use super::memory_pool::{CudaBuffer, TakeBack};
 use super::open_device::{OpenDevice, Resources};
 use crate::driver::{CallerStream, DeviceMemory, DriverError, PointsTo, StreamState};
 
@@ -36,8 +35,8 @@ impl OpenDevice {
             .transpose()?;
         let memory = DeviceMemory::of_caller(&resources.context, address, bytes, owner);
         let accesses = Mutex::new(AccessRecord::written_by_caller(written.map(Arc::new)));
-        let home = Returns { resources: resources.clone(), poller: self.poller.handle() };
-        Ok(CudaBuffer::new(Allocation { memory, accesses }, bytes, Arc::new(home)))
+        let home = Arc::new(Returns(resources.clone()));
+        Ok(CudaBuffer::new(Allocation { memory, accesses }, bytes, home))
     }
 
     /// A stream for a caller.
@@ -151,12 +150,9 @@ impl OpenDevice {
 /// Words for an error of the driver.
 const ORDER: &str = "order a caller's stream";
 
-/// Drops a caller's memory when the device no longer reads it.
+/// Drops a caller's memory when no device reads it any more.
 #[derive(Debug)]
-struct Returns {
-    resources: Arc<Resources>,
-    poller: PollerHandle,
-}
+struct Returns(Arc<Resources>);
 
 impl TakeBack for Returns {
     /// A caller's memory does not count against the limit.
@@ -164,40 +160,12 @@ impl TakeBack for Returns {
 
     fn left_by_messages(&self, _: u64) {}
 
-    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder) {
-        // This may be a thread of another device, and must not wait for this one. Or another device still copies from the memory, and
-        // this thread must not wait for that. The caller's destructor may wait, too.
-        if last == Holder::Message || allocation.accesses().is_used_elsewhere() {
-            let (resources, pool) = (self.resources.clone(), self.resources.pool.clone());
-            // So that the other thread drops the last one.
-            drop(self);
-            // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
-            let submit = move || drop(resources.submitter.flush());
-            pool.reclaimer().free(allocation, Some(Box::new(submit)));
-            return;
-        }
-        let reads: Vec<_> = allocation.accesses().reads().map(|(kind, read)| (kind, read.clone())).collect();
-        if reads.iter().any(|(_, read)| read.is_pending()) {
-            // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
-            let _ = self.resources.submitter.flush();
-        }
-        // The last callback drops it, or this function.
-        let allocation = Arc::new(allocation);
-        for (kind, read) in reads {
-            let allocation = allocation.clone();
-            match read.event() {
-                Some(event) => self.poller.on_event(kind, event.clone(), move |result| {
-                    if result.is_err() {
-                        leak(allocation);
-                    }
-                }),
-                None => leak(allocation),
-            }
-        }
+    fn take_back(self: Arc<Self>, allocation: Allocation) {
+        let (resources, pool) = (self.0.clone(), self.0.pool.clone());
+        // So that the other thread drops the last one.
+        drop(self);
+        // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
+        let submit = move || drop(resources.submitter.flush());
+        pool.callers().free(allocation, Some(Box::new(submit)));
     }
-}
-
-/// For memory that a lost device may read as long as the process lives.
-fn leak(allocation: Arc<Allocation>) {
-    std::mem::forget(allocation);
 }

@@ -8,6 +8,7 @@
 //! Launches may be deferred and submitted together. A record then refers to their [`Completion`], which gets its event when
 //! they are submitted.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use kyklos::{Error, Result};
@@ -80,8 +81,25 @@ pub(crate) struct AccessRecord {
     reads: [Option<Arc<Completion>>; StreamKind::COUNT],
     /// Reads by streams of a caller, and by those for messages, since that write.
     caller_reads: Vec<Arc<Completion>>,
-    /// Reads by streams of other devices, with those devices.
-    reads_elsewhere: Vec<(Arc<Completion>, Arc<DeviceStatus>)>,
+    /// Reads by streams of other devices.
+    reads_elsewhere: Vec<Arc<ReadElsewhere>>,
+}
+
+/// A read by another device. That device says when it is done: so nobody else asks its driver, and it can be closed while this is kept.
+#[derive(Debug)]
+pub(crate) struct ReadElsewhere {
+    by: Arc<DeviceStatus>,
+    is_done: AtomicBool,
+}
+
+impl ReadElsewhere {
+    pub(crate) fn done(&self) {
+        self.is_done.store(true, Ordering::Release);
+    }
+
+    fn is_done(&self) -> bool {
+        self.is_done.load(Ordering::Acquire)
+    }
 }
 
 impl AccessRecord {
@@ -97,25 +115,25 @@ impl AccessRecord {
         self.caller_reads.push(Completion::of(event));
     }
 
-    /// A stream of another device, `by`, reads the memory until `event`, of that device, is complete.
-    pub(crate) fn record_read_elsewhere(&mut self, event: Arc<Event>, by: &Arc<DeviceStatus>) {
+    /// A stream of another device, `by`, reads the memory until that device says that it is done.
+    pub(crate) fn record_read_elsewhere(&mut self, by: &Arc<DeviceStatus>) -> Arc<ReadElsewhere> {
         self.is_used_elsewhere();
-        self.reads_elsewhere.push((Completion::of(event), by.clone()));
+        let read = Arc::new(ReadElsewhere { by: by.clone(), is_done: AtomicBool::new(false) });
+        self.reads_elsewhere.push(read.clone());
+        read
     }
 
     /// Whether another device may still use the memory, so that it cannot be freed. Nobody knows what a lost device uses: then it
     /// stays in use. Forgets the reads that are done.
     pub(crate) fn is_used_elsewhere(&mut self) -> bool {
-        self.reads_elsewhere.retain(|(read, _)| !read.is_complete().unwrap_or(false));
+        self.reads_elsewhere.retain(|read| !read.is_done());
         !self.reads_elsewhere.is_empty()
     }
 
     /// Another device whose read must end before the memory is written. What a lost device reads does not matter.
     pub(crate) fn reader_elsewhere(&self) -> Option<Arc<DeviceStatus>> {
-        let reads = |(read, by): &&(Arc<Completion>, Arc<DeviceStatus>)| {
-            matches!(read.is_complete(), Ok(false)) && !by.is_lost()
-        };
-        self.reads_elsewhere.iter().find(reads).map(|(_, by)| by.clone())
+        let reads = |read: &&Arc<ReadElsewhere>| !read.is_done() && !read.by.is_lost();
+        self.reads_elsewhere.iter().find(reads).map(|read| read.by.clone())
     }
 
     /// Whether launches use the memory that are not submitted.

@@ -40,6 +40,8 @@ struct Shared {
 #[derive(Default)]
 struct Queue {
     streams: [VecDeque<(Arc<Event>, Callback)>; StreamKind::COUNT],
+    /// Of streams that are not the backend's, in any order.
+    others: Vec<(Arc<Event>, Box<dyn FnOnce() + Send>)>,
     closed: bool,
     /// Whether the thread has ended.
     ended: bool,
@@ -100,6 +102,23 @@ impl PollerHandle {
         queue.streams[kind as usize].push_back((event, Box::new(callback)));
         self.0.changed.notify_one();
     }
+
+    /// Calls `callback` on the polling thread when `event`, of a stream that is not the backend's, is complete. If the device is lost
+    /// before, it is not called. The backend is open.
+    pub(crate) fn on_event_of_another_stream(
+        &self,
+        event: Arc<Event>,
+        callback: impl FnOnce() + Send + 'static,
+    ) {
+        self.0.lock().others.push((event, Box::new(callback)));
+        self.0.changed.notify_one();
+    }
+}
+
+impl Queue {
+    fn is_empty(&self) -> bool {
+        self.streams.iter().all(VecDeque::is_empty) && self.others.is_empty()
+    }
 }
 
 impl Drop for EventPoller {
@@ -115,28 +134,48 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether one of the events of other streams is complete.
+    fn poll_others(&self) -> bool {
+        let others = std::mem::take(&mut self.lock().others);
+        let before = others.len();
+        let mut left = Vec::new();
+        for (event, callback) in others {
+            match event.is_complete() {
+                Ok(true) => callback(),
+                // One that hangs may never complete it.
+                Ok(false) if self.status.is_lost() => {}
+                Ok(false) => left.push((event, callback)),
+                Err(error) => {
+                    self.status.error("wait for a message", &error);
+                }
+            }
+        }
+        let progressed = left.len() < before;
+        self.lock().others.append(&mut left);
+        progressed
+    }
+
     fn run(&self) {
         let mut since = [Instant::now(); StreamKind::COUNT];
         let mut idle_since = Instant::now();
         loop {
             let heads = {
                 let mut queue = self.lock();
-                let heads = queue.streams.each_ref().map(|kind| kind.front().map(|(event, _)| event.clone()));
-                queue.ended = queue.closed && heads.iter().all(Option::is_none);
+                queue.ended = queue.closed && queue.is_empty();
                 if queue.ended {
                     return;
                 }
-                heads
+                let heads = queue.streams.each_ref().map(|kind| kind.front().map(|(event, _)| event.clone()));
+                (!queue.is_empty()).then_some(heads)
             };
-            if heads.iter().all(Option::is_none) {
-                let sleeping =
-                    |queue: &mut Queue| !queue.closed && queue.streams.iter().all(VecDeque::is_empty);
+            let Some(heads) = heads else {
+                let sleeping = |queue: &mut Queue| !queue.closed && queue.is_empty();
                 drop(self.changed.wait_while(self.lock(), sleeping).unwrap_or_else(PoisonError::into_inner));
                 idle_since = Instant::now();
                 since = [idle_since; StreamKind::COUNT];
                 continue;
-            }
-            let mut progressed = false;
+            };
+            let mut progressed = self.poll_others();
             for (kind, head) in heads.into_iter().enumerate() {
                 let Some(event) = head else {
                     since[kind] = Instant::now();

@@ -2,18 +2,18 @@
 //!
 //! Memory of a dropped buffer is kept for the next buffer of its size: freeing memory makes the driver wait for the whole
 //! device, and a ring asks for the same sizes again and again. Kept memory is freed when an allocation fails without that,
-//! and when more than a quarter of the device's memory is kept: other processes need memory too. A thread of its own frees it
-//! ([`Reclaimer`]).
+//! and, as soon as it is idle, when more than a quarter of the device's memory is kept: other processes need memory too. A thread
+//! of its own frees it ([`Reclaimer`]).
 //!
 //! A thread of another device drops what it has copied from: that neither waits for this device nor calls its driver.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use kyklos::{Error, Result};
 
-use super::allocation::Allocation;
+use super::allocation::{Allocation, size_class};
 use super::reclaimer::Reclaimer;
 use super::status::DeviceStatus;
 use crate::driver::{Context, DeviceMemory, DriverError};
@@ -37,6 +37,8 @@ pub(crate) struct MemoryPool {
     /// Memory of dropped buffers, the one that was dropped first at the beginning.
     kept: Mutex<Vec<Allocation>>,
     reclaimer: Reclaimer,
+    /// Drops memory of callers. Their destructors may take long, and delay each other only.
+    callers: Reclaimer,
 }
 
 fn bytes_of(kept: &[Allocation]) -> u64 {
@@ -81,8 +83,8 @@ pub(crate) trait TakeBack: std::fmt::Debug + Send + Sync {
     /// No message has the memory any more either, and it is not taken back.
     fn left_by_messages(&self, bytes: u64);
 
-    /// `last` had the last handle. A message may have been dropped on a thread of another device, which must not wait for this one.
-    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder);
+    /// The last handle was dropped, perhaps that of a message on a thread of another device, which must not wait for this one.
+    fn take_back(self: Arc<Self>, allocation: Allocation);
 }
 
 impl CudaBuffer {
@@ -141,7 +143,7 @@ impl Drop for CudaBuffer {
                 }
                 std::mem::forget(allocation);
             } else {
-                home.take_back(allocation, self.holder);
+                home.take_back(allocation);
             }
         }
     }
@@ -178,7 +180,7 @@ impl MemoryPool {
     ) -> Arc<Self> {
         // Longer than it takes to find that the other device hangs.
         let at_most = 2 * stuck_after;
-        Arc::new(Self {
+        Arc::new_cyclic(|pool| Self {
             context: context.clone(),
             status: status.clone(),
             max_bytes: max_bytes.unwrap_or(u64::MAX),
@@ -188,13 +190,14 @@ impl MemoryPool {
             message_bytes: AtomicU64::new(0),
             returned: Mutex::default(),
             kept: Mutex::default(),
-            reclaimer: Reclaimer::new(context, status, at_most),
+            reclaimer: Reclaimer::new(context, status, at_most, pool.clone()),
+            callers: Reclaimer::new(context, status, at_most, Weak::new()),
         })
     }
 
-    /// Frees memory, also of callers, when no device uses it any more.
-    pub(super) fn reclaimer(&self) -> &Reclaimer {
-        &self.reclaimer
+    /// Drops memory of callers when no device uses it any more.
+    pub(super) fn callers(&self) -> &Reclaimer {
+        &self.callers
     }
 
     /// A buffer with unspecified contents. If memory is short, `flush` is called to submit the deferred launches: memory that
@@ -216,8 +219,7 @@ impl MemoryPool {
         let left = self.max_bytes.saturating_sub(self.used_bytes.load(Ordering::Acquire));
         let size = size_class(bytes).filter(|size| *size as u64 <= left);
         let (idle, kept_bytes) = {
-            let mut kept = lock(&self.kept);
-            self.keep_returned(&mut kept);
+            let mut kept = self.kept();
             let idle = size.map(|size| take_idle(&mut kept, size)).transpose().map_err(failed)?.flatten();
             (idle, bytes_of(&kept))
         };
@@ -263,8 +265,7 @@ impl MemoryPool {
         let start = Instant::now();
         loop {
             let (own, elsewhere) = {
-                let mut kept = lock(&self.kept);
-                self.keep_returned(&mut kept);
+                let mut kept = self.kept();
                 // This device must not wait for another one, which may hang: memory that one still copies from is no use yet.
                 let fits = |allocation: &Allocation| {
                     allocation.memory.bytes() == size && !allocation.accesses().is_used_elsewhere()
@@ -309,15 +310,22 @@ impl MemoryPool {
         }
     }
 
-    /// Puts the memory of dropped buffers among the kept, and frees what is too much.
-    fn keep_returned(&self, kept: &mut Vec<Allocation>) {
+    /// The memory of dropped buffers.
+    fn kept(&self) -> MutexGuard<'_, Vec<Allocation>> {
+        let mut kept = lock(&self.kept);
         kept.append(&mut lock(&self.returned));
-        while bytes_of(kept) > self.max_kept_bytes {
-            // If the device is lost, memory does not become idle and is not freed.
+        kept
+    }
+
+    /// Frees what is too much to keep and idle. Whether there is more that will be idle.
+    pub(super) fn free_surplus(&self) -> bool {
+        let mut kept = self.kept();
+        while bytes_of(&kept) > self.max_kept_bytes {
             let idle = |allocation: &Allocation| allocation.accesses().is_idle().unwrap_or(false);
-            let Some(index) = kept.iter().position(idle) else { break };
+            let Some(index) = kept.iter().position(idle) else { return !self.status.is_lost() };
             self.reclaimer.free(kept.remove(index), None);
         }
+        false
     }
 }
 
@@ -331,15 +339,17 @@ impl TakeBack for MemoryPool {
         self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);
     }
 
-    fn take_back(self: Arc<Self>, allocation: Allocation, last: Holder) {
+    fn take_back(self: Arc<Self>, allocation: Allocation) {
         let bytes = allocation.bytes();
         lock(&self.returned).push(allocation);
         self.message_bytes.fetch_sub(bytes, Ordering::AcqRel);
-        // Whoever has the lock may wait for the device. Later calls see what was returned.
-        if last == Holder::Rank
-            && let Ok(mut kept) = self.kept.try_lock()
-        {
-            self.keep_returned(&mut kept);
+        // Whoever has the lock may wait for the device.
+        let fits = self
+            .kept
+            .try_lock()
+            .is_ok_and(|kept| bytes_of(&kept) + bytes_of(&lock(&self.returned)) <= self.max_kept_bytes);
+        if !fits {
+            self.reclaimer.look_at_pool();
         }
     }
 }
@@ -347,15 +357,16 @@ impl TakeBack for MemoryPool {
 impl Drop for MemoryPool {
     /// Does not wait: copies to other devices may still be under way, and this may be a thread of one of those.
     fn drop(&mut self) {
-        let mut kept = std::mem::take(&mut *lock(&self.kept));
-        kept.append(&mut lock(&self.returned));
+        let kept = std::mem::take(&mut *self.kept());
         for allocation in kept {
             self.reclaimer.free(allocation, None);
         }
     }
 }
 
-/// The longest wait for messages that the other ranks have not taken yet, or whose copies are not done: their devices may hang.
+/// The longest wait for messages that the other ranks have not taken yet, or whose copies are not done: their devices may hang. The
+/// thread that waits may also be the one that would take them, because any thread may poll the futures of a rank: an allocation
+/// cannot tell. Then it waits in vain for this long, and is refused as it would have been at once.
 const MESSAGES_WITHIN: Duration = Duration::from_secs(2);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -370,28 +381,4 @@ fn take_idle(kept: &mut Vec<Allocation>, size: usize) -> Result<Option<Allocatio
         }
     }
     Ok(None)
-}
-
-/// The allocated size for a request of `bytes`: at most an eighth more, so that requests of similar sizes can reuse each other's
-/// memory. `None` if the size exceeds the address space.
-pub(crate) fn size_class(bytes: usize) -> Option<usize> {
-    let step = (bytes.max(1).checked_next_power_of_two()? / 16).max(512);
-    bytes.max(1).checked_next_multiple_of(step)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_are_rounded_up_by_an_eighth_at_most() {
-        assert_eq!(size_class(0), Some(512));
-        assert_eq!(size_class(513), Some(1024));
-        for bytes in [4097, 100_000, 1 << 20, (1 << 30) + 1] {
-            let size = size_class(bytes).unwrap();
-            assert!(size >= bytes && size <= bytes + bytes / 8 + 512, "{bytes}: {size}");
-            assert_eq!(size_class(size), Some(size), "{bytes}");
-        }
-        assert_eq!(size_class(usize::MAX), None);
-    }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kyklos::{Error, Result};
 
+use super::event_poller::PollerHandle;
 use super::memory_pool::{CudaBuffer, InUse};
 use super::open_device::{OpenDevice, Resources};
 use super::status::{AwaitsMessages, DeviceStatus};
@@ -15,6 +16,7 @@ use crate::driver::{Context, DriverError, Event, Stream};
 pub(crate) struct MessageStream {
     stream: Stream,
     resources: Arc<Resources>,
+    poller: PollerHandle,
 }
 
 impl MessageStream {
@@ -22,7 +24,7 @@ impl MessageStream {
         let resources = device.resources.clone();
         let failed = |error: DriverError| resources.status.error("create a stream for messages", &error);
         let stream = Stream::new(&resources.context, true).map_err(failed)?;
-        Ok(Self { stream, resources })
+        Ok(Self { stream, resources, poller: device.poller.handle() })
     }
 
     pub(crate) fn stream(&self) -> &Stream {
@@ -65,7 +67,8 @@ impl MessageStream {
         })?;
         let in_use = InUse::new(&[from, into]);
         let event = own.note(&self.stream, COPY, &[], &[into])?;
-        from.allocation().accesses().record_read_elsewhere(event, &self.resources.status);
+        let read = from.allocation().accesses().record_read_elsewhere(&self.resources.status);
+        self.poller.on_event_of_another_stream(event, move || read.done());
         in_use.release();
         Ok(())
     }

@@ -3,12 +3,14 @@
 //! Freeing memory makes the driver wait for the whole device, for ever if it hangs. So no thread that anybody waits for frees memory:
 //! not a rank's, not the one that polls the events of the device, and none that works for another device.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::allocation::Allocation;
+use super::memory_pool::MemoryPool;
 use super::status::DeviceStatus;
 use crate::driver::Context;
 
@@ -20,11 +22,13 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(10);
 pub(super) struct Reclaimer {
     context: Arc<Context>,
     status: Arc<DeviceStatus>,
-    /// Memory that is in use for longer than this is never freed: a device that hangs or is lost may have it.
+    /// Memory that another device uses for longer than this is never freed: one that hangs or is lost may have it.
     at_most: Duration,
+    /// What the thread looks after besides.
+    pool: Weak<MemoryPool>,
     /// `None`: the system has no more threads.
-    jobs: OnceLock<Option<Sender<Job>>>,
-    /// Bytes of the pool that are not freed yet.
+    jobs: OnceLock<Option<Sender<Option<Job>>>>,
+    /// Bytes that are not freed yet.
     bytes: Arc<AtomicU64>,
 }
 
@@ -41,9 +45,15 @@ struct Job {
 }
 
 impl Reclaimer {
-    pub(super) fn new(context: &Arc<Context>, status: &Arc<DeviceStatus>, at_most: Duration) -> Self {
+    /// The thread also frees what `pool` has too much of.
+    pub(super) fn new(
+        context: &Arc<Context>,
+        status: &Arc<DeviceStatus>,
+        at_most: Duration,
+        pool: Weak<MemoryPool>,
+    ) -> Self {
         let (context, status) = (context.clone(), status.clone());
-        Self { context, status, at_most, jobs: OnceLock::new(), bytes: Arc::default() }
+        Self { context, status, at_most, pool, jobs: OnceLock::new(), bytes: Arc::default() }
     }
 
     /// Bytes that are being freed.
@@ -56,22 +66,32 @@ impl Reclaimer {
     pub(super) fn free(&self, allocation: Allocation, submit: Option<Submit>) {
         let bytes = self.bytes.clone();
         let job = Job { allocation, submit, since: Instant::now(), bytes };
-        job.bytes.fetch_add(job.counted(), Ordering::AcqRel);
-        let left = match self.jobs.get_or_init(|| self.start()) {
-            Some(jobs) => jobs.send(job).err().map(|mpsc::SendError(job)| job),
-            None => Some(job),
-        };
-        if let Some(job) = left {
+        job.bytes.fetch_add(job.allocation.bytes(), Ordering::AcqRel);
+        if let Some(job) = self.send(Some(job)) {
             job.leak(&self.status);
         }
     }
 
-    fn start(&self) -> Option<Sender<Job>> {
+    /// Lets the thread look at what the pool keeps. Does not wait.
+    pub(super) fn look_at_pool(&self) {
+        self.send(None);
+    }
+
+    /// Returns what cannot be given to the thread.
+    fn send(&self, job: Option<Job>) -> Option<Job> {
+        match self.jobs.get_or_init(|| self.start()) {
+            Some(jobs) => jobs.send(job).err().and_then(|mpsc::SendError(job)| job),
+            None => job,
+        }
+    }
+
+    fn start(&self) -> Option<Sender<Option<Job>>> {
         let (sender, receiver) = mpsc::channel();
         let (context, status, at_most) = (self.context.clone(), self.status.clone(), self.at_most);
+        let pool = self.pool.clone();
         let thread = std::thread::Builder::new().name(format!("kyklos-free:{}", context.ordinal()));
         let run = move || {
-            run(&receiver, &status, at_most);
+            run(&receiver, &status, at_most, &pool);
             drop(context);
         };
         thread.spawn(run).ok().map(|_| sender)
@@ -99,27 +119,23 @@ impl Job {
         let mut accesses = self.allocation.accesses();
         match accesses.is_idle() {
             Ok(true) => Now::Free,
-            Ok(false) if self.since.elapsed() > at_most => Now::Leak,
+            Ok(false) if self.since.elapsed() > at_most && accesses.is_used_elsewhere() => Now::Leak,
             Ok(false) => Now::Wait,
             Err(_) => Now::Leak,
         }
     }
 
-    /// What freeing it gives back to the pool: nothing, if it is a caller's.
-    fn counted(&self) -> u64 {
-        if self.submit.is_some() { 0 } else { self.allocation.bytes() }
-    }
-
     fn free(self) {
-        let counted = self.counted();
         let Self { allocation, submit, bytes, .. } = self;
-        drop(allocation);
-        bytes.fetch_sub(counted, Ordering::AcqRel);
+        let freed = allocation.bytes();
+        // A destructor of a caller may panic, and others rely on this thread.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(allocation)));
+        bytes.fetch_sub(freed, Ordering::AcqRel);
         drop(submit);
     }
 
     fn leak(self, status: &DeviceStatus) {
-        self.bytes.fetch_sub(self.counted(), Ordering::AcqRel);
+        self.bytes.fetch_sub(self.allocation.bytes(), Ordering::AcqRel);
         std::mem::forget(self.allocation);
         // It may have the last handle of the device: to close a lost one may take for ever.
         if status.is_lost() {
@@ -128,16 +144,17 @@ impl Job {
     }
 }
 
-fn run(jobs: &Receiver<Job>, status: &DeviceStatus, at_most: Duration) {
+fn run(jobs: &Receiver<Option<Job>>, status: &DeviceStatus, at_most: Duration, pool: &Weak<MemoryPool>) {
     let mut waiting: Vec<Job> = Vec::new();
     let mut since = Instant::now();
     loop {
-        if waiting.is_empty() {
+        let has_too_much = pool.upgrade().is_some_and(|pool| pool.free_surplus());
+        if waiting.is_empty() && !has_too_much {
             let Ok(job) = jobs.recv() else { return };
-            waiting.push(job);
+            waiting.extend(job);
             since = Instant::now();
         }
-        waiting.extend(jobs.try_iter());
+        waiting.extend(jobs.try_iter().flatten());
         let before = waiting.len();
         for job in std::mem::take(&mut waiting) {
             match job.now(status, at_most) {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use kyklos::{Error, Result};
 
-use super::memory_pool::size_class;
+use super::allocation::size_class;
 use super::status::DeviceStatus;
 use crate::driver::{Context, PinnedMemory};
 

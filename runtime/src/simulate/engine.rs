@@ -9,7 +9,8 @@ use super::events::{Activity, PredictedEvents, PredictedWork};
 use super::network::Network;
 use super::program::{Op, Program};
 use super::share::{
-    ChannelUse, Flow, LEAST_SPEED, Processor, Sender, Share, SharedChannel, ends, remove, whole_ns,
+    ChannelUse, Flow, LEAST_SPEED, Processor, RankState, RankTimes, Sender, Share, SharedChannel, Turns,
+    ends, remove, whole_ns,
 };
 use crate::{Error, Result};
 
@@ -20,15 +21,6 @@ pub(super) struct Outcome {
     pub(super) channels: Vec<ChannelUse>,
     /// Empty unless they were asked for.
     pub(super) events: PredictedEvents,
-}
-
-/// Sums over one rank's timeline.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct RankTimes {
-    pub(super) end_ns: u64,
-    pub(super) compute_ns: u64,
-    pub(super) copy_ns: u64,
-    pub(super) wait_ns: u64,
 }
 
 /// Plays `program` on `cluster`. With `keeps_events` the outcome has them.
@@ -55,6 +47,7 @@ pub(super) fn play(program: &Program, cluster: &Cluster, keeps_events: bool) -> 
         channels: channels.collect(),
         processors: (0..cluster.device_count()).map(|_| Processor::default()).collect(),
         senders: (0..cluster.device_count()).map(|_| Sender::default()).collect(),
+        turns: Turns::default(),
         dirty_channels: Vec::new(),
         dirty_processors: Vec::new(),
         dirty_senders: Vec::new(),
@@ -83,6 +76,7 @@ struct Engine<'a> {
     processors: Vec<Processor>,
     /// By device.
     senders: Vec<Sender>,
+    turns: Turns,
     dirty_channels: Vec<usize>,
     dirty_processors: Vec<usize>,
     dirty_senders: Vec<usize>,
@@ -97,26 +91,13 @@ enum Event {
     Rank(usize),
     /// A rank's computation has ended; valid only if its speed has not changed since.
     Computed(usize, u32),
-    /// A message starts to move.
+    /// A message may move: both ends have posted it.
     Start(usize),
     /// The last byte of the device's next message, or of several, has left; valid only if no speed of its messages has
     /// changed since.
     Sent(usize, u32),
     /// A message has arrived.
     Arrived(usize),
-}
-
-struct RankState {
-    op: usize,
-    times: RankTimes,
-    /// Messages of each exchange that have not arrived.
-    open: Vec<usize>,
-    /// The exchange on which the rank waits, and the start of the wait.
-    waiting: Option<(usize, u64)>,
-    job: Share,
-    job_version: u32,
-    job_since_ns: u64,
-    done: bool,
 }
 
 impl Engine<'_> {
@@ -164,7 +145,11 @@ impl Engine<'_> {
                     self.go_on(rank);
                 }
             }
-            Event::Start(flow) => self.start(flow),
+            Event::Start(flow) => {
+                if self.turns.wait(&self.program.messages[flow], flow) {
+                    self.start(flow);
+                }
+            }
             Event::Sent(sender, version) => {
                 if self.senders[sender].version == version {
                     let over = |flow: &usize| self.flows[*flow].share.end_ns <= self.now_ns;
@@ -305,6 +290,9 @@ impl Engine<'_> {
             }
         }
         self.after(latency_ns, Event::Arrived(flow));
+        if let Some(next) = self.turns.next(&self.program.messages[flow]) {
+            self.start(next);
+        }
     }
 
     /// A message of `exchange` with `peer` is complete for one of its ends.
@@ -380,21 +368,6 @@ impl Engine<'_> {
                     self.at(end_ns, Event::Computed(rank, version));
                 }
             }
-        }
-    }
-}
-
-impl RankState {
-    fn new(exchanges: usize) -> Self {
-        Self {
-            op: 0,
-            times: RankTimes::default(),
-            open: vec![0; exchanges],
-            waiting: None,
-            job: Share::default(),
-            job_version: 0,
-            job_since_ns: 0,
-            done: false,
         }
     }
 }

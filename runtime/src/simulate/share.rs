@@ -1,6 +1,10 @@
-//! Ranks and messages that share devices and links, and their speeds: equal shares.
+//! Ranks and messages that share devices and links, and their speeds: equal shares. Of the messages from one rank to another one moves at a
+//! time.
+
+use std::collections::{HashMap, VecDeque};
 
 use super::network::Route;
+use super::program::Message;
 
 /// An amount of work that is done at a changing speed.
 #[derive(Clone, Copy, Debug, Default)]
@@ -32,6 +36,64 @@ pub(super) struct Flow {
 pub(super) struct Sender {
     pub(super) flows: Vec<usize>,
     pub(super) version: u32,
+}
+
+/// Messages from one rank to another leave one after the other, as over QUIC and NCCL: those that have not left, the first one first.
+#[derive(Default)]
+pub(super) struct Turns(HashMap<(usize, usize), VecDeque<usize>>);
+
+impl Turns {
+    /// A message queues. Returns whether it is its turn.
+    pub(super) fn wait(&mut self, message: &Message, flow: usize) -> bool {
+        let queue = self.0.entry((message.from, message.to)).or_default();
+        queue.push_back(flow);
+        queue.len() == 1
+    }
+
+    /// `message`, whose turn it was, has left. Returns the next one.
+    pub(super) fn next(&mut self, message: &Message) -> Option<usize> {
+        let queue = self.0.get_mut(&(message.from, message.to))?;
+        queue.pop_front();
+        queue.front().copied()
+    }
+}
+
+/// Sums over one rank's timeline.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RankTimes {
+    pub(super) end_ns: u64,
+    pub(super) compute_ns: u64,
+    pub(super) copy_ns: u64,
+    pub(super) wait_ns: u64,
+}
+
+/// A rank on its way through its program.
+pub(super) struct RankState {
+    pub(super) op: usize,
+    pub(super) times: RankTimes,
+    /// Messages of each exchange that have not arrived.
+    pub(super) open: Vec<usize>,
+    /// The exchange on which the rank waits, and the start of the wait.
+    pub(super) waiting: Option<(usize, u64)>,
+    pub(super) job: Share,
+    pub(super) job_version: u32,
+    pub(super) job_since_ns: u64,
+    pub(super) done: bool,
+}
+
+impl RankState {
+    pub(super) fn new(exchanges: usize) -> Self {
+        Self {
+            op: 0,
+            times: RankTimes::default(),
+            open: vec![0; exchanges],
+            waiting: None,
+            job: Share::default(),
+            job_version: 0,
+            job_since_ns: 0,
+            done: false,
+        }
+    }
 }
 
 /// The load of one direction of a link.

@@ -12,8 +12,8 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     // Between two shards there is only one way.
     is_distinct: |_, mesh| mesh.ring() > 2,
     streams: &[
-        StreamShape { part: Part::Whole, forwards: true, most_hops: |farthest, _| farthest.div_ceil(2) },
-        StreamShape { part: Part::Whole, forwards: false, most_hops: |farthest, _| farthest / 2 },
+        StreamShape { part: Part::WHOLE, forwards: true, most_hops: |farthest, _| farthest.div_ceil(2) },
+        StreamShape { part: Part::WHOLE, forwards: false, most_hops: |farthest, _| farthest / 2 },
     ],
     ..unified::FACTS
 };

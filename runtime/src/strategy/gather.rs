@@ -94,7 +94,7 @@ impl Visitor for Straight {
     fn used(&mut self, builder: &mut PlanBuilder<'_>, distance: u32) {
         if distance > 0 {
             let reader = (self.gradients.shard() + distance) % builder.world.mesh.ring();
-            self.gradients.post(builder, &[(reader, Part::Whole)]);
+            self.gradients.post(builder, &[(reader, Part::WHOLE)]);
         }
     }
 }

@@ -12,8 +12,8 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     // Between two shards there is only one way.
     is_distinct: |_, mesh| mesh.ring() > 2,
     streams: &[
-        StreamShape { part: Part::Whole, forwards: true, most_hops: |farthest, owner| farthest - owner },
-        StreamShape { part: Part::Whole, forwards: false, most_hops: |_, owner| owner },
+        StreamShape { part: Part::WHOLE, forwards: true, most_hops: |farthest, owner| farthest - owner },
+        StreamShape { part: Part::WHOLE, forwards: false, most_hops: |_, owner| owner },
     ],
     equal_hops: EqualHops::Never,
     ..unified::FACTS

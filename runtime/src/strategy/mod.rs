@@ -24,6 +24,7 @@ mod line;
 mod order;
 mod partials;
 mod pass_q;
+mod pipelined;
 mod price;
 mod registry;
 mod relay;

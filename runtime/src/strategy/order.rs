@@ -32,7 +32,8 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
     }
     for r in 0..mesh.ring() {
         let shard = kv.of_shard(r);
-        for part in parts_that_travel(facts).iter().map(|part| shard.slice(part.of(shard.len()))) {
+        let parts = parts_of_shard(facts);
+        for part in (0..parts).map(|part| shard.slice(Part::new(part, parts).of(shard.len()))) {
             if let Err(key) = tiles(&part, problem.kv_len) {
                 return Err(Error::request(
                     format!(
@@ -46,10 +47,9 @@ pub(super) fn fits(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy, k
     Ok(())
 }
 
-/// The parts of a shard that travel, and are attended, separately.
-fn parts_that_travel(facts: &StrategyFacts) -> &'static [Part] {
-    let in_halves = facts.streams.iter().any(|stream| stream.part != Part::Whole);
-    if in_halves { &[Part::Front, Part::Back] } else { &[Part::Whole] }
+/// The number of parts of a shard that travel, and are attended, separately.
+fn parts_of_shard(facts: &StrategyFacts) -> usize {
+    facts.streams.iter().map(|stream| stream.part.count()).max().unwrap_or(1)
 }
 
 /// Counts of tokens for which shards consist of whole tiles, if the placement allows any.
@@ -61,13 +61,15 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &Strate
         )
         .into();
     };
-    let halves = if shape == ShardShape::TwoRuns || parts_that_travel(facts).len() > 1 { 2 } else { 1 };
-    let unit = TILE_KEYS * halves;
-    if shape == ShardShape::ManyRuns || shape == ShardShape::TwoRuns && !keys.is_multiple_of(unit) {
-        return "use contiguous placement".into();
+    let parts = parts_of_shard(facts);
+    let runs = if shape == ShardShape::TwoRuns { 2 } else { 1 };
+    let unit = TILE_KEYS * u32::try_from(parts.max(runs)).expect("a shard has a few parts");
+    let fits = keys.is_multiple_of(unit);
+    if !fits && parts > 1 && shape != ShardShape::ManyRuns {
+        return "its parts of shards cannot all be on that grid: use another strategy".into();
     }
-    if !keys.is_multiple_of(unit) && halves == 2 {
-        return "its halves of shards cannot all be on that grid: use another strategy".into();
+    if !fits && shape == ShardShape::TwoRuns || shape == ShardShape::ManyRuns {
+        return "use contiguous placement".into();
     }
     if problem.q_len != keys || keys / unit < ring || !kv.replicated().is_empty() {
         return format!("let every shard have a multiple of {unit} keys, or use fewer shards").into();

@@ -4,6 +4,9 @@
 //! keys that a mask hides from all further shards are not sent to them. A hop is posted before the present blocks are
 //! attended, so that the next blocks travel during the computation: of each stream one block is read and sent while the
 //! next one arrives.
+//!
+//! The hop of a stream shares its exchange with at most one stream of the other direction. Streams of one direction have
+//! exchanges of their own: a block is sent on and attended as soon as it has arrived, while the blocks of the others travel.
 
 use std::ops::Range;
 
@@ -23,14 +26,12 @@ pub(super) struct StreamShape {
     pub(super) most_hops: fn(u32, u32) -> u32,
 }
 
-/// A part of a shard, by position in its list of tokens.
+/// One of the equal parts of a shard, by position in its list of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
-    Whole,
-    /// Its first ⌈n/2⌉ tokens: the front chunk of a zigzag placement.
-    Front,
-    /// The other tokens.
-    Back,
+pub(super) struct Part {
+    number: usize,
+    /// The number of parts of a shard.
+    of: usize,
 }
 
 /// The streams of a world.
@@ -48,12 +49,27 @@ struct Stream {
 }
 
 impl Part {
+    pub(super) const WHOLE: Self = Self::new(0, 1);
+    /// The first ⌈n/2⌉ tokens: the front chunk of a zigzag placement.
+    pub(super) const FRONT: Self = Self::new(0, 2);
+    /// The other tokens.
+    pub(super) const BACK: Self = Self::new(1, 2);
+
+    /// Part `number` of `of`.
+    pub(super) const fn new(number: usize, of: usize) -> Self {
+        assert!(number < of);
+        Self { number, of }
+    }
+
+    /// The number of parts of a shard.
+    pub(super) fn count(self) -> usize {
+        self.of
+    }
+
+    /// Its positions in a list of `tokens`.
     pub(super) fn of(self, tokens: usize) -> Range<usize> {
-        match self {
-            Self::Whole => 0..tokens,
-            Self::Front => 0..tokens.div_ceil(2),
-            Self::Back => tokens.div_ceil(2)..tokens,
-        }
+        let start = |number: usize| (tokens * number).div_ceil(self.of);
+        start(self.number)..start(self.number + 1)
     }
 }
 
@@ -110,6 +126,20 @@ impl Routes {
         (hops <= reach[owner as usize]).then_some(owner)
     }
 
+    /// The streams in groups: those of a group share the exchange of a hop.
+    fn groups(&self) -> Vec<Vec<usize>> {
+        let mut groups: Vec<Vec<usize>> = Vec::new();
+        for (stream, shape) in self.streams.iter().enumerate() {
+            let alike =
+                self.streams[..stream].iter().filter(|other| other.forwards == shape.forwards).count();
+            match groups.get_mut(alike) {
+                Some(group) => group.push(stream),
+                None => groups.push(vec![stream]),
+            }
+        }
+        groups
+    }
+
     /// The shard to which stream `stream` has brought keys of shard `owner` after `hops` hops, if they go so far.
     pub(super) fn reader(&self, stream: usize, owner: u32, hops: u32) -> Option<u32> {
         let Stream { forwards, reach, .. } = &self.streams[stream];
@@ -146,15 +176,8 @@ pub(super) trait Visitor {
     /// Uses a block that arrived in a stream from the shard at this distance; it is freed afterwards.
     fn arrived(&mut self, builder: &mut PlanBuilder<'_>, stream: usize, distance: u32, kv: BufferId);
 
-    /// The blocks from shards at this distance have been used, and those at the next distance have arrived.
+    /// The blocks from shards at this distance have been used, and those at the next distance have begun to arrive.
     fn used(&mut self, builder: &mut PlanBuilder<'_>, distance: u32);
-}
-
-/// A block of a stream on a rank, which may have to send it on.
-struct Held {
-    slice: Slice,
-    /// The buffer to use and to free; none for the rank's own keys.
-    arrived: Option<BufferId>,
 }
 
 /// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of this rank. Frees all
@@ -191,31 +214,96 @@ pub(super) fn travel(
     kv: BufferId,
     visitor: &mut impl Visitor,
 ) {
-    let mesh = builder.world.mesh;
-    let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
-    let kv_heads = builder.buffer(kv).heads.clone();
     let mut packed = Vec::new();
+    let mut own = own_blocks(builder, routes, kv, &mut packed);
+    let kv_heads = builder.buffer(kv).heads.clone();
+    let group = |streams: Vec<usize>| {
+        let held = streams.iter().map(|stream| own[*stream].take()).collect();
+        Group { routes, kv_heads: kv_heads.clone(), streams, held, arriving: Vec::new(), exchange: None }
+    };
+    let mut groups: Vec<Group<'_>> = routes.groups().into_iter().map(group).collect();
+    groups.iter_mut().for_each(|group| group.post(builder, 1));
+    visitor.own(builder);
+    for distance in 1..=routes.hops() {
+        let last = groups.len() - 1;
+        for (place, group) in groups.iter_mut().enumerate() {
+            group.wait(builder);
+            if distance == 1 && place == last {
+                packed.drain(..).for_each(|buffer| builder.free(buffer));
+                builder.free(kv);
+            }
+            if place == 0 {
+                visitor.used(builder, distance - 1);
+            }
+            group.post(builder, distance + 1);
+            group.visit(builder, distance, visitor);
+        }
+    }
+    if routes.hops() == 0 {
+        builder.free(kv);
+    }
+    visitor.used(builder, routes.hops());
+}
+
+/// The parts of this rank's keys that travel, for each stream. New buffers for them are added to `packed`.
+fn own_blocks(
+    builder: &mut PlanBuilder<'_>,
+    routes: &Routes,
+    kv: BufferId,
+    packed: &mut Vec<BufferId>,
+) -> Vec<Option<Block>> {
+    let (r, _) = builder.world.mesh.coordinates(builder.rank);
     let own = builder.own_keys(kv).tokens;
-    let mut held: Vec<Option<Held>> = Vec::new();
+    let mut blocks: Vec<Option<Block>> = Vec::new();
     for stream in &routes.streams {
         let goes = stream.reach[r as usize] > 0;
         // A part that travels both ways is converted once.
-        let same = routes.streams.iter().zip(&held).filter(|(other, _)| other.part == stream.part);
-        let made = { same }.find_map(|(_, held)| held.as_ref().map(|held| held.slice.clone()));
-        held.push(goes.then(|| {
+        let same = routes.streams.iter().zip(&blocks).filter(|(other, _)| other.part == stream.part);
+        let made = { same }.find_map(|(_, block)| block.as_ref().map(|block| block.slice.clone()));
+        blocks.push(goes.then(|| {
             let slice = made.unwrap_or_else(|| {
                 let part = stream.part.of(own.len());
                 let slice = builder.tokens_of(kv, own.start + part.start..own.start + part.end);
-                builder.for_the_wire(slice, &mut packed)
+                builder.for_the_wire(slice, packed)
             });
-            Held { slice, arrived: None }
+            Block { slice, arrived: None }
         }));
     }
-    for hop in 1..=routes.hops() {
+    blocks
+}
+
+/// A block of a stream on a rank, which may have to send it on.
+struct Block {
+    slice: Slice,
+    /// The buffer to use and to free; none for the rank's own keys.
+    arrived: Option<BufferId>,
+}
+
+/// Streams that share the exchange of a hop, on one rank.
+struct Group<'r> {
+    routes: &'r Routes,
+    kv_heads: Range<u32>,
+    streams: Vec<usize>,
+    /// The present block of each stream.
+    held: Vec<Option<Block>>,
+    /// The next one.
+    arriving: Vec<Option<BufferId>>,
+    /// The exchange that is under way.
+    exchange: Option<u32>,
+}
+
+impl Group<'_> {
+    /// Sends the present blocks on, and expects the next ones.
+    fn post(&mut self, builder: &mut PlanBuilder<'_>, hop: u32) {
+        if hop > self.routes.hops() {
+            return;
+        }
+        let mesh = builder.world.mesh;
+        let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
         let mut sends: Vec<Send> = Vec::new();
         let mut recvs: Vec<Recv> = Vec::new();
-        let mut arriving = Vec::new();
-        for (stream, held) in routes.streams.iter().zip(&held) {
+        for (stream, held) in self.streams.iter().zip(&self.held) {
+            let stream = &self.routes.streams[*stream];
             let at = |hops: u32| passed(ring, !stream.forwards, r, hops);
             let neighbour = |forwards| mesh.rank(passed(ring, forwards, r, 1), u).0;
             let goes_on = hop <= stream.reach[at(hop - 1) as usize];
@@ -228,10 +316,10 @@ pub(super) fn travel(
                 }
             }
             let owner = at(hop);
-            arriving.push((hop <= stream.reach[owner as usize]).then(|| {
+            self.arriving.push((hop <= stream.reach[owner as usize]).then(|| {
                 let shard = builder.world.kv_placement.of_shard(owner);
                 let part = shard.slice(stream.part.of(shard.len()));
-                let buffer = builder.arrival(owner, part, kv_heads.clone());
+                let buffer = builder.arrival(owner, part, self.kv_heads.clone());
                 let from = neighbour(!stream.forwards);
                 match recvs.iter_mut().find(|recv| recv.from == from) {
                     Some(recv) => recv.parts.push(buffer),
@@ -240,45 +328,33 @@ pub(super) fn travel(
                 buffer
             }));
         }
-        let exchange = builder.exchange(sends, recvs);
-        use_held(builder, &held, hop - 1, visitor);
-        builder.wait(exchange);
-        end_held(builder, held, &mut packed);
-        if hop == 1 {
-            builder.free(kv);
-        }
-        visitor.used(builder, hop - 1);
-        held = arriving
-            .into_iter()
-            .map(|arrived| {
-                let buffer = arrived?;
-                Some(Held { slice: builder.whole(buffer), arrived })
-            })
-            .collect();
+        self.exchange = builder.exchange(sends, recvs);
     }
-    use_held(builder, &held, routes.hops(), visitor);
-    end_held(builder, held, &mut packed);
-    if routes.hops() == 0 {
-        builder.free(kv);
-    }
-    visitor.used(builder, routes.hops());
-}
 
-/// Uses the blocks from shards at this distance: at distance 0 the rank's own keys.
-fn use_held(builder: &mut PlanBuilder<'_>, held: &[Option<Held>], distance: u32, visitor: &mut impl Visitor) {
-    if distance == 0 {
-        visitor.own(builder);
+    /// Waits for the next blocks, and frees the present ones, which have left.
+    fn wait(&mut self, builder: &mut PlanBuilder<'_>) {
+        builder.wait(self.exchange.take());
+        self.end(builder);
+        let arrived = |arrived: Option<BufferId>| {
+            arrived.map(|buffer| Block { slice: builder.whole(buffer), arrived: Some(buffer) })
+        };
+        self.held = self.arriving.drain(..).map(arrived).collect();
     }
-    for (stream, held) in held.iter().enumerate() {
-        if let Some(kv) = held.as_ref().and_then(|held| held.arrived) {
-            visitor.arrived(builder, stream, distance, kv);
+
+    /// Uses the present blocks, from shards at this distance, and frees them unless they still travel.
+    fn visit(&mut self, builder: &mut PlanBuilder<'_>, distance: u32, visitor: &mut impl Visitor) {
+        for (stream, held) in self.streams.iter().zip(&self.held) {
+            if let Some(kv) = held.as_ref().and_then(|held| held.arrived) {
+                visitor.arrived(builder, *stream, distance, kv);
+            }
+        }
+        if self.exchange.is_none() {
+            self.end(builder);
         }
     }
-}
 
-fn end_held(builder: &mut PlanBuilder<'_>, held: Vec<Option<Held>>, packed: &mut Vec<BufferId>) {
-    let arrived = held.into_iter().flatten().filter_map(|held| held.arrived);
-    for buffer in packed.drain(..).chain(arrived) {
-        builder.free(buffer);
+    fn end(&mut self, builder: &mut PlanBuilder<'_>) {
+        let arrived = self.held.drain(..).flatten().filter_map(|held| held.arrived);
+        arrived.for_each(|buffer| builder.free(buffer));
     }
 }

@@ -12,8 +12,8 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     example_mesh: (1, 4),
     is_distinct: |_, _| true,
     streams: &[
-        StreamShape { part: Part::Front, forwards: true, most_hops: |farthest, _| farthest },
-        StreamShape { part: Part::Back, forwards: false, most_hops: |farthest, _| farthest },
+        StreamShape { part: Part::FRONT, forwards: true, most_hops: |farthest, _| farthest },
+        StreamShape { part: Part::BACK, forwards: false, most_hops: |farthest, _| farthest },
     ],
     equal_hops: EqualHops::Full,
     ..unified::FACTS

@@ -14,7 +14,7 @@ pub(super) const FACTS: StrategyFacts = StrategyFacts {
     is_distinct: |_, mesh| mesh.ulysses() > 1 && mesh.ring() > 1,
     moves: Moves::Keys,
     same_queries: false,
-    streams: &[StreamShape { part: Part::Whole, forwards: true, most_hops: |farthest, _| farthest }],
+    streams: &[StreamShape { part: Part::WHOLE, forwards: true, most_hops: |farthest, _| farthest }],
     chunks_heads: false,
     attend_round: streams::attend_round,
     backward_round: Some(backward::streams_round),

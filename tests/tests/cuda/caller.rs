@@ -13,7 +13,7 @@ use kyklos_transport::in_process_group;
 use pollster::block_on;
 
 use crate::scenario::{Ends, Scenario};
-use checks::{contexts, destroyed, hanging, owner, refusals, reuse};
+use checks::{bad_owners, contexts, destroyed, hanging, owner, refusals, reuse};
 use driver::{Context, Memory, Stream, copied};
 
 mod checks;
@@ -35,6 +35,11 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
             },
         ),
         Scenario::new("drops the owner of memory after the last read", "seed=84,delay_us=3000", owner),
+        Scenario::new(
+            "a destructor of a caller that blocks or panics stops nothing else",
+            "seed=90,delay_us=3000,memory_mb=64",
+            bad_owners,
+        ),
         Scenario::new("drops no owner of memory that a hanging kernel reads", "seed=85,hang_at=1", hanging),
         Scenario::new("keeps the memory of a result for a caller's stream", "seed=86,delay_us=3000", || {
             reuse(true);

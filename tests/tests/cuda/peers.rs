@@ -2,6 +2,7 @@
 
 mod apart;
 mod copies;
+mod given_back;
 mod kept;
 
 use std::sync::Arc;
@@ -69,7 +70,9 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         lost.says_not = &[];
         all.push(lost);
     }
-    all.extend([apart::scenarios(), kept::scenarios(), copies::scenarios()].concat());
+    all.extend(
+        [apart::scenarios(), kept::scenarios(), copies::scenarios(), given_back::scenarios()].concat(),
+    );
     all
 }
 

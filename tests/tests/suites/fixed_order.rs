@@ -24,6 +24,12 @@ const EVEN: [Shared; 7] = [
     ((4, 2), &[], PlacementKind::Contiguous, Strategy::Relay),
 ];
 
+/// Shards of 1024 tokens, whose quarters are tiles.
+const QUARTERS: [Shared; 2] = [
+    ((2, 2), &[], PlacementKind::Zigzag, Strategy::Pipelined),
+    ((1, 2), &[], PlacementKind::Contiguous, Strategy::Pipelined),
+];
+
 /// A shard of one tile cannot be divided in halves. The other shard has three tiles and a partial one, in pieces that
 /// do not end at tiles.
 const RELAYED: [Shared; 1] =
@@ -79,6 +85,7 @@ fn every_strategy_that_moves_keys_gives_the_same_bytes() {
     for (name, mask) in masks(1024) {
         check(case(name, 1024, mask, |case| case.problem.batch = batch_of(name)), &EVEN);
     }
+    check(case("twice as many tokens", 2048, OracleMask::causal(), |_| {}), &QUARTERS);
 }
 
 #[test]
@@ -151,6 +158,7 @@ fn shards_off_the_grid_are_refused_with_what_would_fit() {
         (4000, (1, 3), Contiguous, Strategy::Line),
         (8192, (2, 3), Zigzag, Strategy::Unified),
         (8192, (1, 5), Contiguous, Strategy::TwoWay),
+        (8192, (1, 5), Zigzag, Strategy::Pipelined),
         (75_600, (5, 8), Contiguous, Strategy::Unified),
     ] {
         let refused = plan(tokens, mesh, kind, &Split::Even, strategy).unwrap_err();
@@ -167,6 +175,8 @@ fn shards_off_the_grid_are_refused_with_what_would_fit() {
         (4096, Striped, Strategy::Ring, "contiguous placement"),
         (4000, Zigzag, Strategy::Ring, "contiguous placement"),
         (4000, Contiguous, Strategy::TwoWay, "another strategy"),
+        (4608, Zigzag, Strategy::Pipelined, "another strategy"),
+        (4608, Contiguous, Strategy::Pipelined, "another strategy"),
         (4096, Contiguous, Strategy::PassQ, "sends keys"),
         (300, Contiguous, Strategy::Ring, "fewer shards"),
     ] {

@@ -182,6 +182,7 @@ fn sockets_and_channels_give_the_same_bytes() {
         (1, 3, Strategy::Unified),
         (2, 1, Strategy::Unified),
         (2, 2, Strategy::TwoWay),
+        (1, 3, Strategy::Pipelined),
         (1, 4, Strategy::Bidirectional),
         (2, 2, Strategy::PassQ),
         (1, 3, Strategy::Gather),

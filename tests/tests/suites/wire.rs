@@ -16,12 +16,13 @@ use kyklos_oracle::wire;
 use kyklos_transport::in_process_group;
 
 /// Strategies that send keys, with a mesh for each.
-const WORLDS: [(u32, u32, Strategy); 8] = [
+const WORLDS: [(u32, u32, Strategy); 9] = [
     (1, 2, Strategy::Ring),
     (1, 3, Strategy::Ring),
     (2, 2, Strategy::Unified),
     (1, 4, Strategy::Bidirectional),
     (1, 3, Strategy::TwoWay),
+    (2, 2, Strategy::Pipelined),
     (2, 3, Strategy::Line),
     (1, 3, Strategy::Gather),
     (2, 3, Strategy::Relay),

@@ -45,10 +45,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
         let beside = beside.map(|joined| (joined.lane, joined.connection.clone()));
         let all = std::iter::once((0, link.connection.clone())).chain(beside);
         link.lanes = all
-            .map(|(lane, connection)| Lane {
-                connection,
-                runtime: endpoint.lane_endpoints[lane].runtime.clone(),
-            })
+            .map(|(lane, connection)| Lane::new(connection, endpoint.lane_endpoints[lane].runtime.clone()))
             .collect();
     }
     let core = Arc::new(Core::new(CoreParts { endpoint, me, epoch, members, table, links, control }));
@@ -57,7 +54,7 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
     for (rank, frames) in data_frames {
         tokio::spawn(Arc::clone(&core).read_link(rank, frames));
         let lanes = core.link(rank).map(|link| link.lanes.clone()).unwrap_or_default();
-        for (index, Lane { connection, runtime }) in lanes.into_iter().enumerate() {
+        for (index, Lane { connection, runtime, .. }) in lanes.into_iter().enumerate() {
             runtime.spawn(Arc::clone(&core).accept_chunks(rank, index, connection));
         }
     }

@@ -16,4 +16,4 @@ mod world;
 mod tests;
 
 pub(crate) use self::draw::{html, parts};
-pub(crate) use self::world::{number, page_of_plans};
+pub(crate) use self::world::{number, page_of_plans, sent};

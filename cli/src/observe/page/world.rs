@@ -58,6 +58,17 @@ pub(crate) fn number(members: &[Rank], rank: u32) -> u32 {
 }
 
 fn traffic(plans: &ProvedPlans, members: &[Rank]) -> Vec<Traffic> {
+    let traffic = |((from, to), (bytes, messages))| Traffic {
+        from: number(members, from),
+        to: number(members, to),
+        bytes,
+        messages,
+    };
+    sent(plans).into_iter().map(traffic).collect()
+}
+
+/// The bytes and the messages that the plans send from one rank to another.
+pub(crate) fn sent(plans: &ProvedPlans) -> BTreeMap<(u32, u32), (u64, u64)> {
     let world = plans.world();
     let mut sums: BTreeMap<(u32, u32), (u64, u64)> = BTreeMap::new();
     for plan in &world.plans {
@@ -70,13 +81,7 @@ fn traffic(plans: &ProvedPlans, members: &[Rank]) -> Vec<Traffic> {
             }
         }
     }
-    let traffic = |((from, to), (bytes, messages))| Traffic {
-        from: number(members, from),
-        to: number(members, to),
-        bytes,
-        messages,
-    };
-    sums.into_iter().map(traffic).collect()
+    sums
 }
 
 /// Token ranges, of which at most [`MOST_RANGES`] are named.

@@ -1,7 +1,7 @@
 //! Owners of memory, reuse of memory, refusals, and the current context of a thread.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -73,15 +73,70 @@ pub(super) fn owner() {
     assert_eq!(copy.to_vec::<f32>().unwrap(), swapped);
     // A tensor that the device does not read.
     let (unread, dropped) = noticed(&device, &context, &stream);
-    stream.synchronize();
     drop(unread);
-    assert!(dropped.load(Ordering::SeqCst));
+    within_seconds(&dropped);
     // A tensor that outlives its device.
     let (last, dropped) = noticed(&device, &context, &stream);
     let copy = last.clone().swap_tokens_and_heads().to_device(&device).unwrap();
     drop((copy, device));
     drop(last);
     within_seconds(&dropped);
+}
+
+/// An owner whose destructor takes long, and one whose destructor panics.
+pub(super) fn bad_owners() {
+    let device = Device::from(CudaBackend::new(0).unwrap());
+    let context = Context::primary(0);
+    let stream = Stream::new(&context);
+    let (sender, receiver) = mpsc::channel::<()>();
+    let is_let_go = Arc::new(AtomicBool::new(false));
+    // Each is read by a kernel that is not done when the last handle of the memory is dropped.
+    let read = |owner: Box<dyn Send + Sync>| {
+        let memory = Memory::on_device(&context, BYTES);
+        let at = CallerMemory { address: memory.address, bytes: BYTES };
+        let busy = Busy::new(&context, &stream);
+        let written = ordered(&stream);
+        let owner = (owner, memory, busy);
+        let tensor = from_cuda(&device, at, [1024, 256, 64, 1], Written::By(&written), owner).unwrap();
+        drop(tensor.swap_tokens_and_heads().to_device(&device).unwrap());
+    };
+    read(Box::new(OnDrop(Some(|| panic!("this is expected")))));
+    let (slow, let_go) = (Mutex::new(receiver), is_let_go.clone());
+    read(Box::new(OnDrop(Some(move || {
+        let _ = slow.lock().unwrap().recv();
+        let_go.store(true, Ordering::SeqCst);
+    }))));
+    // The device and its own memory go on.
+    let (done, is_done) = mpsc::channel();
+    let (working, its_context) = (device.clone(), context.clone());
+    std::thread::spawn(move || {
+        block_on(working.wait()).unwrap();
+        let before = its_context.used_bytes();
+        let large = working.alloc("more than is kept", 24 << 20).unwrap();
+        assert!(its_context.used_bytes() >= before + (24 << 20));
+        drop(large);
+        while its_context.used_bytes() > before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        done.send(()).unwrap();
+    });
+    is_done.recv_timeout(Duration::from_secs(10)).expect("a device waits for the destructor of a caller");
+    assert!(!is_let_go.load(Ordering::SeqCst));
+    drop(sender);
+    within_seconds(&is_let_go);
+    let (tensor, dropped) = noticed(&device, &context, &stream);
+    drop(tensor.clone().swap_tokens_and_heads().to_device(&device).unwrap());
+    drop(tensor);
+    within_seconds(&dropped);
+}
+
+/// Does something when it is dropped.
+struct OnDrop<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        self.0.take().unwrap()();
+    }
 }
 
 fn within_seconds(dropped: &AtomicBool) {

@@ -41,6 +41,22 @@ impl Context {
         Arc::new(Self { raw, primary_of: None })
     }
 
+    /// Whether anybody has the primary context of a device.
+    pub(crate) fn is_retained(device: i32) -> bool {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: the driver writes one number to each of two locals.
+        ok(unsafe { sys::cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active) });
+        active != 0
+    }
+
+    /// Bytes of the device that are in use.
+    pub(crate) fn used_bytes(&self) -> usize {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: a context is current, and the driver writes one size to each of two locals.
+        self.with(|| ok(unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) }));
+        total - free
+    }
+
     /// Makes it current on this thread.
     pub(crate) fn set_current(&self) {
         // SAFETY: the handle is valid until `self` is dropped.

@@ -77,7 +77,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
     ]
 }
 
-fn within_20_s(run: fn()) {
+pub(super) fn within_20_s(run: fn()) {
     let (sender, receiver) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         run();
@@ -91,26 +91,26 @@ fn within_20_s(run: fn()) {
 }
 
 /// Rank r has device r.
-struct Pair {
-    devices: [Device; 2],
+pub(super) struct Pair {
+    pub(super) devices: [Device; 2],
     peers: Vec<Arc<CudaPeers>>,
     meter: Meter,
 }
 
 /// The bytes of a message, a size that the pool does not round up. More than a quarter of the smallest device here, so that the pool
 /// does not keep them.
-const BYTES: usize = 24 << 20;
+pub(super) const BYTES: usize = 24 << 20;
 const TAG: Tag = Tag { op: 0, message: 0 };
 
 impl Pair {
-    fn new(options: &CudaOptions) -> Self {
+    pub(super) fn new(options: &CudaOptions) -> Self {
         let devices = [0, 1].map(|rank| Device::from(CudaBackend::with_options(rank, options).unwrap()));
         let ranks: Vec<_> = in_process_group(2).into_iter().zip(devices.iter().cloned()).collect();
         Self { devices, peers: named(&ranks), meter: Meter::new(Arc::new(SystemClock::new()), false) }
     }
 
     /// Sends all of `buffer` from a rank to the other one. When this returns, the copy is submitted, and nobody has `buffer` any more.
-    fn send(&self, from: usize, buffer: DeviceBuffer) -> DeviceBuffer {
+    pub(super) fn send(&self, from: usize, buffer: DeviceBuffer) -> DeviceBuffer {
         let mut memory = Memory::from(vec![vec![buffer]]);
         let sends = [outgoing(from)];
         let (device, peers) = (&self.devices[from], &self.peers[from]);
@@ -133,7 +133,7 @@ fn incoming(from: usize) -> Incoming {
     Incoming { from: Rank(u32::try_from(from).unwrap()), piece_bytes: vec![BYTES] }
 }
 
-fn message() -> Bytes {
+pub(super) fn message() -> Bytes {
     (0..BYTES).map(|index| (index % 251) as u8).collect()
 }
 
@@ -143,18 +143,18 @@ fn launch(device: &Device) -> Result<(), Error> {
 }
 
 /// Writes the beginning of a buffer by a kernel, which is not waited for.
-fn write(device: &Device, into: &mut DeviceBuffer) -> Result<(), Error> {
+pub(super) fn write(device: &Device, into: &mut DeviceBuffer) -> Result<(), Error> {
     let from = device.upload("from", Bytes::from_static(&[1; 64]))?;
     let rows = Layout { offset: 0, batch_stride: 0, row_stride: 64, head_stride: 64 };
     device.repack((&from, rows), (into, rows), Extent { batch: 1, rows: 1, heads: 1, row_bytes: 64 })
 }
 
-fn is_message(device: &Device, mut buffer: DeviceBuffer) {
+pub(super) fn is_message(device: &Device, mut buffer: DeviceBuffer) {
     assert!(block_on(device.download(&mut buffer, 0..BYTES)).unwrap() == message());
 }
 
 /// The device works: kernels, and copies both ways.
-fn works(device: &Device) {
+pub(super) fn works(device: &Device) {
     launch(device).unwrap();
     let mut some = device.upload("some", Bytes::from_static(b"sixteen bytes...")).unwrap();
     assert_eq!(&block_on(device.download(&mut some, 0..16)).unwrap()[..], b"sixteen bytes...");

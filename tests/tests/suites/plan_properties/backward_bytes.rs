@@ -34,7 +34,6 @@ pub(super) fn closed_form(world: &World) -> u64 {
         2 * batch * dim * element * tokens * all_kv
     };
     let sum_bytes = |tokens: u64| 2 * batch * dim * 4 * tokens * all_kv;
-    let halves = world.strategy == Strategy::TwoWay;
     let query_owners = if moves_queries(world.strategy) { ring } else { 0 };
     let mut bytes = 0;
     for owner in 0..query_owners {
@@ -58,11 +57,11 @@ pub(super) fn closed_form(world: &World) -> u64 {
     }
     for owner in query_owners..ring {
         let all = shard(&world.kv_placement, owner);
-        let middle = all.len().div_ceil(2);
-        let parts = if halves {
-            vec![(0..middle, true), (middle..all.len(), false)]
-        } else {
-            vec![(0..all.len(), true)]
+        let at = |quarter: usize| (quarter * all.len()).div_ceil(4);
+        let parts = match world.strategy {
+            Strategy::TwoWay => vec![(0..at(2), true), (at(2)..at(4), false)],
+            Strategy::Pipelined => (0..4).map(|quarter| (at(quarter)..at(quarter + 1), true)).collect(),
+            _ => vec![(0..at(4), true)],
         };
         for (range, forwards) in parts {
             let keys = all.slice(range.clone());

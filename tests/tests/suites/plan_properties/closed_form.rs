@@ -138,6 +138,19 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
                 }
             }
         }
+        Strategy::Pipelined => {
+            // Each quarter of each shard is a message of its own, and goes as far as the last shard that sees it.
+            for (hop, quarter) in (0..ring).flat_map(|hop| (0..4).map(move |quarter| (hop, quarter))) {
+                let owner = (r + ring - hop) % ring;
+                let shard = keys(owner);
+                let place = |quarter: usize| (quarter * shard.len()).div_ceil(4);
+                let part = &shard[place(quarter)..place(quarter + 1)];
+                let sees = |hops: u32| sees(problem, &queries((owner + hops) % ring), part);
+                if (hop + 1..ring).any(sees) {
+                    send(kv(part.len()));
+                }
+            }
+        }
         strategy => {
             // By hop and direction: this rank forwards a block if a later shard in this direction sees it.
             for hop in 0..ring {

@@ -315,6 +315,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
         (Strategy::Unified, true, true, true, true),
         (Strategy::Chunked, false, false, true, true),
         (Strategy::Bidirectional, false, true, false, true),
+        (Strategy::Pipelined, false, true, false, true),
         (Strategy::TwoWay, false, true, false, true),
         (Strategy::Line, false, true, false, true),
         (Strategy::Gather, false, true, false, true),
@@ -403,6 +404,7 @@ fn under_a_causal_mask_each_ring_sends_only_visible_blocks() {
         assert_eq!(share(Strategy::Gather, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Ring, PlacementKind::Zigzag), 1.0);
         assert_eq!(share(Strategy::TwoWay, PlacementKind::Zigzag), 0.75);
+        assert_eq!(share(Strategy::Pipelined, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Line, PlacementKind::Contiguous), 0.5);
     }
 }
@@ -425,6 +427,7 @@ fn int8_codes_are_sent_with_their_scales() {
     let scales = |blocks: u64| heads * (blocks * 40 * 4 + 200 * 4);
     assert_eq!(sent(WireFormat::Int8, Strategy::Ring), codes + scales(4));
     assert_eq!(sent(WireFormat::Int8, Strategy::TwoWay), codes + scales(2 + 2));
+    assert_eq!(sent(WireFormat::Int8, Strategy::Pipelined), codes + scales(4));
     assert_eq!(sent(WireFormat::Int8, Strategy::Gather), codes + scales(4));
 }
 
@@ -513,9 +516,14 @@ fn replicated_keys_are_never_sent() {
     };
     // 64 of 96 keys are not replicated: shards of 16 instead of 24.
     let key_bytes = 2 * 2 * 2 * 8 * 2;
-    for strategy in
-        [Strategy::Ring, Strategy::Bidirectional, Strategy::TwoWay, Strategy::Line, Strategy::Gather]
-    {
+    for strategy in [
+        Strategy::Ring,
+        Strategy::Bidirectional,
+        Strategy::Pipelined,
+        Strategy::TwoWay,
+        Strategy::Line,
+        Strategy::Gather,
+    ] {
         let of_keys = |keys: u64| keys * 3 * key_bytes;
         assert_eq!(sent(0..0, (1, 4), strategy), of_keys(96), "{strategy}");
         assert_eq!(sent(0..32, (1, 4), strategy), of_keys(64), "{strategy}");

@@ -11,10 +11,11 @@ use crate::open_placement::any_placement;
 use crate::plan_properties::Random;
 
 /// Strategies that send keys from rank to rank.
-const ROUNDS: [Strategy; 6] = [
+const ROUNDS: [Strategy; 7] = [
     Strategy::Ring,
     Strategy::Unified,
     Strategy::Bidirectional,
+    Strategy::Pipelined,
     Strategy::TwoWay,
     Strategy::Line,
     Strategy::Gather,

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytes::Bytes;
 use quinn::{Connection, VarInt};
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{MutexGuard, watch};
 
 use crate::figures::ConnectionFigures;
 use crate::quic::network::acknowledged::acknowledged_packets;
@@ -19,6 +19,27 @@ use crate::wire::Frame;
 pub(crate) struct Lane {
     pub(crate) connection: Connection,
     pub(crate) runtime: Handle,
+    turns: Arc<Turns>,
+}
+
+/// Large messages leave one after the other, as they were asked for: shared out evenly, all of them would arrive at the end.
+///
+/// The turn goes to the next message when the connection has taken the last byte of this one, which may still have to leave. Until then it
+/// has the higher priority.
+type Turns = tokio::sync::Mutex<i32>;
+
+impl Lane {
+    pub(crate) fn new(connection: Connection, runtime: Handle) -> Self {
+        Self { connection, runtime, turns: Arc::default() }
+    }
+
+    /// Waits for the turn of a large message, which ends when the guard is dropped. The guard has the priority of its streams.
+    pub(crate) async fn turn(&self) -> MutexGuard<'_, i32> {
+        let mut priority = self.turns.lock().await;
+        // After 2^31 messages the next one overtakes those that still leave.
+        *priority = priority.checked_sub(1).unwrap_or(-1);
+        priority
+    }
 }
 
 /// A connection to a rank and the way its frames go out.

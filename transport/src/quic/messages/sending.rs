@@ -1,4 +1,5 @@
-//! The sender's side of messages: each is sent when its receiver asks for it, over all lanes at once if it is large.
+//! The sender's side of messages: each is sent when its receiver asks for it, over all lanes at once if it is large. Large ones leave
+//! one after the other.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -163,12 +164,16 @@ impl Sending {
 
     /// Sends chunks on one lane while there are any. Ends early if the connection does.
     async fn run(&self, index: usize, lane: &Lane) {
+        // A small message does not wait behind large ones.
+        let turn = if self.header.total_bytes > EARLY_BYTES { Some(lane.turn().await) } else { None };
+        let priority = turn.as_deref().copied().unwrap_or_default();
         loop {
             let chunk = self.next.fetch_add(1, Ordering::Relaxed);
             if chunk >= self.chunks {
                 return;
             }
             let Ok(stream) = lane.connection.open_uni().await else { return };
+            let _ = stream.set_priority(priority);
             let header = MessageHeader { chunk, ..self.header };
             let mut out = OutgoingChunk::new(stream);
             let span = tracing::trace_span!(parent: &self.span, "chunk", lane = index, chunk);

@@ -17,20 +17,25 @@ use crate::transport::Transport;
 
 const LONG: Duration = Duration::from_secs(30);
 
-const JOB: JobId = JobId([4; 16]);
+pub(super) const JOB: JobId = JobId([4; 16]);
 
-fn config(authority: &ClusterAuthority, rank: u32, coordinator: SocketAddr, lanes: u8) -> QuicConfig {
+pub(super) fn config(
+    authority: &ClusterAuthority,
+    rank: u32,
+    coordinator: SocketAddr,
+    lanes: u8,
+) -> QuicConfig {
     let identity = authority.issue(Rank(rank)).unwrap();
     let link = LinkSettings { lanes, shared_memory: false, ..LinkSettings::default() };
     let connect_deadline = Duration::from_secs(5);
     QuicConfig { link, connect_deadline, ..QuicConfig::new(Rank(rank), 2, JOB, coordinator, identity) }
 }
 
-fn free_address() -> SocketAddr {
+pub(super) fn free_address() -> SocketAddr {
     UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
 }
 
-fn runtime() -> tokio::runtime::Runtime {
+pub(super) fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
 }
 
@@ -55,7 +60,7 @@ fn sent(zero: &QuicTransport) -> Vec<u64> {
     link(zero, 1).lanes.iter().map(|lane| lane.connection.stats().udp_tx.bytes).collect()
 }
 
-async fn send(zero: &QuicTransport, one: &QuicTransport, bytes: usize) {
+pub(super) async fn send(zero: &QuicTransport, one: &QuicTransport, bytes: usize) {
     let tag = Tag { op: 0, message: 0 };
     let payload: Vec<u8> = (0..bytes).map(|at| (at * 7 + at / 251) as u8).collect();
     let parts = vec![Bytes::from(payload[..99_999].to_vec()), Bytes::from(payload[99_999..].to_vec())];
@@ -65,7 +70,7 @@ async fn send(zero: &QuicTransport, one: &QuicTransport, bytes: usize) {
     posted.await.unwrap();
 }
 
-async fn close(zero: QuicTransport, one: QuicTransport) {
+pub(super) async fn close(zero: QuicTransport, one: QuicTransport) {
     let (zero, one) = tokio::join!(zero.close(LONG), one.close(LONG));
     zero.unwrap();
     one.unwrap();
@@ -97,6 +102,48 @@ fn a_lane_that_is_slow_leaves_the_chunks_to_the_others() {
         assert!(sent[0] > 4 * sent[1], "{sent:?}");
         close(zero, one).await;
     });
+}
+
+/// The windows are smaller and larger than the messages: in the first case the connection has not taken all of a message while
+/// another one could begin, in the second it has all of them before most have left.
+#[test]
+fn large_messages_leave_one_after_the_other() {
+    let bytes = 16 << 20;
+    for window in [1 << 20, 1 << 30] {
+        runtime().block_on(async {
+            let [zero, one] = pair([1, 1]).await.map(Result::unwrap);
+            link(&zero, 1).connection.set_send_window(window);
+            let tag = |message| Tag { op: 0, message };
+            let received: Vec<_> =
+                (0..3).map(|message| one.post_recv(Rank(0), tag(message), &[bytes], LONG)).collect();
+            let payload = Bytes::from(vec![1; bytes]);
+            let sent: Vec<_> = (0..3)
+                .map(|message| zero.post_send(Rank(1), tag(message), vec![payload.clone()], LONG))
+                .collect();
+            let (mut samples, until) = (0, Instant::now() + LONG);
+            loop {
+                let mut done: Vec<_> = one.outstanding().into_iter().map(|call| call.pending).collect();
+                if done.is_empty() || Instant::now() > until {
+                    break;
+                }
+                done.sort_by_key(|call| call.tag.message);
+                // What has arrived of the next message came when this one had left; what was lost of it may still come.
+                for pair in done.windows(2).filter(|pair| pair[1].bytes_done > bytes as u64 / 4) {
+                    samples += 1;
+                    assert!(pair[0].bytes_done > bytes as u64 * 3 / 4, "window {window}: {done:?}");
+                }
+                tokio::task::yield_now().await;
+            }
+            println!("window {window}: {samples} samples with a message before its end beside a later one");
+            for posted in received {
+                posted.await.unwrap();
+            }
+            for posted in sent {
+                posted.await.unwrap();
+            }
+            close(zero, one).await;
+        });
+    }
 }
 
 /// The windows limit the bytes of unrequested messages that can be sent. A connection that carries messages has larger

@@ -1,7 +1,8 @@
-//! Groups in one process: which ranks are admitted, which identities are refused, how lanes share messages, and peers
+//! Groups in one process: which ranks are admitted, which identities are refused, how lanes share messages, how packets leave, and peers
 //! that misuse shared memory.
 
 mod admission;
+mod batches;
 mod lanes;
 mod renewal;
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]

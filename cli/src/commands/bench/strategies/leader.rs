@@ -12,7 +12,7 @@ use super::cells::{CellName, Way};
 use super::journal::{Header, Journal};
 use super::predict::Predictor;
 use super::record::{Measured, Predicted, Record, State};
-use super::times::{RankTimes, measured};
+use super::times::{RankTimes, Sent, measured};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::verify::Sample;
@@ -197,6 +197,7 @@ impl<'a> Leader<'a> {
         found: Vec<Row>,
         alone: Vec<(String, Vec<Row>)>,
         ranks: &[(String, RankTimes)],
+        planned: &Sent,
     ) -> Outcome {
         let cell = &self.bench.cells[index];
         if !alone.is_empty() {
@@ -212,7 +213,9 @@ impl<'a> Leader<'a> {
         let verdict = sample.hold(found, alone, expected, &cell.name.way());
         match verdict.failure {
             Some(why) => Outcome::Failed(format!("wrong result: {why}")),
-            None => Outcome::Done(Box::new(measured(ranks, [verdict.max_abs_error, verdict.tolerance]))),
+            None => {
+                Outcome::Done(Box::new(measured(ranks, planned, [verdict.max_abs_error, verdict.tolerance])))
+            }
         }
     }
 

@@ -19,6 +19,7 @@ use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result};
 use crate::job::refusal::{REFUSE, refuse};
 use crate::messages::Messages;
+use crate::observe::page::sent;
 use crate::run::quiet;
 use crate::verify::Sample;
 
@@ -47,8 +48,9 @@ struct RankWork<'a> {
     starts: Arc<Starts>,
     /// Devices by rank.
     labels: Vec<String>,
-    /// How messages go between devices.
+    /// How messages go between devices, and whether they are counted by peer.
     messages: String,
+    counts_links: bool,
     /// Cases whose sampled rows have been computed by each kind of device alone.
     known: BTreeSet<usize>,
 }
@@ -96,8 +98,10 @@ impl<'a> RankWork<'a> {
         let run = RunOptions { observer: starts.clone(), ..quiet() };
         let options = SessionOptions { deadline: bench.deadline, run, ..SessionOptions::default() };
         let (session, agreed) = bench.ways.open(transport, device, options)?;
+        // Copies from device to device are not.
+        let counts_links = agreed.as_ref().is_none_or(|agreed| agreed.nccl.is_some());
         let messages = agreed.map_or_else(|| "host memory".to_owned(), |agreed| agreed.ways);
-        Ok(Self { bench, here, session, starts, labels, messages, known: BTreeSet::new() })
+        Ok(Self { bench, here, session, starts, labels, messages, counts_links, known: BTreeSet::new() })
     }
 
     fn all(&mut self, mut leader: Option<&mut Leader<'_>>) -> Result<()> {
@@ -214,10 +218,10 @@ impl<'a> RankWork<'a> {
             Err(error) => return Ok(Err(Failure::from(error).text)),
         };
         times.load_ns = elapsed_ns(started);
-        let (mut last, mut before) = (None, None);
+        let (mut last, mut before) = (None, (None, None));
         for run in 0..=self.bench.repeat {
             if run == 1 {
-                before = self.packets();
+                before = (self.packets(), self.sent());
             }
             let output = match pollster::block_on(self.session.run(&plans, &mut inputs)) {
                 Ok(output) => output,
@@ -230,8 +234,12 @@ impl<'a> RankWork<'a> {
             times.runs.push(RunTimes { wall_ns, report: output.report.clone() });
             last = Some(output);
         }
-        let sent = before.zip(self.packets()).map(|(before, after)| after.saturating_sub(before));
-        times.wire_bytes = sent.map(|bytes| bytes / u64::from(self.bench.repeat.max(1)));
+        let runs = u64::from(self.bench.repeat.max(1));
+        let of_one = |(before, after): (u64, u64)| after.saturating_sub(before) / runs;
+        let (packets, sent) = before;
+        times.wire_bytes = packets.zip(self.packets()).map(of_one);
+        times.sent_bytes =
+            sent.zip(self.sent()).map(|(before, after)| before.into_iter().zip(after).map(of_one).collect());
         let output = last.ok_or_else(|| Failure::run("no run took place"))?;
         Ok(Ok(Ran { plans: Arc::clone(&plans), output, times }))
     }
@@ -241,6 +249,12 @@ impl<'a> RankWork<'a> {
         let connections = self.session.transport().connections();
         let sent = connections.iter().flatten().map(|figures| figures.bytes_sent);
         connections.iter().any(Option::is_some).then(|| sent.sum())
+    }
+
+    /// Bytes of all messages that this rank has sent so far, by peer.
+    fn sent(&self) -> Option<Vec<u64>> {
+        let peers = self.session.transport().recorder().peers();
+        self.counts_links.then(|| peers.iter().map(|peer| peer.bytes_sent).collect())
     }
 
     /// Brings the output, the times and the sampled rows to rank 0.
@@ -256,6 +270,7 @@ impl<'a> RankWork<'a> {
         let cell = &self.bench.cells[index];
         let case = self.bench.case(cell);
         let (rank, world) = (transport.rank(), plans.world());
+        let ranks = transport.world() as usize;
         let sample = Sample::new(&case.problem, &TENSORS, &case.mask)?;
         let rows = sample.extract(world.q_placement.of_rank(rank), &output.o, &output.lse);
         // One rank of each kind of device computes the sampled rows alone, once for each case.
@@ -266,7 +281,7 @@ impl<'a> RankWork<'a> {
         };
         let is_new = self.known.insert(cell.case);
         let Some(leader) = leader else {
-            messages.send(Rank(0), TIMES, times.encode())?;
+            messages.send(Rank(0), TIMES, times.encode(ranks))?;
             if !rows.is_empty() {
                 messages.send(Rank(0), ROWS, rows)?;
             }
@@ -283,8 +298,8 @@ impl<'a> RankWork<'a> {
             kinds.push((self.labels[0].clone(), sample.decode(sample.rows(), &alone)));
         }
         for other in (1..transport.world()).map(Rank) {
-            let times = messages.recv(other, TIMES, RankTimes::message_bytes(runs))?;
-            all.push(RankTimes::decode(&times, runs));
+            let times = messages.recv(other, TIMES, RankTimes::message_bytes(ranks, runs))?;
+            all.push(RankTimes::decode(&times, ranks, runs));
             let ids = sample.rows_of(world, other);
             if !ids.is_empty() {
                 found.extend(sample.decode(&ids, &messages.recv(other, ROWS, sample.row_bytes(ids.len()))?));
@@ -296,7 +311,7 @@ impl<'a> RankWork<'a> {
             }
         }
         let all: Vec<(String, RankTimes)> = self.labels.iter().cloned().zip(all).collect();
-        Ok(leader.judge(index, &sample, found, kinds, &all))
+        Ok(leader.judge(index, &sample, found, kinds, &all, &sent(&plans)))
     }
 
     /// Whether no lower rank has a device of the same name.

@@ -93,10 +93,39 @@ pub(super) struct RankMeasured {
     pub(super) messages_sent: u64,
     /// Bytes of all packets of one run, on average, with headers and repeated packets; none within one process.
     pub(super) wire_bytes: Option<u64>,
+    /// To each rank that it sends to. Empty where messages are copied between devices without being counted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) links: Vec<Link>,
     /// Most bytes of plan buffers alive at once.
     pub(super) peak_bytes: u64,
     /// Most memory of the whole process during the cell; Linux only.
     pub(super) process_peak_bytes: Option<u64>,
+}
+
+/// The messages of one run from a rank to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Link {
+    pub(super) to: u32,
+    /// Bytes that have moved, on average.
+    pub(super) bytes: u64,
+    /// Bytes that the plan sends.
+    pub(super) plan_bytes: u64,
+}
+
+impl Measured {
+    /// The compute time of the rank that takes longest.
+    pub(super) fn compute_s(&self) -> f64 {
+        let slowest = self.per_rank.iter().max_by(|a, b| a.wall_s.total_cmp(&b.wall_s));
+        slowest.map_or(0.0, |rank| rank.compute_s)
+    }
+
+    /// The most bytes from one rank to another, and the least and the largest share of what the plans send between two ranks.
+    pub(super) fn links(&self) -> Option<(u64, [f64; 2])> {
+        let links = || self.per_rank.iter().flat_map(|rank| &rank.links);
+        let shares = || links().map(|link| link.bytes as f64 / link.plan_bytes as f64);
+        let most = links().map(|link| link.bytes).max()?;
+        Some((most, [shares().fold(f64::INFINITY, f64::min), shares().fold(0.0, f64::max)]))
+    }
 }
 
 impl Record {

@@ -126,15 +126,22 @@ fn text(records: &[Record]) -> String {
             let measured = record.measured.as_ref()?;
             let ms = |seconds: f64| format!("{:.2}", seconds * 1e3);
             let predicted_s = record.predicted.as_ref().map(|predicted| predicted.wall_s);
+            let links = measured.links();
             let wire = measured.per_rank.iter().filter_map(|rank| rank.wire_bytes).max();
             Some(vec![
                 record.name.way(),
                 ms(measured.median_s),
                 format!("{} - {}", ms(measured.min_s), ms(measured.max_s)),
+                ms(measured.compute_s()),
                 predicted_s.map_or_else(String::new, ms),
                 predicted_s.map_or_else(String::new, |s| format!("{:.2}", s / measured.median_s)),
                 bytes(record.most_sent()),
                 wire.map_or_else(String::new, bytes),
+                links.map_or_else(String::new, |(most, _)| bytes(most)),
+                links.map_or_else(String::new, |(_, [least, most])| match least == most {
+                    true => format!("{least:.2}"),
+                    false => format!("{least:.2} - {most:.2}"),
+                }),
                 bytes(record.most_memory()),
             ])
         });
@@ -153,14 +160,17 @@ fn text(records: &[Record]) -> String {
     out
 }
 
-const HEADER: [&str; 8] = [
+const HEADER: [&str; 11] = [
     "strategy, mesh, placement",
     "median ms",
     "of runs",
+    "compute ms",
     "predicted ms",
     "predicted / measured",
     "sent",
     "packets",
+    "busiest link",
+    "links / plan",
     "peak",
 ];
 

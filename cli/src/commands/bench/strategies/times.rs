@@ -1,9 +1,11 @@
 //! What a rank tells rank 0 of a cell.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use kyklos::RankReport;
 
-use super::record::{Measured, RankMeasured};
+use super::record::{Link, Measured, RankMeasured};
 use crate::median::median;
 use crate::messages::numbers;
 use crate::observe::page::units::seconds;
@@ -18,6 +20,8 @@ pub(super) struct RankTimes {
     pub(super) process_peak_bytes: u64,
     /// Of one timed run on average, and whether packets are counted.
     pub(super) wire_bytes: Option<u64>,
+    /// Bytes of messages to each rank, of one timed run on average, and whether they are counted.
+    pub(super) sent_bytes: Option<Vec<u64>>,
     /// The first one, which compiles kernels, and the timed ones.
     pub(super) runs: Vec<RunTimes>,
 }
@@ -31,16 +35,18 @@ pub(super) struct RunTimes {
 }
 
 impl RankTimes {
-    /// Bytes of the message of a rank with `runs` runs.
-    pub(super) fn message_bytes(runs: usize) -> usize {
-        8 * (OF_RANK + OF_RUN * runs)
+    /// Bytes of the message of one of `ranks` ranks with `runs` runs.
+    pub(super) fn message_bytes(ranks: usize, runs: usize) -> usize {
+        8 * (OF_RANK + ranks + OF_RUN * runs)
     }
 
-    pub(super) fn encode(&self) -> Bytes {
-        let Self { plan_ns, load_ns, collect_ns, process_peak_bytes, wire_bytes, runs } = self;
-        let wire = [u64::from(wire_bytes.is_some()), wire_bytes.unwrap_or(0)];
+    pub(super) fn encode(&self, ranks: usize) -> Bytes {
+        let Self { plan_ns, load_ns, collect_ns, process_peak_bytes, wire_bytes, sent_bytes, runs } = self;
+        let counts = [wire_bytes.is_some(), sent_bytes.is_some()].map(u64::from);
+        let wire = wire_bytes.unwrap_or(0);
         let of_rank: [u64; OF_RANK] =
-            [*plan_ns, *load_ns, *collect_ns, *process_peak_bytes, wire[0], wire[1]];
+            [*plan_ns, *load_ns, *collect_ns, *process_peak_bytes, counts[0], wire, counts[1]];
+        let of_links = sent_bytes.clone().unwrap_or_else(|| vec![0; ranks]);
         let of_runs = runs.iter().flat_map(|RunTimes { wall_ns, report }| -> [u64; OF_RUN] {
             let RankReport {
                 tokens,
@@ -54,16 +60,26 @@ impl RankTimes {
             } = report;
             [*wall_ns, *tokens, *compute_ns, *wait_ns, *copy_ns, *bytes_sent, *messages_sent, *peak_bytes]
         });
-        of_rank.into_iter().chain(of_runs).flat_map(u64::to_le_bytes).collect::<Vec<u8>>().into()
+        of_rank
+            .into_iter()
+            .chain(of_links)
+            .chain(of_runs)
+            .flat_map(u64::to_le_bytes)
+            .collect::<Vec<u8>>()
+            .into()
     }
 
-    /// Reads [`Self::encode`] of `runs` runs.
+    /// Reads [`Self::encode`] of one of `ranks` ranks with `runs` runs.
     ///
     /// # Panics
     /// If `bytes` are not [`Self::message_bytes`].
-    pub(super) fn decode(bytes: &[u8], runs: usize) -> Self {
-        let (of_rank, of_runs) = bytes.split_at(8 * OF_RANK);
-        let [plan_ns, load_ns, collect_ns, process_peak_bytes, counts, wire] = numbers::<OF_RANK>(of_rank);
+    pub(super) fn decode(bytes: &[u8], ranks: usize, runs: usize) -> Self {
+        let (of_rank, rest) = bytes.split_at(8 * OF_RANK);
+        let (of_links, of_runs) = rest.split_at(8 * ranks);
+        let [plan_ns, load_ns, collect_ns, process_peak_bytes, counts, wire, counts_links] =
+            numbers::<OF_RANK>(of_rank);
+        let of_links = of_links.chunks_exact(8).map(|bytes| numbers::<1>(bytes)[0]);
+        let sent_bytes = (counts_links == 1).then(|| of_links.collect());
         let runs = of_runs.chunks_exact(8 * OF_RUN).take(runs).map(|run| {
             let [wall_ns, tokens, compute_ns, wait_ns, copy_ns, bytes_sent, messages_sent, peak_bytes] =
                 numbers::<OF_RUN>(run);
@@ -80,12 +96,16 @@ impl RankTimes {
             RunTimes { wall_ns, report }
         });
         let wire_bytes = (counts == 1).then_some(wire);
-        Self { plan_ns, load_ns, collect_ns, process_peak_bytes, wire_bytes, runs: runs.collect() }
+        let runs = runs.collect();
+        Self { plan_ns, load_ns, collect_ns, process_peak_bytes, wire_bytes, sent_bytes, runs }
     }
 }
 
+/// The bytes and messages of plans from one rank to another.
+pub(super) type Sent = BTreeMap<(u32, u32), (u64, u64)>;
+
 /// The times of a cell, from those of its ranks with their devices. `held` is the largest error and its tolerance.
-pub(super) fn measured(ranks: &[(String, RankTimes)], held: [f64; 2]) -> Measured {
+pub(super) fn measured(ranks: &[(String, RankTimes)], planned: &Sent, held: [f64; 2]) -> Measured {
     let runs = ranks.iter().map(|(_, times)| times.runs.len()).min().unwrap_or(0);
     let wall_ns = |run: usize| {
         ranks.iter().filter_map(|(_, times)| times.runs.get(run)).map(|run| run.wall_ns).max().unwrap_or(0)
@@ -95,7 +115,10 @@ pub(super) fn measured(ranks: &[(String, RankTimes)], held: [f64; 2]) -> Measure
     timed.sort_by_key(|run| wall_ns(*run));
     let walls_s = || timed.iter().map(|run| seconds(wall_ns(*run)));
     let middle = timed.get(timed.len() / 2).copied().unwrap_or(0);
-    let per_rank = (0..).zip(ranks).map(|(rank, (device, times))| of_rank(rank, device, times, middle));
+    let per_rank = (0..).zip(ranks).map(|(rank, (device, times))| RankMeasured {
+        links: links(rank, times.sent_bytes.as_deref(), planned),
+        ..of_rank(rank, device, times, middle)
+    });
     let [max_abs_error, tolerance] = held;
     Measured {
         median_s: median(walls_s()),
@@ -106,6 +129,16 @@ pub(super) fn measured(ranks: &[(String, RankTimes)], held: [f64; 2]) -> Measure
         tolerance,
         per_rank: per_rank.collect(),
     }
+}
+
+/// What a rank has sent to each other one, beside what its plan sends.
+fn links(rank: u32, sent_bytes: Option<&[u64]>, planned: &Sent) -> Vec<Link> {
+    let link = |(to, bytes): (u32, &u64)| {
+        let plan_bytes = planned.get(&(rank, to)).map_or(0, |(bytes, _)| *bytes);
+        Link { to, bytes: *bytes, plan_bytes }
+    };
+    let links = (0..).zip(sent_bytes.into_iter().flatten()).map(link);
+    links.filter(|link| link.bytes > 0 || link.plan_bytes > 0).collect()
 }
 
 fn of_rank(rank: u32, device: &str, times: &RankTimes, middle: usize) -> RankMeasured {
@@ -127,12 +160,13 @@ fn of_rank(rank: u32, device: &str, times: &RankTimes, middle: usize) -> RankMea
         bytes_sent: report.bytes_sent,
         messages_sent: report.messages_sent,
         wire_bytes: times.wire_bytes,
+        links: Vec::new(),
         peak_bytes: report.peak_bytes,
         process_peak_bytes: Some(times.process_peak_bytes).filter(|bytes| *bytes > 0),
     }
 }
 
-const OF_RANK: usize = 6;
+const OF_RANK: usize = 7;
 const OF_RUN: usize = 8;
 
 #[cfg(test)]
@@ -154,12 +188,18 @@ mod tests {
 
     #[test]
     fn a_rank_reads_what_another_has_written() {
-        for (peak, wire) in [(0, None), (9, Some(0)), (9, Some(8))] {
-            let times =
-                RankTimes { process_peak_bytes: peak, wire_bytes: wire, ..rank([9, 1, 2, 3], [4; 4]) };
-            let bytes = times.encode();
-            assert_eq!(bytes.len(), RankTimes::message_bytes(4));
-            assert_eq!(RankTimes::decode(&bytes, 4), times);
+        for (peak, wire, sent) in
+            [(0, None, None), (9, Some(0), Some(vec![0, 6, 0])), (9, Some(8), Some(vec![5, 0, 7]))]
+        {
+            let times = RankTimes {
+                process_peak_bytes: peak,
+                wire_bytes: wire,
+                sent_bytes: sent,
+                ..rank([9, 1, 2, 3], [4; 4])
+            };
+            let bytes = times.encode(3);
+            assert_eq!(bytes.len(), RankTimes::message_bytes(3, 4));
+            assert_eq!(RankTimes::decode(&bytes, 3, 4), times);
         }
     }
 
@@ -167,10 +207,19 @@ mod tests {
     fn the_run_of_a_cell_is_the_median_of_the_slowest_ranks_without_the_first_run() {
         // The slowest rank of each timed run: 30, 20, 40 ms.
         let ranks = [
-            ("a".to_owned(), rank([90, 30, 10, 12], [1, 2, 3, 4])),
+            (
+                "a".to_owned(),
+                RankTimes { sent_bytes: Some(vec![0, 6]), ..rank([90, 30, 10, 12], [1, 2, 3, 4]) },
+            ),
             ("b".to_owned(), rank([50, 15, 20, 40], [5, 6, 7, 8])),
         ];
-        let Measured { median_s, min_s, max_s, runs, per_rank, .. } = measured(&ranks, [0.0, 1.0]);
+        let planned = Sent::from([((0, 1), (8, 1)), ((1, 0), (8, 1))]);
+        let all = measured(&ranks, &planned, [0.0, 1.0]);
+        // The slowest rank's; the second rank has counted nothing.
+        assert_eq!(all.compute_s().to_bits(), 0.002_f64.to_bits());
+        assert_eq!(all.links(), Some((6, [0.75, 0.75])));
+        assert_eq!(all.per_rank[0].links, [Link { to: 1, bytes: 6, plan_bytes: 8 }]);
+        let Measured { median_s, min_s, max_s, runs, per_rank, .. } = all;
         assert_eq!([median_s, min_s, max_s], [0.030, 0.020, 0.040]);
         assert_eq!(runs, 3);
         // All figures are of the run of 30 ms.
