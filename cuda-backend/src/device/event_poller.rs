@@ -20,6 +20,8 @@ const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
 /// Called with `Ok` when an event is complete, with the error when the device is lost.
 type Callback = Box<dyn FnOnce(Result<()>) + Send>;
+/// Called when an event is complete.
+type Note = Box<dyn FnOnce() + Send>;
 
 /// The owner of the polling thread. Dropping it ends the thread once its queues are empty.
 #[derive(Debug)]
@@ -41,7 +43,7 @@ struct Shared {
 struct Queue {
     streams: [VecDeque<(Arc<Event>, Callback)>; StreamKind::COUNT],
     /// Of streams that are not the backend's, in any order.
-    others: Vec<(Arc<Event>, Box<dyn FnOnce() + Send>)>,
+    others: Vec<(Arc<Event>, Note)>,
     closed: bool,
     /// Whether the thread has ended.
     ended: bool,
