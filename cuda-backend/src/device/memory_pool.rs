@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use kyklos::{Error, Result};
 
 use super::allocation::{Allocation, size_class};
-use super::reclaimer::Reclaimer;
+use super::reclaimer::{Keeps, Reclaimer};
 use super::status::DeviceStatus;
 use crate::driver::{Context, DeviceMemory, DriverError};
 
@@ -180,7 +180,7 @@ impl MemoryPool {
     ) -> Arc<Self> {
         // Longer than it takes to find that the other device hangs.
         let at_most = 2 * stuck_after;
-        Arc::new_cyclic(|pool| Self {
+        Arc::new_cyclic(|pool: &Weak<Self>| Self {
             context: context.clone(),
             status: status.clone(),
             max_bytes: max_bytes.unwrap_or(u64::MAX),
@@ -190,8 +190,8 @@ impl MemoryPool {
             message_bytes: AtomicU64::new(0),
             returned: Mutex::default(),
             kept: Mutex::default(),
-            reclaimer: Reclaimer::new(context, status, at_most, pool.clone()),
-            callers: Reclaimer::new(context, status, at_most, Weak::new()),
+            reclaimer: Reclaimer::new(context, status, at_most, Some(pool.clone())),
+            callers: Reclaimer::new(context, status, at_most, None),
         })
     }
 
@@ -316,9 +316,10 @@ impl MemoryPool {
         kept.append(&mut lock(&self.returned));
         kept
     }
+}
 
-    /// Frees what is too much to keep and idle. Whether there is more that will be idle.
-    pub(super) fn free_surplus(&self) -> bool {
+impl Keeps for MemoryPool {
+    fn free_surplus(&self) -> bool {
         let mut kept = self.kept();
         while bytes_of(&kept) > self.max_kept_bytes {
             let idle = |allocation: &Allocation| allocation.accesses().is_idle().unwrap_or(false);

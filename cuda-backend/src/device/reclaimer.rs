@@ -10,7 +10,6 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use super::allocation::Allocation;
-use super::memory_pool::MemoryPool;
 use super::status::DeviceStatus;
 use crate::driver::Context;
 
@@ -24,12 +23,17 @@ pub(super) struct Reclaimer {
     status: Arc<DeviceStatus>,
     /// Memory that another device uses for longer than this is never freed: one that hangs or is lost may have it.
     at_most: Duration,
-    /// What the thread looks after besides.
-    pool: Weak<MemoryPool>,
+    pool: Option<Weak<dyn Keeps>>,
     /// `None`: the system has no more threads.
     jobs: OnceLock<Option<Sender<Option<Job>>>>,
     /// Bytes that are not freed yet.
     bytes: Arc<AtomicU64>,
+}
+
+/// What the thread looks after besides.
+pub(super) trait Keeps: std::fmt::Debug + Send + Sync {
+    /// Frees what is too much to keep and idle. Whether there is more that will be idle.
+    fn free_surplus(&self) -> bool;
 }
 
 /// Submits deferred launches of a device, and keeps what they need.
@@ -50,7 +54,7 @@ impl Reclaimer {
         context: &Arc<Context>,
         status: &Arc<DeviceStatus>,
         at_most: Duration,
-        pool: Weak<MemoryPool>,
+        pool: Option<Weak<dyn Keeps>>,
     ) -> Self {
         let (context, status) = (context.clone(), status.clone());
         Self { context, status, at_most, pool, jobs: OnceLock::new(), bytes: Arc::default() }
@@ -91,7 +95,7 @@ impl Reclaimer {
         let pool = self.pool.clone();
         let thread = std::thread::Builder::new().name(format!("kyklos-free:{}", context.ordinal()));
         let run = move || {
-            run(&receiver, &status, at_most, &pool);
+            run(&receiver, &status, at_most, pool.as_ref());
             drop(context);
         };
         thread.spawn(run).ok().map(|_| sender)
@@ -144,11 +148,16 @@ impl Job {
     }
 }
 
-fn run(jobs: &Receiver<Option<Job>>, status: &DeviceStatus, at_most: Duration, pool: &Weak<MemoryPool>) {
+fn run(
+    jobs: &Receiver<Option<Job>>,
+    status: &DeviceStatus,
+    at_most: Duration,
+    pool: Option<&Weak<dyn Keeps>>,
+) {
     let mut waiting: Vec<Job> = Vec::new();
     let mut since = Instant::now();
     loop {
-        let has_too_much = pool.upgrade().is_some_and(|pool| pool.free_surplus());
+        let has_too_much = pool.and_then(Weak::upgrade).is_some_and(|pool| pool.free_surplus());
         if waiting.is_empty() && !has_too_much {
             let Ok(job) = jobs.recv() else { return };
             waiting.extend(job);
