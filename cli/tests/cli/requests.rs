@@ -163,7 +163,7 @@ fn plans_are_priced_on_a_described_cluster_and_what_does_not_fit_is_refused() {
     }
     let json = json(&kyklos(&[&arguments[..], &["--json"]].concat()));
     assert_eq!(json["bound"], "link");
-    assert_eq!(json["plans"][0]["plan"]["strategy"], "ring");
+    assert_eq!(json["plans"][0]["plan"]["strategy"], "pipelined");
     assert!(json["plans"][0]["predicted_s"].as_f64().unwrap() > 0.0);
     let large = shape("8388608");
     let arguments =
