@@ -150,6 +150,7 @@ struct Sending {
 impl Sending {
     /// Sends all chunks through shared memory. Ends early if the connection does.
     async fn run_shared(&self, shared: &SharedSender) {
+        let _turn = shared.turn().await;
         for chunk in 0..self.chunks {
             let header = MessageHeader { chunk, ..self.header };
             let pieces = || cut(&self.parts, u64::from(chunk) * self.chunk_bytes, self.chunk_bytes);

@@ -21,6 +21,7 @@ pub(crate) struct SharedSender {
     segment: Segment,
     /// Slots that the peer has read, or that were never used.
     free: Semaphore,
+    turns: tokio::sync::Mutex<()>,
     queue: Mutex<Queue>,
     /// Chunks of the peer that have been read, and of which it has not been told.
     read: AtomicU32,
@@ -45,6 +46,7 @@ impl SharedSender {
         Self {
             segment,
             free: Semaphore::new(SLOTS),
+            turns: tokio::sync::Mutex::default(),
             queue: Mutex::default(),
             read: AtomicU32::new(0),
             changed: Notify::new(),
@@ -61,6 +63,11 @@ impl SharedSender {
     /// Payload bytes sent and received.
     pub(crate) fn moved_bytes(&self) -> (u64, u64) {
         (self.sent.load(Ordering::Relaxed), self.received.load(Ordering::Relaxed))
+    }
+
+    /// Waits for the turn of a message, which ends when the guard is dropped: messages go one after the other, as on a lane.
+    pub(crate) async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.turns.lock().await
     }
 
     /// Copies a chunk into the next slot as soon as it is free. Cancelled while it waits, it has done nothing.

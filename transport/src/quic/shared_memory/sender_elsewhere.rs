@@ -13,6 +13,10 @@ impl SharedSender {
         match *self {}
     }
 
+    pub(crate) async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        match *self {}
+    }
+
     pub(crate) async fn send(
         &self,
         _: &MessageHeader,

@@ -130,7 +130,11 @@ fn large_messages_leave_one_after_the_other() {
                 // What has arrived of the next message came when this one had left; what was lost of it may still come.
                 for pair in done.windows(2).filter(|pair| pair[1].bytes_done > bytes as u64 / 4) {
                     samples += 1;
-                    assert!(pair[0].bytes_done > bytes as u64 * 3 / 4, "window {window}: {done:?}");
+                    let lost = zero.connections()[1].unwrap().packets_lost;
+                    assert!(
+                        lost > 0 || pair[0].bytes_done > bytes as u64 * 3 / 4,
+                        "window {window}: {done:?}"
+                    );
                 }
                 tokio::task::yield_now().await;
             }
