@@ -78,6 +78,7 @@ fn predict_pass(
         return walk(problem, mesh);
     }
     let short_ranks = if at_once(mesh, strategy) == 1 { SHORT_RANKS } else { SHORT_RANKS / 4 };
+    let short_ranks = short_ranks / strategy.exchanges_of_hop();
     let short = (short_ranks / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
     let shrunk = |ring: u32| -> Result<Prediction> {
         // Each rank gets as many tokens as the rank with the most tokens: a small difference would count many times
@@ -109,7 +110,8 @@ pub fn predict_placed(
 
 /// The hops and messages of the plans, in units of the time to walk one.
 fn hops(mesh: Mesh, strategy: Strategy) -> u64 {
-    u64::from(mesh.world()) * u64::from(mesh.ring() + mesh.ulysses()) * at_once(mesh, strategy)
+    let exchanges = mesh.ring() * strategy.exchanges_of_hop() + mesh.ulysses();
+    u64::from(mesh.world()) * u64::from(exchanges) * at_once(mesh, strategy)
 }
 
 /// Refuses a walk that would take too long.

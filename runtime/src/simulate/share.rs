@@ -38,13 +38,19 @@ pub(super) struct Sender {
     pub(super) version: u32,
 }
 
-/// Messages from one rank to another leave one after the other, as over QUIC and NCCL: those that have not left, the first one first.
+/// Messages of at most so many bytes do not wait for others over QUIC.
+const SMALL_BYTES: u64 = 64 << 10;
+
+/// Messages from one rank to another leave one after the other, as over QUIC, through shared memory and by NCCL: those that have not left, the first one first.
 #[derive(Default)]
 pub(super) struct Turns(HashMap<(usize, usize), VecDeque<usize>>);
 
 impl Turns {
-    /// A message queues. Returns whether it is its turn.
+    /// A message queues. Returns whether it is its turn. Small ones do not queue.
     pub(super) fn wait(&mut self, message: &Message, flow: usize) -> bool {
+        if message.bytes <= SMALL_BYTES {
+            return true;
+        }
         let queue = self.0.entry((message.from, message.to)).or_default();
         queue.push_back(flow);
         queue.len() == 1
@@ -52,6 +58,9 @@ impl Turns {
 
     /// `message`, whose turn it was, has left. Returns the next one.
     pub(super) fn next(&mut self, message: &Message) -> Option<usize> {
+        if message.bytes <= SMALL_BYTES {
+            return None;
+        }
         let queue = self.0.get_mut(&(message.from, message.to))?;
         queue.pop_front();
         queue.front().copied()

@@ -61,6 +61,12 @@ impl Strategy {
         problem.bias_gradient && problem.query_bias().is_some() && self.moves_queries()
     }
 
+    /// The number of exchanges of a hop: streams of one direction have their own.
+    pub(crate) fn exchanges_of_hop(self) -> u32 {
+        let forwards = self.facts().streams.iter().filter(|stream| stream.forwards).count();
+        u32::try_from(forwards).expect("a few streams").max(1)
+    }
+
     /// Whether queries travel between shards, and keys stay.
     pub fn moves_queries(self) -> bool {
         self.facts().moves == Moves::Queries
