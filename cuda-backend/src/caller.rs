@@ -82,7 +82,7 @@ pub trait CudaTensor: Sized {
     /// - **`owner`** keeps the memory allocated: a handle of the caller's tensor, or an `Arc` of its storage. It is dropped when no
     ///   tensor refers to the memory and the device has done all reads of it; also other ranks of this process may read it,
     ///   after the call of this rank has returned. It is dropped on a thread of this crate; its `Drop` does not call Kyklos. One that
-    ///   blocks delays the other owners of memory of this device, and nothing else. If the device is lost, it is never dropped. After an error of this function, and for a tensor
+    ///   blocks delays the other owners of memory of this device, and its closing. If the device is lost, it is never dropped. After an error of this function, and for a tensor
     ///   without elements, it is dropped at once.
     ///
     /// # Errors

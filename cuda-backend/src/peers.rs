@@ -32,8 +32,8 @@ use waiting::{Found, Waiting};
 ///
 /// - **Memory.** What a copy reads is kept until the copy is done, also memory of a caller; if that will never be known, it is never
 ///   freed. It does not count against the limit of its device ([`CudaOptions::max_memory_bytes`](crate::CudaOptions)) once the sender
-///   needs it no more. Where the device itself is full, an allocation waits up to 2 s for messages to be taken and copied: in vain, if its
-///   thread is the one that would take them because it runs several ranks. A message that no rank takes, because the group has failed, is freed when the exchange of its receiver ends or the receiver's
+///   needs it no more. Where the device itself is full, an allocation waits up to 2 s for messages to be taken and copied. If one
+///   thread runs several ranks, nobody takes messages meanwhile, and the allocation fails after these 2 s. A message that no rank takes, because the group has failed, is freed when the exchange of its receiver ends or the receiver's
 ///   collective is dropped, or when the exchange of its sender ends before the receiver was told.
 /// - **Failure.** A device that hangs or is lost stops the ranks of other devices by the abort of the group only: their threads wait for
 ///   no lock, and their devices for no work, of that device. Whether the driver itself keeps devices apart is the driver's. What has arrived before a failure is kept for survivors, in whichever way it came.

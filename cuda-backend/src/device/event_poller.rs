@@ -43,7 +43,7 @@ struct Shared {
 struct Queue {
     streams: [VecDeque<(Arc<Event>, Callback)>; StreamKind::COUNT],
     /// Of streams that are not the backend's, in any order.
-    others: Vec<(Arc<Event>, Note)>,
+    others: Vec<(Arc<Event>, Instant, Note)>,
     closed: bool,
     /// Whether the thread has ended.
     ended: bool,
@@ -112,7 +112,7 @@ impl PollerHandle {
         event: Arc<Event>,
         callback: impl FnOnce() + Send + 'static,
     ) {
-        self.0.lock().others.push((event, Box::new(callback)));
+        self.0.lock().others.push((event, Instant::now(), Box::new(callback)));
         self.0.changed.notify_one();
     }
 }
@@ -136,17 +136,35 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the device has completed nothing since `since`, for so long that it counts as lost from now on.
+    fn is_late(&self, since: &mut Instant, after: Duration) -> bool {
+        // The device may wait for another rank. NCCL's thread ends that after the deadline of the message.
+        if self.status.awaits_messages() {
+            *since = Instant::now();
+        }
+        if since.elapsed() < after {
+            return false;
+        }
+        let text = format!(
+            "the device completed nothing for {} s: it hangs, or another process keeps it busy",
+            after.as_secs_f32()
+        );
+        self.status.mark_lost(self.status.device_error("wait for the device", &text));
+        true
+    }
+
     /// Whether one of the events of other streams is complete.
     fn poll_others(&self) -> bool {
         let others = std::mem::take(&mut self.lock().others);
         let before = others.len();
         let mut left = Vec::new();
-        for (event, callback) in others {
+        for (event, mut since, callback) in others {
             match event.is_complete() {
                 Ok(true) => callback(),
-                // One that hangs may never complete it.
-                Ok(false) if self.status.is_lost() => {}
-                Ok(false) => left.push((event, callback)),
+                // One that hangs may never complete it. A write of another device that waits for it ends before, with an error that
+                // names this one.
+                Ok(false) if self.status.is_lost() || self.is_late(&mut since, 2 * self.stuck_after) => {}
+                Ok(false) => left.push((event, since, callback)),
                 Err(error) => {
                     self.status.error("wait for a message", &error);
                 }
@@ -184,20 +202,8 @@ impl Shared {
                     continue;
                 };
                 match event.is_complete() {
-                    // The device may wait for another rank. NCCL's thread ends that after the deadline of the message.
-                    Ok(false) if self.status.awaits_messages() => {
-                        since[kind] = Instant::now();
-                        continue;
-                    }
-                    Ok(false) if since[kind].elapsed() < self.stuck_after => continue,
-                    Ok(false) => {
-                        let text = format!(
-                            "the device completed nothing for {} s: it hangs, or another process keeps it busy",
-                            self.stuck_after.as_secs_f32()
-                        );
-                        self.status.mark_lost(self.status.device_error("wait for the device", &text));
-                    }
-                    Ok(true) => {}
+                    Ok(false) if !self.is_late(&mut since[kind], self.stuck_after) => continue,
+                    Ok(_) => {}
                     Err(error) => {
                         self.status.error("wait for the device", &error);
                     }

@@ -36,9 +36,9 @@ pub(crate) struct MemoryPool {
     returned: Mutex<Vec<Allocation>>,
     /// Memory of dropped buffers, the one that was dropped first at the beginning.
     kept: Mutex<Vec<Allocation>>,
-    reclaimer: Reclaimer,
     /// Drops memory of callers. Their destructors may take long, and delay each other only.
     callers: Reclaimer,
+    reclaimer: Reclaimer,
 }
 
 fn bytes_of(kept: &[Allocation]) -> u64 {
@@ -322,7 +322,11 @@ impl Keeps for MemoryPool {
     fn free_surplus(&self) -> bool {
         let mut kept = self.kept();
         while bytes_of(&kept) > self.max_kept_bytes {
-            let idle = |allocation: &Allocation| allocation.accesses().is_idle().unwrap_or(false);
+            // The thread waits for other devices, with a bound: one that is lost never tells that it is done.
+            let idle = |allocation: &Allocation| {
+                let mut accesses = allocation.accesses();
+                !matches!(accesses.is_idle(), Ok(false)) || accesses.is_used_elsewhere()
+            };
             let Some(index) = kept.iter().position(idle) else { return !self.status.is_lost() };
             self.reclaimer.free(kept.remove(index), None);
         }

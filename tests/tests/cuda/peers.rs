@@ -32,6 +32,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         (4, 1, Strategy::Ulysses, Dtype::F32, 4),
         (2, 2, Strategy::Unified, Dtype::Bf16, 4),
         (1, 3, Strategy::TwoWay, Dtype::F16, 3),
+        (1, 3, Strategy::Pipelined, Dtype::F16, 3),
         (1, 4, Strategy::PassQ, Dtype::F32, 4),
         (1, 4, Strategy::Tree, Dtype::F32, 4),
         // The last rank is not of this process, as far as the others know.

@@ -26,6 +26,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         (1, 4, Strategy::Ring, Dtype::F32, &[Some(0), None, Some(1), Some(2)][..]),
         (1, 4, Strategy::Ring, Dtype::Bf16, &[None, Some(0), Some(1), None]),
         (1, 3, Strategy::TwoWay, Dtype::F16, &[Some(0), Some(1), None]),
+        (1, 3, Strategy::Pipelined, Dtype::F16, &[Some(0), None, Some(1)]),
         (2, 2, Strategy::Unified, Dtype::Bf16, &[Some(0), Some(1), None, Some(2)]),
         (4, 1, Strategy::Ulysses, Dtype::F32, &[None, Some(0), None, Some(1)]),
         (1, 4, Strategy::PassQ, Dtype::F32, &[Some(0), None, Some(1), Some(2)]),

@@ -61,6 +61,7 @@ fn right() -> Vec<Scenario> {
         (4, 1, Strategy::Ulysses, Dtype::F32),
         (2, 3, Strategy::Unified, Dtype::Bf16),
         (1, 3, Strategy::TwoWay, Dtype::F16),
+        (1, 3, Strategy::Pipelined, Dtype::Bf16),
         (1, 4, Strategy::PassQ, Dtype::F32),
         (1, 4, Strategy::Tree, Dtype::F32),
     ] {
