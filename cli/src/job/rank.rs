@@ -382,7 +382,7 @@ fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device, flight: &Flig
         ..SessionOptions::default()
     };
     let (session, agreed) = job.runs.ways.open(transport, device, options)?;
-    if let Some(AgreedWays { ways, nccl }) = agreed {
+    if let Some(AgreedWays { ways, nccl, .. }) = agreed {
         flight.messages_go(ways, nccl);
     }
     Ok(session)

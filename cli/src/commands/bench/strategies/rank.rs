@@ -98,8 +98,8 @@ impl<'a> RankWork<'a> {
         let run = RunOptions { observer: starts.clone(), ..quiet() };
         let options = SessionOptions { deadline: bench.deadline, run, ..SessionOptions::default() };
         let (session, agreed) = bench.ways.open(transport, device, options)?;
-        // Copies from device to device are not.
-        let counts_links = agreed.as_ref().is_none_or(|agreed| agreed.nccl.is_some());
+        let counts_links =
+            agreed.as_ref().is_none_or(|agreed| agreed.nccl.is_some() || !agreed.between_devices);
         let messages = agreed.map_or_else(|| "host memory".to_owned(), |agreed| agreed.ways);
         Ok(Self { bench, here, session, starts, labels, messages, counts_links, known: BTreeSet::new() })
     }
