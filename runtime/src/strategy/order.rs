@@ -66,7 +66,7 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &Strate
     let unit = TILE_KEYS * u32::try_from(parts.max(runs)).expect("a shard has a few parts");
     let fits = keys.is_multiple_of(unit);
     if !fits && parts > 1 && shape != ShardShape::ManyRuns {
-        return "its parts of shards cannot all be on that grid: use another strategy".into();
+        return "a part of a shard that is sent would end inside a tile: use another strategy".into();
     }
     if !fits && shape == ShardShape::TwoRuns || shape == ShardShape::ManyRuns {
         return "use contiguous placement".into();
