@@ -220,13 +220,18 @@ impl tracing::Subscriber for Spans {
 
 #[test]
 fn spans_lead_from_a_step_to_its_chunks() {
+    let message = || {
+        runtime().block_on(async {
+            let [zero, one] = pair([2, 2]).await.map(Result::unwrap);
+            send(&zero, &one, 1 << 20).instrument(tracing::info_span!("step")).await;
+            close(zero, one).await;
+        });
+    };
+    // A span that another test enters for the first time while the subscriber is set may stay off for ever.
+    message();
     let spans = Spans::default();
     let _seen = tracing::subscriber::set_default(spans.clone());
-    runtime().block_on(async {
-        let [zero, one] = pair([2, 2]).await.map(Result::unwrap);
-        send(&zero, &one, 1 << 20).instrument(tracing::info_span!("step")).await;
-        close(zero, one).await;
-    });
+    message();
     let seen = spans.0.lock().unwrap();
     let count = |name, parent| seen.all.iter().filter(|span| **span == (name, Some(parent))).count();
     assert_eq!((count("send", "step"), count("receive", "step")), (1, 1));
