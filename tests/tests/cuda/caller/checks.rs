@@ -111,11 +111,12 @@ pub(super) fn bad_owners() {
     let (working, its_context) = (device.clone(), context.clone());
     std::thread::spawn(move || {
         block_on(working.wait()).unwrap();
-        let before = its_context.used_bytes();
-        let large = working.alloc("more than is kept", 24 << 20).unwrap();
-        assert!(its_context.used_bytes() >= before + (24 << 20));
+        let bytes = 24 << 20;
+        let large = working.alloc("more than is kept", bytes).unwrap();
+        // Memory of the first owner may be freed meanwhile, which is much less.
+        let used = its_context.used_bytes();
         drop(large);
-        while its_context.used_bytes() > before {
+        while its_context.used_bytes() > used - bytes {
             std::thread::sleep(Duration::from_millis(1));
         }
         done.send(()).unwrap();
