@@ -221,6 +221,7 @@ fn when_one_rank_is_killed_the_others_end_and_name_it() {
     eprintln!("{}", lines.join("\n"));
     assert_eq!(code, Some(1));
     assert!(took < Duration::from_secs(60), "{took:?}");
+    let mut computed = true;
     for rank in [0, 1, 3] {
         let prefix = format!("[{rank}] error: ");
         let line = lines
@@ -230,8 +231,10 @@ fn when_one_rank_is_killed_the_others_end_and_name_it() {
         for word in ["rank 2 died", "step"] {
             assert!(line.contains(word), "`{word}` is not in: {line}");
         }
+        computed &= line.contains("(attend");
     }
-    assert!(lines.iter().any(|line| line.contains("bytes")), "{lines:#?}");
+    // Who waits for a message says how far it is. On a loaded machine a step takes longer than rank 2 is waited for, and nobody waits yet.
+    assert!(computed || lines.iter().any(|line| line.contains("bytes")), "{lines:#?}");
     assert!(lines.iter().any(|line| line.starts_with("launch: rank 2 ended")), "{lines:#?}");
 }
 
