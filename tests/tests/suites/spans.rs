@@ -126,9 +126,11 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
     let run = RunOptions { observer, ..RunOptions::default() };
     let options = SessionOptions { deadline: Duration::from_secs(20), run, ..SessionOptions::default() };
     let spans: Vec<Spans> = group.iter().map(|_| Spans::default()).collect();
+    // Made before any rank runs: while there is only one, a span that another test enters first stays off for ever.
+    let subscribers: Vec<_> = spans.iter().cloned().map(tracing::Dispatch::new).collect();
     let ended = on_threads(group, |transport| {
         let part = shard(world, transport.rank(), &tensors).unwrap();
-        let spans = spans[transport.rank().0 as usize].clone();
+        let subscriber = &subscribers[transport.rank().0 as usize];
         let mut session = Session::with_options(transport, Device::cpu(), options.clone());
         let runs = async {
             let mut inputs = session.load(&plans, part).await?;
@@ -137,7 +139,7 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
             }
             Ok::<(), kyklos::Error>(())
         };
-        tracing::subscriber::with_default(spans, || pollster::block_on(runs).is_ok())
+        tracing::dispatcher::with_default(subscriber, || pollster::block_on(runs).is_ok())
     });
     drop(options);
     let seen = |spans: &Spans| {

@@ -187,13 +187,17 @@ fn partial_halves<S: Simd>(rest: &[u16]) -> S::u16s {
 /// Where each element of a row is in the order of words.
 #[inline(always)]
 pub(super) fn order_of_words<S: Simd>(elements: usize, dtype: Dtype) -> impl Iterator<Item = usize> {
-    let in_order = dtype == Dtype::F16 && f16_in_order::<S>();
-    let per_word = if in_order { 1 } else { 4 / dtype.bytes() };
+    let per_word = if in_order::<S>(dtype) { 1 } else { 4 / dtype.bytes() };
     let vector = per_word * S::F32_LANES;
     (0..elements).map(move |element| {
         let (first, within) = (element / vector * vector, element % vector);
         first + within % per_word * S::F32_LANES + within / per_word
     })
+}
+
+/// Whether the order of words is that in memory.
+pub(super) fn in_order<S: Simd>(dtype: Dtype) -> bool {
+    dtype == Dtype::F32 || dtype == Dtype::F16 && f16_in_order::<S>()
 }
 
 /// Whether the instruction set converts f16, so that their order is that in memory.

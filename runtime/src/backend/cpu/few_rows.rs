@@ -10,7 +10,7 @@ mod vectors;
 use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
-use rayon::iter::{IntoParallelRefMutIterator, ParallelIterator};
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::CpuBackend;
 use super::call::Call;
@@ -19,7 +19,8 @@ use super::kernel::alone;
 use super::scratch::Scratch;
 use crate::backend::{Control, StateShape, yield_now};
 use crate::{MaskClass, Result};
-use rows::{Parts, States};
+pub(super) use rows::States;
+use rows::{Parts, Queries};
 use tile::{Add, Scores, Tile, Weigh};
 
 /// Whether this path takes the call. In a fixed order no sum may depend on the number of rows, which the mesh decides.
@@ -39,33 +40,38 @@ pub(super) async fn attend(
 ) -> Result<()> {
     let StateShape { rows, heads, dim, .. } = shape;
     let parts = &Parts::new(kv_head_of, rows);
-    let mut stretches = stretches(call, shape, parts);
+    let pack = |batch| backend.level.dispatch(Pack { call, parts, batch, rows });
+    let queries: Vec<Queries> = (0..shape.batch).map(pack).collect();
+    let stretches = stretches(call, shape, parts);
     let keys = stretches.first().map_or(1, |stretch| stretch.tiles.len() * call.work.tile.kv_cols as usize);
     let cost = keys * dim * 2 * parts.all.iter().map(|part| part.count.max(8)).sum::<usize>();
     let at_once = backend.threads() * (PIECE_COST / cost).max(1);
-    for piece in stretches.chunks_mut(at_once) {
-        backend.install(|| {
-            piece.par_iter_mut().for_each(|stretch| {
-                let mut scratch = backend.scratch.take();
-                backend.level.dispatch(Run { call, parts, stretch, scratch: &mut scratch });
-                backend.scratch.give(scratch);
-            });
-        });
+    for piece in stretches.chunks(at_once) {
+        let run = |stretch: &Stretch<'_>| {
+            let (mut scratch, mut states) = (backend.scratch.take(), backend.few_rows.take());
+            let queries = &queries[stretch.batch];
+            let run = Run { call, parts, queries, stretch, scratch: &mut scratch, states: &mut states };
+            backend.level.dispatch(run);
+            backend.scratch.give(scratch);
+            states
+        };
+        let states: Vec<States> = backend.install(|| piece.par_iter().map(run).collect());
+        // In the order of the keys, whichever thread computed them.
+        for (stretch, states) in piece.iter().zip(states) {
+            for part in &parts.all {
+                for index in 0..part.count {
+                    let (m, l, o) = states.of(part.first + index);
+                    let (head, row) = (part.heads[index / rows], index % rows);
+                    let ml = &mut ml[((stretch.batch * heads + head) * rows + row) * 2..];
+                    let ml = ml.first_chunk_mut().expect("the state has m and l of each row");
+                    let a = &mut a[((stretch.batch * rows + row) * heads + head) * dim..][..dim];
+                    Merge::of(ml, m, l).apply(a, &o[..dim]);
+                }
+            }
+            backend.few_rows.give(states);
+        }
         control.piece_done()?;
         yield_now().await;
-    }
-    // In the order of the keys, whichever thread computed them.
-    for stretch in &stretches {
-        for part in &parts.all {
-            for index in 0..part.count {
-                let (m, l, o) = stretch.states.of(part.first + index);
-                let (head, row) = (part.heads[index / rows], index % rows);
-                let ml = &mut ml[((stretch.batch * heads + head) * rows + row) * 2..];
-                let ml = ml.first_chunk_mut().expect("the state has m and l of each row");
-                let a = &mut a[((stretch.batch * rows + row) * heads + head) * dim..][..dim];
-                Merge::of(ml, m, l).apply(a, &o[..dim]);
-            }
-        }
     }
     Ok(())
 }
@@ -76,7 +82,6 @@ struct Stretch<'a> {
     batch: usize,
     rows: usize,
     tiles: Range<u32>,
-    states: States,
 }
 
 /// The stretches, cut at keys that do not depend on the machine: neither do results. Those without a visible key are left out.
@@ -97,48 +102,68 @@ fn stretches<'a>(call: &Call<'a>, shape: StateShape, parts: &Parts) -> Vec<Stret
                 .iter()
                 .any(|run| run.kv_tile < tiles.end && run.kv_tile + run.count > tiles.start && run.count > 0);
             if seen {
-                stretches.push(Stretch { class, batch, rows: shape.rows, tiles, states: States::default() });
+                stretches.push(Stretch { class, batch, rows: shape.rows, tiles });
             }
         }
     }
     stretches
 }
 
-struct Run<'r, 'a> {
+struct Pack<'r> {
     call: &'r Call<'r>,
     parts: &'r Parts,
-    stretch: &'r mut Stretch<'a>,
-    scratch: &'r mut Scratch,
+    batch: usize,
+    rows: usize,
 }
 
-impl WithSimd for Run<'_, '_> {
+impl WithSimd for Pack<'_> {
+    type Output = Queries;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Queries {
+        Queries::pack::<S>(self.call, self.batch, self.rows, self.parts)
+    }
+}
+
+struct Run<'r> {
+    call: &'r Call<'r>,
+    parts: &'r Parts,
+    queries: &'r Queries,
+    stretch: &'r Stretch<'r>,
+    scratch: &'r mut Scratch,
+    states: &'r mut States,
+}
+
+impl WithSimd for Run<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Run { call, parts, stretch, scratch } = self;
-        let Stretch { class, batch, rows, tiles, states } = stretch;
-        states.begin::<S>(call, *batch, *rows, parts, &mut scratch.row);
+        let Run { call, parts, queries, stretch, scratch, states } = self;
+        let Stretch { class, batch, rows, tiles } = stretch;
+        let Scratch { scores, terms, row: space, .. } = scratch;
+        states.begin(queries, parts);
         for run in &class.runs {
             let last = (run.kv_tile + run.count).min(tiles.end);
             for tile in run.kv_tile.max(tiles.start)..last {
                 let spans = if run.full { None } else { Some(&class.rows[..]) };
                 let positions = call.positions(tile);
                 let first = tile as usize * call.work.tile.kv_cols as usize;
-                let tile = Tile { call, parts, batch: *batch, rows: *rows, first, positions, spans };
-                let terms = &mut scratch.terms;
+                let tile =
+                    &Tile { call, parts, batch: *batch, queries, rows: *rows, first, positions, spans };
                 match call.bf16 {
-                    None => alone(simd, Scores { simd, tile: &tile, states }),
-                    Some(words) => words.alone(simd, Scores { simd, tile: &tile, states }),
+                    None => alone(simd, Scores { simd, tile, scores }),
+                    Some(words) => words.alone(simd, Scores { simd, tile, scores }),
                 }
-                alone(simd, Weigh { simd, tile: &tile, states, terms });
+                let weights = &mut scores[..];
+                alone(simd, Weigh { simd, tile, weights, states, terms });
                 match call.bf16 {
-                    None => alone(simd, Add { simd, tile: &tile, states, terms }),
-                    Some(words) => words.alone(simd, Add { simd, tile: &tile, states, terms }),
+                    None => alone(simd, Add { simd, tile, weights, states, terms }),
+                    Some(words) => words.alone(simd, Add { simd, tile, weights, states, terms }),
                 }
             }
         }
-        states.finish::<S>(call, &mut scratch.row);
+        states.finish::<S>(call, space);
     }
 }
 

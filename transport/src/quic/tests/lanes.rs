@@ -224,10 +224,14 @@ fn spans_lead_from_a_step_to_its_chunks() {
             close(zero, one).await;
         });
     };
-    // A span that another test enters for the first time while the subscriber is set may stay off for ever.
-    message();
+    // With one subscriber, a span that another test's thread enters first stays off for ever: that thread has none. With
+    // two, all of them are asked. A span whose first use was under way meanwhile is asked again after the first message.
+    let _another = tracing::Dispatch::new(Spans::default());
     let spans = Spans::default();
     let _seen = tracing::subscriber::set_default(spans.clone());
+    message();
+    tracing::callsite::rebuild_interest_cache();
+    *spans.0.lock().unwrap() = Seen::default();
     message();
     let seen = spans.0.lock().unwrap();
     let count = |name, parent| seen.all.iter().filter(|span| **span == (name, Some(parent))).count();

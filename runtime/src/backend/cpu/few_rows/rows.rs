@@ -3,7 +3,7 @@
 use pulp::Simd;
 
 use super::super::call::Call;
-use super::super::elements::order_of_words;
+use super::super::elements::{in_order, order_of_words};
 use super::super::scratch::{Line, floats, floats_mut, grow};
 use crate::backend::EMPTY_M;
 
@@ -41,70 +41,84 @@ impl Parts {
     }
 }
 
-/// The rows of all parts. Contents of places without a row are unspecified.
-#[derive(Default)]
-pub(super) struct States {
+/// The packed queries of a batch entry. Contents of places without a row are unspecified, here and in [`States`].
+pub(super) struct Queries {
+    /// `[place][words]`, in the order of words of K: queries, scaled so that scores are base-2 logits; with a softcap, the argument of its
+    /// tanh. In words they are not scaled.
+    q: Vec<Line>,
+    /// Elements of a row in `q`: whole vectors of words.
+    words: usize,
+    /// Those of a row of [`States`].
+    padded: usize,
+}
+
+impl Queries {
+    #[inline(always)]
+    pub(super) fn pack<S: Simd>(call: &Call<'_>, batch: usize, rows: usize, parts: &Parts) -> Self {
+        let per_word = 4 / call.k.dtype().bytes();
+        let padded = call.dim.next_multiple_of(per_word * S::F32_LANES);
+        let words = padded / call.elements_in_word();
+        let mut lines = Vec::new();
+        grow(&mut lines, parts.places * words);
+        let mut space = vec![0.0; words];
+        let factor = call.query_factor();
+        for part in &parts.all {
+            let rows = part.heads.iter().flat_map(|head| (0..rows).map(move |row| (*head, row)));
+            let q = &mut floats_mut(&mut lines)[part.first * words..];
+            for ((head, row), into) in rows.zip(q.chunks_exact_mut(words)) {
+                call.q.copy_row([batch, row, head], &mut space[..call.words()]);
+                if call.bf16.is_some() {
+                    into.copy_from_slice(&space);
+                    continue;
+                }
+                for (at, q) in order_of_words::<S>(words, call.k.dtype()).zip(&space) {
+                    into[at] = q * factor;
+                }
+            }
+        }
+        Self { q: lines, words, padded }
+    }
+
+    /// Those from a place on, and the elements of each.
+    pub(super) fn from(&self, place: usize) -> (&[f32], usize) {
+        (&floats(&self.q)[place * self.words..], self.words)
+    }
+}
+
+/// The running state of the rows of all parts over some keys.
+#[derive(Debug, Default)]
+pub(in super::super) struct States {
     /// Elements of a row in `o`: whole vectors of words.
     pub(super) padded: usize,
-    /// Those in `q`: in words, half as many.
-    pub(super) q_padded: usize,
-    /// `[place][q_padded]`, in the order of words of K: queries, scaled so that scores are base-2 logits; with a softcap, the argument of
-    /// its tanh. In words they are not scaled.
-    pub(super) q: Vec<Line>,
     /// `[place][padded]`, un-normalised; in the order of words of V, until the end.
     pub(super) o: Vec<Line>,
-    /// Scores, then weights, of the keys of a tile: `[place][key]`.
-    pub(super) weights: Vec<Line>,
     /// In base-2 units.
     pub(super) m: Vec<f32>,
     pub(super) l: Vec<f32>,
 }
 
 impl States {
-    /// Packs the queries, and starts empty states.
-    #[inline(always)]
-    pub(super) fn begin<S: Simd>(
-        &mut self,
-        call: &Call<'_>,
-        batch: usize,
-        rows: usize,
-        parts: &Parts,
-        space: &mut Vec<Line>,
-    ) {
-        let per_word = 4 / call.k.dtype().bytes();
-        self.padded = call.dim.next_multiple_of(per_word * S::F32_LANES);
-        self.q_padded = self.padded / call.elements_in_word();
-        let padded = self.q_padded;
-        self.m = vec![EMPTY_M; parts.places];
-        self.l = vec![0.0; parts.places];
-        grow(&mut self.q, parts.places * padded);
+    /// Starts empty states.
+    pub(super) fn begin(&mut self, queries: &Queries, parts: &Parts) {
+        self.padded = queries.padded;
+        self.m.clear();
+        self.m.resize(parts.places, EMPTY_M);
+        self.l.clear();
+        self.l.resize(parts.places, 0.0);
         grow(&mut self.o, parts.places * self.padded);
-        grow(space, self.padded);
-        let space = &mut floats_mut(space)[..padded];
-        space.fill(0.0);
-        let factor = call.query_factor();
-        for part in &parts.all {
-            let rows = part.heads.iter().flat_map(|head| (0..rows).map(move |row| (*head, row)));
-            let q = &mut floats_mut(&mut self.q)[part.first * padded..];
-            for ((head, row), into) in rows.zip(q.chunks_exact_mut(padded)) {
-                call.q.copy_row([batch, row, head], &mut space[..call.words()]);
-                if call.bf16.is_some() {
-                    into.copy_from_slice(space);
-                    continue;
-                }
-                for (at, q) in order_of_words::<S>(padded, call.k.dtype()).zip(&*space) {
-                    into[at] = q * factor;
-                }
-            }
-        }
+        floats_mut(&mut self.o)[..parts.places * self.padded].fill(0.0);
     }
 
     /// Puts the elements of `o` in their own order.
     #[inline(always)]
-    pub(super) fn finish<S: Simd>(&mut self, call: &Call<'_>, space: &mut [Line]) {
+    pub(super) fn finish<S: Simd>(&mut self, call: &Call<'_>, space: &mut Vec<Line>) {
+        if in_order::<S>(call.v.dtype()) {
+            return;
+        }
         let padded = self.padded;
+        grow(space, padded);
         let space = &mut floats_mut(space)[..padded];
-        for o in floats_mut(&mut self.o).chunks_exact_mut(padded) {
+        for o in floats_mut(&mut self.o).chunks_exact_mut(padded).take(self.m.len()) {
             space.copy_from_slice(o);
             for (at, o) in order_of_words::<S>(padded, call.v.dtype()).zip(o) {
                 *o = space[at];

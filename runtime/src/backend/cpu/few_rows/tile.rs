@@ -13,7 +13,7 @@ use super::super::elements::{Bf16, Bf16Words, Element, F16, F32};
 use super::super::exp::tanh;
 use super::super::product::{Floats, Product, WithProduct};
 use super::super::scratch::{Line, floats, floats_mut, grow};
-use super::rows::{GROUP, KEYS, Part, Parts, States};
+use super::rows::{GROUP, KEYS, Part, Parts, Queries, States};
 use super::values::{OfFloats, OfWords, WeightedSum};
 use super::vectors::{FewKeys, score, weigh};
 use crate::{Dtype, RowSpan};
@@ -22,6 +22,7 @@ pub(super) struct Tile<'t> {
     pub(super) call: &'t Call<'t>,
     pub(super) parts: &'t Parts,
     pub(super) batch: usize,
+    pub(super) queries: &'t Queries,
     pub(super) rows: usize,
     /// The index of its first key.
     pub(super) first: usize,
@@ -34,13 +35,16 @@ pub(super) struct Tile<'t> {
 pub(super) struct Scores<'a, 't, S> {
     pub(super) simd: S,
     pub(super) tile: &'a Tile<'t>,
-    pub(super) states: &'a mut States,
+    /// `[place][key]`.
+    pub(super) scores: &'a mut Vec<Line>,
 }
 
 /// Makes weights of the scores.
 pub(super) struct Weigh<'a, 't, S> {
     pub(super) simd: S,
     pub(super) tile: &'a Tile<'t>,
+    /// Scores; then weights.
+    pub(super) weights: &'a mut [Line],
     pub(super) states: &'a mut States,
     pub(super) terms: &'a mut Vec<Line>,
 }
@@ -49,6 +53,7 @@ pub(super) struct Weigh<'a, 't, S> {
 pub(super) struct Add<'a, 't, S> {
     pub(super) simd: S,
     pub(super) tile: &'a Tile<'t>,
+    pub(super) weights: &'a [Line],
     pub(super) states: &'a mut States,
     pub(super) terms: &'a mut Vec<Line>,
 }
@@ -58,11 +63,11 @@ impl<S: Simd> WithSimd for Scores<'_, '_, S> {
 
     #[inline(always)]
     fn with_simd<T: Simd>(self, _: T) {
-        let Self { simd, tile, states } = self;
+        let Self { simd, tile, scores } = self;
         match tile.call.k.dtype() {
-            Dtype::F32 => tile.scores::<S, F32, Floats, 1>(simd, Floats, states),
-            Dtype::F16 => tile.scores::<S, F16, Floats, 2>(simd, Floats, states),
-            Dtype::Bf16 => tile.scores::<S, Bf16, Floats, 2>(simd, Floats, states),
+            Dtype::F32 => tile.scores::<S, F32, Floats, 1>(simd, Floats, scores),
+            Dtype::F16 => tile.scores::<S, F16, Floats, 2>(simd, Floats, scores),
+            Dtype::Bf16 => tile.scores::<S, Bf16, Floats, 2>(simd, Floats, scores),
         }
     }
 }
@@ -70,7 +75,7 @@ impl<S: Simd> WithSimd for Scores<'_, '_, S> {
 impl<S: Simd> WithProduct for Scores<'_, '_, S> {
     #[inline(always)]
     fn with_product<T: Simd, P: Product>(self, _: T, product: P) {
-        self.tile.scores::<S, Bf16Words, P, 1>(self.simd, product, self.states);
+        self.tile.scores::<S, Bf16Words, P, 1>(self.simd, product, self.scores);
     }
 }
 
@@ -79,7 +84,7 @@ impl<S: Simd> WithSimd for Weigh<'_, '_, S> {
 
     #[inline(always)]
     fn with_simd<T: Simd>(self, _: T) {
-        self.tile.weigh(self.simd, self.states, self.terms);
+        self.tile.weigh(self.simd, self.weights, self.states, self.terms);
     }
 }
 
@@ -88,11 +93,11 @@ impl<S: Simd> WithSimd for Add<'_, '_, S> {
 
     #[inline(always)]
     fn with_simd<T: Simd>(self, _: T) {
-        let Self { simd, tile, states, terms } = self;
+        let Self { simd, tile, weights, states, terms } = self;
         match tile.call.v.dtype() {
-            Dtype::F32 => tile.add::<S, _, 1>(simd, OfFloats::<F32, 1>::default(), states, terms),
-            Dtype::F16 => tile.add::<S, _, 2>(simd, OfFloats::<F16, 2>::default(), states, terms),
-            Dtype::Bf16 => tile.add::<S, _, 2>(simd, OfFloats::<Bf16, 2>::default(), states, terms),
+            Dtype::F32 => tile.add::<S, _, 1>(simd, OfFloats::<F32, 1>::default(), weights, states, terms),
+            Dtype::F16 => tile.add::<S, _, 2>(simd, OfFloats::<F16, 2>::default(), weights, states, terms),
+            Dtype::Bf16 => tile.add::<S, _, 2>(simd, OfFloats::<Bf16, 2>::default(), weights, states, terms),
         }
     }
 }
@@ -100,7 +105,7 @@ impl<S: Simd> WithSimd for Add<'_, '_, S> {
 impl<S: Simd> WithProduct for Add<'_, '_, S> {
     #[inline(always)]
     fn with_product<T: Simd, P: Product>(self, _: T, product: P) {
-        self.tile.add::<S, _, 2>(self.simd, OfWords(product), self.states, self.terms);
+        self.tile.add::<S, _, 2>(self.simd, OfWords(product), self.weights, self.states, self.terms);
     }
 }
 
@@ -115,18 +120,18 @@ impl Tile<'_> {
         &self,
         simd: S,
         product: P,
-        states: &mut States,
+        scores: &mut Vec<Line>,
     ) {
-        let (call, width, padded) = (self.call, self.width::<S>(), states.q_padded);
-        grow(&mut states.weights, self.parts.places * width);
-        let (q, scores) = (floats(&states.q), floats_mut(&mut states.weights));
+        let (call, width) = (self.call, self.width::<S>());
+        grow(scores, self.parts.places * width);
+        let scores = floats_mut(scores);
         let factor = if call.bf16.is_some() { call.query_factor() } else { 1.0 };
         for keys in self.few_keys() {
             for part in &self.parts.all {
                 let first = [self.batch, self.first + keys.start, part.kv_head];
                 let rows = call.k.in_place(first, call.dim);
                 let of_part = &FewKeys { rows, count: keys.len() };
-                let q = &q[part.first * padded..];
+                let (q, padded) = self.queries.from(part.first);
                 let scores = &mut scores[part.first * width + keys.start..];
                 if part.count == 1 {
                     if S::REGISTER_COUNT >= 32 {
@@ -169,14 +174,14 @@ impl Tile<'_> {
     }
 
     #[inline(always)]
-    fn weigh<S: Simd>(&self, simd: S, states: &mut States, terms: &mut Vec<Line>) {
+    fn weigh<S: Simd>(&self, simd: S, scores: &mut [Line], states: &mut States, terms: &mut Vec<Line>) {
         let &Self { call, positions, spans, rows, .. } = self;
         let (padded, width) = (states.padded, self.width::<S>());
         for part in &self.parts.all {
             let terms = self.terms(part, terms);
             for index in 0..part.count {
                 let place = part.first + index;
-                let scores = &mut floats_mut(&mut states.weights)[place * width..][..width];
+                let scores = &mut floats_mut(scores)[place * width..][..width];
                 if let Some(cap) = call.softcap {
                     let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
                     for s in S::as_mut_simd_f32s(scores).0 {
@@ -209,6 +214,7 @@ impl Tile<'_> {
         &self,
         simd: S,
         sum: W,
+        weights: &[Line],
         states: &mut States,
         terms: &mut Vec<Line>,
     ) {
@@ -220,10 +226,10 @@ impl Tile<'_> {
                 let rows = call.v.in_place(first, call.dim);
                 let values = &FewKeys { rows, count: keys.len() };
                 if some_hidden && !values.rows.are_finite::<W::Of, N>(keys.len()) {
-                    self.add_seen(simd, sum, part, states, &keys, values, terms);
+                    self.add_seen(simd, sum, part, weights, states, &keys, values, terms);
                     continue;
                 }
-                let weights = &floats(&states.weights)[part.first * width + keys.start..];
+                let weights = &floats(weights)[part.first * width + keys.start..];
                 let o = &mut floats_mut(&mut states.o)[part.first * padded..];
                 if part.count == 1 {
                     sum.add::<S, 1>(simd, &mut o[..padded], weights, width, values);
@@ -245,6 +251,7 @@ impl Tile<'_> {
         simd: S,
         sum: W,
         part: &Part,
+        weights: &[Line],
         states: &mut States,
         keys: &Range<usize>,
         values: &FewKeys<'_, <W::Of as Element<N>>::Stored>,
@@ -261,7 +268,7 @@ impl Tile<'_> {
             }
             let place = part.first + index;
             let o = &mut floats_mut(&mut states.o)[place * padded..][..padded];
-            let weights = &floats(&states.weights)[place * width + keys.start..];
+            let weights = &floats(weights)[place * width + keys.start..];
             sum.add_seen(simd, o, weights, values, &seen);
         }
     }
