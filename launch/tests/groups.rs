@@ -1,8 +1,10 @@
 //! Groups that form by the options of this library. Every rank has its own thread.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+#[path = "../../tests/free_address.rs"]
+mod free_address;
+
 use std::fmt::Display;
-use std::net::{Ipv4Addr, UdpSocket};
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::thread;
@@ -12,12 +14,9 @@ use kyklos_launch::{Error, OptionName, Options, Remedy, SecretText, Wording};
 use kyklos_transport::quic::{ClusterAuthority, Invitation, InvitationTerms, JobId};
 use kyklos_transport::{Rank, Reformed, Tag};
 
-const LIMIT: Duration = Duration::from_secs(20);
+use free_address::free_address;
 
-/// An unused address on loopback.
-fn free_address() -> String {
-    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().to_string()
-}
+const LIMIT: Duration = Duration::from_secs(20);
 
 fn join_all(all: Vec<Options>) -> Vec<Reformed> {
     let joining: Vec<_> = all.into_iter().map(|options| thread::spawn(move || options.join())).collect();
@@ -65,7 +64,7 @@ fn identity_files(folder: &Path, world: u32) {
 fn ranks_with_identity_files_form_a_group() {
     let folder = tempfile::tempdir().unwrap();
     identity_files(folder.path(), 3);
-    let coordinator = free_address();
+    let coordinator = free_address().to_string();
     let options = |rank| Options {
         rank: Some(rank),
         world: NonZeroU32::new(3),
@@ -97,7 +96,7 @@ fn a_cluster_file_gives_world_and_coordinator() {
 #[test]
 fn ranks_with_a_token_get_their_ranks_from_rank_0() {
     let folder = tempfile::tempdir().unwrap();
-    let coordinator = free_address();
+    let coordinator = free_address().to_string();
     let terms =
         InvitationTerms { place: &coordinator, world: 3, job: "train", valid: Duration::from_secs(60) };
     let invitation = Invitation::new(&terms).unwrap();

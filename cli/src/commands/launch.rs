@@ -2,10 +2,11 @@
 
 mod ended;
 mod job;
+mod port;
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::Ipv4Addr;
 use std::num::NonZeroU32;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use self::ended::Ended;
 use self::job::Job;
+use self::port::free_port;
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::group::identity_on_stdin;
 use crate::interrupt::{self, EXIT_INTERRUPTED, LAST_LINE};
@@ -107,14 +109,6 @@ fn run_once(
         children.take(rank, start(rank, false)?);
     }
     Ok(children.watch(interrupted, asked, on_loss, &start))
-}
-
-/// A free UDP port of the loopback interface.
-fn free_port() -> Result<u16> {
-    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
-        .and_then(|socket| socket.local_addr())
-        .map(|address| address.port())
-        .map_err(|error| Failure::run(format!("cannot find a free port on loopback: {error}")))
 }
 
 /// The processes of the job. Dropping them ends them.

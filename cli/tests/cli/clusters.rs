@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, Subject, Validity};
 
+use crate::free_address::free_address;
 use crate::support::*;
 
 pub(crate) const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
@@ -21,13 +22,11 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     pub(crate) fn new() -> Self {
-        Self::at(0)
+        Self::at(free_address().port())
     }
 
     fn at(port: u16) -> Self {
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, port)).unwrap();
-        let cluster =
-            Self { folder: tempfile::tempdir().unwrap(), port: socket.local_addr().unwrap().port() };
+        let cluster = Self { folder: tempfile::tempdir().unwrap(), port };
         cluster.certs("init");
         cluster
     }

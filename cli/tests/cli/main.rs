@@ -16,6 +16,8 @@ mod doctor;
 mod errors;
 mod files;
 mod forming;
+#[path = "../../../tests/free_address.rs"]
+mod free_address;
 mod gradients;
 mod hostile_files;
 mod launch;

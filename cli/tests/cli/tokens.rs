@@ -1,10 +1,10 @@
 //! Groups of processes that form by a token. No file is copied from one host to another.
 
-use std::net::{Ipv4Addr, UdpSocket};
 use std::path::PathBuf;
 use std::process::{Child, Output, Stdio};
 use std::time::Duration;
 
+use crate::free_address::free_address;
 use crate::support::*;
 
 const ATTEND: &str = "attend --shape 1,256,4,2,64 --mask causal --device cpu --verify --json";
@@ -18,9 +18,7 @@ struct Hosts {
 impl Hosts {
     /// Rank 0 invites two other ranks.
     fn new() -> Self {
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let address = socket.local_addr().unwrap().to_string();
-        drop(socket);
+        let address = free_address().to_string();
         let root = tempfile::tempdir().unwrap();
         (0..3).for_each(|host| std::fs::create_dir(root.path().join(host.to_string())).unwrap());
         let mut command =

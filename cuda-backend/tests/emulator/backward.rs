@@ -5,6 +5,7 @@ use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleMask;
 
+use crate::amount::amount;
 use crate::backward_call::{BackwardCall, NanCall, every_bias, gives_nothing, plain, without_finite_logits};
 use crate::job::Timing;
 use crate::parallel::in_parallel;
@@ -12,7 +13,7 @@ use crate::program::emulator;
 
 /// Whether all tests run in full.
 fn everything() -> bool {
-    std::env::var("KYKLOS_TESTS").is_ok_and(|tests| tests == "all")
+    amount(false, true)
 }
 
 /// Compares calls with the oracle and lists all that failed.

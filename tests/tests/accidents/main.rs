@@ -16,6 +16,8 @@ mod amount;
 #[path = "../common/mod.rs"]
 mod common;
 mod finish;
+#[path = "../../free_address.rs"]
+mod free_address;
 mod network;
 mod processes;
 mod rank;

@@ -1,7 +1,7 @@
 //! Ranks as processes: start, orders, stop and kill.
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
 
+use crate::free_address::free_address;
 use crate::rank::{FOLDER, Link, MARK, Order, identity_file, result_file};
 use crate::router::Router;
 use crate::work::Work;
@@ -196,9 +197,7 @@ impl Group {
         // The survivors may have formed a group in between.
         self.epoch += 2;
         // A closed rank keeps its port for a short time, for its last packets.
-        let socket = UdpSocket::bind((self.address(0), 0)).unwrap();
-        let coordinator = socket.local_addr().unwrap();
-        drop(socket);
+        let coordinator = SocketAddr::from((self.address(0), free_address().port()));
         let router = behind.map(|_| Router::new(coordinator));
         for rank in 0..work.ranks() {
             let _ = std::fs::remove_file(result_file(self.folder.path(), rank));

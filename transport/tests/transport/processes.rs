@@ -1,6 +1,6 @@
 //! Ranks as separate processes, and what the survivors report when one is killed.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use kyklos_transport::quic::{
 use kyklos_transport::{AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
 use pollster::block_on;
 
-use crate::common::over_quic;
+use crate::common::{free_address, over_quic};
 
 /// Tells a copy of this test program that it runs as a rank: rank, world, coordinator, identity, way, task.
 const RANK: &str = "KYKLOS_TEST_RANK";
@@ -107,8 +107,7 @@ impl Job {
                 .write_file(&folder.path().join(format!("{rank}.pem")))
                 .unwrap();
         }
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        Self { way: way.into(), world, coordinator: socket.local_addr().unwrap(), folder }
+        Self { way: way.into(), world, coordinator: free_address(), folder }
     }
 
     fn start(&self, task: &str) -> Vec<Process> {

@@ -1,11 +1,10 @@
 //! Stalled ranks. Their I/O runs only while the test drives it, so messages stay partly sent.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::common::over_quic;
+use crate::common::{free_address, over_quic};
 use bytes::Bytes;
 use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
 use kyklos_transport::{
@@ -39,9 +38,7 @@ struct Group {
 
 impl Group {
     fn new(carrier: Carrier, world: u32, heartbeat: Duration) -> Self {
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let coordinator: SocketAddr = socket.local_addr().unwrap();
-        drop(socket);
+        let coordinator = free_address();
         let job = JobId::random().unwrap();
         let authority = ClusterAuthority::new(job).unwrap();
         let config = |rank| {

@@ -1,6 +1,6 @@
 //! Refusals for callers of the library, and errors of runs. The tests cause each of them.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -19,6 +19,7 @@ use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, Quic
 use kyklos_transport::{Rank, RefusalReason, Tag, Transport, Vote, in_process_group};
 
 use super::Entry;
+use crate::free_address::free_address;
 
 pub(super) fn problem() -> AttentionProblem {
     AttentionProblem::new([1, 8, 2, 1, 8], Dtype::F32, Mask::full()).unwrap()
@@ -243,8 +244,7 @@ fn unreadable_list() -> String {
 pub(super) fn of_groups() -> Vec<Entry> {
     let job = JobId::from_name("train");
     let (ours, theirs) = (ClusterAuthority::new(job).unwrap(), ClusterAuthority::new(job).unwrap());
-    let free = || UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
-    let busy = free();
+    let busy = free_address();
     let join = |rank, job, coordinator: SocketAddr, identity| {
         // A long deadline if a peer answers.
         let patience = match (coordinator == busy, rank) {
@@ -265,8 +265,8 @@ pub(super) fn of_groups() -> Vec<Entry> {
         let _refused = spawn(0, busy, issue(&ours, 0));
         let all = [
             spawn(1, busy, issue(&theirs, 1)),
-            spawn(1, free(), issue(&ours, 1)),
-            spawn(0, free(), issue(&ours, 0)),
+            spawn(1, free_address(), issue(&ours, 1)),
+            spawn(0, free_address(), issue(&ours, 0)),
         ];
         let [stranger, no_zero, no_one] = all.map(|thread| thread.join().unwrap());
         (stranger, no_zero, no_one)
@@ -282,12 +282,12 @@ pub(super) fn of_groups() -> Vec<Entry> {
         ),
         entry(
             "the identity of another rank",
-            join(1, job, free(), issue(&ours, 0)),
+            join(1, job, free_address(), issue(&ours, 0)),
             "`{rank}` in --identity stands for the number of the rank.",
         ),
         entry(
             "the identity of another job",
-            join(1, JobId::from_name("other"), free(), issue(&ours, 1)),
+            join(1, JobId::from_name("other"), free_address(), issue(&ours, 1)),
             "--job of `kyklos certs issue` sets the job.",
         ),
         entry(
@@ -302,7 +302,7 @@ pub(super) fn of_groups() -> Vec<Entry> {
         ),
         entry(
             "an identity that has been revoked",
-            revoked(job, free(), issue(&ours, 1)),
+            revoked(job, free_address(), issue(&ours, 1)),
             "Its key is in the list of --revoked; a new identity has another key.",
         ),
         entry(

@@ -4,7 +4,7 @@
 mod register;
 mod revoked_keys;
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant as Clock, SystemTime};
@@ -20,6 +20,7 @@ use super::*;
 use crate::error::TransportError;
 use crate::quic::forming::config::QuicConfig;
 use crate::quic::network::frames::FrameReader;
+use crate::quic::tests::free_address::free_address;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::quic::trust::presented::PresentedIdentity;
@@ -34,10 +35,6 @@ use crate::transport::Transport;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 const LONG: Duration = Duration::from_secs(20);
-
-fn free_address() -> SocketAddr {
-    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
-}
 
 fn invitation(at: SocketAddr, world: u32) -> Arc<Invitation> {
     let place = at.to_string();

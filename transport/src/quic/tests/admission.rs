@@ -1,10 +1,11 @@
 //! Admission of a rank whose certificate comes from the same authority but belongs to another job.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use quinn::Endpoint;
 
+use super::free_address::free_address;
 use crate::error::TransportError;
 use crate::quic::forming::admission::Admission;
 use crate::quic::forming::refusals::AdmissionRefusal;
@@ -58,7 +59,7 @@ async fn visit(
 fn a_rank_of_another_job_of_the_same_authority_is_refused_whatever_it_says() {
     let (job, other) = (JobId([1; 16]), JobId([2; 16]));
     let authority = ClusterAuthority::new(job).unwrap();
-    let coordinator = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let coordinator = free_address();
     let config =
         |rank| QuicConfig::new(Rank(rank), 2, job, coordinator, authority.issue(Rank(rank)).unwrap());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

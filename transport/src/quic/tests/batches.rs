@@ -10,7 +10,8 @@ use std::task::{Context, Poll};
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 
-use super::lanes::{JOB, close, config, free_address, runtime, send};
+use super::free_address::free_address;
+use super::lanes::{JOB, close, config, runtime, send};
 use crate::quic::network::socket::SocketSource;
 use crate::quic::*;
 

@@ -1,13 +1,14 @@
 //! Several connections between two ranks: all of them carry messages, none delays the others, and both sides have the
 //! same number.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tracing::Instrument;
 
+use super::free_address::free_address;
 use crate::error::TransportError;
 use crate::quic::control::link::Link;
 use crate::quic::transport::bind;
@@ -29,10 +30,6 @@ pub(super) fn config(
     let link = LinkSettings { lanes, shared_memory: false, ..LinkSettings::default() };
     let connect_deadline = Duration::from_secs(5);
     QuicConfig { link, connect_deadline, ..QuicConfig::new(Rank(rank), 2, JOB, coordinator, identity) }
-}
-
-pub(super) fn free_address() -> SocketAddr {
-    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
 }
 
 pub(super) fn runtime() -> tokio::runtime::Runtime {

@@ -3,6 +3,8 @@
 
 mod admission;
 mod batches;
+#[path = "../../../../tests/free_address.rs"]
+pub(crate) mod free_address;
 mod lanes;
 mod renewal;
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]

@@ -1,12 +1,12 @@
 //! Identities that are renewed while their ranks run: they count from the next group on.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use pollster::block_on;
 
+use super::free_address::free_address;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::quic::*;
 use crate::rank::{Progress, Rank};
@@ -39,7 +39,7 @@ fn warned(words: &[&str]) -> bool {
 
 /// Forms a group of two whose identities are in `files`.
 fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Arc<dyn Transport>> {
-    let coordinator: SocketAddr = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let coordinator = free_address();
     let ranks: Vec<_> = (0..)
         .zip(files)
         .map(|(rank, file)| {

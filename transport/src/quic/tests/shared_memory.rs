@@ -1,12 +1,13 @@
 //! A peer with a valid certificate that misuses the memory it shares: each attempt ends in an error that names it.
 
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use twox_hash::XxHash3_64;
 
+use super::free_address::free_address;
 use crate::error::{AbortCause, TransportError};
 use crate::posted::Posted;
 use crate::quic::shared_memory::meeting::{Meeting, MeetingPlace, accept};
@@ -36,7 +37,7 @@ struct Stage {
 impl Stage {
     async fn set() -> Self {
         let authority = ClusterAuthority::new(JOB).unwrap();
-        let coordinator = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+        let coordinator = free_address();
         let [zero, one] = [0, 1].map(|rank| {
             let config = config(&authority, rank, coordinator);
             let source = bind(&config).unwrap();

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
+use super::free_address::free_address;
 use crate::error::{Abort, TransportError};
 use crate::quic::forming::first_group::first_group;
 use crate::quic::transport::bind;
@@ -21,10 +22,6 @@ type Formed = Result<Arc<dyn Transport>, TransportError>;
 
 fn authority() -> ClusterAuthority {
     ClusterAuthority::new(JOB).unwrap()
-}
-
-fn free_address() -> SocketAddr {
-    UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
 }
 
 fn config(rank: u32, coordinator: SocketAddr, identity: Identity) -> QuicConfig {

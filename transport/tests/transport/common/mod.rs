@@ -3,10 +3,11 @@
 
 pub(crate) mod coordinator;
 pub(crate) mod flood;
+#[path = "../../../../tests/free_address.rs"]
+mod free_address;
 pub(crate) mod member;
 
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -17,6 +18,8 @@ use kyklos_transport::{Rank, Tag, Transport, TransportError};
 use pollster::block_on;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+pub(crate) use free_address::free_address;
 
 pub(crate) type Formed = Result<Arc<dyn Transport>, TransportError>;
 
@@ -104,20 +107,6 @@ impl Job {
     /// The server name that a client uses to dial a rank.
     pub(crate) fn name(&self, rank: u32) -> String {
         format!("rank-{rank}.{}.kyklos.internal", self.id)
-    }
-}
-
-/// A loopback address that is free now, for UDP and TCP, and stays so: it is given once in this process, and lies below the ports
-/// that systems give to sockets without one.
-pub(crate) fn free_address() -> SocketAddr {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    loop {
-        // Another process begins elsewhere.
-        let port = 10_000 + (std::process::id() * 617 + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
-        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, u16::try_from(port).unwrap()));
-        if UdpSocket::bind(address).is_ok() && TcpListener::bind(address).is_ok() {
-            return address;
-        }
     }
 }
 
