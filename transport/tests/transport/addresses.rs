@@ -1,6 +1,5 @@
 //! Ranks with several addresses: those that a rank says, those of rank 0's name, and both families of IP.
 
-use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -16,17 +15,6 @@ over_every_carrier! {
     a_rank_behind_address_translation_is_reached_where_it_says
     every_address_of_rank_0_is_tried
     addresses_of_both_families_are_tried
-}
-
-/// Between the moment when a test asks for an address and the one when its rank 0 binds it, other tests open many sockets.
-#[test]
-fn the_address_of_a_test_is_not_given_to_other_sockets() {
-    let given: HashSet<SocketAddr> = (0..100).map(|_| free_address()).collect();
-    assert_eq!(given.len(), 100);
-    for _ in 0..4000 {
-        let other = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
-        assert!(!given.contains(&other), "{other}");
-    }
 }
 
 /// A router with address translation between one client and a listener.

