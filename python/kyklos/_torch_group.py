@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from typing import Any
 
@@ -29,8 +30,24 @@ def own_identity(process_group: Any, host: str | None, port: int) -> dict[str, A
 
 
 def _free_port(host: str) -> int:
-    """A UDP port that is free on this host, on which rank 0 will listen."""
+    """A port that is free on this host for UDP and TCP, on which rank 0 will listen.
+
+    It lies below the ports that systems give to sockets without one: such a port could go to any other socket before rank 0 listens.
+    If many of these are in use, it is one of those. Not of the program's random numbers, which may be the same in every job.
+    """
     family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    for port in random.SystemRandom().sample(range(20_000, 29_000), 100):
+        try:
+            return _bound(family, port)
+        except OSError:
+            continue
+    return _bound(family, 0)
+
+
+def _bound(family: int, port: int) -> int:
+    """The port, or with 0 any port, after it was bound for a moment."""
+    with socket.socket(family, socket.SOCK_DGRAM) as udp, socket.socket(family, socket.SOCK_STREAM) as tcp:
+        udp.bind(("", port))
+        port = udp.getsockname()[1]
+        tcp.bind(("", port))
+        return port
