@@ -32,11 +32,11 @@ def own_identity(process_group: Any, host: str | None, port: int) -> dict[str, A
 def _free_port(host: str) -> int:
     """A port that is free on this host for UDP and TCP, on which rank 0 will listen.
 
-    It lies below the ports that systems give to sockets without one: such a port could go to any other socket before rank 0 listens.
+    It lies below the ports that systems usually give to sockets without one: such a port could go to any other socket before rank 0 listens.
     If many of these are in use, it is one of those. Not of the program's random numbers, which may be the same in every job.
     """
     family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
-    for port in random.SystemRandom().sample(range(20_000, 29_000), 100):
+    for port in [*random.SystemRandom().sample(range(20_000, 29_000), 100), *[0] * 10]:
         try:
             return _bound(family, port)
         except OSError:

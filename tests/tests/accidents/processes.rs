@@ -196,7 +196,7 @@ impl Group {
     ) -> (SocketAddr, Option<Router>) {
         // The survivors may have formed a group in between.
         self.epoch += 2;
-        // A closed rank keeps its port for a short time, for its last packets.
+        // Another port than before: a closed rank keeps its own for a short time, for its last packets.
         let coordinator = SocketAddr::from((self.address(0), free_address().port()));
         let router = behind.map(|_| Router::new(coordinator));
         for rank in 0..work.ranks() {

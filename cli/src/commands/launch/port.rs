@@ -7,13 +7,14 @@ use std::ops::Range;
 
 use crate::failure::{Failure, Result};
 
-/// A port of the loopback interface that is free for UDP and TCP until rank 0 binds it. It lies below the ports that systems give to
-/// sockets without one: such a port could go to any socket of this host meanwhile. If many of these are in use, it is one of those.
+/// A port of the loopback interface that is free for UDP and TCP. It lies below the ports that systems usually give to sockets without
+/// one: such a port could go to any socket of this host before rank 0 binds it. If many of these are in use, it is one of those.
 pub(super) fn free_port() -> Result<u16> {
     // Jobs that start at the same time begin elsewhere.
     let first = RandomState::new().hash_one(std::process::id());
-    let ports = (0..TRIES).map(|n| PORTS.start + (first.wrapping_add(n) % PORTS.len() as u64) as u16);
-    let free = ports.into_iter().find_map(|port| bound(port).ok());
+    let ports =
+        (0..TRIES).map(|n| PORTS.start + (first.wrapping_add(n * STRIDE) % PORTS.len() as u64) as u16);
+    let free = ports.into_iter().chain([0; 10]).find_map(|port| bound(port).ok());
     free.map_or_else(|| bound(0), Ok)
         .map_err(|error| Failure::run(format!("cannot find a free port on loopback: {error}")))
 }
@@ -26,6 +27,8 @@ fn bound(port: u16) -> io::Result<u16> {
 
 const PORTS: Range<u16> = 20_000..29_000;
 const TRIES: u64 = 100;
+/// So that a row of ports in use does not take all tries.
+const STRIDE: u64 = 89;
 
 #[cfg(test)]
 mod tests {

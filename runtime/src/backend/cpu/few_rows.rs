@@ -10,7 +10,7 @@ mod vectors;
 use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
-use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use rayon::iter::{IntoParallelIterator, IntoParallelRefIterator, ParallelIterator};
 
 use super::CpuBackend;
 use super::call::Call;
@@ -19,8 +19,7 @@ use super::kernel::alone;
 use super::scratch::Scratch;
 use crate::backend::{Control, StateShape, yield_now};
 use crate::{MaskClass, Result};
-pub(super) use rows::States;
-use rows::{Parts, Queries};
+use rows::{Parts, Queries, States};
 use tile::{Add, Scores, Tile, Weigh};
 
 /// Whether this path takes the call. In a fixed order no sum may depend on the number of rows, which the mesh decides.
@@ -41,15 +40,19 @@ pub(super) async fn attend(
     let StateShape { rows, heads, dim, .. } = shape;
     let parts = &Parts::new(kv_head_of, rows);
     let pack = |batch| backend.level.dispatch(Pack { call, parts, batch, rows });
-    let queries: Vec<Queries> = (0..shape.batch).map(pack).collect();
+    let queries: Vec<Queries> = match shape.batch {
+        // Short: another thread takes longer to wake up.
+        1 => vec![pack(0)],
+        entries => backend.install(|| (0..entries).into_par_iter().map(pack).collect()),
+    };
     let stretches = stretches(call, shape, parts);
     let keys = stretches.first().map_or(1, |stretch| stretch.tiles.len() * call.work.tile.kv_cols as usize);
     let cost = keys * dim * 2 * parts.all.iter().map(|part| part.count.max(8)).sum::<usize>();
     let at_once = backend.threads() * (PIECE_COST / cost).max(1);
     for piece in stretches.chunks(at_once) {
         let run = |stretch: &Stretch<'_>| {
-            let (mut scratch, mut states) = (backend.scratch.take(), backend.few_rows.take());
             let queries = &queries[stretch.batch];
+            let (mut scratch, mut states) = (backend.scratch.take(), States::new(queries, parts));
             let run = Run { call, parts, queries, stretch, scratch: &mut scratch, states: &mut states };
             backend.level.dispatch(run);
             backend.scratch.give(scratch);
@@ -68,7 +71,6 @@ pub(super) async fn attend(
                     Merge::of(ml, m, l).apply(a, &o[..dim]);
                 }
             }
-            backend.few_rows.give(states);
         }
         control.piece_done()?;
         yield_now().await;
@@ -142,7 +144,6 @@ impl WithSimd for Run<'_> {
         let Run { call, parts, queries, stretch, scratch, states } = self;
         let Stretch { class, batch, rows, tiles } = stretch;
         let Scratch { scores, terms, row: space, .. } = scratch;
-        states.begin(queries, parts);
         for run in &class.runs {
             let last = (run.kv_tile + run.count).min(tiles.end);
             for tile in run.kv_tile.max(tiles.start)..last {

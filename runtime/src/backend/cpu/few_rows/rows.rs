@@ -86,8 +86,7 @@ impl Queries {
 }
 
 /// The running state of the rows of all parts over some keys.
-#[derive(Debug, Default)]
-pub(in super::super) struct States {
+pub(super) struct States {
     /// Elements of a row in `o`: whole vectors of words.
     pub(super) padded: usize,
     /// `[place][padded]`, un-normalised; in the order of words of V, until the end.
@@ -98,15 +97,11 @@ pub(in super::super) struct States {
 }
 
 impl States {
-    /// Starts empty states.
-    pub(super) fn begin(&mut self, queries: &Queries, parts: &Parts) {
-        self.padded = queries.padded;
-        self.m.clear();
-        self.m.resize(parts.places, EMPTY_M);
-        self.l.clear();
-        self.l.resize(parts.places, 0.0);
-        grow(&mut self.o, parts.places * self.padded);
-        floats_mut(&mut self.o)[..parts.places * self.padded].fill(0.0);
+    /// Empty states.
+    pub(super) fn new(queries: &Queries, parts: &Parts) -> Self {
+        let mut o = Vec::new();
+        grow(&mut o, parts.places * queries.padded);
+        Self { padded: queries.padded, o, m: vec![EMPTY_M; parts.places], l: vec![0.0; parts.places] }
     }
 
     /// Puts the elements of `o` in their own order.
@@ -118,7 +113,7 @@ impl States {
         let padded = self.padded;
         grow(space, padded);
         let space = &mut floats_mut(space)[..padded];
-        for o in floats_mut(&mut self.o).chunks_exact_mut(padded).take(self.m.len()) {
+        for o in floats_mut(&mut self.o).chunks_exact_mut(padded) {
             space.copy_from_slice(o);
             for (at, o) in order_of_words::<S>(padded, call.v.dtype()).zip(o) {
                 *o = space[at];
