@@ -138,10 +138,9 @@ impl Core {
                     if chunks - told.load(Ordering::Relaxed) > SLOTS as u64 {
                         return Err("more chunks than its shared memory holds");
                     }
-                    let Some(bytes) = self.receive_shared(peer, (incoming, slot), &header, checksum) else {
+                    if self.receive_shared(peer, (incoming, slot), (&header, checksum), sender).is_none() {
                         return Ok(());
-                    };
-                    sender.has_read(bytes);
+                    }
                 }
             }
             // Other tasks of this thread run between two copies.
@@ -150,14 +149,14 @@ impl Core {
         Ok(())
     }
 
-    /// Takes a chunk out of shared memory, and returns its bytes; `None` if the group is aborted for it.
+    /// Takes a chunk out of shared memory, and frees its slot; `None` if the group is aborted for it.
     fn receive_shared(
         &self,
         from: Rank,
         (incoming, slot): (&Segment, usize),
-        header: &[u8],
-        checksum: u64,
-    ) -> Option<usize> {
+        (header, checksum): (&[u8], u64),
+        sender: &SharedSender,
+    ) -> Option<()> {
         let wrong = |tag, text| {
             self.misbehaved(from, tag, text);
             None
@@ -172,7 +171,10 @@ impl Core {
         let tag = header.tag;
         let (lease, message) = match self.claim(from, &header, incoming.size().chunk_bytes as u64) {
             HeaderMatch::Granted(lease, message) => (lease, message),
-            HeaderMatch::TooLate => return Some(0),
+            HeaderMatch::TooLate => {
+                sender.has_read(0);
+                return Some(());
+            }
             HeaderMatch::Early(_) => {
                 return wrong(Some(tag), format!("{tag} came through shared memory before it was asked for"));
             }
@@ -186,8 +188,10 @@ impl Core {
         match filled {
             Ok(filled) => {
                 lease.moved.fetch_add(bytes as u64, Ordering::Relaxed);
+                // First, so that whoever waits for the message finds its bytes counted.
+                sender.has_read(bytes);
                 self.received(from, tag, header.chunk, filled);
-                Some(bytes)
+                Some(())
             }
             Err(text) => wrong(Some(tag), format!("{tag} has {text}")),
         }
