@@ -5,6 +5,7 @@ For scripts of processes that have found the fake ``libcuda.so.1``: see ``gpu_pr
 
 import ctypes as c
 import threading
+import time
 import types
 
 import numpy as np
@@ -168,6 +169,14 @@ def freed(gpu):
 def live():
     """Arrays whose memory is not free."""
     return _Storage.live
+
+
+def wait_until_given_back():
+    """Waits until Kyklos has given back all arrays. When a call returns, it has; of a call that fails, a thread of Kyklos does it later."""
+    end = time.monotonic() + 20
+    while live() > 0:
+        assert time.monotonic() < end, f"{live()} arrays are not given back"
+        time.sleep(0.001)
 
 
 _exported = {}

@@ -271,8 +271,8 @@ def test_a_peer_that_fails_leaves_the_arrays_of_the_others_alone():
                 del x
                 own.close()
             kyklos.run_local(2, rank, device="cuda:0")
+            fake.wait_until_given_back()
         on_gpu(work)
-        assert fake.live() == 0
     """)
 
 
@@ -362,6 +362,7 @@ def test_what_cannot_be_read_is_refused_before_it_is_read_and_the_group_goes_on(
             for one in (group, cpu):
                 one.close()
             del here, there, gone, repeated, odd, outside, capsule
+            fake.wait_until_given_back()
             elsewhere.close()
             other.close()
         on_gpu(work)

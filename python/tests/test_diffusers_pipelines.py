@@ -3,7 +3,6 @@
 import copy
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import diffusers
 import pytest
 import tiny_transformers as tiny
 import torch
+from processes import free_port
 from split_models import all_raise, case
 
 import kyklos
@@ -154,10 +154,7 @@ def _environment():
 
 
 def test_two_processes_over_quic():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _PROCESS],

@@ -1,8 +1,7 @@
 """Messages between GPUs by NCCL, on the fake driver and the fake NCCL."""
 
-import socket
-
 from gpu_processes import ended, run, start
+from processes import free_port
 
 import kyklos
 
@@ -97,9 +96,7 @@ def test_without_nccl_the_gpus_of_a_process_copy_from_device_to_device():
 
 
 def test_processes_use_nccl_and_name_the_one_that_died():
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = """
     def main():
         group = kyklos.Group.connect(PEM, rank=RANK, world=2, host="127.0.0.1", port=PORT, device="cuda:RANK", collective="nccl",
@@ -118,8 +115,11 @@ def test_processes_use_nccl_and_name_the_one_that_died():
             except kyklos.GroupError as error:
                 assert error.peer == 1 or "rank 1" in str(error), error
                 print("rank 1 has died")
+            del x
+            # Until then the message that rank 1 did not take keeps what it would send.
+            group.close()
+            fake.wait_until_given_back()
         on_gpu(work, RANK)
-        group.close()
     """
     running = []
     for rank, pem in enumerate(kyklos.identities(2)):
