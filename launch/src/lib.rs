@@ -69,6 +69,7 @@ mod credentials;
 pub mod decoders;
 mod error;
 mod explicit;
+mod free_port;
 mod join;
 mod launchers;
 mod options;
@@ -84,6 +85,7 @@ use kyklos_transport::Reformed;
 pub use self::address::{DEFAULT_PORT, HostPort, parse_advertised};
 pub use self::assignment::{Assignment, is_under_kyklos_launch, may_share_memory, rank_variables};
 pub use self::error::{Error, Remedy, Result};
+pub use self::free_port::free_port;
 pub use self::launchers::{LAUNCHERS, Launcher};
 pub use self::options::{OptionName, Options, PlainWording, SecretText, Wording};
 

@@ -1,6 +1,6 @@
 //! How groups form: in this process, by a launcher's environment, and with identities that another group has carried.
 
-use std::net::ToSocketAddrs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -169,6 +169,23 @@ pub(crate) fn identities(py: Python<'_>, world: u32) -> PyResult<Vec<String>> {
         (0..world).map(|rank| Ok(authority.issue(Rank(rank))?.to_pem())).collect()
     };
     py.detach(made).map_err(|error| errors::of_forming(py, &error))
+}
+
+/// A port of this host on which rank 0 can listen when the others connect to `host`: free for UDP and TCP on all addresses.
+#[pyfunction]
+pub(crate) fn free_port(py: Python<'_>, host: String) -> PyResult<u16> {
+    let find = || {
+        let address = (host.as_str(), 0).to_socket_addrs()?.next();
+        let unspecified = match address {
+            Some(SocketAddr::V6(_)) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+            _ => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        };
+        kyklos_launch::free_port(unspecified)
+    };
+    py.detach(find).map_err(|error| {
+        let text = format!("no free port for rank 0 at {host}: {error}");
+        errors::of_forming(py, &TransportError::Bootstrap { text, remedy: None })
+    })
 }
 
 /// The group of the ranks that have identities of one call of `identities`. Rank 0 listens at `host` and `port`.

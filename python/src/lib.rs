@@ -26,7 +26,7 @@ mod _kyklos {
     #[pymodule_export]
     use crate::call::Call;
     #[pymodule_export]
-    use crate::forming::{identities, local, of_launcher, with_identity};
+    use crate::forming::{free_port, identities, local, of_launcher, with_identity};
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]

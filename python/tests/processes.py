@@ -1,13 +1,12 @@
 """Ranks as processes: each runs a script that finds ``group``, ``rank`` and NumPy's ``np``, over QUIC with mutual TLS."""
 
 import json
-import random
-import socket
 import subprocess
 import sys
 import textwrap
 
 import kyklos
+from kyklos._kyklos import free_port
 
 _PREFIX = """
 import json, os, signal, sys, time
@@ -23,25 +22,9 @@ def say(*words): print(*words, flush=True)
 """
 
 
-def free_port():
-    """A port that is free for UDP and TCP now. It lies below the ports that systems give to sockets without one: such a port could go to
-    any other socket before a rank listens on it.
-    """
-    for port in random.SystemRandom().sample(range(10_000, 20_000), 100):
-        kinds = socket.SOCK_DGRAM, socket.SOCK_STREAM
-        with socket.socket(socket.AF_INET, kinds[0]) as udp, socket.socket(socket.AF_INET, kinds[1]) as tcp:
-            try:
-                udp.bind(("", port))
-                tcp.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("none of 100 ports is free")
-
-
 def start(*scripts):
     """Starts a process for each script."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     started = []
     for rank, (script, pem) in enumerate(zip(scripts, kyklos.identities(len(scripts)), strict=True)):
         process = subprocess.Popen(

@@ -11,11 +11,11 @@ import diffusers
 import pytest
 import tiny_transformers as tiny
 import torch
-from processes import free_port
 from split_models import all_raise, case
 
 import kyklos
 import kyklos.diffusers
+from kyklos._kyklos import free_port
 from kyklos.diffusers import parallelize
 
 
@@ -154,7 +154,7 @@ def _environment():
 
 
 def test_two_processes_over_quic():
-    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _PROCESS],

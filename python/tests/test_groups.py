@@ -13,6 +13,7 @@ from oracle import F32, attention, causal
 from processes import finish, start
 
 import kyklos
+from kyklos._kyklos import free_port
 
 
 def test_processes_over_quic_equal_the_oracle(tmp_path):
@@ -215,6 +216,13 @@ def test_groups_that_cannot_form_say_why(tmp_path):
         kyklos.Group.connect(missing, rank=1, world=2, host="127.0.0.1", port=29997, join_deadline_s=1)
     with kyklos.Group.from_env(device="cpu") as group:
         assert (group.rank, group.world) == (0, 1)
+
+
+def test_the_port_of_rank_0_is_none_that_systems_give_to_sockets_without_one():
+    ports = {free_port("127.0.0.1") for _ in range(20)}
+    assert len(ports) > 10 and all(20_000 <= port < 29_000 for port in ports), ports
+    with pytest.raises(kyklos.GroupError, match="no free port for rank 0 at no host"):
+        free_port("no host")
 
 
 def test_many_calls_of_changing_shapes_keep_memory_flat():

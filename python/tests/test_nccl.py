@@ -1,9 +1,9 @@
 """Messages between GPUs by NCCL, on the fake driver and the fake NCCL."""
 
 from gpu_processes import ended, run, start
-from processes import free_port
 
 import kyklos
+from kyklos._kyklos import free_port
 
 
 def test_ranks_exchange_messages_by_nccl_and_without_it():
@@ -96,7 +96,7 @@ def test_without_nccl_the_gpus_of_a_process_copy_from_device_to_device():
 
 
 def test_processes_use_nccl_and_name_the_one_that_died():
-    port = free_port()
+    port = free_port("127.0.0.1")
     script = """
     def main():
         group = kyklos.Group.connect(PEM, rank=RANK, world=2, host="127.0.0.1", port=PORT, device="cuda:RANK", collective="nccl",

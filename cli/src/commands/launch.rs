@@ -2,7 +2,6 @@
 
 mod ended;
 mod job;
-mod port;
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -21,7 +20,6 @@ use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use self::ended::Ended;
 use self::job::Job;
-use self::port::free_port;
 use crate::failure::{EXIT_LACKS, Failure, Result, note};
 use crate::group::identity_on_stdin;
 use crate::interrupt::{self, EXIT_INTERRUPTED, LAST_LINE};
@@ -74,7 +72,8 @@ fn run_once(
 ) -> Result<u8> {
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
-    let port = free_port()?;
+    let port = kyklos_launch::free_port(Ipv4Addr::LOCALHOST.into())
+        .map_err(|error| Failure::run(format!("cannot find a free port on loopback: {error}")))?;
     let program = std::env::current_exe()
         .map_err(|error| Failure::run(format!("cannot find this program again: {error}")))?;
     // In memory only: whatever ends this process, no key stays on a disk.

@@ -1,7 +1,7 @@
 //! Starts the ranks of a group as processes of this host, as a launcher does.
 
 use std::ffi::OsString;
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::Ipv4Addr;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
@@ -25,10 +25,8 @@ pub fn run(ranks: u32, arguments: &[OsString]) -> Result<()> {
     let folder = tempfile::tempdir().map_err(failed("a temporary folder"))?;
     let job = JobId::random().map_err(kyklos::Error::from)?;
     let authority = ClusterAuthority::new(job).map_err(kyklos::Error::from)?;
-    let port = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
-        .and_then(|socket| socket.local_addr())
-        .map_err(failed("a free port of the loopback interface"))?
-        .port();
+    let port = kyklos_launch::free_port(Ipv4Addr::LOCALHOST.into())
+        .map_err(failed("a free port of the loopback interface"))?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = (cores / ranks as usize).max(1);
 

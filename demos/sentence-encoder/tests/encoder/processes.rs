@@ -1,7 +1,7 @@
 //! The program: embeddings of several processes and unlike devices, and how it ends when something is wrong.
 
 use std::io::{BufRead, BufReader, Read};
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::Ipv4Addr;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -162,7 +162,7 @@ fn a_rank_without_its_device_ends_all_with_its_text() {
 
 /// Two processes of a group, as a launcher starts them, with the texts of these files. Their identities are in `folder`.
 fn two_ranks(folder: &Path, texts: [&Path; 2]) -> [Child; 2] {
-    let port = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let port = kyklos_launch::free_port(Ipv4Addr::LOCALHOST.into()).unwrap();
     let job = JobId::random().unwrap();
     let authority = ClusterAuthority::new(job).unwrap();
     [0, 1].map(|rank| {
