@@ -33,7 +33,7 @@ struct Peak {
 
 impl Peak {
     fn look(&mut self, flood: Option<&Flood>) {
-        let own = descriptors().saturating_sub(flood.map_or(0, Flood::sockets));
+        let own = flood.map_or_else(descriptors, |flood| flood.descriptors_beside(descriptors));
         self.allocated_kib = self.allocated_kib.max(crate::ALLOCATOR.allocated() as u64 >> 10);
         self.resident_kib = self.resident_kib.max(resident_kib());
         self.descriptors = self.descriptors.max(own);

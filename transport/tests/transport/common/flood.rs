@@ -3,8 +3,8 @@
 
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -23,8 +23,8 @@ pub(crate) struct Flood {
 #[derive(Default)]
 struct Counts {
     sent: AtomicUsize,
-    /// Sockets of the flood.
-    sockets: AtomicUsize,
+    /// Open sockets of the flood. Locked while it opens or closes one.
+    sockets: Mutex<usize>,
 }
 
 impl Flood {
@@ -51,9 +51,11 @@ impl Flood {
         self.counts.sent.load(Ordering::Relaxed)
     }
 
-    /// Sockets that are open on the side of the strangers.
-    pub(crate) fn sockets(&self) -> usize {
-        self.counts.sockets.load(Ordering::Relaxed)
+    /// Descriptors of this process that `count` finds, without those of the strangers, who open and close none meanwhile. One more
+    /// may be of a stranger that is about to connect.
+    pub(crate) fn descriptors_beside(&self, count: impl FnOnce() -> usize) -> usize {
+        let sockets = self.counts.sockets.lock().unwrap();
+        count().saturating_sub(*sockets)
     }
 
     pub(crate) fn stop(self) -> usize {
@@ -93,7 +95,7 @@ fn stranger(number: usize) -> SocketAddr {
 fn datagrams(to: SocketAddr, mut pace: Pace, ends: &AtomicBool, counts: &Counts) {
     let first_packets = first_packets();
     let sockets: Vec<_> = (0..STRANGERS).map(|number| UdpSocket::bind(stranger(number)).unwrap()).collect();
-    counts.sockets.store(sockets.len(), Ordering::Relaxed);
+    *counts.sockets.lock().unwrap() = sockets.len();
     let (mut number, mut state) = (0, 1_u64);
     let mut random = move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -171,14 +173,15 @@ fn streams(to: SocketAddr, mut pace: Pace, ends: &AtomicBool, counts: &Counts) {
                 let socket = TcpSocket::new_v4().unwrap();
                 socket.bind(stranger(number)).unwrap();
                 if let Ok(Ok(stream)) = timeout(PAUSE, socket.connect(to)).await {
+                    let mut sockets = counts.sockets.lock().unwrap();
                     open.push_back(stream);
+                    if open.len() > MOST_STREAMS {
+                        open.pop_front();
+                    }
+                    *sockets = open.len();
                 }
                 number += 1;
             }
-            while open.len() > MOST_STREAMS {
-                open.pop_front();
-            }
-            counts.sockets.store(open.len(), Ordering::Relaxed);
             counts.sent.store(number, Ordering::Relaxed);
             tokio::time::sleep(PAUSE).await;
         }
