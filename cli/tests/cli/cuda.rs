@@ -74,6 +74,34 @@ fn keys_go_round_in_another_form_and_the_result_is_as_right_as_that_allows() {
 }
 
 #[test]
+fn with_a_fixed_order_one_gpu_and_several_give_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in ["f32", "bf16"] {
+        let outputs = [&["--ranks", "1"][..], &["--ranks", "2"], &["--mesh", "2x2"]].map(|mesh| {
+            let file = folder.path().join(format!("{dtype}-{}.safetensors", mesh.concat()));
+            let output = ["--output", file.to_str().unwrap(), "--dtype", dtype];
+            let call = [
+                "attend",
+                "--shape",
+                "1,1024,2,2,16",
+                "--mask",
+                "causal",
+                "--device",
+                "cuda",
+                "--fixed-order",
+            ];
+            let placed = ["--placement", "auto", "--split", "even"];
+            succeeds(&with_driver("devices=4", &[&call[..], mesh, &output, &placed].concat()));
+            std::fs::read(file).unwrap()
+        });
+        assert!(
+            outputs[0].len() > 1024 * 2 * 16 * 2 && outputs.iter().all(|one| *one == outputs[0]),
+            "{dtype}"
+        );
+    }
+}
+
+#[test]
 fn a_gpu_and_a_cpu_share_a_ring() {
     let more = ["--mask", "causal", "--ranks", "3", "--device", "cuda:0,cpu,cuda:1", "--verify", "--json"];
     let more = [&more[..], EVEN].concat();

@@ -67,6 +67,31 @@ fn ranks_of_one_process_exchange_messages_by_nccl() {
 }
 
 #[test]
+fn every_strategy_runs_with_messages_by_nccl() {
+    const STRATEGIES: [(&str, &str, u64); 13] = [
+        ("dense", "1x1", 1),
+        ("ring", "1x3", 3),
+        ("ulysses", "2x1", 2),
+        ("unified", "2x2", 4),
+        ("chunked", "2x2", 4),
+        ("bidirectional", "1x4", 4),
+        ("pipelined", "1x3", 3),
+        ("two-way", "1x4", 4),
+        ("line", "1x3", 3),
+        ("gather", "1x3", 3),
+        ("pass-q", "1x3", 3),
+        ("tree", "1x4", 4),
+        ("relay", "2x2", 4),
+    ];
+    let call =
+        ["attend", "--shape", "1,90,8,2,32", "--mask", "causal", "--device", "cuda", "--verify", "--json"];
+    for (strategy, mesh, ranks) in STRATEGIES {
+        let more = ["--split", "even", "--collective", "nccl", "--strategy", strategy, "--mesh", mesh];
+        is_right(&with_nccl(4, "report=1", &[&call[..], &more].concat()), ranks);
+    }
+}
+
+#[test]
 fn launched_ranks_exchange_messages_by_nccl() {
     let launch = [&["launch", "-n", "3", "--"][..], CALL, &["--collective", "auto"]].concat();
     is_right(&with_nccl(3, "", &launch), 3);
