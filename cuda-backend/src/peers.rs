@@ -12,7 +12,7 @@ use kyklos::collective::{
     Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_or_error,
 };
 use kyklos::{Error, Meter, Result};
-use kyklos_transport::{Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{EventKind, Rank, Tag, Transport, TransportError, Vote};
 
 use crate::backend::CudaBackend;
 use crate::device::{CudaBuffer, DeviceStatus, MessageStream};
@@ -25,8 +25,8 @@ use waiting::{Found, Waiting};
 
 /// A collective for ranks of one process that have a CUDA device each. Between them a message is a copy from device memory to device
 /// memory, which the driver makes over NVLink or PCIe where it can. The receiver makes it when the bytes are complete on the sender;
-/// one byte through the transport tells it, so deadlines and aborts are those of the transport. Messages to other ranks are staged in
-/// host memory.
+/// one byte through the transport tells it, so deadlines and aborts are those of the transport. Its recorder has both, that byte and
+/// a second message with the other bytes, so the sum is that of the copy. Messages to other ranks are staged in host memory.
 ///
 /// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL.
 ///
@@ -196,6 +196,11 @@ impl fmt::Display for CudaPeers {
 const HERE: Bytes = Bytes::from_static(&[1]);
 
 impl CudaPeers {
+    /// Records a copy of `bytes` bytes beside [`HERE`], which the transport has recorded.
+    fn note_copy(&self, kind: EventKind, peer: Rank, tag: Tag, bytes: usize) {
+        self.transport.recorder().note(kind, peer, tag, bytes.saturating_sub(HERE.len()) as u64);
+    }
+
     fn post_recv<'a>(
         &'a self,
         device: &'a Device,
@@ -212,7 +217,9 @@ impl CudaPeers {
         Box::pin(async move {
             posted.await.map_err(ExchangeError::Transport)?;
             let found = expected.take();
-            self.copy_message(found, from, tag, &piece_bytes).await
+            let copies = self.copy_message(found, from, tag, &piece_bytes).await?;
+            self.note_copy(EventKind::Received, from, tag, piece_bytes.iter().sum());
+            Ok(copies)
         })
     }
 
@@ -232,7 +239,8 @@ impl CudaPeers {
             let ready = backend.device.written(&written)?;
             Ok((written.into_iter().map(CudaBuffer::for_message).collect(), ready))
         });
-        meter.sent(pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
+        let bytes = pieces.iter().map(|piece| piece.bytes.len()).sum();
+        meter.sent(bytes as u64);
         let pulse = self.transport.pulse();
         let key = (self.transport.rank(), *to, tag);
         Box::pin(async move {
@@ -247,6 +255,7 @@ impl CudaPeers {
             let posted = self.transport.post_send(to, tag, vec![HERE], self.deadline);
             posted.await.map_err(ExchangeError::Transport)?;
             offered.told();
+            self.note_copy(EventKind::Sent, to, tag, bytes);
             Ok(())
         })
     }

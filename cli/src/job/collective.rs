@@ -65,8 +65,6 @@ pub(crate) struct AgreedWays {
     /// The ways, in words.
     pub(crate) ways: String,
     pub(crate) nccl: Option<NcclObserver>,
-    /// Messages go from device to device: by NCCL, or else as copies, which the recorder does not count.
-    pub(crate) between_devices: bool,
 }
 
 impl Ways {
@@ -86,11 +84,7 @@ impl Ways {
             CollectiveName::Auto => CollectiveWish::Auto { cluster },
         };
         let formed = pollster::block_on(FormedCollective::form(wish, transport, &device, &options))?;
-        let agreed = AgreedWays {
-            ways: formed.to_string(),
-            nccl: formed.nccl,
-            between_devices: formed.between_devices,
-        };
+        let agreed = AgreedWays { ways: formed.to_string(), nccl: formed.nccl };
         let why = match formed.refusal {
             Some(refusal) if collective == CollectiveName::Nccl => {
                 return Err(Failure::run(format!("{refusal}: use --collective host")));

@@ -1,5 +1,6 @@
 //! `--collective nccl` with the fake NCCL on the fake driver.
 
+use std::path::Path;
 use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -283,27 +284,14 @@ fn strategies_are_timed_with_messages_by_nccl_and_apart_from_those_through_the_h
     succeeds(&by_nccl);
     let text = stderr(&by_nccl);
     assert!(text.contains("messages go by NCCL 2.21.5") && !text.contains(" 0 groups run"), "{text}");
-    let cells = std::fs::read_to_string(folder.path().join("cells.jsonl")).unwrap();
-    let lines = || cells.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    let header = lines().find_map(|line| line.get("header").cloned()).unwrap();
-    assert!(header["messages"].as_str().unwrap().starts_with("NCCL 2.21.5"), "{header}");
-    // Ring on 1x2 and Ulysses on 2x1; each refuses the other mesh.
-    let ended = lines().filter_map(|line| line.get("ended").cloned());
-    let done: Vec<_> = ended.filter(|cell| cell["state"] == "done").collect();
-    assert_eq!(done.len(), 2, "{cells}");
     assert!(stdout(&by_nccl).contains("links / plan"), "{}", stdout(&by_nccl));
-    for (number, rank) in
-        done.iter().flat_map(|cell| (0..).zip(cell["measured"]["per_rank"].as_array().unwrap()))
-    {
-        // What NCCL has moved to the other rank, and what the plan sends there.
-        let links = rank["links"].as_array().unwrap();
-        assert_eq!((links.len(), &links[0]["to"]), (1, &(1 - number).into()), "{rank}");
-        assert_eq!((&links[0]["bytes"], &links[0]["plan_bytes"]), (&rank["bytes_sent"], &rank["bytes_sent"]));
-        // The time of the rank's kernels beside that of the call, and the bytes that it has sent.
-        assert!(rank["compute_s"].as_f64().unwrap() > 0.0, "{rank}");
-        assert!(rank["compute_s"].as_f64().unwrap() <= rank["wall_s"].as_f64().unwrap(), "{rank}");
-        assert!(rank["bytes_sent"].as_u64().unwrap() > 0, "{rank}");
-    }
+    moved_what_the_plans_send(folder.path(), "NCCL 2.21.5");
+    // Without NCCL the devices of one process copy to each other.
+    let copies = tempfile::tempdir().unwrap();
+    let with_copies =
+        [&bench[..bench.len() - 1], &[copies.path().to_str().unwrap(), "--collective", "auto"]].concat();
+    succeeds(&with_nccl(2, "version=21602", &with_copies));
+    moved_what_the_plans_send(copies.path(), "copies from device to device");
     // The same cells through the host are others: the folder is refused.
     let through_host = with_nccl(2, "", &bench);
     assert_eq!(through_host.status.code(), Some(2), "{}", stderr(&through_host));
@@ -324,4 +312,27 @@ fn strategies_are_timed_with_messages_by_nccl_and_apart_from_those_through_the_h
     let refused = with_nccl(2, "", &on_cores);
     assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
     assert!(stderr(&refused).contains("--collective nccl with --device cpu"), "{}", stderr(&refused));
+}
+
+/// Both cells of a bench with two ranks have run with messages of this way, and what has moved to the other rank is what the plan sends.
+fn moved_what_the_plans_send(folder: &Path, way: &str) {
+    let cells = std::fs::read_to_string(folder.join("cells.jsonl")).unwrap();
+    let lines = || cells.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let header = lines().find_map(|line| line.get("header").cloned()).unwrap();
+    assert!(header["messages"].as_str().unwrap().starts_with(way), "{header}");
+    // Ring on 1x2 and Ulysses on 2x1; each refuses the other mesh.
+    let ended = lines().filter_map(|line| line.get("ended").cloned());
+    let done: Vec<_> = ended.filter(|cell| cell["state"] == "done").collect();
+    assert_eq!(done.len(), 2, "{cells}");
+    for (number, rank) in
+        done.iter().flat_map(|cell| (0..).zip(cell["measured"]["per_rank"].as_array().unwrap()))
+    {
+        let links = rank["links"].as_array().unwrap();
+        assert_eq!((links.len(), &links[0]["to"]), (1, &(1 - number).into()), "{rank}");
+        assert_eq!((&links[0]["bytes"], &links[0]["plan_bytes"]), (&rank["bytes_sent"], &rank["bytes_sent"]));
+        // The time of the rank's kernels beside that of the call, and the bytes that it has sent.
+        assert!(rank["compute_s"].as_f64().unwrap() > 0.0, "{rank}");
+        assert!(rank["compute_s"].as_f64().unwrap() <= rank["wall_s"].as_f64().unwrap(), "{rank}");
+        assert!(rank["bytes_sent"].as_u64().unwrap() > 0, "{rank}");
+    }
 }

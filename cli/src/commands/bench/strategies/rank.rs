@@ -48,9 +48,8 @@ struct RankWork<'a> {
     starts: Arc<Starts>,
     /// Devices by rank.
     labels: Vec<String>,
-    /// How messages go between devices, and whether they are counted by peer.
+    /// How messages go between devices.
     messages: String,
-    counts_links: bool,
     /// Cases whose sampled rows have been computed by each kind of device alone.
     known: BTreeSet<usize>,
 }
@@ -98,10 +97,8 @@ impl<'a> RankWork<'a> {
         let run = RunOptions { observer: starts.clone(), ..quiet() };
         let options = SessionOptions { deadline: bench.deadline, run, ..SessionOptions::default() };
         let (session, agreed) = bench.ways.open(transport, device, options)?;
-        let counts_links =
-            agreed.as_ref().is_none_or(|agreed| agreed.nccl.is_some() || !agreed.between_devices);
         let messages = agreed.map_or_else(|| "host memory".to_owned(), |agreed| agreed.ways);
-        Ok(Self { bench, here, session, starts, labels, messages, counts_links, known: BTreeSet::new() })
+        Ok(Self { bench, here, session, starts, labels, messages, known: BTreeSet::new() })
     }
 
     fn all(&mut self, mut leader: Option<&mut Leader<'_>>) -> Result<()> {
@@ -218,7 +215,7 @@ impl<'a> RankWork<'a> {
             Err(error) => return Ok(Err(Failure::from(error).text)),
         };
         times.load_ns = elapsed_ns(started);
-        let (mut last, mut before) = (None, (None, None));
+        let (mut last, mut before) = (None, (None, Vec::new()));
         for run in 0..=self.bench.repeat {
             if run == 1 {
                 before = (self.packets(), self.sent());
@@ -238,8 +235,7 @@ impl<'a> RankWork<'a> {
         let of_one = |(before, after): (u64, u64)| after.saturating_sub(before) / runs;
         let (packets, sent) = before;
         times.wire_bytes = packets.zip(self.packets()).map(of_one);
-        times.sent_bytes =
-            sent.zip(self.sent()).map(|(before, after)| before.into_iter().zip(after).map(of_one).collect());
+        times.sent_bytes = sent.into_iter().zip(self.sent()).map(of_one).collect();
         let output = last.ok_or_else(|| Failure::run("no run took place"))?;
         Ok(Ok(Ran { plans: Arc::clone(&plans), output, times }))
     }
@@ -252,9 +248,8 @@ impl<'a> RankWork<'a> {
     }
 
     /// Bytes of all messages that this rank has sent so far, by peer.
-    fn sent(&self) -> Option<Vec<u64>> {
-        let peers = self.session.transport().recorder().peers();
-        self.counts_links.then(|| peers.iter().map(|peer| peer.bytes_sent).collect())
+    fn sent(&self) -> Vec<u64> {
+        self.session.transport().recorder().peers().iter().map(|peer| peer.bytes_sent).collect()
     }
 
     /// Brings the output, the times and the sampled rows to rank 0.

@@ -93,7 +93,7 @@ pub(super) struct RankMeasured {
     pub(super) messages_sent: u64,
     /// Bytes of all packets of one run, on average, with headers and repeated packets; none within one process.
     pub(super) wire_bytes: Option<u64>,
-    /// To each rank that it sends to. Empty where messages are copied between devices without being counted.
+    /// To each rank that it sends to.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) links: Vec<Link>,
     /// Most bytes of plan buffers alive at once.

@@ -20,8 +20,8 @@ pub(super) struct RankTimes {
     pub(super) process_peak_bytes: u64,
     /// Of one timed run on average, and whether packets are counted.
     pub(super) wire_bytes: Option<u64>,
-    /// Bytes of messages to each rank, of one timed run on average, and whether they are counted.
-    pub(super) sent_bytes: Option<Vec<u64>>,
+    /// Bytes of messages to each rank, of one timed run on average.
+    pub(super) sent_bytes: Vec<u64>,
     /// The first one, which compiles kernels, and the timed ones.
     pub(super) runs: Vec<RunTimes>,
 }
@@ -42,11 +42,9 @@ impl RankTimes {
 
     pub(super) fn encode(&self, ranks: usize) -> Bytes {
         let Self { plan_ns, load_ns, collect_ns, process_peak_bytes, wire_bytes, sent_bytes, runs } = self;
-        let counts = [wire_bytes.is_some(), sent_bytes.is_some()].map(u64::from);
-        let wire = wire_bytes.unwrap_or(0);
-        let of_rank: [u64; OF_RANK] =
-            [*plan_ns, *load_ns, *collect_ns, *process_peak_bytes, counts[0], wire, counts[1]];
-        let of_links = sent_bytes.clone().unwrap_or_else(|| vec![0; ranks]);
+        let (counts, wire) = (u64::from(wire_bytes.is_some()), wire_bytes.unwrap_or(0));
+        let of_rank: [u64; OF_RANK] = [*plan_ns, *load_ns, *collect_ns, *process_peak_bytes, counts, wire];
+        let of_links = (0..ranks).map(|to| sent_bytes.get(to).copied().unwrap_or(0));
         let of_runs = runs.iter().flat_map(|RunTimes { wall_ns, report }| -> [u64; OF_RUN] {
             let RankReport {
                 tokens,
@@ -76,10 +74,8 @@ impl RankTimes {
     pub(super) fn decode(bytes: &[u8], ranks: usize, runs: usize) -> Self {
         let (of_rank, rest) = bytes.split_at(8 * OF_RANK);
         let (of_links, of_runs) = rest.split_at(8 * ranks);
-        let [plan_ns, load_ns, collect_ns, process_peak_bytes, counts, wire, counts_links] =
-            numbers::<OF_RANK>(of_rank);
-        let of_links = of_links.chunks_exact(8).map(|bytes| numbers::<1>(bytes)[0]);
-        let sent_bytes = (counts_links == 1).then(|| of_links.collect());
+        let [plan_ns, load_ns, collect_ns, process_peak_bytes, counts, wire] = numbers::<OF_RANK>(of_rank);
+        let sent_bytes = of_links.chunks_exact(8).map(|bytes| numbers::<1>(bytes)[0]).collect();
         let runs = of_runs.chunks_exact(8 * OF_RUN).take(runs).map(|run| {
             let [wall_ns, tokens, compute_ns, wait_ns, copy_ns, bytes_sent, messages_sent, peak_bytes] =
                 numbers::<OF_RUN>(run);
@@ -116,7 +112,7 @@ pub(super) fn measured(ranks: &[(String, RankTimes)], planned: &Sent, held: [f64
     let walls_s = || timed.iter().map(|run| seconds(wall_ns(*run)));
     let middle = timed.get(timed.len() / 2).copied().unwrap_or(0);
     let per_rank = (0..).zip(ranks).map(|(rank, (device, times))| RankMeasured {
-        links: links(rank, times.sent_bytes.as_deref(), planned),
+        links: links(rank, &times.sent_bytes, planned),
         ..of_rank(rank, device, times, middle)
     });
     let [max_abs_error, tolerance] = held;
@@ -132,12 +128,12 @@ pub(super) fn measured(ranks: &[(String, RankTimes)], planned: &Sent, held: [f64
 }
 
 /// What a rank has sent to each other one, beside what its plan sends.
-fn links(rank: u32, sent_bytes: Option<&[u64]>, planned: &Sent) -> Vec<Link> {
+fn links(rank: u32, sent_bytes: &[u64], planned: &Sent) -> Vec<Link> {
     let link = |(to, bytes): (u32, &u64)| {
         let plan_bytes = planned.get(&(rank, to)).map_or(0, |(bytes, _)| *bytes);
         Link { to, bytes: *bytes, plan_bytes }
     };
-    let links = (0..).zip(sent_bytes.into_iter().flatten()).map(link);
+    let links = (0..).zip(sent_bytes).map(link);
     links.filter(|link| link.bytes > 0 || link.plan_bytes > 0).collect()
 }
 
@@ -166,7 +162,7 @@ fn of_rank(rank: u32, device: &str, times: &RankTimes, middle: usize) -> RankMea
     }
 }
 
-const OF_RANK: usize = 7;
+const OF_RANK: usize = 6;
 const OF_RUN: usize = 8;
 
 #[cfg(test)]
@@ -189,7 +185,7 @@ mod tests {
     #[test]
     fn a_rank_reads_what_another_has_written() {
         for (peak, wire, sent) in
-            [(0, None, None), (9, Some(0), Some(vec![0, 6, 0])), (9, Some(8), Some(vec![5, 0, 7]))]
+            [(0, None, vec![0; 3]), (9, Some(0), vec![0, 6, 0]), (9, Some(8), vec![5, 0, 7])]
         {
             let times = RankTimes {
                 process_peak_bytes: peak,
@@ -207,10 +203,7 @@ mod tests {
     fn the_run_of_a_cell_is_the_median_of_the_slowest_ranks_without_the_first_run() {
         // The slowest rank of each timed run: 30, 20, 40 ms.
         let ranks = [
-            (
-                "a".to_owned(),
-                RankTimes { sent_bytes: Some(vec![0, 6]), ..rank([90, 30, 10, 12], [1, 2, 3, 4]) },
-            ),
+            ("a".to_owned(), RankTimes { sent_bytes: vec![0, 6], ..rank([90, 30, 10, 12], [1, 2, 3, 4]) }),
             ("b".to_owned(), rank([50, 15, 20, 40], [5, 6, 7, 8])),
         ];
         let planned = Sent::from([((0, 1), (8, 1)), ((1, 0), (8, 1))]);
