@@ -64,7 +64,8 @@ class Forming:
         :param leave_s: longest wait in :meth:`close` for ranks that have not taken all messages, in seconds.
         :param collective: how keys, values and states go between devices: ``"host"``, through host memory and the network;
             ``"nccl"``, by NCCL, where every rank needs an NVIDIA GPU of its own; ``"auto"``, by NCCL between the ranks that can,
-            otherwise as ``"host"``: see :attr:`collective`. The same on all ranks.
+            otherwise as ``"host"``; where no rank uses NCCL, by copies between the NVIDIA GPUs of one process. See
+            :attr:`collective`. The same on all ranks.
         :param nccl_cluster: with NCCL, a number of this rank's cluster: NCCL is used between ranks with one number only.
         :raises RequestError: settings that do not fit each other.
         :raises GroupError: a group that does not form in time.

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # One round on a machine with an NVIDIA GPU, from the folder that tests/gpu/pack.sh made:
-#   round.sh [--first | --short] [RESULTS]
-# In the order in which later stages need earlier ones: facts and all kernels; the kernels for Hopper from one tile up; the same bytes
-# in every run; times of long calls, by the clock of the device too, beside PyTorch where it is; then the suite of all backends, whole
-# runs against the oracle, all other times; and at the end, as advice only, compute-sanitizer and ncu, where they are.
-# Each result is printed as it is made, and is in RESULTS too. A stage that does not end is ended at its limit, and the others still
-# run: the whole round takes at most nine minutes, with --first, which leaves out the second half, at most five. --short has small
-# shapes, for the fake driver. The exit code says whether all was right.
+#   round.sh --first [RESULTS]   the first half, at most five minutes; begin with it
+#   round.sh [RESULTS]           the whole round, at most nine minutes
+#   round.sh --short [RESULTS]   the whole round with small shapes, for the fake driver
+# The first half: facts and all kernels; the kernels for Hopper from one tile up (on other GPUs those for sm_80 in the same cases);
+# the same bytes in every run; times of long calls, by the clock of the device too, beside PyTorch where python3 has it with CUDA.
+# The second half: the suite of all backends, whole runs against the oracle, all other times; at the end, as advice only,
+# compute-sanitizer and ncu, where they are. Later stages need what earlier ones test.
+# Each stage prints "right" or "WRONG", and writes its output to RESULTS/STAGE.txt (default: results beside round.sh). A stage that does
+# not end is ended at its limit, and the others still run. Exit code 0: no stage went wrong.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 kind=whole total=540
@@ -14,6 +16,14 @@ case "${1:-}" in
     --first) kind=first total=300 && shift ;;
     # The steps are small too where this is set.
     --short) kind=short total=900 && shift && export KYKLOS_FAKE_CUDA=${KYKLOS_FAKE_CUDA-} ;;
+esac
+case "${1:-}" in
+    -*)
+        # The comment at the top of this file.
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+        [ "$1" = --help ] || [ "$1" = -h ]
+        exit
+        ;;
 esac
 results=${1:-$here/results}
 mkdir -p "$results"
@@ -47,6 +57,9 @@ stage() {
 
 finish() {
     echo "${#failed[@]} stages went wrong in $SECONDS s: ${failed[*]:-none}"
+    # facts.txt says which machine it was; cache/ has compiled kernels only.
+    echo "to report it, right or WRONG: tar czf kyklos-gpu.tgz --exclude=cache -C '$(dirname "$results")' '$(basename "$results")'"
+    echo "and attach kyklos-gpu.tgz to an issue of https://github.com/kyklos/kyklos (facts.txt has the name of this host)"
     [ ${#failed[@]} = 0 ]
     exit
 }
@@ -57,13 +70,19 @@ facts() {
     "$here/kyklos" devices --json
 }
 stage facts 60 0 bash -c "$(declare -f facts); here='$here'; facts"
-grep -q '"id": "cuda:0"' "$results/facts.txt" || { echo "no device cuda:0, see $results/facts.txt"; exit 1; }
-grep -E '"(name|driver)"' "$results/facts.txt"
+if ! grep -q '"id": "cuda:0"' "$results/facts.txt"; then
+    echo "no device cuda:0, see $results/facts.txt. What the program says of it:"
+    # `kyklos devices` leaves out a device whose driver is missing or too old; a call on it gives the reason.
+    timeout -k 3 20 "$here/kyklos" attend --device cuda:0 --shape 1,64,1,1,64 2>&1 </dev/null | tail -n 1
+    exit 1
+fi
+grep -E '"(name|driver)"|"error": "' "$results/facts.txt"
 
 # The steps are scenarios of the test program `cuda`, which here finds the real driver.
 step=0
 while read -r name; do
     step=$((step + 1))
+    echo "$name"
     stage "step-$step" 40 12 env KYKLOS_CUDA_SCENARIO="$name" "$here/cuda"
 done < <("$here/cuda" --list 2>/dev/null | sed -n 's/^\(step [0-9].*\): test$/\1/p')
 [ $step -gt 0 ] || failed+=(steps)
