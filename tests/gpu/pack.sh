@@ -24,6 +24,6 @@ for suite in backends cuda; do
     cp "$(grep -o "\"executable\":\"[^\"]*/$suite-[^\"]*\"" <<<"$built" | cut -d'"' -f4)" "$folder/$suite"
 done
 cp target/release/kyklos "$folder/kyklos"
-cp tests/gpu/round.sh tests/peers/torch_cuda.py "$folder/"
+cp tests/gpu/round.sh tests/gpu/ranks.sh tests/gpu/stages.sh tests/peers/torch_cuda.py clusters/h100-infiniband.toml "$folder/"
 du -sh "$folder"
 echo "next, on the machine with the GPU: $(basename "$folder")/round.sh --first"

@@ -72,10 +72,13 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     let mut out = table(&["device", "name", "class", "driver", "kernel", "probe"], rows.collect());
     if !gpus {
         out.push_str(if can_load_drivers() {
-            "\nno GPU: no Vulkan, Metal, DX12 or CUDA driver was found\n"
+            "\nno GPU: no Vulkan, Metal or DX12 driver was found\n"
         } else {
             "\nno GPU: this program is static (musl), and a static program loads no driver; use a build for glibc\n"
         });
+    }
+    for (name, why) in devices::why_none() {
+        out.push_str(&format!("\nno device of {name}: {why}\n"));
     }
     print(&out)
 }

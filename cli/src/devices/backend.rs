@@ -20,6 +20,11 @@ pub(crate) trait BackendEntry {
     /// What the drivers of this machine offer. Empty where there is no driver.
     fn devices() -> Vec<DeviceInfo>;
 
+    /// Why the list is empty, and what to do about it, where the driver tells.
+    fn why_none() -> Option<String> {
+        None
+    }
+
     /// The device that `--device` means: `index` as it was given, for the rank number `local_rank` of this machine.
     fn choose(index: Option<usize>, local_rank: usize) -> Result<usize>;
 

@@ -21,6 +21,10 @@ impl BackendEntry for Cuda {
         devices.iter().map(|device| device.info.clone()).collect()
     }
 
+    fn why_none() -> Option<String> {
+        found().err().map(ToString::to_string)
+    }
+
     /// Without a number: the usable devices share the ranks.
     fn choose(index: Option<usize>, local_rank: usize) -> Result<usize> {
         let devices = found()

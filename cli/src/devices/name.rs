@@ -127,6 +127,11 @@ pub(crate) fn all() -> Vec<DeviceId> {
     BackendKind::ALL.iter().rev().copied().flat_map(of).collect()
 }
 
+/// Backends without a device on this machine whose driver tells why: their names and the reasons.
+pub(crate) fn why_none() -> Vec<(&'static str, String)> {
+    BackendKind::ALL.iter().filter_map(|kind| Some((kind.name(), kind.why_none()?))).collect()
+}
+
 fn for_auto() -> Vec<(DeviceId, DeviceClass)> {
     let of = |&kind: &BackendKind| {
         kind.for_auto().into_iter().map(move |(index, class)| (DeviceId { kind, index }, class))

@@ -15,6 +15,7 @@ struct Facts {
     in_support_table: bool,
     has_kernels: bool,
     devices: fn() -> Vec<DeviceInfo>,
+    why_none: fn() -> Option<String>,
     choose: fn(Option<usize>, usize) -> Result<usize>,
     for_auto: fn() -> Vec<(usize, DeviceClass)>,
 }
@@ -27,6 +28,7 @@ impl Facts {
             in_support_table: E::IN_SUPPORT_TABLE,
             has_kernels: E::HAS_KERNELS,
             devices: E::devices,
+            why_none: E::why_none,
             choose: E::choose,
             for_auto: E::for_auto,
         }
@@ -92,6 +94,11 @@ impl BackendKind {
     /// What the drivers of this machine offer.
     pub(crate) fn devices(self) -> Vec<DeviceInfo> {
         (self.facts().devices)()
+    }
+
+    /// Why there are none, where the driver tells.
+    pub(super) fn why_none(self) -> Option<String> {
+        (self.facts().why_none)()
     }
 
     /// The device that is meant by `index`, for the rank number `local_rank` of this machine.

@@ -112,6 +112,21 @@ fn a_gpu_and_a_cpu_share_a_ring() {
 }
 
 #[test]
+fn the_list_of_devices_says_why_it_has_no_gpu() {
+    for (fake, why) in
+        [("version=11080", "the driver supports CUDA 11.8"), ("devices=0", "CUDA_ERROR_NO_DEVICE")]
+    {
+        let output = with_driver(fake, &["devices"]);
+        succeeds(&output);
+        let text = stdout(&output);
+        let line = text.lines().find(|line| line.starts_with("no device of cuda: ")).unwrap_or_default();
+        assert!(line.contains(why), "{fake}: {text}");
+    }
+    let text = stdout(&with_driver("devices=1", &["devices"]));
+    assert!(text.contains("cuda:0") && !text.contains("no device of cuda"), "{text}");
+}
+
+#[test]
 fn what_is_not_there_is_refused_with_the_reason() {
     let attend = |device| ["attend", "--shape", "1,16,2,2,8", "--device", device];
     for (fake, device, code, words) in [
