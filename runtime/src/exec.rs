@@ -11,6 +11,7 @@ mod copies;
 mod guard;
 mod inputs;
 mod run;
+mod submit;
 
 use std::sync::Arc;
 

@@ -7,6 +7,7 @@ use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 use serde::Serialize;
 use std::sync::Arc;
 
+use super::pass::Pass;
 use super::rows::Row;
 use crate::commands::attend::AttendArgs;
 use crate::devices::DeviceId;
@@ -14,26 +15,6 @@ use crate::failure::{Failure, Result};
 use crate::options::{TransportName, one_line};
 use crate::request::Request;
 use crate::verify::{GradientVerdict, Verdict};
-
-/// What of a combination is run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
-pub(crate) enum Pass {
-    /// Attention.
-    Forward,
-    /// Attention, and then the gradients, which are compared.
-    Backward,
-}
-
-impl Pass {
-    pub(crate) const ALL: [Self; 2] = [Self::Forward, Self::Backward];
-
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Forward => "forward",
-            Self::Backward => "backward",
-        }
-    }
-}
 
 /// One combination.
 #[derive(Clone, Copy, Debug)]

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 
-use super::cell::{Cell, Pass, Target};
+use super::cell::{Cell, Target};
+use super::pass::Pass;
 use super::rows::{ROWS, Row};
 use super::table::place_in;
 use crate::devices::{BackendKind, DeviceId};

@@ -2,6 +2,7 @@
 
 mod cell;
 mod matrix;
+mod pass;
 mod rows;
 mod run;
 mod table;
@@ -19,7 +20,8 @@ use kyklos::{Dtype, PlacementKind, Strategy};
 use crate::devices::{self, BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
 use crate::options::{StrategyName, TransportName};
-use cell::{Cell, CellState, Pass, Report, Target};
+use cell::{Cell, CellState, Report, Target};
+use pass::Pass;
 use rows::{ROWS, Row};
 use run::{Reference, Runner};
 use table::Table;

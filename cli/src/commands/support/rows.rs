@@ -11,7 +11,7 @@ use kyklos_oracle::inputs::{TensorId, fill, normal};
 use kyklos_oracle::oracle::Element;
 use safetensors::tensor::TensorView;
 
-use super::cell::Pass;
+use super::pass::Pass;
 use crate::failure::{Failure, Result};
 
 /// One row. To add one, add a line to [`ROWS`].

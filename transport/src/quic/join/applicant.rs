@@ -5,13 +5,23 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use x509_parser::prelude::{FromDer, X509Certificate};
 
 use super::binding::BINDING_BYTES;
-use super::enrol::Enrolled;
 use super::token::Token;
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::rank::Rank;
 use crate::wire::{Frame, MAX_WORLD};
+
+/// The identity that a rank has got.
+#[derive(Clone, Debug)]
+pub struct Enrolled {
+    /// Its identity, with a key that was made here.
+    pub identity: Identity,
+    /// Which rank it is.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub world: u32,
+}
 
 /// An applicant has made its own private key, which stays here.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use quinn::{ClientConfig, Connection, ConnectionError, TransportErrorCode};
 use rustls::pki_types::CertificateDer;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::applicant::Applicant;
+use super::applicant::{Applicant, Enrolled};
 use super::binding::binding;
 use super::pinned::PinnedVerifier;
 use super::token::Token;
@@ -23,7 +23,7 @@ use crate::quic::network::refusal::refusal_hint;
 use crate::quic::network::socket::{Endpoints, LaneEndpoint, SocketSource};
 use crate::quic::network::staggered::{first_ok, listed};
 use crate::quic::network::timing::Timing;
-use crate::quic::trust::identity::Identity;
+use crate::quic::trust::provider::{cannot_set_up, provider};
 use crate::quic::trust::tls;
 use crate::rank::Rank;
 use crate::remedy::Remedy;
@@ -68,17 +68,6 @@ impl EnrolConfig {
     }
 }
 
-/// The identity that a rank has got.
-#[derive(Clone, Debug)]
-pub struct Enrolled {
-    /// Its identity, with a key that was made here.
-    pub identity: Identity,
-    /// Which rank it is.
-    pub rank: Rank,
-    /// Number of ranks.
-    pub world: u32,
-}
-
 /// Asks rank 0 for an identity. Blocks until it is there.
 ///
 /// # Errors
@@ -104,10 +93,10 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
     let [lane @ LaneEndpoint { endpoint, .. }] = &lanes[..] else {
         return Err(TransportError::bootstrap("one socket is not one endpoint"));
     };
-    let provider = tls::provider();
+    let provider = provider();
     let pinned = PinnedVerifier { authority: config.token.authority, provider: Arc::clone(&provider) };
-    let crypto = QuicClientConfig::try_from(tls::applicant(Arc::new(pinned), provider)?)
-        .map_err(tls::cannot_set_up)?;
+    let crypto =
+        QuicClientConfig::try_from(tls::applicant(Arc::new(pinned), provider)?).map_err(cannot_set_up)?;
     let timing = Timing::new(config.link.profile, None);
     let mut client = ClientConfig::new(Arc::new(crypto));
     client.transport_config(Arc::new(path.transport_config(timing.idle)));

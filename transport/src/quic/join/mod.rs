@@ -23,7 +23,8 @@ mod tests;
 mod token;
 mod wrong_tokens;
 
-pub use self::enrol::{EnrolConfig, Enrolled, enrol};
+pub use self::applicant::Enrolled;
+pub use self::enrol::{EnrolConfig, enrol};
 pub(super) use self::enrol_server::EnrolServer;
 pub use self::invitation::{Invitation, InvitationTerms};
 pub use self::token::Token;

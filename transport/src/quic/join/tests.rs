@@ -24,6 +24,7 @@ use crate::quic::tests::free_address::free_address;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::quic::trust::presented::PresentedIdentity;
+use crate::quic::trust::provider::provider;
 use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::tls;
 use crate::quic::trust::validity::Validity;
@@ -213,7 +214,7 @@ async fn say(connection: &Connection, bytes: &[u8]) -> Option<Frame> {
 
 /// A client without a certificate.
 fn nobody(authority: KeyHash, protocol: &[u8]) -> ClientConfig {
-    let provider = tls::provider();
+    let provider = provider();
     let pinned = Arc::new(PinnedVerifier { authority, provider: Arc::clone(&provider) });
     let mut config = tls::applicant(pinned, provider).unwrap();
     config.alpn_protocols = vec![protocol.to_vec()];

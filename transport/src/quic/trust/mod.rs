@@ -10,6 +10,7 @@ pub(crate) mod names;
 pub(crate) mod presented;
 pub(crate) mod private_file;
 mod protection;
+pub(crate) mod provider;
 pub(crate) mod revoked;
 pub(crate) mod tls;
 pub(crate) mod validity;

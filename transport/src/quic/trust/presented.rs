@@ -10,7 +10,7 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
 use super::identity::Identity;
-use super::tls::{cannot_set_up, provider};
+use super::provider::{cannot_set_up, provider};
 use crate::error::TransportError;
 
 /// The identity that a rank presents now. Clones share it, so that handshakes after [`Self::read_again`] use the new one.

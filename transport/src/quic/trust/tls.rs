@@ -12,6 +12,7 @@ use tokio::time::Instant;
 
 use super::names::Claims;
 use super::presented::PresentedIdentity;
+use super::provider::{cannot_set_up, provider};
 use super::revoked::Revoked;
 use super::verifier::{ClientVerifier, ServerVerifier};
 use crate::error::TransportError;
@@ -94,14 +95,12 @@ fn alpn(purpose: Purpose) -> Vec<u8> {
     }
 }
 
-pub(crate) fn provider() -> Arc<CryptoProvider> {
-    Arc::new(rustls::crypto::aws_lc_rs::default_provider())
-}
-
 /// The cipher suite that ranks of this program agree on, because both offer it first.
 pub(crate) fn first_cipher() -> String {
-    let suites = rustls::crypto::aws_lc_rs::default_provider().cipher_suites;
-    suites.first().map_or_else(|| "no cipher".to_owned(), |suite| format!("{:?}", suite.suite()))
+    provider()
+        .cipher_suites
+        .first()
+        .map_or_else(|| "no cipher".to_owned(), |suite| format!("{:?}", suite.suite()))
 }
 
 fn client_tls(
@@ -195,10 +194,6 @@ fn negotiated_protocol(connection: &Connection) -> Option<Vec<u8>> {
 
 /// The protocol of ranks that have a token and no certificate.
 const JOIN_PROTOCOL: &[u8] = b"kyklos-join/1";
-
-pub(crate) fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
-    TransportError::bootstrap(format!("cannot set up TLS: {error}"))
-}
 
 #[cfg(test)]
 mod tests {

@@ -17,6 +17,7 @@ use rustls::{
 
 use super::identity::Identity;
 use super::names::Claims;
+use super::provider::cannot_set_up;
 use super::revoked::Revoked;
 use crate::error::TransportError;
 use crate::remedy::Remedy;
@@ -213,10 +214,6 @@ fn roots(identity: &Identity) -> Result<RootCertStore, TransportError> {
         roots.add(authority.clone()).map_err(cannot_set_up)?;
     }
     Ok(roots)
-}
-
-fn cannot_set_up(error: impl std::fmt::Display) -> TransportError {
-    TransportError::bootstrap(format!("cannot set up TLS: {error}"))
 }
 
 const NOT_OF_THIS_CLUSTER: &str = "a certificate that is not of a kyklos authority";
