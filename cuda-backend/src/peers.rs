@@ -25,8 +25,8 @@ use waiting::{Found, Waiting};
 
 /// A collective for ranks of one process that have a CUDA device each. Between them a message is a copy from device memory to device
 /// memory, which the driver makes over NVLink or PCIe where it can. The receiver makes it when the bytes are complete on the sender;
-/// one byte through the transport tells it, so deadlines and aborts are those of the transport. Its recorder has both, that byte and
-/// a second message with the other bytes, so the sum is that of the copy. Messages to other ranks are staged in host memory.
+/// one byte through the transport tells it, so deadlines and aborts are those of the transport. Its recorder has that message, and counts
+/// the bytes of the copy. Messages to other ranks are staged in host memory.
 ///
 /// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL.
 ///
@@ -196,9 +196,9 @@ impl fmt::Display for CudaPeers {
 const HERE: Bytes = Bytes::from_static(&[1]);
 
 impl CudaPeers {
-    /// Records a copy of `bytes` bytes beside [`HERE`], which the transport has recorded.
-    fn note_copy(&self, kind: EventKind, peer: Rank, tag: Tag, bytes: usize) {
-        self.transport.recorder().note(kind, peer, tag, bytes.saturating_sub(HERE.len()) as u64);
+    /// Counts a copy of `bytes` bytes. The transport has counted the message, and [`HERE`].
+    fn count_copy(&self, kind: EventKind, peer: Rank, bytes: usize) {
+        self.transport.recorder().note_more_bytes(kind, peer, bytes.saturating_sub(HERE.len()) as u64);
     }
 
     fn post_recv<'a>(
@@ -218,7 +218,7 @@ impl CudaPeers {
             posted.await.map_err(ExchangeError::Transport)?;
             let found = expected.take();
             let copies = self.copy_message(found, from, tag, &piece_bytes).await?;
-            self.note_copy(EventKind::Received, from, tag, piece_bytes.iter().sum());
+            self.count_copy(EventKind::Received, from, piece_bytes.iter().sum());
             Ok(copies)
         })
     }
@@ -255,7 +255,7 @@ impl CudaPeers {
             let posted = self.transport.post_send(to, tag, vec![HERE], self.deadline);
             posted.await.map_err(ExchangeError::Transport)?;
             offered.told();
-            self.note_copy(EventKind::Sent, to, tag, bytes);
+            self.count_copy(EventKind::Sent, to, bytes);
             Ok(())
         })
     }

@@ -183,7 +183,9 @@ pub(crate) fn free_port(py: Python<'_>, host: String) -> PyResult<u16> {
         kyklos_launch::free_port(unspecified)
     };
     py.detach(find).map_err(|error| {
-        let text = format!("no free port for rank 0 at {host}: {error}");
+        let text = format!(
+            "no free port for rank 0 at {host}: {error}: pass an address of rank 0 as host, or its port"
+        );
         errors::of_forming(py, &TransportError::Bootstrap { text, remedy: None })
     })
 }

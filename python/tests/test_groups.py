@@ -62,14 +62,15 @@ def test_a_killed_rank_is_named():
 
 def test_a_signal_ends_the_call_and_the_others_name_the_rank():
     waits = """
-        say("waiting")
         try:
+            say("waiting")
             group.attend(ones, ones, ones)
         except KeyboardInterrupt:
             say("interrupted", time.monotonic())
     """
     other = """
-        time.sleep(3)
+        # Until the other rank was interrupted.
+        sys.stdin.readline()
         try:
             group.attend(ones, ones, ones)
         except kyklos.GroupError as error:
@@ -80,9 +81,13 @@ def test_a_signal_ends_the_call_and_the_others_name_the_rank():
     time.sleep(0.3)
     sent = time.monotonic()
     processes[0].send_signal(signal.SIGINT)
-    (out, err, code), (out1, err1, code1) = finish(processes)
-    assert (code, code1) == (0, 0), out + err + out1 + err1
-    assert out.startswith("interrupted") and float(out.split()[1]) - sent < 2
+    interrupted = processes[0].stdout.readline()
+    processes[1].stdin.write("\n")
+    processes[1].stdin.flush()
+    (_, err, code), (out1, err1, code1) = finish(processes)
+    assert (code, code1) == (0, 0), interrupted + err + out1 + err1
+    # The time limit of a call is 30 s.
+    assert interrupted.startswith("interrupted") and float(interrupted.split()[1]) - sent < 20
     assert out1.startswith("error 0") and "KeyboardInterrupt" in out1
 
 
@@ -175,10 +180,10 @@ def test_threads_run_while_a_call_waits():
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    for _ in range(20):
+    for _ in range(100):
         ticks.append(time.monotonic())
         time.sleep(0.01)
-    assert not done.is_set() and len(ticks) == 20
+    assert not done.is_set() and len(ticks) == 100
     # A second call of the same rank is refused, not mixed with the first.
     with pytest.raises(kyklos.RequestError, match="another thread is in a call"):
         first.attend(ones, ones, ones)
@@ -221,8 +226,9 @@ def test_groups_that_cannot_form_say_why(tmp_path):
 def test_the_port_of_rank_0_is_none_that_systems_give_to_sockets_without_one():
     ports = {free_port("127.0.0.1") for _ in range(20)}
     assert len(ports) > 10 and all(20_000 <= port < 29_000 for port in ports), ports
-    with pytest.raises(kyklos.GroupError, match="no free port for rank 0 at no host"):
-        free_port("no host")
+    # No name has such a character, so nothing is asked of the network.
+    with pytest.raises(kyklos.GroupError, match="no free port for rank 0 at a\0b"):
+        free_port("a\0b")
 
 
 def test_many_calls_of_changing_shapes_keep_memory_flat():

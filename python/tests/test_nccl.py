@@ -141,7 +141,7 @@ def test_a_message_that_does_not_end_in_time_names_the_peer():
             except kyklos.GroupError as error:
                 return error.peer, error.operation, str(error)
         peers = []
-        for peer, operation, text in kyklos.run_local(2, rank, device=["cuda:0", "cuda:1"], collective="nccl", deadline_s=2):
+        for peer, operation, text in kyklos.run_local(2, rank, device=["cuda:0", "cuda:1"], collective="nccl", deadline_s=10):
             assert operation is not None, text
             peers.append(peer)
         # A rank that learns of it from the other names the rank that the other waited for.
@@ -164,7 +164,7 @@ def test_messages_with_several_peers_that_do_not_end_in_time_name_them_all():
             except kyklos.GroupError as error:
                 return error.peer, error.peers, str(error)
         devices = ["cuda:0", "cuda:1", "cuda:2"]
-        found = kyklos.run_local(3, rank, device=devices, collective="nccl", deadline_s=2)
+        found = kyklos.run_local(3, rank, device=devices, collective="nccl", deadline_s=10)
         late = [(rank, peer, peers) for rank, (peer, peers, _) in enumerate(found) if peers]
         assert late, found
         for rank, peer, peers in late:

@@ -21,7 +21,7 @@ nvcc=${NVCC:-${CUDA_HOME:+$CUDA_HOME/bin/nvcc}}
 cargo build --release -p kyklos-cli
 built=$(cargo test --release -p kyklos-tests --test backends --test cuda --no-run --message-format=json)
 for suite in backends cuda; do
-    cp "$(grep -o "\"executable\":\"[^\"]*/$suite-[^\"]*\"" <<<"$built" | cut -d'"' -f4)" "$folder/$suite"
+    cp "$(grep -o "\"executable\":\"[^\"]*/deps/$suite-[0-9a-f]*\"" <<<"$built" | cut -d'"' -f4)" "$folder/$suite"
 done
 cp target/release/kyklos "$folder/kyklos"
 cp tests/gpu/round.sh tests/gpu/ranks.sh tests/gpu/stages.sh tests/peers/torch_cuda.py clusters/h100-infiniband.toml "$folder/"

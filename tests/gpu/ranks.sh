@@ -25,7 +25,8 @@ results=${1:-$here/results-ranks}
 . "$here/stages.sh"
 look
 
-gpus=$(grep -c '"id": "cuda:' "$results/facts.txt")
+# Those that can be used.
+gpus=$(sed -n '/"id": "cuda:/,/}/p' "$results/facts.txt" | grep -c '"error": null')
 device=cuda counts=(2 "$gpus")
 if [ "$gpus" = 1 ]; then
     echo "one GPU: 2 and 4 ranks share it, so their times say nothing of several GPUs"
@@ -54,15 +55,16 @@ for ranks in "${counts[@]}"; do
         attend "ulysses-$collective-$ranks" --mesh "${ranks}x1" --collective $collective
         attend "ring-$collective-$ranks" --mesh "1x$ranks" --collective $collective
     done
-    stage "gradients-$way-$ranks" 60 2 "$here/kyklos" attend --shape "1,$((tokens / 8)),$heads,2,$dim" "${problem[@]}" --split even \
+    stage "gradients-$way-$ranks" 60 2 "$here/kyklos" attend --shape "1,$((tokens / 16)),$heads,2,$dim" "${problem[@]}" --split even \
         --mesh "1x$ranks" --collective $way --grad --verify
     # A process for each rank, as in a cluster.
     stage "processes-$way-$ranks" 60 2 "$here/kyklos" launch -n "$ranks" -- attend --shape "1,$tokens,$heads,$heads,$dim" "${problem[@]}" \
         --split even --mesh "1x$ranks" --collective $way --verify
 done
 
-# Beside the times stand predictions for a cluster of H100.
+# Without what an earlier run has measured. Beside the times stand predictions for a cluster of H100.
 for collective in host $way; do
+    rm -rf "$results/strategies-$collective"
     stage "strategies-$collective" 120 0 "$here/kyklos" bench strategies --shape "$tokens,$heads,$heads,$dim" --batch 1 "${problem[@]}" \
         --ranks "${counts[-1]}" --collective $collective --placement contiguous,zigzag --repeat $repeat \
         --hardware "$here/h100-infiniband.toml" --output "$results/strategies-$collective" &&

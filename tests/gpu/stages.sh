@@ -3,7 +3,7 @@
 # of the programs, `results`, and `total`, the seconds that all stages may take together.
 
 mkdir -p "$results"
-export KYKLOS_REQUIRE_CUDA=1 KYKLOS_CACHE_DIR=$results/cache
+export KYKLOS_REQUIRE_CUDA=1 KYKLOS_CACHE_DIR=$here/cache
 failed=() advice=0
 
 # stage NAME SECONDS LINES COMMAND…: at most LINES lines of the output are printed where all is right.
@@ -19,7 +19,7 @@ stage() {
     { timeout -k 3 $((limit < left ? limit : left)) "$@" >"$results/$name.txt" 2>&1 </dev/null; } 2>/dev/null || code=$?
     case $code in
         0) echo "$name: right, $((SECONDS - start)) s" ;;
-        124 | 137) echo "$name: WRONG, it did not end within $((SECONDS - start)) s" ;;
+        124 | 137) echo "$name: WRONG, it was killed after $((SECONDS - start)) s: it did not end, or memory was missing" ;;
         *) echo "$name: WRONG ($code), $((SECONDS - start)) s" ;;
     esac
     if [ $code = 0 ]; then
@@ -33,8 +33,8 @@ stage() {
 
 finish() {
     echo "${#failed[@]} stages went wrong in $SECONDS s: ${failed[*]:-none}"
-    # facts.txt says which machine it was; cache/ has compiled kernels only.
-    echo "to report it, right or WRONG: tar czf kyklos-gpu.tgz --exclude=cache -C '$(dirname "$results")' '$(basename "$results")'"
+    # facts.txt says which machine it was.
+    echo "to report it, right or WRONG: tar czf kyklos-gpu.tgz -C '$(dirname "$results")' '$(basename "$results")'"
     echo "and attach kyklos-gpu.tgz to an issue of https://github.com/kyklos/kyklos (facts.txt has the name of this host)"
     [ ${#failed[@]} = 0 ]
     exit

@@ -174,24 +174,29 @@ impl Recorder {
 
     /// Notes an event. Counts the message if it is one that has arrived.
     pub fn note(&self, kind: EventKind, peer: Rank, tag: Tag, bytes: u64) {
-        if let Some(counters) = self.peers.get(peer.0 as usize) {
-            match kind {
-                EventKind::Sent => {
-                    counters.messages_sent.fetch_add(1, Ordering::Relaxed);
-                    counters.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
-                }
-                EventKind::Received => {
-                    counters.messages_received.fetch_add(1, Ordering::Relaxed);
-                    counters.bytes_received.fetch_add(bytes, Ordering::Relaxed);
-                }
-                _ => {}
-            }
-        }
+        self.count(kind, peer, 1, bytes);
         let step = self.step.load(Ordering::Relaxed);
         // The time is taken under the lock, so that events stand in the order of their times.
         let mut ring = lock(&self.ring);
         let event = Event { at_ns: self.start.elapsed_ns(), kind, peer, tag, step, bytes };
         ring.push(event);
+    }
+
+    /// Counts `bytes` bytes more of a message that was noted as [`EventKind::Sent`] or [`EventKind::Received`], and did not pass
+    /// through the transport itself.
+    pub fn note_more_bytes(&self, kind: EventKind, peer: Rank, bytes: u64) {
+        self.count(kind, peer, 0, bytes);
+    }
+
+    fn count(&self, kind: EventKind, peer: Rank, messages: u64, bytes: u64) {
+        let Some(counters) = self.peers.get(peer.0 as usize) else { return };
+        let [of_messages, of_bytes] = match kind {
+            EventKind::Sent => [&counters.messages_sent, &counters.bytes_sent],
+            EventKind::Received => [&counters.messages_received, &counters.bytes_received],
+            _ => return,
+        };
+        of_messages.fetch_add(messages, Ordering::Relaxed);
+        of_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// This rank enters a step.
@@ -358,43 +363,4 @@ const EVENTS: usize = 2048;
 const ENDED_EARLY: usize = 1024;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_latest_events_are_kept_in_order_and_the_others_are_counted() {
-        let recorder = Recorder::new(Rank(0), 2, "job".to_owned());
-        let posted = EVENTS as u64 + 100;
-        for op in 0..posted {
-            recorder.note(EventKind::Sent, Rank(1), Tag { op, message: 0 }, 10);
-        }
-        let seen = recorder.look();
-        assert_eq!(seen.forgotten, 100);
-        let ops: Vec<u64> = seen.events.iter().map(|event| event.tag.op).collect();
-        assert_eq!(ops, (100..posted).collect::<Vec<_>>());
-        assert!(seen.events.is_sorted_by_key(|event| event.at_ns));
-        assert_eq!((seen.peers[1].messages_sent, seen.peers[1].bytes_sent), (posted, 10 * posted));
-    }
-
-    #[test]
-    fn the_ring_never_grows_and_strangers_are_not_counted() {
-        let recorder = Recorder::new(Rank(0), 1, String::new());
-        let capacity = lock(&recorder.ring).events.capacity();
-        for _ in 0..3 * EVENTS {
-            recorder.note(EventKind::Received, Rank(7), Tag { op: 0, message: 0 }, 1);
-        }
-        assert_eq!(lock(&recorder.ring).events.capacity(), capacity);
-        assert_eq!(recorder.peers(), [PeerRecord::default()]);
-    }
-
-    #[test]
-    fn calls_that_ended_early_are_bounded() {
-        let recorder = Recorder::new(Rank(0), 2, String::new());
-        let tag = Tag { op: 0, message: 0 };
-        let pending = Pending { operation: "send", peer: Rank(1), tag, bytes_done: 0, bytes_expected: 1 };
-        for _ in 0..2 * ENDED_EARLY {
-            recorder.ended_early(pending, Duration::ZERO);
-        }
-        assert_eq!(recorder.look().ended_early.len(), ENDED_EARLY);
-    }
-}
+mod tests;

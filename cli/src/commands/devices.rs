@@ -77,7 +77,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
             "\nno GPU: this program is static (musl), and a static program loads no driver; use a build for glibc\n"
         });
     }
-    for (name, why) in devices::why_none() {
+    for (name, why) in devices::why_none().into_iter().filter(|_| can_load_drivers()) {
         out.push_str(&format!("\nno device of {name}: {why}\n"));
     }
     print(&out)

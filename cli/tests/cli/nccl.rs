@@ -249,7 +249,7 @@ fn a_rank_that_dies_ends_the_call_of_all() {
         let text = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{text}");
         assert!(text.contains("rank 1"), "{text}");
-        assert!(start.elapsed() < Duration::from_secs(40), "{:?}: {text}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(100), "{:?}: {text}", start.elapsed());
     }
 }
 

@@ -68,7 +68,15 @@ fn ask_and_never_read(to: SocketAddr, patience: Duration) -> TcpStream {
     // A long header, a version, and two numbers of the connection.
     packet[..15].copy_from_slice(&[0xc0, 0x1a, 0x2a, 0x3a, 0x4a, 8, 1, 2, 3, 4, 5, 6, 7, 8, 0]);
     let framed = [&1200_u16.to_le_bytes()[..], &packet].concat();
-    let mut stream = TcpStream::connect(to).unwrap();
+    let started = Instant::now();
+    let mut stream = loop {
+        match TcpStream::connect(to) {
+            Ok(stream) => break stream,
+            // Rank 0 does not listen yet.
+            Err(error) => assert!(started.elapsed() < SOON, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
     stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
     let until = Instant::now() + patience;
     let many = framed.repeat(100);
@@ -81,6 +89,7 @@ fn answers_to_a_stranger_that_never_reads_leave_memory_flat() {
     let _alone = alone();
     let job = Job::new();
     let zero = connect(job.over(Carrier::Tcp, 0, 2));
+    drop(ask_and_never_read(job.coordinator, Duration::ZERO));
     std::thread::sleep(Duration::from_millis(300));
     let before = resident_kib();
     let _held: Vec<_> = (0..3).map(|_| ask_and_never_read(job.coordinator, Duration::from_secs(3))).collect();
@@ -162,7 +171,11 @@ fn replayed_packets_change_nothing() {
     wire.end();
     // A rank keeps its port until it is dropped, and then until its last packets are sent.
     drop(group);
-    std::thread::sleep(Duration::from_secs(1));
+    let until = Instant::now() + SOON;
+    while UdpSocket::bind(job.coordinator).is_err() {
+        assert!(Instant::now() < until, "rank 0 keeps its port");
+        std::thread::sleep(Duration::from_millis(20));
+    }
     // Again, before the same ranks form their next group: no rank accepts a replayed packet as a packet of a rank.
     let zero = rank(&job, 0, job.coordinator);
     std::thread::sleep(Duration::from_millis(200));

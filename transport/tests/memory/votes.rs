@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use kyklos_transport::quic::{LinkProfile, LinkSettings, QuicConfig};
 use kyklos_transport::wire::{Frame, Notes};
 use kyklos_transport::{AbortCause, MAX_NOTE_BYTES, Rank, RefusalReason, TransportError, Vote};
 use pollster::block_on;
@@ -153,7 +154,9 @@ fn verdicts_with_wrong_notes_end_the_call_and_name_the_coordinator() {
         (many, "number of notes cannot be 2049"),
     ] {
         let job = Job::new();
-        let honest = connect(job.config(1, 2));
+        // The coordinator sends no heartbeats, and is to be dead only after 15 s.
+        let link = LinkSettings { profile: LinkProfile::Wan, ..over_quic() };
+        let honest = connect(QuicConfig { link, ..job.config(1, 2) });
         let (over, is_over) = oneshot::channel::<()>();
         let hostile = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
