@@ -272,7 +272,8 @@ API cuEventRecord(Event *event, Stream *stream) {
     if (stream->device != current) return INVALID_HANDLE;
     if (stream->capturing) die("an event was recorded on a stream that captures a graph");
     const u64 refused = config().refuse_event_at;
-    if (stream->has_copied && ++state().events_of_copies >= refused && refused) return OUT_OF_MEMORY;
+    const bool counts = stream->has_copied && u64(current->ordinal) == config().copy_to;
+    if (counts && ++state().events_of_copies >= refused && refused) return OUT_OF_MEMORY;
     record->device = current;
     record->by_caller = stream->by_caller;
     record->by_nccl = stream->by_nccl;

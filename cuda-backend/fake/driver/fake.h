@@ -62,7 +62,7 @@ struct Config {
     u64 sticky_at = 0;      // a launch fails on the device with the code `sticky`
     u64 sticky = ILLEGAL_ADDRESS;
     u64 hang_at = 0;        // a launch never ends
-    // Not of device 0 only: an event is refused on a stream that has had a copy between devices: the n-th and all later ones.
+    // Of device `copy_to`: an event is refused on a stream that has had a copy between devices: the n-th and all later ones.
     u64 refuse_event_at = 0;
     u64 graph_create_at = 0, graph_instantiate_at = 0, graph_launch_at = 0;  // a graph call fails: only the n-th
     u64 graph_code = OUT_OF_MEMORY;

@@ -27,12 +27,15 @@ pub(super) fn scenarios() -> Vec<Scenario> {
     vec![unknown, callers]
 }
 
-/// The driver records no event behind the copies. Everything is dropped long before they are done.
+/// The driver records no event behind the copies to device 0. Everything is dropped long before they are done.
 fn unknown_end() {
     let (plans, prepared) = plans_on(CASE, Dtype::F32, Mesh::new(1, 2).unwrap(), Strategy::Ring);
     let ended = super::on_peers(&plans, &prepared, 2);
-    let texts: Vec<_> = ended.iter().map(|(_, ended)| ended.as_ref().unwrap_err().to_string()).collect();
-    assert!(texts.iter().all(|text| text.contains("CUDA_ERROR_OUT_OF_MEMORY")), "{texts:#?}");
+    // Rank 1 may have its keys, and its result, before rank 0 fails.
+    assert!(ended[0].1.is_err());
+    for error in ended.iter().filter_map(|(_, ended)| ended.as_ref().err()) {
+        assert!(error.to_string().contains("CUDA_ERROR_OUT_OF_MEMORY"), "{error}");
+    }
     // The copy to device 0 would meet memory that was freed.
     std::thread::sleep(Duration::from_secs(1));
 }
