@@ -153,8 +153,8 @@ fn a_tab_that_stops_reading_and_answering_is_lost() {
         // Its system still acknowledges packets.
         connection.closed().await;
     });
-    let device = invitation.wait(PATIENCE).unwrap();
     let began = Instant::now();
+    let device = invitation.wait(PATIENCE).unwrap();
     let error = pollster::block_on(device.wait()).unwrap_err();
     assert!(error.to_string().contains("the tab has not answered for 10 s"), "{error}");
     assert!((8..60).contains(&began.elapsed().as_secs()), "{:?}", began.elapsed());

@@ -325,7 +325,7 @@ fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String
 }
 
 /// Time for the other processes to end by themselves after a failure, or after the result is complete.
-const SURVIVORS: Duration = Duration::from_secs(15);
+const SURVIVORS: Duration = Duration::from_secs(30);
 /// Time for all processes to end after an interruption.
 const INTERRUPTED: Duration = Duration::from_secs(3);
 /// Most restarts of one rank.

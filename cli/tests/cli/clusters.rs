@@ -101,7 +101,7 @@ impl Cluster {
     #[track_caller]
     fn fails(&self, flags: &str, variables: &str, words: &[&str]) {
         let started = Instant::now();
-        let outputs = self.run(&format!("--join-deadline 5 {flags}"), variables);
+        let outputs = self.run(&format!("--join-deadline 10 {flags}"), variables);
         assert!(started.elapsed() < Duration::from_secs(150), "{:?}", started.elapsed());
         for (rank, output) in outputs.iter().enumerate() {
             let text = stderr(output);
@@ -149,7 +149,7 @@ fn over_tcp_where_udp_does_not_get_through() {
     cluster.certs("issue -n 3 --job train");
     cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["--world 3"]);
     // Rank 0 refuses the other ranks, because they use another network. They say so at once, and at their deadline.
-    let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 8 --network {{carrier}}"), "");
+    let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 20 --network {{carrier}}"), "");
     for rank in [1, 2] {
         let text = stderr(&outputs[rank]);
         assert_eq!(text.matches("with the refusal of a rank 0 that uses UDP").count(), 2, "{text}");
@@ -260,7 +260,7 @@ fn another_authority_another_job_another_rank_and_an_old_identity_are_named() {
     };
     // Rank 1 refuses rank 0 before it has shown its own identity, so the others do not repeat its words.
     let only_rank_1_says = |words: &[&str]| {
-        let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 5"), "");
+        let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 10"), "");
         for (output, words) in outputs.iter().zip([REFUSED, words, REFUSED]) {
             let text = stderr(output);
             assert!(!output.status.success() && words.iter().all(|word| text.contains(word)), "{text}");

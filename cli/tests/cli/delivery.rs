@@ -117,7 +117,7 @@ fn a_rank_that_is_stopped_does_not_keep_the_launcher() {
         std::fs::remove_file(&there).unwrap();
     }
     // Rank 1 cannot continue without rank 0, and rank 0 is stopped: nobody has the result.
-    let options = ["--on-loss", "shrink", "--join-deadline", "5", "--output", there.to_str().unwrap()];
+    let options = ["--on-loss", "shrink", "--join-deadline", "15", "--output", there.to_str().unwrap()];
     let job = Job::start(2, &options);
     signal("-STOP", job.pids[0]);
     let (code, said) = job.end();

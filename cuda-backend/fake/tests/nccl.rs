@@ -73,7 +73,7 @@ fn a_communicator_fails_or_hangs_while_it_is_made() {
 
 #[test]
 fn calls_that_are_too_early_are_refused() {
-    ends("refused", 2, "launch_ms=20", 0, "");
+    ends("refused", 2, "launch_ms=500", 0, "");
 }
 
 #[test]

@@ -1,7 +1,5 @@
 //! Launches that are submitted together: deferred launches, and graphs of repeated sequences.
 
-use std::time::Duration;
-
 use bytes::Bytes;
 use half::bf16;
 use kyklos::backend::{Attend, Backend, Control, Extent, Layout, Operand, State, StateMut, StateShape};
@@ -10,7 +8,7 @@ use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions};
 use kyklos_oracle::inputs::{TensorId, fill};
 use pollster::block_on;
 
-use crate::faults::is_right;
+use crate::faults::{is_right, lost_after};
 use crate::scenario::{Ends, Scenario};
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
@@ -154,7 +152,7 @@ fn faults() -> Vec<Scenario> {
     ];
     all.extend(ends.map(|(name, fake, words)| {
         Scenario::new(&format!("ends with {name}"), &format!("devices=2,seed=82,{fake}"), move || {
-            let options = CudaOptions { stuck_after: Duration::from_millis(500), ..CudaOptions::default() };
+            let options = CudaOptions { stuck_after: lost_after(words), ..CudaOptions::default() };
             let backend = CudaBackend::with_options(0, &options).unwrap();
             let mut state = Accumulator::new(&backend);
             // The call that gets the first error depends on timing.

@@ -85,7 +85,7 @@ fn scenario(name: &str, ranks: u32, run: impl Fn() + Send + Sync + 'static) -> S
 }
 
 fn device(rank: usize) -> Device {
-    let options = CudaOptions { stuck_after: Duration::from_secs(4), ..CudaOptions::default() };
+    let options = CudaOptions { stuck_after: Duration::from_secs(8), ..CudaOptions::default() };
     Device::from(CudaBackend::with_options(rank, &options).unwrap())
 }
 
@@ -191,6 +191,6 @@ fn fails(says: &str) {
     let texts: Vec<_> = ended.iter().map(|(_, ended)| ended.as_ref().unwrap_err().to_string()).collect();
     assert!(texts.iter().all(|text| text.contains(says)), "{texts:#?}");
     for (took, _) in ended {
-        assert!(took < Duration::from_secs(25), "{took:?}: {texts:#?}");
+        assert!(took < Duration::from_secs(35), "{took:?}: {texts:#?}");
     }
 }

@@ -51,7 +51,7 @@ fn held(name: &str, hold_until: u32, options: NcclOptions, ends_well: bool) -> S
         let world = plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring);
         let plans = Arc::new(ProvedPlans::new(world.unwrap()).unwrap());
         let outputs = on_threads(in_process_group(RANKS), |transport| {
-            run(patient(&transport, options), &plans, &prepared)
+            run(patient(&transport, options, ends_well), &plans, &prepared)
         });
         let texts: Vec<_> =
             outputs.iter().filter_map(|output| Some(output.as_ref().err()?.to_string())).collect();
@@ -68,9 +68,10 @@ fn held(name: &str, hold_until: u32, options: NcclOptions, ends_well: bool) -> S
     scenario
 }
 
-/// A session on a device that counts as lost after 4 s.
-fn patient(transport: &Arc<dyn Transport>, nccl: NcclOptions) -> Session {
-    let options = CudaOptions { stuck_after: Duration::from_secs(4), ..CudaOptions::default() };
+/// A session on a device that counts as lost soon, where it is to hang.
+fn patient(transport: &Arc<dyn Transport>, nccl: NcclOptions, ends_well: bool) -> Session {
+    let stuck_after = Duration::from_secs(if ends_well { 60 } else { 4 });
+    let options = CudaOptions { stuck_after, ..CudaOptions::default() };
     let ordinal = transport.rank().0 as usize;
     let device = Device::from(CudaBackend::with_options(ordinal, &options).unwrap());
     session(transport.clone(), device, nccl, RunOptions::default())

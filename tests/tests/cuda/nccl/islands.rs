@@ -121,6 +121,10 @@ fn kept_through_the_host() {
         let decision = block_on(NcclCollective::form(&transport, &device, options)).unwrap();
         let NcclDecision::Use(nccl) = decision else { panic!("{decision:?}") };
         let mut kept = None;
+        let sent = (rank == 2)
+            .then(|| transport.post_send(Rank(1), tag, vec![Bytes::from_static(b"here")], DEADLINE));
+        // The time limit of rank 1 begins when the message is there.
+        barrier.wait();
         if rank == 1 {
             let from = |rank| Incoming { from: Rank(rank), piece_bytes: vec![4] };
             let meter = Meter::new(Arc::new(SystemClock::new()), false);
@@ -132,12 +136,11 @@ fn kept_through_the_host() {
                 kept = Some(arrived.into_iter().map(|pieces| pieces.map(read)).collect::<Vec<_>>());
             }
         }
-        if rank == 2 {
-            let sent = transport.post_send(Rank(1), tag, vec![Bytes::from_static(b"here")], DEADLINE);
-            block_on(sent).unwrap();
-        }
+        // Before the others go on: a fault must not leave them waiting.
+        let sent = sent.map(block_on);
         // A rank stays in its group until all have ended.
         barrier.wait();
+        assert!(sent.is_none_or(|sent| sent.is_ok()));
         kept
     });
     assert_eq!(kept[1], Some(vec![None, Some(Bytes::from_static(b"here"))]));

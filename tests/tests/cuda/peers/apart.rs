@@ -234,7 +234,7 @@ fn written_after_a_loss() {
 
 /// The same, and the copy is never done.
 fn written_under_copy() {
-    let stuck_after = Duration::from_millis(500);
+    let stuck_after = Duration::from_secs(2);
     let pair = Pair::new(&CudaOptions { stuck_after, ..CudaOptions::default() });
     let sender = &pair.devices[1];
     let mut held = sender.upload("message", message()).unwrap();

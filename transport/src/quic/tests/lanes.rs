@@ -117,7 +117,7 @@ fn large_messages_leave_one_after_the_other() {
             let sent: Vec<_> = (0..3)
                 .map(|message| zero.post_send(Rank(1), tag(message), vec![payload.clone()], LONG))
                 .collect();
-            let (mut samples, until) = (0, Instant::now() + LONG);
+            let (mut samples, mut mixed, until) = (0, Vec::new(), Instant::now() + LONG);
             loop {
                 let mut done: Vec<_> = one.outstanding().into_iter().map(|call| call.pending).collect();
                 if done.is_empty() || Instant::now() > until {
@@ -127,11 +127,9 @@ fn large_messages_leave_one_after_the_other() {
                 // What has arrived of the next message came when this one had left; what was lost of it may still come.
                 for pair in done.windows(2).filter(|pair| pair[1].bytes_done > bytes as u64 / 4) {
                     samples += 1;
-                    let lost = zero.connections()[1].unwrap().packets_lost;
-                    assert!(
-                        lost > 0 || pair[0].bytes_done > bytes as u64 * 3 / 4,
-                        "window {window}: {done:?}"
-                    );
+                    if pair[0].bytes_done <= bytes as u64 * 3 / 4 {
+                        mixed.push(done.clone());
+                    }
                 }
                 tokio::task::yield_now().await;
             }
@@ -142,6 +140,9 @@ fn large_messages_leave_one_after_the_other() {
             for posted in sent {
                 posted.await.unwrap();
             }
+            // The sender learns of a loss later than the receiver.
+            let lost = zero.connections()[1].unwrap().packets_lost;
+            assert!(lost > 0 || mixed.is_empty(), "window {window}: {mixed:?}");
             close(zero, one).await;
         });
     }
