@@ -12,18 +12,9 @@ set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 short=0 total=540
 [ "${1:-}" = --short ] && short=1 total=900 && shift
-case "${1:-}" in
-    -*)
-        # The comment at the top of this file.
-        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
-        [ "$1" = --help ] || [ "$1" = -h ]
-        exit
-        ;;
-esac
-results=${1:-$here/results-ranks}
 # shellcheck source=tests/gpu/stages.sh
 . "$here/stages.sh"
-look
+begin "${1:-$here/results-ranks}"
 
 # Those that can be used.
 gpus=$(sed -n '/"id": "cuda:/,/}/p' "$results/facts.txt" | grep -c '"error": null')

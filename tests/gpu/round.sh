@@ -17,18 +17,9 @@ case "${1:-}" in
     # The steps are small too where this is set.
     --short) kind=short total=900 && shift && export KYKLOS_FAKE_CUDA=${KYKLOS_FAKE_CUDA-} ;;
 esac
-case "${1:-}" in
-    -*)
-        # The comment at the top of this file.
-        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
-        [ "$1" = --help ] || [ "$1" = -h ]
-        exit
-        ;;
-esac
-results=${1:-$here/results}
 # shellcheck source=tests/gpu/stages.sh
 . "$here/stages.sh"
-look
+begin "${1:-$here/results}"
 
 # The steps are scenarios of the test program `cuda`, which here finds the real driver.
 step=0

@@ -1,10 +1,24 @@
 # shellcheck shell=bash disable=SC2154
 # What round.sh and ranks.sh share: stages with limits, and the facts of the machine. The script that reads it has set `here`, the folder
-# of the programs, `results`, and `total`, the seconds that all stages may take together.
+# of the programs, and `total`, the seconds that all stages may take together.
 
-mkdir -p "$results"
-export KYKLOS_REQUIRE_CUDA=1 KYKLOS_CACHE_DIR=$here/cache
 failed=() advice=0
+
+# begin RESULTS: the usage instead, where that is asked for.
+begin() {
+    case "$1" in
+        -*)
+            # The comment at the top of the script.
+            sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+            [ "$1" = --help ] || [ "$1" = -h ]
+            exit
+            ;;
+    esac
+    results=$1
+    mkdir -p "$results"
+    export KYKLOS_REQUIRE_CUDA=1 KYKLOS_CACHE_DIR=$here/cache
+    look
+}
 
 # stage NAME SECONDS LINES COMMAND…: at most LINES lines of the output are printed where all is right.
 stage() {
