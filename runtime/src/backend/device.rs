@@ -302,6 +302,10 @@ impl Backend for Device {
         self.0.wait().await
     }
 
+    fn expect_short_work(&self, on: bool) {
+        self.0.expect_short_work(on);
+    }
+
     fn measure_kernels(&self, on: bool) {
         self.0.measure_kernels(on);
     }

@@ -71,6 +71,7 @@ pub(super) trait AnyBackend: Any + Threaded {
     ) -> Result<()>;
     fn clear(&self, buffer: &mut DeviceBuffer) -> Result<()>;
     fn wait(&self) -> LocalBoxFuture<'_, Result<()>>;
+    fn expect_short_work(&self, on: bool);
     fn measure_kernels(&self, on: bool);
     fn kernel_times(&self) -> Result<Vec<KernelTime>>;
 }
@@ -253,6 +254,10 @@ where
 
     fn wait(&self) -> LocalBoxFuture<'_, Result<()>> {
         Box::pin(Backend::wait(self))
+    }
+
+    fn expect_short_work(&self, on: bool) {
+        Backend::expect_short_work(self, on);
     }
 
     fn measure_kernels(&self, on: bool) {

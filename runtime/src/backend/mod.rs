@@ -40,6 +40,7 @@ pub mod cpu;
 mod device;
 mod erased;
 mod gradients;
+mod short_work;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 
@@ -47,6 +48,7 @@ pub use arguments::{Attend, Elements, Extent, Layout, Operand, Pairs, Scales, St
 pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};
 pub use gradients::{AttendBackward, BiasGradient, RowStats};
+pub use short_work::ShortWork;
 
 /// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
 pub const EMPTY_M: f32 = -0.7 * f32::MAX;
@@ -258,6 +260,10 @@ pub trait Backend {
     /// # Errors
     /// [`Error::Device`], also for a failure of earlier work that no call has returned yet.
     async fn wait(&self) -> Result<()>;
+
+    /// Begins or ends a time of short work; called by [`ShortWork`], whose times may overlap. Without effect on a device that cannot
+    /// tell that it hangs.
+    fn expect_short_work(&self, _on: bool) {}
 
     /// Starts or stops measuring kernels by the device's own clock. Without effect on a device that has none.
     fn measure_kernels(&self, _on: bool) {}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kyklos_transport::{Rank, in_process_group};
 
 use super::{Session, SessionOptions};
-use crate::backend::{Backend, Device};
+use crate::backend::{Backend, Device, ShortWork};
 use crate::simulate::{Capacity, work_of};
 use crate::{Attention, AttentionProblem, Clock, Dtype, LoweredPlan, Result, RunOptions, Tensor};
 
@@ -41,6 +41,8 @@ pub(super) struct Probe {
     problem: AttentionProblem,
     tokens: u32,
     step_ns: u64,
+    /// A device that hangs is found soon.
+    _short: ShortWork,
 }
 
 impl Probe {
@@ -52,8 +54,16 @@ impl Probe {
         device.supports(problem.dtype, problem.head_dim as usize)?;
         let run = RunOptions { clock, ..RunOptions::default() };
         let options = SessionOptions { run, ..SessionOptions::default() };
+        // What the device was given before may take longer.
+        device.wait().await?;
         let session = Session::with_options(in_process_group(1).remove(0), device.clone(), options);
-        let mut probe = Self { session, problem: problem.clone(), tokens: FIRST_TOKENS, step_ns: u64::MAX };
+        let mut probe = Self {
+            session,
+            problem: problem.clone(),
+            tokens: FIRST_TOKENS,
+            step_ns: u64::MAX,
+            _short: ShortWork::on(device),
+        };
         probe.step().await?;
         // Of each length the first call compiles kernels and allocates.
         while probe.fastest().await? < LONG_ENOUGH_NS && probe.tokens < MOST_TOKENS {
