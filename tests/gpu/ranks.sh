@@ -6,18 +6,23 @@
 # processes; then times of all strategies both ways, each rank's waiting beside its computing, and the bytes from rank to rank.
 # With one GPU: two and four ranks share it, which NCCL allows from version 2.30 on.
 # NCCL is the library that the system finds: LD_LIBRARY_PATH says where another one is.
-# Each stage prints "right" or "WRONG", and writes its output to RESULTS/STAGE.txt (default: results-ranks beside ranks.sh). A stage that
-# does not end is ended at its limit, and the others still run. Exit code 0: no stage went wrong.
+# RESULTS (default: results-ranks beside ranks.sh) gets all.txt, README.md and RESULTS.tgz, as from round.sh. Each stage prints "right" or
+# "WRONG"; one that does not end is ended at its limit, and the others still run. Exit code 0: no stage went wrong.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-short=0 total=540
+short=0 total=540 name=ranks
 [ "${1:-}" = --short ] && short=1 total=900 && shift
 # shellcheck source=tests/gpu/stages.sh
 . "$here/stages.sh"
+# shellcheck source=tests/gpu/page.sh
+. "$here/page.sh"
 begin "${1:-$here/results-ranks}"
+# Where the kernels were built without nvcc, the devices compile them here, which is then a matter of minutes.
+look 180
+has_cuda || finish
 
 # Those that can be used.
-gpus=$(sed -n '/"id": "cuda:/,/}/p' "$results/facts.txt" | grep -c '"error": null')
+gpus=$(sed -n '/"id": "cuda:/,/}/p' "$files/facts.txt" | grep -c '"error": null')
 device=cuda counts=(2 "$gpus")
 if [ "$gpus" = 1 ]; then
     echo "one GPU: 2 and 4 ranks share it, so their times say nothing of several GPUs"
@@ -43,8 +48,8 @@ attend nccl --ranks 2 --collective nccl || way=auto
 advice=0
 for ranks in "${counts[@]}"; do
     for collective in host $way; do
-        attend "ulysses-$collective-$ranks" --mesh "${ranks}x1" --collective $collective
-        attend "ring-$collective-$ranks" --mesh "1x$ranks" --collective $collective
+        attend "ulysses-$collective-$ranks" --mesh "${ranks}x1" --collective "$collective"
+        attend "ring-$collective-$ranks" --mesh "1x$ranks" --collective "$collective"
     done
     stage "gradients-$way-$ranks" 60 2 "$here/kyklos" attend --shape "1,$((tokens / 16)),$heads,2,$dim" "${problem[@]}" --split even \
         --mesh "1x$ranks" --collective $way --grad --verify
@@ -53,12 +58,11 @@ for ranks in "${counts[@]}"; do
         --split even --mesh "1x$ranks" --collective $way --verify
 done
 
-# Without what an earlier run has measured. Beside the times stand predictions for a cluster of H100.
+# Beside the times stand predictions for a cluster of H100.
 for collective in host $way; do
-    rm -rf "$results/strategies-$collective"
     stage "strategies-$collective" 120 0 "$here/kyklos" bench strategies --shape "$tokens,$heads,$heads,$dim" --batch 1 "${problem[@]}" \
-        --ranks "${counts[-1]}" --collective $collective --placement contiguous,zigzag --repeat $repeat \
-        --hardware "$here/h100-infiniband.toml" --output "$results/strategies-$collective" &&
-        sed -n '/^strategy, mesh/,/^$/p' "$results/strategies-$collective.txt"
+        --ranks "${counts[-1]}" --collective "$collective" --placement contiguous,zigzag --repeat "$repeat" \
+        --hardware "$here/h100-infiniband.toml" --output "$files/strategies-$collective" &&
+        say "$(sed -n '/^strategy, mesh/,/^$/p' "$files/strategies-$collective.txt")"
 done
 finish

@@ -1,115 +1,150 @@
 #!/usr/bin/env bash
-# One round on a machine with an NVIDIA GPU, from the folder that tests/gpu/pack.sh made:
-#   round.sh --first [RESULTS]   the first half, at most five minutes; begin with it
-#   round.sh [RESULTS]           the whole round, at most nine minutes
-#   round.sh --short [RESULTS]   the whole round with small shapes, for the fake driver
-# The first half: facts and all kernels; the kernels for Hopper from one tile up (on other GPUs those for sm_80 in the same cases);
-# the same bytes in every run; times of long calls, by the clock of the device too, beside PyTorch where python3 has it with CUDA.
-# The second half: the suite of all backends, whole runs against the oracle, all other times; at the end, as advice only,
-# compute-sanitizer and ncu, where they are. Later stages need what earlier ones test.
-# Each stage prints "right" or "WRONG", and writes its output to RESULTS/STAGE.txt (default: results beside round.sh). A stage that does
-# not end is ended at its limit, and the others still run. Exit code 0: no stage went wrong.
+# A round on a machine with an NVIDIA GPU, without Rust and without a network, in the folder that tests/gpu/pack.sh packed:
+#   round.sh --first [--short] [RESULTS]   at most 5.5 minutes: facts; all kernels of CUDA and wgpu, held to the oracle; times of the most
+#                                          important calls, beside PyTorch's; groups of unlike devices; tensors of PyTorch in place
+#   round.sh --rest [--short] [RESULTS]    at most 6 minutes, what --first leaves out: whole runs, other shapes and types, the kernels for
+#                                          older GPUs, tuning; at the end compute-sanitizer
+#   round.sh --variants FOLDER [RESULTS]   at most 6 minutes: the kernels of variants.sh, one after the other
+# --short: small shapes and long limits, for the fake driver and software Vulkan.
+# RESULTS (default: results-first and so on, beside round.sh) gets all.txt, which grows, README.md with all tables, and RESULTS.tgz with
+# the output of every stage. Each stage prints "right" or "WRONG"; one that does not end is ended at its limit, and the others still run.
+# After a hang, or a wrong result of a kernel for Hopper, the others run with KYKLOS_CUDA_WGMMA=off: with the kernels for sm_80; after
+# another hang without CUDA. What is not there (a Vulkan loader, PyTorch, ncu) is named, and its stages are left out. Exit code 0: no
+# stage went wrong.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-kind=whole total=540
-case "${1:-}" in
-    --first) kind=first total=300 && shift ;;
-    # The steps are small too where this is set.
-    --short) kind=short total=900 && shift && export KYKLOS_FAKE_CUDA=${KYKLOS_FAKE_CUDA-} ;;
+name=${1:-} short=0 variants=
+case "$name" in
+    --first) name=first total=320 && shift ;;
+    --rest) name=rest total=350 && shift ;;
+    --variants) name=variants total=350 variants=$(cd "${2:?a folder}" && pwd) && shift 2 ;;
+    *) name=usage total=0 && set -- "${1:---usage}" ;;
 esac
+[ "${1:-}" = --short ] && short=1 total=1500 && shift
 # shellcheck source=tests/gpu/stages.sh
 . "$here/stages.sh"
-begin "${1:-$here/results}"
+# shellcheck source=tests/gpu/vulkan.sh
+. "$here/vulkan.sh"
+# shellcheck source=tests/gpu/page.sh
+. "$here/page.sh"
+begin "${1:-$here/results-$name}"
+k=$here/kyklos
+# The steps are small too where this is set.
+[ $short = 0 ] || { slow=4 && export KYKLOS_FAKE_CUDA=${KYKLOS_FAKE_CUDA-}; }
+echo all >"$files/kernels"
+find_vulkan
 
-# The steps are scenarios of the test program `cuda`, which here finds the real driver.
-step=0
-while read -r name; do
-    step=$((step + 1))
-    echo "$name"
-    stage "step-$step" 40 12 env KYKLOS_CUDA_SCENARIO="$name" "$here/cuda"
-done < <("$here/cuda" --list 2>/dev/null | sed -n 's/^\(step [0-9].*\): test$/\1/p')
-[ $step -gt 0 ] || failed+=(steps)
+# PyTorch: its first import reads gigabytes from the disk, beside the first stages.
+pytorch() {
+    advice=1
+    command -v python3 >/dev/null || { missing pytorch "there is no python3"; return; }
+    stage pytorch 100 1 python3 -c 'import torch, sys
+if not torch.cuda.is_available(): sys.exit("PyTorch without CUDA")
+print("PyTorch", torch.__version__)'
+}
+has_pytorch() { grep -q '^pytorch right' "$files/status"; }
 
-repeat=20
-[ $kind = short ] && repeat=1
-# bench NAME SECONDS SHAPE MASK OPTION…
+# A stage that uses CUDA kernels.
+on_cuda() {
+    local before code=0
+    before=$(cat "$files/kernels")
+    [ "$before" != none ] || { missing "$1" "no CUDA device, or its kernels hung"; return 1; }
+    [ "$before" = all ] || local -x KYKLOS_CUDA_WGMMA=off
+    stage "$@" || code=$?
+    if [ $code = 124 ]; then
+        if [ "$before" = all ]; then give_up older; else give_up none; fi
+    fi
+    return $code
+}
+give_up() {
+    echo "$1" >"$files/kernels"
+    case "$1" in
+        older) say "from here on without the kernels for Hopper: KYKLOS_CUDA_WGMMA=off" ;;
+        none) say "from here on without CUDA" ;;
+    esac
+}
+
+# The first steps are scenarios of the test program `cuda`, which here finds the real driver.
+steps() {
+    local step=0 title limit
+    while read -r title; do
+        step=$((step + 1)) limit=15
+        # This one makes millions of numbers on one thread.
+        [ $step != 5 ] || limit=25
+        say "$title"
+        on_cuda "step-$step" $limit 12 env KYKLOS_CUDA_SCENARIO="$title" "$here/cuda"
+        # Nothing can be loaded.
+        [ $step != 1 ] || grep -q '^step-1 right' "$files/status" || give_up none
+    done < <(timeout 10 "$here/cuda" --list 2>"$files/steps.txt" | sed -n 's/^\(step [0-9].*\): test$/\1/p')
+    [ $step -gt 0 ] || { say "steps: WRONG, $here/cuda does not run" && echo "steps WRONG 0 counts" >>"$files/status"; }
+    if [ "$(cat "$files/kernels")" = all ] && grep -q '^step-[23458] \(WRONG\|hang\)' "$files/status"; then give_up older; fi
+}
+
+# suite NAME SECONDS BACKEND: the suite of all backends on one of them; with --short three claims of it.
+suite() {
+    local runner=stage claim claims='downloads the bytes|merges two states|encodes int8'
+    case "$3" in cuda*) runner=on_cuda ;; esac
+    if ! "$here/backends" --list 2>/dev/null | grep -q "^$3"; then
+        missing "$1" "the device has no such kernel"
+    elif [ "$short" = 0 ]; then
+        $runner "$1" "$2" 1 "$here/backends" "$3"
+    else
+        while read -r claim; do
+            $runner "$1-$((++claims_run))" "$2" 0 "$here/backends" --exact "$claim"
+        done < <("$here/backends" --list 2>/dev/null | sed -n 's/: test$//p' | grep "^$3" | grep -E "$claims")
+    fi
+}
+claims_run=0
+
+# bench NAME SECONDS OPTION…: on CUDA, in bf16 if no type is named.
 bench() {
-    local name=bench-$1 limit=$2 shape=$3 mask=$4
-    shift 4
-    stage "$name" "$limit" 3 "$here/kyklos" bench --device cuda:0 --shape "$shape" --mask "$mask" --dtype bf16 --repeat $repeat "$@"
+    local stage=bench-$1 limit=$2 dtype=(--dtype bf16) words
+    shift 2
+    words=$(($(grep -o -- '--shape' <<<"$*" | wc -l) * 2 + 2))
+    case "$*" in *--dtype*) dtype=() ;; esac
+    on_cuda "$stage" "$limit" $words "$k" bench --device cuda:0 "${amount[@]}" ${dtype[@]+"${dtype[@]}"} "$@"
 }
-has_torch=0
-python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null && has_torch=1
-# Our times beside those of PyTorch, both by the clock of the host and by that of the device. FLASH is FlashAttention 2 there; only
-# cuDNN is of the class of FlashAttention 3.
-beside_torch() {
-    [ $has_torch = 1 ] || { echo "torch-$1: not run, no PyTorch with CUDA"; return; }
-    bench "torch-$1" 60 "$2" "$3" --rounds 1 --against "cudnn=python3 $here/torch_cuda.py cudnn" \
-        --against "flash=python3 $here/torch_cuda.py flash"
+bench_wgpu() {
+    local stage=wgpu-$1 limit=$2 lines=$3
+    shift 3
+    stage "$stage" "$limit" "$lines" "$k" bench --device "$wgpu" "${amount[@]}" "$@"
 }
 
-main=1,16384,16,16,128
-[ $kind = short ] && main=1,128,2,2,64
-for mask in full causal; do
-    bench "main-$mask" 40 $main $mask
-done
-for mask in full causal; do
-    beside_torch "main-$mask" $main $mask
-done
-[ $kind = first ] && finish
+# group NAME OPTION…: one group of CPU cores, the GPU by Vulkan and the GPU by CUDA.
+group() {
+    local stage=group-$1 devices=cpu runner=stage
+    shift
+    [ -z "$wgpu" ] || devices+=,$wgpu
+    [ "$(cat "$files/kernels")" = none ] || { devices+=,cuda:0 && runner=on_cuda; }
+    [ "$devices" != cpu ] || { missing "$stage" "there is no GPU"; return; }
+    $runner "$stage" 25 0 "$k" attend --device "$devices" --mesh "1x$(tr ',' '\n' <<<"$devices" | wc -l)" --mask causal --dtype f16 --verify --json "$@"
+}
 
-suite=(cuda)
-[ $kind = short ] && suite=("downloads the bytes" "merges two states" "encodes int8")
-for claim in "${suite[@]}"; do
-    stage "suite-${claim// /-}" 120 0 "$here/backends" "$claim" --skip wgpu --skip "cpu:"
-done
+# PyTorch's own attention, in one process.
+peers() {
+    has_pytorch || { missing "peers-$1" "no PyTorch with CUDA"; return; }
+    stage "peers-$1" "$2" 60 env PYTHONPATH="$here/site" python3 "$here/gpu_attention.py" "$1"
+}
 
-tokens=4096
-[ $kind = short ] && tokens=96
-for dtype in bf16 f16 f32; do
-    for mesh in 1x1 1x2 2x2; do
-        stage "attend-$dtype-$mesh" 30 0 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
-            --dtype $dtype --mesh $mesh --split even --verify --json
-    done
-done
-for wire in f16 int8; do
-    stage "attend-f32-1x2-wire-$wire" 30 0 "$here/kyklos" attend --device cuda --shape "1,$tokens,8,4,128" --mask causal \
-        --dtype f32 --mesh 1x2 --split even --wire $wire --verify --json
-done
+# Tensors of PyTorch where they are.
+in_place() {
+    has_pytorch || { missing in-place "no PyTorch with CUDA"; return; }
+    [ -e "$here/site/kyklos" ] || { missing in-place "the pack has no Python package"; return; }
+    on_cuda in-place 45 8 env PYTHONPATH="$here/site" python3 "$here/in_place.py"
+}
 
-if [ $kind = short ]; then
-    shapes=(1,100,2,1,128)
-else
-    shapes=(1,16384,32,32,64 1,16384,8,8,256 1,8192,32,8,128 1,2048,16,16,128 1,2048,32,32,64)
-fi
-for shape in "${shapes[@]}"; do
-    for mask in full causal; do
-        bench "$shape-$mask" 30 "$shape" $mask
-    done
-done
-# One token over many keys, a call of a few microseconds: what graphs save.
-bench decoding 30 $main full --queries 1
-KYKLOS_CUDA_GRAPHS=off bench decoding-no-graphs 30 $main full --queries 1
-if [ $kind = whole ]; then
-    for shape in 1,16384,32,32,64 1,16384,8,8,256; do
-        beside_torch "$shape-causal" $shape causal
-    done
-fi
+profile() {
+    local advice=1 kernel=hopper
+    command -v ncu >/dev/null || { missing "ncu-$1" "it is not there"; return; }
+    [ "$(cat "$files/kernels")" = all ] || kernel='attend|backward'
+    # A call has three launches of the kernel or fewer; the first ones are of calls that warm up.
+    on_cuda "ncu-$1" 40 0 env KYKLOS_CUDA_GRAPHS=off ncu --clock-control none --set full -k "regex:$kernel" --launch-skip 6 --launch-count 1 \
+        -f -o "$files/$1" "$k" bench --device cuda:0 --dtype bf16 --repeat 9 "${@:2}" &&
+        ncu --import "$files/$1.ncu-rep" --page details >"$files/ncu-$1.txt" 2>&1 &&
+        say "$(grep -E 'Duration|Registers Per|Tensor|Issued|No Eligible|stall|L2 Hit|Bank' "$files/ncu-$1.txt" | cut -c 1-160 | head -n 24)"
+}
 
-# Advice: compute-sanitizer is known to report accesses of wgmma that are none.
-advice=1
-if command -v compute-sanitizer >/dev/null; then
-    for tool in memcheck synccheck racecheck; do
-        stage "sanitizer-$tool" 45 0 compute-sanitizer --tool $tool --error-exitcode 9 "$here/kyklos" attend --device cuda:0 \
-            --shape 1,150,4,2,64 --mask causal --dtype bf16 --ranks 2 --verify --json
-    done
-else
-    echo "sanitizer: not run, no compute-sanitizer"
-fi
-if command -v ncu >/dev/null; then
-    stage ncu 45 40 ncu --clock-control none -k regex:hopper --launch-count 1 "$here/kyklos" bench --device cuda:0 --shape $main \
-        --mask full --dtype bf16 --repeat 1
-else
-    echo "ncu: not run, it is not there"
-fi
+# shellcheck source=tests/gpu/rounds.sh
+. "$here/rounds.sh"
+"round_$name"
 finish

@@ -38,6 +38,26 @@ fn every_combination_is_timed_and_checked() {
 }
 
 #[test]
+fn calls_are_repeated_for_a_time() {
+    let words =
+        ["bench", "--device", "cpu", "--shape", "1,64,1,1,32", "--mask", "full", "--dtype", "f32", "--json"];
+    let elapsed = |ms: &str| {
+        let began = std::time::Instant::now();
+        let output = kyklos(&[&words[..], &["--duration-ms", ms]].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        let lines: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(lines[0]["median_ms"].as_f64().unwrap() > 0.0);
+        began.elapsed().as_millis()
+    };
+    elapsed("1");
+    assert!(elapsed("400") >= 600, "half of the time more for runs that are not timed");
+    assert_eq!(
+        kyklos(&[&words[..], &["--duration-ms", "9", "--repeat", "2"]].concat()).status.code(),
+        Some(2)
+    );
+}
+
+#[test]
 fn the_last_tokens_alone_are_queries() {
     let output = kyklos(&[
         "bench",

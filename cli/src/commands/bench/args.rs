@@ -50,6 +50,9 @@ pub(crate) struct BenchArgs {
     /// Timed runs of each combination, after one warm-up run
     #[arg(long, value_name = "N", default_value = "9")]
     pub(crate) repeat: NonZeroU32,
+    /// Instead of --repeat: runs for N ms, at least three, after N / 2 ms of runs that are not timed. An idle GPU has a low clock at first
+    #[arg(long, value_name = "N", conflicts_with_all = ["repeat", "turns"])]
+    pub(crate) duration_ms: Option<NonZeroU32>,
     /// Compare every row of f16 and bf16 with the result of the same device in f32. Sampled rows are compared with the
     /// oracle in any case
     #[arg(long)]

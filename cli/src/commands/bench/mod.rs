@@ -8,7 +8,7 @@ mod plans;
 mod shared;
 pub(crate) mod strategies;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kyklos::backend::wgpu::KernelChoice;
 use kyklos::backend::{Backend, Control, Device, KernelTime};
@@ -265,7 +265,7 @@ impl Check<'_> {
         }
         let mut resident = Resident::new(backend, &case.problem, SEED)?;
         let (first_ms, times_ms, kernels) =
-            timed(backend, args.repeat.get(), || resident.run(backend, &Control::default()))?;
+            timed(backend, args.amount(), || resident.run(backend, &Control::default()))?;
         let (o, lse) = resident.results(backend)?;
         let kernel = &backend.info().kernel;
         let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
@@ -294,7 +294,7 @@ impl Check<'_> {
         let mut resident = Resident::new(backend, &case.problem, SEED)?;
         let mut gradients = resident.gradients(backend, SEED)?;
         resident.run(backend, &Control::default())?;
-        let (first_ms, times_ms, kernels) = timed(backend, args.repeat.get(), || {
+        let (first_ms, times_ms, kernels) = timed(backend, args.amount(), || {
             resident.run_backward(backend, &mut gradients, &Control::default())
         })?;
         let whole = resident.whole_gradients(backend, &mut gradients)?;
@@ -308,11 +308,28 @@ impl Check<'_> {
     }
 }
 
-/// Runs a call once more than `repeat` times, and measures each until the device has done it. Returns the time of the first, the times
-/// of the others, and their kernels by the clock of the device.
+/// How many runs are timed.
+#[derive(Clone, Copy)]
+enum Amount {
+    Runs(u32),
+    /// As many as end in this time, after half of it for runs that are not timed.
+    Time(Duration),
+}
+
+impl BenchArgs {
+    fn amount(&self) -> Amount {
+        match self.duration_ms {
+            Some(ms) => Amount::Time(Duration::from_millis(u64::from(ms.get()))),
+            None => Amount::Runs(self.repeat.get()),
+        }
+    }
+}
+
+/// Runs a call once, and then as often as `amount` says. Measures each run until the device has done it. Returns the time of the first,
+/// the times of the others, and their kernels by the clock of the device.
 fn timed(
     backend: &Device,
-    repeat: u32,
+    amount: Amount,
     mut run: impl FnMut() -> Result<()>,
 ) -> Result<(f64, Vec<f64>, Vec<Vec<KernelTime>>)> {
     let mut once = || -> Result<_> {
@@ -323,10 +340,27 @@ fn timed(
     };
     let (first_ms, _) = once()?;
     backend.measure_kernels(true);
-    let (times_ms, kernels) = (0..repeat).map(|_| once()).collect::<Result<_>>()?;
+    let timed = match amount {
+        Amount::Runs(repeat) => (0..repeat).map(|_| once()).collect::<Result<Vec<_>>>()?,
+        Amount::Time(duration) => {
+            let mut run_for = |duration, least| -> Result<Vec<_>> {
+                let (began, mut runs) = (Instant::now(), Vec::new());
+                while runs.len() < least || began.elapsed() < duration {
+                    runs.push(once()?);
+                }
+                Ok(runs)
+            };
+            run_for(duration / 2, 1)?;
+            run_for(duration, LEAST_RUNS)?
+        }
+    };
     backend.measure_kernels(false);
+    let (times_ms, kernels) = timed.into_iter().unzip();
     Ok((first_ms, times_ms, kernels))
 }
+
+/// Runs that are timed even if they take longer than the time for them.
+const LEAST_RUNS: usize = 3;
 
 /// Seed of the tensors.
 const SEED: u64 = 0;

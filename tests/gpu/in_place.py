@@ -1,0 +1,85 @@
+"""Tensors of PyTorch in Kyklos, where they are: in_place.py [cuda|cpu]
+
+`kyklos.torch.attention` and its gradients against PyTorch's own, on one rank and on two ranks of one device, and `Group.attend` by
+DLPack on a stream that is not the default one. With `cpu` the same calls on the CPU, which says that this script is right.
+"""
+
+import sys
+import time
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import kyklos
+import kyklos.torch
+
+PLACE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+DEVICE = "cuda:0" if PLACE == "cuda" else "cpu"
+TOKENS, HEADS, KV_HEADS, DIM = (2048, 8, 2, 128) if PLACE == "cuda" else (128, 4, 2, 32)
+# Largest error over the largest element, in bf16 and in f32.
+ALLOWED = {torch.bfloat16: 0.03, torch.float32: 1e-3}
+wrong = []
+
+
+def judge(what, found, wanted):
+    error = ((found.float() - wanted.float()).abs().max() / wanted.float().abs().max()).item()
+    right = error <= ALLOWED[found.dtype] and found.device == wanted.device
+    wrong.extend([] if right else [what])
+    print(f"{what}: {'right' if right else 'WRONG'}, error {error:.1e}, on {found.device}", flush=True)
+
+
+def made(heads, dtype, seed):
+    random = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(1, heads, TOKENS, DIM, generator=random, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+def theirs(q, k, v, gradient):
+    """PyTorch's output and gradients, from an f32 computation of the same elements."""
+    inputs = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    o = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    return [o.detach(), *torch.autograd.grad(o, inputs, gradient.float())]
+
+
+def ours(group, q, k, v, gradient):
+    """Of the tokens of this rank."""
+    half = TOKENS // group.world
+    own = slice(group.rank * half, (group.rank + 1) * half)
+    inputs = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
+    o, _ = kyklos.torch.attention(*inputs, group, mask="causal")
+    return [o.detach(), *torch.autograd.grad(o, inputs, gradient[:, :, own])]
+
+
+def main():
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v, gradient = (made(heads, dtype, seed) for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)))
+        wanted = theirs(q, k, v, gradient)
+        for ranks in (1, 2):
+            parts = kyklos.run_local(ranks, lambda group: ours(group, q, k, v, gradient), device=DEVICE)
+            for name, found, right in zip(("o", "dq", "dk", "dv"), zip(*parts), wanted):
+                judge(f"{name} of {ranks} ranks, {dtype}", torch.cat(found, dim=2), right)
+    [group] = kyklos.Group.local(1, device=DEVICE)
+    with group:
+        print(f"the rank computes on {group.device}, reads the memory of GPU {group.gpu}", flush=True)
+        q, k, v = (made(heads, torch.bfloat16, seed).transpose(1, 2).contiguous() for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+        right = scaled_dot_product_attention(*(x.transpose(1, 2).float() for x in (q, k, v)), is_causal=True, enable_gqa=True)
+        if PLACE == "cuda":
+            # The tensors are not ready when the call is made.
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda._sleep(100_000_000)
+                later = [x.clone() for x in (q, k, v)]
+                o = torch.from_dlpack(group.attend(*later, mask="causal")[0]).clone()
+            torch.cuda.synchronize()
+            judge("behind a slow stream", o, right.transpose(1, 2))
+        for calls in (3, 20):
+            began = time.perf_counter()
+            for _ in range(calls):
+                group.attend(q, k, v, mask="causal")
+            if PLACE == "cuda":
+                torch.cuda.synchronize()
+            ms = (time.perf_counter() - began) * 1e3 / calls
+        print(f"{ms:.3f} ms a call of Group.attend, {TOKENS} tokens", flush=True)
+    if wrong:
+        sys.exit(f"wrong: {wrong}")
+
+
+main()
