@@ -36,11 +36,12 @@ find_vulkan
 
 # PyTorch: its first import reads gigabytes from the disk, beside the first stages.
 pytorch() {
-    advice=1
-    command -v python3 >/dev/null || { missing pytorch "there is no python3"; return; }
+    local quiet=1 advice=1
     stage pytorch 100 1 python3 -c 'import torch, sys
 if not torch.cuda.is_available(): sys.exit("PyTorch without CUDA")
-print("PyTorch", torch.__version__)'
+print("PyTorch", torch.__version__)' || true
+    quiet=0
+    if has_pytorch; then say "pytorch: right, $(pytorch_line)"; else say "pytorch: not run, $(pytorch_line)"; fi
 }
 has_pytorch() { grep -q '^pytorch right' "$files/status"; }
 
@@ -51,10 +52,10 @@ on_cuda() {
     [ "$before" != none ] || { missing "$1" "no CUDA device, or its kernels hung"; return 1; }
     [ "$before" = all ] || local -x KYKLOS_CUDA_WGMMA=off
     stage "$@" || code=$?
-    if [ $code = 124 ]; then
+    if [ "$code" = 124 ]; then
         if [ "$before" = all ]; then give_up older; else give_up none; fi
     fi
-    return $code
+    return "$code"
 }
 give_up() {
     echo "$1" >"$files/kernels"
@@ -70,13 +71,13 @@ steps() {
     while read -r title; do
         step=$((step + 1)) limit=15
         # This one makes millions of numbers on one thread.
-        [ $step != 5 ] || limit=25
+        [ "$step" != 5 ] || limit=25
         say "$title"
-        on_cuda "step-$step" $limit 12 env KYKLOS_CUDA_SCENARIO="$title" "$here/cuda"
+        on_cuda "step-$step" "$limit" 12 env KYKLOS_CUDA_SCENARIO="$title" "$here/cuda"
         # Nothing can be loaded.
-        [ $step != 1 ] || grep -q '^step-1 right' "$files/status" || give_up none
+        [ "$step" != 1 ] || grep -q '^step-1 right' "$files/status" || give_up none
     done < <(timeout 10 "$here/cuda" --list 2>"$files/steps.txt" | sed -n 's/^\(step [0-9].*\): test$/\1/p')
-    [ $step -gt 0 ] || { say "steps: WRONG, $here/cuda does not run" && echo "steps WRONG 0 counts" >>"$files/status"; }
+    [ "$step" -gt 0 ] || { say "steps: WRONG, $here/cuda does not run" && echo "steps WRONG 0 counts" >>"$files/status"; }
     if [ "$(cat "$files/kernels")" = all ] && grep -q '^step-[23458] \(WRONG\|hang\)' "$files/status"; then give_up older; fi
 }
 
@@ -102,7 +103,7 @@ bench() {
     shift 2
     words=$(($(grep -o -- '--shape' <<<"$*" | wc -l) * 2 + 2))
     case "$*" in *--dtype*) dtype=() ;; esac
-    on_cuda "$stage" "$limit" $words "$k" bench --device cuda:0 "${amount[@]}" ${dtype[@]+"${dtype[@]}"} "$@"
+    on_cuda "$stage" "$limit" "$words" "$k" bench --device cuda:0 "${amount[@]}" ${dtype[@]+"${dtype[@]}"} "$@"
 }
 bench_wgpu() {
     local stage=wgpu-$1 limit=$2 lines=$3

@@ -5,7 +5,7 @@
 # In the folder of the results: all.txt, which grows, README.md, and RESULTS.tgz, which has the output of every stage too. Names of files
 # have letters, digits, ".", "_" and "-" only.
 
-advice=0 slow=1
+advice=0 slow=1 quiet=0
 
 # begin RESULTS: makes the folders, and the guard that ends the programs of stages when this script is no more, however it ended.
 begin() {
@@ -35,7 +35,7 @@ begin() {
 }
 
 # Prints, and keeps what it prints.
-say() { printf '%s\n' "$*" | tee -a "$results/all.txt"; }
+say() { [ $quiet = 1 ] || printf '%s\n' "$*" | tee -a "$results/all.txt"; }
 
 # A command with its arguments could not be run here; says what is missing.
 missing() {

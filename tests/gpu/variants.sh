@@ -27,10 +27,14 @@ compile() {
     # kernels.cu has an instance, or a group of them, in each line without indentation.
     sed -E '/^(KERNEL|CODES|[A-Z_]+_DIMS)\(/d' "$kernels/kernels.cu" >"$work/$name.cu"
     printf '%s\n' "$2" >>"$work/$name.cu"
+    # As cuda-backend/build.rs calls it.
     # shellcheck disable=SC2086
-    "$nvcc" --std=c++17 -O3 -ptx -arch compute_90a $4 -I "$kernels/cuda" -I "$kernels" -o "$work/$name.ptx" "$work/$name.cu" >"$work/$name.log" 2>&1 &&
-        "$nvcc" -cubin -Xptxas -v -arch sm_90a -o "$out/$name.cubin" "$work/$name.ptx" >>"$work/$name.log" 2>&1 ||
-        { echo "$name: nvcc refuses it" && cat "$work/$name.log" && return 1; }
+    if ! { "$nvcc" --std=c++17 -O3 -ptx -arch compute_90a $4 -I "$kernels/cuda" -I "$kernels" -o "$work/$name.ptx" "$work/$name.cu" &&
+        "$nvcc" -cubin -Xptxas -v -arch sm_90a -o "$out/$name.cubin" "$work/$name.ptx"; } >"$work/$name.log" 2>&1; then
+        echo "$name: nvcc refuses it"
+        cat "$work/$name.log"
+        return 1
+    fi
     echo "$3" >"$out/$name.txt"
     # What the machine code must not have, and what it uses.
     echo "$name: $(stat -c %s "$out/$name.cubin") bytes$(grep -o 'Used [0-9]* registers\|[0-9]* bytes spill stores\|(C75[0-9]*) .*' "$work/$name.log" | sed 's/^/, /' | tr -d '\n')"
@@ -44,5 +48,5 @@ while IFS='|' read -r name instance calls switches; do
     compile "$name" "$(xargs <<<"$instance")" "$(xargs <<<"$calls")" "$(xargs <<<"$switches")" || failed=1
 done <tests/gpu/variants.txt
 (cd "$out" && tar cJf ../variants.tar.xz -- *)
-ls -l "$out.tar.xz" | awk '{ printf "%s: %.1f MB\n", $NF, $5 / 1e6 }'
+echo "$out.tar.xz: $(stat -c %s "$out.tar.xz") bytes"
 exit $failed
