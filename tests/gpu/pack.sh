@@ -41,8 +41,8 @@ nvcc=${NVCC:-${CUDA_HOME:+$CUDA_HOME/bin/nvcc}}
 git describe --always --dirty 2>/dev/null >>"$pack/kernels.txt" || true
 tr '\n' ' ' <"$pack/kernels.txt" >"$pack/kernels.part" && mv "$pack/kernels.part" "$pack/kernels.txt"
 
-cargo build --quiet --release --workspace --all-features --lib --bin kyklos
-built=$(cargo test --quiet --release --workspace --all-features --test backends --test cuda --no-run --message-format=json)
+# In one command: with tests the dependencies have the features that they have in scripts/test.sh.
+built=$(cargo build --quiet --release --workspace --all-features --lib --bin kyklos --test backends --test cuda --message-format=json)
 for suite in backends cuda; do
     strip -o "$pack/$suite" "$(grep -o "\"executable\":\"[^\"]*/deps/$suite-[0-9a-f]*\"" <<<"$built" | cut -d'"' -f4)"
 done
@@ -82,6 +82,7 @@ flash_attention || echo "without FlashAttention 3: pip cannot install $flash her
 tar c -C "$pack" . | xz -2 -T 1 --lzma2=preset=2,dict=128MiB >"$out/pack.tar.xz"
 bytes=$(stat -c %s "$out/pack.tar.xz")
 tree=$(git ls-files -z | xargs -0 stat -c %s 2>/dev/null | awk '{ sum += $1 } END { print sum + 0 }')
+echo "needs glibc $(objdump -T "$pack"/{kyklos,backends,cuda,site/kyklos/_kyklos.abi3.so} | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1 | cut -d_ -f2) or later"
 du -b --max-depth=1 -a "$pack" | sort -rn | awk '$1 > 1e6 { printf "%6.1f MB  %s\n", $1 / 1e6, $2 }'
 awk -v pack="$bytes" -v tree="$tree" 'BEGIN {
     printf "%s %.1f MB, tracked files %.1f MB, together %.1f MB\n", "pack.tar.xz", pack / 1e6, tree / 1e6, (pack + tree) / 1e6

@@ -127,36 +127,49 @@ sanitizers() {
     done
 }
 
-# Kernels of variants.sh: each must put one tile right, then it is timed. Between two of them lies no other work, and the kernels of the
-# program come first and last: the difference of these two is noise.
+# Kernels of variants.sh: each must be right in steps 2 and 3, then it is timed. Between two of them lies no other work, and the kernels of
+# the program come first and last: the difference of these two is noise.
 round_variants() {
-    local image variant options
+    local image variant programs=0
     amount=(--duration-ms 400)
     [ "$short" = 0 ] || amount=(--repeat 1)
     look 30
     has_cuda || echo none >"$files/kernels"
-    for image in none "$variants"/*.cubin none; do
-        variant=$(basename "$image" .cubin)
-        options=$variants/$variant.txt
-        if [ "$image" = none ]; then
-            # Every call that a variant is timed with.
-            variant=program-$((++programs)) options=
-            sort -u "$variants"/*.txt | while read -r words; do
-                # shellcheck disable=SC2086
-                on_cuda "$variant-$((++line))" 30 6 "$k" bench --device cuda:0 "${amount[@]}" $words
-            done
+    "$here/cuda" --list 2>/dev/null | sed -n 's/^\(step [23]: .*\): test$/\1/p' >"$files/steps.txt"
+    for image in "" "$variants"/*.cubin ""; do
+        if [ -z "$image" ]; then
+            programs=$((programs + 1))
+            program $programs
             continue
         fi
-        echo all >"$files/kernels"
+        variant=$(basename "$image" .cubin)
         export KYKLOS_CUDA_IMAGE=$image
-        # shellcheck disable=SC2046
-        stage "$variant-tile" 15 0 env KYKLOS_CUDA_SCENARIO="step 2: one tile on Hopper" "$here/cuda" &&
-            stage "$variant" 30 6 "$k" bench --device cuda:0 "${amount[@]}" $(cat "$options")
+        if variant_steps "$variant" && [ -s "${image%.cubin}.txt" ]; then
+            # shellcheck disable=SC2046
+            stage "$variant" 30 6 "$k" bench --device cuda:0 "${amount[@]}" $(cat "${image%.cubin}.txt")
+        fi
         unset KYKLOS_CUDA_IMAGE
         keep
     done
 }
-programs=0 line=0
+# variant_steps NAME: steps 2 and 3 with the kernels of a variant.
+variant_steps() {
+    local title step=2
+    while read -r title; do
+        stage "$1-step-$step" 15 0 env KYKLOS_CUDA_SCENARIO="$title" "$here/cuda" || return
+        step=$((step + 1))
+    done <"$files/steps.txt"
+    [ $step = 4 ]
+}
+# program NUMBER: every call that a variant is timed with, by the kernels of the program.
+program() {
+    local words line=0
+    while read -r words; do
+        line=$((line + 1))
+        # shellcheck disable=SC2086
+        stage "program-$1-$line" 30 6 "$k" bench --device cuda:0 "${amount[@]}" $words
+    done < <(cat "$variants"/*.txt | grep . | sort -u)
+}
 
 # All but the guard.
 wait_for_stages() {

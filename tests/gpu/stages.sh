@@ -97,6 +97,8 @@ wrong() { awk '$4 == "counts" && $2 != "right" { print $1 }' "$files/status"; }
 finish() {
     local list
     list=$(wrong)
+    # All times once more, in few columns.
+    say "$(beside_peers | grep '^|' || true)$(timed_variants | grep '^|' | sed '1s/^/\n/' || true)"
     say "$(wc -w <<<"$list") stages went wrong in $SECONDS s: $(tr '\n' ' ' <<<"${list:-none}")"
     keep
     kill "$guard" 2>/dev/null

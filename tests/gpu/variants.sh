@@ -1,29 +1,36 @@
 #!/usr/bin/env bash
 # Compiles variants of single kernels for Hopper into small cubins, for round.sh --variants on a machine with the GPU:
-#   tests/gpu/variants.sh [NAME…]      those of variants.txt, or some of them, into target/gpu-pack/variants
-# It needs nvcc (NVCC, CUDA_HOME/bin, PATH, or that of scripts/check-cuda.sh) and no GPU; ten seconds or more each. A variant whose switch no kernel
-# has is left out, with a line that says so. Each gets NAME.cubin, and NAME.txt with the calls of `kyklos bench` that it is timed with.
-# A variant replaces a kernel of the same name in a program with the same tiles: another tile shape needs a program of its own.
+#   tests/gpu/variants.sh [PREFIX…]     those of variants.txt whose names begin so, or all, into target/gpu-pack/variants
+# It needs nvcc (NVCC, CUDA_HOME/bin, PATH, or that of scripts/check-cuda.sh) and no GPU; five seconds or more for a kernel. A variant whose
+# switch no kernel has, or whose edit changes nothing, is an error, and the others are compiled. Each gets NAME.cubin, and NAME.txt with the calls of
+# `kyklos bench` that it is timed with, if there are any. It replaces kernels of the same names in a program with the same tiles: another tile shape needs a
+# program of its own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-kernels=$PWD/cuda-backend/kernels
+here=$PWD
 out=$PWD/target/gpu-pack/variants
 wheels=$PWD/target/cuda-toolkit/wheels/nvidia/cu13/bin/nvcc
 nvcc=${NVCC:-${CUDA_HOME:+$CUDA_HOME/bin/nvcc}}
 [ -n "$nvcc" ] || nvcc=$(command -v nvcc || echo "$wheels")
 "$nvcc" --version >/dev/null 2>&1 || { echo "no nvcc: run scripts/check-cuda.sh, or set NVCC" >&2 && exit 1; }
-[ $# -gt 0 ] || rm -rf "$out"
+rm -rf "$out"
 mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# compile NAME INSTANCE CALLS SWITCHES
+# compile NAME INSTANCES CALLS SWITCHES EDIT
 compile() {
-    local switch name=$1
+    local switch name=$1 kernels=$work/$1
+    cp -r "$here/cuda-backend/kernels" "$kernels"
     for switch in $4; do
         switch=${switch#-D}
-        grep -qrw "${switch%%=*}" "$kernels" || { echo "$name: left out, no kernel has the switch ${switch%%=*}" && return; }
+        grep -qrw "${switch%%=*}" "$kernels" || { echo "$name: no kernel has the switch ${switch%%=*}" && return 1; }
     done
+    if [ -n "$5" ]; then
+        # FILE and a script for sed.
+        sed -i -E "${5#* }" "$kernels/${5%% *}"
+        ! cmp -s "$kernels/${5%% *}" "cuda-backend/kernels/${5%% *}" || { echo "$name: the edit changes nothing" && return 1; }
+    fi
     # kernels.cu has an instance, or a group of them, in each line without indentation.
     sed -E '/^(KERNEL|CODES|[A-Z_]+_DIMS)\(/d' "$kernels/kernels.cu" >"$work/$name.cu"
     printf '%s\n' "$2" >>"$work/$name.cu"
@@ -35,17 +42,19 @@ compile() {
         cat "$work/$name.log"
         return 1
     fi
-    echo "$3" >"$out/$name.txt"
+    [ -z "$3" ] || echo "$3" >"$out/$name.txt"
     # What the machine code must not have, and what it uses.
-    echo "$name: $(stat -c %s "$out/$name.cubin") bytes$(grep -o 'Used [0-9]* registers\|[0-9]* bytes spill stores\|(C75[0-9]*) .*' "$work/$name.log" | sed 's/^/, /' | tr -d '\n')"
+    echo "$name: $(stat -c %s "$out/$name.cubin") bytes$(grep -o 'Used [0-9]* registers\|[1-9][0-9]* bytes spill stores\|(C75[0-9]*) .*' "$work/$name.log" | sort | uniq -c | sed 's/^ */, /; s/ / x /' | tr -d '\n')"
 }
 
 failed=0
-while IFS='|' read -r name instance calls switches; do
+while IFS='|' read -r name instances calls switches edit; do
     name=${name// /}
     case "$name" in "" | \#*) continue ;; esac
-    [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
-    compile "$name" "$(xargs <<<"$instance")" "$(xargs <<<"$calls")" "$(xargs <<<"$switches")" || failed=1
+    wanted=$(($# == 0))
+    for prefix in "$@"; do case "$name" in "$prefix"*) wanted=1 ;; esac done
+    [ $wanted = 1 ] || continue
+    compile "$name" "$instances" "$(xargs <<<"$calls")" "$(xargs <<<"$switches")" "$(sed 's/^ *//; s/ *$//' <<<"$edit")" || failed=1
 done <tests/gpu/variants.txt
 (cd "$out" && tar cJf ../variants.tar.xz -- *)
 echo "$out.tar.xz: $(stat -c %s "$out.tar.xz") bytes"
