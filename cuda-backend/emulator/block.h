@@ -99,6 +99,7 @@ struct Block {
     std::vector<u8> shared;
     Fiber *running;
     u32 left;  // threads that have not ended yet
+    u32 slow;  // the warp that is far behind all others when the timing is Random
     bool pausing = false;
     jmp_buf scheduler;
 

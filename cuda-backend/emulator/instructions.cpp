@@ -155,6 +155,8 @@ u32 load_shared(u32 address) {
     return word;
 }
 
+void load_shared(u32 *words, u32 count, u32 address) { std::memcpy(words, shared_at(address, 4 * count), 4 * count); }
+
 void store_shared(u32 address, u32 word) { std::memcpy(shared_at(address, 4), &word, 4); }
 
 // mma.m16n8k16 from the lanes' registers to the lanes' registers. Products are exact in f32. The ISA leaves the order of sums

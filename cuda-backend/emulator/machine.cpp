@@ -131,7 +131,12 @@ Fiber *Block::next() {
     }
     pausing = false;
     // A warp that cannot continue is followed by the next one.
-    return ready_from(start, timing == Timing::Late);
+    Fiber *found = ready_from(start, timing == Timing::Late);
+    if (timing != Timing::Random || !found || found->here.thread / 32 != slow) return found;
+    Fiber *other = ready_from((slow + 1) * 32 % threads, false);
+    if (other->here.thread / 32 != slow) return other;
+    // Null: a box lands, which lets the others continue.
+    return boxes.empty() ? other : nullptr;
 }
 
 // The thread that continues. If all wait, boxes land.
@@ -168,6 +173,7 @@ void Block::resume(Fiber &fiber) {
 void Block::run() {
     left = threads;
     ready.assign((threads + 63) / 64, ~u64(0));
+    slow = chance((threads + 31) / 32);
     if (!_setjmp(scheduler)) resume(choose());
     if (!boxes.empty()) fault("%zu boxes were not waited for when the block ended", boxes.size());
     for (u32 id = 0; id < 16; id++)

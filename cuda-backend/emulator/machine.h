@@ -60,6 +60,7 @@ void copy_async_commit();
 void copy_async_wait(u32 later);
 void load_matrices(u32 (&r)[4], u32 row, bool transposed);
 u32 load_shared(u32 address);
+void load_shared(u32 *words, u32 count, u32 address);
 void store_shared(u32 address, u32 word);
 void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2], float (*widen)(u16));
 

@@ -42,6 +42,8 @@ template <int later> inline void copy_async_wait() { machine::copy_async_wait(la
 inline void load_matrices(u32 (&r)[4], u32 row) { machine::load_matrices(r, row, false); }
 inline void load_matrices_transposed(u32 (&r)[4], u32 row) { machine::load_matrices(r, row, true); }
 inline u32 load_shared(u32 address) { return machine::load_shared(address); }
+inline void load_shared(u32 (&words)[2], u32 address) { machine::load_shared(words, 2, address); }
+inline void load_shared(u32 (&words)[4], u32 address) { machine::load_shared(words, 4, address); }
 inline void store_shared(u32 address, u32 word) { machine::store_shared(address, word); }
 
 inline float exp2_fast(float x) {

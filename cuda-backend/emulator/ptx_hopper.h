@@ -34,6 +34,7 @@ inline void wgmma_fence() { machine::wgmma_fence(); }
 inline void wgmma_commit() { machine::wgmma_commit(); }
 template <int later> inline void wgmma_wait() { machine::wgmma_wait(later); }
 template <typename E, int rows> inline void settle(E (&)[rows][4]) {}
+inline void not_before(float) {}
 
 template <typename T, int N> struct Wgmma {
     static void shared(float (&c)[N / 8][4], u64 a, u64 b, bool adds) {

@@ -33,16 +33,19 @@ KERNEL(decode_f32, DecodeArguments, DecodeF32::THREADS) { DecodeF32::run(args); 
 
 #if HOPPER
 // One block for each multiprocessor. Without that number some versions of ptxas ignore setmaxnreg.
-#define HOPPER_ATTEND(type, name, dim, keys) \
-    KERNEL(hopper_##name##_##dim, HopperArguments, (Hopper<type, dim, keys>::THREADS), 1) { \
-        Hopper<type, dim, keys>(args).run(); \
+#define HOPPER_ATTEND(name, dim, keys, consumers, type) \
+    KERNEL(name##_##dim, HopperArguments, (Hopper<type, dim, keys, consumers>::THREADS), 1) { \
+        Hopper<type, dim, keys, consumers>(args).run(); \
     }
 #define HOPPER_DIMS(type, name) \
-    HOPPER_ATTEND(type, name, 64, 128) HOPPER_ATTEND(type, name, 128, 128) HOPPER_ATTEND(type, name, 192, 96) \
-    HOPPER_ATTEND(type, name, 256, 80)
+    HOPPER_ATTEND(hopper_##name, 64, 128, 3, type) HOPPER_ATTEND(hopper_##name, 128, 128, 2, type) \
+    HOPPER_ATTEND(hopper_##name, 192, 96, 2, type) HOPPER_ATTEND(hopper_##name, 256, 80, 2, type)
+#define HOPPER_WIDE_DIMS(type, name) HOPPER_ATTEND(hopper_wide_##name, 128, 176, 2, type)
 
 HOPPER_DIMS(Bf16, bf16)
 HOPPER_DIMS(F16, f16)
+HOPPER_WIDE_DIMS(Bf16, bf16)
+HOPPER_WIDE_DIMS(F16, f16)
 
 #define HOPPER_BACKWARD(Kind, kind, type, name, dim) \
     KERNEL(hopper_##kind##_##name##_##dim, HopperBackwardArguments, (Hopper##Kind<type, dim>::THREADS), 1) { \

@@ -28,8 +28,8 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
             UNROLL for (int i = 0; i < 4; i++) acc[j][i] = 0.0f;
     }
 
-    // Applies softcap, bias and mask to scores. scores · scale are logits. Returns the factor that is still missing: 1 or `scale`.
-    DEVICE float shape(float (&scores)[KEYS / 8][4], float scale, u32 batch, u32 first_key, bool tested) const {
+    // Applies softcap and a negative scale to scores; scores · scale are logits. Returns the factor that is still missing: 1 or `scale`.
+    DEVICE float bend(float (&scores)[KEYS / 8][4], float scale) const {
         const bool bent = reshaped(args) || scale < 0.0f;
         if (bent) {
             UNROLL for (int n = 0; n < KEYS / 8; n++)
@@ -38,6 +38,12 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
                     scores[n][i] = args.cap != 0.0f ? args.cap * tanh_exact(x) : x;
                 }
         }
+        return bent ? 1.0f : scale;
+    }
+
+    // Applies softcap, bias and mask to scores, as `bend`.
+    DEVICE float shape(float (&scores)[KEYS / 8][4], float scale, u32 batch, u32 first_key, bool tested) const {
+        const float factor = bend(scores, scale);
         if (tested) {
             UNROLL for (int n = 0; n < KEYS / 8; n++)
                 UNROLL for (int column = 0; column < 2; column++) {
@@ -49,7 +55,25 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
                     }
                 }
         }
-        return bent ? 1.0f : scale;
+        return factor;
+    }
+
+    // Hides the keys that a row does not see, where there is no mask tensor and no bias tensor. `read(pair, n)` reads the positions of
+    // this lane's keys of the `n`-th 8.
+    template <typename Read> DEVICE void hide(float (&scores)[KEYS / 8][4], Read read) const {
+        // Under a causal mask rows see all keys up to one.
+        if (vote(spans[0].lo != 0 || spans[1].lo != 0))
+            hide_outside<true>(scores, read);
+        else
+            hide_outside<false>(scores, read);
+    }
+    template <bool BEGINS, typename Read> DEVICE void hide_outside(float (&scores)[KEYS / 8][4], Read read) const {
+        UNROLL for (int n = 0; n < KEYS / 8; n++) {
+            u32 pair[2];
+            read(pair, n);
+            UNROLL for (int i = 0; i < 4; i++)
+                if (pair[i % 2] >= spans[i / 2].hi || (BEGINS && pair[i % 2] < spans[i / 2].lo)) scores[n][i] = -INFINITE;
+        }
     }
 
     // Turns scores into weights relative to the largest logit so far. `rescale` is the factor for sums relative to the previous
@@ -88,7 +112,11 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
     }
 
     DEVICE static bool odd(u16 element) { return (element & T::EXPONENT) == T::EXPONENT; }
-    DEVICE static bool odd_pair(u32 pair) { return odd(u16(pair)) || odd(u16(pair >> 16)); }
+    DEVICE static bool odd_pair(u32 pair) {
+        // An exponent of ones and its lowest bit carry into the sign, which was cleared.
+        constexpr u32 ONES = T::EXPONENT * 0x10001u, LOWEST = (T::EXPONENT & -T::EXPONENT) * 0x10001u;
+        return (((pair & ONES) + LOWEST) & 0x80008000u) != 0;
+    }
 
     // acc += weights · v without tensor cores, only for elements of v that are not finite and only for rows that see their key: on
     // tensor cores 0 · NaN would reach the other rows. `pair_at(key, j)` is this lane's pair of the j-th 8 elements of a key.

@@ -65,7 +65,14 @@ DEVICE u32 load_shared(u32 address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
     return word;
 }
-
+// Two or four words in a row, at a multiple of their size.
+DEVICE void load_shared(u32 (&words)[2], u32 address) {
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+}
+DEVICE void load_shared(u32 (&words)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(address) : "memory");
+}
 DEVICE void store_shared(u32 address, u32 word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }

@@ -69,6 +69,11 @@ DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int later> DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(later) : "memory");
 }
+// What follows is not before the computation of `x`, which must be above -2. ptxas moves a wait up as far as it can: without this, above
+// the softmax that should overlap with the products.
+DEVICE void not_before(float x) {
+    asm volatile("{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0fC0000000;\n@never nanosleep.u32 1;\n}" ::"f"(x) : "memory");
+}
 // Tells the compiler that these registers change here. It does not know that wgmma reads and writes them between its fence and the
 // wait, and might compute them later, or use them earlier.
 template <int rows> DEVICE void settle(float (&c)[rows][4]) {
@@ -112,6 +117,8 @@ template <typename T, int N> struct Wgmma;
 #define CRS96 CR(0), CR(2), CR(4), CR(6), CR(8), CR(10)
 #define CS128 C0 "," C8 "," C16 "," C24 "," C32 "," C40 "," C48 "," C56
 #define CRS128 CR(0), CR(2), CR(4), CR(6), CR(8), CR(10), CR(12), CR(14)
+#define CS176 C0 "," C8 "," C16 "," C24 "," C32 "," C40 "," C48 "," C56 "," C64 "," C72 "," C80
+#define CRS176 CR(0), CR(2), CR(4), CR(6), CR(8), CR(10), CR(12), CR(14), CR(16), CR(18), CR(20)
 #define CS192 C0 "," C8 "," C16 "," C24 "," C32 "," C40 "," C48 "," C56 "," C64 "," C72 "," C80 "," C88
 #define CRS192 CR(0), CR(2), CR(4), CR(6), CR(8), CR(10), CR(12), CR(14), CR(16), CR(18), CR(20), CR(22)
 #define CS256 C0 "," C8 "," C16 "," C24 "," C32 "," C40 "," C48 "," C56 "," C64 "," C72 "," C80 "," C88 "," \
@@ -145,6 +152,7 @@ template <typename T, int N> struct Wgmma;
         WGMMA_SHARED(type, name, 128, "%64", "%65", "%66") \
         WGMMA_REGISTERS(type, name, 128, "%64,%65,%66,%67", "%68") \
     }; \
+    template <> struct Wgmma<type, 176> { WGMMA_SHARED(type, name, 176, "%88", "%89", "%90") }; \
     template <> struct Wgmma<type, 192> { WGMMA_REGISTERS(type, name, 192, "%96,%97,%98,%99", "%100") }; \
     template <> struct Wgmma<type, 256> { WGMMA_REGISTERS(type, name, 256, "%128,%129,%130,%131", "%132") };
 

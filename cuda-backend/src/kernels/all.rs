@@ -13,9 +13,10 @@ pub(crate) fn all_kernels(wgmma: bool) -> Vec<(String, u32)> {
     let mut all = Vec::new();
     for dtype in Dtype::ALL {
         for dim in (8..=256).step_by(8) {
-            let hopper = AttendKernel::hopper(dtype, dim).filter(|_| wgmma);
-            let attending = [AttendKernel::tiled(dtype, dim), AttendKernel::decode(dtype, dim, 1), hopper];
-            all.extend(attending.into_iter().flatten().map(|kernel| (kernel.name, kernel.shared_bytes)));
+            let hopper = [AttendKernel::hopper(dtype, dim), AttendKernel::hopper_wide(dtype, dim)];
+            let attending = [AttendKernel::tiled(dtype, dim), AttendKernel::decode(dtype, dim, 1)];
+            let attending = attending.into_iter().chain(hopper.into_iter().filter(|_| wgmma)).flatten();
+            all.extend(attending.map(|kernel| (kernel.name, kernel.shared_bytes)));
             let backward = BackwardKernel::both(dtype, dim).into_iter().flatten();
             let hopper = [BackwardSums::Queries, BackwardSums::Keys]
                 .into_iter()

@@ -14,8 +14,12 @@ const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 /// Head dims of the decoding kernels. They are bound by memory, and the padding is not read from memory, so few are enough.
 const DECODE_DIMS: [u32; 3] = [64, 128, 256];
 
-/// Head dims of the kernels for Hopper, with the keys of their tiles. TMA pads with zeros.
-const HOPPER_DIMS: [(u32, u32); 4] = [(64, 128), (128, 128), (192, 96), (256, 80)];
+/// Head dims of the kernels for Hopper, with the keys of their tiles, and consumers of 64 query rows each. TMA pads with zeros.
+const HOPPER_DIMS: [(u32, u32, u32); 4] = [(64, 128, 3), (128, 128, 2), (192, 96, 2), (256, 80, 2)];
+
+/// The same of the kernel for calls in which every row sees every key: with more keys in a tile there are fewer tiles, and with a
+/// mask more of them would be computed in part.
+const HOPPER_WIDE_DIM: (u32, u32, u32) = (128, 176, 2);
 
 /// Rows of a tile of the decoding kernels: query rows times heads of a pack.
 pub const PACKED_ROWS: u32 = 64;
@@ -68,17 +72,27 @@ impl AttendKernel {
     /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and supports neither mask tensors nor bias
     /// tensors. `None` for f32 and above a head dim of 256.
     pub fn hopper(dtype: Dtype, dim: u32) -> Option<Self> {
-        let (size, kv_cols) = HOPPER_DIMS.into_iter().find(|(size, _)| dim <= *size)?;
-        let tile = TileShape { q_rows: 128, kv_cols };
+        let shape = HOPPER_DIMS.into_iter().find(|(size, ..)| dim <= *size)?;
+        Self::of_hopper("hopper", dtype, shape)
+    }
+
+    /// A kernel like [`Self::hopper`], with larger tiles of keys, for calls without a mask. `None` for f32 and for head dims that have
+    /// none.
+    pub fn hopper_wide(dtype: Dtype, dim: u32) -> Option<Self> {
+        let (size, ..) = HOPPER_DIMS.into_iter().find(|(size, ..)| dim <= *size)?;
+        (size == HOPPER_WIDE_DIM.0).then(|| Self::of_hopper("hopper_wide", dtype, HOPPER_WIDE_DIM))?
+    }
+
+    /// A kernel of `attend_hopper.h`.
+    fn of_hopper(kind: &str, dtype: Dtype, (size, kv_cols, consumers): (u32, u32, u32)) -> Option<Self> {
+        let tile = TileShape { q_rows: 64 * consumers, kv_cols };
         let stages = if size == 64 { 4 } else { 2 };
-        // Queries; stages of keys and values; mbarriers of 8 bytes: two for queries and four for each stage.
-        let shared_bytes = (tile.q_rows + 2 * stages * kv_cols) * size * 2 + (2 + 4 * stages) * 8;
-        (dtype != Dtype::F32).then(|| Self {
-            name: format!("hopper_{dtype}_{size}"),
-            tile,
-            threads: 384,
-            shared_bytes,
-        })
+        // Queries; stages of keys and values; for each stage marks: a word for each key and eight others; mbarriers of 8 bytes: two for
+        // queries and seven for each stage.
+        let tiles = (tile.q_rows + 2 * stages * kv_cols) * size * 2;
+        let shared_bytes = tiles + stages * (kv_cols + 8) * 4 + (2 + 7 * stages) * 8;
+        let name = format!("{kind}_{dtype}_{size}");
+        (dtype != Dtype::F32).then_some(Self { name, tile, threads: 128 * (1 + consumers), shared_bytes })
     }
 
     /// A tensor-core kernel of `attend.h`, by `mma.sync`.
@@ -120,9 +134,12 @@ mod tests {
         assert_eq!(AttendKernel::tiled(Dtype::F16, 72).unwrap().name, "attend_f16_96");
         assert_eq!(AttendKernel::hopper(Dtype::F16, 72).unwrap().name, "hopper_f16_128");
         assert_eq!(AttendKernel::hopper(Dtype::F32, 64), None);
-        for (dim, _) in HOPPER_DIMS {
-            let kernel = AttendKernel::hopper(Dtype::Bf16, dim).unwrap();
-            assert!(kernel.shared_bytes <= 227 * 1024, "{kernel:?}");
+        for dim in (8..=256).step_by(8) {
+            let wide = AttendKernel::hopper_wide(Dtype::Bf16, dim);
+            assert_eq!(wide.is_some(), (65..=128).contains(&dim), "{dim}");
+            for kernel in AttendKernel::hopper(Dtype::Bf16, dim).into_iter().chain(wide) {
+                assert!(kernel.shared_bytes <= 227 * 1024, "{kernel:?}");
+            }
         }
         assert_eq!(AttendKernel::decode(Dtype::F32, 264, 1), None);
         assert_eq!(AttendKernel::decode(Dtype::F32, 256, 5).unwrap().tile.q_rows, 12);

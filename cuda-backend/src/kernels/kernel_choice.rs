@@ -17,6 +17,8 @@ pub struct CallShape {
     pub pack: u32,
     /// Whether there is a mask tensor or a bias tensor.
     pub pairs: bool,
+    /// Whether every row sees every key. Only the order of the choices depends on it.
+    pub full: bool,
     /// Whether the result of a row must have the same bytes for every partition of the work.
     pub fixed_order: bool,
 }
@@ -29,7 +31,8 @@ pub enum KernelChoice {
     /// [`AttendKernel::decode`] with [`crate::DecodeArguments`]: the keys of each query tile are split into
     /// [`crate::decode_parts`], each with a state of its own. Then `merge_parts` with [`crate::PartsArguments`].
     Decode,
-    /// [`AttendKernel::hopper`] with [`crate::HopperArguments`]: persistent blocks that compute one query tile after the other.
+    /// [`AttendKernel::hopper`] or [`AttendKernel::hopper_wide`] with [`crate::HopperArguments`]: persistent blocks that compute one
+    /// query tile after the other.
     Hopper,
 }
 
@@ -40,17 +43,22 @@ impl KernelChoice {
     /// | choice | calls |
     /// |---|---|
     /// | [`KernelChoice::Decode`] | all rows of a pack fit into one tile, no fixed order |
-    /// | [`KernelChoice::Hopper`] | bf16 and f16, `wgmma`, more rows than half a tile, no mask or bias tensor, no fixed order |
+    /// | [`KernelChoice::Hopper`] | bf16 and f16, `wgmma`, more rows than half a tile, no mask or bias tensor, no fixed order; the wide kernel first if every row sees every key |
     /// | [`KernelChoice::Tiled`] | all |
     pub fn candidates(call: &CallShape, wgmma: bool) -> Vec<(Self, AttendKernel)> {
         let packed = (!call.fixed_order && call.rows.saturating_mul(call.pack) <= PACKED_ROWS)
             .then(|| AttendKernel::decode(call.dtype, call.dim, call.pack));
-        let hopper = (!call.fixed_order && wgmma && !call.pairs)
-            .then(|| AttendKernel::hopper(call.dtype, call.dim))
-            .flatten()
-            .filter(|kernel| call.rows > kernel.tile.q_rows / 2);
+        let mut hopper =
+            [AttendKernel::hopper(call.dtype, call.dim), AttendKernel::hopper_wide(call.dtype, call.dim)];
+        if call.full {
+            hopper.reverse();
+        }
+        let fits = |kernel: &AttendKernel| {
+            !call.fixed_order && wgmma && !call.pairs && call.rows > kernel.tile.q_rows / 2
+        };
+        let [first, second] = hopper.map(|kernel| (Self::Hopper, kernel.filter(fits)));
         let tiles = AttendKernel::tiled(call.dtype, call.dim);
-        [(Self::Decode, packed.flatten()), (Self::Hopper, hopper), (Self::Tiled, tiles)]
+        [(Self::Decode, packed.flatten()), first, second, (Self::Tiled, tiles)]
             .into_iter()
             .filter_map(|(choice, kernel)| Some((choice, kernel?)))
             .collect()
@@ -102,14 +110,22 @@ mod tests {
     use super::*;
     use crate::BackwardSums;
 
-    const PROMPT: CallShape =
-        CallShape { dtype: Dtype::Bf16, dim: 128, rows: 8192, pack: 4, pairs: false, fixed_order: false };
+    const PROMPT: CallShape = CallShape {
+        dtype: Dtype::Bf16,
+        dim: 128,
+        rows: 8192,
+        pack: 4,
+        pairs: false,
+        full: false,
+        fixed_order: false,
+    };
 
     #[test]
     fn calls_get_the_kernels_of_the_table() {
         let token = CallShape { rows: 1, ..PROMPT };
         for (call, wgmma, choices) in [
-            (PROMPT, true, &[KernelChoice::Hopper, KernelChoice::Tiled][..]),
+            (PROMPT, true, &[KernelChoice::Hopper, KernelChoice::Hopper, KernelChoice::Tiled][..]),
+            (CallShape { dim: 64, ..PROMPT }, true, &[KernelChoice::Hopper, KernelChoice::Tiled]),
             (PROMPT, false, &[KernelChoice::Tiled]),
             (CallShape { pairs: true, ..PROMPT }, true, &[KernelChoice::Tiled]),
             (CallShape { fixed_order: true, ..PROMPT }, true, &[KernelChoice::Tiled]),
@@ -117,7 +133,11 @@ mod tests {
             (CallShape { dim: 264, ..PROMPT }, true, &[]),
             (CallShape { rows: 64, ..PROMPT }, true, &[KernelChoice::Tiled]),
             (CallShape { rows: 64, pack: 1, ..PROMPT }, true, &[KernelChoice::Decode, KernelChoice::Tiled]),
-            (CallShape { rows: 65, pack: 1, ..PROMPT }, true, &[KernelChoice::Hopper, KernelChoice::Tiled]),
+            (
+                CallShape { rows: 65, pack: 1, ..PROMPT },
+                true,
+                &[KernelChoice::Hopper, KernelChoice::Hopper, KernelChoice::Tiled],
+            ),
             (token, true, &[KernelChoice::Decode, KernelChoice::Tiled]),
             (token, false, &[KernelChoice::Decode, KernelChoice::Tiled]),
             (CallShape { pairs: true, ..token }, true, &[KernelChoice::Decode, KernelChoice::Tiled]),
@@ -139,10 +159,10 @@ mod tests {
     fn a_tile_shape_determines_the_kernel_it_was_chosen_for() {
         for dim in [64, 96, 128, 192, 256] {
             for rows in [1, 7, 16, 17, 32, 33, 64, 65, 1000] {
-                for wgmma in [false, true] {
+                for (wgmma, full) in [(false, false), (true, false), (true, true)] {
                     for (most, pack) in [(1, 1), (4, 4), (4, 2), (8, 1), (64, 64)] {
-                        let expected = CallShape { dim, rows, pack: most, ..PROMPT };
-                        let call = CallShape { pack, ..expected };
+                        let expected = CallShape { dim, rows, pack: most, full, ..PROMPT };
+                        let call = CallShape { pack, full: false, ..expected };
                         let (chosen, kernel) = KernelChoice::candidates(&expected, wgmma).swap_remove(0);
                         let mut choices = KernelChoice::candidates(&call, wgmma).into_iter();
                         let (taken, with) =
@@ -151,6 +171,9 @@ mod tests {
                         let either = (chosen, taken) == (KernelChoice::Tiled, KernelChoice::Decode)
                             && with.tile == kernel.tile;
                         assert!(chosen == taken || either, "{call:?}: {chosen:?} and {taken:?}");
+                        assert!(kernel.name == with.name || either, "{call:?}: {kernel:?} and {with:?}");
+                        let wide = full && chosen == KernelChoice::Hopper && (65..=128).contains(&dim);
+                        assert_eq!(kernel.name.contains("wide"), wide, "{expected:?}: {kernel:?}");
                     }
                 }
             }

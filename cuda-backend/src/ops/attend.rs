@@ -78,6 +78,7 @@ pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: b
         rows: u32::try_from(shape.rows).unwrap_or(u32::MAX),
         pack: pack.min(u32::try_from(shape.heads).unwrap_or(u32::MAX)).max(1),
         pairs: problem.bias.is_some(),
+        full: problem.mask.is_full(),
         fixed_order: problem.fixed_order,
     };
     KernelChoice::candidates(&call, wgmma).first().map(|(_, kernel)| kernel.tile)
@@ -96,6 +97,8 @@ fn choose_kernel(
         rows: to_u32("the number of rows", shape.rows)?,
         pack: packs.iter().map(|pack| pack.count).max().unwrap_or(1),
         pairs: args.pairs.is_some(),
+        // The work list has been made for one of the kernels.
+        full: false,
         fixed_order: args.fixed_order,
     };
     let candidates = KernelChoice::candidates(&call, device.wgmma);

@@ -43,6 +43,11 @@ fn every_case_without_mask_or_bias_tensor_agrees_with_the_oracle_on_hopper() {
             let with = Kernel::Hopper([1, 2, 3][n % 3]);
             calls.push((call(case.clone(), dtype), with, keys, Timing::ALL[(n / 2 + i) % 3]));
         }
+        // The kernel with larger tiles, which computes any mask too.
+        let (dtype, timing) = ([Dtype::F16, Dtype::Bf16][n % 2], Timing::ALL[n % 3]);
+        let mut case = case;
+        case.problem.head_dim = [72, 96, 128][n % 3];
+        calls.push((call(case, dtype), Kernel::Wide(1 + n % 2), Keys::Whole, timing));
     }
     judge(&calls);
 }
@@ -108,9 +113,16 @@ fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes() {
 fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes_on_hopper() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
     let mut calls = Vec::new();
-    for (n, dim) in [64, 96, 128, 192, 256].into_iter().enumerate() {
+    let wide = [(96, true), (128, true)];
+    let dims = [64, 96, 128, 192, 256].map(|dim| (dim, false)).into_iter().chain(wide);
+    for (n, (dim, wide)) in dims.enumerate() {
         for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
-            let tile = AttendKernel::hopper(dtype, dim).unwrap().tile;
+            let (kernel, with) = if wide {
+                (AttendKernel::hopper_wide(dtype, dim), Kernel::Wide(1 + i))
+            } else {
+                (AttendKernel::hopper(dtype, dim), Kernel::Hopper(1 + i))
+            };
+            let tile = kernel.unwrap().tile;
             let [rows, keys] = [tile.q_rows, tile.kv_cols].map(|n| n as usize);
             let mut case = plain.clone();
             let problem = &mut case.problem;
@@ -120,7 +132,7 @@ fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes_on_hopper() {
             if i == 0 {
                 (problem.mask, problem.q_offset) = (OracleMask::causal(), 4 * keys as u64);
             }
-            calls.push((call(case, dtype), Kernel::Hopper(1 + i), Keys::Whole, Timing::ALL[(n + i) % 3]));
+            calls.push((call(case, dtype), with, Keys::Whole, Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);

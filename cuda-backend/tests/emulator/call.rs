@@ -33,6 +33,8 @@ pub(crate) enum Kernel {
     Decode(u32),
     /// The kernels for Hopper with this number of blocks, each of which computes several query tiles.
     Hopper(usize),
+    /// The same with larger tiles of keys.
+    Wide(usize),
 }
 
 /// A case in one storage type, and its expected result.
@@ -175,6 +177,7 @@ impl Call {
                 AttendKernel::decode(self.dtype, state.dim, most)
             }
             Kernel::Hopper(_) => AttendKernel::hopper(self.dtype, state.dim),
+            Kernel::Wide(_) => AttendKernel::hopper_wide(self.dtype, state.dim),
         };
         let kernel = kernel.expect("heads of at most 256");
         let q_tokens = TokenRuns::contiguous(0..state.rows);
@@ -250,7 +253,7 @@ impl Call {
                     let merge = PartsArguments { state, parts, fresh };
                     job.launch("merge_parts", [state_blocks(&state), 1, 1], 0, &merge);
                 }
-                Kernel::Hopper(blocks) => {
+                Kernel::Hopper(blocks) | Kernel::Wide(blocks) => {
                     let order = work.longest_first(state.batch, fresh == 1);
                     let [batch, _, kv_heads, _] = problem.kv_shape().map(|n| u32::try_from(n).unwrap());
                     let map = |tensor, rows, heads, tile_rows| {

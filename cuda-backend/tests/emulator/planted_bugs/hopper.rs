@@ -14,68 +14,68 @@ const FILE: &str = "attend_hopper.h";
 const COMMON: &str = "hopper.h";
 
 /// The producer's wait for a free stage, and the same without it for keys or for values.
-const EMPTY: &str = "phase_wait(empty, step / STAGES % 2 ^ 1);";
-const UNLESS_KEYS: &str = "if (empty != k_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
-const UNLESS_VALUES: &str = "if (empty != v_empty(step % STAGES)) phase_wait(empty, step / STAGES % 2 ^ 1);";
+const EMPTY: &str = "phase_wait(empty, parity_of(step) ^ 1);";
+const UNLESS_KEYS: &str = "if (empty != k_empty(step % STAGES)) phase_wait(empty, parity_of(step) ^ 1);";
+const UNLESS_VALUES: &str = "if (empty != v_empty(step % STAGES)) phase_wait(empty, parity_of(step) ^ 1);";
 
-const BUGS: [Bug; 32] = [
+const BUGS: [Bug; 44] = [
     bug("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
     bug("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
     bug(
-        "keys of tested tiles are not waited for",
+        "keys of the first tile are not waited for",
         FILE,
-        "phase_wait(k_full(stage), parity);\n                wgmma_fence();",
+        "phase_wait(k_full(step % STAGES), parity_of(step));\n                wgmma_fence();",
         "wgmma_fence();",
     ),
-    bug("values of full tiles are not waited for", FILE, "phase_wait(v_full(before), parity);", ""),
+    bug("values are not waited for", FILE, "phase_wait(v_full(step % STAGES), parity_of(step));\n        settle", "settle"),
     bug("keys are copied before the previous ones were read", FILE, EMPTY, UNLESS_KEYS),
     bug("values are copied before the previous ones were read", FILE, EMPTY, UNLESS_VALUES),
     bug(
         "the producer's first wait is for a future phase",
         FILE,
         EMPTY,
-        "phase_wait(empty, step / STAGES % 2);",
+        "phase_wait(empty, parity_of(step));",
     ),
     bug("the phase bit of the producer is never flipped", FILE, EMPTY, "phase_wait(empty, 1);"),
     bug(
         "values are copied to the stage of the next tile",
         FILE,
-        "else\n                        copy_values(step - 1,",
-        "else\n                        copy_values(step,",
+        "copy_values(step - 1, tile, at);",
+        "copy_values(step, tile, at);",
     ),
     bug(
         "the values of the tile whose keys were just copied",
         FILE,
-        "copy_values(step - 1, tile_before, at);\n                    first",
-        "copy_values(step - 1, tiles.tile, at);\n                    first",
+        "                copy_keys(step, tiles.tile, at);\n",
+        "                copy_keys(step, tiles.tile, at);\n                before = named(tiles);\n",
     ),
     bug(
         "the values of the last tile are not copied",
         FILE,
-        "else\n                copy_values(step - 1, tile_before, at);",
-        "",
+        "            if (first)\n                copy_queries(at, taken);\n            else\n                copy_previous(at);",
+        "            if (first) copy_queries(at, taken);",
     ),
     bug(
         "values are released before they are read",
         FILE,
-        "                    wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty(before));",
-        "                    release(v_empty(before));\n                    wgmma_wait<0>();\n                    settle(mine.acc);",
+        "wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty((step - 1) % STAGES));",
+        "release(v_empty((step - 1) % STAGES));\n                    wgmma_wait<0>();\n                    settle(mine.acc);",
     ),
     bug(
         "keys are released before they are read",
         FILE,
-        "wgmma_wait<0>();\n                settle(scores);\n                release(k_empty(stage));",
-        "release(k_empty(stage));\n                wgmma_wait<0>();\n                settle(scores);",
+        "wgmma_wait<0>();\n                settle(scores);\n                release(k_empty(step % STAGES));",
+        "release(k_empty(step % STAGES));\n                wgmma_wait<0>();\n                settle(scores);",
     ),
     bug("scores are not waited for", FILE, "wgmma_wait<1>();", "wgmma_wait<2>();"),
     bug(
-        "values are not waited for",
+        "sums are not waited for",
         FILE,
-        "wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty(before));",
-        "release(v_empty(before));",
+        "wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty((step - 1) % STAGES));",
+        "release(v_empty((step - 1) % STAGES));",
     ),
     bug(
-        "no fence before the products of full tiles",
+        "no fence before the products in the loop",
         FILE,
         "named_sync(TURN + consumer, 256);\n                    wgmma_fence();",
         "named_sync(TURN + consumer, 256);",
@@ -84,16 +84,18 @@ const BUGS: [Bug; 32] = [
     bug(
         "a wrong stride between chunks of values",
         FILE,
-        "i * 16 * 128, KV_CHUNK)",
-        "i * 16 * 128, KV_CHUNK / 2)",
+        "matrix_at(v + step % STAGES * TILE_BYTES, KV_CHUNK)",
+        "matrix_at(v + step % STAGES * TILE_BYTES, KV_CHUNK / 2)",
     ),
     bug("a wrong step along the elements of a row", FILE, "within = i % 4 * 32", "within = i % 4 * 16"),
+    bug("a wrong step along the keys of values", FILE, "right + i * 16 * 128 / 16", "right + i * 16 * 64 / 16"),
     bug(
         "no consumer has the first turn",
         FILE,
         "if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);",
         "",
     ),
+    bug("a consumer gives its turn to itself", FILE, "named_arrive(TURN + (consumer + 1) % CONSUMERS", "named_arrive(TURN + consumer"),
     bug("a turn is left at the end", FILE, "if (consumer == 0) named_sync(TURN, 256);", ""),
     bug(
         "more bytes are expected than copied",
@@ -119,29 +121,34 @@ const BUGS: [Bug; 32] = [
         "if (thread_x() % 32 == 0) phase_arrive(phase);",
         "phase_arrive(phase);",
     ),
-    bug(
-        "sums are not rescaled in full tiles",
-        FILE,
-        "release(v_empty(before));\n                    mine.scale_sums(rescale);",
-        "release(v_empty(before));",
-    ),
+    bug("sums are not rescaled", FILE, "mine.scale_sums(rescale);", ""),
     bug(
         "sums are rescaled before the values of the previous tile are added",
         FILE,
-        "pack(p, scores);\n                }\n                phase_wait",
-        "mine.scale_sums(rescale);\n                    pack(p, scores);\n                }\n                phase_wait",
+        "                    settle(scores);\n                    release(k_empty(step % STAGES));",
+        "                    settle(scores);\n                    mine.scale_sums(rescale);\n                    release(k_empty(step % STAGES));",
     ),
     bug(
         "the incomplete last tile of a full run counts as full",
         FILE,
-        "args.keys / KEYS, tested)",
-        "~0u / KEYS, tested)",
+        "whole(args.keys / keys)",
+        "whole(~0u / keys)",
     ),
+    bug("mask tests are left out", FILE, "if (tested) {\n            phase_wait(located", "if (false) {\n            phase_wait(located"),
+    bug("positions are not waited for", FILE, "phase_wait(located(marked), parity_of(marked));", ""),
+    bug("positions of the tile before", FILE, "const u32 from = positions(marked)", "const u32 from = positions(marked + 1)"),
+    bug("a marker leaves out its last keys", FILE, "key < KEYS; key += 32 * MARKERS", "key < 32 * MARKERS; key += 32 * MARKERS"),
+    bug("the markers are not told of the end", FILE, "        request_marks(marked, NO_MORE, 0);\n", ""),
+    bug("a key behind the first visible ones counts", "rows.h", "pair[i % 2] >= spans[i / 2].hi", "pair[i % 2] > spans[i / 2].hi"),
+    bug("keys before the first visible one count", "rows.h", "if (vote(spans[0].lo != 0 || spans[1].lo != 0))", "if (false)"),
+    bug("values are checked before they are there", FILE, "            phase_wait(v_full(step % STAGES), parity_of(step));\n            const u32 values", "            const u32 values"),
+    bug("the verdict on values is not waited for", FILE, "phase_wait(checked(n), parity_of(n));\n        u32 odd", "u32 odd"),
+    bug("only one marker's verdict counts", FILE, "marker < MARKERS; marker++) odd |=", "marker < 1; marker++) odd |="),
     bug(
         "hidden values that are NaN are multiplied by 0",
         FILE,
-        "if (odd_in<Mine>(values, TILE_BYTES, OWN + consumer)) {",
-        "if (false) {",
+        "if (!warp_uniform(odd)) return;",
+        "return;",
     ),
     bug(
         "hidden values that are NaN are not cleared",
@@ -152,10 +159,10 @@ const BUGS: [Bug; 32] = [
     bug(
         "an item without keys gets no queries",
         FILE,
-        "if (first)\n                copy_queries(at, taken);\n            else",
-        "if (!first)",
+        "            if (first)\n                copy_queries(at, taken);\n            else\n                copy_previous(at);",
+        "            if (!first) copy_previous(at);",
     ),
-    bug("the second warpgroup has the first one's queries", FILE, "consumer * 64 * 128 + within", "within"),
+    bug("the second warpgroup has the first one's queries", FILE, "q + consumer * 64 * 128", "q"),
 ];
 
 /// A change that gives the same results more slowly. The counters must show it.
@@ -167,15 +174,15 @@ const SLOWER: Bug = bug(
 );
 
 const INSTANCE: &str = "#include \"attend_hopper.h\"\n#include \"state.h\"\n\
-    KERNEL(hopper_bf16_128, HopperArguments, (Hopper<Bf16, 128, 128>::THREADS)) { Hopper<Bf16, 128, 128>(args).run(); }\n\
+    KERNEL(hopper_bf16_128, HopperArguments, (Hopper<Bf16, 128, 128, 2>::THREADS)) { Hopper<Bf16, 128, 128, 2>(args).run(); }\n\
     KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
     KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }\n";
 
 pub(super) fn kernel() -> Planted {
     // Six full tiles and some with mask tests, for rows of both consumers, and a second item for the same block.
     let causal = |case: &mut Case| {
-        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (70, 850, 128);
-        (case.problem.q_heads, case.problem.q_offset) = (2, 780);
+        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (70, 890, 128);
+        (case.problem.q_heads, case.problem.q_offset) = (2, 820);
         case.problem.mask = OracleMask::causal();
         // Large enough for the maxima to change between tiles.
         case.problem.scale *= 4.0;
@@ -190,14 +197,32 @@ pub(super) fn kernel() -> Planted {
         let window = OracleTerm::Window { left: 5, right: 0 };
         case.problem.mask = OracleMask::full().and(window).and(OracleTerm::Valid(vec![60]));
     };
+    // Each item has three tiles, all with mask tests.
+    let diagonal = |case: &mut Case| {
+        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (128, 384, 128);
+        (case.problem.q_heads, case.problem.q_offset) = (3, 128);
+        case.problem.mask = OracleMask::full().and(OracleTerm::Window { left: 120, right: 120 });
+    };
     let mut nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     nan.problem.head_dim = 72;
+    // A seed chooses the warp that is far behind the others.
+    let seeded = |change: fn(&mut Case)| {
+        (1..=4).map(move |seed| {
+            let late = call(|case| {
+                change(case);
+                case.seed = seed;
+            });
+            (late, Kernel::Hopper(1), Keys::Whole)
+        })
+    };
     let calls = vec![
         (call(causal), Kernel::Hopper(1), Keys::Whole),
         (call(ragged), Kernel::Hopper(2), Keys::Whole),
         (call(blind), Kernel::Hopper(2), Keys::Whole),
+        (call(diagonal), Kernel::Hopper(1), Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Hopper(3), Keys::Whole),
     ];
+    let calls = calls.into_iter().chain(seeded(causal)).chain(seeded(diagonal)).collect();
     Planted::attending("hopper", INSTANCE, &BUGS, calls)
 }
 
