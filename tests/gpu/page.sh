@@ -50,6 +50,7 @@ beside_peers() {
     echo "## Times of a call by the clock of the device"
     echo
     echo "In brackets: their time over ours; above 1 Kyklos is faster. A multiply-add counts as two operations, a backward pass as five products."
+    [ ${#theirs[@]} = 0 ] || grep -h '^product of' "${theirs[@]}" | sed 's/^/The largest speed seen here: /'
     echo
     awk -F'  +' '
         FNR == 1 { way = FILENAME ~ /backward/ ? "backward" : "forward"; split("", column); peers = FILENAME ~ /peers-/
@@ -63,8 +64,9 @@ beside_peers() {
             key = $column["shape"] rows " " $column["mask"] " " $column["dtype"] " " way note
             ms = $column["device ms"] + 0 ? $column["device ms"] : $column["median ms"]
             if (!(key in our)) order[++count] = key
+            plain[key] = $column["shape"] rows " " $column["mask"] " " $column["dtype"] " " way
             our[key] = ms; host[key] = $column["median ms"]; speed[key] = $column["GFLOP/s"] * $column["median ms"] / ms / 1000 }
-        function cell(key, who) { return (key, who) in their ? sprintf("%s ms (%.2f)", their[key, who], their[key, who] / our[key]) : "" }
+        function cell(key, who) { return (plain[key], who) in their ? sprintf("%s ms (%.2f)", their[plain[key], who], their[plain[key], who] / our[key]) : "" }
         END { if (!count) exit
             print "| call | Kyklos | TFLOP/s | host clock | cuDNN | FlashAttention 2 | FlashAttention 3 |\n|---|--:|--:|--:|--:|--:|--:|"
             for (n = 1; n <= count; n++) { key = order[n]

@@ -56,7 +56,7 @@ round_first() {
 }
 
 round_rest() {
-    local main=1,16384,16,16,128 tokens=4096 budget=60
+    local main=1,16384,16,16,128 tokens=4096 budget=45
     [ "$short" = 0 ] || main=1,128,2,2,64 tokens=96 budget=15
     begin_round 30
 
@@ -93,7 +93,7 @@ round_rest() {
         bench_wgpu f16-64 20 6 --kernel portable,cooperative --shape 1,$tokens,32,32,64 --mask full --mask causal --dtype f16
         bench_wgpu decode 15 4 --shape 1,$tokens,32,8,128 --queries 1 --mask full --dtype f16
         bench_wgpu backward-f32 15 4 --backward --shape 1,$((tokens / 2)),16,16,64 --mask causal --dtype f32
-        stage wgpu-tune 75 0 "$k" tune --device "$wgpu" --dtype f16,f32 --head-dim 64,128 --budget-s $budget --json
+        stage wgpu-tune 60 0 "$k" tune --device "$wgpu" --dtype f16,f32 --head-dim 64,128 --budget-s $budget --json
     fi
     group large --shape "1,$((tokens * 4)),16,4,128" --split auto
     keep
@@ -122,7 +122,7 @@ sanitizers() {
     local advice=1
     command -v compute-sanitizer >/dev/null || { missing sanitizer "no compute-sanitizer"; return; }
     for tool in memcheck synccheck racecheck; do
-        on_cuda "sanitizer-$tool" 45 0 compute-sanitizer --tool $tool --error-exitcode 9 "$k" attend --device cuda:0 \
+        on_cuda "sanitizer-$tool" 35 0 compute-sanitizer --tool $tool --error-exitcode 9 "$k" attend --device cuda:0 \
             --shape 1,150,4,2,64 --mask causal --dtype bf16 --ranks 2 --verify --json
     done
 }
