@@ -34,10 +34,10 @@ def made(heads, dtype, seed):
 
 
 def theirs(q, k, v, gradient):
-    """PyTorch's output and gradients, from an f32 computation of the same elements."""
-    inputs = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    """PyTorch's output and gradients, from a computation of the same elements in f64."""
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     o = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    return [o.detach(), *torch.autograd.grad(o, inputs, gradient.float())]
+    return [o.detach(), *torch.autograd.grad(o, inputs, gradient.double())]
 
 
 def ours(group, q, k, v, gradient):
@@ -61,7 +61,7 @@ def main():
     with group:
         print(f"the rank computes on {group.device}, reads the memory of GPU {group.gpu}", flush=True)
         q, k, v = (made(heads, torch.bfloat16, seed).transpose(1, 2).contiguous() for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
-        right = scaled_dot_product_attention(*(x.transpose(1, 2).float() for x in (q, k, v)), is_causal=True, enable_gqa=True)
+        right = scaled_dot_product_attention(*(x.transpose(1, 2).double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
         if PLACE == "cuda":
             # The tensors are not ready when the call is made.
             with torch.cuda.stream(torch.cuda.Stream()):
