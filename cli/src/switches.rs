@@ -3,6 +3,8 @@
 use std::env;
 use std::ffi::OsString;
 
+use kyklos_cuda::CudaOptions;
+
 use crate::failure::{Failure, Result};
 
 /// A variable that is `off` or unset.
@@ -15,10 +17,6 @@ pub(crate) struct Switch {
 
 /// Whether runs use the choices of `kyklos tune`.
 pub(crate) const TUNE: Switch = Switch { name: "KYKLOS_TUNE", does: "uses the built-in choices" };
-
-/// Whether repeated CUDA launches run as CUDA graphs.
-pub(crate) const CUDA_GRAPHS: Switch =
-    Switch { name: "KYKLOS_CUDA_GRAPHS", does: "has profilers see every launch by itself" };
 
 impl Switch {
     /// Whether the user turned it off.
@@ -40,7 +38,9 @@ impl Switch {
 
 /// Refuses a wrong value, also where the command does not use the switch.
 pub(crate) fn check() -> Result<()> {
-    [TUNE, CUDA_GRAPHS].into_iter().try_for_each(|switch| switch.is_off().map(|_| ()))
+    TUNE.is_off()?;
+    CudaOptions::from_environment()?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -10,9 +10,10 @@ use kyklos::backend::{
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
-use crate::device::{CudaBuffer, CudaOptions, DeviceStatus, Download, OpenDevice};
+use crate::device::{CudaBuffer, CudaOptions, DeviceStatus, Download, LoadedKernels, OpenDevice};
 use crate::devices::{describe, supported_driver_version};
 use crate::driver::{self, Context, Unavailable};
+use crate::images::{Image, Replacement};
 use crate::kernels::{BACKWARD_TILE, all_kernels};
 use crate::{images, ops};
 
@@ -33,7 +34,8 @@ impl CudaBackend {
     /// Opens the device with this index in [`devices`](crate::devices), with default options.
     ///
     /// # Errors
-    /// [`Error::Request`] if there is no such device or it cannot be used, [`Error::Device`] if the driver fails.
+    /// [`Error::Request`] if there is no such device or it cannot be used, or if it cannot use
+    /// [`CudaOptions::replacement`]; [`Error::Device`] if the driver fails.
     pub fn new(ordinal: usize) -> Result<Self> {
         Self::with_options(ordinal, &CudaOptions::default())
     }
@@ -66,11 +68,16 @@ impl CudaBackend {
             images::image(properties.capability, version, options.cache.as_deref()).map_err(|why| {
                 Error::request(format!("no kernels for {}: {}", properties.name, why.0), "or use wgpu")
             })?;
+        let replacement = options.replacement.as_deref().map(Replacement::read).transpose()?;
+        let kernel = kernel_words(&image, options.wgmma, replacement.as_ref())?;
         let context = Context::retain(ordinal).map_err(failed("open the device"))?;
-        let products = if image.wgmma { "wgmma and mma.sync" } else { "mma.sync" };
-        let info = DeviceInfo { kernel: format!("{products}, {}", image.origin), ..device.info };
-        let device = OpenDevice::new(&context, status.clone(), &image, &properties, options)?;
-        Ok(Self { info, device })
+        let (major, minor) = device.capability;
+        let words = format!("{}, of compute capability {major}.{minor},", properties.name);
+        let kernels = LoadedKernels::load(&context, &status, &image, replacement, &words)?;
+        let wgmma = image.wgmma && options.wgmma;
+        let device_info = DeviceInfo { kernel, ..device.info };
+        let device = OpenDevice::new(&context, status.clone(), (kernels, wgmma), &properties, options)?;
+        Ok(Self { info: device_info, device })
     }
 }
 
@@ -226,6 +233,10 @@ impl Backend for CudaBackend {
         self.device.wait().await
     }
 
+    fn expect_short_work(&self, on: bool) {
+        self.device.status().expect_short_work(on);
+    }
+
     fn measure_kernels(&self, on: bool) {
         self.device.measure(on);
     }
@@ -238,4 +249,42 @@ impl Backend for CudaBackend {
 
 fn refusal(Unavailable { why, remedy }: Unavailable) -> Error {
     Error::request(why, remedy.into_owned())
+}
+
+/// How the kernels of a device multiply, where they come from, and which are replaced.
+///
+/// # Errors
+/// [`Error::Request`] if the replacement has none of the kernels that the device uses.
+fn kernel_words(image: &Image, wgmma: bool, replacement: Option<&Replacement>) -> Result<String> {
+    let products = match (image.wgmma, wgmma) {
+        (true, true) => "wgmma and mma.sync",
+        (true, false) => "mma.sync (wgmma is off)",
+        (false, _) => "mma.sync",
+    };
+    let words = format!("{products}, {}", image.origin);
+    let Some(Replacement { name, kernels, .. }) = replacement else { return Ok(words) };
+    let used = all_kernels(image.wgmma && wgmma);
+    let replaced: Vec<&str> = kernels
+        .iter()
+        .map(String::as_str)
+        .filter(|kernel| used.iter().any(|(name, _)| name == kernel))
+        .collect();
+    if replaced.is_empty() {
+        return Err(Error::request(
+            format!("{name} has {}, and the device uses none of them ({words})", some_of(kernels)),
+            "name a cubin with kernels of the device",
+        ));
+    }
+    Ok(format!("{words}; from {name}: {}", some_of(&replaced)))
+}
+
+/// The first few of these names, and how many there are besides.
+fn some_of(names: &[impl AsRef<str>]) -> String {
+    const FEW: usize = 4;
+    let first: Vec<&str> = names.iter().take(FEW).map(AsRef::as_ref).collect();
+    match (names.len(), names.len().saturating_sub(FEW)) {
+        (0, _) => "no kernels".to_owned(),
+        (_, 0) => first.join(", "),
+        (_, more) => format!("{} and {more} more", first.join(", ")),
+    }
 }

@@ -25,7 +25,7 @@
 //!
 //! - `kernels`: the kernels, their arguments, which one a call gets. Data only.
 //! - `driver`: the driver API as types that free what they own.
-//! - `images`: machine code of the kernels, from this library, a cache or NVRTC.
+//! - `images`: machine code of the kernels, from this library, a cache, NVRTC or a file.
 //! - `device`: an open device with its memory, streams and completions.
 //! - `ops`: the operations as launches of kernels.
 //! - `devices`, `backend`: the list of devices, and the `Backend`.

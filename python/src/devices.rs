@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use kyklos::backend::Device;
 use kyklos::{Error, Result};
-use kyklos_cuda::CudaBackend;
+use kyklos_cuda::{CudaBackend, CudaOptions};
 
 /// The process that opened the first device.
 static PROCESS: OnceLock<u32> = OnceLock::new();
@@ -27,7 +27,9 @@ pub(crate) fn open(name: &str) -> Result<Device> {
         ("auto", None, _) => Device::best(),
         ("cpu", None, _) => Ok(Device::cpu()),
         ("wgpu", _, Some(index)) => Device::wgpu(index),
-        ("cuda", _, Some(index)) => Ok(Device::from(CudaBackend::with_options(index, &Default::default())?)),
+        ("cuda", _, Some(index)) => {
+            Ok(CudaBackend::with_options(index, &CudaOptions::from_environment()?)?.into())
+        }
         _ => Err(Error::request(
             format!("device {name:?} is not known"),
             "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\" or \"cuda:N\"",

@@ -11,7 +11,7 @@ use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
 use kyklos_backend_suite::{Suite, only_head_dim};
-use kyklos_cuda::CudaBackend;
+use kyklos_cuda::{CudaBackend, CudaOptions};
 
 fn main() {
     // A software driver needs several minutes to compile all kernels. So a sample has the cases of one head dim, of all
@@ -76,7 +76,7 @@ fn with_cuda(suite: Suite) -> Suite {
             let usable = devices.iter().enumerate().filter(|(_, device)| device.refused.is_none());
             usable.fold(suite, |suite, (index, device)| {
                 suite.backend(&format!("cuda {index} ({})", device.info.name), move || {
-                    CudaBackend::new(index).map(Device::from)
+                    CudaBackend::with_options(index, &CudaOptions::from_environment()?).map(Device::from)
                 })
             })
         }

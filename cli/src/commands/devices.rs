@@ -1,7 +1,7 @@
 //! `kyklos devices`, and the speed probe.
 
 use clap::Args;
-use kyklos::backend::Device;
+use kyklos::backend::{Device, ShortWork};
 use kyklos::machine::can_load_drivers;
 use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
@@ -83,8 +83,9 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     print(&out)
 }
 
-/// GFLOP/s of a device on attention. The number of tokens grows until a run is long enough to time.
+/// GFLOP/s of a device on attention, which has nothing else to do. The number of tokens grows until a run is long enough to time.
 pub(crate) fn probe(device: &Device) -> Result<f64> {
+    let _short = ShortWork::on(device);
     let mut tokens = FIRST_TOKENS;
     loop {
         let problem = AttentionProblem::new([1, tokens, HEADS, HEADS, DIM], Dtype::F32, Mask::full())?;
@@ -102,7 +103,8 @@ pub(crate) fn probe(device: &Device) -> Result<f64> {
     }
 }
 
-const FIRST_TOKENS: u32 = 512;
+/// Few, so that no device is long in its first kernel; more than few-row kernels take.
+const FIRST_TOKENS: u32 = 128;
 const LAST_TOKENS: u32 = 8192;
 const HEADS: u32 = 4;
 const DIM: u32 = 64;

@@ -8,7 +8,6 @@ use kyklos_cuda::{CudaBackend, CudaDevice, CudaOptions, Unavailable};
 
 use super::backend::{BackendEntry, existing};
 use crate::failure::{Failure, Result};
-use crate::switches;
 
 #[derive(Debug)]
 pub(crate) struct Cuda;
@@ -39,9 +38,7 @@ impl BackendEntry for Cuda {
     }
 
     fn open(index: usize, _: KernelChoice) -> Result<Device> {
-        let graphs = !switches::CUDA_GRAPHS.is_off()?;
-        let options = CudaOptions { graphs, ..CudaOptions::default() };
-        Ok(CudaBackend::with_options(index, &options)?.into())
+        Ok(CudaBackend::with_options(index, &CudaOptions::from_environment()?)?.into())
     }
 }
 

@@ -10,11 +10,16 @@ const EVEN: &[&str] = &["--split", "even"];
 
 /// Runs the program with the fake driver as its CUDA driver.
 fn with_driver(fake: &str, arguments: &[&str]) -> Output {
+    with_switches(fake, &[], arguments)
+}
+
+fn with_switches(fake: &str, switches: &[(&str, &str)], arguments: &[&str]) -> Output {
     let cache = tempfile::tempdir().unwrap();
     let child = command(arguments)
         .env("LD_LIBRARY_PATH", kyklos_fake_cuda::library_path())
         .env("KYKLOS_FAKE_CUDA", fake)
         .env("KYKLOS_CACHE_DIR", cache.path())
+        .envs(switches.iter().copied())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn();
@@ -124,6 +129,53 @@ fn the_list_of_devices_says_why_it_has_no_gpu() {
     }
     let text = stdout(&with_driver("devices=1", &["devices"]));
     assert!(text.contains("cuda:0") && !text.contains("no device of cuda"), "{text}");
+}
+
+#[test]
+fn a_gpu_that_hangs_is_in_the_list_of_devices_with_its_error() {
+    let output = with_driver("devices=2,capability=90,hang_at=2", &["devices", "--json"]);
+    succeeds(&output);
+    let json = json(&output);
+    let of = |id: &str| json.as_array().unwrap().iter().find(|device| device["id"] == id).unwrap();
+    let hangs = of("cuda:0");
+    let error = hangs["error"].as_str().unwrap();
+    // After the time of measurements, not that of other calls; with the name of the kernel.
+    assert!(
+        error.contains("cuda:0: ") && error.contains(" completed nothing for 10 s, in finalize_f32: "),
+        "{error}"
+    );
+    assert!(hangs["gflops"].is_null(), "{hangs}");
+    for other in ["cuda:1", "cpu"] {
+        assert!(of(other)["gflops"].as_f64().unwrap() > 0.0 && of(other)["error"].is_null(), "{json}");
+    }
+}
+
+#[test]
+fn the_list_of_devices_says_which_kernels_are_switched_off_or_replaced() {
+    let two = concat!(env!("CARGO_MANIFEST_DIR"), "/../cuda-backend/src/images/two.cubin");
+    for (switches, begin, end, error) in [
+        (&[][..], "wgmma and mma.sync, sm_90a", "", None),
+        (&[("KYKLOS_CUDA_WGMMA", "off")], "mma.sync (wgmma is off), sm_90a", "", None),
+        (&[("KYKLOS_CUDA_IMAGE", two)], "wgmma and mma.sync, sm_90a", "): attend_f32, repack", None),
+        (
+            &[("KYKLOS_CUDA_IMAGE", "none.cubin")],
+            "",
+            "",
+            Some("none.cubin replaces no kernels: it cannot be read"),
+        ),
+    ] {
+        let output = with_switches("capability=90", switches, &["devices", "--json"]);
+        succeeds(&output);
+        let json = json(&output);
+        let device = json.as_array().unwrap().iter().find(|device| device["id"] == "cuda:0").unwrap();
+        let kernel = device["kernel"].as_str().unwrap();
+        assert!(kernel.starts_with(begin) && kernel.ends_with(end), "{device}");
+        assert_eq!(kernel.contains("; from two.cubin (BLAKE3 "), !end.is_empty(), "{device}");
+        match error {
+            None => assert!(device["error"].is_null(), "{device}"),
+            Some(words) => assert!(device["error"].as_str().unwrap().contains(words), "{device}"),
+        }
+    }
 }
 
 #[test]

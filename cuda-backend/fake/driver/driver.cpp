@@ -55,6 +55,7 @@ API cuGetErrorName(int code, const char **text) {
     case OUT_OF_MEMORY: *text = "CUDA_ERROR_OUT_OF_MEMORY"; break;
     case 46: *text = "CUDA_ERROR_DEVICE_UNAVAILABLE"; break;
     case NO_DEVICE: *text = "CUDA_ERROR_NO_DEVICE"; break;
+    case NO_BINARY_FOR_GPU: *text = "CUDA_ERROR_NO_BINARY_FOR_GPU"; break;
     case INVALID_IMAGE: *text = "CUDA_ERROR_INVALID_IMAGE"; break;
     case 214: *text = "CUDA_ERROR_ECC_UNCORRECTABLE"; break;
     case ILLEGAL_ADDRESS: *text = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
@@ -69,6 +70,7 @@ API cuGetErrorString(int code, const char **text) {
     switch (code) {
     case OUT_OF_MEMORY: *text = "out of memory"; break;
     case NO_DEVICE: *text = "no CUDA-capable device is detected"; break;
+    case NO_BINARY_FOR_GPU: *text = "no kernel image is available for execution on the device"; break;
     case ILLEGAL_ADDRESS: *text = "an illegal memory access was encountered"; break;
     default: *text = "the fake driver was told to fail"; break;
     }

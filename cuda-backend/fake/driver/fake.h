@@ -29,6 +29,7 @@ enum Code : int {
     INVALID_DEVICE = 101,
     INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
+    NO_BINARY_FOR_GPU = 209,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
@@ -99,11 +100,15 @@ struct Stream {
 
 struct Module {
     Device *device;
+    // Of a cubin by nvcc: its kernels. Other images have all of this library.
+    bool by_nvcc = false;
+    std::set<std::string> kernels;
 };
 
 struct Function {
     const void *kernel;
     Device *device;
+    std::string module;  // in reports, of a cubin with few kernels
     unsigned shared_most = 48 * 1024;
 };
 
@@ -111,7 +116,7 @@ struct Function {
 struct Launch {
     const void *kernel;
     u32 grid[3], shared;
-    std::string arguments;
+    std::string arguments, module;
 };
 
 struct GraphNode {

@@ -6,13 +6,15 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use kyklos::Result;
+use kyklos::backend::ShortWork;
 
 use super::dependencies::StreamKind;
 use super::status::DeviceStatus;
+use super::unfinished_launches::UnfinishedLaunches;
 use crate::driver::Event;
 
 const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
@@ -35,6 +37,8 @@ struct Shared {
     status: Arc<DeviceStatus>,
     /// A stream that completes no event for this long hangs.
     stuck_after: Duration,
+    /// For the error of a device that hangs. Gone when the backend's resources are.
+    unfinished: Weak<UnfinishedLaunches>,
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -56,10 +60,16 @@ impl fmt::Debug for Shared {
 }
 
 impl EventPoller {
-    pub(crate) fn start(ordinal: usize, status: &Arc<DeviceStatus>, stuck_after: Duration) -> Result<Self> {
+    pub(super) fn start(
+        ordinal: usize,
+        status: &Arc<DeviceStatus>,
+        stuck_after: Duration,
+        unfinished: Weak<UnfinishedLaunches>,
+    ) -> Result<Self> {
         let shared = Arc::new(Shared {
             status: status.clone(),
             stuck_after,
+            unfinished,
             queue: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -145,12 +155,30 @@ impl Shared {
         if since.elapsed() < after {
             return false;
         }
+        let running = self.unfinished.upgrade().map(|unfinished| unfinished.running()).unwrap_or_default();
+        let kernels = match &running[..] {
+            [] => String::new(),
+            [kernel] => format!(", in {kernel}"),
+            several => format!(", in one of {}", several.join(", ")),
+        };
         let text = format!(
-            "the device completed nothing for {} s: it hangs, or another process keeps it busy",
+            "the device completed nothing for {} s{kernels}: it hangs, or another process keeps it busy",
             after.as_secs_f32()
         );
         self.status.mark_lost(self.status.device_error("wait for the device", &text));
         true
+    }
+
+    /// Whether a stream of the backend that has completed nothing since `since` hangs.
+    fn is_stuck(&self, since: &mut Instant) -> bool {
+        match self.status.short_work_since() {
+            // What was submitted before is done: whoever measures has waited for it.
+            Some(began) if ShortWork::AT_MOST < self.stuck_after => {
+                *since = began.max(*since);
+                self.is_late(since, ShortWork::AT_MOST)
+            }
+            _ => self.is_late(since, self.stuck_after),
+        }
     }
 
     /// Whether one of the events of other streams is complete.
@@ -202,7 +230,7 @@ impl Shared {
                     continue;
                 };
                 match event.is_complete() {
-                    Ok(false) if !self.is_late(&mut since[kind], self.stuck_after) => continue,
+                    Ok(false) if !self.is_stuck(&mut since[kind]) => continue,
                     Ok(_) => {}
                     Err(error) => {
                         self.status.error("wait for the device", &error);

@@ -6,6 +6,7 @@ mod dependencies;
 mod download;
 mod event_poller;
 mod graph_cache;
+mod loaded_kernels;
 mod memory_pool;
 mod message_stream;
 mod open_device;
@@ -16,8 +17,10 @@ mod reclaimer;
 mod staging;
 mod status;
 mod submitter;
+mod unfinished_launches;
 
 pub use download::Download;
+pub(crate) use loaded_kernels::LoadedKernels;
 pub use memory_pool::CudaBuffer;
 pub(crate) use message_stream::MessageStream;
 pub(crate) use open_device::OpenDevice;

@@ -12,6 +12,7 @@ use kyklos::{Error, Result};
 use super::dependencies::StreamKind;
 use super::download::Download;
 use super::event_poller::EventPoller;
+use super::loaded_kernels::LoadedKernels;
 use super::memory_pool::{CudaBuffer, MemoryPool};
 use super::options::CudaOptions;
 use super::pacer::Pacer;
@@ -19,14 +20,13 @@ use super::staging::StagingPool;
 use super::status::DeviceStatus;
 use super::submitter::{Deferred, LaunchConfig, Submitter};
 use crate::driver::{Context, DeviceProperties, DriverError, Event};
-use crate::images::Image;
 
 /// An open device, as the operations of the backend use it. On drop its resources live until the device is idle.
 #[derive(Debug)]
 pub(crate) struct OpenDevice {
     /// Streaming multiprocessors of the device.
     pub(crate) multiprocessors: u32,
-    /// Whether the image has the kernels for Hopper.
+    /// Whether calls get the kernels for Hopper.
     pub(crate) wgmma: bool,
     pub(crate) pacer: Pacer,
     pub(super) resources: Arc<Resources>,
@@ -47,7 +47,7 @@ impl OpenDevice {
     pub(crate) fn new(
         context: &Arc<Context>,
         status: Arc<DeviceStatus>,
-        image: &Image,
+        (kernels, wgmma): (LoadedKernels, bool),
         properties: &DeviceProperties,
         options: &CudaOptions,
     ) -> Result<Self> {
@@ -56,11 +56,12 @@ impl OpenDevice {
             context: context.clone(),
             pool: MemoryPool::new(context, &status, properties.memory_bytes, max_memory_bytes, stuck_after),
             staging: StagingPool::new(context, &status),
-            submitter: Submitter::new(context, &status, &image.bytes, (graphs, stuck_after))?,
+            submitter: Submitter::new(context, &status, kernels, (graphs, stuck_after))?,
             status,
         });
-        let poller = EventPoller::start(context.ordinal(), &resources.status, stuck_after)?;
-        let (multiprocessors, wgmma) = (properties.multiprocessors, image.wgmma);
+        let unfinished = Arc::downgrade(&resources.submitter.unfinished);
+        let poller = EventPoller::start(context.ordinal(), &resources.status, stuck_after, unfinished)?;
+        let multiprocessors = properties.multiprocessors;
         Ok(Self { multiprocessors, wgmma, pacer: Pacer::default(), resources, poller })
     }
 
@@ -249,7 +250,7 @@ impl OpenDevice {
 
     /// Loads a kernel that no launch has used yet.
     pub(crate) fn load_kernel(&self, name: &str, shared_bytes: u32) -> Result<()> {
-        self.resources.submitter.function(name, shared_bytes).map(drop)
+        self.resources.submitter.kernels.function(name, shared_bytes).map(drop)
     }
 
     /// Starts or stops measuring launches; see [`Submitter::measure`].

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use kyklos::{Error, Result};
 
@@ -14,6 +15,8 @@ pub(crate) struct DeviceStatus {
     lost: Mutex<Option<Error>>,
     /// Exchanges of messages that are under way.
     exchanges: AtomicUsize,
+    /// Times of short work that last, and when the first of them began.
+    short_work: Mutex<(usize, Option<Instant>)>,
 }
 
 /// While this lives, the device may wait for messages of other ranks, and does not count as stuck: whoever has this looks after them.
@@ -28,7 +31,7 @@ impl Drop for AwaitsMessages {
 
 impl DeviceStatus {
     pub(crate) fn new(device: Arc<str>) -> Self {
-        Self { device, lost: Mutex::default(), exchanges: AtomicUsize::new(0) }
+        Self { device, lost: Mutex::default(), exchanges: AtomicUsize::new(0), short_work: Mutex::default() }
     }
 
     /// Notes that the device may wait for messages.
@@ -39,6 +42,19 @@ impl DeviceStatus {
 
     pub(crate) fn awaits_messages(&self) -> bool {
         self.exchanges.load(Ordering::Relaxed) > 0
+    }
+
+    /// Begins or ends a time of short work; see [`kyklos::backend::ShortWork`].
+    pub(crate) fn expect_short_work(&self, on: bool) {
+        let mut times = self.short_work.lock().unwrap_or_else(PoisonError::into_inner);
+        let (count, began) = &mut *times;
+        *count = if on { *count + 1 } else { count.saturating_sub(1) };
+        *began = (*count > 0).then(|| began.unwrap_or_else(Instant::now));
+    }
+
+    /// When the time of short work began, if it lasts.
+    pub(super) fn short_work_since(&self) -> Option<Instant> {
+        self.short_work.lock().unwrap_or_else(PoisonError::into_inner).1
     }
 
     pub(crate) fn device(&self) -> &str {
@@ -85,6 +101,20 @@ mod tests {
 
     fn driver_error(code: u32) -> DriverError {
         DriverError { call: "cuX", code, name: "CUDA_ERROR_X".to_owned(), text: "it broke".to_owned() }
+    }
+
+    #[test]
+    fn short_work_lasts_from_the_first_time_that_begins_to_the_last_that_ends() {
+        let status = DeviceStatus::new("GPU 0".into());
+        assert_eq!(status.short_work_since(), None);
+        status.expect_short_work(true);
+        let began = status.short_work_since();
+        assert!(began.is_some());
+        status.expect_short_work(true);
+        status.expect_short_work(false);
+        assert_eq!(status.short_work_since(), began);
+        status.expect_short_work(false);
+        assert_eq!(status.short_work_since(), None);
     }
 
     #[test]

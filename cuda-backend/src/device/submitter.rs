@@ -1,7 +1,6 @@
 //! Submits copies and launches to the streams of a device. Events order operations of different streams that access the
 //! same buffer.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -10,18 +9,20 @@ use kyklos::Result;
 
 use super::dependencies::{AccessRecord, Completion, StreamKind};
 use super::graph_cache::GraphCache;
+use super::loaded_kernels::LoadedKernels;
 use super::memory_pool::CudaBuffer;
 use super::other_devices::await_other_devices;
 use super::status::DeviceStatus;
-use crate::driver::{self, Context, DriverError, Event, Function, Module, Stream};
+use super::unfinished_launches::UnfinishedLaunches;
+use crate::driver::{self, Context, DriverError, Event, Stream};
 
 /// The streams and kernels of a device.
 #[derive(Debug)]
 pub(super) struct Submitter {
     status: Arc<DeviceStatus>,
     streams: [Stream; StreamKind::COUNT],
-    functions: Mutex<HashMap<String, Arc<Function>>>,
-    module: Arc<Module>,
+    pub(super) kernels: LoadedKernels,
+    pub(super) unfinished: Arc<UnfinishedLaunches>,
     /// Locked for each submission, so that access records and streams have the same order.
     state: Mutex<SubmitterState>,
     /// The longest wait for a copy to another device.
@@ -86,7 +87,7 @@ impl Submitter {
     pub(super) fn new(
         context: &Arc<Context>,
         status: &Arc<DeviceStatus>,
-        image: &[u8],
+        kernels: LoadedKernels,
         (graphs, stuck_after): (bool, Duration),
     ) -> Result<Self> {
         let failed = |operation: &'static str| move |error: DriverError| status.error(operation, &error);
@@ -95,8 +96,8 @@ impl Submitter {
         Ok(Self {
             status: status.clone(),
             streams: [stream(false)?, stream(true)?, stream(true)?],
-            functions: Mutex::default(),
-            module: Module::load(context, image).map_err(failed("load the kernels"))?,
+            kernels,
+            unfinished: Arc::default(),
             state: Mutex::new(SubmitterState {
                 batch: LaunchBatch::default(),
                 graphs: GraphCache::new(context, graphs),
@@ -199,7 +200,7 @@ impl Submitter {
     ) -> Result<()> {
         self.status.check()?;
         let LaunchConfig { kernel, grid, threads, shared_bytes } = launch;
-        let function = self.function(kernel, shared_bytes)?;
+        let function = self.kernels.function(kernel, shared_bytes)?;
         let dependencies = dependencies(Some(StreamKind::Compute), reads, writes)?;
         batch.waits.extend(dependencies.iter().filter_map(|completion| completion.event().cloned()));
         record_access(StreamKind::Compute, &batch.completion, reads, writes);
@@ -213,14 +214,13 @@ impl Submitter {
         let SubmitterState { batch, graphs, measured } = state;
         let LaunchBatch { launches, waits, completion } = std::mem::take(batch);
         let stream = &self.streams[StreamKind::Compute as usize];
-        let measures = measured.is_some() && !launches.is_empty();
-        let kernels = || launches.iter().map(|launch| launch.function.name.clone()).collect();
-        let names: Option<Vec<String>> = measures.then(kernels);
+        let functions: Vec<_> = launches.iter().map(|launch| launch.function.clone()).collect();
+        let measures = measured.is_some() && !functions.is_empty();
         let waiting = waits.iter().try_for_each(|event| stream.wait(event));
         let mut begin = None;
         let submitted = waiting
             .and_then(|()| {
-                begin = names.as_ref().map(|_| stream.record_timed()).transpose()?;
+                begin = measures.then(|| stream.record_timed()).transpose()?;
                 Ok(())
             })
             .map_err(|error| ("order kernels behind copies".to_owned(), error))
@@ -229,8 +229,12 @@ impl Submitter {
         // Launches before one that failed are submitted, so an event is recorded after an error too.
         let event = if begin.is_some() { stream.record_timed() } else { stream.record() };
         let event = event.map_err(|error| self.status.error("record an event", &error)).map(Arc::new);
-        if let (Some(measured), Some(kernels), Some(begin), Ok(end)) = (measured, names, begin, &event) {
+        if let (Some(measured), Some(begin), Ok(end)) = (measured, begin, &event) {
+            let kernels = functions.iter().map(|function| function.name.clone()).collect();
             measured.push(MeasuredBatch { kernels, begin, end: end.clone() });
+        }
+        if let (Ok(event), false) = (&event, functions.is_empty()) {
+            self.unfinished.record(functions, event);
         }
         let failure = submitted.as_ref().err().or(event.as_ref().err()).cloned();
         completion.set_submitted(event.as_ref().ok().cloned(), failure);
@@ -239,18 +243,6 @@ impl Submitter {
 
     fn state(&self) -> MutexGuard<'_, SubmitterState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn function(&self, name: &str, shared_bytes: u32) -> Result<Arc<Function>> {
-        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = functions.get(name) {
-            return Ok(function.clone());
-        }
-        let found = self.module.function(name, shared_bytes);
-        let function =
-            Arc::new(found.map_err(|error| self.status.error(&format!("find kernel {name}"), &error))?);
-        functions.insert(name.to_owned(), function.clone());
-        Ok(function)
     }
 
     /// An event that is complete when everything submitted to a stream so far is done.

@@ -84,7 +84,8 @@ impl Module {
         let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
         let mut raw = ptr::null_mut();
         // SAFETY: the context is current. The driver finds the end of the image by the ELF header or by the zero byte: images
-        // come from nvcc or NVRTC, and those from the disk are protected by a hash. It reads two options and their values,
+        // come from nvcc or NVRTC, those from the cache are protected by a hash, and all that the headers of a replacement name is
+        // inside (see `images::Replacement`). It reads two options and their values,
         // writes at most 4095 bytes to `log`, which has 4096, and one handle to `raw`, a local.
         let loaded = check("cuModuleLoadDataEx", unsafe {
             sys::cuModuleLoadDataEx(

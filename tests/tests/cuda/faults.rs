@@ -81,7 +81,7 @@ fn endings() -> Vec<Scenario> {
         ("a launch that fails on the device", "sticky_at=1,sticky=719", "CUDA_ERROR_LAUNCH_FAILED (719)"),
         ("a broken memory cell", "sticky_at=3,sticky=214", "CUDA_ERROR_ECC_UNCORRECTABLE (214)"),
         ("a lost device", "sticky_at=2,sticky=46", "CUDA_ERROR_DEVICE_UNAVAILABLE (46)"),
-        ("a kernel that hangs", "hang_at=2", "completed nothing for 0.5 s"),
+        ("a kernel that hangs", "hang_at=2", "completed nothing for 0.5 s, in reset_state: it hangs"),
     ];
     let scenario = |(name, fake, words): (&str, &str, &'static str)| {
         Scenario::new(&format!("ends with {name}"), &format!("devices=2,seed=41,{fake}"), move || {

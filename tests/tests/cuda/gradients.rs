@@ -71,9 +71,9 @@ fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &st
 }
 
 /// A case on one rank: within the limits of its error, and with the same bytes again.
-pub(crate) fn alone(case: Case, dtype: Dtype) {
+pub(crate) fn alone(backend: CudaBackend, case: Case, dtype: Dtype) {
     let case = GradientCase::new(case, dtype);
-    let device = Device::from(CudaBackend::new(0).unwrap());
+    let device = Device::from(backend);
     let sharing = sharing(&case, Mesh::new(1, 1).unwrap(), Strategy::Dense, &device);
     let first = case.gradients(in_process_group(1), &sharing);
     for (error, limit) in case.judge(&first).iter().zip(case.dense_limits()) {

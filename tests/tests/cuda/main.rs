@@ -1,5 +1,5 @@
 //! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults, kernel choice,
-//! graphs, tensors of a caller, NCCL, and copies between devices.
+//! graphs, tensors of a caller, NCCL, copies between devices, and options for tests of a new device.
 //!
 //! Each trial is a process of its own that finds the fake driver as its CUDA driver: this program, with the name of the scenario
 //! in the environment. So a destroyed context affects no other trial, and objects that are not freed are found at exit.
@@ -28,6 +28,8 @@ mod refusals;
 mod scenario;
 #[cfg(target_os = "linux")]
 mod steps;
+#[cfg(target_os = "linux")]
+mod switches;
 
 #[cfg(target_os = "linux")]
 fn main() {
@@ -42,6 +44,7 @@ fn main() {
         nccl::scenarios(),
         peers::scenarios(),
         steps::scenarios(),
+        switches::scenarios(),
     ]
     .concat();
     if let Some(name) = std::env::var_os(scenario::CHOSEN) {

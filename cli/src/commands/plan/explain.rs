@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kyklos::backend::ShortWork;
 use kyklos::plan::{World, expected_of_wire, table};
 use kyklos::simulate::{
     Candidate, Cluster, Passes, Prediction, Priced, Verdict, bound, candidates, choose, explain_choice,
@@ -177,6 +178,7 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
     probe::fits(wanted.ranks)?;
     let devices = (0..wanted.ranks as usize).map(|rank| devices::choose(&args.device.0, rank));
     let mut probe = Probe::new(problem, wanted.gradients, devices.collect::<Result<_>>()?, args.transport)?;
+    let _short: Vec<_> = probe.backends().into_iter().map(ShortWork::on).collect();
     let Some(rounds) = args.measure else {
         probe.look()?;
         return Ok((probe.cluster()?, Vec::new()));

@@ -170,6 +170,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("KYKLOS_TUNE=off tune", "The new choice would be ignored."),
             ("KYKLOS_TUNE=no devices", "The only value is `off`; other values are not ignored."),
             ("KYKLOS_CUDA_GRAPHS=no devices", "As for KYKLOS_TUNE."),
+            ("KYKLOS_CUDA_WGMMA=no devices", "As for KYKLOS_TUNE."),
             ("support --row nothing", "No row of the table has a name that starts like this."),
         ],
     },
