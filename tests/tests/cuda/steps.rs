@@ -35,8 +35,13 @@ fn is_fake() -> bool {
     std::env::var_os("KYKLOS_FAKE_CUDA").is_some()
 }
 
+/// With the switches of the environment: a step that goes wrong is repeated without wgmma, or with another kernel.
+fn options() -> CudaOptions {
+    CudaOptions::from_environment().unwrap()
+}
+
 fn open() -> CudaBackend {
-    CudaBackend::new(0).unwrap()
+    CudaBackend::with_options(0, &options()).unwrap()
 }
 
 fn every_kernel() {
@@ -49,10 +54,11 @@ fn every_kernel() {
 fn one_tile() {
     let backend = open();
     for dtype in [Dtype::Bf16, Dtype::F16] {
-        for dim in [64, 128, 192, 256] {
-            let keys = AttendKernel::hopper(dtype, dim).unwrap().tile.kv_cols;
-            let problem = AttentionProblem::new([1, keys, 1, 1, dim], dtype, Mask::full()).unwrap();
-            let problem = problem.with_queries(128, 0).unwrap();
+        for (kernel, dim, mask) in hopper_kernels(dtype) {
+            let keys = kernel.tile.kv_cols;
+            let problem = AttentionProblem::new([1, keys, 1, 1, dim], dtype, mask).unwrap();
+            // Behind all keys: under a causal mask they see all of them.
+            let problem = problem.with_queries(128, keys).unwrap();
             // Element n of a key is bit n % 8 of its number, as 1 or -1.
             let code = |key: u32, n: u32| if key >> (n % 8) & 1 == 1 { 1.0 } else { -1.0 };
             let elements = |rows: u32, of: &dyn Fn(u32, u32) -> f32| -> Vec<u8> {
@@ -73,24 +79,35 @@ fn one_tile() {
                 let at = wrong.map(|n| (n / dim as usize, n % dim as usize));
                 assert_eq!(at, None, "{dtype}, head dim {dim}, by the {what}: row and element");
             }
-            println!("{dtype}, head dim {dim}: right");
+            println!("{}: right", kernel.name);
         }
     }
 }
 
+/// The attention kernels for Hopper, with a head dim and a mask of calls that get them: the wide one is for calls without a mask.
+fn hopper_kernels(dtype: Dtype) -> Vec<(AttendKernel, u32, Mask)> {
+    let narrow = [64, 128, 192, 256].map(|dim| (AttendKernel::hopper(dtype, dim).unwrap(), dim, Mask::causal()));
+    let wide = (AttendKernel::hopper_wide(dtype, 128).unwrap(), 128, Mask::full());
+    narrow.into_iter().chain([wide]).collect()
+}
+
 fn several_tiles() {
     let backend = open();
-    for (tiles, dim) in [(7, 64), (7, 128), (2, 128), (7, 192), (7, 256)] {
-        let keys = tiles * AttendKernel::hopper(Dtype::Bf16, dim).unwrap().tile.kv_cols as usize;
-        is_right(
-            &backend,
-            case("full tiles", keys, OracleMask::full(), |case| {
-                let problem = &mut case.problem;
-                (problem.q_len, problem.q_heads, problem.kv_heads) = (128, 1, 1);
-                of_dim(case, dim as usize);
-            }),
-            Dtype::Bf16,
-        );
+    for (kernel, dim, mask) in hopper_kernels(Dtype::Bf16) {
+        for tiles in [7, 2] {
+            let keys = tiles * kernel.tile.kv_cols as usize;
+            let mask = if mask.is_full() { OracleMask::full() } else { OracleMask::causal() };
+            is_right(
+                &backend,
+                case("full tiles", keys, mask, |case| {
+                    let problem = &mut case.problem;
+                    (problem.q_len, problem.q_heads, problem.kv_heads) = (128, 1, 1);
+                    problem.q_offset = keys as u64;
+                    of_dim(case, dim as usize);
+                }),
+                Dtype::Bf16,
+            );
+        }
     }
 }
 
@@ -161,8 +178,7 @@ fn decoding() {
         })
     };
     for graphs in [true, false] {
-        let backend =
-            CudaBackend::with_options(0, &CudaOptions { graphs, ..CudaOptions::default() }).unwrap();
+        let backend = CudaBackend::with_options(0, &CudaOptions { graphs, ..options() }).unwrap();
         for dtype in Dtype::ALL {
             for (heads, rows) in [((8, 8), 1), ((8, 2), 3)] {
                 // A sequence of launches that comes again is a graph.
@@ -179,6 +195,7 @@ fn gradients_by_wgmma() {
     let tokens = if is_fake() { 140 } else { 1500 };
     for (dim, dtype) in [(64, Dtype::Bf16), (64, Dtype::F16), (128, Dtype::Bf16), (128, Dtype::F16)] {
         crate::gradients::alone(
+            open(),
             case("gradients", tokens, OracleMask::causal(), |case| of_dim(case, dim)),
             dtype,
         );
