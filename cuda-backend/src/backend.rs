@@ -280,7 +280,7 @@ fn kernel_words(image: &Image, wgmma: bool, replacement: Option<&Replacement>) -
 
 /// The first few of these names, and how many there are besides.
 fn some_of(names: &[impl AsRef<str>]) -> String {
-    const FEW: usize = 4;
+    const FEW: usize = 3;
     let first: Vec<&str> = names.iter().take(FEW).map(AsRef::as_ref).collect();
     match (names.len(), names.len().saturating_sub(FEW)) {
         (0, _) => "no kernels".to_owned(),
