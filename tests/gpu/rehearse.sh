@@ -17,7 +17,7 @@ results=$(cd "$1" && pwd)
 shift
 [ $# -gt 0 ] || set -- right hang wrong no-vulkan killed variants
 pack=$PWD/target/gpu-pack/pack.tar.xz
-fake=$(CARGO_PROFILE_RELEASE_DEBUG=none CARGO_INCREMENTAL=0 cargo run -q --release -p kyklos-fake-cuda --example folder)
+fake=${KYKLOS_FAKE_LIBRARIES:-$(CARGO_PROFILE_RELEASE_DEBUG=none CARGO_INCREMENTAL=0 cargo run -q --release -p kyklos-fake-cuda --example folder)}
 
 # A driver whose kernel for Hopper does not rescale the sums of a row.
 wrong_driver() {

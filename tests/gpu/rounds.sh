@@ -14,7 +14,11 @@ begin_round() {
     has_cuda || echo none >"$files/kernels"
     wgpu=$(wgpu_device "$short")
     number=${wgpu#wgpu:}
-    [ -n "$wgpu" ] || missing wgpu "$(why_no_vulkan)"
+    if [ -n "$wgpu" ]; then
+        kernels=$(wgpu_kernels "$number")
+    else
+        missing wgpu "$(why_no_vulkan)"
+    fi
 }
 
 # The shapes of --short have no second meaning: each stage runs, on little data.
@@ -43,7 +47,7 @@ round_first() {
     peers first 75
     keep
     if [ -n "$wgpu" ]; then
-        bench_wgpu f16 30 12 --kernel portable,cooperative --shape 1,$tokens,16,16,128 --mask full --mask causal --dtype f16
+        bench_wgpu f16 30 12 --kernel "$kernels" --shape 1,$tokens,16,16,128 --mask full --mask causal --dtype f16
         bench_wgpu backward 20 4 --backward --shape 1,$((tokens / 2)),16,16,64 --mask causal --dtype f16
     fi
     for split in even auto; do
@@ -90,7 +94,7 @@ round_rest() {
     keep
     if [ -n "$wgpu" ]; then
         bench_wgpu f32 25 10 --shape 1,$tokens,16,16,64 --shape 1,$tokens,16,16,128 --mask full --mask causal --dtype f32
-        bench_wgpu f16-64 20 6 --kernel portable,cooperative --shape 1,$tokens,32,32,64 --mask full --mask causal --dtype f16
+        bench_wgpu f16-64 20 6 --kernel "$kernels" --shape 1,$tokens,32,32,64 --mask full --mask causal --dtype f16
         bench_wgpu decode 15 4 --shape 1,$tokens,32,8,128 --queries 1 --mask full --dtype f16
         bench_wgpu backward-f32 15 4 --backward --shape 1,$((tokens / 2)),16,16,64 --mask causal --dtype f32
         stage wgpu-tune 60 0 "$k" tune --device "$wgpu" --dtype f16,f32 --head-dim 64,128 --budget-s $budget --json

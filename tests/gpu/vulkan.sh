@@ -45,6 +45,11 @@ why_no_vulkan() {
     fi
 }
 
+# The kernels of a device that can be named, by its number: portable, and those for subgroups and for matrix units where it has them.
+wgpu_kernels() {
+    "$here/backends" --list 2>/dev/null | sed -n "s/^wgpu $1 \([a-z]*\) (.*/\1/p" | uniq | grep -v small | paste -sd ,
+}
+
 # The id of the device: that of NVIDIA, with any=1 the first one.
 wgpu_device() {
     awk -F'"' -v any="$1" '$2 == "id" { id = $4 } $2 == "name" && id ~ /^wgpu/ && (any || /NVIDIA/) { print id; exit }' "$files/facts.txt"
