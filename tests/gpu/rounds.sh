@@ -160,7 +160,7 @@ round_variants() {
 variant_steps() {
     local title step=2
     while read -r title; do
-        stage "$1-step-$step" 15 0 env KYKLOS_CUDA_SCENARIO="$title" "$here/cuda" || return
+        stage "$1-step-$step" 25 0 env KYKLOS_CUDA_SCENARIO="$title" "$here/cuda" || return
         step=$((step + 1))
     done <"$files/steps.txt"
     [ $step = 4 ]

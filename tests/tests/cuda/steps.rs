@@ -1,6 +1,8 @@
 //! The first steps on a GPU, in the order in which later ones need earlier ones: `tests/gpu/round.sh` runs each in a process of its own.
 //! On the fake driver they are smaller.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
@@ -35,9 +37,11 @@ fn is_fake() -> bool {
     std::env::var_os("KYKLOS_FAKE_CUDA").is_some()
 }
 
-/// With the switches of the environment: a step that goes wrong is repeated without wgmma, or with another kernel.
+/// With the switches of the environment: a step that goes wrong is repeated without wgmma, or with another kernel. A kernel that hangs
+/// is named before the round ends the step.
 fn options() -> CudaOptions {
-    CudaOptions::from_environment().unwrap()
+    let options = CudaOptions::from_environment().unwrap();
+    if is_fake() { options } else { CudaOptions { stuck_after: Duration::from_secs(10), ..options } }
 }
 
 fn open() -> CudaBackend {
@@ -86,7 +90,8 @@ fn one_tile() {
 
 /// The attention kernels for Hopper, with a head dim and a mask of calls that get them: the wide one is for calls without a mask.
 fn hopper_kernels(dtype: Dtype) -> Vec<(AttendKernel, u32, Mask)> {
-    let narrow = [64, 128, 192, 256].map(|dim| (AttendKernel::hopper(dtype, dim).unwrap(), dim, Mask::causal()));
+    let narrow =
+        [64, 128, 192, 256].map(|dim| (AttendKernel::hopper(dtype, dim).unwrap(), dim, Mask::causal()));
     let wide = (AttendKernel::hopper_wide(dtype, 128).unwrap(), 128, Mask::full());
     narrow.into_iter().chain([wide]).collect()
 }
@@ -131,7 +136,7 @@ fn causal() {
 
 /// More query tiles than a GPU computes at a time, again and again.
 fn same_bytes() {
-    let (tokens, heads, runs) = if is_fake() { (300, 3, 2) } else { (2048, 128, 50) };
+    let (tokens, heads, runs) = if is_fake() { (300, 3, 2) } else { (2048, 32, 50) };
     let backend = open();
     for dim in [64, 128] {
         let problem = AttentionProblem::new([1, tokens, heads, 1, dim], Dtype::Bf16, Mask::causal()).unwrap();
@@ -154,7 +159,7 @@ fn same_bytes() {
 fn without_wgmma() {
     let backend = open();
     for dtype in Dtype::ALL {
-        let tokens = if is_fake() { 96 } else { 1000 };
+        let tokens = if is_fake() { 96 } else { 350 };
         let fixed = case("in a fixed order", tokens, OracleMask::causal(), |_| {});
         let prepared = Prepared::new(fixed, dtype);
         let problem = prepared.problem.clone().with_fixed_order(true).unwrap();
@@ -168,22 +173,25 @@ fn without_wgmma() {
 
 fn decoding() {
     let keys = if is_fake() { 900 } else { 33 * 64 * 4 };
-    let case = |heads, rows| {
+    let prepared = |heads, rows, dtype| {
         let mask = OracleMask::causal().and(OracleTerm::Valid(vec![keys as u64]));
-        case("a few rows", keys, mask, |case| {
+        let case = case("a few rows", keys, mask, |case| {
             let problem = &mut case.problem;
             (problem.q_len, problem.q_offset) = (rows, (keys - rows) as u64);
             (problem.q_heads, problem.kv_heads) = heads;
             of_dim(case, 128);
-        })
+        });
+        Prepared::new(case, dtype)
     };
-    for graphs in [true, false] {
-        let backend = CudaBackend::with_options(0, &CudaOptions { graphs, ..options() }).unwrap();
-        for dtype in Dtype::ALL {
-            for (heads, rows) in [((8, 8), 1), ((8, 2), 3)] {
+    let backends = [true, false]
+        .map(|graphs| CudaBackend::with_options(0, &CudaOptions { graphs, ..options() }).unwrap());
+    for dtype in Dtype::ALL {
+        for (heads, rows) in [((8, 8), 1), ((8, 2), 3)] {
+            let prepared = prepared(heads, rows, dtype);
+            for backend in &backends {
                 // A sequence of launches that comes again is a graph.
                 for _ in 0..3 {
-                    is_right(&backend, case(heads, rows), dtype);
+                    is_right_as(backend, &prepared);
                 }
             }
         }
@@ -192,7 +200,7 @@ fn decoding() {
 
 /// Full and partial tiles, and blocks whose second consumer has few rows or keys.
 fn gradients_by_wgmma() {
-    let tokens = if is_fake() { 140 } else { 1500 };
+    let tokens = if is_fake() { 140 } else { 330 };
     for (dim, dtype) in [(64, Dtype::Bf16), (64, Dtype::F16), (128, Dtype::Bf16), (128, Dtype::F16)] {
         crate::gradients::alone(
             open(),
@@ -203,10 +211,14 @@ fn gradients_by_wgmma() {
 }
 
 fn is_right(backend: &CudaBackend, case: Case, dtype: Dtype) {
-    let prepared = Prepared::new(case, dtype);
-    let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));
+    is_right_as(backend, &Prepared::new(case, dtype));
+}
+
+fn is_right_as(backend: &CudaBackend, prepared: &Prepared) {
+    let problem = &prepared.problem;
+    let whole = block_on(run_alone(backend, &dense_world(problem), prepared));
     prepared.judge(&whole, "cuda").assert_within(&prepared.dense_limit());
-    println!("{dtype}, {} of {} elements: right", prepared.case.name, prepared.problem.head_dim);
+    println!("{}, {} of {} elements: right", problem.dtype, prepared.case.name, problem.head_dim);
 }
 
 fn of_dim(case: &mut Case, dim: usize) {
