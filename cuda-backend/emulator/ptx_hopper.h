@@ -43,4 +43,7 @@ template <typename T, int N> struct Wgmma {
     static void registers(float (&c)[N / 8][4], const u32 (&a)[4], u64 b) {
         machine::wgmma(c[0], N, a, 0, b, true, true, &T::widen);
     }
+    static void by_columns(float (&c)[N / 8][4], const u32 (&a)[4], u64 b, bool adds) {
+        machine::wgmma(c[0], N, a, 0, b, adds, false, &T::widen);
+    }
 };

@@ -83,6 +83,10 @@ struct HopperArguments {
     AttendArguments attend;  // q, k, v, pairs and the beginning of the grid are not used
     const TilePlace *order;
     u32 first_item, end_item;
+    // Of a fresh state: the results of the rows, as StateArguments has them; null: the rows are merged into the state instead.
+    void *o;
+    float *lse;
+    const float *sinks;
 };
 
 // The backward pass of one block of queries against one block of keys. Kernels of dQ have a tile of query rows of a query head,

@@ -134,9 +134,8 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
         copy_tile(v, more.v, v_full(step % STAGES), v_empty(step % STAGES), step, tile * KEYS, at);
     }
 
-    // Requests the `n`-th marks: of the tile that begins with `first_key`, whose values were copied in `step`. The previous marks of
-    // this place are not needed any more: consumers have released values that they multiply after those, with the marks of the next
-    // tile at hand.
+    // Requests the `n`-th marks: of the tile that begins with `first_key`, whose values were copied in `step`. Nobody needs the marks
+    // that were here before: these values are where those of that tile or later ones were, which the consumers have multiplied.
     DEVICE void request_marks(u32 n, u32 first_key, u32 step) const {
         store_shared(request(n), first_key);
         store_shared(request(n) + 4, step);
@@ -175,6 +174,8 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
             else
                 copy_previous(at);
         }
+        // No values were copied for this request, so the markers may not have read the one that was here before.
+        phase_wait(checked(marked), parity_of(marked) ^ 1);
         request_marks(marked, NO_MORE, 0);
     }
 
@@ -242,8 +243,9 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
     }
 
     // Adds values that are NaN or infinite, in a tile and step with the `n`-th marks, to the rows that see them, and replaces them by
-    // zeros. All consumers find the same.
-    DEVICE void add_odd(Mine &mine, const float (&weights)[KEYS / 8][4], u32 consumer, u32 batch, u32 tile, u32 step, u32 n) const {
+    // zeros. All consumers find the same. `p` is packed again from the weights, so that it needs no registers here.
+    DEVICE void add_odd(Mine &mine, const float (&weights)[KEYS / 8][4], u32 (&p)[KEYS / 16][4], u32 consumer, u32 batch, u32 tile,
+                        u32 step, u32 n) const {
         phase_wait(checked(n), parity_of(n));
         u32 odd = 0;
         UNROLL for (u32 marker = 0; marker < MARKERS; marker++) odd |= load_shared(verdict(n, marker));
@@ -253,6 +255,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
             return load_shared(pair_in(values, KV_CHUNK, key, j));
         });
         clear_odd<Mine>(values, TILE_BYTES, consumer, CONSUMERS, ALL);
+        pack(p, weights);
     }
 
     // A consumer, one warpgroup: computes 64 rows of each item.
@@ -279,7 +282,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
                 pack(p, scores);
                 u32 before = named(tiles);
                 for (tiles.advance(); !tiles.done(); tiles.advance()) {
-                    if (before & TESTED) add_odd(mine, scores, consumer, at.batch, before & ~TESTED, step, marked - 1);
+                    if (before & TESTED) add_odd(mine, scores, p, consumer, at.batch, before & ~TESTED, step, marked - 1);
                     step++;
                     phase_wait(k_full(step % STAGES), parity_of(step));
                     named_sync(TURN + consumer, 256);
@@ -299,7 +302,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
                     pack(p, scores);
                     before = named(tiles);
                 }
-                if (before & TESTED) add_odd(mine, scores, consumer, at.batch, before & ~TESTED, step, marked - 1);
+                if (before & TESTED) add_odd(mine, scores, p, consumer, at.batch, before & ~TESTED, step, marked - 1);
                 multiply_values(mine, p, step);
                 wgmma_wait<0>();
                 settle(mine.acc);
@@ -307,7 +310,10 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
                 step++;
             }
             release(q_empty());
-            mine.merge(at);
+            if (more.o)
+                mine.finish(at, more.o, more.lse, more.sinks);
+            else
+                mine.merge(at);
         }
         // Consumes the last turn that another consumer gave, so that no arrival is left.
         if (consumer == 0) named_sync(TURN, 256);

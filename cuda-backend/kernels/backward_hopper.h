@@ -16,8 +16,10 @@ struct TensorPair {
     const TensorMap &first, &second;
 };
 
-// `NUMBERS_`: numbers that each moving row has besides its tensors. Two warps of the producer write them.
-template <typename T, int DIM, u32 NUMBERS_> struct HopperBackward : BackwardTiles<T, DIM, 64, 4> {
+// `NUMBERS_`: numbers that each moving row has besides its tensors. Two warps of the producer write them. `HELD`: tensors of the fixed
+// rows, 0 to 2, that consumers hold in registers. With both operands in shared memory, products of 64 columns read as much of it as it
+// can give.
+template <typename T, int DIM, u32 NUMBERS_, u32 HELD> struct HopperBackward : BackwardTiles<T, DIM, 64, 4> {
     using Base = BackwardTiles<T, DIM, 64, 4>;
     using typename Base::Mine;
     using typename Base::Products;
@@ -34,6 +36,8 @@ template <typename T, int DIM, u32 NUMBERS_> struct HopperBackward : BackwardTil
     static constexpr u32 OWN = 1, BOTH = 1 + CONSUMERS;
     using Sums = float[DIM / 8][4];
     using Packed = u32[ROWS / 16][4];
+    // Fixed rows as A fragments.
+    using Held = u32[HELD ? HELD : 1][DIM / 16][4];
 
     const HopperBackwardArguments &more;
     using Base::args;
@@ -97,30 +101,45 @@ template <typename T, int DIM, u32 NUMBERS_> struct HopperBackward : BackwardTil
         }
     }
 
-    // Starts products = rows of this consumer · moving rows.
-    DEVICE static void multiply(Products &products, u32 rows, u32 moving) {
+    // Reads the tensors that this warp holds.
+    DEVICE void hold(Held &held, u32 consumer) const {
+        const u32 row = this->mine + lane % 16;
+        UNROLL for (u32 tensor = 0; tensor < HELD; tensor++)
+            UNROLL for (u32 i = 0; i < DIM / 16; i++) {
+                const u32 column = i % 4 * 2 + lane / 16;
+                const u32 rows = fixed(consumer) + tensor * TENSOR_BYTES + i / 4 * CHUNK;
+                load_matrices(held[tensor][i], rows + row * 128 + ((column ^ row) & 7) * 16);
+            }
+    }
+    // Starts products = rows of this consumer · moving rows, of one of both tensors.
+    template <u32 tensor> DEVICE static void multiply(Products &products, const Held &held, u32 consumer, u32 stage) {
+        const u64 left = matrix_at(fixed(consumer) + tensor * TENSOR_BYTES, 16);
+        const u64 right = matrix_at(moving(stage) + tensor * TENSOR_BYTES, 16);
         UNROLL for (u32 i = 0; i < DIM / 16; i++) {
             // 16 elements of a row are 32 bytes.
-            const u32 from = i / 4 * CHUNK + i % 4 * 32;
-            Wgmma<T, ROWS>::shared(products, matrix_at(rows + from, 16), matrix_at(moving + from, 16), i != 0);
+            const u32 from = (i / 4 * CHUNK + i % 4 * 32) / 16;
+            if (tensor < HELD)
+                Wgmma<T, ROWS>::by_columns(products, held[tensor < HELD ? tensor : 0][i], right + from, i != 0);
+            else
+                Wgmma<T, ROWS>::shared(products, left + from, right + from, i != 0);
         }
     }
     // Starts sums += weights · moving rows.
     DEVICE static void add(Sums &sums, const Packed &weights, u32 moving) {
-        UNROLL for (u32 i = 0; i < ROWS / 16; i++)
-            Wgmma<T, DIM>::registers(sums, weights[i], matrix_at(moving + i * 16 * 128, CHUNK));
+        const u64 right = matrix_at(moving, CHUNK);
+        UNROLL for (u32 i = 0; i < ROWS / 16; i++) Wgmma<T, DIM>::registers(sums, weights[i], right + i * 16 * 128 / 16);
     }
     DEVICE static void pack(Packed &packed, const Products &weights) {
         UNROLL for (int i = 0; i < int(ROWS / 16); i++) Mine::pack_weights(packed[i], weights, i);
     }
 
     // Waits for the moving tile of a step and computes S and dP. The sums of the tile before are complete then; its stage is released.
-    DEVICE static void multiply_tile(Products &scores, Products &dp, u32 consumer, u32 step) {
+    DEVICE static void multiply_tile(Products &scores, Products &dp, const Held &held, u32 consumer, u32 step) {
         const u32 stage = stage_of(step);
         phase_wait(full(stage), parity_of(step));
         wgmma_fence();
-        multiply(scores, fixed(consumer), moving(stage));
-        multiply(dp, fixed(consumer) + TENSOR_BYTES, moving(stage) + TENSOR_BYTES);
+        multiply<0>(scores, held, consumer, stage);
+        multiply<1>(dp, held, consumer, stage);
         wgmma_commit();
         wgmma_wait<0>();
         settle(scores);
@@ -130,8 +149,9 @@ template <typename T, int DIM, u32 NUMBERS_> struct HopperBackward : BackwardTil
 };
 
 // dK and dV: a block has keys and iterates over the query heads that read them, and over their rows.
-template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 5> {
-    using Base = HopperBackward<T, DIM, 5>;
+template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 5, DIM == 64 ? 2 : 0> {
+    using Base = HopperBackward<T, DIM, 5, DIM == 64 ? 2 : 0>;
+    using typename Base::Held;
     using typename Base::Mine;
     using typename Base::Packed;
     using typename Base::Products;
@@ -175,18 +195,20 @@ template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 5> {
     template <bool TESTED, bool IS_BENT>
     DEVICE void weigh_tile(Products &p, Products &ds, u32 stage, u32 first_key) const {
         const u32 positions[2] = {TESTED ? position_of(attend, first_key) : 0, TESTED ? position_of(attend, first_key + 8) : 0};
-        UNROLL for (int group = 0; group < int(ROWS / 8); group++)
-            UNROLL for (int column = 0; column < 2; column++) {
-                const u32 n = 8 * group + lane % 4 * 2 + column;
-                const auto number = [&](u32 which) { return float_of(load_shared(number_at(stage, which, n))); };
-                const float high = number(0), low = number(1), delta = number(2);
+        UNROLL for (int group = 0; group < int(ROWS / 8); group++) {
+            const u32 n = 8 * group + lane % 4 * 2;
+            u32 high[2], low[2], delta[2];
+            load_shared(high, number_at(stage, 0, n));
+            load_shared(low, number_at(stage, 1, n));
+            load_shared(delta, number_at(stage, 2, n));
+            UNROLL for (int column = 0; column < 2; column++)
                 UNROLL for (int half = 0; half < 2; half++) {
                     const int i = 2 * half + column;
-                    const float add = TESTED && !sees(stage, n, positions[half]) ? -INFINITE : 0.0f;
-                    this->template weigh_as<false>(IS_BENT, IS_BENT ? 1.0f : this->scale, p[group][i], ds[group][i], high, low,
-                                                   delta, add);
+                    const float add = TESTED && !sees(stage, n + column, positions[half]) ? -INFINITE : 0.0f;
+                    this->template weigh_as<false>(IS_BENT, IS_BENT ? 1.0f : this->scale, p[group][i], ds[group][i],
+                                                   float_of(high[column]), float_of(low[column]), float_of(delta[column]), add);
                 }
-            }
+        }
     }
 
     // A consumer, one warpgroup: sums for 64 keys. It needs nearly all of its registers, so the writers iterate over the list for it.
@@ -195,13 +217,15 @@ template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 5> {
         Sums dk, dv;
         Products p, ds;
         Packed packed_p, packed_ds;
+        Held held;
+        this->hold(held, consumer);
         float shrink[2] = {1.0f, 1.0f};
         UNROLL for (int j = 0; j < DIM / 8; j++)
             UNROLL for (int i = 0; i < 4; i++) dk[j][i] = dv[j][i] = 0.0f;
 
         u32 step = 0;
         do {
-            Base::multiply_tile(p, ds, consumer, step);
+            Base::multiply_tile(p, ds, held, consumer, step);
             settle(dv);
             settle(dk);
             const u32 stage = Base::stage_of(step), q_from = Base::moving(stage), d_o_from = q_from + TENSOR_BYTES;
@@ -268,8 +292,9 @@ template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 5> {
 };
 
 // dQ: a block has query rows and iterates over keys.
-template <typename T, int DIM> struct HopperQueries : HopperBackward<T, DIM, 0> {
-    using Base = HopperBackward<T, DIM, 0>;
+template <typename T, int DIM> struct HopperQueries : HopperBackward<T, DIM, 0, DIM == 64 ? 2 : 1> {
+    using Base = HopperBackward<T, DIM, 0, DIM == 64 ? 2 : 1>;
+    using typename Base::Held;
     using typename Base::Mine;
     using typename Base::Packed;
     using typename Base::Products;
@@ -312,12 +337,14 @@ template <typename T, int DIM> struct HopperQueries : HopperBackward<T, DIM, 0> 
         Sums dq;
         Products p, ds;
         Packed packed;
+        Held held;
+        this->hold(held, consumer);
         float shrink[2] = {1.0f, 1.0f};
         UNROLL for (int j = 0; j < DIM / 8; j++)
             UNROLL for (int i = 0; i < 4; i++) dq[j][i] = 0.0f;
 
         for (u32 step = 0; !tiles.done(); tiles.advance(), step++) {
-            Base::multiply_tile(p, ds, consumer, step);
+            Base::multiply_tile(p, ds, held, consumer, step);
             settle(dq);
             const u32 k_from = Base::moving(Base::stage_of(step)), first_key = tiles.now.tile() * KEYS;
             const bool tested = !tiles.now.full() || first_key + KEYS > attend.keys;

@@ -149,21 +149,44 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
 
     // Merges the rows into the state in memory. A fresh state is only written.
     DEVICE void merge(const At &at) {
+        add_lanes();
         Pair ml[2];
-        UNROLL for (int half = 0; half < 2; half++) {
-            sum[half] += shuffle_xor(sum[half], 1);
-            sum[half] += shuffle_xor(sum[half], 2);
+        UNROLL for (int half = 0; half < 2; half++)
             ml[half] = reads(half) ? pair_at(at.ml(args, rows[half])) : Pair{EMPTY_M, 0.0f};
-        }
         if (args.dim == DIM)
             merge_elements<true>(at, ml);
         else
             merge_elements<false>(at, ml);
     }
 
+    // Writes the results of the rows of a fresh state, as `finalize` of state.h, instead of the state.
+    DEVICE void finish(const At &at, void *o, float *lse, const float *sinks) {
+        add_lanes();
+        UNROLL for (int half = 0; half < 2; half++) {
+            if (!there(half)) continue;
+            const Entry entry(top[half], sum[half], EMPTY_M, 0.0f);
+            const Result result(entry.m, entry.l, sinks ? sinks + rows[half].head : nullptr);
+            const u64 row = (u64(at.batch) * args.rows + rows[half].row) * args.heads + rows[half].head;
+            if (lane % 4 == 0) lse[row] = result.lse;
+            u32 *into = static_cast<u32 *>(o) + (row * args.dim + lane % 4 * 2) / 2;
+            UNROLL for (int j = 0; j < DIM / 8; j++) {
+                const float x = acc[j][2 * half] * entry.found, y = acc[j][2 * half + 1] * entry.found;
+                if (u32(8 * j) < args.dim) into[4 * j] = T::pack(result.of(x), result.of(y));
+            }
+        }
+    }
+
 private:
     DEVICE bool there(int half) const { return rows[half].row < args.rows; }
     DEVICE bool reads(int half) const { return there(half) && !At::PARTS && !args.fresh; }
+
+    // Adds the sums of the four lanes of a row.
+    DEVICE void add_lanes() {
+        UNROLL for (int half = 0; half < 2; half++) {
+            sum[half] += shuffle_xor(sum[half], 1);
+            sum[half] += shuffle_xor(sum[half], 2);
+        }
+    }
 
     // `whole`: all elements of the accumulator are elements of the head.
     template <bool whole> DEVICE void merge_elements(const At &at, const Pair (&ml)[2]) const {

@@ -148,18 +148,7 @@ template <> DEVICE void store<F32>(void *o, u64 index, float value) { static_cas
 template <typename T> DEVICE void finalize(const StateArguments &args) {
     const StateRow row(args);
     if (!row.there) return;
-    float m = args.ml[row.ml], l = args.ml[row.ml + 1], weight = 1.0f;
-    // A NaN in l is not 0 and is passed on to o and lse.
-    const bool nothing = l == 0.0f;
-    if (args.sinks) {
-        const float sink = args.sinks[row.head];
-        const float most = nothing ? sink : larger(m, sink);
-        weight = nothing ? 0.0f : exp2_fast((m - most) * LOG2_E);
-        l = l * weight + exp2_fast((sink - most) * LOG2_E);
-        m = most;
-    }
-    // Adding 0 makes -0 positive: the sign of a zero would depend on the order of merges.
-    for (u32 d = row.lane; d < args.dim; d += 32)
-        store<T>(args.o, row.a + d, nothing ? 0.0f : args.a[row.a + d] * weight / l + 0.0f);
-    if (row.lane == 0) args.lse[row.lse] = l == 0.0f ? -INFINITE : m + log_natural(l);
+    const Result result(args.ml[row.ml], args.ml[row.ml + 1], args.sinks ? args.sinks + row.head : nullptr);
+    for (u32 d = row.lane; d < args.dim; d += 32) store<T>(args.o, row.a + d, result.of(args.a[row.a + d]));
+    if (row.lane == 0) args.lse[row.lse] = result.lse;
 }

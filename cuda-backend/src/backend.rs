@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kyklos::backend::{
     Attend, AttendBackward, Backend, Control, Device, DeviceInfo, Elements, Extent, KernelTime, Layout,
-    RowStats, State, StateMut, StateShape,
+    Results, RowStats, State, StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
 
@@ -161,6 +161,15 @@ impl Backend for CudaBackend {
 
     async fn attend(&self, args: Attend<'_, CudaBuffer>, control: &Control) -> Result<()> {
         ops::attend(&self.device, args, control).await
+    }
+
+    async fn attend_and_finalize(
+        &self,
+        args: Attend<'_, CudaBuffer>,
+        results: Results<'_, CudaBuffer>,
+        control: &Control,
+    ) -> Result<()> {
+        ops::attend_and_finalize(&self.device, args, results, control).await
     }
 
     fn merge(&self, into: &mut StateMut<'_, CudaBuffer>, from: &State<'_, CudaBuffer>) -> Result<()> {

@@ -4,7 +4,7 @@ mod backward;
 
 use bytes::Bytes;
 use half::{bf16, f16};
-use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
+use kyklos::backend::{Attend, Backend, Control, Layout, Operand, Results, State, StateMut, StateShape};
 use kyklos::{AttentionProblem, BlockWork, Dtype, TokenRuns};
 
 use crate::failure::Result;
@@ -77,7 +77,7 @@ impl<Buffer> Resident<Buffer> {
         let (q_layout, kv_layout) = self.layouts();
         let mut state = StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape };
         backend.reset_state(&mut state)?;
-        for work in &self.layers {
+        for (n, work) in self.layers.iter().enumerate() {
             let args = Attend {
                 dtype: problem.dtype,
                 scale: problem.scale,
@@ -91,10 +91,17 @@ impl<Buffer> Resident<Buffer> {
                 fixed_order: false,
                 state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
             };
-            pollster::block_on(backend.attend(args, control))?;
+            if n + 1 < self.layers.len() {
+                pollster::block_on(backend.attend(args, control))?;
+                continue;
+            }
+            let results = Results { sinks: &problem.sinks, o: &mut self.o, lse: &mut self.lse };
+            pollster::block_on(backend.attend_and_finalize(args, results, control))?;
         }
-        let state = State { a: &self.a, ml: &self.ml, shape: self.shape };
-        backend.finalize(&state, &problem.sinks, problem.dtype, &mut self.o, &mut self.lse)?;
+        if self.layers.is_empty() {
+            let state = State { a: &self.a, ml: &self.ml, shape: self.shape };
+            backend.finalize(&state, &problem.sinks, problem.dtype, &mut self.o, &mut self.lse)?;
+        }
         Ok(pollster::block_on(backend.wait())?)
     }
 

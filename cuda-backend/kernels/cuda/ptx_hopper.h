@@ -87,7 +87,7 @@ template <int rows> DEVICE void settle(u32 (&a)[rows][4]) {
 
 // c (64 x N, of a warpgroup) = or += a (64 x 16) · b (16 x N). Warp w has rows 16 w to 16 w + 15, in fragments of mma.m16n8k16.
 // shared: a and b in shared memory; rows of a and columns of b are rows of 128 bytes there. registers: a is in the fragments of
-// each warp; rows of b have N columns in shared memory.
+// each warp; rows of b have N columns in shared memory. by_columns: a is in registers, and b as in `shared`.
 template <typename T, int N> struct Wgmma;
 
 // Operand lists name each register: those of c, eight at a time.
@@ -140,11 +140,19 @@ template <typename T, int N> struct Wgmma;
                      ", sums, 1, 1, 1;\n}" \
                      : CRS##N : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right) : "memory"); \
     }
+#define WGMMA_BY_COLUMNS(type, name, N, a, b, adds) \
+    DEVICE static void by_columns(float (&c)[N / 8][4], const u32 (&left)[4], u64 right, bool add) { \
+        asm volatile("{\n.reg .pred sums;\nsetp.ne.b32 sums, " adds ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." name "." name " {" CS##N "}, {" a "}, " b \
+                     ", sums, 1, 1, 0;\n}" \
+                     : CRS##N : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(u32(add)) : "memory"); \
+    }
 // For the numbers of columns N that kernels use: keys of a tile, elements of a head, or both.
 #define WGMMA_TYPE(type, name) \
     template <> struct Wgmma<type, 64> { \
         WGMMA_SHARED(type, name, 64, "%32", "%33", "%34") \
         WGMMA_REGISTERS(type, name, 64, "%32,%33,%34,%35", "%36") \
+        WGMMA_BY_COLUMNS(type, name, 64, "%32,%33,%34,%35", "%36", "%37") \
     }; \
     template <> struct Wgmma<type, 80> { WGMMA_SHARED(type, name, 80, "%40", "%41", "%42") }; \
     template <> struct Wgmma<type, 96> { WGMMA_SHARED(type, name, 96, "%48", "%49", "%50") }; \

@@ -80,6 +80,15 @@ pub struct HopperArguments {
     pub first_item: u32,
     /// One past the last item of this launch.
     pub end_item: u32,
+    /// Where the results of the rows of a fresh state go, as in [`crate::StateArguments`]; 0: the rows are merged into the state
+    /// instead.
+    pub o: u64,
+    /// See `o`.
+    pub lse: u64,
+    /// See `o`.
+    pub sinks: u64,
+    /// 0.
+    pub reserved: [u64; 13],
 }
 
 /// Arguments of the kernels of the backward pass for Hopper, [`crate::BackwardKernel::hopper`]. Grid as for the others.

@@ -1,23 +1,23 @@
-//! Attention of a block of queries over a block of keys: the choice of the kernel, its work list, its launches.
+//! Attention of a block of queries over a block of keys: the work list and the launches.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytemuck::Pod;
 use futures_util::future::LocalBoxFuture;
-use kyklos::backend::{Attend, Control, Layout, Pairs, StateShape, yield_now};
-use kyklos::{AttentionProblem, BiasKind, Dtype, Error, Result, TileShape};
+use kyklos::backend::{Attend, Control, Layout, Pairs, Results, State, StateMut, yield_now};
+use kyklos::{BiasKind, Dtype, Error, Result};
 
 use super::arguments::{row_launch_config, state_arguments, tensor, to_u32};
+use super::choose::choose_kernel;
 use super::lists::Lists;
 use super::pieces::{Piece, PieceSplitter, take_within_budget};
-use super::state::deferred_reset;
+use super::state::{deferred_reset, finalize, upload_sinks};
 use crate::device::{CudaBuffer, Deferred, InFlightPiece, LaunchConfig, OpenDevice};
 use crate::driver::{self, Event};
 use crate::kernels::{
-    AttendArguments, AttendKernel, CallShape, DecodeArguments, DeviceWork, HeadPack, HopperArguments,
-    KernelChoice, PACKED_ROWS, PartsArguments, StateArguments, TensorArgument, TensorMap, decode_parts,
-    head_packs, logits,
+    AttendArguments, AttendKernel, DecodeArguments, DeviceWork, HeadPack, HopperArguments, KernelChoice,
+    PartsArguments, StateArguments, TensorArgument, TensorMap, decode_parts, head_packs, logits,
 };
 
 /// Assumed speed in FLOP/s before the first measurement. Too low a value only makes the first piece short.
@@ -32,17 +32,39 @@ pub(crate) fn attend<'a>(
     args: Attend<'a, CudaBuffer>,
     control: &'a Control,
 ) -> LocalBoxFuture<'a, Result<()>> {
-    Box::pin(attend_in_pieces(device, args, control))
+    Box::pin(async move { attend_in_pieces(device, args, None, control).await.map(drop) })
 }
 
+/// As [`attend`], and then the results, by the same kernel if it can write them.
+#[inline(never)]
+pub(crate) fn attend_and_finalize<'a>(
+    device: &'a OpenDevice,
+    args: Attend<'a, CudaBuffer>,
+    results: Results<'a, CudaBuffer>,
+    control: &'a Control,
+) -> LocalBoxFuture<'a, Result<()>> {
+    Box::pin(async move {
+        let (dtype, StateMut { a, ml, shape }) = (args.dtype, args.state);
+        let args = Attend { state: StateMut { a: &mut *a, ml: &mut *ml, shape }, ..args };
+        let Results { sinks, o, lse } = results;
+        let wanted = Results { sinks, o: &mut *o, lse: &mut *lse };
+        if attend_in_pieces(device, args, Some(wanted), control).await? {
+            return Ok(());
+        }
+        finalize(device, &State { a, ml, shape }, sinks, dtype, o, lse)
+    })
+}
+
+/// Returns whether the results were written. Only the kernel for Hopper writes them, and only those of a fresh state.
 async fn attend_in_pieces(
     device: &OpenDevice,
     args: Attend<'_, CudaBuffer>,
+    wanted: Option<Results<'_, CudaBuffer>>,
     control: &Control,
-) -> Result<()> {
+) -> Result<bool> {
     let shape = args.state.shape;
     if shape.batch == 0 || shape.rows == 0 || shape.heads == 0 || args.work.is_empty() {
-        return Ok(());
+        return Ok(false);
     }
     let packs = head_packs(args.kv_head_of);
     let (choice, kernel) = choose_kernel(device, &args, &packs)?;
@@ -59,63 +81,15 @@ async fn attend_in_pieces(
     };
     let (lists, list_at, mut arguments) = prepare(device, &args, &work, list)?;
     arguments.fresh = u32::from(reset.is_some());
+    let results = wanted.filter(|_| choice == KernelChoice::Hopper && reset.is_some());
+    let written = results.is_some();
     let call = Call { device, control, args, kernel, lists, arguments, reset };
     match choice {
-        KernelChoice::Tiled => call.run_tiled().await,
-        KernelChoice::Decode => call.run_decode(&packs, list_at).await,
-        KernelChoice::Hopper => call.run_hopper(&order, list_at).await,
+        KernelChoice::Tiled => call.run_tiled().await?,
+        KernelChoice::Decode => call.run_decode(&packs, list_at).await?,
+        KernelChoice::Hopper => call.run_hopper(&order, list_at, results).await?,
     }
-}
-
-/// The tile shape for calls of `problem` on states of this shape. `None` for a head dim without a kernel.
-pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: bool) -> Option<TileShape> {
-    // Which query heads the state has is not known here. At most all that share a KV head are in a pack.
-    let pack = (problem.q_heads / problem.kv_heads).min(PACKED_ROWS);
-    let call = CallShape {
-        dtype: problem.dtype,
-        dim: problem.head_dim,
-        // The call itself refuses a number of rows that is too large.
-        rows: u32::try_from(shape.rows).unwrap_or(u32::MAX),
-        pack: pack.min(u32::try_from(shape.heads).unwrap_or(u32::MAX)).max(1),
-        pairs: problem.bias.is_some(),
-        full: problem.mask.is_full(),
-        fixed_order: problem.fixed_order,
-    };
-    KernelChoice::candidates(&call, wgmma).first().map(|(_, kernel)| kernel.tile)
-}
-
-/// The kernel whose tile shape the work list of a call has.
-fn choose_kernel(
-    device: &OpenDevice,
-    args: &Attend<'_, CudaBuffer>,
-    packs: &[HeadPack],
-) -> Result<(KernelChoice, AttendKernel)> {
-    let shape = args.state.shape;
-    let call = CallShape {
-        dtype: args.dtype,
-        dim: to_u32("the head dim", shape.dim)?,
-        rows: to_u32("the number of rows", shape.rows)?,
-        pack: packs.iter().map(|pack| pack.count).max().unwrap_or(1),
-        pairs: args.pairs.is_some(),
-        // The work list has been made for one of the kernels.
-        full: false,
-        fixed_order: args.fixed_order,
-    };
-    let candidates = KernelChoice::candidates(&call, device.wgmma);
-    if candidates.is_empty() || !call.dim.is_multiple_of(8) {
-        return Err(Error::request(
-            format!("head dim {} is not supported", call.dim),
-            "use a multiple of 8 up to 256",
-        ));
-    }
-    let tile = args.work.tile;
-    let tiles: Vec<_> = candidates.iter().map(|(_, kernel)| kernel.tile).collect();
-    candidates.into_iter().find(|(choice, kernel)| choice.accepts(&call, kernel, tile)).ok_or_else(|| {
-        Error::request(
-            format!("the work list is in tiles of {tile:?}, kernels for this call have {tiles:?}"),
-            "lower the mask with this backend's tile_shape for the shape of the state",
-        )
-    })
+    Ok(written)
 }
 
 /// A call whose work list is on the device.
@@ -201,7 +175,14 @@ impl Call<'_> {
     }
 
     /// One block for each multiprocessor. Each computes several query tiles of `order`, one after the other.
-    async fn run_hopper(&self, order: &[[u32; 2]], order_at: u64) -> Result<()> {
+    async fn run_hopper(
+        &self,
+        order: &[[u32; 2]],
+        order_at: u64,
+        results: Option<Results<'_, CudaBuffer>>,
+    ) -> Result<()> {
+        let sinks = results.as_ref().map(|results| upload_sinks(self.device, results.sinks)).transpose()?;
+        let sinks = sinks.flatten();
         let (args, whole, tile) = (&self.args, &self.arguments, self.kernel.tile);
         let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| head + 1);
         let map = |tensor: &TensorArgument, rows, heads, tile_rows| {
@@ -214,7 +195,15 @@ impl Call<'_> {
             v: map(&whole.v, whole.keys, kv_heads, tile.kv_cols)?,
             attend: *whole,
             order: order_at,
+            o: results.as_ref().map_or(0, |results| results.o.address()),
+            lse: results.as_ref().map_or(0, |results| results.lse.address()),
+            sinks: sinks.as_ref().map_or(0, CudaBuffer::address),
             ..HopperArguments::default()
+        };
+        let reads: Vec<_> = self.reads().into_iter().chain(&sinks).collect();
+        let writes = match &results {
+            Some(Results { o, lse, .. }) => [&**o, &**lse],
+            None => [&*args.state.a, &*args.state.ml],
         };
         let heads = args.state.shape.heads;
         let (mut done, items) = (0, order.len() * heads);
@@ -237,7 +226,11 @@ impl Call<'_> {
                 Ok((arguments, [blocks, 1, 1], flops))
             }))
         };
-        self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
+        self.submit(next, |arguments, grid| {
+            let launch = self.launch_config(grid);
+            self.device.launch_instead_of(self.reset.as_ref(), launch, &arguments, &reads, &writes)
+        })
+        .await
     }
 
     fn pieces(&self, heads: usize, extra_tiles: u32) -> PieceSplitter {

@@ -3,6 +3,7 @@
 mod arguments;
 mod attend;
 mod backward;
+mod choose;
 mod convert;
 mod lists;
 mod pieces;
@@ -10,8 +11,9 @@ mod repack;
 mod state;
 mod sums;
 
-pub(crate) use attend::{attend, tile_shape};
+pub(crate) use attend::{attend, attend_and_finalize};
 pub(crate) use backward::{attend_backward, supports_backward};
+pub(crate) use choose::tile_shape;
 pub(crate) use convert::convert;
 pub(crate) use repack::{accumulate, repack};
 pub(crate) use state::{finalize, merge, reset_state};

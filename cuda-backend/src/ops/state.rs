@@ -55,10 +55,7 @@ pub(crate) fn finalize(
     o: &CudaBuffer,
     lse: &CudaBuffer,
 ) -> Result<()> {
-    let sinks = match sinks {
-        [] => None,
-        sinks => Some(device.upload("sinks", bytemuck::cast_slice(sinks))?),
-    };
+    let sinks = upload_sinks(device, sinks)?;
     let arguments = StateArguments {
         a: from.a.address(),
         ml: from.ml.address(),
@@ -70,6 +67,11 @@ pub(crate) fn finalize(
     let mut reads = vec![from.a, from.ml];
     reads.extend(&sinks);
     launch_rows(device, finalize_kernel(dtype), from.shape, &arguments, &reads, &[o, lse])
+}
+
+/// The sinks on the device, if there are any.
+pub(super) fn upload_sinks(device: &OpenDevice, sinks: &[f32]) -> Result<Option<CudaBuffer>> {
+    (!sinks.is_empty()).then(|| device.upload("sinks", bytemuck::cast_slice(sinks))).transpose()
 }
 
 /// Launches a kernel with one warp for each row of a head.

@@ -9,10 +9,10 @@ cubins of nvcc for all of ARCHITECTURES and the output of the compilers; a warni
 sources from memory and has no include folder, compiles here, for the oldest and the newest architecture, only some of the
 attention kernels: it has the same optimiser, and a test of the crate gives its front end all kernels for the newest. NVRTC of CUDA
 12, for drivers that do not load what CUDA 13 makes, compiles the kernels for Hopper.
-Registers are compared with budgets.txt, but not those of CUDA 12. Faults are: spills and stack, wgmma products that the compiler
+Registers are compared with budgets.txt, but not those of CUDA 12, and the instructions of a tile by nvcc with tiles.txt. Faults are: spills and stack, wgmma products that the compiler
 serialised, setmaxnreg that it ignored, and what machine_code.py finds.
 The registers of a kernel with setmaxnreg are counted in its machine code, because ptxas reports those at its start.
---smoke leaves out the images of nvcc and NVRTC of CUDA 12. --bless writes the table. --control compiles kernels with each of these faults, and succeeds only if all are found.
+--smoke leaves out the images of nvcc and NVRTC of CUDA 12. --bless writes both tables. --control compiles kernels with each of these faults, and succeeds only if all are found.
 """
 
 import ctypes
@@ -25,23 +25,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import machine_code
-from machine_code import HOPPER
+from machine_code import FORWARD, HOPPER
 
 CRATE = Path(__file__).resolve().parents[2]
 KERNELS = CRATE / "kernels"
 BUDGETS = Path(__file__).with_name("budgets.txt")
+# The instructions of a tile in the attention kernels for Hopper, as nvcc makes them. NVRTC makes up to a fifth more.
+TILES_FILE = Path(__file__).with_name("tiles.txt")
 
 # {real architecture: the virtual one that its code comes from}.
 ARCHITECTURES = {real: line.split()[0] for line in (CRATE / "architectures.txt").read_text().splitlines()
                  if not line.startswith("#") for real in line.split()[1:]}
 # The tensor-core kernels that NVRTC compiles here, besides all small kernels; the lines of kernels.cu that instantiate tensor-core
 # kernels; the names of those kernels.
-HOPPER_ONLY = ("hopper_bf16", "hopper_keys_bf16", "hopper_queries_bf16")
+HOPPER_ONLY = ("hopper_bf16", "hopper_wide_bf16", "hopper_keys_bf16", "hopper_queries_bf16")
 NVRTC = {"sm_80": ("attend_bf16",), "sm_90a": HOPPER_ONLY}
 # The same for NVRTC of CUDA 12.
 NVRTC_12 = {"sm_90a": HOPPER_ONLY}
 TILES = re.compile(rb"^([A-Z_]+)_DIMS\(\w+, (\w+)\)$", flags=re.MULTILINE)
-TILE_NAMES = re.compile(r"(attend|decode|hopper|hopper_keys|hopper_queries|backward_queries|backward_keys|backward_bias)_b?f16_")
+TILE_NAMES = re.compile(r"(attend|decode|hopper|hopper_wide|hopper_keys|hopper_queries|backward_queries|backward_keys|backward_bias)_b?f16_")
 OPTIONS = ["--std=c++17"]
 
 # Messages of ptxas about serialised products (C7510 and others), an inserted wait (C7517) and ignored setmaxnreg (C7508).
@@ -157,14 +159,16 @@ def nvcc(toolkit, source, virtual, real, out):
 
 
 def with_code(toolkit, text, cubin):
-    """{kernel: (registers, stack bytes, spilled bytes)}, and messages about other faults."""
-    table, faults = usage(text), losses(text)
+    """{kernel: (registers, stack bytes, spilled bytes)}, messages about other faults, and {kernel: what it computes for a tile}."""
+    table, faults, tiles = usage(text), losses(text), {}
     for name, code in machine_code.kernels(run([toolkit / "bin/nvdisasm", "--print-code", cubin])).items():
         entry, *spilled = table[name]
         faults += machine_code.faults(name, code, entry)
         if name.startswith(HOPPER):
             table[name] = (1 + code.most_register(range(len(code.instructions))), *spilled)
-    return table, faults
+        if FORWARD.match(name):
+            tiles[name] = machine_code.Tile.of(code)[0]
+    return table, faults, {name: tile for name, tile in tiles.items() if tile}
 
 
 def nvrtc(folder, real, kept, out):
@@ -214,6 +218,22 @@ def judge(found, budgets):
     return faults + [f"{name}: has a budget and was not compiled" for name in sorted(budgets.keys() - found.keys())]
 
 
+def judge_tiles(found, ceilings):
+    """Messages about the kernels of one compilation that need more instructions for a tile than the table allows."""
+    faults = []
+    for name, tile in sorted(found.items()):
+        for which, count, most in zip(("a full tile", "a tile with mask tests"), (tile.full, tile.tested or 0), ceilings.get(name, (0, 0))):
+            if count > most:
+                faults.append(f"{name}: {count} instructions for {which}, {most} in tiles.txt; --bless if that is meant")
+    return faults
+
+
+def read_tiles():
+    """{kernel: instructions of a full tile, and of one with mask tests}."""
+    rows = [line.split() for line in TILES_FILE.read_text().splitlines() if line and not line.startswith("#")]
+    return {name: (int(full), int(tested)) for name, _, _, full, tested in rows[1:]}
+
+
 def read_budgets():
     rows = [line.split() for line in BUDGETS.read_text().splitlines() if line and not line.startswith("#")]
     architectures = rows[0][1:]
@@ -221,7 +241,12 @@ def read_budgets():
             for i, arch in enumerate(architectures)}
 
 
-def bless(tables):
+def bless(tables, tiles):
+    rows = [f"{name:<24}{tile.keys:>8}{tile.exponentials:>14}{tile.full:>8}{tile.tested:>8}\n" for name, tile in sorted(tiles.items())]
+    TILES_FILE.write_text(
+        "# The loop over tiles of the attention kernels for Hopper, written by scripts/check-cuda.sh --bless: keys of a tile,\n"
+        "# exponentials that overlap with the product of values, instructions of a full tile and of one with mask tests.\n"
+        f"{'kernel':<24}{'keys':>8}{'exponentials':>14}{'full':>8}{'tested':>8}\n" + "".join(rows))
     lines = ["# Registers that each kernel may use, by architecture. Written by scripts/check-cuda.sh --bless."]
     lines.append(f"{'kernel':<24}" + "".join(f"{arch:>8}" for arch in ARCHITECTURES))
     for name in sorted({name for table in tables.values() for name in table}):
@@ -244,6 +269,25 @@ def code_faults(text):
     return [fault for other in others for fault in faults(other)]
 
 
+def overlap_faults(toolkit, out):
+    """Messages about a kernel that lets the compiler move the wait for values above the softmax, and about slow tiles."""
+    changed = out / "changed"
+    changed.mkdir(exist_ok=True)
+    for header in KERNELS.glob("*.h"):
+        text = header.read_text()
+        if header.name == "attend_hopper.h":
+            assert text.count("not_before(mine") == 1, "the control has no place in attend_hopper.h"
+            text = re.sub(r"not_before\(mine.*\n", "\n", text)
+        (changed / header.name).write_text(text)
+    source = changed / "hoisted.cu"
+    source.write_text("""#include "attend_hopper.h"
+        KERNEL(hopper_bf16_64, HopperArguments, (Hopper<Bf16, 64, 128, 3>::THREADS), 1) { Hopper<Bf16, 64, 128, 3>(args).run(); }""")
+    _, text, cubin = nvcc(toolkit, source, "compute_90a", "sm_90a", out)
+    _, faults, tiles = with_code(toolkit, text, cubin)
+    slow = machine_code.Tile(keys=128, exponentials=64, full=400, tested=601)
+    return faults + slow.faults() + judge_tiles(tiles, {name: (tile.full // 2, tile.tested) for name, tile in tiles.items()})
+
+
 def control(toolkit, out):
     """Compiles the controls. Returns a message about faults that were not found, or 0."""
     source, hopper, code = out / "control.cu", out / "hopper_control.cu", out / "code_control.cu"
@@ -251,19 +295,21 @@ def control(toolkit, out):
     hopper.write_text(HOPPER_CONTROL)
     code.write_text(CODE_CONTROL)
     warnings, text, cubin = nvcc(toolkit, source, "compute_80", "sm_80", out)
-    found, faults = with_code(toolkit, text, cubin)
+    found, faults, _ = with_code(toolkit, text, cubin)
     (registers, stack, spilled) = found["control"]
     faults += [*judge(found, {"other": 1}), *judge({"control": (registers, 0, 0)}, {"control": registers - 1}), *warned("control", warnings)]
     for other in hopper, code:
         _, text, cubin = nvcc(toolkit, other, "compute_90a", "sm_90a", out)
         faults += with_code(toolkit, text, cubin)[1]
     faults += code_faults(run([toolkit / "bin/nvdisasm", "--print-code", cubin]))
+    faults += overlap_faults(toolkit, out)
     wanted = ["\"unused\" was declared", "bytes of stack", "bytes spilled", "no budget", "was not compiled", f"{registers - 1} in budgets.txt",
               "control: reads or writes memory of a thread", "are serialized", "warpgroup.wait is injected", "setmaxnreg",
               "hopper_unbounded: no HGMMA", "hopper_control: no UTMALDG", "hopper_entry: begins with", "hopper_third: 3 USETMAXREG",
               "hopper_pool: 40 and 240 registers are more", "hopper_right: R24 in the code of the producer",
               "hopper_right: R240 in the code of the consumers", "hopper_right: the code of the producer has another",
-              "attend_bf16_64: 1 reads of the state", "merge_parts: 1 reads of parts"]
+              "attend_bf16_64: 1 reads of the state", "merge_parts: 1 reads of parts",
+              "hopper_bf16_64: 0 exponentials overlap", "601 instructions of a tile with mask tests", "in tiles.txt"]
     missed = [words for words in wanted if not any(words in fault for fault in faults)]
     missed += [] if stack and spilled else ["a spill"]
     if missed:
@@ -301,21 +347,23 @@ def main():
         compiled |= {title: job.result() for title, job in running.items()}
     tables = {real: compiled[real][0] for real in by_nvcc}
     if "--bless" in options:
-        bless(tables)
-    budgets = read_budgets()
+        bless(tables, compiled["sm_90a"][2])
+    budgets, ceilings = read_budgets(), read_tiles()
     for real, kept in NVRTC.items():
         budgets[f"{real} by NVRTC"] = {name: most for name, most in budgets[real].items()
                                        if name.startswith(kept) or not TILE_NAMES.match(name)}
     # Another compiler may use other registers; those that it has not are spilled.
     for real in by_nvrtc_12:
         budgets[f"{real} by NVRTC 12"] = dict.fromkeys(budgets[f"{real} by NVRTC"], 255)
-    faults = [f"{name}: {fault}" for name, (table, others) in compiled.items()
+    faults = [f"{name}: {fault}" for name, (table, others, _) in compiled.items()
               for fault in others + judge(table, budgets[name])]
+    if "sm_90a" in compiled:
+        faults += judge_tiles(compiled["sm_90a"][2], ceilings)
     faults += [fault for virtual in dict.fromkeys(by_nvcc.values())
                for fault in warned(virtual, (images / f"{virtual}.log").read_text())]
     for fault in faults:
         print(fault, file=sys.stderr)
-    kernels = len(set().union(*(table for table, _ in compiled.values())))
+    kernels = len(set().union(*(table for table, *_ in compiled.values())))
     print(f"{kernels} kernels for {', '.join(compiled)}: {len(faults)} faults, {time.monotonic() - start:.0f} s")
     return 1 if faults else 0
 

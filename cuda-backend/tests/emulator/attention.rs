@@ -39,7 +39,7 @@ fn every_case_without_mask_or_bias_tensor_agrees_with_the_oracle_on_hopper() {
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().filter(|case| case.pairs.is_none()).enumerate() {
         for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
-            let keys = [Keys::Whole, Keys::Split, Keys::Merged][(n + i) % 3];
+            let keys = [Keys::Whole, Keys::Finished, Keys::Split, Keys::Merged][(n + i) % 4];
             let with = Kernel::Hopper([1, 2, 3][n % 3]);
             calls.push((call(case.clone(), dtype), with, keys, Timing::ALL[(n / 2 + i) % 3]));
         }
@@ -47,7 +47,7 @@ fn every_case_without_mask_or_bias_tensor_agrees_with_the_oracle_on_hopper() {
         let (dtype, timing) = ([Dtype::F16, Dtype::Bf16][n % 2], Timing::ALL[n % 3]);
         let mut case = case;
         case.problem.head_dim = [72, 96, 128][n % 3];
-        calls.push((call(case, dtype), Kernel::Wide(1 + n % 2), Keys::Whole, timing));
+        calls.push((call(case, dtype), Kernel::Wide(1 + n % 2), Keys::Finished, timing));
     }
     judge(&calls);
 }
@@ -132,7 +132,8 @@ fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes_on_hopper() {
             if i == 0 {
                 (problem.mask, problem.q_offset) = (OracleMask::causal(), 4 * keys as u64);
             }
-            calls.push((call(case, dtype), with, Keys::Whole, Timing::ALL[(n + i) % 3]));
+            let keys = [Keys::Whole, Keys::Finished][i];
+            calls.push((call(case, dtype), with, keys, Timing::ALL[(n + i) % 3]));
         }
     }
     judge(&calls);

@@ -18,6 +18,8 @@ use crate::program::Program;
 pub(crate) enum Keys {
     /// One block.
     Whole,
+    /// One block, whose kernel for Hopper writes the results instead of the state.
+    Finished,
     /// Two blocks, one after the other into one state. The second has every third key.
     Split,
     /// The same two blocks, each into a state of its own. The states are merged.
@@ -85,35 +87,40 @@ impl Call {
         let pairs = self.pairs.as_ref().map(|pairs| job.upload(pairs));
         let kv_len = u32::try_from(problem.kv_len).unwrap();
         let blocks: Vec<Vec<u32>> = match keys {
-            Keys::Whole => vec![(0..kv_len).collect()],
+            Keys::Whole | Keys::Finished => vec![(0..kv_len).collect()],
             _ => {
                 let (third, rest) = (0..kv_len).partition(|key| key % 3 == 1);
                 vec![rest, third]
             }
         };
+        let rows = problem.batch * problem.q_len * problem.q_heads;
+        let o = job.poisoned(rows * problem.head_dim * self.dtype.bytes());
+        let lse = job.poisoned(rows * 4);
+        let sinks = if self.problem.sinks.is_empty() { 0 } else { job.upload(&self.problem.sinks).address };
         let mut states: Vec<StateArguments> = Vec::new();
+        let mut finished = false;
         for block in blocks {
             if states.is_empty() || keys == Keys::Merged {
-                states.push(self.state(&mut job));
+                let state = self.state(&mut job);
+                let finished = StateArguments { o: o.address, lse: lse.address, sinks, ..state };
+                states.push(if keys == Keys::Finished { finished } else { state });
                 // A state of one block stays fresh: the first kernel writes it.
-                if keys != Keys::Whole {
+                if !matches!(keys, Keys::Whole | Keys::Finished) {
                     reset(&mut job, &states[states.len() - 1]);
                 }
             }
             let (k, v) = (self.block_of(&mut job, k, 1, &block), self.block_of(&mut job, v, 2, &block));
-            self.attend(&mut job, with, states[states.len() - 1], q, [k, v], pairs, &block);
+            finished = self.attend(&mut job, with, states[states.len() - 1], q, [k, v], pairs, &block);
         }
         let into = states[0];
         let grid = [state_blocks(&into), 1, 1];
         for from in &states[1..] {
             job.launch("merge_states", grid, 0, &StateArguments { from_a: from.a, from_ml: from.ml, ..into });
         }
-        let rows = problem.batch * problem.q_len * problem.q_heads;
-        let o = job.poisoned(rows * problem.head_dim * self.dtype.bytes());
-        let lse = job.poisoned(rows * 4);
-        let sinks = if self.problem.sinks.is_empty() { 0 } else { job.upload(&self.problem.sinks).address };
-        let end = StateArguments { o: o.address, lse: lse.address, sinks, ..into };
-        job.launch(finalize_kernel(self.dtype), grid, 0, &end);
+        if !finished {
+            let end = StateArguments { o: o.address, lse: lse.address, sinks, ..into };
+            job.launch(finalize_kernel(self.dtype), grid, 0, &end);
+        }
         job.bring(o);
         job.bring(lse);
         let (results, counts) = job.run(program, timing, self.case.seed)?;
@@ -123,8 +130,7 @@ impl Call {
 
     /// A state whose memory is not initialised.
     fn state(&self, job: &mut Job) -> StateArguments {
-        let problem = &self.case.problem;
-        let small = |n: usize| u32::try_from(n).unwrap();
+        let (problem, small) = (&self.case.problem, |n: usize| u32::try_from(n).unwrap());
         let rows = problem.batch * problem.q_len * problem.q_heads;
         StateArguments {
             a: job.poisoned(rows * problem.head_dim * 4).address,
@@ -155,6 +161,7 @@ impl Call {
         TensorArgument { batch_stride: 2 * packed.batch_stride, row_stride: 2 * packed.row_stride, ..packed }
     }
 
+    /// Returns whether the results were written: `state` has their addresses.
     #[expect(clippy::too_many_arguments, reason = "what a call to a backend has")]
     fn attend(
         &self,
@@ -165,7 +172,7 @@ impl Call {
         [k, v]: [TensorArgument; 2],
         pairs: Option<Buffer>,
         keys: &[u32],
-    ) {
+    ) -> bool {
         let problem = &self.case.problem;
         let kv_head_of: Vec<u32> =
             (0..problem.q_heads).map(|head| u32::try_from(problem.kv_head(head)).unwrap()).collect();
@@ -190,6 +197,7 @@ impl Call {
         if whole && layers.is_empty() {
             reset(job, &state);
         }
+        let finishes = state.o != 0 && layers.len() == 1;
         for (n, work) in layers.iter().enumerate() {
             let work = DeviceWork::new(work);
             let fresh = u32::from(whole && n == 0);
@@ -268,6 +276,10 @@ impl Call {
                         order: job.upload(&order).address,
                         first_item: 0,
                         end_item: items,
+                        o: if finishes { state.o } else { 0 },
+                        lse: state.lse,
+                        sinks: state.sinks,
+                        reserved: [0; 13],
                     };
                     // In pieces: one launch for the first item, one for the others.
                     let cut = if whole { 0 } else { 1 };
@@ -279,6 +291,7 @@ impl Call {
                 }
             }
         }
+        finishes
     }
 
     fn compare(&self, o: &[u8], lse: &[f32], how: &str) -> Result<(), String> {

@@ -160,6 +160,18 @@ pub struct Attend<'a, Buffer> {
     pub state: StateMut<'a, Buffer>,
 }
 
+/// Where [`Backend::attend_and_finalize`](super::Backend::attend_and_finalize) writes its results, and the sinks that enter them:
+/// the arguments of [`Backend::finalize`](super::Backend::finalize).
+#[derive(Debug)]
+pub struct Results<'a, Buffer> {
+    /// One for each head of the state, or none.
+    pub sinks: &'a [f32],
+    /// `[batch, rows, heads, dim]` of the storage type of the call.
+    pub o: &'a mut Buffer,
+    /// f32 `[batch, rows, heads]`.
+    pub lse: &'a mut Buffer,
+}
+
 /// Rows of a [`BiasTensor`](crate::BiasTensor): `[batch, q rows, q heads, key positions]`. Columns are global key
 /// positions, not indices into a block of keys.
 #[derive(Clone, Copy, Debug)]

@@ -10,8 +10,8 @@ use futures_util::future::LocalBoxFuture;
 
 use super::erased::AnyBackend;
 use super::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, RowStats,
-    State, StateMut, StateShape,
+    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, Results,
+    RowStats, State, StateMut, StateShape,
 };
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
@@ -230,6 +230,15 @@ impl Backend for Device {
 
     async fn attend(&self, args: Attend<'_, DeviceBuffer>, control: &Control) -> Result<()> {
         self.0.attend(args, control).await
+    }
+
+    async fn attend_and_finalize(
+        &self,
+        args: Attend<'_, DeviceBuffer>,
+        results: Results<'_, DeviceBuffer>,
+        control: &Control,
+    ) -> Result<()> {
+        self.0.attend_and_finalize(args, results, control).await
     }
 
     fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()> {

@@ -8,7 +8,7 @@ use futures_util::future::LocalBoxFuture;
 
 use super::{
     Attend, AttendBackward, Backend, BiasGradient, Control, DeviceBuffer, DeviceInfo, Elements, Extent,
-    KernelTime, Layout, Operand, Pairs, RowStats, State, StateMut, StateShape, Threaded,
+    KernelTime, Layout, Operand, Pairs, Results, RowStats, State, StateMut, StateShape, Threaded,
 };
 use crate::{AttentionProblem, Dtype, Result, TileShape};
 
@@ -32,6 +32,12 @@ pub(super) trait AnyBackend: Any + Threaded {
     fn attend<'a>(
         &'a self,
         args: Attend<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>>;
+    fn attend_and_finalize<'a>(
+        &'a self,
+        args: Attend<'a, DeviceBuffer>,
+        results: Results<'a, DeviceBuffer>,
         control: &'a Control,
     ) -> LocalBoxFuture<'a, Result<()>>;
     fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()>;
@@ -133,21 +139,18 @@ where
         args: Attend<'a, DeviceBuffer>,
         control: &'a Control,
     ) -> LocalBoxFuture<'a, Result<()>> {
-        let StateMut { a, ml, shape } = args.state;
-        let args = Attend {
-            dtype: args.dtype,
-            scale: args.scale,
-            softcap: args.softcap,
-            q: operand::<B>(args.q),
-            k: operand::<B>(args.k),
-            v: operand::<B>(args.v),
-            kv_head_of: args.kv_head_of,
-            work: args.work,
-            pairs: args.pairs.map(pairs::<B>),
-            fixed_order: args.fixed_order,
-            state: StateMut { a: a.of_mut::<B>(), ml: ml.of_mut::<B>(), shape },
-        };
-        Box::pin(Backend::attend(self, args, control))
+        Box::pin(Backend::attend(self, attend_of::<B>(args), control))
+    }
+
+    fn attend_and_finalize<'a>(
+        &'a self,
+        args: Attend<'a, DeviceBuffer>,
+        results: Results<'a, DeviceBuffer>,
+        control: &'a Control,
+    ) -> LocalBoxFuture<'a, Result<()>> {
+        let Results { sinks, o, lse } = results;
+        let results = Results { sinks, o: o.of_mut::<B>(), lse: lse.of_mut::<B>() };
+        Box::pin(Backend::attend_and_finalize(self, attend_of::<B>(args), results, control))
     }
 
     fn merge(&self, into: &mut StateMut<'_, DeviceBuffer>, from: &State<'_, DeviceBuffer>) -> Result<()> {
@@ -266,6 +269,26 @@ where
 
     fn kernel_times(&self) -> Result<Vec<KernelTime>> {
         Backend::kernel_times(self)
+    }
+}
+
+fn attend_of<'a, B: Backend>(args: Attend<'a, DeviceBuffer>) -> Attend<'a, B::Buffer>
+where
+    B::Buffer: Threaded + 'static,
+{
+    let StateMut { a, ml, shape } = args.state;
+    Attend {
+        dtype: args.dtype,
+        scale: args.scale,
+        softcap: args.softcap,
+        q: operand::<B>(args.q),
+        k: operand::<B>(args.k),
+        v: operand::<B>(args.v),
+        kv_head_of: args.kv_head_of,
+        work: args.work,
+        pairs: args.pairs.map(pairs::<B>),
+        fixed_order: args.fixed_order,
+        state: StateMut { a: a.of_mut::<B>(), ml: ml.of_mut::<B>(), shape },
     }
 }
 

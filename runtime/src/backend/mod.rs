@@ -44,7 +44,9 @@ mod short_work;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
 
-pub use arguments::{Attend, Elements, Extent, Layout, Operand, Pairs, Scales, State, StateMut, StateShape};
+pub use arguments::{
+    Attend, Elements, Extent, Layout, Operand, Pairs, Results, Scales, State, StateMut, StateShape,
+};
 pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};
 pub use gradients::{AttendBackward, BiasGradient, RowStats};
@@ -150,6 +152,24 @@ pub trait Backend {
         o: &mut Self::Buffer,
         lse: &mut Self::Buffer,
     ) -> Result<()>;
+
+    /// [`Self::attend`] and then [`Self::finalize`], as one operation, for the last block of a state of which nothing but the results
+    /// is wanted: its contents are unspecified afterwards. Kernels that do both save writing and reading it.
+    ///
+    /// # Errors
+    /// As [`Self::attend`].
+    async fn attend_and_finalize(
+        &self,
+        args: Attend<'_, Self::Buffer>,
+        results: Results<'_, Self::Buffer>,
+        control: &Control,
+    ) -> Result<()> {
+        let (dtype, StateMut { a, ml, shape }) = (args.dtype, args.state);
+        let state = StateMut { a: &mut *a, ml: &mut *ml, shape };
+        self.attend(Attend { state, ..args }, control).await?;
+        let Results { sinks, o, lse } = results;
+        self.finalize(&State { a, ml, shape }, sinks, dtype, o, lse)
+    }
 
     /// Copies `extent` rows between two strided layouts (rows of `extent.row_bytes`, a multiple of 4). Used to pack a
     /// message, to unpack a message, and to copy the piece that stays on the rank.

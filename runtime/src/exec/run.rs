@@ -8,7 +8,7 @@ use tracing::Instrument;
 use super::ahead::Ahead;
 use super::background::{Background, InFlight, drive, drive_unless_failed};
 use super::{Executor, OutputTensor, state_mut, state_ref};
-use crate::backend::{Attend, Backend, Control, Operand};
+use crate::backend::{Attend, Backend, Control, Operand, Results};
 use crate::collective::{Collective, ExchangeError, Incoming, Memory, Outgoing};
 use crate::meter::{Meter, Timeline};
 use crate::plan::{BufferId, Recv, Slice, Step, describe};
@@ -164,9 +164,14 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 self.begin_ahead(started, &mut background.ahead);
                 let before = self.copy_of_state(*state)?;
                 let mut tensors = self.state(*state)?;
+                let into = self.finalized_next(*state);
+                let mut output = into.map(|into| self.allocate(into)).transpose()?;
                 let mut attended = Ok(());
-                for work in &lowered.works[self.step] {
-                    let attend = self.attend([q, kv], pairs.as_deref(), work, *state, &mut tensors, control);
+                let works = &lowered.works[self.step];
+                for (n, work) in works.iter().enumerate() {
+                    let (slices, state) = ([q, kv], (*state, &mut tensors[..]));
+                    let output = output.as_deref_mut().filter(|_| n + 1 == works.len());
+                    let attend = self.attend(slices, pairs.as_deref(), work, state, output, control);
                     attended = drive(background, attend).await;
                     if attended.is_err() {
                         break;
@@ -182,6 +187,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                     return Err(self.why_stopped(background).await);
                 }
                 attended?;
+                into.into_iter().zip(output).for_each(|(into, output)| self.memory.put(into, output));
                 self.end_step(started, background).await?;
             }
             Step::AttendBackward(step) => {
@@ -221,6 +227,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 merged?;
                 self.meter.end(started, Timeline::Compute, words);
             }
+            // The step before has computed it.
+            Step::Finalize { into, .. } if self.memory.is_alive(*into) => {}
             Step::Finalize { state, into } => {
                 self.begin_ahead(started, &mut background.ahead);
                 let tensors = self.state(*state)?;
@@ -240,13 +248,26 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         Ok(())
     }
 
+    /// Where the results of a state go, if the current step attends to its last block and nothing else needs the state: the backend
+    /// may compute both at once.
+    fn finalized_next(&self, state: BufferId) -> Option<BufferId> {
+        let Executor { plan, lowered, keeps, .. } = self.executor;
+        match plan.steps.get(self.step + 1)? {
+            Step::Finalize { state: next, into } if *next == state && !keeps => {
+                (!lowered.works[self.step].is_empty()).then_some(*into)
+            }
+            _ => None,
+        }
+    }
+
+    /// Attends to a block; with `output`, [`Self::finalized_next`] has named it.
     async fn attend(
         &self,
         [q, kv]: [&Slice; 2],
         pairs: Option<&Slice>,
         work: &BlockWork,
-        state: BufferId,
-        tensors: &mut [B::Buffer],
+        (state, tensors): (BufferId, &mut [B::Buffer]),
+        output: Option<&mut [B::Buffer]>,
         control: &Control,
     ) -> Result<()> {
         let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
@@ -270,7 +291,13 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             fixed_order: problem.fixed_order,
             state: state_mut(tensors, self.shape(state)),
         };
-        self.executor.backend.attend(args, control).await
+        match output {
+            Some([o, lse]) => {
+                let results = Results { sinks: self.sinks(state), o, lse };
+                self.executor.backend.attend_and_finalize(args, results, control).await
+            }
+            _ => self.executor.backend.attend(args, control).await,
+        }
     }
 
     async fn wait_for(&mut self, id: u32, background: &mut Background<'r, B::Buffer>) -> Result<()> {

@@ -42,6 +42,9 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("merges two states as if it had attended to both", |backend, who| {
             Box::pin(states::merge_is_attending_to_both(backend, who))
         }),
+        ("computes results with the last block as it does afterwards", |backend, who| {
+            Box::pin(states::results_come_with_the_last_block(backend, who))
+        }),
         ("leaves the state of rows that see nothing alone", |backend, who| {
             Box::pin(states::unseen_rows_keep_their_state(backend, who))
         }),
@@ -358,7 +361,7 @@ async fn cancel<B: Backend>(backend: &B, who: &str) {
     let control = Control::new(Arc::new(AtomicBool::new(true)));
     let mut state = OnDevice::empty(backend);
     let keys = TokenRuns::contiguous(0..KEYS as u32);
-    let result = attend_with(backend, &problem(Mask::full()), keys, &mut state, &control).await;
+    let result = attend_with(backend, &problem(Mask::full()), keys, &mut state, None, &control).await;
     assert_eq!(result, Err(Error::Cancelled), "{who}");
     assert!(control.pieces_done() > 0, "{who}");
 }

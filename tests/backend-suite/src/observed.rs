@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, State, StateMut, StateShape,
+    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, Results, State, StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, BlockWork, Dtype, Result, TileShape};
 
@@ -82,6 +82,18 @@ impl<B: Backend, O: Observer> Backend for Observed<B, O> {
     async fn attend(&self, args: Attend<'_, B::Buffer>, control: &Control) -> Result<()> {
         let (work, shape) = (args.work, args.state.shape);
         self.backend.attend(args, control).await?;
+        self.observer.attended(work, shape);
+        Ok(())
+    }
+
+    async fn attend_and_finalize(
+        &self,
+        args: Attend<'_, B::Buffer>,
+        results: Results<'_, B::Buffer>,
+        control: &Control,
+    ) -> Result<()> {
+        let (work, shape) = (args.work, args.state.shape);
+        self.backend.attend_and_finalize(args, results, control).await?;
         self.observer.attended(work, shape);
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! A call runs the kernels that `KernelChoice` names. They write the state, so that its reset is not run.
+//! A call runs the kernels that `KernelChoice` names. They write the state, so that its reset is not run, or the results at once.
 
 use kyklos::Dtype;
 use kyklos_backend_suite::fixed_order::case;
@@ -24,9 +24,9 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     late.ends = Ends::Failing;
     let mut hopper = Scenario::new("takes wgmma on Hopper", "seed=62", many_rows);
     hopper.says = &["launched hopper_bf16_64 "];
-    hopper.says_not = &["launched attend_", "launched reset_state"];
+    hopper.says_not = &["launched attend_", "launched reset_state", "launched finalize_"];
     let mut older = Scenario::new("takes mma.sync before Hopper", "seed=63,capability=80", many_rows);
-    older.says = &["launched attend_bf16_64 "];
+    older.says = &["launched attend_bf16_64 ", "launched finalize_bf16 "];
     older.says_not = &["launched hopper_", "launched reset_state"];
     let mut newer = Scenario::new("takes mma.sync after Hopper", "seed=64,capability=100", many_rows);
     newer.says = &["launched attend_bf16_64 "];

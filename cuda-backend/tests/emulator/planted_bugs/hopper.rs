@@ -18,7 +18,7 @@ const EMPTY: &str = "phase_wait(empty, parity_of(step) ^ 1);";
 const UNLESS_KEYS: &str = "if (empty != k_empty(step % STAGES)) phase_wait(empty, parity_of(step) ^ 1);";
 const UNLESS_VALUES: &str = "if (empty != v_empty(step % STAGES)) phase_wait(empty, parity_of(step) ^ 1);";
 
-const BUGS: [Bug; 44] = [
+const BUGS: [Bug; 52] = [
     bug("queries are not waited for", FILE, "phase_wait(q_full(), taken % 2);", ""),
     bug("queries are overwritten while they are read", FILE, "phase_wait(q_empty(), taken % 2 ^ 1);", ""),
     bug(
@@ -27,7 +27,12 @@ const BUGS: [Bug; 44] = [
         "phase_wait(k_full(step % STAGES), parity_of(step));\n                wgmma_fence();",
         "wgmma_fence();",
     ),
-    bug("values are not waited for", FILE, "phase_wait(v_full(step % STAGES), parity_of(step));\n        settle", "settle"),
+    bug(
+        "values are not waited for",
+        FILE,
+        "phase_wait(v_full(step % STAGES), parity_of(step));\n        settle",
+        "settle",
+    ),
     bug("keys are copied before the previous ones were read", FILE, EMPTY, UNLESS_KEYS),
     bug("values are copied before the previous ones were read", FILE, EMPTY, UNLESS_VALUES),
     bug(
@@ -88,14 +93,24 @@ const BUGS: [Bug; 44] = [
         "matrix_at(v + step % STAGES * TILE_BYTES, KV_CHUNK / 2)",
     ),
     bug("a wrong step along the elements of a row", FILE, "within = i % 4 * 32", "within = i % 4 * 16"),
-    bug("a wrong step along the keys of values", FILE, "right + i * 16 * 128 / 16", "right + i * 16 * 64 / 16"),
+    bug(
+        "a wrong step along the keys of values",
+        FILE,
+        "right + i * 16 * 128 / 16",
+        "right + i * 16 * 64 / 16",
+    ),
     bug(
         "no consumer has the first turn",
         FILE,
         "if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);",
         "",
     ),
-    bug("a consumer gives its turn to itself", FILE, "named_arrive(TURN + (consumer + 1) % CONSUMERS", "named_arrive(TURN + consumer"),
+    bug(
+        "a consumer gives its turn to itself",
+        FILE,
+        "named_arrive(TURN + (consumer + 1) % CONSUMERS",
+        "named_arrive(TURN + consumer",
+    ),
     bug("a turn is left at the end", FILE, "if (consumer == 0) named_sync(TURN, 256);", ""),
     bug(
         "more bytes are expected than copied",
@@ -134,22 +149,63 @@ const BUGS: [Bug; 44] = [
         "whole(args.keys / keys)",
         "whole(~0u / keys)",
     ),
-    bug("mask tests are left out", FILE, "if (tested) {\n            phase_wait(located", "if (false) {\n            phase_wait(located"),
-    bug("positions are not waited for", FILE, "phase_wait(located(marked), parity_of(marked));", ""),
-    bug("positions of the tile before", FILE, "const u32 from = positions(marked)", "const u32 from = positions(marked + 1)"),
-    bug("a marker leaves out its last keys", FILE, "key < KEYS; key += 32 * MARKERS", "key < 32 * MARKERS; key += 32 * MARKERS"),
-    bug("the markers are not told of the end", FILE, "        request_marks(marked, NO_MORE, 0);\n", ""),
-    bug("a key behind the first visible ones counts", "rows.h", "pair[i % 2] >= spans[i / 2].hi", "pair[i % 2] > spans[i / 2].hi"),
-    bug("keys before the first visible one count", "rows.h", "if (vote(spans[0].lo != 0 || spans[1].lo != 0))", "if (false)"),
-    bug("values are checked before they are there", FILE, "            phase_wait(v_full(step % STAGES), parity_of(step));\n            const u32 values", "            const u32 values"),
-    bug("the verdict on values is not waited for", FILE, "phase_wait(checked(n), parity_of(n));\n        u32 odd", "u32 odd"),
-    bug("only one marker's verdict counts", FILE, "marker < MARKERS; marker++) odd |=", "marker < 1; marker++) odd |="),
     bug(
-        "hidden values that are NaN are multiplied by 0",
+        "mask tests are left out",
         FILE,
-        "if (!warp_uniform(odd)) return;",
-        "return;",
+        "if (tested) {\n            phase_wait(located",
+        "if (false) {\n            phase_wait(located",
     ),
+    bug("positions are not waited for", FILE, "phase_wait(located(marked), parity_of(marked));", ""),
+    bug(
+        "positions of the tile before",
+        FILE,
+        "const u32 from = positions(marked)",
+        "const u32 from = positions(marked + 1)",
+    ),
+    bug(
+        "a marker leaves out its last keys",
+        FILE,
+        "key < KEYS; key += 32 * MARKERS",
+        "key < 32 * MARKERS; key += 32 * MARKERS",
+    ),
+    bug("the markers are not told of the end", FILE, "        request_marks(marked, NO_MORE, 0);\n", ""),
+    bug(
+        "the end replaces a request that was not read",
+        FILE,
+        "phase_wait(checked(marked), parity_of(marked) ^ 1);",
+        "",
+    ),
+    bug(
+        "a key behind the first visible ones counts",
+        "rows.h",
+        "pair[i % 2] >= spans[i / 2].hi",
+        "pair[i % 2] > spans[i / 2].hi",
+    ),
+    bug(
+        "keys before the first visible one count",
+        "rows.h",
+        "if (vote(spans[0].lo != 0 || spans[1].lo != 0))",
+        "if (false)",
+    ),
+    bug(
+        "values are checked before they are there",
+        FILE,
+        "            phase_wait(v_full(step % STAGES), parity_of(step));\n            const u32 values",
+        "            const u32 values",
+    ),
+    bug(
+        "the verdict on values is not waited for",
+        FILE,
+        "phase_wait(checked(n), parity_of(n));\n        u32 odd",
+        "u32 odd",
+    ),
+    bug(
+        "only one marker's verdict counts",
+        FILE,
+        "marker < MARKERS; marker++) odd |=",
+        "marker < 1; marker++) odd |=",
+    ),
+    bug("hidden values that are NaN are multiplied by 0", FILE, "if (!warp_uniform(odd)) return;", "return;"),
     bug(
         "hidden values that are NaN are not cleared",
         COMMON,
@@ -162,6 +218,28 @@ const BUGS: [Bug; 44] = [
         "            if (first)\n                copy_queries(at, taken);\n            else\n                copy_previous(at);",
         "            if (!first) copy_previous(at);",
     ),
+    bug(
+        "results of the columns of another lane",
+        "rows.h",
+        "(row * args.dim + lane % 4 * 2) / 2",
+        "row * args.dim / 2",
+    ),
+    bug("results behind the last element", "rows.h", "if (u32(8 * j) < args.dim) into", "into"),
+    bug(
+        "results behind the last row",
+        "rows.h",
+        "            if (!there(half)) continue;\n            const Entry entry(top[half], sum[half], EMPTY_M",
+        "            const Entry entry(top[half], sum[half], EMPTY_M",
+    ),
+    bug("results without sinks", FILE, "more.lse, more.sinks)", "more.lse, nullptr)"),
+    bug("a sink of another head", "rows.h", "sinks + rows[half].head", "sinks"),
+    bug(
+        "results of sums of one lane",
+        "rows.h",
+        "    DEVICE void finish(const At &at, void *o, float *lse, const float *sinks) {\n        add_lanes();",
+        "    DEVICE void finish(const At &at, void *o, float *lse, const float *sinks) {",
+    ),
+    bug("a row without keys is divided by 0", "logits.h", "return nothing ? 0.0f :", "return"),
     bug("the second warpgroup has the first one's queries", FILE, "q + consumer * 64 * 128", "q"),
 ];
 
@@ -203,6 +281,16 @@ pub(super) fn kernel() -> Planted {
         (case.problem.q_heads, case.problem.q_offset) = (3, 128);
         case.problem.mask = OracleMask::full().and(OracleTerm::Window { left: 120, right: 120 });
     };
+    let sinks = |case: &mut Case| {
+        ragged(case);
+        case.problem.sinks = vec![0.5, -1.0, 2.0];
+    };
+    // One item with as many tiles as there are stages, all with mask tests.
+    let two = |case: &mut Case| {
+        (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (60, 200, 72);
+        (case.problem.q_heads, case.problem.q_offset) = (1, 140);
+        case.problem.mask = OracleMask::full().and(OracleTerm::Window { left: 100, right: 0 });
+    };
     let mut nan = cases().into_iter().find(|case| case.name == "NaN in padding").unwrap();
     nan.problem.head_dim = 72;
     // A seed chooses the warp that is far behind the others.
@@ -218,11 +306,14 @@ pub(super) fn kernel() -> Planted {
     let calls = vec![
         (call(causal), Kernel::Hopper(1), Keys::Whole),
         (call(ragged), Kernel::Hopper(2), Keys::Whole),
+        (call(ragged), Kernel::Hopper(2), Keys::Finished),
         (call(blind), Kernel::Hopper(2), Keys::Whole),
+        (call(blind), Kernel::Hopper(1), Keys::Finished),
+        (call(sinks), Kernel::Hopper(1), Keys::Finished),
         (call(diagonal), Kernel::Hopper(1), Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Hopper(3), Keys::Whole),
     ];
-    let calls = calls.into_iter().chain(seeded(causal)).chain(seeded(diagonal)).collect();
+    let calls = calls.into_iter().chain(seeded(causal)).chain(seeded(diagonal)).chain(seeded(two)).collect();
     Planted::attending("hopper", INSTANCE, &BUGS, calls)
 }
 

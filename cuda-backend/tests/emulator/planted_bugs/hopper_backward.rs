@@ -13,7 +13,7 @@ use crate::program::Program;
 const FILE: &str = "backward_hopper.h";
 const COMMON: &str = "hopper.h";
 
-const BUGS: [Bug; 54] = [
+const BUGS: [Bug; 58] = [
     bug("fixed rows are not waited for", FILE, "phase_wait(fixed_full(), 0);", ""),
     bug("moving tiles are not waited for", FILE, "phase_wait(full(stage), parity_of(step));", ""),
     bug(
@@ -92,7 +92,7 @@ const BUGS: [Bug; 54] = [
         "return of_head;",
     ),
     bug("S and dP are not waited for", FILE, "wgmma_wait<0>();\n        settle(scores);", "settle(scores);"),
-    bug("no fence before S and dP", FILE, "wgmma_fence();\n        multiply(scores", "multiply(scores"),
+    bug("no fence before S and dP", FILE, "wgmma_fence();\n        multiply<0>(scores", "multiply<0>(scores"),
     bug(
         "no fence before dK and dV",
         FILE,
@@ -107,7 +107,7 @@ const BUGS: [Bug; 54] = [
         "settle(dv);",
     ),
     bug("the last dQ is not waited for", FILE, "wgmma_wait<0>();\n        settle(dq);", "settle(dq);"),
-    bug("S of the first 64 elements", FILE, "i / 4 * CHUNK + i % 4 * 32", "i % 4 * 32"),
+    bug("S of the first 64 elements", FILE, "(i / 4 * CHUNK + i % 4 * 32)", "(i % 4 * 32)"),
     bug(
         "a wrong step along the elements of a row",
         FILE,
@@ -117,29 +117,28 @@ const BUGS: [Bug; 54] = [
     bug(
         "a wrong stride between chunks of moving rows",
         FILE,
-        "i * 16 * 128, CHUNK)",
-        "i * 16 * 128, CHUNK / 2)",
+        "matrix_at(moving, CHUNK)",
+        "matrix_at(moving, CHUNK / 2)",
     ),
-    bug(
-        "a wrong step along moving rows",
-        FILE,
-        "matrix_at(moving + i * 16 * 128",
-        "matrix_at(moving + i * 8 * 128",
-    ),
+    bug("a wrong step along moving rows", FILE, "right + i * 16 * 128 / 16", "right + i * 8 * 128 / 16"),
     bug("a wrong stride between eight rows", COMMON, "u64(1024 >> 4) << 32", "u64(2048 >> 4) << 32"),
     bug(
         "both consumers have the rows of the first",
         FILE,
-        "multiply(scores, fixed(consumer),",
-        "multiply(scores, fixed(0),",
+        "matrix_at(fixed(consumer) + tensor * TENSOR_BYTES, 16)",
+        "matrix_at(fixed(0) + tensor * TENSOR_BYTES, 16)",
     ),
     bug("both consumers are given the same rows", FILE, "first + c * ROWS, head", "first, head"),
+    bug("dP of the first tensor", FILE, "multiply<1>(dp, held", "multiply<0>(dp, held"),
     bug(
-        "dP of the first tensor",
+        "both consumers hold the rows of the first",
         FILE,
-        "multiply(dp, fixed(consumer) + TENSOR_BYTES,",
-        "multiply(dp, fixed(consumer),",
+        "rows = fixed(consumer) + tensor",
+        "rows = fixed(0) + tensor",
     ),
+    bug("the rows of one warp are held", FILE, "row = this->mine + lane % 16;", "row = lane % 16;"),
+    bug("held rows without the swizzle", FILE, "((column ^ row) & 7) * 16", "column * 16"),
+    bug("only the first tensor is held", FILE, "held[tensor < HELD ? tensor : 0][i]", "held[0][i]"),
     bug("dV from queries", FILE, "Base::add(dv, packed_p, d_o_from);", "Base::add(dv, packed_p, q_from);"),
     bug("dK from dP", FILE, "Base::add(dk, packed_ds, q_from);", "Base::add(dk, packed_p, q_from);"),
     bug(
@@ -219,6 +218,9 @@ const INSTANCE: &str = "#include \"backward_hopper.h\"\n#include \"row_stats.h\"
     KERNEL(attend_f16_96, AttendArguments, (Attention<F16, 96>::THREADS)) { Attention<F16, 96>(args, Place(args)).run(); }\n\
     KERNEL(hopper_queries_f16_128, HopperBackwardArguments, (HopperQueries<F16, 128>::THREADS)) { HopperQueries<F16, 128>(args).run(); }\n\
     KERNEL(hopper_keys_f16_128, HopperBackwardArguments, (HopperKeys<F16, 128>::THREADS)) { HopperKeys<F16, 128>(args).run(); }\n\
+    KERNEL(hopper_queries_f16_64, HopperBackwardArguments, (HopperQueries<F16, 64>::THREADS)) { HopperQueries<F16, 64>(args).run(); }\n\
+    KERNEL(hopper_keys_f16_64, HopperBackwardArguments, (HopperKeys<F16, 64>::THREADS)) { HopperKeys<F16, 64>(args).run(); }\n\
+    KERNEL(attend_f16_64, AttendArguments, (Attention<F16, 64>::THREADS)) { Attention<F16, 64>(args, Place(args)).run(); }\n\
     KERNEL(row_stats_f16, RowStatsArguments, ROW_STATS_THREADS) { row_stats<F16>(args); }\n\
     KERNEL(clear_words, ClearArguments, CLEAR_THREADS) { clear(args); }\n\
     KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
@@ -228,6 +230,13 @@ const INSTANCE: &str = "#include \"backward_hopper.h\"\n#include \"row_stats.h\"
 fn wide(mut case: Case) -> Case {
     case.problem.head_dim = 72;
     case.problem.scale = 72.0_f64.sqrt().recip();
+    case
+}
+
+/// In one chunk.
+fn narrow(mut case: Case) -> Case {
+    case.problem.head_dim = 48;
+    case.problem.scale = 48.0_f64.sqrt().recip();
     case
 }
 
@@ -257,6 +266,8 @@ pub(super) fn kernels() -> Planted {
     let calls = [
         call(false, causal),
         call(true, entries),
+        // Both tensors of the fixed rows are in registers.
+        BackwardCall::new(GradientCase::new(narrow(case(causal)), Dtype::F16), false).on_hopper(),
         call(false, softcap),
         BackwardCall::new(GradientCase::new(wide(padded), Dtype::F16), false).on_hopper(),
         BackwardCall::new(scaled, false).on_hopper(),

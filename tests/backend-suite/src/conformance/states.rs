@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use kyklos::backend::{Attend, Backend, Control, EMPTY_M, Layout, Operand, State, StateMut, StateShape};
+use kyklos::backend::{
+    Attend, Backend, Control, EMPTY_M, Layout, Operand, Results, State, StateMut, StateShape,
+};
 use kyklos::{AttentionProblem, BlockWork, Dtype, Error, Mask, TokenRuns};
 use kyklos_oracle::inputs::{TensorId, fill};
 
@@ -68,7 +70,7 @@ pub(super) async fn attend<B: Backend>(
     keys: TokenRuns,
     state: &mut OnDevice<B>,
 ) -> Result<(), Error> {
-    attend_with(backend, problem, keys, state, &Control::default()).await
+    attend_with(backend, problem, keys, state, None, &Control::default()).await
 }
 
 pub(super) async fn attend_with<B: Backend>(
@@ -76,6 +78,7 @@ pub(super) async fn attend_with<B: Backend>(
     problem: &AttentionProblem,
     keys: TokenRuns,
     state: &mut OnDevice<B>,
+    results: Option<Results<'_, B::Buffer>>,
     control: &Control,
 ) -> Result<(), Error> {
     let q = backend.upload("q", tensor(TensorId::Q, 2 * SHAPE.rows * 4 * 24))?;
@@ -110,7 +113,10 @@ pub(super) async fn attend_with<B: Backend>(
         fixed_order: false,
         state: state.edit(),
     };
-    backend.attend(args, control).await?;
+    match results {
+        None => backend.attend(args, control).await?,
+        Some(results) => backend.attend_and_finalize(args, results, control).await?,
+    }
     backend.wait().await
 }
 
@@ -120,13 +126,49 @@ pub(super) fn close(a: &[f32], b: &[f32], what: &str) {
     }
 }
 
+const ROWS: usize = SHAPE.batch * SHAPE.rows * SHAPE.heads;
+
 /// Output and lse of a state: equal for equivalent states with different m.
 async fn finalized<B: Backend>(backend: &B, state: &OnDevice<B>) -> (Vec<f32>, Vec<f32>) {
-    let rows = SHAPE.batch * SHAPE.rows * SHAPE.heads;
+    finalized_with(backend, state, &[]).await
+}
+
+async fn finalized_with<B: Backend>(backend: &B, state: &OnDevice<B>, sinks: &[f32]) -> (Vec<f32>, Vec<f32>) {
+    let (mut o, mut lse) = poisoned_results(backend);
+    backend.finalize(&state.view(), sinks, Dtype::F32, &mut o, &mut lse).unwrap();
+    (floats(backend, &mut o, ROWS * SHAPE.dim * 4).await, floats(backend, &mut lse, ROWS * 4).await)
+}
+
+fn poisoned_results<B: Backend>(backend: &B) -> (B::Buffer, B::Buffer) {
     let poison = |bytes: usize| backend.upload("output", Bytes::from(vec![0xFF; bytes])).unwrap();
-    let (mut o, mut lse) = (poison(rows * SHAPE.dim * 4), poison(rows * 4));
-    backend.finalize(&state.view(), &[], Dtype::F32, &mut o, &mut lse).unwrap();
-    (floats(backend, &mut o, rows * SHAPE.dim * 4).await, floats(backend, &mut lse, rows * 4).await)
+    (poison(ROWS * SHAPE.dim * 4), poison(ROWS * 4))
+}
+
+/// Of a state with one block, and of one with two. The first rows see no key of the last block.
+pub(super) async fn results_come_with_the_last_block<B: Backend>(backend: &B, who: &str) {
+    let problem = problem(Mask::causal());
+    let blocks = [TokenRuns::contiguous(0..20), TokenRuns::contiguous(20..KEYS as u32)];
+    for (sinks, before) in [(&[][..], 0), (&[0.5, -1.0, 3.0, 0.0], 0), (&[], 1), (&[0.5, -1.0, 3.0, 0.0], 1)]
+    {
+        let mut state = OnDevice::empty(backend);
+        for keys in &blocks[..before] {
+            attend(backend, &problem, keys.clone(), &mut state).await.unwrap();
+        }
+        let (mut o, mut lse) = poisoned_results(backend);
+        let results = Results { sinks, o: &mut o, lse: &mut lse };
+        let (last, control) = (blocks[before].clone(), Control::default());
+        attend_with(backend, &problem, last, &mut state, Some(results), &control).await.unwrap();
+        let o = floats(backend, &mut o, ROWS * SHAPE.dim * 4).await;
+        let lse = floats(backend, &mut lse, ROWS * 4).await;
+
+        let mut whole = OnDevice::empty(backend);
+        for keys in &blocks[..=before] {
+            attend(backend, &problem, keys.clone(), &mut whole).await.unwrap();
+        }
+        let (expected_o, expected_lse) = finalized_with(backend, &whole, sinks).await;
+        close(&o, &expected_o, &format!("{who} o, {before} blocks before"));
+        close(&lse, &expected_lse, &format!("{who} lse, {before} blocks before"));
+    }
 }
 
 pub(super) async fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &str) {
