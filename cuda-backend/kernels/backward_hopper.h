@@ -19,7 +19,7 @@ struct TensorPair {
 // `NUMBERS_`: numbers that each moving row has besides its tensors. Two warps of the producer write them. `HELD`: tensors of the fixed
 // rows, 0 to 2, that consumers hold in registers. With both operands in shared memory, products of 64 columns read as much of it as it
 // can give.
-template <typename T, int DIM, u32 NUMBERS_, u32 HELD> struct HopperBackward : BackwardTiles<T, DIM, 64, 4> {
+template <typename T, int DIM, u32 NUMBERS_, int HELD> struct HopperBackward : BackwardTiles<T, DIM, 64, 4> {
     using Base = BackwardTiles<T, DIM, 64, 4>;
     using typename Base::Mine;
     using typename Base::Products;
@@ -104,7 +104,7 @@ template <typename T, int DIM, u32 NUMBERS_, u32 HELD> struct HopperBackward : B
     // Reads the tensors that this warp holds.
     DEVICE void hold(Held &held, u32 consumer) const {
         const u32 row = this->mine + lane % 16;
-        UNROLL for (u32 tensor = 0; tensor < HELD; tensor++)
+        UNROLL for (int tensor = 0; tensor < HELD; tensor++)
             UNROLL for (u32 i = 0; i < DIM / 16; i++) {
                 const u32 column = i % 4 * 2 + lane / 16;
                 const u32 rows = fixed(consumer) + tensor * TENSOR_BYTES + i / 4 * CHUNK;
@@ -112,7 +112,7 @@ template <typename T, int DIM, u32 NUMBERS_, u32 HELD> struct HopperBackward : B
             }
     }
     // Starts products = rows of this consumer · moving rows, of one of both tensors.
-    template <u32 tensor> DEVICE static void multiply(Products &products, const Held &held, u32 consumer, u32 stage) {
+    template <int tensor> DEVICE static void multiply(Products &products, const Held &held, u32 consumer, u32 stage) {
         const u64 left = matrix_at(fixed(consumer) + tensor * TENSOR_BYTES, 16);
         const u64 right = matrix_at(moving(stage) + tensor * TENSOR_BYTES, 16);
         UNROLL for (u32 i = 0; i < DIM / 16; i++) {

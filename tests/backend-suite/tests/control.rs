@@ -21,7 +21,7 @@ const HOLD: [&str; 6] = [
     "stops when it is cancelled",
 ];
 
-const FAIL: [&str; 21] = [
+const FAIL: [&str; 22] = [
     "adds exactly the given rows, and clears",
     "agrees with the oracle on every case in bf16",
     "agrees with the oracle on every case in f16",
@@ -30,6 +30,7 @@ const FAIL: [&str; 21] = [
     "agrees with the oracle on gradients in f16, or refuses them",
     "agrees with the oracle on gradients in f32, or refuses them",
     "carries a running state over a ring",
+    "computes results with the last block as it does afterwards",
     "converts as the definition says",
     "copies exactly the given rows",
     "downloads the bytes that were uploaded",

@@ -148,6 +148,7 @@ fn poisoned_results<B: Backend>(backend: &B) -> (B::Buffer, B::Buffer) {
 pub(super) async fn results_come_with_the_last_block<B: Backend>(backend: &B, who: &str) {
     let problem = problem(Mask::causal());
     let blocks = [TokenRuns::contiguous(0..20), TokenRuns::contiguous(20..KEYS as u32)];
+    let mut different = std::collections::HashSet::new();
     for (sinks, before) in [(&[][..], 0), (&[0.5, -1.0, 3.0, 0.0], 0), (&[], 1), (&[0.5, -1.0, 3.0, 0.0], 1)]
     {
         let mut state = OnDevice::empty(backend);
@@ -168,7 +169,9 @@ pub(super) async fn results_come_with_the_last_block<B: Backend>(backend: &B, wh
         let (expected_o, expected_lse) = finalized_with(backend, &whole, sinks).await;
         close(&o, &expected_o, &format!("{who} o, {before} blocks before"));
         close(&lse, &expected_lse, &format!("{who} lse, {before} blocks before"));
+        different.insert(lse.iter().map(|lse| lse.to_bits()).collect::<Vec<_>>());
     }
+    assert_eq!(different.len(), 4, "{who}: keys or sinks change nothing");
 }
 
 pub(super) async fn merge_is_attending_to_both<B: Backend>(backend: &B, who: &str) {
