@@ -256,10 +256,6 @@ impl Backend for CudaBackend {
     }
 }
 
-fn refusal(Unavailable { why, remedy }: Unavailable) -> Error {
-    Error::request(why, remedy.into_owned())
-}
-
 /// How the kernels of a device multiply, where they come from, and which are replaced.
 ///
 /// # Errors
@@ -296,4 +292,8 @@ fn some_of(names: &[impl AsRef<str>]) -> String {
         (_, 0) => first.join(", "),
         (_, more) => format!("{} and {more} more", first.join(", ")),
     }
+}
+
+fn refusal(Unavailable { why, remedy }: Unavailable) -> Error {
+    Error::request(why, remedy.into_owned())
 }

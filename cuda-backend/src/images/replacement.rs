@@ -26,8 +26,10 @@ impl Replacement {
     /// [`Error::Request`] if the file cannot be read or is no cubin.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let wrong = |why: &str| {
-            let mismatch = format!("{} replaces no kernels: {why}", path.display());
-            Error::request(mismatch, "name a cubin, as nvcc -cubin makes it")
+            Error::request(
+                format!("{} replaces no kernels: {why}", path.display()),
+                "name a cubin, as nvcc -cubin makes it",
+            )
         };
         let bytes = std::fs::read(path).map_err(|error| wrong(&format!("it cannot be read: {error}")))?;
         let Some((architecture, kernels)) = contents(&bytes) else {

@@ -129,6 +129,9 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
         "no kernels for {}: {}",
         "an NVIDIA GPU, and a program that was built without nvcc where there is no NVRTC",
     ),
+    ("{name} has {}, and the device uses none of them ({words})", OWN_KERNELS),
+    ("{device} does not load {what}: {error}", OWN_KERNELS),
+    ("{} replaces no kernels: {why}", OWN_KERNELS),
     ("a conversion from or to element {first} on, kernels take eight at a time", CALLERS),
     ("a conversion of {bytes} bytes of {what} in a buffer of {}", CALLERS),
     ("no kernel converts {elements} elements of {} to {}", CALLERS),
@@ -152,6 +155,7 @@ const NOT_PROVOKED: &[(&str, &str)] = &[
     ("a CUDA stream for a tensor that is not on a CUDA device", OWN_MEMORY),
     ("a CUDA stream for {}", OWN_MEMORY),
 ];
+const OWN_KERNELS: &str = "developers of kernels, who name a file in KYKLOS_CUDA_IMAGE, on an NVIDIA GPU";
 const OWN_MEMORY: &str = "callers of the library that bring their own CUDA memory and streams";
 const OWN_DEVICE: &str = "callers of the library that bring their own wgpu device";
 const CALLERS: &str = "callers of a GPU backend's own operations, which plans do not make";
