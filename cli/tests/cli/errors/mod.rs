@@ -237,6 +237,8 @@ fn section(out: &mut String, title: &str, about: &str) {
 }
 
 fn line(out: &mut String, Entry { when, sentence, means }: &Entry) {
+    // The index is the same on every machine.
+    let sentence = sentence.replace(&kyklos::machine::processor_name(), "PROCESSOR");
     out.push_str(&format!(
         "- `{when}`<br>\n  **{}**<br>\n  {means}\n",
         sentence.replace('*', "\\*").replace('<', "&lt;")
