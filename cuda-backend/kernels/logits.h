@@ -138,14 +138,14 @@ struct Entry {
     DEVICE float of(float old, float sum) const { return keep == 0.0f ? sum * found : fused(old, keep, sum * found); }
 };
 
-// The result of a row from its state; the value of an element is `of(a)`. `sink`: null, or the logit of a key with the value 0.
-struct Result {
+// The result of a row from its state, in elements of type T; that of an element is `of(a)`. `sink`: null, or the logit of a key with the
+// value 0.
+template <typename T> struct Result {
     float lse;
 
-    DEVICE Result(float m, float l, const float *sink) : factor(0.0f) {
+    DEVICE Result(float m, float l, const float *sink) : weight(1.0f) {
         // A NaN in l is not 0 and is passed on to o and lse.
         nothing = l == 0.0f;
-        float weight = 1.0f;
         if (sink) {
             const float most = nothing ? *sink : larger(m, *sink);
             weight = nothing ? 0.0f : exp2_fast((m - most) * LOG2_E);
@@ -153,12 +153,17 @@ struct Result {
             m = most;
         }
         lse = l == 0.0f ? -INFINITE : m + log_natural(l);
+        sum = l;
         factor = weight / l;
     }
     // Adding 0 makes -0 positive: the sign of a zero would depend on the order of merges.
-    DEVICE float of(float a) const { return nothing ? 0.0f : a * factor + 0.0f; }
+    DEVICE float of(float a) const { return nothing ? 0.0f : divided(a, T()) + 0.0f; }
 
 private:
-    float factor;
+    float weight, sum, factor;
     bool nothing;
+
+    // 16 bits hide the rounding of the factor. In f32 one key alone has its value as the result, to the last bit.
+    template <typename E> DEVICE float divided(float a, E) const { return a * factor; }
+    DEVICE float divided(float a, F32) const { return a * weight / sum; }
 };

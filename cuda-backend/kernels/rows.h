@@ -165,7 +165,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
         UNROLL for (int half = 0; half < 2; half++) {
             if (!there(half)) continue;
             const Entry entry(top[half], sum[half], EMPTY_M, 0.0f);
-            const Result result(entry.m, entry.l, sinks ? sinks + rows[half].head : nullptr);
+            const Result<T> result(entry.m, entry.l, sinks ? sinks + rows[half].head : nullptr);
             const u64 row = (u64(at.batch) * args.rows + rows[half].row) * args.heads + rows[half].head;
             if (lane % 4 == 0) lse[row] = result.lse;
             u32 *into = static_cast<u32 *>(o) + (row * args.dim + lane % 4 * 2) / 2;

@@ -148,7 +148,7 @@ template <> DEVICE void store<F32>(void *o, u64 index, float value) { static_cas
 template <typename T> DEVICE void finalize(const StateArguments &args) {
     const StateRow row(args);
     if (!row.there) return;
-    const Result result(args.ml[row.ml], args.ml[row.ml + 1], args.sinks ? args.sinks + row.head : nullptr);
+    const Result<T> result(args.ml[row.ml], args.ml[row.ml + 1], args.sinks ? args.sinks + row.head : nullptr);
     for (u32 d = row.lane; d < args.dim; d += 32) store<T>(args.o, row.a + d, result.of(args.a[row.a + d]));
     if (row.lane == 0) args.lse[row.lse] = result.lse;
 }
