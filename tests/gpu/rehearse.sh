@@ -2,8 +2,8 @@
 # Rehearses the rounds without a GPU, from the archive of pack.sh, on the fake driver and software Vulkan:
 #   tests/gpu/rehearse.sh FOLDER [CASE…]   cases: right, hang, wrong, no-vulkan, killed, variants; all of them without a CASE
 # Each case is a copy of this system without Rust and the repository, without a network and without a Vulkan loader but that of the
-# archive, in a namespace of its own. It needs root, a C++ compiler and a Vulkan driver (scripts/test.sh installs them). FOLDER gets the
-# results of each case. Half an hour on two cores.
+# archive, in a namespace of its own. It needs root, a C++ compiler and a Vulkan driver (scripts/test.sh installs them), and for the last case
+# what variants.sh has compiled. FOLDER gets the results of each case. A quarter of an hour on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 case "${1:-}" in
@@ -86,7 +86,9 @@ for name in "$@"; do
         # By force, while a kernel hangs. The guard ends what it has started.
         killed) rehearse killed right capability=90,hang_at=2 'timeout -s KILL 45 ./round.sh --first --short /tmp/results; sleep 8' ;;
         variants)
-            rehearse variants right capability=90 'mkdir v && cp /tmp/results/variants/* v/ && ./round.sh --variants v --short /tmp/results'
+            mkdir -p "$results/variants/of"
+            cp target/gpu-pack/variants/* "$results/variants/of/"
+            rehearse variants right capability=90 './round.sh --variants /tmp/results/of --short /tmp/results'
             ;;
     esac
 done
