@@ -97,6 +97,29 @@ fn a_merge_adds_weights_and_keeps_rows_that_only_one_side_saw() {
 }
 
 #[test]
+fn f32_results_are_the_sums_divided_by_l_to_the_last_bit() {
+    let [batch, rows, heads, dim] = SHAPE;
+    let (_, mut ml) = state(3, 0.5);
+    let mut a = vec![0.0; batch * rows * heads * dim];
+    let value = |n: usize| (n as f32 - 100.0) / 64.0;
+    for n in 0..batch * rows * heads {
+        let at = ((n / heads / rows * heads + n % heads) * rows + n / heads % rows) * 2;
+        ml[at + 1] = 1.0 + 2.0 * n as f32;
+        // Exact in f32, as is the quotient. Times 1 / l, a part of them is off by a bit.
+        (n * dim..(n + 1) * dim).for_each(|element| a[element] = value(element) * ml[at + 1]);
+    }
+    let mut job = Job::default();
+    let [a, ml] = [job.upload(&a), job.upload(&ml)];
+    let (o, lse) = (job.poisoned(batch * rows * heads * dim * 4), job.poisoned(batch * rows * heads * 4));
+    let arguments = StateArguments { o: o.address, lse: lse.address, ..arguments(a.address, ml.address) };
+    job.launch("finalize_f32", grid(), 0, &arguments);
+    job.bring(o);
+    let (results, _) = job.run(emulator(), Timing::Eager, 1).unwrap();
+    let wanted: Vec<f32> = (0..batch * rows * heads * dim).map(value).collect();
+    assert_eq!(numbers::<f32>(&results[0]), wanted);
+}
+
+#[test]
 fn accumulate_adds_the_given_rows_and_writes_nothing_else() {
     adds_rows(emulator(), Timing::Late).unwrap();
 }
