@@ -43,8 +43,8 @@ struct AttendArguments {
     u32 classes, q_tiles;     // classes: 1 if all batch entries have the same mask, else one for each
     u32 first_tile, first_head, first_batch;  // the beginning of the grid: a long call is several launches
     u32 pair_kind;
-    float scale;              // for base-2 logits: scale · log2 e; with a softcap scale / cap
-    float cap;                // cap · log2 e, or 0 without a softcap
+    float scale;              // on q·k; with a softcap scale / cap
+    float cap;                // 0 without a softcap
     u32 fresh;                // 1: the state is not read. Every row of the grid is written, also one that sees no key
     u32 reserved;
 };

@@ -29,7 +29,7 @@ struct AttentionF32 {
             for (u32 apart = 16; apart; apart /= 2) most = larger(most, shuffle_xor(most, apart));
             most = larger(top, most);
             const float base = most == -INFINITE ? 0.0f : most;
-            const float rescale = exp2_fast(top - base), weight = exp2_fast(score - base);
+            const float rescale = exp_fast(top - base), weight = exp_fast(score - base);
             top = most;
             sum = fused(sum, rescale, weight);
             UNROLL for (int i = 0; i < MOST_DIM / 32; i++) acc[i] *= rescale;
@@ -46,7 +46,7 @@ struct AttentionF32 {
         float *ml = at.ml(args, here), *a = at.a(args, here);
         // The memory of a fresh state is not read.
         const bool fresh = At::PARTS || args.fresh;
-        const Entry entry(top, sum, fresh ? EMPTY_M : ml[0], fresh ? 0.0f : ml[1]);
+        const Entry entry(top, sum, 0.0f, fresh ? EMPTY_M : ml[0], fresh ? 0.0f : ml[1]);
         warp_sync();
         if (entry.nothing && !fresh) return;
         if (lane == 0) {
@@ -59,13 +59,13 @@ struct AttentionF32 {
                 a[lane + 32 * i] = fresh ? acc[i] * entry.found : entry.of(a[lane + 32 * i], acc[i]);
     }
 
-    // The base-2 logit of a (row, key); -inf if the row does not see the key.
+    // The logit of a (row, key); -inf if the row does not see the key.
     DEVICE static float logit(const AttendArguments &args, u32 batch, TileRow at, RowSpan span, const float *q,
                               const float *k, u32 key) {
         const float add = term<F32>(args, batch, at, span, position_of(args, key));
         if (add == -INFINITE) return add;
-        const float x = dot(args.dim, q, k + key * args.k.row_stride) * args.scale;
-        return (args.cap != 0.0f ? args.cap * tanh_exact(x) : x) + add;
+        const float x = product(dot(args.dim, q, k + key * args.k.row_stride), args.scale);
+        return (args.cap != 0.0f ? product(args.cap, tanh_exact(x)) : x) + add;
     }
 
     // The sum of products of two rows of `dim` elements. The backward pass needs logits with the same rounding: of the same sum.

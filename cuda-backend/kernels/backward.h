@@ -12,21 +12,23 @@
 // Query rows and keys of a tile of the work lists. A block may have fewer.
 static constexpr u32 BACKWARD_TILE = 64;
 
+// P of a logit, times 2^`lift`. Rounded, a logit may be above the log-sum-exp: P is at most 1.
+DEVICE float share(float logit, float lse, float lift = 0.0f) {
+    return exp2_fast(fused(at_most_zero(logit - lse), LOG2_E, lift));
+}
+
 // What a pair needs of its row.
 struct RowNumbers {
-    // log2 e times the log-sum-exp in two words: with logits of some hundreds the rounding of one would be the largest error.
-    float high, low;
-    float delta;
+    float lse, delta;
     RowSpan span;
 
     // Of a row behind the last, and of one without visible keys: no pair counts, and the weight of a finite logit is 0.
-    DEVICE RowNumbers() : high(INFINITE), low(0.0f), delta(0.0f), span{0, 0} {}
+    DEVICE RowNumbers() : lse(INFINITE), delta(0.0f), span{0, 0} {}
     DEVICE RowNumbers(const BackwardArguments &args, u32 batch, u32 mask_class, TileRow at) : RowNumbers() {
         if (at.row >= args.attend.rows) return;
         const float *stats = head_of<float>(args.stats, batch, at.head) + at.row * args.stats.row_stride;
         if (stats[0] == -EMPTY_M) return;
-        high = stats[0] * LOG2_E;
-        low = fused(stats[0], LOG2_E, -high) + stats[0] * LOG2_E_REST;
+        lse = stats[0];
         delta = stats[1];
         span = args.attend.spans[u64(mask_class) * args.attend.rows + at.row];
     }

@@ -22,10 +22,10 @@ struct BackwardF32 {
         const AttendArguments &attend = args.attend;
         const float add = term<F32>(attend, batch, at, row.span, position);
         if (add == -INFINITE) return {0.0f, 0.0f, 0.0f, false};
-        const float x = AttentionF32::dot(attend.dim, q, k) * attend.scale;
+        const float x = product(AttentionF32::dot(attend.dim, q, k), attend.scale);
         const float bent = attend.cap != 0.0f ? tanh_exact(x) : 0.0f;
-        const float logit = (attend.cap != 0.0f ? attend.cap * bent : x) + add;
-        const float p = exp2_fast(logit - row.high - row.low);
+        const float logit = (attend.cap != 0.0f ? product(attend.cap, bent) : x) + add;
+        const float p = share(logit, row.lse);
         const float dp = AttentionF32::dot(attend.dim, d_o, v);
         const float of_bias = p * (dp - row.delta);
         return {p, of_bias * fused(-bent, bent, 1.0f), of_bias, true};

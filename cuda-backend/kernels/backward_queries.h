@@ -67,7 +67,7 @@ template <typename T, int DIM> struct BackwardQueries : BackwardTiles<T, DIM, mo
                     UNROLL for (int half = 0; half < 2; half++) {
                         const int i = 2 * half + column;
                         const float add = tested ? term_of(half, position) : 0.0f;
-                        this->weigh(scores[n][i], ds[n][i], numbers[half].high, numbers[half].low, numbers[half].delta, add);
+                        this->weigh(scores[n][i], ds[n][i], numbers[half].lse, numbers[half].delta, add);
                     }
                 }
             this->template fit<DIM>(ds, acc, shrink);

@@ -49,14 +49,14 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
     // The first fixed row of this warp in the block.
     const u32 lane, mine;
     const bool bent;
-    // Logits are scores · scale · factor: one of the two is 1.
-    const float scale, factor;
+    // Logits are scores · scale, unless `bent`.
+    const float scale;
 
     DEVICE explicit BackwardTiles(const BackwardArguments &args)
         : args(args), attend(args.attend), lane(thread_x() % 32), mine(thread_x() / 32 % 4 * 16),
           bent(reshaped(attend) || attend.scale < 0.0f),
           // As in the forward pass a scale of 0 is a tiny one, because of infinite scores.
-          scale(attend.scale < 0.0f ? attend.scale : larger(attend.scale, 1.2e-38f)), factor(bent ? 1.0f : scale) {}
+          scale(attend.scale < 0.0f ? attend.scale : larger(attend.scale, 1.2e-38f)) {}
 
     // Starts copies of rows first.. of a head into a tile, with zeros behind row `end` and behind the last element.
     template <int rows> DEVICE void copy(u32 into, const u16 *head, u64 row_stride, u32 first, u32 end) const {
@@ -116,21 +116,19 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
     // A score becomes P, and dP becomes dS, or the gradient of the bias: dS without the slope of the softcap. `add` is the term of the
     // logit; -inf hides the pair: both are 0 then, whatever they are.
     template <bool OF_BIAS = false>
-    DEVICE void weigh(float &score, float &dp, float high, float low, float delta, float add) const {
-        weigh_as<OF_BIAS>(bent, factor, score, dp, high, low, delta, add);
+    DEVICE void weigh(float &score, float &dp, float lse, float delta, float add) const {
+        weigh_as<OF_BIAS>(bent, score, dp, lse, delta, add);
     }
-    template <bool OF_BIAS>
-    DEVICE void weigh_as(bool bent, float factor, float &score, float &dp, float high, float low, float delta, float add) const {
-        float x = score, d = dp - delta;
-        if (bent) {
-            x *= scale;
-            if (attend.cap != 0.0f) {
-                const float t = tanh_exact(x);
-                if (!OF_BIAS) d *= fused(-t, t, 1.0f);
-                x = attend.cap * t;
-            }
+    template <bool OF_BIAS> DEVICE void weigh_as(bool bent, float &score, float &dp, float lse, float delta, float add) const {
+        // With exactly the rounding of the forward pass: the log-sum-exp is one of such logits, and with |x| = 2^24 a unit in the last
+        // place of x is a factor of e on P.
+        float x = product(score, scale), d = dp - delta;
+        if (bent && attend.cap != 0.0f) {
+            const float t = tanh_exact(x);
+            if (!OF_BIAS) d *= fused(-t, t, 1.0f);
+            x = product(attend.cap, t);
         }
-        const float p = exp2_fast(fused(x + add, factor, -high) - (low - Lift<T>::EXPONENT));
+        const float p = share(x + add, lse, Lift<T>::EXPONENT);
         const bool hidden = add == -INFINITE;
         score = hidden ? 0.0f : p;
         dp = hidden ? 0.0f : p * d;

@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx.h"
 
-static constexpr float LOG2_E = 1.44269504f, LOG2_E_REST = 1.92596299e-8f, LN_2 = 0.693147181f;
+static constexpr float LOG2_E = 1.44269504f, LOG2_E_REST = 1.92596299e-8f;
 // m of a row that has seen no key, in a state in memory.
 static constexpr float EMPTY_M = -0.7f * 3.40282347e38f;
 
@@ -95,7 +95,7 @@ template <typename T> DEVICE float element(const void *data, u64 index) {
 }
 template <> DEVICE float element<F32>(const void *data, u64 index) { return static_cast<const float *>(data)[index]; }
 
-// The term that is added to the base-2 logit of a (row, key position); -inf hides the key.
+// The term that is added to the logit of a (row, key position); -inf hides the key.
 template <typename T>
 DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan span, u32 position) {
     if (position < span.lo || position >= span.hi) return -INFINITE;
@@ -106,12 +106,29 @@ DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan sp
         return word >> position % 32 & 1 ? 0.0f : -INFINITE;
     }
     const float bias = element<T>(args.pairs.data, first + position);
-    // The contract of the bias tensor: only -inf hides a key, and -1e38 times log2 e is still finite in f32.
-    return bias < -1e38f ? (bias == -INFINITE ? bias : -1e38f * LOG2_E) : bias * LOG2_E;
+    // The contract of the bias tensor: only -inf hides a key, and logits stay above EMPTY_M.
+    return bias < -1e38f && bias != -INFINITE ? -1e38f : bias;
 }
 
 // Whether a softcap or a bias applies, so that logits are not q·k times one factor.
 DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || args.pair_kind == BIAS_PAIRS; }
+
+// e^x, where x is at most about 0.
+DEVICE float exp_fast(float x) { return exp2_fast(x * LOG2_E); }
+
+// The weight of a logit is 2^(score · (scale · log2 e) - base): one fused operation and one power. `base` is log2 e times the largest
+// logit, rounded, so all weights of a row are off by one factor, 2^`off`. Beyond FAR it would be without bound: there the largest logit is
+// subtracted first.
+struct Anchor {
+    static constexpr float FAR = 1048576.0f;
+
+    DEVICE static float of(float top) { return top == -INFINITE ? 0.0f : product(top, LOG2_E); }
+    DEVICE static bool far(float base) { return !(magnitude(base) < FAR); }
+    DEVICE static float off(float top) {
+        const float base = of(top);
+        return far(base) ? 0.0f : fused(-top, LOG2_E, base) - top * LOG2_E_REST;
+    }
+};
 
 // The merge of one row into the state in memory.
 struct Entry {
@@ -119,19 +136,17 @@ struct Entry {
     float m, l;
     bool nothing;
 
-    // Merges the base-2 maximum and the sum of this block with (m, l) of the state. If one side saw no key, the other side stays
-    // as it is. If none did, this is an empty state.
-    DEVICE Entry(float top, float sum, float old_m, float old_l)
+    // Merges the largest logit and the sum of this block with (m, l) of the state; the block's sums lack the factor 2^`off`. If one side saw
+    // no key, the other side stays as it is. If none did, this is an empty state.
+    DEVICE Entry(float top, float sum, float off, float old_m, float old_l)
         : keep(0.0f), found(0.0f), m(EMPTY_M), l(0.0f), nothing(top == -INFINITE && sum == 0.0f) {
         if (nothing) return;
-        m = top * LN_2;
         const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
-        if (!fresh) m = larger(m, old_m);
-        // m was rounded when it was converted to natural units. The factor corrects for that, so log2 e needs its second word.
-        found = exp2_fast(fused(-m, LOG2_E, top) - m * LOG2_E_REST);
+        m = fresh ? top : larger(top, old_m);
+        found = exp2_fast(fused(top - m, LOG2_E, off));
         l = sum * found;
         if (!fresh) {
-            keep = exp2_fast((old_m - m) * LOG2_E);
+            keep = exp_fast(old_m - m);
             l += old_l * keep;
         }
     }
@@ -148,8 +163,8 @@ template <typename T> struct Result {
         nothing = l == 0.0f;
         if (sink) {
             const float most = nothing ? *sink : larger(m, *sink);
-            weight = nothing ? 0.0f : exp2_fast((m - most) * LOG2_E);
-            l = l * weight + exp2_fast((*sink - most) * LOG2_E);
+            weight = nothing ? 0.0f : exp_fast(m - most);
+            l = l * weight + exp_fast(*sink - most);
             m = most;
         }
         lse = l == 0.0f ? -INFINITE : m + log_natural(l);

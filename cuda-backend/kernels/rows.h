@@ -11,7 +11,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
     TileRow rows[2];
     RowSpan spans[2];
     float acc[DIM / 8][4];
-    float top[2];  // largest base-2 logit so far, -inf at the beginning
+    float top[2];  // largest logit so far, -inf at the beginning
     float sum[2];  // sum of weights, over this lane's columns only
 
     DEVICE explicit Rows(const AttendArguments &args) : args(args), lane(thread_x() % 32) {}
@@ -34,8 +34,8 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
         if (bent) {
             UNROLL for (int n = 0; n < KEYS / 8; n++)
                 UNROLL for (int i = 0; i < 4; i++) {
-                    const float x = scores[n][i] * scale;
-                    scores[n][i] = args.cap != 0.0f ? args.cap * tanh_exact(x) : x;
+                    const float x = product(scores[n][i], scale);
+                    scores[n][i] = args.cap != 0.0f ? product(args.cap, tanh_exact(x)) : x;
                 }
         }
         return bent ? 1.0f : scale;
@@ -76,24 +76,38 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
         }
     }
 
-    // Turns scores into weights relative to the largest logit so far. `rescale` is the factor for sums relative to the previous
-    // one: it is applied to `sum` here, and the caller applies it to `acc`.
-    DEVICE void weigh(float (&scores)[KEYS / 8][4], float factor, float (&rescale)[2]) {
+    // Turns scores, whose logits are scores · scale, into weights relative to the largest logit so far. `rescale` is the factor for sums
+    // relative to the previous one: it is applied to `sum` here, and the caller applies it to `acc`.
+    DEVICE void weigh(float (&scores)[KEYS / 8][4], float scale, float (&rescale)[2]) {
+        float base[2], factor = scale * LOG2_E;
+        const float before[2] = {top[0], top[1]};
         UNROLL for (int half = 0; half < 2; half++) {
             float most = -INFINITE;
             UNROLL for (int n = 0; n < KEYS / 8; n++)
                 most = larger(most, larger(scores[n][2 * half], scores[n][2 * half + 1]));
             most = larger(most, shuffle_xor(most, 1));
             most = larger(most, shuffle_xor(most, 2));
-            most = larger(top[half], most * factor);
-            // If all logits are -inf so far, weights are relative to 0 and become 0.
-            const float base = most == -INFINITE ? 0.0f : most;
-            rescale[half] = exp2_fast(top[half] - base);
-            top[half] = most;
+            top[half] = larger(before[half], most * scale);
+            base[half] = Anchor::of(top[half]);
+            rescale[half] = exp2_fast(product(before[half], LOG2_E) - base[half]);
+        }
+        if (vote(Anchor::far(base[0]) || Anchor::far(base[1]))) {
+            factor = LOG2_E;
+            UNROLL for (int half = 0; half < 2; half++) {
+                const bool far = Anchor::far(base[half]);
+                UNROLL for (int n = 0; n < KEYS / 8; n++)
+                    UNROLL for (int i = 2 * half; i < 2 * half + 2; i++)
+                        scores[n][i] = product(scores[n][i], scale) - (far ? top[half] : 0.0f);
+                if (!far) continue;
+                base[half] = 0.0f;
+                rescale[half] = exp_fast(before[half] - top[half]);
+            }
+        }
+        UNROLL for (int half = 0; half < 2; half++) {
             float sum_here = 0.0f;
             UNROLL for (int n = 0; n < KEYS / 8; n++)
                 UNROLL for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    scores[n][i] = exp2_fast(fused(scores[n][i], factor, -base));
+                    scores[n][i] = exp2_fast(fused(scores[n][i], factor, -base[half]));
                     sum_here += scores[n][i];
                 }
             sum[half] = fused(sum[half], rescale[half], sum_here);
@@ -164,7 +178,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
         add_lanes();
         UNROLL for (int half = 0; half < 2; half++) {
             if (!there(half)) continue;
-            const Entry entry(top[half], sum[half], EMPTY_M, 0.0f);
+            const Entry entry(top[half], sum[half], Anchor::off(top[half]), EMPTY_M, 0.0f);
             const Result<T> result(entry.m, entry.l, sinks ? sinks + rows[half].head : nullptr);
             const u64 row = (u64(at.batch) * args.rows + rows[half].row) * args.heads + rows[half].head;
             if (lane % 4 == 0) lse[row] = result.lse;
@@ -193,7 +207,7 @@ private:
         // Four lanes share a row. All must have read m and l before one writes.
         warp_sync();
         UNROLL for (int half = 0; half < 2; half++) {
-            const Entry entry(top[half], sum[half], ml[half].x, ml[half].y);
+            const Entry entry(top[half], sum[half], Anchor::off(top[half]), ml[half].x, ml[half].y);
             if (!there(half) || (entry.nothing && reads(half))) continue;
             if (lane % 4 == 0) pair_at(at.ml(args, rows[half])) = {entry.m, entry.l};
             if (entry.nothing && At::PARTS) continue;

@@ -42,7 +42,7 @@ DEVICE void merge(const StateArguments &args) {
     if (their_l == 0.0f && their_m == EMPTY_M) return;
     const bool fresh = our_l == 0.0f && our_m == EMPTY_M;
     const float m = fresh ? their_m : larger(our_m, their_m);
-    const float ours = exp2_fast((our_m - m) * LOG2_E), theirs = exp2_fast((their_m - m) * LOG2_E);
+    const float ours = exp_fast(our_m - m), theirs = exp_fast(their_m - m);
     for (u32 d = row.lane; d < args.dim; d += 32) {
         const float from = args.from_a[row.a + d];
         args.a[row.a + d] = fresh ? from : fused(args.a[row.a + d], ours, from * theirs);
@@ -101,7 +101,7 @@ struct Parts {
     template <int UNITS> DEVICE void add(const Pair &old, float m) const {
         const u64 stride = u64(state.batch) * state.rows * state.heads * state.dim;
         const bool kept = !empty(old);
-        const float keep = kept ? exp2_fast((old.x - m) * LOG2_E) : 0.0f;
+        const float keep = kept ? exp_fast(old.x - m) : 0.0f;
         Four sums[UNITS];
         float l = 0.0f;
         UNROLL for (int unit = 0; unit < UNITS; unit++) {
@@ -111,7 +111,7 @@ struct Parts {
         }
         for (u32 first = 0; first < args.parts; first += 32) {
             const Pair one = ml(first);
-            const float weight = empty(one) ? 0.0f : exp2_fast((one.x - m) * LOG2_E);
+            const float weight = empty(one) ? 0.0f : exp_fast(one.x - m);
             const u32 seen = vote(!empty(one));
             l = fused(one.y, weight, l);
             const u32 end = args.parts - first < 32 ? args.parts - first : 32;

@@ -169,6 +169,7 @@ impl Case {
                 work,
                 pairs: None,
                 fixed_order: false,
+                inference: true,
                 state,
             };
             pollster::block_on(backend.attend(args, &Control::default())).expect("attend");

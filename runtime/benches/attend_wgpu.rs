@@ -113,6 +113,7 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask, rows): &Shape, repeats: u
             work,
             pairs: None,
             fixed_order: false,
+            inference: true,
             state,
         };
         block_on(backend.attend(args, &control))?;

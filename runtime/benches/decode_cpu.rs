@@ -98,6 +98,7 @@ fn time(
             work,
             pairs: None,
             fixed_order: false,
+            inference: true,
             state,
         };
         pollster::block_on(backend.attend(args, &Control::default())).expect("attend");

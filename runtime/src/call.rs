@@ -76,6 +76,7 @@ pub struct Execution {
     pub(crate) owners: Option<(Placement, Placement)>,
     pub(crate) wire: WireFormat,
     pub(crate) fixed_order: bool,
+    pub(crate) inference: bool,
     pub(crate) replicated: Range<u32>,
     pub(crate) same_queries: bool,
     pub(crate) results: Results,
@@ -262,6 +263,14 @@ impl Execution {
         self
     }
 
+    /// No backward pass follows: kernels for decoding may take calls with few query rows ([`AttentionProblem::inference`]). Calls with
+    /// [`Self::same_queries`] or a cache are such calls anyway.
+    #[must_use]
+    pub fn inference(mut self, inference: bool) -> Self {
+        self.inference = inference;
+        self
+    }
+
     /// Keys that every rank holds from the start ([`AttentionProblem::replicated`]). In the k and v of each rank they come
     /// first.
     #[must_use]
@@ -293,7 +302,8 @@ impl Options {
     /// The problem of this call with these extents.
     pub(crate) fn problem(&self, extents: &Extents) -> Result<AttentionProblem> {
         let &Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype } = extents;
-        let Execution { wire, fixed_order, replicated, same_queries, results, .. } = &self.execution;
+        let Execution { wire, fixed_order, inference, replicated, same_queries, results, .. } =
+            &self.execution;
         let problem =
             AttentionProblem::new([batch, kv_len, q_heads, kv_heads, head_dim], dtype, self.mask.clone())?
                 .with_queries(q_len, self.q_offset)?;
@@ -305,6 +315,7 @@ impl Options {
             .with_bias_gradient(self.bias_gradient)?
             .with_wire(*wire)?
             .with_fixed_order(*fixed_order)?
+            .with_inference(*inference || *same_queries)
             .with_replicated(replicated.clone())?
             .with_same_queries(*same_queries)?
             .with_results(*results)
@@ -320,6 +331,7 @@ impl Options {
             owners,
             wire,
             fixed_order,
+            inference: _,
             replicated,
             same_queries,
             results,

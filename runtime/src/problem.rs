@@ -52,6 +52,10 @@ pub struct AttentionProblem {
     /// device the result is then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end
     /// with tiles.
     pub fixed_order: bool,
+    /// Whether no backward pass follows. Few query rows are then computed by kernels for decoding, whose logits are rounded otherwise
+    /// than those of a backward pass: its gradients would be wrong where logits are large.
+    #[serde(skip)]
+    pub inference: bool,
     /// Replicated keys: every rank holds them from the start. An example is the keys of a prompt beside an image that
     /// is split. They are never sent, and every row meets them once, on its own rank. Empty: each key has one owner.
     pub replicated: Range<u32>,
@@ -135,6 +139,7 @@ impl AttentionProblem {
             bias_gradient: false,
             wire: WireFormat::Same,
             fixed_order: false,
+            inference: false,
             replicated: 0..0,
             same_queries: false,
             results: Results::Owner,
@@ -181,6 +186,12 @@ impl AttentionProblem {
     /// As [`Self::new`].
     pub fn with_fixed_order(self, fixed_order: bool) -> Result<Self> {
         Self { fixed_order, ..self }.checked()
+    }
+
+    /// This problem with or without a backward pass that follows ([`Self::inference`]).
+    #[must_use]
+    pub fn with_inference(self, inference: bool) -> Self {
+        Self { inference, ..self }
     }
 
     /// This problem with keys that every rank holds from the start.

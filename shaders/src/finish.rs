@@ -1,6 +1,7 @@
 //! Kernels on the running state: merge two, make output of one, make an empty one.
 
 use crate::Storage;
+use crate::attend::WEIGHT_OF;
 use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
 
@@ -30,7 +31,7 @@ pub(crate) fn merge(head_dim: u32) -> String {
     t.line(format!("// merge, head dim {head_dim}: 8 threads for each row and head"));
     t.lines(&Kernel::Merge { head_dim }.declarations());
     t.line("");
-    power(&mut t);
+    t.lines(WEIGHT_OF);
     t.line("");
     t.line("@compute @workgroup_size(64)");
     t.block(MAIN, |t| {
@@ -40,8 +41,8 @@ pub(crate) fn merge(head_dim: u32) -> String {
 let into = into_ml[ml_at];
 let other = from_ml[ml_at];
 let m = max(into.x, other.x);
-let into_weight = power(into.x - m);
-let other_weight = power(other.x - m);
+let into_weight = weight_of(into.x - m);
+let other_weight = weight_of(other.x - m);
 // All 8 threads of a row must have read ml before one of them overwrites it.
 storageBarrier();
 if (!inside) {{ return; }}
@@ -58,17 +59,6 @@ if (lane == 0u) {{
     t.finish()
 }
 
-/// `power(exponent)`: e^exponent, where the exponent is at most 0.
-fn power(t: &mut Text) {
-    // Below -150 the power is 0 in f32, and the product with log2 e cannot overflow.
-    t.block("fn power(exponent: f32) -> f32", |t| {
-        t.line(format!(
-            "return select(exp2(exponent * {:?}f), 0.0f, exponent < -150.0f);",
-            std::f32::consts::LOG2_E
-        ));
-    });
-}
-
 /// o = a / l in the storage type and lse = m + ln l; where l is 0, o = 0 and lse = −∞. Bindings: a, ml, o, lse
 /// (f32 bits, `[batch, rows, heads]`), and where there are `sinks`, one logit for each head that l counts as well.
 pub(crate) fn finalize(storage: Storage, head_dim: u32, sinks: bool) -> String {
@@ -77,7 +67,7 @@ pub(crate) fn finalize(storage: Storage, head_dim: u32, sinks: bool) -> String {
     t.lines(&Kernel::Finalize { storage, head_dim, sinks }.declarations());
     t.line("");
     if sinks {
-        power(&mut t);
+        t.lines(WEIGHT_OF);
         t.line("");
     }
     t.lines(storage.round_function());
@@ -97,8 +87,8 @@ let empty = (bitcast<u32>(ml.y) & 0x7fffffffu) == 0u;",
         t.lines(if sinks {
             "let sink = sinks[head];
 let m = max(ml.x, sink);
-let weight = power(ml.x - m);
-let divisor = select(ml.y * weight + power(sink - m), 1.0f, empty);
+let weight = weight_of(ml.x - m);
+let divisor = select(ml.y * weight + weight_of(sink - m), 1.0f, empty);
 if (lane == 0u) {
     lse[row_head] = bitcast<u32>(select(m + ln(divisor), sink, empty));
 }"

@@ -65,10 +65,10 @@ let bias = bitcast<f32>(bits);
 let hidden = bits == 0xff800000u;",
                         ),
                     }
-                    t.line("// `max` may drop a NaN, so NaN goes around; what is smaller than -1e38 could not be scaled.");
+                    t.line("// `max` may drop a NaN, so NaN goes around; logits stay above that of a row that saw no key.");
                     t.line("let is_nan = (bitcast<u32>(bias) & 0x7fffffffu) > 0x7f800000u;");
                     t.line("let kept = select(max(bias, -1e38f), bias, is_nan);");
-                    t.line(format!("return select(kept * {:?}f, HIDDEN, hidden);", std::f32::consts::LOG2_E));
+                    t.line("return select(kept, HIDDEN, hidden);");
                 });
             }
         }

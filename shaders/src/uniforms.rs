@@ -127,9 +127,9 @@ uniform! {
         keys_at: u32,
         /// Index of the first row span in the positions.
         spans_at: u32,
-        /// Factor on q: scale · log2 e; with softcap c, scale / c.
+        /// Factor on q: scale; with softcap c, scale / c.
         q_scale: f32,
-        /// With softcap c: c · log2 e.
+        /// With softcap c: c.
         cap: f32,
         /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
         pairs_offset: u32,
@@ -203,9 +203,9 @@ uniform! {
         keys_at: u32,
         /// Index of the first row span in the positions.
         spans_at: u32,
-        /// Factor on q: scale · log2 e; with softcap c, scale / c.
+        /// Factor on q: scale; with softcap c, scale / c.
         q_scale: f32,
-        /// With softcap c: c · log2 e.
+        /// With softcap c: c.
         cap: f32,
         /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
         pairs_offset: u32,

@@ -227,6 +227,7 @@ impl Backend for TabBackend {
                 .pairs
                 .map(|pairs| (pairs.kind == BiasKind::Mask, pairs.buffer.id(), pairs.layout.into())),
             fixed_order: args.fixed_order,
+            inference: args.inference,
             state: changed(&mut state),
         };
         let request = self.link.ask(0, |request| Command::Attend { request, step: Box::new(step) })?;

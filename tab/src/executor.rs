@@ -279,6 +279,7 @@ async fn attend<B: Backend>(
             work: &work,
             pairs,
             fixed_order: step.fixed_order,
+            inference: step.inference,
             state: kyklos::backend::StateMut { a: &mut a, ml: &mut ml, shape },
         };
         match backend.attend(args, control).await {

@@ -164,6 +164,7 @@ pub(crate) struct AttendStep {
     pub(crate) rows: Vec<Vec<(u32, u32)>>,
     pub(crate) bias: Option<(bool, BufferId, WireLayout)>,
     pub(crate) fixed_order: bool,
+    pub(crate) inference: bool,
     pub(crate) state: State,
 }
 

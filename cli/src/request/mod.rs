@@ -351,6 +351,6 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
             "name an input file with the tensor `bias`, or leave --grad-bias out: a mask has no gradient",
         ));
     }
-    let problem = problem.with_bias_gradient(args.grad_bias)?;
+    let problem = problem.with_bias_gradient(args.grad_bias)?.with_inference(!args.grad);
     Ok((problem, source))
 }

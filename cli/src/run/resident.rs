@@ -89,6 +89,7 @@ impl<Buffer> Resident<Buffer> {
                 work,
                 pairs: None,
                 fixed_order: false,
+                inference: true,
                 state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
             };
             if n + 1 < self.layers.len() {

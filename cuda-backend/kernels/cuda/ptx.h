@@ -86,6 +86,14 @@ DEVICE float exp2_fast(float x) {
 DEVICE float log_natural(float x) { return logf(x); }
 DEVICE float tanh_exact(float x) { return tanhf(x); }
 DEVICE float fused(float x, float y, float z) { return fmaf(x, y, z); }
+// Rounded: the compiler fuses `x * y + z`.
+DEVICE float product(float x, float y) { return __fmul_rn(x, y); }
+// NaN stays NaN.
+DEVICE float at_most_zero(float x) {
+    float y;
+    asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
 DEVICE float larger(float x, float y) { return fmaxf(x, y); }
 DEVICE float magnitude(float x) { return fabsf(x); }
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }

@@ -260,13 +260,7 @@ pub struct CodesArguments {
     pub reserved: u32,
 }
 
-/// `scale` and `cap` of [`AttendArguments`]. Kernels compute base-2 logits: `scale · q·k`, or with a softcap
-/// `cap · tanh(scale · q·k)`.
+/// `scale` and `cap` of [`AttendArguments`]: logits are `scale · q·k`, or with a softcap `cap · tanh(scale · q·k)`.
 pub fn logits(scale: f32, softcap: Option<f32>) -> (f32, f32) {
-    let log2_e = std::f64::consts::LOG2_E;
-    #[expect(clippy::cast_possible_truncation, reason = "computed in f64 and rounded once")]
-    match softcap {
-        None => ((f64::from(scale) * log2_e) as f32, 0.0),
-        Some(cap) => (scale / cap, (f64::from(cap) * log2_e) as f32),
-    }
+    softcap.map_or((scale, 0.0), |cap| (scale / cap, cap))
 }

@@ -156,6 +156,10 @@ pub struct Attend<'a, Buffer> {
     /// Whether the bytes of a row must not depend on the other rows of the call or on the mesh. If so, the choice of
     /// the kernel and the division of the keys must not depend on the number of rows.
     pub fixed_order: bool,
+    /// Whether no backward pass follows. If one does, a logit must be the same sum of products, in the same order, as in
+    /// [`Backend::attend_backward`](super::Backend::attend_backward): of a row whose largest logit is 10⁶ two orders differ by as much as
+    /// the weights do.
+    pub inference: bool,
     /// The running state of the rows and heads of `q`.
     pub state: StateMut<'a, Buffer>,
 }

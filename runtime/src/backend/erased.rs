@@ -288,6 +288,7 @@ where
         work: args.work,
         pairs: args.pairs.map(pairs::<B>),
         fixed_order: args.fixed_order,
+        inference: args.inference,
         state: StateMut { a: a.of_mut::<B>(), ml: ml.of_mut::<B>(), shape },
     }
 }

@@ -289,6 +289,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             work,
             pairs: self.bias(q, pairs),
             fixed_order: problem.fixed_order,
+            inference: problem.inference,
             state: state_mut(tensors, self.shape(state)),
         };
         match output {

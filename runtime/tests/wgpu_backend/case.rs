@@ -120,6 +120,7 @@ impl Case {
             work,
             pairs: None,
             fixed_order: false,
+            inference: true,
             state: StateMut { a, ml, shape: self.shape() },
         };
         backend.attend(args, control).await

@@ -17,7 +17,7 @@ use crate::variant::AttendKernel;
 
 /// Up to this growth of a maximum, as a power of two, nothing is rescaled. 2^8 · 2048 keys is far below the largest
 /// values of f16 weights and f32 sums.
-const SLACK: &str = "8.0f";
+const SLACK: &str = "5.5f";
 
 /// Keys of a tile: fewer for large heads, so that both tiles and the scratch fit 32 KiB.
 pub(crate) const fn kv_cols(head_dim: u32) -> u32 {
@@ -144,7 +144,7 @@ let hi = positions[spans + 2u * safe + 1u];
 let q_at = params.q_offset + batch * params.q_batch + safe * params.q_row + head * params.q_head;
 let ml_at = params.ml_offset + (batch * params.heads + head) * params.rows + safe;
 let ml = state_ml[ml_at];
-var m = base2_of(ml.x);
+var m = ml.x;
 var l = select(0.0f, ml.y, part == 0u);
 var seen = full_runs < partial_runs;
 let own_scores = subgroup * {}u;
@@ -287,7 +287,7 @@ let weight_at = own_weights + own_row * {}u;",
         self.across_parts(t, |other| format!("n = max(n, {});", other("n")));
         t.line(format!("let far = n > m + {SLACK};"));
         t.line("n = select(m, n, far);");
-        t.line("let corr = exp2(m - n);");
+        t.line("let corr = weight_of(m - n);");
         t.line("m = n;");
         t.block("if (far)", |t| t.line("atomicStore(&grew, 1u);"));
         t.line("l *= corr;");
@@ -344,8 +344,7 @@ let weight_at = own_weights + own_row * {}u;",
                 self.size
             ));
             t.block("if (row_exists && any_seen != 0u)", |t| {
-                t.line("let natural = select(natural_of(m), ml.x, m == base2_of(ml.x));");
-                t.line("state_ml[ml_at] = vec2<f32>(natural, sum);");
+                t.line("state_ml[ml_at] = vec2<f32>(m, sum);");
             });
         });
         for first in self.passes() {

@@ -7,8 +7,7 @@
 //! m' = max(m, x),  l' = l·e^(m − m') + e^(x − m'),  a' = a·e^(m − m') + e^(x − m')·v_j
 //! ```
 //!
-//! (Milakov & Gimelshein 2018, §3.1.) Inside, logits are in base-2 units: log2 e is folded into the factor on q, and
-//! m is converted where state is read and written.
+//! (Milakov & Gimelshein 2018, §3.1.)
 //!
 //! # Bindings
 //!
@@ -18,7 +17,7 @@
 //! | 1 | q | `[batch, rows, heads, dim]`, strided, in 16-byte units |
 //! | 2, 3 | k, v | the same; in the broadcast variant textures whose texels are such units (see [`subgroup`]) |
 //! | 4 | state_a | f32 `[batch, rows, heads, dim]`, dense |
-//! | 5 | state_ml | f32 `[batch, heads, rows, 2]`, dense: m (natural logarithm) and l |
+//! | 5 | state_ml | f32 `[batch, heads, rows, 2]`, dense: m and l |
 //! | 6 | positions | u32: for each query head its KV head; from `keys_at` for each key its position; from `spans_at` for each class and query row the visible positions lo..hi as two words |
 //! | 7 | work | u32: for each class `2·q_tiles + 1` starts; from `runs_at` the runs, two words each |
 //! | 8 | pairs | where the kernel reads [`Pairs`]: `[batch, rows, heads, row]`, strided, in words or elements; columns are positions |
@@ -53,19 +52,10 @@ fn kernel_prelude(kernel: AttendKernel) -> String {
     prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap, kernel.pairs)
 }
 
-/// The same for every kernel that computes logits for a running state.
-pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
-    with_functions(kernel, storage, softcap, pairs, &format!("{}\n\n", units_of_m()))
-}
-
 /// The same for every kernel that computes logits.
-pub(crate) fn logits_prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
-    with_functions(kernel, storage, softcap, pairs, "")
-}
-
-fn with_functions(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs, more: &str) -> String {
+pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
     let mut text = format!("{}\n{}\n\n", kernel.declarations(), empty_m());
-    text.push_str(&format!("{}\n\n{more}", storage.unpack_functions()));
+    text.push_str(&format!("{}\n\n", storage.unpack_functions()));
     text.push_str(WEIGHT_OF);
     text.push('\n');
     if softcap {
@@ -83,21 +73,11 @@ pub(crate) fn empty_m() -> String {
     format!("const EMPTY_M: f32 = {EMPTY_M:?}f;")
 }
 
-/// Functions that convert m. They use `EMPTY_M`.
-pub(crate) fn units_of_m() -> String {
-    format!(
-        "// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
-fn base2_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}
-fn natural_of(m: f32) -> f32 {{ return select(m * {:?}f, m, m == EMPTY_M); }}",
-        std::f32::consts::LOG2_E,
-        std::f32::consts::LN_2
-    )
-}
-
-/// The weight of a key whose logit is `below` under the largest one of its row. WGSL promises nothing about the `exp2` of
-/// a NaN: SwiftShader limits the exponent with `min`, which drops the NaN, and returns infinity.
-const WEIGHT_OF: &str = "fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+/// e^below, the weight of a key whose logit is `below` the largest one of its row. Below −150 the power is 0 in f32, and the product
+/// with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the `exp2` of a NaN, and `max` may drop it.
+pub(crate) const WEIGHT_OF: &str = "fn weight_of(below: f32) -> f32 {
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 ";
 

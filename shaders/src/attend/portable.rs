@@ -119,7 +119,7 @@ let q_at{i} = params.q_offset + batch * params.q_batch + safe{i} * params.q_row 
 let a_at{i} = params.a_offset + ((batch * params.rows + safe{i}) * params.heads + head) * {}u;
 let ml_at{i} = params.ml_offset + (batch * params.heads + head) * params.rows + safe{i};
 let ml{i} = state_ml[ml_at{i}];
-var m{i} = base2_of(ml{i}.x);
+var m{i} = ml{i}.x;
 var l{i} = select(0.0f, ml{i}.y, tc == 0u);
 var seen{i} = {};",
                 self.q_rows,
@@ -284,7 +284,7 @@ var seen{i} = {};",
         });
         t.line("workgroupBarrier();");
         for i in 0..self.rows {
-            t.line(format!("let corr{i} = exp2(m{i} - n{i});"));
+            t.line(format!("let corr{i} = weight_of(m{i} - n{i});"));
             t.line(format!("m{i} = n{i};"));
             let weights =
                 ["x", "y", "z", "w"].map(|lane| format!("weight_of(x{i}.{lane} - n{i})")).join(", ");
@@ -367,8 +367,7 @@ var seen{i} = {};",
                     }
                 }
                 t.block("if (tc == 0u)", |t| {
-                    t.line(format!("let m = select(natural_of(m{i}), ml{i}.x, m{i} == base2_of(ml{i}.x));"));
-                    t.line(format!("state_ml[ml_at{i}] = vec2<f32>(m, sum{i}.x);"));
+                    t.line(format!("state_ml[ml_at{i}] = vec2<f32>(m{i}, sum{i}.x);"));
                 });
             });
         }

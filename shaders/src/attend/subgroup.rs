@@ -115,7 +115,7 @@ let q_at{r} = params.q_offset + batch * params.q_batch + safe{r} * params.q_row 
 let a_at{r} = params.a_offset + ((batch * params.rows + safe{r}) * params.heads + head) * {}u;
 let ml_at{r} = params.ml_offset + (batch * params.heads + head) * params.rows + safe{r};
 let ml{r} = state_ml[ml_at{r}];
-var m{r} = base2_of(ml{r}.x);
+var m{r} = ml{r}.x;
 var l{r} = ml{r}.y;
 var seen{r} = {};",
                 self.lanes * self.rows,
@@ -297,7 +297,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
         }
         let max = (0..at_once).fold(format!("m{r}"), |max, j| format!("max({max}, x{r}_{j})"));
         t.line(format!("let n{r} = {max};"));
-        t.line(format!("let corr{r} = exp2(m{r} - n{r});"));
+        t.line(format!("let corr{r} = weight_of(m{r} - n{r});"));
         for j in 0..at_once {
             if partial {
                 t.line(format!("let p{r}_{j} = select(0.0f, weight_of(x{r}_{j} - n{r}), vis{r});"));
@@ -318,8 +318,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
                     let [x, y, z, w] = COMPONENTS.map(|component| format!("a{r}_{c}{component}"));
                     t.line(format!("state_a[a_at{r} + {c}u] = vec4<f32>({x}, {y}, {z}, {w});"));
                 }
-                t.line(format!("let m = select(natural_of(m{r}), ml{r}.x, m{r} == base2_of(ml{r}.x));"));
-                t.line(format!("state_ml[ml_at{r}] = vec2<f32>(m, l{r});"));
+                t.line(format!("state_ml[ml_at{r}] = vec2<f32>(m{r}, l{r});"));
             });
         }
     }

@@ -136,7 +136,6 @@ let safe{r} = min(row{r}, params.fixed_end - 1u);",
                     "let lo{r} = lists[spans + 2u * safe{r}];
 let hi{r} = lists[spans + 2u * safe{r} + 1u];
 let stats{r} = stats[{}];
-let lse{r} = base2_parts(stats{r}.x);
 let delta{r} = stats{r}.y;",
                     at("stats")
                 ));
@@ -200,8 +199,7 @@ let delta{r} = stats{r}.y;",
                 t.lines(
                     "let known = textureLoad(stats, vec2<i32>(vec2<u32>(head >> 1u, moving_y + at)));
 let stats_at = bitcast<vec2<f32>>(select(known.xy, known.zw, (head & 1u) == 1u));
-let live = saw_keys(stats_at.x);
-let lse = base2_parts(stats_at.x);",
+let live = saw_keys(stats_at.x);",
                 );
             }
             self.fetch(t, scores, if self.by_rows() { "" } else { " * params.q_scale" });
@@ -293,10 +291,10 @@ let lse = base2_parts(stats_at.x);",
 
     /// P and dS of one pair.
     fn weights(&self, t: &mut Text, tested: bool, r: u32) {
-        let (high, low, delta) = if self.by_rows() {
-            (format!("lse{r}.x"), format!("lse{r}.y"), format!("delta{r}"))
+        let (lse, delta) = if self.by_rows() {
+            (format!("stats{r}.x"), format!("delta{r}"))
         } else {
-            ("lse.x".to_owned(), "lse.y".to_owned(), "stats_at.y".to_owned())
+            ("stats_at.x".to_owned(), "stats_at.y".to_owned())
         };
         let logit = if self.kernel.softcap { format!("capped(x{r})") } else { format!("x{r}") };
         let term = if self.kernel.pairs.any() { format!(" + term{r}") } else { String::new() };
@@ -304,12 +302,12 @@ let lse = base2_parts(stats_at.x);",
             true => format!(" * slope_of(x{r})"),
             false => String::new(),
         };
-        let below = format!("({logit}{term} - {high}) - {low}");
+        let logit = format!("{logit}{term}");
         if tested {
-            t.line(format!("let p{r} = select(0.0f, weight_of(select(EMPTY_M, {below}, vis{r})), vis{r});"));
+            t.line(format!("let p{r} = select(0.0f, share_of({logit}, {lse}), vis{r});"));
             t.line(format!("let s{r} = select(0.0f, p{r} * (d{r} - {delta}){slope}, vis{r});"));
         } else {
-            t.line(format!("let p{r} = weight_of({below});"));
+            t.line(format!("let p{r} = share_of({logit}, {lse});"));
             t.line(format!("let s{r} = p{r} * (d{r} - {delta}){slope};"));
         }
     }

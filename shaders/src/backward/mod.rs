@@ -18,8 +18,7 @@
 //! additions is theirs. The kernel has two products for each pair, and reads and writes 8 bytes of the gradient for each pair, or
 //! for each key where queries share a row.
 //!
-//! Inside, logits are in base-2 units, with the factor on q of the forward kernels: so x has the rounding that is in the
-//! log-sum-exp.
+//! x has the factor on q of the forward kernels: so it has the rounding that is in the log-sum-exp.
 //!
 //! # Bindings
 //!
@@ -103,8 +102,8 @@ impl BackwardKernel {
 /// Declarations and functions of a backward kernel.
 fn prelude(kernel: BackwardKernel) -> String {
     let mut text =
-        attend::logits_prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.pairs);
-    text.push_str(&base2_parts());
+        attend::prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.pairs);
+    text.push_str(&shares());
     text.push('\n');
     if kernel.softcap && kernel.needs_slope() {
         text.push_str(SLOPE);
@@ -113,23 +112,16 @@ fn prelude(kernel: BackwardKernel) -> String {
     text
 }
 
-/// A log-sum-exp in base-2 units as a sum of two numbers. Rounded to one, a log-sum-exp of 100 would change every weight by 4e-6.
-/// WGSL has no fused multiply-add to rely on, so the factors are cut to 12 bits, whose product is exact.
-fn base2_parts() -> String {
-    let high = f32::from_bits(std::f32::consts::LOG2_E.to_bits() & 0xffff_f000);
-    #[expect(clippy::cast_possible_truncation, reason = "rounded once")]
-    let low = (std::f64::consts::LOG2_E - f64::from(high)) as f32;
+/// Functions that make P of a logit.
+fn shares() -> String {
     let unseen = (-EMPTY_M).to_bits();
     format!(
         "// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool {{ return bitcast<u32>(lse) != {unseen:#x}u; }}
-fn base2_parts(lse: f32) -> vec2<f32> {{
-    let bits = bitcast<u32>(lse);
-    let cut = bitcast<f32>(bits & 0xfffff000u);
-    let parts = vec2<f32>(cut * {high:?}f, (lse - cut) * {high:?}f + lse * {low:?}f);
-    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
-    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
-    return select(parts, vec2<f32>(lse, 0.0f), special);
+// P. Rounded, a logit may be above the log-sum-exp.
+fn share_of(logit: f32, lse: f32) -> f32 {{
+    let below = logit - lse;
+    return weight_of(select(below, 0.0f, below > 0.0f));
 }}
 "
     )

@@ -104,9 +104,9 @@ uniform! {
         keys_at: u32,
         /// Index of the first row span in the lists.
         spans_at: u32,
-        /// Factor on q: scale · log2 e; with softcap c, scale / c.
+        /// Factor on q: scale; with softcap c, scale / c.
         q_scale: f32,
-        /// With softcap c: c · log2 e.
+        /// With softcap c: c.
         cap: f32,
         /// Factor on dQ and dK.
         scale: f32,

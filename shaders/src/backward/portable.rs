@@ -184,8 +184,7 @@ let safe{i} = min(row{i}, params.fixed_end - 1u);",
                 t.lines(&format!(
                     "let lo{i} = lists[spans + 2u * safe{i}];
 let hi{i} = lists[spans + 2u * safe{i} + 1u];
-let stats{i} = stats[{}];
-let lse{i} = base2_parts(stats{i}.x);",
+let stats{i} = stats[{}];",
                     at("stats")
                 ));
                 if self.kernel.pairs.any() {

@@ -100,7 +100,7 @@ fn keys(t: &mut Text, kernel: DecodeKernel, unit_chunks: u32, units: u32) {
             "seen{s} |= select(0u, 1u, vis{s});
 let logit{s} = select(EMPTY_M, {logit}, vis{s});
 let n{s} = max(m{s}, logit{s});
-let corr{s} = exp2(m{s} - n{s});
+let corr{s} = weight_of(m{s} - n{s});
 let p{s} = select(0.0f, weight_of(logit{s} - n{s}), vis{s});
 m{s} = n{s};
 l{s} = fma(l{s}, corr{s}, p{s});"
@@ -125,7 +125,7 @@ fn end(t: &mut Text, slots: u32, chunks: u32) {
     for s in 0..slots {
         t.lines(&format!(
             "let top{s} = subgroupMax(m{s});
-let weight{s} = exp2(m{s} - top{s});
+let weight{s} = weight_of(m{s} - top{s});
 let sum{s} = subgroupAdd(l{s} * weight{s});
 let any{s} = subgroupMax(seen{s}) == 1u;"
         ));

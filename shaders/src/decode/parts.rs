@@ -23,7 +23,7 @@ pub(crate) fn merge_parts(head_dim: u32) -> String {
     t.line("");
     t.line(attend::empty_m());
     t.line("");
-    t.lines(&attend::units_of_m());
+    t.lines(attend::WEIGHT_OF);
     t.lines(UNSEEN);
     t.line("");
     t.line("@compute @workgroup_size(64)");
@@ -36,7 +36,7 @@ let group_index = (batch - params.batch_first) * (params.heads / params.group_he
 let parts = group_index * params.splits * params.slots + slot;
 let a_at = safe * {chunks}u - params.a_skipped;
 let state = state_ml[ml_at - params.ml_skipped];
-let before = base2_of(state.x);
+let before = state.x;
 var m = before;
 var seen = false;
 for (var i = 0u; i < params.splits; i++) {{
@@ -46,7 +46,7 @@ for (var i = 0u; i < params.splits; i++) {{
         seen = true;
     }}
 }}
-let corr = exp2(before - m);
+let corr = weight_of(before - m);
 var l = state.y * corr;"
         ));
         for c in 0..own {
@@ -56,7 +56,7 @@ var l = state.y * corr;"
             t.line("let at = parts + i * params.slots;");
             t.line("let part = part_ml[at];");
             t.block("if (!is_unseen(part.y))", |t| {
-                t.line("let weight = exp2(part.x - m);");
+                t.line("let weight = weight_of(part.x - m);");
                 t.line("l += part.y * weight;");
                 for c in 0..own {
                     t.line(format!("a{c} += part_a[at * {chunks}u + {}] * weight;", chunk(c)));
@@ -75,8 +75,7 @@ var l = state.y * corr;"
             }
         }
         t.block("if (lane == 0u)", |t| {
-            t.line("let natural = select(natural_of(m), state.x, m == before);");
-            t.line("state_ml[ml_at - params.ml_skipped] = vec2<f32>(natural, l);");
+            t.line("state_ml[ml_at - params.ml_skipped] = vec2<f32>(m, l);");
         });
     });
     t.finish()

@@ -202,7 +202,7 @@ tops[thread] = top;"
                 "let before = maxima[thread].x;
 var top = before;
 for (var i = 0u; i < {finders}u; i++) {{ top = max(top, tops[thread * {finders}u + i]); }}
-maxima[thread] = vec2<f32>(top, exp2(before - top));"
+maxima[thread] = vec2<f32>(top, weight_of(before - top));"
             ));
         });
         t.line("workgroupBarrier();");

@@ -54,12 +54,9 @@ fn pair(word: u32) -> vec2<f32> {
 fn chunk_0(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.x), pair(unit.y)); }
 fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(unit.w)); }
 
-// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
-fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
-fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
-
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn capped(t: f32) -> f32 {
@@ -120,7 +117,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let a_at0 = params.a_offset + ((batch * params.rows + safe0) * params.heads + head) * 4u;
     let ml_at0 = params.ml_offset + (batch * params.heads + head) * params.rows + safe0;
     let ml0 = state_ml[ml_at0];
-    var m0 = base2_of(ml0.x);
+    var m0 = ml0.x;
     var l0 = select(0.0f, ml0.y, tc == 0u);
     var seen0 = full_runs < partial_runs;
     var a0_0 = vec4<f32>();
@@ -136,7 +133,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let a_at1 = params.a_offset + ((batch * params.rows + safe1) * params.heads + head) * 4u;
     let ml_at1 = params.ml_offset + (batch * params.heads + head) * params.rows + safe1;
     let ml1 = state_ml[ml_at1];
-    var m1 = base2_of(ml1.x);
+    var m1 = ml1.x;
     var l1 = select(0.0f, ml1.y, tc == 0u);
     var seen1 = full_runs < partial_runs;
     var a1_0 = vec4<f32>();
@@ -152,7 +149,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let a_at2 = params.a_offset + ((batch * params.rows + safe2) * params.heads + head) * 4u;
     let ml_at2 = params.ml_offset + (batch * params.heads + head) * params.rows + safe2;
     let ml2 = state_ml[ml_at2];
-    var m2 = base2_of(ml2.x);
+    var m2 = ml2.x;
     var l2 = select(0.0f, ml2.y, tc == 0u);
     var seen2 = full_runs < partial_runs;
     var a2_0 = vec4<f32>();
@@ -168,7 +165,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let a_at3 = params.a_offset + ((batch * params.rows + safe3) * params.heads + head) * 4u;
     let ml_at3 = params.ml_offset + (batch * params.heads + head) * params.rows + safe3;
     let ml3 = state_ml[ml_at3];
-    var m3 = base2_of(ml3.x);
+    var m3 = ml3.x;
     var l3 = select(0.0f, ml3.y, tc == 0u);
     var seen3 = full_runs < partial_runs;
     var a3_0 = vec4<f32>();
@@ -231,25 +228,25 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
             }
             workgroupBarrier();
-            let corr0 = exp2(m0 - n0);
+            let corr0 = weight_of(m0 - n0);
             m0 = n0;
             let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
             let kept0 = p0;
             tile_p[tc * 32u + 0u + tr] = p0;
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
-            let corr1 = exp2(m1 - n1);
+            let corr1 = weight_of(m1 - n1);
             m1 = n1;
             let p1 = vec4<f32>(weight_of(x1.x - n1), weight_of(x1.y - n1), weight_of(x1.z - n1), weight_of(x1.w - n1));
             let kept1 = p1;
             tile_p[tc * 32u + 8u + tr] = p1;
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
-            let corr2 = exp2(m2 - n2);
+            let corr2 = weight_of(m2 - n2);
             m2 = n2;
             let p2 = vec4<f32>(weight_of(x2.x - n2), weight_of(x2.y - n2), weight_of(x2.z - n2), weight_of(x2.w - n2));
             let kept2 = p2;
             tile_p[tc * 32u + 16u + tr] = p2;
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
-            let corr3 = exp2(m3 - n3);
+            let corr3 = weight_of(m3 - n3);
             m3 = n3;
             let p3 = vec4<f32>(weight_of(x3.x - n3), weight_of(x3.y - n3), weight_of(x3.z - n3), weight_of(x3.w - n3));
             let kept3 = p3;
@@ -350,25 +347,25 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
             }
             workgroupBarrier();
-            let corr0 = exp2(m0 - n0);
+            let corr0 = weight_of(m0 - n0);
             m0 = n0;
             let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
             let kept0 = select(vec4<f32>(), p0, vis0);
             tile_p[tc * 32u + 0u + tr] = select(vec4<f32>(-1.0f), p0, vis0);
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
-            let corr1 = exp2(m1 - n1);
+            let corr1 = weight_of(m1 - n1);
             m1 = n1;
             let p1 = vec4<f32>(weight_of(x1.x - n1), weight_of(x1.y - n1), weight_of(x1.z - n1), weight_of(x1.w - n1));
             let kept1 = select(vec4<f32>(), p1, vis1);
             tile_p[tc * 32u + 8u + tr] = select(vec4<f32>(-1.0f), p1, vis1);
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
-            let corr2 = exp2(m2 - n2);
+            let corr2 = weight_of(m2 - n2);
             m2 = n2;
             let p2 = vec4<f32>(weight_of(x2.x - n2), weight_of(x2.y - n2), weight_of(x2.z - n2), weight_of(x2.w - n2));
             let kept2 = select(vec4<f32>(), p2, vis2);
             tile_p[tc * 32u + 16u + tr] = select(vec4<f32>(-1.0f), p2, vis2);
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
-            let corr3 = exp2(m3 - n3);
+            let corr3 = weight_of(m3 - n3);
             m3 = n3;
             let p3 = vec4<f32>(weight_of(x3.x - n3), weight_of(x3.y - n3), weight_of(x3.z - n3), weight_of(x3.w - n3));
             let kept3 = select(vec4<f32>(), p3, vis3);
@@ -424,8 +421,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             state_a[a_at0 + 0u + tc] = a0_0;
         }
         if (tc == 0u) {
-            let m = select(natural_of(m0), ml0.x, m0 == base2_of(ml0.x));
-            state_ml[ml_at0] = vec2<f32>(m, sum0.x);
+            state_ml[ml_at0] = vec2<f32>(m0, sum0.x);
         }
     }
     if (in1 && sum1.y > 0.0f) {
@@ -433,8 +429,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             state_a[a_at1 + 0u + tc] = a1_0;
         }
         if (tc == 0u) {
-            let m = select(natural_of(m1), ml1.x, m1 == base2_of(ml1.x));
-            state_ml[ml_at1] = vec2<f32>(m, sum1.x);
+            state_ml[ml_at1] = vec2<f32>(m1, sum1.x);
         }
     }
     if (in2 && sum2.y > 0.0f) {
@@ -442,8 +437,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             state_a[a_at2 + 0u + tc] = a2_0;
         }
         if (tc == 0u) {
-            let m = select(natural_of(m2), ml2.x, m2 == base2_of(ml2.x));
-            state_ml[ml_at2] = vec2<f32>(m, sum2.x);
+            state_ml[ml_at2] = vec2<f32>(m2, sum2.x);
         }
     }
     if (in3 && sum3.y > 0.0f) {
@@ -451,8 +445,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             state_a[a_at3 + 0u + tc] = a3_0;
         }
         if (tc == 0u) {
-            let m = select(natural_of(m3), ml3.x, m3 == base2_of(ml3.x));
-            state_ml[ml_at3] = vec2<f32>(m, sum3.x);
+            state_ml[ml_at3] = vec2<f32>(m3, sum3.x);
         }
     }
 }

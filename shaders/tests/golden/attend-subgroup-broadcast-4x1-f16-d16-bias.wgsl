@@ -56,12 +56,9 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(unit.z), unpack2x16float(unit.w));
 }
 
-// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
-fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
-fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
-
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 const HIDDEN: f32 = -3e38f;
@@ -72,10 +69,10 @@ fn pair_term(row: u32, position: u32) -> f32 {
     let bits = (word >> (((row + position) & 1u) * 16u)) & 0xffffu;
     let bias = unpack2x16float(bits).x;
     let hidden = bits == 0xfc00u;
-    // `max` may drop a NaN, so NaN goes around; what is smaller than -1e38 could not be scaled.
+    // `max` may drop a NaN, so NaN goes around; logits stay above that of a row that saw no key.
     let is_nan = (bitcast<u32>(bias) & 0x7fffffffu) > 0x7f800000u;
     let kept = select(max(bias, -1e38f), bias, is_nan);
-    return select(kept * 1.442695f, HIDDEN, hidden);
+    return select(kept, HIDDEN, hidden);
 }
 
 fn texel_0(texel: vec4<u32>) -> vec4<f32> { return chunk_0(texel); }
@@ -110,7 +107,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let a_at0 = params.a_offset + ((batch * params.rows + safe0) * params.heads + head) * 4u;
     let ml_at0 = params.ml_offset + (batch * params.heads + head) * params.rows + safe0;
     let ml0 = state_ml[ml_at0];
-    var m0 = base2_of(ml0.x);
+    var m0 = ml0.x;
     var l0 = ml0.y;
     var seen0 = false;
     let pair_row0 = params.pairs_offset + batch * params.pairs_batch + safe0 * params.pairs_row + head * params.pairs_head;
@@ -204,7 +201,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let x0_0 = select(EMPTY_M, dot0_0 + term0, vis0);
             seen0 = seen0 || vis0;
             let n0 = max(m0, x0_0);
-            let corr0 = exp2(m0 - n0);
+            let corr0 = weight_of(m0 - n0);
             let p0_0 = select(0.0f, weight_of(x0_0 - n0), vis0);
             m0 = n0;
             l0 = fma(l0, corr0, p0_0);
@@ -250,7 +247,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
         state_a[a_at0 + 1u] = vec4<f32>(a0_1x, a0_1y, a0_1z, a0_1w);
         state_a[a_at0 + 2u] = vec4<f32>(a0_2x, a0_2y, a0_2z, a0_2w);
         state_a[a_at0 + 3u] = vec4<f32>(a0_3x, a0_3y, a0_3z, a0_3w);
-        let m = select(natural_of(m0), ml0.x, m0 == base2_of(ml0.x));
-        state_ml[ml_at0] = vec2<f32>(m, l0);
+        state_ml[ml_at0] = vec2<f32>(m0, l0);
     }
 }

@@ -50,12 +50,9 @@ const EMPTY_M: f32 = -2.3819763e38f;
 
 fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
 
-// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
-fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
-fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
-
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn texel_0(texel: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(texel); }
@@ -89,7 +86,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let a_at0 = params.a_offset + ((batch * params.rows + safe0) * params.heads + head) * 4u;
     let ml_at0 = params.ml_offset + (batch * params.heads + head) * params.rows + safe0;
     let ml0 = state_ml[ml_at0];
-    var m0 = base2_of(ml0.x);
+    var m0 = ml0.x;
     var l0 = ml0.y;
     var seen0 = full_runs < partial_runs;
     let q_unit0_0 = q[q_at0 + 0u];
@@ -215,7 +212,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let dot0_1 = s0_1_0 + s0_1_1;
             let x0_1 = dot0_1;
             let n0 = max(max(m0, x0_0), x0_1);
-            let corr0 = exp2(m0 - n0);
+            let corr0 = weight_of(m0 - n0);
             let p0_0 = weight_of(x0_0 - n0);
             let p0_1 = weight_of(x0_1 - n0);
             m0 = n0;
@@ -318,7 +315,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let x0_0 = select(EMPTY_M, dot0_0, vis0);
             seen0 = seen0 || vis0;
             let n0 = max(m0, x0_0);
-            let corr0 = exp2(m0 - n0);
+            let corr0 = weight_of(m0 - n0);
             let p0_0 = select(0.0f, weight_of(x0_0 - n0), vis0);
             m0 = n0;
             l0 = fma(l0, corr0, p0_0);
@@ -363,7 +360,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
         state_a[a_at0 + 1u] = vec4<f32>(a0_1x, a0_1y, a0_1z, a0_1w);
         state_a[a_at0 + 2u] = vec4<f32>(a0_2x, a0_2y, a0_2z, a0_2w);
         state_a[a_at0 + 3u] = vec4<f32>(a0_3x, a0_3y, a0_3z, a0_3w);
-        let m = select(natural_of(m0), ml0.x, m0 == base2_of(ml0.x));
-        state_ml[ml_at0] = vec2<f32>(m, l0);
+        state_ml[ml_at0] = vec2<f32>(m0, l0);
     }
 }

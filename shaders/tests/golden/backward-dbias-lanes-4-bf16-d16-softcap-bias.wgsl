@@ -72,7 +72,8 @@ fn chunk_0(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.x), pair(u
 fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(unit.w)); }
 
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn capped(t: f32) -> f32 {
@@ -93,21 +94,18 @@ fn pair_term(row: u32, position: u32) -> f32 {
     let bits = (word >> (((row + position) & 1u) * 16u)) << 16u;
     let bias = bitcast<f32>(bits);
     let hidden = bits == 0xff800000u;
-    // `max` may drop a NaN, so NaN goes around; what is smaller than -1e38 could not be scaled.
+    // `max` may drop a NaN, so NaN goes around; logits stay above that of a row that saw no key.
     let is_nan = (bitcast<u32>(bias) & 0x7fffffffu) > 0x7f800000u;
     let kept = select(max(bias, -1e38f), bias, is_nan);
-    return select(kept * 1.442695f, HIDDEN, hidden);
+    return select(kept, HIDDEN, hidden);
 }
 
 // By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
-fn base2_parts(lse: f32) -> vec2<f32> {
-    let bits = bitcast<u32>(lse);
-    let cut = bitcast<f32>(bits & 0xfffff000u);
-    let parts = vec2<f32>(cut * 1.4423828f, (lse - cut) * 1.4423828f + lse * 0.0003122284f);
-    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
-    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
-    return select(parts, vec2<f32>(lse, 0.0f), special);
+// P. Rounded, a logit may be above the log-sum-exp.
+fn share_of(logit: f32, lse: f32) -> f32 {
+    let below = logit - lse;
+    return weight_of(select(below, 0.0f, below > 0.0f));
 }
 fn texel_0(texel: vec4<u32>) -> vec4<f32> { return chunk_0(texel); }
 fn texel_1(texel: vec4<u32>) -> vec4<f32> { return chunk_1(texel); }
@@ -138,7 +136,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let lo0 = lists[spans + 2u * safe0];
     let hi0 = lists[spans + 2u * safe0 + 1u];
     let stats0 = stats[params.stats_offset + batch * params.stats_batch + safe0 * params.stats_row + own_head * params.stats_head];
-    let lse0 = base2_parts(stats0.x);
     let delta0 = stats0.y;
     let pair_row0 = params.pairs_offset + batch * params.pairs_batch + safe0 * params.pairs_row + own_head * params.pairs_head;
     let q_at0 = params.q_offset + batch * params.q_batch + safe0 * params.q_row + own_head * params.q_head;
@@ -163,7 +160,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let lo1 = lists[spans + 2u * safe1];
     let hi1 = lists[spans + 2u * safe1 + 1u];
     let stats1 = stats[params.stats_offset + batch * params.stats_batch + safe1 * params.stats_row + own_head * params.stats_head];
-    let lse1 = base2_parts(stats1.x);
     let delta1 = stats1.y;
     let pair_row1 = params.pairs_offset + batch * params.pairs_batch + safe1 * params.pairs_row + own_head * params.pairs_head;
     let q_at1 = params.q_offset + batch * params.q_batch + safe1 * params.q_row + own_head * params.q_head;
@@ -188,7 +184,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let lo2 = lists[spans + 2u * safe2];
     let hi2 = lists[spans + 2u * safe2 + 1u];
     let stats2 = stats[params.stats_offset + batch * params.stats_batch + safe2 * params.stats_row + own_head * params.stats_head];
-    let lse2 = base2_parts(stats2.x);
     let delta2 = stats2.y;
     let pair_row2 = params.pairs_offset + batch * params.pairs_batch + safe2 * params.pairs_row + own_head * params.pairs_head;
     let q_at2 = params.q_offset + batch * params.q_batch + safe2 * params.q_row + own_head * params.q_head;
@@ -358,11 +353,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let vis1 = lo1 <= position && position < hi1 && shows(term1);
             let term2 = pair_term(pair_row2, position);
             let vis2 = lo2 <= position && position < hi2 && shows(term2);
-            let p0 = select(0.0f, weight_of(select(EMPTY_M, (capped(x0) + term0 - lse0.x) - lse0.y, vis0)), vis0);
+            let p0 = select(0.0f, share_of(capped(x0) + term0, stats0.x), vis0);
             let s0 = select(0.0f, p0 * (d0 - delta0), vis0);
-            let p1 = select(0.0f, weight_of(select(EMPTY_M, (capped(x1) + term1 - lse1.x) - lse1.y, vis1)), vis1);
+            let p1 = select(0.0f, share_of(capped(x1) + term1, stats1.x), vis1);
             let s1 = select(0.0f, p1 * (d1 - delta1), vis1);
-            let p2 = select(0.0f, weight_of(select(EMPTY_M, (capped(x2) + term2 - lse2.x) - lse2.y, vis2)), vis2);
+            let p2 = select(0.0f, share_of(capped(x2) + term2, stats2.x), vis2);
             let s2 = select(0.0f, p2 * (d2 - delta2), vis2);
             if (adds0 && vis0) {
                 let element = sum_at0 + position;

@@ -68,7 +68,8 @@ const EMPTY_M: f32 = -2.3819763e38f;
 fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
 
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn capped(t: f32) -> f32 {
@@ -88,21 +89,18 @@ fn pair_term(row: u32, position: u32) -> f32 {
     let bits = pairs[row + position];
     let bias = bitcast<f32>(bits);
     let hidden = bits == 0xff800000u;
-    // `max` may drop a NaN, so NaN goes around; what is smaller than -1e38 could not be scaled.
+    // `max` may drop a NaN, so NaN goes around; logits stay above that of a row that saw no key.
     let is_nan = (bitcast<u32>(bias) & 0x7fffffffu) > 0x7f800000u;
     let kept = select(max(bias, -1e38f), bias, is_nan);
-    return select(kept * 1.442695f, HIDDEN, hidden);
+    return select(kept, HIDDEN, hidden);
 }
 
 // By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
-fn base2_parts(lse: f32) -> vec2<f32> {
-    let bits = bitcast<u32>(lse);
-    let cut = bitcast<f32>(bits & 0xfffff000u);
-    let parts = vec2<f32>(cut * 1.4423828f, (lse - cut) * 1.4423828f + lse * 0.0003122284f);
-    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
-    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
-    return select(parts, vec2<f32>(lse, 0.0f), special);
+// P. Rounded, a logit may be above the log-sum-exp.
+fn share_of(logit: f32, lse: f32) -> f32 {
+    let below = logit - lse;
+    return weight_of(select(below, 0.0f, below > 0.0f));
 }
 // A hidden pair in P or dS: a number that no product gives, which its sum skips.
 const SKIPPED: f32 = -3.0e38f;
@@ -156,7 +154,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let lo0 = lists[spans + 2u * safe0];
     let hi0 = lists[spans + 2u * safe0 + 1u];
     let stats0 = stats[params.stats_offset + batch * params.stats_batch + safe0 * params.stats_row + own_head * params.stats_head];
-    let lse0 = base2_parts(stats0.x);
     let pair_row0 = params.pairs_offset + batch * params.pairs_batch + safe0 * params.pairs_row + own_head * params.pairs_head;
     let adds0 = in0 && saw_keys(stats0.x);
     let row1 = tile * 32u + 8u + tr;
@@ -168,7 +165,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let lo1 = lists[spans + 2u * safe1];
     let hi1 = lists[spans + 2u * safe1 + 1u];
     let stats1 = stats[params.stats_offset + batch * params.stats_batch + safe1 * params.stats_row + own_head * params.stats_head];
-    let lse1 = base2_parts(stats1.x);
     let pair_row1 = params.pairs_offset + batch * params.pairs_batch + safe1 * params.pairs_row + own_head * params.pairs_head;
     let adds1 = in1 && saw_keys(stats1.x);
     let row2 = tile * 32u + 16u + tr;
@@ -180,7 +176,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let lo2 = lists[spans + 2u * safe2];
     let hi2 = lists[spans + 2u * safe2 + 1u];
     let stats2 = stats[params.stats_offset + batch * params.stats_batch + safe2 * params.stats_row + own_head * params.stats_head];
-    let lse2 = base2_parts(stats2.x);
     let pair_row2 = params.pairs_offset + batch * params.pairs_batch + safe2 * params.pairs_row + own_head * params.pairs_head;
     let adds2 = in2 && saw_keys(stats2.x);
     let row3 = tile * 32u + 24u + tr;
@@ -192,7 +187,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let lo3 = lists[spans + 2u * safe3];
     let hi3 = lists[spans + 2u * safe3 + 1u];
     let stats3 = stats[params.stats_offset + batch * params.stats_batch + safe3 * params.stats_row + own_head * params.stats_head];
-    let lse3 = base2_parts(stats3.x);
     let pair_row3 = params.pairs_offset + batch * params.pairs_batch + safe3 * params.pairs_row + own_head * params.pairs_head;
     let adds3 = in3 && saw_keys(stats3.x);
     let load0 = (tr & 3u) * 8u + (tr >> 2u) + 0u;
@@ -272,20 +266,20 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 }
             }
             x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
-            x0 = select(vec4<f32>(EMPTY_M), ((x0 + term0) - lse0.x) - lse0.y, vis0);
-            let p0 = vec4<f32>(weight_of(x0.x), weight_of(x0.y), weight_of(x0.z), weight_of(x0.w));
+            x0 += term0;
+            let p0 = select(vec4<f32>(), vec4<f32>(share_of(x0.x, stats0.x), share_of(x0.y, stats0.x), share_of(x0.z, stats0.x), share_of(x0.w, stats0.x)), vis0);
             let s0 = p0 * (d0 - stats0.y);
             x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
-            x1 = select(vec4<f32>(EMPTY_M), ((x1 + term1) - lse1.x) - lse1.y, vis1);
-            let p1 = vec4<f32>(weight_of(x1.x), weight_of(x1.y), weight_of(x1.z), weight_of(x1.w));
+            x1 += term1;
+            let p1 = select(vec4<f32>(), vec4<f32>(share_of(x1.x, stats1.x), share_of(x1.y, stats1.x), share_of(x1.z, stats1.x), share_of(x1.w, stats1.x)), vis1);
             let s1 = p1 * (d1 - stats1.y);
             x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
-            x2 = select(vec4<f32>(EMPTY_M), ((x2 + term2) - lse2.x) - lse2.y, vis2);
-            let p2 = vec4<f32>(weight_of(x2.x), weight_of(x2.y), weight_of(x2.z), weight_of(x2.w));
+            x2 += term2;
+            let p2 = select(vec4<f32>(), vec4<f32>(share_of(x2.x, stats2.x), share_of(x2.y, stats2.x), share_of(x2.z, stats2.x), share_of(x2.w, stats2.x)), vis2);
             let s2 = p2 * (d2 - stats2.y);
             x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
-            x3 = select(vec4<f32>(EMPTY_M), ((x3 + term3) - lse3.x) - lse3.y, vis3);
-            let p3 = vec4<f32>(weight_of(x3.x), weight_of(x3.y), weight_of(x3.z), weight_of(x3.w));
+            x3 += term3;
+            let p3 = select(vec4<f32>(), vec4<f32>(share_of(x3.x, stats3.x), share_of(x3.y, stats3.x), share_of(x3.z, stats3.x), share_of(x3.w, stats3.x)), vis3);
             let s3 = p3 * (d3 - stats3.y);
             if (adds0 && vis0.x) {
                 let element = sum_at0 + pos.x;

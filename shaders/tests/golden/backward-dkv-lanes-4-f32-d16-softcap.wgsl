@@ -68,7 +68,8 @@ const EMPTY_M: f32 = -2.3819763e38f;
 fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
 
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn capped(t: f32) -> f32 {
@@ -83,13 +84,10 @@ fn capped(t: f32) -> f32 {
 
 // By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
-fn base2_parts(lse: f32) -> vec2<f32> {
-    let bits = bitcast<u32>(lse);
-    let cut = bitcast<f32>(bits & 0xfffff000u);
-    let parts = vec2<f32>(cut * 1.4423828f, (lse - cut) * 1.4423828f + lse * 0.0003122284f);
-    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
-    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
-    return select(parts, vec2<f32>(lse, 0.0f), special);
+// P. Rounded, a logit may be above the log-sum-exp.
+fn share_of(logit: f32, lse: f32) -> f32 {
+    let below = logit - lse;
+    return weight_of(select(below, 0.0f, below > 0.0f));
 }
 
 fn slope_of(t: f32) -> f32 {
@@ -235,7 +233,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 let known = textureLoad(stats, vec2<i32>(vec2<u32>(head >> 1u, moving_y + at)));
                 let stats_at = bitcast<vec2<f32>>(select(known.xy, known.zw, (head & 1u) == 1u));
                 let live = saw_keys(stats_at.x);
-                let lse = base2_parts(stats_at.x);
                 let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
                 let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
                 let d_o_texel0 = textureLoad(d_o, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
@@ -340,9 +337,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
                 let d0 = d0_chain0 + d0_chain1;
                 let d1 = d1_chain0 + d1_chain1;
-                let p0 = weight_of((capped(x0) - lse.x) - lse.y);
+                let p0 = share_of(capped(x0), stats_at.x);
                 let s0 = p0 * (d0 - stats_at.y) * slope_of(x0);
-                let p1 = weight_of((capped(x1) - lse.x) - lse.y);
+                let p1 = share_of(capped(x1), stats_at.x);
                 let s1 = p1 * (d1 - stats_at.y) * slope_of(x1);
                 a0_0x = fma(q_0x, s0, a0_0x);
                 a1_0x = fma(q_0x, s1, a1_0x);
@@ -417,7 +414,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 let known = textureLoad(stats, vec2<i32>(vec2<u32>(head >> 1u, moving_y + at)));
                 let stats_at = bitcast<vec2<f32>>(select(known.xy, known.zw, (head & 1u) == 1u));
                 let live = saw_keys(stats_at.x);
-                let lse = base2_parts(stats_at.x);
                 let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
                 let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
                 let d_o_texel0 = textureLoad(d_o, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
@@ -526,9 +522,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 let hi = lists[spans + 2u * at + 1u];
                 let vis0 = lo <= pos0 && pos0 < hi;
                 let vis1 = lo <= pos1 && pos1 < hi;
-                let p0 = select(0.0f, weight_of(select(EMPTY_M, (capped(x0) - lse.x) - lse.y, vis0)), vis0);
+                let p0 = select(0.0f, share_of(capped(x0), stats_at.x), vis0);
                 let s0 = select(0.0f, p0 * (d0 - stats_at.y) * slope_of(x0), vis0);
-                let p1 = select(0.0f, weight_of(select(EMPTY_M, (capped(x1) - lse.x) - lse.y, vis1)), vis1);
+                let p1 = select(0.0f, share_of(capped(x1), stats_at.x), vis1);
                 let s1 = select(0.0f, p1 * (d1 - stats_at.y) * slope_of(x1), vis1);
                 a0_0x = fma(select(0.0f, q_0x, vis0), s0, a0_0x);
                 a1_0x = fma(select(0.0f, q_0x, vis1), s1, a1_0x);

@@ -67,7 +67,8 @@ const EMPTY_M: f32 = -2.3819763e38f;
 fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
 
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn capped(t: f32) -> f32 {
@@ -90,13 +91,10 @@ fn pair_term(row: u32, position: u32) -> f32 {
 
 // By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
-fn base2_parts(lse: f32) -> vec2<f32> {
-    let bits = bitcast<u32>(lse);
-    let cut = bitcast<f32>(bits & 0xfffff000u);
-    let parts = vec2<f32>(cut * 1.4423828f, (lse - cut) * 1.4423828f + lse * 0.0003122284f);
-    // Infinity and NaN, and the mark of a row that saw no key, which a factor would make infinite.
-    let special = (bits & 0x7f800000u) == 0x7f800000u || !saw_keys(lse);
-    return select(parts, vec2<f32>(lse, 0.0f), special);
+// P. Rounded, a logit may be above the log-sum-exp.
+fn share_of(logit: f32, lse: f32) -> f32 {
+    let below = logit - lse;
+    return weight_of(select(below, 0.0f, below > 0.0f));
 }
 // A hidden pair in P or dS: a number that no product gives, which its sum skips.
 const SKIPPED: f32 = -3.0e38f;
@@ -176,15 +174,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let cols = vec4<u32>(col + 0u + tc, col + 8u + tc, col + 16u + tc, col + 24u + tc);
                 let there = min(cols, vec4<u32>(end - 1u));
                 let stats_x = stats[stats_base + there.x * params.stats_row];
-                let lse_x = base2_parts(stats_x.x);
                 let stats_y = stats[stats_base + there.y * params.stats_row];
-                let lse_y = base2_parts(stats_y.x);
                 let stats_z = stats[stats_base + there.z * params.stats_row];
-                let lse_z = base2_parts(stats_z.x);
                 let stats_w = stats[stats_base + there.w * params.stats_row];
-                let lse_w = base2_parts(stats_w.x);
-                let lse_high = vec4<f32>(lse_x.x, lse_y.x, lse_z.x, lse_w.x);
-                let lse_low = vec4<f32>(lse_x.y, lse_y.y, lse_z.y, lse_w.y);
+                let lse = vec4<f32>(stats_x.x, stats_y.x, stats_z.x, stats_w.x);
                 let live0 = col + load0 < end && saw_keys(stats[stats_base + min(col + load0, end - 1u) * params.stats_row].x);
                 let live1 = col + load1 < end && saw_keys(stats[stats_base + min(col + load1, end - 1u) * params.stats_row].x);
                 let live2 = col + load2 < end && saw_keys(stats[stats_base + min(col + load2, end - 1u) * params.stats_row].x);
@@ -232,17 +225,17 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                     }
                 }
                 x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
-                x0 = select(vec4<f32>(EMPTY_M), ((x0 + term0) - lse_high) - lse_low, vis0);
-                let p0 = vec4<f32>(weight_of(x0.x), weight_of(x0.y), weight_of(x0.z), weight_of(x0.w));
+                x0 += term0;
+                let p0 = select(vec4<f32>(), vec4<f32>(share_of(x0.x, lse.x), share_of(x0.y, lse.y), share_of(x0.z, lse.z), share_of(x0.w, lse.w)), vis0);
                 x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
-                x1 = select(vec4<f32>(EMPTY_M), ((x1 + term1) - lse_high) - lse_low, vis1);
-                let p1 = vec4<f32>(weight_of(x1.x), weight_of(x1.y), weight_of(x1.z), weight_of(x1.w));
+                x1 += term1;
+                let p1 = select(vec4<f32>(), vec4<f32>(share_of(x1.x, lse.x), share_of(x1.y, lse.y), share_of(x1.z, lse.z), share_of(x1.w, lse.w)), vis1);
                 x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
-                x2 = select(vec4<f32>(EMPTY_M), ((x2 + term2) - lse_high) - lse_low, vis2);
-                let p2 = vec4<f32>(weight_of(x2.x), weight_of(x2.y), weight_of(x2.z), weight_of(x2.w));
+                x2 += term2;
+                let p2 = select(vec4<f32>(), vec4<f32>(share_of(x2.x, lse.x), share_of(x2.y, lse.y), share_of(x2.z, lse.z), share_of(x2.w, lse.w)), vis2);
                 x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
-                x3 = select(vec4<f32>(EMPTY_M), ((x3 + term3) - lse_high) - lse_low, vis3);
-                let p3 = vec4<f32>(weight_of(x3.x), weight_of(x3.y), weight_of(x3.z), weight_of(x3.w));
+                x3 += term3;
+                let p3 = select(vec4<f32>(), vec4<f32>(share_of(x3.x, lse.x), share_of(x3.y, lse.y), share_of(x3.z, lse.z), share_of(x3.w, lse.w)), vis3);
                 workgroupBarrier();
                 fixed0[tc * 32u + 0u + tr] = select(vec4<f32>(SKIPPED), p0, vis0);
                 fixed0[tc * 32u + 8u + tr] = select(vec4<f32>(SKIPPED), p1, vis1);

@@ -56,12 +56,9 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(unit.z), unpack2x16float(unit.w));
 }
 
-// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
-fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
-fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
-
 fn weight_of(below: f32) -> f32 {
-    return select(exp2(below), below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 const HIDDEN: f32 = -3e38f;
@@ -173,7 +170,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let before = maxima[thread].x;
                 var top = before;
                 for (var i = 0u; i < 8u; i++) { top = max(top, tops[thread * 8u + i]); }
-                maxima[thread] = vec2<f32>(top, exp2(before - top));
+                maxima[thread] = vec2<f32>(top, weight_of(before - top));
             }
             workgroupBarrier();
             let max0 = maxima[0];

@@ -16,8 +16,9 @@ struct FinalizeParams {
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>;
 @group(0) @binding(5) var<storage, read> sinks: array<f32>;
 
-fn power(exponent: f32) -> f32 {
-    return select(exp2(exponent * 1.442695f), 0.0f, exponent < -150.0f);
+fn weight_of(below: f32) -> f32 {
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
 fn rounded(x: f32) -> u32 {
@@ -69,8 +70,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let empty = (bitcast<u32>(ml.y) & 0x7fffffffu) == 0u;
     let sink = sinks[head];
     let m = max(ml.x, sink);
-    let weight = power(ml.x - m);
-    let divisor = select(ml.y * weight + power(sink - m), 1.0f, empty);
+    let weight = weight_of(ml.x - m);
+    let divisor = select(ml.y * weight + weight_of(sink - m), 1.0f, empty);
     if (lane == 0u) {
         lse[row_head] = bitcast<u32>(select(m + ln(divisor), sink, empty));
     }

@@ -21,9 +21,10 @@ struct MergePartsParams {
 
 const EMPTY_M: f32 = -2.3819763e38f;
 
-// m is kept in natural-log units outside and in base-2 units inside; EMPTY_M is the same in both.
-fn base2_of(m: f32) -> f32 { return select(m * 1.442695f, m, m == EMPTY_M); }
-fn natural_of(m: f32) -> f32 { return select(m * 0.6931472f, m, m == EMPTY_M); }
+fn weight_of(below: f32) -> f32 {
+    let power = exp2(max(below, -150.0f) * 1.442695f);
+    return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
+}
 const UNSEEN: f32 = -1.0f;
 // By bits, so that NaN counts as seen.
 fn is_unseen(l: f32) -> bool { return bitcast<u32>(l) == 0xbf800000u; }
@@ -44,7 +45,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let parts = group_index * params.splits * params.slots + slot;
     let a_at = safe * 6u - params.a_skipped;
     let state = state_ml[ml_at - params.ml_skipped];
-    let before = base2_of(state.x);
+    let before = state.x;
     var m = before;
     var seen = false;
     for (var i = 0u; i < params.splits; i++) {
@@ -54,14 +55,14 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             seen = true;
         }
     }
-    let corr = exp2(before - m);
+    let corr = weight_of(before - m);
     var l = state.y * corr;
     var a0 = state_a[a_at + min(lane + 0u, 5u)] * corr;
     for (var i = 0u; i < params.splits; i++) {
         let at = parts + i * params.slots;
         let part = part_ml[at];
         if (!is_unseen(part.y)) {
-            let weight = exp2(part.x - m);
+            let weight = weight_of(part.x - m);
             l += part.y * weight;
             a0 += part_a[at * 6u + min(lane + 0u, 5u)] * weight;
         }
@@ -71,7 +72,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     if (!inside || !seen) { return; }
     if (lane + 0u < 6u) { state_a[a_at + lane + 0u] = a0; }
     if (lane == 0u) {
-        let natural = select(natural_of(m), state.x, m == before);
-        state_ml[ml_at - params.ml_skipped] = vec2<f32>(natural, l);
+        state_ml[ml_at - params.ml_skipped] = vec2<f32>(m, l);
     }
 }

@@ -17,6 +17,7 @@ mod codes;
 mod gradients;
 mod loss;
 mod states;
+mod values;
 
 /// A claim and its check. Checks are futures: in a browser nothing may block.
 pub type Check<B> = (&'static str, for<'a> fn(&'a B, &'a str) -> Pin<Box<dyn Future<Output = ()> + 'a>>);
@@ -32,6 +33,12 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         }),
         ("agrees with the oracle on every case in bf16", |backend, who| {
             Box::pin(dense_cases(backend, who, Dtype::Bf16))
+        }),
+        ("agrees with the oracle on logits of any size", |backend, who| {
+            Box::pin(values::logits_of_any_size(backend, who))
+        }),
+        ("gives the mean of the values where all logits are one huge number", |backend, who| {
+            Box::pin(values::rows_of_huge_logits(backend, who))
         }),
         ("carries a running state over a ring", |backend, who| Box::pin(on_mesh(backend, who, 1, 3))),
         ("swaps heads for tokens with an all-to-all", |backend, who| Box::pin(on_mesh(backend, who, 2, 1))),

@@ -42,7 +42,8 @@ impl GradientCase {
 
     fn typed<E: Element + bytemuck::Pod>(case: Case, dtype: Dtype, factor: f32) -> Self {
         let inputs = case.inputs::<E>();
-        let prepared = Prepared::new(case, dtype);
+        let mut prepared = Prepared::new(case, dtype);
+        prepared.problem = prepared.problem.with_inference(false);
         let (case, problem) = (&prepared.case, &prepared.oracle);
         let rows = problem.batch * problem.q_len * problem.q_heads;
         let made = |seed: u64, index: usize| normal(seed, TensorId::OutputGradient, index as u64);

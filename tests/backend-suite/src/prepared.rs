@@ -29,7 +29,7 @@ pub fn chosen_cases(device: &DeviceInfo) -> impl Iterator<Item = Case> + use<> {
     cases().into_iter().filter(move |case| only == 0 || case.problem.head_dim == only)
 }
 
-/// The product's types for a case, in storage type `dtype`.
+/// The product's types for a case, in storage type `dtype`. No backward pass follows, so kernels for few query rows take part.
 pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let oracle = &case.problem;
     let small = |n: usize| u32::try_from(n).unwrap();
@@ -49,6 +49,7 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         })
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
         .unwrap()
+        .with_inference(true)
 }
 
 /// A case in one storage type: its tensors, the right result, and the limit for one device.

@@ -80,6 +80,7 @@ async fn timed(backend: &WgpuBackend, problem: &AttentionProblem) -> Vec<f64> {
             work,
             pairs: None,
             fixed_order: false,
+            inference: true,
             state,
         };
         backend.attend(attend, &Control::default()).await.unwrap();

@@ -376,6 +376,7 @@ impl Token {
             work,
             pairs: None,
             fixed_order: false,
+            inference: true,
             state,
         };
         block_on(backend.attend(args, &Control::default()))

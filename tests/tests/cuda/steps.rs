@@ -290,6 +290,7 @@ impl Call {
             work: &self.work,
             pairs: None,
             fixed_order: false,
+            inference: true,
             state: StateMut { a, ml, shape: *shape },
         };
         block_on(backend.attend(args, &Control::default())).unwrap();

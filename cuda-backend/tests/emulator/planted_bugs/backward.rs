@@ -15,7 +15,13 @@ const TILES: &str = "backward_tiles.h";
 const QUERIES: &str = "backward_queries.h";
 const KEYS: &str = "backward_keys.h";
 
-const BUGS: [Bug; 29] = [
+const BUGS: [Bug; 30] = [
+    bug(
+        "P of a logit with another rounding",
+        TILES,
+        "float x = product(score, scale), d",
+        "float x = product(score, scale * LOG2_E) * 0.693147181f, d",
+    ),
     bug("copies are not waited for", TILES, "copy_async_wait<0>();", ";"),
     bug("no barrier between copies and readers", TILES, "barrier_or(odd_here(stage, here))", "false"),
     bug(
@@ -157,6 +163,7 @@ fn judge(dtype: Dtype) -> impl Fn(&Program, Timing) -> Result<(), String> + Sync
         call(dtype, true, entries),
         call(dtype, false, layers),
         named(dtype, "NaN in padding"),
+        named(dtype, "logits of a million"),
     ];
     if dtype == Dtype::F16 {
         let case = GradientCase::of_scaled_loss(case(causal), dtype, 8192.0);
@@ -211,7 +218,7 @@ const F32_BUGS: [Bug; 11] = [
     bug(
         "a logit is summed in two halves",
         F32,
-        "AttentionF32::dot(attend.dim, q, k) * attend.scale",
+        "product(AttentionF32::dot(attend.dim, q, k), attend.scale)",
         "(AttentionF32::dot(attend.dim / 2, q, k) + AttentionF32::dot(attend.dim / 2, q + attend.dim / 2, k + attend.dim / 2)) * attend.scale",
     ),
     bug("no slope of the softcap", F32, "of_bias * fused(-bent, bent, 1.0f)", "of_bias"),

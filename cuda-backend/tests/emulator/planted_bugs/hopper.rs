@@ -228,8 +228,8 @@ const BUGS: [Bug; 52] = [
     bug(
         "results behind the last row",
         "rows.h",
-        "            if (!there(half)) continue;\n            const Entry entry(top[half], sum[half], EMPTY_M",
-        "            const Entry entry(top[half], sum[half], EMPTY_M",
+        "            if (!there(half)) continue;\n            const Entry entry(top[half], sum[half], Anchor::off(top[half]), EMPTY_M",
+        "            const Entry entry(top[half], sum[half], Anchor::off(top[half]), EMPTY_M",
     ),
     bug("results without sinks", FILE, "more.lse, more.sinks)", "more.lse, nullptr)"),
     bug("a sink of another head", "rows.h", "sinks + rows[half].head", "sinks"),

@@ -9,7 +9,8 @@ use super::{Bug, Planted, bug, call, planted};
 use crate::call::{Call, Kernel, Keys};
 use crate::job::Timing;
 
-const BUGS: [Bug; 25] = [
+const BUGS: [Bug; 26] = [
+    bug("an exponent without a bound", "logits.h", "return !(magnitude(base) < FAR);", "return false;"),
     bug("copies are not waited for", "attend.h", "copy_async_wait<0>();", ""),
     bug(
         "the wait leaves one group of copies incomplete",
@@ -134,6 +135,12 @@ fn causal_call() -> Call {
     })
 }
 
+/// Logits of some billions.
+fn huge(case: &mut Case) {
+    (case.problem.q_len, case.problem.kv_len) = (20, 133);
+    case.problem.scale *= 1e9;
+}
+
 pub(super) fn kernel() -> Planted {
     let window = |case: &mut Case| {
         (case.problem.q_len, case.problem.kv_len) = (40, 90);
@@ -152,6 +159,7 @@ pub(super) fn kernel() -> Planted {
         (causal_call(), Kernel::Tiled, Keys::Split),
         (call(window), Kernel::Tiled, Keys::Whole),
         (call(ragged), Kernel::Tiled, Keys::Whole),
+        (call(huge), Kernel::Tiled, Keys::Split),
         (call(blind), Kernel::Tiled, Keys::Whole),
         (Call::new::<bf16>(nan, Dtype::Bf16), Kernel::Tiled, Keys::Whole),
     ];

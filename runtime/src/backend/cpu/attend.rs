@@ -62,7 +62,7 @@ async fn attend_in_pieces(
     let work = args.work;
     let dim = args.state.shape.dim;
     let shape = args.state.shape;
-    let few_rows = few_rows::takes(shape, args.fixed_order);
+    let few_rows = args.inference && few_rows::takes(shape, args.fixed_order);
     let bf16 = backend.level.bf16().filter(|_| args.dtype == Dtype::Bf16);
     let tensor = |operand| {
         let tensor = Tensor::new(args.dtype, operand);

@@ -57,12 +57,9 @@ impl<'a> Call<'a> {
         if self.tiles.is_some() { words.next_multiple_of(tiles::SIDE) } else { words }
     }
 
-    /// Factor on q, or on the scores where q is in words: the base-2 factor is applied to q, so that no score needs it. With a softcap it is applied after the tanh.
+    /// Factor on q, or on the scores where q is in words. With a softcap, scores are the argument of its tanh.
     pub(super) fn query_factor(&self) -> f32 {
-        let factor = match self.softcap {
-            None => f64::from(self.scale) * std::f64::consts::LOG2_E,
-            Some(cap) => f64::from(self.scale) / f64::from(cap),
-        };
+        let factor = f64::from(self.scale) / f64::from(self.softcap.unwrap_or(1.0));
         #[expect(clippy::cast_possible_truncation, reason = "rounded once, on purpose")]
         let factor = factor as f32;
         factor

@@ -12,7 +12,7 @@ use super::call::Call;
 use super::keys::PackedKeys;
 use super::pack::{MAX_LANES, pack_lanes, transposed};
 use super::panel::Panel;
-use super::scalar;
+use super::scalar::exp;
 use super::scratch::{Scratch, floats, floats_mut};
 use super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use crate::backend::EMPTY_M;
@@ -119,7 +119,7 @@ impl<'a> Job<'a> {
         &self.class.rows[first..first + self.a.len()]
     }
 
-    /// Packs q and starts a local running state with base-2 logits, which is merged into the caller's state at the end.
+    /// Packs q and starts a local running state, which is merged into the caller's state at the end.
     #[inline(always)]
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
         let (rows, words, padded_words) = (self.a.len(), call.words(), call.panel_words());
@@ -164,7 +164,7 @@ impl<'a> Job<'a> {
                             a[d..].first_chunk_mut().expect("head dimensions are multiples of eight");
                         match *weights {
                             Merge::Nothing => {}
-                            Merge::Write { found } => *a = o.map(|o| o * found),
+                            Merge::Write => *a = o,
                             Merge::Add { keep, found } => {
                                 *a = std::array::from_fn(|i| a[i] * keep + o[i] * found);
                             }
@@ -180,7 +180,7 @@ impl<'a> Job<'a> {
 #[derive(Clone, Copy)]
 pub(super) enum Merge {
     Nothing,
-    Write { found: f32 },
+    Write,
     Add { keep: f32, found: f32 },
 }
 
@@ -189,29 +189,25 @@ impl Merge {
     pub(super) fn apply(self, a: &mut [f32], o: &[f32]) {
         match self {
             Self::Nothing => {}
-            Self::Write { found } => a.iter_mut().zip(o).for_each(|(a, o)| *a = o * found),
+            Self::Write => a.copy_from_slice(o),
             Self::Add { keep, found } => a.iter_mut().zip(o).for_each(|(a, o)| *a = *a * keep + o * found),
         }
     }
 
-    /// Merges (m in base-2 units, l) into `ml`.
+    /// Merges (m, l) into `ml`.
     #[inline(always)]
-    pub(super) fn of(ml: &mut [f32; 2], m2: f32, l: f32) -> Self {
-        if l == 0.0 && m2 == EMPTY_M {
+    pub(super) fn of(ml: &mut [f32; 2], m: f32, l: f32) -> Self {
+        if l == 0.0 && m == EMPTY_M {
             return Self::Nothing;
         }
         let [old_m, old_l] = *ml;
-        let natural = m2 * std::f32::consts::LN_2;
-        // In f64: m is rounded to natural units, and this weight compensates for the rounding.
-        let weight = |m: f32| scalar::exp2(f64::from(m2) - f64::from(m) * std::f64::consts::LOG2_E);
         if old_l == 0.0 && old_m == EMPTY_M {
-            let found = weight(natural);
-            *ml = [natural, l * found];
-            return Self::Write { found };
+            *ml = [m, l];
+            return Self::Write;
         }
-        let m = old_m.max(natural);
-        let (keep, found) = (scalar::exp(old_m - m), weight(m));
-        *ml = [m, old_l * keep + l * found];
+        let top = old_m.max(m);
+        let (keep, found) = (exp(old_m - top), exp(m - top));
+        *ml = [top, old_l * keep + l * found];
         Self::Add { keep, found }
     }
 }

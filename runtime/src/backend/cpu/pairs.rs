@@ -1,4 +1,4 @@
-//! Attention bias tensors as terms of base-2 logits.
+//! Attention bias tensors as terms of logits.
 
 use half::{bf16, f16};
 
@@ -34,7 +34,7 @@ impl<'a> PairRows<'a> {
         Self { elements, layout: pairs.layout }
     }
 
-    /// `into[key · lanes + lane]` = the term of row `first + lane` for its base-2 logit of the key at `positions[key]`;
+    /// `into[key · lanes + lane]` = the term of row `first + lane` for its logit of the key at `positions[key]`;
     /// −∞ hides the key. Lanes from `rows` on have no meaning. Returns whether any of the rows sees any of the keys.
     #[inline(always)]
     pub(super) fn terms(
@@ -123,7 +123,7 @@ impl Rows<'_> {
                 for (terms, biases) in terms.chunks_exact_mut(lanes).zip(transposed(block)) {
                     let largest = largest[lane..lane + 4].iter_mut();
                     for ((term, bias), largest) in terms[lane..].iter_mut().zip(biases).zip(largest) {
-                        *term = base_2(bias);
+                        *term = limited(bias);
                         *largest = if *term > *largest || term.is_nan() { *term } else { *largest };
                     }
                 }
@@ -133,11 +133,10 @@ impl Rows<'_> {
     }
 }
 
-/// −∞ hides a key, and stays −∞. Other numbers are limited so that their product is finite.
+/// −∞ hides a key, and stays −∞. Other numbers are limited, so that logits stay above that of a row that saw no key.
 #[inline(always)]
-fn base_2(bias: f32) -> f32 {
-    let least = if bias < LEAST_BIAS && bias > f32::NEG_INFINITY { LEAST_BIAS } else { bias };
-    least * std::f32::consts::LOG2_E
+fn limited(bias: f32) -> f32 {
+    if bias < LEAST_BIAS && bias > f32::NEG_INFINITY { LEAST_BIAS } else { bias }
 }
 
 /// The limit that [`BiasKind::Additive`] documents.

@@ -9,7 +9,7 @@ use pulp::Simd;
 
 use super::bf16::{WordProducts, element_of, words_of};
 use super::call::TILE;
-use super::exp::{exp2, exp2_each, mul_add, tanh};
+use super::exp::{exp, exp_each, mul_add, tanh};
 use super::kernel::{Scores, WeightedSum, alone, scale};
 use super::keys::KeyTile;
 use super::tiles::{self, PreparedTiles, TileProduct};
@@ -26,7 +26,7 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) q: &'a [[S::f32s; NV]],
     /// `[dim]`, un-normalised.
     pub(super) o: &'a mut [[S::f32s; NV]],
-    /// `[m, l]`, m in base-2 units.
+    /// `[m, l]`.
     pub(super) ml: &'a mut [[S::f32s; NV]],
     /// `[key]`, space.
     pub(super) scores: &'a mut [[S::f32s; NV]],
@@ -69,7 +69,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
             for (key, (s, position)) in (from..).zip(stored.iter_mut().zip(positions)) {
                 if let Some(cap) = self.softcap {
-                    let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
+                    let cap = simd.splat_f32s(cap);
                     for s in s.iter_mut() {
                         *s = simd.mul_f32s(cap, tanh(simd, *s));
                     }
@@ -120,7 +120,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let [old_m, l] = self.ml else { unreachable!("m and l") };
         let mut keep = *old_m;
         for ((keep, m), (l, sum)) in keep.iter_mut().zip(&m).zip(l.iter_mut().zip(&sum)) {
-            *keep = exp2(simd, simd.sub_f32s(*keep, *m));
+            *keep = exp(simd, simd.sub_f32s(*keep, *m));
             *l = mul_add(simd, *l, *keep, *sum);
         }
         *old_m = m;
@@ -280,7 +280,7 @@ fn weigh<S: Simd, const NV: usize, const KEYS: usize>(
             *s = simd.sub_f32s(*s, *m);
         }
     }
-    *scores = exp2_each(simd, shifted);
+    *scores = exp_each(simd, shifted);
     for p in scores {
         for (sum, p) in sum.iter_mut().zip(p) {
             *sum = simd.add_f32s(*sum, *p);
@@ -356,5 +356,5 @@ fn add_where_seen<S: Simd, const MR: usize, const NV: usize, const WORDS: bool>(
     o
 }
 
-/// How far a score may lie above `m`, as a power of two.
-const SLACK: f32 = 8.0;
+/// How far a score may lie above `m`: weights are at most e^5.5, a factor of 245.
+const SLACK: f32 = 5.5;

@@ -131,6 +131,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
             work,
             pairs: None,
             fixed_order: false,
+            inference: true,
             state: StateMut { a: &mut a, ml: &mut ml, shape },
         };
         pollster::block_on(backend.attend(args, &Control::default())).unwrap();

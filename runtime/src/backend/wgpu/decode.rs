@@ -36,6 +36,7 @@ pub(super) fn decode<'a>(
     let most = (variant.most_slots(head_dim) as usize).min(MOST_SLOTS);
     let shared = shared_heads(args.kv_head_of);
     if args.fixed_order
+        || !args.inference
         || args.work.q_tiles() != 1
         || args.work.kv_positions.len() < FEWEST_KEYS
         || shape.rows > most

@@ -205,10 +205,10 @@ pub(super) fn units(layout: &Layout, unit: usize, window: Window<'_>) -> Result<
     Ok(units)
 }
 
-/// The factor on q, and with a softcap the factor on the tanh: both for logits in base-2 units.
+/// The factor on q, and with a softcap the factor on the tanh.
 pub(super) fn factors(scale: f32, softcap: Option<f32>) -> (f32, f32) {
     match softcap {
-        Some(cap) => (scale / cap, cap * std::f32::consts::LOG2_E),
-        None => (scale * std::f32::consts::LOG2_E, 0.0),
+        Some(cap) => (scale / cap, cap),
+        None => (scale, 0.0),
     }
 }

@@ -93,7 +93,11 @@ impl Session {
         let facts = facts_of(&notes)?;
         let agreed = Agreed::new(&call.options, &facts)?;
         let Appended { own, holdings } = cache.appended(call, &agreed)?;
-        let make = |options: &Options, agreed: &Agreed| cache.plans(options, agreed, &holdings);
+        let make = |options: &Options, agreed: &Agreed| {
+            // A cache has no backward pass.
+            let options = Options { execution: options.execution.clone().inference(true), ..options.clone() };
+            cache.plans(&options, agreed, &holdings)
+        };
         let lowered = self.plan_of(Direction::Forward, &call.options, facts, make)?;
         let tokens = sources(call, &own, cache.rank);
         let rows = cache.kept_for(&cache.holdings).next_rows(cache.rank, len(&own[cache.rank.0 as usize]));

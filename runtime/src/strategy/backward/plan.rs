@@ -95,6 +95,12 @@ fn has_backward(problem: &AttentionProblem, strategy: Strategy) -> Result<()> {
             "let each rank get the rows of its own queries",
         );
     }
+    if problem.inference {
+        return refuse(
+            "of a call after which none was to follow".to_owned(),
+            "leave `inference` out of the call",
+        );
+    }
     if problem.fixed_order {
         return refuse("in a fixed order".to_owned(), "leave the order of sums to the plan");
     }

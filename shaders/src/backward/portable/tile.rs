@@ -15,13 +15,11 @@ impl Shape {
         if !self.by_rows() {
             for x in XYZW {
                 t.line(format!("let stats_{x} = stats[stats_base + there.{x} * params.stats_row];"));
-                t.line(format!("let lse_{x} = base2_parts(stats_{x}.x);"));
             }
-            let numbers = [("lse_high", "lse", "x"), ("lse_low", "lse", "y"), ("delta", "stats", "y")];
-            for (name, of, field) in
-                numbers.into_iter().take(if self.kernel.sums.needs_scores() { 3 } else { 2 })
+            let numbers = [("lse", "x"), ("delta", "y")];
+            for (name, field) in numbers.into_iter().take(if self.kernel.sums.needs_scores() { 2 } else { 1 })
             {
-                let lanes = XYZW.map(|x| format!("{of}_{x}.{field}")).join(", ");
+                let lanes = XYZW.map(|x| format!("stats_{x}.{field}")).join(", ");
                 t.line(format!("let {name} = vec4<f32>({lanes});"));
             }
             for it in 0..COLS / SIDE {
@@ -143,10 +141,10 @@ impl Shape {
     pub(super) fn weights(&self, t: &mut Text, tested: bool) {
         let scores = self.kernel.sums.needs_scores();
         for i in 0..self.rows {
-            let (high, low, delta) = if self.by_rows() {
-                (format!("lse{i}.x"), format!("lse{i}.y"), format!("stats{i}.y"))
+            let (lse, delta) = if self.by_rows() {
+                (format!("stats{i}.x"), format!("stats{i}.y"))
             } else {
-                ("lse_high".to_owned(), "lse_low".to_owned(), "delta".to_owned())
+                ("lse".to_owned(), "delta".to_owned())
             };
             let lanes = |f: &str| XYZW.map(|x| format!("{f}(x{i}.{x})")).join(", ");
             if self.kernel.softcap {
@@ -155,14 +153,19 @@ impl Shape {
                 }
                 t.line(format!("x{i} = vec4<f32>({});", lanes("capped")));
             }
-            let term = if self.kernel.pairs.any() { format!(" + term{i}") } else { String::new() };
-            let below = format!("((x{i}{term}) - {high}) - {low}");
-            t.line(if tested {
-                format!("x{i} = select(vec4<f32>(EMPTY_M), {below}, vis{i});")
-            } else {
-                format!("x{i} = {below};")
+            if self.kernel.pairs.any() {
+                t.line(format!("x{i} += term{i};"));
+            }
+            let shares = XYZW.map(|x| {
+                let lse = if self.by_rows() { lse.clone() } else { format!("{lse}.{x}") };
+                format!("share_of(x{i}.{x}, {lse})")
             });
-            t.line(format!("let p{i} = vec4<f32>({});", lanes("weight_of")));
+            let shares = format!("vec4<f32>({})", shares.join(", "));
+            t.line(if tested {
+                format!("let p{i} = select(vec4<f32>(), {shares}, vis{i});")
+            } else {
+                format!("let p{i} = {shares};")
+            });
             if scores {
                 let slope = match self.kernel.softcap && self.kernel.needs_slope() {
                     true => format!(" * slope{i}"),

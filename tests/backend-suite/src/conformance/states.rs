@@ -111,6 +111,7 @@ pub(super) async fn attend_with<B: Backend>(
         work,
         pairs: None,
         fixed_order: false,
+        inference: true,
         state: state.edit(),
     };
     match results {

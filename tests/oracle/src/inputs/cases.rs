@@ -36,6 +36,8 @@ pub struct CasePairs {
     pub heads: usize,
     /// Whether all queries share one row.
     pub shared_rows: bool,
+    /// Whether keys are hidden by a large negative number, as many models do it, instead of −∞: in f16 that is −∞ too.
+    pub stand_in: bool,
 }
 
 /// One element of k or v with a replaced value. A row must not read it unless the row sees the key.
@@ -118,7 +120,8 @@ impl Case {
                 let all = 0..pairs.batch * pairs.heads * self.pair_queries(pairs) * self.problem.kv_len;
                 let term = |index: usize| self.pair_term(pairs, index);
                 if pairs.bias {
-                    let bias = |index| E::from_f32(term(index).unwrap_or(f32::NEG_INFINITY));
+                    let hidden = if pairs.stand_in { -1e30 } else { f32::NEG_INFINITY };
+                    let bias = |index| E::from_f32(term(index).unwrap_or(hidden));
                     PairInputs::Bias(all.map(bias).collect())
                 } else {
                     PairInputs::Visible(all.map(|index| term(index).is_some()).collect())
@@ -194,22 +197,27 @@ impl Case {
     }
 
     fn mask_tensor(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: false });
+        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: false, stand_in: false });
         self
     }
 
     fn bias(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: false });
+        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: false, stand_in: false });
+        self
+    }
+
+    fn stand_ins(mut self) -> Self {
+        self.pairs = self.pairs.map(|pairs| CasePairs { stand_in: true, ..pairs });
         self
     }
 
     fn key_mask(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: true });
+        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: true, stand_in: false });
         self
     }
 
     fn key_bias(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: true });
+        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: true, stand_in: false });
         self
     }
 

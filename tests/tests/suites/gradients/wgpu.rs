@@ -80,7 +80,7 @@ fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
     for (device, _) in some_devices(&small) {
         let heads = [4, 2, 32];
         let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 20, 270, 300]));
-        let pairs = CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false };
+        let pairs = CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false, stand_in: false };
         let of_rows = CasePairs { batch: 2, heads: 4, shared_rows: true, ..pairs };
         for case in [
             case("full", [2, 300, 300], heads, OracleMask::full()),
@@ -163,7 +163,7 @@ fn odd_shapes_on_wgpu_agree_with_the_oracle() {
         let dims: &[usize] = if only_dim.is_none() { &[72, 128, 192, 256, 264, 512] } else { &[] };
         for dim in dims {
             cases.push(case("large heads", [1, 41, 70], [4, 2, *dim], OracleMask::causal()));
-            let pairs = CasePairs { bias: true, batch: 1, heads: 4, shared_rows: false };
+            let pairs = CasePairs { bias: true, batch: 1, heads: 4, shared_rows: false, stand_in: false };
             let plain = case("large heads with a bias", [1, 41, 70], [4, 2, *dim], OracleMask::causal());
             cases.push(Case { pairs: Some(pairs), ..plain });
         }

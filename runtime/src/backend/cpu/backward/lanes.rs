@@ -5,22 +5,14 @@ use pulp::Simd;
 use crate::RowSpan;
 use crate::backend::EMPTY_M;
 
-/// The statistics of a row: its log-sum-exp in base-2 units as a sum of two numbers, and δ.
-///
-/// Rounded to one number, a log-sum-exp of 100 would change every weight by 4e-6.
+/// The statistics of a row: its log-sum-exp and δ.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stats([f32; 3]);
+pub(super) struct Stats([f32; 2]);
 
 impl Stats {
     /// `None` for a row that sees nothing: with any finite score its weights are 0.
     pub(super) fn new(lse: Option<f32>, delta: f32) -> Self {
-        let Some(lse) = lse else { return Self([-EMPTY_M, 0.0, 0.0]) };
-        let base_2 = f64::from(lse) * std::f64::consts::LOG2_E;
-        #[expect(clippy::cast_possible_truncation, reason = "the rest is kept")]
-        let high = base_2 as f32;
-        #[expect(clippy::cast_possible_truncation, reason = "far below the other number")]
-        let low = if high.is_finite() { (base_2 - f64::from(high)) as f32 } else { 0.0 };
-        Self([high, low, delta])
+        Self(lse.map_or([-EMPTY_M, 0.0], |lse| [lse, delta]))
     }
 }
 
@@ -31,7 +23,7 @@ pub(super) struct Lanes<S: Simd, const NV: usize> {
     /// Keys of each span.
     width: [S::u32s; NV],
     /// The numbers of [`Stats`].
-    pub(super) stats: [[S::f32s; NV]; 3],
+    pub(super) stats: [[S::f32s; NV]; 2],
 }
 
 impl<S: Simd, const NV: usize> Lanes<S, NV> {
@@ -41,7 +33,7 @@ impl<S: Simd, const NV: usize> Lanes<S, NV> {
         let mut lanes = Self {
             from: [simd.splat_u32s(0); NV],
             width: [simd.splat_u32s(0); NV],
-            stats: [[simd.splat_f32s(-EMPTY_M); NV], zero, zero],
+            stats: [[simd.splat_f32s(-EMPTY_M); NV], zero],
         };
         for (lane, (span, stats)) in spans.iter().zip(stats).enumerate() {
             put(&mut lanes.from, lane, span.lo);

@@ -9,7 +9,7 @@
 use pulp::Simd;
 
 use super::super::bf16::{WordProducts, element_of, words_of};
-use super::super::exp::{exp2_each, tanh};
+use super::super::exp::{at_most_zero, exp_each, tanh};
 use super::super::halves::narrow_bf16;
 use super::super::kernel::{Scores, WeightedSum, alone, scale};
 use super::super::tiles::{self, PreparedTiles, TileProduct};
@@ -128,10 +128,10 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         self.add_to_keys::<0>(simd, keys, dk, sums.blocks);
     }
 
-    /// Scores become exponents of base 2, and dP becomes (dP − δ) · slope.
+    /// Scores become exponents, and dP becomes (dP − δ) · slope.
     #[inline(always)]
     fn shift(&mut self, simd: S, index: usize) {
-        let [high, low, delta] = &self.stats.stats;
+        let [lse, delta] = &self.stats.stats;
         let (scores, d_scores) = (&mut self.weights[index], &mut self.d_scores[index]);
         // The gradient of a bias is taken before they are applied.
         let mut slopes = match &mut self.bias {
@@ -147,7 +147,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                     Some(slopes) => slopes[vector] = slope,
                     None => *ds = simd.mul_f32s(*ds, slope),
                 }
-                *s = simd.mul_f32s(simd.splat_f32s(cap * std::f32::consts::LOG2_E), c);
+                *s = simd.mul_f32s(simd.splat_f32s(cap), c);
             }
         }
         if let Some(terms) = self.terms {
@@ -155,8 +155,9 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 *s = simd.add_f32s(*s, *term);
             }
         }
-        for (s, (high, low)) in scores.iter_mut().zip(high.iter().zip(low)) {
-            *s = simd.sub_f32s(simd.sub_f32s(*s, *high), *low);
+        for (s, lse) in scores.iter_mut().zip(lse) {
+            // Rounded, a logit may be above the log-sum-exp.
+            *s = at_most_zero(simd, simd.sub_f32s(*s, *lse));
         }
     }
 
@@ -165,7 +166,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     fn weigh<const KEYS: usize>(&mut self, simd: S, keys: &Keys<'_, MR>, from: usize) {
         let mut exponents = [[simd.splat_f32s(0.0); NV]; KEYS];
         exponents.copy_from_slice(&self.weights[from..from + KEYS]);
-        let p = exp2_each(simd, exponents);
+        let p = exp_each(simd, exponents);
         let zero = simd.splat_f32s(0.0);
         for (key, p) in p.iter().enumerate() {
             let index = from + key;

@@ -43,7 +43,7 @@ impl Parts {
 
 /// The packed queries of a batch entry. Contents of places without a row are unspecified, here and in [`States`].
 pub(super) struct Queries {
-    /// `[place][words]`, in the order of words of K: queries, scaled so that scores are base-2 logits; with a softcap, the argument of its
+    /// `[place][words]`, in the order of words of K: queries, scaled so that scores are logits; with a softcap, the argument of its
     /// tanh. In words they are not scaled.
     q: Vec<Line>,
     /// Elements of a row in `q`: whole vectors of words.
@@ -91,7 +91,6 @@ pub(super) struct States {
     pub(super) padded: usize,
     /// `[place][padded]`, un-normalised; in the order of words of V, until the end.
     pub(super) o: Vec<Line>,
-    /// In base-2 units.
     pub(super) m: Vec<f32>,
     pub(super) l: Vec<f32>,
 }

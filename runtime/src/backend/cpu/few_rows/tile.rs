@@ -183,7 +183,7 @@ impl Tile<'_> {
                 let place = part.first + index;
                 let scores = &mut floats_mut(scores)[place * width..][..width];
                 if let Some(cap) = call.softcap {
-                    let cap = simd.splat_f32s(cap * std::f32::consts::LOG2_E);
+                    let cap = simd.splat_f32s(cap);
                     for s in S::as_mut_simd_f32s(scores).0 {
                         *s = simd.mul_f32s(cap, tanh(simd, *s));
                     }

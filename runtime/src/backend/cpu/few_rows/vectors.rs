@@ -5,7 +5,7 @@ use pulp::Simd;
 
 use super::super::bf16::words_of;
 use super::super::elements::{Element, Rows, load_ahead};
-use super::super::exp::exp2_each;
+use super::super::exp::exp_each;
 use super::super::product::Product;
 use super::super::scalar;
 use super::super::simd::sums_of_four;
@@ -144,7 +144,7 @@ pub(super) fn weigh<S: Simd>(
     let most = simd.reduce_max_f32s(most);
     // A NaN does not become the maximum: the weight of its key is NaN anyway.
     if most > *m {
-        let keep = scalar::exp2(f64::from(*m - most));
+        let keep = scalar::exp(*m - most);
         *l *= keep;
         for o in S::as_mut_simd_f32s(o).0 {
             *o = simd.mul_f32s(*o, simd.splat_f32s(keep));
@@ -159,7 +159,7 @@ pub(super) fn weigh<S: Simd>(
         for s in shifted.as_flattened_mut() {
             *s = simd.sub_f32s(*s, shift);
         }
-        let [weights] = exp2_each(simd, shifted);
+        let [weights] = exp_each(simd, shifted);
         for p in &weights {
             sum = simd.add_f32s(sum, *p);
         }

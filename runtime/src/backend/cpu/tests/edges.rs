@@ -111,6 +111,7 @@ fn a_raised_cancel_token_ends_the_call() {
         work,
         pairs: None,
         fixed_order: false,
+        inference: true,
         state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     let control = Control::new(Arc::new(true.into()));
@@ -154,6 +155,7 @@ fn strided_operands_are_read_where_they_are() {
         work,
         pairs: None,
         fixed_order: false,
+        inference: true,
         state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     pollster::block_on(backend.attend(args, &Control::default())).unwrap();

@@ -168,6 +168,7 @@ fn run_with_bias(backend: &CpuBackend, case: &Case, kind: BiasKind, bias: Vec<u8
         work,
         pairs: Some(Pairs { buffer: &bias, layout: dense(rows, heads, row), kind }),
         fixed_order: !few,
+        inference: true,
         state: StateMut { a: &mut a, ml: &mut ml, shape },
     };
     pollster::block_on(backend.attend(args, &Control::default())).unwrap();

@@ -294,7 +294,7 @@ impl<'a> Pass<'a> {
             q_scale,
             cap,
             scale: args.scale,
-            unscale: args.softcap.unwrap_or(std::f32::consts::LN_2),
+            unscale: args.softcap.unwrap_or(1.0),
             moving_texels: narrow("the number of rows", moving.len())?,
             ..of_tensors
         })

@@ -31,6 +31,12 @@ pub(super) fn pairs() -> Vec<Case> {
             .mask_tensor(1, 4),
         Case::new("mask tensor that empties tiles", [1, 45, 270], [2, 1, 16], full()).mask_tensor(1, 2),
         Case::new("bias that empties tiles", [1, 45, 270], [2, 2, 16], causal()).q_offset(225).bias(1, 1),
+        Case::new("large negative bias that empties tiles", [1, 45, 270], [2, 2, 16], full())
+            .bias(1, 1)
+            .stand_ins(),
+        Case::new("large negative bias, one query over many keys", [2, 1, 300], [8, 2, 64], full())
+            .bias(2, 8)
+            .stand_ins(),
         Case::new("NaN that a mask tensor hides", [1, 65, 65], [4, 2, 16], full())
             .mask_tensor(1, 4)
             .poisoned(0, 40, 0, f32::NAN)
@@ -256,6 +262,8 @@ pub(super) fn scores() -> Vec<Case> {
     vec![
         Case::new("thirty times the usual scores", [1, 65, 65], [2, 1, 64], full()).scaled(30.0),
         Case::new("thirty times the usual scores, causal", [1, 130, 130], [4, 2, 32], causal()).scaled(30.0),
+        Case::new("logits of a million", [1, 47, 47], [4, 2, 32], causal()).scaled(1e5),
+        Case::new("logits of a million, few queries", [2, 3, 65], [2, 1, 16], full()).scaled(1e5),
         Case::new("negative scale", [1, 33, 33], [2, 1, 32], causal()).scaled(-1.0),
         Case::new("scale zero", [1, 33, 33], [2, 1, 32], causal()).scaled(0.0),
         Case::new("softcap", [1, 65, 65], [4, 2, 32], causal()).scaled(3.0).softcap(1.5),

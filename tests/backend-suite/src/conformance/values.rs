@@ -1,0 +1,75 @@
+//! Logits of any size, and finite numbers in the place of −∞.
+
+use bytes::Bytes;
+use kyklos::backend::Backend;
+use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos_oracle::inputs::{Case, CasePairs, cases};
+
+use crate::{Prepared, Whole, dense_world, run_alone, run_together};
+
+/// Largest logits of about 10⁻²⁹ to 10³¹, of many rows and of few, alone and on a ring.
+pub(super) async fn logits_of_any_size<B: Backend>(backend: &B, who: &str) {
+    for (n, name) in ["logits of a million", "logits of a million, few queries"]
+        .iter()
+        .copied()
+        .cycle()
+        .take(8)
+        .enumerate()
+    {
+        let factor = [1e-30, 1e-30, 1e-3, 1e3, 1e9, 1e9, 1e30, 1e30][n];
+        let mut case = named(name);
+        case.problem.scale = factor;
+        let prepared = Prepared::new(case, [Dtype::F32, Dtype::Bf16, Dtype::F16][n % 3]);
+        let who = format!("{who}, scale {factor:e}");
+        let whole = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
+        let alone = prepared.judge(&whole, &who);
+        alone.assert_within(&prepared.dense_limit());
+        let together = on_a_ring(backend, &prepared).await;
+        prepared.judge(&together, &who).assert_within(&prepared.parallel_limit(&alone));
+    }
+}
+
+/// A row whose logits are all the same finite number is the mean of the values, as in PyTorch: on one rank, and where each rank has some
+/// of the keys.
+pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
+    for stand_in in [f32::MIN, -1e30, -1e10, 1e38] {
+        let mut case = named("logits of a million, few queries");
+        case.problem.scale = 1.0;
+        case.pairs = Some(CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false, stand_in: false });
+        let mut prepared = Prepared::new(case, Dtype::F32);
+        let [rows, keys, dim] = [prepared.oracle.q_len, prepared.oracle.kv_len, prepared.oracle.head_dim];
+        let bias = vec![stand_in; rows * keys];
+        prepared.tensors.bias = Some(Bytes::copy_from_slice(bytemuck::cast_slice(&bias)));
+        let outputs = [
+            run_alone(backend, &dense_world(&prepared.problem), &prepared).await,
+            on_a_ring(backend, &prepared).await,
+        ];
+        // The bias is far above the scores' rounding, so all logits of a row are one number. One KV head.
+        let v: &[f32] = bytemuck::cast_slice(&prepared.tensors.v);
+        let (heads, of_entry) = (prepared.oracle.q_heads, keys * dim);
+        for whole in &outputs {
+            let o: &[f32] = bytemuck::cast_slice(&whole.o);
+            for (index, value) in o.iter().enumerate() {
+                let (d, batch) = (index % dim, index / (rows * heads * dim));
+                let values = v[batch * of_entry..][..of_entry].iter().skip(d).step_by(dim);
+                let mean = values.map(|value| f64::from(*value)).sum::<f64>() / keys as f64;
+                assert!(
+                    (f64::from(*value) - mean).abs() < 1e-6,
+                    "{who}, bias {stand_in:e}: {value} instead of {mean}"
+                );
+            }
+            assert!(whole.lse.iter().all(|lse| lse.is_finite()), "{who}: {:?}", whole.lse);
+        }
+    }
+}
+
+async fn on_a_ring<B: Backend>(backend: &B, prepared: &Prepared) -> Whole {
+    let mesh = Mesh::new(1, 3).unwrap();
+    let world =
+        plan_world(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    run_together(backend, &world, prepared).await
+}
+
+fn named(name: &str) -> Case {
+    cases().into_iter().find(|case| case.name == name).unwrap()
+}
