@@ -124,6 +124,39 @@ impl BiasTensor {
         Ok((Self { kind: BiasKind::Mask, batch, heads: 1, shared_rows: true }, bytes.into()))
     }
 
+    /// Refuses the part of `rank`, which has these rows and keys, where the rank has `queries` and all ranks together `kv_len` keys.
+    pub(crate) fn axes_fit(
+        self,
+        rank: usize,
+        [rows, keys]: [u32; 2],
+        queries: u32,
+        kv_len: u32,
+    ) -> Result<()> {
+        let Self { batch, heads, shared_rows, .. } = self;
+        let (name, wanted, tokens) = match shared_rows {
+            true => ("key bias", 1, String::new()),
+            false => ("bias", queries, format!("tokens {rows}, ")),
+        };
+        let shape = format!("[batch {batch}, {tokens}heads {heads}, keys {keys}]");
+        let (axis, has, call, remedy) = if rows != wanted {
+            (
+                "tokens",
+                rows,
+                format!("rank {rank} has {wanted} queries"),
+                "give it a row for each query of the rank",
+            )
+        } else if keys != kv_len {
+            let remedy = "give it all keys of the call, those of other ranks and of a cache too";
+            ("keys", keys, format!("the call has {kv_len} keys over all ranks"), remedy)
+        } else {
+            return Ok(());
+        };
+        Err(Error::request(
+            format!("the {name} of rank {rank}, {shape}, has {has} {axis}, and {call}"),
+            remedy,
+        ))
+    }
+
     /// Refuses extents that are neither 1 nor the problem's.
     pub(crate) fn fits(self, batch: u32, q_heads: u32, kv_len: u32) -> Result<()> {
         if ![1, batch].contains(&self.batch) || ![1, q_heads].contains(&self.heads) {
