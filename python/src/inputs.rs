@@ -10,7 +10,6 @@ use crate::arrays::{Elements, Kind, Loan};
 use crate::axes::{Argument, Form, check_bias, check_rows, check_states};
 use crate::call::{Bias, Call};
 use crate::place::Place;
-use crate::strided;
 
 /// What a call reads.
 pub(crate) struct Inputs {
@@ -86,17 +85,11 @@ impl Importer<'_> {
         if kept == BiasUse::Kept {
             elements = elements.copied(form.bias_name())?;
         }
-        if let (Form::Bias, Kind::Number(dtype)) = (form, elements.kind)
-            && elements.shape.last().is_some_and(|keys| (keys * dtype.bytes()).is_multiple_of(4))
-        {
-            return attention.bias_tensor(&elements.tensor("bias", self.call.heads_first, self.place)?);
-        }
         if self.call.heads_first && matches!(form, Form::Bias) {
             elements = elements.with_middle_axes_exchanged();
         }
-        let described = Described::of(&elements, form)?;
-        let rows = packed(&elements, form.bias_name())?;
-        Ok(described.added_to(attention, rows))
+        let rows = elements.rows(form.bias_name())?;
+        Ok(Described::of(&elements, form)?.added_to(attention, rows))
     }
 }
 
@@ -133,22 +126,6 @@ impl Described {
     fn added_to(self, attention: Attention, rows: Bytes) -> Attention {
         attention.bias(self.tensor, rows).bias_axes(self.rows, self.keys)
     }
-}
-
-/// Rows whose last axis are the keys, in the form of the kernels: [`BiasKind`].
-fn packed(elements: &Elements, name: &str) -> Result<Bytes> {
-    let keys = elements.shape.last().copied().unwrap_or(1);
-    let dense = elements.dense(name)?;
-    Ok(match elements.kind {
-        Kind::Bool => strided::pack(&dense, keys).into(),
-        Kind::Number(dtype) => {
-            let bytes = keys * dtype.bytes();
-            match bytes.next_multiple_of(4) - bytes {
-                0 => dense,
-                padding => strided::pad(&dense, bytes, padding).into(),
-            }
-        }
-    })
 }
 
 /// The options of a call as far as its plan needs them: the elements of a bias are not read.

@@ -16,6 +16,7 @@ mod outputs;
 mod place;
 mod plans;
 mod share;
+mod spare;
 mod steps;
 mod strided;
 mod worker;

@@ -1,7 +1,16 @@
 //! Elements with strides, copied one after the other at the speed of memory. Strides are in elements, 0 where an axis repeats.
 
+use bytemuck::Pod;
+use bytes::Bytes;
+
+use crate::spare;
+
+/// Elements that are collected before they are appended.
+const PART: usize = 1024;
 /// Elements of one side of a square in which exchanged axes are copied.
 const SIDE: usize = 16;
+/// Lines of squares that are copied before the next columns: their pages stay in the table of the processor.
+const LINES: usize = 8 * SIDE;
 
 /// An axis: its extent, and how far apart its elements are in memory and in a dense copy.
 #[derive(Clone, Copy)]
@@ -43,29 +52,30 @@ fn walk(axes: &[Axis], [from, to]: [usize; 2], each: &mut impl FnMut([usize; 2])
     }
 }
 
-/// Appends the elements of `N` bytes in the order of the axes.
-pub(crate) fn copy<const N: usize>(memory: &[u8], shape: &[usize], strides: &[usize], dense: &mut Vec<u8>) {
+/// Appends the elements in the order of the axes. The memory begins where a `T` may.
+pub(crate) fn copy<T: Pod>(memory: &[u8], shape: &[usize], strides: &[usize], dense: &mut Vec<u8>) {
     if shape.contains(&0) {
         return;
     }
     let axes = merged(shape, strides);
-    let (elements, _) = memory.as_chunks::<N>();
+    let elements: &[T] = bytemuck::cast_slice(memory);
     match axes[..] {
-        [] => dense.extend_from_slice(&memory[..N]),
+        [] => dense.extend_from_slice(bytemuck::bytes_of(&elements[0])),
         [ref outer @ .., Axis { extent, stride: 1, .. }] => walk(outer, [0, 0], &mut |[from, _]| {
-            dense.extend_from_slice(&memory[from * N..(from + extent) * N]);
+            dense.extend_from_slice(bytemuck::cast_slice(&elements[from..from + extent]));
         }),
         [ref outer @ .., Axis { extent, stride, .. }] if outer.iter().all(|axis| axis.stride != 1) => {
-            let mut row = vec![[0; N]; extent];
+            let mut part = [T::zeroed(); PART];
             walk(outer, [0, 0], &mut |[from, _]| {
-                match stride {
-                    0 => row.fill(elements[from]),
-                    _ => {
-                        let apart = elements[from..].chunks(stride);
-                        row.iter_mut().zip(apart).for_each(|(to, apart)| *to = apart[0]);
+                for begin in (0..extent).step_by(PART) {
+                    let part = &mut part[..PART.min(extent - begin)];
+                    let elements = &elements[from + begin * stride..];
+                    match stride {
+                        0 => part.fill(elements[0]),
+                        _ => part.iter_mut().enumerate().for_each(|(i, to)| *to = elements[i * stride]),
                     }
+                    dense.extend_from_slice(bytemuck::cast_slice(part));
                 }
-                dense.extend_from_slice(row.as_flattened());
             });
         }
         _ => exchange(elements, axes, dense),
@@ -73,48 +83,77 @@ pub(crate) fn copy<const N: usize>(memory: &[u8], shape: &[usize], strides: &[us
 }
 
 /// [`copy`] where another axis than the last one has neighbours in memory: in squares, so that lines of the cache are used whole.
-fn exchange<const N: usize>(elements: &[[u8; N]], mut axes: Vec<Axis>, dense: &mut Vec<u8>) {
+fn exchange<T: Pod>(elements: &[T], mut axes: Vec<Axis>, dense: &mut Vec<u8>) {
     let (Some(near), Some(last)) = (axes.iter().position(|axis| axis.stride == 1), axes.pop()) else {
         return;
     };
     let near = axes.remove(near);
     let begin = dense.len();
     let total: usize = axes.iter().chain([&near, &last]).map(|axis| axis.extent).product();
-    dense.resize(begin + N * total, 0);
-    let (copies, _) = dense[begin..].as_chunks_mut::<N>();
+    dense.resize(begin + size_of::<T>() * total, 0);
+    let copies = &mut dense[begin..];
     walk(&axes, [0, 0], &mut |[from, to]| {
-        for line in (0..near.extent).step_by(SIDE) {
-            let height = SIDE.min(near.extent - line);
+        for lines in (0..near.extent).step_by(LINES) {
             for column in (0..last.extent).step_by(SIDE) {
                 let width = SIDE.min(last.extent - column);
-                let mut square = [[[0; N]; SIDE]; SIDE];
-                for (i, row) in square.iter_mut().enumerate().take(width) {
-                    let first = from + line + (column + i) * last.stride;
-                    row[..height].copy_from_slice(&elements[first..first + height]);
-                }
-                for i in 0..height {
-                    let first = to + (line + i) * near.step + column;
-                    let row: [[u8; N]; SIDE] = std::array::from_fn(|j| square[j][i]);
-                    copies[first..first + width].copy_from_slice(&row[..width]);
+                for line in (lines..near.extent.min(lines + LINES)).step_by(SIDE) {
+                    let height = SIDE.min(near.extent - line);
+                    let mut square = [[T::zeroed(); SIDE]; SIDE];
+                    for (i, row) in square.iter_mut().enumerate().take(width) {
+                        let first = from + line + (column + i) * last.stride;
+                        row[..height].copy_from_slice(&elements[first..first + height]);
+                    }
+                    for i in 0..height {
+                        let first = (to + (line + i) * near.step + column) * size_of::<T>();
+                        let row: [T; SIDE] = std::array::from_fn(|j| square[j][i]);
+                        let row: &[u8] = bytemuck::cast_slice(&row[..width]);
+                        copies[first..first + row.len()].copy_from_slice(row);
+                    }
                 }
             }
         }
     });
 }
 
-/// The bools of dense rows of `keys` bytes as bits, each row in whole words of 32.
-pub(crate) fn pack(bools: &[u8], keys: usize) -> Vec<u8> {
-    let mut words = Vec::with_capacity(bools.len().div_ceil(keys.max(1)) * keys.div_ceil(32) * 4);
-    for row in bools.chunks(keys.max(1)) {
-        let (whole, rest) = row.as_chunks::<32>();
-        words.extend(whole.iter().flat_map(|bools| word(bools).to_ne_bytes()));
-        if !rest.is_empty() {
-            let mut last = [0; 32];
-            last[..rest.len()].copy_from_slice(rest);
-            words.extend(word(&last).to_ne_bytes());
-        }
-    }
-    words
+/// Calls `each` with the bytes of every row of elements of `size` bytes; those of a row follow each other.
+fn rows(memory: &[u8], size: usize, shape: &[usize], strides: &[usize], each: &mut impl FnMut(&[u8])) {
+    let Some((keys, outer)) = shape.split_last().filter(|_| !shape.contains(&0)) else { return };
+    walk(&merged(outer, &strides[..outer.len()]), [0, 0], &mut |[from, _]| {
+        each(&memory[from * size..(from + keys) * size]);
+    });
+}
+
+/// The bytes of rows of `row` bytes over these axes, which may repeat: more than memory holds where there is no such number.
+fn total(row: usize, outer: &[usize]) -> usize {
+    outer.iter().fold(row, |bytes, extent| bytes.saturating_mul(*extent))
+}
+
+/// Bools, of which those of a row follow each other, as bits: each row in whole words of 32, the first bool in the lowest bit.
+pub(crate) fn pack(memory: &[u8], shape: &[usize], strides: &[usize]) -> Option<Bytes> {
+    let (keys, outer) = shape.split_last()?;
+    spare::filled(total(keys.div_ceil(32) * 4, outer), |words| {
+        rows(memory, 1, shape, strides, &mut |row| {
+            let (whole, rest) = row.as_chunks::<32>();
+            words.extend(whole.iter().flat_map(|bools| word(bools).to_ne_bytes()));
+            if !rest.is_empty() {
+                let mut last = [0; 32];
+                last[..rest.len()].copy_from_slice(rest);
+                words.extend(word(&last).to_ne_bytes());
+            }
+        });
+    })
+}
+
+/// Elements of `size` bytes, of which those of a row follow each other: each row with zeros up to a whole word of 4 bytes.
+pub(crate) fn pad(memory: &[u8], size: usize, shape: &[usize], strides: &[usize]) -> Option<Bytes> {
+    let (keys, outer) = shape.split_last()?;
+    let padding = (keys * size).next_multiple_of(4) - keys * size;
+    spare::filled(total(keys * size + padding, outer), |padded| {
+        rows(memory, size, shape, strides, &mut |row| {
+            padded.extend_from_slice(row);
+            padded.resize(padded.len() + padding, 0);
+        });
+    })
 }
 
 /// One bit for each byte that is not 0, the first one lowest.
@@ -128,14 +167,4 @@ fn word(bools: &[u8; 32]) -> u32 {
         let bits = ones.wrapping_mul(0x0102_0408_1020_4080) >> 56;
         word | (bits as u32) << (8 * index)
     })
-}
-
-/// Dense rows of `bytes` bytes, each with `padding` zeros after it.
-pub(crate) fn pad(rows: &[u8], bytes: usize, padding: usize) -> Vec<u8> {
-    let mut padded = Vec::with_capacity(rows.len() + rows.len().div_ceil(bytes.max(1)) * padding);
-    for row in rows.chunks(bytes.max(1)) {
-        padded.extend_from_slice(row);
-        padded.resize(padded.len() + padding, 0);
-    }
-    padded
 }

@@ -281,6 +281,22 @@ def test_bools_are_packed_by_truth_and_position():
     group.close()
 
 
+@pytest.mark.parametrize("dtype", [bool, np.float32])
+def test_memory_of_an_earlier_copy_is_used_again(dtype):
+    """Copies of more than 1 MiB: of the same size, and of others, after each other."""
+    group = kyklos.Group.local(1, device="cpu")[0]
+    for tokens in (2200, 2200, 2300, 1500, 2200):
+        states = [made(1, tokens, 2, 8) for _ in range(3)]
+        whole = np.random.default_rng(tokens).standard_normal((1, tokens, 2, tokens + 64), dtype=np.float32)
+        bias = (whole > 0 if dtype == bool else whole)[..., :tokens]
+        got = group.attend(*states, bias=bias)[0]
+        rows = bias[:, :5].transpose(0, 2, 1, 3)
+        few = [states[0][:, :5], *states[1:]]
+        want = attention(*few, **({"visible": rows} if dtype == bool else {"bias": rows}))[0]
+        assert np.abs(got[:, :5] - want).max() < 4 * F32
+    group.close()
+
+
 def test_a_bias_may_change_after_the_call_also_between_calls_of_one_step():
     """Numbers are read in place: a call ends when no rank reads them, and calls after one vote have a copy."""
     group = kyklos.Group.local(1, device="cpu")[0]
