@@ -104,13 +104,15 @@ def attention(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        bias, key_bias = (given.to(dtype) if _is_numbers(given) else given for given in (bias, key_bias))
-    scale, softcap = _amount(group, "scale", scale), _amount(group, "softcap", softcap)
+        bias, key_bias = (
+            given if given is None or given.dtype == torch.bool else given.to(dtype) for given in (bias, key_bias)
+        )
+    amounts = _amount(group, "scale", scale), _amount(group, "softcap", softcap)
     q_offset = options.pop("q_offset", 0)
     if not isinstance(q_offset, int):
         raise _refused(group, f"a q_offset of type {type(q_offset).__name__}", "pass an int", TypeError)
     number = _number(group, "full" if mask is None else mask, layout, *options.items())
-    return torch.ops.kyklos.attention(q, k, v, bias, key_bias, sinks, scale, softcap, q_offset, number, layout == "bhsd")
+    return torch.ops.kyklos.attention(q, k, v, bias, key_bias, sinks, *amounts, q_offset, number, layout == "bhsd")
 
 
 def _refused(group: Group, fault: str, remedy: str, kind: type[Exception] = RequestError) -> Exception:
@@ -143,10 +145,6 @@ def _with_rows(bias: torch.Tensor, q: torch.Tensor, layout: str) -> torch.Tensor
     shape = list(bias.shape)
     shape[axis] = q.shape[axis]
     return bias.expand(shape)
-
-
-def _is_numbers(bias: torch.Tensor | None) -> bool:
-    return bias is not None and bias.is_floating_point()
 
 
 def _amount(group: Group, name: str, value: float | None) -> torch.Tensor | None:

@@ -197,6 +197,27 @@ mod tests {
     }
 
     #[test]
+    fn axes_are_those_of_the_call_and_not_of_as_many_bytes() {
+        let tensor = BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 2, shared_rows: false };
+        assert!(tensor.axes_fit(1, [5, 33], 5, 33).is_ok());
+        let error = |axes| tensor.axes_fit(1, axes, 5, 33).unwrap_err().to_string();
+        let keys =
+            "the bias of rank 1, [batch 1, tokens 5, heads 2, keys 34], has 34 keys, and the call has 33";
+        assert!(error([5, 34]).contains(keys), "{}", error([5, 34]));
+        assert_eq!(
+            tensor.bytes(Dtype::F32, 5, 34),
+            tensor.bytes(Dtype::F32, 5, 33),
+            "which bytes do not tell"
+        );
+        assert!(error([4, 33]).contains("has 4 tokens, and rank 1 has 5 queries"), "{}", error([4, 33]));
+        let shared = BiasTensor { shared_rows: true, ..tensor };
+        assert!(shared.axes_fit(0, [1, 33], 5, 33).is_ok());
+        assert!(
+            shared.axes_fit(0, [1, 20], 5, 33).unwrap_err().to_string().contains("the key bias of rank 0")
+        );
+    }
+
+    #[test]
     fn a_key_mask_has_a_row_of_whole_words_for_each_entry() {
         let visible: Vec<bool> = (0..66).map(|index| index % 33 == 32 || index == 1).collect();
         let (tensor, rows) = BiasTensor::key_mask(2, &visible).unwrap();
