@@ -289,7 +289,10 @@ def test_memory_of_an_earlier_copy_is_used_again(dtype):
         states = [made(1, tokens, 2, 8) for _ in range(3)]
         whole = np.random.default_rng(tokens).standard_normal((1, tokens, 2, tokens + 64), dtype=np.float32)
         bias = (whole > 0 if dtype == bool else whole)[..., :tokens]
+        # Rows with a gap, and queries that follow each other in memory.
         got = group.attend(*states, bias=bias)[0]
+        exchanged = np.ascontiguousarray(bias.transpose(0, 3, 2, 1)).transpose(0, 3, 2, 1)
+        assert np.array_equal(group.attend(*states, bias=exchanged)[0], got)
         rows = bias[:, :5].transpose(0, 2, 1, 3)
         few = [states[0][:, :5], *states[1:]]
         want = attention(*few, **({"visible": rows} if dtype == bool else {"bias": rows}))[0]
