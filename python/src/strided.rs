@@ -134,11 +134,13 @@ pub(crate) fn pack(memory: &[u8], shape: &[usize], strides: &[usize]) -> Option<
     spare::filled(total(keys.div_ceil(32) * 4, outer), |words| {
         rows(memory, 1, shape, strides, &mut |row| {
             let (whole, rest) = row.as_chunks::<32>();
-            words.extend(whole.iter().flat_map(|bools| word(bools).to_ne_bytes()));
+            for bools in whole {
+                words.extend_from_slice(&word(bools).to_ne_bytes());
+            }
             if !rest.is_empty() {
                 let mut last = [0; 32];
                 last[..rest.len()].copy_from_slice(rest);
-                words.extend(word(&last).to_ne_bytes());
+                words.extend_from_slice(&word(&last).to_ne_bytes());
             }
         });
     })
