@@ -103,12 +103,12 @@ fn exchange<T: Pod>(elements: &[T], mut axes: Vec<Axis>, dense: &mut Vec<u8>) {
                         let first = from + line + (column + i) * last.stride;
                         row[..height].copy_from_slice(&elements[first..first + height]);
                     }
-                    for i in 0..height {
+                    (0..height).for_each(|i| {
                         let first = (to + (line + i) * near.step + column) * size_of::<T>();
                         let row: [T; SIDE] = std::array::from_fn(|j| square[j][i]);
                         let row: &[u8] = bytemuck::cast_slice(&row[..width]);
                         copies[first..first + row.len()].copy_from_slice(row);
-                    }
+                    });
                 }
             }
         }
