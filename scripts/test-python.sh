@@ -26,8 +26,8 @@ if $smoke; then
     cp -r python/kyklos "$package/kyklos"
     rm -f "$package"/kyklos/_kyklos.*.so
     cp target/release/lib_kyklos.so "$package/kyklos/_kyklos.abi3.so"
-    PYTHONPATH=$package "$python" -m pytest -q -p no:cacheprovider python/tests/test_attend.py python/tests/test_backward.py \
-        python/tests/test_groups.py python/tests/test_shares.py python/tests/test_cuda.py python/tests/test_nccl.py
+    PYTHONPATH=$package "$python" -m pytest -q -p no:cacheprovider python/tests/test_arrays.py python/tests/test_attend.py \
+        python/tests/test_backward.py python/tests/test_groups.py python/tests/test_shares.py python/tests/test_cuda.py python/tests/test_nccl.py
     exit
 fi
 

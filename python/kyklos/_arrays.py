@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from . import _kyklos
 
 
+def is_tensor(array: Any) -> bool:
+    """Whether ``array`` is a tensor of PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
 def records_gradients(array: Any) -> bool:
-    if not getattr(array, "requires_grad", False) or type(array).__module__.partition(".")[0] != "torch":
+    if not is_tensor(array) or not array.requires_grad:
         return False
     import torch
 

@@ -110,7 +110,7 @@ class Split:
             )
         label = f"{self._place()}, attention {self._calls}"
         out_dim = v.shape[-1]
-        run = functools.partial(self.group.attend, *_same_dim(self.group, q, k, v), scale=scale, mesh=self.mesh)
+        run = functools.partial(self.group.attend, *_same_dim(self.group, q, k, v), layout="bshd", scale=scale, mesh=self.mesh)
         number = -1
         if mask is None:
             o, lse = run(label=label)
@@ -144,7 +144,8 @@ class Split:
         label = f"{self._title}: forward {forward}, attention {call}, backward"
         q, k, v, o, lse = states
         widths = [x.shape[-1] for x in (q, k, v)]
-        options: dict[str, Any] = {"label": label, "scale": scale, "mesh": self.mesh, "bias_gradient": of_mask}
+        options: dict[str, Any] = {"label": label, "layout": "bshd", "scale": scale}
+        options |= {"mesh": self.mesh, "bias_gradient": of_mask}
         if mask is not None and mask.shape[2] == 1:
             whole = next((item[2] for item in self._masks if item[0] == number), None)
             if whole is None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _kyklos
-from ._arrays import like, records_gradients
+from ._arrays import is_tensor, like, records_gradients
 from ._backward import Differentiable
 from ._cache import CachedCalls, KvCache
 from ._errors import GroupError, RequestError
@@ -83,7 +83,8 @@ class Group(Forming, Sharing, Differentiable):
 
         ``q``, ``k`` and ``v`` are this rank's tokens: NumPy arrays, tensors of PyTorch, or anything else with DLPack, of
         float32, float16 or bfloat16, in host memory or on the NVIDIA GPU :attr:`gpu`. Ranks may hold any numbers of tokens, zero included; they tell each other. Arrays are
-        read in place, whatever the strides of batch, tokens and heads. Do not write to them before the call returns.
+        read in place, whatever the strides of batch, tokens and heads. Do not write to them before the call returns. Before any element
+        is read, the axes and types of all arrays are compared with each other and with the calls of the other ranks.
 
         Shapes, with ``layout="bshd"``: ``q [batch, tokens, heads, dim]``, ``k`` and ``v [batch, tokens, kv_heads, dim]``, where
         ``heads`` is a multiple of ``kv_heads``.
@@ -97,10 +98,12 @@ class Group(Forming, Sharing, Differentiable):
         :param bias: a row for each of this rank's queries, with axes of extent 1 where batch entries or heads share it: bool
             ``[batch, tokens, heads, keys]`` (false hides a key), or of the type of q, added to the logits. ``keys`` are the
             keys of all ranks, by position. With ``layout="bhsd"``: ``[batch, heads, tokens, keys]``. Numbers may be on the GPU
-            :attr:`gpu`, if rows end on a 4-byte boundary: they are copied there once. All other biases are in host memory.
+            :attr:`gpu`, if rows end on a 4-byte boundary: they are copied there once. All other biases are in host memory; numbers in
+            rows that end on a 4-byte boundary are read in place, others are packed in each call.
         :param key_bias: the same for all queries: ``[batch, keys]`` or ``[batch, heads, keys]``, equal on all ranks.
         :param q_offset: position of the first query; key 0 is at position 0.
-        :param layout: ``"bshd"``, or ``"bhsd"`` for ``[batch, heads, tokens, dim]``, also of the output.
+        :param layout: ``"bshd"``, or ``"bhsd"`` for ``[batch, heads, tokens, dim]``, also of the output. Tensors of PyTorch need it, since
+            models have both and the wrong one gives wrong numbers. Other arrays are ``"bshd"`` by default.
         :param label: a text that must be the same on all ranks, such as ``"layer 3"``.
         :param strategy: how keys, values or queries travel; by default what sends the fewest bytes. ``docs/strategies.md`` has
             the names.
@@ -135,6 +138,12 @@ class Group(Forming, Sharing, Differentiable):
         if any(records_gradients(array) for array in arrays):
             raise self.refuse(
                 "a tensor that requires a gradient", "detach it, or use kyklos.torch.attention, which has gradients"
+            )
+        if "layout" not in options and any(is_tensor(array) for array in arrays):
+            raise self.refuse(
+                "tensors of PyTorch without a layout",
+                'pass layout="bshd" if they are [batch, tokens, heads, dim], layout="bhsd" if they are [batch, heads, tokens, dim], as '
+                "kyklos.torch.attention takes by default",
             )
         return self._core.call(whole)
 

@@ -64,16 +64,30 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+# What to do for options of PyTorch's attention.
+_INSTEAD = {
+    "attn_mask": "pass bools as mask or bias, numbers as bias",
+    "dropout_p": "there is no dropout",
+    "enable_gqa": "leave it out, k and v may have fewer heads than q",
+    "is_causal": 'pass mask="causal"',
+}
+
+
 def complete(options: Mapping[str, Any]) -> dict[str, Any]:
     """All options, with defaults for those that are not given."""
     unknown = sorted(options.keys() - _DEFAULTS.keys())
     if unknown:
-        raise TypeError(f"unknown options: {', '.join(unknown)}; known are {', '.join(_DEFAULTS)}")
+        instead = [f"{name}: {_INSTEAD[name]}" for name in unknown if name in _INSTEAD]
+        known = "; ".join(instead) or f"known are {', '.join(_DEFAULTS)}"
+        raise TypeError(f"unknown options: {', '.join(unknown)}; {known}")
     whole = {**_DEFAULTS, **options}
     if isinstance(whole["results"], bool):
         raise TypeError('results is "owner", "all" or the number of a rank')
     if whole["mask"] is None:
         whole["mask"] = "full"
+    if not isinstance(whole["mask"], str):
+        kind = type(whole["mask"]).__name__
+        raise TypeError(f'mask is a text such as "causal", not a {kind}; arrays are for bias and key_bias')
     if whole["sinks"] is not None:
         whole["sinks"] = [float(sink) for sink in whole["sinks"]]
     return whole

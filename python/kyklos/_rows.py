@@ -63,7 +63,7 @@ def _exchange(group: Group, rows: torch.Tensor, label: str, results: str | int) 
     flat = torch.nn.functional.pad(rows.detach().reshape(batch, own, width), (0, padding))
     (values,) = readable(group, flat.reshape(batch, own, (width + padding) // _DIM, _DIM))
     none = torch.zeros_like(values)
-    o, _ = group.attend(none, none, values, mask="window:0,0", results=results, label=label)
+    o, _ = group.attend(none, none, values, mask="window:0,0", layout="bshd", results=results, label=label)
     everything = o.reshape(batch, o.shape[1], width + padding)[:, :, :width]
     return everything.reshape(batch, o.shape[1], *rest).to(rows.device)
 

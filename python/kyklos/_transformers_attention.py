@@ -130,6 +130,7 @@ class Forward:
             "key_bias": self.padding if isinstance(self.padding, torch.Tensor) else None,
             "scale": dim**-0.5 if scale is None else float(scale),
             "softcap": options.get("softcap"),
+            "layout": "bshd",
             "same_queries": self.counts is None,
             "mesh": None if self.counts is None else self.mesh,
             "label": label(self.label, name),

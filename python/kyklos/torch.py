@@ -20,11 +20,13 @@ call of all ranks, too. Each rank's loss is a part of one loss, the sum over the
 from __future__ import annotations
 
 import itertools
+import numbers
 import threading
 import weakref
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch._library.effects import EffectType
 
 from ._errors import RequestError
@@ -35,7 +37,8 @@ from ._torch_tensors import readable
 
 __all__ = ["attention", "sum_gradients"]
 
-# What a call's number stands for: the group and the options. The operator has the number, since graphs take no objects.
+# What a call's number stands for: the group and the options but scale, softcap and q_offset. The operator has the number, since graphs
+# take no objects.
 _calls: dict[int, tuple[weakref.ref[Group], dict[str, Any]]] = {}
 _numbers: dict[tuple[Any, ...], int] = {}
 _next = itertools.count()
@@ -59,59 +62,127 @@ def attention(
     """Exact attention over the tokens of all ranks of ``group``.
 
     :param q: this rank's queries ``[batch, heads, tokens, dim]``, of float32, float16 or bfloat16. Under autocast, q, k and v
-        are converted to its type.
+        are converted to its type, and a ``bias`` of numbers too.
     :param k: its keys ``[batch, kv_heads, tokens, dim]``; ``heads`` is a multiple of ``kv_heads``, nothing is repeated.
     :param v: its values, of the shape of ``k``.
     :param mask: a notation as in :meth:`kyklos.Group.attend` (``"causal"``), or a bool tensor in which false hides a key, over
-        the keys of all ranks: ``[batch or 1, heads or 1, tokens, keys]`` with the rows of this rank, or ``[batch or 1, keys]``,
-        the same on all ranks. ``None``: every query sees every key.
-    :param scale: factor on q·k; by default ``1/√dim``.
+        the keys of all ranks: ``[batch or 1, heads or 1, tokens or 1, keys]`` with the rows of this rank, or ``[batch or 1, keys]``,
+        the same on all ranks. A mask of two axes that may be ``[tokens, keys]``, as ``F.scaled_dot_product_attention`` has it,
+        is refused. ``None``: every query sees every key.
+    :param scale: factor on q·k; by default ``1/√dim``. A number, as ``softcap``: a tensor is a ``TypeError``.
     :param softcap: logits become ``softcap · tanh(logit / softcap)``.
     :param sinks: one logit without a value for each query head, ``[heads]``. Their gradient on a rank is its rows' part: sum it
         over the ranks, as that of any parameter.
     :param bias: as a four-axis ``mask``, of the type of q, added to the logits. Its gradient is that of this rank's rows; that of a
         ``key_bias`` of numbers is this rank's part, as that of the sinks.
-    :param layout: ``"bhsd"`` as above, or ``"bshd"`` for ``[batch, tokens, heads, dim]``.
+    :param layout: ``"bhsd"`` as above, or ``"bshd"`` for ``[batch, tokens, heads, dim]``. Arrays in the other layout give wrong
+        numbers without an error where their shapes allow it.
     :param options: the other options of :meth:`kyklos.Group.attend`. ``results`` is ``"owner"``.
     :returns: ``o`` like ``q``, and ``lse``, float32 ``[batch, heads, tokens]`` (``"bshd"``: ``[batch, tokens, heads]``).
+    :raises RequestError: as :meth:`kyklos.Group.attend`.
+    :raises NotImplementedError: in forward-mode differentiation (``torch.func.jvp``), on all ranks.
     """
+    if forward_ad._current_level >= 0:
+        raise _refused(group, "forward-mode derivatives (torch.func.jvp, jacfwd, hessian)", "use backward()", NotImplementedError)
     if options.get("results", "owner") != "owner":
-        raise ValueError('kyklos.torch.attention has results="owner"; use Group.attend for others')
+        raise _refused(group, 'kyklos.torch.attention has results="owner"', "use Group.attend for others")
     if layout not in ("bhsd", "bshd"):
-        raise ValueError(f'layout {layout!r} is not known; use "bhsd" or "bshd"')
+        raise _refused(group, f"layout {layout!r} is not known", 'use "bhsd" or "bshd"')
+    key_bias = options.pop("key_bias", None)
+    if isinstance(mask, torch.Tensor):
+        if mask.dtype != torch.bool:
+            raise _refused(group, f"a mask of {mask.dtype}", "use bool, or pass it as bias")
+        if bias is not None or key_bias is not None:
+            raise _refused(group, "a mask tensor beside a bias", "add minus infinity to the bias where the mask is false")
+        if mask.dim() == 2:
+            key_bias = _of_keys(group, mask, q, layout)
+        else:
+            bias = mask
+        mask = None
+    if bias is not None:
+        bias = _with_rows(bias, q, layout)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    key_mask = options.pop("key_bias", None)
-    if isinstance(mask, torch.Tensor):
-        if mask.dtype != torch.bool:
-            raise ValueError(f"a mask of {mask.dtype}: use bool, or pass it as bias")
-        if mask.dim() == 2 and key_mask is None and bias is None:
-            key_mask = mask
-        elif bias is None and key_mask is None:
-            bias = mask
-        else:
-            raise ValueError("a mask tensor beside a bias: add minus infinity to the bias where the mask is false")
-        mask = None
-    text = mask or "full"
-    number = _number(group, scale, softcap, text, layout, *options.items())
-    return torch.ops.kyklos.attention(q, k, v, bias, key_mask, sinks, number, layout == "bhsd")
+        bias, key_bias = (
+            given if given is None or given.dtype == torch.bool else given.to(dtype) for given in (bias, key_bias)
+        )
+    amounts = _amount(group, "scale", scale), _amount(group, "softcap", softcap)
+    q_offset = options.pop("q_offset", 0)
+    if not isinstance(q_offset, int):
+        raise _refused(group, f"a q_offset of type {type(q_offset).__name__}", "pass an int", TypeError)
+    number = _number(group, "full" if mask is None else mask, layout, *options.items())
+    return torch.ops.kyklos.attention(q, k, v, bias, key_bias, sinks, *amounts, q_offset, number, layout == "bhsd")
+
+
+def _refused(group: Group, fault: str, remedy: str, kind: type[Exception] = RequestError) -> Exception:
+    """The error of wrong arguments, about which all ranks learn: otherwise their next calls would meet another one of this rank."""
+    if torch.compiler.is_compiling():  # No call of a group.
+        return kind(f"{fault}: {remedy}")
+    error = group.refuse(fault, remedy)
+    return error if kind is RequestError else kind(str(error))
+
+
+def _of_keys(group: Group, mask: torch.Tensor, q: torch.Tensor, layout: str) -> torch.Tensor:
+    """A mask of two axes, if they can only be ``[batch, keys]``. ``F.scaled_dot_product_attention`` has ``[tokens, keys]``."""
+    batch, tokens = q.shape[0], q.shape[2 if layout == "bhsd" else 1]
+    remedy = "pass [batch, keys] as key_bias, and [tokens, keys] as mask[None, None]"
+    if layout == "bshd":
+        remedy = "pass [batch, keys] as key_bias, and [tokens, keys] as mask[None, :, None]"
+    rows = mask.shape[0]
+    if rows == batch == tokens and rows != 1:
+        raise _refused(group, f"a mask of two axes, {rows} rows, for {batch} batch entries and {tokens} tokens, is ambiguous", remedy)
+    if rows not in (1, batch):
+        raise _refused(group, f"a mask of two axes is [batch, keys], and has {rows} rows for {batch} batch entries", remedy)
+    return mask
+
+
+def _with_rows(bias: torch.Tensor, q: torch.Tensor, layout: str) -> torch.Tensor:
+    """A bias of four axes with a row for each query: one of 1 row has the same for all."""
+    axis = 2 if layout == "bhsd" else 1
+    if bias.dim() != 4 or bias.shape[axis] != 1 or q.dim() != 4 or q.shape[axis] == 1:
+        return bias
+    shape = list(bias.shape)
+    shape[axis] = q.shape[axis]
+    return bias.expand(shape)
+
+
+def _amount(group: Group, name: str, value: float | None) -> torch.Tensor | None:
+    """A number for the operator, as a tensor: compiled code is then the same for all numbers."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) or not isinstance(value, (int, float, numbers.Real)):
+        raise _refused(group, f"a {name} of type {type(value).__name__}", "pass a number; it has no gradient", TypeError)
+    # Of the ways to make this tensor, the compiler keeps only a product for all numbers.
+    return torch.ones((), dtype=torch.float64, device="cpu") * value
 
 
 @torch.compiler.assume_constant_result
-def _number(group: Group, scale: float | None, softcap: float | None, mask: str, layout: str, *options: Any) -> int:
+def _number(group: Group, mask: str, layout: str, *options: Any) -> int:
     """The number of a call. Equal calls of a group have one number, so that compiled code is made once."""
-    given = {"scale": scale, "softcap": softcap, "mask": mask, "layout": layout, **dict(options)}
-    key = (id(group), repr(sorted(given.items())))
+    try:
+        given = complete({"mask": mask, "layout": layout, **dict(options)})
+        key = (id(group), tuple(_value(name, value) for name, value in given.items()))
+    except TypeError as error:
+        raise _refused(group, str(error), "help(kyklos.torch.attention) has the options", TypeError) from None
     with _lock:
         number = _numbers.get(key)
         if number is not None and _calls[number][0]() is group:
             return number
         number = next(_next)
         _numbers[key] = number
-        _calls[number] = (weakref.ref(group), complete(given))
+        _calls[number] = (weakref.ref(group), given)
         weakref.finalize(group, _forget, key, number)
         return number
+
+
+def _value(name: str, value: Any) -> Any:
+    """An option as a part of a key: equal keys are equal options."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(_value(name, part) for part in value)
+    raise TypeError(f"an option {name} with a {type(value).__name__}; it takes texts, numbers, and lists of them")
 
 
 def _forget(key: tuple[Any, ...], number: int) -> None:
@@ -129,10 +200,13 @@ def _attention(
     bias: torch.Tensor | None,
     key_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    softcap: torch.Tensor | None,
+    q_offset: int,
     call: int,
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group, options, states = _prepared((q, k, v), bias, key_bias, sinks, call)
+    group, options, states = _prepared((q, k, v), bias, key_bias, sinks, (scale, softcap, q_offset), call)
     o, lse = group.attend(*states, **options)
     return o.to(q.device), lse.to(q.device)
 
@@ -142,13 +216,17 @@ def _prepared(
     bias: torch.Tensor | None,
     key_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    amounts: tuple[torch.Tensor | None, torch.Tensor | None, int],
     call: int,
 ) -> tuple[Group, dict[str, Any], list[torch.Tensor]]:
-    """The group and the options of a call, and its tensors where the group reads them. It reads sinks and ``key_bias`` in host memory."""
+    """The group and the options of a call, and its tensors where the group reads them. It reads sinks and ``key_bias`` in host memory.
+    ``amounts``: scale, softcap and q_offset."""
     reference, options = _calls.get(call, (None, None))
     group = None if reference is None else reference()
     if group is None or options is None:
         raise RequestError("the group of this call is gone: form a new one, and compile again for it")
+    scale, softcap = (None if amount is None else amount.item() for amount in amounts[:2])
+    options = {**options, "scale": scale, "softcap": softcap, "q_offset": amounts[2]}
     if sinks is not None:
         options = {**options, "sinks": sinks.detach().to("cpu", torch.float32).tolist()}
     states = readable(group, *(tensor.detach() for tensor in tensors))
@@ -164,7 +242,7 @@ def _bias(group: Group, bias: torch.Tensor) -> torch.Tensor:
 
 
 @_attention.register_fake
-def _(q, k, v, bias, key_bias, sinks, call, heads_first):  # noqa: ANN001, ANN202
+def _(q, k, v, bias, key_bias, sinks, scale, softcap, q_offset, call, heads_first):  # noqa: ANN001, ANN202
     lse = _fresh(q[..., :1].to(torch.float32), heads_first).squeeze(3)
     return _fresh(q, heads_first), lse
 
@@ -181,12 +259,15 @@ def _attention_backward(
     bias: torch.Tensor | None,
     key_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    softcap: torch.Tensor | None,
+    q_offset: int,
     of_bias: bool,
     call: int,
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tensors = (q, k, v, o, lse, d_o.to(o.dtype), *([] if d_lse is None else [d_lse.to(torch.float32)]))
-    group, options, states = _prepared(tensors, bias, key_bias, sinks, call)
+    group, options, states = _prepared(tensors, bias, key_bias, sinks, (scale, softcap, q_offset), call)
     gradients = group.backward(*states, **{**options, "bias_gradient": of_bias})
     given = bias if key_bias is None else key_bias
     d_bias = q.new_empty(0, dtype=torch.float32) if gradients.d_bias is None or given is None else gradients.d_bias.to(given)
@@ -196,7 +277,9 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, of_bias, call, heads_first):  # noqa: ANN001, ANN202
+def _(  # noqa: ANN202
+    d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, scale, softcap, q_offset, of_bias, call, heads_first  # noqa: ANN001
+):
     d_sinks = q.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
     if not of_bias:
         d_bias = q.new_empty(0, dtype=torch.float32)
@@ -214,21 +297,36 @@ def _fresh(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.call, ctx.heads_first = inputs
+    *tensors, ctx.q_offset, ctx.call, ctx.heads_first = inputs
     ctx.save_for_backward(*tensors, *output)
     # A gradient that nobody has asked for stays None.
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, d_o: torch.Tensor | None, d_lse: torch.Tensor | None) -> Any:
-    q, k, v, bias, key_bias, sinks, o, lse = ctx.saved_tensors
+    q, k, v, bias, key_bias, sinks, scale, softcap, o, lse = ctx.saved_tensors
     d_o = torch.zeros_like(o) if d_o is None else d_o
     wanted = ctx.needs_input_grad[3:5]
     dq, dk, dv, d_sinks, d_bias = torch.ops.kyklos.attention_backward(
-        d_o, d_lse, q, k, v, o, lse, bias, key_bias, sinks, any(wanted), ctx.call, ctx.heads_first
+        d_o,
+        d_lse,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        bias,
+        key_bias,
+        sinks,
+        scale,
+        softcap,
+        ctx.q_offset,
+        any(wanted),
+        ctx.call,
+        ctx.heads_first,
     )
     of_bias = [d_bias if needed else None for needed in wanted]
-    return dq, dk, dv, *of_bias, None if sinks is None else d_sinks, None, None
+    return dq, dk, dv, *of_bias, None if sinks is None else d_sinks, None, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -12,6 +12,7 @@ use kyklos_cuda::{CallerMemory, CudaTensor, Written};
 use pyo3::prelude::*;
 
 use crate::place::{Place, Ready, elsewhere};
+use crate::{spare, strided};
 
 /// Elements of an array, with the strides that its library gave it.
 #[derive(Clone, Debug)]
@@ -103,6 +104,15 @@ impl Loan {
     pub(crate) fn new() -> (Self, Receiver<()>) {
         let (sender, receiver) = channel();
         (Self(sender), receiver)
+    }
+}
+
+impl std::fmt::Display for Kind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Number(dtype) => dtype.fmt(f),
+            Self::Bool => f.write_str("bool"),
+        }
     }
 }
 
@@ -228,7 +238,7 @@ impl Elements {
         matches!(self.memory, Memory::Gpu(_))
     }
 
-    /// The tensor of q, k or v: four axes, tokens before heads, or after them with `heads_first`. `place` is that of the import.
+    /// The tensor of an array of four axes: tokens before heads, or after them with `heads_first`. `place` is that of the import.
     pub(crate) fn tensor(&self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
         let Kind::Number(dtype) = self.kind else {
             return Err(Error::request(
@@ -239,20 +249,18 @@ impl Elements {
         let (Ok(shape), Ok(strides)) =
             (<[usize; 4]>::try_from(&self.shape[..]), <[usize; 4]>::try_from(&self.strides[..]))
         else {
-            let axes =
-                if heads_first { "[batch, heads, tokens, dim]" } else { "[batch, tokens, heads, dim]" };
             return Err(Error::request(
                 format!("{name} has the shape {:?}", self.shape),
-                format!("give it four axes, {axes}"),
+                "give it four axes",
             ));
         };
-        let flat = |memory: Bytes| Tensor::from_bytes([1, 1, 1, memory.len() / dtype.bytes()], dtype, memory);
         let tensor = match &self.memory {
-            // Kernels take any strides of batch, tokens and heads, of elements that are not shared.
-            Memory::Host(memory) => match flat(memory.clone())?.view(shape, strides, 0) {
-                Ok(view) => view,
-                Err(_) => Tensor::from_bytes(shape, dtype, self.dense(name)?.into())?,
-            },
+            Memory::Host(_) if heads_first => {
+                let tokens_first = self.clone().with_middle_axes_exchanged();
+                let [batch, heads, tokens, dim] = shape;
+                return Tensor::from_bytes([batch, tokens, heads, dim], dtype, tokens_first.dense(name)?);
+            }
+            Memory::Host(_) => Tensor::from_bytes(shape, dtype, self.dense(name)?)?,
             Memory::Gpu(memory) => {
                 gpu_tensor(shape, strides, dtype, memory, place).map_err(|error| match error {
                     Error::Request { mismatch, remedy } => {
@@ -265,49 +273,73 @@ impl Elements {
         Ok(if heads_first { tensor.swap_tokens_and_heads() } else { tensor })
     }
 
-    /// The elements one after the other, in the order of the axes.
-    pub(crate) fn dense(&self, name: &str) -> Result<Vec<u8>> {
-        let Memory::Host(memory) = &self.memory else {
-            return Err(Error::request(format!("{name} is on a GPU"), "move it to host memory"));
+    /// The elements one after the other, in the order of the axes: without a copy where they are so in memory.
+    pub(crate) fn dense(&self, name: &str) -> Result<Bytes> {
+        match &self.memory {
+            Memory::Host(memory) if strided::is_dense(&self.shape, &self.strides) => Ok(memory.clone()),
+            _ => self.copy(name),
+        }
+    }
+
+    /// The same elements in memory of their own, dense.
+    pub(crate) fn copied(&self, name: &str) -> Result<Self> {
+        let mut strides = vec![1; self.shape.len()];
+        for axis in (1..self.shape.len()).rev() {
+            strides[axis - 1] = strides[axis] * self.shape[axis];
+        }
+        let memory = Memory::Host(self.copy(name)?);
+        Ok(Self { shape: self.shape.clone(), strides, kind: self.kind, memory })
+    }
+
+    fn copy(&self, name: &str) -> Result<Bytes> {
+        let (memory, size) = (self.host(name)?, self.kind.bytes());
+        let Self { shape, strides, .. } = self;
+        let total = shape.iter().try_fold(size, |bytes: usize, extent| bytes.checked_mul(*extent));
+        let copy = |total| {
+            spare::filled(total, |dense| match size {
+                1 => strided::copy::<u8>(memory, shape, strides, dense),
+                2 => strided::copy::<u16>(memory, shape, strides, dense),
+                _ => strided::copy::<u32>(memory, shape, strides, dense),
+            })
         };
-        let bytes = self.kind.bytes();
-        let total = self.shape.iter().try_fold(bytes, |bytes: usize, extent| bytes.checked_mul(*extent));
-        let mut dense = Vec::new();
-        // Repeated axes may stand for more elements than there is memory.
-        if total.is_none_or(|total| dense.try_reserve_exact(total).is_err()) {
-            return Err(Error::request(
-                format!(
-                    "{name} of shape {:?} repeats elements, and there is no memory for a copy",
-                    self.shape
-                ),
-                "pass fewer tokens",
-            ));
+        total.and_then(copy).ok_or_else(|| self.too_large(name))
+    }
+
+    /// Rows whose last axis are keys, as kernels read those of a mask or a bias: [`BiasKind`](kyklos::BiasKind).
+    pub(crate) fn rows(&self, name: &str) -> Result<Bytes> {
+        let keys = self.shape.last().copied().unwrap_or(1);
+        let size = self.kind.bytes();
+        if self.kind != Kind::Bool && (keys * size).is_multiple_of(4) {
+            return self.dense(name);
         }
-        let count: usize = self.shape.iter().product();
-        let mut index = vec![0_usize; self.shape.len()];
-        for _ in 0..count {
-            let at: usize = index.iter().zip(&self.strides).map(|(index, stride)| index * stride).sum();
-            dense.extend_from_slice(&memory[at * bytes..(at + 1) * bytes]);
-            for axis in (0..index.len()).rev() {
-                index[axis] += 1;
-                if index[axis] < self.shape[axis] {
-                    break;
-                }
-                index[axis] = 0;
-            }
+        if keys > 1 && self.strides.last().is_some_and(|stride| *stride != 1) {
+            return self.copied(name)?.rows(name);
         }
-        Ok(dense)
+        let memory = self.host(name)?;
+        let packed = match self.kind {
+            Kind::Bool => strided::pack(memory, &self.shape, &self.strides),
+            Kind::Number(_) => strided::pad(memory, size, &self.shape, &self.strides),
+        };
+        packed.ok_or_else(|| self.too_large(name))
+    }
+
+    fn host(&self, name: &str) -> Result<&Bytes> {
+        match &self.memory {
+            Memory::Host(memory) => Ok(memory),
+            Memory::Gpu(_) => Err(Error::request(format!("{name} is on a GPU"), "move it to host memory")),
+        }
+    }
+
+    /// Repeated axes may stand for more elements than there is memory.
+    fn too_large(&self, name: &str) -> Error {
+        Error::request(
+            format!("{name} of shape {:?} repeats elements, and there is no memory for a copy", self.shape),
+            "pass fewer tokens",
+        )
     }
 
     /// The tensor of a number for each row: three axes, tokens before heads, or after them with `heads_first`.
     pub(crate) fn numbers(mut self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
-        if self.shape.len() != 3 {
-            let axes = if heads_first { "[batch, heads, tokens]" } else { "[batch, tokens, heads]" };
-            return Err(Error::request(
-                format!("{name} has the shape {:?}", self.shape),
-                format!("give it three axes, {axes}"),
-            ));
-        }
         self.shape.push(1);
         self.strides.push(1);
         self.tensor(name, heads_first, place)

@@ -4,16 +4,16 @@ use std::sync::Mutex;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use kyklos::{Error, Output, Result, Session, Tensor};
+use kyklos::{Attention, Error, Output, Result, Session, Tensor};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arrays::{Elements, Loan};
 use crate::backward::{self, GradientArrays};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
+use crate::inputs::{BiasUse, Inputs, import, import_backward};
 use crate::outputs::{Array, Fetched};
 use crate::place::Place;
 use crate::share::{Shared, Sharing};
@@ -59,20 +59,19 @@ impl Group {
         }
     }
 
-    /// Imports q, k and v, and calls `run` with them on the thread of the session.
+    /// Imports the arrays of a call, and calls `run` with them on the thread of the session.
     fn with_tensors(
         &self,
         py: Python<'_>,
         call: &Call,
         arrays: [&Bound<'_, PyAny>; 3],
-        run: impl FnOnce(&mut Session, &Call, [&Tensor; 3]) -> Result<Output> + Send + 'static,
+        run: impl FnOnce(&mut Session, &Attention, [&Tensor; 3]) -> Result<Output> + Send + 'static,
     ) -> PyResult<(Array, Array)> {
-        let (tensors, returned) =
-            import(call, &self.place, arrays).map_err(|error| self.refuse(py, error))?;
-        let of_call = call.clone();
+        let (inputs, returned) =
+            import(call, &self.place, arrays, BiasUse::Borrowed).map_err(|error| self.refuse(py, error))?;
         let fetched = self.worker.run(py, move |session| {
-            let [q, k, v] = &tensors;
-            fetch(&run(session, &of_call, [q, k, v])?, q)
+            let Inputs { attention, states: [q, k, v] } = &inputs;
+            fetch(&run(session, attention, [q, k, v])?, q)
         })?;
         self.finish(py, call, fetched, returned)
     }
@@ -108,22 +107,6 @@ impl Group {
     pub(crate) fn place(&self) -> &Place {
         &self.place
     }
-}
-
-/// Imports q, k and v of a call; and what ends when nothing of them is in use.
-pub(crate) fn import(
-    call: &Call,
-    place: &Place,
-    arrays: [&Bound<'_, PyAny>; 3],
-) -> Result<([Tensor; 3], Receiver<()>)> {
-    let (loan, returned) = Loan::new();
-    let import = |name: &str, array: &Bound<'_, PyAny>| -> Result<Tensor> {
-        Elements::import(name, array, &loan, Some(place))?.tensor(name, call.heads_first, place)
-    };
-    let [q, k, v] = arrays;
-    let tensors = [import("q", q)?, import("k", k)?, import("v", v)?];
-    call.check(&tensors[0])?;
-    Ok((tensors, returned))
 }
 
 /// The values of a dictionary. One of another type is a wrong request, as a wrong value is: all ranks must learn of it.
@@ -189,10 +172,8 @@ impl Group {
     /// Checks options. If they are wrong, the other ranks get the error too.
     fn call<'py>(&self, py: Python<'py>, options: &Bound<'py, PyDict>) -> PyResult<Call> {
         let options: Result<Options<'py>> = extracted(options);
-        let call = options.and_then(|options| Call::of(&options, self.world(), Some(&self.place)));
-        let (call, returned) = call.map_err(|error| self.refuse(py, error))?;
-        self.worker.wait_for_loan(py, returned)?;
-        Ok(call)
+        let call = options.and_then(|options| Call::of(&options, self.world()));
+        call.map_err(|error| self.refuse(py, error))
     }
 
     fn attend(
@@ -203,8 +184,8 @@ impl Group {
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
     ) -> PyResult<(Array, Array)> {
-        self.with_tensors(py, call, [q, k, v], |session, call, [q, k, v]| {
-            session.attend(&call.attention, q, k, v)
+        self.with_tensors(py, call, [q, k, v], |session, attention, [q, k, v]| {
+            session.attend(attention, q, k, v)
         })
     }
 
@@ -216,10 +197,9 @@ impl Group {
         arrays: [Bound<'_, PyAny>; 6],
         d_lse: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<GradientArrays> {
-        let (inputs, returned) = backward::import(call, &self.place, arrays.each_ref(), d_lse)
+        let (inputs, returned) = import_backward(call, &self.place, arrays.each_ref(), d_lse)
             .map_err(|error| self.refuse(py, error))?;
-        let of_call = call.clone();
-        let fetched = self.worker.run(py, move |session| backward::run(session, &of_call, &inputs))?;
+        let fetched = self.worker.run(py, move |session| backward::run(session, &inputs))?;
         let fetched = fetched.map_err(|error| errors::of_call(py, &error))?;
         self.worker.wait_for_loan(py, returned)?;
         self.keep_report(fetched.report.clone());
@@ -257,11 +237,11 @@ impl Group {
         v: &Bound<'_, PyAny>,
     ) -> PyResult<(Array, Array)> {
         let cache = cache.shared();
-        self.with_tensors(py, call, [q, k, v], move |session, call, [q, k, v]| {
+        self.with_tensors(py, call, [q, k, v], move |session, attention, [q, k, v]| {
             // Held by nobody else: a cache is used by the calls of its group, which follow each other.
             let mut cache = lock(&cache);
             let cache = cache.as_mut().ok_or_else(in_calls)?;
-            session.attend_cached(&call.attention, cache, q, k, v)
+            session.attend_cached(attention, cache, q, k, v)
         })
     }
 

@@ -2,6 +2,7 @@
 //! package (`python/kyklos/`) has the public API and its documentation; this module is what it is made of.
 
 mod arrays;
+mod axes;
 mod backward;
 mod cache;
 mod call;
@@ -10,11 +11,14 @@ mod devices;
 mod errors;
 mod forming;
 mod group;
+mod inputs;
 mod outputs;
 mod place;
 mod plans;
 mod share;
+mod spare;
 mod steps;
+mod strided;
 mod worker;
 
 use pyo3::prelude::*;

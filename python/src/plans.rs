@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 
 use crate::call::{Call, Options};
 use crate::errors;
+use crate::inputs::for_plan;
 
 /// What a plan is for.
 #[derive(FromPyObject)]
@@ -25,18 +26,17 @@ pub(crate) struct Extents {
 /// The plans of all ranks for a call: as text for people, and as JSON.
 #[pyfunction]
 pub(crate) fn plan(py: Python<'_>, options: Options<'_>, extents: Extents) -> PyResult<(String, String)> {
-    made(&options, &extents).map_err(|error| errors::of_call(py, &error))
+    made(py, &options, &extents).map_err(|error| errors::of_call(py, &error))
 }
 
-fn made(options: &Options<'_>, extents: &Extents) -> Result<(String, String)> {
+fn made(py: Python<'_>, options: &Options<'_>, extents: &Extents) -> Result<(String, String)> {
     let Extents { batch, heads, kv_heads, dim, dtype, q_counts, kv_counts, rank } = extents;
     let world = u32::try_from(q_counts.len()).unwrap_or(u32::MAX);
     if let Some(rank) = rank.filter(|rank| *rank >= world) {
         return Err(Error::request(format!("rank {rank} of {world} ranks"), "name a rank of the group"));
     }
-    let (call, _) = Call::of(options, world, None)?;
-    let plans =
-        call.attention.plans([*batch, *heads, *kv_heads, *dim], dtype_of(dtype)?, q_counts, kv_counts)?;
+    let attention = for_plan(py, &Call::of(options, world)?)?;
+    let plans = attention.plans([*batch, *heads, *kv_heads, *dim], dtype_of(dtype)?, q_counts, kv_counts)?;
     let json = serde_json::to_string(&Explained::new(plans.world(), plans.checks(), None));
     let json = json.map_err(|error| Error::request(error.to_string(), "report this"))?;
     Ok((explain(plans.world(), plans.checks(), rank.map(Rank)), json))

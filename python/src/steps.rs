@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use crate::cache::{Cache, Shared, in_calls, lock};
 use crate::call::Call;
 use crate::errors;
-use crate::group::{Group, fetch, import};
+use crate::group::{Group, fetch};
+use crate::inputs::{BiasUse, Inputs, import};
 use crate::outputs::Array;
 use crate::worker::Answer;
 
@@ -65,18 +66,17 @@ impl CachedCalls {
                 format!("cache {index} of a step is there twice"),
                 "give a cache for each layer",
             )),
-            None => import(call, rank.place(), [q, k, v]),
+            None => import(call, rank.place(), [q, k, v], BiasUse::Kept),
         };
-        let (tensors, _) = prepared.map_err(|error| rank.refuse(py, error))?;
-        let attention = call.attention.clone();
+        let (inputs, _) = prepared.map_err(|error| rank.refuse(py, error))?;
         let opened = rank.worker().begin_step(py, move |session, done, calls| {
             let mut taken = match Taken::new(places) {
                 Ok(taken) => taken,
                 // No announced calls are open, so all caches are in their places.
                 Err(error) => return drop(done.send(Err(error))),
             };
-            let [q, k, v] = &tensors;
-            let answer = match session.cached_calls(&attention, &mut taken.caches, q, k, v) {
+            let Inputs { attention, states: [q, k, v] } = &inputs;
+            let answer = match session.cached_calls(attention, &mut taken.caches, q, k, v) {
                 Ok(mut step) => {
                     let _ = done.send(Ok(()));
                     calls.serve(&mut step)
@@ -102,10 +102,10 @@ impl CachedCalls {
     ) -> PyResult<(Array, Array)> {
         let group = self.group.get();
         // There is no vote by which the others would learn of an error here: the call can be made again.
-        let (tensors, returned) =
-            import(&self.call, group.place(), [q, k, v]).map_err(|error| errors::of_call(py, &error))?;
+        let (inputs, returned) = import(&self.call, group.place(), [q, k, v], BiasUse::Without)
+            .map_err(|error| errors::of_call(py, &error))?;
         let made = group.worker().in_step(py, self.number, move |calls| {
-            let [q, k, v] = &tensors;
+            let [q, k, v] = &inputs.states;
             let fetched = calls.attend(q, k, v).and_then(|output| fetch(&output, q));
             (fetched, calls.remaining())
         })?;

@@ -35,7 +35,7 @@ def all_raise(world, run, pattern):
             run(group)
         seen.append(str(error.value))
         ones = torch.ones(1, 8, 1, 8)
-        group.attend(ones, ones, ones, label="after")
+        group.attend(ones, ones, ones, layout="bshd", label="after")
 
     kyklos.run_local(world, caught, device="cpu")
     assert len(seen) == world

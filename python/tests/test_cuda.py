@@ -335,7 +335,7 @@ def test_what_cannot_be_read_is_refused_before_it_is_read_and_the_group_goes_on(
             halves = [fake.Array.of(x.astype(np.float16), stream) for x in (q, k, v)]
             refused("rows of 9 keys in f16", lambda: group.attend(*halves, bias=odd))
             even = fake.Array.of(np.ones((1, 9, 4, 10), np.float16), stream)
-            refused("a bias of f16 for q of f32", lambda: group.attend(*here, bias=even))
+            refused("bias of f16 for q of f32", lambda: group.attend(*here, bias=even))
             del odd, even, halves
             repeated = fake.Array(here[1].storage, stream, (1, 9, 2, 32), (0, 64, 0, 1), np.float32)
             refused("k: ", lambda: group.attend(here[0], repeated, here[2]))

@@ -61,9 +61,9 @@ def test_adapters_that_come_after_parallelize():
             # The seed is global, and ranks are threads: one after the other.
             for each in models:
                 each.add_adapter(lora(3, "q_proj", "v_proj", "down_proj"))
-        group.attend(*[torch.ones(1, 1, 1, 8)] * 3, label="adapters are there")
+        group.attend(*[torch.ones(1, 1, 1, 8)] * 3, layout="bshd", label="adapters are there")
         with_adapter = output(model, input_ids=ids)
-        group.attend(*[torch.ones(1, 1, 1, 8)] * 3, label="all ranks have used them")
+        group.attend(*[torch.ones(1, 1, 1, 8)] * 3, layout="bshd", label="all ranks have used them")
         model.disable_adapters()
         without = output(model, input_ids=ids)
         handle.remove()

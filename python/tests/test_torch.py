@@ -73,9 +73,10 @@ def test_masks_biases_and_sinks(tensors):
 
 def test_opcheck(tensors, alone):
     for layout in ("bhsd", "bshd"):
-        number = kyklos.torch._number(alone, None, None, "causal", layout)
+        number = kyklos.torch._number(alone, "causal", layout)
         local = tensors if layout == "bhsd" else [tensor.transpose(1, 2) for tensor in tensors]
-        arguments = (*local, None, None, None, number, layout == "bhsd")
+        scale = torch.tensor(0.3, dtype=torch.float64)
+        arguments = (*local, None, None, None, scale, None, 0, number, layout == "bhsd")
         results = torch.library.opcheck(torch.ops.kyklos.attention, arguments)
         assert set(results.values()) == {"SUCCESS"}
 
@@ -146,10 +147,10 @@ def test_compiled_training_steps_equal_eager_ones(tensors, alone, backend):
 
 def test_gradcheck_of_the_registration(tensors, alone):
     own = [tensor[:1, :, :5].clone().requires_grad_() for tensor in tensors]
-    number = kyklos.torch._number(alone, None, None, "full", "bhsd")
+    number = kyklos.torch._number(alone, "full", "bhsd")
     results = torch.library.opcheck(
         torch.ops.kyklos.attention.default,
-        (*own, None, None, None, number, True),
+        (*own, None, None, None, None, torch.tensor(5.0, dtype=torch.float64), 0, number, True),
         test_utils=("test_autograd_registration", "test_faketensor"),
     )
     assert set(results.values()) == {"SUCCESS"}
@@ -185,10 +186,10 @@ def test_a_call_of_a_group_does_not_drop_gradients(tensors, alone):
     q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
     recorded = q.clone().requires_grad_()
     with pytest.raises(kyklos.RequestError, match="requires a gradient"):
-        alone.attend(recorded, k, v)
+        alone.attend(recorded, k, v, layout="bshd")
     with torch.no_grad():
-        alone.attend(recorded, k, v)
-    alone.attend(recorded.detach(), k, v)
+        alone.attend(recorded, k, v, layout="bshd")
+    alone.attend(recorded.detach(), k, v, layout="bshd")
 
 
 def test_autocast_converts(tensors, alone):
@@ -228,14 +229,15 @@ def test_compiled_code_makes_all_calls_in_order_with_any_length(tensors, alone, 
 
 def test_a_call_of_a_group_that_is_gone_is_refused(tensors):
     group = kyklos.Group.local(1, device="cpu")[0]
-    number = kyklos.torch._number(group, None, None, "full", "bhsd")
+    number = kyklos.torch._number(group, "full", "bhsd")
     group.close()
     del group
     with pytest.raises(kyklos.RequestError, match="gone"):
-        torch.ops.kyklos.attention(*tensors, None, None, None, number, True)
+        torch.ops.kyklos.attention(*tensors, None, None, None, None, None, 0, number, True)
 
 
 def test_wrong_arguments(tensors, alone):
+    """All of them are ``ValueError``, as RequestError is, or ``TypeError``, and the other ranks learn of each."""
     with pytest.raises(ValueError, match="layout"):
         kyklos.torch.attention(*tensors, alone, layout="hbsd")
     with pytest.raises(ValueError, match="use bool"):

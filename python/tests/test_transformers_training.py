@@ -216,7 +216,7 @@ def refused(model, world, pattern, error=kyklos.RequestError, backward=False, **
             with pytest.raises(error, match=pattern):
                 model(**inputs)
         ones = torch.ones(1, 8, 1, 8)
-        group.attend(ones, ones, ones, label="after")
+        group.attend(ones, ones, ones, layout="bshd", label="after")
 
     return functools.partial(on_ranks, model, world, work)
 

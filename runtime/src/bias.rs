@@ -124,6 +124,39 @@ impl BiasTensor {
         Ok((Self { kind: BiasKind::Mask, batch, heads: 1, shared_rows: true }, bytes.into()))
     }
 
+    /// Refuses the part of `rank`, which has these rows and keys, where the rank has `queries` and all ranks together `kv_len` keys.
+    pub(crate) fn axes_fit(
+        self,
+        rank: usize,
+        [rows, keys]: [u32; 2],
+        queries: u32,
+        kv_len: u32,
+    ) -> Result<()> {
+        let Self { batch, heads, shared_rows, .. } = self;
+        let (name, wanted, tokens) = match shared_rows {
+            true => ("key bias", 1, String::new()),
+            false => ("bias", queries, format!("tokens {rows}, ")),
+        };
+        let shape = format!("[batch {batch}, {tokens}heads {heads}, keys {keys}]");
+        let (axis, has, call, remedy) = if rows != wanted {
+            (
+                "tokens",
+                rows,
+                format!("rank {rank} has {wanted} queries"),
+                "give it a row for each query of the rank",
+            )
+        } else if keys != kv_len {
+            let remedy = "give it all keys of the call, those of other ranks and of a cache too";
+            ("keys", keys, format!("the call has {kv_len} keys over all ranks"), remedy)
+        } else {
+            return Ok(());
+        };
+        Err(Error::request(
+            format!("the {name} of rank {rank}, {shape}, has {has} {axis}, and {call}"),
+            remedy,
+        ))
+    }
+
     /// Refuses extents that are neither 1 nor the problem's.
     pub(crate) fn fits(self, batch: u32, q_heads: u32, kv_len: u32) -> Result<()> {
         if ![1, batch].contains(&self.batch) || ![1, q_heads].contains(&self.heads) {
@@ -161,6 +194,27 @@ mod tests {
         assert_eq!(bias.bytes(Dtype::F32, 5, 3), 5 * 12);
         assert_eq!(BiasTensor { shared_rows: true, ..bias }.bytes(Dtype::F32, 5, 3), 12);
         assert_eq!(BiasTensor::pack((0..34).map(|key| key == 1 || key >= 31)), [0x8000_0002, 3]);
+    }
+
+    #[test]
+    fn axes_are_those_of_the_call_and_not_of_as_many_bytes() {
+        let tensor = BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 2, shared_rows: false };
+        assert!(tensor.axes_fit(1, [5, 33], 5, 33).is_ok());
+        let error = |axes| tensor.axes_fit(1, axes, 5, 33).unwrap_err().to_string();
+        let keys =
+            "the bias of rank 1, [batch 1, tokens 5, heads 2, keys 34], has 34 keys, and the call has 33";
+        assert!(error([5, 34]).contains(keys), "{}", error([5, 34]));
+        assert_eq!(
+            tensor.bytes(Dtype::F32, 5, 34),
+            tensor.bytes(Dtype::F32, 5, 33),
+            "which bytes do not tell"
+        );
+        assert!(error([4, 33]).contains("has 4 tokens, and rank 1 has 5 queries"), "{}", error([4, 33]));
+        let shared = BiasTensor { shared_rows: true, ..tensor };
+        assert!(shared.axes_fit(0, [1, 33], 5, 33).is_ok());
+        assert!(
+            shared.axes_fit(0, [1, 20], 5, 33).unwrap_err().to_string().contains("the key bias of rank 0")
+        );
     }
 
     #[test]

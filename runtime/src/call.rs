@@ -24,6 +24,8 @@ pub struct Attention {
     pub(crate) label: String,
     /// This rank's rows of the attention bias tensor, or the whole tensor if all queries share its rows.
     pub(crate) bias_rows: Option<BiasRows>,
+    /// Rows and keys of that tensor, where they are known: ranks compare them before they plan.
+    pub(crate) bias_axes: Option<[u32; 2]>,
     /// Hash of a tensor that must be the same on all ranks.
     pub(crate) shared_bias: Option<u64>,
 }
@@ -144,6 +146,15 @@ impl Attention {
         self.options.bias = Some(bias);
         self.shared_bias = bias.shared_rows.then(|| digest(&rows));
         self.bias_rows = Some(BiasRows::Bytes(rows));
+        self.bias_axes = None;
+        self
+    }
+
+    /// The extents of the tensor of [`Self::bias`]: its rows of each batch entry and head, and its keys. Then a call of other queries or
+    /// keys is refused by these axes; without them only the number of bytes is compared, which does not see a key more or less.
+    #[must_use]
+    pub fn bias_axes(mut self, rows: u32, keys: u32) -> Self {
+        self.bias_axes = Some([rows, keys]);
         self
     }
 
@@ -163,7 +174,7 @@ impl Attention {
     /// # Errors
     /// [`Error::Request`] for rows that do not end on a 4-byte boundary: an odd number of keys in a 2-byte type.
     pub fn bias_tensor(mut self, rows: &Tensor) -> Result<Self> {
-        let [batch, _, heads, keys] = rows.shape();
+        let [batch, queries, heads, keys] = rows.shape();
         if !(keys * rows.dtype().bytes()).is_multiple_of(4) {
             return Err(Error::request(
                 format!("a bias tensor with rows of {keys} keys in {}", rows.dtype()),
@@ -180,6 +191,7 @@ impl Attention {
             u32::try_from(value).map_err(beyond)
         };
         let (batch, heads) = (extent(batch)?, extent(heads)?);
+        self.bias_axes = Some([extent(queries)?, extent(keys)?]);
         self.options.bias = Some(BiasTensor { kind: BiasKind::Additive, batch, heads, shared_rows: false });
         self.shared_bias = None;
         self.bias_rows = Some(BiasRows::Tensor(rows.clone()));

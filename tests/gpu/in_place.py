@@ -67,13 +67,13 @@ def main():
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda._sleep(100_000_000)
                 later = [x.clone() for x in (q, k, v)]
-                o = torch.from_dlpack(group.attend(*later, mask="causal")[0]).clone()
+                o = torch.from_dlpack(group.attend(*later, layout="bshd", mask="causal")[0]).clone()
             torch.cuda.synchronize()
             judge("behind a slow stream", o, right.transpose(1, 2))
         for calls in (3, 20):
             began = time.perf_counter()
             for _ in range(calls):
-                group.attend(q, k, v, mask="causal")
+                group.attend(q, k, v, layout="bshd", mask="causal")
             if PLACE == "cuda":
                 torch.cuda.synchronize()
             ms = (time.perf_counter() - began) * 1e3 / calls

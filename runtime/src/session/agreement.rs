@@ -27,6 +27,9 @@ struct Facts {
     kv: u32,
     /// Bytes of this rank's part of the attention bias tensor.
     bias: u64,
+    /// Rows and keys of that part, where the rank knows them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    bias_axes: Option<[u32; 2]>,
     options: [u64; 5],
     /// Of a call with a cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -48,7 +51,7 @@ pub(super) struct LastFacts {
     options: Options,
     shapes: [[usize; 4]; 3],
     dtypes: [Dtype; 3],
-    bias: u64,
+    bias: (u64, Option<[u32; 2]>),
     cache: Option<CacheFacts>,
     encoded: Bytes,
 }
@@ -63,12 +66,14 @@ pub(super) struct Agreed {
     pub(super) kv_counts: Vec<u32>,
     /// Bytes of the attention bias tensor, by rank.
     pub(super) bias_bytes: Vec<u64>,
+    /// Its rows and keys, by rank, where they are known.
+    pub(super) bias_axes: Vec<Option<[u32; 2]>>,
     /// With a cache, the rows of the keys of each rank.
     pub(super) cache_rows: Option<Vec<u32>>,
 }
 
 /// Increased when the meaning of facts changes.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same
 /// on all ranks, the number of calls, and its facts.
@@ -89,7 +94,7 @@ pub(super) fn note(
     };
     checked_label(&call.label)?;
     let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
-    let bias = call.bias_rows.as_ref().map_or(0, BiasRows::bytes);
+    let bias = (call.bias_rows.as_ref().map_or(0, BiasRows::bytes), call.bias_axes);
     if let Some(BiasRows::Tensor(rows)) = &call.bias_rows
         && rows.dtype() != q.dtype()
     {
@@ -105,7 +110,8 @@ pub(super) fn note(
     let encoded = match last.as_ref().filter(same) {
         Some(last) => last.encoded.clone(),
         None => {
-            let facts = Facts { bias, cache, ..Facts::new(&call.options, q, k, v)? };
+            let (bytes, bias_axes) = bias;
+            let facts = Facts { bias: bytes, bias_axes, cache, ..Facts::new(&call.options, q, k, v)? };
             let encoded = Bytes::from(facts.encode());
             let options = call.options.clone();
             *last = Some(LastFacts { options, shapes, dtypes, bias, cache, encoded: encoded.clone() });
@@ -252,6 +258,7 @@ impl Facts {
             q: extent(q_shape[1])?,
             kv: extent(own)?,
             bias: 0,
+            bias_axes: None,
             options: options.digests().map(|(_, digest)| digest),
             cache: None,
         })
@@ -347,6 +354,7 @@ impl Agreed {
             q_counts: counts(|facts| facts.q),
             kv_counts: counts(|facts| facts.kv),
             bias_bytes: all.iter().map(|facts| facts.bias).collect(),
+            bias_axes: all.iter().map(|facts| facts.bias_axes).collect(),
             cache_rows: all.iter().map(|facts| facts.cache.map(|cache| cache.rows)).collect(),
         })
     }

@@ -63,11 +63,15 @@ impl Attention {
         let replicated = execution.replicated.end - execution.replicated.start;
         let kv_len = sum(kv_tokens)?.saturating_add(replicated);
         let bytes = |queries: &u32| bias.map_or(0, |tensor| tensor.bytes(dtype, *queries, kv_len));
+        // The rows are those of one rank, which is not known here.
+        let rows = |queries: &u32| if bias.is_some_and(|tensor| tensor.shared_rows) { 1 } else { *queries };
+        let axes = |queries: &u32| self.bias_axes.map(|[_, keys]| [rows(queries), keys]);
         let agreed = Agreed {
             extents: Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype },
             q_counts: q_tokens.to_vec(),
             kv_counts: kv_tokens.to_vec(),
             bias_bytes: q_tokens.iter().map(bytes).collect(),
+            bias_axes: q_tokens.iter().map(axes).collect(),
             cache_rows: None,
         };
         plans(&self.options, &agreed)
@@ -90,17 +94,7 @@ pub(super) fn backward_plans(options: &Options, agreed: &Agreed) -> Result<Prove
 /// The problem of a call, the owners of its tokens, and the strategy.
 fn chosen(options: &Options, agreed: &Agreed) -> Result<(AttentionProblem, Owners, Strategy)> {
     let problem = options.problem(&agreed.extents)?;
-    for (rank, (queries, bytes)) in agreed.q_counts.iter().zip(&agreed.bias_bytes).enumerate() {
-        let wanted = problem.bias.map_or(0, |tensor| tensor.bytes(problem.dtype, *queries, problem.kv_len));
-        if *bytes != wanted {
-            return Err(Error::request(
-                format!(
-                    "the attention bias tensor of rank {rank} has {bytes} bytes, its shape needs {wanted}"
-                ),
-                "give the rows of the rank's queries, or with shared rows the whole tensor",
-            ));
-        }
-    }
+    bias_fits(&problem, agreed)?;
     let execution = &options.execution;
     let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
     if let Some((q, kv)) = &execution.owners
@@ -141,6 +135,26 @@ fn chosen(options: &Options, agreed: &Agreed) -> Result<(AttentionProblem, Owner
     };
     fits(&owners, agreed)?;
     Ok((problem, owners, strategy))
+}
+
+/// Refuses attention bias tensors of other rows or keys than the call has.
+fn bias_fits(problem: &AttentionProblem, agreed: &Agreed) -> Result<()> {
+    let parts = agreed.bias_axes.iter().zip(&agreed.bias_bytes).zip(&agreed.q_counts);
+    for (rank, ((axes, bytes), queries)) in parts.enumerate() {
+        if let (Some(tensor), Some([rows, keys])) = (problem.bias, *axes) {
+            tensor.axes_fit(rank, [rows, keys], *queries, problem.kv_len)?;
+        }
+        let wanted = problem.bias.map_or(0, |tensor| tensor.bytes(problem.dtype, *queries, problem.kv_len));
+        if *bytes != wanted {
+            return Err(Error::request(
+                format!(
+                    "the attention bias tensor of rank {rank} has {bytes} bytes, its shape needs {wanted}"
+                ),
+                "give the rows of the rank's queries, or with shared rows the whole tensor",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The owners where no mesh is given: they must not depend on it.
@@ -243,6 +257,7 @@ mod tests {
             q_counts: q_counts.to_vec(),
             kv_counts: kv_counts.to_vec(),
             bias_bytes: vec![0; 4],
+            bias_axes: vec![None; 4],
             cache_rows: None,
         };
         let plans = plans(&Attention::new().execution(execution).options, &agreed)?;

@@ -21,12 +21,20 @@ const KEYS: BiasTensor = BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, 
 
 pub(super) fn refusals() -> Vec<Entry> {
     let zeros = Bytes::from(vec![0; 4 * 2 * 8 * 4]);
-    let mut errors: Vec<[Error; 3]> = on_threads(in_process_group(2), |transport| {
+    let mut errors: Vec<[Error; 5]> = on_threads(in_process_group(2), |transport| {
         let rank = transport.rank().0;
         let mut session = Session::new(transport, Device::cpu());
         let x = Tensor::from_bytes([1, 4, 2, 8], Dtype::F32, zeros.clone()).unwrap();
         let call = Attention::new().bias(KEYS, Bytes::from(vec![0; 12]));
         let size = session.attend(&call, &x, &x, &x).unwrap_err();
+
+        // 7 keys are 4 bytes, as 8 are.
+        let mut axes = |tensor, bytes, rows, keys| {
+            let call = Attention::new().bias(tensor, Bytes::from(vec![0; bytes])).bias_axes(rows, keys);
+            session.attend(&call, &x, &x, &x).unwrap_err()
+        };
+        let keys = axes(KEYS, 4, 1, 7);
+        let queries = axes(BiasTensor { shared_rows: false, ..KEYS }, 20, 5, 8);
 
         let rows = Tensor::from_bytes([1, 4, 2, 8], Dtype::F16, Bytes::from(vec![0; 128])).unwrap();
         let call = Attention::new().bias_tensor(&rows).unwrap();
@@ -44,9 +52,9 @@ pub(super) fn refusals() -> Vec<Entry> {
             let mut inputs = session.load(&plans, tensors).await?;
             session.run(&plans, &mut inputs).await
         });
-        [size, dtype, unlike.unwrap_err()]
+        [size, keys, queries, dtype, unlike.unwrap_err()]
     });
-    let [size, dtype, unlike] = errors.swap_remove(0);
+    let [size, keys, queries, dtype, unlike] = errors.swap_remove(0);
     let odd = Tensor::from_bytes([1, 4, 2, 7], Dtype::F16, Bytes::from(vec![0; 112])).unwrap();
     vec![
         entry(
@@ -59,6 +67,16 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Session::attend with an attention bias tensor of another size",
             size,
             "The tensor has whole rows, for the keys of all ranks.",
+        ),
+        entry(
+            "Session::attend with bias_axes of 7 keys",
+            keys,
+            "Rows are padded, so their bytes do not tell a key more or less.",
+        ),
+        entry(
+            "Session::attend with bias_axes of 5 rows for 4 queries",
+            queries,
+            "A bias has a row for each query of its rank.",
         ),
         entry(
             "Session::run where ranks hold unlike tensors of shared rows",
