@@ -113,6 +113,8 @@ class Group(Forming, Sharing, Differentiable):
             ``kv_tokens`` for its keys. They replace ``placement``.
         :param wire: format in which keys and values travel: ``"f16"`` or ``"int8"`` round them; ``"same"`` by default.
         :param fixed_order: sums in an order that does not depend on the mesh.
+        :param inference: no :meth:`backward` follows: calls with few queries are then faster. Calls with a cache or ``same_queries`` need
+            not say so.
         :param replicated: positions ``(first, end)`` of keys that every rank passes, first in its k and v. That they are the
             same on all ranks is not checked.
         :param same_queries: all ranks pass the same queries, and each gets all rows: decoding. That they are the same is not

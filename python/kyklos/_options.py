@@ -35,6 +35,7 @@ class CallOptions(TypedDict, total=False):
     kv_tokens: TokenRanges | None
     wire: str | None
     fixed_order: bool
+    inference: bool
     replicated: tuple[int, int] | None
     same_queries: bool
     results: str | int
@@ -58,6 +59,7 @@ _DEFAULTS: dict[str, Any] = {
     "kv_tokens": None,
     "wire": None,
     "fixed_order": False,
+    "inference": False,
     "replicated": None,
     "same_queries": False,
     "results": "owner",

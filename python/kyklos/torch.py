@@ -111,6 +111,9 @@ def attention(
     q_offset = options.pop("q_offset", 0)
     if not isinstance(q_offset, int):
         raise _refused(group, f"a q_offset of type {type(q_offset).__name__}", "pass an int", TypeError)
+    tensors = (q, k, v, bias, key_bias, sinks)
+    records = torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in tensors)
+    options = {"inference": not records, **options}
     number = _number(group, "full" if mask is None else mask, layout, *options.items())
     return torch.ops.kyklos.attention(q, k, v, bias, key_bias, sinks, *amounts, q_offset, number, layout == "bhsd")
 

@@ -47,6 +47,7 @@ pub(crate) struct Options<'py> {
     kv_tokens: Option<TokenLists>,
     wire: Option<String>,
     fixed_order: bool,
+    inference: bool,
     replicated: Option<(u32, u32)>,
     same_queries: bool,
     results: ResultsOption,
@@ -107,7 +108,7 @@ impl Call {
 }
 
 fn execution(options: &Options<'_>, world: u32) -> Result<Execution> {
-    let mut execution = Execution::new().fixed_order(options.fixed_order);
+    let mut execution = Execution::new().fixed_order(options.fixed_order).inference(options.inference);
     let mesh = options.mesh.as_deref().map(str::parse::<Mesh>).transpose()?;
     if let Some(strategy) = &options.strategy {
         execution = execution.strategy(strategy.parse()?);

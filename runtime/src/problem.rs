@@ -269,6 +269,13 @@ impl AttentionProblem {
                 "use a positive softcap, or none",
             ));
         }
+        // With a larger one q·k · scale / softcap is below the smallest normal f32, which GPUs take for 0.
+        if let Some(cap) = self.softcap.filter(|cap| *cap > MOST_SOFTCAP) {
+            return Err(Error::request(
+                format!("softcap {cap:e} is above {MOST_SOFTCAP:e}"),
+                "leave it out: it changes no logit",
+            ));
+        }
         if !self.sinks.is_empty() && self.sinks.len() != q_heads as usize {
             return Err(Error::request(
                 format!("{} sinks for {q_heads} query heads", self.sinks.len()),
@@ -334,6 +341,9 @@ impl AttentionProblem {
 fn dtype_by_name<S: serde::Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(dtype.name())
 }
+
+/// Largest softcap.
+const MOST_SOFTCAP: f32 = 1e30;
 
 /// Keys of a tile of [`AttentionProblem::fixed_order`]. The result of a row must not depend, in any byte, on the other
 /// rows of a kernel call. Kernels must divide keys into their own steps from the first key of a call on.

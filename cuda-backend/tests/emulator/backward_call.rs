@@ -342,6 +342,7 @@ pub(crate) fn every_bias() -> impl Iterator<Item = CasePairs> {
         batch: if bits & 1 == 0 { 1 } else { 2 },
         heads: if bits & 2 == 0 { 1 } else { 4 },
         shared_rows: bits & 4 == 0,
+        stand_in: false,
     })
 }
 

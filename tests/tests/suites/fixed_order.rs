@@ -97,7 +97,7 @@ fn options_keep_the_same_bytes() {
     check(softcap, &EVEN);
     for (bias, shared_rows) in [(false, false), (true, false), (false, true), (true, true)] {
         let pairs = case("an attention bias tensor", 1024, OracleMask::causal(), |case| {
-            case.pairs = Some(CasePairs { bias, batch: 1, heads: 1, shared_rows });
+            case.pairs = Some(CasePairs { bias, batch: 1, heads: 1, shared_rows, stand_in: false });
         });
         check(pairs, &EVEN);
     }

@@ -125,6 +125,7 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
         batch: [1, batch][chance.below(2) as usize],
         heads: [1, q_heads][chance.below(2) as usize],
         shared_rows: chance.below(2) == 0,
+        stand_in: false,
     });
     let case = Case { name: "drawn owners", seed, problem, poison: Vec::new(), pairs };
     let prepared = Prepared::new(case, dtype);

@@ -46,6 +46,7 @@ proptest! {
             batch: [1, batch][chance.below(2) as usize],
             heads: [1, q_heads][chance.below(2) as usize],
             shared_rows: chance.below(2) == 0,
+            stand_in: false,
         });
         let case = Case { name: "queries on every rank", seed, problem, poison: Vec::new(), pairs };
         let prepared = Prepared::new(case, dtype);

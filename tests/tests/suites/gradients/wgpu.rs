@@ -191,7 +191,7 @@ fn every_shape_of_bias_has_its_gradient_on_wgpu() {
 fn a_bias_of_many_heads_has_its_gradient_on_wgpu() {
     for (device, _) in some_devices(&WgpuOptions::default()) {
         for (heads, shared_rows) in [(1, false), (1, true), (42, false), (42, true)] {
-            let pairs = CasePairs { bias: true, batch: 1, heads, shared_rows };
+            let pairs = CasePairs { bias: true, batch: 1, heads, shared_rows, stand_in: false };
             let plain = case("many heads", [2, 41, 70], [42, 14, 32], OracleMask::causal());
             let case = Case { pairs: Some(pairs), ..plain };
             assert_alone(&GradientCase::new(case, Dtype::F32).with_bias_gradient(), &device);

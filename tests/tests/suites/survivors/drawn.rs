@@ -70,6 +70,7 @@ pub fn case(chance: &mut Chance, longest: usize) -> Case {
         batch: chance.of(&[1, batch]),
         heads: chance.of(&[1, kv_heads * group]),
         shared_rows: chance.below(2) == 0,
+        stand_in: false,
     });
     Case { name: "drawn", seed: chance.below(1 << 20) as u64, problem, poison: Vec::new(), pairs }
 }
