@@ -117,10 +117,10 @@ DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || a
 DEVICE float exp_fast(float x) { return exp2_fast(x * LOG2_E); }
 
 // The weight of a logit is 2^(score · (scale · log2 e) - base): one fused operation and one power. `base` is log2 e times the largest
-// logit, rounded, so all weights of a row are off by one factor, 2^`off`. Beyond FAR it would be without bound: there the largest logit is
-// subtracted first.
+// logit, rounded, so all weights of a row are off by one factor, 2^`off`. Below FAR it is so near to 1 that a weight of 1 is still 1 in f16 and
+// bf16. Beyond, it would be without bound: there the largest logit is subtracted first.
 struct Anchor {
-    static constexpr float FAR = 1048576.0f;
+    static constexpr float FAR = 4096.0f;
 
     DEVICE static float of(float top) { return top == -INFINITE ? 0.0f : product(top, LOG2_E); }
     DEVICE static bool far(float base) { return !(magnitude(base) < FAR); }

@@ -45,6 +45,8 @@ pub enum TensorId {
     Sinks = 4,
     /// Gradient of the output, shaped as q.
     OutputGradient = 5,
+    /// Signs of moves of the last bits of logits, by pair.
+    LastBits = 6,
 }
 
 /// Every output is filled with this value before a run. It is finite, so it cannot equal an expected NaN. It is exact

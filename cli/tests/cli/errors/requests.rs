@@ -23,6 +23,7 @@ pub(super) const GROUPS: &[Group] = &[
             ("@ --dtype f64", "There are three storage types; sums are always f32."),
             ("@ --scale inf", "Every logit would be infinite or NaN."),
             ("@ --softcap -1", "Logits become c·tanh(logit/c), which needs c above 0."),
+            ("@ --softcap 1e31", "GPUs would take logit/c for 0."),
             (
                 "attend --shape 1,2000000000,64,64,512",
                 "The parts of q, k, v and o on this machine are too large; use more hosts.",

@@ -30,6 +30,7 @@ use std::fmt;
 
 use super::additive;
 use super::comparison::distance;
+use super::naive::{LARGE, MOVES, Moved, moved, naive_f32_row, take_farther};
 use crate::oracle::{Dtype, Gradients, Oracle, OracleError, RowId, Tensor4, Values};
 
 /// The distance between a gradient and the oracle's.
@@ -195,13 +196,39 @@ pub struct NaiveGradients {
 }
 
 /// The gradients with every operation in f32, one accumulator for each sum. The output is rounded to `dtype` before
-/// it is used, as a forward pass returns it.
+/// it is used, as a forward pass returns it. Where logits are large, each element is the one of several that is farthest from
+/// the oracle's, as with [`super::naive_f32_rows`].
 pub fn naive_f32_gradients(
     oracle: &Oracle<'_>,
     dtype: Dtype,
     d_o: Values<'_>,
     d_lse: Option<Values<'_>>,
 ) -> Result<NaiveGradients, OracleError> {
+    let (mut worst, most) = with_bits(oracle, dtype, d_o, d_lse, None)?;
+    if most >= LARGE {
+        let right = oracle.gradients(d_o, d_lse)?;
+        for time in 0..MOVES {
+            let (other, _) = with_bits(oracle, dtype, d_o, d_lse, Some(time))?;
+            let Gradients { dq, dk, dv, d_sinks, d_bias } = other.gradients;
+            let worst = &mut worst.gradients;
+            take_farther(&mut worst.dq, &dq, &right.dq);
+            take_farther(&mut worst.dk, &dk, &right.dk);
+            take_farther(&mut worst.dv, &dv, &right.dv);
+            take_farther(&mut worst.d_sinks, &d_sinks, &right.d_sinks);
+            take_farther(&mut worst.d_bias, &d_bias, &right.d_bias);
+        }
+    }
+    Ok(worst)
+}
+
+/// The gradients, and the largest magnitude of a logit.
+fn with_bits(
+    oracle: &Oracle<'_>,
+    dtype: Dtype,
+    d_o: Values<'_>,
+    d_lse: Option<Values<'_>>,
+    bits: Moved,
+) -> Result<(NaiveGradients, f32), OracleError> {
     let problem = oracle.problem();
     let d_o = Tensor4::new(problem.q_shape(), d_o)?;
     let zeros = |shape: [usize; 4]| vec![0.0_f32; shape.iter().product()];
@@ -221,7 +248,10 @@ pub fn naive_f32_gradients(
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0_f32, |sum, (a, b)| sum + a * b);
     let size =
         |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b).powi(2)).sum::<f64>().sqrt();
-    for row in super::naive_f32_rows(oracle, &problem.row_ids()) {
+    let mut most = 0.0_f32;
+    for id in problem.row_ids() {
+        let (row, most_of_row) = naive_f32_row(oracle, id, bits);
+        most = most.max(most_of_row);
         let RowId { batch, row: token, head } = row.id;
         let lse = row.lse as f32;
         if lse == f32::NEG_INFINITY {
@@ -242,7 +272,7 @@ pub fn naive_f32_gradients(
         for key in 0..problem.kv_len {
             let Some(term) = oracle.term(row.id, key) else { continue };
             let (ks, vs) = (narrow(k, batch, key, kv_head), narrow(v, batch, key, kv_head));
-            let score = dot(&query, &ks) * scale;
+            let score = moved(bits, problem, row.id, key, dot(&query, &ks) * scale);
             let (x, slope) = match problem.softcap {
                 None => (score, 1.0),
                 Some(cap) => {
@@ -277,5 +307,5 @@ pub fn naive_f32_gradients(
         (finite.iter().sum::<f64>() / finite.len().max(1) as f64).sqrt()
     };
     let gradients = Gradients { dq, dk, dv, d_sinks, d_bias };
-    Ok(NaiveGradients { gradients, scales: squares.map(rms) })
+    Ok((NaiveGradients { gradients, scales: squares.map(rms) }, most))
 }

@@ -257,7 +257,8 @@ pub(crate) fn plans_on(
 }
 
 fn world(prepared: &Prepared, mesh: Mesh, strategy: Strategy, wire: WireFormat) -> World {
-    let problem = prepared.problem.clone().with_wire(wire).unwrap();
+    // For both passes.
+    let problem = prepared.problem.clone().with_inference(false).with_wire(wire).unwrap();
     // The last rank has the most tokens.
     let weights = (0..mesh.world()).map(|rank| f64::from(rank % 3 + 1)).collect();
     plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Weights(weights), strategy).unwrap()

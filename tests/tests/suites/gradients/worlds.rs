@@ -48,6 +48,10 @@ impl World {
         let mut case = case(self.shape, &self.terms, self.offset, self.seed);
         case.problem.softcap = (self.seed % 5 == 2).then_some(1.5);
         case.seed = self.seed / 2;
+        if self.dtype == Dtype::F16 {
+            // The smallest normal number of f16 is 6e-5, and dQ has the size of the scale.
+            case.problem.scale = case.problem.scale.max(1e-2);
+        }
         GradientCase::new(case, self.dtype)
     }
 
