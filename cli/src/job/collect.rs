@@ -250,7 +250,7 @@ impl Job {
             ranks.len(),
             self.agreed.request.mesh
         );
-        sample.judge(rows, &dense, &kv, &shared)
+        Ok(sample.hold(rows, &dense, &sample.right_rows(&kv, self.agreed.begun())?, &shared))
     }
 
     /// The rows of lost ranks, if this job completes the call of a larger group.

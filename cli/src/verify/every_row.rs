@@ -94,7 +94,7 @@ const BAND_ELEMENTS: usize = 4096;
 
 #[cfg(test)]
 mod tests {
-    use kyklos::AttentionProblem;
+    use kyklos::{AttentionProblem, TokenRuns, plan_rows};
     use kyklos::backend::Control;
     use kyklos::backend::cpu::CpuBackend;
 
@@ -131,6 +131,23 @@ mod tests {
         let rows = (0..700).flat_map(|row| (0..3).map(move |head| RowId { batch: 1, row, head }));
         let place = rows.into_iter().skip(1050).position(|id| sample.rows().contains(&id) == sampled);
         2100 + 1050 + place.expect("a row")
+    }
+
+    #[test]
+    fn a_device_that_is_wrong_alone_loosens_no_limit() {
+        let (sample, [o, lse], _) = computed();
+        let tokens = TokenRuns::contiguous(0..700);
+        let world = plan_rows(&sample.problem, tokens.clone()).unwrap();
+        let right = sample.right_rows(&sample.whole_kv().unwrap(), &world).unwrap();
+        let failure = |o: &Bytes| {
+            let rows = sample.decode(sample.rows(), &sample.extract(&tokens, o, &lse));
+            sample.hold(rows.clone(), &[("cpu".into(), rows)], &right, "cpu").failure
+        };
+        assert_eq!(failure(&o), None);
+        let elements: Vec<half::f16> = bytemuck::pod_collect_to_vec(&o);
+        let off: Vec<half::f16> = elements.iter().map(|o| half::f16::from_f32(o.to_f32() * 1.02)).collect();
+        let why = failure(&Bytes::copy_from_slice(bytemuck::cast_slice(&off))).unwrap();
+        assert!(why.starts_with("a device alone: "), "{why}");
     }
 
     #[test]

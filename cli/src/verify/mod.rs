@@ -1,7 +1,8 @@
 //! Compares sampled rows of a result with the f64 oracle.
 //!
-//! The tolerance is measured, not chosen: one device of every kind in the run computes the sampled rows alone. The error of
-//! the shared result may be twice the largest of their errors, plus a rounding allowance (`kyklos_oracle::tolerance`).
+//! The tolerance is measured, not chosen (`kyklos_oracle::tolerance`). One device of every kind in the run computes the sampled rows alone;
+//! its error may be twice that of plain f32 arithmetic. The error of the shared result may be twice the largest of theirs. Both have
+//! a rounding allowance.
 
 mod bias_gradient;
 mod every_row;
@@ -36,6 +37,15 @@ pub(crate) struct Sample {
     source: Source,
     oracle: OracleProblem,
     rows: Vec<RowId>,
+}
+
+/// What sampled rows are compared with.
+#[derive(Debug)]
+pub(crate) struct RightRows {
+    /// Of the oracle.
+    expected: Vec<Row>,
+    /// Of plain f32 arithmetic, on keys and values that are rounded as ranks send them.
+    plain: Vec<Row>,
 }
 
 /// The outcome of a comparison.
@@ -200,60 +210,60 @@ impl Sample {
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
 
-    /// Compares `actual` with the oracle, within a tolerance from the results of the devices alone.
-    pub(crate) fn judge(
-        &self,
-        actual: Vec<Row>,
-        dense: &[(String, Vec<Row>)],
-        kv: &WholeKv,
-        backend: &str,
-    ) -> Result<Verdict> {
-        Ok(self.hold(actual, dense, &self.expected(kv)?, backend))
+    /// What the rows of ranks of `shared` are compared with.
+    pub(crate) fn right_rows(&self, kv: &WholeKv, shared: &World) -> Result<RightRows> {
+        Ok(RightRows { expected: self.expected(kv)?, plain: self.naive(&kv.as_on_the_wire(shared))? })
     }
 
-    /// [`Self::judge`] with the rows of the oracle already computed.
+    /// Compares `actual` with the oracle, within a tolerance from the results of the devices alone, which are held to that of plain f32
+    /// arithmetic.
     pub(crate) fn hold(
         &self,
         mut actual: Vec<Row>,
         dense: &[(String, Vec<Row>)],
-        expected: &[Row],
+        right: &RightRows,
         backend: &str,
     ) -> Verdict {
         actual.sort_by_key(|row| row.id);
-        let dtype = oracle_dtype(self.problem.dtype);
+        let (dtype, expected) = (oracle_dtype(self.problem.dtype), &right.expected[..]);
+        let coarse = self.problem.wire == WireFormat::Int8;
+        let limit_of = |limit: Limit| if coarse { limit.of_coarse_keys() } else { limit };
         let dense: Vec<Comparison> = dense
             .iter()
             .map(|(device, rows)| compare_rows(&self.oracle, dtype, rows, expected, &self.context(device)))
             .collect();
-        let limit = Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>());
-        let coarse = self.problem.wire == WireFormat::Int8;
-        let limit = if coarse { limit.of_coarse_keys() } else { limit };
+        let plain = self.compare_plain(right);
+        let alone = limit_of(Limit::dense(dtype, &plain));
+        let limit = limit_of(Limit::parallel(dtype, &dense.iter().collect::<Vec<_>>()));
         let shared = compare_rows(&self.oracle, dtype, &actual, expected, &self.context(backend));
+        let wrong_alone = dense.iter().find_map(|dense| dense.within(&alone).err());
+        let failure = match wrong_alone {
+            Some(failure) => Some(format!("a device alone: {failure}")),
+            None => shared.within(&limit).err().map(|failure| failure.to_string()),
+        };
         Verdict {
             rows: expected.len(),
             max_abs_error: shared.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
-            failure: shared.within(&limit).err().map(|failure| failure.to_string()),
+            failure,
         }
+    }
+
+    fn compare_plain(&self, right: &RightRows) -> Comparison {
+        let RightRows { expected, plain } = right;
+        compare_rows(&self.oracle, oracle::Dtype::F32, plain, expected, &self.context("plain f32"))
     }
 
     /// Compares the rows of one device alone, in the order of [`Self::rows`], with the oracle. The tolerance comes from plain
     /// f32 arithmetic on the same rows.
-    pub(crate) fn hold_alone(
-        &self,
-        actual: &[Row],
-        naive: &[Row],
-        expected: &[Row],
-        backend: &str,
-    ) -> Verdict {
+    fn hold_alone(&self, actual: &[Row], right: &RightRows, backend: &str) -> Verdict {
         let dtype = oracle_dtype(self.problem.dtype);
-        let naive =
-            compare_rows(&self.oracle, oracle::Dtype::F32, naive, expected, &self.context("plain f32"));
+        let naive = self.compare_plain(right);
         let limit = Limit::dense(dtype, &naive);
-        let actual = compare_rows(&self.oracle, dtype, actual, expected, &self.context(backend));
+        let actual = compare_rows(&self.oracle, dtype, actual, &right.expected, &self.context(backend));
         Verdict {
-            rows: expected.len(),
+            rows: right.expected.len(),
             max_abs_error: actual.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: naive.max_abs_error,
@@ -266,7 +276,8 @@ impl Sample {
         let kv = self.whole_kv()?;
         let tokens = TokenRuns::contiguous(0..self.problem.q_len);
         let actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
-        Ok(self.hold_alone(&actual, &self.naive(&kv)?, &self.expected(&kv)?, backend))
+        let right = RightRows { expected: self.expected(&kv)?, plain: self.naive(&kv)? };
+        Ok(self.hold_alone(&actual, &right, backend))
     }
 
     /// What the message of a failed comparison names.
@@ -286,7 +297,7 @@ impl Sample {
     }
 
     /// The oracle's rows.
-    pub(crate) fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+    fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
         self.by_the_oracle(kv, |oracle, id| {
             let (o, lse) = oracle.row(id.batch, id.row, id.head);
             Row { id, o, lse }
@@ -294,7 +305,7 @@ impl Sample {
     }
 
     /// The rows in plain f32 arithmetic.
-    pub(crate) fn naive(&self, kv: &WholeKv) -> Result<Vec<Row>> {
+    fn naive(&self, kv: &WholeKv) -> Result<Vec<Row>> {
         self.by_the_oracle(kv, |oracle, id| naive_f32_rows(oracle, &[id]).remove(0))
     }
 

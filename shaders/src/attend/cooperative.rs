@@ -29,8 +29,8 @@ pub(crate) const fn workgroup_bytes(head_dim: u32, size: u32, subgroups: u32) ->
     let keys = kv_cols(head_dim);
     let rows = size * subgroups;
     let halves = 2 * keys * kv_stride(head_dim) + rows * weight_stride(keys);
-    // Scores, one flag for each row, two flags for all.
-    2 * halves + 4 * (rows * score_stride(keys) + rows + 2)
+    // Scores, two factors for each row, two flags for all.
+    2 * halves + 4 * (rows * score_stride(keys) + 2 * rows + 2)
 }
 
 /// Elements from one key to the next: a row plus 16 bytes, so that neighbouring rows are in different banks.
@@ -78,7 +78,7 @@ pub(crate) fn source(kernel: AttendKernel, size: u32, lanes: u32, subgroups: u32
     t.line(format!("var<workgroup> tile_v: array<f16, {}>;", keys * kv_stride(kernel.head_dim)));
     t.line(format!("var<workgroup> scores: array<f32, {}>;", rows * score_stride(keys)));
     t.line(format!("var<workgroup> weights: array<f16, {}>;", rows * weight_stride(keys)));
-    t.line(format!("var<workgroup> row_flags: array<u32, {rows}>;"));
+    t.line(format!("var<workgroup> row_factors: array<vec2<f32>, {rows}>;"));
     t.line("var<workgroup> grew: atomic<u32>;");
     t.line("var<workgroup> not_finite: atomic<u32>;");
     t.line("");
@@ -143,9 +143,8 @@ let lo = positions[spans + 2u * safe];
 let hi = positions[spans + 2u * safe + 1u];
 let q_at = params.q_offset + batch * params.q_batch + safe * params.q_row + head * params.q_head;
 let ml_at = params.ml_offset + (batch * params.heads + head) * params.rows + safe;
-let ml = state_ml[ml_at];
-var m = ml.x;
-var l = select(0.0f, ml.y, part == 0u);
+var m = EMPTY_M;
+var l = 0.0f;
 var seen = full_runs < partial_runs;
 let own_scores = subgroup * {}u;
 let own_weights = subgroup * {}u;
@@ -169,21 +168,8 @@ let weight_at = own_weights + own_row * {}u;",
                 self.load('A', "&weights[own_weights]", weight_stride(self.keys))
             ));
         }
-        // The lanes of part 0 set the flag of each row that has a state.
-        t.block("if (part == 0u)", |t| {
-            t.line(format!(
-                "row_flags[subgroup * {size}u + own_row] = select(0u, 1u, row_exists && ml.x != EMPTY_M);"
-            ));
-        });
-        for first in self.passes() {
-            t.line("workgroupBarrier();");
-            self.exchange(t, first, |at, chunk, flag| {
-                format!("let a = select(vec4<f32>(), state_a[{chunk}], {flag});\nscores[{at}] = a.x;\nscores[{at} + 1u] = a.y;\nscores[{at} + 2u] = a.z;\nscores[{at} + 3u] = a.w;")
-            });
-            t.line("workgroupBarrier();");
-            for (g, f) in self.pass(first) {
-                t.line(format!("var o{f} = {};", self.load_scores(g)));
-            }
+        for f in 0..self.fragments {
+            t.line(format!("var o{f} = {}();", self.matrix('C')));
         }
     }
 
@@ -331,7 +317,7 @@ let weight_at = own_weights + own_row * {}u;",
         });
     }
 
-    /// Adds up l and writes the state of rows that saw a key.
+    /// Adds up l and merges the sums into the state of rows that saw a key.
     fn end(&self, t: &mut Text) {
         t.line("var sum = l;");
         t.line("var any_seen = select(0u, 1u, seen);");
@@ -339,12 +325,17 @@ let weight_at = own_weights + own_row * {}u;",
         self.across_parts(t, |other| format!("any_seen |= {};", other("any_seen")));
         t.line("workgroupBarrier();");
         t.block("if (part == 0u)", |t| {
-            t.line(format!(
-                "row_flags[subgroup * {}u + own_row] = select(0u, any_seen, row_exists);",
+            t.lines(&format!(
+                "let ml = state_ml[ml_at];
+let top = max(ml.x, m);
+let keep = weight_of(ml.x - top);
+let found = weight_of(m - top);
+let merges = row_exists && any_seen != 0u;
+row_factors[subgroup * {}u + own_row] = select(vec2<f32>(1.0f, 0.0f), vec2<f32>(keep, found), merges);",
                 self.size
             ));
-            t.block("if (row_exists && any_seen != 0u)", |t| {
-                t.line("state_ml[ml_at] = vec2<f32>(m, sum);");
+            t.block("if (merges)", |t| {
+                t.line("state_ml[ml_at] = vec2<f32>(top, ml.y * keep + sum * found);");
             });
         });
         for first in self.passes() {
@@ -352,9 +343,7 @@ let weight_at = own_weights + own_row * {}u;",
                 t.line(self.store_scores(&format!("o{f}"), g));
             }
             t.line("workgroupBarrier();");
-            self.exchange(t, first, |at, chunk, flag| {
-                format!("if ({flag}) {{\n    state_a[{chunk}] = vec4<f32>(scores[{at}], scores[{at} + 1u], scores[{at} + 2u], scores[{at} + 3u]);\n}}")
-            });
+            self.merge(t, first);
             t.line("workgroupBarrier();");
         }
     }
@@ -384,9 +373,8 @@ let weight_at = own_weights + own_row * {}u;",
         }
     }
 
-    /// Exchanges data between the scores and the state. `copy` gets an index into the scores, the matching chunk of the
-    /// state's a, and whether the row's flag is set. A subgroup's lanes share the chunks of its rows.
-    fn exchange(&self, t: &mut Text, first: u32, copy: impl Fn(&str, &str, &str) -> String) {
+    /// Merges the sums in the scores into the state's a. A subgroup's lanes share the chunks of its rows.
+    fn merge(&self, t: &mut Text, first: u32) {
         let size = self.size;
         let chunks = size / 4;
         for (g, f) in self.pass(first) {
@@ -404,8 +392,13 @@ let weight_at = own_weights + own_row * {}u;",
                     self.kernel.head_dim / 4,
                     f * chunks
                 ));
-                t.line(format!("let flag = row_flags[subgroup * {size}u + r] != 0u;"));
-                t.lines(&copy("at", "chunk", "flag"));
+                t.lines(&format!(
+                    "let factors = row_factors[subgroup * {size}u + r];
+if (factors.y != 0.0f) {{
+    let sums = vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]);
+    state_a[chunk] = state_a[chunk] * factors.x + sums * factors.y;
+}}"
+                ));
             });
         }
     }

@@ -118,9 +118,8 @@ let hi{i} = positions[spans + 2u * safe{i} + 1u];
 let q_at{i} = params.q_offset + batch * params.q_batch + safe{i} * params.q_row + head * params.q_head;
 let a_at{i} = params.a_offset + ((batch * params.rows + safe{i}) * params.heads + head) * {}u;
 let ml_at{i} = params.ml_offset + (batch * params.heads + head) * params.rows + safe{i};
-let ml{i} = state_ml[ml_at{i}];
-var m{i} = ml{i}.x;
-var l{i} = select(0.0f, ml{i}.y, tc == 0u);
+var m{i} = EMPTY_M;
+var l{i} = 0.0f;
 var seen{i} = {};",
                 self.q_rows,
                 SIDE * i,
@@ -131,15 +130,7 @@ var seen{i} = {};",
                 t.line(format!("let pair_row{i} = {};", super::pair_row(&format!("safe{i}"))));
             }
             for g in 0..self.groups {
-                let chunk = format!("{}u + tc", g * SIDE);
-                if self.beyond(g) {
-                    t.line(format!("var a{i}_{g} = vec4<f32>();"));
-                    t.block(format!("if ({chunk} < {}u)", self.chunks), |t| {
-                        t.line(format!("a{i}_{g} = state_a[a_at{i} + {chunk}];"));
-                    });
-                } else {
-                    t.line(format!("var a{i}_{g} = state_a[a_at{i} + {chunk}];"));
-                }
+                t.line(format!("var a{i}_{g} = vec4<f32>();"));
             }
         }
         if self.resident {
@@ -340,9 +331,12 @@ var seen{i} = {};",
     /// Adds up l and writes the state of rows that saw a key.
     fn end(&self, t: &mut Text) {
         t.line("workgroupBarrier();");
+        // One thread of a row reads and writes the (m, l) of its state.
         for i in 0..self.rows {
+            t.line(format!("var ml{i} = vec2<f32>();"));
+            t.block("if (tc == 0u)", |t| t.line(format!("ml{i} = state_ml[ml_at{i}];")));
             t.line(format!(
-                "tile_p[{}] = vec4<f32>(l{i}, select(0.0f, 1.0f, seen{i}), 0.0f, 0.0f);",
+                "tile_p[{}] = vec4<f32>(l{i}, select(0.0f, 1.0f, seen{i}), ml{i});",
                 self.p_index(i)
             ));
         }
@@ -357,9 +351,15 @@ var seen{i} = {};",
         });
         for i in 0..self.rows {
             t.block(format!("if (in{i} && sum{i}.y > 0.0f)"), |t| {
+                t.lines(&format!(
+                    "let top = max(sum{i}.z, m{i});
+let keep = weight_of(sum{i}.z - top);
+let found = weight_of(m{i} - top);"
+                ));
                 for g in 0..self.groups {
                     let chunk = format!("{}u + tc", g * SIDE);
-                    let store = format!("state_a[a_at{i} + {chunk}] = a{i}_{g};");
+                    let at = format!("a_at{i} + {chunk}");
+                    let store = format!("state_a[{at}] = state_a[{at}] * keep + a{i}_{g} * found;");
                     if self.beyond(g) {
                         t.block(format!("if ({chunk} < {}u)", self.chunks), |t| t.line(store));
                     } else {
@@ -367,7 +367,9 @@ var seen{i} = {};",
                     }
                 }
                 t.block("if (tc == 0u)", |t| {
-                    t.line(format!("state_ml[ml_at{i}] = vec2<f32>(m{i}, sum{i}.x);"));
+                    t.line(format!(
+                        "state_ml[ml_at{i}] = vec2<f32>(top, sum{i}.w * keep + sum{i}.x * found);"
+                    ));
                 });
             });
         }

@@ -114,9 +114,8 @@ let hi{r} = positions[spans + 2u * safe{r} + 1u];
 let q_at{r} = params.q_offset + batch * params.q_batch + safe{r} * params.q_row + head * params.q_head;
 let a_at{r} = params.a_offset + ((batch * params.rows + safe{r}) * params.heads + head) * {}u;
 let ml_at{r} = params.ml_offset + (batch * params.heads + head) * params.rows + safe{r};
-let ml{r} = state_ml[ml_at{r}];
-var m{r} = ml{r}.x;
-var l{r} = ml{r}.y;
+var m{r} = EMPTY_M;
+var l{r} = 0.0f;
 var seen{r} = {};",
                 self.lanes * self.rows,
                 self.lanes * r,
@@ -138,15 +137,6 @@ var seen{r} = {};",
                     t.line(format!("var a{r}_{c}{component} = 0.0f;"));
                 }
             }
-            // If the row has seen no key yet, a is 0. Such drivers skip a load that no lane needs.
-            t.block(format!("if (ml{r}.x != EMPTY_M)"), |t| {
-                for c in 0..self.chunks {
-                    t.line(format!("let a{r}_{c} = state_a[a_at{r} + {c}u];"));
-                    for component in COMPONENTS {
-                        t.line(format!("a{r}_{c}{component} = a{r}_{c}.{component};"));
-                    }
-                }
-            });
         }
     }
 
@@ -314,11 +304,18 @@ let group_first = workgroupUniformLoad(&seen_from);"
     fn end(&self, t: &mut Text) {
         for r in 0..self.rows {
             t.block(format!("if (in{r} && seen{r})"), |t| {
+                t.lines(&format!(
+                    "let ml = state_ml[ml_at{r}];
+let top = max(ml.x, m{r});
+let keep = weight_of(ml.x - top);
+let found = weight_of(m{r} - top);"
+                ));
                 for c in 0..self.chunks {
                     let [x, y, z, w] = COMPONENTS.map(|component| format!("a{r}_{c}{component}"));
-                    t.line(format!("state_a[a_at{r} + {c}u] = vec4<f32>({x}, {y}, {z}, {w});"));
+                    let (at, sums) = (format!("a_at{r} + {c}u"), format!("vec4<f32>({x}, {y}, {z}, {w})"));
+                    t.line(format!("state_a[{at}] = state_a[{at}] * keep + {sums} * found;"));
                 }
-                t.line(format!("state_ml[ml_at{r}] = vec2<f32>(m{r}, l{r});"));
+                t.line(format!("state_ml[ml_at{r}] = vec2<f32>(top, ml.y * keep + l{r} * found);"));
             });
         }
     }

@@ -116,14 +116,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let q_at0 = params.q_offset + batch * params.q_batch + safe0 * params.q_row + head * params.q_head;
     let a_at0 = params.a_offset + ((batch * params.rows + safe0) * params.heads + head) * 4u;
     let ml_at0 = params.ml_offset + (batch * params.heads + head) * params.rows + safe0;
-    let ml0 = state_ml[ml_at0];
-    var m0 = ml0.x;
-    var l0 = select(0.0f, ml0.y, tc == 0u);
+    var m0 = EMPTY_M;
+    var l0 = 0.0f;
     var seen0 = full_runs < partial_runs;
     var a0_0 = vec4<f32>();
-    if (0u + tc < 4u) {
-        a0_0 = state_a[a_at0 + 0u + tc];
-    }
     let row1 = tile * 32u + 8u + tr;
     let in1 = row1 < params.rows;
     let safe1 = min(row1, params.rows - 1u);
@@ -132,14 +128,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let q_at1 = params.q_offset + batch * params.q_batch + safe1 * params.q_row + head * params.q_head;
     let a_at1 = params.a_offset + ((batch * params.rows + safe1) * params.heads + head) * 4u;
     let ml_at1 = params.ml_offset + (batch * params.heads + head) * params.rows + safe1;
-    let ml1 = state_ml[ml_at1];
-    var m1 = ml1.x;
-    var l1 = select(0.0f, ml1.y, tc == 0u);
+    var m1 = EMPTY_M;
+    var l1 = 0.0f;
     var seen1 = full_runs < partial_runs;
     var a1_0 = vec4<f32>();
-    if (0u + tc < 4u) {
-        a1_0 = state_a[a_at1 + 0u + tc];
-    }
     let row2 = tile * 32u + 16u + tr;
     let in2 = row2 < params.rows;
     let safe2 = min(row2, params.rows - 1u);
@@ -148,14 +140,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let q_at2 = params.q_offset + batch * params.q_batch + safe2 * params.q_row + head * params.q_head;
     let a_at2 = params.a_offset + ((batch * params.rows + safe2) * params.heads + head) * 4u;
     let ml_at2 = params.ml_offset + (batch * params.heads + head) * params.rows + safe2;
-    let ml2 = state_ml[ml_at2];
-    var m2 = ml2.x;
-    var l2 = select(0.0f, ml2.y, tc == 0u);
+    var m2 = EMPTY_M;
+    var l2 = 0.0f;
     var seen2 = full_runs < partial_runs;
     var a2_0 = vec4<f32>();
-    if (0u + tc < 4u) {
-        a2_0 = state_a[a_at2 + 0u + tc];
-    }
     let row3 = tile * 32u + 24u + tr;
     let in3 = row3 < params.rows;
     let safe3 = min(row3, params.rows - 1u);
@@ -164,14 +152,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let q_at3 = params.q_offset + batch * params.q_batch + safe3 * params.q_row + head * params.q_head;
     let a_at3 = params.a_offset + ((batch * params.rows + safe3) * params.heads + head) * 4u;
     let ml_at3 = params.ml_offset + (batch * params.heads + head) * params.rows + safe3;
-    let ml3 = state_ml[ml_at3];
-    var m3 = ml3.x;
-    var l3 = select(0.0f, ml3.y, tc == 0u);
+    var m3 = EMPTY_M;
+    var l3 = 0.0f;
     var seen3 = full_runs < partial_runs;
     var a3_0 = vec4<f32>();
-    if (0u + tc < 4u) {
-        a3_0 = state_a[a_at3 + 0u + tc];
-    }
     for (var g = 0u; g < 1u; g++) {
         tile_q[(g * 8u + tc) * 32u + 0u + tr] = load_q(q_at0, g * 8u + tc) * params.q_scale;
         tile_q[(g * 8u + tc) * 32u + 8u + tr] = load_q(q_at1, g * 8u + tc) * params.q_scale;
@@ -401,10 +385,26 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         }
     }
     workgroupBarrier();
-    tile_p[tc * 32u + 0u + tr] = vec4<f32>(l0, select(0.0f, 1.0f, seen0), 0.0f, 0.0f);
-    tile_p[tc * 32u + 8u + tr] = vec4<f32>(l1, select(0.0f, 1.0f, seen1), 0.0f, 0.0f);
-    tile_p[tc * 32u + 16u + tr] = vec4<f32>(l2, select(0.0f, 1.0f, seen2), 0.0f, 0.0f);
-    tile_p[tc * 32u + 24u + tr] = vec4<f32>(l3, select(0.0f, 1.0f, seen3), 0.0f, 0.0f);
+    var ml0 = vec2<f32>();
+    if (tc == 0u) {
+        ml0 = state_ml[ml_at0];
+    }
+    tile_p[tc * 32u + 0u + tr] = vec4<f32>(l0, select(0.0f, 1.0f, seen0), ml0);
+    var ml1 = vec2<f32>();
+    if (tc == 0u) {
+        ml1 = state_ml[ml_at1];
+    }
+    tile_p[tc * 32u + 8u + tr] = vec4<f32>(l1, select(0.0f, 1.0f, seen1), ml1);
+    var ml2 = vec2<f32>();
+    if (tc == 0u) {
+        ml2 = state_ml[ml_at2];
+    }
+    tile_p[tc * 32u + 16u + tr] = vec4<f32>(l2, select(0.0f, 1.0f, seen2), ml2);
+    var ml3 = vec2<f32>();
+    if (tc == 0u) {
+        ml3 = state_ml[ml_at3];
+    }
+    tile_p[tc * 32u + 24u + tr] = vec4<f32>(l3, select(0.0f, 1.0f, seen3), ml3);
     workgroupBarrier();
     var sum0 = vec4<f32>();
     var sum1 = vec4<f32>();
@@ -417,35 +417,47 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         sum3 += tile_p[c * 32u + 24u + tr];
     }
     if (in0 && sum0.y > 0.0f) {
+        let top = max(sum0.z, m0);
+        let keep = weight_of(sum0.z - top);
+        let found = weight_of(m0 - top);
         if (0u + tc < 4u) {
-            state_a[a_at0 + 0u + tc] = a0_0;
+            state_a[a_at0 + 0u + tc] = state_a[a_at0 + 0u + tc] * keep + a0_0 * found;
         }
         if (tc == 0u) {
-            state_ml[ml_at0] = vec2<f32>(m0, sum0.x);
+            state_ml[ml_at0] = vec2<f32>(top, sum0.w * keep + sum0.x * found);
         }
     }
     if (in1 && sum1.y > 0.0f) {
+        let top = max(sum1.z, m1);
+        let keep = weight_of(sum1.z - top);
+        let found = weight_of(m1 - top);
         if (0u + tc < 4u) {
-            state_a[a_at1 + 0u + tc] = a1_0;
+            state_a[a_at1 + 0u + tc] = state_a[a_at1 + 0u + tc] * keep + a1_0 * found;
         }
         if (tc == 0u) {
-            state_ml[ml_at1] = vec2<f32>(m1, sum1.x);
+            state_ml[ml_at1] = vec2<f32>(top, sum1.w * keep + sum1.x * found);
         }
     }
     if (in2 && sum2.y > 0.0f) {
+        let top = max(sum2.z, m2);
+        let keep = weight_of(sum2.z - top);
+        let found = weight_of(m2 - top);
         if (0u + tc < 4u) {
-            state_a[a_at2 + 0u + tc] = a2_0;
+            state_a[a_at2 + 0u + tc] = state_a[a_at2 + 0u + tc] * keep + a2_0 * found;
         }
         if (tc == 0u) {
-            state_ml[ml_at2] = vec2<f32>(m2, sum2.x);
+            state_ml[ml_at2] = vec2<f32>(top, sum2.w * keep + sum2.x * found);
         }
     }
     if (in3 && sum3.y > 0.0f) {
+        let top = max(sum3.z, m3);
+        let keep = weight_of(sum3.z - top);
+        let found = weight_of(m3 - top);
         if (0u + tc < 4u) {
-            state_a[a_at3 + 0u + tc] = a3_0;
+            state_a[a_at3 + 0u + tc] = state_a[a_at3 + 0u + tc] * keep + a3_0 * found;
         }
         if (tc == 0u) {
-            state_ml[ml_at3] = vec2<f32>(m3, sum3.x);
+            state_ml[ml_at3] = vec2<f32>(top, sum3.w * keep + sum3.x * found);
         }
     }
 }

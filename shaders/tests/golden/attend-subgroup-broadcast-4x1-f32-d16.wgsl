@@ -85,9 +85,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let q_at0 = params.q_offset + batch * params.q_batch + safe0 * params.q_row + head * params.q_head;
     let a_at0 = params.a_offset + ((batch * params.rows + safe0) * params.heads + head) * 4u;
     let ml_at0 = params.ml_offset + (batch * params.heads + head) * params.rows + safe0;
-    let ml0 = state_ml[ml_at0];
-    var m0 = ml0.x;
-    var l0 = ml0.y;
+    var m0 = EMPTY_M;
+    var l0 = 0.0f;
     var seen0 = full_runs < partial_runs;
     let q_unit0_0 = q[q_at0 + 0u];
     let q0_0 = chunk_0(q_unit0_0) * params.q_scale;
@@ -113,28 +112,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     var a0_3y = 0.0f;
     var a0_3z = 0.0f;
     var a0_3w = 0.0f;
-    if (ml0.x != EMPTY_M) {
-        let a0_0 = state_a[a_at0 + 0u];
-        a0_0x = a0_0.x;
-        a0_0y = a0_0.y;
-        a0_0z = a0_0.z;
-        a0_0w = a0_0.w;
-        let a0_1 = state_a[a_at0 + 1u];
-        a0_1x = a0_1.x;
-        a0_1y = a0_1.y;
-        a0_1z = a0_1.z;
-        a0_1w = a0_1.w;
-        let a0_2 = state_a[a_at0 + 2u];
-        a0_2x = a0_2.x;
-        a0_2y = a0_2.y;
-        a0_2z = a0_2.z;
-        a0_2w = a0_2.w;
-        let a0_3 = state_a[a_at0 + 3u];
-        a0_3x = a0_3.x;
-        a0_3y = a0_3.y;
-        a0_3z = a0_3.z;
-        a0_3w = a0_3.w;
-    }
     for (var run = full_runs; run < partial_runs; run++) {
         let first = max(work[params.runs_at + 2u * run], params.key_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
@@ -356,10 +333,14 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
         }
     }
     if (in0 && seen0) {
-        state_a[a_at0 + 0u] = vec4<f32>(a0_0x, a0_0y, a0_0z, a0_0w);
-        state_a[a_at0 + 1u] = vec4<f32>(a0_1x, a0_1y, a0_1z, a0_1w);
-        state_a[a_at0 + 2u] = vec4<f32>(a0_2x, a0_2y, a0_2z, a0_2w);
-        state_a[a_at0 + 3u] = vec4<f32>(a0_3x, a0_3y, a0_3z, a0_3w);
-        state_ml[ml_at0] = vec2<f32>(m0, l0);
+        let ml = state_ml[ml_at0];
+        let top = max(ml.x, m0);
+        let keep = weight_of(ml.x - top);
+        let found = weight_of(m0 - top);
+        state_a[a_at0 + 0u] = state_a[a_at0 + 0u] * keep + vec4<f32>(a0_0x, a0_0y, a0_0z, a0_0w) * found;
+        state_a[a_at0 + 1u] = state_a[a_at0 + 1u] * keep + vec4<f32>(a0_1x, a0_1y, a0_1z, a0_1w) * found;
+        state_a[a_at0 + 2u] = state_a[a_at0 + 2u] * keep + vec4<f32>(a0_2x, a0_2y, a0_2z, a0_2w) * found;
+        state_a[a_at0 + 3u] = state_a[a_at0 + 3u] * keep + vec4<f32>(a0_3x, a0_3y, a0_3z, a0_3w) * found;
+        state_ml[ml_at0] = vec2<f32>(top, ml.y * keep + l0 * found);
     }
 }

@@ -27,7 +27,8 @@
 //!
 //! Acceptance rules often have a flat 1e-6 for f32. This is right for some kernels, but not as a general rule. One
 //! accumulator rounds at each of n steps. The sum of these errors is about half of u·√n relative to the sum, u = 2⁻²⁴.
-//! Tiles reduce √n to about √(tile + n/tile). Measured by this module's tests, scores of order one:
+//! Tiles reduce √n to about √(tile + n/tile). Where values have one sign, the error of one accumulator even grows with n: 6e-3 at 4 million
+//! keys. So plain f32 arithmetic sums 1024 keys at a time here. Measured by this module's tests, scores of order one:
 //!
 //! | keys | 64 | 1 024 | 16 384 | 131 072 |
 //! |---|---|---|---|---|

@@ -16,25 +16,17 @@ use crate::run::gather::gather;
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
 use crate::tensors::GivenGradient;
-use crate::verify::{GradientVerdict, HeadReference, Sample, WholeKv};
+use crate::verify::{GradientVerdict, HeadReference, RightRows, Sample, WholeKv};
 
 /// The reference of all cells of one row and dtype. Everything in it is computed when it is first needed.
 #[derive(Debug)]
 pub(crate) struct Reference {
     pub(crate) sample: Sample,
-    rows: Option<RightRows>,
-    /// The result of each device alone, or why it is wrong.
+    rows: Option<(WholeKv, RightRows)>,
+    /// The result of each device alone, or why it failed.
     alone: HashMap<DeviceId, Result<Vec<Row>, CellState>>,
     /// Of each KV head.
     heads: Vec<HeadReference>,
-}
-
-/// The rows of the oracle and of plain f32 arithmetic.
-#[derive(Debug)]
-struct RightRows {
-    kv: WholeKv,
-    expected: Vec<Row>,
-    naive: Vec<Row>,
 }
 
 impl Reference {
@@ -43,8 +35,7 @@ impl Reference {
         Ok(Self { sample, rows: None, alone: HashMap::new(), heads: Vec::new() })
     }
 
-    /// Compares the rows of a shared result with the oracle. The tolerance comes from the error of the device alone; if that
-    /// error is larger than plain f32 arithmetic allows, every result of the device is wrong.
+    /// Compares the rows of a shared result with the oracle.
     pub(crate) fn judge(
         &mut self,
         rows: Vec<Row>,
@@ -52,23 +43,32 @@ impl Reference {
         device: DeviceId,
         backend: &Device,
     ) -> Result<CellState> {
-        let right = match self.rows.take() {
-            Some(right) => right,
-            None => RightRows::new(&self.sample)?,
-        };
+        let (sample, world) = (&self.sample, accepted.plans.world());
         // The owner of keys decides which keys share a scale on the wire: measured again for each world.
-        if accepted.request.problem.wire.rounds() || !self.alone.contains_key(&device) {
-            let alone = right.compute_alone(&self.sample, accepted, backend);
+        let again = accepted.request.problem.wire.rounds();
+        let (kv, right) = match self.rows.take().filter(|_| !again) {
+            Some(rows) => rows,
+            None => {
+                let kv = sample.whole_kv()?;
+                let right = sample.right_rows(&kv, world)?;
+                (kv, right)
+            }
+        };
+        if again || !self.alone.contains_key(&device) {
+            let alone = sample.dense(backend, world, &kv, &options());
+            let alone = alone
+                .map(|bytes| sample.decode(sample.rows(), &bytes))
+                .map_err(|failure| CellState::Failed(format!("the device alone: {}", failure.text)));
             self.alone.insert(device, alone);
         }
         let state = match &self.alone[&device] {
             Err(state) => state.clone(),
             Ok(alone) => {
                 let dense = [(format!("{device} alone"), alone.clone())];
-                CellState::of(self.sample.hold(rows, &dense, &right.expected, &device.to_string()))
+                CellState::of(sample.hold(rows, &dense, &right, &device.to_string()))
             }
         };
-        self.rows = Some(right);
+        self.rows = Some((kv, right));
         Ok(state)
     }
 
@@ -100,35 +100,6 @@ impl Reference {
             }
         }
         nearest.map(CellState::of_gradients).ok_or_else(|| Failure::run("a problem without heads"))
-    }
-}
-
-impl RightRows {
-    fn new(sample: &Sample) -> Result<Self> {
-        let kv = sample.whole_kv()?;
-        let (expected, naive) = (sample.expected(&kv)?, sample.naive(&kv)?);
-        Ok(Self { kv, expected, naive })
-    }
-
-    fn compute_alone(
-        &self,
-        sample: &Sample,
-        accepted: &Accepted,
-        backend: &Device,
-    ) -> Result<Vec<Row>, CellState> {
-        let bytes = sample
-            .dense(backend, accepted.plans.world(), &self.kv, &options())
-            .map_err(|failure| CellState::Failed(format!("the device alone: {}", failure.text)))?;
-        let rows = sample.decode(sample.rows(), &bytes);
-        // Keys that were rounded for the wire differ from the oracle's: that difference is what is measured.
-        if !accepted.request.problem.wire.rounds() {
-            let verdict = sample.hold_alone(&rows, &self.naive, &self.expected, "the device alone");
-            let state = CellState::of(verdict);
-            if state.is_bad() {
-                return Err(state);
-            }
-        }
-        Ok(rows)
     }
 }
 

@@ -126,11 +126,10 @@ impl WordProducts {
             }
             #[cfg(test)]
             Unit::Emulated => {
+                let zero = [[simd.splat_f32s(0.0); N]; M];
                 for (o, v) in o.as_chunks_mut::<M>().0.iter_mut().zip(v.chunks(stride)) {
-                    if let Some(keep) = keep {
-                        super::kernel::scale(simd, o, keep);
-                    }
-                    *o = emulated::add_products(simd, *o, &v[..p.len()], p);
+                    let sums = emulated::add_products(simd, zero, &v[..p.len()], p);
+                    super::kernel::add_sums(simd, o, &sums, keep);
                 }
             }
         }
@@ -198,7 +197,9 @@ pub(super) fn element_of<S: Simd>(simd: S, words: S::f32s, high: bool) -> S::f32
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use std::arch::x86_64::{__m512, __m512bh, _mm512_dpbf16_ps, _mm512_mul_ps, _mm512_set1_ps};
+    use std::arch::x86_64::{
+        __m512, __m512bh, _mm512_add_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_ps,
+    };
 
     use pulp::Simd;
 
@@ -250,14 +251,15 @@ mod avx512 {
     ) {
         let p = p.as_chunks::<NV>().0;
         for (o, v) in o.as_chunks_mut::<NV>().0.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(stride)) {
-            if let Some(keep) = keep {
-                for o in o.iter_mut() {
-                    for (o, keep) in o.iter_mut().zip(&keep) {
-                        *o = _mm512_mul_ps(*o, *keep);
-                    }
+            let sums = add_products([[_mm512_set1_ps(0.0); NV]; MR], &v[..p.len()], p);
+            for (o, sums) in o.iter_mut().zip(&sums) {
+                for (j, (o, sum)) in o.iter_mut().zip(sums).enumerate() {
+                    *o = match &keep {
+                        Some(keep) => _mm512_fmadd_ps(*o, keep[j], *sum),
+                        None => _mm512_add_ps(*o, *sum),
+                    };
                 }
             }
-            *o = add_products(*o, &v[..p.len()], p);
         }
     }
 

@@ -86,11 +86,27 @@ impl<S: Simd, const MR: usize, const NV: usize> WithSimd for WeightedSum<'_, S, 
     #[inline(always)]
     fn with_simd<T: Simd>(self, _: T) {
         let Self { simd, v, stride, p, keep, o } = self;
+        let zero = [[simd.splat_f32s(0.0); NV]; MR];
         for (o, v) in o.as_chunks_mut::<MR>().0.iter_mut().zip(v.chunks(stride)) {
-            if let Some(keep) = keep {
-                scale(simd, o, keep);
-            }
-            *o = add_outer_products(simd, *o, &v[..p.len()], p);
+            add_sums(simd, o, &add_outer_products(simd, zero, &v[..p.len()], p), keep);
+        }
+    }
+}
+
+/// `o[d][row] = o[d][row] · keep[row] + sums[d][row]`. Each tile has a sum of its own: one sum over all keys would lose digits with each.
+#[inline(always)]
+pub(super) fn add_sums<S: Simd, const NV: usize>(
+    simd: S,
+    o: &mut [[S::f32s; NV]],
+    sums: &[[S::f32s; NV]],
+    keep: Option<&[S::f32s; NV]>,
+) {
+    for (o, sums) in o.iter_mut().zip(sums) {
+        for (j, (o, sum)) in o.iter_mut().zip(sums).enumerate() {
+            *o = match keep {
+                Some(keep) => mul_add(simd, *o, keep[j], *sum),
+                None => simd.add_f32s(*o, *sum),
+            };
         }
     }
 }

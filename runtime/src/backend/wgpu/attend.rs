@@ -13,11 +13,10 @@ use super::dispatch::Window;
 use super::items::Items;
 use super::numbers::{checked_dim, narrow};
 use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
-use super::ops;
 use super::pieces::{Flight, Pace};
 use super::region::cut;
 use super::work::WorkList;
-use crate::backend::{Attend, Backend, Control, State, StateMut, yield_now};
+use crate::backend::{Attend, Control, yield_now};
 use crate::{Error, Result};
 
 /// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
@@ -42,27 +41,24 @@ async fn attend_in_pieces(
     if let Some(decode) = decode::decode(backend, &args)? {
         return decode.run(control).await;
     }
-    let keys = args.work.kv_positions.len();
-    if keys <= STRETCH_KEYS {
-        return Call::new(backend, &args)?.attend(0..keys, control).await;
-    }
-    // One running sum of many keys loses the digits of each: a stretch has a state of its own.
-    let mut a = backend.alloc("attend a", shape.a_bytes())?;
-    let mut ml = backend.alloc("attend ml", shape.ml_bytes())?;
-    let part = Attend { state: StateMut { a: &mut a, ml: &mut ml, shape }, ..args };
-    let (call, mut into) = (Call::new(backend, &part)?, args.state);
-    let kv_cols = call.kernel.tile().kv_cols as usize;
-    for stretch in cut(0..keys, STRETCH_KEYS / kv_cols * kv_cols) {
-        ops::reset_state(&backend.gpu, &part.state)?;
-        call.attend(stretch, control).await?;
-        let from = State { a: &*part.state.a, ml: &*part.state.ml, shape };
-        ops::merge(&backend.gpu, &mut into, &from)?;
+    let call = Call::new(backend, &args)?;
+    for region in call.regions() {
+        let mut pieces = call.items(&region);
+        let windows = call.windows(&region)?;
+        while let Some((items, flops)) = pieces.next(backend.pace.piece_flops(&Kernel::Attend(call.kernel))) {
+            backend.pace.room().await;
+            backend.gpu.check()?;
+            call.submit(&region, &windows, items, flops)?;
+            control.piece_done()?;
+            yield_now().await;
+        }
     }
     Ok(())
 }
 
-/// Keys whose sum is one running sum, at most. Its error is about 2^−24 times the number of keys over 16, where values have one sign.
-const STRETCH_KEYS: usize = 1 << 15;
+/// Keys of one running sum, at most. The digits that a long sum of values of one sign loses grow with its length: at 32,768 keys the error is
+/// 1e-5 of the values.
+const STRETCH_KEYS: usize = 2048;
 
 /// Data that all pieces of a call share.
 struct Call<'a> {
@@ -93,25 +89,6 @@ struct Windows<'a> {
 }
 
 impl<'a> Call<'a> {
-    /// Attends to some keys; their first one is at the border of a tile.
-    async fn attend(&self, keys: Range<usize>, control: &Control) -> Result<()> {
-        let backend = self.backend;
-        for region in self.regions(keys) {
-            let mut pieces = self.items(&region);
-            let windows = self.windows(&region)?;
-            while let Some((items, flops)) =
-                pieces.next(backend.pace.piece_flops(&Kernel::Attend(self.kernel)))
-            {
-                backend.pace.room().await;
-                backend.gpu.check()?;
-                self.submit(&region, &windows, items, flops)?;
-                control.piece_done()?;
-                yield_now().await;
-            }
-        }
-        Ok(())
-    }
-
     fn new(backend: &'a WgpuBackend, args: &'a Attend<'a, WgpuBuffer>) -> Result<Self> {
         let shape = args.state.shape;
         let softcap = args.softcap.is_some();
@@ -140,11 +117,12 @@ impl<'a> Call<'a> {
     }
 
     /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys. Keys are also cut
-    /// if, with all keys, the number of Q tiles that keeps the device busy would take longer than a piece may.
+    /// if, with all keys, the number of Q tiles that keeps the device busy would take longer than a piece may, and into stretches
+    /// of [`STRETCH_KEYS`].
     ///
-    /// The cuts depend only on shapes and on the kind of device, not on measured times: storing a state and loading it
-    /// again rounds it, and the same call must give the same bytes.
-    fn regions(&self, of: Range<usize>) -> Vec<Region> {
+    /// The cuts depend only on shapes and on the kind of device, not on measured times: a kernel sums its keys from zero and merges the sums
+    /// into the state, so a cut rounds, and the same call must give the same bytes.
+    fn regions(&self) -> Vec<Region> {
         let limit = self.backend.gpu.window_bytes();
         let shape = self.args.state.shape;
         let tile = self.kernel.tile();
@@ -162,14 +140,17 @@ impl<'a> Call<'a> {
         }
         let tiles = self.args.work.q_tiles();
         let items = (batch_step * shape.heads * tiles.min(tile_step)) as u64;
-        let key_step =
-            keys.min(self.backend.pace.keys_at_once(Pace::flops_per_key(&self.kernel), items)).max(kv_cols)
-                / kv_cols
-                * kv_cols;
+        let key_step = keys
+            .min(STRETCH_KEYS)
+            .min(self.backend.pace.keys_at_once(Pace::flops_per_key(&self.kernel), items))
+            .max(kv_cols)
+            / kv_cols
+            * kv_cols;
+        let keys = self.args.work.kv_positions.len();
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
             for tiles in cut(0..tiles, tile_step) {
-                for keys in cut(of.clone(), key_step) {
+                for keys in cut(0..keys, key_step) {
                     let narrow = |n: usize| u32::try_from(n).expect("WorkList::new counted the keys in u32");
                     regions.push(Region {
                         batch: batch.clone(),

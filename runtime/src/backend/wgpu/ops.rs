@@ -12,7 +12,7 @@ use super::region::{Strided, cut};
 use crate::backend::{Extent, Layout, State, StateMut, StateShape};
 use crate::{Error, Result};
 
-pub(super) fn reset_state(gpu: &Gpu, state: &StateMut<'_, WgpuBuffer>) -> Result<()> {
+pub(super) fn reset_state(gpu: &Gpu, state: &mut StateMut<'_, WgpuBuffer>) -> Result<()> {
     let row_heads = row_heads(state.shape);
     if row_heads == 0 {
         return Ok(());

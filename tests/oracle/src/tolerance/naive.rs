@@ -11,6 +11,8 @@
 use crate::inputs::{TensorId, normal};
 use crate::oracle::{Oracle, OracleProblem, Row, RowId};
 
+/// Keys of one running sum. Without blocks the error of values of one sign grows with the number of keys, and so would every limit.
+const BLOCK: usize = 1024;
 /// How many times large logits are moved.
 pub(super) const MOVES: u64 = 4;
 /// Below this, a move changes a weight by less than 1e-5 of itself.
@@ -36,7 +38,7 @@ pub(super) fn take_farther(worst: &mut [f64], other: &[f64], right: &[f64]) {
     }
 }
 
-/// The chosen rows with every operation in f32: one accumulator for each sum, keys in ascending order. The output
+/// The chosen rows with every operation in f32: keys in ascending order, one accumulator for each sum of [`BLOCK`] keys. The output
 /// stays in f32 without further rounding. Each element of a row with large logits is the one of several
 /// that is farthest from the oracle's.
 pub fn naive_f32_rows(oracle: &Oracle<'_>, ids: &[RowId]) -> Vec<Row> {
@@ -98,12 +100,17 @@ pub(super) fn naive_f32_row(oracle: &Oracle<'_>, id: RowId, bits: Moved) -> (Row
     }
     let max = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
     let mut sum = sink.map_or(0.0_f32, |sink| (sink - max).exp());
-    for (&key, score) in keys.iter().zip(scores) {
-        let weight = (score - max).exp();
-        sum += weight;
-        for (o, v) in o.iter_mut().zip(narrow(v, key, kv_head)) {
-            *o += weight * v;
+    for (keys, scores) in keys.chunks(BLOCK).zip(scores.chunks(BLOCK)) {
+        let (mut sum_here, mut o_here) = (0.0_f32, vec![0.0_f32; problem.head_dim]);
+        for (&key, score) in keys.iter().zip(scores) {
+            let weight = (score - max).exp();
+            sum_here += weight;
+            for (o, v) in o_here.iter_mut().zip(narrow(v, key, kv_head)) {
+                *o += weight * v;
+            }
         }
+        sum += sum_here;
+        o.iter_mut().zip(o_here).for_each(|(o, here)| *o += here);
     }
     (Row { id, o: o.iter().map(|&o| f64::from(o / sum)).collect(), lse: f64::from(max + sum.ln()) }, most)
 }

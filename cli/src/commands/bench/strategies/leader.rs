@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use kyklos::plan::World;
 use kyklos_oracle::oracle::Row;
 
 use super::bench::Bench;
@@ -15,7 +16,7 @@ use super::record::{Measured, Predicted, Record, State};
 use super::times::{RankTimes, Sent, measured};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
-use crate::verify::Sample;
+use crate::verify::{RightRows, Sample};
 
 /// How a cell ended.
 #[derive(Clone, Debug)]
@@ -73,7 +74,7 @@ pub(super) struct Leader<'a> {
 /// What a result of a case is compared with.
 #[derive(Debug)]
 struct Reference {
-    expected: Vec<Row>,
+    right: RightRows,
     /// Of each kind of device.
     alone: Vec<(String, Vec<Row>)>,
 }
@@ -193,7 +194,7 @@ impl<'a> Leader<'a> {
     pub(super) fn judge(
         &mut self,
         index: usize,
-        sample: &Sample,
+        (sample, world): (&Sample, &World),
         found: Vec<Row>,
         alone: Vec<(String, Vec<Row>)>,
         ranks: &[(String, RankTimes)],
@@ -201,16 +202,16 @@ impl<'a> Leader<'a> {
     ) -> Outcome {
         let cell = &self.bench.cells[index];
         if !alone.is_empty() {
-            let expected = match sample.whole_kv().and_then(|kv| sample.expected(&kv)) {
-                Ok(expected) => expected,
+            let right = match sample.whole_kv().and_then(|kv| sample.right_rows(&kv, world)) {
+                Ok(right) => right,
                 Err(failure) => return Outcome::Failed(failure.text),
             };
-            self.references.insert(cell.case, Reference { expected, alone });
+            self.references.insert(cell.case, Reference { right, alone });
         }
-        let Some(Reference { expected, alone }) = self.references.get(&cell.case) else {
+        let Some(Reference { right, alone }) = self.references.get(&cell.case) else {
             return Outcome::failed("no device has computed the sampled rows alone");
         };
-        let verdict = sample.hold(found, alone, expected, &cell.name.way());
+        let verdict = sample.hold(found, alone, right, &cell.name.way());
         match verdict.failure {
             Some(why) => Outcome::Failed(format!("wrong result: {why}")),
             None => {

@@ -306,7 +306,7 @@ impl<'a> RankWork<'a> {
             }
         }
         let all: Vec<(String, RankTimes)> = self.labels.iter().cloned().zip(all).collect();
-        Ok(leader.judge(index, &sample, found, kinds, &all, &sent(&plans)))
+        Ok(leader.judge(index, (&sample, world), found, kinds, &all, &sent(&plans)))
     }
 
     /// Whether no lower rank has a device of the same name.
