@@ -65,7 +65,6 @@ pub(crate) struct Options {
 ///
 /// ```
 /// use kyklos::{Execution, Mesh, PlacementKind, WireFormat};
-///
 /// let execution = Execution::new().mesh(Mesh::new(2, 2)?).placement(PlacementKind::Zigzag).wire(WireFormat::F16);
 /// # Ok::<(), kyklos::Error>(())
 /// ```
@@ -253,8 +252,8 @@ impl Execution {
         self
     }
 
-    /// Exactly these tokens on each rank: the owners of queries and, separately, of keys and values. Each rank passes its
-    /// tokens in the order of the lists. Replaces [`Self::placement`].
+    /// Exactly these tokens on each rank: the owners of queries and, separately, of keys and values. Each rank passes its tokens in
+    /// the order of the lists. Replaces [`Self::placement`].
     #[must_use]
     pub fn owners(mut self, queries: Placement, keys: Placement) -> Self {
         self.owners = Some((queries, keys));
@@ -275,16 +274,14 @@ impl Execution {
         self
     }
 
-    /// No backward pass follows: kernels for decoding may take calls with few query rows ([`AttentionProblem::inference`]). Calls with
-    /// [`Self::same_queries`] or a cache are such calls anyway.
+    /// No backward pass follows ([`AttentionProblem::inference`]). [`Self::same_queries`] and caches imply it.
     #[must_use]
     pub fn inference(mut self, inference: bool) -> Self {
         self.inference = inference;
         self
     }
 
-    /// Keys that every rank holds from the start ([`AttentionProblem::replicated`]). In the k and v of each rank they come
-    /// first.
+    /// Keys that every rank holds from the start ([`AttentionProblem::replicated`]). In the k and v of each rank they come first.
     #[must_use]
     pub fn replicated(mut self, replicated: Range<u32>) -> Self {
         // An empty range has one form only.
@@ -314,8 +311,7 @@ impl Options {
     /// The problem of this call with these extents.
     pub(crate) fn problem(&self, extents: &Extents) -> Result<AttentionProblem> {
         let &Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype } = extents;
-        let Execution { wire, fixed_order, inference, replicated, same_queries, results, .. } =
-            &self.execution;
+        let Execution { wire, fixed_order, replicated, same_queries, results, .. } = &self.execution;
         let problem =
             AttentionProblem::new([batch, kv_len, q_heads, kv_heads, head_dim], dtype, self.mask.clone())?
                 .with_queries(q_len, self.q_offset)?;
@@ -327,7 +323,7 @@ impl Options {
             .with_bias_gradient(self.bias_gradient)?
             .with_wire(*wire)?
             .with_fixed_order(*fixed_order)?
-            .with_inference(*inference || *same_queries)
+            .with_inference(self.execution.inference || *same_queries)
             .with_replicated(replicated.clone())?
             .with_same_queries(*same_queries)?
             .with_results(*results)

@@ -94,9 +94,9 @@ const BAND_ELEMENTS: usize = 4096;
 
 #[cfg(test)]
 mod tests {
-    use kyklos::{AttentionProblem, TokenRuns, plan_rows};
     use kyklos::backend::Control;
     use kyklos::backend::cpu::CpuBackend;
+    use kyklos::{AttentionProblem, TokenRuns, plan_rows};
 
     use super::*;
     use crate::options::MaskArg;

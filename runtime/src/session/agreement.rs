@@ -73,7 +73,7 @@ pub(super) struct Agreed {
 }
 
 /// Increased when the meaning of facts changes.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same
 /// on all ranks, the number of calls, and its facts.

@@ -10,7 +10,7 @@ use pulp::Simd;
 use super::bf16::{WordProducts, element_of, words_of};
 use super::call::TILE;
 use super::exp::{exp, exp_each, mul_add, tanh};
-use super::kernel::{Scores, WeightedSum, alone, scale};
+use super::kernel::{Scores, WeightedSum, add_sums, alone, scale};
 use super::keys::KeyTile;
 use super::tiles::{self, PreparedTiles, TileProduct};
 use crate::RowSpan;
@@ -134,20 +134,19 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let seen = Seen { visible: visible.as_ref(), terms: self.terms, positions: keys.positions, range };
         let p = &self.scores[elements.clone()];
         let mut of_tiles = [[0.0; MR]; TILE.kv_cols as usize];
+        let zero = [[simd.splat_f32s(0.0); NV]; MR];
         for (group, o) in self.o.as_chunks_mut::<MR>().0.iter_mut().enumerate() {
-            if grew {
-                scale(simd, o, &keep);
-            }
             let v = if self.tiles.is_some() {
                 tiles::columns(keys.v.as_flattened(), keys.stride, group * MR, &elements, &mut of_tiles);
                 &of_tiles[..p.len()]
             } else {
                 &keys.v[group * keys.stride..][elements.clone()]
             };
-            *o = match self.words {
-                None => add_where_seen::<S, MR, NV, false>(simd, *o, v, p, &seen),
-                Some(_) => add_where_seen::<S, MR, NV, true>(simd, *o, v, p, &seen),
+            let sums = match self.words {
+                None => add_where_seen::<S, MR, NV, false>(simd, zero, v, p, &seen),
+                Some(_) => add_where_seen::<S, MR, NV, true>(simd, zero, v, p, &seen),
             };
+            add_sums(simd, o, &sums, grew.then_some(&keep));
         }
     }
 

@@ -38,7 +38,7 @@ pub(super) fn take_farther(worst: &mut [f64], other: &[f64], right: &[f64]) {
     }
 }
 
-/// The chosen rows with every operation in f32: keys in ascending order, one accumulator for each sum of [`BLOCK`] keys. The output
+/// The chosen rows with every operation in f32: keys in ascending order, one accumulator for each sum of 1024 keys. The output
 /// stays in f32 without further rounding. Each element of a row with large logits is the one of several
 /// that is farthest from the oracle's.
 pub fn naive_f32_rows(oracle: &Oracle<'_>, ids: &[RowId]) -> Vec<Row> {
