@@ -307,7 +307,8 @@ def test_a_bias_may_change_after_the_call_also_between_calls_of_one_step():
     for dtype in (np.float32, bool):
         bias = np.random.default_rng(5).standard_normal((1, 4, 1, 4)).astype(np.float32)
         bias = bias > 0 if dtype == bool else bias
-        want = group.attend(*states, bias=bias)[0]
+        # As calls with a cache, for which no gradients follow.
+        want = group.attend(*states, bias=bias, inference=True)[0]
         caches = [group.kv_cache(heads=2, dim=16) for _ in range(2)]
         with group.cached_calls(caches, *states, bias=bias) as calls:
             bias[...] = ~bias if dtype == bool else 9
