@@ -211,7 +211,7 @@ impl RankProof<'_> {
     fn receive_sum_of_queries(&mut self, id: BufferId) -> Result<()> {
         self.sum(id, Content::QueryGradSum)?;
         let keys = &self.plan.buffer(id).met;
-        if keys.runs().iter().any(|run| run.last() >= self.world.problem.kv_len) {
+        if !self.lives[id.0].met.exist(keys) {
             return self.fault(format!("{} has met keys that do not exist", self.name(id)));
         }
         match self.lives[id.0].met.meet(keys) {
@@ -312,10 +312,12 @@ impl RankProof<'_> {
         let heads = bounds(q_heads.clone(), &|of| of.q_heads.clone());
         let none = MetKeys::none(self.others(buffer.content));
         let mut declared = none.clone();
+        if !declared.exist(others) {
+            return self.fault(format!("{} declares a {other} that does not exist", name()));
+        }
         if declared.meet(others).is_some() {
             return self.fault(format!("{} declares a {other} twice", name()));
         }
-        let undeclared = declared.gaps();
         for (rows, head) in
             rows.windows(2).flat_map(|rows| heads.windows(2).map(move |heads| (rows, heads[0])))
         {
@@ -329,17 +331,13 @@ impl RankProof<'_> {
                         .fault(format!("{} counts {other} {token} twice for tokens {tokens}", name()));
                 }
             }
-            let gaps = met.gaps();
-            let missing: Vec<u32> =
-                others.iter().filter(|token| gaps.first_in(*token..token + 1).is_some()).collect();
-            let more = met.keys().iter().find(|token| undeclared.first_in(*token..token + 1).is_some());
-            if let Some(token) = more {
+            if let Some(token) = met.without(&declared).keys().iter().next() {
                 return self.fault(format!(
                     "{} has gradients of {other} {token}, which it does not declare",
                     name()
                 ));
             }
-            let missing = TokenRuns::from_positions(missing);
+            let missing = declared.without(&met).keys();
             let (queries, keys) = if of_keys { (&missing, &tokens) } else { (&tokens, &missing) };
             if !missing.is_empty() && lower::any_visible(problem, queries, keys) {
                 return self.fault(format!(

@@ -1,138 +1,232 @@
-//! The keys that a running state has met. A proof asks every state of every rank about every key, so adjacent keys are
-//! handled as ranges.
+//! The keys that a running state has met. A proof asks every state of every rank about every key, so a set of keys is
+//! kept as few ranges, also where its keys lie in strides.
 
 use std::ops::Range;
 
 use crate::{Run, TokenRuns};
 
-/// A set of keys.
+/// A set of keys. Two of them that are aligned are equal if their ranges and bits are.
 #[derive(Clone, Default)]
 pub(super) struct MetKeys {
-    kv_len: u32,
-    /// The keys, while they are one ascending list: all keys of a state that travels.
-    list: TokenRuns,
-    /// For each key 0 or 1; empty while `list` holds all keys.
-    met: Vec<u8>,
+    order: Order,
+    /// Places in `order`, ascending; there is a gap between each two.
+    ranges: Vec<Range<u32>>,
+    /// A bit for each key, if the set has many ranges: such as of stripes of several strides. Then there are no ranges.
+    bits: Vec<u64>,
 }
 
-/// The keys outside the set, as ascending ranges that do not touch each other.
+/// An order of the keys `0..len`: first each `stride`-th key from 0 on, then each `stride`-th from 1 on, and so on. A run of
+/// this stride is one range of places, and runs that lie side by side are one range if they are whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Order {
+    len: u32,
+    stride: u32,
+}
+
+/// The keys outside a set, as ascending ranges that do not touch each other.
 pub(super) struct Gaps(Vec<Range<u32>>);
 
 impl MetKeys {
-    /// The empty set, for the keys `0..kv_len`.
-    pub(super) fn none(kv_len: u32) -> Self {
-        Self { kv_len, ..Self::default() }
+    /// The empty set, for the keys `0..len`.
+    pub(super) fn none(len: u32) -> Self {
+        Self { order: Order { len, stride: 1 }, ..Self::default() }
     }
 
-    /// Adds `keys`; returns a key that was in the set before, if any was.
+    /// Adds `keys`, which exist; returns a key that was in the set before, or is in `keys` twice, if any is.
     pub(super) fn meet(&mut self, keys: &TokenRuns) -> Option<u32> {
-        let ascends = || keys.runs().windows(2).all(|pair| pair[0].last() < pair[1].start);
-        if self.met.is_empty() && self.list.is_empty() && ascends() {
-            self.list = keys.clone();
+        let runs = || keys.runs().iter().copied();
+        let longest = keys.runs().iter().max_by_key(|run| run.count);
+        let strided = Order { stride: longest.map_or(1, |run| run.stride), ..self.order };
+        let count = |order: Order| order.count(runs());
+        let order = Some(strided).filter(|order| count(*order) < count(self.order.natural()));
+        let order = order.unwrap_or(self.order.natural());
+        if !self.bits.is_empty() || count(order) > self.order.most() {
+            self.write_out();
+            return self.put(runs());
+        }
+        let (more, twice) = Self::new(order, order.ranges(runs()));
+        self.merge(more).or(twice)
+    }
+
+    /// Adds all keys of `other`; returns one that was there before, if any was.
+    pub(super) fn merge(&mut self, mut other: Self) -> Option<u32> {
+        if self.ranges.is_empty() && self.bits.is_empty() {
+            *self = other;
             return None;
         }
-        self.write_out();
-        for run in keys.runs() {
-            let again = match run {
-                Run { start, count, stride: 1 } => self.meet_range(*start..*start + *count),
-                run => (0..run.count)
-                    .map(|i| run.start + i * run.stride)
-                    .find(|key| std::mem::replace(&mut self.met[*key as usize], 1) == 1),
-            };
-            if again.is_some() {
-                return again;
-            }
+        self.align(&mut other);
+        if !self.bits.is_empty() {
+            let both: Vec<u64> = self.bits.iter().zip(&other.bits).map(|(a, b)| a & b).collect();
+            self.bits.iter_mut().zip(&other.bits).for_each(|(a, b)| *a |= b);
+            return first(&both, 0, true);
         }
-        None
-    }
-
-    /// Converts the list to one byte for each key.
-    fn write_out(&mut self) {
-        if self.met.is_empty() {
-            self.met = vec![0; self.kv_len as usize];
-            for key in std::mem::take(&mut self.list).iter() {
-                self.met[key as usize] = 1;
-            }
+        let mut ranges = std::mem::take(&mut self.ranges);
+        ranges.append(&mut other.ranges);
+        let (all, twice) = Self::new(self.order, ranges);
+        *self = all;
+        if self.ranges.len() as u64 > self.order.most() {
+            self.write_out();
         }
-    }
-
-    fn meet_range(&mut self, keys: Range<u32>) -> Option<u32> {
-        let met = &mut self.met[keys.start as usize..keys.end as usize];
-        if any(met) {
-            return keys.zip(met).find(|(_, met)| **met == 1).map(|(key, _)| key);
-        }
-        met.fill(1);
-        None
+        twice
     }
 
     /// Whether the set is equal to `keys`, and `keys` names each key once.
     pub(super) fn are(&self, keys: &TokenRuns) -> bool {
-        if self.met.is_empty() {
-            return self.list == *keys;
+        let (mut set, mut other) = (self.clone(), Self::none(self.order.len));
+        if !self.exist(keys) || other.meet(keys).is_some() {
+            return false;
         }
-        let count: usize = self.met.iter().map(|met| usize::from(*met)).sum();
-        count == keys.len() && keys.iter().all(|key| self.met.get(key as usize) == Some(&1))
+        set.align(&mut other);
+        set.ranges == other.ranges && set.bits == other.bits
+    }
+
+    /// Whether `keys` are keys that a set like this one can have.
+    pub(super) fn exist(&self, keys: &TokenRuns) -> bool {
+        keys.runs().iter().all(|run| run.last() < self.order.len)
     }
 
     /// The keys, ascending.
     pub(super) fn keys(&self) -> TokenRuns {
-        if self.met.is_empty() {
-            return self.list.clone();
-        }
-        TokenRuns::from_positions((0..).zip(&self.met).filter(|(_, met)| **met == 1).map(|(key, _)| key))
+        let mut keys = TokenRuns::default();
+        self.in_order(self.order.natural()).runs().for_each(|run| keys.push(run));
+        keys
     }
 
-    /// Adds all keys of `other`; returns one that was there before, if any was.
-    pub(super) fn merge(&mut self, other: Self) -> Option<u32> {
-        if other.met.is_empty() {
-            return self.meet(&other.list);
-        }
-        self.write_out();
-        let mut again = None;
-        for (key, (met, more)) in (0..).zip(self.met.iter_mut().zip(&other.met)) {
-            if *met & *more == 1 {
-                again = again.or(Some(key));
+    /// The keys of the set that are not in `other`.
+    pub(super) fn without(&self, other: &Self) -> Self {
+        let (mut set, mut other) = (self.clone(), other.clone());
+        set.align(&mut other);
+        set.bits.iter_mut().zip(&other.bits).for_each(|(a, b)| *a &= !b);
+        let mut left = Vec::new();
+        for Range { start, end } in std::mem::take(&mut set.ranges) {
+            let mut from = start;
+            let first = other.ranges.partition_point(|range| range.end <= start);
+            for out in other.ranges[first..].iter().take_while(|range| range.start < end) {
+                left.extend((from < out.start).then_some(from..out.start));
+                from = out.end;
             }
-            *met |= more;
+            left.extend((from < end).then_some(from..end));
         }
-        again
+        Self { ranges: left, ..set }
     }
 
     /// The keys outside the set.
-    pub(super) fn gaps(&mut self) -> Gaps {
-        if self.met.is_empty() && self.list.runs().iter().all(|run| run.stride == 1) {
-            return self.gaps_of_list();
-        }
-        self.write_out();
-        let mut gaps: Vec<Range<u32>> = Vec::new();
-        let mut add = |keys: Range<u32>| match gaps.last_mut() {
-            Some(last) if last.end == keys.start => last.end = keys.end,
-            _ => gaps.push(keys),
-        };
-        let mut start = 0;
-        for piece in self.met.chunks(PIECE) {
-            let end = start + u32::try_from(piece.len()).expect("keys are counted in u32");
-            if !any(piece) {
-                add(start..end);
-            } else if !all(piece) {
-                (start..end).zip(piece).filter(|(_, met)| **met == 0).for_each(|(key, _)| add(key..key + 1));
-            }
-            start = end;
-        }
-        Gaps(gaps)
+    pub(super) fn gaps(&self) -> Gaps {
+        let all = Self::new(self.order, Vec::from([0..self.order.len])).0;
+        Gaps(all.without(self).in_order(self.order.natural()).ranges)
     }
 
-    /// The same while the list holds all keys, in runs of adjacent ones.
-    fn gaps_of_list(&self) -> Gaps {
-        let mut gaps = Vec::new();
-        let mut from = 0;
-        for run in self.list.runs() {
-            gaps.extend((from < run.start).then_some(from..run.start));
-            from = run.last() + 1;
-        }
-        gaps.extend((from < self.kv_len).then_some(from..self.kv_len));
-        Gaps(gaps)
+    /// The set of the places `ranges`, in any order, and a key that is there twice, if any is.
+    fn new(order: Order, mut ranges: Vec<Range<u32>>) -> (Self, Option<u32>) {
+        // Takes linear time for ranges that ascend, and for two such lists one after the other.
+        ranges.sort_by_key(|range| range.start);
+        let mut twice = None;
+        ranges.dedup_by(|next, last| {
+            if next.start > last.end {
+                return false;
+            }
+            if next.start < last.end {
+                twice = twice.or(Some(next.start));
+            }
+            last.end = last.end.max(next.end);
+            true
+        });
+        (Self { order, ranges, bits: Vec::new() }, twice.map(|place| order.run(place..place + 1).start))
     }
+
+    /// The keys as runs of the stride of their order.
+    fn runs(&self) -> impl Iterator<Item = Run> {
+        let order = self.order;
+        let of_ranges = self.ranges.iter().flat_map(move |range| {
+            let mut at = range.start;
+            std::iter::from_fn(move || {
+                let run = (at < range.end).then(|| order.run(at..range.end))?;
+                at += run.count;
+                Some(run)
+            })
+        });
+        let mut at = 0;
+        of_ranges.chain(std::iter::from_fn(move || {
+            let start = first(&self.bits, at, true)?;
+            at = first(&self.bits, start, false).unwrap_or(order.len);
+            Some(Run { start, count: at - start, stride: 1 })
+        }))
+    }
+
+    fn in_order(&self, order: Order) -> Self {
+        match order == self.order && self.bits.is_empty() {
+            true => self.clone(),
+            false => Self::new(order, order.ranges(self.runs())).0,
+        }
+    }
+
+    /// Puts two sets in the order of one of them, in which the other one has fewer ranges; or makes both bits.
+    fn align(&mut self, other: &mut Self) {
+        if self.bits.is_empty() && other.bits.is_empty() {
+            if self.order == other.order {
+                return;
+            }
+            let counts = [self.order.count(other.runs()), other.order.count(self.runs())];
+            if counts[0].min(counts[1]) <= self.order.most() {
+                match counts[0] <= counts[1] {
+                    true => *other = other.in_order(self.order),
+                    false => *self = self.in_order(other.order),
+                }
+                return;
+            }
+        }
+        self.write_out();
+        other.write_out();
+    }
+
+    /// Makes the set bits.
+    fn write_out(&mut self) {
+        if self.bits.is_empty() {
+            let runs: Vec<Run> = self.runs().collect();
+            self.bits = vec![0; self.order.len.div_ceil(64) as usize];
+            (self.order, self.ranges) = (self.order.natural(), Vec::new());
+            self.put(runs.into_iter());
+        }
+    }
+
+    /// Adds keys to a set of bits; returns one that was there before, if any was.
+    fn put(&mut self, runs: impl Iterator<Item = Run>) -> Option<u32> {
+        let mut twice = None;
+        for run in runs {
+            let (mut key, last) = (run.start, run.last());
+            while key <= last {
+                // All keys of one word at a time.
+                let (at, mut mask) = (key / 64, 0);
+                if run.stride == 1 {
+                    let count = (last - key + 1).min(64 - key % 64);
+                    mask = (!0 >> (64 - count)) << (key % 64);
+                    key += count;
+                }
+                while key <= last && key / 64 == at {
+                    mask |= 1 << (key % 64);
+                    key = key.saturating_add(run.stride);
+                }
+                let word = &mut self.bits[at as usize];
+                if *word & mask != 0 {
+                    twice = twice.or(Some(at * 64 + (*word & mask).trailing_zeros()));
+                }
+                *word |= mask;
+            }
+        }
+        twice
+    }
+}
+
+/// The first bit from `from` on that is as asked.
+fn first(bits: &[u64], from: u32, set: bool) -> Option<u32> {
+    let flip = if set { 0 } else { !0 };
+    let mut at = from / 64;
+    let mut word = (bits.get(at as usize)? ^ flip) & (!0 << (from % 64));
+    while word == 0 {
+        at += 1;
+        word = bits.get(at as usize)? ^ flip;
+    }
+    Some(at * 64 + word.trailing_zeros())
 }
 
 impl Gaps {
@@ -148,92 +242,66 @@ impl Gaps {
     }
 }
 
-/// Has no early return, so that it is compiled to wide instructions; the same holds for [`all`].
-fn any(met: &[u8]) -> bool {
-    met.iter().fold(0, |any, met| any | met) == 1
+impl Default for Order {
+    fn default() -> Self {
+        Self { len: 0, stride: 1 }
+    }
 }
 
-fn all(met: &[u8]) -> bool {
-    met.iter().fold(1, |all, met| all & met) == 1
-}
+impl Order {
+    fn natural(self) -> Self {
+        Self { stride: 1, ..self }
+    }
 
-/// Keys that are tested together in the search for gaps.
-const PIECE: usize = 256;
+    /// Sets of more ranges are bits: these take less time.
+    fn most(self) -> u64 {
+        u64::from(self.len / 1024) + 10
+    }
+
+    /// The place of the key `first`, which is less than the stride; of the stride itself, the end of all places.
+    fn column(self, first: u32) -> u32 {
+        first * (self.len / self.stride) + first.min(self.len % self.stride)
+    }
+
+    fn place(self, key: u32) -> u32 {
+        self.column(key % self.stride) + key / self.stride
+    }
+
+    /// The keys at these places, as far as they are one run.
+    fn run(self, places: Range<u32>) -> Run {
+        let Self { len, stride } = self;
+        // The first columns have one key more.
+        let (short, longer) = (len / stride, len % stride);
+        let column = match places.start.checked_sub(longer * (short + 1)) {
+            None => places.start / (short + 1),
+            Some(after) => longer + after / short,
+        };
+        let start = column + (places.start - self.column(column)) * stride;
+        Run { start, count: self.column(column + 1).min(places.end) - places.start, stride }
+    }
+
+    /// The places of these keys, of each run in few ranges.
+    fn ranges(self, runs: impl Iterator<Item = Run>) -> Vec<Range<u32>> {
+        let of = |run: Run| {
+            let step = self.step(run);
+            (0..step.min(run.count)).map(move |i| {
+                let place = self.place(run.start + i * run.stride);
+                place..place + (run.count - i).div_ceil(step)
+            })
+        };
+        runs.flat_map(of).collect()
+    }
+
+    /// How many ranges [`Self::ranges`] makes.
+    fn count(self, runs: impl Iterator<Item = Run>) -> u64 {
+        runs.map(|run| u64::from(self.step(run).min(run.count))).sum()
+    }
+
+    /// Keys of a run that are this many apart in it lie side by side; the count of the run, if no keys of it do.
+    fn step(self, run: Run) -> u32 {
+        if self.stride.is_multiple_of(run.stride) { self.stride / run.stride } else { run.count }
+    }
+}
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn gaps_are_what_was_not_met() {
-        // Pieces that are full, empty and mixed; ranges across their edges, and keys in strides.
-        let mut runs = TokenRuns::contiguous(0..2 * PIECE as u32 + 3);
-        runs.push(Run { start: 1000, count: 40, stride: 3 });
-        runs.extend(&TokenRuns::contiguous(2000..2001));
-        runs.extend(&TokenRuns::contiguous(1500..1700));
-        let mut met = MetKeys::none(2100);
-        assert_eq!(met.meet(&runs), None);
-        let there: Vec<u32> = runs.iter().collect();
-        let gaps = met.gaps();
-        for lo in (0..2100).step_by(7) {
-            for hi in (lo..2100).step_by(31) {
-                let expected = (lo..hi).find(|key| !there.contains(key));
-                assert_eq!(gaps.first_in(lo..hi), expected, "{lo}..{hi}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_list_has_the_gaps_of_its_keys() {
-        let some = |runs: &[Range<u32>]| {
-            let mut list = TokenRuns::default();
-            runs.iter().for_each(|run| list.extend(&TokenRuns::contiguous(run.clone())));
-            let mut met = MetKeys::none(50);
-            assert_eq!(met.meet(&list), None);
-            met
-        };
-        let cut = |bounds: &[u32]| -> Vec<Range<u32>> {
-            bounds.as_chunks::<2>().0.iter().map(|[start, end]| *start..*end).collect()
-        };
-        for bounds in [&[0, 50][..], &[0, 20], &[7, 50], &[3, 9, 12, 13, 40, 50], &[]] {
-            let runs = cut(bounds);
-            let gaps = some(&runs).gaps();
-            assert_eq!(gaps.are_none(), bounds == [0, 50]);
-            let mut bytes = some(&runs);
-            bytes.write_out();
-            assert_eq!(gaps.0, bytes.gaps().0, "{runs:?}");
-        }
-    }
-
-    #[test]
-    fn a_key_that_is_met_twice_is_found() {
-        let some = TokenRuns::contiguous(10..20);
-        for (again, expected) in [
-            (TokenRuns::contiguous(0..10), None),
-            (TokenRuns::contiguous(20..30), None),
-            (TokenRuns::contiguous(5..11), Some(10)),
-            (TokenRuns::contiguous(19..25), Some(19)),
-            (TokenRuns::from_positions([1, 4, 7, 10, 13]), Some(10)),
-            (TokenRuns::from_positions([3, 3]), Some(3)),
-        ] {
-            let mut met = MetKeys::none(30);
-            assert_eq!(met.meet(&some), None);
-            assert_eq!(met.meet(&again), expected, "{again}");
-        }
-        let of = |lists: &[&TokenRuns]| {
-            let mut met = MetKeys::none(30);
-            assert!(lists.iter().all(|list| met.meet(list).is_none()));
-            met
-        };
-        let (more, even) = (TokenRuns::contiguous(20..25), TokenRuns::contiguous(25..30));
-        for other in [&[&more][..], &[&more, &even]] {
-            let mut a = of(&[&some]);
-            assert_eq!((a.merge(of(other)), a.merge(of(other))), (None, Some(20)));
-            assert_eq!(a.gaps().first_in(10..25), None);
-        }
-        assert!(of(&[&some]).are(&some) && !of(&[&some]).are(&more) && !of(&[&some, &more]).are(&some));
-        assert!(of(&[&some, &more]).are(&TokenRuns::contiguous(10..25)));
-        assert_eq!(of(&[&some, &even]).keys(), TokenRuns::from_positions((10..20).chain(25..30)));
-        assert_eq!(of(&[&some]).keys(), some);
-    }
-}
+mod tests;

@@ -23,7 +23,7 @@ impl RankProof<'_> {
 
     /// Checks that every key that a row of `state` can see has been met once; keys that were not met are invisible to
     /// all rows.
-    pub(super) fn every_visible_key_once(&mut self, state: BufferId) -> Result<()> {
+    pub(super) fn every_visible_key_once(&self, state: BufferId) -> Result<()> {
         let problem = &self.world.problem;
         let gaps = self.lives[state.0].met.gaps();
         // No row can see a key that was not met where there is none.
@@ -97,7 +97,7 @@ impl RankProof<'_> {
         }
         self.state(id)?;
         let keys = &self.plan.buffer(id).met;
-        if keys.runs().iter().any(|run| run.last() >= self.world.problem.kv_len) {
+        if !self.lives[id.0].met.exist(keys) {
             return self.fault(format!("{} has met keys that do not exist", self.name(id)));
         }
         match self.lives[id.0].met.meet(keys) {
