@@ -155,6 +155,7 @@ struct ConvertArguments {
     const void *from;
     void *into;  // both addresses are multiples of 16
     u64 eights;
+    u32 *overflow;  // becomes 1 where a finite element is beyond the range of f16; may be null
 };
 
 // Elements to 8-bit codes with scales, or back. Grid: with one scale per row (⌈batch · tokens · heads · lanes / 256⌉), with one

@@ -34,10 +34,18 @@ template <> DEVICE void store_eight<F32>(void *data, u64 eight, const float (&x)
     static_cast<Unit *>(data)[2 * eight + 1] = both[1];
 }
 
+// Whether a finite number becomes infinite: in f16 from half a step above its largest number on. Others have the range of f32.
+template <typename Into> DEVICE bool overflows(float) { return false; }
+template <> DEVICE bool overflows<F16>(float x) { return magnitude(x) >= 65520.0f && magnitude(x) < INFINITE; }
+
 template <typename From, typename Into> DEVICE void convert(const ConvertArguments &args) {
     const u64 eight = u64(block_x()) * CONVERT_THREADS + thread_x();
     if (eight >= args.eights) return;
     float x[8];
     load_eight<From>(args.from, eight, x);
     store_eight<Into>(args.into, eight, x);
+    if (args.overflow == nullptr) return;
+    bool beyond = false;
+    UNROLL for (int i = 0; i < 8; i++) beyond |= overflows<Into>(x[i]);
+    if (beyond) *args.overflow = 1;
 }

@@ -201,8 +201,9 @@ impl Backend for CudaBackend {
         from: Elements<&CudaBuffer>,
         into: Elements<&mut CudaBuffer>,
         shape: [usize; 4],
+        overflow: Option<&mut CudaBuffer>,
     ) -> Result<()> {
-        ops::convert(&self.device, from, into, shape)
+        ops::convert(&self.device, from, into, shape, overflow)
     }
 
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import _kyklos
 from ._arrays import like
 from ._options import CallOptions, Unpack
+from ._sequence import in_sequence
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Differentiable:
 
         def _call(self, options: CallOptions, *arrays: Any) -> _kyklos.Call: ...
 
+    @in_sequence
     def backward(
         self,
         q: Any,

@@ -16,6 +16,7 @@ from ._errors import GroupError, RequestError
 from ._forming import Forming
 from ._options import CallOptions, Unpack, complete
 from ._plan import Plan, plan
+from ._sequence import in_sequence
 from ._shares import Sharing
 
 # Groups that the end of the interpreter closes: a rank that just ends looks to the others as if it had died.
@@ -27,7 +28,8 @@ class Group(Forming, Sharing, Differentiable):
 
     All ranks make the same calls in the same order; each passes its own tokens and gets the rows of its own queries. A call
     begins with a vote: if the ranks disagree, each gets a :class:`RequestError` and the group stays usable. If a rank fails,
-    the calls of all ranks end with a :class:`GroupError` that names it.
+    the calls of all ranks end with a :class:`GroupError` that names it. A rank that leaves out a call, because it failed before the
+    vote, is an error of all ranks at its next call.
 
     A group is a context manager: leaving the block closes it, and an exception that leaves the block ends it on all ranks.
 
@@ -40,6 +42,8 @@ class Group(Forming, Sharing, Differentiable):
     def __init__(self, core: _kyklos.Group) -> None:
         self._core = core
         self._closed = False
+        #: Calls that a vote has refused so far.
+        self._refused = 0
         _open.add(self)
 
     @property
@@ -78,6 +82,7 @@ class Group(Forming, Sharing, Differentiable):
         """Figures of the last call on this rank: times in nanoseconds (``…_ns``), traffic in bytes."""
         return json.loads(self._core.report)
 
+    @in_sequence
     def attend(self, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]) -> tuple[Any, Any]:
         """Exact attention over the tokens of all ranks: ``softmax(scale · q kᵀ, masked) v``.
 
@@ -111,7 +116,8 @@ class Group(Forming, Sharing, Differentiable):
         :param placement: ``"contiguous"``, ``"zigzag"``, ``"striped"`` or ``"per-document"``; the last three need ``mesh``.
         :param q_tokens: for each rank the global positions of its queries, in the order of its rows, as half-open ranges; with
             ``kv_tokens`` for its keys. They replace ``placement``.
-        :param wire: format in which keys and values travel: ``"f16"`` or ``"int8"`` round them; ``"same"`` by default.
+        :param wire: format in which keys and values travel: ``"f16"`` or ``"int8"`` round them; ``"same"`` by default. With ``"f16"``,
+            finite elements beyond ±65,504 are an error of all ranks.
         :param fixed_order: sums in an order that does not depend on the mesh.
         :param inference: no :meth:`backward` follows: calls with few queries are then faster. Calls with a cache or ``same_queries`` need
             not say so.
@@ -149,6 +155,7 @@ class Group(Forming, Sharing, Differentiable):
             )
         return self._core.call(whole)
 
+    @in_sequence
     def kv_cache(
         self,
         heads: int,
@@ -188,6 +195,7 @@ class Group(Forming, Sharing, Differentiable):
         }
         return KvCache(self._core.cache(settings))
 
+    @in_sequence
     def attend_cached(self, cache: KvCache, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]) -> tuple[Any, Any]:
         """Appends ``k`` and ``v`` to the cache and attends from ``q`` to all of it. A query has the position of its token, so
         ``mask="causal"`` hides later tokens.
@@ -201,6 +209,7 @@ class Group(Forming, Sharing, Differentiable):
         o, lse = self._core.attend_cached(call, cache._core, q, k, v)
         return like(q, o), like(q, lse)
 
+    @in_sequence
     def cached_calls(
         self, caches: Sequence[KvCache], q: Any, k: Any, v: Any, **options: Unpack[CallOptions]
     ) -> CachedCalls:
@@ -231,6 +240,7 @@ class Group(Forming, Sharing, Differentiable):
     def refuse(self, reason: str, remedy: str) -> RequestError:
         """Votes against the next call, on this rank alone: the calls of the other ranks raise a :class:`RequestError` with
         ``reason`` and ``remedy``, and the group stays usable. Returns this rank's exception, to be raised by the caller."""
+        self._refused += 1
         return self._core.refuse(reason, remedy)
 
     def abort(self, reason: str) -> None:
@@ -243,6 +253,16 @@ class Group(Forming, Sharing, Differentiable):
         if not self._closed:
             self._closed = True
             self._core.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """The same group: copies of what holds it attend through it, too."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a group cannot be pickled, nor can a model that is split over it: save model.state_dict(), or the model after "
+            "remove() of its handle"
+        )
 
     def __enter__(self) -> Group:
         return self

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _kyklos
+from ._sequence import in_sequence
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Sharing:
 
     _core: _kyklos.Group
 
+    @in_sequence
     def share(
         self,
         q_len: int,

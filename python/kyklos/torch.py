@@ -20,29 +20,35 @@ call of all ranks, too. Each rank's loss is a part of one loss, the sum over the
 from __future__ import annotations
 
 import itertools
-import numbers
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch._library.effects import EffectType
 
+from ._backward import Gradients
 from ._errors import RequestError
 from ._gradients import sum_gradients
 from ._group import Group
 from ._options import complete
+from ._sequence import keeping_place
+from ._torch_arguments import Wrong, amount, of_keys, with_rows
 from ._torch_tensors import readable
 
 __all__ = ["attention", "sum_gradients"]
 
-# What a call's number stands for: the group and the options but scale, softcap and q_offset. The operator has the number, since graphs
-# take no objects.
-_calls: dict[int, tuple[weakref.ref[Group], dict[str, Any]]] = {}
+_Result = TypeVar("_Result")
+
+# What a call's number stands for: the group, and the options but scale, softcap and q_offset, or what is wrong with the call. The
+# operator has the number, since graphs take no objects.
+_calls: dict[int, tuple[weakref.ref[Group], dict[str, Any] | Wrong]] = {}
 _numbers: dict[tuple[Any, ...], int] = {}
 _next = itertools.count()
-_lock = threading.Lock()
+# A finalizer may take it where this thread has it.
+_lock = threading.RLock()
 
 
 def attention(
@@ -82,82 +88,84 @@ def attention(
     :raises RequestError: as :meth:`kyklos.Group.attend`.
     :raises NotImplementedError: in forward-mode differentiation (``torch.func.jvp``), on all ranks.
     """
+    if torch.compiler.is_compiling():
+        return _called(q, k, v, group, mask, scale, softcap, sinks, bias, layout, options)
+    return keeping_place(group._core, lambda: _called(q, k, v, group, mask, scale, softcap, sinks, bias, layout, options))
+
+
+def _called(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    mask: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    bias: Any,
+    layout: str,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        arguments = _arguments(q, k, v, group, mask, scale, softcap, sinks, bias, layout, options)
+    except Wrong as wrong:
+        if not torch.compiler.is_compiling():
+            raise wrong.refused(group) from None
+        number = _number_of_fault(group, wrong.fault, wrong.remedy, wrong.kind)
+        arguments = q, k, v, None, None, None, None, None, 0, number, False
+    return torch.ops.kyklos.attention(*arguments)
+
+
+def _arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group,
+    mask: Any,
+    scale: Any,
+    softcap: Any,
+    sinks: Any,
+    bias: Any,
+    layout: str,
+    options: dict[str, Any],
+) -> tuple[Any, ...]:
+    """The arguments of the operator."""
+    if q.dim() != 4:
+        raise Wrong(f"q of shape {list(q.shape)}", "pass [batch, heads, tokens, dim], or [batch, tokens, heads, dim] in another layout")
     if forward_ad._current_level >= 0:
-        raise _refused(group, "forward-mode derivatives (torch.func.jvp, jacfwd, hessian)", "use backward()", NotImplementedError)
+        raise Wrong("forward-mode derivatives (torch.func.jvp, jacfwd, hessian)", "use backward()", NotImplementedError)
     if options.get("results", "owner") != "owner":
-        raise _refused(group, 'kyklos.torch.attention has results="owner"', "use Group.attend for others")
+        raise Wrong('kyklos.torch.attention has results="owner"', "use Group.attend for others")
     if layout not in ("bhsd", "bshd"):
-        raise _refused(group, f"layout {layout!r} is not known", 'use "bhsd" or "bshd"')
+        raise Wrong(f"layout {layout!r} is not known", 'use "bhsd" or "bshd"')
     key_bias = options.pop("key_bias", None)
     if isinstance(mask, torch.Tensor):
         if mask.dtype != torch.bool:
-            raise _refused(group, f"a mask of {mask.dtype}", "use bool, or pass it as bias")
+            raise Wrong(f"a mask of {mask.dtype}", "use bool, or pass it as bias")
         if bias is not None or key_bias is not None:
-            raise _refused(group, "a mask tensor beside a bias", "add minus infinity to the bias where the mask is false")
+            raise Wrong("a mask tensor beside a bias", "add minus infinity to the bias where the mask is false")
         if mask.dim() == 2:
-            key_bias = _of_keys(group, mask, q, layout)
+            key_bias = of_keys(mask, q, layout)
         else:
             bias = mask
         mask = None
     if bias is not None:
-        bias = _with_rows(bias, q, layout)
+        bias = with_rows(bias, q, layout)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         bias, key_bias = (
             given if given is None or given.dtype == torch.bool else given.to(dtype) for given in (bias, key_bias)
         )
-    amounts = _amount(group, "scale", scale), _amount(group, "softcap", softcap)
+    amounts = amount("scale", scale), amount("softcap", softcap)
     q_offset = options.pop("q_offset", 0)
     if not isinstance(q_offset, int):
-        raise _refused(group, f"a q_offset of type {type(q_offset).__name__}", "pass an int", TypeError)
+        raise Wrong(f"a q_offset of type {type(q_offset).__name__}", "pass an int", TypeError)
     tensors = (q, k, v, bias, key_bias, sinks)
     records = torch.is_grad_enabled() and any(given is not None and given.requires_grad for given in tensors)
     options = {"inference": not records, **options}
     number = _number(group, "full" if mask is None else mask, layout, *options.items())
-    return torch.ops.kyklos.attention(q, k, v, bias, key_bias, sinks, *amounts, q_offset, number, layout == "bhsd")
-
-
-def _refused(group: Group, fault: str, remedy: str, kind: type[Exception] = RequestError) -> Exception:
-    """The error of wrong arguments, about which all ranks learn: otherwise their next calls would meet another one of this rank."""
-    if torch.compiler.is_compiling():  # No call of a group.
-        return kind(f"{fault}: {remedy}")
-    error = group.refuse(fault, remedy)
-    return error if kind is RequestError else kind(str(error))
-
-
-def _of_keys(group: Group, mask: torch.Tensor, q: torch.Tensor, layout: str) -> torch.Tensor:
-    """A mask of two axes, if they can only be ``[batch, keys]``. ``F.scaled_dot_product_attention`` has ``[tokens, keys]``."""
-    batch, tokens = q.shape[0], q.shape[2 if layout == "bhsd" else 1]
-    remedy = "pass [batch, keys] as key_bias, and [tokens, keys] as mask[None, None]"
-    if layout == "bshd":
-        remedy = "pass [batch, keys] as key_bias, and [tokens, keys] as mask[None, :, None]"
-    rows = mask.shape[0]
-    if rows == batch == tokens and rows != 1:
-        raise _refused(group, f"a mask of two axes, {rows} rows, for {batch} batch entries and {tokens} tokens, is ambiguous", remedy)
-    if rows not in (1, batch):
-        raise _refused(group, f"a mask of two axes is [batch, keys], and has {rows} rows for {batch} batch entries", remedy)
-    return mask
-
-
-def _with_rows(bias: torch.Tensor, q: torch.Tensor, layout: str) -> torch.Tensor:
-    """A bias of four axes with a row for each query: one of 1 row has the same for all."""
-    axis = 2 if layout == "bhsd" else 1
-    if bias.dim() != 4 or bias.shape[axis] != 1 or q.dim() != 4 or q.shape[axis] == 1:
-        return bias
-    shape = list(bias.shape)
-    shape[axis] = q.shape[axis]
-    return bias.expand(shape)
-
-
-def _amount(group: Group, name: str, value: float | None) -> torch.Tensor | None:
-    """A number for the operator, as a tensor: compiled code is then the same for all numbers."""
-    if value is None:
-        return None
-    if isinstance(value, torch.Tensor) or not isinstance(value, (int, float, numbers.Real)):
-        raise _refused(group, f"a {name} of type {type(value).__name__}", "pass a number; it has no gradient", TypeError)
-    # Of the ways to make this tensor, the compiler keeps only a product for all numbers.
-    return torch.ones((), dtype=torch.float64, device="cpu") * value
+    return q, k, v, bias, key_bias, sinks, *amounts, q_offset, number, layout == "bhsd"
 
 
 @torch.compiler.assume_constant_result
@@ -167,7 +175,17 @@ def _number(group: Group, mask: str, layout: str, *options: Any) -> int:
         given = complete({"mask": mask, "layout": layout, **dict(options)})
         key = (id(group), tuple(_value(name, value) for name, value in given.items()))
     except TypeError as error:
-        raise _refused(group, str(error), "help(kyklos.torch.attention) has the options", TypeError) from None
+        return _number_of_fault(group, str(error), "help(kyklos.torch.attention) has the options", TypeError)
+    return _numbered(group, key, given)
+
+
+@torch.compiler.assume_constant_result
+def _number_of_fault(group: Group, fault: str, remedy: str, kind: type[Exception]) -> int:
+    """The number of a call that is wrong in this way."""
+    return _numbered(group, (id(group), fault, remedy, kind), Wrong(fault, remedy, kind))
+
+
+def _numbered(group: Group, key: tuple[Any, ...], given: dict[str, Any] | Wrong) -> int:
     with _lock:
         number = _numbers.get(key)
         if number is not None and _calls[number][0]() is group:
@@ -209,32 +227,44 @@ def _attention(
     call: int,
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group, options, states = _prepared((q, k, v), bias, key_bias, sinks, (scale, softcap, q_offset), call)
-    o, lse = group.attend(*states, **options)
-    return o.to(q.device), lse.to(q.device)
+    def attend(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        states, options = _prepared(group, (q, k, v), bias, key_bias, sinks, (scale, softcap, q_offset), call)
+        o, lse = group.attend(*states, **options)
+        return o.to(q.device), lse.to(q.device)
+
+    return _in_place(call, attend)
+
+
+def _in_place(call: int, run: Callable[[Group], _Result]) -> _Result:
+    """What ``run`` makes of the group of a call, which has its place in the sequence also where its tensors cannot be read."""
+    reference, _ = _calls.get(call, (None, None))
+    group = None if reference is None else reference()
+    if group is None:
+        raise RequestError("the group of this call is gone: form a new one, and compile again for it")
+    return keeping_place(group._core, lambda: run(group))
 
 
 def _prepared(
+    group: Group,
     tensors: tuple[torch.Tensor, ...],
     bias: torch.Tensor | None,
     key_bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
     amounts: tuple[torch.Tensor | None, torch.Tensor | None, int],
     call: int,
-) -> tuple[Group, dict[str, Any], list[torch.Tensor]]:
-    """The group and the options of a call, and its tensors where the group reads them. It reads sinks and ``key_bias`` in host memory.
-    ``amounts``: scale, softcap and q_offset."""
-    reference, options = _calls.get(call, (None, None))
-    group = None if reference is None else reference()
-    if group is None or options is None:
-        raise RequestError("the group of this call is gone: form a new one, and compile again for it")
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The tensors of a call where its group reads them, and the options. It reads sinks and ``key_bias`` in host memory. ``amounts``:
+    scale, softcap and q_offset."""
+    _, options = _calls[call]
+    if isinstance(options, Wrong):
+        raise options.refused(group)
     scale, softcap = (None if amount is None else amount.item() for amount in amounts[:2])
     options = {**options, "scale": scale, "softcap": softcap, "q_offset": amounts[2]}
     if sinks is not None:
         options = {**options, "sinks": sinks.detach().to("cpu", torch.float32).tolist()}
     states = readable(group, *(tensor.detach() for tensor in tensors))
     own = None if bias is None else _bias(group, bias.detach())
-    return group, {**options, "bias": own, "key_bias": None if key_bias is None else key_bias.detach().to("cpu")}, states
+    return states, {**options, "bias": own, "key_bias": None if key_bias is None else key_bias.detach().to("cpu")}
 
 
 def _bias(group: Group, bias: torch.Tensor) -> torch.Tensor:
@@ -246,8 +276,9 @@ def _bias(group: Group, bias: torch.Tensor) -> torch.Tensor:
 
 @_attention.register_fake
 def _(q, k, v, bias, key_bias, sinks, scale, softcap, q_offset, call, heads_first):  # noqa: ANN001, ANN202
-    lse = _fresh(q[..., :1].to(torch.float32), heads_first).squeeze(3)
-    return _fresh(q, heads_first), lse
+    if not heads_first:  # Also of a call that is wrong, whatever its axes.
+        return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _fresh(q, heads_first), _fresh(q[..., :1].to(torch.float32), heads_first).squeeze(3)
 
 
 @torch.library.custom_op("kyklos::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -270,8 +301,12 @@ def _attention_backward(
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tensors = (q, k, v, o, lse, d_o.to(o.dtype), *([] if d_lse is None else [d_lse.to(torch.float32)]))
-    group, options, states = _prepared(tensors, bias, key_bias, sinks, (scale, softcap, q_offset), call)
-    gradients = group.backward(*states, **{**options, "bias_gradient": of_bias})
+
+    def backward(group: Group) -> Gradients:
+        states, options = _prepared(group, tensors, bias, key_bias, sinks, (scale, softcap, q_offset), call)
+        return group.backward(*states, **{**options, "bias_gradient": of_bias})
+
+    gradients = _in_place(call, backward)
     given = bias if key_bias is None else key_bias
     d_bias = q.new_empty(0, dtype=torch.float32) if gradients.d_bias is None or given is None else gradients.d_bias.to(given)
     d_sinks = torch.tensor(gradients.d_sinks_part, dtype=torch.float32 if sinks is None else sinks.dtype, device=q.device)

@@ -17,7 +17,7 @@ use crate::inputs::{BiasUse, Inputs, import, import_backward};
 use crate::outputs::{Array, Fetched};
 use crate::place::Place;
 use crate::share::{Shared, Sharing};
-use crate::worker::Worker;
+use crate::worker::{self, Worker};
 
 /// One rank of a group, with its device.
 #[pyclass(frozen, module = "kyklos._kyklos")]
@@ -243,6 +243,22 @@ impl Group {
             let cache = cache.as_mut().ok_or_else(in_calls)?;
             session.attend_cached(attention, cache, q, k, v)
         })
+    }
+
+    /// How many calls of this thread have reached a session.
+    #[staticmethod]
+    fn calls() -> u64 {
+        worker::calls_of_this_thread()
+    }
+
+    /// Counts a call that failed before it reached the session.
+    fn leave_out_call(&self) {
+        self.worker.leave_out_call();
+    }
+
+    /// The reverse: a vote against the call follows, which has its place.
+    fn take_back_call(&self) {
+        self.worker.take_back_call();
     }
 
     /// Votes against the next call, because of `text`: all ranks get the error, and the group stays usable.

@@ -1,6 +1,7 @@
 //! The thread that owns a session. Python threads hand work to it and wait without the interpreter's lock, so that other
 //! Python threads run, and Ctrl-C is noticed.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -28,6 +29,8 @@ pub(crate) struct Worker {
     /// Announced calls that are not all made: the thread takes no other work.
     step: Mutex<Option<Step>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Calls that failed before the thread got them, since the last one that it got.
+    left_out: AtomicU64,
     /// The process that made the thread; a child after `fork` has no threads.
     process: u32,
 }
@@ -65,6 +68,7 @@ impl Worker {
             sender: Mutex::new(Some(sender)),
             step: Mutex::new(None),
             thread: Mutex::new(Some(thread)),
+            left_out: AtomicU64::new(0),
             process: std::process::id(),
         })
     }
@@ -72,6 +76,20 @@ impl Worker {
     /// This rank's endpoint.
     pub(crate) fn transport(&self) -> &Arc<dyn Transport> {
         &self.transport
+    }
+
+    /// A call of this rank failed before the thread got it. It has its place in the sequence of calls, or the next one would meet
+    /// the other ranks' call of that place.
+    pub(crate) fn leave_out_call(&self) {
+        self.left_out.fetch_add(1, Ordering::Relaxed);
+        // Counted once, whichever functions the error passes.
+        HANDED_OVER.set(HANDED_OVER.get() + 1);
+    }
+
+    /// The reverse of [`Self::leave_out_call`].
+    pub(crate) fn take_back_call(&self) {
+        let _ =
+            self.left_out.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |calls| calls.checked_sub(1));
     }
 
     /// Does `work` with the session, and returns its value. Ctrl-C ends the group on all ranks.
@@ -159,7 +177,15 @@ impl Worker {
             return Err(unusable(py, "the group is closed: form a new one"));
         };
         let (done, result) = channel();
-        if open.send(Box::new(move |session: &mut Session| work(session, done))).is_err() {
+        let left_out = self.left_out.swap(0, Ordering::Relaxed);
+        HANDED_OVER.set(HANDED_OVER.get() + 1);
+        let work = move |session: &mut Session| {
+            for _ in 0..left_out {
+                session.take_operation();
+            }
+            work(session, done);
+        };
+        if open.send(Box::new(work)).is_err() {
             return Err(ended(py));
         }
         self.wait(py, result)
@@ -268,6 +294,16 @@ impl StepCalls {
 
 /// The next announcement of a group of this process.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// Calls of any group that this thread has handed over.
+    static HANDED_OVER: Cell<u64> = const { Cell::new(0) };
+}
+
+/// How many calls this thread has handed over to the threads of groups.
+pub(crate) fn calls_of_this_thread() -> u64 {
+    HANDED_OVER.get()
+}
 
 /// How long other ranks of the process may read the arrays of a call after its end on this rank.
 const RETURNED: Duration = Duration::from_secs(60);

@@ -362,3 +362,18 @@ def test_plans_explain(tensors):
     assert str(group.plan([8], heads=4, dim=32)) == str(kyklos.plan([8], heads=4, dim=32))
     group.attend(*tensors(8))
     assert group.report["tokens"] == 8 and group.report["bytes_sent"] == 0
+
+
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_elements_beyond_the_wire_format_are_an_error_of_all_ranks(of):
+    def work(group):
+        x = np.full((1, 8, 2, 8), 0.25, np.float32)
+        beyond = x.copy()
+        beyond[0, 3, 1, 5] = -70000 if group.rank == 1 else 1
+        k, v = (beyond, x) if of == "k" else (x, beyond)
+        with pytest.raises(kyklos.RequestError, match="rank 1 that are beyond ±65504, the range of f16"):
+            group.attend(x, k, v, wire="f16")
+        assert np.isfinite(group.attend(x, k, v, wire="int8")[0]).all()
+        return group.attend(x, x, x, wire="f16")[0]
+
+    assert all((o == 0.25).all() for o in kyklos.run_local(2, work, device="cpu"))

@@ -255,3 +255,34 @@ def test_many_calls_of_changing_shapes_keep_memory_flat():
     grown_kib = int(done.stdout)
     # Three arrays and an output of up to 37 KiB for each call: a leak of one of them would be 100 MiB.
     assert grown_kib < 8 * 1024
+
+
+def test_a_call_that_a_rank_left_out_is_an_error_of_all_ranks():
+    """Rank 1 fails before its session knows of the call, and goes on with the next ones: none meets a call of another place."""
+
+    def work(group):
+        x = np.full((1, 4, 2, 8), group.rank, np.float32)
+        if group.rank == 1:
+            with pytest.raises(TypeError):
+                group.attend(x, x, x, x, x)
+        errors = []
+        for call in (lambda: group.attend(x, x, x), lambda: group.kv_cache(2, 8), lambda: group.backward(x, x, x, x, x[..., 0], x)):
+            with pytest.raises(kyklos.RequestError) as raised:
+                call()
+            errors.append(str(raised.value))
+        return errors
+
+    of_rank_0, of_rank_1 = kyklos.run_local(2, work, device="cpu")
+    assert of_rank_0 == of_rank_1
+    for n, error in enumerate(of_rank_0):
+        assert f"call {n + 1} of its session" in error and f"call {n}" in error
+
+
+def test_calls_that_all_ranks_left_out_do_no_harm():
+    def work(group):
+        x = np.full((1, 4, 2, 8), group.rank, np.float32)
+        with pytest.raises(TypeError):
+            group.attend(x, x)
+        return group.attend(0 * x, x, x)[0]
+
+    assert all((o == 0.5).all() for o in kyklos.run_local(2, work, device="cpu"))

@@ -236,3 +236,49 @@ def test_compiled_code_takes_other_numbers(tensors, alone, name, backward):
     assert not torch.equal(found(compiled, values[0])[0], found(compiled, values[1])[0])
     # For each of the two: the first value and all others. An int of a module is a constant to PyTorch: a graph for each layer.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (2 + len(layers) if name == "q_offset" else 4)
+
+
+def test_a_call_that_no_vote_knew_of_is_not_paired_with_the_next(tensors):
+    """Rank 1 fails before the operator runs, and goes on with its next call."""
+
+    def work(group):
+        x = torch.randn(1, 2, 16, 32, generator=torch.Generator().manual_seed(group.rank))
+        errors = []
+        for v in (x if group.rank == 0 else None, x + 100, x + 200):
+            try:
+                kyklos.torch.attention(x, x, v, group)
+            except Exception as error:  # PyTorch's own for None.
+                errors.append(str(error))
+        return errors
+
+    of_rank_0, of_rank_1 = kyklos.run_local(2, work, device="cpu")
+    words = "rank 1 is at call {} of its session, rank 0 at call {}"
+    for n, errors in enumerate(zip(of_rank_0, of_rank_1[1:], strict=False)):
+        assert all(words.format(n + 1, n) in error for error in errors), errors
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"mask": torch.ones(2, 40)}, ValueError, "use bool"),
+        ({"scale": torch.tensor(0.3)}, TypeError, "a scale of type Tensor"),
+        ({"is_causal": True}, TypeError, 'pass mask="causal"'),
+    ],
+)
+def test_a_wrong_argument_in_compiled_code_of_one_rank_is_an_error_of_all(tensors, backend, options, kind, text):
+    torch._dynamo.reset()
+
+    def work(group):
+        own = [tensor[:, :, slice(*CUTS[group.rank : group.rank + 2])] for tensor in tensors]
+        call = lambda *states: kyklos.torch.attention(*states, group, **(options if group.rank == 1 else {}))[0] * 1  # noqa: E731
+        if group.rank == 1:
+            call = torch.compile(call, fullgraph=True, backend=backend)
+        with pytest.raises(kind if group.rank == 1 else ValueError) as raised:
+            call(*own)
+        return str(raised.value), kyklos.torch.attention(*own, group)[0]
+
+    ranks = kyklos.run_local(2, work, device="cpu")
+    assert all(text in error for error, _ in ranks), ranks
+    want = F.scaled_dot_product_attention(*tensors, enable_gqa=True)
+    assert (torch.cat([o for _, o in ranks], 2) - want).abs().max() < 4e-6

@@ -10,6 +10,7 @@ mod carryover;
 mod copies;
 mod guard;
 mod inputs;
+mod range;
 mod run;
 mod submit;
 
@@ -24,11 +25,11 @@ use crate::meter::{Meter, RankReport, Span};
 use crate::plan::{
     Buffer, BufferId, Content, GradientStep, Plan, ProvedPlans, Step, StepProgress, World, describe,
 };
-use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock};
+use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock, WireFormat};
 pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
 pub use inputs::Inputs;
-pub(crate) use inputs::refusal;
+pub(crate) use inputs::{out_of_step, refusal, unknown_form};
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
@@ -144,6 +145,8 @@ pub struct LoweredPlan {
     rank: Rank,
     /// For each attend step, its lowered masks and positions, layer by layer; for other steps nothing.
     works: Vec<Vec<BlockWork>>,
+    /// Whether any rank sends keys or values as f16 that are f32.
+    narrows: bool,
 }
 
 impl LoweredPlan {
@@ -174,7 +177,9 @@ impl LoweredPlan {
             }
             works.push(layers);
         }
-        Self { plans, rank, works }
+        let converts = |plan: &Plan| plan.steps.iter().any(|step| matches!(step, Step::Convert { .. }));
+        let narrows = problem.wire == WireFormat::F16 && world.plans.iter().any(converts);
+        Self { plans, rank, works, narrows }
     }
 
     /// Host memory of this and of the plans of all ranks, in bytes; arrays that steps share count for each of them.
@@ -261,7 +266,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             return Err(self.refuse(error).await);
         }
         let vote = AbortOnDrop::new(|abort| self.collective.abort(abort), Rank(self.plan.rank), op);
-        let agreed = self.agree(inputs).await;
+        let agreed = self.agree(op, inputs).await;
         vote.end();
         if let Err(error) = agreed {
             // All ranks get a wrong request alike, and the group can be used for another call.
@@ -292,6 +297,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             step: 0,
             arrived: Vec::new(),
             unsettled: Vec::new(),
+            overflow: None,
         };
         // Buffers that the plan does not keep are freed.
         let Carryover { memory: mut old, .. } = std::mem::take(carryover);
@@ -322,6 +328,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             *carryover = Carryover { progress, memory: std::mem::take(&mut run.memory) };
         }
         let (results, pieces) = result?;
+        self.agree_on_range(op, run.overflow.take()).await?;
         let tokens = self.plan.buffer(self.plan.q).tokens.len() as u64;
         let report = RankReport { tokens, peak_bytes: self.peak_bytes, pieces, ..meter.report() };
         Ok(DeviceOutput { results, report, spans: meter.spans() })

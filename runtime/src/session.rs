@@ -228,7 +228,7 @@ impl Session {
         if let Ok(output) = &result {
             self.last_run = Some((lowered.clone(), output.report.compute_ns));
         }
-        self.count_run(&result);
+        self.op += 1;
         result
     }
 
@@ -247,20 +247,25 @@ impl Session {
         ))
     }
 
-    /// Takes the number of the next operation for messages of the caller's own over [`Self::transport`], which no run then uses. All
-    /// ranks take it between the same two runs.
+    /// Takes the number of the next operation, which no run then uses: for messages of the caller's own over
+    /// [`Self::transport`]. All ranks take it between the same two runs.
+    ///
+    /// Every call takes a number, also one that the ranks refuse. A rank that leaves a call out, because it failed before this session
+    /// knew of it, takes the number alone: the next call then fails on all ranks, instead of being taken for the one that was left
+    /// out.
     pub fn take_operation(&mut self) -> u64 {
         let op = self.op;
         self.op += 1;
         op
     }
 
-    /// Votes against the next operation: this rank cannot take part, because of `error`.
+    /// Votes against the next operation: this rank cannot take part, because of `error`. On all ranks the operation counts as made.
     ///
     /// # Errors
     /// If the group fails before the vote ends. That all ranks refuse is no error of this function.
     pub async fn refuse(&mut self, error: &Error) -> Result<()> {
         let vote = refusal(self.rank(), error);
+        self.op += 1;
         match self.transport.agree(vote, self.options.deadline).await {
             Ok(_) | Err(TransportError::Refused { .. }) => Ok(()),
             Err(error) => Err(error.into()),
@@ -299,16 +304,6 @@ impl Session {
         let lowered = Arc::new(LoweredPlan::new(plans.clone(), self.rank(), &self.device));
         self.lowered.push(lowered.clone());
         lowered
-    }
-
-    /// Counts a run of given plans. A run that the vote refused is no operation, on any rank.
-    fn count_run<T>(&mut self, result: &Result<T>) {
-        let refused = match result {
-            Err(Error::Transport(error)) => matches!(error, TransportError::Refused { .. }),
-            Err(error) => error.is_request(),
-            Ok(_) => false,
-        };
-        self.op += u64::from(!refused);
     }
 }
 

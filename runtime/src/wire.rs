@@ -15,11 +15,13 @@ pub enum WireFormat {
     /// The tensors' own type.
     #[default]
     Same,
-    /// f16, for f32 tensors.
+    /// f16, for f32 tensors: magnitudes up to 65,504, in steps of 2⁻²⁴ below 2⁻¹⁴. A call with a finite element of at least
+    /// 65,520, which would become infinite, is an error of all ranks.
     F16,
     /// 8-bit codes, for tensors of any type. Keys have an f32 scale for each (batch entry, KV head, channel) and
     /// [`TOKENS_PER_SCALE`] tokens of the list that travels together, values one for each (batch entry, token, KV head). A
     /// scale is the largest finite magnitude over 127, a code the element over its scale, rounded to nearest, ties to even;
+    /// so the range is that of f32, and elements below 1/254 of the largest that shares their scale become 0;
     /// a subnormal scale counts as 0. The code −128 stands for a value that is not finite, and is read as NaN.
     Int8,
 }

@@ -46,6 +46,8 @@ pub enum Kernel {
         from: Storage,
         /// Type of the destination.
         into: Storage,
+        /// Whether it reports finite elements that become infinite; from f32 to f16 only.
+        reports: bool,
     },
     /// Elements to 8-bit codes and their scales; one thread for each group of 8 channels or for each row.
     ToCodes {
@@ -141,7 +143,9 @@ impl Kernel {
                 format!("finalize-{}-d{head_dim}{}", storage.name(), if *sinks { "-sinks" } else { "" })
             }
             Self::Repack { words } => format!("repack-{words}"),
-            Self::Convert { from, into } => format!("convert-{}-{}", from.name(), into.name()),
+            Self::Convert { from, into, reports } => {
+                format!("convert-{}-{}{}", from.name(), into.name(), if *reports { "-reports" } else { "" })
+            }
             Self::ToCodes { storage, scales } => format!("codes-{}-{}", storage.name(), scales.name()),
             Self::FromCodes { storage, scales } => format!("from-codes-{}-{}", storage.name(), scales.name()),
             Self::ResetState => "reset-state".to_owned(),
@@ -242,8 +246,11 @@ impl Kernel {
                 let unit = if words == 4 { "vec4<u32>" } else { "u32" };
                 vec![read("source", unit), write("destination", unit)]
             }
-            Self::Convert { from, into } => {
-                vec![read("source", from.unit_type()), write("destination", into.unit_type())]
+            Self::Convert { from, into, reports } => {
+                let mut bindings =
+                    vec![read("source", from.unit_type()), write("destination", into.unit_type())];
+                bindings.extend(reports.then(|| write("overflow", "atomic<u32>")));
+                bindings
             }
             Self::ToCodes { storage, .. } => {
                 vec![read("source", storage.unit_type()), write("codes", "u32"), write("scales", "f32")]

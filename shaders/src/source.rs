@@ -85,9 +85,10 @@ impl Kernel {
                 assert_head_dim(head_dim);
                 backward::stats::source(storage, head_dim, d_lse)
             }
-            Self::Convert { from, into } => {
+            Self::Convert { from, into, reports } => {
                 assert!((from == Storage::F32) != (into == Storage::F32), "one side is f32");
-                convert::source(from, into)
+                assert!(!reports || into == Storage::F16, "the range of bf16 is that of f32");
+                convert::source(from, into, reports)
             }
             Self::ToCodes { storage, scales } => codes::to_codes(storage, scales),
             Self::FromCodes { storage, scales } => codes::from_codes(storage, scales),

@@ -278,11 +278,13 @@ impl Backend for TabBackend {
         from: Elements<&TabBuffer>,
         into: Elements<&mut TabBuffer>,
         shape: [usize; 4],
+        overflow: Option<&mut TabBuffer>,
     ) -> Result<()> {
         self.link.tell(Command::Convert {
             from: WireElements::of(from, TabBuffer::id),
             into: WireElements::of(into, TabBuffer::changed),
             shape: shape.map(wide),
+            overflow: overflow.map(TabBuffer::changed),
         })
     }
 

@@ -174,7 +174,7 @@ impl<B: Backend + 'static> Executor<B> {
                     backend.repack((buffers.get(from.0)?, read), (into, written), size).map_err(words)
                 })?;
             }
-            Command::Convert { from, into, shape } => self.convert(from, into, shape)?,
+            Command::Convert { from, into, shape, overflow } => self.convert(from, into, shape, overflow)?,
             Command::Wait { request } => {
                 backend.wait().await.map_err(words)?;
                 replies.send(Reply::Done { request });
@@ -209,7 +209,26 @@ impl<B: Backend + 'static> Executor<B> {
         Ok(())
     }
 
-    fn convert(&mut self, from: WireElements, into: WireElements, shape: [u64; 4]) -> Result<(), String> {
+    fn convert(
+        &mut self,
+        from: WireElements,
+        into: WireElements,
+        shape: [u64; 4],
+        overflow: Option<u64>,
+    ) -> Result<(), String> {
+        let mut word = overflow.map(|id| self.buffers.take(id)).transpose()?;
+        let converted = self.convert_elements(from, into, shape, word.as_mut());
+        overflow.into_iter().zip(word).for_each(|(id, word)| self.buffers.put(id, word));
+        converted
+    }
+
+    fn convert_elements(
+        &mut self,
+        from: WireElements,
+        into: WireElements,
+        shape: [u64; 4],
+        overflow: Option<&mut B::Buffer>,
+    ) -> Result<(), String> {
         let Self { backend, buffers, .. } = self;
         let shape = crate::protocol::narrow_all(shape).ok_or(NOT_KNOWN)?;
         let of = |by_channel| if by_channel { Scales::Channels } else { Scales::Rows };
@@ -229,7 +248,7 @@ impl<B: Backend + 'static> Executor<B> {
             if matches!((&from, &into), (Elements::Coded { .. }, Elements::Coded { .. })) {
                 return Err("codes from codes".to_owned());
             }
-            backend.convert(from, into, shape).map_err(words)
+            backend.convert(from, into, shape, overflow).map_err(words)
         };
         match into {
             WireElements::Stored { id, first, dtype } => {

@@ -5,7 +5,7 @@ use kyklos::{BiasKind, Dtype};
 use serde::{Deserialize, Serialize};
 
 /// Raised with every change of these types. Both ends must have the same.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Names a buffer of the device; never used twice.
 pub(crate) type BufferId = u64;
@@ -109,6 +109,7 @@ pub(crate) enum Command {
         from: WireElements,
         into: WireElements,
         shape: [u64; 4],
+        overflow: Option<BufferId>,
     },
     Wait {
         request: RequestId,

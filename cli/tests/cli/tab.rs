@@ -95,7 +95,8 @@ fn a_tab_that_ends_in_the_middle_is_a_lost_rank() {
         let split = ["--split", if most_bytes == early { "auto" } else { "even" }];
         let mut host = Host::start(&[&launch[..], &page, &split].concat());
         let link = host.link();
-        assert!(link.starts_with("http://localhost:1/tab.html#v=1&at=127.0.0.1:"), "{link}");
+        let begin = format!("http://localhost:1/tab.html#v={}&at=127.0.0.1:", kyklos_tab::VERSION);
+        assert!(link.starts_with(&begin), "{link}");
         let tab = native::tab(&link, None, most_bytes);
         let (report, text) = host.end(exits);
         assert_eq!(tab.join().unwrap(), "taken enough");

@@ -234,6 +234,8 @@ pub struct ConvertArguments {
     pub into: u64,
     /// Number of elements divided by 8.
     pub eights: u64,
+    /// A word that becomes 1 where a finite element is beyond the range of f16, or 0.
+    pub overflow: u64,
 }
 
 /// Arguments of `to_codes_…` and `from_codes_…`. Grid: ([`CodesKernel::blocks`](crate::CodesKernel)).

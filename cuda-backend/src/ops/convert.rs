@@ -14,6 +14,7 @@ pub(crate) fn convert(
     from: Elements<&CudaBuffer>,
     into: Elements<&mut CudaBuffer>,
     shape: [usize; 4],
+    overflow: Option<&mut CudaBuffer>,
 ) -> Result<()> {
     match (from, into) {
         (
@@ -21,7 +22,7 @@ pub(crate) fn convert(
             Elements::Stored { buffer: into, first: into_first, dtype: into_dtype },
         ) => {
             let into = Stored { buffer: into, first: into_first, dtype: into_dtype };
-            store(device, &Stored { buffer, first, dtype }, &into, shape.iter().product())
+            store(device, &Stored { buffer, first, dtype }, &into, shape.iter().product(), overflow)
         }
         (Elements::Stored { buffer, first, dtype }, Elements::Coded { codes, scales, of }) => {
             let coded = Coded { codes, scales, of };
@@ -78,7 +79,13 @@ fn fits(what: &str, buffer: &CudaBuffer, bytes: usize) -> Result<()> {
 }
 
 /// Converts between storage types.
-fn store(device: &OpenDevice, from: &Stored<'_>, into: &Stored<'_>, elements: usize) -> Result<()> {
+fn store(
+    device: &OpenDevice,
+    from: &Stored<'_>,
+    into: &Stored<'_>,
+    elements: usize,
+    overflow: Option<&mut CudaBuffer>,
+) -> Result<()> {
     let kernel =
         convert_kernel(from.dtype, into.dtype).filter(|_| elements.is_multiple_of(8)).ok_or_else(|| {
             Error::request(
@@ -91,9 +98,14 @@ fn store(device: &OpenDevice, from: &Stored<'_>, into: &Stored<'_>, elements: us
         from: from.address(elements)?,
         into: into.address(elements)?,
         eights: eights as u64,
+        overflow: overflow.as_ref().map_or(0, |word| word.address()),
     };
+    if let Some(word) = &overflow {
+        fits("a report", word, size_of::<u32>())?;
+    }
     let blocks = eights.div_ceil(SMALL_THREADS as usize);
-    launch(device, (&kernel, blocks, 0), &arguments, &[from.buffer], &[into.buffer])
+    let writes: Vec<&CudaBuffer> = [into.buffer].into_iter().chain(overflow.as_deref()).collect();
+    launch(device, (&kernel, blocks, 0), &arguments, &[from.buffer], &writes)
 }
 
 /// Converts to codes or from them.

@@ -59,37 +59,46 @@ fn around(sizes: &[f64]) -> Vec<f32> {
 }
 
 /// Converts `elements` (a multiple of 8) from the middle of a buffer to the middle of another one. Elements before them must not
-/// change. Memory behind them is inaccessible.
+/// change. Memory behind them is inaccessible. Also returns the words of the report.
 fn converted<E: bytemuck::Pod>(
     program: &Program,
     (from, elements): (Dtype, &[E]),
     into: Dtype,
     timing: Timing,
-) -> Result<Vec<u8>, String> {
+) -> Result<(Vec<u8>, Vec<u32>), String> {
     let mut job = Job::default();
     let source = job.upload(&[&[E::zeroed(); FIRST], elements].concat());
     let target = job.poisoned((FIRST + elements.len()) * into.bytes());
+    let report = job.upload(&[0_u32; 4]);
     let arguments = ConvertArguments {
         from: source.address + (FIRST * from.bytes()) as u64,
         into: target.address + (FIRST * into.bytes()) as u64,
         eights: (elements.len() / 8) as u64,
+        overflow: report.address,
     };
     let blocks = (elements.len() / 8).div_ceil(SMALL_THREADS as usize);
     job.launch(&convert_kernel(from, into).unwrap(), [blocks, 1, 1], 0, &arguments);
     job.bring(target);
-    let (results, _) = job.run(program, timing, 1)?;
+    job.bring(report);
+    let (results, _) = job.run(program, timing, 2)?;
     let (before, wanted) = results[0].split_at(FIRST * into.bytes());
     if before.iter().any(|byte| *byte != 0xff) {
         return Err("written before the first element".to_owned());
     }
-    Ok(wanted.to_vec())
+    Ok((wanted.to_vec(), numbers(&results[1])))
 }
 
 /// Converts f32 to a 16-bit type and back. Returns what is wrong.
 pub(crate) fn judge_types(program: &Program, dtype: Dtype, timing: Timing) -> Result<(), String> {
     let sizes = sizes(dtype);
     let all = around(&sizes);
-    let narrow: Vec<u16> = numbers(&converted(program, (Dtype::F32, &all), dtype, timing)?);
+    let (narrow, report) = converted(program, (Dtype::F32, &all), dtype, timing)?;
+    let narrow: Vec<u16> = numbers(&narrow);
+    // Some are beyond the range of f16, which is the only one that a report is about.
+    if report != [u32::from(dtype == Dtype::F16), 0, 0, 0] {
+        return Err(format!("reported {report:?}"));
+    }
+    judge_reports(program, dtype, timing)?;
     let is_nan = |bits: u16| usize::from(bits & 0x7fff) >= sizes.len();
     for (x, bits) in all.iter().zip(&narrow) {
         let right = nearest(&sizes, *x);
@@ -98,12 +107,33 @@ pub(crate) fn judge_types(program: &Program, dtype: Dtype, timing: Timing) -> Re
         }
     }
     let every: Vec<u16> = (0..=u16::MAX).collect();
-    let wide: Vec<f32> = numbers(&converted(program, (dtype, &every), Dtype::F32, timing)?);
+    let (wide, report) = converted(program, (dtype, &every), Dtype::F32, timing)?;
+    let wide: Vec<f32> = numbers(&wide);
+    if report != [0; 4] {
+        return Err("reported where nothing can overflow".to_owned());
+    }
     for (bits, x) in every.iter().zip(&wide) {
         let right = sizes.get(usize::from(bits & 0x7fff)).map_or(f64::NAN, |size| *size) as f32;
         let right = if *bits >> 15 == 1 { -right } else { right };
         if x.to_bits() != right.to_bits() && !(x.is_nan() && right.is_nan()) {
             return Err(format!("{bits:#06x} of {dtype} is {x:e}, not {right:e}"));
+        }
+    }
+    Ok(())
+}
+
+/// Each of eight elements of a thread alone, at the edge of the range of f16.
+fn judge_reports(program: &Program, dtype: Dtype, timing: Timing) -> Result<(), String> {
+    let fine = [65_519.996, f32::INFINITY, f32::NAN, -65_519.996, 0.0, f32::NEG_INFINITY, -f32::NAN, 1e-45];
+    for place in 0..=16 {
+        let mut all: Vec<f32> = [fine, fine].concat();
+        if let Some(x) = all.get_mut(place) {
+            *x = if place % 2 == 0 { 65_520.0 } else { -f32::MAX };
+        }
+        let beyond = dtype == Dtype::F16 && place < 16;
+        let (_, report) = converted(program, (Dtype::F32, &all), dtype, timing)?;
+        if report != [u32::from(beyond), 0, 0, 0] {
+            return Err(format!("reported {report:?}, element {place} is beyond the range"));
         }
     }
     Ok(())

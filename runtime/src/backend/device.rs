@@ -270,8 +270,9 @@ impl Backend for Device {
         from: Elements<&DeviceBuffer>,
         into: Elements<&mut DeviceBuffer>,
         shape: [usize; 4],
+        overflow: Option<&mut DeviceBuffer>,
     ) -> Result<()> {
-        self.0.convert(from, into, shape)
+        self.0.convert(from, into, shape, overflow)
     }
 
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {

@@ -59,6 +59,7 @@ pub(super) trait AnyBackend: Any + Threaded {
         from: Elements<&DeviceBuffer>,
         into: Elements<&mut DeviceBuffer>,
         shape: [usize; 4],
+        overflow: Option<&mut DeviceBuffer>,
     ) -> Result<()>;
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()>;
     fn supports_bias_gradient(&self) -> Result<()>;
@@ -181,8 +182,10 @@ where
         from: Elements<&DeviceBuffer>,
         into: Elements<&mut DeviceBuffer>,
         shape: [usize; 4],
+        overflow: Option<&mut DeviceBuffer>,
     ) -> Result<()> {
-        Backend::convert(self, from.map(DeviceBuffer::of::<B>), into.map(DeviceBuffer::of_mut::<B>), shape)
+        let (from, into) = (from.map(DeviceBuffer::of::<B>), into.map(DeviceBuffer::of_mut::<B>));
+        Backend::convert(self, from, into, shape, overflow.map(DeviceBuffer::of_mut::<B>))
     }
 
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()> {

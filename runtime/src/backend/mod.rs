@@ -190,6 +190,9 @@ pub trait Backend {
     /// other way if a division that is off by an ulp puts the element on the other side of a tie. A converted element
     /// differs from the original by at most half a scale and an ulp.
     ///
+    /// From f32 to f16, the first 32-bit word of `overflow` becomes 1 if a finite element becomes ±∞, and stays as it is
+    /// otherwise. Other conversions leave it alone. Its size is a multiple of 16 bytes.
+    ///
     /// # Errors
     /// [`Error::Device`].
     fn convert(
@@ -197,6 +200,7 @@ pub trait Backend {
         from: Elements<&Self::Buffer>,
         into: Elements<&mut Self::Buffer>,
         shape: [usize; 4],
+        overflow: Option<&mut Self::Buffer>,
     ) -> Result<()>;
 
     /// Refuses a backward pass for which the device has no kernel. Called before ranks vote, so that no data moves. A

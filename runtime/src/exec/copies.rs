@@ -41,13 +41,15 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
         let shape = [batch, from.tokens.len(), heads, problem.head_dim as usize];
         let first = from.tokens.start * heads * shape[3];
         let mut fresh = self.allocate(into)?;
+        let mut overflow = self.overflow_of(into)?;
         let tensors = self.tensor_bytes(from.buffer).len();
         let source = (0..tensors).map(|tensor| self.memory.view(from.buffer, tensor)).collect();
         let source = key_value(problem, self.content(from.buffer), source, first);
         let target = key_value(problem, self.content(into), fresh.iter_mut().collect(), 0);
         for (source, target) in source.into_iter().zip(target) {
-            self.executor.backend.convert(source, target, shape)?;
+            self.executor.backend.convert(source, target, shape, overflow.as_mut())?;
         }
+        self.overflow = overflow.or(self.overflow.take());
         self.memory.put(into, fresh);
         Ok(())
     }

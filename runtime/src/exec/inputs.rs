@@ -154,16 +154,23 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
         }
     }
 
-    /// Agrees with all ranks that they run the same plans, and that a tensor that each of them holds whole is the same.
+    /// Agrees with all ranks that they run the same plans as the same operation, and that a tensor that each of them holds whole is
+    /// the same.
     ///
     /// # Errors
     /// [`Error::Transport`] and [`Error::Request`], the same on all ranks.
-    pub(super) async fn agree(&self, inputs: &Inputs<B::Buffer>) -> Result<()> {
-        let note = inputs.shared_digest.map_or_else(Bytes::new, |digest| Bytes::copy_from_slice(&digest));
+    pub(super) async fn agree(&self, op: u64, inputs: &Inputs<B::Buffer>) -> Result<()> {
+        let digest = inputs.shared_digest.as_ref().map_or(&[][..], |digest| &digest[..]);
+        let note = Bytes::from([&op.to_le_bytes(), digest].concat());
         let vote = Vote::Ready { plan_hash: self.lowered.plans.hash(), note };
         let notes = self.collective.agree(vote).await?;
+        let op_of = |rank: usize| {
+            let number = notes[rank].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+            number.ok_or_else(|| unknown_form(rank))
+        };
         match notes.iter().position(|note| *note != notes[0]) {
             None => Ok(()),
+            Some(rank) if op_of(rank)? != op_of(0)? => Err(out_of_step(rank, op_of(rank)?, op_of(0)?)),
             Some(rank) => Err(Error::request(
                 format!(
                     "rank {rank} has another attention bias tensor than rank 0, for rows that all queries share"
@@ -178,6 +185,24 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
 pub(crate) fn refusal(rank: Rank, error: &Error) -> Vote {
     let reason = if error.is_request() { RefusalReason::WrongRequest } else { RefusalReason::Failed };
     Vote::Refuse { reason, text: format!("rank {rank}: {error}") }
+}
+
+/// A vote that no rank of this release makes.
+pub(crate) fn unknown_form(rank: usize) -> Error {
+    Error::request(
+        format!("rank {rank} describes its call in a form that this release does not know"),
+        "use the same release on all ranks",
+    )
+}
+
+/// Ranks that are at different places in the sequence of their calls.
+pub(crate) fn out_of_step(rank: usize, theirs: u64, first: u64) -> Error {
+    Error::request(
+        format!(
+            "rank {rank} is at call {theirs} of its session, rank 0 at call {first}: a rank has left out calls"
+        ),
+        "make the same calls on all ranks; after a call that failed on one rank alone, form a new group",
+    )
 }
 
 /// What the inputs of a rank are: plans with the same can run on them.

@@ -31,6 +31,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) arrived: Vec<BufferId>,
     /// Exchanges that have ended and whose messages may still be on their way to the device ([`Collective::settled`]).
     pub(super) unsettled: Vec<u32>,
+    /// A word that is not 0 once a finite element has become infinite on its way ([`Backend::convert`]).
+    pub(super) overflow: Option<B::Buffer>,
 }
 
 /// The results of an operation, and its number of pieces of work.

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::call::{Attention, BiasRows, Extents, Options, checked_label};
+use crate::exec::{out_of_step, unknown_form};
 use crate::plan::PLAN_FORMAT;
 use crate::{Dtype, Error, Result, Tensor};
 
@@ -73,7 +74,7 @@ pub(super) struct Agreed {
 }
 
 /// Increased when the meaning of facts changes.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same
 /// on all ranks, the number of calls, and its facts.
@@ -146,7 +147,7 @@ pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
             return Err(disagree(rank, &format!("label `{label}`"), &format!("`{first_label}`")));
         }
         if op != first_op {
-            return Err(disagree(rank, &format!("operation {op} of its session"), &first_op.to_string()));
+            return Err(out_of_step(rank, op, first_op));
         }
         if calls != first_calls {
             return Err(disagree(rank, &format!("a number of calls of {calls}"), &first_calls.to_string()));
@@ -201,13 +202,6 @@ fn disagree(rank: usize, theirs: &str, ours: &str) -> Error {
     Error::request(
         format!("rank {rank} calls with {theirs}, rank 0 with {ours}"),
         "make the same call on all ranks",
-    )
-}
-
-fn unknown_form(rank: usize) -> Error {
-    Error::request(
-        format!("rank {rank} describes its call in a form that this release does not know"),
-        "use the same release on all ranks",
     )
 }
 

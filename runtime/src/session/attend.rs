@@ -111,8 +111,15 @@ impl Session {
             }
         };
         let notes = self.vote(Vote::Ready { plan_hash: pass.hash, note }).await?;
-        let facts = facts_of(&notes)?;
-        Ok((self.plan_of(pass.direction, &call.options, facts, pass.plans)?, prepared))
+        let planned =
+            facts_of(&notes).and_then(|facts| self.plan_of(pass.direction, &call.options, facts, pass.plans));
+        Ok((self.counted_if_refused(planned)?, prepared))
+    }
+
+    /// The outcome of an agreement, the same on all ranks. A call that was refused counts as made, as one that runs.
+    pub(super) fn counted_if_refused<T>(&mut self, agreed: Result<T>) -> Result<T> {
+        self.op += u64::from(agreed.is_err());
+        agreed
     }
 
     /// Runs a call on which the ranks agree; its queries are `q`.
@@ -151,10 +158,11 @@ impl Session {
         let guard = AbortOnDrop::new(|abort| self.transport.abort(abort), self.rank(), self.op);
         let agreed = self.transport.agree(vote, self.options.deadline).await;
         guard.end();
-        agreed.map_err(|error| {
+        let agreed = agreed.map_err(|error| {
             self.end_vote(&error);
             error.into()
-        })
+        });
+        self.counted_if_refused(agreed)
     }
 
     /// Ends the group if a vote did not come to its end: other ranks may take it for passed, and would wait for this rank.

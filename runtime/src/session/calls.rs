@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kyklos_transport::{Abort, AbortCause, Progress, Vote};
+use kyklos_transport::{Abort, AbortCause, Progress, TransportError, Vote};
 
 use super::Session;
 use super::attend::{FORWARD, Output};
@@ -97,8 +97,9 @@ impl Calls<'_> {
     ///
     /// # Errors
     /// [`Error::Request`] for tensors of other shapes, another type or another device than announced, and for a call beyond the
-    /// announced ones. Nothing has moved then, and the call can be made again with the right tensors. Other errors end the call
-    /// on all ranks, and the group with it.
+    /// announced ones. Nothing has moved then, and the call can be made again with the right tensors. For elements beyond the range
+    /// of [`WireFormat::F16`](crate::WireFormat::F16) [`Error::Request`], or [`TransportError::Refused`] where another rank has
+    /// them: all ranks make the call again, or none. Other errors end the call on all ranks, and the group with it.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         pollster::block_on(self.attend_async(q, k, v))
@@ -115,7 +116,9 @@ impl Calls<'_> {
         let mut inputs = self.session.inputs_with(&self.call, [q, k, v], bias)?;
         self.session.check_group().await?;
         self.made += 1;
-        self.session.run_call(&self.lowered, &mut inputs, q).await
+        let output = self.session.run_call(&self.lowered, &mut inputs, q).await;
+        self.made -= u32::from(is_refused(&output));
+        output
     }
 
     /// Announced calls that have not been made.
@@ -133,6 +136,12 @@ impl Calls<'_> {
         }
         self.shapes.check(tensors)
     }
+}
+
+/// Whether all ranks refuse the call, which then counts as not made.
+pub(super) fn is_refused(output: &Result<Output>) -> bool {
+    let refused = |error: &Error| matches!(error, Error::Transport(TransportError::Refused { .. }));
+    output.as_ref().is_err_and(|error| error.is_request() || refused(error))
 }
 
 /// Shapes and type of the tensors of announced calls.

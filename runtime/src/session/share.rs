@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::Session;
 use super::probe::{CallClass, Probe, speed_of_call};
 use super::speeds::{Measured, crowds, members};
+use crate::exec::out_of_step;
 use crate::simulate::{Candidate, Capacity, Shares};
 use crate::{AttentionProblem, Error, Execution, Mesh, Placement, Result, Split, Strategy, deal_tokens};
 
@@ -247,13 +248,7 @@ impl Session {
             })?;
             let first = all.first().unwrap_or(&facts);
             if facts.op != first.op {
-                return Err(Error::request(
-                    format!(
-                        "rank {rank} shares tokens as operation {} of its session, rank 0 as operation {}",
-                        facts.op, first.op
-                    ),
-                    "make the same calls on all ranks",
-                ));
+                return Err(out_of_step(rank, facts.op, first.op));
             }
             if facts.problem != first.problem {
                 return Err(Error::request(

@@ -16,7 +16,9 @@ use crate::plan::{
     BufferId, Content, Direction, LostTokens, Plan, Recv, Send, Slice, Step, StepProgress, World,
     remaining_buffers,
 };
-use crate::{AttentionProblem, Error, Mesh, Remedy, Result, Results, Strategy, TILE_KEYS, TokenRuns, lower};
+use crate::{
+    AttentionProblem, Error, Mesh, Remedy, Result, Results, Strategy, TILE_KEYS, TokenRuns, WireFormat, lower,
+};
 
 /// Whether survivors can complete a call of `problem` on `mesh` by `strategy`, if they hold all keys.
 ///
@@ -45,6 +47,13 @@ pub fn can_repair(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) ->
         return Err(Error::request(
             format!("sums in a fixed order, of {TILE_KEYS} keys each, to be completed without lost ranks"),
             Remedy::RecoverInAnyOrder,
+        ));
+    }
+    // A lost rank does not say whether its elements were in the range.
+    if problem.wire == WireFormat::F16 {
+        return Err(Error::request(
+            "f16 on the wire, to be completed without lost ranks",
+            "send tensors as they are, or as int8",
         ));
     }
     Ok(())

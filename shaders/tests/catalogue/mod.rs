@@ -23,9 +23,10 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Repack { words: 1 }, Kernel::Repack { words: 4 }, Kernel::ResetState];
     kernels.extend([1, 4].map(|words| Kernel::Accumulate { words }));
     for short in [Storage::F16, Storage::Bf16] {
-        kernels.push(Kernel::Convert { from: Storage::F32, into: short });
-        kernels.push(Kernel::Convert { from: short, into: Storage::F32 });
+        kernels.push(Kernel::Convert { from: Storage::F32, into: short, reports: false });
+        kernels.push(Kernel::Convert { from: short, into: Storage::F32, reports: false });
     }
+    kernels.push(Kernel::Convert { from: Storage::F32, into: Storage::F16, reports: true });
     for scales in Scales::ALL {
         kernels.extend(Storage::ALL.map(|storage| Kernel::ToCodes { storage, scales }));
         kernels.extend(Storage::ALL.map(|storage| Kernel::FromCodes { storage, scales }));

@@ -108,7 +108,13 @@ impl Backend for DoNothing {
 
     // `shape` = [batch, tokens, heads, dim] elements from one form to another: f32 and a 16-bit type (round to nearest even),
     // or any type and 8-bit codes with scales. No byte outside the tensor is written.
-    fn convert(&self, _from: Elements<&()>, _into: Elements<&mut ()>, _shape: [usize; 4]) -> Result<()> {
+    fn convert(
+        &self,
+        _from: Elements<&()>,
+        _into: Elements<&mut ()>,
+        _shape: [usize; 4],
+        _overflow: Option<&mut ()>,
+    ) -> Result<()> {
         Ok(())
     }
 

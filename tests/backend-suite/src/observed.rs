@@ -127,8 +127,9 @@ impl<B: Backend, O: Observer> Backend for Observed<B, O> {
         from: Elements<&B::Buffer>,
         into: Elements<&mut B::Buffer>,
         shape: [usize; 4],
+        overflow: Option<&mut B::Buffer>,
     ) -> Result<()> {
-        self.backend.convert(from, into, shape)
+        self.backend.convert(from, into, shape, overflow)
     }
 
     async fn wait(&self) -> Result<()> {

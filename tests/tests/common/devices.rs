@@ -143,7 +143,13 @@ impl Backend for Broken {
         self.0.repack(from, into, extent)
     }
 
-    fn convert(&self, from: Elements<&Buffer>, into: Elements<&mut Buffer>, shape: [usize; 4]) -> Result<()> {
+    fn convert(
+        &self,
+        from: Elements<&Buffer>,
+        into: Elements<&mut Buffer>,
+        shape: [usize; 4],
+        overflow: Option<&mut Buffer>,
+    ) -> Result<()> {
         let [batch, tokens, heads, dim] = shape;
         match from {
             Elements::Coded { codes, scales, of: of @ Scales::Channels }
@@ -160,9 +166,9 @@ impl Backend for Broken {
                 let extent = |rows| Extent { batch, rows, heads: 1, row_bytes };
                 self.0.repack((scales, layout(0)), (&mut others, layout(1)), extent(parts - 1))?;
                 self.0.repack((scales, layout(parts - 1)), (&mut others, layout(0)), extent(1))?;
-                self.0.convert(Elements::Coded { codes, scales: &others, of }, into, shape)
+                self.0.convert(Elements::Coded { codes, scales: &others, of }, into, shape, overflow)
             }
-            from => self.0.convert(from, into, shape),
+            from => self.0.convert(from, into, shape, overflow),
         }
     }
 

@@ -70,6 +70,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
                         Elements::Stored { buffer: &buffer, first, dtype },
                         Elements::Stored { buffer: &mut short, first: 0, dtype: Dtype::F16 },
                         [1, tokens, 1, 8],
+                        None,
                     ));
                 }
                 let mut scales = backend.alloc("scales", 8).unwrap();
@@ -84,6 +85,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
                         Elements::Stored { buffer: &buffer, first, dtype },
                         Elements::Coded { codes: &mut short, scales: &mut scales, of },
                         shape,
+                        None,
                     ));
                 }
                 request(backend.write(&mut buffer, 62, &[0; 4]));

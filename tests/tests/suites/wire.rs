@@ -8,8 +8,12 @@ use crate::common::run_world;
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
+use kyklos::local::on_threads;
 use kyklos::plan::{Content, Step, World, check};
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
+use kyklos::{
+    Attention, AttentionProblem, CacheOptions, Dtype, Execution, Mask, Mesh, Output, PlacementKind, Saved,
+    Session, Split, Strategy, Tensor, WireFormat, plan_world,
+};
 use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 use kyklos_oracle::inputs::{TensorId, cases, fill};
 use kyklos_oracle::wire;
@@ -129,6 +133,95 @@ fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
                 assert_eq!(plan.steps.iter().filter(own).count(), 1, "{strategy}, rank {}", plan.rank);
             }
         }
+    }
+}
+
+/// One element beyond the range of f16 on one rank. Whoever gets these keys, all ranks get one error that names the rank, and the next
+/// call is right. Infinite elements are no error: they travel as they are.
+#[test]
+fn elements_beyond_f16_on_the_wire_are_one_error_of_all_ranks() {
+    for (ulysses, ring, strategy) in WORLDS {
+        let ranks = ulysses * ring;
+        // Of a mesh with shards of several ranks the first one, which sends the heads of the element.
+        for (mask, culprit) in [("causal", 0), ("full", ring / 2 * ulysses)] {
+            let ended = on_threads(in_process_group(ranks), |transport| {
+                let rank = transport.rank().0;
+                let mut session = Session::new(transport, Device::cpu());
+                let tensor = |scale: f32| {
+                    let mut numbers = vec![0_f32; 12 * 6 * 16];
+                    fill(u64::from(rank), TensorId::V, 0..numbers.len() as u64, &mut numbers);
+                    numbers[777] *= scale;
+                    numbers[777] += scale - 1.0;
+                    Tensor::new([1, 12, 6, 16], numbers).unwrap()
+                };
+                let mesh = Mesh::new(ulysses, ring).unwrap();
+                let execution = Execution::new().mesh(mesh).strategy(strategy).wire(WireFormat::F16);
+                let call = Attention::new().mask(mask.parse().unwrap()).execution(execution);
+                let (x, beyond) = (tensor(1.0), tensor(if rank == culprit { 1e6 } else { 1.0 }));
+                let infinite = tensor(if rank == culprit { f32::INFINITY } else { 1.0 });
+                let mut errors = Vec::new();
+                for [k, v] in [[&beyond, &x], [&x, &beyond]] {
+                    errors.push(session.attend(&call, &x, k, v).map(drop).unwrap_err());
+                    session.attend(&call, &x, &x, &infinite).unwrap();
+                    session.attend(&call, &x, &x, &x).unwrap();
+                }
+                let Output { o, lse, .. } = session.attend(&call, &x, &x, &x).unwrap();
+                let saved = |k: &Tensor| Saved {
+                    q: x.clone(),
+                    k: k.clone(),
+                    v: x.clone(),
+                    o: o.clone(),
+                    lse: lse.clone(),
+                };
+                errors.push(session.backward(&call, &saved(&beyond), &x, None).map(drop).unwrap_err());
+                session.backward(&call, &saved(&x), &x, None).unwrap();
+                errors
+            });
+            for (rank, errors) in (0..).zip(&ended) {
+                for error in errors {
+                    let words = format!("keys or values of rank {culprit} that are beyond ±65504");
+                    assert!(error.to_string().contains(&words), "{strategy}, rank {rank}: {error}");
+                    assert_eq!(error.is_request(), rank == culprit, "{strategy}, rank {rank}: {error}");
+                }
+            }
+        }
+    }
+}
+
+/// Of calls after one vote, the one that the ranks refuse is made again, on the same cache.
+#[test]
+fn announced_calls_beyond_f16_are_made_again() {
+    let ended = on_threads(in_process_group(2), |transport| {
+        let odd = transport.rank().0 == 1;
+        let mut session = Session::new(transport, Device::cpu());
+        let tensor = |x: f32| Tensor::new([1, 12, 2, 16], vec![x; 12 * 2 * 16]).unwrap();
+        let (x, beyond) = (tensor(0.5), tensor(if odd { 1e6 } else { 0.5 }));
+        let execution = Execution::new().mesh(Mesh::new(1, 2).unwrap()).wire(WireFormat::F16);
+        let call = Attention::new().execution(execution);
+        let mut calls = session.calls(&call, &x, &x, &x, 2).unwrap();
+        calls.attend(&x, &x, &beyond).map(drop).unwrap_err();
+        assert_eq!(calls.remaining(), 2);
+        while calls.remaining() > 0 {
+            calls.attend(&x, &x, &x).unwrap();
+        }
+        drop(calls);
+        let options = CacheOptions::new([1, 2, 16], Dtype::F32);
+        let mut caches = [0; 2].map(|_| session.kv_cache(options.clone()).unwrap());
+        let mut calls = session.cached_calls(&call, &mut caches, &x, &x, &x).unwrap();
+        calls.attend(&x, &x, &x).unwrap();
+        calls.attend(&x, &x, &beyond).map(drop).unwrap_err();
+        assert_eq!(calls.remaining(), 1);
+        let output = calls.attend(&x, &x, &x).unwrap();
+        drop(calls);
+        let of_last = session.attend(&call, &x, &x, &x).unwrap();
+        (
+            output.o.to_vec::<f32>().unwrap(),
+            of_last.o.to_vec::<f32>().unwrap(),
+            caches.map(|cache| cache.len()),
+        )
+    });
+    for (output, wanted, tokens) in ended {
+        assert_eq!((output, tokens), (wanted, [24, 24]));
     }
 }
 

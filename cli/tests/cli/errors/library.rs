@@ -153,7 +153,9 @@ pub(super) fn of_runs() -> Vec<Entry> {
         let hash = ProvedPlans::new(ring()).unwrap().hash();
         scope.spawn(move || {
             // This rank agrees. Then it closes before it sends a message, while its peer waits for one.
-            let _ = pollster::block_on(goes.agree(Vote::ready(hash), Duration::from_secs(20)));
+            let note = Bytes::copy_from_slice(&0_u64.to_le_bytes());
+            let vote = Vote::Ready { plan_hash: hash, note };
+            let _ = pollster::block_on(goes.agree(vote, Duration::from_secs(20)));
             std::thread::sleep(Duration::from_millis(500));
         });
         run_rank(stays, Bytes::from(vec![0; 4 * 2 * 8 * 4])).unwrap_err()

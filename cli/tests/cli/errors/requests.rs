@@ -242,6 +242,10 @@ pub(super) const GROUPS: &[Group] = &[
                 "The survivors would add in another order.",
             ),
             (
+                "launch -n 2 -- @ --mesh 1x2 --wire f16 --on-loss finish",
+                "A lost rank cannot say whether its elements were in the range of f16.",
+            ),
+            (
                 "launch -n 4 -- @ --mesh 2x2 --on-loss shrink",
                 "A group that loses a rank has another number of ranks.",
             ),

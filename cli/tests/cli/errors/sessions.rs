@@ -8,7 +8,7 @@ use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, BiasTensor, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement,
-    PlacementKind, Session, Split, Strategy, Tensor, plan_world,
+    PlacementKind, Session, Split, Strategy, Tensor, WireFormat, plan_world,
 };
 use kyklos_transport::in_process_group;
 
@@ -75,7 +75,14 @@ pub(super) fn refusals() -> Vec<Entry> {
     let other_shape = calls.attend(&tensor(5, 2), &whole, &whole).unwrap_err();
     calls.attend(&whole, &whole, &whole).unwrap();
     let beyond = calls.attend(&whole, &whole, &whole).unwrap_err();
+    let large = Tensor::new([1, 4, 2, 8], vec![1e5_f32; 64]).unwrap();
+    let as_f16 = || Attention::new().execution(Execution::new().wire(WireFormat::F16));
     vec![
+        entry(
+            "Session::attend with f16 on the wire and keys of 100,000",
+            of_two(|_| (as_f16(), [large.clone(), large.clone(), large.clone()])),
+            "From a magnitude of 65,520 on f16 has infinity. Also --wire f16 of the program, at the end of the call.",
+        ),
         entry(
             "Attention::plans with the queries of two ranks and the keys of one",
             Attention::new().plans([1, 2, 2, 8], Dtype::F32, &[4, 4], &[8]).unwrap_err(),

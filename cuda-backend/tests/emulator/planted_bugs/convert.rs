@@ -8,7 +8,7 @@ use crate::convert::{judge_codes, judge_types};
 
 const PACKED: &str = "T::pack(x[2 * i], x[2 * i + 1])";
 
-const OF_TYPES: [Bug; 12] = [
+const OF_TYPES: [Bug; 14] = [
     bug("elements swapped where they are written", "convert.h", PACKED, "T::pack(x[2 * i + 1], x[2 * i])"),
     bug(
         "elements swapped where they are read",
@@ -51,6 +51,8 @@ const OF_TYPES: [Bug; 12] = [
         "2 * eight + 1] = both[1]",
         "2 * eight + 1] = both[0]",
     ),
+    bug("the first number beyond f16 is not reported", "convert.h", "65520.0f", "65536.0f"),
+    bug("infinity is reported", "convert.h", " && magnitude(x) < INFINITE", ""),
 ];
 
 const OF_CODES: [Bug; 29] = [

@@ -16,6 +16,7 @@ pub(super) fn convert(
     from: Elements<&CpuBuffer>,
     into: Elements<&mut CpuBuffer>,
     shape: [usize; 4],
+    overflow: Option<&mut CpuBuffer>,
 ) -> Result<()> {
     let bytes = |first: usize, dtype: Dtype| {
         first * dtype.bytes()..(first + shape.iter().product::<usize>()) * dtype.bytes()
@@ -25,8 +26,14 @@ pub(super) fn convert(
             Elements::Stored { buffer: from, first, dtype },
             Elements::Stored { buffer: into, first: into_first, dtype: into_dtype },
         ) => {
+            let source = &from.bytes()[bytes(first, dtype)];
             let target = &mut into.bytes_mut()?[bytes(into_first, into_dtype)];
-            store((dtype, &from.bytes()[bytes(first, dtype)]), (into_dtype, target));
+            store((dtype, source), (into_dtype, target));
+            if let Some(word) = overflow.filter(|_| (dtype, into_dtype) == (Dtype::F32, Dtype::F16))
+                && overflows(bytemuck::cast_slice(source))
+            {
+                word.bytes_mut()?[..4].copy_from_slice(&1_u32.to_ne_bytes());
+            }
         }
         (Elements::Stored { buffer, first, dtype }, Elements::Coded { codes, scales, of }) => {
             let grid = Grid::new(shape, of);
@@ -76,6 +83,13 @@ fn store((from, source): (Dtype, &[u8]), (into, target): (Dtype, &mut [u8])) {
         }
         (from, into) => unreachable!("plans convert between f32 and a 16-bit type, not {from} to {into}"),
     }
+}
+
+/// Whether a finite number is infinite in f16: at least half a step above its largest number. Has no early return, so that it is
+/// compiled to wide instructions.
+fn overflows(numbers: &[f32]) -> bool {
+    let beyond = |x: &f32| u32::from(x.abs() >= 65_520.0) & u32::from(x.abs() < f32::INFINITY);
+    numbers.iter().fold(0, |any, x| any | beyond(x)) == 1
 }
 
 fn floats(dtype: Dtype, source: &[u8]) -> Cow<'_, [f32]> {

@@ -187,8 +187,9 @@ impl Backend for CpuBackend {
         from: Elements<&CpuBuffer>,
         into: Elements<&mut CpuBuffer>,
         shape: [usize; 4],
+        overflow: Option<&mut CpuBuffer>,
     ) -> Result<()> {
-        self.install(|| convert::convert(from, into, shape))
+        self.install(|| convert::convert(from, into, shape, overflow))
     }
 
     fn supports_backward(&self, _dtype: Dtype, _head_dim: usize) -> Result<()> {

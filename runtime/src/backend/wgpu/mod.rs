@@ -167,6 +167,7 @@ impl Backend for WgpuBackend {
         from: Elements<&WgpuBuffer>,
         into: Elements<&mut WgpuBuffer>,
         shape: [usize; 4],
+        overflow: Option<&mut WgpuBuffer>,
     ) -> Result<()> {
         self.gpu.check()?;
         match (from, into) {
@@ -178,6 +179,7 @@ impl Backend for WgpuBackend {
                 (from, first, storage(dtype)),
                 (into, into_first, storage(into_dtype)),
                 shape.iter().product(),
+                overflow.as_deref(),
             ),
             (Elements::Stored { buffer, first, dtype }, Elements::Coded { codes, scales, of }) => {
                 codes::convert(

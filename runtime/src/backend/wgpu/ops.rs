@@ -225,8 +225,11 @@ pub(super) fn convert(
     (from, from_first, from_storage): (&WgpuBuffer, usize, Storage),
     (into, into_first, into_storage): (&WgpuBuffer, usize, Storage),
     elements: usize,
+    overflow: Option<&WgpuBuffer>,
 ) -> Result<()> {
-    let kernel = Kernel::Convert { from: from_storage, into: into_storage };
+    let overflow = overflow.filter(|_| (from_storage, into_storage) == (Storage::F32, Storage::F16));
+    let kernel = Kernel::Convert { from: from_storage, into: into_storage, reports: overflow.is_some() };
+    let report = overflow.map(|word| gpu.window("a report", word, 0..4)).transpose()?;
     let together = Storage::CONVERTED_TOGETHER as usize;
     let at_once = usize::try_from(gpu.window_bytes()).unwrap_or(usize::MAX) / 4 / together;
     let mut encoder = gpu.encoder("convert");
@@ -250,7 +253,8 @@ pub(super) fn convert(
             count: narrow("what is converted", part.len())?,
             grid_width: grid.width,
         };
-        gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &[source.into(), target.into()], grid)?;
+        let bindings: Vec<_> = [source, target].into_iter().chain(report).map(Into::into).collect();
+        gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &bindings, grid)?;
     }
     gpu.submit(Some(encoder.finish()));
     Ok(())

@@ -88,9 +88,14 @@ impl Session {
                 return Err(error);
             }
         };
-        let cache = &caches[0];
         let notes = self.vote(Vote::Ready { plan_hash: CALLS, note }).await?;
-        let facts = facts_of(&notes)?;
+        let step = self.cached_step(call, &caches[0], &notes);
+        Ok((self.counted_if_refused(step)?, prepared))
+    }
+
+    /// What the ranks have agreed on.
+    fn cached_step(&mut self, call: &Attention, cache: &KvCache, notes: &[Bytes]) -> Result<CachedStep> {
+        let facts = facts_of(notes)?;
         let agreed = Agreed::new(&call.options, &facts)?;
         let Appended { own, holdings } = cache.appended(call, &agreed)?;
         let make = |options: &Options, agreed: &Agreed| {
@@ -101,7 +106,7 @@ impl Session {
         let lowered = self.plan_of(Direction::Forward, &call.options, facts, make)?;
         let tokens = sources(call, &own, cache.rank);
         let rows = cache.kept_for(&cache.holdings).next_rows(cache.rank, len(&own[cache.rank.0 as usize]));
-        Ok((CachedStep { lowered, holdings, tokens, rows }, prepared))
+        Ok(CachedStep { lowered, holdings, tokens, rows })
     }
 
     /// Runs a call on which the ranks agree; its queries are `q`.

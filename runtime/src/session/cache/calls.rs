@@ -6,7 +6,7 @@ use crate::backend::{Backend, DeviceBuffer};
 use crate::call::Attention;
 use crate::session::Session;
 use crate::session::attend::Output;
-use crate::session::calls::Shapes;
+use crate::session::calls::{Shapes, is_refused};
 use crate::{Error, Result, Tensor};
 
 /// One call on each of several caches, for which the ranks have voted together: the layers of a model, in one step. The n-th
@@ -113,7 +113,9 @@ impl CachedCalls<'_> {
         let inputs = (q.buffer("q", &self.session.device)?, cache.upload([k, v])?, bias);
         self.session.check_group().await?;
         self.made += 1;
-        self.session.run_cached(&self.call, &self.step, cache, inputs, q).await
+        let output = self.session.run_cached(&self.call, &self.step, cache, inputs, q).await;
+        self.made -= usize::from(is_refused(&output));
+        output
     }
 
     /// Calls that have not been made.

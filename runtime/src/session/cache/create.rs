@@ -71,7 +71,7 @@ impl Session {
                 if !same || first.options != facts.options {
                     return Err(Error::request(
                         format!(
-                            "rank {rank} makes {} as operation {} of its session, rank 0 {} as operation {}",
+                            "rank {rank} makes {} as call {} of its session, rank 0 {} as call {}",
                             facts.options, facts.op, first.options, first.op
                         ),
                         "make the same cache on all ranks, at the same place in their calls",

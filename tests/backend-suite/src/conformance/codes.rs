@@ -37,7 +37,9 @@ async fn there_and_back<B: Backend>(backend: &B, who: &str, dtype: Dtype, shape:
     let poison = |bytes: usize| backend.upload("poison", Bytes::from(vec![0xa5; bytes])).unwrap();
     let (mut codes, mut scales) = (poison(elements + 16), poison(groups.len() * 4 + 16));
     let from = Elements::Stored { buffer: &source, first: FIRST, dtype };
-    backend.convert(from, Elements::Coded { codes: &mut codes, scales: &mut scales, of }, shape).unwrap();
+    backend
+        .convert(from, Elements::Coded { codes: &mut codes, scales: &mut scales, of }, shape, None)
+        .unwrap();
     let coded = backend.download(&mut codes, 0..elements + 16).await.unwrap();
     let scale_bytes = backend.download(&mut scales, 0..groups.len() * 4 + 16).await.unwrap();
     assert!(coded[elements..].iter().all(|byte| *byte == 0xa5), "{who}: more codes than were asked");
@@ -46,7 +48,7 @@ async fn there_and_back<B: Backend>(backend: &B, who: &str, dtype: Dtype, shape:
 
     let mut back = poison((FIRST + elements) * bytes);
     let into = Elements::Stored { buffer: &mut back, first: FIRST, dtype };
-    backend.convert(Elements::Coded { codes: &codes, scales: &scales, of }, into, shape).unwrap();
+    backend.convert(Elements::Coded { codes: &codes, scales: &scales, of }, into, shape, None).unwrap();
     let back = backend.download(&mut back, 0..(FIRST + elements) * bytes).await.unwrap();
     assert!(back[..FIRST * bytes].iter().all(|byte| *byte == 0xa5), "{who}: before the tensor");
     let back = load(stored_as, &back[FIRST * bytes..]);

@@ -1,14 +1,16 @@
 //! Calls of ranks that disagree, tensors that do not fit, and groups that have ended.
 
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos::backend::Device;
+use kyklos::host::Tensors;
 use kyklos::local::on_threads;
+use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Attention, Dtype, Error, Execution, Mask, Mesh, Placement, PlacementKind, Session, Strategy, Tensor,
-    TokenRuns,
+    Attention, AttentionProblem, CacheOptions, Dtype, Error, Execution, Mask, Mesh, Placement, PlacementKind,
+    Session, Split, Strategy, Tensor, TokenRuns, plan_world,
 };
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, in_process_group};
@@ -181,9 +183,75 @@ fn a_session_that_one_rank_makes_anew_is_named_on_all_ranks() {
         session.attend(&Attention::new(), &x, &x, &x).unwrap_err().to_string()
     });
     assert_eq!(errors[0], errors[1]);
-    assert!(
-        errors[0].contains("rank 1 calls with operation 0 of its session, rank 0 with 1"),
-        "{}",
-        errors[0]
-    );
+    assert!(errors[0].contains("rank 1 is at call 0 of its session, rank 0 at call 1"), "{}", errors[0]);
+}
+
+/// Rank 1 leaves out its second call, as a caller does whose own code fails. Every later call fails on both ranks: none meets a call
+/// of another place.
+#[test]
+fn a_call_that_a_rank_left_out_is_never_taken_for_the_next_one() {
+    for group in [in_process_group(2), quic_loopback_group(2).unwrap()] {
+        let errors = on_threads(both(group), |transport| {
+            let odd = transport.rank().0 == 1;
+            let mut session = Session::new(transport, Device::cpu());
+            let x = made_up(4, 2, 0.1);
+            session.attend(&Attention::new(), &x, &x, &x).unwrap();
+            if odd {
+                assert_eq!(session.take_operation(), 1);
+            }
+            let mut errors = Vec::new();
+            errors.push(session.attend(&Attention::new(), &x, &x, &x).map(drop));
+            errors.push(session.calls(&Attention::new(), &x, &x, &x, 2).map(drop));
+            errors.push(session.kv_cache(CacheOptions::new([1, 2, 16], Dtype::F32)).map(drop));
+            let problem = AttentionProblem::new([1, 8, 2, 2, 16], Dtype::F32, Mask::full()).unwrap();
+            errors.push(session.share(&problem, &Execution::new()).map(drop));
+            errors.push(given_plans(&mut session, &problem));
+            errors.push(session.attend(&Attention::new(), &x, &x, &x).map(drop));
+            errors.into_iter().map(|ended| ended.unwrap_err().to_string()).collect::<Vec<_>>()
+        });
+        assert_eq!(errors[0], errors[1]);
+        for (n, error) in errors[0].iter().enumerate() {
+            let (theirs, first) = (n + 2, n + 1);
+            let words = [format!("call {theirs} of its session"), format!("call {first}")];
+            assert!(words.iter().all(|words| error.contains(words)), "{n}: {error}");
+        }
+    }
+}
+
+/// Calls that the ranks refuse have a place, too: after any of them, the ranks are still in step.
+#[test]
+fn refused_calls_count_on_all_ranks_alike() {
+    let places = on_threads(in_process_group(2), |transport| {
+        let odd = transport.rank().0 == 1;
+        let mut session = Session::new(transport, Device::cpu());
+        let (x, short) = (made_up(4, 2, 0.1), made_up(3, 2, 0.1));
+        let problem = AttentionProblem::new([1, 8, 2, 2, 16], Dtype::F32, Mask::full()).unwrap();
+        // Found by one rank before its vote; by all after it; and refused by the caller.
+        session.attend(&Attention::new(), &x, &x, if odd { &short } else { &x }).unwrap_err();
+        session.attend(&Attention::new().scale(if odd { 0.5 } else { 1.0 }), &x, &x, &x).unwrap_err();
+        let heads = if odd { 0 } else { 2 };
+        session.kv_cache(CacheOptions::new([1, heads, 16], Dtype::F32)).unwrap_err();
+        if odd {
+            pollster::block_on(session.refuse(&Error::request("a reason", "a remedy"))).unwrap();
+        } else {
+            given_plans(&mut session, &problem).unwrap_err();
+        }
+        given_plans(&mut session, &problem).unwrap();
+        session.attend(&Attention::new(), &x, &x, &x).unwrap();
+        session.take_operation()
+    });
+    assert_eq!(places, [6, 6]);
+}
+
+/// A run of given plans with tensors of 4 tokens on each of two ranks.
+fn given_plans(session: &mut Session, problem: &AttentionProblem) -> kyklos::Result<()> {
+    let mesh = Mesh::new(1, 2)?;
+    let world = plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)?;
+    let plans = Arc::new(ProvedPlans::new(world)?);
+    let x = Bytes::from(vec![0; 4 * 2 * 16 * 4]);
+    let tensors = Tensors { q: x.clone(), k: x.clone(), v: x, bias: None };
+    pollster::block_on(async {
+        let mut inputs = session.load(&plans, tensors).await?;
+        session.run(&plans, &mut inputs).await.map(drop)
+    })
 }

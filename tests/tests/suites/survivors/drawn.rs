@@ -109,11 +109,7 @@ pub fn world(chance: &mut Chance, case: &Case, dtype: Dtype, with_wire: bool) ->
     let ranks = 2 + chance.below(5) as u32;
     let strategy = chance.of(&ROUNDS);
     let kind = chance.of(&PlacementKind::ALL);
-    let wire = match chance.below(4) {
-        0 if with_wire && dtype == Dtype::F32 => WireFormat::F16,
-        1 if with_wire => WireFormat::Int8,
-        _ => WireFormat::Same,
-    };
+    let wire = if chance.below(2) == 0 && with_wire { WireFormat::Int8 } else { WireFormat::Same };
     let split = match chance.below(2) {
         0 => Split::Even,
         _ => Split::Weights((0..ranks).map(|rank| f64::from(rank == 0) + chance.below(4) as f64).collect()),

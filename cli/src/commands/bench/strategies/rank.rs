@@ -206,7 +206,11 @@ impl<'a> RankWork<'a> {
         let (queries, keys) = (world.q_placement.of_rank(rank), world.kv_placement.held_by(rank));
         let tensors = match TENSORS.all(&world.problem, queries, &keys) {
             Ok(tensors) => tensors,
-            Err(failure) => return Ok(Err(self.refuse_all(failure).text)),
+            Err(failure) => {
+                // The others are refused a run, which counts.
+                self.session.take_operation();
+                return Ok(Err(self.refuse_all(failure).text));
+            }
         };
         // A rank that cannot load refuses the run.
         let mut inputs = match pollster::block_on(self.session.load(&plans, tensors)) {
