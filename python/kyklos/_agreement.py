@@ -8,41 +8,48 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ._errors import RequestError
 from ._group import Group
 from ._rows import gather
+from ._telling import agreed
+from ._weights import Weights
 
-# Models that were split over each group so far.
+# Models that were split over each group so far, and copies of them that have computed.
 _models: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 # Elements of each parameter that ranks compare.
 _SAMPLES = 8
 
 
 class Passes:
-    """The passes of one model. All ranks split their models in the same order, so the n-th model of a group is the same one."""
+    """The passes of one model."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, model: str = "a new model") -> None:
         self.group = group
-        _models[group] = _models.get(group, 0) + 1
-        #: Beginning of the labels of all calls of this model.
-        self.model = f"model {_models[group]}"
+        #: Beginning of the labels of all calls of this model. The ranks agree on a number of it.
+        self.model = model
+        self._numbered = False
         self._count = 0
-        self._doubtful = False
+        self._refused = group._refused
+        self._weights = Weights()
 
-    def next(self) -> int:
-        """The number of the pass that begins. After a pass that failed, the ranks agree on it again: some may have counted it and
-        others not."""
-        if self._doubtful:
+    def __deepcopy__(self, memo: dict[int, object]) -> Passes:
+        """Those of a copy of the model. The ranks need not make copies alike: one that only some ranks have must not compute."""
+        return Passes(self.group, f"a copy of {self.model}" if self._numbered else self.model)
+
+    def next(self, module: torch.nn.Module, learns: bool) -> int:
+        """The number of the pass that begins. After a call that failed, the ranks agree on it again: some may have counted it and others
+        not. The first pass of a copy compares the weights of ``module``, and so does one in which it ``learns``."""
+        copied = not self._numbered
+        if copied:
+            self._agree([_models.get(self.group, 0)], "first pass")
+        if self._refused != self.group._refused:
             high, low = divmod(self._count, 1 << 20)
             rows = self.compare([high, low], "passes after an error")
             self._count = max((high << 20) + low for high, low in rows)
-            self._doubtful = False
+            self._refused = self.group._refused
         self._count += 1
+        if copied or learns:
+            self._weights.compare(self.group, module, f"{self.model}, pass {self._count},")
         return self._count
-
-    def failed(self) -> None:
-        """The current pass has failed on this rank."""
-        self._doubtful = True
 
     def compare(self, numbers: Sequence[int], what: str) -> list[list[int]]:
         """The numbers of each rank, by rank. All ranks pass as many, from 0 to 2^24, which float32 holds exactly."""
@@ -54,13 +61,22 @@ class Passes:
 
         :raises RequestError: on all ranks.
         """
-        rows = self.compare(halves(_fingerprint(module)), "weights")
+        rows = self._agree([_models.get(self.group, 0), *halves(_fingerprint(module))], "weights")
         for rank, row in enumerate(rows):
-            if row != rows[0]:
-                raise RequestError(
+            if row[1:] != rows[0][1:]:
+                raise agreed(
+                    rank,
                     f"rank {rank} has other weights of {type(module).__name__} than rank 0: load the same checkpoint and adapters on "
-                    "all ranks; weights made at random need the same seed, and ranks that are threads share PyTorch's"
+                    "all ranks; weights made at random need the same seed, and ranks that are threads share PyTorch's",
                 )
+
+    def _agree(self, numbers: Sequence[int], what: str) -> list[list[int]]:
+        """As :meth:`compare`, and numbers the model: one more than any rank has, since a model may have failed on some of them."""
+        rows = self.compare(numbers, what)
+        self._refused = self.group._refused
+        _models[self.group] = max(row[0] for row in rows) + 1
+        self.model, self._numbered = f"model {_models[self.group]}", True
+        return rows
 
 
 def halves(crc: int) -> list[int]:

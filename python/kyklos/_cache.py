@@ -32,6 +32,9 @@ class KvCache:
         """Takes back the newest tokens, so that ``length`` are left. All ranks do it before the next call."""
         self._core.truncate(length)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a cache over ranks cannot be copied or pickled: take tokens back instead, or fill another cache")
+
 
 class CachedCalls:
     """One call on each of several caches after one vote: the layers of a step. :meth:`Group.cached_calls` makes it.
@@ -52,7 +55,8 @@ class CachedCalls:
     def attend(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """The call on the next cache, as :meth:`Group.attend_cached`, with arrays of the shapes and the type that were announced.
 
-        :raises RequestError: other arrays, or a call too many; on this rank only, which can make the call again.
+        :raises RequestError: other arrays, or a call too many; on this rank only, which can make the call again. On all ranks for
+            elements beyond the range of ``wire="f16"``: all make the call again, or none.
         :raises GroupError: the group has ended.
         """
         o, lse = self._core.attend(q, k, v)

@@ -6,10 +6,12 @@ config is a :class:`Split` go to the group, all others to the backend as before.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,15 +24,17 @@ from torch._library.effects import EffectType
 
 from ._agreement import Passes
 from ._diffusers_inputs import compare
+from ._diffusers_masks import equal, gather_mask, mask_type, rows_of
 from ._errors import RequestError
 from ._group import Group
 from ._rows import gather, sum_rows
+from ._telling import tell, told
 from ._torch_tensors import readable
 
-# Splits by number: the operator has the number, since graphs take no objects.
-_splits: dict[int, Split] = {}
+# Splits by number: the operator has the number, since graphs take no objects. Attention processors hold them.
+_splits: weakref.WeakValueDictionary[int, Split] = weakref.WeakValueDictionary()
 _next = itertools.count()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 #: Arguments of ``dispatch_attention_fn`` that each backend must let through, lest it drops them.
 _NEEDED = frozenset({"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config"})
@@ -47,10 +51,8 @@ class Split:
     def __init__(self, group: Group, name: str, shares: tuple[int, ...], mesh: str | None, calls: int) -> None:
         self.group, self.name, self.mesh, self.expected = group, name, mesh, calls
         self.number = next(_next)
-        # In the label of each call, of at most 128 bytes: ranks that cut differently must not compute together.
-        parts = ":".join(map(str, shares))
+        self.shares = shares
         self.passes = Passes(group)
-        self._title = f"{name[:40]}, {self.passes.model}, shares {parts if len(parts) <= 24 else format(zlib.crc32(parts.encode()), 'x')}"
         self._forward = 0
         self._calls = 0
         self._gathers = 0
@@ -60,13 +62,20 @@ class Split:
         self._mask_numbers = itertools.count()
         self._reuse = True
 
-    def begin(self, inputs: dict[str, Any]) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Split:
+        """The split of a copy of the transformer, which is another model to the ranks of the group."""
+        copied = Split(self.group, self.name, self.shares, self.mesh, self.expected)
+        copied.passes = copy.deepcopy(self.passes)
+        register(copied)
+        return copied
+
+    def begin(self, transformer: torch.nn.Module, inputs: dict[str, Any]) -> None:
         """Starts a forward. All ranks must have inputs of the same shapes, and of the same values but for rounding."""
         if self._active:
             # No end: the last forward has failed.
-            self.passes.failed()
+            self.group._refused += 1
         self._active = False
-        self._forward = self.passes.next()
+        self._forward = self.passes.next(transformer, torch.is_grad_enabled())
         self._calls, self._gathers, self._active = 0, 0, True
         compare(self.group, inputs, self._place())
 
@@ -77,7 +86,6 @@ class Split:
         """
         self._active = False
         if self._calls != self.expected:
-            self.passes.failed()
             raise RequestError(
                 f"{self.name} made {self._calls} calls of split attention in a forward, its plan has {self.expected}: call parallelize "
                 "again after a change of attention processors, and name in plan.attention the modules whose keys are split"
@@ -117,7 +125,7 @@ class Split:
         elif mask.shape[2] == 1:
             o, lse, number = self._attend_masked(run, mask.detach().to("cpu"), q.dtype, label)
         elif mask.shape[3] != k.shape[1] or self.group.world == 1:
-            o, lse = run(label=label, bias=_rows_of(mask, q.dtype))
+            o, lse = run(label=label, bias=rows_of(mask, q.dtype))
         else:
             raise RequestError(
                 f"{self.name} has a mask of {mask.shape[2]} queries by the {mask.shape[3]} keys of this rank: such rows need the keys of "
@@ -141,7 +149,7 @@ class Split:
         :param place: which call it was.
         """
         forward, call, number = place
-        label = f"{self._title}: forward {forward}, attention {call}, backward"
+        label = f"{self._title()}: forward {forward}, attention {call}, backward"
         q, k, v, o, lse = states
         widths = [x.shape[-1] for x in (q, k, v)]
         options: dict[str, Any] = {"label": label, "layout": "bshd", "scale": scale}
@@ -150,10 +158,10 @@ class Split:
             whole = next((item[2] for item in self._masks if item[0] == number), None)
             if whole is None:
                 # It was not kept, on no rank.
-                whole = self._gather_mask(mask.detach().to("cpu"), f"{label}, its mask")
-            options["key_bias"] = whole.to(_mask_type(mask, q.dtype))
+                whole = gather_mask(self.group, mask.detach().to("cpu"), f"{label}, its mask")
+            options["key_bias"] = whole.to(mask_type(mask, q.dtype))
         elif mask is not None:
-            options["bias"] = _rows_of(mask, q.dtype)
+            options["bias"] = rows_of(mask, q.dtype)
         *states, lse = readable(self.group, *_same_dim(self.group, q, k, v, o, d_o.to(o.dtype).contiguous()), lse.detach())
         q, k, v, o, d_o = states
         found = self.group.backward(q, k, v, o, lse, d_o, **options)
@@ -195,10 +203,10 @@ class Split:
         mask last; -1 if it is not kept.
         """
         if self._reuse:
-            known = next((item for item in self._masks if _equal(item[1], mask)), None)
+            known = next((item for item in self._masks if equal(item[1], mask)), None)
             try:
                 if known is not None:
-                    bias = known[2].to(_mask_type(mask, dtype))
+                    bias = known[2].to(mask_type(mask, dtype))
                     return *run(label=f"{label}, mask {known[0]}", key_bias=bias), known[0]
                 return self._attend_gathered(run, mask, dtype, label)
             except RequestError:
@@ -209,44 +217,21 @@ class Split:
         self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         number = next(self._mask_numbers)
-        whole = self._gather_mask(mask, f"{label}, its mask")
-        o, lse = run(label=label, key_bias=whole.to(_mask_type(mask, dtype)))
+        whole = gather_mask(self.group, mask, f"{label}, its mask")
+        o, lse = run(label=label, key_bias=whole.to(mask_type(mask, dtype)))
         if not self._reuse:
             return o, lse, -1
         self._masks.append((number, mask.clone(), whole))
         return o, lse, number
 
-    def _gather_mask(self, mask: torch.Tensor, label: str) -> torch.Tensor:
-        """``[batch or 1, keys of all ranks]`` in the order of the ranks, which is how the engine numbers tokens here; with the
-        heads between if there are several."""
-        rows = mask[:, :, 0, :].permute(2, 0, 1)
-        if mask.dtype == torch.bool:
-            hidden, shift = ~rows, torch.zeros(rows.shape)
-        else:
-            # Minus infinity apart: products of it with the zero weights of other rows would be NaN.
-            hidden, shift = torch.isneginf(rows), rows.float().masked_fill(torch.isneginf(rows), 0.0)
-        flat = torch.stack([hidden.float(), shift], -1).flatten(1)
-        whole = gather(self.group, flat[None], label).reshape(-1, *rows.shape[1:], 2).permute(1, 2, 0, 3)
-        hidden, shift = whole[..., 0] > 0.5, whole[..., 1]
-        keys = ~hidden if mask.dtype == torch.bool else shift.masked_fill(hidden, -math.inf)
-        return keys[:, 0] if keys.shape[1] == 1 else keys
+    def _title(self) -> str:
+        # In the label of each call, of at most 128 bytes: ranks that cut differently must not compute together.
+        parts = ":".join(map(str, self.shares))
+        shares = parts if len(parts) <= 24 else format(zlib.crc32(parts.encode()), "x")
+        return f"{self.name[:40]}, {self.passes.model}, shares {shares}"
 
     def _place(self) -> str:
-        return f"{self._title}: forward {self._forward}"
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _mask_type(mask: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return torch.bool if mask.dtype == torch.bool else dtype
-
-
-def _rows_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of this rank's queries over all keys, ``[batch, heads, tokens, keys]``, as the bias of a call."""
-    bias = mask.detach().to("cpu").transpose(1, 2)
-    return bias if bias.dtype == torch.bool else bias.to(dtype)
+        return f"{self._title()}: forward {self._forward}"
 
 
 def _same_dim(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -279,8 +264,8 @@ def attention(
     asked = sorted(name for name, given in others.items() if given not in (None, False))
     if dropout_p or is_causal or asked:
         what = "dropout" if dropout_p else "is_causal" if is_causal else ", ".join(asked)
-        raise RequestError(
-            f"{split.name} attends with {what}, but split attention has none of it: remove the option that asks for it"
+        raise _refused(
+            split, f"attends with {what}, but split attention has none of it: remove the option that asks for it"
         )
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -288,9 +273,10 @@ def attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attn_mask is not None and attn_mask.dim() == 2:
         if tuple(attn_mask.shape) != (query.shape[0], key.shape[1]):
-            raise RequestError(
-                f"{split.name} has a mask of shape {list(attn_mask.shape)} for {query.shape[0]} batch entries of {key.shape[1]} keys "
-                "on this rank: use a key mask [batch, keys]"
+            raise _refused(
+                split,
+                f"has a mask of shape {list(attn_mask.shape)} for {query.shape[0]} batch entries of {key.shape[1]} keys on this rank: "
+                "use a key mask [batch, keys]",
             )
         attn_mask = attn_mask[:, None, None, :]
     elif attn_mask is not None and attn_mask.dim() == 3:
@@ -299,17 +285,26 @@ def attention(
     return torch.ops.kyklos.diffusers_attention(query, key, value, attn_mask, float(scale), split.number)[0]
 
 
+def _refused(split: Split, why: str) -> RequestError:
+    error = RequestError(f"{split.name} {why}")
+    # Compiled code makes no calls of a group.
+    return error if torch.compiler.is_compiling() else tell(split.group, error)
+
+
 def _split(number: int) -> Split:
-    if number not in _splits:
+    split = _splits.get(number)
+    if split is None:
         raise RequestError("the handle of this transformer was removed: split it again, and compile it again")
-    return _splits[number]
+    return split
 
 
 @torch.library.custom_op("kyklos::diffusers_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, split: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    o, lse, place = _split(split).attend(q, k, v, mask, scale)
+    of = _split(split)
+    with told(of.group):
+        o, lse, place = of.attend(q, k, v, mask, scale)
     return o.to(q.device), lse.to(q.device), place
 
 
@@ -364,24 +359,33 @@ _plain: dict[Any, tuple[Callable[..., Any], set[str]]] = {}
 def register(split: Split) -> None:
     """Lets the operator find ``split``. The first one wraps the backends of diffusers."""
     with _lock:
-        if not _splits:
+        # First, so that the end of another split does not put the backends back.
+        _splits[split.number] = split
+        if not _plain:
             for name, backend in _AttentionBackendRegistry._backends.items():
                 accepted = _AttentionBackendRegistry._supported_arg_names[name]
                 _plain[name] = (backend, accepted)
                 _AttentionBackendRegistry._backends[name] = _wrapped(backend, frozenset(accepted))
                 _AttentionBackendRegistry._supported_arg_names[name] = accepted | _NEEDED
-        _splits[split.number] = split
+    weakref.finalize(split, _put_back)
 
 
 def unregister(split: Split) -> None:
-    """The reverse. The last one puts the backends of diffusers back."""
+    """The reverse. The last one puts the backends of diffusers back, as the end of the last one does."""
     with _lock:
-        if _splits.pop(split.number, None) is None or _splits:
+        _splits.pop(split.number, None)
+        _put_back()
+
+
+def _put_back() -> None:
+    """Puts the backends of diffusers back, if there is no split. May be called within itself, by the garbage collector."""
+    with _lock:
+        if any(True for _ in _splits.values()):
             return
-        for name, (backend, accepted) in _plain.items():
+        while _plain:
+            name, (backend, accepted) = _plain.popitem()
             _AttentionBackendRegistry._backends[name] = backend
             _AttentionBackendRegistry._supported_arg_names[name] = accepted
-        _plain.clear()
 
 
 def _wrapped(backend: Callable[..., Any], accepted: frozenset[str]) -> Callable[..., Any]:

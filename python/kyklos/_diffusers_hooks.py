@@ -6,6 +6,7 @@ and last whatever was registered before or is registered later, and setting up o
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,11 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 
 from ._diffusers_attention import Split
 from ._errors import RequestError
+from ._group import Group
+from ._telling import told
 
 # The attribute with the function that computes a block again in backward().
 _CHECKPOINT = "_gradient_checkpointing_func"
-
-Gather = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def bounds(total: int, shares: Sequence[int]) -> list[int]:
@@ -38,8 +39,8 @@ def bounds(total: int, shares: Sequence[int]) -> list[int]:
 class Splitter:
     """This rank's part of tensors."""
 
-    def __init__(self, rank: int, shares: tuple[int, ...], whole: frozenset[str]) -> None:
-        self.rank, self.shares, self.whole = rank, shares, whole
+    def __init__(self, group: Group, shares: tuple[int, ...], whole: frozenset[str]) -> None:
+        self.group, self.shares, self.whole = group, shares, whole
 
     def part(self, x: torch.Tensor, how: ContextParallelInput, name: str) -> torch.Tensor:
         """The tokens of this rank along ``how.split_dim``, a view."""
@@ -57,7 +58,7 @@ class Splitter:
                 f"{name} has {total} tokens for {len(self.shares)} ranks, and each needs one: use fewer ranks, or a longer input"
             )
         cuts = bounds(total, self.shares)
-        return x.narrow(how.split_dim, cuts[self.rank], cuts[self.rank + 1] - cuts[self.rank])
+        return x.narrow(how.split_dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
 
     def parts(self, x: Any, how: Any, name: str) -> Any:
         """Of a tensor, or of the tensors of a list. Anything else, such as ``None``, stays."""
@@ -88,11 +89,12 @@ def split_inputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Spl
         _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own, given = list(args), dict(kwargs)
-        for name, how in names.items():
-            if name in given:
-                given[name] = splitter.parts(given[name], how, name)
-            elif places[name] < len(own):
-                own[places[name]] = splitter.parts(own[places[name]], how, name)
+        with told(splitter.group):
+            for name, how in names.items():
+                if name in given:
+                    given[name] = splitter.parts(given[name], how, name)
+                elif places[name] < len(own):
+                    own[places[name]] = splitter.parts(own[places[name]], how, name)
         return tuple(own), given
 
     return hook
@@ -107,26 +109,30 @@ def split_outputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Sp
 
     @torch.compiler.disable
     def hook(_: torch.nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
-            return splitter.part(output, outputs[0], f"the output of {name}")
-        values = list(output)
-        for index, how in outputs.items():
-            if index >= len(values):
-                raise RequestError(f"{name} has {len(values)} outputs, the plan splits number {index}: mend the plan")
-            values[index] = splitter.part(values[index], how, f"output {index} of {name}")
-        return tuple(values)
+        with told(splitter.group):
+            if isinstance(output, torch.Tensor):
+                return splitter.part(output, outputs[0], f"the output of {name}")
+            values = list(output)
+            for index, how in outputs.items():
+                if index >= len(values):
+                    raise RequestError(f"{name} has {len(values)} outputs, the plan splits number {index}: mend the plan")
+                values[index] = splitter.part(values[index], how, f"output {index} of {name}")
+            return tuple(values)
 
     return hook
 
 
-def gather_outputs(module: torch.nn.Module, plan: Any, gather: Gather) -> Callable[..., Any]:
-    """A hook that replaces outputs by those of the tokens of all ranks, on each rank."""
+def gather_outputs(module: torch.nn.Module, plan: Any, split: Split) -> Callable[..., Any]:
+    """A hook that replaces outputs by those of the tokens of all ranks, on each rank. That of a copy of the module has a copy of ``split``."""
     each = [plan] if isinstance(plan, ContextParallelOutput) else list(plan)
-    name = type(module).__name__
+    return functools.partial(_gather_outputs, split, each)
 
-    @torch.compiler.disable
-    def hook(_: torch.nn.Module, args: Any, output: Any) -> Any:
-        values = [output] if isinstance(output, torch.Tensor) else list(output)
+
+@torch.compiler.disable
+def _gather_outputs(split: Split, each: list[Any], module: torch.nn.Module, args: Any, output: Any) -> Any:
+    name = type(module).__name__
+    values = [output] if isinstance(output, torch.Tensor) else list(output)
+    with told(split.group):
         if len(values) != len(each):
             raise RequestError(f"{name} has {len(values)} outputs, the plan gathers {len(each)}: mend the plan")
         for index, how in enumerate(each):
@@ -136,10 +142,8 @@ def gather_outputs(module: torch.nn.Module, plan: Any, gather: Gather) -> Callab
                 raise RequestError(
                     f"the output of {name} has {values[index].dim()} axes, the plan expects {how.expected_dims}: mend the plan"
                 )
-            values[index] = gather(values[index], how.gather_dim)
-        return values[0] if isinstance(output, torch.Tensor) else tuple(values)
-
-    return hook
+            values[index] = split.gather(values[index], how.gather_dim)
+    return values[0] if isinstance(output, torch.Tensor) else tuple(values)
 
 
 class Checkpoints:

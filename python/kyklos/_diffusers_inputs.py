@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ._agreement import halves, samples
-from ._errors import RequestError
 from ._group import Group
 from ._rows import gather
+from ._telling import agreed
 
 #: Axes and values of each input that ranks compare, and the relative difference that unlike devices may have.
 _AXES, _SAMPLES, _DRIFT = 8, 8, 0.25
@@ -33,8 +33,8 @@ def compare(group: Group, inputs: dict[str, Any], place: str) -> None:
     for name, part in zip(plain, whole[:, : len(others)].unflatten(1, (len(plain), 2)).unbind(1), strict=True):
         for rank in range(1, group.world):
             if not torch.equal(part[rank], part[0]):
-                raise RequestError(
-                    f"rank {rank} has another {name} than rank 0: give the pipeline the same arguments on all ranks"
+                raise agreed(
+                    rank, f"rank {rank} has another {name} than rank 0: give the pipeline the same arguments on all ranks"
                 )
     whole = whole[:, len(others) :].unflatten(1, (len(tensors), _AXES + _SAMPLES))
     for name, part in zip(tensors, whole.unbind(1), strict=True):
@@ -42,15 +42,17 @@ def compare(group: Group, inputs: dict[str, Any], place: str) -> None:
             own, first = part[rank], part[0]
             if not torch.equal(own[:_AXES], first[:_AXES]):
                 sizes = [[int(n) for n in axes[:_AXES] if n >= 0] for axes in (own, first)]
-                raise RequestError(
-                    f"rank {rank} has {name} of shape {sizes[0]}, rank 0 of {sizes[1]}: give the pipeline the same inputs on all ranks"
+                raise agreed(
+                    rank,
+                    f"rank {rank} has {name} of shape {sizes[0]}, rank 0 of {sizes[1]}: give the pipeline the same inputs on all ranks",
                 )
             own, first = own[_AXES:], first[_AXES:]
             drift = _ROUNDING if _is_setting(name, tensors[name]) else _DRIFT
             if (own - first).norm() > drift * (own.norm() + first.norm()):
-                raise RequestError(
+                raise agreed(
+                    rank,
                     f"rank {rank} has other values of {name} than rank 0: give the pipeline the same inputs on all ranks, and "
-                    "a generator with the same seed"
+                    "a generator with the same seed",
                 )
 
 

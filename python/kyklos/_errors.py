@@ -11,6 +11,8 @@ class _Facts(Exception):
     peers: tuple[int, ...]
     operation: int | None
     step: int | None
+    #: Whether the other ranks know of the error. Those of the engine, which gives all facts, come from a vote.
+    told: bool
 
     def __init__(
         self,
@@ -18,16 +20,17 @@ class _Facts(Exception):
         *,
         rank: int | None = None,
         peer: int | None = None,
-        peers: tuple[int, ...] = (),
+        peers: tuple[int, ...] | None = None,
         operation: int | None = None,
         step: int | None = None,
     ) -> None:
         super().__init__(text)
-        self.rank, self.peer, self.peers, self.operation, self.step = rank, peer, peers, operation, step
+        self.rank, self.peer, self.peers, self.operation, self.step = rank, peer, peers or (), operation, step
+        self.told = peers is not None
 
 
 class RequestError(_Facts, ValueError):
-    """The call is wrong, on this rank or on another one. No data has moved, and the group stays usable.
+    """The call is wrong, on this rank or on another one. No rank has a result, and the group stays usable.
 
     ``rank`` is the rank whose part is wrong, or ``None`` if it is this one or all of them.
     """

@@ -47,7 +47,7 @@ class Forward:
 
     group: Group
     #: Names of modules, for errors and labels.
-    names: dict[int, str]
+    names: dict[torch.nn.Module, str]
     #: Beginning of the label of each call, the same on all ranks.
     label: str
     #: Tokens of each rank, or ``None`` if all ranks compute all of them.
@@ -79,7 +79,7 @@ class Forward:
         self, module: torch.nn.Module, states: list[torch.Tensor], mask: Any, options: dict[str, Any]
     ) -> torch.Tensor:
         """``[batch, tokens, heads, dim of values]`` of this rank's queries; ``states`` are ``[batch, heads, tokens, dim]``."""
-        name = self.names.get(id(module), type(module).__name__)
+        name = self.names.get(module, type(module).__name__)
         rule = _checked(name, module, mask, options)
         self.attended.append(name)
         self.rules.append(rule)

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ._errors import RequestError
 from ._group import Group, KvCache
+from ._telling import tell, told
 from ._transformers_steps import LayerCall
 
 #: What transformers calls a cache among inputs and outputs, the name that it uses first: from 5.24 on ``cache``, which also takes the
@@ -82,17 +83,18 @@ class SplitCache(Cache):
 
         :raises RequestError: keys behind a window that the next token would see are dropped; the cache is as it was.
         """
-        if tokens_to_remove > 0:
-            raise RequestError(f"crop({tokens_to_remove}) of a cache: pass a negative number of tokens to remove")
-        length = max(0, self.length + tokens_to_remove)
-        try:
-            self._truncate(length)
-        except RequestError as error:
-            raise RequestError(
-                f"crop({tokens_to_remove}) of a cache of {self.length} tokens that has dropped keys behind its windows, and was "
-                f"made to take back {self.rollback} tokens: make it with handle.cache(rollback={-tokens_to_remove}), or a new one"
-            ) from error
-        self.length = length
+        with told(self.group):
+            if tokens_to_remove > 0:
+                raise RequestError(f"crop({tokens_to_remove}) of a cache: pass a negative number of tokens to remove")
+            length = max(0, self.length + tokens_to_remove)
+            try:
+                self._truncate(length)
+            except RequestError as error:
+                raise RequestError(
+                    f"crop({tokens_to_remove}) of a cache of {self.length} tokens that has dropped keys behind its windows, and was "
+                    f"made to take back {self.rollback} tokens: make it with handle.cache(rollback={-tokens_to_remove}), or a new one"
+                ) from error
+            self.length = length
 
     def _truncate(self, length: int) -> None:
         # Those that may refuse come first: the smallest window.
@@ -187,6 +189,7 @@ class SplitLayer(CacheLayerMixin):
         self._refuse("select batch entries of")
 
     def _refuse(self, what: str) -> None:
-        raise RequestError(
+        error = RequestError(
             f"cannot {what} a cache that is split over ranks: use greedy search or sampling, and crop the whole cache"
         )
+        raise tell(self.cache.group, error)

@@ -87,7 +87,7 @@ def _embeddings(base: PreTrainedModel) -> torch.Tensor:
     return cast(torch.Tensor, base.get_input_embeddings().weight)
 
 
-def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[int, str]) -> Traits:
+def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[torch.nn.Module, str]) -> Traits:
     """Runs the model once on this rank, with attention that only records its calls."""
     inputs = trial_inputs(base, 1)
     ids = inputs["input_ids"]

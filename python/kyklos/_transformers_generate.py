@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ._errors import RequestError
 from ._rows import broadcast
+from ._telling import told
 from ._transformers_cache import CACHE, SplitCache, given_cache
 from ._transformers_hooks import Undo, replace
 from ._transformers_split import SplitModel
@@ -58,50 +60,57 @@ def install(split: SplitModel, undo: Undo) -> None:
     model: Any = split.model
     if not getattr(model, "can_generate", lambda: False)():
         return
-    generate, prepare, criteria = model.generate, model._prepare_cache_for_generation, model._get_stopping_criteria
+    for name, function in (
+        ("generate", _generate),
+        ("_prepare_cache_for_generation", _prepare_cache),
+        ("_get_stopping_criteria", _stopping_criteria),
+    ):
+        before = getattr(model, name)
+        replace(model, name, functools.update_wrapper(functools.partial(function, split, before), before), undo)
 
-    @functools.wraps(generate)
-    def split_generate(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("streamer") is not None and split.group.rank > 0:
-            raise RequestError(
-                f"a streamer on rank {split.group.rank}, which sees tokens before rank 0 has chosen: pass it on rank 0 only"
-            )
-        split.generating = True
-        try:
+
+def _generate(split: SplitModel, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    split.generating = True
+    try:
+        with told(split.group):
+            if kwargs.get("streamer") is not None and split.group.rank > 0:
+                raise RequestError(
+                    f"a streamer on rank {split.group.rank}, which sees tokens before rank 0 has chosen: pass it on rank 0 only"
+                )
             return generate(*args, **kwargs)
-        finally:
-            split.generating = False
+    finally:
+        split.generating = False
 
-    @functools.wraps(prepare)
-    def split_prepare(
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        if generation_mode not in _MODES:
-            mode = getattr(generation_mode, "value", generation_mode)
-            raise RequestError(f"{mode} on a split model: use greedy search or sampling, with num_beams=1")
-        implementation = generation_config.cache_implementation
-        if implementation not in _CACHES:
-            raise RequestError(
-                f"cache_implementation {implementation!r} on a split model, whose cache is over the ranks: leave it out"
-            )
-        cache = given_cache(model_kwargs)
-        if cache is not None and not isinstance(cache, SplitCache):
-            raise RequestError(
-                f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
-            )
-        if cache is None and generation_config.use_cache is not False:
-            if not split.traits.caches:
-                raise RequestError(f"{type(model).__name__} makes no cache: call generate() with use_cache=False")
-            model_kwargs[CACHE] = split.cache()
 
-    @functools.wraps(criteria)
-    def split_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        return RankZeroDecides(split, criteria(*args, **kwargs))
+def _prepare_cache(
+    split: SplitModel,
+    prepare: Callable[..., Any],
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    if generation_mode not in _MODES:
+        mode = getattr(generation_mode, "value", generation_mode)
+        raise RequestError(f"{mode} on a split model: use greedy search or sampling, with num_beams=1")
+    implementation = generation_config.cache_implementation
+    if implementation not in _CACHES:
+        raise RequestError(
+            f"cache_implementation {implementation!r} on a split model, whose cache is over the ranks: leave it out"
+        )
+    cache = given_cache(model_kwargs)
+    if cache is not None and not isinstance(cache, SplitCache):
+        raise RequestError(
+            f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
+        )
+    if cache is None and generation_config.use_cache is not False:
+        if not split.traits.caches:
+            raise RequestError(f"{type(split.model).__name__} makes no cache: call generate() with use_cache=False")
+        model_kwargs[CACHE] = split.cache()
 
-    replace(model, "generate", split_generate, undo)
-    replace(model, "_prepare_cache_for_generation", split_prepare, undo)
-    replace(model, "_get_stopping_criteria", split_criteria, undo)
+
+def _stopping_criteria(
+    split: SplitModel, criteria: Callable[..., StoppingCriteriaList], /, *args: Any, **kwargs: Any
+) -> StoppingCriteriaList:
+    return RankZeroDecides(split, criteria(*args, **kwargs))

@@ -11,6 +11,7 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ._errors import RequestError
+from ._telling import told
 
 if TYPE_CHECKING:
     from ._transformers_split import SplitModel
@@ -22,22 +23,22 @@ _IGNORED = -100
 def with_head(split: SplitModel, run: Callable[..., Any]) -> Callable[..., Any]:
     """``forward`` of the model with its head, which says how many rows it needs."""
     names = list(inspect.signature(run).parameters)
+    return functools.update_wrapper(functools.partial(_forward, split, run, names), run)
 
-    @functools.wraps(run)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        keep, labels = given.get("logits_to_keep", 0), given.get("labels")
-        targets = [name for name, value in given.items() if "label" in name and value is not None]
-        split.keep = keep if isinstance(keep, int) and keep > 0 else 0
-        split.labels = labels if isinstance(labels, torch.Tensor) else None
-        try:
+
+def _forward(split: SplitModel, run: Callable[..., Any], names: list[str], /, *args: Any, **kwargs: Any) -> Any:
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    keep, labels = given.get("logits_to_keep", 0), given.get("labels")
+    targets = [name for name, value in given.items() if "label" in name and value is not None]
+    split.keep = keep if isinstance(keep, int) and keep > 0 else 0
+    split.labels = labels if isinstance(labels, torch.Tensor) else None
+    try:
+        with told(split.group):
             if targets and split.gather == "none" and not split.generating:
                 return _with_own_loss(split, run, given, targets)
             return run(*args, **kwargs)
-        finally:
-            split.keep, split.labels = 0, None
-
-    return forward
+    finally:
+        split.keep, split.labels = 0, None
 
 
 def _with_own_loss(split: SplitModel, run: Callable[..., Any], given: dict[str, Any], targets: list[str]) -> Any:

@@ -17,7 +17,9 @@ from . import _transformers_masks as masks
 from ._agreement import Passes
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group
+from ._projections import compare_rows
 from ._rows import gather
+from ._telling import told
 from ._transformers_attention import NAME, Forward, current, entered
 from ._transformers_cache import CACHE, CACHE_NAMES, SplitCache, given_cache
 from ._transformers_loss import with_head
@@ -46,7 +48,7 @@ class SplitModel:
         if gather not in ("auto", "none"):
             raise RequestError(f'gather is {gather!r}: use "auto" or "none"')
         checks.refuse_unsplittable(model, self.base)
-        self.names = {id(module): name for name, module in self.base.named_modules()}
+        self.names = {module: name for name, module in self.base.named_modules()}
         #: Rows that the head asks for: the last so many, 0 for all.
         self.keep = 0
         #: Targets of all tokens, if the head computes a loss.
@@ -87,7 +89,9 @@ class SplitModel:
             self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
         hooks.longest_position(self.base, self._undo)
         hooks.whole_pooler_input(self.base, self._undo)
-        hooks.replace(self.base, "forward", self._inner(), self._undo)
+        names = list(inspect.signature(self._run).parameters)
+        forward = functools.partial(SplitModel._forward, self, names)
+        hooks.replace(self.base, "forward", functools.update_wrapper(forward, self._run), self._undo)
         if self.base is not self.model:
             hooks.replace(self.model, "forward", with_head(self, self.model.forward), self._undo)
         if expected is not None:
@@ -156,24 +160,19 @@ class SplitModel:
         ]
         return checks.States(torch.cat(states, 1))
 
-    def _inner(self) -> Callable[..., Any]:
-        """``forward`` of the body, for the inputs of all ranks."""
-        names = list(inspect.signature(self._run).parameters)
-
-        @functools.wraps(self._run)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if current() is not None:
-                return self._run(*args, **kwargs)
+    def _forward(self, names: list[str], /, *args: Any, **kwargs: Any) -> Any:
+        """``forward`` of the body, whose arguments have these ``names``, for the inputs of all ranks."""
+        if current() is not None:
+            return self._run(*args, **kwargs)
+        with told(self.group):
             try:
                 return self._split({**dict(zip(names, args, strict=False)), **kwargs})
             except (RequestError, GroupError, DeviceError):
-                # The engine has told the other ranks, or they find the same fault in the same inputs.
                 raise
             except BaseException as error:
                 self.group.abort(f"{type(error).__name__} in the model: {error}")
+                error.told = True  # type: ignore[attr-defined]
                 raise
-
-        return forward
 
     def _split(self, given: dict[str, Any]) -> Any:
         inputs = {name: value for name, value in given.items() if value is not None}
@@ -206,11 +205,15 @@ class SplitModel:
                 self._refuse_late_padding(cache)
         packed = self.traits.packs and mask is None and cache is None
         counts = self._counts(tokens)
-        number = self._passes.next()
+        # Passes with a cache have no gradients.
+        number = self._passes.next(self.model, torch.is_grad_enabled() and cache is None)
+        visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
+        label = f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, visible, self.labels)},"
+        compare_rows(self.group, {"inputs_embeds": inputs.get("inputs_embeds"), "labels": self.labels}, label)
         forward = Forward(
             self.group,
             self.names,
-            f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, mask, self.labels)},",
+            label,
             counts,
             tokens,
             self.mesh,
@@ -242,7 +245,6 @@ class SplitModel:
                 if counts is not None:
                     self._gather_output(output, forward)
         except BaseException as error:
-            self._passes.failed()
             if forward.step is not None:
                 forward.step.end(error)
             if cache is not None:
@@ -366,7 +368,8 @@ def _checked_shares(shares: Sequence[float] | None, world: int) -> list[float]:
 
 
 def _digest(*tensors: torch.Tensor | None) -> str:
-    """A short text that is equal on ranks with equal inputs. Floating-point values are left out: devices may round differently."""
+    """A short text that is equal on ranks with equal inputs. Floating-point values are left out, which devices may round differently:
+    :func:`compare_rows` compares them."""
     crc = 0
     for tensor in tensors:
         if tensor is None:

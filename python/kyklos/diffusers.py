@@ -18,6 +18,7 @@ by their number, then sum the gradients of parameters with :func:`kyklos.torch.s
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -28,9 +29,10 @@ import torch
 
 from . import _diffusers_attention as _attention
 from . import _diffusers_hooks as _hooks
-from ._diffusers_plans import Known, SplitPlan, choose, find, split_attention_modules
+from ._diffusers_plans import SplitPlan, choose, find, split_attention_modules
 from ._errors import RequestError
 from ._group import Group
+from ._telling import told
 
 __all__ = ["Handle", "SplitPlan", "parallelize"]
 
@@ -102,6 +104,17 @@ def parallelize(
         transformer raise it for inputs that differ between ranks, tokens that are too few, masks that cannot be split, and attention
         calls that are missing or too many.
     """
+    with told(group):
+        return _parallelized(transformer, group, mesh, shares, plan)
+
+
+def _parallelized(
+    transformer: torch.nn.Module,
+    group: Group,
+    mesh: str | None,
+    shares: Sequence[float] | None,
+    plan: SplitPlan | Mapping[str, Any] | None,
+) -> Handle:
     name = type(transformer).__name__
     if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) != _TESTED:
         raise RequestError(f"diffusers {diffusers.__version__} is not verified, 0.42 is: install diffusers>=0.42,<0.43")
@@ -113,15 +126,18 @@ def parallelize(
     relative = _shares(shares, group.world)
     split = _attention.Split(group, name, relative, mesh, len(modules))
     handle = Handle(transformer, split)
-    splitter = _hooks.Splitter(group.rank, relative, known.plan.whole)
+    splitter = _hooks.Splitter(group, relative, known.plan.whole)
     try:
         split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
-        handle._hooks.append(transformer.register_forward_pre_hook(_begin(split, known, handle._checkpoints), with_kwargs=True))
+        arguments = list(inspect.signature(type(transformer).forward).parameters)[1:]
+        begin = functools.partial(_begin, split, handle._checkpoints, known.refused, arguments)
+        handle._hooks.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
         for pattern, how in known.plan.modules.items():
             for module in find(transformer, pattern):
                 _add(handle, module, how, splitter)
-        handle._hooks.append(transformer.register_forward_hook(_end(split, handle._checkpoints)))
+        end = functools.partial(_end, split, handle._checkpoints)
+        handle._hooks.append(transformer.register_forward_hook(end))
         for module in modules:
             processor: Any = module.processor
             own = "_parallel_config" in vars(processor)
@@ -136,7 +152,7 @@ def parallelize(
 
 def _add(handle: Handle, module: torch.nn.Module, how: Any, splitter: _hooks.Splitter) -> None:
     if not isinstance(how, Mapping):
-        hook = _hooks.gather_outputs(module, how, handle._split.gather)
+        hook = _hooks.gather_outputs(module, how, handle._split)
         handle._hooks.append(module.register_forward_hook(hook))
         return
     before, after = _hooks.split_inputs(module, how, splitter), _hooks.split_outputs(module, how, splitter)
@@ -146,15 +162,19 @@ def _add(handle: Handle, module: torch.nn.Module, how: Any, splitter: _hooks.Spl
         handle._hooks.append(module.register_forward_hook(after))
 
 
-def _begin(split: _attention.Split, known: Known, checkpoints: _hooks.Checkpoints) -> Any:
-    places: list[str] = []
-
-    @torch.compiler.disable
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not places:
-            places.extend(list(inspect.signature(type(module).forward).parameters)[1:])
-        given = {**dict(zip(places, args, strict=False)), **kwargs}
-        for argument, why in known.refused.items():
+@torch.compiler.disable
+def _begin(
+    split: _attention.Split,
+    checkpoints: _hooks.Checkpoints,
+    refused: Mapping[str, str],
+    arguments: list[str],
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    with told(split.group):
+        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+        for argument, why in refused.items():
             if given.get(argument) is not None:
                 raise RequestError(
                     f"{split.name} is called with {argument}, which split transformers do not take, since {why}: leave it out"
@@ -166,18 +186,14 @@ def _begin(split: _attention.Split, known: Known, checkpoints: _hooks.Checkpoint
         if module.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in module.modules()):
             raise RequestError(f"{split.name} has dropout, which would differ between ranks: call eval(), or set its p to 0")
         checkpoints.remember()
-        split.begin(given)
-
-    return hook
+        split.begin(module, given)
 
 
-def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints) -> Any:
-    @torch.compiler.disable
-    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-        checkpoints.restore()
+@torch.compiler.disable
+def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints, module: torch.nn.Module, args: Any, output: Any) -> None:
+    checkpoints.restore()
+    with told(split.group):
         split.end()
-
-    return hook
 
 
 def _check_free(transformer: torch.nn.Module, name: str) -> None:

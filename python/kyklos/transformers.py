@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _transformers_generate as generation
 from ._group import Group
+from ._telling import told
 from ._transformers_cache import SplitCache
 from ._transformers_split import SplitModel
 
@@ -50,6 +51,8 @@ def parallelize(
     ``backward()`` is a call of all ranks, too. The gradients are those of the sum of the ranks' losses, and on a rank those of its tokens:
     sum them with :func:`kyklos.torch.sum_gradients`. With ``gather="auto"`` each rank has the whole loss: divide it by the number of ranks.
 
+    A deep copy of the model is split over the group, too, with weights of its own. In training the ranks compare what their weights change by.
+
     :param model: a decoder or encoder whose layers attend through ``AttentionInterface`` of transformers, with ``position_ids``,
         without dropout (or in evaluation mode), with the same weights on all ranks.
     :param mesh: ``"UxR"`` as in :meth:`kyklos.Group.attend`, for passes that are split.
@@ -63,11 +66,12 @@ def parallelize(
         then as it was.
     :raises GroupError: the group has ended.
     """
-    split = SplitModel(model, group, mesh, shares, gather)
-    split.install(check)
-    handle = Handle(split)
-    generation.install(split, handle._undo)
-    return handle
+    with told(group):
+        split = SplitModel(model, group, mesh, shares, gather)
+        split.install(check)
+        handle = Handle(split)
+        generation.install(split, handle._undo)
+        return handle
 
 
 class Handle:

@@ -1,5 +1,6 @@
 """What ``handle.remove()`` leaves, and other hooks, backends and compilation."""
 
+import gc
 import logging
 import threading
 
@@ -35,6 +36,7 @@ def _state(model):
 def test_remove_restores_everything():
     made = case("QwenImage, text masks")
     models = made.copies(2)
+    gc.collect()  # Split models of other tests.
     before = _state(models[0])
     models[1].transformer_blocks[0].attn.processor._parallel_config = None  # Set on the object before.
     barrier = threading.Barrier(2)

@@ -157,7 +157,7 @@ def test_a_mask_has_its_gradient(shape, compiled, monkeypatch):
         _diffusers_attention.register(split)
         call = lambda part: _diffusers_attention.attention(split, q[:, own], k[:, own], v[:, own], part)
         try:
-            split.begin({})
+            split.begin(torch.nn.Module(), {})
             o = (torch.compile(call, backend="aot_eager") if compiled and group.rank == 0 else call)(part)
             split.end()
             (o * weights[:, own]).sum().backward()
