@@ -93,21 +93,9 @@ def attention(
     return keeping_place(group._core, lambda: _called(q, k, v, group, mask, scale, softcap, sinks, bias, layout, options))
 
 
-def _called(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: Group,
-    mask: Any,
-    scale: Any,
-    softcap: Any,
-    sinks: Any,
-    bias: Any,
-    layout: str,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     try:
-        arguments = _arguments(q, k, v, group, mask, scale, softcap, sinks, bias, layout, options)
+        arguments = _arguments(q, k, v, group, *given)
     except Wrong as wrong:
         if not torch.compiler.is_compiling():
             raise wrong.refused(group) from None
