@@ -112,7 +112,11 @@ impl MetKeys {
 
     /// The keys outside the set.
     pub(super) fn gaps(&self) -> Gaps {
-        let all = Self::new(self.order, Vec::from([0..self.order.len])).0;
+        let all = Self {
+            order: self.order,
+            ranges: std::iter::once(0..self.order.len).collect(),
+            bits: Vec::new(),
+        };
         Gaps(all.without(self).in_order(self.order.natural()).ranges)
     }
 
