@@ -190,12 +190,12 @@ impl Backend for TabBackend {
             return ready(self.link.check().map(|()| host.slice(range))).boxed();
         }
         let (id, [start, end]) = (buffer.id(), [range.start, range.end].map(wide));
-        let request = self.link.ask(end - start, |request| Command::Download { request, id, start, end });
+        let asked = self.link.ask(end - start, |request| Command::Download { request, id, start, end });
         let link = self.link.clone();
         // The memory stays until the bytes are there.
         let memory = buffer.memory.clone();
         async move {
-            let bytes = link.answer(request?, None).await;
+            let bytes = link.answer(asked?, None).await;
             drop(memory);
             bytes
         }
@@ -230,10 +230,10 @@ impl Backend for TabBackend {
             inference: args.inference,
             state: changed(&mut state),
         };
-        let request = self.link.ask(0, |request| Command::Attend { request, step: Box::new(step) })?;
-        let answer = self.link.answer(request, Some(control)).await;
+        let asked = self.link.ask(0, |request| Command::Attend { request, step: Box::new(step) })?;
+        let answer = self.link.answer(asked, Some(control)).await;
         if matches!(answer, Err(Error::Cancelled)) {
-            self.link.tell(Command::Cancel { up_to: request })?;
+            self.link.tell(Command::Cancel { up_to: asked.request })?;
         }
         answer.map(|_| ())
     }
@@ -289,8 +289,8 @@ impl Backend for TabBackend {
     }
 
     async fn wait(&self) -> Result<()> {
-        let request = self.link.ask(0, |request| Command::Wait { request })?;
-        self.link.answer(request, None).await.map(|_| ())
+        let asked = self.link.ask(0, |request| Command::Wait { request })?;
+        self.link.answer(asked, None).await.map(|_| ())
     }
 }
 

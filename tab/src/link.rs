@@ -36,6 +36,14 @@ struct State {
     ended: Option<String>,
 }
 
+/// A request that was sent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asked {
+    pub(crate) request: RequestId,
+    /// The count of pieces when it was sent.
+    pieces: u64,
+}
+
 #[derive(Debug)]
 enum Request {
     /// Not answered yet; the answer has so many bytes.
@@ -74,7 +82,7 @@ impl Link {
     }
 
     /// Sends a command whose answer has `bytes` bytes of data.
-    pub(crate) fn ask(&self, bytes: u64, command: impl FnOnce(RequestId) -> Command) -> Result<RequestId> {
+    pub(crate) fn ask(&self, bytes: u64, command: impl FnOnce(RequestId) -> Command) -> Result<Asked> {
         self.check()?;
         let mut state = self.lock();
         state.last_request += 1;
@@ -82,7 +90,7 @@ impl Link {
         state.requests.insert(request, Request::Open(bytes));
         // While the state is locked, so that requests are sent in their order.
         let _ = self.commands.unbounded_send(command(request).into());
-        Ok(request)
+        Ok(Asked { request, pieces: state.pieces })
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -95,10 +103,10 @@ impl Link {
         state.last_buffer
     }
 
-    /// Waits for the answer of `request`. With a control, tells it of the pieces that the device has done meanwhile.
-    pub(crate) async fn answer(&self, request: RequestId, control: Option<&Control>) -> Result<Bytes> {
+    /// Waits for the answer. With a control, tells it of the pieces that the device has done since the request.
+    pub(crate) async fn answer(&self, asked: Asked, control: Option<&Control>) -> Result<Bytes> {
+        let Asked { request, pieces: mut seen } = asked;
         let abandon = Abandon { link: self, request };
-        let mut seen = self.lock().pieces;
         let answer = poll_fn(|context| {
             let mut state = self.lock();
             if let Some(control) = control {
@@ -232,3 +240,29 @@ const MOST_REPLY_BYTES: u64 = 1 << 16;
 const MOST_PIECES: u64 = 1 << 20;
 /// Characters of a text of the tab.
 const MOST_WORDS: usize = 300;
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
+    use kyklos::Error;
+    use kyklos::backend::Control;
+
+    use super::Link;
+    use crate::frame::{Decoder, Frame};
+    use crate::protocol::{Command, Reply};
+
+    #[test]
+    fn pieces_count_that_arrive_before_anybody_waits() {
+        let (link, _commands) = Link::new("a tab".to_owned(), Decoder::default());
+        let asked = link.ask(0, |request| Command::Wait { request }).unwrap();
+        for reply in [Reply::Pieces { done: 3 }, Reply::Done { request: asked.request }] {
+            link.received(&Frame::from(reply).encode().concat()).unwrap();
+        }
+        let cancelled = Control::new(Arc::new(AtomicBool::new(true)));
+        let answer = pollster::block_on(link.answer(asked, Some(&cancelled)));
+        assert!(matches!(answer, Err(Error::Cancelled)), "{answer:?}");
+        assert_eq!(cancelled.pieces_done(), 1, "the first piece says that it is cancelled");
+    }
+}
