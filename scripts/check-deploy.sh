@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the files that docs/deploy.md offers to copy: the manifest against the schemas of Kubernetes and for
+# Checks the files that docs/deploy/ranks.md offers to copy: the manifest against the schemas of Kubernetes and for
 # contradictions, the unit with systemd. The schemas come from PyPI (once) and stay in target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,7 +9,7 @@ folder=$PWD/target/deploy
 mkdir -p "$folder"
 
 # block LANGUAGE: the blocks of the page in that language.
-block() { awk -v begin="\`\`\`$1" '$0 == begin { on = 1; next } /^```/ { on = 0 } on' docs/deploy.md; }
+block() { awk -v begin="\`\`\`$1" '$0 == begin { on = 1; next } /^```/ { on = 0 } on' docs/deploy/ranks.md; }
 
 if [ "$(cat "$folder/installed" 2>/dev/null)" != "$schemas" ]; then
     scripts/make-venv.sh "$folder/venv"
@@ -44,7 +44,7 @@ for what, one, other in [
     ("what is mounted is there", mounted, volumes),
 ]:
     if one != other:
-        sys.exit(f"the manifest in docs/deploy.md contradicts itself ({what}): {one} and {other}")
+        sys.exit(f"the manifest in docs/deploy/ranks.md contradicts itself ({what}): {one} and {other}")
 PYTHON
 
 # systemd checks that the program exists, and it may not be installed here.

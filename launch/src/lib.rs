@@ -50,7 +50,7 @@
 //! | `KYKLOS_LAUNCH` | set by `kyklos launch` for its processes; not for users |
 //!
 //! A group of several ranks needs an identity file for each rank (`kyklos certs`), or a token for all. `kyklos launch` makes
-//! identities itself. `docs/deploy.md` of the repository has the steps.
+//! identities itself. `docs/deploy/identities.md` of the repository has the steps.
 //!
 //! # More
 //!

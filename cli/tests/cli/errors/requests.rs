@@ -211,7 +211,7 @@ pub(super) const GROUPS: &[Group] = &[
     OUTPUTS,
     Group {
         title: "Launchers, and several processes",
-        about: "Flags, variables, a cluster file or the environment of a launcher assign the ranks: [deploy](deploy.md).",
+        about: "Flags, variables, a cluster file or the environment of a launcher assign the ranks: [start the ranks](deploy/ranks.md).",
         entries: &[
             ("launch -n 2 -- devices", "Only `attend` and `bench strategies` run on several processes."),
             ("launch -n 9999 -- attend --shape 1,64,8,2,64", "For more processes use more hosts."),
@@ -274,7 +274,7 @@ pub(super) const GROUPS: &[Group] = &[
             ),
             (
                 "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 @",
-                "Ranks need identities: see deploy.md.",
+                "Ranks need identities: see [identities](deploy/identities.md).",
             ),
             (
                 "@ --rank 0 --world 2 --coordinator 127.0.0.1:29600 --identity DIR/{host}",
