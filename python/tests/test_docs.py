@@ -1,11 +1,11 @@
-"""The first examples of docs/python.md run as printed."""
+"""The first examples of docs/python/start.md run as printed."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs" / "python.md"
+DOCS = Path(__file__).parents[2] / "docs" / "python" / "start.md"
 
 
 def blocks(section):
