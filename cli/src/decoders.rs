@@ -6,17 +6,13 @@ use std::ffi::OsString;
 use std::fmt::Display;
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::OnceLock;
 
 use clap::Parser;
-use kyklos::plan::{StepProgress, World, check_repair};
 use kyklos::simulate::Cluster;
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, Split, Strategy, TokenRuns, WireFormat,
-    plan_world, repair,
+    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, Strategy, TokenRuns, WireFormat,
 };
 use kyklos_launch::HostPort;
-use kyklos_transport::Rank;
 
 use crate::commands::Cli;
 use crate::commands::against::Times;
@@ -33,14 +29,13 @@ use crate::tensors::{InputFile, Source, TensorKind};
 pub type Target = fn(&[u8]);
 
 /// Names of decoders, and the decoders.
-pub const ALL: [(&str, Target); 11] = [
+pub const ALL: [(&str, Target); 10] = [
     ("record", record),
     ("tuning", tuning),
     ("arguments", arguments),
     ("values", values),
     ("description", description),
     ("tensors", tensors),
-    ("reached", reached),
     ("note", note),
     ("timeline", timeline),
     ("times", times),
@@ -133,48 +128,6 @@ pub fn tensors(bytes: &[u8]) {
             assert!(source.output_gradient(&problem, &last).is_ok());
         }
     });
-}
-
-/// The step progress of survivors of a ring (`--on-loss finish`). The first byte selects the plan, the second the lost rank;
-/// the progress of each survivor follows.
-pub fn reached(bytes: &[u8]) {
-    let [choice, lost, rest @ ..] = bytes else { return };
-    let world = &worlds()[usize::from(*choice) % worlds().len()];
-    let lost = u32::from(*lost) % world.mesh.world();
-    let ranks: Vec<Rank> = (0..world.mesh.world()).filter(|rank| *rank != lost).map(Rank).collect();
-    let (mut rest, mut all) = (rest, Vec::new());
-    for rank in &ranks {
-        let plan = world.plan(*rank);
-        let (said, others) = rest.split_at(rest.len().min(StepProgress::encoded_bytes(plan)));
-        let Ok(reached) = StepProgress::decode(said, plan) else { return };
-        assert_eq!(reached.encode(plan), said, "{reached:?}");
-        all.push(reached);
-        rest = others;
-    }
-    StepProgress::align_operations(&mut all);
-    // The progress may be false: then the repair or its proof refuses, in the same way on every rank.
-    if let Ok(repaired) = repair(world, &ranks, &all) {
-        let _ = check_repair(world, &ranks, &all, &repaired);
-    }
-}
-
-/// Some plans that survivors can complete.
-pub fn worlds() -> &'static [World] {
-    static WORLDS: OnceLock<Vec<World>> = OnceLock::new();
-    WORLDS.get_or_init(|| {
-        let plan = |strategy, mask: &str| {
-            let mask = mask.parse().expect("a mask");
-            let problem = AttentionProblem::new([1, 24, 2, 1, 8], Dtype::F32, mask).expect("a problem");
-            let mesh = Mesh::new(1, 3).expect("a mesh");
-            plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).expect("a plan")
-        };
-        vec![
-            plan(Strategy::Ring, "full"),
-            plan(Strategy::Ring, "causal"),
-            plan(Strategy::Bidirectional, "causal"),
-            plan(Strategy::Line, "window:4,4"),
-        ]
-    })
 }
 
 /// The report of a rank to rank 0.

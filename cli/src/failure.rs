@@ -18,9 +18,6 @@ pub(crate) struct Failure {
     pub(crate) of_device: bool,
 }
 
-/// Exit code of a result that is right, without the rows of lost ranks.
-pub(crate) const EXIT_LACKS: u8 = 3;
-
 /// The result type of this program.
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 
@@ -91,15 +88,6 @@ fn option_for(remedy: Remedy) -> Remedy {
         Remedy::DescribeDtypeOrUseAnother { device } => {
             format!("add a [[device.{device}.attention]] of that dtype, or use another --dtype")
         }
-        Remedy::RecoverOnRing => {
-            "each rank of a Ulysses group holds some heads of all tokens, and they are lost with it: use --mesh 1xR, or another \
-             --on-loss"
-                .to_owned()
-        }
-        Remedy::RecoverBySendingKeys => {
-            "this strategy does not copy keys to other ranks: use one that sends keys, such as ring, or another --on-loss".to_owned()
-        }
-        Remedy::RecoverInAnyOrder => "leave --fixed-order out, or use another --on-loss".to_owned(),
         other => return other,
     };
     Remedy::Text(text)
@@ -183,9 +171,6 @@ mod tests {
             (Remedy::CompleteQueryCounts { total: 9 }, "--q-tokens that add up to 9"),
             (Remedy::CompleteKeyCounts { total: 9 }, "--kv-tokens that add up to 9"),
             (Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() }, "--dtype"),
-            (Remedy::RecoverOnRing, "--mesh 1xR"),
-            (Remedy::RecoverBySendingKeys, "--on-loss"),
-            (Remedy::RecoverInAnyOrder, "--fixed-order"),
         ] {
             let failure = Failure::from(Error::request("it does not fit", remedy));
             assert_eq!(failure.exit, 2);

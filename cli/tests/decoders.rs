@@ -5,8 +5,7 @@
 mod bounded;
 
 use bounded::{Limit, corpus, run};
-use kyklos::plan::{StepProgress, World};
-use kyklos_cli::decoders::{ALL, worlds};
+use kyklos_cli::decoders::ALL;
 
 /// The initial inputs of each target, as the program writes them, or as its documents show them.
 fn made(target: &str) -> Vec<(String, Vec<u8>)> {
@@ -47,7 +46,6 @@ fn made(target: &str) -> Vec<(String, Vec<u8>)> {
             ("group", "attend\n--rank\n1\n--world\n4\n--coordinator\n[fd00::1]:29600\n--mask\nvalid:3,4"),
         ],
         "tensors" => return vec![("qkv".to_owned(), tensors())],
-        "reached" => return reached(),
         other => panic!("{other} has no corpus"),
     };
     texts.iter().map(|(name, text)| ((*name).to_owned(), text.as_bytes().to_vec())).collect()
@@ -62,25 +60,10 @@ fn tensors() -> Vec<u8> {
     bytes
 }
 
-/// For each plan: the progress when no rank has started, and when every rank has done some steps.
-fn reached() -> Vec<(String, Vec<u8>)> {
-    let of = |choice: usize, world: &World, steps: usize| {
-        let mut bytes = vec![choice as u8, 0];
-        for plan in &world.plans[1..] {
-            bytes.extend(StepProgress { op: 3, steps, arrived: Vec::new() }.encode(plan));
-        }
-        (format!("plan_{choice}_after_{steps}"), bytes)
-    };
-    let all = worlds().iter().enumerate();
-    all.flat_map(|(choice, world)| [0, 3].map(|steps| of(choice, world, steps))).collect()
-}
-
 /// The memory limit of a target. A decoded value may be larger than its text, and clap's own command line is large.
 fn limit(target: &str) -> Limit {
     match target {
         "arguments" => Limit { fixed: 2 << 20, per_byte: 64 },
-        // The plans of the repair, and their proof.
-        "reached" => Limit { fixed: 8 << 20, per_byte: 64 },
         _ => Limit { fixed: 64 << 10, per_byte: 256 },
     }
 }

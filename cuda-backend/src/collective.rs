@@ -75,7 +75,7 @@ impl FormedCollective {
         device: &Device,
         options: &SessionOptions,
     ) -> Result<Self> {
-        let SessionOptions { deadline, resumable, .. } = *options;
+        let SessionOptions { deadline, .. } = *options;
         let (cluster, partial) = match wish {
             CollectiveWish::Host => return Ok(Self::host(transport, options, None)),
             CollectiveWish::Nccl { cluster } => (cluster, false),
@@ -83,7 +83,7 @@ impl FormedCollective {
         };
         let nccl = NcclOptions::default();
         let form_within = deadline.min(nccl.form_within);
-        let nccl = NcclOptions { deadline, form_within, resumable, cluster, partial, ..nccl };
+        let nccl = NcclOptions { deadline, form_within, cluster, partial, ..nccl };
         let refusal = match NcclCollective::form(transport, device, nccl).await? {
             NcclDecision::Use(nccl) => {
                 return Ok(Self {

@@ -9,7 +9,7 @@ use futures_util::future::{try_join, try_join_all};
 use kyklos::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use kyklos::bytes::Bytes;
 use kyklos::collective::{
-    Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_or_error,
+    Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece,
 };
 use kyklos::{Error, Meter, Result};
 use kyklos_transport::{EventKind, Rank, Tag, Transport, TransportError, Vote};
@@ -280,17 +280,12 @@ impl Collective<Device> for CudaPeers {
             here.iter().map(|send| self.post_send(device, meter, tag, memory, send)).collect();
         sent.extend(staged::send(&self.staged, device, meter, tag, memory, &there));
         Box::pin(async move {
-            let mut arrived: Vec<Option<Vec<DeviceBuffer>>> = received.iter().map(|_| None).collect();
             let received = async {
-                all_or_error(received, &mut arrived).await?;
+                let arrived = try_join_all(received).await?;
                 meter.arrived(tag.message);
-                Ok(())
+                Ok(arrived)
             };
-            // The first failure ends the exchange. What has arrived by then may be of use to survivors.
-            match try_join(received, try_join_all(sent)).await {
-                Ok(_) => Ok(arrived.into_iter().flatten().collect()),
-                Err(error) => Err(Broken { error, arrived }),
-            }
+            Ok(try_join(received, try_join_all(sent)).await?.0)
         })
     }
 

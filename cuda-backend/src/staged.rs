@@ -4,7 +4,7 @@ use std::pin::Pin;
 
 use kyklos::Meter;
 use kyklos::backend::{Device, DeviceBuffer};
-use kyklos::collective::{Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing};
+use kyklos::collective::{Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing};
 use kyklos_transport::Tag;
 
 /// Ends with the pieces of a message that arrives.
@@ -13,7 +13,7 @@ pub(crate) type Arrival<'a> = Pin<Box<dyn Future<Output = Result<Vec<DeviceBuffe
 /// Ends when messages have been sent.
 pub(crate) type Departure<'a> = Pin<Box<dyn Future<Output = Result<(), ExchangeError>> + 'a>>;
 
-/// Posts the receive of one message, so that it is kept whatever becomes of the other messages of the exchange.
+/// Posts the receive of one message.
 pub(crate) fn receive<'a>(
     host: &'a HostStaged,
     device: &'a Device,
@@ -23,10 +23,7 @@ pub(crate) fn receive<'a>(
 ) -> Arrival<'a> {
     let recvs = std::slice::from_ref(recv);
     let staged = host.post_exchange(device, meter, tag, &mut Memory::default(), &[], recvs);
-    Box::pin(async move {
-        let arrived = staged.await.map_err(|Broken { error, .. }| error)?;
-        Ok(arrived.into_iter().flatten().collect())
-    })
+    Box::pin(async move { Ok(staged.await?.into_iter().flatten().collect()) })
 }
 
 /// Posts messages. `None`: there are none.
@@ -42,5 +39,5 @@ pub(crate) fn send<'a>(
         return None;
     }
     let staged = host.post_exchange(device, meter, tag, memory, sends, &[]);
-    Some(Box::pin(async move { staged.await.map(drop).map_err(|Broken { error, .. }| error) }))
+    Some(Box::pin(async move { staged.await.map(drop) }))
 }

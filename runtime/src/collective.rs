@@ -6,7 +6,6 @@
 //!   a send whose copy off the device is not done. It continues when the returned future is polled. The executor polls
 //!   all exchanges under way whenever it waits, so messages travel while the device computes.
 //! - Each part arrives in a new buffer. The plan says what happens to it.
-//! - An exchange that ends early returns the messages that had arrived whole: survivors may need them in a recovery.
 //! - A collective may end an exchange before its messages have moved, if the device does nothing with their buffers before they have.
 //!   [`Collective::settled`] then says when they have, and whether they have. The executor asks before it measures a step that
 //!   uses them, and before it returns a result.
@@ -20,7 +19,6 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -72,19 +70,10 @@ pub struct Incoming {
 }
 
 /// Ends with the pieces of each incoming message as new buffers, in the order of the posted receives.
-pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffer>>, Broken<Buffer>>> + 'a>>;
+pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffer>>, ExchangeError>> + 'a>>;
 
 /// Ends when the messages of an exchange have moved.
 pub type Settled<'a> = Pin<Box<dyn Future<Output = Result<(), ExchangeError>> + 'a>>;
-
-/// An exchange that ended early.
-#[derive(Debug)]
-pub struct Broken<Buffer> {
-    /// The cause.
-    pub error: ExchangeError,
-    /// By posted receive: the pieces of the message, or `None` where it had not arrived whole.
-    pub arrived: Vec<Option<Vec<Buffer>>>,
-}
 
 /// Why an exchange ended early.
 #[derive(Clone, Debug)]
@@ -241,18 +230,12 @@ impl<B: Backend> Collective<B> for HostStaged {
             })
             .collect();
         Box::pin(async move {
-            let mut arrived = Vec::new();
-            arrived.resize_with(recvs.len(), || None);
             let recvs = async {
-                all_or_error(recvs, &mut arrived).await?;
+                let arrived = try_join_all(recvs).await?;
                 meter.arrived(tag.message);
-                Ok(())
+                Ok(arrived)
             };
-            // Receives first: messages that arrived before a failure are kept.
-            match try_join(recvs, try_join_all(sends)).await {
-                Ok(_) => Ok(arrived.into_iter().flatten().collect()),
-                Err(error) => Err(Broken { error, arrived }),
-            }
+            Ok(try_join(recvs, try_join_all(sends)).await?.0)
         })
     }
 
@@ -263,43 +246,6 @@ impl<B: Backend> Collective<B> for HostStaged {
     fn deadline(&self) -> Duration {
         self.deadline
     }
-}
-
-/// Ends when all of `futures` have ended or one of them has failed. Puts their values into `done`, in the same order. After a failure,
-/// `done` also gets the values of the futures that are ready at that time: what [`Broken`] is made of.
-///
-/// ```
-/// use std::future::{Ready, ready};
-///
-/// let futures: Vec<Ready<Result<u32, &str>>> = vec![ready(Err("lost")), ready(Ok(2))];
-/// let mut done = [None, None];
-/// let ended = pollster::block_on(kyklos::collective::all_or_error(futures, &mut done));
-/// assert_eq!((ended, done), (Err("lost"), [None, Some(2)]));
-/// ```
-///
-/// # Errors
-/// The first failure.
-pub async fn all_or_error<T, E>(
-    futures: Vec<impl Future<Output = Result<T, E>>>,
-    done: &mut [Option<T>],
-) -> Result<(), E> {
-    let mut futures: Vec<_> = futures.into_iter().map(Box::pin).collect();
-    std::future::poll_fn(|context| {
-        let (mut waits, mut failed) = (false, None);
-        for (future, done) in futures.iter_mut().zip(&mut *done).filter(|(_, done)| done.is_none()) {
-            match future.as_mut().poll(context) {
-                Poll::Ready(Ok(value)) => *done = Some(value),
-                Poll::Ready(Err(error)) => failed = failed.take().or(Some(error)),
-                Poll::Pending => waits = true,
-            }
-        }
-        match failed {
-            Some(error) => Poll::Ready(Err(error)),
-            None if waits => Poll::Pending,
-            None => Poll::Ready(Ok(())),
-        }
-    })
-    .await
 }
 
 impl HostStaged {

@@ -65,19 +65,6 @@ pub enum Error {
         /// The transport's error; it names the culprit and the bytes that had moved.
         source: TransportError,
     },
-    /// No survivor has keys that the survivors' queries see.
-    #[error(
-        "keys {keys} of rank {rank} are lost: no survivor had received all of them, and queries of rank {seen_by} see them: \
-         run again, or continue without them"
-    )]
-    KeysLost {
-        /// The lost rank that held the keys.
-        rank: u32,
-        /// Their global tokens.
-        keys: crate::TokenRuns,
-        /// A survivor, by its rank in the interrupted world; its queries see these keys.
-        seen_by: u32,
-    },
     /// The transport failed outside a plan's steps: forming the group, agreement, collecting the result.
     #[error(transparent)]
     Transport(#[from] TransportError),

@@ -6,7 +6,6 @@ mod ahead;
 mod background;
 mod backward;
 mod buffers;
-mod carryover;
 mod copies;
 mod guard;
 mod inputs;
@@ -22,9 +21,7 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 use crate::backend::{Backend, State, StateMut, StateShape};
 use crate::collective::{Collective, Memory};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{
-    Buffer, BufferId, Content, GradientStep, Plan, ProvedPlans, Step, StepProgress, World, describe,
-};
+use crate::plan::{Buffer, BufferId, GradientStep, Plan, ProvedPlans, Step, World, describe};
 use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock, WireFormat};
 pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
@@ -43,8 +40,6 @@ pub struct Executor<'a, B: Backend, C: ?Sized> {
     plan: &'a Plan,
     peak_bytes: u64,
     options: RunOptions,
-    /// Whether an interrupted run leaves its intermediate results on the device.
-    keeps: bool,
 }
 
 /// Settings of a run that change no result: clock, observation, poisoning.
@@ -87,27 +82,6 @@ pub struct NoObserver;
 
 impl Observer for NoObserver {
     fn step(&self, _: Rank, _: u64, _: usize, _: usize, _: &dyn Fn() -> String) {}
-}
-
-/// The intermediate results that an interrupted run left on the device: a recovery plan ([`crate::repair`]) continues
-/// from them. Empty by default.
-#[derive(Debug)]
-pub struct Carryover<Buffer> {
-    progress: StepProgress,
-    memory: Memory<Buffer>,
-}
-
-impl<Buffer> Default for Carryover<Buffer> {
-    fn default() -> Self {
-        Self { progress: StepProgress::default(), memory: Memory::default() }
-    }
-}
-
-impl<Buffer> Carryover<Buffer> {
-    /// The progress of the rank in its plan.
-    pub fn progress(&self) -> &StepProgress {
-        &self.progress
-    }
 }
 
 /// The result of one operation on one rank, on its device.
@@ -211,17 +185,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         let world = lowered.plans.world();
         let plan = world.plan(lowered.rank);
         let peak_bytes = lowered.plans.peak_bytes(lowered.rank);
-        Self { backend, collective, lowered, world, plan, peak_bytes, options, keeps: false }
-    }
-
-    /// Makes an interrupted run leave its intermediate results in the [`Carryover`] of [`Self::run_from`]. Costs a copy of the
-    /// running state during each attend step: `batch · tokens · heads · (4 · dim + 8)` bytes.
-    #[must_use]
-    pub fn resumable(mut self) -> Self {
-        let states = self.plan.buffers.iter().filter(|buffer| buffer.content == Content::State);
-        self.peak_bytes += states.map(|state| state.bytes(&self.world.problem)).max().unwrap_or(0);
-        self.keeps = true;
-        self
+        Self { backend, collective, lowered, world, plan, peak_bytes, options }
     }
 
     /// First agrees with all ranks that they run the same plan. Then runs it as operation `op`, and copies the output
@@ -233,33 +197,17 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
     /// Any; [`Error::Group`] when another rank is the cause. [`Error::Request`] for inputs that were loaded for other tokens;
     /// the other ranks get [`TransportError::Refused`].
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
-        self.run_from(op, inputs, &mut Carryover::default()).await
-    }
-
-    /// As [`Self::run`], but starts from the buffers of `carryover` that the plan keeps; the other ones are freed. Then
-    /// `carryover` holds the intermediate results of this run: nothing unless the executor is [`Self::resumable`]. If
-    /// the ranks do not agree, the run does not start, and `carryover` does not change.
-    ///
-    /// # Errors
-    /// As [`Self::run`]; [`Error::Plan`] when `carryover` lacks a buffer that the plan keeps.
-    pub async fn run_from(
-        &self,
-        op: u64,
-        inputs: &mut Inputs<B::Buffer>,
-        carryover: &mut Carryover<B::Buffer>,
-    ) -> Result<RankOutput> {
-        let DeviceOutput { results, report, spans } = self.run_to_host(op, inputs, carryover).await?;
+        let DeviceOutput { results, report, spans } = self.run_to_host(op, inputs).await?;
         let mut host = results.into_iter().map(|tensor| tensor.host.unwrap_or_default());
         let [o, lse] = [host.next(), host.next()].map(Option::unwrap_or_default);
         Ok(RankOutput { o, lse, report, spans })
     }
 
-    /// As [`Self::run_from`], with the results of a plan of either direction.
+    /// As [`Self::run`], with the results of a plan of either direction.
     pub(crate) async fn run_to_host(
         &self,
         op: u64,
         inputs: &mut Inputs<B::Buffer>,
-        carryover: &mut Carryover<B::Buffer>,
     ) -> Result<DeviceOutput<B::Buffer>> {
         let fits = self.check_inputs(inputs).and_then(|()| self.collective.supports(&self.lowered.plans));
         if let Err(error) = fits {
@@ -275,19 +223,18 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             }
             return Err(error);
         }
-        self.run_agreed(op, inputs, carryover, true).await
+        self.run_agreed(op, inputs, true).await
     }
 
-    /// As [`Self::run_from`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.
+    /// As [`Self::run`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.
     pub(crate) async fn run_agreed(
         &self,
         op: u64,
         inputs: &mut Inputs<B::Buffer>,
-        carryover: &mut Carryover<B::Buffer>,
         to_host: bool,
     ) -> Result<DeviceOutput<B::Buffer>> {
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
-        let mut run = Run {
+        let run = Run {
             executor: self,
             op,
             meter: &meter,
@@ -295,37 +242,16 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             shared_bias: None,
             d_shared_bias: None,
             step: 0,
-            arrived: Vec::new(),
             unsettled: Vec::new(),
             overflow: None,
         };
-        // Buffers that the plan does not keep are freed.
-        let Carryover { memory: mut old, .. } = std::mem::take(carryover);
-        for kept in &self.plan.kept {
-            match old.take(kept.was) {
-                Some(tensors) => run.memory.put(kept.buffer, tensors),
-                None => {
-                    let fault = format!("keeps buffer {} of the run before, which is not there", kept.was.0);
-                    let error = Error::plan(Rank(self.plan.rank), None, fault);
-                    self.end_for_all(op, 0, &error);
-                    return Err(error);
-                }
-            }
-        }
-        drop(old);
         // The inputs are moved into the run's memory, and moved back after the run, also after an error or a drop.
-        let mut guard = RunGuard::new(run, inputs, carryover);
+        let mut guard = RunGuard::new(run, inputs);
         let result = guard.run().execute(to_host).await;
         let mut run = guard.end();
 
         if let Err(error) = &result {
             self.end_for_all(op, run.step, error);
-        }
-        // After an error of its own device, no memory on the device can be trusted.
-        let of_group = |error: &Error| matches!(error, Error::Group { .. } | Error::Cancelled);
-        if self.keeps && result.as_ref().err().is_none_or(of_group) {
-            let progress = StepProgress { op, steps: run.step, arrived: std::mem::take(&mut run.arrived) };
-            *carryover = Carryover { progress, memory: std::mem::take(&mut run.memory) };
         }
         let (results, pieces) = result?;
         self.agree_on_range(op, run.overflow.take()).await?;

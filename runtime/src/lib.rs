@@ -127,7 +127,7 @@ pub use call::{Attention, Execution, MAX_LABEL_BYTES};
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy};
-pub use exec::{Carryover, Executor, Inputs, LoweredPlan, NoObserver, Observer, RankOutput, RunOptions};
+pub use exec::{Executor, Inputs, LoweredPlan, NoObserver, Observer, RankOutput, RunOptions};
 pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::{MAX_WORLD, Mesh};
@@ -136,12 +136,12 @@ pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
     CacheOptions, CachedCalls, Calls, DeviceCollective, Gradients, KvCache, Output, OutputGradient,
-    RankGradients, Recovery, Saved, Session, SessionOptions, SharedTokens, Survivors,
+    RankGradients, Saved, Session, SessionOptions, SharedTokens,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{
-    can_repair, deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_world,
-    plan_backward, plan_backward_placed, plan_placed, plan_rows, repair,
+    deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_world, plan_backward,
+    plan_backward_placed, plan_placed, plan_rows,
 };
 pub use strategy_list::Strategy;
 pub use tensor::{Element, Tensor};

@@ -138,27 +138,6 @@ impl Placement {
         Self { total, replicated: TokenRuns::default(), ranks, ..self }
     }
 
-    /// The placement of the survivors `ranks`: each keeps its tokens, on a ring of them.
-    pub(crate) fn of_ranks(&self, ranks: &[Rank]) -> Result<Self> {
-        let count = u32::try_from(ranks.len()).expect("ranks are counted in u32");
-        Ok(Self {
-            kind: self.kind,
-            mesh: Mesh::new(1, count)?,
-            total: self.total,
-            replicated: self.replicated.clone(),
-            ranks: ranks.iter().map(|rank| self.of_rank(*rank).clone()).collect(),
-            spare: ranks.iter().map(|rank| self.spare(*rank)).collect(),
-        })
-    }
-
-    /// The tokens without an owner in `ranks`, ascending.
-    pub(crate) fn without(&self, ranks: &[Rank]) -> TokenRuns {
-        let others = (0..).map(Rank).zip(&self.ranks).filter(|(rank, _)| !ranks.contains(rank));
-        let mut tokens: Vec<u32> = others.flat_map(|(_, tokens)| tokens.iter()).collect();
-        tokens.sort_unstable();
-        TokenRuns::from_positions(tokens)
-    }
-
     /// The kind by which the tokens were dealt; none for the lists of [`Self::explicit`].
     pub fn kind(&self) -> Option<PlacementKind> {
         self.kind

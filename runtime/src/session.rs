@@ -7,7 +7,6 @@ mod cache;
 mod calls;
 mod choice;
 mod probe;
-mod recovery;
 mod run_backward;
 mod share;
 mod speeds;
@@ -22,14 +21,13 @@ use crate::collective::{Collective, HostStaged, OneDevice};
 use crate::exec::refusal;
 use crate::host::Tensors;
 use crate::plan::ProvedPlans;
-use crate::{Carryover, Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
+use crate::{Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
 use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;
 pub use backward::{Gradients, Saved};
 pub use cache::{CacheOptions, CachedCalls, KvCache};
 pub use calls::Calls;
-pub use recovery::{Recovery, Survivors};
 pub use run_backward::{OutputGradient, RankGradients};
 use share::LastShares;
 pub use share::SharedTokens;
@@ -71,7 +69,6 @@ pub struct Session {
     op: u64,
     /// The plans of the last runs, at most one of each direction.
     lowered: Vec<Arc<LoweredPlan>>,
-    carryover: Carryover<DeviceBuffer>,
     /// Plans of the last calls, the last one at the end.
     cache: Vec<CachedCall>,
     last_facts: Option<LastFacts>,
@@ -91,9 +88,6 @@ impl<C: Collective<Device> + Threaded> DeviceCollective for C {}
 pub struct SessionOptions {
     /// How long a message or an agreement may take before it is an error.
     pub deadline: Duration,
-    /// Whether an interrupted call keeps its intermediate results, so that [`Session::finish`] can complete it. Costs a copy
-    /// of the running state during each attend step, see [`Executor::resumable`].
-    pub resumable: bool,
     /// Bytes that the buffers of a plan may take on the device, for [`Session::share`]; none: not known.
     pub memory_bytes: Option<u64>,
     /// Clock, observer, trace and poisoning.
@@ -101,14 +95,9 @@ pub struct SessionOptions {
 }
 
 impl Default for SessionOptions {
-    /// A deadline of 60 s, not resumable, memory that is not known, and default [`RunOptions`].
+    /// A deadline of 60 s, memory that is not known, and default [`RunOptions`].
     fn default() -> Self {
-        Self {
-            deadline: Duration::from_secs(60),
-            resumable: false,
-            memory_bytes: None,
-            run: RunOptions::default(),
-        }
+        Self { deadline: Duration::from_secs(60), memory_bytes: None, run: RunOptions::default() }
     }
 }
 
@@ -143,7 +132,6 @@ impl Session {
             options,
             op: 0,
             lowered: Vec::new(),
-            carryover: Carryover::default(),
             cache: Vec::new(),
             last_facts: None,
             plans_made: 0,
@@ -224,7 +212,7 @@ impl Session {
         }
         let lowered = self.lower(plans);
         let executor = executor(&self.device, &*self.collective, &lowered, &self.options);
-        let result = executor.run_from(self.op, inputs, &mut self.carryover).await;
+        let result = executor.run(self.op, inputs).await;
         if let Ok(output) = &result {
             self.last_run = Some((lowered.clone(), output.report.compute_ns));
         }
@@ -314,8 +302,7 @@ fn executor<'a>(
     lowered: &'a LoweredPlan,
     options: &SessionOptions,
 ) -> Executor<'a, Device, dyn DeviceCollective> {
-    let executor = Executor::new(device, collective, lowered, options.run.clone());
-    if options.resumable { executor.resumable() } else { executor }
+    Executor::new(device, collective, lowered, options.run.clone())
 }
 
 impl Drop for Session {

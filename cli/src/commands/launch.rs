@@ -20,7 +20,7 @@ use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use self::ended::Ended;
 use self::job::Job;
-use crate::failure::{EXIT_LACKS, Failure, Result, note};
+use crate::failure::{Failure, Result, note};
 use crate::group::identity_on_stdin;
 use crate::interrupt::{self, EXIT_INTERRUPTED, LAST_LINE};
 use crate::options::OnLoss;
@@ -176,7 +176,7 @@ impl Children {
                 self.start_anew(start);
             }
             let failed = self.ended.iter().any(|ended| !ended.is_well());
-            let delivered = self.ended.iter().any(Ended::has_delivered);
+            let delivered = self.ended.iter().any(Ended::is_well);
             let over = delivered || (failed && (on_loss == OnLoss::Stop || self.all_are_stopped()));
             if over && patience.is_none() {
                 patience = Some(Instant::now() + SURVIVORS);
@@ -198,7 +198,7 @@ impl Children {
         }
         self.ended.sort_by_key(|ended| ended.rank);
         for ended in &self.ended {
-            let told = ended.has_code(2) || ended.has_code(EXIT_LACKS);
+            let told = ended.has_code(2);
             if !asked_to_end && !ended.is_well() && !told {
                 note(&format!("launch: {ended}"));
             }
@@ -210,9 +210,6 @@ impl Children {
         {
             // A process ends well only when the result is complete.
             0
-        } else if self.ended.iter().any(|ended| ended.has_code(EXIT_LACKS)) {
-            // The survivors have completed the call.
-            EXIT_LACKS
         } else if self.ended.iter().all(|ended| ended.has_code(2)) {
             2
         } else {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::plan::{ProvedPlans, World};
-use kyklos::{Recovery, RunOptions, SystemClock};
+use kyklos::{RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
 use crate::failure::{Failure, Result};
@@ -24,8 +24,6 @@ pub(crate) struct Job {
     pub(crate) agreed: Agreed,
     /// How this process runs its ranks.
     pub(crate) runs: Runs,
-    /// Whether a rank keeps its partial result when the group ends, for `--on-loss finish`.
-    pub(crate) resumable: bool,
     pub(crate) outputs: Outputs,
     /// What observers of this process see.
     pub(crate) watch: Arc<Watch>,
@@ -44,8 +42,6 @@ pub(crate) struct Agreed {
     pub(crate) sample: Option<Sample>,
     /// By rank, its number in the first group.
     pub(crate) members: Vec<Rank>,
-    /// In a job that completes the call of a group that lost ranks: the plans of that group.
-    pub(crate) begun: Option<Arc<ProvedPlans>>,
 }
 
 /// How often a plan is run, and under which conditions.
@@ -70,8 +66,7 @@ impl Job {
         outputs: Outputs,
         members: Vec<Rank>,
     ) -> Result<Self> {
-        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, on_loss, .. } =
-            settings;
+        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, .. } = settings;
         let Settings { ways, .. } = settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
@@ -98,41 +93,11 @@ impl Job {
                 backward: backward.map(Arc::new),
                 sample,
                 members,
-                begun: None,
             },
             runs: Runs { repeat, deadline, options, ranks_here, are_processes, ways },
-            resumable: on_loss.finishes(),
             outputs,
             watch,
         })
-    }
-
-    /// The job in which survivors complete this one; `members` are their numbers in the first group.
-    pub(super) fn completion(&self, finished: Recovery, members: &[Rank]) -> (Self, kyklos::RankOutput) {
-        let Recovery { plans: repaired, output } = finished;
-        let Agreed { request, terms, plans, sample, .. } = &self.agreed;
-        let job = Self {
-            agreed: Agreed {
-                terms: terms.clone(),
-                request: Request {
-                    mesh: repaired.world().mesh,
-                    predicted_s: None,
-                    predicted_backward_s: None,
-                    cluster: None,
-                    ..request.clone()
-                },
-                sample: sample.as_ref().map(|sample| sample.owned_in(repaired.world())),
-                plans: repaired,
-                backward: None,
-                members: members.to_vec(),
-                begun: Some(Arc::clone(plans)),
-            },
-            runs: self.runs.clone(),
-            resumable: false,
-            outputs: self.outputs.clone(),
-            watch: Arc::clone(&self.watch),
-        };
-        (job, output)
     }
 
     /// Operations of a rank: the forward and the backward pass of each run.
@@ -180,12 +145,5 @@ impl Job {
             return failure;
         }
         Failure { text: format!("rank {rank}: {}", failure.text), ..failure }
-    }
-}
-
-impl Agreed {
-    /// The world that started the call: its wire format decides how keys were rounded.
-    pub(super) fn begun(&self) -> &World {
-        self.begun.as_ref().unwrap_or(&self.plans).world()
     }
 }

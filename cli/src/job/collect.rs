@@ -13,7 +13,7 @@ use crate::failure::{Failure, Result};
 use crate::job::call::Job;
 use crate::job::gradients::Backward;
 use crate::job::refusal::{REFUSE, refuse};
-use crate::job::report::{MissingRows, NOTE_BYTES, RankNote, Summary};
+use crate::job::report::{NOTE_BYTES, RankNote, Summary};
 use crate::messages::Messages;
 use crate::tensors::output::{OutputFile, OutputTarget};
 use crate::verify::{Sample, Verdict};
@@ -97,7 +97,7 @@ impl Job {
             None => None,
         };
         if let (Some(verdict), Some(d_bias), Some(sample)) = (&mut gradients, &d_bias, &self.agreed.sample) {
-            verdict.join(sample.judge_bias(d_bias, self.agreed.begun())?);
+            verdict.join(sample.judge_bias(d_bias, self.world())?);
         }
         let of_output = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
         let wrong = of_output.or(gradients.as_ref().and_then(|verdict| verdict.failure.as_ref()));
@@ -134,7 +134,6 @@ impl Job {
             verdict,
             gradients,
             output_bytes,
-            missing: self.missing(),
         };
         Ok(Collected { summary: Some(summary), ..collected })
     }
@@ -194,7 +193,7 @@ impl Job {
         let asked = messages.recv(Rank(0), ALONE, 1)?;
         if asked[..] == [1] {
             self.watch.phase(Some("computing the sampled rows alone"));
-            let rows = sample.dense(backend, self.agreed.begun(), &sample.whole_kv()?, &self.quiet())?;
+            let rows = sample.dense(backend, self.world(), &sample.whole_kv()?, &self.quiet())?;
             if !rows.is_empty() {
                 messages.send(Rank(0), ALONE_ROWS, rows)?;
             }
@@ -235,7 +234,7 @@ impl Job {
             }
         }
         let kv = sample.whole_kv()?;
-        let alone = sample.dense(backend, self.agreed.begun(), &kv, &self.quiet())?;
+        let alone = sample.dense(backend, self.world(), &kv, &self.quiet())?;
         let mut dense = vec![(ranks[0].device.label(), sample.decode(sample.rows(), &alone))];
         for (rank, note) in asked {
             let bytes = match sample.row_bytes(sample.rows().len()) {
@@ -250,15 +249,7 @@ impl Job {
             ranks.len(),
             self.agreed.request.mesh
         );
-        Ok(sample.hold(rows, &dense, &sample.right_rows(&kv, self.agreed.begun())?, &shared))
-    }
-
-    /// The rows of lost ranks, if this job completes the call of a larger group.
-    fn missing(&self) -> Option<MissingRows> {
-        self.agreed.begun.is_some().then(|| MissingRows {
-            members: self.agreed.members.iter().map(|rank| rank.0).collect(),
-            queries: self.world().lost.queries.clone(),
-        })
+        Ok(sample.hold(rows, &dense, &sample.right_rows(&kv, self.world())?, &shared))
     }
 
     /// Options of runs without observers.

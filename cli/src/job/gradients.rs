@@ -67,7 +67,7 @@ impl Job {
         let [dq] = <[Bytes; 1]>::try_from(dq).map_err(|_| Failure::run("one tensor of queries"))?;
         let [dk, dv] = <[Bytes; 2]>::try_from(dkv).map_err(|_| Failure::run("two tensors of keys"))?;
         let head = HeadGradients { dq, dk, dv };
-        let verdict = sample.judge_head(sample.verified_head(), &head, &d_sinks, self.agreed.begun())?;
+        let verdict = sample.judge_head(sample.verified_head(), &head, &d_sinks, self.world())?;
         Ok((Some(verdict), d_sinks))
     }
 

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::Survivors;
 use kyklos_transport::{
     Abort, AbortCause, Progress, Rank, Reformed, RefusalReason, Regroup, Transport, TransportError, Vote,
 };
@@ -68,76 +67,12 @@ impl GroupLoss {
         note(&format!("{}; {}", self.in_words(next), in_words(next, request)));
     }
 
-    /// Reports the loss when the survivors complete the current call.
-    fn tell_finishing(&self, next: &Reformed) {
-        let (ranks, members) = (next.members.len(), list(next.members.iter()));
-        let epoch = next.epoch;
-        note(&format!("{}; {ranks} ranks complete the call (epoch {epoch}: {members})", self.in_words(next)));
-    }
-
     fn in_words(&self, next: &Reformed) -> String {
         let Abort { culprit, cause, .. } = &self.abort;
         let culprit = self.members.get(culprit.0 as usize).copied().unwrap_or(*culprit);
         let gone = list(self.members.iter().filter(|rank| !next.members.contains(rank)));
         let gone = if gone.is_empty() { "no rank is lost".to_owned() } else { format!("without {gone}") };
         format!("rank {culprit} {cause}; {gone}")
-    }
-}
-
-/// The completion of a call by the survivors, in the next group.
-pub(crate) struct Recovery<'a> {
-    policy: LossPolicy,
-    group: &'a Reformed,
-    /// The loss and the next group, once it has formed.
-    next: Option<(GroupLoss, Reformed)>,
-    /// All survivors know that the call cannot be completed.
-    refused: bool,
-}
-
-impl<'a> Recovery<'a> {
-    pub(crate) fn new(policy: LossPolicy, group: &'a Reformed) -> Self {
-        Self { policy, group, next: None, refused: false }
-    }
-
-    /// Forms the next group after this failure, if the policy is to complete the call there.
-    pub(crate) fn survivors(&mut self, failure: &Failure) -> Option<Result<Survivors>> {
-        if !self.policy.on_loss.finishes() || self.next.is_some() {
-            return None;
-        }
-        let lost = GroupLoss::of(self.group, failure)?;
-        let next = match lost.go_on(self.policy, &*self.group.transport) {
-            Ok(next) => next,
-            Err(failure) => return Some(Err(failure)),
-        };
-        end_if_stuck(&next);
-        if next.transport.rank().0 == 0 {
-            lost.tell_finishing(&next);
-        }
-        // Both lists are in ascending order, in numbers of the first group.
-        let rank_before = |member: &Rank| {
-            let place = self.group.members.iter().position(|rank| rank == member);
-            Rank(place.and_then(|place| u32::try_from(place).ok()).unwrap_or(u32::MAX))
-        };
-        let ranks = next.members.iter().map(rank_before).collect();
-        let survivors = Survivors { transport: next.transport.clone(), ranks };
-        self.next = Some((lost, next));
-        Some(Ok(survivors))
-    }
-
-    /// By rank of the next group, its rank in the first group.
-    pub(crate) fn members(&self) -> &[Rank] {
-        self.next.as_ref().map_or(&self.group.members, |(_, next)| &next.members)
-    }
-
-    /// The call cannot be completed. All survivors come to the same result.
-    pub(crate) fn refuse(&mut self) {
-        self.refused = true;
-    }
-
-    /// The loss, the next group, and whether that group must start the call again.
-    pub(crate) fn into_next(self) -> Option<(GroupLoss, Reformed, bool)> {
-        let Self { next, refused, policy, .. } = self;
-        next.map(|(lost, next)| (lost, next, refused && policy.on_loss == OnLoss::FinishOrShrink))
     }
 }
 

@@ -3,7 +3,6 @@
 use kyklos::machine::memory_bytes;
 use kyklos::plan::ProvedPlans;
 use kyklos::simulate::simulate;
-use kyklos_transport::Rank;
 
 use super::call::{Agreed, Job};
 use super::report::{Figures, RankNote, Summary, facts};
@@ -139,14 +138,6 @@ fn alerts(summary: &Summary) -> Vec<String> {
     }
     if let Some(failure) = summary.gradients.as_ref().and_then(|verdict| verdict.failure.as_ref()) {
         alerts.push(format!("the gradients are wrong: {failure}"));
-    }
-    if let Some(missing) = &summary.missing {
-        let members: Vec<String> = missing.members.iter().map(|rank| Rank(*rank).to_string()).collect();
-        alerts.push(format!(
-            "ranks were lost: the output rows of queries {} are missing; ranks {} completed the call",
-            missing.queries,
-            members.join(", ")
-        ));
     }
     alerts
 }

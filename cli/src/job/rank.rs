@@ -6,16 +6,15 @@ use std::time::Duration;
 use kyklos::backend::{Backend, Device, DeviceBuffer, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::machine::memory_bytes;
-use kyklos::{Error, Inputs, OutputGradient, RankOutput, Session, SessionOptions, Span, Survivors, plan};
+use kyklos::{Inputs, OutputGradient, RankOutput, Session, SessionOptions, Span, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
-use crate::failure::{EXIT_LACKS, Failure, Result, note};
+use crate::failure::{Failure, Result, note};
 use crate::job::call::{Agreed, Job};
 use crate::job::collect::Results;
 use crate::job::collective::AgreedWays;
 use crate::job::gradients::{BACKWARD_ROWS, Backward};
-use crate::job::on_loss::Recovery;
 use crate::job::page::PageParts;
 use crate::job::publish::Pictures;
 use crate::job::refusal::refuse;
@@ -35,14 +34,12 @@ use crate::tensors::output::OutputFile;
 pub(crate) struct RankDone {
     /// Why the computed result must not be used, or is not where it should be.
     pub(crate) rejected: Option<Failure>,
-    /// Which rows are missing from a result that is otherwise right.
-    pub(crate) lacks: Option<Failure>,
 }
 
 impl RankDone {
     /// Why the rank does not end well, if it does not.
     pub(crate) fn failure(self) -> Option<Failure> {
-        self.rejected.or(self.lacks)
+        self.rejected
     }
 }
 
@@ -92,18 +89,13 @@ struct Drawn<'a> {
 
 /// Runs a rank, tells the others if it fails, and leaves the group.
 pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Device>) -> Result<RankDone> {
-    let result = work(job, transport, device, None);
+    let result = work(job, transport, device);
     leave(job, transport, &result);
     result
 }
 
-/// Runs a rank, and tells the others if it fails. With `recovery`, the survivors complete the call in the next group.
-pub(crate) fn work(
-    job: &Job,
-    transport: &Arc<dyn Transport>,
-    device: Result<Device>,
-    recovery: Option<&mut Recovery<'_>>,
-) -> Result<RankDone> {
+/// Runs a rank, and tells the others if it fails.
+pub(crate) fn work(job: &Job, transport: &Arc<dyn Transport>, device: Result<Device>) -> Result<RankDone> {
     let flight = job.list(transport);
     let Ready { device, tensors, gradient, files } = match job.get_ready(&**transport, device) {
         Ok(ready) => ready,
@@ -128,43 +120,6 @@ pub(crate) fn work(
     let result = job
         .compute(&mut session, &mut inputs, gradient.as_ref())
         .and_then(|computed| job.deliver(transport, session.device(), computed, files));
-    flight.ended(&result);
-    match (result, recovery) {
-        (Err(failure), Some(recovery)) => match recovery.survivors(&failure) {
-            Some(survivors) => finish(job, &survivors?, &mut session, &mut inputs, recovery),
-            None => Err(failure),
-        },
-        (result, _) => result,
-    }
-}
-
-/// Completes, together with the other survivors, the call of a group that lost ranks.
-fn finish(
-    job: &Job,
-    survivors: &Survivors,
-    session: &mut Session,
-    inputs: &mut Inputs<DeviceBuffer>,
-    recovery: &mut Recovery<'_>,
-) -> Result<RankDone> {
-    let transport = &survivors.transport;
-    let finished = session.finish(&job.agreed.plans, inputs, survivors);
-    let finished = pollster::block_on(finished).map_err(|error| {
-        if matches!(error, Error::KeysLost { .. } | Error::Request { .. }) {
-            recovery.refuse();
-        }
-        error
-    })?;
-    let (job, output) = job.completion(finished, recovery.members());
-    let flight = job.list(transport);
-    let wall_ns = job.watch.since_start_ns(transport.rank());
-    let spans = output.spans.clone();
-    let computed = Computed { wall_ns, spans, last: LastRun::default(), output, backward: None };
-    let lacks = job.lacks();
-    let result = job
-        .open_files(transport.rank())
-        .map_err(|failure| job.give_up(&**transport, failure))
-        .and_then(|files| job.deliver(transport, session.device(), computed, files))
-        .map(|done| RankDone { lacks, ..done });
     flight.ended(&result);
     result
 }
@@ -257,18 +212,6 @@ impl Job {
         Ok(Files { output, page: page.map(PageTarget::open).transpose()? })
     }
 
-    /// Names the rows that are missing because ranks were lost.
-    fn lacks(&self) -> Option<Failure> {
-        let queries = &self.world().lost.queries;
-        (!queries.is_empty()).then(|| Failure {
-            exit: EXIT_LACKS,
-            ..Failure::run(format!(
-                "the output rows of queries {queries} are missing, their ranks were lost; the other {} rows are over all keys",
-                self.world().problem.q_len as usize - queries.len()
-            ))
-        })
-    }
-
     fn compute(
         &self,
         session: &mut Session,
@@ -329,7 +272,7 @@ impl Job {
             .collect(transport, device, &Results { output, wall_ns, backward }, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
         let rejected = self.publish(&**transport, collected, pictures)?;
-        Ok(RankDone { rejected, lacks: None })
+        Ok(RankDone { rejected })
     }
 
     /// Collects timelines, if they are asked for: for the trace, and on rank 0 for the page.
@@ -377,7 +320,6 @@ const LEAVE: Duration = Duration::from_secs(3);
 fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device, flight: &Flight) -> Result<Session> {
     let options = SessionOptions {
         deadline: job.runs.deadline,
-        resumable: job.resumable,
         run: job.runs.options.clone(),
         ..SessionOptions::default()
     };

@@ -1,8 +1,8 @@
 //! The report of a run: a table, or a JSON object.
 
+use kyklos::RankReport;
 use kyklos::backend::DeviceInfo;
 use kyklos::plan::{bias_in_words, bytes, table};
-use kyklos::{RankReport, TokenRuns};
 use kyklos_transport::harmless;
 use serde::{Deserialize, Serialize};
 
@@ -51,17 +51,6 @@ pub(crate) struct Summary {
     /// With `--grad` and `--verify`.
     pub(crate) gradients: Option<GradientVerdict>,
     pub(crate) output_bytes: u64,
-    /// Where survivors completed the call of a larger group.
-    pub(crate) missing: Option<MissingRows>,
-}
-
-/// What is missing because ranks were lost.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct MissingRows {
-    /// By rank of the survivors, its number in the first group.
-    pub(crate) members: Vec<u32>,
-    /// Queries without output rows.
-    pub(crate) queries: TokenRuns,
 }
 
 /// The object of `--json`.
@@ -81,9 +70,6 @@ struct Json<'a> {
     /// Only with `--grad`.
     #[serde(skip_serializing_if = "Option::is_none")]
     backward: Option<JsonBackward<'a>>,
-    /// Only where survivors completed the call.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    lost: Option<&'a MissingRows>,
 }
 
 /// The backward pass in the object of `--json`.
@@ -172,7 +158,6 @@ impl Summary {
                 max_abs_error: self.gradients.as_ref().map(|verdict| verdict.max_abs_error),
                 tolerance: self.gradients.as_ref().map(|verdict| verdict.tolerance),
             }),
-            lost: self.missing.as_ref(),
         };
         let text = serde_json::to_string_pretty(&json)
             .map_err(|error| Failure::run(format!("cannot print the report: {error}")))?;
@@ -189,15 +174,6 @@ impl Summary {
         }
         if self.output_bytes > 0 {
             out.push_str(&format!("collected  {}\n", bytes(self.output_bytes)));
-        }
-        if let Some(MissingRows { members, queries }) = &self.missing {
-            let members: Vec<String> = members.iter().map(u32::to_string).collect();
-            let rows = match queries.is_empty() {
-                true => "no output row".to_owned(),
-                false => format!("the output rows of queries {queries}"),
-            };
-            let members = members.join(", ");
-            out.push_str(&format!("lost       {rows}; the survivors were ranks {members}\n"));
         }
         if let Some(verdict) = &self.verdict {
             out.push_str(&verdict_line(verdict));

@@ -176,11 +176,6 @@ pub(crate) enum OnLoss {
     /// As shrink, but a replacement that `kyklos launch` starts (attend --rejoin) joins first, if it comes within half of
     /// --join-deadline
     Rejoin,
-    /// The survivors of a ring complete the current call, also over the keys of the lost rank, and end with exit code 3:
-    /// the output rows of the lost rank are missing. If those keys are lost too, every rank ends
-    Finish,
-    /// As finish, but if the keys are lost too, as shrink
-    FinishOrShrink,
 }
 
 impl OnLoss {
@@ -190,23 +185,16 @@ impl OnLoss {
             Self::Stop => "stop",
             Self::Shrink => "shrink",
             Self::Rejoin => "rejoin",
-            Self::Finish => "finish",
-            Self::FinishOrShrink => "finish-or-shrink",
         }
     }
 
     /// The group that begins the call after a loss, within `patience`; `None` if no call begins then.
     pub(crate) fn next_group(self, patience: Duration) -> Option<Regroup> {
         match self {
-            Self::Stop | Self::Finish => None,
+            Self::Stop => None,
             Self::Rejoin => Some(Regroup::Everyone { within: patience / 2 }),
-            Self::Shrink | Self::FinishOrShrink => Some(Regroup::Survivors),
+            Self::Shrink => Some(Regroup::Survivors),
         }
-    }
-
-    /// Whether ranks must keep their partial results when the group ends.
-    pub(crate) fn finishes(self) -> bool {
-        matches!(self, Self::Finish | Self::FinishOrShrink)
     }
 }
 

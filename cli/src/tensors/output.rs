@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use kyklos::collect::Piece;
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, BiasTensor, Dtype, Placement, RankGradients, RankOutput, Run};
+use kyklos::{AttentionProblem, BiasTensor, Dtype, Placement, RankGradients, RankOutput};
 use kyklos_transport::Rank;
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -50,7 +50,7 @@ impl OutputTarget {
         gradients: bool,
     ) -> Result<Option<OutputFile>> {
         match self {
-            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, world, gradients).map(Some),
+            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, &world.problem, gradients).map(Some),
             Self::Whole(_) => Ok(None),
             Self::Parts(name) => {
                 let path = PathBuf::from(name.replace(RANK, &first.to_string()));
@@ -142,26 +142,14 @@ impl Declared {
 }
 
 impl OutputFile {
-    /// Rows of lost queries hold NaN, and the tensor `lost` lists the queries.
-    fn whole(path: &Path, world: &World, gradients: bool) -> Result<Self> {
-        let (problem, lost) = (&world.problem, &world.lost.queries);
-        let list = (!lost.is_empty()).then(|| ("lost", lost.iter().map(i64::from).collect()));
+    fn whole(path: &Path, problem: &AttentionProblem, gradients: bool) -> Result<Self> {
         let extents = Extents {
             problem,
             queries: problem.q_len as usize,
             keys: gradients.then_some(problem.kv_len as usize),
             is_part: false,
         };
-        let file = Self::create(path, &extents, list.into_iter().collect())?;
-        let (o_row, lse_row) = (file.o.row_bytes as usize, file.heads as usize * 4);
-        for run in lost.runs().iter().flat_map(pieces) {
-            for batch in 0..u64::from(problem.batch) {
-                let nans = vec![NAN_BYTE; run.len() * o_row.max(lse_row)];
-                file.put_rows(file.o, batch, u64::from(run.start), &nans[..run.len() * o_row])?;
-                file.write_lse(&nans[..run.len() * lse_row], batch, u64::from(run.start), run.len())?;
-            }
-        }
-        Ok(file)
+        Self::create(path, &extents, Vec::new())
     }
 
     /// The part of `rank`, with the positions of its queries, and with gradients also of the keys that it holds.
@@ -323,15 +311,6 @@ fn for_each_run(
     Ok(())
 }
 
-/// A run of tokens in contiguous pieces that are small enough for one buffer.
-fn pieces(run: &Run) -> Vec<std::ops::Range<u32>> {
-    if run.stride > 1 {
-        return (0..run.count).map(|i| run.start + i * run.stride).map(|token| token..token + 1).collect();
-    }
-    let end = run.start + run.count;
-    (run.start..end).step_by(NAN_ROWS as usize).map(|start| start..end.min(start + NAN_ROWS)).collect()
-}
-
 /// The header's JSON, padded so that the data is aligned.
 fn header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>> {
     let failed = |error: &dyn std::fmt::Display| Failure::run(format!("cannot describe the output: {error}"));
@@ -342,6 +321,3 @@ fn header(tensors: Vec<(String, TensorInfo)>) -> Result<Vec<u8>> {
 }
 
 const ALIGNMENT: usize = 8;
-/// This byte repeated is NaN in every dtype.
-const NAN_BYTE: u8 = 0xFF;
-const NAN_ROWS: u32 = 256;

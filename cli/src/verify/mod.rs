@@ -129,13 +129,6 @@ impl Sample {
         self.rows.iter().filter(|id| places.contains_key(&id.row)).copied().collect()
     }
 
-    /// Without the rows that `world` has lost.
-    pub(crate) fn owned_in(&self, world: &World) -> Self {
-        let lost: BTreeSet<usize> = world.lost.queries.iter().map(|token| token as usize).collect();
-        let rows = self.rows.iter().filter(|id| !lost.contains(&id.row)).copied().collect();
-        Self { rows, ..self.clone() }
-    }
-
     /// All sampled rows.
     pub(crate) fn rows(&self) -> &[RowId] {
         &self.rows

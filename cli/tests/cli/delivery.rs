@@ -73,7 +73,7 @@ impl Job {
     }
 }
 
-const POLICIES: [&str; 4] = ["stop", "shrink", "rejoin", "finish"];
+const POLICIES: [&str; 3] = ["stop", "shrink", "rejoin"];
 
 #[test]
 fn without_its_files_no_job_ends_well() {

@@ -266,19 +266,6 @@ fn survivors_start_again_with_a_communicator_of_their_own() {
 }
 
 #[test]
-fn survivors_complete_a_call_whose_messages_went_by_nccl() {
-    // Rank 2 dies after the first of three exchanges. The next rank has its keys.
-    let more = ["--collective", "nccl", "--on-loss", "finish", "--strategy", "ring"];
-    let launch = [&["launch", "-n", "4", "--"][..], CALL, &more].concat();
-    let output = with_nccl(4, "fault_rank=2,die_at=2", &launch);
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(3), "{text}");
-    let json: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
-    assert_eq!(json["ranks"], 3);
-    assert!(json["max_abs_error"].as_f64().unwrap() <= json["tolerance"].as_f64().unwrap(), "{json}");
-}
-
-#[test]
 fn strategies_are_timed_with_messages_by_nccl_and_apart_from_those_through_the_host() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().to_str().unwrap();

@@ -86,8 +86,6 @@ fn a_tab_that_ends_in_the_middle_is_a_lost_rank() {
     for (policy, most_bytes, exits, words) in [
         ("shrink", early, &[0][..], "without rank 1; 2 ranks start again"),
         ("shrink", late, &[0], "without rank 1; 2 ranks start again"),
-        // Whether the others hold the keys of the tab depends on the moment; if not, they start again.
-        ("finish-or-shrink", late, &[0, 3], "without rank 1; 2 ranks complete the call"),
     ] {
         // Rank 1 has the tab; all ranks have its options.
         let launch = ["launch", "-n", "3", "--", "attend", "--device", "cpu,tab,cpu", "--on-loss", policy];

@@ -211,51 +211,6 @@ fn the_page_goes_on_with_the_ranks_that_are_left() {
 }
 
 #[test]
-#[cfg(target_os = "linux")]
-fn a_call_that_lacks_the_rows_of_a_lost_rank_is_incomplete_on_its_page() {
-    let mut launch = command(
-        &[
-            &["launch", "-n", "4", "--", "attend", "--shape", "1,6144,8,2,64", "--device", "cpu"][..],
-            &["--strategy", "ring", "--placement", "contiguous", "--on-loss", "finish"],
-            &["--progress", "json", "--watch"],
-        ]
-        .concat(),
-    )
-    .stdout(Stdio::null())
-    .stderr(Stdio::piped())
-    .spawn()
-    .unwrap();
-    let mut lines = BufReader::new(launch.stderr.take().unwrap()).lines().map_while(Result::ok);
-    let (mut events, mut victim, mut blocks) = (None, 0, [0; 4]);
-    // When all ranks are at their second block, each has the keys of its neighbour.
-    while blocks.iter().any(|begun| *begun < 2) {
-        let line = lines.next().expect("the ranks compute");
-        if let Some((_, link)) = line.split_once("live page: http://") {
-            events = Some(Events::of(link.trim_end_matches('/')));
-            continue;
-        }
-        let event: Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
-        let rank = event["rank"].as_u64().unwrap() as usize;
-        blocks[rank] += usize::from(event["doing"].as_str().is_some_and(|doing| doing.starts_with("attend")));
-        if rank == 2 {
-            victim = event["pid"].as_u64().unwrap() as u32;
-        }
-    }
-    signal("-KILL", victim);
-    // A full pipe would stop the launcher.
-    let rest = std::thread::spawn(move || lines.filter(|line| !line.starts_with('{')).collect::<Vec<_>>());
-    let events = events.expect("the page is there before the ranks compute");
-    let states: Vec<Value> = events.filter(|(name, _)| name == "state").map(|(_, it)| it).collect();
-    let ended = finish(launch, Duration::from_secs(120));
-    let said = rest.join().unwrap().join("\n");
-    assert_eq!(ended.status.code(), Some(3), "{said}");
-    let last = states.last().unwrap();
-    assert_eq!(last["state"], "incomplete", "{last}");
-    assert!(last["text"].as_str().unwrap().contains("queries 3072..4608 are missing"), "{last}");
-    assert_eq!(ranks(last)[2]["health"], "lost", "{last}");
-}
-
-#[test]
 fn a_call_that_fails_says_so_on_its_page() {
     // The folder of its output is removed once the page is there. The call takes seconds after that.
     let folder = tempfile::tempdir().unwrap();

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::try_join;
+use futures_util::future::{try_join, try_join_all};
 use kyklos::backend::{Device, DeviceBuffer};
 use kyklos::collective::{
-    Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, Settled,
-    all_or_error,
+    Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, Settled,
 };
 use kyklos::plan::{ProvedPlans, check_in_order};
 use kyklos::{Error, Meter, Result};
@@ -37,13 +36,9 @@ pub struct NcclOptions {
     pub deadline: Duration,
     /// How long the ranks may take to vote, and then to meet in NCCL. If NCCL fails on one rank, the others wait for so long.
     pub form_within: Duration,
-    /// Whether an exchange ends only when its messages have moved. A session with
-    /// [`SessionOptions::resumable`](kyklos::SessionOptions::resumable) needs it, because what it keeps must be there. Otherwise
-    /// attention is submitted before, and the device waits.
-    pub resumable: bool,
     /// How many steps of a plan may be submitted to the device and not done: the host waits for the oldest of them before it submits
     /// another, so the device need not wait for the host between steps. Each step under way keeps its buffers. 0: the host waits
-    /// for each step, as it does where [`Self::resumable`] is set.
+    /// for each step.
     pub steps_ahead: usize,
     /// Fewest and most blocks of threads of NCCL's kernels, each of which takes a multiprocessor from the attention. `None`: NCCL's
     /// choice, which `NCCL_MIN_CTAS` and `NCCL_MAX_CTAS` set.
@@ -59,12 +54,11 @@ pub struct NcclOptions {
 }
 
 impl Default for NcclOptions {
-    /// A deadline of 60 s, 60 s to form, not resumable, 4 steps ahead, NCCL's choice of blocks, one cluster, all ranks or none.
+    /// A deadline of 60 s, 60 s to form, 4 steps ahead, NCCL's choice of blocks, one cluster, all ranks or none.
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(60),
             form_within: Duration::from_secs(60),
-            resumable: false,
             steps_ahead: 4,
             min_blocks: None,
             max_blocks: None,
@@ -196,11 +190,7 @@ impl NcclCollective {
             return Ok(Vec::new());
         };
         self.ended(submitted).await?;
-        if self.options.resumable {
-            self.ended(moved).await?;
-        } else {
-            self.moving.lock().unwrap_or_else(PoisonError::into_inner).insert(tag, moved);
-        }
+        self.moving.lock().unwrap_or_else(PoisonError::into_inner).insert(tag, moved);
         Ok(arrived)
     }
 
@@ -272,7 +262,6 @@ impl Collective<Device> for NcclCollective {
         let places = |recvs: Vec<(usize, Incoming)>| recvs.into_iter().map(|(place, _)| place).collect();
         let [near_places, far_places]: [Vec<usize>; 2] = [places(recvs.nccl), places(recvs.host)];
         Box::pin(async move {
-            let mut far: Vec<Option<Vec<DeviceBuffer>>> = far_places.iter().map(|_| None).collect();
             let through_host = async {
                 let sent = async {
                     match far_sent {
@@ -280,19 +269,13 @@ impl Collective<Device> for NcclCollective {
                         None => Ok(()),
                     }
                 };
-                try_join(all_or_error(far_received, &mut far), sent).await
+                try_join(try_join_all(far_received), sent).await
             };
-            // What has arrived through the host before NCCL fails may be of use to survivors: it is looked at first.
-            let ended = try_join(through_host, self.arrived(tag, posted)).await;
-            let mut arrived: Vec<Option<Vec<DeviceBuffer>>> = (0..received).map(|_| None).collect();
-            far_places.iter().zip(far).for_each(|(place, message)| arrived[*place] = message);
-            match ended {
-                Ok((_, near)) => {
-                    near_places.iter().zip(near).for_each(|(place, message)| arrived[*place] = Some(message));
-                    Ok(arrived.into_iter().flatten().collect())
-                }
-                Err(error) => Err(Broken { error, arrived }),
-            }
+            let ((far, ()), near) = try_join(through_host, self.arrived(tag, posted)).await?;
+            let mut arrived: Vec<Vec<DeviceBuffer>> = (0..received).map(|_| Vec::new()).collect();
+            let placed = far_places.into_iter().zip(far).chain(near_places.into_iter().zip(near));
+            placed.for_each(|(place, message)| arrived[place] = message);
+            Ok(arrived)
         })
     }
 
@@ -303,7 +286,7 @@ impl Collective<Device> for NcclCollective {
 
     fn steps_ahead(&self) -> usize {
         // A rank in no island waits for messages through the host before it submits what uses them.
-        if self.options.resumable || self.own.is_none() { 0 } else { self.options.steps_ahead }
+        if self.own.is_none() { 0 } else { self.options.steps_ahead }
     }
 
     fn supports(&self, plans: &ProvedPlans) -> Result<()> {

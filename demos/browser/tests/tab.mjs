@@ -42,17 +42,6 @@ const failed = await run([
     exact(report, 2);
     assert.match(host.words(), /rank 2 .*(the tab was closed|the tab has not answered for 10 s.*); without rank 2; 2 ranks start again/);
   }],
-  ["a tab that is closed in the middle: the others finish the call with the keys that they have", async () => {
-    const host = group(`--on-loss finish-or-shrink --repeat 400 ${SHAPE}`);
-    const page = await lend((await host.links(1))[0]);
-    await busy(page);
-    await page.close();
-    // Whether they hold the keys of the tab depends on the moment; if not, they start again.
-    const report = await host.report();
-    assert.match(host.words(), /without rank 2; 2 ranks complete the call/);
-    assert.match(host.words(), /the output rows of queries .* are missing, their ranks were lost|the call cannot be completed/);
-    exact(report, 2);
-  }],
   ["a tab whose process is frozen is a lost rank after 10 s", async () => {
     const host = group(`--on-loss shrink --repeat 400 ${SHAPE}`);
     const page = await lend((await host.links(1))[0]);

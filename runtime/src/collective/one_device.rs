@@ -5,12 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::{join, try_join_all};
+use futures_util::future::{try_join_all, try_join3};
 use kyklos_transport::{Rank, Tag, Transport};
 
-use super::{
-    Arrivals, Broken, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_or_error,
-};
+use super::{Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece};
 use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use crate::meter::{Meter, Timeline};
 
@@ -129,32 +127,17 @@ impl Collective<Device> for OneDevice {
             .collect();
         let there = self.staged.post_exchange(device, meter, tag, memory, &sends_there, &recvs_there);
         Box::pin(async move {
-            let mut here: Vec<Option<Vec<DeviceBuffer>>> = Vec::new();
-            here.resize_with(received.len(), || None);
-            let ours = async {
-                let received = async {
-                    all_or_error(received, &mut here).await?;
-                    meter.arrived(tag.message);
-                    Ok(())
-                };
-                let (received, sent) = join(received, try_join_all(sent)).await;
-                received.and(sent.map(|_| ()))
+            let received = async {
+                let received = try_join_all(received).await?;
+                meter.arrived(tag.message);
+                Ok(received)
             };
-            let (ours, theirs) = join(ours, there).await;
-            let (theirs, their_error) = match theirs {
-                Ok(arrived) => (arrived.into_iter().map(Some).collect(), None),
-                Err(Broken { error, arrived }) => (arrived, Some(error)),
-            };
-            let (mut here, mut theirs): (_, std::vec::IntoIter<Option<Vec<DeviceBuffer>>>) =
-                (here.into_iter(), Vec::into_iter(theirs));
-            let arrived: Vec<Option<Vec<DeviceBuffer>>> = is_here
+            let (here, _, there) = try_join3(received, try_join_all(sent), there).await?;
+            let (mut here, mut there) = (here.into_iter(), there.into_iter());
+            Ok(is_here
                 .into_iter()
-                .map(|is_here| if is_here { here.next() } else { theirs.next() }.flatten())
-                .collect();
-            match ours.err().or(their_error) {
-                None => Ok(arrived.into_iter().flatten().collect()),
-                Some(error) => Err(Broken { error, arrived }),
-            }
+                .filter_map(|is_here| if is_here { here.next() } else { there.next() })
+                .collect())
         })
     }
 

@@ -42,12 +42,6 @@ pub enum Remedy {
         /// The key of the device in the cluster description, as in `[device.KEY]`.
         device: String,
     },
-    /// Survivors of a lost rank can complete a call only on a ring (Ulysses extent 1). Use one, or do not complete the call.
-    RecoverOnRing,
-    /// Survivors of a lost rank can complete a call only by a strategy that sends keys. Use one, or do not complete the call.
-    RecoverBySendingKeys,
-    /// Survivors of a lost rank cannot keep a fixed order of sums. Allow any order, or do not complete the call.
-    RecoverInAnyOrder,
 }
 
 impl fmt::Display for Remedy {
@@ -74,17 +68,6 @@ impl fmt::Display for Remedy {
             }
             Self::DescribeDtypeOrUseAnother { device } => {
                 write!(f, "add a [[device.{device}.attention]] of that dtype, or use another dtype")
-            }
-            Self::RecoverOnRing => f.write_str(
-                "each rank of a Ulysses group has some heads of all tokens, and a lost rank takes them with it: use a ring, \
-                 or begin the call again without the lost ranks",
-            ),
-            Self::RecoverBySendingKeys => f.write_str(
-                "with this strategy keys stay on their rank: use one that sends keys, such as ring, or begin the call \
-                 again without the lost ranks",
-            ),
-            Self::RecoverInAnyOrder => {
-                f.write_str("allow any order of sums, or begin the call again without the lost ranks")
             }
         }
     }
@@ -117,9 +100,6 @@ mod tests {
             Remedy::CompleteQueryCounts { total: 8 },
             Remedy::CompleteKeyCounts { total: 8 },
             Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() },
-            Remedy::RecoverOnRing,
-            Remedy::RecoverBySendingKeys,
-            Remedy::RecoverInAnyOrder,
         ];
         for remedy in &remedies {
             assert!(!remedy.to_string().contains("--"), "{remedy}");

@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::task::{Context, Poll};
 
 use super::ahead::Ahead;
-use crate::collective::{Arrivals, Broken};
+use crate::collective::{Arrivals, ExchangeError};
 use crate::plan::Recv;
 
 /// What goes on while the executor waits: exchanges that it has posted, and steps that it has submitted.
@@ -19,7 +19,7 @@ pub(super) struct InFlight<'r, Buffer> {
     pub(super) id: u32,
     pub(super) recvs: &'r [Recv],
     pub(super) arrivals: Arrivals<'r, Buffer>,
-    pub(super) ended: Option<Result<Vec<Vec<Buffer>>, Broken<Buffer>>>,
+    pub(super) ended: Option<Result<Vec<Vec<Buffer>>, ExchangeError>>,
 }
 
 impl<Buffer> Background<'_, Buffer> {

@@ -2,11 +2,10 @@
 
 use kyklos_transport::{Abort, AbortCause, Progress, Rank};
 
+use super::Inputs;
 use super::run::Run;
-use super::{Carryover, Inputs};
 use crate::backend::Backend;
-use crate::collective::{Collective, Memory};
-use crate::plan::StepProgress;
+use crate::collective::Collective;
 
 /// Aborts the group if it is dropped before [`Self::end`].
 pub(crate) struct AbortOnDrop<F: FnOnce(Abort)> {
@@ -61,16 +60,11 @@ pub(super) struct RunGuard<'i, 'r, 'a, B: Backend, C: Collective<B> + ?Sized> {
     /// `None` after the end.
     run: Option<Run<'r, 'a, B, C>>,
     inputs: &'i mut Inputs<B::Buffer>,
-    carryover: &'i mut Carryover<B::Buffer>,
 }
 
 impl<'i, 'r, 'a, B: Backend, C: Collective<B> + ?Sized> RunGuard<'i, 'r, 'a, B, C> {
     /// Moves `inputs` into the memory of `run`.
-    pub(super) fn new(
-        mut run: Run<'r, 'a, B, C>,
-        inputs: &'i mut Inputs<B::Buffer>,
-        carryover: &'i mut Carryover<B::Buffer>,
-    ) -> Self {
+    pub(super) fn new(mut run: Run<'r, 'a, B, C>, inputs: &'i mut Inputs<B::Buffer>) -> Self {
         let plan = run.executor.plan;
         run.memory.put(plan.q, inputs.q.take().into_iter().collect());
         run.memory.put(plan.kv, inputs.k.take().into_iter().chain(inputs.v.take()).collect());
@@ -82,7 +76,7 @@ impl<'i, 'r, 'a, B: Backend, C: Collective<B> + ?Sized> RunGuard<'i, 'r, 'a, B, 
             run.memory.put(own.stats, inputs.stats.take().into_iter().collect());
         }
         run.shared_bias = inputs.shared_bias.take();
-        Self { run: Some(run), inputs, carryover }
+        Self { run: Some(run), inputs }
     }
 
     pub(super) fn run(&mut self) -> &mut Run<'r, 'a, B, C> {
@@ -103,11 +97,6 @@ impl<B: Backend, C: Collective<B> + ?Sized> Drop for RunGuard<'_, '_, '_, B, C> 
         give_back(&mut run, self.inputs);
         let executor = run.executor;
         executor.collective.abort(dropped(Rank(executor.plan.rank), run.op, run.step));
-        if executor.keeps {
-            // A step may be half done, so a recovery begins this rank's plan again.
-            let progress = StepProgress { op: run.op, ..StepProgress::default() };
-            *self.carryover = Carryover { progress, memory: Memory::default() };
-        }
     }
 }
 

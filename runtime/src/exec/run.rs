@@ -26,9 +26,6 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) d_shared_bias: Option<B::Buffer>,
     /// Index of the current step. The steps before it are done.
     pub(super) step: usize,
-    /// Buffers, ascending, that had arrived whole when the run was interrupted, in exchanges on which it had not
-    /// waited.
-    pub(super) arrived: Vec<BufferId>,
     /// Exchanges that have ended and whose messages may still be on their way to the device ([`Collective::settled`]).
     pub(super) unsettled: Vec<u32>,
     /// A word that is not 0 once a finite element has become infinite on its way ([`Backend::convert`]).
@@ -41,17 +38,11 @@ pub(super) type RunEnd<Buffer> = (Vec<OutputTensor<Buffer>>, u64);
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// The results, o and lse or dq, dk, dv and where it is wanted dbias, and the number of pieces of work. With `to_host` they are also copied to the host.
     pub(super) async fn execute(&mut self, to_host: bool) -> Result<RunEnd<B::Buffer>> {
-        let Executor { plan, collective, keeps, .. } = self.executor;
-        // What a resumable run keeps must be there.
-        let most = if *keeps { 0 } else { collective.steps_ahead() };
-        let mut background = Background { exchanges: Vec::new(), ahead: Ahead::new(most, self.meter) };
+        let Executor { plan, collective, .. } = self.executor;
+        let ahead = Ahead::new(collective.steps_ahead(), self.meter);
+        let mut background = Background { exchanges: Vec::new(), ahead };
         let span = tracing::info_span!("operation", rank = plan.rank, op = self.op, steps = plan.steps.len());
-        let result = self.steps(&mut background, to_host).instrument(span).await;
-        if result.is_err() && *keeps {
-            background.exchanges.into_iter().for_each(|exchange| self.keep_arrived(exchange));
-            self.arrived.sort_unstable();
-        }
-        result
+        self.steps(&mut background, to_host).instrument(span).await
     }
 
     async fn steps(
@@ -97,10 +88,6 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 for ((tensor, bytes), host) in tensors.iter_mut().zip(self.tensor_bytes(id)).zip(&mut host) {
                     *host = Some(backend.download(tensor, 0..bytes).await?);
                 }
-            }
-            if self.executor.keeps {
-                let handles = tensors.iter_mut().map(|tensor| backend.share(tensor)).collect();
-                self.memory.put(id, handles);
             }
             let tensors = tensors.into_iter().zip(host);
             results.extend(tensors.map(|(buffer, host)| OutputTensor { buffer, host }));
@@ -164,7 +151,6 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             }
             Step::Attend { q, kv, state, bias: pairs } => {
                 self.begin_ahead(started, &mut background.ahead);
-                let before = self.copy_of_state(*state)?;
                 let mut tensors = self.state(*state)?;
                 let into = self.finalized_next(*state);
                 let mut output = into.map(|into| self.allocate(into)).transpose()?;
@@ -181,10 +167,6 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 }
                 self.memory.put(*state, tensors);
                 if let Err(Error::Cancelled) = attended {
-                    // Some rows include the block and others do not, so the state goes back to its value before the
-                    // block.
-                    self.memory.take(*state);
-                    before.into_iter().for_each(|tensors| self.memory.put(*state, tensors));
                     drop(work);
                     return Err(self.why_stopped(background).await);
                 }
@@ -253,9 +235,9 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// Where the results of a state go, if the current step attends to its last block and nothing else needs the state: the backend
     /// may compute both at once.
     fn finalized_next(&self, state: BufferId) -> Option<BufferId> {
-        let Executor { plan, lowered, keeps, .. } = self.executor;
+        let Executor { plan, lowered, .. } = self.executor;
         match plan.steps.get(self.step + 1)? {
-            Step::Finalize { state: next, into } if *next == state && !keeps => {
+            Step::Finalize { state: next, into } if *next == state => {
                 (!lowered.works[self.step].is_empty()).then_some(*into)
             }
             _ => None,
@@ -314,14 +296,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 None => return self.failed_ahead(&mut background.ahead),
             },
         };
-        let arrived = match ended {
-            Ok(arrived) => arrived,
-            Err(broken) => {
-                let error = broken.error.clone();
-                background.exchanges.push(InFlight { ended: Some(Err(broken)), ..mine });
-                return Err(self.explain(error));
-            }
-        };
+        let arrived = ended.map_err(|error| self.explain(error))?;
         mine.recvs.iter().zip(arrived).for_each(|(recv, tensors)| self.receive(recv, tensors));
         self.unsettled.push(id);
         Ok(())
@@ -355,14 +330,12 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             return error;
         }
         // An exchange under way gives the most detail: peer and bytes.
-        for exchange in &mut background.exchanges {
+        for mut exchange in background.exchanges.drain(..) {
             let ended = match exchange.ended.take() {
                 Some(ended) => ended,
                 None => exchange.arrivals.as_mut().await,
             };
-            let error = ended.as_ref().err().map(|broken| broken.error.clone());
-            exchange.ended = Some(ended);
-            if let Some(error) = error {
+            if let Err(error) = ended {
                 return self.explain(error);
             }
         }

@@ -11,9 +11,8 @@ mod hash;
 mod name;
 mod proved;
 mod step;
-mod step_progress;
 
-pub use check::{RankCheck, RemainingBuffers, check, check_in_order, check_repair, remaining_buffers};
+pub use check::{RankCheck, check, check_in_order};
 pub use content::Content;
 pub(crate) use explain::describe;
 pub use explain::{Explained, bias_in_words, bytes, expected_of_wire, explain, table};
@@ -22,7 +21,5 @@ pub use hash::plan_hash;
 pub use name::BufferName;
 pub use proved::ProvedPlans;
 pub use step::{
-    Buffer, BufferId, Direction, GradientBuffers, GradientStep, Kept, LostTokens, Plan, Recv, Send, Slice,
-    Step, World,
+    Buffer, BufferId, Direction, GradientBuffers, GradientStep, Plan, Recv, Send, Slice, Step, World,
 };
-pub use step_progress::StepProgress;

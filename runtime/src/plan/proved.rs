@@ -2,7 +2,7 @@
 
 use kyklos_transport::Rank;
 
-use super::{RankCheck, StepProgress, World, check, check_repair, plan_hash};
+use super::{RankCheck, World, check, plan_hash};
 use crate::Result;
 
 /// The plans of all ranks of a group, with their proof and their hash. Only a proof makes this type, and executors accept
@@ -36,22 +36,6 @@ impl ProvedPlans {
     pub fn new(world: World) -> Result<Self> {
         let checks = check(&world)?;
         let hash = plan_hash(&world, &identities(&world));
-        Ok(Self { world, checks, hash })
-    }
-
-    /// Proves `world`, the plans by which survivors complete an operation of `interrupted` ([`repair`](crate::repair)).
-    /// `ranks` are the survivors, by their ranks in the interrupted plans; `reached` is the progress of each.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub fn of_repair(
-        interrupted: &Self,
-        ranks: &[Rank],
-        reached: &[StepProgress],
-        world: World,
-    ) -> Result<Self> {
-        let checks = check_repair(&interrupted.world, ranks, reached, &world)?;
-        let hash = plan_hash(&world, &[origin(interrupted.hash, reached)]);
         Ok(Self { world, checks, hash })
     }
 
@@ -100,33 +84,4 @@ impl ProvedPlans {
 
 fn identities(world: &World) -> Vec<String> {
     (0..world.mesh.world()).map(|rank| format!("rank-{rank}")).collect()
-}
-
-/// The inputs of a repair, for the hash of its plans. All ranks must compose the same text, also ranks with another
-/// release: so the text does not depend on the names of types.
-fn origin(plan_hash: [u8; 32], reached: &[StepProgress]) -> String {
-    let ranks: Vec<String> = reached
-        .iter()
-        .map(|StepProgress { op, steps, arrived }| {
-            format!("Reached {{ op: {op}, steps: {steps}, arrived: {arrived:?} }}")
-        })
-        .collect();
-    format!("finishes {plan_hash:?} from [{}]", ranks.join(", "))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::plan::BufferId;
-
-    #[test]
-    fn the_text_that_enters_the_hash_is_that_of_earlier_releases() {
-        let reached = [
-            StepProgress { op: 3, steps: 7, arrived: vec![BufferId(1), BufferId(4)] },
-            StepProgress { op: 3, ..StepProgress::default() },
-        ];
-        let ranks = "[Reached { op: 3, steps: 7, arrived: [BufferId(1), BufferId(4)] }, \
-                     Reached { op: 3, steps: 0, arrived: [] }]";
-        assert_eq!(origin([7; 32], &reached), format!("finishes {:?} from {ranks}", [7; 32]));
-    }
 }

@@ -24,8 +24,8 @@ pub struct World {
     pub direction: Direction,
     /// One plan for each rank, in rank order.
     pub plans: Vec<Plan>,
-    /// Tokens without an owner: none, except in a repair.
-    pub lost: LostTokens,
+    /// Queries that no rank attends from: none, except in the plans of [`plan_rows`](crate::plan_rows).
+    pub left_out: TokenRuns,
 }
 
 /// What plans compute.
@@ -43,15 +43,6 @@ impl Direction {
     pub(crate) fn is_forward(&self) -> bool {
         *self == Self::Forward
     }
-}
-
-/// The tokens of failed ranks, ascending.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LostTokens {
-    /// Queries whose output rows are missing.
-    pub queries: TokenRuns,
-    /// Keys whose only copies are the blocks that survivors keep.
-    pub keys: TokenRuns,
 }
 
 /// The steps of one rank, and the buffers that they work on.
@@ -74,9 +65,6 @@ pub struct Plan {
     /// its rows ([`shared_rows`](crate::BiasTensor::shared_rows)): each rank then holds the whole tensor, and no step names it.
     #[serde(rename = "pairs")]
     pub bias: Option<BufferId>,
-    /// In a repair: buffers of the interrupted plan that hold their content before the first step.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub kept: Vec<Kept>,
     /// The steps, in issue order.
     pub steps: Vec<Step>,
 }
@@ -93,15 +81,6 @@ pub struct GradientBuffers {
     /// Gradient of the rank's own rows of the attention bias tensor, where the problem asks for it: a sum, complete at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub d_bias: Option<BufferId>,
-}
-
-/// A buffer of an interrupted plan that is a buffer of its repair too.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct Kept {
-    /// Its index in the interrupted plan.
-    pub was: BufferId,
-    /// Its index in the repair: of the same content, tokens and heads. A state has met [`Buffer::met`].
-    pub buffer: BufferId,
 }
 
 /// Index into [`Plan::buffers`].
@@ -125,7 +104,7 @@ pub struct Buffer {
     /// with room for more tokens.
     #[serde(skip_serializing_if = "is_zero")]
     pub spare: u32,
-    /// For a running state that is sent, received or kept: the keys that it has met by then. For a sum of gradients that
+    /// For a running state that is sent or received: the keys that it has met by then. For a sum of gradients that
     /// is sent or received: of keys, the queries whose gradients it holds by then; of queries or of a bias, the keys. Otherwise none.
     pub met: TokenRuns,
     /// For such a sum of gradients of keys or of a bias: the query heads whose gradients it holds.

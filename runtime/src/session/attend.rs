@@ -12,7 +12,7 @@ use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, BiasRows, Options};
 use crate::exec::{AbortOnDrop, DeviceOutput};
 use crate::plan::{Direction, ProvedPlans};
-use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
+use crate::{Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The result of a call on one rank, on its device.
 #[derive(Clone, Debug)]
@@ -131,11 +131,8 @@ impl Session {
     ) -> Result<Output> {
         let op = self.op;
         self.op += 1;
-        let mut carryover = Carryover::default();
-        // Only runs of given plans can be finished after a loss, so nothing is kept for that.
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        let DeviceOutput { results, report, spans } =
-            executor.run_agreed(op, inputs, &mut carryover, false).await?;
+        let DeviceOutput { results, report, spans } = executor.run_agreed(op, inputs, false).await?;
         self.last_run = Some((lowered.clone(), report.compute_ns));
         let [batch, _, heads, dim] = q.shape();
         let tokens = lowered.plans().world().output_tokens(self.rank()).len();

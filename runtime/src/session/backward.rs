@@ -9,7 +9,7 @@ use crate::backend::{Backend, Device, DeviceBuffer, RowStats, StateShape};
 use crate::call::Attention;
 use crate::exec::DeviceOutput;
 use crate::plan::{Direction, World};
-use crate::{Carryover, Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
+use crate::{Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
 
 /// The tensors of a forward call that its backward pass reads: this rank's part of each, as [`Session::attend`] took and
 /// returned them.
@@ -138,8 +138,7 @@ impl Session {
         let op = self.op;
         self.op += 1;
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        let DeviceOutput { results, report, spans } =
-            executor.run_agreed(op, inputs, &mut Carryover::default(), false).await?;
+        let DeviceOutput { results, report, spans } = executor.run_agreed(op, inputs, false).await?;
         let tensor = |of: &Tensor, buffer| Tensor::on_device(of.shape(), of.dtype(), &self.device, buffer);
         let mut results = results.into_iter().map(|result| result.buffer);
         let (Some(dq), Some(dk), Some(dv)) = (results.next(), results.next(), results.next()) else {

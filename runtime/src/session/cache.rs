@@ -227,8 +227,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// The part of the cache that is left on this rank, in a new group of survivors ([`Survivors::ranks`](super::Survivors)):
-    /// `ranks` has the former rank of each of them. The tokens of lost ranks are then [`missing`](Self::missing); calls are
+    /// The part of the cache that is left on this rank, in a new group of survivors
+    /// ([`Transport::reform`](kyklos_transport::Transport::reform)): `ranks` has the former rank of each of them. The tokens of lost ranks are then [`missing`](Self::missing); calls are
     /// refused until [`Session::restore`](super::Session::restore) has their keys again, or they are truncated. The n-th of `ranks`
     /// is rank n of the new group; the list is the same on all survivors. The new session uses the same [`Device`] or a clone of
     /// it; `Device::cpu()` makes another one.

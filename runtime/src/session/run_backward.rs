@@ -9,7 +9,7 @@ use super::backward::{OutputRows, StatsOfRows};
 use crate::backend::{Backend, DeviceBuffer, StateShape};
 use crate::exec::DeviceOutput;
 use crate::plan::{Direction, ProvedPlans};
-use crate::{Carryover, Dtype, Error, Executor, Inputs, RankOutput, RankReport, Result, Span};
+use crate::{Dtype, Error, Executor, Inputs, RankOutput, RankReport, Result, Span};
 
 /// The output of one rank, and the gradients of the loss with respect to it, in host memory.
 #[derive(Clone, Debug)]
@@ -98,11 +98,9 @@ impl Session {
                 return Err(error);
             }
         };
-        // Only runs of forward plans can be finished after a loss.
-        self.carryover = Carryover::default();
         let lowered = self.lower(plans);
         let executor = Executor::new(&self.device, &*self.collective, &lowered, self.options.run.clone());
-        let result = executor.run_to_host(self.op, &mut inputs, &mut Carryover::default()).await;
+        let result = executor.run_to_host(self.op, &mut inputs).await;
         self.op += 1;
         let DeviceOutput { results, report, spans } = result?;
         let mut host = results.into_iter().map(|tensor| tensor.host.unwrap_or_default());

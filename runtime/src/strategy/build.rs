@@ -7,8 +7,7 @@ use kyklos_transport::Rank;
 
 use crate::mesh::kv_heads_for;
 use crate::plan::{
-    Buffer, BufferId, BufferName, Content, Direction, GradientBuffers, Kept, Plan, Recv, Send, Slice, Step,
-    World,
+    Buffer, BufferId, BufferName, Content, Direction, GradientBuffers, Plan, Recv, Send, Slice, Step, World,
 };
 use crate::{Results, TokenRuns, lower};
 
@@ -57,7 +56,6 @@ impl<'a> PlanBuilder<'a> {
             output: BufferId(2),
             gradients: None,
             bias: None,
-            kept: Vec::new(),
             steps: Vec::with_capacity(8 + 4 * hops + 10 * peers),
         };
         let mut builder =
@@ -175,19 +173,6 @@ impl<'a> PlanBuilder<'a> {
     pub(super) fn holds(&mut self, sum: BufferId, met: TokenRuns, met_heads: Range<u32>) {
         let buffer = &mut self.plan.buffers[sum.0];
         (buffer.met, buffer.met_heads) = (met, met_heads);
-    }
-
-    /// Declares the buffer `was` of an interrupted plan, which this repair keeps; a state has met `met`.
-    pub(super) fn keep(&mut self, was: BufferId, of: &Buffer, met: TokenRuns) -> BufferId {
-        self.plan.buffers.push(Buffer { met, ..of.clone() });
-        let buffer = BufferId(self.plan.buffers.len() - 1);
-        self.plan.kept.push(Kept { was, buffer });
-        buffer
-    }
-
-    /// Keeps the output of an interrupted plan, which is complete.
-    pub(super) fn keep_output(&mut self, was: BufferId) {
-        self.plan.kept.push(Kept { was, buffer: self.plan.output });
     }
 
     /// Queries of shard `shard` (and what travels with them), for the heads of `own`. They are to be received and attended with

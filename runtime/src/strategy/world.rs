@@ -10,7 +10,7 @@ use super::price::Traffic;
 use super::results;
 use super::streams::Routes;
 use crate::parallel::for_each_rank;
-use crate::plan::{Content, Direction, LostTokens, Plan, World};
+use crate::plan::{Content, Direction, Plan, World};
 use crate::{
     AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Results, Split, Strategy, TokenRuns,
 };
@@ -53,7 +53,7 @@ pub fn plan_placed(
         strategy,
         direction: Direction::Forward,
         plans: Vec::new(),
-        lost: LostTokens::default(),
+        left_out: TokenRuns::default(),
     };
     Ok(with_plans(empty, plan_rank))
 }
@@ -163,7 +163,7 @@ pub(crate) fn dealt(
 }
 
 /// One rank that attends from the queries `rows` only, to all keys: the single-device run for comparison with a
-/// parallel one. The other queries count as lost.
+/// parallel one. The other queries are [left out](World::left_out).
 ///
 /// # Errors
 /// [`Error::Request`] when a row does not exist.
@@ -177,7 +177,6 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
     let mut others = vec![true; problem.q_len as usize];
     rows.iter().for_each(|row| others[row as usize] = false);
     let others = (0..problem.q_len).filter(|row| others[*row as usize]);
-    let lost = LostTokens { queries: TokenRuns::from_positions(others), keys: TokenRuns::default() };
     let mesh = Mesh::new(1, 1)?;
     let mut world = World {
         problem: problem.clone().with_replicated(0..0)?,
@@ -187,7 +186,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
         strategy: Strategy::Dense,
         direction: Direction::Forward,
         plans: Vec::new(),
-        lost,
+        left_out: TokenRuns::from_positions(others),
     };
     world.plans.push(plan_rank(&world, &Routes::default(), Rank(0)));
     Ok(world)

@@ -15,7 +15,6 @@ use crate::{Prepared, chosen_cases, dense_world, run_alone, run_together};
 mod codes;
 mod conversions;
 mod gradients;
-mod loss;
 mod states;
 mod values;
 
@@ -64,9 +63,6 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("reports numbers beyond f16", |backend, who| Box::pin(conversions::reports(backend, who))),
         ("encodes int8 as the definition says", |backend, who| Box::pin(codes::codes(backend, who))),
         ("refuses more memory than there is", |backend, who| Box::pin(absurd_memory(backend, who))),
-        ("keeps exactly what was done when a run is cut off", |backend, who| {
-            Box::pin(loss::finishes_what_was_cut_off(backend, who))
-        }),
         ("stops when it is cancelled", |backend, who| Box::pin(cancel(backend, who))),
         ("agrees with the oracle on gradients in f32, or refuses them", |backend, who| {
             Box::pin(gradients::every_case(backend, who, Dtype::F32))

@@ -15,7 +15,6 @@ mod accident;
 mod amount;
 #[path = "../common/mod.rs"]
 mod common;
-mod finish;
 #[path = "../../free_address.rs"]
 mod free_address;
 mod network;

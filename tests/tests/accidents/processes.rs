@@ -169,33 +169,19 @@ impl Group {
 
     /// Orders the first ranks to form the next group and to work. One of them pauses before a step.
     pub(crate) fn order(&mut self, work: Work, pause: Option<(u32, usize)>) {
-        let _ = self.order_to(work, pause, false, Link::Lan);
+        let _ = self.order_behind(work, pause, Link::Lan, None);
     }
 
-    /// The same as `order`, over links of another kind. With `finish` the survivors complete the current operation. Returns the
-    /// address of rank 0.
-    pub(crate) fn order_to(
-        &mut self,
-        work: Work,
-        pause: Option<(u32, usize)>,
-        finish: bool,
-        link: Link,
-    ) -> SocketAddr {
-        self.order_behind(work, pause, finish, link, None).0
-    }
-
-    /// The same as `order_to`, with a router between rank 0 and one rank, which must be the last one: others would dial it at the
-    /// router.
+    /// The same as `order`, over links of a kind, with a router between rank 0 and one rank, which must be the last one: others would dial it at
+    /// the router. Returns the address of rank 0.
     pub(crate) fn order_behind(
         &mut self,
         work: Work,
         pause: Option<(u32, usize)>,
-        finish: bool,
         link: Link,
         behind: Option<u32>,
     ) -> (SocketAddr, Option<Router>) {
-        // The survivors may have formed a group in between.
-        self.epoch += 2;
+        self.epoch += 1;
         // Another port than before: a closed rank keeps its own for a short time, for its last packets.
         let coordinator = SocketAddr::from((self.address(0), free_address().port()));
         let router = behind.map(|_| Router::new(coordinator));
@@ -210,7 +196,6 @@ impl Group {
                     .map_or(coordinator, |it| it.address),
                 bind: IpAddr::V4(self.address(rank)),
                 pause: pause.and_then(|(who, step)| (who == rank).then_some(step)),
-                finish,
                 link,
                 work,
             };

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use kyklos::backend::Device;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Error, Observer, RankOutput, RunOptions, Session, SessionOptions, Survivors};
+use kyklos::{Error, Observer, RankOutput, RunOptions, Session, SessionOptions};
 use kyklos_transport::quic::{Carrier, Identity, LinkProfile, LinkSettings, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Regroup, Transport, TransportError};
+use kyklos_transport::{Rank, Transport, TransportError};
 
 use crate::work::Work;
 
@@ -37,8 +37,6 @@ pub(crate) struct Order {
     pub(crate) bind: IpAddr,
     /// The rank pauses before this step of the first run, until the test orders it to continue.
     pub(crate) pause: Option<usize>,
-    /// Whether the survivors finish the operation after a loss.
-    pub(crate) finish: bool,
     pub(crate) link: Link,
     pub(crate) work: Work,
 }
@@ -66,14 +64,13 @@ impl Link {
 
 impl Order {
     pub(crate) fn line(&self) -> String {
-        let Self { epoch, rank, coordinator, bind, pause, finish, link, work: Work { ulysses, ring, seed } } =
-            self;
+        let Self { epoch, rank, coordinator, bind, pause, link, work: Work { ulysses, ring, seed } } = self;
         let pause = pause.map_or("-".to_owned(), |step| step.to_string());
-        format!("{epoch} {rank} {coordinator} {bind} {pause} {finish} {link:?} {ulysses} {ring} {seed}")
+        format!("{epoch} {rank} {coordinator} {bind} {pause} {link:?} {ulysses} {ring} {seed}")
     }
 
     fn parse(line: &str) -> Self {
-        let [epoch, rank, coordinator, bind, pause, finish, link, ulysses, ring, seed] =
+        let [epoch, rank, coordinator, bind, pause, link, ulysses, ring, seed] =
             line.split_whitespace().collect::<Vec<_>>()[..]
         else {
             panic!("{line:?} is no order")
@@ -84,7 +81,6 @@ impl Order {
             coordinator: coordinator.parse().unwrap(),
             bind: bind.parse().unwrap(),
             pause: pause.parse().ok(),
-            finish: finish.parse().unwrap(),
             link: Link::ALL.into_iter().find(|one| format!("{one:?}") == link).unwrap(),
             work: Work {
                 ulysses: ulysses.parse().unwrap(),
@@ -146,7 +142,6 @@ fn run(device: &Device, order: &Order, transport: &Arc<dyn Transport>) -> kyklos
     let plans = Arc::new(ProvedPlans::new(order.work.world())?);
     let tensors = order.work.tensors_of(plans.world(), Rank(order.rank));
     let options = SessionOptions {
-        resumable: order.finish,
         run: RunOptions {
             observer: Arc::new(Pause { before: order.pause }),
             poison: true,
@@ -165,14 +160,7 @@ fn run(device: &Device, order: &Order, transport: &Arc<dyn Transport>) -> kyklos
                 break;
             }
         }
-        if result.is_ok() || !order.finish {
-            return result;
-        }
-        let group = transport.reform(Regroup::Survivors, PATIENCE).await?;
-        let survivors = Survivors { transport: group.transport, ranks: group.members };
-        let finished = session.finish(&plans, &mut inputs, &survivors).await;
-        let _ = survivors.transport.close(Duration::from_secs(5)).await;
-        Ok(bytes(&finished?.output))
+        result
     })
 }
 

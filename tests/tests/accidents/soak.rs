@@ -102,7 +102,7 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
     let slow = matches!(accident, Accident::Slow).then(SlowLinks::new);
     let pause = accident.step().map(|step| (victim, step));
     let behind = matches!(accident, Accident::Rebound { .. }).then_some(victim);
-    let (coordinator, router) = group.order_behind(work, pause, false, link, behind);
+    let (coordinator, router) = group.order_behind(work, pause, link, behind);
     let flood =
         matches!(accident, Accident::Flooded).then(|| Flood::start(coordinator, chance.below(u64::MAX)));
     let process = &mut group.ranks[victim as usize];

@@ -5,8 +5,7 @@ use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_oracle::inputs::{Case, TensorId, fill};
-use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
+use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_transport::{Rank, in_process_group};
 
 use crate::common::run_world;
@@ -31,25 +30,6 @@ impl Work {
         let problem = AttentionProblem::new(SHAPE, Dtype::F32, Mask::causal()).unwrap();
         let mesh = Mesh::new(self.ulysses, self.ring).unwrap();
         plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap()
-    }
-
-    /// The same for the oracle.
-    pub(crate) fn case(self) -> Case {
-        let [batch, tokens, q_heads, kv_heads, head_dim] = SHAPE.map(|extent| extent as usize);
-        let problem = OracleProblem {
-            batch,
-            q_len: tokens,
-            kv_len: tokens,
-            q_heads,
-            kv_heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f64).sqrt(),
-            softcap: None,
-            mask: OracleMask::full().and(OracleTerm::Causal),
-            q_offset: 0,
-            sinks: Vec::new(),
-        };
-        Case { name: "a causal problem", seed: self.seed, problem, poison: Vec::new(), pairs: None }
     }
 
     fn tensors(self) -> Tensors {

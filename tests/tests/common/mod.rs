@@ -2,7 +2,6 @@
 
 #![allow(dead_code, reason = "each program uses its part")]
 
-pub mod cut;
 pub mod devices;
 mod threads;
 

@@ -23,7 +23,6 @@ mod shared_rows;
 mod simulator;
 mod spans;
 mod strategies;
-mod survivors;
 mod wire;
 
 use amount::amount;

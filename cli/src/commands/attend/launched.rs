@@ -12,7 +12,7 @@ use crate::devices::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note};
 use crate::group;
 use crate::interrupt;
-use crate::job::on_loss::{self, GroupLoss, LossPolicy, Recovery};
+use crate::job::on_loss::{self, GroupLoss, LossPolicy};
 use crate::job::rank;
 use crate::job::refusal::refuse;
 use crate::observe::live::{self, Live};
@@ -76,7 +76,7 @@ fn in_groups(
             .and_then(|request| Prepared::new(args, request, (assignment.local_world, true)))
             .map(|prepared| prepared.shown_on(live))
             .map_err(refuse_all)?;
-        let begins_again = matches!(args.on_loss, OnLoss::Shrink | OnLoss::Rejoin | OnLoss::FinishOrShrink);
+        let begins_again = args.on_loss != OnLoss::Stop;
         // Kept for the next group: a browser tab does not come twice.
         let device = device.get_or_insert_with(|| open_device(args, assignment)).clone();
         // Without its device this rank refuses the call below.
@@ -105,21 +105,8 @@ fn in_groups(
                 None => job.agreed.request.source.warning().iter().for_each(|warning| note(warning)),
             }
         }
-        let mut recovery = Recovery::new(policy, &group);
-        let done = rank::work(&job, transport, device, Some(&mut recovery));
+        let done = rank::work(&job, transport, device);
         job.watch.phase(None);
-        if let Some((ended, next, begins_again)) = recovery.into_next() {
-            group = next;
-            if begins_again {
-                if let (0, Err(failure)) = (group.transport.rank().0, &done) {
-                    note(&format!("the call cannot be completed: {}", failure.text));
-                }
-                lost = Some(ended);
-                continue;
-            }
-            rank::leave(&job, &group.transport, &done);
-            return done?.failure().map_or(Ok(()), Err);
-        }
         if let Err(failure) = &done {
             GroupLoss::cause(policy, &**transport, failure);
         }

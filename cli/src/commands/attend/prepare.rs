@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::backend::Device;
-use kyklos::can_repair;
 use kyklos_transport::{Rank, Transport};
 
 use super::args::AttendArgs;
@@ -39,15 +38,6 @@ pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) 
     args.collective.fits(&args.device.0, false)?;
     let request = Request::new(&args.problem, args.seed, Some(world))?;
     fits_fewer_ranks(args)?;
-    if args.problem.grad && args.on_loss.finishes() {
-        return Err(Failure::request(
-            format!("--grad with --on-loss {}", args.on_loss.name()),
-            "use stop, shrink or rejoin: a backward pass cannot go on without the rows of a lost rank",
-        ));
-    }
-    if args.on_loss.finishes() {
-        can_repair(&request.problem, request.mesh, request.strategy)?;
-    }
     Ok(request)
 }
 

@@ -3,8 +3,6 @@
 use std::fmt;
 use std::process::ExitStatus;
 
-use crate::failure::EXIT_LACKS;
-
 /// A process that has ended.
 #[derive(Debug)]
 pub(super) struct Ended {
@@ -27,11 +25,6 @@ impl Ended {
     /// Whether it has ended well, which is when the result is complete.
     pub(super) fn is_well(&self) -> bool {
         self.status.success() && !self.is_killed()
-    }
-
-    /// Whether it has ended after all ranks had delivered the result, or what the survivors have of it.
-    pub(super) fn has_delivered(&self) -> bool {
-        self.is_well() || self.has_code(EXIT_LACKS)
     }
 
     /// Whether it has ended by itself, with this exit code.
@@ -75,16 +68,15 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_process_has_delivered_nothing_whatever_its_exit_code() {
+    fn a_killed_process_has_not_ended_well_whatever_its_exit_code() {
         let (by_itself, killed) = ends();
         assert!(!killed.is_empty());
         for ended in killed {
-            assert!(ended.is_killed() && !ended.is_well() && !ended.has_delivered(), "{ended}");
+            assert!(ended.is_killed() && !ended.is_well(), "{ended}");
             assert!((0..=u8::MAX).all(|code| !ended.has_code(code)), "{ended}");
         }
-        let told: Vec<_> = by_itself.iter().map(|ended| (ended.is_well(), ended.has_delivered())).collect();
-        let failed = (false, false);
-        assert_eq!(told, [(true, true), failed, failed, (false, true), failed]);
+        let told: Vec<_> = by_itself.iter().map(Ended::is_well).collect();
+        assert_eq!(told, [true, false, false, false, false]);
         assert!(by_itself.iter().all(|ended| !ended.is_killed()));
     }
 }

@@ -100,7 +100,7 @@ function showFacts(facts) {
 
 function show(state) {
   lastElapsed = state.elapsed_s;
-  const brief = { failed: "The call has failed.", incomplete: "The call has ended, without the rows of lost ranks." }[state.state];
+  const brief = state.state === "failed" ? "The call has failed." : undefined;
   at("lost").hidden = !brief;
   if (brief) set(at("lost"), state.text);
   set(at("text"), brief ?? state.text);

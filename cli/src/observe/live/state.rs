@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::rows::{Call, Row, Seen, View};
-use crate::failure::{EXIT_LACKS, Failure};
+use crate::failure::Failure;
 use crate::observe::http::{PATIENCE, Sink};
 use crate::observe::record::Flight;
 
@@ -33,7 +33,7 @@ struct Known {
     /// By rank.
     seen: Vec<Seen>,
     latest: Option<(Instant, Arc<str>)>,
-    /// `done`, `incomplete` or `failed`, and in words.
+    /// `done` or `failed`, and in words.
     end: Option<(&'static str, String)>,
     report: Option<Arc<str>>,
     clients: u32,
@@ -96,7 +96,6 @@ impl Live {
         let mut known = self.lock();
         known.end = Some(match failure {
             None => ("done", "The call has ended well.".to_owned()),
-            Some(failure) if failure.exit == EXIT_LACKS => ("incomplete", failure.text.clone()),
             Some(failure) => ("failed", format!("The call has failed: {}", failure.text)),
         });
         known.latest = None;

@@ -29,8 +29,6 @@ pub(crate) enum Holder {
     Several,
     /// Every rank has them.
     Every,
-    /// The tokens of lost ranks.
-    Nobody,
 }
 
 /// The different pictures of the first batch entries.
@@ -130,7 +128,6 @@ fn holders(placement: &Placement, ends: &[u32]) -> Vec<Holder> {
         let (rank, count) = most[block];
         match tokens {
             _ if shared[block] * 2 > tokens => Holder::Every,
-            _ if owned[block] == 0 => Holder::Nobody,
             _ if count * 2 > tokens => Holder::Rank(rank),
             _ => Holder::Several,
         }

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
-use kyklos::plan::{ProvedPlans, StepProgress};
+use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, Dtype, Error, Mask, Mesh, OutputGradient, PlacementKind, Saved, Session,
     Split, Strategy, Tensor, plan_backward,
 };
-use kyklos_transport::{Rank, in_process_group};
+use kyklos_transport::in_process_group;
 
 use super::Entry;
 use super::library::entry;
@@ -68,14 +68,6 @@ fn of_given() -> [Error; 2] {
     })
 }
 
-/// Of survivors of a backward pass that would complete it.
-fn of_repair() -> Error {
-    let mesh = Mesh::new(1, 2).unwrap();
-    let even = Split::Even;
-    let world = plan_backward(&problem(), mesh, PlacementKind::Contiguous, &even, Strategy::Ring).unwrap();
-    kyklos::repair(&world, &[Rank(0)], &[StepProgress::default()]).unwrap_err()
-}
-
 pub(super) fn refusals() -> Vec<Entry> {
     let (mesh, even) = (Mesh::new(2, 2).unwrap(), Split::Even);
     let planned = |problem: &AttentionProblem, strategy| {
@@ -118,11 +110,6 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Session::run_backward with a gradient of 3 tokens for 4 queries",
             of_tokens,
             "A tensor that does not fit the output.",
-        ),
-        entry(
-            "repair of a plan of plan_backward",
-            of_repair(),
-            "A lost rank in a backward pass: sums of several ranks are under way.",
         ),
     ]
 }

@@ -4,7 +4,7 @@ use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::{
     Attention, AttentionProblem, BiasTensor, CacheOptions, Dtype, Error, Execution, KvCache, Mask, Mesh,
-    Placement, PlacementKind, Results, Session, Split, Strategy, Tensor, WireFormat, can_repair, plan_world,
+    Placement, PlacementKind, Results, Session, Split, Strategy, Tensor, WireFormat, plan_world,
 };
 use kyklos_transport::{Rank, in_process_group};
 
@@ -111,7 +111,6 @@ pub(super) fn refusals() -> Vec<Entry> {
     };
     let same = problem().with_same_queries(true).unwrap();
     let third = problem().with_results(Results::One(Rank(2))).unwrap();
-    let all = problem().with_results(Results::All).unwrap();
     let place = Placement::new(PlacementKind::Contiguous, mesh, 8, &Split::Even).unwrap();
     let other = |options: CacheOptions| session().kv_cache(options).unwrap_err();
     vec![
@@ -302,10 +301,5 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Take the rows on that rank.",
         ),
         entry("plans with results for rank 2 of 2", plan(&third, Strategy::Ring), "Ranks count from 0."),
-        entry(
-            "recovery of plans with results for all ranks",
-            can_repair(&all, mesh, Strategy::Ring).unwrap_err(),
-            "Completed results stay with the survivors.",
-        ),
     ]
 }

@@ -10,10 +10,10 @@ use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{Backend, Control, Device};
 use kyklos::host::{Tensors, shard};
-use kyklos::plan::{LostTokens, ProvedPlans, StepProgress, World, check};
+use kyklos::plan::{ProvedPlans, World, check};
 use kyklos::{
     AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, PlacementKind, RankOutput, Session,
-    SessionOptions, Split, Strategy, TokenRuns, plan_rows, plan_world, repair,
+    SessionOptions, Split, Strategy, TokenRuns, plan_rows, plan_world,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, RefusalReason, Tag, Transport, Vote, in_process_group};
@@ -71,8 +71,6 @@ pub(super) fn refusals() -> Vec<Entry> {
         scope.spawn(|| run_rank(second, zeros(4 * 2 * 8 * 4)));
         run_rank(first, zeros(4)).unwrap_err()
     });
-    let finishes =
-        World { lost: LostTokens { keys: TokenRuns::contiguous(0..4), ..LostTokens::default() }, ..ring() };
     vec![
         entry(
             "AttentionProblem::with_sinks with 3 of them for 2 heads",
@@ -109,11 +107,6 @@ pub(super) fn refusals() -> Vec<Entry> {
             "host::shard without the attention bias tensor that the problem has",
             shard(&dense, Rank(0), &whole).unwrap_err(),
             "The problem and the tensors must agree.",
-        ),
-        entry(
-            "repair of a world that finishes what another one began",
-            repair(&finishes, &[Rank(0)], &[StepProgress::default()]).unwrap_err(),
-            "The survivors can form a group and start a new call.",
         ),
         entry("Session::load with a short q", loaded, "A rank loads the tensors of its own tokens."),
     ]
@@ -203,11 +196,6 @@ pub(super) fn of_runs() -> Vec<Entry> {
             "a plan was tampered with",
             check(&tampered).unwrap_err(),
             "A bug of a strategy: please report it.",
-        ),
-        entry(
-            "a ring that is to be finished without a rank lost it before its keys were elsewhere",
-            repair(&ring(), &[Rank(0)], &[StepProgress::default()]).unwrap_err(),
-            "With `--on-loss finish` the call ends; `finish-or-shrink` starts again without these tokens.",
         ),
         entry(
             "a device has no such memory to give",

@@ -91,7 +91,6 @@ pub(super) const GROUPS: &[Group] = &[
                 "The oracle computes all gradients of one KV head in f64.",
             ),
             ("@ --grad --grad-bias", "A call without a bias, or with a mask, which has no gradient."),
-            ("launch -n 2 -- @ --grad --on-loss finish", "Sums of gradients of several ranks are under way."),
             ("attend --shape 1,64,3,3,64 --mesh 4x1", "Ulysses gives every rank at least one query head."),
             ("@ --mesh 2x2 --strategy ring", "The strategy and the mesh contradict each other."),
             ("@ --strategy spiral", "There is no such strategy."),
@@ -228,22 +227,6 @@ pub(super) const GROUPS: &[Group] = &[
             (
                 "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29600 @ --identity DIR/ids/rank-1.pem --rejoin",
                 "The other ranks only wait for a replacement with `--on-loss rejoin`.",
-            ),
-            (
-                "launch -n 2 -- @ --mesh 2x1 --on-loss finish",
-                "In a ring the survivors have the keys of the lost rank. Here no other rank has its heads.",
-            ),
-            (
-                "launch -n 2 -- @ --mesh 1x2 --strategy pass-q --on-loss finish",
-                "No other rank has the keys of a lost rank.",
-            ),
-            (
-                "launch -n 2 -- attend --shape 1,512,8,2,64 --mesh 1x2 --fixed-order --on-loss finish",
-                "The survivors would add in another order.",
-            ),
-            (
-                "launch -n 2 -- @ --mesh 1x2 --wire f16 --on-loss finish",
-                "A lost rank cannot say whether its elements were in the range of f16.",
             ),
             (
                 "launch -n 4 -- @ --mesh 2x2 --on-loss shrink",

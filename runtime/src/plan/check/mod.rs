@@ -5,8 +5,6 @@
 //!    becomes output has met every key that its rows can see exactly once.
 //! 2. **All plans together**: every message that is sent is received, and has the content that the receiver declared.
 //! 3. **No deadlock**, though a send completes only when its receive has been posted.
-//! 4. Of the plans of a repair ([`check_repair`]): **every buffer that they keep was there**, with the content that they
-//!    declare: the interrupted plans are walked up to the progress of each rank.
 //!
 //! Every buffer declares the tokens and heads of its content, and every step preserves this declaration. So a rank
 //! whose output is written whole has the right output.
@@ -14,12 +12,10 @@
 mod gradients;
 mod met;
 mod proof;
-mod repair;
 mod states;
 mod together;
 mod walk;
 mod world;
 
-pub use repair::{RemainingBuffers, check_repair, remaining_buffers};
 pub use together::check_in_order;
 pub use world::{RankCheck, check};

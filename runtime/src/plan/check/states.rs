@@ -90,7 +90,7 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Takes a state that is received or kept: it has met the keys that it declares.
+    /// Takes a state that is received: it has met the keys that it declares.
     pub(super) fn receive_state(&mut self, id: BufferId) -> Result<()> {
         if self.lives[id.0].live {
             return self.fault(format!("{} is received into", self.name(id)));

@@ -5,7 +5,7 @@ use kyklos_transport::Rank;
 use super::proof::{Posted, RankProof};
 use crate::Result;
 use crate::mesh::kv_heads_for;
-use crate::plan::{BufferId, Content, Kept, Slice, Step};
+use crate::plan::{BufferId, Content, Slice, Step};
 
 impl<'a> RankProof<'a> {
     /// Peak bytes of buffers alive at once.
@@ -113,20 +113,7 @@ impl<'a> RankProof<'a> {
                 self.lives[id.0].written.push((0..tokens.len(), 0..heads));
             }
         }
-        self.plan.kept.iter().try_for_each(|kept| self.kept(*kept))
-    }
-
-    /// A buffer that a repair keeps is written from the start; a state has met the keys that it declares.
-    fn kept(&mut self, Kept { buffer: id, .. }: Kept) -> Result<()> {
-        self.exists(id)?;
-        if self.lives[id.0].live || (self.plan.is_own(id) && id != self.plan.output) {
-            return self.fault(format!("{} is kept, and is already written", self.name(id)));
-        }
-        match self.plan.buffer(id).content {
-            Content::State => self.receive_state(id),
-            Content::KeyValue | Content::WireKeyValue | Content::Output => self.write(&self.plan.whole(id)),
-            content => self.fault(format!("{} is kept, and is {content:?}", self.name(id))),
-        }
+        Ok(())
     }
 
     pub(super) fn step(&mut self, step: &'a Step) -> Result<()> {

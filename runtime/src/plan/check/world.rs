@@ -52,30 +52,32 @@ fn check_rank(world: &World, rank: Rank) -> Result<RankCheck> {
     Ok(RankCheck { peak_bytes, bytes_sent, messages_sent })
 }
 
-/// Checks that every token has exactly one owner, except replicated and lost tokens, which have none.
+/// Checks that every token has exactly one owner, except replicated tokens and left-out queries, which have none.
 fn owners(world: &World) -> Result<()> {
-    for (what, placement, total, lost) in [
-        ("query", &world.q_placement, world.problem.q_len, &world.lost.queries),
-        ("key", &world.kv_placement, world.problem.kv_len, &world.lost.keys),
+    let none = TokenRuns::default();
+    for (what, placement, total, left_out) in [
+        ("query", &world.q_placement, world.problem.q_len, &world.left_out),
+        ("key", &world.kv_placement, world.problem.kv_len, &none),
     ] {
         let shared = match placement.replicated().runs() {
             [] => Some(0..0),
             [run] if run.stride == 1 => Some(run.start..run.start + run.count),
             _ => None,
         };
-        if lost.is_empty() && shared.is_some_and(|shared| covers_once(total, &shared, placement.ranks())) {
+        if left_out.is_empty() && shared.is_some_and(|shared| covers_once(total, &shared, placement.ranks()))
+        {
             continue;
         }
         let mut owner: Vec<Option<u32>> = vec![None; total as usize];
         let is_in =
             |tokens: &TokenRuns, token: u32| tokens.runs().iter().any(|run| run.meets(token, token + 1));
         let replicated = |token: u32| is_in(placement.replicated(), token);
-        let mut is_lost = vec![false; total as usize];
-        for token in lost.iter() {
-            match is_lost.get_mut(token as usize) {
-                Some(is_lost) => *is_lost = true,
+        let mut is_left_out = vec![false; total as usize];
+        for token in left_out.iter() {
+            match is_left_out.get_mut(token as usize) {
+                Some(is_left_out) => *is_left_out = true,
                 None => {
-                    let fault = format!("{what} {token} is lost and does not exist, there are {total}");
+                    let fault = format!("{what} {token} is left out and does not exist, there are {total}");
                     return Err(Error::plan(Rank(0), None, fault));
                 }
             }
@@ -84,7 +86,7 @@ fn owners(world: &World) -> Result<()> {
             for token in tokens.iter() {
                 let fault = match owner.get_mut(token as usize) {
                     Some(None) if replicated(token) => format!("{what} {token} is also on every rank"),
-                    Some(None) if is_lost[token as usize] => format!("{what} {token} is also lost"),
+                    Some(None) if is_left_out[token as usize] => format!("{what} {token} is also left out"),
                     Some(owner @ None) => {
                         *owner = Some(rank);
                         continue;
@@ -97,7 +99,7 @@ fn owners(world: &World) -> Result<()> {
         }
         if let Some((token, _)) = (0..)
             .zip(&owner)
-            .zip(&is_lost)
+            .zip(&is_left_out)
             .map(|((token, owner), lost)| (token, owner.is_some() || *lost))
             .find(|(token, fine)| !fine && !replicated(*token))
         {

@@ -9,7 +9,7 @@ use super::super::streams::Routes;
 use super::super::world::{fits, runs_on, with_plans};
 use super::{Sums, replicated};
 use crate::mesh::kv_heads_for;
-use crate::plan::{Buffer, BufferId, Content, Direction, LostTokens, Plan, World};
+use crate::plan::{Buffer, BufferId, Content, Direction, Plan, World};
 use crate::{
     AttentionProblem, Error, Mesh, Placement, PlacementKind, Result, Results, Split, Strategy, TokenRuns,
     WireFormat,
@@ -66,7 +66,7 @@ pub fn plan_backward_placed(
         strategy,
         direction: Direction::Backward,
         plans: Vec::new(),
-        lost: LostTokens::default(),
+        left_out: TokenRuns::default(),
     };
     Ok(with_plans(empty, plan_rank))
 }

@@ -36,8 +36,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         let options = NcclOptions { steps_ahead, deadline: DEADLINE, ..NcclOptions::default() };
         all.push(held(name, hold_until, options, ends_well));
     }
-    let resumable = NcclOptions { resumable: true, deadline: DEADLINE, ..NcclOptions::default() };
-    all.push(held("a session that keeps results for survivors waits for each kernel", 2, resumable, false));
     all.push(super::scenario("the times of steps ahead have no overlap", 3, "move_ms=1500", times));
     all
 }

@@ -1,20 +1,16 @@
 //! Groups in which some ranks exchange messages by NCCL, and others through the host.
 
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use kyklos::backend::{Backend, Device, DeviceBuffer};
-use kyklos::collective::{Broken, Collective, ExchangeError, Incoming, Memory};
+use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
-use kyklos::{
-    Dtype, Mesh, Meter, RankOutput, Result, RunOptions, Session, Strategy, SystemClock, WireFormat,
-};
+use kyklos::{Dtype, Mesh, RankOutput, Result, RunOptions, Session, Strategy, WireFormat};
 use kyklos_backend_suite::{Prepared, Whole};
 use kyklos_cuda::{CudaBackend, NcclCollective, NcclDecision, NcclOptions};
 use kyklos_oracle::inputs::cases;
-use kyklos_transport::{Rank, Tag, Transport, in_process_group};
+use kyklos_transport::{Rank, Transport, in_process_group};
 use pollster::block_on;
 
 use super::{DEADLINE, run, scenario, session, world};
@@ -91,12 +87,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             assert!(start.elapsed() < deadline + Duration::from_secs(8), "{:?}", start.elapsed());
         }));
     }
-    all.push(scenario(
-        "what has arrived through the host is kept when NCCL fails",
-        2,
-        "",
-        kept_through_the_host,
-    ));
     all.push(scenario("a rank outside an island that leaves", 3, "", || {
         let on = Ranks { gpus: &[Some(0), None, Some(1), Some(2)], clusters: |_| 0 };
         let start = Instant::now();
@@ -108,42 +98,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     }));
     all
-}
-
-/// Rank 1 waits for rank 0 by NCCL, which sends nothing, and gets a message of rank 2 through the host.
-fn kept_through_the_host() {
-    let tag = Tag { op: 0, message: 0 };
-    let barrier = Barrier::new(3);
-    let kept = on_threads(in_process_group(3), |transport| {
-        let rank = transport.rank().0;
-        let device = if rank == 2 { Device::cpu() } else { gpu(rank) };
-        let options = NcclOptions { deadline: Duration::from_secs(1), resumable: true, ..options() };
-        let decision = block_on(NcclCollective::form(&transport, &device, options)).unwrap();
-        let NcclDecision::Use(nccl) = decision else { panic!("{decision:?}") };
-        let mut kept = None;
-        let sent = (rank == 2)
-            .then(|| transport.post_send(Rank(1), tag, vec![Bytes::from_static(b"here")], DEADLINE));
-        // The time limit of rank 1 begins when the message is there.
-        barrier.wait();
-        if rank == 1 {
-            let from = |rank| Incoming { from: Rank(rank), piece_bytes: vec![4] };
-            let meter = Meter::new(Arc::new(SystemClock::new()), false);
-            let mut memory = Memory::default();
-            let exchange = nccl.post_exchange(&device, &meter, tag, &mut memory, &[], &[from(0), from(2)]);
-            if let Err(Broken { arrived, error: ExchangeError::Transport(_) }) = block_on(exchange) {
-                let read =
-                    |mut pieces: Vec<DeviceBuffer>| block_on(device.download(&mut pieces[0], 0..4)).unwrap();
-                kept = Some(arrived.into_iter().map(|pieces| pieces.map(read)).collect::<Vec<_>>());
-            }
-        }
-        // Before the others go on: a fault must not leave them waiting.
-        let sent = sent.map(block_on);
-        // A rank stays in its group until all have ended.
-        barrier.wait();
-        assert!(sent.is_none_or(|sent| sent.is_ok()));
-        kept
-    });
-    assert_eq!(kept[1], Some(vec![None, Some(Bytes::from_static(b"here"))]));
 }
 
 /// Where each rank of a group computes: on this GPU, or on the cores; and its cluster.

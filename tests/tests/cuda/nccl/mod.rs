@@ -268,8 +268,8 @@ fn world(prepared: &Prepared, mesh: Mesh, strategy: Strategy, wire: WireFormat) 
 fn session(transport: Arc<dyn Transport>, device: Device, options: NcclOptions, run: RunOptions) -> Session {
     match block_on(NcclCollective::form(&transport, &device, options)).unwrap() {
         NcclDecision::Use(nccl) => {
-            let NcclOptions { deadline, resumable, .. } = options;
-            let options = SessionOptions { deadline, resumable, run, ..SessionOptions::default() };
+            let NcclOptions { deadline, .. } = options;
+            let options = SessionOptions { deadline, run, ..SessionOptions::default() };
             Session::with_collective(transport, device, nccl, options)
         }
         NcclDecision::Leave(refusal) => panic!("{refusal}"),

@@ -262,7 +262,7 @@ fn lost_sender() {
     let _ = launch(sender);
     assert!(block_on(sender.wait()).is_err());
     let broken = block_on(receiving).unwrap_err();
-    let error = format!("{:?}", broken.error);
+    let error = format!("{:?}", broken);
     assert!(error.contains("cuda:0") && !error.contains("cuda:1"), "{error}");
     works(receiver);
 }

@@ -1,27 +1,22 @@
-//! What is kept of messages after a failure: those that have arrived, and none that nobody takes.
+//! Messages that nobody takes are freed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use kyklos::backend::{Backend, Device, DeviceBuffer};
-use kyklos::collective::{Broken, Collective, ExchangeError, Incoming, Memory};
+use kyklos::backend::{Backend, Device};
 use kyklos::host::shard;
-use kyklos::{Dtype, Mesh, Meter, Observer, RunOptions, Session, SessionOptions, Strategy, SystemClock};
+use kyklos::{Dtype, Mesh, Observer, RunOptions, Session, SessionOptions, Strategy};
 use kyklos_cuda::{CudaBackend, CudaOptions};
-use kyklos_transport::{Rank, Tag, TransportError, in_process_group};
+use kyklos_transport::{Rank, in_process_group};
 use pollster::block_on;
 
-use super::{CASE, DEADLINE, device, named, plans_on, scenario};
+use super::{CASE, DEADLINE, named, plans_on, scenario};
 use crate::scenario::Scenario;
 
 pub(super) fn scenarios() -> Vec<Scenario> {
-    let mut arrived =
-        scenario("what has arrived from other processes is kept after a failure here", 2, arrived);
-    arrived.says_not = &[];
-    let mut all = vec![arrived];
+    let mut all = Vec::new();
     for (name, ranks, run) in [
         ("of a receiver that drops its call", 3, not_taken as fn()),
         ("of a receiver that is not there yet", 3, not_asked_for),
@@ -32,38 +27,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         all.push(freed);
     }
     all
-}
-
-/// Rank 1 gets a message from a rank elsewhere, and word of one from its own process that is not there.
-fn arrived() {
-    let group = in_process_group(3);
-    let ranks: Vec<_> = group[..2].iter().cloned().zip((0..).map(device)).collect();
-    let peers = named(&ranks);
-    let tag = Tag { op: 0, message: 0 };
-    let from = |rank, bytes: usize| Incoming { from: Rank(rank), piece_bytes: vec![bytes] };
-    for recvs in [[from(0, 8), from(2, 4)], [from(2, 4), from(0, 8)]] {
-        let tag = Tag { message: tag.message + u32::from(recvs[0].from == Rank(2)), ..tag };
-        let send = |from: usize, bytes| {
-            block_on(group[from].post_send(Rank(1), tag, vec![Bytes::from_static(bytes)], DEADLINE)).unwrap();
-        };
-        let meter = Meter::new(Arc::new(SystemClock::new()), false);
-        let mut memory = Memory::<DeviceBuffer>::default();
-        let exchange = peers[1].post_exchange(&ranks[1].1, &meter, tag, &mut memory, &[], &recvs);
-        send(2, b"here");
-        send(0, &[1]);
-        let Broken { error, mut arrived } = block_on(exchange).unwrap_err();
-        let misbehaved = |error: &_| {
-            matches!(error, ExchangeError::Transport(TransportError::PeerMisbehaved { peer: Rank(0), .. }))
-        };
-        assert!(misbehaved(&error), "{error:?}");
-        let mut of = |rank| {
-            let place = recvs.iter().position(|recv| recv.from == Rank(rank)).unwrap();
-            arrived[place].take()
-        };
-        assert!(of(0).is_none());
-        let mut pieces = of(2).expect("the message that has arrived");
-        assert_eq!(&block_on(ranks[1].1.download(&mut pieces[0], 0..4)).unwrap()[..], b"here");
-    }
 }
 
 /// The limit of each device's memory, a size that the pool does not round up.

@@ -201,8 +201,6 @@ fn patterns() -> Markup {
                 }
                 (hatch("hatch-wait", "cw", 1.0))
                 (dots("dots-copy", "cc", 1.0))
-                (hatch("hatch-lost", "cl", 1.0))
-                (hatch("hatch-lost-cells", "cl", FINER))
                 (hatch("hatch-several", "cs", 1.0)) (hatch("hatch-several-cells", "cs", FINER))
             }
         }

@@ -120,7 +120,6 @@ fn look(page: &Page, holder: Holder) -> (String, String) {
         }
         Holder::Several => ("several".to_owned(), "several ranks, in turns".to_owned()),
         Holder::Every => ("every".to_owned(), "every rank".to_owned()),
-        Holder::Nobody => ("nobody".to_owned(), "lost ranks".to_owned()),
     }
 }
 
@@ -157,7 +156,7 @@ fn level(part: f32) -> u8 {
 fn legend(page: &Page) -> Markup {
     let holders =
         || page.masks.iter().flat_map(|picture| picture.q_holders.iter().chain(&picture.kv_holders));
-    let others = [Holder::Several, Holder::Every, Holder::Nobody].into_iter();
+    let others = [Holder::Several, Holder::Every].into_iter();
     let others: Vec<Holder> = others.filter(|other| holders().any(|holder| holder == other)).collect();
     html! {
         ul.legend aria-label="Legend" {
