@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
-# README.md of the results: which machine, what was right, and the times as tables. Copied with the other files of RESULTS.tgz to
-# docs/results/DATE-gpu-NAME/ it is the page of that run; what was predicted and learnt is written into it by hand.
+# README.md of the results: which machine, what was right, and the times as tables. With the other files of RESULTS.tgz it
+# becomes docs/results/DATE-gpu-NAME.tar.xz; what was predicted and learnt is written into it by hand.
 
 page() {
     local gpu

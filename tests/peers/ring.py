@@ -7,7 +7,7 @@ With --link the processes are on two hosts, which are network namespaces joined 
 Hosts share no memory, so there is Kyklos over QUIC and, for its cost, QUIC inside TCP. Needs no privileges where users may make namespaces.
 
     tests/peers/setup.sh                          once: the peers, in a virtual environment
-    target/peers/bin/python tests/peers/ring.py   [--seq 4096] [--rounds 5] [--link 1gbit] [--program KYKLOS] [--out docs/results/FOLDER]
+    target/peers/bin/python tests/peers/ring.py   [--seq 4096] [--rounds 5] [--link 1gbit] [--program KYKLOS] [--out FOLDER]
 """
 
 import argparse
