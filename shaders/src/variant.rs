@@ -36,8 +36,6 @@ pub enum AttendVariant {
 impl AttendVariant {
     /// Sizes for which the broadcast variant is made.
     pub const SUBGROUP_SIZES: [u32; 3] = [4, 8, 16];
-    /// Rows in a thread for which the portable variant is made: 8 would not fit WebGPU's default workgroup memory.
-    pub const ROWS_PER_THREAD: [u32; 3] = [1, 2, 4];
     // The built-in choices, for calls without a measured choice: the next two functions.
 
     /// The portable variant with the number of rows in a thread that suits heads of `head_dim` elements.

@@ -49,10 +49,6 @@ pub enum TensorId {
     LastBits = 6,
 }
 
-/// Every output is filled with this value before a run. It is finite, so it cannot equal an expected NaN. It is exact
-/// in all storage types, and it cannot be a weighted mean of generated values.
-pub const OUTPUT_POISON: f32 = 57_344.0;
-
 /// The standard normal number at a linear index, rounded to f32.
 pub fn normal(seed: u64, tensor: TensorId, index: u64) -> f32 {
     let [w0, w1, w2, w3] = block(seed, tensor as u32, index);
