@@ -12,7 +12,9 @@ use kyklos::backend::Device;
 use kyklos::host::{Tensors, layouts, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_world};
+use kyklos::{
+    Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_world,
+};
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Transport, in_process_group};
 
@@ -90,10 +92,11 @@ fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) ->
         let part = shard(world, transport.rank(), tensors)?;
         let mut session = Session::new(transport, Device::cpu());
         pollster::block_on(async {
-            let mut inputs = session.load(&plans, part).await?;
+            let [q, k, v] = part.qkv(&plans.world().problem)?;
+            let call = Attention::planned(&plans);
             let mut ends = Vec::new();
             for _ in 0..2 {
-                let output = session.run(&plans, &mut inputs).await?;
+                let output = session.attend_async(&call, &q, &k, &v).await?;
                 ends.push((Instant::now(), output.report.compute_ns));
             }
             Ok::<_, kyklos::Error>(ends)

@@ -1,9 +1,12 @@
 //! What a caller asks of a session: the attention to compute, and how ranks share it.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::backend::{Backend, Device};
+use crate::plan::{ProvedPlans, World};
 use crate::{
     AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result,
     Results, Strategy, Tensor, TokenRuns, WireFormat,
@@ -37,13 +40,17 @@ pub(crate) enum BiasRows {
     Bytes(Bytes),
     /// Numbers, rows without padding.
     Tensor(Tensor),
+    /// In the layout of [`BiasKind`](crate::BiasKind), on a device.
+    Words(Tensor),
 }
 
 impl BiasRows {
     pub(crate) fn bytes(&self) -> u64 {
         match self {
             Self::Bytes(rows) => rows.len() as u64,
-            Self::Tensor(rows) => rows.shape().iter().product::<usize>() as u64 * rows.dtype().bytes() as u64,
+            Self::Tensor(rows) | Self::Words(rows) => {
+                rows.shape().iter().product::<usize>() as u64 * rows.dtype().bytes() as u64
+            }
         }
     }
 }
@@ -81,12 +88,78 @@ pub struct Execution {
     pub(crate) replicated: Range<u32>,
     pub(crate) same_queries: bool,
     pub(crate) results: Results,
+    /// The plans themselves, which decide all of it.
+    pub(crate) plans: Option<GivenPlans>,
+}
+
+/// Plans that the caller has made.
+#[derive(Clone, Debug)]
+pub(crate) struct GivenPlans(pub(crate) Arc<ProvedPlans>);
+
+impl PartialEq for GivenPlans {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
 }
 
 impl Attention {
     /// Every query sees every key; `scale = 1/√dim`; no softcap, sinks or bias; query 0 is at position 0.
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The call that these plans compute: of [`plan_world`](crate::plan_world) or [`plan_placed`](crate::plan_placed) for
+    /// [`Session::attend`](crate::Session::attend), of [`plan_backward`](crate::plan_backward) for
+    /// [`Session::backward`](crate::Session::backward), or of [`Self::plans`]. Every rank gives the same plans, and passes the tokens
+    /// that they give it. Where the problem has an attention bias tensor, its rows follow by [`Self::bias`].
+    ///
+    /// ```
+    /// # #[cfg(feature = "cpu")] {
+    /// use std::sync::Arc;
+    ///
+    /// use kyklos::backend::Device;
+    /// use kyklos::plan::{ProvedPlans, explain};
+    /// use kyklos::{Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, Tensor, plan_world};
+    /// use kyklos_transport::in_process_group;
+    ///
+    /// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
+    /// let mesh = Mesh::new(1, 1)?;
+    /// let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Dense)?;
+    /// let plans = Arc::new(ProvedPlans::new(world)?);
+    /// println!("{}", explain(plans.world(), plans.checks(), None));
+    ///
+    /// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
+    /// let q = Tensor::new([1, 64, 4, 32], vec![0.5_f32; 64 * 4 * 32])?;
+    /// let kv = Tensor::new([1, 64, 2, 32], vec![0.5_f32; 64 * 2 * 32])?;
+    /// let output = session.attend(&Attention::planned(&plans), &q, &kv, &kv)?;
+    /// # }
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    pub fn planned(plans: &Arc<ProvedPlans>) -> Self {
+        let World { problem, mesh, strategy, .. } = plans.world();
+        let execution = Execution {
+            strategy: Some(*strategy),
+            mesh: Some(*mesh),
+            wire: problem.wire,
+            fixed_order: problem.fixed_order,
+            inference: problem.inference,
+            replicated: problem.replicated.clone(),
+            same_queries: problem.same_queries,
+            results: problem.results,
+            plans: Some(GivenPlans(plans.clone())),
+            ..Execution::new()
+        };
+        let options = Options {
+            mask: problem.mask.clone(),
+            scale: Some(problem.scale),
+            softcap: problem.softcap,
+            sinks: problem.sinks.clone(),
+            q_offset: problem.q_offset,
+            bias: problem.bias,
+            bias_gradient: problem.bias_gradient,
+            execution,
+        };
+        Self { options, ..Self::new() }
     }
 
     /// Which keys a query sees, by global position: in all batch entries, or in each ([`Mask::per_entry`]).
@@ -197,6 +270,23 @@ impl Attention {
         Ok(self)
     }
 
+    /// The same call with its bias tensor on `device`, for several calls: otherwise each call brings it there.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Device`]; [`Error::Request`] for a tensor of another device.
+    pub fn to_device(mut self, device: &Device) -> Result<Self> {
+        self.bias_rows = match self.bias_rows {
+            Some(BiasRows::Bytes(rows)) => {
+                let words = [1, 1, 1, rows.len() / 4];
+                let buffer = device.upload(BIAS, rows)?;
+                Some(BiasRows::Words(Tensor::on_device(words, Dtype::F32, device, buffer)))
+            }
+            Some(BiasRows::Tensor(rows)) => Some(BiasRows::Tensor(rows.to_device(device)?)),
+            rows => rows,
+        };
+        Ok(self)
+    }
+
     /// A backward pass of this call also computes the gradient of its additive bias tensor. The forward pass is the same with it.
     #[must_use]
     pub fn bias_gradient(mut self) -> Self {
@@ -219,6 +309,9 @@ impl Attention {
         self
     }
 }
+
+/// The name of a bias tensor's buffer in errors.
+pub(crate) const BIAS: &str = "attention bias tensor";
 
 /// Longest label of a call, in bytes.
 pub const MAX_LABEL_BYTES: usize = 128;
@@ -343,11 +436,13 @@ impl Options {
             replicated,
             same_queries,
             results,
+            plans,
         } = execution;
         // Rebuilt token by token, so that equal lists give equal texts.
         let runs = |tokens: &TokenRuns| tokens.canonical().runs().to_vec();
         let lists = |placement: &Placement| placement.ranks().iter().map(runs).collect::<Vec<_>>();
         let owners = owners.as_ref().map(|(queries, keys)| [lists(queries), lists(keys)]);
+        let plans = plans.as_ref().map(|GivenPlans(plans)| plans.hash());
         let bits = |value: &Option<f32>| value.map(f32::to_bits);
         let sinks: Vec<u32> = sinks.iter().map(|sink| sink.to_bits()).collect();
         [
@@ -361,7 +456,7 @@ impl Options {
             (
                 "placement, wire format, order of sums, replicated keys, same queries or results",
                 digest(
-                    format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?} {same_queries} {results:?}")
+                    format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?} {same_queries} {results:?} {plans:?}")
                         .as_bytes(),
                 ),
             ),

@@ -15,7 +15,6 @@ mod submit;
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 
 use crate::backend::{Backend, State, StateMut, StateShape};
@@ -26,11 +25,12 @@ use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock, WireFormat}
 pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
 pub use inputs::Inputs;
-pub(crate) use inputs::{out_of_step, refusal, unknown_form};
+pub(crate) use inputs::refusal;
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
 ///
+/// Below sessions: the ranks have agreed on the plans and on the number of each operation before they run it.
 /// [`Self::load`] brings the rank's tensors to the device, [`Self::run`] runs one operation on them.
 pub struct Executor<'a, B: Backend, C: ?Sized> {
     backend: &'a B,
@@ -49,7 +49,7 @@ pub struct RunOptions {
     pub clock: Arc<dyn Clock>,
     /// Called at every step.
     pub observer: Arc<dyn Observer>,
-    /// Whether to record [`RankOutput::spans`].
+    /// Whether to record the timelines of the ranks, [`Output::spans`](crate::Output::spans).
     pub trace: bool,
     /// Whether to fill new memory with NaN, so that a read of memory that no step wrote shows in the output. For tests.
     pub poison: bool,
@@ -84,28 +84,11 @@ impl Observer for NoObserver {
     fn step(&self, _: Rank, _: u64, _: usize, _: usize, _: &dyn Fn() -> String) {}
 }
 
-/// The result of one operation on one rank, on its device.
-pub(crate) struct DeviceOutput<Buffer> {
+/// The results of one operation on one rank, on its device.
+#[derive(Debug)]
+pub struct DeviceOutput<Buffer> {
     /// o and lse; or dq, dk, dv and, if the problem asks for it, dbias.
-    pub(crate) results: Vec<OutputTensor<Buffer>>,
-    pub(crate) report: RankReport,
-    pub(crate) spans: Vec<Span>,
-}
-
-/// A tensor of an output.
-pub(crate) struct OutputTensor<Buffer> {
-    pub(crate) buffer: Buffer,
-    /// Its bytes, if they were copied to the host.
-    pub(crate) host: Option<Bytes>,
-}
-
-/// The result of one operation on one rank, in host memory.
-#[derive(Clone, Debug)]
-pub struct RankOutput {
-    /// `[batch, tokens, heads, dim]` of the rank's own tokens, in the problem's dtype.
-    pub o: Bytes,
-    /// Log-sum-exp of the logits (natural logarithm), f32 `[batch, tokens, heads]` of the same tokens.
-    pub lse: Bytes,
+    pub results: Vec<Buffer>,
     /// Time in nanoseconds and traffic in bytes.
     pub report: RankReport,
     /// The rank's timelines; empty without [`RunOptions::trace`].
@@ -188,51 +171,14 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         Self { backend, collective, lowered, world, plan, peak_bytes, options }
     }
 
-    /// First agrees with all ranks that they run the same plan. Then runs it as operation `op`, and copies the output
-    /// to the host. An error of this rank ends the operation on all ranks. Each operation of a group has its own
-    /// number, counted from 0 on every rank alike. If the future is dropped after its first poll and before its end, the
-    /// group is aborted on all ranks; the inputs stay.
+    /// Runs the plan as operation `op`. Each operation of a group has its own number, the same on all ranks. An error of this
+    /// rank ends the operation on all ranks. If the future is dropped after its first poll and before its end, the group is aborted
+    /// on all ranks; the inputs stay.
     ///
     /// # Errors
-    /// Any; [`Error::Group`] when another rank is the cause. [`Error::Request`] for inputs that were loaded for other tokens;
-    /// the other ranks get [`TransportError::Refused`].
-    pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<RankOutput> {
-        let DeviceOutput { results, report, spans } = self.run_to_host(op, inputs).await?;
-        let mut host = results.into_iter().map(|tensor| tensor.host.unwrap_or_default());
-        let [o, lse] = [host.next(), host.next()].map(Option::unwrap_or_default);
-        Ok(RankOutput { o, lse, report, spans })
-    }
-
-    /// As [`Self::run`], with the results of a plan of either direction.
-    pub(crate) async fn run_to_host(
-        &self,
-        op: u64,
-        inputs: &mut Inputs<B::Buffer>,
-    ) -> Result<DeviceOutput<B::Buffer>> {
-        let fits = self.check_inputs(inputs).and_then(|()| self.collective.supports(&self.lowered.plans));
-        if let Err(error) = fits {
-            return Err(self.refuse(error).await);
-        }
-        let vote = AbortOnDrop::new(|abort| self.collective.abort(abort), Rank(self.plan.rank), op);
-        let agreed = self.agree(op, inputs).await;
-        vote.end();
-        if let Err(error) = agreed {
-            // All ranks get a wrong request alike, and the group can be used for another call.
-            if !error.is_request() {
-                self.end_for_all(op, 0, &error);
-            }
-            return Err(error);
-        }
-        self.run_agreed(op, inputs, true).await
-    }
-
-    /// As [`Self::run`] after the agreement. Leaves the output on the device; with `to_host` also copies it to the host.
-    pub(crate) async fn run_agreed(
-        &self,
-        op: u64,
-        inputs: &mut Inputs<B::Buffer>,
-        to_host: bool,
-    ) -> Result<DeviceOutput<B::Buffer>> {
+    /// Any; [`Error::Group`] when another rank is the cause. [`Error::Request`], here or on another rank
+    /// ([`TransportError::Refused`]), for elements beyond the range of the wire format.
+    pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<DeviceOutput<B::Buffer>> {
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
         let run = Run {
             executor: self,
@@ -247,7 +193,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         };
         // The inputs are moved into the run's memory, and moved back after the run, also after an error or a drop.
         let mut guard = RunGuard::new(run, inputs);
-        let result = guard.run().execute(to_host).await;
+        let result = guard.run().execute().await;
         let mut run = guard.end();
 
         if let Err(error) = &result {

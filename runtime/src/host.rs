@@ -4,7 +4,7 @@ use bytes::{Bytes, BytesMut};
 use kyklos_transport::Rank;
 
 use crate::plan::World;
-use crate::{Error, Result, TokenRuns};
+use crate::{AttentionProblem, Error, Result, Tensor, TokenRuns};
 
 /// Extents of a host tensor `[batch, tokens, …]` whose tokens have `token_bytes` adjacent bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +101,22 @@ pub struct Tensors {
     /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; with shared rows
     /// `[its batch, 1, its heads, row]`, whole on every rank. The layout of a row is in [`BiasKind`](crate::BiasKind).
     pub bias: Option<Bytes>,
+}
+
+impl Tensors {
+    /// q, k and v as tensors of a call, of as many tokens as they have.
+    ///
+    /// # Errors
+    /// [`Error::Request`] when one of them does not have whole tokens of `problem`.
+    pub fn qkv(&self, problem: &AttentionProblem) -> Result<[Tensor; 3]> {
+        let tensor = |data: &Bytes, heads: u32| {
+            let [batch, heads, dim] = [problem.batch, heads, problem.head_dim].map(|extent| extent as usize);
+            let tokens = data.len() / (batch * heads * dim * problem.dtype.bytes()).max(1);
+            Tensor::from_bytes([batch, tokens, heads, dim], problem.dtype, data.clone())
+        };
+        let [of_q, of_kv] = [problem.q_heads, problem.kv_heads];
+        Ok([tensor(&self.q, of_q)?, tensor(&self.k, of_kv)?, tensor(&self.v, of_kv)?])
+    }
 }
 
 /// The part of whole tensors that `rank` holds.

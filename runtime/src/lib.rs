@@ -127,7 +127,7 @@ pub use call::{Attention, Execution, MAX_LABEL_BYTES};
 pub use clock::{Clock, SystemClock};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy};
-pub use exec::{Executor, Inputs, LoweredPlan, NoObserver, Observer, RankOutput, RunOptions};
+pub use exec::{DeviceOutput, Executor, Inputs, LoweredPlan, NoObserver, Observer, RunOptions};
 pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::{MAX_WORLD, Mesh};
@@ -135,8 +135,8 @@ pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
-    CacheOptions, CachedCalls, Calls, DeviceCollective, Gradients, KvCache, Output, OutputGradient,
-    RankGradients, Saved, Session, SessionOptions, SharedTokens,
+    CacheOptions, CachedCalls, Calls, DeviceCollective, Gradients, KvCache, Output, Saved, Session,
+    SessionOptions, SharedTokens,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{

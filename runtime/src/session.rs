@@ -7,7 +7,6 @@ mod cache;
 mod calls;
 mod choice;
 mod probe;
-mod run_backward;
 mod share;
 mod speeds;
 
@@ -16,26 +15,24 @@ use std::time::Duration;
 
 use kyklos_transport::{Rank, Transport, TransportError};
 
-use crate::backend::{Backend, Device, DeviceBuffer, Threaded};
+use crate::backend::{Backend, Device, Threaded};
 use crate::collective::{Collective, HostStaged, OneDevice};
 use crate::exec::refusal;
-use crate::host::Tensors;
-use crate::plan::ProvedPlans;
-use crate::{Error, Executor, Inputs, LoweredPlan, RankOutput, Result, RunOptions};
+use crate::{Error, LoweredPlan, Result, RunOptions};
 use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;
 pub use backward::{Gradients, Saved};
 pub use cache::{CacheOptions, CachedCalls, KvCache};
 pub use calls::Calls;
-pub use run_backward::{OutputGradient, RankGradients};
 use share::LastShares;
 pub use share::SharedTokens;
 use speeds::Speeds;
 
 /// One rank of a group, with its device: any number of calls, one after the other.
 ///
-/// The ranks of a group make the same calls in the same order. A call begins with a vote: if ranks disagree about what they
+/// The ranks of a group make the same calls in the same order: [`Self::attend`] and [`Self::backward`], of options from which the
+/// session makes plans, or of plans that the caller has made ([`Attention::planned`](crate::Attention::planned)). A call begins with a vote: if ranks disagree about what they
 /// run, all of them get the same error, and the session stays usable. If a rank fails during a call, every call of every rank
 /// ends with an error that names it, and so does every later call on this group.
 ///
@@ -67,8 +64,6 @@ pub struct Session {
     options: SessionOptions,
     /// The number of the next operation.
     op: u64,
-    /// The plans of the last runs, at most one of each direction.
-    lowered: Vec<Arc<LoweredPlan>>,
     /// Plans of the last calls, the last one at the end.
     cache: Vec<CachedCall>,
     last_facts: Option<LastFacts>,
@@ -131,7 +126,6 @@ impl Session {
             collective,
             options,
             op: 0,
-            lowered: Vec::new(),
             cache: Vec::new(),
             last_facts: None,
             plans_made: 0,
@@ -170,69 +164,6 @@ impl Session {
     /// The device.
     pub fn device(&self) -> &Device {
         &self.device
-    }
-
-    /// Brings this rank's tensors for `plans` to its device: `q` `[batch, tokens, q_heads, dim]`; `k` and `v`
-    /// `[batch, tokens, kv_heads, dim]`, first the replicated keys, then its own; the rows of the attention bias tensor, if
-    /// the problem has one ([`BiasTensor`](crate::BiasTensor)). Several runs may use them.
-    ///
-    /// # Errors
-    /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
-    /// [`Error::Device`]. The other ranks get the error as the result of their next vote.
-    pub async fn load(&mut self, plans: &Arc<ProvedPlans>, tensors: Tensors) -> Result<Inputs<DeviceBuffer>> {
-        let lowered = self.lower(plans);
-        match executor(&self.device, &*self.collective, &lowered, &self.options).load(tensors) {
-            Ok(mut inputs) => {
-                inputs.device = Some(self.device.clone());
-                Ok(inputs)
-            }
-            Err(error) => {
-                self.refuse(&error).await?;
-                Err(error)
-            }
-        }
-    }
-
-    /// Runs this rank's plan of `plans`. All ranks run the same plans. The output is copied to the host.
-    ///
-    /// If the future is dropped after its first poll and before its end, the group is aborted on all ranks; the inputs stay.
-    ///
-    /// # Errors
-    /// [`Error::Request`] for inputs of another device, or of other plans in which this rank has other tokens; the other ranks
-    /// then get [`TransportError::Refused`], and the session stays usable. Any other error of one rank ends the run on all
-    /// ranks.
-    pub async fn run(
-        &mut self,
-        plans: &Arc<ProvedPlans>,
-        inputs: &mut Inputs<DeviceBuffer>,
-    ) -> Result<RankOutput> {
-        if let Err(error) = self.check_device(inputs) {
-            self.refuse(&error).await?;
-            return Err(error);
-        }
-        let lowered = self.lower(plans);
-        let executor = executor(&self.device, &*self.collective, &lowered, &self.options);
-        let result = executor.run(self.op, inputs).await;
-        if let Ok(output) = &result {
-            self.last_run = Some((lowered.clone(), output.report.compute_ns));
-        }
-        self.op += 1;
-        result
-    }
-
-    /// Refuses inputs that are not on the device of this session.
-    fn check_device(&self, inputs: &Inputs<DeviceBuffer>) -> Result<()> {
-        if inputs.device.as_ref().is_some_and(|device| device.is_same(&self.device)) {
-            return Ok(());
-        }
-        let place = match &inputs.device {
-            Some(device) => device.info().name.as_str(),
-            None => "an unknown device",
-        };
-        Err(Error::request(
-            format!("inputs on {place}, which is not the device of the session"),
-            "load the inputs with a session on the same `Device` or a clone of it",
-        ))
     }
 
     /// Takes the number of the next operation, which no run then uses: for messages of the caller's own over
@@ -281,28 +212,6 @@ impl Session {
     pub fn plans_made(&self) -> u64 {
         self.plans_made
     }
-
-    /// The plan of this rank, lowered for its device; the last one of each direction is kept.
-    fn lower(&mut self, plans: &Arc<ProvedPlans>) -> Arc<LoweredPlan> {
-        if let Some(lowered) = self.lowered.iter().find(|lowered| Arc::ptr_eq(lowered.plans(), plans)) {
-            return lowered.clone();
-        }
-        let direction = plans.world().direction;
-        self.lowered.retain(|lowered| lowered.plans().world().direction != direction);
-        let lowered = Arc::new(LoweredPlan::new(plans.clone(), self.rank(), &self.device));
-        self.lowered.push(lowered.clone());
-        lowered
-    }
-}
-
-/// An executor as the options of a session want it.
-fn executor<'a>(
-    device: &'a Device,
-    collective: &'a (dyn DeviceCollective + 'static),
-    lowered: &'a LoweredPlan,
-    options: &SessionOptions,
-) -> Executor<'a, Device, dyn DeviceCollective> {
-    Executor::new(device, collective, lowered, options.run.clone())
 }
 
 impl Drop for Session {

@@ -97,7 +97,7 @@ fn count(votes: BTreeMap<Rank, Vote>) -> Verdict {
             ),
             (first, other) => {
                 let named = |kind: Option<&str>| {
-                    kind.map_or("a run of given plans".to_owned(), |kind| format!("`{kind}`"))
+                    kind.map_or("a vote on plans".to_owned(), |kind| format!("`{kind}`"))
                 };
                 format!(
                     "the ranks begin different operations: rank {first_rank} {}, rank {rank} {}; make the same calls in the \
@@ -117,7 +117,7 @@ pub(crate) fn note_bytes(verdict: &Verdict) -> u64 {
     verdict.iter().flatten().map(|note| note.len() as u64).sum()
 }
 
-/// The kind of operation, of a vote that is not about given plans: its hash is a text then, such as `attend: a kyklos call,
+/// The kind of operation, of a vote that is not on the hash of plans: its hash is a text then, such as `attend: a kyklos call,
 /// release 2`. A real hash is no text of 32 printable characters, but for one in 10^13.
 fn kind(hash: &[u8; 32]) -> Option<&str> {
     let text = std::str::from_utf8(hash).ok()?;
@@ -201,7 +201,7 @@ mod tests {
              release 2`; make the same calls in the same order on all ranks"
         );
         let refusal = count(by_rank([ready(1), cache])).unwrap_err();
-        assert!(refusal.text.contains("rank 0 a run of given plans, rank 1 `cache: "), "{}", refusal.text);
+        assert!(refusal.text.contains("rank 0 a vote on plans, rank 1 `cache: "), "{}", refusal.text);
     }
 
     #[test]

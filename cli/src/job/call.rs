@@ -73,9 +73,9 @@ impl Job {
             false => None,
         };
         let terms = Terms::of(&request, settings, &outputs);
-        let plans = request.plan()?.with_inputs(&terms.texts());
+        let plans = request.plan()?;
         let ranks = plans.world().mesh.world();
-        let backward = request.plan_backward()?.map(|plans| plans.with_inputs(&terms.texts()));
+        let backward = request.plan_backward()?;
         if let (Some(sample), Some(_)) = (&sample, &backward) {
             sample.can_judge_gradients()?;
         }

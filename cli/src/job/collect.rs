@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kyklos::RunOptions;
 use kyklos::backend::Device;
 use kyklos::collect::RowTensors;
-use kyklos::{RankOutput, RunOptions};
 use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Rank, Transport, Vote};
 
@@ -15,6 +15,7 @@ use crate::job::gradients::Backward;
 use crate::job::refusal::{REFUSE, refuse};
 use crate::job::report::{NOTE_BYTES, RankNote, Summary};
 use crate::messages::Messages;
+use crate::run::call::HostOutput;
 use crate::tensors::output::{OutputFile, OutputTarget};
 use crate::verify::{Sample, Verdict};
 
@@ -31,7 +32,7 @@ pub(super) struct Collected {
 
 /// What a rank has computed.
 pub(super) struct Results {
-    pub(super) output: RankOutput,
+    pub(super) output: HostOutput,
     pub(super) wall_ns: u64,
     /// With `--grad`.
     pub(super) backward: Option<Backward>,
@@ -183,7 +184,7 @@ impl Job {
         messages: &Messages<'_>,
         sample: &Sample,
         backend: &Device,
-        output: &RankOutput,
+        output: &HostOutput,
     ) -> Result<()> {
         let tokens = self.world().q_placement.of_rank(messages.transport.rank());
         let rows = sample.extract(tokens, &output.o, &output.lse);
@@ -207,7 +208,7 @@ impl Job {
         messages: &Messages<'_>,
         sample: &Sample,
         backend: &Device,
-        output: &RankOutput,
+        output: &HostOutput,
         ranks: &[RankNote],
     ) -> Result<Verdict> {
         self.watch.phase(Some("verifying"));

@@ -1,19 +1,20 @@
 //! The gradients of a job: rank 0 verifies and collects them.
 
 use bytes::Bytes;
+use kyklos::Placement;
 use kyklos::collect::RowTensors;
-use kyklos::{Placement, RankGradients};
 use kyklos_transport::Rank;
 
 use super::call::Job;
 use crate::failure::{Failure, Result};
 use crate::messages::Messages;
+use crate::run::call::HostGradients;
 use crate::tensors::output::{GradientRows, OutputFile};
 use crate::verify::{GradientVerdict, HeadGradients};
 
 /// What a rank has computed in the backward pass.
 pub(super) struct Backward {
-    pub(super) gradients: RankGradients,
+    pub(super) gradients: HostGradients,
     pub(super) wall_ns: u64,
 }
 
@@ -148,7 +149,7 @@ impl Job {
     fn rows_of_gradients<'a>(
         &'a self,
         owners: &'a Placement,
-        RankGradients { dq, dk, dv, .. }: &'a RankGradients,
+        HostGradients { dq, dk, dv, .. }: &'a HostGradients,
     ) -> ((RowTensors<'a>, &'a Bytes), (RowTensors<'a>, [&'a Bytes; 2])) {
         let problem = &self.world().problem;
         let [of_queries, of_keys] = self.rows_of(owners, problem.q_heads, problem.kv_heads);

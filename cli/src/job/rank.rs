@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::backend::{Backend, Device, DeviceBuffer, DeviceClass};
+use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::machine::memory_bytes;
-use kyklos::{Inputs, OutputGradient, RankOutput, Session, SessionOptions, Span, plan};
+use kyklos::{Session, SessionOptions, Span, plan};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
@@ -26,6 +26,7 @@ use crate::observe::page::target::{PageFile, PageTarget};
 use crate::observe::record::Flight;
 use crate::observe::trace::Track;
 use crate::request::Request;
+use crate::run::call::{HostGradients, HostOutput, RankCall};
 use crate::tensors::GivenGradient;
 use crate::tensors::output::OutputFile;
 
@@ -62,7 +63,7 @@ struct Files {
 
 /// The output of a rank, before it is delivered.
 struct Computed {
-    output: RankOutput,
+    output: HostOutput,
     /// With `--grad`.
     backward: Option<Backward>,
     /// Of all runs, if there is a trace of them, else of the last one.
@@ -105,21 +106,10 @@ pub(crate) fn work(job: &Job, transport: &Arc<dyn Transport>, device: Result<Dev
             return result;
         }
     };
-    let loaded = open(job, transport, device, &flight.0).and_then(|mut session| {
-        let inputs = pollster::block_on(session.load(&job.agreed.plans, tensors))?;
-        Ok((session, inputs))
+    let result = open(job, transport, device, &flight.0).and_then(|mut session| {
+        let computed = pollster::block_on(job.compute(&mut session, tensors, gradient.as_ref()))?;
+        job.deliver(transport, session.device(), computed, files)
     });
-    let (mut session, mut inputs) = match loaded {
-        Ok(loaded) => loaded,
-        Err(failure) => {
-            let result = Err(failure);
-            flight.ended(&result);
-            return result;
-        }
-    };
-    let result = job
-        .compute(&mut session, &mut inputs, gradient.as_ref())
-        .and_then(|computed| job.deliver(transport, session.device(), computed, files));
     flight.ended(&result);
     result
 }
@@ -212,18 +202,20 @@ impl Job {
         Ok(Files { output, page: page.map(PageTarget::open).transpose()? })
     }
 
-    fn compute(
+    async fn compute(
         &self,
         session: &mut Session,
-        inputs: &mut Inputs<DeviceBuffer>,
+        tensors: Tensors,
         gradient: Option<&GivenGradient>,
     ) -> Result<Computed> {
+        let Agreed { plans, backward, .. } = &self.agreed;
+        let call = RankCall::open(session, plans, tensors, backward.as_ref().zip(gradient)).await?;
         let rank = session.rank();
         let mut spans = Vec::new();
         let (mut results, mut last, mut walls_ns) = (None, LastRun::default(), [Vec::new(), Vec::new()]);
         let mut ops = 0..;
         for _ in 0..self.runs.repeat {
-            let mut output = pollster::block_on(session.run(&self.agreed.plans, inputs))?;
+            let mut output = call.attend(session).await?;
             walls_ns[0].push(self.watch.since_start_ns(rank));
             self.watch.done(rank, ops.next().unwrap_or_default());
             if self.outputs.trace.is_none() {
@@ -231,15 +223,12 @@ impl Job {
             }
             last = LastRun { forward: spans.len(), backward: None };
             spans.append(&mut output.spans);
-            let mut gradients = None;
-            if let (Some(plans), Some(GivenGradient { d_o, d_lse })) = (&self.agreed.backward, gradient) {
-                let given = OutputGradient { output: &output, d_o: d_o.clone(), d_lse: d_lse.clone() };
-                let mut backward = pollster::block_on(session.run_backward(plans, inputs, &given))?;
+            let mut gradients = call.backward(session, &output).await?;
+            if let Some(backward) = &mut gradients {
                 walls_ns[1].push(self.watch.since_start_ns(rank));
                 self.watch.done(rank, ops.next().unwrap_or_default());
                 last.backward = Some(spans.len());
                 spans.append(&mut backward.spans);
-                gradients = Some(backward);
             }
             results = Some((output, gradients));
         }
@@ -249,8 +238,13 @@ impl Job {
             walls_ns.sort_unstable();
             walls_ns.get(walls_ns.len() / 2).copied().unwrap_or(0)
         });
-        let backward = gradients.map(|gradients| Backward { gradients, wall_ns: backward_ns });
-        Ok(Computed { output, backward, spans, last, wall_ns })
+        let backward = match gradients {
+            Some(gradients) => {
+                Some(Backward { gradients: HostGradients::of(gradients).await?, wall_ns: backward_ns })
+            }
+            None => None,
+        };
+        Ok(Computed { output: HostOutput::of(output).await?, backward, spans, last, wall_ns })
     }
 
     /// Collects timelines, reports and output, and publishes them.

@@ -91,11 +91,6 @@ impl Terms {
         Self { values: values.into(), copy }
     }
 
-    /// The values in full, for the hash of the plans.
-    pub(super) fn texts(&self) -> Vec<String> {
-        self.values.iter().map(|(label, value)| format!("{label}: {value}")).collect()
-    }
-
     /// The note of this rank in the first vote: the copy of its input, and the values, each after its length.
     pub(super) fn note(&self) -> Bytes {
         let mut note = self.copy.0.to_vec();

@@ -6,15 +6,16 @@ use std::time::Instant;
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::plan::{ProvedPlans, World};
-use kyklos::{RankOutput, RunOptions, Session, SessionOptions};
+use kyklos::{RunOptions, Session, SessionOptions};
 use kyklos_transport::in_process_group;
 
 use crate::failure::{Failure, Result};
+use crate::run::call::{HostOutput, RankCall};
 
 /// The last of several runs: its output and wall time.
 #[derive(Debug)]
 pub(crate) struct Alone {
-    pub(crate) output: RankOutput,
+    pub(crate) output: HostOutput,
     pub(crate) wall_s: f64,
 }
 
@@ -32,13 +33,14 @@ pub(crate) fn run(
     let options = SessionOptions { run: options.clone(), ..SessionOptions::default() };
     let mut session = Session::with_options(transport, device.clone(), options);
     pollster::block_on(async {
-        let mut inputs = session.load(&plans, tensors).await?;
+        let call = RankCall::open(&mut session, &plans, tensors, None).await?;
         let mut last = None;
         for _ in 0..repeat {
             let started = Instant::now();
-            let output = session.run(&plans, &mut inputs).await?;
-            last = Some(Alone { output, wall_s: started.elapsed().as_secs_f64() });
+            let output = call.attend(&mut session).await?;
+            last = Some((output, started.elapsed().as_secs_f64()));
         }
-        last.ok_or_else(|| Failure::run("no run took place"))
+        let (output, wall_s) = last.ok_or_else(|| Failure::run("no run took place"))?;
+        Ok(Alone { output: HostOutput::of(output).await?, wall_s })
     })
 }

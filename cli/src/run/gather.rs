@@ -2,12 +2,14 @@
 
 use bytes::Bytes;
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, RankGradients, RankReport, TokenRuns};
+use kyklos::{AttentionProblem, RankReport, TokenRuns};
 use kyklos_transport::Rank;
+
+use crate::run::call::HostGradients;
 
 /// The gradients of all tokens and heads, from `parts` by rank; those of the sinks are sums. An element that no part has is not a
 /// number.
-pub(crate) fn gather(world: &World, parts: impl IntoIterator<Item = RankGradients>) -> RankGradients {
+pub(crate) fn gather(world: &World, parts: impl IntoIterator<Item = HostGradients>) -> HostGradients {
     let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = world.problem;
     let nothing = |tokens: u32, heads: u32| Whole::new([batch, tokens, heads * head_dim], dtype.bytes());
     let mut dq = nothing(q_len, q_heads);
@@ -36,7 +38,7 @@ pub(crate) fn gather(world: &World, parts: impl IntoIterator<Item = RankGradient
     }
     let [dq, dk, dv] = [dq, dk, dv].map(|whole| Bytes::from(whole.bytes));
     let d_bias = d_bias.map(|(_, whole)| Bytes::from(whole.bytes));
-    RankGradients { dq, dk, dv, d_sinks_part, d_bias, report: RankReport::default(), spans: Vec::new() }
+    HostGradients { dq, dk, dv, d_sinks_part, d_bias, report: RankReport::default() }
 }
 
 /// A tensor `[batch, tokens, …]` of all tokens.

@@ -1,6 +1,7 @@
 //! Runs of a plan on the ranks of this process.
 
 pub(crate) mod alone;
+pub(crate) mod call;
 pub(crate) mod gather;
 pub(crate) mod resident;
 pub(crate) mod threads;

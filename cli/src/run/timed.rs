@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World};
-use kyklos::{Observer, OutputGradient, RankGradients, RankReport, RunOptions, Session, SessionOptions};
+use kyklos::{Observer, RankReport, RunOptions, Session, SessionOptions};
 use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
+use crate::run::call::{HostGradients, RankCall};
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
 use crate::tensors::{GivenGradient, Source};
@@ -43,7 +44,7 @@ pub(crate) struct BothPasses {
     pub(crate) forward: Vec<Timed>,
     pub(crate) backward: Vec<Timed>,
     /// Of the last run, by rank.
-    pub(crate) gradients: Vec<RankGradients>,
+    pub(crate) gradients: Vec<HostGradients>,
 }
 
 /// What a rank reads before its first run: its tensors, and for a backward pass the gradient of its output.
@@ -103,17 +104,20 @@ fn passes(
         let mut session = Session::with_options(transport, device, options.clone());
         let (mut ends, mut last) = (Vec::new(), None);
         pollster::block_on(async {
-            let mut inputs = session.load(&plans, part).await?;
+            let call =
+                RankCall::open(&mut session, &plans, part, backward.as_ref().zip(gradient.as_ref())).await?;
             for _ in 0..=repeat {
-                let output = session.run(&plans, &mut inputs).await?;
+                let output = call.attend(&mut session).await?;
                 ends.push((Instant::now(), output.report.clone()));
-                if let (Some(plans), Some(GivenGradient { d_o, d_lse })) = (&backward, &gradient) {
-                    let given = OutputGradient { output: &output, d_o: d_o.clone(), d_lse: d_lse.clone() };
-                    let gradients = session.run_backward(plans, &mut inputs, &given).await?;
+                if let Some(gradients) = call.backward(&mut session, &output).await? {
                     ends.push((Instant::now(), gradients.report.clone()));
                     last = Some(gradients);
                 }
             }
+            let last = match last {
+                Some(gradients) => Some(HostGradients::of(gradients).await?),
+                None => None,
+            };
             // The runs are done: peers that still wait for a message report their own error.
             let _ = session.close_async(DEADLINE).await;
             Ok((ends, last))

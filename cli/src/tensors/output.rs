@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use kyklos::collect::Piece;
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, BiasTensor, Dtype, Placement, RankGradients, RankOutput};
+use kyklos::{AttentionProblem, BiasTensor, Dtype, Placement};
 use kyklos_transport::Rank;
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -17,6 +17,7 @@ use super::file::LENGTH_BYTES;
 use crate::failure::{Failure, Result};
 use crate::new_file::{NewFile, check_name, check_replaced};
 use crate::options::RANK;
+use crate::run::call::{HostGradients, HostOutput};
 use crate::tensors::positioned::write_all_at;
 
 /// Where the result goes.
@@ -231,8 +232,8 @@ impl OutputFile {
 
     /// Writes a rank's whole result to its part: `o` `[batch, tokens, heads, dim]`, `lse` `[batch, tokens, heads]`, and the
     /// gradients.
-    pub(crate) fn write_part(&self, output: &RankOutput, gradients: Option<&RankGradients>) -> Result<()> {
-        let RankOutput { o, lse, .. } = output;
+    pub(crate) fn write_part(&self, output: &HostOutput, gradients: Option<&HostGradients>) -> Result<()> {
+        let HostOutput { o, lse, .. } = output;
         self.put(o, self.o.start)?;
         let (seq, heads) = (self.o.seq as usize, self.heads as usize);
         let rows = seq * heads * 4;

@@ -4,12 +4,13 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, RankGradients, TokenRuns};
+use kyklos::{AttentionProblem, Dtype, TokenRuns};
 use kyklos_oracle::oracle::{Gradients, Oracle, OracleError, OraclePairs, OracleProblem, Values};
 use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
 
 use super::{Sample, WholeKv, oracle_dtype, values};
 use crate::failure::{Failure, Result};
+use crate::run::call::HostGradients;
 use crate::run::resident::WholeGradients;
 use crate::tensors::pairs::OracleRows;
 use crate::tensors::{GivenGradient, TensorKind};
@@ -157,7 +158,7 @@ impl Sample {
     }
 
     /// KV head `kv_head` and the query heads that read it, out of gradients of all heads.
-    pub(crate) fn head_of(&self, kv_head: u32, gradients: &RankGradients) -> HeadGradients {
+    pub(crate) fn head_of(&self, kv_head: u32, gradients: &HostGradients) -> HeadGradients {
         let AttentionProblem { q_heads, kv_heads, head_dim, dtype, .. } = self.problem;
         let group = q_heads / kv_heads;
         let cut = |tensor: &Bytes, heads: u32, count: u32| -> Bytes {

@@ -16,7 +16,7 @@ use kyklos::backend::{Backend, Device};
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    AttentionProblem, Clock, Dtype, Mask, Mesh, PlacementKind, RankOutput, Session, Split, Strategy,
+    Attention, AttentionProblem, Clock, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy,
     SystemClock, plan_world,
 };
 use kyklos_oracle::inputs::{TensorId, fill};
@@ -178,14 +178,17 @@ pub async fn attend(call: &Call, repetitions: usize) -> Result<Outcome, JsError>
     let ranks = in_process_group(world.mesh.world()).into_iter().map(async |transport| {
         let part = shard(world, transport.rank(), &call.tensors)?;
         let mut session = Session::new(transport, device.clone());
-        let mut inputs = session.load(&call.plans, part).await?;
-        let mut output = session.run(&call.plans, &mut inputs).await?;
+        let [q, k, v] = part.qkv(&world.problem)?;
+        // Brought there once, not for each repetition.
+        let [q, k, v] = [q.to_device(&device)?, k.to_device(&device)?, v.to_device(&device)?];
+        let planned = Attention::planned(&call.plans);
+        let mut output = session.attend_async(&planned, &q, &k, &v).await?;
         finished_ns.borrow_mut()[0] = clock.now_ns();
         for repetition in 1..=repetitions {
-            output = session.run(&call.plans, &mut inputs).await?;
+            output = session.attend_async(&planned, &q, &k, &v).await?;
             finished_ns.borrow_mut()[repetition] = clock.now_ns();
         }
-        Ok::<_, kyklos::Error>(output)
+        Ok::<_, kyklos::Error>((output.o.bytes().await?, output.lse.bytes().await?, output.report))
     });
     let outputs = try_join_all(ranks).await?;
     let wall_ms = finished_ns.borrow().windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).collect();
@@ -193,21 +196,20 @@ pub async fn attend(call: &Call, repetitions: usize) -> Result<Outcome, JsError>
 }
 
 /// The ranks' outputs in the order of the tokens.
-fn gather(world: &World, outputs: &[RankOutput], wall_ms: Vec<f64>) -> Outcome {
+fn gather(world: &World, outputs: &[(Bytes, Bytes, RankReport)], wall_ms: Vec<f64>) -> Outcome {
     let problem = &world.problem;
     let (heads, dim) = (problem.q_heads as usize, problem.head_dim as usize);
     let rows = problem.q_len as usize * heads;
     let mut outcome = Outcome { o: vec![0.0; rows * dim], lse: vec![0.0; rows], wall_ms, ranks: Vec::new() };
-    for (rank, output) in (0..).zip(outputs) {
-        let o = wire::load(oracle_dtype(problem.dtype), &output.o);
-        let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&output.lse);
+    for (rank, (o, lse, report)) in (0..).zip(outputs) {
+        let o = wire::load(oracle_dtype(problem.dtype), o);
+        let lse: Vec<f32> = bytemuck::pod_collect_to_vec(lse);
         for (index, token) in world.q_placement.of_rank(Rank(rank)).iter().enumerate() {
             let (from, to) = (index * heads, token as usize * heads);
             outcome.lse[to..to + heads].copy_from_slice(&lse[from..from + heads]);
             let (from, to, length) = (from * dim, to * dim, heads * dim);
             outcome.o[to..to + length].copy_from_slice(&o[from..from + length]);
         }
-        let report = &output.report;
         outcome.ranks.extend([report.tokens as f64, report.bytes_sent as f64]);
     }
     outcome

@@ -9,7 +9,8 @@ use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::simulate::{Candidate, Capacity, Shares};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy, plan_world,
+    Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy,
+    plan_world,
 };
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_transport::in_process_group;
@@ -79,23 +80,28 @@ fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a O
     let results = on_threads(in_process_group(u32::try_from(devices.len())?), |transport| {
         let rank = transport.rank();
         let part = shard(world, rank, tensors)?;
-        let mut session = Session::new(transport, devices[rank.0 as usize].device.clone());
+        let device = &devices[rank.0 as usize].device;
+        let mut session = Session::new(transport, device.clone());
         pollster::block_on(async {
-            let mut inputs = session.load(&plans, part).await?;
+            let [q, k, v] = part.qkv(&plans.world().problem)?;
+            // Brought there once, not for each repetition.
+            let [q, k, v] = [q.to_device(device)?, k.to_device(device)?, v.to_device(device)?];
+            let call = Attention::planned(&plans);
             let mut last = None;
             for repetition in 0..REPETITIONS {
-                last = Some(session.run(&plans, &mut inputs).await?);
+                last = Some(session.attend_async(&call, &q, &k, &v).await?);
                 finished.lock().unwrap_or_else(PoisonError::into_inner)[repetition] = Instant::now();
             }
-            Ok::<_, kyklos::Error>(last)
+            let Some(kyklos::Output { o, lse, report, .. }) = last else { return Ok(None) };
+            Ok::<_, kyklos::Error>(Some((o.bytes().await?, lse.bytes().await?, report)))
         })
     });
     let mut output = Output { o: Vec::new(), lse: Vec::new(), reports: Vec::new(), wall_s: 0.0 };
     for result in results {
-        let rank = result?.ok_or("a rank ended without an output")?;
-        output.o.push(rank.o);
-        output.lse.push(rank.lse);
-        output.reports.push(rank.report);
+        let (o, lse, report) = result?.ok_or("a rank ended without an output")?;
+        output.o.push(o);
+        output.lse.push(lse);
+        output.reports.push(report);
     }
     let finished = finished.into_inner().unwrap_or_else(PoisonError::into_inner);
     let mut walls: Vec<f64> = finished.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect();

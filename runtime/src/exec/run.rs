@@ -7,7 +7,7 @@ use tracing::Instrument;
 
 use super::ahead::Ahead;
 use super::background::{Background, InFlight, drive, drive_unless_failed};
-use super::{Executor, OutputTensor, state_mut, state_ref};
+use super::{Executor, state_mut, state_ref};
 use crate::backend::{Attend, Backend, Control, Operand, Results};
 use crate::collective::{Collective, ExchangeError, Incoming, Memory, Outgoing};
 use crate::meter::{Meter, Timeline};
@@ -33,24 +33,21 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
 }
 
 /// The results of an operation, and its number of pieces of work.
-pub(super) type RunEnd<Buffer> = (Vec<OutputTensor<Buffer>>, u64);
+pub(super) type RunEnd<Buffer> = (Vec<Buffer>, u64);
 
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
-    /// The results, o and lse or dq, dk, dv and where it is wanted dbias, and the number of pieces of work. With `to_host` they are also copied to the host.
-    pub(super) async fn execute(&mut self, to_host: bool) -> Result<RunEnd<B::Buffer>> {
+    /// The results, o and lse or dq, dk, dv and where it is wanted dbias, and the number of pieces
+    /// of work.
+    pub(super) async fn execute(&mut self) -> Result<RunEnd<B::Buffer>> {
         let Executor { plan, collective, .. } = self.executor;
         let ahead = Ahead::new(collective.steps_ahead(), self.meter);
         let mut background = Background { exchanges: Vec::new(), ahead };
         let span = tracing::info_span!("operation", rank = plan.rank, op = self.op, steps = plan.steps.len());
-        self.steps(&mut background, to_host).instrument(span).await
+        self.steps(&mut background).instrument(span).await
     }
 
-    async fn steps(
-        &mut self,
-        background: &mut Background<'r, B::Buffer>,
-        to_host: bool,
-    ) -> Result<RunEnd<B::Buffer>> {
-        let Executor { backend, collective, plan, options, .. } = self.executor;
+    async fn steps(&mut self, background: &mut Background<'r, B::Buffer>) -> Result<RunEnd<B::Buffer>> {
+        let Executor { collective, plan, options, .. } = self.executor;
         let pulse = collective.pulse();
         let control = Control::new(collective.stop_flag()).beating(Arc::clone(&pulse));
         self.begin_shared_bias_gradient()?;
@@ -74,33 +71,16 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         self.settle(background).await?;
         self.step = plan.steps.len();
         let _work = pulse.work();
-        let started = self.meter.start();
         let mut results = Vec::new();
         for id in plan.results() {
             // The plan of a rank without tokens does not write its results, which are empty.
-            let mut tensors = match self.memory.take(id) {
+            results.extend(match self.memory.take(id) {
                 Some(tensors) => tensors,
                 None if self.content(id).is_sum() => self.sum(id)?,
                 None => self.allocate(id)?,
-            };
-            let mut host = vec![None; tensors.len()];
-            if to_host {
-                for ((tensor, bytes), host) in tensors.iter_mut().zip(self.tensor_bytes(id)).zip(&mut host) {
-                    *host = Some(backend.download(tensor, 0..bytes).await?);
-                }
-            }
-            let tensors = tensors.into_iter().zip(host);
-            results.extend(tensors.map(|(buffer, host)| OutputTensor { buffer, host }));
+            });
         }
-        if let Some(mut buffer) = self.d_shared_bias.take() {
-            let bytes = self.executor.world.problem.shared_bias_gradient_bytes();
-            let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-            let host = if to_host { Some(backend.download(&mut buffer, 0..bytes).await?) } else { None };
-            results.push(OutputTensor { buffer, host });
-        }
-        if to_host {
-            self.meter.end(started, Timeline::Copy, || "download the results".to_owned());
-        }
+        results.extend(self.d_shared_bias.take());
         Ok((results, control.pieces_done()))
     }
 

@@ -47,15 +47,6 @@ impl ProvedPlans {
         Self { world, checks, hash: [0; 32] }
     }
 
-    /// The same plans with a hash that also covers `inputs`: texts that must be the same on all ranks.
-    #[must_use]
-    pub fn with_inputs(mut self, inputs: &[String]) -> Self {
-        let mut identities = identities(&self.world);
-        identities.extend_from_slice(inputs);
-        self.hash = plan_hash(&self.world, &identities);
-        self
-    }
-
     /// The plans.
     pub fn world(&self) -> &World {
         &self.world

@@ -4,7 +4,6 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::call::{Attention, BiasRows, Extents, Options, checked_label};
-use crate::exec::{out_of_step, unknown_form};
 use crate::plan::PLAN_FORMAT;
 use crate::{Dtype, Error, Result, Tensor};
 
@@ -196,6 +195,24 @@ impl<'a> Note<'a> {
         let (op, shared_bias, caches) = (number(0)?, number(8)?, number(20)?);
         Some(Self { label, op, shared_bias, calls, caches, facts: note.slice_ref(facts) })
     }
+}
+
+/// A vote that no rank of this release makes.
+fn unknown_form(rank: usize) -> Error {
+    Error::request(
+        format!("rank {rank} describes its call in a form that this release does not know"),
+        "use the same release on all ranks",
+    )
+}
+
+/// Ranks that are at different places in the sequence of their calls.
+pub(super) fn out_of_step(rank: usize, theirs: u64, first: u64) -> Error {
+    Error::request(
+        format!(
+            "rank {rank} is at call {theirs} of its session, rank 0 at call {first}: a rank has left out calls"
+        ),
+        "make the same calls on all ranks; after a call that failed on one rank alone, form a new group",
+    )
 }
 
 fn disagree(rank: usize, theirs: &str, ours: &str) -> Error {

@@ -9,7 +9,7 @@ use super::Session;
 use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
 use crate::backend::{Backend, Device, DeviceBuffer};
-use crate::call::{Attention, BiasRows, Options};
+use crate::call::{Attention, BIAS, BiasRows, Options};
 use crate::exec::{AbortOnDrop, DeviceOutput};
 use crate::plan::{Direction, ProvedPlans};
 use crate::{Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
@@ -29,11 +29,11 @@ pub struct Output {
 
 /// One direction of calls.
 pub(super) struct Pass {
-    /// The hash under which calls vote, as opposed to runs of given plans, whose hash is that of the plans.
+    /// The hash under which calls vote.
     pub(super) hash: [u8; 32],
     pub(super) direction: Direction,
     /// The plans of a call.
-    pub(super) plans: fn(&Options, &Agreed) -> Result<ProvedPlans>,
+    pub(super) plans: fn(&Options, &Agreed) -> Result<Arc<ProvedPlans>>,
 }
 
 /// Attention calls.
@@ -54,8 +54,6 @@ pub(super) struct CachedCall {
 const CACHED_CALLS: usize = 32;
 /// Most bytes of the plans that a session keeps, apart from those of the last call.
 const CACHED_BYTES: usize = 64 << 20;
-/// The name of a buffer in errors.
-const BIAS: &str = "attention bias tensor";
 
 /// The hash under which attention calls vote.
 pub(super) const CALLS: [u8; 32] = *b"attend: a kyklos call, release 2";
@@ -132,7 +130,7 @@ impl Session {
         let op = self.op;
         self.op += 1;
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        let DeviceOutput { results, report, spans } = executor.run_agreed(op, inputs, false).await?;
+        let DeviceOutput { results, report, spans } = executor.run(op, inputs).await?;
         self.last_run = Some((lowered.clone(), report.compute_ns));
         let [batch, _, heads, dim] = q.shape();
         let tokens = lowered.plans().world().output_tokens(self.rank()).len();
@@ -142,12 +140,7 @@ impl Session {
         let (Some(o), Some(lse)) = (results.next(), results.next()) else {
             unreachable!("a forward plan has two results")
         };
-        Ok(Output {
-            o: tensor(dim, q.dtype(), o.buffer),
-            lse: tensor(1, Dtype::F32, lse.buffer),
-            report,
-            spans,
-        })
+        Ok(Output { o: tensor(dim, q.dtype(), o), lse: tensor(1, Dtype::F32, lse), report, spans })
     }
 
     /// The notes of all ranks, after a vote of which this is the vote of this rank.
@@ -187,7 +180,7 @@ impl Session {
     pub(super) fn bias_buffer(&self, call: &Attention) -> Result<Option<DeviceBuffer>> {
         let on_device = |rows: &BiasRows| match rows {
             BiasRows::Bytes(rows) => self.device.upload(BIAS, rows.clone()),
-            BiasRows::Tensor(rows) => rows.buffer(BIAS, &self.device),
+            BiasRows::Tensor(rows) | BiasRows::Words(rows) => rows.buffer(BIAS, &self.device),
         };
         call.bias_rows.as_ref().map(on_device).transpose()
     }
@@ -212,7 +205,7 @@ impl Session {
         direction: Direction,
         options: &Options,
         facts: Vec<Bytes>,
-        make: impl FnOnce(&Options, &Agreed) -> Result<ProvedPlans>,
+        make: impl FnOnce(&Options, &Agreed) -> Result<Arc<ProvedPlans>>,
     ) -> Result<Arc<LoweredPlan>> {
         let known = |cached: &CachedCall| {
             cached.direction == direction && cached.facts == facts && cached.options == *options
@@ -224,7 +217,7 @@ impl Session {
             return Ok(lowered);
         }
         let agreed = Agreed::new(options, &facts)?;
-        let plans = Arc::new(make(options, &agreed)?);
+        let plans = make(options, &agreed)?;
         self.collective.supports(&plans)?;
         self.plans_made += 1;
         let lowered = Arc::new(LoweredPlan::new(plans, self.rank(), &self.device));

@@ -120,7 +120,7 @@ impl Session {
         let tensors = [&saved.q, &saved.k, &saved.v];
         let prepare = |session: &Self| session.gradient_inputs(call, saved, d_o, d_lse);
         let (lowered, (mut inputs, d_sinks)) = self.agree(&BACKWARD, call, tensors, 1, prepare).await?;
-        let mut gradients = self.run_agreed_backward(&lowered, &mut inputs, saved).await?;
+        let mut gradients = self.run_backward(&lowered, &mut inputs, saved).await?;
         if let Some(rows) = d_sinks {
             // After the run: other ranks wait for this one only until it has sent its sums.
             let part = rows.sum(&self.device, &call.options.sinks).await;
@@ -129,7 +129,7 @@ impl Session {
         Ok(gradients)
     }
 
-    async fn run_agreed_backward(
+    async fn run_backward(
         &mut self,
         lowered: &Arc<LoweredPlan>,
         inputs: &mut Inputs<DeviceBuffer>,
@@ -138,9 +138,9 @@ impl Session {
         let op = self.op;
         self.op += 1;
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        let DeviceOutput { results, report, spans } = executor.run_agreed(op, inputs, false).await?;
+        let DeviceOutput { results, report, spans } = executor.run(op, inputs).await?;
         let tensor = |of: &Tensor, buffer| Tensor::on_device(of.shape(), of.dtype(), &self.device, buffer);
-        let mut results = results.into_iter().map(|result| result.buffer);
+        let mut results = results.into_iter();
         let (Some(dq), Some(dk), Some(dv)) = (results.next(), results.next(), results.next()) else {
             unreachable!("a backward plan has three results")
         };
@@ -214,16 +214,16 @@ impl Session {
 }
 
 /// A rank's rows of the output, and of the gradients of the output.
-pub(super) struct OutputRows {
-    pub(super) o: DeviceBuffer,
-    pub(super) lse: DeviceBuffer,
-    pub(super) d_o: DeviceBuffer,
-    pub(super) d_lse: Option<DeviceBuffer>,
+struct OutputRows {
+    o: DeviceBuffer,
+    lse: DeviceBuffer,
+    d_o: DeviceBuffer,
+    d_lse: Option<DeviceBuffer>,
 }
 
 impl OutputRows {
     /// The inputs of a backward pass: those of the forward pass and these. With `sinks` also the statistics for their gradients.
-    pub(super) fn add_to(
+    fn add_to(
         self,
         inputs: Inputs<DeviceBuffer>,
         device: &Device,
@@ -243,7 +243,7 @@ impl OutputRows {
 }
 
 /// The statistics of a rank's rows, from which it makes its part of the gradients of the sinks.
-pub(super) struct StatsOfRows {
+struct StatsOfRows {
     stats: DeviceBuffer,
     bytes: usize,
     heads: usize,
@@ -251,7 +251,7 @@ pub(super) struct StatsOfRows {
 
 impl StatsOfRows {
     /// `−Σ exp(sink − lse) · δ` of each head, in f64.
-    pub(super) async fn sum(mut self, device: &Device, sinks: &[f32]) -> Result<Vec<f64>> {
+    async fn sum(mut self, device: &Device, sinks: &[f32]) -> Result<Vec<f64>> {
         let stats = device.download(&mut self.stats, 0..self.bytes).await?;
         let mut sums = vec![0.0; self.heads];
         let numbers = stats.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_ne_bytes(*bytes)));

@@ -1,10 +1,11 @@
 //! The plans of a call: by the same rules on all ranks, from the facts on which they agree.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::agreement::Agreed;
-use crate::call::{Attention, Execution, Extents, Options};
-use crate::plan::ProvedPlans;
+use crate::call::{Attention, Execution, Extents, GivenPlans, Options};
+use crate::plan::{Direction, ProvedPlans};
 use crate::{
     AttentionProblem, Deal, Dtype, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy,
     placed_meshes_by_bytes, plan_backward_placed, plan_placed,
@@ -35,7 +36,7 @@ impl Attention {
         dtype: Dtype,
         q_tokens: &[u32],
         kv_tokens: &[u32],
-    ) -> Result<ProvedPlans> {
+    ) -> Result<Arc<ProvedPlans>> {
         let Options { bias, execution, .. } = &self.options;
         if q_tokens.is_empty() || q_tokens.len() != kv_tokens.len() {
             return Err(Error::request(
@@ -79,16 +80,68 @@ impl Attention {
 }
 
 /// The plans of a call.
-pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
+pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<Arc<ProvedPlans>> {
+    if let Some(GivenPlans(plans)) = &options.execution.plans {
+        return given(plans, options, agreed, Direction::Forward);
+    }
     let (problem, (q, kv), strategy) = chosen(options, agreed)?;
-    ProvedPlans::new(plan_placed(&problem, q.mesh(), q, kv, strategy)?)
+    Ok(Arc::new(ProvedPlans::new(plan_placed(&problem, q.mesh(), q, kv, strategy)?)?))
 }
 
 /// The plans of the backward pass of a call. A strategy without one is replaced by the default of its mesh.
-pub(super) fn backward_plans(options: &Options, agreed: &Agreed) -> Result<ProvedPlans> {
+pub(super) fn backward_plans(options: &Options, agreed: &Agreed) -> Result<Arc<ProvedPlans>> {
+    if let Some(GivenPlans(plans)) = &options.execution.plans {
+        return given(plans, options, agreed, Direction::Backward);
+    }
     let (problem, (q, kv), strategy) = chosen(options, agreed)?;
     let strategy = strategy.of_backward(&problem, q.mesh());
-    ProvedPlans::new(plan_backward_placed(&problem, q.mesh(), q, kv, strategy)?)
+    Ok(Arc::new(ProvedPlans::new(plan_backward_placed(&problem, q.mesh(), q, kv, strategy)?)?))
+}
+
+/// Plans of the caller, if they are of this direction and of the tensors of the ranks.
+fn given(
+    plans: &Arc<ProvedPlans>,
+    options: &Options,
+    agreed: &Agreed,
+    direction: Direction,
+) -> Result<Arc<ProvedPlans>> {
+    if *options != Attention::planned(plans).options {
+        return Err(Error::request(
+            "a call of given plans with another mask, scale or other option than theirs",
+            "give options to the plans, or let the session plan the call",
+        ));
+    }
+    let world = plans.world();
+    if world.direction != direction {
+        let (is, other) = match direction {
+            Direction::Forward => ("an attention call with plans of a backward pass", "plan_world"),
+            Direction::Backward => ("a backward pass with plans of a forward pass", "plan_backward"),
+        };
+        return Err(Error::request(is, format!("make the plans with {other}")));
+    }
+    let (ranks, planned) = (agreed.q_counts.len(), world.mesh.world());
+    if planned as usize != ranks {
+        return Err(Error::request(
+            format!("plans of {planned} ranks for a group of {ranks}"),
+            "plan for all ranks of the group",
+        ));
+    }
+    let Extents { batch, q_heads, kv_heads, head_dim, dtype, .. } = agreed.extents;
+    let problem = &world.problem;
+    let wanted = [problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim];
+    if ([batch, q_heads, kv_heads, head_dim], dtype) != (wanted, problem.dtype) {
+        return Err(Error::request(
+            format!(
+                "tensors of batch, query heads, key/value heads and dim {:?} in {dtype}, and plans of {wanted:?} in {}",
+                [batch, q_heads, kv_heads, head_dim],
+                problem.dtype
+            ),
+            "plan the problem of the tensors",
+        ));
+    }
+    bias_fits(problem, agreed)?;
+    fits((&world.q_placement, &world.kv_placement), agreed)?;
+    Ok(plans.clone())
 }
 
 /// The problem of a call, the owners of its tokens, and the strategy.
@@ -133,7 +186,7 @@ fn chosen(options: &Options, agreed: &Agreed) -> Result<(AttentionProblem, Owner
         }
         None => fewest_bytes(execution, &problem, any_mesh(options, &problem, agreed, ranks)?)?,
     };
-    fits(&owners, agreed)?;
+    fits((&owners.0, &owners.1), agreed)?;
     Ok((problem, owners, strategy))
 }
 
@@ -219,7 +272,7 @@ fn on_mesh((q, kv): &Owners, mesh: Mesh) -> Result<Owners> {
 }
 
 /// Refuses ranks that pass other numbers of tokens than they own.
-fn fits((q, kv): &Owners, agreed: &Agreed) -> Result<()> {
+fn fits((q, kv): (&Placement, &Placement), agreed: &Agreed) -> Result<()> {
     for (what, placement, counts) in [("queries", q, &agreed.q_counts), ("keys", kv, &agreed.kv_counts)] {
         // Of keys, each rank passes the replicated ones too, and they are not counted.
         let everywhere = if what == "queries" { placement.replicated().len() } else { 0 };

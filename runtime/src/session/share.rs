@@ -5,9 +5,9 @@ use kyklos_transport::Vote;
 use serde::{Deserialize, Serialize};
 
 use super::Session;
+use super::agreement::out_of_step;
 use super::probe::{CallClass, Probe, speed_of_call};
 use super::speeds::{Measured, crowds, members};
-use crate::exec::out_of_step;
 use crate::simulate::{Candidate, Capacity, Shares};
 use crate::{AttentionProblem, Error, Execution, Mesh, Placement, Result, Split, Strategy, deal_tokens};
 

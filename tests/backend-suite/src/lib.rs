@@ -1,8 +1,7 @@
 //! The suite that holds a backend to its contract, for backends in any crate.
 //!
 //! It checks every claim of [`kyklos::backend`] on a device: all cases of the f64 oracle in every storage type, alone and on
-//! meshes of several ranks, non-finite values, running states, copies, conversions, gradients, memory, cancellation, and a run that is cut
-//! off. The tests of the backends `cpu`, `wgpu` and `cuda` are this suite.
+//! meshes of several ranks, non-finite values, running states, copies, conversions, gradients, memory and cancellation. The tests of the backends `cpu`, `wgpu` and `cuda` are this suite.
 //!
 //! # For your backend
 //!
@@ -58,6 +57,9 @@ pub use self::gradients::GradientCase;
 #[cfg(not(target_arch = "wasm32"))]
 pub use self::observed::{Observed, Observer};
 pub use self::prepared::{Prepared, Whole, chosen_cases, only_head_dim, oracle_dtype, problem_of};
-pub use self::running::{DEADLINE, dense_world, options, proved, run_alone, run_rank, run_together};
+pub use self::running::{
+    DEADLINE, RankOutput, attend_planned, dense_world, options, planned, proved, run_alone, run_rank,
+    run_together,
+};
 #[cfg(not(target_arch = "wasm32"))]
 pub use self::suite::{Suite, run};

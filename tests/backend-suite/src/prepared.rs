@@ -6,12 +6,13 @@ use bytes::Bytes;
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::host::{Tensors, layouts};
 use kyklos::plan::World;
-use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, RankOutput};
+use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask};
 use kyklos_oracle::inputs::{Case, PairInputs, cases};
 use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
 use kyklos_transport::Rank;
 
+use crate::RankOutput;
 use crate::kept::Kept;
 
 /// See [`only_head_dim`].

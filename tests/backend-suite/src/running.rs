@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use futures_util::future::join_all;
 use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    AttentionProblem, Executor, LoweredPlan, Mesh, NoObserver, PlacementKind, RankOutput, RunOptions, Split,
-    Strategy, SystemClock, plan_world,
+    Attention, AttentionProblem, DeviceOutput, Executor, LoweredPlan, Mesh, NoObserver, Output,
+    PlacementKind, RankReport, RunOptions, Session, Span, Split, Strategy, SystemClock, plan_world,
 };
 use kyklos_transport::{Transport, in_process_group};
 
@@ -24,18 +25,65 @@ pub fn proved(world: &World) -> Arc<ProvedPlans> {
     Arc::new(ProvedPlans::new(world.clone()).unwrap())
 }
 
-/// Runs one operation of a rank, on its own part of the tensors.
+/// What a rank computed, in host memory.
+#[derive(Clone, Debug)]
+pub struct RankOutput {
+    /// `[batch, tokens, heads, dim]` of the rank's own tokens, in the problem's dtype.
+    pub o: Bytes,
+    /// f32 `[batch, tokens, heads]` of the same tokens.
+    pub lse: Bytes,
+    /// Time in nanoseconds and traffic in bytes.
+    pub report: RankReport,
+    /// The rank's timelines, where they were recorded.
+    pub spans: Vec<Span>,
+}
+
+impl RankOutput {
+    /// Brings an output to the host.
+    pub async fn of(Output { o, lse, report, spans }: Output) -> kyklos::Result<Self> {
+        Ok(Self { o: o.bytes().await?, lse: lse.bytes().await?, report, spans })
+    }
+}
+
+/// The call of `plans` with this rank's part of the tensors.
+pub fn planned(plans: &Arc<ProvedPlans>, part: &Tensors) -> Attention {
+    let call = Attention::planned(plans);
+    match (plans.world().problem.bias, &part.bias) {
+        (Some(tensor), Some(rows)) => call.bias(tensor, rows.clone()),
+        _ => call,
+    }
+}
+
+/// Runs `plans` in a session, on the rank's part of the tensors.
+pub async fn attend_planned(
+    session: &mut Session,
+    plans: &Arc<ProvedPlans>,
+    part: &Tensors,
+) -> kyklos::Result<RankOutput> {
+    let [q, k, v] = part.qkv(&plans.world().problem)?;
+    RankOutput::of(session.attend_async(&planned(plans, part), &q, &k, &v).await?).await
+}
+
+/// Runs one operation of a rank, on its own part of the tensors, without an agreement of the ranks.
 pub async fn run_rank<B: Backend>(
     backend: &B,
     transport: Arc<dyn Transport>,
     plans: &Arc<ProvedPlans>,
     tensors: Tensors,
 ) -> kyklos::Result<RankOutput> {
-    let lowered = LoweredPlan::new(plans.clone(), transport.rank(), backend);
+    let rank = transport.rank();
+    let lowered = LoweredPlan::new(plans.clone(), rank, backend);
     let collective = HostStaged::new(transport, DEADLINE);
     let executor = Executor::new(backend, &collective, &lowered, options());
     let mut inputs = executor.load(tensors)?;
-    executor.run(0, &mut inputs).await
+    let DeviceOutput { mut results, report, spans } = executor.run(0, &mut inputs).await?;
+    let problem = &plans.world().problem;
+    let tokens = plans.world().output_tokens(rank).len();
+    let numbers = problem.batch as usize * tokens * problem.q_heads as usize;
+    let o_bytes = numbers * problem.head_dim as usize * problem.dtype.bytes();
+    let o = backend.download(&mut results[0], 0..o_bytes).await?;
+    let lse = backend.download(&mut results[1], 0..numbers * 4).await?;
+    Ok(RankOutput { o, lse, report, spans })
 }
 
 /// Runs a one-rank world.

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use kyklos::backend::Device;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Error, Observer, RankOutput, RunOptions, Session, SessionOptions};
+use kyklos::{Error, Observer, RunOptions, Session, SessionOptions};
+use kyklos_backend_suite::{RankOutput, attend_planned};
 use kyklos_transport::quic::{Carrier, Identity, LinkProfile, LinkSettings, QuicConfig, QuicTransport};
 use kyklos_transport::{Rank, Transport, TransportError};
 
@@ -152,10 +153,9 @@ fn run(device: &Device, order: &Order, transport: &Arc<dyn Transport>) -> kyklos
     let mut session = Session::with_options(transport.clone(), device.clone(), options);
     let bytes = |output: &RankOutput| [&output.o[..], &output.lse[..]].concat();
     pollster::block_on(async {
-        let mut inputs = session.load(&plans, tensors).await?;
         let mut result = Ok(Vec::new());
         for _ in 0..RUNS {
-            result = session.run(&plans, &mut inputs).await.map(|output| bytes(&output));
+            result = attend_planned(&mut session, &plans, &tensors).await.map(|output| bytes(&output));
             if result.is_err() {
                 break;
             }

@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use kyklos::RankOutput;
 use kyklos::backend::Backend;
 use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
-use kyklos_backend_suite::{Whole, proved, run_rank};
+use kyklos_backend_suite::{RankOutput, Whole, proved, run_rank};
 use kyklos_transport::Transport;
 
 /// Runs a world with one backend per rank, and assembles the result.

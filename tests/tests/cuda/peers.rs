@@ -12,8 +12,8 @@ use kyklos::backend::Device;
 use kyklos::collective::Collective;
 use kyklos::host::shard;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Dtype, Mesh, RankOutput, Result, Session, SessionOptions, Strategy};
-use kyklos_backend_suite::{Prepared, Whole};
+use kyklos::{Dtype, Mesh, Result, Session, SessionOptions, Strategy};
+use kyklos_backend_suite::{Prepared, RankOutput, Whole, attend_planned};
 use kyklos_cuda::{CudaBackend, CudaOptions, CudaPeers};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::{Transport, in_process_group};
@@ -148,8 +148,7 @@ fn on_peers(
 
 fn run(session: &mut Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> Result<RankOutput> {
     let part = shard(plans.world(), session.rank(), &prepared.tensors)?;
-    let mut inputs = block_on(session.load(plans, part))?;
-    block_on(session.run(plans, &mut inputs))
+    block_on(attend_planned(session, plans, &part))
 }
 
 /// The bytes of the result, and what each rank counts as sent, do not depend on the way of the messages.

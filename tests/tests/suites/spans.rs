@@ -14,6 +14,7 @@ use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, NoObserver, Observer, PlacementKind, RunOptions, Session,
     SessionOptions, Split, Strategy, plan_world,
 };
+use kyklos_backend_suite::attend_planned;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Record};
@@ -133,9 +134,8 @@ fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
         let subscriber = &subscribers[transport.rank().0 as usize];
         let mut session = Session::with_options(transport, Device::cpu(), options.clone());
         let runs = async {
-            let mut inputs = session.load(&plans, part).await?;
             for _ in 0..REPEAT {
-                session.run(&plans, &mut inputs).await?;
+                attend_planned(&mut session, &plans, &part).await?;
             }
             Ok::<(), kyklos::Error>(())
         };

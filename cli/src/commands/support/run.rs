@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use kyklos::backend::Device;
-use kyklos::{OutputGradient, RankGradients, RankOutput, RunOptions, Session, SessionOptions};
+use kyklos::{RunOptions, Session, SessionOptions};
 use kyklos_oracle::oracle::Row;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank};
 
@@ -12,10 +12,10 @@ use super::cell::{Accepted, CellState, Target};
 use crate::devices::DeviceId;
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
+use crate::run::call::{HostGradients, HostOutput, RankCall};
 use crate::run::gather::gather;
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
-use crate::tensors::GivenGradient;
 use crate::verify::{GradientVerdict, HeadReference, RightRows, Sample, WholeKv};
 
 /// The reference of all cells of one row and dtype. Everything in it is computed when it is first needed.
@@ -76,7 +76,7 @@ impl Reference {
     /// its limit.
     pub(crate) fn judge_gradients(
         &mut self,
-        gradients: &RankGradients,
+        gradients: &HostGradients,
         accepted: &Accepted,
     ) -> Result<CellState> {
         let kv_heads = accepted.request.problem.kv_heads;
@@ -136,7 +136,7 @@ impl Runner {
     }
 
     /// The gradients of all tokens and heads as the ranks of a world compute them.
-    pub(crate) fn gradients(&mut self, accepted: &Accepted, target: Target) -> Result<RankGradients> {
+    pub(crate) fn gradients(&mut self, accepted: &Accepted, target: Target) -> Result<HostGradients> {
         let passes = self.passes(accepted, target)?;
         let parts = passes.into_iter().filter_map(|passes| passes.gradients);
         Ok(gather(accepted.plans.world(), parts))
@@ -157,9 +157,9 @@ impl Runner {
 
 /// What a rank has computed.
 struct Passes {
-    output: RankOutput,
+    output: HostOutput,
     /// Of a cell of the backward pass.
-    gradients: Option<RankGradients>,
+    gradients: Option<HostGradients>,
 }
 
 impl Group {
@@ -190,16 +190,14 @@ fn run_rank(session: &mut Session, Accepted { request, plans, backward }: &Accep
         session.transport().abort(Abort { culprit: rank, cause, progress: Progress::default() });
     })?;
     pollster::block_on(async {
-        let mut inputs = session.load(plans, tensors).await?;
-        let output = session.run(plans, &mut inputs).await?;
-        let gradients = match (backward, gradient) {
-            (Some(plans), Some(GivenGradient { d_o, d_lse })) => {
-                let given = OutputGradient { output: &output, d_o, d_lse };
-                Some(session.run_backward(plans, &mut inputs, &given).await?)
-            }
-            _ => None,
+        let backward = backward.as_ref().zip(gradient.as_ref());
+        let call = RankCall::open(session, plans, tensors, backward).await?;
+        let output = call.attend(session).await?;
+        let gradients = match call.backward(session, &output).await? {
+            Some(gradients) => Some(HostGradients::of(gradients).await?),
+            None => None,
         };
-        Ok(Passes { output, gradients })
+        Ok(Passes { output: HostOutput::of(output).await?, gradients })
     })
 }
 

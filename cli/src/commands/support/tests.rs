@@ -64,8 +64,9 @@ fn spoiled_gradients_of_any_head_and_token_are_reported_as_wrong() {
     let accepted = cell.validate(folder.path()).unwrap().unwrap();
     let mut reference = Reference::new(&accepted).unwrap();
     let gradients = runner.gradients(&accepted, HERE).unwrap();
-    let mut judged =
-        |gradients: &kyklos::RankGradients| reference.judge_gradients(gradients, &accepted).unwrap();
+    let mut judged = |gradients: &crate::run::call::HostGradients| {
+        reference.judge_gradients(gradients, &accepted).unwrap()
+    };
     assert!(matches!(judged(&gradients), CellState::Correct { .. }));
     let changed = |tensor: &bytes::Bytes, element: usize| -> bytes::Bytes {
         let mut numbers: Vec<f32> = bytemuck::pod_collect_to_vec(tensor);

@@ -2,10 +2,11 @@
 
 use bytes::Bytes;
 use kyklos::collect::Piece;
-use kyklos::{AttentionProblem, BiasTensor, Placement, RankGradients};
+use kyklos::{AttentionProblem, BiasTensor, Placement};
 
 use super::{Declared, OutputFile, Place};
 use crate::failure::{Failure, Result};
+use crate::run::call::HostGradients;
 
 /// Where the gradients are in a file.
 #[derive(Debug)]
@@ -104,7 +105,7 @@ impl OutputFile {
     }
 
     /// Writes a rank's gradients to its part.
-    pub(super) fn write_part_of_gradients(&self, gradients: &RankGradients) -> Result<()> {
+    pub(super) fn write_part_of_gradients(&self, gradients: &HostGradients) -> Result<()> {
         let Some(places) = &self.gradients else { return Ok(()) };
         self.put(&gradients.dq, places.dq.start)?;
         self.put(&gradients.dk, places.dk.start)?;

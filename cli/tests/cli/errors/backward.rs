@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use kyklos::backend::Device;
-use kyklos::host::Tensors;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Attention, AttentionProblem, Dtype, Error, Mask, Mesh, OutputGradient, PlacementKind, Saved, Session,
-    Split, Strategy, Tensor, plan_backward,
+    Attention, AttentionProblem, Dtype, Error, Mask, Mesh, Output, PlacementKind, Saved, Session, Split,
+    Strategy, Tensor, plan_backward,
 };
 use kyklos_transport::in_process_group;
 
@@ -31,41 +30,23 @@ fn of_shape() -> Error {
     session.backward(&call, &saved, &tensor(5), None).unwrap_err()
 }
 
-/// Of backward plans that run on inputs of a forward pass.
-fn of_inputs() -> Error {
-    let mesh = Mesh::new(1, 1).unwrap();
-    let even = Split::Even;
-    let world = plan_backward(&problem(), mesh, PlacementKind::Contiguous, &even, Strategy::Dense).unwrap();
-    let plans = Arc::new(ProvedPlans::new(world).unwrap());
-    let zeros = || bytes::Bytes::from(vec![0; 4 * 2 * 8 * 4]);
-    let tensors = Tensors { q: zeros(), k: zeros(), v: zeros(), bias: None };
-    let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
-    pollster::block_on(async {
-        let mut inputs = session.load(&plans, tensors).await.unwrap();
-        session.run(&plans, &mut inputs).await.unwrap_err()
-    })
-}
-
-/// Of a backward pass of given plans: of plans of a forward pass, and of a gradient with too few tokens.
+/// Of a call with plans of a backward pass, and of a backward pass with plans of a forward pass.
 fn of_given() -> [Error; 2] {
     let mesh = Mesh::new(1, 1).unwrap();
     let (even, placement) = (Split::Even, PlacementKind::Contiguous);
     let forward = kyklos::plan_world(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
     let backward = plan_backward(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
     let [forward, backward] = [forward, backward].map(|world| Arc::new(ProvedPlans::new(world).unwrap()));
-    let zeros = |tokens: usize| bytes::Bytes::from(vec![0; tokens * 2 * 8 * 4]);
-    let tensors = Tensors { q: zeros(4), k: zeros(4), v: zeros(4), bias: None };
+    let [forward, backward] = [&forward, &backward].map(Attention::planned);
     let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
-    pollster::block_on(async {
-        let mut inputs = session.load(&forward, tensors).await.unwrap();
-        let output = session.run(&forward, &mut inputs).await.unwrap();
-        let of = |tokens| OutputGradient { output: &output, d_o: zeros(tokens), d_lse: None };
-        let of_plans = session.run_backward(&forward, &mut inputs, &of(4)).await.unwrap_err();
-        let of_tokens = session.run_backward(&backward, &mut inputs, &of(3)).await.unwrap_err();
-        // The session stays usable.
-        session.run_backward(&backward, &mut inputs, &of(4)).await.unwrap();
-        [of_plans, of_tokens]
-    })
+    let x = tensor(4);
+    let of_forward = session.attend(&backward, &x, &x, &x).unwrap_err();
+    let Output { o, lse, .. } = session.attend(&forward, &x, &x, &x).unwrap();
+    let saved = Saved { q: x.clone(), k: x.clone(), v: x.clone(), o, lse };
+    let of_backward = session.backward(&forward, &saved, &x, None).unwrap_err();
+    // The session stays usable.
+    session.backward(&backward, &saved, &x, None).unwrap();
+    [of_forward, of_backward]
 }
 
 pub(super) fn refusals() -> Vec<Entry> {
@@ -74,7 +55,7 @@ pub(super) fn refusals() -> Vec<Entry> {
         plan_backward(problem, mesh, PlacementKind::Contiguous, &even, strategy).unwrap_err()
     };
     let in_order = problem().with_fixed_order(true).unwrap();
-    let [of_plans, of_tokens] = of_given();
+    let [of_forward, of_backward] = of_given();
     vec![
         entry(
             "plan_backward with strategy relay",
@@ -97,19 +78,14 @@ pub(super) fn refusals() -> Vec<Entry> {
             "A tensor that does not fit q.",
         ),
         entry(
-            "Session::run of plans of plan_backward",
-            of_inputs(),
-            "Backward plans read the gradient of the output, which these inputs do not have.",
+            "Session::attend with plans of plan_backward",
+            of_forward,
+            "Backward plans read the gradient of the output.",
         ),
         entry(
-            "Session::run_backward with plans of plan_world",
-            of_plans,
+            "Session::backward with plans of plan_world",
+            of_backward,
             "Plans of a forward pass have no steps for gradients.",
-        ),
-        entry(
-            "Session::run_backward with a gradient of 3 tokens for 4 queries",
-            of_tokens,
-            "A tensor that does not fit the output.",
         ),
     ]
 }

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use kyklos::backend::Device;
-use kyklos::host::Tensors;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
@@ -45,13 +44,9 @@ pub(super) fn refusals() -> Vec<Entry> {
         let (mesh, placement) = (Mesh::new(1, 2).unwrap(), PlacementKind::Contiguous);
         let world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
         let plans = Arc::new(ProvedPlans::new(world).unwrap());
-        let [q, k, v] = std::array::from_fn(|_| zeros.clone());
         let own = u8::try_from(rank).unwrap();
-        let tensors = Tensors { q, k, v, bias: Some(Bytes::from(vec![own; 4])) };
-        let unlike = pollster::block_on(async {
-            let mut inputs = session.load(&plans, tensors).await?;
-            session.run(&plans, &mut inputs).await
-        });
+        let call = Attention::planned(&plans).bias(KEYS, Bytes::from(vec![own; 4]));
+        let unlike = session.attend(&call, &x, &x, &x);
         [size, keys, queries, dtype, unlike.unwrap_err()]
     });
     let [size, keys, queries, dtype, unlike] = errors.swap_remove(0);

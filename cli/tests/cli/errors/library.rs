@@ -12,8 +12,8 @@ use kyklos::backend::{Backend, Control, Device};
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World, check};
 use kyklos::{
-    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, PlacementKind, RankOutput, Session,
-    SessionOptions, Split, Strategy, TokenRuns, plan_rows, plan_world,
+    Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Output, PlacementKind,
+    Session, SessionOptions, Split, Strategy, Tensor, TokenRuns, plan_rows, plan_world,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{Rank, RefusalReason, Tag, Transport, Vote, in_process_group};
@@ -31,16 +31,13 @@ fn ring() -> World {
 }
 
 /// Runs a rank of `ring` with these queries.
-fn run_rank(transport: Arc<dyn Transport>, q: Bytes) -> Result<RankOutput, Error> {
+fn run_rank(transport: Arc<dyn Transport>, queries: usize) -> Result<Output, Error> {
     let plans = Arc::new(ProvedPlans::new(ring()).unwrap());
-    let kv = Bytes::from(vec![0; 4 * 8 * 4]);
-    let tensors = Tensors { q, k: kv.clone(), v: kv, bias: None };
+    let zeros =
+        |tokens, heads| Tensor::new([1, tokens, heads, 8], vec![0.0_f32; tokens * heads * 8]).unwrap();
     let options = SessionOptions { deadline: Duration::from_secs(20), ..SessionOptions::default() };
     let mut session = Session::with_options(transport, Device::cpu(), options);
-    pollster::block_on(async {
-        let mut inputs = session.load(&plans, tensors).await?;
-        session.run(&plans, &mut inputs).await
-    })
+    session.attend(&Attention::planned(&plans), &zeros(queries, 2), &zeros(4, 1), &zeros(4, 1))
 }
 
 pub(super) fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
@@ -67,9 +64,9 @@ pub(super) fn refusals() -> Vec<Entry> {
     let short = Tensors { q: zeros(8), ..whole.clone() };
     let mut group = in_process_group(2).into_iter();
     let (first, second) = (group.next().unwrap(), group.next().unwrap());
-    let loaded = std::thread::scope(|scope| {
-        scope.spawn(|| run_rank(second, zeros(4 * 2 * 8 * 4)));
-        run_rank(first, zeros(4)).unwrap_err()
+    let short_q = std::thread::scope(|scope| {
+        scope.spawn(|| run_rank(second, 4));
+        run_rank(first, 3).unwrap_err()
     });
     vec![
         entry(
@@ -108,7 +105,11 @@ pub(super) fn refusals() -> Vec<Entry> {
             shard(&dense, Rank(0), &whole).unwrap_err(),
             "The problem and the tensors must agree.",
         ),
-        entry("Session::load with a short q", loaded, "A rank loads the tensors of its own tokens."),
+        entry(
+            "Session::attend with plans and a short q",
+            short_q,
+            "A rank passes the tokens that the plans give it.",
+        ),
     ]
 }
 
@@ -151,7 +152,7 @@ pub(super) fn of_runs() -> Vec<Entry> {
             let _ = pollster::block_on(goes.agree(vote, Duration::from_secs(20)));
             std::thread::sleep(Duration::from_millis(500));
         });
-        run_rank(stays, Bytes::from(vec![0; 4 * 2 * 8 * 4])).unwrap_err()
+        run_rank(stays, 4).unwrap_err()
     });
     let mut tampered = ring();
     tampered.plans[0].steps.pop();

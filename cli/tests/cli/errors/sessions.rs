@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use kyklos::backend::Device;
-use kyklos::host::Tensors;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
@@ -37,25 +36,23 @@ fn same(call: Attention) -> (Attention, [Tensor; 3]) {
     (call, [tensor(4, 2), tensor(4, 2), tensor(4, 2)])
 }
 
-/// Refusals of inputs that were loaded for other plans, and on another device.
-fn of_inputs() -> [Error; 2] {
-    let plans = |tokens: u32| {
-        let problem = AttentionProblem::new([1, tokens, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
+/// Refusals of calls of given plans: of 8 tokens and of another type than the tensors, with another option, and in a larger group.
+fn of_given() -> [Error; 4] {
+    let plans = |tokens: u32, dtype| {
+        let problem = AttentionProblem::new([1, tokens, 2, 2, 8], dtype, Mask::full()).unwrap();
         let mesh = Mesh::new(1, 1).unwrap();
         let world =
             plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
-        Arc::new(ProvedPlans::new(world).unwrap())
+        Attention::planned(&Arc::new(ProvedPlans::new(world).unwrap()))
     };
-    let session = || Session::new(in_process_group(1).remove(0), Device::cpu());
-    let zeros = || bytes::Bytes::from(vec![0; 4 * 2 * 8 * 4]);
-    let tensors = || Tensors { q: zeros(), k: zeros(), v: zeros(), bias: None };
-    let (four, eight) = (plans(4), plans(8));
-    let (mut here, mut there) = (session(), session());
-    pollster::block_on(async {
-        let mut inputs = here.load(&four, tensors()).await.unwrap();
-        let plans = here.run(&eight, &mut inputs).await.unwrap_err();
-        [plans, there.run(&four, &mut inputs).await.unwrap_err()]
-    })
+    let x = || [tensor(4, 2), tensor(4, 2), tensor(4, 2)];
+    let four = plans(4, Dtype::F32);
+    [
+        of_one(&plans(8, Dtype::F32), x()),
+        of_one(&plans(4, Dtype::F16), x()),
+        of_one(&four.clone().mask(Mask::causal()), x()),
+        of_two(|_| same(four.clone())),
+    ]
 }
 
 pub(super) fn refusals() -> Vec<Entry> {
@@ -69,7 +66,7 @@ pub(super) fn refusals() -> Vec<Entry> {
     let whole = tensor(4, 2);
     let heads_only = whole.view([1, 4, 1, 8], [64, 16, 8, 1], 8).unwrap();
     let elsewhere = whole.to_device(&Device::cpu()).unwrap();
-    let [other_plans, other_device] = of_inputs();
+    let [other_tokens, other_type, other_option, other_group] = of_given();
     let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
     let mut calls = session.calls(&Attention::new(), &whole, &whole, &whole, 1).unwrap();
     let other_shape = calls.attend(&tensor(5, 2), &whole, &whole).unwrap_err();
@@ -107,14 +104,24 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Or vote for each call.",
         ),
         entry(
-            "Session::run with inputs that were loaded for other plans",
-            other_plans,
-            "Plans with the same tokens on each rank, such as those of another strategy, can run on the same inputs.",
+            "Session::attend with plans of 8 tokens for 4",
+            other_tokens,
+            "Each rank passes the tokens of the plans.",
         ),
         entry(
-            "Session::run with inputs of another device",
-            other_device,
-            "Inputs stay on the device on which they were loaded.",
+            "Session::attend with plans of f16 and tensors of f32",
+            other_type,
+            "The plans are of one problem.",
+        ),
+        entry(
+            "Session::attend with plans and another mask",
+            other_option,
+            "The mask of a call of given plans is that of the plans.",
+        ),
+        entry(
+            "Session::attend of two ranks with plans of one",
+            other_group,
+            "Plans are of all ranks of a group.",
         ),
         entry(
             "Session::attend, where rank 1 has another mask",

@@ -1,6 +1,7 @@
 //! The record of a cache after a call, and the plans of the call.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::{Holdings, KvCache, too_many};
 use crate::call::{Attention, Execution, Options};
@@ -25,6 +26,12 @@ impl KvCache {
             return refuse(
                 format!("a call on a cache that lost the keys of the tokens {}", self.missing()),
                 "restore them (Session::restore), or truncate the cache before them",
+            );
+        }
+        if options.execution.plans.is_some() {
+            return refuse(
+                "given plans in a call with a cache".to_owned(),
+                "leave them out: a session plans the calls of a cache",
             );
         }
         if options.q_offset != 0 || owners.is_some() || !replicated.is_empty() {
@@ -99,7 +106,7 @@ impl KvCache {
         options: &Options,
         agreed: &Agreed,
         holdings: &Holdings,
-    ) -> Result<ProvedPlans> {
+    ) -> Result<Arc<ProvedPlans>> {
         let Execution { same_queries, placement, mesh, .. } = &options.execution;
         let (live, q_len) = (holdings.live(), agreed.extents.q_len);
         let (keys, kv_len) = holdings.keys();

@@ -6,10 +6,8 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
-use kyklos::{
-    Dtype, Mesh, PlacementKind, RankOutput, Result, RunOptions, Session, Split, Strategy, plan_world,
-};
-use kyklos_backend_suite::Prepared;
+use kyklos::{Dtype, Mesh, PlacementKind, Result, RunOptions, Session, Split, Strategy, plan_world};
+use kyklos_backend_suite::{Prepared, RankOutput};
 use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::{Transport, in_process_group};

@@ -10,10 +10,9 @@ use kyklos::host::shard;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Dtype, Error, Mesh, Observer, OutputGradient, RankOutput, Result, RunOptions, Session, Strategy,
-    plan_backward_placed,
+    Dtype, Error, Mesh, Observer, Output, Result, RunOptions, Saved, Session, Strategy, plan_backward_placed,
 };
-use kyklos_backend_suite::Prepared;
+use kyklos_backend_suite::{Prepared, RankOutput, attend_planned, planned};
 use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
 use kyklos_transport::{Rank, Regroup, Transport, in_process_group};
 use pollster::block_on;
@@ -197,11 +196,11 @@ fn backward() {
     let errors = on_threads(in_process_group(3), |transport| {
         let mut session = on_own_device(&transport, deadline, RunOptions::default());
         let part = shard(world, transport.rank(), &prepared.tensors).unwrap();
-        let mut inputs = block_on(session.load(&forward, part)).unwrap();
-        let output = block_on(session.run(&forward, &mut inputs)).unwrap();
-        let gradient = OutputGradient { output: &output, d_o: output.o.clone(), d_lse: None };
+        let [q, k, v] = part.qkv(&world.problem).unwrap();
+        let Output { o, lse, .. } = session.attend(&planned(&forward, &part), &q, &k, &v).unwrap();
+        let (d_o, saved) = (o.clone(), Saved { q, k, v, o, lse });
         let start = Instant::now();
-        let ended = block_on(session.run_backward(&backward, &mut inputs, &gradient));
+        let ended = session.backward(&planned(&backward, &part), &saved, &d_o, None);
         (start.elapsed(), ended.unwrap_err())
     });
     judge(&errors, deadline, &["no rank is known to have died"]);
@@ -231,8 +230,7 @@ fn dropped() {
             return Some(run(session, &plans, &prepared).unwrap_err());
         }
         let part = shard(plans.world(), Rank(1), &prepared.tensors).unwrap();
-        let mut inputs = block_on(session.load(&plans, part)).unwrap();
-        let mut call = Box::pin(session.run(&plans, &mut inputs));
+        let mut call = Box::pin(attend_planned(&mut session, &plans, &part));
         let mut context = Context::from_waker(Waker::noop());
         while !observer.0.load(Ordering::Relaxed) {
             assert!(call.as_mut().poll(&mut context).is_pending(), "the call has ended");

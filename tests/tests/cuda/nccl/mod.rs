@@ -13,10 +13,12 @@ use kyklos::host::shard;
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    Dtype, Execution, Mesh, Placement, PlacementKind, RankOutput, Result, RunOptions, Session,
-    SessionOptions, Split, Strategy, WireFormat, plan_world,
+    Dtype, Execution, Mesh, Placement, PlacementKind, Result, RunOptions, Session, SessionOptions, Split,
+    Strategy, WireFormat, plan_world,
 };
-use kyklos_backend_suite::{GradientCase, Prepared, Whole, dense_world, run_alone};
+use kyklos_backend_suite::{
+    GradientCase, Prepared, RankOutput, Whole, attend_planned, dense_world, run_alone,
+};
 use kyklos_cuda::{CudaBackend, NcclCollective, NcclDecision, NcclOptions, NcclRefusal};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::{Transport, in_process_group};
@@ -90,9 +92,8 @@ fn right() -> Vec<Scenario> {
         let (plans, prepared) = plans("two rows beyond four tiles", Dtype::Bf16, 3);
         let outputs = on_devices(3, |mut session| {
             let part = shard(plans.world(), session.rank(), &prepared.tensors).unwrap();
-            let mut inputs = block_on(session.load(&plans, part)).unwrap();
             let all: Vec<_> = (0..20)
-                .map(|_| block_on(session.run(&plans, &mut inputs)).unwrap())
+                .map(|_| block_on(attend_planned(&mut session, &plans, &part)).unwrap())
                 .map(|output| output.o)
                 .collect();
             assert!(all.iter().all(|o| *o == all[0]), "a call has other bytes");
@@ -291,8 +292,7 @@ fn on_devices<T: Send>(ranks: u32, run: impl Fn(Session) -> T + Sync) -> Vec<T> 
 
 fn run(mut session: Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> Result<RankOutput> {
     let part = shard(plans.world(), session.rank(), &prepared.tensors)?;
-    let mut inputs = block_on(session.load(plans, part))?;
-    let output = block_on(session.run(plans, &mut inputs))?;
+    let output = block_on(attend_planned(&mut session, plans, &part))?;
     // The recorder of a rank has its messages, in whichever way they went.
     let peers = session.transport().recorder().peers();
     let [sent, messages] = [

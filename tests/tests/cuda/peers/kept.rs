@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use kyklos::backend::{Backend, Device};
 use kyklos::host::shard;
 use kyklos::{Dtype, Mesh, Observer, RunOptions, Session, SessionOptions, Strategy};
+use kyklos_backend_suite::attend_planned;
 use kyklos_cuda::{CudaBackend, CudaOptions};
 use kyklos_transport::{Rank, in_process_group};
 use pollster::block_on;
@@ -80,8 +81,7 @@ fn ring(ranks: u32, signs: Signs, check: impl Fn(Session, Device) + Sync) {
                 let options = SessionOptions { deadline: DEADLINE, run, ..SessionOptions::default() };
                 let mut session = Session::with_collective(transport, device.clone(), peers, options);
                 let part = shard(plans.world(), rank, &prepared.tensors).unwrap();
-                let mut inputs = block_on(session.load(plans, part)).unwrap();
-                let mut call = Box::pin(session.run(plans, &mut inputs));
+                let mut call = Box::pin(attend_planned(&mut session, plans, &part));
                 if signs.drops == Some(rank) {
                     let mut context = Context::from_waker(Waker::noop());
                     while !signs.posted.load(Ordering::SeqCst) {
@@ -100,7 +100,6 @@ fn ring(ranks: u32, signs: Signs, check: impl Fn(Session, Device) + Sync) {
                     let error = block_on(call).unwrap_err().to_string();
                     assert!(error.contains("the call was dropped before its end"), "{error}");
                 }
-                drop(inputs);
                 if rank == Rank(0) {
                     check(session, device);
                     signs.checked.store(true, Ordering::SeqCst);

@@ -20,7 +20,7 @@ use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
 use super::made_up;
-use kyklos_backend_suite::Prepared;
+use kyklos_backend_suite::{Prepared, attend_planned};
 
 /// Far below the deadline of a session, which is 60 s.
 const SOON: Duration = Duration::from_secs(20);
@@ -111,9 +111,9 @@ impl Observer for Holds {
     }
 }
 
-/// Three ranks; rank 2 drops its run. All ranks can use their inputs again.
+/// Three ranks; rank 2 drops its call of given plans. All ranks can make it again in another group.
 #[test]
-fn the_inputs_of_a_dropped_run_stay() {
+fn a_dropped_call_of_given_plans_is_told_and_can_be_made_again() {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
     let mesh = Mesh::new(1, 3).unwrap();
@@ -130,15 +130,14 @@ fn the_inputs_of_a_dropped_run_stay() {
                 let options = SessionOptions { run, ..SessionOptions::default() };
                 let mut session = Session::with_options(transport, device.clone(), options);
                 let part = shard(plans.world(), rank, &prepared.tensors).unwrap();
-                let mut inputs = pollster::block_on(session.load(&plans, part)).unwrap();
                 let started = Instant::now();
                 let first = match rank {
                     Rank(2) => {
-                        let ended = poll_and_drop(session.run(&plans, &mut inputs), polls);
+                        let ended = poll_and_drop(attend_planned(&mut session, &plans, &part), polls);
                         holds.0.store(true, Ordering::Release);
                         ended
                     }
-                    _ => Some(pollster::block_on(session.run(&plans, &mut inputs))),
+                    _ => Some(pollster::block_on(attend_planned(&mut session, &plans, &part))),
                 };
                 assert!(started.elapsed() < SOON);
                 assert_eq!(first.is_none(), rank == Rank(2));
@@ -147,7 +146,7 @@ fn the_inputs_of_a_dropped_run_stay() {
                     assert!(error.contains("rank 2 failed: the call was dropped"), "{error}");
                 }
                 let mut fresh = Session::new(again[rank.0 as usize].clone(), device.clone());
-                pollster::block_on(fresh.run(&plans, &mut inputs)).unwrap();
+                pollster::block_on(attend_planned(&mut fresh, &plans, &part)).unwrap();
                 fresh.close(SOON).unwrap();
             });
         }

@@ -1,8 +1,8 @@
 //! Calls of sessions: lengths by agreement, cached plans, tensors as views and on devices.
 
 mod dropped;
-mod inputs;
 mod many;
+mod planned;
 mod refusals;
 mod share;
 
@@ -14,10 +14,10 @@ use kyklos::host::{Tensors, bias_layout, layouts, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    Attention, AttentionProblem, BiasKind, Dtype, Execution, Mask, Mesh, Output, Placement, PlacementKind,
-    RankOutput, Result, Session, Split, Strategy, Tensor, plan_placed, plan_world,
+    Attention, AttentionProblem, BiasKind, Dtype, Execution, Mask, Mesh, Placement, PlacementKind, Session,
+    Split, Strategy, Tensor, plan_placed, plan_world,
 };
-use kyklos_backend_suite::{Prepared, Whole};
+use kyklos_backend_suite::{Prepared, RankOutput, Whole, attend_planned};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Transport, in_process_group};
@@ -91,7 +91,7 @@ fn attend(prepared: &Prepared, mesh: Mesh, kind: PlacementKind, strategy: Strate
             };
         }
         let output = Session::new(transport, Device::cpu()).attend(&call, &q, &k, &v).unwrap();
-        pollster::block_on(in_host_memory(&output)).unwrap()
+        pollster::block_on(RankOutput::of(output)).unwrap()
     });
     let mut whole = Whole::new(&world);
     outputs.iter().enumerate().for_each(|(rank, output)| whole.add(&world, rank, output));
@@ -111,15 +111,6 @@ fn parts(prepared: &Prepared, world: &World, rank: Rank) -> (Tensor, Tensor, Ten
     };
     let q = q_layout.gather(&prepared.tensors.q, q_tokens).unwrap();
     (tensor(q, q_tokens.len(), problem.q_heads), kv(&prepared.tensors.k), kv(&prepared.tensors.v))
-}
-
-async fn in_host_memory(output: &Output) -> Result<RankOutput> {
-    Ok(RankOutput {
-        o: output.o.bytes().await?,
-        lse: output.lse.bytes().await?,
-        report: output.report.clone(),
-        spans: Vec::new(),
-    })
 }
 
 #[test]
@@ -230,13 +221,10 @@ fn after_inputs_that_one_rank_refuses_all_ranks_can_run() {
         let mut session = Session::new(transport, Device::cpu());
         pollster::block_on(async {
             let q = if wrong { Bytes::new() } else { part.q.clone() };
-            let first = match session.load(&plans, Tensors { q, ..part.clone() }).await {
-                Ok(mut inputs) => session.run(&plans, &mut inputs).await.map(|_| ()),
-                Err(error) => Err(error),
-            };
-            assert!(first.unwrap_err().to_string().contains("q of rank 1 has 0 bytes"));
-            let mut inputs = session.load(&plans, part).await.unwrap();
-            session.run(&plans, &mut inputs).await.unwrap();
+            let first = attend_planned(&mut session, &plans, &Tensors { q, ..part.clone() }).await;
+            let error = first.unwrap_err();
+            assert!(error.is_request() && error.to_string().contains("rank 1 has 0 queries"), "{error}");
+            attend_planned(&mut session, &plans, &part).await.unwrap();
         });
     });
 }

@@ -12,6 +12,7 @@ use kyklos::{
     Attention, AttentionProblem, CacheOptions, Dtype, Error, Execution, Mask, Mesh, Placement, PlacementKind,
     Session, Split, Strategy, Tensor, TokenRuns, plan_world,
 };
+use kyklos_backend_suite::attend_planned;
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, in_process_group};
 
@@ -250,8 +251,5 @@ fn given_plans(session: &mut Session, problem: &AttentionProblem) -> kyklos::Res
     let plans = Arc::new(ProvedPlans::new(world)?);
     let x = Bytes::from(vec![0; 4 * 2 * 16 * 4]);
     let tensors = Tensors { q: x.clone(), k: x.clone(), v: x, bias: None };
-    pollster::block_on(async {
-        let mut inputs = session.load(&plans, tensors).await?;
-        session.run(&plans, &mut inputs).await.map(drop)
-    })
+    pollster::block_on(attend_planned(session, &plans, &tensors)).map(drop)
 }

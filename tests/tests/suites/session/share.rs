@@ -11,11 +11,11 @@ use kyklos::{
     AttentionProblem, BlockWork, Clock, Dtype, Error, Execution, Mesh, PlacementKind, Result, RowSpan,
     RunOptions, Session, SessionOptions, SharedTokens, Split, Strategy, TokenRuns, plan_placed,
 };
-use kyklos_backend_suite::{Observed, Observer, Prepared, Whole};
+use kyklos_backend_suite::{Observed, Observer, Prepared, RankOutput, Whole};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
-use super::{call_of, in_host_memory, parts};
+use super::{call_of, parts};
 use crate::amount::amount;
 
 /// A device in simulated time, and its clock: only attend steps take time, as long as their work says. So the shares of a test do
@@ -121,7 +121,7 @@ fn calls_with_shared_tokens_agree_with_the_oracle() {
             let (q, k, v) = parts(&prepared, &world, session.rank());
             let call = call_of(problem, shared.execution(execution.clone()));
             let output = session.attend(&call, &q, &k, &v)?;
-            Ok((world, pollster::block_on(in_host_memory(&output))?))
+            Ok((world, pollster::block_on(RankOutput::of(output))?))
         });
         let outputs: Vec<_> = outputs.into_iter().map(Result::unwrap).collect();
         let mut whole = Whole::new(&outputs[0].0);

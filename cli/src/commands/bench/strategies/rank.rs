@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::collect::RowTensors;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Error, Observer, RankOutput, RunOptions, Session, SessionOptions};
+use kyklos::{Error, Observer, RunOptions, Session, SessionOptions};
 use kyklos_transport::{Rank, Transport, TransportError, Vote, harmless};
 
 use super::bench::{Bench, Planned, TENSORS, elapsed_ns};
@@ -20,6 +20,7 @@ use crate::failure::{Failure, Result};
 use crate::job::refusal::{REFUSE, refuse};
 use crate::messages::Messages;
 use crate::observe::page::sent;
+use crate::run::call::{HostOutput, RankCall};
 use crate::run::quiet;
 use crate::verify::Sample;
 
@@ -75,7 +76,7 @@ impl Starts {
 /// The results of a rank.
 struct Ran {
     plans: Arc<ProvedPlans>,
-    output: RankOutput,
+    output: HostOutput,
     times: RankTimes,
 }
 
@@ -213,8 +214,8 @@ impl<'a> RankWork<'a> {
             }
         };
         // A rank that cannot load refuses the run.
-        let mut inputs = match pollster::block_on(self.session.load(&plans, tensors)) {
-            Ok(inputs) => inputs,
+        let call = match pollster::block_on(RankCall::open(&mut self.session, &plans, tensors, None)) {
+            Ok(call) => call,
             Err(error @ (Error::Transport(_) | Error::Group { .. })) => return Err(error.into()),
             Err(error) => return Ok(Err(Failure::from(error).text)),
         };
@@ -224,10 +225,10 @@ impl<'a> RankWork<'a> {
             if run == 1 {
                 before = (self.packets(), self.sent());
             }
-            let output = match pollster::block_on(self.session.run(&plans, &mut inputs)) {
+            let output = match pollster::block_on(call.attend(&mut self.session)) {
                 Ok(output) => output,
-                Err(Error::Transport(refused @ TransportError::Refused { .. })) => {
-                    return Ok(Err(Failure::from(refused).text));
+                Err(error @ (Error::Request { .. } | Error::Transport(TransportError::Refused { .. }))) => {
+                    return Ok(Err(Failure::from(error).text));
                 }
                 Err(error) => return Err(error.into()),
             };
@@ -241,6 +242,7 @@ impl<'a> RankWork<'a> {
         times.wire_bytes = packets.zip(self.packets()).map(of_one);
         times.sent_bytes = sent.into_iter().zip(self.sent()).map(of_one).collect();
         let output = last.ok_or_else(|| Failure::run("no run took place"))?;
+        let output = pollster::block_on(HostOutput::of(output))?;
         Ok(Ok(Ran { plans: Arc::clone(&plans), output, times }))
     }
 
@@ -320,7 +322,7 @@ impl<'a> RankWork<'a> {
     }
 
     /// Brings the whole output to rank 0, which keeps nothing of it: the time counts.
-    fn collect(&mut self, plans: &ProvedPlans, output: &RankOutput, transport: &dyn Transport) -> Result<()> {
+    fn collect(&mut self, plans: &ProvedPlans, output: &HostOutput, transport: &dyn Transport) -> Result<()> {
         let op = self.session.take_operation();
         let (problem, deadline) = (&plans.world().problem, self.bench.deadline);
         let heads = problem.q_heads as usize;

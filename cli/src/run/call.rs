@@ -1,0 +1,135 @@
+//! A planned call of one rank, with its tensors on the rank's device.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use kyklos::backend::Device;
+use kyklos::host::Tensors;
+use kyklos::plan::ProvedPlans;
+use kyklos::{Attention, Dtype, Gradients, Output, RankReport, Saved, Session, Tensor};
+
+use crate::tensors::GivenGradient;
+
+/// A call that a rank makes any number of times on the same tensors.
+#[derive(Debug)]
+pub(crate) struct RankCall {
+    forward: Attention,
+    qkv: [Tensor; 3],
+    backward: Option<BackwardCall>,
+}
+
+#[derive(Debug)]
+struct BackwardCall {
+    call: Attention,
+    d_o: Tensor,
+    d_lse: Option<Tensor>,
+}
+
+impl RankCall {
+    /// The call of `plans` on this rank's `tensors`, and of the plans of a backward pass with the gradient of the output. If the
+    /// tensors do not get to the device of `session`, its other ranks are refused the call.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub(crate) async fn open(
+        session: &mut Session,
+        plans: &Arc<ProvedPlans>,
+        tensors: Tensors,
+        backward: Option<(&Arc<ProvedPlans>, &GivenGradient)>,
+    ) -> kyklos::Result<Self> {
+        match Self::on(session.device(), plans, tensors, backward) {
+            Ok(call) => Ok(call),
+            Err(error) => {
+                session.refuse(&error).await?;
+                Err(error)
+            }
+        }
+    }
+
+    fn on(
+        device: &Device,
+        plans: &Arc<ProvedPlans>,
+        tensors: Tensors,
+        backward: Option<(&Arc<ProvedPlans>, &GivenGradient)>,
+    ) -> kyklos::Result<Self> {
+        let problem = &plans.world().problem;
+        let call = |plans: &Arc<ProvedPlans>| {
+            let call = Attention::planned(plans);
+            match (problem.bias, &tensors.bias) {
+                (Some(tensor), Some(rows)) => call.bias(tensor, rows.clone()).to_device(device),
+                _ => Ok(call),
+            }
+        };
+        let [q, k, v] = tensors.qkv(problem)?;
+        let [batch, tokens, heads, _] = q.shape();
+        let backward = backward.map(|(plans, GivenGradient { d_o, d_lse })| {
+            let d_o = Tensor::from_bytes(q.shape(), q.dtype(), d_o.clone())?.to_device(device)?;
+            let d_lse = d_lse.as_ref().map(|d_lse| {
+                Tensor::from_bytes([batch, tokens, heads, 1], Dtype::F32, d_lse.clone())?.to_device(device)
+            });
+            Ok::<_, kyklos::Error>(BackwardCall { call: call(plans)?, d_o, d_lse: d_lse.transpose()? })
+        });
+        Ok(Self {
+            forward: call(plans)?,
+            backward: backward.transpose()?,
+            qkv: [q.to_device(device)?, k.to_device(device)?, v.to_device(device)?],
+        })
+    }
+
+    /// The forward pass.
+    pub(crate) async fn attend(&self, session: &mut Session) -> kyklos::Result<Output> {
+        let [q, k, v] = &self.qkv;
+        session.attend_async(&self.forward, q, k, v).await
+    }
+
+    /// The backward pass of a call that ended with `output`; `None` for a call without one.
+    pub(crate) async fn backward(
+        &self,
+        session: &mut Session,
+        output: &Output,
+    ) -> kyklos::Result<Option<Gradients>> {
+        let Some(BackwardCall { call, d_o, d_lse }) = &self.backward else { return Ok(None) };
+        let [q, k, v] = self.qkv.clone();
+        let saved = Saved { q, k, v, o: output.o.clone(), lse: output.lse.clone() };
+        session.backward_async(call, &saved, d_o, d_lse.as_ref()).await.map(Some)
+    }
+}
+
+/// The output of a rank in host memory.
+#[derive(Clone, Debug)]
+pub(crate) struct HostOutput {
+    /// `[batch, tokens, heads, dim]`, in the problem's dtype.
+    pub(crate) o: Bytes,
+    /// f32 `[batch, tokens, heads]`.
+    pub(crate) lse: Bytes,
+    pub(crate) report: RankReport,
+}
+
+impl HostOutput {
+    pub(crate) async fn of(Output { o, lse, report, .. }: Output) -> kyklos::Result<Self> {
+        Ok(Self { o: o.bytes().await?, lse: lse.bytes().await?, report })
+    }
+}
+
+/// The gradients of a rank in host memory: see [`Gradients`].
+#[derive(Clone, Debug)]
+pub(crate) struct HostGradients {
+    pub(crate) dq: Bytes,
+    pub(crate) dk: Bytes,
+    pub(crate) dv: Bytes,
+    pub(crate) d_sinks_part: Vec<f64>,
+    pub(crate) d_bias: Option<Bytes>,
+    pub(crate) report: RankReport,
+}
+
+impl HostGradients {
+    pub(crate) async fn of(gradients: Gradients) -> kyklos::Result<Self> {
+        let Gradients { dq, dk, dv, d_sinks_part, d_bias, report, .. } = gradients;
+        let d_bias = match d_bias {
+            Some(d_bias) => Some(d_bias.bytes().await?),
+            None => None,
+        };
+        let [dq, dk, dv] = [dq.bytes().await?, dk.bytes().await?, dv.bytes().await?];
+        Ok(Self { dq, dk, dv, d_sinks_part, d_bias, report })
+    }
+}
