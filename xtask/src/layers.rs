@@ -15,7 +15,7 @@ const CRATES: [(&str, &[&str]); 14] = [
     ("cuda-backend/fake", &[]),
     ("launch", &["kyklos-transport"]),
     ("tab", &["kyklos"]),
-    ("tests/oracle", &[]),
+    ("oracle", &[]),
     ("tests/backend-suite", &["kyklos", "kyklos-oracle", "kyklos-transport"]),
     ("tests", &[]),
     (
