@@ -9,6 +9,6 @@ pub(crate) use problem::ProblemArgs;
 pub(crate) use refusal::one_line;
 pub(crate) use tabs::TabArgs;
 pub(crate) use values::{
-    ByteSize, CollectiveName, KernelName, List, ListItem, MaskArg, OnLoss, OrAuto, ProgressKind, RANK, Shape,
+    ByteSize, CollectiveName, KernelName, List, ListItem, OnLoss, OrAuto, ProgressKind, RANK, Shape,
     SplitName, StrategyName, TransportName,
 };

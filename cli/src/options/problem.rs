@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use kyklos::{Dtype, Mask, Mesh, PlacementKind, Strategy, WireFormat};
 
-use super::values::{List, MaskArg, OrAuto, Shape, SplitName, StrategyName, TokenRange};
+use super::values::{List, OrAuto, Shape, SplitName, StrategyName, TokenRange};
 
 /// The problem and how ranks share it: the options that `attend` and `plan` have in common.
 #[derive(Clone, Debug, Args)]
@@ -44,7 +44,7 @@ pub(crate) struct ProblemArgs {
     #[arg(long, value_name = "N,N,…", requires = "q_tokens")]
     pub(crate) kv_tokens: Option<List<u32>>,
     #[arg(long, value_name = "MASK", default_value = "full", help = Mask::notation())]
-    pub(crate) mask: MaskArg,
+    pub(crate) mask: Mask,
     /// Number format of keys and values between ranks: same, f16 (for f32 tensors) or int8 (with scales).
     /// Each value is rounded once; `kyklos plan` prints the expected error
     #[arg(long, value_name = "NAME", default_value = "same")]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use kyklos::backend::wgpu::KernelChoice;
-use kyklos::{Error, Mask, Strategy};
+use kyklos::{Error, Strategy};
 use kyklos_transport::Regroup;
 
 use crate::devices::DeviceRequest;
@@ -256,21 +256,6 @@ impl FromStr for Shape {
                 "give five: batch, tokens, query heads, kv heads, head dim, such as 1,4096,8,2,64",
             )
         })
-    }
-}
-
-/// A mask and its text: the oracle parses the text by itself.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct MaskArg {
-    pub(crate) text: String,
-    pub(crate) mask: Mask,
-}
-
-impl FromStr for MaskArg {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        Ok(Self { text: text.to_owned(), mask: text.parse()? })
     }
 }
 

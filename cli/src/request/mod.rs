@@ -24,8 +24,6 @@ use crate::tensors::{InputFile, Source};
 #[derive(Clone, Debug)]
 pub(crate) struct Request {
     pub(crate) problem: AttentionProblem,
-    /// The text of the mask on the command line.
-    pub(crate) mask_text: String,
     pub(crate) source: Source,
     pub(crate) mesh: Mesh,
     pub(crate) strategy: Strategy,
@@ -181,7 +179,6 @@ impl Request {
         };
         Ok(Self {
             problem,
-            mask_text: args.mask.text.clone(),
             source,
             mesh,
             strategy,
@@ -312,7 +309,7 @@ fn split(args: &ProblemArgs) -> Split {
 }
 
 fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> {
-    let mask = args.mask.mask.clone();
+    let mask = args.mask.clone();
     let (problem, source) = match (&args.input, args.shape) {
         (Some(path), _) => {
             let file = InputFile::open(path, args.grad)?;

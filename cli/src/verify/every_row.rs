@@ -99,7 +99,6 @@ mod tests {
     use kyklos::{AttentionProblem, TokenRuns, plan_rows};
 
     use super::*;
-    use crate::options::MaskArg;
     use crate::run::resident::Resident;
     use crate::tensors::Source;
 
@@ -107,8 +106,7 @@ mod tests {
 
     /// A causal problem of f16 on the CPU: the sample, the result, and the result in f32.
     fn computed() -> (Sample, [Bytes; 2], [Bytes; 2]) {
-        let mask: MaskArg = "causal".parse().unwrap();
-        let problem = AttentionProblem::new([2, 700, 3, 1, 16], Dtype::F16, mask.mask).unwrap();
+        let problem = AttentionProblem::new([2, 700, 3, 1, 16], Dtype::F16, kyklos::Mask::causal()).unwrap();
         let backend = CpuBackend::new();
         let run = |mut resident: Resident<_>| {
             resident.run(&backend, &Control::default()).unwrap();
@@ -117,7 +115,7 @@ mod tests {
         };
         let narrow = run(Resident::new(&backend, &problem, SEED).unwrap());
         let wide = run(Resident::widened(&backend, &problem, SEED).unwrap());
-        (Sample::new(&problem, &Source::MadeUp { seed: SEED }, &mask.text).unwrap(), narrow, wide)
+        (Sample::new(&problem, &Source::MadeUp { seed: SEED }).unwrap(), narrow, wide)
     }
 
     fn judge(sample: &Sample, [o, lse]: &[Bytes; 2], [wide_o, wide_lse]: &[Bytes; 2]) -> Verdict {

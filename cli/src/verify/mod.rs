@@ -92,20 +92,21 @@ impl WholeKv {
 
 impl Sample {
     pub(crate) fn of(request: &Request) -> Result<Self> {
-        Self::new(&request.problem, &request.source, &request.mask_text)
+        Self::new(&request.problem, &request.source)
     }
 
-    /// `mask_text` is the text of the mask on the command line.
-    pub(crate) fn new(problem: &AttentionProblem, source: &Source, mask_text: &str) -> Result<Self> {
-        Self::of_rows(problem, source, mask_text, ROWS)
+    pub(crate) fn new(problem: &AttentionProblem, source: &Source) -> Result<Self> {
+        Self::of_rows(problem, source, ROWS)
     }
 
     /// All rows of the request.
     pub(crate) fn whole(request: &Request) -> Result<Self> {
-        Self::of_rows(&request.problem, &request.source, &request.mask_text, usize::MAX)
+        Self::of_rows(&request.problem, &request.source, usize::MAX)
     }
 
-    fn of_rows(problem: &AttentionProblem, source: &Source, mask_text: &str, rows: usize) -> Result<Self> {
+    fn of_rows(problem: &AttentionProblem, source: &Source, rows: usize) -> Result<Self> {
+        // The oracle reads the notation of masks by itself.
+        let mask = problem.mask.to_string().parse();
         let oracle = OracleProblem {
             batch: problem.batch as usize,
             q_len: problem.q_len as usize,
@@ -115,7 +116,7 @@ impl Sample {
             head_dim: problem.head_dim as usize,
             scale: f64::from(problem.scale),
             softcap: problem.softcap.map(f64::from),
-            mask: mask_text.parse().map_err(|error: OracleError| Failure::run(error.to_string()))?,
+            mask: mask.map_err(|error: OracleError| Failure::run(error.to_string()))?,
             q_offset: u64::from(problem.q_offset),
             sinks: problem.sinks.iter().copied().map(f64::from).collect(),
         };

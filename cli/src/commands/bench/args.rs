@@ -3,13 +3,13 @@
 use std::num::NonZeroU32;
 
 use clap::{Args, Subcommand};
-use kyklos::Dtype;
+use kyklos::{Dtype, Mask};
 
 use super::against::Peer;
 use super::plans::PlansArgs;
 use super::strategies::StrategiesArgs;
 use crate::devices::{self, DeviceRequest};
-use crate::options::{KernelName, List, MaskArg, Shape};
+use crate::options::{KernelName, List, Shape};
 
 /// The combinations to time.
 #[derive(Clone, Debug, Args)]
@@ -32,7 +32,7 @@ pub(crate) struct BenchArgs {
     pub(crate) shape: Vec<Shape>,
     /// A mask as in `attend`; repeatable
     #[arg(long, value_name = "MASK", default_values = ["full", "causal"])]
-    pub(crate) mask: Vec<MaskArg>,
+    pub(crate) mask: Vec<Mask>,
     /// f32, f16 or bf16
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_values = ["f32", "f16"])]
     pub(crate) dtype: Vec<Dtype>,

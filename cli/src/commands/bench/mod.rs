@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use kyklos::backend::wgpu::KernelChoice;
 use kyklos::backend::{Backend, Control, Device, KernelTime};
-use kyklos::{AttentionProblem, Dtype};
+use kyklos::{AttentionProblem, Dtype, Mask};
 
 use self::against::Times;
 pub(crate) use self::args::{BenchArgs, BenchCommand};
@@ -21,7 +21,7 @@ use self::line::{EveryRow, Line, Measured, json, text};
 use crate::devices::{self, BackendKind, DeviceId, let_in_nowhere};
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
-use crate::options::{KernelName, List, MaskArg, Shape};
+use crate::options::{KernelName, List, Shape};
 use crate::run::resident::{Resident, state_shape};
 use crate::tensors::Source;
 use crate::verify::{Sample, Verdict, Whole};
@@ -144,7 +144,7 @@ fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<Device> {
 struct Case {
     problem: AttentionProblem,
     shape: [u32; 5],
-    mask: MaskArg,
+    mask: Mask,
 }
 
 fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
@@ -152,7 +152,7 @@ fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
     for Shape(shape) in &args.shape {
         for mask in &args.mask {
             for dtype in &args.dtype {
-                let mut problem = AttentionProblem::new(*shape, *dtype, mask.mask.clone())?;
+                let mut problem = AttentionProblem::new(*shape, *dtype, mask.clone())?;
                 if let Some(queries) = args.queries {
                     let tokens = problem.kv_len;
                     let first = tokens.checked_sub(queries.get()).ok_or_else(|| {
@@ -173,10 +173,7 @@ fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
 impl Case {
     fn line(&self, device: DeviceId, backend: &Device, args: &BenchArgs) -> Line {
         let info = backend.info();
-        note(&format!(
-            "{device} {}: {:?} {} {}",
-            info.kernel, self.shape, self.mask.text, self.problem.dtype
-        ));
+        note(&format!("{device} {}: {:?} {} {}", info.kernel, self.shape, self.mask, self.problem.dtype));
         let names = (
             info.name.clone(),
             info.driver.clone(),
@@ -205,7 +202,7 @@ impl Case {
             kernel,
             shape: self.shape,
             queries: self.problem.q_len,
-            mask: self.mask.text.clone(),
+            mask: self.mask.to_string(),
             dtype: self.problem.dtype.to_string(),
             measured: None,
             error: Some(why.text.clone()),
@@ -219,7 +216,7 @@ impl Case {
             queries if queries == keys => keys.to_string(),
             queries => format!("{queries}:{keys}"),
         };
-        format!("{batch},{tokens},{heads},{kv_heads},{dim},{},{}", self.mask.text, self.problem.dtype)
+        format!("{batch},{tokens},{heads},{kv_heads},{dim},{},{}", self.mask, self.problem.dtype)
     }
 
     fn measured(&self, checked: Checked, backward: bool) -> Measured {
@@ -268,7 +265,7 @@ impl Check<'_> {
             timed(backend, args.amount(), || resident.run(backend, &Control::default()))?;
         let (o, lse) = resident.results(backend)?;
         let kernel = &backend.info().kernel;
-        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
+        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED })?;
         let right = |verdict: Verdict| match verdict.failure {
             None => Ok(verdict),
             Some(failure) => Err(Failure::run(format!("wrong result: {failure}"))),
@@ -298,7 +295,7 @@ impl Check<'_> {
             resident.run_backward(backend, &mut gradients, &Control::default())
         })?;
         let whole = resident.whole_gradients(backend, &mut gradients)?;
-        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED }, &case.mask.text)?;
+        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED })?;
         let held = sample.judge_gradients(&whole)?;
         if let Some(failure) = held.as_ref().and_then(|verdict| verdict.failure.as_ref()) {
             return Err(Failure::run(failure.clone()));

@@ -114,7 +114,7 @@ fn line(args: &BenchArgs, device: DeviceId, backend: &Device, case: &Case) -> Re
     };
     let mut sides = [side(1)?, side(ranks)?];
     let source = Source::MadeUp { seed: SEED };
-    let sample = Sample::new(problem, &source, &case.mask.text)?;
+    let sample = Sample::new(problem, &source)?;
     let mut held: Option<[f64; 2]> = None;
     for round in 0..args.rounds.get() {
         // Each side begins every other round.
@@ -145,7 +145,7 @@ fn line(args: &BenchArgs, device: DeviceId, backend: &Device, case: &Case) -> Re
         device: device.to_string(),
         kernel: backend.info().kernel.clone(),
         shape: case.shape,
-        mask: case.mask.text.clone(),
+        mask: case.mask.to_string(),
         dtype: problem.dtype.to_string(),
         ranks,
         placement,

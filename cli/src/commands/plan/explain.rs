@@ -76,7 +76,7 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
             reasons: why.iter().map(|why| format!("{why}.")).chain(bounded).collect(),
             plans: priced.iter().map(|priced| possible(priced, &compared)).collect(),
         };
-        write_page(page, args, &asked, first, &cluster, choice)?;
+        write_page(page, &asked, first, &cluster, choice)?;
     }
     if args.json {
         let object = json!({
@@ -112,7 +112,6 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
 /// Writes the page of the fastest plan, with the plans among which it was chosen.
 fn write_page(
     file: PageFile,
-    args: &PlanArgs,
     asked: &Asked,
     first: &Priced,
     cluster: &Cluster,
@@ -122,7 +121,6 @@ fn write_page(
     let request = Request {
         gradients: asked.wanted.gradients,
         problem: asked.problem.clone(),
-        mask_text: args.problem.mask.text.clone(),
         source: asked.source.clone(),
         mesh,
         strategy,

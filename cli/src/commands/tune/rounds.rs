@@ -10,7 +10,6 @@ use kyklos::AttentionProblem;
 use kyklos::backend::wgpu::{AttendVariant, KernelChoice, WgpuBackend, WgpuBuffer, WgpuOptions};
 use kyklos::backend::{Backend, Control};
 
-use super::case::MASK;
 use super::choose::Outcome;
 use crate::failure::Result;
 use crate::run::resident::Resident;
@@ -49,7 +48,7 @@ pub(super) fn measure(
     variants: &[AttendVariant],
     until: Instant,
 ) -> Result<Measured> {
-    let sample = Sample::new(problem, &Source::MadeUp { seed: SEED }, MASK)?;
+    let sample = Sample::new(problem, &Source::MadeUp { seed: SEED })?;
     let enter_until = Instant::now() + until.saturating_duration_since(Instant::now()).mul_f64(ENTER);
     let mut entrants: Vec<Entrant> = Vec::new();
     for variant in variants {

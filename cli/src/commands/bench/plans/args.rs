@@ -3,8 +3,9 @@
 use std::num::NonZeroU32;
 
 use clap::Args;
+use kyklos::Mask;
 
-use crate::options::{MaskArg, StrategyName};
+use crate::options::StrategyName;
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct PlansArgs {
@@ -27,7 +28,7 @@ pub(crate) struct PlansArgs {
     pub(super) tokens: NonZeroU32,
     /// A mask as in `attend`
     #[arg(long, value_name = "MASK", default_value = "full")]
-    pub(super) mask: MaskArg,
+    pub(super) mask: Mask,
     /// Runs of each measurement, of which the fastest counts
     #[arg(long, value_name = "N", default_value = "3")]
     pub(super) repeat: NonZeroU32,

@@ -84,7 +84,7 @@ fn row(args: &PlansArgs, strategy: Strategy, mesh: Mesh) -> Result<Row> {
         Failure::request(format!("{} tokens on each of {ranks} ranks", args.tokens), "use fewer tokens")
     })?;
     let heads = mesh.ulysses().max(HEADS);
-    let problem = AttentionProblem::new([1, tokens, heads, heads, DIM], Dtype::F16, args.mask.mask.clone())?;
+    let problem = AttentionProblem::new([1, tokens, heads, heads, DIM], Dtype::F16, args.mask.clone())?;
     let placement = PlacementKind::for_problem(&problem);
     let make = || plan_world(&problem, mesh, placement, &Split::Even, strategy);
     let mut best = Best::default();

@@ -7,13 +7,13 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser};
-use kyklos::{Dtype, Error, Mesh, PlacementKind};
+use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind};
 
 use crate::devices::{self, DeviceRequest};
 use crate::group::GroupArgs;
 use crate::job::collective::CollectiveArgs;
 use crate::network::NetworkArgs;
-use crate::options::{ByteSize, List, MaskArg, StrategyName, TransportName};
+use crate::options::{ByteSize, List, StrategyName, TransportName};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct StrategiesArgs {
@@ -25,7 +25,7 @@ pub(crate) struct StrategiesArgs {
     pub(super) batch: Vec<NonZeroU32>,
     /// A mask as in `attend`; repeatable
     #[arg(long, value_name = "MASK", default_values = ["full"])]
-    pub(super) mask: Vec<MaskArg>,
+    pub(super) mask: Vec<Mask>,
     /// f32, f16 or bf16
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_values = ["f32"])]
     pub(super) dtype: Vec<Dtype>,

@@ -77,8 +77,8 @@ pub(super) fn cases(args: &StrategiesArgs) -> Result<Vec<Arc<Case>>> {
             for dtype in &args.dtype {
                 for batch in &args.batch {
                     let shape = [batch.get(), *tokens, *heads, *kv_heads, *dim];
-                    let problem = AttentionProblem::new(shape, *dtype, mask.mask.clone())?;
-                    cases.push(Arc::new(Case { problem, shape, mask: mask.text.clone() }));
+                    let problem = AttentionProblem::new(shape, *dtype, mask.clone())?;
+                    cases.push(Arc::new(Case { problem, shape, mask: mask.to_string() }));
                 }
             }
         }

@@ -272,7 +272,7 @@ impl<'a> RankWork<'a> {
         let case = self.bench.case(cell);
         let (rank, world) = (transport.rank(), plans.world());
         let ranks = transport.world() as usize;
-        let sample = Sample::new(&case.problem, &TENSORS, &case.mask)?;
+        let sample = Sample::new(&case.problem, &TENSORS)?;
         let rows = sample.extract(world.q_placement.of_rank(rank), &output.o, &output.lse);
         // One rank of each kind of device computes the sampled rows alone, once for each case.
         let first_of_kind = self.first_of_kind(rank);
