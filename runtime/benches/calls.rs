@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::{Attention, Session, SessionOptions, Tensor};
+use kyklos::{Attention, CallShapes, Session, SessionOptions, Tensor};
 use kyklos_backend_suite::DoNothing;
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Transport, Vote, in_process_group};
@@ -89,10 +89,10 @@ fn cost(group: Vec<Arc<dyn Transport>>, device: &Device, one_device: bool, calls
         }
         let mut of_many_us = Vec::new();
         let count = u32::try_from(calls).expect("few calls");
-        let mut many = session.calls(&call, &q, &k, &v, count)?;
+        let mut many = session.prepare(&call, &CallShapes::of(&q, &k), count)?;
         while many.remaining() > 0 {
             let started = Instant::now();
-            many.attend(&q, &k, &v)?;
+            many.run(&q, &k, &v)?;
             of_many_us.push(micros(started.elapsed()));
         }
         drop(many);

@@ -2,7 +2,7 @@
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::{Attention, Execution, Mask, Mesh, PlacementKind, Session, Tensor};
+use kyklos::{Attention, CallShapes, Execution, Mask, Mesh, PlacementKind, Session, Tensor};
 use kyklos_transport::in_process_group;
 
 const LAYERS: u32 = 40;
@@ -16,10 +16,10 @@ fn main() -> kyklos::Result<()> {
         let mut hidden = Tensor::new([1, 128, 4, 64], vec![0.25_f32; 128 * 4 * 64])?;
         let mut report = None;
         // A rank that makes fewer calls than it announced ends the group, with an error on all ranks.
-        let mut layers = session.calls(&call, &hidden, &hidden, &hidden, LAYERS)?;
+        let mut layers = session.prepare(&call, &CallShapes::of(&hidden, &hidden), LAYERS)?;
         for _ in 0..LAYERS {
             // A model computes q, k and v from the output of the layer before. The output stays on the device.
-            let output = layers.attend(&hidden, &hidden, &hidden)?;
+            let output = layers.run(&hidden, &hidden, &hidden)?;
             hidden = output.o;
             report = Some(output.report);
         }

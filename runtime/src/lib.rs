@@ -25,7 +25,7 @@
 //! ```
 //!
 //! Groups over a network are in `kyklos_transport::quic`; `kyklos_launch` joins the group of a launcher. Devices are in
-//! [`backend`]: cores, GPUs, and a caller's own `wgpu::Device`. [`Attention`] has the options of a call, [`Session::calls`]
+//! [`backend`]: cores, GPUs, and a caller's own `wgpu::Device`. [`Attention`] has the options of a call, [`Session::prepare`]
 //! makes many calls after one vote.
 //!
 //! # Below a session
@@ -135,8 +135,8 @@ pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
-    CacheOptions, CachedCalls, Calls, DeviceCollective, Gradients, KvCache, Output, Saved, Session,
-    SessionOptions, SharedTokens,
+    CacheOptions, CachedCalls, CallShapes, DeviceCollective, Gradients, KvCache, Output, Prepared, Saved,
+    Session, SessionOptions, SharedTokens,
 };
 pub use spans::{RowSpan, Spans};
 pub use strategy::{

@@ -3,9 +3,7 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
-use kyklos::{
-    Attention, Execution, Mask, MaskSlice, Mesh, Placement, PlacementKind, Session, SlicePart, Split,
-};
+use kyklos::{Attention, CallShapes, Execution, Mask, MaskSlice, Mesh, Placement, PlacementKind, Session, SlicePart, Split};
 
 use crate::model::{Encoder, directions};
 use crate::texts::Packed;
@@ -40,10 +38,10 @@ pub fn encode(
     // One vote and one plan for all layers.
     let like = kyklos::Tensor::new(shape, vec![0.0_f32; shape.iter().product()])?;
     let count = u32::try_from(encoder.layers()).unwrap_or(u32::MAX);
-    let mut layers = session.calls(&call, &like, &like, &like, count)?;
+    let mut layers = session.prepare(&call, &CallShapes::of(&like, &like), count)?;
     let hidden = encoder.run(ids, positions, |qkv| {
         let [q, k, v] = qkv.map(|tensor| to_kyklos(shape, &tensor));
-        let output = layers.attend(&q?, &k?, &v?)?;
+        let output = layers.run(&q?, &k?, &v?)?;
         bytes_sent += output.report.bytes_sent;
         to_candle(&output.o, &shape[1..])
     })?;

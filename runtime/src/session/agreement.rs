@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::call::{Attention, BiasRows, Extents, Options, checked_label};
 use crate::plan::PLAN_FORMAT;
-use crate::{Dtype, Error, Result, Tensor};
+use crate::session::prepared::Shapes;
+use crate::{Dtype, Error, Result};
 
 /// One rank's facts of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,8 +50,7 @@ pub(super) struct CacheFacts {
 #[derive(Debug)]
 pub(super) struct LastFacts {
     options: Options,
-    shapes: [[usize; 4]; 3],
-    dtypes: [Dtype; 3],
+    shapes: Shapes,
     bias: (u64, Option<[u32; 2]>),
     cache: Option<CacheFacts>,
     encoded: Bytes,
@@ -85,7 +85,7 @@ pub(super) fn note(
     op: u64,
     calls: u32,
     call: &Attention,
-    [q, k, v]: [&Tensor; 3],
+    shapes: &Shapes,
     cache: Option<(CacheFacts, &[u64])>,
 ) -> Result<Bytes> {
     let (cache, identity) = match cache {
@@ -93,28 +93,26 @@ pub(super) fn note(
         None => (None, 0),
     };
     checked_label(&call.label)?;
-    let (shapes, dtypes) = ([q, k, v].map(Tensor::shape), [q, k, v].map(Tensor::dtype));
     let bias = (call.bias_rows.as_ref().map_or(0, BiasRows::bytes), call.bias_axes);
     if let Some(BiasRows::Tensor(rows)) = &call.bias_rows
-        && rows.dtype() != q.dtype()
+        && rows.dtype() != shapes.dtypes[0]
     {
         return Err(Error::request(
-            format!("an attention bias tensor of {} for q of {}", rows.dtype(), q.dtype()),
+            format!("an attention bias tensor of {} for q of {}", rows.dtype(), shapes.dtypes[0]),
             "give it the type of q",
         ));
     }
     let same = |last: &&LastFacts| {
-        (last.shapes, last.dtypes, last.bias, last.cache) == (shapes, dtypes, bias, cache)
-            && last.options == call.options
+        (last.shapes, last.bias, last.cache) == (*shapes, bias, cache) && last.options == call.options
     };
     let encoded = match last.as_ref().filter(same) {
         Some(last) => last.encoded.clone(),
         None => {
             let (bytes, bias_axes) = bias;
-            let facts = Facts { bias: bytes, bias_axes, cache, ..Facts::new(&call.options, q, k, v)? };
+            let facts = Facts { bias: bytes, bias_axes, cache, ..Facts::new(&call.options, shapes)? };
             let encoded = Bytes::from(facts.encode());
             let options = call.options.clone();
-            *last = Some(LastFacts { options, shapes, dtypes, bias, cache, encoded: encoded.clone() });
+            *last = Some(LastFacts { options, shapes: *shapes, bias, cache, encoded: encoded.clone() });
             encoded
         }
     };
@@ -223,8 +221,8 @@ fn disagree(rank: usize, theirs: &str, ours: &str) -> Error {
 }
 
 impl Facts {
-    fn new(options: &Options, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
-        let [q_shape, k_shape, v_shape] = [q, k, v].map(Tensor::shape);
+    fn new(options: &Options, shapes: &Shapes) -> Result<Self> {
+        let Shapes { shapes: [q_shape, k_shape, v_shape], dtypes: [dtype, k_dtype, v_dtype] } = *shapes;
         let refuse = |mismatch: String, remedy: &str| Err(Error::request(mismatch, remedy));
         if k_shape != v_shape {
             return refuse(
@@ -240,9 +238,9 @@ impl Facts {
                 "give q and k the same batch entries and the same dim",
             );
         }
-        if [k.dtype(), v.dtype()] != [q.dtype(); 2] {
+        if [k_dtype, v_dtype] != [dtype; 2] {
             return refuse(
-                format!("q of {}, k of {} and v of {}", q.dtype(), k.dtype(), v.dtype()),
+                format!("q of {dtype}, k of {k_dtype} and v of {v_dtype}"),
                 "use one type for q, k and v",
             );
         }
@@ -261,7 +259,7 @@ impl Facts {
         Ok(Self {
             version: VERSION,
             plans: PLAN_FORMAT,
-            dtype: q.dtype().name().to_owned(),
+            dtype: dtype.name().to_owned(),
             batch: extent(q_shape[0])?,
             q_heads: extent(q_shape[2])?,
             kv_heads: extent(k_shape[2])?,

@@ -8,6 +8,7 @@ use kyklos_transport::{Abort, AbortCause, Progress, TransportError, Vote};
 use super::Session;
 use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
+use super::prepared::Shapes;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, BIAS, BiasRows, Options};
 use crate::exec::{AbortOnDrop, DeviceOutput};
@@ -85,7 +86,7 @@ impl Session {
         v: &Tensor,
     ) -> Result<Output> {
         let inputs = |session: &Self| session.inputs(call, q, k, v);
-        let (lowered, mut inputs) = self.agree(&FORWARD, call, [q, k, v], 1, inputs).await?;
+        let (lowered, mut inputs) = self.agree(&FORWARD, call, &Shapes::of([q, k, v]), 1, inputs).await?;
         self.run_call(&lowered, &mut inputs, q).await
     }
 
@@ -95,11 +96,11 @@ impl Session {
         &mut self,
         pass: &Pass,
         call: &Attention,
-        tensors: [&Tensor; 3],
+        shapes: &Shapes,
         calls: u32,
         prepare: impl FnOnce(&Self) -> Result<T>,
     ) -> Result<(Arc<LoweredPlan>, T)> {
-        let prepared = note(&mut self.last_facts, self.op, calls, call, tensors, None)
+        let prepared = note(&mut self.last_facts, self.op, calls, call, shapes, None)
             .and_then(|note| Ok((note, prepare(self)?)));
         let (note, prepared) = match prepared {
             Ok(prepared) => prepared,

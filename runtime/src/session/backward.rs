@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::Session;
 use super::attend::Pass;
 use super::choice::backward_plans;
+use super::prepared::Shapes;
 use crate::backend::{Backend, Device, DeviceBuffer, RowStats, StateShape};
 use crate::call::Attention;
 use crate::exec::DeviceOutput;
@@ -117,9 +118,9 @@ impl Session {
         d_o: &Tensor,
         d_lse: Option<&Tensor>,
     ) -> Result<Gradients> {
-        let tensors = [&saved.q, &saved.k, &saved.v];
+        let shapes = Shapes::of([&saved.q, &saved.k, &saved.v]);
         let prepare = |session: &Self| session.gradient_inputs(call, saved, d_o, d_lse);
-        let (lowered, (mut inputs, d_sinks)) = self.agree(&BACKWARD, call, tensors, 1, prepare).await?;
+        let (lowered, (mut inputs, d_sinks)) = self.agree(&BACKWARD, call, &shapes, 1, prepare).await?;
         let mut gradients = self.run_backward(&lowered, &mut inputs, saved).await?;
         if let Some(rows) = d_sinks {
             // After the run: other ranks wait for this one only until it has sent its sums.

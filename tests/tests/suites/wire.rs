@@ -11,8 +11,8 @@ use kyklos::host::Tensors;
 use kyklos::local::on_threads;
 use kyklos::plan::{Content, Step, World, check};
 use kyklos::{
-    Attention, AttentionProblem, CacheOptions, Dtype, Execution, Mask, Mesh, Output, PlacementKind, Saved,
-    Session, Split, Strategy, Tensor, WireFormat, plan_world,
+    Attention, AttentionProblem, CacheOptions, CallShapes, Dtype, Execution, Mask, Mesh, Output,
+    PlacementKind, Saved, Session, Split, Strategy, Tensor, WireFormat, plan_world,
 };
 use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 use kyklos_oracle::inputs::{TensorId, cases, fill};
@@ -198,11 +198,11 @@ fn announced_calls_beyond_f16_are_made_again() {
         let (x, beyond) = (tensor(0.5), tensor(if odd { 1e6 } else { 0.5 }));
         let execution = Execution::new().mesh(Mesh::new(1, 2).unwrap()).wire(WireFormat::F16);
         let call = Attention::new().execution(execution);
-        let mut calls = session.calls(&call, &x, &x, &x, 2).unwrap();
-        calls.attend(&x, &x, &beyond).map(drop).unwrap_err();
+        let mut calls = session.prepare(&call, &CallShapes::of(&x, &x), 2).unwrap();
+        calls.run(&x, &x, &beyond).map(drop).unwrap_err();
         assert_eq!(calls.remaining(), 2);
         while calls.remaining() > 0 {
-            calls.attend(&x, &x, &x).unwrap();
+            calls.run(&x, &x, &x).unwrap();
         }
         drop(calls);
         let options = CacheOptions::new([1, 2, 16], Dtype::F32);

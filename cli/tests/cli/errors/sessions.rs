@@ -6,8 +6,8 @@ use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Attention, AttentionProblem, BiasTensor, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement,
-    PlacementKind, Session, Split, Strategy, Tensor, WireFormat, plan_world,
+    Attention, AttentionProblem, BiasTensor, CallShapes, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask,
+    Mesh, Placement, PlacementKind, Session, Split, Strategy, Tensor, WireFormat, plan_world,
 };
 use kyklos_transport::in_process_group;
 
@@ -68,10 +68,10 @@ pub(super) fn refusals() -> Vec<Entry> {
     let elsewhere = whole.to_device(&Device::cpu()).unwrap();
     let [other_tokens, other_type, other_option, other_group] = of_given();
     let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
-    let mut calls = session.calls(&Attention::new(), &whole, &whole, &whole, 1).unwrap();
-    let other_shape = calls.attend(&tensor(5, 2), &whole, &whole).unwrap_err();
-    calls.attend(&whole, &whole, &whole).unwrap();
-    let beyond = calls.attend(&whole, &whole, &whole).unwrap_err();
+    let mut calls = session.prepare(&Attention::new(), &CallShapes::of(&whole, &whole), 1).unwrap();
+    let other_shape = calls.run(&tensor(5, 2), &whole, &whole).unwrap_err();
+    calls.run(&whole, &whole, &whole).unwrap();
+    let beyond = calls.run(&whole, &whole, &whole).unwrap_err();
     let large = Tensor::new([1, 4, 2, 8], vec![1e5_f32; 64]).unwrap();
     let as_f16 = || Attention::new().execution(Execution::new().wire(WireFormat::F16));
     vec![
@@ -94,12 +94,12 @@ pub(super) fn refusals() -> Vec<Entry> {
             "All ranks have the same queries, so also the same number.",
         ),
         entry(
-            "Calls::attend with 5 queries, after Session::calls with 4",
+            "Prepared::run with 5 queries, after Session::prepare with 4",
             other_shape,
             "Calls after one vote have one plan.",
         ),
         entry(
-            "Calls::attend for the second time, after Session::calls for 1 call",
+            "Prepared::run for the second time, after Session::prepare for 1 call",
             beyond,
             "Or vote for each call.",
         ),

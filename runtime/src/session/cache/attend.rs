@@ -14,6 +14,7 @@ use crate::plan::Direction;
 use crate::session::Session;
 use crate::session::agreement::{Agreed, CacheFacts, facts_of, note};
 use crate::session::attend::{CALLS, Output};
+use crate::session::prepared::Shapes;
 use crate::{Error, Inputs, LoweredPlan, Result, Tensor};
 
 impl Session {
@@ -79,8 +80,9 @@ impl Session {
         tensors: [&Tensor; 3],
         prepare: impl FnOnce(&Self, &KvCache) -> Result<T>,
     ) -> Result<(CachedStep, T)> {
-        let prepared =
-            self.prepare(call, caches, tensors).and_then(|note| Ok((note, prepare(self, &caches[0])?)));
+        let prepared = self
+            .note_of_caches(call, caches, tensors)
+            .and_then(|note| Ok((note, prepare(self, &caches[0])?)));
         let (note, prepared) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
@@ -156,7 +158,7 @@ impl Session {
     }
 
     /// Makes room on this rank, and describes the calls for the vote.
-    fn prepare(
+    fn note_of_caches(
         &mut self,
         call: &Attention,
         caches: &mut [KvCache],
@@ -195,7 +197,7 @@ impl Session {
             return Err(Error::request("calls on no cache", "give a cache for each call"));
         };
         self.device.supports(q.dtype(), q.shape()[3])?;
-        note(&mut self.last_facts, self.op, count, call, [q, k, v], Some((facts, &made)))
+        note(&mut self.last_facts, self.op, count, call, &Shapes::of([q, k, v]), Some((facts, &made)))
     }
 }
 

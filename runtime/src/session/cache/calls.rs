@@ -6,7 +6,7 @@ use crate::backend::{Backend, DeviceBuffer};
 use crate::call::Attention;
 use crate::session::Session;
 use crate::session::attend::Output;
-use crate::session::calls::{Shapes, is_refused};
+use crate::session::prepared::{Shapes, is_refused};
 use crate::{Error, Result, Tensor};
 
 /// One call on each of several caches, for which the ranks have voted together: the layers of a model, in one step. The n-th
@@ -89,7 +89,7 @@ impl CachedCalls<'_> {
     /// The call on the next cache, without a vote. Blocks until the device has the output.
     ///
     /// # Errors
-    /// As [`Calls::attend`](super::super::Calls::attend).
+    /// As [`Prepared::run`](super::super::Prepared::run).
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         pollster::block_on(self.attend_async(q, k, v))

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::{Attention, BiasKind, BiasTensor, Mask, Session, Tensor};
+use kyklos::{Attention, BiasKind, BiasTensor, CallShapes, Mask, Session, Tensor};
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Vote, in_process_group};
 
@@ -37,13 +37,13 @@ fn many_calls_after_one_vote_give_the_bytes_of_single_calls() {
                 })
                 .collect();
             let (q, kv) = (layer(0, 4), layer(0, 2));
-            let mut calls = session.calls(&call, &q, &kv, &kv, LAYERS).unwrap();
+            let mut calls = session.prepare(&call, &CallShapes::of(&q, &kv), LAYERS).unwrap();
             for (index, single) in (0..LAYERS).zip(single) {
                 assert_eq!(calls.remaining(), LAYERS - index);
                 let (q, kv) = (layer(index, 4), layer(index, 2));
-                assert_eq!(calls.attend(&q, &kv, &kv).unwrap().o.to_vec::<f32>().unwrap(), single);
+                assert_eq!(calls.run(&q, &kv, &kv).unwrap().o.to_vec::<f32>().unwrap(), single);
             }
-            let more = calls.attend(&q, &kv, &kv).unwrap_err();
+            let more = calls.run(&q, &kv, &kv).unwrap_err();
             assert!(more.is_request() && more.to_string().contains("call 13 of 12"), "{more}");
             drop(calls);
             session.attend(&call, &q, &kv, &kv).unwrap();
@@ -58,9 +58,10 @@ fn ranks_that_announce_other_numbers_of_calls_get_one_error_and_can_go_on() {
         let count = 3 + transport.rank().0;
         let mut session = Session::new(transport, Device::cpu());
         let x = made_up(4, 2, 0.1);
-        let announced = session.calls(&Attention::new(), &x, &x, &x, count).unwrap_err().to_string();
+        let announced =
+            session.prepare(&Attention::new(), &CallShapes::of(&x, &x), count).unwrap_err().to_string();
         let single = match count {
-            3 => session.calls(&Attention::new(), &x, &x, &x, 3).unwrap_err(),
+            3 => session.prepare(&Attention::new(), &CallShapes::of(&x, &x), 3).unwrap_err(),
             _ => session.attend(&Attention::new(), &x, &x, &x).unwrap_err(),
         };
         session.attend(&Attention::new(), &x, &x, &x).unwrap();
@@ -78,14 +79,14 @@ fn tensors_that_were_not_announced_are_refused_and_the_calls_go_on() {
         let (x, longer) = (made_up(4, 2, 0.1), made_up(5, 2, 0.1));
         let halves = Tensor::new(x.shape(), vec![half::f16::ZERO; 4 * 2 * 16]).unwrap();
         let elsewhere = x.to_device(&Device::cpu()).unwrap();
-        let mut calls = session.calls(&Attention::new(), &x, &x, &x, 2).unwrap();
+        let mut calls = session.prepare(&Attention::new(), &CallShapes::of(&x, &x), 2).unwrap();
         for (wrong, words) in [(longer, "[1, 5, 2, 16]"), (halves, "f16"), (elsewhere, "q is on")] {
-            let error = calls.attend(&wrong, &x, &x).unwrap_err();
+            let error = calls.run(&wrong, &x, &x).unwrap_err();
             assert!(error.is_request() && error.to_string().contains(words), "{error}");
-            calls.attend(&x, &x, &longer_kv(&x)).unwrap_err();
+            calls.run(&x, &x, &longer_kv(&x)).unwrap_err();
         }
-        calls.attend(&x, &x, &x).unwrap();
-        calls.attend(&x, &x, &x).unwrap();
+        calls.run(&x, &x, &x).unwrap();
+        calls.run(&x, &x, &x).unwrap();
     });
 }
 
@@ -101,16 +102,16 @@ fn a_rank_that_makes_fewer_calls_than_announced_ends_the_group_with_a_clear_erro
             let rank = transport.rank().0;
             let mut session = Session::new(transport.clone(), Device::cpu());
             let x = made_up(if rank == 2 { 0 } else { 4 }, 2, 0.1);
-            let mut calls = session.calls(&Attention::new(), &x, &x, &x, 5).unwrap();
+            let mut calls = session.prepare(&Attention::new(), &CallShapes::of(&x, &x), 5).unwrap();
             let started = Instant::now();
             if rank == 1 {
-                (0..3).for_each(|_| drop(calls.attend(&x, &x, &x).unwrap()));
+                (0..3).for_each(|_| drop(calls.run(&x, &x, &x).unwrap()));
             } else {
                 if rank == 2 {
                     // The news of the abort takes its time.
                     while pollster::block_on(transport.agree(Vote::ready([1; 32]), SOON)).is_ok() {}
                 }
-                let error = std::iter::repeat_with(|| calls.attend(&x, &x, &x)).find_map(Result::err);
+                let error = std::iter::repeat_with(|| calls.run(&x, &x, &x)).find_map(Result::err);
                 let error = error.unwrap().to_string();
                 assert!(
                     error.contains("rank 1 failed: it made 3 of the 5 calls that it announced"),

@@ -9,8 +9,8 @@ use kyklos::host::Tensors;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Attention, AttentionProblem, CacheOptions, Dtype, Error, Execution, Mask, Mesh, Placement, PlacementKind,
-    Session, Split, Strategy, Tensor, TokenRuns, plan_world,
+    Attention, AttentionProblem, CacheOptions, CallShapes, Dtype, Error, Execution, Mask, Mesh, Placement,
+    PlacementKind, Session, Split, Strategy, Tensor, TokenRuns, plan_world,
 };
 use kyklos_backend_suite::attend_planned;
 use kyklos_transport::quic::quic_loopback_group;
@@ -202,7 +202,7 @@ fn a_call_that_a_rank_left_out_is_never_taken_for_the_next_one() {
             }
             let mut errors = Vec::new();
             errors.push(session.attend(&Attention::new(), &x, &x, &x).map(drop));
-            errors.push(session.calls(&Attention::new(), &x, &x, &x, 2).map(drop));
+            errors.push(session.prepare(&Attention::new(), &CallShapes::of(&x, &x), 2).map(drop));
             errors.push(session.kv_cache(CacheOptions::new([1, 2, 16], Dtype::F32)).map(drop));
             let problem = AttentionProblem::new([1, 8, 2, 2, 16], Dtype::F32, Mask::full()).unwrap();
             errors.push(session.share(&problem, &Execution::new()).map(drop));

@@ -12,27 +12,27 @@ use crate::call::Attention;
 use crate::{Dtype, Error, LoweredPlan, Result, Tensor};
 
 /// Calls of one shape for which the ranks have voted together, as the layers of a model are: the n-th call of a rank meets the
-/// n-th calls of its peers. Made by [`Session::calls`].
+/// n-th calls of its peers. Made by [`Session::prepare`].
 ///
 /// All ranks make all calls that they announced. If a rank drops this before, the group is aborted on all ranks.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
 /// use kyklos::backend::Device;
-/// use kyklos::{Attention, Mask, Session, Tensor};
+/// use kyklos::{Attention, CallShapes, Mask, Session, Tensor};
 /// use kyklos_transport::in_process_group;
 ///
 /// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
 /// let mut hidden = Tensor::new([1, 16, 4, 64], vec![0.25_f32; 16 * 4 * 64])?;
 /// let call = Attention::new().mask(Mask::causal());
-/// let mut layers = session.calls(&call, &hidden, &hidden, &hidden, 40)?;
+/// let mut layers = session.prepare(&call, &CallShapes::of(&hidden, &hidden), 40)?;
 /// while layers.remaining() > 0 {
-///     hidden = layers.attend(&hidden, &hidden, &hidden)?.o;
+///     hidden = layers.run(&hidden, &hidden, &hidden)?.o;
 /// }
 /// # }
 /// # Ok::<(), kyklos::Error>(())
 /// ```
-pub struct Calls<'s> {
+pub struct Prepared<'s> {
     session: &'s mut Session,
     call: Attention,
     lowered: Arc<LoweredPlan>,
@@ -44,55 +44,39 @@ pub struct Calls<'s> {
 }
 
 impl Session {
-    /// Agrees with all ranks on `count` calls, and on their plan, in one vote. Every call has tensors of the shapes and the type
-    /// of these; their elements are not read. The mask, the attention bias tensor and all other options are those of `call` in
+    /// Agrees with all ranks on `count` calls with tensors of these shapes, and on their plan, in one vote. The mask, the attention bias tensor and all other options are those of `call` in
     /// every call. Blocks until all ranks have voted.
     ///
     /// # Errors
     /// As [`Session::attend`]; also [`Error::Request`] where ranks announce different numbers of calls.
     #[cfg(not(target_arch = "wasm32"))]
-    pub fn calls(
-        &mut self,
-        call: &Attention,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        count: u32,
-    ) -> Result<Calls<'_>> {
-        pollster::block_on(self.calls_async(call, q, k, v, count))
+    pub fn prepare(&mut self, call: &Attention, shapes: &CallShapes, count: u32) -> Result<Prepared<'_>> {
+        pollster::block_on(self.prepare_async(call, shapes, count))
     }
 
-    /// [`Self::calls`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
+    /// [`Self::prepare`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
     /// ranks.
     ///
     /// # Errors
-    /// As [`Self::calls`].
-    pub async fn calls_async(
+    /// As [`Self::prepare`].
+    pub async fn prepare_async(
         &mut self,
         call: &Attention,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        shapes: &CallShapes,
         count: u32,
-    ) -> Result<Calls<'_>> {
+    ) -> Result<Prepared<'_>> {
+        let &CallShapes { q: [.., dim], dtype, .. } = shapes;
         let prepare = |session: &Self| {
-            session.device.supports(q.dtype(), q.shape()[3])?;
+            session.device.supports(dtype, dim)?;
             session.bias_buffer(call)
         };
-        let (lowered, bias) = self.agree(&FORWARD, call, [q, k, v], count, prepare).await?;
-        Ok(Calls {
-            session: self,
-            call: call.clone(),
-            lowered,
-            bias,
-            shapes: Shapes::of([q, k, v]),
-            announced: count,
-            made: 0,
-        })
+        let shapes = shapes.of_tensors();
+        let (lowered, bias) = self.agree(&FORWARD, call, &shapes, count, prepare).await?;
+        Ok(Prepared { session: self, call: call.clone(), lowered, bias, shapes, announced: count, made: 0 })
     }
 }
 
-impl Calls<'_> {
+impl Prepared<'_> {
     /// The next call, without a vote. Blocks until the device has the output.
     ///
     /// # Errors
@@ -101,16 +85,16 @@ impl Calls<'_> {
     /// of [`WireFormat::F16`](crate::WireFormat::F16) [`Error::Request`], or [`TransportError::Refused`] where another rank has
     /// them: all ranks make the call again, or none. Other errors end the call on all ranks, and the group with it.
     #[cfg(not(target_arch = "wasm32"))]
-    pub fn attend(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
-        pollster::block_on(self.attend_async(q, k, v))
+    pub fn run(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
+        pollster::block_on(self.run_async(q, k, v))
     }
 
-    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
+    /// [`Self::run`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
     /// ranks.
     ///
     /// # Errors
-    /// As [`Self::attend`].
-    pub async fn attend_async(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
+    /// As [`Self::run`].
+    pub async fn run_async(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         self.check([q, k, v])?;
         let bias = self.bias.as_mut().map(|bias| self.session.device.share(bias));
         let mut inputs = self.session.inputs_with(&self.call, [q, k, v], bias)?;
@@ -144,30 +128,59 @@ pub(super) fn is_refused(output: &Result<Output>) -> bool {
     output.as_ref().is_err_and(|error| error.is_request() || refused(error))
 }
 
-/// Shapes and type of the tensors of announced calls.
-#[derive(Clone, Copy, Debug)]
+/// The tensors of calls without their elements: what the ranks agree on before there are any.
+///
+/// ```
+/// use kyklos::{CallShapes, Dtype};
+///
+/// // 100 queries and 120 keys of this rank; 8 query heads share 2 key/value heads of dim 64.
+/// let shapes = CallShapes { q: [1, 100, 8, 64], kv: [1, 120, 2, 64], dtype: Dtype::F16 };
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallShapes {
+    /// `[batch, tokens, q_heads, dim]`.
+    pub q: [usize; 4],
+    /// Of k, and of v: `[batch, tokens, kv_heads, dim]`.
+    pub kv: [usize; 4],
+    /// The type of all of them.
+    pub dtype: Dtype,
+}
+
+impl CallShapes {
+    /// Those of q, and of k and v.
+    pub fn of(q: &Tensor, kv: &Tensor) -> Self {
+        Self { q: q.shape(), kv: kv.shape(), dtype: q.dtype() }
+    }
+
+    fn of_tensors(self) -> Shapes {
+        Shapes { shapes: [self.q, self.kv, self.kv], dtypes: [self.dtype; 3] }
+    }
+}
+
+/// Shapes and types of q, k and v.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shapes {
-    shapes: [[usize; 4]; 3],
-    dtype: Dtype,
+    pub(super) shapes: [[usize; 4]; 3],
+    pub(super) dtypes: [Dtype; 3],
 }
 
 impl Shapes {
     pub(super) fn of(tensors: [&Tensor; 3]) -> Self {
-        Self { shapes: tensors.map(Tensor::shape), dtype: tensors[0].dtype() }
+        Self { shapes: tensors.map(Tensor::shape), dtypes: tensors.map(Tensor::dtype) }
     }
 
     /// Refuses tensors of another shape or type.
     pub(super) fn check(&self, tensors: [&Tensor; 3]) -> Result<()> {
-        let Self { shapes, dtype } = self;
-        for ((tensor, shape), name) in tensors.into_iter().zip(shapes).zip(["q", "k", "v"]) {
+        let prepared = self.shapes.iter().zip(&self.dtypes);
+        for ((tensor, (shape, dtype)), name) in tensors.into_iter().zip(prepared).zip(["q", "k", "v"]) {
             if (tensor.shape(), tensor.dtype()) != (*shape, *dtype) {
                 return Err(Error::request(
                     format!(
-                        "{name} of shape {:?} in {}, in calls that were announced with {shape:?} in {dtype}",
+                        "{name} of shape {:?} in {}, in calls that were prepared with {shape:?} in {dtype}",
                         tensor.shape(),
                         tensor.dtype()
                     ),
-                    "announce calls of another shape apart",
+                    "prepare calls of another shape apart",
                 ));
             }
         }
@@ -192,7 +205,7 @@ impl Session {
     }
 }
 
-impl Drop for Calls<'_> {
+impl Drop for Prepared<'_> {
     fn drop(&mut self) {
         if self.remaining() > 0 {
             self.session.end_unfinished(self.made as usize, self.announced as usize);
@@ -200,10 +213,10 @@ impl Drop for Calls<'_> {
     }
 }
 
-impl std::fmt::Debug for Calls<'_> {
+impl std::fmt::Debug for Prepared<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { session, announced, made, .. } = self;
-        f.debug_struct("Calls")
+        f.debug_struct("Prepared")
             .field("session", session)
             .field("announced", announced)
             .field("made", made)
