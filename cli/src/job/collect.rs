@@ -7,7 +7,7 @@ use kyklos::RunOptions;
 use kyklos::backend::Device;
 use kyklos::collect::RowTensors;
 use kyklos_oracle::oracle::Row;
-use kyklos_transport::{Rank, Transport, Vote};
+use kyklos_transport::{Rank, Transport, TransportError, Vote};
 
 use crate::failure::{Failure, Result};
 use crate::job::call::Job;
@@ -63,7 +63,7 @@ impl Job {
                 self.collect_bias_gradient(&messages, backward)?;
             }
             return match (&self.outputs.result, file) {
-                (_, Some(file)) => Ok(self.write_part(&**transport, file, results, None)),
+                (_, Some(file)) => self.write_part(&**transport, file, results, None),
                 (Some(OutputTarget::Whole(_)), None) => {
                     self.watch.phase(Some("sending the output"));
                     pollster::block_on(self.rows_of_output().send(
@@ -105,7 +105,9 @@ impl Job {
         let wrong = wrong.map(|failure| Failure::run(format!("verification failed: {failure}")));
         let mut output_bytes = 0;
         let collected = match (&self.outputs.result, file) {
-            (Some(OutputTarget::Parts(_)), Some(file)) => self.write_part(&**transport, file, results, wrong),
+            (Some(OutputTarget::Parts(_)), Some(file)) => {
+                self.write_part(&**transport, file, results, wrong)?
+            }
             (Some(OutputTarget::Whole(_)), Some(file)) => {
                 self.watch.phase(Some("writing the output"));
                 pollster::block_on(self.rows_of_output().receive::<Failure>(
@@ -141,15 +143,18 @@ impl Job {
 
     /// Writes this rank's part, which may have its name when all ranks have written theirs and rank 0 has found nothing
     /// `wrong`. If not, the reason is the same on every rank, in full on rank 0.
+    ///
+    /// # Errors
+    /// When the group fails before all parts are written.
     fn write_part(
         &self,
         transport: &dyn Transport,
         file: OutputFile,
         results: &Results,
         wrong: Option<Failure>,
-    ) -> Collected {
+    ) -> Result<Collected> {
         self.watch.phase(Some("writing the output"));
-        let rejected = |reason| Collected { summary: None, file: None, rejected: Some(reason) };
+        let rejected = |reason| Ok(Collected { summary: None, file: None, rejected: Some(reason) });
         if let Some(wrong) = wrong {
             refuse(transport, Failure::run("verification failed, rank 0 says how: no part is kept"));
             return rejected(wrong);
@@ -161,8 +166,9 @@ impl Job {
         let vote = Vote::ready(self.agreed.plans.hash());
         // Rank 0 votes after the verification, which may take longer than the deadline of a message.
         match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
-            Ok(_) => Collected { summary: None, file: Some(file), rejected: None },
-            Err(error) => rejected(error.into()),
+            Ok(_) => Ok(Collected { summary: None, file: Some(file), rejected: None }),
+            Err(refused @ TransportError::Refused { .. }) => rejected(refused.into()),
+            Err(error) => Err(error.into()),
         }
     }
 

@@ -7,6 +7,8 @@ use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use safetensors::SafeTensors;
+
 use crate::launch::signal;
 use crate::support::*;
 
@@ -97,6 +99,43 @@ fn without_its_files_no_job_ends_well() {
                 assert!(error.contains("cannot write"), "{policy}, {option} {name}: {error}");
             }
         }
+    }
+}
+
+/// The positions of the queries in the part of a rank, if it is there.
+fn positions(folder: &Path, rank: usize) -> Option<Vec<i64>> {
+    let bytes = std::fs::read(folder.join(format!("part-{rank}"))).ok()?;
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    Some(bytemuck::pod_collect_to_vec(file.tensor("positions").unwrap().data()))
+}
+
+/// The rank dies after its last run: what is left is to write its part, and to vote.
+#[test]
+fn all_rows_are_in_parts_although_a_rank_dies_when_it_delivers() {
+    for victim in [2, 0] {
+        let folder = tempfile::tempdir().unwrap();
+        let there = folder.path().join("part-{rank}");
+        let job = Job::start(3, &["--on-loss", "shrink", "--output", there.to_str().unwrap()]);
+        let is_last = |line: &String| {
+            let event: serde_json::Value = serde_json::from_str(line).unwrap_or_default();
+            (&event["event"], &event["rank"], &event["op"]) == (&"done".into(), &victim.into(), &59.into())
+        };
+        job.lines.iter().find(is_last).expect("the rank ends its last run");
+        signal("-KILL", job.pids[victim]);
+        let (code, said) = job.end();
+        assert_eq!(code, Some(0), "rank {victim}: {said}");
+        let [mut survivors, mut all] = [Vec::new(), Vec::new()];
+        for rank in 0..3 {
+            let own = positions(folder.path(), rank);
+            assert!(own.is_some() || rank == victim, "no part of rank {rank}: {said}");
+            all.extend(own.clone().into_iter().flatten());
+            survivors.extend(own.into_iter().flatten().filter(|_| rank != victim));
+        }
+        survivors.sort_unstable();
+        all.sort_unstable();
+        // It has delivered before it died, or the others have begun again without it.
+        let whole: Vec<i64> = (0..1024).collect();
+        assert!(survivors == whole || all == whole, "rank {victim}: {} rows: {said}", survivors.len());
     }
 }
 
