@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use crate::ballot::Refusal;
 use crate::rank::{Progress, Rank, RefusalReason, Tag};
-use crate::remedy::Remedy;
 
 /// Why a transport call ended without its value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -63,10 +62,10 @@ pub enum TransportError {
     /// The group could not be formed.
     #[error("{text}")]
     Bootstrap {
-        /// What failed and what to do about it.
+        /// What failed and what to do about it. It may quote another rank.
         text: String,
-        /// What to do about it, as far as the library knows; its words are part of the text.
-        remedy: Option<Remedy>,
+        /// What kind of failure it is, as this rank knows it; never read from the text.
+        kind: BootstrapKind,
     },
     /// A call that this transport's contract does not allow: a bug of the caller.
     #[error("{text}")]
@@ -80,10 +79,64 @@ pub enum TransportError {
 }
 
 impl TransportError {
-    /// The group could not be formed, because of `text`, which may come from a peer and may name a [`Remedy`].
+    /// The group could not be formed, because of `text`, which may come from a peer.
     pub(crate) fn bootstrap(text: impl Into<String>) -> Self {
-        let text = text.into();
-        Self::Bootstrap { remedy: Remedy::in_text(&text), text }
+        BootstrapKind::Other.error(text)
+    }
+
+    /// The kind of a failure to form a group; [`BootstrapKind::Other`] of every other error.
+    ///
+    /// ```
+    /// use kyklos_transport::{BootstrapKind, TransportError};
+    ///
+    /// let error = TransportError::Bootstrap {
+    ///     text: "the certificate of rank 1 has expired: issue a new certificate".into(),
+    ///     kind: BootstrapKind::Certificate,
+    /// };
+    /// // The words of the library, and what this program has for it.
+    /// let hint = match error.bootstrap_kind() {
+    ///     BootstrapKind::Certificate => "; hint: run issue-certificates",
+    ///     _ => "",
+    /// };
+    /// assert!(format!("{error}{hint}").ends_with("issue a new certificate; hint: run issue-certificates"));
+    /// assert_eq!(TransportError::Closed.bootstrap_kind(), BootstrapKind::Other);
+    /// ```
+    pub fn bootstrap_kind(&self) -> BootstrapKind {
+        match self {
+            Self::Bootstrap { kind, .. } => *kind,
+            _ => BootstrapKind::Other,
+        }
+    }
+}
+
+/// What kind of failure kept a group from forming, for callers that know more about it than the text says: a program has a
+/// command that issues certificates.
+///
+/// This rank's own code decides it, or a number that a peer sends: a TLS alert, the code of a `Reject`. A text never does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BootstrapKind {
+    /// This rank or another one refuses a certificate: it does not hold now, it has been revoked, or it is of an authority
+    /// that is not trusted.
+    Certificate,
+    /// There is no authority, or it does not hold now.
+    Authority,
+    /// There is no invitation that can be used: the file is none, its token lets nobody in any more, or rank 0 has none.
+    Invitation,
+    /// A text is no token, or rank 0 does not take the token.
+    Token,
+    /// The ranks that the token gives are given away.
+    GivenAway,
+    /// A list of keys has a line that is none.
+    KeyList,
+    /// Anything else.
+    #[default]
+    Other,
+}
+
+impl BootstrapKind {
+    pub(crate) fn error(self, text: impl Into<String>) -> TransportError {
+        TransportError::Bootstrap { text: text.into(), kind: self }
     }
 }
 

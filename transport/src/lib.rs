@@ -60,12 +60,11 @@ mod pulse;
 pub mod quic;
 mod rank;
 mod recorder;
-mod remedy;
 mod spans;
 mod transport;
 pub mod wire;
 
-pub use error::{Abort, AbortCause, Pending, TransportError};
+pub use error::{Abort, AbortCause, BootstrapKind, Pending, TransportError};
 pub use figures::ConnectionFigures;
 pub use in_process::in_process_group;
 pub use membership::{Claim, MOST_CLAIMS};
@@ -73,7 +72,6 @@ pub use posted::Posted;
 pub use pulse::{Pulse, Work};
 pub use rank::{MAX_NOTE_BYTES, Progress, Rank, RefusalReason, Tag, Taken, Vote};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
-pub use remedy::Remedy;
 pub use transport::{Reformed, Regroup, Transport};
 #[cfg(feature = "quic")]
 pub use wire::harmless::harmless;

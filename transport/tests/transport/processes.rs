@@ -166,7 +166,7 @@ fn runs_as_a_rank() {
     let mut config = QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity);
     config.link = Way::link(way);
     config.stuck_after = STUCK;
-    config.warn = |text| println!("warning: {text}");
+    config.warn = |text, _| println!("warning: {text}");
     let me = join(config);
     println!("joined");
     match task {

@@ -12,7 +12,7 @@ use super::link::Link;
 use super::notes::ArrivingNotes;
 use super::stalls::{Report, Stall};
 use crate::ballot::Refusal;
-use crate::error::{Abort, AbortCause};
+use crate::error::{Abort, AbortCause, BootstrapKind};
 use crate::quic::network::connection::{close_code, describe, is_leave};
 use crate::quic::network::frames::{FrameError, FrameReader};
 use crate::rank::{Progress, Rank, Tag};
@@ -189,9 +189,10 @@ impl Core {
         }
         self.recorder.note(EventKind::Slow, rank, Tag { op: progress.op, message: 0 }, 0);
         let Progress { op, step } = progress;
-        (self.warn)(&format!(
+        let text = format!(
             "rank {rank} has made no progress for {seconds:.1} s (operation {op}, step {step}) while {waiting} waited for it"
-        ));
+        );
+        (self.warn)(&text, BootstrapKind::Other);
     }
 
     /// The report of this rank.

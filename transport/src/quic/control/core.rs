@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::coordinator::Coordinator;
 use super::link::{Link, MAX_QUEUED_FRAMES};
 use super::state::{Deadline, Phase, RankState};
-use crate::error::{Abort, AbortCause, TransportError};
+use crate::error::{Abort, AbortCause, BootstrapKind, TransportError};
 use crate::pulse::Pulse;
 use crate::quic::forming::config::QuicConfig;
 use crate::quic::forming::endpoint::RankEndpoint;
@@ -30,7 +30,7 @@ pub(crate) struct Core {
     pub(crate) world: u32,
     pub(crate) job: JobId,
     pub(crate) epoch: u32,
-    pub(crate) warn: fn(&str),
+    pub(crate) warn: fn(&str, BootstrapKind),
     pub(crate) pulse: Arc<Pulse>,
     pub(crate) stop_flag: Arc<AtomicBool>,
     pub(crate) endpoint: Arc<RankEndpoint>,

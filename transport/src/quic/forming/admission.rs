@@ -13,10 +13,12 @@ use super::advertised::judge_advertised;
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
 use super::refusals::{AdmissionRefusal, Refusals};
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::membership::Claim;
-use crate::quic::join::EnrolServer;
-use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger};
+use crate::quic::join::{EnrolServer, kind_of_reject};
+use crate::quic::network::connection::{
+    CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger, kind_of,
+};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::handshakes::{HandshakeDecision, PendingHandshakes};
 use crate::quic::network::routes::StreamPeers;
@@ -87,7 +89,8 @@ impl Admission {
             None => None,
         };
         if let Some(text) = enrol_server.as_ref().and_then(EnrolServer::complaint) {
-            (config.warn)(&format!("rank 0 lets nobody in by its token: {text}"));
+            let text = format!("rank 0 lets nobody in by its token: {text}");
+            (config.warn)(&text, BootstrapKind::Invitation);
         }
         let status = GroupStatus::First { epoch: config.epoch };
         let open = AdmissionState { status, admitted: HashMap::new(), arrived: mpsc::channel(1).0 };
@@ -181,9 +184,10 @@ impl Admission {
         self.refusals.lock().unwrap_or_else(PoisonError::into_inner).note(from, refusal);
     }
 
-    /// The refusals, as the end of a sentence; empty if there are none.
-    pub(crate) fn refusals_text(&self) -> String {
-        self.refusals.lock().unwrap_or_else(PoisonError::into_inner).to_string()
+    /// The refusals, as the end of a sentence, and their kind; empty if there are none.
+    pub(crate) fn refusals(&self) -> (String, BootstrapKind) {
+        let refusals = self.refusals.lock().unwrap_or_else(PoisonError::into_inner);
+        (refusals.to_string(), refusals.kind())
     }
 
     /// Admits one connection, or refuses it with a reason.
@@ -195,7 +199,9 @@ impl Admission {
     ) -> Result<(), AdmissionRefusal> {
         // A rank with a token knows the address of the first lane only.
         let config = Arc::new(if lane == 0 { self.server() } else { self.tls.server() });
-        let stranger = |error: &ConnectionError| AdmissionRefusal::of_stranger(describe_stranger(error));
+        let stranger = |error: &ConnectionError| {
+            AdmissionRefusal::of_stranger(describe_stranger(error)).of_kind(kind_of(error))
+        };
         let connecting = incoming.accept_with(config).map_err(|error| stranger(&error))?;
         let connection = timeout(self.handshake_timeout, connecting).await;
         let connection = connection.map_err(|_| AdmissionRefusal::of_stranger("slow handshake"))?;
@@ -243,11 +249,12 @@ impl Admission {
         connection: &Connection,
     ) -> Result<(), AdmissionRefusal> {
         let served = timeout(self.handshake_timeout, enrol_server.serve(connection)).await;
-        let served = served.unwrap_or_else(|_| Err("no application".into()));
-        let reason = served.as_ref().err().map_or("", |text| cut(text));
-        connection.close(close_code::REJECTED, reason.as_bytes());
         // It may have had a token or not.
-        let (rank, key) = served.map_err(AdmissionRefusal::of_stranger)?;
+        let served = served.unwrap_or_else(|_| Err((RejectCode::Protocol, "no application".into())));
+        let reason = served.as_ref().err().map_or("", |(_, text)| cut(text));
+        connection.close(close_code::REJECTED, reason.as_bytes());
+        let refused = |(code, text)| AdmissionRefusal::of_stranger(text).of_kind(kind_of_reject(code));
+        let (rank, key) = served.map_err(refused)?;
         let from = connection.remote_address().ip().to_canonical();
         (self.config.note)(&format!("gave rank {rank} to {from}, key {key}"));
         Ok(())

@@ -376,13 +376,13 @@ impl<'a> Forming<'a> {
         let shown: Vec<String> = missing.iter().take(8).map(Rank::to_string).collect();
         let more = missing.len() - shown.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        TransportError::bootstrap(format!(
-            "rank {}{more} did not come within {:?} (this is rank {} of {}){also}{}",
+        let (refusals, kind) = self.endpoint.admission.refusals();
+        kind.error(format!(
+            "rank {}{more} did not come within {:?} (this is rank {} of {}){also}{refusals}",
             shown.join(", "),
             self.endpoint.config.connect_deadline,
             self.endpoint.config.rank,
-            self.endpoint.config.world,
-            self.endpoint.admission.refusals_text()
+            self.endpoint.config.world
         ))
     }
 }

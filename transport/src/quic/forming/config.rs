@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::join::Invitation;
 use crate::quic::network::binding::{bind_for_both, usual_bind};
 use crate::quic::network::path::LinkSettings;
@@ -15,7 +15,6 @@ use crate::quic::trust::job::JobId;
 use crate::quic::trust::names::Known;
 use crate::quic::trust::revoked::Revoked;
 use crate::rank::Rank;
-use crate::remedy::Remedy;
 use crate::wire::MAX_WORLD;
 
 /// How a rank finds its group, and proves that it belongs to it.
@@ -67,8 +66,8 @@ pub struct QuicConfig {
     /// the compilation of a kernel.
     pub stuck_after: Duration,
     /// Receives one line for each warning: on rank 0, a rank that has made no progress for a quarter of
-    /// [`Self::stuck_after`].
-    pub warn: fn(&str),
+    /// [`Self::stuck_after`]. With it the kind of failure of which the line warns.
+    pub warn: fn(&str, BootstrapKind),
     /// Receives one line for each event worth a note: on rank 0, each identity that it has given away.
     pub note: fn(&str),
     /// Settings of the network between the ranks.
@@ -99,7 +98,7 @@ impl QuicConfig {
             connect_deadline: Duration::from_secs(20),
             heartbeat: None,
             stuck_after: Duration::from_secs(180),
-            warn: |text| tracing::warn!("{text}"),
+            warn: |text, _| tracing::warn!("{text}"),
             note: |text| tracing::info!("{text}"),
             link: LinkSettings::default(),
         }
@@ -181,13 +180,13 @@ impl QuicConfig {
             )));
         }
         if self.revoked.as_ref().is_some_and(|revoked| revoked.has(&identity.certificate)) {
-            return Err(TransportError::bootstrap(format!(
-                "the certificate of {claims} has been revoked, by its own list: {}",
-                Remedy::IssueCertificate
-            )));
+            let text = format!(
+                "the certificate of {claims} has been revoked, by its own list: issue a new certificate"
+            );
+            return Err(BootstrapKind::Certificate.error(text));
         }
         if let Some(complaint) = claims.out_of_date() {
-            return Err(TransportError::bootstrap(complaint));
+            return Err(BootstrapKind::Certificate.error(complaint));
         }
         // At which address others see it, they know better.
         claims.check_rank(self.rank, self.known(self.rank), None).map_err(TransportError::bootstrap)

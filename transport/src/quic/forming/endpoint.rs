@@ -12,9 +12,9 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::admission::Admission;
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger};
-use crate::quic::network::connection::{is_busy, is_silence};
+use crate::quic::network::connection::{is_busy, is_silence, kind_of};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
 use crate::quic::network::refusal::{self, RefusedFlag};
@@ -191,6 +191,7 @@ impl RankEndpoint {
         let config = self.tls.client(purpose);
         let name = rank_name(rank, self.config.job);
         let fail = |text: String| DialError::Failed(TransportError::bootstrap(text));
+        let ended = |error: &ConnectionError, text: String| DialError::Failed(kind_of(error).error(text));
         let connecting = self.lane_endpoints[lane]
             .connect(config, address, &name)
             .map_err(|error| fail(format!("cannot dial rank {rank} at {address}: {error}")))?;
@@ -200,16 +201,13 @@ impl RankEndpoint {
             Ok(Err(error)) if is_silence(&error) => return Err(DialError::NoAnswer { elsewhere: None }),
             Ok(Err(error)) if is_busy(&error) => return Err(DialError::Busy),
             Ok(Err(error @ ConnectionError::TransportError(_))) => {
-                return Err(fail(format!(
-                    "this rank refuses rank {rank} at {address}: {}",
-                    describe(&error)
-                )));
+                let text = format!("this rank refuses rank {rank} at {address}: {}", describe(&error));
+                return Err(ended(&error, text));
             }
             Ok(Err(error)) => {
-                return Err(fail(format!(
-                    "rank {rank} at {address} refused the connection: {}",
-                    describe_stranger(&error)
-                )));
+                let why = describe_stranger(&error);
+                let text = format!("rank {rank} at {address} refused the connection: {why}");
+                return Err(ended(&error, text));
             }
         };
         let claims = tls::proven_claims(&connection).map_err(DialError::Failed)?;
@@ -235,12 +233,12 @@ impl RankEndpoint {
             connection.remote_address().port(),
         );
         let fail = |text: String| DialError::Failed(TransportError::bootstrap(text));
-        let refused = |what: String| {
-            TransportError::bootstrap(format!("rank {rank} at {address} refused this rank: {what}"))
-        };
+        let in_words = |what: String| format!("rank {rank} at {address} refused this rank: {what}");
+        let refused = |what: String| TransportError::bootstrap(in_words(what));
         let lost = |connection: &Connection, error: String| match connection.close_reason() {
             Some(reason) if is_silence(&reason) => DialError::NoAnswer { elsewhere: None },
-            reason => DialError::Failed(refused(reason.map_or(error, |reason| describe(&reason)))),
+            Some(reason) => DialError::Failed(kind_of(&reason).error(in_words(describe(&reason)))),
+            None => DialError::Failed(refused(error)),
         };
         let (send, recv) =
             connection.open_bi().await.map_err(|error| lost(&connection, error.to_string()))?;
@@ -286,7 +284,7 @@ impl RankEndpoint {
     pub(crate) async fn warn_of_refusal(&self) -> Infallible {
         refusal::refusal(self.refused.clone()).await;
         let hint = self.refusal_hint(&self.config.coordinator_candidates());
-        (self.config.warn)(&format!("rank {} still dials{hint}", self.config.rank));
+        (self.config.warn)(&format!("rank {} still dials{hint}", self.config.rank), BootstrapKind::Other);
         std::future::pending().await
     }
 
@@ -312,7 +310,8 @@ impl RankEndpoint {
                 (config.note)(&format!("rank {}: a new identity, until {until}", config.rank));
             }
             Err(error) => {
-                (config.warn)(&format!("rank {} keeps the identity that it has: {error}", config.rank));
+                let text = format!("rank {} keeps the identity that it has: {error}", config.rank);
+                (config.warn)(&text, error.bootstrap_kind());
             }
         }
         config.check_identity(&self.identity.now())

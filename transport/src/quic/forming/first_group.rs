@@ -49,9 +49,7 @@ async fn form_or_regroup(
     note(&format!("rank {}: {error}; the ranks form the next group", endpoint.config.rank));
     regroup::regroup(endpoint, prior, who, Instant::now() + connect_deadline).await.map_err(|next| match next
     {
-        TransportError::Bootstrap { text, remedy } => {
-            TransportError::Bootstrap { text: format!("{error}; {text}"), remedy }
-        }
+        TransportError::Bootstrap { text, kind } => kind.error(format!("{error}; {text}")),
         other => other,
     })
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
+use crate::error::BootstrapKind;
 use crate::quic::network::connection::cut;
 
 /// Why a connection was turned away.
@@ -10,44 +11,55 @@ use crate::quic::network::connection::cut;
 pub(crate) struct AdmissionRefusal {
     /// Whether the other side has shown an identity of the group, or a token of it.
     pub(crate) proven: bool,
+    pub(crate) kind: BootstrapKind,
     pub(crate) text: String,
 }
 
 impl AdmissionRefusal {
     pub(crate) fn of_stranger(text: impl Into<String>) -> Self {
-        Self { proven: false, text: text.into() }
+        Self { proven: false, kind: BootstrapKind::Other, text: text.into() }
     }
 
     pub(crate) fn of_member(text: impl Into<String>) -> Self {
-        Self { proven: true, text: text.into() }
+        Self { proven: true, ..Self::of_stranger(text) }
+    }
+
+    pub(crate) fn of_kind(self, kind: BootstrapKind) -> Self {
+        Self { kind, ..self }
     }
 }
 
 /// The first refusals with their reasons. Strangers cannot displace the reasons of members.
 #[derive(Debug, Default)]
 pub(crate) struct Refusals {
-    members: Vec<String>,
-    strangers: Vec<String>,
+    members: Vec<(String, BootstrapKind)>,
+    strangers: Vec<(String, BootstrapKind)>,
     /// Connections of strangers.
     count: u64,
 }
 
 impl Refusals {
-    pub(crate) fn note(&mut self, from: IpAddr, AdmissionRefusal { proven, text }: &AdmissionRefusal) {
+    pub(crate) fn note(&mut self, from: IpAddr, AdmissionRefusal { proven, kind, text }: &AdmissionRefusal) {
         self.count += u64::from(!proven);
         let (refusals, most) =
             if *proven { (&mut self.members, MAX_MEMBERS) } else { (&mut self.strangers, MAX_STRANGERS) };
-        let refusal = format!("{}: {text}", from.to_canonical());
+        let refusal = (format!("{}: {text}", from.to_canonical()), *kind);
         if refusals.len() < most && !refusals.contains(&refusal) {
             refusals.push(refusal);
         }
+    }
+
+    /// The kind of the first refusal that has one.
+    pub(crate) fn kind(&self) -> BootstrapKind {
+        let mut kinds = self.members.iter().chain(&self.strangers).map(|(_, kind)| *kind);
+        kinds.find(|kind| *kind != BootstrapKind::Other).unwrap_or_default()
     }
 }
 
 /// The end of a sentence; empty without refusals.
 impl fmt::Display for Refusals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for refusal in self.members.iter().chain(&self.strangers) {
+        for (refusal, _) in self.members.iter().chain(&self.strangers) {
             write!(f, "; turned away: {}", cut(refusal))?;
         }
         match self.count {

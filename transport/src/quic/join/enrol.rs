@@ -12,10 +12,11 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::applicant::{Applicant, Enrolled};
 use super::binding::binding;
 use super::pinned::PinnedVerifier;
+use super::register::kind_of_reject;
 use super::token::Token;
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::network::binding::{self, SystemSocket, bind_for_both, usual_bind};
-use crate::quic::network::connection::{describe, describe_stranger, is_busy, is_silence};
+use crate::quic::network::connection::{describe, describe_stranger, is_busy, is_silence, kind_of};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
@@ -26,7 +27,6 @@ use crate::quic::network::timing::Timing;
 use crate::quic::trust::provider::{cannot_set_up, provider};
 use crate::quic::trust::tls;
 use crate::rank::Rank;
-use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
 /// How a rank asks for an identity.
@@ -105,7 +105,7 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
         loop {
             match attempt(config, &applicant, lane, client.clone()).await {
                 Err(EnrolError::Retry) => sleep(PAUSE).await,
-                Err(EnrolError::Refused(text)) => return Err(TransportError::bootstrap(text)),
+                Err(EnrolError::Refused(text, kind)) => return Err(kind.error(text)),
                 Ok(enrolled) => return Ok(enrolled),
             }
         }
@@ -129,7 +129,7 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
 enum EnrolError {
     /// Packets did not get through, or rank 0 is busy.
     Retry,
-    Refused(String),
+    Refused(String, BootstrapKind),
 }
 
 async fn attempt(
@@ -146,16 +146,18 @@ async fn attempt(
     let connected = first_ok(dials).await;
     let connection = connected.map_err(|errors| {
         let refusals = errors.into_iter().map(|error| match error {
-            EnrolError::Refused(text) => Some(text),
+            EnrolError::Refused(text, kind) => Some((text, kind)),
             EnrolError::Retry => None,
         });
         // Rank 0 may still answer at another address.
-        let refusals: Option<Vec<String>> = refusals.collect();
-        refusals.map_or(EnrolError::Retry, |texts| EnrolError::Refused(texts.join("; ")))
+        let refusals: Option<(Vec<String>, Vec<BootstrapKind>)> = refusals.collect();
+        refusals.map_or(EnrolError::Retry, |(texts, kinds)| {
+            EnrolError::Refused(texts.join("; "), kinds.first().copied().unwrap_or_default())
+        })
     })?;
     let at = connection.remote_address();
     let at = SocketAddr::new(at.ip().to_canonical(), at.port());
-    let refused = |what: String| refused_at(at, what);
+    let refused = |what: String| refused_at(at, what, BootstrapKind::Other);
     let ended = |error| ended_with(at, error, describe);
     let lost = |error: String| connection.close_reason().map_or_else(|| refused(error), ended);
     let (asked, request) = applicant.words();
@@ -172,7 +174,7 @@ async fn attempt(
             applicant.accept(chain, (rank, world), certificate).map_err(refused)
         }
         Ok(Some(Frame::Reject { code: RejectCode::Busy, .. })) => Err(EnrolError::Retry),
-        Ok(Some(Frame::Reject { text, .. })) => Err(refused(text)),
+        Ok(Some(Frame::Reject { code, text })) => Err(refused_at(at, text, kind_of_reject(code))),
         Ok(Some(other)) => Err(refused(format!("it answered {other:?} to an application"))),
         Ok(None) => Err(refused("it closed the stream without an answer".into())),
         Err(error) => Err(lost(error.to_string())),
@@ -186,16 +188,17 @@ async fn connect(
     at: SocketAddr,
     dial: Duration,
 ) -> Result<Connection, EnrolError> {
-    let connecting =
-        lane.connect(client, at, NAME).map_err(|error| refused_at(at, format!("cannot dial it: {error}")))?;
+    let connecting = lane
+        .connect(client, at, NAME)
+        .map_err(|error| refused_at(at, format!("cannot dial it: {error}"), BootstrapKind::Other))?;
     timeout(dial, connecting)
         .await
         .map_err(|_| EnrolError::Retry)?
         .map_err(|error| ended_with(at, error, describe_stranger))
 }
 
-fn refused_at(at: SocketAddr, what: String) -> EnrolError {
-    EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"))
+fn refused_at(at: SocketAddr, what: String, kind: BootstrapKind) -> EnrolError {
+    EnrolError::Refused(format!("rank 0 at {at} gave no identity: {what}"), kind)
 }
 
 fn ended_with(
@@ -208,11 +211,11 @@ fn ended_with(
         ConnectionError::ConnectionClosed(close)
             if close.error_code == TransportErrorCode::crypto(NO_SUCH_PROTOCOL) =>
         {
-            let text =
-                "it takes no tokens, because its group is complete or it was started without an invitation: ";
-            refused_at(at, text.to_owned() + Remedy::StartWithInvitation.words())
+            let text = "it takes no tokens, because its group is complete or it was started without an invitation: start \
+                        rank 0 with the invitation";
+            refused_at(at, text.to_owned(), BootstrapKind::Invitation)
         }
-        error => refused_at(at, describe(&error)),
+        error => refused_at(at, describe(&error), kind_of(&error)),
     }
 }
 

@@ -77,8 +77,9 @@ impl EnrolServer {
     /// # Errors
     ///
     /// Why it got no identity; the applicant has been told, if it could be reached.
-    pub(crate) async fn serve(&self, connection: &Connection) -> Result<(Rank, KeyHash), String> {
-        let (mut send, recv) = connection.accept_bi().await.map_err(|error| describe(&error))?;
+    pub(crate) async fn serve(&self, connection: &Connection) -> Result<(Rank, KeyHash), EnrolRefusal> {
+        let ended = |error| (RejectCode::Protocol, describe(&error));
+        let (mut send, recv) = connection.accept_bi().await.map_err(ended)?;
         let answer = match FrameReader::new(recv).next().await {
             Ok(Some(Frame::Apply { rank, request, proof })) => {
                 self.answer(connection, rank, &request, &proof)
@@ -88,7 +89,7 @@ impl EnrolServer {
         };
         let (frame, result) = match answer {
             Ok(Granted { rank, key, frame }) => (frame, Ok((rank, key))),
-            Err((code, text)) => (Frame::Reject { code, text: text.clone() }, Err(text)),
+            Err((code, text)) => (Frame::Reject { code, text: text.clone() }, Err((code, text))),
         };
         if send.write_all(&frame.encode()).await.is_ok() && send.finish().is_ok() {
             // A rank that has its answer closes the connection; a close from here might overtake the answer.

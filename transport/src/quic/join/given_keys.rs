@@ -6,12 +6,11 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::private_file;
 use crate::quic::trust::revoked::{self, Revoked};
 use crate::rank::Rank;
-use crate::remedy::Remedy;
 
 /// The keys, in memory and, if the invitation is a file, in a list beside it. The list has the form of a list of revoked keys.
 #[derive(Debug, Default)]
@@ -44,10 +43,8 @@ impl GivenKeys {
             return Ok(());
         }
         if self.keys.len() >= MOST_KEYS {
-            return Err(TransportError::bootstrap(format!(
-                "its token has given {MOST_KEYS} keys: {}",
-                Remedy::MakeInvitation
-            )));
+            let text = format!("its token has given {MOST_KEYS} keys: make a new invitation");
+            return Err(BootstrapKind::Invitation.error(text));
         }
         self.append(&format!("{key}  rank {rank}, by token\n"))?;
         self.keys.insert(key);

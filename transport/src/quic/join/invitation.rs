@@ -10,7 +10,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::given_keys::GivenKeys;
 use super::token::Token;
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::trust::authority::{ClusterAuthority, VALID_DAYS};
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::job::JobId;
@@ -20,7 +20,6 @@ use crate::quic::trust::private_file::{self, pem_block};
 use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::validity::Validity;
 use crate::rank::Rank;
-use crate::remedy::Remedy;
 use crate::wire::MAX_WORLD;
 
 /// Lets the ranks of one group enrol with a token. Its file holds private keys and belongs to rank 0 alone.
@@ -101,11 +100,8 @@ impl Invitation {
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let bytes = private_file::read(path, "invitation")?;
         let invitation = Self::parse(&bytes).map_err(|what| {
-            TransportError::bootstrap(format!(
-                "{} is not an invitation, {what}: {}",
-                path.display(),
-                Remedy::MakeInvitation
-            ))
+            let text = format!("{} is not an invitation, {what}: make a new invitation", path.display());
+            BootstrapKind::Invitation.error(text)
         })?;
         let given = GivenKeys::beside(path, &invitation.token.authority)?;
         Ok(Self { given: Mutex::new(given), ..invitation })

@@ -27,4 +27,5 @@ pub use self::applicant::Enrolled;
 pub use self::enrol::{EnrolConfig, enrol};
 pub(super) use self::enrol_server::EnrolServer;
 pub use self::invitation::{Invitation, InvitationTerms};
+pub(super) use self::register::kind_of_reject;
 pub use self::token::Token;

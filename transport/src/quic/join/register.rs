@@ -12,13 +12,12 @@ use tokio::time::Instant;
 use super::binding::BINDING_BYTES;
 use super::invitation::Invitation;
 use super::wrong_tokens::WrongTokens;
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
 use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::validity::Date;
 use crate::rank::Rank;
-use crate::remedy::Remedy;
 use crate::wire::{Frame, RejectCode};
 
 /// The ranks that rank 0 has given away.
@@ -51,7 +50,16 @@ pub(super) struct Granted {
 }
 
 /// Why a request is refused.
-pub(super) type EnrolRefusal = (RejectCode, String);
+pub(crate) type EnrolRefusal = (RejectCode, String);
+
+/// What kind of refusal rank 0 answers to an application, by its code.
+pub(crate) fn kind_of_reject(code: RejectCode) -> BootstrapKind {
+    match code {
+        RejectCode::Token => BootstrapKind::Token,
+        RejectCode::Duplicate => BootstrapKind::GivenAway,
+        _ => BootstrapKind::Other,
+    }
+}
 
 impl Register {
     pub(super) fn new(invitation: Arc<Invitation>, revoked: Option<Revoked>) -> Self {
@@ -82,21 +90,17 @@ impl Register {
         let token = self.invitation.token();
         if !token.secret.is_proven(&visit.binding, proof) {
             self.wrong_tokens.wrong(visit.from, visit.now);
-            let text = format!(
-                "its token has another secret than this rank 0's: {}, and use the token of the invitation with which rank 0 \
-                 was started",
-                Remedy::CopyWholeToken
-            );
-            return Err((RejectCode::Token, text));
+            let text = "its token has another secret than this rank 0's: copy the whole token, and use the token of the \
+                        invitation with which rank 0 was started";
+            return Err((RejectCode::Token, text.to_owned()));
         }
         if visit.date > self.invitation.until() {
             return Err((
                 RejectCode::Token,
                 format!(
-                    "its token has expired on {} (the clock of rank 0 says {}): {}",
+                    "its token has expired on {} (the clock of rank 0 says {}): make a new invitation",
                     Date(self.invitation.until()),
-                    Date(visit.date),
-                    Remedy::MakeInvitation
+                    Date(visit.date)
                 ),
             ));
         }
@@ -141,11 +145,10 @@ impl Register {
                 || {
                     let text = format!(
                         "its token is used up, ranks 1 to {} have been given away: invite for more ranks; if a rank has been \
-                         given to this one before, {}",
-                        world - 1,
-                        Remedy::KeepIdentity
+                         given to this one before, start that rank again with the identity that it got",
+                        world - 1
                     );
-                    refuse(RejectCode::Token, text)
+                    refuse(RejectCode::Duplicate, text)
                 },
                 Ok,
             ),
@@ -160,8 +163,8 @@ impl Register {
             Some(rank) if self.given.contains_key(&rank) => refuse(
                 RejectCode::Duplicate,
                 format!(
-                    "rank {rank} has been given to another one: ask for none and get one that is free, or {}",
-                    Remedy::KeepIdentity
+                    "rank {rank} has been given to another one: ask for none and get one that is free, or start that rank \
+                     again with the identity that it got"
                 ),
             ),
             Some(rank) => Ok(rank),
@@ -171,5 +174,5 @@ impl Register {
 
 /// Why a token lets nobody in any more.
 pub(super) fn revoked_text(key: KeyHash) -> String {
-    format!("its token gave the key {key}, which has been revoked: {}", Remedy::MakeInvitation)
+    format!("its token gave the key {key}, which has been revoked: make a new invitation")
 }

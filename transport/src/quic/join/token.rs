@@ -8,9 +8,8 @@ use aws_lc_rs::rand;
 use data_encoding::HEXLOWER;
 
 use super::binding::BINDING_BYTES;
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::trust::key_hash::KeyHash;
-use crate::remedy::Remedy;
 
 /// `kyklos1.HASH.SECRET@HOST:PORT`: the hash of the authority's key, the secret, and where rank 0 is.
 ///
@@ -60,10 +59,7 @@ impl FromStr for Token {
     /// [`TransportError::Bootstrap`], which does not repeat the text: a typing mistake leaves most of a secret as it is.
     fn from_str(text: &str) -> Result<Self, TransportError> {
         let wrong = |what: &str| {
-            TransportError::bootstrap(format!(
-                "this is not a whole token, {what}: {}",
-                Remedy::CopyWholeToken
-            ))
+            BootstrapKind::Token.error(format!("this is not a whole token, {what}: copy the whole token"))
         };
         let rest = text.strip_prefix(PREFIX).ok_or_else(|| wrong("it does not begin with kyklos1."))?;
         let (secrets, place) = rest.split_once('@').ok_or_else(|| wrong("it has no @ before an address"))?;

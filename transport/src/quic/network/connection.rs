@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use quinn::{ConnectionError, TransportErrorCode};
 
+use crate::error::BootstrapKind;
 use crate::wire::harmless::harmless;
 
 /// Why a connection is closed, as the code of its close.
@@ -57,6 +58,16 @@ const CERTIFICATE_ALERTS: [u8; 8] = [40, 42, 43, 44, 45, 46, 48, 51];
 
 fn is_certificate_alert(code: TransportErrorCode) -> bool {
     CERTIFICATE_ALERTS.iter().any(|&alert| code == TransportErrorCode::crypto(alert))
+}
+
+/// What kind of failure has ended a handshake, by TLS' alert: a number, whichever side sent it.
+pub(crate) fn kind_of(reason: &ConnectionError) -> BootstrapKind {
+    let code = match reason {
+        ConnectionError::TransportError(error) => error.code,
+        ConnectionError::ConnectionClosed(close) => close.error_code,
+        _ => return BootstrapKind::Other,
+    };
+    if is_certificate_alert(code) { BootstrapKind::Certificate } else { BootstrapKind::Other }
 }
 
 /// Why a handshake has ended. What the other side says in it is not repeated: it has not shown who it is.
@@ -116,7 +127,7 @@ pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
-    use quinn::ConnectionClose;
+    use quinn::{ApplicationClose, ConnectionClose};
 
     use super::*;
 
@@ -129,5 +140,20 @@ mod tests {
         assert!(busy(TransportErrorCode::CONNECTION_REFUSED));
         assert!(busy(TransportErrorCode::INVALID_TOKEN));
         assert!(!busy(TransportErrorCode::PROTOCOL_VIOLATION));
+    }
+
+    #[test]
+    fn an_alert_says_what_kind_of_failure_it_is_and_a_text_never_does() {
+        let text = "the certificate of rank 1 has expired: issue a new certificate";
+        let of_peer = |error_code| {
+            let close = ConnectionClose { error_code, frame_type: None, reason: Bytes::from(text) };
+            ConnectionError::ConnectionClosed(close)
+        };
+        assert_eq!(kind_of(&of_peer(TransportErrorCode::crypto(45))), BootstrapKind::Certificate);
+        assert_eq!(kind_of(&of_peer(TransportErrorCode::PROTOCOL_VIOLATION)), BootstrapKind::Other);
+        let close = ApplicationClose { error_code: close_code::REJECTED, reason: Bytes::from(text) };
+        let rejected = ConnectionError::ApplicationClosed(close);
+        assert_eq!(kind_of(&rejected), BootstrapKind::Other);
+        assert_eq!(describe(&rejected), text);
     }
 }

@@ -47,7 +47,7 @@ fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Arc<dyn Transport>> {
             let mut config = QuicConfig::new(Rank(rank), 2, JOB, coordinator, identity);
             config.identity_file = Some(file.to_owned());
             config.link.carrier = carrier;
-            config.warn = |text| WARNINGS.lock().unwrap().push(text.to_owned());
+            config.warn = |text, _| WARNINGS.lock().unwrap().push(text.to_owned());
             std::thread::spawn(move || QuicTransport::connect(config))
         })
         .collect();

@@ -18,9 +18,8 @@ use super::names::{Subject, is_job_name, names_of};
 use super::private_file::{self, pem_block};
 use super::protection;
 use super::validity::{Date, Validity};
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::rank::Rank;
-use crate::remedy::Remedy;
 
 /// Issues the identities of one job.
 pub struct ClusterAuthority {
@@ -107,11 +106,8 @@ impl ClusterAuthority {
         check_job_name(job)?;
         let pem = folder.join(CERTIFICATE_FILE);
         if !pem.exists() {
-            return Err(TransportError::bootstrap(format!(
-                "there is no authority in {}: {}",
-                folder.display(),
-                Remedy::MakeAuthority
-            )));
+            let text = format!("there is no authority in {}: make a new authority", folder.display());
+            return Err(BootstrapKind::Authority.error(text));
         }
         let certificate = read_certificate(&pem)?;
         let key_file = folder.join(KEY_FILE);
@@ -125,11 +121,10 @@ impl ClusterAuthority {
         }
         let authority = Self::of(certificate, key, JobId::from_name(job), Some(job.to_owned()))?;
         match authority.validity.complaint(SystemTime::now()) {
-            Some(complaint) => Err(TransportError::bootstrap(format!(
-                "the authority {} {complaint}: {}",
-                pem.display(),
-                Remedy::MakeAuthority
-            ))),
+            Some(complaint) => {
+                let text = format!("the authority {} {complaint}: make a new authority", pem.display());
+                Err(BootstrapKind::Authority.error(text))
+            }
             None => Ok(authority),
         }
     }
@@ -367,7 +362,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let refusal =
             |name: &str| ClusterAuthority::read(&root.path().join(name), "train").unwrap_err().to_string();
-        assert!(refusal("nothing").contains(Remedy::MakeAuthority.words()));
+        assert!(refusal("nothing").contains("make a new authority"));
         let (a, b) = (root.path().join("a"), root.path().join("b"));
         ClusterAuthority::create(&a, 10).unwrap();
         ClusterAuthority::create(&b, 10).unwrap();

@@ -11,7 +11,6 @@ use super::job::JobId;
 use super::validity::Validity;
 use crate::error::TransportError;
 use crate::rank::Rank;
-use crate::remedy::Remedy;
 
 /// The rank or the host that a certificate is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,7 +118,7 @@ impl Claims {
     /// Why the certificate is not valid now; `None` if it is.
     pub(crate) fn out_of_date(&self) -> Option<String> {
         let complaint = self.validity.complaint(SystemTime::now())?;
-        Some(format!("the certificate of {self} {complaint}: {}", Remedy::IssueCertificate))
+        Some(format!("the certificate of {self} {complaint}: issue a new certificate"))
     }
 
     /// Checks that this certificate may be used by `rank`, which is `known` to be on a host or is seen at `address`.

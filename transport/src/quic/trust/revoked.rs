@@ -8,8 +8,7 @@ use rustls::pki_types::CertificateDer;
 
 use super::key_hash::KeyHash;
 use super::private_file;
-use crate::error::TransportError;
-use crate::remedy::Remedy;
+use crate::error::{BootstrapKind, TransportError};
 
 /// A list of keys, in a file that is read again whenever a group forms again. Clones share what was read.
 ///
@@ -61,7 +60,7 @@ fn read(path: &Path) -> Result<BTreeSet<KeyHash>, TransportError> {
 
 /// Reads a list of keys. Errors name it by `what`.
 pub(crate) fn parse(bytes: Vec<u8>, what: &str, path: &Path) -> Result<BTreeSet<KeyHash>, TransportError> {
-    let wrong = |text: String| TransportError::bootstrap(text);
+    let wrong = |text: String| BootstrapKind::KeyList.error(text);
     let text =
         String::from_utf8(bytes).map_err(|_| wrong(format!("the {what} {} is not text", path.display())))?;
     let mut keys = BTreeSet::new();
@@ -71,9 +70,9 @@ pub(crate) fn parse(bytes: Vec<u8>, what: &str, path: &Path) -> Result<BTreeSet<
         keys.insert(first.parse().map_err(|_| {
             let shown: String = first.chars().take(LONGEST_SHOWN).collect();
             wrong(format!(
-                "the {what} {}, line {number}, begins with {shown:?}: {}",
-                path.display(),
-                Remedy::WriteKeyHash
+                "the {what} {}, line {number}, begins with {shown:?}: begin each line with the 64 hexadecimal digits of a key \
+                 hash",
+                path.display()
             ))
         })?);
     }

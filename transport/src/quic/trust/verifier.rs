@@ -20,7 +20,6 @@ use super::names::Claims;
 use super::provider::cannot_set_up;
 use super::revoked::Revoked;
 use crate::error::TransportError;
-use crate::remedy::Remedy;
 
 /// Verifies the certificate of a rank that this rank dials.
 #[derive(Debug)]
@@ -51,9 +50,8 @@ impl OwnIdentity {
         let whose =
             Claims::of(certificate).map_or_else(|_| "somebody".to_owned(), |claims| claims.to_string());
         Err(Error::General(format!(
-            "the certificate of {whose} has been revoked, by the list of {}: {}",
-            self.claims,
-            Remedy::IssueCertificate
+            "the certificate of {whose} has been revoked, by the list of {}: issue a new certificate",
+            self.claims
         )))
     }
 }
@@ -196,10 +194,9 @@ fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &OwnIdentity) -
             .out_of_date()
             .unwrap_or_else(|| format!("the authority of the certificate of {claims} has expired: {why}")),
         CertificateError::UnknownIssuer | CertificateError::BadSignature => format!(
-            "the certificate of {claims} is of another authority, {} trusts {}: {}",
-            own.claims,
-            own.trusted,
-            Remedy::TrustBothAuthorities
+            "the certificate of {claims} is of another authority, {} trusts {}: issue all certificates from one authority, \
+             or issue certificates that trust both",
+            own.claims, own.trusted
         ),
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
             format!("{} looked for a rank of its own job, and found the certificate of {claims}", own.claims)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::{AttemptError, REJECT_TIMEOUT, Regrouping};
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::membership::{Claim, next_group};
 use crate::quic::forming::bootstrap::Forming;
 use crate::quic::forming::peer_connection::PeerConnection;
@@ -61,7 +61,7 @@ impl Regrouping<'_> {
                         member.rank
                     );
                     error = TransportError::bootstrap(text.clone());
-                    (self.endpoint.config.warn)(&text);
+                    (self.endpoint.config.warn)(&text, BootstrapKind::Other);
                     self.dropped.insert(member.rank);
                     tokio::spawn(dismiss(member, text));
                 }
