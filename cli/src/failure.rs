@@ -4,8 +4,10 @@ use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
 
-use kyklos::{Error, Remedy};
-use kyklos_transport::{Remedy as TransportRemedy, TransportError, harmless};
+use kyklos::Error;
+use kyklos_transport::{TransportError, harmless};
+
+use crate::hints;
 
 /// An error message for standard error, and the exit code.
 #[derive(Clone, Debug)]
@@ -43,7 +45,7 @@ impl From<Error> for Failure {
         let of_group = matches!(error, Error::Group { .. } | Error::Transport(_));
         let of_device = matches!(error, Error::Device { .. });
         let exit = exit_code(&error);
-        let text = in_options(error).to_string();
+        let text = hints::of_call(&error);
         // An error of the group quotes other ranks. It has one line.
         Self { exit, text: if of_group { harmless(&text) } else { text }, of_group, of_device }
     }
@@ -59,44 +61,27 @@ fn exit_code(error: &Error) -> u8 {
     }
 }
 
-/// The same error, with its remedy in the options of this program instead of the library's terms.
-pub(crate) fn in_options(error: Error) -> Error {
-    match error {
-        Error::Request { mismatch, remedy } => Error::Request { mismatch, remedy: option_for(remedy) },
-        other => other,
-    }
-}
-
-/// What a user of this program gives to follow `remedy`.
-fn option_for(remedy: Remedy) -> Remedy {
-    let text = match remedy {
-        Remedy::UseMesh { ulysses, ring } => format!("use --mesh {ulysses}x{ring}, or a ring"),
-        Remedy::UseTokens(counts) => {
-            let counts: Vec<String> = counts.iter().map(u32::to_string).collect();
-            format!("use --tokens {}", counts.join(","))
-        }
-        Remedy::CompleteTokensOrUseWeights => {
-            "give counts that add up to the sequence length, or weights with --split".to_owned()
-        }
-        Remedy::CountEachSideOrUseWeights => {
-            "use --q-tokens and --kv-tokens, or weights (--split), where the two lengths differ".to_owned()
-        }
-        Remedy::CompleteQueryCounts { total } => format!("give --q-tokens that add up to {total}"),
-        Remedy::CompleteKeyCounts { total } => {
-            format!("give --kv-tokens that add up to {total}; replicated keys are not counted")
-        }
-        Remedy::DescribeDtypeOrUseAnother { device } => {
-            format!("add a [[device.{device}.attention]] of that dtype, or use another --dtype")
-        }
-        other => return other,
-    };
-    Remedy::Text(text)
-}
-
 impl From<TransportError> for Failure {
     fn from(error: TransportError) -> Self {
         Error::from(error).into()
     }
+}
+
+impl From<kyklos_launch::Error> for Failure {
+    fn from(error: kyklos_launch::Error) -> Self {
+        let text = hints::of_launch(&error);
+        match error {
+            kyklos_launch::Error::Transport(error) => error.into(),
+            // No rank has tried anything yet.
+            error if error.is_request() => Self { exit: 2, ..Self::run(text) },
+            _ => Self::run(text),
+        }
+    }
+}
+
+/// What this program prints for an error of a group.
+pub fn printed(error: TransportError) -> String {
+    Failure::from(error).text
 }
 
 /// Writes to standard output. A closed reader is no failure.
@@ -124,68 +109,13 @@ fn written(written: io::Result<()>) -> Result<()> {
 /// Writes one line to standard error; errors of writing are ignored.
 pub(crate) fn note(line: &str) {
     // One call, so that lines of several ranks do not mix.
-    let line = with_commands(line).split('\n').map(harmless).collect::<Vec<_>>().join("\n");
+    let line = line.split('\n').map(harmless).collect::<Vec<_>>().join("\n");
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
-}
-
-/// A text in which each remedy of the transport, also one that a peer has sent, names the command or option of this
-/// program.
-pub fn with_commands(text: &str) -> String {
-    TransportRemedy::ALL.iter().fold(text.to_owned(), |text, remedy| match command(*remedy) {
-        Some(command) => text.replace(remedy.words(), command),
-        None => text,
-    })
-}
-
-/// A remedy as this program offers it.
-fn command(remedy: TransportRemedy) -> Option<&'static str> {
-    Some(match remedy {
-        TransportRemedy::IssueCertificate => "issue a new one with kyklos certs issue",
-        TransportRemedy::TrustBothAuthorities => {
-            "issue all identities from one, or let them trust both (kyklos certs issue --also-trust)"
-        }
-        TransportRemedy::MakeAuthority => "make one with kyklos certs init",
-        TransportRemedy::MakeInvitation => "make a new one with kyklos certs invite",
-        TransportRemedy::CopyWholeToken => "copy the line that kyklos certs invite printed",
-        TransportRemedy::StartWithInvitation => "start rank 0 with --invite",
-        TransportRemedy::KeepIdentity => "start that rank again with the identity that it got (--identity)",
-        TransportRemedy::WriteKeyHash => {
-            "write the hash of a key: the 64 hexadecimal digits that kyklos certs show prints and that the list of the authority has"
-        }
-        // A remedy that is newer than this program.
-        _ => return None,
-    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_remedy_of_the_library_names_the_option_of_this_program() {
-        for (remedy, option) in [
-            (Remedy::UseMesh { ulysses: 2, ring: 3 }, "--mesh 2x3"),
-            (Remedy::UseTokens(vec![512, 256]), "--tokens 512,256"),
-            (Remedy::CompleteTokensOrUseWeights, "--split"),
-            (Remedy::CountEachSideOrUseWeights, "--q-tokens and --kv-tokens, or weights (--split)"),
-            (Remedy::CompleteQueryCounts { total: 9 }, "--q-tokens that add up to 9"),
-            (Remedy::CompleteKeyCounts { total: 9 }, "--kv-tokens that add up to 9"),
-            (Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() }, "--dtype"),
-        ] {
-            let failure = Failure::from(Error::request("it does not fit", remedy));
-            assert_eq!(failure.exit, 2);
-            assert!(failure.text.contains(option), "{}", failure.text);
-        }
-    }
-
-    #[test]
-    fn every_remedy_names_a_command_or_an_option_of_the_program() {
-        for remedy in TransportRemedy::ALL {
-            let said = with_commands(&format!("rank 0 refused this rank: {remedy}; rank 2 did not come"));
-            assert!(said.contains("kyklos certs") || said.contains(" --") || said.contains("(--"), "{said}");
-            assert!(said.starts_with("rank 0 refused") && said.ends_with("rank 2 did not come"), "{said}");
-        }
-    }
 
     #[test]
     fn an_error_of_the_group_is_one_line() {

@@ -12,8 +12,8 @@ use kyklos_transport::quic::{Identity, LinkSettings};
 
 use crate::devices::DeviceRequest;
 use crate::failure::{Failure, Result, note};
+use crate::hints::{hinted, of_bootstrap};
 use crate::interrupt;
-use crate::launch_words::Flags;
 use crate::observe::record;
 use crate::options::OnLoss;
 
@@ -104,14 +104,26 @@ impl GroupArgs {
                 device.parse::<DeviceRequest>().map(|_| ()).map_err(|error| error.to_string())
             },
             note,
-            warn: |text| note(&format!("warning: {text}")),
-            wording: &Flags,
+            warn: |text, kind| note(&hinted(format!("warning: {text}"), of_bootstrap(kind))),
         }
     }
 
     /// The first option that makes a group, as it was written.
     pub(crate) fn first(&self) -> Option<String> {
-        self.options(LinkSettings::default(), OnLoss::Stop).first_group_option()
+        let path =
+            |flag, path: &Option<PathBuf>| path.as_ref().map(|path| format!("{flag} {}", path.display()));
+        (self.rank.map(|rank| format!("--rank {rank}")))
+            .or_else(|| self.world.map(|world| format!("--world {world}")))
+            .or_else(|| self.coordinator.as_ref().map(|at| format!("--coordinator {at}")))
+            .or_else(|| path("--cluster", &self.cluster))
+            .or_else(|| path("--identity", &self.identity))
+            .or_else(|| path("--invite", &self.invite))
+            .or_else(|| path("--revoked", &self.revoked))
+            // Without its value, which is a secret.
+            .or_else(|| self.join.as_ref().map(|_| "--join".to_owned()))
+            .or_else(|| self.bind.map(|address| format!("--bind {address}")))
+            .or_else(|| self.port.map(|port| format!("--port {port}")))
+            .or_else(|| self.advertise.as_ref().map(|at| format!("--advertise {at}")))
     }
 }
 

@@ -9,7 +9,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `failure`, `interrupt`, `switches`, `median`, `messages`, `new_file` | errors and printing, signals, environment switches, small messages between ranks, files that get their names when complete |
+//! | `hints`, `failure`, `interrupt`, `switches`, `median`, `messages`, `new_file` | hints of errors, errors and printing, signals, environment switches, small messages between ranks, files that get their names when complete |
 //! | `devices` | names of devices, the table of backends, tuned choices |
 //! | `options` | values of options, and options that several commands share |
 //! | `tensors` | input and output files |
@@ -17,7 +17,7 @@
 //! | `run` | proved plans, and runs on ranks of this process |
 //! | `verify` | comparison with the f64 oracle |
 //! | `observe` | progress, timelines, metrics, records and their diagnosis |
-//! | `network`, `group`, `launch_words` | how this process joins its group: options, and the words of its errors |
+//! | `network`, `group` | how this process joins its group: its options |
 //! | `job` | one attention call over all ranks of a group |
 //! | `commands` | one module for each command, with its options |
 #![forbid(unsafe_code)]
@@ -31,9 +31,9 @@ pub mod decoders;
 mod devices;
 mod failure;
 mod group;
+mod hints;
 mod interrupt;
 mod job;
-mod launch_words;
 mod median;
 mod messages;
 mod network;
@@ -52,7 +52,7 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use commands::Cli;
 #[doc(hidden)]
-pub use failure::with_commands;
+pub use failure::printed;
 use failure::{Failure, note, print};
 
 /// Runs the program with the arguments of this process.

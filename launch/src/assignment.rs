@@ -11,10 +11,10 @@ use kyklos_transport::quic::{Identity, LinkSettings};
 
 use crate::address::{HostPort, parse_advertised};
 use crate::credentials::Credentials;
-use crate::error::{Error, Remedy, Result};
+use crate::error::{Error, RequestKind, Result};
 use crate::explicit;
 use crate::launchers::{LAUNCHERS, torchrun};
-use crate::options::{OptionName, Options};
+use crate::options::{Options, named};
 use crate::source::{Precedence, Setting, Source};
 use crate::sources::{all_sources, first, without_enclosing};
 use crate::variables::{ADVERTISE, SHARED_MEMORY, Variables, WORLD};
@@ -97,12 +97,12 @@ pub(crate) fn assign(
         if let Some(option) = options.first_group_option() {
             return Err(Error::request(
                 format!("{option} under kyklos launch"),
-                Remedy::RemoveUnderKyklosLaunch,
+                "remove it: kyklos launch sets rank, world and coordinator",
             ));
         }
         vec![explicit::variables(variables)?, torchrun::LAUNCHER.source(variables)?]
     } else {
-        let by_credentials = credentials.source(options)?;
+        let by_credentials = credentials.source()?;
         by_credentials.into_iter().chain(all_sources(options, variables)?).collect()
     };
     let sources = without_enclosing(sources);
@@ -118,8 +118,9 @@ pub(crate) fn assign(
         (Some(rank), None) => {
             return Err(Error::request(
                 format!("{}, and nothing says how many ranks there are", rank.origin),
-                Remedy::SetWorld,
-            ));
+                "set the option world or KYKLOS_WORLD",
+            )
+            .of(RequestKind::World));
         }
         (None, world) => {
             let set = world.map(|world| world.origin.clone()).or_else(|| options.first_group_option());
@@ -127,8 +128,9 @@ pub(crate) fn assign(
                 None => Ok(None),
                 Some(set) => Err(Error::request(
                     format!("{set}, and nothing says which rank this process is"),
-                    Remedy::SetRank,
-                )),
+                    "set the option rank, or start the processes with a launcher",
+                )
+                .of(RequestKind::Rank)),
             };
         }
     };
@@ -142,8 +144,9 @@ pub(crate) fn assign(
     if coordinator.is_none() && world.value > 1 {
         return Err(Error::request(
             format!("{} with {}, and nothing says where rank 0 is", rank.origin, world.origin),
-            Remedy::SetCoordinator,
-        ));
+            "set MASTER_ADDR and MASTER_PORT, or KYKLOS_COORDINATOR, or the option coordinator",
+        )
+        .of(RequestKind::Coordinator));
     }
     let at = coordinator.map(|at| format!("; rank 0 at {} ({})", at.value, at.origin));
     Ok(Some(Assignment {
@@ -202,7 +205,7 @@ fn shared_memory(variables: &Variables<'_>) -> Result<bool> {
 fn advertise(options: &Options, variables: &Variables<'_>) -> Result<Vec<SocketAddr>> {
     let variable = variables.text(ADVERTISE).filter(|_| !variables.under_kyklos_launch());
     match (&options.advertise, variable) {
-        (Some(text), _) => parse_advertised(text, &options.named(OptionName::Advertise, text)),
+        (Some(text), _) => parse_advertised(text, &named("advertise", text)),
         (None, Some(Setting { value, origin })) => parse_advertised(&value, &origin),
         (None, None) => Ok(Vec::new()),
     }
@@ -220,8 +223,9 @@ fn require_equal<T: PartialEq>(
     match settings.find(|other| other.value != one.value) {
         Some(other) => Err(Error::request(
             format!("{} and {} contradict each other", one.origin, other.origin),
-            Remedy::RemoveOneSetting,
-        )),
+            "remove one of them",
+        )
+        .of(RequestKind::Contradiction)),
         None => Ok(()),
     }
 }

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use crate::MAX_WORLD;
 use crate::address::{DEFAULT_PORT, HostPort};
 use crate::error::{Error, Result};
-use crate::options::{OptionName, Options};
+use crate::options::Options;
 use crate::source::{Precedence, Setting, Source};
 
 /// The whole file.
@@ -44,7 +44,7 @@ pub(crate) fn source(path: &Path, options: &Options, rank: Option<u32>) -> Resul
             "list the ranks and nothing else",
         ));
     }
-    parse(&text, &options.named(OptionName::ClusterFile, path.display()), rank, options.check_device)
+    parse(&text, &format!("cluster file {}", path.display()), rank, options.check_device)
 }
 
 /// `origin` is where the text was written, for errors.

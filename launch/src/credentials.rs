@@ -9,8 +9,8 @@ use kyklos_transport::Rank;
 use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Identity, Invitation, Token, enrol};
 
 use crate::address::{HostPort, resolve};
-use crate::error::{Error, Remedy, Result};
-use crate::options::{OptionName, Options, RANK};
+use crate::error::{Error, RequestKind, Result};
+use crate::options::{Options, RANK, named};
 use crate::source::Source;
 use crate::sources::requested_rank;
 use crate::token::{of_enrolment, of_invitation};
@@ -34,35 +34,39 @@ impl Credentials {
     pub(crate) fn obtain(options: &Options, variables: &Variables<'_>) -> Result<Self> {
         let variable = variables.text(JOIN).filter(|_| !variables.under_kyklos_launch());
         let token = match (&options.token, variable) {
-            (Some(token), _) => Some((token.0.clone(), options.name(OptionName::Token))),
+            (Some(token), _) => Some((token.0.clone(), "option token".to_owned())),
             (None, variable) => variable.map(|token| (token.value, JOIN.to_owned())),
         };
         let identity_variable = variables.text(IDENTITY).map(|path| path.origin);
         match (&options.invitation, token) {
             (None, None) => Ok(Self::IdentityFile),
             (Some(path), Some((_, origin))) => Err(Error::request(
-                format!("{} with {origin}", options.named(OptionName::Invitation, path.display())),
+                format!("invitation {} with {origin}", path.display()),
                 "rank 0 invites and the others join, so leave one of the two out",
-            )),
+            )
+            .of(RequestKind::TwoProofs)),
             (Some(path), None) => {
-                let option =
-                    options.identity.as_ref().map(|path| options.named(OptionName::Identity, path.display()));
+                let option = options.identity.as_ref().map(|path| named("identity", path.display()));
                 match option.or(identity_variable) {
                     Some(identity) => Err(Error::request(
-                        format!("{} with {identity}", options.named(OptionName::Invitation, path.display())),
+                        format!("invitation {} with {identity}", path.display()),
                         "the invitation holds the identity of rank 0, so leave the other one out",
-                    )),
+                    )
+                    .of(RequestKind::TwoProofs)),
                     None => Ok(Self::Invitation(Arc::new(Invitation::read_file(path)?), path.clone())),
                 }
             }
             (None, Some((_, origin))) if options.rejoin => Err(Error::request(
-                format!("{} with {origin}", options.name(OptionName::Rejoin)),
-                Remedy::RejoinWithIdentity,
-            )),
+                format!("option rejoin with {origin}"),
+                "a rank that rejoins uses the identity that it had: set the option identity",
+            )
+            .of(RequestKind::Rejoin)),
             (None, Some((token, origin))) => match identity_variable.filter(|_| options.identity.is_none()) {
-                Some(identity) => {
-                    Err(Error::request(format!("{identity} with {origin}"), Remedy::UnsetIdentityVariable))
-                }
+                Some(identity) => Err(Error::request(
+                    format!("{identity} with {origin}"),
+                    "unset the variable; the option identity says where to keep the identity that the token obtains",
+                )
+                .of(RequestKind::TwoProofs)),
                 None => Self::enrol(&token, &origin, options, variables),
             },
         }
@@ -76,12 +80,11 @@ impl Credentials {
         let rank = requested_rank(options, variables)?;
         if let Some(path) = options.identity.as_ref().filter(|path| path.exists()) {
             return Err(Error::request(
-                format!(
-                    "{} with {origin}, and the file exists",
-                    options.named(OptionName::Identity, path.display())
-                ),
-                Remedy::IdentityFileOrToken,
-            ));
+                format!("option identity={} with {origin}, and the file exists", path.display()),
+                "to use the file, remove the token and set rank, world and coordinator; to keep another identity, name another \
+                 file",
+            )
+            .of(RequestKind::IdentityExists));
         }
         let addresses = resolve(&coordinator, false, Instant::now() + options.join_deadline, options.note)?;
         let mut config = EnrolConfig::new(token, addresses[0]);
@@ -103,10 +106,10 @@ impl Credentials {
     }
 
     /// The settings of the group in these credentials.
-    pub(crate) fn source(&self, options: &Options) -> Result<Option<Source>> {
+    pub(crate) fn source(&self) -> Result<Option<Source>> {
         match self {
             Self::IdentityFile | Self::Given(_) => Ok(None),
-            Self::Invitation(invitation, path) => of_invitation(invitation, path, options).map(Some),
+            Self::Invitation(invitation, path) => of_invitation(invitation, path).map(Some),
             Self::Enrolled(enrolled, coordinator) => Ok(Some(of_enrolment(enrolled, coordinator))),
         }
     }

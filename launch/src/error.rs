@@ -1,7 +1,6 @@
-//! Errors, sorted by the party at fault, and their remedies.
+//! Errors, sorted by the party at fault.
 
-use std::borrow::Cow;
-use std::fmt;
+use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 
@@ -11,12 +10,12 @@ use kyklos_transport::TransportError;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Options, environment and cluster file do not describe one rank of one group. Nothing has been sent.
-    #[error("{mismatch}: {remedy}")]
+    #[error("{text}")]
     Request {
-        /// The settings that do not match, both sides, named as [`Wording::option`](crate::Wording::option) names them.
-        mismatch: String,
-        /// A setting that is valid instead.
-        remedy: Remedy,
+        /// The settings that do not match, both sides, and a setting that is valid instead.
+        text: String,
+        /// What kind of mismatch it is.
+        kind: RequestKind,
     },
     /// A device in the cluster file, refused by [`Options::check_device`](crate::Options::check_device).
     #[error("{origin}, rank {rank}: {text}")]
@@ -57,8 +56,16 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
     /// Options, environment or cluster file are wrong: the setting that does not match, and a valid one.
-    pub(crate) fn request(mismatch: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
-        Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
+    pub(crate) fn request(mismatch: impl Display, remedy: impl Display) -> Self {
+        Self::Request { text: format!("{mismatch}: {remedy}"), kind: RequestKind::Other }
+    }
+
+    /// The same wrong request, of this kind.
+    pub(crate) fn of(self, kind: RequestKind) -> Self {
+        match self {
+            Self::Request { text, .. } => Self::Request { text, kind },
+            other => other,
+        }
     }
 
     /// Whether the request itself is wrong, so that another attempt fails the same way.
@@ -70,76 +77,37 @@ impl Error {
     }
 }
 
-/// What to do about an error. `Display` says it in the terms of this library; a front end says it in its own
-/// ([`Wording::remedy`](crate::Wording::remedy)). Exhaustive, so that the compiler shows a front end each new one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Remedy {
-    /// Set the number of ranks.
-    SetWorld,
-    /// Set the rank, or start the processes with a launcher.
-    SetRank,
-    /// Set the address of rank 0.
-    SetCoordinator,
-    /// Write the environment variable in this syntax, or set the address of rank 0 instead.
-    SyntaxOrCoordinator {
-        /// An example of the syntax.
-        example: &'static str,
-    },
-    /// Remove one of two settings that contradict each other.
-    RemoveOneSetting,
-    /// Remove the option: `kyklos launch` sets rank, world and coordinator.
-    RemoveUnderKyklosLaunch,
-    /// Give this rank an identity file or a join token.
-    ObtainIdentity,
-    /// Use the identity file that this rank had before, not a token.
-    RejoinWithIdentity,
-    /// Unset the environment variable; with a token only the option says where to keep the new identity.
-    UnsetIdentityVariable,
-    /// Use the existing identity file without a token, or name a file that does not exist for the new identity.
-    IdentityFileOrToken,
-    /// Issue a new identity before this one expires.
-    RenewIdentity,
-    /// A sentence that needs no option's name.
-    Text(Cow<'static, str>),
-}
-
-impl From<&'static str> for Remedy {
-    fn from(text: &'static str) -> Self {
-        Self::Text(text.into())
-    }
-}
-
-impl From<String> for Remedy {
-    fn from(text: String) -> Self {
-        Self::Text(text.into())
-    }
-}
-
-impl fmt::Display for Remedy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::SetWorld => "set the option world or KYKLOS_WORLD",
-            Self::SetRank => "set the option rank, or start the processes with a launcher",
-            Self::SetCoordinator => {
-                "set MASTER_ADDR and MASTER_PORT, or KYKLOS_COORDINATOR, or the option coordinator"
-            }
-            Self::SyntaxOrCoordinator { example } => {
-                return write!(f, "write it like {example}, or set the option coordinator");
-            }
-            Self::RemoveOneSetting => "remove one of them",
-            Self::RemoveUnderKyklosLaunch => "remove it: kyklos launch sets rank, world and coordinator",
-            Self::ObtainIdentity => "issue an identity for this rank, or set the option token",
-            Self::RejoinWithIdentity => {
-                "a rank that rejoins uses the identity that it had: set the option identity"
-            }
-            Self::UnsetIdentityVariable => {
-                "unset the variable; the option identity says where to keep the identity that the token obtains"
-            }
-            Self::IdentityFileOrToken => {
-                "to use the file, remove the token and set rank, world and coordinator; to keep another identity, name another file"
-            }
-            Self::RenewIdentity => "issue a new one",
-            Self::Text(text) => text,
-        })
-    }
+/// What kind of wrong request it is, for callers that know more about it than the text says: a program has a flag for the
+/// setting.
+///
+/// ```
+/// use kyklos_launch::{Error, Options, RequestKind};
+///
+/// let options = Options { rank: Some(1), ..Options::default() };
+/// match options.join() {
+///     Err(error @ Error::Request { kind: RequestKind::World, .. }) => eprintln!("{error}; hint: --ranks N"),
+///     other => panic!("{other:?}"),
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RequestKind {
+    /// Nothing says how many ranks there are.
+    World,
+    /// Nothing says which rank this process is.
+    Rank,
+    /// Nothing says where rank 0 is, or not in a form that can be read.
+    Coordinator,
+    /// Two settings contradict each other.
+    Contradiction,
+    /// There is no identity for this rank.
+    Identity,
+    /// A rank that rejoins has a token instead of the identity that it had.
+    Rejoin,
+    /// There are two proofs of who this rank is: an invitation, a token, an identity.
+    TwoProofs,
+    /// The file for the identity that the token obtains exists.
+    IdentityExists,
+    /// Anything else: the text says all.
+    Other,
 }

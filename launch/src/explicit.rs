@@ -1,27 +1,24 @@
 //! Settings for this run: options, and Kyklos' own variables.
 
-use std::fmt::Display;
-
 use crate::address::HostPort;
 use crate::error::{Error, Result};
-use crate::options::{OptionName, Options};
+use crate::options::{Options, named};
 use crate::source::{Precedence, Setting, Source};
 use crate::variables::{COORDINATOR, JOB_ID, Variables, WORLD};
 
 pub(crate) fn options(options: &Options) -> Result<Source> {
-    let named = |option, value: &dyn Display| options.named(option, value);
     Ok(Source {
         precedence: Precedence::Explicit,
-        rank: options.rank.map(|rank| Setting::new(rank, named(OptionName::Rank, &rank))),
-        world: options.world.map(|world| Setting::new(world.get(), named(OptionName::World, &world))),
+        rank: options.rank.map(|rank| Setting::new(rank, named("rank", rank))),
+        world: options.world.map(|world| Setting::new(world.get(), named("world", world))),
         coordinator: match &options.coordinator {
             Some(text) => {
-                let origin = named(OptionName::Coordinator, text);
+                let origin = named("coordinator", text);
                 Some(Setting::new(HostPort::parse(text, &origin)?, origin))
             }
             None => None,
         },
-        job: options.job.as_ref().map(|job| Setting::new(job.clone(), named(OptionName::Job, job))),
+        job: options.job.as_ref().map(|job| Setting::new(job.clone(), named("job", job))),
         ..Source::default()
     })
 }

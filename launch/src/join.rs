@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
-use kyklos_transport::{Rank, Reformed, TransportError, in_process_group};
+use kyklos_transport::{BootstrapKind, Rank, Reformed, TransportError, in_process_group};
 
 use crate::address::{bind_beyond_loopback, loopback_between_hosts, resolve};
 use crate::assignment::Assignment;
 use crate::credentials::Credentials;
-use crate::error::{Error, Remedy, Result};
-use crate::options::{OptionName, Options, RANK};
+use crate::error::{Error, RequestKind, Result};
+use crate::options::{Options, RANK, named};
 use crate::variables::{IDENTITY, Variables};
 
 impl Options {
@@ -60,18 +60,19 @@ impl Assignment {
         if let Some(bind) = bind_beyond_loopback(&coordinator.host, address.ip(), self.is_on_one_host())
             && options.bind.is_none()
         {
-            (options.warn)(&format!(
+            let text = format!(
                 "rank {}: {} is {} on this host, an address that no other host can reach; this rank uses all addresses of the \
                  host",
                 self.rank,
                 coordinator.host,
                 address.ip()
-            ));
+            );
+            (options.warn)(&text, BootstrapKind::Other);
             config.bind = bind;
         } else if let Some(text) =
             loopback_between_hosts(address.ip(), &self.hosts).filter(|_| options.bind.is_none())
         {
-            (options.warn)(&text);
+            (options.warn)(&text, BootstrapKind::Other);
         }
         self.configure(&mut config, deadline)?;
         let group = match options.on_loss {
@@ -137,11 +138,7 @@ impl Assignment {
             (config.port, config.lane_port) =
                 ports(port, self.local_rank, options.link.lanes).ok_or_else(|| {
                     Error::request(
-                        format!(
-                            "{} for rank {} on its host",
-                            options.named(OptionName::Port, port),
-                            self.local_rank
-                        ),
+                        format!("{} for rank {} on its host", named("port", port), self.local_rank),
                         "ports go up to 65535",
                     )
                 })?;
@@ -157,12 +154,12 @@ impl Assignment {
         let path = path.ok_or_else(|| {
             Error::request(
                 format!(
-                    "{}: neither {} nor {IDENTITY} says which file proves this rank to the others",
-                    self.summary,
-                    options.name(OptionName::Identity)
+                    "{}: neither option identity nor {IDENTITY} says which file proves this rank to the others",
+                    self.summary
                 ),
-                Remedy::ObtainIdentity,
+                "issue an identity for this rank, or set the option token",
             )
+            .of(RequestKind::Identity)
         })?;
         let path = path.replace(RANK, &self.rank.to_string());
         match (path.contains(HOST), self.hosts.get(self.rank as usize).cloned().flatten()) {
@@ -184,7 +181,7 @@ fn group_of_one() -> Result<Reformed> {
     let transport = in_process_group(1).pop().ok_or_else(|| {
         Error::Transport(TransportError::Bootstrap {
             text: "a group of one rank has no rank".to_owned(),
-            remedy: None,
+            kind: BootstrapKind::Other,
         })
     })?;
     Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 })
@@ -194,11 +191,9 @@ fn warn_of_expiry(claims: &Claims, proof: &str, options: &Options) {
     let left = claims.validity.days_left(SystemTime::now());
     if left < u64::from(options.expiry_warning_days) && claims.validity.complaint(SystemTime::now()).is_none()
     {
-        (options.warn)(&format!(
-            "the {proof} of {claims} expires on {}: {}",
-            Date(claims.validity.until),
-            options.wording.remedy(&Remedy::RenewIdentity)
-        ));
+        let text =
+            format!("the {proof} of {claims} expires on {}: issue a new one", Date(claims.validity.until));
+        (options.warn)(&text, BootstrapKind::Certificate);
     }
 }
 

@@ -58,7 +58,7 @@
 //! device first.
 //!
 //! This library prints nothing and ends no process: notes and warnings go to [`Options::note`] and [`Options::warn`].
-//! Errors name options and remedies through a [`Wording`], so that a front end can say them in its own terms.
+//! Errors name options by their fields and have a kind, so that a program can add what its users write instead.
 #![forbid(unsafe_code)]
 
 mod address;
@@ -84,10 +84,10 @@ use kyklos_transport::Reformed;
 
 pub use self::address::{DEFAULT_PORT, HostPort, parse_advertised};
 pub use self::assignment::{Assignment, is_under_kyklos_launch, may_share_memory, rank_variables};
-pub use self::error::{Error, Remedy, Result};
+pub use self::error::{Error, RequestKind, Result};
 pub use self::free_port::free_port;
 pub use self::launchers::{LAUNCHERS, Launcher};
-pub use self::options::{OptionName, Options, PlainWording, SecretText, Wording};
+pub use self::options::{Options, SecretText};
 
 /// Forms the group that the environment describes, and returns this rank's end of it; a group of one if it describes none.
 /// Blocks until every rank is there, at most 60 s.

@@ -6,10 +6,8 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kyklos_transport::Regroup;
 use kyklos_transport::quic::LinkSettings;
-
-use crate::error::Remedy;
+use kyklos_transport::{BootstrapKind, Regroup};
 
 /// How this process joins its group. What is not set comes from the environment ([`LAUNCHERS`](crate::LAUNCHERS)), then
 /// from defaults; with [`Options::default`] everything does.
@@ -84,10 +82,9 @@ pub struct Options {
     pub check_device: fn(&str) -> Result<(), String>,
     /// Receives one line for each event of interest to an operator. Default: an `info` event of `tracing`.
     pub note: fn(&str),
-    /// Receives one line for each problem that may become a failure. Default: a `warn` event of `tracing`.
-    pub warn: fn(&str),
-    /// How errors and notes name these options. Default: [`PlainWording`].
-    pub wording: &'static dyn Wording,
+    /// Receives one line for each problem that may become a failure, and the kind of that failure. Default: a `warn` event of
+    /// `tracing`.
+    pub warn: fn(&str, BootstrapKind),
 }
 
 impl Default for Options {
@@ -114,95 +111,35 @@ impl Default for Options {
             link: LinkSettings::default(),
             check_device: |_| Ok(()),
             note: |text| tracing::info!("{text}"),
-            warn: |text| tracing::warn!("{text}"),
-            wording: &PlainWording,
+            warn: |text, _| tracing::warn!("{text}"),
         }
     }
 }
 
 impl Options {
-    /// The first option that only makes sense for one process of several, as [`Self::wording`] names it; `None` if none is
-    /// set.
-    pub fn first_group_option(&self) -> Option<String> {
-        let path = |name, path: &Option<PathBuf>| path.as_ref().map(|path| self.named(name, path.display()));
-        (self.rank.map(|rank| self.named(OptionName::Rank, rank)))
-            .or_else(|| self.world.map(|world| self.named(OptionName::World, world)))
-            .or_else(|| self.coordinator.as_ref().map(|at| self.named(OptionName::Coordinator, at)))
-            .or_else(|| path(OptionName::ClusterFile, &self.cluster_file))
-            .or_else(|| path(OptionName::Identity, &self.identity))
-            .or_else(|| path(OptionName::Invitation, &self.invitation))
-            .or_else(|| path(OptionName::Revoked, &self.revoked))
+    /// The first option that only makes sense for one process of several; `None` if none is set.
+    pub(crate) fn first_group_option(&self) -> Option<String> {
+        let path = |name, path: &Option<PathBuf>| path.as_ref().map(|path| named(name, path.display()));
+        (self.rank.map(|rank| named("rank", rank)))
+            .or_else(|| self.world.map(|world| named("world", world)))
+            .or_else(|| self.coordinator.as_ref().map(|at| named("coordinator", at)))
+            .or_else(|| path("cluster_file", &self.cluster_file))
+            .or_else(|| path("identity", &self.identity))
+            .or_else(|| path("invitation", &self.invitation))
+            .or_else(|| path("revoked", &self.revoked))
             // Without its value, which is a secret.
-            .or_else(|| self.token.as_ref().map(|_| self.name(OptionName::Token)))
-            .or_else(|| self.bind.map(|address| self.named(OptionName::Bind, address)))
-            .or_else(|| self.port.map(|port| self.named(OptionName::Port, port)))
-            .or_else(|| self.advertise.as_ref().map(|at| self.named(OptionName::Advertise, at)))
-            .or_else(|| self.job.as_ref().map(|job| self.named(OptionName::Job, job)))
-    }
-
-    /// An option and its value, as the front end writes them.
-    pub(crate) fn named(&self, option: OptionName, value: impl Display) -> String {
-        self.wording.option(option, Some(&value))
-    }
-
-    /// An option without its value.
-    pub(crate) fn name(&self, option: OptionName) -> String {
-        self.wording.option(option, None)
+            .or_else(|| self.token.as_ref().map(|_| "option token".to_owned()))
+            .or_else(|| self.bind.map(|address| named("bind", address)))
+            .or_else(|| self.port.map(|port| named("port", port)))
+            .or_else(|| self.advertise.as_ref().map(|at| named("advertise", at)))
+            .or_else(|| self.job.as_ref().map(|job| named("job", job)))
     }
 }
 
-/// The options that messages mention: fields of [`Options`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "each is the field of its name")]
-pub enum OptionName {
-    Rank,
-    World,
-    Coordinator,
-    ClusterFile,
-    Identity,
-    Invitation,
-    Token,
-    Revoked,
-    Job,
-    Rejoin,
-    Bind,
-    Port,
-    Advertise,
+/// An option and its value, as errors and notes name it: by its field.
+pub(crate) fn named(option: &str, value: impl Display) -> String {
+    format!("option {option}={value}")
 }
-
-/// How a front end names options and remedies to its user: a program by flags, a binding by keyword arguments.
-pub trait Wording: Debug + Send + Sync {
-    /// An option, with its value or as a name alone. Default: `option rank=1`, `option rank`.
-    fn option(&self, option: OptionName, value: Option<&dyn Display>) -> String {
-        let name = match option {
-            OptionName::Rank => "rank",
-            OptionName::World => "world",
-            OptionName::Coordinator => "coordinator",
-            OptionName::ClusterFile => "cluster_file",
-            OptionName::Identity => "identity",
-            OptionName::Invitation => "invitation",
-            OptionName::Token => "token",
-            OptionName::Revoked => "revoked",
-            OptionName::Job => "job",
-            OptionName::Rejoin => "rejoin",
-            OptionName::Bind => "bind",
-            OptionName::Port => "port",
-            OptionName::Advertise => "advertise",
-        };
-        value.map_or_else(|| format!("option {name}"), |value| format!("option {name}={value}"))
-    }
-
-    /// What to do, as one clause. Default: its `Display`.
-    fn remedy(&self, remedy: &Remedy) -> String {
-        remedy.to_string()
-    }
-}
-
-/// Options by the names of their fields, remedies by their `Display`.
-#[derive(Clone, Copy, Debug)]
-pub struct PlainWording;
-
-impl Wording for PlainWording {}
 
 /// A text that `Debug` does not print.
 #[derive(Clone, PartialEq, Eq)]

@@ -6,12 +6,11 @@ use kyklos_transport::quic::{Enrolled, Invitation};
 
 use crate::address::HostPort;
 use crate::error::Result;
-use crate::options::{OptionName, Options};
 use crate::source::{Precedence, Setting, Source};
 
 /// The contents of rank 0's invitation.
-pub(crate) fn of_invitation(invitation: &Invitation, path: &Path, options: &Options) -> Result<Source> {
-    let origin = options.named(OptionName::Invitation, path.display());
+pub(crate) fn of_invitation(invitation: &Invitation, path: &Path) -> Result<Source> {
+    let origin = format!("invitation {}", path.display());
     let coordinator = HostPort::parse(invitation.token().place(), &origin)?;
     Ok(Source {
         precedence: Precedence::Explicit,

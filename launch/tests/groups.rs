@@ -4,13 +4,12 @@
 #[path = "../../tests/free_address.rs"]
 mod free_address;
 
-use std::fmt::Display;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use kyklos_launch::{Error, OptionName, Options, Remedy, SecretText, Wording};
+use kyklos_launch::{Error, Options, RequestKind, SecretText};
 use kyklos_transport::quic::{ClusterAuthority, Invitation, InvitationTerms, JobId};
 use kyklos_transport::{Rank, Reformed, Tag};
 
@@ -109,31 +108,19 @@ fn ranks_with_a_token_get_their_ranks_from_rank_0() {
     works(&join_all(vec![zero, other.clone(), other]));
 }
 
-/// Options as another front end names them.
-#[derive(Debug)]
-struct Keywords;
-
-impl Wording for Keywords {
-    fn option(&self, option: OptionName, value: Option<&dyn Display>) -> String {
-        let name = format!("{option:?}").to_lowercase();
-        value.map_or_else(|| name.clone(), |value| format!("{name}={value}"))
-    }
-}
-
 #[test]
-fn errors_name_options_as_the_front_end_does_and_hold_a_remedy() {
+fn errors_name_options_by_their_fields_and_have_a_kind() {
     let refused = |options: Options| match options.join() {
-        Err(Error::Request { mismatch, remedy }) => (mismatch, remedy),
+        Err(Error::Request { text, kind }) => (text, kind),
         other => panic!("{other:?}"),
     };
-    let keywords = Options { wording: &Keywords, ..Options::default() };
-    let (mismatch, remedy) = refused(Options { rank: Some(1), ..keywords.clone() });
-    assert_eq!(mismatch, "rank=1, and nothing says how many ranks there are");
-    assert_eq!(remedy, Remedy::SetWorld);
-    let (mismatch, remedy) =
-        refused(Options { token: Some(SecretText("secret".into())), rejoin: true, ..keywords });
-    assert_eq!(mismatch, "rejoin with token");
-    assert_eq!(remedy, Remedy::RejoinWithIdentity);
+    let (text, kind) = refused(Options { rank: Some(1), ..Options::default() });
+    assert!(text.starts_with("option rank=1, and nothing says how many ranks there are: "), "{text}");
+    assert_eq!(kind, RequestKind::World);
+    let token = Some(SecretText("secret".into()));
+    let (text, kind) = refused(Options { token, rejoin: true, ..Options::default() });
+    assert!(text.starts_with("option rejoin with option token: "), "{text}");
+    assert_eq!(kind, RequestKind::Rejoin);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use kyklos_launch::{SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
     Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
 };
-use kyklos_transport::{Rank, Transport, TransportError, in_process_group};
+use kyklos_transport::{BootstrapKind, Rank, Transport, TransportError, in_process_group};
 use pyo3::prelude::*;
 
 use crate::collective::{self, ONE_DEVICE};
@@ -186,7 +186,7 @@ pub(crate) fn free_port(py: Python<'_>, host: String) -> PyResult<u16> {
         let text = format!(
             "no free port for rank 0 at {host}: {error}: pass an address of rank 0 as host, or its port"
         );
-        errors::of_forming(py, &TransportError::Bootstrap { text, remedy: None })
+        errors::of_forming(py, &TransportError::Bootstrap { text, kind: BootstrapKind::Other })
     })
 }
 
@@ -209,7 +209,7 @@ pub(crate) fn with_identity(
     let connect = move || -> Result<Arc<dyn Transport>, TransportError> {
         let unknown = |why: String| TransportError::Bootstrap {
             text: format!("the address {host}:{port} of rank 0: {why}"),
-            remedy: None,
+            kind: BootstrapKind::Other,
         };
         let mut addresses =
             (host.as_str(), port).to_socket_addrs().map_err(|error| unknown(error.to_string()))?;

@@ -8,8 +8,8 @@ pub use remedy::Remedy;
 
 /// Why a call failed.
 ///
-/// The texts use the names of this library. A program that shows them to its users replaces [`Remedy`] by the names of
-/// its own options, and chooses its exit code by [`Self::is_request`].
+/// The texts use the names of this library. A program that shows them to its users adds its own option for a [`Remedy`],
+/// and chooses its exit code by [`Self::is_request`].
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -37,7 +37,7 @@ const CRATES: [(&str, &[&str]); 14] = [
 
 /// The modules of the program, from the bottom to the top. A module uses modules of its own line and of earlier lines.
 const PROGRAM: [&[&str]; 11] = [
-    &["failure", "interrupt", "switches", "median", "messages", "new_file"],
+    &["hints", "failure", "interrupt", "switches", "median", "messages", "new_file"],
     &["devices"],
     &["options"],
     &["tensors"],
@@ -45,7 +45,7 @@ const PROGRAM: [&[&str]; 11] = [
     &["run"],
     &["verify"],
     &["observe"],
-    &["network", "group", "launch_words"],
+    &["network", "group"],
     &["job"],
     &["commands"],
 ];

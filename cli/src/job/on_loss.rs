@@ -49,8 +49,12 @@ impl GroupLoss {
     pub(crate) fn go_on(&self, policy: LossPolicy, transport: &dyn Transport) -> Result<Reformed> {
         let LossPolicy { on_loss, patience } = policy;
         let who = on_loss.next_group(patience).unwrap_or(Regroup::Survivors);
-        pollster::block_on(transport.reform(who, patience))
-            .map_err(|error| Failure { text: format!("{}; {error}", self.abort), ..error.into() })
+        pollster::block_on(transport.reform(who, patience)).map_err(|error| self.then(error.into()))
+    }
+
+    /// The failure of what came after the loss.
+    fn then(&self, failure: Failure) -> Failure {
+        Failure { text: format!("{}; {}", self.abort, failure.text), ..failure }
     }
 
     /// Ends the group of a rank whose device has failed, such as a browser tab that was closed. Without this the other ranks know

@@ -5,7 +5,8 @@ use std::path::Path;
 use kyklos::Error;
 use kyklos::simulate::Cluster;
 
-use crate::failure::{Failure, Result, in_options};
+use crate::failure::{Failure, Result};
+use crate::hints;
 
 /// Reads a description of a cluster.
 pub(crate) fn read(path: &Path) -> Result<Cluster> {
@@ -26,7 +27,7 @@ pub(crate) fn read(path: &Path) -> Result<Cluster> {
 /// The failure when every candidate is refused.
 pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
     let plural = if candidates == 1 { "the plan is" } else { "all plans are" };
-    let first = in_options(first.clone());
+    let first = hints::of_call(first);
     Failure {
         exit: 2,
         text: format!("{plural} refused, of {candidates} the first one because: {first}"),

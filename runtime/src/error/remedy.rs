@@ -5,8 +5,19 @@ use std::fmt;
 /// A request that would be accepted in place of the refused one.
 ///
 /// `Display` writes it in terms of this library. A front end whose users choose by options, flags or configuration keys
-/// matches on the variants and names its own option instead. It prints all other variants, also variants that it does
-/// not know, unchanged.
+/// matches on the variants and names its own option beside the text. It never looks into the text, which may quote another
+/// rank.
+///
+/// ```
+/// use kyklos::{AttentionProblem, Dtype, Error, Mask, Mesh, Remedy};
+///
+/// let problem = AttentionProblem::new([1, 64, 3, 3, 64], Dtype::F32, Mask::full())?;
+/// let error = Mesh::new(4, 1)?.fits(&problem).unwrap_err();
+/// if let Error::Request { remedy: Remedy::UseMesh { ulysses, ring }, .. } = &error {
+///     println!("{error}; hint: --mesh {ulysses}x{ring}");
+/// }
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {

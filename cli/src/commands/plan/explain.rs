@@ -19,7 +19,8 @@ use super::few_tokens;
 use super::page;
 use crate::commands::plan::probe::{self, Probe};
 use crate::devices;
-use crate::failure::{Failure, Result, in_options, note, print};
+use crate::failure::{Failure, Result, note, print};
+use crate::hints;
 use crate::median::median;
 use crate::observe::page::model::{Choice, PossiblePlan, Price};
 use crate::observe::page::target::PageFile;
@@ -56,7 +57,7 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
     let mut priced = choose(&asked.problem, &asked.wanted, &cluster)?;
     for Priced { verdict, .. } in &mut priced {
         if let Verdict::Refused(error) = verdict {
-            *error = in_options(error.clone());
+            *error = hints::in_remedy(error.clone());
         }
     }
     // If every plan is refused, the request is wrong: one line.

@@ -41,8 +41,7 @@ fn run_rank(transport: Arc<dyn Transport>, queries: usize) -> Result<Output, Err
 }
 
 pub(super) fn entry(when: &str, sentence: impl ToString, means: &'static str) -> Entry {
-    // The sentence as the program prints it.
-    Entry { when: when.to_owned(), sentence: kyklos_cli::with_commands(&sentence.to_string()), means }
+    Entry { when: when.to_owned(), sentence: sentence.to_string(), means }
 }
 
 /// Refusals of constructors and of calls with tensors.
@@ -220,14 +219,16 @@ fn revoked(job: JobId, coordinator: SocketAddr, identity: Identity) -> String {
     let revoked = Some(Revoked::read_file(&path).unwrap());
     let config = QuicConfig::new(Rank(1), 2, job, coordinator, identity);
     let connect_deadline = Duration::from_secs(1);
-    QuicTransport::connect(QuicConfig { revoked, connect_deadline, ..config }).unwrap_err().to_string()
+    kyklos_cli::printed(
+        QuicTransport::connect(QuicConfig { revoked, connect_deadline, ..config }).unwrap_err(),
+    )
 }
 
 fn unreadable_list() -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("revoked");
     std::fs::write(&path, "rank 1").unwrap();
-    let error = Revoked::read_file(&path).unwrap_err().to_string();
+    let error = kyklos_cli::printed(Revoked::read_file(&path).unwrap_err());
     error.replace(folder.path().to_str().unwrap(), "DIR")
 }
 
@@ -246,7 +247,7 @@ pub(super) fn of_groups() -> Vec<Entry> {
         let connect_deadline = Duration::from_secs(patience);
         let config =
             QuicConfig { connect_deadline, ..QuicConfig::new(Rank(rank), 2, job, coordinator, identity) };
-        let error = QuicTransport::connect(config).unwrap_err().to_string();
+        let error = kyklos_cli::printed(QuicTransport::connect(config).unwrap_err());
         error.replace(&coordinator.to_string(), "HOST:PORT")
     };
     let issue = |authority: &ClusterAuthority, rank| authority.issue(Rank(rank)).unwrap();

@@ -1,14 +1,15 @@
 //! Slurm's lists of hosts and of tasks per host: `node[01-03,7]-x,other` and `2(x3),1`.
 
-use crate::error::{Error, Remedy, Result};
+use crate::error::{Error, RequestKind, Result};
 
 /// The hosts of a list, in its order. `origin` is where it was written, for errors.
 pub(crate) fn hosts(list: &str, origin: &str) -> Result<Vec<String>> {
     let wrong = |why: &str| {
         Error::request(
             format!("{origin} is not a list of hosts: {why}"),
-            Remedy::SyntaxOrCoordinator { example: "node[01-03,7],other" },
+            "write it like node[01-03,7],other, or set the option coordinator",
         )
+        .of(RequestKind::Coordinator)
     };
     if list.len() > LONGEST_LIST {
         return Err(wrong("it is too long"));

@@ -8,7 +8,8 @@ use kyklos::{AttentionProblem, Mesh, PlacementKind, Split, Strategy};
 use serde::{Deserialize, Serialize};
 
 use super::args::{StrategiesArgs, TokenShape};
-use crate::failure::{Result, in_options};
+use crate::failure::Result;
+use crate::hints;
 use crate::options::StrategyName;
 
 /// A shape, mask and dtype.
@@ -120,7 +121,7 @@ fn ways(
 ) -> Vec<(Option<PlacementKind>, Way)> {
     let fits = strategy.accepts(mesh).and_then(|()| mesh.fits(&case.problem));
     if let Err(error) = fits {
-        return vec![(None, Way::Refused(in_options(error).to_string()))];
+        return vec![(None, Way::Refused(hints::of_call(&error)))];
     }
     let here: Vec<&Candidate> = possible
         .iter()

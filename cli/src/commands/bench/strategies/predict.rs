@@ -10,7 +10,8 @@ use super::cells::Case;
 use super::record::{Predicted, PredictedRank};
 use crate::commands::plan::probe::{Probe, fits};
 use crate::devices::DeviceId;
-use crate::failure::{Failure, Result, in_options, note};
+use crate::failure::{Failure, Result, note};
+use crate::hints;
 use crate::observe::page::units::seconds;
 use crate::options::TransportName;
 use crate::request::description;
@@ -79,7 +80,7 @@ impl Predictor {
         let Ok(prediction) = predict(&case.problem, candidate, &Split::Even, cluster) else {
             return Ok(None);
         };
-        prediction.fits(cluster).map_err(|error| in_options(error).to_string())?;
+        prediction.fits(cluster).map_err(|error| hints::of_call(&error))?;
         let per_rank = prediction.ranks.iter().map(|rank| PredictedRank {
             compute_s: seconds(rank.compute_ns),
             wait_s: seconds(rank.wait_ns),
