@@ -5,9 +5,9 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use kyklos_transport::MAX_WORLD;
 use serde::Deserialize;
 
-use crate::MAX_WORLD;
 use crate::address::{DEFAULT_PORT, HostPort};
 use crate::error::{Error, Result};
 use crate::options::Options;
@@ -66,7 +66,7 @@ pub(crate) fn parse(
     let world = world.ok_or_else(|| {
         Error::request(
             format!("{origin} has {} ranks", file.ranks.len()),
-            format!("list 1 to {} under [[ranks]]", MAX_WORLD),
+            format!("list 1 to {MAX_WORLD} under [[ranks]]"),
         )
     })?;
     let first = &file.ranks[0].host;

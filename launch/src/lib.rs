@@ -105,6 +105,3 @@ pub use self::options::{Options, SecretText};
 pub fn from_env() -> Result<Reformed> {
     Options::default().join()
 }
-
-/// Most ranks that a group can be asked for; a plan or a transport may take fewer.
-pub const MAX_WORLD: u32 = 4096;

@@ -31,7 +31,7 @@ use kyklos_transport::{BootstrapKind, Regroup};
 pub struct Options {
     /// This process's rank, `0..world`.
     pub rank: Option<u32>,
-    /// Number of ranks in the group, at most [`MAX_WORLD`](crate::MAX_WORLD). Also by `KYKLOS_WORLD`.
+    /// Number of ranks in the group, at most [`MAX_WORLD`](kyklos_transport::MAX_WORLD). Also by `KYKLOS_WORLD`.
     pub world: Option<NonZeroU32>,
     /// Where rank 0 listens, `HOST:PORT` (UDP, or TCP with that carrier); an IPv6 address is in brackets. Also by
     /// `KYKLOS_COORDINATOR`.

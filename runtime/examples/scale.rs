@@ -1,4 +1,4 @@
-//! Scale on paper: what the simulator expects of 8 to 4096 ranks, for the shapes of video and image generation and of a
+//! Scale on paper: what the simulator expects of 8 to 2048 ranks, for the shapes of video and image generation and of a
 //! long prefill, on two descriptions of `clusters/`, or on the files that the arguments name.
 //!
 //! `cargo run --release -p kyklos --example scale [-- clusters/h100-infiniband.toml …]`
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 fn scale(problem: &AttentionProblem, described: &Cluster) -> kyklos::Result<String> {
     let mut rows = Vec::new();
     let mut first_ms = None;
-    for ranks in (3..=12).map(|power| 1_u32 << power) {
+    for ranks in (3..=11).map(|power| 1_u32 << power) {
         let started = Instant::now();
         let cluster = described.grown_for(ranks)?;
         // The one that levels the work. Under a causal mask hops of contiguous shards differ, and thousands of them take

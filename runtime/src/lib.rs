@@ -122,6 +122,8 @@ mod tensor;
 mod tokens;
 mod wire;
 
+pub use kyklos_transport::MAX_WORLD;
+
 pub use bias::{BiasKind, BiasTensor};
 pub use call::{Attention, Execution, MAX_LABEL_BYTES};
 pub use clock::{Clock, SystemClock};
@@ -130,7 +132,7 @@ pub use error::{Error, Remedy};
 pub use exec::{DeviceOutput, Executor, Inputs, LoweredPlan, NoObserver, Observer, RunOptions};
 pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
-pub use mesh::{MAX_WORLD, Mesh};
+pub use mesh::Mesh;
 pub use meter::{Meter, RankReport, Span, Timeline};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-use kyklos_transport::Rank;
+use kyklos_transport::{MAX_WORLD, Rank};
 
 use crate::{AttentionProblem, Error, Remedy, Result};
 
@@ -121,6 +121,3 @@ impl FromStr for Mesh {
             .and_then(|(ulysses, ring)| Self::new(ulysses, ring))
     }
 }
-
-/// The most ranks of a mesh; a larger number is a typing mistake.
-pub const MAX_WORLD: u32 = 4096;

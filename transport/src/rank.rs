@@ -20,6 +20,9 @@ impl fmt::Display for Rank {
     }
 }
 
+/// Most ranks of a group. Nothing that makes, plans or describes a group has a limit of its own above this one.
+pub const MAX_WORLD: u32 = 2048;
+
 /// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group;
 /// a call that uses one again is refused, as far as its operation is one of the last 64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -24,7 +24,7 @@ fn wrong_requests_are_refused_on_one_line() {
         ("attend --shape 1,64,8,2,64 --mesh 0x4", &["0x4"]),
         ("attend --shape 1,64,8,2,64 --mesh 2", &["UxR"]),
         ("attend --shape 1,64,8,2,64 --mesh 100000x100000", &["at most"]),
-        ("attend --shape 1,64,8,2,64 --mesh 64x64", &["at most 256"]),
+        ("attend --shape 1,64,8,2,64 --mesh 32x64", &["at most 256"]),
         ("attend --shape 1,64,8,2,64 --ranks 3 --mesh 2x2", &["4 ranks", "3 ranks"]),
         ("attend --shape 1,64,8,2,64 --ranks 0", &["--ranks"]),
         ("attend --shape 1,64,8,2,64 --ranks 1000000", &["1000000"]),

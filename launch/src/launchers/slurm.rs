@@ -3,9 +3,10 @@
 
 pub(crate) mod nodelist;
 
+use kyklos_transport::MAX_WORLD;
+
 use self::nodelist::{hosts, tasks_per_host};
 use super::Launcher;
-use crate::MAX_WORLD;
 use crate::address::{DEFAULT_PORT, HostPort};
 use crate::error::{Error, Result};
 use crate::source::{Precedence, Setting, Source};
@@ -131,7 +132,8 @@ const PORTS: u64 = 1000;
 
 #[cfg(test)]
 mod tests {
-    use crate::MAX_WORLD;
+    use kyklos_transport::MAX_WORLD;
+
     use crate::test_support::{assign, brief};
 
     const STEP: &str = "SLURM_JOB_ID=4007 SLURM_STEP_ID=0 SLURM_NTASKS=5 SLURM_STEP_NUM_TASKS=5 SLURM_NODEID=1 \

@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 
 use super::codec::{Reader, WireError};
 use super::fields::{put_address, read_address};
-use super::limits::{ENVELOPE_BYTES, MAX_FRAME_BYTES, MAX_WORLD, MOST_CANDIDATES};
+use super::limits::{ENVELOPE_BYTES, MAX_FRAME_BYTES, MOST_CANDIDATES};
+use crate::rank::MAX_WORLD;
 
 /// The addresses of ranks that follow each other: as many rows as fit one frame.
 ///

@@ -3,9 +3,9 @@
 use std::net::{IpAddr, SocketAddr};
 
 use super::codec::{Reader, WireError};
-use super::limits::{MAX_WORLD, MOST_ADVERTISED, MOST_LANES};
+use super::limits::{MOST_ADVERTISED, MOST_LANES};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::rank::{Progress, Rank, Tag};
+use crate::rank::{MAX_WORLD, Progress, Rank, Tag};
 
 /// At most [`MOST_ADVERTISED`] of them.
 pub(super) fn put_addresses(out: &mut Vec<u8>, addresses: &[SocketAddr]) {

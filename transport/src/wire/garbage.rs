@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::rank::{MAX_NOTE_BYTES, Progress, Rank, RefusalReason, Tag, Vote};
+use crate::rank::{MAX_NOTE_BYTES, MAX_WORLD, Progress, Rank, RefusalReason, Tag, Vote};
 
 fn any_tag() -> impl Strategy<Value = Tag> {
     (any::<u64>(), any::<u32>()).prop_map(|(op, message)| Tag { op, message })

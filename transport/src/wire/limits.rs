@@ -9,9 +9,6 @@ pub const MAX_TEXT_BYTES: u16 = 4096;
 /// Longest request for a signature, and longest certificate, in bytes of DER.
 pub const MAX_DER_BYTES: u16 = 4096;
 
-/// Largest group.
-pub const MAX_WORLD: u32 = 2048;
-
 /// Most data connections between two ranks.
 pub const MOST_LANES: u8 = 16;
 

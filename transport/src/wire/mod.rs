@@ -26,7 +26,7 @@ pub use codec::WireError;
 pub use envelope::FrameStream;
 pub use frame::{Frame, MemoryOffer, Purpose, RejectCode};
 pub use header::{HEADER_BYTES, MessageHeader, part_digest};
-pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MAX_WORLD, MOST_ADVERTISED, MOST_LANES};
+pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MOST_ADVERTISED, MOST_LANES};
 pub use notes::Notes;
 
 /// Version of everything on the wire. Peers with another version refuse each other.

@@ -5,8 +5,8 @@ use std::fmt;
 use bytes::Bytes;
 
 use super::codec::{Reader, WireError};
-use super::limits::{ENVELOPE_BYTES, MAX_FRAME_BYTES, MAX_WORLD};
-use crate::rank::MAX_NOTE_BYTES;
+use super::limits::{ENVELOPE_BYTES, MAX_FRAME_BYTES};
+use crate::rank::{MAX_NOTE_BYTES, MAX_WORLD};
 
 /// The notes of ranks that follow each other: as many as fit one frame.
 ///

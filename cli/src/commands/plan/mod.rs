@@ -79,7 +79,12 @@ fn few_ranks(args: &PlanArgs) -> Result<()> {
     let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
     let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
     if asked > MAX_RANKS {
-        return Err(Failure::request(format!("a plan of {asked} ranks"), format!("use at most {MAX_RANKS}")));
+        return Err(Failure::request(
+            format!("a plan of {asked} ranks"),
+            format!(
+                "use at most {MAX_RANKS}, because each rank's plan is proved, or --explain, which predicts without a proof"
+            ),
+        ));
     }
     Ok(())
 }
@@ -100,5 +105,6 @@ fn few_tokens(problem: &AttentionProblem) -> Result<()> {
 const FEW: u32 = 4;
 /// The proof needs memory for each token.
 const MAX_TOKENS: u32 = 1 << 26;
-/// Plans of a ring grow with the square of its ranks.
+/// Fewer than a group may have: plans of a ring grow with the square of its ranks, and all are made and proved here.
 const MAX_RANKS: u32 = 1024;
+const _: () = assert!(MAX_RANKS <= kyklos::MAX_WORLD, "a plan is for a group");

@@ -75,7 +75,7 @@ pub(super) const GROUPS: &[Group] = &[
         entries: &[
             ("@ --mesh 2", "A mesh is written ulysses x ring."),
             ("@ --mesh 0x4", "No extent of a mesh is 0."),
-            ("@ --mesh 64x64", "Ranks of one process are threads; for more ranks use more processes."),
+            ("@ --mesh 32x64", "Ranks of one process are threads; for more ranks use more processes."),
             ("@ --ranks 3 --mesh 2x2", "The mesh and the number of ranks are both given and differ."),
             (
                 "plan --explain --shape 1,64,8,2,64 --ranks 5000 --hardware DIR/hw",

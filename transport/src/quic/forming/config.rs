@@ -14,15 +14,14 @@ use crate::quic::trust::identity::Identity;
 use crate::quic::trust::job::JobId;
 use crate::quic::trust::names::Known;
 use crate::quic::trust::revoked::Revoked;
-use crate::rank::Rank;
-use crate::wire::MAX_WORLD;
+use crate::rank::{MAX_WORLD, Rank};
 
 /// How a rank finds its group, and proves that it belongs to it.
 #[derive(Clone, Debug)]
 pub struct QuicConfig {
     /// This rank.
     pub rank: Rank,
-    /// Number of ranks in the group, at most 2048.
+    /// Number of ranks in the group, at most [`MAX_WORLD`].
     pub world: u32,
     /// The job; must be the job of the identity.
     pub job: JobId,

@@ -9,8 +9,8 @@ use super::token::Token;
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
-use crate::rank::Rank;
-use crate::wire::{Frame, MAX_WORLD};
+use crate::rank::{MAX_WORLD, Rank};
+use crate::wire::Frame;
 
 /// The identity that a rank has got.
 #[derive(Clone, Debug)]

@@ -19,8 +19,7 @@ use crate::quic::trust::names::Subject;
 use crate::quic::trust::private_file::{self, pem_block};
 use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::validity::Validity;
-use crate::rank::Rank;
-use crate::wire::MAX_WORLD;
+use crate::rank::{MAX_WORLD, Rank};
 
 /// Lets the ranks of one group enrol with a token. Its file holds private keys and belongs to rank 0 alone.
 pub struct Invitation {
@@ -38,7 +37,7 @@ pub struct Invitation {
 pub struct InvitationTerms<'a> {
     /// Where the others find rank 0, as `host:port`.
     pub place: &'a str,
-    /// Number of ranks, rank 0 among them: 2 to 2048. Every other rank is given away once.
+    /// Number of ranks, rank 0 among them: 2 to [`MAX_WORLD`]. Every other rank is given away once.
     pub world: u32,
     /// Name of the job.
     pub job: &'a str,

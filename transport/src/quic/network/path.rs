@@ -350,6 +350,7 @@ const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rank::MAX_WORLD;
     use std::net::Ipv4Addr;
 
     const ANY: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
@@ -386,7 +387,7 @@ mod tests {
         let little = LinkSettings { memory_bytes: Some(20 << 20), ..LinkSettings::default() };
         little.check(ANY, 2).unwrap();
         let lanes = |lanes| LinkSettings { lanes, ..LinkSettings::default() };
-        lanes(MOST_LANES).check(ANY, 2048).unwrap();
+        lanes(MOST_LANES).check(ANY, MAX_WORLD).unwrap();
         assert!(refusal(lanes(0), 2).contains("0 lanes between two ranks: use 1 to 16"));
         assert!(refusal(lanes(17), 2).contains("17 lanes"));
         assert!(refusal(LinkSettings { lanes: 2, ..little }, 2).contains("the other rank over 2 lanes"));

@@ -87,6 +87,7 @@ const MOST_FIXED: u64 = u32::MAX as u64;
 mod tests {
     use super::super::path::{Carrier, LEAST_MTU, LinkSettings, Path};
     use super::*;
+    use crate::rank::MAX_WORLD;
     use crate::wire::MOST_LANES;
     use proptest::prelude::*;
     use std::net::{IpAddr, Ipv4Addr};
@@ -101,7 +102,7 @@ mod tests {
         assert_eq!(windows(11), MOST);
         let shared = windows(21);
         assert!(shared.both() < MOST.both() && shared.both() > LEAST.both(), "{shared:?}");
-        assert_eq!(windows(2048), LEAST);
+        assert_eq!(windows(MAX_WORLD), LEAST);
     }
 
     #[test]
@@ -126,7 +127,7 @@ mod tests {
         #[test]
         fn connections_stay_within_their_memory(
             memory in 0_u64..1 << 36,
-            world in 1_u32..=2048,
+            world in 1_u32..=MAX_WORLD,
             mtu in proptest::option::of(LEAST_MTU..=u16::MAX),
             window_bytes in proptest::option::of(700_000_u64..1 << 31),
             bind in prop_oneof![Just(ANY), Just(LOCAL)],
