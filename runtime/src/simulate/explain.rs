@@ -73,6 +73,7 @@ pub fn why_first(priced: &[Priced]) -> Option<String> {
     let idle = |prediction: &Prediction| {
         prediction.wall_ns.saturating_sub(per_rank(prediction, |rank| rank.compute_ns + rank.copy_ns))
     };
+    const IDLE: usize = 2;
     let reasons = [
         (
             "computes longer (uneven work, smaller steps, or shared devices)",
@@ -81,14 +82,16 @@ pub fn why_first(priced: &[Priced]) -> Option<String> {
         ("copies longer", [best, next].map(|of| per_rank(of, |rank| rank.copy_ns))),
         ("has its ranks idle longer", [best, next].map(idle)),
     ];
-    let (reason, [a, b]) = reasons.into_iter().max_by_key(|(_, [a, b])| b.saturating_sub(*a))?;
+    let most = reasons.into_iter().enumerate().max_by_key(|(_, (_, [a, b]))| b.saturating_sub(*a));
+    let (which, (reason, [a, b])) = most?;
     let _ = write!(
         out,
         "; the next, {second}, takes {} more and mostly {reason}, by {} a rank",
         duration(more),
         duration(b.saturating_sub(a))
     );
-    if let (true, Some(link)) = (reason.contains("idle"), next.links.first()) {
+    // Ranks are idle for the links.
+    if let (IDLE, Some(link)) = (which, next.links.first()) {
         let _ = write!(out, " ({} busy for {})", link.name, duration(link.busy_ns));
     }
     Some(out)

@@ -66,22 +66,22 @@ fn why(candidates: &[Outcome], index: usize, winner: Option<usize>, beats: bool)
         Outcome::Right(rounds) => rounds,
     };
     let name = if index == 0 { "built-in" } else { "" };
-    let relative = match (&candidates[0], index) {
-        (_, 0) | (Outcome::Wrong(_) | Outcome::Left(_), _) => String::new(),
-        (Outcome::Right(others), _) if others.len() < FEWEST_ROUNDS => String::new(),
+    let faster_percent = match (&candidates[0], index) {
+        (_, 0) | (Outcome::Wrong(_) | Outcome::Left(_), _) => None,
+        (Outcome::Right(others), _) if others.len() < FEWEST_ROUNDS => None,
         (Outcome::Right(others), _) => {
-            let percent = 100.0 * (1.0 - median(rounds.iter().copied()) / median(others.iter().copied()));
-            if percent >= 0.0 {
-                format!("{percent:.1} % faster")
-            } else {
-                format!("{:.1} % slower", -percent)
-            }
+            Some(100.0 * (1.0 - median(rounds.iter().copied()) / median(others.iter().copied())))
         }
+    };
+    let relative = match faster_percent {
+        None => String::new(),
+        Some(percent) if percent >= 0.0 => format!("{percent:.1} % faster"),
+        Some(percent) => format!("{:.1} % slower", -percent),
     };
     let verdict = match (winner == Some(index), beats) {
         (true, _) => "winner",
         (false, true) => "not the fastest",
-        (false, false) if !relative.ends_with("faster") => "",
+        (false, false) if faster_percent.is_none_or(|percent| percent < 0.0) => "",
         (false, false) if within_margin(candidates, rounds) => "within the margin",
         (false, false) => "in too few rounds",
     };
