@@ -68,7 +68,7 @@ fn three_processes_join_by_a_token_and_compute_one_result() {
     let outputs = hosts.run(["--invite invitation.pem", &join, ""], [None, None, Some(&hosts.token)]);
     is_right(&outputs);
     let [zero, two, one] = [0, 1, 2].map(|host| stderr(&outputs[host]));
-    assert!(zero.contains("rank 0 of 3 (--invite invitation.pem"), "{zero}");
+    assert!(zero.contains("rank 0 of 3 (invitation invitation.pem"), "{zero}");
     for word in ["gave rank 1 to 127.0.0.1, key ", "gave rank 2 to 127.0.0.1, key "] {
         assert!(zero.contains(word), "`{word}` is not in: {zero}");
     }
