@@ -74,8 +74,8 @@ fn of_transport(error: &TransportError) -> Option<&'static str> {
 pub(crate) fn of_bootstrap(kind: BootstrapKind) -> Option<&'static str> {
     Some(match kind {
         BootstrapKind::Certificate => {
-            "kyklos certs issue makes new ones, with --also-trust such that trust two authorities; kyklos certs show prints \
-             what a file is"
+            "kyklos certs issue makes new ones, and --also-trust lets them trust another authority too; kyklos certs show \
+             prints what a file is"
         }
         BootstrapKind::Authority => "kyklos certs init makes one",
         BootstrapKind::Invitation => "kyklos certs invite makes one, and rank 0 takes it with --invite",
