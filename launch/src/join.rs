@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
-use kyklos_transport::{BootstrapKind, Rank, Reformed, TransportError, in_process_group};
+use kyklos_transport::{BootstrapKind, Group, Rank, TransportError, in_process_group};
 
 use crate::address::{bind_beyond_loopback, loopback_between_hosts, resolve};
 use crate::assignment::Assignment;
@@ -21,7 +21,7 @@ impl Options {
     /// # Errors
     ///
     /// Options, environment or files that do not fit; a group that is not complete by [`Self::join_deadline`].
-    pub fn join(&self) -> Result<Reformed> {
+    pub fn join(&self) -> Result<Group> {
         match Assignment::find(self)? {
             Some(assignment) => assignment.join(),
             None => group_of_one(),
@@ -36,7 +36,7 @@ impl Assignment {
     /// # Errors
     ///
     /// No identity or a wrong one, a coordinator that cannot be resolved, a group that is not complete by the deadline.
-    pub fn join(&self) -> Result<Reformed> {
+    pub fn join(&self) -> Result<Group> {
         let options = &self.options;
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
             return group_of_one();
@@ -80,7 +80,7 @@ impl Assignment {
             Some(who) => QuicTransport::connect_or_regroup(config, who)?,
             None => {
                 let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
-                Reformed { transport: QuicTransport::connect(config)?, members, epoch }
+                Group { transport: QuicTransport::connect(config)?, members, epoch }
             }
         };
         if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos_launch) {
@@ -177,14 +177,14 @@ impl Assignment {
 }
 
 /// This process as the only rank; no network is involved.
-fn group_of_one() -> Result<Reformed> {
+fn group_of_one() -> Result<Group> {
     let transport = in_process_group(1).pop().ok_or_else(|| {
         Error::Transport(TransportError::Bootstrap {
             text: "a group of one rank has no rank".to_owned(),
             kind: BootstrapKind::Other,
         })
     })?;
-    Ok(Reformed { transport, members: vec![Rank(0)], epoch: 0 })
+    Ok(Group { transport, members: vec![Rank(0)], epoch: 0 })
 }
 
 fn warn_of_expiry(claims: &Claims, proof: &str, options: &Options) {

@@ -6,7 +6,7 @@
 //! ```
 //! // No launcher has started this process, so it is the only rank.
 //! let group = kyklos_launch::from_env()?;
-//! assert_eq!((group.transport.rank().0, group.transport.world()), (0, 1));
+//! assert_eq!((group.rank().0, group.size()), (0, 1));
 //! # Ok::<(), kyklos_launch::Error>(())
 //! ```
 //!
@@ -80,7 +80,7 @@ mod test_support;
 mod token;
 pub mod variables;
 
-use kyklos_transport::Reformed;
+use kyklos_transport::Group;
 
 pub use self::address::{DEFAULT_PORT, HostPort, parse_advertised};
 pub use self::assignment::{Assignment, is_under_kyklos_launch, may_share_memory, rank_variables};
@@ -95,13 +95,13 @@ pub use self::options::{Options, SecretText};
 /// ```no_run
 /// // One of the processes of `torchrun --nproc-per-node 4 …`, `srun …` or `mpirun …`.
 /// let group = kyklos_launch::from_env()?;
-/// println!("rank {} of {}", group.transport.rank(), group.transport.world());
+/// println!("rank {} of {}", group.rank(), group.size());
 /// # Ok::<(), kyklos_launch::Error>(())
 /// ```
 ///
 /// # Errors
 ///
 /// An environment that is incomplete or contradicts itself, an identity that cannot be used, a group that does not form.
-pub fn from_env() -> Result<Reformed> {
+pub fn from_env() -> Result<Group> {
     Options::default().join()
 }

@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use kyklos_launch::{Error, Options, RequestKind, SecretText};
 use kyklos_transport::quic::{ClusterAuthority, Invitation, InvitationTerms, JobId};
-use kyklos_transport::{Rank, Reformed, Tag};
+use kyklos_transport::{Group, Rank, Tag};
 
 use free_address::free_address;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-fn join_all(all: Vec<Options>) -> Vec<Reformed> {
+fn join_all(all: Vec<Options>) -> Vec<Group> {
     let joining: Vec<_> = all.into_iter().map(|options| thread::spawn(move || options.join())).collect();
     let mut groups: Vec<_> = joining.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect();
     groups.sort_by_key(|group| group.transport.rank());
@@ -25,7 +25,7 @@ fn join_all(all: Vec<Options>) -> Vec<Reformed> {
 }
 
 /// Every rank sends a message to the next one.
-fn works(groups: &[Reformed]) {
+fn works(groups: &[Group]) {
     let world = groups.len() as u32;
     let tag = Tag { op: 0, message: 0 };
     for (rank, group) in (0..).zip(groups) {

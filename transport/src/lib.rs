@@ -72,6 +72,6 @@ pub use posted::Posted;
 pub use pulse::{Pulse, Work};
 pub use rank::{MAX_NOTE_BYTES, MAX_WORLD, Progress, Rank, RefusalReason, Tag, Taken, Vote};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
-pub use transport::{Reformed, Regroup, Transport};
+pub use transport::{Group, Regroup, Transport};
 #[cfg(feature = "quic")]
 pub use wire::harmless::harmless;

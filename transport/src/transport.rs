@@ -85,7 +85,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Ends with the same group and epoch on all its ranks, or with [`crate::TransportError::Bootstrap`]. The error
     /// names the missing ranks, or reports that the other ranks have continued without this rank. This transport is
     /// closed either way.
-    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed>;
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Group>;
 
     /// The recorder of this rank: its last events and its counters.
     fn recorder(&self) -> Arc<Recorder>;
@@ -112,13 +112,46 @@ pub enum Regroup {
     },
 }
 
-/// A group that was formed again.
+/// A group of ranks, on one of them.
+///
+/// ```
+/// use kyklos_transport::{Group, in_process_group};
+///
+/// let group = Group::from(in_process_group(2).remove(1));
+/// assert_eq!((group.rank().0, group.size()), (1, 2));
+/// ```
 #[derive(Clone, Debug)]
-pub struct Reformed {
+pub struct Group {
     /// This rank's end of it, with the number that it has there.
     pub transport: Arc<dyn Transport>,
     /// By rank of this group, its rank in the first one.
     pub members: Vec<Rank>,
     /// Grows each time the group forms again; unique among the groups of a job.
     pub epoch: u32,
+}
+
+impl Group {
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.transport.rank()
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> u32 {
+        self.transport.world()
+    }
+}
+
+/// The first group of these ranks.
+impl From<Arc<dyn Transport>> for Group {
+    fn from(transport: Arc<dyn Transport>) -> Self {
+        let members = (0..transport.world()).map(Rank).collect();
+        Self { transport, members, epoch: 0 }
+    }
+}
+
+impl From<Group> for Arc<dyn Transport> {
+    fn from(group: Group) -> Self {
+        group.transport
+    }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos_transport::{
-    Abort, AbortCause, Progress, Rank, Reformed, RefusalReason, Regroup, Transport, TransportError, Vote,
+    Abort, AbortCause, Group, Progress, Rank, RefusalReason, Regroup, Transport, TransportError, Vote,
 };
 
 use crate::failure::{Failure, Result, note};
@@ -28,7 +28,7 @@ pub(crate) struct GroupLoss {
 
 impl GroupLoss {
     /// The abort behind `failure`, unless this rank caused it.
-    pub(crate) fn of(group: &Reformed, failure: &Failure) -> Option<Self> {
+    pub(crate) fn of(group: &Group, failure: &Failure) -> Option<Self> {
         if !failure.of_group {
             return None;
         }
@@ -46,7 +46,7 @@ impl GroupLoss {
     }
 
     /// Forms the next group by the policy.
-    pub(crate) fn go_on(&self, policy: LossPolicy, transport: &dyn Transport) -> Result<Reformed> {
+    pub(crate) fn go_on(&self, policy: LossPolicy, transport: &dyn Transport) -> Result<Group> {
         let LossPolicy { on_loss, patience } = policy;
         let who = on_loss.next_group(patience).unwrap_or(Regroup::Survivors);
         pollster::block_on(transport.reform(who, patience)).map_err(|error| self.then(error.into()))
@@ -67,11 +67,11 @@ impl GroupLoss {
     }
 
     /// Reports the loss and the next group on standard error.
-    pub(crate) fn tell(&self, next: &Reformed, request: &Request) {
+    pub(crate) fn tell(&self, next: &Group, request: &Request) {
         note(&format!("{}; {}", self.in_words(next), in_words(next, request)));
     }
 
-    fn in_words(&self, next: &Reformed) -> String {
+    fn in_words(&self, next: &Group) -> String {
         let Abort { culprit, cause, .. } = &self.abort;
         let culprit = self.members.get(culprit.0 as usize).copied().unwrap_or(*culprit);
         let gone = list(self.members.iter().filter(|rank| !next.members.contains(rank)));
@@ -82,7 +82,7 @@ impl GroupLoss {
 
 /// Ends this process if the others have declared this rank stuck and it stays stuck. The others continue without it, but
 /// the launcher still waits for this process.
-pub(crate) fn end_if_stuck(group: &Reformed) {
+pub(crate) fn end_if_stuck(group: &Group) {
     let (transport, recorder, me) =
         (Arc::downgrade(&group.transport), group.transport.recorder(), group.transport.rank());
     std::thread::spawn(move || {
@@ -104,16 +104,16 @@ pub(crate) fn end_if_stuck(group: &Reformed) {
 }
 
 /// Reports on standard error that this rank has replaced a lost one.
-pub(crate) fn tell_rejoined(next: &Reformed, request: &Request) {
+pub(crate) fn tell_rejoined(next: &Group, request: &Request) {
     note(&format!("joined the group; {}", in_words(next, request)));
 }
 
 /// Reports on standard error that a rank was lost while the group formed.
-pub(crate) fn tell_smaller(next: &Reformed, request: &Request) {
+pub(crate) fn tell_smaller(next: &Group, request: &Request) {
     note(&format!("a rank was lost while the group formed; {}", in_words(next, request)));
 }
 
-fn in_words(next: &Reformed, request: &Request) -> String {
+fn in_words(next: &Group, request: &Request) -> String {
     format!(
         "{} ranks start again (epoch {}: {}), mesh {}, strategy {}",
         next.members.len(),

@@ -309,7 +309,11 @@ fn contradictions_and_accidental_worlds_are_refused_before_anything_is_sent() {
     for (flags, variables, words) in [
         ("--mesh 1x4", "SLURM_PROCID=0 SLURM_NTASKS=1", &["1x4 has 4 ranks", "started 1"][..]),
         ("--ranks 2 --rank 0", "", &["--ranks 2", "--rank 0"]),
-        ("--rank 0 --world 2", "SLURM_PROCID=1 SLURM_NTASKS=4", &["option rank=0", "SLURM_PROCID=1", "--ranks N"]),
+        (
+            "--rank 0 --world 2",
+            "SLURM_PROCID=1 SLURM_NTASKS=4",
+            &["option rank=0", "SLURM_PROCID=1", "--ranks N"],
+        ),
         ("", "JOB_COMPLETION_INDEX=1", &["KYKLOS_WORLD"]),
         ("--rank 0 --world 2 --coordinator localhost:1", "", &["--identity", "kyklos certs issue"]),
         ("--cluster cluster.toml --world 2", "", &["--cluster"]),

@@ -16,7 +16,7 @@ use crate::pulse::Pulse;
 use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{EventKind, Outstanding, Recorder};
 use crate::spans;
-use crate::transport::{Reformed, Regroup};
+use crate::transport::{Group, Regroup};
 
 /// Shared by all ranks of the group and by the watchdog.
 #[derive(Debug)]
@@ -212,7 +212,7 @@ impl Hub {
     }
 
     /// Adds this rank to the next group, which forms when all remaining ranks have arrived, or when the first deadline ends.
-    pub(crate) fn reform(&self, me: Rank, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
+    pub(crate) fn reform(&self, me: Rank, who: Regroup, patience: Duration, completer: Completer<Group>) {
         let misuse = |text: &str| Err(TransportError::Misuse { text: text.into() });
         let mut state = self.shared.lock();
         if !matches!(state.rank(me).phase, Phase::Active) {
@@ -310,7 +310,7 @@ fn reform(state: &mut GroupState) {
     for (place, call) in calls.into_iter().enumerate() {
         call.completer.complete(match &next {
             Ok((ends, members)) => {
-                Ok(Reformed { transport: Arc::clone(&ends[place]), members: members.clone(), epoch })
+                Ok(Group { transport: Arc::clone(&ends[place]), members: members.clone(), epoch })
             }
             Err(text) => Err(TransportError::bootstrap(text)),
         });

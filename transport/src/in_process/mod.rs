@@ -25,7 +25,7 @@ use crate::pulse::Pulse;
 use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{Outstanding, Recorder};
 use crate::transport::Transport;
-use crate::transport::{Reformed, Regroup};
+use crate::transport::{Group, Regroup};
 use hub::Hub;
 
 /// Makes a group of `world` ranks in this process; the n-th element belongs to rank n.
@@ -111,7 +111,7 @@ impl Transport for InProcess {
         posted
     }
 
-    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed> {
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Group> {
         let (completer, posted) = Posted::pair();
         self.hub.reform(self.rank, who, deadline, completer);
         posted

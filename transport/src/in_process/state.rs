@@ -17,7 +17,7 @@ use crate::posted::Completer;
 use crate::pulse::Pulse;
 use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::{EventKind, Recorder};
-use crate::transport::Reformed;
+use crate::transport::Group;
 
 pub(super) type Deadline = calls::Deadline<SystemClock>;
 pub(super) type Calls = calls::Calls<SystemClock, Outgoing, Incoming>;
@@ -73,7 +73,7 @@ impl Transfer for Incoming {
 #[derive(Debug)]
 pub(super) struct ReformCall {
     pub(super) deadline: Deadline,
-    pub(super) completer: Completer<Reformed>,
+    pub(super) completer: Completer<Group>,
 }
 
 #[derive(Debug)]

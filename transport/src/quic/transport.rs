@@ -34,7 +34,7 @@ use crate::pulse::Pulse;
 use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{Outstanding, Recorder};
 use crate::transport::Transport;
-use crate::transport::{Reformed, Regroup};
+use crate::transport::{Group, Regroup};
 
 /// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
 pub struct QuicTransport {
@@ -68,7 +68,7 @@ impl QuicTransport {
     /// # Errors
     ///
     /// As [`Self::connect`], and if the next group does not form.
-    pub fn connect_or_regroup(config: QuicConfig, who: Regroup) -> Result<Reformed, TransportError> {
+    pub fn connect_or_regroup(config: QuicConfig, who: Regroup) -> Result<Group, TransportError> {
         let source = bind(&config)?;
         let thread = IoThread::start()?;
         let alive = thread.alive();
@@ -111,7 +111,7 @@ impl QuicTransport {
         sockets: Vec<Arc<dyn AsyncUdpSocket>>,
         seed: [u8; 32],
         who: Regroup,
-    ) -> Result<Reformed, TransportError> {
+    ) -> Result<Group, TransportError> {
         config.check()?;
         Self::form_or_regroup(config, SocketSource::Simulated(sockets, seed), None, who).await
     }
@@ -123,7 +123,7 @@ impl QuicTransport {
     /// # Errors
     ///
     /// As [`Self::connect`].
-    pub fn rejoin(config: QuicConfig) -> Result<Reformed, TransportError> {
+    pub fn rejoin(config: QuicConfig) -> Result<Group, TransportError> {
         let source = bind(&config)?;
         let thread = IoThread::start()?;
         let alive = thread.alive();
@@ -139,7 +139,7 @@ impl QuicTransport {
         config: QuicConfig,
         sockets: Vec<Arc<dyn AsyncUdpSocket>>,
         seed: [u8; 32],
-    ) -> Result<Reformed, TransportError> {
+    ) -> Result<Group, TransportError> {
         config.check()?;
         Self::rejoin_on(config, SocketSource::Simulated(sockets, seed), None).await
     }
@@ -159,7 +159,7 @@ impl QuicTransport {
         source: SocketSource,
         alive: Option<Alive>,
         who: Regroup,
-    ) -> Result<Reformed, TransportError> {
+    ) -> Result<Group, TransportError> {
         let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
         let next = first_group(&endpoint, Some(who)).await?;
         Ok(Self::of(endpoint, next, alive))
@@ -169,7 +169,7 @@ impl QuicTransport {
         config: QuicConfig,
         source: SocketSource,
         alive: Option<Alive>,
-    ) -> Result<Reformed, TransportError> {
+    ) -> Result<Group, TransportError> {
         let patience = config.connect_deadline;
         let until = Instant::now() + patience;
         let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
@@ -258,13 +258,13 @@ impl QuicTransport {
         Self { core, network }
     }
 
-    fn of(endpoint: Arc<RankEndpoint>, next: NextGroup, alive: Option<Alive>) -> Reformed {
+    fn of(endpoint: Arc<RankEndpoint>, next: NextGroup, alive: Option<Alive>) -> Group {
         let (members, epoch) = (next.members.clone(), next.epoch);
-        Reformed { transport: Arc::new(Self::start(endpoint, next, alive)), members, epoch }
+        Group { transport: Arc::new(Self::start(endpoint, next, alive)), members, epoch }
     }
 
     /// Leaves an aborted group to form the next one; the endpoint is kept.
-    fn form_again(core: &Arc<Core>, who: Regroup, patience: Duration, completer: Completer<Reformed>) {
+    fn form_again(core: &Arc<Core>, who: Regroup, patience: Duration, completer: Completer<Group>) {
         let abort = match core.leave_aborted() {
             Ok(abort) => abort,
             Err(error) => return completer.complete(Err(error)),
@@ -356,7 +356,7 @@ impl Transport for QuicTransport {
         posted
     }
 
-    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Reformed> {
+    fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Group> {
         let (completer, posted) = Posted::pair();
         Self::form_again(&self.core, who, deadline, completer);
         posted

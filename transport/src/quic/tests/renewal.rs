@@ -10,7 +10,7 @@ use super::free_address::free_address;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::quic::*;
 use crate::rank::{Progress, Rank};
-use crate::transport::{Reformed, Regroup, Transport};
+use crate::transport::{Group, Regroup, Transport};
 
 const JOB: JobId = JobId([6; 16]);
 const LONG: Duration = Duration::from_secs(15);
@@ -55,7 +55,7 @@ fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Arc<dyn Transport>> {
 }
 
 /// Ends the group, and forms the next one.
-fn again(group: &[Arc<dyn Transport>]) -> Vec<Result<Reformed, TransportError>> {
+fn again(group: &[Arc<dyn Transport>]) -> Vec<Result<Group, TransportError>> {
     let cause = AbortCause::Failed("a test".into());
     group[0].abort(Abort { culprit: Rank(0), cause, progress: Progress::default() });
     std::thread::sleep(Duration::from_millis(300));
@@ -63,7 +63,7 @@ fn again(group: &[Arc<dyn Transport>]) -> Vec<Result<Reformed, TransportError>> 
     posted.into_iter().map(block_on).collect()
 }
 
-fn close(group: Vec<Result<Reformed, TransportError>>) {
+fn close(group: Vec<Result<Group, TransportError>>) {
     let group: Vec<_> = group.into_iter().map(|rank| rank.unwrap().transport).collect();
     let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
     closing.into_iter().for_each(|closed| block_on(closed).unwrap());

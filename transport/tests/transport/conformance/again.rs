@@ -3,7 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Reformed, Regroup, TransportError};
+use kyklos_transport::Group as Formed;
+use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Regroup, TransportError};
 use pollster::block_on;
 
 use super::{Group, LONG, abort_of, close, ready, tag};
@@ -21,10 +22,10 @@ fn abort(group: &Group, culprit: u32) {
 
 /// All these ranks form the next group, with the same members and epoch.
 fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
-    let forming: Vec<Posted<Reformed>> =
+    let forming: Vec<Posted<Formed>> =
         group.iter().map(|rank| rank.reform(Regroup::Survivors, LONG)).collect();
     drop(group);
-    let formed: Vec<Reformed> = forming.into_iter().map(|posted| block_on(posted).unwrap()).collect();
+    let formed: Vec<Formed> = forming.into_iter().map(|posted| block_on(posted).unwrap()).collect();
     let (members, epoch) = (formed[0].members.clone(), formed[0].epoch);
     for (rank, one) in (0..).zip(&formed) {
         assert_eq!((&one.members, one.epoch), (&members, epoch));

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kyklos_transport::quic::{QuicConfig, QuicTransport};
 use kyklos_transport::{
-    Abort, AbortCause, Progress, Rank, Reformed, Regroup, Tag, Transport, TransportError, Vote,
+    Abort, AbortCause, Group, Progress, Rank, Regroup, Tag, Transport, TransportError, Vote,
 };
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
@@ -265,7 +265,7 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
         }
     };
     loop {
-        let Reformed { transport, members, epoch } = formed;
+        let Group { transport, members, epoch } = formed;
         if life == 0 {
             stage.inner.lock().unwrap().transports.insert(rank, Arc::clone(&transport));
         }
