@@ -80,7 +80,7 @@ pub(crate) fn of_bootstrap(kind: BootstrapKind) -> Option<&'static str> {
         BootstrapKind::Authority => "kyklos certs init makes one",
         BootstrapKind::Invitation => "kyklos certs invite makes one, and rank 0 takes it with --invite",
         BootstrapKind::Token => {
-            "the token is the line that kyklos certs invite prints; it makes a new one too"
+            "--join takes the whole line that kyklos certs invite prints; that makes a new token too"
         }
         BootstrapKind::GivenAway => "--identity FILE starts a rank with the identity that it got",
         BootstrapKind::KeyList => {

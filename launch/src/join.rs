@@ -154,7 +154,7 @@ impl Assignment {
         let path = path.ok_or_else(|| {
             Error::request(
                 format!(
-                    "{}: neither option identity nor {IDENTITY} says which file proves this rank to the others",
+                    "{}: neither the option identity nor {IDENTITY} says which file proves this rank to the others",
                     self.summary
                 ),
                 "issue an identity for this rank, or set the option token",
