@@ -2,8 +2,9 @@
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::{Attention, CallShapes, Execution, Mask, Mesh, PlacementKind, Session, Tensor};
-use kyklos_transport::in_process_group;
+use kyklos::{
+    Attention, CallShapes, Execution, Mask, Mesh, PlacementKind, Session, Tensor, in_process_group,
+};
 
 const LAYERS: u32 = 40;
 

@@ -7,8 +7,8 @@ use kyklos::backend::Device;
 use kyklos::{Attention, Mask, Session, Tensor};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let group = kyklos_launch::from_env()?;
-    let mut session = Session::new(group.transport, Device::cpu());
+    let group = kyklos::launch::from_env()?;
+    let mut session = Session::new(group, Device::cpu());
     let values = Tensor::new([1, 256, 8, 64], vec![0.5_f32; 256 * 8 * 64])?;
     let output = session.attend(&Attention::new().mask(Mask::causal()), &values, &values, &values)?;
     println!("rank {}: output of shape {:?}", session.rank(), output.o.shape());

@@ -2,8 +2,7 @@
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::{Attention, Mask, Session, Tensor};
-use kyklos_transport::in_process_group;
+use kyklos::{Attention, Mask, Session, Tensor, in_process_group};
 
 fn main() -> kyklos::Result<()> {
     // Each rank holds its part of the sequence: 5 tokens here, 3 there; 4 query heads share 2 key/value heads of dim 32.

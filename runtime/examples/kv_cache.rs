@@ -2,8 +2,7 @@
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::{Attention, CacheOptions, Dtype, Execution, Mask, Session, Tensor};
-use kyklos_transport::in_process_group;
+use kyklos::{Attention, CacheOptions, Dtype, Execution, Mask, Session, Tensor, in_process_group};
 
 const HEADS: usize = 8;
 const KV_HEADS: usize = 2;

@@ -1,10 +1,10 @@
 //! Two ranks over QUIC with mutual TLS, on loopback sockets of this process. Between hosts, each rank has its own process and
-//! identity file, and `kyklos_launch::from_env` forms the group (see `from_launcher`).
+//! identity file, and `kyklos::launch::from_env` forms the group (see `from_launcher`).
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
+use kyklos::transport::quic::quic_loopback_group;
 use kyklos::{Attention, Execution, Session, Strategy, Tensor};
-use kyklos_transport::quic::quic_loopback_group;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let call = Attention::new().execution(Execution::new().strategy(Strategy::Ring));

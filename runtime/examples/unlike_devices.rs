@@ -3,8 +3,7 @@
 use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::backend::{Device, DeviceClass};
 use kyklos::local::on_threads;
-use kyklos::{Attention, AttentionProblem, Dtype, Execution, Mask, Session, Tensor};
-use kyklos_transport::in_process_group;
+use kyklos::{Attention, AttentionProblem, Dtype, Execution, Mask, Session, Tensor, in_process_group};
 
 fn main() -> kyklos::Result<()> {
     let gpus = WgpuBackend::enumerate().into_iter().enumerate();

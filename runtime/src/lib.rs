@@ -7,8 +7,7 @@
 //! # #[cfg(feature = "cpu")] {
 //! use kyklos::backend::Device;
 //! use kyklos::local::on_threads;
-//! use kyklos::{Attention, Mask, Session, Tensor};
-//! use kyklos_transport::in_process_group;
+//! use kyklos::{Attention, Mask, Session, Tensor, in_process_group};
 //!
 //! // Two ranks in this process, with 64 of 128 tokens each; 4 heads of dim 32.
 //! let outputs = on_threads(in_process_group(2), |transport| {
@@ -24,7 +23,7 @@
 //! # Ok::<(), kyklos::Error>(())
 //! ```
 //!
-//! Groups over a network are in `kyklos_transport::quic`; `kyklos_launch` joins the group of a launcher. Devices are in
+//! Groups over a network are in `kyklos::transport::quic`; `kyklos::launch` joins the group of a launcher. Devices are in
 //! [`backend`]: cores, GPUs, and a caller's own `wgpu::Device`. [`Attention`] has the options of a call, [`Session::prepare`]
 //! makes many calls after one vote.
 //!
@@ -47,18 +46,22 @@
 //! ```toml
 //! [dependencies]
 //! kyklos = { path = "../kyklos/runtime" }
-//! kyklos-transport = { path = "../kyklos/transport" }   # groups of ranks; `features = ["quic"]` for ranks in several processes
-//! kyklos-launch = { path = "../kyklos/launch" }         # only if a launcher starts the ranks; it brings QUIC with it
 //! ```
 //!
-//! The features `cpu` and `wgpu` of `kyklos` are enabled by default; a program needs the devices of one of them. Compile with
+//! | feature | gives | by default |
+//! |---|---|---|
+//! | `cpu`, `wgpu` | the devices; a program needs one of them | yes |
+//! | `quic` | groups of processes: `kyklos::transport::quic` | no |
+//! | `launch` | the group of a launcher, `kyklos::launch::from_env`; it brings `quic` | no |
+//!
+//! [`transport`] is the crate `kyklos-transport`, and `kyklos::launch` the crate `kyklos-launch`. Compile with
 //! `--release`: unoptimised kernels are slow. Rust 1.89 or later.
 //!
 //! ```
 //! use kyklos::{Attention, Mask, Session, Tensor, backend::Device, local::on_threads};
 //!
 //! // Two ranks on threads of this process. Each has its part of the sequence.
-//! let outputs = on_threads(kyklos_transport::in_process_group(2), |transport| {
+//! let outputs = on_threads(kyklos::in_process_group(2), |transport| {
 //!     let tokens = [5, 3][transport.rank().0 as usize];
 //!     let mut session = Session::new(transport, Device::cpu());
 //!     let values = Tensor::new([1, tokens, 4, 32], vec![0.5_f32; tokens * 4 * 32])?;
@@ -71,12 +74,12 @@
 //!
 //! | example in `runtime/examples/` | shows | needs |
 //! |---|---|---|
-//! | `hello` | two ranks of one process | `kyklos-transport` |
-//! | `forty_layers` | many calls on one session | `kyklos-transport` |
-//! | `kv_cache` | a prompt, then decoding, over a cache that the ranks share | `kyklos-transport` |
-//! | `two_ranks_quic` | ranks over encrypted sockets | `kyklos-transport` with `quic` |
-//! | `unlike_devices` | GPUs and the CPU in one call | `kyklos-transport`, the feature `wgpu` |
-//! | `from_launcher` | one rank in a process, started by torchrun, `mpirun`, `srun` or Kubernetes | `kyklos-launch` |
+//! | `hello` | two ranks of one process | nothing more |
+//! | `forty_layers` | many calls on one session | nothing more |
+//! | `kv_cache` | a prompt, then decoding, over a cache that the ranks share | nothing more |
+//! | `two_ranks_quic` | ranks over encrypted sockets | `quic` |
+//! | `unlike_devices` | GPUs and the CPU in one call | nothing more |
+//! | `from_launcher` | one rank in a process, started by torchrun, `mpirun`, `srun` or Kubernetes | `launch` |
 //! | `scale` | what thousands of ranks would take | nothing more |
 //!
 //! To write a backend: [`backend`], and the crate `kyklos-backend-suite` with its device that computes nothing.
@@ -149,6 +152,11 @@ pub use strategy_list::Strategy;
 pub use tensor::{Element, Tensor};
 pub use tokens::{Run, TokenRuns};
 pub use wire::{TOKENS_PER_SCALE, WireFormat};
+
+#[cfg(feature = "launch")]
+pub use kyklos_launch as launch;
+pub use kyklos_transport as transport;
+pub use kyklos_transport::{Group, Rank, in_process_group};
 
 /// The crates whose types are in this API: buffers of bytes, storage types, and wgpu's devices and buffers.
 #[cfg(feature = "wgpu")]

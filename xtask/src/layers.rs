@@ -10,7 +10,7 @@ use crate::files::{packages, read};
 const CRATES: [(&str, &[&str]); 14] = [
     ("shaders", &[]),
     ("transport", &[]),
-    ("runtime", &["kyklos-shaders", "kyklos-transport"]),
+    ("runtime", &["kyklos-shaders", "kyklos-transport", "kyklos-launch"]),
     ("cuda-backend", &["kyklos", "kyklos-transport"]),
     ("cuda-backend/fake", &[]),
     ("launch", &["kyklos-transport"]),
