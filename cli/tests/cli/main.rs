@@ -19,6 +19,8 @@ mod forming;
 #[path = "../../../tests/free_address.rs"]
 mod free_address;
 mod gradients;
+#[path = "../../../tests/holds.rs"]
+mod holds;
 mod hostile_files;
 mod launch;
 mod metrics;

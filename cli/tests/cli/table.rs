@@ -1,5 +1,6 @@
 //! `kyklos support`, and the page that its validator prints.
 
+use crate::holds::holds;
 use crate::support::*;
 
 const PART: [&str; 9] = [

@@ -17,6 +17,7 @@ mod sites;
 
 use std::path::Path;
 
+use crate::holds::holds;
 use crate::support::*;
 
 /// Messages of one kind.
