@@ -21,7 +21,6 @@ part cuda scripts/check-cuda.sh
 part outside scripts/test-outside.sh
 part demos scripts/test-demos.sh
 part python scripts/test-python.sh
-part support target/release/kyklos support
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
 part newest-mesa scripts/test-newest-mesa.sh
 part soak scripts/soak.sh 3

@@ -75,7 +75,7 @@ trap 'rm -rf "$failed" "${made_runtime_dir:-}"' EXIT
 list=$(executables)
 [ -n "$list" ] || { echo "cargo names no test executable" >&2; exit 1; }
 # The longest ones first: one that starts last runs alone at the end.
-longest='/(cuda|cli|suites|emulator|memory)-[0-9a-f]*$'
+longest='/(cuda|cli|kyklos_cli|suites|emulator|memory)-[0-9a-f]*$'
 list=$(grep -E "$longest" <<<"$list"; grep -vE "$longest" <<<"$list")
 tr '\n' '\0' <<<"$list" | xargs -0 -n 1 -P 2 bash -c 'run "$0"'
 cargo test --release --workspace --all-features --doc || echo "tests of the documentation failed" >>"$failed"

@@ -20,6 +20,7 @@
 //! | `network`, `group` | how this process joins its group: its options |
 //! | `job` | one attention call over all ranks of a group |
 //! | `commands` | one module for each command, with its options |
+//! | `support` | tests only: the table of combinations, and `docs/support.md` |
 #![forbid(unsafe_code)]
 
 #[cfg(target_endian = "big")]
@@ -42,6 +43,8 @@ mod observe;
 mod options;
 mod request;
 mod run;
+#[cfg(test)]
+mod support;
 mod switches;
 mod tensors;
 mod verify;

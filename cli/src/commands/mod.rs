@@ -8,7 +8,6 @@ pub(crate) mod devices;
 mod doctor;
 mod launch;
 mod plan;
-mod support;
 mod tune;
 
 use clap::{Parser, Subcommand};
@@ -57,12 +56,6 @@ pub(crate) enum Command {
     Doctor(doctor::DoctorArgs),
     /// Creates the authority of a cluster and the identities of its ranks and hosts
     Certs(certs::CertsArgs),
-    /// Runs every combination of strategy, mask, option, dtype, placement, device and transport, and prints a table
-    ///
-    /// Each cell is a small problem, in memory that is filled with NaN first. All rows are compared with the f64 oracle; the
-    /// allowed error is twice the error of the device alone. Exit code 1: a cell is neither correct nor refused by the
-    /// validator; its command line is printed.
-    Support(support::SupportArgs),
 }
 
 impl Command {
@@ -78,7 +71,6 @@ impl Command {
             Self::Launch(args) => launch::launch(args),
             Self::Doctor(args) => doctor::doctor(args),
             Self::Certs(args) => certs::certs(args).map(done),
-            Self::Support(args) => support::support(args).map(done),
         }
     }
 }

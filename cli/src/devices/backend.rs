@@ -12,8 +12,6 @@ pub(crate) trait BackendEntry {
     const NAME: &'static str;
     /// Whether devices have numbers.
     const NUMBERED: bool = true;
-    /// Whether `kyklos support` runs it where `--device` is not given.
-    const IN_SUPPORT_TABLE: bool = false;
     /// Whether `--kernel` and `kyklos tune` have several kernels to choose from.
     const HAS_KERNELS: bool = false;
 

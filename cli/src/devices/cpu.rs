@@ -12,7 +12,6 @@ pub(crate) struct Cpu;
 impl BackendEntry for Cpu {
     const NAME: &'static str = "cpu";
     const NUMBERED: bool = false;
-    const IN_SUPPORT_TABLE: bool = true;
 
     fn devices() -> Vec<DeviceInfo> {
         vec![Device::cpu().info().clone()]

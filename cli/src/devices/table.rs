@@ -12,7 +12,6 @@ use crate::failure::Result;
 struct Facts {
     name: &'static str,
     numbered: bool,
-    in_support_table: bool,
     has_kernels: bool,
     devices: fn() -> Vec<DeviceInfo>,
     why_none: fn() -> Option<String>,
@@ -25,7 +24,6 @@ impl Facts {
         Self {
             name: E::NAME,
             numbered: E::NUMBERED,
-            in_support_table: E::IN_SUPPORT_TABLE,
             has_kernels: E::HAS_KERNELS,
             devices: E::devices,
             why_none: E::why_none,
@@ -79,11 +77,6 @@ impl BackendKind {
     /// Whether its devices have numbers.
     pub(super) fn is_numbered(self) -> bool {
         self.facts().numbered
-    }
-
-    /// Whether `kyklos support` runs it where `--device` is not given.
-    pub(crate) fn is_in_support_table(self) -> bool {
-        self.facts().in_support_table
     }
 
     /// Whether there are several kernels to choose from.

@@ -15,7 +15,6 @@ pub(crate) struct Wgpu;
 
 impl BackendEntry for Wgpu {
     const NAME: &'static str = "wgpu";
-    const IN_SUPPORT_TABLE: bool = true;
     const HAS_KERNELS: bool = true;
 
     fn devices() -> Vec<DeviceInfo> {

@@ -26,7 +26,7 @@ pub(crate) struct GradientVerdict {
 
 impl GradientVerdict {
     /// Of nothing yet.
-    pub(super) const NONE: Self = Self { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE, failure: None };
+    pub(crate) const NONE: Self = Self { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE, failure: None };
 
     /// Takes the other verdict too.
     pub(crate) fn join(&mut self, other: Self) {

@@ -28,7 +28,9 @@ use crate::run::alone;
 use crate::tensors::pairs::OracleRows;
 use crate::tensors::{Source, TensorKind};
 pub(crate) use every_row::Whole;
-pub(crate) use gradients::{GradientVerdict, HeadGradients, HeadReference};
+#[cfg(test)]
+pub(crate) use gradients::HeadReference;
+pub(crate) use gradients::{GradientVerdict, HeadGradients};
 
 /// The rows to compare, and the problem for the oracle.
 #[derive(Clone, Debug)]
@@ -99,12 +101,8 @@ impl Sample {
         Self::of_rows(problem, source, ROWS)
     }
 
-    /// All rows of the request.
-    pub(crate) fn whole(request: &Request) -> Result<Self> {
-        Self::of_rows(&request.problem, &request.source, usize::MAX)
-    }
-
-    fn of_rows(problem: &AttentionProblem, source: &Source, rows: usize) -> Result<Self> {
+    /// At most this many rows.
+    pub(crate) fn of_rows(problem: &AttentionProblem, source: &Source, rows: usize) -> Result<Self> {
         // The oracle reads the notation of masks by itself.
         let mask = problem.mask.to_string().parse();
         let oracle = OracleProblem {

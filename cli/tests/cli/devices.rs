@@ -7,7 +7,7 @@ fn without_a_command_the_program_lists_its_commands_and_ends_with_exit_code_2() 
     let output = kyklos(&[]);
     assert_eq!(output.status.code(), Some(2));
     let text = stderr(&output);
-    for command in ["devices", "attend", "plan", "bench", "tune", "launch", "doctor", "certs", "support"] {
+    for command in ["devices", "attend", "plan", "bench", "tune", "launch", "doctor", "certs"] {
         assert!(text.contains(&format!("  {command} ")), "`{command}` is not in:\n{text}");
     }
 }

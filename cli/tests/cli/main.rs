@@ -33,6 +33,5 @@ mod shares;
 mod strategies;
 mod support;
 mod tab;
-mod table;
 mod tokens;
 mod watch;

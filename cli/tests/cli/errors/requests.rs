@@ -172,7 +172,6 @@ pub(super) const GROUPS: &[Group] = &[
             ("KYKLOS_CUDA_GRAPHS=no devices", "As for KYKLOS_TUNE."),
             ("KYKLOS_CUDA_WGMMA=no devices", "As for KYKLOS_TUNE."),
             ("KYKLOS_CUDA_IMAGE= devices", "Without the variable the program has its own kernels."),
-            ("support --row nothing", "No row of the table has a name that starts like this."),
         ],
     },
     NETWORK,

@@ -5,17 +5,11 @@ use std::path::Path;
 use kyklos::{Dtype, Mesh, PlacementKind, Strategy};
 
 use super::cell::{Cell, Target};
-use super::pass::Pass;
-use super::rows::{ROWS, Row};
-use super::table::place_in;
-use crate::devices::{BackendKind, DeviceId};
-use crate::failure::{Failure, Result};
-use crate::options::TransportName;
+use super::rows::{Pass, ROWS, Row};
 
-/// Markdown: options by strategies, meshes by strategies, devices; with every refusal as it is printed.
-pub(crate) fn document() -> Result<String> {
-    let folder =
-        tempfile::tempdir().map_err(|error| Failure::run(format!("no folder for inputs: {error}")))?;
+/// Markdown: options by strategies, meshes by strategies; with every refusal as it is printed.
+pub(super) fn document() -> String {
+    let folder = tempfile::tempdir().unwrap();
     let mut refusals = Vec::new();
     let meshes = Strategy::ALL.map(Strategy::example_mesh);
     let columns: Vec<String> =
@@ -26,7 +20,7 @@ pub(crate) fn document() -> Result<String> {
         for row in ROWS {
             let mut states = Vec::new();
             for (strategy, mesh) in Strategy::ALL.into_iter().zip(&meshes) {
-                states.push(accepted((*row, pass), strategy, *mesh, folder.path(), &mut refusals)?);
+                states.push(accepted((*row, pass), strategy, *mesh, folder.path(), &mut refusals));
             }
             let named = match pass {
                 Pass::Forward => format!("{}<br>{}", row.name, row.in_words()),
@@ -41,20 +35,16 @@ pub(crate) fn document() -> Result<String> {
     for mesh in ["1x1", "1x4", "4x1", "2x2", "8x1"] {
         let mut states = Vec::new();
         for strategy in Strategy::ALL {
-            let (row, mesh) = ((ROWS[0], Pass::Forward), mesh.parse::<Mesh>()?);
-            states.push(accepted(row, strategy, mesh, folder.path(), &mut refusals)?);
+            let (row, mesh) = ((ROWS[0], Pass::Forward), mesh.parse::<Mesh>().unwrap());
+            states.push(accepted(row, strategy, mesh, folder.path(), &mut refusals));
         }
         out.push_str(&line(mesh, &states));
-    }
-    out.push_str(DEVICES);
-    for kind in BackendKind::ALL {
-        out.push_str(&line(kind.name(), &["yes".to_owned()]));
     }
     out.push('\n');
     for (index, refusal) in refusals.iter().enumerate() {
         out.push_str(&format!("[^{}]: {refusal}\n", index + 1));
     }
-    Ok(out)
+    out
 }
 
 /// The dtypes that are accepted with every placement, or the placements that are accepted with every dtype. Of a backward pass
@@ -65,17 +55,16 @@ fn accepted(
     mesh: Mesh,
     folder: &Path,
     refusals: &mut Vec<String>,
-) -> Result<String> {
+) -> String {
     let (mut taken, mut notes) = (Vec::new(), Vec::new());
     let mut by = strategy;
     let mut placements = PlacementKind::ALL.to_vec();
     for dtype in Dtype::ALL {
-        row.write((dtype, pass), folder)?;
+        row.write((dtype, pass), folder);
         let said = notes.len();
         for placement in PlacementKind::ALL {
-            let target = Target { device: DeviceId::CPU, transport: TransportName::InProcess };
-            let cell = Cell { row, pass, strategy, mesh, dtype, placement, target };
-            match cell.validate(folder)? {
+            let cell = Cell { row, pass, strategy, mesh, dtype, placement, target: Target::HERE };
+            match cell.validate(folder).unwrap() {
                 Ok(accepted) => by = accepted.backward.map_or(by, |plans| plans.world().strategy),
                 Err(refusal) => {
                     notes.push(refusal);
@@ -89,7 +78,7 @@ fn accepted(
     }
     let by = if by == strategy { String::new() } else { format!(" by {by}") };
     if notes.is_empty() {
-        return Ok(format!("yes{by}"));
+        return format!("yes{by}");
     }
     let mut said = Vec::new();
     for note in notes {
@@ -98,7 +87,7 @@ fn accepted(
     let refused = format!("no{}", said.concat());
     let names: Vec<&str> = placements.iter().map(|placement| placement.name()).collect();
     let taken = if taken.is_empty() { names } else { taken };
-    Ok(if taken.is_empty() { refused } else { format!("{}{by}, else {refused}", taken.join(", ")) })
+    if taken.is_empty() { refused } else { format!("{}{by}, else {refused}", taken.join(", ")) }
 }
 
 /// The footnote of a refusal. Refusals of other strategies or meshes for the same reason share one.
@@ -112,6 +101,14 @@ fn refused(sentence: String, refusals: &mut Vec<String>) -> String {
     format!("[^{}]", same.unwrap_or_else(|| place_in(refusals, sentence)) + 1)
 }
 
+/// The index of `item` in `list`; adds it if it is missing.
+fn place_in(list: &mut Vec<String>, item: String) -> usize {
+    list.iter().position(|other| *other == item).unwrap_or_else(|| {
+        list.push(item);
+        list.len() - 1
+    })
+}
+
 fn header(first: &str, columns: &[String]) -> String {
     format!("{}|---|{}\n", line(first, columns), "---|".repeat(columns.len()))
 }
@@ -122,10 +119,10 @@ fn line(first: &str, cells: &[String]) -> String {
 
 const HEAD: &str = "# Supported combinations
 
-`kyklos support --matrix` prints this page from the validator that every command asks before it runs anything. A test compares
-the page with the validator, and `KYKLOS_BLESS=1` rewrites it. `kyklos support` checks that accepted combinations are also
-correct: it runs all of them on every device of the machine, in-process and over QUIC, and compares each result with the f64
-oracle. Tables of such runs are in `docs/results/`. For the meaning of refusals see [errors](errors.md).
+Each command asks the validator before it runs anything; this page is what the validator says. It is compared with the validator by
+`cargo test --release -p kyklos-cli --lib support`, and with `KYKLOS_BLESS=1` rewritten. The same tests check that accepted combinations are
+correct: their results are compared with the f64 oracle, of a sample, and with `KYKLOS_TESTS=all` of every combination, on the CPU
+and on a wgpu device, in-process and over QUIC. For the meaning of refusals see [errors](errors.md).
 
 ## Options and strategies
 
@@ -151,13 +148,4 @@ const MESHES: &str = "
 The problem of the first row, which has 6 query heads. A strategy that does not fit a mesh is refused; the footnote shows the
 first of these messages.
 
-";
-
-const DEVICES: &str = "
-## Devices
-
-The validator does not know which devices a machine has; `kyklos devices` lists them.
-
-| `--device` | part of this build |
-|---|---|
 ";
