@@ -1,16 +1,19 @@
 //! What a caller asks of a session: the attention to compute, and how ranks share it.
 
-use std::ops::Range;
+mod execution;
+mod options;
+
 use std::sync::Arc;
 
 use bytes::Bytes;
 
 use crate::backend::{Backend, Device};
 use crate::plan::{ProvedPlans, World};
-use crate::{
-    AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Placement, PlacementKind, Result,
-    Results, Strategy, Tensor, TokenRuns, WireFormat,
-};
+use crate::{BiasKind, BiasTensor, Dtype, Error, Mask, Result, Tensor};
+
+pub use execution::Execution;
+pub(crate) use execution::GivenPlans;
+pub(crate) use options::{Extents, Options};
 
 /// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from the tensors of the call.
 /// Each option has a default; all ranks use the same ones.
@@ -52,53 +55,6 @@ impl BiasRows {
                 rows.shape().iter().product::<usize>() as u64 * rows.dtype().bytes() as u64
             }
         }
-    }
-}
-
-/// The options that are the same on all ranks.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Options {
-    pub(crate) mask: Mask,
-    pub(crate) scale: Option<f32>,
-    pub(crate) softcap: Option<f32>,
-    pub(crate) sinks: Vec<f32>,
-    pub(crate) q_offset: u32,
-    pub(crate) bias: Option<BiasTensor>,
-    pub(crate) bias_gradient: bool,
-    pub(crate) execution: Execution,
-}
-
-/// How the ranks share a call. It changes the speed and the order of sums, not what is computed.
-///
-/// ```
-/// use kyklos::{Execution, Mesh, PlacementKind, WireFormat};
-/// let execution = Execution::new().mesh(Mesh::new(2, 2)?).placement(PlacementKind::Zigzag).wire(WireFormat::F16);
-/// # Ok::<(), kyklos::Error>(())
-/// ```
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Execution {
-    pub(crate) strategy: Option<Strategy>,
-    pub(crate) mesh: Option<Mesh>,
-    pub(crate) placement: PlacementKind,
-    /// Of queries, and of keys and values.
-    pub(crate) owners: Option<(Placement, Placement)>,
-    pub(crate) wire: WireFormat,
-    pub(crate) fixed_order: bool,
-    pub(crate) inference: bool,
-    pub(crate) replicated: Range<u32>,
-    pub(crate) same_queries: bool,
-    pub(crate) results: Results,
-    /// The plans themselves, which decide all of it.
-    pub(crate) plans: Option<GivenPlans>,
-}
-
-/// Plans that the caller has made.
-#[derive(Clone, Debug)]
-pub(crate) struct GivenPlans(pub(crate) Arc<ProvedPlans>);
-
-impl PartialEq for GivenPlans {
-    fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
     }
 }
 
@@ -316,166 +272,7 @@ pub(crate) const BIAS: &str = "attention bias tensor";
 /// Longest label of a call, in bytes.
 pub const MAX_LABEL_BYTES: usize = 128;
 
-impl Execution {
-    /// The mesh that sends fewest bytes, with its default strategy. Tokens in the order of the ranks.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// The strategy. By default that of the mesh ([`Strategy::of_mesh`]); without a mesh, the one that sends the fewest bytes: few
-    /// queries travel to the keys, else keys travel.
-    #[must_use]
-    pub fn strategy(mut self, strategy: Strategy) -> Self {
-        self.strategy = Some(strategy);
-        self
-    }
-
-    /// The mesh, of all ranks of the group. By default the one that sends fewest bytes.
-    #[must_use]
-    pub fn mesh(mut self, mesh: Mesh) -> Self {
-        self.mesh = Some(mesh);
-        self
-    }
-
-    /// Which tokens the ranks hold, given how many: by default rank 0 holds the first ones, rank 1 the next ones, and so on.
-    /// Other placements need a [`Self::mesh`].
-    #[must_use]
-    pub fn placement(mut self, placement: PlacementKind) -> Self {
-        self.placement = placement;
-        self
-    }
-
-    /// Exactly these tokens on each rank: the owners of queries and, separately, of keys and values. Each rank passes its tokens in
-    /// the order of the lists. Replaces [`Self::placement`].
-    #[must_use]
-    pub fn owners(mut self, queries: Placement, keys: Placement) -> Self {
-        self.owners = Some((queries, keys));
-        self
-    }
-
-    /// Format of keys and values that are sent between shards.
-    #[must_use]
-    pub fn wire(mut self, wire: WireFormat) -> Self {
-        self.wire = wire;
-        self
-    }
-
-    /// Sums in an order that does not depend on the mesh ([`AttentionProblem::fixed_order`]).
-    #[must_use]
-    pub fn fixed_order(mut self, fixed_order: bool) -> Self {
-        self.fixed_order = fixed_order;
-        self
-    }
-
-    /// No backward pass follows ([`AttentionProblem::inference`]). [`Self::same_queries`] and caches imply it.
-    #[must_use]
-    pub fn inference(mut self, inference: bool) -> Self {
-        self.inference = inference;
-        self
-    }
-
-    /// Keys that every rank holds from the start ([`AttentionProblem::replicated`]). In the k and v of each rank they come first.
-    #[must_use]
-    pub fn replicated(mut self, replicated: Range<u32>) -> Self {
-        // An empty range has one form only.
-        self.replicated = if replicated.is_empty() { 0..0 } else { replicated };
-        self
-    }
-
-    /// The ranks that get output rows: by default the owners of the queries.
-    #[must_use]
-    pub fn results(mut self, results: Results) -> Self {
-        self.results = results;
-        self
-    }
-
-    /// All ranks pass the same queries, and each gets all output rows ([`AttentionProblem::same_queries`]): as in decoding,
-    /// where every rank computes the same new token. Each rank attends to its own keys, and one exchange of running states
-    /// completes the rows on all ranks. Ranks with devices of one type get the same bytes. That the queries are the same
-    /// is not checked. Not together with [`Self::results`], [`Self::fixed_order`], a rounded [`Self::wire`] or a Ulysses mesh.
-    #[must_use]
-    pub fn same_queries(mut self) -> Self {
-        self.same_queries = true;
-        self
-    }
-}
-
-impl Options {
-    /// The problem of this call with these extents.
-    pub(crate) fn problem(&self, extents: &Extents) -> Result<AttentionProblem> {
-        let &Extents { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype } = extents;
-        let Execution { wire, fixed_order, replicated, same_queries, results, .. } = &self.execution;
-        let problem =
-            AttentionProblem::new([batch, kv_len, q_heads, kv_heads, head_dim], dtype, self.mask.clone())?
-                .with_queries(q_len, self.q_offset)?;
-        let scale = self.scale.unwrap_or(problem.scale);
-        problem
-            .with_logits(scale, self.softcap)?
-            .with_sinks(self.sinks.clone())?
-            .with_bias(self.bias)?
-            .with_bias_gradient(self.bias_gradient)?
-            .with_wire(*wire)?
-            .with_fixed_order(*fixed_order)?
-            .with_inference(self.execution.inference || *same_queries)
-            .with_replicated(replicated.clone())?
-            .with_same_queries(*same_queries)?
-            .with_results(*results)
-    }
-
-    /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors. Without tensors.
-    pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
-        let Self { mask, scale, softcap, sinks, q_offset, bias, bias_gradient, execution } = self;
-        let Execution {
-            strategy,
-            mesh,
-            placement,
-            owners,
-            wire,
-            fixed_order,
-            inference: _,
-            replicated,
-            same_queries,
-            results,
-            plans,
-        } = execution;
-        // Rebuilt token by token, so that equal lists give equal texts.
-        let runs = |tokens: &TokenRuns| tokens.canonical().runs().to_vec();
-        let lists = |placement: &Placement| placement.ranks().iter().map(runs).collect::<Vec<_>>();
-        let owners = owners.as_ref().map(|(queries, keys)| [lists(queries), lists(keys)]);
-        let plans = plans.as_ref().map(|GivenPlans(plans)| plans.hash());
-        let bits = |value: &Option<f32>| value.map(f32::to_bits);
-        let sinks: Vec<u32> = sinks.iter().map(|sink| sink.to_bits()).collect();
-        [
-            ("mask", digest(format!("{mask} {q_offset}").as_bytes())),
-            (
-                "scale, softcap or sinks",
-                digest(format!("{:?} {:?} {sinks:?}", bits(scale), bits(softcap)).as_bytes()),
-            ),
-            ("attention bias tensor", digest(format!("{bias:?} {bias_gradient}").as_bytes())),
-            ("mesh or strategy", digest(format!("{strategy:?} {mesh:?}").as_bytes())),
-            (
-                "placement, wire format, order of sums, replicated keys, same queries or results",
-                digest(
-                    format!("{placement} {owners:?} {wire:?} {fixed_order} {replicated:?} {same_queries} {results:?} {plans:?}")
-                        .as_bytes(),
-                ),
-            ),
-        ]
-    }
-}
-
-/// The extents of a call over all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Extents {
-    pub(crate) batch: u32,
-    pub(crate) q_len: u32,
-    pub(crate) kv_len: u32,
-    pub(crate) q_heads: u32,
-    pub(crate) kv_heads: u32,
-    pub(crate) head_dim: u32,
-    pub(crate) dtype: Dtype,
-}
-
+/// The first bytes of a hash.
 fn digest(bytes: &[u8]) -> u64 {
     let hash = blake3::hash(bytes);
     let mut first = [0; 8];
