@@ -7,6 +7,7 @@ mod cache;
 mod choice;
 mod prepared;
 mod probe;
+mod shapes;
 mod share;
 mod speeds;
 
@@ -24,7 +25,8 @@ use attend::CachedCall;
 pub use attend::Output;
 pub use backward::{Gradients, Saved};
 pub use cache::{CacheOptions, CachedCalls, KvCache};
-pub use prepared::{CallShapes, Prepared};
+pub use prepared::Prepared;
+pub use shapes::CallShapes;
 use share::LastShares;
 pub use share::SharedTokens;
 use speeds::Speeds;

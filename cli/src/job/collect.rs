@@ -15,8 +15,8 @@ use crate::job::gradients::Backward;
 use crate::job::refusal::{REFUSE, refuse};
 use crate::job::report::{NOTE_BYTES, RankNote, Summary};
 use crate::messages::Messages;
-use crate::run::call::HostOutput;
 use crate::tensors::output::{OutputFile, OutputTarget};
+use crate::tensors::results::HostOutput;
 use crate::verify::{Sample, Verdict};
 
 /// What a rank has after all reports and rows are where they belong.

@@ -8,8 +8,8 @@ use kyklos_transport::Rank;
 use super::call::Job;
 use crate::failure::{Failure, Result};
 use crate::messages::Messages;
-use crate::run::call::HostGradients;
 use crate::tensors::output::{GradientRows, OutputFile};
+use crate::tensors::results::HostGradients;
 use crate::verify::{GradientVerdict, HeadGradients};
 
 /// What a rank has computed in the backward pass.

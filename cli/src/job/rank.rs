@@ -26,9 +26,10 @@ use crate::observe::page::target::{PageFile, PageTarget};
 use crate::observe::record::Flight;
 use crate::observe::trace::Track;
 use crate::request::Request;
-use crate::run::call::{HostGradients, HostOutput, RankCall};
+use crate::run::call::RankCall;
 use crate::tensors::GivenGradient;
 use crate::tensors::output::OutputFile;
+use crate::tensors::results::{HostGradients, HostOutput};
 
 /// The results of a rank.
 #[derive(Debug)]

@@ -10,7 +10,8 @@ use kyklos::{RunOptions, Session, SessionOptions};
 use kyklos_transport::in_process_group;
 
 use crate::failure::{Failure, Result};
-use crate::run::call::{HostOutput, RankCall};
+use crate::run::call::RankCall;
+use crate::tensors::results::HostOutput;
 
 /// The last of several runs: its output and wall time.
 #[derive(Debug)]

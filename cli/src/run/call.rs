@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Attention, Dtype, Gradients, Output, RankReport, Saved, Session, Tensor};
+use kyklos::{Attention, Dtype, Gradients, Output, Saved, Session, Tensor};
 
 use crate::tensors::GivenGradient;
 
@@ -92,44 +91,5 @@ impl RankCall {
         let [q, k, v] = self.qkv.clone();
         let saved = Saved { q, k, v, o: output.o.clone(), lse: output.lse.clone() };
         session.backward_async(call, &saved, d_o, d_lse.as_ref()).await.map(Some)
-    }
-}
-
-/// The output of a rank in host memory.
-#[derive(Clone, Debug)]
-pub(crate) struct HostOutput {
-    /// `[batch, tokens, heads, dim]`, in the problem's dtype.
-    pub(crate) o: Bytes,
-    /// f32 `[batch, tokens, heads]`.
-    pub(crate) lse: Bytes,
-    pub(crate) report: RankReport,
-}
-
-impl HostOutput {
-    pub(crate) async fn of(Output { o, lse, report, .. }: Output) -> kyklos::Result<Self> {
-        Ok(Self { o: o.bytes().await?, lse: lse.bytes().await?, report })
-    }
-}
-
-/// The gradients of a rank in host memory: see [`Gradients`].
-#[derive(Clone, Debug)]
-pub(crate) struct HostGradients {
-    pub(crate) dq: Bytes,
-    pub(crate) dk: Bytes,
-    pub(crate) dv: Bytes,
-    pub(crate) d_sinks_part: Vec<f64>,
-    pub(crate) d_bias: Option<Bytes>,
-    pub(crate) report: RankReport,
-}
-
-impl HostGradients {
-    pub(crate) async fn of(gradients: Gradients) -> kyklos::Result<Self> {
-        let Gradients { dq, dk, dv, d_sinks_part, d_bias, report, .. } = gradients;
-        let d_bias = match d_bias {
-            Some(d_bias) => Some(d_bias.bytes().await?),
-            None => None,
-        };
-        let [dq, dk, dv] = [dq.bytes().await?, dk.bytes().await?, dv.bytes().await?];
-        Ok(Self { dq, dk, dv, d_sinks_part, d_bias, report })
     }
 }

@@ -1,11 +1,10 @@
 //! Gradients of the whole sequence, from those of ranks of this process.
 
+use crate::tensors::results::HostGradients;
 use bytes::Bytes;
 use kyklos::plan::World;
 use kyklos::{AttentionProblem, RankReport, TokenRuns};
 use kyklos_transport::Rank;
-
-use crate::run::call::HostGradients;
 
 /// The gradients of all tokens and heads, from `parts` by rank; those of the sinks are sums. An element that no part has is not a
 /// number.

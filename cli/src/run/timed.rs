@@ -11,9 +11,10 @@ use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
 use crate::options::TransportName;
-use crate::run::call::{HostGradients, RankCall};
+use crate::run::call::RankCall;
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
+use crate::tensors::results::HostGradients;
 use crate::tensors::{GivenGradient, Source};
 
 /// One timed run.

@@ -4,7 +4,7 @@ use clap::Parser;
 
 use super::*;
 use crate::commands::{Cli, Command};
-use crate::run::call::HostGradients;
+use crate::tensors::results::HostGradients;
 
 fn cell(row: Row, strategy: Strategy) -> Cell {
     let (dtype, placement, mesh) = (Dtype::F32, PlacementKind::Zigzag, strategy.example_mesh());

@@ -13,11 +13,12 @@ use kyklos_transport::Rank;
 use super::cell::{Accepted, CellState, Target};
 use crate::devices::DeviceId;
 use crate::failure::Result;
-use crate::run::call::{HostGradients, HostOutput, RankCall};
+use crate::run::call::RankCall;
 use crate::run::gather::gather;
 use crate::run::threads::on_threads;
 use crate::run::{group, quiet};
 use crate::tensors::GivenGradient;
+use crate::tensors::results::{HostGradients, HostOutput};
 use crate::verify::{GradientVerdict, HeadReference, RightRows, Sample, WholeKv};
 
 /// The reference of all cells of one row and dtype. Everything in it is computed when it is first needed.

@@ -7,6 +7,7 @@ mod input;
 pub(crate) mod output;
 pub(crate) mod pairs;
 mod positioned;
+pub(crate) mod results;
 mod sections;
 mod shard;
 

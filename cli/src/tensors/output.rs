@@ -17,8 +17,8 @@ use super::file::LENGTH_BYTES;
 use crate::failure::{Failure, Result};
 use crate::new_file::{NewFile, check_name, check_replaced};
 use crate::options::RANK;
-use crate::run::call::{HostGradients, HostOutput};
 use crate::tensors::positioned::write_all_at;
+use crate::tensors::results::{HostGradients, HostOutput};
 
 /// Where the result goes.
 #[derive(Clone, Debug)]

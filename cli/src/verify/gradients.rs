@@ -10,9 +10,9 @@ use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients
 
 use super::{Sample, WholeKv, oracle_dtype, values};
 use crate::failure::{Failure, Result};
-use crate::run::call::HostGradients;
 use crate::run::resident::WholeGradients;
 use crate::tensors::pairs::OracleRows;
+use crate::tensors::results::HostGradients;
 use crate::tensors::{GivenGradient, TensorKind};
 
 /// The gradient that is nearest to its limit.

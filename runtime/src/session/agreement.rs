@@ -3,9 +3,9 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use super::shapes::Shapes;
 use crate::call::{Attention, BiasRows, Extents, Options, checked_label};
 use crate::plan::PLAN_FORMAT;
-use crate::session::prepared::Shapes;
 use crate::{Dtype, Error, Result};
 
 /// One rank's facts of a call.

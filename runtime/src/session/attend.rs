@@ -8,7 +8,7 @@ use kyklos_transport::{Abort, AbortCause, Progress, TransportError, Vote};
 use super::Session;
 use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
-use super::prepared::Shapes;
+use super::shapes::Shapes;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, BIAS, BiasRows, Options};
 use crate::exec::{AbortOnDrop, DeviceOutput};

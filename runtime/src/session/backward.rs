@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Session;
 use super::attend::Pass;
 use super::choice::backward_plans;
-use super::prepared::Shapes;
+use super::shapes::Shapes;
 use crate::backend::{Backend, Device, DeviceBuffer, RowStats, StateShape};
 use crate::call::Attention;
 use crate::exec::DeviceOutput;

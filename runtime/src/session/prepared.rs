@@ -7,9 +7,10 @@ use kyklos_transport::{Abort, AbortCause, Progress, TransportError, Vote};
 
 use super::Session;
 use super::attend::{FORWARD, Output};
+use super::shapes::{CallShapes, Shapes};
 use crate::backend::{Backend, DeviceBuffer};
 use crate::call::Attention;
-use crate::{Dtype, Error, LoweredPlan, Result, Tensor};
+use crate::{Error, LoweredPlan, Result, Tensor};
 
 /// Calls of one shape for which the ranks have voted together, as the layers of a model are: the n-th call of a rank meets the
 /// n-th calls of its peers. Made by [`Session::prepare`].
@@ -126,66 +127,6 @@ impl Prepared<'_> {
 pub(super) fn is_refused(output: &Result<Output>) -> bool {
     let refused = |error: &Error| matches!(error, Error::Transport(TransportError::Refused { .. }));
     output.as_ref().is_err_and(|error| error.is_request() || refused(error))
-}
-
-/// The tensors of calls without their elements: what the ranks agree on before there are any.
-///
-/// ```
-/// use kyklos::{CallShapes, Dtype};
-///
-/// // 100 queries and 120 keys of this rank; 8 query heads share 2 key/value heads of dim 64.
-/// let shapes = CallShapes { q: [1, 100, 8, 64], kv: [1, 120, 2, 64], dtype: Dtype::F16 };
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CallShapes {
-    /// `[batch, tokens, q_heads, dim]`.
-    pub q: [usize; 4],
-    /// Of k, and of v: `[batch, tokens, kv_heads, dim]`.
-    pub kv: [usize; 4],
-    /// The type of all of them.
-    pub dtype: Dtype,
-}
-
-impl CallShapes {
-    /// Those of q, and of k and v.
-    pub fn of(q: &Tensor, kv: &Tensor) -> Self {
-        Self { q: q.shape(), kv: kv.shape(), dtype: q.dtype() }
-    }
-
-    fn of_tensors(self) -> Shapes {
-        Shapes { shapes: [self.q, self.kv, self.kv], dtypes: [self.dtype; 3] }
-    }
-}
-
-/// Shapes and types of q, k and v.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shapes {
-    pub(super) shapes: [[usize; 4]; 3],
-    pub(super) dtypes: [Dtype; 3],
-}
-
-impl Shapes {
-    pub(super) fn of(tensors: [&Tensor; 3]) -> Self {
-        Self { shapes: tensors.map(Tensor::shape), dtypes: tensors.map(Tensor::dtype) }
-    }
-
-    /// Refuses tensors of another shape or type.
-    pub(super) fn check(&self, tensors: [&Tensor; 3]) -> Result<()> {
-        let prepared = self.shapes.iter().zip(&self.dtypes);
-        for ((tensor, (shape, dtype)), name) in tensors.into_iter().zip(prepared).zip(["q", "k", "v"]) {
-            if (tensor.shape(), tensor.dtype()) != (*shape, *dtype) {
-                return Err(Error::request(
-                    format!(
-                        "{name} of shape {:?} in {}, in calls that were prepared with {shape:?} in {dtype}",
-                        tensor.shape(),
-                        tensor.dtype()
-                    ),
-                    "prepare calls of another shape apart",
-                ));
-            }
-        }
-        Ok(())
-    }
 }
 
 impl Session {

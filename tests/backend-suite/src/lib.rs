@@ -46,6 +46,7 @@ mod kept;
 #[cfg(not(target_arch = "wasm32"))]
 mod observed;
 mod prepared;
+mod rank_output;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod resident;
 mod running;
@@ -57,9 +58,9 @@ pub use self::gradients::GradientCase;
 #[cfg(not(target_arch = "wasm32"))]
 pub use self::observed::{Observed, Observer};
 pub use self::prepared::{Prepared, Whole, chosen_cases, only_head_dim, oracle_dtype, problem_of};
+pub use self::rank_output::RankOutput;
 pub use self::running::{
-    DEADLINE, RankOutput, attend_planned, dense_world, options, planned, proved, run_alone, run_rank,
-    run_together,
+    DEADLINE, attend_planned, dense_world, options, planned, proved, run_alone, run_rank, run_together,
 };
 #[cfg(not(target_arch = "wasm32"))]
 pub use self::suite::{Suite, run};

@@ -3,19 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::future::join_all;
 use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    Attention, AttentionProblem, DeviceOutput, Executor, LoweredPlan, Mesh, NoObserver, Output,
-    PlacementKind, RankReport, RunOptions, Session, Span, Split, Strategy, SystemClock, plan_world,
+    Attention, AttentionProblem, DeviceOutput, Executor, LoweredPlan, Mesh, NoObserver,
+    PlacementKind, RunOptions, Session, Split, Strategy, SystemClock, plan_world,
 };
 use kyklos_transport::{Transport, in_process_group};
 
-use crate::{Prepared, Whole};
+use crate::{Prepared, RankOutput, Whole};
 
 /// Long enough for a loaded machine, short enough that a hang is a failure.
 pub const DEADLINE: Duration = Duration::from_secs(60);
@@ -23,26 +22,6 @@ pub const DEADLINE: Duration = Duration::from_secs(60);
 /// Plans that are proved.
 pub fn proved(world: &World) -> Arc<ProvedPlans> {
     Arc::new(ProvedPlans::new(world.clone()).unwrap())
-}
-
-/// What a rank computed, in host memory.
-#[derive(Clone, Debug)]
-pub struct RankOutput {
-    /// `[batch, tokens, heads, dim]` of the rank's own tokens, in the problem's dtype.
-    pub o: Bytes,
-    /// f32 `[batch, tokens, heads]` of the same tokens.
-    pub lse: Bytes,
-    /// Time in nanoseconds and traffic in bytes.
-    pub report: RankReport,
-    /// The rank's timelines, where they were recorded.
-    pub spans: Vec<Span>,
-}
-
-impl RankOutput {
-    /// Brings an output to the host.
-    pub async fn of(Output { o, lse, report, spans }: Output) -> kyklos::Result<Self> {
-        Ok(Self { o: o.bytes().await?, lse: lse.bytes().await?, report, spans })
-    }
 }
 
 /// The call of `plans` with this rank's part of the tensors.

@@ -6,7 +6,7 @@ use kyklos::{AttentionProblem, BiasTensor, Placement};
 
 use super::{Declared, OutputFile, Place};
 use crate::failure::{Failure, Result};
-use crate::run::call::HostGradients;
+use crate::tensors::results::HostGradients;
 
 /// Where the gradients are in a file.
 #[derive(Debug)]

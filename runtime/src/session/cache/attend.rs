@@ -14,7 +14,7 @@ use crate::plan::Direction;
 use crate::session::Session;
 use crate::session::agreement::{Agreed, CacheFacts, facts_of, note};
 use crate::session::attend::{CALLS, Output};
-use crate::session::prepared::Shapes;
+use crate::session::shapes::Shapes;
 use crate::{Error, Inputs, LoweredPlan, Result, Tensor};
 
 impl Session {

@@ -6,7 +6,8 @@ use crate::backend::{Backend, DeviceBuffer};
 use crate::call::Attention;
 use crate::session::Session;
 use crate::session::attend::Output;
-use crate::session::prepared::{Shapes, is_refused};
+use crate::session::prepared::is_refused;
+use crate::session::shapes::Shapes;
 use crate::{Error, Result, Tensor};
 
 /// One call on each of several caches, for which the ranks have voted together: the layers of a model, in one step. The n-th

@@ -20,8 +20,9 @@ use crate::failure::{Failure, Result};
 use crate::job::refusal::{REFUSE, refuse};
 use crate::messages::Messages;
 use crate::observe::page::sent;
-use crate::run::call::{HostOutput, RankCall};
+use crate::run::call::RankCall;
 use crate::run::quiet;
+use crate::tensors::results::HostOutput;
 use crate::verify::Sample;
 
 /// Runs the cells that rank 0 names until there are no more, and leaves the group. Rank 0 has the `leader`.
