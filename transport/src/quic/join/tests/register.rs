@@ -64,7 +64,7 @@ fn every_rank_but_0_is_given_away_once() {
     assert!(code == RejectCode::Duplicate && text.contains("rank 2 has been given"), "{text}");
     assert_eq!([(); 2].map(|()| asking.ask(None, &request()).unwrap().0), [Rank(1), Rank(3)]);
     let (code, text) = asking.ask(None, &request()).unwrap_err();
-    assert!(code == RejectCode::Token && text.contains("used up, ranks 1 to 3"), "{text}");
+    assert!(code == RejectCode::Duplicate && text.contains("used up, ranks 1 to 3"), "{text}");
 }
 
 #[test]
