@@ -9,8 +9,8 @@ use kyklos::collective::HostStaged;
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World};
 use kyklos::{
-    Attention, AttentionProblem, DeviceOutput, Executor, LoweredPlan, Mesh, NoObserver,
-    PlacementKind, RunOptions, Session, Split, Strategy, SystemClock, plan_world,
+    Attention, AttentionProblem, DeviceOutput, Executor, LoweredPlan, Mesh, NoObserver, PlacementKind,
+    RunOptions, Session, Split, Strategy, SystemClock, plan_world,
 };
 use kyklos_transport::{Transport, in_process_group};
 

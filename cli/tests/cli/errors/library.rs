@@ -12,11 +12,14 @@ use kyklos::backend::{Backend, Control, Device};
 use kyklos::host::{Tensors, shard};
 use kyklos::plan::{ProvedPlans, World, check};
 use kyklos::{
-    Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Output, PlacementKind,
-    Session, SessionOptions, Split, Strategy, Tensor, TokenRuns, plan_rows, plan_world,
+    Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Observer, Output,
+    PlacementKind, RunOptions, Session, SessionOptions, Split, Strategy, Tensor, TokenRuns, plan_rows,
+    plan_world,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
-use kyklos_transport::{Rank, RefusalReason, Tag, Transport, Vote, in_process_group};
+use kyklos_transport::{
+    Abort, AbortCause, Progress, Rank, RefusalReason, Tag, Transport, Vote, in_process_group,
+};
 
 use super::Entry;
 use crate::free_address::free_address;
@@ -30,12 +33,30 @@ fn ring() -> World {
         .unwrap()
 }
 
+/// Ends the group at the first step of its rank, when the peer waits for a message.
+#[derive(Debug)]
+struct Fails(Arc<dyn Transport>);
+
+impl Observer for Fails {
+    fn step(&self, culprit: Rank, _: u64, step: usize, _: usize, _: &dyn Fn() -> String) {
+        if step == 0 {
+            std::thread::sleep(Duration::from_millis(500));
+            let cause = AbortCause::Failed("its device was lost".to_owned());
+            self.0.abort(Abort { culprit, cause, progress: Progress::default() });
+        }
+    }
+}
+
 /// Runs a rank of `ring` with these queries.
 fn run_rank(transport: Arc<dyn Transport>, queries: usize) -> Result<Output, Error> {
+    run_rank_with(transport, queries, RunOptions::default())
+}
+
+fn run_rank_with(transport: Arc<dyn Transport>, queries: usize, run: RunOptions) -> Result<Output, Error> {
     let plans = Arc::new(ProvedPlans::new(ring()).unwrap());
     let zeros =
         |tokens, heads| Tensor::new([1, tokens, heads, 8], vec![0.0_f32; tokens * heads * 8]).unwrap();
-    let options = SessionOptions { deadline: Duration::from_secs(20), ..SessionOptions::default() };
+    let options = SessionOptions { deadline: Duration::from_secs(20), run, ..SessionOptions::default() };
     let mut session = Session::with_options(transport, Device::cpu(), options);
     session.attend(&Attention::planned(&plans), &zeros(queries, 2), &zeros(4, 1), &zeros(4, 1))
 }
@@ -143,14 +164,8 @@ pub(super) fn of_runs() -> Vec<Entry> {
 
     let (stays, goes) = pair();
     let in_a_run = std::thread::scope(|scope| {
-        let hash = ProvedPlans::new(ring()).unwrap().hash();
-        scope.spawn(move || {
-            // This rank agrees. Then it closes before it sends a message, while its peer waits for one.
-            let note = Bytes::copy_from_slice(&0_u64.to_le_bytes());
-            let vote = Vote::Ready { plan_hash: hash, note };
-            let _ = pollster::block_on(goes.agree(vote, Duration::from_secs(20)));
-            std::thread::sleep(Duration::from_millis(500));
-        });
+        let observer = Arc::new(Fails(goes.clone()));
+        scope.spawn(move || run_rank_with(goes, 4, RunOptions { observer, ..RunOptions::default() }));
         run_rank(stays, 4).unwrap_err()
     });
     let mut tampered = ring();
