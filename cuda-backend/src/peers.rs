@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use futures_util::future::{try_join, try_join_all};
+use futures_util::future::try_join;
 use kyklos::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use kyklos::bytes::Bytes;
 use kyklos::collective::{
-    Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece,
+    Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_in_order,
 };
 use kyklos::{Error, Meter, Result};
 use kyklos_transport::{EventKind, Rank, Tag, Transport, TransportError, Vote};
@@ -281,11 +281,11 @@ impl Collective<Device> for CudaPeers {
         sent.extend(staged::send(&self.staged, device, meter, tag, memory, &there));
         Box::pin(async move {
             let received = async {
-                let arrived = try_join_all(received).await?;
+                let arrived = all_in_order(received).await?;
                 meter.arrived(tag.message);
                 Ok(arrived)
             };
-            Ok(try_join(received, try_join_all(sent)).await?.0)
+            Ok(try_join(received, all_in_order(sent)).await?.0)
         })
     }
 

@@ -66,8 +66,8 @@ impl Attention {
 
     /// The call that these plans compute: of [`plan_world`](crate::plan_world) or [`plan_placed`](crate::plan_placed) for
     /// [`Session::attend`](crate::Session::attend), of [`plan_backward`](crate::plan_backward) for
-    /// [`Session::backward`](crate::Session::backward), or of [`Self::plans`]. Every rank gives the same plans, and passes the tokens
-    /// that they give it. Where the problem has an attention bias tensor, its rows follow by [`Self::bias`].
+    /// [`Session::backward`](crate::Session::backward), or of [`Self::plans`]. A backward pass follows only plans of a problem without
+    /// [`AttentionProblem::inference`]. Every rank gives the same plans, and passes the tokens that they give it. Where the problem has an attention bias tensor, its rows follow by [`Self::bias`].
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {
@@ -258,11 +258,20 @@ impl Attention {
         self
     }
 
-    /// How the ranks share the call.
+    /// How the ranks share the call. A call of given plans ([`Self::planned`]) takes none beside theirs.
     #[must_use]
     pub fn execution(mut self, execution: Execution) -> Self {
-        self.options.execution = execution;
+        // Without the plans, the session would make others, of other tokens.
+        let plans = self.options.execution.plans.take();
+        self.options.execution = Execution { plans, ..execution };
         self
+    }
+
+    /// The call of other plans with the bias tensor and the label of this one: its backward pass, of the plans of
+    /// [`plan_backward`](crate::plan_backward).
+    #[must_use]
+    pub fn with_plans(&self, plans: &Arc<ProvedPlans>) -> Self {
+        Self { options: Self::planned(plans).options, ..self.clone() }
     }
 }
 

@@ -23,7 +23,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use futures_util::future::{join_all, try_join, try_join_all};
+use futures_util::future::{join_all, try_join};
+use futures_util::stream::{FuturesUnordered, TryStreamExt};
 use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Taken, Transport, TransportError, Vote};
 
 use crate::backend::Backend;
@@ -231,11 +232,11 @@ impl<B: Backend> Collective<B> for HostStaged {
             .collect();
         Box::pin(async move {
             let recvs = async {
-                let arrived = try_join_all(recvs).await?;
+                let arrived = all_in_order(recvs).await?;
                 meter.arrived(tag.message);
                 Ok(arrived)
             };
-            Ok(try_join(recvs, try_join_all(sends)).await?.0)
+            Ok(try_join(recvs, all_in_order(sends)).await?.0)
         })
     }
 
@@ -246,6 +247,34 @@ impl<B: Backend> Collective<B> for HostStaged {
     fn deadline(&self) -> Duration {
         self.deadline
     }
+}
+
+/// Ends with the values of all futures, in their order, or with the first failure, whichever future it is of. (The
+/// `try_join_all` of `futures` notices a failure behind the 30th only when those before it have ended.)
+///
+/// ```
+/// use std::future::{pending, ready};
+///
+/// use futures_util::future::Either;
+/// use kyklos::collective::all_in_order;
+///
+/// let never = (0..40).map(|_| Either::Left(pending::<Result<u32, &str>>()));
+/// let ended = pollster::block_on(all_in_order(never.chain([Either::Right(ready(Err("lost")))]).collect()));
+/// assert_eq!(ended, Err("lost"));
+/// ```
+///
+/// # Errors
+/// The first failure.
+pub async fn all_in_order<T, E>(futures: Vec<impl Future<Output = Result<T, E>>>) -> Result<Vec<T>, E> {
+    let mut values: Vec<Option<T>> = Vec::new();
+    values.resize_with(futures.len(), || None);
+    let placed =
+        futures.into_iter().enumerate().map(|(place, future)| async move { Ok((place, future.await?)) });
+    let mut under_way: FuturesUnordered<_> = placed.collect();
+    while let Some((place, value)) = under_way.try_next().await? {
+        values[place] = Some(value);
+    }
+    Ok(values.into_iter().flatten().collect())
 }
 
 impl HostStaged {

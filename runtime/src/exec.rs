@@ -178,6 +178,9 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
     /// # Errors
     /// Any; [`Error::Group`] when another rank is the cause. [`Error::Request`], here or on another rank
     /// ([`TransportError::Refused`]), for elements beyond the range of the wire format.
+    ///
+    /// # Panics
+    /// For a plan of a backward pass with inputs of [`Self::load`], which have no gradient of the output.
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<DeviceOutput<B::Buffer>> {
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
         let run = Run {

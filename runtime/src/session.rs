@@ -210,7 +210,7 @@ impl Session {
         pollster::block_on(self.close_async(deadline))
     }
 
-    /// Calls of [`Self::attend`] so far for which the session had to make plans. The others used plans of earlier calls.
+    /// Calls so far for which the session had to make plans, or to prepare given ones. The others used plans of earlier calls.
     pub fn plans_made(&self) -> u64 {
         self.plans_made
     }

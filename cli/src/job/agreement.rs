@@ -117,7 +117,7 @@ fn digests(file: &InputFile, readers: &Readers, rank: Rank) -> Result<Bytes> {
 /// Each takes at most 4 bytes of a note.
 const MOST_DEVICE_CHARS: usize = 120;
 
-/// The hashes under which these rounds vote, as opposed to runs, whose hash is that of their plans.
+/// The hashes under which these rounds vote.
 const TERMS: [u8; 32] = *b"kyklos attend: terms, release 1.";
 const INPUTS: [u8; 32] = *b"kyklos attend: inputs, release 1";
 const DEVICES: [u8; 32] = *b"kyklos attend: devices, rel. 1..";

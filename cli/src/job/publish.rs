@@ -83,5 +83,5 @@ impl Job {
     }
 }
 
-/// The hash under which ranks vote that they have delivered, as opposed to runs, whose hash is that of their plans.
+/// The hash under which ranks vote that they have delivered.
 const DELIVERED: [u8; 32] = *b"kyklos attend: delivered, rel. 1";

@@ -216,6 +216,8 @@ impl Job {
         let (mut results, mut last, mut walls_ns) = (None, LastRun::default(), [Vec::new(), Vec::new()]);
         let mut ops = 0..;
         for _ in 0..self.runs.repeat {
+            // They stay on the device until they are dropped.
+            drop(results.take());
             let mut output = call.attend(session).await?;
             walls_ns[0].push(self.watch.since_start_ns(rank));
             self.watch.done(rank, ops.next().unwrap_or_default());
@@ -239,13 +241,17 @@ impl Job {
             walls_ns.sort_unstable();
             walls_ns.get(walls_ns.len() / 2).copied().unwrap_or(0)
         });
-        let backward = match gradients {
-            Some(gradients) => {
-                Some(Backward { gradients: HostGradients::of(gradients).await?, wall_ns: backward_ns })
-            }
-            None => None,
+        let to_host = async {
+            let gradients = match gradients {
+                Some(gradients) => Some(HostGradients::of(gradients).await?),
+                None => None,
+            };
+            Ok::<_, kyklos::Error>((HostOutput::of(output).await?, gradients))
         };
-        Ok(Computed { output: HostOutput::of(output).await?, backward, spans, last, wall_ns })
+        let (output, gradients) =
+            to_host.await.map_err(|error| self.give_up(&**session.transport(), error.into()))?;
+        let backward = gradients.map(|gradients| Backward { gradients, wall_ns: backward_ns });
+        Ok(Computed { output, backward, spans, last, wall_ns })
     }
 
     /// Collects timelines, reports and output, and publishes them.

@@ -52,13 +52,10 @@ impl RankCall {
         backward: Option<(&Arc<ProvedPlans>, &GivenGradient)>,
     ) -> kyklos::Result<Self> {
         let problem = &plans.world().problem;
-        let call = |plans: &Arc<ProvedPlans>| {
-            let call = Attention::planned(plans);
-            match (problem.bias, &tensors.bias) {
-                (Some(tensor), Some(rows)) => call.bias(tensor, rows.clone()).to_device(device),
-                _ => Ok(call),
-            }
-        };
+        let mut forward = Attention::planned(plans);
+        if let (Some(tensor), Some(rows)) = (problem.bias, &tensors.bias) {
+            forward = forward.bias(tensor, rows.clone()).to_device(device)?;
+        }
         let [q, k, v] = tensors.qkv(problem)?;
         let [batch, tokens, heads, _] = q.shape();
         let backward = backward.map(|(plans, GivenGradient { d_o, d_lse })| {
@@ -66,11 +63,15 @@ impl RankCall {
             let d_lse = d_lse.as_ref().map(|d_lse| {
                 Tensor::from_bytes([batch, tokens, heads, 1], Dtype::F32, d_lse.clone())?.to_device(device)
             });
-            Ok::<_, kyklos::Error>(BackwardCall { call: call(plans)?, d_o, d_lse: d_lse.transpose()? })
+            Ok::<_, kyklos::Error>(BackwardCall {
+                call: forward.with_plans(plans),
+                d_o,
+                d_lse: d_lse.transpose()?,
+            })
         });
         Ok(Self {
-            forward: call(plans)?,
             backward: backward.transpose()?,
+            forward,
             qkv: [q.to_device(device)?, k.to_device(device)?, v.to_device(device)?],
         })
     }

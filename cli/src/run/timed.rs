@@ -108,6 +108,8 @@ fn passes(
             let call =
                 RankCall::open(&mut session, &plans, part, backward.as_ref().zip(gradient.as_ref())).await?;
             for _ in 0..=repeat {
+                // Its results stay on the device until they are dropped.
+                drop(last.take());
                 let output = call.attend(&mut session).await?;
                 ends.push((Instant::now(), output.report.clone()));
                 if let Some(gradients) = call.backward(&mut session, &output).await? {

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::{try_join, try_join_all};
+use futures_util::future::try_join;
 use kyklos::backend::{Device, DeviceBuffer};
 use kyklos::collective::{
-    Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, Settled,
+    Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, Settled, all_in_order,
 };
 use kyklos::plan::{ProvedPlans, check_in_order};
 use kyklos::{Error, Meter, Result};
@@ -180,7 +180,7 @@ impl NcclCollective {
         Ok(Some(Posted { arrived, submitted, moved }))
     }
 
-    /// Ends when what was posted is in the stream, or has moved where the session needs that.
+    /// Ends when what was posted is in the stream.
     async fn arrived(
         &self,
         tag: Tag,
@@ -269,7 +269,7 @@ impl Collective<Device> for NcclCollective {
                         None => Ok(()),
                     }
                 };
-                try_join(try_join_all(far_received), sent).await
+                try_join(all_in_order(far_received), sent).await
             };
             let ((far, ()), near) = try_join(through_host, self.arrived(tag, posted)).await?;
             let mut arrived: Vec<Vec<DeviceBuffer>> = (0..received).map(|_| Vec::new()).collect();

@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::{try_join_all, try_join3};
+use futures_util::future::try_join3;
 use kyklos_transport::{Rank, Tag, Transport};
 
-use super::{Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece};
+use super::{
+    Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_in_order,
+};
 use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use crate::meter::{Meter, Timeline};
 
@@ -128,11 +130,11 @@ impl Collective<Device> for OneDevice {
         let there = self.staged.post_exchange(device, meter, tag, memory, &sends_there, &recvs_there);
         Box::pin(async move {
             let received = async {
-                let received = try_join_all(received).await?;
+                let received = all_in_order(received).await?;
                 meter.arrived(tag.message);
                 Ok(received)
             };
-            let (here, _, there) = try_join3(received, try_join_all(sent), there).await?;
+            let (here, _, there) = try_join3(received, all_in_order(sent), there).await?;
             let (mut here, mut there) = (here.into_iter(), there.into_iter());
             Ok(is_here
                 .into_iter()

@@ -123,8 +123,7 @@ impl Placement {
         Ok(Self { kind: self.kind.filter(|_| mesh == self.mesh), mesh, ..self.clone() })
     }
 
-    /// Whether every token has an owner or is replicated. Placements of the survivors of a lost rank, and of a few rows,
-    /// lack some.
+    /// Whether every token has an owner or is replicated. Placements of a few rows lack some.
     pub(crate) fn is_complete(&self) -> bool {
         let owned: usize = self.ranks.iter().map(TokenRuns::len).sum();
         owned + self.replicated.len() == self.total as usize

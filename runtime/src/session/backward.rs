@@ -61,10 +61,10 @@ impl Session {
     /// The gradients of `L` with respect to q, k and v, where `d_o` = ∂L/∂o and `d_lse` = ∂L/∂lse are this rank's rows of the
     /// gradients of the output, `[batch, tokens, q_heads, dim]` in the type of q, and of the log-sum-exp, f32
     /// `[batch, tokens, q_heads, 1]`; without `d_lse`, `L` does not depend on the log-sum-exp. `call` is that of the forward pass,
-    /// and `saved` its tensors. All ranks make this call together, as they make [`Self::attend`]. Nothing is divided by the
+    /// or one of given backward plans ([`Attention::planned`]), and `saved` its tensors. All ranks make this call together, as they make [`Self::attend`]. Nothing is divided by the
     /// number of ranks. Blocks until the device has the gradients.
     ///
-    /// The formulas are in [`Backend::attend_backward`](crate::backend::Backend::attend_backward). A strategy without a backward
+    /// The formulas are in [`Backend::attend_backward`](crate::backend::Backend::attend_backward). Of a call without given plans, a strategy without a backward
     /// pass is replaced by the default strategy of its mesh; each rank gets the gradients of its own tokens in any case. An
     /// attention bias tensor is a constant, unless the call asks for its gradient ([`Attention::bias_gradient`]). Of keys that every rank holds
     /// ([`Execution::replicated`](crate::Execution::replicated)) every rank gets the whole gradient, in equal bytes. A caller that

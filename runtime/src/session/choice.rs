@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use kyklos_transport::Rank;
+
 use super::agreement::Agreed;
 use crate::call::{Attention, Execution, Extents, GivenPlans, Options};
 use crate::plan::{Direction, ProvedPlans};
@@ -271,9 +273,16 @@ fn on_mesh((q, kv): &Owners, mesh: Mesh) -> Result<Owners> {
     Ok((q.on_mesh(mesh)?, kv.on_mesh(mesh)?))
 }
 
-/// Refuses ranks that pass other numbers of tokens than they own.
+/// Refuses ranks that pass other numbers of tokens than they own, and rows behind the keys, which only a cache has.
 fn fits((q, kv): (&Placement, &Placement), agreed: &Agreed) -> Result<()> {
     for (what, placement, counts) in [("queries", q, &agreed.q_counts), ("keys", kv, &agreed.kv_counts)] {
+        let mut ranks = (0..).map(Rank).take(counts.len());
+        if agreed.cache_rows.is_none() && ranks.any(|rank| placement.spare(rank) > 0) {
+            return Err(Error::request(
+                format!("{what} with spare rows (Placement::with_spare) in a call without a cache"),
+                "place the tokens without spare rows",
+            ));
+        }
         // Of keys, each rank passes the replicated ones too, and they are not counted.
         let everywhere = if what == "queries" { placement.replicated().len() } else { 0 };
         for (rank, (tokens, count)) in placement.ranks().iter().zip(counts).enumerate() {

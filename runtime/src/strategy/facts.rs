@@ -45,8 +45,8 @@ pub(crate) struct StrategyFacts {
 /// The data that travel between shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moves {
-    /// Keys and values. A rank processes keys one block after the other, so the order of sums can be fixed, a wire
-    /// format applies, and survivors can finish a round from blocks that other ranks still hold.
+    /// Keys and values. A rank processes keys one block after the other, so the order of sums can be fixed, and a
+    /// wire format applies.
     Keys,
     /// Queries in one direction, and running states back.
     Queries,

@@ -141,7 +141,7 @@ pub(super) fn fits(
         if !placement.is_complete() {
             return Err(Error::request(
                 format!("a placement that lacks the owners of some of {total} {what}"),
-                "use a placement of all tokens, not that of survivors or of a few rows",
+                "use a placement of all tokens, not that of a few rows",
             ));
         }
     }

@@ -8,8 +8,8 @@ use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
-    Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, Mesh, Output, PlacementKind, Results,
-    Saved, Session, Split, Strategy, plan_backward, plan_world,
+    Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Execution, Mask, Mesh, Output, PlacementKind,
+    Results, Saved, Session, Split, Strategy, plan_backward, plan_placed, plan_world,
 };
 use kyklos_backend_suite::{attend_planned, planned};
 use kyklos_transport::{Rank, in_process_group};
@@ -60,6 +60,9 @@ fn calls_that_do_not_fit_their_plans_are_refused_on_all_ranks() {
     let backward =
         plan_backward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
     let proved = |world| Attention::planned(&Arc::new(ProvedPlans::new(world).unwrap()));
+    let (q, keys) = (right.world().q_placement.clone(), right.world().kv_placement.clone());
+    let with_room = keys.with_spare(vec![4, 4]).unwrap();
+    let spare = proved(plan_placed(&problem(), mesh, q.clone(), with_room.clone(), Strategy::Ring).unwrap());
     let more_heads = AttentionProblem::new([1, 32, 2, 2, 16], Dtype::F32, Mask::causal()).unwrap();
     let wrong = [
         (proved(uneven), "rank 0 has 16 queries, the placement gives it 15"),
@@ -74,6 +77,13 @@ fn calls_that_do_not_fit_their_plans_are_refused_on_all_ranks() {
         (Attention::planned(&right).mask(Mask::full()), "with another mask, scale or other option"),
         (Attention::planned(&right).softcap(20.0), "with another mask, scale or other option"),
         (Attention::planned(&right).q_offset(1), "with another mask, scale or other option"),
+        (Attention::planned(&right).execution(Execution::new()), "with another mask, scale or other option"),
+        (
+            Attention::planned(&right).execution(Execution::new().fixed_order(true)),
+            "with another mask, scale or other option",
+        ),
+        (spare, "keys with spare rows"),
+        (Attention::new().execution(Execution::new().owners(q, with_room)), "keys with spare rows"),
     ];
     let errors = on_threads(in_process_group(2), |transport| {
         let rank = transport.rank();
@@ -128,14 +138,15 @@ fn given_backward_plans_give_the_gradients_of_a_call_that_the_session_plans() {
         let mut session = Session::new(transport, Device::cpu());
         let [q, k, v] = part(&forward, session.rank()).qkv(&problem).unwrap();
         let own = Attention::new().mask(Mask::causal());
-        let own = own.execution(kyklos::Execution::new().mesh(mesh).strategy(Strategy::Ring));
+        let own = own.execution(Execution::new().mesh(mesh).strategy(Strategy::Ring));
         let mut gradients = |call: &Attention, back: &Attention| {
             let Output { o, lse, .. } = session.attend(call, &q, &k, &v).unwrap();
             let saved = Saved { q: q.clone(), k: k.clone(), v: v.clone(), o, lse };
             let gradients = session.backward(back, &saved, &q, None).unwrap();
             [gradients.dq, gradients.dk, gradients.dv].map(|tensor| tensor.to_vec::<f32>().unwrap())
         };
-        let given = gradients(&Attention::planned(&forward), &Attention::planned(&backward));
+        let planned = Attention::planned(&forward);
+        let given = gradients(&planned, &planned.with_plans(&backward));
         given == gradients(&own, &own)
     });
     assert_eq!(same, [true, true]);

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::collect::RowTensors;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Error, Observer, RunOptions, Session, SessionOptions};
+use kyklos::{Error, Observer, Output, RunOptions, Session, SessionOptions};
 use kyklos_transport::{Rank, Transport, TransportError, Vote, harmless};
 
 use super::bench::{Bench, Planned, TENSORS, elapsed_ns};
@@ -77,7 +77,7 @@ impl Starts {
 /// The results of a rank.
 struct Ran {
     plans: Arc<ProvedPlans>,
-    output: HostOutput,
+    output: Output,
     times: RankTimes,
 }
 
@@ -226,6 +226,8 @@ impl<'a> RankWork<'a> {
             if run == 1 {
                 before = (self.packets(), self.sent());
             }
+            // Its results stay on the device until they are dropped.
+            drop(last.take());
             let output = match pollster::block_on(call.attend(&mut self.session)) {
                 Ok(output) => output,
                 Err(error @ (Error::Request { .. } | Error::Transport(TransportError::Refused { .. }))) => {
@@ -243,7 +245,6 @@ impl<'a> RankWork<'a> {
         times.wire_bytes = packets.zip(self.packets()).map(of_one);
         times.sent_bytes = sent.into_iter().zip(self.sent()).map(of_one).collect();
         let output = last.ok_or_else(|| Failure::run("no run took place"))?;
-        let output = pollster::block_on(HostOutput::of(output))?;
         Ok(Ok(Ran { plans: Arc::clone(&plans), output, times }))
     }
 
@@ -264,6 +265,7 @@ impl<'a> RankWork<'a> {
         let Ran { plans, output, mut times } = ran;
         let transport = Arc::clone(self.session.transport());
         let started = Instant::now();
+        let output = pollster::block_on(HostOutput::of(output))?;
         self.collect(&plans, &output, &*transport)?;
         times.collect_ns = elapsed_ns(started);
         times.process_peak_bytes = memory::process_peak_bytes().unwrap_or(0);
@@ -348,7 +350,7 @@ const LEAVE: Duration = Duration::from_secs(3);
 const MOST_DEVICE_CHARS: usize = 120;
 /// Instead of a cell.
 const END: u64 = u64::MAX;
-/// The hash under which ranks learn of the next cell, as opposed to runs, whose hash is that of their plans.
+/// The hash under which ranks learn of the next cell.
 const NEXT: [u8; 32] = *b"kyklos strategies: the next cell";
 /// A rank's [`RankTimes`].
 const TIMES: u32 = 0;
