@@ -104,6 +104,14 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Or vote for each call.",
         ),
         entry(
+            "Session::attend with owners of keys that have spare rows",
+            of_two(|_| {
+                let keys = place(vec![4, 4]).with_spare(vec![1, 1]).unwrap();
+                same(Attention::new().execution(Execution::new().owners(place(vec![4, 4]), keys)))
+            }),
+            "Only the keys of a cache have them.",
+        ),
+        entry(
             "Session::attend with plans of 8 tokens for 4",
             other_tokens,
             "Each rank passes the tokens of the plans.",
