@@ -67,7 +67,9 @@ impl Attention {
     /// The call that these plans compute: of [`plan_world`](crate::plan_world) or [`plan_placed`](crate::plan_placed) for
     /// [`Session::attend`](crate::Session::attend), of [`plan_backward`](crate::plan_backward) for
     /// [`Session::backward`](crate::Session::backward), or of [`Self::plans`]. A backward pass follows only plans of a problem without
-    /// [`AttentionProblem::inference`]. Every rank gives the same plans, and passes the tokens that they give it. Where the problem has an attention bias tensor, its rows follow by [`Self::bias`].
+    /// [`AttentionProblem::inference`](crate::AttentionProblem::inference). Every rank gives the same plans, and
+    /// passes the tokens that they give it. Where the problem has an attention bias tensor, its rows follow by
+    /// [`Self::bias`].
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {
@@ -139,7 +141,7 @@ impl Attention {
         self
     }
 
-    /// One logit without a value for each query head ([`AttentionProblem::sinks`]).
+    /// One logit without a value for each query head ([`AttentionProblem::sinks`](crate::AttentionProblem::sinks)).
     #[must_use]
     pub fn sinks(mut self, sinks: Vec<f32>) -> Self {
         self.options.sinks = sinks;
@@ -178,7 +180,8 @@ impl Attention {
         self
     }
 
-    /// The extents of the tensor of [`Self::bias`]: its rows of each batch entry and head, and its keys. Then a call of other queries or
+    /// The extents of the tensor of [`Self::bias`]: its rows of each batch entry and head, and its keys. Then a call
+    /// of other queries or
     /// keys is refused by these axes; without them only the number of bytes is compared, which does not see a key more or less.
     #[must_use]
     pub fn bias_axes(mut self, rows: u32, keys: u32) -> Self {
@@ -186,7 +189,8 @@ impl Attention {
         self
     }
 
-    /// An additive bias tensor, as [`Self::bias`], from this rank's rows as a tensor `[batch or 1, tokens, query heads or 1, keys]` of the
+    /// An additive bias tensor, as [`Self::bias`], from this rank's rows as a tensor `[batch or 1, tokens, query
+    /// heads or 1, keys]` of the
     /// type of q. Where it is on the session's device, no element passes through the host: it is read in place, and copied once on the
     /// device if it is not dense.
     ///

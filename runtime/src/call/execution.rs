@@ -84,21 +84,24 @@ impl Execution {
         self
     }
 
-    /// Sums in an order that does not depend on the mesh ([`AttentionProblem::fixed_order`]).
+    /// Sums in an order that does not depend on the mesh ([`AttentionProblem::fixed_order`](crate::AttentionProblem::fixed_order)).
     #[must_use]
     pub fn fixed_order(mut self, fixed_order: bool) -> Self {
         self.fixed_order = fixed_order;
         self
     }
 
-    /// No backward pass follows ([`AttentionProblem::inference`]). [`Self::same_queries`] and caches imply it.
+    /// No backward pass follows ([`AttentionProblem::inference`](crate::AttentionProblem::inference)).
+    /// [`Self::same_queries`] and caches imply it.
     #[must_use]
     pub fn inference(mut self, inference: bool) -> Self {
         self.inference = inference;
         self
     }
 
-    /// Keys that every rank holds from the start ([`AttentionProblem::replicated`]). In the k and v of each rank they come first.
+    /// Keys that every rank holds from the start
+    /// ([`AttentionProblem::replicated`](crate::AttentionProblem::replicated)). In the k and v of each rank they
+    /// come first.
     #[must_use]
     pub fn replicated(mut self, replicated: Range<u32>) -> Self {
         // An empty range has one form only.
@@ -113,7 +116,8 @@ impl Execution {
         self
     }
 
-    /// All ranks pass the same queries, and each gets all output rows ([`AttentionProblem::same_queries`]): as in decoding,
+    /// All ranks pass the same queries, and each gets all output rows
+    /// ([`AttentionProblem::same_queries`](crate::AttentionProblem::same_queries)): as in decoding,
     /// where every rank computes the same new token. Each rank attends to its own keys, and one exchange of running states
     /// completes the rows on all ranks. Ranks with devices of one type get the same bytes. That the queries are the same
     /// is not checked. Not together with [`Self::results`], [`Self::fixed_order`], a rounded [`Self::wire`] or a Ulysses mesh.
