@@ -263,7 +263,7 @@ def test_what_cannot_be_between_announced_calls():
                     other()
             with pytest.raises(kyklos.RequestError, match="in the middle of calls that were announced"):
                 len(caches[0])
-            with pytest.raises(kyklos.RequestError, match="announced with"):
+            with pytest.raises(kyklos.RequestError, match="prepared with"):
                 calls.attend(ones(2, heads=4), ones(2), ones(2))
             with pytest.raises(kyklos.RequestError, match="int64"):
                 calls.attend(ones(heads=4).astype(np.int64), ones(), ones())
