@@ -167,7 +167,7 @@ impl Job {
         // Rank 0 votes after the verification, which may take longer than the deadline of a message.
         match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
             Ok(_) => Ok(Collected { summary: None, file: Some(file), rejected: None }),
-            // A lost rank; what comes then is by --on-loss.
+            // The group has lost a rank: --on-loss decides what follows.
             Err(error @ TransportError::Aborted { .. }) => Err(error.into()),
             Err(error) => rejected(error.into()),
         }

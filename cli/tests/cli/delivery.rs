@@ -109,7 +109,7 @@ fn positions(folder: &Path, rank: usize) -> Option<Vec<i64>> {
     Some(bytemuck::pod_collect_to_vec(file.tensor("positions").unwrap().data()))
 }
 
-/// The rank dies after its last run: what is left is to write its part, and to vote.
+/// The rank is killed after its last run. Only writing its part and the vote are left.
 #[test]
 fn all_rows_are_in_parts_although_a_rank_dies_when_it_delivers() {
     for victim in [2, 0] {

@@ -74,7 +74,7 @@ pub(super) fn refusals() -> Vec<Entry> {
             "A bias has a row for each query of its rank.",
         ),
         entry(
-            "Session::run where ranks hold unlike tensors of shared rows",
+            "Session::attend with plans, where ranks hold unlike tensors of shared rows",
             unlike,
             "All queries share its rows, so every rank holds the same bytes.",
         ),
