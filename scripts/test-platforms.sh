@@ -64,7 +64,7 @@ run_tests() {
     for test in "$@"; do skip+=(--skip "$test"); done
     timeout 1800 cargo test --release -p kyklos-tests --test backends --target "$target" "${light[@]}" -- cpu: --quiet
     say "$target: CPU suite passed"
-    timeout 1800 cargo test --release -p kyklos -p kyklos-transport --lib --target "$target" "${light[@]}" -- --quiet "${skip[@]}"
+    timeout 1800 cargo test --release -p kyklos -p kyklos-plan -p kyklos-transport --lib --target "$target" "${light[@]}" -- --quiet "${skip[@]}"
     say "$target: unit tests of library and transport passed, left out: $*"
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{self, Write};
 use std::path::Path;
 
-use kyklos::Error;
+use kyklos::{Error, PlanError};
 use kyklos_transport::{TransportError, harmless};
 
 use crate::hints;
@@ -48,6 +48,12 @@ impl From<Error> for Failure {
         let text = hints::of_call(&error);
         // An error of the group quotes other ranks. It has one line.
         Self { exit, text: if of_group { harmless(&text) } else { text }, of_group, of_device }
+    }
+}
+
+impl From<PlanError> for Failure {
+    fn from(error: PlanError) -> Self {
+        Error::from(error).into()
     }
 }
 

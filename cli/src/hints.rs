@@ -4,7 +4,7 @@
 
 use std::fmt::Display;
 
-use kyklos::{Error, Remedy};
+use kyklos::{Error, PlanError, Remedy};
 use kyklos_launch::RequestKind;
 use kyklos_transport::{BootstrapKind, TransportError};
 
@@ -25,12 +25,20 @@ pub(crate) fn of_call(error: &Error) -> String {
     }
 }
 
-/// The same refusal, with the hint as a part of its remedy: for the library's own tables of refused plans.
-pub(crate) fn in_remedy(error: Error) -> Error {
+/// The text of an error of a plan, with its hint.
+pub(crate) fn of_plan(error: &PlanError) -> String {
     match error {
-        Error::Request { mismatch, remedy } => {
+        PlanError::Request { remedy, .. } => hinted(error, of_remedy(remedy)),
+        _ => error.to_string(),
+    }
+}
+
+/// The same refusal, with the hint as a part of its remedy: for the library's own tables of refused plans.
+pub(crate) fn in_remedy(error: PlanError) -> PlanError {
+    match error {
+        PlanError::Request { mismatch, remedy } => {
             let hint = of_remedy(&remedy);
-            Error::Request { mismatch, remedy: hinted(remedy, hint).into() }
+            PlanError::Request { mismatch, remedy: hinted(remedy, hint).into() }
         }
         other => other,
     }
@@ -129,7 +137,7 @@ mod tests {
             (Remedy::CompleteKeyCounts { total: 9 }, "hint: --kv-tokens"),
             (Remedy::DescribeDtypeOrUseAnother { device: "gpu".to_owned() }, "hint: --dtype"),
         ] {
-            let error = Error::request("it does not fit", remedy);
+            let error = PlanError::request("it does not fit", remedy);
             let failure = Failure::from(error.clone());
             assert_eq!(failure.exit, 2);
             assert!(failure.text.starts_with("it does not fit: "), "{}", failure.text);

@@ -140,7 +140,7 @@ fn execution(options: &Options<'_>, world: u32) -> Result<Execution> {
                     runs
                 });
                 let everywhere = replicated.end.saturating_sub(replicated.start);
-                Placement::explicit(mesh, total.saturating_add(everywhere), replicated, runs.collect())
+                Ok(Placement::explicit(mesh, total.saturating_add(everywhere), replicated, runs.collect())?)
             };
             execution = execution.owners(owners(queries, 0..0)?, owners(keys, replicated.clone())?);
         }

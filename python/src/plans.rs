@@ -48,6 +48,6 @@ pub(crate) fn dtype_of(name: &str) -> Result<Dtype> {
         "float32" => Ok(Dtype::F32),
         "float16" => Ok(Dtype::F16),
         "bfloat16" => Ok(Dtype::Bf16),
-        other => other.parse(),
+        other => Ok(other.parse()?),
     }
 }

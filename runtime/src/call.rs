@@ -8,8 +8,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::backend::{Backend, Device};
-use crate::plan::{ProvedPlans, World};
-use crate::{BiasKind, BiasTensor, Dtype, Error, Mask, Result, Tensor};
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+use kyklos_plan::plan::{ProvedPlans, World};
+use kyklos_plan::{BiasKind, BiasTensor, Dtype, Mask};
 
 pub use execution::Execution;
 pub(crate) use execution::GivenPlans;

@@ -12,7 +12,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use kyklos_transport::{Posted, Rank, Tag, Taken, Transport};
 
-use crate::{Error, Placement, Result};
+use crate::error::{Error, Result};
+use kyklos_plan::Placement;
 
 /// Tensors `[batch, tokens, …]` of each rank's own tokens.
 #[derive(Clone, Debug)]
@@ -160,7 +161,7 @@ mod tests {
     use kyklos_transport::in_process_group;
 
     use super::*;
-    use crate::{Mesh, PlacementKind, Split};
+    use kyklos_plan::{Mesh, PlacementKind, Split};
 
     #[test]
     fn every_row_of_every_rank_arrives_once_and_no_piece_is_large() {

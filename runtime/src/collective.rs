@@ -29,7 +29,7 @@ use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Taken, Transpo
 
 use crate::backend::Backend;
 use crate::meter::{Meter, Timeline};
-use crate::plan::{BufferId, ProvedPlans};
+use kyklos_plan::plan::{BufferId, ProvedPlans};
 
 pub use one_device::OneDevice;
 
@@ -82,7 +82,7 @@ pub enum ExchangeError {
     /// The network or a peer failed.
     Transport(TransportError),
     /// This rank's own device failed.
-    Own(crate::Error),
+    Own(crate::error::Error),
 }
 
 /// Moves buffers of `B` between the ranks of a group.
@@ -116,7 +116,7 @@ pub trait Collective<B: Backend> {
     ///
     /// # Errors
     /// [`Error::Request`](crate::Error::Request).
-    fn supports(&self, _plans: &ProvedPlans) -> crate::Result<()> {
+    fn supports(&self, _plans: &ProvedPlans) -> crate::error::Result<()> {
         Ok(())
     }
 
@@ -191,7 +191,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                     format!("{} B from rank {from}, {tag}", bytes())
                 });
                 let copying = meter.start();
-                let uploaded: crate::Result<Vec<_>> =
+                let uploaded: crate::error::Result<Vec<_>> =
                     pieces.into_iter().map(|piece| backend.upload("received", piece)).collect();
                 meter.end(copying, Timeline::Copy, || format!("upload {tag}"));
                 uploaded.map_err(ExchangeError::Own)
@@ -283,9 +283,10 @@ impl HostStaged {
         meter: &Meter,
         to: Rank,
         tag: Tag,
-        pieces: Vec<crate::Result<Bytes>>,
+        pieces: Vec<crate::error::Result<Bytes>>,
     ) -> Result<Posted<Taken>, ExchangeError> {
-        let pieces = pieces.into_iter().collect::<crate::Result<Vec<_>>>().map_err(ExchangeError::Own)?;
+        let pieces =
+            pieces.into_iter().collect::<crate::error::Result<Vec<_>>>().map_err(ExchangeError::Own)?;
         meter.sent(pieces.iter().map(|piece| piece.len() as u64).sum());
         Ok(self.transport.post_send(to, tag, pieces, self.deadline))
     }

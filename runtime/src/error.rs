@@ -1,10 +1,10 @@
 //! The error type of this crate. Each variant says where the fault lies: in the request, a plan, a device or the group.
 
-mod remedy;
+use kyklos_plan::Remedy;
+use kyklos_transport::TransportError;
 
-use kyklos_transport::{Rank, TransportError};
-
-pub use remedy::Remedy;
+/// The result type of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a call failed.
 ///
@@ -79,15 +79,23 @@ impl Error {
         Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
     }
 
-    pub(crate) fn plan(rank: Rank, step: Option<usize>, fault: impl Into<String>) -> Self {
-        Self::Plan { rank: rank.0, step, fault: fault.into() }
-    }
-
     /// Whether this rank's own request is at fault. The same call fails again, on every rank alike, until the caller
     /// changes it.
     ///
     /// A refusal by the vote of another rank is [`TransportError::Refused`], which has its own reason.
     pub fn is_request(&self) -> bool {
         matches!(self, Self::Request { .. })
+    }
+}
+
+impl From<kyklos_plan::Error> for Error {
+    fn from(error: kyklos_plan::Error) -> Self {
+        match error {
+            kyklos_plan::Error::Request { mismatch, remedy } => Self::Request { mismatch, remedy },
+            kyklos_plan::Error::Plan { rank, step, fault } => Self::Plan { rank, step, fault },
+            kyklos_plan::Error::OutOfMemory { device, what, asked_bytes, allowed_bytes } => {
+                Self::OutOfMemory { device, what, asked_bytes, allowed_bytes }
+            }
+        }
     }
 }

@@ -18,14 +18,16 @@ use std::sync::Arc;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 
 use crate::backend::{Backend, State, StateMut, StateShape};
+use crate::clock::{Clock, SystemClock};
 use crate::collective::{Collective, Memory};
+use crate::error::{Error, Result};
 use crate::meter::{Meter, RankReport, Span};
-use crate::plan::{Buffer, BufferId, GradientStep, Plan, ProvedPlans, Step, World, describe};
-use crate::{BlockWork, Clock, Error, MaskClass, Result, SystemClock, WireFormat};
 pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
 pub use inputs::Inputs;
 pub(crate) use inputs::refusal;
+use kyklos_plan::plan::{Buffer, BufferId, GradientStep, Plan, ProvedPlans, Step, World};
+use kyklos_plan::{BlockWork, MaskClass, WireFormat};
 use run::Run;
 
 /// One rank, ready to run its plan any number of times.
@@ -236,14 +238,6 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         let batch = buffer.content.batch(problem) as usize;
         let (rows, heads) = (buffer.rows(), buffer.head_count() as usize);
         buffer.content.tensors(problem).map(|tensor| batch * tensor.bytes(rows, heads)).collect()
-    }
-}
-
-impl World {
-    /// Step `step` of the plan of `rank` in words; `None` where there is no such rank or step.
-    pub fn step_in_words(&self, rank: Rank, step: u32) -> Option<String> {
-        let plan = self.plans.get(rank.0 as usize)?;
-        plan.steps.get(step as usize).map(|step| describe(self, plan, step))
     }
 }
 

@@ -3,8 +3,10 @@
 use bytes::{Bytes, BytesMut};
 use kyklos_transport::Rank;
 
-use crate::plan::World;
-use crate::{AttentionProblem, Error, Result, Tensor, TokenRuns};
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+use kyklos_plan::plan::World;
+use kyklos_plan::{AttentionProblem, TokenRuns};
 
 /// Extents of a host tensor `[batch, tokens, …]` whose tokens have `token_bytes` adjacent bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

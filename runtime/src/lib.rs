@@ -95,68 +95,45 @@
 //! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
 
 pub mod backend;
-mod bias;
 mod call;
 mod clock;
 pub mod collect;
 pub mod collective;
-mod dtype;
 mod error;
 mod exec;
 pub mod host;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod local;
-mod lower;
 pub mod machine;
-mod mask;
-mod mesh;
 mod meter;
-mod named;
-mod parallel;
-mod placement;
-pub mod plan;
-mod problem;
 mod session;
-pub mod simulate;
-mod spans;
-mod strategy;
-mod strategy_list;
 mod tensor;
-mod tokens;
-mod wire;
 
-pub use kyklos_transport::MAX_WORLD;
-
-pub use bias::{BiasKind, BiasTensor};
 pub use call::{Attention, Execution, MAX_LABEL_BYTES};
 pub use clock::{Clock, SystemClock};
-pub use dtype::Dtype;
-pub use error::{Error, Remedy};
+pub use error::{Error, Result};
 pub use exec::{DeviceOutput, Executor, Inputs, LoweredPlan, NoObserver, Observer, RunOptions};
-pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
-pub use mask::{Mask, MaskSlice, SlicePart};
-pub use mesh::Mesh;
 pub use meter::{Meter, RankReport, Span, Timeline};
-pub use placement::{Deal, Placement, PlacementKind, Split};
-pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use session::{
     CacheOptions, CachedCalls, CallShapes, DeviceCollective, Gradients, KvCache, Output, Prepared, Saved,
     Session, SessionOptions, SharedTokens,
 };
-pub use spans::{RowSpan, Spans};
-pub use strategy::{
-    deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_world, plan_backward,
-    plan_backward_placed, plan_placed, plan_rows,
-};
-pub use strategy_list::Strategy;
 pub use tensor::{Element, Tensor};
-pub use tokens::{Run, TokenRuns};
-pub use wire::{TOKENS_PER_SCALE, WireFormat};
+
+/// The error of what makes plans: [`Error`] is made from it.
+pub use kyklos_plan::Error as PlanError;
+pub use kyklos_plan::{
+    AttentionProblem, BiasKind, BiasTensor, BlockWork, Deal, Dtype, MAX_WORLD, Mask, MaskClass, MaskSlice,
+    Mesh, Placement, PlacementKind, Rank, Remedy, Results, RowSpan, Run, SlicePart, Spans, Split, Strategy,
+    TILE_KEYS, TOKENS_PER_SCALE, TileRun, TileShape, TokenRuns, WireFormat, deal_tokens, meshes_by_bytes,
+    placed_meshes_by_bytes, plan, plan_backward, plan_backward_placed, plan_placed, plan_rows, plan_world,
+    simulate,
+};
 
 #[cfg(feature = "launch")]
 pub use kyklos_launch as launch;
 pub use kyklos_transport as transport;
-pub use kyklos_transport::{Group, Rank, in_process_group};
+pub use kyklos_transport::{Group, in_process_group};
 
 /// The crates whose types are in this API: buffers of bytes, storage types, and wgpu's devices and buffers.
 #[cfg(feature = "wgpu")]
@@ -167,6 +144,3 @@ pub use {::bytes, ::half};
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 struct ReadmeExamples;
-
-/// The result type of this crate.
-pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kyklos_transport::Rank;
 
-use crate::Clock;
+use crate::clock::Clock;
 
 /// One rank's counters over one operation. All times are wall time of the rank's own clock, in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]

@@ -18,8 +18,8 @@ use kyklos_transport::{Rank, Transport, TransportError};
 
 use crate::backend::{Backend, Device, Threaded};
 use crate::collective::{Collective, HostStaged, OneDevice};
-use crate::exec::refusal;
-use crate::{Error, LoweredPlan, Result, RunOptions};
+use crate::error::{Error, Result};
+use crate::exec::{LoweredPlan, RunOptions, refusal};
 use agreement::LastFacts;
 use attend::CachedCall;
 pub use attend::Output;

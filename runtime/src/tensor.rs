@@ -6,7 +6,8 @@ use bytes::Bytes;
 use half::{bf16, f16};
 
 use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
-use crate::{Dtype, Error, Result};
+use crate::error::{Error, Result};
+use kyklos_plan::Dtype;
 
 mod view;
 

@@ -338,7 +338,7 @@ fn work_of<B: Backend>(backend: &B, step: &AttendStep, dtype: Dtype) -> Result<B
             };
             problem.with_bias(step.bias.map(bias))
         })
-        .map_err(words)?;
+        .map_err(|error| error.to_string())?;
     let keys: u64 = step.key_runs.iter().map(|(_, count)| u64::from(*count)).sum();
     if keys > u64::from(u32::MAX)
         || step.key_runs.iter().any(|(first, count)| first.checked_add(*count).is_none())

@@ -4,24 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use bytes::Bytes;
-
-/// Index of a rank in its group, `0..world`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Rank(pub u32);
-
-impl Rank {
-    /// The rank that counts votes and whose decision on an abort is final.
-    pub const COORDINATOR: Self = Self(0);
-}
-
-impl fmt::Display for Rank {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
-}
-
-/// Most ranks of a group. Nothing that makes, plans or describes a group has a limit of its own above this one.
-pub const MAX_WORLD: u32 = 2048;
+pub use kyklos_rank::{MAX_WORLD, Rank};
 
 /// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group;
 /// a call that uses one again is refused, as far as its operation is one of the last 64.

@@ -16,6 +16,7 @@ pub(crate) fn check(root: &Path) -> Vec<String> {
             &["quinn", "tokio", "rustls", "rcgen"][..],
         ),
         (&["-p", "kyklos-shaders"][..], &["wgpu", "naga"][..]),
+        (&["-p", "kyklos-plan", "--all-features"][..], &["wgpu", "tokio", "rayon", "pollster"][..]),
     ] {
         let tree = match tree(root, "normal", "none", arguments) {
             Ok(tree) => tree,

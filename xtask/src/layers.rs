@@ -1,4 +1,4 @@
-//! Which crate may use which, and which folders stay free of devices, networks and clocks.
+//! Which crate may use which, and which module of a crate.
 
 use std::path::{Path, PathBuf};
 
@@ -7,10 +7,12 @@ use crate::files::{packages, read};
 
 /// Which of our crates each package may name in `[dependencies]`. What tests need (`[dev-dependencies]`) is free.
 /// A package below `demos/` has the rule of `demos`.
-const CRATES: [(&str, &[&str]); 14] = [
+const CRATES: [(&str, &[&str]); 16] = [
+    ("rank", &[]),
+    ("plan", &["kyklos-rank"]),
     ("shaders", &[]),
-    ("transport", &[]),
-    ("runtime", &["kyklos-shaders", "kyklos-transport", "kyklos-launch"]),
+    ("transport", &["kyklos-rank"]),
+    ("runtime", &["kyklos-plan", "kyklos-shaders", "kyklos-transport", "kyklos-launch"]),
     ("cuda-backend", &["kyklos", "kyklos-transport"]),
     ("cuda-backend/fake", &[]),
     ("launch", &["kyklos-transport"]),
@@ -35,7 +37,26 @@ const CRATES: [(&str, &[&str]); 14] = [
     ("xtask", &[]),
 ];
 
-/// The modules of the program, from the bottom to the top. A module uses modules of its own line and of earlier lines.
+/// The modules of a crate, from the bottom to the top. A module uses modules of its own line and of earlier lines.
+const LAYERS: [(&str, &[&[&str]]); 3] =
+    [("plan/src", &PLAN), ("runtime/src", &LIBRARY), ("cli/src", &PROGRAM)];
+
+const PLAN: [&[&str]; 6] = [
+    &["error", "remedy", "dtype", "named", "tokens", "spans", "parallel"],
+    &["mask", "bias", "wire", "problem", "lower"],
+    &["mesh", "placement", "strategy_list"],
+    &["plan"],
+    &["strategy"],
+    &["simulate"],
+];
+
+const LIBRARY: [&[&str]; 4] = [
+    &["error", "machine", "clock"],
+    &["backend"],
+    &["tensor", "collective", "exec", "meter", "host", "collect"],
+    &["call", "session", "local"],
+];
+
 const PROGRAM: [&[&str]; 11] = [
     &["hints", "failure", "interrupt", "switches", "median", "messages", "new_file"],
     &["devices"],
@@ -50,62 +71,29 @@ const PROGRAM: [&[&str]; 11] = [
     &["commands"],
 ];
 
-/// What computes plans: a pure function, whatever it uses.
-const PURE: [&str; 6] = [
-    "runtime/src/mask.rs",
-    "runtime/src/mesh.rs",
-    "runtime/src/placement.rs",
-    "runtime/src/plan",
-    "runtime/src/strategy",
-    "runtime/src/simulate",
-];
-
-/// Devices, networks and clocks.
-const IMPURE: [&str; 7] = [
-    "runtime/src/backend",
-    "runtime/src/collective.rs",
-    "runtime/src/exec.rs",
-    "runtime/src/clock.rs",
-    "runtime/src/machine.rs",
-    "transport/src/in_process",
-    "transport/src/quic",
-];
-
 pub(crate) fn check(root: &Path, house: &House) -> Vec<String> {
     let packages = packages(root);
     let mut faults: Vec<String> = packages.iter().flat_map(|package| of_manifest(root, package)).collect();
-    for path in PURE.iter().chain(&IMPURE) {
-        if !house.contains(Path::new(path)) {
-            faults.push(format!("xtask/src/layers.rs: there is no {path}"));
-        }
-    }
-    for pure in PURE {
-        for impure in IMPURE {
-            if let Some(way) = house.way(Path::new(pure), Path::new(impure)) {
-                faults.push(format!("{pure} must not use {impure}, but {way}"));
-            }
-        }
-    }
-    faults.extend(of_program(house));
+    faults.extend(LAYERS.iter().flat_map(|(folder, lines)| of_modules(house, folder, lines)));
     faults
 }
 
-/// Modules of the program that use a module of a later line of [`PROGRAM`].
-fn of_program(house: &House) -> Vec<String> {
+/// Modules below `folder` that use a module of a later line.
+fn of_modules(house: &House, folder: &str, lines: &[&[&str]]) -> Vec<String> {
     let path = |module: &str| {
-        let folder = Path::new("cli/src").join(module);
-        if house.contains(&folder) { folder } else { folder.with_extension("rs") }
+        let module = Path::new(folder).join(module);
+        if house.contains(&module) { module } else { module.with_extension("rs") }
     };
     let mut faults = Vec::new();
-    for (line, modules) in PROGRAM.iter().enumerate() {
+    for (line, modules) in lines.iter().enumerate() {
         for module in *modules {
             let lower = path(module);
             if !house.contains(&lower) {
                 faults.push(format!("xtask/src/layers.rs: there is no {}", lower.display()));
             }
-            for above in PROGRAM[line + 1..].iter().flat_map(|line| line.iter()) {
+            for above in lines[line + 1..].iter().flat_map(|line| line.iter()) {
                 if let Some(way) = house.way(&lower, &path(above)) {
-                    faults.push(format!("cli/src/{module} is below {above}, but {way}"));
+                    faults.push(format!("{folder}/{module} is below {above}, but {way}"));
                 }
             }
         }

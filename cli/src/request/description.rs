@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use kyklos::Error;
+use kyklos::PlanError;
 use kyklos::simulate::Cluster;
 
 use crate::failure::{Failure, Result};
@@ -25,9 +25,9 @@ pub(crate) fn read(path: &Path) -> Result<Cluster> {
 }
 
 /// The failure when every candidate is refused.
-pub(crate) fn nothing_fits(candidates: usize, first: &Error) -> Failure {
+pub(crate) fn nothing_fits(candidates: usize, first: &PlanError) -> Failure {
     let plural = if candidates == 1 { "the plan is" } else { "all plans are" };
-    let first = hints::of_call(first);
+    let first = hints::of_plan(first);
     Failure {
         exit: 2,
         text: format!("{plural} refused, of {candidates} the first one because: {first}"),

@@ -12,5 +12,5 @@ use crate::error::Result;
 /// What `device` can do with calls like those of this demonstration.
 pub(crate) fn measure(device: &OneDevice) -> Result<Capacity> {
     let like = problem(1, Dtype::F32, Mask::full())?;
-    Ok(pollster::block_on(Capacity::measure(&device.device, &like, Arc::new(SystemClock::new())))?)
+    Ok(pollster::block_on(device.device.measure(&like, Arc::new(SystemClock::new())))?)
 }

@@ -1,6 +1,6 @@
 //! The arguments of the operations of a backend: places of tensors in buffers, running states, blocks of attention.
 
-use crate::{BiasKind, BlockWork, Dtype};
+use kyklos_plan::{BiasKind, BlockWork, Dtype};
 
 /// A tensor `[batch, rows, heads, dim]` inside a buffer; the elements of one head of one row are adjacent.
 #[derive(Clone, Copy, Debug)]

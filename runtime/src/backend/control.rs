@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kyklos_transport::Pulse;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Cancels a long computation, and counts its pieces.
 #[derive(Clone, Debug, Default)]

@@ -13,7 +13,8 @@ use super::{
     Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, Results,
     RowStats, State, StateMut, StateShape,
 };
-use crate::{AttentionProblem, Dtype, Result, TileShape};
+use crate::error::Result;
+use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 
 /// A device of any backend. Ranks with unlike devices live in one program without code for each combination; kernels stay
 /// statically dispatched underneath. Cloning gives another handle of the same device.

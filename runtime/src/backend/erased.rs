@@ -10,7 +10,8 @@ use super::{
     Attend, AttendBackward, Backend, BiasGradient, Control, DeviceBuffer, DeviceInfo, Elements, Extent,
     KernelTime, Layout, Operand, Pairs, Results, RowStats, State, StateMut, StateShape, Threaded,
 };
-use crate::{AttentionProblem, Dtype, Result, TileShape};
+use crate::error::Result;
+use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 
 /// [`Backend`] without associated types.
 pub(super) trait AnyBackend: Any + Threaded {

@@ -1,7 +1,7 @@
 //! The arguments of the operations of the backward pass.
 
 use super::{Layout, Operand, Pairs, StateShape};
-use crate::{BlockWork, Dtype};
+use kyklos_plan::{BlockWork, Dtype};
 
 /// The arguments of [`Backend::row_stats`](super::Backend::row_stats): dense tensors of the same rows and heads.
 #[derive(Debug)]

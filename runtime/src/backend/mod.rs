@@ -31,7 +31,8 @@ use std::future::Future;
 
 use bytes::Bytes;
 
-use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
+use crate::error::{Error, Result};
+use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 
 mod arguments;
 mod control;

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::plan::ProvedPlans;
-use crate::{Mesh, Placement, PlacementKind, Results, Strategy, WireFormat};
+use kyklos_plan::plan::ProvedPlans;
+use kyklos_plan::{Mesh, Placement, PlacementKind, Results, Strategy, WireFormat};
 
 /// How the ranks share a call. It changes the speed and the order of sums, not what is computed.
 ///

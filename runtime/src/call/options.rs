@@ -1,7 +1,8 @@
 //! The options of a call that are the same on all ranks, and their problem.
 
 use super::{Execution, GivenPlans, digest};
-use crate::{AttentionProblem, BiasTensor, Dtype, Mask, Placement, Result, TokenRuns};
+use crate::error::Result;
+use kyklos_plan::{AttentionProblem, BiasTensor, Dtype, Mask, Placement, TokenRuns};
 
 /// The options that are the same on all ranks.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -25,7 +26,7 @@ impl Options {
             AttentionProblem::new([batch, kv_len, q_heads, kv_heads, head_dim], dtype, self.mask.clone())?
                 .with_queries(q_len, self.q_offset)?;
         let scale = self.scale.unwrap_or(problem.scale);
-        problem
+        Ok(problem
             .with_logits(scale, self.softcap)?
             .with_sinks(self.sinks.clone())?
             .with_bias(self.bias)?
@@ -35,7 +36,7 @@ impl Options {
             .with_inference(self.execution.inference || *same_queries)
             .with_replicated(replicated.clone())?
             .with_same_queries(*same_queries)?
-            .with_results(*results)
+            .with_results(*results)?)
     }
 
     /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors. Without tensors.

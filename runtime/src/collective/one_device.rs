@@ -63,7 +63,7 @@ impl OneDevice {
         device: &Device,
         memory: &mut Memory<DeviceBuffer>,
         Piece { buffer, tensor, bytes, is_whole }: &Piece,
-    ) -> crate::Result<DeviceBuffer> {
+    ) -> crate::error::Result<DeviceBuffer> {
         if *is_whole {
             return Ok(device.share(memory.tensor(*buffer, *tensor)));
         }
@@ -111,7 +111,7 @@ impl Collective<Device> for OneDevice {
             .iter()
             .map(|send| {
                 let started = meter.start();
-                let buffers: crate::Result<Vec<_>> =
+                let buffers: crate::error::Result<Vec<_>> =
                     send.pieces.iter().map(|piece| Self::buffer(device, memory, piece)).collect();
                 meter.end(started, Timeline::Copy, || format!("copy {tag}"));
                 let posted = buffers.map(|buffers| {

@@ -14,8 +14,8 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use crate::Result;
 use crate::collective::{ExchangeError, Settled};
+use crate::error::Result;
 use crate::meter::{Meter, Started, Timeline};
 
 /// The steps that were submitted and whose end was not noticed yet, the first one in front.

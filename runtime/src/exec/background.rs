@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 
 use super::ahead::Ahead;
 use crate::collective::{Arrivals, ExchangeError};
-use crate::plan::Recv;
+use kyklos_plan::plan::Recv;
 
 /// What goes on while the executor waits: exchanges that it has posted, and steps that it has submitted.
 pub(super) struct Background<'r, Buffer> {

@@ -3,8 +3,9 @@
 use super::run::Run;
 use crate::backend::{AttendBackward, Backend, BiasGradient, Control, Extent, Layout, Operand};
 use crate::collective::Collective;
-use crate::plan::{BufferId, Content, GradientStep, Slice};
-use crate::{BlockWork, Result};
+use crate::error::Result;
+use kyklos_plan::BlockWork;
+use kyklos_plan::plan::{BufferId, GradientStep, Slice};
 
 /// The tensors of the sums of a [`GradientStep`].
 pub(super) struct Sums<Buffer> {
@@ -147,13 +148,6 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
 
     /// Whether a conversion changes the type of its elements; otherwise it is a copy.
     pub(super) fn rounds(&self, from: BufferId) -> bool {
-        !self.content(from).is_sum() || self.executor.world.problem.dtype != crate::Dtype::F32
-    }
-}
-
-impl Content {
-    /// Storage type of the elements of a stored tensor of q, k, v or their gradients.
-    pub(super) fn stored_dtype(self, problem: &crate::AttentionProblem) -> crate::Dtype {
-        if self.is_sum() { crate::Dtype::F32 } else { problem.dtype }
+        !self.content(from).is_sum() || self.executor.world.problem.dtype != kyklos_plan::Dtype::F32
     }
 }

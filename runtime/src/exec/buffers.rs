@@ -6,8 +6,9 @@ use super::run::Run;
 use super::{state_mut, state_shape};
 use crate::backend::{Backend, Layout, Pairs, StateShape};
 use crate::collective::{Collective, Piece};
-use crate::plan::{BufferId, Content, Slice};
-use crate::{BiasTensor, Result};
+use crate::error::Result;
+use kyklos_plan::BiasTensor;
+use kyklos_plan::plan::{BufferId, Content, Slice};
 
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// The sinks of a state's heads, one each; empty where the problem has none.

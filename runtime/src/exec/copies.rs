@@ -3,8 +3,9 @@
 use super::run::Run;
 use crate::backend::{Backend, Elements, Extent, Scales};
 use crate::collective::Collective;
-use crate::plan::{BufferId, Content, Slice};
-use crate::{AttentionProblem, Dtype, Result, WireFormat};
+use crate::error::Result;
+use kyklos_plan::plan::{BufferId, Content, Slice};
+use kyklos_plan::{AttentionProblem, Dtype, WireFormat};
 
 impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
     pub(super) fn repack(&mut self, from: &Slice, into: &Slice) -> Result<()> {

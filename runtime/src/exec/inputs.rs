@@ -6,8 +6,8 @@ use kyklos_transport::{Rank, RefusalReason, TransportError, Vote};
 use super::Executor;
 use crate::backend::Backend;
 use crate::collective::Collective;
+use crate::error::{Error, Result};
 use crate::host::Tensors;
-use crate::{Error, Result};
 
 /// A rank's own queries, keys and values on its device, for the plans for which they were loaded. Made by [`Executor::load`].
 #[derive(Debug)]

@@ -7,8 +7,9 @@ use super::run::Run;
 use super::{AbortOnDrop, Executor};
 use crate::backend::Backend;
 use crate::collective::Collective;
-use crate::plan::{BufferId, Content};
-use crate::{Error, Result, WireFormat};
+use crate::error::{Error, Result};
+use kyklos_plan::WireFormat;
+use kyklos_plan::plan::{BufferId, Content};
 
 /// The hash under which ranks vote after a run in which keys and values travelled as f16.
 const RANGE: [u8; 32] = *b"range of keys and values as f16.";

@@ -10,9 +10,10 @@ use super::background::{Background, InFlight, drive, drive_unless_failed};
 use super::{Executor, state_mut, state_ref};
 use crate::backend::{Attend, Backend, Control, Operand, Results};
 use crate::collective::{Collective, ExchangeError, Incoming, Memory, Outgoing};
+use crate::error::{Error, Result};
 use crate::meter::{Meter, Timeline};
-use crate::plan::{BufferId, Recv, Slice, Step, describe};
-use crate::{BlockWork, Error, Result};
+use kyklos_plan::BlockWork;
+use kyklos_plan::plan::{BufferId, Recv, Slice, Step, describe};
 
 /// One operation of one rank.
 pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {

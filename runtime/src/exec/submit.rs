@@ -7,11 +7,11 @@ use kyklos_transport::Tag;
 use super::ahead::{Ahead, Submitted};
 use super::background::{Background, drive};
 use super::run::Run;
-use crate::Result;
 use crate::backend::Backend;
 use crate::collective::Collective;
+use crate::error::Result;
 use crate::meter::{Started, Timeline};
-use crate::plan::describe;
+use kyklos_plan::plan::describe;
 
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// Begins the current step, which the device may do later than the host goes on: from here on it counts as work of the device.

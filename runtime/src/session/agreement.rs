@@ -5,8 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use super::shapes::Shapes;
 use crate::call::{Attention, BiasRows, Extents, Options, checked_label};
-use crate::plan::PLAN_FORMAT;
-use crate::{Dtype, Error, Result};
+use crate::error::{Error, Result};
+use kyklos_plan::Dtype;
+use kyklos_plan::plan::PLAN_FORMAT;
 
 /// One rank's facts of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

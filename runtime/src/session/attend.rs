@@ -11,9 +11,12 @@ use super::choice::plans;
 use super::shapes::Shapes;
 use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, BIAS, BiasRows, Options};
-use crate::exec::{AbortOnDrop, DeviceOutput};
-use crate::plan::{Direction, ProvedPlans};
-use crate::{Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
+use crate::error::{Error, Result};
+use crate::exec::{AbortOnDrop, DeviceOutput, Executor, Inputs, LoweredPlan};
+use crate::meter::{RankReport, Span};
+use crate::tensor::Tensor;
+use kyklos_plan::Dtype;
+use kyklos_plan::plan::{Direction, ProvedPlans};
 
 /// The result of a call on one rank, on its device.
 #[derive(Clone, Debug)]

@@ -8,9 +8,12 @@ use super::choice::backward_plans;
 use super::shapes::Shapes;
 use crate::backend::{Backend, Device, DeviceBuffer, RowStats, StateShape};
 use crate::call::Attention;
-use crate::exec::DeviceOutput;
-use crate::plan::{Direction, World};
-use crate::{Dtype, Error, Executor, Inputs, LoweredPlan, RankReport, Result, Span, Tensor};
+use crate::error::{Error, Result};
+use crate::exec::{DeviceOutput, Executor, Inputs, LoweredPlan};
+use crate::meter::{RankReport, Span};
+use crate::tensor::Tensor;
+use kyklos_plan::Dtype;
+use kyklos_plan::plan::{Direction, World};
 
 /// The tensors of a forward call that its backward pass reads: this rank's part of each, as [`Session::attend`] took and
 /// returned them.

@@ -12,9 +12,11 @@ use std::ops::Range;
 use kyklos_transport::Rank;
 
 use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
-use crate::{Dtype, Error, Result, Tensor, TokenRuns};
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
 pub use calls::CachedCalls;
 use holdings::Holdings;
+use kyklos_plan::{Dtype, TokenRuns};
 
 /// Keys and values of earlier tokens on the device of this rank, as one part of a cache that is spread over the ranks of a
 /// group. [`Session::kv_cache`](super::Session::kv_cache) makes it, [`Session::attend_cached`](super::Session::attend_cached)

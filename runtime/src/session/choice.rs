@@ -7,10 +7,11 @@ use kyklos_transport::Rank;
 
 use super::agreement::Agreed;
 use crate::call::{Attention, Execution, Extents, GivenPlans, Options};
-use crate::plan::{Direction, ProvedPlans};
-use crate::{
-    AttentionProblem, Deal, Dtype, Error, Mesh, Placement, PlacementKind, Result, Split, Strategy,
-    placed_meshes_by_bytes, plan_backward_placed, plan_placed,
+use crate::error::{Error, Result};
+use kyklos_plan::plan::{Direction, ProvedPlans};
+use kyklos_plan::{
+    AttentionProblem, Deal, Dtype, Mesh, Placement, PlacementKind, Split, Strategy, placed_meshes_by_bytes,
+    plan_backward_placed, plan_placed,
 };
 
 /// Owners of queries, and of keys and values.
@@ -301,8 +302,8 @@ fn fits((q, kv): (&Placement, &Placement), agreed: &Agreed) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Extents;
-    use crate::{Attention, Dtype};
+    use crate::call::{Attention, Extents};
+    use kyklos_plan::Dtype;
 
     fn chosen(q_counts: [u32; 4], kv_counts: [u32; 4], execution: Execution) -> Result<(Strategy, Mesh)> {
         let extents = Extents {

@@ -10,7 +10,9 @@ use super::attend::{FORWARD, Output};
 use super::shapes::{CallShapes, Shapes};
 use crate::backend::{Backend, DeviceBuffer};
 use crate::call::Attention;
-use crate::{Error, LoweredPlan, Result, Tensor};
+use crate::error::{Error, Result};
+use crate::exec::LoweredPlan;
+use crate::tensor::Tensor;
 
 /// Calls of one shape for which the ranks have voted together, as the layers of a model are: the n-th call of a rank meets the
 /// n-th calls of its peers. Made by [`Session::prepare`].

@@ -6,8 +6,13 @@ use kyklos_transport::{Rank, in_process_group};
 
 use super::{Session, SessionOptions};
 use crate::backend::{Backend, Device, ShortWork};
-use crate::simulate::{Capacity, work_of};
-use crate::{Attention, AttentionProblem, Clock, Dtype, LoweredPlan, Result, RunOptions, Tensor};
+use crate::call::Attention;
+use crate::clock::Clock;
+use crate::error::Result;
+use crate::exec::{LoweredPlan, RunOptions};
+use crate::tensor::Tensor;
+use kyklos_plan::simulate::{Capacity, work_of};
+use kyklos_plan::{AttentionProblem, Dtype};
 
 /// Calls of one class take times in proportion to their pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,14 +29,14 @@ impl CallClass {
     }
 }
 
-impl Capacity {
-    /// Measures `device` on calls with the element type, the head dim and the heads of `problem`: full attention, for 0.1 s, after a
-    /// call of each length up to one that takes 10 ms. The time in which the device compiles its kernels comes on top.
+impl Device {
+    /// How fast this device computes: measured on calls of full attention with the element type, the head dim and the heads of
+    /// `problem`, for 0.1 s, after a call of each length up to one that takes 10 ms. The time in which the device compiles its kernels comes on top.
     ///
     /// # Errors
     /// As [`Session::attend`].
-    pub async fn measure(device: &Device, problem: &AttentionProblem, clock: Arc<dyn Clock>) -> Result<Self> {
-        Probe::warm(device, problem, clock).await?.measure().await
+    pub async fn measure(&self, problem: &AttentionProblem, clock: Arc<dyn Clock>) -> Result<Capacity> {
+        Probe::warm(self, problem, clock).await?.measure().await
     }
 }
 

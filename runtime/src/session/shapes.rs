@@ -1,6 +1,8 @@
 //! The shapes and the type of the tensors of a call.
 
-use crate::{Dtype, Error, Result, Tensor};
+use crate::error::{Error, Result};
+use crate::tensor::Tensor;
+use kyklos_plan::Dtype;
 
 /// The tensors of calls without their elements: what the ranks agree on before there are any.
 ///

@@ -8,8 +8,10 @@ use super::Session;
 use super::agreement::out_of_step;
 use super::probe::{CallClass, Probe, speed_of_call};
 use super::speeds::{Measured, crowds, members};
-use crate::simulate::{Candidate, Capacity, Shares};
-use crate::{AttentionProblem, Error, Execution, Mesh, Placement, Result, Split, Strategy, deal_tokens};
+use crate::call::Execution;
+use crate::error::{Error, Result};
+use kyklos_plan::simulate::{Candidate, Capacity, Shares};
+use kyklos_plan::{AttentionProblem, Mesh, Placement, Split, Strategy, deal_tokens};
 
 /// The tokens of all ranks, for calls of one problem. Made by [`Session::share`].
 #[derive(Clone, Debug, PartialEq)]
@@ -58,7 +60,7 @@ struct Facts {
 
 impl Session {
     /// Shares the tokens of `problem` among all ranks, so that all of them end at the same time. Each rank measures its device
-    /// ([`Capacity::measure`]), once for each class of calls, and from then on by the calls of this session. Shares are even where
+    /// ([`Device::measure`](crate::backend::Device::measure)), once for each class of calls, and from then on by the calls of this session. Shares are even where
     /// the speeds differ by less than a tenth. A rank gets none where its device slows down a faster one, on the same cores, by more than
     /// it adds. They change from one call of this function to the next only where the new ones
     /// promise a tenth less time. All ranks call it, at the same place in their calls. Blocks.
@@ -126,7 +128,7 @@ impl Session {
                 }
                 (shares, crowd)
             }
-            None => (Shares::even(), 0),
+            None => (even(), 0),
         };
         self.speeds.run_in(class, crowd);
         let (queries, keys) = deal_tokens(problem, candidate.mesh, candidate.placement, &shares.split)?;
@@ -306,14 +308,12 @@ fn by_capacity(problem: &AttentionProblem, candidate: Candidate, capacities: &[C
     let shares = Shares::level(problem, candidate, capacities, None)?;
     let is_even = shares.limited.is_empty()
         && capacities.iter().all(|capacity| capacity.pairs_per_s == capacities[0].pairs_per_s);
-    Ok(if is_even { Shares { compute_ns: shares.compute_ns, ..Shares::even() } } else { shares })
+    Ok(if is_even { Shares { compute_ns: shares.compute_ns, ..even() } } else { shares })
 }
 
-impl Shares {
-    /// The same for all ranks.
-    fn even() -> Self {
-        Self { split: Split::Even, left_out: Vec::new(), limited: Vec::new(), compute_ns: 0 }
-    }
+/// The same for all ranks.
+fn even() -> Shares {
+    Shares { split: Split::Even, left_out: Vec::new(), limited: Vec::new(), compute_ns: 0 }
 }
 
 /// Increased when the meaning of facts changes.
@@ -324,7 +324,7 @@ const SHARES: [u8; 32] = *b"kyklos: shares of the tokens, 2.";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, Mask, PlacementKind};
+    use kyklos_plan::{Dtype, Mask, PlacementKind};
 
     /// Ranks that take each speed from the crowd of that number.
     fn in_crowds<const N: usize>(speeds: [&[u64]; N]) -> [Measured; N] {

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::probe::CallClass;
-use crate::Mesh;
-use crate::simulate::Capacity;
+use kyklos_plan::Mesh;
+use kyklos_plan::simulate::Capacity;
 
 /// The speed of one device for one class of calls. Devices may share the cores of a machine, so a speed holds for a crowd: the
 /// ranks that compute at the same time.
@@ -102,7 +102,7 @@ const MOST_CLASSES: usize = 16;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AttentionProblem, Dtype, Mask};
+    use kyklos_plan::{AttentionProblem, Dtype, Mask};
 
     #[test]
     fn crowds_are_all_shards_and_then_powers_of_two() {

@@ -1,6 +1,6 @@
 //! The elements of a tensor in its memory.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// The elements of a tensor in its memory, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

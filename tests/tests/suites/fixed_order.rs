@@ -4,7 +4,7 @@
 use kyklos::backend::Device;
 use kyklos::plan::{Slice, Step};
 use kyklos::{
-    AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Remedy, Split, Strategy, plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, PlanError, Remedy, Split, Strategy, plan_world,
 };
 use kyklos_backend_suite::fixed_order::{Shared, UNEVEN, case, fixed};
 use kyklos_backend_suite::{Prepared, dense_world, run_alone, run_together};
@@ -165,7 +165,7 @@ fn shards_off_the_grid_are_refused_with_what_would_fit() {
         assert!(refused.is_request(), "{refused}");
         // The token counts that the message proposes are valid.
         let text = refused.to_string();
-        let Error::Request { remedy: Remedy::UseTokens(counts), .. } = refused else {
+        let PlanError::Request { remedy: Remedy::UseTokens(counts), .. } = refused else {
             panic!("no counts in: {text}");
         };
         let split = Split::Tokens(counts);

@@ -220,7 +220,7 @@ fn ranks_that_share_a_device_share_its_speed_and_pay_for_carrying_messages() {
 
 #[test]
 fn a_missing_device_rate_or_link_is_refused_and_so_is_too_little_memory() {
-    let refused = |result: kyklos::Result<Prediction>, words: &str| {
+    let refused = |result: Result<Prediction, kyklos::PlanError>, words: &str| {
         let text = result.unwrap_err().to_string();
         assert!(text.contains(words), "{text}");
     };

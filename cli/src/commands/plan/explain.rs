@@ -9,7 +9,7 @@ use kyklos::simulate::{
     why_first,
 };
 use kyklos::{
-    AttentionProblem, Error, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_backward, plan_world,
+    AttentionProblem, Mesh, PlacementKind, PlanError, Split, Strategy, TokenRuns, plan_backward, plan_world,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -159,7 +159,7 @@ fn possible(priced: &Priced, compared: &[Compared]) -> PossiblePlan {
 }
 
 /// Makes the plans of one pass.
-type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> kyklos::Result<World>;
+type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> Result<World, PlanError>;
 
 /// A plan that was run.
 #[derive(Clone, Debug, Serialize)]
@@ -190,7 +190,7 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
             plans(problem, mesh, placement, &wanted.split, strategy)
         };
         let backward = wanted.gradients.then(|| plan(candidate.of_backward(problem), plan_backward));
-        Ok::<_, Error>((plan(candidate, plan_world)?, backward.transpose()?))
+        Ok::<_, PlanError>((plan(candidate, plan_world)?, backward.transpose()?))
     };
     let mut runs = Vec::new();
     for candidate in candidates(problem, wanted)? {

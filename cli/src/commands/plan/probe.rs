@@ -12,8 +12,8 @@ use kyklos::simulate::{
     LinkDescription, MemoryKind,
 };
 use kyklos::{
-    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, SlicePart, Split, Strategy, TILE_KEYS,
-    TokenRuns, plan_world,
+    AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, PlanError, SlicePart, Split, Strategy,
+    TILE_KEYS, TokenRuns, plan_world,
 };
 
 use crate::devices::DeviceId;
@@ -248,7 +248,7 @@ impl Probe {
         let keys = u32::try_from(BULK_BYTES / self.key_bytes()).unwrap_or(1 << 16) / ranks;
         let own =
             |rank| MaskSlice::new(2 * rank..2 * rank + 2, rank * keys..(rank + 1) * keys, SlicePart::Full);
-        let mask = Mask::slices((0..ranks).map(own).collect::<kyklos::Result<_>>()?);
+        let mask = Mask::slices((0..ranks).map(own).collect::<Result<_, PlanError>>()?);
         let problem =
             self.problem([1, ranks * keys, 1, 1, self.head_dim], mask)?.with_queries(2 * ranks, 0)?;
         let wall_s = self.at_once(backend, sharing, &problem)?;
@@ -269,7 +269,7 @@ impl Probe {
             let (rank, key) = (tile / tiles, tile * TILE_KEYS);
             MaskSlice::new(rank * tokens..(rank + 1) * tokens, key..key + 1, SlicePart::Full)
         };
-        let mask = Mask::slices((0..ranks * tiles).map(own).collect::<kyklos::Result<_>>()?);
+        let mask = Mask::slices((0..ranks * tiles).map(own).collect::<Result<_, PlanError>>()?);
         let problem = self.problem([1, ranks * tokens, heads, heads, self.head_dim], mask)?;
         let wall_s = self.at_once(backend, sharing, &problem.with_fixed_order(true)?)?;
         // Attention writes the state twice and reads it once; a merge reads two and writes one; the end reads one and writes as

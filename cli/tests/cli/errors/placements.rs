@@ -11,7 +11,7 @@ use super::library::{entry, problem};
 /// The placement of one rank with these tokens.
 fn explicit(total: u32, replicated: Range<u32>, tokens: Range<u32>) -> Result<Placement, Error> {
     let lists = vec![TokenRuns::contiguous(tokens)];
-    Placement::explicit(Mesh::new(1, 1).unwrap(), total, replicated, lists)
+    Ok(Placement::explicit(Mesh::new(1, 1).unwrap(), total, replicated, lists)?)
 }
 
 fn separate(queries: Split, keys: Split) -> Split {

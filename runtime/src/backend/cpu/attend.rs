@@ -8,15 +8,15 @@ use futures_util::future::LocalBoxFuture;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
 use super::call::Call;
-use super::few_rows;
 use super::job::{Job, Run};
 use super::keys::PackedKeys;
 use super::pack::Tensor;
 use super::pairs::PairRows;
 use super::simd::AskShape;
-use super::{CpuBackend, CpuBuffer};
+use super::{CpuBackend, CpuBuffer, few_rows};
 use crate::backend::{Attend, Control, StateShape, yield_now};
-use crate::{BlockWork, Dtype, MaskClass, Result};
+use crate::error::Result;
+use kyklos_plan::{BlockWork, Dtype, MaskClass};
 
 /// Multiply-adds per second, as last measured. Decides the size of a piece, never a result.
 #[derive(Debug)]

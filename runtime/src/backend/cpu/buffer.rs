@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Host memory: owned, or shared with the caller of an upload or download. Writing to shared memory copies it first.
 #[derive(Debug)]

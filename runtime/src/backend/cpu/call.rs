@@ -4,7 +4,7 @@ use super::bf16::WordProducts;
 use super::pack::Tensor;
 use super::pairs::PairRows;
 use super::tiles::{self, TileProducts};
-use crate::{BlockWork, TileShape};
+use kyklos_plan::{BlockWork, TileShape};
 
 /// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16
 /// and 48. KV tiles hold whole groups of 6 or 8 keys.

@@ -9,7 +9,8 @@ use rayon::prelude::*;
 use super::CpuBuffer;
 use super::halves::{narrow_bf16, widen_bf16, widen_f16};
 use crate::backend::{Elements, Scales};
-use crate::{Dtype, Result, TOKENS_PER_SCALE};
+use crate::error::Result;
+use kyklos_plan::{Dtype, TOKENS_PER_SCALE};
 
 /// [`Backend::convert`](crate::backend::Backend::convert) of this backend.
 pub(super) fn convert(

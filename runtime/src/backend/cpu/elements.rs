@@ -9,7 +9,7 @@ use pulp::Simd;
 
 #[cfg(target_arch = "x86_64")]
 use super::simd::as_level;
-use crate::Dtype;
+use kyklos_plan::Dtype;
 
 /// A type of elements, `N` of which make a word.
 pub(super) trait Element<const N: usize> {

@@ -18,7 +18,8 @@ use super::job::Merge;
 use super::kernel::alone;
 use super::scratch::Scratch;
 use crate::backend::{Control, StateShape, yield_now};
-use crate::{MaskClass, Result};
+use crate::error::Result;
+use kyklos_plan::MaskClass;
 use rows::{Parts, Queries, States};
 use tile::{Add, Scores, Tile, Weigh};
 

@@ -16,7 +16,7 @@ use super::scalar::exp;
 use super::scratch::{Scratch, floats, floats_mut};
 use super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use crate::backend::EMPTY_M;
-use crate::{MaskClass, RowSpan, TileRun};
+use kyklos_plan::{MaskClass, RowSpan, TileRun};
 
 /// One Q tile of one query head, and the running state of its rows.
 #[derive(Debug)]

@@ -49,8 +49,9 @@ use super::{
     Attend, AttendBackward, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout, RowStats,
     State, StateMut, StateShape,
 };
+use crate::error::Result;
 use crate::machine::processor_name;
-use crate::{AttentionProblem, Dtype, Result, TileShape};
+use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 
 /// The host's cores.
 #[derive(Debug)]

@@ -3,12 +3,11 @@
 use bytemuck::{Pod, cast_slice};
 use half::{bf16, f16};
 
-use super::CpuBuffer;
 use super::elements::Rows;
 use super::halves::{widen_bf16, widen_f16};
-use super::tiles;
-use crate::Dtype;
+use super::{CpuBuffer, tiles};
 use crate::backend::{Layout, Operand};
+use kyklos_plan::Dtype;
 
 /// A strided `[batch, rows, heads, dim]` tensor to be read as f32.
 #[derive(Clone, Copy, Debug)]

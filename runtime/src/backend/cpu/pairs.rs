@@ -6,7 +6,7 @@ use super::CpuBuffer;
 use super::halves::widen_f16;
 use super::pack::{MAX_LANES, transposed};
 use crate::backend::{Layout, Pairs};
-use crate::{BiasKind, Dtype};
+use kyklos_plan::{BiasKind, Dtype};
 
 /// Rows of an attention bias tensor.
 #[derive(Clone, Copy, Debug)]

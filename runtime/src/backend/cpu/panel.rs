@@ -13,7 +13,7 @@ use super::exp::{exp, exp_each, mul_add, tanh};
 use super::kernel::{Scores, WeightedSum, add_sums, alone, scale};
 use super::keys::KeyTile;
 use super::tiles::{self, PreparedTiles, TileProduct};
-use crate::RowSpan;
+use kyklos_plan::RowSpan;
 
 /// `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {

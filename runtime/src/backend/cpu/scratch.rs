@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::simd::KernelShape;
 use super::tiles;
-use crate::TileShape;
+use kyklos_plan::TileShape;
 
 /// A cache line: vectors in scratch memory never straddle two.
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]

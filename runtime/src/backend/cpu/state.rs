@@ -9,7 +9,8 @@ use super::CpuBuffer;
 use super::halves::narrow_bf16;
 use super::scalar::{exp, ln};
 use crate::backend::{EMPTY_M, State, StateMut, StateShape};
-use crate::{Dtype, Result};
+use crate::error::Result;
+use kyklos_plan::Dtype;
 
 /// Makes every row empty: it has seen no key.
 pub(super) fn reset(state: &mut StateMut<'_, CpuBuffer>) -> Result<()> {

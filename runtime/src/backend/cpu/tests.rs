@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use super::*;
 use crate::backend::{Operand, StateShape};
-use crate::{AttentionProblem, BlockWork, Mask, TokenRuns};
+use kyklos_plan::{AttentionProblem, BlockWork, Mask, TokenRuns};
 
 /// Host tensors of one attention call.
 #[derive(Clone)]

@@ -13,9 +13,9 @@ use super::pieces::Pace;
 use super::tuning::{AdapterKey, Tuned, TuningTable};
 use super::variant::{KernelChoice, Variants};
 use crate::backend::{DeviceClass, DeviceInfo};
+use crate::error::{Error, Result};
 #[cfg(not(target_arch = "wasm32"))]
 use crate::machine::can_load_drivers;
-use crate::{Error, Result};
 
 /// Settings with which a device is opened.
 #[derive(Clone, Debug, Default)]

@@ -17,7 +17,7 @@ use super::pieces::{Flight, Pace};
 use super::region::cut;
 use super::work::WorkList;
 use crate::backend::{Attend, Control, yield_now};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
 #[inline(never)]

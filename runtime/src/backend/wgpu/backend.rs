@@ -9,7 +9,8 @@ use super::pieces::Pace;
 use super::tuning::{self, AdapterKey, ShapeBucket, Tuned, TuningKey};
 use super::variant::{MOST_SLOTS, Variants};
 use crate::backend::{DeviceInfo, StateShape};
-use crate::{Dtype, Error, Result};
+use crate::error::{Error, Result};
+use kyklos_plan::Dtype;
 
 /// An open device.
 #[derive(Debug)]

@@ -10,7 +10,8 @@ use super::dispatch::Window;
 use super::numbers::{narrow, storage};
 use super::region::cut;
 use crate::backend::Scales;
-use crate::{Dtype, Result, TOKENS_PER_SCALE};
+use crate::error::Result;
+use kyklos_plan::{Dtype, TOKENS_PER_SCALE};
 
 /// Direction of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

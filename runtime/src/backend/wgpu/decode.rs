@@ -17,8 +17,8 @@ use super::pieces::Flight;
 use super::region::cut;
 use super::variant::MOST_SLOTS;
 use super::work::WorkList;
-use crate::Result;
 use crate::backend::{Attend, Control, yield_now};
+use crate::error::Result;
 
 /// Keys of a block below which splitting does not pay.
 const FEWEST_KEYS: usize = 256;

@@ -11,7 +11,7 @@ use super::pipeline::Pipelines;
 use super::pool::{Idle, StoragePool};
 use super::staging::{StagingPool, class_bytes};
 use super::stopwatch::Stopwatch;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Who opened a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use super::device::Gpu;
 use super::numbers::narrow;
 use super::pipeline::Pipeline;
 use super::stopwatch::Stopwatch;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Part of a buffer as a kernel sees it.
 #[derive(Clone, Copy, Debug)]

@@ -20,7 +20,7 @@ use futures_channel::oneshot;
 
 use super::buffer::WgpuBuffer;
 use super::device::Gpu;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Ends with the bytes in host memory. May be dropped early, and may outlive its backend.
 pub struct Download(Pin<Box<dyn Future<Output = Result<Bytes>>>>);

@@ -7,7 +7,7 @@ use futures_channel::oneshot;
 use futures_util::FutureExt;
 use futures_util::future::{Either, Shared, select};
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Whether a device works. Shared by the device, its callbacks and its futures.
 #[derive(Debug)]

@@ -59,8 +59,9 @@ use super::{
     Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, RowStats, State,
     StateMut, StateShape,
 };
-use crate::{AttentionProblem, Dtype, Error, Result, TileShape};
+use crate::error::{Error, Result};
 use codes::Direction;
+use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 use numbers::storage;
 
 impl Backend for WgpuBackend {

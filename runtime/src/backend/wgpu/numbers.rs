@@ -2,7 +2,8 @@
 
 use kyklos_shaders::{MAX_HEAD_DIM, Storage};
 
-use crate::{Dtype, Error, Result};
+use crate::error::{Error, Result};
+use kyklos_plan::Dtype;
 
 /// The storage type of kernels for a dtype.
 pub(super) fn storage(dtype: Dtype) -> Storage {

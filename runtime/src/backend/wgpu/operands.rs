@@ -9,7 +9,8 @@ use super::numbers::narrow;
 use super::region::Strided;
 use super::texture;
 use crate::backend::{Attend, Layout, Operand, Pairs, StateShape};
-use crate::{BiasKind, Dtype, Error, Result};
+use crate::error::{Error, Result};
+use kyklos_plan::{BiasKind, Dtype};
 
 /// Byte layouts of a call's tensors.
 #[derive(Clone, Copy, Debug)]

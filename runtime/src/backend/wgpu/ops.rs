@@ -10,7 +10,7 @@ use super::dispatch::{Bound, Window};
 use super::numbers::{checked_dim, narrow};
 use super::region::{Strided, cut};
 use crate::backend::{Extent, Layout, State, StateMut, StateShape};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 pub(super) fn reset_state(gpu: &Gpu, state: &mut StateMut<'_, WgpuBuffer>) -> Result<()> {
     let row_heads = row_heads(state.shape);

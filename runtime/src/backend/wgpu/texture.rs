@@ -10,7 +10,7 @@ use super::numbers::narrow;
 use super::ops;
 use super::region::Source;
 use crate::backend::{Extent, Layout};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// A copy of a region of a tensor. If a row is no whole number of texels, its last one is filled up.
 pub(super) fn texture(

@@ -10,8 +10,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::numbers::storage;
 use super::variant::{DIALECT, MOST_SLOTS, Variants};
-use crate::Dtype;
 use crate::backend::StateShape;
+use kyklos_plan::Dtype;
 
 /// Measured choices of kernel variants, each for one kind of call on one device. Serialises as a list of entries.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

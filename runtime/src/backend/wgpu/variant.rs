@@ -6,7 +6,7 @@ use kyklos_shaders::{
 
 use super::class::class;
 use crate::backend::DeviceClass;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Which attention kernels a device may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::numbers::narrow;
-use crate::{BlockWork, MaskClass, Result};
+use crate::error::Result;
+use kyklos_plan::{BlockWork, MaskClass};
 
 /// The mask between a block's queries and keys, ready to upload.
 #[derive(Debug)]
@@ -142,7 +143,7 @@ pub(super) fn key_runs(class: &MaskClass, tile: usize, kv_cols: u32, keys: u32) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AttentionProblem, Dtype, Mask, TileShape, TokenRuns};
+    use kyklos_plan::{AttentionProblem, Dtype, Mask, TileShape, TokenRuns};
 
     #[test]
     fn a_ragged_last_tile_is_tested_and_costs_are_counted_in_keys() {

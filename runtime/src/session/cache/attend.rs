@@ -10,12 +10,14 @@ use super::plans::{Appended, full, len, sources};
 use super::{Holdings, KvCache, NewKeys};
 use crate::backend::{Backend, DeviceBuffer};
 use crate::call::{Attention, Options};
-use crate::plan::Direction;
+use crate::error::{Error, Result};
+use crate::exec::{Inputs, LoweredPlan};
 use crate::session::Session;
 use crate::session::agreement::{Agreed, CacheFacts, facts_of, note};
 use crate::session::attend::{CALLS, Output};
 use crate::session::shapes::Shapes;
-use crate::{Error, Inputs, LoweredPlan, Result, Tensor};
+use crate::tensor::Tensor;
+use kyklos_plan::plan::Direction;
 
 impl Session {
     /// Appends the new tokens' `k` and `v` to `cache`, and attends from `q` to all keys of the cache, the new ones included.

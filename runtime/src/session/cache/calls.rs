@@ -4,11 +4,12 @@ use super::KvCache;
 use super::attend::CachedStep;
 use crate::backend::{Backend, DeviceBuffer};
 use crate::call::Attention;
+use crate::error::{Error, Result};
 use crate::session::Session;
 use crate::session::attend::Output;
 use crate::session::prepared::is_refused;
 use crate::session::shapes::Shapes;
-use crate::{Error, Result, Tensor};
+use crate::tensor::Tensor;
 
 /// One call on each of several caches, for which the ranks have voted together: the layers of a model, in one step. The n-th
 /// call is on the n-th cache. Made by [`Session::cached_calls`].

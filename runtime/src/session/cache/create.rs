@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{CacheOptions, Holdings, KvCache};
 use crate::backend::Backend;
+use crate::error::{Error, Result};
 use crate::session::Session;
-use crate::{Error, Result};
 
 /// The hash under which ranks vote on a new cache.
 const CACHES: [u8; 32] = *b"cache: a kyklos key/value cache.";

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use kyklos_transport::Rank;
 
-use crate::{Run, TokenRuns};
+use kyklos_plan::{Run, TokenRuns};
 
 /// The record of a cache, for all ranks.
 #[derive(Clone, Debug, PartialEq)]

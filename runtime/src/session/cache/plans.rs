@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use super::{Holdings, KvCache, too_many};
 use crate::call::{Attention, Execution, Options};
-use crate::plan::ProvedPlans;
+use crate::error::{Error, Result};
 use crate::session::agreement::Agreed;
 use crate::session::choice::plans;
-use crate::{Deal, Error, Mesh, Placement, PlacementKind, Result, Split, TokenRuns, WireFormat};
+use kyklos_plan::plan::ProvedPlans;
+use kyklos_plan::{Deal, Mesh, Placement, PlacementKind, Split, TokenRuns, WireFormat};
 
 /// The effect of a call on the record of a cache.
 pub(super) struct Appended {
@@ -197,12 +198,12 @@ pub(super) fn ranges(tokens: &TokenRuns) -> Vec<Range<u32>> {
 /// The owners of tokens of which each rank passes `counts`.
 fn dealt(kind: PlacementKind, mesh: Mesh, counts: &[u32]) -> Result<Placement> {
     let total = counts.iter().sum();
-    Placement::deal(&Deal { total, ..Deal::default() }, kind, mesh, &Split::Tokens(counts.to_vec()))
+    Ok(Placement::deal(&Deal { total, ..Deal::default() }, kind, mesh, &Split::Tokens(counts.to_vec()))?)
 }
 
 fn mesh_of(mesh: Option<Mesh>, ranks: usize) -> Result<Mesh> {
     let ring = u32::try_from(ranks).unwrap_or(u32::MAX);
-    mesh.map_or_else(|| Mesh::new(1, ring), Ok)
+    Ok(mesh.map_or_else(|| Mesh::new(1, ring), Ok)?)
 }
 
 pub(super) fn len(tokens: &TokenRuns) -> u32 {

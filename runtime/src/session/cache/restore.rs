@@ -5,8 +5,9 @@ use kyklos_transport::Vote;
 
 use super::KvCache;
 use super::plans::{full, len, ranges};
+use crate::error::{Error, Result};
 use crate::session::Session;
-use crate::{Error, Result, Tensor};
+use crate::tensor::Tensor;
 
 /// The hash under which ranks vote on keys that replace missing ones.
 const RESTORED: [u8; 32] = *b"restore: kyklos cache, release 1";

@@ -157,7 +157,7 @@ pub(super) fn rows_without_keys_add_nothing(device: &Device) {
 #[test]
 fn what_has_no_gradient_of_a_bias_is_refused() {
     let problem = AttentionProblem::new([1, 40, 4, 2, 8], Dtype::F32, Mask::full()).unwrap();
-    let refused = |problem: kyklos::Result<AttentionProblem>, words: &str| {
+    let refused = |problem: Result<AttentionProblem, kyklos::PlanError>, words: &str| {
         let error = problem.unwrap_err();
         assert!(error.is_request() && error.to_string().contains(words), "{error}");
     };

@@ -6,7 +6,7 @@ mod votes;
 use std::time::Instant;
 
 use kyklos::plan::{Step, World, check, plan_hash, table};
-use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, PlanError, Split, Strategy, plan_world};
 use serde::Serialize;
 
 pub(crate) use self::args::PlansArgs;
@@ -68,7 +68,7 @@ pub(crate) fn plans(args: &PlansArgs) -> Result<()> {
 fn mesh(strategy: Strategy, ranks: u32, ulysses: u32) -> Result<Mesh> {
     let both = ranks.is_multiple_of(ulysses).then(|| Mesh::new(ulysses, ranks / ulysses));
     let meshes = [both, Some(Mesh::new(1, ranks)), Some(Mesh::new(ranks, 1))];
-    let meshes = meshes.into_iter().flatten().collect::<kyklos::Result<Vec<_>>>()?;
+    let meshes = meshes.into_iter().flatten().collect::<Result<Vec<_>, PlanError>>()?;
     let fits = meshes.into_iter().find(|mesh| strategy.accepts(*mesh).is_ok());
     fits.ok_or_else(|| {
         Failure::request(

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use kyklos::simulate::{Candidate, Wanted, candidates};
-use kyklos::{AttentionProblem, Mesh, PlacementKind, Split, Strategy};
+use kyklos::{AttentionProblem, Mesh, PlacementKind, PlanError, Split, Strategy};
 use serde::{Deserialize, Serialize};
 
 use super::args::{StrategiesArgs, TokenShape};
@@ -93,7 +93,7 @@ pub(super) fn cells(args: &StrategiesArgs, cases: &[Arc<Case>], ranks: u32) -> R
         Wanted { ranks, mesh: None, strategy: None, placement: None, split: Split::Even, gradients: false };
     let meshes = (1..=ranks).rev().filter(|ulysses| ranks.is_multiple_of(*ulysses));
     let meshes =
-        meshes.map(|ulysses| Mesh::new(ulysses, ranks / ulysses)).collect::<kyklos::Result<Vec<_>>>()?;
+        meshes.map(|ulysses| Mesh::new(ulysses, ranks / ulysses)).collect::<Result<Vec<_>, PlanError>>()?;
     let mut cells = Vec::new();
     for (number, case) in cases.iter().enumerate() {
         let possible = candidates(&case.problem, &wanted)?;
@@ -121,7 +121,7 @@ fn ways(
 ) -> Vec<(Option<PlacementKind>, Way)> {
     let fits = strategy.accepts(mesh).and_then(|()| mesh.fits(&case.problem));
     if let Err(error) = fits {
-        return vec![(None, Way::Refused(hints::of_call(&error)))];
+        return vec![(None, Way::Refused(hints::of_plan(&error)))];
     }
     let here: Vec<&Candidate> = possible
         .iter()

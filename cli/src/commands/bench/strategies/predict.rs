@@ -80,7 +80,7 @@ impl Predictor {
         let Ok(prediction) = predict(&case.problem, candidate, &Split::Even, cluster) else {
             return Ok(None);
         };
-        prediction.fits(cluster).map_err(|error| hints::of_call(&error))?;
+        prediction.fits(cluster).map_err(|error| hints::of_plan(&error))?;
         let per_rank = prediction.ranks.iter().map(|rank| PredictedRank {
             compute_s: seconds(rank.compute_ns),
             wait_s: seconds(rank.wait_ns),

@@ -11,8 +11,8 @@ use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
 use super::super::CpuBuffer;
-use crate::Result;
 use crate::backend::{BiasGradient, Layout};
+use crate::error::Result;
 
 /// The gradient of the bias, as the jobs of a call share it.
 pub(super) struct BiasSum<'a> {

@@ -9,7 +9,7 @@ use super::bias::BiasBlock;
 use super::blocks::Blocks;
 use super::lanes::Stats;
 use super::{BackwardCall, TILE};
-use crate::{MaskClass, RowSpan};
+use kyklos_plan::{MaskClass, RowSpan};
 
 /// One row of a sum for each token.
 pub(super) type SumRows<'a> = Vec<&'a mut [f32]>;

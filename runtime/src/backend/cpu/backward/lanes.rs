@@ -2,8 +2,8 @@
 
 use pulp::Simd;
 
-use crate::RowSpan;
 use crate::backend::EMPTY_M;
+use kyklos_plan::RowSpan;
 
 /// The statistics of a row: its log-sum-exp and δ.
 #[derive(Clone, Copy, Debug)]

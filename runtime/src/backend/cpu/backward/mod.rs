@@ -34,7 +34,8 @@ use super::pack::Tensor;
 use super::pairs::PairRows;
 use super::{CpuBackend, CpuBuffer};
 use crate::backend::{AttendBackward, Control, Layout, StateShape, yield_now};
-use crate::{Dtype, Result, TileShape};
+use crate::error::Result;
+use kyklos_plan::{Dtype, TileShape};
 
 /// Tiles of the backward pass. 96 is a multiple of the rows of a panel on every instruction set, and of a group of 6 or 8 keys.
 pub(super) const TILE: TileShape = TileShape { q_rows: 96, kv_cols: 96 };

@@ -8,8 +8,8 @@ use super::blocks::Blocks;
 use super::job::{Job, OfHead, Space};
 use super::lanes::Stats;
 use super::{BackwardCall, TILE};
-use crate::RowSpan;
 use crate::backend::EMPTY_M;
+use kyklos_plan::RowSpan;
 
 /// Spans and statistics of the query rows. A row whose log-sum-exp is −∞ sees nothing.
 pub(super) fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, q_head: usize, of_head: &mut OfHead) {

@@ -17,7 +17,7 @@ use super::TILE;
 use super::bias::BiasBlock;
 use super::blocks::Blocks;
 use super::lanes::Lanes;
-use crate::RowSpan;
+use kyklos_plan::RowSpan;
 
 /// A panel of `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {

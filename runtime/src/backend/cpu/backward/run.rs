@@ -12,7 +12,7 @@ use super::lanes::Lanes;
 use super::operands::{load_rows, pack_queries, pack_tile};
 use super::panel::{Keys, OfBias, OfWords, Panel, Rows, Sums};
 use super::{BackwardCall, TILE};
-use crate::RowSpan;
+use kyklos_plan::RowSpan;
 
 /// A job of a call.
 pub(super) struct Run<'r, 'a> {

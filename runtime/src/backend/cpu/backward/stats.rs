@@ -5,8 +5,8 @@ use rayon::slice::ParallelSliceMut;
 
 use super::super::CpuBuffer;
 use super::super::pack::Tensor;
-use crate::Result;
 use crate::backend::{EMPTY_M, Layout, Operand, RowStats, StateShape};
+use crate::error::Result;
 
 /// [`crate::backend::Backend::row_stats`] of this backend.
 pub(in super::super) fn row_stats(args: RowStats<'_, CpuBuffer>) -> Result<()> {

@@ -16,7 +16,7 @@ use super::super::scratch::{Line, floats, floats_mut, grow};
 use super::rows::{GROUP, KEYS, Part, Parts, Queries, States};
 use super::values::{OfFloats, OfWords, WeightedSum};
 use super::vectors::{FewKeys, score, weigh};
-use crate::{Dtype, RowSpan};
+use kyklos_plan::{Dtype, RowSpan};
 
 pub(super) struct Tile<'t> {
     pub(super) call: &'t Call<'t>,

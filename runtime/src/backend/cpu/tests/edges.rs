@@ -1,8 +1,8 @@
 //! Non-finite values, empty rows, strides, determinism, cancellation.
 
 use super::*;
-use crate::Error;
 use crate::backend::EMPTY_M;
+use crate::error::Error;
 
 #[test]
 fn keys_that_a_row_cannot_see_do_not_reach_it_even_if_they_are_nan() {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::backend::{EMPTY_M, Pairs};
-use crate::{BiasKind, BiasTensor};
+use kyklos_plan::{BiasKind, BiasTensor};
 
 /// The last `rows` queries of `keys` tokens.
 fn last_rows([batch, rows, keys, q_heads, kv_heads, dim]: [u32; 6], dtype: Dtype, mask: &str) -> Case {

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use super::super::numbers::narrow;
 use super::super::work::{RunList, TileRuns, key_runs};
-use crate::{BlockWork, MaskClass, Result, RowSpan, TileRun};
+use crate::error::Result;
+use kyklos_plan::{BlockWork, MaskClass, RowSpan, TileRun};
 
 /// The mask between a block's queries and keys in both directions, ready to upload.
 #[derive(Debug)]
@@ -143,7 +144,7 @@ fn changes(before: &[Kind], now: &[Kind], mut change: impl FnMut(Range<u32>, Opt
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AttentionProblem, Dtype, TileShape, TokenRuns};
+    use kyklos_plan::{AttentionProblem, Dtype, TileShape, TokenRuns};
 
     #[test]
     fn the_transposed_list_meets_the_same_pairs_in_runs() {

@@ -26,7 +26,8 @@ use super::operands::{factors, pairs_of};
 use super::pieces::{Flight, Pace};
 use super::region::cut;
 use crate::backend::{AttendBackward, Control, Layout, yield_now};
-use crate::{Error, Result, TileShape};
+use crate::error::{Error, Result};
+use kyklos_plan::TileShape;
 
 /// The tiles of work lists for heads of `head_dim` elements.
 pub(super) fn tile_shape(backend: &WgpuBackend, head_dim: u32) -> TileShape {

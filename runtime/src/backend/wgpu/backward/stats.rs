@@ -8,8 +8,8 @@ use super::super::dispatch::Bound;
 use super::super::numbers::{checked_dim, narrow, storage};
 use super::super::ops::row_heads_within;
 use super::super::region::cut;
-use crate::Result;
 use crate::backend::RowStats;
+use crate::error::Result;
 
 pub(in super::super) fn row_stats(gpu: &Gpu, args: &RowStats<'_, WgpuBuffer>) -> Result<()> {
     let shape = args.shape;

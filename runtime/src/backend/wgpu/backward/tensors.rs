@@ -11,8 +11,8 @@ use super::super::numbers::narrow;
 use super::super::operands::{PairRows, in_elements, pairs_tensor, units};
 use super::super::region::Strided;
 use super::super::texture;
-use crate::Result;
 use crate::backend::{AttendBackward, Layout, Operand};
+use crate::error::Result;
 
 /// Byte layouts of a call's tensors.
 #[derive(Clone, Copy, Debug)]

@@ -1,0 +1,78 @@
+//! Plans that a proof has accepted.
+
+use kyklos_rank::Rank;
+
+use super::{RankCheck, World, check, plan_hash};
+use crate::error::Result;
+
+/// The plans of all ranks of a group, with their proof and their hash. Only a proof makes this type, and executors accept
+/// nothing else: so no rank runs a plan that was not proved.
+///
+/// ```
+/// use kyklos::plan::ProvedPlans;
+/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+///
+/// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
+/// let mesh = Mesh::new(1, 2)?;
+/// let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
+/// let plans = ProvedPlans::new(world)?;
+/// assert_eq!(plans.checks().len(), 2);
+/// assert!(plans.checks()[0].bytes_sent > 0);
+/// # Ok::<(), kyklos::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct ProvedPlans {
+    world: World,
+    /// By rank.
+    checks: Vec<RankCheck>,
+    hash: [u8; 32],
+}
+
+impl ProvedPlans {
+    /// Proves the plans of `world`.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) that names the rank, the step and the fault.
+    pub fn new(world: World) -> Result<Self> {
+        let checks = check(&world)?;
+        let hash = plan_hash(&world, &identities(&world));
+        Ok(Self { world, checks, hash })
+    }
+
+    /// Plans without a proof, for tests that plant bugs: a proof would refuse them.
+    #[cfg(feature = "planted-bugs")]
+    #[doc(hidden)]
+    pub fn unproved(world: World) -> Self {
+        let checks = vec![RankCheck::default(); world.plans.len()];
+        Self { world, checks, hash: [0; 32] }
+    }
+
+    /// The plans.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// The figures that the proof found, by rank.
+    pub fn checks(&self) -> &[RankCheck] {
+        &self.checks
+    }
+
+    /// The hash on which all ranks agree before they run the plans.
+    pub fn hash(&self) -> [u8; 32] {
+        self.hash
+    }
+
+    /// Most bytes of plan buffers that `rank` has on its device at one time, its inputs and output among them.
+    pub fn peak_bytes(&self, rank: Rank) -> u64 {
+        self.checks[rank.0 as usize].peak_bytes
+    }
+
+    /// Steps of all ranks together.
+    pub fn steps(&self) -> u64 {
+        self.world.plans.iter().map(|plan| plan.steps.len() as u64).sum()
+    }
+}
+
+fn identities(world: &World) -> Vec<String> {
+    (0..world.mesh.world()).map(|rank| format!("rank-{rank}")).collect()
+}

@@ -1,0 +1,43 @@
+//! The cost of a world's plans on described devices and links, without running them.
+//!
+//! [`simulate`] walks the same plans that the executor runs, step by step, as events in time. An exchange is posted and
+//! continues while attention is computed. A wait step waits. A message moves when both ends have posted it. Ranks and
+//! messages get equal shares of a device or a link that they share. [`candidates`] lists the ways to run a problem and
+//! [`choose`] prices them. [`predict_placed`] prices token lists that no dealer made. Without a description,
+//! [`fewest_bytes`] chooses. [`Shares`] divides the tokens among devices of unlike speed. No device, no clock: a [`Cluster`] gives the speeds of devices and links, from a file or
+//! from a probe.
+
+mod by_bytes;
+mod candidate;
+mod candidates;
+mod capacity;
+mod cluster;
+mod describe;
+mod engine;
+mod events;
+mod explain;
+mod large;
+mod network;
+mod prediction;
+mod program;
+mod share;
+mod shares;
+mod walk;
+mod work;
+
+pub use by_bytes::fewest_bytes;
+pub use candidate::Candidate;
+pub use candidates::{Passes, Priced, Verdict, Wanted, candidates, choose};
+pub use capacity::Capacity;
+pub use cluster::Cluster;
+pub use describe::{
+    AttentionRate, Between, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
+    LinkDescription, MemoryKind,
+};
+pub use events::{Activity, PredictedEvents, PredictedMessage, PredictedWork, pairs_of_ranks};
+pub use explain::{Bound, bound, explain_choice, why_first};
+pub use large::{predict, predict_backward, predict_placed};
+pub use prediction::{LinkPrediction, Prediction, RankPrediction};
+pub use shares::{Shares, work_of};
+
+pub use walk::{simulate, simulate_events};
