@@ -135,9 +135,8 @@ pub(crate) fn invitation_file(bytes: &[u8]) {
         if let Ok(invitation) = Invitation::read_file(&read) {
             invitation.write_file(&written).expect("a file");
             let again = Invitation::read_file(&written).expect("what was written");
-            let of = |invitation: &Invitation| {
-                (invitation.token().clone(), invitation.world(), invitation.until())
-            };
+            let of =
+                |invitation: &Invitation| (invitation.token().clone(), invitation.size(), invitation.until());
             assert_eq!(of(&again), of(&invitation));
             std::fs::remove_file(&written).expect("the file");
         }
@@ -147,7 +146,7 @@ pub(crate) fn invitation_file(bytes: &[u8]) {
 /// An invitation for the first corpus. Its keys and its secret are new each time.
 pub(crate) fn invitation() -> Invitation {
     let valid = Duration::from_secs(3600);
-    let terms = InvitationTerms { place: "[fd00::1]:29600", world: 4, job: "fuzz", valid };
+    let terms = InvitationTerms { place: "[fd00::1]:29600", size: 4, job: "fuzz", valid };
     Invitation::new(&terms).expect("an invitation")
 }
 

@@ -25,13 +25,13 @@ pub(crate) struct GroupArgs {
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,
     /// Number of processes [or KYKLOS_WORLD]
-    #[arg(long, value_name = "N")]
-    pub(crate) world: Option<NonZeroU32>,
+    #[arg(long = "world", value_name = "N")]
+    pub(crate) size: Option<NonZeroU32>,
     /// Where rank 0 listens, UDP [or KYKLOS_COORDINATOR]
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) coordinator: Option<String>,
     /// TOML file that says where every rank runs
-    #[arg(long, value_name = "F", conflicts_with = "world")]
+    #[arg(long, value_name = "F", conflicts_with = "size")]
     pub(crate) cluster: Option<PathBuf>,
     /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
     #[arg(long, value_name = "F")]
@@ -82,7 +82,7 @@ impl GroupArgs {
         let seconds = |seconds: NonZeroU32| Duration::from_secs(u64::from(seconds.get()));
         Options {
             rank: self.rank,
-            world: self.world,
+            size: self.size,
             coordinator: self.coordinator.clone(),
             cluster_file: self.cluster.clone(),
             identity: self.identity.clone(),
@@ -113,7 +113,7 @@ impl GroupArgs {
         let path =
             |flag, path: &Option<PathBuf>| path.as_ref().map(|path| format!("{flag} {}", path.display()));
         (self.rank.map(|rank| format!("--rank {rank}")))
-            .or_else(|| self.world.map(|world| format!("--world {world}")))
+            .or_else(|| self.size.map(|size| format!("--world {size}")))
             .or_else(|| self.coordinator.as_ref().map(|at| format!("--coordinator {at}")))
             .or_else(|| path("--cluster", &self.cluster))
             .or_else(|| path("--identity", &self.identity))

@@ -100,7 +100,7 @@ pub(crate) fn of_bootstrap(kind: BootstrapKind) -> Option<&'static str> {
 
 fn of_request(kind: RequestKind) -> Option<&'static str> {
     Some(match kind {
-        RequestKind::World => "--world N; --ranks N instead puts all ranks into this process",
+        RequestKind::Size => "--world N; --ranks N instead puts all ranks into this process",
         RequestKind::Rank => "--rank R",
         RequestKind::Coordinator => "--coordinator HOST:PORT",
         RequestKind::Contradiction => "--ranks N puts all ranks into this process",

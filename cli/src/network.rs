@@ -62,12 +62,12 @@ impl NetworkArgs {
         }
     }
 
-    /// The settings, checked for `world` ranks that share this process and its loopback interface. Such ranks are there to try the
+    /// The settings, checked for `size` ranks that share this process and its loopback interface. Such ranks are there to try the
     /// network, so they share memory only if that is asked for.
-    pub(crate) fn here(&self, world: u32) -> Result<LinkSettings> {
+    pub(crate) fn here(&self, size: u32) -> Result<LinkSettings> {
         let link = LinkSettings { shared_memory: self.shared_memory == Some(OnOff::On), ..self.settings() };
         // No rank has tried anything yet: it is the request that is wrong.
-        link.check(Ipv4Addr::LOCALHOST.into(), world)
+        link.check(Ipv4Addr::LOCALHOST.into(), size)
             .map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
         Ok(link)
     }

@@ -27,11 +27,11 @@ struct TileRun {
     u32 first, count, full;
 };
 
-enum PairKind : u32 { NO_PAIRS = 0, VISIBLE_PAIRS = 1, BIAS_PAIRS = 2 };
+enum BiasKind : u32 { NO_BIAS = 0, VISIBLE_PAIRS = 1, BIAS_PAIRS = 2 };
 
 // One block of queries against one block of keys, into a running state. Grid: (query tiles, heads, batch entries).
 struct AttendArguments {
-    Tensor q, k, v, pairs;
+    Tensor q, k, v, bias;
     float *a;                 // [batch, rows, heads, dim]
     float *ml;                // [batch, heads, rows, 2], m in natural units
     const RowSpan *spans;     // [classes, rows]
@@ -42,7 +42,7 @@ struct AttendArguments {
     u32 rows, keys, heads, dim;
     u32 classes, q_tiles;     // classes: 1 if all batch entries have the same mask, else one for each
     u32 first_tile, first_head, first_batch;  // the beginning of the grid: a long call is several launches
-    u32 pair_kind;
+    u32 bias_kind;
     float scale;              // on q·k; with a softcap scale / cap
     float cap;                // 0 without a softcap
     u32 fresh;                // 1: the state is not read. Every row of the grid is written, also one that sees no key
@@ -80,7 +80,7 @@ struct TilePlace {
 // a time. A block computes one item of each round of as many items as there are blocks.
 struct HopperArguments {
     TensorMap q, k, v;       // of 16-bit elements [dim, rows, heads, batch], boxes of 64 columns by the rows of a tile
-    AttendArguments attend;  // q, k, v, pairs and the beginning of the grid are not used
+    AttendArguments attend;  // q, k, v, bias and the beginning of the grid are not used
     const TilePlace *order;
     u32 first_item, end_item;
     // Of a fresh state: the results of the rows, as StateArguments has them; null: the rows are merged into the state instead.
@@ -113,7 +113,7 @@ struct BackwardArguments {
 // time.
 struct HopperBackwardArguments {
     TensorMap q, k, v, d_o;      // of 16-bit elements [dim, rows, heads, batch], boxes of 64 columns by 64 rows
-    // starts are of tiles of 128; pair_kind is NO_PAIRS; q, k, v, pairs, d_o, bias_sum and d_bias are not used.
+    // starts are of tiles of 128; bias_kind is NO_BIAS; q, k, v, bias, d_o, bias_sum and d_bias are not used.
     BackwardArguments backward;
     u64 reserved[12];
 };

@@ -149,7 +149,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         for (u32 step = 0; !tiles.done(); step++) {
             const u32 k_from = stages + step % 2 * 2 * TILE_BYTES, v_from = k_from + TILE_BYTES;
             const u32 first_key = tiles.tile() * KEYS;
-            const bool tested = !tiles.full() || first_key + KEYS > args.keys || args.pair_kind != NO_PAIRS;
+            const bool tested = !tiles.full() || first_key + KEYS > args.keys || args.bias_kind != NO_BIAS;
             tiles.advance();
             copy_async_wait<0>();
             // After this the tile is complete for all threads, and no thread reads the other stage.

@@ -74,7 +74,7 @@ template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, moving_row
         // Of the tile that was copied last: whether the row whose numbers this thread wrote counts for no key.
         bool blind = false;
         const auto tested_in = [&](const HeadTiles &tile) {
-            return !tile.now.full() || (tile.now.tile() + 1) * ROWS > attend.rows || attend.pair_kind != NO_PAIRS;
+            return !tile.now.full() || (tile.now.tile() + 1) * ROWS > attend.rows || attend.bias_kind != NO_BIAS;
         };
         const auto copy_moving = [&](u32 stage, const HeadTiles &tile) {
             blind = this->copy_rows(stages + stage * STAGE_BYTES, at, tile);

@@ -41,7 +41,7 @@ template <typename T, int DIM> struct BackwardQueries : BackwardTiles<T, DIM, mo
             UNROLL for (int i = 0; i < 4; i++) acc[j][i] = 0.0f;
 
         const auto tested_in = [&](const HeadTiles &tile) {
-            return !tile.now.full() || (tile.now.tile() + 1) * KEYS > attend.keys || attend.pair_kind != NO_PAIRS;
+            return !tile.now.full() || (tile.now.tile() + 1) * KEYS > attend.keys || attend.bias_kind != NO_BIAS;
         };
         const auto copy_moving = [&](u32 stage, const HeadTiles &tile) {
             const u32 into = stages + stage * 2 * MOVING_BYTES, first_key = tile.now.tile() * KEYS;

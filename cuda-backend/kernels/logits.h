@@ -99,19 +99,19 @@ template <> DEVICE float element<F32>(const void *data, u64 index) { return stat
 template <typename T>
 DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan span, u32 position) {
     if (position < span.lo || position >= span.hi) return -INFINITE;
-    if (args.pair_kind == NO_PAIRS) return 0.0f;
-    const u64 first = batch * args.pairs.batch_stride + at.row * args.pairs.row_stride + at.head * args.pairs.head_stride;
-    if (args.pair_kind == VISIBLE_PAIRS) {
-        const u32 word = static_cast<const u32 *>(args.pairs.data)[first + position / 32];
+    if (args.bias_kind == NO_BIAS) return 0.0f;
+    const u64 first = batch * args.bias.batch_stride + at.row * args.bias.row_stride + at.head * args.bias.head_stride;
+    if (args.bias_kind == VISIBLE_PAIRS) {
+        const u32 word = static_cast<const u32 *>(args.bias.data)[first + position / 32];
         return word >> position % 32 & 1 ? 0.0f : -INFINITE;
     }
-    const float bias = element<T>(args.pairs.data, first + position);
+    const float bias = element<T>(args.bias.data, first + position);
     // The contract of the bias tensor: only -inf hides a key, and logits stay above EMPTY_M.
     return bias < -1e38f && bias != -INFINITE ? -1e38f : bias;
 }
 
 // Whether a softcap or a bias applies, so that logits are not q·k times one factor.
-DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || args.pair_kind == BIAS_PAIRS; }
+DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || args.bias_kind == BIAS_PAIRS; }
 
 // e^x, where x is at most about 0.
 DEVICE float exp_fast(float x) { return exp2_fast(x * LOG2_E); }

@@ -93,7 +93,7 @@ impl CudaPeers {
                 staged: HostStaged::new(transport.clone(), deadline),
                 here: here.clone(),
                 waiting: Arc::clone(&waiting),
-                words: form::words(&[group], transport.world() as usize),
+                words: form::words(&[group], transport.size() as usize),
             })
         };
         ranks.iter().map(one).collect()

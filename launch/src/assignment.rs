@@ -22,16 +22,16 @@ use crate::variables::{ADVERTISE, SHARED_MEMORY, Variables, WORLD};
 /// This process's rank in a group, before the group is formed ([`Self::join`]).
 #[derive(Clone, Debug)]
 pub struct Assignment {
-    /// This rank, `0..world`.
+    /// This rank, `0..size`.
     pub rank: u32,
     /// Number of ranks.
-    pub world: u32,
+    pub size: u32,
     /// This rank's index among the ranks of its host.
     pub local_rank: u32,
     /// Number of ranks on its host.
-    pub local_world: u32,
+    pub local_size: u32,
     /// `kyklos launch` has started this process and holds the other end of its standard input, which closes when the
-    /// launcher ends. Through it comes the identity of the rank ([`Self::set_identity`]). [`Self::join`] gives no notes then: the launcher's user knows rank, world and address.
+    /// launcher ends. Through it comes the identity of the rank ([`Self::set_identity`]). [`Self::join`] gives no notes then: the launcher's user knows rank, size and address.
     pub by_kyklos_launch: bool,
     /// Where rank 0 listens; a group of one needs no address.
     pub coordinator: Option<HostPort>,
@@ -107,23 +107,23 @@ pub(crate) fn assign(
     };
     let sources = without_enclosing(sources);
     require_equal(&sources, |source| source.rank.as_ref())?;
-    require_equal(&sources, |source| source.world.as_ref())?;
+    require_equal(&sources, |source| source.size.as_ref())?;
     let explicit: Vec<Source> =
         sources.iter().filter(|source| source.precedence == Precedence::Explicit).cloned().collect();
     require_equal(&explicit, |source| source.coordinator.as_ref())?;
     require_equal(&explicit, |source| source.job.as_ref())?;
 
-    let (rank, world) = match (first(&sources, |s| s.rank.as_ref()), first(&sources, |s| s.world.as_ref())) {
-        (Some(rank), Some(world)) => (rank, world),
+    let (rank, size) = match (first(&sources, |s| s.rank.as_ref()), first(&sources, |s| s.size.as_ref())) {
+        (Some(rank), Some(size)) => (rank, size),
         (Some(rank), None) => {
             return Err(Error::request(
                 format!("{}, and nothing says how many ranks there are", rank.origin),
                 "set the option world or KYKLOS_WORLD",
             )
-            .of(RequestKind::World));
+            .of(RequestKind::Size));
         }
-        (None, world) => {
-            let set = world.map(|world| world.origin.clone()).or_else(|| options.first_group_option());
+        (None, size) => {
+            let set = size.map(|size| size.origin.clone()).or_else(|| options.first_group_option());
             return match set {
                 None => Ok(None),
                 Some(set) => Err(Error::request(
@@ -134,16 +134,16 @@ pub(crate) fn assign(
             };
         }
     };
-    if rank.value >= world.value {
+    if rank.value >= size.value {
         return Err(Error::request(
-            format!("{} with {}", rank.origin, world.origin),
+            format!("{} with {}", rank.origin, size.origin),
             "ranks go from 0 to the world's size less one",
         ));
     }
     let coordinator = first(&sources, |source| source.coordinator.as_ref());
-    if coordinator.is_none() && world.value > 1 {
+    if coordinator.is_none() && size.value > 1 {
         return Err(Error::request(
-            format!("{} with {}, and nothing says where rank 0 is", rank.origin, world.origin),
+            format!("{} with {}, and nothing says where rank 0 is", rank.origin, size.origin),
             "set MASTER_ADDR and MASTER_PORT, or KYKLOS_COORDINATOR, or the option coordinator",
         )
         .of(RequestKind::Coordinator));
@@ -151,9 +151,9 @@ pub(crate) fn assign(
     let at = coordinator.map(|at| format!("; rank 0 at {} ({})", at.value, at.origin));
     Ok(Some(Assignment {
         rank: rank.value,
-        world: world.value,
+        size: size.value,
         local_rank: sources.iter().find_map(|source| source.local_rank).unwrap_or(0),
-        local_world: sources.iter().find_map(|source| source.local_world).unwrap_or(1),
+        local_size: sources.iter().find_map(|source| source.local_size).unwrap_or(1),
         by_kyklos_launch,
         coordinator: coordinator.map(|at| at.value.clone()),
         coordinator_resolves_late: sources.iter().any(|source| source.coordinator_resolves_late),
@@ -164,9 +164,9 @@ pub(crate) fn assign(
         summary: format!(
             "rank {} of {} ({}, {}){}",
             rank.value,
-            world.value,
+            size.value,
             rank.origin,
-            world.origin,
+            size.origin,
             at.unwrap_or_default()
         ),
         advertise: advertise(options, variables)?,

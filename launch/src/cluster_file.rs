@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use kyklos_transport::MAX_WORLD;
+use kyklos_transport::MAX_RANKS;
 use serde::Deserialize;
 
 use crate::address::{DEFAULT_PORT, HostPort};
@@ -62,11 +62,11 @@ pub(crate) fn parse(
             "it holds job, coordinator, and [[ranks]] with host and device",
         )
     })?;
-    let world = u32::try_from(file.ranks.len()).ok().filter(|world| (1..=MAX_WORLD).contains(world));
-    let world = world.ok_or_else(|| {
+    let size = u32::try_from(file.ranks.len()).ok().filter(|size| (1..=MAX_RANKS).contains(size));
+    let size = size.ok_or_else(|| {
         Error::request(
             format!("{origin} has {} ranks", file.ranks.len()),
-            format!("list 1 to {MAX_WORLD} under [[ranks]]"),
+            format!("list 1 to {MAX_RANKS} under [[ranks]]"),
         )
     })?;
     let first = &file.ranks[0].host;
@@ -91,9 +91,9 @@ pub(crate) fn parse(
     };
     Ok(Source {
         precedence: Precedence::Explicit,
-        world: Some(Setting::new(world, format!("{origin} has {world} ranks"))),
+        size: Some(Setting::new(size, format!("{origin} has {size} ranks"))),
         local_rank: on_host(&file.ranks[..rank.map_or(0, |rank| rank as usize).min(file.ranks.len())]),
-        local_world: on_host(&file.ranks),
+        local_size: on_host(&file.ranks),
         coordinator: Some(Setting::new(coordinator, origin)),
         job: file.job.map(|job| Setting::new(job, origin)),
         hosts: file.ranks.into_iter().map(|entry| Some(entry.host)).collect(),
@@ -133,15 +133,15 @@ mod tests {
     #[test]
     fn a_cluster_file_gives_the_host_of_every_rank() {
         let source = parse_any(THREE, Some(2)).unwrap();
-        assert_eq!(source.world.unwrap().value, 3);
+        assert_eq!(source.size.unwrap().value, 3);
         assert_eq!(source.coordinator.unwrap().value.to_string(), "a:1234");
         assert_eq!(source.job.unwrap().value, "train");
         assert_eq!(source.hosts, ["a", "b", "a"].map(|host| Some(host.to_owned())));
-        assert_eq!((source.local_rank, source.local_world), (Some(1), Some(2)));
+        assert_eq!((source.local_rank, source.local_size), (Some(1), Some(2)));
         assert_eq!(source.devices, [None, Some("wgpu:1".to_owned()), Some("cpu".to_owned())]);
         let short = parse_any("[[ranks]]\nhost = 'fd00::1'\n[[ranks]]\nhost = 'b'", None).unwrap();
         assert_eq!(short.coordinator.unwrap().value.to_string(), "[fd00::1]:29600");
-        assert_eq!((short.local_rank, short.local_world), (None, None));
+        assert_eq!((short.local_rank, short.local_size), (None, None));
         // A rank that the file does not list is refused later.
         assert_eq!(parse_any(THREE, Some(7)).unwrap().local_rank, None);
     }

@@ -47,8 +47,8 @@ pub fn environment(bytes: &[u8]) {
     let variables = Variables::from_lookup(&look_up);
     match assign(&Options::default(), &variables, Credentials::IdentityFile) {
         Ok(Some(assignment)) => {
-            assert!(assignment.rank < assignment.world, "{assignment:?}");
-            assert!(assignment.world == 1 || assignment.coordinator.is_some(), "{assignment:?}");
+            assert!(assignment.rank < assignment.size, "{assignment:?}");
+            assert!(assignment.size == 1 || assignment.coordinator.is_some(), "{assignment:?}");
         }
         Ok(None) => {}
         Err(error) => assert!(error.is_request(), "{error}"),

@@ -85,7 +85,7 @@ impl Error {
 ///
 /// let options = Options { rank: Some(1), ..Options::default() };
 /// match options.join() {
-///     Err(error @ Error::Request { kind: RequestKind::World, .. }) => eprintln!("{error}; hint: --ranks N"),
+///     Err(error @ Error::Request { kind: RequestKind::Size, .. }) => eprintln!("{error}; hint: --ranks N"),
 ///     other => panic!("{other:?}"),
 /// }
 /// ```
@@ -93,7 +93,7 @@ impl Error {
 #[non_exhaustive]
 pub enum RequestKind {
     /// Nothing says how many ranks there are.
-    World,
+    Size,
     /// Nothing says which rank this process is.
     Rank,
     /// Nothing says where rank 0 is, or not in a form that can be read.

@@ -10,7 +10,7 @@ pub(crate) fn options(options: &Options) -> Result<Source> {
     Ok(Source {
         precedence: Precedence::Explicit,
         rank: options.rank.map(|rank| Setting::new(rank, named("rank", rank))),
-        world: options.world.map(|world| Setting::new(world.get(), named("world", world))),
+        size: options.size.map(|size| Setting::new(size.get(), named("world", size))),
         coordinator: match &options.coordinator {
             Some(text) => {
                 let origin = named("coordinator", text);
@@ -24,13 +24,13 @@ pub(crate) fn options(options: &Options) -> Result<Source> {
 }
 
 pub(crate) fn variables(variables: &Variables<'_>) -> Result<Source> {
-    let world = variables.number::<u32>(WORLD)?;
-    if let Some(zero) = world.as_ref().filter(|world| world.value == 0) {
+    let size = variables.number::<u32>(WORLD)?;
+    if let Some(zero) = size.as_ref().filter(|size| size.value == 0) {
         return Err(Error::request(zero.origin.clone(), "a group has at least one rank"));
     }
     Ok(Source {
         precedence: Precedence::Explicit,
-        world,
+        size,
         coordinator: match variables.text(COORDINATOR) {
             Some(text) => Some(Setting::new(HostPort::parse(&text.value, &text.origin)?, text.origin)),
             None => None,

@@ -38,7 +38,7 @@ impl Assignment {
     /// No identity or a wrong one, a coordinator that cannot be resolved, a group that is not complete by the deadline.
     pub fn join(&self) -> Result<Group> {
         let options = &self.options;
-        let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.world > 1) else {
+        let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.size > 1) else {
             return group_of_one();
         };
         let (identity, proof) = self.identity()?;
@@ -52,7 +52,7 @@ impl Assignment {
         let deadline = Instant::now() + options.join_deadline;
         let addresses = resolve(coordinator, self.coordinator_resolves_late, deadline, options.note)?;
         let address = addresses[0];
-        let mut config = QuicConfig::new(Rank(self.rank), self.world, job, address, identity);
+        let mut config = QuicConfig::new(Rank(self.rank), self.size, job, address, identity);
         config.coordinator_also = addresses[1..].to_vec();
         config.coordinator_name = Some(coordinator.host.clone());
         config.advertise = self.advertise.clone();
@@ -79,7 +79,7 @@ impl Assignment {
             _ if options.rejoin => QuicTransport::rejoin(config)?,
             Some(who) => QuicTransport::connect_or_regroup(config, who)?,
             None => {
-                let (epoch, members) = (config.epoch, (0..self.world).map(Rank).collect());
+                let (epoch, members) = (config.epoch, (0..self.size).map(Rank).collect());
                 Group { transport: QuicTransport::connect(config)?, members, epoch }
             }
         };
@@ -93,9 +93,9 @@ impl Assignment {
     fn is_on_one_host(&self) -> bool {
         let first = self.hosts.first().filter(|host| host.is_some());
         let one_name = first.is_some_and(|first| {
-            self.hosts.len() == self.world as usize && self.hosts.iter().all(|host| host == first)
+            self.hosts.len() == self.size as usize && self.hosts.iter().all(|host| host == first)
         });
-        self.by_kyklos_launch || one_name || self.local_world >= self.world
+        self.by_kyklos_launch || one_name || self.local_size >= self.size
     }
 
     /// This rank's identity, and its source for notes.
@@ -132,7 +132,7 @@ impl Assignment {
         config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
         (config.warn, config.note) = (options.warn, options.note);
         config.epoch = self.run_id.as_deref().map_or(0, epoch);
-        options.link.check(config.bind, self.world).map_err(Error::Link)?;
+        options.link.check(config.bind, self.size).map_err(Error::Link)?;
         config.link = options.link;
         if let Some(port) = options.port {
             (config.port, config.lane_port) =

@@ -18,7 +18,7 @@ use kyklos_transport::{BootstrapKind, Regroup};
 ///
 /// let options = Options {
 ///     rank: Some(1),
-///     world: NonZeroU32::new(4),
+///     size: NonZeroU32::new(4),
 ///     coordinator: Some("node1:29600".into()),
 ///     identity: Some("/etc/kyklos/rank-{rank}.pem".into()),
 ///     ..Options::default()
@@ -29,10 +29,10 @@ use kyklos_transport::{BootstrapKind, Regroup};
 /// ```
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// This process's rank, `0..world`.
+    /// This process's rank, `0..size`.
     pub rank: Option<u32>,
-    /// Number of ranks in the group, at most [`MAX_WORLD`](kyklos_transport::MAX_WORLD). Also by `KYKLOS_WORLD`.
-    pub world: Option<NonZeroU32>,
+    /// Number of ranks in the group, at most [`MAX_RANKS`](kyklos_transport::MAX_RANKS). Also by `KYKLOS_WORLD`.
+    pub size: Option<NonZeroU32>,
     /// Where rank 0 listens, `HOST:PORT` (UDP, or TCP with that carrier); an IPv6 address is in brackets. Also by
     /// `KYKLOS_COORDINATOR`.
     pub coordinator: Option<String>,
@@ -91,7 +91,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             rank: None,
-            world: None,
+            size: None,
             coordinator: None,
             cluster_file: None,
             identity: None,
@@ -121,7 +121,7 @@ impl Options {
     pub(crate) fn first_group_option(&self) -> Option<String> {
         let path = |name, path: &Option<PathBuf>| path.as_ref().map(|path| named(name, path.display()));
         (self.rank.map(|rank| named("rank", rank)))
-            .or_else(|| self.world.map(|world| named("world", world)))
+            .or_else(|| self.size.map(|size| named("world", size)))
             .or_else(|| self.coordinator.as_ref().map(|at| named("coordinator", at)))
             .or_else(|| path("cluster_file", &self.cluster_file))
             .or_else(|| path("identity", &self.identity))

@@ -32,11 +32,11 @@ pub(crate) enum Precedence {
 pub(crate) struct Source {
     pub(crate) precedence: Precedence,
     pub(crate) rank: Option<Setting<u32>>,
-    pub(crate) world: Option<Setting<u32>>,
+    pub(crate) size: Option<Setting<u32>>,
     /// This rank's index among the ranks of its host.
     pub(crate) local_rank: Option<u32>,
     /// Number of ranks on its host.
-    pub(crate) local_world: Option<u32>,
+    pub(crate) local_size: Option<u32>,
     pub(crate) coordinator: Option<Setting<HostPort>>,
     /// The name of rank 0's host may get an address only after this process has started.
     pub(crate) coordinator_resolves_late: bool,

@@ -31,20 +31,20 @@ pub(crate) fn all_sources(options: &Options, variables: &Variables<'_>) -> Resul
 pub(crate) fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
     let explicit = |source: &Source| source.precedence == Precedence::Explicit;
     let explicit_rank = first(&sources, |s| s.rank.as_ref().filter(|_| explicit(s)));
-    let explicit_world = first(&sources, |s| s.world.as_ref().filter(|_| explicit(s)));
-    let explicit_several = explicit_rank.is_some() && explicit_world.is_some_and(|world| world.value > 1);
+    let explicit_world = first(&sources, |s| s.size.as_ref().filter(|_| explicit(s)));
+    let explicit_several = explicit_rank.is_some() && explicit_world.is_some_and(|size| size.value > 1);
     let mut launchers = sources.iter().filter(|source| source.precedence == Precedence::Launcher);
     let by_launcher =
-        launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.world.as_ref()?.value)));
+        launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.size.as_ref()?.value)));
     let keep = |source: &Source| match source.precedence {
         Precedence::Explicit => true,
         // An interactive shell that is itself the only task. The user starts ranks in it by hand.
-        _ if explicit_several && source.world.as_ref().is_some_and(|world| world.value == 1) => false,
+        _ if explicit_several && source.size.as_ref().is_some_and(|size| size.value == 1) => false,
         Precedence::Launcher => true,
         // A task that is itself a launcher: its number is not the rank.
-        Precedence::Scheduler => by_launcher.is_none_or(|(rank, world)| {
+        Precedence::Scheduler => by_launcher.is_none_or(|(rank, size)| {
             source.rank.as_ref().is_none_or(|set| set.value == rank)
-                && source.world.as_ref().is_none_or(|set| set.value == world)
+                && source.size.as_ref().is_none_or(|set| set.value == size)
         }),
     };
     sources.iter().filter(|source| keep(source)).cloned().collect()

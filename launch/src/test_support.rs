@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::options::Options;
 use crate::variables::Variables;
 
-/// `options` as `rank=1 world=3`, `variables` as `RANK=1 WORLD_SIZE=3`.
+/// `options` as `rank=1 size=3`, `variables` as `RANK=1 WORLD_SIZE=3`.
 pub(crate) fn assign(options: &str, variables: &str) -> Result<Option<Assignment>> {
     let pairs =
         |text: &str| text.split_whitespace().map(|pair| pair.split_once('=').unwrap()).map(owned).collect();
@@ -15,7 +15,7 @@ pub(crate) fn assign(options: &str, variables: &str) -> Result<Option<Assignment
     for (name, value) in owned_options {
         match name.as_str() {
             "rank" => options.rank = Some(value.parse().unwrap()),
-            "world" => options.world = Some(value.parse().unwrap()),
+            "world" => options.size = Some(value.parse().unwrap()),
             "coordinator" => options.coordinator = Some(value),
             "cluster_file" => options.cluster_file = Some(value.into()),
             other => panic!("{other}"),
@@ -35,7 +35,7 @@ pub(crate) fn brief(assignment: Option<Assignment>) -> String {
     let Some(assignment) = assignment else {
         return "alone".to_owned();
     };
-    let Assignment { rank, world, local_rank, local_world, coordinator, .. } = assignment;
+    let Assignment { rank, size, local_rank, local_size, coordinator, .. } = assignment;
     let at = coordinator.map_or(String::new(), |address| format!(" {address}"));
-    format!("{rank}/{world} {local_rank}/{local_world}{at}")
+    format!("{rank}/{size} {local_rank}/{local_size}{at}")
 }

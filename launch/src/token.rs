@@ -15,7 +15,7 @@ pub(crate) fn of_invitation(invitation: &Invitation, path: &Path) -> Result<Sour
     Ok(Source {
         precedence: Precedence::Explicit,
         rank: Some(Setting::new(0, format!("{origin} is rank 0's"))),
-        world: Some(Setting::new(invitation.world(), format!("{origin} for {} ranks", invitation.world()))),
+        size: Some(Setting::new(invitation.size(), format!("{origin} for {} ranks", invitation.size()))),
         coordinator: Some(Setting::new(coordinator, origin)),
         ..Source::default()
     })
@@ -23,11 +23,11 @@ pub(crate) fn of_invitation(invitation: &Invitation, path: &Path) -> Result<Sour
 
 /// The settings that rank 0 sends to a rank that it enrolled.
 pub(crate) fn of_enrolment(enrolled: &Enrolled, coordinator: &HostPort) -> Source {
-    let Enrolled { rank, world, .. } = enrolled;
+    let Enrolled { rank, size, .. } = enrolled;
     Source {
         precedence: Precedence::Explicit,
         rank: Some(Setting::new(rank.0, format!("by its token rank {rank}"))),
-        world: Some(Setting::new(*world, format!("by its token of {world} ranks"))),
+        size: Some(Setting::new(*size, format!("by its token of {size} ranks"))),
         coordinator: Some(Setting::new(coordinator.clone(), "the token")),
         ..Source::default()
     }

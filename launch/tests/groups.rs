@@ -26,21 +26,21 @@ fn join_all(all: Vec<Options>) -> Vec<Group> {
 
 /// Every rank sends a message to the next one.
 fn works(groups: &[Group]) {
-    let world = groups.len() as u32;
+    let size = groups.len() as u32;
     let tag = Tag { op: 0, message: 0 };
     for (rank, group) in (0..).zip(groups) {
-        assert_eq!((group.transport.rank(), group.transport.world()), (Rank(rank), world));
-        assert_eq!(group.members, (0..world).map(Rank).collect::<Vec<_>>());
+        assert_eq!((group.transport.rank(), group.transport.size()), (Rank(rank), size));
+        assert_eq!(group.members, (0..size).map(Rank).collect::<Vec<_>>());
     }
-    let sends: Vec<_> = (0..world)
+    let sends: Vec<_> = (0..size)
         .map(|rank| {
             let text = format!("from {rank}").into_bytes();
-            let to = Rank((rank + 1) % world);
+            let to = Rank((rank + 1) % size);
             groups[rank as usize].transport.post_send(to, tag, vec![text.into()], LIMIT)
         })
         .collect();
-    for rank in 0..world {
-        let from = (rank + world - 1) % world;
+    for rank in 0..size {
+        let from = (rank + size - 1) % size;
         let receive = groups[rank as usize].transport.post_recv(Rank(from), tag, &[6], LIMIT);
         assert_eq!(pollster::block_on(receive).unwrap(), [format!("from {from}")]);
     }
@@ -51,9 +51,9 @@ fn works(groups: &[Group]) {
     closes.into_iter().for_each(|close| pollster::block_on(close).unwrap());
 }
 
-fn identity_files(folder: &Path, world: u32) {
+fn identity_files(folder: &Path, size: u32) {
     let authority = ClusterAuthority::new(JobId::random().unwrap()).unwrap();
-    for rank in 0..world {
+    for rank in 0..size {
         let identity = authority.issue(Rank(rank)).unwrap();
         identity.write_file(&folder.join(format!("rank-{rank}.pem"))).unwrap();
     }
@@ -66,7 +66,7 @@ fn ranks_with_identity_files_form_a_group() {
     let coordinator = free_address().to_string();
     let options = |rank| Options {
         rank: Some(rank),
-        world: NonZeroU32::new(3),
+        size: NonZeroU32::new(3),
         coordinator: Some(coordinator.clone()),
         identity: Some(folder.path().join("rank-{rank}.pem")),
         join_deadline: LIMIT,
@@ -97,7 +97,7 @@ fn ranks_with_a_token_get_their_ranks_from_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let coordinator = free_address().to_string();
     let terms =
-        InvitationTerms { place: &coordinator, world: 3, job: "train", valid: Duration::from_secs(60) };
+        InvitationTerms { place: &coordinator, size: 3, job: "train", valid: Duration::from_secs(60) };
     let invitation = Invitation::new(&terms).unwrap();
     let path = folder.path().join("invitation.pem");
     invitation.write_file(&path).unwrap();
@@ -116,7 +116,7 @@ fn errors_name_options_by_their_fields_and_have_a_kind() {
     };
     let (text, kind) = refused(Options { rank: Some(1), ..Options::default() });
     assert!(text.starts_with("option rank=1, and nothing says how many ranks there are: "), "{text}");
-    assert_eq!(kind, RequestKind::World);
+    assert_eq!(kind, RequestKind::Size);
     let token = Some(SecretText("secret".into()));
     let (text, kind) = refused(Options { token, rejoin: true, ..Options::default() });
     assert!(text.starts_with("option rejoin with option token: "), "{text}");

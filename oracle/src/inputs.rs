@@ -23,7 +23,7 @@ mod philox;
 
 use std::{collections::BTreeSet, f64::consts::TAU, ops::Range};
 
-pub use cases::{Case, CasePairs, Inputs, PairInputs, Poison, cases};
+pub use cases::{BiasInputs, Case, CaseBias, Inputs, Poison, cases};
 pub use philox::philox4x32_10;
 
 use crate::oracle::{Element, OracleProblem, RowId};

@@ -4,16 +4,16 @@
 //! weighted mean of the values. Each row is independent, keys are visited in ascending order, and all numbers are
 //! f64. The rounding of f64 (2⁻⁵³) is far below any measured error.
 
+mod bias;
 mod gradients;
 mod mask;
-mod pairs;
 mod values;
 
 use std::{error::Error, fmt};
 
+pub use bias::{BiasValues, OracleBias};
 pub use gradients::Gradients;
 pub use mask::{OracleMask, OracleSlice, OracleTerm};
-pub use pairs::{OraclePairs, PairValues};
 pub use values::{Dtype, Element, Tensor4, Values};
 
 /// A problem: sizes, score function and mask. All shapes are `[batch, seq, heads, dim]`.
@@ -169,7 +169,7 @@ pub struct Oracle<'a> {
     q: Tensor4<'a>,
     k: Tensor4<'a>,
     v: Tensor4<'a>,
-    pairs: Option<OraclePairs<'a>>,
+    bias: Option<OracleBias<'a>>,
 }
 
 impl<'a> Oracle<'a> {
@@ -187,26 +187,26 @@ impl<'a> Oracle<'a> {
             q: Tensor4::new(problem.q_shape(), q)?,
             k: Tensor4::new(problem.kv_shape(), k)?,
             v: Tensor4::new(problem.kv_shape(), v)?,
-            pairs: None,
+            bias: None,
         })
     }
 
     /// This oracle with an attention bias tensor. Refuses a tensor that does not fit the problem.
-    pub fn with_bias(self, pairs: OraclePairs<'a>) -> Result<Self, OracleError> {
+    pub fn with_bias(self, bias: OracleBias<'a>) -> Result<Self, OracleError> {
         let problem = self.problem;
-        let shape = [pairs.batch, pairs.heads, pairs.queries, problem.kv_len];
+        let shape = [bias.batch, bias.heads, bias.queries, problem.kv_len];
         let elements = shape.iter().product();
-        let actual = match pairs.values {
-            PairValues::Visible(values) => values.len(),
-            PairValues::Bias(values) => values.len(),
+        let actual = match bias.values {
+            BiasValues::Visible(values) => values.len(),
+            BiasValues::Bias(values) => values.len(),
         };
-        let extents = [1, problem.batch].contains(&pairs.batch)
-            && [1, problem.q_heads].contains(&pairs.heads)
-            && [1, problem.q_len].contains(&pairs.queries);
+        let extents = [1, problem.batch].contains(&bias.batch)
+            && [1, problem.q_heads].contains(&bias.heads)
+            && [1, problem.q_len].contains(&bias.queries);
         if !extents || actual != elements {
             return Err(OracleError::Length { shape, elements, actual });
         }
-        Ok(Self { pairs: Some(pairs), ..self })
+        Ok(Self { bias: Some(bias), ..self })
     }
 
     /// The term to add to the score of a key. `None` if the row does not see the key.
@@ -214,15 +214,15 @@ impl<'a> Oracle<'a> {
         if !self.problem.sees(id.batch, id.row, key) {
             return None;
         }
-        let Some(pairs) = self.pairs else { return Some(0.0) };
-        let batch = if pairs.batch == 1 { 0 } else { id.batch };
-        let head = if pairs.heads == 1 { 0 } else { id.head };
-        let query = if pairs.queries == 1 { 0 } else { id.row };
-        let row = (batch * pairs.heads + head) * pairs.queries + query;
+        let Some(bias) = self.bias else { return Some(0.0) };
+        let batch = if bias.batch == 1 { 0 } else { id.batch };
+        let head = if bias.heads == 1 { 0 } else { id.head };
+        let query = if bias.queries == 1 { 0 } else { id.row };
+        let row = (batch * bias.heads + head) * bias.queries + query;
         let index = row * self.problem.kv_len + key;
-        match pairs.values {
-            PairValues::Visible(values) => values[index].then_some(0.0),
-            PairValues::Bias(values) => Some(values.get(index)).filter(|bias| *bias != f64::NEG_INFINITY),
+        match bias.values {
+            BiasValues::Visible(values) => values[index].then_some(0.0),
+            BiasValues::Bias(values) => Some(values.get(index)).filter(|bias| *bias != f64::NEG_INFINITY),
         }
     }
 

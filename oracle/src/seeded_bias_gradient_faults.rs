@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 
 use crate::inputs::{TensorId, fill};
-use crate::oracle::{Element, Oracle, OraclePairs, OracleProblem, PairValues, Values};
+use crate::oracle::{BiasValues, Element, Oracle, OracleBias, OracleProblem, Values};
 use crate::tolerance::{GradientComparison, GradientLimit, naive_f32_gradients};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -110,14 +110,10 @@ fn every_fault_is_refused<E: Element>() {
     let (q, k) = (made(TensorId::Q, problem.q_shape()), made(TensorId::K, problem.kv_shape()));
     let (v, d_o) = (made(TensorId::V, problem.kv_shape()), made(TensorId::OutputGradient, problem.q_shape()));
     let bias = made(TensorId::Bias, [1, 1, TOKENS, TOKENS]);
-    let pairs = OraclePairs {
-        values: PairValues::Bias(E::values(&bias)),
-        batch: 1,
-        heads: 1,
-        queries: problem.q_len,
-    };
+    let bias =
+        OracleBias { values: BiasValues::Bias(E::values(&bias)), batch: 1, heads: 1, queries: problem.q_len };
     let oracle = Oracle::new(&problem, E::values(&q), E::values(&k), E::values(&v)).unwrap();
-    let oracle = oracle.with_bias(pairs).unwrap();
+    let oracle = oracle.with_bias(bias).unwrap();
     let d_o = E::values(&d_o);
     let right = oracle.gradients(d_o, None).unwrap();
     let naive = naive_f32_gradients(&oracle, E::DTYPE, d_o, None).unwrap();

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 
 use crate::inputs::{TensorId, fill, normal};
 use crate::oracle::{
-    Dtype, Element, Gradients, Oracle, OraclePairs, OracleProblem, PairValues, RowId, Values,
+    BiasValues, Dtype, Element, Gradients, Oracle, OracleBias, OracleProblem, RowId, Values,
 };
 use crate::tolerance::{GradientComparison, GradientLimit, naive_f32_gradients};
 
@@ -176,7 +176,7 @@ fn ring(oracle: &Oracle<'_>, dtype: Dtype, [d_o, d_lse]: [Values<'_>; 2], fault:
 
 /// dQ, dK, dV and dSinks.
 fn compare(actual: &Gradients, right: &Gradients, scales: [f64; 5]) -> Vec<GradientComparison> {
-    let pairs = [
+    let bias = [
         ("dq", &actual.dq, &right.dq),
         ("dk", &actual.dk, &right.dk),
         ("dv", &actual.dv, &right.dv),
@@ -191,7 +191,7 @@ fn compare(actual: &Gradients, right: &Gradients, scales: [f64; 5]) -> Vec<Gradi
             scale,
         )
     };
-    pairs.into_iter().zip(scales).map(of).collect()
+    bias.into_iter().zip(scales).map(of).collect()
 }
 
 fn every_fault_is_refused<E: Element>() {
@@ -207,14 +207,14 @@ fn every_fault_is_refused<E: Element>() {
         .map(|index| normal(SEED + 1, TensorId::OutputGradient, index as u64))
         .collect();
     let bias = made(TensorId::Bias, [1, problem.q_heads, problem.q_len, problem.kv_len]);
-    let pairs = OraclePairs {
-        values: PairValues::Bias(E::values(&bias)),
+    let bias = OracleBias {
+        values: BiasValues::Bias(E::values(&bias)),
         batch: 1,
         heads: problem.q_heads,
         queries: problem.q_len,
     };
     let oracle = Oracle::new(&problem, E::values(&q), E::values(&k), E::values(&v)).unwrap();
-    let oracle = oracle.with_bias(pairs).unwrap();
+    let oracle = oracle.with_bias(bias).unwrap();
     let given = [E::values(&d_o), Values::F32(&d_lse)];
     let right = oracle.gradients(given[0], Some(given[1])).unwrap();
     let naive = naive_f32_gradients(&oracle, E::DTYPE, given[0], Some(given[1])).unwrap();

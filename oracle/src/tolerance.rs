@@ -10,7 +10,7 @@
 //! | a single-device kernel | f32 arithmetic without any care | `2 · E_naive + rounding of the output + a` |
 //! | rows without an oracle (too expensive) | f32 on the same device | the same, plus the error of that f32 elsewhere |
 //!
-//! with `a` = 1e-6 for f32 and 2e-3 for f16 and bf16, at any world size. Errors are measured and not predicted,
+//! with `a` = 1e-6 for f32 and 2e-3 for f16 and bf16, for any number of ranks. Errors are measured and not predicted,
 //! because they depend on length, head dimension and size of the scores. The factor 2 allows for another order of the
 //! same sums.
 //!

@@ -6,12 +6,12 @@
 //!
 //! ```
 //! use kyklos_plan::plan::ProvedPlans;
-//! use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+//! use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 //!
 //! let problem = AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F16, Mask::causal())?;
-//! let world = plan_world(&problem, Mesh::new(1, 4)?, PlacementKind::Zigzag, &Split::Equal, Strategy::Ring)?;
-//! let proved = ProvedPlans::new(world)?;
-//! assert_eq!(proved.world().plans.len(), 4);
+//! let set = plan_forward(&problem, Mesh::new(1, 4)?, PlacementKind::Zigzag, &Split::Equal, Strategy::Ring)?;
+//! let proved = ProvedPlans::new(set)?;
+//! assert_eq!(proved.set().plans.len(), 4);
 //! # Ok::<(), kyklos_plan::Error>(())
 //! ```
 //!
@@ -48,7 +48,7 @@ mod wire;
 pub use bias::{BiasKind, BiasTensor};
 pub use dtype::Dtype;
 pub use error::{Error, Remedy, Result};
-pub use kyklos_rank::{MAX_WORLD, Rank};
+pub use kyklos_rank::{MAX_RANKS, Rank};
 pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::Mesh;
@@ -56,7 +56,7 @@ pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use spans::{RowSpan, Spans};
 pub use strategy::{
-    deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_world, plan_backward,
+    deal as deal_tokens, meshes_by_bytes, placed_meshes_by_bytes, plan as plan_forward, plan_backward,
     plan_backward_placed, plan_placed, plan_rows,
 };
 pub use strategy_list::Strategy;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-use kyklos_rank::{MAX_WORLD, Rank};
+use kyklos_rank::{MAX_RANKS, Rank};
 
 use crate::error::{Error, Result};
 use crate::problem::AttentionProblem;
@@ -21,12 +21,12 @@ impl Mesh {
     /// A mesh of `ulysses · ring` ranks.
     ///
     /// # Errors
-    /// [`Error::Request`] for a zero extent or more than [`MAX_WORLD`] ranks.
+    /// [`Error::Request`] for a zero extent or more than [`MAX_RANKS`] ranks.
     pub fn new(ulysses: u32, ring: u32) -> Result<Self> {
-        if ulysses == 0 || ring == 0 || u64::from(ulysses) * u64::from(ring) > u64::from(MAX_WORLD) {
+        if ulysses == 0 || ring == 0 || u64::from(ulysses) * u64::from(ring) > u64::from(MAX_RANKS) {
             return Err(Error::request(
                 format!("mesh {ulysses}x{ring} is not possible"),
-                format!("both extents are at least 1 and their product at most {MAX_WORLD}"),
+                format!("both extents are at least 1 and their product at most {MAX_RANKS}"),
             ));
         }
         Ok(Self { ulysses, ring })
@@ -43,7 +43,7 @@ impl Mesh {
     }
 
     /// Number of ranks, U·R.
-    pub fn world(self) -> u32 {
+    pub fn size(self) -> u32 {
         self.ulysses * self.ring
     }
 
@@ -62,14 +62,14 @@ impl Mesh {
     /// # Errors
     /// [`Error::Request`] when the Ulysses extent exceeds the query heads.
     pub fn fits(self, problem: &AttentionProblem) -> Result<()> {
-        let (ulysses, heads, world) = (self.ulysses, problem.q_heads, self.world());
+        let (ulysses, heads, size) = (self.ulysses, problem.q_heads, self.size());
         if ulysses <= heads {
             return Ok(());
         }
-        let best = (1..=heads).rev().find(|u| world.is_multiple_of(*u)).unwrap_or(1);
+        let best = (1..=heads).rev().find(|u| size.is_multiple_of(*u)).unwrap_or(1);
         Err(Error::request(
             format!("ulysses = {ulysses} needs at least {ulysses} query heads, the problem has {heads}"),
-            Remedy::UseMesh { ulysses: best, ring: world / best },
+            Remedy::UseMesh { ulysses: best, ring: size / best },
         ))
     }
 

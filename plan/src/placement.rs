@@ -44,14 +44,14 @@ pub enum Split {
     Tokens(Vec<u32>),
     /// Token counts for which the visible (query, key) pairs of each shard are in proportion to the weights of its
     /// ranks. These counts depend on the mask, so [`Placement::new`] refuses this variant and
-    /// [`plan_world`](crate::plan_world) accepts it.
+    /// [`plan_forward`](crate::plan_forward) accepts it.
     Work(Vec<f64>),
     /// One split for the queries and another one for the keys and values, of which replicated keys are not dealt. A
-    /// placement is of one side, so [`Placement::new`] refuses this variant and [`plan_world`](crate::plan_world)
+    /// placement is of one side, so [`Placement::new`] refuses this variant and [`plan_forward`](crate::plan_forward)
     /// accepts it.
     ///
     /// ```
-    /// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+    /// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
     ///
     /// // Two new queries, both on rank 0, over a cache of 600 keys on three ranks.
     /// let problem = AttentionProblem::new([1, 600, 8, 2, 64], Dtype::F32, Mask::causal())?.with_queries(2, 598)?;
@@ -59,8 +59,8 @@ pub enum Split {
     ///     queries: Box::new(Split::Tokens(vec![2, 0, 0])),
     ///     keys: Box::new(Split::Tokens(vec![100, 250, 250])),
     /// };
-    /// let world = plan_world(&problem, Mesh::new(1, 3)?, PlacementKind::Contiguous, &split, Strategy::PassQ)?;
-    /// assert_eq!(world.kv_placement.ranks()[1].to_string(), "100..350");
+    /// let set = plan_forward(&problem, Mesh::new(1, 3)?, PlacementKind::Contiguous, &split, Strategy::PassQ)?;
+    /// assert_eq!(set.kv_placement.ranks()[1].to_string(), "100..350");
     /// # Ok::<(), kyklos::Error>(())
     /// ```
     Separate {
@@ -218,18 +218,16 @@ impl Deal {
 impl Split {
     /// Tokens of each rank of `mesh`, which add up to `total`.
     pub(crate) fn counts(&self, mesh: Mesh, total: u32) -> Result<Vec<u32>> {
-        let world = mesh.world();
+        let size = mesh.size();
         let wrong_length = |what: &str, given: usize| {
             Error::request(
-                format!("{given} {what} for {world} ranks"),
+                format!("{given} {what} for {size} ranks"),
                 format!("give one for each rank of the mesh {mesh}"),
             )
         };
         match self {
-            Self::Even => {
-                Ok((0..world).map(|rank| total / world + u32::from(rank < total % world)).collect())
-            }
-            Self::Weights(weights) if weights.len() != world as usize => {
+            Self::Even => Ok((0..size).map(|rank| total / size + u32::from(rank < total % size)).collect()),
+            Self::Weights(weights) if weights.len() != size as usize => {
                 Err(wrong_length("weights", weights.len()))
             }
             Self::Weights(weights) => by_largest_remainder(weights, total),
@@ -241,7 +239,7 @@ impl Split {
                 "a split of queries and keys for the tokens of one side",
                 "make plans with it (plan_world), or give the split of this side",
             )),
-            Self::Tokens(tokens) if tokens.len() != world as usize => {
+            Self::Tokens(tokens) if tokens.len() != size as usize => {
                 Err(wrong_length("token counts", tokens.len()))
             }
             Self::Tokens(tokens) => {

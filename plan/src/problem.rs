@@ -14,7 +14,16 @@ use crate::wire::WireFormat;
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
-/// q is `[batch, q_len, q_heads, head_dim]`, k and v are `[batch, kv_len, kv_heads, head_dim]`.
+/// q is `[batch, q_len, q_heads, head_dim]`, k and v are `[batch, kv_len, kv_heads, head_dim]`. The fields can be read; the
+/// methods change them, and refuse what does not fit.
+///
+/// ```compile_fail
+/// # use kyklos_plan::{AttentionProblem, Dtype, Mask};
+/// let mut problem = AttentionProblem::new([1, 64, 8, 2, 64], Dtype::F32, Mask::causal())?;
+/// problem.kv_heads = 3; // 8 query heads cannot share 3 KV heads
+/// # Ok::<(), kyklos_plan::Error>(())
+/// ```
+#[readonly::make]
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct AttentionProblem {
     /// Batch entries.
@@ -45,7 +54,7 @@ pub struct AttentionProblem {
     pub sinks: Vec<f32>,
     /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key), or
     /// over keys.
-    #[serde(rename = "pairs")]
+    #[serde(rename = "bias")]
     pub bias: Option<BiasTensor>,
     /// Whether a backward pass also computes the gradient of the additive bias tensor. A forward pass is the same with it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
@@ -157,6 +166,30 @@ impl AttentionProblem {
     /// As [`Self::new`].
     pub fn with_queries(self, q_len: u32, q_offset: u32) -> Result<Self> {
         Self { q_len, q_offset, ..self }.checked()
+    }
+
+    /// This problem with `kv_len` keys.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_keys(self, kv_len: u32) -> Result<Self> {
+        Self { kv_len, ..self }.checked()
+    }
+
+    /// This problem with tensors of another storage type.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_dtype(self, dtype: Dtype) -> Result<Self> {
+        Self { dtype, ..self }.checked()
+    }
+
+    /// This problem with another mask.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_mask(self, mask: Mask) -> Result<Self> {
+        Self { mask, ..self }.checked()
     }
 
     /// This problem with another factor on q·k, and with a softcap.

@@ -64,8 +64,8 @@ enum ResultsOption {
 }
 
 impl Call {
-    /// The options of a call of `world` ranks.
-    pub(crate) fn of(options: &Options<'_>, world: u32) -> Result<Self> {
+    /// The options of a call of `size` ranks.
+    pub(crate) fn of(options: &Options<'_>, size: u32) -> Result<Self> {
         let heads_first = match options.layout.as_str() {
             "bshd" => false,
             "bhsd" => true,
@@ -81,7 +81,7 @@ impl Call {
             .sinks(options.sinks.clone().unwrap_or_default())
             .q_offset(options.q_offset)
             .label(options.label.clone())
-            .execution(execution(options, world)?);
+            .execution(execution(options, size)?);
         if let Some(scale) = options.scale {
             attention = attention.scale(scale);
         }
@@ -107,7 +107,7 @@ impl Call {
     }
 }
 
-fn execution(options: &Options<'_>, world: u32) -> Result<Execution> {
+fn execution(options: &Options<'_>, size: u32) -> Result<Execution> {
     let mut execution = Execution::new().fixed_order(options.fixed_order).inference(options.inference);
     let mesh = options.mesh.as_deref().map(str::parse::<Mesh>).transpose()?;
     if let Some(strategy) = &options.strategy {
@@ -128,7 +128,7 @@ fn execution(options: &Options<'_>, world: u32) -> Result<Execution> {
         (Some(queries), Some(keys)) => {
             let mesh = match mesh {
                 Some(mesh) => mesh,
-                None => Mesh::new(1, world)?,
+                None => Mesh::new(1, size)?,
             };
             let owners = |lists: &TokenLists, replicated: std::ops::Range<u32>| -> Result<Placement> {
                 let total: u32 = lists.iter().flatten().map(|(first, end)| end.saturating_sub(*first)).sum();

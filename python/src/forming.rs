@@ -36,7 +36,7 @@ pub(crate) struct SessionSettings {
 #[pyo3(from_item_all)]
 pub(crate) struct LaunchSettings {
     rank: Option<u32>,
-    world: Option<u32>,
+    size: Option<u32>,
     coordinator: Option<String>,
     cluster_file: Option<PathBuf>,
     identity: Option<PathBuf>,
@@ -57,7 +57,7 @@ pub(crate) struct LaunchSettings {
 pub(crate) struct Member {
     pem: String,
     rank: u32,
-    world: u32,
+    size: u32,
     host: String,
     port: u16,
     advertise: Option<String>,
@@ -71,16 +71,16 @@ pub(crate) struct Member {
 pub(crate) fn local(
     py: Python<'_>,
     names: Vec<String>,
-    world: u32,
+    size: u32,
     settings: SessionSettings,
 ) -> PyResult<Vec<Group>> {
     let wish = settings.wish(py)?;
     let refuse = |mismatch: String, remedy: &str| errors::of_call(py, &Error::request(mismatch, remedy));
-    if world == 0 || world > LOCAL_RANKS {
-        return Err(refuse(format!("a group of {world} ranks in one process"), "use 1 to 1024 ranks"));
+    if size == 0 || size > LOCAL_RANKS {
+        return Err(refuse(format!("a group of {size} ranks in one process"), "use 1 to 1024 ranks"));
     }
     let open = |name: &str| py.detach(|| devices::open(name)).map_err(|error| errors::of_call(py, &error));
-    let transports = in_process_group(world);
+    let transports = in_process_group(size);
     let places: Vec<_> = match (&names[..], wish) {
         ([one], CollectiveWish::Host) => {
             let (options, leave) = (settings.options(py)?, settings.leave(py)?);
@@ -94,7 +94,7 @@ pub(crate) fn local(
             let device = open(one)?;
             transports.into_iter().map(|transport| (transport, device.clone())).collect()
         }
-        (names, _) if names.len() == world as usize => {
+        (names, _) if names.len() == size as usize => {
             let mut opened: Vec<(&str, Device)> = Vec::new();
             let mut places = Vec::new();
             for (name, transport) in names.iter().zip(transports) {
@@ -112,7 +112,7 @@ pub(crate) fn local(
         }
         (names, _) => {
             return Err(refuse(
-                format!("{} devices for {world} ranks", names.len()),
+                format!("{} devices for {size} ranks", names.len()),
                 "name one device for all ranks, or one for each",
             ));
         }
@@ -129,7 +129,7 @@ pub(crate) fn of_launcher(
     settings: SessionSettings,
 ) -> PyResult<Group> {
     settings.check(py)?;
-    let LaunchSettings { rank, world, port, bind, network, .. } = &launch;
+    let LaunchSettings { rank, size, port, bind, network, .. } = &launch;
     let bind = match bind.as_deref().map(str::parse) {
         Some(Err(_)) => {
             let error = Error::request("bind is not an IP address", "write it like 10.0.0.1 or fd00::1");
@@ -140,7 +140,7 @@ pub(crate) fn of_launcher(
     };
     let mut join = kyklos_launch::Options {
         rank: *rank,
-        world: world.and_then(NonZeroU32::new),
+        size: size.and_then(NonZeroU32::new),
         bind,
         port: *port,
         join_deadline: seconds(py, "join_deadline_s", launch.join_deadline_s)?,
@@ -161,12 +161,12 @@ pub(crate) fn of_launcher(
     settings.group(py, group.transport, device)
 }
 
-/// New identities of `world` ranks, as PEM, by rank. Each is the secret of its rank.
+/// New identities of `size` ranks, as PEM, by rank. Each is the secret of its rank.
 #[pyfunction]
-pub(crate) fn identities(py: Python<'_>, world: u32) -> PyResult<Vec<String>> {
+pub(crate) fn identities(py: Python<'_>, size: u32) -> PyResult<Vec<String>> {
     let made = || -> Result<Vec<String>, TransportError> {
         let authority = ClusterAuthority::new(JobId::random()?)?;
-        (0..world).map(|rank| Ok(authority.issue(Rank(rank))?.to_pem())).collect()
+        (0..size).map(|rank| Ok(authority.issue(Rank(rank))?.to_pem())).collect()
     };
     py.detach(made).map_err(|error| errors::of_forming(py, &error))
 }
@@ -199,7 +199,7 @@ pub(crate) fn with_identity(
     settings: SessionSettings,
 ) -> PyResult<Group> {
     settings.check(py)?;
-    let Member { pem, rank, world, host, port, advertise, network, link, join_deadline_s } = member;
+    let Member { pem, rank, size, host, port, advertise, network, link, join_deadline_s } = member;
     let profile = profile(py, &link)?;
     let advertise = advertise.map_or(Ok(Vec::new()), |text| parse_advertised(&text, "advertise"));
     let advertise = advertise.map_err(|error| errors::of_launch(py, &error))?;
@@ -216,7 +216,7 @@ pub(crate) fn with_identity(
         let address = addresses.next().ok_or_else(|| unknown("the name has no address".to_owned()))?;
         let identity = Identity::of_pem(pem.as_bytes(), "the identity of this rank")?;
         let job = identity.claims()?.job;
-        let mut config = QuicConfig::new(Rank(rank), world, job, address, identity);
+        let mut config = QuicConfig::new(Rank(rank), size, job, address, identity);
         config.coordinator_also = addresses.collect();
         config.advertise = advertise;
         config.bind_both_families();

@@ -136,8 +136,8 @@ impl Group {
     }
 
     #[getter]
-    fn world(&self) -> u32 {
-        self.worker.transport().world()
+    fn size(&self) -> u32 {
+        self.worker.transport().size()
     }
 
     #[getter]
@@ -172,7 +172,7 @@ impl Group {
     /// Checks options. If they are wrong, the other ranks get the error too.
     fn call<'py>(&self, py: Python<'py>, options: &Bound<'py, PyDict>) -> PyResult<Call> {
         let options: Result<Options<'py>> = extracted(options);
-        let call = options.and_then(|options| Call::of(&options, self.world()));
+        let call = options.and_then(|options| Call::of(&options, self.size()));
         call.map_err(|error| self.refuse(py, error))
     }
 
@@ -209,7 +209,7 @@ impl Group {
     /// The tokens of all ranks. With shares by speed the ranks agree on them.
     fn share<'py>(&self, py: Python<'py>, sharing: &Bound<'py, PyDict>) -> PyResult<Shared> {
         let sharing: Result<Sharing> = extracted(sharing);
-        let request = match sharing.and_then(|sharing| sharing.checked(self.world())) {
+        let request = match sharing.and_then(|sharing| sharing.checked(self.size())) {
             Ok(request) => request,
             Err(error) => return Err(self.refuse(py, error)),
         };

@@ -31,15 +31,15 @@ pub(crate) fn plan(py: Python<'_>, options: Options<'_>, extents: Extents) -> Py
 
 fn made(py: Python<'_>, options: &Options<'_>, extents: &Extents) -> Result<(String, String)> {
     let Extents { batch, heads, kv_heads, dim, dtype, q_counts, kv_counts, rank } = extents;
-    let world = u32::try_from(q_counts.len()).unwrap_or(u32::MAX);
-    if let Some(rank) = rank.filter(|rank| *rank >= world) {
-        return Err(Error::request(format!("rank {rank} of {world} ranks"), "name a rank of the group"));
+    let size = u32::try_from(q_counts.len()).unwrap_or(u32::MAX);
+    if let Some(rank) = rank.filter(|rank| *rank >= size) {
+        return Err(Error::request(format!("rank {rank} of {size} ranks"), "name a rank of the group"));
     }
-    let attention = for_plan(py, &Call::of(options, world)?)?;
+    let attention = for_plan(py, &Call::of(options, size)?)?;
     let plans = attention.plans([*batch, *heads, *kv_heads, *dim], dtype_of(dtype)?, q_counts, kv_counts)?;
-    let json = serde_json::to_string(&Explained::new(plans.world(), plans.checks(), None));
+    let json = serde_json::to_string(&Explained::new(plans.set(), plans.checks(), None));
     let json = json.map_err(|error| Error::request(error.to_string(), "report this"))?;
-    Ok((explain(plans.world(), plans.checks(), rank.map(Rank)), json))
+    Ok((explain(plans.set(), plans.checks(), rank.map(Rank)), json))
 }
 
 /// A type by its name in Python, or by that of the library.

@@ -51,17 +51,17 @@ pub(crate) struct Request {
 }
 
 impl Sharing {
-    pub(crate) fn checked(&self, world: u32) -> Result<Request> {
+    pub(crate) fn checked(&self, size: u32) -> Result<Request> {
         let Self { batch, heads, kv_heads, dim, q_len, kv_len, q_offset, .. } = self;
         let mask = self.mask.parse::<Mask>()?;
         let problem =
             AttentionProblem::new([*batch, *kv_len, *heads, *kv_heads, *dim], dtype_of(&self.dtype)?, mask)?
                 .with_queries(*q_len, *q_offset)?
                 .with_fixed_order(self.fixed_order)?;
-        let mesh = self.mesh.as_deref().map_or_else(|| Mesh::new(1, world), str::parse)?;
-        if mesh.world() != world {
+        let mesh = self.mesh.as_deref().map_or_else(|| Mesh::new(1, size), str::parse)?;
+        if mesh.size() != size {
             return Err(Error::request(
-                format!("mesh {mesh} for {world} ranks"),
+                format!("mesh {mesh} for {size} ranks"),
                 "use a mesh of all ranks of the group, or none",
             ));
         }
@@ -108,7 +108,7 @@ impl Request {
 
     fn tokens_of(&self, queries: &Placement, keys: &Placement) -> Shared {
         let lists = |placement: &Placement| -> TokenLists {
-            (0..self.mesh.world()).map(|rank| ranges(placement.of_rank(Rank(rank)))).collect()
+            (0..self.mesh.size()).map(|rank| ranges(placement.of_rank(Rank(rank)))).collect()
         };
         (lists(queries), lists(keys), self.mesh.to_string(), self.strategy.to_string())
     }

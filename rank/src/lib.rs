@@ -4,7 +4,7 @@
 use std::fmt;
 
 /// Most ranks of a group. Nothing that makes, plans or describes a group has a limit of its own above this one.
-pub const MAX_WORLD: u32 = 2048;
+pub const MAX_RANKS: u32 = 2048;
 
 /// Index of a rank in its group, from 0.
 ///

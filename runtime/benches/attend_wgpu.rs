@@ -111,7 +111,7 @@ fn measure(backend: &WgpuBackend, (shape, dtype, mask, rows): &Shape, repeats: u
             v: Operand { buffer: &v, layout: dense(kv_heads, seq) },
             kv_head_of: &kv_head_of,
             work,
-            pairs: None,
+            bias: None,
             fixed_order: false,
             inference: true,
             state,

@@ -96,7 +96,7 @@ fn time(
             v: Operand { buffer: &v, layout: layout(keys, kv_heads) },
             kv_head_of: &kv_head_of,
             work,
-            pairs: None,
+            bias: None,
             fixed_order: false,
             inference: true,
             state,

@@ -11,9 +11,9 @@ use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, layouts, shard};
 use kyklos::local::on_threads;
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{
-    Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_world,
+    Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_forward,
 };
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Transport, in_process_group};
@@ -31,14 +31,14 @@ fn main() {
         for mask in [Mask::full(), Mask::causal()] {
             let problem =
                 AttentionProblem::new([1, seq, 8, 2, 64], Dtype::F32, mask).expect("a fixed problem");
-            let worlds: Vec<World> =
-                Strategy::ALL.into_iter().map(|strategy| world(&problem, strategy)).collect();
-            let tensors = tensors(&worlds[0]);
-            // Rounds alternate between the worlds, so that a noisy minute hits all of them.
-            let mut runs: Vec<Vec<Timed>> = worlds.iter().map(|_| Vec::new()).collect();
+            let sets: Vec<PlanSet> =
+                Strategy::ALL.into_iter().map(|strategy| set(&problem, strategy)).collect();
+            let tensors = tensors(&sets[0]);
+            // Rounds alternate between the plan sets, so that a noisy minute hits all of them.
+            let mut runs: Vec<Vec<Timed>> = sets.iter().map(|_| Vec::new()).collect();
             for _ in 0..rounds {
-                for (world, runs) in worlds.iter().zip(&mut runs) {
-                    runs.push(run(world, group(world.mesh.world()), &tensors));
+                for (set, runs) in sets.iter().zip(&mut runs) {
+                    runs.push(run(set, group(set.mesh.size()), &tensors));
                 }
             }
             for runs in &mut runs {
@@ -46,14 +46,14 @@ fn main() {
             }
             // The first strategy is dense.
             let dense_ms = runs[0][rounds / 2].ms;
-            for (world, runs) in worlds.iter().zip(&runs) {
+            for (set, runs) in sets.iter().zip(&runs) {
                 let Timed { ms, computing } = &runs[rounds / 2];
                 println!(
                     "{transport},{},{},{},{},{ms:.2},{:.2},{:.2},{:.3},{:.2},{:.2}",
                     problem.mask,
-                    world.strategy,
-                    world.mesh,
-                    world.q_placement.name(),
+                    set.strategy,
+                    set.mesh,
+                    set.q_placement.name(),
                     runs[0].ms,
                     runs[rounds - 1].ms,
                     ms / dense_ms,
@@ -65,7 +65,7 @@ fn main() {
     }
 }
 /// Four ranks, on a mesh that uses the strategy.
-fn world(problem: &AttentionProblem, strategy: Strategy) -> World {
+fn set(problem: &AttentionProblem, strategy: Strategy) -> PlanSet {
     let (ulysses, ring) = match strategy {
         Strategy::Dense => (1, 1),
         Strategy::Ulysses | Strategy::Chunked => (4, 1),
@@ -75,7 +75,7 @@ fn world(problem: &AttentionProblem, strategy: Strategy) -> World {
         _ => (1, 4),
     };
     let mesh = Mesh::new(ulysses, ring).expect("a fixed mesh");
-    plan_world(problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).expect("it fits")
+    plan_forward(problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).expect("it fits")
 }
 
 /// One run.
@@ -86,13 +86,13 @@ struct Timed {
 }
 
 /// Milliseconds of the second run of all ranks with inputs loaded, from the last rank's start to the last rank's end.
-fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
-    let plans = Arc::new(ProvedPlans::new(world.clone()).expect("the plans hold"));
+fn run(set: &PlanSet, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
+    let plans = Arc::new(ProvedPlans::new(set.clone()).expect("the plans hold"));
     let ends = on_threads(transports, |transport| {
-        let part = shard(world, transport.rank(), tensors)?;
+        let part = shard(set, transport.rank(), tensors)?;
         let mut session = Session::new(transport, Device::cpu());
         pollster::block_on(async {
-            let [q, k, v] = part.qkv(&plans.world().problem)?;
+            let [q, k, v] = part.qkv(&plans.set().problem)?;
             let call = Attention::planned(&plans);
             let mut ends = Vec::new();
             for _ in 0..2 {
@@ -111,8 +111,8 @@ fn run(world: &World, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) ->
     Timed { ms, computing: ends.iter().map(|ends| ends[1].1 as f64 / 1e6 / ms).collect() }
 }
 
-fn tensors(world: &World) -> Tensors {
-    let (q, kv) = layouts(world);
+fn tensors(set: &PlanSet) -> Tensors {
+    let (q, kv) = layouts(set);
     // Speed does not depend on the values; these are between -1 and 1.
     let make = |bytes: usize, seed: u32| {
         let mut state = seed;

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use crate::backend::{Backend, Device};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
-use kyklos_plan::plan::{ProvedPlans, World};
+use kyklos_plan::plan::{PlanSet, ProvedPlans};
 use kyklos_plan::{BiasKind, BiasTensor, Dtype, Mask};
 
 pub use execution::Execution;
@@ -66,7 +66,7 @@ impl Attention {
         Self::default()
     }
 
-    /// The call that these plans compute: of [`plan_world`](crate::plan_world) or [`plan_placed`](crate::plan_placed) for
+    /// The call that these plans compute: of [`plan_forward`](crate::plan_forward) or [`plan_placed`](crate::plan_placed) for
     /// [`Session::attend`](crate::Session::attend), of [`plan_backward`](crate::plan_backward) for
     /// [`Session::backward`](crate::Session::backward), or of [`Self::plans`]. A backward pass follows only plans of a problem without
     /// [`AttentionProblem::inference`](crate::AttentionProblem::inference). Every rank gives the same plans, and
@@ -79,14 +79,14 @@ impl Attention {
     ///
     /// use kyklos::backend::Device;
     /// use kyklos::plan::{ProvedPlans, explain};
-    /// use kyklos::{Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, Tensor, plan_world};
+    /// use kyklos::{Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, Tensor, plan_forward};
     /// use kyklos_transport::in_process_group;
     ///
     /// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
     /// let mesh = Mesh::new(1, 1)?;
-    /// let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Dense)?;
-    /// let plans = Arc::new(ProvedPlans::new(world)?);
-    /// println!("{}", explain(plans.world(), plans.checks(), None));
+    /// let set = plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Dense)?;
+    /// let plans = Arc::new(ProvedPlans::new(set)?);
+    /// println!("{}", explain(plans.set(), plans.checks(), None));
     ///
     /// let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
     /// let q = Tensor::new([1, 64, 4, 32], vec![0.5_f32; 64 * 4 * 32])?;
@@ -96,7 +96,7 @@ impl Attention {
     /// # Ok::<(), kyklos::Error>(())
     /// ```
     pub fn planned(plans: &Arc<ProvedPlans>) -> Self {
-        let World { problem, mesh, strategy, .. } = plans.world();
+        let PlanSet { problem, mesh, strategy, .. } = plans.set();
         let execution = Execution {
             strategy: Some(*strategy),
             mesh: Some(*mesh),

@@ -85,9 +85,9 @@ impl RowTensors<'_> {
             let rows = self.cut(&piece, tensors);
             sink(piece.with(rows))?;
         }
-        let world = transport.world();
+        let size = transport.size();
         let mut ranks: Vec<_> =
-            (1..world).map(Rank).map(|rank| (rank, (0..).zip(self.pieces(rank)))).collect();
+            (1..size).map(Rank).map(|rank| (rank, (0..).zip(self.pieces(rank)))).collect();
         let mut outstanding: VecDeque<(Cut, Posted<Vec<Bytes>>)> = VecDeque::new();
         while !ranks.is_empty() {
             let mut still = Vec::with_capacity(ranks.len());

@@ -26,7 +26,7 @@ pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
 pub use inputs::Inputs;
 pub(crate) use inputs::refusal;
-use kyklos_plan::plan::{Buffer, BufferId, GradientStep, Plan, ProvedPlans, Step, World};
+use kyklos_plan::plan::{Buffer, BufferId, GradientStep, Plan, PlanSet, ProvedPlans, Step};
 use kyklos_plan::{BlockWork, MaskClass, WireFormat};
 use run::Run;
 
@@ -38,7 +38,7 @@ pub struct Executor<'a, B: Backend, C: ?Sized> {
     backend: &'a B,
     collective: &'a C,
     lowered: &'a LoweredPlan,
-    world: &'a World,
+    set: &'a PlanSet,
     plan: &'a Plan,
     peak_bytes: u64,
     options: RunOptions,
@@ -111,19 +111,19 @@ pub struct LoweredPlan {
 impl LoweredPlan {
     /// Lowers the mask of each attend step of `rank` to the tiles of `backend`.
     pub fn new<B: Backend>(plans: Arc<ProvedPlans>, rank: Rank, backend: &B) -> Self {
-        let world = plans.world();
-        let (plan, problem) = (world.plan(rank), &world.problem);
+        let set = plans.set();
+        let (plan, problem) = (set.plan(rank), &set.problem);
         let mut works: Vec<Vec<BlockWork>> = Vec::with_capacity(plan.steps.len());
         let mut before: Option<usize> = None;
         for step in &plan.steps {
             let mut layers = Vec::new();
             let block = match step {
                 Step::Attend { q, kv, state, .. } => {
-                    Some((q, kv, backend.tile_shape(problem, state_shape(world, plan, *state))))
+                    Some((q, kv, backend.tile_shape(problem, state_shape(set, plan, *state))))
                 }
                 Step::AttendBackward(step) => {
                     let GradientStep { q, kv, dq, .. } = &**step;
-                    Some((q, kv, backend.backward_tile_shape(problem, state_shape(world, plan, *dq))))
+                    Some((q, kv, backend.backward_tile_shape(problem, state_shape(set, plan, *dq))))
                 }
                 _ => None,
             };
@@ -137,7 +137,7 @@ impl LoweredPlan {
             works.push(layers);
         }
         let converts = |plan: &Plan| plan.steps.iter().any(|step| matches!(step, Step::Convert { .. }));
-        let narrows = problem.wire == WireFormat::F16 && world.plans.iter().any(converts);
+        let narrows = problem.wire == WireFormat::F16 && set.plans.iter().any(converts);
         Self { plans, rank, works, narrows }
     }
 
@@ -155,7 +155,7 @@ impl LoweredPlan {
         let plan =
             |plan: &Plan| size_of_val(&plan.steps[..]) + plan.buffers.iter().map(buffer).sum::<usize>();
         self.works.iter().flatten().map(work).sum::<usize>()
-            + self.plans.world().plans.iter().map(plan).sum::<usize>()
+            + self.plans.set().plans.iter().map(plan).sum::<usize>()
     }
 
     /// The plans of all ranks.
@@ -167,10 +167,10 @@ impl LoweredPlan {
 impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
     /// An executor of `lowered`, which was lowered for `backend`.
     pub fn new(backend: &'a B, collective: &'a C, lowered: &'a LoweredPlan, options: RunOptions) -> Self {
-        let world = lowered.plans.world();
-        let plan = world.plan(lowered.rank);
+        let set = lowered.plans.set();
+        let plan = set.plan(lowered.rank);
         let peak_bytes = lowered.plans.peak_bytes(lowered.rank);
-        Self { backend, collective, lowered, world, plan, peak_bytes, options }
+        Self { backend, collective, lowered, set, plan, peak_bytes, options }
     }
 
     /// Runs the plan as operation `op`. Each operation of a group has its own number, the same on all ranks. An error of this
@@ -234,7 +234,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
 
     /// Bytes of each tensor of a buffer.
     fn tensor_bytes(&self, id: BufferId) -> Vec<usize> {
-        let (buffer, problem) = (self.plan.buffer(id), &self.world.problem);
+        let (buffer, problem) = (self.plan.buffer(id), &self.set.problem);
         let batch = buffer.content.batch(problem) as usize;
         let (rows, heads) = (buffer.rows(), buffer.head_count() as usize);
         buffer.content.tensors(problem).map(|tensor| batch * tensor.bytes(rows, heads)).collect()
@@ -242,8 +242,8 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
 }
 
 /// Extents of a running state of a plan.
-fn state_shape(world: &World, plan: &Plan, state: BufferId) -> StateShape {
-    let (buffer, problem) = (plan.buffer(state), &world.problem);
+fn state_shape(set: &PlanSet, plan: &Plan, state: BufferId) -> StateShape {
+    let (buffer, problem) = (plan.buffer(state), &set.problem);
     StateShape {
         batch: problem.batch as usize,
         rows: buffer.tokens.len(),

@@ -5,7 +5,7 @@ use kyklos_transport::Rank;
 
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
-use kyklos_plan::plan::World;
+use kyklos_plan::plan::PlanSet;
 use kyklos_plan::{AttentionProblem, TokenRuns};
 
 /// Extents of a host tensor `[batch, tokens, …]` whose tokens have `token_bytes` adjacent bytes.
@@ -125,18 +125,18 @@ impl Tensors {
 ///
 /// # Errors
 /// [`crate::Error::Request`] when the tensors do not have the problem's shape.
-pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
-    let (q_tokens, kv_tokens) = (&world.q_placement.held_by(rank), &world.kv_placement.held_by(rank));
-    let (q, kv) = layouts(world);
-    if world.problem.bias.is_some() != tensors.bias.is_some() {
-        let (has, given) = if world.problem.bias.is_some() { ("has an", "none") } else { ("has no", "one") };
+pub fn shard(set: &PlanSet, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
+    let (q_tokens, kv_tokens) = (&set.q_placement.held_by(rank), &set.kv_placement.held_by(rank));
+    let (q, kv) = layouts(set);
+    if set.problem.bias.is_some() != tensors.bias.is_some() {
+        let (has, given) = if set.problem.bias.is_some() { ("has an", "none") } else { ("has no", "one") };
         return Err(Error::request(
             format!("the problem {has} attention bias tensor, Tensors::bias gives {given}"),
             "use AttentionProblem::with_bias together with Tensors::bias, or neither",
         ));
     }
-    let pairs = bias_layout(world).zip(tensors.bias.as_ref());
-    let bias_tokens = match world.problem.shared_bias() {
+    let bias = bias_layout(set).zip(tensors.bias.as_ref());
+    let bias_tokens = match set.problem.shared_bias() {
         Some(_) => TokenRuns::contiguous(0..1),
         None => q_tokens.clone(),
     };
@@ -144,23 +144,23 @@ pub fn shard(world: &World, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
         q: q.gather(&tensors.q, q_tokens)?,
         k: kv.gather(&tensors.k, kv_tokens)?,
         v: kv.gather(&tensors.v, kv_tokens)?,
-        bias: pairs.map(|(layout, pairs)| layout.gather(pairs, &bias_tokens)).transpose()?,
+        bias: bias.map(|(layout, bias)| layout.gather(bias, &bias_tokens)).transpose()?,
     })
 }
 
 /// Layout in host memory of the whole attention bias tensor, if the problem has one. With shared rows it has one token.
-pub fn bias_layout(world: &World) -> Option<HostLayout> {
-    let problem = &world.problem;
-    problem.bias.map(|pairs| HostLayout {
-        batch: pairs.batch as usize,
-        tokens: if pairs.shared_rows { 1 } else { problem.q_len as usize },
-        token_bytes: pairs.heads as usize * pairs.row_bytes(problem.dtype, problem.kv_len),
+pub fn bias_layout(set: &PlanSet) -> Option<HostLayout> {
+    let problem = &set.problem;
+    problem.bias.map(|bias| HostLayout {
+        batch: bias.batch as usize,
+        tokens: if bias.shared_rows { 1 } else { problem.q_len as usize },
+        token_bytes: bias.heads as usize * bias.row_bytes(problem.dtype, problem.kv_len),
     })
 }
 
 /// Layouts in host memory: of the whole q, which is also that of o, and of the whole k, which is also that of v.
-pub fn layouts(world: &World) -> (HostLayout, HostLayout) {
-    let problem = &world.problem;
+pub fn layouts(set: &PlanSet) -> (HostLayout, HostLayout) {
+    let problem = &set.problem;
     let layout = |tokens: u32, heads: u32| HostLayout {
         batch: problem.batch as usize,
         tokens: tokens as usize,

@@ -87,7 +87,7 @@
 //! # Contract
 //!
 //! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
-//!   [`plan::ProvedPlans`] exists only after the proof of a world's plans, and executors accept nothing else. Backends and
+//!   [`plan::ProvedPlans`] exists only after the proof of a plan set, and executors accept nothing else. Backends and
 //!   the executor trust both.
 //! - **Errors** are one enum, [`Error`]; its variants say where the fault is. A refused request has a [`Remedy`].
 //! - **Blocking.** Nothing here blocks on a future, except functions that say so. The executor is an `async fn` without
@@ -123,10 +123,10 @@ pub use tensor::{Element, Tensor};
 /// The error of what makes plans: [`Error`] is made from it.
 pub use kyklos_plan::Error as PlanError;
 pub use kyklos_plan::{
-    AttentionProblem, BiasKind, BiasTensor, BlockWork, Deal, Dtype, MAX_WORLD, Mask, MaskClass, MaskSlice,
+    AttentionProblem, BiasKind, BiasTensor, BlockWork, Deal, Dtype, MAX_RANKS, Mask, MaskClass, MaskSlice,
     Mesh, Placement, PlacementKind, Rank, Remedy, Results, RowSpan, Run, SlicePart, Spans, Split, Strategy,
     TILE_KEYS, TOKENS_PER_SCALE, TileRun, TileShape, TokenRuns, WireFormat, deal_tokens, meshes_by_bytes,
-    placed_meshes_by_bytes, plan, plan_backward, plan_backward_placed, plan_placed, plan_rows, plan_world,
+    placed_meshes_by_bytes, plan, plan_backward, plan_backward_placed, plan_forward, plan_placed, plan_rows,
     simulate,
 };
 

@@ -126,7 +126,7 @@ impl Kernel {
                 kernel.storage.name(),
                 kernel.head_dim,
                 if kernel.softcap { "-softcap" } else { "" },
-                kernel.pairs.suffix()
+                kernel.bias.suffix()
             ),
             Self::Decode(kernel) => format!(
                 "decode-{}-{}-d{}x{}{}{}",
@@ -135,7 +135,7 @@ impl Kernel {
                 kernel.head_dim,
                 kernel.slots,
                 if kernel.softcap { "-softcap" } else { "" },
-                kernel.pairs.suffix()
+                kernel.bias.suffix()
             ),
             Self::MergeParts { head_dim } => format!("merge-parts-d{head_dim}"),
             Self::Merge { head_dim } => format!("merge-d{head_dim}"),
@@ -156,7 +156,7 @@ impl Kernel {
                 kernel.storage.name(),
                 kernel.head_dim,
                 if kernel.softcap { "-softcap" } else { "" },
-                kernel.pairs.suffix()
+                kernel.bias.suffix()
             ),
             Self::RowStats { storage, head_dim, d_lse } => {
                 format!("row-stats-{}-d{head_dim}{}", storage.name(), if *d_lse { "-d-lse" } else { "" })
@@ -196,7 +196,7 @@ impl Kernel {
             }
         };
         bindings.extend(match *self {
-            Self::Decode(DecodeKernel { storage, pairs, .. }) => vec![
+            Self::Decode(DecodeKernel { storage, bias, .. }) => vec![
                 read("q", storage.unit_type()),
                 key_value("k", storage.unit_type()),
                 key_value("v", storage.unit_type()),
@@ -206,7 +206,7 @@ impl Kernel {
                 read("work", "u32"),
             ]
             .into_iter()
-            .chain(pairs.any().then(|| read("pairs", "u32")))
+            .chain(bias.any().then(|| read("bias", "u32")))
             .collect(),
             Self::MergeParts { .. } => vec![
                 write("state_a", "vec4<f32>"),
@@ -214,7 +214,7 @@ impl Kernel {
                 read("part_a", "vec4<f32>"),
                 read("part_ml", "vec2<f32>"),
             ],
-            Self::Attend(AttendKernel { storage, pairs, .. }) => vec![
+            Self::Attend(AttendKernel { storage, bias, .. }) => vec![
                 read("q", storage.unit_type()),
                 key_value("k", storage.unit_type()),
                 key_value("v", storage.unit_type()),
@@ -224,7 +224,7 @@ impl Kernel {
                 read("work", "u32"),
             ]
             .into_iter()
-            .chain(pairs.any().then(|| read("pairs", "u32")))
+            .chain(bias.any().then(|| read("bias", "u32")))
             .collect(),
             Self::Merge { .. } => vec![
                 write("into_a", "vec4<f32>"),
@@ -259,7 +259,7 @@ impl Kernel {
                 vec![read("codes", "u32"), read("scales", "f32"), write("destination", storage.unit_type())]
             }
             Self::ResetState => vec![write("state_ml", "vec2<f32>")],
-            Self::AttendBackward(BackwardKernel { sums, storage, pairs, .. }) => {
+            Self::AttendBackward(BackwardKernel { sums, storage, bias, .. }) => {
                 let moving: &[&str] =
                     if sums.rows_are_fixed() { &["k", "v"] } else { &["q", "d_o", "stats"] };
                 let tensor = |name, element| {
@@ -272,7 +272,7 @@ impl Kernel {
                 let sum = if sums.of_bias() { "f32" } else { "vec4<f32>" };
                 bindings.extend(sums.targets().iter().map(|name| write(name, sum)));
                 bindings.push(read("lists", "u32"));
-                bindings.extend(pairs.any().then(|| read("pairs", "u32")));
+                bindings.extend(bias.any().then(|| read("bias", "u32")));
                 bindings
             }
             Self::RowStats { storage, d_lse, .. } => {

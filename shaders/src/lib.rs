@@ -26,12 +26,12 @@
 
 mod attend;
 mod backward;
+mod bias;
 mod codes;
 mod convert;
 mod decode;
 mod finish;
 mod kernel;
-mod pairs;
 mod repack;
 mod source;
 mod storage;
@@ -41,8 +41,8 @@ mod variant;
 
 pub use backward::params::{BackwardParams, RowStatsParams};
 pub use backward::variant::{BackwardKernel, BackwardVariant, Sums};
+pub use bias::BiasInput;
 pub use kernel::{Access, Binding, EMPTY_M, ENTRY_POINT, Kernel, MAX_HEAD_DIM};
-pub use pairs::Pairs;
 pub use source::Dialect;
 pub use storage::{Scales, Storage};
 pub use uniforms::{

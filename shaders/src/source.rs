@@ -3,8 +3,8 @@
 use crate::kernel::{Kernel, MAX_HEAD_DIM};
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
 use crate::{
-    BackwardKernel, BackwardVariant, Pairs, Storage, Sums, attend, backward, codes, convert, decode, finish,
-    repack,
+    BackwardKernel, BackwardVariant, BiasInput, Storage, Sums, attend, backward, codes, convert, decode,
+    finish, repack,
 };
 
 /// The compiler that reads the text: compilers disagree about how a text announces its use of subgroups.
@@ -21,7 +21,7 @@ impl Kernel {
     ///
     /// # Panics
     /// On a head dim that is not a multiple of 8 up to [`MAX_HEAD_DIM`], more slots than
-    /// [`DecodeVariant::most_slots`] allows, or a matrix variant that would read pairs.
+    /// [`DecodeVariant::most_slots`] allows, or a matrix variant that would read a bias.
     pub fn source(&self, dialect: Dialect) -> String {
         match *self {
             Self::Attend(kernel) => {
@@ -34,7 +34,7 @@ impl Kernel {
                         attend::subgroup::source(kernel, subgroup_size, rows_per_lane)
                     }
                     AttendVariant::Cooperative { size, subgroup_size, subgroups } => {
-                        assert!(!kernel.pairs.any(), "the matrix variant reads no pairs");
+                        assert!(!kernel.bias.any(), "the matrix variant reads no bias");
                         attend::cooperative::source(kernel, size, subgroup_size, subgroups)
                     }
                 };
@@ -66,10 +66,10 @@ impl Kernel {
             Self::Accumulate { words } => repack::accumulate(words),
             Self::AttendBackward(kernel) => {
                 assert_head_dim(kernel.head_dim);
-                let of_keys = kernel.variant.of_keys(kernel.head_dim, kernel.pairs);
+                let of_keys = kernel.variant.of_keys(kernel.head_dim, kernel.bias);
                 let made = match kernel.sums {
                     Sums::Queries => true,
-                    Sums::Bias | Sums::SharedBias => kernel.pairs == Pairs::Bias,
+                    Sums::Bias | Sums::SharedBias => kernel.bias == BiasInput::Bias,
                     sums => of_keys.contains(&sums),
                 };
                 assert!(made, "{:?} is not made", kernel.sums);
@@ -153,7 +153,7 @@ impl Kernel {
             }) => attend::cooperative::workgroup_bytes(*head_dim, *size, *subgroups),
             Self::Attend(AttendKernel {
                 variant: AttendVariant::SubgroupBroadcast { .. },
-                pairs: Pairs::Visible,
+                bias: BiasInput::Visible,
                 ..
             }) => attend::subgroup::VISIBLE_BYTES,
             Self::Decode(kernel @ DecodeKernel { variant: DecodeVariant::Portable, .. }) => {

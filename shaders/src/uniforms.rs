@@ -131,14 +131,14 @@ uniform! {
         q_scale: f32,
         /// With softcap c: c.
         cap: f32,
-        /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
-        pairs_offset: u32,
-        /// Distance of batch entries in the pairs; 0 where they share one.
-        pairs_batch: u32,
-        /// Distance of rows in the pairs.
-        pairs_row: u32,
-        /// Distance of heads in the pairs; 0 where they share one.
-        pairs_head: u32,
+        /// Where (batch 0, row 0, head 0) of the bias is, in words or, of a bias, in elements.
+        bias_offset: u32,
+        /// Distance of batch entries in the bias; 0 where they share one.
+        bias_batch: u32,
+        /// Distance of rows in the bias.
+        bias_row: u32,
+        /// Distance of heads in the bias; 0 where they share one.
+        bias_head: u32,
         /// Not used; makes the size a multiple of 16.
         pad: u32,
     }
@@ -207,14 +207,14 @@ uniform! {
         q_scale: f32,
         /// With softcap c: c.
         cap: f32,
-        /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
-        pairs_offset: u32,
-        /// Distance of batch entries in the pairs; 0 where they share one.
-        pairs_batch: u32,
-        /// Distance of rows in the pairs.
-        pairs_row: u32,
-        /// Distance of heads in the pairs; 0 where they share one.
-        pairs_head: u32,
+        /// Where (batch 0, row 0, head 0) of the bias is, in words or, of a bias, in elements.
+        bias_offset: u32,
+        /// Distance of batch entries in the bias; 0 where they share one.
+        bias_batch: u32,
+        /// Distance of rows in the bias.
+        bias_row: u32,
+        /// Distance of heads in the bias; 0 where they share one.
+        bias_head: u32,
         /// Not used; makes the size a multiple of 16.
         pad0: u32,
         /// Not used.

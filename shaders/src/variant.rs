@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{Pairs, Storage};
+use crate::{BiasInput, Storage};
 
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -170,7 +170,7 @@ pub struct AttendKernel {
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
     /// Which mask or bias tensor it reads. The matrix variant reads none.
-    pub pairs: Pairs,
+    pub bias: BiasInput,
 }
 
 /// Extent of the tiles that an attention kernel works on.
@@ -219,5 +219,5 @@ pub struct DecodeKernel {
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
     /// Which mask or bias tensor it reads. The matrix variant reads none.
-    pub pairs: Pairs,
+    pub bias: BiasInput,
 }

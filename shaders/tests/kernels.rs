@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use catalogue::{every_kernel, parsed, validated};
 use kyklos_shaders::{
-    Access, AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, DecodeKernel, DecodeVariant,
-    Dialect, EMPTY_M, ENTRY_POINT, Kernel, Pairs, Storage, Sums,
+    Access, AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel,
+    DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, Storage, Sums,
 };
 use naga::back::{hlsl, msl, spv};
 
@@ -223,7 +223,7 @@ fn pinned_texts_have_not_changed() {
             storage: Storage::Bf16,
             head_dim: 16,
             softcap: true,
-            pairs: Pairs::None,
+            bias: BiasInput::None,
         }),
         Kernel::Decode(DecodeKernel {
             variant: DecodeVariant::Portable,
@@ -231,7 +231,7 @@ fn pinned_texts_have_not_changed() {
             head_dim: 16,
             slots: 2,
             softcap: false,
-            pairs: Pairs::Visible,
+            bias: BiasInput::Visible,
         }),
         Kernel::AttendBackward(BackwardKernel {
             variant: BackwardVariant::lanes(4, 16),
@@ -239,7 +239,7 @@ fn pinned_texts_have_not_changed() {
             storage: Storage::F32,
             head_dim: 16,
             softcap: true,
-            pairs: Pairs::None,
+            bias: BiasInput::None,
         }),
     ] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -223,9 +223,7 @@ impl Backend for TabBackend {
                 .iter()
                 .map(|class| class.rows.iter().map(|row| (row.lo, row.hi)).collect())
                 .collect(),
-            bias: args
-                .pairs
-                .map(|pairs| (pairs.kind == BiasKind::Mask, pairs.buffer.id(), pairs.layout.into())),
+            bias: args.bias.map(|bias| (bias.kind == BiasKind::Mask, bias.buffer.id(), bias.layout.into())),
             fixed_order: args.fixed_order,
             inference: args.inference,
             state: changed(&mut state),

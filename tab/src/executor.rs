@@ -12,7 +12,7 @@ use bytes::Bytes;
 use futures_channel::mpsc::{UnboundedSender, unbounded};
 use futures_util::future::{LocalBoxFuture, join, poll_fn};
 use futures_util::{FutureExt, StreamExt};
-use kyklos::backend::{Attend, Backend, Control, DeviceClass, Elements, Operand, Pairs, Scales};
+use kyklos::backend::{Attend, Backend, BiasInput, Control, DeviceClass, Elements, Operand, Scales};
 use kyklos::{AttentionProblem, BiasTensor, BlockWork, Dtype, Error, Mask, RowSpan};
 
 use self::buffers::Buffers;
@@ -279,11 +279,11 @@ async fn attend<B: Backend>(
         let operand = |(id, layout): (u64, crate::protocol::WireLayout)| -> Result<_, String> {
             Ok(Operand { buffer: buffers.get(id)?, layout: layout.get().ok_or(NOT_KNOWN)? })
         };
-        let pairs = match step.bias {
+        let bias = match step.bias {
             None => None,
             Some((is_mask, id, layout)) => {
                 let Operand { buffer, layout } = operand((id, layout))?;
-                Some(Pairs { kind: bias_kind(is_mask), buffer, layout })
+                Some(BiasInput { kind: bias_kind(is_mask), buffer, layout })
             }
         };
         let work = work_of(backend, &step, dtype)?;
@@ -296,7 +296,7 @@ async fn attend<B: Backend>(
             v: operand(step.v)?,
             kv_head_of: &step.kv_head_of,
             work: &work,
-            pairs,
+            bias,
             fixed_order: step.fixed_order,
             inference: step.inference,
             state: kyklos::backend::StateMut { a: &mut a, ml: &mut ml, shape },

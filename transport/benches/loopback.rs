@@ -15,11 +15,11 @@ const LONG: Duration = Duration::from_secs(60);
 fn main() {
     let short = std::env::args().any(|argument| argument == "--short");
     println!("transport,bytes,ranks,repeats,seconds,mib_per_s_per_direction,us_per_exchange");
-    for world in [2, 4] {
+    for size in [2, 4] {
         for (bytes, repeats) in [(64, 500), (4 << 10, 500), (64 << 10, 300), (1 << 20, 100), (16 << 20, 40)] {
             let repeats = if short { repeats / 10 } else { repeats };
-            measure("in-process", &in_process_group(world), bytes, repeats);
-            let group = quic::quic_loopback_group(world).expect("a group over loopback");
+            measure("in-process", &in_process_group(size), bytes, repeats);
+            let group = quic::quic_loopback_group(size).expect("a group over loopback");
             measure("quic", &group, bytes, repeats);
         }
     }
@@ -27,7 +27,7 @@ fn main() {
 
 /// Every rank has its own thread. It repeatedly sends to the next rank and receives from the previous one.
 fn measure(name: &str, group: &[Arc<dyn Transport>], bytes: usize, repeats: u32) {
-    let world = group.len() as u32;
+    let size = group.len() as u32;
     let slowest = std::thread::scope(|scope| {
         let ranks: Vec<_> = group.iter().map(|me| scope.spawn(move || ring(&**me, bytes, repeats))).collect();
         ranks.into_iter().filter_map(|rank| rank.join().ok()).max().unwrap_or_default()
@@ -35,7 +35,7 @@ fn measure(name: &str, group: &[Arc<dyn Transport>], bytes: usize, repeats: u32)
     let seconds = slowest.as_secs_f64();
     let mib_per_s = bytes as f64 * f64::from(repeats) / f64::from(1 << 20) / seconds;
     let us = seconds * 1e6 / f64::from(repeats);
-    println!("{name},{bytes},{world},{repeats},{seconds:.4},{mib_per_s:.1},{us:.1}");
+    println!("{name},{bytes},{size},{repeats},{seconds:.4},{mib_per_s:.1},{us:.1}");
     let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
     for closed in closing {
         block_on(closed).expect("close");
@@ -43,7 +43,7 @@ fn measure(name: &str, group: &[Arc<dyn Transport>], bytes: usize, repeats: u32)
 }
 
 fn ring(me: &dyn Transport, bytes: usize, repeats: u32) -> Duration {
-    let (rank, world) = (me.rank().0, me.world());
+    let (rank, size) = (me.rank().0, me.size());
     let payload = Bytes::from(vec![1; bytes]);
     let mut started = Instant::now();
     // The first exchanges warm up.
@@ -53,8 +53,8 @@ fn ring(me: &dyn Transport, bytes: usize, repeats: u32) -> Duration {
             started = Instant::now();
         }
         let tag = Tag { op: u64::from(message), message };
-        let received = me.post_recv(Rank((rank + world - 1) % world), tag, &[bytes], LONG);
-        let sent = me.post_send(Rank((rank + 1) % world), tag, vec![payload.clone()], LONG);
+        let received = me.post_recv(Rank((rank + size - 1) % size), tag, &[bytes], LONG);
+        let sent = me.post_send(Rank((rank + 1) % size), tag, vec![payload.clone()], LONG);
         block_on(received).expect("receive");
         block_on(sent).expect("send");
     }

@@ -15,10 +15,10 @@ fn main() {
     let short = std::env::args().any(|argument| argument == "--short");
     let (rounds, repeats) = if short { (1, 200) } else { (5, 2000) };
     println!("transport,ranks,note_bytes,repeats,seconds,us_per_vote");
-    for world in [2, 8] {
+    for size in [2, 8] {
         let groups = [
-            ("in-process", in_process_group(world)),
-            ("quic", quic::quic_loopback_group(world).expect("a group over loopback")),
+            ("in-process", in_process_group(size)),
+            ("quic", quic::quic_loopback_group(size).expect("a group over loopback")),
         ];
         // In turns, so that a busy moment of the machine does not meet one size only.
         for _ in 0..rounds {
@@ -42,9 +42,9 @@ fn measure(name: &str, group: &[Arc<dyn Transport>], note_bytes: usize, repeats:
             group.iter().map(|me| scope.spawn(move || votes(&**me, note_bytes, repeats))).collect();
         ranks.into_iter().filter_map(|rank| rank.join().ok()).max().unwrap_or_default()
     });
-    let (seconds, world) = (slowest.as_secs_f64(), group.len());
+    let (seconds, size) = (slowest.as_secs_f64(), group.len());
     let us = seconds * 1e6 / f64::from(repeats);
-    println!("{name},{world},{note_bytes},{repeats},{seconds:.4},{us:.1}");
+    println!("{name},{size},{note_bytes},{repeats},{seconds:.4},{us:.1}");
 }
 
 fn votes(me: &dyn Transport, note_bytes: usize, repeats: u32) -> Duration {

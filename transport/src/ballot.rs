@@ -28,8 +28,8 @@ pub(crate) struct Ballot {
 }
 
 impl Ballot {
-    pub(crate) fn new(world: u32) -> Self {
-        Self { next_round: vec![0; world as usize], open: BTreeMap::new() }
+    pub(crate) fn new(size: u32) -> Self {
+        Self { next_round: vec![0; size as usize], open: BTreeMap::new() }
     }
 
     /// Counts a vote of `rank` and returns its round, with the verdict if it was the round's last vote.

@@ -70,7 +70,7 @@ pub use in_process::in_process_group;
 pub use membership::{Claim, MOST_CLAIMS};
 pub use posted::Posted;
 pub use pulse::{Pulse, Work};
-pub use rank::{MAX_NOTE_BYTES, MAX_WORLD, Progress, Rank, RefusalReason, Tag, Taken, Vote};
+pub use rank::{MAX_NOTE_BYTES, MAX_RANKS, Progress, Rank, RefusalReason, Tag, Taken, Vote};
 pub use recorder::{Event, EventKind, Outstanding, PeerRecord, Recorded, Recorder};
 pub use transport::{Group, Regroup, Transport};
 #[cfg(feature = "quic")]

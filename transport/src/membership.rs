@@ -25,15 +25,15 @@ pub const MOST_CLAIMS: usize = 7;
 
 /// The ranks of the next group, ascending, chosen from `came`: ranks with their claims. A restarted rank has no claims.
 ///
-/// With `everyone` all of `came` are in it, otherwise only members of the last group. `world` is the number of ranks of the first
+/// With `everyone` all of `came` are in it, otherwise only members of the last group. `size` is the number of ranks of the first
 /// group: if all of them are in `came`, no rank is in another group, and claims do not count. Fails with a text if the ranks are
 /// too few.
 pub(crate) fn next_group(
     came: &BTreeMap<Rank, Vec<Claim>>,
     everyone: bool,
-    world: u32,
+    size: u32,
 ) -> Result<Vec<Rank>, String> {
-    if everyone && (0..world).all(|rank| came.contains_key(&Rank(rank))) {
+    if everyone && (0..size).all(|rank| came.contains_key(&Rank(rank))) {
         return Ok(came.keys().copied().collect());
     }
     let Some(last) = last_started(came) else {

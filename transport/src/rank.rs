@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use bytes::Bytes;
-pub use kyklos_rank::{MAX_WORLD, Rank};
+pub use kyklos_rank::{MAX_RANKS, Rank};
 
 /// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group;
 /// a call that uses one again is refused, as far as its operation is one of the last 64.

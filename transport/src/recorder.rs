@@ -153,8 +153,8 @@ struct Last {
 }
 
 impl Recorder {
-    /// An empty recorder of `rank` in a group of `world`; `job` names the group in dumps.
-    pub fn new(rank: Rank, world: u32, job: String) -> Self {
+    /// An empty recorder of `rank` in a group of `size`; `job` names the group in dumps.
+    pub fn new(rank: Rank, size: u32, job: String) -> Self {
         Self {
             rank,
             job,
@@ -162,7 +162,7 @@ impl Recorder {
             op: AtomicU64::new(0),
             step: AtomicU32::new(0),
             ring: Mutex::new(Ring { events: Vec::with_capacity(EVENTS), next: 0, written: 0 }),
-            peers: (0..world).map(|_| PeerCounters::default()).collect(),
+            peers: (0..size).map(|_| PeerCounters::default()).collect(),
             last: Mutex::default(),
         }
     }

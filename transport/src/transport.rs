@@ -22,7 +22,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
     fn rank(&self) -> Rank;
 
     /// Number of ranks in the group.
-    fn world(&self) -> u32;
+    fn size(&self) -> u32;
 
     /// Starts sending `parts` to rank `to` as the message `tag`.
     ///
@@ -138,14 +138,14 @@ impl Group {
 
     /// The number of ranks.
     pub fn size(&self) -> u32 {
-        self.transport.world()
+        self.transport.size()
     }
 }
 
 /// The first group of these ranks.
 impl From<Arc<dyn Transport>> for Group {
     fn from(transport: Arc<dyn Transport>) -> Self {
-        let members = (0..transport.world()).map(Rank).collect();
+        let members = (0..transport.size()).map(Rank).collect();
         Self { transport, members, epoch: 0 }
     }
 }

@@ -4,7 +4,7 @@ use clap::Args;
 use kyklos::backend::{Device, ShortWork};
 use kyklos::machine::can_load_drivers;
 use kyklos::plan::table;
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_forward};
 use serde::Serialize;
 
 use crate::devices::{self, DeviceId, DeviceReport};
@@ -89,12 +89,17 @@ pub(crate) fn probe(device: &Device) -> Result<f64> {
     let mut tokens = FIRST_TOKENS;
     loop {
         let problem = AttentionProblem::new([1, tokens, HEADS, HEADS, DIM], Dtype::F32, Mask::full())?;
-        let world =
-            plan_world(&problem, Mesh::new(1, 1)?, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?;
+        let set = plan_forward(
+            &problem,
+            Mesh::new(1, 1)?,
+            PlacementKind::Contiguous,
+            &Split::Even,
+            Strategy::Dense,
+        )?;
         let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
         let tensors = source.all(&problem, &all, &all)?;
         // The first run compiles kernels and wakes the device.
-        let alone = alone::run(device, world, tensors, 2, &quiet())?;
+        let alone = alone::run(device, set, tensors, 2, &quiet())?;
         let flops = 4.0 * f64::from(tokens).powi(2) * f64::from(HEADS * DIM);
         if alone.wall_s >= LONG_ENOUGH_S || tokens >= LAST_TOKENS {
             return Ok(flops / alone.wall_s.max(1e-9) / 1e9);

@@ -19,7 +19,7 @@ impl Job {
         messages: &Messages<'_>,
         Backward { gradients, .. }: &Backward,
     ) -> Result<Option<Vec<f32>>> {
-        let problem = &self.world().problem;
+        let problem = &self.set().problem;
         let (Some(own), Some(tensor)) = (&gradients.d_bias, problem.bias) else { return Ok(None) };
         if self.agreed.sample.is_none() && !matches!(self.outputs.result, Some(OutputTarget::Whole(_))) {
             return Ok(None);
@@ -40,7 +40,7 @@ impl Job {
         }
         let wide = |part: &Bytes| -> Vec<f64> { floats(part).into_iter().map(f64::from).collect() };
         let mut sums = wide(own);
-        for rank in (1..transport.world()).map(Rank) {
+        for rank in (1..transport.size()).map(Rank) {
             let part = messages.recv(rank, D_BIAS_PART, own.len())?;
             sums.iter_mut().zip(wide(&part)).for_each(|(sum, part)| *sum += part);
         }
@@ -51,9 +51,9 @@ impl Job {
 
     /// The rows of the queries of all ranks, `[its batch, queries, its heads, keys]`.
     fn rows_of_all(&self, messages: &Messages<'_>, own: &Bytes, tensor: BiasTensor) -> Result<Option<Bytes>> {
-        let (world, problem) = (self.world(), &self.world().problem);
+        let (set, problem) = (self.set(), &self.set().problem);
         let row_bytes = vec![tensor.heads as usize * problem.kv_len as usize * 4];
-        let rows = RowTensors { placement: &world.q_placement, batch: tensor.batch, row_bytes };
+        let rows = RowTensors { placement: &set.q_placement, batch: tensor.batch, row_bytes };
         if messages.transport.rank().0 != 0 {
             let op = self.operations() + D_BIAS;
             pollster::block_on(rows.send(messages.transport, op, &[own], messages.deadline))?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
@@ -74,7 +74,7 @@ impl Job {
         };
         let terms = Terms::of(&request, settings, &outputs);
         let plans = request.plan()?;
-        let ranks = plans.world().mesh.world();
+        let ranks = plans.set().mesh.size();
         let backward = request.plan_backward()?;
         if let (Some(sample), Some(_)) = (&sample, &backward) {
             sample.can_judge_gradients()?;
@@ -105,8 +105,8 @@ impl Job {
         self.runs.repeat * if self.agreed.backward.is_some() { 2 } else { 1 }
     }
 
-    pub(crate) fn world(&self) -> &World {
-        self.agreed.plans.world()
+    pub(crate) fn set(&self) -> &PlanSet {
+        self.agreed.plans.set()
     }
 
     /// Lists a rank that starts, for records, metrics and the live page.
@@ -136,12 +136,12 @@ impl Job {
 
     /// The title of its pages.
     pub(super) fn title(&self) -> String {
-        format!("Attention by {} on {} ranks", self.agreed.request.strategy, self.world().mesh.world())
+        format!("Attention by {} on {} ranks", self.agreed.request.strategy, self.set().mesh.size())
     }
 
     /// A wrong request is wrong on all ranks; any other failure names this rank.
     pub(super) fn named(&self, rank: Rank, failure: Failure) -> Failure {
-        if failure.exit == 2 || self.world().mesh.world() == 1 {
+        if failure.exit == 2 || self.set().mesh.size() == 1 {
             return failure;
         }
         Failure { text: format!("rank {rank}: {}", failure.text), ..failure }

@@ -82,7 +82,7 @@ impl Job {
         }
 
         let mut ranks = vec![mine];
-        for other in (1..transport.world()).map(Rank) {
+        for other in (1..transport.size()).map(Rank) {
             ranks.push(RankNote::decode(&messages.recv(other, NOTE, NOTE_BYTES)?)?);
         }
         let verdict = match &self.agreed.sample {
@@ -98,7 +98,7 @@ impl Job {
             None => None,
         };
         if let (Some(verdict), Some(d_bias), Some(sample)) = (&mut gradients, &d_bias, &self.agreed.sample) {
-            verdict.join(sample.judge_bias(d_bias, self.world())?);
+            verdict.join(sample.judge_bias(d_bias, self.set())?);
         }
         let of_output = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
         let wrong = of_output.or(gradients.as_ref().and_then(|verdict| verdict.failure.as_ref()));
@@ -119,7 +119,7 @@ impl Job {
                         if piece.rank.0 != 0 {
                             output_bytes += piece.rows.iter().map(|rows| rows.len() as u64).sum::<u64>();
                         }
-                        file.write_piece(&self.world().q_placement, &piece)
+                        file.write_piece(&self.set().q_placement, &piece)
                     },
                 ))?;
                 if let Some(backward) = backward {
@@ -175,10 +175,10 @@ impl Job {
 
     /// The rows of o and lse.
     fn rows_of_output(&self) -> RowTensors<'_> {
-        let problem = &self.world().problem;
+        let problem = &self.set().problem;
         let heads = problem.q_heads as usize;
         RowTensors {
-            placement: &self.world().q_placement,
+            placement: &self.set().q_placement,
             batch: problem.batch,
             row_bytes: vec![heads * problem.head_dim as usize * problem.dtype.bytes(), heads * 4],
         }
@@ -193,7 +193,7 @@ impl Job {
         backend: &Device,
         output: &HostOutput,
     ) -> Result<()> {
-        let tokens = self.world().q_placement.of_rank(messages.transport.rank());
+        let tokens = self.set().q_placement.of_rank(messages.transport.rank());
         let rows = sample.extract(tokens, &output.o, &output.lse);
         if !rows.is_empty() {
             messages.send(Rank(0), ROWS, rows)?;
@@ -201,7 +201,7 @@ impl Job {
         let asked = messages.recv(Rank(0), ALONE, 1)?;
         if asked[..] == [1] {
             self.watch.phase(Some("computing the sampled rows alone"));
-            let rows = sample.dense(backend, self.world(), &sample.whole_kv()?, &self.quiet())?;
+            let rows = sample.dense(backend, self.set(), &sample.whole_kv()?, &self.quiet())?;
             if !rows.is_empty() {
                 messages.send(Rank(0), ALONE_ROWS, rows)?;
             }
@@ -219,13 +219,13 @@ impl Job {
         ranks: &[RankNote],
     ) -> Result<Verdict> {
         self.watch.phase(Some("verifying"));
-        let others = || (1..messages.transport.world()).map(Rank);
+        let others = || (1..messages.transport.size()).map(Rank);
         let mut rows: Vec<Row> = Vec::new();
         for rank in std::iter::once(Rank(0)).chain(others()) {
-            let ids = sample.rows_of(self.world(), rank);
+            let ids = sample.rows_of(self.set(), rank);
             let bytes = match (rank.0, ids.len()) {
                 (_, 0) => continue,
-                (0, _) => sample.extract(self.world().q_placement.of_rank(rank), &output.o, &output.lse),
+                (0, _) => sample.extract(self.set().q_placement.of_rank(rank), &output.o, &output.lse),
                 (_, count) => messages.recv(rank, ROWS, sample.row_bytes(count))?,
             };
             rows.extend(sample.decode(&ids, &bytes));
@@ -242,7 +242,7 @@ impl Job {
             }
         }
         let kv = sample.whole_kv()?;
-        let alone = sample.dense(backend, self.world(), &kv, &self.quiet())?;
+        let alone = sample.dense(backend, self.set(), &kv, &self.quiet())?;
         let mut dense = vec![(ranks[0].device.label(), sample.decode(sample.rows(), &alone))];
         for (rank, note) in asked {
             let bytes = match sample.row_bytes(sample.rows().len()) {
@@ -257,7 +257,7 @@ impl Job {
             ranks.len(),
             self.agreed.request.mesh
         );
-        Ok(sample.hold(rows, &dense, &sample.right_rows(&kv, self.world())?, &shared))
+        Ok(sample.hold(rows, &dense, &sample.right_rows(&kv, self.set())?, &shared))
     }
 
     /// Options of runs without observers.

@@ -50,7 +50,7 @@ impl Job {
     ) -> Result<(Option<GradientVerdict>, Vec<f64>)> {
         let mut d_sinks = gradients.d_sinks_part.clone();
         if !d_sinks.is_empty() {
-            for rank in (1..messages.transport.world()).map(Rank) {
+            for rank in (1..messages.transport.size()).map(Rank) {
                 let part = messages.recv(rank, D_SINKS, d_sinks.len() * 8)?;
                 for (sum, number) in d_sinks.iter_mut().zip(part.as_chunks::<8>().0) {
                     *sum += f64::from_ne_bytes(*number);
@@ -62,13 +62,13 @@ impl Job {
         let HeadGradients { dq, dk, dv } = sample.head_of(sample.verified_head(), gradients);
         let owners = self.owners_of_key_rows()?;
         let [of_queries, of_keys] = self.rows_of_head(&owners);
-        let problem = &self.world().problem;
+        let problem = &self.set().problem;
         let dq = self.whole(messages, &of_queries, HEAD_DQ, (problem.q_len, &[&dq]))?;
         let dkv = self.whole(messages, &of_keys, HEAD_DKV, (problem.kv_len, &[&dk, &dv]))?;
         let [dq] = <[Bytes; 1]>::try_from(dq).map_err(|_| Failure::run("one tensor of queries"))?;
         let [dk, dv] = <[Bytes; 2]>::try_from(dkv).map_err(|_| Failure::run("two tensors of keys"))?;
         let head = HeadGradients { dq, dk, dv };
-        let verdict = sample.judge_head(sample.verified_head(), &head, &d_sinks, self.world())?;
+        let verdict = sample.judge_head(sample.verified_head(), &head, &d_sinks, self.set())?;
         Ok((Some(verdict), d_sinks))
     }
 
@@ -151,22 +151,22 @@ impl Job {
         owners: &'a Placement,
         HostGradients { dq, dk, dv, .. }: &'a HostGradients,
     ) -> ((RowTensors<'a>, &'a Bytes), (RowTensors<'a>, [&'a Bytes; 2])) {
-        let problem = &self.world().problem;
+        let problem = &self.set().problem;
         let [of_queries, of_keys] = self.rows_of(owners, problem.q_heads, problem.kv_heads);
         ((of_queries, dq), (of_keys, [dk, dv]))
     }
 
     /// The rows of the head that is verified: one key/value head, and the query heads that read it.
     fn rows_of_head<'a>(&'a self, owners: &'a Placement) -> [RowTensors<'a>; 2] {
-        self.rows_of(owners, self.world().problem.group(), 1)
+        self.rows_of(owners, self.set().problem.group(), 1)
     }
 
     fn rows_of<'a>(&'a self, owners: &'a Placement, q_heads: u32, kv_heads: u32) -> [RowTensors<'a>; 2] {
-        let (world, problem) = (self.world(), &self.world().problem);
+        let (set, problem) = (self.set(), &self.set().problem);
         let row = |heads: u32| heads as usize * problem.head_dim as usize * problem.dtype.bytes();
         let batch = problem.batch;
         [
-            RowTensors { placement: &world.q_placement, batch, row_bytes: vec![row(q_heads)] },
+            RowTensors { placement: &set.q_placement, batch, row_bytes: vec![row(q_heads)] },
             RowTensors { placement: owners, batch, row_bytes: vec![row(kv_heads); 2] },
         ]
     }
@@ -174,18 +174,17 @@ impl Job {
     /// The ranks that give the rows of dk and dv: the owners of the keys. All ranks have the same rows for keys that every rank
     /// holds, and rank 0 gives them.
     fn owners_of_key_rows(&self) -> Result<Placement> {
-        let (keys, ranks) = (&self.world().kv_placement, self.world().mesh.world());
+        let (keys, ranks) = (&self.set().kv_placement, self.set().mesh.size());
         let rows = |rank| match rank {
             0 => keys.held_by(Rank(0)),
             rank => keys.of_rank(Rank(rank)).clone(),
         };
-        Ok(Placement::explicit(self.world().mesh, keys.total(), 0..0, (0..ranks).map(rows).collect())?)
+        Ok(Placement::explicit(self.set().mesh, keys.total(), 0..0, (0..ranks).map(rows).collect())?)
     }
 
     /// The rows of a rank's own keys, of rows of `row_bytes` that begin in each batch entry with those of keys that every rank holds.
     fn own_rows(&self, rows: &Bytes, row_bytes: usize) -> Bytes {
-        let (batch, everywhere) =
-            (self.world().problem.batch as usize, self.world().problem.replicated.len());
+        let (batch, everywhere) = (self.set().problem.batch as usize, self.set().problem.replicated.len());
         if everywhere == 0 {
             return rows.clone();
         }

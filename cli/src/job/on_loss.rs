@@ -134,9 +134,9 @@ fn list<'a>(ranks: impl Iterator<Item = &'a Rank>) -> String {
 }
 
 /// The failure when the request does not fit the smaller group.
-pub(crate) fn does_not_fit(world: u32, failure: &Failure) -> Failure {
+pub(crate) fn does_not_fit(size: u32, failure: &Failure) -> Failure {
     Failure::run(format!(
-        "the group continues with {world} ranks, and the request does not fit them ({}): leave --mesh, --split, token \
+        "the group continues with {size} ranks, and the request does not fit them ({}): leave --mesh, --split, token \
          counts and --strategy away, or use --on-loss stop",
         failure.text
     ))

@@ -102,9 +102,9 @@ impl Job {
         rank.bytes_sent = figures.bytes_sent;
         rank.messages_sent = figures.messages_sent;
         rank.peak_bytes = figures.peak_bytes;
-        let all_here = self.runs.ranks_here >= self.world().mesh.world();
+        let all_here = self.runs.ranks_here >= self.set().mesh.size();
         if all_here && matches!(&note.device.class[..], "cpu" | "software-gpu") {
-            let shared_by = self.world().mesh.world();
+            let shared_by = self.set().mesh.size();
             rank.budget = memory_bytes().map(|bytes| Budget { bytes, shared_by });
         }
     }
@@ -112,7 +112,7 @@ impl Job {
     /// Adds what the description of the devices predicts, if there is one.
     fn predict(&self, plans: &ProvedPlans, page: &mut Page) {
         let Some(cluster) = &self.agreed.request.cluster else { return };
-        let prediction = match simulate(plans.world(), cluster) {
+        let prediction = match simulate(plans.set(), cluster) {
             Ok(prediction) if prediction.ranks.len() == page.ranks.len() => prediction,
             _ => return,
         };

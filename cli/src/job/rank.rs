@@ -182,7 +182,7 @@ impl Job {
     fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Option<GivenGradient>, Files)> {
         let Request { problem, source, .. } = &self.agreed.request;
         let (q_tokens, kv_tokens) =
-            (self.world().q_placement.of_rank(rank), &self.world().kv_placement.held_by(rank));
+            (self.set().q_placement.of_rank(rank), &self.set().kv_placement.held_by(rank));
         let tensors = source.all(problem, q_tokens, kv_tokens)?;
         let wanted = self.agreed.backward.is_some();
         let gradient = wanted.then(|| source.output_gradient(problem, q_tokens)).transpose()?;
@@ -195,7 +195,7 @@ impl Job {
         let output = match &self.outputs.result {
             Some(target) => {
                 let names = (rank, self.agreed.members[rank.0 as usize]);
-                target.open(self.world(), names, self.agreed.backward.is_some())?
+                target.open(self.set(), names, self.agreed.backward.is_some())?
             }
             None => None,
         };
@@ -286,7 +286,7 @@ impl Job {
         let Drawn { device, spans, last: LastRun { forward, backward } } = drawn;
         let rank = messages.transport.rank();
         let ahead = Ahead::measure(messages, &*self.runs.options.clock)?;
-        let row = |spans: &[Span]| TimelineRow::of_spans(spans, ahead, messages.transport.world());
+        let row = |spans: &[Span]| TimelineRow::of_spans(spans, ahead, messages.transport.size());
         let (mut rows, mut backward_rows) = (None, None);
         if wanted {
             rows = row(&spans[forward..backward.unwrap_or(spans.len())]).collect(messages)?;

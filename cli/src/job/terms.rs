@@ -1,7 +1,7 @@
 //! What must be the same on all ranks of a call, beside their plans: the texts that ranks compare in their first vote.
 
 use bytes::Bytes;
-use kyklos::{AttentionProblem, Split};
+use kyklos::Split;
 use kyklos_transport::{MAX_NOTE_BYTES, harmless};
 
 use super::settings::{Outputs, Settings};
@@ -21,7 +21,15 @@ pub(crate) struct Terms {
 impl Terms {
     pub(super) fn of(request: &Request, settings: Settings, outputs: &Outputs) -> Self {
         let Request { problem, source, mesh, strategy, placement, .. } = request;
-        let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = problem;
+        let (batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype) = (
+            problem.batch,
+            problem.q_len,
+            problem.kv_len,
+            problem.q_heads,
+            problem.kv_heads,
+            problem.head_dim,
+            problem.dtype,
+        );
         let Settings { repeat, verify, on_loss, ways, .. } = settings;
         let tokens = if q_len == kv_len { q_len.to_string() } else { format!("{q_len} to {kv_len}") };
         let input = match source {

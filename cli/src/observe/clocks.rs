@@ -27,7 +27,7 @@ impl Ahead {
         if messages.transport.rank().0 != 0 {
             return follow(messages, clock);
         }
-        for rank in (1..messages.transport.world()).map(Rank) {
+        for rank in (1..messages.transport.size()).map(Rank) {
             lead(messages, clock, rank)?;
         }
         Ok(Self { ns: 0, within_ns: 0 })

@@ -27,7 +27,7 @@ pub(crate) struct Watch {
 
 impl Watch {
     /// `steps` is the number of steps of all ranks together.
-    pub(crate) fn new(kind: ProgressKind, clock: Arc<dyn Clock>, world: u32, steps: u64) -> Self {
+    pub(crate) fn new(kind: ProgressKind, clock: Arc<dyn Clock>, size: u32, steps: u64) -> Self {
         let bar = (kind == ProgressKind::Auto && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new(steps);
             if let Ok(style) =
@@ -41,8 +41,8 @@ impl Watch {
             clock,
             json: kind == ProgressKind::Json,
             bar,
-            started_ns: (0..world).map(|_| AtomicU64::new(0)).collect(),
-            totals: Totals::new(world),
+            started_ns: (0..size).map(|_| AtomicU64::new(0)).collect(),
+            totals: Totals::new(size),
             phase: Mutex::default(),
         }
     }

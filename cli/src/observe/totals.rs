@@ -22,8 +22,8 @@ pub(crate) struct Total {
 }
 
 impl Totals {
-    pub(crate) fn new(world: u32) -> Self {
-        Self((0..world).map(|_| Mutex::default()).collect())
+    pub(crate) fn new(size: u32) -> Self {
+        Self((0..size).map(|_| Mutex::default()).collect())
     }
 
     /// `rank` has spent this much in operation `op` so far.

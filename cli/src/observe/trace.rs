@@ -44,7 +44,7 @@ impl Track {
             return Ok(None);
         }
         let mut all = vec![Bytes::from(self.events(ahead)?)];
-        for rank in (1..messages.transport.world()).map(Rank) {
+        for rank in (1..messages.transport.size()).map(Rank) {
             if !is_by_rank(path) {
                 let [length] = numbers(&messages.recv(rank, LENGTH, 8)?);
                 let length = usize::try_from(length).ok().filter(|length| *length <= MOST_BYTES);

@@ -11,8 +11,8 @@ use kyklos::simulate::{
     predict, predict_backward,
 };
 use kyklos::{
-    AttentionProblem, BiasKind, Dtype, MAX_WORLD, Mesh, PlacementKind, Split, Strategy, plan, plan_backward,
-    plan_world,
+    AttentionProblem, BiasKind, Dtype, MAX_RANKS, Mesh, PlacementKind, Split, Strategy, plan, plan_backward,
+    plan_forward,
 };
 
 use self::description::nothing_fits;
@@ -203,7 +203,7 @@ impl Request {
         let Some(open) = self.open else { return Ok(None) };
         let mesh = match open.mesh {
             Some(mesh) => mesh,
-            None => Mesh::new(1, self.mesh.world())?,
+            None => Mesh::new(1, self.mesh.size())?,
         };
         let strategy = open.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
         let placement = open.placement.unwrap_or_else(|| PlacementKind::for_problem(&self.problem));
@@ -214,8 +214,8 @@ impl Request {
 
     /// The plans of all ranks, proved.
     pub(crate) fn plan(&self) -> Result<ProvedPlans> {
-        let world = plan_world(&self.problem, self.mesh, self.placement, &self.split, self.strategy)?;
-        Ok(ProvedPlans::new(world)?)
+        let set = plan_forward(&self.problem, self.mesh, self.placement, &self.split, self.strategy)?;
+        Ok(ProvedPlans::new(set)?)
     }
 
     /// The plans of the backward pass, proved; none where no gradients are asked for. A strategy without a backward pass is replaced
@@ -225,8 +225,8 @@ impl Request {
             return Ok(None);
         }
         let strategy = self.backward_strategy();
-        let world = plan_backward(&self.problem, self.mesh, self.placement, &self.split, strategy)?;
-        Ok(Some(ProvedPlans::new(world)?))
+        let size = plan_backward(&self.problem, self.mesh, self.placement, &self.split, strategy)?;
+        Ok(Some(ProvedPlans::new(size)?))
     }
 
     /// The strategy of the backward pass.
@@ -245,14 +245,14 @@ impl Request {
         let elements =
             tensors * (rows(problem.q_len, problem.q_heads) + rows(problem.kv_len, problem.kv_heads));
         // Every rank holds a tensor whose row all queries share.
-        let pairs = problem.bias.map_or(0, |tensor| {
-            let copies = if tensor.shared_rows { self.mesh.world() } else { 1 };
+        let bias = problem.bias.map_or(0, |tensor| {
+            let copies = if tensor.shared_rows { self.mesh.size() } else { 1 };
             u128::from(copies) * u128::from(tensor.bytes(problem.dtype, problem.q_len, problem.kv_len))
         });
         // The gradient of a bias is f32; rank 0 collects it.
-        let of_bias = if problem.bias_gradient { 2 * pairs * 4 / problem.dtype.bytes() as u128 } else { 0 };
-        let bytes = elements * problem.dtype.bytes() as u128 + pairs + of_bias;
-        let share = bytes * u128::from(ranks) / u128::from(self.mesh.world());
+        let of_bias = if problem.bias_gradient { 2 * bias * 4 / problem.dtype.bytes() as u128 } else { 0 };
+        let bytes = elements * problem.dtype.bytes() as u128 + bias + of_bias;
+        let share = bytes * u128::from(ranks) / u128::from(self.mesh.size());
         match memory_bytes() {
             Some(memory) if share > u128::from(memory) => Err(Failure::request(
                 format!(
@@ -269,20 +269,20 @@ impl Request {
 
 /// The number of ranks: from `--ranks`, the launcher or the mesh, which must not contradict each other.
 fn ranks(args: &ProblemArgs, launched: Option<u32>) -> Result<u32> {
-    let of_mesh = args.mesh.chosen().map(Mesh::world);
+    let of_mesh = args.mesh.chosen().map(Mesh::size);
     let here = args.ranks.map(std::num::NonZeroU32::get);
     let (ranks, said) = match (here, launched) {
         (Some(ranks), _) => (ranks, "--ranks says"),
         (None, Some(ranks)) => (ranks, "the launcher started"),
         (None, None) => (of_mesh.unwrap_or(1), "there are"),
     };
-    if ranks > MAX_WORLD {
-        return Err(Failure::request(format!("{said} {ranks} ranks"), format!("use at most {MAX_WORLD}")));
+    if ranks > MAX_RANKS {
+        return Err(Failure::request(format!("{said} {ranks} ranks"), format!("use at most {MAX_RANKS}")));
     }
     match (args.mesh, of_mesh) {
-        (OrAuto::Is(mesh), Some(world)) if world != ranks => Err(Failure::request(
-            format!("mesh {mesh} has {world} ranks, {said} {ranks}"),
-            format!("use a mesh of {ranks} ranks, such as --mesh 1x{ranks}, or {world} ranks"),
+        (OrAuto::Is(mesh), Some(size)) if size != ranks => Err(Failure::request(
+            format!("mesh {mesh} has {size} ranks, {said} {ranks}"),
+            format!("use a mesh of {ranks} ranks, such as --mesh 1x{ranks}, or {size} ranks"),
         )),
         _ => Ok(ranks),
     }
@@ -323,7 +323,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
             let problem =
                 AttentionProblem::new(shape, file.dtype, mask)?.with_queries(file.q_len, args.q_offset)?;
             let problem =
-                problem.with_sinks(file.sinks.clone())?.with_bias(file.pairs.map(|pairs| pairs.tensor))?;
+                problem.with_sinks(file.sinks.clone())?.with_bias(file.bias.map(|bias| bias.tensor))?;
             (problem, Source::File(Arc::new(file)))
         }
         (None, Some(shape)) => {

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{RunOptions, Session, SessionOptions};
 use kyklos_transport::in_process_group;
 
@@ -23,12 +23,12 @@ pub(crate) struct Alone {
 /// Runs the plan of one rank `repeat` times on `device`.
 pub(crate) fn run(
     device: &Device,
-    world: World,
+    set: PlanSet,
     tensors: Tensors,
     repeat: u64,
     options: &RunOptions,
 ) -> Result<Alone> {
-    let plans = Arc::new(ProvedPlans::new(world)?);
+    let plans = Arc::new(ProvedPlans::new(set)?);
     let transport =
         in_process_group(1).pop().ok_or_else(|| Failure::run("a group of one rank has no rank"))?;
     let options = SessionOptions { run: options.clone(), ..SessionOptions::default() };

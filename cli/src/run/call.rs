@@ -51,7 +51,7 @@ impl RankCall {
         tensors: Tensors,
         backward: Option<(&Arc<ProvedPlans>, &GivenGradient)>,
     ) -> kyklos::Result<Self> {
-        let problem = &plans.world().problem;
+        let problem = &plans.set().problem;
         let mut forward = Attention::planned(plans);
         if let (Some(tensor), Some(rows)) = (problem.bias, &tensors.bias) {
             forward = forward.bias(tensor, rows.clone()).to_device(device)?;

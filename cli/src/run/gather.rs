@@ -2,19 +2,27 @@
 
 use crate::tensors::results::HostGradients;
 use bytes::Bytes;
-use kyklos::plan::World;
-use kyklos::{AttentionProblem, RankReport, TokenRuns};
+use kyklos::plan::PlanSet;
+use kyklos::{RankReport, TokenRuns};
 use kyklos_transport::Rank;
 
 /// The gradients of all tokens and heads, from `parts` by rank; those of the sinks are sums. An element that no part has is not a
 /// number.
-pub(crate) fn gather(world: &World, parts: impl IntoIterator<Item = HostGradients>) -> HostGradients {
-    let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype, .. } = world.problem;
+pub(crate) fn gather(set: &PlanSet, parts: impl IntoIterator<Item = HostGradients>) -> HostGradients {
+    let (batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype) = (
+        set.problem.batch,
+        set.problem.q_len,
+        set.problem.kv_len,
+        set.problem.q_heads,
+        set.problem.kv_heads,
+        set.problem.head_dim,
+        set.problem.dtype,
+    );
     let nothing = |tokens: u32, heads: u32| Whole::new([batch, tokens, heads * head_dim], dtype.bytes());
     let mut dq = nothing(q_len, q_heads);
     let [mut dk, mut dv] = [nothing(kv_len, kv_heads), nothing(kv_len, kv_heads)];
-    let mut d_sinks_part = vec![0.0; world.problem.sinks.len()];
-    let mut d_bias = world.problem.bias.filter(|_| world.problem.bias_gradient).map(|bias| {
+    let mut d_sinks_part = vec![0.0; set.problem.sinks.len()];
+    let mut d_bias = set.problem.bias.filter(|_| set.problem.bias_gradient).map(|bias| {
         let mut whole =
             Whole::new([bias.batch, if bias.shared_rows { 1 } else { q_len }, bias.heads * kv_len], 4);
         if bias.shared_rows {
@@ -23,7 +31,7 @@ pub(crate) fn gather(world: &World, parts: impl IntoIterator<Item = HostGradient
         (bias, whole)
     });
     for (rank, part) in (0..).map(Rank).zip(parts) {
-        let (queries, keys) = (world.q_placement.held_by(rank), world.kv_placement.held_by(rank));
+        let (queries, keys) = (set.q_placement.held_by(rank), set.kv_placement.held_by(rank));
         dq.put(&queries, &part.dq);
         dk.put(&keys, &part.dk);
         dv.put(&keys, &part.dv);

@@ -43,7 +43,7 @@ impl<Buffer> Resident<Buffer> {
         problem: &AttentionProblem,
         seed: u64,
     ) -> Result<Self> {
-        let wide = AttentionProblem { dtype: Dtype::F32, ..problem.clone() };
+        let wide = problem.clone().with_dtype(Dtype::F32)?;
         Self::of(backend, &wide, |which| Ok(widen(problem.dtype, &whole(problem, seed, which)?)))
     }
 
@@ -87,7 +87,7 @@ impl<Buffer> Resident<Buffer> {
                 v: Operand { buffer: &self.v, layout: kv_layout },
                 kv_head_of: &self.kv_head_of,
                 work,
-                pairs: None,
+                bias: None,
                 fixed_order: false,
                 inference: true,
                 state: StateMut { a: &mut self.a, ml: &mut self.ml, shape: self.shape },
@@ -108,7 +108,8 @@ impl<Buffer> Resident<Buffer> {
 
     /// Of q and of k.
     fn layouts(&self) -> (Layout, Layout) {
-        let AttentionProblem { q_len, q_heads, kv_len, kv_heads, .. } = self.problem;
+        let (q_len, q_heads, kv_len, kv_heads) =
+            (self.problem.q_len, self.problem.q_heads, self.problem.kv_len, self.problem.kv_heads);
         (dense(q_len, q_heads, self.shape.dim), dense(kv_len, kv_heads, self.shape.dim))
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{Observer, RankReport, RunOptions, Session, SessionOptions};
 use kyklos_transport::Rank;
 
@@ -51,22 +51,22 @@ pub(crate) struct BothPasses {
 /// What a rank reads before its first run: its tensors, and for a backward pass the gradient of its output.
 type Read<'a> = &'a (dyn Fn(Rank) -> Result<(Tensors, Option<GivenGradient>)> + Sync);
 
-/// Runs `world` `repeat` times after a warm-up run; rank i has `devices[i]`. Returns the run with the median wall time.
+/// Runs `set` `repeat` times after a warm-up run; rank i has `devices[i]`. Returns the run with the median wall time.
 pub(crate) fn run(
-    world: &World,
+    set: &PlanSet,
     devices: &[&Device],
     transport: TransportName,
     tensors: &Tensors,
     repeat: u64,
 ) -> Result<Timed> {
-    let read = |rank| Ok((shard(world, rank, tensors)?, None));
-    middle(passes(world, None, (devices, transport), &read, repeat)?.forward)
+    let read = |rank| Ok((shard(set, rank, tensors)?, None));
+    middle(passes(set, None, (devices, transport), &read, repeat)?.forward)
 }
 
 /// Runs `forward` and then `backward`, which have the same tokens on each rank, `repeat` times after a warm-up run of both.
 pub(crate) fn both(
-    forward: &World,
-    backward: &World,
+    forward: &PlanSet,
+    backward: &PlanSet,
     (devices, transport): (&[&Device], TransportName),
     source: &Source,
     repeat: u64,
@@ -87,15 +87,15 @@ pub(crate) fn middle(mut runs: Vec<Timed>) -> Result<Timed> {
 }
 
 fn passes(
-    forward: &World,
-    backward: Option<&World>,
+    forward: &PlanSet,
+    backward: Option<&PlanSet>,
     (devices, transport): (&[&Device], TransportName),
     read: Read<'_>,
     repeat: u64,
 ) -> Result<BothPasses> {
-    let proved = |world: &World| Ok::<_, Failure>(Arc::new(ProvedPlans::new(world.clone())?));
+    let proved = |set: &PlanSet| Ok::<_, Failure>(Arc::new(ProvedPlans::new(set.clone())?));
     let (plans, backward) = (proved(forward)?, backward.map(proved).transpose()?);
-    let transports = group(transport, forward.mesh.world())?;
+    let transports = group(transport, forward.mesh.size())?;
     let starts = Arc::new(Starts::default());
     let run = RunOptions { observer: starts.clone(), ..quiet() };
     let options = SessionOptions { deadline: DEADLINE, run, ..SessionOptions::default() };

@@ -72,7 +72,7 @@ impl Cell {
     /// The command line that repeats this cell, with input files in `DIR`.
     pub(super) fn command(&self) -> String {
         let Self { row, pass, strategy, mesh, dtype, placement, target: Target { device, transport } } = self;
-        let (options, transport) = (row.options((*dtype, *pass), mesh.world()), transport.name());
+        let (options, transport) = (row.options((*dtype, *pass), mesh.size()), transport.name());
         let grad = if *pass == Pass::Backward { " --grad" } else { "" };
         format!(
             "kyklos attend {options} --strategy {strategy} --mesh {mesh} --placement {placement} \

@@ -204,7 +204,7 @@ fn run_cell(
         Ok(accepted) => accepted,
         Err(refusal) => return Ok(CellState::Refused(refusal)),
     };
-    // The owner of keys decides which keys share a scale on the wire: a new reference for each world.
+    // The owner of keys decides which keys share a scale on the wire: a new reference for each plan set.
     if accepted.request.problem.wire.rounds() {
         *reference = None;
     }

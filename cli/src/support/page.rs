@@ -65,7 +65,7 @@ fn accepted(
         for placement in PlacementKind::ALL {
             let cell = Cell { row, pass, strategy, mesh, dtype, placement, target: Target::HERE };
             match cell.validate(folder).unwrap() {
-                Ok(accepted) => by = accepted.backward.map_or(by, |plans| plans.world().strategy),
+                Ok(accepted) => by = accepted.backward.map_or(by, |plans| plans.set().strategy),
                 Err(refusal) => {
                     notes.push(refusal);
                     placements.retain(|other| *other != placement);

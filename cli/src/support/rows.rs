@@ -40,12 +40,12 @@ enum Tensors {
     /// `--shape`.
     MadeUp([u32; 5]),
     /// `--input`: tensors that no option generates. Queries and keys have [`HEADS`].
-    File { q_len: usize, kv_len: usize, pairs: Option<Pairs> },
+    File { q_len: usize, kv_len: usize, bias: Option<BiasInput> },
 }
 
 /// `mask` or `bias`, for all batch entries, and its extents: one head or one for each query head, and a row for each query or one
 /// for all.
-type Pairs = (&'static str, [usize; 2]);
+type BiasInput = (&'static str, [usize; 2]);
 
 /// How four ranks share the tokens. One rank alone gets all tokens.
 #[derive(Clone, Copy, Debug)]
@@ -121,8 +121,8 @@ pub(super) const ROWS: &[Row] = &[
     },
 ];
 
-const fn file(q_len: usize, kv_len: usize, pairs: Option<Pairs>) -> Tensors {
-    Tensors::File { q_len, kv_len, pairs }
+const fn file(q_len: usize, kv_len: usize, bias: Option<BiasInput>) -> Tensors {
+    Tensors::File { q_len, kv_len, bias }
 }
 
 impl Row {
@@ -157,10 +157,10 @@ impl Row {
         let tensors = match self.tensors {
             SHAPE => String::new(),
             Tensors::MadeUp(shape) => format!("`--shape {}`", join(&shape)),
-            Tensors::File { q_len, kv_len, pairs } => {
-                let pairs = pairs
+            Tensors::File { q_len, kv_len, bias } => {
+                let bias = bias
                     .map(|(name, [heads, queries])| format!(", `{name}` [1, {heads}, {queries}, {kv_len}]"));
-                format!("a file of {q_len} queries, {kv_len} keys{}", pairs.unwrap_or_default())
+                format!("a file of {q_len} queries, {kv_len} keys{}", bias.unwrap_or_default())
             }
         };
         let options = self.words(4);
@@ -194,11 +194,11 @@ impl Row {
 
     /// Writes the row's input file, if it needs one. That of a backward pass has the gradient of the output too.
     pub(super) fn write(&self, (dtype, pass): (Dtype, Pass), folder: &Path) {
-        let Tensors::File { q_len, kv_len, pairs } = self.tensors else { return };
+        let Tensors::File { q_len, kv_len, bias } = self.tensors else { return };
         let mut tensors = match dtype {
-            Dtype::F32 => tensors::<f32>(safetensors::Dtype::F32, q_len, kv_len, pairs),
-            Dtype::F16 => tensors::<f16>(safetensors::Dtype::F16, q_len, kv_len, pairs),
-            Dtype::Bf16 => tensors::<bf16>(safetensors::Dtype::BF16, q_len, kv_len, pairs),
+            Dtype::F32 => tensors::<f32>(safetensors::Dtype::F32, q_len, kv_len, bias),
+            Dtype::F16 => tensors::<f16>(safetensors::Dtype::F16, q_len, kv_len, bias),
+            Dtype::Bf16 => tensors::<bf16>(safetensors::Dtype::BF16, q_len, kv_len, bias),
         };
         if pass == Pass::Forward {
             tensors.remove("do");
@@ -216,7 +216,7 @@ fn tensors<E: Element + bytemuck::Pod>(
     dtype: safetensors::Dtype,
     q_len: usize,
     kv_len: usize,
-    pairs: Option<Pairs>,
+    bias: Option<BiasInput>,
 ) -> HashMap<&'static str, (safetensors::Dtype, Vec<usize>, Vec<u8>)> {
     let [q_heads, kv_heads, dim] = HEADS;
     let normal = |id: TensorId, shape: [usize; 4]| {
@@ -231,7 +231,7 @@ fn tensors<E: Element + bytemuck::Pod>(
         ("v", normal(TensorId::V, kv_shape)),
         ("do", normal(TensorId::OutputGradient, [1, q_len, q_heads, dim])),
     ]);
-    if let Some((name, [heads, queries])) = pairs {
+    if let Some((name, [heads, queries])) = bias {
         // Heads differ where there is one row for all queries.
         let row = |i: usize| if queries == 1 { 40 * (i / kv_len) } else { i / kv_len % queries };
         let terms = (0..heads * queries * kv_len).map(|i| term(row(i), i % kv_len, i as u64));

@@ -46,19 +46,19 @@ impl Reference {
         device: DeviceId,
         backend: &Device,
     ) -> Result<CellState> {
-        let (sample, world) = (&self.sample, accepted.plans.world());
+        let (sample, set) = (&self.sample, accepted.plans.set());
         let (kv, right) = match &mut self.rows {
             Some(rows) => rows,
             rows => {
                 let kv = sample.whole_kv()?;
-                let right = sample.right_rows(&kv, world)?;
+                let right = sample.right_rows(&kv, set)?;
                 rows.insert((kv, right))
             }
         };
         let alone = match self.alone.entry(device) {
             Entry::Occupied(alone) => alone.into_mut(),
             Entry::Vacant(place) => {
-                let alone = sample.dense(backend, world, kv, &options())?;
+                let alone = sample.dense(backend, set, kv, &options())?;
                 place.insert([(format!("{device} alone"), sample.decode(sample.rows(), &alone))])
             }
         };
@@ -74,7 +74,7 @@ impl Reference {
     ) -> Result<CellState> {
         let kv_heads = 0..accepted.request.problem.kv_heads;
         if self.heads.is_empty() {
-            let of = |kv_head| self.sample.head_reference(kv_head, accepted.plans.world());
+            let of = |kv_head| self.sample.head_reference(kv_head, accepted.plans.set());
             self.heads = kv_heads.clone().map(of).collect::<Result<_>>()?;
         }
         let mut all = GradientVerdict::NONE;
@@ -104,27 +104,27 @@ impl Runner {
         Ok(backend)
     }
 
-    /// The rows of `sample` as the ranks of a world compute them.
+    /// The rows of `sample` as the ranks of a plan set compute them.
     pub(super) fn run(&mut self, accepted: &Accepted, target: Target, sample: &Sample) -> Result<Vec<Row>> {
         let mut rows = Vec::new();
         for (rank, Passes { output, .. }) in (0..).map(Rank).zip(self.passes(accepted, target)?) {
-            let tokens = accepted.plans.world().q_placement.of_rank(rank);
+            let tokens = accepted.plans.set().q_placement.of_rank(rank);
             let bytes = sample.extract(tokens, &output.o, &output.lse);
-            rows.extend(sample.decode(&sample.rows_of(accepted.plans.world(), rank), &bytes));
+            rows.extend(sample.decode(&sample.rows_of(accepted.plans.set(), rank), &bytes));
         }
         Ok(rows)
     }
 
-    /// The gradients of all tokens and heads as the ranks of a world compute them.
+    /// The gradients of all tokens and heads as the ranks of a plan set compute them.
     pub(super) fn gradients(&mut self, accepted: &Accepted, target: Target) -> Result<HostGradients> {
         let passes = self.passes(accepted, target)?;
         let parts = passes.into_iter().filter_map(|passes| passes.gradients);
-        Ok(gather(accepted.plans.world(), parts))
+        Ok(gather(accepted.plans.set(), parts))
     }
 
     /// Runs every rank on its own thread.
     fn passes(&mut self, accepted: &Accepted, target: Target) -> Result<Vec<Passes>> {
-        let ranks = accepted.plans.world().mesh.world();
+        let ranks = accepted.plans.set().mesh.size();
         let inputs = (0..ranks).map(|rank| inputs(accepted, Rank(rank))).collect::<Result<Vec<_>>>()?;
         let device = self.backend(target.device)?;
         let mut sessions = match self.groups.remove(&(target, ranks)) {
@@ -155,10 +155,10 @@ struct Passes {
 }
 
 fn inputs(Accepted { request, plans, backward }: &Accepted, rank: Rank) -> Result<Inputs> {
-    let world = plans.world();
-    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), &world.kv_placement.held_by(rank));
-    let tensors = request.source.all(&world.problem, q_tokens, kv_tokens)?;
-    let gradient = backward.as_ref().map(|_| request.source.output_gradient(&world.problem, q_tokens));
+    let size = plans.set();
+    let (q_tokens, kv_tokens) = (size.q_placement.of_rank(rank), &size.kv_placement.held_by(rank));
+    let tensors = request.source.all(&size.problem, q_tokens, kv_tokens)?;
+    let gradient = backward.as_ref().map(|_| request.source.output_gradient(&size.problem, q_tokens));
     Ok((tensors, gradient.transpose()?))
 }
 

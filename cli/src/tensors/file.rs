@@ -12,9 +12,9 @@ use half::{bf16, f16};
 use kyklos::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
+use super::bias::FileBias;
 use super::copy::{CopyId, Stamp};
 use super::gradient::FileGradients;
-use super::pairs::FilePairs;
 use super::positioned::read_exact_at;
 use super::shard::{Elements, Shard, TensorKind, dtype_of, zeroed};
 use crate::failure::{Failure, Result};
@@ -38,7 +38,7 @@ pub(crate) struct InputFile {
     pub(crate) head_dim: u32,
     /// One for each query head, or none.
     pub(crate) sinks: Vec<f32>,
-    pub(crate) pairs: Option<FilePairs>,
+    pub(crate) bias: Option<FileBias>,
     /// Where a backward pass is asked for.
     pub(super) gradients: Option<FileGradients>,
     /// Names of tensors that are not used.
@@ -182,7 +182,7 @@ impl InputFile {
             kv_heads: k_shape[2],
             head_dim,
             sinks: read_sinks(&file, tensors, data_start, q_heads)?,
-            pairs: FilePairs::find(tensors, data_start, [batch, q_len, q_heads, k_shape[1]], dtype)?,
+            bias: FileBias::find(tensors, data_start, [batch, q_len, q_heads, k_shape[1]], dtype)?,
             file,
             ignored,
         })

@@ -41,7 +41,7 @@ impl Source {
             q: self.read(problem, TensorKind::Q, q_tokens)?,
             k: self.read(problem, TensorKind::K, kv_tokens)?,
             v: self.read(problem, TensorKind::V, kv_tokens)?,
-            bias: self.read_pairs(problem, q_tokens)?,
+            bias: self.read_bias(problem, q_tokens)?,
         })
     }
 
@@ -84,11 +84,11 @@ impl Source {
     }
 
     /// The rows of the queries `tokens` in the mask or bias tensor, if there is one.
-    pub(crate) fn read_pairs(&self, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Option<Bytes>> {
+    pub(crate) fn read_bias(&self, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Option<Bytes>> {
         match self {
             Self::MadeUp { .. } => Ok(None),
             Self::File(file) => {
-                file.pairs.map(|pairs| pairs.read(&file.file, &file.path, problem, tokens)).transpose()
+                file.bias.map(|bias| bias.read(&file.file, &file.path, problem, tokens)).transpose()
             }
         }
     }

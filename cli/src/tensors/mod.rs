@@ -1,11 +1,11 @@
 //! Tensors in files: inputs, outputs, masks and biases.
 
+pub(crate) mod bias;
 mod copy;
 mod file;
 mod gradient;
 mod input;
 pub(crate) mod output;
-pub(crate) mod pairs;
 mod positioned;
 pub(crate) mod results;
 mod sections;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use kyklos::collect::Piece;
-use kyklos::plan::World;
+use kyklos::plan::PlanSet;
 use kyklos::{AttentionProblem, BiasTensor, Dtype, Placement};
 use kyklos_transport::Rank;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -46,16 +46,16 @@ impl OutputTarget {
     /// Opens the file that `rank` writes, if any. `first` is the number of the rank in the first group, for the file name.
     pub(crate) fn open(
         &self,
-        world: &World,
+        set: &PlanSet,
         (rank, first): (Rank, Rank),
         gradients: bool,
     ) -> Result<Option<OutputFile>> {
         match self {
-            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, &world.problem, gradients).map(Some),
+            Self::Whole(path) if rank.0 == 0 => OutputFile::whole(path, &set.problem, gradients).map(Some),
             Self::Whole(_) => Ok(None),
             Self::Parts(name) => {
                 let path = PathBuf::from(name.replace(RANK, &first.to_string()));
-                OutputFile::part(&path, world, rank, gradients).map(Some)
+                OutputFile::part(&path, set, rank, gradients).map(Some)
             }
         }
     }
@@ -154,9 +154,9 @@ impl OutputFile {
     }
 
     /// The part of `rank`, with the positions of its queries, and with gradients also of the keys that it holds.
-    fn part(path: &Path, world: &World, rank: Rank, gradients: bool) -> Result<Self> {
-        let problem = &world.problem;
-        let (queries, keys) = (world.q_placement.of_rank(rank), world.kv_placement.held_by(rank));
+    fn part(path: &Path, set: &PlanSet, rank: Rank, gradients: bool) -> Result<Self> {
+        let problem = &set.problem;
+        let (queries, keys) = (set.q_placement.of_rank(rank), set.kv_placement.held_by(rank));
         let positions = queries.iter().map(|token| i64::from(problem.q_position(token))).collect();
         let mut lists = vec![("positions", positions)];
         if gradients {

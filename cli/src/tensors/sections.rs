@@ -70,7 +70,7 @@ impl InputFile {
             tensors.push(("do", gradients.d_o.clone()));
             tensors.extend(gradients.d_lse.clone().map(|d_lse| ("dlse", d_lse)));
         }
-        tensors.extend(self.pairs.as_ref().map(|pairs| (pairs.name(), pairs.bytes())));
+        tensors.extend(self.bias.as_ref().map(|bias| (bias.name(), bias.bytes())));
         tensors
     }
 }

@@ -1,6 +1,6 @@
 //! Compares the gradient of a bias with the f64 oracle.
 
-use kyklos::plan::World;
+use kyklos::plan::PlanSet;
 use kyklos_oracle::oracle::Gradients;
 use kyklos_oracle::tolerance::NaiveGradients;
 
@@ -11,7 +11,7 @@ use crate::failure::Result;
 impl Sample {
     /// Holds the gradient of the bias, `[batch, heads, queries or 1, keys]`, that the ranks of `shared` computed: all of it, or of its
     /// heads those that read the last KV head.
-    pub(crate) fn judge_bias(&self, d_bias: &[f32], shared: &World) -> Result<GradientVerdict> {
+    pub(crate) fn judge_bias(&self, d_bias: &[f32], shared: &PlanSet) -> Result<GradientVerdict> {
         let kv = self.whole_kv()?;
         let rounded = kv.as_on_the_wire(shared);
         let (mut right, mut plain, mut squares) = (Vec::new(), Vec::new(), 0.0);

@@ -135,8 +135,8 @@ mod tests {
     fn a_device_that_is_wrong_alone_loosens_no_limit() {
         let (sample, [o, lse], _) = computed();
         let tokens = TokenRuns::contiguous(0..700);
-        let world = plan_rows(&sample.problem, tokens.clone()).unwrap();
-        let right = sample.right_rows(&sample.whole_kv().unwrap(), &world).unwrap();
+        let size = plan_rows(&sample.problem, tokens.clone()).unwrap();
+        let right = sample.right_rows(&sample.whole_kv().unwrap(), &size).unwrap();
         let failure = |o: &Bytes| {
             let rows = sample.decode(sample.rows(), &sample.extract(&tokens, o, &lse));
             sample.hold(rows.clone(), &[("cpu".into(), rows)], &right, "cpu").failure

@@ -3,15 +3,15 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, TokenRuns};
-use kyklos_oracle::oracle::{Gradients, Oracle, OracleError, OraclePairs, OracleProblem, Values};
+use kyklos::plan::PlanSet;
+use kyklos::{Dtype, TokenRuns};
+use kyklos_oracle::oracle::{Gradients, Oracle, OracleBias, OracleError, OracleProblem, Values};
 use kyklos_oracle::tolerance::{GradientComparison, GradientLimit, NaiveGradients, naive_f32_gradients};
 
 use super::{Sample, WholeKv, oracle_dtype, values};
 use crate::failure::{Failure, Result};
 use crate::run::resident::WholeGradients;
-use crate::tensors::pairs::OracleRows;
+use crate::tensors::bias::OracleRows;
 use crate::tensors::results::HostGradients;
 use crate::tensors::{GivenGradient, TensorKind};
 
@@ -150,7 +150,7 @@ impl Sample {
         if self.gradient_work() <= MOST_WORK {
             return Ok(());
         }
-        let AttentionProblem { batch, q_len, kv_len, .. } = self.problem;
+        let (batch, q_len, kv_len) = (self.problem.batch, self.problem.q_len, self.problem.kv_len);
         Err(Failure::request(
             format!("--verify of the gradients of {batch} x {q_len} queries to {kv_len} keys"),
             "use fewer tokens, because the oracle computes a whole head, or leave --verify out",
@@ -159,7 +159,8 @@ impl Sample {
 
     /// KV head `kv_head` and the query heads that read it, out of gradients of all heads.
     pub(crate) fn head_of(&self, kv_head: u32, gradients: &HostGradients) -> HeadGradients {
-        let AttentionProblem { q_heads, kv_heads, head_dim, dtype, .. } = self.problem;
+        let (q_heads, kv_heads, head_dim, dtype) =
+            (self.problem.q_heads, self.problem.kv_heads, self.problem.head_dim, self.problem.dtype);
         let group = q_heads / kv_heads;
         let cut = |tensor: &Bytes, heads: u32, count: u32| -> Bytes {
             let head = head_dim as usize * dtype.bytes();
@@ -180,14 +181,14 @@ impl Sample {
         kv_head: u32,
         head: &HeadGradients,
         d_sinks: &[f64],
-        shared: &World,
+        shared: &PlanSet,
     ) -> Result<GradientVerdict> {
         Ok(self.hold_head(kv_head, head, d_sinks, &self.head_reference(kv_head, shared)?))
     }
 
     /// What [`Self::hold_head`] compares the gradients of a head with. Only where keys are rounded for the wire does it depend on
     /// what the ranks of `shared` send.
-    pub(crate) fn head_reference(&self, kv_head: u32, shared: &World) -> Result<HeadReference> {
+    pub(crate) fn head_reference(&self, kv_head: u32, shared: &PlanSet) -> Result<HeadReference> {
         let [of_q, _] = self.head_parts(kv_head);
         let kv = self.whole_kv()?;
         self.right_and_plain(kv_head, &self.given(of_q)?, &kv, &kv.as_on_the_wire(shared))
@@ -257,7 +258,14 @@ impl Sample {
 
     /// The part of KV head `kv_head` in tensors of queries, and of keys.
     pub(super) fn head_parts(&self, kv_head: u32) -> [HeadPart; 2] {
-        let AttentionProblem { batch, q_len, kv_len, q_heads, kv_heads, head_dim, .. } = self.problem;
+        let (batch, q_len, kv_len, q_heads, kv_heads, head_dim) = (
+            self.problem.batch,
+            self.problem.q_len,
+            self.problem.kv_len,
+            self.problem.q_heads,
+            self.problem.kv_heads,
+            self.problem.head_dim,
+        );
         let [batch, q_heads, kv_heads, dim] = [batch, q_heads, kv_heads, head_dim].map(|n| n as usize);
         let [q_tokens, kv_tokens] = [q_len, kv_len].map(|tokens| batch * tokens as usize);
         let (group, head) = (q_heads / kv_heads, kv_head as usize);
@@ -302,15 +310,15 @@ impl Sample {
             [&kv, &rounded].map(|kv| [read_of(&kv[0]), read_of(&kv[1])]);
         let q = Values::Read { dtype, len: q.len(), read: &read_q };
         let len = kv[0].len();
-        let pairs = self.pairs_of_head(of_q)?;
+        let bias = self.bias_of_head(of_q)?;
         let oracle = |read_k, read_v| -> Result<Oracle<'_>> {
             let [k, v] = [read_k, read_v].map(|read| Values::Read { dtype, len, read });
             let oracle = Oracle::new(&problem, q, k, v).map_err(refused)?;
-            match &pairs {
+            match &bias {
                 Some((rows, shape)) => {
                     let [batch, heads, queries] = *shape;
-                    let pairs = OraclePairs { values: rows.values(), batch, heads, queries };
-                    oracle.with_bias(pairs).map_err(refused)
+                    let bias = OracleBias { values: rows.values(), batch, heads, queries };
+                    oracle.with_bias(bias).map_err(refused)
                 }
                 None => Ok(oracle),
             }
@@ -346,10 +354,9 @@ impl Sample {
     }
 
     /// The mask or bias tensor for the query heads of `part`, if there is one, and its batch entries, heads and queries.
-    fn pairs_of_head(&self, part: HeadPart) -> Result<Option<(OracleRows, [usize; 3])>> {
+    fn bias_of_head(&self, part: HeadPart) -> Result<Option<(OracleRows, [usize; 3])>> {
         let all = TokenRuns::contiguous(0..self.problem.q_len);
-        let Some((bytes, tensor)) = self.source.read_pairs(&self.problem, &all)?.zip(self.problem.bias)
-        else {
+        let Some((bytes, tensor)) = self.source.read_bias(&self.problem, &all)?.zip(self.problem.bias) else {
             return Ok(None);
         };
         let [batch, heads] = [tensor.batch, tensor.heads].map(|n| n as usize);

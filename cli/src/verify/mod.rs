@@ -14,10 +14,10 @@ use bytes::{Bytes, BytesMut};
 use half::{bf16, f16};
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
-use kyklos::plan::{Content, World};
+use kyklos::plan::{Content, PlanSet};
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, WireFormat, plan_rows};
 use kyklos_oracle::inputs::sample_rows;
-use kyklos_oracle::oracle::{self, Oracle, OracleError, OraclePairs, OracleProblem, Row, RowId, Values};
+use kyklos_oracle::oracle::{self, Oracle, OracleBias, OracleError, OracleProblem, Row, RowId, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
 use kyklos_oracle::wire;
 use kyklos_transport::Rank;
@@ -25,7 +25,7 @@ use kyklos_transport::Rank;
 use crate::failure::{Failure, Result};
 use crate::request::Request;
 use crate::run::alone;
-use crate::tensors::pairs::OracleRows;
+use crate::tensors::bias::OracleRows;
 use crate::tensors::{Source, TensorKind};
 pub(crate) use every_row::Whole;
 #[cfg(test)]
@@ -70,11 +70,11 @@ pub(crate) struct WholeKv {
 }
 
 impl WholeKv {
-    /// Rounded like the keys and values that ranks of `world` send. The error of a device alone then includes the rounding.
-    fn as_on_the_wire(&self, world: &World) -> Self {
-        let problem = &world.problem;
+    /// Rounded like the keys and values that ranks of `set` send. The error of a device alone then includes the rounding.
+    fn as_on_the_wire(&self, set: &PlanSet) -> Self {
+        let problem = &set.problem;
         let shape = [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize);
-        let buffers = world.plans.iter().flat_map(|plan| &plan.buffers);
+        let buffers = set.plans.iter().flat_map(|plan| &plan.buffers);
         let sent = buffers.filter(|buffer| buffer.content == Content::WireKeyValue);
         let lists: BTreeSet<Vec<u32>> = sent.map(|buffer| buffer.tokens.iter().collect()).collect();
         let lists: Vec<Vec<u32>> = lists.into_iter().collect();
@@ -123,8 +123,8 @@ impl Sample {
     }
 
     /// The sampled rows that `rank` owns.
-    pub(crate) fn rows_of(&self, world: &World, rank: Rank) -> Vec<RowId> {
-        let places = self.places(world.q_placement.of_rank(rank));
+    pub(crate) fn rows_of(&self, set: &PlanSet, rank: Rank) -> Vec<RowId> {
+        let places = self.places(set.q_placement.of_rank(rank));
         self.rows.iter().filter(|id| places.contains_key(&id.row)).copied().collect()
     }
 
@@ -185,7 +185,7 @@ impl Sample {
     pub(crate) fn dense(
         &self,
         device: &Device,
-        shared: &World,
+        shared: &PlanSet,
         kv: &WholeKv,
         options: &RunOptions,
     ) -> Result<Bytes> {
@@ -193,17 +193,17 @@ impl Sample {
         tokens.sort_unstable();
         tokens.dedup();
         let tokens = TokenRuns::from_positions(tokens);
-        let world = plan_rows(&self.problem, tokens.clone())?;
+        let set = plan_rows(&self.problem, tokens.clone())?;
         let q = self.source.read(&self.problem, TensorKind::Q, &tokens)?;
-        let pairs = self.source.read_pairs(&self.problem, &tokens)?;
+        let bias = self.source.read_bias(&self.problem, &tokens)?;
         let WholeKv { k, v } = kv.as_on_the_wire(shared);
-        let tensors = Tensors { q, k, v, bias: pairs };
-        let alone = alone::run(device, world, tensors, 1, options)?;
+        let tensors = Tensors { q, k, v, bias };
+        let alone = alone::run(device, set, tensors, 1, options)?;
         Ok(self.extract(&tokens, &alone.output.o, &alone.output.lse))
     }
 
     /// What the rows of ranks of `shared` are compared with.
-    pub(crate) fn right_rows(&self, kv: &WholeKv, shared: &World) -> Result<RightRows> {
+    pub(crate) fn right_rows(&self, kv: &WholeKv, shared: &PlanSet) -> Result<RightRows> {
         Ok(RightRows { expected: self.expected(kv)?, plain: self.naive(&kv.as_on_the_wire(shared))? })
     }
 
@@ -329,19 +329,19 @@ impl Sample {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
         let tokens = TokenRuns::contiguous(token..token + 1);
         let q = self.source.read(&self.problem, TensorKind::Q, &tokens)?;
-        let pairs = self.source.read_pairs(&self.problem, &tokens)?.zip(self.problem.bias);
-        let pairs = pairs.map(|(bytes, tensor)| (tensor, OracleRows::new(tensor, &self.problem, &bytes)));
+        let bias = self.source.read_bias(&self.problem, &tokens)?.zip(self.problem.bias);
+        let bias = bias.map(|(bytes, tensor)| (tensor, OracleRows::new(tensor, &self.problem, &bytes)));
         let problem =
             OracleProblem { q_len: 1, q_offset: self.oracle.q_offset + id.row as u64, ..self.oracle.clone() };
         let dtype = self.problem.dtype;
         let refused = |error: OracleError| Failure::run(format!("the oracle refuses the problem: {error}"));
         let mut oracle = Oracle::new(&problem, values(dtype, &q), values(dtype, &kv.k), values(dtype, &kv.v))
             .map_err(refused)?;
-        if let Some((tensor, rows)) = &pairs {
+        if let Some((tensor, rows)) = &bias {
             let (batch, heads) = (tensor.batch as usize, tensor.heads as usize);
             // One query, so one row of each head.
-            let pairs = OraclePairs { values: rows.values(), batch, heads, queries: 1 };
-            oracle = oracle.with_bias(pairs).map_err(refused)?;
+            let bias = OracleBias { values: rows.values(), batch, heads, queries: 1 };
+            oracle = oracle.with_bias(bias).map_err(refused)?;
         }
         Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
     }

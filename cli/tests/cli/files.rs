@@ -97,8 +97,8 @@ fn a_mask_or_a_bias_of_a_file_is_honoured_in_every_mesh() {
             [batch, _] => [*batch, 1, 1],
             _ => [shape[0], shape[1], shape[2]],
         };
-        let mut pairs = Tensor::made(shape, 7);
-        for (index, x) in pairs.data.iter_mut().enumerate() {
+        let mut bias = Tensor::made(shape, 7);
+        for (index, x) in bias.data.iter_mut().enumerate() {
             let row = index / 35;
             // A query that sees nothing, or the second of two entries.
             let unseen = if queries == 1 { batch == 2 && row == 1 } else { row % 21 == 5 };
@@ -109,10 +109,10 @@ fn a_mask_or_a_bias_of_a_file_is_honoured_in_every_mesh() {
                 (_, false) => *x,
             };
         }
-        write(&input, &[("q", &q), ("k", &k), ("v", &v), (name, &pairs)]);
+        write(&input, &[("q", &q), ("k", &k), ("v", &v), (name, &bias)]);
         let (o, lse) = attention_with(&q, &k, &v, |b, h, i, j| {
             let row = ((b % batch) * heads + h % heads) * queries + i % queries;
-            let x = pairs.data[row * 35 + j];
+            let x = bias.data[row * 35 + j];
             let (hidden, term) = if name == "mask" { (x == 0.0, 0.0) } else { (x == f32::NEG_INFINITY, x) };
             (j <= i + 10 && !hidden).then_some(term)
         });

@@ -29,7 +29,7 @@ pub struct AttendArguments {
     /// Values.
     pub v: TensorArgument,
     /// The mask tensor or bias tensor, if there is one.
-    pub pairs: TensorArgument,
+    pub bias: TensorArgument,
     /// f32 `[batch, rows, heads, dim]`.
     pub a: u64,
     /// f32 `[batch, heads, rows, 2]`.
@@ -63,7 +63,7 @@ pub struct AttendArguments {
     /// The first batch entry of the grid.
     pub first_batch: u32,
     /// 0: neither mask tensor nor bias tensor, 1: a mask tensor, 2: a bias tensor.
-    pub pair_kind: u32,
+    pub bias_kind: u32,
     /// See [`logits`].
     pub scale: f32,
     /// See [`logits`].

@@ -71,7 +71,7 @@ pub struct HopperArguments {
     pub k: TensorMap,
     /// Values, likewise.
     pub v: TensorMap,
-    /// As for the other kernels. `q`, `k`, `v`, `pairs`, `pair_kind` and the beginning of the grid are not used: these kernels
+    /// As for the other kernels. `q`, `k`, `v`, `bias`, `bias_kind` and the beginning of the grid are not used: these kernels
     /// support neither mask tensors nor bias tensors.
     pub attend: AttendArguments,
     /// [`crate::DeviceWork::longest_first`].
@@ -103,7 +103,7 @@ pub struct HopperBackwardArguments {
     pub v: TensorMap,
     /// Gradient of the output, likewise.
     pub d_o: TensorMap,
-    /// As for the other kernels. `q`, `k`, `v`, `pairs`, `d_o`, `bias_sum` and `d_bias` are not used: these kernels support neither
+    /// As for the other kernels. `q`, `k`, `v`, `bias`, `d_o`, `bias_sum` and `d_bias` are not used: these kernels support neither
     /// mask tensors nor bias tensors.
     pub backward: BackwardArguments,
     /// 0.

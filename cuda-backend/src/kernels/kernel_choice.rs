@@ -16,7 +16,7 @@ pub struct CallShape {
     /// The largest number of query heads that share a KV head, 1 to [`PACKED_ROWS`]; see [`crate::head_packs`].
     pub pack: u32,
     /// Whether there is a mask tensor or a bias tensor.
-    pub pairs: bool,
+    pub bias: bool,
     /// Whether every row sees every key. Only the order of the choices depends on it.
     pub full: bool,
     /// Whether the result of a row must have the same bytes for every partition of the work.
@@ -54,7 +54,7 @@ impl KernelChoice {
             hopper.reverse();
         }
         let fits = |kernel: &AttendKernel| {
-            !call.fixed_order && wgmma && !call.pairs && call.rows > kernel.tile.q_rows / 2
+            !call.fixed_order && wgmma && !call.bias && call.rows > kernel.tile.q_rows / 2
         };
         let [first, second] = hopper.map(|kernel| (Self::Hopper, kernel.filter(fits)));
         let tiles = AttendKernel::tiled(call.dtype, call.dim);
@@ -87,7 +87,7 @@ pub struct BackwardShape {
     /// Keys.
     pub keys: usize,
     /// Whether there is a mask tensor or a bias tensor.
-    pub pairs: bool,
+    pub bias: bool,
 }
 
 impl BackwardKernel {
@@ -99,7 +99,7 @@ impl BackwardKernel {
         Some(older.map(|older| {
             let fixed = if older.by_keys() { call.keys } else { call.rows };
             Self::hopper(older.makes, call.dtype, call.dim)
-                .filter(|kernel| wgmma && !call.pairs && fixed > kernel.fixed as usize / 2)
+                .filter(|kernel| wgmma && !call.bias && fixed > kernel.fixed as usize / 2)
                 .unwrap_or(older)
         }))
     }
@@ -115,7 +115,7 @@ mod tests {
         dim: 128,
         rows: 8192,
         pack: 4,
-        pairs: false,
+        bias: false,
         full: false,
         fixed_order: false,
     };
@@ -127,7 +127,7 @@ mod tests {
             (PROMPT, true, &[KernelChoice::Hopper, KernelChoice::Hopper, KernelChoice::Tiled][..]),
             (CallShape { dim: 64, ..PROMPT }, true, &[KernelChoice::Hopper, KernelChoice::Tiled]),
             (PROMPT, false, &[KernelChoice::Tiled]),
-            (CallShape { pairs: true, ..PROMPT }, true, &[KernelChoice::Tiled]),
+            (CallShape { bias: true, ..PROMPT }, true, &[KernelChoice::Tiled]),
             (CallShape { fixed_order: true, ..PROMPT }, true, &[KernelChoice::Tiled]),
             (CallShape { dtype: Dtype::F32, ..PROMPT }, true, &[KernelChoice::Tiled]),
             (CallShape { dim: 264, ..PROMPT }, true, &[]),
@@ -140,7 +140,7 @@ mod tests {
             ),
             (token, true, &[KernelChoice::Decode, KernelChoice::Tiled]),
             (token, false, &[KernelChoice::Decode, KernelChoice::Tiled]),
-            (CallShape { pairs: true, ..token }, true, &[KernelChoice::Decode, KernelChoice::Tiled]),
+            (CallShape { bias: true, ..token }, true, &[KernelChoice::Decode, KernelChoice::Tiled]),
             (CallShape { fixed_order: true, ..token }, true, &[KernelChoice::Tiled]),
             (CallShape { dtype: Dtype::F32, ..token }, true, &[KernelChoice::Decode, KernelChoice::Tiled]),
             (CallShape { dtype: Dtype::F32, fixed_order: true, ..token }, true, &[KernelChoice::Tiled]),
@@ -182,13 +182,13 @@ mod tests {
 
     #[test]
     fn backward_calls_get_the_kernels_of_their_device() {
-        let call = BackwardShape { dtype: Dtype::Bf16, dim: 128, rows: 65, keys: 65, pairs: false };
+        let call = BackwardShape { dtype: Dtype::Bf16, dim: 128, rows: 65, keys: 65, bias: false };
         for (call, wgmma, hopper) in [
             (call, true, [true, true]),
             (call, false, [false, false]),
             (BackwardShape { dim: 8, ..call }, true, [true, true]),
             (BackwardShape { dim: 136, ..call }, true, [false, false]),
-            (BackwardShape { pairs: true, ..call }, true, [false, false]),
+            (BackwardShape { bias: true, ..call }, true, [false, false]),
             (BackwardShape { dtype: Dtype::F32, ..call }, true, [false, false]),
             (BackwardShape { rows: 64, ..call }, true, [false, true]),
             (BackwardShape { keys: 64, ..call }, true, [true, false]),

@@ -294,7 +294,7 @@ impl Collective<Device> for NcclCollective {
         if *checked == Some(plans.hash()) {
             return Ok(());
         }
-        check_in_order(plans.world()).map_err(|error| {
+        check_in_order(plans.set()).map_err(|error| {
             Error::request(
                 format!("plans for NCCL, which carries out one exchange after the other ({error})"),
                 "stage the messages in host memory",

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use bytemuck::Pod;
 use futures_util::future::LocalBoxFuture;
-use kyklos::backend::{Attend, Control, Layout, Pairs, Results, State, StateMut, yield_now};
+use kyklos::backend::{Attend, BiasInput, Control, Layout, Results, State, StateMut, yield_now};
 use kyklos::{BiasKind, Dtype, Error, Result};
 
 use super::arguments::{row_launch_config, state_arguments, tensor, to_u32};
@@ -299,8 +299,8 @@ impl Call<'_> {
     /// The buffers that the kernel reads besides the state.
     fn reads(&self) -> Vec<&CudaBuffer> {
         let args = &self.args;
-        let pairs = args.pairs.as_ref().map(|pairs| pairs.buffer);
-        [args.q.buffer, args.k.buffer, args.v.buffer, &self.lists].into_iter().chain(pairs).collect()
+        let bias = args.bias.as_ref().map(|bias| bias.buffer);
+        [args.q.buffer, args.k.buffer, args.v.buffer, &self.lists].into_iter().chain(bias).collect()
     }
 }
 
@@ -326,12 +326,12 @@ fn prepare(
     let operand = |buffer: &CudaBuffer, layout: &Layout| {
         require_alignment(tensor(buffer, layout, args.dtype.bytes()), args.dtype)
     };
-    let (pairs, pair_kind) = pairs_argument(args.pairs.as_ref(), args.dtype);
+    let (bias, bias_kind) = bias_argument(args.bias.as_ref(), args.dtype);
     let arguments = AttendArguments {
         q: operand(args.q.buffer, &args.q.layout)?,
         k: operand(args.k.buffer, &args.k.layout)?,
         v: operand(args.v.buffer, &args.v.layout)?,
-        pairs,
+        bias,
         a: args.state.a.address(),
         ml: args.state.ml.address(),
         spans: base + spans,
@@ -345,7 +345,7 @@ fn prepare(
         dim: to_u32("the head dim", shape.dim)?,
         classes: work.classes,
         q_tiles: work.q_tiles,
-        pair_kind,
+        bias_kind,
         scale,
         cap,
         ..AttendArguments::default()
@@ -354,12 +354,12 @@ fn prepare(
 }
 
 /// The mask or bias tensor of a call, and its kind as kernels take it.
-pub(super) fn pairs_argument(pairs: Option<&Pairs<'_, CudaBuffer>>, dtype: Dtype) -> (TensorArgument, u32) {
-    match pairs {
+pub(super) fn bias_argument(bias: Option<&BiasInput<'_, CudaBuffer>>, dtype: Dtype) -> (TensorArgument, u32) {
+    match bias {
         None => (TensorArgument::default(), 0),
-        Some(pairs) => match pairs.kind {
-            BiasKind::Mask => (tensor(pairs.buffer, &pairs.layout, 4), 1),
-            BiasKind::Additive => (tensor(pairs.buffer, &pairs.layout, dtype.bytes()), 2),
+        Some(bias) => match bias.kind {
+            BiasKind::Mask => (tensor(bias.buffer, &bias.layout, 4), 1),
+            BiasKind::Additive => (tensor(bias.buffer, &bias.layout, dtype.bytes()), 2),
         },
     }
 }

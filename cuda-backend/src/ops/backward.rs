@@ -10,7 +10,7 @@ use kyklos::backend::{AttendBackward, Control, yield_now};
 use kyklos::{BiasKind, Dtype, Error, Result};
 
 use super::arguments::{tensor, to_u32};
-use super::attend::{first_rate, pairs_argument, require_alignment};
+use super::attend::{bias_argument, first_rate, require_alignment};
 use super::lists::Lists;
 use super::pieces::PieceSplitter;
 use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice};
@@ -28,7 +28,7 @@ pub(crate) fn supports_backward(dtype: Dtype, dim: usize) -> Result<()> {
 /// What a call has besides q, k, v and the gradient of the output.
 #[derive(Clone, Copy, Default)]
 struct Given {
-    pairs: bool,
+    bias: bool,
     d_bias: bool,
 }
 
@@ -41,7 +41,7 @@ fn backward_kernels(
     wgmma: bool,
 ) -> Result<Vec<BackwardKernel>> {
     let kernels = u32::try_from(dim).ok().and_then(|dim| {
-        let call = BackwardShape { dtype, dim, rows, keys, pairs: given.pairs };
+        let call = BackwardShape { dtype, dim, rows, keys, bias: given.bias };
         let third = if given.d_bias { Some(BackwardKernel::of_bias(dtype, dim)?) } else { None };
         Some(BackwardKernel::for_call(&call, wgmma)?.into_iter().chain(third).collect())
     });
@@ -78,13 +78,13 @@ async fn backward_in_pieces(
             "lower the mask with this backend's backward_tile_shape",
         ));
     }
-    if args.d_bias.is_some() && args.pairs.as_ref().is_none_or(|pairs| pairs.kind != BiasKind::Additive) {
+    if args.d_bias.is_some() && args.bias.as_ref().is_none_or(|bias| bias.kind != BiasKind::Additive) {
         return Err(Error::request(
             "the gradient of a bias on CUDA, in a backward call without an additive bias tensor",
             "give the bias tensor, or leave its gradient out",
         ));
     }
-    let given = Given { pairs: args.pairs.is_some(), d_bias: args.d_bias.is_some() };
+    let given = Given { bias: args.bias.is_some(), d_bias: args.d_bias.is_some() };
     let extents = [shape.rows, work.kv_positions.len()];
     let kernels = backward_kernels(args.dtype, shape.dim, extents, given, device.wgmma)?;
     let call = Call::new(device, &args, kernels)?;
@@ -169,7 +169,7 @@ impl<'a> Call<'a> {
         let operand = |operand: &kyklos::backend::Operand<'_, CudaBuffer>| {
             require_alignment(tensor(operand.buffer, &operand.layout, args.dtype.bytes()), args.dtype)
         };
-        let (pairs, pair_kind) = pairs_argument(args.pairs.as_ref(), args.dtype);
+        let (bias, bias_kind) = bias_argument(args.bias.as_ref(), args.dtype);
         let d_bias = args
             .d_bias
             .as_ref()
@@ -180,7 +180,7 @@ impl<'a> Call<'a> {
                 q: operand(&args.q)?,
                 k: operand(&args.k)?,
                 v: operand(&args.v)?,
-                pairs,
+                bias,
                 spans: base + spans,
                 positions: base + positions,
                 kv_head_of: base + kv_head_of,
@@ -189,7 +189,7 @@ impl<'a> Call<'a> {
                 heads: to_u32("the number of heads", shape.heads)?,
                 dim: to_u32("the head dim", shape.dim)?,
                 classes: to_u32("the batch", work.classes.len())?,
-                pair_kind,
+                bias_kind,
                 scale,
                 cap,
                 ..AttendArguments::default()
@@ -328,10 +328,10 @@ impl<'a> Call<'a> {
 
     fn reads(&self) -> Vec<&CudaBuffer> {
         let args = self.args;
-        let pairs = args.pairs.as_ref().map(|pairs| pairs.buffer);
+        let bias = args.bias.as_ref().map(|bias| bias.buffer);
         [args.q.buffer, args.k.buffer, args.v.buffer, args.d_o.buffer, args.stats.buffer, &self.lists]
             .into_iter()
-            .chain(pairs)
+            .chain(bias)
             .collect()
     }
 

@@ -17,7 +17,7 @@ pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: b
         // The call itself refuses a number of rows that is too large.
         rows: u32::try_from(shape.rows).unwrap_or(u32::MAX),
         pack: pack.min(u32::try_from(shape.heads).unwrap_or(u32::MAX)).max(1),
-        pairs: problem.bias.is_some(),
+        bias: problem.bias.is_some(),
         full: problem.mask.is_full(),
         fixed_order: problem.fixed_order,
     };
@@ -36,7 +36,7 @@ pub(super) fn choose_kernel(
         dim: to_u32("the head dim", shape.dim)?,
         rows: to_u32("the number of rows", shape.rows)?,
         pack: packs.iter().map(|pack| pack.count).max().unwrap_or(1),
-        pairs: args.pairs.is_some(),
+        bias: args.bias.is_some(),
         // The work list has been made for one of the kernels.
         full: false,
         fixed_order: args.fixed_order,

@@ -37,7 +37,7 @@ fn every_case_agrees_with_the_oracle_in_every_type() {
 #[test]
 fn every_case_without_mask_or_bias_tensor_agrees_with_the_oracle_on_hopper() {
     let mut calls = Vec::new();
-    for (n, case) in cases().into_iter().filter(|case| case.pairs.is_none()).enumerate() {
+    for (n, case) in cases().into_iter().filter(|case| case.bias.is_none()).enumerate() {
         for (i, dtype) in [Dtype::F16, Dtype::Bf16].into_iter().enumerate() {
             let keys = [Keys::Whole, Keys::Finished, Keys::Split, Keys::Merged][(n + i) % 4];
             let with = Kernel::Hopper([1, 2, 3][n % 3]);

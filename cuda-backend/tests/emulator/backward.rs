@@ -46,7 +46,7 @@ fn gradients_of_every_case_agree_with_the_oracle() {
 #[test]
 fn gradients_of_every_case_without_mask_or_bias_tensor_agree_with_the_oracle_on_hopper() {
     let mut calls = Vec::new();
-    let supported = |case: &Case| case.pairs.is_none() && case.problem.head_dim <= 128;
+    let supported = |case: &Case| case.bias.is_none() && case.problem.head_dim <= 128;
     for (n, case) in cases().into_iter().filter(supported).enumerate() {
         let types = [Dtype::F16, Dtype::Bf16].into_iter().enumerate();
         for (i, dtype) in types.filter(|(i, _)| everything() || *i == n % 2) {
@@ -113,7 +113,7 @@ fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes() {
 #[test]
 fn gradients_of_every_shape_of_bias_agree_with_the_oracle() {
     let mut calls = Vec::new();
-    for (n, pairs) in every_bias().enumerate() {
+    for (n, bias) in every_bias().enumerate() {
         for (i, dtype) in Dtype::ALL.into_iter().enumerate().filter(|(i, _)| everything() || *i == n % 3) {
             let mut case = plain();
             let problem = &mut case.problem;
@@ -123,7 +123,7 @@ fn gradients_of_every_shape_of_bias_agree_with_the_oracle() {
             problem.head_dim = [32, 72, 136, 200][(n + i) % 4];
             problem.scale = (problem.head_dim as f64).sqrt().recip();
             problem.softcap = ((n + i) % 2 == 0).then_some(1.5);
-            case.pairs = Some(pairs);
+            case.bias = Some(bias);
             let call = BackwardCall::new(GradientCase::new(case, dtype), (n / 2 + i) % 3 == 0);
             calls.push((call, Timing::ALL[(n / 3 + i) % 3]));
         }

@@ -7,9 +7,9 @@ use kyklos_cuda::{
     BackwardSums, ClearArguments, DeviceWork, HopperBackwardArguments, RowStatsArguments, STATE_ROWS,
     StateArguments, TensorArgument, TensorMap, finalize_kernel, head_readers, logits, row_stats_kernel,
 };
-use kyklos_oracle::inputs::{Case, CasePairs, cases};
+use kyklos_oracle::inputs::{Case, CaseBias, cases};
 
-use crate::call::{dense, pair_rows, state_blocks};
+use crate::call::{bias_rows, dense, state_blocks};
 use crate::job::{Buffer, Counts, Job, Timing, numbers};
 use crate::program::Program;
 
@@ -64,18 +64,18 @@ impl BackwardCall {
         let tensors = &prepared.tensors;
         let [q, k, v, d_o] =
             [&tensors.q, &tensors.k, &tensors.v, &self.case.d_o].map(|tensor| job.upload(tensor));
-        let pairs = tensors.bias.as_ref().map(|pairs| job.upload(pairs));
+        let bias = tensors.bias.as_ref().map(|bias| job.upload(bias));
         let row_heads = batch * rows * q_heads;
         let kv_head_of: Vec<u32> = (0..problem.q_heads).map(|head| head / problem.group()).collect();
         let (scale, cap) = logits(problem.scale, problem.softcap);
         let attend = AttendArguments {
             q: dense(q, rows, q_heads, dim),
-            pairs: pairs.map_or_else(TensorArgument::default, |pairs| pair_rows(problem, pairs)),
+            bias: bias.map_or_else(TensorArgument::default, |bias| bias_rows(problem, bias)),
             kv_head_of: job.upload(&kv_head_of).address,
             rows: problem.q_len,
             heads: problem.q_heads,
             dim: problem.head_dim,
-            pair_kind: problem.bias.map_or(0, |pairs| if pairs.kind == BiasKind::Mask { 1 } else { 2 }),
+            bias_kind: problem.bias.map_or(0, |bias| if bias.kind == BiasKind::Mask { 1 } else { 2 }),
             scale,
             cap,
             ..AttendArguments::default()
@@ -336,9 +336,9 @@ impl NanCall {
 }
 
 /// Biases with one for all or one for each, of two batch entries, four heads and all rows.
-pub(crate) fn every_bias() -> impl Iterator<Item = CasePairs> {
-    (0..8).map(|bits| CasePairs {
-        bias: true,
+pub(crate) fn every_bias() -> impl Iterator<Item = CaseBias> {
+    (0..8).map(|bits| CaseBias {
+        additive: true,
         batch: if bits & 1 == 0 { 1 } else { 2 },
         heads: if bits & 2 == 0 { 1 } else { 4 },
         shared_rows: bits & 4 == 0,

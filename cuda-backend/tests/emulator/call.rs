@@ -6,7 +6,7 @@ use kyklos_cuda::{
     AttendArguments, AttendKernel, DecodeArguments, DeviceWork, HopperArguments, PartsArguments, STATE_ROWS,
     StateArguments, TensorArgument, TensorMap, finalize_kernel, head_packs, logits,
 };
-use kyklos_oracle::inputs::{Case, Inputs, PairInputs};
+use kyklos_oracle::inputs::{BiasInputs, Case, Inputs};
 use kyklos_oracle::oracle::{self, Element, Oracle, Row, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, compare_rows, naive_f32_rows};
 
@@ -45,7 +45,7 @@ pub(crate) struct Call {
     dtype: Dtype,
     problem: AttentionProblem,
     tensors: [Vec<u8>; 3],
-    pairs: Option<Vec<u8>>,
+    bias: Option<Vec<u8>>,
     expected: Vec<Row>,
     naive: Comparison,
 }
@@ -61,16 +61,16 @@ impl Call {
         case.problem.sinks = problem.sinks.iter().copied().map(f64::from).collect();
         let (q, k, v) = (E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v));
         let mut truth = Oracle::new(&case.problem, q, k, v).unwrap();
-        if let Some(pairs) = inputs.oracle_pairs(&case) {
-            truth = truth.with_bias(pairs).unwrap();
+        if let Some(bias) = inputs.oracle_bias(&case) {
+            truth = truth.with_bias(bias).unwrap();
         }
         // The result of a row that sees a NaN is not specified.
         let rows: Vec<_> = case.problem.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect();
         let (expected, naive) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
         let naive = compare_rows(&case.problem, E::DTYPE, &naive, &expected, &Context::default());
         let tensors = [&inputs.q, &inputs.k, &inputs.v].map(|values| bytemuck::cast_slice(values).to_vec());
-        let pairs = stored_pairs(&case, &inputs);
-        Self { case, dtype, problem, tensors, pairs, expected, naive }
+        let bias = stored_bias(&case, &inputs);
+        Self { case, dtype, problem, tensors, bias, expected, naive }
     }
 
     /// Runs the case and compares it with the oracle. Returns the counts of the run, or what is wrong.
@@ -84,7 +84,7 @@ impl Call {
         let problem = &self.case.problem;
         let mut job = Job::default();
         let [q, k, v] = [0, 1, 2].map(|i| job.upload(&self.tensors[i]));
-        let pairs = self.pairs.as_ref().map(|pairs| job.upload(pairs));
+        let bias = self.bias.as_ref().map(|bias| job.upload(bias));
         let kv_len = u32::try_from(problem.kv_len).unwrap();
         let blocks: Vec<Vec<u32>> = match keys {
             Keys::Whole | Keys::Finished => vec![(0..kv_len).collect()],
@@ -110,7 +110,7 @@ impl Call {
                 }
             }
             let (k, v) = (self.block_of(&mut job, k, 1, &block), self.block_of(&mut job, v, 2, &block));
-            finished = self.attend(&mut job, with, states[states.len() - 1], q, [k, v], pairs, &block);
+            finished = self.attend(&mut job, with, states[states.len() - 1], q, [k, v], bias, &block);
         }
         let into = states[0];
         let grid = [state_blocks(&into), 1, 1];
@@ -170,7 +170,7 @@ impl Call {
         state: StateArguments,
         q: Buffer,
         [k, v]: [TensorArgument; 2],
-        pairs: Option<Buffer>,
+        bias: Option<Buffer>,
         keys: &[u32],
     ) -> bool {
         let problem = &self.case.problem;
@@ -205,7 +205,7 @@ impl Call {
                 q: dense(q, problem.q_len, problem.q_heads, problem.head_dim),
                 k,
                 v,
-                pairs: pairs.map_or_else(TensorArgument::default, |pairs| pair_rows(&self.problem, pairs)),
+                bias: bias.map_or_else(TensorArgument::default, |bias| bias_rows(&self.problem, bias)),
                 a: state.a,
                 ml: state.ml,
                 spans: job.upload(&work.spans).address,
@@ -219,7 +219,7 @@ impl Call {
                 dim: state.dim,
                 classes: work.classes,
                 q_tiles: work.q_tiles,
-                pair_kind: self.case.pairs.map_or(0, |pairs| if pairs.bias { 2 } else { 1 }),
+                bias_kind: self.case.bias.map_or(0, |bias| if bias.additive { 2 } else { 1 }),
                 scale,
                 cap,
                 fresh,
@@ -272,7 +272,7 @@ impl Call {
                         q: map(&arguments.q, state.rows, state.heads, kernel.tile.q_rows),
                         k: map(&k, arguments.keys, kv_heads, kernel.tile.kv_cols),
                         v: map(&v, arguments.keys, kv_heads, kernel.tile.kv_cols),
-                        attend: AttendArguments { pair_kind: 0, ..arguments },
+                        attend: AttendArguments { bias_kind: 0, ..arguments },
                         order: job.upload(&order).address,
                         first_item: 0,
                         end_item: items,
@@ -326,38 +326,38 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let shape = [oracle.batch, oracle.kv_len, oracle.q_heads, oracle.kv_heads, oracle.head_dim].map(small);
     // The oracle and the product share the text form of masks.
     let mask: Mask = oracle.mask.to_string().parse().unwrap();
-    let pairs = case.pairs.map(|pairs| BiasTensor {
-        kind: if pairs.bias { kyklos::BiasKind::Additive } else { kyklos::BiasKind::Mask },
-        batch: small(pairs.batch),
-        heads: small(pairs.heads),
-        shared_rows: pairs.shared_rows,
+    let bias = case.bias.map(|bias| BiasTensor {
+        kind: if bias.additive { kyklos::BiasKind::Additive } else { kyklos::BiasKind::Mask },
+        batch: small(bias.batch),
+        heads: small(bias.heads),
+        shared_rows: bias.shared_rows,
     });
     AttentionProblem::new(shape, dtype, mask)
         .and_then(|problem| {
             problem.with_queries(small(oracle.q_len), u32::try_from(oracle.q_offset).unwrap())
         })
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
-        .and_then(|problem| problem.with_bias(pairs))
+        .and_then(|problem| problem.with_bias(bias))
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
         .unwrap()
 }
 
 /// A mask or bias tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
-fn stored_pairs<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec<u8>> {
-    let (pairs, problem) = (case.pairs?, &case.problem);
-    let queries = if pairs.shared_rows { 1 } else { problem.q_len };
+fn stored_bias<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec<u8>> {
+    let (bias, problem) = (case.bias?, &case.problem);
+    let queries = if bias.shared_rows { 1 } else { problem.q_len };
     let mut stored = Vec::new();
-    for batch in 0..pairs.batch {
+    for batch in 0..bias.batch {
         for row in 0..queries {
-            for head in 0..pairs.heads {
-                let from = ((batch * pairs.heads + head) * queries + row) * problem.kv_len;
+            for head in 0..bias.heads {
+                let from = ((batch * bias.heads + head) * queries + row) * problem.kv_len;
                 let row = from..from + problem.kv_len;
-                match inputs.pairs.as_ref()? {
-                    PairInputs::Visible(all) => {
+                match inputs.bias.as_ref()? {
+                    BiasInputs::Visible(all) => {
                         let words = BiasTensor::pack(all[row].iter().copied());
                         stored.extend_from_slice(bytemuck::cast_slice(&words));
                     }
-                    PairInputs::Bias(all) => {
+                    BiasInputs::Bias(all) => {
                         stored.extend_from_slice(bytemuck::cast_slice(&all[row]));
                         stored.resize(stored.len().next_multiple_of(4), 0xFF);
                     }
@@ -369,7 +369,7 @@ fn stored_pairs<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec
 }
 
 /// The rows of a mask or bias tensor.
-pub(crate) fn pair_rows(problem: &AttentionProblem, buffer: Buffer) -> TensorArgument {
+pub(crate) fn bias_rows(problem: &AttentionProblem, buffer: Buffer) -> TensorArgument {
     let tensor = problem.bias.unwrap();
     let row = tensor.row_elements(problem.dtype, problem.kv_len);
     let queries = if tensor.shared_rows { 1 } else { problem.q_len as usize };

@@ -14,10 +14,10 @@ use futures_util::future::try_join_all;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::backend::{Backend, Device};
 use kyklos::host::{Tensors, shard};
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{ProvedPlans, PlanSet};
 use kyklos::{
     Attention, AttentionProblem, Clock, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy,
-    SystemClock, plan_world,
+    SystemClock, plan_forward,
 };
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_oracle::{oracle, wire};
@@ -69,7 +69,7 @@ impl Call {
         let problem = AttentionProblem::new([1, tokens, heads, kv_heads, dim], dtype.parse()?, visible)?;
         let mesh = Mesh::new(1, ranks)?;
         // Zigzag: every rank gets early and late tokens, so that a causal mask leaves no rank idle.
-        let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::of_mesh(mesh))?;
+        let set = plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::of_mesh(mesh))?;
         let made_up = |tensor, heads: u32| {
             let mut values = vec![0.0_f32; tokens as usize * heads as usize * dim as usize];
             fill(SEED, tensor, 0..values.len() as u64, &mut values);
@@ -82,7 +82,7 @@ impl Call {
             bias: None,
         };
         Ok(Self {
-            plans: Arc::new(ProvedPlans::new(world)?),
+            plans: Arc::new(ProvedPlans::new(set)?),
             tensors: Rc::new(tensors),
             mask: Rc::new((mask, window)),
         })
@@ -105,10 +105,10 @@ impl Call {
 
     /// The rank of each token.
     pub fn owners(&self) -> Vec<u32> {
-        let world = self.plans.world();
-        let mut owners = vec![0; world.problem.q_len as usize];
-        for rank in 0..world.mesh.world() {
-            for token in world.q_placement.of_rank(Rank(rank)).iter() {
+        let set = self.plans.set();
+        let mut owners = vec![0; set.problem.q_len as usize];
+        for rank in 0..set.mesh.size() {
+            for token in set.q_placement.of_rank(Rank(rank)).iter() {
                 owners[token as usize] = rank;
             }
         }
@@ -117,15 +117,15 @@ impl Call {
 
     /// Compares `o` `[tokens, heads, dim]` and `lse` `[tokens, heads]` with attention in f64, on a sample of rows.
     pub fn verify(&self, o: &[f32], lse: &[f32]) -> Result<Verdict, JsError> {
-        let problem = problem_of(&self.plans.world().problem, &self.mask.0, self.mask.1);
-        let dtype = oracle_dtype(self.plans.world().problem.dtype);
+        let problem = problem_of(&self.plans.set().problem, &self.mask.0, self.mask.1);
+        let dtype = oracle_dtype(self.plans.set().problem.dtype);
         Ok(verify(&problem, dtype, [&self.q(), &self.k(), &self.v()], o, lse)?)
     }
 }
 
 impl Call {
     fn floats(&self, tensor: &Bytes) -> Vec<f32> {
-        wire::load(oracle_dtype(self.plans.world().problem.dtype), tensor)
+        wire::load(oracle_dtype(self.plans.set().problem.dtype), tensor)
     }
 }
 
@@ -170,15 +170,15 @@ pub async fn open_device() -> Result<String, JsError> {
 pub async fn attend(call: &Call, repetitions: usize) -> Result<Outcome, JsError> {
     let call = call.clone();
     let device = DEVICE.with_borrow(Clone::clone).ok_or_else(|| JsError::new("the device is not open"))?;
-    let world = call.plans.world();
-    device.supports(world.problem.dtype, world.problem.head_dim as usize)?;
+    let set = call.plans.set();
+    device.supports(set.problem.dtype, set.problem.head_dim as usize)?;
     // By repetition, when the last rank finished it; the ranks start the next one together, by a vote.
     let finished_ns = RefCell::new(vec![0; repetitions + 1]);
     let clock = SystemClock::new();
-    let ranks = in_process_group(world.mesh.world()).into_iter().map(async |transport| {
-        let part = shard(world, transport.rank(), &call.tensors)?;
+    let ranks = in_process_group(set.mesh.size()).into_iter().map(async |transport| {
+        let part = shard(set, transport.rank(), &call.tensors)?;
         let mut session = Session::new(transport, device.clone());
-        let [q, k, v] = part.qkv(&world.problem)?;
+        let [q, k, v] = part.qkv(&set.problem)?;
         // Brought there once, not for each repetition.
         let [q, k, v] = [q.to_device(&device)?, k.to_device(&device)?, v.to_device(&device)?];
         let planned = Attention::planned(&call.plans);
@@ -192,19 +192,19 @@ pub async fn attend(call: &Call, repetitions: usize) -> Result<Outcome, JsError>
     });
     let outputs = try_join_all(ranks).await?;
     let wall_ms = finished_ns.borrow().windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).collect();
-    Ok(gather(world, &outputs, wall_ms))
+    Ok(gather(set, &outputs, wall_ms))
 }
 
 /// The ranks' outputs in the order of the tokens.
-fn gather(world: &World, outputs: &[(Bytes, Bytes, RankReport)], wall_ms: Vec<f64>) -> Outcome {
-    let problem = &world.problem;
+fn gather(set: &PlanSet, outputs: &[(Bytes, Bytes, RankReport)], wall_ms: Vec<f64>) -> Outcome {
+    let problem = &set.problem;
     let (heads, dim) = (problem.q_heads as usize, problem.head_dim as usize);
     let rows = problem.q_len as usize * heads;
     let mut outcome = Outcome { o: vec![0.0; rows * dim], lse: vec![0.0; rows], wall_ms, ranks: Vec::new() };
     for (rank, (o, lse, report)) in (0..).zip(outputs) {
         let o = wire::load(oracle_dtype(problem.dtype), o);
         let lse: Vec<f32> = bytemuck::pod_collect_to_vec(lse);
-        for (index, token) in world.q_placement.of_rank(Rank(rank)).iter().enumerate() {
+        for (index, token) in set.q_placement.of_rank(Rank(rank)).iter().enumerate() {
             let (from, to) = (index * heads, token as usize * heads);
             outcome.lse[to..to + heads].copy_from_slice(&lse[from..from + heads]);
             let (from, to, length) = (from * dim, to * dim, heads * dim);

@@ -111,7 +111,7 @@ fn run(ranks: u32, sizes: Sizes, budget: u64) -> Result<Vec<Done>, Error> {
 /// One rank.
 fn talk(transport: std::sync::Arc<dyn Transport>, sizes: Sizes, budget: u64) -> kyklos::Result<Done> {
     let Sizes { prompt, decoded } = sizes;
-    let (rank, ranks) = (transport.rank().0 as usize, transport.world() as usize);
+    let (rank, ranks) = (transport.rank().0 as usize, transport.size() as usize);
     let mut session = Session::new(transport, Device::cpu());
     let options = CacheOptions::new([1, KV_HEADS as u32, DIM as u32], Dtype::F32).max_bytes(budget);
     let mut caches =

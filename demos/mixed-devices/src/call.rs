@@ -6,11 +6,11 @@ use std::time::Instant;
 use bytes::Bytes;
 use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::simulate::{Candidate, Capacity, Shares};
 use kyklos::{
     Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, RankReport, Session, Split, Strategy,
-    plan_world,
+    plan_forward,
 };
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_transport::in_process_group;
@@ -20,7 +20,7 @@ use crate::error::Result;
 
 /// Attention of one sequence over ranks.
 pub(crate) struct Call {
-    pub(crate) world: World,
+    pub(crate) set: PlanSet,
     pub(crate) tensors: Tensors,
 }
 
@@ -44,46 +44,46 @@ impl Call {
         // Zigzag: every rank gets early and late tokens, so that the causal mask leaves no rank idle.
         let (strategy, placement) = (Strategy::of_mesh(mesh), PlacementKind::Zigzag);
         let shares = Shares::level(&problem, Candidate { strategy, mesh, placement }, capacities, None)?;
-        let world = plan_world(&problem, mesh, placement, &shares.split, strategy)?;
-        Ok(Self { tensors: tensors(&problem), world })
+        let set = plan_forward(&problem, mesh, placement, &shares.split, strategy)?;
+        Ok(Self { tensors: tensors(&problem), set })
     }
 
     /// One line for the user.
     pub(crate) fn description(&self) -> String {
-        let problem = &self.world.problem;
+        let problem = &self.set.problem;
         format!(
             "problem    {} tokens, {} query heads, {} key/value heads of dim {}, f32, causal; a ring of {} ranks\n",
             problem.q_len,
             problem.q_heads,
             problem.kv_heads,
             problem.head_dim,
-            self.world.mesh.world(),
+            self.set.mesh.size(),
         )
     }
 
     /// Runs it with one rank on each device.
     pub(crate) fn run(&self, devices: &[OneDevice]) -> Result<Output> {
-        run(&self.world, &self.tensors, devices.iter())
+        run(&self.set, &self.tensors, devices.iter())
     }
 
     /// Runs the whole call on `device`.
     pub(crate) fn run_alone(&self, device: &OneDevice) -> Result<Output> {
-        run(&world_of_one(&self.world.problem)?, &self.tensors, [device].into_iter())
+        run(&world_of_one(&self.set.problem)?, &self.tensors, [device].into_iter())
     }
 }
 
-fn run<'a>(world: &World, tensors: &Tensors, devices: impl Iterator<Item = &'a OneDevice>) -> Result<Output> {
+fn run<'a>(set: &PlanSet, tensors: &Tensors, devices: impl Iterator<Item = &'a OneDevice>) -> Result<Output> {
     let devices: Vec<&OneDevice> = devices.collect();
-    let plans = Arc::new(ProvedPlans::new(world.clone())?);
+    let plans = Arc::new(ProvedPlans::new(set.clone())?);
     // When the last rank finished each repetition: the ranks start the next one together, by a vote.
     let finished = Mutex::new(vec![Instant::now(); REPETITIONS]);
     let results = on_threads(in_process_group(u32::try_from(devices.len())?), |transport| {
         let rank = transport.rank();
-        let part = shard(world, rank, tensors)?;
+        let part = shard(set, rank, tensors)?;
         let device = &devices[rank.0 as usize].device;
         let mut session = Session::new(transport, device.clone());
         pollster::block_on(async {
-            let [q, k, v] = part.qkv(&plans.world().problem)?;
+            let [q, k, v] = part.qkv(&plans.set().problem)?;
             // Brought there once, not for each repetition.
             let [q, k, v] = [q.to_device(device)?, k.to_device(device)?, v.to_device(device)?];
             let call = Attention::planned(&plans);
@@ -121,9 +121,9 @@ pub(crate) fn problem(tokens: u32, dtype: Dtype, mask: Mask) -> Result<Attention
     Ok(AttentionProblem::new([1, tokens, HEADS, KV_HEADS, DIM], dtype, mask)?)
 }
 
-fn world_of_one(problem: &AttentionProblem) -> Result<World> {
+fn world_of_one(problem: &AttentionProblem) -> Result<PlanSet> {
     let mesh = Mesh::new(1, 1)?;
-    Ok(plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?)
+    Ok(plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?)
 }
 
 /// Standard normal numbers, the same for any number of ranks.

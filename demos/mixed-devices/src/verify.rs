@@ -25,7 +25,7 @@ pub(crate) struct Verdict {
 
 /// Compares `together` with f64, within what `alone` allows.
 pub(crate) fn verify(call: &Call, together: &Output, alone: &Output) -> Result<Verdict> {
-    let problem = &call.world.problem;
+    let problem = &call.set.problem;
     let oracle_problem = OracleProblem {
         batch: 1,
         q_len: problem.q_len as usize,
@@ -49,9 +49,9 @@ pub(crate) fn verify(call: &Call, together: &Output, alone: &Output) -> Result<V
         compare_rows(&oracle_problem, Dtype::F32, rows, &expected, &context)
     };
 
-    let world = &call.world;
-    let placements: Vec<TokenRuns> = (0..world.mesh.world())
-        .map(|rank| world.q_placement.of_rank(kyklos_transport::Rank(rank)).clone())
+    let set = &call.set;
+    let placements: Vec<TokenRuns> = (0..set.mesh.size())
+        .map(|rank| set.q_placement.of_rank(kyklos_transport::Rank(rank)).clone())
         .collect();
     let shared = compare(&rows(&ids, &oracle_problem, placements.iter(), together), "all devices");
     let whole = TokenRuns::contiguous(0..problem.q_len);

@@ -86,10 +86,10 @@ impl Arguments {
 
     /// One of the processes, started by the function above or by any launcher.
     fn one_of_several(&self, assignment: Assignment) -> Result<()> {
-        let world = assignment.world;
-        if let Some(ranks) = self.ranks.filter(|ranks| ranks.get() != world) {
+        let size = assignment.size;
+        if let Some(ranks) = self.ranks.filter(|ranks| ranks.get() != size) {
             return Err(Error::request(format!(
-                "--ranks {ranks}, and the launcher starts {world} processes: leave --ranks out"
+                "--ranks {ranks}, and the launcher starts {size} processes: leave --ranks out"
             )));
         }
         self.rank(assignment.join()?.transport)
@@ -113,8 +113,8 @@ impl Arguments {
     fn prepare(&self, transport: &dyn Transport) -> Result<Prepared> {
         let rank = transport.rank().0 as usize;
         let device = self.devices.get(rank).or(self.devices.last()).copied().unwrap_or(DeviceName::Best);
-        let (packed, world) = (self.pack()?, transport.world());
-        let tokens = share_out(&packed, world, &self.split(world)?)?.swap_remove(rank);
+        let (packed, size) = (self.pack()?, transport.size());
+        let tokens = share_out(&packed, size, &self.split(size)?)?.swap_remove(rank);
         let (encoder, device) = (Encoder::read(&self.folder())?, device.open()?);
         let Range { start, end } = tokens;
         eprintln!("rank {rank}: tokens {start}..{end} of {} on {}", packed.tokens(), device.info().name);
@@ -123,18 +123,18 @@ impl Arguments {
 
     fn encode(&self, transport: Arc<dyn Transport>, prepared: Prepared) -> Result<()> {
         let Prepared { packed, tokens, encoder, device } = prepared;
-        let (rank, world) = (transport.rank(), transport.world());
+        let (rank, size) = (transport.rank(), transport.size());
         let mut session = Session::new(transport, device);
         let start = Instant::now();
         let Encoded { embeddings, bytes_sent } = encode(&mut session, &encoder, &packed, tokens)?;
         let seconds = start.elapsed().as_secs_f64();
         eprintln!("rank {rank}: {bytes_sent} bytes sent, {seconds:.2} s");
         session.close(LEAVE)?;
-        if rank.0 == 0 { self.show(&encoder, &packed, &embeddings, world) } else { Ok(()) }
+        if rank.0 == 0 { self.show(&encoder, &packed, &embeddings, size) } else { Ok(()) }
     }
 
     /// Compares the embeddings with those of one process, and shows which texts are close.
-    fn show(&self, encoder: &Encoder, packed: &Packed, embeddings: &[Vec<f32>], world: u32) -> Result<()> {
+    fn show(&self, encoder: &Encoder, packed: &Packed, embeddings: &[Vec<f32>], size: u32) -> Result<()> {
         let difference = largest_difference(embeddings, &alone::encode(encoder, packed)?);
         let texts = self.texts()?;
         let neighbours: Vec<(usize, f32)> = match &self.query {
@@ -154,7 +154,7 @@ impl Arguments {
                 .map(|(index, cosine)| serde_json::json!({ "text": index, "cosine": cosine }))
                 .collect();
             let report = serde_json::json!({
-                "ranks": world,
+                "ranks": size,
                 "tokens": packed.tokens(),
                 "largest_difference": difference,
                 "neighbours": neighbours,
@@ -162,7 +162,7 @@ impl Arguments {
             });
             println!("{report}");
         } else {
-            println!("{} texts, {} tokens, {world} processes\n", texts.len(), packed.tokens());
+            println!("{} texts, {} tokens, {size} processes\n", texts.len(), packed.tokens());
             match &self.query {
                 Some(query) => println!("cosine with \"{query}\""),
                 None => println!("cosine with the nearest text"),

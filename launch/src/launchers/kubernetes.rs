@@ -23,7 +23,7 @@ fn read(variables: &Variables<'_>) -> Result<Source> {
         coordinator: coordinator(variables, rank.value)?,
         coordinator_resolves_late: true,
         local_rank: Some(0),
-        local_world: Some(1),
+        local_size: Some(1),
         rank: Some(rank),
         ..Source::default()
     })

@@ -27,14 +27,14 @@ pub(super) const PMI: Launcher = Launcher {
 
 /// `global` and `local` name the variables of a rank and of the number of ranks.
 fn read(variables: &Variables<'_>, global: [&str; 2], local: [&str; 2]) -> Result<Source> {
-    let Some([rank, world]) = variables.pair(global)? else {
+    let Some([rank, size]) = variables.pair(global)? else {
         return Ok(Source::default());
     };
     Ok(Source {
         local_rank: variables.count(local[0])?,
-        local_world: variables.count(local[1])?.map(|world| world.max(1)),
+        local_size: variables.count(local[1])?.map(|size| size.max(1)),
         rank: Some(rank),
-        world: Some(world),
+        size: Some(size),
         ..Source::default()
     })
 }

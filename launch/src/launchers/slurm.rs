@@ -3,7 +3,7 @@
 
 pub(crate) mod nodelist;
 
-use kyklos_transport::MAX_WORLD;
+use kyklos_transport::MAX_RANKS;
 
 use self::nodelist::{hosts, tasks_per_host};
 use super::Launcher;
@@ -34,11 +34,11 @@ fn read(variables: &Variables<'_>) -> Result<Source> {
     if step.is_none() && rank.value == 0 {
         rank.origin.push_str(" without SLURM_STEP_ID, as in a batch script without srun");
     }
-    let world = match variables.number::<u32>("SLURM_STEP_NUM_TASKS")? {
-        Some(world) => Some(world),
+    let size = match variables.number::<u32>("SLURM_STEP_NUM_TASKS")? {
+        Some(size) => Some(size),
         None => variables.number("SLURM_NTASKS")?,
     };
-    let Some(world) = world else {
+    let Some(size) = size else {
         if rank.value == 0 && step.is_none() {
             return Ok(no_task);
         }
@@ -64,7 +64,7 @@ fn read(variables: &Variables<'_>) -> Result<Source> {
     let distribution = variables.text("SLURM_DISTRIBUTION").map(|setting| setting.value).unwrap_or_default();
     let distribution = distribution.split([':', ',']).next().unwrap_or_default();
     let mut hosts_of_ranks = match &list {
-        Some(list) => hosts_of_tasks(&list.value, &tasks, world.value, distribution),
+        Some(list) => hosts_of_tasks(&list.value, &tasks, size.value, distribution),
         None => Vec::new(),
     };
     // If the derived host of this task is wrong, those of the other tasks cannot be trusted either.
@@ -80,13 +80,13 @@ fn read(variables: &Variables<'_>) -> Result<Source> {
     };
     let restarts = variables.text("SLURM_RESTART_COUNT").map_or("0".into(), |setting| setting.value);
     Ok(Source {
-        local_world: tasks_here.or(variables.count("SLURM_NTASKS_PER_NODE")?).map(|tasks| tasks.max(1)),
+        local_size: tasks_here.or(variables.count("SLURM_NTASKS_PER_NODE")?).map(|tasks| tasks.max(1)),
         local_rank,
         coordinator,
         hosts: hosts_of_ranks,
         run_id: job.map(|job| format!("slurm {}.{step} {restarts}", job.value)),
         rank: Some(rank),
-        world: Some(world),
+        size: Some(size),
         ..Source::default()
     })
 }
@@ -105,10 +105,10 @@ fn coordinator(
 
 /// The host of each task, or nothing. The hosts are known if Slurm fills one host after the other (block) or uses the
 /// hosts in turn (cyclic).
-fn hosts_of_tasks(hosts: &[String], tasks: &[u32], world: u32, distribution: &str) -> Vec<Option<String>> {
+fn hosts_of_tasks(hosts: &[String], tasks: &[u32], size: u32, distribution: &str) -> Vec<Option<String>> {
     let total: u64 = tasks.iter().map(|tasks| u64::from(*tasks)).sum();
-    // The environment may claim any number of tasks: memory is allocated for at most MAX_WORLD.
-    if tasks.len() != hosts.len() || total != u64::from(world) || world > MAX_WORLD {
+    // The environment may claim any number of tasks: memory is allocated for at most MAX_RANKS.
+    if tasks.len() != hosts.len() || total != u64::from(size) || size > MAX_RANKS {
         return Vec::new();
     }
     let mut order: Vec<(u32, usize)> = tasks
@@ -132,7 +132,7 @@ const PORTS: u64 = 1000;
 
 #[cfg(test)]
 mod tests {
-    use kyklos_transport::MAX_WORLD;
+    use kyklos_transport::MAX_RANKS;
 
     use crate::test_support::{assign, brief};
 
@@ -179,13 +179,13 @@ mod tests {
     #[test]
     fn more_tasks_than_can_be_ranks_take_no_memory() {
         let hosts = |more: u32| {
-            let (most, all) = (MAX_WORLD - 1, MAX_WORLD - 1 + more);
+            let (most, all) = (MAX_RANKS - 1, MAX_RANKS - 1 + more);
             let variables = format!(
                 "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS={all} SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE={most},{more}"
             );
             assign("", &variables).unwrap().unwrap().hosts.len()
         };
-        assert_eq!([1, 2].map(hosts), [MAX_WORLD as usize, 0]);
+        assert_eq!([1, 2].map(hosts), [MAX_RANKS as usize, 0]);
     }
 
     #[test]

@@ -25,15 +25,15 @@ pub(crate) const LAUNCHER: Launcher = Launcher {
 
 fn read(variables: &Variables<'_>) -> Result<Source> {
     let mut source = Source { coordinator: coordinator(variables)?, ..Source::default() };
-    if let Some([rank, world]) = variables.pair::<u32>(["RANK", "WORLD_SIZE"])? {
+    if let Some([rank, size]) = variables.pair::<u32>(["RANK", "WORLD_SIZE"])? {
         source.local_rank = Some(variables.count("LOCAL_RANK")?.unwrap_or(rank.value));
-        source.local_world = Some(variables.count("LOCAL_WORLD_SIZE")?.unwrap_or(1).max(1));
+        source.local_size = Some(variables.count("LOCAL_WORLD_SIZE")?.unwrap_or(1).max(1));
         source.run_id = variables.text("TORCHELASTIC_RUN_ID").map(|run| {
             let restarts =
                 variables.text("TORCHELASTIC_RESTART_COUNT").map_or("0".into(), |setting| setting.value);
             format!("torchelastic {} {restarts}", run.value)
         });
-        (source.rank, source.world) = (Some(rank), Some(world));
+        (source.rank, source.size) = (Some(rank), Some(size));
     }
     Ok(source)
 }

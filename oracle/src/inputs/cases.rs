@@ -8,7 +8,7 @@ mod list;
 mod tests;
 
 use super::{TensorId, fill, normal};
-use crate::oracle::{Element, OracleMask, OraclePairs, OracleProblem, PairValues, RowId};
+use crate::oracle::{BiasValues, Element, OracleBias, OracleMask, OracleProblem, RowId};
 
 /// One problem with its inputs.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,14 +22,14 @@ pub struct Case {
     /// Elements of k and v that are overwritten after the tensors are made.
     pub poison: Vec<Poison>,
     /// An attention bias tensor, generated from the seed.
-    pub pairs: Option<CasePairs>,
+    pub bias: Option<CaseBias>,
 }
 
 /// A generated attention bias tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct CasePairs {
+pub struct CaseBias {
     /// Whether the tensor is added to scores. Otherwise it only hides keys.
-    pub bias: bool,
+    pub additive: bool,
     /// Batch entries: the problem's, or 1.
     pub batch: usize,
     /// Heads: the problem's query heads, or 1.
@@ -67,12 +67,12 @@ pub struct Inputs<E> {
     /// `[batch, kv_len, kv_heads, head_dim]`.
     pub v: Vec<E>,
     /// The attention bias tensor `[batch, heads, queries, kv_len]`, with its own batch, heads and queries.
-    pub pairs: Option<PairInputs<E>>,
+    pub bias: Option<BiasInputs<E>>,
 }
 
 /// Elements of an attention bias tensor.
 #[derive(Clone, Debug)]
-pub enum PairInputs<E> {
+pub enum BiasInputs<E> {
     /// Whether a query sees a key.
     Visible(Vec<bool>),
     /// The terms to add to scores.
@@ -81,14 +81,14 @@ pub enum PairInputs<E> {
 
 impl<E: Element> Inputs<E> {
     /// The attention bias tensor as the oracle reads it.
-    pub fn oracle_pairs(&self, case: &Case) -> Option<OraclePairs<'_>> {
-        let (inputs, pairs) = (self.pairs.as_ref()?, case.pairs?);
+    pub fn oracle_bias(&self, case: &Case) -> Option<OracleBias<'_>> {
+        let (inputs, bias) = (self.bias.as_ref()?, case.bias?);
         let values = match inputs {
-            PairInputs::Visible(values) => PairValues::Visible(values),
-            PairInputs::Bias(values) => PairValues::Bias(E::values(values)),
+            BiasInputs::Visible(values) => BiasValues::Visible(values),
+            BiasInputs::Bias(values) => BiasValues::Bias(E::values(values)),
         };
-        let queries = case.pair_queries(pairs);
-        Some(OraclePairs { values, batch: pairs.batch, heads: pairs.heads, queries })
+        let queries = case.bias_queries(bias);
+        Some(OracleBias { values, batch: bias.batch, heads: bias.heads, queries })
     }
 }
 
@@ -116,31 +116,31 @@ impl Case {
             q: make(TensorId::Q, self.problem.q_shape()),
             k: make(TensorId::K, self.problem.kv_shape()),
             v: make(TensorId::V, self.problem.kv_shape()),
-            pairs: self.pairs.map(|pairs| {
-                let all = 0..pairs.batch * pairs.heads * self.pair_queries(pairs) * self.problem.kv_len;
-                let term = |index: usize| self.pair_term(pairs, index);
-                if pairs.bias {
-                    let hidden = if pairs.stand_in { -1e30 } else { f32::NEG_INFINITY };
+            bias: self.bias.map(|bias| {
+                let all = 0..bias.batch * bias.heads * self.bias_queries(bias) * self.problem.kv_len;
+                let term = |index: usize| self.bias_term(bias, index);
+                if bias.additive {
+                    let hidden = if bias.stand_in { -1e30 } else { f32::NEG_INFINITY };
                     let bias = |index| E::from_f32(term(index).unwrap_or(hidden));
-                    PairInputs::Bias(all.map(bias).collect())
+                    BiasInputs::Bias(all.map(bias).collect())
                 } else {
-                    PairInputs::Visible(all.map(|index| term(index).is_some()).collect())
+                    BiasInputs::Visible(all.map(|index| term(index).is_some()).collect())
                 }
             }),
         }
     }
 
     /// Queries of the attention bias tensor.
-    fn pair_queries(&self, pairs: CasePairs) -> usize {
-        if pairs.shared_rows { 1 } else { self.problem.q_len }
+    fn bias_queries(&self, bias: CaseBias) -> usize {
+        if bias.shared_rows { 1 } else { self.problem.q_len }
     }
 
     /// An element of the attention bias tensor. `None` hides the key. Some single keys are hidden, and ranges of keys
     /// are hidden from ranges of rows. If there are many keys, one range is longer than any tile.
-    fn pair_term(&self, pairs: CasePairs, index: usize) -> Option<f32> {
+    fn bias_term(&self, bias: CaseBias, index: usize) -> Option<f32> {
         let made = normal(self.seed, TensorId::Bias, index as u64);
         let (line, key) = (index / self.problem.kv_len, index % self.problem.kv_len);
-        if pairs.shared_rows {
+        if bias.shared_rows {
             // Two of three keys are hidden, in another pattern for each batch entry and head. One row of four hides all.
             let stretch = (line + key / 11) % 3 == 1 || (line % 2 == 0 && (96..260).contains(&key));
             return (made < 0.2 && !stretch && line % 4 != 2).then_some(made * 1.5);
@@ -157,12 +157,12 @@ impl Case {
             poison.batch == id.batch
                 && poison.kv_head == self.problem.kv_head(id.head)
                 && self.problem.sees(id.batch, id.row, poison.token)
-                && self.pairs.is_none_or(|pairs| {
-                    let batch = if pairs.batch == 1 { 0 } else { id.batch };
-                    let head = if pairs.heads == 1 { 0 } else { id.head };
-                    let query = if pairs.shared_rows { 0 } else { id.row };
-                    let row = (batch * pairs.heads + head) * self.pair_queries(pairs) + query;
-                    self.pair_term(pairs, row * self.problem.kv_len + poison.token).is_some()
+                && self.bias.is_none_or(|bias| {
+                    let batch = if bias.batch == 1 { 0 } else { id.batch };
+                    let head = if bias.heads == 1 { 0 } else { id.head };
+                    let query = if bias.shared_rows { 0 } else { id.row };
+                    let row = (batch * bias.heads + head) * self.bias_queries(bias) + query;
+                    self.bias_term(bias, row * self.problem.kv_len + poison.token).is_some()
                 })
         })
     }
@@ -188,7 +188,7 @@ impl Case {
             q_offset: 0,
             sinks: Vec::new(),
         };
-        Self { name, seed, problem, poison: Vec::new(), pairs: None }
+        Self { name, seed, problem, poison: Vec::new(), bias: None }
     }
 
     fn q_offset(mut self, q_offset: u64) -> Self {
@@ -197,27 +197,27 @@ impl Case {
     }
 
     fn mask_tensor(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: false, stand_in: false });
+        self.bias = Some(CaseBias { additive: false, batch, heads, shared_rows: false, stand_in: false });
         self
     }
 
     fn bias(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: false, stand_in: false });
+        self.bias = Some(CaseBias { additive: true, batch, heads, shared_rows: false, stand_in: false });
         self
     }
 
     fn stand_ins(mut self) -> Self {
-        self.pairs = self.pairs.map(|pairs| CasePairs { stand_in: true, ..pairs });
+        self.bias = self.bias.map(|bias| CaseBias { stand_in: true, ..bias });
         self
     }
 
     fn key_mask(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: false, batch, heads, shared_rows: true, stand_in: false });
+        self.bias = Some(CaseBias { additive: false, batch, heads, shared_rows: true, stand_in: false });
         self
     }
 
     fn key_bias(mut self, batch: usize, heads: usize) -> Self {
-        self.pairs = Some(CasePairs { bias: true, batch, heads, shared_rows: true, stand_in: false });
+        self.bias = Some(CaseBias { additive: true, batch, heads, shared_rows: true, stand_in: false });
         self
     }
 
@@ -255,7 +255,7 @@ pub fn cases() -> Vec<Case> {
         list::masks(),
         list::scores(),
         list::poison(),
-        list::pairs(),
+        list::bias(),
         list::shared_rows(),
         list::entries(),
     ]

@@ -11,7 +11,7 @@
 //!
 //! lse is over all keys of the row and its sink. Query heads that share a key/value head add to the same dK and dV.
 
-use super::{Oracle, OracleError, OraclePairs, PairValues, RowId, Tensor4, Values};
+use super::{BiasValues, Oracle, OracleBias, OracleError, RowId, Tensor4, Values};
 
 /// The gradients of one problem. Each has the shape and the linear order of its tensor.
 #[derive(Clone, Debug, PartialEq)]
@@ -125,18 +125,18 @@ impl Oracle<'_> {
 
     /// Elements of the additive bias tensor; 0 without one.
     pub(crate) fn bias_elements(&self) -> usize {
-        match self.pairs {
-            Some(OraclePairs { values: PairValues::Bias(values), .. }) => values.len(),
+        match self.bias {
+            Some(OracleBias { values: BiasValues::Bias(values), .. }) => values.len(),
             _ => 0,
         }
     }
 
     /// Where the additive bias tensor holds the term of a pair.
     pub(crate) fn bias_index(&self, id: RowId, key: usize) -> Option<usize> {
-        let pairs = self.pairs.filter(|pairs| matches!(pairs.values, PairValues::Bias(_)))?;
+        let bias = self.bias.filter(|bias| matches!(bias.values, BiasValues::Bias(_)))?;
         let of = |extent: usize, index: usize| if extent == 1 { 0 } else { index };
-        let row = (of(pairs.batch, id.batch) * pairs.heads + of(pairs.heads, id.head)) * pairs.queries
-            + of(pairs.queries, id.row);
+        let row = (of(bias.batch, id.batch) * bias.heads + of(bias.heads, id.head)) * bias.queries
+            + of(bias.queries, id.row);
         Some(row * self.problem.kv_len + key)
     }
 }
@@ -154,7 +154,7 @@ mod tests {
     /// The tensors of a problem in f64, with a direction in which they are moved.
     struct Moved<'a> {
         problem: &'a OracleProblem,
-        bias: Option<OraclePairs<'a>>,
+        bias: Option<OracleBias<'a>>,
         seed: u64,
         h: f64,
     }
@@ -185,18 +185,18 @@ mod tests {
                 values(kv_len, &v),
             )
             .unwrap();
-            let given = self.bias.map(|pairs| match pairs.values {
-                PairValues::Bias(values) => values,
-                PairValues::Visible(_) => panic!("an additive bias"),
+            let given = self.bias.map(|bias| match bias.values {
+                BiasValues::Bias(values) => values,
+                BiasValues::Visible(_) => panic!("an additive bias"),
             });
             let bias = |index| {
                 let move_by = self.h * f64::from(normal(self.seed + 1, TensorId::Bias, index as u64));
                 given.map_or(0.0, |given| given.get(index)) + move_by
             };
             let oracle = match (self.bias, given) {
-                (Some(pairs), Some(given)) => {
-                    let values = PairValues::Bias(values(given.len(), &bias));
-                    oracle.with_bias(OraclePairs { values, ..pairs }).unwrap()
+                (Some(tensor), Some(given)) => {
+                    let values = BiasValues::Bias(values(given.len(), &bias));
+                    oracle.with_bias(OracleBias { values, ..tensor }).unwrap()
                 }
                 _ => oracle,
             };
@@ -217,14 +217,14 @@ mod tests {
         let mut kinds = [false; 5];
         for case in cases().iter().filter(|case| case.poison.is_empty()) {
             let problem = &case.problem;
-            let pairs = case.pairs.filter(|pairs| pairs.bias);
+            let bias = case.bias.filter(|bias| bias.additive);
             let work = problem.batch * problem.q_len * problem.q_heads * problem.kv_len * problem.head_dim;
-            if work > 150_000 || case.pairs.is_some() != pairs.is_some() {
+            if work > 150_000 || case.bias.is_some() != bias.is_some() {
                 continue;
             }
             kinds[0] |= problem.softcap.is_some();
             kinds[1] |= !problem.sinks.is_empty();
-            kinds[2] |= pairs.is_some();
+            kinds[2] |= bias.is_some();
             kinds[3] |= problem.q_heads > problem.kv_heads;
             kinds[4] |= problem.batch > 1;
             let inputs = case.inputs::<f32>();
@@ -234,7 +234,7 @@ mod tests {
             let d_o = values(problem.q_shape().iter().product(), &read_o);
             let d_lse = values(problem.lse_shape().iter().product(), &read_lse);
             let at = |h| {
-                Moved { problem, bias: inputs.oracle_pairs(case), seed: case.seed, h }.evaluate(d_o, d_lse)
+                Moved { problem, bias: inputs.oracle_bias(case), seed: case.seed, h }.evaluate(d_o, d_lse)
             };
 
             const H: f64 = 1e-6;

@@ -26,8 +26,8 @@ impl Placement {
     /// let blocks = |first: u32| TokenRuns::from_positions((0..64).filter(|token| token / 16 % 2 == first));
     /// let keys = Placement::explicit(mesh, 64, 0..0, vec![blocks(0), blocks(1)])?;
     /// let queries = Placement::explicit(mesh, 8, 0..0, vec![TokenRuns::default(), TokenRuns::contiguous(0..8)])?;
-    /// let world = plan_placed(&problem, mesh, queries, keys, Strategy::PassQ)?;
-    /// assert_eq!(plan::check(&world)?.len(), 2);
+    /// let size = plan_placed(&problem, mesh, queries, keys, Strategy::PassQ)?;
+    /// assert_eq!(plan::check(&size)?.len(), 2);
     /// # Ok::<(), kyklos::Error>(())
     /// ```
     ///
@@ -35,10 +35,10 @@ impl Placement {
     /// [`Error::Request`] unless there is a list for each rank and every token of `0..total` has exactly one owner, or is
     /// replicated. It names the token and the ranks.
     pub fn explicit(mesh: Mesh, total: u32, replicated: Range<u32>, lists: Vec<TokenRuns>) -> Result<Self> {
-        let world = mesh.world();
-        if lists.len() != world as usize {
+        let size = mesh.size();
+        if lists.len() != size as usize {
             return Err(Error::request(
-                format!("{} token lists for {world} ranks", lists.len()),
+                format!("{} token lists for {size} ranks", lists.len()),
                 format!("give one for each rank of the mesh {mesh}; a list may be empty"),
             ));
         }
@@ -80,7 +80,7 @@ impl Placement {
         }
         if let Some(token) = (0..total).find(|token| !replicated.contains(token) && !seen.has(*token)) {
             return Err(Error::request(
-                format!("token {token} of {total} is in none of the {world} token lists"),
+                format!("token {token} of {total} is in none of the {size} token lists"),
                 "give every token that is not replicated one owner",
             ));
         }
@@ -91,7 +91,7 @@ impl Placement {
     /// problem with [`same_queries`](crate::AttentionProblem::same_queries).
     pub fn everywhere(mesh: Mesh, total: u32) -> Self {
         let replicated = TokenRuns::contiguous(0..total);
-        let ranks = vec![TokenRuns::default(); mesh.world() as usize];
+        let ranks = vec![TokenRuns::default(); mesh.size() as usize];
         Self { kind: None, mesh, total, replicated, ranks, spare: Vec::new() }
     }
 
@@ -116,10 +116,10 @@ impl Placement {
     /// # Errors
     /// [`Error::Request`] for a mesh with another number of ranks.
     pub fn on_mesh(&self, mesh: Mesh) -> Result<Self> {
-        if mesh.world() != self.mesh.world() {
+        if mesh.size() != self.mesh.size() {
             return Err(Error::request(
-                format!("token lists of {} ranks on the mesh {mesh}", self.mesh.world()),
-                format!("use a mesh of {} ranks", self.mesh.world()),
+                format!("token lists of {} ranks on the mesh {mesh}", self.mesh.size()),
+                format!("use a mesh of {} ranks", self.mesh.size()),
             ));
         }
         Ok(Self { kind: self.kind.filter(|_| mesh == self.mesh), mesh, ..self.clone() })

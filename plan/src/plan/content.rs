@@ -22,7 +22,7 @@ pub enum Content {
     /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
     Output,
     /// Rows of queries in the attention bias tensor: `[its batch, query tokens, its heads, keys]`.
-    #[serde(rename = "pairs")]
+    #[serde(rename = "bias")]
     Bias,
     /// Gradient of the output, shaped as q.
     OutputGrad,
@@ -90,7 +90,7 @@ impl Content {
     /// Batch entries of a buffer's tensors.
     pub fn batch(self, problem: &AttentionProblem) -> u32 {
         match (self, problem.query_bias()) {
-            (Self::Bias | Self::BiasGradSum, Some(pairs)) => pairs.batch,
+            (Self::Bias | Self::BiasGradSum, Some(bias)) => bias.batch,
             _ => problem.batch,
         }
     }
@@ -118,7 +118,7 @@ impl Content {
             (Self::BiasGradSum, _) => [rows(problem.kv_len as usize * 4), None, None, None],
             (Self::Output, _) => [stored, rows(4), None, None],
             (Self::Bias, _) => {
-                let row_bytes = |pairs: BiasTensor| pairs.row_bytes(problem.dtype, problem.kv_len);
+                let row_bytes = |bias: BiasTensor| bias.row_bytes(problem.dtype, problem.kv_len);
                 [rows(problem.query_bias().map_or(0, row_bytes)), None, None, None]
             }
         };

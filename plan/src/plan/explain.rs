@@ -5,15 +5,15 @@ use std::fmt::Write;
 use kyklos_rank::Rank;
 
 use super::check::RankCheck;
-use super::step::{Buffer, BufferId, GradientStep, Plan, Slice, Step, World};
+use super::step::{Buffer, BufferId, GradientStep, Plan, PlanSet, Slice, Step};
 use crate::bias::BiasKind;
 use crate::problem::AttentionProblem;
 use crate::strategy_list::Strategy;
 use crate::tokens::TokenRuns;
 
-/// The world as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
-pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> String {
-    let problem = &world.problem;
+/// The plan set as a table of ranks, then the steps of `rank` (of all ranks where it is `None`).
+pub fn explain(set: &PlanSet, checks: &[RankCheck], rank: Option<Rank>) -> String {
+    let problem = &set.problem;
     let mut out = String::new();
     let queries = if problem.q_len == problem.kv_len {
         format!("S {}", problem.kv_len)
@@ -46,13 +46,13 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             crate::problem::TILE_KEYS
         );
     }
-    let ranks = world.mesh.world();
+    let ranks = set.mesh.size();
     let plural = if ranks == 1 { "" } else { "s" };
-    let _ = writeln!(out, "mesh       {} (ulysses x ring), {ranks} rank{plural}", world.mesh);
-    let _ = writeln!(out, "strategy   {}, {} placement", world.strategy, world.q_placement.name());
+    let _ = writeln!(out, "mesh       {} (ulysses x ring), {ranks} rank{plural}", set.mesh);
+    let _ = writeln!(out, "strategy   {}, {} placement", set.strategy, set.q_placement.name());
     let _ = writeln!(out);
-    let rows = world.plans.iter().zip(checks).map(|(plan, check)| {
-        let queries = &world.q_placement.held_by(Rank(plan.rank));
+    let rows = set.plans.iter().zip(checks).map(|(plan, check)| {
+        let queries = &set.q_placement.held_by(Rank(plan.rank));
         vec![
             plan.rank.to_string(),
             queries.len().to_string(),
@@ -68,11 +68,11 @@ pub fn explain(world: &World, checks: &[RankCheck], rank: Option<Rank>) -> Strin
         ]
     });
     out.push_str(&table(&["rank", "tokens", "which", "blocks", "messages", "sent", "peak"], rows.collect()));
-    for plan in &world.plans {
+    for plan in &set.plans {
         if rank.is_none_or(|rank| rank.0 == plan.rank) {
             let _ = writeln!(out, "\nsteps of rank {}", plan.rank);
             for (index, step) in plan.steps.iter().enumerate() {
-                let _ = writeln!(out, "{index:>4}  {}", describe(world, plan, step));
+                let _ = writeln!(out, "{index:>4}  {}", describe(set, plan, step));
             }
         }
     }
@@ -88,7 +88,7 @@ pub fn expected_of_wire(problem: &AttentionProblem) -> String {
     )
 }
 
-/// The world for JSON: the problem, the mesh, and every rank's buffers, steps and proof. It is written while it is
+/// The plan set for JSON: the problem, the mesh, and every rank's buffers, steps and proof. It is written while it is
 /// walked: a tree of values for thousands of steps of hundreds of ranks would take gigabytes.
 #[derive(Debug, serde::Serialize)]
 pub struct Explained<'a> {
@@ -100,28 +100,28 @@ pub struct Explained<'a> {
     wire_expected_error: f64,
     predicted_s: Option<f64>,
     #[serde(serialize_with = "each")]
-    plans: (&'a World, &'a [RankCheck]),
+    plans: (&'a PlanSet, &'a [RankCheck]),
 }
 
 impl<'a> Explained<'a> {
-    /// The world, the figures of its proof, and the seconds that a simulation predicts, if there was one.
-    pub fn new(world: &'a World, checks: &'a [RankCheck], predicted_s: Option<f64>) -> Self {
-        let World { problem, mesh, strategy, q_placement, .. } = world;
+    /// The plan set, the figures of its proof, and the seconds that a simulation predicts, if there was one.
+    pub fn new(set: &'a PlanSet, checks: &'a [RankCheck], predicted_s: Option<f64>) -> Self {
+        let PlanSet { problem, mesh, strategy, q_placement, .. } = set;
         Self {
             problem,
             mesh: mesh.to_string(),
-            ranks: mesh.world(),
+            ranks: mesh.size(),
             strategy: *strategy,
             placement: q_placement.name(),
             wire_expected_error: problem.wire.expected_error(problem.head_dim, problem.scale),
             predicted_s,
-            plans: (world, checks),
+            plans: (set, checks),
         }
     }
 }
 
 fn each<S: serde::Serializer>(
-    (world, checks): &(&World, &[RankCheck]),
+    (set, checks): &(&PlanSet, &[RankCheck]),
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
     #[derive(serde::Serialize)]
@@ -132,16 +132,16 @@ fn each<S: serde::Serializer>(
         buffers: &'a [Buffer],
         steps: &'a [Step],
     }
-    serializer.collect_seq(world.plans.iter().zip(*checks).map(|(plan, check)| One {
+    serializer.collect_seq(set.plans.iter().zip(*checks).map(|(plan, check)| One {
         rank: plan.rank,
-        tokens: world.q_placement.held_by(Rank(plan.rank)),
+        tokens: set.q_placement.held_by(Rank(plan.rank)),
         check,
         buffers: &plan.buffers,
         steps: &plan.steps,
     }))
 }
 
-impl World {
+impl PlanSet {
     /// Step `step` of the plan of `rank` in words; `None` where there is no such rank or step.
     pub fn step_in_words(&self, rank: Rank, step: u32) -> Option<String> {
         let plan = self.plans.get(rank.0 as usize)?;
@@ -150,9 +150,9 @@ impl World {
 }
 
 /// One step in words.
-pub fn describe(world: &World, plan: &Plan, step: &Step) -> String {
+pub fn describe(set: &PlanSet, plan: &Plan, step: &Step) -> String {
     let name = |id: &BufferId| plan.buffer(*id).name.to_string();
-    let size = |slice: &Slice| bytes(plan.slice_bytes(&world.problem, slice));
+    let size = |slice: &Slice| bytes(plan.slice_bytes(&set.problem, slice));
     match step {
         Step::Repack { from, into } => {
             format!("repack    {} -> {}, {}", name(&from.buffer), name(&into.buffer), size(from))
@@ -160,7 +160,7 @@ pub fn describe(world: &World, plan: &Plan, step: &Step) -> String {
         Step::Exchange { id, sends, recvs } => {
             let sends = sends.iter().map(|send| {
                 let parts: Vec<_> = send.parts.iter().map(|part| name(&part.buffer)).collect();
-                let sum = send.parts.iter().map(|part| plan.slice_bytes(&world.problem, part)).sum();
+                let sum = send.parts.iter().map(|part| plan.slice_bytes(&set.problem, part)).sum();
                 format!("to rank {}: {} ({})", send.to, parts.join(" + "), bytes(sum))
             });
             let recvs = recvs.iter().map(|recv| {
@@ -170,14 +170,14 @@ pub fn describe(world: &World, plan: &Plan, step: &Step) -> String {
             format!("exchange  #{id} {}", sends.chain(recvs).collect::<Vec<_>>().join(", "))
         }
         Step::Wait { id } => format!("wait      #{id}"),
-        Step::Attend { q, kv, state, bias: pairs } => format!(
+        Step::Attend { q, kv, state, bias } => format!(
             "attend    {} ({} tokens, heads {:?}) x {} ({} tokens){} -> {}",
             name(&q.buffer),
             q.tokens.len(),
             plan.slice_heads(q),
             name(&kv.buffer),
             kv.tokens.len(),
-            pairs.as_ref().map_or_else(String::new, |pairs| format!(" with {}", name(&pairs.buffer))),
+            bias.as_ref().map_or_else(String::new, |bias| format!(" with {}", name(&bias.buffer))),
             name(state)
         ),
         Step::AttendBackward(step) => {

@@ -2,14 +2,14 @@
 
 use kyklos_rank::Rank;
 
-use crate::plan::{Direction, World};
+use crate::plan::{Direction, PlanSet};
 
 /// BLAKE3 of all inputs from which the plans of all ranks are made: format version, problem and mask, mesh, every
 /// rank's token list, strategy, wire format, and `identities`: the identity of each rank, and other texts that the
 /// caller wants to be the same on all ranks.
 ///
 /// The canonical encoding is JSON with fixed field order; floats are written so that they read back to the same bits.
-pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
+pub fn plan_hash(set: &PlanSet, identities: &[String]) -> [u8; 32] {
     #[derive(serde::Serialize)]
     struct Canonical<'a> {
         format: u32,
@@ -34,18 +34,18 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
         };
         placement.ranks().iter().map(runs).collect()
     };
-    let spare: Vec<u32> = (0..world.mesh.world()).map(|rank| world.kv_placement.spare(Rank(rank))).collect();
+    let spare: Vec<u32> = (0..set.mesh.size()).map(|rank| set.kv_placement.spare(Rank(rank))).collect();
     let canonical = Canonical {
         format: PLAN_FORMAT,
-        problem: &world.problem,
-        mesh: world.mesh.to_string(),
-        strategy: world.strategy.name(),
-        placement: world.q_placement.name(),
-        q_tokens: lists(&world.q_placement),
-        kv_tokens: lists(&world.kv_placement),
+        problem: &set.problem,
+        mesh: set.mesh.to_string(),
+        strategy: set.strategy.name(),
+        placement: set.q_placement.name(),
+        q_tokens: lists(&set.q_placement),
+        kv_tokens: lists(&set.kv_placement),
         kv_spare: if spare.iter().all(|rows| *rows == 0) { Vec::new() } else { spare },
-        wire: world.problem.wire.name(),
-        direction: world.direction,
+        wire: set.problem.wire.name(),
+        direction: set.direction,
         identities,
     };
     let text = serde_json::to_vec(&canonical).expect("plain data without maps always serialises");
@@ -53,4 +53,4 @@ pub fn plan_hash(world: &World, identities: &[String]) -> [u8; 32] {
 }
 
 /// Increased whenever the same inputs would make other plans.
-pub const PLAN_FORMAT: u32 = 3;
+pub const PLAN_FORMAT: u32 = 4;

@@ -19,5 +19,5 @@ pub use hash::{PLAN_FORMAT, plan_hash};
 pub use name::BufferName;
 pub use proved::ProvedPlans;
 pub use step::{
-    Buffer, BufferId, Direction, GradientBuffers, GradientStep, Plan, Recv, Send, Slice, Step, World,
+    Buffer, BufferId, Direction, GradientBuffers, GradientStep, Plan, PlanSet, Recv, Send, Slice, Step,
 };

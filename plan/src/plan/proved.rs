@@ -2,7 +2,7 @@
 
 use kyklos_rank::Rank;
 
-use super::{RankCheck, World, check, plan_hash};
+use super::{PlanSet, RankCheck, check, plan_hash};
 use crate::error::Result;
 
 /// The plans of all ranks of a group, with their proof and their hash. Only a proof makes this type, and executors accept
@@ -10,46 +10,46 @@ use crate::error::Result;
 ///
 /// ```
 /// use kyklos::plan::ProvedPlans;
-/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 ///
 /// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
 /// let mesh = Mesh::new(1, 2)?;
-/// let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
-/// let plans = ProvedPlans::new(world)?;
+/// let set = plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
+/// let plans = ProvedPlans::new(set)?;
 /// assert_eq!(plans.checks().len(), 2);
 /// assert!(plans.checks()[0].bytes_sent > 0);
 /// # Ok::<(), kyklos::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct ProvedPlans {
-    world: World,
+    set: PlanSet,
     /// By rank.
     checks: Vec<RankCheck>,
     hash: [u8; 32],
 }
 
 impl ProvedPlans {
-    /// Proves the plans of `world`.
+    /// Proves the plans of `set`.
     ///
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) that names the rank, the step and the fault.
-    pub fn new(world: World) -> Result<Self> {
-        let checks = check(&world)?;
-        let hash = plan_hash(&world, &identities(&world));
-        Ok(Self { world, checks, hash })
+    pub fn new(set: PlanSet) -> Result<Self> {
+        let checks = check(&set)?;
+        let hash = plan_hash(&set, &identities(&set));
+        Ok(Self { set, checks, hash })
     }
 
     /// Plans without a proof, for tests that plant bugs: a proof would refuse them.
     #[cfg(feature = "planted-bugs")]
     #[doc(hidden)]
-    pub fn unproved(world: World) -> Self {
-        let checks = vec![RankCheck::default(); world.plans.len()];
-        Self { world, checks, hash: [0; 32] }
+    pub fn unproved(set: PlanSet) -> Self {
+        let checks = vec![RankCheck::default(); set.plans.len()];
+        Self { set, checks, hash: [0; 32] }
     }
 
     /// The plans.
-    pub fn world(&self) -> &World {
-        &self.world
+    pub fn set(&self) -> &PlanSet {
+        &self.set
     }
 
     /// The figures that the proof found, by rank.
@@ -69,10 +69,10 @@ impl ProvedPlans {
 
     /// Steps of all ranks together.
     pub fn steps(&self) -> u64 {
-        self.world.plans.iter().map(|plan| plan.steps.len() as u64).sum()
+        self.set.plans.iter().map(|plan| plan.steps.len() as u64).sum()
     }
 }
 
-fn identities(world: &World) -> Vec<String> {
-    (0..world.mesh.world()).map(|rank| format!("rank-{rank}")).collect()
+fn identities(set: &PlanSet) -> Vec<String> {
+    (0..set.mesh.size()).map(|rank| format!("rank-{rank}")).collect()
 }

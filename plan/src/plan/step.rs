@@ -13,7 +13,7 @@ use crate::tokens::TokenRuns;
 
 /// The plans of all ranks, and the inputs from which they were made.
 #[derive(Clone, Debug)]
-pub struct World {
+pub struct PlanSet {
     /// The attention call.
     pub problem: AttentionProblem,
     /// How the ranks are arranged.
@@ -60,14 +60,14 @@ pub struct Plan {
     pub q: BufferId,
     /// The rank's own keys and values: borrowed, never written.
     pub kv: BufferId,
-    /// The output rows that the rank gets ([`World::output_tokens`]): written once. In a backward plan the gradient of q.
+    /// The output rows that the rank gets ([`PlanSet::output_tokens`]): written once. In a backward plan the gradient of q.
     pub output: BufferId,
     /// Further buffers of a backward plan.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradients: Option<GradientBuffers>,
     /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None where all queries share
     /// its rows ([`shared_rows`](crate::BiasTensor::shared_rows)): each rank then holds the whole tensor, and no step names it.
-    #[serde(rename = "pairs")]
+    #[serde(rename = "bias")]
     pub bias: Option<BufferId>,
     /// The steps, in issue order.
     pub steps: Vec<Step>,
@@ -185,7 +185,7 @@ pub enum Step {
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
         /// The queries' rows of the attention bias tensor, where the plan has one: of the queries' heads, or of its only one.
-        #[serde(rename = "pairs")]
+        #[serde(rename = "bias")]
         bias: Option<Box<Slice>>,
     },
     /// Gradients of a slice of queries against a slice of keys and values, added to sums.
@@ -243,7 +243,7 @@ pub struct GradientStep {
     /// buffer finds 0.
     pub d_kv: Slice,
     /// As in [`Step::Attend`].
-    #[serde(rename = "pairs")]
+    #[serde(rename = "bias")]
     pub bias: Option<Slice>,
     /// Sum of the gradient of `bias`, of the same tokens and heads, where the problem asks for it. The first step that names
     /// its buffer finds 0.
@@ -337,7 +337,7 @@ impl Buffer {
     }
 }
 
-impl World {
+impl PlanSet {
     /// The queries whose output rows `rank` gets, in the order of the rows ([`Results`](crate::Results)).
     pub fn output_tokens(&self, rank: Rank) -> TokenRuns {
         match self.problem.results {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::cluster::Cluster;
 use super::program::Message;
 use super::work::WorkCounter;
-use crate::plan::World;
+use crate::plan::PlanSet;
 
 /// When ranks work and wait, and when messages move; in the order in which things end.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -73,9 +73,9 @@ impl PredictedEvents {
 
 /// Visible (query, key) pairs that each rank computes, times heads. Long runs of queries are counted at the ends of some
 /// stretches: exact where the mask cuts them evenly, as causal masks do.
-pub fn pairs_of_ranks(world: &World) -> Vec<f64> {
+pub fn pairs_of_ranks(set: &PlanSet) -> Vec<f64> {
     let mut counter = WorkCounter::default();
-    world.plans.iter().map(|plan| counter.count_plan(world, plan).0).collect()
+    set.plans.iter().map(|plan| counter.count_plan(set, plan).0).collect()
 }
 
 impl Cluster {
@@ -95,7 +95,7 @@ mod tests {
     use crate::placement::{PlacementKind, Split};
     use crate::problem::AttentionProblem;
     use crate::simulate::{simulate, simulate_events};
-    use crate::strategy::plan as plan_world;
+    use crate::strategy::plan as plan_forward;
     use crate::strategy_list::Strategy;
 
     const TWO_HOSTS: &str = include_str!("../../../clusters/two-hosts-1gbe.toml");
@@ -107,9 +107,9 @@ mod tests {
         let mesh = Mesh::new(1, 2).unwrap();
         // Uneven shares: rank 0 waits for rank 1.
         let split = Split::Weights(vec![1.0, 3.0]);
-        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &split, Strategy::Ring).unwrap();
-        let (prediction, events) = simulate_events(&world, &cluster).unwrap();
-        assert_eq!(prediction, simulate(&world, &cluster).unwrap());
+        let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &split, Strategy::Ring).unwrap();
+        let (prediction, events) = simulate_events(&set, &cluster).unwrap();
+        assert_eq!(prediction, simulate(&set, &cluster).unwrap());
         for (rank, predicted) in prediction.ranks.iter().enumerate() {
             let spent = |activity| -> u64 {
                 let own = events.work.iter().filter(|work| work.rank == rank && work.activity == activity);
@@ -122,7 +122,7 @@ mod tests {
             let sent: u64 =
                 events.messages.iter().filter(|message| message.from == rank).map(|m| m.bytes).sum();
             assert_eq!(sent, predicted.bytes_sent);
-            assert!((pairs_of_ranks(&world)[rank] - predicted.pairs).abs() < 1e-6);
+            assert!((pairs_of_ranks(&set)[rank] - predicted.pairs).abs() < 1e-6);
         }
         let waits = || events.work.iter().filter(|work| work.activity == Activity::Wait);
         assert!(waits().count() > 0 && waits().all(|wait| wait.peer == Some(1 - wait.rank)));

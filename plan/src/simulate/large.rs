@@ -13,22 +13,22 @@ use crate::error::{Error, Result};
 use crate::mask::Mask;
 use crate::mesh::Mesh;
 use crate::placement::{Placement, PlacementKind, Split};
-use crate::plan::World;
+use crate::plan::PlanSet;
 use crate::problem::AttentionProblem;
-use crate::strategy::{EqualHops, plan as plan_world, plan_backward, plan_placed};
+use crate::strategy::{EqualHops, plan as plan_forward, plan_backward, plan_placed};
 use crate::strategy_list::Strategy;
 
 /// Predicts `candidate` for `problem`: by a walk, or for a long ring by extrapolation from two shorter rings.
 ///
 /// # Errors
-/// As [`simulate`] and [`plan_world`].
+/// As [`simulate`] and [`plan_forward`].
 pub fn predict(
     problem: &AttentionProblem,
     candidate: Candidate,
     split: &Split,
     cluster: &Cluster,
 ) -> Result<Prediction> {
-    predict_pass(plan_world, problem, candidate, split, cluster)
+    predict_pass(plan_forward, problem, candidate, split, cluster)
 }
 
 /// As [`predict`], of the backward pass: the gradients of q, k and v.
@@ -45,7 +45,7 @@ pub fn predict_backward(
 }
 
 /// Makes the plans of one pass.
-type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> Result<World>;
+type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> Result<PlanSet>;
 
 fn predict_pass(
     plans: Planner,
@@ -55,8 +55,8 @@ fn predict_pass(
     cluster: &Cluster,
 ) -> Result<Prediction> {
     let walk = |problem: &AttentionProblem, mesh: Mesh| {
-        let world = plans(problem, mesh, candidate.placement, split, candidate.strategy)?;
-        simulate(&world, cluster)
+        let size = plans(problem, mesh, candidate.placement, split, candidate.strategy)?;
+        simulate(&size, cluster)
     };
     let Candidate { strategy, mesh, .. } = candidate;
     strategy.accepts(mesh)?;
@@ -85,8 +85,8 @@ fn predict_pass(
     let shrunk = |ring: u32| -> Result<Prediction> {
         // Each rank gets as many tokens as the rank with the most tokens: a small difference would count many times
         // along the line.
-        let tokens = problem.q_len.div_ceil(mesh.world()) * mesh.ulysses() * ring;
-        let problem = AttentionProblem { kv_len: tokens, ..problem.clone() }.with_queries(tokens, 0)?;
+        let tokens = problem.q_len.div_ceil(mesh.size()) * mesh.ulysses() * ring;
+        let problem = problem.clone().with_keys(tokens)?.with_queries(tokens, 0)?;
         walk(&problem, Mesh::new(mesh.ulysses(), ring)?)
     };
     let (near, far) = (shrunk(short)?, shrunk(2 * short)?);
@@ -113,7 +113,7 @@ pub fn predict_placed(
 /// The hops and messages of the plans, in units of the time to walk one.
 fn hops(mesh: Mesh, strategy: Strategy) -> u64 {
     let exchanges = mesh.ring() * strategy.exchanges_of_hop() + mesh.ulysses();
-    u64::from(mesh.world()) * u64::from(exchanges) * at_once(mesh, strategy)
+    u64::from(mesh.size()) * u64::from(exchanges) * at_once(mesh, strategy)
 }
 
 /// Refuses a walk that would take too long.
@@ -198,5 +198,5 @@ const MOST_HOPS: u64 = 1 << 14;
 const MOST_WALKED: u64 = 1 << 18;
 /// In a shorter ring no hop is like the others.
 const SHORTEST: u32 = 4;
-/// Ranks of the shorter of two worlds if hops follow each other, unless `SHORTEST` makes its ring longer.
+/// Ranks of the shorter of two plan sets if hops follow each other, unless `SHORTEST` makes its ring longer.
 const SHORT_RANKS: u32 = 64;

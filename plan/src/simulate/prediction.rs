@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 pub struct Prediction {
     /// From the common start to the end of the last rank, in nanoseconds.
     pub wall_ns: u64,
-    /// The ranks; of an extrapolated world, the ranks of the larger world that was walked.
+    /// The ranks; of an extrapolated number of ranks, the ranks of the larger plan set that was walked.
     pub ranks: Vec<RankPrediction>,
     /// The directions of links that carry bytes, the busiest first.
     pub links: Vec<LinkPrediction>,
-    /// Whether this is extrapolated from two smaller worlds with shards of the same size.
+    /// Whether this is extrapolated from two smaller plan sets with shards of the same size.
     pub extrapolated: bool,
 }
 

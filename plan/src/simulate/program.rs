@@ -1,4 +1,4 @@
-//! A world's plans as work for a machine: compute times, copies, messages and waits.
+//! A plan set as work for a machine: compute times, copies, messages and waits.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use super::cluster::Cluster;
 use super::describe::MemoryKind;
 use super::work::WorkCounter;
 use crate::error::{Error, Result};
-use crate::plan::{BufferId, GradientStep, Plan, Slice, Step, World};
+use crate::plan::{BufferId, GradientStep, Plan, PlanSet, Slice, Step};
 
 /// The work of all ranks, and their messages.
 #[derive(Debug, Default)]
@@ -60,13 +60,13 @@ pub(super) struct Message {
 }
 
 impl Program {
-    pub(super) fn new(world: &World, cluster: &Cluster) -> Result<Self> {
-        let places = cluster.place(world.mesh.world())?;
+    pub(super) fn new(set: &PlanSet, cluster: &Cluster) -> Result<Self> {
+        let places = cluster.place(set.mesh.size())?;
         let mut program = Self::default();
         let mut known = HashMap::new();
         let mut counter = WorkCounter::default();
-        for (plan, device) in world.plans.iter().zip(&places) {
-            let pricer = Pricer::new(world, (cluster, &places), plan, *device, &mut counter)?;
+        for (plan, device) in set.plans.iter().zip(&places) {
+            let pricer = Pricer::new(set, (cluster, &places), plan, *device, &mut counter)?;
             let rank = pricer.run(&mut program.messages, &mut known)?;
             program.ranks.push(rank);
         }
@@ -76,7 +76,7 @@ impl Program {
 
 /// Walks one plan.
 struct Pricer<'a> {
-    world: &'a World,
+    set: &'a PlanSet,
     cluster: &'a Cluster,
     /// The device of each rank.
     places: &'a [usize],
@@ -112,7 +112,7 @@ type Known = HashMap<(u32, u32, u32), usize>;
 
 impl<'a> Pricer<'a> {
     fn new(
-        world: &'a World,
+        set: &'a PlanSet,
         (cluster, places): (&'a Cluster, &'a [usize]),
         plan: &'a Plan,
         device: usize,
@@ -120,8 +120,8 @@ impl<'a> Pricer<'a> {
     ) -> Result<Self> {
         let described = cluster.device(device);
         let prices = Prices {
-            pair: cluster.ns_per_pair(device, &world.problem)?,
-            backward_pair: cluster.backward_ns_per_pair(device, &world.problem)?,
+            pair: cluster.ns_per_pair(device, &set.problem)?,
+            backward_pair: cluster.backward_ns_per_pair(device, &set.problem)?,
             edge_pairs: f64::from(described.tile_rows + described.tile_keys - 2) / 2.0,
             attend_step: described.attend_step_us * 1e3,
             piece: described.piece_us * 1e3,
@@ -138,11 +138,11 @@ impl<'a> Pricer<'a> {
         let rank = RankProgram { device, ..RankProgram::default() };
         let alive = vec![false; plan.buffers.len()];
         // An input that no buffer of the plan holds.
-        let mut live_bytes = world.problem.shared_bias_bytes();
+        let mut live_bytes = set.problem.shared_bias_bytes();
         if plan.gradients.is_some() {
-            live_bytes += world.problem.shared_bias_gradient_bytes();
+            live_bytes += set.problem.shared_bias_gradient_bytes();
         }
-        Ok(Self { world, cluster, places, plan, counter, prices, rank, alive, live_bytes })
+        Ok(Self { set, cluster, places, plan, counter, prices, rank, alive, live_bytes })
     }
 
     fn run(mut self, messages: &mut Vec<Message>, known: &mut Known) -> Result<RankProgram> {
@@ -183,7 +183,7 @@ impl<'a> Pricer<'a> {
                         for part in &recv.parts {
                             self.born(*part);
                             if is_staged {
-                                back += plan.buffer(*part).bytes(&self.world.problem);
+                                back += plan.buffer(*part).bytes(&self.set.problem);
                             }
                         }
                         let message = message(messages, known, (recv.from, plan.rank, *id));
@@ -236,7 +236,7 @@ impl<'a> Pricer<'a> {
                 }
                 Step::Free { buffer } => {
                     if std::mem::take(&mut self.alive[buffer.0]) {
-                        self.live_bytes -= plan.buffer(*buffer).bytes(&self.world.problem);
+                        self.live_bytes -= plan.buffer(*buffer).bytes(&self.set.problem);
                     }
                 }
             }
@@ -252,14 +252,14 @@ impl<'a> Pricer<'a> {
 
     fn attend(&mut self, q: &Slice, kv: &Slice, state: BufferId) {
         let (q_tokens, kv_tokens) = (self.plan.slice_tokens(q), self.plan.slice_tokens(kv));
-        let work = self.counter.count(&self.world.problem, &q_tokens, &kv_tokens);
+        let work = self.counter.count(&self.set.problem, &q_tokens, &kv_tokens);
         let heads = f64::from(q.heads.end - q.heads.start);
         let computed = (work.pairs + work.edges * self.prices.edge_pairs).min(work.area) * heads;
         let attended = computed * self.prices.pair;
         let fresh = !self.alive[state.0];
         self.born(state);
         // A running state is read and written once; an empty one is written first.
-        let state_bytes = self.plan.buffer(state).bytes(&self.world.problem) as f64;
+        let state_bytes = self.plan.buffer(state).bytes(&self.set.problem) as f64;
         let state_ns = state_bytes * self.prices.state_byte * if fresh { 3.0 } else { 2.0 };
         let pieces = (attended / self.prices.piece_every).ceil().max(1.0);
         self.rank.pairs += work.pairs * heads;
@@ -271,7 +271,7 @@ impl<'a> Pricer<'a> {
     /// The gradients of as many pairs as attention has.
     fn attend_backward(&mut self, q: &Slice, kv: &Slice, sums: impl Iterator<Item = BufferId>) {
         let (q_tokens, kv_tokens) = (self.plan.slice_tokens(q), self.plan.slice_tokens(kv));
-        let work = self.counter.count(&self.world.problem, &q_tokens, &kv_tokens);
+        let work = self.counter.count(&self.set.problem, &q_tokens, &kv_tokens);
         let heads = f64::from(q.heads.end - q.heads.start);
         let computed = (work.pairs + work.edges * self.prices.edge_pairs).min(work.area) * heads;
         let attended = computed * self.prices.backward_pair;
@@ -279,7 +279,7 @@ impl<'a> Pricer<'a> {
         for sum in sums {
             let fresh = !self.alive[sum.0];
             self.born(sum);
-            let size = self.plan.buffer(sum).bytes(&self.world.problem) as f64;
+            let size = self.plan.buffer(sum).bytes(&self.set.problem) as f64;
             bytes += size * if fresh { 3.0 } else { 2.0 };
         }
         let pieces = (attended / self.prices.piece_every).ceil().max(1.0);
@@ -295,20 +295,20 @@ impl<'a> Pricer<'a> {
 
     /// Reads and writes of whole buffers, in compute time.
     fn touch(&mut self, first: BufferId, times: f64, second: Option<(BufferId, f64)>) {
-        let bytes = |id: BufferId| self.plan.buffer(id).bytes(&self.world.problem) as f64;
+        let bytes = |id: BufferId| self.plan.buffer(id).bytes(&self.set.problem) as f64;
         let sum = bytes(first) * times + second.map_or(0.0, |(id, times)| bytes(id) * times);
         self.rank.ops.push(Op::Compute(sum * self.prices.state_byte));
     }
 
     fn born(&mut self, id: BufferId) {
         if !std::mem::replace(&mut self.alive[id.0], true) {
-            self.live_bytes += self.plan.buffer(id).bytes(&self.world.problem);
+            self.live_bytes += self.plan.buffer(id).bytes(&self.set.problem);
             self.rank.peak_bytes = self.rank.peak_bytes.max(self.live_bytes);
         }
     }
 
     fn bytes(&self, slice: &Slice) -> u64 {
-        self.plan.slice_bytes(&self.world.problem, slice)
+        self.plan.slice_bytes(&self.set.problem, slice)
     }
 }
 

@@ -17,7 +17,7 @@ use super::work::WorkCounter;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::placement::Split;
-use crate::plan::World;
+use crate::plan::PlanSet;
 use crate::problem::AttentionProblem;
 use crate::tokens::TokenRuns;
 use kyklos_rank::Rank;
@@ -25,7 +25,7 @@ use kyklos_rank::Rank;
 /// The shares of all ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shares {
-    /// For [`plan_world`](crate::plan_world).
+    /// For [`plan_forward`](crate::plan_forward).
     pub split: Split,
     /// Ranks without tokens: with them the call would end later.
     pub left_out: Vec<Rank>,
@@ -48,8 +48,8 @@ impl Shares {
     /// let ring = Candidate { strategy: Strategy::Ring, mesh: Mesh::new(1, 2)?, placement: PlacementKind::Contiguous };
     /// let device = |gigapairs: u64| Capacity { pairs_per_s: gigapairs * 1_000_000_000, step_ns: 0, memory_bytes: None };
     /// let shares = Shares::level(&problem, ring, &[device(2), device(1)], None)?;
-    /// let world = kyklos::plan_world(&problem, ring.mesh, ring.placement, &shares.split, ring.strategy)?;
-    /// assert_eq!(world.q_placement.ranks()[0].to_string(), "0..6000");
+    /// let set = kyklos::plan_forward(&problem, ring.mesh, ring.placement, &shares.split, ring.strategy)?;
+    /// assert_eq!(set.q_placement.ranks()[0].to_string(), "0..6000");
     /// # Ok::<(), kyklos::Error>(())
     /// ```
     ///
@@ -63,16 +63,16 @@ impl Shares {
         cluster: Option<&Cluster>,
     ) -> Result<Self> {
         let mesh = candidate.mesh;
-        if capacities.len() != mesh.world() as usize {
+        if capacities.len() != mesh.size() as usize {
             return Err(Error::request(
-                format!("{} capacities for the {} ranks of mesh {mesh}", capacities.len(), mesh.world()),
+                format!("{} capacities for the {} ranks of mesh {mesh}", capacities.len(), mesh.size()),
                 "give one for each rank",
             ));
         }
         let shards = shards(mesh, capacities);
         if shards.iter().all(|shard| shard.speed == 0.0) {
             return Err(Error::request(
-                format!("{} ranks, and none of them has a device that attends", mesh.world()),
+                format!("{} ranks, and none of them has a device that attends", mesh.size()),
                 "let at least one rank compute; of the ranks of a shard, all",
             ));
         }
@@ -88,10 +88,10 @@ impl Shares {
         let weights = level.weights(mesh);
         let of_shard = |wanted: fn(&Level, usize) -> bool| {
             let shard = |rank: &u32| (rank / mesh.ulysses()) as usize;
-            (0..mesh.world()).filter(|rank| wanted(&level, shard(rank))).map(Rank).collect::<Vec<_>>()
+            (0..mesh.size()).filter(|rank| wanted(&level, shard(rank))).map(Rank).collect::<Vec<_>>()
         };
         let left_out = of_shard(|level, shard| level.pairs[shard] == 0.0);
-        let limited = (0..mesh.world()).filter(|rank| limited[(rank / mesh.ulysses()) as usize]).map(Rank);
+        let limited = (0..mesh.size()).filter(|rank| limited[(rank / mesh.ulysses()) as usize]).map(Rank);
         Ok(Self {
             split: Split::Work(weights),
             left_out,
@@ -109,11 +109,11 @@ impl Shares {
         let weights = match &self.split {
             Split::Work(weights) => weights,
             _ => {
-                even = vec![1.0; mesh.world() as usize];
+                even = vec![1.0; mesh.size() as usize];
                 &even
             }
         };
-        if [weights.len(), capacities.len()] != [mesh.world() as usize; 2] {
+        if [weights.len(), capacities.len()] != [mesh.size() as usize; 2] {
             return Err(Error::request(
                 format!(
                     "shares of {} ranks and {} capacities for mesh {mesh}",
@@ -137,8 +137,8 @@ impl Shares {
 }
 
 /// The work of `rank` in its plan: visible pairs of all its heads, and attend steps.
-pub fn work_of(world: &World, rank: Rank) -> (u64, u64) {
-    let (pairs, steps) = WorkCounter::default().count_plan(world, world.plan(rank));
+pub fn work_of(set: &PlanSet, rank: Rank) -> (u64, u64) {
+    let (pairs, steps) = WorkCounter::default().count_plan(set, set.plan(rank));
     (whole(pairs), steps)
 }
 

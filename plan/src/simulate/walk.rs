@@ -1,4 +1,4 @@
-//! The plans of a world, walked on a cluster.
+//! A plan set, walked on a cluster.
 
 use super::cluster::Cluster;
 use super::engine;
@@ -6,15 +6,15 @@ use super::events::PredictedEvents;
 use super::prediction::{LinkPrediction, Prediction, RankPrediction};
 use super::program::Program;
 use crate::error::Result;
-use crate::plan::World;
+use crate::plan::PlanSet;
 
-/// Walks the plans of `world` on `cluster`, rank i on the i-th device or where the description places it.
+/// Walks the plans of `set` on `cluster`, rank i on the i-th device or where the description places it.
 ///
 /// # Errors
 /// [`Error::Request`](crate::Error::Request) where the cluster lacks a device, a rate or a link that the plans need; [`Error::Plan`](crate::Error::Plan) for plans
 /// that [`crate::plan::check`] would refuse too.
-pub fn simulate(world: &World, cluster: &Cluster) -> Result<Prediction> {
-    let program = Program::new(world, cluster)?;
+pub fn simulate(set: &PlanSet, cluster: &Cluster) -> Result<Prediction> {
+    let program = Program::new(set, cluster)?;
     Ok(run(&program, cluster, false)?.0)
 }
 
@@ -22,8 +22,8 @@ pub fn simulate(world: &World, cluster: &Cluster) -> Result<Prediction> {
 ///
 /// # Errors
 /// As [`simulate`].
-pub fn simulate_events(world: &World, cluster: &Cluster) -> Result<(Prediction, PredictedEvents)> {
-    run(&Program::new(world, cluster)?, cluster, true)
+pub fn simulate_events(set: &PlanSet, cluster: &Cluster) -> Result<(Prediction, PredictedEvents)> {
+    run(&Program::new(set, cluster)?, cluster, true)
 }
 
 fn run(program: &Program, cluster: &Cluster, keeps_events: bool) -> Result<(Prediction, PredictedEvents)> {

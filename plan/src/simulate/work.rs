@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use crate::plan::{Plan, Step, World};
+use crate::plan::{Plan, PlanSet, Step};
 use crate::problem::AttentionProblem;
 use crate::tokens::{FEW_RUNS, Run, TokenRuns, below};
 
@@ -26,7 +26,7 @@ pub(super) struct WorkCounter {
 
 impl WorkCounter {
     /// Of a rank: visible pairs times heads, and attend steps.
-    pub(super) fn count_plan(&mut self, world: &World, plan: &Plan) -> (f64, u64) {
+    pub(super) fn count_plan(&mut self, set: &PlanSet, plan: &Plan) -> (f64, u64) {
         let (mut pairs, mut steps) = (0.0, 0);
         for step in &plan.steps {
             let (q, kv) = match step {
@@ -34,7 +34,7 @@ impl WorkCounter {
                 Step::AttendBackward(step) => (&step.q, &step.kv),
                 _ => continue,
             };
-            let work = self.count(&world.problem, &plan.slice_tokens(q), &plan.slice_tokens(kv));
+            let work = self.count(&set.problem, &plan.slice_tokens(q), &plan.slice_tokens(kv));
             pairs += work.pairs * f64::from(q.heads.end - q.heads.start);
             steps += 1;
         }

@@ -23,10 +23,10 @@ impl Chunk {
     /// All heads at once, or at most [`MOST_CHUNKS`] chunks. Every rank fills each chunk with whole groups of heads
     /// that share a KV head, so that no KV head travels twice.
     pub(super) fn all(builder: &PlanBuilder<'_>, chunked: bool) -> impl Iterator<Item = Self> + use<> {
-        let groups = (0..builder.world.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
+        let groups = (0..builder.set.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
         let fewest = u32::try_from(groups.min().unwrap_or(1)).unwrap_or(MOST_CHUNKS);
         // Rows of queries that all heads share would travel with each chunk.
-        let shared = builder.world.problem.query_bias().is_some_and(|pairs| pairs.heads == 1);
+        let shared = builder.set.problem.query_bias().is_some_and(|bias| bias.heads == 1);
         let count = if chunked && !shared { fewest.min(MOST_CHUNKS) } else { 1 };
         (0..count).map(move |index| Self { index, count })
     }
@@ -40,7 +40,7 @@ impl Chunk {
 
     /// The chunk's part of the query heads of Ulysses piece `u`.
     pub(super) fn q_heads(self, builder: &PlanBuilder<'_>, u: u32) -> Range<u32> {
-        let (all, kv, group) = (builder.q_heads(u), self.kv_heads(builder, u), builder.world.problem.group());
+        let (all, kv, group) = (builder.q_heads(u), self.kv_heads(builder, u), builder.set.problem.group());
         all.start.max(kv.start * group)..all.end.min(kv.end * group)
     }
 
@@ -67,7 +67,7 @@ pub(super) struct Posted {
 
 /// Posts the all-to-all of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's heads.
 pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk) -> Posted {
-    let (_, u) = builder.world.mesh.coordinates(builder.rank);
+    let (_, u) = builder.set.mesh.coordinates(builder.rank);
     let inputs = exchanged(builder);
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for (peer_u, peer) in peers(builder) {
@@ -99,7 +99,7 @@ pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk)
 
 /// Waits for that all-to-all. Returns the inputs of the round over the shards.
 pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Inputs {
-    let (r, u) = builder.world.mesh.coordinates(builder.rank);
+    let (r, u) = builder.set.mesh.coordinates(builder.rank);
     let Posted { chunk, exchange, packed, arriving, .. } = posted;
     let pieces = Pieces::of_shard(builder);
     // The rank's own piece is copied while the other pieces travel.
@@ -129,16 +129,16 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     }
     let [(_, q), (_, kv), ..] = whole[..] else { unreachable!("q and kv are always there") };
     let gradient = shard_of(Content::OutputGrad).zip(shard_of(Content::RowStats));
-    let pairs = shard_of(Content::Bias);
+    let bias = shard_of(Content::Bias);
     let gradient = gradient.map(|(d_o, stats)| {
         let q_heads = chunk.q_heads(builder, u);
-        let d_bias = builder.bias_sum(pairs, format!("dbias of heads {}..{}", q_heads.start, q_heads.end));
+        let d_bias = builder.bias_sum(bias, format!("dbias of heads {}..{}", q_heads.start, q_heads.end));
         if let Some(sum) = d_bias {
-            builder.holds(sum, TokenRuns::contiguous(0..builder.world.problem.kv_len), q_heads);
+            builder.holds(sum, TokenRuns::contiguous(0..builder.set.problem.kv_len), q_heads);
         }
         OutputGradient { d_o, stats, d_bias }
     });
-    Inputs { q, kv, pairs, gradient }
+    Inputs { q, kv, bias, gradient }
 }
 
 /// Posts the all-to-all of a chunk from results of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
@@ -149,7 +149,7 @@ pub(super) fn post_heads_for_tokens(
     mine: &[BufferId],
     home: Option<BufferId>,
 ) -> Posted {
-    let (_, u) = builder.world.mesh.coordinates(builder.rank);
+    let (_, u) = builder.set.mesh.coordinates(builder.rank);
     let (mut sends, mut recvs, mut packed, mut arriving) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let pieces = Pieces::of_shard(builder);
     let results: Vec<(BufferId, Content)> =
@@ -168,7 +168,7 @@ pub(super) fn post_heads_for_tokens(
                 let label = BufferName::from_rank(name(*content), peer);
                 let buffer = builder.declare(label, *content, tokens, theirs);
                 if content.is_sum() {
-                    let problem = &builder.world.problem;
+                    let problem = &builder.set.problem;
                     let met = if content.is_of_keys() { problem.q_len } else { problem.kv_len };
                     let q_heads = chunk.q_heads(builder, peer_u);
                     builder.holds(buffer, TokenRuns::contiguous(0..met), q_heads);
@@ -255,9 +255,9 @@ fn own_result(builder: &PlanBuilder<'_>, content: Content, heads: &Range<u32>) -
 
 /// The rank's own tensors that cross the all-to-all.
 fn exchanged(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
-    let Inputs { q, kv, pairs, gradient } = builder.inputs();
+    let Inputs { q, kv, bias, gradient } = builder.inputs();
     let mut inputs = vec![(q, Content::Query), (kv, Content::KeyValue)];
-    inputs.extend(pairs.map(|pairs| (pairs, Content::Bias)));
+    inputs.extend(bias.map(|bias| (bias, Content::Bias)));
     if let Some(OutputGradient { d_o, stats, .. }) = gradient {
         inputs.extend([(d_o, Content::OutputGrad), (stats, Content::RowStats)]);
     }
@@ -266,7 +266,7 @@ fn exchanged(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
 
 /// The other ranks of the group, nearest successor first, so that no two ranks send to the same peer at once.
 fn peers(builder: &PlanBuilder<'_>) -> Vec<(u32, Rank)> {
-    let mesh = builder.world.mesh;
+    let mesh = builder.set.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
     (1..mesh.ulysses()).map(|round| (u + round) % mesh.ulysses()).map(|u| (u, mesh.rank(r, u))).collect()
 }
@@ -281,7 +281,7 @@ struct Pieces {
 impl Pieces {
     /// Of the shard of the rank.
     fn of_shard(builder: &PlanBuilder<'_>) -> Self {
-        let mesh = builder.world.mesh;
+        let mesh = builder.set.mesh;
         let (r, _) = mesh.coordinates(builder.rank);
         let starts = |content: Content| {
             let placement = placement(builder, content);
@@ -303,7 +303,7 @@ impl Pieces {
 }
 
 fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::placement::Placement {
-    if content.is_of_keys() { &builder.world.kv_placement } else { &builder.world.q_placement }
+    if content.is_of_keys() { &builder.set.kv_placement } else { &builder.set.q_placement }
 }
 
 /// Number of tokens at the front of such a buffer that every rank holds. They do not cross the all-to-all. Sums of the gradients
@@ -321,7 +321,7 @@ fn name(content: Content) -> &'static str {
         Content::KeyValue | Content::WireKeyValue => "kv",
         Content::State => "state",
         Content::Output => "o",
-        Content::Bias => "pairs",
+        Content::Bias => "bias",
         Content::OutputGrad => "do",
         Content::RowStats => "row statistics",
         Content::BiasGradSum => "dbias",

@@ -22,7 +22,7 @@ impl PlanBuilder<'_> {
 
     /// Attention of all queries against some of the keys: in a fixed order, whole tiles of them.
     pub(super) fn attend_part(&mut self, inputs: Inputs, kv: Slice, state: BufferId) {
-        if self.world.problem.fixed_order {
+        if self.set.problem.fixed_order {
             return self.attend_tiles(inputs, kv.tokens);
         }
         self.attend_some(inputs, kv, state);
@@ -33,7 +33,7 @@ impl PlanBuilder<'_> {
         if self.buffer(kv).content == Content::KeyValue {
             return self.attend(Inputs { kv, ..own }, state);
         }
-        if !lower::any_visible(&self.world.problem, &self.buffer(own.q).tokens, &self.buffer(kv).tokens) {
+        if !lower::any_visible(&self.set.problem, &self.buffer(own.q).tokens, &self.buffer(kv).tokens) {
             return;
         }
         let back = self.converted_back(kv);
@@ -43,7 +43,7 @@ impl PlanBuilder<'_> {
 
     /// The keys in `kv` in two halves, each of which can be attended separately.
     pub(super) fn halves(&self, kv: BufferId) -> [Slice; 2] {
-        let (tokens, problem) = (&self.buffer(kv).tokens, &self.world.problem);
+        let (tokens, problem) = (&self.buffer(kv).tokens, &self.set.problem);
         let middle = if problem.fixed_order {
             let tiles = whole_tiles(tokens, problem.kv_len);
             tiles.get(tiles.len() / 2).map_or(0, |(_, tile)| tile.start)
@@ -62,7 +62,7 @@ impl PlanBuilder<'_> {
     /// Attention of all queries against the keys at the list positions `part` of `inputs.kv`, tile by tile.
     fn attend_tiles(&mut self, inputs: Inputs, part: Range<usize>) {
         let tokens = self.buffer(inputs.kv).tokens.slice(part.clone());
-        for (tile, range) in whole_tiles(&tokens, self.world.problem.kv_len) {
+        for (tile, range) in whole_tiles(&tokens, self.set.problem.kv_len) {
             let keys = self.tokens_of(inputs.kv, part.start + range.start..part.start + range.end);
             let (tokens, heads) = (self.buffer(inputs.q).tokens.clone(), self.buffer(inputs.q).heads.clone());
             let state = self.declare(format!("state of tile {tile}"), Content::State, tokens, heads);

@@ -50,13 +50,13 @@ impl PlanBuilder<'_> {
 
     /// One step for all keys in `kv`, if a query sees any of them. Returns whether there is a step.
     pub(super) fn attend_backward(&mut self, inputs: Inputs, kv: Slice, dq: BufferId, d_kv: Slice) -> bool {
-        let Inputs { q, pairs, gradient, .. } = inputs;
+        let Inputs { q, bias, gradient, .. } = inputs;
         let Some(OutputGradient { d_o, stats, d_bias }) = gradient else { return false };
         let keys = self.buffer(kv.buffer).tokens.slice(kv.tokens.clone());
-        let seen = lower::any_visible(&self.world.problem, &self.buffer(q).tokens, &keys);
+        let seen = lower::any_visible(&self.set.problem, &self.buffer(q).tokens, &keys);
         if seen {
             let [q, d_o, stats] = [q, d_o, stats].map(|id| self.whole(id));
-            let [bias, d_bias] = [pairs, d_bias].map(|rows| rows.map(|rows| self.whole(rows)));
+            let [bias, d_bias] = [bias, d_bias].map(|rows| rows.map(|rows| self.whole(rows)));
             let step = GradientStep { q, d_o, stats, kv, dq, d_kv, bias, d_bias };
             self.push(Step::AttendBackward(Box::new(step)));
         }
@@ -69,7 +69,7 @@ impl PlanBuilder<'_> {
         bias: Option<BufferId>,
         name: impl Into<BufferName>,
     ) -> Option<BufferId> {
-        let bias = bias.filter(|_| self.world.problem.bias_gradient)?;
+        let bias = bias.filter(|_| self.set.problem.bias_gradient)?;
         let Buffer { tokens, heads, .. } = self.buffer(bias).clone();
         Some(self.declare(name, Content::BiasGradSum, tokens, heads))
     }

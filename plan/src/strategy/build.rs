@@ -8,7 +8,7 @@ use kyklos_rank::Rank;
 use crate::lower;
 use crate::mesh::kv_heads_for;
 use crate::plan::{
-    Buffer, BufferId, BufferName, Content, Direction, GradientBuffers, Plan, Recv, Send, Slice, Step, World,
+    Buffer, BufferId, BufferName, Content, Direction, GradientBuffers, Plan, PlanSet, Recv, Send, Slice, Step,
 };
 use crate::problem::Results;
 use crate::tokens::TokenRuns;
@@ -18,7 +18,7 @@ use crate::tokens::TokenRuns;
 pub(super) struct Inputs {
     pub(super) q: BufferId,
     pub(super) kv: BufferId,
-    pub(super) pairs: Option<BufferId>,
+    pub(super) bias: Option<BufferId>,
     /// In a backward pass: of the output rows of the queries.
     pub(super) gradient: Option<OutputGradient>,
 }
@@ -32,7 +32,7 @@ pub(super) struct OutputGradient {
 }
 
 pub(super) struct PlanBuilder<'a> {
-    pub(super) world: &'a World,
+    pub(super) set: &'a PlanSet,
     pub(super) rank: Rank,
     plan: Plan,
     /// Output rows of the rank's own queries: the plan's output, unless these rows are for other ranks.
@@ -44,12 +44,12 @@ pub(super) struct PlanBuilder<'a> {
 
 impl<'a> PlanBuilder<'a> {
     /// A plan with the rank's inputs and its output declared, and no steps.
-    pub(super) fn new(world: &'a World, rank: Rank) -> Self {
-        let problem = &world.problem;
-        let q_tokens = world.q_placement.held_by(rank);
-        let kv_tokens = world.kv_placement.held_by(rank);
+    pub(super) fn new(set: &'a PlanSet, rank: Rank) -> Self {
+        let problem = &set.problem;
+        let q_tokens = set.q_placement.held_by(rank);
+        let kv_tokens = set.kv_placement.held_by(rank);
         // A hop needs one buffer and four steps; a peer of the all-to-alls needs five buffers and ten steps, more in a backward plan.
-        let (hops, peers) = (world.mesh.ring() as usize, world.mesh.ulysses() as usize - 1);
+        let (hops, peers) = (set.mesh.ring() as usize, set.mesh.ulysses() as usize - 1);
         let plan = Plan {
             rank: rank.0,
             buffers: Vec::with_capacity(8 + hops + 8 * peers),
@@ -61,20 +61,19 @@ impl<'a> PlanBuilder<'a> {
             steps: Vec::with_capacity(8 + 4 * hops + 10 * peers),
         };
         let mut builder =
-            Self { world, rank, plan, output: BufferId(2), exchanges: 0, waiting: BTreeMap::new() };
+            Self { set, rank, plan, output: BufferId(2), exchanges: 0, waiting: BTreeMap::new() };
         builder.declare("q", Content::Query, q_tokens.clone(), 0..problem.q_heads);
         builder.declare("kv", Content::KeyValue, kv_tokens, 0..problem.kv_heads);
-        builder.plan.buffers[builder.plan.kv.0].spare = world.kv_placement.spare(rank);
-        let backward = world.direction == Direction::Backward;
+        builder.plan.buffers[builder.plan.kv.0].spare = set.kv_placement.spare(rank);
+        let backward = set.direction == Direction::Backward;
         let (name, content) = if backward { ("dq", Content::QueryGrad) } else { ("o", Content::Output) };
-        builder.declare(name, content, world.output_tokens(rank), 0..problem.q_heads);
+        builder.declare(name, content, set.output_tokens(rank), 0..problem.q_heads);
         if problem.results != Results::Owner {
             builder.output =
                 builder.declare("o of own queries", Content::Output, q_tokens.clone(), 0..problem.q_heads);
         }
-        builder.plan.bias = problem
-            .query_bias()
-            .map(|pairs| builder.declare("pairs", Content::Bias, q_tokens, 0..pairs.heads));
+        builder.plan.bias =
+            problem.query_bias().map(|bias| builder.declare("bias", Content::Bias, q_tokens, 0..bias.heads));
         if backward {
             builder.declare_gradients();
         }
@@ -98,7 +97,7 @@ impl<'a> PlanBuilder<'a> {
             let GradientBuffers { d_o, stats, d_bias, .. } = own;
             OutputGradient { d_o, stats, d_bias }
         });
-        Inputs { q: self.plan.q, kv: self.plan.kv, pairs: self.plan.bias, gradient }
+        Inputs { q: self.plan.q, kv: self.plan.kv, bias: self.plan.bias, gradient }
     }
 
     /// Gradients of the rank's own keys, in a backward plan.
@@ -122,18 +121,18 @@ impl<'a> PlanBuilder<'a> {
 
     /// Query heads of Ulysses piece `u`.
     pub(super) fn q_heads(&self, u: u32) -> Range<u32> {
-        self.world.mesh.q_heads_of(&self.world.problem, u)
+        self.set.mesh.q_heads_of(&self.set.problem, u)
     }
 
     /// KV heads that the query heads of Ulysses piece `u` need.
     pub(super) fn kv_heads(&self, u: u32) -> Range<u32> {
-        kv_heads_for(&self.world.problem, &self.q_heads(u))
+        kv_heads_for(&self.set.problem, &self.q_heads(u))
     }
 
     /// Heads of the attention bias tensor that the query heads of Ulysses piece `u` need.
     pub(super) fn bias_heads(&self, u: u32) -> Range<u32> {
-        match self.world.problem.query_bias() {
-            Some(pairs) if pairs.heads > 1 => self.q_heads(u),
+        match self.set.problem.query_bias() {
+            Some(bias) if bias.heads > 1 => self.q_heads(u),
             _ => 0..1,
         }
     }
@@ -180,7 +179,7 @@ impl<'a> PlanBuilder<'a> {
     /// Queries of shard `shard` (and what travels with them), for the heads of `own`. They are to be received and attended with
     /// this rank's keys.
     pub(super) fn visitor(&mut self, shard: u32, own: Inputs) -> Inputs {
-        let tokens = self.world.q_placement.of_shard(shard);
+        let tokens = self.set.q_placement.of_shard(shard);
         let mut arriving = |id: BufferId, name: &'static str| {
             let Buffer { content, heads, .. } = self.buffer(id).clone();
             self.declare(BufferName::of_shard(name, shard), content, tokens.clone(), heads)
@@ -188,7 +187,7 @@ impl<'a> PlanBuilder<'a> {
         Inputs {
             q: arriving(own.q, "q"),
             kv: own.kv,
-            pairs: own.pairs.map(|pairs| arriving(pairs, "pairs")),
+            bias: own.bias.map(|bias| arriving(bias, "bias")),
             gradient: own.gradient.map(|OutputGradient { d_o, stats, .. }| OutputGradient {
                 d_o: arriving(d_o, "do"),
                 stats: arriving(stats, "row statistics"),
@@ -199,9 +198,9 @@ impl<'a> PlanBuilder<'a> {
 
     /// Whether any query of the shard `q_shard` sees any key of the shard `kv_shard`.
     pub(super) fn sees(&self, q_shard: u32, kv_shard: u32) -> bool {
-        let world = self.world;
-        let (q, kv) = (world.q_placement.of_shard(q_shard), world.kv_placement.of_shard(kv_shard));
-        lower::any_visible(&world.problem, &q, &kv)
+        let set = self.set;
+        let (q, kv) = (set.q_placement.of_shard(q_shard), set.kv_placement.of_shard(kv_shard));
+        lower::any_visible(&set.problem, &q, &kv)
     }
 
     pub(super) fn whole(&self, buffer: BufferId) -> Slice {
@@ -211,7 +210,7 @@ impl<'a> PlanBuilder<'a> {
     /// The number of tokens at the front of the rank's keys, before and after an all-to-all, that every rank holds and
     /// none sends.
     pub(super) fn replicated(&self) -> usize {
-        self.world.kv_placement.replicated().len()
+        self.set.kv_placement.replicated().len()
     }
 
     /// The keys in `kv` (of the rank or of its shard) without the keys that every rank holds.
@@ -244,7 +243,7 @@ impl<'a> PlanBuilder<'a> {
         name: impl Into<BufferName>,
         packed: &mut Vec<BufferId>,
     ) -> Slice {
-        if self.plan.is_one_piece(&self.world.problem, &slice) {
+        if self.plan.is_one_piece(&self.set.problem, &slice) {
             return slice;
         }
         let copy = self.copied(slice, name);
@@ -315,7 +314,7 @@ impl<'a> PlanBuilder<'a> {
     }
 
     fn converts(&self) -> bool {
-        self.world.problem.wire.rounds()
+        self.set.problem.wire.rounds()
     }
 
     /// Posts an exchange and returns its id. All ranks count ids alike, also if nothing is sent: an exchange without
@@ -337,17 +336,12 @@ impl<'a> PlanBuilder<'a> {
     }
 
     /// One step for all keys in `kv`, if a query sees any of them. Returns whether there is a step.
-    pub(super) fn attend_some(
-        &mut self,
-        Inputs { q, pairs, .. }: Inputs,
-        kv: Slice,
-        state: BufferId,
-    ) -> bool {
+    pub(super) fn attend_some(&mut self, Inputs { q, bias, .. }: Inputs, kv: Slice, state: BufferId) -> bool {
         let (queries, keys) = (&self.buffer(q).tokens, self.plan.slice_tokens(&kv));
-        let seen = lower::any_visible(&self.world.problem, queries, &keys);
+        let seen = lower::any_visible(&self.set.problem, queries, &keys);
         if seen {
-            let (q, pairs) = (self.plan.whole(q), pairs.map(|pairs| Box::new(self.plan.whole(pairs))));
-            self.plan.steps.push(Step::Attend { q, kv, state, bias: pairs });
+            let (q, bias) = (self.plan.whole(q), bias.map(|bias| Box::new(self.plan.whole(bias))));
+            self.plan.steps.push(Step::Attend { q, kv, state, bias });
         }
         seen
     }

@@ -154,9 +154,9 @@ fn counts_fit(split: &Split, mesh: Mesh, side: Side, total: u32) -> Result<()> {
         Side::Queries => ("query", "queries", Remedy::CompleteQueryCounts { total }),
         Side::Keys => ("key", "keys to deal", Remedy::CompleteKeyCounts { total }),
     };
-    if counts.len() != mesh.world() as usize {
+    if counts.len() != mesh.size() as usize {
         return Err(Error::request(
-            format!("{} {one} counts for {} ranks", counts.len(), mesh.world()),
+            format!("{} {one} counts for {} ranks", counts.len(), mesh.size()),
             format!("give one for each rank of the mesh {mesh}"),
         ));
     }

@@ -80,7 +80,7 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &Strate
         return format!("let every shard have a multiple of {unit} keys, or use fewer shards").into();
     }
     let units = keys / unit;
-    let counts = (0..mesh.world()).map(|rank| {
+    let counts = (0..mesh.size()).map(|rank| {
         let (r, u) = mesh.coordinates(Rank(rank));
         let over = if r + 1 == ring { keys % unit } else { 0 };
         let shard = (units / ring + u32::from(r < units % ring)) * unit + over;

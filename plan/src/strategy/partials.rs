@@ -10,7 +10,7 @@ impl Inputs {
     /// The queries, their rows of the attention bias tensor, and the gradient of their output rows: what travels with them.
     pub(super) fn of_queries(self) -> impl Iterator<Item = BufferId> {
         let gradient = self.gradient.into_iter().flat_map(|OutputGradient { d_o, stats, .. }| [d_o, stats]);
-        std::iter::once(self.q).chain(self.pairs).chain(gradient)
+        std::iter::once(self.q).chain(self.bias).chain(gradient)
     }
 }
 

@@ -30,9 +30,9 @@ impl Traffic<'_> {
             let foreign_kv = all_kv_heads - kv_heads_for(problem, &heads).len() as u128;
             bytes += of_piece(q) * foreign * (row + row + lse);
             bytes += of_piece(kv) * foreign_kv * 2 * row;
-            if let Some(pairs) = problem.query_bias() {
-                let row = u128::from(pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128;
-                let copies = if pairs.heads > 1 { foreign } else { u128::from(mesh.ulysses()) - 1 };
+            if let Some(bias) = problem.query_bias() {
+                let row = u128::from(bias.batch) * bias.row_bytes(problem.dtype, problem.kv_len) as u128;
+                let copies = if bias.heads > 1 { foreign } else { u128::from(mesh.ulysses()) - 1 };
                 bytes += of_piece(q) * copies * row;
             }
         }
@@ -56,11 +56,11 @@ impl Traffic<'_> {
     pub(super) fn query_bytes(&self, tokens: usize) -> u128 {
         let problem = self.problem;
         let state = u128::from(problem.batch) * (u128::from(problem.head_dim) * 4 + 8);
-        let pair_rows = problem.query_bias().map_or(0, |pairs| {
-            let heads = if pairs.heads > 1 { problem.q_heads } else { self.q.mesh().ulysses() };
-            u128::from(heads * pairs.batch) * pairs.row_bytes(problem.dtype, problem.kv_len) as u128
+        let bias_rows = problem.query_bias().map_or(0, |bias| {
+            let heads = if bias.heads > 1 { problem.q_heads } else { self.q.mesh().ulysses() };
+            u128::from(heads * bias.batch) * bias.row_bytes(problem.dtype, problem.kv_len) as u128
         });
-        tokens as u128 * (u128::from(problem.q_heads) * (self.row_bytes() + state) + pair_rows)
+        tokens as u128 * (u128::from(problem.q_heads) * (self.row_bytes() + state) + bias_rows)
     }
 
     /// Pairs of shards in which the first sees keys of the second.

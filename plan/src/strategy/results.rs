@@ -9,13 +9,13 @@ use crate::problem::Results;
 
 /// Sends the rows of this rank's queries to the ranks that get them, takes the rows that this rank gets, and frees its own.
 pub(super) fn send(builder: &mut PlanBuilder<'_>) {
-    let world = builder.world;
-    let (results, me, ranks) = (world.problem.results, builder.rank, world.mesh.world());
+    let set = builder.set;
+    let (results, me, ranks) = (set.problem.results, builder.rank, set.mesh.size());
     if results == Results::Owner {
         return;
     }
     let own = builder.output();
-    let rows = |rank: Rank| world.q_placement.of_rank(rank).len();
+    let rows = |rank: Rank| set.q_placement.of_rank(rank).len();
     // The nearest successor first, so that no two ranks send to the same peer at once.
     let others: Vec<Rank> = (1..ranks).map(|distance| Rank((me.0 + distance) % ranks)).collect();
     let mut sends = Vec::new();
@@ -26,7 +26,7 @@ pub(super) fn send(builder: &mut PlanBuilder<'_>) {
     let mut arriving: Vec<(Rank, BufferId)> = Vec::new();
     if results.gathered_on(me) {
         for from in others.into_iter().filter(|rank| rows(*rank) > 0) {
-            let (tokens, heads) = (world.q_placement.of_rank(from).clone(), 0..world.problem.q_heads);
+            let (tokens, heads) = (set.q_placement.of_rank(from).clone(), 0..set.problem.q_heads);
             let buffer = builder.declare(BufferName::of_rank("o", from), Content::Output, tokens, heads);
             arriving.push((from, buffer));
         }
@@ -51,7 +51,7 @@ pub(super) fn send(builder: &mut PlanBuilder<'_>) {
 
 /// Bytes of all these messages.
 pub(super) fn bytes(traffic: &Traffic<'_>) -> u128 {
-    let ranks = (0..traffic.q.mesh().world()).map(Rank);
+    let ranks = (0..traffic.q.mesh().size()).map(Rank);
     let rows = |rank: Rank| -> u128 {
         let rows = traffic.q.of_rank(rank).len();
         u128::from(Content::Output.bytes(traffic.problem, rows, traffic.problem.q_heads))

@@ -37,7 +37,7 @@ pub(super) struct Part {
     of: usize,
 }
 
-/// The streams of a world.
+/// The streams of a plan set.
 #[derive(Debug, Default)]
 pub(super) struct Routes {
     streams: Vec<Stream>,
@@ -255,7 +255,7 @@ fn own_blocks(
     kv: BufferId,
     packed: &mut Vec<BufferId>,
 ) -> Vec<Option<Block>> {
-    let (r, _) = builder.world.mesh.coordinates(builder.rank);
+    let (r, _) = builder.set.mesh.coordinates(builder.rank);
     let own = builder.own_keys(kv).tokens;
     let mut blocks: Vec<Option<Block>> = Vec::new();
     for stream in &routes.streams {
@@ -301,7 +301,7 @@ impl Group<'_> {
         if hop > self.routes.hops() {
             return;
         }
-        let mesh = builder.world.mesh;
+        let mesh = builder.set.mesh;
         let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
         let mut sends: Vec<Send> = Vec::new();
         let mut recvs: Vec<Recv> = Vec::new();
@@ -320,7 +320,7 @@ impl Group<'_> {
             }
             let owner = at(hop);
             self.arriving.push((hop <= stream.reach[owner as usize]).then(|| {
-                let shard = builder.world.kv_placement.of_shard(owner);
+                let shard = builder.set.kv_placement.of_shard(owner);
                 let part = shard.slice(stream.part.of(shard.len()));
                 let buffer = builder.arrival(owner, part, self.kv_heads.clone());
                 let from = neighbour(!stream.forwards);

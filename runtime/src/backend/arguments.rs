@@ -152,7 +152,7 @@ pub struct Attend<'a, Buffer> {
     /// `work.kv_positions`.
     pub work: &'a BlockWork,
     /// A tensor over (query, key position) pairs, which hides keys or is added to logits.
-    pub pairs: Option<Pairs<'a, Buffer>>,
+    pub bias: Option<BiasInput<'a, Buffer>>,
     /// Whether the bytes of a row must not depend on the other rows of the call or on the mesh. If so, the choice of
     /// the kernel and the division of the keys must not depend on the number of rows.
     pub fixed_order: bool,
@@ -179,7 +179,7 @@ pub struct Results<'a, Buffer> {
 /// Rows of a [`BiasTensor`](crate::BiasTensor): `[batch, q rows, q heads, key positions]`. Columns are global key
 /// positions, not indices into a block of keys.
 #[derive(Clone, Copy, Debug)]
-pub struct Pairs<'a, Buffer> {
+pub struct BiasInput<'a, Buffer> {
     /// Whether it hides keys or is added to logits.
     pub kind: BiasKind,
     /// The buffer that holds it.

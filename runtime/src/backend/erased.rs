@@ -7,8 +7,8 @@ use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 
 use super::{
-    Attend, AttendBackward, Backend, BiasGradient, Control, DeviceBuffer, DeviceInfo, Elements, Extent,
-    KernelTime, Layout, Operand, Pairs, Results, RowStats, State, StateMut, StateShape, Threaded,
+    Attend, AttendBackward, Backend, BiasGradient, BiasInput, Control, DeviceBuffer, DeviceInfo, Elements,
+    Extent, KernelTime, Layout, Operand, Results, RowStats, State, StateMut, StateShape, Threaded,
 };
 use crate::error::Result;
 use kyklos_plan::{AttentionProblem, Dtype, TileShape};
@@ -231,7 +231,7 @@ where
             v: operand::<B>(args.v),
             kv_head_of: args.kv_head_of,
             work: args.work,
-            pairs: args.pairs.map(pairs::<B>),
+            bias: args.bias.map(bias::<B>),
             shape: args.shape,
             dq: args.dq.of_mut::<B>(),
             dk: args.dk.of_mut::<B>(),
@@ -290,7 +290,7 @@ where
         v: operand::<B>(args.v),
         kv_head_of: args.kv_head_of,
         work: args.work,
-        pairs: args.pairs.map(pairs::<B>),
+        bias: args.bias.map(bias::<B>),
         fixed_order: args.fixed_order,
         inference: args.inference,
         state: StateMut { a: a.of_mut::<B>(), ml: ml.of_mut::<B>(), shape },
@@ -303,10 +303,10 @@ fn operand<'a, B: Backend<Buffer: 'static>>(
     Operand { buffer: buffer.of::<B>(), layout }
 }
 
-fn pairs<'a, B: Backend<Buffer: 'static>>(
-    Pairs { kind, buffer, layout }: Pairs<'a, DeviceBuffer>,
-) -> Pairs<'a, B::Buffer> {
-    Pairs { kind, buffer: buffer.of::<B>(), layout }
+fn bias<'a, B: Backend<Buffer: 'static>>(
+    BiasInput { kind, buffer, layout }: BiasInput<'a, DeviceBuffer>,
+) -> BiasInput<'a, B::Buffer> {
+    BiasInput { kind, buffer: buffer.of::<B>(), layout }
 }
 
 fn state_mut<'a, B: Backend<Buffer: 'static>>(

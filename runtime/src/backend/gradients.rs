@@ -1,6 +1,6 @@
 //! The arguments of the operations of the backward pass.
 
-use super::{Layout, Operand, Pairs, StateShape};
+use super::{BiasInput, Layout, Operand, StateShape};
 use kyklos_plan::{BlockWork, Dtype};
 
 /// The arguments of [`Backend::row_stats`](super::Backend::row_stats): dense tensors of the same rows and heads.
@@ -47,8 +47,8 @@ pub struct AttendBackward<'a, Buffer> {
     /// The mask between these queries and keys, in the tiles of
     /// [`Backend::backward_tile_shape`](super::Backend::backward_tile_shape).
     pub work: &'a BlockWork,
-    /// The attention bias tensor, as in [`Attend::pairs`](super::Attend::pairs).
-    pub pairs: Option<Pairs<'a, Buffer>>,
+    /// The attention bias tensor, as in [`Attend::bias`](super::Attend::bias).
+    pub bias: Option<BiasInput<'a, Buffer>>,
     /// Extents of q.
     pub shape: StateShape,
     /// Sum of the gradient of q: dense f32 `[batch, q rows, q heads, dim]`.
@@ -59,17 +59,17 @@ pub struct AttendBackward<'a, Buffer> {
     pub dv: &'a mut Buffer,
     /// Place of the rows and heads of `k` in `dk`, and of those of `v` in `dv`.
     pub kv_layout: Layout,
-    /// The gradient of an additive bias in `pairs`; only for backends with
+    /// The gradient of an additive bias in `bias`; only for backends with
     /// [`Backend::supports_bias_gradient`](super::Backend::supports_bias_gradient).
     pub d_bias: Option<BiasGradient<'a, Buffer>>,
 }
 
-/// The sum of the gradient of [`AttendBackward::pairs`].
+/// The sum of the gradient of [`AttendBackward::bias`].
 #[derive(Debug)]
 pub struct BiasGradient<'a, Buffer> {
     /// Dense f32; a row has an element for each key position, without padding.
     pub buffer: &'a mut Buffer,
-    /// Place of the rows of `q`, in elements. Strides are 0 where those of `pairs` are.
+    /// Place of the rows of `q`, in elements. Strides are 0 where those of `bias` are.
     pub layout: Layout,
     /// Key positions: the elements of a row.
     pub columns: usize,

@@ -46,7 +46,7 @@ mod short_work;
 pub mod wgpu;
 
 pub use arguments::{
-    Attend, Elements, Extent, Layout, Operand, Pairs, Results, Scales, State, StateMut, StateShape,
+    Attend, BiasInput, Elements, Extent, Layout, Operand, Results, Scales, State, StateMut, StateShape,
 };
 pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};

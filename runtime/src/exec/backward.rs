@@ -57,7 +57,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
 
     /// Makes the rank's part of the gradient of a bias whose rows all queries share, if the plan is to compute it.
     pub(super) fn begin_shared_bias_gradient(&mut self) -> Result<()> {
-        let bytes = self.executor.world.problem.shared_bias_gradient_bytes();
+        let bytes = self.executor.set.problem.shared_bias_gradient_bytes();
         if self.executor.plan.gradients.is_some() && bytes > 0 {
             let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
             let mut sum = self.executor.backend.alloc("dbias", bytes)?;
@@ -76,7 +76,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
         control: &Control,
     ) -> Result<()> {
         let GradientStep { q, d_o, stats, kv, dq: sum, d_kv: keys, bias, d_bias: of_bias } = step;
-        let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
+        let (plan, problem) = (self.executor.plan, &self.executor.set.problem);
         let dim = problem.head_dim as usize;
         let operand = |slice: &Slice, tensor: usize, row: usize| Operand {
             buffer: self.memory.view(slice.buffer, tensor),
@@ -97,7 +97,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
             v: operand(kv, 1, dim),
             kv_head_of: &kv_head_of,
             work,
-            pairs: self.bias(q, bias.as_ref()),
+            bias: self.bias(q, bias.as_ref()),
             shape: self.shape(*sum),
             dq: &mut dq[0],
             dk: &mut dk[0],
@@ -117,7 +117,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
 
     /// Adds the sum `from` to the slice `into`.
     pub(super) fn accumulate(&mut self, from: BufferId, into: &Slice) -> Result<()> {
-        let problem = &self.executor.world.problem;
+        let problem = &self.executor.set.problem;
         let (source, mut target) = (self.sum(from)?, self.sum(into.buffer)?);
         let whole = self.executor.plan.whole(from);
         let content = self.content(from);
@@ -148,6 +148,6 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
 
     /// Whether a conversion changes the type of its elements; otherwise it is a copy.
     pub(super) fn rounds(&self, from: BufferId) -> bool {
-        !self.content(from).is_sum() || self.executor.world.problem.dtype != kyklos_plan::Dtype::F32
+        !self.content(from).is_sum() || self.executor.set.problem.dtype != kyklos_plan::Dtype::F32
     }
 }

@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 use super::run::Run;
 use super::{state_mut, state_shape};
-use crate::backend::{Backend, Layout, Pairs, StateShape};
+use crate::backend::{Backend, BiasInput, Layout, StateShape};
 use crate::collective::{Collective, Piece};
 use crate::error::Result;
 use kyklos_plan::BiasTensor;
@@ -14,7 +14,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     /// The sinks of a state's heads, one each; empty where the problem has none.
     pub(super) fn sinks(&self, state: BufferId) -> &'r [f32] {
         let heads = &self.executor.plan.buffer(state).heads;
-        self.executor.world.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
+        self.executor.set.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
     }
 
     /// Takes the tensors of a running state out of memory. If the state does not exist yet, creates an empty one.
@@ -44,7 +44,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
 
     /// Extents of the running state that a buffer holds.
     pub(super) fn shape(&self, state: BufferId) -> StateShape {
-        state_shape(self.executor.world, self.executor.plan, state)
+        state_shape(self.executor.set, self.executor.plan, state)
     }
 
     pub(super) fn content(&self, buffer: BufferId) -> Content {
@@ -57,7 +57,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
 
     /// The bytes of a slice in each tensor of its buffer, where they are adjacent.
     pub(super) fn pieces(&self, slice: &Slice) -> Vec<Piece> {
-        let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
+        let (plan, problem) = (self.executor.plan, &self.executor.set.problem);
         let heads = plan.buffer(slice.buffer).head_count() as usize;
         let rows = plan.buffer(slice.buffer).rows();
         let whole = slice.tokens == (0..rows);
@@ -79,15 +79,15 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     }
 
     /// The attention bias tensor for the queries `q`: `rows` of the plan's buffer, or the rows that all queries share.
-    pub(super) fn bias(&self, q: &Slice, rows: Option<&Slice>) -> Option<Pairs<'_, B::Buffer>> {
-        let problem = &self.executor.world.problem;
+    pub(super) fn bias(&self, q: &Slice, rows: Option<&Slice>) -> Option<BiasInput<'_, B::Buffer>> {
+        let problem = &self.executor.set.problem;
         let tensor = problem.bias?;
         let row = tensor.row_elements(problem.dtype, problem.kv_len);
         let buffer = match rows {
             Some(rows) => self.memory.view(rows.buffer, 0),
             None => self.shared_bias.as_ref()?,
         };
-        Some(Pairs { kind: tensor.kind, buffer, layout: self.bias_layout(tensor, q, rows, row) })
+        Some(BiasInput { kind: tensor.kind, buffer, layout: self.bias_layout(tensor, q, rows, row) })
     }
 
     /// Place of the rows of the queries `q` in the attention bias tensor, or in its gradient: in `rows` of a plan's buffer, or in

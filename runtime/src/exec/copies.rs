@@ -9,7 +9,7 @@ use kyklos_plan::{AttentionProblem, Dtype, WireFormat};
 
 impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
     pub(super) fn repack(&mut self, from: &Slice, into: &Slice) -> Result<()> {
-        let problem = &self.executor.world.problem;
+        let problem = &self.executor.set.problem;
         self.ensure_sum(from.buffer)?;
         if !self.memory.is_alive(into.buffer) {
             let fresh = self.allocate(into.buffer)?;
@@ -32,7 +32,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
     }
 
     pub(super) fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
-        let problem = &self.executor.world.problem;
+        let problem = &self.executor.set.problem;
         self.ensure_sum(from.buffer)?;
         if !self.rounds(from.buffer) {
             return self.repack(from, &self.executor.plan.whole(into));

@@ -52,7 +52,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
     /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
     /// [`Error::Device`].
     pub fn load(&self, Tensors { q, k, v, bias }: Tensors) -> Result<Inputs<B::Buffer>> {
-        let problem = &self.world.problem;
+        let problem = &self.set.problem;
         self.backend.supports(problem.dtype, problem.head_dim as usize)?;
         let [own_q, own_kv, own_bias] = [Some(self.plan.q), Some(self.plan.kv), self.plan.bias]
             .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));

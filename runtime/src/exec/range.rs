@@ -20,7 +20,7 @@ const WORD_BYTES: usize = 16;
 impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
     /// The word that tells whether finite elements became infinite, for a conversion to `into`; none if they cannot.
     pub(super) fn overflow_of(&mut self, into: BufferId) -> Result<Option<B::Buffer>> {
-        let narrows = self.executor.world.problem.wire == WireFormat::F16;
+        let narrows = self.executor.set.problem.wire == WireFormat::F16;
         if !narrows || self.content(into) != Content::WireKeyValue {
             return Ok(None);
         }

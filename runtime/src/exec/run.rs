@@ -54,7 +54,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         self.begin_shared_bias_gradient()?;
         for (index, step) in plan.steps.iter().enumerate() {
             self.step = index;
-            let words = || describe(self.executor.world, plan, step);
+            let words = || describe(self.executor.set, plan, step);
             options.observer.step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
             collective
                 .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
@@ -94,7 +94,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         background: &mut Background<'r, B::Buffer>,
     ) -> Result<()> {
         let Executor { backend, collective, plan, lowered, .. } = self.executor;
-        let words = || describe(self.executor.world, plan, step);
+        let words = || describe(self.executor.set, plan, step);
         let started = self.meter.start();
         // Behind messages that may be on their way the device waits for other ranks, and this rank does not work.
         let work = work.filter(|_| self.unsettled.is_empty() && background.ahead.is_empty());
@@ -130,7 +130,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 self.wait_for(*id, background).await?;
                 self.meter.end_wait(started, *id, words);
             }
-            Step::Attend { q, kv, state, bias: pairs } => {
+            Step::Attend { q, kv, state, bias } => {
                 self.begin_ahead(started, &mut background.ahead);
                 let mut tensors = self.state(*state)?;
                 let into = self.finalized_next(*state);
@@ -140,7 +140,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 for (n, work) in works.iter().enumerate() {
                     let (slices, state) = ([q, kv], (*state, &mut tensors[..]));
                     let output = output.as_deref_mut().filter(|_| n + 1 == works.len());
-                    let attend = self.attend(slices, pairs.as_deref(), work, state, output, control);
+                    let attend = self.attend(slices, bias.as_deref(), work, state, output, control);
                     attended = drive(background, attend).await;
                     if attended.is_err() {
                         break;
@@ -200,7 +200,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 let mut output = self.allocate(*into)?;
                 let (o, lse) = output.split_at_mut(1);
                 let shape = self.shape(*state);
-                let dtype = self.executor.world.problem.dtype;
+                let dtype = self.executor.set.problem.dtype;
                 let sinks = self.sinks(*state);
                 backend.finalize(&state_ref(&tensors, shape), sinks, dtype, &mut o[0], &mut lse[0])?;
                 self.memory.put(*state, tensors);
@@ -229,13 +229,13 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
     async fn attend(
         &self,
         [q, kv]: [&Slice; 2],
-        pairs: Option<&Slice>,
+        bias: Option<&Slice>,
         work: &BlockWork,
         (state, tensors): (BufferId, &mut [B::Buffer]),
         output: Option<&mut [B::Buffer]>,
         control: &Control,
     ) -> Result<()> {
-        let (plan, problem) = (self.executor.plan, &self.executor.world.problem);
+        let (plan, problem) = (self.executor.plan, &self.executor.set.problem);
         let element = |slice| {
             let layout = self.layout(slice, problem.head_dim as usize);
             move |buffer| Operand { buffer, layout }
@@ -252,7 +252,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             v: element(kv)(self.memory.view(kv.buffer, 1)),
             kv_head_of: &kv_head_of,
             work,
-            pairs: self.bias(q, pairs),
+            bias: self.bias(q, bias),
             fixed_order: problem.fixed_order,
             inference: problem.inference,
             state: state_mut(tensors, self.shape(state)),
@@ -338,7 +338,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             ExchangeError::Transport(source) => source,
         };
         let plan = self.executor.plan;
-        let doing = describe(self.executor.world, plan, &plan.steps[step]);
+        let doing = describe(self.executor.set, plan, &plan.steps[step]);
         let doing = doing.split_whitespace().collect::<Vec<_>>().join(" ");
         Error::Group { rank: plan.rank, step, doing, source }
     }

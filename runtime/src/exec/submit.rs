@@ -19,7 +19,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         if !ahead.is_on() {
             return;
         }
-        let (collective, world, plan) = (self.executor.collective, self.executor.world, self.executor.plan);
+        let (collective, set, plan) = (self.executor.collective, self.executor.set, self.executor.plan);
         let unsettled = std::mem::take(&mut self.unsettled).into_iter();
         let settled = |id| Some((id, collective.settled(Tag { op: self.op, message: id })?));
         let step = &plan.steps[self.step];
@@ -29,7 +29,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             started,
             messages: unsettled.filter_map(settled).collect(),
             end: None,
-            words: Box::new(move || describe(world, plan, step)),
+            words: Box::new(move || describe(set, plan, step)),
         });
     }
 
@@ -45,7 +45,7 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             self.settle(background).await?;
             drive(background, backend.wait()).await?;
             let Run { executor, step, .. } = self;
-            let words = || describe(executor.world, executor.plan, &executor.plan.steps[*step]);
+            let words = || describe(executor.set, executor.plan, &executor.plan.steps[*step]);
             self.meter.end(started, Timeline::Compute, words);
             return Ok(());
         }

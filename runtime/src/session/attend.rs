@@ -137,7 +137,7 @@ impl Session {
         let DeviceOutput { results, report, spans } = executor.run(op, inputs).await?;
         self.last_run = Some((lowered.clone(), report.compute_ns));
         let [batch, _, heads, dim] = q.shape();
-        let tokens = lowered.plans().world().output_tokens(self.rank()).len();
+        let tokens = lowered.plans().set().output_tokens(self.rank()).len();
         let tensor =
             |dim, dtype, buffer| Tensor::on_device([batch, tokens, heads, dim], dtype, &self.device, buffer);
         let mut results = results.into_iter();

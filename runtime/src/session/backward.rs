@@ -13,7 +13,7 @@ use crate::exec::{DeviceOutput, Executor, Inputs, LoweredPlan};
 use crate::meter::{RankReport, Span};
 use crate::tensor::Tensor;
 use kyklos_plan::Dtype;
-use kyklos_plan::plan::{Direction, World};
+use kyklos_plan::plan::{Direction, PlanSet};
 
 /// The tensors of a forward call that its backward pass reads: this rank's part of each, as [`Session::attend`] took and
 /// returned them.
@@ -152,7 +152,7 @@ impl Session {
             dq: tensor(&saved.q, dq),
             dk: tensor(&saved.k, dk),
             dv: tensor(&saved.v, dv),
-            d_bias: results.next().map(|sum| self.bias_gradient(lowered.plans().world(), saved, sum)),
+            d_bias: results.next().map(|sum| self.bias_gradient(lowered.plans().set(), saved, sum)),
             d_sinks_part: Vec::new(),
             report,
             spans,
@@ -160,8 +160,8 @@ impl Session {
     }
 
     /// The gradient of the bias tensor from its sum.
-    fn bias_gradient(&self, world: &World, saved: &Saved, sum: DeviceBuffer) -> Tensor {
-        let problem = &world.problem;
+    fn bias_gradient(&self, set: &PlanSet, saved: &Saved, sum: DeviceBuffer) -> Tensor {
+        let problem = &set.problem;
         let [batch, rows, heads] = problem.bias.map_or([0; 3], |tensor| {
             let rows = if tensor.shared_rows { 1 } else { saved.q.shape()[1] };
             [tensor.batch as usize, rows, tensor.heads as usize]

@@ -27,7 +27,7 @@ impl Attention {
     ///
     /// let call = Attention::new().mask(Mask::causal());
     /// let plans = call.plans([1, 8, 2, 64], Dtype::F16, &[96, 32], &[96, 32])?;
-    /// println!("{}", plan::explain(plans.world(), plans.checks(), None));
+    /// println!("{}", plan::explain(plans.set(), plans.checks(), None));
     /// # Ok::<(), kyklos::Error>(())
     /// ```
     ///
@@ -114,15 +114,15 @@ fn given(
             "give options to the plans, or let the session plan the call",
         ));
     }
-    let world = plans.world();
-    if world.direction != direction {
+    let set = plans.set();
+    if set.direction != direction {
         let (is, other) = match direction {
             Direction::Forward => ("an attention call with plans of a backward pass", "plan_world"),
             Direction::Backward => ("a backward pass with plans of a forward pass", "plan_backward"),
         };
         return Err(Error::request(is, format!("make the plans with {other}")));
     }
-    let (ranks, planned) = (agreed.q_counts.len(), world.mesh.world());
+    let (ranks, planned) = (agreed.q_counts.len(), set.mesh.size());
     if planned as usize != ranks {
         return Err(Error::request(
             format!("plans of {planned} ranks for a group of {ranks}"),
@@ -130,7 +130,7 @@ fn given(
         ));
     }
     let Extents { batch, q_heads, kv_heads, head_dim, dtype, .. } = agreed.extents;
-    let problem = &world.problem;
+    let problem = &set.problem;
     let wanted = [problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim];
     if ([batch, q_heads, kv_heads, head_dim], dtype) != (wanted, problem.dtype) {
         return Err(Error::request(
@@ -143,7 +143,7 @@ fn given(
         ));
     }
     bias_fits(problem, agreed)?;
-    fits((&world.q_placement, &world.kv_placement), agreed)?;
+    fits((&set.q_placement, &set.kv_placement), agreed)?;
     Ok(plans.clone())
 }
 
@@ -154,7 +154,7 @@ fn chosen(options: &Options, agreed: &Agreed) -> Result<(AttentionProblem, Owner
     let execution = &options.execution;
     let ranks = u32::try_from(agreed.q_counts.len()).unwrap_or(u32::MAX);
     if let Some((q, kv)) = &execution.owners
-        && [q.mesh().world(), kv.mesh().world()] != [ranks; 2]
+        && [q.mesh().size(), kv.mesh().size()] != [ranks; 2]
     {
         return Err(Error::request(
             format!(
@@ -170,7 +170,7 @@ fn chosen(options: &Options, agreed: &Agreed) -> Result<(AttentionProblem, Owner
         mesh => mesh,
     };
     let (owners, strategy) = match mesh {
-        Some(mesh) if mesh.world() != ranks => {
+        Some(mesh) if mesh.size() != ranks => {
             return Err(Error::request(
                 format!("mesh {mesh} for {ranks} ranks"),
                 "use a mesh of all ranks of the group, or none",
@@ -252,7 +252,7 @@ fn fewest_bytes(
     let (q, kv) = &owners;
     let best = |strategy| -> Result<(Mesh, u64)> {
         let meshes = placed_meshes_by_bytes(problem, q, kv, strategy)?;
-        let none = || Error::request(format!("no mesh of {} ranks", q.mesh().world()), "use fewer ranks");
+        let none = || Error::request(format!("no mesh of {} ranks", q.mesh().size()), "use fewer ranks");
         meshes.first().copied().ok_or_else(none)
     };
     let (mut mesh, mut least) = best(execution.strategy)?;
@@ -324,7 +324,7 @@ mod tests {
             cache_rows: None,
         };
         let plans = plans(&Attention::new().execution(execution).options, &agreed)?;
-        Ok((plans.world().strategy, plans.world().mesh))
+        Ok((plans.set().strategy, plans.set().mesh))
     }
 
     #[test]

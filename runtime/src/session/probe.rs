@@ -24,7 +24,8 @@ pub(super) struct CallClass {
 
 impl CallClass {
     pub(super) fn of(problem: &AttentionProblem) -> Self {
-        let AttentionProblem { dtype, head_dim, q_heads, kv_heads, .. } = *problem;
+        let (dtype, head_dim, q_heads, kv_heads) =
+            (problem.dtype, problem.head_dim, problem.q_heads, problem.kv_heads);
         Self { dtype, head_dim, heads: [q_heads, kv_heads] }
     }
 }
@@ -119,7 +120,8 @@ impl Probe {
 
     /// Queries, and keys that are their own values.
     fn tensors(&self, tokens: u32) -> Result<[Tensor; 2]> {
-        let AttentionProblem { dtype, head_dim, q_heads, kv_heads, .. } = self.problem;
+        let (dtype, head_dim, q_heads, kv_heads) =
+            (self.problem.dtype, self.problem.head_dim, self.problem.q_heads, self.problem.kv_heads);
         let tensor = |heads: u32| {
             let shape = [1, tokens as usize, heads as usize, head_dim as usize];
             let elements = shape.iter().product();
@@ -135,7 +137,7 @@ impl Probe {
 
 /// The speed that a call of `rank` has shown; none if the call was too short to tell.
 pub(super) fn speed_of_call(lowered: &LoweredPlan, rank: Rank, compute_ns: u64, step_ns: u64) -> Option<u64> {
-    let (pairs, steps) = work_of(lowered.plans().world(), rank);
+    let (pairs, steps) = work_of(lowered.plans().set(), rank);
     let attending_ns = compute_ns.saturating_sub(step_ns.saturating_mul(steps));
     (attending_ns >= SHORTEST_CALL_NS).then(|| per_second(pairs, attending_ns))
 }

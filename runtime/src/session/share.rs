@@ -148,9 +148,9 @@ impl Session {
     }
 
     fn candidate(&self, execution: &Execution) -> Result<Candidate> {
-        let ranks = self.transport.world();
+        let ranks = self.transport.size();
         let mesh = match execution.mesh {
-            Some(mesh) if mesh.world() != ranks => {
+            Some(mesh) if mesh.size() != ranks => {
                 return Err(Error::request(
                     format!("mesh {mesh} for {ranks} ranks"),
                     "use a mesh of all ranks of the group, or none",
@@ -172,7 +172,7 @@ impl Session {
     /// Takes the last call of this session into account.
     fn learn(&mut self, class: CallClass) {
         let Some((lowered, compute_ns)) = self.last_run.take() else { return };
-        if CallClass::of(&lowered.plans().world().problem) != class {
+        if CallClass::of(&lowered.plans().set().problem) != class {
             return;
         }
         let step_ns = self.speeds.of(class).map_or(0, |known| known.step_ns);

@@ -107,7 +107,7 @@ impl Backward {
             v: Operand { buffer: &v, layout: v_layout },
             kv_head_of: &(0..p.q_heads).map(|head| head / p.group()).collect::<Vec<_>>(),
             work: &BlockWork::layers(p, &case.q_tokens, kv_tokens, tile)[0],
-            pairs: None,
+            bias: None,
             shape,
             dq: &mut self.dq,
             dk: &mut self.dk,

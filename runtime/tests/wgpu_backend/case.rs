@@ -118,7 +118,7 @@ impl Case {
             v: Operand { buffer: &v, layout: v_layout },
             kv_head_of: &kv_head_of,
             work,
-            pairs: None,
+            bias: None,
             fixed_order: false,
             inference: true,
             state: StateMut { a, ml, shape: self.shape() },

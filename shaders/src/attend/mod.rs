@@ -20,14 +20,14 @@
 //! | 5 | state_ml | f32 `[batch, heads, rows, 2]`, dense: m and l |
 //! | 6 | positions | u32: for each query head its KV head; from `keys_at` for each key its position; from `spans_at` for each class and query row the visible positions lo..hi as two words |
 //! | 7 | work | u32: for each class `2·q_tiles + 1` starts; from `runs_at` the runs, two words each |
-//! | 8 | pairs | where the kernel reads [`Pairs`]: `[batch, rows, heads, row]`, strided, in words or elements; columns are positions |
+//! | 8 | bias | where the kernel reads [`BiasInput`]: `[batch, rows, heads, row]`, strided, in words or elements; columns are positions |
 //!
 //! # Work list
 //!
 //! A run is a range of keys `first..end`, `first` a multiple of the KV tile. For Q tile t of class c, with
 //! `s = c·starts_class + 2t`, the runs `starts[s]..starts[s+1]` are full: every row of the tile sees every key, and
 //! nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial: each element tests `lo <= position < hi`. A
-//! kernel that reads pairs tests in full runs as in partial ones. Keys outside of all runs cost nothing. For every
+//! kernel that reads a bias tests in full runs as in partial ones. Keys outside of all runs cost nothing. For every
 //! kernel except [`subgroup`], a run whose end is not a multiple of the KV tile must be partial.
 //!
 //! # NaN and infinity
@@ -41,7 +41,7 @@
 use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
 use crate::variant::AttendKernel;
-use crate::{Pairs, Storage};
+use crate::{BiasInput, Storage};
 
 pub(crate) mod cooperative;
 pub(crate) mod portable;
@@ -49,11 +49,11 @@ pub(crate) mod subgroup;
 
 /// Declarations and functions that all variants use.
 fn kernel_prelude(kernel: AttendKernel) -> String {
-    prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap, kernel.pairs)
+    prelude(Kernel::Attend(kernel), kernel.storage, kernel.softcap, kernel.bias)
 }
 
 /// The same for every kernel that computes logits.
-pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pairs) -> String {
+pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, bias: BiasInput) -> String {
     let mut text = format!("{}\n{}\n\n", kernel.declarations(), empty_m());
     text.push_str(&format!("{}\n\n", storage.unpack_functions()));
     text.push_str(WEIGHT_OF);
@@ -62,8 +62,8 @@ pub(crate) fn prelude(kernel: Kernel, storage: Storage, softcap: bool, pairs: Pa
         text.push_str(CAPPED);
         text.push('\n');
     }
-    if pairs.any() {
-        text.push_str(&pairs.functions(storage));
+    if bias.any() {
+        text.push_str(&bias.functions(storage));
         text.push('\n');
     }
     text
@@ -116,10 +116,10 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
     );
 }
 
-/// All runs: the full ones, then the partial ones. Elements of partial runs are tested; if the kernel reads pairs,
+/// All runs: the full ones, then the partial ones. Elements of partial runs are tested; if the kernel reads a bias,
 /// elements of full runs are tested too. The argument of `body` says whether it has to test.
-fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
-    if pairs.any() {
+fn all_runs(t: &mut Text, bias: BiasInput, body: impl Fn(&mut Text, bool)) {
+    if bias.any() {
         runs(t, "full_runs", "runs_end", |t| body(t, true));
     } else {
         runs(t, "full_runs", "partial_runs", |t| body(t, false));
@@ -128,8 +128,8 @@ fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
 }
 
 /// Initial value of the flag that says whether a row has seen a key after all full runs.
-const fn seen_at_first(pairs: Pairs) -> &'static str {
-    if pairs.any() { "false" } else { "full_runs < partial_runs" }
+const fn seen_at_first(bias: BiasInput) -> &'static str {
+    if bias.any() { "false" } else { "full_runs < partial_runs" }
 }
 
 /// `load_x(at, chunk)`: a chunk of the row at unit `at`, zero beyond the head. Heads have `chunks` chunks; kernels read them `side`
@@ -154,10 +154,10 @@ pub(crate) fn load_function(t: &mut Text, tensor: &str, storage: Storage, chunks
     });
 }
 
-/// Start of row `row` of the pairs.
-fn pair_row(row: &str) -> String {
+/// Start of row `row` of the bias.
+fn bias_row(row: &str) -> String {
     format!(
-        "params.pairs_offset + batch * params.pairs_batch + {row} * params.pairs_row + head * params.pairs_head"
+        "params.bias_offset + batch * params.bias_batch + {row} * params.bias_row + head * params.bias_head"
     )
 }
 

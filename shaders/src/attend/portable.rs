@@ -66,7 +66,7 @@ pub(crate) fn source(kernel: AttendKernel, rows_per_thread: u32) -> String {
         |t| {
             super::item(t);
             shape.begin(t);
-            super::all_runs(t, kernel.pairs, |t, partial| shape.tiles(t, partial));
+            super::all_runs(t, kernel.bias, |t, partial| shape.tiles(t, partial));
             shape.end(t);
         },
     );
@@ -124,10 +124,10 @@ var seen{i} = {};",
                 self.q_rows,
                 SIDE * i,
                 self.chunks,
-                super::seen_at_first(self.kernel.pairs)
+                super::seen_at_first(self.kernel.bias)
             ));
-            if self.kernel.pairs.any() {
-                t.line(format!("let pair_row{i} = {};", super::pair_row(&format!("safe{i}"))));
+            if self.kernel.bias.any() {
+                t.line(format!("let bias_row{i} = {};", super::bias_row(&format!("safe{i}"))));
             }
             for g in 0..self.groups {
                 t.line(format!("var a{i}_{g} = vec4<f32>();"));
@@ -158,7 +158,7 @@ var seen{i} = {};",
     /// The tiles of one run.
     fn tiles(&self, t: &mut Text, partial: bool) {
         t.block(format!("for (var key = first; key < end; key += {KV_COLS}u)"), |t| {
-            if partial && self.kernel.pairs.any() {
+            if partial && self.kernel.bias.any() {
                 self.visible(t);
                 self.skip_unseen(t);
             }
@@ -170,7 +170,7 @@ var seen{i} = {};",
         });
     }
 
-    /// The visible keys of the tile for each row, and the values that pairs add to the row's logits.
+    /// The visible keys of the tile for each row, and the values that the bias adds to the row's logits.
     fn visible(&self, t: &mut Text) {
         let each = |f: &dyn Fn(u32) -> String| (0..4).map(f).collect::<Vec<_>>().join(", ");
         t.line(format!("let keys = vec4<u32>({});", each(&|j| format!("key + {}u + tc", SIDE * j))));
@@ -179,8 +179,8 @@ var seen{i} = {};",
         t.line("let inside = keys < vec4<u32>(end);");
         for i in 0..self.rows {
             let span = format!("(vec4<u32>(lo{i}) <= pos) & (pos < vec4<u32>(hi{i})) & inside");
-            if self.kernel.pairs.any() {
-                let terms = ["x", "y", "z", "w"].map(|x| format!("pair_term(pair_row{i}, pos.{x})"));
+            if self.kernel.bias.any() {
+                let terms = ["x", "y", "z", "w"].map(|x| format!("bias_term(bias_row{i}, pos.{x})"));
                 t.line(format!("let term{i} = vec4<f32>({});", terms.join(", ")));
                 let shown = ["x", "y", "z", "w"].map(|x| format!("shows(term{i}.{x})"));
                 t.line(format!("let vis{i} = {span} & vec4<bool>({});", shown.join(", ")));
@@ -190,7 +190,7 @@ var seen{i} = {};",
         }
     }
 
-    /// If pairs hide the whole tile from all rows, the loop continues with the next tile.
+    /// If the bias hides the whole tile from all rows, the loop continues with the next tile.
     fn skip_unseen(&self, t: &mut Text) {
         let any = (0..self.rows).map(|i| format!("vis{i}")).collect::<Vec<_>>().join(" | ");
         // In the memory of the weights, because there is no room beside them.
@@ -249,11 +249,11 @@ var seen{i} = {};",
     /// Row maxima, weights and l.
     fn weights(&self, t: &mut Text, partial: bool) {
         if partial {
-            if !self.kernel.pairs.any() {
+            if !self.kernel.bias.any() {
                 self.visible(t);
             }
             for i in 0..self.rows {
-                let term = if self.kernel.pairs.any() { format!(" + term{i}") } else { String::new() };
+                let term = if self.kernel.bias.any() { format!(" + term{i}") } else { String::new() };
                 t.line(format!("x{i} = select(vec4<f32>(EMPTY_M), x{i}{term}, vis{i});"));
                 t.line(format!("seen{i} = seen{i} || any(vis{i});"));
             }

@@ -11,7 +11,7 @@
 //! texel in a few instructions, but turn a load from a buffer into a loop over lanes and components that goes through
 //! memory: 20 times slower without AVX-512.
 
-use crate::Pairs;
+use crate::BiasInput;
 use crate::text::Text;
 use crate::variant::AttendKernel;
 
@@ -42,7 +42,7 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
     t.line("");
     t.lines(kernel.storage.texel_functions());
     t.line("");
-    if kernel.pairs == Pairs::Visible {
+    if kernel.bias == BiasInput::Visible {
         t.lines(PAIR_BITS);
         t.line("");
         t.line("var<workgroup> seen_from: u32;");
@@ -54,10 +54,10 @@ pub(crate) fn source(kernel: AttendKernel, lanes: u32, rows: u32) -> String {
         |t| {
             super::item(t);
             shape.begin(t);
-            super::all_runs(t, kernel.pairs, |t, partial| match (partial, kernel.pairs) {
+            super::all_runs(t, kernel.bias, |t, partial| match (partial, kernel.bias) {
                 (false, _) => shape.keys(t, "first", "end", shape.keys_at_once, false),
-                (true, Pairs::None | Pairs::Bias) => shape.keys(t, "first", "end", 1, true),
-                (true, Pairs::Visible) => shape.seen_groups(t),
+                (true, BiasInput::None | BiasInput::Bias) => shape.keys(t, "first", "end", 1, true),
+                (true, BiasInput::Visible) => shape.seen_groups(t),
             });
             shape.end(t);
         },
@@ -120,10 +120,10 @@ var seen{r} = {};",
                 self.lanes * self.rows,
                 self.lanes * r,
                 self.chunks,
-                super::seen_at_first(self.kernel.pairs)
+                super::seen_at_first(self.kernel.bias)
             ));
-            if self.kernel.pairs.any() {
-                t.line(format!("let pair_row{r} = {};", super::pair_row(&format!("safe{r}"))));
+            if self.kernel.bias.any() {
+                t.line(format!("let bias_row{r} = {};", super::bias_row(&format!("safe{r}"))));
             }
             for u in 0..self.units {
                 t.line(format!("let q_unit{r}_{u} = q[q_at{r} + {u}u];"));
@@ -163,7 +163,7 @@ for (var i = group + lane; i < group_end; i += {}u) {{
                 for r in 0..self.rows {
                     t.line(format!(
                         "bits{r} = inside & span_bits(lo{r}, hi{r}, base) & \
-                         pair_bits(pair_row{r}, base, group_end - group);"
+                         bias_bits(bias_row{r}, base, group_end - group);"
                     ));
                 }
             });
@@ -172,7 +172,7 @@ for (var i = group + lane; i < group_end; i += {}u) {{
                 for r in 0..self.rows {
                     t.line(format!(
                         "bits{r} |= select(0u, 1u << (i - group), lo{r} <= position && position < hi{r} && \
-                         shows(pair_term(pair_row{r}, position)));"
+                         shows(bias_term(bias_row{r}, position)));"
                     ));
                 }
             });
@@ -218,7 +218,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
                     }
                 }
             }
-            if partial && self.kernel.pairs != Pairs::Visible {
+            if partial && self.kernel.bias != BiasInput::Visible {
                 t.line("let position = positions[params.keys_at + key];");
             }
             for r in 0..self.rows {
@@ -264,17 +264,17 @@ let group_first = workgroupUniformLoad(&seen_from);"
                 if self.kernel.softcap { format!("capped(dot{r}_{j})") } else { format!("dot{r}_{j}") };
             if partial {
                 let span = format!("lo{r} <= position && position < hi{r}");
-                let logit = match self.kernel.pairs {
-                    Pairs::None => {
+                let logit = match self.kernel.bias {
+                    BiasInput::None => {
                         t.line(format!("let vis{r} = {span};"));
                         logit
                     }
-                    Pairs::Visible => {
+                    BiasInput::Visible => {
                         t.line(format!("let vis{r} = ((bits{r} >> (key - group)) & 1u) == 1u;"));
                         logit
                     }
-                    Pairs::Bias => {
-                        t.line(format!("let term{r} = pair_term(pair_row{r}, position);"));
+                    BiasInput::Bias => {
+                        t.line(format!("let term{r} = bias_term(bias_row{r}, position);"));
                         t.line(format!("let vis{r} = {span} && shows(term{r});"));
                         format!("{logit} + term{r}")
                     }
@@ -359,9 +359,9 @@ const PAIR_BITS: &str = "fn ones(count: u32) -> u32 { return select((1u << (coun
 // Bit i: lo <= base + i < hi.
 fn span_bits(lo: u32, hi: u32, base: u32) -> u32 { return ones(max(hi, base) - base) & ~ones(max(lo, base) - base); }
 // Bits base `count` on mean nothing.
-fn pair_bits(row: u32, base: u32, count: u32) -> u32 {
+fn bias_bits(row: u32, base: u32, count: u32) -> u32 {
     let shift = base & 31u;
-    let low = pairs[row + (base >> 5u)] >> shift;
-    let high = pairs[row + ((base + count - 1u) >> 5u)] << ((32u - shift) & 31u);
+    let low = bias[row + (base >> 5u)] >> shift;
+    let high = bias[row + ((base + count - 1u) >> 5u)] << ((32u - shift) & 31u);
     return low | select(high, 0u, shift == 0u);
 }";

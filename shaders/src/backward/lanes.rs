@@ -61,7 +61,7 @@ pub(crate) fn source(kernel: BackwardKernel, lanes: u32) -> String {
             shape.begin(t);
             let runs = |t: &mut Text| {
                 shape.units(t, if shape.by_rows() { "kv_head" } else { "head" });
-                all_runs(t, kernel.pairs, |t, tested| shape.run(t, tested));
+                all_runs(t, kernel.bias, |t, tested| shape.run(t, tested));
             };
             if kernel.sums.of_one_query_head() {
                 runs(t);
@@ -139,8 +139,8 @@ let stats{r} = stats[{}];
 let delta{r} = stats{r}.y;",
                     at("stats")
                 ));
-                if self.kernel.pairs.any() {
-                    t.line(format!("let pair_row{r} = {};", at("pairs")));
+                if self.kernel.bias.any() {
+                    t.line(format!("let bias_row{r} = {};", at("bias")));
                 }
             } else {
                 t.line(format!("let pos{r} = lists[params.keys_at + safe{r}];"));
@@ -268,20 +268,20 @@ let live = saw_keys(stats_at.x);",
         } else {
             t.line("let lo = lists[spans + 2u * at];");
             t.line("let hi = lists[spans + 2u * at + 1u];");
-            if self.kernel.pairs.any() {
+            if self.kernel.bias.any() {
                 t.line(
-                    "let pair_row = params.pairs_offset + batch * params.pairs_batch + at * params.pairs_row + head * params.pairs_head;",
+                    "let bias_row = params.bias_offset + batch * params.bias_batch + at * params.bias_row + head * params.bias_head;",
                 );
             }
         }
         for r in 0..self.rows {
             let (span, term) = if self.by_rows() {
-                (format!("lo{r} <= position && position < hi{r}"), format!("pair_row{r}, position"))
+                (format!("lo{r} <= position && position < hi{r}"), format!("bias_row{r}, position"))
             } else {
-                (format!("lo <= pos{r} && pos{r} < hi"), format!("pair_row, pos{r}"))
+                (format!("lo <= pos{r} && pos{r} < hi"), format!("bias_row, pos{r}"))
             };
-            if self.kernel.pairs.any() {
-                t.line(format!("let term{r} = pair_term({term});"));
+            if self.kernel.bias.any() {
+                t.line(format!("let term{r} = bias_term({term});"));
                 t.line(format!("let vis{r} = {span} && shows(term{r});"));
             } else {
                 t.line(format!("let vis{r} = {span};"));
@@ -297,7 +297,7 @@ let live = saw_keys(stats_at.x);",
             ("stats_at.x".to_owned(), "stats_at.y".to_owned())
         };
         let logit = if self.kernel.softcap { format!("capped(x{r})") } else { format!("x{r}") };
-        let term = if self.kernel.pairs.any() { format!(" + term{r}") } else { String::new() };
+        let term = if self.kernel.bias.any() { format!(" + term{r}") } else { String::new() };
         let slope = match self.kernel.softcap && self.kernel.needs_slope() {
             true => format!(" * slope_of(x{r})"),
             false => String::new(),

@@ -31,7 +31,7 @@
 //! | dq, or dk and dv | f32, strided, in 16-byte units: the sums |
 //! | or d_bias | f32 `[batch, rows, heads, columns]`, strided, in elements: the sum; columns are positions |
 //! | lists | u32, see below |
-//! | pairs | where the kernel reads [`Pairs`](crate::Pairs): as in the forward kernels |
+//! | bias | where the kernel reads [`BiasInput`](crate::BiasInput): as in the forward kernels |
 //!
 //! `dv` alone is made without `v`. In [`lanes`] the moving tensors and their statistics are textures of 16-byte texels: x = head ·
 //! units of a head + unit, or head / 2; y = (batch entry − `batch_first`) · `moving_texels` + row − `moving_begin`.
@@ -52,7 +52,7 @@
 use self::variant::{BackwardKernel, BackwardVariant};
 use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
-use crate::{Pairs, Tile, attend};
+use crate::{BiasInput, Tile, attend};
 
 pub(crate) mod lanes;
 pub(crate) mod params;
@@ -102,7 +102,7 @@ impl BackwardKernel {
 /// Declarations and functions of a backward kernel.
 fn prelude(kernel: BackwardKernel) -> String {
     let mut text =
-        attend::prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.pairs);
+        attend::prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.bias);
     text.push_str(&shares());
     text.push('\n');
     if kernel.softcap && kernel.needs_slope() {
@@ -166,9 +166,9 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
     }
 }
 
-/// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If the kernel reads pairs, all are
+/// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If the kernel reads a bias, all are
 /// tested. The argument of `body` says whether it has to test.
-fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
+fn all_runs(t: &mut Text, bias: BiasInput, body: impl Fn(&mut Text, bool)) {
     let mut runs = |from: &str, to: &str, tested| {
         t.block(format!("for (var run = {from}; run < {to}; run++)"), |t| {
             t.line("let first = max(lists[params.runs_at + 2u * run], params.moving_begin);");
@@ -176,7 +176,7 @@ fn all_runs(t: &mut Text, pairs: Pairs, body: impl Fn(&mut Text, bool)) {
             body(t, tested);
         });
     };
-    if pairs.any() {
+    if bias.any() {
         runs("full_runs", "runs_end", true);
     } else {
         runs("full_runs", "tested_runs", false);

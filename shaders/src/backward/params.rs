@@ -59,14 +59,14 @@ uniform! {
         sum_row: u32,
         /// Distance of heads in the sums.
         sum_head: u32,
-        /// Where (batch 0, row 0, head 0) of the pairs is, in words or, of a bias, in elements.
-        pairs_offset: u32,
-        /// Distance of batch entries in the pairs; 0 where they share one.
-        pairs_batch: u32,
-        /// Distance of rows in the pairs; 0 where they share one.
-        pairs_row: u32,
-        /// Distance of heads in the pairs; 0 where they share one.
-        pairs_head: u32,
+        /// Where (batch 0, row 0, head 0) of the bias is, in words or, of a bias, in elements.
+        bias_offset: u32,
+        /// Distance of batch entries in the bias; 0 where they share one.
+        bias_batch: u32,
+        /// Distance of rows in the bias; 0 where they share one.
+        bias_row: u32,
+        /// Distance of heads in the bias; 0 where they share one.
+        bias_head: u32,
         /// Query rows of a class in the lists.
         rows: u32,
         /// Heads of this dispatch: query heads, or KV heads where those are looped over.

@@ -142,7 +142,7 @@ impl Shape {
                 "let stats_base = params.stats_offset + batch * params.stats_batch + head * params.stats_head;",
             );
         }
-        all_runs(t, self.kernel.pairs, |t, tested| self.tiles(t, tested));
+        all_runs(t, self.kernel.bias, |t, tested| self.tiles(t, tested));
     }
 
     fn moving_bases(&self, t: &mut Text, tensors: [&str; 2], head: &str) {
@@ -187,8 +187,8 @@ let hi{i} = lists[spans + 2u * safe{i} + 1u];
 let stats{i} = stats[{}];",
                     at("stats")
                 ));
-                if self.kernel.pairs.any() {
-                    t.line(format!("let pair_row{i} = {};", at("pairs")));
+                if self.kernel.bias.any() {
+                    t.line(format!("let bias_row{i} = {};", at("bias")));
                 }
             } else {
                 t.line(format!("let pos{i} = lists[params.keys_at + safe{i}];"));

@@ -1,6 +1,6 @@
 //! How gradients are computed, and the kernels for it.
 
-use crate::{Pairs, Storage};
+use crate::{BiasInput, Storage};
 
 /// How gradients are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,9 +29,9 @@ impl BackwardVariant {
     }
 
     /// The kernels that together make dK and dV.
-    pub const fn of_keys(self, head_dim: u32, pairs: Pairs) -> &'static [Sums] {
+    pub const fn of_keys(self, head_dim: u32, bias: BiasInput) -> &'static [Sums] {
         match self {
-            Self::Portable if head_dim > 128 || pairs.any() => &[Sums::Keys, Sums::Values],
+            Self::Portable if head_dim > 128 || bias.any() => &[Sums::Keys, Sums::Values],
             Self::Portable | Self::Lanes { .. } => &[Sums::KeysValues],
         }
     }
@@ -123,7 +123,7 @@ pub struct BackwardKernel {
     pub softcap: bool,
     /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant reads none, [`Sums::Bias`] and
     /// [`Sums::SharedBias`] read a bias.
-    pub pairs: Pairs,
+    pub bias: BiasInput,
 }
 
 /// Largest heads for which the variant with lanes is made: the unrolled text of larger ones takes a minute to compile.

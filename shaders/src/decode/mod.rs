@@ -7,7 +7,7 @@
 //!
 //! # Bindings
 //!
-//! As those of [`attend`](crate::attend), the pairs included, but the state is not among them: 4 is `part_a`, f32 `[item, slot, dim]`, and 5
+//! As those of [`attend`](crate::attend), the bias included, but the state is not among them: 4 is `part_a`, f32 `[item, slot, dim]`, and 5
 //! `part_ml`, f32 `[item, slot, 2]`, both dense, m in base-2 units. Where l is [`UNSEEN`] the slot saw no key of the
 //! split, and its m and a mean nothing; no sum of weights is negative.
 //!
@@ -41,7 +41,7 @@ fn is_unseen(l: f32) -> bool { return bitcast<u32>(l) == 0xbf800000u; }";
 /// Declarations and functions that both variants use.
 fn prelude(kernel: DecodeKernel) -> String {
     let mut text =
-        crate::attend::prelude(Kernel::Decode(kernel), kernel.storage, kernel.softcap, kernel.pairs);
+        crate::attend::prelude(Kernel::Decode(kernel), kernel.storage, kernel.softcap, kernel.bias);
     text.push_str(UNSEEN);
     text.push('\n');
     text
@@ -68,10 +68,10 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
         t.line(format!("let row{s} = {s}u / params.group_heads;"));
         t.line(format!("let lo{s} = positions[spans + 2u * row{s}];"));
         t.line(format!("let hi{s} = positions[spans + 2u * row{s} + 1u];"));
-        if kernel.pairs.any() {
+        if kernel.bias.any() {
             t.line(format!(
-                "let pair_row{s} = params.pairs_offset + batch * params.pairs_batch + row{s} * params.pairs_row + \
-                 (first_head + {s}u % params.group_heads) * params.pairs_head;"
+                "let bias_row{s} = params.bias_offset + batch * params.bias_batch + row{s} * params.bias_row + \
+                 (first_head + {s}u % params.group_heads) * params.bias_head;"
             ));
         }
     }
@@ -81,8 +81,8 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
 /// split.
 fn visible(t: &mut Text, kernel: DecodeKernel, s: u32) {
     let span = format!("inside && lo{s} <= position && position < hi{s}");
-    if kernel.pairs.any() {
-        t.line(format!("let term{s} = pair_term(pair_row{s}, position);"));
+    if kernel.bias.any() {
+        t.line(format!("let term{s} = bias_term(bias_row{s}, position);"));
         t.line(format!("let vis{s} = {span} && shows(term{s});"));
     } else {
         t.line(format!("let vis{s} = {span};"));
@@ -91,7 +91,7 @@ fn visible(t: &mut Text, kernel: DecodeKernel, s: u32) {
 
 /// The logit `x` of slot `s` plus its bias, if there is one.
 fn with_term(kernel: DecodeKernel, s: u32, x: &str) -> String {
-    if kernel.pairs.any() { format!("{x} + term{s}") } else { x.to_owned() }
+    if kernel.bias.any() { format!("{x} + term{s}") } else { x.to_owned() }
 }
 
 /// `for` over the split's part of each run, with `first` and `end` in scope.

@@ -162,7 +162,7 @@ let k_at = k_base + own * params.k_row;",
                 }
             });
         };
-        if self.kernel.pairs.any() {
+        if self.kernel.bias.any() {
             // Neighbouring threads together skip keys that a tensor hides from all slots. Spans leave few such keys.
             let any = (0..self.kernel.slots).map(|s| format!("vis{s}")).collect::<Vec<_>>().join(" || ");
             t.block(format!("if ({any})"), dots);
@@ -175,7 +175,7 @@ let k_at = k_base + own * params.k_row;",
             if self.kernel.softcap {
                 t.line(format!("x{s} = capped(x{s});"));
             }
-            if self.kernel.pairs.any() {
+            if self.kernel.bias.any() {
                 t.line(format!("x{s} = {};", with_term(self.kernel, s, &format!("x{s}"))));
             }
             t.line(format!("seen{s} = seen{s} || vis{s};"));
@@ -233,7 +233,7 @@ weights[{}u + thread] = select(-1.0f, p{s}, vis{s});",
             for s in 0..self.kernel.slots {
                 t.line(format!("let w{s} = weights[{}u + i];", s * THREADS));
             }
-            if self.kernel.pairs.any() {
+            if self.kernel.bias.any() {
                 let hidden =
                     (0..self.kernel.slots).map(|s| format!("w{s} < 0.0f")).collect::<Vec<_>>().join(" && ");
                 t.line(format!("if ({hidden}) {{ continue; }}"));

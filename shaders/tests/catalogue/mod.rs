@@ -2,8 +2,8 @@
 //! kernels for other compilers share this list.
 
 use kyklos_shaders::{
-    AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, DecodeKernel, DecodeVariant, Dialect,
-    Kernel, MAX_HEAD_DIM, Pairs, Scales, Storage, Sums,
+    AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel, DecodeVariant,
+    Dialect, Kernel, MAX_HEAD_DIM, Scales, Storage, Sums,
 };
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
@@ -14,9 +14,9 @@ const MATRICES: [[u32; 3]; 5] = [[8, 8, 1], [8, 32, 4], [16, 32, 4], [16, 64, 2]
 
 /// Softcap, and the tensor that is read for each pair. The kind of tensor alternates with the head dim; the code that
 /// reads the tensor does not depend on the head dim.
-fn options(head_dim: u32) -> [(bool, Pairs); 3] {
-    let pairs = if head_dim.is_multiple_of(64) { Pairs::Bias } else { Pairs::Visible };
-    [(false, Pairs::None), (true, Pairs::None), (false, pairs)]
+fn options(head_dim: u32) -> [(bool, BiasInput); 3] {
+    let bias = if head_dim.is_multiple_of(64) { BiasInput::Bias } else { BiasInput::Visible };
+    [(false, BiasInput::None), (true, BiasInput::None), (false, bias)]
 }
 
 pub(crate) fn every_kernel() -> Vec<Kernel> {
@@ -44,7 +44,7 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             .filter(|choice| *choice != AttendVariant::portable(head_dim));
         kernels.extend(tunable.map(|variant| {
             let storage = Storage::F32;
-            Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false, pairs: Pairs::None })
+            Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false, bias: BiasInput::None })
         }));
         for storage in Storage::ALL {
             for sinks in [false, true] {
@@ -56,10 +56,10 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             backward.extend(sizes.map(|size| BackwardVariant::lanes(size, head_dim)));
             backward.dedup();
             for variant in backward {
-                for (softcap, pairs) in options(head_dim) {
-                    let of_keys = variant.of_keys(head_dim, pairs);
-                    let of_bias: &[Sums] = match pairs {
-                        Pairs::Bias => &[Sums::Bias, Sums::SharedBias],
+                for (softcap, bias) in options(head_dim) {
+                    let of_keys = variant.of_keys(head_dim, bias);
+                    let of_bias: &[Sums] = match bias {
+                        BiasInput::Bias => &[Sums::Bias, Sums::SharedBias],
                         _ => &[],
                     };
                     kernels.extend([Sums::Queries].iter().chain(of_keys).chain(of_bias).map(|sums| {
@@ -69,7 +69,7 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                             storage,
                             head_dim,
                             softcap,
-                            pairs,
+                            bias,
                         })
                     }));
                 }
@@ -83,10 +83,10 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                 }));
             for variant in built_in {
                 let matrices = matches!(variant, AttendVariant::Cooperative { .. });
-                for (softcap, pairs) in
-                    options(head_dim).into_iter().filter(|(_, pairs)| !(matrices && pairs.any()))
+                for (softcap, bias) in
+                    options(head_dim).into_iter().filter(|(_, bias)| !(matrices && bias.any()))
                 {
-                    kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, pairs }));
+                    kernels.push(Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, bias }));
                 }
             }
             let lanes =
@@ -97,8 +97,8 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                     continue;
                 }
                 let slots = [1, most.min(3), most];
-                for (slots, (softcap, pairs)) in slots.into_iter().zip(options(head_dim)) {
-                    let kernel = DecodeKernel { variant, storage, head_dim, slots, softcap, pairs };
+                for (slots, (softcap, bias)) in slots.into_iter().zip(options(head_dim)) {
+                    let kernel = DecodeKernel { variant, storage, head_dim, slots, softcap, bias };
                     kernels.push(Kernel::Decode(kernel));
                 }
             }

@@ -31,10 +31,10 @@ struct AttendParams {
     spans_at: u32,
     q_scale: f32,
     cap: f32,
-    pairs_offset: u32,
-    pairs_batch: u32,
-    pairs_row: u32,
-    pairs_head: u32,
+    bias_offset: u32,
+    bias_batch: u32,
+    bias_row: u32,
+    bias_head: u32,
     pad: u32,
 }
 @group(0) @binding(0) var<uniform> params: AttendParams;

@@ -30,10 +30,10 @@ struct DecodeParams {
     spans_at: u32,
     q_scale: f32,
     cap: f32,
-    pairs_offset: u32,
-    pairs_batch: u32,
-    pairs_row: u32,
-    pairs_head: u32,
+    bias_offset: u32,
+    bias_batch: u32,
+    bias_row: u32,
+    bias_head: u32,
     pad0: u32,
     pad1: u32,
 }
@@ -45,7 +45,7 @@ struct DecodeParams {
 @group(0) @binding(5) var<storage, read_write> part_ml: array<vec2<f32>>;
 @group(0) @binding(6) var<storage, read> positions: array<u32>;
 @group(0) @binding(7) var<storage, read> work: array<u32>;
-@group(0) @binding(8) var<storage, read> pairs: array<u32>;
+@group(0) @binding(8) var<storage, read> bias: array<u32>;
 
 const EMPTY_M: f32 = -2.3819763e38f;
 
@@ -64,8 +64,8 @@ fn weight_of(below: f32) -> f32 {
 const HIDDEN: f32 = -3e38f;
 // By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
 fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
-fn pair_term(row: u32, position: u32) -> f32 {
-    let bit = (pairs[row + (position >> 5u)] >> (position & 31u)) & 1u;
+fn bias_term(row: u32, position: u32) -> f32 {
+    let bit = (bias[row + (position >> 5u)] >> (position & 31u)) & 1u;
     return select(HIDDEN, 0.0f, bit == 1u);
 }
 
@@ -97,11 +97,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let row0 = 0u / params.group_heads;
     let lo0 = positions[spans + 2u * row0];
     let hi0 = positions[spans + 2u * row0 + 1u];
-    let pair_row0 = params.pairs_offset + batch * params.pairs_batch + row0 * params.pairs_row + (first_head + 0u % params.group_heads) * params.pairs_head;
+    let pair_row0 = params.bias_offset + batch * params.bias_batch + row0 * params.bias_row + (first_head + 0u % params.group_heads) * params.bias_head;
     let row1 = 1u / params.group_heads;
     let lo1 = positions[spans + 2u * row1];
     let hi1 = positions[spans + 2u * row1 + 1u];
-    let pair_row1 = params.pairs_offset + batch * params.pairs_batch + row1 * params.pairs_row + (first_head + 1u % params.group_heads) * params.pairs_head;
+    let pair_row1 = params.bias_offset + batch * params.bias_batch + row1 * params.bias_row + (first_head + 1u % params.group_heads) * params.bias_head;
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     let column = thread % 2u;
@@ -133,10 +133,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let position = positions[params.keys_at + own];
             let k_at = k_base + own * params.k_row;
             var x0 = 0.0f;
-            let term0 = pair_term(pair_row0, position);
+            let term0 = bias_term(pair_row0, position);
             let vis0 = inside && lo0 <= position && position < hi0 && shows(term0);
             var x1 = 0.0f;
-            let term1 = pair_term(pair_row1, position);
+            let term1 = bias_term(pair_row1, position);
             let vis1 = inside && lo1 <= position && position < hi1 && shows(term1);
             if (vis0 || vis1) {
                 for (var u = 0u; u < 2u; u++) {

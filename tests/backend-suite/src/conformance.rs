@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
 use kyklos::backend::{Backend, Control, DeviceClass, Extent, Layout};
-use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_world};
+use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_forward};
 use kyklos_oracle::inputs::{Case, cases};
 
 use self::states::{KEYS, OnDevice, attend_with, problem, read};
@@ -104,12 +104,12 @@ async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
             let prepared = Prepared::new(case, dtype);
             let ulysses = ulysses.min(prepared.problem.q_heads);
             let mesh = Mesh::new(ulysses, ring).unwrap();
-            let world =
-                plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+            let set =
+                plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
                     .unwrap();
             let alone = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
             let alone = prepared.judge(&alone, who);
-            let together = run_together(backend, &world, &prepared).await;
+            let together = run_together(backend, &set, &prepared).await;
             let together = prepared.judge(&together, &format!("{who} {mesh}"));
             together.assert_within(&prepared.parallel_limit(&alone));
         }
@@ -127,9 +127,9 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
             };
             let name = poisoned.name;
             let (bad, good) = (Prepared::new(poisoned, dtype), Prepared::new(clean, dtype));
-            let world = dense_world(&bad.problem);
-            let with = run_alone(backend, &world, &bad).await;
-            let without = run_alone(backend, &world, &good).await;
+            let size = dense_world(&bad.problem);
+            let with = run_alone(backend, &size, &bad).await;
+            let without = run_alone(backend, &size, &good).await;
             let row_bytes = bad.problem.head_dim as usize * dtype.bytes();
             for id in unseen {
                 let at = bad.oracle.o_index(id) * dtype.bytes();
@@ -146,7 +146,7 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
 async fn nan_in_key<B: Backend>(backend: &B, who: &str) {
     let dtype = Dtype::F32;
     let plain = chosen_cases(backend.info())
-        .filter(|case| case.poison.is_empty() && case.pairs.is_none() && case.problem.kv_len > 0);
+        .filter(|case| case.poison.is_empty() && case.bias.is_none() && case.problem.kv_len > 0);
     let (softcap, without): (Vec<_>, Vec<_>) = plain.partition(|case| case.problem.softcap.is_some());
     for case in softcap.into_iter().take(1).chain(without.into_iter().step_by(5)) {
         let name = case.name;
@@ -155,11 +155,11 @@ async fn nan_in_key<B: Backend>(backend: &B, who: &str) {
         let key_bytes = good.problem.kv_heads as usize * good.problem.head_dim as usize * dtype.bytes();
         let mut stored = good.tensors.k.to_vec();
         stored[key * key_bytes..][..dtype.bytes()].fill(0xFF);
-        let world = dense_world(&good.problem);
-        let without = run_alone(backend, &world, &good).await;
+        let size = dense_world(&good.problem);
+        let without = run_alone(backend, &size, &good).await;
         let mut bad = good;
         bad.tensors.k = stored.into();
-        let with = run_alone(backend, &world, &bad).await;
+        let with = run_alone(backend, &size, &bad).await;
         for id in bad.oracle.row_ids() {
             let from = bad.oracle.o_index(id) * dtype.bytes();
             let bytes = from..from + bad.problem.head_dim as usize * dtype.bytes();
@@ -180,28 +180,27 @@ async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
     let few = backend.info().class == DeviceClass::SoftwareGpu;
     for dtype in Dtype::ALL {
         // Where all queries share a row, all of them see it.
-        let own = |case: &Case| case.pairs.is_some_and(|pairs| pairs.bias && !pairs.shared_rows);
+        let own = |case: &Case| case.bias.is_some_and(|bias| bias.additive && !bias.shared_rows);
         let biased = |case: &Case| case.poison.is_empty() && own(case);
         let most = if few && dtype != Dtype::F32 { 1 } else { usize::MAX };
         for case in chosen_cases(backend.info()).filter(biased).take(most) {
             let name = case.name;
             let good = Prepared::new(case, dtype);
-            let (problem, pairs) = (&good.problem, good.problem.bias.unwrap());
+            let (problem, bias) = (&good.problem, good.problem.bias.unwrap());
             let row = problem.q_len as usize / 2;
             let Some(key) = (0..problem.kv_len as usize).rev().find(|key| good.oracle.sees(0, row, *key))
             else {
                 continue;
             };
             let mut stored = good.tensors.bias.clone().unwrap().to_vec();
-            let at =
-                row * pairs.heads as usize * pairs.row_bytes(dtype, problem.kv_len) + key * dtype.bytes();
+            let at = row * bias.heads as usize * bias.row_bytes(dtype, problem.kv_len) + key * dtype.bytes();
             // All bits set are a NaN in every type.
             stored[at..at + dtype.bytes()].fill(0xFF);
-            let world = dense_world(problem);
-            let without = run_alone(backend, &world, &good).await;
+            let size = dense_world(problem);
+            let without = run_alone(backend, &size, &good).await;
             let mut bad = good;
             bad.tensors.bias = Some(stored.into());
-            let with = run_alone(backend, &world, &bad).await;
+            let with = run_alone(backend, &size, &bad).await;
             for id in bad.oracle.row_ids() {
                 let from = bad.oracle.o_index(id) * dtype.bytes();
                 let bytes = from..from + bad.problem.head_dim as usize * dtype.bytes();
@@ -226,10 +225,10 @@ async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
 async fn same_bytes<B: Backend>(backend: &B, who: &str) {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
-    let world = dense_world(&prepared.problem);
-    let first = run_alone(backend, &world, &prepared).await;
+    let size = dense_world(&prepared.problem);
+    let first = run_alone(backend, &size, &prepared).await;
     for _ in 0..3 {
-        let again = run_alone(backend, &world, &prepared).await;
+        let again = run_alone(backend, &size, &prepared).await;
         assert!(first.o == again.o && first.lse == again.lse, "{who}");
     }
 }

@@ -1,13 +1,13 @@
 //! Sums in a fixed order: the same bytes on any mesh.
 
 use kyklos::backend::Backend;
-use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 
 use crate::{Prepared, Whole, dense_world, run_alone, run_together};
 
-/// A split of a world: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
+/// A split of a set: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
 pub type Shared = ((u32, u32), &'static [u32], PlacementKind, Strategy);
 
 /// A case of `tokens` tokens. `of` changes it.
@@ -25,7 +25,7 @@ pub fn case(name: &'static str, tokens: usize, mask: OracleMask, of: impl FnOnce
         q_offset: 0,
         sinks: Vec::new(),
     };
-    let mut case = Case { name, seed: tokens as u64, problem, poison: Vec::new(), pairs: None };
+    let mut case = Case { name, seed: tokens as u64, problem, poison: Vec::new(), bias: None };
     of(&mut case);
     case
 }
@@ -44,8 +44,8 @@ pub(crate) async fn same_bytes_on_any_mesh<B: Backend>(backend: &B, who: &str) {
     fixed(backend, &prepared, &UNEVEN, who).await;
 }
 
-/// Runs a case in a fixed order alone and in each of these worlds.
-pub async fn fixed<B: Backend>(backend: &B, prepared: &Prepared, worlds: &[Shared], who: &str) {
+/// Runs a case in a fixed order alone and in each of these plan sets.
+pub async fn fixed<B: Backend>(backend: &B, prepared: &Prepared, sets: &[Shared], who: &str) {
     let name = prepared.case.name;
     let problem = prepared.problem.clone().with_fixed_order(true).unwrap();
     let alone = run_alone(backend, &dense_world(&problem), prepared).await;
@@ -53,13 +53,13 @@ pub async fn fixed<B: Backend>(backend: &B, prepared: &Prepared, worlds: &[Share
     let unordered = run_alone(backend, &dense_world(&prepared.problem), prepared).await;
     let limit = prepared.parallel_limit(&prepared.judge(&unordered, who));
     judged.assert_within(&limit);
-    for (mesh, tokens, kind, strategy) in worlds {
+    for (mesh, tokens, kind, strategy) in sets {
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
         let split = if tokens.is_empty() { Split::Even } else { Split::Tokens(tokens.to_vec()) };
-        let world = plan_world(&problem, mesh, *kind, &split, *strategy)
+        let set = plan_forward(&problem, mesh, *kind, &split, *strategy)
             .unwrap_or_else(|error| panic!("{name} on {mesh} {kind} {strategy}: {error}"));
-        kyklos::plan::check(&world).unwrap();
-        let together = run_together(backend, &world, prepared).await;
+        kyklos::plan::check(&set).unwrap();
+        let together = run_together(backend, &set, prepared).await;
         assert_same(&alone, &together, &format!("{who}: {name} on {mesh} {kind} {strategy}"));
     }
 }

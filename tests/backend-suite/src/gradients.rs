@@ -59,8 +59,8 @@ impl GradientCase {
         }
         let mut truth =
             Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v)).unwrap();
-        if let Some(pairs) = inputs.oracle_pairs(case) {
-            truth = truth.with_bias(pairs).unwrap();
+        if let Some(bias) = inputs.oracle_bias(case) {
+            truth = truth.with_bias(bias).unwrap();
         }
         let given = (E::values(&d_o), Some(Values::F32(&by_head)));
         let right = truth.gradients(given.0, given.1).unwrap();

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use bytes::Bytes;
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::host::{Tensors, layouts};
-use kyklos::plan::World;
+use kyklos::plan::PlanSet;
 use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask};
-use kyklos_oracle::inputs::{Case, PairInputs, cases};
+use kyklos_oracle::inputs::{BiasInputs, Case, cases};
 use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
 use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
 use kyklos_transport::Rank;
@@ -41,11 +41,11 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         .and_then(|problem| problem.with_queries(small(oracle.q_len), oracle.q_offset as u32))
         .and_then(|problem| problem.with_logits(oracle.scale as f32, oracle.softcap.map(|cap| cap as f32)))
         .and_then(|problem| {
-            problem.with_bias(case.pairs.map(|pairs| BiasTensor {
-                kind: if pairs.bias { BiasKind::Additive } else { BiasKind::Mask },
-                batch: small(pairs.batch),
-                heads: small(pairs.heads),
-                shared_rows: pairs.shared_rows,
+            problem.with_bias(case.bias.map(|bias| BiasTensor {
+                kind: if bias.additive { BiasKind::Additive } else { BiasKind::Mask },
+                batch: small(bias.batch),
+                heads: small(bias.heads),
+                shared_rows: bias.shared_rows,
             }))
         })
         .and_then(|problem| problem.with_sinks(oracle.sinks.iter().map(|sink| *sink as f32).collect()))
@@ -93,16 +93,16 @@ impl Prepared {
         let inputs = case.inputs::<E>();
         let (q, k, v) = (E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v));
         let mut truth = Oracle::new(&oracle, q, k, v).unwrap();
-        if let Some(pairs) = inputs.oracle_pairs(&case) {
-            truth = truth.with_bias(pairs).unwrap();
+        if let Some(bias) = inputs.oracle_bias(&case) {
+            truth = truth.with_bias(bias).unwrap();
         }
         let rows = rows_to_judge(&case, &oracle);
         let (expected, plain) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
         let naive =
             kyklos_oracle::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
         let bytes = |values: &[E]| Bytes::copy_from_slice(bytemuck::cast_slice(values));
-        let pairs = inputs.pairs.as_ref().map(|pairs| stored_pairs(&case, pairs));
-        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v), bias: pairs };
+        let bias = inputs.bias.as_ref().map(|bias| stored_bias(&case, bias));
+        let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v), bias };
         Self { case, oracle, problem, tensors, expected, naive }
     }
 
@@ -130,20 +130,20 @@ impl Prepared {
 }
 
 /// An attention bias tensor `[batch, heads, queries, kv_len]` as the product takes it: `[batch, queries, heads, row]`.
-fn stored_pairs<E: Element + bytemuck::Pod>(case: &Case, inputs: &PairInputs<E>) -> Bytes {
-    let (pairs, problem) = (case.pairs.unwrap(), &case.problem);
-    let queries = if pairs.shared_rows { 1 } else { problem.q_len };
+fn stored_bias<E: Element + bytemuck::Pod>(case: &Case, inputs: &BiasInputs<E>) -> Bytes {
+    let (bias, problem) = (case.bias.unwrap(), &case.problem);
+    let queries = if bias.shared_rows { 1 } else { problem.q_len };
     let mut stored = Vec::new();
-    for batch in 0..pairs.batch {
+    for batch in 0..bias.batch {
         for row in 0..queries {
-            for head in 0..pairs.heads {
-                let from = ((batch * pairs.heads + head) * queries + row) * problem.kv_len;
+            for head in 0..bias.heads {
+                let from = ((batch * bias.heads + head) * queries + row) * problem.kv_len;
                 match inputs {
-                    PairInputs::Visible(all) => {
+                    BiasInputs::Visible(all) => {
                         let words = BiasTensor::pack(all[from..from + problem.kv_len].iter().copied());
                         stored.extend_from_slice(bytemuck::cast_slice(&words));
                     }
-                    PairInputs::Bias(all) => {
+                    BiasInputs::Bias(all) => {
                         stored.extend_from_slice(bytemuck::cast_slice(&all[from..from + problem.kv_len]));
                         stored.resize(stored.len().next_multiple_of(4), 0xFF);
                     }
@@ -191,17 +191,17 @@ enum Typed {
 
 impl Whole {
     /// An output of poison.
-    pub fn new(world: &World) -> Self {
-        let problem = &world.problem;
+    pub fn new(set: &PlanSet) -> Self {
+        let problem = &set.problem;
         let rows = problem.batch as usize * problem.q_heads as usize * problem.q_len as usize;
         // Poison: it makes elements visible that no rank writes.
-        Self { o: vec![0xFF; layouts(world).0.bytes()], lse: vec![f32::NAN; rows] }
+        Self { o: vec![0xFF; layouts(set).0.bytes()], lse: vec![f32::NAN; rows] }
     }
 
     /// Writes the rows of one rank.
-    pub fn add(&mut self, world: &World, rank: usize, output: &RankOutput) {
-        let (problem, tokens) = (&world.problem, &world.output_tokens(Rank(rank as u32)));
-        layouts(world).0.scatter(&output.o, tokens, &mut self.o).unwrap();
+    pub fn add(&mut self, set: &PlanSet, rank: usize, output: &RankOutput) {
+        let (problem, tokens) = (&set.problem, &set.output_tokens(Rank(rank as u32)));
+        layouts(set).0.scatter(&output.o, tokens, &mut self.o).unwrap();
         let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&output.lse);
         kyklos::host::scatter_lse(
             &lse,

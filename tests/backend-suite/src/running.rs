@@ -1,4 +1,4 @@
-//! Runs the plans of a world on a backend.
+//! Runs a plan set on a backend.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,10 +7,10 @@ use futures_util::future::join_all;
 use kyklos::backend::Backend;
 use kyklos::collective::HostStaged;
 use kyklos::host::{Tensors, shard};
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{
     Attention, AttentionProblem, DeviceOutput, Executor, LoweredPlan, Mesh, NoObserver, PlacementKind,
-    RunOptions, Session, Split, Strategy, SystemClock, plan_world,
+    RunOptions, Session, Split, Strategy, SystemClock, plan_forward,
 };
 use kyklos_transport::{Transport, in_process_group};
 
@@ -20,14 +20,14 @@ use crate::{Prepared, RankOutput, Whole};
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Plans that are proved.
-pub fn proved(world: &World) -> Arc<ProvedPlans> {
-    Arc::new(ProvedPlans::new(world.clone()).unwrap())
+pub fn proved(set: &PlanSet) -> Arc<ProvedPlans> {
+    Arc::new(ProvedPlans::new(set.clone()).unwrap())
 }
 
 /// The call of `plans` with this rank's part of the tensors.
 pub fn planned(plans: &Arc<ProvedPlans>, part: &Tensors) -> Attention {
     let call = Attention::planned(plans);
-    match (plans.world().problem.bias, &part.bias) {
+    match (plans.set().problem.bias, &part.bias) {
         (Some(tensor), Some(rows)) => call.bias(tensor, rows.clone()),
         _ => call,
     }
@@ -39,7 +39,7 @@ pub async fn attend_planned(
     plans: &Arc<ProvedPlans>,
     part: &Tensors,
 ) -> kyklos::Result<RankOutput> {
-    let [q, k, v] = part.qkv(&plans.world().problem)?;
+    let [q, k, v] = part.qkv(&plans.set().problem)?;
     RankOutput::of(session.attend_async(&planned(plans, part), &q, &k, &v).await?).await
 }
 
@@ -56,8 +56,8 @@ pub async fn run_rank<B: Backend>(
     let executor = Executor::new(backend, &collective, &lowered, options());
     let mut inputs = executor.load(tensors)?;
     let DeviceOutput { mut results, report, spans } = executor.run(0, &mut inputs).await?;
-    let problem = &plans.world().problem;
-    let tokens = plans.world().output_tokens(rank).len();
+    let problem = &plans.set().problem;
+    let tokens = plans.set().output_tokens(rank).len();
     let numbers = problem.batch as usize * tokens * problem.q_heads as usize;
     let o_bytes = numbers * problem.head_dim as usize * problem.dtype.bytes();
     let o = backend.download(&mut results[0], 0..o_bytes).await?;
@@ -65,34 +65,34 @@ pub async fn run_rank<B: Backend>(
     Ok(RankOutput { o, lse, report, spans })
 }
 
-/// Runs a one-rank world.
-pub async fn run_alone<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Whole {
+/// Runs a plan set of one rank.
+pub async fn run_alone<B: Backend>(backend: &B, set: &PlanSet, prepared: &Prepared) -> Whole {
     let transport = in_process_group(1).remove(0);
-    let output = run_rank(backend, transport, &proved(world), prepared.tensors.clone()).await.unwrap();
-    let mut whole = Whole::new(world);
-    whole.add(world, 0, &output);
+    let output = run_rank(backend, transport, &proved(set), prepared.tensors.clone()).await.unwrap();
+    let mut whole = Whole::new(set);
+    whole.add(set, 0, &output);
     whole
 }
 
-/// A world of one rank that computes `problem` whole.
-pub fn dense_world(problem: &AttentionProblem) -> World {
+/// A plan set of one rank that computes `problem` whole.
+pub fn dense_world(problem: &AttentionProblem) -> PlanSet {
     let mesh = Mesh::new(1, 1).unwrap();
-    plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
+    plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
 }
 
-/// Runs all ranks of a world on one backend. Their futures take turns on this thread.
-pub async fn run_together<B: Backend>(backend: &B, world: &World, prepared: &Prepared) -> Whole {
-    let plans = &proved(world);
-    let ranks = in_process_group(world.mesh.world()).into_iter().map(async |transport| {
-        let part = shard(world, transport.rank(), &prepared.tensors).unwrap();
+/// Runs all ranks of a plan set on one backend. Their futures take turns on this thread.
+pub async fn run_together<B: Backend>(backend: &B, set: &PlanSet, prepared: &Prepared) -> Whole {
+    let plans = &proved(set);
+    let ranks = in_process_group(set.mesh.size()).into_iter().map(async |transport| {
+        let part = shard(set, transport.rank(), &prepared.tensors).unwrap();
         let output = run_rank(backend, transport.clone(), plans, part).await;
         let _ = transport.close(DEADLINE).await;
         output
     });
     let outputs = join_all(ranks).await;
-    let mut whole = Whole::new(world);
+    let mut whole = Whole::new(set);
     for (rank, output) in outputs.into_iter().enumerate() {
-        whole.add(world, rank, &output.unwrap());
+        whole.add(set, rank, &output.unwrap());
     }
     whole
 }

@@ -2,7 +2,7 @@
 
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::WgpuBackend;
-use kyklos::plan::World;
+use kyklos::plan::PlanSet;
 use kyklos::{Dtype, Mask};
 use kyklos_backend_suite::{Prepared, dense_world, run_alone};
 use kyklos_oracle::inputs::cases;
@@ -33,7 +33,7 @@ async fn wrong_mask(backend: &WgpuBackend) -> String {
 }
 
 /// How many tolerances `wrong` is off where `right` is within one.
-async fn told(backend: &WgpuBackend, prepared: &Prepared, right: &World, wrong: &World) -> String {
+async fn told(backend: &WgpuBackend, prepared: &Prepared, right: &PlanSet, wrong: &PlanSet) -> String {
     let who = &backend.info().name;
     let with = prepared.judge(&run_alone(backend, right, prepared).await, who);
     with.assert_within(&prepared.dense_limit());

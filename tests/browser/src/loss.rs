@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::host::shard;
-use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_world};
+use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_forward};
 use kyklos_backend_suite::{DEADLINE, Prepared, dense_world, proved, run_alone, run_rank};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
@@ -56,13 +56,13 @@ fn prepared() -> Prepared {
 async fn ends_ranks(backend: &WgpuBackend) -> String {
     let prepared = prepared();
     let mesh = Mesh::new(1, 2).unwrap();
-    let world =
-        plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring).unwrap();
+    let set =
+        plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring).unwrap();
     let lost = open(WgpuOptions::default()).await.unwrap();
-    let (lost, plans) = (&lost, &proved(&world));
+    let (lost, plans) = (&lost, &proved(&set));
     let ranks = in_process_group(2).into_iter().map(async |transport| {
         let first = transport.rank().0 == 0;
-        let part = shard(&world, transport.rank(), &prepared.tensors).unwrap();
+        let part = shard(&set, transport.rank(), &prepared.tensors).unwrap();
         let device = if first { backend } else { lost };
         let mut running = Box::pin(run_rank(device, transport.clone(), plans, part));
         if !first {
@@ -89,10 +89,10 @@ async fn ends_ranks(backend: &WgpuBackend) -> String {
 
 async fn opened_anew(backend: &WgpuBackend) -> String {
     let prepared = prepared();
-    let world = dense_world(&prepared.problem);
+    let size = dense_world(&prepared.problem);
     backend.destroy();
     let again = open(WgpuOptions::default()).await.unwrap();
-    let whole = run_alone(&again, &world, &prepared).await;
+    let whole = run_alone(&again, &size, &prepared).await;
     prepared.judge(&whole, &again.info().name).assert_within(&prepared.dense_limit());
     names(&backend.info().name, backend.wait().await);
     String::new()

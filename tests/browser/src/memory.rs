@@ -94,13 +94,13 @@ async fn unmappable(backend: &WgpuBackend) -> String {
 async fn dropped_is_freed(backend: &WgpuBackend) -> String {
     let case = cases().into_iter().find(|case| case.name == "one row short of a tile").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
-    let world = dense_world(&prepared.problem);
+    let size = dense_world(&prepared.problem);
     works(backend).await;
-    run_alone(backend, &world, &prepared).await;
+    run_alone(backend, &size, &prepared).await;
     let before = live_bytes();
     for _ in 0..20 {
         works(backend).await;
-        run_alone(backend, &world, &prepared).await;
+        run_alone(backend, &size, &prepared).await;
     }
     let after = live_bytes();
     assert!(after <= before, "{before} bytes before, {after} after: dropped buffers are kept");

@@ -57,8 +57,8 @@ fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize)
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     std::thread::scope(|scope| {
         for &work in works {
-            let world = work.world();
-            let steps = |rank| world.plan(Rank(rank)).steps.len();
+            let set = work.set();
+            let steps = |rank| set.plan(Rank(rank)).steps.len();
             let longest = (0..work.ranks()).map(steps).max().unwrap();
             // A sample has the last step and every fifth step. So each of 3 or 4 ranks has its turn.
             let every = amount(5, 1);

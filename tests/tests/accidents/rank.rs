@@ -140,8 +140,8 @@ fn obey(folder: &Path, device: &Device, order: &Order) {
 }
 
 fn run(device: &Device, order: &Order, transport: &Arc<dyn Transport>) -> kyklos::Result<Vec<u8>> {
-    let plans = Arc::new(ProvedPlans::new(order.work.world())?);
-    let tensors = order.work.tensors_of(plans.world(), Rank(order.rank));
+    let plans = Arc::new(ProvedPlans::new(order.work.set())?);
+    let tensors = order.work.tensors_of(plans.set(), Rank(order.rank));
     let options = SessionOptions {
         run: RunOptions {
             observer: Arc::new(Pause { before: order.pause }),

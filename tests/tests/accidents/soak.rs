@@ -85,14 +85,14 @@ fn one_group(group: &mut Group, chance: &mut Chance, tally: &mut Tally, elder: u
     if group.ranks[victim as usize].pid() == elder {
         victim = (victim + 1) % work.ranks();
     }
-    let mut accident = chance.accident(work.world().plan(kyklos_transport::Rank(victim)).steps.len());
+    let mut accident = chance.accident(work.set().plan(kyklos_transport::Rank(victim)).steps.len());
     if accident.changes_the_network() && !may_cut {
         tally.ignored += 1;
         accident = Accident::Nothing;
     }
     if let Accident::Rebound { step } = &mut accident {
         victim = work.ranks() - 1;
-        *step = (*step).min(work.world().plan(kyklos_transport::Rank(victim)).steps.len() - 1);
+        *step = (*step).min(work.set().plan(kyklos_transport::Rank(victim)).steps.len() - 1);
     }
     tally.groups += 1;
     *tally.by_accident.entry(accident.name()).or_default() += 1;

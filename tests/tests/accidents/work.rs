@@ -3,8 +3,8 @@
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
-use kyklos::plan::World;
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::plan::PlanSet;
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_transport::{Rank, in_process_group};
 
@@ -26,10 +26,10 @@ impl Work {
         self.ulysses * self.ring
     }
 
-    pub(crate) fn world(self) -> World {
+    pub(crate) fn set(self) -> PlanSet {
         let problem = AttentionProblem::new(SHAPE, Dtype::F32, Mask::causal()).unwrap();
         let mesh = Mesh::new(self.ulysses, self.ring).unwrap();
-        plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap()
+        plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap()
     }
 
     fn tensors(self) -> Tensors {
@@ -45,14 +45,14 @@ impl Work {
     }
 
     /// A rank's own part of the tensors.
-    pub(crate) fn tensors_of(self, world: &World, rank: Rank) -> Tensors {
-        shard(world, rank, &self.tensors()).unwrap()
+    pub(crate) fn tensors_of(self, set: &PlanSet, rank: Rank) -> Tensors {
+        shard(set, rank, &self.tensors()).unwrap()
     }
 
     /// Every rank's result without a failure, computed on threads of this process.
     pub(crate) fn undisturbed(self) -> Vec<Vec<u8>> {
         let group = in_process_group(self.ranks());
-        let (_, outputs) = run_world(&self.world(), group, &self.tensors(), Device::cpu);
+        let (_, outputs) = run_world(&self.set(), group, &self.tensors(), Device::cpu);
         outputs.iter().map(|output| [&output.o[..], &output.lse[..]].concat()).collect()
     }
 }

@@ -52,13 +52,13 @@ impl Backend for Broken {
 
     async fn attend(&self, args: Attend<'_, Buffer>, control: &Control) -> Result<()> {
         if self.1 != Fault::WithoutRescale {
-            let pairs = args.pairs.filter(|_| self.1 != Fault::NoBias).map(|mut pairs| {
+            let bias = args.bias.filter(|_| self.1 != Fault::NoBias).map(|mut bias| {
                 match self.1 {
-                    Fault::BiasOfFirstEntry => pairs.layout.batch_stride = 0,
-                    Fault::BiasFromFirstHead => pairs.layout.offset = 0,
+                    Fault::BiasOfFirstEntry => bias.layout.batch_stride = 0,
+                    Fault::BiasFromFirstHead => bias.layout.offset = 0,
                     _ => {}
                 }
-                pairs
+                bias
             });
             let mut classes = args.work.classes.clone();
             match self.1 {
@@ -67,7 +67,7 @@ impl Backend for Broken {
                 _ => {}
             }
             let work = &BlockWork { classes, ..args.work.clone() };
-            return self.0.attend(Attend { pairs, work, ..args }, control).await;
+            return self.0.attend(Attend { bias, work, ..args }, control).await;
         }
         let shape = args.state.shape;
         let (a_bytes, ml_bytes) = (shape.a_bytes(), shape.ml_bytes());

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use kyklos::backend::Backend;
 use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos_backend_suite::{RankOutput, Whole, proved, run_rank};
 use kyklos_transport::Transport;
 
-/// Runs a world with one backend per rank, and assembles the result.
+/// Runs a plan set with one backend per rank, and assembles the result.
 pub fn run_world<B: Backend>(
-    world: &World,
+    set: &PlanSet,
     transports: Vec<Arc<dyn Transport>>,
     tensors: &Tensors,
     make: impl Fn() -> B + Sync,
 ) -> (Whole, Vec<RankOutput>) {
-    run_plans(&proved(world), transports, tensors, make)
+    run_plans(&proved(set), transports, tensors, make)
 }
 
 /// As [`run_world`], of plans that may lack a proof.
@@ -26,16 +26,16 @@ pub fn run_plans<B: Backend>(
     tensors: &Tensors,
     make: impl Fn() -> B + Sync,
 ) -> (Whole, Vec<RankOutput>) {
-    let world = plans.world();
+    let set = plans.set();
     let outputs = on_threads(transports, |transport| {
-        let part = shard(world, transport.rank(), tensors).unwrap();
+        let part = shard(set, transport.rank(), tensors).unwrap();
         pollster::block_on(run_rank(&make(), transport, plans, part))
     });
-    let mut whole = Whole::new(world);
+    let mut whole = Whole::new(set);
     let mut all = Vec::new();
     for (rank, output) in outputs.into_iter().enumerate() {
         let output = output.unwrap_or_else(|error| panic!("rank {rank}: {error}"));
-        whole.add(world, rank, &output);
+        whole.add(set, rank, &output);
         all.push(output);
     }
     (whole, all)

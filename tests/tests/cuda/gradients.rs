@@ -59,7 +59,7 @@ fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &st
     });
     let mesh = Mesh::new(ulysses, ring).unwrap();
     let alone = case.run(in_process_group(1), &sharing(Mesh::new(1, 1).unwrap(), Strategy::Dense, &with));
-    let ranks = mesh.world();
+    let ranks = mesh.size();
     let first = case.gradients(in_process_group(ranks), &sharing(mesh, strategy, &with));
     for (error, limit) in case.judge(&first).iter().zip(case.parallel_limits(&alone)) {
         error.within(&limit).unwrap();

@@ -374,7 +374,7 @@ impl Token {
             v: tensor(v, KEYS, 1),
             kv_head_of: &[0; 4],
             work,
-            pairs: None,
+            bias: None,
             fixed_order: false,
             inference: true,
             state,

@@ -120,7 +120,7 @@ fn on_peers(
     here: usize,
 ) -> Vec<(Duration, Result<RankOutput>)> {
     let ranks: Vec<(Arc<dyn Transport>, Device)> =
-        in_process_group(plans.world().mesh.world()).into_iter().zip((0..).map(device)).collect();
+        in_process_group(plans.set().mesh.size()).into_iter().zip((0..).map(device)).collect();
     let peers = if here == ranks.len() { found(&ranks) } else { named(&ranks[..here]) };
     let options = || SessionOptions { deadline: DEADLINE, ..SessionOptions::default() };
     let mut peers = peers.into_iter();
@@ -147,7 +147,7 @@ fn on_peers(
 }
 
 fn run(session: &mut Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> Result<RankOutput> {
-    let part = shard(plans.world(), session.rank(), &prepared.tensors)?;
+    let part = shard(plans.set(), session.rank(), &prepared.tensors)?;
     block_on(attend_planned(session, plans, &part))
 }
 
@@ -155,13 +155,13 @@ fn run(session: &mut Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> 
 fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy, here: usize) {
     assert!(cases().iter().any(|one| one.name == case));
     let (plans, prepared) = plans_on(case, dtype, mesh, strategy);
-    let world = plans.world();
-    let [mut copied, mut staged] = [Whole::new(world), Whole::new(world)];
+    let set = plans.set();
+    let [mut copied, mut staged] = [Whole::new(set), Whole::new(set)];
     let [mut sent_copied, mut sent_staged] = [Vec::new(), Vec::new()];
     for (whole, sent, here) in [(&mut copied, &mut sent_copied, here), (&mut staged, &mut sent_staged, 0)] {
         for (rank, (_, output)) in on_peers(&plans, &prepared, here).into_iter().enumerate() {
             let output = output.unwrap();
-            whole.add(world, rank, &output);
+            whole.add(set, rank, &output);
             sent.push((output.report.bytes_sent, output.report.messages_sent));
         }
     }
@@ -173,7 +173,7 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
 
 fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
     let mesh = Mesh::new(ulysses, ring).unwrap();
-    let group = in_process_group(mesh.world());
+    let group = in_process_group(mesh.size());
     let ranks: Vec<_> = group.iter().cloned().zip((0..).map(device)).collect();
     let peers = CudaPeers::of(&ranks, DEADLINE).unwrap().into_iter().map(Arc::new).collect::<Vec<_>>();
     gradients_on(group, mesh, strategy, |transport| {

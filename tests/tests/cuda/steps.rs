@@ -165,7 +165,7 @@ fn without_wgmma() {
         let problem = prepared.problem.clone().with_fixed_order(true).unwrap();
         let whole = block_on(run_alone(&backend, &dense_world(&problem), &prepared));
         prepared.judge(&whole, "cuda").assert_within(&prepared.dense_limit());
-        for biased in cases().into_iter().filter(|case| case.pairs.is_some()) {
+        for biased in cases().into_iter().filter(|case| case.bias.is_some()) {
             is_right(&backend, biased, dtype);
         }
     }
@@ -288,7 +288,7 @@ impl Call {
             v: operand(v, problem.kv_heads, problem.kv_len),
             kv_head_of: &self.kv_head_of,
             work: &self.work,
-            pairs: None,
+            bias: None,
             fixed_order: false,
             inference: true,
             state: StateMut { a, ml, shape: *shape },

@@ -5,7 +5,7 @@ use crate::plan_properties::Random;
 use kyklos::plan::check;
 use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, Placement, PlacementKind, Split, Strategy, TokenRuns, deal_tokens,
-    plan_placed, plan_world,
+    plan_forward, plan_placed,
 };
 
 #[test]
@@ -25,9 +25,9 @@ fn tokens_of_joint_attention_have_one_owner_for_query_and_key() {
                     let problem = AttentionProblem::new([1, seq, 4, 4, 8], Dtype::F32, mask.clone()).unwrap();
                     let problem = problem.with_replicated(replicated).unwrap();
                     let weights: Vec<f64> =
-                        (0..mesh.world()).map(|rank| f64::from(rank % 3 + u32::from(rank == 0))).collect();
-                    let mut counts: Vec<u32> = (0..mesh.world()).map(|_| 0).collect();
-                    (0..seq).for_each(|_| counts[chance.below(mesh.world()) as usize] += 1);
+                        (0..mesh.size()).map(|rank| f64::from(rank % 3 + u32::from(rank == 0))).collect();
+                    let mut counts: Vec<u32> = (0..mesh.size()).map(|_| 0).collect();
+                    (0..seq).for_each(|_| counts[chance.below(mesh.size()) as usize] += 1);
                     let splits = [
                         Split::Even,
                         Split::Weights(weights.clone()),
@@ -43,8 +43,8 @@ fn tokens_of_joint_attention_have_one_owner_for_query_and_key() {
                             problem.mask, problem.replicated
                         );
                         let (q, kv) = deal_tokens(&problem, mesh, kind, split).unwrap();
-                        let world = plan_placed(&problem, mesh, q.clone(), kv.clone(), Strategy::Unified);
-                        check(&world.unwrap()).unwrap_or_else(|error| panic!("{who}: {error}"));
+                        let size = plan_placed(&problem, mesh, q.clone(), kv.clone(), Strategy::Unified);
+                        check(&size.unwrap()).unwrap_or_else(|error| panic!("{who}: {error}"));
                         for token in (0..seq).filter(|token| !problem.replicated.contains(token)) {
                             assert_eq!(owner(&q, token), owner(&kv, token), "token {token}, {who}");
                         }
@@ -101,10 +101,10 @@ fn queries_and_keys_have_the_counts_of_their_own_sides() {
     ] {
         for kind in PlacementKind::ALL {
             let split = separate(queries.clone(), keys.clone());
-            let world = plan_world(problem, mesh, kind, &split, Strategy::Ring).unwrap();
-            check(&world).unwrap();
-            assert_eq!(sizes(&world.q_placement), queries.iter().map(|n| *n as usize).collect::<Vec<_>>());
-            assert_eq!(sizes(&world.kv_placement), keys.iter().map(|n| *n as usize).collect::<Vec<_>>());
+            let set = plan_forward(problem, mesh, kind, &split, Strategy::Ring).unwrap();
+            check(&set).unwrap();
+            assert_eq!(sizes(&set.q_placement), queries.iter().map(|n| *n as usize).collect::<Vec<_>>());
+            assert_eq!(sizes(&set.kv_placement), keys.iter().map(|n| *n as usize).collect::<Vec<_>>());
         }
     }
     for (queries, keys, says) in [
@@ -114,7 +114,8 @@ fn queries_and_keys_have_the_counts_of_their_own_sides() {
         (vec![2, 2, 0], vec![30], "1 key counts for 3 ranks"),
     ] {
         let split = separate(queries, keys);
-        let error = plan_world(&cross, mesh, PlacementKind::Contiguous, &split, Strategy::Ring).unwrap_err();
+        let error =
+            plan_forward(&cross, mesh, PlacementKind::Contiguous, &split, Strategy::Ring).unwrap_err();
         assert!(error.is_request() && error.to_string().starts_with(says), "{error}");
     }
 }

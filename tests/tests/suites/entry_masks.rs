@@ -5,10 +5,10 @@ use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::local::on_threads;
-use kyklos::plan::{ProvedPlans, World, check, plan_hash};
+use kyklos::plan::{PlanSet, ProvedPlans, check, plan_hash};
 use kyklos::{
     Attention, AttentionProblem, Dtype, Error, Mask, Mesh, PlacementKind, Session, Split, Strategy, Tensor,
-    plan_world,
+    plan_forward,
 };
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
@@ -39,13 +39,13 @@ fn entry_cases() -> impl Iterator<Item = Prepared> {
     cases.map(|case| Prepared::new(case, Dtype::F32))
 }
 
-fn run(world: &World, tensors: &Tensors) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), tensors, Device::cpu).0
+fn run(set: &PlanSet, tensors: &Tensors) -> Whole {
+    run_world(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
 }
 
-fn planned(problem: &AttentionProblem, mesh: (u32, u32), strategy: Strategy) -> World {
+fn planned(problem: &AttentionProblem, mesh: (u32, u32), strategy: Strategy) -> PlanSet {
     let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
-    plan_world(problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap()
+    plan_forward(problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap()
 }
 
 /// The part of batch entry `entry` of `batch`.
@@ -54,10 +54,18 @@ fn part<T: Clone>(all: &[T], entry: usize, batch: usize) -> Vec<T> {
     all[entry * each..(entry + 1) * each].to_vec()
 }
 
+/// `all` with one batch entry, of this mask.
+fn one_entry(all: &AttentionProblem, mask: Mask) -> AttentionProblem {
+    let shape = [1, all.kv_len, all.q_heads, all.kv_heads, all.head_dim];
+    let one = AttentionProblem::new(shape, all.dtype, mask).unwrap();
+    let one = one.with_queries(all.q_len, all.q_offset).unwrap();
+    one.with_logits(all.scale, all.softcap).unwrap().with_sinks(all.sinks.clone()).unwrap()
+}
+
 #[test]
 fn a_call_gives_the_bytes_of_one_call_for_each_entry() {
     let mut count = 0;
-    for prepared in entry_cases().filter(|prepared| prepared.case.pairs.is_none()) {
+    for prepared in entry_cases().filter(|prepared| prepared.case.bias.is_none()) {
         let (problem, tensors) = (&prepared.problem, &prepared.tensors);
         let batch = problem.batch as usize;
         let masks: Vec<Mask> =
@@ -68,7 +76,7 @@ fn a_call_gives_the_bytes_of_one_call_for_each_entry() {
             let together = run(&planned(problem, mesh, strategy), tensors);
             for (entry, mask) in masks.iter().enumerate() {
                 let of = |tensor: &Bytes| Bytes::from(part(tensor, entry, batch));
-                let alone = AttentionProblem { batch: 1, mask: mask.clone(), ..problem.clone() };
+                let alone = one_entry(problem, mask.clone());
                 let tensors = Tensors { q: of(&tensors.q), k: of(&tensors.k), v: of(&tensors.v), bias: None };
                 let alone = run(&planned(&alone, mesh, strategy), &tensors);
                 let what = format!("{}: {strategy}, entry {entry}", prepared.case.name);
@@ -86,13 +94,13 @@ fn a_call_gives_the_bytes_of_one_call_for_each_entry() {
 fn the_mask_of_another_entry_is_caught() {
     let mut caught = 0;
     for prepared in entry_cases() {
-        let world = planned(&prepared.problem, (2, 2), Strategy::Unified);
-        let right = prepared.judge(&run(&world, &prepared.tensors), "no bug");
+        let size = planned(&prepared.problem, (2, 2), Strategy::Unified);
+        let right = prepared.judge(&run(&size, &prepared.tensors), "no bug");
         let limit = prepared.parallel_limit(&right);
         right.assert_within(&limit);
         for fault in [Fault::MaskOfNextEntry, Fault::MaskOfFirstEntry] {
             let broken = || Broken::device(fault);
-            let (whole, _) = run_world(&world, in_process_group(4), &prepared.tensors, broken);
+            let (whole, _) = run_world(&size, in_process_group(4), &prepared.tensors, broken);
             let wrong = prepared.judge(&whole, "a planted bug");
             let what = format!("{}: {fault:?}", prepared.case.name);
             assert!(wrong.within(&limit).is_err(), "{what} passes: {wrong}");
@@ -127,9 +135,9 @@ fn masks_that_change_places_are_another_plan() {
 fn keys_travel_where_a_query_of_any_entry_sees_them() {
     let sent = |mask: &str| -> u64 {
         let mesh = Mesh::new(1, 4).unwrap();
-        let world = plan_world(&problem(mask), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
+        let set = plan_forward(&problem(mask), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
             .unwrap();
-        check(&world).unwrap().iter().map(|check| check.bytes_sent).sum()
+        check(&set).unwrap().iter().map(|check| check.bytes_sent).sum()
     };
     let (own, one, both) = ("documents:0,16,32,48,64", "documents:0,32,64", "documents:0,16,32,64");
     assert_eq!([sent(own), sent(&format!("{own}//{own}"))], [0, 0]);
@@ -146,10 +154,11 @@ fn the_proof_asks_for_the_keys_of_every_entry() {
     let own = "documents:0,16,32,48,64";
     let (problem, mesh) = (problem(&format!("{own}//{own}")), Mesh::new(1, 4).unwrap());
     let kind = PlacementKind::Contiguous;
-    let mut world = plan_world(&problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
-    assert!(ProvedPlans::new(world.clone()).is_ok());
-    world.problem.mask = "documents:0,16,32,48,64//documents:0,32,64".parse().unwrap();
-    let error = ProvedPlans::new(world).unwrap_err().to_string();
+    let mut set = plan_forward(&problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
+    assert!(ProvedPlans::new(set.clone()).is_ok());
+    let other = "documents:0,16,32,48,64//documents:0,32,64".parse().unwrap();
+    set.problem = set.problem.with_mask(other).unwrap();
+    let error = ProvedPlans::new(set).unwrap_err().to_string();
     assert!(error.contains("of batch 1 sees keys"), "{error}");
 }
 

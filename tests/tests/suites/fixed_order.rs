@@ -4,11 +4,11 @@
 use kyklos::backend::Device;
 use kyklos::plan::{Slice, Step};
 use kyklos::{
-    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, PlanError, Remedy, Split, Strategy, plan_world,
+    AttentionProblem, Dtype, Mask, Mesh, PlacementKind, PlanError, Remedy, Split, Strategy, plan_forward,
 };
 use kyklos_backend_suite::fixed_order::{Shared, UNEVEN, case, fixed};
 use kyklos_backend_suite::{Prepared, dense_world, run_alone, run_together};
-use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::inputs::{Case, CaseBias};
 use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
 
 /// Even shards of 1024 tokens.
@@ -35,12 +35,12 @@ const QUARTERS: [Shared; 2] = [
 const RELAYED: [Shared; 1] =
     [((4, 2), &[256, 0, 0, 0, 300, 300, 132, 100], PlacementKind::Contiguous, Strategy::Relay)];
 
-fn check(case: Case, worlds: &[Shared]) {
+fn check(case: Case, sets: &[Shared]) {
     // The order of sums does not depend on the dtype: one case in f16 is enough.
     let dtypes = if case.name == "causal" { &[Dtype::F32, Dtype::F16][..] } else { &[Dtype::F32] };
     for dtype in dtypes {
         let prepared = Prepared::new(case.clone(), *dtype);
-        pollster::block_on(fixed(&Device::cpu(), &prepared, worlds, "cpu"));
+        pollster::block_on(fixed(&Device::cpu(), &prepared, sets, "cpu"));
     }
 }
 
@@ -75,8 +75,8 @@ fn batch_of(name: &str) -> usize {
 #[test]
 fn uneven_shards_give_the_same_bytes() {
     for (name, mask) in masks(1088) {
-        let worlds = [&UNEVEN[..], &RELAYED].concat();
-        check(case(name, 1088, mask, |case| case.problem.batch = batch_of(name)), &worlds);
+        let sets = [&UNEVEN[..], &RELAYED].concat();
+        check(case(name, 1088, mask, |case| case.problem.batch = batch_of(name)), &sets);
     }
 }
 
@@ -95,11 +95,11 @@ fn options_keep_the_same_bytes() {
         case.problem.sinks = vec![0.5, -1.0, 2.0, 30.0];
     });
     check(softcap, &EVEN);
-    for (bias, shared_rows) in [(false, false), (true, false), (false, true), (true, true)] {
-        let pairs = case("an attention bias tensor", 1024, OracleMask::causal(), |case| {
-            case.pairs = Some(CasePairs { bias, batch: 1, heads: 1, shared_rows, stand_in: false });
+    for (additive, shared_rows) in [(false, false), (true, false), (false, true), (true, true)] {
+        let bias = case("an attention bias tensor", 1024, OracleMask::causal(), |case| {
+            case.bias = Some(CaseBias { additive, batch: 1, heads: 1, shared_rows, stand_in: false });
         });
-        check(pairs, &EVEN);
+        check(bias, &EVEN);
     }
     // Few queries, late in the sequence: the backend must not choose kernels for few queries.
     let few = case("few queries", 1024, OracleMask::causal(), |case| {
@@ -117,7 +117,7 @@ fn without_a_fixed_order_bytes_differ() {
     let ring = |fixed| {
         let problem = prepared.problem.clone().with_fixed_order(fixed).unwrap();
         let mesh = Mesh::new(1, 4).unwrap();
-        plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
+        plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
     };
     let alone = pollster::block_on(run_alone(&backend, &dense_world(&prepared.problem), &prepared));
     let together = pollster::block_on(run_together(&backend, &ring(false), &prepared));
@@ -125,9 +125,9 @@ fn without_a_fixed_order_bytes_differ() {
 
     // The bytes also change if two tiles swap their places in the tree.
     let in_order = prepared.problem.clone().with_fixed_order(true).unwrap();
-    let mut world = dense_world(&in_order);
-    let order = pollster::block_on(run_alone(&backend, &world, &prepared));
-    let mut tiles: Vec<&mut Slice> = world.plans[0]
+    let mut set = dense_world(&in_order);
+    let order = pollster::block_on(run_alone(&backend, &set, &prepared));
+    let mut tiles: Vec<&mut Slice> = set.plans[0]
         .steps
         .iter_mut()
         .filter_map(|step| match step {
@@ -138,7 +138,7 @@ fn without_a_fixed_order_bytes_differ() {
     assert_eq!(tiles.len(), 4);
     let (first, last) = tiles.split_at_mut(2);
     std::mem::swap(first[1], last[0]);
-    let turned = pollster::block_on(run_alone(&backend, &world, &prepared));
+    let turned = pollster::block_on(run_alone(&backend, &set, &prepared));
     assert!(order.o != turned.o);
 }
 
@@ -149,7 +149,7 @@ fn shards_off_the_grid_are_refused_with_what_would_fit() {
         problem.with_fixed_order(true).unwrap()
     };
     let plan = |tokens, (u, r), kind, split: &Split, strategy| {
-        plan_world(&problem(tokens), Mesh::new(u, r).unwrap(), kind, split, strategy)
+        plan_forward(&problem(tokens), Mesh::new(u, r).unwrap(), kind, split, strategy)
     };
     use PlacementKind::{Contiguous, Striped, Zigzag};
     for (tokens, mesh, kind, strategy) in [

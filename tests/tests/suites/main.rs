@@ -15,7 +15,7 @@ mod fixed_order;
 mod gradients;
 mod open_placement;
 mod plan_properties;
-mod random_worlds;
+mod random_sets;
 mod same_queries;
 mod session;
 mod shared_memory;

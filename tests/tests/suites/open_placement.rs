@@ -5,18 +5,18 @@ use std::ops::Range;
 
 use crate::common::run_world;
 use crate::plan_properties::Random;
-use crate::random_worlds::{mask, masks, sink};
+use crate::random_sets::{mask, masks, sink};
 use crate::{amount, cases};
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
-use kyklos::plan::{World, check, plan_hash};
+use kyklos::plan::{PlanSet, check, plan_hash};
 use kyklos::simulate::{Cluster, predict_placed, simulate};
 use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, Placement, PlacementKind, Results, Split, Strategy, TokenRuns,
-    WireFormat, placed_meshes_by_bytes, plan_placed, plan_world,
+    WireFormat, placed_meshes_by_bytes, plan_forward, plan_placed,
 };
 use kyklos_backend_suite::{Prepared, oracle_dtype};
-use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::inputs::{Case, CaseBias};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use kyklos_oracle::tolerance::{Cause, Failure, discriminates};
 use kyklos_transport::{Rank, in_process_group};
@@ -32,9 +32,9 @@ pub(crate) fn any_placement(
     chance: &mut Random,
 ) -> Placement {
     let block = [1, 1, 16, 40][chance.below(4) as usize];
-    let few = 1 + chance.below(mesh.world());
-    let owners: Vec<u32> = (0..few).map(|_| chance.below(mesh.world())).collect();
-    let mut lists = vec![Vec::new(); mesh.world() as usize];
+    let few = 1 + chance.below(mesh.size());
+    let owners: Vec<u32> = (0..few).map(|_| chance.below(mesh.size())).collect();
+    let mut lists = vec![Vec::new(); mesh.size() as usize];
     let mut owner = owners[0];
     for (index, token) in (0..total).filter(|token| !replicated.contains(token)).enumerate() {
         if (index as u32).is_multiple_of(block) {
@@ -57,7 +57,7 @@ pub(crate) fn any_placement(
 pub(crate) fn any_mesh(strategy: Strategy, heads: u32, chance: &mut Random) -> Mesh {
     let all = (1..4).flat_map(|u| (1..5).map(move |r| Mesh::new(u, r).expect("a small mesh")));
     let fitting: Vec<Mesh> = all
-        .filter(|mesh| mesh.world() <= 9 && mesh.ulysses() <= heads && strategy.accepts(*mesh).is_ok())
+        .filter(|mesh| mesh.size() <= 9 && mesh.ulysses() <= heads && strategy.accepts(*mesh).is_ok())
         .collect();
     fitting[chance.below(fitting.len() as u32) as usize]
 }
@@ -120,14 +120,14 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
         q_offset: offset,
         sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
     };
-    let pairs = (chance.below(3) == 0).then(|| CasePairs {
-        bias: chance.below(2) == 0,
+    let bias = (chance.below(3) == 0).then(|| CaseBias {
+        additive: chance.below(2) == 0,
         batch: [1, batch][chance.below(2) as usize],
         heads: [1, q_heads][chance.below(2) as usize],
         shared_rows: chance.below(2) == 0,
         stand_in: false,
     });
-    let case = Case { name: "drawn owners", seed, problem, poison: Vec::new(), pairs };
+    let case = Case { name: "drawn owners", seed, problem, poison: Vec::new(), bias };
     let prepared = Prepared::new(case, dtype);
     let mesh = any_mesh(strategy, q_heads as u32, &mut chance);
     let replicated = match chance.below(3) {
@@ -140,7 +140,7 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
     let problem = prepared.problem.clone().with_replicated(replicated).unwrap();
     let results = match chance.below(4) {
         0 => Results::All,
-        1 => Results::One(Rank(chance.below(mesh.world()))),
+        1 => Results::One(Rank(chance.below(mesh.size()))),
         _ => Results::Owner,
     };
     let problem = problem.with_results(results).unwrap();
@@ -148,11 +148,11 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
     let kv = any_placement(mesh, problem.kv_len, problem.replicated.clone(), &mut chance);
     let priced = placed_meshes_by_bytes(&problem, &q, &kv, Some(strategy)).unwrap();
     let who = format!("{strategy} {mesh} {dtype} {}\nq {:?}\nkv {:?}", problem.mask, q.ranks(), kv.ranks());
-    let world = plan_placed(&problem, mesh, q, kv, strategy).unwrap();
-    let checks = check(&world).map_err(|error| TestCaseError::fail(format!("{who}\n{error}")))?;
+    let set = plan_placed(&problem, mesh, q, kv, strategy).unwrap();
+    let checks = check(&set).map_err(|error| TestCaseError::fail(format!("{who}\n{error}")))?;
     let sent: u64 = checks.iter().map(|check| check.bytes_sent).sum();
     prop_assert!(priced.contains(&(mesh, sent)), "{} {:?}: {} bytes, not {:?}", who, results, sent, priced);
-    let (whole, outputs) = run_world(&world, in_process_group(mesh.world()), &prepared.tensors, Device::cpu);
+    let (whole, outputs) = run_world(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu);
     for (output, planned) in outputs.iter().zip(checks) {
         prop_assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{}", who);
     }
@@ -161,11 +161,12 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
     }
     let dense = {
         let one = Mesh::new(1, 1).unwrap();
-        plan_world(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
+        plan_forward(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)
+            .unwrap()
     };
     let alone = run_world(&dense, in_process_group(1), &prepared.tensors, Device::cpu).0;
     let alone = prepared.judge(&alone, "cpu alone");
-    // As for worlds that are dealt: a limit that is large compared with the output proves nothing.
+    // As for plan sets that are dealt: a limit that is large compared with the output proves nothing.
     let vacuous = |failure: &Failure| matches!(failure.cause, Cause::Vacuous(_));
     if let Err(failure) = alone.within(&prepared.dense_limit()) {
         prop_assert!(vacuous(&failure), "{who} alone\n{failure}");
@@ -188,7 +189,7 @@ fn any_owners_in_any_order_agree_with_the_oracle_in_every_strategy() {
 }
 
 /// A causal case of 150 tokens on four ranks, with owners drawn from one seed.
-fn control() -> (Prepared, World) {
+fn control() -> (Prepared, PlanSet) {
     let problem = OracleProblem {
         batch: 1,
         q_len: 150,
@@ -202,21 +203,21 @@ fn control() -> (Prepared, World) {
         q_offset: 0,
         sinks: vec![],
     };
-    let case = Case { name: "swapped tokens", seed: 3, problem, poison: Vec::new(), pairs: None };
+    let case = Case { name: "swapped tokens", seed: 3, problem, poison: Vec::new(), bias: None };
     let prepared = Prepared::new(case, Dtype::F32);
     let (mesh, mut chance) = (Mesh::new(2, 2).unwrap(), Random(11));
     let q = any_placement(mesh, 150, 0..0, &mut chance);
     let kv = any_placement(mesh, 150, 0..0, &mut chance);
-    let world = plan_placed(&prepared.problem, mesh, q, kv, Strategy::Unified).unwrap();
-    (prepared, world)
+    let set = plan_placed(&prepared.problem, mesh, q, kv, Strategy::Unified).unwrap();
+    (prepared, set)
 }
 
 /// The planted bug: two tokens change places in the list of a rank, but not in its data. The other way round it is the
 /// same: the lists are right, and the data of two tokens have changed places.
 #[test]
 fn a_token_swapped_against_the_data_is_caught() {
-    let (prepared, world) = control();
-    let run = |tensors: &Tensors| run_world(&world, in_process_group(4), tensors, Device::cpu).0;
+    let (prepared, set) = control();
+    let run = |tensors: &Tensors| run_world(&set, in_process_group(4), tensors, Device::cpu).0;
     let right = prepared.judge(&run(&prepared.tensors), "no bug");
     let limit = prepared.parallel_limit(&right);
     right.within(&limit).unwrap();
@@ -241,12 +242,12 @@ fn a_token_swapped_against_the_data_is_caught() {
 
 #[test]
 fn a_swapped_token_is_another_plan() {
-    let (_, world) = control();
-    let hash = |world: &World| plan_hash(world, &[]);
-    let World { problem, mesh, q_placement, kv_placement, strategy, .. } = world.clone();
+    let (_, set) = control();
+    let hash = |set: &PlanSet| plan_hash(set, &[]);
+    let PlanSet { problem, mesh, q_placement, kv_placement, strategy, .. } = set.clone();
     let made =
         |q: &Placement, kv: &Placement| plan_placed(&problem, mesh, q.clone(), kv.clone(), strategy).unwrap();
-    assert_eq!(hash(&world), hash(&made(&q_placement, &kv_placement)));
+    assert_eq!(hash(&set), hash(&made(&q_placement, &kv_placement)));
     let rank = Rank((0..4).max_by_key(|rank| kv_placement.of_rank(Rank(*rank)).len()).unwrap());
     let with_swap = |placement: &Placement| {
         let mut lists = placement.ranks().to_vec();
@@ -257,7 +258,7 @@ fn a_swapped_token_is_another_plan() {
     };
     let (q, kv) =
         (made(&with_swap(&q_placement), &kv_placement), made(&q_placement, &with_swap(&kv_placement)));
-    assert!(hash(&world) != hash(&q) && hash(&world) != hash(&kv) && hash(&q) != hash(&kv));
+    assert!(hash(&set) != hash(&q) && hash(&set) != hash(&kv) && hash(&q) != hash(&kv));
 }
 
 #[test]
@@ -275,22 +276,21 @@ fn whole_tiles_on_any_rank_in_any_order_give_the_same_bytes_in_a_fixed_order() {
         q_offset: 0,
         sinks: vec![],
     };
-    let case = Case { name: "tiles in any order", seed: 5, problem, poison: Vec::new(), pairs: None };
+    let case = Case { name: "tiles in any order", seed: 5, problem, poison: Vec::new(), bias: None };
     let prepared = Prepared::new(case, Dtype::F32);
     let fixed = prepared.problem.clone().with_fixed_order(true).unwrap();
-    let run = |world: &World| {
-        run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, Device::cpu).0
-    };
+    let run =
+        |set: &PlanSet| run_world(set, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0;
     let one = Mesh::new(1, 1).unwrap();
     let dense =
-        run(&plan_world(&fixed, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap());
+        run(&plan_forward(&fixed, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap());
     let mut chance = Random(23);
     let strategies =
         [Strategy::Ring, Strategy::Bidirectional, Strategy::Line, Strategy::Gather, Strategy::Relay];
     for strategy in strategies.into_iter().cycle().take(amount(5, 40)) {
         let mesh = any_mesh(strategy, 4, &mut chance);
         // Tiles 0 to 4, of which the last one is short, on shards in any order; the ranks of a shard take turns.
-        let mut lists = vec![Vec::new(); mesh.world() as usize];
+        let mut lists = vec![Vec::new(); mesh.size() as usize];
         let mut tiles: Vec<u32> = (0..5).collect();
         (1..5).rev().for_each(|i| tiles.swap(i, chance.below(i as u32 + 1) as usize));
         for tile in tiles {
@@ -323,7 +323,7 @@ fn a_rounded_wire_takes_any_lists() {
                 (any_placement(mesh, 200, 0..0, &mut chance), any_placement(mesh, 200, 0..0, &mut chance));
             let sends_keys = mesh.ring() > 1 && !matches!(strategy, Strategy::PassQ | Strategy::Tree);
             match plan_placed(&problem, mesh, q, kv, strategy) {
-                Ok(world) => assert!(sends_keys && check(&world).is_ok(), "{strategy} {mesh}"),
+                Ok(set) => assert!(sends_keys && check(&set).is_ok(), "{strategy} {mesh}"),
                 Err(error) => assert!(!sends_keys && error.is_request(), "{error}"),
             }
         }
@@ -357,10 +357,10 @@ fn given_lists_are_priced_by_a_walk_and_their_bytes_are_those_of_the_plans() {
         let mesh = any_mesh(strategy, 4, &mut chance);
         let (q, kv) =
             (any_placement(mesh, 90, 0..0, &mut chance), any_placement(mesh, 90, 0..0, &mut chance));
-        let world = plan_placed(&problem, mesh, q.clone(), kv.clone(), strategy).unwrap();
-        let planned: u64 = check(&world).unwrap().iter().map(|check| check.bytes_sent).sum();
+        let size = plan_placed(&problem, mesh, q.clone(), kv.clone(), strategy).unwrap();
+        let planned: u64 = check(&size).unwrap().iter().map(|check| check.bytes_sent).sum();
         let predicted = predict_placed(&problem, mesh, q.clone(), kv.clone(), strategy, &cluster).unwrap();
-        assert_eq!(predicted, simulate(&world, &cluster).unwrap(), "{strategy}");
+        assert_eq!(predicted, simulate(&size, &cluster).unwrap(), "{strategy}");
         assert_eq!(predicted.ranks.iter().map(|rank| rank.bytes_sent).sum::<u64>(), planned, "{strategy}");
         // The same lists on every mesh of as many ranks.
         let priced = placed_meshes_by_bytes(&problem, &q, &kv, Some(strategy)).unwrap();
@@ -370,8 +370,8 @@ fn given_lists_are_priced_by_a_walk_and_their_bytes_are_those_of_the_plans() {
         );
         for (other, bytes) in priced {
             let (q, kv) = (q.on_mesh(other).unwrap(), kv.on_mesh(other).unwrap());
-            let world = plan_placed(&problem, other, q, kv, strategy).unwrap();
-            let sent: u64 = check(&world).unwrap().iter().map(|check| check.bytes_sent).sum();
+            let size = plan_placed(&problem, other, q, kv, strategy).unwrap();
+            let sent: u64 = check(&size).unwrap().iter().map(|check| check.bytes_sent).sum();
             assert_eq!(sent, bytes, "{strategy} {other}");
         }
     }

@@ -6,9 +6,9 @@ use kyklos::local::on_threads;
 use kyklos::plan::{ProvedPlans, Step, check};
 use kyklos::{
     Attention, Dtype, Execution, Mask, Mesh, Placement, PlacementKind, Results, Session, Split, Strategy,
-    Tensor, meshes_by_bytes, plan_placed, plan_world,
+    Tensor, meshes_by_bytes, plan_forward, plan_placed,
 };
-use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::inputs::{Case, CaseBias};
 use kyklos_oracle::oracle::OracleProblem;
 use kyklos_oracle::tolerance::{Cause, Failure};
 use kyklos_transport::{Rank, in_process_group};
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 use crate::common::run_world;
 use crate::open_placement::any_placement;
 use crate::plan_properties::Random;
-use crate::random_worlds::{mask, masks, sink};
+use crate::random_sets::{mask, masks, sink};
 use kyklos_backend_suite::{Prepared, Whole};
 
 proptest! {
@@ -41,26 +41,26 @@ proptest! {
             sinks: if seed % 2 == 0 { vec![] } else { (0..q_heads).map(|head| sink(seed, head)).collect() },
         };
         let mut chance = Random(seed);
-        let pairs = (chance.below(3) == 0).then(|| CasePairs {
-            bias: chance.below(2) == 0,
+        let bias = (chance.below(3) == 0).then(|| CaseBias {
+            additive: chance.below(2) == 0,
             batch: [1, batch][chance.below(2) as usize],
             heads: [1, q_heads][chance.below(2) as usize],
             shared_rows: chance.below(2) == 0,
             stand_in: false,
         });
-        let case = Case { name: "queries on every rank", seed, problem, poison: Vec::new(), pairs };
+        let case = Case { name: "queries on every rank", seed, problem, poison: Vec::new(), bias };
         let prepared = Prepared::new(case, dtype);
         let replicated = if chance.below(2) == 0 { chance.below(9).min(kv_len as u32)..kv_len as u32 / 2 } else { 0..0 };
         let problem = prepared.problem.clone().with_replicated(replicated).unwrap().with_same_queries(true).unwrap();
         let mesh = Mesh::new(1, ring).unwrap();
         let strategy = if ring == 1 { Strategy::Dense } else { Strategy::PassQ };
         let kv = any_placement(mesh, problem.kv_len, problem.replicated.clone(), &mut chance);
-        let world = plan_placed(&problem, mesh, Placement::everywhere(mesh, problem.q_len), kv, strategy).unwrap();
-        let checks = check(&world).unwrap();
-        let (_, outputs) = run_world(&world, in_process_group(ring), &prepared.tensors, Device::cpu);
+        let set = plan_placed(&problem, mesh, Placement::everywhere(mesh, problem.q_len), kv, strategy).unwrap();
+        let checks = check(&set).unwrap();
+        let (_, outputs) = run_world(&set, in_process_group(ring), &prepared.tensors, Device::cpu);
         let alone = {
             let one = Mesh::new(1, 1).unwrap();
-            plan_world(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
+            plan_forward(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
         };
         let mut whole = Whole::new(&alone);
         for (output, planned) in outputs.iter().zip(checks) {
@@ -129,10 +129,10 @@ fn problem() -> kyklos::AttentionProblem {
 #[test]
 fn only_running_states_travel() {
     let mesh = Mesh::new(1, 4).unwrap();
-    let world =
-        plan_world(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::PassQ).unwrap();
+    let set =
+        plan_forward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::PassQ).unwrap();
     let state = 3 * 4 * (8 * 4 + 8);
-    for check in check(&world).unwrap() {
+    for check in check(&set).unwrap() {
         assert_eq!((check.messages_sent, check.bytes_sent), (3, 3 * state));
     }
     let priced =
@@ -144,11 +144,11 @@ fn only_running_states_travel() {
 fn strategies_that_would_send_queries_or_keys_are_refused() {
     let mesh = Mesh::new(1, 4).unwrap();
     for strategy in Strategy::ALL.into_iter().filter(|strategy| strategy.accepts(mesh).is_ok()) {
-        let world = plan_world(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, strategy);
+        let set = plan_forward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, strategy);
         match strategy {
-            Strategy::PassQ => assert!(world.is_ok()),
+            Strategy::PassQ => assert!(set.is_ok()),
             other => {
-                let error = world.unwrap_err().to_string();
+                let error = set.unwrap_err().to_string();
                 assert!(error.contains("all queries on every rank"), "{other}: {error}");
             }
         }
@@ -159,9 +159,9 @@ fn strategies_that_would_send_queries_or_keys_are_refused() {
 #[test]
 fn wrong_plans_are_caught() {
     let mesh = Mesh::new(1, 3).unwrap();
-    let world =
-        || plan_world(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::PassQ).unwrap();
-    assert!(ProvedPlans::new(world()).is_ok());
+    let set =
+        || plan_forward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::PassQ).unwrap();
+    assert!(ProvedPlans::new(set()).is_ok());
     type Bug = fn(&mut Vec<Step>);
     let merge = |steps: &[Step]| steps.iter().position(|step| matches!(step, Step::Merge { .. })).unwrap();
     let bugs: [(&str, Bug); 3] = [
@@ -190,11 +190,11 @@ fn wrong_plans_are_caught() {
         }),
     ];
     for (bug, plant) in bugs {
-        let mut world = world();
-        plant(&mut world.plans[1].steps);
-        assert!(ProvedPlans::new(world).is_err(), "{bug} is not caught");
+        let mut set = set();
+        plant(&mut set.plans[1].steps);
+        assert!(ProvedPlans::new(set).is_err(), "{bug} is not caught");
     }
-    let mut twice = world();
+    let mut twice = set();
     let steps = &mut twice.plans[Rank(1).0 as usize].steps;
     let again = steps[merge(steps)].clone();
     steps.insert(merge(steps), again);

@@ -2,7 +2,7 @@
 
 use kyklos::backend::Device;
 use kyklos::plan::check;
-use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_backend_suite::Prepared;
 use kyklos_backend_suite::fixed_order::case;
 use kyklos_oracle::oracle::OracleMask;
@@ -23,15 +23,15 @@ fn shared_memory_sockets_and_channels_give_the_same_bytes_with_every_strategy() 
                 continue;
             }
             tried.push(strategy);
-            let weights = (0..mesh.world()).map(|rank| f64::from(2 + rank)).collect();
+            let weights = (0..mesh.size()).map(|rank| f64::from(2 + rank)).collect();
             let split = Split::Weights(weights);
-            let world = plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
-            let run = |group| run_world(&world, group, &prepared.tensors, Device::cpu);
-            let (expected, _) = run(in_process_group(mesh.world()));
-            let planned: u64 = check(&world).unwrap().iter().map(|rank| rank.bytes_sent).sum();
+            let set = plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
+            let run = |group| run_world(&set, group, &prepared.tensors, Device::cpu);
+            let (expected, _) = run(in_process_group(mesh.size()));
+            let planned: u64 = check(&set).unwrap().iter().map(|rank| rank.bytes_sent).sum();
             for shared_memory in [true, false] {
                 let link = LinkSettings { shared_memory, ..LinkSettings::default() };
-                let group = quic_loopback_group_over(mesh.world(), link).unwrap();
+                let group = quic_loopback_group_over(mesh.size(), link).unwrap();
                 let (whole, outputs) = run(group.clone());
                 assert!(whole.o == expected.o && whole.lse == expected.lse, "{strategy} {mesh} {link:?}");
                 let sent: u64 = outputs.iter().map(|output| output.report.bytes_sent).sum();

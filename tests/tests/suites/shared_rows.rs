@@ -5,10 +5,10 @@ use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::local::on_threads;
-use kyklos::plan::{ProvedPlans, Step, World, check, plan_hash};
+use kyklos::plan::{PlanSet, ProvedPlans, Step, check, plan_hash};
 use kyklos::{
     Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mesh, PlacementKind, Session, Split,
-    Strategy, Tensor, WireFormat, plan_placed, plan_world,
+    Strategy, Tensor, WireFormat, plan_forward, plan_placed,
 };
 use kyklos_backend_suite::{Prepared, Whole, attend_planned, oracle_dtype};
 use kyklos_oracle::inputs::cases;
@@ -21,14 +21,14 @@ use std::sync::Arc;
 use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
 use crate::common::run_world;
-use crate::plan_properties::{Drawn, worlds};
+use crate::plan_properties::{Drawn, sets};
 
-fn run(world: &World, tensors: &Tensors) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), tensors, Device::cpu).0
+fn run(set: &PlanSet, tensors: &Tensors) -> Whole {
+    run_world(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
 }
 
 fn shared_cases(dtype: Dtype) -> impl Iterator<Item = Prepared> {
-    let shared = cases().into_iter().filter(|case| case.pairs.is_some_and(|pairs| pairs.shared_rows));
+    let shared = cases().into_iter().filter(|case| case.bias.is_some_and(|bias| bias.shared_rows));
     shared.map(move |case| Prepared::new(case, dtype))
 }
 
@@ -48,11 +48,11 @@ proptest! {
 
     #[test]
     fn plans_are_those_without_the_tensor_and_each_rank_counts_its_bytes(
-        Drawn(world) in worlds(),
+        Drawn(set) in sets(),
         additive in any::<bool>(),
         (entries, heads) in (any::<bool>(), any::<bool>()),
     ) {
-        let World { problem, mesh, q_placement, kv_placement, strategy, .. } = world;
+        let PlanSet { problem, mesh, q_placement, kv_placement, strategy, .. } = set;
         prop_assume!(problem.kv_len > 0);
         let tensor = BiasTensor {
             kind: if additive { BiasKind::Additive } else { BiasKind::Mask },
@@ -106,14 +106,14 @@ fn a_shared_row_gives_the_bytes_of_that_row_for_each_query() {
                         let Ok(problem) = prepared.problem.clone().with_wire(wire) else { continue };
                         let problem = problem.with_replicated(replicated).unwrap();
                         let (own, tensors) = with_own_rows(&problem, &prepared.tensors);
-                        let weights =
-                            (0..mesh.world()).map(|rank| f64::from(rank % 3 + u32::from(rank == 0)));
+                        let weights = (0..mesh.size()).map(|rank| f64::from(rank % 3 + u32::from(rank == 0)));
                         let split = Split::Weights(weights.collect());
-                        let Ok(shared) = plan_world(&problem, mesh, PlacementKind::Zigzag, &split, strategy)
+                        let Ok(shared) =
+                            plan_forward(&problem, mesh, PlacementKind::Zigzag, &split, strategy)
                         else {
                             continue;
                         };
-                        let own = plan_world(&own, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
+                        let own = plan_forward(&own, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
                         let (shared, own) = (run(&shared, &prepared.tensors), run(&own, &tensors));
                         let what = format!("{} {dtype} {mesh} {strategy} {wire}", prepared.case.name);
                         assert!(shared.o == own.o, "{what}: o");
@@ -132,10 +132,10 @@ fn wrong_rows_are_caught() {
     for prepared in shared_cases(Dtype::F32).filter(|prepared| prepared.case.poison.is_empty()) {
         let tensor = prepared.problem.bias.unwrap();
         let mesh = Mesh::new(2, 2).unwrap();
-        let world =
-            plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+        let set =
+            plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
                 .unwrap();
-        let right = prepared.judge(&run(&world, &prepared.tensors), "no bug");
+        let right = prepared.judge(&run(&set, &prepared.tensors), "no bug");
         right.assert_within(&prepared.parallel_limit(&right));
         let faults = [
             (Fault::NoBias, true),
@@ -144,7 +144,7 @@ fn wrong_rows_are_caught() {
         ];
         for (index, (fault, _)) in faults.into_iter().enumerate().filter(|(_, (_, shows))| *shows) {
             let broken = || Broken::device(fault);
-            let (whole, _) = run_world(&world, in_process_group(4), &prepared.tensors, broken);
+            let (whole, _) = run_world(&set, in_process_group(4), &prepared.tensors, broken);
             let wrong = prepared.judge(&whole, "a planted bug");
             let what = format!("{}: {fault:?}", prepared.case.name);
             assert!(wrong.within(&prepared.parallel_limit(&right)).is_err(), "{what} passes: {wrong}");
@@ -187,9 +187,9 @@ fn ranks_with_unlike_tensors_get_one_error_and_can_go_on() {
             let problem = AttentionProblem::new(shape, Dtype::F32, kyklos::Mask::full()).unwrap();
             let problem = problem.with_bias(Some(KEYS)).unwrap();
             let mesh = Mesh::new(1, 2).unwrap();
-            let world =
-                plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-            let plans = Arc::new(ProvedPlans::new(world).unwrap());
+            let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
+                .unwrap();
+            let plans = Arc::new(ProvedPlans::new(set).unwrap());
             let run = |session: &mut Session, rows: Bytes| {
                 let part = pollster::block_on(x.bytes()).unwrap();
                 let tensors = Tensors { q: part.clone(), k: part.clone(), v: part, bias: Some(rows) };

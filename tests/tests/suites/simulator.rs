@@ -3,11 +3,11 @@
 mod gradients;
 mod two_links;
 
-use kyklos::plan::{World, check};
+use kyklos::plan::{PlanSet, check};
 use kyklos::simulate::{
     Candidate, Cluster, Prediction, Priced, Wanted, candidates, choose, predict, simulate,
 };
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_world};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_forward};
 use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
 /// Devices of 100 GFLOP/s, one per host. Copies take no time.
@@ -39,14 +39,14 @@ fn fast() -> Cluster {
     cluster("gb_per_s = 1e6\nlatency_us = 0", "")
 }
 
-fn world(shape: [u32; 5], mask: Mask, mesh: [u32; 2], placement: PlacementKind) -> World {
+fn set(shape: [u32; 5], mask: Mask, mesh: [u32; 2], placement: PlacementKind) -> PlanSet {
     let problem = AttentionProblem::new(shape, Dtype::F32, mask).expect("written to fit");
     let mesh = Mesh::new(mesh[0], mesh[1]).expect("written to fit");
-    plan_world(&problem, mesh, placement, &Split::Even, Strategy::of_mesh(mesh)).expect("written to fit")
+    plan_forward(&problem, mesh, placement, &Split::Even, Strategy::of_mesh(mesh)).expect("written to fit")
 }
 
-fn full(mesh: [u32; 2]) -> World {
-    world([1, 4096, 8, 8, 64], Mask::full(), mesh, PlacementKind::Contiguous)
+fn full(mesh: [u32; 2]) -> PlanSet {
+    set([1, 4096, 8, 8, 64], Mask::full(), mesh, PlacementKind::Contiguous)
 }
 
 fn close(a: f64, b: f64) -> bool {
@@ -67,8 +67,8 @@ fn compute_of_all_ranks_is_the_work_over_the_rate_whatever_the_mesh_mask_and_pla
     ] {
         for mesh in [[1, 1], [1, 8], [8, 1], [2, 4], [4, 2]] {
             for placement in PlacementKind::ALL {
-                let world = world([2, 4096, 8, 2, 64], mask.parse().unwrap(), mesh, placement);
-                let prediction = simulate(&world, &fast()).unwrap();
+                let set = set([2, 4096, 8, 2, 64], mask.parse().unwrap(), mesh, placement);
+                let prediction = simulate(&set, &fast()).unwrap();
                 let pairs = 2.0 * 4096.0 * 4096.0 * 8.0 * share;
                 assert!(close(prediction.ranks.iter().map(|rank| rank.pairs).sum(), pairs), "{mask}");
                 let compute = sum(&prediction, |rank| rank.compute_ns) as f64;
@@ -80,13 +80,13 @@ fn compute_of_all_ranks_is_the_work_over_the_rate_whatever_the_mesh_mask_and_pla
 
 #[test]
 fn a_hop_under_compute_costs_nothing_and_a_slow_one_costs_all() {
-    let world = full([1, 8]);
-    let free = simulate(&world, &fast()).unwrap();
+    let set = full([1, 8]);
+    let free = simulate(&set, &fast()).unwrap();
     // For a block of 512 tokens, attention takes 5.4 ms and the message has 2 MiB.
-    let hidden = simulate(&world, &cluster("gb_per_s = 0.5\nlatency_us = 10", "")).unwrap();
+    let hidden = simulate(&set, &cluster("gb_per_s = 0.5\nlatency_us = 10", "")).unwrap();
     assert!(close(free.wall_ns as f64, hidden.wall_ns as f64), "{} {}", free.wall_ns, hidden.wall_ns);
     assert!(hidden.overlap() > 0.999);
-    let slow = simulate(&world, &cluster("gb_per_s = 0.01\nlatency_us = 10", "")).unwrap();
+    let slow = simulate(&set, &cluster("gb_per_s = 0.01\nlatency_us = 10", "")).unwrap();
     let block_ns = 2.0 * 512.0 * 8.0 * 64.0 * 4.0 / 0.01;
     let last_ns = slow.ranks[0].compute_ns as f64 / 8.0;
     assert!(close(slow.wall_ns as f64, 7.0 * block_ns + last_ns), "{}", slow.wall_ns);
@@ -97,7 +97,7 @@ fn a_hop_under_compute_costs_nothing_and_a_slow_one_costs_all() {
 fn int8_codes_send_fewer_bytes_and_cost_copies() {
     let exact = full([1, 8]);
     let problem = exact.problem.clone().with_wire(WireFormat::Int8).unwrap();
-    let coded = plan_world(&problem, exact.mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring);
+    let coded = plan_forward(&problem, exact.mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring);
     let coded = coded.unwrap();
     let slow = cluster("gb_per_s = 0.01\nlatency_us = 10", "");
     let (before, after) = (simulate(&exact, &slow).unwrap(), simulate(&coded, &slow).unwrap());
@@ -119,7 +119,7 @@ fn int8_codes_send_fewer_bytes_and_cost_copies() {
 fn running_states_have_a_rate_of_their_own() {
     // One rank: attention writes the state twice and reads it. Then the state is read for an output of about the same
     // size.
-    let alone = world([1, 512, 8, 8, 64], Mask::full(), [1, 1], PlacementKind::Contiguous);
+    let alone = set([1, 512, 8, 8, 64], Mask::full(), [1, 1], PlacementKind::Contiguous);
     let text = fast().to_toml().unwrap();
     let slower = text.replace("copy_gb_per_s = 1000000000.0", "copy_gb_per_s = 1e9\nstate_gb_per_s = 1.0");
     assert_ne!(text, slower);
@@ -133,9 +133,8 @@ fn running_states_have_a_rate_of_their_own() {
 
 #[test]
 fn contiguous_causal_work_shows_as_idle_ranks_and_zigzag_removes_it() {
-    let of = |placement| {
-        simulate(&world([1, 4096, 8, 8, 64], Mask::causal(), [1, 8], placement), &fast()).unwrap()
-    };
+    let of =
+        |placement| simulate(&set([1, 4096, 8, 8, 64], Mask::causal(), [1, 8], placement), &fast()).unwrap();
     let (contiguous, zigzag) = (of(PlacementKind::Contiguous), of(PlacementKind::Zigzag));
     // The last rank has 15 of 64 half blocks.
     assert!(close(contiguous.wall_ns as f64, zigzag.wall_ns as f64 * 15.0 / 8.0));
@@ -231,7 +230,7 @@ fn a_missing_device_rate_or_link_is_refused_and_so_is_too_little_memory() {
     );
     let problem = AttentionProblem::new([1, 64, 2, 2, 64], Dtype::F16, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
-    let half = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    let half = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
     refused(simulate(&half, &fast()), "no attention rate for f16");
 
     let mut small = fast().description().clone();
@@ -390,8 +389,8 @@ fn a_long_ring_is_extrapolated_from_two_short_ones_within_a_few_percent() {
         let mesh = Mesh::new(1, ring).unwrap();
         let candidate = Candidate { strategy, mesh, placement };
         let told = predict(&problem, candidate, &Split::Even, &cluster).unwrap();
-        let world = plan_world(&problem, mesh, placement, &Split::Even, strategy).unwrap();
-        let walked = simulate(&world, &cluster).unwrap();
+        let set = plan_forward(&problem, mesh, placement, &Split::Even, strategy).unwrap();
+        let walked = simulate(&set, &cluster).unwrap();
         assert!(told.extrapolated && !walked.extrapolated);
         let off = told.wall_s() / walked.wall_s() - 1.0;
         let bytes = told.bytes_sent() as f64 / walked.bytes_sent() as f64 - 1.0;
@@ -496,13 +495,13 @@ proptest! {
         let problem = AttentionProblem::new([batch, seq, heads, kv_heads, 64], Dtype::F32, mask.parse().unwrap()).unwrap();
         let mesh = Mesh::new(ulysses.min(heads), ring).unwrap();
         let split = if uneven {
-            Split::Weights((0..mesh.world() as usize).map(|i| f64::from(weights[i]) + f64::from(u8::from(i == 0))).collect())
+            Split::Weights((0..mesh.size() as usize).map(|i| f64::from(weights[i]) + f64::from(u8::from(i == 0))).collect())
         } else {
             Split::Even
         };
-        let world = plan_world(&problem, mesh, kind, &split, Strategy::Unified).unwrap();
-        let checks = check(&world).unwrap();
-        let slow = simulate(&world, &cluster(&format!("gb_per_s = {gb_per_s}\nlatency_us = 5"), "")).unwrap();
+        let set = plan_forward(&problem, mesh, kind, &split, Strategy::Unified).unwrap();
+        let checks = check(&set).unwrap();
+        let slow = simulate(&set, &cluster(&format!("gb_per_s = {gb_per_s}\nlatency_us = 5"), "")).unwrap();
         for (rank, check) in slow.ranks.iter().zip(&checks) {
             prop_assert_eq!(rank.bytes_sent, check.bytes_sent);
             prop_assert_eq!(rank.messages_sent, check.messages_sent);
@@ -512,8 +511,8 @@ proptest! {
         let carried: u64 = slow.links.iter().map(|link| link.bytes).sum();
         prop_assert_eq!(carried, checks.iter().map(|check| check.bytes_sent).sum::<u64>());
         // More bandwidth never makes a run slower, and a repeated simulation has the same result.
-        let fast = simulate(&world, &cluster(&format!("gb_per_s = {}\nlatency_us = 5", gb_per_s * 4.0), "")).unwrap();
+        let fast = simulate(&set, &cluster(&format!("gb_per_s = {}\nlatency_us = 5", gb_per_s * 4.0), "")).unwrap();
         prop_assert!(fast.wall_ns <= slow.wall_ns, "{} {}", fast.wall_ns, slow.wall_ns);
-        prop_assert_eq!(&simulate(&world, &cluster(&format!("gb_per_s = {gb_per_s}\nlatency_us = 5"), "")).unwrap(), &slow);
+        prop_assert_eq!(&simulate(&set, &cluster(&format!("gb_per_s = {gb_per_s}\nlatency_us = 5"), "")).unwrap(), &slow);
     }
 }

@@ -9,10 +9,10 @@ use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
-use kyklos::plan::{Plan, ProvedPlans, Slice, Step, World};
+use kyklos::plan::{Plan, PlanSet, ProvedPlans, Slice, Step};
 use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, NoObserver, Observer, PlacementKind, RunOptions, Session,
-    SessionOptions, Split, Strategy, plan_world,
+    SessionOptions, Split, Strategy, plan_forward,
 };
 use kyklos_backend_suite::attend_planned;
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
@@ -110,27 +110,27 @@ impl Subscriber for Spans {
     fn event(&self, _: &Event<'_>) {}
 }
 
-fn ring() -> World {
+fn ring() -> PlanSet {
     let problem = AttentionProblem::new([1, 24, 2, 1, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, RANKS).unwrap();
-    plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
+    plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
 }
 
-/// Runs `world` on threads. After all transports are dropped, returns for each rank whether it succeeded, and its
+/// Runs `set` on threads. After all transports are dropped, returns for each rank whether it succeeded, and its
 /// spans.
-fn run(world: &World, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer>) -> Vec<(bool, Vec<Span>)> {
-    let problem = &world.problem;
+fn run(set: &PlanSet, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer>) -> Vec<(bool, Vec<Span>)> {
+    let problem = &set.problem;
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
     let (q, kv) = (zeros(problem.q_heads), zeros(problem.kv_heads));
     let tensors = Tensors { q, k: kv.clone(), v: kv, bias: None };
-    let plans = Arc::new(ProvedPlans::new(world.clone()).unwrap());
+    let plans = Arc::new(ProvedPlans::new(set.clone()).unwrap());
     let run = RunOptions { observer, ..RunOptions::default() };
     let options = SessionOptions { deadline: Duration::from_secs(20), run, ..SessionOptions::default() };
     let spans: Vec<Spans> = group.iter().map(|_| Spans::default()).collect();
     // Made before any rank runs: while there is only one, a span that another test enters first stays off for ever.
     let subscribers: Vec<_> = spans.iter().cloned().map(tracing::Dispatch::new).collect();
     let ended = on_threads(group, |transport| {
-        let part = shard(world, transport.rank(), &tensors).unwrap();
+        let part = shard(set, transport.rank(), &tensors).unwrap();
         let subscriber = &subscribers[transport.rank().0 as usize];
         let mut session = Session::with_options(transport, Device::cpu(), options.clone());
         let runs = async {
@@ -156,10 +156,10 @@ fn inside(spans: &[Span], parent: Option<usize>) -> Vec<(usize, &Span)> {
 }
 
 /// (name, peer, bytes) of the messages that a step posts, receives first.
-fn messages(world: &World, plan: &Plan, step: &Step) -> Vec<(&'static str, u64, u64)> {
+fn messages(set: &PlanSet, plan: &Plan, step: &Step) -> Vec<(&'static str, u64, u64)> {
     let Step::Exchange { sends, recvs, .. } = step else { return Vec::new() };
-    let slices = |parts: &[Slice]| parts.iter().map(|part| plan.slice_bytes(&world.problem, part)).sum();
-    let buffers = |parts: &[_]| parts.iter().map(|id| plan.buffer(*id).bytes(&world.problem)).sum();
+    let slices = |parts: &[Slice]| parts.iter().map(|part| plan.slice_bytes(&set.problem, part)).sum();
+    let buffers = |parts: &[_]| parts.iter().map(|id| plan.buffer(*id).bytes(&set.problem)).sum();
     (recvs.iter().map(|recv| ("receive", u64::from(recv.from), buffers(&recv.parts))))
         .chain(sends.iter().map(|send| ("send", u64::from(send.to), slices(&send.parts))))
         .collect()
@@ -167,11 +167,11 @@ fn messages(world: &World, plan: &Plan, step: &Step) -> Vec<(&'static str, u64, 
 
 #[test]
 fn an_operation_has_its_steps_and_a_step_its_messages() {
-    let world = ring();
-    let ranks = run(&world, in_process_group(RANKS), Arc::new(NoObserver));
+    let set = ring();
+    let ranks = run(&set, in_process_group(RANKS), Arc::new(NoObserver));
     for (rank, (well, spans)) in (0..).map(Rank).zip(&ranks) {
         assert!(well);
-        let plan = world.plan(rank);
+        let plan = set.plan(rank);
         let operations = inside(spans, None);
         assert_eq!(operations.len() as u64, REPEAT);
         for (op, (at, operation)) in (0..).zip(operations) {
@@ -183,14 +183,14 @@ fn an_operation_has_its_steps_and_a_step_its_messages() {
             assert_eq!(steps.len(), plan.steps.len());
             for ((index, step), (at, span)) in (0..).zip(&plan.steps).zip(steps) {
                 assert_eq!((span.name, span.number("index")), ("step", u64::from(index)));
-                assert_eq!(span.fields["doing"], world.step_in_words(rank, index).unwrap());
+                assert_eq!(span.fields["doing"], set.step_in_words(rank, index).unwrap());
 
                 let posted = inside(spans, Some(at));
                 let found: Vec<_> = posted
                     .iter()
                     .map(|(_, span)| (span.name, span.number("peer"), span.number("bytes")))
                     .collect();
-                assert_eq!(found, messages(&world, plan, step), "{}", span.fields["doing"]);
+                assert_eq!(found, messages(&set, plan, step), "{}", span.fields["doing"]);
                 for (at, message) in posted {
                     assert_eq!([message.number("rank"), message.number("op")], [u64::from(rank.0), op]);
                     assert!(inside(spans, Some(at)).is_empty());
@@ -221,15 +221,15 @@ impl Observer for Fails {
 
 #[test]
 fn spans_of_an_operation_that_failed_are_closed() {
-    let world = ring();
-    let steps = &world.plan(Rank(1)).steps;
+    let set = ring();
+    let steps = &set.plan(Rank(1)).steps;
     let exchanges: Vec<usize> =
         (0..steps.len()).filter(|step| matches!(steps[*step], Step::Exchange { .. })).collect();
     // The abort is before rank 1 posts anything, or before its second exchange, when other ranks have messages for it.
     for &at in &exchanges {
         let group = in_process_group(RANKS);
         let transport = Arc::clone(&group[1]);
-        let ranks = run(&world, group, Arc::new(Fails { at, transport }));
+        let ranks = run(&set, group, Arc::new(Fails { at, transport }));
         for (rank, (well, spans)) in ranks.iter().enumerate() {
             assert!(!well, "rank {rank}");
             let names = |name| spans.iter().filter(|span| span.name == name).count();

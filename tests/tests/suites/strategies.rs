@@ -1,4 +1,4 @@
-//! Every strategy, placement and split, with every mask, against the oracle: `E_par <= 2·E_dense + a` at any world
+//! Every strategy, placement and split, with every mask, against the oracle: `E_par <= 2·E_dense + a` for any number of ranks
 //! size. The bytes are as planned. The same comparison must find planted bugs.
 
 use std::collections::BTreeSet;
@@ -8,8 +8,8 @@ use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
 use crate::common::{run_plans, run_world};
 use kyklos::backend::Device;
-use kyklos::plan::{ProvedPlans, Step, World, check};
-use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::plan::{PlanSet, ProvedPlans, Step, check};
+use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_backend_suite::{Prepared, Whole};
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::tolerance::{Comparison, discriminates};
@@ -23,16 +23,16 @@ fn strategies_on(mesh: Mesh) -> Vec<Strategy> {
     own.filter(|strategy| strategy.accepts(mesh).is_ok()).collect()
 }
 
-pub(crate) fn dense(problem: &AttentionProblem) -> World {
+pub(crate) fn dense(problem: &AttentionProblem) -> PlanSet {
     let mesh = Mesh::new(1, 1).unwrap();
-    plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
+    plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
 }
 
-pub(crate) fn run_on_cpu(world: &World, prepared: &Prepared) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), &prepared.tensors, Device::cpu).0
+pub(crate) fn run_on_cpu(set: &PlanSet, prepared: &Prepared) -> Whole {
+    run_world(set, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0
 }
 
-/// Uneven weights for a world of `ranks`. With four or more ranks, one rank has no tokens.
+/// Uneven weights for a plan set of `ranks`. With four or more ranks, one rank has no tokens.
 fn uneven(ranks: u32) -> Split {
     Split::Weights((0..ranks).map(|rank| if rank == 3 { 0.0 } else { f64::from(1 + rank % 3) }).collect())
 }
@@ -54,7 +54,7 @@ fn every_world_agrees(dtype: Dtype) {
             }
             let mesh = Mesh::new(ulysses, ring).unwrap();
             for kind in PlacementKind::ALL {
-                for (index, split) in [Split::Even, uneven(mesh.world())].into_iter().enumerate() {
+                for (index, split) in [Split::Even, uneven(mesh.size())].into_iter().enumerate() {
                     cell += 1;
                     if cell % step != 0 {
                         continue;
@@ -63,7 +63,7 @@ fn every_world_agrees(dtype: Dtype) {
                     let strategies = strategies_on(mesh);
                     let turn = prepared.case.seed as usize + index + kind as usize;
                     let strategy = strategies[turn % strategies.len()];
-                    let world = plan_world(&prepared.problem, mesh, kind, &split, strategy).unwrap();
+                    let set = plan_forward(&prepared.problem, mesh, kind, &split, strategy).unwrap();
                     let who = format!("cpu {strategy} {mesh} {kind} {split:?}");
                     occurred.extend([
                         strategy.to_string(),
@@ -71,12 +71,12 @@ fn every_world_agrees(dtype: Dtype) {
                         kind.to_string(),
                         index.to_string(),
                     ]);
-                    let whole = run_on_cpu(&world, &prepared);
+                    let whole = run_on_cpu(&set, &prepared);
                     let judged = prepared.judge(&whole, &who);
                     if let Err(failure) = judged.within(&limit) {
                         panic!("{name} on {who}: {failure}");
                     }
-                    if mesh.world() == 1 {
+                    if mesh.size() == 1 {
                         let again = run_on_cpu(&dense(&prepared.problem), &prepared);
                         assert_eq!(whole.o, again.o, "{name}: one rank is the dense run, bit for bit");
                     }
@@ -114,10 +114,10 @@ fn ranks_send_exactly_what_their_plans_say() {
     for (ulysses, ring) in [(1, 4), (4, 1), (2, 3)] {
         let mesh = Mesh::new(ulysses, ring).unwrap();
         let kind = PlacementKind::Zigzag;
-        let world =
-            plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), Strategy::Unified).unwrap();
-        let (_, outputs) = run_world(&world, in_process_group(mesh.world()), &prepared.tensors, Device::cpu);
-        for (output, planned) in outputs.iter().zip(check(&world).unwrap()) {
+        let set =
+            plan_forward(&prepared.problem, mesh, kind, &uneven(mesh.size()), Strategy::Unified).unwrap();
+        let (_, outputs) = run_world(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu);
+        for (output, planned) in outputs.iter().zip(check(&set).unwrap()) {
             assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
             assert_eq!(output.report.messages_sent, planned.messages_sent, "{mesh}");
         }
@@ -131,13 +131,13 @@ fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
     let prepared = case("six query heads in groups of two");
     let mesh = Mesh::new(1, 3).unwrap();
     let kind = PlacementKind::Contiguous;
-    let world = plan_world(&prepared.problem, mesh, kind, &Split::Even, Strategy::Unified).unwrap();
+    let set = plan_forward(&prepared.problem, mesh, kind, &Split::Even, Strategy::Unified).unwrap();
     let group = in_process_group(3);
     let pulses: Vec<_> = group.iter().map(|rank| rank.pulse()).collect();
-    let (_, outputs) = run_world(&world, group, &prepared.tensors, Device::cpu);
+    let (_, outputs) = run_world(&set, group, &prepared.tensors, Device::cpu);
     for (rank, (pulse, output)) in pulses.iter().zip(&outputs).enumerate() {
         let report = &output.report;
-        let steps = &world.plan(Rank(rank as u32)).steps;
+        let steps = &set.plan(Rank(rank as u32)).steps;
         let own = steps.iter().filter(|step| !matches!(step, Step::Wait { .. })).count() as u64;
         assert!(report.pieces > 0, "rank {rank}");
         assert!(pulse.beats() >= 2 * own + report.pieces, "{} of {own} steps: {report:?}", pulse.beats());
@@ -165,11 +165,11 @@ fn an_unexpected_attention_bias_tensor_is_refused_and_so_is_a_missing_one() {
 fn the_same_plan_gives_the_same_bytes() {
     let prepared = case("two rows beyond four tiles");
     let mesh = Mesh::new(2, 2).unwrap();
-    let world =
-        plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap();
-    let first = run_on_cpu(&world, &prepared);
+    let set = plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+        .unwrap();
+    let first = run_on_cpu(&set, &prepared);
     for _ in 0..4 {
-        let again = run_on_cpu(&world, &prepared);
+        let again = run_on_cpu(&set, &prepared);
         assert_eq!(first.o, again.o);
         assert_eq!(first.lse, again.lse);
     }
@@ -189,22 +189,22 @@ fn sockets_and_channels_give_the_same_bytes() {
     ] {
         let mesh = Mesh::new(ulysses, ring).unwrap();
         let kind = PlacementKind::Zigzag;
-        let world = plan_world(&prepared.problem, mesh, kind, &uneven(mesh.world()), strategy).unwrap();
-        let over_channels = run_on_cpu(&world, &prepared);
-        let sockets = kyklos_transport::quic::quic_loopback_group(mesh.world()).unwrap();
-        let (over_sockets, outputs) = run_world(&world, sockets, &prepared.tensors, Device::cpu);
+        let set = plan_forward(&prepared.problem, mesh, kind, &uneven(mesh.size()), strategy).unwrap();
+        let over_channels = run_on_cpu(&set, &prepared);
+        let sockets = kyklos_transport::quic::quic_loopback_group(mesh.size()).unwrap();
+        let (over_sockets, outputs) = run_world(&set, sockets, &prepared.tensors, Device::cpu);
         assert_eq!(over_channels.o, over_sockets.o, "{mesh}");
         assert_eq!(over_channels.lse, over_sockets.lse, "{mesh}");
-        for (output, planned) in outputs.iter().zip(check(&world).unwrap()) {
+        for (output, planned) in outputs.iter().zip(check(&set).unwrap()) {
             assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
         }
     }
 }
 
-/// Runs a world with possibly wrong plans. It skips the proof, because the proof would refuse these plans.
-fn run_unproved(world: &World, prepared: &Prepared) -> Whole {
-    let plans = Arc::new(ProvedPlans::unproved(world.clone()));
-    run_plans(&plans, in_process_group(world.mesh.world()), &prepared.tensors, Device::cpu).0
+/// Runs a plan set with possibly wrong plans. It skips the proof, because the proof would refuse these plans.
+fn run_unproved(set: &PlanSet, prepared: &Prepared) -> Whole {
+    let plans = Arc::new(ProvedPlans::unproved(set.clone()));
+    run_plans(&plans, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0
 }
 
 /// A planted bug must exceed the tolerance by far. Otherwise the suites above prove nothing.
@@ -220,50 +220,50 @@ fn must_be_caught(prepared: &Prepared, right: &Comparison, broken: &Whole, bug: 
     ratio.unwrap_or_else(|error| panic!("{bug}: {error}"));
 }
 
-fn controls(kind: PlacementKind) -> (Prepared, World, Comparison) {
+fn controls(kind: PlacementKind) -> (Prepared, PlanSet, Comparison) {
     let prepared = case("two rows beyond four tiles");
     let mesh = Mesh::new(1, 4).unwrap();
-    let world = plan_world(&prepared.problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
-    let right = prepared.judge(&run_unproved(&world, &prepared), "no bug");
-    (prepared, world, right)
+    let set = plan_forward(&prepared.problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
+    let right = prepared.judge(&run_unproved(&set, &prepared), "no bug");
+    (prepared, set, right)
 }
 
 #[test]
 fn a_dropped_hop_is_caught() {
-    let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
-    let steps = &mut world.plans[2].steps;
+    let (prepared, mut set, right) = controls(PlacementKind::Zigzag);
+    let steps = &mut set.plans[2].steps;
     let last = steps.iter().rposition(|step| matches!(step, Step::Attend { .. })).unwrap();
     steps.remove(last);
-    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a dropped hop");
+    must_be_caught(&prepared, &right, &run_unproved(&set, &prepared), "a dropped hop");
 }
 
 #[test]
 fn a_mask_that_is_off_by_one_is_caught() {
-    let (prepared, mut world, right) = controls(PlacementKind::Zigzag);
-    let q_len = world.problem.q_len;
-    world.problem = world.problem.with_queries(q_len, 1).unwrap();
-    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a mask off by one");
+    let (prepared, mut set, right) = controls(PlacementKind::Zigzag);
+    let q_len = set.problem.q_len;
+    set.problem = set.problem.with_queries(q_len, 1).unwrap();
+    must_be_caught(&prepared, &right, &run_unproved(&set, &prepared), "a mask off by one");
 }
 
 #[test]
 fn a_block_under_the_wrong_owner_is_caught() {
-    let (prepared, mut world, right) = controls(PlacementKind::Striped);
+    let (prepared, mut set, right) = controls(PlacementKind::Striped);
     // Zigzag and contiguous blocks are completely visible or completely hidden, for every owner. Striped blocks have a
     // diagonal. Rank 1 treats the block of the next shard as the block of the previous shard.
-    let plan = &mut world.plans[1];
+    let plan = &mut set.plans[1];
     let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name.to_string() == name).unwrap();
     let (theirs, mistaken) = (block("kv of shard 2"), block("kv of shard 0"));
     let count = plan.buffers[theirs].tokens.len();
     plan.buffers[theirs].tokens = plan.buffers[mistaken].tokens.slice(0..count);
-    must_be_caught(&prepared, &right, &run_unproved(&world, &prepared), "a wrong owner");
+    must_be_caught(&prepared, &right, &run_unproved(&set, &prepared), "a wrong owner");
 }
 
 #[test]
 fn a_missing_rescale_is_caught() {
-    let (prepared, world, right) = controls(PlacementKind::Zigzag);
-    let group = in_process_group(world.mesh.world());
+    let (prepared, set, right) = controls(PlacementKind::Zigzag);
+    let group = in_process_group(set.mesh.size());
     let broken = || Broken::device(Fault::WithoutRescale);
-    let (whole, _) = run_world(&world, group, &prepared.tensors, broken);
+    let (whole, _) = run_world(&set, group, &prepared.tensors, broken);
     must_be_caught(&prepared, &right, &whole, "a missing rescale");
 }
 
@@ -278,10 +278,10 @@ fn keys_that_a_row_cannot_see_do_not_change_it() {
         let (bad, good) = (Prepared::new(poisoned, Dtype::F32), Prepared::new(clean, Dtype::F32));
         for (ulysses, ring) in [(1, 1), (1, 3)] {
             let mesh = Mesh::new(ulysses, ring).unwrap();
-            let world =
-                plan_world(&bad.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
+            let set =
+                plan_forward(&bad.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
                     .unwrap();
-            let (with, without) = (run_on_cpu(&world, &bad), run_on_cpu(&world, &good));
+            let (with, without) = (run_on_cpu(&set, &bad), run_on_cpu(&set, &good));
             let dim = bad.problem.head_dim as usize;
             let (with_o, without_o): (Vec<f32>, Vec<f32>) =
                 (bytemuck::pod_collect_to_vec(&with.o), bytemuck::pod_collect_to_vec(&without.o));

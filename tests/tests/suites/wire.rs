@@ -9,10 +9,10 @@ use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
 use kyklos::local::on_threads;
-use kyklos::plan::{Content, Step, World, check};
+use kyklos::plan::{Content, PlanSet, Step, check};
 use kyklos::{
     Attention, AttentionProblem, CacheOptions, CallShapes, Dtype, Execution, Mask, Mesh, Output,
-    PlacementKind, Saved, Session, Split, Strategy, Tensor, WireFormat, plan_world,
+    PlacementKind, Saved, Session, Split, Strategy, Tensor, WireFormat, plan_forward,
 };
 use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 use kyklos_oracle::inputs::{TensorId, cases, fill};
@@ -32,24 +32,24 @@ const WORLDS: [(u32, u32, Strategy); 9] = [
     (2, 3, Strategy::Relay),
 ];
 
-fn world(problem: &AttentionProblem, (ulysses, ring, strategy): (u32, u32, Strategy)) -> World {
+fn set(problem: &AttentionProblem, (ulysses, ring, strategy): (u32, u32, Strategy)) -> PlanSet {
     let mesh = Mesh::new(ulysses, ring).unwrap();
-    let weights = (0..mesh.world()).map(|rank| f64::from(1 + rank % 3)).collect();
+    let weights = (0..mesh.size()).map(|rank| f64::from(1 + rank % 3)).collect();
     let split = if ring == 2 { Split::Even } else { Split::Weights(weights) };
-    let world = plan_world(problem, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
-    check(&world).unwrap();
-    world
+    let set = plan_forward(problem, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
+    check(&set).unwrap();
+    set
 }
 
-fn run(world: &World, tensors: &Tensors) -> Whole {
-    run_world(world, in_process_group(world.mesh.world()), tensors, Device::cpu).0
+fn run(set: &PlanSet, tensors: &Tensors) -> Whole {
+    run_world(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
 }
 
 fn alone(problem: &AttentionProblem, tensors: &Tensors) -> Whole {
     let problem = problem.clone().with_wire(WireFormat::Same).unwrap();
     let mesh = Mesh::new(1, 1).unwrap();
-    let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
-    run(&world, tensors)
+    let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+    run(&set, tensors)
 }
 
 fn case(name: &str, dtype: Dtype) -> Prepared {
@@ -57,9 +57,9 @@ fn case(name: &str, dtype: Dtype) -> Prepared {
     Prepared::new(case.unwrap_or_else(|| panic!("no case `{name}`")), dtype)
 }
 
-/// Lists of tokens that a world sends together.
-fn lists(world: &World) -> Vec<Vec<u32>> {
-    let buffers = world.plans.iter().flat_map(|plan| &plan.buffers);
+/// Lists of tokens that a plan set sends together.
+fn lists(set: &PlanSet) -> Vec<Vec<u32>> {
+    let buffers = set.plans.iter().flat_map(|plan| &plan.buffers);
     let sent = buffers.filter(|buffer| buffer.content == Content::WireKeyValue);
     sent.map(|buffer| buffer.tokens.iter().collect()).collect::<BTreeSet<_>>().into_iter().collect()
 }
@@ -76,15 +76,15 @@ fn kv_shape(problem: &AttentionProblem) -> wire::Shape {
     [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize)
 }
 
-/// The tensors, with all keys and values that `world` sends rounded.
-fn rounded(world: &World, exact: &Tensors) -> Tensors {
-    let problem = &world.problem;
+/// The tensors, with all keys and values that `set` sends rounded.
+fn rounded(set: &PlanSet, exact: &Tensors) -> Tensors {
+    let problem = &set.problem;
     let round = |tensor: &Bytes, int8: fn(&mut [f32], wire::Shape, &[Vec<u32>])| {
         let mut numbers = floats(problem.dtype, tensor);
         match problem.wire {
             WireFormat::Same => {}
             WireFormat::F16 => wire::f16_each(&mut numbers),
-            WireFormat::Int8 => int8(&mut numbers, kv_shape(problem), &lists(world)),
+            WireFormat::Int8 => int8(&mut numbers, kv_shape(problem), &lists(set)),
         }
         stored(problem.dtype, &numbers)
     };
@@ -102,14 +102,14 @@ fn keys_on_the_wire_are_rounded_once_and_cost_no_more_than_that() {
             let unrounded = prepared.judge(&alone(&prepared.problem, &prepared.tensors), "alone");
             let problem = prepared.problem.clone().with_wire(format).unwrap();
             for shared in WORLDS {
-                let world = world(&problem, shared);
+                let set = set(&problem, shared);
                 // One device with these keys and values rounded: the cost of rounding on these inputs.
-                let tensors = rounded(&world, &prepared.tensors);
+                let tensors = rounded(&set, &prepared.tensors);
                 let rounded = prepared.judge(&alone(&problem, &tensors), "rounded, alone");
                 let limit = prepared.parallel_limit(&rounded);
                 let limit = if format == WireFormat::Int8 { limit.of_coarse_keys() } else { limit };
                 let who = format!("{dtype} as {format}, {shared:?}");
-                let judged = prepared.judge(&run(&world, &prepared.tensors), &who);
+                let judged = prepared.judge(&run(&set, &prepared.tensors), &who);
                 judged.assert_within(&limit);
                 // The rounding of 16-bit outputs hides much of this error.
                 if dtype == Dtype::F32 {
@@ -128,7 +128,7 @@ fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
     for format in [WireFormat::F16, WireFormat::Int8] {
         let problem = problem.clone().with_wire(format).unwrap();
         for strategy in [Strategy::Bidirectional, Strategy::Line] {
-            for plan in &world(&problem, (1, 5, strategy)).plans {
+            for plan in &set(&problem, (1, 5, strategy)).plans {
                 let own = |step: &&Step| matches!(step, Step::Convert { from, .. } if from.buffer == plan.kv);
                 assert_eq!(plan.steps.iter().filter(own).count(), 1, "{strategy}, rank {}", plan.rank);
             }
@@ -245,11 +245,11 @@ fn with_outliers() -> Prepared {
 fn a_scale_of_anything_but_the_channel_of_these_tokens_is_caught() {
     let prepared = with_outliers();
     let problem = prepared.problem.clone().with_wire(WireFormat::Int8).unwrap();
-    let world = world(&problem, (1, 2, Strategy::Ring));
+    let set = set(&problem, (1, 2, Strategy::Ring));
     let exact = &prepared.tensors;
-    let dense = prepared.judge(&alone(&problem, &rounded(&world, exact)), "rounded, alone");
+    let dense = prepared.judge(&alone(&problem, &rounded(&set, exact)), "rounded, alone");
     let limit = prepared.parallel_limit(&dense).of_coarse_keys();
-    prepared.judge(&run(&world, exact), "channels").assert_within(&limit);
+    prepared.judge(&run(&set, exact), "channels").assert_within(&limit);
 
     let keys = |round: &dyn Fn(&mut [f32])| {
         let mut numbers = floats(Dtype::F32, &exact.k);
@@ -259,8 +259,8 @@ fn a_scale_of_anything_but_the_channel_of_these_tokens_is_caught() {
     let broken = || Broken::device(Fault::ScalesOfOthers);
     for (bug, wrong) in [
         ("one scale for all keys", keys(&wire::int8_with_one_scale)),
-        ("a scale for each key", keys(&|keys| wire::int8_values(keys, kv_shape(&problem), &lists(&world)))),
-        ("the scales of other tokens", run_world(&world, in_process_group(2), exact, broken).0),
+        ("a scale for each key", keys(&|keys| wire::int8_values(keys, kv_shape(&problem), &lists(&set)))),
+        ("the scales of other tokens", run_world(&set, in_process_group(2), exact, broken).0),
     ] {
         let judged = prepared.judge(&wrong, bug);
         assert!(judged.within(&limit).is_err(), "{bug} passes: {judged}");
@@ -285,11 +285,11 @@ fn non_finite_values_show_in_the_rows_that_see_them_and_in_no_others() {
             Tensors { k: put(&exact.k, in_k, k), v: put(&exact.v, in_v, v), ..exact.clone() }
         };
         for shared in WORLDS {
-            let world = world(&problem, shared);
+            let set = set(&problem, shared);
             // Non-finite values and 0 do not influence a scale. All other codes are the same.
-            let clean = run(&world, &with(0.0, 0.0));
+            let clean = run(&set, &with(0.0, 0.0));
             for (k, v) in [(f32::NAN, f32::INFINITY), (f32::NEG_INFINITY, f32::NAN)] {
-                let poisoned = run(&world, &with(k, v));
+                let poisoned = run(&set, &with(k, v));
                 let (clean_o, poisoned_o) = (floats(dtype, &clean.o), floats(dtype, &poisoned.o));
                 for id in prepared.oracle.row_ids() {
                     let at = prepared.oracle.o_index(id);
@@ -331,12 +331,12 @@ fn the_error_that_a_plan_expects_is_the_one_that_is_measured() {
             |numbers: &mut dyn Iterator<Item = f32>| numbers.map(|x| f64::from(x).powi(2)).sum::<f64>();
         for format in [WireFormat::F16, WireFormat::Int8] {
             let problem = problem.clone().with_wire(format).unwrap();
-            let world = world(&problem, (1, 8, Strategy::Ring));
-            let o = floats(Dtype::F32, &run(&world, &tensors).o);
+            let set = set(&problem, (1, 8, Strategy::Ring));
+            let o = floats(Dtype::F32, &run(&set, &tensors).o);
             let off = norm(&mut o.iter().zip(&exact).map(|(x, y)| x - y));
             let measured = (off / norm(&mut exact.iter().copied())).sqrt();
             // The share of keys from other shards: the split has unequal weights.
-            let own = world.kv_placement.ranks().iter().map(|tokens| (tokens.len() as f64 / 1024.0).powi(2));
+            let own = set.kv_placement.ranks().iter().map(|tokens| (tokens.len() as f64 / 1024.0).powi(2));
             let expected = format.expected_error(dim, problem.scale) * (1.0 - own.sum::<f64>()).sqrt();
             let ratio = measured / expected;
             println!("{format} dim {dim} scale x{scale}: expected {expected:.3e}, measured {measured:.3e}");

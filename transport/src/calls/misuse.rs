@@ -6,14 +6,14 @@ use crate::rank::{MAX_NOTE_BYTES, Rank, Tag, Vote};
 /// Total bytes of a message from or to `peer`, or why the call is wrong.
 pub(crate) fn check_message(
     me: Rank,
-    world: u32,
+    size: u32,
     peer: Rank,
     tag: Tag,
     part_bytes: impl Iterator<Item = usize>,
 ) -> Result<u64, TransportError> {
     let misuse = |text: String| Err(TransportError::Misuse { text });
-    if peer.0 >= world {
-        return misuse(format!("rank {peer} is not in the group of {world} ranks ({tag})"));
+    if peer.0 >= size {
+        return misuse(format!("rank {peer} is not in the group of {size} ranks ({tag})"));
     }
     if peer == me {
         return misuse(format!("rank {me} must not send to or receive from itself ({tag})"));

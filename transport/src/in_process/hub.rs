@@ -21,7 +21,7 @@ use crate::transport::{Group, Regroup};
 /// Shared by all ranks of the group and by the watchdog.
 #[derive(Debug)]
 pub(crate) struct Hub {
-    world: u32,
+    size: u32,
     stop_flag: Arc<AtomicBool>,
     shared: Arc<Shared>,
 }
@@ -37,16 +37,16 @@ struct Shared {
 impl Hub {
     /// A hub for these ranks of the first group.
     pub(crate) fn new(members: Vec<Rank>, epoch: u32) -> Self {
-        let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
-        let ranks = (0..world).map(|rank| {
-            let recorder = Arc::new(Recorder::new(Rank(rank), world, IN_PROCESS.to_owned()));
+        let size = u32::try_from(members.len()).unwrap_or(u32::MAX);
+        let ranks = (0..size).map(|rank| {
+            let recorder = Arc::new(Recorder::new(Rank(rank), size, IN_PROCESS.to_owned()));
             let calls = Calls::new(Arc::clone(&recorder));
             RankState { phase: Phase::Active, calls, recorder, pulse: Arc::default() }
         });
         let stop_flag = Arc::new(AtomicBool::new(false));
         let state = GroupState {
             stop_flag: Arc::clone(&stop_flag),
-            ballot: Ballot::new(world),
+            ballot: Ballot::new(size),
             ranks: ranks.collect(),
             aborted: None,
             members,
@@ -60,11 +60,11 @@ impl Hub {
             #[cfg(not(target_family = "wasm"))]
             changed: std::sync::Condvar::new(),
         };
-        Self { world, stop_flag, shared: Arc::new(shared) }
+        Self { size, stop_flag, shared: Arc::new(shared) }
     }
 
-    pub(crate) fn world(&self) -> u32 {
-        self.world
+    pub(crate) fn size(&self) -> u32 {
+        self.size
     }
 
     pub(crate) fn stop_flag(&self) -> Arc<AtomicBool> {
@@ -80,7 +80,7 @@ impl Hub {
         patience: Duration,
         completer: Completer<Taken>,
     ) {
-        let total = match check_message(me, self.world, to, tag, parts.iter().map(Bytes::len)) {
+        let total = match check_message(me, self.size, to, tag, parts.iter().map(Bytes::len)) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };
@@ -107,7 +107,7 @@ impl Hub {
         patience: Duration,
         completer: Completer<Vec<Bytes>>,
     ) {
-        let total = match check_message(me, self.world, from, tag, part_bytes.iter().copied()) {
+        let total = match check_message(me, self.size, from, tag, part_bytes.iter().copied()) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };
@@ -164,7 +164,7 @@ impl Hub {
             Some(verdict) => {
                 let bytes = note_bytes(&verdict);
                 let result = verdict.map_err(TransportError::from);
-                for rank in 0..self.world {
+                for rank in 0..self.size {
                     if let Some(call) = state.rank_mut(Rank(rank)).calls.agreements.remove(&round) {
                         state.note(Rank(rank), EventKind::Agreed, me, Tag { op: round, message: 0 }, bytes);
                         call.completer.complete(result.clone());

@@ -28,20 +28,20 @@ use crate::transport::Transport;
 use crate::transport::{Group, Regroup};
 use hub::Hub;
 
-/// Makes a group of `world` ranks in this process; the n-th element belongs to rank n.
+/// Makes a group of `size` ranks in this process; the n-th element belongs to rank n.
 ///
 /// # Panics
 ///
-/// If `world` is 0: a group has at least one rank.
-pub fn in_process_group(world: u32) -> Vec<Arc<dyn Transport>> {
-    assert!(world > 0, "a group has at least one rank");
-    ends_of(&Arc::new(Hub::new((0..world).map(Rank).collect(), 0)))
+/// If `size` is 0: a group has at least one rank.
+pub fn in_process_group(size: u32) -> Vec<Arc<dyn Transport>> {
+    assert!(size > 0, "a group has at least one rank");
+    ends_of(&Arc::new(Hub::new((0..size).map(Rank).collect(), 0)))
 }
 
 /// The ends of all ranks of a hub.
 fn ends_of(hub: &Arc<Hub>) -> Vec<Arc<dyn Transport>> {
     let end = |rank| Arc::new(InProcess { rank: Rank(rank), hub: Arc::clone(hub) }) as Arc<dyn Transport>;
-    (0..hub.world()).map(end).collect()
+    (0..hub.size()).map(end).collect()
 }
 
 /// One rank's end of a hub. Dropping it without [`Transport::close`] means that the rank died.
@@ -52,7 +52,7 @@ struct InProcess {
 
 impl fmt::Debug for InProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InProcess").field("rank", &self.rank).field("world", &self.hub.world()).finish()
+        f.debug_struct("InProcess").field("rank", &self.rank).field("world", &self.hub.size()).finish()
     }
 }
 
@@ -61,8 +61,8 @@ impl Transport for InProcess {
         self.rank
     }
 
-    fn world(&self) -> u32 {
-        self.hub.world()
+    fn size(&self) -> u32 {
+        self.hub.size()
     }
 
     fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken> {
@@ -130,7 +130,7 @@ impl Transport for InProcess {
     }
 
     fn connections(&self) -> Vec<Option<ConnectionFigures>> {
-        vec![None; self.hub.world() as usize]
+        vec![None; self.hub.size() as usize]
     }
 }
 

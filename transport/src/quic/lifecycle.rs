@@ -74,8 +74,8 @@ pub(crate) fn start(endpoint: Arc<RankEndpoint>, NextGroup { epoch, members, mes
 }
 
 /// Links by rank, and the readers of their frames.
-fn by_rank(world: usize, joined: Vec<PeerConnection>) -> (Vec<Option<Link>>, Vec<(Rank, FrameReader)>) {
-    let mut links: Vec<Option<Link>> = (0..world).map(|_| None).collect();
+fn by_rank(size: usize, joined: Vec<PeerConnection>) -> (Vec<Option<Link>>, Vec<(Rank, FrameReader)>) {
+    let mut links: Vec<Option<Link>> = (0..size).map(|_| None).collect();
     let mut readers = Vec::new();
     for joined in joined {
         let (rank, link, reader) = link(joined);

@@ -13,14 +13,14 @@ use crate::quic::trust::job::JobId;
 use crate::rank::Rank;
 use crate::transport::Transport;
 
-/// Makes a group of `world` ranks in this process over real sockets on loopback, with one I/O thread for all and without shared
+/// Makes a group of `size` ranks in this process over real sockets on loopback, with one I/O thread for all and without shared
 /// memory.
 ///
 /// # Errors
 ///
 /// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
-pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
-    quic_loopback_group_over(world, LinkSettings { shared_memory: false, ..LinkSettings::default() })
+pub fn quic_loopback_group(size: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+    quic_loopback_group_over(size, LinkSettings { shared_memory: false, ..LinkSettings::default() })
 }
 
 /// The same as if the loopback interface were a link of these settings.
@@ -29,16 +29,16 @@ pub fn quic_loopback_group(world: u32) -> Result<Vec<Arc<dyn Transport>>, Transp
 ///
 /// [`TransportError::Bootstrap`] if sockets or keys cannot be made, or the settings are refused.
 pub fn quic_loopback_group_over(
-    world: u32,
+    size: u32,
     link: LinkSettings,
 ) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
     let mut coordinator = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let mut ranks = Vec::new();
-    for rank in (0..world).map(Rank) {
+    for rank in (0..size).map(Rank) {
         let config =
-            QuicConfig { link, ..QuicConfig::new(rank, world, job, coordinator, authority.issue(rank)?) };
+            QuicConfig { link, ..QuicConfig::new(rank, size, job, coordinator, authority.issue(rank)?) };
         let source = bind(&config)?;
         if rank == Rank::COORDINATOR {
             coordinator = source.local_addr()?;

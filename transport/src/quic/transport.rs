@@ -211,7 +211,7 @@ impl QuicTransport {
         source: SocketSource,
         alive: Option<&Alive>,
     ) -> Result<Arc<RankEndpoint>, TransportError> {
-        let path = Path::new(&config.link, config.bind, config.world)?;
+        let path = Path::new(&config.link, config.bind, config.size)?;
         let timing = config.timing();
         let identity = PresentedIdentity::new(config.identity.clone(), config.identity_file.clone())?;
         let tls = TlsConfigs::new(&identity, config.revoked.as_ref(), path.transport_config(timing.idle))?;
@@ -296,8 +296,8 @@ pub(crate) fn bind(config: &QuicConfig) -> Result<SocketSource, TransportError> 
 
 impl fmt::Debug for QuicTransport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Core { me, world, job, .. } = &*self.core;
-        f.debug_struct("QuicTransport").field("rank", me).field("world", world).field("job", job).finish()
+        let Core { me, size, job, .. } = &*self.core;
+        f.debug_struct("QuicTransport").field("rank", me).field("world", size).field("job", job).finish()
     }
 }
 
@@ -306,8 +306,8 @@ impl Transport for QuicTransport {
         self.core.me
     }
 
-    fn world(&self) -> u32 {
-        self.core.world
+    fn size(&self) -> u32 {
+        self.core.size
     }
 
     fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken> {

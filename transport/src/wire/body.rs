@@ -87,7 +87,7 @@ impl Frame {
     pub(super) fn put_body(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&[self.number(), layout(self.number())]);
         match self {
-            Self::Hello { protocol, purpose, job, epoch, rank, world } => {
+            Self::Hello { protocol, purpose, job, epoch, rank, size } => {
                 out.extend_from_slice(&protocol.to_le_bytes());
                 out.push(match purpose {
                     Purpose::Control => 0,
@@ -99,7 +99,7 @@ impl Frame {
                 out.extend_from_slice(job);
                 out.extend_from_slice(&epoch.to_le_bytes());
                 out.extend_from_slice(&rank.0.to_le_bytes());
-                out.extend_from_slice(&world.to_le_bytes());
+                out.extend_from_slice(&size.to_le_bytes());
             }
             Self::Welcome { protocol, lane_ports } => {
                 out.extend_from_slice(&protocol.to_le_bytes());
@@ -124,9 +124,9 @@ impl Frame {
                 put_blob(out, request, MAX_DER_BYTES);
                 out.extend_from_slice(proof);
             }
-            Self::Grant { rank, world, certificate } => {
+            Self::Grant { rank, size, certificate } => {
                 out.extend_from_slice(&rank.0.to_le_bytes());
-                out.extend_from_slice(&world.to_le_bytes());
+                out.extend_from_slice(&size.to_le_bytes());
                 put_blob(out, certificate, MAX_DER_BYTES);
             }
             Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
@@ -218,7 +218,7 @@ impl Frame {
                 job: reader.array()?,
                 epoch: reader.u32()?,
                 rank: Rank(reader.u32()?),
-                world: reader.u32()?,
+                size: reader.u32()?,
             },
             number::WELCOME => {
                 Self::Welcome { protocol: reader.u16()?, lane_ports: read_lane_ports(&mut reader)? }
@@ -235,7 +235,7 @@ impl Frame {
             },
             number::GRANT => Self::Grant {
                 rank: Rank(reader.u32()?),
-                world: reader.u32()?,
+                size: reader.u32()?,
                 certificate: reader.blob(MAX_DER_BYTES)?,
             },
             number::MESHED => Self::Meshed,
@@ -320,7 +320,7 @@ impl RejectCode {
             Self::Version => 1,
             Self::Job => 2,
             Self::Rank => 3,
-            Self::World => 4,
+            Self::Size => 4,
             Self::Duplicate => 5,
             Self::Protocol => 6,
             Self::Busy => 7,
@@ -334,7 +334,7 @@ impl RejectCode {
             1 => Self::Version,
             2 => Self::Job,
             3 => Self::Rank,
-            4 => Self::World,
+            4 => Self::Size,
             5 => Self::Duplicate,
             6 => Self::Protocol,
             7 => Self::Busy,

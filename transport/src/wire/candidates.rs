@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use super::codec::{Reader, WireError};
 use super::fields::{put_address, read_address};
 use super::limits::{ENVELOPE_BYTES, MAX_FRAME_BYTES, MOST_CANDIDATES};
-use crate::rank::MAX_WORLD;
+use crate::rank::MAX_RANKS;
 
 /// The addresses of ranks that follow each other: as many rows as fit one frame.
 ///
@@ -66,7 +66,7 @@ impl Candidates {
 
     pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self, WireError> {
         let rows = reader.u32()?;
-        if rows > MAX_WORLD {
+        if rows > MAX_RANKS {
             return Err(WireError::BadValue { field: "row count", value: u64::from(rows) });
         }
         // Grows with the rows that are present; the count alone reserves no memory.

@@ -10,7 +10,7 @@ impl Frame {
         let mut out = Vec::with_capacity(USUAL_BYTES);
         out.extend_from_slice(&[0; LENGTH_BYTES]);
         self.put_body(&mut out);
-        // A body is bounded by MAX_FRAME_BYTES: texts are cut, a table has at most MAX_WORLD
+        // A body is bounded by MAX_FRAME_BYTES: texts are cut, a table has at most MAX_RANKS
         // entries, and notes are split.
         let body_bytes = u32::try_from(out.len() - LENGTH_BYTES).unwrap_or(u32::MAX);
         out[..LENGTH_BYTES].copy_from_slice(&body_bytes.to_le_bytes());

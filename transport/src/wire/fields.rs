@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use super::codec::{Reader, WireError};
 use super::limits::{MOST_ADVERTISED, MOST_LANES};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::rank::{MAX_WORLD, Progress, Rank, Tag};
+use crate::rank::{MAX_RANKS, Progress, Rank, Tag};
 
 /// At most [`MOST_ADVERTISED`] of them.
 pub(super) fn put_addresses(out: &mut Vec<u8>, addresses: &[SocketAddr]) {
@@ -82,9 +82,9 @@ pub(super) fn read_address(reader: &mut Reader<'_>) -> Result<SocketAddr, WireEr
     Ok(SocketAddr::new(ip, reader.u16()?))
 }
 
-/// At most [`MAX_WORLD`] of them.
+/// At most [`MAX_RANKS`] of them.
 pub(super) fn put_ranks(out: &mut Vec<u8>, ranks: &[Rank]) {
-    let count = u32::try_from(ranks.len()).unwrap_or(MAX_WORLD).min(MAX_WORLD);
+    let count = u32::try_from(ranks.len()).unwrap_or(MAX_RANKS).min(MAX_RANKS);
     out.extend_from_slice(&count.to_le_bytes());
     for rank in ranks.iter().take(count as usize) {
         out.extend_from_slice(&rank.0.to_le_bytes());
@@ -93,7 +93,7 @@ pub(super) fn put_ranks(out: &mut Vec<u8>, ranks: &[Rank]) {
 
 pub(super) fn read_ranks(reader: &mut Reader<'_>) -> Result<Vec<Rank>, WireError> {
     let count = reader.u32()?;
-    if count > MAX_WORLD {
+    if count > MAX_RANKS {
         return Err(WireError::BadValue { field: "rank count", value: u64::from(count) });
     }
     // Grows with the ranks that are present; the count alone reserves no memory.

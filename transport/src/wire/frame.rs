@@ -26,7 +26,7 @@ pub enum Frame {
         /// The rank that dials.
         rank: Rank,
         /// Number of ranks in the sender's configuration.
-        world: u32,
+        size: u32,
     },
     /// The dialled side takes the connection.
     Welcome {
@@ -84,7 +84,7 @@ pub enum Frame {
         /// Which rank it is.
         rank: Rank,
         /// Number of ranks.
-        world: u32,
+        size: u32,
         /// X.509 in DER, at most [`super::MAX_DER_BYTES`].
         certificate: Vec<u8>,
     },
@@ -224,7 +224,7 @@ pub enum RejectCode {
     /// The rank it names is not the rank of its certificate, or not in the group.
     Rank,
     /// Its configuration has another number of ranks.
-    World,
+    Size,
     /// This rank is here already.
     Duplicate,
     /// Another frame was expected.

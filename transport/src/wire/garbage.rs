@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::error::{Abort, AbortCause};
 use crate::membership::{Claim, MOST_CLAIMS};
-use crate::rank::{MAX_NOTE_BYTES, MAX_WORLD, Progress, Rank, RefusalReason, Tag, Vote};
+use crate::rank::{MAX_NOTE_BYTES, MAX_RANKS, Progress, Rank, RefusalReason, Tag, Vote};
 
 fn any_tag() -> impl Strategy<Value = Tag> {
     (any::<u64>(), any::<u32>()).prop_map(|(op, message)| Tag { op, message })
@@ -48,7 +48,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         Just(RejectCode::Version),
         Just(RejectCode::Job),
         Just(RejectCode::Rank),
-        Just(RejectCode::World),
+        Just(RejectCode::Size),
         Just(RejectCode::Duplicate),
         Just(RejectCode::Protocol),
         Just(RejectCode::Busy),
@@ -68,13 +68,13 @@ fn any_frame() -> impl Strategy<Value = Frame> {
     let refusal = proptest::option::of((any::<u32>().prop_map(Rank), any_reason(), ".{0,40}"));
     prop_oneof![
         (any::<u16>(), purpose, any::<[u8; 16]>(), any::<u32>(), any::<u32>(), any::<u32>()).prop_map(
-            |(protocol, purpose, job, epoch, rank, world)| Frame::Hello {
+            |(protocol, purpose, job, epoch, rank, size)| Frame::Hello {
                 protocol,
                 purpose,
                 job,
                 epoch,
                 rank: Rank(rank),
-                world
+                size
             }
         ),
         (any::<u16>(), proptest::collection::vec(any::<u16>(), 0..MOST_LANES as usize))
@@ -98,7 +98,7 @@ fn any_frame() -> impl Strategy<Value = Frame> {
         )
             .prop_map(|(rank, request, proof)| Frame::Apply { rank, request, proof }),
         (any::<u32>(), any::<u32>(), proptest::collection::vec(any::<u8>(), 0..40))
-            .prop_map(|(rank, world, certificate)| Frame::Grant { rank: Rank(rank), world, certificate }),
+            .prop_map(|(rank, size, certificate)| Frame::Grant { rank: Rank(rank), size, certificate }),
         (any::<[u8; 16]>(), any::<[u8; 32]>(), any::<[u8; 32]>()).prop_map(
             |(socket, secret_of_guest, secret_of_host)| Frame::ShareMemory {
                 offer: MemoryOffer { socket, secret_of_guest, secret_of_host }
@@ -202,7 +202,7 @@ proptest! {
 fn the_largest_table_and_the_longest_text_fit_a_frame() {
     for (candidates, frames) in [(0, 1), (1, 1), (2, 2), (9, 6)] {
         let row = vec![SocketAddr::from(([1, 2, 3, 4], 5)); candidates];
-        let parts = Candidates::split(&vec![row.clone(); MAX_WORLD as usize]);
+        let parts = Candidates::split(&vec![row.clone(); MAX_RANKS as usize]);
         assert_eq!(parts.len(), frames);
         let mut rows = 0;
         for candidates in parts {
@@ -210,7 +210,7 @@ fn the_largest_table_and_the_longest_text_fit_a_frame() {
             let table = Frame::AddressTable { candidates };
             assert_eq!(Frame::decode(&table.encode()).unwrap().unwrap().0, table);
         }
-        assert_eq!(rows, MAX_WORLD as usize);
+        assert_eq!(rows, MAX_RANKS as usize);
     }
 
     let text = "é".repeat(100_000);
@@ -236,7 +236,7 @@ fn split_and_back(notes: &[Bytes]) -> (usize, Vec<Bytes>) {
 #[test]
 fn notes_of_the_largest_group_come_back_from_as_few_frames_as_they_fit() {
     let note = |rank: u32, bytes: usize| Bytes::from(vec![rank as u8; bytes]);
-    let of = |bytes: fn(u32) -> usize| (0..MAX_WORLD).map(|rank| note(rank, bytes(rank))).collect::<Vec<_>>();
+    let of = |bytes: fn(u32) -> usize| (0..MAX_RANKS).map(|rank| note(rank, bytes(rank))).collect::<Vec<_>>();
     for (notes, frames) in [
         (of(|_| 0), 0),
         (of(|rank| if rank == 2047 { 1 } else { 0 }), 1),

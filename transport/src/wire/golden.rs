@@ -49,7 +49,7 @@ fn frames_of_the_bootstrap_are_pinned() {
     let mut job = [0; 16];
     job[0] = 0xaa;
     job[15] = 0xbb;
-    let hello = Frame::Hello { protocol: 1, purpose: Purpose::Data, job, epoch: 7, rank: Rank(3), world: 4 };
+    let hello = Frame::Hello { protocol: 1, purpose: Purpose::Data, job, epoch: 7, rank: Rank(3), size: 4 };
     pinned(
         &hello,
         &[
@@ -122,7 +122,7 @@ fn frames_of_forming_again_are_pinned() {
         ],
     );
     let hello =
-        |purpose| Frame::Hello { protocol: 2, purpose, job: [0; 16], epoch: 1, rank: Rank(3), world: 4 };
+        |purpose| Frame::Hello { protocol: 2, purpose, job: [0; 16], epoch: 1, rank: Rank(3), size: 4 };
     for (purpose, number) in [(Purpose::Reform, "02"), (Purpose::Rejoin, "03"), (Purpose::Lane, "04")] {
         let job = "00".repeat(16);
         pinned(&hello(purpose), &["01", "01", "0200", number, &job, "01000000", "03000000", "04000000"]);
@@ -151,7 +151,7 @@ fn frames_of_joining_by_a_token_are_pinned() {
         &["16", "01", "00", "0200", "3031", &"cd".repeat(32)],
     );
     pinned(
-        &Frame::Grant { rank: Rank(3), world: 4, certificate: vec![0x30] },
+        &Frame::Grant { rank: Rank(3), size: 4, certificate: vec![0x30] },
         &[
             "17", "01", "03000000", // rank
             "04000000", // ranks

@@ -6,7 +6,7 @@ use bytes::Bytes;
 
 use super::codec::{Reader, WireError};
 use super::limits::{ENVELOPE_BYTES, MAX_FRAME_BYTES};
-use crate::rank::{MAX_NOTE_BYTES, MAX_WORLD};
+use crate::rank::{MAX_NOTE_BYTES, MAX_RANKS};
 
 /// The notes of ranks that follow each other: as many as fit one frame.
 ///
@@ -70,7 +70,7 @@ impl Notes {
 
     pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self, WireError> {
         let count = reader.u32()?;
-        if count > MAX_WORLD {
+        if count > MAX_RANKS {
             return Err(WireError::BadValue { field: "number of notes", value: u64::from(count) });
         }
         // Grows with the lengths that are present; the count alone reserves no memory.

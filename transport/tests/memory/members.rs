@@ -180,7 +180,7 @@ fn control_frames_in_a_wrong_order_abort_the_group_and_name_the_sender() {
         Frame::Ping { progress, beats: 0, works: false, waits_for: Vec::new() },
         Frame::Vote { vote: Vote::ready([3; 32]) },
         Frame::Welcome { protocol: 2, lane_ports: Vec::new() },
-        Frame::Grant { rank: Rank(1), world: 3, certificate: Vec::new() },
+        Frame::Grant { rank: Rank(1), size: 3, certificate: Vec::new() },
     ] {
         let said = frame.encode();
         let (group, _done) = Group::with(async move |member, _| member.data[1].say(&said).await);

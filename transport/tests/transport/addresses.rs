@@ -210,7 +210,7 @@ fn a_rank_that_says_addresses_of_no_host_is_turned_away() {
                 endpoint.connect_with(config, job.coordinator, &job.name(0)).unwrap().await.unwrap();
             let (mut send, _recv) = connection.open_bi().await.unwrap();
             let (protocol, purpose) = (PROTOCOL_VERSION, Purpose::Control);
-            let hello = Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank: Rank(1), world: 2 };
+            let hello = Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank: Rank(1), size: 2 };
             send.write_all(&hello.encode()).await.unwrap();
             let said = Frame::Advertise { addresses: vec![at("10.0.0.1:1"), at("10.0.0.2:0")] };
             send.write_all(&said.encode()).await.unwrap();

@@ -34,16 +34,16 @@ fn frames() -> Vec<(String, Vec<u8>)> {
     let note = Bytes::from_static(b"rank 1 has 40 tokens");
     let notes = |notes: &[Bytes]| Frame::Notes { round: 1, notes: Notes::split(notes).remove(0) };
     let all = [
-        ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), world: 4 }),
+        ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), size: 4 }),
         ("welcome", Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] }),
-        ("reject", Frame::Reject { code: RejectCode::World, text: "no".into() }),
+        ("reject", Frame::Reject { code: RejectCode::Size, text: "no".into() }),
         ("advertise", Frame::Advertise { addresses: addresses.clone() }),
         (
             "addresses",
             Frame::AddressTable { candidates: Candidates::split(&[Vec::new(), addresses]).remove(0) },
         ),
         ("apply", Frame::Apply { rank: Some(Rank(3)), request: vec![0x30; 300], proof: [0xcd; 32] }),
-        ("grant", Frame::Grant { rank: Rank(3), world: 4, certificate: vec![0x30; 600] }),
+        ("grant", Frame::Grant { rank: Rank(3), size: 4, certificate: vec![0x30; 600] }),
         ("start", Frame::Start),
         ("ready", Frame::Vote { vote: Vote::ready([3; 32]) }),
         ("ready_with_a_note", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32], note: note.clone() } }),

@@ -88,7 +88,7 @@ fn a_stranger_cannot_put_words_into_the_error_of_rank_0() {
         job: job.id.0,
         epoch: 0,
         rank: Rank(1),
-        world: 2,
+        size: 2,
     };
     dial(&job, job.tls(Some(5), "kyklos-ctl/1"), Some(hello));
     let error = zero.join().unwrap().unwrap_err().to_string();

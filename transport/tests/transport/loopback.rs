@@ -2,8 +2,8 @@
 
 use crate::conformance::Group;
 
-fn make(world: u32) -> Group {
-    kyklos_transport::quic::quic_loopback_group(world).expect("a group over loopback")
+fn make(size: u32) -> Group {
+    kyklos_transport::quic::quic_loopback_group(size).expect("a group over loopback")
 }
 
 conformance_tests!(make);

@@ -91,34 +91,34 @@ impl Drop for Process {
 
 struct Job {
     way: Way,
-    world: u32,
+    size: u32,
     coordinator: SocketAddr,
     folder: tempfile::TempDir,
 }
 
 impl Job {
-    fn new(way: impl Into<Way>, world: u32) -> Self {
+    fn new(way: impl Into<Way>, size: u32) -> Self {
         let authority = ClusterAuthority::new(JobId::random().unwrap()).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        for rank in 0..world {
+        for rank in 0..size {
             authority
                 .issue(Rank(rank))
                 .unwrap()
                 .write_file(&folder.path().join(format!("{rank}.pem")))
                 .unwrap();
         }
-        Self { way: way.into(), world, coordinator: free_address(), folder }
+        Self { way: way.into(), size, coordinator: free_address(), folder }
     }
 
     fn start(&self, task: &str) -> Vec<Process> {
-        (0..self.world).map(|rank| self.start_under(&[], rank, task)).collect()
+        (0..self.size).map(|rank| self.start_under(&[], rank, task)).collect()
     }
 
     /// Starts a rank by a command that runs the program in its last arguments.
     fn start_under(&self, by: &[&str], rank: u32, task: &str) -> Process {
         let identity = self.folder.path().join(format!("{rank}.pem"));
-        let (world, coordinator, identity) = (self.world, self.coordinator, identity.display());
-        let what = format!("{rank} {world} {coordinator} {identity} {} {task}", self.way.name());
+        let (size, coordinator, identity) = (self.size, self.coordinator, identity.display());
+        let what = format!("{rank} {size} {coordinator} {identity} {} {task}", self.way.name());
         let log = std::fs::File::create(self.log(rank)).unwrap();
         let (_, module) = module_path!().split_once("::").expect("a module of the program");
         let test = format!("{module}::runs_as_a_rank");
@@ -156,14 +156,14 @@ fn join(config: QuicConfig) -> std::sync::Arc<dyn Transport> {
 #[ignore = "a rank of the other tests"]
 fn runs_as_a_rank() {
     let Ok(what) = std::env::var(RANK) else { return };
-    let [rank, world, coordinator, identity, way, task] = what.split(' ').collect::<Vec<_>>()[..] else {
+    let [rank, size, coordinator, identity, way, task] = what.split(' ').collect::<Vec<_>>()[..] else {
         panic!("{what}")
     };
     let identity = Identity::read_file(Path::new(identity)).unwrap();
     let claims = identity.claims().unwrap();
-    let (rank, world): (u32, u32) = (rank.parse().unwrap(), world.parse().unwrap());
+    let (rank, size): (u32, u32) = (rank.parse().unwrap(), size.parse().unwrap());
     assert_eq!(claims.subject, Subject::Rank(Rank(rank)));
-    let mut config = QuicConfig::new(Rank(rank), world, claims.job, coordinator.parse().unwrap(), identity);
+    let mut config = QuicConfig::new(Rank(rank), size, claims.job, coordinator.parse().unwrap(), identity);
     config.link = Way::link(way);
     config.stuck_after = STUCK;
     config.warn = |text, _| println!("warning: {text}");
@@ -180,14 +180,14 @@ fn runs_as_a_rank() {
 
 /// Twenty ring hops; then each rank closes as soon as it is done.
 fn ring(me: &dyn Transport) {
-    let (rank, world) = (me.rank().0, me.world());
+    let (rank, size) = (me.rank().0, me.size());
     block_on(me.agree(Vote::ready([1; 32]), LONG)).unwrap();
     let bytes = 1 << 20;
     for message in 0..20 {
         let tag = Tag { op: 0, message };
         let parts = vec![Bytes::from(vec![rank as u8; bytes])];
-        let sent = me.post_send(Rank((rank + 1) % world), tag, parts, LONG);
-        let before = (rank + world - 1) % world;
+        let sent = me.post_send(Rank((rank + 1) % size), tag, parts, LONG);
+        let before = (rank + size - 1) % size;
         let received = block_on(me.post_recv(Rank(before), tag, &[bytes], LONG)).unwrap();
         assert!(received[0].iter().all(|&byte| byte == before as u8));
         block_on(sent).unwrap();
@@ -204,14 +204,14 @@ fn shared_bytes(me: &dyn Transport) -> u64 {
 
 /// Ring hops until an error ends them.
 fn endless(me: &dyn Transport) {
-    let (rank, world) = (me.rank().0, me.world());
+    let (rank, size) = (me.rank().0, me.size());
     let bytes = 8 << 20;
     let payload = Bytes::from(vec![rank as u8; bytes]);
     for message in 0.. {
         me.report_progress(Progress { op: 7, step: message + 1 });
         let tag = Tag { op: 7, message };
-        let sent = me.post_send(Rank((rank + 1) % world), tag, vec![payload.clone()], LONG);
-        let received = me.post_recv(Rank((rank + world - 1) % world), tag, &[bytes], LONG);
+        let sent = me.post_send(Rank((rank + 1) % size), tag, vec![payload.clone()], LONG);
+        let received = me.post_recv(Rank((rank + size - 1) % size), tag, &[bytes], LONG);
         let ended = block_on(received).map(drop).and(block_on(sent));
         match ended {
             Ok(_) if message == 10 => println!("under way, shared {} bytes", shared_bytes(me)),

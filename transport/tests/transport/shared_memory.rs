@@ -12,8 +12,8 @@ use crate::conformance::{Group, payload};
 
 const LONG: Duration = Duration::from_secs(60);
 
-fn make(world: u32) -> Group {
-    quic_loopback_group_over(world, LinkSettings::default()).expect("a group over loopback")
+fn make(size: u32) -> Group {
+    quic_loopback_group_over(size, LinkSettings::default()).expect("a group over loopback")
 }
 
 conformance_tests!(make);
@@ -22,9 +22,9 @@ conformance_tests!(make);
 mod beside_lanes {
     use super::*;
 
-    fn make(world: u32) -> Group {
+    fn make(size: u32) -> Group {
         let link = LinkSettings { lanes: 2, ..LinkSettings::default() };
-        quic_loopback_group_over(world, link).expect("a group over loopback")
+        quic_loopback_group_over(size, link).expect("a group over loopback")
     }
 
     conformance_tests!(make: payloads_of_all_sizes_and_part_counts_arrive_unchanged bursts_from_everyone_to_everyone_arrive);

@@ -37,7 +37,7 @@ struct Group {
 }
 
 impl Group {
-    fn new(carrier: Carrier, world: u32, heartbeat: Duration) -> Self {
+    fn new(carrier: Carrier, size: u32, heartbeat: Duration) -> Self {
         let coordinator = free_address();
         let job = JobId::random().unwrap();
         let authority = ClusterAuthority::new(job).unwrap();
@@ -47,10 +47,10 @@ impl Group {
             QuicConfig {
                 heartbeat: Some(heartbeat),
                 link,
-                ..QuicConfig::new(Rank(rank), world, job, coordinator, identity)
+                ..QuicConfig::new(Rank(rank), size, job, coordinator, identity)
             }
         };
-        let connecting: Vec<_> = (0..world)
+        let connecting: Vec<_> = (0..size)
             .map(|rank| {
                 let config = config(rank);
                 (rank != 1).then(|| std::thread::spawn(|| QuicTransport::connect(config).unwrap()))

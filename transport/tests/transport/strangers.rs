@@ -206,7 +206,7 @@ mod by_hand {
 
     fn hello(job: JobId, rank: u32, protocol: u16) -> Vec<u8> {
         let (purpose, rank) = (Purpose::Control, Rank(rank));
-        Frame::Hello { protocol, purpose, job: job.0, epoch: 0, rank, world: 2 }.encode()
+        Frame::Hello { protocol, purpose, job: job.0, epoch: 0, rank, size: 2 }.encode()
     }
 
     async fn say(connection: &quinn::Connection, bytes: &[u8]) {

@@ -4,9 +4,9 @@ use crate::common::over_quic;
 use crate::conformance::Group;
 use kyklos_transport::quic::{Carrier, LinkSettings, quic_loopback_group_over};
 
-fn make(world: u32) -> Group {
+fn make(size: u32) -> Group {
     let link = LinkSettings { carrier: Carrier::Tcp, ..over_quic() };
-    quic_loopback_group_over(world, link).expect("a group over loopback")
+    quic_loopback_group_over(size, link).expect("a group over loopback")
 }
 
 conformance_tests!(make);

@@ -21,7 +21,7 @@ use crate::run::threads::on_threads;
 pub(super) fn here(args: &AttendArgs) -> Result<()> {
     let ranks = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
     let ranks = ranks.max(match args.problem.mesh {
-        OrAuto::Is(mesh) => Mesh::world(mesh),
+        OrAuto::Is(mesh) => Mesh::size(mesh),
         OrAuto::Auto => 1,
     });
     if ranks > MAX_RANKS_HERE {
@@ -51,22 +51,22 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     metrics::check(&args.metrics)?;
     live::check(&args.watch, &args.metrics, 1)?;
     let request = Request::new(&args.problem, args.seed, None)?;
-    let world = request.mesh.world();
-    devices_fit(args, world)?;
+    let size = request.mesh.size();
+    devices_fit(args, size)?;
     args.collective.fits(&args.device.0, true)?;
     let link = match args.transport {
-        Some(TransportName::Quic) => Some(args.network.here(world)?),
+        Some(TransportName::Quic) => Some(args.network.here(size)?),
         Some(TransportName::InProcess) | None => {
             args.network.refuse_without_network()?;
             None
         }
     };
-    let prepared = Prepared::new(args, request, (world, false))?;
+    let prepared = Prepared::new(args, request, (size, false))?;
     if let Some(warning) = prepared.request.source.warning() {
         note(&warning);
     }
     let devices =
-        (0..world as usize).map(|rank| devices::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
+        (0..size as usize).map(|rank| devices::choose(&args.device.0, rank)).collect::<Result<Vec<_>>>()?;
     tabs(args, &devices, true)?;
     interrupt::end_on_interrupt()?;
     record::write_on_request()?;
@@ -83,10 +83,10 @@ fn run(
     devices: Vec<DeviceId>,
     link: Option<LinkSettings>,
 ) -> Result<()> {
-    let world = prepared.request.mesh.world();
+    let size = prepared.request.mesh.size();
     let transports = match link {
-        Some(link) => quic_loopback_group_over(world, link)?,
-        None => in_process_group(world),
+        Some(link) => quic_loopback_group_over(size, link)?,
+        None => in_process_group(size),
     };
     let are_measured =
         prepared.request.always_measures() || devices.iter().any(|device| *device != devices[0]);
@@ -96,7 +96,7 @@ fn run(
         let shared = on_threads(ranks, |(transport, device)| prepared.shared(transport, device))?;
         prepared.request = shared.into_iter().next().unwrap_or(prepared.request);
     }
-    let job = prepared.job(args, (0..world).map(Rank).collect())?;
+    let job = prepared.job(args, (0..size).map(Rank).collect())?;
     let done = run_here(&job, transports, devices)?;
     done.into_iter().find_map(RankDone::failure).map_or(Ok(()), Err)
 }

@@ -67,13 +67,13 @@ fn in_groups(
             let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
             failure
         };
-        let world = transport.world();
-        let request = launched_request(args, world, assignment.local_world).map_err(|failure| {
-            if world == assignment.world { failure } else { on_loss::does_not_fit(world, &failure) }
+        let size = transport.size();
+        let request = launched_request(args, size, assignment.local_size).map_err(|failure| {
+            if size == assignment.size { failure } else { on_loss::does_not_fit(size, &failure) }
         });
         let mut prepared = std::mem::replace(&mut served, Ok(()))
             .and(request)
-            .and_then(|request| Prepared::new(args, request, (assignment.local_world, true)))
+            .and_then(|request| Prepared::new(args, request, (assignment.local_size, true)))
             .map(|prepared| prepared.shown_on(live))
             .map_err(refuse_all)?;
         let begins_again = args.on_loss != OnLoss::Stop;
@@ -101,7 +101,7 @@ fn in_groups(
             match &lost {
                 Some(lost) => lost.tell(&group, &job.agreed.request),
                 None if args.group.rejoin => on_loss::tell_rejoined(&group, &job.agreed.request),
-                None if world < assignment.world => on_loss::tell_smaller(&group, &job.agreed.request),
+                None if size < assignment.size => on_loss::tell_smaller(&group, &job.agreed.request),
                 None => job.agreed.request.source.warning().iter().for_each(|warning| note(warning)),
             }
         }

@@ -19,24 +19,24 @@ use crate::request::Request;
 use crate::tensors::output::{OutputTarget, keep_apart};
 
 /// The request of a launched `attend`. Refuses options that make sense only without a launcher.
-pub(crate) fn launched_request(args: &AttendArgs, world: u32, local_world: u32) -> Result<Request> {
+pub(crate) fn launched_request(args: &AttendArgs, size: u32, local_size: u32) -> Result<Request> {
     if let Some(ranks) = args.problem.ranks {
         return Err(Failure::request(
-            format!("--ranks {ranks} under a launcher that starts {world} processes"),
+            format!("--ranks {ranks} under a launcher that starts {size} processes"),
             "leave --ranks out: every process is one rank",
         ));
     }
     if args.transport == Some(TransportName::InProcess) {
         return Err(Failure::request(
-            format!("--transport in-process between {world} processes"),
+            format!("--transport in-process between {size} processes"),
             "leave it out, or use quic",
         ));
     }
     metrics::check(&args.metrics)?;
-    live::check(&args.watch, &args.metrics, local_world)?;
-    devices_fit(args, local_world)?;
+    live::check(&args.watch, &args.metrics, local_size)?;
+    devices_fit(args, local_size)?;
     args.collective.fits(&args.device.0, false)?;
-    let request = Request::new(&args.problem, args.seed, Some(world))?;
+    let request = Request::new(&args.problem, args.seed, Some(size))?;
     fits_fewer_ranks(args)?;
     Ok(request)
 }
@@ -140,7 +140,7 @@ impl Prepared {
 
 /// The files to write; refuses one that is another file of the call.
 fn outputs(args: &AttendArgs, request: &Request) -> Result<Outputs> {
-    let ranks = request.mesh.world();
+    let ranks = request.mesh.size();
     let result = match &args.output {
         Some(path) => Some(OutputTarget::new(path, request.source.path(), ranks)?),
         None => None,

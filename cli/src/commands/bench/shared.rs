@@ -1,8 +1,8 @@
 //! `bench --backward --ranks`: a ring of ranks in turns with one rank, on the same device.
 
 use kyklos::backend::{Backend, Device};
-use kyklos::plan::{World, table};
-use kyklos::{Mesh, PlacementKind, Split, Strategy, plan_backward, plan_world};
+use kyklos::plan::{PlanSet, table};
+use kyklos::{Mesh, PlacementKind, Split, Strategy, plan_backward, plan_forward};
 use serde::Serialize;
 
 use super::{BenchArgs, Case, SEED, json, open};
@@ -70,8 +70,8 @@ impl Pass {
 
 /// The plans of both passes, and their times.
 struct Side {
-    forward: World,
-    backward: World,
+    forward: PlanSet,
+    backward: PlanSet,
     times: [Vec<Timed>; 2],
 }
 
@@ -107,7 +107,7 @@ fn line(args: &BenchArgs, device: DeviceId, backend: &Device, case: &Case) -> Re
         let mesh = Mesh::new(1, ranks)?;
         let strategy = Strategy::of_mesh(mesh);
         Ok(Side {
-            forward: plan_world(problem, mesh, placement, &Split::Even, strategy)?,
+            forward: plan_forward(problem, mesh, placement, &Split::Even, strategy)?,
             backward: plan_backward(problem, mesh, placement, &Split::Even, strategy)?,
             times: [Vec::new(), Vec::new()],
         })
@@ -120,7 +120,7 @@ fn line(args: &BenchArgs, device: DeviceId, backend: &Device, case: &Case) -> Re
         // Each side begins every other round.
         for place in [round % 2, (round + 1) % 2] {
             let Side { forward, backward, times } = &mut sides[place as usize];
-            let devices = vec![backend; forward.mesh.world() as usize];
+            let devices = vec![backend; forward.mesh.size() as usize];
             let on = (&devices[..], TransportName::InProcess);
             let repeat = u64::from(args.repeat.get());
             let mut passes = timed::both(forward, backward, on, &source, repeat)?;

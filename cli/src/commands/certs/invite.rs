@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use kyklos::MAX_WORLD;
+use kyklos::MAX_RANKS;
 use kyklos_launch::HostPort;
 use kyklos_transport::quic::{Date, Invitation, InvitationTerms};
 
@@ -16,8 +16,8 @@ pub(super) struct InviteArgs {
     #[arg(long, value_name = "HOST:PORT")]
     coordinator: String,
     /// Number of ranks, including rank 0
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_WORLD)))]
-    world: u32,
+    #[arg(long = "world", value_name = "N", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_RANKS)))]
+    size: u32,
     /// Name of the job
     #[arg(long, value_name = "NAME", default_value = "cluster")]
     job: String,
@@ -33,7 +33,7 @@ pub(super) fn invite(args: &InviteArgs) -> Result<()> {
     let place =
         HostPort::parse(&args.coordinator, &format!("--coordinator {}", args.coordinator))?.to_string();
     let valid = Duration::from_secs(3600) * args.hours;
-    let terms = InvitationTerms { place: &place, world: args.world, job: &args.job, valid };
+    let terms = InvitationTerms { place: &place, size: args.size, job: &args.job, valid };
     let invitation = Invitation::new(&terms)?;
     invitation.write_file(&args.output)?;
     // Only the token goes to standard output, for scripts.
@@ -41,7 +41,7 @@ pub(super) fn invite(args: &InviteArgs) -> Result<()> {
     note(&format!(
         "rank 0: kyklos attend --invite {} …; the other {}: kyklos attend --join TOKEN …, until {}",
         args.output.display(),
-        args.world - 1,
+        args.size - 1,
         Date(invitation.until())
     ));
     Ok(())

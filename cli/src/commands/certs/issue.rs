@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::time::SystemTime;
 
 use clap::{ArgGroup, Args};
-use kyklos::{Error, MAX_WORLD};
+use kyklos::{Error, MAX_RANKS};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, Date, HostNames, Subject, Validity};
 
@@ -20,7 +20,7 @@ pub(super) struct IssueArgs {
     #[arg(long, value_name = "A-B,…", conflicts_with = "count")]
     ranks: Option<RankList>,
     /// For ranks 0 to N-1
-    #[arg(short = 'n', value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_WORLD)))]
+    #[arg(short = 'n', value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_RANKS)))]
     count: Option<u32>,
     /// For a host: its names and addresses, joined by commas; repeatable
     #[arg(long, value_name = "NAME,ADDRESS,…")]
@@ -113,10 +113,10 @@ impl FromStr for RankList {
         let wrong = || {
             Error::request(
                 format!("`{text}` is no list of ranks"),
-                format!("use numbers below {MAX_WORLD} and ranges of them, such as 0-7 or 0-3,9"),
+                format!("use numbers below {MAX_RANKS} and ranges of them, such as 0-7 or 0-3,9"),
             )
         };
-        let number = |text: &str| text.parse::<u32>().ok().filter(|rank| *rank < MAX_WORLD).ok_or_else(wrong);
+        let number = |text: &str| text.parse::<u32>().ok().filter(|rank| *rank < MAX_RANKS).ok_or_else(wrong);
         let mut ranks = Vec::new();
         for range in text.split(',') {
             let (first, last) = range.split_once('-').unwrap_or((range, range));

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use kyklos::backend::ShortWork;
-use kyklos::plan::{World, expected_of_wire, table};
+use kyklos::plan::{PlanSet, expected_of_wire, table};
 use kyklos::simulate::{
     Candidate, Cluster, Passes, Prediction, Priced, Verdict, bound, candidates, choose, explain_choice,
     why_first,
 };
 use kyklos::{
-    AttentionProblem, Mesh, PlacementKind, PlanError, Split, Strategy, TokenRuns, plan_backward, plan_world,
+    AttentionProblem, Mesh, PlacementKind, PlanError, Split, Strategy, TokenRuns, plan_backward, plan_forward,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -159,7 +159,7 @@ fn possible(priced: &Priced, compared: &[Compared]) -> PossiblePlan {
 }
 
 /// Makes the plans of one pass.
-type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> Result<World, PlanError>;
+type Planner = fn(&AttentionProblem, Mesh, PlacementKind, &Split, Strategy) -> Result<PlanSet, PlanError>;
 
 /// A plan that was run.
 #[derive(Clone, Debug, Serialize)]
@@ -190,7 +190,7 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
             plans(problem, mesh, placement, &wanted.split, strategy)
         };
         let backward = wanted.gradients.then(|| plan(candidate.of_backward(problem), plan_backward));
-        Ok::<_, PlanError>((plan(candidate, plan_world)?, backward.transpose()?))
+        Ok::<_, PlanError>((plan(candidate, plan_forward)?, backward.transpose()?))
     };
     let mut runs = Vec::new();
     for candidate in candidates(problem, wanted)? {

@@ -37,11 +37,11 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     if let Some(warning) = request.source.warning() {
         note(&warning);
     }
-    let world = request.mesh.world();
-    if let Some(rank) = args.rank.filter(|rank| *rank >= world) {
+    let size = request.mesh.size();
+    if let Some(rank) = args.rank.filter(|rank| *rank >= size) {
         return Err(Failure::request(
-            format!("--rank {rank} of {world} ranks"),
-            format!("use a rank from 0 to {}", world - 1),
+            format!("--rank {rank} of {size} ranks"),
+            format!("use a rank from 0 to {}", size - 1),
         ));
     }
     few_tokens(&request.problem)?;
@@ -51,25 +51,25 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         page::write(file, &request, &plans, backward.as_ref(), None)?;
     }
     if args.json {
-        let forward = Explained::new(plans.world(), plans.checks(), request.predicted_s);
+        let forward = Explained::new(plans.set(), plans.checks(), request.predicted_s);
         return match &backward {
             Some(backward) => {
                 let backward =
-                    Explained::new(backward.world(), backward.checks(), request.predicted_backward_s);
+                    Explained::new(backward.set(), backward.checks(), request.predicted_backward_s);
                 print_json(&serde_json::json!({ "forward": forward, "backward": backward }))
             }
             None => print_json(&forward),
         };
     }
-    let shown = args.rank.or((world > FEW).then_some(0)).map(Rank);
+    let shown = args.rank.or((size > FEW).then_some(0)).map(Rank);
     let predicted = request.predicted_s.map(|seconds| format!("predicted  {}\n", duration(seconds)));
-    let mut text = predicted.unwrap_or_default() + &explain(plans.world(), plans.checks(), shown);
+    let mut text = predicted.unwrap_or_default() + &explain(plans.set(), plans.checks(), shown);
     if let Some(backward) = backward {
         text.push_str("\nbackward pass\n\n");
         if let Some(seconds) = request.predicted_backward_s {
             text.push_str(&format!("predicted  {}\n", duration(seconds)));
         }
-        text.push_str(&explain(backward.world(), backward.checks(), shown));
+        text.push_str(&explain(backward.set(), backward.checks(), shown));
     }
     print(&text)
 }
@@ -77,7 +77,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
 /// Refuses more ranks than plans are made of.
 fn few_ranks(args: &PlanArgs) -> Result<()> {
     let asked = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
-    let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::world));
+    let asked = asked.max(args.problem.mesh.chosen().map_or(1, Mesh::size));
     if asked > MAX_RANKS {
         return Err(Failure::request(
             format!("a plan of {asked} ranks"),
@@ -107,4 +107,4 @@ const FEW: u32 = 4;
 const MAX_TOKENS: u32 = 1 << 26;
 /// Fewer than a group may have: plans of a ring grow with the square of its ranks, and all are made and proved here.
 const MAX_RANKS: u32 = 1024;
-const _: () = assert!(MAX_RANKS <= kyklos::MAX_WORLD, "a plan is for a group");
+const _: () = assert!(MAX_RANKS <= kyklos::MAX_RANKS, "a plan is for a group");

@@ -56,7 +56,7 @@ fn of_pass(request: &Request, plans: &ProvedPlans, predicted_s: Option<f64>) -> 
     page.wall_s = predicted_s;
     page.predicted_s = predicted_s;
     if let Some(cluster) = request.cluster.as_ref().filter(|_| page.ranks.len() <= MOST_SIMULATED) {
-        let (prediction, events) = simulate_events(plans.world(), cluster)?;
+        let (prediction, events) = simulate_events(plans.set(), cluster)?;
         page.facts.push(("devices and links", cluster.name().to_owned()));
         predicted(&mut page, &prediction, cluster);
         page.timeline = Some(timeline(&events, page.ranks.len()));
@@ -100,10 +100,10 @@ fn timeline(events: &PredictedEvents, ranks: usize) -> Timeline {
         segments[*from].push(Segment::one(Kind::Send, ns, &format!("{} to rank {to}", bytes(*size))));
         segments[*to].push(Segment::one(Kind::Receive, ns, &format!("{} from rank {from}", bytes(*size))));
     }
-    let world = u32::try_from(ranks).unwrap_or(u32::MAX);
+    let size = u32::try_from(ranks).unwrap_or(u32::MAX);
     let rows = segments.into_iter().zip(waited).map(|(segments, waited)| TimelineRow {
         waited_for: longest_first(waited),
-        ..TimelineRow::merged(segments, world)
+        ..TimelineRow::merged(segments, size)
     });
     Timeline { rows: rows.collect() }
 }

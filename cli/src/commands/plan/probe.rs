@@ -6,14 +6,14 @@ use std::time::Instant;
 
 use kyklos::backend::{Control, Device, DeviceClass};
 use kyklos::host::Tensors;
-use kyklos::plan::{Step, World};
+use kyklos::plan::{PlanSet, Step};
 use kyklos::simulate::{
     AttentionRate, Cluster, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
     LinkDescription, MemoryKind,
 };
 use kyklos::{
     AttentionProblem, Dtype, Mask, MaskSlice, Mesh, PlacementKind, PlanError, SlicePart, Split, Strategy,
-    TILE_KEYS, TokenRuns, plan_world,
+    TILE_KEYS, TokenRuns, plan_forward,
 };
 
 use crate::devices::DeviceId;
@@ -237,8 +237,8 @@ impl Probe {
     /// Seconds that each of `sharing` ranks would take if it had the device for itself. Each rank sees only its own keys, so
     /// that no message is sent.
     fn at_once(&self, backend: &Device, sharing: usize, problem: &AttentionProblem) -> Result<f64> {
-        let world = ring(sharing, problem)?;
-        let wall_s = self.run(&world, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
+        let size = ring(sharing, problem)?;
+        let wall_s = self.run(&size, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
         Ok(wall_s / count(sharing))
     }
 
@@ -283,9 +283,9 @@ impl Probe {
     fn copies(&self, backend: &Device) -> Result<f64> {
         let problem = self.problem([64, 64, 8, 8, self.head_dim], Mask::full())?;
         let mesh = Mesh::new(2, 1)?;
-        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses)?;
-        let timed = self.run(&world, &[backend, backend], TransportName::InProcess)?;
-        let plan = &world.plans[0];
+        let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses)?;
+        let timed = self.run(&set, &[backend, backend], TransportName::InProcess)?;
+        let plan = &set.plans[0];
         let copied: u64 = plan
             .steps
             .iter()
@@ -316,9 +316,9 @@ impl Probe {
         let key = |at: u32| MaskSlice::new(0..2, at..at + 1, SlicePart::Full);
         let few = Mask::slices(vec![key(0)?, key(keys / 2)?]);
         let bulk = self.problem([1, keys, 1, 1, self.head_dim], few)?.with_queries(2, 0)?;
-        let (world, tensors) = (ring(2, &bulk)?, tensors(&bulk)?);
+        let (set, tensors) = (ring(2, &bulk)?, tensors(&bulk)?);
         let before_s = processor_s();
-        let moved = timed::run(&world, &backends[..2], self.transport, &tensors, REPEAT)?;
+        let moved = timed::run(&set, &backends[..2], self.transport, &tensors, REPEAT)?;
         let used_s = before_s.zip(processor_s()).map(|(before, after)| after - before);
         let gb = (u64::from(keys) * row_bytes) as f64 / 1e9;
         // The warm-up run sends too, and this process handles both ends of each byte.
@@ -339,8 +339,8 @@ impl Probe {
         Ok(AttentionProblem::new(shape, self.dtype, mask)?)
     }
 
-    fn run(&self, world: &World, backends: &[&Device], transport: TransportName) -> Result<timed::Timed> {
-        timed::run(world, backends, transport, &tensors(&world.problem)?, REPEAT)
+    fn run(&self, set: &PlanSet, backends: &[&Device], transport: TransportName) -> Result<timed::Timed> {
+        timed::run(set, backends, transport, &tensors(&set.problem)?, REPEAT)
     }
 }
 
@@ -350,9 +350,9 @@ fn tensors(problem: &AttentionProblem) -> Result<Tensors> {
 }
 
 /// A ring of ranks, or one rank.
-fn ring(sharing: usize, problem: &AttentionProblem) -> Result<World> {
+fn ring(sharing: usize, problem: &AttentionProblem) -> Result<PlanSet> {
     let mesh = Mesh::new(1, ranks(sharing))?;
-    Ok(plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::of_mesh(mesh))?)
+    Ok(plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::of_mesh(mesh))?)
 }
 
 fn ranks(sharing: usize) -> u32 {

@@ -30,7 +30,7 @@ pub(super) fn diagnose(records: &mut Vec<Record>) -> Vec<Finding> {
 
 /// Keeps the records of the group with the most records.
 fn one_group(records: &mut Vec<Record>) -> Vec<Finding> {
-    let group = |record: &Record| (record.rank.job.clone(), record.rank.world);
+    let group = |record: &Record| (record.rank.job.clone(), record.rank.size);
     let mut counts: BTreeMap<(String, u32), usize> = BTreeMap::new();
     for record in records.iter() {
         *counts.entry(group(record)).or_default() += 1;
@@ -38,14 +38,14 @@ fn one_group(records: &mut Vec<Record>) -> Vec<Finding> {
     let Some(kept) = counts.into_iter().max_by_key(|(_, count)| *count).map(|(group, _)| group) else {
         return Vec::new();
     };
-    let (job, world) = &kept;
+    let (job, size) = &kept;
     let others = records.extract_if(.., |record| group(record) != kept);
     let of_another = |record: Record| {
         let text = format!(
-            "{} is of another group (job {}, {} ranks) than the others (job {job}, {world} ranks), and was left out",
+            "{} is of another group (job {}, {} ranks) than the others (job {job}, {size} ranks), and was left out",
             name(&record.path),
             record.rank.job,
-            record.rank.world
+            record.rank.size
         );
         Finding::new("other-group", [record.rank.rank], text)
     };
@@ -155,9 +155,9 @@ fn failure(records: &[Record], culprit: u32, said: &[(&Record, &AbortLine)]) -> 
 }
 
 fn without_record(records: &[Record]) -> Option<Finding> {
-    let world = records.first()?.rank.world;
+    let size = records.first()?.rank.size;
     let present: BTreeSet<u32> = records.iter().map(|record| record.rank.rank).collect();
-    let missing: Vec<u32> = (0..world).filter(|rank| !present.contains(rank)).collect();
+    let missing: Vec<u32> = (0..size).filter(|rank| !present.contains(rank)).collect();
     let text = format!("{} no record", verb(&missing, "left", "left"));
     (!missing.is_empty()).then(|| Finding::new("no-record", missing, text))
 }

@@ -118,9 +118,9 @@ fn traffic(records: &[Record]) -> Page {
             .map(|peer| Traffic { from, to: peer.rank, bytes: peer.bytes_sent, messages: peer.messages_sent })
             .collect::<Vec<_>>()
     };
-    let world = records.first().map_or(0, |record| record.rank.world);
+    let size = records.first().map_or(0, |record| record.rank.size);
     Page {
-        ranks: (0..world).map(|rank| RankFigures { rank, ..RankFigures::default() }).collect(),
+        ranks: (0..size).map(|rank| RankFigures { rank, ..RankFigures::default() }).collect(),
         traffic: records.iter().flat_map(of_record).collect(),
         ..Page::default()
     }

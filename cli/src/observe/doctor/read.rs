@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use kyklos::MAX_WORLD;
+use kyklos::MAX_RANKS;
 
 use crate::observe::record::format::{
     AbortLine, CallLine, EventLine, FORMAT, Line, MessagesLine, NcclLine, PeerLine, RankLine, StepAt,
@@ -44,8 +44,8 @@ pub(crate) fn of_lines(path: &Path, from: impl Read) -> Result<Record, String> {
     if rank.format != FORMAT {
         return Err(format!("its format is {}, this program reads {FORMAT}", rank.format));
     }
-    if rank.world == 0 || rank.world > MAX_WORLD || rank.rank >= rank.world {
-        return Err(format!("it says rank {} of {} ranks", rank.rank, rank.world));
+    if rank.size == 0 || rank.size > MAX_RANKS || rank.rank >= rank.size {
+        return Err(format!("it says rank {} of {} ranks", rank.rank, rank.size));
     }
     let mut record = Record {
         path: path.to_owned(),
@@ -80,20 +80,20 @@ pub(crate) fn of_lines(path: &Path, from: impl Read) -> Result<Record, String> {
 impl Record {
     /// Keeps a line if it is one that a rank of this group can have written.
     fn take(&mut self, line: Line) -> bool {
-        let world = self.rank.world;
+        let size = self.rank.size;
         match line {
-            Line::Peer(mut peer) if peer.rank < world && self.peers.len() < world as usize => {
+            Line::Peer(mut peer) if peer.rank < size && self.peers.len() < size as usize => {
                 peer.at = peer.at.map(clean_step);
                 self.peers.push(peer);
             }
-            Line::Call(call) if call.peer < world && self.calls.len() < MOST_LINES => {
+            Line::Call(call) if call.peer < size && self.calls.len() < MOST_LINES => {
                 self.calls.push(CallLine { call: clean(&call.call), ..call });
             }
-            Line::Abort(abort) if abort.culprit < world && self.abort.is_none() => {
+            Line::Abort(abort) if abort.culprit < size && self.abort.is_none() => {
                 let (text, at) = (clean(&abort.text), clean_step(abort.at));
                 self.abort = Some(AbortLine { text, at, ..abort });
             }
-            Line::Event(event) if event.peer < world && self.events.len() < MOST_LINES => {
+            Line::Event(event) if event.peer < size && self.events.len() < MOST_LINES => {
                 self.events.push(EventLine { event: clean(&event.event), ..event });
             }
             _ => return false,

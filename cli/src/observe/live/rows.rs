@@ -108,8 +108,8 @@ pub(super) struct Seen {
 impl View<'_> {
     /// The ranks of the first group, in ascending order.
     pub(super) fn rows(&self, seen: &mut Vec<Seen>) -> Vec<Row> {
-        let world = self.call.members.len();
-        seen.resize(world, Seen::default());
+        let size = self.call.members.len();
+        seen.resize(size, Seen::default());
         // The lowest rank of this process: rank 0, which hears of all others.
         let recorded =
             self.flights.iter().min_by_key(|flight| flight.rank).map(|flight| flight.recorder.look());
@@ -132,8 +132,8 @@ impl View<'_> {
     }
 
     fn row(&self, rank: Rank, recorded: Option<&Recorded>, seen: &mut Seen) -> Row {
-        let world = self.call.plans.world();
-        let mut row = Row { tokens: Some(world.q_placement.of_rank(rank).len() as u64), ..Row::default() };
+        let set = self.call.plans.set();
+        let mut row = Row { tokens: Some(set.q_placement.of_rank(rank).len() as u64), ..Row::default() };
         let Some(recorded) = recorded else { return row };
         let at = match self.flights.iter().find(|flight| flight.rank == rank) {
             Some(flight) => {
@@ -153,7 +153,7 @@ impl View<'_> {
         if let Some(at) = at {
             let all = self.call.operations();
             row.operations = row.operations.max(at.op.min(all));
-            let plans = &self.call.plans_of(row.operations).world().plans;
+            let plans = &self.call.plans_of(row.operations).set().plans;
             if let Some(plan) = plans.get(rank.0 as usize) {
                 row.place(at, plan, all);
             }

@@ -1,6 +1,6 @@
 //! A mask as a picture of few cells, with the ranks that hold its queries and keys.
 
-use kyklos::plan::World;
+use kyklos::plan::PlanSet;
 use kyklos::{Placement, Run};
 
 /// What queries see of keys, in blocks of consecutive queries × consecutive keys.
@@ -32,10 +32,10 @@ pub(crate) enum Holder {
 }
 
 /// The different pictures of the first batch entries.
-pub(crate) fn pictures(world: &World) -> Vec<MaskPicture> {
+pub(crate) fn pictures(set: &PlanSet) -> Vec<MaskPicture> {
     let mut pictures: Vec<MaskPicture> = Vec::new();
-    for entry in 0..world.problem.batch.min(MOST_ENTRIES) {
-        let picture = of_entry(world, entry);
+    for entry in 0..set.problem.batch.min(MOST_ENTRIES) {
+        let picture = of_entry(set, entry);
         let same = |other: &MaskPicture| other.cells == picture.cells && other.pairs == picture.pairs;
         match pictures.iter().position(same) {
             Some(same) => pictures[same].entries.push(entry),
@@ -46,8 +46,8 @@ pub(crate) fn pictures(world: &World) -> Vec<MaskPicture> {
     pictures
 }
 
-fn of_entry(world: &World, entry: u32) -> MaskPicture {
-    let problem = &world.problem;
+fn of_entry(set: &PlanSet, entry: u32) -> MaskPicture {
+    let problem = &set.problem;
     let (rows, columns) = (blocks(problem.q_len), blocks(problem.kv_len));
     let every_query = u64::from(problem.q_len) <= MOST_QUERIES;
     let mut pairs = 0;
@@ -77,8 +77,8 @@ fn of_entry(world: &World, entry: u32) -> MaskPicture {
         entries: vec![entry],
         q_len: problem.q_len,
         kv_len: problem.kv_len,
-        q_holders: holders(&world.q_placement, &rows),
-        kv_holders: holders(&world.kv_placement, &columns),
+        q_holders: holders(&set.q_placement, &rows),
+        kv_holders: holders(&set.kv_placement, &columns),
         cells,
         pairs: every_query.then_some(pairs),
     }
@@ -154,19 +154,19 @@ const MOST_PICTURES: usize = 4;
 
 #[cfg(test)]
 mod tests {
-    use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+    use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 
     use super::*;
 
-    fn world(tokens: u32, mask: &str, placement: PlacementKind) -> World {
+    fn set(tokens: u32, mask: &str, placement: PlacementKind) -> PlanSet {
         let mask: Mask = mask.parse().unwrap();
         let problem = AttentionProblem::new([2, tokens, 2, 1, 8], Dtype::F32, mask).unwrap();
-        plan_world(&problem, Mesh::new(1, 3).unwrap(), placement, &Split::Even, Strategy::Ring).unwrap()
+        plan_forward(&problem, Mesh::new(1, 3).unwrap(), placement, &Split::Even, Strategy::Ring).unwrap()
     }
 
     #[test]
     fn cells_add_up_to_the_visible_pairs_and_each_token_is_where_its_rank_is() {
-        let pictures = pictures(&world(600, "causal//window:40,0", PlacementKind::Contiguous));
+        let pictures = pictures(&set(600, "causal//window:40,0", PlacementKind::Contiguous));
         assert_eq!(pictures.iter().map(|picture| picture.entries.clone()).collect::<Vec<_>>(), [[0], [1]]);
         let causal = &pictures[0];
         assert_eq!(causal.pairs, Some(600 * 601 / 2));
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn equal_entries_are_one_picture_and_dealt_tokens_are_of_several_ranks() {
-        let pictures = pictures(&world(600, "causal", PlacementKind::Striped));
+        let pictures = pictures(&set(600, "causal", PlacementKind::Striped));
         assert_eq!(pictures.len(), 1);
         assert_eq!(pictures[0].entries, [0, 1]);
         assert!(pictures[0].kv_holders.iter().all(|holder| *holder == Holder::Several));
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_picture_of_few_tokens_has_a_cell_for_each_pair() {
-        let pictures = pictures(&world(5, "causal", PlacementKind::Contiguous));
+        let pictures = pictures(&set(5, "causal", PlacementKind::Contiguous));
         assert_eq!(pictures[0].cells[2], [1.0, 1.0, 1.0, 0.0, 0.0]);
     }
 }

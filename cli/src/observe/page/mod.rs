@@ -1,19 +1,19 @@
 //! The page of `--report`: one HTML file without scripts and without other files, about one call.
 //!
-//! `model` has what a page shows. `world` fills in what plans tell, `spans` the timelines of ranks, and the commands the rest.
+//! `model` has what a page shows. `size` fills in what plans tell, `spans` the timelines of ranks, and the commands the rest.
 //! `draw` turns a page into HTML and SVG; every text is escaped there by its templates.
 
 mod draw;
 mod mask;
 pub(crate) mod model;
+mod plans;
 pub(crate) mod spans;
 pub(crate) mod target;
 pub(crate) mod units;
 mod words;
-mod world;
 
 #[cfg(test)]
 mod tests;
 
 pub(crate) use self::draw::{html, parts};
-pub(crate) use self::world::{number, page_of_plans, sent};
+pub(crate) use self::plans::{number, page_of_plans, sent};

@@ -11,14 +11,14 @@ use crate::failure::{Failure, Result};
 use crate::messages::{Messages, numbers};
 use crate::observe::clocks::Ahead;
 
-/// The most segments of one of `world` ranks.
-pub(crate) fn most_segments(world: u32) -> usize {
-    (ALL_SEGMENTS / world.max(1) as usize).clamp(LEAST_SEGMENTS, MOST_SEGMENTS)
+/// The most segments of one of `size` ranks.
+pub(crate) fn most_segments(size: u32) -> usize {
+    (ALL_SEGMENTS / size.max(1) as usize).clamp(LEAST_SEGMENTS, MOST_SEGMENTS)
 }
 
 impl TimelineRow {
-    /// The timeline of one of `world` ranks on the clock of rank 0. Numbers of ranks are those of the current group.
-    pub(crate) fn of_spans(spans: &[Span], ahead: Ahead, world: u32) -> Self {
+    /// The timeline of one of `size` ranks on the clock of rank 0. Numbers of ranks are those of the current group.
+    pub(crate) fn of_spans(spans: &[Span], ahead: Ahead, size: u32) -> Self {
         let segment = |span: &Span| {
             let [start_ns, end_ns] =
                 [span.start_ns, span.end_ns.max(span.start_ns)].map(|ns| ahead.on_rank_0(ns));
@@ -34,17 +34,17 @@ impl TimelineRow {
         Self {
             waited_for: waited_for(spans),
             clock_within_ns: ahead.within_ns,
-            ..Self::merged(spans.iter().map(segment).collect(), world)
+            ..Self::merged(spans.iter().map(segment).collect(), size)
         }
     }
 
-    /// The row of one of `world` ranks, from these segments: with all of them, or of many with shares of time.
-    pub(crate) fn merged(mut segments: Vec<Segment>, world: u32) -> Self {
+    /// The row of one of `size` ranks, from these segments: with all of them, or of many with shares of time.
+    pub(crate) fn merged(mut segments: Vec<Segment>, size: u32) -> Self {
         let events = segments.len() as u64;
-        if world > MOST_WITH_MESSAGES {
+        if size > MOST_WITH_MESSAGES {
             segments.retain(|segment| !segment.kind.is_message());
         }
-        Self { segments: shortened(segments, most_segments(world)), events, ..Self::default() }
+        Self { segments: shortened(segments, most_segments(size)), events, ..Self::default() }
     }
 
     /// Sends the row to rank 0, which returns the rows of all ranks. All ranks call it together.
@@ -56,15 +56,15 @@ impl TimelineRow {
             messages.send(Rank(0), ROW, text.into())?;
             return Ok(None);
         }
-        let world = messages.transport.world();
+        let size = messages.transport.size();
         let mut rows = vec![self];
-        for rank in (1..world).map(Rank) {
+        for rank in (1..size).map(Rank) {
             let [length] = numbers(&messages.recv(rank, LENGTH, 8)?);
             let length = usize::try_from(length).ok().filter(|length| *length <= MOST_BYTES);
             let length = length.ok_or_else(|| {
                 Failure::run(format!("rank {rank} has more than {MOST_BYTES} bytes of timeline"))
             })?;
-            let row = Self::decode(&messages.recv(rank, ROW, length)?, world);
+            let row = Self::decode(&messages.recv(rank, ROW, length)?, size);
             rows.push(row.map_err(|why| {
                 Failure::run(format!("rank {rank} sent a timeline that cannot be read: {}", harmless(&why)))
             })?);
@@ -72,10 +72,10 @@ impl TimelineRow {
         Ok(Some(rows))
     }
 
-    /// A row from another rank of `world` ranks.
-    pub(crate) fn decode(bytes: &[u8], world: u32) -> Result<Self, String> {
+    /// A row from another rank of `size` ranks.
+    pub(crate) fn decode(bytes: &[u8], size: u32) -> Result<Self, String> {
         let mut row: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        if row.segments.len() > most_segments(world) || row.waited_for.len() > world as usize {
+        if row.segments.len() > most_segments(size) || row.waited_for.len() > size as usize {
             return Err(format!("it has {} segments", row.segments.len()));
         }
         for segment in &mut row.segments {
@@ -87,8 +87,8 @@ impl TimelineRow {
             }
             segment.text = short(&segment.text);
         }
-        if let Some((rank, _)) = row.waited_for.iter().find(|(rank, _)| *rank >= world) {
-            return Err(format!("it names rank {rank} of {world}"));
+        if let Some((rank, _)) = row.waited_for.iter().find(|(rank, _)| *rank >= size) {
+            return Err(format!("it names rank {rank} of {size}"));
         }
         Ok(row)
     }
@@ -184,7 +184,7 @@ const LEAST_SEGMENTS: usize = 15;
 const MOST_CHARACTERS: usize = 100;
 /// Times beyond this make no sense: a year.
 const FARTHEST_NS: u64 = 366 * 24 * 3600 * 1_000_000_000;
-/// More than [`MOST_SEGMENTS`] segments and [`kyklos::MAX_WORLD`] ranks take.
+/// More than [`MOST_SEGMENTS`] segments and [`kyklos::MAX_RANKS`] ranks take.
 const MOST_BYTES: usize = 4 << 20;
 /// Message numbers that `job/collect.rs`, `trace.rs` and `clocks.rs` do not use.
 const LENGTH: u32 = 11;

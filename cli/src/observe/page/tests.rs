@@ -1,7 +1,7 @@
 //! Pages of made-up calls: every page is well-formed, holds its numbers exactly, and no text of another rank escapes.
 
 use kyklos::plan::ProvedPlans;
-use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use roxmltree::{Document, Node, ParsingOptions};
 
 use super::model::{Budget, Kind, Origin, Page, RankFigures, Segment, Timeline, TimelineRow, Times, Traffic};
@@ -66,8 +66,8 @@ fn numbers(document: &Document<'_>, id: &str) -> Vec<Vec<String>> {
 fn planned(mesh: Mesh, tokens: u32, placement: PlacementKind, strategy: Strategy) -> Page {
     let mask = "causal".parse().expect("a mask");
     let problem = AttentionProblem::new([1, tokens, 8, 2, 16], Dtype::F32, mask).expect("a problem");
-    let world = plan_world(&problem, mesh, placement, &Split::Even, strategy).expect("plans");
-    page_of_plans(&ProvedPlans::new(world).expect("a proof"), &[])
+    let set = plan_forward(&problem, mesh, placement, &Split::Even, strategy).expect("plans");
+    page_of_plans(&ProvedPlans::new(set).expect("a proof"), &[])
 }
 
 fn ring(ranks: u32, tokens: u32) -> Page {

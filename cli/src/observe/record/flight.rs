@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::SystemTime;
 
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos_cuda::{NcclObserver, NcclState};
 use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
 
@@ -42,11 +42,11 @@ pub(crate) struct About {
 pub(crate) struct ListedFlight(pub(crate) Arc<Flight>);
 
 impl About {
-    /// The world of operation `op`.
-    pub(super) fn world_of(&self, op: u64) -> &World {
+    /// The plan set of operation `op`.
+    pub(super) fn world_of(&self, op: u64) -> &PlanSet {
         match &self.backward {
-            Some(backward) if op % 2 == 1 => backward.world(),
-            _ => self.plans.world(),
+            Some(backward) if op % 2 == 1 => backward.set(),
+            _ => self.plans.set(),
         }
     }
 }
@@ -97,7 +97,7 @@ impl Flight {
     pub(crate) fn labels(&self) -> [(&'static str, String); 6] {
         [
             ("rank", self.rank.to_string()),
-            ("world", self.about.plans.world().mesh.world().to_string()),
+            ("world", self.about.plans.set().mesh.size().to_string()),
             ("job", self.recorder.job().to_owned()),
             ("plan_hash", self.plan_hash_text()),
             ("strategy", self.about.strategy.clone()),

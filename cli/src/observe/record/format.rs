@@ -28,7 +28,8 @@ pub(crate) struct RankLine {
     pub(crate) format: u32,
     pub(crate) version: String,
     pub(crate) rank: u32,
-    pub(crate) world: u32,
+    #[serde(rename = "world")]
+    pub(crate) size: u32,
     pub(crate) job: String,
     pub(crate) plan_hash: String,
     pub(crate) strategy: String,

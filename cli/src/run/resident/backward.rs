@@ -87,7 +87,7 @@ impl<Buffer> Resident<Buffer> {
                 v: operand(&self.v, kv_layout),
                 kv_head_of: &self.kv_head_of,
                 work,
-                pairs: None,
+                bias: None,
                 shape: self.shape,
                 dq,
                 dk,

@@ -34,9 +34,9 @@ fn of_shape() -> Error {
 fn of_given() -> [Error; 2] {
     let mesh = Mesh::new(1, 1).unwrap();
     let (even, placement) = (Split::Even, PlacementKind::Contiguous);
-    let forward = kyklos::plan_world(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
+    let forward = kyklos::plan_forward(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
     let backward = plan_backward(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
-    let [forward, backward] = [forward, backward].map(|world| Arc::new(ProvedPlans::new(world).unwrap()));
+    let [forward, backward] = [forward, backward].map(|set| Arc::new(ProvedPlans::new(set).unwrap()));
     let [forward, backward] = [&forward, &backward].map(Attention::planned);
     let mut session = Session::new(in_process_group(1).remove(0), Device::cpu());
     let x = tensor(4);

@@ -8,7 +8,7 @@ use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, PlacementKind, Session,
-    Split, Strategy, Tensor, plan_world,
+    Split, Strategy, Tensor, plan_forward,
 };
 use kyklos_transport::in_process_group;
 
@@ -42,8 +42,8 @@ pub(super) fn refusals() -> Vec<Entry> {
         let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
         let problem = problem.with_bias(Some(KEYS)).unwrap();
         let (mesh, placement) = (Mesh::new(1, 2).unwrap(), PlacementKind::Contiguous);
-        let world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
-        let plans = Arc::new(ProvedPlans::new(world).unwrap());
+        let set = plan_forward(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
+        let plans = Arc::new(ProvedPlans::new(set).unwrap());
         let own = u8::try_from(rank).unwrap();
         let call = Attention::planned(&plans).bias(KEYS, Bytes::from(vec![own; 4]));
         let unlike = session.attend(&call, &x, &x, &x);

@@ -4,7 +4,7 @@ use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::{
     Attention, AttentionProblem, BiasTensor, CacheOptions, Dtype, Error, Execution, KvCache, Mask, Mesh,
-    Placement, PlacementKind, Results, Session, Split, Strategy, Tensor, WireFormat, plan_world,
+    Placement, PlacementKind, Results, Session, Split, Strategy, Tensor, WireFormat, plan_forward,
 };
 use kyklos_transport::{Rank, in_process_group};
 
@@ -107,7 +107,7 @@ pub(super) fn refusals() -> Vec<Entry> {
     let problem = || AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::causal()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
     let plan = |problem: &AttentionProblem, strategy| {
-        plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap_err()
+        plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap_err()
     };
     let same = problem().with_same_queries(true).unwrap();
     let third = problem().with_results(Results::One(Rank(2))).unwrap();

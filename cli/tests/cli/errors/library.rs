@@ -10,11 +10,11 @@ use bytes::Bytes;
 use kyklos::backend::cpu::CpuBackend;
 use kyklos::backend::{Backend, Control, Device};
 use kyklos::host::{Tensors, shard};
-use kyklos::plan::{ProvedPlans, World, check};
+use kyklos::plan::{PlanSet, ProvedPlans, check};
 use kyklos::{
     Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Error, Mask, Mesh, Observer, Output,
-    PlacementKind, RunOptions, Session, SessionOptions, Split, Strategy, Tensor, TokenRuns, plan_rows,
-    plan_world,
+    PlacementKind, RunOptions, Session, SessionOptions, Split, Strategy, Tensor, TokenRuns, plan_forward,
+    plan_rows,
 };
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{
@@ -28,9 +28,15 @@ pub(super) fn problem() -> AttentionProblem {
     AttentionProblem::new([1, 8, 2, 1, 8], Dtype::F32, Mask::full()).unwrap()
 }
 
-fn ring() -> World {
-    plan_world(&problem(), Mesh::new(1, 2).unwrap(), PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
-        .unwrap()
+fn ring() -> PlanSet {
+    plan_forward(
+        &problem(),
+        Mesh::new(1, 2).unwrap(),
+        PlacementKind::Contiguous,
+        &Split::Even,
+        Strategy::Ring,
+    )
+    .unwrap()
 }
 
 /// Ends the group at the first step of its rank, when the peer waits for a message.
@@ -69,9 +75,10 @@ pub(super) fn entry(when: &str, sentence: impl ToString, means: &'static str) ->
 pub(super) fn refusals() -> Vec<Entry> {
     let zeros = |bytes: usize| Bytes::from(vec![0; bytes]);
     let whole = Tensors { q: zeros(8 * 2 * 8 * 4), k: zeros(8 * 8 * 4), v: zeros(8 * 8 * 4), bias: None };
-    let pairs = |batch, kv_len| {
-        let problem = AttentionProblem { kv_len, ..problem() };
-        problem
+    let bias = |batch, kv_len| {
+        problem()
+            .with_keys(kv_len)
+            .unwrap()
             .with_bias(Some(BiasTensor { kind: BiasKind::Additive, batch, heads: 1, shared_rows: false }))
             .unwrap_err()
     };
@@ -80,7 +87,7 @@ pub(super) fn refusals() -> Vec<Entry> {
         .unwrap();
     let one = Mesh::new(1, 1).unwrap();
     let dense =
-        plan_world(&with_bias, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+        plan_forward(&with_bias, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
     let short = Tensors { q: zeros(8), ..whole.clone() };
     let mut group = in_process_group(2).into_iter();
     let (first, second) = (group.next().unwrap(), group.next().unwrap());
@@ -96,7 +103,7 @@ pub(super) fn refusals() -> Vec<Entry> {
         ),
         entry(
             "AttentionProblem::with_bias, a tensor of 3 batch entries",
-            pairs(3, 8),
+            bias(3, 8),
             "One for each batch entry, or one for all.",
         ),
         entry(
@@ -109,7 +116,7 @@ pub(super) fn refusals() -> Vec<Entry> {
             "causal//full".parse::<Mask>().unwrap().and(Mask::key_padding(vec![1, 2, 3])).unwrap_err(),
             "The intersection is made entry by entry.",
         ),
-        entry("AttentionProblem::with_bias without keys", pairs(1, 0), "Its rows would be empty."),
+        entry("AttentionProblem::with_bias without keys", bias(1, 0), "Its rows would be empty."),
         entry(
             "plan_rows with row 8",
             plan_rows(&problem(), TokenRuns::contiguous(8..9)).unwrap_err(),

@@ -7,7 +7,7 @@ use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, BiasTensor, CallShapes, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask,
-    Mesh, Placement, PlacementKind, Session, Split, Strategy, Tensor, WireFormat, plan_world,
+    Mesh, Placement, PlacementKind, Session, Split, Strategy, Tensor, WireFormat, plan_forward,
 };
 use kyklos_transport::in_process_group;
 
@@ -41,9 +41,9 @@ fn of_given() -> [Error; 4] {
     let plans = |tokens: u32, dtype| {
         let problem = AttentionProblem::new([1, tokens, 2, 2, 8], dtype, Mask::full()).unwrap();
         let mesh = Mesh::new(1, 1).unwrap();
-        let world =
-            plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
-        Attention::planned(&Arc::new(ProvedPlans::new(world).unwrap()))
+        let set =
+            plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+        Attention::planned(&Arc::new(ProvedPlans::new(set).unwrap()))
     };
     let x = || [tensor(4, 2), tensor(4, 2), tensor(4, 2)];
     let four = plans(4, Dtype::F32);

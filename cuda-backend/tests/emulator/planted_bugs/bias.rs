@@ -56,7 +56,7 @@ const INSTANCE: &str = "#include \"backward_bias.h\"\n#include \"backward_querie
 
 /// Biases of every shape over two batch entries and four heads; half of them with a softcap, and with keys in two blocks.
 fn judge(dtype: Dtype) -> impl Fn(&Program, Timing) -> Result<(), String> + Sync {
-    let call = |(n, pairs)| {
+    let call = |(n, bias)| {
         let mut case = plain();
         let problem = &mut case.problem;
         (problem.batch, problem.q_len, problem.kv_len) = (2, 70, 90);
@@ -64,7 +64,7 @@ fn judge(dtype: Dtype) -> impl Fn(&Program, Timing) -> Result<(), String> + Sync
         // The last keys are seen by the last rows only, or by none.
         (problem.mask, problem.q_offset) = (OracleMask::causal(), 0);
         problem.softcap = (n % 2 == 0).then_some(1.5);
-        case.pairs = Some(pairs);
+        case.bias = Some(bias);
         BackwardCall::new(GradientCase::new(case, dtype), n % 3 == 0)
     };
     let calls: Vec<_> = every_bias().enumerate().map(call).collect();

@@ -3,7 +3,7 @@
 use super::Case;
 use crate::oracle::{OracleMask, OracleTerm};
 
-pub(super) fn pairs() -> Vec<Case> {
+pub(super) fn bias() -> Vec<Case> {
     let full = OracleMask::full;
     let causal = OracleMask::causal;
     let valid = |lengths: &[u64]| OracleTerm::Valid(lengths.to_vec());

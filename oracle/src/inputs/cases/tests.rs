@@ -14,8 +14,8 @@ fn oracle_rows<E: Element>(case: &Case, problem: &OracleProblem, inputs: &Inputs
 fn oracle<'a, E: Element>(case: &Case, problem: &'a OracleProblem, inputs: &'a Inputs<E>) -> Oracle<'a> {
     let oracle = Oracle::new(problem, E::values(&inputs.q), E::values(&inputs.k), E::values(&inputs.v))
         .expect("a case fits");
-    match inputs.oracle_pairs(case) {
-        Some(pairs) => oracle.with_bias(pairs).expect("a case fits"),
+    match inputs.oracle_bias(case) {
+        Some(bias) => oracle.with_bias(bias).expect("a case fits"),
         None => oracle,
     }
 }
@@ -102,22 +102,22 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
 
 /// The inputs with the rows of another batch entry, and with those of another head, in the attention bias tensor.
 fn with_other_rows<E: Element>(case: &Case, inputs: &Inputs<E>) -> Vec<(&'static str, Inputs<E>)> {
-    let Some(pairs) = case.pairs else { return Vec::new() };
-    let head = case.pair_queries(pairs) * case.problem.kv_len;
+    let Some(bias) = case.bias else { return Vec::new() };
+    let head = case.bias_queries(bias) * case.problem.kv_len;
     let swapped = |elements: usize, step: usize| {
         let mut inputs = inputs.clone();
-        match inputs.pairs.as_mut().expect("the case has them") {
-            PairInputs::Visible(all) => all.chunks_mut(elements).for_each(|part| part.rotate_left(step)),
-            PairInputs::Bias(all) => all.chunks_mut(elements).for_each(|part| part.rotate_left(step)),
+        match inputs.bias.as_mut().expect("the case has them") {
+            BiasInputs::Visible(all) => all.chunks_mut(elements).for_each(|part| part.rotate_left(step)),
+            BiasInputs::Bias(all) => all.chunks_mut(elements).for_each(|part| part.rotate_left(step)),
         }
         inputs
     };
     let mut found = Vec::new();
-    if pairs.batch > 1 {
-        found.push(("another entry's rows", swapped(pairs.batch * pairs.heads * head, pairs.heads * head)));
+    if bias.batch > 1 {
+        found.push(("another entry's rows", swapped(bias.batch * bias.heads * head, bias.heads * head)));
     }
-    if pairs.heads > 1 {
-        found.push(("another head's rows", swapped(pairs.heads * head, head)));
+    if bias.heads > 1 {
+        found.push(("another head's rows", swapped(bias.heads * head, head)));
     }
     found
 }
@@ -129,13 +129,13 @@ fn every_feature_of_every_case_shows_in_every_dtype() {
         let right = oracle_rows(case, &case.problem, &inputs);
         let naive = naive_f32_rows(&oracle(case, &case.problem, &inputs), &case.problem.row_ids());
         let with = compared(&case.problem, &naive, &right).max_abs_error;
-        if case.pairs.is_some() {
-            let inputs = Inputs { pairs: None, ..inputs.clone() };
+        if case.bias.is_some() {
+            let inputs = Inputs { bias: None, ..inputs.clone() };
             let rows = oracle_rows(case, &case.problem, &inputs);
             if let Err(indistinct) =
                 discriminates(with, compared(&case.problem, &rows, &right).max_abs_error, E::DTYPE)
             {
-                blind.push(format!("{} without pairs in {}: {indistinct}", case.name, E::DTYPE));
+                blind.push(format!("{} without a bias in {}: {indistinct}", case.name, E::DTYPE));
             }
         }
         for (what, inputs) in with_other_rows(case, &inputs) {

@@ -38,12 +38,12 @@ impl RankProof<'_> {
             }
         }
         let (q_heads, kv_heads) = (self.plan.slice_heads(q), self.plan.slice_heads(kv));
-        let needed = kv_heads_for(&self.world.problem, &q_heads);
+        let needed = kv_heads_for(&self.set.problem, &q_heads);
         if needed.start < kv_heads.start || needed.end > kv_heads.end {
             return self
                 .fault(format!("query heads {q_heads:?} need kv heads {needed:?}, there are {kv_heads:?}"));
         }
-        self.pairs(q, bias.as_ref())?;
+        self.bias(q, bias.as_ref())?;
 
         self.sum(*dq, Content::QueryGradSum)?;
         let declared = self.plan.buffer(*dq);
@@ -60,12 +60,12 @@ impl RankProof<'_> {
         let of_keys = Contribution { rows: d_kv.tokens.clone(), others, q_heads: q_heads.clone() };
         self.contribute(d_kv, of_keys)?;
         match (bias, d_bias) {
-            (Some(bias), Some(d_bias)) if self.world.problem.bias_gradient => {
+            (Some(bias), Some(d_bias)) if self.set.problem.bias_gradient => {
                 self.same_rows(bias, d_bias, Content::BiasGradSum)?;
                 let others = keys.into_owned();
                 self.contribute(d_bias, Contribution { rows: d_bias.tokens.clone(), others, q_heads })
             }
-            (Some(_), None) if !self.world.problem.bias_gradient => Ok(()),
+            (Some(_), None) if !self.set.problem.bias_gradient => Ok(()),
             (None, None) => Ok(()),
             _ => self.fault("the step and the problem do not agree whether it computes dbias".to_owned()),
         }
@@ -73,7 +73,7 @@ impl RankProof<'_> {
 
     /// Checks that the result holds the gradient of every visible pair of its rows, once.
     pub(super) fn bias_sum_is_complete(&mut self, id: BufferId) -> Result<()> {
-        let problem = &self.world.problem;
+        let problem = &self.set.problem;
         let (all, q_heads) = (TokenRuns::contiguous(0..problem.kv_len), 0..problem.q_heads);
         self.sum(id, Content::BiasGradSum)?;
         self.holds_once(&self.plan.whole(id), &all, &q_heads)
@@ -155,8 +155,7 @@ impl RankProof<'_> {
         if sum.content == Content::QueryGradSum {
             self.every_visible_key_once(from.buffer)?;
         } else {
-            let (all, group) =
-                (TokenRuns::contiguous(0..self.world.problem.q_len), self.world.problem.group());
+            let (all, group) = (TokenRuns::contiguous(0..self.set.problem.q_len), self.set.problem.group());
             let q_heads = sum.heads.start * group..sum.heads.end * group;
             self.holds_once(from, &all, &q_heads)?;
         }
@@ -198,7 +197,7 @@ impl RankProof<'_> {
         self.sum(id, buffer.content)?;
         let (others, q_heads) = (buffer.met.clone(), buffer.met_heads.clone());
         let exist = self.others(buffer.content);
-        if others.runs().iter().any(|run| run.last() >= exist) || q_heads.end > self.world.problem.q_heads {
+        if others.runs().iter().any(|run| run.last() >= exist) || q_heads.end > self.set.problem.q_heads {
             return self.fault(format!("{} has met tokens or heads that do not exist", self.name(id)));
         }
         self.contribute(&self.plan.whole(id), Contribution { rows: 0..buffer.tokens.len(), others, q_heads })
@@ -206,7 +205,7 @@ impl RankProof<'_> {
 
     /// Number of tokens that the rows of a sum can meet: queries for keys, keys for the rows of a bias.
     fn others(&self, content: Content) -> u32 {
-        let problem = &self.world.problem;
+        let problem = &self.set.problem;
         if content.is_of_keys() { problem.q_len } else { problem.kv_len }
     }
 
@@ -241,7 +240,7 @@ impl RankProof<'_> {
         }
         if !self.lives[id.0].live {
             self.bring_to_life(id);
-            self.lives[id.0].met = MetKeys::none(self.world.problem.kv_len);
+            self.lives[id.0].met = MetKeys::none(self.set.problem.kv_len);
         }
         Ok(())
     }
@@ -285,7 +284,7 @@ impl RankProof<'_> {
     /// Checks that each row of `part`, a key or a query's row of a bias, has met exactly the tokens `others` in the query heads
     /// `q_heads`, each once. A pair that the mask hides may be left out.
     fn holds_once(&self, part: &Slice, others: &TokenRuns, q_heads: &Range<u32>) -> Result<()> {
-        let problem = &self.world.problem;
+        let problem = &self.set.problem;
         let buffer = self.plan.buffer(part.buffer);
         let of_keys = buffer.content.is_of_keys();
         let other = if of_keys { "query" } else { "key" };

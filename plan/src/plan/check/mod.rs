@@ -1,4 +1,4 @@
-//! The proof of a world's plans, without running them.
+//! The proof of a plan set, without running them.
 //!
 //! 1. **Each plan by itself**, step by step: a step reads only written data; each part is written once; no buffer
 //!    is freed while a message still needs it; copies and merges join data of the same kind; and every state that
@@ -12,10 +12,10 @@
 mod gradients;
 mod met;
 mod proof;
+mod set;
 mod states;
 mod together;
 mod walk;
-mod world;
 
+pub use set::{RankCheck, check};
 pub use together::check_in_order;
-pub use world::{RankCheck, check};

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use super::met::MetKeys;
 use crate::error::{Error, Result};
-use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, World};
+use crate::plan::{BufferId, Content, Plan, PlanSet, Recv, Send, Slice};
 use crate::tokens::TokenRuns;
 
 /// A rectangle of a buffer that has been written: list positions × heads.
@@ -52,7 +52,7 @@ pub(super) struct Posted<'a> {
 
 /// Walks a plan and keeps the history of every buffer.
 pub(super) struct RankProof<'a> {
-    pub(super) world: &'a World,
+    pub(super) set: &'a PlanSet,
     pub(super) plan: &'a Plan,
     pub(super) step: Option<usize>,
     pub(super) lives: Vec<Life>,
@@ -62,15 +62,15 @@ pub(super) struct RankProof<'a> {
 }
 
 impl<'a> RankProof<'a> {
-    pub(super) fn new(world: &'a World, plan: &'a Plan) -> Self {
+    pub(super) fn new(set: &'a PlanSet, plan: &'a Plan) -> Self {
         let lives = plan.buffers.iter().map(|_| Life::default()).collect();
         // Held from the start to the end, and in no buffer of the plan.
-        let mut bytes = world.problem.shared_bias_bytes();
+        let mut bytes = set.problem.shared_bias_bytes();
         if plan.gradients.is_some() {
-            bytes += world.problem.shared_bias_gradient_bytes();
+            bytes += set.problem.shared_bias_gradient_bytes();
         }
         Self {
-            world,
+            set,
             plan,
             step: None,
             lives,
@@ -91,7 +91,7 @@ impl<'a> RankProof<'a> {
             return self.fault(format!("{} is freed while exchange {exchange} uses it", self.name(id)));
         }
         if life.live {
-            self.live_bytes -= self.plan.buffer(id).bytes(&self.world.problem);
+            self.live_bytes -= self.plan.buffer(id).bytes(&self.set.problem);
         }
         life.live = false;
         life.freed = true;
@@ -197,7 +197,7 @@ impl<'a> RankProof<'a> {
         if !fits {
             return self.fault(format!("a slice reaches outside of {}", self.name(slice.buffer)));
         }
-        if *slice != self.plan.whole(slice.buffer) && buffer.content.shares_rows(&self.world.problem) {
+        if *slice != self.plan.whole(slice.buffer) && buffer.content.shares_rows(&self.set.problem) {
             return self
                 .fault(format!("a slice of {} splits tokens that share a scale", self.name(slice.buffer)));
         }
@@ -221,8 +221,8 @@ impl<'a> RankProof<'a> {
     }
 
     pub(super) fn peers(&self, peers: impl ExactSizeIterator<Item = u32> + Clone, verb: &str) -> Result<()> {
-        let wrong = |peer: &u32| *peer == self.plan.rank || *peer >= self.world.mesh.world();
-        let mut known = vec![false; if peers.len() > 1 { self.world.mesh.world() as usize } else { 0 }];
+        let wrong = |peer: &u32| *peer == self.plan.rank || *peer >= self.set.mesh.size();
+        let mut known = vec![false; if peers.len() > 1 { self.set.mesh.size() as usize } else { 0 }];
         // A ring has one peer in each direction, which needs no list.
         let twice = match peers.len() {
             0 | 1 => None,
@@ -240,7 +240,7 @@ impl<'a> RankProof<'a> {
 
     pub(super) fn bring_to_life(&mut self, id: BufferId) {
         self.lives[id.0].live = true;
-        self.live_bytes += self.plan.buffer(id).bytes(&self.world.problem);
+        self.live_bytes += self.plan.buffer(id).bytes(&self.set.problem);
         self.peak_bytes = self.peak_bytes.max(self.live_bytes);
     }
 

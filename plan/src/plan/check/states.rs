@@ -24,7 +24,7 @@ impl RankProof<'_> {
     /// Checks that every key that a row of `state` can see has been met once; keys that were not met are invisible to
     /// all rows.
     pub(super) fn every_visible_key_once(&self, state: BufferId) -> Result<()> {
-        let problem = &self.world.problem;
+        let problem = &self.set.problem;
         let gaps = self.lives[state.0].met.gaps();
         // No row can see a key that was not met where there is none.
         if gaps.are_none() {
@@ -59,7 +59,7 @@ impl RankProof<'_> {
         }
         if !self.lives[id.0].live {
             self.bring_to_life(id);
-            self.lives[id.0].met = MetKeys::none(self.world.problem.kv_len);
+            self.lives[id.0].met = MetKeys::none(self.set.problem.kv_len);
         }
         Ok(())
     }

@@ -6,13 +6,13 @@ use std::ops::Range;
 use kyklos_rank::Rank;
 
 use crate::error::{Error, Result};
-use crate::plan::{BufferId, Content, Plan, Recv, Send, Slice, Step, World};
+use crate::plan::{BufferId, Content, Plan, PlanSet, Recv, Send, Slice, Step};
 use crate::tokens::TokenRuns;
 
 /// Checks that every message that is sent is received, and holds the content that the receiver declared.
-pub(super) fn messages_meet(world: &World) -> Result<()> {
-    let mut inboxes: Vec<Vec<Message<'_>>> = world.plans.iter().map(|_| Vec::new()).collect();
-    for plan in &world.plans {
+pub(super) fn messages_meet(set: &PlanSet) -> Result<()> {
+    let mut inboxes: Vec<Vec<Message<'_>>> = set.plans.iter().map(|_| Vec::new()).collect();
+    for plan in &set.plans {
         for (step, id, sends, _) in exchanges(plan) {
             for Send { to, parts } in sends {
                 inboxes[*to as usize].push(Message { id, from: plan.rank, step, parts });
@@ -20,7 +20,7 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
         }
     }
     let mut never_received = Vec::new();
-    for (plan, inbox) in world.plans.iter().zip(&mut inboxes) {
+    for (plan, inbox) in set.plans.iter().zip(&mut inboxes) {
         // One exchange has at most one message from each rank, so no message is found twice.
         inbox.sort_unstable_by_key(Message::key);
         let mut received = 0;
@@ -32,7 +32,7 @@ pub(super) fn messages_meet(world: &World) -> Result<()> {
                 };
                 received += 1;
                 let parts = inbox[found].parts;
-                let sender = &world.plans[recv.from as usize];
+                let sender = &set.plans[recv.from as usize];
                 let fits = |(slice, id): (&Slice, &BufferId)| {
                     let (theirs, ours) = (sender.buffer(slice.buffer), plan.buffer(*id));
                     theirs.content == ours.content
@@ -104,13 +104,13 @@ fn exchanges(plan: &Plan) -> impl Iterator<Item = (usize, u32, &[Send], &[Recv])
 }
 
 /// Runs all plans in step: a wait passes when every message of its exchange has been posted on the other side too.
-pub(super) fn no_rank_waits_for_ever(world: &World) -> Result<()> {
-    let schedules: Vec<Schedule<'_>> = world.plans.iter().map(Schedule::new).collect();
+pub(super) fn no_rank_waits_for_ever(set: &PlanSet) -> Result<()> {
+    let schedules: Vec<Schedule<'_>> = set.plans.iter().map(Schedule::new).collect();
     // A rank has posted exactly the exchanges before its current step.
-    let mut at = vec![0; world.plans.len()];
+    let mut at = vec![0; set.plans.len()];
     loop {
         let mut moved = false;
-        for (rank, plan) in world.plans.iter().enumerate() {
+        for (rank, plan) in set.plans.iter().enumerate() {
             while let Some(step) = plan.steps.get(at[rank]) {
                 if let Step::Wait { id } = step {
                     let behind = |peer: usize| schedules[peer].post(*id).is_some_and(|step| step < at[peer]);
@@ -126,7 +126,7 @@ pub(super) fn no_rank_waits_for_ever(world: &World) -> Result<()> {
             break;
         }
     }
-    match world.plans.iter().find(|plan| at[plan.rank as usize] < plan.steps.len()) {
+    match set.plans.iter().find(|plan| at[plan.rank as usize] < plan.steps.len()) {
         Some(plan) => Err(Error::plan(
             Rank(plan.rank),
             Some(at[plan.rank as usize]),
@@ -142,17 +142,17 @@ pub(super) fn no_rank_waits_for_ever(world: &World) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::Plan`] that names a rank and the step that would wait for ever.
-pub fn check_in_order(world: &World) -> Result<()> {
-    let schedules: Vec<Schedule<'_>> = world.plans.iter().map(Schedule::new).collect();
+pub fn check_in_order(set: &PlanSet) -> Result<()> {
+    let schedules: Vec<Schedule<'_>> = set.plans.iter().map(Schedule::new).collect();
     let orders: Vec<Vec<(usize, u32)>> =
-        world.plans.iter().map(|plan| exchanges(plan).map(|(step, id, ..)| (step, id)).collect()).collect();
+        set.plans.iter().map(|plan| exchanges(plan).map(|(step, id, ..)| (step, id)).collect()).collect();
     // The step of each rank, and how many of its exchanges are complete.
-    let (mut at, mut complete) = (vec![0; world.plans.len()], vec![0; world.plans.len()]);
+    let (mut at, mut complete) = (vec![0; set.plans.len()], vec![0; set.plans.len()]);
     // The first exchange of a rank that is not complete.
     let current = |rank: usize, complete: &[usize]| orders[rank].get(complete[rank]).copied();
     loop {
         let mut moved = false;
-        for (rank, plan) in world.plans.iter().enumerate() {
+        for (rank, plan) in set.plans.iter().enumerate() {
             while let Some(step) = plan.steps.get(at[rank]) {
                 if let Step::Wait { id } = step {
                     let posted = schedules[rank].post(*id).unwrap_or(usize::MAX);
@@ -181,9 +181,9 @@ pub fn check_in_order(world: &World) -> Result<()> {
             break;
         }
     }
-    match (0..world.plans.len()).find_map(|rank| Some((rank, current(rank, &complete)?.0))) {
+    match (0..set.plans.len()).find_map(|rank| Some((rank, current(rank, &complete)?.0))) {
         Some((rank, step)) => Err(Error::plan(
-            Rank(world.plans[rank].rank),
+            Rank(set.plans[rank].rank),
             Some(step),
             "waits for ever where exchanges are carried out one after the other".to_owned(),
         )),

@@ -28,7 +28,7 @@ impl<'a> RankProof<'a> {
         let left = (0..self.lives.len()).map(BufferId).find(|id| {
             self.lives[id.0].live
                 && !self.plan.is_own(*id)
-                && self.plan.buffer(*id).bytes(&self.world.problem) > 0
+                && self.plan.buffer(*id).bytes(&self.set.problem) > 0
         });
         match left {
             Some(id) => self.fault(format!("{} is never freed", self.name(id))),
@@ -38,17 +38,17 @@ impl<'a> RankProof<'a> {
 
     /// Checks that the rank's own buffers agree with the placement. Its inputs are written from the start.
     pub(super) fn declarations(&mut self) -> Result<()> {
-        let (problem, rank) = (&self.world.problem, Rank(self.plan.rank));
+        let (problem, rank) = (&self.set.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
             let (tokens, heads) = match buffer.content {
                 Content::Bias | Content::BiasGradSum => {
-                    (problem.q_len, problem.query_bias().map_or(0, |pairs| pairs.heads))
+                    (problem.q_len, problem.query_bias().map_or(0, |bias| bias.heads))
                 }
                 content if content.is_of_keys() => (problem.kv_len, problem.kv_heads),
                 _ => (problem.q_len, problem.q_heads),
             };
             let heads_fit = buffer.heads.start <= buffer.heads.end && buffer.heads.end <= heads;
-            let spare = if BufferId(index) == self.plan.kv { self.world.kv_placement.spare(rank) } else { 0 };
+            let spare = if BufferId(index) == self.plan.kv { self.set.kv_placement.spare(rank) } else { 0 };
             if buffer.spare != spare {
                 let fault =
                     format!("buffer {index} `{}` has {} spare rows, not {spare}", buffer.name, buffer.spare);
@@ -62,14 +62,14 @@ impl<'a> RankProof<'a> {
             }
         }
         let (q_tokens, kv_tokens) =
-            (&self.world.q_placement.held_by(rank), &self.world.kv_placement.held_by(rank));
+            (&self.set.q_placement.held_by(rank), &self.set.kv_placement.held_by(rank));
         if self.plan.bias.is_some() != problem.query_bias().is_some() {
             return self.fault(
                 "the plan and the problem do not agree whether there are rows of an attention bias tensor"
                     .to_owned(),
             );
         }
-        if self.plan.gradients.is_some() == self.world.direction.is_forward() {
+        if self.plan.gradients.is_some() == self.set.direction.is_forward() {
             return self
                 .fault("the plan and its world do not agree whether it computes gradients".to_owned());
         }
@@ -82,9 +82,9 @@ impl<'a> RankProof<'a> {
                     .to_owned(),
             );
         }
-        let pairs = self.plan.bias.zip(problem.query_bias());
+        let bias = self.plan.bias.zip(problem.query_bias());
         let of_bias = d_bias.zip(problem.query_bias());
-        let output = if self.world.direction.is_forward() { Content::Output } else { Content::QueryGrad };
+        let output = if self.set.direction.is_forward() { Content::Output } else { Content::QueryGrad };
         let of_gradients = self.plan.gradients.map(|own| {
             [
                 (own.d_o, Content::OutputGrad, q_tokens, problem.q_heads),
@@ -95,12 +95,12 @@ impl<'a> RankProof<'a> {
         for (id, content, tokens, heads) in [
             (self.plan.q, Content::Query, q_tokens, problem.q_heads),
             (self.plan.kv, Content::KeyValue, kv_tokens, problem.kv_heads),
-            (self.plan.output, output, &self.world.output_tokens(rank), problem.q_heads),
+            (self.plan.output, output, &self.set.output_tokens(rank), problem.q_heads),
         ]
         .into_iter()
         .chain(of_gradients.into_iter().flatten())
-        .chain(pairs.map(|(id, pairs)| (id, Content::Bias, q_tokens, pairs.heads)))
-        .chain(of_bias.map(|(id, pairs)| (id, Content::BiasGradSum, q_tokens, pairs.heads)))
+        .chain(bias.map(|(id, bias)| (id, Content::Bias, q_tokens, bias.heads)))
+        .chain(of_bias.map(|(id, bias)| (id, Content::BiasGradSum, q_tokens, bias.heads)))
         {
             let buffer = self.plan.buffers.get(id.0).filter(|buffer| {
                 buffer.content == content && buffer.tokens == *tokens && buffer.heads == (0..heads)
@@ -147,13 +147,13 @@ impl<'a> RankProof<'a> {
                         content if content.is_sum() => self.send_sum(part)?,
                         _ => self.must_be_written(part)?,
                     }
-                    if !self.plan.is_one_piece(&self.world.problem, part) {
+                    if !self.plan.is_one_piece(&self.set.problem, part) {
                         return self.fault(format!(
                             "the part of {} is not contiguous in memory",
                             self.name(part.buffer)
                         ));
                     }
-                    if self.plan.slice_bytes(&self.world.problem, part) == 0 {
+                    if self.plan.slice_bytes(&self.set.problem, part) == 0 {
                         return self.fault(format!("an empty part of {} is sent", self.name(part.buffer)));
                     }
                     self.lives[part.buffer.0].sending.push(*id);
@@ -189,9 +189,9 @@ impl<'a> RankProof<'a> {
                 }
                 Ok(())
             }
-            Step::Attend { q, kv, state, bias: pairs } => {
+            Step::Attend { q, kv, state, bias } => {
                 self.attend(q, kv, *state)?;
-                self.pairs(q, pairs.as_deref())
+                self.bias(q, bias.as_deref())
             }
             Step::AttendBackward(step) => self.attend_backward(step),
             Step::Accumulate { from, into } => self.accumulate(*from, into),
@@ -225,7 +225,7 @@ impl<'a> RankProof<'a> {
         if declared.tokens != *self.tokens(q) || declared.heads != q_heads {
             return self.fault(format!("{} is not of the queries' tokens and heads", self.name(state)));
         }
-        let needed = kv_heads_for(&self.world.problem, &q_heads);
+        let needed = kv_heads_for(&self.set.problem, &q_heads);
         if needed.start < kv_heads.start || needed.end > kv_heads.end {
             return self
                 .fault(format!("query heads {q_heads:?} need kv heads {needed:?}, there are {kv_heads:?}"));
@@ -238,8 +238,8 @@ impl<'a> RankProof<'a> {
     }
 
     /// Checks that the rows of the attention bias tensor are written, and belong to the same queries.
-    pub(super) fn pairs(&self, q: &Slice, pairs: Option<&Slice>) -> Result<()> {
-        let (tensor, slice) = match (self.world.problem.query_bias(), pairs) {
+    pub(super) fn bias(&self, q: &Slice, bias: Option<&Slice>) -> Result<()> {
+        let (tensor, slice) = match (self.set.problem.query_bias(), bias) {
             (None, None) => return Ok(()),
             (Some(tensor), Some(slice)) => (tensor, slice),
             (None, Some(_)) => {
@@ -275,7 +275,7 @@ impl<'a> RankProof<'a> {
         self.must_be_written(from)?;
         let contents = [from.buffer, into].map(|id| self.plan.buffer(id).content);
         let kinds = [[Content::KeyValue, Content::WireKeyValue], [Content::WireKeyValue, Content::KeyValue]];
-        let (whole, problem) = (self.plan.whole(into), &self.world.problem);
+        let (whole, problem) = (self.plan.whole(into), &self.set.problem);
         if !kinds.contains(&contents)
             || !problem.wire.rounds()
             || !self.plan.is_one_piece(problem, from)

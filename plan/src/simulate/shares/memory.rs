@@ -7,7 +7,7 @@ use crate::plan::{bytes, check};
 use crate::problem::AttentionProblem;
 use crate::simulate::candidate::Candidate;
 use crate::simulate::capacity::Capacity;
-use crate::strategy::plan as plan_world;
+use crate::strategy::plan as plan_forward;
 
 /// Takes work from shards whose plans do not fit their memory, and gives it to the others. Returns which shards that are. The peak
 /// of a rank also grows with the shards of the others, whose keys it receives: so the share that fits is found by halving.
@@ -27,8 +27,8 @@ pub(super) fn fit_memory(
     }
     for _ in 0..ROUNDS {
         let split = Split::Work(level.weights(mesh));
-        let world = plan_world(problem, mesh, candidate.placement, &split, candidate.strategy)?;
-        let checks = check(&world)?;
+        let set = plan_forward(problem, mesh, candidate.placement, &split, candidate.strategy)?;
+        let checks = check(&set)?;
         // Of each shard, how much of its memory the fullest rank needs.
         let mut needs = vec![0.0_f64; shards.len()];
         for (rank, (capacity, check)) in capacities.iter().zip(&checks).enumerate() {
@@ -61,7 +61,7 @@ pub(super) fn fit_memory(
     Err(Error::request(
         format!(
             "the tensors do not fit the memory of the {} ranks, the least is {}",
-            mesh.world(),
+            mesh.size(),
             bytes(least)
         ),
         "use more ranks, fewer tokens, heads or batch entries, or devices with more memory",

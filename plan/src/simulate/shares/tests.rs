@@ -3,7 +3,7 @@ use crate::dtype::Dtype;
 use crate::mask::Mask;
 use crate::placement::PlacementKind;
 use crate::plan::check;
-use crate::strategy::plan as plan_world;
+use crate::strategy::plan as plan_forward;
 use crate::strategy_list::Strategy;
 
 fn problem(tokens: u32, mask: &str) -> AttentionProblem {
@@ -28,14 +28,14 @@ fn seconds(
     capacities: &[Capacity],
 ) -> Vec<f64> {
     let Candidate { mesh, placement, strategy } = candidate;
-    let world = plan_world(problem, mesh, placement, split, strategy).unwrap();
+    let set = plan_forward(problem, mesh, placement, split, strategy).unwrap();
     let keys = |token: u32| -> u64 {
         (0..problem.batch as usize)
             .map(|entry| problem.mask.visible(entry, token, problem.kv_len).keys())
             .sum()
     };
     let of = |(rank, capacity): (usize, &Capacity)| {
-        let shard = world.q_placement.of_shard(rank as u32 / mesh.ulysses());
+        let shard = set.q_placement.of_shard(rank as u32 / mesh.ulysses());
         let pairs: u64 = shard.iter().map(keys).sum();
         let pairs = pairs * u64::from(problem.q_heads / mesh.ulysses());
         pairs as f64 / capacity.pairs_per_s as f64
@@ -129,8 +129,8 @@ fn shares_keep_within_the_memory_of_each_rank() {
     let (problem, ring) = (problem(3000, "causal"), on(1, 3, PlacementKind::Zigzag));
     let peaks = |capacities: &[Capacity]| {
         let shares = Shares::level(&problem, ring, capacities, None)?;
-        let world = plan_world(&problem, ring.mesh, ring.placement, &shares.split, ring.strategy)?;
-        Ok::<_, Error>((shares, check(&world)?.iter().map(|rank| rank.peak_bytes).collect::<Vec<_>>()))
+        let set = plan_forward(&problem, ring.mesh, ring.placement, &shares.split, ring.strategy)?;
+        Ok::<_, Error>((shares, check(&set)?.iter().map(|rank| rank.peak_bytes).collect::<Vec<_>>()))
     };
     let mut ranks = capacities(&[4_000_000, 2_000_000, 1_000_000]);
     let (free, free_peaks) = peaks(&ranks).unwrap();

@@ -5,13 +5,13 @@ use kyklos_rank::Rank;
 use super::super::all_to_all::{self, Chunk};
 use super::super::build::PlanBuilder;
 use super::super::deals::deal;
+use super::super::forward::{fits, runs_on, with_plans};
 use super::super::streams::Routes;
-use super::super::world::{fits, runs_on, with_plans};
 use super::{Sums, replicated};
 use crate::error::{Error, Result};
 use crate::mesh::{Mesh, kv_heads_for};
 use crate::placement::{Placement, PlacementKind, Split};
-use crate::plan::{Buffer, BufferId, Content, Direction, Plan, World};
+use crate::plan::{Buffer, BufferId, Content, Direction, Plan, PlanSet};
 use crate::problem::{AttentionProblem, Results};
 use crate::strategy_list::Strategy;
 use crate::tokens::TokenRuns;
@@ -27,8 +27,8 @@ use crate::wire::WireFormat;
 ///
 /// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
 /// let mesh = Mesh::new(1, 4)?;
-/// let world = plan_backward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
-/// assert!(ProvedPlans::new(world)?.checks()[0].bytes_sent > 0);
+/// let set = plan_backward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
+/// assert!(ProvedPlans::new(set)?.checks()[0].bytes_sent > 0);
 /// # Ok::<(), kyklos::Error>(())
 /// ```
 ///
@@ -41,7 +41,7 @@ pub fn plan_backward(
     placement: PlacementKind,
     split: &Split,
     strategy: Strategy,
-) -> Result<World> {
+) -> Result<PlanSet> {
     runs_on(problem, mesh, strategy)?;
     let (q_placement, kv_placement) = deal(problem, mesh, placement, split)?;
     plan_backward_placed(problem, mesh, q_placement, kv_placement, strategy)
@@ -57,10 +57,10 @@ pub fn plan_backward_placed(
     q_placement: Placement,
     kv_placement: Placement,
     strategy: Strategy,
-) -> Result<World> {
+) -> Result<PlanSet> {
     fits(problem, mesh, &q_placement, &kv_placement, strategy)?;
     has_backward(problem, strategy)?;
-    let empty = World {
+    let empty = PlanSet {
         problem: problem.clone(),
         mesh,
         q_placement,
@@ -112,13 +112,13 @@ fn has_backward(problem: &AttentionProblem, strategy: Strategy) -> Result<()> {
     Ok(())
 }
 
-fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
-    let facts = world.strategy.facts();
-    let mut builder = PlanBuilder::new(world, rank);
+fn plan_rank(set: &PlanSet, routes: &Routes, rank: Rank) -> Plan {
+    let facts = set.strategy.facts();
+    let mut builder = PlanBuilder::new(set, rank);
     let (Some(round), Some(own_keys)) = (facts.backward_round, builder.own_key_gradients()) else {
         unreachable!("a backward plan is made only for a strategy that has one")
     };
-    let one_piece = world.mesh.ulysses() == 1;
+    let one_piece = set.mesh.ulysses() == 1;
     let all_chunks: Vec<Chunk> = Chunk::all(&builder, !one_piece && facts.chunks_heads).collect();
     if one_piece {
         let inputs = builder.inputs();
@@ -129,9 +129,9 @@ fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
         replicated::add_up(&mut builder, &all_chunks, parts, own_keys);
         return builder.finish();
     }
-    let (_, u) = world.mesh.coordinates(rank);
-    let all_queries = TokenRuns::contiguous(0..world.problem.q_len);
-    let shared = shares_heads(world);
+    let (_, u) = set.mesh.coordinates(rank);
+    let all_queries = TokenRuns::contiguous(0..set.problem.q_len);
+    let shared = shares_heads(set);
     // Where pieces share KV heads, their owner adds up sums.
     let home = shared.then(|| {
         let own = builder.own_keys(own_keys).tokens;
@@ -193,9 +193,9 @@ fn round_own_keys(builder: &mut PlanBuilder<'_>, sum: BufferId, result: BufferId
 }
 
 /// Whether query heads of two Ulysses pieces read the same KV head.
-fn shares_heads(world: &World) -> bool {
+fn shares_heads(set: &PlanSet) -> bool {
     let mut heads: Vec<_> =
-        world.mesh.q_heads(&world.problem).iter().map(|heads| kv_heads_for(&world.problem, heads)).collect();
+        set.mesh.q_heads(&set.problem).iter().map(|heads| kv_heads_for(&set.problem, heads)).collect();
     heads.retain(|heads| !heads.is_empty());
     heads.windows(2).any(|pair| pair[0].end > pair[1].start)
 }

@@ -38,7 +38,7 @@ pub(super) fn add_up(
         sends.extend(mine.map(|mine| Send { to: peer.0, parts: vec![builder.whole(mine)] }));
         let piece = piece(builder, peer);
         if !piece.is_empty() {
-            let tokens = builder.world.kv_placement.replicated().slice(piece.clone());
+            let tokens = builder.set.kv_placement.replicated().slice(piece.clone());
             let (name, heads) = (BufferName::from_rank("dkv", peer), builder.buffer(result).heads.clone());
             let buffer = builder.declare(name, Content::KeyValueGrad, tokens, heads);
             recvs.push(Recv { from: peer.0, parts: vec![buffer] });
@@ -62,14 +62,13 @@ pub(super) fn add_up(
 
 /// The sum of all ranks for this rank's piece, if there are keys in it.
 fn collect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], parts: Vec<BufferId>) -> Option<BufferId> {
-    let (world, rank) = (builder.world, builder.rank);
-    let keys =
-        |builder: &PlanBuilder<'_>, of: Rank| world.kv_placement.replicated().slice(piece(builder, of));
+    let (set, rank) = (builder.set, builder.rank);
+    let keys = |builder: &PlanBuilder<'_>, of: Rank| set.kv_placement.replicated().slice(piece(builder, of));
     let mine = keys(builder, rank);
     let (mut sends, mut recvs) = (Vec::new(), Vec::new());
     let mut packed = Vec::new();
     // By rank: its sums for this rank's piece.
-    let mut sums: Vec<Vec<BufferId>> = vec![Vec::new(); world.mesh.world() as usize];
+    let mut sums: Vec<Vec<BufferId>> = vec![Vec::new(); set.mesh.size() as usize];
     for peer in others(builder) {
         if sees(builder, rank, &keys(builder, peer)) {
             let piece = piece(builder, peer);
@@ -106,7 +105,7 @@ fn collect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], parts: Vec<BufferId>
         return None;
     }
     let name = "sum of a piece of the replicated keys";
-    let total = builder.declare(name, Content::KeyValueGradSum, mine, 0..world.problem.kv_heads);
+    let total = builder.declare(name, Content::KeyValueGradSum, mine, 0..set.problem.kv_heads);
     for sum in sums.into_iter().flatten() {
         let heads = builder.buffer(sum).heads.clone();
         let into = builder.heads_of(total, &heads);
@@ -118,8 +117,8 @@ fn collect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], parts: Vec<BufferId>
 
 /// The sums that `peer` sends for the keys `mine`.
 fn expect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], peer: Rank, mine: &TokenRuns) -> Vec<BufferId> {
-    let (r, u) = builder.world.mesh.coordinates(peer);
-    let queries = builder.world.q_placement.of_shard(r);
+    let (r, u) = builder.set.mesh.coordinates(peer);
+    let queries = builder.set.q_placement.of_shard(r);
     let mut came = Vec::new();
     for chunk in chunks {
         let (kv_heads, q_heads) = (chunk.kv_heads(builder, u), chunk.q_heads(builder, u));
@@ -135,19 +134,19 @@ fn expect(builder: &mut PlanBuilder<'_>, chunks: &[Chunk], peer: Rank, mine: &To
 
 /// Whether a query in the round of `rank` sees any of these keys.
 fn sees(builder: &PlanBuilder<'_>, rank: Rank, keys: &TokenRuns) -> bool {
-    let (r, _) = builder.world.mesh.coordinates(rank);
-    lower::any_visible(&builder.world.problem, &builder.world.q_placement.of_shard(r), keys)
+    let (r, _) = builder.set.mesh.coordinates(rank);
+    lower::any_visible(&builder.set.problem, &builder.set.q_placement.of_shard(r), keys)
 }
 
 /// The part of the replicated keys, by position, that `rank` adds up.
 fn piece(builder: &PlanBuilder<'_>, rank: Rank) -> Range<usize> {
-    let (count, ranks) = (builder.replicated(), builder.world.mesh.world() as usize);
+    let (count, ranks) = (builder.replicated(), builder.set.mesh.size() as usize);
     let at = |rank: usize| count * rank / ranks;
     at(rank.0 as usize)..at(rank.0 as usize + 1)
 }
 
 /// The other ranks, nearest successor first, so that no two ranks send to the same peer at once.
 fn others(builder: &PlanBuilder<'_>) -> Vec<Rank> {
-    let ranks = builder.world.mesh.world();
+    let ranks = builder.set.mesh.size();
     (1..ranks).map(|distance| Rank((builder.rank.0 + distance) % ranks)).collect()
 }

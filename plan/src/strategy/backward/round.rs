@@ -38,7 +38,7 @@ struct UnderWay {
 
 impl Gradients {
     pub(in super::super) fn new(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> Self {
-        let (shard, _) = builder.world.mesh.coordinates(builder.rank);
+        let (shard, _) = builder.set.mesh.coordinates(builder.rank);
         Self { inputs, sums: builder.sums(inputs), shard, fresh: Vec::new(), under_way: None }
     }
 
@@ -56,7 +56,7 @@ impl Gradients {
     pub(in super::super) fn arrived(&mut self, builder: &mut PlanBuilder<'_>, owner: u32, kv: BufferId) {
         let Buffer { tokens, heads, content, .. } = builder.buffer(kv).clone();
         let Buffer { tokens: q, heads: q_heads, .. } = builder.buffer(self.inputs.q).clone();
-        if !lower::any_visible(&builder.world.problem, &q, &tokens) {
+        if !lower::any_visible(&builder.set.problem, &q, &tokens) {
             return;
         }
         let sum =
@@ -76,7 +76,7 @@ impl Gradients {
     /// this rank at this distance, with the part of the shard.
     pub(in super::super) fn post(&mut self, builder: &mut PlanBuilder<'_>, readers: &[(u32, Part)]) {
         self.collect(builder);
-        let mesh = builder.world.mesh;
+        let mesh = builder.set.mesh;
         let (_, u) = mesh.coordinates(builder.rank);
         let fresh = std::mem::take(&mut self.fresh);
         let mut sends: Vec<Send> = Vec::new();
@@ -108,8 +108,8 @@ impl Gradients {
         let Buffer { tokens, heads, .. } = builder.buffer(self.sums.d_kv).clone();
         let range = part.of(tokens.len());
         let keys: TokenRuns = tokens.slice(range.clone());
-        let queries = builder.world.q_placement.of_shard(reader);
-        if !lower::any_visible(&builder.world.problem, &queries, &keys) {
+        let queries = builder.set.q_placement.of_shard(reader);
+        if !lower::any_visible(&builder.set.problem, &queries, &keys) {
             return None;
         }
         let buffer =

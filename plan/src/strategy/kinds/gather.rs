@@ -35,7 +35,7 @@ fn attend_all(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> Buff
 
 /// Keys and values go to every shard that sees them, and `visitor` uses them there; `kv` holds those of this rank, and is freed.
 pub(in crate::strategy) fn visit(builder: &mut PlanBuilder<'_>, kv: BufferId, visitor: &mut impl Visitor) {
-    let mesh = builder.world.mesh;
+    let mesh = builder.set.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
     let heads = builder.buffer(kv).heads.clone();
     let mut arriving = Vec::new();
@@ -47,7 +47,7 @@ pub(in crate::strategy) fn visit(builder: &mut PlanBuilder<'_>, kv: BufferId, vi
         let (to, from) = ((r + distance) % ring, (r + ring - distance) % ring);
         let send = builder.sees(to, r).then(|| Send { to: mesh.rank(to, u).0, parts: vec![own.clone()] });
         let arrival = builder.sees(r, from).then(|| {
-            let tokens = builder.world.kv_placement.of_shard(from);
+            let tokens = builder.set.kv_placement.of_shard(from);
             builder.arrival(from, tokens, heads.clone())
         });
         let recv = arrival.map(|kv| Recv { from: mesh.rank(from, u).0, parts: vec![kv] });
@@ -86,14 +86,14 @@ impl Visitor for Straight {
     }
 
     fn arrived(&mut self, builder: &mut PlanBuilder<'_>, _: usize, distance: u32, kv: BufferId) {
-        let ring = builder.world.mesh.ring();
+        let ring = builder.set.mesh.ring();
         let owner = (self.gradients.shard() + ring - distance) % ring;
         self.gradients.arrived(builder, owner, kv);
     }
 
     fn used(&mut self, builder: &mut PlanBuilder<'_>, distance: u32) {
         if distance > 0 {
-            let reader = (self.gradients.shard() + distance) % builder.world.mesh.ring();
+            let reader = (self.gradients.shard() + distance) % builder.set.mesh.ring();
             self.gradients.post(builder, &[(reader, Part::WHOLE)]);
         }
     }

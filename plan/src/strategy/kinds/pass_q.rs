@@ -12,7 +12,7 @@ use kyklos_rank::Rank;
 
 use super::unified;
 use crate::lower;
-use crate::plan::{BufferId, Content, Recv, Send, World};
+use crate::plan::{BufferId, Content, PlanSet, Recv, Send};
 use crate::strategy::backward::Sums;
 use crate::strategy::build::{Inputs, PlanBuilder};
 use crate::strategy::facts::{Extent, MeshRule, Moves, StrategyFacts};
@@ -36,7 +36,7 @@ pub(in crate::strategy) const FACTS: StrategyFacts = StrategyFacts {
 
 /// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
 fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
-    if builder.world.problem.same_queries {
+    if builder.set.problem.same_queries {
         return attend_same_queries(builder, inputs);
     }
     let state = builder.state(inputs.q);
@@ -53,7 +53,7 @@ fn backward_round(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> 
 
 /// The queries visit every shard whose keys they see, and results come back. Frees all inputs.
 fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) {
-    let mesh = builder.world.mesh;
+    let mesh = builder.set.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
     let at = |distance: u32| (r + distance) % ring;
     let behind = |distance: u32| (r + ring - distance) % ring;
@@ -80,7 +80,7 @@ fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) 
     for (distance, (exchange, guest)) in (1..ring).zip(visitors) {
         builder.wait(exchange);
         let result = guest.map(|guest| {
-            let met = builder.world.kv_placement.of_shard(r);
+            let met = builder.set.kv_placement.of_shard(r);
             let result = partials.travelling(builder, guest.q, met);
             partials.attend_visitor(builder, guest, result);
             builder.end_queries(guest);
@@ -89,7 +89,7 @@ fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) 
         let send = result
             .map(|result| Send { to: mesh.rank(behind(distance), u).0, parts: vec![builder.whole(result)] });
         let returned = builder.sees(r, at(distance)).then(|| {
-            let their_keys = builder.world.kv_placement.of_shard(at(distance));
+            let their_keys = builder.set.kv_placement.of_shard(at(distance));
             partials.travelling(builder, inputs.q, their_keys)
         });
         let recv =
@@ -115,7 +115,7 @@ fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) 
 /// others. Every rank merges the states in rank order, so that ranks with devices of one type get the same bytes. Frees all
 /// inputs, returns the running state.
 fn attend_same_queries(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
-    let World { mesh, problem, kv_placement, .. } = builder.world;
+    let PlanSet { mesh, problem, kv_placement, .. } = builder.set;
     let queries = builder.buffer(inputs.q).tokens.clone();
     let sees = |shard: u32| lower::any_visible(problem, &queries, &kv_placement.of_shard(shard));
     let (mine, all) = (builder.rank.0, 0..mesh.ring());

@@ -41,7 +41,7 @@ fn all_alone(problem: &AttentionProblem, mesh: Mesh) -> bool {
     mesh.kv_groups(problem).iter().all(|group| group.len() == 1)
 }
 
-/// The round of a world, for one rank.
+/// The round of a plan set, for one rank.
 struct Relay<'a, 'b> {
     builder: &'a mut PlanBuilder<'b>,
     routes: &'a Routes,
@@ -62,9 +62,9 @@ struct Piece {
 /// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of this rank. Frees all
 /// inputs, returns the running state.
 fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
-    let mesh = builder.world.mesh;
-    let groups = mesh.kv_groups(&builder.world.problem);
-    if routes.hops() == 0 || all_alone(&builder.world.problem, mesh) {
+    let mesh = builder.set.mesh;
+    let groups = mesh.kv_groups(&builder.set.problem);
+    if routes.hops() == 0 || all_alone(&builder.set.problem, mesh) {
         return streams::attend_round(builder, routes, inputs);
     }
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));
@@ -102,7 +102,7 @@ fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) 
 impl Relay<'_, '_> {
     /// The piece of the rank's own keys, in wire format.
     fn own_piece(&mut self, kv: BufferId, made: &mut Vec<BufferId>) -> Piece {
-        let (r, u) = self.builder.world.mesh.coordinates(self.builder.rank);
+        let (r, u) = self.builder.set.mesh.coordinates(self.builder.rank);
         let first = self.builder.replicated();
         let tokens = self.tokens(r, u);
         let goes = self.routes.reach(r) > 0 && !tokens.is_empty();
@@ -118,7 +118,7 @@ impl Relay<'_, '_> {
         if hop == self.routes.hops() {
             return (Piece::default(), None);
         }
-        let mesh = self.builder.world.mesh;
+        let mesh = self.builder.set.mesh;
         let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(self.builder.rank));
         let goes_on = piece.slice.clone().filter(|_| hop < self.routes.reach(owner));
         let send = goes_on.map(|slice| Send { to: mesh.rank((r + 1) % ring, u).0, parts: vec![slice] });
@@ -133,7 +133,7 @@ impl Relay<'_, '_> {
     /// Posts the exchange of pieces of a block inside the group, if this shard sees any of it.
     /// Returns the buffers that arrive, each with the position of its rank in the shard, and the exchange.
     fn share(&mut self, owner: u32, piece: &Piece) -> (Vec<(u32, BufferId)>, Option<u32>) {
-        let mesh = self.builder.world.mesh;
+        let mesh = self.builder.set.mesh;
         let (r, u) = mesh.coordinates(self.builder.rank);
         let (mut sends, mut recvs, mut others) = (Vec::new(), Vec::new(), Vec::new());
         if self.builder.sees(r, owner) {
@@ -157,7 +157,7 @@ impl Relay<'_, '_> {
         piece: &Piece,
         mut pieces: Vec<(u32, BufferId)>,
     ) -> Option<BufferId> {
-        let (r, u) = self.builder.world.mesh.coordinates(self.builder.rank);
+        let (r, u) = self.builder.set.mesh.coordinates(self.builder.rank);
         if !self.builder.sees(r, owner) {
             piece.arrived.into_iter().for_each(|buffer| self.builder.free(buffer));
             return None;
@@ -166,7 +166,7 @@ impl Relay<'_, '_> {
         if let [(_, only)] = pieces[..] {
             return Some(only);
         }
-        let tokens = self.builder.world.kv_placement.of_shard(owner);
+        let tokens = self.builder.set.kv_placement.of_shard(owner);
         let name = format!("all kv of shard {owner}");
         let block = self.builder.declare(name, Content::KeyValue, tokens, self.heads.clone());
         for (from, buffer) in pieces {
@@ -188,14 +188,14 @@ impl Relay<'_, '_> {
     /// The piece that rank `u` of a shard has of the block of `owner`, to be received; none where it is empty.
     fn arrival(&mut self, owner: u32, u: u32) -> Option<BufferId> {
         let tokens = self.tokens(owner, u);
-        let piece = self.builder.world.kv_placement.of_shard(owner).slice(tokens);
+        let piece = self.builder.set.kv_placement.of_shard(owner).slice(tokens);
         (!piece.is_empty()).then(|| self.builder.arrival(owner, piece, self.heads.clone()))
     }
 
     /// The positions of the piece of rank `u` of the group in the token list of the block of `owner`.
     fn tokens(&self, owner: u32, u: u32) -> Range<usize> {
-        let world = self.builder.world;
-        let block = world.kv_placement.of_shard(owner);
+        let set = self.builder.set;
+        let block = set.kv_placement.of_shard(owner);
         piece(block.len(), (u - self.group.start) as usize, self.group.len())
     }
 }

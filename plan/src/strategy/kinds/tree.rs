@@ -30,7 +30,7 @@ pub(in crate::strategy) const FACTS: StrategyFacts = StrategyFacts {
     ..pass_q::FACTS
 };
 
-/// The trees of a world, for one rank.
+/// The trees of a plan set, for one rank.
 struct Trees<'a, 'b> {
     builder: &'a mut PlanBuilder<'b>,
     inputs: Inputs,
@@ -65,7 +65,7 @@ fn backward_round(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> 
 
 /// The queries visit every shard whose keys they see, and results come back. Frees all inputs.
 fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) {
-    let mesh = builder.world.mesh;
+    let mesh = builder.set.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
     let mut trees = Trees { builder, inputs, partials, ring: mesh.ring(), r, u, visits: Vec::new() };
     trees.visits = vec![None; trees.ring as usize];
@@ -168,12 +168,12 @@ impl Trees<'_, '_> {
     /// The rank at `position` in the tree in which this rank is its parent.
     fn child(&self, position: u32) -> u32 {
         let shard = (self.owner(parent(position)) + position) % self.ring;
-        self.builder.world.mesh.rank(shard, self.u).0
+        self.builder.set.mesh.rank(shard, self.u).0
     }
 
     fn parent_rank(&self, position: u32) -> u32 {
         let shard = (self.owner(position) + parent(position)) % self.ring;
-        self.builder.world.mesh.rank(shard, self.u).0
+        self.builder.set.mesh.rank(shard, self.u).0
     }
 
     /// The result of the queries at `position`.
@@ -194,7 +194,7 @@ impl Trees<'_, '_> {
     fn met_from(&self, owner: u32, position: u32) -> TokenRuns {
         let mut met = TokenRuns::default();
         for shard in self.seen_from(owner, position) {
-            met.extend(&self.builder.world.kv_placement.of_shard(shard));
+            met.extend(&self.builder.set.kv_placement.of_shard(shard));
         }
         met
     }

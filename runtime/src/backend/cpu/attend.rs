@@ -7,11 +7,11 @@ use std::time::Instant;
 use futures_util::future::LocalBoxFuture;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
+use super::bias::BiasRows;
 use super::call::Call;
 use super::job::{Job, Run};
 use super::keys::PackedKeys;
 use super::pack::Tensor;
-use super::pairs::PairRows;
 use super::simd::AskShape;
 use super::{CpuBackend, CpuBuffer, few_rows};
 use crate::backend::{Attend, Control, StateShape, yield_now};
@@ -76,7 +76,7 @@ async fn attend_in_pieces(
         dim,
         scale: args.scale,
         softcap: args.softcap,
-        pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
+        bias: args.bias.as_ref().map(|bias| BiasRows::new(args.dtype, bias)),
         bf16,
         tiles: backend.level.tiles().filter(|_| bf16.is_some() && !few_rows),
     };

@@ -1,8 +1,8 @@
 //! The arguments of one `attend` call, as its jobs share them.
 
 use super::bf16::WordProducts;
+use super::bias::BiasRows;
 use super::pack::Tensor;
-use super::pairs::PairRows;
 use super::tiles::{self, TileProducts};
 use kyklos_plan::{BlockWork, TileShape};
 
@@ -23,7 +23,7 @@ pub(super) struct Call<'a> {
     pub(super) dim: usize,
     pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
-    pub(super) pairs: Option<PairRows<'a>>,
+    pub(super) bias: Option<BiasRows<'a>>,
     /// `Some`: q, k and v are read and multiplied in words of two elements.
     pub(super) bf16: Option<WordProducts>,
     /// `Some`: panels multiply words by tile registers, for which operands are packed. Only with `bf16`.

@@ -58,11 +58,11 @@ impl WithKernel for Run<'_, '_> {
             for tile in run.kv_tile.max(keys.tiles.start)..last {
                 let tile = keys.tile::<MR>(call, job.batch, job.kv_head, tile);
                 for (p, spans) in spans.chunks(lanes).enumerate() {
-                    if let Some(pairs) = &call.pairs {
+                    if let Some(bias) = &call.bias {
                         let first = job.tile * call.work.tile.q_rows as usize + p * lanes;
                         let at = [job.batch, first, job.head];
                         let into = floats_mut(&mut scratch.terms);
-                        let seen = pairs.terms(at, spans.len(), tile.positions, lanes, into);
+                        let seen = bias.terms(at, spans.len(), tile.positions, lanes, into);
                         if !seen {
                             continue;
                         }
@@ -79,7 +79,7 @@ impl WithKernel for Run<'_, '_> {
                             &mut floats_mut(&mut scratch.ml)[p * lanes * 2..][..lanes * 2],
                         ),
                         scores: vectors_mut::<S, NV>(floats_mut(&mut scratch.scores)),
-                        terms: call.pairs.is_some().then(|| vectors::<S, NV>(floats(&scratch.terms))),
+                        terms: call.bias.is_some().then(|| vectors::<S, NV>(floats(&scratch.terms))),
                         spans: if run.full { None } else { Some(spans) },
                     }
                     .attend(simd, &tile);

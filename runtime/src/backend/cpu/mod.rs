@@ -15,6 +15,7 @@
 mod attend;
 mod backward;
 mod bf16;
+mod bias;
 mod buffer;
 mod call;
 mod convert;
@@ -26,7 +27,6 @@ mod job;
 mod kernel;
 mod keys;
 mod pack;
-mod pairs;
 mod panel;
 mod product;
 mod repack;

@@ -129,7 +129,7 @@ fn run(backend: &CpuBackend, case: &Case, kv_blocks: &[TokenRuns]) -> Output {
             v: Operand { buffer: &v, layout: dense(block.len(), hkv, d) },
             kv_head_of: &kv_head_of,
             work,
-            pairs: None,
+            bias: None,
             fixed_order: false,
             inference: true,
             state: StateMut { a: &mut a, ml: &mut ml, shape },

@@ -12,7 +12,7 @@ use super::decode;
 use super::dispatch::Window;
 use super::items::Items;
 use super::numbers::{checked_dim, narrow};
-use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
+use super::operands::{BiasRows, KeysValues, Operands, bias_kind, factors, units};
 use super::pieces::{Flight, Pace};
 use super::region::cut;
 use super::work::WorkList;
@@ -85,7 +85,7 @@ struct Windows<'a> {
     kv: KeysValues<'a>,
     a: Window<'a>,
     ml: Window<'a>,
-    pairs: Option<PairRows<'a>>,
+    bias: Option<BiasRows<'a>>,
 }
 
 impl<'a> Call<'a> {
@@ -94,7 +94,7 @@ impl<'a> Call<'a> {
         let softcap = args.softcap.is_some();
         let head_dim = checked_dim(shape.dim)?;
         let of_shape = (!args.fixed_order).then_some(shape);
-        let kernel = backend.attend_kernel(args.dtype, head_dim, of_shape, softcap, pair_kind(args));
+        let kernel = backend.attend_kernel(args.dtype, head_dim, of_shape, softcap, bias_kind(args));
         let tile = kernel.tile();
         if (args.work.tile.q_rows, args.work.tile.kv_cols) != (tile.q_rows, tile.kv_cols) {
             return Err(Error::request(
@@ -195,7 +195,7 @@ impl<'a> Call<'a> {
             )?,
             a: gpu.window("state a", args.state.a, self.operands.a.bytes(batch, &rows))?,
             ml: gpu.window("state ml", args.state.ml, self.operands.ml.bytes(batch, &(0..shape.heads)))?,
-            pairs: PairRows::new(gpu, (args.pairs.as_ref(), args.dtype), self.operands.pairs, batch, &rows)?,
+            bias: BiasRows::new(gpu, (args.bias.as_ref(), args.dtype), self.operands.bias, batch, &rows)?,
         })
     }
 
@@ -218,7 +218,7 @@ impl<'a> Call<'a> {
             gpu.whole("positions", &self.positions)?.into(),
             gpu.whole("work list", &self.work)?.into(),
         ];
-        bound.extend(windows.pairs.map(|pairs| pairs.bound()));
+        bound.extend(windows.bias.map(|bias| bias.bound()));
         gpu.record(&mut encoder, Kernel::Attend(self.kernel), bytemuck::bytes_of(&params), &bound, grid)?;
         let submitted_s = now_s();
         let done = gpu.submit(Some(encoder.finish()));
@@ -233,7 +233,7 @@ impl<'a> Call<'a> {
         let q = units(&args.q.layout, unit, windows.q)?;
         let [k, v] = windows.kv.units(args, unit)?;
         let (q_scale, cap) = factors(args.scale, args.softcap);
-        let pairs = windows.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
+        let bias = windows.bias.map_or(Ok([0; 4]), |bias| bias.units())?;
         Ok(AttendParams {
             q_offset: q[0],
             q_batch: q[1],
@@ -263,10 +263,10 @@ impl<'a> Call<'a> {
             spans_at: self.list.spans_at,
             q_scale,
             cap,
-            pairs_offset: pairs[0],
-            pairs_batch: pairs[1],
-            pairs_row: pairs[2],
-            pairs_head: pairs[3],
+            bias_offset: bias[0],
+            bias_batch: bias[1],
+            bias_row: bias[2],
+            bias_head: bias[3],
             ..AttendParams::default()
         })
     }

@@ -1,6 +1,6 @@
 //! An open device, and which attention kernel a call on it gets.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, Pairs};
+use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput};
 
 use super::device::Gpu;
 use super::download::Download;
@@ -118,7 +118,7 @@ impl WgpuBackend {
         head_dim: u32,
         shape: Option<StateShape>,
         softcap: bool,
-        pairs: Pairs,
+        bias: BiasInput,
     ) -> AttendKernel {
         let chosen = match shape {
             Some(shape) => self.chosen(dtype, head_dim, shape).0,
@@ -126,9 +126,9 @@ impl WgpuBackend {
         };
         let variant = match chosen {
             // The matrix variant reads no mask or bias tensor.
-            AttendVariant::Cooperative { .. } if pairs.any() => AttendVariant::portable(head_dim),
+            AttendVariant::Cooperative { .. } if bias.any() => AttendVariant::portable(head_dim),
             variant => variant,
         };
-        AttendKernel { variant, storage: storage(dtype), head_dim, softcap, pairs }
+        AttendKernel { variant, storage: storage(dtype), head_dim, softcap, bias }
     }
 }

@@ -12,7 +12,7 @@ use super::buffer::WgpuBuffer;
 use super::clock::now_s;
 use super::dispatch::Window;
 use super::numbers::{checked_dim, narrow, storage};
-use super::operands::{KeysValues, Operands, PairRows, factors, pair_kind, units};
+use super::operands::{BiasRows, KeysValues, Operands, bias_kind, factors, units};
 use super::pieces::Flight;
 use super::region::cut;
 use super::variant::MOST_SLOTS;
@@ -63,7 +63,7 @@ pub(super) fn decode<'a>(
             head_dim,
             slots: narrow("the number of rows", shape.rows * group_heads)?,
             softcap: args.softcap.is_some(),
-            pairs: pair_kind(args),
+            bias: bias_kind(args),
         },
         group_heads,
         groups: shape.heads / group_heads,
@@ -133,7 +133,7 @@ struct Bindings<'a> {
     ml: Window<'a>,
     part_a: WgpuBuffer,
     part_ml: WgpuBuffer,
-    pairs: Option<PairRows<'a>>,
+    bias: Option<BiasRows<'a>>,
 }
 
 impl Decode<'_> {
@@ -204,7 +204,7 @@ impl Decode<'_> {
             ml: gpu.window("state ml", args.state.ml, operands.ml.bytes(batch, &(0..shape.heads)))?,
             part_a: gpu.buffer("decode parts", slots * shape.dim * 4)?,
             part_ml: gpu.buffer("decode parts", slots * 8)?,
-            pairs: PairRows::new(gpu, (args.pairs.as_ref(), args.dtype), operands.pairs, batch, &rows)?,
+            bias: BiasRows::new(gpu, (args.bias.as_ref(), args.dtype), operands.bias, batch, &rows)?,
         })
     }
 
@@ -237,7 +237,7 @@ impl Decode<'_> {
             gpu.whole("positions", &self.positions)?.into(),
             gpu.whole("work list", &self.work)?.into(),
         ];
-        bound.extend(bindings.pairs.map(|pairs| pairs.bound()));
+        bound.extend(bindings.bias.map(|bias| bias.bound()));
         gpu.record(&mut encoder, kernel, bytemuck::bytes_of(&params), &bound, grid)?;
         if last {
             let shape = self.args.state.shape;
@@ -275,7 +275,7 @@ impl Decode<'_> {
         let q = units(&args.q.layout, unit, bindings.q)?;
         let [k, v] = bindings.kv.units(args, unit)?;
         let (q_scale, cap) = factors(args.scale, args.softcap);
-        let pairs = bindings.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
+        let bias = bindings.bias.map_or(Ok([0; 4]), |bias| bias.units())?;
         Ok(DecodeParams {
             q_offset: q[0],
             q_batch: q[1],
@@ -304,10 +304,10 @@ impl Decode<'_> {
             spans_at: self.list.spans_at,
             q_scale,
             cap,
-            pairs_offset: pairs[0],
-            pairs_batch: pairs[1],
-            pairs_row: pairs[2],
-            pairs_head: pairs[3],
+            bias_offset: bias[0],
+            bias_batch: bias[1],
+            bias_row: bias[2],
+            bias_head: bias[3],
             ..DecodeParams::default()
         })
     }

@@ -84,9 +84,9 @@ impl Backend for WgpuBackend {
     }
 
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
-        let pairs = operands::pairs_of(problem.bias.map(|pairs| pairs.kind));
+        let bias = operands::bias_of(problem.bias.map(|bias| bias.kind));
         let shape = (!problem.fixed_order).then_some(shape);
-        let tile = self.attend_kernel(problem.dtype, problem.head_dim, shape, false, pairs).tile();
+        let tile = self.attend_kernel(problem.dtype, problem.head_dim, shape, false, bias).tile();
         TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
     }
 

@@ -8,7 +8,7 @@ use super::dispatch::{Bound, Window};
 use super::numbers::narrow;
 use super::region::Strided;
 use super::texture;
-use crate::backend::{Attend, Layout, Operand, Pairs, StateShape};
+use crate::backend::{Attend, BiasInput, Layout, Operand, StateShape};
 use crate::error::{Error, Result};
 use kyklos_plan::{BiasKind, Dtype};
 
@@ -20,7 +20,7 @@ pub(super) struct Operands {
     pub(super) v: Strided,
     pub(super) a: Strided,
     pub(super) ml: Strided,
-    pub(super) pairs: Option<Strided>,
+    pub(super) bias: Option<Strided>,
 }
 
 impl Operands {
@@ -37,45 +37,45 @@ impl Operands {
             v: strided(&args.v, keys, kv_heads),
             a: Strided::dense_f32([shape.batch, shape.rows, shape.heads, shape.dim]),
             ml: Strided::dense_f32([shape.batch, shape.heads, shape.rows, 2]),
-            pairs: args
-                .pairs
+            bias: args
+                .bias
                 .as_ref()
-                .map(|pairs| pairs_tensor(pairs, args.dtype, shape, &args.work.kv_positions)),
+                .map(|bias| bias_tensor(bias, args.dtype, shape, &args.work.kv_positions)),
         }
     }
 
     /// Whether each tensor fits one window of `limit` bytes.
     pub(super) fn fit(&self, limit: u64) -> bool {
-        let mut tensors = [&self.q, &self.k, &self.v, &self.a].into_iter().chain(&self.pairs);
+        let mut tensors = [&self.q, &self.k, &self.v, &self.a].into_iter().chain(&self.bias);
         tensors.all(|tensor| tensor.fits(limit))
     }
 
     /// Query rows of one batch entry whose tensors windows of `limit` bytes hold, at least one.
     pub(super) fn q_rows_within(&self, limit: u64) -> usize {
-        let tensors = [&self.q, &self.a].into_iter().chain(&self.pairs);
+        let tensors = [&self.q, &self.a].into_iter().chain(&self.bias);
         tensors.map(|tensor| tensor.rows_within(limit)).min().unwrap_or(1)
     }
 }
 
 /// The rows of an attention bias tensor that a region reads.
 #[derive(Clone, Copy)]
-pub(super) struct PairRows<'a> {
+pub(super) struct BiasRows<'a> {
     window: Window<'a>,
     layout: Layout,
     element_bytes: usize,
 }
 
-impl<'a> PairRows<'a> {
+impl<'a> BiasRows<'a> {
     pub(super) fn new(
         gpu: &Gpu,
-        (pairs, dtype): (Option<&Pairs<'a, WgpuBuffer>>, Dtype),
+        (bias, dtype): (Option<&BiasInput<'a, WgpuBuffer>>, Dtype),
         tensor: Option<Strided>,
         batch: &Range<usize>,
         rows: &Range<usize>,
     ) -> Result<Option<Self>> {
-        let Some((pairs, tensor)) = pairs.zip(tensor) else { return Ok(None) };
-        let window = gpu.window("pairs", pairs.buffer, tensor.bytes(batch, rows))?;
-        Ok(Some(Self { window, layout: pairs.layout, element_bytes: pair_bytes(pairs.kind, dtype) }))
+        let Some((bias, tensor)) = bias.zip(tensor) else { return Ok(None) };
+        let window = gpu.window("bias", bias.buffer, tensor.bytes(batch, rows))?;
+        Ok(Some(Self { window, layout: bias.layout, element_bytes: bias_bytes(bias.kind, dtype) }))
     }
 
     pub(super) fn bound(&self) -> Bound<'a> {
@@ -92,29 +92,29 @@ impl<'a> PairRows<'a> {
 pub(super) fn in_elements(layout: &Layout, element_bytes: usize, window: Window<'_>) -> Result<[u32; 4]> {
     let Layout { offset, batch_stride, row_stride, head_stride } = *layout;
     let [offset, batch, row, head] = [offset, batch_stride, row_stride, head_stride]
-        .map(|elements| narrow("an offset or a stride of the pairs", elements));
+        .map(|elements| narrow("an offset or a stride of the bias", elements));
     let per_unit = narrow("the elements of 16 bytes", 16 / element_bytes)?;
     Ok([offset?.wrapping_sub(window.skipped_units()?.wrapping_mul(per_unit)), batch?, row?, head?])
 }
 
 /// The rows of a mask or bias tensor that a call reads; columns go up to the largest key position of the block.
-pub(super) fn pairs_tensor(
-    pairs: &Pairs<'_, WgpuBuffer>,
+pub(super) fn bias_tensor(
+    bias: &BiasInput<'_, WgpuBuffer>,
     dtype: Dtype,
     shape: StateShape,
     kv_positions: &[u32],
 ) -> Strided {
     let keys = kv_positions.iter().max().map_or(0, |last| *last as usize + 1);
-    let elements = match pairs.kind {
+    let elements = match bias.kind {
         BiasKind::Mask => keys.div_ceil(32),
         BiasKind::Additive => keys,
     };
     let extents = [shape.batch, shape.rows, shape.heads, elements];
-    Strided::new(pairs.layout, pair_bytes(pairs.kind, dtype), extents)
+    Strided::new(bias.layout, bias_bytes(bias.kind, dtype), extents)
 }
 
 /// Bytes of the elements of a mask or bias tensor.
-fn pair_bytes(kind: BiasKind, dtype: Dtype) -> usize {
+fn bias_bytes(kind: BiasKind, dtype: Dtype) -> usize {
     match kind {
         BiasKind::Mask => 4,
         BiasKind::Additive => dtype.bytes(),
@@ -122,16 +122,16 @@ fn pair_bytes(kind: BiasKind, dtype: Dtype) -> usize {
 }
 
 /// The kind of mask or bias tensor that a call's kernel reads.
-pub(super) fn pair_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::Pairs {
-    pairs_of(args.pairs.as_ref().map(|pairs| pairs.kind))
+pub(super) fn bias_kind(args: &Attend<'_, WgpuBuffer>) -> kyklos_shaders::BiasInput {
+    bias_of(args.bias.as_ref().map(|bias| bias.kind))
 }
 
 /// The name that kernels use for a kind of attention bias tensor.
-pub(super) fn pairs_of(kind: Option<BiasKind>) -> kyklos_shaders::Pairs {
+pub(super) fn bias_of(kind: Option<BiasKind>) -> kyklos_shaders::BiasInput {
     match kind {
-        None => kyklos_shaders::Pairs::None,
-        Some(BiasKind::Mask) => kyklos_shaders::Pairs::Visible,
-        Some(BiasKind::Additive) => kyklos_shaders::Pairs::Bias,
+        None => kyklos_shaders::BiasInput::None,
+        Some(BiasKind::Mask) => kyklos_shaders::BiasInput::Visible,
+        Some(BiasKind::Additive) => kyklos_shaders::BiasInput::Bias,
     }
 }
 

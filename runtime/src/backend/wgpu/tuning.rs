@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use kyklos_shaders::{AttendKernel, AttendVariant, Kernel, Pairs, Storage};
+use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput, Kernel, Storage};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::numbers::storage;
@@ -162,7 +162,7 @@ pub(super) fn sources(variants: Variants, storage: Storage, head_dim: u32) -> St
     for variant in variants.choices(storage, head_dim) {
         for softcap in [false, true] {
             let kernel =
-                Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, pairs: Pairs::None });
+                Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, bias: BiasInput::None });
             let text = kernel.source(DIALECT);
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text.as_bytes());

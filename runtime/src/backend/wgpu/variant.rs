@@ -1,7 +1,7 @@
 //! Which attention kernels a device runs.
 
 use kyklos_shaders::{
-    AttendKernel, AttendVariant, BackwardVariant, DecodeVariant, Dialect, Kernel, Pairs, Storage,
+    AttendKernel, AttendVariant, BackwardVariant, BiasInput, DecodeVariant, Dialect, Kernel, Storage,
 };
 
 use super::class::class;
@@ -242,8 +242,13 @@ impl Matrices {
     fn variant(self, subgroups: u32, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
         let variant =
             AttendVariant::cooperative(self.size, self.subgroup_size, subgroups, storage, head_dim)?;
-        let kernel =
-            Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false, pairs: Pairs::None });
+        let kernel = Kernel::Attend(AttendKernel {
+            variant,
+            storage,
+            head_dim,
+            softcap: false,
+            bias: BiasInput::None,
+        });
         (kernel.workgroup_bytes() <= self.workgroup_bytes).then_some(variant)
     }
 

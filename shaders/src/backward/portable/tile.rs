@@ -47,9 +47,9 @@ impl Shape {
                 let bounds = XYZW.map(|x| format!("lists[spans + 2u * there.{x}{offset}]")).join(", ");
                 t.line(format!("let {name} = vec4<u32>({bounds});"));
             }
-            if self.kernel.pairs.any() {
+            if self.kernel.bias.any() {
                 t.line(
-                    "let pair_rows = vec4<u32>(params.pairs_offset + batch * params.pairs_batch + head * params.pairs_head) + there * params.pairs_row;",
+                    "let bias_rows = vec4<u32>(params.bias_offset + batch * params.bias_batch + head * params.bias_head) + there * params.bias_row;",
                 );
             }
         }
@@ -59,12 +59,12 @@ impl Shape {
             } else {
                 format!("(lo <= vec4<u32>(pos{i})) & (vec4<u32>(pos{i}) < hi) & inside")
             };
-            if self.kernel.pairs.any() {
+            if self.kernel.bias.any() {
                 let terms = XYZW.map(|x| {
                     if self.by_rows() {
-                        format!("pair_term(pair_row{i}, pos.{x})")
+                        format!("bias_term(bias_row{i}, pos.{x})")
                     } else {
-                        format!("pair_term(pair_rows.{x}, pos{i})")
+                        format!("bias_term(bias_rows.{x}, pos{i})")
                     }
                 });
                 t.line(format!("let term{i} = vec4<f32>({});", terms.join(", ")));
@@ -153,7 +153,7 @@ impl Shape {
                 }
                 t.line(format!("x{i} = vec4<f32>({});", lanes("capped")));
             }
-            if self.kernel.pairs.any() {
+            if self.kernel.bias.any() {
                 t.line(format!("x{i} += term{i};"));
             }
             let shares = XYZW.map(|x| {

@@ -98,7 +98,7 @@ impl<'a, B: Backend> OnDevice<'a, B> {
                 v: Operand { buffer: v, layout: of_kv },
                 kv_head_of: &kv_head_of,
                 work,
-                pairs: None,
+                bias: None,
                 shape,
                 dq,
                 dk,
@@ -158,7 +158,7 @@ pub(super) async fn every_case<B: Backend>(backend: &B, who: &str, dtype: Dtype)
         (true, Dtype::F32) => (0, 3),
         (true, _) => (dtype as usize, 9),
     };
-    let plain = chosen_cases(backend.info()).filter(|case| case.pairs.is_none());
+    let plain = chosen_cases(backend.info()).filter(|case| case.bias.is_none());
     for (index, case) in plain.enumerate().skip(offset).step_by(step) {
         let case = GradientCase::new(case, dtype);
         if !takes(backend, &case, who) {

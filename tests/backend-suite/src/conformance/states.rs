@@ -109,7 +109,7 @@ pub(super) async fn attend_with<B: Backend>(
         v: Operand { buffer: &v, layout: layout(KEYS, KV_HEADS, first) },
         kv_head_of: &[0, 0, 1, 1],
         work,
-        pairs: None,
+        bias: None,
         fixed_order: false,
         inference: true,
         state: state.edit(),

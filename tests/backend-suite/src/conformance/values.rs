@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 use kyklos::backend::Backend;
-use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
-use kyklos_oracle::inputs::{Case, CasePairs, cases};
+use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
+use kyklos_oracle::inputs::{Case, CaseBias, cases};
 
 use crate::{Prepared, Whole, dense_world, run_alone, run_together};
 
@@ -35,7 +35,8 @@ pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
     for stand_in in [f32::MIN, -1e30, -1e10, 1e38] {
         let mut case = named("logits of a million, few queries");
         case.problem.scale = 1.0;
-        case.pairs = Some(CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false, stand_in: false });
+        case.bias =
+            Some(CaseBias { additive: true, batch: 1, heads: 1, shared_rows: false, stand_in: false });
         let mut prepared = Prepared::new(case, Dtype::F32);
         let [rows, keys, dim] = [prepared.oracle.q_len, prepared.oracle.kv_len, prepared.oracle.head_dim];
         let bias = vec![stand_in; rows * keys];
@@ -65,9 +66,9 @@ pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
 
 async fn on_a_ring<B: Backend>(backend: &B, prepared: &Prepared) -> Whole {
     let mesh = Mesh::new(1, 3).unwrap();
-    let world =
-        plan_world(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-    run_together(backend, &world, prepared).await
+    let set = plan_forward(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
+        .unwrap();
+    run_together(backend, &set, prepared).await
 }
 
 fn named(name: &str) -> Case {

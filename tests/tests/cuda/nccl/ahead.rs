@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Dtype, Mesh, PlacementKind, Result, RunOptions, Session, Split, Strategy, plan_world};
+use kyklos::{Dtype, Mesh, PlacementKind, Result, RunOptions, Session, Split, Strategy, plan_forward};
 use kyklos_backend_suite::{Prepared, RankOutput};
 use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
 use kyklos_oracle::inputs::cases;
@@ -44,8 +44,8 @@ fn held(name: &str, hold_until: u32, options: NcclOptions, ends_well: bool) -> S
         let prepared = Prepared::new(cases().into_iter().find(|one| one.name == CASE).unwrap(), Dtype::F32);
         let mesh = Mesh::new(1, RANKS).unwrap();
         // With equal shares the ranks have the same kernels, one launch for each step.
-        let world = plan_world(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring);
-        let plans = Arc::new(ProvedPlans::new(world.unwrap()).unwrap());
+        let set = plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring);
+        let plans = Arc::new(ProvedPlans::new(set.unwrap()).unwrap());
         let outputs = on_threads(in_process_group(RANKS), |transport| {
             run(patient(&transport, options, ends_well), &plans, &prepared)
         });

@@ -140,7 +140,7 @@ fn on_own_device(transport: &Arc<dyn Transport>, deadline: Duration, run: RunOpt
 
 /// The errors of all ranks of a group with a fault, and how long each took.
 fn failures((plans, prepared): &(Arc<ProvedPlans>, Prepared), deadline: Duration) -> Vec<(Duration, Error)> {
-    on_threads(in_process_group(plans.world().mesh.world()), |transport| {
+    on_threads(in_process_group(plans.set().mesh.size()), |transport| {
         let session = on_own_device(&transport, deadline, RunOptions::default());
         let start = Instant::now();
         let ended: Result<RankOutput> = run(session, plans, prepared);
@@ -184,19 +184,19 @@ fn late() {
 fn backward() {
     let deadline = Duration::from_secs(3);
     let (forward, prepared) = plans(CASE, Dtype::F32, 3);
-    let world = forward.world();
+    let set = forward.set();
     let backward = plan_backward_placed(
-        &world.problem,
-        world.mesh,
-        world.q_placement.clone(),
-        world.kv_placement.clone(),
+        &set.problem,
+        set.mesh,
+        set.q_placement.clone(),
+        set.kv_placement.clone(),
         Strategy::Ring,
     );
     let backward = Arc::new(ProvedPlans::new(backward.unwrap()).unwrap());
     let errors = on_threads(in_process_group(3), |transport| {
         let mut session = on_own_device(&transport, deadline, RunOptions::default());
-        let part = shard(world, transport.rank(), &prepared.tensors).unwrap();
-        let [q, k, v] = part.qkv(&world.problem).unwrap();
+        let part = shard(set, transport.rank(), &prepared.tensors).unwrap();
+        let [q, k, v] = part.qkv(&set.problem).unwrap();
         let Output { o, lse, .. } = session.attend(&planned(&forward, &part), &q, &k, &v).unwrap();
         let (d_o, saved) = (o.clone(), Saved { q, k, v, o, lse });
         let start = Instant::now();
@@ -229,7 +229,7 @@ fn dropped() {
         if transport.rank().0 != 1 {
             return Some(run(session, &plans, &prepared).unwrap_err());
         }
-        let part = shard(plans.world(), Rank(1), &prepared.tensors).unwrap();
+        let part = shard(plans.set(), Rank(1), &prepared.tensors).unwrap();
         let mut call = Box::pin(attend_planned(&mut session, &plans, &part));
         let mut context = Context::from_waker(Waker::noop());
         while !observer.0.load(Ordering::Relaxed) {

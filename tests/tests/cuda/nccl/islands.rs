@@ -13,7 +13,7 @@ use kyklos_oracle::inputs::cases;
 use kyklos_transport::{Rank, Transport, in_process_group};
 use pollster::block_on;
 
-use super::{DEADLINE, run, scenario, session, world};
+use super::{DEADLINE, run, scenario, session, set};
 use crate::scenario::{Ends, Scenario};
 
 pub(super) fn scenarios() -> Vec<Scenario> {
@@ -142,17 +142,17 @@ impl Ranks<'_> {
 /// A group in which messages go both ways has the bytes of the same devices with all messages through the host.
 fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy, on: &Ranks<'_>) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
-    let world = world(&prepared, mesh, strategy, WireFormat::Same);
-    let plans = Arc::new(ProvedPlans::new(world.clone()).unwrap());
+    let set = set(&prepared, mesh, strategy, WireFormat::Same);
+    let plans = Arc::new(ProvedPlans::new(set.clone()).unwrap());
     let whole = |outputs: Vec<Result<RankOutput>>| {
-        let mut whole = Whole::new(&world);
-        outputs.into_iter().enumerate().for_each(|(rank, output)| whole.add(&world, rank, &output.unwrap()));
+        let mut whole = Whole::new(&set);
+        outputs.into_iter().enumerate().for_each(|(rank, output)| whole.add(&set, rank, &output.unwrap()));
         whole
     };
-    let both_ways = whole(on_threads(in_process_group(mesh.world()), |transport| {
+    let both_ways = whole(on_threads(in_process_group(mesh.size()), |transport| {
         run(on.session(transport, DEADLINE), &plans, &prepared)
     }));
-    let through_host = whole(on_threads(in_process_group(mesh.world()), |transport| {
+    let through_host = whole(on_threads(in_process_group(mesh.size()), |transport| {
         let device = on.device(transport.rank());
         run(Session::new(transport, device), &plans, &prepared)
     }));

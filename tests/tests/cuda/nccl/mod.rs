@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::host::shard;
 use kyklos::local::on_threads;
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{
     Dtype, Execution, Mesh, Placement, PlacementKind, Result, RunOptions, Session, SessionOptions, Split,
-    Strategy, WireFormat, plan_world,
+    Strategy, WireFormat, plan_forward,
 };
 use kyklos_backend_suite::{
     GradientCase, Prepared, RankOutput, Whole, attend_planned, dense_world, run_alone,
@@ -91,7 +91,7 @@ fn right() -> Vec<Scenario> {
     all.push(scenario("many calls after another, by one communicator", 3, "delay_us=100", || {
         let (plans, prepared) = plans("two rows beyond four tiles", Dtype::Bf16, 3);
         let outputs = on_devices(3, |mut session| {
-            let part = shard(plans.world(), session.rank(), &prepared.tensors).unwrap();
+            let part = shard(plans.set(), session.rank(), &prepared.tensors).unwrap();
             let all: Vec<_> = (0..20)
                 .map(|_| block_on(attend_planned(&mut session, &plans, &part)).unwrap())
                 .map(|output| output.o)
@@ -253,16 +253,16 @@ pub(crate) fn plans_on(
     strategy: Strategy,
 ) -> (Arc<ProvedPlans>, Prepared) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
-    let world = world(&prepared, mesh, strategy, WireFormat::Same);
-    (Arc::new(ProvedPlans::new(world).unwrap()), prepared)
+    let set = set(&prepared, mesh, strategy, WireFormat::Same);
+    (Arc::new(ProvedPlans::new(set).unwrap()), prepared)
 }
 
-fn world(prepared: &Prepared, mesh: Mesh, strategy: Strategy, wire: WireFormat) -> World {
+fn set(prepared: &Prepared, mesh: Mesh, strategy: Strategy, wire: WireFormat) -> PlanSet {
     // For both passes.
     let problem = prepared.problem.clone().with_inference(false).with_wire(wire).unwrap();
     // The last rank has the most tokens.
-    let weights = (0..mesh.world()).map(|rank| f64::from(rank % 3 + 1)).collect();
-    plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Weights(weights), strategy).unwrap()
+    let weights = (0..mesh.size()).map(|rank| f64::from(rank % 3 + 1)).collect();
+    plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Weights(weights), strategy).unwrap()
 }
 
 /// A session of a rank with a device of its own, which uses NCCL.
@@ -291,7 +291,7 @@ fn on_devices<T: Send>(ranks: u32, run: impl Fn(Session) -> T + Sync) -> Vec<T> 
 }
 
 fn run(mut session: Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> Result<RankOutput> {
-    let part = shard(plans.world(), session.rank(), &prepared.tensors)?;
+    let part = shard(plans.set(), session.rank(), &prepared.tensors)?;
     let output = block_on(attend_planned(&mut session, plans, &part))?;
     // The recorder of a rank has its messages, in whichever way they went.
     let peers = session.transport().recorder().peers();
@@ -307,17 +307,17 @@ fn run(mut session: Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> R
 /// The result by NCCL is right, and has the bytes of the result whose messages went through the host.
 fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy, wire: WireFormat) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
-    let world = world(&prepared, mesh, strategy, wire);
-    let plans = Arc::new(ProvedPlans::new(world.clone()).unwrap());
-    let by_nccl = on_devices(mesh.world(), |session| run(session, &plans, &prepared).unwrap());
-    let through_host = on_threads(in_process_group(mesh.world()), |transport| {
+    let set = set(&prepared, mesh, strategy, wire);
+    let plans = Arc::new(ProvedPlans::new(set.clone()).unwrap());
+    let by_nccl = on_devices(mesh.size(), |session| run(session, &plans, &prepared).unwrap());
+    let through_host = on_threads(in_process_group(mesh.size()), |transport| {
         let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
         run(Session::new(transport, device), &plans, &prepared).unwrap()
     });
-    let [mut whole, mut other] = [Whole::new(&world), Whole::new(&world)];
+    let [mut whole, mut other] = [Whole::new(&set), Whole::new(&set)];
     for (rank, outputs) in by_nccl.iter().zip(&through_host).enumerate() {
-        whole.add(&world, rank, outputs.0);
-        other.add(&world, rank, outputs.1);
+        whole.add(&set, rank, outputs.0);
+        other.add(&set, rank, outputs.1);
         let counted = |output: &RankOutput| (output.report.bytes_sent, output.report.messages_sent);
         assert_eq!(counted(outputs.0), counted(outputs.1));
     }
@@ -334,7 +334,7 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
 
 fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
     let mesh = Mesh::new(ulysses, ring).unwrap();
-    gradients_on(in_process_group(mesh.world()), mesh, strategy, |transport| {
+    gradients_on(in_process_group(mesh.size()), mesh, strategy, |transport| {
         let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
         let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
         session(transport, device, options, RunOptions::default())
@@ -368,7 +368,7 @@ pub(crate) fn gradients_on(
     for (error, limit) in case.judge(&found).iter().zip(case.parallel_limits(&alone)) {
         error.within(&limit).unwrap();
     }
-    let through_host = case.gradients(in_process_group(mesh.world()), &shared);
+    let through_host = case.gradients(in_process_group(mesh.size()), &shared);
     let bits = |all: &[Vec<f64>]| -> Vec<Vec<u64>> {
         all.iter().map(|gradient| gradient.iter().map(|x| x.to_bits()).collect()).collect()
     };

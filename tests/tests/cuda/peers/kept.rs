@@ -80,7 +80,7 @@ fn ring(ranks: u32, signs: Signs, check: impl Fn(Session, Device) + Sync) {
                 let run = RunOptions { observer: signs.clone(), ..RunOptions::default() };
                 let options = SessionOptions { deadline: DEADLINE, run, ..SessionOptions::default() };
                 let mut session = Session::with_collective(transport, device.clone(), peers, options);
-                let part = shard(plans.world(), rank, &prepared.tensors).unwrap();
+                let part = shard(plans.set(), rank, &prepared.tensors).unwrap();
                 let mut call = Box::pin(attend_planned(&mut session, plans, &part));
                 if signs.drops == Some(rank) {
                     let mut context = Context::from_waker(Waker::noop());

@@ -11,7 +11,7 @@ use kyklos::host::{layouts, scatter_lse};
 use kyklos::local::on_threads;
 use kyklos::{
     Attention, CacheOptions, Dtype, Execution, KvCache, Mask, Mesh, Output, PlacementKind, Result, Session,
-    Split, Strategy, Tensor, TokenRuns, plan_world,
+    Split, Strategy, Tensor, TokenRuns, plan_forward,
 };
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleProblem};
@@ -73,7 +73,7 @@ fn sequence(
         q_offset: 0,
         sinks: vec![],
     };
-    let case = Case { name: "a cached sequence", seed: 17, problem, poison: Vec::new(), pairs: None };
+    let case = Case { name: "a cached sequence", seed: 17, problem, poison: Vec::new(), bias: None };
     Prepared::new(case, dtype)
 }
 
@@ -86,8 +86,8 @@ impl Script {
     /// Query, key and value of these tokens.
     fn tensors(&self, tokens: &TokenRuns) -> [Tensor; 3] {
         let problem = &self.prepared.problem;
-        let world = dense(&self.prepared);
-        let (q, kv) = layouts(&world);
+        let size = dense(&self.prepared);
+        let (q, kv) = layouts(&size);
         let tensor = |bytes: bytes::Bytes, heads: u32| {
             let shape = [problem.batch as usize, tokens.len(), heads as usize, problem.head_dim as usize];
             Tensor::from_bytes(shape, problem.dtype, bytes).unwrap()
@@ -139,8 +139,8 @@ impl Script {
 
     /// All rows, from the calls of all ranks, which must have the same bytes where they have the same rows.
     fn collect(&self, ranks: &[Vec<(TokenRuns, Output)>]) -> Whole {
-        let (problem, world) = (&self.prepared.problem, dense(&self.prepared));
-        let mut whole = Whole::new(&world);
+        let (problem, set) = (&self.prepared.problem, dense(&self.prepared));
+        let mut whole = Whole::new(&set);
         for (index, step) in self.steps.iter().filter(|step| !matches!(step, Step::Rejected(_))).enumerate() {
             let outputs: Vec<_> = ranks.iter().map(|outputs| &outputs[index]).collect();
             let bytes = |tensor: &Tensor| pollster::block_on(tensor.bytes()).unwrap();
@@ -151,7 +151,7 @@ impl Script {
                 }
             }
             for (tokens, output) in outputs {
-                layouts(&world).0.scatter(&bytes(&output.o), tokens, &mut whole.o).unwrap();
+                layouts(&set).0.scatter(&bytes(&output.o), tokens, &mut whole.o).unwrap();
                 let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes(&output.lse));
                 let (batch, heads) = (problem.batch as usize, problem.q_heads as usize);
                 scatter_lse(&lse, batch, heads, tokens, &mut whole.lse);
@@ -177,9 +177,9 @@ impl Script {
     }
 }
 
-fn dense(prepared: &Prepared) -> kyklos::plan::World {
+fn dense(prepared: &Prepared) -> kyklos::plan::PlanSet {
     let one = Mesh::new(1, 1).unwrap();
-    plan_world(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
+    plan_forward(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
 }
 
 /// Calls that append `tokens` tokens; `rollback` of them may be wrong at a time.
@@ -324,8 +324,8 @@ fn survivors_restore_the_keys_of_a_lost_rank() {
         assert!(cache.missing().is_empty());
         after.run(&mut session, &mut cache).unwrap()
     });
-    let (world, problem) = (dense(&after.prepared), &after.prepared.problem);
-    let alone = crate::strategies::run_on_cpu(&world, &after.prepared);
+    let (set, problem) = (dense(&after.prepared), &after.prepared.problem);
+    let alone = crate::strategies::run_on_cpu(&set, &after.prepared);
     let limit = after.prepared.parallel_limit(&after.prepared.judge(&alone, "cpu alone"));
     // The rows of before the loss are those of the run alone.
     let got = after.collect(&outputs);

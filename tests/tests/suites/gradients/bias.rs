@@ -9,7 +9,7 @@ use kyklos::{
     deal_tokens, plan_backward,
 };
 use kyklos_backend_suite::GradientCase;
-use kyklos_oracle::inputs::{Case, CasePairs};
+use kyklos_oracle::inputs::{Case, CaseBias};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use kyklos_transport::in_process_group;
 use kyklos_transport::quic::quic_loopback_group;
@@ -18,7 +18,7 @@ use super::alone;
 use super::prepared::{OnSessions, Sharing};
 
 /// Two batch entries, 150 queries at the end of 190 keys, four heads over two.
-fn case(pairs: CasePairs, softcap: Option<f64>) -> Case {
+fn case(bias: CaseBias, softcap: Option<f64>) -> Case {
     let problem = OracleProblem {
         batch: 2,
         q_len: 150,
@@ -32,13 +32,13 @@ fn case(pairs: CasePairs, softcap: Option<f64>) -> Case {
         q_offset: 40,
         sinks: vec![1.0, 0.5, 2.0, 1.5],
     };
-    Case { name: "a bias", seed: 31, problem, poison: Vec::new(), pairs: Some(pairs) }
+    Case { name: "a bias", seed: 31, problem, poison: Vec::new(), bias: Some(bias) }
 }
 
 /// One for all, or one for each: of batch entries, heads and rows.
-fn every_shape() -> impl Iterator<Item = CasePairs> {
-    (0..8).map(|bits| CasePairs {
-        bias: true,
+fn every_shape() -> impl Iterator<Item = CaseBias> {
+    (0..8).map(|bits| CaseBias {
+        additive: true,
         batch: if bits & 1 == 0 { 1 } else { 2 },
         heads: if bits & 2 == 0 { 1 } else { 4 },
         shared_rows: bits & 4 == 0,
@@ -47,7 +47,7 @@ fn every_shape() -> impl Iterator<Item = CasePairs> {
 }
 
 fn sharing(case: &GradientCase, mesh: Mesh, strategy: Strategy, device: Device) -> Sharing {
-    let ranks = mesh.world() as usize;
+    let ranks = mesh.size() as usize;
     // Unlike shares; with three ranks or more, the second one has no tokens.
     let weights = (0..ranks).map(|rank| if rank == 1 && ranks > 2 { 0.0 } else { 1.0 + rank as f64 });
     let split = Split::Weights(weights.collect());
@@ -62,16 +62,16 @@ fn every_shape_of_bias_has_its_gradient_on_every_kind_of_mesh() {
 
 /// On one rank and on several, whose devices are all `device`.
 pub(super) fn every_shape_agrees_with_the_oracle(device: &Device, every_mesh: bool) {
-    for (index, pairs) in every_shape().enumerate() {
+    for (index, bias) in every_shape().enumerate() {
         let softcap = (index % 2 == 1).then_some(1.5);
         let dtype = Dtype::ALL[index % 3];
-        let case = GradientCase::new(case(pairs, softcap), dtype).with_bias_gradient();
+        let case = GradientCase::new(case(bias, softcap), dtype).with_bias_gradient();
         let errors = case.run(in_process_group(1), &alone(&case, device));
         assert_eq!(errors.len(), 5);
         for (error, limit) in errors.iter().zip(case.dense_limits()) {
-            error.within(&limit).unwrap_or_else(|fault| panic!("{pairs:?} alone: {fault}"));
+            error.within(&limit).unwrap_or_else(|fault| panic!("{bias:?} alone: {fault}"));
         }
-        let worlds = [
+        let sets = [
             ((1, 3), Strategy::Ring),
             ((2, 2), Strategy::Unified),
             ((3, 1), Strategy::Ulysses),
@@ -81,14 +81,14 @@ pub(super) fn every_shape_agrees_with_the_oracle(device: &Device, every_mesh: bo
             ((1, 3), Strategy::PassQ),
             ((1, 4), Strategy::Tree),
         ];
-        for (mesh, strategy) in worlds.into_iter().take(if every_mesh { worlds.len() } else { 2 }) {
+        for (mesh, strategy) in sets.into_iter().take(if every_mesh { sets.len() } else { 2 }) {
             let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
             let together =
-                case.run(in_process_group(mesh.world()), &sharing(&case, mesh, strategy, device.clone()));
+                case.run(in_process_group(mesh.size()), &sharing(&case, mesh, strategy, device.clone()));
             for (error, limit) in together.iter().zip(case.parallel_limits(&errors)) {
                 error
                     .within(&limit)
-                    .unwrap_or_else(|fault| panic!("{pairs:?} {dtype} {strategy} on {mesh}: {fault}"));
+                    .unwrap_or_else(|fault| panic!("{bias:?} {dtype} {strategy} on {mesh}: {fault}"));
             }
         }
     }
@@ -96,33 +96,33 @@ pub(super) fn every_shape_agrees_with_the_oracle(device: &Device, every_mesh: bo
 
 #[test]
 fn the_gradient_of_a_bias_has_the_same_bytes_with_any_number_of_threads_and_over_quic() {
-    for pairs in every_shape() {
-        let case = GradientCase::new(case(pairs, Some(2.0)), Dtype::F32).with_bias_gradient();
+    for bias in every_shape() {
+        let case = GradientCase::new(case(bias, Some(2.0)), Dtype::F32).with_bias_gradient();
         for (mesh, strategy) in [((1, 3), Strategy::Ring), ((2, 1), Strategy::Ulysses)] {
             let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
             let on = |device| sharing(&case, mesh, strategy, device);
-            let first = case.gradients(in_process_group(mesh.world()), &on(Device::cpu()));
+            let first = case.gradients(in_process_group(mesh.size()), &on(Device::cpu()));
             for threads in [1, 3] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let device = Device::from(CpuBackend::with_pool(Arc::new(pool)));
-                assert!(first == case.gradients(in_process_group(mesh.world()), &on(device)), "{pairs:?}");
+                assert!(first == case.gradients(in_process_group(mesh.size()), &on(device)), "{bias:?}");
             }
-            let quic = quic_loopback_group(mesh.world()).unwrap();
-            assert!(first == case.gradients(quic, &on(Device::cpu())), "{pairs:?} over QUIC");
+            let quic = quic_loopback_group(mesh.size()).unwrap();
+            assert!(first == case.gradients(quic, &on(Device::cpu())), "{bias:?} over QUIC");
         }
     }
 }
 
 /// The same bytes when the same ranks compute them again on `device`.
 pub(super) fn every_shape_has_the_same_bytes_again(device: &Device) {
-    for pairs in every_shape() {
-        let case = GradientCase::new(case(pairs, None), Dtype::F32).with_bias_gradient();
+    for bias in every_shape() {
+        let case = GradientCase::new(case(bias, None), Dtype::F32).with_bias_gradient();
         let mesh = Mesh::new(2, 2).unwrap();
         let run = || {
             let sharing = sharing(&case, mesh, Strategy::Unified, device.clone());
-            case.gradients(in_process_group(mesh.world()), &sharing)
+            case.gradients(in_process_group(mesh.size()), &sharing)
         };
-        assert!(run() == run(), "{pairs:?}");
+        assert!(run() == run(), "{bias:?}");
     }
 }
 
@@ -133,8 +133,8 @@ fn rows_that_see_no_key_add_nothing_to_the_gradient_of_a_bias() {
 
 /// Rows from 110 on see no key. What the gradient of their output holds must not matter.
 pub(super) fn rows_without_keys_add_nothing(device: &Device) {
-    for pairs in every_shape() {
-        let mut case = case(pairs, None);
+    for bias in every_shape() {
+        let mut case = case(bias, None);
         let problem = &mut case.problem;
         (problem.q_len, problem.kv_len, problem.q_offset) = (150, 100, 0);
         problem.mask = OracleMask::causal().and(OracleTerm::Window { left: 10, right: -1 });
@@ -150,7 +150,7 @@ pub(super) fn rows_without_keys_add_nothing(device: &Device) {
         }
         case.d_o = d_o.into();
         assert!(right.iter().all(|value| value.is_finite()));
-        assert!(right == on(&case), "{pairs:?}");
+        assert!(right == on(&case), "{bias:?}");
     }
 }
 

@@ -3,9 +3,9 @@
 mod bias;
 mod calls;
 mod prepared;
+mod random;
 mod traps;
 mod wgpu;
-mod worlds;
 
 use kyklos::backend::Device;
 use kyklos::{Dtype, Execution, Mesh, Placement, PlacementKind, Split, Strategy};
@@ -14,7 +14,7 @@ use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 use prepared::{OnSessions, Sharing};
 use proptest::prelude::*;
-use worlds::worlds;
+use random::sets;
 
 /// All tokens on one rank.
 fn alone(case: &GradientCase, device: &Device) -> Sharing {
@@ -55,7 +55,7 @@ proptest! {
     #![proptest_config(crate::cases(40, 400))]
 
     #[test]
-    fn every_random_world_agrees_with_the_oracle(world in worlds(&[8, 24, 64], &Dtype::ALL)) {
-        world.check(&Device::cpu())?;
+    fn every_random_world_agrees_with_the_oracle(size in sets(&[8, 24, 64], &Dtype::ALL)) {
+        size.check(&Device::cpu())?;
     }
 }

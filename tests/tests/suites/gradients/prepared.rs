@@ -59,8 +59,8 @@ impl OnSessions for GradientCase {
     ) -> Vec<Vec<f64>> {
         let Sharing { mesh, q, kv, forward, execution, .. } = sharing;
         let problem = &self.prepared.problem;
-        let world = plan_placed(problem, *mesh, q.clone(), kv.clone(), *forward).unwrap();
-        let (q_layout, kv_layout) = layouts(&world);
+        let set = plan_placed(problem, *mesh, q.clone(), kv.clone(), *forward).unwrap();
+        let (q_layout, kv_layout) = layouts(&set);
         let lse_layout = HostLayout { token_bytes: problem.q_heads as usize * 4, ..q_layout };
         let base = Attention::new()
             .mask(problem.mask.clone())
@@ -75,25 +75,25 @@ impl OnSessions for GradientCase {
         let base = if problem.bias_gradient { base.bias_gradient() } else { base };
         let done = on_threads(group, |transport| {
             let rank = transport.rank();
-            let tokens = world.q_placement.of_rank(rank);
-            let own = shard(&world, rank, &self.prepared.tensors).unwrap();
+            let tokens = set.q_placement.of_rank(rank);
+            let own = shard(&set, rank, &self.prepared.tensors).unwrap();
             let call = match (problem.bias, &own.bias) {
                 (Some(tensor), Some(rows)) => base.clone().bias(tensor, rows.clone()),
                 _ => base.clone(),
             };
-            assert_eq!(bias_layout(&world).is_some(), problem.bias.is_some() && own.bias.is_some());
+            assert_eq!(bias_layout(&set).is_some(), problem.bias.is_some() && own.bias.is_some());
             let [batch, q_heads, kv_heads, dim] =
                 [problem.batch, problem.q_heads, problem.kv_heads, problem.head_dim].map(|n| n as usize);
             let tensor = |count: usize, heads, dim, dtype, data: Bytes| {
                 Tensor::from_bytes([batch, count, heads, dim], dtype, data).unwrap()
             };
-            let (q_count, kv_count) = (tokens.len(), world.kv_placement.held_by(rank).len());
+            let (q_count, kv_count) = (tokens.len(), set.kv_placement.held_by(rank).len());
             let of_q = |data| tensor(q_count, q_heads, dim, problem.dtype, data);
             let of_kv = |data| tensor(kv_count, kv_heads, dim, problem.dtype, data);
             let (q, k, v) = (of_q(own.q), of_kv(own.k), of_kv(own.v));
             let mut session = open(transport);
             let execution =
-                execution.clone().mesh(*mesh).owners(world.q_placement.clone(), world.kv_placement.clone());
+                execution.clone().mesh(*mesh).owners(set.q_placement.clone(), set.kv_placement.clone());
             let ahead = call.clone().execution(execution.clone().strategy(*forward));
             let output = session.attend(&ahead, &q, &k, &v).unwrap();
             let d_o = of_q(q_layout.gather(&self.d_o, tokens).unwrap());
@@ -111,10 +111,10 @@ impl OnSessions for GradientCase {
             let Gradients { dq, dk, dv, d_sinks_part, d_bias: of_bias, .. } = gradients;
             assert_eq!(of_bias.is_some(), d_bias.is_some());
             for (whole, part) in d_bias.iter_mut().zip(of_bias) {
-                add_bias(whole, &part, world.q_placement.of_rank(rank), problem);
+                add_bias(whole, &part, set.q_placement.of_rank(rank), problem);
             }
-            let q_tokens = world.q_placement.of_rank(rank);
-            let kv_tokens: &TokenRuns = &world.kv_placement.held_by(rank);
+            let q_tokens = set.q_placement.of_rank(rank);
+            let kv_tokens: &TokenRuns = &set.kv_placement.held_by(rank);
             // Of keys on every rank, all ranks have the whole gradient, in equal bytes.
             let [dk_bytes, dv_bytes] = [&dk, &dv].map(|tensor| pollster::block_on(tensor.bytes()).unwrap());
             let heads = problem.kv_heads as usize * problem.head_dim as usize * problem.dtype.bytes();

@@ -41,7 +41,7 @@ fn case(
         q_offset: (kv_len - q_len) as u64,
         sinks: Vec::new(),
     };
-    Case { name, seed: 29, problem, poison: Vec::new(), pairs: None }
+    Case { name, seed: 29, problem, poison: Vec::new(), bias: None }
 }
 
 /// The case agrees with the oracle on one rank, and on several ranks as well as on one, with all gradients.
@@ -56,7 +56,7 @@ fn holds(case: Case, dtype: Dtype, ranks: &Ranks<'_>) {
     let (q, kv) = deal_tokens(&case.prepared.problem, mesh, ranks.kind, &split).unwrap();
     let execution = Execution::new().strategy(ranks.strategy);
     let sharing = Sharing { mesh, q, kv, forward: ranks.strategy, execution, device: Device::cpu() };
-    let together = case.run(in_process_group(mesh.world()), &sharing);
+    let together = case.run(in_process_group(mesh.size()), &sharing);
     for (error, limit) in together.iter().zip(case.parallel_limits(&errors)) {
         error.within(&limit).unwrap_or_else(|fault| panic!("{} on {mesh}: {fault}", ranks.strategy));
     }

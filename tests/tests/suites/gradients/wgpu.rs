@@ -4,11 +4,11 @@ use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
 use kyklos::{Dtype, RunOptions, Session, SessionOptions};
 use kyklos_backend_suite::GradientCase;
-use kyklos_oracle::inputs::{Case, CasePairs, cases};
+use kyklos_oracle::inputs::{Case, CaseBias, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use proptest::test_runner::TestRunner;
 
-use super::worlds::worlds;
+use super::random::sets;
 use super::{assert_alone, bias, calls};
 use crate::amount::amount;
 
@@ -80,16 +80,16 @@ fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
     for (device, _) in some_devices(&small) {
         let heads = [4, 2, 32];
         let documents = OracleMask::full().and(OracleTerm::Documents(vec![0, 20, 270, 300]));
-        let pairs = CasePairs { bias: true, batch: 1, heads: 1, shared_rows: false, stand_in: false };
-        let of_rows = CasePairs { batch: 2, heads: 4, shared_rows: true, ..pairs };
+        let bias = CaseBias { additive: true, batch: 1, heads: 1, shared_rows: false, stand_in: false };
+        let of_rows = CaseBias { batch: 2, heads: 4, shared_rows: true, ..bias };
         for case in [
             case("full", [2, 300, 300], heads, OracleMask::full()),
             case("causal", [1, 500, 600], heads, OracleMask::causal()),
             case("documents", [2, 300, 300], heads, documents),
-            Case { pairs: Some(pairs), ..case("bias", [1, 200, 200], heads, OracleMask::causal()) },
-            Case { pairs: Some(pairs), ..case("bias", [2, 300, 300], heads, OracleMask::full()) },
+            Case { bias: Some(bias), ..case("bias", [1, 200, 200], heads, OracleMask::causal()) },
+            Case { bias: Some(bias), ..case("bias", [2, 300, 300], heads, OracleMask::full()) },
             Case {
-                pairs: Some(of_rows),
+                bias: Some(of_rows),
                 ..case("bias of all rows", [2, 300, 300], heads, OracleMask::full())
             },
         ] {
@@ -101,13 +101,11 @@ fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
 #[test]
 fn every_random_world_of_wgpu_devices_agrees_with_the_oracle() {
     for (device, only_dim) in some_devices(&WgpuOptions::default()) {
-        // Of a software driver always one head dim: it compiles those of 64 elements for seconds each, and worlds need dozens.
+        // Of a software driver always one head dim: it compiles those of 64 elements for seconds each, and plan sets need dozens.
         let dims: &[usize] =
             if device.info().class == DeviceClass::SoftwareGpu { &[24] } else { &[8, 24, 64] };
         let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32, Dtype::Bf16] } else { &Dtype::ALL };
-        TestRunner::new(crate::cases(24, 300))
-            .run(&worlds(dims, dtypes), |world| world.check(&device))
-            .unwrap();
+        TestRunner::new(crate::cases(24, 300)).run(&sets(dims, dtypes), |size| size.check(&device)).unwrap();
     }
 }
 
@@ -141,7 +139,7 @@ fn case(name: &'static str, [batch, q_len, kv_len]: [usize; 3], heads: [usize; 3
         q_offset: (kv_len - q_len) as u64,
         sinks: Vec::new(),
     };
-    Case { name, seed: 11, problem, poison: Vec::new(), pairs: None }
+    Case { name, seed: 11, problem, poison: Vec::new(), bias: None }
 }
 
 /// Rows and keys that are no multiples of tiles, logits far beyond the softcap, sinks far above all logits, large heads.
@@ -163,9 +161,9 @@ fn odd_shapes_on_wgpu_agree_with_the_oracle() {
         let dims: &[usize] = if only_dim.is_none() { &[72, 128, 192, 256, 264, 512] } else { &[] };
         for dim in dims {
             cases.push(case("large heads", [1, 41, 70], [4, 2, *dim], OracleMask::causal()));
-            let pairs = CasePairs { bias: true, batch: 1, heads: 4, shared_rows: false, stand_in: false };
+            let bias = CaseBias { additive: true, batch: 1, heads: 4, shared_rows: false, stand_in: false };
             let plain = case("large heads with a bias", [1, 41, 70], [4, 2, *dim], OracleMask::causal());
-            cases.push(Case { pairs: Some(pairs), ..plain });
+            cases.push(Case { bias: Some(bias), ..plain });
         }
         let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32] } else { &Dtype::ALL };
         for case in cases {
@@ -191,9 +189,9 @@ fn every_shape_of_bias_has_its_gradient_on_wgpu() {
 fn a_bias_of_many_heads_has_its_gradient_on_wgpu() {
     for (device, _) in some_devices(&WgpuOptions::default()) {
         for (heads, shared_rows) in [(1, false), (1, true), (42, false), (42, true)] {
-            let pairs = CasePairs { bias: true, batch: 1, heads, shared_rows, stand_in: false };
+            let bias = CaseBias { additive: true, batch: 1, heads, shared_rows, stand_in: false };
             let plain = case("many heads", [2, 41, 70], [42, 14, 32], OracleMask::causal());
-            let case = Case { pairs: Some(pairs), ..plain };
+            let case = Case { bias: Some(bias), ..plain };
             assert_alone(&GradientCase::new(case, Dtype::F32).with_bias_gradient(), &device);
         }
     }

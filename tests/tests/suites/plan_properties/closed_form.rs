@@ -1,11 +1,11 @@
 //! The bytes and messages of a rank from a second, independent closed form. It uses counts, and the mask pair by pair.
 
-use kyklos::plan::World;
+use kyklos::plan::PlanSet;
 use kyklos::{AttentionProblem, BiasKind, Placement, Strategy, WireFormat};
 
 /// Bytes and messages that `rank` sends, from counts alone: the independent closed form.
-pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
-    let (problem, ulysses) = (&world.problem, world.mesh.ulysses());
+pub(crate) fn closed_form(set: &PlanSet, rank: u32) -> (u64, u64) {
+    let (problem, ulysses) = (&set.problem, set.mesh.ulysses());
     let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
     // The query heads of each rank of a group, in chunks. The heads are grouped by their shared KV head, and the groups
     // are distributed evenly.
@@ -16,8 +16,8 @@ pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
     };
     let fewest = (0..ulysses).map(|u| groups(u).len()).min().expect("a group");
     let chunks = match problem.bias.filter(|tensor| !tensor.shared_rows) {
-        Some(pairs) if pairs.heads == 1 => 1,
-        _ if world.strategy == Strategy::Chunked => fewest.min(4),
+        Some(bias) if bias.heads == 1 => 1,
+        _ if set.strategy == Strategy::Chunked => fewest.min(4),
         _ => 1,
     };
     let of_chunk = |chunk: usize, u: u32| -> (u64, u64) {
@@ -28,18 +28,18 @@ pub(crate) fn closed_form(world: &World, rank: u32) -> (u64, u64) {
     };
     let sums = (0..chunks).map(|chunk| {
         let heads: Vec<(u64, u64)> = (0..ulysses).map(|u| of_chunk(chunk, u)).collect();
-        closed_form_of_chunk(world, rank, &heads)
+        closed_form_of_chunk(set, rank, &heads)
     });
     sums.fold((0, 0), |all, chunk| (all.0 + chunk.0, all.1 + chunk.1))
 }
 
 /// `heads`: for each rank of a group, the number of its query heads and of the KV heads that they need.
-fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64, u64) {
-    let problem = &world.problem;
-    let (ulysses, ring) = (world.mesh.ulysses(), world.mesh.ring());
+fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64, u64) {
+    let problem = &set.problem;
+    let (ulysses, ring) = (set.mesh.ulysses(), set.mesh.ring());
     let (r, u) = (rank / ulysses, rank % ulysses);
-    let q_tokens = |r: u32, u: u32| world.q_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
-    let kv_tokens = |r: u32, u: u32| world.kv_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
+    let q_tokens = |r: u32, u: u32| set.q_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
+    let kv_tokens = |r: u32, u: u32| set.kv_placement.ranks()[(r * ulysses + u) as usize].len() as u64;
     let q_heads = |u: u32| heads[u as usize].0;
     let kv_heads = |u: u32| heads[u as usize].1;
     let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
@@ -48,16 +48,16 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
     // For an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token of one head.
     // None where all queries share a row, which every rank has.
     let tensor = problem.bias.filter(|tensor| !tensor.shared_rows);
-    let pair_row = tensor.map_or(0, |pairs| {
-        let bits = pairs.kind == BiasKind::Mask;
+    let bias_row = tensor.map_or(0, |bias| {
+        let bits = bias.kind == BiasKind::Mask;
         let row = if bits {
             4 * problem.kv_len.div_ceil(32)
         } else {
             (problem.kv_len * element as u32).div_ceil(4) * 4
         };
-        u64::from(pairs.batch * row)
+        u64::from(bias.batch * row)
     });
-    let pair_heads = |u: u32| if tensor.is_some_and(|pairs| pairs.heads > 1) { q_heads(u) } else { 1 };
+    let bias_heads = |u: u32| if tensor.is_some_and(|bias| bias.heads > 1) { q_heads(u) } else { 1 };
 
     let (mut bytes, mut messages) = (0, 0);
     let mut send = |size: u64| {
@@ -65,8 +65,8 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
         messages += u64::from(size > 0);
     };
     for peer in (0..ulysses).filter(|peer| *peer != u) {
-        let pairs = pair_row * q_tokens(r, u) * pair_heads(peer);
-        send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + pairs);
+        let bias = bias_row * q_tokens(r, u) * bias_heads(peer);
+        send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + bias);
         send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
     }
     // Bytes of the keys and values of `tokens` tokens as one part of a message.
@@ -80,10 +80,10 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
         };
         batch * kv_heads(u) * one_head
     };
-    let queries = |r: u32| shard(&world.q_placement, ulysses, r);
-    let keys = |r: u32| shard(&world.kv_placement, ulysses, r);
+    let queries = |r: u32| shard(&set.q_placement, ulysses, r);
+    let keys = |r: u32| shard(&set.kv_placement, ulysses, r);
     let others = || (0..ring).filter(|other| *other != r);
-    match world.strategy {
+    match set.strategy {
         Strategy::Gather => {
             let readers = others().filter(|other| sees(problem, &queries(*other), &keys(r)));
             readers.for_each(|_| send(kv(keys(r).len())));
@@ -92,7 +92,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
             let state = batch * (4 * u64::from(problem.head_dim) + 8);
             for other in others() {
                 if sees(problem, &queries(r), &keys(other)) {
-                    send(queries(r).len() as u64 * (row * q_heads(u) + pair_row * pair_heads(u)));
+                    send(queries(r).len() as u64 * (row * q_heads(u) + bias_row * bias_heads(u)));
                 }
                 if sees(problem, &queries(other), &keys(r)) {
                     send(queries(other).len() as u64 * q_heads(u) * state);
@@ -112,7 +112,7 @@ fn closed_form_of_chunk(world: &World, rank: u32, heads: &[(u64, u64)]) -> (u64,
                 let above = place - (place & place.wrapping_neg());
                 let (here, handed) = ((r + ring - place) % ring, (r + ring - above) % ring);
                 if wanted(handed, place) {
-                    send(queries(handed).len() as u64 * (row * q_heads(u) + pair_row * pair_heads(u)));
+                    send(queries(handed).len() as u64 * (row * q_heads(u) + bias_row * bias_heads(u)));
                 }
                 if wanted(here, place) {
                     send(queries(here).len() as u64 * q_heads(u) * state);

@@ -14,28 +14,28 @@ use std::collections::BTreeSet;
 
 use closed_form::closed_form;
 use faults::FAULTS;
-use kyklos::plan::{Explained, Recv, Send, Step, World, check, explain, plan_hash};
+use kyklos::plan::{Explained, PlanSet, Recv, Send, Step, check, explain, plan_hash};
 use kyklos::{
     AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, MaskSlice, Mesh, PlacementKind, SlicePart, Split,
-    Strategy, WireFormat, meshes_by_bytes, plan_world,
+    Strategy, WireFormat, meshes_by_bytes, plan_forward,
 };
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
 
-/// A world that prints its problem, mesh, strategy and placement, but not its plans, because they are too long.
+/// A plan set that prints its problem, mesh, strategy and placement, but not its plans, because they are too long.
 #[derive(Clone)]
-pub(crate) struct Drawn(pub(crate) World);
+pub(crate) struct Drawn(pub(crate) PlanSet);
 
 impl std::fmt::Debug for Drawn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let World { problem, mesh, strategy, q_placement, .. } = &self.0;
+        let PlanSet { problem, mesh, strategy, q_placement, .. } = &self.0;
         let tokens: Vec<usize> = q_placement.ranks().iter().map(|tokens| tokens.len()).collect();
         write!(f, "{problem:?} {strategy} on {mesh}, {} {tokens:?}", q_placement.name())
     }
 }
 
 /// A problem, a mesh and a split that fit each other.
-pub(crate) fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
+pub(crate) fn sets() -> impl proptest::strategy::Strategy<Value = Drawn> {
     let shape = (1u32..4, 0u32..70, 1u32..5, 1u32..5, prop::sample::select(vec![8u32, 16, 24]));
     let mesh = (1u32..5, 1u32..6);
     let kind = prop::sample::select(PlacementKind::ALL.to_vec());
@@ -48,20 +48,20 @@ pub(crate) fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
             let problem = AttentionProblem::new([batch, seq, q_heads, kv_heads, dim], dtype, mask)
                 .expect("drawn to fit");
             let problem = problem.with_queries(seq, offset).expect("drawn to fit");
-            let pairs = (seq > 0 && random.below(3) == 0).then(|| BiasTensor {
+            let bias = (seq > 0 && random.below(3) == 0).then(|| BiasTensor {
                 kind: [BiasKind::Mask, BiasKind::Additive][random.below(2) as usize],
                 batch: [1, batch][random.below(2) as usize],
                 heads: [1, q_heads][random.below(2) as usize],
                 shared_rows: random.below(3) == 0,
             });
-            let problem = problem.with_bias(pairs).expect("drawn to fit");
+            let problem = problem.with_bias(bias).expect("drawn to fit");
             let mesh = Mesh::new(ulysses, ring).expect("drawn to fit");
             let split = match random.below(3) {
                 0 => Split::Even,
                 1 => Split::Weights(
-                    (0..mesh.world()).map(|i| f64::from(i == 0) + f64::from(random.below(4))).collect(),
+                    (0..mesh.size()).map(|i| f64::from(i == 0) + f64::from(random.below(4))).collect(),
                 ),
-                _ => Split::Tokens(random.shares(seq, mesh.world())),
+                _ => Split::Tokens(random.shares(seq, mesh.size())),
             };
             // Dense, ring and Ulysses are special cases of unified.
             let known = &Strategy::ALL[3..];
@@ -80,7 +80,7 @@ pub(crate) fn worlds() -> impl proptest::strategy::Strategy<Value = Drawn> {
                 _ => 0..0,
             };
             let problem = problem.with_replicated(replicated).expect("drawn to fit");
-            Drawn(plan_world(&problem, mesh, kind, &split, strategy).expect("drawn to fit"))
+            Drawn(plan_forward(&problem, mesh, kind, &split, strategy).expect("drawn to fit"))
         },
     )
 }
@@ -149,17 +149,17 @@ proptest! {
     #![proptest_config(crate::cases(400, 3000))]
 
     #[test]
-    fn every_plan_is_proved_and_sends_what_the_closed_form_says(Drawn(world) in worlds()) {
-        let checks = check(&world).map_err(|error| TestCaseError::fail(error.to_string()))?;
+    fn every_plan_is_proved_and_sends_what_the_closed_form_says(Drawn(set) in sets()) {
+        let checks = check(&set).map_err(|error| TestCaseError::fail(error.to_string()))?;
         for (rank, check) in (0u32..).zip(&checks) {
-            prop_assert_eq!((check.bytes_sent, check.messages_sent), closed_form(&world, rank), "rank {}", rank);
+            prop_assert_eq!((check.bytes_sent, check.messages_sent), closed_form(&set, rank), "rank {}", rank);
         }
     }
 
     /// So a message on one device may be a handle of the sender's memory.
     #[test]
-    fn no_plan_writes_to_a_buffer_that_travels(Drawn(world) in worlds()) {
-        for plan in &world.plans {
+    fn no_plan_writes_to_a_buffer_that_travels(Drawn(set) in sets()) {
+        for plan in &set.plans {
             let mut travelling = BTreeSet::new();
             for step in &plan.steps {
                 let written = match step {
@@ -181,24 +181,24 @@ proptest! {
     }
 
     #[test]
-    fn meshes_are_priced_at_what_their_plans_send(Drawn(world) in worlds()) {
-        let World { problem, mesh, q_placement, strategy, .. } = &world;
+    fn meshes_are_priced_at_what_their_plans_send(Drawn(set) in sets()) {
+        let PlanSet { problem, mesh, q_placement, strategy, .. } = &set;
         let split = Split::Tokens(q_placement.ranks().iter().map(|tokens| tokens.len() as u32).collect());
         let kind = q_placement.kind().expect("dealt");
-        let priced = meshes_by_bytes(problem, mesh.world(), kind, &split, Some(*strategy)).expect("fits");
+        let priced = meshes_by_bytes(problem, mesh.size(), kind, &split, Some(*strategy)).expect("fits");
         prop_assert!(priced.is_sorted_by_key(|(_, bytes)| *bytes));
         for (mesh, bytes) in priced {
-            let world = plan_world(problem, mesh, kind, &split, *strategy).expect("fits");
-            let sent: u64 = world.plans.iter().map(|plan| plan.volume(problem).0).sum();
+            let set = plan_forward(problem, mesh, kind, &split, *strategy).expect("fits");
+            let sent: u64 = set.plans.iter().map(|plan| plan.volume(problem).0).sum();
             prop_assert_eq!(sent, bytes, "{} {}", strategy, mesh);
         }
     }
 
     #[test]
-    fn no_seeded_fault_passes_the_proof(Drawn(world) in worlds(), seed in any::<u64>()) {
+    fn no_seeded_fault_passes_the_proof(Drawn(set) in sets(), seed in any::<u64>()) {
         let mut random = Random(seed);
         for fault in FAULTS {
-            let mut broken = world.clone();
+            let mut broken = set.clone();
             if let Some(what) = fault(&mut broken, &mut random) {
                 let proof = check(&broken);
                 prop_assert!(proof.is_err(), "{} passed the proof:\n{}", what,
@@ -212,11 +212,11 @@ proptest! {
 fn a_deadlock_between_two_ranks_is_found() {
     let problem = AttentionProblem::new([1, 8, 1, 1, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
-    let mut world =
-        plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    let mut set =
+        plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
     // Divide the hop into two exchanges on both ranks. Each rank first waits for a message that the other rank sends
     // only in its second exchange.
-    for plan in &mut world.plans {
+    for plan in &mut set.plans {
         let Step::Exchange { sends, recvs, .. } = plan.steps[0].clone() else {
             panic!("the ring posts first")
         };
@@ -227,7 +227,7 @@ fn a_deadlock_between_two_ranks_is_found() {
         let old = plan.steps.iter().rposition(|step| matches!(step, Step::Wait { .. })).unwrap();
         plan.steps[old] = Step::Wait { id: second };
     }
-    let error = check(&world).unwrap_err().to_string();
+    let error = check(&set).unwrap_err().to_string();
     assert!(error.contains("waits for ever"), "{error}");
 }
 
@@ -235,9 +235,9 @@ fn a_deadlock_between_two_ranks_is_found() {
 fn a_message_without_parts_is_refused() {
     let problem = AttentionProblem::new([1, 8, 1, 1, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 2).unwrap();
-    let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
     for only in [0, 1] {
-        let mut broken = world.clone();
+        let mut broken = set.clone();
         let exchange = match only {
             0 => Step::Exchange { id: 9, sends: vec![Send { to: 1, parts: vec![] }], recvs: vec![] },
             _ => Step::Exchange { id: 9, sends: vec![], recvs: vec![Recv { from: 0, parts: vec![] }] },
@@ -252,22 +252,22 @@ fn a_message_without_parts_is_refused() {
 fn worlds_with_missing_plans_or_owners_are_refused() {
     let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 1).unwrap();
-    let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
-    let refused = |change: fn(&mut World)| {
-        let mut world = world.clone();
-        change(&mut world);
-        check(&world).unwrap_err().to_string()
+    let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+    let refused = |change: fn(&mut PlanSet)| {
+        let mut set = set.clone();
+        change(&mut set);
+        check(&set).unwrap_err().to_string()
     };
-    assert!(refused(|world| world.plans.clear()).contains("0 plans"));
-    let empty_heads = refused(|world| {
-        let attend = world.plans[0].steps.iter_mut().find(|step| matches!(step, Step::Attend { .. }));
+    assert!(refused(|set| set.plans.clear()).contains("0 plans"));
+    let empty_heads = refused(|set| {
+        let attend = set.plans[0].steps.iter_mut().find(|step| matches!(step, Step::Attend { .. }));
         let Some(Step::Attend { q, .. }) = attend else { panic!("a dense plan attends") };
         q.heads = 0..0;
     });
     assert!(empty_heads.contains("is empty"), "{empty_heads}");
-    let itself = refused(|world| {
-        let whole = world.plans[0].whole(world.plans[0].q);
-        world.plans[0].steps.insert(0, Step::Repack { from: whole.clone(), into: whole });
+    let itself = refused(|set| {
+        let whole = set.plans[0].whole(set.plans[0].q);
+        set.plans[0].steps.insert(0, Step::Repack { from: whole.clone(), into: whole });
     });
     assert!(itself.contains("into itself"), "{itself}");
 }
@@ -279,11 +279,11 @@ fn bytes_on_known_meshes_are_the_published_ones() {
     let problem = AttentionProblem::new([1, seq, heads, heads, dim], Dtype::F32, Mask::full()).unwrap();
     for (ulysses, units) in [(8, 1.75), (4, 2.5), (2, 4.0), (1, 7.0)] {
         let mesh = Mesh::new(ulysses, 8 / ulysses).unwrap();
-        let world =
-            plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Unified).unwrap();
+        let set =
+            plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Unified).unwrap();
         let lse = u64::from(seq / 8 * heads / ulysses * (ulysses - 1) * 4);
         let unit = f64::from(2 * seq * heads / 8 * dim * 4);
-        for check in check(&world).unwrap() {
+        for check in check(&set).unwrap() {
             assert_eq!((check.bytes_sent - lse) as f64 / unit, units, "U{ulysses}");
         }
     }
@@ -294,7 +294,7 @@ fn ulysses_wider_than_the_heads_is_refused_with_a_mesh_that_works() {
     let problem = AttentionProblem::new([1, 12, 3, 3, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(4, 1).unwrap();
     let error =
-        plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses).unwrap_err();
+        plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ulysses).unwrap_err();
     assert_eq!(
         error.to_string(),
         "ulysses = 4 needs at least 4 query heads, the problem has 3: use a mesh of 2 x 2, or a ring"
@@ -306,7 +306,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
     let problem = AttentionProblem::new([1, 12, 4, 4, 8], Dtype::F32, Mask::full()).unwrap();
     let accepted = |strategy, ulysses, ring| {
         let mesh = Mesh::new(ulysses, ring).unwrap();
-        plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).is_ok()
+        plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).is_ok()
     };
     for (strategy, dense, ring, ulysses, both) in [
         (Strategy::Dense, true, false, false, false),
@@ -332,7 +332,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
 fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
     let make = |shape, mask: &str, mesh: (u32, u32), kind, split: Split| {
         let problem = AttentionProblem::new(shape, Dtype::F32, mask.parse().unwrap()).unwrap();
-        plan_world(&problem, Mesh::new(mesh.0, mesh.1).unwrap(), kind, &split, Strategy::Unified).unwrap()
+        plan_forward(&problem, Mesh::new(mesh.0, mesh.1).unwrap(), kind, &split, Strategy::Unified).unwrap()
     };
     let (shape, kind) = ([1, 16, 4, 2, 8], PlacementKind::Contiguous);
     let names = |n: u32| (0..n).map(|rank| format!("rank-{rank}")).collect::<Vec<_>>();
@@ -340,16 +340,22 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
     let same = make(shape, "window:-1,0", (2, 2), kind, Split::Tokens(vec![4; 4]));
     assert_eq!(base, plan_hash(&same, &names(4)), "the same mask and tokens in other words");
     let mut wider = make(shape, "causal", (2, 2), kind, Split::Even);
-    wider.problem.scale = 0.25;
+    wider.problem = wider.problem.with_logits(0.25, None).unwrap();
     let mut sinking = make(shape, "causal", (2, 2), kind, Split::Even);
-    sinking.problem.sinks = vec![0.0; 4];
+    sinking.problem = sinking.problem.with_sinks(vec![0.0; 4]).unwrap();
     let mut paired = make(shape, "causal", (2, 2), kind, Split::Even);
-    paired.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: false });
+    paired.problem = paired
+        .problem
+        .with_bias(Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: false }))
+        .unwrap();
     let mut shared = make(shape, "causal", (2, 2), kind, Split::Even);
-    shared.problem.bias = Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: true });
+    shared.problem = shared
+        .problem
+        .with_bias(Some(BiasTensor { kind: BiasKind::Mask, batch: 1, heads: 1, shared_rows: true }))
+        .unwrap();
     assert_ne!(plan_hash(&shared, &names(4)), plan_hash(&paired, &names(4)));
     let mut coded = make(shape, "causal", (2, 2), kind, Split::Even);
-    coded.problem.wire = WireFormat::Int8;
+    coded.problem = coded.problem.with_wire(WireFormat::Int8).unwrap();
     let others = [
         plan_hash(&make([1, 16, 4, 4, 8], "causal", (2, 2), kind, Split::Even), &names(4)),
         plan_hash(&make(shape, "full", (2, 2), kind, Split::Even), &names(4)),
@@ -373,16 +379,16 @@ fn the_hash_covers_everything_that_makes_a_plan_and_nothing_else() {
 fn a_plan_explains_itself_the_same_way_every_time() {
     let problem = AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F32, Mask::causal()).unwrap();
     let mesh = Mesh::new(2, 2).unwrap();
-    let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap();
-    let checks = check(&world).unwrap();
-    let text = explain(&world, &checks, Some(kyklos_transport::Rank(1)));
+    let set = plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified).unwrap();
+    let checks = check(&set).unwrap();
+    let text = explain(&set, &checks, Some(kyklos_transport::Rank(1)));
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/golden/plan_2x2_zigzag.txt");
     if std::env::var_os("KYKLOS_BLESS").is_some() {
         std::fs::write(golden, &text).unwrap();
     }
     let expected = std::fs::read_to_string(golden).unwrap_or_default();
     assert_eq!(text, expected, "if the change is wanted, run with KYKLOS_BLESS=1 and review {golden}");
-    let json = serde_json::to_value(Explained::new(&world, &checks, None)).unwrap();
+    let json = serde_json::to_value(Explained::new(&set, &checks, None)).unwrap();
     assert_eq!(json["plans"].as_array().unwrap().len(), 4);
     assert_eq!(json["plans"][1]["check"]["messages_sent"], checks[1].messages_sent);
 }
@@ -394,8 +400,8 @@ fn under_a_causal_mask_each_ring_sends_only_visible_blocks() {
     for ring in [2, 4, 5, 8] {
         let share = |strategy, kind| {
             let mesh = Mesh::new(1, ring).unwrap();
-            let world = plan_world(&problem, mesh, kind, &Split::Even, strategy).unwrap();
-            let sent: u64 = check(&world).unwrap().iter().map(|check| check.bytes_sent).sum();
+            let set = plan_forward(&problem, mesh, kind, &Split::Even, strategy).unwrap();
+            let sent: u64 = check(&set).unwrap().iter().map(|check| check.bytes_sent).sum();
             sent as f64 / (f64::from(ring - 1) * f64::from(640 * 2 * 2 * 16 * 2))
         };
         // Contiguous: only later shards see a shard. Zigzag: all shards see a shard, but only earlier shards see its
@@ -415,9 +421,9 @@ fn int8_codes_are_sent_with_their_scales() {
     let mesh = Mesh::new(1, 2).unwrap();
     let sent = |wire, strategy| {
         let problem = problem.clone().with_wire(wire).unwrap();
-        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
-        let checks = check(&world).unwrap();
-        assert_eq!(checks[0].bytes_sent, closed_form(&world, 0).0);
+        let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
+        let checks = check(&set).unwrap();
+        assert_eq!(checks[0].bytes_sent, closed_form(&set, 0).0);
         checks[0].bytes_sent
     };
     let heads = 2 * 3;
@@ -438,9 +444,9 @@ fn a_part_of_a_buffer_whose_tokens_share_scales_is_refused() {
     for (wire, refused) in [(WireFormat::F16, false), (WireFormat::Int8, true)] {
         let problem = problem.clone().with_wire(wire).unwrap();
         let placement = PlacementKind::Contiguous;
-        let mut world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
+        let mut set = plan_forward(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
         // Rank 0 sends only the last half of a block, and the receiver expects exactly this half.
-        for plan in &mut world.plans {
+        for plan in &mut set.plans {
             for step in &mut plan.steps {
                 let Step::Exchange { sends, .. } = step else { continue };
                 for part in sends.iter_mut().flat_map(|send| &mut send.parts) {
@@ -448,7 +454,7 @@ fn a_part_of_a_buffer_whose_tokens_share_scales_is_refused() {
                 }
             }
         }
-        let error = check(&world).unwrap_err().to_string();
+        let error = check(&set).unwrap_err().to_string();
         assert_eq!(error.contains("share a scale"), refused, "{wire}: {error}");
     }
 }
@@ -457,17 +463,17 @@ fn a_part_of_a_buffer_whose_tokens_share_scales_is_refused() {
 fn a_bidirectional_ring_has_half_the_hops_and_a_line_no_link_that_closes_it() {
     let problem = AttentionProblem::new([1, 60, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
     for ring in [2, 3, 4, 7, 8] {
-        let world = |strategy| {
+        let set = |strategy| {
             let mesh = Mesh::new(1, ring).unwrap();
-            plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap()
+            plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap()
         };
-        let waits = |world: &World| {
-            world.plans[0].steps.iter().filter(|step| matches!(step, Step::Wait { .. })).count() as u32
+        let waits = |set: &PlanSet| {
+            set.plans[0].steps.iter().filter(|step| matches!(step, Step::Wait { .. })).count() as u32
         };
-        assert_eq!(waits(&world(Strategy::Ring)), ring - 1);
-        assert_eq!(waits(&world(Strategy::Bidirectional)), ring / 2);
-        assert_eq!(waits(&world(Strategy::Gather)), ring - 1);
-        let line = world(Strategy::Line);
+        assert_eq!(waits(&set(Strategy::Ring)), ring - 1);
+        assert_eq!(waits(&set(Strategy::Bidirectional)), ring / 2);
+        assert_eq!(waits(&set(Strategy::Gather)), ring - 1);
+        let line = set(Strategy::Line);
         for plan in &line.plans {
             let peers = plan.steps.iter().flat_map(|step| match step {
                 Step::Exchange { sends, .. } => sends.iter().map(|send| send.to).collect(),
@@ -481,7 +487,7 @@ fn a_bidirectional_ring_has_half_the_hops_and_a_line_no_link_that_closes_it() {
 #[test]
 fn the_next_chunk_of_heads_travels_while_this_one_is_attended_to() {
     let problem = AttentionProblem::new([1, 64, 16, 8, 8], Dtype::F32, Mask::full()).unwrap();
-    let world = plan_world(
+    let set = plan_forward(
         &problem,
         Mesh::new(2, 1).unwrap(),
         PlacementKind::Contiguous,
@@ -489,7 +495,7 @@ fn the_next_chunk_of_heads_travels_while_this_one_is_attended_to() {
         Strategy::Chunked,
     )
     .unwrap();
-    for plan in &world.plans {
+    for plan in &set.plans {
         // Every attention step except the last one runs while an exchange is posted and not yet awaited.
         let mut posted = Vec::new();
         let mut under = Vec::new();
@@ -511,8 +517,8 @@ fn replicated_keys_are_never_sent() {
     let sent = |replicated: std::ops::Range<u32>, mesh: (u32, u32), strategy| -> u64 {
         let problem = problem.clone().with_replicated(replicated).unwrap();
         let mesh = Mesh::new(mesh.0, mesh.1).unwrap();
-        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
-        check(&world).unwrap().iter().map(|check| check.bytes_sent).sum()
+        let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
+        check(&set).unwrap().iter().map(|check| check.bytes_sent).sum()
     };
     // 64 of 96 keys are not replicated: shards of 16 instead of 24.
     let key_bytes = 2 * 2 * 2 * 8 * 2;
@@ -541,11 +547,11 @@ fn documents_that_are_dealt_one_by_one_level_the_work() {
     let problem = AttentionProblem::new([1, 4096, 1, 1, 8], Dtype::F32, mask).unwrap();
     let slowest = |kind| {
         let mesh = Mesh::new(1, 4).unwrap();
-        let world = plan_world(&problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
+        let set = plan_forward(&problem, mesh, kind, &Split::Even, Strategy::Ring).unwrap();
         let work = |tokens: &kyklos::TokenRuns| -> u64 {
             tokens.iter().map(|token| problem.mask.visible(0, token, 4096).keys()).sum()
         };
-        let works: Vec<u64> = world.q_placement.ranks().iter().map(work).collect();
+        let works: Vec<u64> = set.q_placement.ranks().iter().map(work).collect();
         *works.iter().max().unwrap() as f64 * 4.0 / works.iter().sum::<u64>() as f64
     };
     let (zigzag, each) = (slowest(PlacementKind::Zigzag), slowest(PlacementKind::PerDocument));
@@ -559,13 +565,13 @@ fn the_owner_of_a_query_sends_log2_messages_in_a_tree() {
     let problem = problem.with_queries(1, 129).unwrap();
     let received = |strategy| -> Vec<usize> {
         let mesh = Mesh::new(1, 13).unwrap();
-        let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
-        check(&world).unwrap();
+        let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).unwrap();
+        check(&set).unwrap();
         let recvs = |step: &Step| match step {
             Step::Exchange { recvs, .. } => recvs.len(),
             _ => 0,
         };
-        world.plans.iter().map(|plan| plan.steps.iter().map(recvs).sum()).collect()
+        set.plans.iter().map(|plan| plan.steps.iter().map(recvs).sum()).collect()
     };
     assert_eq!(received(Strategy::PassQ)[0], 12);
     let tree = received(Strategy::Tree);

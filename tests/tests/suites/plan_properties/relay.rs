@@ -1,25 +1,25 @@
 //! Relay: several ranks of a shard need the same KV heads. These heads cross between shards once, during attention.
 
-use kyklos::plan::{Plan, Step, World, check};
-use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::plan::{Plan, PlanSet, Step, check};
+use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 
 /// Bytes of keys and values that each rank sends to other shards, and inside its own shard.
-fn rounds_sent(world: &World) -> Vec<(u64, u64)> {
-    let shard = |rank: u32| rank / world.mesh.ulysses();
+fn rounds_sent(set: &PlanSet) -> Vec<(u64, u64)> {
+    let shard = |rank: u32| rank / set.mesh.ulysses();
     let sent = |plan: &Plan| {
         let sends = plan.steps.iter().filter_map(|step| match step {
             Step::Exchange { sends, .. } => Some(sends),
             _ => None,
         });
         sends.flatten().fold((0, 0), |(between, inside), send| {
-            let bytes: u64 = send.parts.iter().map(|part| plan.slice_bytes(&world.problem, part)).sum();
+            let bytes: u64 = send.parts.iter().map(|part| plan.slice_bytes(&set.problem, part)).sum();
             match shard(send.to) == shard(plan.rank) {
                 true => (between, inside + bytes),
                 false => (between + bytes, inside),
             }
         })
     };
-    world.plans.iter().map(sent).collect()
+    set.plans.iter().map(sent).collect()
 }
 
 #[test]
@@ -28,9 +28,9 @@ fn relayed_kv_heads_cross_between_shards_once() {
     for mask in [Mask::full(), Mask::causal()] {
         let problem = AttentionProblem::new([2, 4096, 16, 2, 8], Dtype::F16, mask).unwrap();
         let sent = |strategy| {
-            let world = plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap();
-            check(&world).unwrap();
-            rounds_sent(&world)
+            let set = plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap();
+            check(&set).unwrap();
+            rounds_sent(&set)
         };
         let (unified, relay) = (sent(Strategy::Unified), sent(Strategy::Relay));
         // Two KV heads for eight ranks: four ranks need the same head, so each of them sends a quarter of it.
@@ -53,7 +53,7 @@ fn relay_is_unified_where_no_two_ranks_need_the_same_kv_heads() {
         let problem = AttentionProblem::new([1, 64, heads, kv_heads, 8], Dtype::F32, Mask::causal()).unwrap();
         let plans = |strategy| {
             let mesh = Mesh::new(4, 2).unwrap();
-            plan_world(&problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap().plans
+            plan_forward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, strategy).unwrap().plans
         };
         assert_eq!(plans(Strategy::Relay), plans(Strategy::Unified), "{kv_heads} KV heads");
     }
@@ -63,8 +63,8 @@ fn relay_is_unified_where_no_two_ranks_need_the_same_kv_heads() {
 fn both_moves_of_a_relay_travel_under_attention() {
     let problem = AttentionProblem::new([1, 96, 4, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(4, 3).unwrap();
-    let world = plan_world(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Relay).unwrap();
-    for plan in &world.plans {
+    let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Relay).unwrap();
+    for plan in &set.plans {
         let mut posted = Vec::new();
         let mut under = Vec::new();
         for step in &plan.steps {

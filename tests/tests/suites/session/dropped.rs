@@ -13,7 +13,7 @@ use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, Dtype, Mesh, Observer, PlacementKind, RunOptions, Session, SessionOptions, Split, Strategy,
-    plan_world,
+    plan_forward,
 };
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::quic::quic_loopback_group;
@@ -117,9 +117,9 @@ fn a_dropped_call_of_given_plans_is_told_and_can_be_made_again() {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
     let mesh = Mesh::new(1, 3).unwrap();
-    let world =
-        plan_world(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-    let plans = Arc::new(ProvedPlans::new(world).unwrap());
+    let set = plan_forward(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
+        .unwrap();
+    let plans = Arc::new(ProvedPlans::new(set).unwrap());
     let device = Device::cpu();
     for polls in 1..4 {
         for group in groups(3) {
@@ -129,7 +129,7 @@ fn a_dropped_call_of_given_plans_is_told_and_can_be_made_again() {
                 let run = RunOptions { observer: holds.clone(), ..RunOptions::default() };
                 let options = SessionOptions { run, ..SessionOptions::default() };
                 let mut session = Session::with_options(transport, device.clone(), options);
-                let part = shard(plans.world(), rank, &prepared.tensors).unwrap();
+                let part = shard(plans.set(), rank, &prepared.tensors).unwrap();
                 let started = Instant::now();
                 let first = match rank {
                     Rank(2) => {

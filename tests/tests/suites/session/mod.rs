@@ -12,10 +12,10 @@ use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::{Tensors, bias_layout, layouts, shard};
 use kyklos::local::on_threads;
-use kyklos::plan::{ProvedPlans, World};
+use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{
     Attention, AttentionProblem, BiasKind, Dtype, Execution, Mask, Mesh, Placement, PlacementKind, Session,
-    Split, Strategy, Tensor, plan_placed, plan_world,
+    Split, Strategy, Tensor, plan_forward, plan_placed,
 };
 use kyklos_backend_suite::{Prepared, RankOutput, Whole, attend_planned};
 use kyklos_oracle::inputs::cases;
@@ -56,24 +56,24 @@ fn uneven(total: u32, ranks: u32, seed: u32) -> Split {
 /// Runs a case on sessions, with uneven counts of queries and, separately, of keys.
 fn attend(prepared: &Prepared, mesh: Mesh, kind: PlacementKind, strategy: Strategy, seed: u32) -> Whole {
     let problem = &prepared.problem;
-    let place = |total, seed| Placement::new(kind, mesh, total, &uneven(total, mesh.world(), seed)).unwrap();
+    let place = |total, seed| Placement::new(kind, mesh, total, &uneven(total, mesh.size(), seed)).unwrap();
     let (q, kv) = (place(problem.q_len, seed), place(problem.kv_len, seed + 1));
-    let world = plan_placed(problem, mesh, q.clone(), kv.clone(), strategy).unwrap();
+    let set = plan_placed(problem, mesh, q.clone(), kv.clone(), strategy).unwrap();
     let execution = Execution::new().mesh(mesh).strategy(strategy);
     // Where documents are dealt depends on the mask too, which this function does not tell the dealer.
     let execution = match kind {
         PlacementKind::PerDocument => execution.owners(q, kv),
         kind => execution.placement(kind),
     };
-    let outputs = on_threads(in_process_group(mesh.world()), |transport| {
-        let (q, k, v) = parts(prepared, &world, transport.rank());
+    let outputs = on_threads(in_process_group(mesh.size()), |transport| {
+        let (q, k, v) = parts(prepared, &set, transport.rank());
         let mut call = call_of(problem, execution.clone());
         if let (Some(bias), Some(rows)) = (problem.bias, prepared.tensors.bias.as_ref()) {
             let own = match bias.shared_rows {
                 true => rows.clone(),
                 false => {
-                    let own = world.q_placement.of_rank(transport.rank());
-                    bias_layout(&world).unwrap().gather(rows, own).unwrap()
+                    let own = set.q_placement.of_rank(transport.rank());
+                    bias_layout(&set).unwrap().gather(rows, own).unwrap()
                 }
             };
             // Numbers may be a tensor, too.
@@ -93,15 +93,15 @@ fn attend(prepared: &Prepared, mesh: Mesh, kind: PlacementKind, strategy: Strate
         let output = Session::new(transport, Device::cpu()).attend(&call, &q, &k, &v).unwrap();
         pollster::block_on(RankOutput::of(output)).unwrap()
     });
-    let mut whole = Whole::new(&world);
-    outputs.iter().enumerate().for_each(|(rank, output)| whole.add(&world, rank, output));
+    let mut whole = Whole::new(&set);
+    outputs.iter().enumerate().for_each(|(rank, output)| whole.add(&set, rank, output));
     whole
 }
 
-fn parts(prepared: &Prepared, world: &World, rank: Rank) -> (Tensor, Tensor, Tensor) {
+fn parts(prepared: &Prepared, set: &PlanSet, rank: Rank) -> (Tensor, Tensor, Tensor) {
     let problem = &prepared.problem;
-    let (q_layout, kv_layout) = layouts(world);
-    let (q_tokens, kv_tokens) = (world.q_placement.of_rank(rank), world.kv_placement.of_rank(rank));
+    let (q_layout, kv_layout) = layouts(set);
+    let (q_tokens, kv_tokens) = (set.q_placement.of_rank(rank), set.kv_placement.of_rank(rank));
     let tensor = |bytes: Bytes, tokens: usize, heads: u32| {
         let shape = [problem.batch as usize, tokens, heads as usize, problem.head_dim as usize];
         Tensor::from_bytes(shape, problem.dtype, bytes).unwrap()
@@ -212,11 +212,11 @@ fn after_inputs_that_one_rank_refuses_all_ranks_can_run() {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
     let mesh = Mesh::new(1, 2).unwrap();
-    let world =
-        plan_world(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-    let plans = Arc::new(ProvedPlans::new(world).unwrap());
+    let set = plan_forward(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
+        .unwrap();
+    let plans = Arc::new(ProvedPlans::new(set).unwrap());
     on_threads(in_process_group(2), |transport| {
-        let part = shard(plans.world(), transport.rank(), &prepared.tensors).unwrap();
+        let part = shard(plans.set(), transport.rank(), &prepared.tensors).unwrap();
         let wrong = transport.rank().0 == 1;
         let mut session = Session::new(transport, Device::cpu());
         pollster::block_on(async {
@@ -287,8 +287,8 @@ fn a_call_gives_the_bytes_of_the_plan_that_it_agrees_on() {
     let place =
         |total, seed| Placement::new(PlacementKind::Zigzag, mesh, total, &uneven(total, 3, seed)).unwrap();
     let problem = &prepared.problem;
-    let world = plan_placed(problem, mesh, place(problem.q_len, 0), place(problem.kv_len, 1), Strategy::Ring)
+    let size = plan_placed(problem, mesh, place(problem.q_len, 0), place(problem.kv_len, 1), Strategy::Ring)
         .unwrap();
-    let given = run_world(&world, in_process_group(3), &prepared.tensors, Device::cpu).0;
+    let given = run_world(&size, in_process_group(3), &prepared.tensors, Device::cpu).0;
     assert_eq!((whole.o, whole.lse), (given.o, given.lse));
 }

@@ -9,7 +9,7 @@ use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Execution, Mask, Mesh, Output, PlacementKind,
-    Results, Saved, Session, Split, Strategy, plan_backward, plan_placed, plan_world,
+    Results, Saved, Session, Split, Strategy, plan_backward, plan_forward, plan_placed,
 };
 use kyklos_backend_suite::{attend_planned, planned};
 use kyklos_transport::{Rank, in_process_group};
@@ -20,8 +20,8 @@ fn problem() -> AttentionProblem {
 
 fn plans(problem: &AttentionProblem, kind: PlacementKind, strategy: Strategy) -> Arc<ProvedPlans> {
     let mesh = if strategy == Strategy::Ulysses { Mesh::new(2, 1) } else { Mesh::new(1, 2) };
-    let world = plan_world(problem, mesh.unwrap(), kind, &Split::Even, strategy).unwrap();
-    Arc::new(ProvedPlans::new(world).unwrap())
+    let set = plan_forward(problem, mesh.unwrap(), kind, &Split::Even, strategy).unwrap();
+    Arc::new(ProvedPlans::new(set).unwrap())
 }
 
 fn ring(problem: &AttentionProblem) -> Arc<ProvedPlans> {
@@ -30,7 +30,7 @@ fn ring(problem: &AttentionProblem) -> Arc<ProvedPlans> {
 
 /// The part of `rank` of made-up tensors.
 fn part(plans: &ProvedPlans, rank: Rank) -> Tensors {
-    let problem = &plans.world().problem;
+    let problem = &plans.set().problem;
     let numbers = |heads: u32, seed: f32| {
         let values = (0..problem.kv_len * heads * 16).map(|index| (index as f32 * 0.37 + seed).sin());
         let bytes = |value: f32| match problem.dtype {
@@ -43,7 +43,7 @@ fn part(plans: &ProvedPlans, rank: Rank) -> Tensors {
         problem.bias.map(|bias| vec![0; bias.bytes(problem.dtype, problem.q_len, problem.kv_len) as usize]);
     let [k, v] = [0.2, 0.3].map(|seed| numbers(problem.kv_heads, seed));
     let whole = Tensors { q: numbers(problem.q_heads, 0.1), k, v, bias: bias.map(Into::into) };
-    shard(plans.world(), rank, &whole).unwrap()
+    shard(plans.set(), rank, &whole).unwrap()
 }
 
 /// Every way in which a call does not fit given plans is one error of all ranks, and the session stays usable.
@@ -53,14 +53,14 @@ fn calls_that_do_not_fit_their_plans_are_refused_on_all_ranks() {
     let biased = BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1, shared_rows: false };
     let uneven = Split::Tokens(vec![15, 17]);
     let mesh = Mesh::new(1, 2).unwrap();
-    let uneven = plan_world(&problem(), mesh, PlacementKind::Contiguous, &uneven, Strategy::Ring).unwrap();
+    let uneven = plan_forward(&problem(), mesh, PlacementKind::Contiguous, &uneven, Strategy::Ring).unwrap();
     let alone = Mesh::new(1, 1).unwrap();
     let alone =
-        plan_world(&problem(), alone, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
+        plan_forward(&problem(), alone, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();
     let backward =
         plan_backward(&problem(), mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-    let proved = |world| Attention::planned(&Arc::new(ProvedPlans::new(world).unwrap()));
-    let (q, keys) = (right.world().q_placement.clone(), right.world().kv_placement.clone());
+    let proved = |set| Attention::planned(&Arc::new(ProvedPlans::new(set).unwrap()));
+    let (q, keys) = (right.set().q_placement.clone(), right.set().kv_placement.clone());
     let with_room = keys.with_spare(vec![4, 4]).unwrap();
     let spare = proved(plan_placed(&problem(), mesh, q.clone(), with_room.clone(), Strategy::Ring).unwrap());
     let more_heads = AttentionProblem::new([1, 32, 2, 2, 16], Dtype::F32, Mask::causal()).unwrap();
@@ -68,7 +68,7 @@ fn calls_that_do_not_fit_their_plans_are_refused_on_all_ranks() {
         (proved(uneven), "rank 0 has 16 queries, the placement gives it 15"),
         (proved(alone), "plans of 1 ranks for a group of 2"),
         (proved(backward), "plans of a backward pass"),
-        (Attention::planned(&ring(&AttentionProblem { dtype: Dtype::F16, ..problem() })), "in f16"),
+        (Attention::planned(&ring(&problem().with_dtype(Dtype::F16).unwrap())), "in f16"),
         (Attention::planned(&ring(&more_heads)), "and plans of [1, 2, 2, 16]"),
         (
             Attention::planned(&ring(&problem().with_bias(Some(biased)).unwrap())),
@@ -115,7 +115,7 @@ fn given_plans_give_the_bytes_of_a_call_that_the_session_plans() {
         let call = Attention::new().mask(Mask::causal());
         let given = call.plans([1, 4, 2, 16], Dtype::F32, &[16, 16], &[16, 16]).unwrap();
         let part = part(&given, session.rank());
-        let [q, k, v] = part.qkv(&given.world().problem).unwrap();
+        let [q, k, v] = part.qkv(&given.set().problem).unwrap();
         let mut bytes =
             |call: &Attention| session.attend(call, &q, &k, &v).unwrap().o.to_vec::<f32>().unwrap();
         let outputs = [bytes(&call), bytes(&Attention::planned(&given)), bytes(&Attention::planned(&given))];
@@ -131,9 +131,8 @@ fn given_backward_plans_give_the_gradients_of_a_call_that_the_session_plans() {
     let problem = problem().with_inference(false);
     let forward = ring(&problem);
     let mesh = Mesh::new(1, 2).unwrap();
-    let world =
-        plan_backward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-    let backward = Arc::new(ProvedPlans::new(world).unwrap());
+    let set = plan_backward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
+    let backward = Arc::new(ProvedPlans::new(set).unwrap());
     let same = on_threads(in_process_group(2), |transport| {
         let mut session = Session::new(transport, Device::cpu());
         let [q, k, v] = part(&forward, session.rank()).qkv(&problem).unwrap();

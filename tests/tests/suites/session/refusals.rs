@@ -10,7 +10,7 @@ use kyklos::local::on_threads;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, CacheOptions, CallShapes, Dtype, Error, Execution, Mask, Mesh, Placement,
-    PlacementKind, Session, Split, Strategy, Tensor, TokenRuns, plan_world,
+    PlacementKind, Session, Split, Strategy, Tensor, TokenRuns, plan_forward,
 };
 use kyklos_backend_suite::attend_planned;
 use kyklos_transport::quic::quic_loopback_group;
@@ -247,8 +247,8 @@ fn refused_calls_count_on_all_ranks_alike() {
 /// A run of given plans with tensors of 4 tokens on each of two ranks.
 fn given_plans(session: &mut Session, problem: &AttentionProblem) -> kyklos::Result<()> {
     let mesh = Mesh::new(1, 2)?;
-    let world = plan_world(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)?;
-    let plans = Arc::new(ProvedPlans::new(world)?);
+    let set = plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)?;
+    let plans = Arc::new(ProvedPlans::new(set)?);
     let x = Bytes::from(vec![0; 4 * 2 * 16 * 4]);
     let tensors = Tensors { q: x.clone(), k: x.clone(), v: x, bias: None };
     pollster::block_on(attend_planned(session, &plans, &tensors)).map(drop)

@@ -40,9 +40,9 @@ fn hosts(device_memory: [bool; 2]) -> Cluster {
 
 #[test]
 fn only_messages_on_links_that_do_not_reach_device_memory_are_staged() {
-    let world = full([1, 8]);
+    let size = full([1, 8]);
     let staged_ns = |device_memory| {
-        let prediction = simulate(&world, &hosts(device_memory)).unwrap();
+        let prediction = simulate(&size, &hosts(device_memory)).unwrap();
         prediction.ranks.iter().map(|rank| rank.copy_ns as f64).collect::<Vec<_>>()
     };
     // Seven hops of a block of keys and values of 512 tokens, copied at both ends of a message.

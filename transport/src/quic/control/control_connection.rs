@@ -39,10 +39,10 @@ impl Core {
                     self.recorder.heard(rank, Some(progress));
                 }
                 Ok(Some(Frame::Vote { vote })) => self.count_vote(coordinator, rank, vote),
-                Ok(Some(Frame::Abort { abort })) if abort.culprit.0 < self.world => {
+                Ok(Some(Frame::Abort { abort })) if abort.culprit.0 < self.size => {
                     self.decide(abort);
                 }
-                Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.world => {
+                Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.size => {
                     // A rank that has left in order owes nothing: the other rank would have aborted otherwise.
                     if peer == self.me || !coordinator.left(peer) {
                         let text = format!("rank {rank} lost its link to it: {text}");
@@ -84,7 +84,7 @@ impl Core {
         heard: Arc<CoordinatorSilence>,
         mut frames: FrameReader,
     ) {
-        let mut notes = ArrivingNotes::new(self.world);
+        let mut notes = ArrivingNotes::new(self.size);
         loop {
             let frame = frames.next().await;
             heard.reset();
@@ -108,7 +108,7 @@ impl Core {
                         Err(text) => return self.coordinator_failed(format!("broke the protocol: {text}")),
                     }
                 }
-                Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.world => {
+                Ok(Some(Frame::Missing { round, rank, left })) if rank.0 < self.size => {
                     self.note_missing(MissingVote { round, rank, left });
                 }
                 Ok(Some(Frame::Abort { abort })) => self.aborted(abort),

@@ -27,10 +27,10 @@ pub(crate) struct Member {
 }
 
 impl Coordinator {
-    pub(crate) fn new(world: u32, stuck_ticks: u32) -> Self {
-        let members = vec![Member::default(); world as usize];
-        let stalls = Stalls::new(world, stuck_ticks);
-        Self { state: Mutex::new(CoordinatorState { ballot: Ballot::new(world), members, stalls }) }
+    pub(crate) fn new(size: u32, stuck_ticks: u32) -> Self {
+        let members = vec![Member::default(); size as usize];
+        let stalls = Stalls::new(size, stuck_ticks);
+        Self { state: Mutex::new(CoordinatorState { ballot: Ballot::new(size), members, stalls }) }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, CoordinatorState> {

@@ -27,7 +27,7 @@ use crate::wire::Frame;
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) me: Rank,
-    pub(crate) world: u32,
+    pub(crate) size: u32,
     pub(crate) job: JobId,
     pub(crate) epoch: u32,
     pub(crate) warn: fn(&str, BootstrapKind),
@@ -71,12 +71,12 @@ impl Core {
         let CoreParts { endpoint, me, epoch, members, table, links, control } = group;
         let QuicConfig { job, stuck_after, warn, .. } = endpoint.config;
         let heartbeat = endpoint.timing.heartbeat;
-        let world = u32::try_from(members.len()).unwrap_or(u32::MAX);
-        let recorder = Arc::new(Recorder::new(me, world, format!("{job} epoch {epoch}")));
+        let size = u32::try_from(members.len()).unwrap_or(u32::MAX);
+        let recorder = Arc::new(Recorder::new(me, size, format!("{job} epoch {epoch}")));
         let stuck_ticks = stuck_after.as_nanos().div_ceil(heartbeat.as_nanos().max(1));
         Self {
             me,
-            world,
+            size,
             job,
             epoch,
             warn,
@@ -88,11 +88,11 @@ impl Core {
             links,
             control,
             coordinator: (me == Rank::COORDINATOR)
-                .then(|| Coordinator::new(world, u32::try_from(stuck_ticks).unwrap_or(u32::MAX))),
+                .then(|| Coordinator::new(size, u32::try_from(stuck_ticks).unwrap_or(u32::MAX))),
             runtime: Handle::current(),
             changed: Notify::new(),
             over: watch::Sender::new(false),
-            state: Mutex::new(RankState::new(world, Arc::clone(&recorder))),
+            state: Mutex::new(RankState::new(size, Arc::clone(&recorder))),
             recorder,
         }
     }

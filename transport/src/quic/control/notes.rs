@@ -7,22 +7,22 @@ use crate::wire::Notes;
 /// The notes that have arrived for the next verdict.
 #[derive(Debug)]
 pub(crate) struct ArrivingNotes {
-    world: usize,
+    size: usize,
     round: u64,
     notes: Vec<Bytes>,
 }
 
 impl ArrivingNotes {
-    pub(crate) fn new(world: u32) -> Self {
-        Self { world: world as usize, round: 0, notes: Vec::new() }
+    pub(crate) fn new(size: u32) -> Self {
+        Self { size: size as usize, round: 0, notes: Vec::new() }
     }
 
     /// Adds the notes of the next ranks. Fails if they are not of the same round, or are more than there are ranks.
     pub(crate) fn add(&mut self, round: u64, notes: &Notes) -> Result<(), String> {
         self.check_round(round)?;
         let count = self.notes.len() + notes.len();
-        if notes.is_empty() || count > self.world {
-            return Err(format!("{count} notes in agreement {round} of {} ranks", self.world));
+        if notes.is_empty() || count > self.size {
+            return Err(format!("{count} notes in agreement {round} of {} ranks", self.size));
         }
         self.round = round;
         self.notes.extend(notes.iter());
@@ -33,9 +33,9 @@ impl ArrivingNotes {
     pub(crate) fn take(&mut self, round: u64) -> Result<Vec<Bytes>, String> {
         self.check_round(round)?;
         match self.notes.len() {
-            0 => Ok(vec![Bytes::new(); self.world]),
-            count if count == self.world => Ok(std::mem::take(&mut self.notes)),
-            count => Err(format!("{count} notes in agreement {round} of {} ranks", self.world)),
+            0 => Ok(vec![Bytes::new(); self.size]),
+            count if count == self.size => Ok(std::mem::take(&mut self.notes)),
+            count => Err(format!("{count} notes in agreement {round} of {} ranks", self.size)),
         }
     }
 

@@ -47,9 +47,9 @@ pub(crate) struct Stall {
 }
 
 impl Stalls {
-    pub(crate) fn new(world: u32, stuck_ticks: u32) -> Self {
+    pub(crate) fn new(size: u32, stuck_ticks: u32) -> Self {
         let slow_ticks = (stuck_ticks / SLOW_PART).max(1);
-        Self { ranks: vec![Watched::default(); world as usize], slow_ticks, stuck_ticks: stuck_ticks.max(2) }
+        Self { ranks: vec![Watched::default(); size as usize], slow_ticks, stuck_ticks: stuck_ticks.max(2) }
     }
 
     /// A heartbeat of `rank` has arrived.

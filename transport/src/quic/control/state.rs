@@ -134,13 +134,13 @@ pub(crate) struct Peer {
 }
 
 impl RankState {
-    pub(crate) fn new(world: u32, recorder: Arc<Recorder>) -> Self {
+    pub(crate) fn new(size: u32, recorder: Arc<Recorder>) -> Self {
         Self {
             phase: Phase::Open,
             calls: Calls::new(recorder),
             watched: None,
             next_round: 0,
-            peers: (0..world).map(|_| Peer::default()).collect(),
+            peers: (0..size).map(|_| Peer::default()).collect(),
             goodbye: false,
         }
     }

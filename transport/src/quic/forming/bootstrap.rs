@@ -33,9 +33,9 @@ pub(crate) enum FormError {
 pub(crate) async fn form(endpoint: &RankEndpoint) -> Result<Mesh, FormError> {
     let config = &endpoint.config;
     let deadline = Instant::now() + config.connect_deadline;
-    let members: Vec<Rank> = (0..config.world).map(Rank).collect();
+    let members: Vec<Rank> = (0..config.size).map(Rank).collect();
     let arrivals = endpoint.admission.open(GroupStatus::First { epoch: config.epoch });
-    if config.world == 1 {
+    if config.size == 1 {
         return Ok(Mesh::default());
     }
     let mut forming = Forming::new(endpoint, (config.epoch, members), deadline, arrivals);
@@ -382,7 +382,7 @@ impl<'a> Forming<'a> {
             shown.join(", "),
             self.endpoint.config.connect_deadline,
             self.endpoint.config.rank,
-            self.endpoint.config.world
+            self.endpoint.config.size
         ))
     }
 }

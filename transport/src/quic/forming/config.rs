@@ -14,15 +14,15 @@ use crate::quic::trust::identity::Identity;
 use crate::quic::trust::job::JobId;
 use crate::quic::trust::names::Known;
 use crate::quic::trust::revoked::Revoked;
-use crate::rank::{MAX_WORLD, Rank};
+use crate::rank::{MAX_RANKS, Rank};
 
 /// How a rank finds its group, and proves that it belongs to it.
 #[derive(Clone, Debug)]
 pub struct QuicConfig {
     /// This rank.
     pub rank: Rank,
-    /// Number of ranks in the group, at most [`MAX_WORLD`].
-    pub world: u32,
+    /// Number of ranks in the group, at most [`MAX_RANKS`].
+    pub size: u32,
     /// The job; must be the job of the identity.
     pub job: JobId,
     /// Counts re-formations of the group within one job: ranks of different epochs refuse each other.
@@ -76,10 +76,10 @@ pub struct QuicConfig {
 impl QuicConfig {
     /// The usual settings: 20 s to connect, the times of a local network, 180 s to be stuck, warnings as events of `tracing`,
     /// bound to loopback if that is where the coordinator is and to all addresses otherwise.
-    pub fn new(rank: Rank, world: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
+    pub fn new(rank: Rank, size: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
         Self {
             rank,
-            world,
+            size,
             job,
             epoch: 0,
             coordinator,
@@ -139,14 +139,12 @@ impl QuicConfig {
 
     /// Checks that need no network.
     pub(crate) fn check(&self) -> Result<(), TransportError> {
-        let Self { rank, world, identity, heartbeat, .. } = self;
-        if *world == 0 || *world > MAX_WORLD {
-            return Err(TransportError::bootstrap(format!(
-                "a group has 1 to {MAX_WORLD} ranks, not {world}"
-            )));
+        let Self { rank, size, identity, heartbeat, .. } = self;
+        if *size == 0 || *size > MAX_RANKS {
+            return Err(TransportError::bootstrap(format!("a group has 1 to {MAX_RANKS} ranks, not {size}")));
         }
-        if rank.0 >= *world {
-            return Err(TransportError::bootstrap(format!("rank {rank} is not in a group of {world} ranks")));
+        if rank.0 >= *size {
+            return Err(TransportError::bootstrap(format!("rank {rank} is not in a group of {size} ranks")));
         }
         if let Some(heartbeat) = heartbeat
             && (heartbeat.is_zero() || *heartbeat > LONGEST_HEARTBEAT)
@@ -157,15 +155,15 @@ impl QuicConfig {
             return Err(TransportError::bootstrap(text));
         }
         if let Some(invitation) = &self.invitation
-            && (*rank, *world) != (Rank::COORDINATOR, invitation.world())
+            && (*rank, *size) != (Rank::COORDINATOR, invitation.size())
         {
             return Err(TransportError::bootstrap(format!(
-                "rank {rank} of {world} has the invitation of rank 0 of {}: the others come with its token",
-                invitation.world()
+                "rank {rank} of {size} has the invitation of rank 0 of {}: the others come with its token",
+                invitation.size()
             )));
         }
         self.check_advertise()?;
-        self.link.check(self.bind, *world)?;
+        self.link.check(self.bind, *size)?;
         identity.claims().map(|_| ())
     }
 

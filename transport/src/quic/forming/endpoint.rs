@@ -250,7 +250,7 @@ impl RankEndpoint {
             job: self.config.job.0,
             epoch,
             rank: self.config.rank,
-            world: self.config.world,
+            size: self.config.size,
         };
         let mut frames = hello.encode();
         if !matches!(purpose, Purpose::Data | Purpose::Lane) {

@@ -39,9 +39,9 @@ async fn form_or_regroup(
     endpoint: &Arc<RankEndpoint>,
     who: Option<Regroup>,
 ) -> Result<NextGroup, TransportError> {
-    let QuicConfig { epoch, world, connect_deadline, note, .. } = endpoint.config;
+    let QuicConfig { epoch, size, connect_deadline, note, .. } = endpoint.config;
     let (error, prior) = match form(endpoint).await {
-        Ok(mesh) => return Ok(NextGroup { epoch, members: (0..world).map(Rank).collect(), mesh }),
+        Ok(mesh) => return Ok(NextGroup { epoch, members: (0..size).map(Rank).collect(), mesh }),
         Err(FormError::Failed(error)) => return Err(error),
         Err(FormError::Lost { error, prior }) => (error, prior),
     };

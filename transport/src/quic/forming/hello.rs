@@ -17,12 +17,12 @@ impl Admission {
         (negotiated, lane): (Option<Purpose>, usize),
         connection: &Connection,
     ) -> Result<(Rank, Purpose, u32), (RejectCode, String)> {
-        let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, world: said_world } =
+        let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, size: said_world } =
             *hello
         else {
             return Err((RejectCode::Protocol, "the first frame was not a hello".into()));
         };
-        let QuicConfig { rank: me, world, job, .. } = &self.config;
+        let QuicConfig { rank: me, size, job, .. } = &self.config;
         if protocol != PROTOCOL_VERSION {
             let text =
                 format!("rank {me} speaks protocol version {PROTOCOL_VERSION}, rank {rank} {protocol}");
@@ -50,12 +50,12 @@ impl Admission {
         claims
             .check_rank(rank, self.config.known(rank), Some(address))
             .map_err(|text| (RejectCode::Rank, text))?;
-        if said_world != *world {
-            let text = format!("rank {me} was told {world} ranks, rank {rank} was told {said_world}");
-            return Err((RejectCode::World, text));
+        if said_world != *size {
+            let text = format!("rank {me} was told {size} ranks, rank {rank} was told {said_world}");
+            return Err((RejectCode::Size, text));
         }
-        if rank.0 >= *world || rank == *me {
-            let text = format!("rank {rank} has no place here: this is rank {me} of {world}");
+        if rank.0 >= *size || rank == *me {
+            let text = format!("rank {rank} has no place here: this is rank {me} of {size}");
             return Err((RejectCode::Rank, text));
         }
         let channel = match purpose {

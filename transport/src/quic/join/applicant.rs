@@ -9,7 +9,7 @@ use super::token::Token;
 use crate::quic::trust::identity::Identity;
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::Subject;
-use crate::rank::{MAX_WORLD, Rank};
+use crate::rank::{MAX_RANKS, Rank};
 use crate::wire::Frame;
 
 /// The identity that a rank has got.
@@ -20,7 +20,7 @@ pub struct Enrolled {
     /// Which rank it is.
     pub rank: Rank,
     /// Number of ranks.
-    pub world: u32,
+    pub size: u32,
 }
 
 /// An applicant has made its own private key, which stays here.
@@ -56,7 +56,7 @@ impl Applicant {
     pub(super) fn accept(
         &self,
         chain: &[CertificateDer<'_>],
-        (rank, world): (Rank, u32),
+        (rank, size): (Rank, u32),
         certificate: Vec<u8>,
     ) -> Result<Enrolled, String> {
         let is_pinned = |certificate: &&CertificateDer<'_>| {
@@ -73,12 +73,12 @@ impl Applicant {
         let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(self.key.serialize_der()));
         let identity = Identity { authorities: vec![authority.clone().into_owned()], certificate, key };
         let claims = identity.claims().map_err(|error| error.to_string())?;
-        let fits = (2..=MAX_WORLD).contains(&world)
-            && (1..world).contains(&rank.0)
+        let fits = (2..=MAX_RANKS).contains(&size)
+            && (1..size).contains(&rank.0)
             && self.asked.is_none_or(|asked| asked == rank);
         if claims.subject != Subject::Rank(rank) || !fits {
-            return Err(format!("it gave rank {rank} of {world} with the certificate of {claims}"));
+            return Err(format!("it gave rank {rank} of {size} with the certificate of {claims}"));
         }
-        Ok(Enrolled { identity, rank, world })
+        Ok(Enrolled { identity, rank, size })
     }
 }

@@ -48,7 +48,7 @@ pub fn grant(der: &[u8]) {
     for rank in [Rank(1), Rank(2)] {
         if let Ok(enrolled) = pair.applicant.accept(&chain, (rank, WORLD), der.to_vec()) {
             let claims = enrolled.identity.claims().expect("it has been read");
-            assert_eq!((claims.subject, enrolled.rank, enrolled.world), (Subject::Rank(rank), rank, WORLD));
+            assert_eq!((claims.subject, enrolled.rank, enrolled.size), (Subject::Rank(rank), rank, WORLD));
         }
     }
 }
@@ -67,7 +67,7 @@ fn pair() -> MutexGuard<'static, Pair> {
     static PAIR: OnceLock<Mutex<Pair>> = OnceLock::new();
     let pair = PAIR.get_or_init(|| {
         let terms =
-            InvitationTerms { place: "a:1", world: WORLD, job: "fuzz", valid: Duration::from_secs(86_400) };
+            InvitationTerms { place: "a:1", size: WORLD, job: "fuzz", valid: Duration::from_secs(86_400) };
         let invitation = Arc::new(Invitation::new(&terms).expect("an invitation"));
         let applicant = Applicant::new(invitation.token().clone(), None).expect("an applicant");
         let mut register = Register::new(Arc::clone(&invitation), None);

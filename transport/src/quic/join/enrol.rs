@@ -166,12 +166,12 @@ async fn attempt(
     let (mut send, recv) = connection.open_bi().await.map_err(ended)?;
     send.write_all(&applicant.apply(&binding).encode()).await.map_err(|error| lost(error.to_string()))?;
     match FrameReader::new(recv).next().await {
-        Ok(Some(Frame::Grant { rank, world, certificate })) => {
+        Ok(Some(Frame::Grant { rank, size, certificate })) => {
             let chain = connection
                 .peer_identity()
                 .and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
             let chain = chain.as_deref().map_or(&[][..], Vec::as_slice);
-            applicant.accept(chain, (rank, world), certificate).map_err(refused)
+            applicant.accept(chain, (rank, size), certificate).map_err(refused)
         }
         Ok(Some(Frame::Reject { code: RejectCode::Busy, .. })) => Err(EnrolError::Retry),
         Ok(Some(Frame::Reject { code, text })) => Err(refused_at(at, text, kind_of_reject(code))),

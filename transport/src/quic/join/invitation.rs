@@ -19,12 +19,12 @@ use crate::quic::trust::names::Subject;
 use crate::quic::trust::private_file::{self, pem_block};
 use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::validity::Validity;
-use crate::rank::{MAX_WORLD, Rank};
+use crate::rank::{MAX_RANKS, Rank};
 
 /// Lets the ranks of one group enrol with a token. Its file holds private keys and belongs to rank 0 alone.
 pub struct Invitation {
     token: Token,
-    world: u32,
+    size: u32,
     until: SystemTime,
     pub(super) authority: ClusterAuthority,
     identity: Identity,
@@ -37,8 +37,8 @@ pub struct Invitation {
 pub struct InvitationTerms<'a> {
     /// Where the others find rank 0, as `host:port`.
     pub place: &'a str,
-    /// Number of ranks, rank 0 among them: 2 to [`MAX_WORLD`]. Every other rank is given away once.
-    pub world: u32,
+    /// Number of ranks, rank 0 among them: 2 to [`MAX_RANKS`]. Every other rank is given away once.
+    pub size: u32,
     /// Name of the job.
     pub job: &'a str,
     /// For how long the token lets ranks in. What they get by it holds for [`VALID_DAYS`] days from then on.
@@ -52,10 +52,10 @@ impl Invitation {
     ///
     /// [`TransportError::Bootstrap`] if the terms do not fit, or keys cannot be made.
     pub fn new(terms: &InvitationTerms<'_>) -> Result<Self, TransportError> {
-        let InvitationTerms { place, world, job, valid } = *terms;
-        if !(2..=MAX_WORLD).contains(&world) {
+        let InvitationTerms { place, size, job, valid } = *terms;
+        if !(2..=MAX_RANKS).contains(&size) {
             return Err(TransportError::bootstrap(format!(
-                "a group that somebody joins has 2 to {MAX_WORLD} ranks, not {world}"
+                "a group that somebody joins has 2 to {MAX_RANKS} ranks, not {size}"
             )));
         }
         let days = valid.as_secs() / (24 * 3600);
@@ -71,7 +71,7 @@ impl Invitation {
         // Rank 0's certificate must be valid as long as any that it gives away.
         let identity = authority.issue_to(&Subject::Rank(Rank(0)), authority.validity())?;
         let token = Token::new(KeyHash::of(authority.certificate())?, place)?;
-        Ok(Self { token, world, until, authority, identity, given: Mutex::default() })
+        Ok(Self { token, size, until, authority, identity, given: Mutex::default() })
     }
 
     /// Writes it into a new file that only its owner can read.
@@ -80,8 +80,8 @@ impl Invitation {
     ///
     /// [`TransportError::Bootstrap`] if the file exists already or cannot be written.
     pub fn write_file(&self, path: &Path) -> Result<(), TransportError> {
-        let Self { token, world, until, authority, identity, .. } = self;
-        let mut text = format!("token {token}\nworld {world}\nuntil {}\n", seconds(*until)?);
+        let Self { token, size, until, authority, identity, .. } = self;
+        let mut text = format!("token {token}\nworld {size}\nuntil {}\n", seconds(*until)?);
         text.push_str(&pem_block("CERTIFICATE", &identity.certificate));
         text.push_str(&pem_block("CERTIFICATE", authority.certificate()));
         text.push_str(&pem_block("PRIVATE KEY", identity.key.secret_der()));
@@ -114,8 +114,8 @@ impl Invitation {
             line.ok_or_else(|| format!("it has no line `{name} …` where one belongs"))
         };
         let token: Token = field("token")?.parse().map_err(|error: TransportError| error.to_string())?;
-        let world = field("world")?.parse().ok().filter(|world| (2..=MAX_WORLD).contains(world));
-        let world = world.ok_or("it has no number of ranks")?;
+        let size = field("world")?.parse().ok().filter(|size| (2..=MAX_RANKS).contains(size));
+        let size = size.ok_or("it has no number of ranks")?;
         let until = field("until")?.parse().ok().filter(|seconds| *seconds <= LATEST_SECONDS);
         let until = until.map(|seconds| UNIX_EPOCH + Duration::from_secs(seconds)).ok_or("it has no end")?;
         let certificates: Result<Vec<CertificateDer<'static>>, _> =
@@ -138,7 +138,7 @@ impl Invitation {
         }
         let authority = ClusterAuthority::of_keys(authority, &authority_key, claims.job, claims.job_name);
         let authority = authority.map_err(in_words)?;
-        Ok(Self { token, world, until, authority, identity, given: Mutex::default() })
+        Ok(Self { token, size, until, authority, identity, given: Mutex::default() })
     }
 
     /// The token for the other ranks.
@@ -147,8 +147,8 @@ impl Invitation {
     }
 
     /// Number of ranks, rank 0 among them.
-    pub fn world(&self) -> u32 {
-        self.world
+    pub fn size(&self) -> u32 {
+        self.size
     }
 
     /// Until when the token is valid.
@@ -185,8 +185,8 @@ impl Invitation {
 
 impl fmt::Debug for Invitation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { token, world, .. } = self;
-        f.debug_struct("Invitation").field("token", token).field("world", world).finish_non_exhaustive()
+        let Self { token, size, .. } = self;
+        f.debug_struct("Invitation").field("token", token).field("world", size).finish_non_exhaustive()
     }
 }
 

@@ -124,16 +124,12 @@ impl Register {
         let hash = KeyHash::of(&certificate).map_err(in_words)?;
         self.invitation.given().note(rank, hash).map_err(in_words)?;
         self.given.insert(rank, key.der_bytes().to_vec());
-        let world = self.invitation.world();
-        Ok(Granted {
-            rank,
-            key: hash,
-            frame: Frame::Grant { rank, world, certificate: certificate.to_vec() },
-        })
+        let size = self.invitation.size();
+        Ok(Granted { rank, key: hash, frame: Frame::Grant { rank, size, certificate: certificate.to_vec() } })
     }
 
     fn choose(&self, asked: Option<Rank>, key: &[u8]) -> Result<Rank, EnrolRefusal> {
-        let world = self.invitation.world();
+        let size = self.invitation.size();
         let refuse = |code, text: String| Err((code, text));
         if let Some((rank, _)) = self.given.iter().find(|(_, given)| *given == key)
             && asked.is_none_or(|asked| asked == *rank)
@@ -141,12 +137,12 @@ impl Register {
             return Ok(*rank);
         }
         match asked {
-            None => (1..world).map(Rank).find(|rank| !self.given.contains_key(rank)).map_or_else(
+            None => (1..size).map(Rank).find(|rank| !self.given.contains_key(rank)).map_or_else(
                 || {
                     let text = format!(
                         "its token is used up, ranks 1 to {} have been given away: invite for more ranks; if a rank has been \
                          given to this one before, start that rank again with the identity that it got",
-                        world - 1
+                        size - 1
                     );
                     refuse(RejectCode::Duplicate, text)
                 },
@@ -154,11 +150,11 @@ impl Register {
             ),
             Some(Rank(0)) => refuse(
                 RejectCode::Rank,
-                format!("rank 0 has the invitation itself: ask for a rank from 1 to {}, or for any rank", world - 1),
+                format!("rank 0 has the invitation itself: ask for a rank from 1 to {}, or for any rank", size - 1),
             ),
-            Some(rank) if rank.0 >= world => refuse(
+            Some(rank) if rank.0 >= size => refuse(
                 RejectCode::Rank,
-                format!("it asked for rank {rank}, the invitation is for {world} ranks: ask for 1 to {}", world - 1),
+                format!("it asked for rank {rank}, the invitation is for {size} ranks: ask for 1 to {}", size - 1),
             ),
             Some(rank) if self.given.contains_key(&rank) => refuse(
                 RejectCode::Duplicate,

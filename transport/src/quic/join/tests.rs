@@ -36,9 +36,9 @@ use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 const LONG: Duration = Duration::from_secs(20);
 
-fn invitation(at: SocketAddr, world: u32) -> Arc<Invitation> {
+fn invitation(at: SocketAddr, size: u32) -> Arc<Invitation> {
     let place = at.to_string();
-    let terms = InvitationTerms { place: &place, world, job: "train", valid: Duration::from_secs(3600) };
+    let terms = InvitationTerms { place: &place, size, job: "train", valid: Duration::from_secs(3600) };
     Arc::new(Invitation::new(&terms).unwrap())
 }
 
@@ -60,13 +60,13 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn new(world: u32) -> Self {
-        Self::over(Carrier::Udp, world)
+    fn new(size: u32) -> Self {
+        Self::over(Carrier::Udp, size)
     }
 
-    fn over(carrier: Carrier, world: u32) -> Self {
+    fn over(carrier: Carrier, size: u32) -> Self {
         let at = free_address();
-        Self::inviting(invitation(at, world), at, carrier, None)
+        Self::inviting(invitation(at, size), at, carrier, None)
     }
 
     fn inviting(
@@ -75,10 +75,10 @@ impl Waiting {
         carrier: Carrier,
         revoked: Option<Revoked>,
     ) -> Self {
-        let (identity, world) = (invitation.identity().clone(), invitation.world());
+        let (identity, size) = (invitation.identity().clone(), invitation.size());
         let invites = Some(Arc::clone(&invitation));
         let link = LinkSettings { carrier, ..LinkSettings::default() };
-        let config = QuicConfig::new(Rank(0), world, invitation.job(), at, identity);
+        let config = QuicConfig::new(Rank(0), size, invitation.job(), at, identity);
         let config = QuicConfig { link, revoked, ..config };
         let zero =
             std::thread::spawn(move || QuicTransport::connect(QuicConfig { invitation: invites, ..config }));
@@ -99,8 +99,8 @@ impl Waiting {
     }
 
     fn as_rank(&self, enrolled: &Enrolled) -> QuicConfig {
-        let Enrolled { identity, rank, world } = enrolled.clone();
-        QuicConfig::new(rank, world, self.invitation.job(), self.at, identity)
+        let Enrolled { identity, rank, size } = enrolled.clone();
+        QuicConfig::new(rank, size, self.invitation.job(), self.at, identity)
     }
 
     /// The enrolled ranks form the group with rank 0. Each rank sends to the next one, and all close.
@@ -112,10 +112,10 @@ impl Waiting {
         group.extend(joining.into_iter().map(|rank| rank.join().unwrap().unwrap()));
         group.sort_by_key(|rank| rank.rank());
         let tag = Tag { op: 0, message: 0 };
-        let world = group.len();
-        let posted: Vec<_> = (0..world)
+        let size = group.len();
+        let posted: Vec<_> = (0..size)
             .map(|me| {
-                let (next, last) = ((me + 1) % world, (me + world - 1) % world);
+                let (next, last) = ((me + 1) % size, (me + size - 1) % size);
                 let sent = group[me].post_send(Rank(next as u32), tag, vec![vec![me as u8; 9].into()], LONG);
                 (sent, group[me].post_recv(Rank(last as u32), tag, &[9], LONG), last)
             })
@@ -236,7 +236,7 @@ fn who_has_no_certificate_can_apply_and_nothing_else() {
         job: waiting.invitation.job().0,
         epoch: 0,
         rank: Rank(1),
-        world: 2,
+        size: 2,
     };
     let reasons: Vec<String> = runtime().block_on(async {
         let (endpoint, mut reasons) = (dialler(), Vec::new());

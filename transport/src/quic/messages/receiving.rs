@@ -34,7 +34,7 @@ impl Core {
         patience: Duration,
         completer: Completer<Vec<Bytes>>,
     ) {
-        let total = match check_message(self.me, self.world, from, tag, part_bytes.iter().copied()) {
+        let total = match check_message(self.me, self.size, from, tag, part_bytes.iter().copied()) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };

@@ -27,7 +27,7 @@ impl Core {
     /// The size of shared memory, unless this rank shares none.
     fn shares(&self) -> Option<SegmentSize> {
         let may = self.endpoint.config.link.shared_memory && !self.endpoint.is_simulated;
-        SegmentSize::of_group(self.world).filter(|_| may)
+        SegmentSize::of_group(self.size).filter(|_| may)
     }
 
     /// Offers memory to the higher ranks whose address is one of this host. Nothing may be sent to them before.

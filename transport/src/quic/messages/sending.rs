@@ -39,7 +39,7 @@ impl Core {
         patience: Duration,
         completer: Completer<Taken>,
     ) {
-        let total = match check_message(self.me, self.world, to, tag, parts.iter().map(Bytes::len)) {
+        let total = match check_message(self.me, self.size, to, tag, parts.iter().map(Bytes::len)) {
             Ok(total) => total,
             Err(error) => return completer.complete(Err(error)),
         };

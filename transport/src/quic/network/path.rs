@@ -79,13 +79,13 @@ impl fmt::Display for Carrier {
 }
 
 impl LinkSettings {
-    /// Checks the settings for a group of `world` ranks in which this one is bound to `bind`.
+    /// Checks the settings for a group of `size` ranks in which this one is bound to `bind`.
     ///
     /// # Errors
     ///
     /// [`TransportError::Bootstrap`] with the setting that does not fit, and a setting that would.
-    pub fn check(&self, bind: IpAddr, world: u32) -> Result<(), TransportError> {
-        Path::new(self, bind, world).map(|_| ())
+    pub fn check(&self, bind: IpAddr, size: u32) -> Result<(), TransportError> {
+        Path::new(self, bind, size).map(|_| ())
     }
 }
 
@@ -117,7 +117,7 @@ enum PathKind {
 }
 
 impl Path {
-    pub(crate) fn new(link: &LinkSettings, bind: IpAddr, world: u32) -> Result<Self, TransportError> {
+    pub(crate) fn new(link: &LinkSettings, bind: IpAddr, size: u32) -> Result<Self, TransportError> {
         // Loopback interfaces of other systems than Linux carry smaller datagrams.
         let loopback = cfg!(target_os = "linux") && bind.is_loopback();
         let streams = link.carrier == Carrier::Tcp;
@@ -142,7 +142,7 @@ impl Path {
             None if loopback => (PathKind::Loopback, LARGE_PAYLOAD),
             None => (PathKind::Probed, NETWORK_PAYLOAD),
         };
-        let peers = u64::from(world.max(2) - 1);
+        let peers = u64::from(size.max(2) - 1);
         if link.lanes == 0 || link.lanes > MOST_LANES {
             let lanes = link.lanes;
             return Err(TransportError::bootstrap(format!(
@@ -350,7 +350,7 @@ const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rank::MAX_WORLD;
+    use crate::rank::MAX_RANKS;
     use std::net::Ipv4Addr;
 
     const ANY: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
@@ -378,7 +378,7 @@ mod tests {
 
     #[test]
     fn what_cannot_work_is_refused_with_the_reason() {
-        let refusal = |link: LinkSettings, world| match link.check(ANY, world) {
+        let refusal = |link: LinkSettings, size| match link.check(ANY, size) {
             Err(TransportError::Bootstrap { text, .. }) => text,
             other => panic!("{other:?}"),
         };
@@ -387,7 +387,7 @@ mod tests {
         let little = LinkSettings { memory_bytes: Some(20 << 20), ..LinkSettings::default() };
         little.check(ANY, 2).unwrap();
         let lanes = |lanes| LinkSettings { lanes, ..LinkSettings::default() };
-        lanes(MOST_LANES).check(ANY, MAX_WORLD).unwrap();
+        lanes(MOST_LANES).check(ANY, MAX_RANKS).unwrap();
         assert!(refusal(lanes(0), 2).contains("0 lanes between two ranks: use 1 to 16"));
         assert!(refusal(lanes(17), 2).contains("17 lanes"));
         assert!(refusal(LinkSettings { lanes: 2, ..little }, 2).contains("the other rank over 2 lanes"));

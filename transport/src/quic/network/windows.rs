@@ -87,7 +87,7 @@ const MOST_FIXED: u64 = u32::MAX as u64;
 mod tests {
     use super::super::path::{Carrier, LEAST_MTU, LinkSettings, Path};
     use super::*;
-    use crate::rank::MAX_WORLD;
+    use crate::rank::MAX_RANKS;
     use crate::wire::MOST_LANES;
     use proptest::prelude::*;
     use std::net::{IpAddr, Ipv4Addr};
@@ -97,12 +97,12 @@ mod tests {
 
     #[test]
     fn a_small_group_has_the_usual_windows_and_a_large_one_shares() {
-        let windows = |world| Path::new(&LinkSettings::default(), ANY, world).unwrap().windows;
+        let windows = |size| Path::new(&LinkSettings::default(), ANY, size).unwrap().windows;
         assert_eq!(windows(2), MOST);
         assert_eq!(windows(11), MOST);
         let shared = windows(21);
         assert!(shared.both() < MOST.both() && shared.both() > LEAST.both(), "{shared:?}");
-        assert_eq!(windows(MAX_WORLD), LEAST);
+        assert_eq!(windows(MAX_RANKS), LEAST);
     }
 
     #[test]
@@ -127,7 +127,7 @@ mod tests {
         #[test]
         fn connections_stay_within_their_memory(
             memory in 0_u64..1 << 36,
-            world in 1_u32..=MAX_WORLD,
+            size in 1_u32..=MAX_RANKS,
             mtu in proptest::option::of(LEAST_MTU..=u16::MAX),
             window_bytes in proptest::option::of(700_000_u64..1 << 31),
             bind in prop_oneof![Just(ANY), Just(LOCAL)],
@@ -139,8 +139,8 @@ mod tests {
             let sized = LinkSettings { mtu, congestion, carrier, ..LinkSettings::default() };
             let link = LinkSettings { memory_bytes: Some(memory), lanes, ..sized };
             let unstated = LinkSettings { memory_bytes: None, ..link };
-            prop_assert!(unstated.check(bind, world).is_ok(), "without a limit");
-            if let Ok(path) = Path::new(&link, bind, world) {
+            prop_assert!(unstated.check(bind, size).is_ok(), "without a limit");
+            if let Ok(path) = Path::new(&link, bind, size) {
                 prop_assert!(path.memory_bytes() <= memory, "{path:?}");
                 prop_assert!(path.windows.receive >= LEAST.receive && path.windows.send >= LEAST.send);
                 prop_assert!(path.windows.send >= window_bytes.unwrap_or(0));

@@ -19,8 +19,8 @@ pub(crate) struct SegmentSize {
 
 impl SegmentSize {
     /// `None` if a group is so large that the segments would be too small, or too many.
-    pub(crate) fn of_group(world: u32) -> Option<Self> {
-        let peers = usize::try_from(world).ok()?.saturating_sub(1).max(1);
+    pub(crate) fn of_group(size: u32) -> Option<Self> {
+        let peers = usize::try_from(size).ok()?.saturating_sub(1).max(1);
         let chunk_bytes = (TOTAL_BYTES / peers / SLOTS) / LEAST_CHUNK_BYTES * LEAST_CHUNK_BYTES;
         (chunk_bytes > 0).then(|| Self { chunk_bytes: chunk_bytes.min(MOST_CHUNK_BYTES) })
     }

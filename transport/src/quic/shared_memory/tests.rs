@@ -30,13 +30,13 @@ fn run<T>(test: impl Future<Output = T>) -> T {
 
 #[test]
 fn the_memory_of_a_rank_is_bounded_whatever_the_number_of_ranks() {
-    let chunk = |world| SegmentSize::of_group(world).map(|size| size.chunk_bytes);
+    let chunk = |size| SegmentSize::of_group(size).map(|size| size.chunk_bytes);
     assert_eq!([1, 2, 17].map(chunk), [Some(512 << 10); 3]);
     assert_eq!([33, 129].map(chunk), [Some(256 << 10), Some(64 << 10)]);
     assert_eq!([130, 2048, u32::MAX].map(chunk), [None; 3]);
-    for world in 2..=129 {
-        let size = SegmentSize::of_group(world).unwrap();
-        assert!(size.bytes() * (world as usize - 1) <= 64 << 20, "{world}: {size:?}");
+    for ranks in 2..=129 {
+        let size = SegmentSize::of_group(ranks).unwrap();
+        assert!(size.bytes() * (ranks as usize - 1) <= 64 << 20, "{ranks}: {size:?}");
     }
 }
 

@@ -47,7 +47,7 @@ async fn visit(
         job: job.0,
         epoch: 0,
         rank: Rank(1),
-        world: 2,
+        size: 2,
     };
     send.write_all(&hello.encode()).await.unwrap();
     let answer = FrameReader::new(recv).next().await.unwrap().expect("an answer");

@@ -272,7 +272,7 @@ fn a_list_that_names_more_when_a_group_forms_again_keeps_them_out() {
             // Rank 2 does not have the list.
             let revoked = (rank != 2).then(|| revoked.clone());
             let config = config(rank, coordinator, identities[rank as usize].clone());
-            connect(QuicConfig { world: 4, connect_deadline: Duration::from_secs(10), revoked, ..config })
+            connect(QuicConfig { size: 4, connect_deadline: Duration::from_secs(10), revoked, ..config })
         })
         .collect();
     let mut group: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect();

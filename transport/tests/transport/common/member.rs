@@ -62,8 +62,8 @@ impl Line {
 
 impl Member {
     /// Dials all other ranks and waits until the group starts, unless the test sends something first.
-    pub(crate) async fn come(job: &Job, world: u32) -> Self {
-        let me = Rank(world - 1);
+    pub(crate) async fn come(job: &Job, size: u32) -> Self {
+        let me = Rank(size - 1);
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
         let dial = async |to: u32, address: SocketAddr, purpose: Purpose| {
             let protocol = if purpose == Purpose::Data { "kyklos/1" } else { "kyklos-ctl/1" };
@@ -77,7 +77,7 @@ impl Member {
             let connection = endpoint.connect_with(config, address, &job.name(to)).unwrap().await.unwrap();
             let (mut send, recv) = connection.open_bi().await.unwrap();
             let protocol = PROTOCOL_VERSION;
-            let hello = Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank: me, world };
+            let hello = Frame::Hello { protocol, purpose, job: job.id.0, epoch: 0, rank: me, size };
             send.write_all(&hello.encode()).await.unwrap();
             if purpose == Purpose::Control {
                 let said = Frame::Advertise { addresses: Vec::new() };
@@ -97,8 +97,8 @@ impl Member {
     }
 
     /// Like `come`, and the group has started. From now on the rank sends heartbeats until it is dropped.
-    pub(crate) async fn join(job: &Job, world: u32) -> Self {
-        let mut member = Self::come(job, world).await;
+    pub(crate) async fn join(job: &Job, size: u32) -> Self {
+        let mut member = Self::come(job, size).await;
         member.control.say(&Frame::Meshed.encode()).await;
         assert_eq!(member.control.hear(LONG).await, Some(Frame::Start));
         let send = Arc::clone(&member.control.send);

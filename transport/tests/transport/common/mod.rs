@@ -47,30 +47,30 @@ impl Job {
         Self { id, authority: ClusterAuthority::new(id).unwrap(), coordinator: free_address() }
     }
 
-    pub(crate) fn config(&self, rank: u32, world: u32) -> QuicConfig {
+    pub(crate) fn config(&self, rank: u32, size: u32) -> QuicConfig {
         let identity = self.authority.issue(Rank(rank)).unwrap();
         QuicConfig {
             link: over_quic(),
-            ..QuicConfig::new(Rank(rank), world, self.id, self.coordinator, identity)
+            ..QuicConfig::new(Rank(rank), size, self.id, self.coordinator, identity)
         }
     }
 
-    pub(crate) fn over(&self, carrier: Carrier, rank: u32, world: u32) -> QuicConfig {
+    pub(crate) fn over(&self, carrier: Carrier, rank: u32, size: u32) -> QuicConfig {
         let link = LinkSettings { carrier, ..over_quic() };
-        QuicConfig { link, ..self.config(rank, world) }
+        QuicConfig { link, ..self.config(rank, size) }
     }
 
     /// Runs each honest rank on its own thread while `disturb` runs.
     pub(crate) fn form_while<T>(
         &self,
-        world: u32,
+        size: u32,
         disturb: impl FnOnce() -> T,
     ) -> (Vec<Arc<dyn Transport>>, T) {
-        let mut ranks = vec![connect(self.config(0, world))];
+        let mut ranks = vec![connect(self.config(0, size))];
         // The strangers connect while rank 0 waits for the other ranks.
         std::thread::sleep(Duration::from_millis(100));
         let disturbed = disturb();
-        ranks.extend((1..world).map(|rank| connect(self.config(rank, world))));
+        ranks.extend((1..size).map(|rank| connect(self.config(rank, size))));
         (formed(ranks), disturbed)
     }
 

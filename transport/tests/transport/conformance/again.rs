@@ -29,7 +29,7 @@ fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
     let (members, epoch) = (formed[0].members.clone(), formed[0].epoch);
     for (rank, one) in (0..).zip(&formed) {
         assert_eq!((&one.members, one.epoch), (&members, epoch));
-        assert_eq!((one.transport.rank(), one.transport.world()), (Rank(rank), members.len() as u32));
+        assert_eq!((one.transport.rank(), one.transport.size()), (Rank(rank), members.len() as u32));
         assert!(!one.transport.stop_flag().load(Ordering::Acquire));
     }
     (formed.into_iter().map(|one| one.transport).collect(), members, epoch)
@@ -37,11 +37,11 @@ fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
 
 /// All ranks agree, and send messages to each other with tags that the last group used.
 fn works(group: &Group) {
-    let world = group.len() as u32;
+    let size = group.len() as u32;
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(3), LONG)).collect();
     votes.into_iter().for_each(|vote| assert_eq!(block_on(vote).unwrap().len(), group.len()));
-    for from in 0..world {
-        for to in (0..world).filter(|&to| to != from) {
+    for from in 0..size {
+        for to in (0..size).filter(|&to| to != from) {
             let received = group[to as usize].post_recv(Rank(from), tag(0, from), &[100_000], LONG);
             let sent = vec![Bytes::from(vec![from as u8; 100_000])];
             block_on(group[from as usize].post_send(Rank(to), tag(0, from), sent, LONG)).unwrap();

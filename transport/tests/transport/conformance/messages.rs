@@ -65,15 +65,15 @@ pub(crate) fn both_sides_may_send_first(make: fn(u32) -> Group) {
 }
 
 pub(crate) fn bursts_from_everyone_to_everyone_arrive(make: fn(u32) -> Group) {
-    for world in 1..=5_u32 {
-        let group = make(world);
+    for size in 1..=5_u32 {
+        let group = make(size);
         let mut sent = Vec::new();
         let mut received = Vec::new();
         let bytes = |from: u32, to: u32, message: u32| {
             1 + (from * 7919 + to * 104_729 + message * 31_337) as usize % 200_000
         };
-        for from in 0..world {
-            for to in (0..world).filter(|&to| to != from) {
+        for from in 0..size {
+            for to in (0..size).filter(|&to| to != from) {
                 for message in 0..20 {
                     let bytes = bytes(from, to, message);
                     let parts = vec![payload(bytes, u64::from(from * 100 + message))];

@@ -11,12 +11,12 @@ use pollster::block_on;
 use super::{Group, LONG, abort_of, close, payload, ready};
 
 pub(crate) fn ranks_agree_when_all_are_ready_with_one_plan(make: fn(u32) -> Group) {
-    for world in [1, 3] {
-        let group = make(world);
+    for size in [1, 3] {
+        let group = make(size);
         for round in 0..3 {
             let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(round), LONG)).collect();
             for vote in votes {
-                assert_eq!(block_on(vote), Ok(vec![Bytes::new(); world as usize]));
+                assert_eq!(block_on(vote), Ok(vec![Bytes::new(); size as usize]));
             }
         }
         close(group);
@@ -71,13 +71,13 @@ fn vote_all(group: &Group, byte: u8, notes: &[Bytes]) -> Vec<Posted<Vec<Bytes>>>
 }
 
 pub(crate) fn notes_of_all_ranks_arrive_whole_and_in_rank_order(make: fn(u32) -> Group) {
-    for world in [1, 4] {
-        let group = make(world);
+    for size in [1, 4] {
+        let group = make(size);
         let of = |bytes: [usize; 4]| {
-            (0..world as usize).map(|rank| payload(bytes[rank], rank as u64 + 1)).collect::<Vec<_>>()
+            (0..size as usize).map(|rank| payload(bytes[rank], rank as u64 + 1)).collect::<Vec<_>>()
         };
         // Unlike lengths, some of them 0; the same notes on all ranks; a note of one rank only; none at all.
-        let same = vec![Bytes::from_static(b"the same"); world as usize];
+        let same = vec![Bytes::from_static(b"the same"); size as usize];
         let rounds = [
             of([3, 0, 200, 17]),
             same,

@@ -316,7 +316,7 @@ async fn work(
     epoch: u32,
     complaints: &mut Vec<String>,
 ) -> Result<(), TransportError> {
-    let (me, world) = (transport.rank().0, transport.world());
+    let (me, world) = (transport.rank().0, transport.size());
     if members.len() as u32 != world || !members.is_sorted() {
         complaints.push(format!("{members:?} are not the ranks of a world of {world}"));
     }

@@ -5,8 +5,8 @@ mod votes;
 
 use std::time::Instant;
 
-use kyklos::plan::{Step, World, check, plan_hash, table};
-use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, PlanError, Split, Strategy, plan_world};
+use kyklos::plan::{PlanSet, Step, check, plan_hash, table};
+use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, PlanError, Split, Strategy, plan_forward};
 use serde::Serialize;
 
 pub(crate) use self::args::PlansArgs;
@@ -22,7 +22,7 @@ struct Report {
     votes: Vec<Vote>,
 }
 
-/// The plans of one world.
+/// One plan set.
 #[derive(Clone, Debug, Serialize)]
 struct Row {
     strategy: String,
@@ -79,26 +79,26 @@ fn mesh(strategy: Strategy, ranks: u32, ulysses: u32) -> Result<Mesh> {
 }
 
 fn row(args: &PlansArgs, strategy: Strategy, mesh: Mesh) -> Result<Row> {
-    let ranks = mesh.world();
+    let ranks = mesh.size();
     let tokens = args.tokens.get().checked_mul(ranks).ok_or_else(|| {
         Failure::request(format!("{} tokens on each of {ranks} ranks", args.tokens), "use fewer tokens")
     })?;
     let heads = mesh.ulysses().max(HEADS);
     let problem = AttentionProblem::new([1, tokens, heads, heads, DIM], Dtype::F16, args.mask.clone())?;
     let placement = PlacementKind::for_problem(&problem);
-    let make = || plan_world(&problem, mesh, placement, &Split::Even, strategy);
+    let make = || plan_forward(&problem, mesh, placement, &Split::Even, strategy);
     let mut best = Best::default();
     for _ in 0..args.repeat.get() {
         let started = Instant::now();
-        let world = make()?;
+        let set = make()?;
         best.took(0, started);
         let started = Instant::now();
-        check(&world)?;
+        check(&set)?;
         best.took(1, started);
         let started = Instant::now();
-        std::hint::black_box(plan_hash(&world, &[]));
+        std::hint::black_box(plan_hash(&set, &[]));
         best.took(2, started);
-        best.size = size(&world);
+        best.size = size(&set);
     }
     let Best { seconds: [plan_s, prove_s, hash_s], size: [steps, messages, buffers] } = best;
     Ok(Row {
@@ -130,13 +130,13 @@ impl Best {
 }
 
 /// Steps, messages and buffers of all ranks.
-fn size(world: &World) -> [u64; 3] {
-    let steps = || world.plans.iter().flat_map(|plan| &plan.steps);
+fn size(set: &PlanSet) -> [u64; 3] {
+    let steps = || set.plans.iter().flat_map(|plan| &plan.steps);
     let messages = steps().map(|step| match step {
         Step::Exchange { sends, .. } => sends.len() as u64,
         _ => 0,
     });
-    let buffers = world.plans.iter().map(|plan| plan.buffers.len() as u64);
+    let buffers = set.plans.iter().map(|plan| plan.buffers.len() as u64);
     [steps().count() as u64, messages.sum(), buffers.sum()]
 }
 
@@ -151,7 +151,7 @@ impl Row {
 /// A time of a row, and its name.
 type Time = (&'static str, fn(&Row) -> f64);
 
-/// The powers of each strategy. A time is that of worlds large enough to be measured.
+/// The powers of each strategy. A time is that of plan sets large enough to be measured.
 fn growth(rows: &[Row]) -> Vec<Growth> {
     let mut names: Vec<&String> = rows.iter().map(|row| &row.strategy).collect();
     names.dedup();

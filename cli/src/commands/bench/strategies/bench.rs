@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kyklos::machine::memory_bytes;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Split, plan_world};
+use kyklos::{Split, plan_forward};
 
 use super::args::StrategiesArgs;
 use super::cells::{Case, Cell, Way, cases, cells};
@@ -101,8 +101,8 @@ impl Bench {
         let started = Instant::now();
         let problem = &self.case(cell).problem;
         let even = Split::Even;
-        let world = plan_world(problem, candidate.mesh, candidate.placement, &even, candidate.strategy)?;
-        let plans = Arc::new(ProvedPlans::new(world)?);
+        let set = plan_forward(problem, candidate.mesh, candidate.placement, &even, candidate.strategy)?;
+        let plans = Arc::new(ProvedPlans::new(set)?);
         Ok(Planned { plans, ns: elapsed_ns(started) })
     }
 }

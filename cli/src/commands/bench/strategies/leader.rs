@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kyklos::plan::World;
+use kyklos::plan::PlanSet;
 use kyklos_oracle::oracle::Row;
 
 use super::bench::Bench;
@@ -194,7 +194,7 @@ impl<'a> Leader<'a> {
     pub(super) fn judge(
         &mut self,
         index: usize,
-        (sample, world): (&Sample, &World),
+        (sample, set): (&Sample, &PlanSet),
         found: Vec<Row>,
         alone: Vec<(String, Vec<Row>)>,
         ranks: &[(String, RankTimes)],
@@ -202,7 +202,7 @@ impl<'a> Leader<'a> {
     ) -> Outcome {
         let cell = &self.bench.cells[index];
         if !alone.is_empty() {
-            let right = match sample.whole_kv().and_then(|kv| sample.right_rows(&kv, world)) {
+            let right = match sample.whole_kv().and_then(|kv| sample.right_rows(&kv, set)) {
                 Ok(right) => right,
                 Err(failure) => return Outcome::Failed(failure.text),
             };

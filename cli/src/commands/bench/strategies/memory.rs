@@ -1,6 +1,5 @@
 //! Memory of a cell: an upper bound before it starts, and the largest use of this process.
 
-use kyklos::AttentionProblem;
 use kyklos::plan::{ProvedPlans, bytes};
 use kyklos_transport::Rank;
 
@@ -24,7 +23,13 @@ pub(super) fn fits(plans: &ProvedPlans, here: &RanksHere, limit: Option<u64>) ->
         }
         RanksHere::Like(rank, count) => of_rank(plans, *rank).saturating_mul(u64::from(*count)),
     };
-    let AttentionProblem { batch, kv_len, kv_heads, head_dim, dtype, .. } = plans.world().problem;
+    let (batch, kv_len, kv_heads, head_dim, dtype) = (
+        plans.set().problem.batch,
+        plans.set().problem.kv_len,
+        plans.set().problem.kv_heads,
+        plans.set().problem.head_dim,
+        plans.set().problem.dtype,
+    );
     // Whole keys and values, for the comparison with the oracle.
     let whole = 2 * tensor([batch, kv_len, kv_heads, head_dim], dtype.bytes());
     let needed = of_ranks.saturating_add(whole);
@@ -41,11 +46,17 @@ pub(super) fn fits(plans: &ProvedPlans, here: &RanksHere, limit: Option<u64>) ->
 
 /// The buffers of its plan, and its tensors in host memory: q, k, v, o and lse.
 fn of_rank(plans: &ProvedPlans, rank: Rank) -> u64 {
-    let world = plans.world();
-    let AttentionProblem { batch, q_heads, kv_heads, head_dim, dtype, .. } = world.problem;
+    let set = plans.set();
+    let (batch, q_heads, kv_heads, head_dim, dtype) = (
+        set.problem.batch,
+        set.problem.q_heads,
+        set.problem.kv_heads,
+        set.problem.head_dim,
+        set.problem.dtype,
+    );
     let tokens = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-    let queries = tokens(world.q_placement.of_rank(rank).len());
-    let keys = tokens(world.kv_placement.held_by(rank).len());
+    let queries = tokens(set.q_placement.of_rank(rank).len());
+    let keys = tokens(set.kv_placement.held_by(rank).len());
     let q_and_o = 2 * tensor([batch, queries, q_heads, head_dim], dtype.bytes());
     let lse = tensor([batch, queries, q_heads, 1], 4);
     let k_and_v = 2 * tensor([batch, keys, kv_heads, head_dim], dtype.bytes());
@@ -71,7 +82,7 @@ pub(super) fn process_peak_bytes() -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use kyklos::{Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_world};
+    use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 
     use super::*;
 
@@ -79,7 +90,7 @@ mod tests {
         let problem = AttentionProblem::new([2, 64, 4, 2, 16], Dtype::F32, Mask::full()).unwrap();
         let mesh = Mesh::new(1, 4).unwrap();
         let placement = PlacementKind::Contiguous;
-        ProvedPlans::new(plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap())
+        ProvedPlans::new(plan_forward(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap())
             .unwrap()
     }
 

@@ -68,16 +68,16 @@ pub(crate) fn strategies(args: &StrategiesArgs) -> Result<()> {
 }
 
 /// Refuses what no process of a launched bench can run.
-pub(crate) fn check_launched(args: &StrategiesArgs, world: u32) -> Result<()> {
+pub(crate) fn check_launched(args: &StrategiesArgs, size: u32) -> Result<()> {
     if let Some(ranks) = args.ranks {
         return Err(Failure::request(
-            format!("--ranks {ranks} of a bench under a launcher that starts {world} processes"),
+            format!("--ranks {ranks} of a bench under a launcher that starts {size} processes"),
             "leave --ranks out: every process is one rank",
         ));
     }
     if args.transport == Some(TransportName::InProcess) {
         return Err(Failure::request(
-            format!("--transport in-process of a bench between {world} processes"),
+            format!("--transport in-process of a bench between {size} processes"),
             "leave it out, or use quic",
         ));
     }
@@ -144,20 +144,20 @@ fn as_rank(args: &StrategiesArgs, mut assignment: Assignment) -> Result<()> {
         group::end_with_launcher();
     }
     interrupt::end_on_interrupt()?;
-    check_launched(args, assignment.world)?;
-    let bench = Bench::new(args, assignment.world)?;
+    check_launched(args, assignment.size)?;
+    let bench = Bench::new(args, assignment.size)?;
     let own = device(args, assignment.local_rank as usize, assignment.device.as_deref());
     let group = assignment.join()?;
     let transport = &group.transport;
-    let here = RanksHere::Like(transport.rank(), assignment.local_world);
+    let here = RanksHere::Like(transport.rank(), assignment.local_size);
     let open = own.and_then(DeviceId::open);
     if transport.rank() != Rank(0) {
         return work(&bench, &here, transport, open, None);
     }
     let transport_name = TransportName::Quic;
-    let are_here = assignment.local_world == assignment.world && assignment.device.is_none();
+    let are_here = assignment.local_size == assignment.size && assignment.device.is_none();
     let local =
-        (0..assignment.world as usize).map(|rank| device(args, rank, None)).collect::<Result<Vec<_>>>();
+        (0..assignment.size as usize).map(|rank| device(args, rank, None)).collect::<Result<Vec<_>>>();
     let local = local.ok().filter(|_| are_here);
     let predictor = Predictor::new(args.hardware.as_deref(), &args.output, local, transport_name);
     let (predictor, open) = match predictor {

@@ -95,7 +95,8 @@ impl Predictor {
 impl Measure {
     /// The measurements for the heads of `problem`.
     fn of(&mut self, problem: &AttentionProblem) -> Option<&Cluster> {
-        let AttentionProblem { q_heads, kv_heads, head_dim, dtype, .. } = *problem;
+        let (q_heads, kv_heads, head_dim, dtype) =
+            (problem.q_heads, problem.kv_heads, problem.head_dim, problem.dtype);
         let heads = (q_heads, kv_heads, head_dim, dtype.to_string());
         if !self.found.contains_key(&heads) {
             let cluster = match self.read_or_measure(problem, dtype) {
@@ -112,7 +113,7 @@ impl Measure {
 
     /// A run that goes on compares with the same predictions.
     fn read_or_measure(&self, problem: &AttentionProblem, dtype: Dtype) -> Result<Cluster> {
-        let AttentionProblem { q_heads, kv_heads, head_dim, .. } = problem;
+        let (q_heads, kv_heads, head_dim) = (problem.q_heads, problem.kv_heads, problem.head_dim);
         let path = self.folder.join(format!("hardware-{q_heads}-{kv_heads}-{head_dim}-{dtype}.toml"));
         if path.exists() {
             return description::read(&path);

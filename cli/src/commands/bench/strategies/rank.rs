@@ -175,7 +175,7 @@ impl<'a> RankWork<'a> {
 
     /// Refuses a cell that this rank's device or machine cannot run.
     fn check(&self, plans: &ProvedPlans) -> Result<()> {
-        let problem = &plans.world().problem;
+        let problem = &plans.set().problem;
         let device = self.session.device();
         device.supports(problem.dtype, problem.head_dim as usize)?;
         let on_cores = matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu);
@@ -203,10 +203,10 @@ impl<'a> RankWork<'a> {
     fn run(&mut self, Planned { plans, ns }: Planned) -> Result<Result<Ran, String>> {
         let mut times = RankTimes { plan_ns: ns, ..RankTimes::default() };
         let started = Instant::now();
-        let world = plans.world();
+        let set = plans.set();
         let rank = self.session.rank();
-        let (queries, keys) = (world.q_placement.of_rank(rank), world.kv_placement.held_by(rank));
-        let tensors = match TENSORS.all(&world.problem, queries, &keys) {
+        let (queries, keys) = (set.q_placement.of_rank(rank), set.kv_placement.held_by(rank));
+        let tensors = match TENSORS.all(&set.problem, queries, &keys) {
             Ok(tensors) => tensors,
             Err(failure) => {
                 // The others are refused a run, which counts.
@@ -273,14 +273,14 @@ impl<'a> RankWork<'a> {
         let messages = Messages { transport: &*transport, op, deadline: self.bench.deadline };
         let cell = &self.bench.cells[index];
         let case = self.bench.case(cell);
-        let (rank, world) = (transport.rank(), plans.world());
-        let ranks = transport.world() as usize;
+        let (rank, set) = (transport.rank(), plans.set());
+        let ranks = transport.size() as usize;
         let sample = Sample::new(&case.problem, &TENSORS)?;
-        let rows = sample.extract(world.q_placement.of_rank(rank), &output.o, &output.lse);
+        let rows = sample.extract(set.q_placement.of_rank(rank), &output.o, &output.lse);
         // One rank of each kind of device computes the sampled rows alone, once for each case.
         let first_of_kind = self.first_of_kind(rank);
         let alone = match first_of_kind && !self.known.contains(&cell.case) {
-            true => Some(sample.dense(self.session.device(), world, &sample.whole_kv()?, &quiet())?),
+            true => Some(sample.dense(self.session.device(), set, &sample.whole_kv()?, &quiet())?),
             false => None,
         };
         let is_new = self.known.insert(cell.case);
@@ -296,15 +296,15 @@ impl<'a> RankWork<'a> {
         };
         let runs = times.runs.len();
         let mut all = vec![times];
-        let mut found = sample.decode(&sample.rows_of(world, rank), &rows);
+        let mut found = sample.decode(&sample.rows_of(set, rank), &rows);
         let mut kinds = Vec::new();
         if let Some(alone) = alone {
             kinds.push((self.labels[0].clone(), sample.decode(sample.rows(), &alone)));
         }
-        for other in (1..transport.world()).map(Rank) {
+        for other in (1..transport.size()).map(Rank) {
             let times = messages.recv(other, TIMES, RankTimes::message_bytes(ranks, runs))?;
             all.push(RankTimes::decode(&times, ranks, runs));
-            let ids = sample.rows_of(world, other);
+            let ids = sample.rows_of(set, other);
             if !ids.is_empty() {
                 found.extend(sample.decode(&ids, &messages.recv(other, ROWS, sample.row_bytes(ids.len()))?));
             }
@@ -315,7 +315,7 @@ impl<'a> RankWork<'a> {
             }
         }
         let all: Vec<(String, RankTimes)> = self.labels.iter().cloned().zip(all).collect();
-        Ok(leader.judge(index, (&sample, world), found, kinds, &all, &sent(&plans)))
+        Ok(leader.judge(index, (&sample, set), found, kinds, &all, &sent(&plans)))
     }
 
     /// Whether no lower rank has a device of the same name.
@@ -327,10 +327,10 @@ impl<'a> RankWork<'a> {
     /// Brings the whole output to rank 0, which keeps nothing of it: the time counts.
     fn collect(&mut self, plans: &ProvedPlans, output: &HostOutput, transport: &dyn Transport) -> Result<()> {
         let op = self.session.take_operation();
-        let (problem, deadline) = (&plans.world().problem, self.bench.deadline);
+        let (problem, deadline) = (&plans.set().problem, self.bench.deadline);
         let heads = problem.q_heads as usize;
         let rows = RowTensors {
-            placement: &plans.world().q_placement,
+            placement: &plans.set().q_placement,
             batch: problem.batch,
             row_bytes: vec![heads * problem.head_dim as usize * problem.dtype.bytes(), heads * 4],
         };

@@ -44,7 +44,7 @@ impl State {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Predicted {
     pub(super) wall_s: f64,
-    /// By rank; of an extrapolated world empty.
+    /// By rank; of an extrapolated number of ranks empty.
     pub(super) per_rank: Vec<PredictedRank>,
 }
 

@@ -29,9 +29,9 @@ pub(super) use self::job::Space;
 use self::run::Run;
 pub(super) use self::stats::row_stats;
 use self::waves::{PRODUCTS, Sum, Waves};
+use super::bias::BiasRows;
 use super::call::Call;
 use super::pack::Tensor;
-use super::pairs::PairRows;
 use super::{CpuBackend, CpuBuffer};
 use crate::backend::{AttendBackward, Control, Layout, StateShape, yield_now};
 use crate::error::Result;
@@ -85,7 +85,7 @@ async fn backward_in_pieces(
             dim: shape.dim,
             scale: args.scale,
             softcap: args.softcap,
-            pairs: args.pairs.as_ref().map(|pairs| PairRows::new(args.dtype, pairs)),
+            bias: args.bias.as_ref().map(|bias| BiasRows::new(args.dtype, bias)),
             bf16,
             tiles: backend.level.tiles().filter(|_| bf16.is_some()),
         },

@@ -72,8 +72,8 @@ impl WithKernel for Run<'_, '_> {
                     for first in rows.clone().step_by(lanes) {
                         let of_panel = first..rows.end.min(first + lanes);
                         let at = [job.batch, job.q_tiles.start * tile_rows + first, q_head];
-                        if let Some(pairs) = &call.forward.pairs
-                            && !pairs.terms(at, of_panel.len(), positions, lanes, floats_mut(terms))
+                        if let Some(bias) = &call.forward.bias
+                            && !bias.terms(at, of_panel.len(), positions, lanes, floats_mut(terms))
                         {
                             continue;
                         }
@@ -108,7 +108,7 @@ impl WithKernel for Run<'_, '_> {
                             by_row: [by_row(0), by_row(1)],
                             spans,
                             stats: Lanes::new(simd, spans, &stats[of_panel]),
-                            terms: call.forward.pairs.is_some().then(|| vectors::<S, NV>(floats(terms))),
+                            terms: call.forward.bias.is_some().then(|| vectors::<S, NV>(floats(terms))),
                             masked: !full || spans.len() < lanes || spans.contains(&RowSpan::EMPTY),
                             weights,
                             d_scores,

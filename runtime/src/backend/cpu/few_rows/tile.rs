@@ -219,7 +219,7 @@ impl Tile<'_> {
         terms: &mut Vec<Line>,
     ) {
         let (call, width, padded) = (self.call, self.width::<S>(), states.padded);
-        let some_hidden = self.spans.is_some() || call.pairs.is_some();
+        let some_hidden = self.spans.is_some() || call.bias.is_some();
         for keys in self.few_keys() {
             for part in &self.parts.all {
                 let first = [self.batch, self.first + keys.start, part.kv_head];
@@ -282,13 +282,13 @@ impl Tile<'_> {
     /// Terms of an attention bias tensor for the rows of a part.
     #[inline(always)]
     fn terms<'s>(&self, part: &Part, space: &'s mut Vec<Line>) -> Option<Terms<'s>> {
-        let pairs = self.call.pairs.as_ref()?;
+        let bias = self.call.bias.as_ref()?;
         let lanes = self.rows.next_multiple_of(4);
         let of_head = self.call.work.tile.kv_cols as usize * lanes;
         grow(space, part.heads.len() * of_head);
         let terms = &mut floats_mut(space)[..part.heads.len() * of_head];
         for (head, terms) in part.heads.iter().zip(terms.chunks_exact_mut(of_head)) {
-            pairs.terms([self.batch, 0, *head], self.rows, self.positions, lanes, terms);
+            bias.terms([self.batch, 0, *head], self.rows, self.positions, lanes, terms);
         }
         Some(Terms { terms, of_head, lanes, rows: self.rows })
     }

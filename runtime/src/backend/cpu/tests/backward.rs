@@ -42,7 +42,7 @@ fn gradients(backend: &CpuBackend, case: &Case, d_o: &[f32]) -> Gradients {
         v: Operand { buffer: &v, layout: dense(skv, hkv, d) },
         kv_head_of: &kv_head_of,
         work,
-        pairs: None,
+        bias: None,
         shape,
         dq,
         dk,

@@ -1,7 +1,7 @@
 //! Calls with few query rows, which have a path of their own.
 
 use super::*;
-use crate::backend::{EMPTY_M, Pairs};
+use crate::backend::{BiasInput, EMPTY_M};
 use kyklos_plan::{BiasKind, BiasTensor};
 
 /// The last `rows` queries of `keys` tokens.
@@ -166,7 +166,7 @@ fn run_with_bias(backend: &CpuBackend, case: &Case, kind: BiasKind, bias: Vec<u8
         v: Operand { buffer: &v, layout: dense(keys, kv_heads, d) },
         kv_head_of: &kv_head_of,
         work,
-        pairs: Some(Pairs { buffer: &bias, layout: dense(rows, heads, row), kind }),
+        bias: Some(BiasInput { buffer: &bias, layout: dense(rows, heads, row), kind }),
         fixed_order: !few,
         inference: true,
         state: StateMut { a: &mut a, ml: &mut ml, shape },

@@ -22,7 +22,7 @@ use super::buffer::WgpuBuffer;
 use super::clock::now_s;
 use super::items::Items;
 use super::numbers::{checked_dim, narrow, storage};
-use super::operands::{factors, pairs_of};
+use super::operands::{bias_of, factors};
 use super::pieces::{Flight, Pace};
 use super::region::cut;
 use crate::backend::{AttendBackward, Control, Layout, yield_now};
@@ -62,7 +62,7 @@ async fn backward_in_pieces(
         ));
     }
     let call = Call::new(backend, &args)?;
-    let of_keys = call.variant.of_keys(call.head_dim, call.pairs).iter().copied();
+    let of_keys = call.variant.of_keys(call.head_dim, call.bias).iter().copied();
     for sums in [Sums::Queries].into_iter().chain(of_keys).chain(call.of_bias()?) {
         let pass = Pass::new(&call, sums);
         for region in pass.regions() {
@@ -88,7 +88,7 @@ struct Call<'a> {
     args: &'a AttendBackward<'a, WgpuBuffer>,
     variant: BackwardVariant,
     head_dim: u32,
-    pairs: kyklos_shaders::Pairs,
+    bias: kyklos_shaders::BiasInput,
     tensors: Tensors,
     lists: Lists,
     uploaded: WgpuBuffer,
@@ -101,7 +101,7 @@ impl<'a> Call<'a> {
         Ok(Self {
             variant: backend.variants.backward(head_dim),
             head_dim,
-            pairs: pairs_of(args.pairs.as_ref().map(|pairs| pairs.kind)),
+            bias: bias_of(args.bias.as_ref().map(|bias| bias.kind)),
             tensors: Tensors::new(args, lists.readers.len()),
             uploaded: backend.gpu.buffer_with("backward lists", bytemuck::cast_slice(&lists.words))?,
             lists,
@@ -113,7 +113,7 @@ impl<'a> Call<'a> {
     /// The kernel for the gradient of the bias, if the call asks for it.
     fn of_bias(&self) -> Result<Option<Sums>> {
         let Some(of_bias) = &self.args.d_bias else { return Ok(None) };
-        if self.pairs != kyklos_shaders::Pairs::Bias {
+        if self.bias != kyklos_shaders::BiasInput::Bias {
             return Err(Error::request(
                 "the gradient of a bias, in a backward call without an additive bias tensor",
                 "give the bias tensor, or leave its gradient out",
@@ -141,7 +141,7 @@ impl<'a> Pass<'a> {
             storage: storage(call.args.dtype),
             head_dim: call.head_dim,
             softcap: call.args.softcap.is_some(),
-            pairs: call.pairs,
+            bias: call.bias,
         };
         let most_readers = call.lists.readers.iter().map(ExactSizeIterator::len).max().unwrap_or(1);
         let heads =

@@ -8,7 +8,7 @@ use super::super::buffer::WgpuBuffer;
 use super::super::device::Gpu;
 use super::super::dispatch::{Bound, Window};
 use super::super::numbers::narrow;
-use super::super::operands::{PairRows, in_elements, pairs_tensor, units};
+use super::super::operands::{BiasRows, bias_tensor, in_elements, units};
 use super::super::region::Strided;
 use super::super::texture;
 use crate::backend::{AttendBackward, Layout, Operand};
@@ -24,7 +24,7 @@ pub(super) struct Tensors {
     v: Strided,
     dq: Strided,
     d_kv: Strided,
-    pairs: Option<Strided>,
+    bias: Option<Strided>,
     d_bias: Option<Strided>,
     dense: Layout,
 }
@@ -46,7 +46,7 @@ pub(super) struct Windows<'a> {
     v: Place<'a>,
     /// dq, or dk and dv, or the gradient of the bias.
     sums: Vec<Window<'a>>,
-    pairs: Option<PairRows<'a>>,
+    bias: Option<BiasRows<'a>>,
 }
 
 /// Where a kernel reads a tensor.
@@ -71,10 +71,10 @@ impl Tensors {
             v: strided(&args.v, keys, kv_heads),
             dq: Strided::dense_f32([shape.batch, shape.rows, shape.heads, shape.dim]),
             d_kv: Strided::new(args.kv_layout, 4, [shape.batch, keys, kv_heads, shape.dim]),
-            pairs: args
-                .pairs
+            bias: args
+                .bias
                 .as_ref()
-                .map(|pairs| pairs_tensor(pairs, args.dtype, shape, &args.work.kv_positions)),
+                .map(|bias| bias_tensor(bias, args.dtype, shape, &args.work.kv_positions)),
             d_bias: args.d_bias.as_ref().map(|of_bias| {
                 Strided::new(of_bias.layout, 4, [shape.batch, shape.rows, shape.heads, of_bias.columns])
             }),
@@ -103,7 +103,7 @@ impl Tensors {
     }
 
     fn of_rows(&self) -> impl Iterator<Item = &Strided> {
-        [&self.q, &self.d_o, &self.stats, &self.dq].into_iter().chain(&self.pairs).chain(&self.d_bias)
+        [&self.q, &self.d_o, &self.stats, &self.dq].into_iter().chain(&self.bias).chain(&self.d_bias)
     }
 
     fn of_keys(&self) -> impl Iterator<Item = &Strided> {
@@ -151,7 +151,7 @@ impl Tensors {
                     .into_iter()
                     .collect(),
             },
-            pairs: PairRows::new(gpu, (args.pairs.as_ref(), args.dtype), self.pairs, batch, rows)?,
+            bias: BiasRows::new(gpu, (args.bias.as_ref(), args.dtype), self.bias, batch, rows)?,
         })
     }
 }
@@ -198,7 +198,7 @@ impl<'a> Windows<'a> {
         bound.push(self.stats.bound());
         bound.extend(self.sums.iter().map(|sum| Bound::from(*sum)));
         bound.push(lists.into());
-        bound.extend(self.pairs.map(|pairs| pairs.bound()));
+        bound.extend(self.bias.map(|bias| bias.bound()));
         bound
     }
 
@@ -221,7 +221,7 @@ impl<'a> Windows<'a> {
             _ if sums.rows_are_fixed() => units(&tensors.dense, 4, self.sums[0])?,
             _ => units(&args.kv_layout, 4, self.sums[0])?,
         };
-        let pairs = self.pairs.map_or(Ok([0; 4]), |pairs| pairs.units())?;
+        let bias = self.bias.map_or(Ok([0; 4]), |bias| bias.units())?;
         Ok(BackwardParams {
             q_offset: q[0],
             q_batch: q[1],
@@ -247,10 +247,10 @@ impl<'a> Windows<'a> {
             sum_batch: sum[1],
             sum_row: sum[2],
             sum_head: sum[3],
-            pairs_offset: pairs[0],
-            pairs_batch: pairs[1],
-            pairs_row: pairs[2],
-            pairs_head: pairs[3],
+            bias_offset: bias[0],
+            bias_batch: bias[1],
+            bias_row: bias[2],
+            bias_head: bias[3],
             ..BackwardParams::default()
         })
     }

@@ -152,7 +152,7 @@ impl Regrouping<'_> {
     }
 
     pub(super) fn next_members(&self, attempt: &Attempt) -> Result<Vec<Rank>, String> {
-        next_group(&self.came(attempt), self.everyone(), self.endpoint.config.world)
+        next_group(&self.came(attempt), self.everyone(), self.endpoint.config.size)
     }
 
     /// Whether all expected ranks have joined.
@@ -161,7 +161,7 @@ impl Regrouping<'_> {
         match self.who {
             Regroup::Everyone { .. } => {
                 let is_here = |rank: &Rank| came.contains_key(rank) || self.dropped.contains(rank);
-                (0..self.endpoint.config.world).all(|rank| is_here(&Rank(rank)))
+                (0..self.endpoint.config.size).all(|rank| is_here(&Rank(rank)))
             }
             Regroup::Survivors => last_started(&came).is_some_and(|last| {
                 let is_gone = |rank: &Rank| Some(*rank) == self.prior.lost || self.dropped.contains(rank);

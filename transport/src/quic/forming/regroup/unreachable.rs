@@ -49,7 +49,7 @@ impl Regrouping<'_> {
         }
         let drops = drops(pairs);
         let remaining = came.into_iter().filter(|(rank, _)| !drops.contains_key(rank)).collect();
-        let enough = next_group(&remaining, self.everyone(), self.endpoint.config.world);
+        let enough = next_group(&remaining, self.everyone(), self.endpoint.config.size);
         let mut error = TransportError::bootstrap("ranks cannot reach each other");
         for member in control {
             let Some(&peer) = drops.get(&member.rank) else { continue };

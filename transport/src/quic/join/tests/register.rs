@@ -16,8 +16,8 @@ pub(super) struct Asking {
 }
 
 impl Asking {
-    fn new(world: u32) -> Self {
-        Self::of(invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), world), None)
+    fn new(size: u32) -> Self {
+        Self::of(invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)), size), None)
     }
 
     pub(super) fn of(invitation: Arc<Invitation>, revoked: Option<Revoked>) -> Self {
@@ -88,7 +88,7 @@ fn only_the_key_of_a_request_counts_and_only_one_that_the_asker_has() {
     let job = asking.invitation.job();
     let zero = format!("rank-0.{job}.kyklos.internal");
     let (rank, grant) = asking.ask(None, &request_of(&key, &[&zero, "*"])).unwrap();
-    let Frame::Grant { certificate, world: 3, .. } = grant else { panic!("{grant:?}") };
+    let Frame::Grant { certificate, size: 3, .. } = grant else { panic!("{grant:?}") };
     let claims = crate::quic::Claims::of(&certificate.into()).unwrap();
     assert_eq!((rank, claims.subject), (Rank(1), Subject::Rank(Rank(1))));
     // Garbage; a signature that does not match; a key of another kind.
@@ -131,7 +131,7 @@ fn an_invitation_survives_its_file_and_garbage_is_none() {
     let made = invitation(SocketAddr::from((Ipv4Addr::LOCALHOST, 29600)), 5);
     made.write_file(&path).unwrap();
     let read = Invitation::read_file(&path).unwrap();
-    assert_eq!((read.token(), read.world(), read.until()), (made.token(), 5, made.until()));
+    assert_eq!((read.token(), read.size(), read.until()), (made.token(), 5, made.until()));
     assert_eq!(read.identity().certificate, made.identity().certificate);
     assert_eq!(read.job(), made.job());
     // Rank 0 trusts the identities that its own invitation issues.
@@ -157,11 +157,11 @@ fn an_invitation_survives_its_file_and_garbage_is_none() {
         let error = Invitation::read_file(&path).unwrap_err().to_string();
         assert!(error.contains("is not an invitation") && error.contains(words), "{index}: {error}");
     }
-    for (place, world) in [("node1", 3), ("node1:29600", 1), ("node1:29600", 2049)] {
-        let terms = InvitationTerms { place, world, job: "train", valid: Duration::from_secs(60) };
-        assert!(Invitation::new(&terms).is_err(), "{place} {world}");
+    for (place, size) in [("node1", 3), ("node1:29600", 1), ("node1:29600", 2049)] {
+        let terms = InvitationTerms { place, size, job: "train", valid: Duration::from_secs(60) };
+        assert!(Invitation::new(&terms).is_err(), "{place} {size}");
     }
-    let terms = InvitationTerms { place: "node1:29600", world: 2, job: "train", valid: Duration::MAX };
+    let terms = InvitationTerms { place: "node1:29600", size: 2, job: "train", valid: Duration::MAX };
     let long = Invitation::new(&terms).unwrap_err().to_string();
     assert!(long.contains("use 366 at most"), "{long}");
 }

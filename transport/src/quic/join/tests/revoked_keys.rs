@@ -12,9 +12,9 @@ struct Folder {
 }
 
 impl Folder {
-    fn new(at: SocketAddr, world: u32) -> Self {
+    fn new(at: SocketAddr, size: u32) -> Self {
         let folder = Self { folder: tempfile::tempdir().unwrap() };
-        invitation(at, world).write_file(&folder.path("invitation.pem")).unwrap();
+        invitation(at, size).write_file(&folder.path("invitation.pem")).unwrap();
         folder
     }
 

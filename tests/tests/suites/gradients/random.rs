@@ -1,4 +1,4 @@
-//! Random problems on random worlds.
+//! Random problems on random plan sets.
 
 use kyklos::backend::{Backend, Device};
 use kyklos::{Dtype, Execution, Mesh, PlacementKind, Split, Strategy};
@@ -10,11 +10,11 @@ use proptest::test_runner::TestCaseError;
 
 use super::alone;
 use super::prepared::{OnSessions, Sharing};
-use crate::random_worlds::{case, masks};
+use crate::random_sets::{case, masks};
 
 /// A problem, and how ranks share it.
 #[derive(Clone, Debug)]
-pub struct World {
+pub struct RandomCall {
     /// Batch, queries, keys, KV heads, query heads of each, head dim.
     shape: [usize; 6],
     mesh: (u32, u32),
@@ -27,7 +27,10 @@ pub struct World {
 }
 
 /// Worlds whose heads have one of `dims` elements.
-pub fn worlds(dims: &[usize], dtypes: &[Dtype]) -> impl proptest::strategy::Strategy<Value = World> + use<> {
+pub fn sets(
+    dims: &[usize],
+    dtypes: &[Dtype],
+) -> impl proptest::strategy::Strategy<Value = RandomCall> + use<> {
     let (dims, dtypes) = (dims.to_vec(), dtypes.to_vec());
     (
         (1usize..3, 1usize..120, 1usize..120, 1usize..4, 1usize..4, prop::sample::select(dims)),
@@ -39,11 +42,11 @@ pub fn worlds(dims: &[usize], dtypes: &[Dtype]) -> impl proptest::strategy::Stra
         .prop_map(|((batch, q_len, kv_len, kv_heads, group, dim), mesh, (kind, dtype), terms, rest)| {
             let (offset, weights, seed) = rest;
             let shape = [batch, q_len, kv_len, kv_heads, group, dim];
-            World { shape, mesh, kind, dtype, terms, offset, weights, seed }
+            RandomCall { shape, mesh, kind, dtype, terms, offset, weights, seed }
         })
 }
 
-impl World {
+impl RandomCall {
     fn case(&self) -> GradientCase {
         let mut case = case(self.shape, &self.terms, self.offset, self.seed);
         case.problem.softcap = (self.seed % 5 == 2).then_some(1.5);
@@ -76,7 +79,7 @@ impl World {
         let q_heads = (self.shape[3] * self.shape[4]) as u32;
         let mesh = Mesh::new((*ulysses).min(q_heads), *ring).unwrap();
         let mut weights: Vec<f64> =
-            weights[..mesh.world() as usize].iter().map(|weight| f64::from(*weight)).collect();
+            weights[..mesh.size() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;
         let fits = |strategy: &Strategy| strategy.accepts(mesh).is_ok();
         let draw = |among: Vec<Strategy>, by: u64| among[(seed / by % among.len() as u64) as usize];
@@ -95,7 +98,7 @@ impl World {
         let (q, kv) = kyklos::deal_tokens(&case.prepared.problem, mesh, *kind, &deal).unwrap();
         let execution = Execution::new().strategy(backward);
         let sharing = Sharing { mesh, q, kv, forward, execution, device: device.clone() };
-        let together = case.run(in_process_group(mesh.world()), &sharing);
+        let together = case.run(in_process_group(mesh.size()), &sharing);
         for (error, limit) in together.iter().zip(case.parallel_limits(&errors)) {
             if let Err(fault) = error.within(&limit) {
                 let fault = what(mesh, format!("{forward}, then {backward}: {fault}"));

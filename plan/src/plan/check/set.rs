@@ -1,4 +1,4 @@
-//! The proof of all plans of a world.
+//! The proof of a plan set.
 
 use kyklos_rank::Rank;
 
@@ -7,7 +7,7 @@ use super::together::{messages_meet, no_rank_waits_for_ever};
 use crate::error::{Error, Result};
 use crate::parallel::for_each_rank;
 use crate::placement::explicit::covers_once;
-use crate::plan::World;
+use crate::plan::PlanSet;
 use crate::tokens::TokenRuns;
 
 /// Figures of one rank that the proof finds.
@@ -21,44 +21,44 @@ pub struct RankCheck {
     pub messages_sent: u64,
 }
 
-/// Proves the plans of `world`.
+/// Proves the plans of `set`.
 ///
 /// # Errors
 /// [`Error::Plan`] that names the rank, the step and the fault.
-pub fn check(world: &World) -> Result<Vec<RankCheck>> {
-    let ranks = world.mesh.world() as usize;
-    let lists = [world.plans.len(), world.q_placement.ranks().len(), world.kv_placement.ranks().len()];
+pub fn check(set: &PlanSet) -> Result<Vec<RankCheck>> {
+    let ranks = set.mesh.size() as usize;
+    let lists = [set.plans.len(), set.q_placement.ranks().len(), set.kv_placement.ranks().len()];
     if lists != [ranks; 3] {
         let fault =
             format!("{ranks} ranks have {} plans and {} and {} token lists", lists[0], lists[1], lists[2]);
         return Err(Error::plan(Rank(0), None, fault));
     }
-    owners(world)?;
+    owners(set)?;
     let checks: Result<_> =
-        for_each_rank(world.mesh.world(), |rank| check_rank(world, Rank(rank))).into_iter().collect();
+        for_each_rank(set.mesh.size(), |rank| check_rank(set, Rank(rank))).into_iter().collect();
     let checks = checks?;
-    messages_meet(world)?;
-    no_rank_waits_for_ever(world)?;
+    messages_meet(set)?;
+    no_rank_waits_for_ever(set)?;
     Ok(checks)
 }
 
 /// Proves the plan of one rank by itself.
-fn check_rank(world: &World, rank: Rank) -> Result<RankCheck> {
-    let plan = world.plan(rank);
+fn check_rank(set: &PlanSet, rank: Rank) -> Result<RankCheck> {
+    let plan = set.plan(rank);
     if plan.rank != rank.0 {
         return Err(Error::plan(rank, None, format!("the plan is of rank {}", plan.rank)));
     }
-    let peak_bytes = RankProof::new(world, plan).run()?;
-    let (bytes_sent, messages_sent) = plan.volume(&world.problem);
+    let peak_bytes = RankProof::new(set, plan).run()?;
+    let (bytes_sent, messages_sent) = plan.volume(&set.problem);
     Ok(RankCheck { peak_bytes, bytes_sent, messages_sent })
 }
 
 /// Checks that every token has exactly one owner, except replicated tokens and left-out queries, which have none.
-fn owners(world: &World) -> Result<()> {
+fn owners(set: &PlanSet) -> Result<()> {
     let none = TokenRuns::default();
     for (what, placement, total, left_out) in [
-        ("query", &world.q_placement, world.problem.q_len, &world.left_out),
-        ("key", &world.kv_placement, world.problem.kv_len, &none),
+        ("query", &set.q_placement, set.problem.q_len, &set.left_out),
+        ("key", &set.kv_placement, set.problem.kv_len, &none),
     ] {
         let shared = match placement.replicated().runs() {
             [] => Some(0..0),

@@ -4,9 +4,9 @@ use super::Values;
 
 /// A tensor over (query, key) pairs, `[batch, heads, queries, kv_len]` in linear order.
 #[derive(Clone, Copy, Debug)]
-pub struct OraclePairs<'a> {
+pub struct OracleBias<'a> {
     /// Its elements.
-    pub values: PairValues<'a>,
+    pub values: BiasValues<'a>,
     /// Batch entries: the number of the problem, or 1 for all entries.
     pub batch: usize,
     /// Heads: the number of query heads of the problem, or 1 for all heads.
@@ -15,9 +15,9 @@ pub struct OraclePairs<'a> {
     pub queries: usize,
 }
 
-/// Elements of [`OraclePairs`].
+/// Elements of [`OracleBias`].
 #[derive(Clone, Copy, Debug)]
-pub enum PairValues<'a> {
+pub enum BiasValues<'a> {
     /// The key is hidden if the element is false.
     Visible(&'a [bool]),
     /// Added to the score after the softcap. -∞ hides the key.

@@ -5,12 +5,12 @@ use half::{bf16, f16};
 use super::CpuBuffer;
 use super::halves::widen_f16;
 use super::pack::{MAX_LANES, transposed};
-use crate::backend::{Layout, Pairs};
+use crate::backend::{BiasInput, Layout};
 use kyklos_plan::{BiasKind, Dtype};
 
 /// Rows of an attention bias tensor.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PairRows<'a> {
+pub(super) struct BiasRows<'a> {
     elements: Elements<'a>,
     layout: Layout,
 }
@@ -23,15 +23,15 @@ enum Elements<'a> {
     Bf16(&'a [bf16]),
 }
 
-impl<'a> PairRows<'a> {
-    pub(super) fn new(dtype: Dtype, pairs: &Pairs<'a, CpuBuffer>) -> Self {
-        let elements = match (pairs.kind, dtype) {
-            (BiasKind::Mask, _) => Elements::Visible(pairs.buffer.elements()),
-            (BiasKind::Additive, Dtype::F32) => Elements::F32(pairs.buffer.elements()),
-            (BiasKind::Additive, Dtype::F16) => Elements::F16(pairs.buffer.elements()),
-            (BiasKind::Additive, Dtype::Bf16) => Elements::Bf16(pairs.buffer.elements()),
+impl<'a> BiasRows<'a> {
+    pub(super) fn new(dtype: Dtype, bias: &BiasInput<'a, CpuBuffer>) -> Self {
+        let elements = match (bias.kind, dtype) {
+            (BiasKind::Mask, _) => Elements::Visible(bias.buffer.elements()),
+            (BiasKind::Additive, Dtype::F32) => Elements::F32(bias.buffer.elements()),
+            (BiasKind::Additive, Dtype::F16) => Elements::F16(bias.buffer.elements()),
+            (BiasKind::Additive, Dtype::Bf16) => Elements::Bf16(bias.buffer.elements()),
         };
-        Self { elements, layout: pairs.layout }
+        Self { elements, layout: bias.layout }
     }
 
     /// `into[key · lanes + lane]` = the term of row `first + lane` for its logit of the key at `positions[key]`;

@@ -14,14 +14,14 @@ use crate::tensors::positioned::read_exact_at;
 /// The position of `mask` or `bias` in a file, `[batch or 1, query heads or 1, q_len or 1, kv_len]`; a key mask may also be
 /// `[batch, kv_len]`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FilePairs {
+pub(crate) struct FileBias {
     pub(crate) tensor: BiasTensor,
     /// Where it is in the file.
     start: u64,
     end: u64,
 }
 
-impl FilePairs {
+impl FileBias {
     /// Finds the tensor in the header of a file whose q is `[batch, q_len, q_heads, …]` of `dtype`. An error is a mismatch
     /// and its remedy.
     pub(crate) fn find(
@@ -188,10 +188,10 @@ impl OracleRows {
         }
     }
 
-    pub(crate) fn values(&self) -> kyklos_oracle::oracle::PairValues<'_> {
+    pub(crate) fn values(&self) -> kyklos_oracle::oracle::BiasValues<'_> {
         match self {
-            Self::Visible(values) => kyklos_oracle::oracle::PairValues::Visible(values),
-            Self::Bias(values) => kyklos_oracle::oracle::PairValues::Bias(Values::F32(values)),
+            Self::Visible(values) => kyklos_oracle::oracle::BiasValues::Visible(values),
+            Self::Bias(values) => kyklos_oracle::oracle::BiasValues::Bias(Values::F32(values)),
         }
     }
 }

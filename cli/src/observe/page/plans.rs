@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use kyklos::TokenRuns;
-use kyklos::plan::{ProvedPlans, Step, World};
+use kyklos::plan::{PlanSet, ProvedPlans, Step};
 use kyklos::simulate::pairs_of_ranks;
 use kyklos_transport::Rank;
 
@@ -12,14 +12,14 @@ use super::model::{Page, RankFigures, Traffic};
 
 /// A page with what the plans tell. `members` are the numbers of the ranks in the first group.
 pub(crate) fn page_of_plans(plans: &ProvedPlans, members: &[Rank]) -> Page {
-    let world = plans.world();
-    let pairs = pairs_of_ranks(world);
+    let set = plans.set();
+    let pairs = pairs_of_ranks(set);
     let ranks = plans.checks().iter().zip(pairs).zip((0..).map(Rank)).map(|((check, pairs), rank)| {
-        let queries = world.q_placement.of_rank(rank);
+        let queries = set.q_placement.of_rank(rank);
         RankFigures {
             rank: number(members, rank.0),
             queries: queries.len() as u64,
-            keys: world.kv_placement.held_by(rank).len() as u64,
+            keys: set.kv_placement.held_by(rank).len() as u64,
             tokens: ranges(queries),
             pairs,
             bytes_sent: check.bytes_sent,
@@ -30,23 +30,23 @@ pub(crate) fn page_of_plans(plans: &ProvedPlans, members: &[Rank]) -> Page {
     });
     Page {
         ranks: ranks.collect(),
-        masks: pictures(world),
-        mask_note: mask_note(world),
+        masks: pictures(set),
+        mask_note: mask_note(set),
         traffic: traffic(plans, members),
         ..Page::default()
     }
 }
 
-fn mask_note(world: &World) -> String {
+fn mask_note(set: &PlanSet) -> String {
     let mut note =
         "A coloured cell is visible, and its colour is that of the rank that holds the query.".to_owned();
-    let ulysses = world.mesh.ulysses();
+    let ulysses = set.mesh.ulysses();
     if ulysses > 1 {
         note.push_str(&format!(
             " With Ulysses, {ulysses} consecutive ranks compute their rows together, each of them some of the heads."
         ));
     }
-    if world.problem.bias.is_some() {
+    if set.problem.bias.is_some() {
         note.push_str(" The attention bias tensor, which may hide more, is not drawn.");
     }
     note
@@ -69,13 +69,13 @@ fn traffic(plans: &ProvedPlans, members: &[Rank]) -> Vec<Traffic> {
 
 /// The bytes and the messages that the plans send from one rank to another.
 pub(crate) fn sent(plans: &ProvedPlans) -> BTreeMap<(u32, u32), (u64, u64)> {
-    let world = plans.world();
+    let set = plans.set();
     let mut sums: BTreeMap<(u32, u32), (u64, u64)> = BTreeMap::new();
-    for plan in &world.plans {
+    for plan in &set.plans {
         for step in &plan.steps {
             let Step::Exchange { sends, .. } = step else { continue };
             for send in sends {
-                let bytes: u64 = send.parts.iter().map(|part| plan.slice_bytes(&world.problem, part)).sum();
+                let bytes: u64 = send.parts.iter().map(|part| plan.slice_bytes(&set.problem, part)).sum();
                 let sum = sums.entry((plan.rank, send.to)).or_default();
                 *sum = (sum.0 + bytes, sum.1 + 1);
             }

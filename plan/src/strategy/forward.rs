@@ -1,4 +1,4 @@
-//! The plans of all ranks of a world.
+//! The plan set of a forward pass.
 
 use kyklos_rank::Rank;
 
@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::parallel::for_each_rank;
 use crate::placement::{Placement, PlacementKind, Split};
-use crate::plan::{Content, Direction, Plan, World};
+use crate::plan::{Content, Direction, Plan, PlanSet};
 use crate::problem::{AttentionProblem, Results};
 use crate::strategy_list::Strategy;
 use crate::tokens::TokenRuns;
@@ -28,7 +28,7 @@ pub fn plan(
     placement: PlacementKind,
     split: &Split,
     strategy: Strategy,
-) -> Result<World> {
+) -> Result<PlanSet> {
     runs_on(problem, mesh, strategy)?;
     let (q_placement, kv_placement) = deal(problem, mesh, placement, split)?;
     plan_placed(problem, mesh, q_placement, kv_placement, strategy)
@@ -45,9 +45,9 @@ pub fn plan_placed(
     q_placement: Placement,
     kv_placement: Placement,
     strategy: Strategy,
-) -> Result<World> {
+) -> Result<PlanSet> {
     fits(problem, mesh, &q_placement, &kv_placement, strategy)?;
-    let empty = World {
+    let empty = PlanSet {
         problem: problem.clone(),
         mesh,
         q_placement,
@@ -60,12 +60,12 @@ pub fn plan_placed(
     Ok(with_plans(empty, plan_rank))
 }
 
-/// A world with the plans of all its ranks.
-pub(super) fn with_plans(mut world: World, plan_rank: fn(&World, &Routes, Rank) -> Plan) -> World {
-    let streams = world.strategy.facts().streams;
-    let routes = Routes::new(streams, &world.problem, &world.q_placement, &world.kv_placement);
-    world.plans = for_each_rank(world.mesh.world(), |rank| plan_rank(&world, &routes, Rank(rank)));
-    world
+/// The plans of all ranks.
+pub(super) fn with_plans(mut set: PlanSet, plan_rank: fn(&PlanSet, &Routes, Rank) -> Plan) -> PlanSet {
+    let streams = set.strategy.facts().streams;
+    let routes = Routes::new(streams, &set.problem, &set.q_placement, &set.kv_placement);
+    set.plans = for_each_rank(set.mesh.size(), |rank| plan_rank(&set, &routes, Rank(rank)));
+    set
 }
 
 /// Refuses a mesh or a wire format that the problem or the strategy cannot have, whatever the owners.
@@ -74,10 +74,10 @@ pub(super) fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy
     mesh.fits(problem)?;
     takes_same_queries(problem, mesh, strategy)?;
     if let Results::One(rank) = problem.results
-        && rank.0 >= mesh.world()
+        && rank.0 >= mesh.size()
     {
         return Err(Error::request(
-            format!("results for rank {rank}, on mesh {mesh} of {} ranks", mesh.world()),
+            format!("results for rank {rank}, on mesh {mesh} of {} ranks", mesh.size()),
             "name a rank of the mesh",
         ));
     }
@@ -95,7 +95,7 @@ pub(super) fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy
 
 /// Refuses a strategy that sends queries or keys although every rank holds all queries.
 fn takes_same_queries(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
-    if !problem.same_queries || mesh.world() == 1 || (strategy.facts().same_queries && mesh.ulysses() == 1) {
+    if !problem.same_queries || mesh.size() == 1 || (strategy.facts().same_queries && mesh.ulysses() == 1) {
         return Ok(());
     }
     Err(Error::request(
@@ -165,11 +165,11 @@ pub(crate) fn dealt(
 }
 
 /// One rank that attends from the queries `rows` only, to all keys: the single-device run for comparison with a
-/// parallel one. The other queries are [left out](World::left_out).
+/// parallel one. The other queries are [left out](PlanSet::left_out).
 ///
 /// # Errors
 /// [`Error::Request`] when a row does not exist.
-pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
+pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<PlanSet> {
     if let Some(row) = rows.iter().find(|row| *row >= problem.q_len) {
         return Err(Error::request(
             format!("row {row} of {} queries", problem.q_len),
@@ -180,7 +180,7 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
     rows.iter().for_each(|row| others[row as usize] = false);
     let others = (0..problem.q_len).filter(|row| others[*row as usize]);
     let mesh = Mesh::new(1, 1)?;
-    let mut world = World {
+    let mut set = PlanSet {
         problem: problem.clone().with_replicated(0..0)?,
         mesh,
         q_placement: Placement::some(problem.q_len, rows)?,
@@ -190,8 +190,8 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<World> {
         plans: Vec::new(),
         left_out: TokenRuns::from_positions(others),
     };
-    world.plans.push(plan_rank(&world, &Routes::default(), Rank(0)));
-    Ok(world)
+    set.plans.push(plan_rank(&set, &Routes::default(), Rank(0)));
+    Ok(set)
 }
 
 /// All meshes of `ranks` ranks that `problem` fits, in order of the bytes that they send, the smallest number first.
@@ -219,7 +219,7 @@ pub fn placed_meshes_by_bytes(
     kv_placement: &Placement,
     strategy: Option<Strategy>,
 ) -> Result<Vec<(Mesh, u64)>> {
-    by_bytes(problem, q_placement.mesh().world(), strategy, |mesh, strategy| {
+    by_bytes(problem, q_placement.mesh().size(), strategy, |mesh, strategy| {
         let (q, kv) = (q_placement.on_mesh(mesh)?, kv_placement.on_mesh(mesh)?);
         fits(problem, mesh, &q, &kv, strategy)?;
         Ok((q, kv))
@@ -264,17 +264,17 @@ pub(crate) fn bytes_sent(
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-fn plan_rank(world: &World, routes: &Routes, rank: Rank) -> Plan {
-    let facts = world.strategy.facts();
-    let mut builder = PlanBuilder::new(world, rank);
-    if world.mesh.ulysses() == 1 {
+fn plan_rank(set: &PlanSet, routes: &Routes, rank: Rank) -> Plan {
+    let facts = set.strategy.facts();
+    let mut builder = PlanBuilder::new(set, rank);
+    if set.mesh.ulysses() == 1 {
         let inputs = builder.inputs();
         let state = (facts.attend_round)(&mut builder, routes, inputs);
         builder.finalize(state, builder.output());
         results::send(&mut builder);
         return builder.finish();
     }
-    let (_, u) = world.mesh.coordinates(rank);
+    let (_, u) = set.mesh.coordinates(rank);
     let mut chunks = Chunk::all(&builder, facts.chunks_heads).peekable();
     let mut going_out = chunks.peek().map(|first| all_to_all::post_tokens_for_heads(&mut builder, *first));
     let mut going_home = None;

@@ -1,10 +1,10 @@
-//! Random problems on random worlds, run on the CPU backend and compared with the oracle.
+//! Random problems on random plan sets, run on the CPU backend and compared with the oracle.
 
 use crate::common::run_world;
 use kyklos::backend::Device;
-use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_world};
+use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_backend_suite::Prepared;
-use kyklos_oracle::inputs::{Case, CasePairs, TensorId, normal};
+use kyklos_oracle::inputs::{Case, CaseBias, TensorId, normal};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_oracle::tolerance::{Cause, Failure};
 use kyklos_transport::in_process_group;
@@ -76,14 +76,14 @@ pub(crate) fn case(
             (0..q_heads).map(|head| sink(seed, head)).collect()
         },
     };
-    let pairs = seed.is_multiple_of(3).then_some(CasePairs {
-        bias: seed.is_multiple_of(2),
+    let bias = seed.is_multiple_of(3).then_some(CaseBias {
+        additive: seed.is_multiple_of(2),
         batch: if seed.is_multiple_of(5) { 1 } else { batch },
         heads: if seed % 7 < 4 { 1 } else { q_heads },
         shared_rows: seed % 4 < 2,
         stand_in: false,
     });
-    Case { name: "a random world", seed, problem, poison: Vec::new(), pairs }
+    Case { name: "a random world", seed, problem, poison: Vec::new(), bias }
 }
 
 proptest! {
@@ -99,7 +99,7 @@ proptest! {
     ) {
         let prepared = Prepared::new(case([batch, q_len, seq, kv_heads, group, dim], &terms, offset, seed), dtype);
         let mesh = Mesh::new(ulysses.min((kv_heads * group) as u32), ring).unwrap();
-        let mut weights: Vec<f64> = weights[..mesh.world() as usize].iter().map(|weight| f64::from(*weight)).collect();
+        let mut weights: Vec<f64> = weights[..mesh.size() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;
         let run = |mesh: Mesh, split: Split| {
             // Dense, ring and Ulysses equal unified on their meshes.
@@ -109,8 +109,8 @@ proptest! {
             let text = (seed / 77 % (seq as u64 + 1)) as u32;
             let replicated = if seed % 4 == 1 { text / 2..text } else { 0..0 };
             let problem = prepared.problem.clone().with_replicated(replicated).unwrap();
-            let world = plan_world(&problem, mesh, kind, &split, round).unwrap();
-            run_world(&world, in_process_group(mesh.world()), &prepared.tensors, Device::cpu).0
+            let set = plan_forward(&problem, mesh, kind, &split, round).unwrap();
+            run_world(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu).0
         };
         let alone = prepared.judge(&run(Mesh::new(1, 1).unwrap(), Split::Even), "cpu alone");
         let together = prepared.judge(&run(mesh, Split::Weights(weights)), "cpu together");

@@ -1,11 +1,11 @@
-//! Tensors over (query, key) pairs, which hide keys or are added to logits.
+//! The attention bias tensor: over (query, key) pairs; it hides keys or is added to logits.
 
 use crate::Storage;
 use crate::text::Text;
 
 /// Which mask or bias tensor a kernel reads, if any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Pairs {
+pub enum BiasInput {
     /// Nothing.
     #[default]
     None,
@@ -15,7 +15,7 @@ pub enum Pairs {
     Bias,
 }
 
-impl Pairs {
+impl BiasInput {
     /// Whether the kernel reads a tensor.
     pub const fn any(self) -> bool {
         !matches!(self, Self::None)
@@ -38,28 +38,28 @@ impl Pairs {
             Self::None => return String::new(),
             Self::Visible => {
                 t.line(HIDDEN);
-                t.block("fn pair_term(row: u32, position: u32) -> f32", |t| {
-                    t.line("let bit = (pairs[row + (position >> 5u)] >> (position & 31u)) & 1u;");
+                t.block("fn bias_term(row: u32, position: u32) -> f32", |t| {
+                    t.line("let bit = (bias[row + (position >> 5u)] >> (position & 31u)) & 1u;");
                     t.line("return select(HIDDEN, 0.0f, bit == 1u);");
                 });
             }
             Self::Bias => {
                 t.line(HIDDEN);
-                t.block("fn pair_term(row: u32, position: u32) -> f32", |t| {
+                t.block("fn bias_term(row: u32, position: u32) -> f32", |t| {
                     match storage {
                         Storage::F32 => t.lines(
-                            "let bits = pairs[row + position];
+                            "let bits = bias[row + position];
 let bias = bitcast<f32>(bits);
 let hidden = bits == 0xff800000u;",
                         ),
                         Storage::F16 => t.lines(
-                            "let word = pairs[(row + position) >> 1u];
+                            "let word = bias[(row + position) >> 1u];
 let bits = (word >> (((row + position) & 1u) * 16u)) & 0xffffu;
 let bias = unpack2x16float(bits).x;
 let hidden = bits == 0xfc00u;",
                         ),
                         Storage::Bf16 => t.lines(
-                            "let word = pairs[(row + position) >> 1u];
+                            "let word = bias[(row + position) >> 1u];
 let bits = (word >> (((row + position) & 1u) * 16u)) << 16u;
 let bias = bitcast<f32>(bits);
 let hidden = bits == 0xff800000u;",
