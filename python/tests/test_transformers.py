@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, build, error, in_float64, on_ranks, output, re
 
 import kyklos
 import kyklos.transformers
-from kyklos import _transformers_checks, _transformers_hooks, _transformers_masks, _transformers_split
+from kyklos.transformers import _checks, _hooks, _masks, _split
 
 SHARES = [[1, 1], [3, 7], [2, 1, 5], [1, 30]]
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
@@ -141,7 +141,7 @@ def test_rope_scales_with_the_longest_position_of_all_ranks(scaling, monkeypatch
     for got in on_ranks(model, 3, call(**inputs), shares=[2, 1, 5]):
         assert error(got, exact, seen) <= bound
     if scaling["rope_type"] != "llama3":
-        monkeypatch.setattr(_transformers_hooks, "longest_position", lambda base, undo: None)
+        monkeypatch.setattr(_hooks, "longest_position", lambda base, undo: None)
         wrong = on_ranks(model, 3, call(**inputs), shares=[2, 1, 5], check=False)
         assert max(error(got, exact, seen) for got in wrong) > 100 * bound
 
@@ -300,7 +300,7 @@ def test_remove_restores_the_model():
 
 
 def drop_padding(monkeypatch):
-    monkeypatch.setattr(_transformers_masks, "padding", lambda mask, keys: None)
+    monkeypatch.setattr(_masks, "padding", lambda mask, keys: None)
 
 
 def local_positions(monkeypatch):
@@ -308,12 +308,12 @@ def local_positions(monkeypatch):
         first, end = self.rows(shape[1])
         return torch.cat([torch.arange(first), torch.arange(end - first), torch.arange(shape[1] - end)])[None]
 
-    monkeypatch.setattr(_transformers_split.SplitModel, "_positions", positions)
+    monkeypatch.setattr(_split.SplitModel, "_positions", positions)
 
 
 def one_local_layer(monkeypatch):
     """The second layer attends to the tokens of its rank, as one that is outside of the interface would."""
-    install = _transformers_split.SplitModel.install
+    install = _split.SplitModel.install
 
     def installed(self, check):
         install(self, check)
@@ -321,7 +321,7 @@ def one_local_layer(monkeypatch):
         layer.config = copy.deepcopy(layer.config)
         layer.config._attn_implementation = "eager"
 
-    monkeypatch.setattr(_transformers_split.SplitModel, "install", installed)
+    monkeypatch.setattr(_split.SplitModel, "install", installed)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "bert"])
@@ -331,7 +331,7 @@ def test_faults_exceed_the_bound_a_hundred_times(family, fault, monkeypatch):
     inputs = left_padded()
     exact, bound, seen = reference(model, **inputs)
     fault(monkeypatch)
-    monkeypatch.setattr(_transformers_split.SplitModel, "_check_calls", lambda self, forward: None)
+    monkeypatch.setattr(_split.SplitModel, "_check_calls", lambda self, forward: None)
     if fault is one_local_layer:
         # Its mask is that of the library again, of local tokens.
         inputs = {"input_ids": inputs["input_ids"]}
@@ -348,7 +348,7 @@ def try_output(model, handle, group, inputs):
             module.forward = lambda *args, attend=attend, **kwargs: attend(
                 *args, **{name: None if name == "attention_mask" else value for name, value in kwargs.items()}
             )
-    return output(model, **inputs, **_transformers_checks.without_cache(model.base_model))
+    return output(model, **inputs, **_checks.without_cache(model.base_model))
 
 
 def test_a_layer_that_attends_locally_is_an_error(monkeypatch):

@@ -10,7 +10,7 @@ from tiny_models import build, error, on_ranks, output, reference, texts
 
 import kyklos
 import kyklos.transformers
-from kyklos import _transformers_cache, _transformers_generate, _transformers_masks
+from kyklos.transformers import _cache, _generate, _masks
 
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
 
@@ -173,7 +173,7 @@ def test_samples_are_the_same_on_all_ranks():
 
 
 def test_without_the_choice_of_rank_0_samples_differ(monkeypatch):
-    monkeypatch.setattr(_transformers_generate.RankZeroDecides, "__call__", transformers.StoppingCriteriaList.__call__)
+    monkeypatch.setattr(_generate.RankZeroDecides, "__call__", transformers.StoppingCriteriaList.__call__)
     model = build("llama")
     ids = texts(3, 11)
     sample = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.5, "top_k": 0}
@@ -237,9 +237,9 @@ def test_a_window_that_the_cache_forgets_changes_the_text(monkeypatch):
     model = build("mistral")
     ids = texts(1, 19)
     want = greedy(model, ids)
-    make = _transformers_cache.SplitLayer.make
-    monkeypatch.setattr(_transformers_cache.SplitLayer, "make", lambda self, key, window: make(self, key, window - 2))
-    monkeypatch.setattr(_transformers_masks, "mask_text", lambda rule, documents, padding: f"window:{rule.left - 2},0")
+    make = _cache.SplitLayer.make
+    monkeypatch.setattr(_cache.SplitLayer, "make", lambda self, key, window: make(self, key, window - 2))
+    monkeypatch.setattr(_masks, "mask_text", lambda rule, documents, padding: f"window:{rule.left - 2},0")
     for got in on_ranks(model, 2, lambda model, *_: greedy(model, ids), check=False):
         assert not torch.equal(got, want)
 

@@ -11,8 +11,8 @@ from transformers import masking_utils
 
 import kyklos
 import kyklos.transformers
-from kyklos import _transformers_masks
-from kyklos._transformers_split import share_out
+from kyklos.transformers import _masks
+from kyklos.transformers._split import share_out
 
 SMALL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPTJ = {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}
@@ -237,7 +237,7 @@ def test_private_names():
 
 
 def test_padding_and_documents():
-    padding, documents = _transformers_masks.padding, _transformers_masks.documents
+    padding, documents = _masks.padding, _masks.documents
     assert padding(None, 4) is None and padding(torch.ones(2, 4), 4) is None
     assert padding(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]), 4) == "valid:2,4"
     holes = padding(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]), 4)

@@ -10,7 +10,7 @@ from tiny_models import build, on_ranks, texts
 
 import kyklos
 import kyklos.transformers
-from kyklos import _transformers_steps
+from kyklos.transformers import _steps
 
 PROMPT, TOKENS = 19, 40
 
@@ -194,13 +194,13 @@ def test_a_rank_that_calls_another_model_is_an_error_on_all_ranks():
 def test_without_the_comparison_exchanged_layers_give_the_other_rank_a_wrong_number(monkeypatch):
     """A negative control: the tensors fit, and only the names tell the layers apart."""
 
-    class Same(_transformers_steps.LayerCall):
+    class Same(_steps.LayerCall):
         def __eq__(self, other):
             return True
 
         __hash__ = None
 
-    monkeypatch.setattr("kyklos._transformers_attention.LayerCall", Same)
+    monkeypatch.setattr("kyklos.transformers._attention.LayerCall", Same)
 
     def exchange(model, group, cache):
         if group.rank == 1:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ._cache import CachedCalls, KvCache
-from ._errors import RequestError
-from ._group import Group
+from .._cache import CachedCalls, KvCache
+from .._errors import RequestError
+from .._group import Group
 
 # What a label of a call may have at most.
 _LABEL_BYTES = 128

@@ -11,10 +11,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ._errors import RequestError
-from ._group import Group, KvCache
-from ._telling import tell, told
-from ._transformers_steps import LayerCall
+from .._errors import RequestError
+from .._group import Group, KvCache
+from .._telling import tell, told
+from ._steps import LayerCall
 
 #: What transformers calls a cache among inputs and outputs, the name that it uses first: from 5.24 on ``cache``, which also takes the
 #: other one from callers.

@@ -10,15 +10,15 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from . import _transformers_masks as masks
-from ._differentiable import attend
-from ._errors import RequestError
-from ._group import Group
-from ._rows import without_backward
-from ._torch_tensors import readable
-from ._transformers_cache import SplitCache
-from ._transformers_masks import CAUSAL, FULL, MaskRule
-from ._transformers_steps import LayerCall, Step, label
+from .._differentiable import attend
+from .._errors import RequestError
+from .._group import Group
+from .._rows import without_backward
+from .._torch_tensors import readable
+from . import _masks as masks
+from ._cache import SplitCache
+from ._masks import CAUSAL, FULL, MaskRule
+from ._steps import LayerCall, Step, label
 
 #: ``config._attn_implementation`` of a split model.
 NAME = "kyklos"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ._rows import gather
-from ._transformers_attention import Forward, current, entered
+from .._rows import gather
+from ._attention import Forward, current, entered
 
 #: Functions that restore a model, the last one first.
 Undo = list[Callable[[], None]]

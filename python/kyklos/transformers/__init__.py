@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _transformers_generate as generation
-from ._group import Group
-from ._telling import told
-from ._transformers_cache import SplitCache
-from ._transformers_split import SplitModel
+from .._group import Group
+from .._telling import told
+from . import _generate as generation
+from ._cache import SplitCache
+from ._split import SplitModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ._errors import RequestError
-from ._telling import told
+from .._errors import RequestError
+from .._telling import told
 
 if TYPE_CHECKING:
-    from ._transformers_split import SplitModel
+    from ._split import SplitModel
 
 # Targets that count for nothing.
 _IGNORED = -100

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from . import _transformers_checks as checks
-from . import _transformers_hooks as hooks
-from . import _transformers_masks as masks
-from ._agreement import Passes
-from ._errors import DeviceError, GroupError, RequestError
-from ._group import Group
-from ._projections import compare_rows
-from ._rows import gather
-from ._telling import told
-from ._transformers_attention import NAME, Forward, current, entered
-from ._transformers_cache import CACHE, CACHE_NAMES, SplitCache, given_cache
-from ._transformers_loss import with_head
-from ._transformers_steps import Step
+from .._agreement import Passes
+from .._errors import DeviceError, GroupError, RequestError
+from .._group import Group
+from .._projections import compare_rows
+from .._rows import gather
+from .._telling import told
+from . import _checks as checks
+from . import _hooks as hooks
+from . import _masks as masks
+from ._attention import NAME, Forward, current, entered
+from ._cache import CACHE, CACHE_NAMES, SplitCache, given_cache
+from ._loss import with_head
+from ._steps import Step
 
 # Inputs with an axis of tokens, which is axis 1.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")

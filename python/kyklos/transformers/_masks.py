@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from ._errors import RequestError
+from .._errors import RequestError
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from ._errors import RequestError
-from ._group import Group
-from ._transformers_attention import NAME, Forward, entered
-from ._transformers_cache import CACHE
+from .._errors import RequestError
+from .._group import Group
+from ._attention import NAME, Forward, entered
+from ._cache import CACHE
 
 # Tokens of each rank in the trial calls.
 _TRIAL_TOKENS = 6

@@ -10,12 +10,12 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
-from ._errors import RequestError
-from ._rows import broadcast
-from ._telling import told
-from ._transformers_cache import CACHE, SplitCache, given_cache
-from ._transformers_hooks import Undo, replace
-from ._transformers_split import SplitModel
+from .._errors import RequestError
+from .._rows import broadcast
+from .._telling import told
+from ._cache import CACHE, SplitCache, given_cache
+from ._hooks import Undo, replace
+from ._split import SplitModel
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What models name as their default; a cache of ranks takes its place.
