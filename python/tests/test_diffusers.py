@@ -10,8 +10,8 @@ from split_models import all_raise, case, split
 
 import kyklos
 import kyklos.diffusers
-from kyklos import _diffusers_attention, _diffusers_hooks, _rows
-from kyklos.diffusers import parallelize
+from kyklos import _rows
+from kyklos.diffusers import _attention, _hooks, parallelize
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
@@ -39,14 +39,14 @@ def test_all_ranks_have_the_same_bits():
 def test_joint_tokens_that_no_number_of_ranks_divides_with_text_masks():
     made = tiny.Case(tiny.qwen(), tiny.qwen_inputs(text=25))
     counts = []
-    attend = _diffusers_attention.Split.attend
+    attend = _attention.Split.attend
 
     def seen(self, q, *others):
         counts.append((self.group.rank, q.shape[1]))
         return attend(self, q, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_diffusers_attention.Split, "attend", seen)
+        patch.setattr(_attention.Split, "attend", seen)
         outputs = split(made, 3, shares=(25, 24, 24))
     assert set(counts) == {(0, 25), (1, 24), (2, 24)}
     assert max(made.error(output) for output in outputs) <= made.tolerance
@@ -98,7 +98,7 @@ def test_a_mask_in_the_order_of_the_whole_model_is_far_outside_the_tolerance(mon
     """Ranks hold text and image tokens in turn, so the mask of all text and then all image tokens is of other keys."""
     made = case("QwenImage, text masks")
     joint = torch.cat([made.inputs["encoder_hidden_states_mask"], torch.ones(2, 48, dtype=torch.bool)], 1)
-    monkeypatch.setattr(_diffusers_attention, "gather_mask", lambda *_: joint)
+    monkeypatch.setattr(_attention, "gather_mask", lambda *_: joint)
     assert made.error(split(made)[0]) > 100 * made.tolerance
 
 
@@ -121,13 +121,13 @@ def test_attention_to_local_keys_is_far_outside_the_tolerance_and_refused(monkey
 
 def test_positions_of_the_first_tokens_on_all_ranks_are_far_outside_the_tolerance(monkeypatch):
     made = case("Flux")
-    part = _diffusers_hooks.Splitter.part
+    part = _hooks.Splitter.part
 
     def wrong(self, x, how, name):
         own = part(self, x, how, name)
         return x.narrow(how.split_dim, 0, own.shape[how.split_dim]) if name == "img_ids" else own
 
-    monkeypatch.setattr(_diffusers_hooks.Splitter, "part", wrong)
+    monkeypatch.setattr(_hooks.Splitter, "part", wrong)
     assert made.error(split(made)[0]) > 100 * made.tolerance
 
 
@@ -218,14 +218,14 @@ def test_masks_are_gathered_once_and_again_only_where_a_rank_has_new_ones():
             return attend(*args, **options)
 
         group.attend = noted
-        state = _diffusers_attention.Split(group, "Model", (1, 1), None, 99)
-        _diffusers_attention.register(state)
+        state = _attention.Split(group, "Model", (1, 1), None, 99)
+        _attention.register(state)
         state._active = True
         outputs = []
         for number in (0, 0, 2, 2, 0, 1, 1, 0, 2):
             parts = [x[:, own] for x in (q, k, v)]
             outputs.append((number, own, state.attend(*parts, masks[number][..., own], 0.25)[0]))
-        _diffusers_attention.unregister(state)
+        _attention.unregister(state)
         return outputs
 
     for outputs in kyklos.run_local(2, run, device="cpu"):
@@ -254,11 +254,11 @@ def test_gathering_returns_the_bits():
 
 
 def test_shares_of_tokens():
-    assert _diffusers_hooks.bounds(73, (1, 1, 1)) == [0, 24, 49, 73]
-    assert _diffusers_hooks.bounds(10, (3, 7)) == [0, 3, 10]
-    assert _diffusers_hooks.bounds(20, (1, 1000)) == [0, 1, 20]
-    assert _diffusers_hooks.bounds(20, (1000, 1, 1)) == [0, 18, 19, 20]
-    assert _diffusers_hooks.bounds(3, (1000, 1, 1)) == [0, 1, 2, 3]
+    assert _hooks.bounds(73, (1, 1, 1)) == [0, 24, 49, 73]
+    assert _hooks.bounds(10, (3, 7)) == [0, 3, 10]
+    assert _hooks.bounds(20, (1, 1000)) == [0, 1, 20]
+    assert _hooks.bounds(20, (1000, 1, 1)) == [0, 18, 19, 20]
+    assert _hooks.bounds(3, (1000, 1, 1)) == [0, 1, 2, 3]
     for total in range(4, 60):
-        cuts = _diffusers_hooks.bounds(total, (5, 1, 90, 1))
+        cuts = _hooks.bounds(total, (5, 1, 90, 1))
         assert cuts[0] == 0 and cuts[-1] == total and all(a < b for a, b in zip(cuts, cuts[1:], strict=False))

@@ -13,8 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import kyklos
 import kyklos.torch
-from kyklos import _diffusers_attention
-from kyklos.diffusers import parallelize
+from kyklos.diffusers import _attention, parallelize
 
 
 def halve(model):
@@ -76,7 +75,7 @@ def test_the_copy_of_a_handle_makes_the_copy_whole():
         assert made.error(split) <= made.tolerance and not torch.equal(split, made.dense)
         assert torch.equal(whole, made.dense)
     gc.collect()
-    assert not _diffusers_attention._splits
+    assert not _attention._splits
 
 
 def loss_of(model, inputs):
@@ -175,7 +174,7 @@ def test_a_transformer_that_one_rank_cannot_split_and_attention_that_one_rank_re
         with parallelize(model, group) as handle:
             if group.rank:
                 hook = model.transformer_blocks[1].attn.register_forward_pre_hook(
-                    lambda *_: _diffusers_attention.attention(handle._split, *torch.ones(3, 2, 8, 2, 16), is_causal=True)
+                    lambda *_: _attention.attention(handle._split, *torch.ones(3, 2, 8, 2, 16), is_causal=True)
                 )
             with pytest.raises(kyklos.RequestError, match="attends with is_causal"):
                 tiny.call(model, made.inputs)

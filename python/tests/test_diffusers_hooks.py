@@ -13,8 +13,7 @@ from split_models import case
 
 import kyklos
 import kyklos.diffusers
-from kyklos import _diffusers_attention
-from kyklos.diffusers import parallelize
+from kyklos.diffusers import _attention, parallelize
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_remove_restores_everything():
         assert torch.equal(output, made.dense)
     assert _state(models[0]) == before
     assert vars(models[1].transformer_blocks[0].attn.processor) == {"_parallel_config": None}
-    assert not _diffusers_attention._splits and not _diffusers_attention._plain
+    assert not _attention._splits and not _attention._plain
 
 
 def test_an_unsplit_transformer_beside_a_split_one(alone):

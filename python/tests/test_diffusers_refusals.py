@@ -8,8 +8,7 @@ from split_models import all_raise, case
 
 import kyklos
 import kyklos.diffusers
-from kyklos import _diffusers_attention
-from kyklos.diffusers import SplitPlan, parallelize
+from kyklos.diffusers import SplitPlan, _attention, parallelize
 
 
 class Other(FluxAttnProcessor):
@@ -81,7 +80,7 @@ def test_plans_that_do_not_fit_are_refused(alone):
     ):
         with pytest.raises(kyklos.RequestError, match=pattern):
             parallelize(model, alone, plan=wrong)
-        assert not model._forward_pre_hooks and not _diffusers_attention._splits
+        assert not model._forward_pre_hooks and not _attention._splits
     shared = tiny.wan()
     for block in shared.blocks:
         block.attn2.processor = block.attn1.processor
@@ -173,7 +172,7 @@ def test_rows_of_a_mask_over_the_keys_of_all_ranks():
 
     def run(group):
         own = slice(0, 17) if group.rank == 0 else slice(17, 30)
-        state = _diffusers_attention.Split(group, "Model", (1, 1), None, 9)
+        state = _attention.Split(group, "Model", (1, 1), None, 9)
         state._active = True
         return state.attend(q[:, own], k[:, own], v[:, own], mask[:, :, own], 0.25)[0]
 

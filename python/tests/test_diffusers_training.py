@@ -10,8 +10,7 @@ from split_models import case
 
 import kyklos
 import kyklos.torch
-from kyklos import _diffusers_attention
-from kyklos.diffusers import parallelize
+from kyklos.diffusers import _attention, parallelize
 
 
 def loss_of(model, inputs):
@@ -153,16 +152,16 @@ def test_a_mask_has_its_gradient(shape, compiled, monkeypatch):
     def run(group):
         own = slice(0, 17) if group.rank == 0 else slice(17, 30)
         part = (mask[..., own] if of_keys else mask[..., own, :]).clone().requires_grad_()
-        split = _diffusers_attention.Split(group, "Model", (17, 13), None, 1)
-        _diffusers_attention.register(split)
-        call = lambda part: _diffusers_attention.attention(split, q[:, own], k[:, own], v[:, own], part)
+        split = _attention.Split(group, "Model", (17, 13), None, 1)
+        _attention.register(split)
+        call = lambda part: _attention.attention(split, q[:, own], k[:, own], v[:, own], part)
         try:
             split.begin(torch.nn.Module(), {})
             o = (torch.compile(call, backend="aot_eager") if compiled and group.rank == 0 else call)(part)
             split.end()
             (o * weights[:, own]).sum().backward()
         finally:
-            _diffusers_attention.unregister(split)
+            _attention.unregister(split)
         return part.grad
 
     found = torch.cat(kyklos.run_local(2, run, device="cpu"), -1 if of_keys else -2)

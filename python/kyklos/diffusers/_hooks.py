@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
-from ._diffusers_attention import Split
-from ._errors import RequestError
-from ._group import Group
-from ._telling import told
+from .._errors import RequestError
+from .._group import Group
+from .._telling import told
+from ._attention import Split
 
 # The attribute with the function that computes a block again in backward().
 _CHECKPOINT = "_gradient_checkpointing_func"

@@ -22,14 +22,14 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch._library.effects import EffectType
 
-from ._agreement import Passes
-from ._diffusers_inputs import compare
-from ._diffusers_masks import equal, gather_mask, mask_type, rows_of
-from ._errors import RequestError
-from ._group import Group
-from ._rows import gather, sum_rows
-from ._telling import tell, told
-from ._torch_tensors import readable
+from .._agreement import Passes
+from .._errors import RequestError
+from .._group import Group
+from .._rows import gather, sum_rows
+from .._telling import tell, told
+from .._torch_tensors import readable
+from ._inputs import compare
+from ._masks import equal, gather_mask, mask_type, rows_of
 
 # Splits by number: the operator has the number, since graphs take no objects. Attention processors hold them.
 _splits: weakref.WeakValueDictionary[int, Split] = weakref.WeakValueDictionary()

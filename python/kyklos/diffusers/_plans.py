@@ -11,7 +11,7 @@ import torch
 from diffusers.models._modeling_parallel import ContextParallelInput as Input
 from diffusers.models._modeling_parallel import ContextParallelOutput as Output
 
-from ._errors import RequestError
+from .._errors import RequestError
 
 
 @dataclass(frozen=True)

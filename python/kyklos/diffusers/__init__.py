@@ -27,12 +27,11 @@ from typing import Any
 import diffusers
 import torch
 
-from . import _diffusers_attention as _attention
-from . import _diffusers_hooks as _hooks
-from ._diffusers_plans import SplitPlan, choose, find, split_attention_modules
-from ._errors import RequestError
-from ._group import Group
-from ._telling import told
+from .._errors import RequestError
+from .._group import Group
+from .._telling import told
+from . import _attention, _hooks
+from ._plans import SplitPlan, choose, find, split_attention_modules
 
 __all__ = ["Handle", "SplitPlan", "parallelize"]
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ._group import Group
-from ._rows import gather
+from .._group import Group
+from .._rows import gather
 
 
 def gather_mask(group: Group, mask: torch.Tensor, label: str) -> torch.Tensor:
