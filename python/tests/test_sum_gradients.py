@@ -5,7 +5,7 @@ import torch
 
 import kyklos
 import kyklos.torch
-from kyklos import _gradients
+from kyklos.torch import _gradients
 
 SHAPES = [(7, 130), (), (3000,), (5, 4, 3)]
 

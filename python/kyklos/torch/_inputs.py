@@ -6,8 +6,8 @@ import numbers
 
 import torch
 
-from ._errors import RequestError
-from ._group import Group
+from .._errors import RequestError
+from .._group import Group
 
 
 class Wrong(Exception):

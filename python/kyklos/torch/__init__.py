@@ -29,14 +29,14 @@ import torch
 from torch.autograd import forward_ad
 from torch._library.effects import EffectType
 
-from ._backward import Gradients
-from ._errors import RequestError
+from .._backward import Gradients
+from .._errors import RequestError
+from .._group import Group
+from .._options import complete
+from .._sequence import keeping_place
+from .._torch_tensors import readable
 from ._gradients import sum_gradients
-from ._group import Group
-from ._options import complete
-from ._sequence import keeping_place
-from ._torch_arguments import Wrong, amount, of_keys, with_rows
-from ._torch_tensors import readable
+from ._inputs import Wrong, amount, of_keys, with_rows
 
 __all__ = ["attention", "sum_gradients"]
 
