@@ -8,7 +8,8 @@ from tiny_models import COMMON, VOCABULARY, build, build_class, on_ranks, output
 import kyklos
 import kyklos.torch
 import kyklos.transformers
-from kyklos import _projections, _weights
+from kyklos._models import weights
+from kyklos._models.projections import signs
 
 IDS = texts(2, 19)
 
@@ -144,12 +145,12 @@ def test_ranks_that_choose_other_tokens_around_the_split_model_are_refused():
 
 
 def test_projections_are_about_the_norm_and_the_same_everywhere():
-    assert _projections.signs(3, 4).tolist() == [[1, -1, -1, 1], [-1, -1, 1, 1], [-1, 1, 1, -1]]
-    assert abs(_projections.signs(1000, 8).mean()) < 0.02
+    assert signs(3, 4).tolist() == [[1, -1, -1, 1], [-1, -1, 1, 1], [-1, 1, 1, -1]]
+    assert abs(signs(1000, 8).mean()) < 0.02
     generator = torch.Generator().manual_seed(2)
     for shape in ((4000,), (3, 5000), (400, 700), (8, 20, 30), (1, 9), ()):
         x = torch.randn(shape, generator=generator)
-        *projections, norm = _weights._project(x).tolist()
+        *projections, norm = weights._project(x).tolist()
         if x.numel() > 9:
             assert 0.5 < torch.tensor(projections).square().mean().sqrt() / x.norm() < 2
             assert 0.7 < norm / x.norm() < 1.4
@@ -262,8 +263,8 @@ def test_weights_that_are_loaded_on_one_rank_are_an_error_of_all_until_they_are_
 
 def test_weights_are_read_again_only_if_they_have_changed(monkeypatch):
     read = []
-    project = _weights._project
-    monkeypatch.setattr(_weights, "_project", lambda x: read.append(x.shape) or project(x))
+    project = weights._project
+    monkeypatch.setattr(weights, "_project", lambda x: read.append(x.shape) or project(x))
 
     def work(model, handle, group):
         model.lm_head.weight.requires_grad_(False)

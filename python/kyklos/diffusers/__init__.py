@@ -29,7 +29,7 @@ import torch
 
 from .._errors import RequestError
 from .._group import Group
-from .._telling import told
+from .._models.telling import told
 from . import _attention, _hooks
 from ._plans import SplitPlan, choose, find, split_attention_modules
 

@@ -22,11 +22,11 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch._library.effects import EffectType
 
-from .._agreement import Passes
 from .._errors import RequestError
 from .._group import Group
+from .._models.agreement import Passes
+from .._models.telling import tell, told
 from .._rows import gather, sum_rows
-from .._telling import tell, told
 from .._torch_tensors import readable
 from ._inputs import compare
 from ._masks import equal, gather_mask, mask_type, rows_of

@@ -17,7 +17,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 
 from .._errors import RequestError
 from .._group import Group
-from .._telling import told
+from .._models.telling import told
 from ._attention import Split
 
 # The attribute with the function that computes a block again in backward().

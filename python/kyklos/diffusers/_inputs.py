@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .._agreement import halves, samples
 from .._group import Group
+from .._models.agreement import halves, samples
+from .._models.telling import agreed
 from .._rows import gather
-from .._telling import agreed
 
 #: Axes and values of each input that ranks compare, and the relative difference that unlike devices may have.
 _AXES, _SAMPLES, _DRIFT = 8, 8, 0.25

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._group import Group
-from .._telling import told
+from .._models.telling import told
 from . import _generate as generation
 from ._cache import SplitCache
 from ._split import SplitModel

@@ -10,13 +10,13 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from .._differentiable import attend
 from .._errors import RequestError
 from .._group import Group
 from .._rows import without_backward
 from .._torch_tensors import readable
 from . import _masks as masks
 from ._cache import SplitCache
+from ._differentiable import attend
 from ._masks import CAUSAL, FULL, MaskRule
 from ._steps import LayerCall, Step, label
 

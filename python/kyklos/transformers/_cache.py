@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .._errors import RequestError
 from .._group import Group, KvCache
-from .._telling import tell, told
+from .._models.telling import tell, told
 from ._steps import LayerCall
 
 #: What transformers calls a cache among inputs and outputs, the name that it uses first: from 5.24 on ``cache``, which also takes the

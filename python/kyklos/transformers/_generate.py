@@ -11,8 +11,8 @@ from transformers import StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
 from .._errors import RequestError
+from .._models.telling import told
 from .._rows import broadcast
-from .._telling import told
 from ._cache import CACHE, SplitCache, given_cache
 from ._hooks import Undo, replace
 from ._split import SplitModel

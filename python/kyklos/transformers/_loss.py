@@ -11,7 +11,7 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .._errors import RequestError
-from .._telling import told
+from .._models.telling import told
 
 if TYPE_CHECKING:
     from ._split import SplitModel

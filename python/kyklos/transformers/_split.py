@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .._agreement import Passes
 from .._errors import DeviceError, GroupError, RequestError
 from .._group import Group
-from .._projections import compare_rows
+from .._models.agreement import Passes
+from .._models.projections import compare_rows
+from .._models.telling import told
 from .._rows import gather
-from .._telling import told
 from . import _checks as checks
 from . import _hooks as hooks
 from . import _masks as masks

@@ -6,9 +6,9 @@ import zlib
 
 import torch
 
-from ._group import Group
-from ._projections import exchange, mean, signs
-from ._telling import agreed
+from .._group import Group
+from .projections import exchange, mean, signs
+from .telling import agreed
 
 # Projections of each parameter, beside its norm.
 _OF_WEIGHTS = 8

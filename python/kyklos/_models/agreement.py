@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ._group import Group
-from ._rows import gather
-from ._telling import agreed
-from ._weights import Weights
+from .._group import Group
+from .._rows import gather
+from .telling import agreed
+from .weights import Weights
 
 # Models that were split over each group so far, and copies of them that have computed.
 _models: WeakKeyDictionary[Group, int] = WeakKeyDictionary()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._group import Group
+from .._group import Group
 
 
 def attend(

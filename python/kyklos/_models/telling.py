@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ._errors import RequestError
-from ._group import Group
+from .._errors import RequestError
+from .._group import Group
 
 _Error = TypeVar("_Error", bound=Exception)
 

@@ -11,9 +11,9 @@ import functools
 
 import torch
 
-from ._group import Group
-from ._rows import gather
-from ._telling import agreed
+from .._group import Group
+from .._rows import gather
+from .telling import agreed
 
 # Numbers are exchanged in rows of this width, which attention takes as one head.
 _WIDTH = 64
