@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kyklos
 import kyklos.transformers
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "generate.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "generate.py"
 SAMPLE = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.2}
 
 

@@ -148,8 +148,8 @@ dist.destroy_process_group()
 
 
 def _environment():
-    tests = pathlib.Path(__file__).parent
-    paths = [str(tests), str(pathlib.Path(kyklos.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    folder = pathlib.Path(__file__).parent
+    paths = [str(folder), str(pathlib.Path(kyklos.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -176,7 +176,7 @@ def test_two_processes_over_quic():
 
 
 def test_the_example_runs():
-    example = pathlib.Path(__file__).parents[1] / "examples" / "denoise.py"
+    example = pathlib.Path(__file__).parents[2] / "examples" / "denoise.py"
     assert len(example.read_text().splitlines()) <= 60
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example)]
     end = subprocess.run([*command, "--steps", "2"], env=_environment(), capture_output=True, text=True, timeout=120)
