@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .._group import Group
 from .._models.telling import told
 from . import _generate as generation
+from . import _loss as loss
 from ._cache import SplitCache
 from ._split import SplitModel
 
@@ -70,6 +71,7 @@ def parallelize(
         split = SplitModel(model, group, mesh, shares, gather)
         split.install(check)
         handle = Handle(split)
+        loss.install(split, handle._undo)
         generation.install(split, handle._undo)
         return handle
 

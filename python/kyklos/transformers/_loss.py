@@ -5,25 +5,28 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .._errors import RequestError
 from .._models.telling import told
-
-if TYPE_CHECKING:
-    from ._split import SplitModel
+from ._hooks import Undo, replace
+from ._split import SplitModel
 
 # Targets that count for nothing.
 _IGNORED = -100
 
 
-def with_head(split: SplitModel, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of the model with its head, which says how many rows it needs."""
+def install(split: SplitModel, undo: Undo) -> None:
+    """Makes ``forward`` of a model with a head say how many rows the head needs, until the functions of ``undo`` are called."""
+    if split.base is split.model:
+        return
+    run = split.model.forward
     names = list(inspect.signature(run).parameters)
-    return functools.update_wrapper(functools.partial(_forward, split, run, names), run)
+    forward = functools.update_wrapper(functools.partial(_forward, split, run, names), run)
+    replace(split.model, "forward", forward, undo)
 
 
 def _forward(split: SplitModel, run: Callable[..., Any], names: list[str], /, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,6 @@ from . import _hooks as hooks
 from . import _masks as masks
 from ._attention import NAME, Forward, current, entered
 from ._cache import CACHE, CACHE_NAMES, SplitCache, given_cache
-from ._loss import with_head
 from ._steps import Step
 
 # Inputs with an axis of tokens, which is axis 1.
@@ -64,7 +63,7 @@ class SplitModel:
         self._undo: list[Callable[[], None]] = []
 
     def install(self, check: bool) -> None:
-        """Replaces the forward pass; with ``check`` compares it with the one that was there."""
+        """Replaces the forward pass of the body; with ``check`` compares it with the one that was there."""
         training = {module: module.training for module in self.base.modules()}
         self.base.eval()
         try:
@@ -92,8 +91,6 @@ class SplitModel:
         names = list(inspect.signature(self._run).parameters)
         forward = functools.partial(SplitModel._forward, self, names)
         hooks.replace(self.base, "forward", functools.update_wrapper(forward, self._run), self._undo)
-        if self.base is not self.model:
-            hooks.replace(self.model, "forward", with_head(self, self.model.forward), self._undo)
         if expected is not None:
             self._check(*expected)
 
