@@ -34,7 +34,7 @@ fi
 # PyPI's PyTorch is built for CUDA; tests/peers/setup.sh installs it without the NVIDIA packages.
 "$python" -c 'import torch' 2>/dev/null || tests/peers/setup.sh "$folder"
 "$python" -m pip install --quiet --disable-pip-version-check pytest mypy
-# Transformers 5.24 wants a peft that is not published yet (0.22).
+# For the tests of adapters: transformers 5.24 wants a peft that is not published yet (0.22).
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps 'transformers>=5.20,<5.24' 'diffusers>=0.42,<0.43'
 "$python" -m pip install --quiet --disable-pip-version-check 'huggingface_hub>=1' safetensors tokenizers regex pyyaml tqdm \
     requests packaging pillow importlib_metadata typer psutil

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import COMMON, ENCODER, WINDOW, build_class, error, on_ranks, output, reference, texts
+from tiny_models import COMMON, ENCODER, GPTJ_IS_SPLIT, WINDOW, build_class, error, on_ranks, output, reference, texts
 
 import kyklos
 
@@ -54,6 +54,8 @@ DECODERS = {
     "Starcoder2": {},
     "VaultGemma": WINDOW,
 }
+if GPTJ_IS_SPLIT:
+    DECODERS["GPTJ"] = {**DECODERS["GPTBigCode"], "rotary_dim": 8}
 ENCODERS = [
     "Camembert",
     "DistilBert",

@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
     # Where the CUDA libraries are stand-ins, PyTorch's own function crashes.
     torch.cuda.is_current_stream_capturing = lambda: False
 
+# From 5.24 of transformers on GPT-J attends through AttentionInterface. Before, it cannot be split.
+GPTJ_IS_SPLIT = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
 VOCABULARY = 97
 # At the default range of 0.02 attention hardly matters: forgotten positions cost 4.6e-3, here 7.8.
 COMMON = {
