@@ -12,7 +12,7 @@ folder=target/python
 $smoke && folder=target/python-smoke
 [ -x "$folder/bin/pip" ] || scripts/make-venv.sh "$folder"
 python=$PWD/$folder/bin/python
-# The GPUs of the tests (gpu_processes.py): the libraries that tests of the CUDA backend use.
+# The GPUs of the tests (gpus/gpu_processes.py): the libraries that tests of the CUDA backend use.
 KYKLOS_FAKE_LIBRARIES=$(CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0} cargo run -q --release -p kyklos-fake-cuda --example folder)
 export KYKLOS_FAKE_LIBRARIES
 
@@ -27,14 +27,14 @@ if $smoke; then
     rm -f "$package"/kyklos/_kyklos.*.so
     cp target/release/lib_kyklos.so "$package/kyklos/_kyklos.abi3.so"
     PYTHONPATH=$package "$python" -m pytest -q -p no:cacheprovider python/tests/test_arrays.py python/tests/test_attend.py \
-        python/tests/test_backward.py python/tests/test_groups.py python/tests/test_shares.py python/tests/test_cuda.py python/tests/test_nccl.py
+        python/tests/test_backward.py python/tests/test_groups.py python/tests/test_shares.py python/tests/gpus
     exit
 fi
 
 # PyPI's PyTorch is built for CUDA; tests/peers/setup.sh installs it without the NVIDIA packages.
 "$python" -c 'import torch' 2>/dev/null || tests/peers/setup.sh "$folder"
 "$python" -m pip install --quiet --disable-pip-version-check pytest mypy
-# Transformers 5.24 wants a peft that is not published yet (0.22).
+# For the tests of adapters: transformers 5.24 wants a peft that is not published yet (0.22).
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps 'transformers>=5.20,<5.24' 'diffusers>=0.42,<0.43'
 "$python" -m pip install --quiet --disable-pip-version-check 'huggingface_hub>=1' safetensors tokenizers regex pyyaml tqdm \
     requests packaging pillow importlib_metadata typer psutil

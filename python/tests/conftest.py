@@ -1,5 +1,12 @@
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+
+# Tests of both kinds of models import helpers from these folders. No folder has the name of a library: where the library is not
+# installed, Python would take the folder for it.
+sys.path += [str(Path(__file__).parent / folder) for folder in ("diffusers_models", "transformers_models")]
 
 
 def pytest_configure(config):

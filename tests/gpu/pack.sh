@@ -48,7 +48,8 @@ for suite in backends cuda; do
 done
 strip -o "$pack/kyklos" target/release/kyklos
 cp -r python/kyklos "$pack/site/kyklos"
-rm -rf "$pack"/site/kyklos/_kyklos.*.so "$pack/site/kyklos/__pycache__"
+rm -f "$pack"/site/kyklos/_kyklos.*.so
+find "$pack/site/kyklos" -name __pycache__ -prune -exec rm -rf {} +
 strip -o "$pack/site/kyklos/_kyklos.abi3.so" target/release/lib_kyklos.so
 cp tests/gpu/{round,rounds,stages,vulkan,page,ranks}.sh tests/gpu/in_place.py tests/peers/gpu_attention.py clusters/h100-infiniband.toml "$pack/"
 

@@ -1,0 +1,219 @@
+"""Splits the tokens of a diffusion transformer of diffusers over the ranks of a group.
+
+::
+
+    import kyklos, kyklos.diffusers
+
+    with kyklos.Group.from_env() as group:
+        handle = kyklos.diffusers.parallelize(pipe.transformer, group)
+        image = pipe(prompt, generator=torch.Generator().manual_seed(0)).images[0]
+        handle.remove()
+
+Every rank runs the pipeline with the same inputs and a generator with the same seed, and has the whole result. Within the
+transformer a rank has its share of the tokens; attention is exact over the tokens of all ranks.
+
+``backward()`` is a call of all ranks, too. Every rank has the whole loss, and the gradients are those of the sum over the ranks: divide the loss
+by their number, then sum the gradients of parameters with :func:`kyklos.torch.sum_gradients`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import diffusers
+import torch
+
+from .._errors import RequestError
+from .._group import Group
+from .._models.telling import told
+from . import _attention, _hooks
+from ._plans import SplitPlan, choose, find, split_attention_modules
+
+__all__ = ["Handle", "SplitPlan", "parallelize"]
+
+_TESTED = (0, 42)
+
+
+class Handle:
+    """A split transformer. :meth:`remove` makes it whole again; as a context manager it does so at the end of the block."""
+
+    def __init__(self, transformer: torch.nn.Module, split: _attention.Split) -> None:
+        self._split = split
+        self._transformer = transformer
+        self._hooks: list[Any] = []
+        self._configs: list[tuple[Any, bool, Any]] = []
+        self._checkpoints = _hooks.Checkpoints(transformer, split)
+        self._removed = False
+
+    def remove(self) -> None:
+        """Takes all hooks away and gives attention back to the backends of diffusers. No rank waits for another, and the group
+        may have ended. Compiled code is made again when it is next called."""
+        if self._removed:
+            return
+        self._removed = True
+        for hook in reversed(self._hooks):
+            hook.remove()
+        for processor, own, before in self._configs:
+            if getattr(processor, "_parallel_config", None) is not self._split:
+                continue
+            if own:
+                processor._parallel_config = before
+            else:
+                del processor._parallel_config
+        self._checkpoints.restore()
+        _attention.unregister(self._split)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "removed" if self._removed else f"{self._split.expected} calls of split attention in a forward"
+        return f"kyklos.diffusers.Handle({self._split.name}, {state})"
+
+
+def parallelize(
+    transformer: torch.nn.Module,
+    group: Group,
+    *,
+    mesh: str | None = None,
+    shares: Sequence[float] | None = None,
+    plan: SplitPlan | Mapping[str, Any] | None = None,
+) -> Handle:
+    """Splits the tokens of ``transformer`` over the ranks of ``group``. All ranks call it alike, then call the transformer, or its
+    pipeline, with the same inputs.
+
+    Weights stay whole on each rank. Adapters, offloading and ``compile_repeated_blocks`` may be set up before or after; adapters
+    on modules that the plan names (``proj_out``) and those that set attention processors before.
+
+    :param transformer: the denoiser of a pipeline, such as ``pipe.transformer``.
+    :param mesh: ``"UxR"``: Ulysses groups of U ranks in a ring of R; by default what sends the fewest bytes.
+    :param shares: for each rank its share of the tokens, relative to the others; by default equal ones. Each rank gets at least
+        one token of each split input.
+    :param plan: for transformers that are not known: a :class:`SplitPlan`, or a dict like ``_cp_plan`` of diffusers, whose
+        attention modules then all have split keys. Compare the result with the unsplit transformer.
+    :returns: a handle, whose ``remove()`` undoes it.
+    :raises RequestError: a transformer that is not known, attention that is out of reach, or shares that do not fit. Calls of the
+        transformer raise it for inputs that differ between ranks, tokens that are too few, masks that cannot be split, and attention
+        calls that are missing or too many.
+    """
+    with told(group):
+        return _parallelized(transformer, group, mesh, shares, plan)
+
+
+def _parallelized(
+    transformer: torch.nn.Module,
+    group: Group,
+    mesh: str | None,
+    shares: Sequence[float] | None,
+    plan: SplitPlan | Mapping[str, Any] | None,
+) -> Handle:
+    name = type(transformer).__name__
+    if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) != _TESTED:
+        raise RequestError(f"diffusers {diffusers.__version__} is not verified, 0.42 is: install diffusers>=0.42,<0.43")
+    known = choose(transformer, plan)
+    _check_free(transformer, name)
+    modules = split_attention_modules(transformer, known.plan)
+    if mesh == "auto":
+        mesh = None
+    relative = _shares(shares, group.world)
+    split = _attention.Split(group, name, relative, mesh, len(modules))
+    handle = Handle(transformer, split)
+    splitter = _hooks.Splitter(group, relative, known.plan.whole)
+    try:
+        split.passes.check_weights(transformer)
+        # Inputs are compared before they are split, and calls are counted after the last gather.
+        arguments = list(inspect.signature(type(transformer).forward).parameters)[1:]
+        begin = functools.partial(_begin, split, handle._checkpoints, known.refused, arguments)
+        handle._hooks.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
+        for pattern, how in known.plan.modules.items():
+            for module in find(transformer, pattern):
+                _add(handle, module, how, splitter)
+        end = functools.partial(_end, split, handle._checkpoints)
+        handle._hooks.append(transformer.register_forward_hook(end))
+        for module in modules:
+            processor: Any = module.processor
+            own = "_parallel_config" in vars(processor)
+            handle._configs.append((processor, own, processor._parallel_config))
+            processor._parallel_config = split
+        _attention.register(split)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
+
+
+def _add(handle: Handle, module: torch.nn.Module, how: Any, splitter: _hooks.Splitter) -> None:
+    if not isinstance(how, Mapping):
+        hook = _hooks.gather_outputs(module, how, handle._split)
+        handle._hooks.append(module.register_forward_hook(hook))
+        return
+    before, after = _hooks.split_inputs(module, how, splitter), _hooks.split_outputs(module, how, splitter)
+    if before is not None:
+        handle._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+    if after is not None:
+        handle._hooks.append(module.register_forward_hook(after))
+
+
+@torch.compiler.disable
+def _begin(
+    split: _attention.Split,
+    checkpoints: _hooks.Checkpoints,
+    refused: Mapping[str, str],
+    arguments: list[str],
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    with told(split.group):
+        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+        for argument, why in refused.items():
+            if given.get(argument) is not None:
+                raise RequestError(
+                    f"{split.name} is called with {argument}, which split transformers do not take, since {why}: leave it out"
+                )
+        if getattr(module, "is_cache_enabled", False):
+            raise RequestError(
+                f"{split.name} has a cache that skips attention by what it sees of this rank's tokens: call disable_cache()"
+            )
+        if module.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in module.modules()):
+            raise RequestError(f"{split.name} has dropout, which would differ between ranks: call eval(), or set its p to 0")
+        checkpoints.remember()
+        split.begin(module, given)
+
+
+@torch.compiler.disable
+def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints, module: torch.nn.Module, args: Any, output: Any) -> None:
+    checkpoints.restore()
+    with told(split.group):
+        split.end()
+
+
+def _check_free(transformer: torch.nn.Module, name: str) -> None:
+    if getattr(transformer, "_parallel_config", None) is not None:
+        raise RequestError(f"{name} is split by diffusers already: do not call enable_parallelism beside kyklos")
+    for module in transformer.modules():
+        if isinstance(getattr(getattr(module, "processor", None), "_parallel_config", None), _attention.Split):
+            raise RequestError(f"{name} is split by kyklos already: call remove() of its handle first")
+
+
+def _shares(shares: Sequence[float] | None, world: int) -> tuple[int, ...]:
+    """Whole numbers in the proportion of ``shares``."""
+    if shares is None:
+        return (1,) * world
+    given = [float(share) for share in shares]
+    if len(given) != world:
+        raise RequestError(f"{len(given)} shares for {world} ranks: give each rank one")
+    if not all(math.isfinite(share) and share > 0 for share in given):
+        raise RequestError(
+            f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing"
+        )
+    if all(share.is_integer() for share in given):
+        return tuple(int(share) for share in given)
+    return tuple(max(1, round(share / max(given) * 2**20)) for share in given)

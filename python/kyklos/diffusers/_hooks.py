@@ -1,0 +1,183 @@
+"""Hooks that split the tokens of a module's inputs and outputs, and gather them again.
+
+They are PyTorch's own hooks of a module, not those of diffusers or accelerate, which replace ``module.forward``: so they run first
+and last whatever was registered before or is registered later, and setting up offloading again does not drop them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+from .._errors import RequestError
+from .._group import Group
+from .._models.telling import told
+from ._attention import Split
+
+# The attribute with the function that computes a block again in backward().
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def bounds(total: int, shares: Sequence[int]) -> list[int]:
+    """Positions at which ``total`` tokens are cut: rank r has those from ``bounds[r]`` to ``bounds[r + 1]``. Each rank has at
+    least one."""
+    world, whole, sum_ = len(shares), sum(shares), 0
+    cuts = [0]
+    for rank, share in enumerate(shares):
+        sum_ += share
+        cut = (2 * total * sum_ + whole) // (2 * whole)
+        cuts.append(max(min(cut, total - (world - 1 - rank)), cuts[-1] + 1))
+    return cuts
+
+
+class Splitter:
+    """This rank's part of tensors."""
+
+    def __init__(self, group: Group, shares: tuple[int, ...], whole: frozenset[str]) -> None:
+        self.group, self.shares, self.whole = group, shares, whole
+
+    def part(self, x: torch.Tensor, how: ContextParallelInput, name: str) -> torch.Tensor:
+        """The tokens of this rank along ``how.split_dim``, a view."""
+        if how.expected_dims is not None and x.dim() != how.expected_dims:
+            if name in self.whole:
+                return x
+            raise RequestError(
+                f"{name} has {x.dim()} axes, the plan expects {how.expected_dims}: pass it in the shape that the pipeline of diffusers uses"
+            )
+        total = x.shape[how.split_dim]
+        if name in self.whole and total == 1:
+            return x
+        if total < len(self.shares):
+            raise RequestError(
+                f"{name} has {total} tokens for {len(self.shares)} ranks, and each needs one: use fewer ranks, or a longer input"
+            )
+        cuts = bounds(total, self.shares)
+        return x.narrow(how.split_dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
+
+    def parts(self, x: Any, how: Any, name: str) -> Any:
+        """Of a tensor, or of the tensors of a list. Anything else, such as ``None``, stays."""
+        if isinstance(x, (list, tuple)):
+            each = list(how) if isinstance(how, (list, tuple)) else [how] * len(x)
+            if len(each) != len(x):
+                raise RequestError(f"{name} has {len(x)} tensors, the plan has {len(each)}: mend the plan")
+            return type(x)(self.parts(item, h, name) for item, h in zip(x, each, strict=True))
+        if not isinstance(x, torch.Tensor):
+            return x
+        return self.part(x, how, name)
+
+
+def split_inputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Splitter) -> Callable[..., Any] | None:
+    """A pre-hook with keyword arguments that splits the named arguments of ``forward``; ``None`` if there are none."""
+    names = {name: how for name, how in plan.items() if isinstance(name, str)}
+    if not names:
+        return None
+    places = {name: index for index, name in enumerate(list(inspect.signature(type(module).forward).parameters)[1:])}
+    for name in names:
+        if name not in places:
+            raise RequestError(
+                f"{type(module).__name__}.forward has no argument {name!r}, which the plan names: mend the plan"
+            )
+
+    @torch.compiler.disable
+    def hook(
+        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own, given = list(args), dict(kwargs)
+        with told(splitter.group):
+            for name, how in names.items():
+                if name in given:
+                    given[name] = splitter.parts(given[name], how, name)
+                elif places[name] < len(own):
+                    own[places[name]] = splitter.parts(own[places[name]], how, name)
+        return tuple(own), given
+
+    return hook
+
+
+def split_outputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Splitter) -> Callable[..., Any] | None:
+    """A hook that splits the outputs whose numbers the plan names; ``None`` if there are none."""
+    outputs = {index: how for index, how in plan.items() if isinstance(index, int)}
+    if not outputs:
+        return None
+    name = type(module).__name__
+
+    @torch.compiler.disable
+    def hook(_: torch.nn.Module, args: Any, output: Any) -> Any:
+        with told(splitter.group):
+            if isinstance(output, torch.Tensor):
+                return splitter.part(output, outputs[0], f"the output of {name}")
+            values = list(output)
+            for index, how in outputs.items():
+                if index >= len(values):
+                    raise RequestError(f"{name} has {len(values)} outputs, the plan splits number {index}: mend the plan")
+                values[index] = splitter.part(values[index], how, f"output {index} of {name}")
+            return tuple(values)
+
+    return hook
+
+
+def gather_outputs(module: torch.nn.Module, plan: Any, split: Split) -> Callable[..., Any]:
+    """A hook that replaces outputs by those of the tokens of all ranks, on each rank. That of a copy of the module has a copy of ``split``."""
+    each = [plan] if isinstance(plan, ContextParallelOutput) else list(plan)
+    return functools.partial(_gather_outputs, split, each)
+
+
+@torch.compiler.disable
+def _gather_outputs(split: Split, each: list[Any], module: torch.nn.Module, args: Any, output: Any) -> Any:
+    name = type(module).__name__
+    values = [output] if isinstance(output, torch.Tensor) else list(output)
+    with told(split.group):
+        if len(values) != len(each):
+            raise RequestError(f"{name} has {len(values)} outputs, the plan gathers {len(each)}: mend the plan")
+        for index, how in enumerate(each):
+            if how is None:
+                continue
+            if how.expected_dims is not None and values[index].dim() != how.expected_dims:
+                raise RequestError(
+                    f"the output of {name} has {values[index].dim()} axes, the plan expects {how.expected_dims}: mend the plan"
+                )
+            values[index] = split.gather(values[index], how.gather_dim)
+    return values[0] if isinstance(output, torch.Tensor) else tuple(values)
+
+
+class Checkpoints:
+    """Blocks with gradient checkpointing, which ``backward()`` runs again: their calls of attention are those of the forward."""
+
+    def __init__(self, transformer: torch.nn.Module, split: Split) -> None:
+        self._transformer, self._split = transformer, split
+        self._before: list[tuple[torch.nn.Module, Any]] = []
+
+    def remember(self) -> None:
+        """At the beginning of a forward. It may be called again without :meth:`restore`."""
+        self.restore()
+        for module in self._transformer.modules():
+            checkpoint = getattr(module, _CHECKPOINT, None)
+            if checkpoint is not None and getattr(module, "gradient_checkpointing", False):
+                self._before.append((module, checkpoint))
+                setattr(module, _CHECKPOINT, self._remembering(checkpoint))
+
+    def restore(self) -> None:
+        """At its end."""
+        while self._before:
+            module, checkpoint = self._before.pop()
+            setattr(module, _CHECKPOINT, checkpoint)
+
+    def _remembering(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def run(block: Callable[..., Any], *args: Any) -> Any:
+            position, times = self._split.position(), itertools.count()
+
+            def again(*inputs: Any) -> Any:
+                if next(times) == 0:
+                    return block(*inputs)
+                with self._split.repeated(position):
+                    return block(*inputs)
+
+            return checkpoint(again, *args)
+
+        return run

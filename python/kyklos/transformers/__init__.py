@@ -1,0 +1,114 @@
+"""Models of transformers whose sequence is split over the ranks of a group.
+
+::
+
+    import kyklos, kyklos.transformers
+
+    with kyklos.Group.from_env() as group:
+        handle = kyklos.transformers.parallelize(model, group)
+        text = model.generate(**inputs, max_new_tokens=100)  # the same inputs on every rank
+
+Every rank has the whole model and calls it with the same, whole inputs. It computes its part of the tokens, and the layers attend
+to the tokens of all ranks. Weights are not split; the work and the memory of activations, and the cache of keys and values, are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._group import Group
+from .._models.telling import told
+from . import _generate as generation
+from . import _loss as loss
+from ._cache import SplitCache
+from ._split import SplitModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Handle", "SplitCache", "parallelize"]
+
+
+def parallelize(
+    model: PreTrainedModel,
+    group: Group,
+    *,
+    mesh: str | None = None,
+    shares: Sequence[float] | None = None,
+    gather: str = "auto",
+    check: bool = True,
+) -> Handle:
+    """Splits the sequence of ``model`` over the ranks of ``group``, in place. All ranks call it together.
+
+    Afterwards ``model(**inputs)`` and ``model.generate(**inputs)`` take the same inputs on every rank, those of the whole
+    sequence, and return what the model returned before, up to rounding. Each rank computes consecutive tokens, in the order of
+    the ranks. All ranks compute passes of fewer tokens than ranks, such as the steps of ``generate``; cached keys stay where they
+    are.
+
+    ``generate()`` does greedy search and sampling. Rank 0 chooses each token, with its own random generator, and decides when to
+    stop; the others follow it. So a seed on rank 0 gives the text of one process with this seed.
+
+    ``backward()`` is a call of all ranks, too. The gradients are those of the sum of the ranks' losses, and on a rank those of its tokens:
+    sum them with :func:`kyklos.torch.sum_gradients`. With ``gather="auto"`` each rank has the whole loss: divide it by the number of ranks.
+
+    A deep copy of the model is split over the group, too, with weights of its own. In training the ranks compare what their weights change by.
+
+    :param model: a decoder or encoder whose layers attend through ``AttentionInterface`` of transformers, with ``position_ids``,
+        without dropout (or in evaluation mode), with the same weights on all ranks.
+    :param mesh: ``"UxR"`` as in :meth:`kyklos.Group.attend`, for passes that are split.
+    :param shares: the tokens of the ranks in proportion, also of the cache; by default equal. Each rank gets one token at least.
+    :param gather: ``"auto"`` gives every rank the outputs of all tokens, or the last ones if ``logits_to_keep`` asks for them.
+        ``"none"`` gives a rank the rows of its own tokens, :meth:`Handle.rows`, and with ``labels`` its part of the loss of a causal
+        language model, whose sum over the ranks is the loss; ``generate()`` works as before.
+    :param check: compare the split model with the model as it is, on two texts of a few tokens. Without it, a model that makes
+        positions of its own or mixes tokens outside of attention gives wrong numbers.
+    :raises RequestError: a model that cannot be split, by name, or options that do not fit; the same on all ranks. The model is
+        then as it was.
+    :raises GroupError: the group has ended.
+    """
+    with told(group):
+        split = SplitModel(model, group, mesh, shares, gather)
+        split.install(check)
+        handle = Handle(split)
+        loss.install(split, handle._undo)
+        generation.install(split, handle._undo)
+        return handle
+
+
+class Handle:
+    """A split model. :meth:`remove` restores it; so does the end of a ``with`` block."""
+
+    def __init__(self, split: SplitModel) -> None:
+        self._split: SplitModel | None = split
+        self._undo: list[Any] = []
+
+    def cache(self, *, rollback: int = 0) -> SplitCache:
+        """An empty cache over the ranks, as ``past_key_values`` of calls that follow each other. All ranks use it alike.
+
+        :param rollback: tokens that :meth:`SplitCache.crop` can take back from layers with a sliding window, which drop older keys.
+        """
+        return self._installed().cache(rollback)
+
+    def rows(self, tokens: int) -> tuple[int, int]:
+        """The tokens that this rank computes in a pass over ``tokens`` tokens, as a half-open range of positions."""
+        return self._installed().rows(tokens)
+
+    def remove(self) -> None:
+        """Restores the model. It may be called twice. Caches of the model can no longer be used."""
+        if self._split is not None:
+            while self._undo:
+                self._undo.pop()()
+            self._split.remove()
+            self._split = None
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+    def _installed(self) -> SplitModel:
+        if self._split is None:
+            raise ValueError("the model is no longer split: call parallelize() again")
+        return self._split

@@ -1,0 +1,244 @@
+"""The attention function of split models: one call of the group for each layer."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from .._errors import RequestError
+from .._group import Group
+from .._rows import without_backward
+from .._torch_tensors import readable
+from . import _masks as masks
+from ._cache import SplitCache
+from ._differentiable import attend
+from ._masks import CAUSAL, FULL, MaskRule
+from ._steps import LayerCall, Step, label
+
+#: ``config._attn_implementation`` of a split model.
+NAME = "kyklos"
+
+# Arguments of attention functions that change nothing here, and those that are read below.
+_WITHOUT_EFFECT = {
+    "position_ids",
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "logits_to_keep",
+    "num_items_in_batch",
+}
+# Passes without gradients.
+_CACHED = "a pass of a split model with a cache has no gradients: pass use_cache=False, or run it under torch.no_grad()"
+_FEW_TOKENS = (
+    "a pass of a split model over one token, or over fewer tokens than ranks, has no gradients: pass longer texts, or run it "
+    "under torch.no_grad()"
+)
+_KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions"}
+
+
+@dataclass
+class Forward:
+    """One forward pass of a model, on this rank."""
+
+    group: Group
+    #: Names of modules, for errors and labels.
+    names: dict[torch.nn.Module, str]
+    #: Beginning of the label of each call, the same on all ranks.
+    label: str
+    #: Tokens of each rank, or ``None`` if all ranks compute all of them.
+    counts: list[int] | None
+    tokens: int
+    mesh: str | None = None
+    cache: SplitCache | None = None
+    padding: str | torch.Tensor | None = None
+    documents: list[list[int]] | None = None
+    #: The largest of ``position_ids``, over all ranks.
+    longest: int = 0
+    #: Names of the modules that have attended.
+    attended: list[str] = field(default_factory=list)
+    #: Rules of their masks.
+    rules: list[MaskRule] = field(default_factory=list)
+    #: In a trial the group does not attend: it is only recorded which modules do, and how.
+    trial: bool = False
+    #: This rank's rows that the pooler was to get, and those of all ranks.
+    pooled: tuple[torch.Tensor, torch.Tensor] | None = None
+    #: The calls of a pass with a cache that all ranks compute.
+    step: Step | None = None
+
+    @property
+    def own(self) -> int:
+        """Tokens that this rank computes."""
+        return self.tokens if self.counts is None else self.counts[self.group.rank]
+
+    def attend(
+        self, module: torch.nn.Module, states: list[torch.Tensor], mask: Any, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """``[batch, tokens, heads, dim of values]`` of this rank's queries; ``states`` are ``[batch, heads, tokens, dim]``."""
+        name = self.names.get(module, type(module).__name__)
+        rule = _checked(name, module, mask, options)
+        self.attended.append(name)
+        self.rules.append(rule)
+        query, key, value = states
+        if self.trial:
+            batch, heads, tokens, _ = query.shape
+            return value.new_zeros(batch, tokens, heads, value.shape[3])
+        if any(state.shape[2] != self.own for state in states):
+            raise RequestError(
+                f"attention at {name} has {query.shape[2]} queries and {key.shape[2]} keys, of {self.own} tokens of this rank: "
+                "cross-attention and attention over pooled tokens cannot be split"
+            )
+        if mask is None and self.padding is not None:
+            raise RequestError(f"attention at {name} gets no mask, and the batch has padding: pass texts of one length")
+        layer = None if self.cache is None else self.cache.take(name, key.shape[2])
+        width = value.shape[3]
+        query, key, value = _prepared(query, key, value)
+        call = self._options(name, rule, options, states[0].shape[3])
+        sinks = options.get("s_aux")
+        if layer is None and self.counts is not None:
+            states = readable(self.group, *(state.transpose(1, 2) for state in (query, key, value)))
+            o = attend(self.group, states, sinks, call)
+            return o[..., :width].contiguous().to(query.device)
+        call["sinks"] = None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist()
+
+        def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            placed = readable(self.group, *(state.transpose(1, 2) for state in (query, key, value)))
+            if layer is not None:
+                store = layer.make(key, rule.window)
+                if self.step is not None:
+                    o = self.step.attend(LayerCall(name, store, _kind(rule, call, placed)), placed, call)
+                else:
+                    o, _ = self.group.attend_cached(store, *placed, **call)
+            else:
+                if self.group.rank > 0:
+                    # All ranks have all keys; those of rank 0 count.
+                    placed[1:] = [state[:, :0] for state in placed[1:]]
+                o, _ = self.group.attend(*placed, **call)
+            return o[..., :width].contiguous().to(query.device)
+
+        return without_backward(run, _FEW_TOKENS if layer is None else _CACHED, query, key, value)
+
+    def _options(self, name: str, rule: MaskRule, options: dict[str, Any], dim: int) -> dict[str, Any]:
+        right = self.padding if isinstance(self.padding, str) else None
+        scale = options.get("scaling")
+        return {
+            "mask": masks.mask_text(rule, self.documents, right),
+            "key_bias": self.padding if isinstance(self.padding, torch.Tensor) else None,
+            "scale": dim**-0.5 if scale is None else float(scale),
+            "softcap": options.get("softcap"),
+            "layout": "bshd",
+            "same_queries": self.counts is None,
+            "mesh": None if self.counts is None else self.mesh,
+            "label": label(self.label, name),
+        }
+
+
+def _kind(rule: MaskRule, call: dict[str, Any], states: list[torch.Tensor]) -> tuple[Any, ...]:
+    """What calls of one step must have in common to be made after one vote. Texts of masks and padding belong to the step."""
+    options = tuple(call[name] for name in ("scale", "softcap", "mesh"))
+    shapes = tuple((state.shape[0], state.shape[2], state.shape[3]) for state in states)
+    return (rule, *options, tuple(call["sinks"] or ()), *shapes, states[0].dtype)
+
+
+_current: ContextVar[Forward | None] = ContextVar("kyklos_forward", default=None)
+
+
+def current() -> Forward | None:
+    """The forward pass that this thread is in."""
+    return _current.get()
+
+
+class entered:
+    """A block in which ``forward`` is the current one."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def __enter__(self) -> Forward:
+        self._token = _current.set(self._forward)
+        return self._forward
+
+    def __exit__(self, *_: Any) -> None:
+        _current.reset(self._token)
+
+
+@torch.compiler.disable
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of ``attn_implementation="kyklos"``.
+
+    :param query: ``[batch, heads, tokens, dim]`` of this rank's tokens, after rotary positions; ``key`` and ``value`` with their
+        own number of heads.
+    :param attention_mask: a :class:`MaskRule`, or ``None``: then ``is_causal`` decides.
+    :returns: ``[batch, tokens, heads, dim]``, and no weights.
+    """
+    forward = current()
+    if forward is None:
+        raise RequestError(
+            'a layer with attn_implementation="kyklos" outside of a split model: call kyklos.transformers.parallelize(model, '
+            "group) and then the model, not one of its parts"
+        )
+    options = {**options, "scaling": scaling, "dropout": dropout}
+    return forward.attend(module, [query, key, value], attention_mask, options), None
+
+
+def _checked(name: str, module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> MaskRule:
+    """The mask rule of a call; refuses arguments that would have no effect."""
+    if options["dropout"]:
+        raise RequestError(f"attention at {name} asks for dropout {options['dropout']}: call model.eval()")
+    if options.get("output_attentions"):
+        raise RequestError(
+            f"attention at {name} is asked for its weights, which are never made: leave out output_attentions"
+        )
+    for argument, value in options.items():
+        if argument not in _KNOWN | {"scaling", "dropout"} and value is not None and value is not False:
+            raise RequestError(
+                f"attention at {name} gets the argument {argument}, which is not known here: run this model on one rank"
+            )
+    if isinstance(mask, MaskRule):
+        rule = mask
+    elif mask is None:
+        causal = options.get("is_causal")
+        rule = CAUSAL if (getattr(module, "is_causal", True) if causal is None else causal) else FULL
+    else:
+        kind = f"a tensor of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise RequestError(
+            f"attention at {name} gets {kind} as its mask: pass attention_mask as [batch, tokens], or none"
+        )
+    window = options.get("sliding_window")
+    # Some models count the query's own key, some do not.
+    if window is not None and (rule.left is None or window - rule.left not in (0, 1)):
+        raise RequestError(
+            f"attention at {name} says sliding_window {window}, and its mask is {rule}: run this model on one rank"
+        )
+    return rule
+
+
+def _prepared(*states: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value in one type, with heads of one size that kernels take: zeros in the end of a head change no product."""
+    query = states[0]
+    dtype = query.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    dim = max(state.shape[3] for state in states)
+    dim += -dim % 8
+    same = (state.to(dtype) for state in states)
+    return [
+        torch.nn.functional.pad(state, (0, dim - state.shape[3])) if state.shape[3] < dim else state for state in same
+    ]
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, masks.rule_of)

@@ -1,0 +1,377 @@
+"""A model whose forward pass computes this rank's tokens."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .._errors import DeviceError, GroupError, RequestError
+from .._group import Group
+from .._models.agreement import Passes
+from .._models.projections import compare_rows
+from .._models.telling import told
+from .._rows import gather
+from . import _checks as checks
+from . import _hooks as hooks
+from . import _masks as masks
+from ._attention import NAME, Forward, current, entered
+from ._cache import CACHE, CACHE_NAMES, SplitCache, given_cache
+from ._steps import Step
+
+# Inputs with an axis of tokens, which is axis 1.
+_OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+_KNOWN = {*_OF_TOKENS, "attention_mask", *CACHE_NAMES, "use_cache", "return_dict"}
+
+
+class SplitModel:
+    """The model's body (:attr:`base`, which ends with hidden states) computes the tokens of this rank; its head, if it has one,
+    gets the rows of all ranks."""
+
+    def __init__(
+        self, model: PreTrainedModel, group: Group, mesh: str | None, shares: Sequence[float] | None, gather: str
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise RequestError(
+                f"a {type(model).__name__} is no model of transformers: pass the PreTrainedModel inside of it"
+            )
+        self.model = model
+        self.base = checks.body_of(model)
+        self.group, self.mesh, self.gather = group, mesh, gather
+        self.shares = _checked_shares(shares, group.world)
+        if gather not in ("auto", "none"):
+            raise RequestError(f'gather is {gather!r}: use "auto" or "none"')
+        checks.refuse_unsplittable(model, self.base)
+        self.names = {module: name for name, module in self.base.named_modules()}
+        #: Rows that the head asks for: the last so many, 0 for all.
+        self.keep = 0
+        #: Targets of all tokens, if the head computes a loss.
+        self.labels: torch.Tensor | None = None
+        #: Rows go to all ranks whatever ``gather`` says: every rank chooses the next token.
+        self.generating = False
+        #: Whether the model makes other positions than :func:`checks.default_positions`: without padding, and with it.
+        self.own_positions = [False, False]
+        self._passes = Passes(group)
+        self._implementation = model.config._attn_implementation
+        self._base_implementation = self.base.config._attn_implementation
+        self._run: Callable[..., Any] = self.base.forward
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self, check: bool) -> None:
+        """Replaces the forward pass of the body; with ``check`` compares it with the one that was there."""
+        training = {module: module.training for module in self.base.modules()}
+        self.base.eval()
+        try:
+            with checks.rotary_state_kept(self.base):
+                self._install(check)
+        except BaseException:
+            self.remove()
+            raise
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+    def _install(self, check: bool) -> None:
+        self._passes.check_weights(self.model)
+        expected = self._expected() if check else None
+        self.model.set_attn_implementation(NAME)
+        if {self.model.config._attn_implementation, self.base.config._attn_implementation} != {NAME}:
+            raise RequestError(
+                f"{type(self.model).__name__} does not take another attention function: run it on one rank"
+            )
+        with checks.rotary_state_kept(self.base):
+            self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
+        hooks.longest_position(self.base, self._undo)
+        hooks.whole_pooler_input(self.base, self._undo)
+        names = list(inspect.signature(self._run).parameters)
+        forward = functools.partial(SplitModel._forward, self, names)
+        hooks.replace(self.base, "forward", functools.update_wrapper(forward, self._run), self._undo)
+        if expected is not None:
+            self._check(*expected)
+
+    def remove(self) -> None:
+        """Restores the model."""
+        while self._undo:
+            self._undo.pop()()
+        for part, implementation in ((self.model, self._implementation), (self.base, self._base_implementation)):
+            if part.config._attn_implementation != implementation:
+                part.set_attn_implementation(implementation)
+
+    def rows(self, tokens: int) -> tuple[int, int]:
+        """The rows of this rank, as a half-open range, of a pass over ``tokens`` tokens."""
+        counts = self._counts(tokens)
+        if counts is None:
+            return 0, tokens
+        first = sum(counts[: self.group.rank])
+        return first, first + counts[self.group.rank]
+
+    def cache(self, rollback: int = 0) -> SplitCache:
+        """An empty cache for this model."""
+        return SplitCache(self.group, len(self.traits.layers), self.shares[self.group.rank], rollback)
+
+    def _expected(self) -> tuple[dict[str, torch.Tensor], checks.States]:
+        """The trial's inputs, and what the model as it is makes of them."""
+        inputs = checks.trial_inputs(self.base, self.group.world)
+        batch, tokens = inputs["input_ids"].shape
+        positions = checks.default_positions(self.base, inputs["input_ids"], 0, (batch, tokens))
+        alone = {"return_dict": True, **checks.without_cache(self.base)}
+        with torch.no_grad():
+            default = self._run(**inputs, **alone).last_hidden_state
+            whole = self._run(**inputs, position_ids=positions, **alone)
+        visible = inputs["attention_mask"]
+        self.own_positions = [
+            not checks.compare(default[text], whole.last_hidden_state[text], visible[text])[0] for text in range(batch)
+        ]
+        return {**inputs, "position_ids": positions}, checks.States.of(whole)
+
+    def _check(self, inputs: dict[str, torch.Tensor], whole: checks.States) -> None:
+        """Compares the split model with the model as it was."""
+        shares, self.shares = self.shares, [1.0] * self.group.world
+        mode, self.gather = self.gather, "auto"
+        try:
+            with torch.no_grad():
+                split = self._trial(inputs)
+        finally:
+            self.shares, self.gather = shares, mode
+        equal, error = split.compare(whole, inputs["attention_mask"])
+        if not equal:
+            raise RequestError(
+                f"{type(self.model).__name__} does not compute the same when it is split: the largest error of a "
+                f"trial text is {error}, so parts of it look at the tokens of one rank only, or buffers differ between ranks; run it on one rank"
+            )
+
+    def _trial(self, inputs: dict[str, torch.Tensor]) -> checks.States:
+        """What the split model makes of the inputs; of the last token with the others in a cache, if the model has one."""
+        if not self.traits.caches:
+            return checks.States.of(self.base(**inputs, return_dict=True, **checks.without_cache(self.base)))
+        cache, mask = self.cache(), inputs["attention_mask"]
+        first = {name: value[:, :-1] for name, value in inputs.items()}
+        last = {**{name: value[:, -1:] for name, value in inputs.items()}, "attention_mask": mask}
+        states = [
+            self.base(**part, **{CACHE: cache}, return_dict=True).last_hidden_state for part in (first, last)
+        ]
+        return checks.States(torch.cat(states, 1))
+
+    def _forward(self, names: list[str], /, *args: Any, **kwargs: Any) -> Any:
+        """``forward`` of the body, whose arguments have these ``names``, for the inputs of all ranks."""
+        if current() is not None:
+            return self._run(*args, **kwargs)
+        with told(self.group):
+            try:
+                return self._split({**dict(zip(names, args, strict=False)), **kwargs})
+            except (RequestError, GroupError, DeviceError):
+                raise
+            except BaseException as error:
+                self.group.abort(f"{type(error).__name__} in the model: {error}")
+                error.told = True  # type: ignore[attr-defined]
+                raise
+
+    def _split(self, given: dict[str, Any]) -> Any:
+        inputs = {name: value for name, value in given.items() if value is not None}
+        self._refuse(inputs)
+        tokens_of = inputs.get("inputs_embeds", inputs.get("input_ids"))
+        if (
+            tokens_of is None
+            or tokens_of.dim() < 2
+            or tokens_of.shape[1] == 0
+            or len({"input_ids", "inputs_embeds"} & inputs.keys()) == 2
+        ):
+            raise RequestError(
+                "a split model needs input_ids [batch, tokens] or inputs_embeds [batch, tokens, width], and some tokens"
+            )
+        batch, tokens = tokens_of.shape[:2]
+        cache = self._cache_of(inputs)
+        past = 0 if cache is None else cache.length
+        positions, mask = self._positions(inputs, past, (batch, tokens)), inputs.get("attention_mask")
+        padding = masks.padding(mask, past + tokens)
+        if "position_ids" not in inputs and self.own_positions[padding is not None]:
+            raise RequestError(
+                f"{type(self.base).__name__} makes positions of its own, which a rank cannot make from its tokens: "
+                "pass position_ids"
+            )
+        if cache is not None:
+            cache.check()
+            if past == 0:
+                cache.keeps_all = padding is not None
+            elif padding is not None and not cache.keeps_all:
+                self._refuse_late_padding(cache)
+        packed = self.traits.packs and mask is None and cache is None
+        counts = self._counts(tokens)
+        # Passes with a cache have no gradients.
+        number = self._passes.next(self.model, torch.is_grad_enabled() and cache is None)
+        visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
+        label = f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, visible, self.labels)},"
+        compare_rows(self.group, {"inputs_embeds": inputs.get("inputs_embeds"), "labels": self.labels}, label)
+        forward = Forward(
+            self.group,
+            self.names,
+            label,
+            counts,
+            tokens,
+            self.mesh,
+            cache,
+            padding,
+            masks.documents(positions.expand(batch, -1)) if packed else None,
+            int(positions.max()),
+        )
+        if cache is not None and counts is None:
+            forward.step = Step(self.group, forward.label, cache.last_step or [])
+        first, end = self.rows(tokens)
+        own = {name: inputs[name][:, first:end] for name in _OF_TOKENS if name in inputs}
+        own["position_ids"] = positions[:, first:end]
+        # With a mask the library does not look for packed documents in the positions of one rank.
+        own["attention_mask"] = (
+            torch.ones(batch, end - first, dtype=torch.long, device=tokens_of.device)
+            if mask is None
+            else mask[:, past + first : past + end]
+        )
+        if cache is not None:
+            own |= {CACHE: cache, "use_cache": True}
+        else:
+            own |= checks.without_cache(self.base)
+        others = {name: value for name, value in inputs.items() if name not in _KNOWN}
+        try:
+            with entered(forward), hooks.recomputed(self.base, forward):
+                output = self._run(**own, **others, return_dict=True)
+                self._check_calls(forward)
+                if counts is not None:
+                    self._gather_output(output, forward)
+        except BaseException as error:
+            if forward.step is not None:
+                forward.step.end(error)
+            if cache is not None:
+                cache.restore()
+            raise
+        if cache is not None:
+            cache.length += tokens
+            if forward.step is not None and cache.last_step is not None:
+                cache.last_step = forward.step.calls
+        wanted = given.get("return_dict")
+        return output if (self.base.config.return_dict if wanted is None else wanted) else output.to_tuple()
+
+    def _refuse(self, inputs: dict[str, Any]) -> None:
+        """Refuses inputs that cannot be split or would have no effect."""
+        config = self.base.config
+        if inputs.get("output_attentions") or getattr(config, "output_attentions", False):
+            raise RequestError("output_attentions of a split model: the weights are never made; leave it out")
+        if inputs.get("output_router_logits") or getattr(config, "output_router_logits", False):
+            raise RequestError(
+                "output_router_logits of a split model: a rank has those of its tokens only; leave it out"
+            )
+        for name, value in inputs.items():
+            if name not in _KNOWN and (isinstance(value, (torch.Tensor, dict)) or name.startswith("cu_seq_lens")):
+                raise RequestError(
+                    f"a split model does not know how to split the input {name}: leave it out, or use one rank"
+                )
+        if self.base.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in self.base.modules()):
+            raise RequestError("dropout in a split model would differ between ranks: call model.eval()")
+
+    def _cache_of(self, inputs: dict[str, Any]) -> SplitCache | None:
+        cache = given_cache(inputs)
+        if isinstance(cache, SplitCache):
+            if cache.group is not self.group or len(cache.parts) != len(self.traits.layers):
+                raise RequestError("a cache of another split model: make one with handle.cache()")
+            return cache
+        if cache is not None:
+            raise RequestError(
+                f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
+            )
+        use = inputs.get("use_cache")
+        if use is None:
+            # A cache has no gradients, and who trains does not use it.
+            trains = torch.is_grad_enabled() and (self.base.training or self.labels is not None)
+            return self.cache() if self.traits.caches_by_default and not trains else None
+        return self.cache() if use and self.traits.caches else None
+
+    def _positions(self, inputs: dict[str, Any], past: int, shape: tuple[int, int]) -> torch.Tensor:
+        positions = inputs.get("position_ids")
+        if positions is None:
+            return checks.default_positions(self.base, inputs.get("input_ids"), past, shape)
+        if positions.dim() != 2 or positions.shape[0] not in (1, shape[0]) or positions.shape[1] != shape[1]:
+            raise RequestError(
+                f"position_ids of shape {tuple(positions.shape)} for {shape[0]} texts of {shape[1]} tokens: pass [batch, tokens]"
+            )
+        return positions
+
+    def _refuse_late_padding(self, cache: SplitCache) -> None:
+        if any(layer.store is not None and layer.window is not None for layer in cache.parts):
+            raise RequestError(
+                "padding in a later call, for a cache that has dropped the keys behind its windows: pass the "
+                "attention_mask with the padding from the first call on, or use_cache=False"
+            )
+
+    def _counts(self, tokens: int) -> list[int] | None:
+        """Tokens of each rank; ``None`` if all ranks compute all of them, since they are few."""
+        world = self.group.world
+        if tokens == 1 or tokens < world:
+            return None
+        return share_out(tokens, self.shares)
+
+    def _check_calls(self, forward: Forward) -> None:
+        """Refuses a pass in which a layer did not attend through the group, or twice."""
+        if forward.attended != self.traits.layers:
+            missing = [name for name in self.traits.layers if name not in forward.attended]
+            raise RequestError(
+                f"{len(forward.attended)} attention calls in a pass over {len(self.traits.layers)} layers"
+                + (f"; {', '.join(missing)} attended to the tokens of this rank only" if missing else "")
+                + ": do not change the model's layers after parallelize()"
+            )
+
+    def _gather_output(self, output: Any, forward: Forward) -> None:
+        """Puts the rows of all ranks into an output of the body."""
+        first, end = self.rows(forward.tokens)
+        # The head asks for the last rows only: those of this rank begin here.
+        skip = min(max(forward.tokens - self.keep - first, 0), end - first) if self.keep else 0
+
+        def everywhere(rows: torch.Tensor, what: str) -> torch.Tensor:
+            if self.gather == "none" and not self.generating:
+                return rows
+            if forward.pooled is not None and forward.pooled[0] is rows:
+                return forward.pooled[1]
+            return gather(self.group, rows, f"{forward.label} {what}")
+
+        for name, value in list(output.items()):
+            if name == "last_hidden_state":
+                output[name] = everywhere(value[:, skip:] if skip else value, name)
+            elif name == "hidden_states":
+                output[name] = tuple(everywhere(rows, f"hidden state {n}") for n, rows in enumerate(value))
+            elif name not in (CACHE, "pooler_output") and value is not None:
+                raise RequestError(f"the model's output {name} has the tokens of one rank: run this model on one rank")
+
+
+def share_out(tokens: int, shares: Sequence[float]) -> list[int]:
+    """``tokens`` in the proportions of ``shares``, at least one for each: models fail on none."""
+    total = sum(shares)
+    exact = [(tokens - len(shares)) * share / total for share in shares]
+    counts = [int(part) for part in exact]
+    by_rest = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_rest[: tokens - len(shares) - sum(counts)]:
+        counts[rank] += 1
+    return [count + 1 for count in counts]
+
+
+def _checked_shares(shares: Sequence[float] | None, world: int) -> list[float]:
+    if shares is None:
+        return [1.0] * world
+    values = [float(share) for share in shares]
+    if len(values) != world or not all(0 < share < float("inf") for share in values):
+        raise RequestError(f"shares {list(shares)} for {world} ranks: give a positive number for each rank")
+    return values
+
+
+def _digest(*tensors: torch.Tensor | None) -> str:
+    """A short text that is equal on ranks with equal inputs. Floating-point values are left out, which devices may round differently:
+    :func:`compare_rows` compares them."""
+    crc = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        crc = zlib.crc32(str(tuple(tensor.shape)).encode(), crc)
+        if not tensor.is_floating_point():
+            crc = zlib.crc32(tensor.detach().to("cpu", torch.int64).contiguous().numpy().tobytes(), crc)
+    return f"{crc:08x}"
