@@ -25,7 +25,7 @@ pub(crate) struct GroupArgs {
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,
     /// Number of processes [or KYKLOS_WORLD]
-    #[arg(long = "world", value_name = "N")]
+    #[arg(long = "world", alias = "size", value_name = "N")]
     pub(crate) size: Option<NonZeroU32>,
     /// Where rank 0 listens, UDP [or KYKLOS_COORDINATOR]
     #[arg(long, value_name = "HOST:PORT")]

@@ -171,7 +171,7 @@ mod tests {
             "make a new invitation; copy the whole token; make a new authority",
             "start that rank again with the identity that it got",
             "use a mesh of 2 x 2, or a ring",
-            "set the option world or KYKLOS_WORLD",
+            "set the option size or KYKLOS_WORLD",
         ] {
             let text = words.to_owned();
             let refused = TransportError::Refused { rank: Rank(1), reason, text: text.clone() };

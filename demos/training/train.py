@@ -111,7 +111,7 @@ def split(model, data, way, cut_targets=False):
 
         own = rows(way.shares, group.rank)
         # Without the fault the targets of all tokens are known.
-        cut = cut_targets and group.rank + 1 < group.world
+        cut = cut_targets and group.rank + 1 < group.size
         return train(models[group.rank], data, attend, own, group, cut)
 
     parts = kyklos.run_local(len(way.shares), rank, device="cpu")

@@ -97,7 +97,7 @@ pub(crate) fn assign(
         if let Some(option) = options.first_group_option() {
             return Err(Error::request(
                 format!("{option} under kyklos launch"),
-                "remove it: kyklos launch sets rank, world and coordinator",
+                "remove it: kyklos launch sets rank, size and coordinator",
             ));
         }
         vec![explicit::variables(variables)?, torchrun::LAUNCHER.source(variables)?]
@@ -118,7 +118,7 @@ pub(crate) fn assign(
         (Some(rank), None) => {
             return Err(Error::request(
                 format!("{}, and nothing says how many ranks there are", rank.origin),
-                "set the option world or KYKLOS_WORLD",
+                "set the option size or KYKLOS_WORLD",
             )
             .of(RequestKind::Size));
         }
@@ -137,7 +137,7 @@ pub(crate) fn assign(
     if rank.value >= size.value {
         return Err(Error::request(
             format!("{} with {}", rank.origin, size.origin),
-            "ranks go from 0 to the world's size less one",
+            "ranks go from 0 to the number of ranks less one",
         ));
     }
     let coordinator = first(&sources, |source| source.coordinator.as_ref());

@@ -81,7 +81,7 @@ impl Credentials {
         if let Some(path) = options.identity.as_ref().filter(|path| path.exists()) {
             return Err(Error::request(
                 format!("option identity={} with {origin}, and the file exists", path.display()),
-                "to use the file, remove the token and set rank, world and coordinator; to keep another identity, name another \
+                "to use the file, remove the token and set rank, size and coordinator; to keep another identity, name another \
                  file",
             )
             .of(RequestKind::IdentityExists));

@@ -10,7 +10,7 @@ pub(crate) fn options(options: &Options) -> Result<Source> {
     Ok(Source {
         precedence: Precedence::Explicit,
         rank: options.rank.map(|rank| Setting::new(rank, named("rank", rank))),
-        size: options.size.map(|size| Setting::new(size.get(), named("world", size))),
+        size: options.size.map(|size| Setting::new(size.get(), named("size", size))),
         coordinator: match &options.coordinator {
             Some(text) => {
                 let origin = named("coordinator", text);

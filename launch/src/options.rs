@@ -121,7 +121,7 @@ impl Options {
     pub(crate) fn first_group_option(&self) -> Option<String> {
         let path = |name, path: &Option<PathBuf>| path.as_ref().map(|path| named(name, path.display()));
         (self.rank.map(|rank| named("rank", rank)))
-            .or_else(|| self.size.map(|size| named("world", size)))
+            .or_else(|| self.size.map(|size| named("size", size)))
             .or_else(|| self.coordinator.as_ref().map(|at| named("coordinator", at)))
             .or_else(|| path("cluster_file", &self.cluster_file))
             .or_else(|| path("identity", &self.identity))

@@ -15,7 +15,7 @@ pub(crate) fn assign(options: &str, variables: &str) -> Result<Option<Assignment
     for (name, value) in owned_options {
         match name.as_str() {
             "rank" => options.rank = Some(value.parse().unwrap()),
-            "world" => options.size = Some(value.parse().unwrap()),
+            "size" => options.size = Some(value.parse().unwrap()),
             "coordinator" => options.coordinator = Some(value),
             "cluster_file" => options.cluster_file = Some(value.into()),
             other => panic!("{other}"),

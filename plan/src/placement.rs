@@ -233,11 +233,11 @@ impl Split {
             Self::Weights(weights) => by_largest_remainder(weights, total),
             Self::Work(_) => Err(Error::request(
                 "a split by work without a mask",
-                "make plans with it (plan_world), or give token counts",
+                "make plans with it (plan_forward), or give token counts",
             )),
             Self::Separate { .. } => Err(Error::request(
                 "a split of queries and keys for the tokens of one side",
-                "make plans with it (plan_world), or give the split of this side",
+                "make plans with it (plan_forward), or give the split of this side",
             )),
             Self::Tokens(tokens) if tokens.len() != size as usize => {
                 Err(wrong_length("token counts", tokens.len()))

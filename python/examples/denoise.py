@@ -47,7 +47,7 @@ with kyklos.Group.from_torch() as group:
     with kyklos.diffusers.parallelize(pipe.transformer, group, mesh=args.mesh, shares=args.shares):
         latents = denoise()
     if group.rank == 0:
-        print(f"{group.world} ranks: latents {list(latents.shape)}")
+        print(f"{group.size} ranks: latents {list(latents.shape)}")
         if not args.path:
             difference = (latents - denoise()).abs().max().item()
             print(f"largest difference from the unsplit transformer: {difference:.1e}")

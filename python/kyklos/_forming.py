@@ -23,7 +23,7 @@ class Forming:
         *,
         device: str = "auto",
         rank: int | None = None,
-        world: int | None = None,
+        size: int | None = None,
         coordinator: str | None = None,
         cluster_file: str | None = None,
         identity: str | None = None,
@@ -46,7 +46,7 @@ class Forming:
 
         :param device: ``"auto"``, ``"cpu"``, ``"wgpu"``, ``"wgpu:N"``, ``"cuda"`` or ``"cuda:N"``. ``"auto"`` takes a GPU by
             wgpu if there is one, else the cores.
-        :param rank: this rank, if no launcher says it; likewise ``world`` and ``coordinator`` (``"HOST:PORT"`` of rank 0, UDP).
+        :param rank: this rank, if no launcher says it; likewise ``size`` and ``coordinator`` (``"HOST:PORT"`` of rank 0, UDP).
         :param cluster_file: TOML file that lists the hosts of the ranks.
         :param identity: PEM file that proves this rank to the others; ``{rank}`` in it stands for the rank. A group over a
             network needs identities (``kyklos certs``), or ``invitation`` on rank 0 and ``token`` on the others.
@@ -72,7 +72,7 @@ class Forming:
         """
         launch = {
             "rank": rank,
-            "world": world,
+            "size": size,
             "coordinator": coordinator,
             "cluster_file": cluster_file,
             "identity": identity,
@@ -91,7 +91,7 @@ class Forming:
     @classmethod
     def local(
         cls: type[G],
-        world: int,
+        size: int,
         *,
         device: str | Sequence[str] = "auto",
         deadline_s: float = 60.0,
@@ -101,11 +101,11 @@ class Forming:
     ) -> list[G]:
         """All ranks of a group in this process, by rank. Each is used by a thread of its own: see :func:`kyklos.run_local`.
 
-        :param world: number of ranks.
+        :param size: number of ranks.
         :param device: one for all ranks, or a list with one for each. Ranks with the same name share the device.
         """
         names = [device] if isinstance(device, str) else list(device)
-        return [cls(core) for core in _kyklos.local(names, world, _session(deadline_s, leave_s, collective, nccl_cluster))]
+        return [cls(core) for core in _kyklos.local(names, size, _session(deadline_s, leave_s, collective, nccl_cluster))]
 
     @classmethod
     def from_torch(
@@ -134,7 +134,7 @@ class Forming:
         from ._torch_group import own_identity
 
         own = own_identity(process_group, host, port)
-        if own["world"] == 1:
+        if own["size"] == 1:
             return cls.local(
                 1,
                 device=device,
@@ -161,7 +161,7 @@ class Forming:
         identity: str,
         *,
         rank: int,
-        world: int,
+        size: int,
         host: str,
         port: int,
         device: str = "auto",
@@ -177,7 +177,7 @@ class Forming:
         """A group of processes that a launcher of your own started, and that carried the identities to them.
 
         :param identity: this rank's one of :func:`kyklos.identities`. It is a secret.
-        :param rank: this rank; ``world`` is the number of ranks.
+        :param rank: this rank; ``size`` is the number of ranks.
         :param host: name or address of rank 0; rank 0 itself listens there.
         :param port: port of rank 0 (UDP, or TCP with ``network="tcp"``).
         :param advertise: as for :meth:`from_env`.
@@ -185,7 +185,7 @@ class Forming:
         member = {
             "pem": identity,
             "rank": rank,
-            "world": world,
+            "size": size,
             "host": host,
             "port": port,
             "advertise": _joined(advertise),

@@ -52,9 +52,9 @@ class Group(Forming, Sharing, Differentiable):
         return self._core.rank
 
     @property
-    def world(self) -> int:
+    def size(self) -> int:
         """Number of ranks."""
-        return self._core.world
+        return self._core.size
 
     @property
     def device(self) -> str:
@@ -231,8 +231,8 @@ class Group(Forming, Sharing, Differentiable):
         **options: Unpack[CallOptions],
     ) -> Plan:
         """:func:`kyklos.plan` for the ranks of this group. No rank waits for another."""
-        if len(q_counts) != self.world:
-            raise ValueError(f"counts of {len(q_counts)} ranks for a group of {self.world}")
+        if len(q_counts) != self.size:
+            raise ValueError(f"counts of {len(q_counts)} ranks for a group of {self.size}")
         return plan(
             q_counts, kv_counts, heads=heads, dim=dim, kv_heads=kv_heads, batch=batch, dtype=dtype, rank=rank, **options
         )
@@ -273,13 +273,13 @@ class Group(Forming, Sharing, Differentiable):
         self.close()
 
     def __repr__(self) -> str:
-        return f"kyklos.Group(rank={self.rank}, world={self.world}, device={self.device!r})"
+        return f"kyklos.Group(rank={self.rank}, size={self.size}, device={self.device!r})"
 
 
-def identities(world: int) -> list[str]:
+def identities(size: int) -> list[str]:
     """New identities for the ranks of one group, by rank, as PEM texts for :meth:`Group.connect`. Each is the secret of its rank:
     carry it to that process only, over a channel that you trust."""
-    return _kyklos.identities(world)
+    return _kyklos.identities(size)
 
 
 @atexit.register

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def run_local(
-    world: int,
+    size: int,
     function: Callable[[Group], T],
     *,
     device: str | Sequence[str] = "auto",
@@ -24,9 +24,9 @@ def run_local(
 
     If one of them raises, the others end with a :class:`GroupError`, and its exception is raised here.
     """
-    groups = Group.local(world, device=device, deadline_s=deadline_s, collective=collective)
-    values: list[Any] = [None] * world
-    errors: list[BaseException | None] = [None] * world
+    groups = Group.local(size, device=device, deadline_s=deadline_s, collective=collective)
+    values: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
 
     def run(rank: int, group: Group) -> None:
         try:

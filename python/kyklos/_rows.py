@@ -48,7 +48,7 @@ def sum_rows(group: Group, rows: torch.Tensor, counts: list[int], label: str) ->
         everything = _exchange(group, part, f"{label} {owner}", owner)
         if owner == group.rank:
             # In the order of the ranks, each with all of these tokens.
-            each = everything.unflatten(1, (group.world, counts[owner]))
+            each = everything.unflatten(1, (group.size, counts[owner]))
             own = each.double().sum(1).to(rows.dtype)
     return own
 

@@ -12,16 +12,16 @@ from ._kyklos import free_port, identities
 
 def own_identity(process_group: Any, host: str | None, port: int) -> dict[str, Any]:
     """This rank's arguments of ``Group.connect``. Rank 0 makes an identity for each rank, and each rank receives its own."""
-    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("this process is not in the process group")
     members: list[Any] | None = None
     if rank == 0:
         host = host or os.environ.get("MASTER_ADDR") or "127.0.0.1"
         port = port or free_port(host)
-        members = [(pem, host, port) for pem in identities(world)]
+        members = [(pem, host, port) for pem in identities(size)]
     received: list[Any] = [None]
     source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     dist.scatter_object_list(received, members, src=source, group=process_group)
     pem, host, port = received[0]
-    return {"identity": pem, "rank": rank, "world": world, "host": host, "port": port}
+    return {"identity": pem, "rank": rank, "size": size, "host": host, "port": port}

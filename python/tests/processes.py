@@ -34,7 +34,7 @@ def start(*scripts):
             stderr=subprocess.PIPE,
             text=True,
         )
-        own = {"identity": pem, "rank": rank, "world": len(scripts), "host": "127.0.0.1", "port": port}
+        own = {"identity": pem, "rank": rank, "size": len(scripts), "host": "127.0.0.1", "port": port}
         process.stdin.write(json.dumps(own) + "\n")
         process.stdin.flush()
         started.append(process)

@@ -15,9 +15,9 @@ import kyklos.diffusers
 import kyklos.transformers
 
 
-def devices(world):
+def devices(size):
     """Cores and a GPU in turns."""
-    return ["cpu" if rank % 2 == 0 else "wgpu" for rank in range(world)]
+    return ["cpu" if rank % 2 == 0 else "wgpu" for rank in range(size)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -213,14 +213,14 @@ def test_groups_that_cannot_form_say_why(tmp_path):
     with pytest.raises(kyklos.RequestError, match="join_deadline_s"):
         kyklos.Group.from_env(join_deadline_s=-1)
     with pytest.raises(kyklos.RequestError, match="identity"):
-        kyklos.Group.from_env(rank=0, world=2, coordinator="127.0.0.1:29999")
+        kyklos.Group.from_env(rank=0, size=2, coordinator="127.0.0.1:29999")
     with pytest.raises(kyklos.GroupError, match="is not an identity"):
-        kyklos.Group.connect("no PEM", rank=0, world=2, host="127.0.0.1", port=29998)
+        kyklos.Group.connect("no PEM", rank=0, size=2, host="127.0.0.1", port=29998)
     missing = kyklos.identities(2)[1]
     with pytest.raises(kyklos.GroupError):
-        kyklos.Group.connect(missing, rank=1, world=2, host="127.0.0.1", port=29997, join_deadline_s=1)
+        kyklos.Group.connect(missing, rank=1, size=2, host="127.0.0.1", port=29997, join_deadline_s=1)
     with kyklos.Group.from_env(device="cpu") as group:
-        assert (group.rank, group.world) == (0, 1)
+        assert (group.rank, group.size) == (0, 1)
 
 
 def test_the_port_of_rank_0_is_none_that_systems_give_to_sockets_without_one():

@@ -11,7 +11,7 @@ TOKENS = 96
 SHAPE = {"heads": 4, "kv_heads": 2, "dim": 32, "batch": 2}
 
 
-def shared(arrays, world, device="cpu", calls=1, **options):
+def shared(arrays, size, device="cpu", calls=1, **options):
     """The shares of the last call, and the rows of all tokens in their order."""
     q, k, v = arrays
 
@@ -22,7 +22,7 @@ def shared(arrays, world, device="cpu", calls=1, **options):
             got = group.attend(q[:, rows], k[:, keys], v[:, keys], mask="causal", **shares.options)
         return shares, rows, got
 
-    results = kyklos.run_local(world, work, device=device)
+    results = kyklos.run_local(size, work, device=device)
     shares = results[0][0]
     assert all(other == shares for other, _, _ in results), "the ranks disagree"
     for lists in (shares.q_tokens, shares.kv_tokens):
@@ -48,11 +48,11 @@ def test_even_shares_and_weights(tensors, shares, want, placement):
     check(rows, attention(*arrays, visible=causal(TOKENS, TOKENS)))
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_shares_by_speed(tensors, world):
+@pytest.mark.parametrize("size", [1, 3])
+def test_shares_by_speed(tensors, size):
     arrays = tensors(TOKENS)
     # The second and third answers are from the calls before them.
-    _, rows = shared(arrays, world, calls=3)
+    _, rows = shared(arrays, size, calls=3)
     check(rows, attention(*arrays, visible=causal(TOKENS, TOKENS)))
 
 

@@ -227,7 +227,7 @@ impl std::fmt::Debug for Session {
         let Self { transport, device, op, .. } = self;
         f.debug_struct("Session")
             .field("rank", &transport.rank())
-            .field("world", &transport.size())
+            .field("size", &transport.size())
             .field("device", device)
             .field("op", op)
             .finish_non_exhaustive()

@@ -42,7 +42,7 @@ def theirs(q, k, v, gradient):
 
 def ours(group, q, k, v, gradient):
     """Of the tokens of this rank."""
-    half = TOKENS // group.world
+    half = TOKENS // group.size
     own = slice(group.rank * half, (group.rank + 1) * half)
     inputs = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
     o, _ = kyklos.torch.attention(*inputs, group, mask="causal")

@@ -120,7 +120,7 @@ pub(crate) const BY_FLAGS: &str =
 fn by_flags() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
-    cluster.works(BY_FLAGS, "", &["option world=3", "option coordinator=127.0.0.1", "of job train, until"]);
+    cluster.works(BY_FLAGS, "", &["option size=3", "option coordinator=127.0.0.1", "of job train, until"]);
     // The environment may repeat the values of the flags. An identity that expires soon causes a warning.
     let outputs =
         cluster.run(&format!("{BY_FLAGS} --warn-days 60"), "RANK={rank} WORLD_SIZE=3 KYKLOS_JOB_ID=train");
@@ -147,7 +147,7 @@ fn a_revoked_identity_is_kept_out_by_a_line_of_what_was_issued() {
 fn over_tcp_where_udp_does_not_get_through() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
-    cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["option world=3"]);
+    cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["option size=3"]);
     // Rank 0 refuses the other ranks, because they use another network. They say so at once, and at their deadline.
     let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 20 --network {{carrier}}"), "");
     for rank in [1, 2] {

@@ -6,7 +6,7 @@ fn options_and_own_variables_give_rank_world_and_coordinator() {
     for (options, variables, expected) in [
         ("", "", "alone"),
         ("", "KYKLOS_COORDINATOR=h:1", "alone"),
-        ("rank=1 world=3 coordinator=a:7", "", "1/3 0/1 a:7"),
+        ("rank=1 size=3 coordinator=a:7", "", "1/3 0/1 a:7"),
         ("rank=1", "KYKLOS_WORLD=3 KYKLOS_COORDINATOR=a:7", "1/3 0/1 a:7"),
     ] {
         assert_eq!(brief(assign(options, variables).unwrap()), expected, "{options} | {variables}");
@@ -34,7 +34,7 @@ fn a_launcher_wins_over_its_scheduler_and_equal_settings_are_no_contradiction() 
         // Two sources with equal values: each adds the settings that the other one lacks.
         ("", slurm("PMI_RANK=1 PMI_SIZE=2"), "1/2 0/1 a:29600"),
         ("", slurm("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0"), "1/2 0/1 a:29600"),
-        ("rank=1 world=2", slurm(""), "1/2 0/1 a:29600"),
+        ("rank=1 size=2", slurm(""), "1/2 0/1 a:29600"),
         (
             "",
             "JOB_COMPLETION_INDEX=1 RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=3".into(),
@@ -42,7 +42,7 @@ fn a_launcher_wins_over_its_scheduler_and_equal_settings_are_no_contradiction() 
         ),
         // Ranks started by hand from the shell of a task.
         (
-            "rank=1 world=2 coordinator=h:1",
+            "rank=1 size=2 coordinator=h:1",
             "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_JOB_NODELIST=a".into(),
             "1/2 0/1 h:1",
         ),
@@ -56,26 +56,26 @@ fn contradictory_and_incomplete_settings_are_refused_by_both_names() {
     for (options, variables, words) in [
         ("", "KYKLOS_WORLD=3", &["KYKLOS_WORLD=3", "option rank"][..]),
         ("", "KYKLOS_WORLD=0", &["KYKLOS_WORLD=0"]),
-        ("world=3", "", &["option world=3", "option rank"]),
+        ("size=3", "", &["option size=3", "option rank"]),
         ("coordinator=a:1", "", &["option coordinator=a:1", "option rank"]),
-        ("rank=0", "", &["option rank=0", "option world"]),
+        ("rank=0", "", &["option rank=0", "option size"]),
         ("", "RANK=0 WORLD_SIZE=2 PMI_RANK=1 PMI_SIZE=2", &["RANK=0", "PMI_RANK=1"]),
         (
             "",
             "SLURM_PROCID=0 SLURM_NTASKS=2 JOB_COMPLETION_INDEX=1",
             &["SLURM_PROCID=0", "JOB_COMPLETION_INDEX=1"],
         ),
-        ("rank=0 world=4", "SLURM_PROCID=1 SLURM_NTASKS=4", &["option rank=0", "SLURM_PROCID=1"]),
-        ("world=4", "SLURM_PROCID=0 SLURM_NTASKS=1", &["option world=4", "SLURM_NTASKS=1"]),
-        ("world=4 rank=1", "KYKLOS_WORLD=3", &["option world=4", "KYKLOS_WORLD=3"]),
+        ("rank=0 size=4", "SLURM_PROCID=1 SLURM_NTASKS=4", &["option rank=0", "SLURM_PROCID=1"]),
+        ("size=4", "SLURM_PROCID=0 SLURM_NTASKS=1", &["option size=4", "SLURM_NTASKS=1"]),
+        ("size=4 rank=1", "KYKLOS_WORLD=3", &["option size=4", "KYKLOS_WORLD=3"]),
         (
-            "coordinator=a:1 rank=1 world=2",
+            "coordinator=a:1 rank=1 size=2",
             "KYKLOS_COORDINATOR=b:1",
             &["option coordinator=a:1", "KYKLOS_COORDINATOR=b:1"],
         ),
-        ("rank=1 world=2 coordinator=a", "", &["option coordinator=a", "node1:29600"]),
+        ("rank=1 size=2 coordinator=a", "", &["option coordinator=a", "node1:29600"]),
         (
-            "rank=0 world=2 coordinator=a:1",
+            "rank=0 size=2 coordinator=a:1",
             "KYKLOS_LAUNCH=1 RANK=0 WORLD_SIZE=2",
             &["rank=0", "kyklos launch"],
         ),

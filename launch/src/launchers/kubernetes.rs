@@ -66,7 +66,7 @@ mod tests {
                 "JOB_COMPLETION_INDEX=2 KYKLOS_WORLD=4 HOSTNAME=ring-2 KYKLOS_SERVICE=ring.default",
                 "2/4 0/1 ring-0.ring.default:29600",
             ),
-            ("world=4", "JOB_COMPLETION_INDEX=0 KYKLOS_COORDINATOR=ring-0.ring:7", "0/4 0/1 ring-0.ring:7"),
+            ("size=4", "JOB_COMPLETION_INDEX=0 KYKLOS_COORDINATOR=ring-0.ring:7", "0/4 0/1 ring-0.ring:7"),
         ] {
             assert_eq!(brief(assign(options, variables).unwrap()), expected, "{options} | {variables}");
         }

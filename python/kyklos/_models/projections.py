@@ -56,8 +56,8 @@ def exchange(group: Group, numbers: torch.Tensor, label: str) -> torch.Tensor:
     """``[ranks, rows, columns]`` in float64, of the finite ``numbers [rows, columns]`` of each rank, which travel as float32."""
     flat = numbers.to("cpu", torch.float32).nan_to_num().flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % _WIDTH)).view(1, -1, _WIDTH)
-    whole = gather(group, padded, label).view(group.world, -1)
-    return whole[:, : len(flat)].double().view(group.world, *numbers.shape)
+    whole = gather(group, padded, label).view(group.size, -1)
+    return whole[:, : len(flat)].double().view(group.size, *numbers.shape)
 
 
 def _of_rows(rows: torch.Tensor) -> torch.Tensor:

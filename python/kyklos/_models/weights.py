@@ -42,7 +42,7 @@ class Weights:
         :raises RequestError: on all ranks.
         """
         parameters = {name: one for name, one in module.named_parameters() if _compared(one)}
-        if not parameters or group.world == 1:
+        if not parameters or group.size == 1:
             return
         now = torch.stack([self._projected(name, one) for name, one in parameters.items()])
         zero = torch.zeros(_OF_WEIGHTS, dtype=torch.float64)

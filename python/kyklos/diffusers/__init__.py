@@ -122,7 +122,7 @@ def _parallelized(
     modules = split_attention_modules(transformer, known.plan)
     if mesh == "auto":
         mesh = None
-    relative = _shares(shares, group.world)
+    relative = _shares(shares, group.size)
     split = _attention.Split(group, name, relative, mesh, len(modules))
     handle = Handle(transformer, split)
     splitter = _hooks.Splitter(group, relative, known.plan.whole)
@@ -203,13 +203,13 @@ def _check_free(transformer: torch.nn.Module, name: str) -> None:
             raise RequestError(f"{name} is split by kyklos already: call remove() of its handle first")
 
 
-def _shares(shares: Sequence[float] | None, world: int) -> tuple[int, ...]:
+def _shares(shares: Sequence[float] | None, size: int) -> tuple[int, ...]:
     """Whole numbers in the proportion of ``shares``."""
     if shares is None:
-        return (1,) * world
+        return (1,) * size
     given = [float(share) for share in shares]
-    if len(given) != world:
-        raise RequestError(f"{len(given)} shares for {world} ranks: give each rank one")
+    if len(given) != size:
+        raise RequestError(f"{len(given)} shares for {size} ranks: give each rank one")
     if not all(math.isfinite(share) and share > 0 for share in given):
         raise RequestError(
             f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing"

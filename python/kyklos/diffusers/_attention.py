@@ -124,7 +124,7 @@ class Split:
             o, lse = run(label=label)
         elif mask.shape[2] == 1:
             o, lse, number = self._attend_masked(run, mask.detach().to("cpu"), q.dtype, label)
-        elif mask.shape[3] != k.shape[1] or self.group.world == 1:
+        elif mask.shape[3] != k.shape[1] or self.group.size == 1:
             o, lse = run(label=label, bias=rows_of(mask, q.dtype))
         else:
             raise RequestError(

@@ -27,12 +27,12 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 def bounds(total: int, shares: Sequence[int]) -> list[int]:
     """Positions at which ``total`` tokens are cut: rank r has those from ``bounds[r]`` to ``bounds[r + 1]``. Each rank has at
     least one."""
-    world, whole, sum_ = len(shares), sum(shares), 0
+    size, whole, sum_ = len(shares), sum(shares), 0
     cuts = [0]
     for rank, share in enumerate(shares):
         sum_ += share
         cut = (2 * total * sum_ + whole) // (2 * whole)
-        cuts.append(max(min(cut, total - (world - 1 - rank)), cuts[-1] + 1))
+        cuts.append(max(min(cut, total - (size - 1 - rank)), cuts[-1] + 1))
     return cuts
 
 

@@ -31,14 +31,14 @@ def compare(group: Group, inputs: dict[str, Any], place: str) -> None:
     label = f"{place}, inputs {zlib.crc32(' '.join([*plain, '', *tensors]).encode()):x}"
     whole = gather(group, row[None, None], label)[0, :, 1:]
     for name, part in zip(plain, whole[:, : len(others)].unflatten(1, (len(plain), 2)).unbind(1), strict=True):
-        for rank in range(1, group.world):
+        for rank in range(1, group.size):
             if not torch.equal(part[rank], part[0]):
                 raise agreed(
                     rank, f"rank {rank} has another {name} than rank 0: give the pipeline the same arguments on all ranks"
                 )
     whole = whole[:, len(others) :].unflatten(1, (len(tensors), _AXES + _SAMPLES))
     for name, part in zip(tensors, whole.unbind(1), strict=True):
-        for rank in range(1, group.world):
+        for rank in range(1, group.size):
             own, first = part[rank], part[0]
             if not torch.equal(own[:_AXES], first[:_AXES]):
                 sizes = [[int(n) for n in axes[:_AXES] if n >= 0] for axes in (own, first)]

@@ -32,7 +32,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
     refused = next((reason for reason in map(_refused, wanted) if reason), None)
     if refused is not None:
         raise group.refuse(f"sum_gradients over {refused}", "use float32, float16 or bfloat16, and dense gradients")
-    if not wanted or group.world == 1:
+    if not wanted or group.size == 1:
         return
     text = " ".join(f"{tuple(parameter.shape)} {parameter.dtype}" for parameter in wanted)
     label = f"gradients of {len(wanted)} parameters {zlib.crc32(text.encode()):08x}"
@@ -82,7 +82,7 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _sum(group: Group, flat: torch.Tensor, label: str) -> torch.Tensor:
     """Each rank sums a part of the rows, and then all ranks get all parts."""
     rows = torch.nn.functional.pad(flat, (0, -len(flat) % _WIDTH)).view(1, -1, _WIDTH)
-    cuts = [rows.shape[1] * rank // group.world for rank in range(group.world + 1)]
+    cuts = [rows.shape[1] * rank // group.size for rank in range(group.size + 1)]
     counts = [end - first for first, end in zip(cuts, cuts[1:], strict=False)]
     own = sum_rows(group, rows, counts, f"{label} of rank")
     return gather(group, own, f"{label}, sums").view(-1)[: len(flat)]

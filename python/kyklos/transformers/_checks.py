@@ -68,9 +68,9 @@ def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
         refuse("it is split already", "call remove() of its handle first")
 
 
-def trial_inputs(base: PreTrainedModel, world: int) -> dict[str, torch.Tensor]:
+def trial_inputs(base: PreTrainedModel, size: int) -> dict[str, torch.Tensor]:
     """Two texts, one with padding on the left. The same on all ranks."""
-    tokens = _TRIAL_TOKENS * world
+    tokens = _TRIAL_TOKENS * size
     vocabulary, device = _embeddings(base).shape[0], _embeddings(base).device
     padding = getattr(base.config, "pad_token_id", None)
     ids = (torch.arange(2 * tokens) * 7919 + 13).reshape(2, tokens) % vocabulary

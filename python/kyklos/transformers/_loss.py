@@ -58,9 +58,9 @@ def _with_own_loss(split: SplitModel, run: Callable[..., Any], given: dict[str, 
     labels = given["labels"]
     tokens = labels.shape[1]
     first, end = split.rows(tokens)
-    if split.group.world > 1 and end - first == tokens:
+    if split.group.size > 1 and end - first == tokens:
         raise RequestError(
-            f'labels of {tokens} tokens on {split.group.world} ranks with gather="none": each rank needs tokens of its own; pass '
+            f'labels of {tokens} tokens on {split.group.size} ranks with gather="none": each rank needs tokens of its own; pass '
             "longer texts"
         )
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)

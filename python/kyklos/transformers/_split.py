@@ -43,7 +43,7 @@ class SplitModel:
         self.model = model
         self.base = checks.body_of(model)
         self.group, self.mesh, self.gather = group, mesh, gather
-        self.shares = _checked_shares(shares, group.world)
+        self.shares = _checked_shares(shares, group.size)
         if gather not in ("auto", "none"):
             raise RequestError(f'gather is {gather!r}: use "auto" or "none"')
         checks.refuse_unsplittable(model, self.base)
@@ -116,7 +116,7 @@ class SplitModel:
 
     def _expected(self) -> tuple[dict[str, torch.Tensor], checks.States]:
         """The trial's inputs, and what the model as it is makes of them."""
-        inputs = checks.trial_inputs(self.base, self.group.world)
+        inputs = checks.trial_inputs(self.base, self.group.size)
         batch, tokens = inputs["input_ids"].shape
         positions = checks.default_positions(self.base, inputs["input_ids"], 0, (batch, tokens))
         alone = {"return_dict": True, **checks.without_cache(self.base)}
@@ -131,7 +131,7 @@ class SplitModel:
 
     def _check(self, inputs: dict[str, torch.Tensor], whole: checks.States) -> None:
         """Compares the split model with the model as it was."""
-        shares, self.shares = self.shares, [1.0] * self.group.world
+        shares, self.shares = self.shares, [1.0] * self.group.size
         mode, self.gather = self.gather, "auto"
         try:
             with torch.no_grad():
@@ -307,8 +307,8 @@ class SplitModel:
 
     def _counts(self, tokens: int) -> list[int] | None:
         """Tokens of each rank; ``None`` if all ranks compute all of them, since they are few."""
-        world = self.group.world
-        if tokens == 1 or tokens < world:
+        size = self.group.size
+        if tokens == 1 or tokens < size:
             return None
         return share_out(tokens, self.shares)
 
@@ -355,12 +355,12 @@ def share_out(tokens: int, shares: Sequence[float]) -> list[int]:
     return [count + 1 for count in counts]
 
 
-def _checked_shares(shares: Sequence[float] | None, world: int) -> list[float]:
+def _checked_shares(shares: Sequence[float] | None, size: int) -> list[float]:
     if shares is None:
-        return [1.0] * world
+        return [1.0] * size
     values = [float(share) for share in shares]
-    if len(values) != world or not all(0 < share < float("inf") for share in values):
-        raise RequestError(f"shares {list(shares)} for {world} ranks: give a positive number for each rank")
+    if len(values) != size or not all(0 < share < float("inf") for share in values):
+        raise RequestError(f"shares {list(shares)} for {size} ranks: give a positive number for each rank")
     return values
 
 

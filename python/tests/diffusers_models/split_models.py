@@ -15,18 +15,18 @@ def case(name):
     return tiny.CASES[name]()
 
 
-def split(case, world=2, call=tiny.call, **options):
+def split(case, size=2, call=tiny.call, **options):
     """Outputs of the split model by rank."""
-    models = case.copies(world)
+    models = case.copies(size)
 
     def run(group):
         with parallelize(models[group.rank], group, **options):
             return call(models[group.rank], case.inputs)
 
-    return kyklos.run_local(world, run, device="cpu")
+    return kyklos.run_local(size, run, device="cpu")
 
 
-def all_raise(world, run, pattern):
+def all_raise(size, run, pattern):
     """Each rank gets a request error that matches, and the group stays usable: the next call of its ranks succeeds."""
     seen = []
 
@@ -37,6 +37,6 @@ def all_raise(world, run, pattern):
         ones = torch.ones(1, 8, 1, 8)
         group.attend(ones, ones, ones, layout="bshd", label="after")
 
-    kyklos.run_local(world, caught, device="cpu")
-    assert len(seen) == world
+    kyklos.run_local(size, caught, device="cpu")
+    assert len(seen) == size
     return seen[0]

@@ -91,7 +91,7 @@ def test_averages_of_weights_are_those_of_one_process():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            (loss_of(model, made.inputs) / (group.world if group else 1)).backward()
+            (loss_of(model, made.inputs) / (group.size if group else 1)).backward()
             if group is not None:
                 kyklos.torch.sum_gradients(model.parameters(), group)
             optimizer.step()

@@ -32,20 +32,20 @@ def unsplit(model, inputs):
     return gradients(own)
 
 
-def split(case, world, between=lambda model, group: None, **options):
+def split(case, size, between=lambda model, group: None, **options):
     """Gradients on each rank, summed over the ranks."""
-    models = case.copies(world)
+    models = case.copies(size)
 
     def run(group):
         model = models[group.rank]
         with parallelize(model, group, **options):
             between(model, group)
             # Each rank has the whole loss.
-            (loss_of(model, case.inputs) / world).backward()
+            (loss_of(model, case.inputs) / size).backward()
             kyklos.torch.sum_gradients(model.parameters(), group)
         return gradients(model)
 
-    return kyklos.run_local(world, run, device="cpu")
+    return kyklos.run_local(size, run, device="cpu")
 
 
 def check(results, case):
@@ -112,7 +112,7 @@ def test_a_step_of_fine_tuning():
     def step(model, inputs, group=None):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         loss = loss_of(model, inputs)
-        (loss if group is None else loss / group.world).backward()
+        (loss if group is None else loss / group.size).backward()
         if group is not None:
             kyklos.torch.sum_gradients(model.parameters(), group)
         optimizer.step()

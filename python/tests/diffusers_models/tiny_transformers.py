@@ -31,8 +31,8 @@ class Case:
         """Largest difference from the exact result."""
         return (output.double() - self.exact).abs().max().item()
 
-    def copies(self, world):
-        return [copy.deepcopy(self.model) for _ in range(world)]
+    def copies(self, size):
+        return [copy.deepcopy(self.model) for _ in range(size)]
 
 
 def call(model, inputs):

@@ -99,7 +99,7 @@ def test_processes_use_nccl_and_name_the_one_that_died():
     port = free_port("127.0.0.1")
     script = """
     def main():
-        group = kyklos.Group.connect(PEM, rank=RANK, world=2, host="127.0.0.1", port=PORT, device="cuda:RANK", collective="nccl",
+        group = kyklos.Group.connect(PEM, rank=RANK, size=2, host="127.0.0.1", port=PORT, device="cuda:RANK", collective="nccl",
                                      nccl_cluster=3)
         assert group.collective == "NCCL 2.21.5", group.collective
         def work(gpu, stream):

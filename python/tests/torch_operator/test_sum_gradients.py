@@ -18,9 +18,9 @@ def parameters(rank, dtype=torch.float32):
     return made
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sums_are_rounded_once_and_equal_on_all_ranks(world, dtype, monkeypatch):
+def test_sums_are_rounded_once_and_equal_on_all_ranks(size, dtype, monkeypatch):
     # Several exchanges, and one parameter in two of them.
     monkeypatch.setattr(_gradients, "_ROWS", 2)
 
@@ -29,8 +29,8 @@ def test_sums_are_rounded_once_and_equal_on_all_ranks(world, dtype, monkeypatch)
         kyklos.torch.sum_gradients(own, group)
         return [parameter.grad for parameter in own]
 
-    want = [sum(parts).to(dtype) for parts in zip(*([p.grad.double() for p in parameters(r, dtype)] for r in range(world)))]
-    for got in kyklos.run_local(world, work, device="cpu"):
+    want = [sum(parts).to(dtype) for parts in zip(*([p.grad.double() for p in parameters(r, dtype)] for r in range(size)))]
+    for got in kyklos.run_local(size, work, device="cpu"):
         assert all(torch.equal(ours, right) for ours, right in zip(got, want, strict=True))
 
 

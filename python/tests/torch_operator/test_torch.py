@@ -256,7 +256,7 @@ import sys, torch, torch.distributed as dist, kyklos, kyklos.torch
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://{tmp_path}/rendezvous", rank=rank, world_size=2)
 with kyklos.Group.from_torch(device="cpu") as group:
-    assert (group.rank, group.world) == (rank, 2)
+    assert (group.rank, group.size) == (rank, 2)
     torch.manual_seed(0)
     q = torch.randn(1, 4, 20, 16)
     s = [slice(0, 7), slice(7, 20)][rank]

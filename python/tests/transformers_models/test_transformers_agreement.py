@@ -202,10 +202,10 @@ def refused(steps, summed, **options):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("world", [2, 3])
-def test_steps_with_gradients_of_one_rank_are_an_error_of_all(world, dtype, optimizer, lr):
+@pytest.mark.parametrize("size", [2, 3])
+def test_steps_with_gradients_of_one_rank_are_an_error_of_all(size, dtype, optimizer, lr):
     work = refused(1, lambda name: False, optimizer=optimizer, lr=lr)
-    errors = {*on_ranks(build("llama").to(dtype), world, work, gather="none")}
+    errors = {*on_ranks(build("llama").to(dtype), size, work, gather="none")}
     assert len(errors) == 1
     assert "other weights of LlamaForCausalLM than rank 0 since the last pass" in (text := errors.pop())
     assert "call kyklos.torch.sum_gradients(model.parameters(), group) after backward()" in text

@@ -94,10 +94,10 @@ def test_padding_and_prompts_of_all_sizes():
         assert set(votes["many"]) == {3}
 
 
-def errors_of(model, world, disturb, tokens=TOKENS):
+def errors_of(model, size, disturb, tokens=TOKENS):
     """The exception of each rank where ``disturb(model, group, cache)`` changes something after some steps."""
     ids = texts(1, PROMPT)
-    copies = [copy.deepcopy(model) for _ in range(world)]
+    copies = [copy.deepcopy(model) for _ in range(size)]
 
     def work(group):
         model = copies[group.rank]
@@ -113,7 +113,7 @@ def errors_of(model, world, disturb, tokens=TOKENS):
             return error
         return None
 
-    return kyklos.run_local(world, work, device="cpu")
+    return kyklos.run_local(size, work, device="cpu")
 
 
 def test_a_rank_with_two_layers_exchanged_is_an_error_on_all_ranks():

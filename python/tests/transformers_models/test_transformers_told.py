@@ -12,7 +12,7 @@ import kyklos
 import kyklos.transformers
 
 
-def on_rank_1(model, world, call, says, right, **options):
+def on_rank_1(model, size, call, says, right, **options):
     """All ranks get the error of ``call(model, handle, other)`` where ``other`` is true on rank 1 only; and the next call of all is right."""
 
     def work(model, handle, group):
@@ -21,7 +21,7 @@ def on_rank_1(model, world, call, says, right, **options):
         assert group.rank == 1 or isinstance(raised.value, kyklos.RequestError)
         return right(model)
 
-    return on_ranks(model, world, work, **options)
+    return on_ranks(model, size, work, **options)
 
 
 FORWARD = {

@@ -59,7 +59,7 @@ def step(whole=False, **inputs):
     def work(model, handle, group):
         loss = model(**inputs).loss
         # Where each rank has the whole loss, the sum over the ranks would have it so many times.
-        (loss / group.world if whole else loss).backward()
+        (loss / group.size if whole else loss).backward()
         kyklos.torch.sum_gradients(model.parameters(), group)
         total = loss.detach() if whole else sum(group_losses(group, loss))
         return total, gradients(model)
@@ -206,7 +206,7 @@ def test_adapters_learn_and_the_model_does_not():
 # -- refused ---------------------------------------------------------------------------------------------------------------
 
 
-def refused(model, world, pattern, error=kyklos.RequestError, backward=False, **inputs):
+def refused(model, size, pattern, error=kyklos.RequestError, backward=False, **inputs):
     def work(model, handle, group):
         if backward:
             loss = model(**inputs).loss
@@ -218,7 +218,7 @@ def refused(model, world, pattern, error=kyklos.RequestError, backward=False, **
         ones = torch.ones(1, 8, 1, 8)
         group.attend(ones, ones, ones, layout="bshd", label="after")
 
-    return functools.partial(on_ranks, model, world, work)
+    return functools.partial(on_ranks, model, size, work)
 
 
 def test_passes_without_gradients_raise_in_backward():

@@ -131,15 +131,15 @@ def output(model, **inputs):
     return out.logits if "logits" in out else out.last_hidden_state
 
 
-def on_ranks(model, world, work, **options):
+def on_ranks(model, size, work, **options):
     """``work(model, handle, group)`` on each rank of this process with a split copy of the model; values by rank."""
-    copies = [copy.deepcopy(model) for _ in range(world)]
+    copies = [copy.deepcopy(model) for _ in range(size)]
 
     def rank(group):
         handle = kyklos.transformers.parallelize(copies[group.rank], group, **options)
         return work(copies[group.rank], handle, group)
 
-    return kyklos.run_local(world, rank, device="cpu")
+    return kyklos.run_local(size, rank, device="cpu")
 
 
 def reference(model, **inputs):

@@ -117,7 +117,7 @@ fn given(
     let set = plans.set();
     if set.direction != direction {
         let (is, other) = match direction {
-            Direction::Forward => ("an attention call with plans of a backward pass", "plan_world"),
+            Direction::Forward => ("an attention call with plans of a backward pass", "plan_forward"),
             Direction::Backward => ("a backward pass with plans of a forward pass", "plan_backward"),
         };
         return Err(Error::request(is, format!("make the plans with {other}")));

@@ -52,7 +52,7 @@ struct InProcess {
 
 impl fmt::Debug for InProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InProcess").field("rank", &self.rank).field("world", &self.hub.size()).finish()
+        f.debug_struct("InProcess").field("rank", &self.rank).field("size", &self.hub.size()).finish()
     }
 }
 

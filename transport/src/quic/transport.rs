@@ -297,7 +297,7 @@ pub(crate) fn bind(config: &QuicConfig) -> Result<SocketSource, TransportError> 
 impl fmt::Debug for QuicTransport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Core { me, size, job, .. } = &*self.core;
-        f.debug_struct("QuicTransport").field("rank", me).field("world", size).field("job", job).finish()
+        f.debug_struct("QuicTransport").field("rank", me).field("size", size).field("job", job).finish()
     }
 }
 

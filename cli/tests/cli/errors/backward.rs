@@ -83,7 +83,7 @@ pub(super) fn refusals() -> Vec<Entry> {
             "Backward plans read the gradient of the output.",
         ),
         entry(
-            "Session::backward with plans of plan_world",
+            "Session::backward with plans of plan_forward",
             of_backward,
             "Plans of a forward pass have no steps for gradients.",
         ),

@@ -186,7 +186,7 @@ impl Invitation {
 impl fmt::Debug for Invitation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { token, size, .. } = self;
-        f.debug_struct("Invitation").field("token", token).field("world", size).finish_non_exhaustive()
+        f.debug_struct("Invitation").field("token", token).field("size", size).finish_non_exhaustive()
     }
 }
 
