@@ -246,7 +246,7 @@ fn a_missing_device_rate_or_link_is_refused_and_so_is_too_little_memory() {
 
 #[test]
 fn hostile_descriptions_are_refused_with_the_key_and_a_remedy() {
-    let good = include_str!("../../../clusters/h100-infiniband.toml");
+    let good = include_str!("../../../../clusters/h100-infiniband.toml");
     assert!(Cluster::from_toml(good).is_ok());
     for (from, to, words) in [
         ("gb_per_s = 350", "gb_per_s = 0", "link.nvlink.gb_per_s = 0"),
