@@ -18,7 +18,7 @@ use crate::commands::Cli;
 use crate::commands::against::Times;
 use crate::devices::DeviceRequest;
 use crate::devices::tuned;
-use crate::job::report::RankNote;
+use crate::job::results::report::RankNote;
 use crate::observe::page::model::TimelineRow;
 use crate::observe::record::format::Line;
 use crate::observe::{doctor, metrics};

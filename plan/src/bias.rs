@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// A key mask of any pattern for each batch entry, `[batch, kv_len]`:
 ///
 /// ```
-/// use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask};
+/// use kyklos_plan::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask};
 ///
 /// let keys = BiasTensor { kind: BiasKind::Mask, batch: 2, heads: 1, shared_rows: true };
 /// let problem = AttentionProblem::new([2, 40, 8, 2, 64], Dtype::F16, Mask::causal())?.with_bias(Some(keys))?;
@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 /// let visible = |entry: u32| (0..40).map(move |key| if entry == 0 { key % 3 != 0 } else { key >= 7 });
 /// let rows: Vec<u32> = (0..2).flat_map(|entry| BiasTensor::pack(visible(entry))).collect();
 /// assert_eq!(rows.len() * 4, 2 * keys.row_bytes(Dtype::F16, problem.kv_len));
-/// # Ok::<(), kyklos::Error>(())
+/// # Ok::<(), kyklos_plan::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub struct BiasTensor {
@@ -100,13 +100,13 @@ impl BiasTensor {
     /// `kyklos::Attention::bias`. `visible` has one bool for each key of each batch entry; false hides the key.
     ///
     /// ```
-    /// use kyklos::{Attention, BiasTensor};
+    /// use kyklos_plan::BiasTensor;
     ///
     /// // Entry 0 sees its first 3 keys of 5, entry 1 the even ones.
     /// let visible = [true, true, true, false, false, true, false, true, false, true];
     /// let (tensor, rows) = BiasTensor::key_mask(2, &visible)?;
-    /// let call = Attention::new().bias(tensor, rows);
-    /// # Ok::<(), kyklos::Error>(())
+    /// assert_eq!((tensor.batch, tensor.heads, rows.len()), (2, 1, 8)); // a word of 32 bits for each entry
+    /// # Ok::<(), kyklos_plan::Error>(())
     /// ```
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use std::fmt;
 /// rank.
 ///
 /// ```
-/// use kyklos::{AttentionProblem, Dtype, Error, Mask, Mesh, Remedy};
+/// use kyklos_plan::{AttentionProblem, Dtype, Error, Mask, Mesh, Remedy};
 ///
 /// let problem = AttentionProblem::new([1, 64, 3, 3, 64], Dtype::F32, Mask::full())?;
 /// let error = Mesh::new(4, 1)?.fits(&problem).unwrap_err();

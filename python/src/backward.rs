@@ -3,8 +3,8 @@
 use kyklos::{Gradients, Result, Session, Tensor};
 
 use crate::call::Call;
-use crate::inputs::BackwardInputs;
-use crate::outputs::{Array, Fetched};
+use crate::tensors::inputs::BackwardInputs;
+use crate::tensors::outputs::{Array, Fetched};
 
 /// Gradients of q, k and v, this rank's part of those of the sinks, and that of the bias.
 pub(crate) type GradientArrays = (Array, Array, Array, Vec<f64>, Option<Array>);

@@ -6,7 +6,7 @@ use kyklos::{Attention, Error, Execution, Mask, Mesh, Placement, Result, Results
 use kyklos_transport::Rank;
 use pyo3::prelude::*;
 
-use crate::axes::Form;
+use crate::tensors::axes::Form;
 
 /// The options of a call, checked: which attention to compute, and how the ranks share it.
 #[pyclass(frozen, module = "kyklos._kyklos")]

@@ -13,10 +13,10 @@ use crate::backward::{self, GradientArrays};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
-use crate::inputs::{BiasUse, Inputs, import, import_backward};
-use crate::outputs::{Array, Fetched};
-use crate::place::Place;
 use crate::share::{Shared, Sharing};
+use crate::tensors::inputs::{BiasUse, Inputs, import, import_backward};
+use crate::tensors::outputs::{Array, Fetched};
+use crate::tensors::place::Place;
 use crate::worker::{self, Worker};
 
 /// One rank of a group, with its device.

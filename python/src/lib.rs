@@ -1,8 +1,6 @@
 //! The extension module of the Python package `kyklos`: groups, calls and caches over DLPack arrays. The Python code of the
 //! package (`python/kyklos/`) has the public API and its documentation; this module is what it is made of.
 
-mod arrays;
-mod axes;
 mod backward;
 mod cache;
 mod call;
@@ -11,14 +9,11 @@ mod devices;
 mod errors;
 mod forming;
 mod group;
-mod inputs;
-mod outputs;
-mod place;
 mod plans;
 mod share;
 mod spare;
 mod steps;
-mod strided;
+mod tensors;
 mod worker;
 
 use pyo3::prelude::*;
@@ -34,9 +29,9 @@ mod _kyklos {
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
-    use crate::outputs::Array;
-    #[pymodule_export]
     use crate::plans::plan;
     #[pymodule_export]
     use crate::steps::CachedCalls;
+    #[pymodule_export]
+    use crate::tensors::outputs::Array;
 }

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use crate::call::{Call, Options};
 use crate::errors;
-use crate::inputs::for_plan;
+use crate::tensors::inputs::for_plan;
 
 /// What a plan is for.
 #[derive(FromPyObject)]

@@ -9,8 +9,8 @@ use crate::cache::{Cache, Shared, in_calls, lock};
 use crate::call::Call;
 use crate::errors;
 use crate::group::{Group, fetch};
-use crate::inputs::{BiasUse, Inputs, import};
-use crate::outputs::Array;
+use crate::tensors::inputs::{BiasUse, Inputs, import};
+use crate::tensors::outputs::Array;
 use crate::worker::Answer;
 
 /// One call on each of several caches, on which the ranks have agreed.

@@ -11,7 +11,7 @@ const MOST_LINES: usize = 400;
 const LONGER: [(&str, &str); 3] = [
     ("shaders/src/attend/cooperative.rs", "the text of one kernel, which reads from top to bottom"),
     ("tests/tests/suites/plan_properties/mod.rs", "properties beside the random plans that they are about"),
-    ("tests/tests/suites/simulator.rs", "claims beside the cluster descriptions that they are about"),
+    ("tests/tests/suites/simulator/mod.rs", "claims beside the cluster descriptions that they are about"),
 ];
 
 const MOST_LINES_WITH_REASON: usize = 600;

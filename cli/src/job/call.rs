@@ -9,7 +9,7 @@ use kyklos_transport::{Rank, Transport};
 
 use crate::failure::{Failure, Result};
 use crate::job::collective::Ways;
-use crate::job::report::facts;
+use crate::job::results::report::facts;
 use crate::job::settings::{Outputs, Settings};
 use crate::job::terms::Terms;
 use crate::observe::live::Call;

@@ -1,18 +1,13 @@
 //! One attention call over all ranks of a group.
 
 mod agreement;
-mod bias_gradient;
 mod call;
-mod collect;
 pub(crate) mod collective;
-mod gradients;
 pub(crate) mod here;
 pub(crate) mod on_loss;
-mod page;
-mod publish;
 pub(crate) mod rank;
 pub(crate) mod refusal;
-pub(crate) mod report;
+pub(crate) mod results;
 mod settings;
 pub(crate) mod shares;
 mod terms;

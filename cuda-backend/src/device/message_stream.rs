@@ -5,9 +5,9 @@ use std::sync::Arc;
 use kyklos::{Error, Result};
 
 use super::event_poller::PollerHandle;
-use super::memory_pool::{CudaBuffer, InUse};
 use super::open_device::{OpenDevice, Resources};
 use super::status::{AwaitsMessages, DeviceStatus};
+use crate::device::memory::memory_pool::{CudaBuffer, InUse};
 use crate::driver::{Context, DriverError, Event, Stream};
 
 /// A stream of the highest priority for messages, which a library submits to it. Events order it with the streams of the backend:

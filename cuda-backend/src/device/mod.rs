@@ -1,27 +1,22 @@
 //! An open device: its streams, memory, submissions and completions.
 
-mod allocation;
-mod caller_memory;
 mod dependencies;
-mod download;
 mod event_poller;
 mod graph_cache;
 mod loaded_kernels;
-mod memory_pool;
+mod memory;
 mod message_stream;
 mod open_device;
 mod options;
 mod other_devices;
 mod pacer;
-mod reclaimer;
-mod staging;
 mod status;
 mod submitter;
 mod unfinished_launches;
 
-pub use download::Download;
 pub(crate) use loaded_kernels::LoadedKernels;
-pub use memory_pool::CudaBuffer;
+pub use memory::download::Download;
+pub use memory::memory_pool::CudaBuffer;
 pub(crate) use message_stream::MessageStream;
 pub(crate) use open_device::OpenDevice;
 pub use options::CudaOptions;

@@ -10,15 +10,15 @@ use futures_channel::oneshot;
 use kyklos::{Error, Result};
 
 use super::dependencies::StreamKind;
-use super::download::Download;
 use super::event_poller::EventPoller;
 use super::loaded_kernels::LoadedKernels;
-use super::memory_pool::{CudaBuffer, MemoryPool};
 use super::options::CudaOptions;
 use super::pacer::Pacer;
-use super::staging::StagingPool;
 use super::status::DeviceStatus;
 use super::submitter::{Deferred, LaunchConfig, Submitter};
+use crate::device::memory::download::Download;
+use crate::device::memory::memory_pool::{CudaBuffer, MemoryPool};
+use crate::device::memory::staging::StagingPool;
 use crate::driver::{Context, DeviceProperties, DriverError, Event};
 
 /// An open device, as the operations of the backend use it. On drop its resources live until the device is idle.

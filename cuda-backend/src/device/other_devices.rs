@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kyklos::Result;
 
-use super::memory_pool::CudaBuffer;
+use crate::device::memory::memory_pool::CudaBuffer;
 
 const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);

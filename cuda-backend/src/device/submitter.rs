@@ -10,10 +10,10 @@ use kyklos::Result;
 use super::dependencies::{AccessRecord, Completion, StreamKind};
 use super::graph_cache::GraphCache;
 use super::loaded_kernels::LoadedKernels;
-use super::memory_pool::CudaBuffer;
 use super::other_devices::await_other_devices;
 use super::status::DeviceStatus;
 use super::unfinished_launches::UnfinishedLaunches;
+use crate::device::memory::memory_pool::CudaBuffer;
 use crate::driver::{self, Context, DriverError, Event, Stream};
 
 /// The streams and kernels of a device.

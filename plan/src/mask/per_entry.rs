@@ -10,7 +10,7 @@ impl Mask {
     /// Every rank has all of these masks, as it has a mask that serves all entries.
     ///
     /// ```
-    /// use kyklos::{AttentionProblem, Dtype, Mask};
+    /// use kyklos_plan::{AttentionProblem, Dtype, Mask};
     ///
     /// // Packed sequences: documents of 5 and 3 tokens in the first entry; of 4 tokens each, and causal, in the second.
     /// let packed = Mask::per_entry(vec![
@@ -24,7 +24,7 @@ impl Mask {
     /// // The problem must have as many batch entries.
     /// assert!(AttentionProblem::new([2, 8, 4, 4, 64], Dtype::F16, packed.clone()).is_ok());
     /// assert!(AttentionProblem::new([3, 8, 4, 4, 64], Dtype::F16, packed).is_err());
-    /// # Ok::<(), kyklos::Error>(())
+    /// # Ok::<(), kyklos_plan::Error>(())
     /// ```
     ///
     /// # Errors

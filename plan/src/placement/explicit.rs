@@ -18,7 +18,7 @@ impl Placement {
     /// [`plan_placed`](crate::plan_placed).
     ///
     /// ```
-    /// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, Placement, Strategy, TokenRuns, plan, plan_placed};
+    /// use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, Placement, Strategy, TokenRuns, plan, plan_placed};
     ///
     /// // Blocks of 16 tokens, in turn on two ranks, as in a paged cache. The queries are the last 8 tokens, on rank 1.
     /// let problem = AttentionProblem::new([1, 64, 8, 2, 64], Dtype::F32, Mask::causal())?.with_queries(8, 56)?;
@@ -28,7 +28,7 @@ impl Placement {
     /// let queries = Placement::explicit(mesh, 8, 0..0, vec![TokenRuns::default(), TokenRuns::contiguous(0..8)])?;
     /// let size = plan_placed(&problem, mesh, queries, keys, Strategy::PassQ)?;
     /// assert_eq!(plan::check(&size)?.len(), 2);
-    /// # Ok::<(), kyklos::Error>(())
+    /// # Ok::<(), kyklos_plan::Error>(())
     /// ```
     ///
     /// # Errors

@@ -51,7 +51,7 @@ pub enum Split {
     /// accepts it.
     ///
     /// ```
-    /// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
+    /// use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
     ///
     /// // Two new queries, both on rank 0, over a cache of 600 keys on three ranks.
     /// let problem = AttentionProblem::new([1, 600, 8, 2, 64], Dtype::F32, Mask::causal())?.with_queries(2, 598)?;
@@ -61,7 +61,7 @@ pub enum Split {
     /// };
     /// let set = plan_forward(&problem, Mesh::new(1, 3)?, PlacementKind::Contiguous, &split, Strategy::PassQ)?;
     /// assert_eq!(set.kv_placement.ranks()[1].to_string(), "100..350");
-    /// # Ok::<(), kyklos::Error>(())
+    /// # Ok::<(), kyklos_plan::Error>(())
     /// ```
     Separate {
         /// Of the queries.

@@ -9,8 +9,8 @@ use kyklos_rank::Rank;
 /// number only becomes text when it is read.
 ///
 /// ```
-/// use kyklos_transport::Rank;
-/// use kyklos::plan::BufferName;
+/// use kyklos_plan::Rank;
+/// use kyklos_plan::plan::BufferName;
 ///
 /// assert_eq!(BufferName::from("q").to_string(), "q");
 /// assert_eq!(BufferName::from_rank("kv", Rank(3)).to_string(), "kv from rank 3");

@@ -9,8 +9,8 @@ use crate::error::Result;
 /// nothing else: so no rank runs a plan that was not proved.
 ///
 /// ```
-/// use kyklos::plan::ProvedPlans;
-/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
+/// use kyklos_plan::plan::ProvedPlans;
+/// use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 ///
 /// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
 /// let mesh = Mesh::new(1, 2)?;
@@ -18,7 +18,7 @@ use crate::error::Result;
 /// let plans = ProvedPlans::new(set)?;
 /// assert_eq!(plans.checks().len(), 2);
 /// assert!(plans.checks()[0].bytes_sent > 0);
-/// # Ok::<(), kyklos::Error>(())
+/// # Ok::<(), kyklos_plan::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct ProvedPlans {

@@ -1,16 +1,17 @@
 //! An attention call, without data.
 
 mod bias;
+mod results;
 
 use std::ops::Range;
-
-use kyklos_rank::Rank;
 
 use crate::bias::{BiasKind, BiasTensor};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::mask::Mask;
 use crate::wire::WireFormat;
+
+pub use results::Results;
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
@@ -80,48 +81,6 @@ pub struct AttentionProblem {
     /// The ranks that get output rows.
     #[serde(skip_serializing_if = "Results::is_owner")]
     pub results: Results,
-}
-
-/// The ranks that get the output rows of a query, o and lse.
-///
-/// ```
-/// use kyklos::{Execution, Results};
-/// use kyklos_transport::Rank;
-///
-/// // Rank 0 gets all rows, in rank order of their queries; the other ranks get none.
-/// let execution = Execution::new().results(Results::One(Rank(0)));
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Results {
-    /// The rank that owns the query.
-    #[default]
-    Owner,
-    /// Every rank gets all rows, in rank order of their queries.
-    All,
-    /// This rank gets all rows, in rank order of their queries; the other ranks get none.
-    One(#[serde(serialize_with = "rank_number")] Rank),
-}
-
-impl Results {
-    #[expect(clippy::trivially_copy_pass_by_ref, reason = "the serialiser passes a reference")]
-    fn is_owner(&self) -> bool {
-        *self == Self::Owner
-    }
-
-    /// Whether `rank` gets the rows of other ranks' queries.
-    pub(crate) fn gathered_on(self, rank: Rank) -> bool {
-        match self {
-            Self::Owner => false,
-            Self::All => true,
-            Self::One(one) => one == rank,
-        }
-    }
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the serialiser passes a reference")]
-fn rank_number<S: serde::Serializer>(rank: &Rank, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-    serializer.serialize_u32(rank.0)
 }
 
 impl AttentionProblem {

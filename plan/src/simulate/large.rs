@@ -5,7 +5,6 @@
 //! rings determine the line. That holds where all hops cost the same: for full and causal masks, even splits, and hosts of one
 //! kind.
 
-use super::candidate::Candidate;
 use super::cluster::Cluster;
 use super::prediction::{LinkPrediction, Prediction, RankPrediction};
 use super::walk::simulate;
@@ -15,6 +14,7 @@ use crate::mesh::Mesh;
 use crate::placement::{Placement, PlacementKind, Split};
 use crate::plan::PlanSet;
 use crate::problem::AttentionProblem;
+use crate::simulate::choice::candidate::Candidate;
 use crate::strategy::{EqualHops, plan as plan_forward, plan_backward, plan_placed};
 use crate::strategy_list::Strategy;
 

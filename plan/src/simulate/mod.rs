@@ -7,15 +7,12 @@
 //! [`fewest_bytes`] chooses. [`Shares`] divides the tokens among devices of unlike speed. No device, no clock: a [`Cluster`] gives the speeds of devices and links, from a file or
 //! from a probe.
 
-mod by_bytes;
-mod candidate;
-mod candidates;
 mod capacity;
+mod choice;
 mod cluster;
 mod describe;
 mod engine;
 mod events;
-mod explain;
 mod large;
 mod network;
 mod prediction;
@@ -25,17 +22,17 @@ mod shares;
 mod walk;
 mod work;
 
-pub use by_bytes::fewest_bytes;
-pub use candidate::Candidate;
-pub use candidates::{Passes, Priced, Verdict, Wanted, candidates, choose};
 pub use capacity::Capacity;
+pub use choice::by_bytes::fewest_bytes;
+pub use choice::candidate::Candidate;
+pub use choice::candidates::{Passes, Priced, Verdict, Wanted, candidates, choose};
+pub use choice::explain::{Bound, bound, explain_choice, why_first};
 pub use cluster::Cluster;
 pub use describe::{
     AttentionRate, Between, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
     LinkDescription, MemoryKind,
 };
 pub use events::{Activity, PredictedEvents, PredictedMessage, PredictedWork, pairs_of_ranks};
-pub use explain::{Bound, bound, explain_choice, why_first};
 pub use large::{predict, predict_backward, predict_placed};
 pub use prediction::{LinkPrediction, Prediction, RankPrediction};
 pub use shares::{Shares, work_of};

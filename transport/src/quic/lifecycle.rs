@@ -17,7 +17,7 @@ use crate::quic::control::control_connection::CoordinatorSilence;
 use crate::quic::control::core::{Core, CoreParts};
 use crate::quic::control::link::{Lane, Link};
 use crate::quic::control::state::{Deadline, Phase};
-use crate::quic::forming::advertised::once_each;
+use crate::quic::forming::addresses::advertised::once_each;
 use crate::quic::forming::endpoint::RankEndpoint;
 use crate::quic::forming::peer_connection::PeerConnection;
 use crate::quic::forming::prior_group::PriorGroup;

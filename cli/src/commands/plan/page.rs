@@ -11,7 +11,7 @@ use kyklos::simulate::{
 use super::args::PlanArgs;
 use crate::failure::Result;
 use crate::interrupt;
-use crate::job::report::facts;
+use crate::job::results::report::facts;
 use crate::observe::page::model::{
     Budget, Choice, Kind, LinkLoad, Origin, Page, Segment, Timeline, TimelineRow, Times,
 };

@@ -69,7 +69,7 @@ const BUGS: [Bug; 26] = [
     bug(
         "no tile is tested against the mask",
         "attend.h",
-        "tested = !tiles.full() || first_key + KEYS > args.keys || args.pair_kind != NO_PAIRS;",
+        "tested = !tiles.full() || first_key + KEYS > args.keys || args.bias_kind != NO_BIAS;",
         "tested = false;",
     ),
     bug(

@@ -5,8 +5,8 @@ use crate::error::{Error, Result};
 use crate::placement::Split;
 use crate::plan::{bytes, check};
 use crate::problem::AttentionProblem;
-use crate::simulate::candidate::Candidate;
 use crate::simulate::capacity::Capacity;
+use crate::simulate::choice::candidate::Candidate;
 use crate::strategy::plan as plan_forward;
 
 /// Takes work from shards whose plans do not fit their memory, and gives it to the others. Returns which shards that are. The peak

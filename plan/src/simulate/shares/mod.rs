@@ -10,7 +10,6 @@ mod memory;
 
 use self::level::{Level, count, earliest, shards, whole};
 use self::memory::fit_memory;
-use super::candidate::Candidate;
 use super::capacity::Capacity;
 use super::cluster::Cluster;
 use super::work::WorkCounter;
@@ -19,6 +18,7 @@ use crate::mesh::Mesh;
 use crate::placement::Split;
 use crate::plan::PlanSet;
 use crate::problem::AttentionProblem;
+use crate::simulate::choice::candidate::Candidate;
 use crate::tokens::TokenRuns;
 use kyklos_rank::Rank;
 
@@ -41,16 +41,16 @@ impl Shares {
     /// shards that take part are those with the earliest predicted end, messages included.
     ///
     /// ```
-    /// use kyklos::simulate::{Candidate, Capacity, Shares};
-    /// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Strategy};
+    /// use kyklos_plan::simulate::{Candidate, Capacity, Shares};
+    /// use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Strategy};
     ///
     /// let problem = AttentionProblem::new([1, 9000, 8, 2, 64], Dtype::F32, Mask::full())?;
     /// let ring = Candidate { strategy: Strategy::Ring, mesh: Mesh::new(1, 2)?, placement: PlacementKind::Contiguous };
     /// let device = |gigapairs: u64| Capacity { pairs_per_s: gigapairs * 1_000_000_000, step_ns: 0, memory_bytes: None };
     /// let shares = Shares::level(&problem, ring, &[device(2), device(1)], None)?;
-    /// let set = kyklos::plan_forward(&problem, ring.mesh, ring.placement, &shares.split, ring.strategy)?;
+    /// let set = kyklos_plan::plan_forward(&problem, ring.mesh, ring.placement, &shares.split, ring.strategy)?;
     /// assert_eq!(set.q_placement.ranks()[0].to_string(), "0..6000");
-    /// # Ok::<(), kyklos::Error>(())
+    /// # Ok::<(), kyklos_plan::Error>(())
     /// ```
     ///
     /// # Errors

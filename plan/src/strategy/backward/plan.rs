@@ -22,14 +22,14 @@ use crate::wire::WireFormat;
 /// tokens.
 ///
 /// ```
-/// use kyklos::plan::ProvedPlans;
-/// use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_backward};
+/// use kyklos_plan::plan::ProvedPlans;
+/// use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_backward};
 ///
 /// let problem = AttentionProblem::new([1, 64, 4, 2, 32], Dtype::F32, Mask::causal())?;
 /// let mesh = Mesh::new(1, 4)?;
 /// let set = plan_backward(&problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
 /// assert!(ProvedPlans::new(set)?.checks()[0].bytes_sent > 0);
-/// # Ok::<(), kyklos::Error>(())
+/// # Ok::<(), kyklos_plan::Error>(())
 /// ```
 ///
 /// # Errors

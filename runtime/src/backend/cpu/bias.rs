@@ -3,8 +3,8 @@
 use half::{bf16, f16};
 
 use super::CpuBuffer;
-use super::halves::widen_f16;
 use super::pack::{MAX_LANES, transposed};
+use crate::backend::cpu::arithmetic::halves::widen_f16;
 use crate::backend::{BiasInput, Layout};
 use kyklos_plan::{BiasKind, Dtype};
 

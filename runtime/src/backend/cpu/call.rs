@@ -1,9 +1,9 @@
 //! The arguments of one `attend` call, as its jobs share them.
 
-use super::bf16::WordProducts;
 use super::bias::BiasRows;
 use super::pack::Tensor;
 use super::tiles::{self, TileProducts};
+use crate::backend::cpu::arithmetic::bf16::WordProducts;
 use kyklos_plan::{BlockWork, TileShape};
 
 /// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16

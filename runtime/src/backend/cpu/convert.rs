@@ -7,7 +7,7 @@ use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
 use super::CpuBuffer;
-use super::halves::{narrow_bf16, widen_bf16, widen_f16};
+use crate::backend::cpu::arithmetic::halves::{narrow_bf16, widen_bf16, widen_f16};
 use crate::backend::{Elements, Scales};
 use crate::error::Result;
 use kyklos_plan::{Dtype, TOKENS_PER_SCALE};

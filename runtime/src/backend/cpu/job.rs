@@ -12,10 +12,10 @@ use super::call::Call;
 use super::keys::PackedKeys;
 use super::pack::{MAX_LANES, pack_lanes, transposed};
 use super::panel::Panel;
-use super::scalar::exp;
 use super::scratch::{Scratch, floats, floats_mut};
-use super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use crate::backend::EMPTY_M;
+use crate::backend::cpu::arithmetic::scalar::exp;
+use crate::backend::cpu::arithmetic::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use kyklos_plan::{MaskClass, RowSpan, TileRun};
 
 /// One Q tile of one query head, and the running state of its rows.

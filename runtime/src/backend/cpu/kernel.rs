@@ -6,7 +6,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::exp::mul_add;
+use crate::backend::cpu::arithmetic::exp::mul_add;
 
 /// `c[i][lane] += Σ_t a[t][i] · b[t][lane]` for `MR` broadcast values against `NV` vectors.
 ///

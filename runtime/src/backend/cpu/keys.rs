@@ -9,8 +9,8 @@ use rayon::slice::ParallelSliceMut;
 use super::call::Call;
 use super::pack::{pack_key_tiles, pack_keys, pack_value_tiles, pack_value_words, pack_values};
 use super::scratch::{Line, Scratch, Spare, floats_mut, grow};
-use super::simd::{KernelShape, Level, WithKernel};
 use super::tiles;
+use crate::backend::cpu::arithmetic::simd::{KernelShape, Level, WithKernel};
 
 /// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type, or words of bf16 (module `bf16`): of two elements
 /// of a key in k, of two keys in v. For tile registers (module `tiles`) both are in blocks of 16 words.

@@ -12,17 +12,14 @@
 //! finite `m` of an empty state, and does not depend on how the keys are cut into blocks. A logit of +∞ or NaN makes
 //! its row NaN.
 
+mod arithmetic;
 mod attend;
 mod backward;
-mod bf16;
 mod bias;
 mod buffer;
 mod call;
 mod convert;
-mod elements;
-mod exp;
 mod few_rows;
-mod halves;
 mod job;
 mod kernel;
 mod keys;
@@ -30,9 +27,7 @@ mod pack;
 mod panel;
 mod product;
 mod repack;
-mod scalar;
 mod scratch;
-mod simd;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -57,7 +52,7 @@ use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 #[derive(Debug)]
 pub struct CpuBackend {
     info: DeviceInfo,
-    level: simd::Level,
+    level: arithmetic::simd::Level,
     /// `None`: the pool of the process.
     pool: Option<Arc<rayon::ThreadPool>>,
     scratch: scratch::Spare<scratch::Scratch>,
@@ -79,7 +74,7 @@ impl CpuBackend {
     }
 
     fn on(pool: Option<Arc<rayon::ThreadPool>>) -> Self {
-        let level = simd::Level::detect();
+        let level = arithmetic::simd::Level::detect();
         let threads = threads(pool.as_deref());
         Self {
             info: DeviceInfo {

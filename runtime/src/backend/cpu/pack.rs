@@ -3,9 +3,9 @@
 use bytemuck::{Pod, cast_slice};
 use half::{bf16, f16};
 
-use super::elements::Rows;
-use super::halves::{widen_bf16, widen_f16};
 use super::{CpuBuffer, tiles};
+use crate::backend::cpu::arithmetic::elements::Rows;
+use crate::backend::cpu::arithmetic::halves::{widen_bf16, widen_f16};
 use crate::backend::{Layout, Operand};
 use kyklos_plan::Dtype;
 

@@ -7,12 +7,12 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::bf16::{WordProducts, element_of, words_of};
 use super::call::TILE;
-use super::exp::{exp, exp_each, mul_add, tanh};
 use super::kernel::{Scores, WeightedSum, add_sums, alone, scale};
 use super::keys::KeyTile;
 use super::tiles::{self, PreparedTiles, TileProduct};
+use crate::backend::cpu::arithmetic::bf16::{WordProducts, element_of, words_of};
+use crate::backend::cpu::arithmetic::exp::{exp, exp_each, mul_add, tanh};
 use kyklos_plan::RowSpan;
 
 /// `NV` vectors of query rows.

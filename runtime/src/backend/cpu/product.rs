@@ -2,7 +2,7 @@
 
 use pulp::Simd;
 
-use super::exp;
+use crate::backend::cpu::arithmetic::exp;
 
 /// `a · b + c` in each lane; what a lane of `a` and `b` holds is the product's own matter.
 pub(super) trait Product: Copy {

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::simd::KernelShape;
 use super::tiles;
+use crate::backend::cpu::arithmetic::simd::KernelShape;
 use kyklos_plan::TileShape;
 
 /// A cache line: vectors in scratch memory never straddle two.

@@ -6,8 +6,8 @@ use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::ParallelSliceMut;
 
 use super::CpuBuffer;
-use super::halves::narrow_bf16;
-use super::scalar::{exp, ln};
+use crate::backend::cpu::arithmetic::halves::narrow_bf16;
+use crate::backend::cpu::arithmetic::scalar::{exp, ln};
 use crate::backend::{EMPTY_M, State, StateMut, StateShape};
 use crate::error::Result;
 use kyklos_plan::Dtype;

@@ -3,11 +3,11 @@
 use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput};
 
 use super::device::Gpu;
-use super::download::Download;
 use super::numbers::{checked_dim, storage};
-use super::pieces::Pace;
 use super::tuning::{self, AdapterKey, ShapeBucket, Tuned, TuningKey};
 use super::variant::{MOST_SLOTS, Variants};
+use crate::backend::wgpu::running::pieces::Pace;
+use crate::backend::wgpu::storage::download::Download;
 use crate::backend::{DeviceInfo, StateShape};
 use crate::error::{Error, Result};
 use kyklos_plan::Dtype;

@@ -4,12 +4,12 @@ use std::ops::Range;
 
 use kyklos_shaders::{CodesParams, Kernel, Storage};
 
-use super::buffer::WgpuBuffer;
 use super::device::Gpu;
-use super::dispatch::Window;
 use super::numbers::{narrow, storage};
-use super::region::cut;
 use crate::backend::Scales;
+use crate::backend::wgpu::running::dispatch::Window;
+use crate::backend::wgpu::storage::buffer::WgpuBuffer;
+use crate::backend::wgpu::storage::region::cut;
 use crate::error::Result;
 use kyklos_plan::{Dtype, TOKENS_PER_SCALE};
 

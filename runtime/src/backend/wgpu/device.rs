@@ -2,15 +2,16 @@
 
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use super::buffer::{HeldMemory, WgpuBuffer};
-use super::completion::{self, Done, Poller};
-use super::health::Health;
-use super::memory::{Budget, Lease};
 use super::numbers::wide;
-use super::pipeline::Pipelines;
-use super::pool::{Idle, StoragePool};
-use super::staging::{StagingPool, class_bytes};
-use super::stopwatch::Stopwatch;
+use crate::backend::wgpu::running::completion;
+use crate::backend::wgpu::running::completion::{Done, Poller};
+use crate::backend::wgpu::running::health::Health;
+use crate::backend::wgpu::running::pipeline::Pipelines;
+use crate::backend::wgpu::running::stopwatch::Stopwatch;
+use crate::backend::wgpu::storage::buffer::{HeldMemory, WgpuBuffer};
+use crate::backend::wgpu::storage::memory::{Budget, Lease};
+use crate::backend::wgpu::storage::pool::{Idle, StoragePool};
+use crate::backend::wgpu::storage::staging::{StagingPool, class_bytes};
 use crate::error::{Error, Result};
 
 /// Who opened a device.

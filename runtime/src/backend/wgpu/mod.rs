@@ -11,47 +11,28 @@
 //! - **Threads.** Natively one thread for each device waits for submissions and resolves futures; it sleeps while
 //!   nothing is in flight. A browser runs callbacks by itself.
 
-mod adapter;
-mod attend;
+mod adapters;
+mod attention;
 mod backend;
 mod backward;
-mod buffer;
-mod class;
-mod clock;
 mod codes;
-mod completion;
-mod decode;
 mod device;
-mod dispatch;
-mod download;
-mod health;
-mod items;
-#[cfg(not(target_arch = "wasm32"))]
-mod listing;
-mod memory;
 mod numbers;
-mod operands;
 mod ops;
-mod pieces;
-mod pipeline;
-mod pool;
-mod region;
-mod staging;
-mod stopwatch;
-mod texture;
+mod running;
+mod storage;
 mod tuning;
 mod variant;
-mod work;
 
 use std::ops::Range;
 
 use bytes::Bytes;
 
-pub use adapter::WgpuOptions;
+pub use adapters::adapter::WgpuOptions;
 pub use backend::WgpuBackend;
-pub use buffer::WgpuBuffer;
-pub use download::Download;
 pub use kyklos_shaders::{AttendVariant, UnknownVariant};
+pub use storage::buffer::WgpuBuffer;
+pub use storage::download::Download;
 pub use tuning::{AdapterKey, ShapeBucket, TuningEntry, TuningKey, TuningTable};
 pub use variant::KernelChoice;
 
@@ -84,7 +65,7 @@ impl Backend for WgpuBackend {
     }
 
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
-        let bias = operands::bias_of(problem.bias.map(|bias| bias.kind));
+        let bias = attention::operands::bias_of(problem.bias.map(|bias| bias.kind));
         let shape = (!problem.fixed_order).then_some(shape);
         let tile = self.attend_kernel(problem.dtype, problem.head_dim, shape, false, bias).tile();
         TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
@@ -133,7 +114,7 @@ impl Backend for WgpuBackend {
 
     async fn attend(&self, args: Attend<'_, WgpuBuffer>, control: &Control) -> Result<()> {
         self.gpu.check()?;
-        attend::attend(self, args, control).await
+        attention::attend::attend(self, args, control).await
     }
 
     fn merge(&self, into: &mut StateMut<'_, WgpuBuffer>, from: &State<'_, WgpuBuffer>) -> Result<()> {

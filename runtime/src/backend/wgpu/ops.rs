@@ -4,11 +4,11 @@ use kyklos_shaders::{
     ConvertParams, FinalizeParams, Kernel, MergeParams, RepackParams, ResetParams, Storage,
 };
 
-use super::buffer::WgpuBuffer;
 use super::device::Gpu;
-use super::dispatch::{Bound, Window};
 use super::numbers::{checked_dim, narrow};
-use super::region::{Strided, cut};
+use crate::backend::wgpu::running::dispatch::{Bound, Window};
+use crate::backend::wgpu::storage::buffer::WgpuBuffer;
+use crate::backend::wgpu::storage::region::{Strided, cut};
 use crate::backend::{Extent, Layout, State, StateMut, StateShape};
 use crate::error::{Error, Result};
 

@@ -4,8 +4,8 @@ use kyklos_shaders::{
     AttendKernel, AttendVariant, BackwardVariant, BiasInput, DecodeVariant, Dialect, Kernel, Storage,
 };
 
-use super::class::class;
 use crate::backend::DeviceClass;
+use crate::backend::wgpu::adapters::class::class;
 use crate::error::{Error, Result};
 
 /// Which attention kernels a device may use.

@@ -9,19 +9,19 @@ use quinn::{Connection, ConnectionError, Endpoint, Incoming, SendStream, ServerC
 use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
-use super::advertised::judge_advertised;
 use super::config::QuicConfig;
 use super::peer_connection::PeerConnection;
 use super::refusals::{AdmissionRefusal, Refusals};
 use crate::error::{BootstrapKind, TransportError};
 use crate::membership::Claim;
+use crate::quic::forming::addresses::advertised::judge_advertised;
 use crate::quic::join::{EnrolServer, kind_of_reject};
 use crate::quic::network::connection::{
     CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger, kind_of,
 };
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::handshakes::{HandshakeDecision, PendingHandshakes};
-use crate::quic::network::routes::StreamPeers;
+use crate::quic::network::tcp::routes::StreamPeers;
 use crate::quic::trust::presented::PresentedIdentity;
 use crate::quic::trust::tls::{self, TlsConfigs};
 use crate::rank::Rank;

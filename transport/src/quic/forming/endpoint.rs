@@ -17,10 +17,11 @@ use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe,
 use crate::quic::network::connection::{is_busy, is_silence, kind_of};
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::path::Path;
-use crate::quic::network::refusal::{self, RefusedFlag};
 use crate::quic::network::socket::LaneEndpoint;
 use crate::quic::network::socket::SocketCapabilities;
-use crate::quic::network::staggered::{first_ok, listed};
+use crate::quic::network::tcp::refusal;
+use crate::quic::network::tcp::refusal::RefusedFlag;
+use crate::quic::network::tcp::staggered::{first_ok, listed};
 use crate::quic::network::timing::Timing;
 use crate::quic::trust::names::rank_name;
 use crate::quic::trust::presented::PresentedIdentity;

@@ -1,8 +1,7 @@
 //! How ranks become a group, for the first time and again after a failure.
 
-pub(crate) mod address_table;
+pub(crate) mod addresses;
 pub(crate) mod admission;
-pub(crate) mod advertised;
 pub(crate) mod bootstrap;
 pub(crate) mod config;
 pub(crate) mod description;

@@ -9,9 +9,10 @@ use tokio::time::timeout;
 use super::admission::Admission;
 use super::config::QuicConfig;
 use super::endpoint::RankEndpoint;
+use crate::quic::network::binding;
 use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code};
 use crate::quic::network::path::Carrier;
-use crate::quic::network::{binding, tunnel};
+use crate::quic::network::tcp::tunnel;
 use crate::rank::Rank;
 
 /// Refuses every connection until it is dropped. Does nothing if the port of the other carrier is not free.

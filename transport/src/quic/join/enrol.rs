@@ -20,9 +20,9 @@ use crate::quic::network::connection::{describe, describe_stranger, is_busy, is_
 use crate::quic::network::frames::FrameReader;
 use crate::quic::network::io_thread::IoThread;
 use crate::quic::network::path::{LinkSettings, Path};
-use crate::quic::network::refusal::refusal_hint;
 use crate::quic::network::socket::{Endpoints, LaneEndpoint, SocketSource};
-use crate::quic::network::staggered::{first_ok, listed};
+use crate::quic::network::tcp::refusal::refusal_hint;
+use crate::quic::network::tcp::staggered::{first_ok, listed};
 use crate::quic::network::timing::Timing;
 use crate::quic::trust::provider::{cannot_set_up, provider};
 use crate::quic::trust::tls;

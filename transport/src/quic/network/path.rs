@@ -9,11 +9,11 @@ use quinn::{Connection, MtuDiscoveryConfig, TransportConfig, VarInt};
 
 use super::acknowledged::Counted;
 use super::congestion::Congestion;
-use super::delay_window::DelayWindows;
 use super::timing::LinkProfile;
-use super::tunnel::STRANGERS_BYTES;
 use super::windows::{Limits, Windows};
 use crate::error::TransportError;
+use crate::quic::network::tcp::delay_window::DelayWindows;
+use crate::quic::network::tcp::tunnel::STRANGERS_BYTES;
 use crate::wire::MOST_LANES;
 
 /// Settings of the links between the ranks of a group. Best the same on all ranks.

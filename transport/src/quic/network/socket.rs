@@ -18,10 +18,10 @@ use super::batches::BatchingSocket;
 use super::binding::SystemSocket;
 use super::io_thread::{Alive, IoThread};
 use super::path::Path;
-use super::refusal::RefusedFlag;
-use super::routes::StreamPeers;
-use super::tunnel::Tunnel;
 use crate::error::TransportError;
+use crate::quic::network::tcp::refusal::RefusedFlag;
+use crate::quic::network::tcp::routes::StreamPeers;
+use crate::quic::network::tcp::tunnel::Tunnel;
 
 /// With less than this, bursts of a fast sender are lost.
 const LITTLE_BYTES: usize = 4 << 20;

@@ -4,11 +4,11 @@
 use std::ops::Range;
 
 use super::super::scratch::{Line, grow};
-use super::super::simd::KernelShape;
 use super::bias::BiasBlock;
 use super::blocks::Blocks;
 use super::lanes::Stats;
 use super::{BackwardCall, TILE};
+use crate::backend::cpu::arithmetic::simd::KernelShape;
 use kyklos_plan::{MaskClass, RowSpan};
 
 /// One row of a sum for each token.

@@ -8,15 +8,15 @@
 
 use pulp::Simd;
 
-use super::super::bf16::{WordProducts, element_of, words_of};
-use super::super::exp::{at_most_zero, exp_each, tanh};
-use super::super::halves::narrow_bf16;
 use super::super::kernel::{Scores, WeightedSum, alone, scale};
 use super::super::tiles::{self, PreparedTiles, TileProduct};
 use super::TILE;
 use super::bias::BiasBlock;
 use super::blocks::Blocks;
 use super::lanes::Lanes;
+use crate::backend::cpu::arithmetic::bf16::{WordProducts, element_of, words_of};
+use crate::backend::cpu::arithmetic::exp::{at_most_zero, exp_each, tanh};
+use crate::backend::cpu::arithmetic::halves::narrow_bf16;
 use kyklos_plan::RowSpan;
 
 /// A panel of `NV` vectors of query rows.

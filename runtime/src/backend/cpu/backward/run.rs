@@ -4,7 +4,6 @@ use pulp::Simd;
 
 use super::super::pack::transposed;
 use super::super::scratch::{Line, floats, floats_mut};
-use super::super::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use super::super::tiles;
 use super::blocks::Blocks;
 use super::job::{Job, OfHead, Space, SumRows, seen};
@@ -12,6 +11,7 @@ use super::lanes::Lanes;
 use super::operands::{load_rows, pack_queries, pack_tile};
 use super::panel::{Keys, OfBias, OfWords, Panel, Rows, Sums};
 use super::{BackwardCall, TILE};
+use crate::backend::cpu::arithmetic::simd::{KernelShape, WithKernel, vectors, vectors_mut};
 use kyklos_plan::RowSpan;
 
 /// A job of a call.

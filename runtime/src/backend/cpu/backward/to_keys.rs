@@ -3,10 +3,10 @@
 use pulp::Simd;
 
 use super::super::kernel::{OfKeys, alone};
-use super::super::simd::{vectors, vectors_mut};
 use super::super::tiles::{self, TileProduct};
 use super::blocks::Blocks;
 use super::panel::{Keys, Panel};
+use crate::backend::cpu::arithmetic::simd::{vectors, vectors_mut};
 
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// `sums[key] += Σ dS[key][row] · q[row]`, or with `TENSOR` 1 `Σ P[key][row] · dO[row]`. Sums behind the last key have no meaning.

@@ -3,9 +3,9 @@
 use pulp::Simd;
 
 use super::super::call::Call;
-use super::super::elements::{in_order, order_of_words};
 use super::super::scratch::{Line, floats, floats_mut, grow};
 use crate::backend::EMPTY_M;
+use crate::backend::cpu::arithmetic::elements::{in_order, order_of_words};
 
 /// The query heads that share a KV head.
 pub(super) struct Part {

@@ -9,13 +9,13 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::super::call::Call;
-use super::super::elements::{Bf16, Bf16Words, Element, F16, F32};
-use super::super::exp::tanh;
 use super::super::product::{Floats, Product, WithProduct};
 use super::super::scratch::{Line, floats, floats_mut, grow};
 use super::rows::{GROUP, KEYS, Part, Parts, Queries, States};
 use super::values::{OfFloats, OfWords, WeightedSum};
 use super::vectors::{FewKeys, score, weigh};
+use crate::backend::cpu::arithmetic::elements::{Bf16, Bf16Words, Element, F16, F32};
+use crate::backend::cpu::arithmetic::exp::tanh;
 use kyklos_plan::{Dtype, RowSpan};
 
 pub(super) struct Tile<'t> {

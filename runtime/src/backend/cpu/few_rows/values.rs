@@ -9,11 +9,11 @@ use std::marker::PhantomData;
 
 use pulp::Simd;
 
-use super::super::elements::{Bf16, Element, paired};
-use super::super::exp::mul_add;
 use super::super::product::Product;
 use super::rows::KEYS;
 use super::vectors::FewKeys;
+use crate::backend::cpu::arithmetic::elements::{Bf16, Element, paired};
+use crate::backend::cpu::arithmetic::exp::mul_add;
 
 /// How the values of a few keys are added to rows.
 pub(super) trait WeightedSum<const N: usize>: Copy {

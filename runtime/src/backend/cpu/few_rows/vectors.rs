@@ -3,13 +3,13 @@
 use bytemuck::Pod;
 use pulp::Simd;
 
-use super::super::bf16::words_of;
-use super::super::elements::{Element, Rows, load_ahead};
-use super::super::exp::exp_each;
 use super::super::product::Product;
-use super::super::scalar;
-use super::super::simd::sums_of_four;
 use super::rows::KEYS;
+use crate::backend::cpu::arithmetic::bf16::words_of;
+use crate::backend::cpu::arithmetic::elements::{Element, Rows, load_ahead};
+use crate::backend::cpu::arithmetic::exp::exp_each;
+use crate::backend::cpu::arithmetic::scalar;
+use crate::backend::cpu::arithmetic::simd::sums_of_four;
 
 /// A few keys or values of a head.
 pub(super) struct FewKeys<'a, T> {

@@ -2,6 +2,7 @@
 //! path of this processor only; here the products of bf16 in f32 arithmetic run on any.
 
 use super::*;
+use crate::backend::cpu::arithmetic::simd;
 use crate::backend::{AttendBackward, RowStats};
 
 /// dQ, dK and dV.

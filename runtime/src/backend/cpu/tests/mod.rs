@@ -6,6 +6,7 @@ mod few_rows;
 
 use half::{bf16, f16};
 
+use super::arithmetic::simd;
 use super::*;
 use crate::backend::{Operand, StateShape};
 use kyklos_plan::{AttentionProblem, BlockWork, Mask, TokenRuns};

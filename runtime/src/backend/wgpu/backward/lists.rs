@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::super::numbers::narrow;
-use super::super::work::{RunList, TileRuns, key_runs};
+use crate::backend::wgpu::attention::work::{RunList, TileRuns, key_runs};
 use crate::error::Result;
 use kyklos_plan::{BlockWork, MaskClass, RowSpan, TileRun};
 

@@ -2,13 +2,13 @@
 
 use kyklos_shaders::{Kernel, RowStatsParams};
 
-use super::super::buffer::WgpuBuffer;
 use super::super::device::Gpu;
-use super::super::dispatch::Bound;
 use super::super::numbers::{checked_dim, narrow, storage};
 use super::super::ops::row_heads_within;
-use super::super::region::cut;
 use crate::backend::RowStats;
+use crate::backend::wgpu::running::dispatch::Bound;
+use crate::backend::wgpu::storage::buffer::WgpuBuffer;
+use crate::backend::wgpu::storage::region::cut;
 use crate::error::Result;
 
 pub(in super::super) fn row_stats(gpu: &Gpu, args: &RowStats<'_, WgpuBuffer>) -> Result<()> {

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use kyklos_shaders::{BackwardKernel, BackwardParams, Kernel, Sums};
 
-use super::super::buffer::WgpuBuffer;
 use super::super::device::Gpu;
-use super::super::dispatch::{Bound, Window};
 use super::super::numbers::narrow;
-use super::super::operands::{BiasRows, bias_tensor, in_elements, units};
-use super::super::region::Strided;
-use super::super::texture;
+use crate::backend::wgpu::attention::operands::{BiasRows, bias_tensor, in_elements, units};
+use crate::backend::wgpu::running::dispatch::{Bound, Window};
+use crate::backend::wgpu::storage::buffer::WgpuBuffer;
+use crate::backend::wgpu::storage::region::Strided;
+use crate::backend::wgpu::storage::texture;
 use crate::backend::{AttendBackward, Layout, Operand};
 use crate::error::Result;
 

@@ -1,0 +1,6 @@
+//! The adapters of a machine: finding them, listing each physical GPU once, their kinds.
+
+pub(super) mod adapter;
+pub(super) mod class;
+#[cfg(not(target_arch = "wasm32"))]
+pub(super) mod listing;
