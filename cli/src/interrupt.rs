@@ -10,24 +10,24 @@ use crate::failure::{Failure, Result};
 
 /// A path that is removed when the program is interrupted, until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Doomed {
+pub(crate) struct RemoveOnInterrupt {
     path: PathBuf,
 }
 
-impl Doomed {
+impl RemoveOnInterrupt {
     pub(crate) fn file(path: &Path) -> Self {
         paths().push(path.to_owned());
         Self { path: path.to_owned() }
     }
 }
 
-impl Drop for Doomed {
+impl Drop for RemoveOnInterrupt {
     fn drop(&mut self) {
         paths().retain(|path| *path != self.path);
     }
 }
 
-/// From now on an interruption removes all [`Doomed`] paths and ends the process.
+/// From now on an interruption removes all [`RemoveOnInterrupt`] paths and ends the process.
 pub(crate) fn end_on_interrupt() -> Result<()> {
     on_interrupt(|| end(EXIT_INTERRUPTED))
 }
@@ -52,7 +52,7 @@ pub(crate) fn on_request(_: impl FnMut() + Send + 'static) -> Result<()> {
     Ok(())
 }
 
-/// Removes all [`Doomed`] paths and ends the process.
+/// Removes all [`RemoveOnInterrupt`] paths and ends the process.
 pub(crate) fn end(exit: u8) {
     for path in paths().iter() {
         let _ = std::fs::remove_file(path);

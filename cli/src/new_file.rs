@@ -4,14 +4,14 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use crate::failure::{Failure, Result};
-use crate::interrupt::Doomed;
+use crate::interrupt::RemoveOnInterrupt;
 
 /// An incomplete file; dropped, it is removed.
 #[derive(Debug)]
 pub(crate) struct NewFile {
     target: PathBuf,
     file: tempfile::NamedTempFile,
-    _doomed: Doomed,
+    _remove: RemoveOnInterrupt,
 }
 
 impl NewFile {
@@ -24,8 +24,8 @@ impl NewFile {
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let file = builder.tempfile_in(folder_of(target));
         let file = file.map_err(|error| Failure::file("write", target, &error))?;
-        let doomed = Doomed::file(file.path());
-        Ok(Self { target: target.to_owned(), file, _doomed: doomed })
+        let to_remove = RemoveOnInterrupt::file(file.path());
+        Ok(Self { target: target.to_owned(), file, _remove: to_remove })
     }
 
     pub(crate) fn as_file(&self) -> &File {

@@ -1,6 +1,6 @@
 // Attention for Hopper: TMA copies tiles to shared memory, wgmma multiplies them there.
 //
-// - The first warpgroup of a block is the producer: it gives registers away, and one thread of it issues all copies. The others are
+// - The first warpgroup of a block is the producer: it deallocates registers (setmaxnreg), and one thread of it issues all copies. The others are
 //   consumers with 64 query rows each.
 // - Blocks are persistent: each computes one item of each round through a list that begins with the longest items. Every second
 //   round is given out in reverse, so that the first block does not always get the longest item of a round. Copies for the next
@@ -14,7 +14,7 @@
 #include "hopper.h"
 
 // Iterates over the tiles of an item: first those that need mask tests, then the others. In a full run only a tile that reaches
-// behind the last key needs tests.
+// past the last key needs tests.
 struct Sweep {
     const AttendArguments &args;
     // Indices of runs.

@@ -29,7 +29,7 @@ template <typename T, int DIM> struct BackwardBias : KeyTiles<T, DIM, bias_rows(
 
         const u32 first_key = at.first + this->mine + lane / 4;
         const u32 positions[2] = {position_of(attend, first_key), position_of(attend, first_key + 8)};
-        // Warps behind the last key only copy.
+        // Warps past the last key only copy.
         const bool keys_here = at.first + this->mine < attend.keys;
         // Where all queries share a row: the sums over this lane's rows.
         const bool shared = args.bias_sum.row_stride == 0;

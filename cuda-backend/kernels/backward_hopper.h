@@ -2,7 +2,7 @@
 //
 // - As in `backward_tiles.h`, a block has rows of one side, "fixed", and iterates over tiles of the other side, "moving". Each row
 //   has two tensors: a query row q and d_o, a key k and v.
-// - A block has three warpgroups. The first is the producer: it gives registers away, and one thread of it issues all copies. The
+// - A block has three warpgroups. The first is the producer: it deallocates registers (setmaxnreg), and one thread of it issues all copies. The
 //   other two are consumers with 64 fixed rows each.
 // - S and dP are fixed · moving, and their fragments are the A fragments, in registers, of the products that the sums need.
 // - The products of the sums of a tile run while those for S and dP of the next one are issued. The scalar work of one consumer

@@ -63,7 +63,7 @@ template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, moving_row
 
         const u32 first_key = at.first + this->mine + lane / 4;
         const u32 positions[2] = {position_of(attend, first_key), position_of(attend, first_key + 8)};
-        // Warps behind the last key only copy.
+        // Warps past the last key only copy.
         const bool keys_here = at.first + this->mine < attend.keys;
         // The first element of a head that this warp sums.
         const u32 out_from = thread_x() / 128 * OUT;

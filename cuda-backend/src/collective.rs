@@ -13,7 +13,7 @@ use crate::peers::CudaPeers;
 
 /// How the messages of plans are to go between the devices of a group. The same variant on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CollectiveWish {
+pub enum CollectiveChoice {
     /// Through host memory.
     Host,
     /// By NCCL between all ranks.
@@ -38,7 +38,7 @@ pub struct FormedCollective {
     pub way: String,
     /// Whether messages between some ranks go from device to device.
     pub between_devices: bool,
-    /// Why no rank uses NCCL, if the ranks were to. The same on all ranks. With [`CollectiveWish::Nccl`] messages then go through host
+    /// Why no rank uses NCCL, if the ranks were to. The same on all ranks. With [`CollectiveChoice::Nccl`] messages then go through host
     /// memory: a caller that insists on NCCL ends with this refusal, on all ranks.
     pub refusal: Option<NcclRefusal>,
     /// What NCCL does for this rank, if it uses NCCL.
@@ -48,7 +48,7 @@ pub struct FormedCollective {
 impl FormedCollective {
     /// Agrees with all ranks of the group of `transport` how messages go: [`NcclCollective::form`], and [`CudaPeers::form`] where that is
     /// to follow. All ranks call it, at the same place between two operations of the group, also those on other devices; for
-    /// [`CollectiveWish::Host`] there is nothing to agree on. `options` are those of the session that uses it.
+    /// [`CollectiveChoice::Host`] there is nothing to agree on. `options` are those of the session that uses it.
     ///
     /// The future must be polled to its end: other ranks wait for its votes. If it is dropped before, abort the group.
     ///
@@ -70,16 +70,16 @@ impl FormedCollective {
     /// # Errors
     /// [`Error::Transport`](kyklos::Error::Transport) if the group fails.
     pub async fn form(
-        wish: CollectiveWish,
+        wish: CollectiveChoice,
         transport: &Arc<dyn Transport>,
         device: &Device,
         options: &SessionOptions,
     ) -> Result<Self> {
         let SessionOptions { deadline, .. } = *options;
         let (cluster, partial) = match wish {
-            CollectiveWish::Host => return Ok(Self::host(transport, options, None)),
-            CollectiveWish::Nccl { cluster } => (cluster, false),
-            CollectiveWish::Auto { cluster } => (cluster, true),
+            CollectiveChoice::Host => return Ok(Self::host(transport, options, None)),
+            CollectiveChoice::Nccl { cluster } => (cluster, false),
+            CollectiveChoice::Auto { cluster } => (cluster, true),
         };
         let nccl = NcclOptions::default();
         let form_within = deadline.min(nccl.form_within);

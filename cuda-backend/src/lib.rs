@@ -51,7 +51,7 @@ mod staged;
 
 pub use backend::CudaBackend;
 pub use caller::{CallerMemory, CudaTensor, Written};
-pub use collective::{CollectiveWish, FormedCollective};
+pub use collective::{CollectiveChoice, FormedCollective};
 pub use device::{CudaBuffer, CudaOptions, Download};
 pub use devices::{CudaDevice, availability, devices};
 pub use driver::{CallerStream, Unavailable};

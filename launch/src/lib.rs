@@ -36,7 +36,7 @@
 //!
 //! Slurm's `SLURM_DISTRIBUTION` and `SLURMD_NODENAME` say which host has which task.
 //!
-//! Kyklos' own variables, from [`variables`]. Two sources that count ranks must agree:
+//! Kyklos' own variables, from [`variables`]. If two sources set the number of ranks, they must agree:
 //!
 //! | variable | value |
 //! |---|---|

@@ -41,7 +41,7 @@ impl<'a> Variables<'a> {
         match value.parse() {
             Ok(value) => Ok(Some(Setting { value, origin })),
             Err(_) => Err(Error::request(
-                format!("{origin} in the environment is not a number that can be meant"),
+                format!("{origin} in the environment is not a valid number"),
                 "let the launcher set it, or unset it",
             )),
         }

@@ -5,19 +5,19 @@ use std::time::Duration;
 
 use kyklos::backend::Device;
 use kyklos::{Error, Result, Session, SessionOptions};
-use kyklos_cuda::{CollectiveWish, FormedCollective};
+use kyklos_cuda::{CollectiveChoice, FormedCollective};
 use kyklos_transport::Transport;
 
 /// What the options `collective` and `nccl_cluster` say.
-pub(crate) fn wish(name: &str, cluster: Option<u32>) -> Result<CollectiveWish> {
+pub(crate) fn wish(name: &str, cluster: Option<u32>) -> Result<CollectiveChoice> {
     match (name, cluster) {
-        ("host", None) => Ok(CollectiveWish::Host),
+        ("host", None) => Ok(CollectiveChoice::Host),
         ("host", Some(_)) => Err(Error::request(
             "nccl_cluster without NCCL",
             "add collective=\"nccl\" or collective=\"auto\", or leave it out",
         )),
-        ("nccl", _) => Ok(CollectiveWish::Nccl { cluster: cluster.unwrap_or(0) }),
-        ("auto", _) => Ok(CollectiveWish::Auto { cluster: cluster.unwrap_or(0) }),
+        ("nccl", _) => Ok(CollectiveChoice::Nccl { cluster: cluster.unwrap_or(0) }),
+        ("auto", _) => Ok(CollectiveChoice::Auto { cluster: cluster.unwrap_or(0) }),
         _ => Err(Error::request(
             format!("collective {name:?} is not known"),
             "use \"host\", \"nccl\" or \"auto\"",
@@ -27,7 +27,7 @@ pub(crate) fn wish(name: &str, cluster: Option<u32>) -> Result<CollectiveWish> {
 
 /// A session of this rank, and in words how its messages go. All ranks of the group do this together.
 pub(crate) fn session(
-    wish: CollectiveWish,
+    wish: CollectiveChoice,
     transport: Arc<dyn Transport>,
     device: Device,
     options: SessionOptions,
@@ -37,7 +37,7 @@ pub(crate) fn session(
     let words = formed.to_string();
     let session = Session::with_collective(transport, device, formed.collective, options);
     match (wish, formed.refusal) {
-        (CollectiveWish::Nccl { .. }, Some(refusal)) => {
+        (CollectiveChoice::Nccl { .. }, Some(refusal)) => {
             // All ranks leave: in order, so that each gets the decision.
             let _ = session.close(leave);
             Err(Error::request(refusal.to_string(), "use collective=\"host\", or \"auto\""))

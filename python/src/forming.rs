@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::{Error, Session, SessionOptions};
-use kyklos_cuda::CollectiveWish;
+use kyklos_cuda::CollectiveChoice;
 use kyklos_launch::{SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
     Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
@@ -82,7 +82,7 @@ pub(crate) fn local(
     let open = |name: &str| py.detach(|| devices::open(name)).map_err(|error| errors::of_call(py, &error));
     let transports = in_process_group(size);
     let places: Vec<_> = match (&names[..], wish) {
-        ([one], CollectiveWish::Host) => {
+        ([one], CollectiveChoice::Host) => {
             let (options, leave) = (settings.options(py)?, settings.leave(py)?);
             let sessions = Session::on_one_device(transports, &open(one)?, &options);
             return sessions
@@ -90,7 +90,7 @@ pub(crate) fn local(
                 .map(|session| Group::new(session, leave, ONE_DEVICE.to_owned()))
                 .collect();
         }
-        ([one], CollectiveWish::Nccl { .. } | CollectiveWish::Auto { .. }) => {
+        ([one], CollectiveChoice::Nccl { .. } | CollectiveChoice::Auto { .. }) => {
             let device = open(one)?;
             transports.into_iter().map(|transport| (transport, device.clone())).collect()
         }
@@ -296,7 +296,7 @@ impl SessionSettings {
         seconds(py, "leave_s", self.leave_s)
     }
 
-    fn wish(&self, py: Python<'_>) -> PyResult<CollectiveWish> {
+    fn wish(&self, py: Python<'_>) -> PyResult<CollectiveChoice> {
         collective::wish(&self.collective, self.nccl_cluster).map_err(|error| errors::of_call(py, &error))
     }
 

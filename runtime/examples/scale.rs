@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use kyklos::plan::{bytes, table};
-use kyklos::simulate::{Cluster, Priced, Wanted, choose};
+use kyklos::simulate::{Cluster, EstimatedPlan, PlanQuery, choose};
 use kyklos::{AttentionProblem, Dtype, Mask, PlacementKind, Split};
 
 const H100: &str = include_str!("../../clusters/h100-infiniband.toml");
@@ -45,7 +45,7 @@ fn scale(problem: &AttentionProblem, described: &Cluster) -> kyklos::Result<Stri
         // The one that levels the work. Under a causal mask hops of contiguous shards differ, and thousands of them take
         // minutes to walk.
         let level = if problem.mask.is_full() { PlacementKind::Contiguous } else { PlacementKind::Zigzag };
-        let wanted = Wanted {
+        let wanted = PlanQuery {
             ranks,
             mesh: None,
             strategy: None,
@@ -63,7 +63,7 @@ fn scale(problem: &AttentionProblem, described: &Cluster) -> kyklos::Result<Stri
         };
         let ms = prediction.wall_s() * 1e3;
         let base = *first_ms.get_or_insert(ms * f64::from(ranks));
-        let of = |test: &dyn Fn(&Priced) -> bool| {
+        let of = |test: &dyn Fn(&EstimatedPlan) -> bool| {
             let found = fitting.iter().find(|(priced, _)| test(priced));
             found.map_or_else(
                 || "-".to_owned(),

@@ -96,7 +96,7 @@ pub(crate) fn probe(device: &Device) -> Result<f64> {
             &Split::Even,
             Strategy::Dense,
         )?;
-        let (source, all) = (Source::MadeUp { seed: 0 }, TokenRuns::contiguous(0..tokens));
+        let (source, all) = (Source::Random { seed: 0 }, TokenRuns::contiguous(0..tokens));
         let tensors = source.all(&problem, &all, &all)?;
         // The first run compiles kernels and wakes the device.
         let alone = alone::run(device, set, tensors, 2, &quiet())?;

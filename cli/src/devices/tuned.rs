@@ -9,7 +9,7 @@ use kyklos::backend::wgpu::TuningTable;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result, note};
-use crate::interrupt::Doomed;
+use crate::interrupt::RemoveOnInterrupt;
 use crate::switches;
 
 /// The content of the file.
@@ -80,7 +80,7 @@ pub(crate) fn write(path: &Path, table: &TuningTable) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(|error| failed(&error))?;
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| failed(&error))?;
-    let _doomed = Doomed::file(file.path());
+    let _remove = RemoveOnInterrupt::file(file.path());
     let text = text_of(table).map_err(|error| Failure::run(format!("cannot keep the choices: {error}")))?;
     file.write_all((text + "\n").as_bytes()).map_err(|error| failed(&error))?;
     file.as_file().sync_all().map_err(|error| failed(&error))?;

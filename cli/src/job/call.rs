@@ -8,7 +8,7 @@ use kyklos::{RunOptions, SystemClock};
 use kyklos_transport::{Rank, Transport};
 
 use crate::failure::{Failure, Result};
-use crate::job::collective::Ways;
+use crate::job::collective::CollectiveOptions;
 use crate::job::results::report::facts;
 use crate::job::settings::{Outputs, Settings};
 use crate::job::terms::Terms;
@@ -55,7 +55,7 @@ pub(crate) struct Runs {
     pub(crate) ranks_here: u32,
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
-    pub(crate) ways: Ways,
+    pub(crate) ways: CollectiveOptions,
 }
 
 impl Job {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use clap::Args;
 use kyklos::backend::Device;
 use kyklos::{Session, SessionOptions};
-use kyklos_cuda::{CollectiveWish, FormedCollective, NcclObserver};
+use kyklos_cuda::{CollectiveChoice, FormedCollective, NcclObserver};
 use kyklos_transport::Transport;
 
 use crate::devices::{BackendKind, DeviceRequest};
@@ -24,9 +24,9 @@ pub(crate) struct CollectiveArgs {
 
 impl CollectiveArgs {
     /// The ways of a rank.
-    pub(crate) fn ways(self) -> Ways {
+    pub(crate) fn ways(self) -> CollectiveOptions {
         let Self { collective, nccl_cluster } = self;
-        Ways { collective, nccl_cluster: nccl_cluster.unwrap_or(0) }
+        CollectiveOptions { collective, nccl_cluster: nccl_cluster.unwrap_or(0) }
     }
 
     /// Refuses options of NCCL that do not fit, and NCCL where a rank has another of `devices`. `are_all`: whether no rank has a
@@ -53,9 +53,9 @@ impl CollectiveArgs {
     }
 }
 
-/// Which ways a rank may take.
+/// How the messages of a rank may travel between devices.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ways {
+pub(crate) struct CollectiveOptions {
     pub(crate) collective: CollectiveName,
     nccl_cluster: u32,
 }
@@ -67,7 +67,7 @@ pub(crate) struct AgreedWays {
     pub(crate) nccl: Option<NcclObserver>,
 }
 
-impl Ways {
+impl CollectiveOptions {
     /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it, and rank 0 says so.
     pub(crate) fn open(
         self,
@@ -80,8 +80,8 @@ impl Ways {
             CollectiveName::Host => {
                 return Ok((Session::with_options(Arc::clone(transport), device, options), None));
             }
-            CollectiveName::Nccl => CollectiveWish::Nccl { cluster },
-            CollectiveName::Auto => CollectiveWish::Auto { cluster },
+            CollectiveName::Nccl => CollectiveChoice::Nccl { cluster },
+            CollectiveName::Auto => CollectiveChoice::Auto { cluster },
         };
         let formed = pollster::block_on(FormedCollective::form(wish, transport, &device, &options))?;
         let agreed = AgreedWays { ways: formed.to_string(), nccl: formed.nccl };

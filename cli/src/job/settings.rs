@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::job::collective::Ways;
+use crate::job::collective::CollectiveOptions;
 use crate::observe::live::Live;
 use crate::observe::page::target::PageTarget;
 use crate::options::{OnLoss, ProgressKind};
@@ -48,5 +48,5 @@ pub(crate) struct Settings {
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,
     pub(crate) on_loss: OnLoss,
-    pub(crate) ways: Ways,
+    pub(crate) ways: CollectiveOptions,
 }

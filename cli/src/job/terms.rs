@@ -1,4 +1,4 @@
-//! What must be the same on all ranks of a call, beside their plans: the texts that ranks compare in their first vote.
+//! Call settings on which all ranks must agree, in addition to the plans: the texts that ranks compare in their first vote.
 
 use bytes::Bytes;
 use kyklos::Split;
@@ -33,7 +33,7 @@ impl Terms {
         let Settings { repeat, verify, on_loss, ways, .. } = settings;
         let tokens = if q_len == kv_len { q_len.to_string() } else { format!("{q_len} to {kv_len}") };
         let input = match source {
-            Source::MadeUp { seed } => format!("seed {seed}"),
+            Source::Random { seed } => format!("seed {seed}"),
             Source::File(_) => "a file".to_owned(),
         };
         let bias = problem.bias.map_or_else(
@@ -93,7 +93,7 @@ impl Terms {
             ),
         ];
         let copy = match source {
-            Source::MadeUp { .. } => CopyId::NONE,
+            Source::Random { .. } => CopyId::NONE,
             Source::File(file) => file.copy,
         };
         Self { values: values.into(), copy }

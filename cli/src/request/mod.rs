@@ -7,8 +7,8 @@ use std::sync::Arc;
 use kyklos::machine::memory_bytes;
 use kyklos::plan::ProvedPlans;
 use kyklos::simulate::{
-    Candidate, Cluster, Prediction, Priced, Shares, Verdict, Wanted, candidates, choose, fewest_bytes,
-    predict, predict_backward,
+    Candidate, Cluster, EstimatedPlan, Feasibility, PlanQuery, Prediction, Shares, candidates, choose,
+    fewest_bytes, predict, predict_backward,
 };
 use kyklos::{
     AttentionProblem, BiasKind, Dtype, MAX_RANKS, Mesh, PlacementKind, Split, Strategy, plan, plan_backward,
@@ -66,7 +66,7 @@ impl Predicted {
 }
 
 /// The predicted seconds of the forward pass of a candidate that fits.
-pub(crate) fn forward_s(priced: &Priced) -> Option<f64> {
+pub(crate) fn forward_s(priced: &EstimatedPlan) -> Option<f64> {
     match &priced.passes {
         Some(passes) => Some(passes.forward.wall_s()),
         None => priced.prediction().map(Prediction::wall_s),
@@ -75,18 +75,18 @@ pub(crate) fn forward_s(priced: &Priced) -> Option<f64> {
 
 /// A problem before mesh, strategy and placement are chosen.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct ProblemRequest {
     pub(crate) problem: AttentionProblem,
     pub(crate) source: Source,
-    pub(crate) wanted: Wanted,
+    pub(crate) wanted: PlanQuery,
 }
 
-impl Asked {
+impl ProblemRequest {
     /// Reads the options and the header of the input file. `launched` is the number of processes that a launcher has
     /// started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let (problem, source) = problem(args, seed)?;
-        let wanted = Wanted {
+        let wanted = PlanQuery {
             ranks: ranks(args, launched)?,
             mesh: args.mesh.chosen(),
             strategy: args.strategy.chosen().map(|name| name.0),
@@ -101,7 +101,7 @@ impl Asked {
     fn by_time(&self, cluster: &Cluster) -> Result<(Candidate, Predicted)> {
         let priced = choose(&self.problem, &self.wanted, cluster)?;
         let refused = || match priced.first().map(|priced| &priced.verdict) {
-            Some(Verdict::Refused(error)) => nothing_fits(priced.len(), error),
+            Some(Feasibility::Refused(error)) => nothing_fits(priced.len(), error),
             _ => Failure::run("there is no plan to choose from"),
         };
         let fastest = priced.iter().find_map(|priced| {
@@ -117,7 +117,7 @@ impl Asked {
         let Self { problem, wanted, .. } = self;
         let capacities = cluster.capacities(problem, wanted.ranks)?;
         let ring =
-            Wanted { mesh: Some(wanted.mesh.unwrap_or(Mesh::new(1, wanted.ranks)?)), ..wanted.clone() };
+            PlanQuery { mesh: Some(wanted.mesh.unwrap_or(Mesh::new(1, wanted.ranks)?)), ..wanted.clone() };
         if problem.fixed_order || capacities.iter().all(|capacity| *capacity == capacities[0]) {
             return Ok(None);
         }
@@ -150,7 +150,7 @@ impl Request {
     /// Reads the options and the header of the input file, and makes all choices that are `auto`. `launched` is the number
     /// of processes that a launcher has started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
-        let asked = Asked::new(args, seed, launched)?;
+        let asked = ProblemRequest::new(args, seed, launched)?;
         let mut shared = None;
         let cluster = args.hardware.as_deref().map(description::read).transpose()?.map(Arc::new);
         let (Candidate { strategy, mesh, placement }, predicted) = match &cluster {
@@ -167,9 +167,13 @@ impl Request {
             None => (fewest_bytes(&asked.problem, &asked.wanted)?, None),
         };
         let is_open = is_auto(args) && args.hardware.is_none();
-        let Asked { problem, source, wanted } = asked;
-        let Wanted {
-            mesh: wanted_mesh, strategy: wanted_strategy, placement: wanted_placement, split, ..
+        let ProblemRequest { problem, source, wanted } = asked;
+        let PlanQuery {
+            mesh: wanted_mesh,
+            strategy: wanted_strategy,
+            placement: wanted_placement,
+            split,
+            ..
         } = wanted;
         let open = Open {
             mesh: wanted_mesh,
@@ -330,7 +334,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
             let problem = AttentionProblem::new(shape.0, args.dtype.unwrap_or(Dtype::F32), mask)?;
             let queries = problem.q_len;
             let sinks = if args.sinks { Source::made_up_sinks(seed, problem.q_heads) } else { Vec::new() };
-            (problem.with_queries(queries, args.q_offset)?.with_sinks(sinks)?, Source::MadeUp { seed })
+            (problem.with_queries(queries, args.q_offset)?.with_sinks(sinks)?, Source::Random { seed })
         }
         (None, None) => {
             return Err(Failure::request(

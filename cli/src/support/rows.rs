@@ -38,7 +38,7 @@ pub(super) struct Row {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Tensors {
     /// `--shape`.
-    MadeUp([u32; 5]),
+    Random([u32; 5]),
     /// `--input`: tensors that no option generates. Queries and keys have [`HEADS`].
     File { q_len: usize, kv_len: usize, bias: Option<BiasInput> },
 }
@@ -60,8 +60,8 @@ enum Share {
 
 /// Query heads, KV heads, elements: over four ranks 2, 2, 1 and 1 query heads, in groups of 3.
 const HEADS: [usize; 3] = [6, 2, 16];
-const SHAPE: Tensors = Tensors::MadeUp([1, 260, 6, 2, 16]);
-const TWO: Tensors = Tensors::MadeUp([2, 130, 6, 2, 16]);
+const SHAPE: Tensors = Tensors::Random([1, 260, 6, 2, 16]);
+const TWO: Tensors = Tensors::Random([2, 130, 6, 2, 16]);
 
 const fn row(name: &'static str, tensors: Tensors, options: &'static str) -> Row {
     Row { name, tensors, share: Share::Even, options }
@@ -89,9 +89,9 @@ pub(super) const ROWS: &[Row] = &[
     row("bias over keys for each head", file(260, 260, Some(("bias", [6, 1]))), ""),
     row("softcap, scale", SHAPE, "--mask causal --softcap 1.5 --scale 0.7"),
     row("sinks", SHAPE, "--mask causal --sinks"),
-    row("as many kv heads", Tensors::MadeUp([1, 260, 4, 4, 16]), "--mask causal"),
-    row("one kv head", Tensors::MadeUp([1, 260, 6, 1, 16]), "--mask causal"),
-    row("shards of several tiles", Tensors::MadeUp([1, 530, 4, 2, 8]), "--mask causal"),
+    row("as many kv heads", Tensors::Random([1, 260, 4, 4, 16]), "--mask causal"),
+    row("one kv head", Tensors::Random([1, 260, 6, 1, 16]), "--mask causal"),
+    row("shards of several tiles", Tensors::Random([1, 530, 4, 2, 8]), "--mask causal"),
     row("q offset", SHAPE, "--mask causal --q-offset 90"),
     row("cross-attention", file(70, 260, None), "--mask full"),
     row("chunk after a cache", file(70, 260, None), "--mask causal --q-offset 190"),
@@ -117,7 +117,7 @@ pub(super) const ROWS: &[Row] = &[
     // Tiles of 256 keys, the last of them short.
     Row {
         share: Share::Tokens([256, 0, 256, 18]),
-        ..row("fixed order", Tensors::MadeUp([1, 530, 4, 2, 8]), "--mask causal --fixed-order")
+        ..row("fixed order", Tensors::Random([1, 530, 4, 2, 8]), "--mask causal --fixed-order")
     },
 ];
 
@@ -133,7 +133,7 @@ impl Row {
     /// Options of `attend` for the problem and the placement, on `ranks` ranks (1 or 4), with input files in `DIR`.
     pub(super) fn options(&self, kind: (Dtype, Pass), ranks: u32) -> String {
         let tensors = match self.tensors {
-            Tensors::MadeUp(shape) => format!("--shape {} --dtype {}", join(&shape), kind.0),
+            Tensors::Random(shape) => format!("--shape {} --dtype {}", join(&shape), kind.0),
             Tensors::File { .. } => format!("--input DIR/{}", self.file_name(kind)),
         };
         format!("{tensors} {}", self.words(ranks)).trim_end().to_owned()
@@ -156,7 +156,7 @@ impl Row {
     pub(super) fn in_words(&self) -> String {
         let tensors = match self.tensors {
             SHAPE => String::new(),
-            Tensors::MadeUp(shape) => format!("`--shape {}`", join(&shape)),
+            Tensors::Random(shape) => format!("`--shape {}`", join(&shape)),
             Tensors::File { q_len, kv_len, bias } => {
                 let bias = bias
                     .map(|(name, [heads, queries])| format!(", `{name}` [1, {heads}, {queries}, {kv_len}]"));
@@ -178,7 +178,7 @@ impl Row {
     /// Whether both rows have the same q, k and v.
     pub(super) fn same_tensors(&self, other: &Self) -> bool {
         match (self.tensors, other.tensors) {
-            (Tensors::MadeUp(mine), Tensors::MadeUp(theirs)) => mine == theirs,
+            (Tensors::Random(mine), Tensors::Random(theirs)) => mine == theirs,
             (Tensors::File { q_len, kv_len, .. }, Tensors::File { q_len: other_q, kv_len: other_kv, .. }) => {
                 (q_len, kv_len) == (other_q, other_kv)
             }

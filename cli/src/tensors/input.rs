@@ -25,7 +25,7 @@ pub(crate) struct GivenGradient {
 /// The source of the tensors.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
-    MadeUp { seed: u64 },
+    Random { seed: u64 },
     File(Arc<InputFile>),
 }
 
@@ -67,7 +67,7 @@ impl Source {
         };
         match self {
             Self::File(file) => file.read(which, &shard),
-            Self::MadeUp { seed } => {
+            Self::Random { seed } => {
                 let id = match which {
                     TensorKind::Q => TensorId::Q,
                     TensorKind::K => TensorId::K,
@@ -86,7 +86,7 @@ impl Source {
     /// The rows of the queries `tokens` in the mask or bias tensor, if there is one.
     pub(crate) fn read_bias(&self, problem: &AttentionProblem, tokens: &TokenRuns) -> Result<Option<Bytes>> {
         match self {
-            Self::MadeUp { .. } => Ok(None),
+            Self::Random { .. } => Ok(None),
             Self::File(file) => {
                 file.bias.map(|bias| bias.read(&file.file, &file.path, problem, tokens)).transpose()
             }
@@ -102,7 +102,7 @@ impl Source {
         Ok(GivenGradient {
             d_o: self.read(problem, TensorKind::OutputGradient, tokens)?,
             d_lse: match self {
-                Self::MadeUp { .. } => None,
+                Self::Random { .. } => None,
                 Self::File(file) => match &file.gradients {
                     Some(gradients) => gradients.read_d_lse((&file.file, &file.path), problem, tokens)?,
                     None => None,
@@ -119,7 +119,7 @@ impl Source {
     /// Refuses a file that was written to since it was opened.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         match self {
-            Self::MadeUp { .. } => Ok(()),
+            Self::Random { .. } => Ok(()),
             Self::File(file) => file.check_unchanged(),
         }
     }
@@ -140,7 +140,7 @@ impl Source {
     /// The path of the file, if the source is a file.
     pub(crate) fn path(&self) -> Option<&Path> {
         match self {
-            Self::MadeUp { .. } => None,
+            Self::Random { .. } => None,
             Self::File(file) => Some(&file.path),
         }
     }

@@ -9,7 +9,7 @@ use kyklos::Dtype;
 use kyklos_oracle::oracle::{Dtype as OracleDtype, OracleProblem, Row, RowId};
 use kyklos_oracle::tolerance::{Limit, compare_rows};
 
-use super::{Sample, Verdict, element_value, oracle_dtype};
+use super::{Feasibility, Sample, element_value, oracle_dtype};
 use crate::failure::Result;
 
 /// The whole `o` and `lse` of one device, tokens in order.
@@ -27,7 +27,7 @@ impl Sample {
         actual: Whole<'_>,
         wide: Whole<'_>,
         backend: &str,
-    ) -> Result<Verdict> {
+    ) -> Result<Feasibility> {
         let kv = self.whole_kv()?;
         let (expected, naive) = (self.expected(&kv)?, self.naive(&kv)?);
         let in_f32 = format!("{backend} in f32");
@@ -36,7 +36,7 @@ impl Sample {
             compare_rows(&self.oracle, OracleDtype::F32, rows, &expected, &self.context(context))
         };
         let (naive, sampled) = (hold(&naive, "plain f32"), hold(&sampled, &in_f32));
-        let mut verdict = Verdict {
+        let mut verdict = Feasibility {
             rows: 0,
             max_abs_error: 0.0,
             tolerance: 0.0,
@@ -115,10 +115,10 @@ mod tests {
         };
         let narrow = run(Resident::new(&backend, &problem, SEED).unwrap());
         let wide = run(Resident::widened(&backend, &problem, SEED).unwrap());
-        (Sample::new(&problem, &Source::MadeUp { seed: SEED }).unwrap(), narrow, wide)
+        (Sample::new(&problem, &Source::Random { seed: SEED }).unwrap(), narrow, wide)
     }
 
-    fn judge(sample: &Sample, [o, lse]: &[Bytes; 2], [wide_o, wide_lse]: &[Bytes; 2]) -> Verdict {
+    fn judge(sample: &Sample, [o, lse]: &[Bytes; 2], [wide_o, wide_lse]: &[Bytes; 2]) -> Feasibility {
         let actual = Whole { dtype: Dtype::F16, o, lse };
         let wide = Whole { dtype: Dtype::F32, o: wide_o, lse: wide_lse };
         sample.judge_every_row(actual, wide, "cpu").unwrap()

@@ -312,7 +312,7 @@ fn a_trace_of_several_processes_is_on_one_clock() {
     let (posted, came) = (ends("send", "b"), ends("receive", "e"));
     assert_eq!((posted.len(), came.len()), (6, 6), "two hops of three ranks");
     for (from, name, posted_us) in posted {
-        let (message, asked) = name.split_once(", asked for after ").unwrap();
+        let (message, asked) = name.split_once(", requested after ").unwrap();
         assert!(asked.strip_suffix(" us").unwrap().parse::<u64>().is_ok(), "{asked}");
         let (bytes, tag) = (message.split(' ').next().unwrap(), message.split_once(", ").unwrap().1);
         let to: u64 = (from + 1) % 3;

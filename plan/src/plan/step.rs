@@ -52,7 +52,7 @@ impl Direction {
 /// The steps of one rank, and the buffers that they work on.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Plan {
-    /// The rank.
+    /// The rank that runs these steps.
     pub rank: u32,
     /// Every buffer that the steps name.
     pub buffers: Vec<Buffer>,

@@ -19,11 +19,11 @@ pub struct PredictedEvents {
 /// An interval in which a rank does one thing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PredictedWork {
-    /// The rank.
+    /// The rank that is busy.
     pub rank: usize,
     /// What it does.
     pub activity: Activity,
-    /// Of a wait: the other rank of the message that ends it.
+    /// For a wait: the other rank of the message that ends it.
     pub peer: Option<usize>,
     /// Start, in nanoseconds from the common start.
     pub start_ns: u64,

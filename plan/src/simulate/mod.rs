@@ -25,7 +25,7 @@ mod work;
 pub use capacity::Capacity;
 pub use choice::by_bytes::fewest_bytes;
 pub use choice::candidate::Candidate;
-pub use choice::candidates::{Passes, Priced, Verdict, Wanted, candidates, choose};
+pub use choice::candidates::{EstimatedPlan, Feasibility, Passes, PlanQuery, candidates, choose};
 pub use choice::explain::{Bound, bound, explain_choice, why_first};
 pub use cluster::Cluster;
 pub use describe::{

@@ -279,7 +279,7 @@ struct Pieces {
 }
 
 impl Pieces {
-    /// Of the shard of the rank.
+    /// The tokens of the rank's shard.
     fn of_shard(builder: &PlanBuilder<'_>) -> Self {
         let mesh = builder.set.mesh;
         let (r, _) = mesh.coordinates(builder.rank);

@@ -29,9 +29,9 @@ pub(crate) struct StrategyFacts {
     pub(super) streams: &'static [StreamShape],
     /// Whether the heads of a rank cross the all-to-all in chunks.
     pub(super) chunks_heads: bool,
-    /// The round over the shards: writes its steps for one rank, ends the inputs and returns the running state.
+    /// The round over the shards: writes its steps for one rank, frees the inputs and returns the running state.
     pub(super) attend_round: fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> BufferId,
-    /// The round of a backward pass: writes its steps for one rank, ends the inputs and returns the sums of gradients. `None`
+    /// The round of a backward pass: writes its steps for one rank, frees the inputs and returns the sums of gradients. `None`
     /// for a strategy without a backward pass.
     pub(super) backward_round: Option<fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> Sums>,
     /// Payload in bytes that all ranks together send in this round.

@@ -283,7 +283,7 @@ class SplitModel:
             )
         use = inputs.get("use_cache")
         if use is None:
-            # A cache has no gradients, and who trains does not use it.
+            # A cache has no gradients, and training does not use it.
             trains = torch.is_grad_enabled() and (self.base.training or self.labels is not None)
             return self.cache() if self.traits.caches_by_default and not trains else None
         return self.cache() if use and self.traits.caches else None

@@ -224,7 +224,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                     let taken = posted?.await.map_err(ExchangeError::Transport)?;
                     let unasked_ns = meter.taken(tag.message, started, taken.under_way);
                     meter.message_done(started, (Timeline::Send, to), || {
-                        format!("{bytes} B to rank {to}, {tag}, asked for after {} us", unasked_ns / 1000)
+                        format!("{bytes} B to rank {to}, {tag}, requested after {} us", unasked_ns / 1000)
                     });
                     Ok(())
                 }

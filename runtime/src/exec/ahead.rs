@@ -18,7 +18,7 @@ use crate::collective::{ExchangeError, Settled};
 use crate::error::Result;
 use crate::meter::{Meter, Started, Timeline};
 
-/// The steps that were submitted and whose end was not noticed yet, the first one in front.
+/// The submitted steps that are not known to have completed, the first one in front.
 pub(super) struct Ahead<'r> {
     /// The most steps that are submitted and not done. 0: the executor waits for each step.
     pub(super) most: usize,
@@ -47,7 +47,7 @@ impl<'r> Ahead<'r> {
         self.most > 0
     }
 
-    /// Whether no step is under way whose end was not noticed.
+    /// Whether every submitted step is known to have completed.
     pub(super) fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }

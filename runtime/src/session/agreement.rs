@@ -41,7 +41,7 @@ struct Facts {
 /// One rank's facts of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CacheFacts {
-    /// Of its record of all ranks.
+    /// Its digest in the record of all ranks.
     pub(super) digest: u64,
     /// Rows of each batch entry of this rank's keys, the new ones included.
     pub(super) rows: u32,

@@ -163,7 +163,7 @@ impl Session {
         &self.transport
     }
 
-    /// The device.
+    /// The device of this rank.
     pub fn device(&self) -> &Device {
         &self.device
     }

@@ -1,4 +1,4 @@
-//! Which tokens each rank gets, by what the ranks tell of their devices.
+//! Chooses the tokens of each rank from the device speeds that the ranks report.
 
 use bytes::Bytes;
 use kyklos_transport::Vote;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::Session;
 use super::agreement::out_of_step;
 use super::probe::{CallClass, Probe, speed_of_call};
-use super::speeds::{Measured, crowds, members};
+use super::speeds::{Measured, active_sets, members};
 use crate::call::Execution;
 use crate::error::{Error, Result};
 use kyklos_plan::simulate::{Candidate, Capacity, Shares};
@@ -38,11 +38,11 @@ impl SharedTokens {
 /// The shares of the last call of [`Session::share`].
 #[derive(Debug)]
 pub(super) struct LastShares {
-    /// The problem.
+    /// The call that the shares are for.
     words: String,
     shared: SharedTokens,
-    /// The crowd that they are for.
-    crowd: usize,
+    /// The active set that they are for.
+    active_set: usize,
 }
 
 /// One rank's facts, as they travel.
@@ -115,25 +115,25 @@ impl Session {
             all = self.measure(class, problem, candidate.mesh, &words).await?;
         }
         let measured: Option<Vec<Measured>> = all.into_iter().map(|facts| facts.measured).collect();
-        let (shares, crowd) = match measured.filter(|_| by_work) {
+        let (shares, active_set) = match measured.filter(|_| by_work) {
             Some(measured) => {
-                let (shares, crowd) = earliest(problem, candidate, &measured)?;
+                let (shares, active_set) = earliest(problem, candidate, &measured)?;
                 if let Some(last) = self.last_shares.as_ref().filter(|last| last.words == words) {
                     let kept = &last.shared.shares;
                     let keeping_ns =
-                        kept.compute_ns(problem, candidate.mesh, &capacities(&measured, last.crowd))?;
+                        kept.compute_ns(problem, candidate.mesh, &capacities(&measured, last.active_set))?;
                     if shares.compute_ns > keeping_ns / 10 * 9 && shares.limited == kept.limited {
                         return Ok(last.shared.clone());
                     }
                 }
-                (shares, crowd)
+                (shares, active_set)
             }
             None => (even(), 0),
         };
-        self.speeds.run_in(class, crowd);
+        self.speeds.run_in(class, active_set);
         let (queries, keys) = deal_tokens(problem, candidate.mesh, candidate.placement, &shares.split)?;
         let shared = SharedTokens { queries, keys, candidate, shares };
-        self.last_shares = Some(LastShares { words, shared: shared.clone(), crowd });
+        self.last_shares = Some(LastShares { words, shared: shared.clone(), active_set });
         Ok(shared)
     }
 
@@ -196,7 +196,7 @@ impl Session {
         let own = self.rank().0 as usize;
         let mut measured = Measured { pairs_per_s: Vec::new(), step_ns: 0, memory_bytes: None };
         let mut together: Vec<u64> = Vec::new();
-        for size in crowds(mesh.ring() as usize) {
+        for size in active_sets(mesh.ring() as usize) {
             // All ranks have ended what was before.
             self.exchange(words, None).await?;
             let mut speed = 0;
@@ -264,10 +264,10 @@ impl Session {
     }
 }
 
-/// What the ranks can do while crowd number `crowd` computes, as if their speeds were equal where they differ by no more than
+/// What the ranks can do while active set number `active set` computes, as if their speeds were equal where they differ by no more than
 /// measurements vary.
-fn capacities(measured: &[Measured], crowd: usize) -> Vec<Capacity> {
-    let capacities = measured.iter().map(|rank| rank.in_crowd(crowd));
+fn capacities(measured: &[Measured], active_set: usize) -> Vec<Capacity> {
+    let capacities = measured.iter().map(|rank| rank.in_crowd(active_set));
     let speeds: Vec<u64> = capacities.clone().map(|capacity| capacity.pairs_per_s).collect();
     let least = speeds.iter().copied().min().unwrap_or(0);
     if !is_noise(&speeds) {
@@ -282,7 +282,7 @@ fn is_noise(speeds: &[u64]) -> bool {
     most - least <= least / 10
 }
 
-/// The shares with the earliest end, and the crowd that they are for. Fewer ranks than all are worth it only for a tenth of the time:
+/// The shares with the earliest end, and the active set that they are for. Fewer ranks than all are worth it only for a tenth of the time:
 /// less is within what measurements vary, and more ranks have more memory.
 fn earliest(
     problem: &AttentionProblem,
@@ -292,12 +292,12 @@ fn earliest(
     let mut best = (by_capacity(problem, candidate, &capacities(measured, 0))?, 0);
     let mut limit_ns = best.0.compute_ns / 10 * 9;
     let known = measured.iter().map(|rank| rank.pairs_per_s.len()).min().unwrap_or(0);
-    for crowd in 1..known {
+    for active_set in 1..known {
         // A few ranks may have too little memory for all tokens.
-        let shares = by_capacity(problem, candidate, &capacities(measured, crowd)).ok();
+        let shares = by_capacity(problem, candidate, &capacities(measured, active_set)).ok();
         if let Some(shares) = shares.filter(|shares| shares.compute_ns < limit_ns) {
             limit_ns = shares.compute_ns;
-            best = (shares, crowd);
+            best = (shares, active_set);
         }
     }
     Ok(best)
@@ -326,8 +326,8 @@ mod tests {
     use super::*;
     use kyklos_plan::{Dtype, Mask, PlacementKind};
 
-    /// Ranks that take each speed from the crowd of that number.
-    fn in_crowds<const N: usize>(speeds: [&[u64]; N]) -> [Measured; N] {
+    /// Ranks that take each speed from the active set of that number.
+    fn in_active_sets<const N: usize>(speeds: [&[u64]; N]) -> [Measured; N] {
         speeds.map(|speeds| Measured { pairs_per_s: speeds.to_vec(), step_ns: 1000, memory_bytes: None })
     }
 
@@ -339,29 +339,32 @@ mod tests {
     #[test]
     fn devices_that_slow_down_a_faster_one_are_left_out() {
         let problem = AttentionProblem::new([1, 3000, 4, 2, 16], Dtype::F32, Mask::full()).unwrap();
-        // Crowds of 3, 1 and 2 ranks. Three devices that do not disturb each other.
+        // Active sets of 3, 1 and 2 ranks. Three devices that do not disturb each other.
         let speeds: [&[u64]; 3] = [&[600_000, 600_000, 600_000], &[300_000, 0, 300_000], &[30_000, 0, 0]];
-        let (shares, crowd) = earliest(&problem, ring_of(3), &in_crowds(speeds)).unwrap();
-        assert_eq!((crowd, shares.left_out), (0, Vec::new()));
+        let (shares, active_set) = earliest(&problem, ring_of(3), &in_active_sets(speeds)).unwrap();
+        assert_eq!((active_set, shares.left_out), (0, Vec::new()));
 
         // Three drivers on the cores of one machine.
         let speeds: [&[u64]; 3] = [&[200_000, 0, 0], &[333_000, 1_000_000, 500_000], &[30_000, 0, 50_000]];
-        let (shares, crowd) = earliest(&problem, ring_of(3), &in_crowds(speeds)).unwrap();
-        assert_eq!((crowd, shares.left_out), (1, vec![kyklos_transport::Rank(0), kyklos_transport::Rank(2)]));
+        let (shares, active_set) = earliest(&problem, ring_of(3), &in_active_sets(speeds)).unwrap();
+        assert_eq!(
+            (active_set, shares.left_out),
+            (1, vec![kyklos_transport::Rank(0), kyklos_transport::Rank(2)])
+        );
 
         // The fastest is on a machine of its own; the others share one.
         let speeds: [&[u64]; 3] =
             [&[1_000_000, 1_000_000, 1_000_000], &[200_000, 0, 900_000], &[190_000, 0, 0]];
-        let (shares, crowd) = earliest(&problem, ring_of(3), &in_crowds(speeds)).unwrap();
-        assert_eq!((crowd, shares.left_out), (2, vec![kyklos_transport::Rank(2)]));
+        let (shares, active_set) = earliest(&problem, ring_of(3), &in_active_sets(speeds)).unwrap();
+        assert_eq!((active_set, shares.left_out), (2, vec![kyklos_transport::Rank(2)]));
     }
 
     #[test]
     fn all_ranks_take_part_where_fewer_promise_less_than_a_tenth() {
         let problem = AttentionProblem::new([1, 3000, 4, 2, 16], Dtype::F32, Mask::full()).unwrap();
         let speeds: [&[u64]; 2] = [&[700_000, 1_050_000], &[300_000, 0]];
-        let (shares, crowd) = earliest(&problem, ring_of(2), &in_crowds(speeds)).unwrap();
-        assert_eq!((crowd, shares.left_out), (0, Vec::new()));
+        let (shares, active_set) = earliest(&problem, ring_of(2), &in_active_sets(speeds)).unwrap();
+        assert_eq!((active_set, shares.left_out), (0, Vec::new()));
     }
 
     #[test]

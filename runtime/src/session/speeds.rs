@@ -6,11 +6,11 @@ use super::probe::CallClass;
 use kyklos_plan::Mesh;
 use kyklos_plan::simulate::Capacity;
 
-/// The speed of one device for one class of calls. Devices may share the cores of a machine, so a speed holds for a crowd: the
-/// ranks that compute at the same time.
+/// The speed of one device for one class of calls. Devices may share the cores of a machine, so a speed is
+/// valid only for one active set: the ranks that compute at the same time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Measured {
-    /// Pairs in a second, for each [`crowds`] of the mesh that was measured; the first is all ranks. 0 where the rank is not in it.
+    /// Pairs in a second, for each [`active sets`] of the mesh that was measured; the first is all ranks. 0 where the rank is not in it.
     pub(super) pairs_per_s: Vec<u64>,
     /// As [`Capacity::step_ns`].
     pub(super) step_ns: u64,
@@ -19,21 +19,21 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// What the device can do while crowd number `crowd` computes.
-    pub(super) fn in_crowd(&self, crowd: usize) -> Capacity {
+    /// What the device can do while active set number `active set` computes.
+    pub(super) fn in_crowd(&self, active_set: usize) -> Capacity {
         let Self { step_ns, memory_bytes, .. } = *self;
-        Capacity { pairs_per_s: self.pairs_per_s[crowd], step_ns, memory_bytes }
+        Capacity { pairs_per_s: self.pairs_per_s[active_set], step_ns, memory_bytes }
     }
 }
 
 /// How many of the fastest shards are measured at the same time: all, then few, so that a device that takes more from the others than
 /// it adds is found. Twice as many each time: a measurement takes a tenth of a second.
-pub(super) fn crowds(shards: usize) -> impl Iterator<Item = usize> {
+pub(super) fn active_sets(shards: usize) -> impl Iterator<Item = usize> {
     let fewer = (0..usize::BITS).map(|power| 1 << power).take_while(move |size| *size < shards);
     std::iter::once(shards).chain(fewer)
 }
 
-/// Whether each rank is in the crowd of the `size` fastest shards of `mesh`; of equals the lower one is.
+/// Whether each rank is in the active set of the `size` fastest shards of `mesh`; of equals the lower one is.
 pub(super) fn members(mesh: Mesh, pairs_per_s: &[u64], size: usize) -> Vec<bool> {
     let of_shard = mesh.ulysses() as usize;
     let speeds: Vec<u64> =
@@ -52,8 +52,8 @@ pub(super) struct Speeds(Vec<Known>);
 struct Known {
     class: CallClass,
     measured: Measured,
-    /// The crowd that the calls of the session run in.
-    crowd: usize,
+    /// The active set that the calls of the session run in.
+    active_set: usize,
 }
 
 impl Speeds {
@@ -65,24 +65,25 @@ impl Speeds {
     pub(super) fn set(&mut self, class: CallClass, measured: Measured) {
         self.0.retain(|known| known.class != class);
         self.0.truncate(MOST_CLASSES - 1);
-        self.0.insert(0, Known { class, measured, crowd: 0 });
+        self.0.insert(0, Known { class, measured, active_set: 0 });
     }
 
-    /// From now on calls run in crowd number `crowd`.
-    pub(super) fn run_in(&mut self, class: CallClass, crowd: usize) {
+    /// From now on calls run in active set number `active set`.
+    pub(super) fn run_in(&mut self, class: CallClass, active_set: usize) {
         if let Some(known) = self.0.iter_mut().find(|known| known.class == class) {
-            known.crowd = crowd;
+            known.active_set = active_set;
         }
     }
 
     /// Takes a call of the session into account.
     pub(super) fn learn(&mut self, class: CallClass, seen: u64) {
-        let Some(Known { measured, crowd, .. }) = self.0.iter_mut().find(|known| known.class == class) else {
+        let Some(Known { measured, active_set, .. }) = self.0.iter_mut().find(|known| known.class == class)
+        else {
             return self.set(class, Measured { pairs_per_s: vec![seen], step_ns: 0, memory_bytes: None });
         };
         // Half of the way, in factors: one slow call does not count for much, and the speed of a device that becomes 50 times slower
         // is known within a third after 4 calls. Half of the difference would take 8.
-        let old = measured.pairs_per_s[*crowd].max(1);
+        let old = measured.pairs_per_s[*active_set].max(1);
         let new = geometric_mean(old, seen);
         for speed in &mut measured.pairs_per_s {
             let scaled = u128::from(*speed) * u128::from(new) / u128::from(old);
@@ -106,7 +107,7 @@ mod tests {
 
     #[test]
     fn crowds_are_all_shards_and_then_powers_of_two() {
-        let of = |shards| crowds(shards).collect::<Vec<_>>();
+        let of = |shards| active_sets(shards).collect::<Vec<_>>();
         assert_eq!([of(1), of(2), of(3)], [vec![1], vec![2, 1], vec![3, 1, 2]]);
         assert_eq!(of(8), [8, 1, 2, 4]);
     }

@@ -24,7 +24,7 @@ use crate::median::median;
 use crate::options::{KernelName, List, Shape};
 use crate::run::resident::{Resident, state_shape};
 use crate::tensors::Source;
-use crate::verify::{Sample, Verdict, Whole};
+use crate::verify::{Feasibility, Sample, Whole};
 
 /// The times of a right result.
 struct Checked {
@@ -265,12 +265,12 @@ impl Check<'_> {
             timed(backend, args.amount(), || resident.run(backend, &Control::default()))?;
         let (o, lse) = resident.results(backend)?;
         let kernel = &backend.info().kernel;
-        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED })?;
-        let right = |verdict: Verdict| match verdict.failure {
+        let sample = Sample::new(&case.problem, &Source::Random { seed: SEED })?;
+        let right = |verdict: Feasibility| match verdict.failure {
             None => Ok(verdict),
             Some(failure) => Err(Failure::run(format!("wrong result: {failure}"))),
         };
-        let Verdict { max_abs_error, tolerance, .. } = right(sample.judge_alone(&o, &lse, kernel)?)?;
+        let Feasibility { max_abs_error, tolerance, .. } = right(sample.judge_alone(&o, &lse, kernel)?)?;
         let every_row = if args.verify {
             drop(resident);
             let mut wide = Resident::widened(backend, &case.problem, SEED)?;
@@ -295,7 +295,7 @@ impl Check<'_> {
             resident.run_backward(backend, &mut gradients, &Control::default())
         })?;
         let whole = resident.whole_gradients(backend, &mut gradients)?;
-        let sample = Sample::new(&case.problem, &Source::MadeUp { seed: SEED })?;
+        let sample = Sample::new(&case.problem, &Source::Random { seed: SEED })?;
         let held = sample.judge_gradients(&whole)?;
         if let Some(failure) = held.as_ref().and_then(|verdict| verdict.failure.as_ref()) {
             return Err(Failure::run(failure.clone()));

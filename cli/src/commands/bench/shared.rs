@@ -113,7 +113,7 @@ fn line(args: &BenchArgs, device: DeviceId, backend: &Device, case: &Case) -> Re
         })
     };
     let mut sides = [side(1)?, side(ranks)?];
-    let source = Source::MadeUp { seed: SEED };
+    let source = Source::Random { seed: SEED };
     let sample = Sample::new(problem, &source)?;
     let mut held: Option<[f64; 2]> = None;
     for round in 0..args.rounds.get() {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use kyklos::backend::ShortWork;
 use kyklos::plan::{PlanSet, expected_of_wire, table};
 use kyklos::simulate::{
-    Candidate, Cluster, Passes, Prediction, Priced, Verdict, bound, candidates, choose, explain_choice,
-    why_first,
+    Candidate, Cluster, EstimatedPlan, Feasibility, Passes, Prediction, bound, candidates, choose,
+    explain_choice, why_first,
 };
 use kyklos::{
     AttentionProblem, Mesh, PlacementKind, PlanError, Split, Strategy, TokenRuns, plan_backward, plan_forward,
@@ -25,7 +25,7 @@ use crate::median::median;
 use crate::observe::page::model::{Choice, PossiblePlan, Price};
 use crate::observe::page::target::PageFile;
 use crate::request::description::{self, nothing_fits};
-use crate::request::{Asked, Request, forward_s};
+use crate::request::{ProblemRequest, Request, forward_s};
 use crate::run::timed;
 
 /// Runs the command. `page`: the file of `--report`.
@@ -36,7 +36,7 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
             "leave one of the two out",
         ));
     }
-    let asked = Asked::new(&args.problem, 0, None)?;
+    let asked = ProblemRequest::new(&args.problem, 0, None)?;
     if let Some(warning) = asked.source.warning() {
         note(&warning);
     }
@@ -55,13 +55,13 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
         std::fs::write(path, cluster.to_toml()?).map_err(|error| Failure::file("write", path, &error))?;
     }
     let mut priced = choose(&asked.problem, &asked.wanted, &cluster)?;
-    for Priced { verdict, .. } in &mut priced {
-        if let Verdict::Refused(error) = verdict {
+    for EstimatedPlan { verdict, .. } in &mut priced {
+        if let Feasibility::Refused(error) = verdict {
             *error = hints::in_remedy(error.clone());
         }
     }
     // If every plan is refused, the request is wrong: one line.
-    if let Some(Priced { verdict: Verdict::Refused(error), .. }) = priced.first() {
+    if let Some(EstimatedPlan { verdict: Feasibility::Refused(error), .. }) = priced.first() {
         return Err(nothing_fits(priced.len(), error));
     }
     let compared = compare(&priced, &measured);
@@ -113,8 +113,8 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
 /// Writes the page of the fastest plan, with the plans among which it was chosen.
 fn write_page(
     file: PageFile,
-    asked: &Asked,
-    first: &Priced,
+    asked: &ProblemRequest,
+    first: &EstimatedPlan,
     cluster: &Cluster,
     choice: Choice,
 ) -> Result<()> {
@@ -135,12 +135,12 @@ fn write_page(
     page::write(file, &request, &request.plan()?, request.plan_backward()?.as_ref(), Some(choice))
 }
 
-fn possible(priced: &Priced, compared: &[Compared]) -> PossiblePlan {
+fn possible(priced: &EstimatedPlan, compared: &[Compared]) -> PossiblePlan {
     PossiblePlan {
         name: priced.candidate.to_string(),
         priced: match &priced.verdict {
-            Verdict::Refused(error) => Err(error.to_string()),
-            Verdict::Fits(prediction) => Ok(Price {
+            Feasibility::Refused(error) => Err(error.to_string()),
+            Feasibility::Fits(prediction) => Ok(Price {
                 predicted_s: prediction.wall_s(),
                 passes_s: priced
                     .passes
@@ -172,7 +172,7 @@ struct Compared {
 }
 
 /// Measures the devices and the link of ranks in this process. With `--measure`, also runs every plan, in turns with that.
-fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64)>)> {
+fn probe(args: &PlanArgs, asked: &ProblemRequest) -> Result<(Cluster, Vec<(Candidate, f64)>)> {
     let (problem, wanted) = (&asked.problem, &asked.wanted);
     probe::fits(wanted.ranks)?;
     let devices = (0..wanted.ranks as usize).map(|rank| devices::choose(&args.device.0, rank));
@@ -218,7 +218,7 @@ fn probe(args: &PlanArgs, asked: &Asked) -> Result<(Cluster, Vec<(Candidate, f64
     ))
 }
 
-fn compare(priced: &[Priced], measured: &[(Candidate, f64)]) -> Vec<Compared> {
+fn compare(priced: &[EstimatedPlan], measured: &[(Candidate, f64)]) -> Vec<Compared> {
     let found = priced.iter().filter_map(|priced| {
         let predicted_s = priced.prediction()?.wall_s();
         let (plan, measured_s) = *measured.iter().find(|(candidate, _)| *candidate == priced.candidate)?;
@@ -263,11 +263,11 @@ fn headline(problem: &AttentionProblem, ranks: u32) -> String {
     )
 }
 
-fn plan(priced: &Priced) -> Value {
+fn plan(priced: &EstimatedPlan) -> Value {
     let candidate = json!(priced.candidate);
     match &priced.verdict {
-        Verdict::Refused(error) => json!({ "plan": candidate, "refused": error.to_string() }),
-        Verdict::Fits(prediction) => json!({
+        Feasibility::Refused(error) => json!({ "plan": candidate, "refused": error.to_string() }),
+        Feasibility::Fits(prediction) => json!({
             "plan": candidate,
             "predicted_s": prediction.wall_s(),
             "passes": priced.passes.as_ref().map(|Passes { forward, backward, backward_strategy }| json!({

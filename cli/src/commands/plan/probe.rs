@@ -346,7 +346,7 @@ impl Probe {
 
 fn tensors(problem: &AttentionProblem) -> Result<Tensors> {
     let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
-    Source::MadeUp { seed: 0 }.all(problem, &q, &kv)
+    Source::Random { seed: 0 }.all(problem, &q, &kv)
 }
 
 /// A ring of ranks, or one rank.

@@ -140,7 +140,7 @@ pub(crate) fn state_shape(problem: &AttentionProblem) -> StateShape {
 /// All tokens of a random tensor.
 fn whole(problem: &AttentionProblem, seed: u64, which: TensorKind) -> Result<Bytes> {
     let tokens = if which == TensorKind::Q { problem.q_len } else { problem.kv_len };
-    Source::MadeUp { seed }.read(problem, which, &TokenRuns::contiguous(0..tokens))
+    Source::Random { seed }.read(problem, which, &TokenRuns::contiguous(0..tokens))
 }
 
 fn widen(dtype: Dtype, bytes: &Bytes) -> Bytes {

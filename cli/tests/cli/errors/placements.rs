@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kyklos::simulate::{Wanted, fewest_bytes};
+use kyklos::simulate::{PlanQuery, fewest_bytes};
 use kyklos::{Error, Mesh, Placement, PlacementKind, Split, Strategy, TokenRuns, plan_placed, plan_rows};
 
 use super::Entry;
@@ -27,7 +27,7 @@ pub(super) fn refusals() -> Vec<Entry> {
     let placed = |mesh, q: &Placement, kv: &Placement| {
         plan_placed(&problem(), mesh, q.clone(), kv.clone(), Strategy::Unified).unwrap_err()
     };
-    let nobody = Wanted {
+    let nobody = PlanQuery {
         ranks: 0,
         mesh: None,
         strategy: None,

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use kyklos::{Error, Result};
 
 use super::allocation::{Allocation, size_class};
-use super::reclaimer::{Keeps, Reclaimer};
+use super::reclaimer::{Reclaimable, Reclaimer};
 use crate::device::status::DeviceStatus;
 use crate::driver::{Context, DeviceMemory, DriverError};
 
@@ -318,7 +318,7 @@ impl MemoryPool {
     }
 }
 
-impl Keeps for MemoryPool {
+impl Reclaimable for MemoryPool {
     fn free_surplus(&self) -> bool {
         let mut kept = self.kept();
         while bytes_of(&kept) > self.max_kept_bytes {

@@ -23,15 +23,15 @@ pub(in crate::device) struct Reclaimer {
     status: Arc<DeviceStatus>,
     /// Memory that another device uses for longer than this is never freed: one that hangs or is lost may have it.
     at_most: Duration,
-    pool: Option<Weak<dyn Keeps>>,
+    pool: Option<Weak<dyn Reclaimable>>,
     /// `None`: the system has no more threads.
     jobs: OnceLock<Option<Sender<Option<Job>>>>,
     /// Bytes that are not freed yet.
     bytes: Arc<AtomicU64>,
 }
 
-/// What the thread looks after besides.
-pub(in crate::device) trait Keeps: std::fmt::Debug + Send + Sync {
+/// What the thread frees beside memory.
+pub(in crate::device) trait Reclaimable: std::fmt::Debug + Send + Sync {
     /// Frees what is too much to keep and idle. Whether there is more that will be idle.
     fn free_surplus(&self) -> bool;
 }
@@ -54,7 +54,7 @@ impl Reclaimer {
         context: &Arc<Context>,
         status: &Arc<DeviceStatus>,
         at_most: Duration,
-        pool: Option<Weak<dyn Keeps>>,
+        pool: Option<Weak<dyn Reclaimable>>,
     ) -> Self {
         let (context, status) = (context.clone(), status.clone());
         Self { context, status, at_most, pool, jobs: OnceLock::new(), bytes: Arc::default() }
@@ -152,7 +152,7 @@ fn run(
     jobs: &Receiver<Option<Job>>,
     status: &DeviceStatus,
     at_most: Duration,
-    pool: Option<&Weak<dyn Keeps>>,
+    pool: Option<&Weak<dyn Reclaimable>>,
 ) {
     let mut waiting: Vec<Job> = Vec::new();
     let mut since = Instant::now();

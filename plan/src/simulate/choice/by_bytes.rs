@@ -1,7 +1,7 @@
 //! The choice without a description of devices and links: the fewest bytes.
 
 use super::candidate::Candidate;
-use super::candidates::{Wanted, meshes};
+use super::candidates::{PlanQuery, meshes};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::placement::{Placement, PlacementKind};
@@ -11,13 +11,13 @@ use crate::strategy_list::Strategy;
 
 /// The candidate that sends the fewest bytes, among equals the one with the larger Ulysses extent. The strategy is the
 /// default one of its mesh and the placement [`PlacementKind::for_problem`], unless `wanted` names others. With
-/// [`Wanted::gradients`] the bytes are those of both passes.
+/// [`PlanQuery::gradients`] the bytes are those of both passes.
 ///
 /// Only in a fixed order a problem may refuse that placement and take another one: then the first that fits is chosen.
 ///
 /// # Errors
 /// [`Error::Request`] if every candidate is refused: the refusal of the last mesh, a ring, in contiguous placement.
-pub fn fewest_bytes(problem: &AttentionProblem, wanted: &Wanted) -> Result<Candidate> {
+pub fn fewest_bytes(problem: &AttentionProblem, wanted: &PlanQuery) -> Result<Candidate> {
     let mut best: Option<(u64, Candidate)> = None;
     let mut refusal = Error::request("there is no plan to choose from", "name at least one rank");
     let meshes = meshes(wanted)?;
@@ -44,7 +44,7 @@ pub fn fewest_bytes(problem: &AttentionProblem, wanted: &Wanted) -> Result<Candi
 fn bytes_of_passes(
     problem: &AttentionProblem,
     candidate: Candidate,
-    wanted: &Wanted,
+    wanted: &PlanQuery,
     (q, kv): (Placement, Placement),
 ) -> Result<u64> {
     let forward = bytes_sent(problem, &q, &kv, candidate.strategy);
@@ -60,7 +60,7 @@ fn bytes_of_passes(
 fn first_fit(
     problem: &AttentionProblem,
     mesh: Mesh,
-    wanted: &Wanted,
+    wanted: &PlanQuery,
 ) -> Result<(Candidate, Placement, Placement)> {
     let strategy = wanted.strategy.unwrap_or_else(|| Strategy::of_mesh(mesh));
     let placements = match wanted.placement {
@@ -100,7 +100,7 @@ mod tests {
     fn a_fixed_order_takes_the_placement_that_has_whole_tiles() {
         let chosen = |seq, ranks, mesh: Option<(u32, u32)>, split: Split| {
             let problem = AttentionProblem::new([1, seq, 2, 2, 16], Dtype::F32, Mask::causal()).unwrap();
-            let wanted = Wanted {
+            let wanted = PlanQuery {
                 ranks,
                 mesh: mesh.map(|(ulysses, ring)| Mesh::new(ulysses, ring).unwrap()),
                 strategy: None,

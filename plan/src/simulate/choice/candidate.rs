@@ -12,7 +12,7 @@ use crate::strategy_list::Strategy;
 pub struct Candidate {
     /// The strategy.
     pub strategy: Strategy,
-    /// The mesh.
+    /// How its ranks are arranged.
     #[serde(serialize_with = "as_text")]
     pub mesh: Mesh,
     /// The placement of queries and keys.

@@ -12,7 +12,7 @@ use crate::strategy_list::Strategy;
 
 /// The fixed choices of the user; the planner chooses the rest.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct PlanQuery {
     /// Number of ranks.
     pub ranks: u32,
     /// Only this mesh.
@@ -29,21 +29,21 @@ pub struct Wanted {
 
 /// A candidate with its prediction or its refusal.
 #[derive(Clone, Debug)]
-pub struct Priced {
+pub struct EstimatedPlan {
     /// The candidate.
     pub candidate: Candidate,
-    /// Its prediction, or its refusal. With [`Wanted::gradients`] it is that of both passes, one after the other.
-    pub verdict: Verdict,
-    /// Each pass of a candidate that fits, with [`Wanted::gradients`].
+    /// Its prediction, or its refusal. With [`PlanQuery::gradients`] it is that of both passes, one after the other.
+    pub verdict: Feasibility,
+    /// Each pass of a candidate that fits, with [`PlanQuery::gradients`].
     pub passes: Option<Passes>,
 }
 
 /// The passes of a candidate.
 #[derive(Clone, Debug)]
 pub struct Passes {
-    /// Of the forward pass.
+    /// The prediction of the forward pass.
     pub forward: Prediction,
-    /// Of the backward pass.
+    /// The prediction of the backward pass.
     pub backward: Prediction,
     /// The strategy of the backward pass: see [`Candidate::of_backward`].
     pub backward_strategy: Strategy,
@@ -51,7 +51,7 @@ pub struct Passes {
 
 /// The prediction or the refusal of a candidate.
 #[derive(Clone, Debug)]
-pub enum Verdict {
+pub enum Feasibility {
     /// It fits; this is its prediction.
     Fits(Prediction),
     /// It is refused for this reason.
@@ -64,7 +64,7 @@ pub enum Verdict {
 ///
 /// # Errors
 /// [`crate::Error::Request`] for more ranks than a mesh can have.
-pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Candidate>> {
+pub fn candidates(problem: &AttentionProblem, wanted: &PlanQuery) -> Result<Vec<Candidate>> {
     let alike = problem.mask.is_full() && problem.bias.is_none();
     let mut found = Vec::new();
     for mesh in meshes(wanted)? {
@@ -99,7 +99,7 @@ pub fn candidates(problem: &AttentionProblem, wanted: &Wanted) -> Result<Vec<Can
 }
 
 /// The meshes to choose from, the largest Ulysses extent first.
-pub(in crate::simulate) fn meshes(wanted: &Wanted) -> Result<Vec<Mesh>> {
+pub(in crate::simulate) fn meshes(wanted: &PlanQuery) -> Result<Vec<Mesh>> {
     match wanted.mesh {
         Some(mesh) => Ok(vec![mesh]),
         None => (1..=wanted.ranks)
@@ -111,20 +111,24 @@ pub(in crate::simulate) fn meshes(wanted: &Wanted) -> Result<Vec<Mesh>> {
 }
 
 /// Prices every candidate: the fastest first, refused candidates last. Equal candidates keep the order of
-/// [`candidates`]. With [`Wanted::gradients`] the time is that of both passes.
+/// [`candidates`]. With [`PlanQuery::gradients`] the time is that of both passes.
 ///
 /// # Errors
 /// [`Error::Request`] if the cluster cannot be used at all, for example because it has fewer devices than ranks.
-pub fn choose(problem: &AttentionProblem, wanted: &Wanted, cluster: &Cluster) -> Result<Vec<Priced>> {
+pub fn choose(
+    problem: &AttentionProblem,
+    wanted: &PlanQuery,
+    cluster: &Cluster,
+) -> Result<Vec<EstimatedPlan>> {
     cluster.place(wanted.ranks)?;
-    let mut priced: Vec<Priced> = candidates(problem, wanted)?
+    let mut priced: Vec<EstimatedPlan> = candidates(problem, wanted)?
         .into_iter()
         .map(|candidate| {
             let (verdict, passes) = match price(problem, candidate, wanted, cluster) {
-                Ok((prediction, passes)) => (Verdict::Fits(prediction), passes),
-                Err(refusal) => (Verdict::Refused(refusal), None),
+                Ok((prediction, passes)) => (Feasibility::Fits(prediction), passes),
+                Err(refusal) => (Feasibility::Refused(refusal), None),
             };
-            Priced { candidate, verdict, passes }
+            EstimatedPlan { candidate, verdict, passes }
         })
         .collect();
     priced.sort_by_key(|priced| priced.prediction().map_or(u64::MAX, |prediction| prediction.wall_ns));
@@ -135,7 +139,7 @@ pub fn choose(problem: &AttentionProblem, wanted: &Wanted, cluster: &Cluster) ->
 pub(in crate::simulate) fn price(
     problem: &AttentionProblem,
     candidate: Candidate,
-    Wanted { split, gradients, .. }: &Wanted,
+    PlanQuery { split, gradients, .. }: &PlanQuery,
     cluster: &Cluster,
 ) -> Result<(Prediction, Option<Passes>)> {
     let fitting = |prediction: Prediction| prediction.fits(cluster).map(|()| prediction);
@@ -149,12 +153,12 @@ pub(in crate::simulate) fn price(
     Ok((both, Some(Passes { forward, backward, backward_strategy: of_backward.strategy })))
 }
 
-impl Priced {
+impl EstimatedPlan {
     /// The prediction, if the candidate is not refused.
     pub fn prediction(&self) -> Option<&Prediction> {
         match &self.verdict {
-            Verdict::Fits(prediction) => Some(prediction),
-            Verdict::Refused(_) => None,
+            Feasibility::Fits(prediction) => Some(prediction),
+            Feasibility::Refused(_) => None,
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::candidate::Candidate;
-use super::candidates::{Passes, Priced, Verdict, Wanted, price};
+use super::candidates::{EstimatedPlan, Feasibility, Passes, PlanQuery, price};
 use crate::error::Result;
 use crate::plan::{bytes, table};
 use crate::problem::AttentionProblem;
@@ -12,11 +12,11 @@ use crate::simulate::prediction::{Prediction, RankPrediction};
 
 /// Priced candidates as a table: for each one its prediction or its refusal. With gradients, of both passes together, and the time
 /// of each.
-pub fn explain_choice(priced: &[Priced]) -> String {
+pub fn explain_choice(priced: &[EstimatedPlan]) -> String {
     let mut rows = Vec::new();
     let both = priced.iter().any(|priced| priced.passes.is_some());
-    for Priced { candidate, verdict, passes } in priced {
-        let Verdict::Fits(prediction) = verdict else { continue };
+    for EstimatedPlan { candidate, verdict, passes } in priced {
+        let Feasibility::Fits(prediction) = verdict else { continue };
         let names =
             [candidate.strategy.to_string(), candidate.mesh.to_string(), candidate.placement.to_string()];
         let busiest = prediction.links.first();
@@ -41,11 +41,11 @@ pub fn explain_choice(priced: &[Priced]) -> String {
     let numbers = ["computing", "idle", "sent", "peak", "link carries", "busiest link"];
     let header = [&names[..], if both { &of_passes } else { &[] }, &numbers].concat();
     let mut out = if rows.is_empty() { String::new() } else { table(&header, rows) };
-    if priced.iter().filter_map(Priced::prediction).any(|prediction| prediction.extrapolated) {
+    if priced.iter().filter_map(EstimatedPlan::prediction).any(|prediction| prediction.extrapolated) {
         out.push_str("* extrapolated from two shorter rings with shards of the same size\n");
     }
-    for Priced { candidate, verdict, .. } in priced {
-        if let Verdict::Refused(error) = verdict {
+    for EstimatedPlan { candidate, verdict, .. } in priced {
+        if let Feasibility::Refused(error) = verdict {
             let _ = writeln!(out, "refused    {candidate}: {error}");
         }
     }
@@ -54,7 +54,7 @@ pub fn explain_choice(priced: &[Priced]) -> String {
 
 /// One sentence that says why the first of `priced` is first: where it spends its time, and where the next one needs
 /// more.
-pub fn why_first(priced: &[Priced]) -> Option<String> {
+pub fn why_first(priced: &[EstimatedPlan]) -> Option<String> {
     let mut fitting =
         priced.iter().filter_map(|priced| priced.prediction().map(|found| (priced.candidate, found)));
     let (first, best) = fitting.next()?;
@@ -133,7 +133,7 @@ pub enum Bound {
 pub fn bound(
     problem: &AttentionProblem,
     candidate: Candidate,
-    wanted: &Wanted,
+    wanted: &PlanQuery,
     cluster: &Cluster,
 ) -> Result<Bound> {
     let on = |cluster: &Cluster| price(problem, candidate, wanted, cluster).map(|(prediction, _)| prediction);

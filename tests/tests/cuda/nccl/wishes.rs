@@ -5,7 +5,7 @@ use std::time::Duration;
 use kyklos::SessionOptions;
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos_cuda::{CollectiveWish, CudaBackend, FormedCollective};
+use kyklos_cuda::{CollectiveChoice, CudaBackend, FormedCollective};
 use kyklos_transport::in_process_group;
 use pollster::block_on;
 
@@ -16,7 +16,7 @@ const NO_NCCL: &str = "NCCL is not used: rank 0: NCCL cannot be used: its versio
 const NO_DEVICE: &str = "NCCL is not used: rank 1: its device is ";
 
 pub(super) fn scenarios() -> Vec<Scenario> {
-    use CollectiveWish::{Auto, Host, Nccl};
+    use CollectiveChoice::{Auto, Host, Nccl};
     let (nccl, auto) = (Nccl { cluster: 0 }, Auto { cluster: 0 });
     // `cpu`: rank 1 is on cores. Then the beginning of the words, and whether messages go between devices.
     let cases = [
@@ -48,7 +48,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
     cases.into_iter().map(one).collect()
 }
 
-fn agrees(wish: CollectiveWish, cpu: bool, words: &str, between: bool) {
+fn agrees(wish: CollectiveChoice, cpu: bool, words: &str, between: bool) {
     let deadline = Duration::from_secs(17);
     let told = on_threads(in_process_group(3), |transport| {
         let rank = transport.rank().0 as usize;
@@ -66,7 +66,7 @@ fn agrees(wish: CollectiveWish, cpu: bool, words: &str, between: bool) {
         text
     });
     assert!(told.iter().all(|text| *text == told[0]), "{told:?}");
-    let insists = matches!(wish, CollectiveWish::Nccl { .. });
+    let insists = matches!(wish, CollectiveChoice::Nccl { .. });
     let begins = if insists && !between { format!("host memory; {words}") } else { words.to_owned() };
     assert!(told[0].starts_with(&begins), "{told:?}");
     if begins.starts_with("copies") {

@@ -2,8 +2,8 @@
 
 use kyklos::plan::check;
 use kyklos::simulate::{
-    Candidate, Cluster, LinkDescription, Priced, Wanted, choose, fewest_bytes, predict, predict_backward,
-    simulate,
+    Candidate, Cluster, EstimatedPlan, LinkDescription, PlanQuery, choose, fewest_bytes, predict,
+    predict_backward, simulate,
 };
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_backward};
 
@@ -63,12 +63,18 @@ fn hops_of_a_backward_ring_are_hidden_from_the_shard_of_the_formula_on() {
 #[test]
 fn with_gradients_both_passes_are_priced_and_the_backward_pass_by_the_strategy_that_runs_it() {
     let problem = AttentionProblem::new([1, 4096, 8, 1, 64], Dtype::F32, Mask::causal()).unwrap();
-    let mut wanted =
-        Wanted { ranks: 4, mesh: None, strategy: None, placement: None, split: Split::Even, gradients: true };
+    let mut wanted = PlanQuery {
+        ranks: 4,
+        mesh: None,
+        strategy: None,
+        placement: None,
+        split: Split::Even,
+        gradients: true,
+    };
     let cluster = cluster("gb_per_s = 1\nlatency_us = 50", "");
     let priced = choose(&problem, &wanted, &cluster).unwrap();
     let mut replaced = 0;
-    for Priced { candidate, passes, .. } in &priced {
+    for EstimatedPlan { candidate, passes, .. } in &priced {
         let passes = passes.as_ref().unwrap();
         let of_backward = candidate.of_backward(&problem);
         assert_eq!(passes.backward_strategy, of_backward.strategy);
@@ -80,7 +86,8 @@ fn with_gradients_both_passes_are_priced_and_the_backward_pass_by_the_strategy_t
     }
     let without = Strategy::ALL.into_iter().filter(|strategy| !strategy.has_backward()).count();
     assert!(replaced > 0 || without == 0);
-    let walls: Vec<_> = priced.iter().filter_map(Priced::prediction).map(|both| both.wall_ns).collect();
+    let walls: Vec<_> =
+        priced.iter().filter_map(EstimatedPlan::prediction).map(|both| both.wall_ns).collect();
     let of_passes = priced.iter().filter_map(|priced| priced.passes.as_ref());
     let sums: Vec<_> = of_passes.map(|passes| passes.forward.wall_ns + passes.backward.wall_ns).collect();
     assert!(walls == sums && walls.is_sorted());

@@ -5,7 +5,7 @@ mod two_links;
 
 use kyklos::plan::{PlanSet, check};
 use kyklos::simulate::{
-    Candidate, Cluster, Prediction, Priced, Wanted, candidates, choose, predict, simulate,
+    Candidate, Cluster, EstimatedPlan, PlanQuery, Prediction, candidates, choose, predict, simulate,
 };
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, WireFormat, plan_forward};
 use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
@@ -338,7 +338,7 @@ fn orderings_published_for_tpu_v7x_come_out_of_the_description_that_is_like_it()
     // In this library U16 can run, with 3 heads on some ranks and 2 on others. It is slower because of this imbalance.
     let (eight_by_two, sixteen) = (wall_s(8, 2), wall_s(16, 1));
     assert!(eight_by_two < 0.9 * sixteen, "U8R2 {eight_by_two}, U16 {sixteen}");
-    let wanted = Wanted {
+    let wanted = PlanQuery {
         ranks: 16,
         mesh: None,
         strategy: None,
@@ -354,7 +354,7 @@ fn orderings_published_for_tpu_v7x_come_out_of_the_description_that_is_like_it()
 #[test]
 fn the_first_candidate_is_the_fastest_and_refused_ones_are_last_with_their_reason() {
     let problem = AttentionProblem::new([1, 4096, 6, 6, 64], Dtype::F32, Mask::causal()).unwrap();
-    let wanted = Wanted {
+    let wanted = PlanQuery {
         ranks: 8,
         mesh: None,
         strategy: None,
@@ -363,7 +363,8 @@ fn the_first_candidate_is_the_fastest_and_refused_ones_are_last_with_their_reaso
         gradients: false,
     };
     let priced = choose(&problem, &wanted, &cluster("gb_per_s = 1\nlatency_us = 50", "")).unwrap();
-    let walls: Vec<_> = priced.iter().map_while(Priced::prediction).map(|found| found.wall_ns).collect();
+    let walls: Vec<_> =
+        priced.iter().map_while(EstimatedPlan::prediction).map(|found| found.wall_ns).collect();
     assert!(walls.len() > 5 && walls.is_sorted());
     assert!(
         priced[0].candidate.placement != PlacementKind::Contiguous || priced[0].candidate.mesh.ring() == 1
@@ -461,7 +462,7 @@ fn relay_is_faster_where_links_between_hosts_are_slow_and_not_where_all_are_alik
 fn relay_is_a_candidate_where_it_differs_from_unified() {
     let listed = |shape, ranks| {
         let problem = AttentionProblem::new(shape, Dtype::Bf16, Mask::full()).unwrap();
-        let wanted = Wanted {
+        let wanted = PlanQuery {
             ranks,
             mesh: None,
             strategy: None,

@@ -1,6 +1,6 @@
 //! Discrete devices with a link that reaches their memory inside a host, and one between hosts that does not.
 
-use kyklos::simulate::{Cluster, Wanted, choose, simulate};
+use kyklos::simulate::{Cluster, PlanQuery, choose, simulate};
 use kyklos::{AttentionProblem, Dtype, Mask, Split};
 
 use super::{close, full};
@@ -58,7 +58,7 @@ fn only_messages_on_links_that_do_not_reach_device_memory_are_staged() {
 #[test]
 fn the_best_plan_is_faster_by_what_it_does_not_stage() {
     let problem = AttentionProblem::new([1, 4096, 8, 8, 64], Dtype::F32, Mask::full()).unwrap();
-    let wanted = Wanted {
+    let wanted = PlanQuery {
         ranks: 8,
         mesh: None,
         strategy: None,

@@ -22,7 +22,7 @@ pub(crate) struct Lane {
     turns: Arc<Turns>,
 }
 
-/// Large messages leave one after the other, as they were asked for: shared out evenly, all of them would arrive at the end.
+/// Large messages are sent one at a time, in the order of their requests. Interleaved, all of them would finish late.
 ///
 /// The turn goes to the next message when the connection has taken the last byte of this one, which may still have to leave. Until then it
 /// has the higher priority.

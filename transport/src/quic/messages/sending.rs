@@ -36,7 +36,7 @@ impl Core {
         to: Rank,
         tag: Tag,
         parts: Vec<Bytes>,
-        patience: Duration,
+        timeout: Duration,
         completer: Completer<Taken>,
     ) {
         let total = match check_message(self.me, self.size, to, tag, parts.iter().map(Bytes::len)) {
@@ -70,7 +70,7 @@ impl Core {
         let task = self.runtime.spawn(task).abort_handle();
         let asked = wanted_already.then(Instant::now);
         let transfer = Outgoing { moved, asked, wanted, unwanted, task };
-        let deadline = Deadline::after(patience);
+        let deadline = Deadline::after(timeout);
         let call = SendCall { completer, total, deadline, transfer };
         state.calls.sends.insert((to, tag), call);
         drop(state);

@@ -61,7 +61,7 @@ impl Default for LinkSettings {
 /// The carrier of the packets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Carrier {
-    /// UDP, as QUIC is meant to be.
+    /// UDP (the default).
     #[default]
     Udp,
     /// TCP streams, for networks that drop UDP (Unix only): the same packets inside of them. TCP finds out how large its
@@ -189,7 +189,7 @@ impl Path {
         usize::from(LARGEST_DATAGRAM / self.payload).max(1)
     }
 
-    /// Packets that the system may hand over as one datagram: with fewer than fit, they would be cut off.
+    /// Packets that the system may hand over as one datagram. At least the number that fits, or datagrams are truncated.
     pub(crate) fn receive_segments(&self) -> usize {
         usize::from(u16::MAX.div_ceil(self.largest_datagram()))
     }

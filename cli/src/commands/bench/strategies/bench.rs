@@ -10,7 +10,7 @@ use kyklos::{Split, plan_forward};
 use super::args::StrategiesArgs;
 use super::cells::{Case, Cell, Way, cases, cells};
 use crate::failure::{Failure, Result};
-use crate::job::collective::Ways;
+use crate::job::collective::CollectiveOptions;
 use crate::options::ByteSize;
 use crate::tensors::Source;
 
@@ -24,7 +24,7 @@ pub(super) struct Bench {
     pub(super) repeat: u32,
     pub(super) deadline: Duration,
     /// Of the ranks of this process.
-    pub(super) ways: Ways,
+    pub(super) ways: CollectiveOptions,
     /// Of each machine.
     pub(super) memory: Option<u64>,
     planner: Mutex<Option<(usize, Result<Planned>)>>,
@@ -113,4 +113,4 @@ pub(super) fn elapsed_ns(started: Instant) -> u64 {
 }
 
 /// The tensors of all cases.
-pub(super) const TENSORS: Source = Source::MadeUp { seed: 0 };
+pub(super) const TENSORS: Source = Source::Random { seed: 0 };

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kyklos::simulate::{Candidate, Wanted, candidates};
+use kyklos::simulate::{Candidate, PlanQuery, candidates};
 use kyklos::{AttentionProblem, Mesh, PlacementKind, PlanError, Split, Strategy};
 use serde::{Deserialize, Serialize};
 
@@ -89,8 +89,14 @@ pub(super) fn cases(args: &StrategiesArgs) -> Result<Vec<Arc<Case>>> {
 
 /// All cells of `cases` on `ranks` ranks: also those that cannot run, with the reason.
 pub(super) fn cells(args: &StrategiesArgs, cases: &[Arc<Case>], ranks: u32) -> Result<Vec<Cell>> {
-    let wanted =
-        Wanted { ranks, mesh: None, strategy: None, placement: None, split: Split::Even, gradients: false };
+    let wanted = PlanQuery {
+        ranks,
+        mesh: None,
+        strategy: None,
+        placement: None,
+        split: Split::Even,
+        gradients: false,
+    };
     let meshes = (1..=ranks).rev().filter(|ulysses| ranks.is_multiple_of(*ulysses));
     let meshes =
         meshes.map(|ulysses| Mesh::new(ulysses, ranks / ulysses)).collect::<Result<Vec<_>, PlanError>>()?;
