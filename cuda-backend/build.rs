@@ -2,7 +2,7 @@
 //! and NVRTC compiles its kernels at run time.
 //!
 //! Writes `images.rs`: the version of the toolkit, and names of architectures with their images, deflated. `OUT_DIR` keeps the images, and in `.log` files the
-//! output of the compilers with the register counts: `scripts/check-cuda.sh` reads both.
+//! output of the compilers with the register counts: `scripts/check/cuda.sh` reads both.
 
 use std::env;
 use std::fmt::Write as _;

@@ -17,7 +17,7 @@ part() {
 }
 part tests scripts/test.sh
 part planted-bugs cargo test --release --workspace --all-features --test emulator -- --ignored planted_bugs
-part cuda scripts/check-cuda.sh
+part cuda scripts/check/cuda.sh
 part outside scripts/test-outside.sh
 part demos scripts/test-demos.sh
 part python scripts/test-python.sh

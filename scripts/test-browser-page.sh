@@ -3,11 +3,11 @@
 # The page: right results for 1 to 3 ranks, the bytes that they send, no request to another origin, the words where WebGPU or its
 # adapter is missing or the device is lost, and a wrong result, which must be seen. Tabs as devices of `kyklos attend`: exact with one and two tabs beside two
 # native ranks, and a tab that is closed, frozen, killed, uninvited or old; a tab in another network namespace, whose link goes
-# down. Builds pages and program, and installs what is missing (scripts/browser-tools.sh). Six minutes on two cores, once all is
+# down. Builds pages and program, and installs what is missing (scripts/tools/browser.sh). Six minutes on two cores, once all is
 # built.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/browser-tools.sh
+. scripts/tools/browser.sh
 pages=$PWD/target/demos/browser-page
 program=${CARGO_TARGET_DIR:-target}/release/kyklos
 

@@ -4,11 +4,11 @@
 # adapter where there is no other, and checks what every backend must do, few query rows, lost devices, memory and limits.
 # Prints a line for each claim. What the browser complains of on its console,
 # or in a shader, fails the claim. --all runs all of the shared cases, for about ten minutes, not those of one head dim.
-# Installs what is missing (scripts/browser-tools.sh). KYKLOS_CHROMIUM names another Chromium. Whatever cannot be installed or
+# Installs what is missing (scripts/tools/browser.sh). KYKLOS_CHROMIUM names another Chromium. Whatever cannot be installed or
 # run is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/browser-tools.sh
+. scripts/tools/browser.sh
 
 package=tests/browser
 page=target/browser/page

@@ -15,7 +15,7 @@ if [ -z "${XDG_RUNTIME_DIR:-}" ]; then
     trap 'rm -rf "$XDG_RUNTIME_DIR"' EXIT
 fi
 
-scripts/lock.sh tests/outside
+scripts/tools/lock.sh tests/outside
 cargo fmt --manifest-path "$manifest" -- --check
 cargo test --release --locked --manifest-path "$manifest"
 for example in runtime/examples/*.rs; do

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Checks the pages of --report and --watch in headless Chromium: they fit a desk, a phone and paper, texts have contrast in light and
 # dark, the numbers are those of --json, the live page follows a call to its end. Screenshots go to target/pages/.
-# Takes about a minute after the build. Installs what is missing (scripts/browser-tools.sh). KYKLOS_CHROMIUM names another Chromium.
+# Takes about a minute after the build. Installs what is missing (scripts/tools/browser.sh). KYKLOS_CHROMIUM names another Chromium.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/browser-tools.sh
+. scripts/tools/browser.sh
 find_chromium
 install_playwright
 cargo build --release -q -p kyklos-cli

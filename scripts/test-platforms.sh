@@ -3,7 +3,7 @@
 # aarch64 Linux in qemu-user, Windows in wine. An hour and more on two cores, mostly compiling: no part of CI and of test-all.sh.
 #   scripts/test-platforms.sh                 all of it
 #   scripts/test-platforms.sh musl windows    some of: glibc, musl, aarch64, windows, check
-# glibc    program and wheel that start with glibc 2.28 (scripts/build-portable.sh); the program in Debian 11 (glibc 2.31)
+# glibc    program and wheel that start with glibc 2.28 (scripts/tools/build-portable.sh); the program in Debian 11 (glibc 2.31)
 # musl     the static program: CPU, QUIC, what it says about GPUs
 # aarch64  unit tests, CPU suite, three ranks, a QUIC group of an x86-64 and an aarch64 rank
 # windows  the same; and `launch`, a killed rank, key files, records, a QUIC group of x86-64 Linux, aarch64 and Windows
@@ -101,7 +101,7 @@ group() {
 }
 
 test_glibc() {
-    scripts/build-portable.sh
+    scripts/tools/build-portable.sh
     needs debootstrap debootstrap
     local debian=$target/debian-11
     [ -e "$debian/bin/sh" ] || debootstrap --variant=minbase bullseye "$debian" >/dev/null

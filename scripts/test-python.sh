@@ -10,7 +10,7 @@ smoke=false
 
 folder=target/python
 $smoke && folder=target/python-smoke
-[ -x "$folder/bin/pip" ] || scripts/make-venv.sh "$folder"
+[ -x "$folder/bin/pip" ] || scripts/tools/make-venv.sh "$folder"
 python=$PWD/$folder/bin/python
 # The GPUs of the tests (gpus/gpu_processes.py): the libraries that tests of the CUDA backend use.
 KYKLOS_FAKE_LIBRARIES=$(CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0} cargo run -q --release -p kyklos-fake-cuda --example folder)

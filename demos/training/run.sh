@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=${KYKLOS_VENV:-target/training}
-[ -x "$folder/bin/pip" ] || scripts/make-venv.sh "$folder"
+[ -x "$folder/bin/pip" ] || scripts/tools/make-venv.sh "$folder"
 python=$PWD/$folder/bin/python
 "$python" -c 'import torch' 2>/dev/null || tests/peers/setup.sh "$folder"
 # matplotlib draws the picture: nothing in the repository draws curves.

@@ -212,7 +212,7 @@ fn the_empty_maximum_survives_printing() {
 /// Three texts to read, and to see in a diff what a change does to them: the tiles in workgroup memory of the kernel that runs on
 /// every GPU, with bf16 and a softcap; the parts of decoding, with f16 and a mask of bits; the unrolled registers of the kernels for
 /// software drivers, with the gradients of keys and values in one pass over f32. The other tests hold the texts of all variants to
-/// their claims, `scripts/check-shaders.sh` compiles them, and the suites of backends hold their results to the oracle.
+/// their claims, `scripts/check/shaders.sh` compiles them, and the suites of backends hold their results to the oracle.
 ///
 /// Set `KYKLOS_BLESS=1` to write the files anew.
 #[test]

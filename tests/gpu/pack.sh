@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds what tests/gpu/round.sh needs, with the kernels compiled in, into one archive that can be carried to a machine with an NVIDIA GPU:
 #   tests/gpu/pack.sh [--without-nvcc]      makes target/gpu-pack/pack.tar.xz, and in target/gpu-pack/pack the same unpacked
-# It needs no GPU. nvcc is the one in NVCC, CUDA_HOME/bin or on the PATH, or that of scripts/check-cuda.sh; without one the programs compile
+# It needs no GPU. nvcc is the one in NVCC, CUDA_HOME/bin or on the PATH, or that of scripts/check/cuda.sh; without one the programs compile
 # their kernels on the machine with the GPU. These parts are fetched, and left out with a line that says so where they cannot be:
 # Vulkan loaders (apt-get download) and FlashAttention 3 (PyPI). The Python package is for CPython 3.10 and later.
 # Fails if the archive and the tracked files have more than 60 MB together: both fit where 64 MiB may travel.
@@ -71,7 +71,7 @@ vulkan || echo "without Vulkan loaders: apt-get cannot download them here ($(tai
 
 flash=fa3-fwd==0.0.3
 flash_attention() {
-    [ -d target/cuda-toolkit/venv ] || scripts/make-venv.sh target/cuda-toolkit/venv || return
+    [ -d target/cuda-toolkit/venv ] || scripts/tools/make-venv.sh target/cuda-toolkit/venv || return
     [ -e "$fetched/fa3" ] || {
         target/cuda-toolkit/venv/bin/pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --target "$fetched/fa3.part" "$flash" &&
             mv "$fetched/fa3.part" "$fetched/fa3"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles variants of single kernels for Hopper into small cubins, for round.sh --variants on a machine with the GPU:
 #   tests/gpu/variants.sh [PREFIX…]     those of variants.txt whose names begin so, or all, into target/gpu-pack/variants
-# It needs nvcc (NVCC, CUDA_HOME/bin, PATH, or that of scripts/check-cuda.sh) and no GPU; five seconds or more for a kernel. A variant whose
+# It needs nvcc (NVCC, CUDA_HOME/bin, PATH, or that of scripts/check/cuda.sh) and no GPU; five seconds or more for a kernel. A variant whose
 # switch no kernel has, or whose edit changes nothing, is an error, and the others are compiled. Each gets NAME.cubin, and NAME.txt with the calls of
 # `kyklos bench` that it is timed with, if there are any. It replaces kernels of the same names in a program with the same tiles: another tile shape needs a
 # program of its own.
@@ -12,7 +12,7 @@ out=$PWD/target/gpu-pack/variants
 wheels=$PWD/target/cuda-toolkit/wheels/nvidia/cu13/bin/nvcc
 nvcc=${NVCC:-${CUDA_HOME:+$CUDA_HOME/bin/nvcc}}
 [ -n "$nvcc" ] || nvcc=$(command -v nvcc || echo "$wheels")
-"$nvcc" --version >/dev/null 2>&1 || { echo "no nvcc: run scripts/check-cuda.sh, or set NVCC" >&2 && exit 1; }
+"$nvcc" --version >/dev/null 2>&1 || { echo "no nvcc: run scripts/check/cuda.sh, or set NVCC" >&2 && exit 1; }
 rm -rf "$out"
 mkdir -p "$out"
 work=$(mktemp -d)

@@ -187,7 +187,7 @@ mod tests {
     ];
 
     #[test]
-    #[ignore = "needs NVIDIA's libnvrtc: scripts/check-cuda.sh has it"]
+    #[ignore = "needs NVIDIA's libnvrtc: scripts/check/cuda.sh has it"]
     fn nvrtc_compiles_the_sources_as_they_are_embedded() {
         let compiler = Nvrtc::load().unwrap();
         assert!(compiler.version >= (12, 0), "{compiler:?}");

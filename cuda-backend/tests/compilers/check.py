@@ -244,10 +244,10 @@ def read_budgets():
 def bless(tables, tiles):
     rows = [f"{name:<24}{tile.keys:>8}{tile.exponentials:>14}{tile.full:>8}{tile.tested:>8}\n" for name, tile in sorted(tiles.items())]
     TILES_FILE.write_text(
-        "# The loop over tiles of the attention kernels for Hopper, written by scripts/check-cuda.sh --bless: keys of a tile,\n"
+        "# The loop over tiles of the attention kernels for Hopper, written by scripts/check/cuda.sh --bless: keys of a tile,\n"
         "# exponentials that overlap with the product of values, instructions of a full tile and of one with mask tests.\n"
         f"{'kernel':<24}{'keys':>8}{'exponentials':>14}{'full':>8}{'tested':>8}\n" + "".join(rows))
-    lines = ["# Registers that each kernel may use, by architecture. Written by scripts/check-cuda.sh --bless."]
+    lines = ["# Registers that each kernel may use, by architecture. Written by scripts/check/cuda.sh --bless."]
     lines.append(f"{'kernel':<24}" + "".join(f"{arch:>8}" for arch in ARCHITECTURES))
     for name in sorted({name for table in tables.values() for name in table}):
         registers = [str(table[name][0]) if name in table else "-" for table in tables.values()]

@@ -1,4 +1,4 @@
-// What src/nccl/ takes for granted of NCCL, held to its own header by the compiler: scripts/check-nccl.sh.
+// What src/nccl/ takes for granted of NCCL, held to its own header by the compiler: scripts/check/nccl.sh.
 #include <climits>
 #include <cstddef>
 #include <type_traits>

@@ -2,9 +2,9 @@
 # Measures shares of tokens by speed: three ranks with parts of a core each (by cgroup quotas), in processes of their own, over QUIC.
 # In turns: even shares, `--split auto`, and each rank's part of a core alone, whose times give the ideal (the work over the sum of
 # the speeds). Prints CSV: round,variant,quotas,wall_s,tokens. Needs root and the cpu controller of cgroups.
-# Usage: scripts/bench-shares.sh [rounds] [shape] [quotas in percent of a core]
+# Usage: scripts/bench/shares.sh [rounds] [shape] [quotas in percent of a core]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 rounds=${1:-5} shape=${2:-1,8192,8,2,64} quotas=${3:-100 60 30}
 kyklos=${KYKLOS:-target/release/kyklos}
 read -ra quota <<<"$quotas"

@@ -4,11 +4,11 @@
 # which knows the symbols of every glibc. The script checks that nothing newer is asked for, and runs both.
 # Installs cargo-zigbuild, ziglang and maturin from PyPI into target/portable/venv. Needs readelf (binutils). 20 minutes on two busy cores:
 # program and wheel are compiled with other flags, and share nothing.
-#   scripts/build-portable.sh            program and wheel
-#   scripts/build-portable.sh program    one of them; the other is `wheel`
+#   scripts/tools/build-portable.sh            program and wheel
+#   scripts/tools/build-portable.sh program    one of them; the other is `wheel`
 # The result: target/portable/kyklos and target/portable/kyklos-*.whl
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export CARGO_PROFILE_RELEASE_DEBUG=${CARGO_PROFILE_RELEASE_DEBUG:-none} CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0}
 glibc=2.28
 target=x86_64-unknown-linux-gnu
@@ -47,12 +47,12 @@ wheel() {
     rm -r "$unpacked"
 }
 
-[ -x "$result/venv/bin/pip" ] || scripts/make-venv.sh "$result/venv"
+[ -x "$result/venv/bin/pip" ] || scripts/tools/make-venv.sh "$result/venv"
 export PATH=$result/venv/bin:$PATH
 python -m pip install --quiet --disable-pip-version-check 'cargo-zigbuild==0.24.*' 'ziglang==0.17.*' 'maturin>=1.16,<2'
 rustup target list --installed 2>/dev/null | grep -qx "$target" || rustup target add "$target"
 case "${1:-all}" in
 all) program && wheel ;;
 program | wheel) "$1" ;;
-*) echo "usage: scripts/build-portable.sh [program|wheel]" >&2 && exit 2 ;;
+*) echo "usage: scripts/tools/build-portable.sh [program|wheel]" >&2 && exit 2 ;;
 esac

@@ -3,9 +3,9 @@
 # plan that fits, in turns with the probe that calibrates its prediction. Links: memory, QUIC on loopback, and QUIC on a
 # loopback of 1 Gb/s (a network namespace with a token bucket; skipped where this user cannot make one).
 # Prints a table and the median and worst error of each link and of all.
-# Usage: scripts/compare-predictions.sh [rounds] [folder for the JSON]
+# Usage: scripts/bench/predictions.sh [rounds] [folder for the JSON]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 rounds=${1:-5}
 folder=${2:-target/predictions}
 mkdir -p "$folder"

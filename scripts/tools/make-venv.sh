@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a Python environment in a folder, for scripts that need packages: the system's Python may have no pip, or refuse
-# to install. On Debian and Ubuntu the module for this is in a package of its own. Usage: scripts/make-venv.sh FOLDER
+# to install. On Debian and Ubuntu the module for this is in a package of its own. Usage: scripts/tools/make-venv.sh FOLDER
 set -euo pipefail
 if ! python3 -c 'import ensurepip' 2>/dev/null && command -v apt-get >/dev/null; then
     echo "installing python3-venv"

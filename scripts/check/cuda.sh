@@ -2,16 +2,16 @@
 # Compiles the CUDA kernels with NVIDIA's own compilers on a machine without a GPU. Fails on warnings, spills, stack, more
 # registers than cuda-backend/tests/compilers/budgets.txt allows, kernels for Hopper whose products are serialised or whose
 # registers are not those that setmaxnreg counts on, and reads that wait for each other.
-#   scripts/check-cuda.sh           nvcc through the crate's build.rs, for every architecture; NVRTC; NVRTC of CUDA 12, for
-#                                   older drivers; then scripts/check-nccl.sh, which holds the loader of NCCL to NVIDIA's
+#   scripts/check/cuda.sh           nvcc through the crate's build.rs, for every architecture; NVRTC; NVRTC of CUDA 12, for
+#                                   older drivers; then scripts/check/nccl.sh, which holds the loader of NCCL to NVIDIA's
 #                                   library: a part of scripts/test-all.sh, five minutes on two cores
-#   scripts/check-cuda.sh --bless   the same, and writes the registers to that table
-#   scripts/check-cuda.sh --smoke   what .ci/run does in less than a minute: NVRTC through the crate, which gets all kernels,
+#   scripts/check/cuda.sh --bless   the same, and writes the registers to that table
+#   scripts/check/cuda.sh --smoke   what .ci/run does in less than a minute: NVRTC through the crate, which gets all kernels,
 #                                   and NVRTC by itself for the machine code of the small kernels and of those for attention
 #                                   in bf16, for the oldest and the newest architecture; the controls of these checks
 # The compilers come from PyPI as wheels (about 300 MB, once) and stay in target/.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 # 13.0: the 580 driver refuses PTX of a newer one.
 wheels=(
@@ -36,7 +36,7 @@ install() {
     [ "$(cat "$into/installed" 2>/dev/null)" != "$*" ] || return 0
     rm -rf "$into"
     mkdir -p "$into"
-    [ -x "$folder/venv/bin/pip" ] || scripts/make-venv.sh "$folder/venv"
+    [ -x "$folder/venv/bin/pip" ] || scripts/tools/make-venv.sh "$folder/venv"
     # One command: a second one into the same folder would not merge the wheels.
     "$folder/venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --target "$into" "$@"
     echo "$*" >"$into/installed"
@@ -62,7 +62,7 @@ install older "$older"
 
 # All inputs of the check. When they have passed unchanged, nothing is compiled again.
 passed=$folder/passed
-state=$(find cuda-backend/{src,kernels,tests/compilers,architectures.txt,build.rs,Cargo.toml} scripts/check-cuda.sh scripts/check-nccl.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
+state=$(find cuda-backend/{src,kernels,tests/compilers,architectures.txt,build.rs,Cargo.toml} scripts/check/cuda.sh scripts/check/nccl.sh Cargo.lock -type f -not -path '*/__pycache__/*' -print0 |
     sort -z | xargs -0 sha256sum | sha256sum)
 if [ $# = 0 ] && [ "$(cat "$passed" 2>/dev/null)" = "$state" ]; then
     echo "unchanged since it passed; after rm $passed it runs again"
@@ -81,5 +81,5 @@ images=$(build env NVCC="$toolkit/bin/nvcc" | grep '"build-script-executed".*/cu
 python3 $check "$toolkit" "$folder/older/nvidia/cuda_nvrtc/lib" "$images" "$@"
 NVCC=$toolkit/bin/nvcc cargo test --release -q -p kyklos-cuda --lib
 wait $!
-scripts/check-nccl.sh
+scripts/check/nccl.sh
 echo "$state" >"$passed"

@@ -2,10 +2,10 @@
 # Measures shares of tokens by speed over unlike drivers: a ring of the cores, Mesa's software Vulkan (llvmpipe) and SwiftShader, the
 # one that Chromium brings, in one process. In turns: even shares, `--split auto`, and each device alone. All of them compute on
 # the same cores, so the cores alone are the best that there is; every result is compared with f64.
-# Prints CSV: round,variant,devices,wall_s,tokens,max_abs_error,tolerance. Usage: scripts/bench-drivers.sh [rounds] [shape]
+# Prints CSV: round,variant,devices,wall_s,tokens,max_abs_error,tolerance. Usage: scripts/bench/drivers.sh [rounds] [shape]
 # SWIFTSHADER and LLVMPIPE name the description files of the drivers, KYKLOS the program.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 rounds=${1:-5} shape=${2:-1,2048,8,2,64}
 kyklos=${KYKLOS:-target/release/kyklos}
 swiftshader=${SWIFTSHADER:-/usr/lib/chromium/vk_swiftshader_icd.json}

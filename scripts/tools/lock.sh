@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# scripts/lock.sh FOLDER...: makes the lock of a package outside the workspace out of the workspace's lock, so that it has the versions
-# that scripts/check-deny.sh has checked; git ignores it. A package that needs others is a failure: it has to have a lock of its own.
+# scripts/tools/lock.sh FOLDER...: makes the lock of a package outside the workspace out of the workspace's lock, so that it has the versions
+# that scripts/check/deny.sh has checked; git ignores it. A package that needs others is a failure: it has to have a lock of its own.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 for folder in "$@"; do
     cp Cargo.lock "$folder/Cargo.lock"
     cargo metadata --quiet --format-version 1 --manifest-path "$folder/Cargo.toml" >/dev/null

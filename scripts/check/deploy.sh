@@ -2,7 +2,7 @@
 # Checks the files that docs/deploy/ranks.md offers to copy: the manifest against the schemas of Kubernetes and for
 # contradictions, the unit with systemd. The schemas come from PyPI (once) and stay in target/.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 schemas=kubernetes-validate==1.37.0
 versions=(1.29 1.37)
 folder=$PWD/target/deploy
@@ -12,7 +12,7 @@ mkdir -p "$folder"
 block() { awk -v begin="\`\`\`$1" '$0 == begin { on = 1; next } /^```/ { on = 0 } on' docs/deploy/ranks.md; }
 
 if [ "$(cat "$folder/installed" 2>/dev/null)" != "$schemas" ]; then
-    scripts/make-venv.sh "$folder/venv"
+    scripts/tools/make-venv.sh "$folder/venv"
     "$folder/venv/bin/pip" install --quiet --disable-pip-version-check "$schemas"
     echo "$schemas" >"$folder/installed"
 fi

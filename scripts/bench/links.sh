@@ -2,9 +2,9 @@
 # Measures throughput and CPU time per byte of raw TCP, TLS and QUIC, in turns: on loopback beside PyTorch's gloo (if
 # PEER_PYTHON names a Python that has it), over a veth pair between two network namespaces with MTU 1500 and 9000, and over
 # the same pair limited to 1 Gb/s, where it shows how much of the link a ring hop uses. Prints what this machine cannot do.
-# Usage: scripts/bench-links.sh [rounds] [MiB] [parts: loopback,veth,limited,ping]
+# Usage: scripts/bench/links.sh [rounds] [MiB] [parts: loopback,veth,limited,ping]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 rounds=${1:-5} mib=${2:-1024} parts=${3:-loopback,veth,limited,ping}
 bench=${BENCH:-$(cargo bench -p kyklos-transport --features quic --bench links --no-run --message-format=json 2>/dev/null |
     sed -n 's/.*"executable":"\([^"]*links-[^"]*\)".*/\1/p' | tail -1)}

@@ -2,9 +2,9 @@
 # Holds what cuda-backend/src/nccl/ takes for granted of NCCL to NVIDIA's own library and header, without a GPU: the oldest version
 # that works and a new one. The header is compiled with tests/compilers/nccl_abi.cpp; the library is loaded, and asked for names,
 # versions and texts. The wheels come from PyPI (520 MB, once) and stay in target/, as do CUDA's headers, which
-# scripts/check-cuda.sh fetches.
+# scripts/check/cuda.sh fetches.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 
 folder=$PWD/target/cuda-toolkit
 headers=$folder/wheels/nvidia/cu13/include
@@ -15,7 +15,7 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
     exit 0
 fi
 if [ ! -e "$headers/cuda_runtime.h" ]; then
-    echo "CUDA's headers are not in $headers: scripts/check-cuda.sh fetches them" >&2
+    echo "CUDA's headers are not in $headers: scripts/check/cuda.sh fetches them" >&2
     exit 1
 fi
 program=$(cargo test --release -q -p kyklos-cuda --lib --no-run --message-format=json |

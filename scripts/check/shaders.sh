@@ -7,7 +7,7 @@
 # spirv-val (2025.5 or later: older ones do not know cooperative matrices, or miss rules).
 # A tool that cannot be installed or run is a failure.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export CARGO_PROFILE_RELEASE_DEBUG=${CARGO_PROFILE_RELEASE_DEBUG:-none}
 
 compilers=shaders/tests/compilers
@@ -17,7 +17,7 @@ spirv_tools_version=2025.5
 kernels=target/kernels
 
 fail() {
-    echo "check-shaders: $*" >&2
+    echo "check/shaders: $*" >&2
     exit 1
 }
 
@@ -83,4 +83,4 @@ tint=$!
 node "$compilers/spirv.mjs" "$kernels" "$KYKLOS_SPIRV_VAL" || faults=1
 wait "$tint" || faults=1
 [ "$faults" = 0 ] || fail "refused: see above; the texts are in $kernels"
-echo "check-shaders: passed in $SECONDS s"
+echo "check/shaders: passed in $SECONDS s"

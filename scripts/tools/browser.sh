@@ -53,7 +53,7 @@ install_playwright() {
 # wasm_page PACKAGE LIBRARY FOLDER: compiles the package at that path to wasm, with its JavaScript, into the folder.
 wasm_page() {
     local package=$1 library=$2 out=$3 built=target/browser version
-    scripts/lock.sh "$package" || fail "there is no lock for $package"
+    scripts/tools/lock.sh "$package" || fail "there is no lock for $package"
     version=$(sed -n '/^name = "wasm-bindgen"$/{n;s/^version = "\(.*\)"$/\1/p}' "$package/Cargo.lock")
     # A debug build: it compiles in half the time and runs for seconds. With its own lock it may name crates that a
     # mirror has not got.
