@@ -17,6 +17,7 @@ mod sessions;
 mod sharing;
 
 use std::fmt::Display;
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
@@ -136,4 +137,27 @@ fn of_two(run: impl Fn(&mut Session, bool) -> Error + Sync) -> Error {
         run(&mut Session::new(transport, Device::cpu()), odd)
     });
     errors.into_iter().next().unwrap()
+}
+
+/// Every message that `docs/errors.md` quotes is in a transcript; `…` stands for any text. A test of the Python package looks for those
+/// that only Python has.
+#[test]
+fn the_page_of_errors_quotes_what_is_said() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let snapshots = std::fs::read_dir(root.join("tests/cli/refusals/snapshots")).unwrap();
+    let snapshots = snapshots.map(|entry| entry.unwrap().path());
+    let snapshots = snapshots.filter(|path| path.extension().is_some_and(|extension| extension == "snap"));
+    let said: String = snapshots.map(|path| std::fs::read_to_string(path).unwrap()).collect();
+    let page = std::fs::read_to_string(root.join("../docs/errors.md")).unwrap();
+    let quoted = page.lines().filter_map(|line| line.strip_prefix("- `")?.strip_suffix("`<br>"));
+    let quoted: Vec<&str> = quoted.map(|text| text.trim_matches(['`', ' '])).collect();
+    assert!(quoted.len() >= 20, "{quoted:#?}");
+    for message in quoted.into_iter().filter(|message| !message.starts_with("RequestError: ")) {
+        let says = |line: &str| {
+            let mut rest = Some(line);
+            message.split('…').for_each(|part| rest = rest.and_then(|rest| Some(rest.split_once(part)?.1)));
+            rest.is_some()
+        };
+        assert!(said.lines().any(says), "no transcript has: {message}");
+    }
 }
