@@ -1,6 +1,8 @@
 """Arrays that do not fit their call: refused by the names of their axes, before an element is read. And how their elements are read."""
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -327,4 +329,22 @@ def test_masks_that_are_no_text_and_options_of_pytorch_are_refused_by_name():
     ]:
         with pytest.raises(kyklos.RequestError, match=text):
             group.attend(*states, **options)
+    group.close()
+
+
+def test_the_page_of_errors_quotes_what_python_raises():
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^- `RequestError: (.*)`<br>$", page, re.MULTILINE)
+    x = np.zeros((1, 4, 2, 8), np.float32)
+    calls = [(x, x, x[:, 1:]), (x.astype(np.float64), x, x)]
+    try:
+        import torch
+    except ImportError:
+        quoted = [message for message in quoted if "PyTorch" not in message]
+    else:
+        calls.append([torch.from_numpy(x)] * 3)
+    group = kyklos.Group.local(1, device="cpu")[0]
+    for message, arrays in zip(quoted, calls, strict=True):
+        with pytest.raises(kyklos.RequestError, match=".*".join(map(re.escape, message.split("…")))):
+            group.attend(*arrays)
     group.close()

@@ -8,7 +8,6 @@
 mod amount;
 mod cell;
 mod controls;
-#[path = "../../../tests/holds.rs"]
 mod holds;
 mod page;
 mod rows;

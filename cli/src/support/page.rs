@@ -122,7 +122,7 @@ const HEAD: &str = "# Supported combinations
 Each command asks the validator before it runs anything; this page is what the validator says. It is compared with the validator by
 `cargo test --release -p kyklos-cli --lib support`, and with `KYKLOS_BLESS=1` rewritten. The same tests check that accepted combinations are
 correct: their results are compared with the f64 oracle, of a sample, and with `KYKLOS_TESTS=all` of every combination, on the CPU
-and on a wgpu device, in-process and over QUIC. For the meaning of refusals see [errors](errors.md).
+and on a wgpu device, in-process and over QUIC. What the most common errors mean: [errors](errors.md).
 
 ## Options and strategies
 

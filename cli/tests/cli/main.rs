@@ -12,21 +12,19 @@ mod cuda;
 mod delivery;
 mod devices;
 mod doctor;
-#[cfg(target_os = "linux")]
-mod errors;
 mod files;
 mod forming;
 #[path = "../../../tests/free_address.rs"]
 mod free_address;
 mod gradients;
-#[path = "../../../tests/holds.rs"]
-mod holds;
 mod hostile_files;
 mod launch;
 mod metrics;
 #[cfg(target_os = "linux")]
 mod nccl;
 mod on_loss;
+#[cfg(target_os = "linux")]
+mod refusals;
 mod report;
 mod requests;
 mod shares;

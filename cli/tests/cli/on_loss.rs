@@ -16,14 +16,20 @@ const PROBLEM: [&str; 6] = ["--shape", "1,1024,8,2,64", "--mask", "causal", "--d
 const REPEAT: [&str; 2] = ["--repeat", "60"];
 
 /// The end of a job with killed ranks.
-struct Ended {
-    code: Option<i32>,
-    said: String,
-    lines: Vec<String>,
+pub(crate) struct Ended {
+    pub(crate) code: Option<i32>,
+    pub(crate) said: String,
+    pub(crate) lines: Vec<String>,
 }
 
 /// Runs `ranks` processes. When all ranks compute, kills `victims`, with `pause` between the kills.
-fn killed(ranks: &str, victims: &[usize], pause: Duration, options: &[&str], output: &Path) -> Ended {
+pub(crate) fn killed(
+    ranks: &str,
+    victims: &[usize],
+    pause: Duration,
+    options: &[&str],
+    output: &Path,
+) -> Ended {
     let folder = tempfile::tempdir().unwrap();
     let mut launch = command(
         &[

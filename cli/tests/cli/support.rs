@@ -90,6 +90,17 @@ pub(crate) fn refused(output: &Output, words: &[&str]) {
     }
 }
 
+/// Compares what programs or calls have said with `refusals/snapshots/<concept>.snap`.
+pub(crate) fn transcript_holds(concept: &str, transcript: &str) {
+    // It is the same on every machine.
+    let transcript = transcript.replace(&kyklos::machine::processor_name(), "…");
+    let mut settings = insta::Settings::new();
+    settings.set_snapshot_path("refusals/snapshots");
+    settings.set_prepend_module_to_snapshot(false);
+    settings.set_omit_expression(true);
+    settings.bind(|| insta::assert_snapshot!(concept, transcript));
+}
+
 pub(crate) fn json(output: &Output) -> serde_json::Value {
     succeeds(output);
     serde_json::from_str(&stdout(output)).unwrap()

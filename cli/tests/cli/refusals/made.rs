@@ -1,12 +1,15 @@
-//! Input files for the refusals.
+//! Files that the command lines of the refusals name.
 
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
+use std::time::{Duration, UNIX_EPOCH};
 
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{ClusterAuthority, Subject, Validity};
 use safetensors::{Dtype, tensor::TensorView};
 
-use crate::support::{kyklos, succeeds};
+use crate::support::{command, succeeds};
 
 type Shape<'a> = (&'a str, Dtype, &'a [usize]);
 
@@ -21,15 +24,31 @@ pub(super) fn make(folder: &Path) {
     descriptions(folder);
     fs::create_dir(folder.join("folder")).unwrap();
     cells(folder);
-    let path = |name: &str| folder.join(name).to_string_lossy().into_owned();
-    succeeds(&kyklos(&["certs", "init", "--authority", &path("authority")]));
-    let issue =
-        ["certs", "issue", "--authority", &path("authority"), "--ranks", "0-1", "--output", &path("ids")];
-    succeeds(&kyklos(&issue));
-    let invitation = path("invitation");
-    let invite =
-        ["certs", "invite", "--coordinator", "127.0.0.1:29600", "--world", "2", "--output", &invitation];
-    succeeds(&kyklos(&invite));
+    identities(folder);
+    // A driver that cannot be loaded, also on a machine that has one.
+    fs::create_dir(folder.join("no-driver")).unwrap();
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        fs::write(folder.join("no-driver").join(name), "").unwrap();
+    }
+}
+
+fn identities(folder: &Path) {
+    for arguments in [
+        "init",
+        "init --authority other-authority",
+        "issue --ranks 0-1 --output ids",
+        "issue --ranks 1 --authority other-authority --output other",
+        "invite --coordinator 127.0.0.1:29600 --world 2 --output invitation",
+    ] {
+        let words: Vec<&str> = ["certs"].into_iter().chain(arguments.split(' ')).collect();
+        succeeds(&command(&words).current_dir(folder).output().unwrap());
+    }
+    let authority = ClusterAuthority::read(&folder.join("authority"), "cluster").unwrap();
+    let [from, until] = [1, 2].map(|days| UNIX_EPOCH + Duration::from_secs(days * 24 * 3600));
+    let expired = authority.issue_to(&Subject::Rank(Rank(1)), Validity { from, until }).unwrap();
+    expired.write_file(&folder.join("expired.pem")).unwrap();
+    fs::copy(folder.join("authority/issued"), folder.join("revoked")).unwrap();
+    fs::write(folder.join("revoked-wrong"), "rank 1").unwrap();
 }
 
 /// Folders of a bench: of another group, and with something else in the file of the cells.

@@ -1,10 +1,10 @@
-//! Generated pages are compared with what is in the repository.
+//! A generated page is compared with what is in the repository.
 
 use std::path::Path;
 
 /// Fails unless the repository's file `name` contains `text`. With KYKLOS_BLESS=1 writes the file instead.
 #[track_caller]
-pub(crate) fn holds(name: &str, text: &str) {
+pub(super) fn holds(name: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
     if std::env::var_os("KYKLOS_BLESS").is_some() {
         std::fs::write(&path, text).unwrap();
