@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, Dtype, Error, Mask, Mesh, Output, PlacementKind, Saved, Split, Strategy,
-    plan_backward, plan_world,
+    plan_backward, plan_forward,
 };
 
 use super::{alone, of_calls, tensor};
@@ -23,14 +23,14 @@ fn backward() {
     };
     let [of_forward, of_backward] = of_given();
     let calls = of_calls([
-        ("plan_backward with strategy relay", planned(&problem(), Strategy::Relay)),
+        ("plan_backward with strategy relay", planned(&problem(), Strategy::Relay).into()),
         (
             "plan_backward in a fixed order",
-            planned(&problem().with_fixed_order(true).unwrap(), Strategy::Unified),
+            planned(&problem().with_fixed_order(true).unwrap(), Strategy::Unified).into(),
         ),
         ("Session::backward with a gradient of 5 tokens for q of 4", of_shape()),
         ("Session::attend with plans of plan_backward", of_forward),
-        ("Session::backward with plans of plan_world", of_backward),
+        ("Session::backward with plans of plan_forward", of_backward),
     ]);
     transcript_holds("backward", &calls);
 }
@@ -47,9 +47,9 @@ fn of_shape() -> Error {
 fn of_given() -> [Error; 2] {
     let mesh = Mesh::new(1, 1).unwrap();
     let (even, placement) = (Split::Even, PlacementKind::Contiguous);
-    let forward = plan_world(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
+    let forward = plan_forward(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
     let backward = plan_backward(&problem(), mesh, placement, &even, Strategy::Dense).unwrap();
-    let [forward, backward] = [forward, backward].map(|world| Arc::new(ProvedPlans::new(world).unwrap()));
+    let [forward, backward] = [forward, backward].map(|set| Arc::new(ProvedPlans::new(set).unwrap()));
     let [forward, backward] = [&forward, &backward].map(Attention::planned);
     let (mut session, x) = (alone(), tensor(4, 2));
     let of_forward = session.attend(&backward, &x, &x, &x).unwrap_err();

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, BiasKind, BiasTensor, Dtype, Mask, Mesh, PlacementKind, Split, Strategy,
-    Tensor, plan_world,
+    Tensor, plan_forward,
 };
 
 use super::{of_calls, of_two, tensor};
@@ -27,8 +27,8 @@ fn bias() {
     let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let problem = problem.with_bias(Some(KEYS)).unwrap();
     let (mesh, placement) = (Mesh::new(1, 2).unwrap(), PlacementKind::Contiguous);
-    let world = plan_world(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
-    let plans = Arc::new(ProvedPlans::new(world).unwrap());
+    let set = plan_forward(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
+    let plans = Arc::new(ProvedPlans::new(set).unwrap());
     let calls = of_calls([
         (
             "Attention::bias_tensor with rows of 7 keys in f16",
@@ -57,7 +57,7 @@ fn bias() {
         ),
         (
             "BiasTensor::key_mask with 15 bools for 2 batch entries",
-            BiasTensor::key_mask(2, &[true; 15]).unwrap_err(),
+            BiasTensor::key_mask(2, &[true; 15]).unwrap_err().into(),
         ),
     ]);
     transcript_holds("bias", &calls);

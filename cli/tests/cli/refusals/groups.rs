@@ -11,7 +11,7 @@ use kyklos::backend::{Backend, Control, Device};
 use kyklos::plan::{ProvedPlans, check};
 use kyklos::{
     Attention, Error, Mesh, Observer, PlacementKind, RunOptions, Session, SessionOptions, Split, Strategy,
-    plan_world,
+    plan_forward,
 };
 use kyklos_transport::{
     Abort, AbortCause, Progress, Rank, RefusalReason, Tag, Transport, Vote, in_process_group,
@@ -125,7 +125,7 @@ fn of_transports() -> Vec<(&'static str, Error)> {
 fn of_backends() -> Vec<(&'static str, String)> {
     let placement = PlacementKind::Contiguous;
     let ring =
-        plan_world(&problem(), Mesh::new(1, 2).unwrap(), placement, &Split::Even, Strategy::Ring).unwrap();
+        plan_forward(&problem(), Mesh::new(1, 2).unwrap(), placement, &Split::Even, Strategy::Ring).unwrap();
     let mut tampered = ring.clone();
     tampered.plans[0].steps.pop();
     let cancelled = Control::new(Arc::new(AtomicBool::new(true))).piece_done();

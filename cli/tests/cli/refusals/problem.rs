@@ -4,7 +4,7 @@ use bytes::Bytes;
 use kyklos::host::{Tensors, shard};
 use kyklos::{
     AttentionProblem, BiasKind, BiasTensor, Mesh, PlacementKind, Results, Split, Strategy, TokenRuns,
-    plan_rows, plan_world,
+    plan_forward, plan_rows,
 };
 use kyklos_transport::Rank;
 
@@ -35,11 +35,10 @@ fn problems() {
     let whole = Tensors { q: zeros(8 * 2 * 8 * 4), k: zeros(8 * 8 * 4), v: zeros(8 * 8 * 4), bias: None };
     let short = Tensors { q: zeros(8), ..whole.clone() };
     let bias = |batch| BiasTensor { kind: BiasKind::Additive, batch, heads: 1, shared_rows: false };
-    let mut no_keys = problem();
-    no_keys.kv_len = 0;
+    let no_keys = problem().with_keys(0).unwrap();
     let dense = |problem: &AttentionProblem| {
         let one = Mesh::new(1, 1).unwrap();
-        plan_world(problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
+        plan_forward(problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
     };
     let with_bias = dense(&problem().with_bias(Some(bias(1))).unwrap());
     let same = problem().with_same_queries(true).unwrap();
@@ -62,11 +61,13 @@ fn problems() {
             same.with_results(Results::One(Rank(0))).unwrap_err(),
         ),
         ("plan_rows with row 8", plan_rows(&problem(), TokenRuns::contiguous(8..9)).unwrap_err()),
+    ]);
+    let shards = of_calls([
         ("host::shard with a short q", shard(&dense(&problem()), Rank(0), &short).unwrap_err()),
         (
             "host::shard without the attention bias tensor that the problem has",
             shard(&with_bias, Rank(0), &whole).unwrap_err(),
         ),
     ]);
-    transcript_holds("problem", &(of_program(COMMANDS) + &calls));
+    transcript_holds("problem", &(of_program(COMMANDS) + &calls + &shards));
 }

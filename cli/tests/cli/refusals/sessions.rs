@@ -6,7 +6,7 @@ use kyklos::backend::Device;
 use kyklos::plan::ProvedPlans;
 use kyklos::{
     Attention, AttentionProblem, CallShapes, Dtype, Error, Execution, MAX_LABEL_BYTES, Mask, Mesh, Placement,
-    PlacementKind, Split, Strategy, Tensor, WireFormat, plan_world,
+    PlacementKind, Split, Strategy, Tensor, WireFormat, plan_forward,
 };
 
 use super::{alone, of_calls, of_two, tensor};
@@ -104,8 +104,8 @@ fn of_given() -> Vec<(&'static str, Error)> {
         let problem = AttentionProblem::new([1, tokens, 2, 2, 8], dtype, Mask::full()).unwrap();
         let (mesh, placement) = (Mesh::new(1, ranks).unwrap(), PlacementKind::Contiguous);
         let strategy = if ranks == 1 { Strategy::Dense } else { Strategy::Ring };
-        let world = plan_world(&problem, mesh, placement, &Split::Even, strategy).unwrap();
-        Attention::planned(&Arc::new(ProvedPlans::new(world).unwrap()))
+        let set = plan_forward(&problem, mesh, placement, &Split::Even, strategy).unwrap();
+        Attention::planned(&Arc::new(ProvedPlans::new(set).unwrap()))
     };
     let (x, four, of_ring) = (&tensor(4, 2), plans(4, Dtype::F32, 1), plans(8, Dtype::F32, 2));
     vec![

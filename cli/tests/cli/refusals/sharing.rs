@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::simulate::{Candidate, Capacity, Shares, Wanted, fewest_bytes};
+use kyklos::simulate::{Candidate, Capacity, PlanQuery, Shares, fewest_bytes};
 use kyklos::{
-    Attention, AttentionProblem, Dtype, Error, Execution, Mask, Mesh, Placement, PlacementKind, Results,
-    Session, Split, Strategy, TokenRuns, plan_placed, plan_rows, plan_world,
+    Attention, AttentionProblem, Dtype, Error, Execution, Mask, Mesh, Placement, PlacementKind, PlanError,
+    Results, Session, Split, Strategy, TokenRuns, plan_forward, plan_placed, plan_rows,
 };
 use kyklos_transport::{Rank, in_process_group};
 
@@ -55,11 +55,16 @@ const COMMANDS: &[&str] = &[
 #[test]
 fn sharing() {
     let calls = [of_placements(), of_plans(), of_shares()];
-    transcript_holds("sharing", &(of_program(COMMANDS) + &of_calls(calls.into_iter().flatten())));
+    let of_sessions = of_calls([
+        ("Session::share, rank 1 with 9 tokens and rank 0 with 8", of_sharing(9, false)),
+        ("Session::share on a new session of rank 1, after a call on an earlier one", of_sharing(8, true)),
+    ]);
+    let calls = of_calls(calls.into_iter().flatten());
+    transcript_holds("sharing", &(of_program(COMMANDS) + &calls + &of_sessions));
 }
 
 /// The placement of one rank with these tokens.
-fn explicit(total: u32, replicated: Range<u32>, tokens: Range<u32>) -> Result<Placement, Error> {
+fn explicit(total: u32, replicated: Range<u32>, tokens: Range<u32>) -> Result<Placement, PlanError> {
     let lists = vec![TokenRuns::contiguous(tokens)];
     Placement::explicit(mesh(1), total, replicated, lists)
 }
@@ -69,7 +74,7 @@ fn mesh(ranks: u32) -> Mesh {
     Mesh::new(1, ranks).unwrap()
 }
 
-fn of_placements() -> Vec<(&'static str, Error)> {
+fn of_placements() -> Vec<(&'static str, PlanError)> {
     let separate = Split::Separate { queries: Box::new(Split::Even), keys: Box::new(Split::Even) };
     let zigzag = |split| Placement::new(PlacementKind::Zigzag, mesh(1), 8, &split).unwrap_err();
     let place = Placement::new(PlacementKind::Contiguous, mesh(2), 8, &Split::Even).unwrap();
@@ -97,16 +102,16 @@ fn of_placements() -> Vec<(&'static str, Error)> {
     ]
 }
 
-fn of_plans() -> Vec<(&'static str, Error)> {
+fn of_plans() -> Vec<(&'static str, PlanError)> {
     let whole = explicit(8, 0..0, 0..8).unwrap();
     let rows = plan_rows(&problem(), TokenRuns::contiguous(2..4)).unwrap();
     let placed = |mesh, q: &Placement, kv: &Placement| {
         plan_placed(&problem(), mesh, q.clone(), kv.clone(), Strategy::Unified).unwrap_err()
     };
     let ring = |problem: &AttentionProblem| {
-        plan_world(problem, mesh(2), PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap_err()
+        plan_forward(problem, mesh(2), PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap_err()
     };
-    let nobody = Wanted {
+    let nobody = PlanQuery {
         ranks: 0,
         mesh: None,
         strategy: None,
@@ -126,18 +131,18 @@ fn of_plans() -> Vec<(&'static str, Error)> {
         ),
         ("plan_placed with the queries of plan_rows", placed(mesh(1), &rows.q_placement, &whole)),
         (
-            "plan_world for queries on every rank, with strategy ring",
+            "plan_forward for queries on every rank, with strategy ring",
             ring(&problem().with_same_queries(true).unwrap()),
         ),
         (
-            "plan_world with results for rank 2 of 2",
+            "plan_forward with results for rank 2 of 2",
             ring(&problem().with_results(Results::One(Rank(2))).unwrap()),
         ),
         ("simulate::fewest_bytes for 0 ranks", fewest_bytes(&problem(), &nobody).unwrap_err()),
     ]
 }
 
-fn of_shares() -> Vec<(&'static str, Error)> {
+fn of_shares() -> Vec<(&'static str, PlanError)> {
     let ring = Candidate { strategy: Strategy::Ring, mesh: mesh(2), placement: PlacementKind::Contiguous };
     let capacity = |pairs_per_s, memory_bytes| Capacity { pairs_per_s, step_ns: 0, memory_bytes };
     let level = |capacities: &[Capacity]| Shares::level(&problem(), ring, capacities, None);
@@ -153,8 +158,6 @@ fn of_shares() -> Vec<(&'static str, Error)> {
             "Shares::compute_ns with the capacities of three ranks for shares of two",
             shares.compute_ns(&problem(), ring.mesh, &[capacity(1, None); 3]).unwrap_err(),
         ),
-        ("Session::share, rank 1 with 9 tokens and rank 0 with 8", of_sharing(9, false)),
-        ("Session::share on a new session of rank 1, after a call on an earlier one", of_sharing(8, true)),
     ]
 }
 
