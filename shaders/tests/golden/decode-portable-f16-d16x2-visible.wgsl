@@ -97,11 +97,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let row0 = 0u / params.group_heads;
     let lo0 = positions[spans + 2u * row0];
     let hi0 = positions[spans + 2u * row0 + 1u];
-    let pair_row0 = params.bias_offset + batch * params.bias_batch + row0 * params.bias_row + (first_head + 0u % params.group_heads) * params.bias_head;
+    let bias_row0 = params.bias_offset + batch * params.bias_batch + row0 * params.bias_row + (first_head + 0u % params.group_heads) * params.bias_head;
     let row1 = 1u / params.group_heads;
     let lo1 = positions[spans + 2u * row1];
     let hi1 = positions[spans + 2u * row1 + 1u];
-    let pair_row1 = params.bias_offset + batch * params.bias_batch + row1 * params.bias_row + (first_head + 1u % params.group_heads) * params.bias_head;
+    let bias_row1 = params.bias_offset + batch * params.bias_batch + row1 * params.bias_row + (first_head + 1u % params.group_heads) * params.bias_head;
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     let column = thread % 2u;
@@ -133,10 +133,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let position = positions[params.keys_at + own];
             let k_at = k_base + own * params.k_row;
             var x0 = 0.0f;
-            let term0 = bias_term(pair_row0, position);
+            let term0 = bias_term(bias_row0, position);
             let vis0 = inside && lo0 <= position && position < hi0 && shows(term0);
             var x1 = 0.0f;
-            let term1 = bias_term(pair_row1, position);
+            let term1 = bias_term(bias_row1, position);
             let vis1 = inside && lo1 <= position && position < hi1 && shows(term1);
             if (vis0 || vis1) {
                 for (var u = 0u; u < 2u; u++) {

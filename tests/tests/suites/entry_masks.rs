@@ -59,7 +59,8 @@ fn one_entry(all: &AttentionProblem, mask: Mask) -> AttentionProblem {
     let shape = [1, all.kv_len, all.q_heads, all.kv_heads, all.head_dim];
     let one = AttentionProblem::new(shape, all.dtype, mask).unwrap();
     let one = one.with_queries(all.q_len, all.q_offset).unwrap();
-    one.with_logits(all.scale, all.softcap).unwrap().with_sinks(all.sinks.clone()).unwrap()
+    let one = one.with_logits(all.scale, all.softcap).unwrap().with_sinks(all.sinks.clone()).unwrap();
+    one.with_fixed_order(all.fixed_order).unwrap().with_inference(all.inference)
 }
 
 #[test]
