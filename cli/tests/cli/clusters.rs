@@ -299,35 +299,14 @@ fn a_group_goes_from_one_authority_to_another() {
 }
 
 #[test]
-fn contradictions_and_accidental_worlds_are_refused_before_anything_is_sent() {
-    let run = |flags: &str, variables: &str| {
-        let arguments = format!("{ATTEND} {flags}");
-        let mut command = command(&arguments.split_whitespace().collect::<Vec<_>>());
-        command.envs(variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()));
-        command.output().unwrap()
-    };
-    for (flags, variables, words) in [
-        ("--mesh 1x4", "SLURM_PROCID=0 SLURM_NTASKS=1", &["1x4 has 4 ranks", "started 1"][..]),
-        ("--ranks 2 --rank 0", "", &["--ranks 2", "--rank 0"]),
-        (
-            "--rank 0 --world 2",
-            "SLURM_PROCID=1 SLURM_NTASKS=4",
-            &["option rank=0", "SLURM_PROCID=1", "--ranks N"],
-        ),
-        ("", "JOB_COMPLETION_INDEX=1", &["KYKLOS_WORLD"]),
-        ("--rank 0 --world 2 --coordinator localhost:1", "", &["--identity", "kyklos certs issue"]),
-        ("--cluster cluster.toml --world 2", "", &["--cluster"]),
-    ] {
-        refused(&run(flags, variables), words);
-    }
-    // --ranks takes precedence over any launcher.
+fn ranks_of_one_process_come_before_any_launcher() {
     for variables in
         ["SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_JOB_NODELIST=n[", "JOB_COMPLETION_INDEX=1", "PMI_RANK=3"]
     {
-        let output = run("--ranks 2", variables);
+        let mut command = command(&[&ATTEND.split(' ').collect::<Vec<_>>()[..], &["--ranks", "2"]].concat());
+        command.envs(variables.split(' ').map(|pair| pair.split_once('=').unwrap()));
+        let output = command.output().unwrap();
         assert_eq!(json(&output)["ranks"], 2);
         assert!(stderr(&output).starts_with("warning: --ranks "), "{}", stderr(&output));
     }
-    let launched = kyklos(&["launch", "-n", "2", "--", "attend", "--shape", "1,64,2,2,64", "--world", "2"]);
-    refused(&launched, &["--world 2 under kyklos launch"]);
 }

@@ -186,18 +186,3 @@ fn too_few_survivors_or_a_mesh_that_does_not_fit_end_the_run() {
     );
     assert!(!there.exists());
 }
-
-#[test]
-fn ranks_of_one_process_refuse_loss_policies() {
-    let attend = ["attend", "--shape", "1,64,8,2,64", "--device", "cpu"];
-    refused(
-        &kyklos(&[&attend[..], &["--ranks", "2", "--on-loss", "shrink"]].concat()),
-        &["--on-loss", "in one process"],
-    );
-    refused(
-        &kyklos(&[&attend[..], &["--ranks", "2", "--stuck-after", "5"]].concat()),
-        &["--stuck-after 5 with all ranks"],
-    );
-    let launch = ["launch", "-n", "2", "attend", "--shape", "1,64,8,2,64", "--device", "cpu", "--rejoin"];
-    refused(&kyklos(&launch), &["--rejoin under kyklos launch"]);
-}

@@ -10,6 +10,9 @@ fn descriptions() {
 
 const COMMANDS: &[&str] = &[
     "plan --explain --shape 1,64,8,2,64",
+    "plan --shape 1,64,8,2,64 --probe",
+    "plan --explain --shape 1,64,8,2,64 --measure 1",
+    "plan --explain --shape 1,64,8,2,64 --probe --hardware x",
     "plan --explain --shape 1,64,8,2,64 --rank 0 --hardware DIR/hw",
     "plan --explain --shape 1,64,8,2,64 --probe --ranks 65",
     "EXPLAIN DIR/hw-syntax",

@@ -12,6 +12,7 @@ const COMMANDS: &[&str] = &[
     "LD_LIBRARY_PATH=DIR/no-driver ATTEND --device cuda",
     "VK_DRIVER_FILES=DIR/none VK_ICD_FILENAMES=DIR/none ATTEND --device wgpu",
     "ATTEND --device cuda:x",
+    "ATTEND --device cuda:",
     "tune --device cuda",
     "ATTEND --device tpu",
     "ATTEND --device wgpu:x",

@@ -41,6 +41,7 @@ const COMMANDS: &[&str] = &[
     "ATTEND --device cpu --rank 1 --world 2 --coordinator 127.0.0.1:PORT --identity DIR/ids/rank-1.pem --revoked DIR/revoked-wrong",
     "ATTEND --device cpu --rank 1 --world 2 --coordinator 127.0.0.1:PORT --identity DIR/ids/rank-1.pem --join-deadline 1",
     "ATTEND --device cpu --rank 0 --world 2 --coordinator 127.0.0.1:PORT --identity DIR/ids/rank-0.pem --join-deadline 1",
+    "ATTEND --transport tcp",
 ];
 
 #[test]

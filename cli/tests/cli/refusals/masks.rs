@@ -7,6 +7,7 @@ use crate::support::transcript_holds;
 
 const COMMANDS: &[&str] = &[
     "ATTEND --mask casual",
+    "ATTEND --mask bias",
     "ATTEND --mask window:1",
     "ATTEND --mask documents:8,64",
     "ATTEND --mask documents:0,0",

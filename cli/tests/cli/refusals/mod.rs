@@ -67,8 +67,9 @@ impl Place {
         let output = finish(self.start(line), Duration::from_secs(120));
         let text = stderr(&output);
         assert_eq!(stdout(&output), "", "{line}: {text}");
+        // An error is one line, and nothing follows it.
         let message = text.lines().last().unwrap_or_default();
-        assert!(message.starts_with("error: "), "{line}: {text}");
+        assert!(message.starts_with("error: ") && text.matches("error: ").count() == 1, "{line}: {text}");
         let mut message = message
             .replace(&self.path(), "DIR")
             .replace(&format!("127.0.0.1:{}", self.port), "127.0.0.1:PORT");

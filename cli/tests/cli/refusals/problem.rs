@@ -1,4 +1,5 @@
-//! Refusals of problems: shapes, numbers and dtypes that do not define attention, or are larger than any kernel supports.
+//! Refusals of problems: shapes, numbers and dtypes that do not define attention, or are larger than any kernel supports; and of
+//! options that a command does not have.
 
 use bytes::Bytes;
 use kyklos::host::{Tensors, shard};
@@ -14,6 +15,10 @@ use crate::support::transcript_holds;
 const COMMANDS: &[&str] = &[
     "attend",
     "attend --shape 1,64,8,2",
+    "attend --shape 1,64,8,2,64,1",
+    "attend --shape 1,-64,8,2,64",
+    "attend --shape 1,99999999999,8,2,64",
+    "bench --device cpu --shape 1,16,3,2,8",
     "attend --shape 1,64,8,2,sixty",
     "attend --shape 0,64,8,2,64",
     "attend --shape 1,64,8,3,64",
@@ -27,6 +32,19 @@ const COMMANDS: &[&str] = &[
     "ATTEND --softcap 1e31",
     "attend --shape 1,2000000000,64,64,512",
     "plan --shape 1,134217728,8,2,64",
+    "bench --device cpu --repeat 0",
+    "ATTEND --repeat 0",
+    "ATTEND --progress loud",
+    "ATTEND --input x",
+    "attend --input x --seed 1",
+    "attend --input x --sinks",
+    "ATTEND --sinks=x",
+    "ATTEND --bias x",
+    "ATTEND more",
+    "plan",
+    "plan --shape 1,64,8,2,64 --verify",
+    "fly",
+    "--nonsense",
 ];
 
 #[test]
