@@ -27,6 +27,9 @@ pub enum Error {
     /// Attention over the ranks failed: this rank's request, its device, or the group.
     #[error(transparent)]
     Attention(#[from] kyklos::Error),
+    /// No plan: the shares or the mask do not fit.
+    #[error(transparent)]
+    Plan(#[from] kyklos::PlanError),
     /// The group did not form.
     #[error(transparent)]
     Group(#[from] kyklos_launch::Error),

@@ -62,7 +62,7 @@ fn means(
 ) -> Result<Tensor> {
     let slices = (0..).zip(packed.boundaries.windows(2));
     let slices = slices.map(|(text, ends)| MaskSlice::new(text..text + 1, ends[0]..ends[1], SlicePart::Full));
-    let mask = Mask::slices(slices.collect::<kyklos::Result<_>>()?);
+    let mask = Mask::slices(slices.collect::<Result<_, kyklos::PlanError>>()?);
     let call = Attention::new().mask(mask).execution(Execution::new().same_queries()).label("mean");
     let shape = [1, packed.texts(), encoder.heads, encoder.head_dim];
     let zeros = kyklos::Tensor::new(shape, vec![0.0_f32; shape.iter().product()])?;
@@ -74,7 +74,7 @@ fn means(
 /// The tokens of each of `ranks` ranks, one after the other.
 ///
 /// # Errors
-/// [`Error::Attention`] for wrong shares, [`Error::Request`] if a rank gets no token.
+/// [`Error::Plan`] for wrong shares, [`Error::Request`] if a rank gets no token.
 pub fn share_out(packed: &Packed, ranks: u32, shares: &Split) -> Result<Vec<Range<usize>>> {
     let placement = Placement::new(PlacementKind::Contiguous, Mesh::new(1, ranks)?, packed.tokens(), shares)?;
     let mut end = 0;

@@ -78,7 +78,7 @@ async fn timed(backend: &WgpuBackend, problem: &AttentionProblem) -> Vec<f64> {
             v: Operand { buffer: &v, layout },
             kv_head_of: &[0, 1, 2, 3, 4, 5, 6, 7],
             work,
-            pairs: None,
+            bias: None,
             fixed_order: false,
             inference: true,
             state,
