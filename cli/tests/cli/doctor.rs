@@ -123,8 +123,7 @@ fn after(name: &str) {
     for words in ["rank 2 stopped at step", "before the others noticed"] {
         assert!(text.contains(words), "`{words}` is not in: {text}");
     }
-    // Rank 2 may have sent all its messages, and may not have received all messages of its peers.
-    assert!(["waited for its", "still had message"].iter().any(|words| text.contains(words)), "{text}");
+    // What it still had to send or to receive depends on the moment of the signal: the doctor's own tests have each case.
     let others: Vec<_> = found[1..].iter().map(|finding| finding["what"].as_str().unwrap()).collect();
     assert_eq!(others, ["no-record"]);
 }
