@@ -31,7 +31,7 @@ impl Options {
 
 impl Assignment {
     /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes contain the sources
-    /// of rank, world and address, and the network path between the ranks.
+    /// of rank, size and address, and the network path between the ranks.
     ///
     /// # Errors
     ///

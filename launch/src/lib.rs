@@ -54,7 +54,7 @@
 //!
 //! # More
 //!
-//! [`Assignment::find`] gives rank and world before the group is formed, for programs that refuse a request or choose a
+//! [`Assignment::find`] gives rank and size before the group is formed, for programs that refuse a request or choose a
 //! device first.
 //!
 //! This library prints nothing and ends no process: notes and warnings go to [`Options::note`] and [`Options::warn`].

@@ -31,8 +31,8 @@ pub(crate) fn all_sources(options: &Options, variables: &Variables<'_>) -> Resul
 pub(crate) fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
     let explicit = |source: &Source| source.precedence == Precedence::Explicit;
     let explicit_rank = first(&sources, |s| s.rank.as_ref().filter(|_| explicit(s)));
-    let explicit_world = first(&sources, |s| s.size.as_ref().filter(|_| explicit(s)));
-    let explicit_several = explicit_rank.is_some() && explicit_world.is_some_and(|size| size.value > 1);
+    let explicit_size = first(&sources, |s| s.size.as_ref().filter(|_| explicit(s)));
+    let explicit_several = explicit_rank.is_some() && explicit_size.is_some_and(|size| size.value > 1);
     let mut launchers = sources.iter().filter(|source| source.precedence == Precedence::Launcher);
     let by_launcher =
         launchers.find_map(|source| Some((source.rank.as_ref()?.value, source.size.as_ref()?.value)));

@@ -30,7 +30,7 @@ fn owned((name, value): (&str, &str)) -> (String, String) {
     (name.to_owned(), value.to_owned())
 }
 
-/// rank/world local rank/local world, address.
+/// rank/size local rank/local size, address.
 pub(crate) fn brief(assignment: Option<Assignment>) -> String {
     let Some(assignment) = assignment else {
         return "alone".to_owned();

@@ -49,7 +49,6 @@ pub enum BiasKind {
     Mask,
     /// Added to the logit, in the problem's dtype; −∞ hides the key. A row of 2-byte elements is padded to whole 32-bit
     /// words. Below −1e38 it counts as −1e38, which f32 can still scale.
-    #[serde(rename = "bias")]
     Additive,
 }
 

@@ -9,7 +9,7 @@
 //! use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
 //!
 //! let problem = AttentionProblem::new([1, 4096, 8, 2, 64], Dtype::F16, Mask::causal())?;
-//! let set = plan_forward(&problem, Mesh::new(1, 4)?, PlacementKind::Zigzag, &Split::Equal, Strategy::Ring)?;
+//! let set = plan_forward(&problem, Mesh::new(1, 4)?, PlacementKind::Zigzag, &Split::Even, Strategy::Ring)?;
 //! let proved = ProvedPlans::new(set)?;
 //! assert_eq!(proved.set().plans.len(), 4);
 //! # Ok::<(), kyklos_plan::Error>(())
@@ -18,7 +18,7 @@
 //! From the bottom up, `xtask layers` checks it:
 //!
 //! ```text
-//! error dtype named tokens spans parallel       lists and words that all use; work on several threads
+//! error remedy dtype named tokens spans parallel lists and words that all use; work on several threads
 //! mask bias wire problem lower                  what is computed, and the arrays that kernels read
 //! mesh placement strategy_list                  which rank holds which tokens; the closed list of strategies
 //! plan                                          the steps of each rank, and their proof

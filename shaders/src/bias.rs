@@ -30,7 +30,7 @@ impl BiasInput {
         }
     }
 
-    /// `HIDDEN`, and `pair_term(row, position)`: the term of the row that starts at `row` of the binding, for its
+    /// `HIDDEN`, and `bias_term(row, position)`: the term of the row that starts at `row` of the binding, for its
     /// base-2 logit of the key at `position`; or `HIDDEN`. `HIDDEN` itself must never be added.
     pub(crate) fn functions(self, storage: Storage) -> String {
         let mut t = Text::default();

@@ -131,7 +131,7 @@ uniform! {
         q_scale: f32,
         /// With softcap c: c.
         cap: f32,
-        /// Where (batch 0, row 0, head 0) of the bias is, in words or, of a bias, in elements.
+        /// Where (batch 0, row 0, head 0) of the bias tensor is: of a mask in words, of an additive bias in elements.
         bias_offset: u32,
         /// Distance of batch entries in the bias; 0 where they share one.
         bias_batch: u32,
@@ -207,7 +207,7 @@ uniform! {
         q_scale: f32,
         /// With softcap c: c.
         cap: f32,
-        /// Where (batch 0, row 0, head 0) of the bias is, in words or, of a bias, in elements.
+        /// Where (batch 0, row 0, head 0) of the bias tensor is: of a mask in words, of an additive bias in elements.
         bias_offset: u32,
         /// Distance of batch entries in the bias; 0 where they share one.
         bias_batch: u32,

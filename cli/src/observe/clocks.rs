@@ -78,6 +78,6 @@ fn follow(messages: &Messages<'_>, clock: &dyn Clock) -> Result<Ahead> {
 static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(std::process::id()));
 /// Number of questions; the first ones are slower.
 const ROUNDS: u32 = 8;
-/// Message numbers that `job/collect.rs` and `trace.rs` do not use.
+/// Message numbers that `job/results/collect.rs` and `trace.rs` do not use.
 const AHEAD: u32 = 10;
 const PING: u32 = 16;

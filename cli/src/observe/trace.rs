@@ -136,7 +136,7 @@ const fn timeline_name(timeline: Timeline) -> &'static str {
 
 const TIMELINES: [Timeline; 5] =
     [Timeline::Compute, Timeline::Copy, Timeline::Wait, Timeline::Send, Timeline::Receive];
-/// Message numbers that `job/collect.rs` and `clocks.rs` do not use.
+/// Message numbers that `job/results/collect.rs` and `clocks.rs` do not use.
 const LENGTH: u32 = 8;
 const EVENTS: u32 = 9;
 /// Largest timeline of one rank; viewers do not open more.

@@ -229,8 +229,8 @@ impl Request {
             return Ok(None);
         }
         let strategy = self.backward_strategy();
-        let size = plan_backward(&self.problem, self.mesh, self.placement, &self.split, strategy)?;
-        Ok(Some(ProvedPlans::new(size)?))
+        let set = plan_backward(&self.problem, self.mesh, self.placement, &self.split, strategy)?;
+        Ok(Some(ProvedPlans::new(set)?))
     }
 
     /// The strategy of the backward pass.
@@ -333,7 +333,7 @@ fn problem(args: &ProblemArgs, seed: u64) -> Result<(AttentionProblem, Source)> 
         (None, Some(shape)) => {
             let problem = AttentionProblem::new(shape.0, args.dtype.unwrap_or(Dtype::F32), mask)?;
             let queries = problem.q_len;
-            let sinks = if args.sinks { Source::made_up_sinks(seed, problem.q_heads) } else { Vec::new() };
+            let sinks = if args.sinks { Source::random_sinks(seed, problem.q_heads) } else { Vec::new() };
             (problem.with_queries(queries, args.q_offset)?.with_sinks(sinks)?, Source::Random { seed })
         }
         (None, None) => {

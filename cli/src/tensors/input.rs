@@ -112,7 +112,7 @@ impl Source {
     }
 
     /// Random sinks, one for each query head, about as large as the largest logit of a row.
-    pub(crate) fn made_up_sinks(seed: u64, q_heads: u32) -> Vec<f32> {
+    pub(crate) fn random_sinks(seed: u64, q_heads: u32) -> Vec<f32> {
         (0..q_heads).map(|head| normal(seed, TensorId::Sinks, u64::from(head)) + 2.0).collect()
     }
 

@@ -9,7 +9,7 @@ use kyklos::Dtype;
 use kyklos_oracle::oracle::{Dtype as OracleDtype, OracleProblem, Row, RowId};
 use kyklos_oracle::tolerance::{Limit, compare_rows};
 
-use super::{Feasibility, Sample, element_value, oracle_dtype};
+use super::{Sample, Verdict, element_value, oracle_dtype};
 use crate::failure::Result;
 
 /// The whole `o` and `lse` of one device, tokens in order.
@@ -27,7 +27,7 @@ impl Sample {
         actual: Whole<'_>,
         wide: Whole<'_>,
         backend: &str,
-    ) -> Result<Feasibility> {
+    ) -> Result<Verdict> {
         let kv = self.whole_kv()?;
         let (expected, naive) = (self.expected(&kv)?, self.naive(&kv)?);
         let in_f32 = format!("{backend} in f32");
@@ -36,7 +36,7 @@ impl Sample {
             compare_rows(&self.oracle, OracleDtype::F32, rows, &expected, &self.context(context))
         };
         let (naive, sampled) = (hold(&naive, "plain f32"), hold(&sampled, &in_f32));
-        let mut verdict = Feasibility {
+        let mut verdict = Verdict {
             rows: 0,
             max_abs_error: 0.0,
             tolerance: 0.0,
@@ -118,7 +118,7 @@ mod tests {
         (Sample::new(&problem, &Source::Random { seed: SEED }).unwrap(), narrow, wide)
     }
 
-    fn judge(sample: &Sample, [o, lse]: &[Bytes; 2], [wide_o, wide_lse]: &[Bytes; 2]) -> Feasibility {
+    fn judge(sample: &Sample, [o, lse]: &[Bytes; 2], [wide_o, wide_lse]: &[Bytes; 2]) -> Verdict {
         let actual = Whole { dtype: Dtype::F16, o, lse };
         let wide = Whole { dtype: Dtype::F32, o: wide_o, lse: wide_lse };
         sample.judge_every_row(actual, wide, "cpu").unwrap()
@@ -135,8 +135,8 @@ mod tests {
     fn a_device_that_is_wrong_alone_loosens_no_limit() {
         let (sample, [o, lse], _) = computed();
         let tokens = TokenRuns::contiguous(0..700);
-        let size = plan_rows(&sample.problem, tokens.clone()).unwrap();
-        let right = sample.right_rows(&sample.whole_kv().unwrap(), &size).unwrap();
+        let set = plan_rows(&sample.problem, tokens.clone()).unwrap();
+        let right = sample.right_rows(&sample.whole_kv().unwrap(), &set).unwrap();
         let failure = |o: &Bytes| {
             let rows = sample.decode(sample.rows(), &sample.extract(&tokens, o, &lse));
             sample.hold(rows.clone(), &[("cpu".into(), rows)], &right, "cpu").failure

@@ -52,7 +52,7 @@ pub(crate) struct RightRows {
 
 /// The outcome of a comparison.
 #[derive(Clone, Debug)]
-pub(crate) struct Feasibility {
+pub(crate) struct Verdict {
     pub(crate) rows: usize,
     pub(crate) max_abs_error: f64,
     pub(crate) tolerance: f64,
@@ -215,7 +215,7 @@ impl Sample {
         dense: &[(String, Vec<Row>)],
         right: &RightRows,
         backend: &str,
-    ) -> Feasibility {
+    ) -> Verdict {
         actual.sort_by_key(|row| row.id);
         let (dtype, expected) = (oracle_dtype(self.problem.dtype), &right.expected[..]);
         let coarse = self.problem.wire == WireFormat::Int8;
@@ -233,7 +233,7 @@ impl Sample {
             Some(failure) => Some(format!("a device alone: {failure}")),
             None => shared.within(&limit).err().map(|failure| failure.to_string()),
         };
-        Feasibility {
+        Verdict {
             rows: expected.len(),
             max_abs_error: shared.max_abs_error,
             tolerance: limit.o_abs(),
@@ -249,12 +249,12 @@ impl Sample {
 
     /// Compares the rows of one device alone, in the order of [`Self::rows`], with the oracle. The tolerance comes from plain
     /// f32 arithmetic on the same rows.
-    fn hold_alone(&self, actual: &[Row], right: &RightRows, backend: &str) -> Feasibility {
+    fn hold_alone(&self, actual: &[Row], right: &RightRows, backend: &str) -> Verdict {
         let dtype = oracle_dtype(self.problem.dtype);
         let naive = self.compare_plain(right);
         let limit = Limit::dense(dtype, &naive);
         let actual = compare_rows(&self.oracle, dtype, actual, &right.expected, &self.context(backend));
-        Feasibility {
+        Verdict {
             rows: right.expected.len(),
             max_abs_error: actual.max_abs_error,
             tolerance: limit.o_abs(),
@@ -264,7 +264,7 @@ impl Sample {
     }
 
     /// As [`Self::hold_alone`], for the whole result of one device.
-    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Feasibility> {
+    pub(crate) fn judge_alone(&self, o: &Bytes, lse: &Bytes, backend: &str) -> Result<Verdict> {
         let kv = self.whole_kv()?;
         let tokens = TokenRuns::contiguous(0..self.problem.q_len);
         let actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));

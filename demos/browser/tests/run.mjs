@@ -18,7 +18,7 @@ const checks = [
       await run(page, { ranks, mask, dtype });
       await exact(page);
       const sent = await page.$$eval("#ranks td:last-child", (cells) => cells.map((cell) => cell.textContent));
-      // Each rank forwards the keys and values of every other rank but its successor: world - 1 shards of 2 tensors.
+      // Each rank forwards the keys and values of every other rank but its successor: size - 1 shards of 2 tensors.
       const total = sent.reduce((sum, bytes) => sum + Number(bytes.replaceAll(",", "")), 0);
       if (mask !== "window") assert.equal(total, (Number(ranks) - 1) * 2 * 192 * 2 * 32 * (dtype === "f16" ? 2 : 4));
       await page.close();

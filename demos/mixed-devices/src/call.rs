@@ -68,7 +68,7 @@ impl Call {
 
     /// Runs the whole call on `device`.
     pub(crate) fn run_alone(&self, device: &OneDevice) -> Result<Output> {
-        run(&world_of_one(&self.set.problem)?, &self.tensors, [device].into_iter())
+        run(&set_of_one(&self.set.problem)?, &self.tensors, [device].into_iter())
     }
 }
 
@@ -121,7 +121,7 @@ pub(crate) fn problem(tokens: u32, dtype: Dtype, mask: Mask) -> Result<Attention
     Ok(AttentionProblem::new([1, tokens, HEADS, KV_HEADS, DIM], dtype, mask)?)
 }
 
-fn world_of_one(problem: &AttentionProblem) -> Result<PlanSet> {
+fn set_of_one(problem: &AttentionProblem) -> Result<PlanSet> {
     let mesh = Mesh::new(1, 1)?;
     Ok(plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)?)
 }

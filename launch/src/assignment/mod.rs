@@ -2,7 +2,7 @@
 //!
 //! Explicit settings come first, then a launcher that starts the ranks itself (torchrun, MPI), then a scheduler (Slurm,
 //! Kubernetes), under which such a launcher may run. A source may provide what another one does not. Two sources with
-//! different ranks or worlds are refused, and the error names both, with two exceptions: the tasks of a scheduler may be
+//! different ranks or sizes are refused, and the error names both, with two exceptions: the tasks of a scheduler may be
 //! launchers, which count other things; and explicit settings win over an environment of one rank (an interactive shell).
 
 use std::net::SocketAddr;
@@ -41,7 +41,7 @@ pub struct Assignment {
     pub job: Option<String>,
     /// The device of this rank in the cluster file.
     pub device: Option<String>,
-    /// Rank, world and coordinator with their origins, in one line to print.
+    /// Rank, size and coordinator with their origins, in one line to print.
     pub summary: String,
     /// The name of rank 0's host may get an address only after this process has started.
     pub(crate) coordinator_resolves_late: bool,

@@ -22,7 +22,6 @@ pub enum Content {
     /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
     Output,
     /// Rows of queries in the attention bias tensor: `[its batch, query tokens, its heads, keys]`.
-    #[serde(rename = "bias")]
     Bias,
     /// Gradient of the output, shaped as q.
     OutputGrad,

@@ -67,7 +67,6 @@ pub struct Plan {
     pub gradients: Option<GradientBuffers>,
     /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None where all queries share
     /// its rows ([`shared_rows`](crate::BiasTensor::shared_rows)): each rank then holds the whole tensor, and no step names it.
-    #[serde(rename = "bias")]
     pub bias: Option<BufferId>,
     /// The steps, in issue order.
     pub steps: Vec<Step>,
@@ -185,7 +184,6 @@ pub enum Step {
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
         /// The queries' rows of the attention bias tensor, where the plan has one: of the queries' heads, or of its only one.
-        #[serde(rename = "bias")]
         bias: Option<Box<Slice>>,
     },
     /// Gradients of a slice of queries against a slice of keys and values, added to sums.
@@ -243,7 +241,6 @@ pub struct GradientStep {
     /// buffer finds 0.
     pub d_kv: Slice,
     /// As in [`Step::Attend`].
-    #[serde(rename = "bias")]
     pub bias: Option<Slice>,
     /// Sum of the gradient of `bias`, of the same tokens and heads, where the problem asks for it. The first step that names
     /// its buffer finds 0.

@@ -55,7 +55,6 @@ pub struct AttentionProblem {
     pub sinks: Vec<f32>,
     /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key), or
     /// over keys.
-    #[serde(rename = "bias")]
     pub bias: Option<BiasTensor>,
     /// Whether a backward pass also computes the gradient of the additive bias tensor. A forward pass is the same with it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]

@@ -1,4 +1,4 @@
-//! The cost of a plan set on described devices and links, without running them.
+//! The cost of a plan set on described devices and links, without running it.
 //!
 //! [`simulate`] walks the same plans that the executor runs, step by step, as events in time. An exchange is posted and
 //! continues while attention is computed. A wait step waits. A message moves when both ends have posted it. Ranks and

@@ -91,7 +91,7 @@ fn remedy(problem: &AttentionProblem, mesh: Mesh, kv: &Placement, facts: &Strate
 
 /// The tiles of `tokens`. In a fixed order all attended tokens form whole tiles.
 pub(super) fn whole_tiles(tokens: &TokenRuns, kv_len: u32) -> Vec<(u32, Range<usize>)> {
-    tiles(tokens, kv_len).expect("a world in fixed order is refused where shards are off the grid")
+    tiles(tokens, kv_len).expect("a plan set in fixed order is refused where shards are off the grid")
 }
 
 /// Numbers of the tiles that `tokens` holds, and their places in the list; or a key at which a part of a tile begins or

@@ -264,10 +264,10 @@ impl Session {
     }
 }
 
-/// What the ranks can do while active set number `active set` computes, as if their speeds were equal where they differ by no more than
+/// What the ranks can do while active set number `active_set` computes, as if their speeds were equal where they differ by no more than
 /// measurements vary.
 fn capacities(measured: &[Measured], active_set: usize) -> Vec<Capacity> {
-    let capacities = measured.iter().map(|rank| rank.in_crowd(active_set));
+    let capacities = measured.iter().map(|rank| rank.in_active_set(active_set));
     let speeds: Vec<u64> = capacities.clone().map(|capacity| capacity.pairs_per_s).collect();
     let least = speeds.iter().copied().min().unwrap_or(0);
     if !is_noise(&speeds) {

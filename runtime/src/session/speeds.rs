@@ -10,7 +10,7 @@ use kyklos_plan::simulate::Capacity;
 /// valid only for one active set: the ranks that compute at the same time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Measured {
-    /// Pairs in a second, for each [`active sets`] of the mesh that was measured; the first is all ranks. 0 where the rank is not in it.
+    /// Pairs in a second, for each of the [`active_sets`] of the mesh that was measured; the first is all ranks. 0 where the rank is not in it.
     pub(super) pairs_per_s: Vec<u64>,
     /// As [`Capacity::step_ns`].
     pub(super) step_ns: u64,
@@ -19,8 +19,8 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// What the device can do while active set number `active set` computes.
-    pub(super) fn in_crowd(&self, active_set: usize) -> Capacity {
+    /// What the device can do while active set number `active_set` computes.
+    pub(super) fn in_active_set(&self, active_set: usize) -> Capacity {
         let Self { step_ns, memory_bytes, .. } = *self;
         Capacity { pairs_per_s: self.pairs_per_s[active_set], step_ns, memory_bytes }
     }
@@ -68,7 +68,7 @@ impl Speeds {
         self.0.insert(0, Known { class, measured, active_set: 0 });
     }
 
-    /// From now on calls run in active set number `active set`.
+    /// From now on calls run in active set number `active_set`.
     pub(super) fn run_in(&mut self, class: CallClass, active_set: usize) {
         if let Some(known) = self.0.iter_mut().find(|known| known.class == class) {
             known.active_set = active_set;

@@ -39,14 +39,14 @@ pub(crate) fn stored(dtype: Dtype, values: &[f32]) -> Vec<u8> {
 }
 
 pub(crate) fn loaded(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
-    let bias = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
+    let halves = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
     match dtype {
         Dtype::F32 => bytes
             .chunks_exact(4)
             .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
             .collect(),
-        Dtype::F16 => bias().map(|pair| f16::from_le_bytes(pair).to_f32()).collect(),
-        Dtype::Bf16 => bias().map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
+        Dtype::F16 => halves().map(|pair| f16::from_le_bytes(pair).to_f32()).collect(),
+        Dtype::Bf16 => halves().map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
     }
 }
 

@@ -59,7 +59,7 @@ uniform! {
         sum_row: u32,
         /// Distance of heads in the sums.
         sum_head: u32,
-        /// Where (batch 0, row 0, head 0) of the bias is, in words or, of a bias, in elements.
+        /// Where (batch 0, row 0, head 0) of the bias tensor is: of a mask in words, of an additive bias in elements.
         bias_offset: u32,
         /// Distance of batch entries in the bias; 0 where they share one.
         bias_batch: u32,

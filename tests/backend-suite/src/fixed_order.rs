@@ -5,9 +5,9 @@ use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 
-use crate::{Prepared, Whole, dense_world, run_alone, run_together};
+use crate::{Prepared, Whole, dense_set, run_alone, run_together};
 
-/// A split of a set: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
+/// How a plan set is shared: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
 pub type Shared = ((u32, u32), &'static [u32], PlacementKind, Strategy);
 
 /// A case of `tokens` tokens. `of` changes it.
@@ -48,9 +48,9 @@ pub(crate) async fn same_bytes_on_any_mesh<B: Backend>(backend: &B, who: &str) {
 pub async fn fixed<B: Backend>(backend: &B, prepared: &Prepared, sets: &[Shared], who: &str) {
     let name = prepared.case.name;
     let problem = prepared.problem.clone().with_fixed_order(true).unwrap();
-    let alone = run_alone(backend, &dense_world(&problem), prepared).await;
+    let alone = run_alone(backend, &dense_set(&problem), prepared).await;
     let judged = prepared.judge(&alone, &format!("{who}, alone, in order"));
-    let unordered = run_alone(backend, &dense_world(&prepared.problem), prepared).await;
+    let unordered = run_alone(backend, &dense_set(&prepared.problem), prepared).await;
     let limit = prepared.parallel_limit(&prepared.judge(&unordered, who));
     judged.assert_within(&limit);
     for (mesh, tokens, kind, strategy) in sets {

@@ -60,7 +60,7 @@ pub use self::observed::{Observed, Observer};
 pub use self::prepared::{Prepared, Whole, chosen_cases, only_head_dim, oracle_dtype, problem_of};
 pub use self::rank_output::RankOutput;
 pub use self::running::{
-    DEADLINE, attend_planned, dense_world, options, planned, proved, run_alone, run_rank, run_together,
+    DEADLINE, attend_planned, dense_set, options, planned, proved, run_alone, run_rank, run_together,
 };
 #[cfg(not(target_arch = "wasm32"))]
 pub use self::suite::{Suite, run};

@@ -75,7 +75,7 @@ pub async fn run_alone<B: Backend>(backend: &B, set: &PlanSet, prepared: &Prepar
 }
 
 /// A plan set of one rank that computes `problem` whole.
-pub fn dense_world(problem: &AttentionProblem) -> PlanSet {
+pub fn dense_set(problem: &AttentionProblem) -> PlanSet {
     let mesh = Mesh::new(1, 1).unwrap();
     plan_forward(problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
 }

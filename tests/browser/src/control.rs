@@ -4,7 +4,7 @@ use kyklos::backend::Backend;
 use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::plan::PlanSet;
 use kyklos::{Dtype, Mask};
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone};
 use kyklos_oracle::inputs::cases;
 use kyklos_oracle::tolerance::discriminates;
 
@@ -18,10 +18,10 @@ pub(crate) const CLAIMS: &[Claim] = &[
 async fn shifted_mask(backend: &WgpuBackend) -> String {
     let case = cases().into_iter().find(|case| case.name == "one row beyond two tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
-    let right = dense_world(&prepared.problem);
+    let right = dense_set(&prepared.problem);
     // Every row one position further down: it sees one key more.
     let shifted = prepared.problem.clone().with_queries(prepared.problem.q_len, 1).unwrap();
-    told(backend, &prepared, &right, &dense_world(&shifted)).await
+    told(backend, &prepared, &right, &dense_set(&shifted)).await
 }
 
 async fn wrong_mask(backend: &WgpuBackend) -> String {
@@ -29,7 +29,7 @@ async fn wrong_mask(backend: &WgpuBackend) -> String {
     let prepared = Prepared::new(case, Dtype::F32);
     let mut full = prepared.problem.clone();
     full.mask = Mask::full();
-    told(backend, &prepared, &dense_world(&prepared.problem), &dense_world(&full)).await
+    told(backend, &prepared, &dense_set(&prepared.problem), &dense_set(&full)).await
 }
 
 /// How many tolerances `wrong` is off where `right` is within one.

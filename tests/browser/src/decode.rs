@@ -3,7 +3,7 @@
 use kyklos::Dtype;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone};
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::OracleProblem;
 
@@ -23,7 +23,7 @@ fn stretched(case: &str, q_len: usize, kv_len: usize) -> Case {
 
 async fn agrees(backend: &WgpuBackend, case: Case, dtype: Dtype) {
     let prepared = Prepared::new(case, dtype);
-    let whole = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
+    let whole = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
     prepared.judge(&whole, &backend.info().name).assert_within(&prepared.dense_limit());
 }
 

@@ -10,7 +10,7 @@ use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::host::shard;
 use kyklos::{Dtype, Error, Mesh, PlacementKind, Result, Split, Strategy, plan_forward};
-use kyklos_backend_suite::{DEADLINE, Prepared, dense_world, proved, run_alone, run_rank};
+use kyklos_backend_suite::{DEADLINE, Prepared, dense_set, proved, run_alone, run_rank};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::in_process_group;
 
@@ -89,10 +89,10 @@ async fn ends_ranks(backend: &WgpuBackend) -> String {
 
 async fn opened_anew(backend: &WgpuBackend) -> String {
     let prepared = prepared();
-    let size = dense_world(&prepared.problem);
+    let set = dense_set(&prepared.problem);
     backend.destroy();
     let again = open(WgpuOptions::default()).await.unwrap();
-    let whole = run_alone(&again, &size, &prepared).await;
+    let whole = run_alone(&again, &set, &prepared).await;
     prepared.judge(&whole, &again.info().name).assert_within(&prepared.dense_limit());
     names(&backend.info().name, backend.wait().await);
     String::new()

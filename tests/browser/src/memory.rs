@@ -4,7 +4,7 @@ use bytes::Bytes;
 use kyklos::backend::Backend;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::{Dtype, Error};
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone};
 use kyklos_oracle::inputs::cases;
 use wasm_bindgen::prelude::wasm_bindgen;
 
@@ -94,13 +94,13 @@ async fn unmappable(backend: &WgpuBackend) -> String {
 async fn dropped_is_freed(backend: &WgpuBackend) -> String {
     let case = cases().into_iter().find(|case| case.name == "one row short of a tile").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
-    let size = dense_world(&prepared.problem);
+    let set = dense_set(&prepared.problem);
     works(backend).await;
-    run_alone(backend, &size, &prepared).await;
+    run_alone(backend, &set, &prepared).await;
     let before = live_bytes();
     for _ in 0..20 {
         works(backend).await;
-        run_alone(backend, &size, &prepared).await;
+        run_alone(backend, &set, &prepared).await;
     }
     let after = live_bytes();
     assert!(after <= before, "{before} bytes before, {after} after: dropped buffers are kept");

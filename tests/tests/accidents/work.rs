@@ -8,7 +8,7 @@ use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_transport::{Rank, in_process_group};
 
-use crate::common::run_world;
+use crate::common::run_set;
 
 /// A small causal problem on a mesh: `1xR` is a ring, `Ux1` an all-to-all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -52,7 +52,7 @@ impl Work {
     /// Every rank's result without a failure, computed on threads of this process.
     pub(crate) fn undisturbed(self) -> Vec<Vec<u8>> {
         let group = in_process_group(self.ranks());
-        let (_, outputs) = run_world(&self.set(), group, &self.tensors(), Device::cpu);
+        let (_, outputs) = run_set(&self.set(), group, &self.tensors(), Device::cpu);
         outputs.iter().map(|output| [&output.o[..], &output.lse[..]].concat()).collect()
     }
 }

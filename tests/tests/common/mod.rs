@@ -6,4 +6,4 @@ pub mod devices;
 mod threads;
 
 #[allow(unused_imports, reason = "each program uses its part")]
-pub use threads::{run_plans, run_world};
+pub use threads::{run_plans, run_set};

@@ -10,7 +10,7 @@ use kyklos_backend_suite::{RankOutput, Whole, proved, run_rank};
 use kyklos_transport::Transport;
 
 /// Runs a plan set with one backend per rank, and assembles the result.
-pub fn run_world<B: Backend>(
+pub fn run_set<B: Backend>(
     set: &PlanSet,
     transports: Vec<Arc<dyn Transport>>,
     tensors: &Tensors,
@@ -19,7 +19,7 @@ pub fn run_world<B: Backend>(
     run_plans(&proved(set), transports, tensors, make)
 }
 
-/// As [`run_world`], of plans that may lack a proof.
+/// As [`run_set`], of plans that may lack a proof.
 pub fn run_plans<B: Backend>(
     plans: &Arc<ProvedPlans>,
     transports: Vec<Arc<dyn Transport>>,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::{Backend, Extent, Layout, StateMut, StateShape};
 use kyklos::{Dtype, Error, Result};
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone};
 use kyklos_cuda::{CudaBackend, CudaBuffer, CudaOptions, availability};
 use kyklos_oracle::inputs::cases;
 use pollster::block_on;
@@ -312,7 +312,7 @@ fn open() -> CudaBackend {
 pub(crate) fn is_right(backend: &CudaBackend) {
     for (dtype, case) in [Dtype::Bf16, Dtype::F32].into_iter().zip(cases()) {
         let prepared = Prepared::new(case, dtype);
-        let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));
+        let whole = block_on(run_alone(backend, &dense_set(&prepared.problem), &prepared));
         prepared.judge(&whole, "fake cuda").assert_within(&prepared.dense_limit());
     }
 }

@@ -2,7 +2,7 @@
 
 use kyklos::Dtype;
 use kyklos_backend_suite::fixed_order::case;
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone};
 use kyklos_cuda::CudaBackend;
 use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
@@ -37,7 +37,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
 fn is_right(case: Case, dtype: Dtype) {
     let backend = CudaBackend::new(0).unwrap();
     let prepared = Prepared::new(case, dtype);
-    let whole = block_on(run_alone(&backend, &dense_world(&prepared.problem), &prepared));
+    let whole = block_on(run_alone(&backend, &dense_set(&prepared.problem), &prepared));
     prepared.judge(&whole, "fake cuda").assert_within(&prepared.dense_limit());
 }
 

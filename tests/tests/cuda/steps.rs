@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use kyklos::backend::{Attend, Backend, Control, Layout, Operand, State, StateMut, StateShape};
 use kyklos::{AttentionProblem, BlockWork, Dtype, Mask, TokenRuns};
 use kyklos_backend_suite::fixed_order::case;
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone};
 use kyklos_cuda::{AttendKernel, CudaBackend, CudaBuffer, CudaOptions};
 use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::oracle::{OracleMask, OracleTerm};
@@ -163,7 +163,7 @@ fn without_wgmma() {
         let fixed = case("in a fixed order", tokens, OracleMask::causal(), |_| {});
         let prepared = Prepared::new(fixed, dtype);
         let problem = prepared.problem.clone().with_fixed_order(true).unwrap();
-        let whole = block_on(run_alone(&backend, &dense_world(&problem), &prepared));
+        let whole = block_on(run_alone(&backend, &dense_set(&problem), &prepared));
         prepared.judge(&whole, "cuda").assert_within(&prepared.dense_limit());
         for biased in cases().into_iter().filter(|case| case.bias.is_some()) {
             is_right(&backend, biased, dtype);
@@ -216,7 +216,7 @@ fn is_right(backend: &CudaBackend, case: Case, dtype: Dtype) {
 
 fn is_right_as(backend: &CudaBackend, prepared: &Prepared) {
     let problem = &prepared.problem;
-    let whole = block_on(run_alone(backend, &dense_world(problem), prepared));
+    let whole = block_on(run_alone(backend, &dense_set(problem), prepared));
     prepared.judge(&whole, "cuda").assert_within(&prepared.dense_limit());
     println!("{}, {} of {} elements: right", problem.dtype, prepared.case.name, problem.head_dim);
 }

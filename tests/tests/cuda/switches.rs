@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kyklos::backend::{Backend, Device, Extent, Layout, ShortWork, StateMut, StateShape};
 use kyklos::{Dtype, Result};
 use kyklos_backend_suite::fixed_order::case;
-use kyklos_backend_suite::{Prepared, dense_world, run_alone};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone};
 use kyklos_cuda::{CudaBackend, CudaOptions};
 use kyklos_oracle::oracle::OracleMask;
 use pollster::block_on;
@@ -131,7 +131,7 @@ fn renamed(cubin: &[u8], from: &[u8], into: &[u8]) -> Vec<u8> {
 
 fn is_right(backend: &CudaBackend, dtype: Dtype) {
     let prepared = Prepared::new(case("300 causal tokens", 300, OracleMask::causal(), |_| {}), dtype);
-    let whole = block_on(run_alone(backend, &dense_world(&prepared.problem), &prepared));
+    let whole = block_on(run_alone(backend, &dense_set(&prepared.problem), &prepared));
     prepared.judge(&whole, "fake cuda").assert_within(&prepared.dense_limit());
 }
 

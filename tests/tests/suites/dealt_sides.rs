@@ -43,8 +43,8 @@ fn tokens_of_joint_attention_have_one_owner_for_query_and_key() {
                             problem.mask, problem.replicated
                         );
                         let (q, kv) = deal_tokens(&problem, mesh, kind, split).unwrap();
-                        let size = plan_placed(&problem, mesh, q.clone(), kv.clone(), Strategy::Unified);
-                        check(&size.unwrap()).unwrap_or_else(|error| panic!("{who}: {error}"));
+                        let set = plan_placed(&problem, mesh, q.clone(), kv.clone(), Strategy::Unified);
+                        check(&set.unwrap()).unwrap_or_else(|error| panic!("{who}: {error}"));
                         for token in (0..seq).filter(|token| !problem.replicated.contains(token)) {
                             assert_eq!(owner(&q, token), owner(&kv, token), "token {token}, {who}");
                         }

@@ -17,7 +17,7 @@ use kyklos_transport::in_process_group;
 use proptest::test_runner::TestRunner;
 
 use crate::common::devices::{Broken, Fault};
-use crate::common::run_world;
+use crate::common::run_set;
 use crate::open_placement::{agrees, drawn};
 use kyklos_backend_suite::{Prepared, Whole, oracle_dtype};
 
@@ -40,7 +40,7 @@ fn entry_cases() -> impl Iterator<Item = Prepared> {
 }
 
 fn run(set: &PlanSet, tensors: &Tensors) -> Whole {
-    run_world(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
+    run_set(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
 }
 
 fn planned(problem: &AttentionProblem, mesh: (u32, u32), strategy: Strategy) -> PlanSet {
@@ -95,13 +95,13 @@ fn a_call_gives_the_bytes_of_one_call_for_each_entry() {
 fn the_mask_of_another_entry_is_caught() {
     let mut caught = 0;
     for prepared in entry_cases() {
-        let size = planned(&prepared.problem, (2, 2), Strategy::Unified);
-        let right = prepared.judge(&run(&size, &prepared.tensors), "no bug");
+        let set = planned(&prepared.problem, (2, 2), Strategy::Unified);
+        let right = prepared.judge(&run(&set, &prepared.tensors), "no bug");
         let limit = prepared.parallel_limit(&right);
         right.assert_within(&limit);
         for fault in [Fault::MaskOfNextEntry, Fault::MaskOfFirstEntry] {
             let broken = || Broken::device(fault);
-            let (whole, _) = run_world(&size, in_process_group(4), &prepared.tensors, broken);
+            let (whole, _) = run_set(&set, in_process_group(4), &prepared.tensors, broken);
             let wrong = prepared.judge(&whole, "a planted bug");
             let what = format!("{}: {fault:?}", prepared.case.name);
             assert!(wrong.within(&limit).is_err(), "{what} passes: {wrong}");

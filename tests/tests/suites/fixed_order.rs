@@ -7,7 +7,7 @@ use kyklos::{
     AttentionProblem, Dtype, Mask, Mesh, PlacementKind, PlanError, Remedy, Split, Strategy, plan_forward,
 };
 use kyklos_backend_suite::fixed_order::{Shared, UNEVEN, case, fixed};
-use kyklos_backend_suite::{Prepared, dense_world, run_alone, run_together};
+use kyklos_backend_suite::{Prepared, dense_set, run_alone, run_together};
 use kyklos_oracle::inputs::{Case, CaseBias};
 use kyklos_oracle::oracle::{OracleMask, OracleSlice, OracleTerm};
 
@@ -119,13 +119,13 @@ fn without_a_fixed_order_bytes_differ() {
         let mesh = Mesh::new(1, 4).unwrap();
         plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
     };
-    let alone = pollster::block_on(run_alone(&backend, &dense_world(&prepared.problem), &prepared));
+    let alone = pollster::block_on(run_alone(&backend, &dense_set(&prepared.problem), &prepared));
     let together = pollster::block_on(run_together(&backend, &ring(false), &prepared));
     assert!(alone.o != together.o);
 
     // The bytes also change if two tiles swap their places in the tree.
     let in_order = prepared.problem.clone().with_fixed_order(true).unwrap();
-    let mut set = dense_world(&in_order);
+    let mut set = dense_set(&in_order);
     let order = pollster::block_on(run_alone(&backend, &set, &prepared));
     let mut tiles: Vec<&mut Slice> = set.plans[0]
         .steps

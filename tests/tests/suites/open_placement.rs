@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::common::run_world;
+use crate::common::run_set;
 use crate::plan_properties::Random;
 use crate::random_sets::{mask, masks, sink};
 use crate::{amount, cases};
@@ -152,7 +152,7 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
     let checks = check(&set).map_err(|error| TestCaseError::fail(format!("{who}\n{error}")))?;
     let sent: u64 = checks.iter().map(|check| check.bytes_sent).sum();
     prop_assert!(priced.contains(&(mesh, sent)), "{} {:?}: {} bytes, not {:?}", who, results, sent, priced);
-    let (whole, outputs) = run_world(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu);
+    let (whole, outputs) = run_set(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu);
     for (output, planned) in outputs.iter().zip(checks) {
         prop_assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{}", who);
     }
@@ -164,7 +164,7 @@ pub(crate) fn agrees(strategy: Strategy, drawn: Drawn) -> Result<(), TestCaseErr
         plan_forward(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense)
             .unwrap()
     };
-    let alone = run_world(&dense, in_process_group(1), &prepared.tensors, Device::cpu).0;
+    let alone = run_set(&dense, in_process_group(1), &prepared.tensors, Device::cpu).0;
     let alone = prepared.judge(&alone, "cpu alone");
     // As for plan sets that are dealt: a limit that is large compared with the output proves nothing.
     let vacuous = |failure: &Failure| matches!(failure.cause, Cause::Vacuous(_));
@@ -217,7 +217,7 @@ fn control() -> (Prepared, PlanSet) {
 #[test]
 fn a_token_swapped_against_the_data_is_caught() {
     let (prepared, set) = control();
-    let run = |tensors: &Tensors| run_world(&set, in_process_group(4), tensors, Device::cpu).0;
+    let run = |tensors: &Tensors| run_set(&set, in_process_group(4), tensors, Device::cpu).0;
     let right = prepared.judge(&run(&prepared.tensors), "no bug");
     let limit = prepared.parallel_limit(&right);
     right.within(&limit).unwrap();
@@ -280,7 +280,7 @@ fn whole_tiles_on_any_rank_in_any_order_give_the_same_bytes_in_a_fixed_order() {
     let prepared = Prepared::new(case, Dtype::F32);
     let fixed = prepared.problem.clone().with_fixed_order(true).unwrap();
     let run =
-        |set: &PlanSet| run_world(set, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0;
+        |set: &PlanSet| run_set(set, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0;
     let one = Mesh::new(1, 1).unwrap();
     let dense =
         run(&plan_forward(&fixed, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap());
@@ -357,10 +357,10 @@ fn given_lists_are_priced_by_a_walk_and_their_bytes_are_those_of_the_plans() {
         let mesh = any_mesh(strategy, 4, &mut chance);
         let (q, kv) =
             (any_placement(mesh, 90, 0..0, &mut chance), any_placement(mesh, 90, 0..0, &mut chance));
-        let size = plan_placed(&problem, mesh, q.clone(), kv.clone(), strategy).unwrap();
-        let planned: u64 = check(&size).unwrap().iter().map(|check| check.bytes_sent).sum();
+        let set = plan_placed(&problem, mesh, q.clone(), kv.clone(), strategy).unwrap();
+        let planned: u64 = check(&set).unwrap().iter().map(|check| check.bytes_sent).sum();
         let predicted = predict_placed(&problem, mesh, q.clone(), kv.clone(), strategy, &cluster).unwrap();
-        assert_eq!(predicted, simulate(&size, &cluster).unwrap(), "{strategy}");
+        assert_eq!(predicted, simulate(&set, &cluster).unwrap(), "{strategy}");
         assert_eq!(predicted.ranks.iter().map(|rank| rank.bytes_sent).sum::<u64>(), planned, "{strategy}");
         // The same lists on every mesh of as many ranks.
         let priced = placed_meshes_by_bytes(&problem, &q, &kv, Some(strategy)).unwrap();
@@ -370,8 +370,8 @@ fn given_lists_are_priced_by_a_walk_and_their_bytes_are_those_of_the_plans() {
         );
         for (other, bytes) in priced {
             let (q, kv) = (q.on_mesh(other).unwrap(), kv.on_mesh(other).unwrap());
-            let size = plan_placed(&problem, other, q, kv, strategy).unwrap();
-            let sent: u64 = check(&size).unwrap().iter().map(|check| check.bytes_sent).sum();
+            let set = plan_placed(&problem, other, q, kv, strategy).unwrap();
+            let sent: u64 = check(&set).unwrap().iter().map(|check| check.bytes_sent).sum();
             assert_eq!(sent, bytes, "{strategy} {other}");
         }
     }

@@ -1,6 +1,6 @@
 //! Random problems on random plan sets, run on the CPU backend and compared with the oracle.
 
-use crate::common::run_world;
+use crate::common::run_set;
 use kyklos::backend::Device;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_backend_suite::Prepared;
@@ -110,7 +110,7 @@ proptest! {
             let replicated = if seed % 4 == 1 { text / 2..text } else { 0..0 };
             let problem = prepared.problem.clone().with_replicated(replicated).unwrap();
             let set = plan_forward(&problem, mesh, kind, &split, round).unwrap();
-            run_world(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu).0
+            run_set(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu).0
         };
         let alone = prepared.judge(&run(Mesh::new(1, 1).unwrap(), Split::Even), "cpu alone");
         let together = prepared.judge(&run(mesh, Split::Weights(weights)), "cpu together");

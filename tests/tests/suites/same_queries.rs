@@ -14,7 +14,7 @@ use kyklos_oracle::tolerance::{Cause, Failure};
 use kyklos_transport::{Rank, in_process_group};
 use proptest::prelude::*;
 
-use crate::common::run_world;
+use crate::common::run_set;
 use crate::open_placement::any_placement;
 use crate::plan_properties::Random;
 use crate::random_sets::{mask, masks, sink};
@@ -57,7 +57,7 @@ proptest! {
         let kv = any_placement(mesh, problem.kv_len, problem.replicated.clone(), &mut chance);
         let set = plan_placed(&problem, mesh, Placement::everywhere(mesh, problem.q_len), kv, strategy).unwrap();
         let checks = check(&set).unwrap();
-        let (_, outputs) = run_world(&set, in_process_group(ring), &prepared.tensors, Device::cpu);
+        let (_, outputs) = run_set(&set, in_process_group(ring), &prepared.tensors, Device::cpu);
         let alone = {
             let one = Mesh::new(1, 1).unwrap();
             plan_forward(&prepared.problem, one, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap()
@@ -69,7 +69,7 @@ proptest! {
             prop_assert_eq!(&output.lse, &outputs[0].lse);
         }
         whole.add(&alone, 0, &outputs[0]);
-        let one = run_world(&alone, in_process_group(1), &prepared.tensors, Device::cpu).0;
+        let one = run_set(&alone, in_process_group(1), &prepared.tensors, Device::cpu).0;
         let one = prepared.judge(&one, "cpu alone");
         let vacuous = |failure: &Failure| matches!(failure.cause, Cause::Vacuous(_));
         if let Err(failure) = one.within(&prepared.dense_limit()) {

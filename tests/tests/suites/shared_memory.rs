@@ -9,7 +9,7 @@ use kyklos_oracle::oracle::OracleMask;
 use kyklos_transport::in_process_group;
 use kyklos_transport::quic::{LinkSettings, quic_loopback_group_over};
 
-use crate::common::run_world;
+use crate::common::run_set;
 
 #[test]
 fn shared_memory_sockets_and_channels_give_the_same_bytes_with_every_strategy() {
@@ -26,7 +26,7 @@ fn shared_memory_sockets_and_channels_give_the_same_bytes_with_every_strategy() 
             let weights = (0..mesh.size()).map(|rank| f64::from(2 + rank)).collect();
             let split = Split::Weights(weights);
             let set = plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &split, strategy).unwrap();
-            let run = |group| run_world(&set, group, &prepared.tensors, Device::cpu);
+            let run = |group| run_set(&set, group, &prepared.tensors, Device::cpu);
             let (expected, _) = run(in_process_group(mesh.size()));
             let planned: u64 = check(&set).unwrap().iter().map(|rank| rank.bytes_sent).sum();
             for shared_memory in [true, false] {

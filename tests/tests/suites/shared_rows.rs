@@ -20,11 +20,11 @@ use std::sync::Arc;
 
 use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
-use crate::common::run_world;
+use crate::common::run_set;
 use crate::plan_properties::{Drawn, sets};
 
 fn run(set: &PlanSet, tensors: &Tensors) -> Whole {
-    run_world(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
+    run_set(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
 }
 
 fn shared_cases(dtype: Dtype) -> impl Iterator<Item = Prepared> {
@@ -144,7 +144,7 @@ fn wrong_rows_are_caught() {
         ];
         for (index, (fault, _)) in faults.into_iter().enumerate().filter(|(_, (_, shows))| *shows) {
             let broken = || Broken::device(fault);
-            let (whole, _) = run_world(&set, in_process_group(4), &prepared.tensors, broken);
+            let (whole, _) = run_set(&set, in_process_group(4), &prepared.tensors, broken);
             let wrong = prepared.judge(&whole, "a planted bug");
             let what = format!("{}: {fault:?}", prepared.case.name);
             assert!(wrong.within(&prepared.parallel_limit(&right)).is_err(), "{what} passes: {wrong}");

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::amount::amount;
 use crate::common::devices::{Broken, Fault};
-use crate::common::{run_plans, run_world};
+use crate::common::{run_plans, run_set};
 use kyklos::backend::Device;
 use kyklos::plan::{PlanSet, ProvedPlans, Step, check};
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
@@ -29,7 +29,7 @@ pub(crate) fn dense(problem: &AttentionProblem) -> PlanSet {
 }
 
 pub(crate) fn run_on_cpu(set: &PlanSet, prepared: &Prepared) -> Whole {
-    run_world(set, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0
+    run_set(set, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0
 }
 
 /// Uneven weights for a plan set of `ranks`. With four or more ranks, one rank has no tokens.
@@ -116,7 +116,7 @@ fn ranks_send_exactly_what_their_plans_say() {
         let kind = PlacementKind::Zigzag;
         let set =
             plan_forward(&prepared.problem, mesh, kind, &uneven(mesh.size()), Strategy::Unified).unwrap();
-        let (_, outputs) = run_world(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu);
+        let (_, outputs) = run_set(&set, in_process_group(mesh.size()), &prepared.tensors, Device::cpu);
         for (output, planned) in outputs.iter().zip(check(&set).unwrap()) {
             assert_eq!(output.report.bytes_sent, planned.bytes_sent, "{mesh}");
             assert_eq!(output.report.messages_sent, planned.messages_sent, "{mesh}");
@@ -134,7 +134,7 @@ fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
     let set = plan_forward(&prepared.problem, mesh, kind, &Split::Even, Strategy::Unified).unwrap();
     let group = in_process_group(3);
     let pulses: Vec<_> = group.iter().map(|rank| rank.pulse()).collect();
-    let (_, outputs) = run_world(&set, group, &prepared.tensors, Device::cpu);
+    let (_, outputs) = run_set(&set, group, &prepared.tensors, Device::cpu);
     for (rank, (pulse, output)) in pulses.iter().zip(&outputs).enumerate() {
         let report = &output.report;
         let steps = &set.plan(Rank(rank as u32)).steps;
@@ -192,7 +192,7 @@ fn sockets_and_channels_give_the_same_bytes() {
         let set = plan_forward(&prepared.problem, mesh, kind, &uneven(mesh.size()), strategy).unwrap();
         let over_channels = run_on_cpu(&set, &prepared);
         let sockets = kyklos_transport::quic::quic_loopback_group(mesh.size()).unwrap();
-        let (over_sockets, outputs) = run_world(&set, sockets, &prepared.tensors, Device::cpu);
+        let (over_sockets, outputs) = run_set(&set, sockets, &prepared.tensors, Device::cpu);
         assert_eq!(over_channels.o, over_sockets.o, "{mesh}");
         assert_eq!(over_channels.lse, over_sockets.lse, "{mesh}");
         for (output, planned) in outputs.iter().zip(check(&set).unwrap()) {
@@ -263,7 +263,7 @@ fn a_missing_rescale_is_caught() {
     let (prepared, set, right) = controls(PlacementKind::Zigzag);
     let group = in_process_group(set.mesh.size());
     let broken = || Broken::device(Fault::WithoutRescale);
-    let (whole, _) = run_world(&set, group, &prepared.tensors, broken);
+    let (whole, _) = run_set(&set, group, &prepared.tensors, broken);
     must_be_caught(&prepared, &right, &whole, "a missing rescale");
 }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use crate::common::devices::{Broken, Fault};
-use crate::common::run_world;
+use crate::common::run_set;
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
@@ -42,7 +42,7 @@ fn set(problem: &AttentionProblem, (ulysses, ring, strategy): (u32, u32, Strateg
 }
 
 fn run(set: &PlanSet, tensors: &Tensors) -> Whole {
-    run_world(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
+    run_set(set, in_process_group(set.mesh.size()), tensors, Device::cpu).0
 }
 
 fn alone(problem: &AttentionProblem, tensors: &Tensors) -> Whole {
@@ -260,7 +260,7 @@ fn a_scale_of_anything_but_the_channel_of_these_tokens_is_caught() {
     for (bug, wrong) in [
         ("one scale for all keys", keys(&wire::int8_with_one_scale)),
         ("a scale for each key", keys(&|keys| wire::int8_values(keys, kv_shape(&problem), &lists(&set)))),
-        ("the scales of other tokens", run_world(&set, in_process_group(2), exact, broken).0),
+        ("the scales of other tokens", run_set(&set, in_process_group(2), exact, broken).0),
     ] {
         let judged = prepared.judge(&wrong, bug);
         assert!(judged.within(&limit).is_err(), "{bug} passes: {judged}");

@@ -24,7 +24,7 @@ use crate::median::median;
 use crate::options::{KernelName, List, Shape};
 use crate::run::resident::{Resident, state_shape};
 use crate::tensors::Source;
-use crate::verify::{Feasibility, Sample, Whole};
+use crate::verify::{Sample, Verdict, Whole};
 
 /// The times of a right result.
 struct Checked {
@@ -266,11 +266,11 @@ impl Check<'_> {
         let (o, lse) = resident.results(backend)?;
         let kernel = &backend.info().kernel;
         let sample = Sample::new(&case.problem, &Source::Random { seed: SEED })?;
-        let right = |verdict: Feasibility| match verdict.failure {
+        let right = |verdict: Verdict| match verdict.failure {
             None => Ok(verdict),
             Some(failure) => Err(Failure::run(format!("wrong result: {failure}"))),
         };
-        let Feasibility { max_abs_error, tolerance, .. } = right(sample.judge_alone(&o, &lse, kernel)?)?;
+        let Verdict { max_abs_error, tolerance, .. } = right(sample.judge_alone(&o, &lse, kernel)?)?;
         let every_row = if args.verify {
             drop(resident);
             let mut wide = Resident::widened(backend, &case.problem, SEED)?;

@@ -16,7 +16,7 @@ pub(super) struct InviteArgs {
     #[arg(long, value_name = "HOST:PORT")]
     coordinator: String,
     /// Number of ranks, including rank 0
-    #[arg(long = "world", value_name = "N", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_RANKS)))]
+    #[arg(long = "world", alias = "size", value_name = "N", value_parser = clap::value_parser!(u32).range(2..=i64::from(MAX_RANKS)))]
     size: u32,
     /// Name of the job
     #[arg(long, value_name = "NAME", default_value = "cluster")]

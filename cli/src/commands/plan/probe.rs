@@ -237,8 +237,8 @@ impl Probe {
     /// Seconds that each of `sharing` ranks would take if it had the device for itself. Each rank sees only its own keys, so
     /// that no message is sent.
     fn at_once(&self, backend: &Device, sharing: usize, problem: &AttentionProblem) -> Result<f64> {
-        let size = ring(sharing, problem)?;
-        let wall_s = self.run(&size, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
+        let set = ring(sharing, problem)?;
+        let wall_s = self.run(&set, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
         Ok(wall_s / count(sharing))
     }
 

@@ -14,7 +14,7 @@ use super::choose::Outcome;
 use crate::failure::Result;
 use crate::run::resident::Resident;
 use crate::tensors::Source;
-use crate::verify::{Feasibility, Sample};
+use crate::verify::{Sample, Verdict};
 
 /// The measurements of the candidates of one case.
 pub(super) struct Measured {
@@ -28,7 +28,7 @@ pub(super) struct Candidate {
     pub(super) variant: AttendVariant,
     /// Times are by a clock that all candidates of the case have.
     pub(super) outcome: Outcome,
-    pub(super) verdict: Option<Feasibility>,
+    pub(super) verdict: Option<Verdict>,
 }
 
 impl Measured {
@@ -86,7 +86,7 @@ pub(super) fn measure(
 /// A variant that entered, or was dropped.
 struct Entrant {
     variant: AttendVariant,
-    verdict: Option<Feasibility>,
+    verdict: Option<Verdict>,
     too_slow: bool,
     state: Result<Box<Runner>, Outcome>,
 }
@@ -211,7 +211,7 @@ impl Runner {
     }
 
     /// Compares the result of one more run with the oracle.
-    fn check(&mut self, sample: &Sample, name: &str) -> Result<Feasibility> {
+    fn check(&mut self, sample: &Sample, name: &str) -> Result<Verdict> {
         self.resident.run(&self.backend, &Control::default())?;
         let (o, lse) = self.resident.results(&self.backend)?;
         let verdict = sample.judge_alone(&o, &lse, name)?;

@@ -17,7 +17,7 @@ use crate::job::results::report::{NOTE_BYTES, RankNote, Summary};
 use crate::messages::Messages;
 use crate::tensors::output::{OutputFile, OutputTarget};
 use crate::tensors::results::HostOutput;
-use crate::verify::{Feasibility, Sample};
+use crate::verify::{Sample, Verdict};
 
 /// What a rank has after all reports and rows are where they belong.
 #[derive(Debug)]
@@ -217,7 +217,7 @@ impl Job {
         backend: &Device,
         output: &HostOutput,
         ranks: &[RankNote],
-    ) -> Result<Feasibility> {
+    ) -> Result<Verdict> {
         self.watch.phase(Some("verifying"));
         let others = || (1..messages.transport.size()).map(Rank);
         let mut rows: Vec<Row> = Vec::new();

@@ -10,7 +10,7 @@ use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result};
 use crate::observe::page::units::{duration, seconds};
 use crate::request::Request;
-use crate::verify::{Feasibility, GradientVerdict};
+use crate::verify::{GradientVerdict, Verdict};
 
 /// The report of one rank, which it sends to rank 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -47,7 +47,7 @@ pub(crate) struct Figures {
 pub(crate) struct Summary {
     pub(crate) ranks: Vec<RankNote>,
     pub(crate) wall_s: f64,
-    pub(crate) verdict: Option<Feasibility>,
+    pub(crate) verdict: Option<Verdict>,
     /// With `--grad` and `--verify`.
     pub(crate) gradients: Option<GradientVerdict>,
     pub(crate) output_bytes: u64,
@@ -268,7 +268,7 @@ const PROBLEM: &str = "problem";
 const MASK: &str = "mask";
 const SHARED: &str = "shared";
 
-pub(crate) fn verdict_line(verdict: &Feasibility) -> String {
+pub(crate) fn verdict_line(verdict: &Verdict) -> String {
     format!(
         "verified   max abs error {:.2e}, tolerance {:.2e} (a device alone: {:.2e}), {} rows against the f64 oracle{}\n",
         verdict.max_abs_error,

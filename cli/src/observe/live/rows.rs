@@ -51,7 +51,7 @@ pub(super) struct View<'a> {
     pub(super) call: &'a Call,
     pub(super) flights: &'a [Arc<Flight>],
     pub(super) devices: &'a BTreeMap<u32, String>,
-    pub(super) first_world: u32,
+    pub(super) first_size: u32,
     pub(super) silence: Duration,
 }
 
@@ -119,7 +119,7 @@ impl View<'_> {
             let device = self.devices.get(&member.0).cloned().unwrap_or_default();
             rows.insert(member.0, Row { rank: member.0, device, is_member: true, ..row });
         }
-        for rank in 0..self.first_world {
+        for rank in 0..self.first_size {
             rows.entry(rank).or_insert_with(|| Row {
                 rank,
                 device: self.devices.get(&rank).cloned().unwrap_or_default(),

@@ -29,7 +29,7 @@ struct Known {
     /// By number in the first group.
     devices: BTreeMap<u32, String>,
     /// Ranks of the first group.
-    first_world: u32,
+    first_size: u32,
     /// By rank.
     seen: Vec<Seen>,
     latest: Option<(Instant, Arc<str>)>,
@@ -70,7 +70,7 @@ impl Live {
         if !same {
             let call = call();
             let numbers = call.members.iter().map(|member| member.0 + 1).max().unwrap_or(0);
-            known.first_world = known.first_world.max(numbers);
+            known.first_size = known.first_size.max(numbers);
             known.call = Some(call);
             known.flights.clear();
             known.seen.clear();
@@ -164,9 +164,9 @@ impl Live {
     }
 
     fn text(&self, known: &mut Known) -> String {
-        let Known { call, flights, devices, first_world, seen, .. } = known;
+        let Known { call, flights, devices, first_size, seen, .. } = known;
         let ranks = call.as_ref().map_or_else(Vec::new, |call| {
-            View { call, flights, devices, first_world: *first_world, silence: self.silence }.rows(seen)
+            View { call, flights, devices, first_size: *first_size, silence: self.silence }.rows(seen)
         });
         let state = match (&known.end, &known.call) {
             (Some((end, _)), _) => end,

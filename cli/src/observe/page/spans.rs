@@ -186,7 +186,7 @@ const MOST_CHARACTERS: usize = 100;
 const FARTHEST_NS: u64 = 366 * 24 * 3600 * 1_000_000_000;
 /// More than [`MOST_SEGMENTS`] segments and [`kyklos::MAX_RANKS`] ranks take.
 const MOST_BYTES: usize = 4 << 20;
-/// Message numbers that `job/collect.rs`, `trace.rs` and `clocks.rs` do not use.
+/// Message numbers that `job/results/collect.rs`, `trace.rs` and `clocks.rs` do not use.
 const LENGTH: u32 = 11;
 const ROW: u32 = 12;
 

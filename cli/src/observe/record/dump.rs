@@ -35,7 +35,7 @@ pub(super) fn write(flight: &Flight, why: Why<'_>, out: impl Write) -> io::Resul
         step,
         doing: flight
             .about
-            .world_of(op)
+            .set_of(op)
             .step_in_words(rank, step)
             .map(|words| words.split_whitespace().collect::<Vec<_>>().join(" ")),
     };

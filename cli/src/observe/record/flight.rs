@@ -43,7 +43,7 @@ pub(crate) struct ListedFlight(pub(crate) Arc<Flight>);
 
 impl About {
     /// The plan set of operation `op`.
-    pub(super) fn world_of(&self, op: u64) -> &PlanSet {
+    pub(super) fn set_of(&self, op: u64) -> &PlanSet {
         match &self.backward {
             Some(backward) if op % 2 == 1 => backward.set(),
             _ => self.plans.set(),

@@ -1,4 +1,4 @@
-//! The proof of a plan set, without running them.
+//! The proof of a plan set, without running it.
 //!
 //! 1. **Each plan by itself**, step by step: a step reads only written data; each part is written once; no buffer
 //!    is freed while a message still needs it; copies and merges join data of the same kind; and every state that

@@ -71,7 +71,7 @@ impl<'a> RankProof<'a> {
         }
         if self.plan.gradients.is_some() == self.set.direction.is_forward() {
             return self
-                .fault("the plan and its world do not agree whether it computes gradients".to_owned());
+                .fault("the plan and its plan set do not agree whether it computes gradients".to_owned());
         }
         let d_bias = self.plan.gradients.and_then(|own| own.d_bias);
         if self.plan.gradients.is_some()

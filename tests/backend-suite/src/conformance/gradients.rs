@@ -8,7 +8,7 @@ use kyklos::backend::{AttendBackward, Backend, Control, DeviceClass, Extent, Lay
 use kyklos::{BlockWork, Dtype, Error, Result, TokenRuns};
 
 use super::states::{floats, read};
-use crate::{GradientCase, Whole, chosen_cases, dense_world, run_alone};
+use crate::{GradientCase, Whole, chosen_cases, dense_set, run_alone};
 
 /// The tensors of a case on a device, and its sums.
 struct OnDevice<'a, B: Backend> {
@@ -138,7 +138,7 @@ fn takes<B: Backend>(backend: &B, case: &GradientCase, who: &str) -> bool {
 /// The gradients of a case, with the keys in one block or in two.
 async fn gradients_of<B: Backend>(backend: &B, case: &GradientCase, halves: bool) -> [Vec<f32>; 3] {
     let problem = &case.prepared.problem;
-    let whole = run_alone(backend, &dense_world(problem), &case.prepared).await;
+    let whole = run_alone(backend, &dense_set(problem), &case.prepared).await;
     let mut device = OnDevice::new(backend, case, &whole).unwrap();
     let middle = if halves { problem.kv_len / 2 } else { 0 };
     for keys in [0..middle, middle..problem.kv_len] {
@@ -201,7 +201,7 @@ pub(super) async fn cancel<B: Backend>(backend: &B, who: &str) {
     if !takes(backend, &case, who) {
         return;
     }
-    let whole = run_alone(backend, &dense_world(&case.prepared.problem), &case.prepared).await;
+    let whole = run_alone(backend, &dense_set(&case.prepared.problem), &case.prepared).await;
     let mut device = OnDevice::new(backend, &case, &whole).unwrap();
     let control = Control::new(Arc::new(AtomicBool::new(true)));
     let result = device.attend(0..case.prepared.problem.kv_len, &control).await;

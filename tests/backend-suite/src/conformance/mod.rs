@@ -10,7 +10,7 @@ use kyklos::{Dtype, Error, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns
 use kyklos_oracle::inputs::{Case, cases};
 
 use self::states::{KEYS, OnDevice, attend_with, problem, read};
-use crate::{Prepared, chosen_cases, dense_world, run_alone, run_together};
+use crate::{Prepared, chosen_cases, dense_set, run_alone, run_together};
 
 mod codes;
 mod conversions;
@@ -91,7 +91,7 @@ async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
     let (offset, step) = if sparse { (dtype as usize % 2, 2) } else { (0, 1) };
     for case in chosen_cases(backend.info()).skip(offset).step_by(step) {
         let prepared = Prepared::new(case, dtype);
-        let whole = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
+        let whole = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
         prepared.judge(&whole, who).assert_within(&prepared.dense_limit());
     }
 }
@@ -107,7 +107,7 @@ async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
             let set =
                 plan_forward(&prepared.problem, mesh, PlacementKind::Zigzag, &Split::Even, Strategy::Unified)
                     .unwrap();
-            let alone = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
+            let alone = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
             let alone = prepared.judge(&alone, who);
             let together = run_together(backend, &set, &prepared).await;
             let together = prepared.judge(&together, &format!("{who} {mesh}"));
@@ -127,9 +127,9 @@ async fn no_leaks<B: Backend>(backend: &B, who: &str) {
             };
             let name = poisoned.name;
             let (bad, good) = (Prepared::new(poisoned, dtype), Prepared::new(clean, dtype));
-            let size = dense_world(&bad.problem);
-            let with = run_alone(backend, &size, &bad).await;
-            let without = run_alone(backend, &size, &good).await;
+            let set = dense_set(&bad.problem);
+            let with = run_alone(backend, &set, &bad).await;
+            let without = run_alone(backend, &set, &good).await;
             let row_bytes = bad.problem.head_dim as usize * dtype.bytes();
             for id in unseen {
                 let at = bad.oracle.o_index(id) * dtype.bytes();
@@ -155,11 +155,11 @@ async fn nan_in_key<B: Backend>(backend: &B, who: &str) {
         let key_bytes = good.problem.kv_heads as usize * good.problem.head_dim as usize * dtype.bytes();
         let mut stored = good.tensors.k.to_vec();
         stored[key * key_bytes..][..dtype.bytes()].fill(0xFF);
-        let size = dense_world(&good.problem);
-        let without = run_alone(backend, &size, &good).await;
+        let set = dense_set(&good.problem);
+        let without = run_alone(backend, &set, &good).await;
         let mut bad = good;
         bad.tensors.k = stored.into();
-        let with = run_alone(backend, &size, &bad).await;
+        let with = run_alone(backend, &set, &bad).await;
         for id in bad.oracle.row_ids() {
             let from = bad.oracle.o_index(id) * dtype.bytes();
             let bytes = from..from + bad.problem.head_dim as usize * dtype.bytes();
@@ -196,11 +196,11 @@ async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
             let at = row * bias.heads as usize * bias.row_bytes(dtype, problem.kv_len) + key * dtype.bytes();
             // All bits set are a NaN in every type.
             stored[at..at + dtype.bytes()].fill(0xFF);
-            let size = dense_world(problem);
-            let without = run_alone(backend, &size, &good).await;
+            let set = dense_set(problem);
+            let without = run_alone(backend, &set, &good).await;
             let mut bad = good;
             bad.tensors.bias = Some(stored.into());
-            let with = run_alone(backend, &size, &bad).await;
+            let with = run_alone(backend, &set, &bad).await;
             for id in bad.oracle.row_ids() {
                 let from = bad.oracle.o_index(id) * dtype.bytes();
                 let bytes = from..from + bad.problem.head_dim as usize * dtype.bytes();
@@ -225,10 +225,10 @@ async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
 async fn same_bytes<B: Backend>(backend: &B, who: &str) {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let prepared = Prepared::new(case, Dtype::F32);
-    let size = dense_world(&prepared.problem);
-    let first = run_alone(backend, &size, &prepared).await;
+    let set = dense_set(&prepared.problem);
+    let first = run_alone(backend, &set, &prepared).await;
     for _ in 0..3 {
-        let again = run_alone(backend, &size, &prepared).await;
+        let again = run_alone(backend, &set, &prepared).await;
         assert!(first.o == again.o && first.lse == again.lse, "{who}");
     }
 }

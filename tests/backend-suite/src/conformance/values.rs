@@ -5,7 +5,7 @@ use kyklos::backend::Backend;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_oracle::inputs::{Case, CaseBias, cases};
 
-use crate::{Prepared, Whole, dense_world, run_alone, run_together};
+use crate::{Prepared, Whole, dense_set, run_alone, run_together};
 
 /// Largest logits of about 10⁻²⁹ to 10³¹, of many rows and of few, alone and on a ring.
 pub(super) async fn logits_of_any_size<B: Backend>(backend: &B, who: &str) {
@@ -21,7 +21,7 @@ pub(super) async fn logits_of_any_size<B: Backend>(backend: &B, who: &str) {
         case.problem.scale = factor;
         let prepared = Prepared::new(case, [Dtype::F32, Dtype::Bf16, Dtype::F16][n % 3]);
         let who = format!("{who}, scale {factor:e}");
-        let whole = run_alone(backend, &dense_world(&prepared.problem), &prepared).await;
+        let whole = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
         let alone = prepared.judge(&whole, &who);
         alone.assert_within(&prepared.dense_limit());
         let together = on_a_ring(backend, &prepared).await;
@@ -42,7 +42,7 @@ pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
         let bias = vec![stand_in; rows * keys];
         prepared.tensors.bias = Some(Bytes::copy_from_slice(bytemuck::cast_slice(&bias)));
         let outputs = [
-            run_alone(backend, &dense_world(&prepared.problem), &prepared).await,
+            run_alone(backend, &dense_set(&prepared.problem), &prepared).await,
             on_a_ring(backend, &prepared).await,
         ];
         // The bias is far above the scores' rounding, so all logits of a row are one number. One KV head.

@@ -157,11 +157,8 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
         run(Session::new(transport, device), &plans, &prepared)
     }));
     let backend = CudaBackend::new(0).unwrap();
-    let alone = block_on(kyklos_backend_suite::run_alone(
-        &backend,
-        &super::dense_world(&prepared.problem),
-        &prepared,
-    ));
+    let alone =
+        block_on(kyklos_backend_suite::run_alone(&backend, &super::dense_set(&prepared.problem), &prepared));
     let limit = prepared.parallel_limit(&prepared.judge(&alone, "fake cuda"));
     prepared.judge(&both_ways, "NCCL and the host").assert_within(&limit);
     assert!(both_ways.o == through_host.o, "{case}: other bytes than through the host");

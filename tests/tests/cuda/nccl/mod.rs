@@ -16,9 +16,7 @@ use kyklos::{
     Dtype, Execution, Mesh, Placement, PlacementKind, Result, RunOptions, Session, SessionOptions, Split,
     Strategy, WireFormat, plan_forward,
 };
-use kyklos_backend_suite::{
-    GradientCase, Prepared, RankOutput, Whole, attend_planned, dense_world, run_alone,
-};
+use kyklos_backend_suite::{GradientCase, Prepared, RankOutput, Whole, attend_planned, dense_set, run_alone};
 use kyklos_cuda::{CudaBackend, NcclCollective, NcclDecision, NcclOptions, NcclRefusal};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::{Transport, in_process_group};
@@ -323,7 +321,7 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
     }
     if wire == WireFormat::Same {
         let backend = CudaBackend::new(0).unwrap();
-        let alone = block_on(run_alone(&backend, &dense_world(&prepared.problem), &prepared));
+        let alone = block_on(run_alone(&backend, &dense_set(&prepared.problem), &prepared));
         let limit = prepared.parallel_limit(&prepared.judge(&alone, "fake cuda"));
         prepared.judge(&whole, "fake cuda, NCCL").assert_within(&limit);
     }

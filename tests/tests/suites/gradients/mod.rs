@@ -55,7 +55,7 @@ proptest! {
     #![proptest_config(crate::cases(40, 400))]
 
     #[test]
-    fn every_random_world_agrees_with_the_oracle(size in sets(&[8, 24, 64], &Dtype::ALL)) {
-        size.check(&Device::cpu())?;
+    fn every_random_world_agrees_with_the_oracle(call in sets(&[8, 24, 64], &Dtype::ALL)) {
+        call.check(&Device::cpu())?;
     }
 }

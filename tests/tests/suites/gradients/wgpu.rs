@@ -105,7 +105,7 @@ fn every_random_world_of_wgpu_devices_agrees_with_the_oracle() {
         let dims: &[usize] =
             if device.info().class == DeviceClass::SoftwareGpu { &[24] } else { &[8, 24, 64] };
         let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32, Dtype::Bf16] } else { &Dtype::ALL };
-        TestRunner::new(crate::cases(24, 300)).run(&sets(dims, dtypes), |size| size.check(&device)).unwrap();
+        TestRunner::new(crate::cases(24, 300)).run(&sets(dims, dtypes), |call| call.check(&device)).unwrap();
     }
 }
 

@@ -269,24 +269,24 @@ fn every_fault_applies_and_is_found() {
     let problem =
         kyklos::AttentionProblem::new([1, 40, 4, 2, 8], kyklos::Dtype::F32, kyklos::Mask::full()).unwrap();
     let mesh = Mesh::new(1, 4).unwrap();
-    let size = |problem: &kyklos::AttentionProblem, strategy| {
+    let set = |problem: &kyklos::AttentionProblem, strategy| {
         let (kind, split) = (kyklos::PlacementKind::Contiguous, kyklos::Split::Even);
         kyklos::plan_backward(problem, mesh, kind, &split, strategy).unwrap()
     };
     let replicated = problem.clone().with_replicated(4..13).unwrap();
     let bias = BiasTensor { kind: BiasKind::Additive, batch: 1, heads: 1, shared_rows: false };
     let sets = [
-        size(&problem, Strategy::Ring),
-        size(&replicated, Strategy::Ring),
-        size(&problem, Strategy::PassQ),
-        size(&problem, Strategy::Tree),
-        size(
+        set(&problem, Strategy::Ring),
+        set(&replicated, Strategy::Ring),
+        set(&problem, Strategy::PassQ),
+        set(&problem, Strategy::Tree),
+        set(
             &problem.clone().with_bias(Some(bias)).unwrap().with_bias_gradient(true).unwrap(),
             Strategy::Ring,
         ),
     ];
-    for size in &sets {
-        assert_eq!(ProvedPlans::new(size.clone()).unwrap().checks().len(), 4);
+    for set in &sets {
+        assert_eq!(ProvedPlans::new(set.clone()).unwrap().checks().len(), 4);
     }
     for (index, fault) in FAULTS.iter().enumerate() {
         let applied = (0..200).filter_map(|seed| {

@@ -14,8 +14,8 @@ fn sent(replicated: std::ops::Range<u32>, strategy: Strategy) -> Vec<(u64, u64)>
     let problem = AttentionProblem::new(shape, Dtype::F16, Mask::full()).unwrap();
     let problem = problem.with_replicated(replicated).unwrap();
     let (mesh, kind) = (Mesh::new(1, RANKS).unwrap(), PlacementKind::Contiguous);
-    let size = plan_backward(&problem, mesh, kind, &Split::Even, strategy).unwrap();
-    check(&size).unwrap().iter().map(|check| (check.bytes_sent, check.messages_sent)).collect()
+    let set = plan_backward(&problem, mesh, kind, &Split::Even, strategy).unwrap();
+    check(&set).unwrap().iter().map(|check| (check.bytes_sent, check.messages_sent)).collect()
 }
 
 #[test]

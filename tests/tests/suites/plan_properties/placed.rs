@@ -36,9 +36,9 @@ proptest! {
 
     #[test]
     fn no_seeded_fault_over_given_lists_passes_the_proof(drawn in sets(), seed in any::<u64>()) {
-        let (size, mut random) = (placed(&drawn, seed), Random(seed));
+        let (set, mut random) = (placed(&drawn, seed), Random(seed));
         for fault in FAULTS {
-            let mut broken = size.clone();
+            let mut broken = set.clone();
             if let Some(what) = fault(&mut broken, &mut random) {
                 let proof = check(&broken);
                 prop_assert!(proof.is_err(), "{} passed the proof:\n{}", what,

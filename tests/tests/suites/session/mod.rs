@@ -23,7 +23,7 @@ use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Rank, Transport, in_process_group};
 
 use crate::amount::amount;
-use crate::common::run_world;
+use crate::common::run_set;
 
 /// The call of a problem.
 fn call_of(problem: &AttentionProblem, execution: Execution) -> Attention {
@@ -287,8 +287,8 @@ fn a_call_gives_the_bytes_of_the_plan_that_it_agrees_on() {
     let place =
         |total, seed| Placement::new(PlacementKind::Zigzag, mesh, total, &uneven(total, 3, seed)).unwrap();
     let problem = &prepared.problem;
-    let size = plan_placed(problem, mesh, place(problem.q_len, 0), place(problem.kv_len, 1), Strategy::Ring)
+    let set = plan_placed(problem, mesh, place(problem.q_len, 0), place(problem.kv_len, 1), Strategy::Ring)
         .unwrap();
-    let given = run_world(&size, in_process_group(3), &prepared.tensors, Device::cpu).0;
+    let given = run_set(&set, in_process_group(3), &prepared.tensors, Device::cpu).0;
     assert_eq!((whole.o, whole.lse), (given.o, given.lse));
 }

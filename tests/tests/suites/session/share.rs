@@ -117,15 +117,15 @@ fn calls_with_shared_tokens_agree_with_the_oracle() {
             let shared = session.share(problem, &execution)?;
             let (q, kv) = (shared.queries.clone(), shared.keys.clone());
             let mesh = shared.candidate.mesh;
-            let size = plan_placed(problem, mesh, q, kv, shared.candidate.strategy)?;
-            let (q, k, v) = parts(&prepared, &size, session.rank());
+            let set = plan_placed(problem, mesh, q, kv, shared.candidate.strategy)?;
+            let (q, k, v) = parts(&prepared, &set, session.rank());
             let call = call_of(problem, shared.execution(execution.clone()));
             let output = session.attend(&call, &q, &k, &v)?;
-            Ok((size, pollster::block_on(RankOutput::of(output))?))
+            Ok((set, pollster::block_on(RankOutput::of(output))?))
         });
         let outputs: Vec<_> = outputs.into_iter().map(Result::unwrap).collect();
         let mut whole = Whole::new(&outputs[0].0);
-        outputs.iter().enumerate().for_each(|(rank, (size, output))| whole.add(size, rank, output));
+        outputs.iter().enumerate().for_each(|(rank, (set, output))| whole.add(set, rank, output));
         prepared.judge(&whole, "shared tokens").assert_within(&limit);
     }
 }

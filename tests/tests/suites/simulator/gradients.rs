@@ -23,8 +23,8 @@ fn gradients_take_the_products_of_the_device() {
             sum(&backward, |rank| rank.compute_ns) as f64 / sum(&forward, |rank| rank.compute_ns) as f64;
         assert!(close(ratio, products / 2.0), "{products}: {ratio}");
         // The buffers are those that the proof counts.
-        let size = plan_backward(&problem, mesh, candidate.placement, &Split::Even, Strategy::Ring).unwrap();
-        let proved = check(&size).unwrap();
+        let set = plan_backward(&problem, mesh, candidate.placement, &Split::Even, Strategy::Ring).unwrap();
+        let proved = check(&set).unwrap();
         let peaks: Vec<_> = backward.ranks.iter().map(|rank| (rank.peak_bytes, rank.bytes_sent)).collect();
         assert_eq!(peaks, proved.iter().map(|rank| (rank.peak_bytes, rank.bytes_sent)).collect::<Vec<_>>());
     }
@@ -110,8 +110,8 @@ fn a_long_backward_ring_is_extrapolated_within_a_few_percent() {
         let mesh = Mesh::new(1, 192).unwrap();
         let candidate = Candidate { strategy: Strategy::Ring, mesh, placement };
         let told = predict_backward(&problem, candidate, &Split::Even, &cluster).unwrap();
-        let size = plan_backward(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
-        let walked = simulate(&size, &cluster).unwrap();
+        let set = plan_backward(&problem, mesh, placement, &Split::Even, Strategy::Ring).unwrap();
+        let walked = simulate(&set, &cluster).unwrap();
         assert!(told.extrapolated && !walked.extrapolated);
         let off = told.wall_s() / walked.wall_s() - 1.0;
         let bytes = told.bytes_sent() as f64 / walked.bytes_sent() as f64 - 1.0;

@@ -17,7 +17,7 @@ impl Admission {
         (negotiated, lane): (Option<Purpose>, usize),
         connection: &Connection,
     ) -> Result<(Rank, Purpose, u32), (RejectCode, String)> {
-        let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, size: said_world } =
+        let Frame::Hello { protocol, purpose, job: said_job, epoch: said_epoch, rank, size: said_size } =
             *hello
         else {
             return Err((RejectCode::Protocol, "the first frame was not a hello".into()));
@@ -50,8 +50,8 @@ impl Admission {
         claims
             .check_rank(rank, self.config.known(rank), Some(address))
             .map_err(|text| (RejectCode::Rank, text))?;
-        if said_world != *size {
-            let text = format!("rank {me} was told {size} ranks, rank {rank} was told {said_world}");
+        if said_size != *size {
+            let text = format!("rank {me} was told {size} ranks, rank {rank} was told {said_size}");
             return Err((RejectCode::Size, text));
         }
         if rank.0 >= *size || rank == *me {
