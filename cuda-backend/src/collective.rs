@@ -55,13 +55,13 @@ impl FormedCollective {
     /// ```
     /// use kyklos::backend::Device;
     /// use kyklos::{Session, SessionOptions};
-    /// use kyklos_cuda::{CollectiveWish, FormedCollective};
+    /// use kyklos_cuda::{CollectiveChoice, FormedCollective};
     /// use kyklos_transport::in_process_group;
     ///
     /// let transport = in_process_group(1).remove(0);
     /// # let device = Device::new(kyklos_backend_suite::DoNothing::open()?);
-    /// let (wish, options) = (CollectiveWish::Auto { cluster: 0 }, SessionOptions::default());
-    /// let formed = pollster::block_on(FormedCollective::form(wish, &transport, &device, &options))?;
+    /// let (choice, options) = (CollectiveChoice::Auto { cluster: 0 }, SessionOptions::default());
+    /// let formed = pollster::block_on(FormedCollective::form(choice, &transport, &device, &options))?;
     /// println!("messages go by {formed}");
     /// let session = Session::with_collective(transport, device, formed.collective, options);
     /// # Ok::<(), kyklos::Error>(())
