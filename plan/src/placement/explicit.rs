@@ -27,7 +27,7 @@ impl Placement {
     /// let keys = Placement::explicit(mesh, 64, 0..0, vec![blocks(0), blocks(1)])?;
     /// let queries = Placement::explicit(mesh, 8, 0..0, vec![TokenRuns::default(), TokenRuns::contiguous(0..8)])?;
     /// let set = plan_placed(&problem, mesh, queries, keys, Strategy::PassQ)?;
-    /// assert_eq!(plan::check(&size)?.len(), 2);
+    /// assert_eq!(plan::check(&set)?.len(), 2);
     /// # Ok::<(), kyklos_plan::Error>(())
     /// ```
     ///
