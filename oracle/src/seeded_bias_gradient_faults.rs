@@ -119,7 +119,7 @@ fn every_fault_is_refused<E: Element>() {
     let naive = naive_f32_gradients(&oracle, E::DTYPE, d_o, None).unwrap();
     let compare = |found: &(dyn Fn(usize) -> f64 + Sync)| {
         let values = Values::Read { dtype: crate::oracle::Dtype::F32, len: right.d_bias.len(), read: found };
-        GradientComparison::new("d_bias", values, &right.d_bias, naive.scales[4])
+        GradientComparison::new("d_bias", values, &right.d_bias, naive.scales[4], &naive.slack.d_bias)
     };
     let limit = GradientLimit::dense(E::DTYPE, &compare(&|index| naive.gradients.d_bias[index]));
     let judged = |fault| {

@@ -14,13 +14,14 @@ impl Sample {
     pub(crate) fn judge_bias(&self, d_bias: &[f32], shared: &PlanSet) -> Result<GradientVerdict> {
         let kv = self.whole_kv()?;
         let rounded = kv.as_on_the_wire(shared);
-        let (mut right, mut plain, mut squares) = (Vec::new(), Vec::new(), 0.0);
+        let (mut right, mut plain, mut slack, mut squares) = (Vec::new(), Vec::new(), Vec::new(), 0.0);
         for kv_head in self.heads_of_bias() {
             let [of_q, _] = self.head_parts(kv_head);
             let of_head = self.right_and_plain(kv_head, &self.given(of_q)?, &kv, &rounded)?;
-            let NaiveGradients { gradients, scales } = of_head.plain;
+            let NaiveGradients { gradients, scales, slack: of_slack } = of_head.plain;
             add(&mut right, of_head.right);
             add(&mut plain, gradients);
+            add(&mut slack, of_slack);
             squares += scales[4].powi(2);
         }
         let [of_q, _] = self.head_parts(self.verified_head());
@@ -35,7 +36,7 @@ impl Sample {
             }
         };
         let mut verdict = GradientVerdict::NONE;
-        verdict.hold(self.problem.dtype, ("dbias", &actual), &right, (&plain, squares.sqrt()));
+        verdict.hold(self.problem.dtype, ("dbias", &actual), &right, (&plain, squares.sqrt(), &slack));
         Ok(verdict)
     }
 }

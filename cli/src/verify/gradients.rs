@@ -20,37 +20,45 @@ use crate::tensors::{GivenGradient, TensorKind};
 pub(crate) struct GradientVerdict {
     pub(crate) max_abs_error: f64,
     pub(crate) tolerance: f64,
+    /// How many values were compared, and how many of them prove nothing: logits that tie within the rounding of f32 decide them.
+    pub(crate) values: usize,
+    pub(crate) unproved: usize,
     /// The first wrong gradient, if there is one.
     pub(crate) failure: Option<String>,
 }
 
 impl GradientVerdict {
     /// Of nothing yet.
-    pub(crate) const NONE: Self = Self { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE, failure: None };
+    pub(crate) const NONE: Self =
+        Self { max_abs_error: 0.0, tolerance: f64::MIN_POSITIVE, values: 0, unproved: 0, failure: None };
 
     /// Takes the other verdict too.
     pub(crate) fn join(&mut self, other: Self) {
         if other.max_abs_error / other.tolerance > self.max_abs_error / self.tolerance {
             (self.max_abs_error, self.tolerance) = (other.max_abs_error, other.tolerance);
         }
+        self.values += other.values;
+        self.unproved += other.unproved;
         self.failure = self.failure.take().or(other.failure);
     }
 
-    /// Holds one gradient in `dtype` to the right one, with the tolerance that the `plain` one and its scale give.
+    /// Holds one gradient in `dtype` to the right one, with the tolerance that the `plain` one, its scale
+    /// and the slack give.
     pub(super) fn hold(
         &mut self,
         dtype: Dtype,
         (name, actual): (&'static str, &[f32]),
         right: &[f64],
-        (plain, scale): (&[f64], f64),
+        (plain, scale, slack): (&[f64], f64, &[f64]),
     ) {
         let dtype = oracle_dtype(dtype);
         let read = |index: usize| plain[index];
         let plain = Values::Read { dtype: kyklos_oracle::oracle::Dtype::F32, len: plain.len(), read: &read };
-        let limit = GradientLimit::dense(dtype, &GradientComparison::new(name, plain, right, scale));
-        let comparison = GradientComparison::new(name, Values::F32(actual), right, scale);
+        let limit = GradientLimit::dense(dtype, &GradientComparison::new(name, plain, right, scale, slack));
+        let comparison = GradientComparison::new(name, Values::F32(actual), right, scale, slack);
         let failure = comparison.within(&limit).err().map(|failure| format!("wrong gradient: {failure}"));
-        self.join(Self { max_abs_error: comparison.max_abs_error, tolerance: limit.abs(), failure });
+        let GradientComparison { max_abs_error, values, unproved, .. } = comparison;
+        self.join(Self { max_abs_error, tolerance: limit.abs(), values, unproved, failure });
     }
 }
 
@@ -338,17 +346,17 @@ impl Sample {
     }
 
     fn compare(&self, reference: &HeadReference, actual: &Actual) -> GradientVerdict {
-        let HeadReference { right, plain: NaiveGradients { gradients: plain, scales } } = reference;
+        let HeadReference { right, plain: NaiveGradients { gradients: plain, scales, slack } } = reference;
         let mut nearest = GradientVerdict::NONE;
         let all = [
-            ("dq", &actual.dq, &right.dq, &plain.dq, scales[0]),
-            ("dk", &actual.dk, &right.dk, &plain.dk, scales[1]),
-            ("dv", &actual.dv, &right.dv, &plain.dv, scales[2]),
-            ("dsinks", &actual.d_sinks, &right.d_sinks, &plain.d_sinks, scales[3]),
+            ("dq", &actual.dq, &right.dq, (&plain.dq[..], scales[0], &slack.dq[..])),
+            ("dk", &actual.dk, &right.dk, (&plain.dk[..], scales[1], &slack.dk[..])),
+            ("dv", &actual.dv, &right.dv, (&plain.dv[..], scales[2], &slack.dv[..])),
+            ("dsinks", &actual.d_sinks, &right.d_sinks, (&plain.d_sinks[..], scales[3], &slack.d_sinks[..])),
         ];
         // The bench of one device has no gradients of sinks.
-        for (name, actual, right, plain, scale) in all.into_iter().filter(|all| !all.1.is_empty()) {
-            nearest.hold(self.problem.dtype, (name, actual), right, (plain, scale));
+        for (name, actual, right, plain) in all.into_iter().filter(|all| !all.1.is_empty()) {
+            nearest.hold(self.problem.dtype, (name, actual), right, plain);
         }
         nearest
     }

@@ -2,24 +2,26 @@
 //!
 //! The tolerance is measured, not chosen (`kyklos_oracle::tolerance`). One device of every kind in the run computes the sampled rows alone;
 //! its error may be twice that of plain f32 arithmetic. The error of the shared result may be twice the largest of theirs. Both have
-//! a rounding allowance.
+//! a rounding allowance. An error is what exceeds the slack of its element: how far it may be off because f32 rounds the logits.
 
 mod bias_gradient;
 mod every_row;
 mod gradients;
+mod whole_kv;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 
 use bytes::{Bytes, BytesMut};
 use half::{bf16, f16};
 use kyklos::backend::Device;
 use kyklos::host::Tensors;
-use kyklos::plan::{Content, PlanSet};
+use kyklos::plan::PlanSet;
 use kyklos::{AttentionProblem, Dtype, RunOptions, TokenRuns, WireFormat, plan_rows};
 use kyklos_oracle::inputs::sample_rows;
 use kyklos_oracle::oracle::{self, Oracle, OracleBias, OracleError, OracleProblem, Row, RowId, Values};
-use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare_rows, naive_f32_rows};
-use kyklos_oracle::wire;
+use kyklos_oracle::tolerance::{
+    Comparison, Context, Expected, Limit, RowSlack, compare_rows, naive_f32_rows, row_slacks,
+};
 use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
@@ -31,6 +33,7 @@ pub(crate) use every_row::Whole;
 #[cfg(test)]
 pub(crate) use gradients::HeadReference;
 pub(crate) use gradients::{GradientVerdict, HeadGradients};
+pub(crate) use whole_kv::WholeKv;
 
 /// The rows to compare, and the problem for the oracle.
 #[derive(Clone, Debug)]
@@ -46,50 +49,30 @@ pub(crate) struct Sample {
 pub(crate) struct RightRows {
     /// Of the oracle.
     expected: Vec<Row>,
+    slack: Vec<RowSlack>,
     /// Of plain f32 arithmetic, on keys and values that are rounded as ranks send them.
     plain: Vec<Row>,
+}
+
+impl RightRows {
+    fn expected(&self) -> Expected<'_> {
+        Expected { rows: &self.expected, slack: &self.slack }
+    }
 }
 
 /// The outcome of a comparison.
 #[derive(Clone, Debug)]
 pub(crate) struct Verdict {
     pub(crate) rows: usize,
+    /// The rows among them that prove nothing: their logits tie within the rounding of f32.
+    pub(crate) unproved: usize,
+    /// Beyond the slack.
     pub(crate) max_abs_error: f64,
     pub(crate) tolerance: f64,
     /// The largest error of a device alone.
     pub(crate) dense_error: f64,
     /// The first error, if there is one.
     pub(crate) failure: Option<String>,
-}
-
-/// All keys and values.
-#[derive(Clone, Debug)]
-pub(crate) struct WholeKv {
-    k: Bytes,
-    v: Bytes,
-}
-
-impl WholeKv {
-    /// Rounded like the keys and values that ranks of `set` send. The error of a device alone then includes the rounding.
-    fn as_on_the_wire(&self, set: &PlanSet) -> Self {
-        let problem = &set.problem;
-        let shape = [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize);
-        let buffers = set.plans.iter().flat_map(|plan| &plan.buffers);
-        let sent = buffers.filter(|buffer| buffer.content == Content::WireKeyValue);
-        let lists: BTreeSet<Vec<u32>> = sent.map(|buffer| buffer.tokens.iter().collect()).collect();
-        let lists: Vec<Vec<u32>> = lists.into_iter().collect();
-        let rounded = |tensor: &Bytes, int8: fn(&mut [f32], wire::Shape, &[Vec<u32>])| {
-            let dtype = oracle_dtype(problem.dtype);
-            let mut numbers = wire::load(dtype, tensor);
-            match problem.wire {
-                WireFormat::Same => return tensor.clone(),
-                WireFormat::F16 => wire::f16_each(&mut numbers),
-                WireFormat::Int8 => int8(&mut numbers, shape, &lists),
-            }
-            wire::store(dtype, &numbers).into()
-        };
-        Self { k: rounded(&self.k, wire::int8_keys), v: rounded(&self.v, wire::int8_values) }
-    }
 }
 
 impl Sample {
@@ -204,7 +187,8 @@ impl Sample {
 
     /// What the rows of ranks of `shared` are compared with.
     pub(crate) fn right_rows(&self, kv: &WholeKv, shared: &PlanSet) -> Result<RightRows> {
-        Ok(RightRows { expected: self.expected(kv)?, plain: self.naive(&kv.as_on_the_wire(shared))? })
+        let (expected, slack) = self.expected(kv)?;
+        Ok(RightRows { expected, slack, plain: self.naive(&kv.as_on_the_wire(shared))? })
     }
 
     /// Compares `actual` with the oracle, within a tolerance from the results of the devices alone, which are held to that of plain f32
@@ -217,7 +201,7 @@ impl Sample {
         backend: &str,
     ) -> Verdict {
         actual.sort_by_key(|row| row.id);
-        let (dtype, expected) = (oracle_dtype(self.problem.dtype), &right.expected[..]);
+        let (dtype, expected) = (oracle_dtype(self.problem.dtype), right.expected());
         let coarse = self.problem.wire == WireFormat::Int8;
         let limit_of = |limit: Limit| if coarse { limit.of_coarse_keys() } else { limit };
         let dense: Vec<Comparison> = dense
@@ -234,7 +218,8 @@ impl Sample {
             None => shared.within(&limit).err().map(|failure| failure.to_string()),
         };
         Verdict {
-            rows: expected.len(),
+            rows: shared.rows,
+            unproved: shared.unproved,
             max_abs_error: shared.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: dense.iter().map(|dense| dense.max_abs_error).fold(0.0, f64::max),
@@ -243,8 +228,8 @@ impl Sample {
     }
 
     fn compare_plain(&self, right: &RightRows) -> Comparison {
-        let RightRows { expected, plain } = right;
-        compare_rows(&self.oracle, oracle::Dtype::F32, plain, expected, &self.context("plain f32"))
+        let context = self.context("plain f32");
+        compare_rows(&self.oracle, oracle::Dtype::F32, &right.plain, right.expected(), &context)
     }
 
     /// Compares the rows of one device alone, in the order of [`Self::rows`], with the oracle. The tolerance comes from plain
@@ -253,9 +238,10 @@ impl Sample {
         let dtype = oracle_dtype(self.problem.dtype);
         let naive = self.compare_plain(right);
         let limit = Limit::dense(dtype, &naive);
-        let actual = compare_rows(&self.oracle, dtype, actual, &right.expected, &self.context(backend));
+        let actual = compare_rows(&self.oracle, dtype, actual, right.expected(), &self.context(backend));
         Verdict {
-            rows: right.expected.len(),
+            rows: actual.rows,
+            unproved: actual.unproved,
             max_abs_error: actual.max_abs_error,
             tolerance: limit.o_abs(),
             dense_error: naive.max_abs_error,
@@ -268,7 +254,8 @@ impl Sample {
         let kv = self.whole_kv()?;
         let tokens = TokenRuns::contiguous(0..self.problem.q_len);
         let actual = self.decode(&self.rows, &self.extract(&tokens, o, lse));
-        let right = RightRows { expected: self.expected(&kv)?, plain: self.naive(&kv)? };
+        let (expected, slack) = self.expected(&kv)?;
+        let right = RightRows { expected, slack, plain: self.naive(&kv)? };
         Ok(self.hold_alone(&actual, &right, backend))
     }
 
@@ -288,29 +275,32 @@ impl Sample {
         }
     }
 
-    /// The oracle's rows.
-    fn expected(&self, kv: &WholeKv) -> Result<Vec<Row>> {
-        self.by_the_oracle(kv, |oracle, id| {
+    /// The oracle's rows, and the slack of each.
+    fn expected(&self, kv: &WholeKv) -> Result<(Vec<Row>, Vec<RowSlack>)> {
+        let rows = self.by_the_oracle(kv, |oracle, id| {
             let (o, lse) = oracle.row(id.batch, id.row, id.head);
-            Row { id, o, lse }
-        })
+            (Row { id, o, lse }, row_slacks(oracle, &[id]).remove(0))
+        })?;
+        let with_id = |(id, (row, slack)): (&RowId, _)| (Row { id: *id, ..row }, slack);
+        Ok(self.rows.iter().zip(rows).map(with_id).unzip())
     }
 
     /// The rows in plain f32 arithmetic.
     fn naive(&self, kv: &WholeKv) -> Result<Vec<Row>> {
-        self.by_the_oracle(kv, |oracle, id| naive_f32_rows(oracle, &[id]).remove(0))
+        let rows = self.by_the_oracle(kv, |oracle, id| naive_f32_rows(oracle, &[id]).remove(0))?;
+        Ok(self.rows.iter().zip(rows).map(|(id, row)| Row { id: *id, ..row }).collect())
     }
 
-    /// Calls `compute` for every row, on all cores.
-    fn by_the_oracle(
+    /// Calls `compute` for every row, on all cores. It gets each row as that of a problem of one query.
+    fn by_the_oracle<T: Send>(
         &self,
         kv: &WholeKv,
-        compute: impl Fn(&Oracle<'_>, RowId) -> Row + Sync,
-    ) -> Result<Vec<Row>> {
+        compute: impl Fn(&Oracle<'_>, RowId) -> T + Sync,
+    ) -> Result<Vec<T>> {
         let workers = std::thread::available_parallelism().map_or(1, usize::from);
         let share = self.rows.len().div_ceil(workers).max(1);
         let compute = &compute;
-        let compute_all = move |rows: &[RowId]| -> Result<Vec<Row>> {
+        let compute_all = move |rows: &[RowId]| -> Result<Vec<T>> {
             rows.iter().map(|id| self.one_row(*id, kv, compute)).collect()
         };
         std::thread::scope(|scope| {
@@ -325,7 +315,7 @@ impl Sample {
     }
 
     /// One row as a problem of one query, so that no other query is read.
-    fn one_row(&self, id: RowId, kv: &WholeKv, compute: impl Fn(&Oracle<'_>, RowId) -> Row) -> Result<Row> {
+    fn one_row<T>(&self, id: RowId, kv: &WholeKv, compute: impl Fn(&Oracle<'_>, RowId) -> T) -> Result<T> {
         let token = u32::try_from(id.row).map_err(|_| Failure::run("a row beyond all positions"))?;
         let tokens = TokenRuns::contiguous(token..token + 1);
         let q = self.source.read(&self.problem, TensorKind::Q, &tokens)?;
@@ -343,7 +333,7 @@ impl Sample {
             let bias = OracleBias { values: rows.values(), batch, heads, queries: 1 };
             oracle = oracle.with_bias(bias).map_err(refused)?;
         }
-        Ok(Row { id, ..compute(&oracle, RowId { row: 0, ..id }) })
+        Ok(compute(&oracle, RowId { row: 0, ..id }))
     }
 
     /// The index in `tokens` of every sampled token.

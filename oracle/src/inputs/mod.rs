@@ -45,8 +45,6 @@ pub enum TensorId {
     Sinks = 4,
     /// Gradient of the output, shaped as q.
     OutputGradient = 5,
-    /// Signs of moves of the last bits of logits, by pair.
-    LastBits = 6,
 }
 
 /// The standard normal number at a linear index, rounded to f32.

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::{Limit, Vacuous};
+use super::slack::{RowSlack, beyond};
+use super::{Limit, SIGNAL_FRACTION, Vacuous};
 use crate::oracle::{Dtype, OracleProblem, Row, RowId, Values};
 
 /// The case, the inputs and the backend of a computation. The message of a failure has them, so that it can be
@@ -19,6 +20,27 @@ pub struct Context {
     pub rerun: String,
 }
 
+/// The right rows, with the slack of each.
+#[derive(Clone, Copy, Debug)]
+pub struct Expected<'a> {
+    /// Rows of the oracle.
+    pub rows: &'a [Row],
+    /// Of each row ([`super::row_slacks`]), or empty: no row has any.
+    pub slack: &'a [RowSlack],
+}
+
+impl<'a> From<&'a [Row]> for Expected<'a> {
+    fn from(rows: &'a [Row]) -> Self {
+        Self { rows, slack: &[] }
+    }
+}
+
+impl<'a> From<&'a Vec<Row>> for Expected<'a> {
+    fn from(rows: &'a Vec<Row>) -> Self {
+        Self { rows, slack: &[] }
+    }
+}
+
 /// One output value and its expected value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Worst {
@@ -30,7 +52,7 @@ pub struct Worst {
     pub actual: f64,
     /// The value of the oracle.
     pub expected: f64,
-    /// `|actual - expected|`. ∞ if one of them is NaN or infinite and the other is different.
+    /// `|actual - expected|` beyond the slack. ∞ if one of them is NaN or infinite and the other is different.
     pub error: f64,
     /// Their distance in representable numbers of the output's type (f32 for a log-sum-exp).
     pub ulps: Option<u64>,
@@ -38,7 +60,7 @@ pub struct Worst {
 
 /// The distance between an answer and the oracle's answer over a set of rows.
 ///
-/// NaN equals NaN, and an infinity equals itself. Any other pair with a non-finite member has infinite error. A
+/// All errors are beyond the slack of their element. NaN equals NaN, and an infinity equals itself. Any other pair with a non-finite member has infinite error. A
 /// row that sees no key is exact by definition. In such a row, all values except o = 0 and lse = -∞ have infinite
 /// error.
 #[derive(Clone, Debug)]
@@ -52,7 +74,9 @@ pub struct Comparison {
     pub worst: Option<Worst>,
     /// Root mean square of the error of o.
     pub rms_error: f64,
-    /// Root mean square of the right o, over the rows that see a key.
+    /// Rows whose slack is a large part of their o: they prove nothing, and are no part of the signal.
+    pub unproved: usize,
+    /// Root mean square of the right o, over the other rows that see a key.
     pub rms_signal: f64,
     /// Frobenius norm of the error of o relative to the norm of the right o.
     pub relative_error: f64,
@@ -66,7 +90,7 @@ pub struct Comparison {
     pub max_abs_lse: f64,
     /// The number of values of o and lse with infinite error.
     pub mismatched_nonfinite: usize,
-    /// The number of finite values of the right o, in the rows that see a key. The norms are over these values.
+    /// The number of finite values of the right o, in the rows that see a key and prove something. The norms are over these values.
     pub finite_values: usize,
     /// The output's storage type.
     pub dtype: Dtype,
@@ -78,16 +102,18 @@ pub struct Comparison {
 /// `[batch, q_heads, q_len]`, both in linear order. Only the rows in `expected` are compared.
 ///
 /// Panics if the length of an output does not match the problem.
-pub fn compare(
+pub fn compare<'a>(
     problem: &OracleProblem,
     o: Values<'_>,
     lse: Values<'_>,
-    expected: &[Row],
+    expected: impl Into<Expected<'a>>,
     context: &Context,
 ) -> Comparison {
+    let expected = expected.into();
     assert_eq!(o.len(), problem.q_shape().iter().product::<usize>(), "elements of o for {problem}");
     assert_eq!(lse.len(), problem.lse_shape().iter().product::<usize>(), "elements of lse for {problem}");
     let actual: Vec<Row> = expected
+        .rows
         .iter()
         .map(|row| {
             let mut vector = vec![0.0; problem.head_dim];
@@ -101,19 +127,22 @@ pub fn compare(
 /// Compares rows with the oracle's rows, one by one in the same order. `dtype` is the storage type of the rows' o.
 ///
 /// Panics if the two lists do not name the same rows.
-pub fn compare_rows(
+pub fn compare_rows<'a>(
     problem: &OracleProblem,
     dtype: Dtype,
     actual: &[Row],
-    expected: &[Row],
+    expected: impl Into<Expected<'a>>,
     context: &Context,
 ) -> Comparison {
+    let Expected { rows: expected, slack: slacks } = expected.into();
+    assert!(slacks.is_empty() || slacks.len() == expected.len(), "the slack of every row, or none");
     assert_eq!(actual.len(), expected.len(), "rows to compare");
     let mut comparison = Comparison {
         rows: expected.len(),
         max_abs_error: 0.0,
         worst: None,
         rms_error: 0.0,
+        unproved: 0,
         rms_signal: 0.0,
         relative_error: 0.0,
         max_abs_o: 0.0,
@@ -127,23 +156,28 @@ pub fn compare_rows(
         context: context.clone(),
     };
     let (mut squared_error, mut squared_signal) = (0.0, 0.0);
-    for (actual, expected) in actual.iter().zip(expected) {
+    for (index, (actual, expected)) in actual.iter().zip(expected).enumerate() {
         assert_eq!(actual.id, expected.id, "the same row on both sides");
         assert_eq!(actual.o.len(), expected.o.len(), "the same vector length on both sides");
+        let slack = slacks.get(index);
         let sees_a_key = sees_a_key(problem, expected);
+        let proves = slack.is_none_or(|slack| norm(&slack.o) <= SIGNAL_FRACTION * norm(&expected.o));
+        comparison.unproved += usize::from(!proves);
         for (dim, (&a, &e)) in actual.o.iter().zip(&expected.o).enumerate() {
             // 0 is the definition here and not a computed result. Any deviation means that state has leaked into the
             // row.
             let error = if sees_a_key || a == 0.0 { distance(a, e) } else { f64::INFINITY };
+            let error = beyond(error, slack.map_or(0.0, |slack| slack.o[dim]));
             comparison.note(expected.id, Some(dim), a, e, error);
             squared_error += error * error;
-            if sees_a_key && e.is_finite() {
+            if sees_a_key && proves && e.is_finite() {
                 squared_signal += e * e;
                 comparison.finite_values += 1;
                 comparison.max_abs_o = comparison.max_abs_o.max(e.abs());
             }
         }
-        comparison.note(expected.id, None, actual.lse, expected.lse, distance(actual.lse, expected.lse));
+        let error = beyond(distance(actual.lse, expected.lse), slack.map_or(0.0, |slack| slack.lse));
+        comparison.note(expected.id, None, actual.lse, expected.lse, error);
         if expected.lse.is_finite() {
             comparison.max_abs_lse = comparison.max_abs_lse.max(expected.lse.abs());
         }
@@ -161,6 +195,11 @@ pub fn compare_rows(
 fn sees_a_key(problem: &OracleProblem, row: &Row) -> bool {
     let nothing = problem.sinks.get(row.id.head).copied().unwrap_or(f64::NEG_INFINITY);
     row.lse != nothing && row.lse != f64::NEG_INFINITY || row.o.iter().any(|o| *o != 0.0)
+}
+
+/// The norm of the finite numbers.
+fn norm(numbers: &[f64]) -> f64 {
+    numbers.iter().filter(|number| number.is_finite()).map(|number| number * number).sum::<f64>().sqrt()
 }
 
 pub(super) fn distance(actual: f64, expected: f64) -> f64 {
@@ -235,9 +274,10 @@ impl fmt::Display for Comparison {
         writeln!(f, "  lse error {}", worst(&self.worst_lse))?;
         writeln!(
             f,
-            "  {} rows of {}: rms error {:.3e}, rms signal {:.3e}, relative {:.3e}; infinite errors: {}",
+            "  {} rows of {}, {} prove nothing: rms error {:.3e}, rms signal {:.3e}, relative {:.3e}; infinite errors: {}",
             self.rows,
             self.dtype,
+            self.unproved,
             self.rms_error,
             self.rms_signal,
             self.relative_error,

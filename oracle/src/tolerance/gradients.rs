@@ -28,9 +28,11 @@
 
 use std::fmt;
 
+use super::SIGNAL_FRACTION;
 use super::additive;
 use super::comparison::distance;
-use super::naive::{LARGE, MOVES, Moved, moved, naive_f32_row, take_farther};
+use super::naive::{Normaliser, naive_f32_row};
+use super::slack::{beyond, gradient_slack};
 use crate::oracle::{Dtype, Gradients, Oracle, OracleError, RowId, Tensor4, Values};
 
 /// The distance between a gradient and the oracle's.
@@ -39,11 +41,11 @@ use crate::oracle::{Dtype, Gradients, Oracle, OracleError, RowId, Tensor4, Value
 pub struct GradientComparison {
     /// Which gradient it is, as in `dk`.
     pub name: &'static str,
-    /// The largest error.
+    /// The largest error beyond the slack.
     pub max_abs_error: f64,
     /// Where it is: linear index, computed value, right value.
     pub worst: Option<(usize, f64, f64)>,
-    /// Frobenius norm of the error relative to the norm of the right gradient.
+    /// Frobenius norm of the error beyond the slack, relative to the norm of the right gradient.
     pub relative_error: f64,
     /// Root mean square of the right gradient.
     pub rms_signal: f64,
@@ -55,13 +57,15 @@ pub struct GradientComparison {
     pub mismatched_nonfinite: usize,
     /// How many values are compared.
     pub values: usize,
+    /// The values among them whose slack is a large part of the gradient: they prove nothing, and are no part of the signal.
+    pub unproved: usize,
 }
 
 impl GradientComparison {
-    /// Compares all elements. `scale` is that of [`NaiveGradients`]. Panics if the lengths differ.
-    pub fn new(name: &'static str, actual: Values<'_>, expected: &[f64], scale: f64) -> Self {
+    /// Compares all elements. `scale` and `slack` are those of [`NaiveGradients`]. Panics if the lengths differ.
+    pub fn new(name: &'static str, actual: Values<'_>, expected: &[f64], scale: f64, slack: &[f64]) -> Self {
         assert_eq!(actual.len(), expected.len(), "elements of {name}");
-        let (mut squared_error, mut squared_signal, mut finite) = (0.0, 0.0, 0_usize);
+        assert_eq!(slack.len(), expected.len(), "slack of {name}");
         let mut comparison = Self {
             name,
             max_abs_error: 0.0,
@@ -72,23 +76,30 @@ impl GradientComparison {
             scale,
             mismatched_nonfinite: 0,
             values: expected.len(),
+            unproved: 0,
         };
-        for (index, &right) in expected.iter().enumerate() {
+        let finite = expected.iter().filter(|right| right.is_finite());
+        let usual =
+            (finite.clone().map(|right| right * right).sum::<f64>() / finite.count().max(1) as f64).sqrt();
+        let (mut squared_error, mut squared_signal, mut signals) = (0.0, 0.0, 0_usize);
+        for (index, (&right, &slack)) in expected.iter().zip(slack).enumerate() {
             let value = actual.get(index);
-            let error = distance(value, right);
+            let error = beyond(distance(value, right), slack);
             comparison.mismatched_nonfinite += usize::from(error.is_infinite());
             if error > comparison.max_abs_error {
                 comparison.max_abs_error = error;
                 comparison.worst = Some((index, value, right));
             }
             squared_error += error * error;
-            if right.is_finite() {
+            if slack > SIGNAL_FRACTION * right.abs().max(usual) {
+                comparison.unproved += 1;
+            } else if right.is_finite() {
                 squared_signal += right * right;
                 comparison.max_abs = comparison.max_abs.max(right.abs());
-                finite += 1;
+                signals += 1;
             }
         }
-        comparison.rms_signal = (squared_signal / finite.max(1) as f64).sqrt();
+        comparison.rms_signal = (squared_signal / signals.max(1) as f64).sqrt();
         if squared_error > 0.0 {
             comparison.relative_error = (squared_error / squared_signal).sqrt();
         }
@@ -103,8 +114,11 @@ impl GradientComparison {
     /// Whether this is within the limit. The text of an error has all details.
     pub fn within(&self, limit: &GradientLimit) -> Result<(), String> {
         let says = |what: &str| Err(format!("{what}\n  limit: {limit}\n  {self}"));
+        if self.unproved == self.values && self.values > 0 {
+            return says("the limit proves nothing: ties of large logits decide every value");
+        }
         // Where nearly all of every sum cancels, as in dQ and dK of rows whose weights are 1 and 0, an error is relative to what cancels.
-        let cancels = self.ratio() > CANCELS;
+        let cancels = self.ratio() > limit.cancels_from;
         let signal = if cancels { self.scale } else { self.max_abs };
         if signal > 0.0 && (limit.abs > 0.5 * signal || !cancels && limit.relative > 0.5) {
             return says("the limit proves nothing");
@@ -131,14 +145,18 @@ impl fmt::Display for GradientComparison {
     }
 }
 
-/// How much smaller than the numbers that it sums a gradient is, where only their size decides what a limit proves.
-const CANCELS: f64 = 1e4;
+/// How much smaller than the numbers that it sums a gradient is, where only their size decides what a limit proves. In 16 bits it is where their
+/// rounding alone is a large part of the gradient.
+fn cancels_from(dtype: Dtype) -> f64 {
+    (SIGNAL_FRACTION / additive(dtype)).min(1e4)
+}
 
 /// The bounds for one gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradientLimit {
     abs: f64,
     relative: f64,
+    cancels_from: f64,
     rule: &'static str,
 }
 
@@ -151,6 +169,7 @@ impl GradientLimit {
         Self {
             abs: 3.0 * dense.max_abs_error + (u + w) * dense.max_abs + 3.0 * a * dense.scale,
             relative: 1.5 * dense.relative_error + (small + few) * dense.ratio(),
+            cancels_from: cancels_from(dtype),
             rule: "3 x single device + rounding of the weights and of the gradient + 3 a rms",
         }
     }
@@ -163,6 +182,7 @@ impl GradientLimit {
         Self {
             abs: 3.0 * naive.max_abs_error + (u + w) * naive.max_abs + 3.0 * a * naive.scale,
             relative: 2.0 * naive.relative_error + u + (a + few) * naive.ratio(),
+            cancels_from: cancels_from(dtype),
             rule: "3 x naive f32 + rounding of the weights and of the gradient + 3 a rms",
         }
     }
@@ -181,7 +201,7 @@ fn roundings(dtype: Dtype) -> (f64, f64, f64) {
 
 impl fmt::Display for GradientLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { abs, relative, rule } = self;
+        let Self { abs, relative, rule, .. } = self;
         write!(f, "{abs:.3e}, relative {relative:.3e} ({rule})")
     }
 }
@@ -193,42 +213,19 @@ pub struct NaiveGradients {
     pub gradients: Gradients,
     /// The size of the rounded numbers of dQ, dK, dV, dSinks and dBias; see the module.
     pub scales: [f64; 5],
+    /// How far right gradients may be off, element by element, because the logits are rounded.
+    pub slack: Gradients,
 }
 
 /// The gradients with every operation in f32, one accumulator for each sum. The output is rounded to `dtype` before
-/// it is used, as a forward pass returns it. Where logits are large, each element is the one of several that is farthest from
-/// the oracle's, as with [`super::naive_f32_rows`].
+/// it is used, as a forward pass returns it.
 pub fn naive_f32_gradients(
     oracle: &Oracle<'_>,
     dtype: Dtype,
     d_o: Values<'_>,
     d_lse: Option<Values<'_>>,
 ) -> Result<NaiveGradients, OracleError> {
-    let (mut worst, most) = with_bits(oracle, dtype, d_o, d_lse, None)?;
-    if most >= LARGE {
-        let right = oracle.gradients(d_o, d_lse)?;
-        for time in 0..MOVES {
-            let (other, _) = with_bits(oracle, dtype, d_o, d_lse, Some(time))?;
-            let Gradients { dq, dk, dv, d_sinks, d_bias } = other.gradients;
-            let worst = &mut worst.gradients;
-            take_farther(&mut worst.dq, &dq, &right.dq);
-            take_farther(&mut worst.dk, &dk, &right.dk);
-            take_farther(&mut worst.dv, &dv, &right.dv);
-            take_farther(&mut worst.d_sinks, &d_sinks, &right.d_sinks);
-            take_farther(&mut worst.d_bias, &d_bias, &right.d_bias);
-        }
-    }
-    Ok(worst)
-}
-
-/// The gradients, and the largest magnitude of a logit.
-fn with_bits(
-    oracle: &Oracle<'_>,
-    dtype: Dtype,
-    d_o: Values<'_>,
-    d_lse: Option<Values<'_>>,
-    bits: Moved,
-) -> Result<(NaiveGradients, f32), OracleError> {
+    let slack = gradient_slack(oracle, d_o, d_lse)?;
     let problem = oracle.problem();
     let d_o = Tensor4::new(problem.q_shape(), d_o)?;
     let zeros = |shape: [usize; 4]| vec![0.0_f32; shape.iter().product()];
@@ -248,13 +245,10 @@ fn with_bits(
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0_f32, |sum, (a, b)| sum + a * b);
     let size =
         |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b).powi(2)).sum::<f64>().sqrt();
-    let mut most = 0.0_f32;
     for id in problem.row_ids() {
-        let (row, most_of_row) = naive_f32_row(oracle, id, bits);
-        most = most.max(most_of_row);
+        let (row, Normaliser { max, sum }) = naive_f32_row(oracle, id);
         let RowId { batch, row: token, head } = row.id;
-        let lse = row.lse as f32;
-        if lse == f32::NEG_INFINITY {
+        if row.lse == f64::NEG_INFINITY {
             continue;
         }
         let o: Vec<f32> = row.o.iter().map(|&o| dtype.round(o as f32)).collect();
@@ -263,7 +257,7 @@ fn with_bits(
         let delta = dot(&grad, &o) - d_lse;
         let delta_size = size(&grad, &o) + f64::from(d_lse.abs());
         if let Some(&sink) = problem.sinks.get(head) {
-            let p = (sink as f32 - lse).exp();
+            let p = (sink as f32 - max).exp() / sum;
             d_sinks[head] -= p * delta;
             squares[3][head] += (f64::from(p) * delta_size).powi(2);
         }
@@ -272,7 +266,7 @@ fn with_bits(
         for key in 0..problem.kv_len {
             let Some(term) = oracle.term(row.id, key) else { continue };
             let (ks, vs) = (narrow(k, batch, key, kv_head), narrow(v, batch, key, kv_head));
-            let score = moved(bits, problem, row.id, key, dot(&query, &ks) * scale);
+            let score = dot(&query, &ks) * scale;
             let (x, slope) = match problem.softcap {
                 None => (score, 1.0),
                 Some(cap) => {
@@ -280,7 +274,7 @@ fn with_bits(
                     (cap as f32 * c, 1.0 - c * c)
                 }
             };
-            let p = (x + term as f32 - lse).exp();
+            let p = (x + term as f32 - max).exp() / sum;
             let dx = p * (dot(&grad, &vs) - delta);
             let dx_size = f64::from(p.abs()) * (size(&grad, &vs) + delta_size);
             if let Some(at) = oracle.bias_index(row.id, key) {
@@ -307,5 +301,5 @@ fn with_bits(
         (finite.iter().sum::<f64>() / finite.len().max(1) as f64).sqrt()
     };
     let gradients = Gradients { dq, dk, dv, d_sinks, d_bias };
-    Ok((NaiveGradients { gradients, scales: squares.map(rms) }, most))
+    Ok(NaiveGradients { gradients, scales: squares.map(rms), slack })
 }

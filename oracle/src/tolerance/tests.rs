@@ -246,7 +246,8 @@ fn blocks_bound_the_error_of_values_of_one_sign() {
 /// The gradients of rows with one weight of 1 are 0, and what cancels is not.
 #[test]
 fn a_gradient_of_zero_is_held_to_what_cancels_in_it() {
-    let compared = |actual: &[f32]| GradientComparison::new("dq", Values::F32(actual), &[0.0; 4], 8.0);
+    let compared =
+        |actual: &[f32]| GradientComparison::new("dq", Values::F32(actual), &[0.0; 4], 8.0, &[0.0; 4]);
     let limit = GradientLimit::dense(Dtype::F32, &compared(&[0.0; 4]));
     assert!(compared(&[1e-5; 4]).within(&limit).is_ok());
     assert!(compared(&[1e-4; 4]).within(&limit).is_err());

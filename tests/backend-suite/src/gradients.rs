@@ -21,7 +21,7 @@ pub struct GradientCase {
     /// The right gradients.
     pub right: oracle::Gradients,
     naive: Vec<GradientComparison>,
-    scales: [f64; 5],
+    plain: NaiveGradients,
 }
 
 impl GradientCase {
@@ -65,12 +65,11 @@ impl GradientCase {
         let given = (E::values(&d_o), Some(Values::F32(&by_head)));
         let right = truth.gradients(given.0, given.1).unwrap();
         let plain = naive_f32_gradients(&truth, oracle_dtype(dtype), given.0, given.1).unwrap();
-        let NaiveGradients { gradients, scales } = plain;
-        let oracle::Gradients { dq, dk, dv, d_sinks, d_bias } = &gradients;
-        let naive = compare(&[dq, dk, dv, d_sinks, d_bias], &right, scales);
+        let oracle::Gradients { dq, dk, dv, d_sinks, d_bias } = &plain.gradients;
+        let naive = compare(&[dq, dk, dv, d_sinks, d_bias], &right, &plain);
         let bytes = |values: &[u8]| Bytes::copy_from_slice(values);
         let (d_o, d_lse) = (bytes(bytemuck::cast_slice(&d_o)), bytes(bytemuck::cast_slice(&by_token)));
-        Self { d_o, d_lse, right, naive, scales, prepared }
+        Self { d_o, d_lse, right, naive, plain, prepared }
     }
 
     /// The same with the gradient of the bias, if the case has an additive bias tensor.
@@ -84,7 +83,7 @@ impl GradientCase {
     /// The errors of whole gradients of q, k, v, the sinks and, where it is there, the bias. Where the right value is not finite, any
     /// value that is not finite is right.
     pub fn judge(&self, whole: &[Vec<f64>]) -> Vec<GradientComparison> {
-        compare(&Vec::from_iter(whole), &self.right, self.scales)
+        compare(&Vec::from_iter(whole), &self.right, &self.plain)
     }
 
     /// The limits of a device that computes the case alone.
@@ -100,8 +99,14 @@ impl GradientCase {
     }
 }
 
-fn compare(actual: &[&Vec<f64>], right: &oracle::Gradients, scales: [f64; 5]) -> Vec<GradientComparison> {
+fn compare(
+    actual: &[&Vec<f64>],
+    right: &oracle::Gradients,
+    plain: &NaiveGradients,
+) -> Vec<GradientComparison> {
     let names = ["dq", "dk", "dv", "d_sinks", "d_bias"];
+    let slack = &plain.slack;
+    let slacks = [&slack.dq, &slack.dk, &slack.dv, &slack.d_sinks, &slack.d_bias];
     let rights = [&right.dq, &right.dk, &right.dv, &right.d_sinks, &right.d_bias];
     let of = |which: usize| {
         let (actual, right) = (actual[which], rights[which]);
@@ -110,7 +115,7 @@ fn compare(actual: &[&Vec<f64>], right: &oracle::Gradients, scales: [f64; 5]) ->
             _ => actual[index],
         };
         let values = Values::Read { dtype: oracle::Dtype::F32, len: actual.len(), read: &read };
-        GradientComparison::new(names[which], values, right, scales[which])
+        GradientComparison::new(names[which], values, right, plain.scales[which], slacks[which])
     };
     (0..actual.len()).map(of).collect()
 }

@@ -9,7 +9,9 @@ use kyklos::plan::PlanSet;
 use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask};
 use kyklos_oracle::inputs::{BiasInputs, Case, cases};
 use kyklos_oracle::oracle::{self, Element, Oracle, OracleProblem, Row, RowId, Values};
-use kyklos_oracle::tolerance::{Comparison, Context, Limit, compare, naive_f32_rows};
+use kyklos_oracle::tolerance::{
+    Comparison, Context, Expected, Limit, RowSlack, compare, compare_rows, naive_f32_rows, row_slacks,
+};
 use kyklos_transport::Rank;
 
 use crate::RankOutput;
@@ -66,6 +68,8 @@ pub struct Prepared {
     pub tensors: Tensors,
     /// Rows of the oracle's result: the rows that see no poison.
     pub expected: Vec<Row>,
+    /// How far right rows may be off, because f32 rounds the logits.
+    pub slack: Vec<RowSlack>,
     /// The error of a plain f32 computation of these rows, from which the limit follows.
     pub naive: Comparison,
 }
@@ -97,13 +101,14 @@ impl Prepared {
             truth = truth.with_bias(bias).unwrap();
         }
         let rows = rows_to_judge(&case, &oracle);
-        let (expected, plain) = (truth.rows(&rows), naive_f32_rows(&truth, &rows));
+        let (expected, slack) = (truth.rows(&rows), row_slacks(&truth, &rows));
+        let right = Expected { rows: &expected, slack: &slack };
         let naive =
-            kyklos_oracle::tolerance::compare_rows(&oracle, E::DTYPE, &plain, &expected, &Context::default());
+            compare_rows(&oracle, E::DTYPE, &naive_f32_rows(&truth, &rows), right, &Context::default());
         let bytes = |values: &[E]| Bytes::copy_from_slice(bytemuck::cast_slice(values));
         let bias = inputs.bias.as_ref().map(|bias| stored_bias(&case, bias));
         let tensors = Tensors { q: bytes(&inputs.q), k: bytes(&inputs.k), v: bytes(&inputs.v), bias };
-        Self { case, oracle, problem, tensors, expected, naive }
+        Self { case, oracle, problem, tensors, expected, slack, naive }
     }
 
     /// Compares a whole output with the oracle.
@@ -115,7 +120,8 @@ impl Prepared {
             rerun: format!("cargo test --release -p {} -- '{backend}'", package()),
         };
         let o = output.o_values(self.problem.dtype);
-        compare(&self.oracle, o.values(), Values::F32(&output.lse), &self.expected, &context)
+        let right = Expected { rows: &self.expected, slack: &self.slack };
+        compare(&self.oracle, o.values(), Values::F32(&output.lse), right, &context)
     }
 
     /// The limit for a device that computes the case alone.

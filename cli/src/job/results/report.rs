@@ -67,6 +67,9 @@ struct Json<'a> {
     predicted_s: Option<f64>,
     max_abs_error: Option<f64>,
     tolerance: Option<f64>,
+    /// Verified rows that prove nothing, if there are any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unproved_rows: Option<usize>,
     /// Only with `--grad`.
     #[serde(skip_serializing_if = "Option::is_none")]
     backward: Option<JsonBackward<'a>>,
@@ -82,6 +85,9 @@ struct JsonBackward<'a> {
     predicted_s: Option<f64>,
     max_abs_error: Option<f64>,
     tolerance: Option<f64>,
+    /// Verified values that prove nothing, if there are any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unproved_values: Option<usize>,
 }
 
 impl Figures {
@@ -150,6 +156,7 @@ impl Summary {
             predicted_s: request.predicted_s,
             max_abs_error: self.verdict.as_ref().map(|verdict| verdict.max_abs_error),
             tolerance: self.verdict.as_ref().map(|verdict| verdict.tolerance),
+            unproved_rows: self.verdict.as_ref().map(|verdict| verdict.unproved).filter(|rows| *rows > 0),
             backward: self.backward().map(|(wall_s, per_rank)| JsonBackward {
                 strategy: request.backward_strategy().name(),
                 wall_s,
@@ -157,6 +164,11 @@ impl Summary {
                 predicted_s: request.predicted_backward_s,
                 max_abs_error: self.gradients.as_ref().map(|verdict| verdict.max_abs_error),
                 tolerance: self.gradients.as_ref().map(|verdict| verdict.tolerance),
+                unproved_values: self
+                    .gradients
+                    .as_ref()
+                    .map(|verdict| verdict.unproved)
+                    .filter(|values| *values > 0),
             }),
         };
         let text = serde_json::to_string_pretty(&json)
@@ -185,10 +197,15 @@ impl Summary {
                 out.push_str(&format!("predicted  {}\n", duration(predicted_s)));
             }
         }
-        if let Some(GradientVerdict { max_abs_error, tolerance, failure }) = &self.gradients {
+        if let Some(verdict) = &self.gradients {
+            let GradientVerdict { max_abs_error, tolerance, values, unproved, failure } = verdict;
+            let nothing = match unproved {
+                0 => String::new(),
+                _ => format!("; {unproved} of {values} values prove nothing (tied logits)"),
+            };
             let wrong = if failure.is_some() { ": WRONG" } else { "" };
             out.push_str(&format!(
-                "verified   error {max_abs_error:.2e}, tolerance {tolerance:.2e}, gradients of the last KV head against the f64 oracle{wrong}\n"
+                "verified   error {max_abs_error:.2e}, tolerance {tolerance:.2e}, gradients of the last KV head against the f64 oracle{nothing}{wrong}\n"
             ));
         }
         out
@@ -270,11 +287,15 @@ const SHARED: &str = "shared";
 
 pub(crate) fn verdict_line(verdict: &Verdict) -> String {
     format!(
-        "verified   max abs error {:.2e}, tolerance {:.2e} (a device alone: {:.2e}), {} rows against the f64 oracle{}\n",
+        "verified   max abs error {:.2e}, tolerance {:.2e} (a device alone: {:.2e}), {} rows against the f64 oracle{}{}\n",
         verdict.max_abs_error,
         verdict.tolerance,
         verdict.dense_error,
         verdict.rows,
+        match verdict.unproved {
+            0 => String::new(),
+            rows => format!("; {rows} of them prove nothing (tied logits)"),
+        },
         if verdict.failure.is_some() { ": WRONG" } else { "" }
     )
 }
