@@ -177,24 +177,17 @@ fn ring(oracle: &Oracle<'_>, dtype: Dtype, [d_o, d_lse]: [Values<'_>; 2], fault:
 /// dQ, dK, dV and dSinks.
 fn compare(actual: &Gradients, right: &Gradients, plain: &NaiveGradients) -> Vec<GradientComparison> {
     let NaiveGradients { scales, slack, .. } = plain;
-    let bias = [
-        ("dq", &actual.dq, &right.dq, &slack.dq),
-        ("dk", &actual.dk, &right.dk, &slack.dk),
-        ("dv", &actual.dv, &right.dv, &slack.dv),
-        ("d_sinks", &actual.d_sinks, &right.d_sinks, &slack.d_sinks),
-    ];
-    let of =
-        |((name, actual, right, slack), &scale): ((&'static str, &Vec<f64>, &Vec<f64>, &Vec<f64>), &f64)| {
-            let read = |index: usize| actual[index];
-            GradientComparison::new(
-                name,
-                Values::Read { dtype: Dtype::F32, len: actual.len(), read: &read },
-                right,
-                scale,
-                slack,
-            )
-        };
-    bias.into_iter().zip(scales).map(of).collect()
+    let compared = |name, actual: &[f64], right: &[f64], scale, slack: &[f64]| {
+        let read = |index: usize| actual[index];
+        let values = Values::Read { dtype: Dtype::F32, len: actual.len(), read: &read };
+        GradientComparison::new(name, values, right, scale, slack)
+    };
+    vec![
+        compared("dq", &actual.dq, &right.dq, scales[0], &slack.dq),
+        compared("dk", &actual.dk, &right.dk, scales[1], &slack.dk),
+        compared("dv", &actual.dv, &right.dv, scales[2], &slack.dv),
+        compared("d_sinks", &actual.d_sinks, &right.d_sinks, scales[3], &slack.d_sinks),
+    ]
 }
 
 fn every_fault_is_refused<E: Element>() {

@@ -34,7 +34,7 @@ impl GradientVerdict {
 
     /// Takes the other verdict too.
     pub(crate) fn join(&mut self, other: Self) {
-        if other.max_abs_error / other.tolerance > self.max_abs_error / self.tolerance {
+        if other.max_abs_error / other.tolerance >= self.max_abs_error / self.tolerance {
             (self.max_abs_error, self.tolerance) = (other.max_abs_error, other.tolerance);
         }
         self.values += other.values;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::slack::{RowSlack, beyond};
+use super::slack::{RowSlack, counted};
 use super::{Limit, SIGNAL_FRACTION, Vacuous};
 use crate::oracle::{Dtype, OracleProblem, Row, RowId, Values};
 
@@ -167,7 +167,7 @@ pub fn compare_rows<'a>(
             // 0 is the definition here and not a computed result. Any deviation means that state has leaked into the
             // row.
             let error = if sees_a_key || a == 0.0 { distance(a, e) } else { f64::INFINITY };
-            let error = beyond(error, slack.map_or(0.0, |slack| slack.o[dim]));
+            let error = beyond(error, slack.map_or(0.0, |slack| counted(slack.o[dim], 1.0)));
             comparison.note(expected.id, Some(dim), a, e, error);
             squared_error += error * error;
             if sees_a_key && proves && e.is_finite() {
@@ -176,7 +176,8 @@ pub fn compare_rows<'a>(
                 comparison.max_abs_o = comparison.max_abs_o.max(e.abs());
             }
         }
-        let error = beyond(distance(actual.lse, expected.lse), slack.map_or(0.0, |slack| slack.lse));
+        let error = distance(actual.lse, expected.lse);
+        let error = beyond(error, slack.map_or(0.0, |slack| counted(slack.lse, 1.0)));
         comparison.note(expected.id, None, actual.lse, expected.lse, error);
         if expected.lse.is_finite() {
             comparison.max_abs_lse = comparison.max_abs_lse.max(expected.lse.abs());
@@ -210,6 +211,11 @@ pub(super) fn distance(actual: f64, expected: f64) -> f64 {
     } else {
         f64::INFINITY
     }
+}
+
+/// The part of an error that the slack does not explain.
+pub(super) fn beyond(error: f64, slack: f64) -> f64 {
+    (error - slack).max(0.0)
 }
 
 impl Comparison {

@@ -21,6 +21,9 @@
 //! large dS in dK, is then off by u of itself, and by another u when it is stored. On one device these roundings may happen to
 //! cancel, so `E_dense` does not always hold them.
 //!
+//! Every error is the part beyond the slack of its element: how far a right gradient may be off because f32 rounds the logits. Where the limit of
+//! a gradient would be a large part of it because nearly all of every sum cancels, the error is compared with the numbers that cancel.
+//!
 //! Two things differ from the output's rule. The addition is relative to the gradient, because dK and dV grow with the
 //! number of queries that see a key: a fixed addition would hide sums in a 16-bit type. And the factor is 3: an element
 //! of dK sums as many products as there are queries, with signs, so that its largest error depends more on the order. Gradients
@@ -30,9 +33,9 @@ use std::fmt;
 
 use super::SIGNAL_FRACTION;
 use super::additive;
-use super::comparison::distance;
+use super::comparison::{beyond, distance};
 use super::naive::{Normaliser, naive_f32_row};
-use super::slack::{beyond, gradient_slack};
+use super::slack::{counted, gradient_slack};
 use crate::oracle::{Dtype, Gradients, Oracle, OracleError, RowId, Tensor4, Values};
 
 /// The distance between a gradient and the oracle's.
@@ -84,6 +87,7 @@ impl GradientComparison {
         let (mut squared_error, mut squared_signal, mut signals) = (0.0, 0.0, 0_usize);
         for (index, (&right, &slack)) in expected.iter().zip(slack).enumerate() {
             let value = actual.get(index);
+            let slack = counted(slack, scale);
             let error = beyond(distance(value, right), slack);
             comparison.mismatched_nonfinite += usize::from(error.is_infinite());
             if error > comparison.max_abs_error {

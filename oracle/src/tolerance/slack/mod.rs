@@ -20,8 +20,9 @@
 //! # In a comparison
 //!
 //! Every element has its own slack, and only what an error exceeds it by counts. A few rows with ties loosen no limit of the other
-//! rows. The slack is nothing where logits are of order one: some 1e-7 of the values.
+//! rows. A slack below 2e-6, as where logits are of order one, does not count: the limits add 1e-6 to every error.
 
+use super::additive;
 use crate::oracle::{Dtype, Gradients, Oracle, OracleError, RowId, Tensor4, Values};
 
 /// The slack of one row.
@@ -38,21 +39,21 @@ pub fn row_slacks(oracle: &Oracle<'_>, ids: &[RowId]) -> Vec<RowSlack> {
     ids.iter().map(|&id| row_slack(oracle, id)).collect()
 }
 
-/// The error beyond the slack. Where the slack is not a number there is none.
-pub(super) fn beyond(error: f64, slack: f64) -> f64 {
-    if slack.is_finite() { (error - slack).max(0.0) } else { error }
+/// The slack that counts. What the limits add to every error, `a` times `size`, covers a small one: a right result is off by less than
+/// half its slack, except where a tie decides it. A slack that is not a number is none.
+pub(super) fn counted(slack: f64, size: f64) -> f64 {
+    if slack.is_finite() && slack > 2.0 * additive(Dtype::F32) * size { slack } else { 0.0 }
 }
 
 fn row_slack(oracle: &Oracle<'_>, id: RowId) -> RowSlack {
-    let dim = oracle.problem().head_dim;
     let weights = Weights::of(oracle, id);
     let mut reader = Reader::new(oracle, id);
     let o = weights.output(&mut reader);
     let mut squares: Vec<f64> = o.iter().map(|o| (weights.sink.off * o).powi(2)).collect();
     for weight in weights.keys.iter().filter(|weight| weight.off > 0.0) {
         let v = reader.value(weight.key);
-        for d in 0..dim {
-            squares[d] += (weight.off * (v[d] - o[d])).powi(2);
+        for ((square, v), o) in squares.iter_mut().zip(v).zip(&o) {
+            *square += (weight.off * (v - o)).powi(2);
         }
     }
     RowSlack { o: squares.into_iter().map(of_squares).collect(), lse: weights.lse_off }
@@ -125,16 +126,20 @@ fn add_row(oracle: &Oracle<'_>, id: RowId, grad: &[f64], d_lse: f64, squares: &m
         let ds_off = problem.scale.abs() * (dx_off * (slope + slope_off) + of_slope);
         let kv_at = ((id.batch * problem.kv_len + key) * problem.kv_heads + problem.kv_head(id.head)) * dim;
         let k = reader.key(key);
-        for d in 0..dim {
-            squares.dq[dq_at + d] += (ds_own * k[d]).powi(2);
-            in_step[d] += problem.scale * p * slope * k[d];
-            squares.dk[kv_at + d] += (ds_off * query[d]).powi(2);
-            squares.dv[kv_at + d] += (off * grad[d]).powi(2);
+        let step = problem.scale * p * slope;
+        let dq = &mut squares.dq[dq_at..][..dim];
+        for ((dq, in_step), k) in dq.iter_mut().zip(&mut in_step).zip(k) {
+            *dq += (ds_own * k).powi(2);
+            *in_step += step * k;
         }
+        add_squares(&mut squares.dk[kv_at..][..dim], ds_off, &query);
+        add_squares(&mut squares.dv[kv_at..][..dim], off, grad);
     }
-    for d in 0..dim {
-        squares.dq[dq_at + d] += (in_step[d] * delta_off).powi(2);
-    }
+    add_squares(&mut squares.dq[dq_at..][..dim], delta_off, &in_step);
+}
+
+fn add_squares(sums: &mut [f64], factor: f64, vector: &[f64]) {
+    sums.iter_mut().zip(vector).for_each(|(sum, number)| *sum += (factor * number).powi(2));
 }
 
 /// One weight of a row.
@@ -186,10 +191,9 @@ impl Weights {
         let sink_logit = problem.sinks.get(id.head).map(|&x| Logit { x, off: 0.0 });
         logits.extend(sink_logit);
         // NaN and infinite logits are held to the oracle's result without any slack.
-        if logits
-            .iter()
-            .any(|logit| !(logit.x < f64::INFINITY) || !logit.off.is_finite() && logit.x.is_finite())
-        {
+        let defined =
+            |logit: &Logit| logit.x == f64::NEG_INFINITY || logit.x.is_finite() && logit.off.is_finite();
+        if !logits.iter().all(defined) {
             return Self { keys: Vec::new(), sink, lse: f64::NAN, lse_off: 0.0 };
         }
         logits.iter_mut().filter(|logit| logit.x == f64::NEG_INFINITY).for_each(|logit| logit.off = 0.0);
@@ -201,7 +205,7 @@ impl Weights {
             weight.p = (x - right.lse()).exp();
             let high = share(x + off, least.without(x - off));
             let low = share(x - off, most.without(x + off));
-            weight.off = if off.is_finite() { (high - weight.p).max(weight.p - low).max(0.0) } else { 0.0 };
+            weight.off = (high - weight.p).max(weight.p - low).max(0.0);
         }
         Self { keys, sink, lse: right.lse(), lse_off }
     }
