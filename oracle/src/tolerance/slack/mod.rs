@@ -4,7 +4,7 @@
 //!
 //! A sum of products in f32 is off by the rounding of each partial sum, at most u = 2⁻²⁴ of it. These roundings are spread evenly
 //! around 0, so with the partial sums `S` and the products `p` the standard deviation of their sum is at most
-//! `σ = u · √((Σ S² + Σ p²) / 3)`. The partial sums depend on the order. Taken are those of the ascending order, and the mean over all
+//! `σ = u · √((Σ S² + Σ p²) / 3)`. The partial sums depend on the order. Taken are those of the ascending order plus the mean over all
 //! orders: of d products with the sum X, `Σ S²` is `d/3 · X² + d/6 · Σ p²` on average. The multiplication by the scale, before or after the
 //! sum, counts as one rounding of each product and of the sum. A logit is off by less than `δ = 3 σ`; a softcap and a bias add the roundings
 //! of their own results. An addition of a number whose rounding is larger than the other number is off by that number at most: so a
@@ -13,9 +13,10 @@
 //! # The error of a result
 //!
 //! The bound of a weight P is exact for any δ. It is largest where its own logit is δ more and all others are δ less, and smallest where it is the
-//! reverse. So a row with one weight of 1 has no slack, whatever the size of its logits, and a row whose first two
-//! logits tie has all of it. From there the errors are carried through the sums of the definition. The errors of different
-//! keys and rows are independent, so a sum has the root of the sum of the squares of its terms' bounds, twice that for safety.
+//! reverse. So a row with one weight of 1 has no slack, whatever the size of its logits, and a tie whose δ is above 1 leaves the output open
+//! between the values that tie. From there the errors are carried through the sums of the definition. The errors of different
+//! keys and rows are independent, so a sum has √2 times the root of the sum of the squares of its terms' bounds. For two keys that tie
+//! this is half the distance of their values, the most that it can be off.
 //!
 //! # In a comparison
 //!
