@@ -14,6 +14,8 @@ use crate::tolerance::{
 enum Fault {
     /// A query sees one key more than causality allows.
     MaskOffByOne,
+    /// A query that sees several keys does not see the last of them.
+    OneKeyLess,
     /// A sum under an older maximum is not rescaled to the new maximum.
     MissingRescale,
     /// One block of keys never arrives.
@@ -30,8 +32,9 @@ enum Fault {
     NotNormalised,
 }
 
-const FAULTS: [Fault; 8] = [
+const FAULTS: [Fault; 9] = [
     Fault::MaskOffByOne,
+    Fault::OneKeyLess,
     Fault::MissingRescale,
     Fault::DroppedBlock,
     Fault::RepeatedBlock,
@@ -64,7 +67,8 @@ fn blockwise(oracle: &Oracle<'_>, dtype: Dtype, fault: Option<Fault>) -> Vec<Row
         for block in blocks {
             for key in block * BLOCK..((block + 1) * BLOCK).min(problem.kv_len) {
                 let extra = fault == Some(Fault::MaskOffByOne) && key == id.row + 1;
-                if !problem.sees(id.batch, id.row, key) && !extra {
+                let less = fault == Some(Fault::OneKeyLess) && key == id.row && key > 0;
+                if !problem.sees(id.batch, id.row, key) && !extra || less {
                     continue;
                 }
                 k.read_vector(id.batch, key, kv_head, &mut vector);

@@ -72,7 +72,7 @@ impl Oracle<'_> {
         let (mut q, mut grad, mut vector) = (vec![0.0; dim], vec![0.0; dim], vec![0.0; dim]);
         self.q.read_vector(id.batch, id.row, id.head, &mut q);
         d_o.read_vector(id.batch, id.row, id.head, &mut grad);
-        let (o, lse) = self.row(id.batch, id.row, id.head);
+        let (o, [max, total]) = self.normalised(id);
         let seen = self.seen(id, &q);
         let sink = problem.sinks.get(id.head).copied();
         let all_hidden = seen.iter().all(|seen| seen.x == f64::NEG_INFINITY);
@@ -81,11 +81,11 @@ impl Oracle<'_> {
         }
         let delta = dot(&grad, &o) - d_lse;
         if let Some(sink) = sink {
-            sum.d_sinks[id.head] -= (sink - lse).exp() * delta;
+            sum.d_sinks[id.head] -= (sink - max).exp() / total * delta;
         }
         let dq_at = problem.o_index(id);
         for Seen { key, x, slope } in seen {
-            let p = (x - lse).exp();
+            let p = (x - max).exp() / total;
             self.v.read_vector(id.batch, key, kv_head, &mut vector);
             let dx = p * (dot(&grad, &vector) - delta);
             if let Some(index) = self.bias_index(id, key) {

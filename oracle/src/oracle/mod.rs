@@ -238,6 +238,12 @@ impl<'a> Oracle<'a> {
 
     /// Output vector `[head_dim]` and log-sum-exp of one row. Panics outside the problem.
     pub fn row(&self, batch: usize, row: usize, head: usize) -> (Vec<f64>, f64) {
+        let (o, [max, sum]) = self.normalised(RowId { batch, row, head });
+        (o, max + sum.ln())
+    }
+
+    /// Output vector of one row, the largest of its logits, and the sum of its exponentials relative to that.
+    fn normalised(&self, RowId { batch, row, head }: RowId) -> (Vec<f64>, [f64; 2]) {
         let problem = self.problem;
         let kv_head = problem.kv_head(head);
         let mut q = vec![0.0; problem.head_dim];
@@ -256,7 +262,7 @@ impl<'a> Oracle<'a> {
         }
         let sink = problem.sinks.get(head).copied();
         if scores.is_empty() {
-            return (o, sink.unwrap_or(f64::NEG_INFINITY));
+            return (o, [sink.unwrap_or(f64::NEG_INFINITY), 1.0]);
         }
 
         // `f64::max` ignores NaN. The exponential below is NaN again.
@@ -270,20 +276,17 @@ impl<'a> Oracle<'a> {
                 *o += weight * v;
             }
         }
-        for o in &mut o {
-            *o /= sum;
-        }
-        (o, max + sum.ln())
+        o.iter_mut().for_each(|o| *o /= sum);
+        (o, [max, sum])
     }
 
     /// The chosen rows, in the order given.
     pub fn rows(&self, ids: &[RowId]) -> Vec<Row> {
-        ids.iter()
-            .map(|&id| {
-                let (o, lse) = self.row(id.batch, id.row, id.head);
-                Row { id, o, lse }
-            })
-            .collect()
+        let row = |&id: &RowId| {
+            let (o, [max, sum]) = self.normalised(id);
+            Row { id, o, lse: max + sum.ln() }
+        };
+        ids.iter().map(row).collect()
     }
 
     /// All rows, in the order of [`OracleProblem::row_ids`].

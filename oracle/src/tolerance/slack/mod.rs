@@ -92,7 +92,7 @@ pub(super) fn gradient_slack(
 fn add_row(oracle: &Oracle<'_>, id: RowId, grad: &[f64], d_lse: f64, squares: &mut Gradients) {
     let problem = oracle.problem();
     let dim = problem.head_dim;
-    let mut weights = Weights::of(oracle, id);
+    let weights = Weights::of(oracle, id);
     let mut reader = Reader::new(oracle, id);
     let query = reader.query();
     let o = weights.output(&mut reader);
@@ -103,7 +103,6 @@ fn add_row(oracle: &Oracle<'_>, id: RowId, grad: &[f64], d_lse: f64, squares: &m
     let terms = weights.keys.iter().zip(&grad_dot_v).map(|(weight, dp)| weight.off * (dp - grad_dot_o));
     let delta_off =
         of_squares(terms.map(|term| term.powi(2)).sum::<f64>() + (weights.sink.off * grad_dot_o).powi(2));
-    weights.round_lse();
     if let Some(sum) = squares.d_sinks.get_mut(id.head) {
         let Weight { p, off, .. } = weights.sink;
         *sum += (off * (delta.abs() + delta_off) + p * delta_off).powi(2);
@@ -159,7 +158,6 @@ struct Weights {
     keys: Vec<Weight>,
     /// That of the sink; 0 without one.
     sink: Weight,
-    lse: f64,
     lse_off: f64,
 }
 
@@ -195,7 +193,7 @@ impl Weights {
         let defined =
             |logit: &Logit| logit.x == f64::NEG_INFINITY || logit.x.is_finite() && logit.off.is_finite();
         if !logits.iter().all(defined) {
-            return Self { keys: Vec::new(), sink, lse: f64::NAN, lse_off: 0.0 };
+            return Self { keys: Vec::new(), sink, lse_off: 0.0 };
         }
         logits.iter_mut().filter(|logit| logit.x == f64::NEG_INFINITY).for_each(|logit| logit.off = 0.0);
         let sum = |sign: f64| Sum::of(logits.iter().map(|logit| logit.x + sign * logit.off));
@@ -203,12 +201,12 @@ impl Weights {
         let lse_off = (most.lse() - right.lse()).max(right.lse() - least.lse()).max(0.0);
         let weights = keys.iter_mut().chain(problem.sinks.get(id.head).map(|_| &mut sink));
         for (weight, &Logit { x, off }) in weights.zip(&logits) {
-            weight.p = (x - right.lse()).exp();
-            let high = share(x + off, least.without(x - off));
-            let low = share(x - off, most.without(x + off));
+            weight.p = (x - right.max).exp() / right.sum;
+            let high = share(x + off, &least.without(x - off));
+            let low = share(x - off, &most.without(x + off));
             weight.off = (high - weight.p).max(weight.p - low).max(0.0);
         }
-        Self { keys, sink, lse: right.lse(), lse_off }
+        Self { keys, sink, lse_off }
     }
 
     /// The output vector.
@@ -218,17 +216,6 @@ impl Weights {
             o.iter_mut().zip(reader.value(weight.key)).for_each(|(o, v)| *o += weight.p * v);
         }
         o
-    }
-
-    /// Allows for weights e^(x − lse), with lse rounded to f32. Where one weight is 1, lse is its logit and has no error.
-    fn round_lse(&mut self) {
-        let most = self.keys.iter().chain([&self.sink]).map(|weight| weight.p).fold(0.0, f64::max);
-        if 1.0 - most > U / 2.0 {
-            let factor = (U * self.lse.abs()).exp_m1();
-            for weight in self.keys.iter_mut().chain([&mut self.sink]) {
-                weight.off = (weight.off + weight.p * factor).min(1.0);
-            }
-        }
     }
 }
 
@@ -249,15 +236,17 @@ impl Sum {
         self.max + self.sum.ln()
     }
 
-    /// The logarithm without one of the exponentials.
-    fn without(&self, logit: f64) -> f64 {
-        self.max + (self.sum - (logit - self.max).exp()).max(0.0).ln()
+    /// Without one of the exponentials.
+    fn without(&self, logit: f64) -> Self {
+        Self { max: self.max, sum: (self.sum - (logit - self.max).exp()).max(0.0) }
     }
 }
 
 /// The weight of a logit beside others.
-fn share(x: f64, others: f64) -> f64 {
-    1.0 / (1.0 + (others - x).exp())
+fn share(x: f64, others: &Sum) -> f64 {
+    let max = x.max(others.max);
+    let own = (x - max).exp();
+    own / (own + others.sum * (others.max - max).exp())
 }
 
 /// `scale · (a · b)`, and how far it is off in f32.
