@@ -4,7 +4,7 @@ use crate::common::run_set;
 use kyklos::backend::Device;
 use kyklos::{Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
 use kyklos_backend_suite::Prepared;
-use kyklos_oracle::inputs::{Case, CaseBias, TensorId, normal};
+use kyklos_oracle::inputs::{Case, CaseBias, Poison, TensorId, normal};
 use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleSlice, OracleTerm};
 use kyklos_oracle::tolerance::{Cause, Failure};
 use kyklos_transport::in_process_group;
@@ -66,7 +66,7 @@ pub(crate) fn case(
         q_heads,
         kv_heads,
         head_dim,
-        scale: [1.0, 1.0, 1e-6, 1e5][(seed / 13 % 4) as usize] / (head_dim as f64).sqrt(),
+        scale: [1.0, 1.0, 1e-30, 1e-3, 1e5, 1e30][(seed / 13 % 6) as usize] / (head_dim as f64).sqrt(),
         softcap: None,
         mask: mask(terms, batch, kv_len),
         q_offset,
@@ -81,9 +81,23 @@ pub(crate) fn case(
         batch: if seed.is_multiple_of(5) { 1 } else { batch },
         heads: if seed % 7 < 4 { 1 } else { q_heads },
         shared_rows: seed % 4 < 2,
-        stand_in: false,
+        stand_in: (seed / 7).is_multiple_of(3),
     });
     Case { name: "a random world", seed, problem, poison: Vec::new(), bias }
+}
+
+/// In some cases an element that only the rows that see its key may read.
+fn poison(problem: &OracleProblem, seed: u64) -> Vec<Poison> {
+    let drawn = |divisor: u64, extent: usize| (seed / divisor % extent as u64) as usize;
+    let poison = Poison {
+        tensor: [TensorId::K, TensorId::V][drawn(19, 2)],
+        batch: drawn(23, problem.batch),
+        token: drawn(29, problem.kv_len),
+        kv_head: drawn(31, problem.kv_heads),
+        dim: drawn(37, problem.head_dim),
+        value: [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][drawn(41, 3)],
+    };
+    if seed % 17 < 5 { vec![poison] } else { Vec::new() }
 }
 
 proptest! {
@@ -97,7 +111,9 @@ proptest! {
         terms in masks(),
         (offset, weights, seed) in (0u64..20, prop::collection::vec(0u8..4, 9), any::<u64>()),
     ) {
-        let prepared = Prepared::new(case([batch, q_len, seq, kv_heads, group, dim], &terms, offset, seed), dtype);
+        let mut case = case([batch, q_len, seq, kv_heads, group, dim], &terms, offset, seed);
+        case.poison = poison(&case.problem, seed);
+        let prepared = Prepared::new(case, dtype);
         let mesh = Mesh::new(ulysses.min((kv_heads * group) as u32), ring).unwrap();
         let mut weights: Vec<f64> = weights[..mesh.size() as usize].iter().map(|weight| f64::from(*weight)).collect();
         weights[0] += 1.0;

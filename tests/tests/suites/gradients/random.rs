@@ -52,8 +52,8 @@ impl RandomCall {
         case.problem.softcap = (self.seed % 5 == 2).then_some(1.5);
         case.seed = self.seed / 2;
         if self.dtype == Dtype::F16 {
-            // The smallest normal number of f16 is 6e-5, and dQ has the size of the scale.
-            case.problem.scale = case.problem.scale.max(1e-2);
+            // f16 has normal numbers from 6e-5 to 65,504, and dQ has the size of the scale.
+            case.problem.scale = case.problem.scale.clamp(1e-2, 1e5);
         }
         GradientCase::new(case, self.dtype)
     }
