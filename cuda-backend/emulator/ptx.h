@@ -54,7 +54,7 @@ inline float log_natural(float x) { return std::log(x); }
 inline float tanh_exact(float x) { return std::tanh(x); }
 inline float fused(float x, float y, float z) { return std::fma(x, y, z); }
 inline float product(float x, float y) { return x * y; }
-inline float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
+inline float at_most(float x, float most) { return x > most ? most : x; }
 inline float larger(float x, float y) { return std::fmax(x, y); }
 inline float magnitude(float x) { return std::fabs(x); }
 inline u32 bits_of(float x) {

@@ -98,7 +98,7 @@ struct BackwardArguments {
     // are not used.
     AttendArguments attend;
     Tensor d_o;              // as q
-    Tensor stats;            // f32 [batch, rows, heads, 2]: log-sum-exp, delta
+    Tensor stats;            // f32 [batch, rows, heads, 4]: log-sum-exp, e^-rest, delta, rest
     Tensor d_kv;             // f32 [batch, keys, KV heads, dim]: the strides of dk and dv; data is not used
     Tensor bias_sum;         // f32 [batch, rows, heads, positions]: the strides of d_bias, 0 where shared; data is not used
     float *d_bias;           // or null
@@ -124,7 +124,7 @@ struct StateArguments {
     const float *from_a, *from_ml;  // merge: the other state
     const float *sinks;             // finalize: [heads], or null without sinks
     void *o;                        // finalize: [batch, rows, heads, dim]
-    float *lse;                     // finalize: [batch, rows, heads]
+    float *lse;                     // finalize: [batch, rows, heads, 2], the sum of two numbers
     u32 batch, rows, heads, dim;
 };
 
@@ -138,8 +138,8 @@ struct PartsArguments {
 // Log-sum-exp and delta of rows, for the backward pass. Grid: (⌈rows / 8⌉), one warp for each row of a head.
 struct RowStatsArguments {
     const void *o, *d_o;       // [rows, dim]
-    const float *lse, *d_lse;  // [rows]; d_lse: null where it is 0
-    float *stats;              // [rows, 2]
+    const float *lse, *d_lse;  // [rows, 2] and [rows]; d_lse: null where it is 0
+    float *stats;              // [rows, 4]
     u64 rows;                  // rows of all heads and batch entries
     u32 dim, reserved;
 };

@@ -12,24 +12,36 @@
 // Query rows and keys of a tile of the work lists. A block may have fewer.
 static constexpr u32 BACKWARD_TILE = 64;
 
-// P of a logit, times 2^`lift`. Rounded, a logit may be above the log-sum-exp: P is at most 1.
-DEVICE float share(float logit, float lse, float lift = 0.0f) {
-    return exp2_fast(fused(at_most_zero(logit - lse), LOG2_E, lift));
+// P and dS are multiplied by 2^LIFT before they are rounded. P is at most 1. With many keys it would be subnormal in f16.
+template <typename T> struct Lift {
+    static constexpr float EXPONENT = 0.0f, BACK = 1.0f;
+    static constexpr bool NARROW = false;
+};
+template <> struct Lift<F16> {
+    static constexpr float EXPONENT = 12.0f, BACK = 1.0f / 4096.0f;
+    static constexpr bool NARROW = true;
+};
+
+// P of a logit, times 2^LIFT. Rounded, a logit may be above the log-sum-exp: P is at most 1. `lift` is that of the row.
+template <typename T> DEVICE float share(float logit, float lse, float lift) {
+    return exp2_fast(at_most(fused(logit - lse, LOG2_E, lift), Lift<T>::EXPONENT));
 }
 
 // What a pair needs of its row.
-struct RowNumbers {
-    float lse, delta;
+template <typename T> struct RowNumbers {
+    // The log-sum-exp is lse and a rest, which is the last term of the exponent together with LIFT: logit - lse has no bits for it.
+    float lse, lift, delta;
     RowSpan span;
 
     // Of a row behind the last, and of one without visible keys: no pair counts, and the weight of a finite logit is 0.
-    DEVICE RowNumbers() : lse(INFINITE), delta(0.0f), span{0, 0} {}
+    DEVICE RowNumbers() : lse(INFINITE), lift(Lift<T>::EXPONENT), delta(0.0f), span{0, 0} {}
     DEVICE RowNumbers(const BackwardArguments &args, u32 batch, u32 mask_class, TileRow at) : RowNumbers() {
         if (at.row >= args.attend.rows) return;
         const float *stats = head_of<float>(args.stats, batch, at.head) + at.row * args.stats.row_stride;
         if (stats[0] == -EMPTY_M) return;
         lse = stats[0];
-        delta = stats[1];
+        lift = fused(-stats[3], LOG2_E, Lift<T>::EXPONENT);
+        delta = stats[2];
         span = args.attend.spans[u64(mask_class) * args.attend.rows + at.row];
     }
 };

@@ -50,12 +50,12 @@ template <typename T, int DIM> struct BackwardBias : KeyTiles<T, DIM, bias_rows(
                 UNROLL for (int column = 0; column < 2; column++) {
                     const u32 n = 8 * group + lane % 4 * 2 + column;
                     const auto number = [&](int which) { return Base::number(q_from, which, n); };
-                    const float lse = float_of(number(0)), delta = float_of(number(1));
-                    const RowSpan span{number(2), number(3)};
+                    const float lse = float_of(number(0)), lift = float_of(number(1)), delta = float_of(number(2));
+                    const RowSpan span{number(3), number(4)};
                     UNROLL for (int half = 0; half < 2; half++) {
                         const int i = 2 * half + column;
                         const float add = term<T>(attend, at.batch, {first_row + n, at.head}, span, positions[half]);
-                        this->template weigh<true>(p[group][i], d[group][i], lse, delta, add);
+                        this->template weigh<true>(p[group][i], d[group][i], lse, lift, delta, add);
                         const float value = d[group][i] * Lift<T>::BACK;
                         sums[half] += value;
                         if (shared || add == -INFINITE) continue;

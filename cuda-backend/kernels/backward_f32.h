@@ -17,7 +17,7 @@ struct BackwardF32 {
 
     // All rows have `dim` elements. The logit has exactly the rounding of the forward pass: P is relative to a log-sum-exp of
     // such logits.
-    DEVICE static Pair pair(const BackwardArguments &args, u32 batch, TileRow at, const RowNumbers &row, const float *q,
+    DEVICE static Pair pair(const BackwardArguments &args, u32 batch, TileRow at, const RowNumbers<F32> &row, const float *q,
                             const float *d_o, const float *k, const float *v, u32 position) {
         const AttendArguments &attend = args.attend;
         const float add = term<F32>(attend, batch, at, row.span, position);
@@ -25,7 +25,7 @@ struct BackwardF32 {
         const float x = product(AttentionF32::dot(attend.dim, q, k), attend.scale);
         const float bent = attend.cap != 0.0f ? tanh_exact(x) : 0.0f;
         const float logit = (attend.cap != 0.0f ? product(attend.cap, bent) : x) + add;
-        const float p = share(logit, row.lse);
+        const float p = share<F32>(logit, row.lse, row.lift);
         const float dp = AttentionF32::dot(attend.dim, d_o, v);
         const float of_bias = p * (dp - row.delta);
         return {p, of_bias * fused(-bent, bent, 1.0f), of_bias, true};
@@ -39,7 +39,7 @@ struct BackwardF32 {
         const Place at(attend, first / BACKWARD_TILE, attend.first_head + block_y(), attend.first_batch + block_z());
         const TileRow here{first + thread_x() / 32, at.head};
         if (here.row >= attend.rows) return;
-        const RowNumbers row(args, at.batch, at.mask_class, here);
+        const RowNumbers<F32> row(args, at.batch, at.mask_class, here);
         const float *q = head_of<float>(attend.q, at.batch, here.head) + here.row * attend.q.row_stride;
         const float *d_o = head_of<float>(args.d_o, at.batch, here.head) + here.row * args.d_o.row_stride;
         const float *k = head_of<float>(attend.k, at.batch, at.kv_head);
@@ -82,7 +82,7 @@ struct BackwardF32 {
             Tiles tiles = tiles_of(attend, at.mask_class, at.first / BACKWARD_TILE);
             for (; !tiles.done(); tiles.advance()) {
                 const u32 first_row = tiles.tile() * MOVING, row = first_row + lane;
-                const RowNumbers numbers(args, at.batch, at.mask_class, {row, head});
+                const RowNumbers<F32> numbers(args, at.batch, at.mask_class, {row, head});
                 const Pair mine = pair(args, at.batch, {row, head}, numbers, q + row * attend.q.row_stride,
                                        d_o + row * args.d_o.row_stride, k, v, position);
                 const u32 seen = vote(mine.seen);
@@ -127,7 +127,7 @@ struct BackwardF32 {
         Tiles tiles = tiles_of(attend, at.mask_class, at.first / BACKWARD_TILE);
         for (; !tiles.done(); tiles.advance()) {
             const u32 row = tiles.tile() * MOVING + lane;
-            const RowNumbers numbers(args, at.batch, at.mask_class, {row, at.head});
+            const RowNumbers<F32> numbers(args, at.batch, at.mask_class, {row, at.head});
             const Pair mine = pair(args, at.batch, {row, at.head}, numbers, q + row * attend.q.row_stride,
                                    d_o + row * args.d_o.row_stride, k, v, position);
             sum += mine.of_bias;

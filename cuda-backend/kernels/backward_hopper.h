@@ -149,8 +149,8 @@ template <typename T, int DIM, u32 NUMBERS_, int HELD> struct HopperBackward : B
 };
 
 // dK and dV: a block has keys and iterates over the query heads that read them, and over their rows.
-template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 4, DIM == 64 ? 2 : 0> {
-    using Base = HopperBackward<T, DIM, 4, DIM == 64 ? 2 : 0>;
+template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 5, DIM == 64 ? 2 : 0> {
+    using Base = HopperBackward<T, DIM, 5, DIM == 64 ? 2 : 0>;
     using typename Base::Held;
     using typename Base::Mine;
     using typename Base::Packed;
@@ -175,10 +175,10 @@ template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 4, DIM
         const u32 n = writer * 32 + lane;
         for (u32 step = 0; !tiles.done(); tiles.advance(), step++) {
             const u32 stage = Base::stage_of(step);
-            const RowNumbers row(args, at.batch, at.mask_class, {tiles.now.tile() * ROWS + n, tiles.head});
+            const RowNumbers<T> row(args, at.batch, at.mask_class, {tiles.now.tile() * ROWS + n, tiles.head});
             phase_wait(Base::empty(stage), Base::parity_of(step) ^ 1);
-            const u32 words[4] = {bits_of(row.lse), bits_of(row.delta), row.span.lo, row.span.hi};
-            UNROLL for (u32 i = 0; i < 4; i++) store_shared(number_at(stage, i, n), words[i]);
+            const u32 words[5] = {bits_of(row.lse), bits_of(row.lift), bits_of(row.delta), row.span.lo, row.span.hi};
+            UNROLL for (u32 i = 0; i < 5; i++) store_shared(number_at(stage, i, n), words[i]);
             const bool edge = !tiles.now.full() || (tiles.now.tile() + 1) * ROWS > attend.rows;
             const u32 kind = (edge ? EDGE : 0) | (vote(row.span.lo >= row.span.hi) ? BLIND : 0) | (this->bent ? BENT : 0);
             if (lane == 0) store_shared(kind_at(stage, writer), kind);
@@ -188,7 +188,7 @@ template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 4, DIM
 
     // Whether row `n` of a stage sees a key position.
     DEVICE static bool sees(u32 stage, u32 n, u32 position) {
-        return position >= load_shared(number_at(stage, 2, n)) && position < load_shared(number_at(stage, 3, n));
+        return position >= load_shared(number_at(stage, 3, n)) && position < load_shared(number_at(stage, 4, n));
     }
 
     // S becomes P and dP becomes dS.
@@ -197,15 +197,16 @@ template <typename T, int DIM> struct HopperKeys : HopperBackward<T, DIM, 4, DIM
         const u32 positions[2] = {TESTED ? position_of(attend, first_key) : 0, TESTED ? position_of(attend, first_key + 8) : 0};
         UNROLL for (int group = 0; group < int(ROWS / 8); group++) {
             const u32 n = 8 * group + lane % 4 * 2;
-            u32 lse[2], delta[2];
+            u32 lse[2], lift[2], delta[2];
             load_shared(lse, number_at(stage, 0, n));
-            load_shared(delta, number_at(stage, 1, n));
+            load_shared(lift, number_at(stage, 1, n));
+            load_shared(delta, number_at(stage, 2, n));
             UNROLL for (int column = 0; column < 2; column++)
                 UNROLL for (int half = 0; half < 2; half++) {
                     const int i = 2 * half + column;
                     const float add = TESTED && !sees(stage, n + column, positions[half]) ? -INFINITE : 0.0f;
-                    this->template weigh_as<false>(IS_BENT, p[group][i], ds[group][i],
-                                                   float_of(lse[column]), float_of(delta[column]), add);
+                    this->template weigh_as<false>(IS_BENT, p[group][i], ds[group][i], float_of(lse[column]),
+                                                   float_of(lift[column]), float_of(delta[column]), add);
                 }
         }
     }
@@ -306,13 +307,13 @@ template <typename T, int DIM> struct HopperQueries : HopperBackward<T, DIM, 0, 
 
     DEVICE explicit HopperQueries(const HopperBackwardArguments &more) : Base(more) {}
 
-    DEVICE static bool sees(const RowNumbers &row, u32 position) {
+    DEVICE static bool sees(const RowNumbers<T> &row, u32 position) {
         return position >= row.span.lo && position < row.span.hi;
     }
 
     // S becomes P and dP becomes dS.
     template <bool TESTED, bool IS_BENT>
-    DEVICE void weigh_tile(Products &p, Products &ds, const RowNumbers (&rows)[2], u32 first_key) const {
+    DEVICE void weigh_tile(Products &p, Products &ds, const RowNumbers<T> (&rows)[2], u32 first_key) const {
         UNROLL for (int group = 0; group < int(KEYS / 8); group++)
             UNROLL for (int column = 0; column < 2; column++) {
                 const u32 position = TESTED ? position_of(attend, first_key + 8 * group + lane % 4 * 2 + column) : 0;
@@ -320,7 +321,7 @@ template <typename T, int DIM> struct HopperQueries : HopperBackward<T, DIM, 0, 
                     const int i = 2 * half + column;
                     const float add = TESTED && !sees(rows[half], position) ? -INFINITE : 0.0f;
                     this->template weigh_as<false>(IS_BENT, p[group][i], ds[group][i],
-                                                   rows[half].lse, rows[half].delta, add);
+                                                   rows[half].lse, rows[half].lift, rows[half].delta, add);
                 }
             }
     }
@@ -328,10 +329,10 @@ template <typename T, int DIM> struct HopperQueries : HopperBackward<T, DIM, 0, 
     // A consumer, one warpgroup: sums for 64 query rows.
     DEVICE void consume(u32 consumer, const Place &at, u32 first_row, HeadTiles tiles) const {
         TileRow rows[2];
-        RowNumbers numbers[2];
+        RowNumbers<T> numbers[2];
         UNROLL for (int half = 0; half < 2; half++) {
             rows[half] = {first_row + consumer * Base::ROWS + this->mine + lane / 4 + 8 * half, at.head};
-            numbers[half] = RowNumbers(args, at.batch, at.mask_class, rows[half]);
+            numbers[half] = RowNumbers<T>(args, at.batch, at.mask_class, rows[half]);
         }
         Sums dq;
         Products p, ds;

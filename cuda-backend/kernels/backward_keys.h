@@ -11,7 +11,7 @@ template <typename T, int DIM, int ROWS_, int WARPS> struct KeyTiles : BackwardT
     static constexpr int ROWS = ROWS_;
     static constexpr u32 MOVING_BYTES = Base::MOVING_BYTES;
     // Of a stage: q, d_o, and five numbers for each row.
-    static constexpr u32 STAGE_BYTES = 2 * MOVING_BYTES + 4 * ROWS * 4;
+    static constexpr u32 STAGE_BYTES = 2 * MOVING_BYTES + 5 * ROWS * 4;
     using Base::args;
     using Base::attend;
 
@@ -24,9 +24,9 @@ template <typename T, int DIM, int ROWS_, int WARPS> struct KeyTiles : BackwardT
         this->template copy<ROWS>(into, q, attend.q.row_stride, first_row, attend.rows);
         this->template copy<ROWS>(into + MOVING_BYTES, d_o, args.d_o.row_stride, first_row, attend.rows);
         if (thread_x() >= ROWS) return false;
-        const RowNumbers row(args, at.batch, at.mask_class, {first_row + thread_x(), tile.head});
-        const u32 words[4] = {bits_of(row.lse), bits_of(row.delta), row.span.lo, row.span.hi};
-        UNROLL for (int n = 0; n < 4; n++)
+        const RowNumbers<T> row(args, at.batch, at.mask_class, {first_row + thread_x(), tile.head});
+        const u32 words[5] = {bits_of(row.lse), bits_of(row.lift), bits_of(row.delta), row.span.lo, row.span.hi};
+        UNROLL for (int n = 0; n < 5; n++)
             store_shared(into + 2 * MOVING_BYTES + (n * ROWS + thread_x()) * 4, words[n]);
         return row.span.lo >= row.span.hi;
     }
@@ -92,7 +92,7 @@ template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, moving_row
             const bool tested = tested_in(tile) || odd;
             const auto number = [&](int which, u32 n) { return Base::number(q_from, which, n); };
             const auto term_of = [&](u32 n, int half) {
-                const RowSpan span{number(2, n), number(3, n)};
+                const RowSpan span{number(3, n), number(4, n)};
                 return term<T>(attend, at.batch, {first_row + n, tile.head}, span, positions[half]);
             };
             Products p, ds;
@@ -101,11 +101,11 @@ template <typename T, int DIM> struct BackwardKeys : KeyTiles<T, DIM, moving_row
             UNROLL for (int group = 0; group < ROWS / 8; group++)
                 UNROLL for (int column = 0; column < 2; column++) {
                     const u32 n = 8 * group + lane % 4 * 2 + column;
-                    const float lse = float_of(number(0, n)), delta = float_of(number(1, n));
+                    const float lse = float_of(number(0, n)), lift = float_of(number(1, n)), delta = float_of(number(2, n));
                     UNROLL for (int half = 0; half < 2; half++) {
                         const int i = 2 * half + column;
                         const float add = tested ? term_of(n, half) : 0.0f;
-                        this->weigh(p[group][i], ds[group][i], lse, delta, add);
+                        this->weigh(p[group][i], ds[group][i], lse, lift, delta, add);
                     }
                 }
             const auto seen = [&](u32 n, int half) { return term_of(n, half) != -INFINITE; };

@@ -10,6 +10,8 @@ template <typename T, int DIM> struct BackwardQueries : BackwardTiles<T, DIM, mo
     using typename Base::Products;
     static constexpr int FIXED = Base::FIXED, KEYS = Base::MOVING;
     static constexpr u32 FIXED_BYTES = Base::FIXED_BYTES, MOVING_BYTES = Base::MOVING_BYTES;
+    // Blocks of a multiprocessor; 0: the compiler chooses. In f16 it would spill for a third one.
+    static constexpr int BLOCKS = DIM == 96 && Lift<T>::NARROW ? 2 : 0;
     using Base::args;
     using Base::attend;
     using Base::lane;
@@ -29,10 +31,10 @@ template <typename T, int DIM> struct BackwardQueries : BackwardTiles<T, DIM, mo
         this->template copy<FIXED>(d_o_from, d_o, args.d_o.row_stride, first, attend.rows);
 
         TileRow rows[2];
-        RowNumbers numbers[2];
+        RowNumbers<T> numbers[2];
         UNROLL for (int half = 0; half < 2; half++) {
             rows[half] = {first + this->mine + lane / 4 + 8 * half, at.head};
-            numbers[half] = RowNumbers(args, at.batch, at.mask_class, rows[half]);
+            numbers[half] = RowNumbers<T>(args, at.batch, at.mask_class, rows[half]);
         }
         // Warps behind the last row only copy.
         const bool rows_here = first + this->mine < attend.rows;
@@ -67,7 +69,8 @@ template <typename T, int DIM> struct BackwardQueries : BackwardTiles<T, DIM, mo
                     UNROLL for (int half = 0; half < 2; half++) {
                         const int i = 2 * half + column;
                         const float add = tested ? term_of(half, position) : 0.0f;
-                        this->weigh(scores[n][i], ds[n][i], numbers[half].lse, numbers[half].delta, add);
+                        const RowNumbers<T> &row = numbers[half];
+                        this->weigh(scores[n][i], ds[n][i], row.lse, row.lift, row.delta, add);
                     }
                 }
             this->template fit<DIM>(ds, acc, shrink);

@@ -7,16 +7,6 @@
 #include "attend.h"
 #include "backward.h"
 
-// P and dS are multiplied by 2^LIFT before they are rounded. P is at most 1. With many keys it would be subnormal in f16.
-template <typename T> struct Lift {
-    static constexpr float EXPONENT = 0.0f, BACK = 1.0f;
-    static constexpr bool NARROW = false;
-};
-template <> struct Lift<F16> {
-    static constexpr float EXPONENT = 12.0f, BACK = 1.0f / 4096.0f;
-    static constexpr bool NARROW = true;
-};
-
 // The moving tiles of a block: for each of some query heads the same tiles.
 struct HeadTiles {
     Tiles all, now;
@@ -116,10 +106,11 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
     // A score becomes P, and dP becomes dS, or the gradient of the bias: dS without the slope of the softcap. `add` is the term of the
     // logit; -inf hides the pair: both are 0 then, whatever they are.
     template <bool OF_BIAS = false>
-    DEVICE void weigh(float &score, float &dp, float lse, float delta, float add) const {
-        weigh_as<OF_BIAS>(bent, score, dp, lse, delta, add);
+    DEVICE void weigh(float &score, float &dp, float lse, float lift, float delta, float add) const {
+        weigh_as<OF_BIAS>(bent, score, dp, lse, lift, delta, add);
     }
-    template <bool OF_BIAS> DEVICE void weigh_as(bool bent, float &score, float &dp, float lse, float delta, float add) const {
+    template <bool OF_BIAS>
+    DEVICE void weigh_as(bool bent, float &score, float &dp, float lse, float lift, float delta, float add) const {
         // With exactly the rounding of the forward pass: the log-sum-exp is one of such logits, and with |x| = 2^24 a unit in the last
         // place of x is a factor of e on P.
         float x = product(score, scale), d = dp - delta;
@@ -128,7 +119,7 @@ template <typename T, int DIM, int MOVING_, int WARPS> struct BackwardTiles {
             if (!OF_BIAS) d *= fused(-t, t, 1.0f);
             x = product(attend.cap, t);
         }
-        const float p = share(x + add, lse, Lift<T>::EXPONENT);
+        const float p = share<T>(x + add, lse, lift);
         const bool hidden = add == -INFINITE;
         score = hidden ? 0.0f : p;
         dp = hidden ? 0.0f : p * d;

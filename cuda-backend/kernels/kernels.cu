@@ -63,7 +63,8 @@ HOPPER_QUERIES_DIMS(F16, f16)
 #endif
 
 #define BACKWARD(type, name, dim) \
-    KERNEL(backward_queries_##name##_##dim, BackwardArguments, (BackwardQueries<type, dim>::THREADS)) { \
+    KERNEL(backward_queries_##name##_##dim, BackwardArguments, (BackwardQueries<type, dim>::THREADS), \
+           (BackwardQueries<type, dim>::BLOCKS)) { \
         BackwardQueries<type, dim>(args).run(); \
     } \
     KERNEL(backward_keys_##name##_##dim, BackwardArguments, (BackwardKeys<type, dim>::THREADS)) { \

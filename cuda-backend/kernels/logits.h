@@ -156,7 +156,8 @@ struct Entry {
 // The result of a row from its state, in elements of type T; that of an element is `of(a)`. `sink`: null, or the logit of a key with the
 // value 0.
 template <typename T> struct Result {
-    float lse;
+    // The log-sum-exp is lse + rest. Far from 0, m + ln l rounds to m, and lse alone has lost ln l.
+    float lse, rest;
 
     DEVICE Result(float m, float l, const float *sink) : weight(1.0f) {
         // A NaN in l is not 0 and is passed on to o and lse.
@@ -167,7 +168,9 @@ template <typename T> struct Result {
             l = l * weight + exp_fast(*sink - most);
             m = most;
         }
-        lse = l == 0.0f ? -INFINITE : m + log_natural(l);
+        const float of_sum = log_natural(l);
+        lse = l == 0.0f ? -INFINITE : m + of_sum;
+        rest = magnitude(lse) < INFINITE ? of_sum - (lse - m) : 0.0f;
         sum = l;
         factor = weight / l;
     }

@@ -181,7 +181,7 @@ template <typename T, int DIM, int KEYS, typename At> struct Rows {
             const Entry entry(top[half], sum[half], Anchor::off(top[half]), EMPTY_M, 0.0f);
             const Result<T> result(entry.m, entry.l, sinks ? sinks + rows[half].head : nullptr);
             const u64 row = (u64(at.batch) * args.rows + rows[half].row) * args.heads + rows[half].head;
-            if (lane % 4 == 0) lse[row] = result.lse;
+            if (lane % 4 == 0) pair_at(lse + row * 2) = {result.lse, result.rest};
             u32 *into = static_cast<u32 *>(o) + (row * args.dim + lane % 4 * 2) / 2;
             UNROLL for (int j = 0; j < DIM / 8; j++) {
                 const float x = acc[j][2 * half] * entry.found, y = acc[j][2 * half + 1] * entry.found;

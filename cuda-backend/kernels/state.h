@@ -17,7 +17,7 @@ struct StateRow {
         const u64 row = n / args.heads % args.rows, batch = n / args.heads / args.rows;
         a = n * args.dim;
         ml = ((batch * args.heads + head) * args.rows + row) * 2;
-        lse = n;
+        lse = n * 2;
     }
 };
 
@@ -150,5 +150,5 @@ template <typename T> DEVICE void finalize(const StateArguments &args) {
     if (!row.there) return;
     const Result<T> result(args.ml[row.ml], args.ml[row.ml + 1], args.sinks ? args.sinks + row.head : nullptr);
     for (u32 d = row.lane; d < args.dim; d += 32) store<T>(args.o, row.a + d, result.of(args.a[row.a + d]));
-    if (row.lane == 0) args.lse[row.lse] = result.lse;
+    if (row.lane == 0) pair_at(args.lse + row.lse) = {result.lse, result.rest};
 }

@@ -51,9 +51,11 @@ class Differentiable:
 
         All ranks make this call together. With PyTorch use :func:`kyklos.torch.attention`, whose ``backward()`` does.
 
-        :param o: what ``attend`` has returned, as is ``lse``.
+        :param o: what ``attend`` has returned.
+        :param lse: likewise, best with ``lse_pair=True``. Of the rounded one the weights of a row have an error of 2⁻²⁵ of it: much where
+            logits, or numbers in the place of minus infinity, are huge.
         :param d_o: ``∂L/∂o``, of the shape and the type of ``o``.
-        :param d_lse: ``∂L/∂lse``, float32 of the shape of ``lse``; without it ``L`` does not depend on ``lse``.
+        :param d_lse: ``∂L/∂lse``, float32 ``[batch, tokens, heads]`` (``"bhsd"``: ``[batch, heads, tokens]``); without it ``L`` does not depend on ``lse``.
         :param options: those of the call of ``attend``. A strategy without a backward pass is replaced by the default of its
             mesh. With ``bias_gradient=True`` the numbers in ``bias`` or ``key_bias`` get a gradient, too. Of
             ``replicated`` keys every rank gets the whole gradient, in equal bytes: if gradients of parameters are summed over the

@@ -83,7 +83,7 @@ class Group(Forming, Sharing, Differentiable):
         return json.loads(self._core.report)
 
     @in_sequence
-    def attend(self, q: Any, k: Any, v: Any, **options: Unpack[CallOptions]) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, *, lse_pair: bool = False, **options: Unpack[CallOptions]) -> tuple[Any, Any]:
         """Exact attention over the tokens of all ranks: ``softmax(scale · q kᵀ, masked) v``.
 
         ``q``, ``k`` and ``v`` are this rank's tokens: NumPy arrays, tensors of PyTorch, or anything else with DLPack, of
@@ -127,13 +127,14 @@ class Group(Forming, Sharing, Differentiable):
             checked.
         :param results: the ranks that get rows: ``"owner"``, ``"all"``, or the number of one rank, which gets all. All rows are
             those of rank 0, then those of rank 1, and so on, also with ``q_tokens``.
+        :param lse_pair: ``lse`` has a last axis of 2: two numbers whose sum it is to about 14 digits, for :meth:`backward`.
         :returns: ``o`` like ``q``, on its device, and ``lse``, the natural logarithm of the sum of exponentials, float32 ``[batch, tokens,
             heads]`` (``"bhsd"``: ``[batch, heads, tokens]``). They are arrays of the library of ``q``.
         :raises RequestError: ranks that disagree, wrong shapes or options; the same on all ranks.
         :raises GroupError: the group has ended.
         :raises DeviceError: the device failed.
         """
-        o, lse = self._core.attend(self._call(options, q, k, v), q, k, v)
+        o, lse = self._core.attend(self._call(options, q, k, v), q, k, v, lse_pair)
         return like(q, o), like(q, lse)
 
     def _call(self, options: CallOptions, *arrays: Any) -> _kyklos.Call:

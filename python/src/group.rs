@@ -65,13 +65,14 @@ impl Group {
         py: Python<'_>,
         call: &Call,
         arrays: [&Bound<'_, PyAny>; 3],
+        lse: Lse,
         run: impl FnOnce(&mut Session, &Attention, [&Tensor; 3]) -> Result<Output> + Send + 'static,
     ) -> PyResult<(Array, Array)> {
         let (inputs, returned) =
             import(call, &self.place, arrays, BiasUse::Borrowed).map_err(|error| self.refuse(py, error))?;
         let fetched = self.worker.run(py, move |session| {
             let Inputs { attention, states: [q, k, v] } = &inputs;
-            fetch(&run(session, attention, [q, k, v])?, q)
+            fetch(&run(session, attention, [q, k, v])?, q, lse)
         })?;
         self.finish(py, call, fetched, returned)
     }
@@ -90,7 +91,7 @@ impl Group {
         // Other ranks of this process may still read the arrays, and the caller may write to them from now on.
         self.worker.wait_for_loan(py, returned)?;
         self.keep_report(report);
-        Ok((o.array(call.heads_first), lse.without_last_axis().array(call.heads_first)))
+        Ok((o.array(call.heads_first), lse.array(call.heads_first)))
     }
 
     /// Keeps the figures of the last call.
@@ -118,12 +119,24 @@ fn extracted<'a, 'py, T: FromPyObject<'a, 'py, Error = PyErr>>(values: &'a Bound
     })
 }
 
+/// The log-sum-exps that Python gets.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Lse {
+    /// `[batch, tokens, heads]`.
+    Rounded,
+    /// `[batch, tokens, heads, 2]`.
+    Pair,
+}
+
 /// An output, where the queries `q` are.
-pub(crate) fn fetch(output: &Output, q: &Tensor) -> Result<FetchedOutput> {
+pub(crate) fn fetch(output: &Output, q: &Tensor, lse: Lse) -> Result<FetchedOutput> {
     let in_place = q.device().is_some();
     Ok(FetchedOutput {
         o: Fetched::new(&output.o, in_place)?,
-        lse: Fetched::new(&output.lse, in_place)?,
+        lse: match lse {
+            Lse::Rounded => Fetched::new(&output.lse, in_place)?.without_last_axis(),
+            Lse::Pair => Fetched::new(&output.lse_pair, in_place)?,
+        },
         report: serde_json::to_string(&output.report).unwrap_or_default(),
     })
 }
@@ -183,8 +196,10 @@ impl Group {
         q: &Bound<'_, PyAny>,
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
+        lse_pair: bool,
     ) -> PyResult<(Array, Array)> {
-        self.with_tensors(py, call, [q, k, v], |session, attention, [q, k, v]| {
+        let lse = if lse_pair { Lse::Pair } else { Lse::Rounded };
+        self.with_tensors(py, call, [q, k, v], lse, |session, attention, [q, k, v]| {
             session.attend(attention, q, k, v)
         })
     }
@@ -237,7 +252,7 @@ impl Group {
         v: &Bound<'_, PyAny>,
     ) -> PyResult<(Array, Array)> {
         let cache = cache.shared();
-        self.with_tensors(py, call, [q, k, v], move |session, attention, [q, k, v]| {
+        self.with_tensors(py, call, [q, k, v], Lse::Rounded, move |session, attention, [q, k, v]| {
             // Held by nobody else: a cache is used by the calls of its group, which follow each other.
             let mut cache = lock(&cache);
             let cache = cache.as_mut().ok_or_else(in_calls)?;

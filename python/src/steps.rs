@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use crate::cache::{Cache, Shared, in_calls, lock};
 use crate::call::Call;
 use crate::errors;
-use crate::group::{Group, fetch};
+use crate::group::{Group, Lse, fetch};
 use crate::tensors::inputs::{BiasUse, Inputs, import};
 use crate::tensors::outputs::Array;
 use crate::worker::Answer;
@@ -106,7 +106,7 @@ impl CachedCalls {
             .map_err(|error| errors::of_call(py, &error))?;
         let made = group.worker().in_step(py, self.number, move |calls| {
             let [q, k, v] = &inputs.states;
-            let fetched = calls.attend(q, k, v).and_then(|output| fetch(&output, q));
+            let fetched = calls.attend(q, k, v).and_then(|output| fetch(&output, q, Lse::Rounded));
             (fetched, calls.remaining())
         })?;
         let Some((fetched, remaining)) = made else {

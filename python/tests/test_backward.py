@@ -137,3 +137,23 @@ def test_wrong_requests_are_refused_and_the_group_stays_usable(tensors):
         with pytest.raises(kyklos.RequestError, match="in a fixed order"):
             group.backward(q, k, v, o, lse, d_o, fixed_order=True)
         assert group.backward(q, k, v, o, lse, d_o).dq.shape == q.shape
+
+
+@pytest.mark.parametrize("logit", [-1e4, 3e6, -1e20, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_equal_logits_of_any_size_have_equal_shares(logit, layout):
+    v, d_o = made((1, 12, 2, 16), 1), made((1, 12, 2, 16), 2)
+    q = np.zeros_like(v)
+    bias = np.full((1, 6, 1, 12), logit, np.float32)
+    shown = lambda array: np.ascontiguousarray(array.transpose(0, 2, 1, 3)) if layout == "bhsd" else array  # noqa: E731
+
+    def call(group):
+        rows = slice(6 * group.rank, 6 * group.rank + 6)
+        own_q, own_v, own_d_o = (shown(array[:, rows]) for array in (q, v, d_o))
+        asked = {"bias": shown(bias), "layout": layout}
+        o, lse = group.attend(own_q, own_q, own_v, lse_pair=True, **asked)
+        assert lse.shape == (*own_q.shape[:3], 2)
+        return group.backward(own_q, own_q, own_v, o, lse, own_d_o, **asked).dv
+
+    found = np.concatenate([shown(dv) for dv in kyklos.run_local(2, call, device="cpu")], axis=1)
+    assert np.abs(found - d_o.mean(1, keepdims=True)).max() < 1e-6

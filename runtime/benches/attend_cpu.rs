@@ -143,7 +143,7 @@ impl Case {
         let alloc = |label, bytes| backend.alloc(label, bytes).expect("memory");
         let (mut a, mut ml) = (alloc("a", shape.a_bytes()), alloc("ml", shape.ml_bytes()));
         let mut o = alloc("o", shape.a_bytes() / 4 * p.dtype.bytes());
-        let mut lse = alloc("lse", shape.ml_bytes() / 2);
+        let mut lse = alloc("lse", shape.lse_bytes());
         let tokens = TokenRuns::contiguous(0..p.q_len);
         let work = &BlockWork::layers(p, &tokens, &tokens, backend.tile_shape(p, shape))[0];
         let kv_head_of: Vec<u32> = (0..p.q_heads).map(|h| h / p.group()).collect();
@@ -183,16 +183,16 @@ impl Case {
         }
         // Each run adds to the same sums: gradients of no meaning after the first, but finite ones.
         let d_o = upload("d_o", p.q_heads, 4);
-        let mut stats = alloc("stats", shape.ml_bytes());
+        let mut stats = alloc("stats", shape.stats_bytes());
         let mut dq = alloc("dq", shape.a_bytes());
         let kv_bytes = shape.a_bytes() / p.q_heads as usize * p.kv_heads as usize;
         let (mut dk, mut dv) = (alloc("dk", kv_bytes), alloc("dv", kv_bytes));
         let work = &BlockWork::layers(p, &tokens, &tokens, backend.backward_tile_shape(p, shape))[0];
         let row_stats = Layout {
             offset: 0,
-            batch_stride: shape.rows * shape.heads * 2,
-            row_stride: shape.heads * 2,
-            head_stride: 2,
+            batch_stride: shape.rows * shape.heads * 4,
+            row_stride: shape.heads * 4,
+            head_stride: 4,
         };
         let mut once = || {
             let start = Instant::now();

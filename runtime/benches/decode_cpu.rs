@@ -73,7 +73,7 @@ fn time(
     let alloc = |label, bytes| backend.alloc(label, bytes).expect("memory");
     let (mut a, mut ml) = (alloc("a", shape.a_bytes()), alloc("ml", shape.ml_bytes()));
     let mut o = alloc("o", shape.a_bytes() / 4 * dtype.bytes());
-    let mut lse = alloc("lse", shape.ml_bytes() / 2);
+    let mut lse = alloc("lse", shape.lse_bytes());
     let (queries, all) = (TokenRuns::contiguous(0..rows), TokenRuns::contiguous(0..keys));
     let work = &BlockWork::layers(&problem, &queries, &all, backend.tile_shape(&problem, shape))[0];
     let kv_head_of: Vec<u32> = (0..q_heads).map(|head| head / problem.group()).collect();

@@ -60,7 +60,7 @@ if (lane == 0u) {{
 }
 
 /// o = a / l in the storage type and lse = m + ln l; where l is 0, o = 0 and lse = −∞. Bindings: a, ml, o, lse
-/// (f32 bits, `[batch, rows, heads]`), and where there are `sinks`, one logit for each head that l counts as well.
+/// (f32 bits and the rest, `[batch, rows, heads, 2]`), and where there are `sinks`, one logit for each head that l counts as well.
 pub(crate) fn finalize(storage: Storage, head_dim: u32, sinks: bool) -> String {
     let mut t = Text::default();
     t.line(format!("// finalize, {}, head dim {head_dim}: 8 threads for each row and head", storage.name()));
@@ -73,6 +73,8 @@ pub(crate) fn finalize(storage: Storage, head_dim: u32, sinks: bool) -> String {
     t.lines(storage.round_function());
     t.line("");
     t.lines(LN);
+    t.line("");
+    t.lines(LOG_SUM);
     t.line("");
     t.line("@compute @workgroup_size(64)");
     t.block(MAIN, |t| {
@@ -90,12 +92,12 @@ let m = max(ml.x, sink);
 let weight = weight_of(ml.x - m);
 let divisor = select(ml.y * weight + weight_of(sink - m), 1.0f, empty);
 if (lane == 0u) {
-    lse[row_head] = bitcast<u32>(select(m + ln(divisor), sink, empty));
+    lse[row_head] = select(log_sum(m, divisor), vec2<u32>(bitcast<u32>(sink), 0u), empty);
 }"
         } else {
             "let divisor = select(ml.y, 1.0f, empty);
 if (lane == 0u) {
-    lse[row_head] = select(bitcast<u32>(ml.x + ln(divisor)), 0xff800000u, empty);
+    lse[row_head] = select(log_sum(ml.x, divisor), vec2<u32>(0xff800000u, 0u), empty);
 }"
         });
         let units = head_dim / storage.unit_elements();
@@ -147,6 +149,13 @@ const LN: &str = "fn ln(x: f32) -> f32 {
     let y = z * z * z * p - 2.12194440e-4f * e - 0.5f * z * z;
     let result = (z + y) + 0.693359375f * e;
     return select(result, x, (bits & 0x7f800000u) == 0x7f800000u);
+}";
+
+/// m + ln l: rounded, and the rest. The integer that is added, 0, is one that no compiler knows: WGSL lets it take `(m + y) - m` for y.
+const LOG_SUM: &str = "fn log_sum(m: f32, l: f32) -> vec2<u32> {
+    let y = ln(l);
+    let sum = bitcast<u32>(m + y) + u32(params.heads == 0u);
+    return vec2<u32>(sum, bitcast<u32>(y - (bitcast<f32>(sum) - m)));
 }";
 
 /// m = EMPTY_M, l = 0. Bindings: ml. (a is cleared to zero by the API.)

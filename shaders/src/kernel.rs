@@ -237,7 +237,7 @@ impl Kernel {
                     read("state_a", "vec4<f32>"),
                     read("state_ml", "vec2<f32>"),
                     write("o", storage.unit_type()),
-                    write("lse", "u32"),
+                    write("lse", "vec2<u32>"),
                 ];
                 bindings.extend(sinks.then(|| read("sinks", "f32")));
                 bindings
@@ -268,7 +268,7 @@ impl Kernel {
                 let tensors = ["q", "d_o", "k", "v"].map(|name| tensor(name, storage.unit_type()));
                 let mut bindings: Vec<_> =
                     tensors.into_iter().filter(|one| sums != Sums::Values || one.name != "v").collect();
-                bindings.push(tensor("stats", "vec2<f32>"));
+                bindings.push(tensor("stats", "vec4<f32>"));
                 let sum = if sums.of_bias() { "f32" } else { "vec4<f32>" };
                 bindings.extend(sums.targets().iter().map(|name| write(name, sum)));
                 bindings.push(read("lists", "u32"));
@@ -279,8 +279,8 @@ impl Kernel {
                 let mut bindings = vec![
                     read("o", storage.unit_type()),
                     read("d_o", storage.unit_type()),
-                    read("lse", "u32"),
-                    write("stats", "vec2<f32>"),
+                    read("lse", "vec2<u32>"),
+                    write("stats", "vec4<f32>"),
                 ];
                 bindings.extend(d_lse.then(|| read("d_lse", "f32")));
                 bindings

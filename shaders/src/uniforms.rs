@@ -1,5 +1,4 @@
-//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test compares with
-//! naga's offsets.
+//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test compares with naga's.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -127,8 +126,10 @@ uniform! {
         keys_at: u32,
         /// Index of the first row span in the positions.
         spans_at: u32,
-        /// Factor on q: scale; with softcap c, scale / c.
+        /// Factor on q, at most 1 in size: scale; with softcap c, scale / c.
         q_scale: f32,
+        /// What is left of the factor where it is larger: on the product, because its product with an element may be out of range.
+        x_scale: f32,
         /// With softcap c: c.
         cap: f32,
         /// Where (batch 0, row 0, head 0) of the bias tensor is: of a mask in words, of an additive bias in elements.
@@ -139,8 +140,6 @@ uniform! {
         bias_row: u32,
         /// Distance of heads in the bias; 0 where they share one.
         bias_head: u32,
-        /// Not used; makes the size a multiple of 16.
-        pad: u32,
     }
 }
 
@@ -203,8 +202,10 @@ uniform! {
         keys_at: u32,
         /// Index of the first row span in the positions.
         spans_at: u32,
-        /// Factor on q: scale; with softcap c, scale / c.
+        /// Factor on q, at most 1 in size: scale; with softcap c, scale / c.
         q_scale: f32,
+        /// What is left of the factor where it is larger: on the product, because its product with an element may be out of range.
+        x_scale: f32,
         /// With softcap c: c.
         cap: f32,
         /// Where (batch 0, row 0, head 0) of the bias tensor is: of a mask in words, of an additive bias in elements.
@@ -216,9 +217,7 @@ uniform! {
         /// Distance of heads in the bias; 0 where they share one.
         bias_head: u32,
         /// Not used; makes the size a multiple of 16.
-        pad0: u32,
-        /// Not used.
-        pad1: u32,
+        pad: u32,
     }
 }
 

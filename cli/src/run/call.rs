@@ -90,7 +90,7 @@ impl RankCall {
     ) -> kyklos::Result<Option<Gradients>> {
         let Some(BackwardCall { call, d_o, d_lse }) = &self.backward else { return Ok(None) };
         let [q, k, v] = self.qkv.clone();
-        let saved = Saved { q, k, v, o: output.o.clone(), lse: output.lse.clone() };
+        let saved = Saved { q, k, v, o: output.o.clone(), lse: output.lse_pair.clone() };
         session.backward_async(call, &saved, d_o, d_lse.as_ref()).await.map(Some)
     }
 }

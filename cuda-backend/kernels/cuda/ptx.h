@@ -89,9 +89,9 @@ DEVICE float fused(float x, float y, float z) { return fmaf(x, y, z); }
 // Rounded: the compiler fuses `x * y + z`.
 DEVICE float product(float x, float y) { return __fmul_rn(x, y); }
 // NaN stays NaN.
-DEVICE float at_most_zero(float x) {
+DEVICE float at_most(float x, float most) {
     float y;
-    asm("min.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
     return y;
 }
 DEVICE float larger(float x, float y) { return fmaxf(x, y); }

@@ -112,7 +112,7 @@ pub struct BackwardArguments {
     pub attend: AttendArguments,
     /// Gradient of the output, shaped and aligned as q.
     pub d_o: TensorArgument,
-    /// f32 `[batch, rows, heads, 2]`: log-sum-exp and δ.
+    /// f32 `[batch, rows, heads, 4]`: log-sum-exp, e^−rest, δ, and the rest.
     pub stats: TensorArgument,
     /// The strides of `dk` and `dv`, f32 `[batch, keys, KV heads, dim]`. `data` is 0.
     pub d_kv: TensorArgument,
@@ -142,11 +142,11 @@ pub struct RowStatsArguments {
     pub o: u64,
     /// Gradient of the output.
     pub d_o: u64,
-    /// f32 `[rows]`.
+    /// f32 `[rows, 2]`: the log-sum-exp is the sum of two numbers.
     pub lse: u64,
     /// f32 `[rows]`, or 0 where the gradient of the log-sum-exp is 0.
     pub d_lse: u64,
-    /// f32 `[rows, 2]`.
+    /// f32 `[rows, 4]`.
     pub stats: u64,
     /// Rows of all heads and batch entries.
     pub rows: u64,
@@ -182,7 +182,7 @@ pub struct StateArguments {
     pub sinks: u64,
     /// Finalize: `[batch, rows, heads, dim]`.
     pub o: u64,
-    /// Finalize: f32 `[batch, rows, heads]`.
+    /// Finalize: f32 `[batch, rows, heads, 2]`.
     pub lse: u64,
     /// Batch entries.
     pub batch: u32,

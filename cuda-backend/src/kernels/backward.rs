@@ -58,10 +58,10 @@ impl BackwardKernel {
     /// above a head dim of 128.
     pub fn hopper(makes: BackwardSums, dtype: Dtype, dim: u32) -> Option<Self> {
         let size = HOPPER_DIMS.into_iter().find(|size| dim <= *size)?;
-        // Bytes for the numbers of the moving rows: four for each, and a word of each of the two warps that write them.
+        // Bytes for the numbers of the moving rows: five for each, and a word of each of the two warps that write them.
         let (kind, numbers) = match makes {
             BackwardSums::Queries => ("queries", 0),
-            BackwardSums::Keys => ("keys", (4 * 64 + 2) * 4),
+            BackwardSums::Keys => ("keys", (5 * 64 + 2) * 4),
             BackwardSums::Bias => return None,
         };
         // Two tensors of 128 fixed rows; three stages with two tensors of 64 moving rows and their numbers; mbarriers of 8 bytes: one
@@ -96,8 +96,8 @@ impl BackwardKernel {
         let by_keys = makes != BackwardSums::Queries;
         let moving = moving[usize::from(by_keys)];
         let moving = if makes == BackwardSums::Bias { moving.min(32) } else { moving };
-        // Two tensors of each side, those of the moving side in two stages; with keys, four numbers for each moving row.
-        let numbers = if by_keys { 2 * 4 * 4 * moving } else { 0 };
+        // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for each moving row.
+        let numbers = if by_keys { 2 * 5 * 4 * moving } else { 0 };
         Some(Self {
             name: format!("{kind}_{dtype}_{size}"),
             makes,

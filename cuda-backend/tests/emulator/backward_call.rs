@@ -15,7 +15,7 @@ use crate::program::Program;
 
 /// A case with its right gradients.
 pub(crate) struct BackwardCall {
-    case: GradientCase,
+    pub(crate) case: GradientCase,
     /// Whether the keys are two blocks, whose gradients are added, in pieces of one head each.
     halves: bool,
     /// Whether the kernels are those for Hopper.
@@ -23,7 +23,7 @@ pub(crate) struct BackwardCall {
 }
 
 /// dq, dk and dv, and the gradient of a bias where the case has one.
-type Sums = Vec<Vec<f32>>;
+pub(crate) type Sums = Vec<Vec<f32>>;
 
 impl BackwardCall {
     pub(crate) fn new(case: GradientCase, halves: bool) -> Self {
@@ -54,7 +54,7 @@ impl BackwardCall {
     }
 
     /// The forward pass, whose log-sum-exp the gradients need, then the gradients.
-    fn run(&self, program: &Program, timing: Timing) -> Result<(Sums, Counts), String> {
+    pub(crate) fn run(&self, program: &Program, timing: Timing) -> Result<(Sums, Counts), String> {
         let prepared = &self.case.prepared;
         let problem = &prepared.problem;
         let [rows, kv_len, q_heads, kv_heads] =
@@ -83,7 +83,7 @@ impl BackwardCall {
         let (whole_k, whole_v) = (dense(k, kv_len, kv_heads, dim), dense(v, kv_len, kv_heads, dim));
         let [o, lse] = self.forward(&mut job, AttendArguments { k: whole_k, v: whole_v, ..attend });
 
-        let stats = job.poisoned(row_heads * 8);
+        let stats = job.poisoned(row_heads * 16);
         let arguments = RowStatsArguments {
             o: o.address,
             d_o: d_o.address,
@@ -118,7 +118,7 @@ impl BackwardCall {
             let arguments = BackwardArguments {
                 attend: AttendArguments { k: part(whole_k), v: part(whole_v), ..attend },
                 d_o: dense(d_o, rows, q_heads, dim),
-                stats: dense(stats, rows, q_heads, 2),
+                stats: dense(stats, rows, q_heads, 4),
                 d_kv: TensorArgument { data: 0, ..whole_k },
                 bias_sum: self.bias_sum(),
                 d_bias: sums.get(3).map_or(0, |sum| sum.address),
@@ -156,7 +156,7 @@ impl BackwardCall {
         let rows = (problem.batch * problem.q_len * problem.q_heads) as usize;
         let elements = rows * problem.head_dim as usize;
         let o = job.poisoned(elements * problem.dtype.bytes());
-        let lse = job.poisoned(rows * 4);
+        let lse = job.poisoned(rows * 8);
         let state = StateArguments {
             a: job.poisoned(elements * 4).address,
             ml: job.poisoned(rows * 8).address,

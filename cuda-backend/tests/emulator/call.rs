@@ -95,7 +95,7 @@ impl Call {
         };
         let rows = problem.batch * problem.q_len * problem.q_heads;
         let o = job.poisoned(rows * problem.head_dim * self.dtype.bytes());
-        let lse = job.poisoned(rows * 4);
+        let lse = job.poisoned(rows * 8);
         let sinks = if self.problem.sinks.is_empty() { 0 } else { job.upload(&self.problem.sinks).address };
         let mut states: Vec<StateArguments> = Vec::new();
         let mut finished = false;
@@ -294,12 +294,12 @@ impl Call {
         finishes
     }
 
-    fn compare(&self, o: &[u8], lse: &[f32], how: &str) -> Result<(), String> {
+    fn compare(&self, o: &[u8], lse: &[[f32; 2]], how: &str) -> Result<(), String> {
         let problem = &self.case.problem;
         // The kernel's lse is [batch, rows, heads], the oracle's [batch, heads, rows].
         let mut ordered = vec![0.0; lse.len()];
-        for (id, lse) in problem.row_ids().into_iter().zip(lse) {
-            ordered[problem.lse_index(id)] = *lse;
+        for (id, [lse, rest]) in problem.row_ids().into_iter().zip(lse) {
+            ordered[problem.lse_index(id)] = lse + rest;
         }
         let context = Context {
             case: self.case.name.to_owned(),

@@ -12,6 +12,7 @@ mod backward;
 mod backward_call;
 mod call;
 mod convert;
+mod equal_logits;
 mod hopper;
 mod instructions;
 mod job;

@@ -110,13 +110,56 @@ fn f32_results_are_the_sums_divided_by_l_to_the_last_bit() {
     }
     let mut job = Job::default();
     let [a, ml] = [job.upload(&a), job.upload(&ml)];
-    let (o, lse) = (job.poisoned(batch * rows * heads * dim * 4), job.poisoned(batch * rows * heads * 4));
+    let (o, lse) = (job.poisoned(batch * rows * heads * dim * 4), job.poisoned(batch * rows * heads * 8));
     let arguments = StateArguments { o: o.address, lse: lse.address, ..arguments(a.address, ml.address) };
     job.launch("finalize_f32", grid(), 0, &arguments);
     job.bring(o);
     let (results, _) = job.run(emulator(), Timing::Eager, 1).unwrap();
     let wanted: Vec<f32> = (0..batch * rows * heads * dim).map(value).collect();
     assert_eq!(numbers::<f32>(&results[0]), wanted);
+}
+
+#[test]
+fn a_log_sum_exp_far_from_0_keeps_the_logarithm_of_l() {
+    pairs_are_exact(emulator(), Timing::Eager).unwrap();
+}
+
+/// Each log-sum-exp is the sum of the nearest f32 and its rest; that of a row that saw no key, or of one that is not finite, has no rest.
+pub(crate) fn pairs_are_exact(program: &Program, timing: Timing) -> Result<(), String> {
+    let ml =
+        [[-1e20_f32, 7.0], [-1e4, 3.0], [5e8, 1.0], [EMPTY_M, 0.0], [f32::INFINITY, 2.0], [1.0, f32::NAN]];
+    let mut job = Job::default();
+    let lse = job.poisoned(ml.len() * 8);
+    let arguments = StateArguments {
+        a: job.upload(&[1.0_f32; 6 * 8]).address,
+        ml: job.upload(&ml).address,
+        o: job.poisoned(ml.len() * 8 * 4).address,
+        lse: lse.address,
+        batch: 1,
+        rows: 6,
+        heads: 1,
+        dim: 8,
+        ..StateArguments::default()
+    };
+    job.launch("finalize_f32", [1, 1, 1], 0, &arguments);
+    job.bring(lse);
+    let (results, _) = job.run(program, timing, 1)?;
+    for ([m, l], [first, rest]) in ml.into_iter().zip(numbers::<[f32; 2]>(&results[0])) {
+        let of_l = f64::from(l).ln();
+        let right = if l == 0.0 {
+            (first, rest) == (f32::NEG_INFINITY, 0.0)
+        } else if !m.is_finite() || l.is_nan() {
+            !first.is_finite() && rest == 0.0
+        } else {
+            let nearest = (f64::from(m) + of_l) as f32;
+            let found = f64::from(first) - f64::from(m) + f64::from(rest);
+            first == nearest && (found - of_l).abs() <= 1e-6
+        };
+        if !right {
+            return Err(format!("m {m}, l {l}: {first} + {rest}"));
+        }
+    }
+    Ok(())
 }
 
 #[test]
@@ -209,11 +252,11 @@ pub(crate) fn stats_are_exact(program: &Program, timing: Timing) -> Result<(), S
         (0..3 * 40_u8).map(|n| (f32::from(n % 5), f32::from(n / 40))).unzip();
     let d_o: Vec<f32> = d_o.iter().map(|d_o| if *d_o == 1.0 { f32::NAN } else { *d_o }).collect();
     let mut job = Job::default();
-    let stats = job.poisoned(3 * 8);
+    let stats = job.poisoned(3 * 16);
     let arguments = RowStatsArguments {
         o: job.upload(&o).address,
         d_o: job.upload(&d_o).address,
-        lse: job.upload(&[3.0_f32, f32::NEG_INFINITY, -2.0]).address,
+        lse: job.upload(&[[3.0_f32, 0.125], [f32::NEG_INFINITY, 0.0], [-2.0, -0.25]]).address,
         d_lse: job.upload(&[0.5_f32, 1.0, 0.25]).address,
         stats: stats.address,
         rows: 3,
@@ -224,7 +267,16 @@ pub(crate) fn stats_are_exact(program: &Program, timing: Timing) -> Result<(), S
     job.bring(stats);
     let (results, _) = job.run(program, timing, 1)?;
     // The elements of o of a row sum to 80.
-    let right = [3.0, -0.5, -EMPTY_M, 0.0, -2.0, 159.75];
-    let found = numbers::<f32>(&results[0]);
-    if found == right { Ok(()) } else { Err(format!("{found:?}, not {right:?}")) }
+    let right = [
+        [3.0, (-0.125_f32).exp(), -0.5, 0.125],
+        [-EMPTY_M, 1.0, 0.0, 0.0],
+        [-2.0, 0.25_f32.exp(), 159.75, -0.25],
+    ];
+    let found = numbers::<[f32; 4]>(&results[0]);
+    let equal = |(found, right): (&[f32; 4], &[f32; 4])| {
+        let exact = |at: usize| found[at] == right[at];
+        exact(0) && exact(2) && exact(3) && (found[1] / right[1] - 1.0).abs() < 1e-6
+    };
+    let all = found.len() == right.len() && found.iter().zip(&right).all(equal);
+    if all { Ok(()) } else { Err(format!("{found:?}, not {right:?}")) }
 }

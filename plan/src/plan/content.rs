@@ -19,13 +19,13 @@ pub enum Content {
     WireKeyValue,
     /// Running state: `a` `[batch, tokens, heads, dim]` and `ml` `[batch, heads, tokens, 2]`, f32.
     State,
-    /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads]`.
+    /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads, 2]`: two numbers, whose sum it is.
     Output,
     /// Rows of queries in the attention bias tensor: `[its batch, query tokens, its heads, keys]`.
     Bias,
     /// Gradient of the output, shaped as q.
     OutputGrad,
-    /// Log-sum-exp and δ of each row, f32 `[batch, tokens, heads, 2]` (`kyklos::backend::RowStats`).
+    /// What gradients need to know of each row, f32 `[batch, tokens, heads, 4]` (`kyklos::backend::RowStats`).
     RowStats,
     /// Sum of a gradient of q, f32, shaped as q.
     QueryGradSum,
@@ -111,11 +111,11 @@ impl Content {
             (Self::State, _) => [rows(dim * 4), rows(8), None, None],
             (Self::OutputGrad | Self::QueryGrad, _) => [stored, None, None, None],
             (Self::KeyValueGrad, _) => [stored, stored, None, None],
-            (Self::RowStats, _) => [rows(8), None, None, None],
+            (Self::RowStats, _) => [rows(16), None, None, None],
             (Self::QueryGradSum, _) => [rows(dim * 4), None, None, None],
             (Self::KeyValueGradSum, _) => [rows(dim * 4), rows(dim * 4), None, None],
             (Self::BiasGradSum, _) => [rows(problem.kv_len as usize * 4), None, None, None],
-            (Self::Output, _) => [stored, rows(4), None, None],
+            (Self::Output, _) => [stored, rows(8), None, None],
             (Self::Bias, _) => {
                 let row_bytes = |bias: BiasTensor| bias.row_bytes(problem.dtype, problem.kv_len);
                 [rows(problem.query_bias().map_or(0, row_bytes)), None, None, None]

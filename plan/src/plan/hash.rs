@@ -53,4 +53,4 @@ pub fn plan_hash(set: &PlanSet, identities: &[String]) -> [u8; 32] {
 }
 
 /// Increased whenever the same inputs would make other plans.
-pub const PLAN_FORMAT: u32 = 4;
+pub const PLAN_FORMAT: u32 = 5;

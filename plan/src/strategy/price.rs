@@ -20,7 +20,7 @@ impl Traffic<'_> {
         let Self { problem, q, kv } = *self;
         let mesh = q.mesh();
         let all_kv_heads = self.all_kv_heads();
-        let (row, lse) = (self.row_bytes(), u128::from(problem.batch) * 4);
+        let (row, lse) = (self.row_bytes(), u128::from(problem.batch) * 8);
         let mut bytes = 0;
         for (u, heads) in (0..).zip(mesh.q_heads(problem)) {
             let of_piece = |placement: &Placement| -> u128 {

@@ -104,7 +104,7 @@ class Split:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Attention over the keys of all ranks. Shapes as in :func:`attention`, ``mask`` with four axes.
 
-        :returns: the output; the log-sum-exp ``[batch, tokens, heads]``; and which call it was, for :meth:`backward`.
+        :returns: the output; the log-sum-exp ``[batch, tokens, heads, 2]``; and which call it was, for :meth:`backward`.
         """
         if not self._active:
             raise RequestError(
@@ -118,7 +118,7 @@ class Split:
             )
         label = f"{self._place()}, attention {self._calls}"
         out_dim = v.shape[-1]
-        run = functools.partial(self.group.attend, *_same_dim(self.group, q, k, v), layout="bshd", scale=scale, mesh=self.mesh)
+        run = functools.partial(self.group.attend, *_same_dim(self.group, q, k, v), layout="bshd", scale=scale, mesh=self.mesh, lse_pair=True)
         number = -1
         if mask is None:
             o, lse = run(label=label)
@@ -310,7 +310,7 @@ def _attention(
 
 @_attention.register_fake
 def _(q, k, v, mask, scale, split):  # noqa: ANN001, ANN202
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    lse = q.new_empty(*q.shape[:-1], 2, dtype=torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, torch.empty(3, dtype=torch.int64)
 
 

@@ -101,7 +101,8 @@ def _called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, *gi
             raise wrong.refused(group) from None
         number = _number_of_fault(group, wrong.fault, wrong.remedy, wrong.kind)
         arguments = q, k, v, None, None, None, None, None, 0, number, False
-    return torch.ops.kyklos.attention(*arguments)
+    o, lse = torch.ops.kyklos.attention(*arguments)
+    return o, lse[..., 0]
 
 
 def _arguments(
@@ -217,7 +218,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     def attend(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         states, options = _prepared(group, (q, k, v), bias, key_bias, sinks, (scale, softcap, q_offset), call)
-        o, lse = group.attend(*states, **options)
+        o, lse = group.attend(*states, lse_pair=True, **options)
         return o.to(q.device), lse.to(q.device)
 
     return _in_place(call, attend)
@@ -265,8 +266,8 @@ def _bias(group: Group, bias: torch.Tensor) -> torch.Tensor:
 @_attention.register_fake
 def _(q, k, v, bias, key_bias, sinks, scale, softcap, q_offset, call, heads_first):  # noqa: ANN001, ANN202
     if not heads_first:  # Also of a call that is wrong, whatever its axes.
-        return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    return _fresh(q, heads_first), _fresh(q[..., :1].to(torch.float32), heads_first).squeeze(3)
+        return q.new_empty(q.shape), q.new_empty(*q.shape[:-1], 2, dtype=torch.float32)
+    return _fresh(q, heads_first), _fresh(q.new_empty(*q.shape[:-1], 2, dtype=torch.float32), heads_first)
 
 
 @torch.library.custom_op("kyklos::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -288,7 +289,7 @@ def _attention_backward(
     call: int,
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    tensors = (q, k, v, o, lse, d_o.to(o.dtype), *([] if d_lse is None else [d_lse.to(torch.float32)]))
+    tensors = (q, k, v, o, lse, d_o.to(o.dtype), *([] if d_lse is None else [d_lse[..., 0].to(torch.float32)]))
 
     def backward(group: Group) -> Gradients:
         states, options = _prepared(group, tensors, bias, key_bias, sinks, (scale, softcap, q_offset), call)

@@ -34,7 +34,7 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         values = None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist()
         ctx.group, ctx.options = group, {**options, "sinks": values}
-        o, lse = group.attend(q.detach(), k.detach(), v.detach(), **ctx.options)
+        o, lse = group.attend(q.detach(), k.detach(), v.detach(), lse_pair=True, **ctx.options)
         ctx.save_for_backward(q, k, v, o, lse, sinks)
         return o
 

@@ -339,10 +339,12 @@ impl Elements {
         )
     }
 
-    /// The tensor of a number for each row: three axes, tokens before heads, or after them with `heads_first`.
+    /// The tensor of one number or of a pair for each row: tokens before heads, or after them with `heads_first`.
     pub(crate) fn numbers(mut self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
-        self.shape.push(1);
-        self.strides.push(1);
+        if self.shape.len() == 3 {
+            self.shape.push(1);
+            self.strides.push(1);
+        }
         self.tensor(name, heads_first, place)
     }
 

@@ -17,7 +17,7 @@ pub(crate) struct Argument {
 pub(crate) enum Form {
     /// `[batch, tokens, heads, dim]`
     States,
-    /// `[batch, tokens, heads]`
+    /// `[batch, tokens, heads]`, or `[batch, tokens, heads, 2]`.
     Numbers,
     /// `[batch or 1, tokens, heads or 1, keys]`, a row for each query of the rank.
     Bias,
@@ -37,6 +37,7 @@ impl Argument {
     pub(crate) fn new(name: &'static str, form: Form, elements: Elements, heads_first: bool) -> Result<Self> {
         let mut axes = match form {
             Form::States => vec!["batch", "tokens", "heads", "dim"],
+            Form::Numbers if elements.shape.len() == 4 => vec!["batch", "tokens", "heads", "pair"],
             Form::Numbers => vec!["batch", "tokens", "heads"],
             Form::Bias => vec!["batch", "tokens", "heads", "keys"],
             Form::KeyBias if elements.shape.len() == 2 => vec!["batch", "keys"],
@@ -48,7 +49,7 @@ impl Argument {
         if elements.shape.len() != axes.len() {
             let remedy = match form {
                 Form::States => format!("give it four axes, [{}]", axes.join(", ")),
-                Form::Numbers => format!("give it three axes, [{}]", axes.join(", ")),
+                Form::Numbers => format!("give it the axes [{0}] or [{0}, 2]", axes.join(", ")),
                 Form::Bias => format!("give it the axes [{}], 1 for those that share rows", axes.join(", ")),
                 Form::KeyBias => {
                     "give it the axes [batch or 1, keys] or [batch or 1, heads, keys]".to_owned()

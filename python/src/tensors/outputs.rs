@@ -43,11 +43,14 @@ pub(crate) struct Fetched {
 }
 
 impl Fetched {
-    /// A dense tensor: where it is if `in_place`, otherwise in host memory.
+    /// A tensor, dense: where it is if `in_place`, otherwise in host memory.
     pub(crate) fn new(tensor: &Tensor, in_place: bool) -> Result<Self> {
         let gpu = tensor.device().filter(|_| in_place).and_then(gpu_of);
         let memory = match gpu {
-            Some(gpu) => Memory::Gpu(tensor.clone(), i32::try_from(gpu).unwrap_or(i32::MAX)),
+            Some(gpu) => {
+                let dense = if tensor.is_dense() { tensor.clone() } else { tensor.copied()? };
+                Memory::Gpu(dense, i32::try_from(gpu).unwrap_or(i32::MAX))
+            }
             None => Memory::Host(pollster::block_on(tensor.bytes())?),
         };
         Ok(Self { memory, shape: tensor.shape().to_vec(), dtype: tensor.dtype() })

@@ -117,6 +117,24 @@ def test_gradients_equal_those_of_pytorch(tensors, dtype, tolerance):
         assert (ours.double() - right).abs().max() < tolerance * max(1, right.abs().max())
 
 
+def test_rows_of_finite_numbers_in_the_place_of_minus_infinity_are_means(tensors, alone):
+    """Padding of models: all keys of a row are hidden with the lowest number of its type."""
+    bias = torch.zeros(1, 1, 40, 40).masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
+    bias[..., :7, :] = torch.finfo(torch.float32).min
+    d_o = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(3))
+
+    def gradients(attention):
+        own = [tensor.clone().requires_grad_() for tensor in tensors]
+        attention(*own).backward(d_o)
+        return [tensor.grad for tensor in own]
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        right = gradients(lambda *own: F.scaled_dot_product_attention(*own, attn_mask=bias, enable_gqa=True))
+    found = gradients(lambda *own: kyklos.torch.attention(*own, alone, bias=bias)[0])
+    for ours, theirs in zip(found, right, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * max(1, theirs.abs().max())
+
+
 def test_gradients_through_lse_and_of_unused_outputs(tensors, alone):
     q, k, v = (tensor.clone().requires_grad_() for tensor in tensors)
     _, lse = kyklos.torch.attention(q, k, v, alone)

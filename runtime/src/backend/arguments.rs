@@ -129,6 +129,16 @@ impl StateShape {
     pub fn ml_bytes(self) -> usize {
         self.batch * self.rows * self.heads * 2 * 4
     }
+
+    /// Bytes of the log-sum-exp that [`Backend::finalize`](super::Backend::finalize) writes.
+    pub fn lse_bytes(self) -> usize {
+        self.batch * self.rows * self.heads * 2 * 4
+    }
+
+    /// Bytes of [`RowStats::stats`](super::RowStats::stats).
+    pub fn stats_bytes(self) -> usize {
+        self.batch * self.rows * self.heads * 4 * 4
+    }
 }
 
 /// The arguments of [`Backend::attend`](super::Backend::attend): one block of queries against one block of keys.
@@ -172,7 +182,7 @@ pub struct Results<'a, Buffer> {
     pub sinks: &'a [f32],
     /// `[batch, rows, heads, dim]` of the storage type of the call.
     pub o: &'a mut Buffer,
-    /// f32 `[batch, rows, heads]`.
+    /// f32 `[batch, rows, heads, 2]`.
     pub lse: &'a mut Buffer,
 }
 

@@ -14,11 +14,11 @@ pub struct RowStats<'a, Buffer> {
     pub o: &'a Buffer,
     /// Gradient of the output, shaped as `o`.
     pub d_o: &'a Buffer,
-    /// Log-sum-exp of the forward pass, f32 `[batch, rows, heads]`.
+    /// Log-sum-exp of the forward pass, f32 `[batch, rows, heads, 2]`.
     pub lse: &'a Buffer,
-    /// Gradient of the log-sum-exp, shaped as `lse`; `None` where it is 0.
+    /// Gradient of the log-sum-exp, f32 `[batch, rows, heads]`; `None` where it is 0.
     pub d_lse: Option<&'a Buffer>,
-    /// f32 `[batch, rows, heads, 2]`, overwritten: the log-sum-exp and δ of each row.
+    /// f32 `[batch, rows, heads, 4]`, overwritten: the statistics of each row.
     pub stats: &'a mut Buffer,
 }
 
@@ -36,7 +36,7 @@ pub struct AttendBackward<'a, Buffer> {
     pub q: Operand<'a, Buffer>,
     /// Gradient of the output, shaped as `q`.
     pub d_o: Operand<'a, Buffer>,
-    /// f32 `[batch, q rows, q heads, 2]`, see [`RowStats::stats`].
+    /// f32 `[batch, q rows, q heads, 4]`, see [`RowStats::stats`].
     pub stats: Operand<'a, Buffer>,
     /// `[batch, kv rows, kv heads, dim]`.
     pub k: Operand<'a, Buffer>,

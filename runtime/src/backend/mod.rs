@@ -140,8 +140,9 @@ pub trait Backend {
     /// `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o = 0`, `lse = s`. Sinks enter only here, so each
     /// counts once, for any number of merged states.
     ///
-    /// `o` is `[batch, rows, heads, dim]`, `lse` is f32 `[batch, rows, heads]`: token-major like `o`, so that a range
-    /// of tokens is one piece of both.
+    /// `o` is `[batch, rows, heads, dim]`, `lse` is f32 `[batch, rows, heads, 2]`: token-major like `o`, so that a range
+    /// of tokens is one piece of both. Its two numbers are the log-sum-exp rounded to f32, and the rest: `ln l − (lse − m)`. Beyond 10⁷
+    /// the first alone is `m`, whatever `l` is. The rest is 0 where the first is −∞, and any number where it is NaN.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -229,7 +230,8 @@ pub trait Backend {
     /// What a backward pass needs to know of each row of the forward pass: its log-sum-exp, and
     /// `δ = Σ d_o · o − d_lse` (Dao 2023, arXiv 2307.08691, §3.1.2).
     ///
-    /// A row whose log-sum-exp is −∞ gets (−[`EMPTY_M`], 0), and its gradients are 0 whatever `d_o` and `d_lse` hold.
+    /// The four numbers of a row are the first number of its log-sum-exp, the factor e^−rest, δ, and the rest. Where the log-sum-exp is −∞
+    /// they are −[`EMPTY_M`], 1, 0, 0, and the gradients of the row are 0 whatever `d_o` and `d_lse` hold.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -241,7 +243,7 @@ pub trait Backend {
     /// `x = scale · q·k` (softcap and bias as in the forward pass):
     ///
     /// ```text
-    /// P = exp(x − lse)    dS = P · (d_o·v − δ) · (slope of the softcap)
+    /// P = exp(x − lse) · factor    dS = P · (d_o·v − δ) · (slope of the softcap)
     /// dQ += scale · dS · k    dK += scale · dS · q    dV += P · d_o
     /// dBias += P · (d_o·v − δ)
     /// ```

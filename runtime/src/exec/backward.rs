@@ -92,7 +92,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
             softcap: problem.softcap,
             q: operand(q, 0, dim),
             d_o: operand(d_o, 0, dim),
-            stats: operand(stats, 0, 2),
+            stats: operand(stats, 0, 4),
             k: operand(kv, 0, dim),
             v: operand(kv, 1, dim),
             kv_head_of: &kv_head_of,

@@ -25,6 +25,9 @@ pub struct Output {
     pub o: Tensor,
     /// Log-sum-exp of the logits (natural logarithm), f32 `[batch, tokens, q_heads, 1]`.
     pub lse: Tensor,
+    /// The same to about 14 digits, for gradients: f32 `[batch, tokens, q_heads, 2]`, two numbers whose sum it is. `lse` is a view of the
+    /// first ones: [`Tensor::copied`] makes it dense. Beyond 10⁷ these are the largest logit, however many others are as large.
+    pub lse_pair: Tensor,
     /// Time in nanoseconds and traffic in bytes.
     pub report: RankReport,
     /// The rank's timelines; empty without [`RunOptions::trace`](crate::RunOptions::trace).
@@ -144,7 +147,9 @@ impl Session {
         let (Some(o), Some(lse)) = (results.next(), results.next()) else {
             unreachable!("a forward plan has two results")
         };
-        Ok(Output { o: tensor(dim, q.dtype(), o), lse: tensor(1, Dtype::F32, lse), report, spans })
+        let lse_pair = tensor(2, Dtype::F32, lse);
+        let lse = lse_pair.view([batch, tokens, heads, 1], [tokens * heads * 2, heads * 2, 2, 1], 0)?;
+        Ok(Output { o: tensor(dim, q.dtype(), o), lse, lse_pair, report, spans })
     }
 
     /// The notes of all ranks, after a vote of which this is the vote of this rank.

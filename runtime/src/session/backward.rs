@@ -6,7 +6,7 @@ use super::Session;
 use super::attend::Pass;
 use super::choice::backward_plans;
 use super::shapes::Shapes;
-use crate::backend::{Backend, Device, DeviceBuffer, RowStats, StateShape};
+use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout, RowStats, StateShape};
 use crate::call::Attention;
 use crate::error::{Error, Result};
 use crate::exec::{DeviceOutput, Executor, Inputs, LoweredPlan};
@@ -27,7 +27,8 @@ pub struct Saved {
     pub v: Tensor,
     /// The output, shaped as q.
     pub o: Tensor,
-    /// Its log-sum-exp, f32 `[batch, tokens, q_heads, 1]`.
+    /// Its log-sum-exp, f32: [`Output::lse_pair`](crate::Output::lse_pair); or [`Output::lse`](crate::Output::lse), whose rounding is an
+    /// error of 2⁻²⁵ of it in the weights of a row.
     pub lse: Tensor,
 }
 
@@ -85,7 +86,7 @@ impl Session {
     ///     let x = Tensor::new([1, 8, 2, 16], vec![0.1_f32; 8 * 2 * 16])?;
     ///     let call = Attention::new().mask(Mask::causal());
     ///     let output = session.attend(&call, &x, &x, &x)?;
-    ///     let saved = Saved { q: x.clone(), k: x.clone(), v: x.clone(), o: output.o, lse: output.lse };
+    ///     let saved = Saved { q: x.clone(), k: x.clone(), v: x.clone(), o: output.o, lse: output.lse_pair };
     ///     session.backward(&call, &saved, &x, None)
     /// });
     /// for gradients in gradients {
@@ -185,11 +186,12 @@ impl Session {
             device.supports_bias_gradient()?;
         }
         let [batch, rows, heads, dim] = q.shape();
-        let row_shape = [batch, rows, heads, 1];
+        let [row_shape, pair_shape] = [1, 2].map(|numbers| [batch, rows, heads, numbers]);
+        let is_pair = lse.shape()[3] == 2;
         for (name, tensor, shape, dtype) in [
             ("the output", Some(o), q.shape(), q.dtype()),
             ("the gradient of the output", Some(d_o), q.shape(), q.dtype()),
-            ("the log-sum-exp", Some(lse), row_shape, Dtype::F32),
+            ("the log-sum-exp", Some(lse), if is_pair { pair_shape } else { row_shape }, Dtype::F32),
             ("the gradient of the log-sum-exp", d_lse, row_shape, Dtype::F32),
         ] {
             if let Some(tensor) = tensor.filter(|tensor| (tensor.shape(), tensor.dtype()) != (shape, dtype)) {
@@ -201,20 +203,37 @@ impl Session {
                         q.shape(),
                         q.dtype()
                     ),
-                    "give o and its gradient the shape and the type of q, and lse and its gradient f32 [batch, tokens, q_heads, 1]",
+                    "give o and its gradient the shape and the type of q, and lse and its gradient f32 [batch, tokens, q_heads, 1], or lse its pair [batch, tokens, q_heads, 2]",
                 ));
             }
         }
         let inputs = self.inputs_with(call, [q, k, v], self.bias_buffer(call)?)?;
         let of_output = OutputRows {
             o: o.buffer("o", device)?,
-            lse: lse.buffer("lse", device)?,
+            lse: if is_pair { lse.buffer("lse", device)? } else { paired(lse, device)? },
             d_o: d_o.buffer("do", device)?,
             d_lse: d_lse.map(|d_lse| d_lse.buffer("dlse", device)).transpose()?,
         };
         let shape = StateShape { batch, rows, heads, dim };
         of_output.add_to(inputs, device, (q.dtype(), shape), !call.options.sinks.is_empty())
     }
+}
+
+/// Pairs of the numbers of `lse` and zeros.
+fn paired(lse: &Tensor, device: &Device) -> Result<DeviceBuffer> {
+    let [batch, rows, heads, _] = lse.shape();
+    let from = lse.buffer("lse", device)?;
+    let mut pairs = device.alloc("lse", batch * rows * heads * 8)?;
+    device.clear(&mut pairs)?;
+    let layout = |bytes| Layout {
+        offset: 0,
+        batch_stride: rows * heads * bytes,
+        row_stride: heads * bytes,
+        head_stride: bytes,
+    };
+    let extent = Extent { batch, rows, heads, row_bytes: 4 };
+    device.repack((&from, layout(4)), (&mut pairs, layout(8)), extent)?;
+    Ok(pairs)
 }
 
 /// A rank's rows of the output, and of the gradients of the output.
@@ -235,7 +254,7 @@ impl OutputRows {
         sinks: bool,
     ) -> Result<(Inputs<DeviceBuffer>, Option<StatsOfRows>)> {
         let Self { o, lse, d_o, d_lse } = self;
-        let bytes = shape.ml_bytes();
+        let bytes = shape.stats_bytes();
         let mut stats = device.alloc("row statistics", bytes)?;
         let args =
             RowStats { dtype, shape, o: &o, d_o: &d_o, lse: &lse, d_lse: d_lse.as_ref(), stats: &mut stats };
@@ -260,10 +279,10 @@ impl StatsOfRows {
         let mut sums = vec![0.0; self.heads];
         let numbers = stats.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_ne_bytes(*bytes)));
         let numbers: Vec<f64> = numbers.collect();
-        for (row, [lse, delta]) in numbers.as_chunks::<2>().0.iter().enumerate() {
+        for (row, [lse, factor, delta, _]) in numbers.as_chunks::<4>().0.iter().enumerate() {
             let head = row % self.heads;
             let sink = sinks.get(head).copied().map_or(f64::NEG_INFINITY, f64::from);
-            sums[head] -= (sink - lse).exp() * delta;
+            sums[head] -= (sink - lse).exp() * factor * delta;
         }
         Ok(sums)
     }

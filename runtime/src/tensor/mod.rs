@@ -238,6 +238,15 @@ impl Tensor {
     pub async fn bytes(&self) -> Result<Bytes> {
         match &self.memory {
             Memory::Host(bytes) => Ok(self.dense(bytes)),
+            // One download instead of a copy on the device before it.
+            Memory::Device(device, buffer) if self.dtype == Dtype::F32 && self.view.is_close() => {
+                let reach = self.view.reach() * self.dtype.bytes();
+                let memory = {
+                    let mut buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
+                    device.download(&mut buffer, 0..reach)
+                };
+                Ok(self.dense(&memory.await?))
+            }
             Memory::Device(device, _) => {
                 let mut buffer = self.buffer("tensor", device)?;
                 device.download(&mut buffer, 0..self.view.len() * self.dtype.bytes()).await

@@ -27,6 +27,21 @@ impl View {
             || (0..4).all(|axis| self.shape[axis] == 1 || self.strides[axis] == dense.strides[axis])
     }
 
+    /// One past the last element in memory; 0 without elements.
+    pub(super) fn reach(&self) -> usize {
+        let last = |(extent, stride): (&usize, &usize)| (extent - 1) * stride;
+        if self.len() == 0 {
+            0
+        } else {
+            self.first + self.shape.iter().zip(&self.strides).map(last).sum::<usize>() + 1
+        }
+    }
+
+    /// Whether it is not dense, and has at least half of the elements up to its last one.
+    pub(super) fn is_close(&self) -> bool {
+        !(self.is_dense() && self.first == 0) && self.reach() <= 2 * self.len()
+    }
+
     /// Refuses elements that are outside of `elements`, share memory, or are apart inside a head.
     pub(super) fn fits(&self, elements: usize) -> Result<()> {
         let refuse = |what: String| {

@@ -32,7 +32,7 @@ const BEFORE: f32 = 0.25;
 struct Backward {
     case: Case,
     d_o: Vec<f32>,
-    /// Row statistics, `[batch, rows, heads, 2]`.
+    /// Row statistics, `[batch, rows, heads, 4]`.
     stats: WgpuBuffer,
     dq: WgpuBuffer,
     dk: WgpuBuffer,
@@ -59,10 +59,10 @@ impl Backward {
             let batch = row_head / shape.heads / shape.rows;
             let (of_row, its_lse) = naive::row(p, [&case.q, &case.k, &case.v], batch, row, head);
             o.extend(of_row.iter().map(|x| *x as f32));
-            lse.push(its_lse as f32);
+            lse.extend([its_lse as f32, (its_lse - f64::from(its_lse as f32)) as f32]);
         }
         let upload = |dtype, data: &[f32]| backend.upload("rows", Bytes::from(stored(dtype, data))).unwrap();
-        let mut stats = upload(Dtype::F32, &vec![f32::NAN; lse.len() * 2]);
+        let mut stats = upload(Dtype::F32, &vec![f32::NAN; shape.stats_bytes() / 4]);
         let (o, d_o_rows) = (upload(p.dtype, &o), upload(p.dtype, &d_o));
         let args = RowStats {
             dtype: p.dtype,
@@ -92,9 +92,9 @@ impl Backward {
         let (d_o, d_o_layout) = case.operand(backend, &self.d_o, &case.q_tokens, p.q_len, p.q_heads)?;
         let (k, k_layout) = case.operand(backend, &case.k, kv_tokens, p.kv_len, p.kv_heads)?;
         let (v, v_layout) = case.operand(backend, &case.v, kv_tokens, p.kv_len, p.kv_heads)?;
-        let row = 2 * shape.heads;
+        let row = 4 * shape.heads;
         let stats_layout =
-            Layout { offset: 0, batch_stride: shape.rows * row, row_stride: row, head_stride: 2 };
+            Layout { offset: 0, batch_stride: shape.rows * row, row_stride: row, head_stride: 4 };
         let tile = backend.backward_tile_shape(p, shape);
         let args = AttendBackward {
             dtype: p.dtype,
@@ -271,20 +271,20 @@ pub(crate) fn row_statistics_beyond_one_binding_equal_f64(small: &WgpuBackend) {
     lse[19_999] = f32::NEG_INFINITY;
     let upload = |data: &[f32]| small.upload("rows", Bytes::from(stored(Dtype::F32, data))).unwrap();
     for with_d_lse in [false, true] {
-        let mut stats = upload(&vec![f32::NAN; 2 * shape.rows]);
+        let mut stats = upload(&vec![f32::NAN; 4 * shape.rows]);
         let of_lse = upload(&d_lse);
         let args = RowStats {
             dtype: Dtype::F32,
             shape,
             o: &upload(&o),
             d_o: &upload(&d_o),
-            lse: &upload(&lse),
+            lse: &upload(&lse.iter().zip(&d_lse).flat_map(|(lse, rest)| [*lse, *rest]).collect::<Vec<_>>()),
             d_lse: with_d_lse.then_some(&of_lse),
             stats: &mut stats,
         };
         small.row_stats(args).unwrap();
-        let stats = loaded(Dtype::F32, &read(small, &mut stats, 8 * shape.rows));
-        for (row, found) in stats.chunks(2).enumerate() {
+        let stats = loaded(Dtype::F32, &read(small, &mut stats, 16 * shape.rows));
+        for (row, found) in stats.chunks(4).enumerate() {
             let products = o[row * shape.dim..][..shape.dim].iter().zip(&d_o[row * shape.dim..]);
             let of_d_lse = if with_d_lse { f64::from(d_lse[row]) } else { 0.0 };
             let (mut delta, mut size) = (-of_d_lse, of_d_lse.abs());
@@ -293,14 +293,20 @@ pub(crate) fn row_statistics_beyond_one_binding_equal_f64(small: &WgpuBackend) {
                 size += product.abs();
             }
             if lse[row] == f32::NEG_INFINITY {
-                assert_eq!(found, [-EMPTY_M, 0.0], "row {row}");
+                assert_eq!(found, [-EMPTY_M, 1.0, 0.0, 0.0], "row {row}");
             } else {
-                assert_eq!(found[0], lse[row], "row {row}");
+                assert_eq!((found[0], found[3]), (lse[row], d_lse[row]), "row {row}");
+                let factor = (-f64::from(d_lse[row])).exp();
+                assert!(
+                    (f64::from(found[1]) / factor - 1.0).abs() < 1e-6,
+                    "row {row}: {} and {factor}",
+                    found[1]
+                );
                 // Each product meets fewer than 16 roundings of 2^-24.
                 assert!(
-                    (f64::from(found[1]) - delta).abs() < 1e-6 * size,
+                    (f64::from(found[2]) - delta).abs() < 1e-6 * size,
                     "row {row}: {} and {delta}",
-                    found[1]
+                    found[2]
                 );
             }
         }

@@ -131,12 +131,12 @@ impl Case {
         let (a, ml) = self.state(backend);
         let shape = self.shape();
         let mut o = poisoned(backend, shape.a_bytes() / 4 * dtype.bytes());
-        let mut lse = poisoned(backend, shape.ml_bytes() / 2);
+        let mut lse = poisoned(backend, shape.lse_bytes());
         let state = State { a: &a, ml: &ml, shape };
         backend.finalize(&state, &[], dtype, &mut o, &mut lse).unwrap();
         let o = read(backend, &mut o, shape.a_bytes() / 4 * dtype.bytes());
-        let lse = read(backend, &mut lse, shape.ml_bytes() / 2);
-        (loaded(dtype, &o), loaded(Dtype::F32, &lse))
+        let lse = read(backend, &mut lse, shape.lse_bytes());
+        (loaded(dtype, &o), loaded(Dtype::F32, &lse).into_iter().step_by(2).collect())
     }
 
     /// Matrix units take weights in f16: each is off by 2^-11 of itself, and o by as much of the largest value.

@@ -98,12 +98,12 @@ fn finalize_divides_and_marks_empty_rows(backend: &WgpuBackend) {
     for dtype in Dtype::ALL {
         let elements = a.len();
         let mut o = backend.upload("o", Bytes::from(vec![0xff; elements * dtype.bytes()])).unwrap();
-        let mut lse = upload(backend, &vec![f32::NAN; ml.len() / 2]);
+        let mut lse = upload(backend, &vec![f32::NAN; ml.len()]);
         let from = State { a: &a_buffer, ml: &ml_buffer, shape: SHAPE };
         backend.finalize(&from, &[], dtype, &mut o, &mut lse).unwrap();
         let bytes = block_on(backend.download(&mut o, 0..elements * dtype.bytes())).unwrap();
         let o = loaded(dtype, &bytes);
-        let lse = read(backend, &mut lse, ml.len() / 2);
+        let lse: Vec<f32> = read(backend, &mut lse, ml.len()).into_iter().step_by(2).collect();
         for b in 0..SHAPE.batch {
             for r in 0..SHAPE.rows {
                 for h in 0..SHAPE.heads {

@@ -254,7 +254,7 @@ let weight_at = own_weights + own_row * {}u;",
         let columns = self.keys / self.parts;
         for c in 0..columns {
             let column = format!("part * {columns}u + {c}u");
-            t.line(format!("let dot{c} = scores[score_at + {column}] * params.q_scale;"));
+            t.line(format!("let dot{c} = scores[score_at + {column}] * params.q_scale * params.x_scale;"));
             let logit = if self.kernel.softcap { format!("capped(dot{c})") } else { format!("dot{c}") };
             if partial {
                 t.line(format!("let key{c} = key + {column};"));

@@ -237,6 +237,9 @@ var seen{i} = {};",
                 }
             });
         });
+        for i in 0..self.rows {
+            t.line(format!("x{i} *= params.x_scale;"));
+        }
         if self.kernel.softcap {
             for i in 0..self.rows {
                 t.line(format!(

@@ -259,7 +259,7 @@ let group_first = workgroupUniformLoad(&seen_from);"
                 .map(|chain| format!("s{r}_{j}_{chain}"))
                 .collect::<Vec<_>>()
                 .join(" + ");
-            t.line(format!("let dot{r}_{j} = {sum};"));
+            t.line(format!("let dot{r}_{j} = ({sum}) * params.x_scale;"));
             let logit =
                 if self.kernel.softcap { format!("capped(dot{r}_{j})") } else { format!("dot{r}_{j}") };
             if partial {

@@ -27,7 +27,7 @@
 //! | params | [`BackwardParams`](crate::BackwardParams) |
 //! | q, d_o | `[batch, rows, heads, dim]`, strided, in 16-byte units |
 //! | k, v | `[batch, keys, KV heads, dim]`, the same |
-//! | stats | f32 `[batch, rows, heads, 2]`, strided, in 8-byte units: log-sum-exp and δ |
+//! | stats | f32 `[batch, rows, heads, 4]`, strided, in 16-byte units: log-sum-exp, factor on weights, δ, and the logarithm of that factor, negated |
 //! | dq, or dk and dv | f32, strided, in 16-byte units: the sums |
 //! | or d_bias | f32 `[batch, rows, heads, columns]`, strided, in elements: the sum; columns are positions |
 //! | lists | u32, see below |
@@ -119,9 +119,9 @@ fn shares() -> String {
         "// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool {{ return bitcast<u32>(lse) != {unseen:#x}u; }}
 // P. Rounded, a logit may be above the log-sum-exp.
-fn share_of(logit: f32, lse: f32) -> f32 {{
+fn share_of(logit: f32, lse: f32, factor: f32) -> f32 {{
     let below = logit - lse;
-    return weight_of(select(below, 0.0f, below > 0.0f));
+    return weight_of(select(below, 0.0f, below > 0.0f)) * factor;
 }}
 "
     )

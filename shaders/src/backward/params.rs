@@ -7,8 +7,8 @@ use crate::uniforms::{Field, Uniform, uniform};
 uniform! {
     /// Parameters of [`Kernel::AttendBackward`](crate::Kernel::AttendBackward).
     ///
-    /// Offsets and strides of q, d_o, k, v and of the sums count 16-byte units, those of the statistics 8-byte units, those of the
-    /// gradient of a bias elements. Offsets may be "negative" by wrapping, as in [`AttendParams`](crate::AttendParams). What a workgroup has a tile of is called fixed here, what it
+    /// Offsets and strides of q, d_o, k, v and of the sums count 16-byte units, the
+    /// statistics too, those of the gradient of a bias elements. Offsets may be "negative" by wrapping, as in [`AttendParams`](crate::AttendParams). What a workgroup has a tile of is called fixed here, what it
     /// loops over is called moving.
     BackwardParams {
         /// Offset of (batch 0, row 0, head 0) of q.
@@ -104,18 +104,26 @@ uniform! {
         keys_at: u32,
         /// Index of the first row span in the lists.
         spans_at: u32,
-        /// Factor on q: scale; with softcap c, scale / c.
+        /// Factor on q, at most 1 in size: scale; with softcap c, scale / c.
         q_scale: f32,
+        /// What is left of the factor where it is larger: on the product, because its product with an element may be out of range.
+        x_scale: f32,
         /// With softcap c: c.
         cap: f32,
         /// Factor on dQ and dK.
         scale: f32,
-        /// Factor on dK where the factor on q is in it: scale / q_scale.
+        /// Factor on dK, which has that on q: scale / q_scale.
         unscale: f32,
         /// Where moving tensors are textures, texel rows of a batch entry.
         moving_texels: u32,
         /// First head of this dispatch.
         head_first: u32,
+        /// Not used; makes the size a multiple of 16.
+        pad0: u32,
+        /// Not used.
+        pad1: u32,
+        /// Not used.
+        pad2: u32,
     }
 }
 

@@ -92,7 +92,7 @@ fn keys(t: &mut Text, kernel: DecodeKernel, unit_chunks: u32, units: u32) {
         }
     }
     for s in 0..slots {
-        let dot = format!("(x{s}.x + x{s}.y) + (x{s}.z + x{s}.w)");
+        let dot = format!("((x{s}.x + x{s}.y) + (x{s}.z + x{s}.w)) * params.x_scale");
         let logit = if kernel.softcap { format!("capped({dot})") } else { dot };
         visible(t, kernel, s);
         let logit = with_term(kernel, s, &logit);

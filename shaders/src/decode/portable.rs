@@ -172,6 +172,7 @@ let k_at = k_base + own * params.k_row;",
         t.line("// The weights of the keys before these have been read.");
         t.line("workgroupBarrier();");
         for s in 0..self.kernel.slots {
+            t.line(format!("x{s} *= params.x_scale;"));
             if self.kernel.softcap {
                 t.line(format!("x{s} = capped(x{s});"));
             }

@@ -30,12 +30,12 @@ struct AttendParams {
     keys_at: u32,
     spans_at: u32,
     q_scale: f32,
+    x_scale: f32,
     cap: f32,
     bias_offset: u32,
     bias_batch: u32,
     bias_row: u32,
     bias_head: u32,
-    pad: u32,
 }
 @group(0) @binding(0) var<uniform> params: AttendParams;
 @group(0) @binding(1) var<storage, read> q: array<vec4<u32>>;
@@ -192,6 +192,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                     x3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
                 }
             }
+            x0 *= params.x_scale;
+            x1 *= params.x_scale;
+            x2 *= params.x_scale;
+            x3 *= params.x_scale;
             x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
             x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
             x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
@@ -295,6 +299,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                     x3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
                 }
             }
+            x0 *= params.x_scale;
+            x1 *= params.x_scale;
+            x2 *= params.x_scale;
+            x3 *= params.x_scale;
             x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
             x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
             x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));

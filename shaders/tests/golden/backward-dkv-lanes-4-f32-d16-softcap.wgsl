@@ -47,11 +47,15 @@ struct BackwardParams {
     keys_at: u32,
     spans_at: u32,
     q_scale: f32,
+    x_scale: f32,
     cap: f32,
     scale: f32,
     unscale: f32,
     moving_texels: u32,
     head_first: u32,
+    pad0: u32,
+    pad1: u32,
+    pad2: u32,
 }
 @group(0) @binding(0) var<uniform> params: BackwardParams;
 @group(0) @binding(1) var q: texture_storage_2d<rgba32uint, read>;
@@ -85,9 +89,9 @@ fn capped(t: f32) -> f32 {
 // By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
 // P. Rounded, a logit may be above the log-sum-exp.
-fn share_of(logit: f32, lse: f32) -> f32 {
+fn share_of(logit: f32, lse: f32, factor: f32) -> f32 {
     let below = logit - lse;
-    return weight_of(select(below, 0.0f, below > 0.0f));
+    return weight_of(select(below, 0.0f, below > 0.0f)) * factor;
 }
 
 fn slope_of(t: f32) -> f32 {
@@ -230,8 +234,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
             let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
             for (var at = first; at < end; at++) {
-                let known = textureLoad(stats, vec2<i32>(vec2<u32>(head >> 1u, moving_y + at)));
-                let stats_at = bitcast<vec2<f32>>(select(known.xy, known.zw, (head & 1u) == 1u));
+                let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
                 let live = saw_keys(stats_at.x);
                 let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
                 let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
@@ -285,8 +288,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
                 x0_chain1 = fma(k0_3.w, q_3w, x0_chain1);
                 x1_chain1 = fma(k1_3.w, q_3w, x1_chain1);
-                let x0 = x0_chain0 + x0_chain1;
-                let x1 = x1_chain0 + x1_chain1;
+                let x0 = (x0_chain0 + x0_chain1) * params.x_scale;
+                let x1 = (x1_chain0 + x1_chain1) * params.x_scale;
                 let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
                 var d0_chain0 = v0_0.x * d_o_0x;
                 var d1_chain0 = v1_0.x * d_o_0x;
@@ -335,12 +338,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
                 d0_chain1 = fma(v0_3.w, d_o_3w, d0_chain1);
                 d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
-                let d0 = d0_chain0 + d0_chain1;
-                let d1 = d1_chain0 + d1_chain1;
-                let p0 = share_of(capped(x0), stats_at.x);
-                let s0 = p0 * (d0 - stats_at.y) * slope_of(x0);
-                let p1 = share_of(capped(x1), stats_at.x);
-                let s1 = p1 * (d1 - stats_at.y) * slope_of(x1);
+                let d0 = (d0_chain0 + d0_chain1);
+                let d1 = (d1_chain0 + d1_chain1);
+                let p0 = share_of(capped(x0), stats_at.x, stats_at.y);
+                let s0 = p0 * (d0 - stats_at.z) * slope_of(x0);
+                let p1 = share_of(capped(x1), stats_at.x, stats_at.y);
+                let s1 = p1 * (d1 - stats_at.z) * slope_of(x1);
                 a0_0x = fma(q_0x, s0, a0_0x);
                 a1_0x = fma(q_0x, s1, a1_0x);
                 a0_0y = fma(q_0y, s0, a0_0y);
@@ -411,8 +414,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
             let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
             for (var at = first; at < end; at++) {
-                let known = textureLoad(stats, vec2<i32>(vec2<u32>(head >> 1u, moving_y + at)));
-                let stats_at = bitcast<vec2<f32>>(select(known.xy, known.zw, (head & 1u) == 1u));
+                let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
                 let live = saw_keys(stats_at.x);
                 let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
                 let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
@@ -466,8 +468,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
                 x0_chain1 = fma(k0_3.w, q_3w, x0_chain1);
                 x1_chain1 = fma(k1_3.w, q_3w, x1_chain1);
-                let x0 = x0_chain0 + x0_chain1;
-                let x1 = x1_chain0 + x1_chain1;
+                let x0 = (x0_chain0 + x0_chain1) * params.x_scale;
+                let x1 = (x1_chain0 + x1_chain1) * params.x_scale;
                 let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
                 var d0_chain0 = v0_0.x * d_o_0x;
                 var d1_chain0 = v1_0.x * d_o_0x;
@@ -516,16 +518,16 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
                 let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
                 d0_chain1 = fma(v0_3.w, d_o_3w, d0_chain1);
                 d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
-                let d0 = d0_chain0 + d0_chain1;
-                let d1 = d1_chain0 + d1_chain1;
+                let d0 = (d0_chain0 + d0_chain1);
+                let d1 = (d1_chain0 + d1_chain1);
                 let lo = lists[spans + 2u * at];
                 let hi = lists[spans + 2u * at + 1u];
                 let vis0 = lo <= pos0 && pos0 < hi;
                 let vis1 = lo <= pos1 && pos1 < hi;
-                let p0 = select(0.0f, share_of(capped(x0), stats_at.x), vis0);
-                let s0 = select(0.0f, p0 * (d0 - stats_at.y) * slope_of(x0), vis0);
-                let p1 = select(0.0f, share_of(capped(x1), stats_at.x), vis1);
-                let s1 = select(0.0f, p1 * (d1 - stats_at.y) * slope_of(x1), vis1);
+                let p0 = select(0.0f, share_of(capped(x0), stats_at.x, stats_at.y), vis0);
+                let s0 = select(0.0f, p0 * (d0 - stats_at.z) * slope_of(x0), vis0);
+                let p1 = select(0.0f, share_of(capped(x1), stats_at.x, stats_at.y), vis1);
+                let s1 = select(0.0f, p1 * (d1 - stats_at.z) * slope_of(x1), vis1);
                 a0_0x = fma(select(0.0f, q_0x, vis0), s0, a0_0x);
                 a1_0x = fma(select(0.0f, q_0x, vis1), s1, a1_0x);
                 a0_0y = fma(select(0.0f, q_0y, vis0), s0, a0_0y);

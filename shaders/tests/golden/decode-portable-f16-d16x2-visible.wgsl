@@ -29,13 +29,13 @@ struct DecodeParams {
     keys_at: u32,
     spans_at: u32,
     q_scale: f32,
+    x_scale: f32,
     cap: f32,
     bias_offset: u32,
     bias_batch: u32,
     bias_row: u32,
     bias_head: u32,
-    pad0: u32,
-    pad1: u32,
+    pad: u32,
 }
 @group(0) @binding(0) var<uniform> params: DecodeParams;
 @group(0) @binding(1) var<storage, read> q: array<vec4<u32>>;
@@ -151,9 +151,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             }
             // The weights of the keys before these have been read.
             workgroupBarrier();
+            x0 *= params.x_scale;
             x0 = x0 + term0;
             seen0 = seen0 || vis0;
             weights[0u + thread] = select(EMPTY_M, x0, vis0);
+            x1 *= params.x_scale;
             x1 = x1 + term1;
             seen1 = seen1 || vis1;
             weights[64u + thread] = select(EMPTY_M, x1, vis1);

@@ -89,7 +89,7 @@ impl Backend for DoNothing {
     }
 
     // First each sink, one for each head: l += exp(sink - m). Then o = a / l in `dtype`, [batch, rows, heads, dim], and
-    // lse = m + ln l, f32 [batch, rows, heads]. A row without a key: o = 0 and lse = -∞, or lse = the sink.
+    // lse = m + ln l, f32 [batch, rows, heads, 2]: rounded, and the rest. A row without a key: o = 0 and lse = -∞, or lse = the sink.
     fn finalize(
         &self,
         _state: &State<'_, ()>,
@@ -123,7 +123,7 @@ impl Backend for DoNothing {
         Ok(())
     }
 
-    // For every row and head: its log-sum-exp, and the sum of d_o · o minus d_lse. f32 [batch, rows, heads, 2].
+    // For every row and head: its log-sum-exp, e^-rest, the sum of d_o · o minus d_lse, and the rest. f32 [batch, rows, heads, 4].
     fn row_stats(&self, _args: RowStats<'_, ()>) -> Result<()> {
         Ok(())
     }

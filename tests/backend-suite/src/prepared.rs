@@ -186,6 +186,8 @@ pub struct Whole {
     pub o: Vec<u8>,
     /// `[batch, heads, seq]`.
     pub lse: Vec<f32>,
+    /// What the rounding of `lse` has left out.
+    pub rest: Vec<f32>,
 }
 
 /// Typed elements of an output.
@@ -201,21 +203,19 @@ impl Whole {
         let problem = &set.problem;
         let rows = problem.batch as usize * problem.q_heads as usize * problem.q_len as usize;
         // Poison: it makes elements visible that no rank writes.
-        Self { o: vec![0xFF; layouts(set).0.bytes()], lse: vec![f32::NAN; rows] }
+        let poison = vec![f32::NAN; rows];
+        Self { o: vec![0xFF; layouts(set).0.bytes()], lse: poison.clone(), rest: poison }
     }
 
     /// Writes the rows of one rank.
     pub fn add(&mut self, set: &PlanSet, rank: usize, output: &RankOutput) {
         let (problem, tokens) = (&set.problem, &set.output_tokens(Rank(rank as u32)));
         layouts(set).0.scatter(&output.o, tokens, &mut self.o).unwrap();
-        let lse: Vec<f32> = bytemuck::pod_collect_to_vec(&output.lse);
-        kyklos::host::scatter_lse(
-            &lse,
-            problem.batch as usize,
-            problem.q_heads as usize,
-            tokens,
-            &mut self.lse,
-        );
+        let (batch, heads) = (problem.batch as usize, problem.q_heads as usize);
+        for (part, whole) in [(&output.lse, &mut self.lse), (&output.rest, &mut self.rest)] {
+            let part: Vec<f32> = bytemuck::pod_collect_to_vec(part);
+            kyklos::host::scatter_lse(&part, batch, heads, tokens, whole);
+        }
     }
 
     fn o_values(&self, dtype: Dtype) -> Typed {

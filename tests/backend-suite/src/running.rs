@@ -61,8 +61,8 @@ pub async fn run_rank<B: Backend>(
     let numbers = problem.batch as usize * tokens * problem.q_heads as usize;
     let o_bytes = numbers * problem.head_dim as usize * problem.dtype.bytes();
     let o = backend.download(&mut results[0], 0..o_bytes).await?;
-    let lse = backend.download(&mut results[1], 0..numbers * 4).await?;
-    Ok(RankOutput { o, lse, report, spans })
+    let pairs = backend.download(&mut results[1], 0..numbers * 8).await?;
+    Ok(RankOutput::new(o, &pairs, report, spans))
 }
 
 /// Runs a plan set of one rank.

@@ -259,7 +259,7 @@ impl Call {
             kv_head_of: (0..problem.q_heads).map(|head| head / problem.group()).collect(),
             tensors: tensors.map(|bytes| backend.upload("a tensor", Bytes::copy_from_slice(bytes)).unwrap()),
             state: [alloc(shape.a_bytes()), alloc(shape.ml_bytes())],
-            output: [alloc(shape.a_bytes() / 2), alloc(shape.ml_bytes() / 2)],
+            output: [alloc(shape.a_bytes() / 2), alloc(shape.lse_bytes())],
             problem: problem.clone(),
             shape,
         }

@@ -45,7 +45,7 @@ impl<Buffer> Resident<Buffer> {
         Ok(ResidentGradients {
             layers: BlockWork::layers(problem, &queries, &keys, tile),
             d_o: backend.upload("do", output_gradient(problem.dtype, q_bytes / 4, seed))?,
-            stats: backend.alloc("row statistics", self.shape.ml_bytes())?,
+            stats: backend.alloc("row statistics", self.shape.stats_bytes())?,
             dq: backend.alloc("dq", q_bytes)?,
             dk: backend.alloc("dk", kv_bytes)?,
             dv: backend.alloc("dv", kv_bytes)?,
@@ -82,7 +82,7 @@ impl<Buffer> Resident<Buffer> {
                 softcap: problem.softcap,
                 q: operand(&self.q, q_layout),
                 d_o: operand(d_o, q_layout),
-                stats: operand(stats, dense(problem.q_len, problem.q_heads, 2)),
+                stats: operand(stats, dense(problem.q_len, problem.q_heads, 4)),
                 k: operand(&self.k, kv_layout),
                 v: operand(&self.v, kv_layout),
                 kv_head_of: &self.kv_head_of,

@@ -65,7 +65,7 @@ impl<Buffer> Resident<Buffer> {
             a: backend.alloc("a", shape.a_bytes())?,
             ml: backend.alloc("ml", shape.ml_bytes())?,
             o: backend.alloc("o", o_bytes(problem))?,
-            lse: backend.alloc("lse", shape.ml_bytes() / 2)?,
+            lse: backend.alloc("lse", shape.lse_bytes())?,
             shape,
             problem: problem.clone(),
         })
@@ -113,11 +113,14 @@ impl<Buffer> Resident<Buffer> {
         (dense(q_len, q_heads, self.shape.dim), dense(kv_len, kv_heads, self.shape.dim))
     }
 
-    /// o and lse of the last run.
+    /// o and lse of the last run; lse rounded to f32.
     pub(crate) fn results<B: Backend<Buffer = Buffer>>(&mut self, backend: &B) -> Result<(Bytes, Bytes)> {
         let o = backend.download(&mut self.o, 0..o_bytes(&self.problem));
-        let lse = backend.download(&mut self.lse, 0..self.shape.ml_bytes() / 2);
-        Ok((pollster::block_on(o)?, pollster::block_on(lse)?))
+        let pairs = backend.download(&mut self.lse, 0..self.shape.lse_bytes());
+        let (o, pairs) = (pollster::block_on(o)?, pollster::block_on(pairs)?);
+        let rounded = |[number, _]: &[[u8; 4]; 2]| *number;
+        let lse: Vec<[u8; 4]> = pairs.as_chunks::<4>().0.as_chunks::<2>().0.iter().map(rounded).collect();
+        Ok((o, lse.into_flattened().into()))
     }
 }
 

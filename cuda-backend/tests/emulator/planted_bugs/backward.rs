@@ -7,15 +7,20 @@ use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
 use super::{Bug, Planted, bug, case};
 use crate::backward_call::{BackwardCall, NanCall, gives_nothing, without_finite_logits};
+use crate::equal_logits::{equal_logits, shares_are_equal};
 use crate::job::Timing;
 use crate::program::Program;
-use crate::states::{adds_rows, stats_are_exact};
+use crate::states::{adds_rows, pairs_are_exact, stats_are_exact};
 
 const TILES: &str = "backward_tiles.h";
 const QUERIES: &str = "backward_queries.h";
 const KEYS: &str = "backward_keys.h";
+/// The exponent's last term.
+const LIFT: &str = "lift = fused(-stats[1], LOG2_E, Lift<T>::EXPONENT);";
 
-const BUGS: [Bug; 30] = [
+const BUGS: [Bug; 32] = [
+    bug("the rest of the log-sum-exp is left out", "backward.h", LIFT, ";"),
+    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[1];"),
     bug(
         "P of a logit with another rounding",
         TILES,
@@ -42,7 +47,7 @@ const BUGS: [Bug; 30] = [
         "of_row = larger(of_row, shuffle_xor(of_row, 2));",
         ";",
     ),
-    bug("P keeps a factor", TILES, "BACK = 1.0f / 4096.0f", "BACK = 1.0f / 2048.0f"),
+    bug("P keeps a factor", "backward.h", "BACK = 1.0f / 4096.0f", "BACK = 1.0f / 2048.0f"),
     bug(
         "moving rows in another order",
         TILES,
@@ -172,9 +177,11 @@ fn judge(dtype: Dtype) -> impl Fn(&Program, Timing) -> Result<(), String> + Sync
     let nan = case(causal);
     let nan = [12, 11].map(|element| NanCall::new(&nan, dtype, [40, element]));
     let dead = without_finite_logits(dtype, |case| case);
+    let equal = equal_logits(dtype, 1e20, false, |_| ());
     move |program, timing| {
         calls.iter().try_for_each(|call| call.judge(program, timing).map(|_| ()))?;
         nan.iter().try_for_each(|call| call.judge(program, timing))?;
+        shares_are_equal(&equal, program, timing)?;
         gives_nothing(&dead, program, timing)
     }
 }
@@ -214,7 +221,9 @@ pub(super) fn wide() -> Planted {
 
 const F32: &str = "backward_f32.h";
 
-const F32_BUGS: [Bug; 11] = [
+const F32_BUGS: [Bug; 13] = [
+    bug("the rest of the log-sum-exp is left out", "backward.h", LIFT, ";"),
+    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[1];"),
     bug(
         "a logit is summed in two halves",
         F32,
@@ -281,11 +290,14 @@ pub(super) fn in_f32() -> Planted {
     Planted { name: "backward f32", instance: F32_INSTANCE, bugs: &F32_BUGS, judge: Box::new(judge) }
 }
 
-const SMALL: [Bug; 7] = [
+const SMALL: [Bug; 10] = [
+    bug("a log-sum-exp without a rest", "logits.h", "of_sum - (lse - m) : 0.0f;", "0.0f : 0.0f;"),
+    bug("a row that saw no key has a rest", "logits.h", "magnitude(lse) < INFINITE ?", "true ?"),
     bug("no gradient of the log-sum-exp", "row_stats.h", "if (args.d_lse) delta -= args.d_lse[row];", ";"),
     bug("delta of half of the lanes", "row_stats.h", "for (u32 apart = 16;", "for (u32 apart = 8;"),
-    bug("a row that saw no key keeps its log-sum-exp", "row_stats.h", "dead ? -EMPTY_M : lse", "lse"),
-    bug("a row that saw no key has a delta", "row_stats.h", "dead ? 0.0f : delta", "delta"),
+    bug("a row that saw no key keeps its log-sum-exp", "row_stats.h", "unseen{{-EMPTY_M,", "unseen{{lse,"),
+    bug("a row that saw no key has a delta", "row_stats.h", "1.0f, 0.0f, 0.0f}}", "1.0f, delta, 0.0f}}"),
+    bug("a factor of the other sign of the rest", "row_stats.h", "exp_fast(-rest)", "exp_fast(rest)"),
     bug(
         "every second block of words is cleared",
         "row_stats.h",
@@ -312,6 +324,7 @@ pub(super) fn small() -> Planted {
     let judge = move |program: &Program, timing| {
         adds_rows(program, timing)?;
         stats_are_exact(program, timing)?;
+        pairs_are_exact(program, timing)?;
         call.judge(program, timing).map(|_| ())
     };
     let instance = concat!(

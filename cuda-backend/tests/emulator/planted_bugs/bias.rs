@@ -6,13 +6,20 @@ use kyklos_oracle::oracle::OracleMask;
 
 use super::{Bug, Planted, bug};
 use crate::backward_call::{BackwardCall, every_bias, plain};
+use crate::equal_logits::{equal_logits, shares_are_equal};
 use crate::job::Timing;
 use crate::program::Program;
 
 const PLACE: &str = "backward.h";
 const BIAS: &str = "backward_bias.h";
 
-const BUGS: [Bug; 13] = [
+const BUGS: [Bug; 14] = [
+    bug(
+        "the rest of the log-sum-exp is left out",
+        BIAS,
+        "lift = float_of(number(1))",
+        "lift = Lift<T>::EXPONENT",
+    ),
     bug("the slope of the softcap counts", "backward_tiles.h", "if (!OF_BIAS) d *=", "d *="),
     bug("dS keeps the factor of P", BIAS, " * Lift<T>::BACK;", ";"),
     bug(
@@ -68,7 +75,11 @@ fn judge(dtype: Dtype) -> impl Fn(&Program, Timing) -> Result<(), String> + Sync
         BackwardCall::new(GradientCase::new(case, dtype), n % 3 == 0)
     };
     let calls: Vec<_> = every_bias().enumerate().map(call).collect();
-    move |program, timing| calls.iter().try_for_each(|call| call.judge(program, timing).map(|_| ()))
+    let equal = equal_logits(dtype, 1e20, true, |_| ());
+    move |program, timing| {
+        shares_are_equal(&equal, program, timing)?;
+        calls.iter().try_for_each(|call| call.judge(program, timing).map(|_| ()))
+    }
 }
 
 pub(super) fn tiles() -> Planted {

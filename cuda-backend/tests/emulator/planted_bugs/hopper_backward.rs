@@ -7,13 +7,21 @@ use kyklos_oracle::oracle::{OracleMask, OracleTerm};
 
 use super::{Bug, Planted, bug, case};
 use crate::backward_call::{BackwardCall, NanCall, gives_nothing, without_finite_logits};
+use crate::equal_logits::{equal_logits, shares_are_equal};
 use crate::job::Timing;
 use crate::program::Program;
 
 const FILE: &str = "backward_hopper.h";
 const COMMON: &str = "hopper.h";
 
-const BUGS: [Bug; 58] = [
+const BUGS: [Bug; 60] = [
+    bug(
+        "dK, dV: the rest of the log-sum-exp is left out",
+        FILE,
+        "bits_of(row.lift)",
+        "bits_of(Lift<T>::EXPONENT)",
+    ),
+    bug("dQ: the rest of the log-sum-exp is left out", FILE, "rows[half].lift", "Lift<T>::EXPONENT"),
     bug("fixed rows are not waited for", FILE, "phase_wait(fixed_full(), 0);", ""),
     bug("moving tiles are not waited for", FILE, "phase_wait(full(stage), parity_of(step));", ""),
     bug(
@@ -275,9 +283,12 @@ pub(super) fn kernels() -> Planted {
     let nan = wide(case(causal));
     let nan = [12, 11].map(|element| NanCall::new(&nan, Dtype::F16, [40, element]).on_hopper());
     let dead = without_finite_logits(Dtype::F16, wide).on_hopper();
+    // Of the instances of 128 elements.
+    let equal = equal_logits(Dtype::F16, 1e20, false, |case| case.problem.head_dim = 72).on_hopper();
     let judge = move |program: &Program, timing: Timing| {
         calls.iter().try_for_each(|call| call.judge(program, timing).map(|_| ()))?;
         nan.iter().try_for_each(|call| call.judge(program, timing))?;
+        shares_are_equal(&equal, program, timing)?;
         gives_nothing(&dead, program, timing)
     };
     Planted { name: "hopper backward", instance: INSTANCE, bugs: &BUGS, judge: Box::new(judge) }

@@ -57,12 +57,13 @@ impl<'a> Call<'a> {
         if self.tiles.is_some() { words.next_multiple_of(tiles::SIDE) } else { words }
     }
 
-    /// Factor on q, or on the scores where q is in words. With a softcap, scores are the argument of its tanh.
-    pub(super) fn query_factor(&self) -> f32 {
+    /// Factors on q and on the scores. On q where it is at most 1 and q is not in words: the product of an element and a larger one may be
+    /// out of range. With a softcap, scores are the argument of its tanh.
+    pub(super) fn factors(&self) -> [f32; 2] {
         let factor = f64::from(self.scale) / f64::from(self.softcap.unwrap_or(1.0));
         #[expect(clippy::cast_possible_truncation, reason = "rounded once, on purpose")]
         let factor = factor as f32;
-        factor
+        if factor.abs() <= 1.0 && self.bf16.is_none() { [factor, 1.0] } else { [1.0, factor] }
     }
 
     /// Global positions of the keys of a KV tile. The last tile may have fewer keys than the others.

@@ -69,7 +69,8 @@ impl WithKernel for Run<'_, '_> {
                     }
                     Panel::<S, MR, NV> {
                         softcap: call.softcap,
-                        words: call.bf16.map(|products| (products, call.query_factor())),
+                        words: call.bf16,
+                        factor: call.factors()[1],
                         tiles: tiles.as_ref(),
                         q: vectors::<S, NV>(&floats(&scratch.q)[p * lanes * words..][..lanes * words]),
                         o: vectors_mut::<S, NV>(
@@ -124,7 +125,7 @@ impl<'a> Job<'a> {
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
         let (rows, words, padded_words) = (self.a.len(), call.words(), call.panel_words());
         let first = self.tile * call.work.tile.q_rows as usize;
-        let factor = call.bf16.is_none().then(|| call.query_factor());
+        let factor = call.bf16.is_none().then(|| call.factors()[0]);
         let row = &mut floats_mut(&mut scratch.row)[..lanes * words];
         let q = floats_mut(&mut scratch.q).chunks_exact_mut(lanes * padded_words);
         for (from, q) in (0..rows).step_by(lanes).zip(q) {

@@ -18,11 +18,13 @@ use kyklos_plan::RowSpan;
 /// `NV` vectors of query rows.
 pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) softcap: Option<f32>,
-    /// `Some`: q and the tiles hold words, and scores are multiplied by the number (module `bf16`).
-    pub(super) words: Option<(WordProducts, f32)>,
+    /// `Some`: q and the tiles hold words (module `bf16`).
+    pub(super) words: Option<WordProducts>,
+    /// On the scores.
+    pub(super) factor: f32,
     /// `Some`: the words are multiplied by tile registers, for which the tile is packed.
     pub(super) tiles: Option<&'a PreparedTiles>,
-    /// `[dim]`, scaled; or `[word]`, as it is.
+    /// `[dim]`, with its factor; or `[word]`, as it is.
     pub(super) q: &'a [[S::f32s; NV]],
     /// `[dim]`, un-normalised.
     pub(super) o: &'a mut [[S::f32s; NV]],
@@ -154,7 +156,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     #[inline(always)]
     fn products_of_keys(&mut self, simd: S, keys: &KeyTile<'_, MR>, groups: &Range<usize>) {
         let computed = groups.start * MR..groups.end * MR;
-        if let (Some(tiles), Some((_, factor))) = (self.tiles, self.words) {
+        let factors = [simd.splat_f32s(self.factor); NV];
+        if let Some(tiles) = self.tiles {
             let room = computed.start..computed.start + tiles::rows_of(computed.len());
             tiles.multiply::<{ tiles::OF_PANEL }>(TileProduct {
                 a: keys.k.as_flattened(),
@@ -164,17 +167,22 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
                 c: bytemuck::cast_slice_mut(self.scores[room].as_flattened_mut()),
                 add: false,
             });
-            return scale(simd, &mut self.scores[computed], &[simd.splat_f32s(factor); NV]);
+            return scale(simd, &mut self.scores[computed], &factors);
         }
         let tile = Scores {
             simd,
             k: &keys.k[groups.start * self.q.len()..groups.end * self.q.len()],
             q: self.q,
-            into: &mut self.scores[computed],
+            into: &mut self.scores[computed.clone()],
         };
         match self.words {
-            None => alone(simd, tile),
-            Some((products, factor)) => products.scores(tile, factor),
+            Some(products) => products.scores(tile, self.factor),
+            None => {
+                alone(simd, tile);
+                if self.factor != 1.0 {
+                    scale(simd, &mut self.scores[computed], &factors);
+                }
+            }
         }
     }
 
@@ -210,7 +218,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         let tile = WeightedSum { simd, v, stride: keys.stride, p, keep, o: self.o };
         match self.words {
             None => alone(simd, tile),
-            Some((products, _)) => products.weighted_sum(tile),
+            Some(products) => products.weighted_sum(tile),
         }
     }
 

@@ -79,19 +79,19 @@ pub(super) fn finalize(
     let (a, ml) = (state.a.elements::<f32>(), state.ml.elements::<f32>());
     let rows = shape.batch * shape.rows;
     let o = whole(o, rows * shape.heads * shape.dim * dtype.bytes())?;
-    let lse: &mut [f32] = bytemuck::cast_slice_mut(whole(lse, rows * shape.heads * 4)?);
+    let lse: &mut [f32] = bytemuck::cast_slice_mut(whole(lse, shape.lse_bytes())?);
     if rows * shape.heads * shape.dim == 0 {
         return Ok(());
     }
     let row = shape.heads * shape.dim;
     o.par_chunks_exact_mut(row * dtype.bytes())
-        .zip(lse.par_chunks_exact_mut(shape.heads))
+        .zip(lse.par_chunks_exact_mut(shape.heads * 2))
         .with_min_len(ROWS_AT_ONCE)
         .enumerate()
         .for_each_init(
             || vec![0.0; shape.dim],
             |space, (i, (o, lse))| {
-                let heads = o.chunks_exact_mut(shape.dim * dtype.bytes()).zip(lse);
+                let heads = o.chunks_exact_mut(shape.dim * dtype.bytes()).zip(lse.as_chunks_mut::<2>().0);
                 for (head, (o, lse)) in heads.enumerate() {
                     let at = ml_at(shape, i, head);
                     let (m, l) = (ml[at], ml[at + 1]);
@@ -100,7 +100,7 @@ pub(super) fn finalize(
                     // A NaN in l is not 0, and reaches o and lse.
                     if l == 0.0 {
                         o.fill(0);
-                        *lse = sink.unwrap_or(f32::NEG_INFINITY);
+                        *lse = [sink.unwrap_or(f32::NEG_INFINITY), 0.0];
                         continue;
                     }
                     // m, l and a after the sink is merged; a is multiplied by `weight`.
@@ -112,7 +112,8 @@ pub(super) fn finalize(
                             (most, l * weight + exp(sink - most), weight)
                         }
                     };
-                    *lse = m + ln(l);
+                    let (ln, sum) = (ln(l), m + ln(l));
+                    *lse = [sum, ln - (sum - m)];
                     for (space, a) in space.iter_mut().zip(a) {
                         // Adding zero removes the sign of zeros: the sign depends on the order of the merges.
                         *space = a * weight / l + 0.0;

@@ -136,7 +136,7 @@ let safe{r} = min(row{r}, params.fixed_end - 1u);",
                     "let lo{r} = lists[spans + 2u * safe{r}];
 let hi{r} = lists[spans + 2u * safe{r} + 1u];
 let stats{r} = stats[{}];
-let delta{r} = stats{r}.y;",
+let delta{r} = stats{r}.z;",
                     at("stats")
                 ));
                 if self.kernel.bias.any() {
@@ -197,8 +197,7 @@ let delta{r} = stats{r}.y;",
             let [scores, values] = self.moving();
             if !self.by_rows() {
                 t.lines(
-                    "let known = textureLoad(stats, vec2<i32>(vec2<u32>(head >> 1u, moving_y + at)));
-let stats_at = bitcast<vec2<f32>>(select(known.xy, known.zw, (head & 1u) == 1u));
+                    "let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
 let live = saw_keys(stats_at.x);",
                 );
             }
@@ -254,7 +253,8 @@ let live = saw_keys(stats_at.x);",
         }
         for r in 0..self.rows {
             let chains = (0..chains).map(|chain| format!("{name}{r}_chain{chain}"));
-            t.line(format!("let {name}{r} = {};", chains.collect::<Vec<_>>().join(" + ")));
+            let factor = if name == "x" { " * params.x_scale" } else { "" };
+            t.line(format!("let {name}{r} = ({}){factor};", chains.collect::<Vec<_>>().join(" + ")));
         }
     }
 
@@ -292,9 +292,9 @@ let live = saw_keys(stats_at.x);",
     /// P and dS of one pair.
     fn weights(&self, t: &mut Text, tested: bool, r: u32) {
         let (lse, delta) = if self.by_rows() {
-            (format!("stats{r}.x"), format!("delta{r}"))
+            (format!("stats{r}.x, stats{r}.y"), format!("delta{r}"))
         } else {
-            ("stats_at.x".to_owned(), "stats_at.y".to_owned())
+            ("stats_at.x, stats_at.y".to_owned(), "stats_at.z".to_owned())
         };
         let logit = if self.kernel.softcap { format!("capped(x{r})") } else { format!("x{r}") };
         let term = if self.kernel.bias.any() { format!(" + term{r}") } else { String::new() };

@@ -16,8 +16,8 @@ impl Shape {
             for x in XYZW {
                 t.line(format!("let stats_{x} = stats[stats_base + there.{x} * params.stats_row];"));
             }
-            let numbers = [("lse", "x"), ("delta", "y")];
-            for (name, field) in numbers.into_iter().take(if self.kernel.sums.needs_scores() { 2 } else { 1 })
+            let numbers = [("lse", "x"), ("factor", "y"), ("delta", "z")];
+            for (name, field) in numbers.into_iter().take(if self.kernel.sums.needs_scores() { 3 } else { 2 })
             {
                 let lanes = XYZW.map(|x| format!("stats_{x}.{field}")).join(", ");
                 t.line(format!("let {name} = vec4<f32>({lanes});"));
@@ -141,11 +141,12 @@ impl Shape {
     pub(super) fn weights(&self, t: &mut Text, tested: bool) {
         let scores = self.kernel.sums.needs_scores();
         for i in 0..self.rows {
-            let (lse, delta) = if self.by_rows() {
-                (format!("stats{i}.x"), format!("stats{i}.y"))
+            let [lse, factor, delta] = if self.by_rows() {
+                ["x", "y", "z"].map(|number| format!("stats{i}.{number}"))
             } else {
-                ("lse".to_owned(), "delta".to_owned())
+                ["lse", "factor", "delta"].map(str::to_owned)
             };
+            t.line(format!("x{i} *= params.x_scale;"));
             let lanes = |f: &str| XYZW.map(|x| format!("{f}(x{i}.{x})")).join(", ");
             if self.kernel.softcap {
                 if self.kernel.needs_slope() {
@@ -157,8 +158,8 @@ impl Shape {
                 t.line(format!("x{i} += term{i};"));
             }
             let shares = XYZW.map(|x| {
-                let lse = if self.by_rows() { lse.clone() } else { format!("{lse}.{x}") };
-                format!("share_of(x{i}.{x}, {lse})")
+                let lane = if self.by_rows() { String::new() } else { format!(".{x}") };
+                format!("share_of(x{i}.{x}, {lse}{lane}, {factor}{lane})")
             });
             let shares = format!("vec4<f32>({})", shares.join(", "));
             t.line(if tested {

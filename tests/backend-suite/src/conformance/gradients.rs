@@ -50,13 +50,14 @@ impl<'a, B: Backend> OnDevice<'a, B> {
         let by_head = |index: usize| {
             let (head, row, batch) =
                 (index % shape.heads, index / shape.heads % shape.rows, index / shape.heads / shape.rows);
-            whole.lse[(batch * shape.heads + head) * shape.rows + row]
+            (batch * shape.heads + head) * shape.rows + row
         };
-        let lse: Vec<f32> = (0..whole.lse.len()).map(by_head).collect();
+        let pair = |index: usize| [whole.lse[by_head(index)], whole.rest[by_head(index)]];
+        let lse: Vec<f32> = (0..whole.lse.len()).flat_map(pair).collect();
         let lse = upload("lse", &Bytes::copy_from_slice(bytemuck::cast_slice(&lse)))?;
         let d_lse = upload("dlse", &case.d_lse)?;
         let poison = |bytes: usize| upload("poison", &vec![0xFF; bytes].into());
-        let mut stats = poison(shape.ml_bytes())?;
+        let mut stats = poison(shape.stats_bytes())?;
         let dtype = problem.dtype;
         let args =
             RowStats { dtype, shape, o: &o, d_o: &d_o, lse: &lse, d_lse: Some(&d_lse), stats: &mut stats };
@@ -83,7 +84,7 @@ impl<'a, B: Backend> OnDevice<'a, B> {
         let kv_head_of: Vec<u32> = (0..problem.q_heads).map(|head| head / problem.group()).collect();
         let of_q = layout(problem.q_len, problem.q_heads, problem.head_dim, 0);
         let of_kv = layout(problem.kv_len, problem.kv_heads, problem.head_dim, first);
-        let of_stats = layout(problem.q_len, problem.q_heads, 2, 0);
+        let of_stats = layout(problem.q_len, problem.q_heads, 4, 0);
         for work in &BlockWork::layers(problem, &queries, &TokenRuns::contiguous(keys), tile) {
             let [q, k, v, d_o] = &self.inputs;
             let [dq, dk, dv] = &mut self.sums;

@@ -39,6 +39,10 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("gives the mean of the values where all logits are one huge number", |backend, who| {
             Box::pin(values::rows_of_huge_logits(backend, who))
         }),
+        ("takes a scale of any size", |backend, who| Box::pin(values::scales_of_any_size(backend, who))),
+        ("gives a log-sum-exp as two numbers", |backend, who| {
+            Box::pin(states::log_sum_exp_is_two_numbers(backend, who))
+        }),
         ("carries a running state over a ring", |backend, who| Box::pin(on_mesh(backend, who, 1, 3))),
         ("swaps heads for tokens with an all-to-all", |backend, who| Box::pin(on_mesh(backend, who, 2, 1))),
         ("lets no hidden value reach a row", |backend, who| Box::pin(no_leaks(backend, who))),

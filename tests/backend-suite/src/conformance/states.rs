@@ -137,12 +137,17 @@ async fn finalized<B: Backend>(backend: &B, state: &OnDevice<B>) -> (Vec<f32>, V
 async fn finalized_with<B: Backend>(backend: &B, state: &OnDevice<B>, sinks: &[f32]) -> (Vec<f32>, Vec<f32>) {
     let (mut o, mut lse) = poisoned_results(backend);
     backend.finalize(&state.view(), sinks, Dtype::F32, &mut o, &mut lse).unwrap();
-    (floats(backend, &mut o, ROWS * SHAPE.dim * 4).await, floats(backend, &mut lse, ROWS * 4).await)
+    (floats(backend, &mut o, ROWS * SHAPE.dim * 4).await, rounded(backend, &mut lse).await)
+}
+
+/// The log-sum-exps without their rests.
+async fn rounded<B: Backend>(backend: &B, lse: &mut B::Buffer) -> Vec<f32> {
+    floats(backend, lse, SHAPE.lse_bytes()).await.into_iter().step_by(2).collect()
 }
 
 fn poisoned_results<B: Backend>(backend: &B) -> (B::Buffer, B::Buffer) {
     let poison = |bytes: usize| backend.upload("output", Bytes::from(vec![0xFF; bytes])).unwrap();
-    (poison(ROWS * SHAPE.dim * 4), poison(ROWS * 4))
+    (poison(ROWS * SHAPE.dim * 4), poison(SHAPE.lse_bytes()))
 }
 
 /// Of a state with one block, and of one with two. The first rows see no key of the last block.
@@ -161,7 +166,7 @@ pub(super) async fn results_come_with_the_last_block<B: Backend>(backend: &B, wh
         let (last, control) = (blocks[before].clone(), Control::default());
         attend_with(backend, &problem, last, &mut state, Some(results), &control).await.unwrap();
         let o = floats(backend, &mut o, ROWS * SHAPE.dim * 4).await;
-        let lse = floats(backend, &mut lse, ROWS * 4).await;
+        let lse = rounded(backend, &mut lse).await;
 
         let mut whole = OnDevice::empty(backend);
         for keys in &blocks[..=before] {
@@ -239,4 +244,36 @@ pub(super) async fn unseen_rows_keep_their_state<B: Backend>(backend: &B, who: &
         o.iter().all(|x| *x == 0.0) && lse.iter().all(|x| *x == f32::NEG_INFINITY),
         "{who}: an empty output"
     );
+}
+
+/// The two numbers of a log-sum-exp are m + ln l for states of any size, with and without sinks.
+pub(super) async fn log_sum_exp_is_two_numbers<B: Backend>(backend: &B, who: &str) {
+    const LARGEST: [f32; 8] = [0.0, -3.0, 88.0, 5e3, -1e7, 2e8, -1e20, 1e38];
+    let ml: Vec<f32> =
+        (0..ROWS).flat_map(|row| [LARGEST[row % 8], 1.0 + (row * row % 5000) as f32]).collect();
+    let upload = |values: &[f32]| {
+        backend.upload("state", Bytes::copy_from_slice(bytemuck::cast_slice(values))).unwrap()
+    };
+    let state = OnDevice::<B> { a: upload(&vec![1.0; ROWS * SHAPE.dim]), ml: upload(&ml) };
+    for sinks in [&[][..], &[0.5, -1e20, 3e8, 0.0]] {
+        let (mut o, mut lse) = poisoned_results(backend);
+        backend.finalize(&state.view(), sinks, Dtype::F32, &mut o, &mut lse).unwrap();
+        let pairs = floats(backend, &mut lse, SHAPE.lse_bytes()).await;
+        for (index, pair) in pairs.as_chunks::<2>().0.iter().enumerate() {
+            let [first, rest] = pair.map(f64::from);
+            let (head, row) = (index % SHAPE.heads, index / SHAPE.heads % SHAPE.rows);
+            let at = (index / SHAPE.heads / SHAPE.rows * SHAPE.heads + head) * SHAPE.rows + row;
+            let [m, l] = [ml[2 * at], ml[2 * at + 1]].map(f64::from);
+            let sink = sinks.get(head).map_or(f64::NEG_INFINITY, |sink| f64::from(*sink));
+            let most = m.max(sink);
+            let ln = (l * (m - most).exp() + (sink - most).exp()).ln();
+            // ln l is f32, and so is its difference to a first number of its own size.
+            let limit = 4.0 * f64::from(f32::EPSILON) * (1.0 + ln);
+            assert!((first - most + rest - ln).abs() <= limit, "{who}: {pair:?} for {most:e} + {ln}");
+            assert!(
+                rest.abs() <= 1e-7 * first.abs().max(1.0),
+                "{who}: {first:e} is not rounded, the rest is {rest:e}"
+            );
+        }
+    }
 }

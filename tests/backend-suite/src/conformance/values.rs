@@ -64,6 +64,26 @@ pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
     }
 }
 
+/// Where scale · q is out of the range of f32 and the logits are not: with many queries and with few, with a softcap and without.
+pub(super) async fn scales_of_any_size<B: Backend>(backend: &B, who: &str) {
+    for (name, softcap) in [("logits of a million", None), ("logits of a million, few queries", Some(4.0))] {
+        let prepared = |scale: i32| {
+            let mut case = named(name);
+            (case.problem.scale, case.problem.softcap) = (2.0_f64.powi(scale), softcap);
+            Prepared::new(case, Dtype::F32)
+        };
+        let (usual, mut huge) = (prepared(20), prepared(70));
+        let times = |tensor: &Bytes, exponent: i32| {
+            let values = bytemuck::pod_collect_to_vec::<u8, f32>(tensor);
+            let scaled: Vec<f32> = values.iter().map(|value| value * 2.0_f32.powi(exponent)).collect();
+            Bytes::copy_from_slice(bytemuck::cast_slice(&scaled))
+        };
+        (huge.tensors.q, huge.tensors.k) = (times(&usual.tensors.q, 60), times(&usual.tensors.k, -110));
+        let whole = run_alone(backend, &dense_set(&huge.problem), &huge).await;
+        usual.judge(&whole, &format!("{who}, {name}, scale 2^70")).assert_within(&usual.dense_limit());
+    }
+}
+
 async fn on_a_ring<B: Backend>(backend: &B, prepared: &Prepared) -> Whole {
     let mesh = Mesh::new(1, 3).unwrap();
     let set = plan_forward(&prepared.problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)

@@ -32,7 +32,7 @@ fn tensors(rank: usize) -> [Tensor; 4] {
 
 fn saved(session: &mut Session, call: &Attention, [q, k, v]: [&Tensor; 3]) -> kyklos::Result<Saved> {
     let output = session.attend(call, q, k, v)?;
-    Ok(Saved { q: q.clone(), k: k.clone(), v: v.clone(), o: output.o, lse: output.lse })
+    Ok(Saved { q: q.clone(), k: k.clone(), v: v.clone(), o: output.o, lse: output.lse_pair })
 }
 
 /// dq, dk and dv of all ranks, as bytes.

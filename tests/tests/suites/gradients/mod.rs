@@ -4,6 +4,7 @@ mod bias;
 mod calls;
 mod prepared;
 mod random;
+mod ties;
 mod traps;
 mod wgpu;
 

@@ -99,7 +99,7 @@ impl OnSessions for GradientCase {
             let d_o = of_q(q_layout.gather(&self.d_o, tokens).unwrap());
             let d_lse = lse_layout.gather(&self.d_lse, tokens).unwrap();
             let d_lse = tensor(q_count, q_heads, 1, Dtype::F32, d_lse);
-            let saved = Saved { q, k, v, o: output.o, lse: output.lse };
+            let saved = Saved { q, k, v, o: output.o, lse: output.lse_pair };
             session.backward(&call.execution(execution), &saved, &d_o, Some(&d_lse)).unwrap()
         });
         let mut whole = [q_layout, kv_layout, kv_layout].map(|layout| vec![0xFF; layout.bytes()]);

@@ -174,7 +174,7 @@ fn keys_beyond_the_last_one_have_no_weight_however_low_the_logits_are() {
         let mut session = Session::new(transport, Device::cpu());
         let call = Attention::new().mask(Mask::full());
         let output = session.attend(&call, &q, &k, &v).unwrap();
-        let saved = Saved { q, k, v, o: output.o, lse: output.lse };
+        let saved = Saved { q, k, v, o: output.o, lse: output.lse_pair };
         session.backward(&call, &saved, &d_o, None).unwrap()
     });
     for (found, right) in [(&done[0].dq, right.dq), (&done[0].dk, right.dk), (&done[0].dv, right.dv)] {

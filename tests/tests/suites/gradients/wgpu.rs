@@ -9,7 +9,7 @@ use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 use proptest::test_runner::TestRunner;
 
 use super::random::sets;
-use super::{assert_alone, bias, calls};
+use super::{assert_alone, bias, calls, ties};
 use crate::amount::amount;
 
 /// Every adapter, opened with `options`, as the program would choose its kernels and with those that run everywhere. With each the head
@@ -53,6 +53,13 @@ fn one_wgpu_device_agrees_with_the_oracle_in_every_case() {
                 assert_alone(&GradientCase::new(case, dtype).with_bias_gradient(), &device);
             }
         }
+    }
+}
+
+#[test]
+fn equal_logits_of_any_size_have_equal_shares_of_the_gradients_on_wgpu_devices() {
+    for (device, _) in devices(&WgpuOptions::default()) {
+        ties::every_size(&device);
     }
 }
 

@@ -47,7 +47,7 @@ pub(super) fn closed_form(set: &PlanSet) -> u64 {
         let edges = (1..ring).filter(|place| edge(*place).any(|hops| reads[hops as usize])).count() as u64;
         let queries = shard(&set.q_placement, owner).len() as u64;
         // q, dO and the statistics go out, an f32 sum comes back; rows of a bias go along.
-        let row = batch * (2 * dim * element + 8 + 4 * dim) * u64::from(problem.q_heads);
+        let row = batch * (2 * dim * element + 16 + 4 * dim) * u64::from(problem.q_heads);
         let bias = problem.bias.filter(|bias| !bias.shared_rows).map_or(0, |bias| {
             let heads = if bias.heads > 1 { problem.q_heads } else { ulysses };
             let row = bias.row_bytes(problem.dtype, problem.kv_len) as u64;
@@ -112,7 +112,7 @@ pub(super) fn closed_form(set: &PlanSet) -> u64 {
         let foreign = u64::from(problem.q_heads) - u64::from(first(u + 1) - first(u));
         let foreign_kv = all_kv - kv_of(u).len() as u64;
         // q, dO and dQ; the statistics.
-        bytes += q * foreign * batch * (3 * dim * element + 8);
+        bytes += q * foreign * batch * (3 * dim * element + 16);
         bytes += kv * foreign_kv * batch * 2 * dim * (element + if shared { 4 } else { element });
         if let Some(bias) = problem.bias.filter(|bias| !bias.shared_rows) {
             let row = bias.row_bytes(problem.dtype, problem.kv_len) as u64 * u64::from(bias.batch);

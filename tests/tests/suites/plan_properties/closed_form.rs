@@ -67,7 +67,7 @@ fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64,
     for peer in (0..ulysses).filter(|peer| *peer != u) {
         let bias = bias_row * q_tokens(r, u) * bias_heads(peer);
         send(row * (q_tokens(r, u) * q_heads(peer) + 2 * kv_tokens(r, u) * kv_heads(peer)) + bias);
-        send(q_tokens(r, peer) * q_heads(u) * (row + 4 * batch));
+        send(q_tokens(r, peer) * q_heads(u) * (row + 8 * batch));
     }
     // Bytes of the keys and values of `tokens` tokens as one part of a message.
     let kv = |tokens: usize| {

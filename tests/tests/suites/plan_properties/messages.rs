@@ -34,8 +34,8 @@ fn a_ring_sends_keys_and_sums_of_their_gradients() {
 
 #[test]
 fn queries_travel_with_what_their_gradients_need() {
-    // q and dO of f16, two statistics of f32, a sum of f32.
-    let visit = 12 * HEADS * (2 * 2 * DIM + 8 + 4 * DIM);
+    // q and dO of f16, four statistics of f32, a sum of f32.
+    let visit = 12 * HEADS * (2 * 2 * DIM + 16 + 4 * DIM);
     assert_eq!(sent(0..0, Strategy::PassQ), [(3 * visit, 6); 4]);
     // Each rank is a child and a parent at three places.
     assert_eq!(sent(0..0, Strategy::Tree), [(3 * visit, 6); 4]);

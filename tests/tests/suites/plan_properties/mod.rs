@@ -281,7 +281,7 @@ fn bytes_on_known_meshes_are_the_published_ones() {
         let mesh = Mesh::new(ulysses, 8 / ulysses).unwrap();
         let set =
             plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Unified).unwrap();
-        let lse = u64::from(seq / 8 * heads / ulysses * (ulysses - 1) * 4);
+        let lse = u64::from(seq / 8 * heads / ulysses * (ulysses - 1) * 8);
         let unit = f64::from(2 * seq * heads / 8 * dim * 4);
         for check in check(&set).unwrap() {
             assert_eq!((check.bytes_sent - lse) as f64 / unit, units, "U{ulysses}");

@@ -125,7 +125,7 @@ fn running_states_have_a_rate_of_their_own() {
     assert_ne!(text, slower);
     let [fast, slow] =
         [text, slower].map(|text| simulate(&alone, &Cluster::from_toml(&text).unwrap()).unwrap());
-    let (state, output) = (512.0 * 8.0 * (64.0 * 4.0 + 8.0), 512.0 * 8.0 * (64.0 * 4.0 + 4.0));
+    let (state, output) = (512.0 * 8.0 * (64.0 * 4.0 + 8.0), 512.0 * 8.0 * (64.0 * 4.0 + 8.0));
     let more = (slow.wall_ns - fast.wall_ns) as f64;
     assert!(close(more, 3.0 * state + state + output), "{more}");
     assert_eq!(slow.ranks[0].copy_ns, 0);

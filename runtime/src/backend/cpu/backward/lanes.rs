@@ -5,15 +5,13 @@ use pulp::Simd;
 use crate::backend::EMPTY_M;
 use kyklos_plan::RowSpan;
 
-/// The statistics of a row: its log-sum-exp and δ.
+/// The statistics of a row: its log-sum-exp, the factor on its weights, and δ.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stats([f32; 2]);
+pub(super) struct Stats(pub(super) [f32; 3]);
 
 impl Stats {
-    /// `None` for a row that sees nothing: with any finite score its weights are 0.
-    pub(super) fn new(lse: Option<f32>, delta: f32) -> Self {
-        Self(lse.map_or([-EMPTY_M, 0.0], |lse| [lse, delta]))
-    }
+    /// Of a row that sees nothing: with any finite score its weights are 0.
+    pub(super) const EMPTY: Self = Self([-EMPTY_M, 1.0, 0.0]);
 }
 
 /// What the mask and the statistics say of the rows of a panel. Lanes without a row see nothing.
@@ -23,18 +21,20 @@ pub(super) struct Lanes<S: Simd, const NV: usize> {
     /// Keys of each span.
     width: [S::u32s; NV],
     /// The numbers of [`Stats`].
-    pub(super) stats: [[S::f32s; NV]; 2],
+    pub(super) stats: [[S::f32s; NV]; 3],
 }
 
 impl<S: Simd, const NV: usize> Lanes<S, NV> {
     #[inline(always)]
     pub(super) fn new(simd: S, spans: &[RowSpan], stats: &[Stats]) -> Self {
-        let zero = [simd.splat_f32s(0.0); NV];
         let mut lanes = Self {
             from: [simd.splat_u32s(0); NV],
             width: [simd.splat_u32s(0); NV],
-            stats: [[simd.splat_f32s(-EMPTY_M); NV], zero],
+            stats: [[simd.splat_f32s(0.0); NV]; 3],
         };
+        for (vectors, number) in lanes.stats.iter_mut().zip(Stats::EMPTY.0) {
+            *vectors = [simd.splat_f32s(number); NV];
+        }
         for (lane, (span, stats)) in spans.iter().zip(stats).enumerate() {
             put(&mut lanes.from, lane, span.lo);
             put(&mut lanes.width, lane, span.hi - span.lo);

@@ -18,12 +18,11 @@ pub(super) fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, q_head: usize, o
     of_head.spans.clear();
     of_head.stats.clear();
     for row in first..first + job.rows() {
-        let mut of_row = [0.0; 2];
+        let mut of_row = [0.0; 4];
         let stats = call.stats.row([job.batch, row, q_head], &mut of_row);
-        let [lse, delta] = [stats[0], stats[1]];
-        let empty = lse == -EMPTY_M;
+        let empty = stats[0] == -EMPTY_M;
         of_head.spans.push(if empty { RowSpan::EMPTY } else { class.rows[row] });
-        of_head.stats.push(Stats::new(if empty { None } else { Some(lse) }, delta));
+        of_head.stats.push(if empty { Stats::EMPTY } else { Stats([stats[0], stats[1], stats[2]]) });
     }
 }
 
@@ -45,7 +44,7 @@ pub(super) fn pack_queries(
     let first = job.q_tiles.start * TILE.q_rows as usize;
     of_head.finite.clear();
     of_head.finite.resize(rows.div_ceil(lanes), [true; 2]);
-    let tensors = [(&forward.q, (!in_words).then(|| forward.query_factor())), (&call.d_o, None)];
+    let tensors = [(&forward.q, (!in_words).then(|| forward.factors()[0])), (&call.d_o, None)];
     for (index, (tensor, factor)) in tensors.into_iter().enumerate() {
         let in_lanes = floats_mut(&mut of_head.lanes[index]).chunks_exact_mut(lanes * padded);
         let by_row = floats_mut(&mut of_head.rows[index]).chunks_exact_mut(blocks.elements());

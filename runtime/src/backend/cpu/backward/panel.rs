@@ -24,9 +24,11 @@ pub(super) struct Panel<'a, S: Simd, const MR: usize, const NV: usize> {
     /// How the rows of `by_row` are cut.
     pub(super) of_rows: Blocks,
     pub(super) softcap: Option<f32>,
-    /// `Some`: q, dO and the keys are in words of two elements, and the scores get a factor.
+    /// On the scores.
+    pub(super) factor: f32,
+    /// `Some`: q, dO and the keys are in words of two elements.
     pub(super) words: Option<OfWords<'a>>,
-    /// `[dim]`: q, with the factor of the scores unless it is in words.
+    /// `[dim]`: q, with its factor.
     pub(super) q: &'a [[S::f32s; NV]],
     /// `[dim]`
     pub(super) d_o: &'a [[S::f32s; NV]],
@@ -52,8 +54,6 @@ pub(super) struct OfWords<'a> {
     pub(super) products: WordProducts,
     /// `Some`: the words are multiplied by tile registers, for which all operands are packed.
     pub(super) tiles: Option<&'a PreparedTiles>,
-    /// On the scores.
-    pub(super) factor: f32,
     /// Space: dS and P in words of two rows, `[key][row / 2]`; for tile registers `[row / 32][key][16]`.
     pub(super) of_rows: [&'a mut [f32]; 2],
 }
@@ -107,8 +107,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         // One after the other: q and dO of a panel of long rows do not fit the first cache together.
         let [k, v] = keys.in_groups;
         let words = self.words.as_ref();
-        let factor = words.map_or(1.0, |words| words.factor);
-        products_of_keys(simd, words, (k, keys.stride, count), (self.q, factor), self.weights);
+        products_of_keys(simd, words, (k, keys.stride, count), (self.q, self.factor), self.weights);
         products_of_keys(simd, words, (v, keys.stride, count), (self.d_o, 1.0), self.d_scores);
         for index in 0..count {
             self.shift(simd, index);
@@ -131,7 +130,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     /// Scores become exponents, and dP becomes (dP − δ) · slope.
     #[inline(always)]
     fn shift(&mut self, simd: S, index: usize) {
-        let [lse, delta] = &self.stats.stats;
+        let [lse, _, delta] = &self.stats.stats;
         let (scores, d_scores) = (&mut self.weights[index], &mut self.d_scores[index]);
         // The gradient of a bias is taken before they are applied.
         let mut slopes = match &mut self.bias {
@@ -166,13 +165,14 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     fn weigh<const KEYS: usize>(&mut self, simd: S, keys: &Keys<'_, MR>, from: usize) {
         let mut exponents = [[simd.splat_f32s(0.0); NV]; KEYS];
         exponents.copy_from_slice(&self.weights[from..from + KEYS]);
-        let p = exp_each(simd, exponents);
+        let powers = exp_each(simd, exponents);
         let zero = simd.splat_f32s(0.0);
-        for (key, p) in p.iter().enumerate() {
+        for (key, powers) in powers.iter().enumerate() {
             let index = from + key;
-            for ((weight, ds), p) in self.weights[index].iter_mut().zip(&mut self.d_scores[index]).zip(p) {
-                *weight = *p;
-                *ds = simd.mul_f32s(*p, *ds);
+            let pairs = self.weights[index].iter_mut().zip(&mut self.d_scores[index]);
+            for ((weight, ds), (power, factor)) in pairs.zip(powers.iter().zip(&self.stats.stats[1])) {
+                *weight = simd.mul_f32s(*power, *factor);
+                *ds = simd.mul_f32s(*weight, *ds);
             }
             if self.masked {
                 let seen = self.stats.seen(simd, keys.positions[index]);
@@ -328,7 +328,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     }
 }
 
-/// The products of the rows of a panel with `count` keys, times a factor where they are in words: of q with k, and of dO with v.
+/// The products of the rows of a panel with `count` keys, times a factor: of q with k, and of dO with v.
 #[inline(always)]
 fn products_of_keys<S: Simd, const MR: usize, const NV: usize>(
     simd: S,
@@ -350,7 +350,12 @@ fn products_of_keys<S: Simd, const MR: usize, const NV: usize>(
     }
     let tile = Scores::<S, MR, NV> { simd, k, q, into: &mut into[..count.next_multiple_of(MR)] };
     match words {
-        None => alone(simd, tile),
         Some(words) => words.products.scores(tile, factor),
+        None => {
+            alone(simd, tile);
+            if factor != 1.0 {
+                scale(simd, &mut into[..count], &[simd.splat_f32s(factor); NV]);
+            }
+        }
     }
 }

@@ -95,10 +95,10 @@ impl WithKernel for Run<'_, '_> {
                         Panel::<S, MR, NV> {
                             of_rows,
                             softcap: call.forward.softcap,
+                            factor: call.forward.factors()[1],
                             words: call.forward.bf16.map(|products| OfWords {
                                 products,
                                 tiles: tiles.as_ref(),
-                                factor: call.forward.query_factor(),
                                 of_rows: of_words
                                     .each_mut()
                                     .map(|lines| &mut floats_mut(lines)[..columns * of_rows.rows]),

@@ -43,8 +43,7 @@ impl Parts {
 
 /// The packed queries of a batch entry. Contents of places without a row are unspecified, here and in [`States`].
 pub(super) struct Queries {
-    /// `[place][words]`, in the order of words of K: queries, scaled so that scores are logits; with a softcap, the argument of its
-    /// tanh. In words they are not scaled.
+    /// `[place][words]`, in the order of words of K: queries with their factor; in words without.
     q: Vec<Line>,
     /// Elements of a row in `q`: whole vectors of words.
     words: usize,
@@ -61,7 +60,7 @@ impl Queries {
         let mut lines = Vec::new();
         grow(&mut lines, parts.places * words);
         let mut space = vec![0.0; words];
-        let factor = call.query_factor();
+        let [factor, _] = call.factors();
         for part in &parts.all {
             let rows = part.heads.iter().flat_map(|head| (0..rows).map(move |row| (*head, row)));
             let q = &mut floats_mut(&mut lines)[part.first * words..];

@@ -125,7 +125,7 @@ impl Tile<'_> {
         let (call, width) = (self.call, self.width::<S>());
         grow(scores, self.parts.places * width);
         let scores = floats_mut(scores);
-        let factor = if call.bf16.is_some() { call.query_factor() } else { 1.0 };
+        let [_, factor] = call.factors();
         for keys in self.few_keys() {
             for part in &self.parts.all {
                 let first = [self.batch, self.first + keys.start, part.kv_head];

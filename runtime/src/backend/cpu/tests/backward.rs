@@ -21,8 +21,9 @@ fn gradients(backend: &CpuBackend, case: &Case, d_o: &[f32]) -> Gradients {
     let output = run(backend, case, &all_keys(case));
     let upload = |values: &[f32]| backend.upload("x", encode(p.dtype, values)).unwrap();
     let [q, k, v, d_o, o] = [&case.q, &case.k, &case.v, d_o, &output.o].map(upload);
-    let lse = backend.upload("lse", encode(Dtype::F32, &output.lse)).unwrap();
-    let mut stats = backend.alloc("stats", shape.ml_bytes()).unwrap();
+    let pairs: Vec<f32> = output.lse.iter().flat_map(|lse| [*lse, 0.0]).collect();
+    let lse = backend.upload("lse", encode(Dtype::F32, &pairs)).unwrap();
+    let mut stats = backend.alloc("stats", shape.stats_bytes()).unwrap();
     let args =
         RowStats { dtype: p.dtype, shape, o: &o, d_o: &d_o, lse: &lse, d_lse: None, stats: &mut stats };
     backend.row_stats(args).unwrap();
@@ -38,7 +39,7 @@ fn gradients(backend: &CpuBackend, case: &Case, d_o: &[f32]) -> Gradients {
         softcap: p.softcap,
         q: Operand { buffer: &q, layout: dense(sq, hq, d) },
         d_o: Operand { buffer: &d_o, layout: dense(sq, hq, d) },
-        stats: Operand { buffer: &stats, layout: dense(sq, hq, 2) },
+        stats: Operand { buffer: &stats, layout: dense(sq, hq, 4) },
         k: Operand { buffer: &k, layout: dense(skv, hkv, d) },
         v: Operand { buffer: &v, layout: dense(skv, hkv, d) },
         kv_head_of: &kv_head_of,

@@ -232,7 +232,7 @@ impl<'a> Call<'a> {
         let unit = self.kernel.storage.unit_elements() as usize;
         let q = units(&args.q.layout, unit, windows.q)?;
         let [k, v] = windows.kv.units(args, unit)?;
-        let (q_scale, cap) = factors(args.scale, args.softcap);
+        let (q_scale, x_scale, cap) = factors(args.scale, args.softcap);
         let bias = windows.bias.map_or(Ok([0; 4]), |bias| bias.units())?;
         Ok(AttendParams {
             q_offset: q[0],
@@ -262,6 +262,7 @@ impl<'a> Call<'a> {
             keys_at: self.list.keys_at,
             spans_at: self.list.spans_at,
             q_scale,
+            x_scale,
             cap,
             bias_offset: bias[0],
             bias_batch: bias[1],

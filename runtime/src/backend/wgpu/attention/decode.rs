@@ -274,7 +274,7 @@ impl Decode<'_> {
         let unit = self.kernel.storage.unit_elements() as usize;
         let q = units(&args.q.layout, unit, bindings.q)?;
         let [k, v] = bindings.kv.units(args, unit)?;
-        let (q_scale, cap) = factors(args.scale, args.softcap);
+        let (q_scale, x_scale, cap) = factors(args.scale, args.softcap);
         let bias = bindings.bias.map_or(Ok([0; 4]), |bias| bias.units())?;
         Ok(DecodeParams {
             q_offset: q[0],
@@ -303,6 +303,7 @@ impl Decode<'_> {
             keys_at: self.list.keys_at,
             spans_at: self.list.spans_at,
             q_scale,
+            x_scale,
             cap,
             bias_offset: bias[0],
             bias_batch: bias[1],

@@ -214,10 +214,8 @@ pub(in crate::backend::wgpu) fn units(layout: &Layout, unit: usize, window: Wind
     Ok(units)
 }
 
-/// The factor on q, and with a softcap the factor on the tanh.
-pub(in crate::backend::wgpu) fn factors(scale: f32, softcap: Option<f32>) -> (f32, f32) {
-    match softcap {
-        Some(cap) => (scale / cap, cap),
-        None => (scale, 0.0),
-    }
+/// The factors on q and on the product of q and k, and with a softcap the factor on the tanh.
+pub(in crate::backend::wgpu) fn factors(scale: f32, softcap: Option<f32>) -> (f32, f32, f32) {
+    let (factor, cap) = softcap.map_or((scale, 0.0), |cap| (scale / cap, cap));
+    if factor.abs() <= 1.0 { (factor, 1.0, cap) } else { (1.0, factor, cap) }
 }

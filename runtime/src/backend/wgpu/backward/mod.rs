@@ -274,7 +274,7 @@ impl<'a> Pass<'a> {
         let (args, lists, side) = (self.call.args, &self.call.lists, self.side);
         let [fixed, moving] = self.sides(region);
         let tiles = self.tiles(region);
-        let (q_scale, cap) = factors(args.scale, args.softcap);
+        let (q_scale, x_scale, cap) = factors(args.scale, args.softcap);
         let unit = self.backward.storage.unit_elements() as usize;
         let of_tensors = windows.params(args, &self.call.tensors, self.backward.sums, unit)?;
         Ok(BackwardParams {
@@ -293,9 +293,10 @@ impl<'a> Pass<'a> {
             keys_at: lists.keys_at,
             spans_at: lists.spans_at,
             q_scale,
+            x_scale,
             cap,
             scale: args.scale,
-            unscale: args.softcap.unwrap_or(1.0),
+            unscale: if x_scale == 1.0 { args.softcap.unwrap_or(1.0) } else { args.scale },
             moving_texels: narrow("the number of rows", moving.len())?,
             ..of_tensors
         })

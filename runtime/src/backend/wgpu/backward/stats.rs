@@ -1,4 +1,4 @@
-//! The log-sum-exp and δ of each row.
+//! The statistics of each row: its log-sum-exp and δ.
 
 use kyklos_shaders::{Kernel, RowStatsParams};
 
@@ -29,8 +29,8 @@ pub(in super::super) fn row_stats(gpu: &Gpu, args: &RowStats<'_, WgpuBuffer>) ->
         let of_rows = |row_bytes: usize| (part.start * row_bytes) as u64..(part.end * row_bytes) as u64;
         let o = gpu.window("o", args.o, of_rows(row_bytes))?;
         let d_o = gpu.window("d_o", args.d_o, of_rows(row_bytes))?;
-        let lse = gpu.window("lse", args.lse, of_rows(4))?;
-        let stats = gpu.window("row statistics", args.stats, of_rows(8))?;
+        let lse = gpu.window("lse", args.lse, of_rows(8))?;
+        let stats = gpu.window("row statistics", args.stats, of_rows(16))?;
         let d_lse = args.d_lse.map(|d_lse| gpu.window("d_lse", d_lse, of_rows(4))).transpose()?;
         let params = RowStatsParams {
             first: narrow("rows times heads", part.start)?,
@@ -38,10 +38,10 @@ pub(in super::super) fn row_stats(gpu: &Gpu, args: &RowStats<'_, WgpuBuffer>) ->
             grid_width: grid.width,
             o_skipped: o.skipped_units()?,
             d_o_skipped: d_o.skipped_units()?,
-            // A unit has the log-sum-exps of 4 row-heads, or the statistics of 2.
-            lse_skipped: lse.skipped_units()? * 4,
+            // A unit has the log-sum-exps of 2 row-heads, the gradients of 4, or the statistics of 1.
+            lse_skipped: lse.skipped_units()? * 2,
             d_lse_skipped: d_lse.map_or(Ok(0), |d_lse| d_lse.skipped_units())? * 4,
-            stats_skipped: stats.skipped_units()? * 2,
+            stats_skipped: stats.skipped_units()?,
         };
         let mut bound: Vec<Bound<'_>> = [o, d_o, lse, stats].map(Into::into).to_vec();
         bound.extend(d_lse.map(Bound::from));

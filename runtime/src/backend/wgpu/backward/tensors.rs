@@ -5,7 +5,6 @@ use std::ops::Range;
 use kyklos_shaders::{BackwardKernel, BackwardParams, Kernel, Sums};
 
 use super::super::device::Gpu;
-use super::super::numbers::narrow;
 use crate::backend::wgpu::attention::operands::{BiasRows, bias_tensor, in_elements, units};
 use crate::backend::wgpu::running::dispatch::{Bound, Window};
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
@@ -66,7 +65,7 @@ impl Tensors {
         Self {
             q: strided(&args.q, shape.rows, shape.heads),
             d_o: strided(&args.d_o, shape.rows, shape.heads),
-            stats: Strided::new(args.stats.layout, 4, [shape.batch, shape.rows, shape.heads, 2]),
+            stats: Strided::new(args.stats.layout, 4, [shape.batch, shape.rows, shape.heads, 4]),
             k: strided(&args.k, keys, kv_heads),
             v: strided(&args.v, keys, kv_heads),
             dq: Strided::dense_f32([shape.batch, shape.rows, shape.heads, shape.dim]),
@@ -171,18 +170,6 @@ impl Place<'_> {
             Self::Texture(_) => Ok([0; 4]),
         }
     }
-
-    /// The same of the statistics in their 8-byte units.
-    fn stats_units(&self, layout: &Layout) -> Result<[u32; 4]> {
-        let Self::Buffer(window) = self else { return Ok([0; 4]) };
-        let mut units = [0; 4];
-        let elements = [layout.offset, layout.batch_stride, layout.row_stride, layout.head_stride];
-        for (units, elements) in units.iter_mut().zip(elements) {
-            *units = narrow("an offset or a stride of the row statistics", elements / 2)?;
-        }
-        units[0] = units[0].wrapping_sub(window.skipped_units()?.wrapping_mul(2));
-        Ok(units)
-    }
 }
 
 impl<'a> Windows<'a> {
@@ -214,7 +201,7 @@ impl<'a> Windows<'a> {
         let d_o = self.d_o.units(&args.d_o.layout, unit)?;
         let k = self.k.units(&args.k.layout, unit)?;
         let v = self.v.units(&args.v.layout, unit)?;
-        let stats = self.stats.stats_units(&args.stats.layout)?;
+        let stats = self.stats.units(&args.stats.layout, 4)?;
         // dk and dv have one layout and cover the same bytes of their buffers.
         let sum = match &args.d_bias {
             Some(of_bias) if sums.of_bias() => in_elements(&of_bias.layout, 4, self.sums[0])?,

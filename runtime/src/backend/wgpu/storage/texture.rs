@@ -22,7 +22,7 @@ pub(in crate::backend::wgpu) fn texture(
 ) -> Result<wgpu::TextureView> {
     let row_bytes = source.heads * source.head_bytes;
     let size = wgpu::Extent3d {
-        width: narrow("a row of texels", row_bytes.div_ceil(TEXEL))?,
+        width: narrow("a row of texels", row_bytes / TEXEL)?,
         height: narrow("a column of texels", batch.len() * keys.len())?,
         depth_or_array_layers: 1,
     };
@@ -45,11 +45,10 @@ pub(in crate::backend::wgpu) fn texture(
         let bytes = row_bytes as u64 * u64::from(size.height);
         gpu.out_of_memory(label, bytes, gpu.largest_bytes(bytes))
     })?;
-    let whole_texels = source.head_bytes.is_multiple_of(TEXEL);
-    if whole_texels && (source.layout.row_stride.is_multiple_of(ROW_ALIGNMENT) || keys.len() == 1) {
+    if source.layout.row_stride.is_multiple_of(ROW_ALIGNMENT) || keys.len() == 1 {
         copy(gpu, label, source, batch, keys, &texture)?;
     } else {
-        // A copy needs an aligned row stride and whole texels: other rows are packed into a buffer first.
+        // A copy needs an aligned row stride: other rows are packed into a buffer first.
         let row_stride = row_bytes.next_multiple_of(ROW_ALIGNMENT);
         let aligned = Layout {
             offset: 0,
