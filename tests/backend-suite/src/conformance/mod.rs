@@ -40,6 +40,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
             Box::pin(values::rows_of_huge_logits(backend, who))
         }),
         ("takes a scale of any size", |backend, who| Box::pin(values::scales_of_any_size(backend, who))),
+        ("takes denormal elements", |backend, who| Box::pin(values::denormal_elements(backend, who))),
         ("gives a log-sum-exp as two numbers", |backend, who| {
             Box::pin(states::log_sum_exp_is_two_numbers(backend, who))
         }),

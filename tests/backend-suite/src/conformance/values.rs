@@ -73,15 +73,48 @@ pub(super) async fn scales_of_any_size<B: Backend>(backend: &B, who: &str) {
             Prepared::new(case, Dtype::F32)
         };
         let (usual, mut huge) = (prepared(20), prepared(70));
-        let times = |tensor: &Bytes, exponent: i32| {
-            let values = bytemuck::pod_collect_to_vec::<u8, f32>(tensor);
-            let scaled: Vec<f32> = values.iter().map(|value| value * 2.0_f32.powi(exponent)).collect();
-            Bytes::copy_from_slice(bytemuck::cast_slice(&scaled))
-        };
         (huge.tensors.q, huge.tensors.k) = (times(&usual.tensors.q, 60), times(&usual.tensors.k, -110));
         let whole = run_alone(backend, &dense_set(&huge.problem), &huge).await;
         usual.judge(&whole, &format!("{who}, {name}, scale 2^70")).assert_within(&usual.dense_limit());
     }
+}
+
+/// Denormal elements of q, k and v count as they are or as 0.
+pub(super) async fn denormal_elements<B: Backend>(backend: &B, who: &str) {
+    for name in ["logits of a million", "logits of a million, few queries"] {
+        let mut case = named(name);
+        // All logits are about 0, with any elements.
+        case.problem.scale = 1e-30;
+        let mut prepared = Prepared::new(case, Dtype::F32);
+        let right = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
+        prepared.judge(&right, who).assert_within(&prepared.dense_limit());
+        let tensors = &mut prepared.tensors;
+        for tensor in [&mut tensors.q, &mut tensors.k, &mut tensors.v] {
+            *tensor = times(tensor, -130);
+        }
+        let found = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
+        let [o, right_o] = [&found, &right].map(|whole| bytemuck::cast_slice::<u8, f32>(&whole.o));
+        for (value, right) in o.iter().zip(right_o) {
+            let right = f64::from(*right) * 2.0_f64.powi(-130);
+            assert!(
+                (f64::from(*value) - right).abs() <= f64::from(f32::MIN_POSITIVE),
+                "{who}: {value:e} for {right:e}"
+            );
+        }
+        for (lse, right) in found.lse.iter().zip(&right.lse) {
+            assert!(
+                lse == right || (lse - right).abs() <= 1e-6 * (1.0 + right.abs()),
+                "{who}: {lse} for {right}"
+            );
+        }
+    }
+}
+
+/// f32 elements times a power of two.
+fn times(tensor: &Bytes, exponent: i32) -> Bytes {
+    let values = bytemuck::pod_collect_to_vec::<u8, f32>(tensor);
+    let scaled: Vec<f32> = values.iter().map(|value| value * 2.0_f32.powi(exponent)).collect();
+    Bytes::copy_from_slice(bytemuck::cast_slice(&scaled))
 }
 
 async fn on_a_ring<B: Backend>(backend: &B, prepared: &Prepared) -> Whole {
