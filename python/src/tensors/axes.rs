@@ -37,7 +37,9 @@ impl Argument {
     pub(crate) fn new(name: &'static str, form: Form, elements: Elements, heads_first: bool) -> Result<Self> {
         let mut axes = match form {
             Form::States => vec!["batch", "tokens", "heads", "dim"],
-            Form::Numbers if elements.shape.len() == 4 => vec!["batch", "tokens", "heads", "pair"],
+            Form::Numbers if elements.shape.len() == 4 && elements.shape[3] == 2 => {
+                vec!["batch", "tokens", "heads", "pair"]
+            }
             Form::Numbers => vec!["batch", "tokens", "heads"],
             Form::Bias => vec!["batch", "tokens", "heads", "keys"],
             Form::KeyBias if elements.shape.len() == 2 => vec!["batch", "keys"],

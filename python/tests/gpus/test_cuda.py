@@ -84,14 +84,14 @@ def test_gradients_stay_on_the_gpu():
             q, k, v = (fake.Array.of(x, stream) for x in host)
             bias = np.ones((1, 9, 4, 9), np.float32)
             options = {"bias": bias, "sinks": [0.5, 0, 0, 1]}
-            o, lse = group.attend(q, k, v, **options)
+            o, lse = group.attend(q, k, v, lse_pair=True, **options)
             before = fake.copied(only_to_host=True)
             gradients = group.backward(q, k, v, o, lse, o, **options, bias_gradient=True)
             # Sums of the sinks from four numbers of each row at most; dq has 4608 bytes.
             assert fake.copied(only_to_host=True) - before <= 9 * 4 * 4 * 4
             read = fake.read(gradients.d_bias, stream)
             stream.synchronize()
-            o, lse = group.attend(*host, **options)
+            o, lse = group.attend(*host, lse_pair=True, **options)
             wanted = group.backward(*host, o, lse, o, **options, bias_gradient=True)
             same(read(), wanted.d_bias)
             assert gradients.d_sinks_part == wanted.d_sinks_part
