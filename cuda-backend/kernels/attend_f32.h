@@ -64,17 +64,23 @@ struct AttentionF32 {
                               const float *k, u32 key) {
         const float add = term<F32>(args, batch, at, span, position_of(args, key));
         if (add == -INFINITE) return add;
-        const float x = product(dot(args.dim, q, k + key * args.k.row_stride), args.scale);
+        const float x = scaled_dot(args, q, k + key * args.k.row_stride);
         return (args.cap != 0.0f ? product(args.cap, tanh_exact(x)) : x) + add;
     }
 
-    // The sum of products of two rows of `dim` elements. The backward pass needs logits with the same rounding: of the same sum.
-    DEVICE static float dot(u32 dim, const float *a, const float *b) {
+    // scale · (q·k), with the same rounding in both passes. A factor of up to 1 is on q: q·k alone may leave the range of f32.
+    DEVICE static float scaled_dot(const AttendArguments &args, const float *q, const float *k) {
+        const bool shrinks = magnitude(args.scale) < 1.0f;
+        return product(dot(args.dim, q, k, shrinks ? args.scale : 1.0f), shrinks ? 1.0f : args.scale);
+    }
+
+    // The sum of products of two rows of `dim` elements, those of the first times a factor.
+    DEVICE static float dot(u32 dim, const float *a, const float *b, float factor) {
         float sum = 0.0f;
         // Unrolled, this would take registers that the values need.
         ROLLED for (u32 n = 0; n < dim / 4; n++) {
             const Unit x = reinterpret_cast<const Unit *>(a)[n], y = reinterpret_cast<const Unit *>(b)[n];
-            UNROLL for (int i = 0; i < 4; i++) sum = fused(float_of(x.words[i]), float_of(y.words[i]), sum);
+            UNROLL for (int i = 0; i < 4; i++) sum = fused(product(float_of(x.words[i]), factor), float_of(y.words[i]), sum);
         }
         return sum;
     }

@@ -22,11 +22,11 @@ struct BackwardF32 {
         const AttendArguments &attend = args.attend;
         const float add = term<F32>(attend, batch, at, row.span, position);
         if (add == -INFINITE) return {0.0f, 0.0f, 0.0f, false};
-        const float x = product(AttentionF32::dot(attend.dim, q, k), attend.scale);
+        const float x = AttentionF32::scaled_dot(attend, q, k);
         const float bent = attend.cap != 0.0f ? tanh_exact(x) : 0.0f;
         const float logit = (attend.cap != 0.0f ? product(attend.cap, bent) : x) + add;
         const float p = share<F32>(logit, row.lse, row.lift);
-        const float dp = AttentionF32::dot(attend.dim, d_o, v);
+        const float dp = AttentionF32::dot(attend.dim, d_o, v, 1.0f);
         const float of_bias = p * (dp - row.delta);
         return {p, of_bias * fused(-bent, bent, 1.0f), of_bias, true};
     }

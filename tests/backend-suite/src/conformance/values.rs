@@ -64,7 +64,8 @@ pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
     }
 }
 
-/// Where scale · q is out of the range of f32 and the logits are not: with many queries and with few, with a softcap and without.
+/// Where scale · q, or q · k, is out of the range of f32 and the logits are not: with many queries and with few, with a softcap and
+/// without.
 pub(super) async fn scales_of_any_size<B: Backend>(backend: &B, who: &str) {
     for (name, softcap) in [("logits of a million", None), ("logits of a million, few queries", Some(4.0))] {
         let prepared = |scale: i32| {
@@ -72,10 +73,16 @@ pub(super) async fn scales_of_any_size<B: Backend>(backend: &B, who: &str) {
             (case.problem.scale, case.problem.softcap) = (2.0_f64.powi(scale), softcap);
             Prepared::new(case, Dtype::F32)
         };
-        let (usual, mut huge) = (prepared(20), prepared(70));
-        (huge.tensors.q, huge.tensors.k) = (times(&usual.tensors.q, 60), times(&usual.tensors.k, -110));
-        let whole = run_alone(backend, &dense_set(&huge.problem), &huge).await;
-        usual.judge(&whole, &format!("{who}, {name}, scale 2^70")).assert_within(&usual.dense_limit());
+        let usual = prepared(20);
+        for (scale, of_q, of_k) in [(70, 60, -110), (-110, 65, 65)] {
+            let mut other = prepared(scale);
+            let (q, k) = (times(&usual.tensors.q, of_q), times(&usual.tensors.k, of_k));
+            (other.tensors.q, other.tensors.k) = (q, k);
+            let whole = run_alone(backend, &dense_set(&other.problem), &other).await;
+            usual
+                .judge(&whole, &format!("{who}, {name}, scale 2^{scale}"))
+                .assert_within(&usual.dense_limit());
+        }
     }
 }
 
