@@ -12,7 +12,7 @@ use kyklos_oracle::inputs::cases;
 use pollster::block_on;
 
 use crate::graphs::Token;
-use crate::scenario::{Ends, Scenario};
+use crate::scenario::{Ends, HANGS_AFTER, Scenario};
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = planted();
@@ -106,7 +106,7 @@ fn endings() -> Vec<Scenario> {
 
 /// When a device counts as lost that is to fail with these words: soon only where it hangs.
 pub(crate) fn lost_after(words: &str) -> Duration {
-    if words.contains("completed nothing") { Duration::from_millis(500) } else { Duration::from_secs(10) }
+    if words.contains("completed nothing") { Duration::from_millis(500) } else { 2 * HANGS_AFTER }
 }
 
 fn ends_with(words: &str) {
@@ -129,7 +129,7 @@ fn ends_with(words: &str) {
     assert_eq!(reset(&backend, &mut a, &mut ml).unwrap_err(), first);
     assert_eq!(block_on(backend.download(&mut ml, 0..4)).unwrap_err(), first);
     drop((a, ml, backend));
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(start.elapsed() < HANGS_AFTER, "{:?}", start.elapsed());
     is_right(&other);
 }
 

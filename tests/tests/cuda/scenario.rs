@@ -3,6 +3,7 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 use std::sync::Arc;
+use std::time::Duration;
 
 use kyklos::Dtype;
 use kyklos_backend_suite::Prepared;
@@ -42,6 +43,10 @@ pub(crate) struct Scenario {
     pub(crate) says: &'static [&'static str],
     pub(crate) says_not: &'static [&'static str],
 }
+
+/// What takes longer than this hangs: more than a loaded machine needs, and less than the waits that must not be reached, of a
+/// minute, two minutes and an hour.
+pub(crate) const HANGS_AFTER: Duration = Duration::from_secs(50);
 
 /// The expected end of a scenario's process.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -15,6 +15,7 @@ use pollster::block_on;
 use super::driver::{Context, Memory, Stream, copied};
 use super::{Busy, ordered};
 use crate::faults::is_right;
+use crate::scenario::HANGS_AFTER;
 
 const SHAPE: [usize; 4] = [1, 4, 4, 64];
 const BYTES: usize = 4 * 4 * 64 * 4;
@@ -121,7 +122,7 @@ pub(super) fn bad_owners() {
         }
         done.send(()).unwrap();
     });
-    is_done.recv_timeout(Duration::from_secs(10)).expect("a device waits for the destructor of a caller");
+    is_done.recv_timeout(HANGS_AFTER).expect("a device waits for the destructor of a caller");
     assert!(!is_let_go.load(Ordering::SeqCst));
     drop(sender);
     within_seconds(&is_let_go);
@@ -143,7 +144,7 @@ impl<F: FnOnce()> Drop for OnDrop<F> {
 fn within_seconds(dropped: &AtomicBool) {
     let start = Instant::now();
     while !dropped.load(Ordering::SeqCst) {
-        assert!(start.elapsed() < Duration::from_secs(20), "the owner is dropped");
+        assert!(start.elapsed() < HANGS_AFTER, "the owner is dropped");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

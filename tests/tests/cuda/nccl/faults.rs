@@ -18,7 +18,7 @@ use kyklos_transport::{Rank, Regroup, Transport, in_process_group};
 use pollster::block_on;
 
 use super::{DEADLINE, plans, plans_on, run, session};
-use crate::scenario::Scenario;
+use crate::scenario::{HANGS_AFTER, Scenario};
 
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -156,8 +156,7 @@ fn judge(errors: &[(Duration, Error)], deadline: Duration, says: &[&str]) {
     }
     for (took, error) in errors {
         assert!(!error.is_request(), "{error}");
-        // The deadline, and what a loaded machine adds.
-        assert!(*took < deadline + Duration::from_secs(6), "{took:?}: {error}");
+        assert!(*took < deadline + HANGS_AFTER, "{took:?}: {error}");
     }
 }
 
@@ -242,7 +241,7 @@ fn dropped() {
         let text = error.as_ref().unwrap().to_string();
         assert!(text.contains("rank 1 failed: the call was dropped before its end"), "{text}");
     }
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(start.elapsed() < HANGS_AFTER, "{:?}", start.elapsed());
 }
 
 /// Whether rank 1 has come to its second step.

@@ -23,7 +23,7 @@ use kyklos_transport::{Transport, in_process_group};
 use pollster::block_on;
 
 use crate::gradients::prepared::{OnSessions, Sharing};
-use crate::scenario::{Ends, Scenario};
+use crate::scenario::{Ends, HANGS_AFTER, Scenario};
 
 /// Long enough for a loaded machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -159,7 +159,7 @@ fn decisions() -> Vec<Scenario> {
             let NcclRefusal { rank: of, why: text } = on(device, options);
             assert!(rank.is_none_or(|rank| rank == of) && text.contains(why), "rank {of}: {text}");
             // Long before the time to form is over, unless the ranks are to wait for that.
-            assert!(start.elapsed() < Duration::from_secs(20), "{:?}: {text}", start.elapsed());
+            assert!(start.elapsed() < HANGS_AFTER, "{:?}: {text}", start.elapsed());
         });
         scenario.says = &[];
         scenario
@@ -235,7 +235,7 @@ fn a_failure_is_told() {
     for refusal in &refusals {
         assert!(refusal.rank == 1 && refusal.why.contains("unhandled system error (2)"), "{refusal}");
     }
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(start.elapsed() < HANGS_AFTER, "{:?}", start.elapsed());
 }
 
 /// Plans of a ring, with uneven shares.

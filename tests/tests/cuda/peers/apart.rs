@@ -15,12 +15,12 @@ use kyklos_transport::{Rank, Tag, in_process_group};
 use pollster::block_on;
 
 use super::{named, scenario};
-use crate::scenario::{Ends, Scenario};
+use crate::scenario::{Ends, HANGS_AFTER, Scenario};
 
 pub(super) fn scenarios() -> Vec<Scenario> {
     let one = |name: &str, fake: &str, run: fn()| {
         // The threads of a device that hangs never end.
-        let mut one = scenario(name, 2, move || within_20_s(run));
+        let mut one = scenario(name, 2, move || that_ends(run));
         one.fake = format!("devices=2,delay_us=0,{fake}");
         one
     };
@@ -77,13 +77,13 @@ pub(super) fn scenarios() -> Vec<Scenario> {
     ]
 }
 
-pub(super) fn within_20_s(run: fn()) {
+pub(super) fn that_ends(run: fn()) {
     let (sender, receiver) = mpsc::channel();
     let thread = std::thread::spawn(move || {
         run();
         let _ = sender.send(());
     });
-    match receiver.recv_timeout(Duration::from_secs(20)) {
+    match receiver.recv_timeout(HANGS_AFTER) {
         Err(mpsc::RecvTimeoutError::Timeout) => panic!("it hangs"),
         // The thread has ended, perhaps by a check that failed.
         Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => thread.join().unwrap(),
@@ -134,7 +134,11 @@ fn incoming(from: usize) -> Incoming {
 }
 
 pub(super) fn message() -> Bytes {
-    (0..BYTES).map(|index| (index % 251) as u8).collect()
+    // Byte by byte takes half a second without the compiler's optimisations.
+    let some: Vec<u8> = (0..=250).collect();
+    let mut all = some.repeat(BYTES / some.len() + 1);
+    all.truncate(BYTES);
+    all.into()
 }
 
 /// Launches a kernel, and does not wait for it.

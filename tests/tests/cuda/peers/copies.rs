@@ -14,7 +14,7 @@ use pollster::block_on;
 
 use super::{CASE, device, named, plans_on, scenario};
 use crate::caller::driver;
-use crate::scenario::{Ends, Scenario};
+use crate::scenario::{Ends, HANGS_AFTER, Scenario};
 
 pub(super) fn scenarios() -> Vec<Scenario> {
     let mut unknown = scenario("a copy whose end is not known keeps its memory", 2, unknown_end);
@@ -83,7 +83,7 @@ fn memory_of_a_caller() {
     assert!(copied == host, "other bytes than through the host");
     let start = Instant::now();
     while DROPPED.lock().unwrap().len() < 6 {
-        assert!(start.elapsed() < Duration::from_secs(10), "all memory of callers is dropped");
+        assert!(start.elapsed() < HANGS_AFTER, "all memory of callers is dropped");
         std::thread::sleep(Duration::from_millis(1));
     }
     for (of, thread, name) in &*DROPPED.lock().unwrap() {

@@ -6,14 +6,14 @@ use kyklos::backend::Backend;
 use kyklos_cuda::CudaOptions;
 use pollster::block_on;
 
-use super::apart::{BYTES, Pair, is_message, message, within_20_s, works, write};
+use super::apart::{BYTES, Pair, is_message, message, that_ends, works, write};
 use super::scenario;
 use crate::caller::driver::Context;
-use crate::scenario::Scenario;
+use crate::scenario::{HANGS_AFTER, Scenario};
 
 pub(super) fn scenarios() -> Vec<Scenario> {
     let one = |name: &str, fake: &str, run: fn()| {
-        let mut one = scenario(name, 2, move || within_20_s(run));
+        let mut one = scenario(name, 2, move || that_ends(run));
         one.fake = format!("devices=2,delay_us=0,{fake}");
         one
     };
@@ -40,7 +40,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
 fn soon(what: &str, is_so: impl Fn() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < Duration::from_secs(5), "{what}");
+        assert!(start.elapsed() < HANGS_AFTER, "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

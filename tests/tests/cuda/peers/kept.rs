@@ -14,7 +14,7 @@ use kyklos_transport::{Rank, in_process_group};
 use pollster::block_on;
 
 use super::{CASE, DEADLINE, named, plans_on, scenario};
-use crate::scenario::Scenario;
+use crate::scenario::{HANGS_AFTER, Scenario};
 
 pub(super) fn scenarios() -> Vec<Scenario> {
     let mut all = Vec::new();
@@ -58,7 +58,7 @@ impl Observer for Signs {
 fn until(sign: &AtomicBool) {
     let start = Instant::now();
     while !sign.load(Ordering::SeqCst) {
-        assert!(start.elapsed() < Duration::from_secs(20), "the other rank goes on");
+        assert!(start.elapsed() < HANGS_AFTER, "the other rank goes on");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -116,7 +116,7 @@ fn ring(ranks: u32, signs: Signs, check: impl Fn(Session, Device) + Sync) {
 fn is_free(device: &Device) {
     let start = Instant::now();
     while let Err(error) = device.alloc("everything", LIMIT) {
-        assert!(start.elapsed() < Duration::from_secs(5), "{error}");
+        assert!(start.elapsed() < HANGS_AFTER, "{error}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
