@@ -227,8 +227,8 @@ const F32_BUGS: [Bug; 13] = [
     bug(
         "a logit is summed in two halves",
         F32,
-        "product(AttentionF32::dot(attend.dim, q, k), attend.scale)",
-        "(AttentionF32::dot(attend.dim / 2, q, k) + AttentionF32::dot(attend.dim / 2, q + attend.dim / 2, k + attend.dim / 2)) * attend.scale",
+        "AttentionF32::scaled_dot(attend, q, k)",
+        "AttentionF32::dot(attend.dim / 2, q, k, attend.scale) + AttentionF32::dot(attend.dim / 2, q + attend.dim / 2, k + attend.dim / 2, attend.scale)",
     ),
     bug("no slope of the softcap", F32, "of_bias * fused(-bent, bent, 1.0f)", "of_bias"),
     bug("no delta", F32, "(dp - row.delta)", "dp"),
