@@ -16,11 +16,11 @@ const TILES: &str = "backward_tiles.h";
 const QUERIES: &str = "backward_queries.h";
 const KEYS: &str = "backward_keys.h";
 /// The exponent's last term.
-const LIFT: &str = "lift = fused(-stats[1], LOG2_E, Lift<T>::EXPONENT);";
+const LIFT: &str = "lift = fused(-stats[3], LOG2_E, Lift<T>::EXPONENT);";
 
 const BUGS: [Bug; 32] = [
     bug("the rest of the log-sum-exp is left out", "backward.h", LIFT, ";"),
-    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[1];"),
+    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[3];"),
     bug(
         "P of a logit with another rounding",
         TILES,
@@ -223,7 +223,7 @@ const F32: &str = "backward_f32.h";
 
 const F32_BUGS: [Bug; 13] = [
     bug("the rest of the log-sum-exp is left out", "backward.h", LIFT, ";"),
-    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[1];"),
+    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[3];"),
     bug(
         "a logit is summed in two halves",
         F32,
