@@ -155,7 +155,7 @@ fn every_planted_bug_is_found() {
 }
 
 #[test]
-#[ignore = "58 builds of kernels take over ten minutes of two cores: scripts/test-all.sh"]
+#[ignore = "58 builds of kernels take three minutes of two cores: scripts/test-all.sh"]
 fn every_planted_bug_of_the_backward_pass_is_found() {
     every_bug_is_found(&of_the_backward_pass());
 }
