@@ -28,6 +28,20 @@ pub struct Gradients {
     pub d_bias: Vec<f64>,
 }
 
+impl Gradients {
+    pub(crate) fn zeros(oracle: &Oracle<'_>) -> Self {
+        let problem = oracle.problem();
+        let elements = |shape: [usize; 4]| vec![0.0; shape.iter().product()];
+        Self {
+            dq: elements(problem.q_shape()),
+            dk: elements(problem.kv_shape()),
+            dv: elements(problem.kv_shape()),
+            d_sinks: vec![0.0; problem.sinks.len()],
+            d_bias: vec![0.0; oracle.bias_elements()],
+        }
+    }
+}
+
 /// One visible key of a row.
 struct Seen {
     key: usize,
@@ -49,14 +63,7 @@ impl Oracle<'_> {
             let [batch, heads, rows] = problem.lse_shape();
             Tensor4::new([batch, heads, rows, 1], d_lse)?;
         }
-        let elements = |shape: [usize; 4]| vec![0.0; shape.iter().product()];
-        let mut sum = Gradients {
-            dq: elements(problem.q_shape()),
-            dk: elements(problem.kv_shape()),
-            dv: elements(problem.kv_shape()),
-            d_sinks: vec![0.0; problem.sinks.len()],
-            d_bias: vec![0.0; self.bias_elements()],
-        };
+        let mut sum = Gradients::zeros(self);
         for id in problem.row_ids() {
             let d_lse = d_lse.map_or(0.0, |d_lse| d_lse.get(problem.lse_index(id)));
             self.add_row(id, d_o, d_lse, &mut sum);

@@ -7,9 +7,9 @@ use crate::uniforms::{Field, Uniform, uniform};
 uniform! {
     /// Parameters of [`Kernel::AttendBackward`](crate::Kernel::AttendBackward).
     ///
-    /// Offsets and strides of q, d_o, k, v and of the sums count 16-byte units, the
-    /// statistics too, those of the gradient of a bias elements. Offsets may be "negative" by wrapping, as in [`AttendParams`](crate::AttendParams). What a workgroup has a tile of is called fixed here, what it
-    /// loops over is called moving.
+    /// Offsets and strides of q, d_o, k, v, the statistics and the sums count 16-byte units, those of the gradient of a bias elements.
+    /// Offsets may be "negative" by wrapping, as in [`AttendParams`](crate::AttendParams). What a workgroup has a tile of is called
+    /// fixed here, what it loops over is called moving.
     BackwardParams {
         /// Offset of (batch 0, row 0, head 0) of q.
         q_offset: u32,

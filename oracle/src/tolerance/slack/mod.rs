@@ -68,14 +68,7 @@ pub(super) fn gradient_slack(
 ) -> Result<Gradients, OracleError> {
     let problem = oracle.problem();
     let d_o = Tensor4::new(problem.q_shape(), d_o)?;
-    let zeros = |shape: [usize; 4]| vec![0.0; shape.iter().product()];
-    let mut squares = Gradients {
-        dq: zeros(problem.q_shape()),
-        dk: zeros(problem.kv_shape()),
-        dv: zeros(problem.kv_shape()),
-        d_sinks: vec![0.0; problem.sinks.len()],
-        d_bias: vec![0.0; oracle.bias_elements()],
-    };
+    let mut squares = Gradients::zeros(oracle);
     let mut grad = vec![0.0; problem.head_dim];
     for id in problem.row_ids() {
         d_o.read_vector(id.batch, id.row, id.head, &mut grad);
