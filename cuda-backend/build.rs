@@ -95,7 +95,7 @@ fn fingerprint(nvcc: &Path) -> String {
     let version = version_of(nvcc);
     let mut hash = DefaultHasher::new();
     (nvcc, version, include_str!("build.rs"), ARCHITECTURES).hash(&mut hash);
-    let mut sources: Vec<_> = [kernels(), kernels().join("cuda")]
+    let mut sources: Vec<_> = [kernels(), kernels().join("backward"), kernels().join("cuda")]
         .into_iter()
         .flat_map(|folder| fs::read_dir(folder).expect("a folder of sources").flatten())
         .map(|entry| entry.path())

@@ -27,7 +27,7 @@ struct TileRun {
     u32 first, count, full;
 };
 
-enum BiasKind : u32 { NO_BIAS = 0, VISIBLE_PAIRS = 1, BIAS_PAIRS = 2 };
+enum BiasKind : u32 { NO_BIAS = 0, MASK_TENSOR = 1, ADDITIVE_BIAS = 2 };
 
 // One block of queries against one block of keys, into a running state. Grid: (query tiles, heads, batch entries).
 struct AttendArguments {

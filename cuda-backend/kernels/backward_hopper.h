@@ -1,6 +1,6 @@
 // The backward pass for Hopper: TMA copies tiles to shared memory, wgmma multiplies them there.
 //
-// - As in `backward_tiles.h`, a block has rows of one side, "fixed", and iterates over tiles of the other side, "moving". Each row
+// - As in `backward/tiles.h`, a block has rows of one side, "fixed", and iterates over tiles of the other side, "moving". Each row
 //   has two tensors: a query row q and d_o, a key k and v.
 // - A block has three warpgroups. The first is the producer: it deallocates registers (setmaxnreg), and one thread of it issues all copies. The
 //   other two are consumers with 64 fixed rows each.
@@ -8,7 +8,7 @@
 // - The products of the sums of a tile run while those for S and dP of the next one are issued. The scalar work of one consumer
 //   overlaps with the products of the other.
 #pragma once
-#include "backward_tiles.h"
+#include "backward/tiles.h"
 #include "hopper.h"
 
 // Tensors with the rows of a block, or with those that it multiplies at a time.

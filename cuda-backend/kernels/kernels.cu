@@ -1,9 +1,9 @@
 // All kernels. The host finds them by these names; `src/kernels/catalog.rs` has their tile shapes and shared memory.
 #include "attend_f32.h"
-#include "backward_bias.h"
-#include "backward_f32.h"
-#include "backward_keys.h"
-#include "backward_queries.h"
+#include "backward/bias.h"
+#include "backward/f32.h"
+#include "backward/keys.h"
+#include "backward/queries.h"
 #include "codes.h"
 #include "decode.h"
 #include "repack.h"

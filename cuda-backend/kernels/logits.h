@@ -101,7 +101,7 @@ DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan sp
     if (position < span.lo || position >= span.hi) return -INFINITE;
     if (args.bias_kind == NO_BIAS) return 0.0f;
     const u64 first = batch * args.bias.batch_stride + at.row * args.bias.row_stride + at.head * args.bias.head_stride;
-    if (args.bias_kind == VISIBLE_PAIRS) {
+    if (args.bias_kind == MASK_TENSOR) {
         const u32 word = static_cast<const u32 *>(args.bias.data)[first + position / 32];
         return word >> position % 32 & 1 ? 0.0f : -INFINITE;
     }
@@ -111,7 +111,7 @@ DEVICE float term(const AttendArguments &args, u32 batch, TileRow at, RowSpan sp
 }
 
 // Whether a softcap or a bias applies, so that logits are not q·k times one factor.
-DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || args.bias_kind == BIAS_PAIRS; }
+DEVICE bool reshaped(const AttendArguments &args) { return args.cap != 0.0f || args.bias_kind == ADDITIVE_BIAS; }
 
 // e^x, where x is at most about 0.
 DEVICE float exp_fast(float x) { return exp2_fast(x * LOG2_E); }

@@ -2,7 +2,7 @@
 //!
 //! - `circles`: files do not use each other in a circle of more than three files, or across folders.
 //! - `layers`: crates use each other only along the arrows of `ARCHITECTURE.md`, and plans depend on no device.
-//! - `sizes`: no source file is too long.
+//! - `sizes`: no source file is too long, and no folder has too many.
 //! - `deps`: what a feature brings in is absent without it.
 //! - `kernels`: in the machine code of the program, the inner loops of the CPU kernels keep their sums in registers.
 

@@ -49,7 +49,7 @@ fn ranks_share_the_gpus_of_a_machine_and_the_result_is_right() {
 
 #[test]
 fn the_gradient_of_a_bias_is_verified() {
-    crate::bias_gradients::verified("cuda", |arguments| {
+    crate::calls::bias_gradients::verified("cuda", |arguments| {
         with_driver("capability=80", &[arguments, EVEN].concat())
     });
 }

@@ -366,7 +366,7 @@ fn launched_ranks_go_on_by_themselves_when_one_is_killed_in_a_cell() {
         let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         variables.split(|byte| *byte == 0).any(|variable| variable == b"RANK=1")
     });
-    crate::launch::signal("-KILL", *rank_1.unwrap());
+    crate::groups::launch::signal("-KILL", *rank_1.unwrap());
     let (code, lines) = running.end();
     eprintln!("{}", lines.join("\n"));
     assert_eq!(code, Some(1));

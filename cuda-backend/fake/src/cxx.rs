@@ -1,7 +1,7 @@
 //! The C++ compiler of this machine, for the fake driver and for the emulator's tests.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
@@ -54,4 +54,18 @@ pub fn fingerprint(files: &[PathBuf]) -> String {
         std::fs::read(file).expect("a source").hash(&mut hash);
     }
     format!("{:016x}", hash.finish())
+}
+
+/// The files in a folder and in its folders, in a fixed order.
+///
+/// # Panics
+/// If a folder cannot be read.
+pub fn files_in(folder: &Path) -> Vec<PathBuf> {
+    let mut entries: Vec<_> = std::fs::read_dir(folder)
+        .expect("a folder of sources")
+        .map(|entry| entry.expect("a folder of sources").path())
+        .collect();
+    entries.sort();
+    let files = |path: PathBuf| if path.is_dir() { files_in(&path) } else { vec![path] };
+    entries.into_iter().flat_map(files).collect()
 }

@@ -41,7 +41,7 @@ pub fn library_path() -> OsString {
 /// If there is no C++ compiler, or if it reports an error.
 pub fn kernels() -> PathBuf {
     let [emulator, kernels] = ["emulator", "kernels"].map(|name| backend().join(name));
-    let mut files = sources(&[&emulator, &kernels, &kernels.join("cuda")]);
+    let mut files = [cxx::files_in(&emulator), cxx::files_in(&kernels)].concat();
     files.retain(|file| file.extension().is_some_and(|extension| extension == "h" || extension == "cu"));
     let target = target();
     // Several tests need it at the same time. The first one compiles, the others wait.
@@ -79,7 +79,7 @@ fn target() -> PathBuf {
 fn build() -> PathBuf {
     let [driver, nccl] = ["driver", "nccl"].map(|name| home().join(name));
     let [emulator, kernel_sources] = ["emulator", "kernels"].map(|name| backend().join(name));
-    let files = sources(&[&home().to_owned(), &driver, &nccl, &emulator, &kernel_sources]);
+    let files = [cxx::files_in(home()), cxx::files_in(&emulator), cxx::files_in(&kernel_sources)].concat();
     let fingerprint = cxx::fingerprint(&files);
     let target = target();
     let done = target.join(&fingerprint);
@@ -104,15 +104,6 @@ fn build() -> PathBuf {
     }
     assert!(done.exists(), "{} could not be made", done.display());
     done
-}
-
-/// All sources in these folders.
-fn sources(folders: &[&PathBuf]) -> Vec<PathBuf> {
-    let entries = folders.iter().flat_map(|folder| std::fs::read_dir(folder).expect("a folder of sources"));
-    let mut files: Vec<PathBuf> =
-        entries.flatten().map(|entry| entry.path()).filter(|path| path.is_file()).collect();
-    files.sort();
-    files
 }
 
 /// The compiler, set up to build a shared library.

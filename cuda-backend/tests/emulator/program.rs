@@ -88,9 +88,8 @@ fn objects(headers: &Path, sources: &[PathBuf]) -> Vec<PathBuf> {
 fn object(source: &Path, headers: &Path) -> PathBuf {
     let mut read = vec![source.to_owned()];
     for folder in [headers, &folder().join("kernels"), &folder().join("emulator")] {
-        let entries =
-            std::fs::read_dir(folder).expect("a folder of sources").flatten().map(|entry| entry.path());
-        read.extend(entries.filter(|path| path.extension().is_some_and(|extension| extension == "h")));
+        let files = cxx::files_in(folder).into_iter();
+        read.extend(files.filter(|path| path.extension().is_some_and(|extension| extension == "h")));
     }
     let stem = source.file_stem().expect("a file").to_string_lossy().into_owned();
     let object = path_for(&read, &format!("{stem}.o"));

@@ -1,4 +1,4 @@
-//! Worlds of thousands of ranks, from smaller ones.
+//! Groups of thousands of ranks, from smaller ones.
 //!
 //! A ring of R shards has R² hops in all, so the plans of a large ring take too much memory. But with shards of the same size
 //! every further hop costs as much as the one before it, so the times and bytes of a rank grow linearly with R, and two small

@@ -83,7 +83,7 @@ pub(crate) fn case(
         shared_rows: seed % 4 < 2,
         stand_in: (seed / 7).is_multiple_of(3),
     });
-    Case { name: "a random world", seed, problem, poison: Vec::new(), bias }
+    Case { name: "a random problem", seed, problem, poison: Vec::new(), bias }
 }
 
 /// In some cases an element that only the rows that see its key may read.

@@ -60,7 +60,7 @@ fn frames_of_the_bootstrap_are_pinned() {
             "aa0000000000000000000000000000bb", // job
             "07000000",                         // epoch
             "03000000",                         // rank
-            "04000000",                         // world
+            "04000000",                         // size
         ],
     );
     pinned(

@@ -195,8 +195,8 @@ fn probe(args: &PlanArgs, asked: &ProblemRequest) -> Result<(Cluster, Vec<(Candi
     let mut runs = Vec::new();
     for candidate in candidates(problem, wanted)? {
         // A refused plan appears in the table with the reason.
-        if let Ok(worlds) = passes(candidate) {
-            runs.push((candidate, worlds, Vec::new()));
+        if let Ok(sets) = passes(candidate) {
+            runs.push((candidate, sets, Vec::new()));
         }
     }
     for _ in 0..rounds.get() {

@@ -18,7 +18,7 @@ use kyklos_transport::{
 };
 
 use super::{Place, of_calls, of_program, problem, tensor, without};
-use crate::on_loss::killed;
+use crate::groups::on_loss::killed;
 use crate::support::transcript_holds;
 
 const COMMANDS: &[&str] = &[

@@ -12,15 +12,15 @@ use crate::job::Timing;
 use crate::program::Program;
 use crate::states::{adds_rows, pairs_are_exact, stats_are_exact};
 
-const TILES: &str = "backward_tiles.h";
-const QUERIES: &str = "backward_queries.h";
-const KEYS: &str = "backward_keys.h";
+const TILES: &str = "backward/tiles.h";
+const QUERIES: &str = "backward/queries.h";
+const KEYS: &str = "backward/keys.h";
 /// The exponent's last term.
 const LIFT: &str = "lift = fused(-stats[3], LOG2_E, Lift<T>::EXPONENT);";
 
 const BUGS: [Bug; 32] = [
-    bug("the rest of the log-sum-exp is left out", "backward.h", LIFT, ";"),
-    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[3];"),
+    bug("the rest of the log-sum-exp is left out", "backward/common.h", LIFT, ";"),
+    bug("the log-sum-exp is one number", "backward/common.h", LIFT, "lse += stats[3];"),
     bug(
         "P of a logit with another rounding",
         TILES,
@@ -47,7 +47,7 @@ const BUGS: [Bug; 32] = [
         "of_row = larger(of_row, shuffle_xor(of_row, 2));",
         ";",
     ),
-    bug("P keeps a factor", "backward.h", "BACK = 1.0f / 4096.0f", "BACK = 1.0f / 2048.0f"),
+    bug("P keeps a factor", "backward/common.h", "BACK = 1.0f / 4096.0f", "BACK = 1.0f / 2048.0f"),
     bug(
         "moving rows in another order",
         TILES,
@@ -69,10 +69,10 @@ const BUGS: [Bug; 32] = [
     ),
     bug("NaN reaches hidden pairs", TILES, "if (!seen(n, half)) continue;", ";"),
     bug("NaN reaches no pair", TILES, "acc[j][2 * half + 1] += weight * T::high(pair);", ";"),
-    bug("a row without visible keys counts", "backward.h", "if (stats[0] == -EMPTY_M) return;", ";"),
+    bug("a row without visible keys counts", "backward/common.h", "if (stats[0] == -EMPTY_M) return;", ";"),
     bug(
         "all batch entries have the mask of the first",
-        "backward.h",
+        "backward/common.h",
         "mask_class(args.classes > 1 ? batch : 0)",
         "mask_class(0)",
     ),
@@ -112,7 +112,7 @@ const BUGS: [Bug; 32] = [
 macro_rules! instance {
     ($type:literal, $name:literal, $dim:literal) => {
         concat!(
-            "#include \"backward_keys.h\"\n#include \"backward_queries.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n",
+            "#include \"backward/keys.h\"\n#include \"backward/queries.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n",
             "KERNEL(attend_", $name, "_", $dim, ", AttendArguments, (Attention<", $type, ", ", $dim,
             ">::THREADS)) { Attention<", $type, ", ", $dim, ">(args, Place(args)).run(); }\n",
             "KERNEL(backward_queries_", $name, "_", $dim, ", BackwardArguments, (BackwardQueries<", $type, ", ", $dim,
@@ -219,11 +219,11 @@ pub(super) fn wide() -> Planted {
     Planted { name: "backward wide", instance, bugs: &WIDE, judge: Box::new(judge) }
 }
 
-const F32: &str = "backward_f32.h";
+const F32: &str = "backward/f32.h";
 
 const F32_BUGS: [Bug; 13] = [
-    bug("the rest of the log-sum-exp is left out", "backward.h", LIFT, ";"),
-    bug("the log-sum-exp is one number", "backward.h", LIFT, "lse += stats[3];"),
+    bug("the rest of the log-sum-exp is left out", "backward/common.h", LIFT, ";"),
+    bug("the log-sum-exp is one number", "backward/common.h", LIFT, "lse += stats[3];"),
     bug(
         "a logit is summed in two halves",
         F32,
@@ -267,7 +267,7 @@ const F32_BUGS: [Bug; 13] = [
     ),
 ];
 
-const F32_INSTANCE: &str = "#include \"backward_f32.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n\
+const F32_INSTANCE: &str = "#include \"backward/f32.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n\
     KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(args); }\n\
     KERNEL(backward_queries_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::queries(args); }\n\
     KERNEL(backward_keys_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::keys(args); }\n\
@@ -328,7 +328,7 @@ pub(super) fn small() -> Planted {
         call.judge(program, timing).map(|_| ())
     };
     let instance = concat!(
-        "#include \"backward_f32.h\"\n#include \"repack.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n",
+        "#include \"backward/f32.h\"\n#include \"repack.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n",
         "KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(args); }\n",
         "KERNEL(backward_queries_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::queries(args); }\n",
         "KERNEL(backward_keys_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::keys(args); }\n",

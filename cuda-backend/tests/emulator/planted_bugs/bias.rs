@@ -10,8 +10,8 @@ use crate::equal_logits::{equal_logits, shares_are_equal};
 use crate::job::Timing;
 use crate::program::Program;
 
-const PLACE: &str = "backward.h";
-const BIAS: &str = "backward_bias.h";
+const PLACE: &str = "backward/common.h";
+const BIAS: &str = "backward/bias.h";
 
 const BUGS: [Bug; 14] = [
     bug(
@@ -20,7 +20,7 @@ const BUGS: [Bug; 14] = [
         "lift = float_of(number(1))",
         "lift = Lift<T>::EXPONENT",
     ),
-    bug("the slope of the softcap counts", "backward_tiles.h", "if (!OF_BIAS) d *=", "d *="),
+    bug("the slope of the softcap counts", "backward/tiles.h", "if (!OF_BIAS) d *=", "d *="),
     bug("dS keeps the factor of P", BIAS, " * Lift<T>::BACK;", ";"),
     bug(
         "rows behind the last are written",
@@ -51,7 +51,7 @@ const BUGS: [Bug; 14] = [
 ];
 
 /// The kernels that a call of a type and a head dim needs.
-const INSTANCE: &str = "#include \"backward_bias.h\"\n#include \"backward_queries.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n\
+const INSTANCE: &str = "#include \"backward/bias.h\"\n#include \"backward/queries.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n\
     KERNEL(attend_f16_64, AttendArguments, (Attention<F16, 64>::THREADS)) { Attention<F16, 64>(args, Place(args)).run(); }\n\
     KERNEL(backward_queries_f16_64, BackwardArguments, (BackwardQueries<F16, 64>::THREADS)) { BackwardQueries<F16, 64>(args).run(); }\n\
     KERNEL(backward_keys_f16_64, BackwardArguments, (BackwardKeys<F16, 64>::THREADS)) { BackwardKeys<F16, 64>(args).run(); }\n\
@@ -87,7 +87,7 @@ pub(super) fn tiles() -> Planted {
     Planted { name: "bias", instance: INSTANCE, bugs: &BUGS, judge }
 }
 
-const F32: &str = "backward_f32.h";
+const F32: &str = "backward/f32.h";
 
 const F32_BUGS: [Bug; 8] = [
     bug(
@@ -115,7 +115,7 @@ const F32_BUGS: [Bug; 8] = [
     ),
 ];
 
-const F32_INSTANCE: &str = "#include \"backward_f32.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n\
+const F32_INSTANCE: &str = "#include \"backward/f32.h\"\n#include \"row_stats.h\"\n#include \"state.h\"\n\
     KERNEL(attend_f32, AttendArguments, AttentionF32::THREADS) { AttentionF32::run(args); }\n\
     KERNEL(backward_queries_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::queries(args); }\n\
     KERNEL(backward_keys_f32, BackwardArguments, BackwardF32::THREADS) { BackwardF32::keys(args); }\n\

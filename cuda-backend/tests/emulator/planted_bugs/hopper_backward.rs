@@ -95,7 +95,7 @@ const BUGS: [Bug; 60] = [
     bug("the writers of numbers do not arrive", FILE, "release(Base::full(stage));", ""),
     bug(
         "tiles of one query head are counted",
-        "backward_tiles.h",
+        "backward/tiles.h",
         "return (end - head) * of_head;",
         "return of_head;",
     ),

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 use half::bf16;
 use kyklos::Dtype;
+use kyklos_fake_cuda::cxx;
 use kyklos_oracle::inputs::{Case, cases};
 
 use crate::amount::amount;
@@ -73,18 +74,20 @@ impl Planted {
 /// The emulator with changed kernels.
 fn planted(kernel: &Planted, bugs: &[&Bug], name: &str) -> Program {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("planted").join(kernel.name).join(name);
-    std::fs::create_dir_all(&folder).unwrap();
-    for entry in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap().flatten() {
-        let path = entry.path();
-        if path.extension().is_none_or(|extension| extension != "h") {
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    for path in cxx::files_in(&kernels) {
+        let file = path.strip_prefix(&kernels).unwrap();
+        // The instructions are the emulator's.
+        if file.starts_with("cuda") || file.extension().is_none_or(|extension| extension != "h") {
             continue;
         }
-        let file = entry.file_name().into_string().unwrap();
         let mut text = std::fs::read_to_string(&path).unwrap();
-        for bug in bugs.iter().filter(|bug| bug.file == file) {
+        for bug in bugs.iter().filter(|bug| Path::new(bug.file) == file) {
             text = bug.planted_in(&text);
         }
-        write_if_new(&folder.join(file), &text);
+        let changed = folder.join(file);
+        std::fs::create_dir_all(changed.parent().unwrap()).unwrap();
+        write_if_new(&changed, &text);
     }
     let instance: PathBuf = folder.join("instance.cu");
     write_if_new(&instance, kernel.instance);

@@ -26,7 +26,7 @@ pub struct RandomCall {
     seed: u64,
 }
 
-/// Worlds whose heads have one of `dims` elements.
+/// Problems whose heads have one of `dims` elements.
 pub fn sets(
     dims: &[usize],
     dtypes: &[Dtype],

@@ -249,7 +249,7 @@ fn a_message_without_parts_is_refused() {
 }
 
 #[test]
-fn worlds_with_missing_plans_or_owners_are_refused() {
+fn plan_sets_with_missing_plans_or_owners_are_refused() {
     let problem = AttentionProblem::new([1, 8, 2, 2, 8], Dtype::F32, Mask::full()).unwrap();
     let mesh = Mesh::new(1, 1).unwrap();
     let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Dense).unwrap();

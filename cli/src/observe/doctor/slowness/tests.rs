@@ -1,4 +1,4 @@
-//! Hints from hand-made records; `tests/cli/doctor.rs` uses records of real runs.
+//! Hints from hand-made records; `tests/cli/observe/doctor.rs` uses records of real runs.
 
 use std::path::Path;
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Output;
 
-use crate::gradients::{B, CAUSAL, HQ, Inputs, S, integers};
+use crate::calls::gradients::{B, CAUSAL, HQ, Inputs, S, integers};
 use crate::support::*;
 
 #[test]

@@ -1,7 +1,7 @@
 //! `--split auto`: tokens by the speed of devices.
 #![cfg(target_os = "linux")]
 
-use crate::clusters::{ATTEND, BY_FLAGS, Cluster};
+use crate::groups::clusters::{ATTEND, BY_FLAGS, Cluster};
 use crate::support::*;
 
 fn line(arguments: &str) -> std::process::Output {

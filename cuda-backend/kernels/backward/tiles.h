@@ -5,7 +5,7 @@
 // the A fragments of the products that the sums need: (P or dS) · moving.
 #pragma once
 #include "attend.h"
-#include "backward.h"
+#include "backward/common.h"
 
 // The moving tiles of a block: for each of some query heads the same tiles.
 struct HeadTiles {

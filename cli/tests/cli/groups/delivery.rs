@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use safetensors::SafeTensors;
 
-use crate::launch::signal;
+use crate::groups::launch::signal;
 use crate::support::*;
 
 const PROBLEM: [&str; 8] =

@@ -1,7 +1,7 @@
 #![no_main]
 
 #[allow(dead_code, reason = "each target uses its part")]
-#[path = "../wire.rs"]
+#[path = "../../wire.rs"]
 mod wire;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| wire::certificate(bytes));

@@ -1,7 +1,7 @@
 // The gradient of an additive bias on tensor cores: a block has keys and iterates over the rows of one query head. It makes two
 // products, S and dP, and has no sums of heads.
 #pragma once
-#include "backward_keys.h"
+#include "backward/keys.h"
 
 // Query rows that a block multiplies at a time: the addresses of the gradient of 64 do not fit into registers.
 DEVICE constexpr int bias_rows(int dim) { return dim <= 192 ? 32 : 16; }

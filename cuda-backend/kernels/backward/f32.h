@@ -2,7 +2,7 @@
 // key, and 32 of the other side at a time: one per lane for the logits, one element per lane for the sums.
 #pragma once
 #include "attend_f32.h"
-#include "backward.h"
+#include "backward/common.h"
 
 struct BackwardF32 {
     // FIXED: query rows or keys of a block. MOVING: of the other side, at a time.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::launch::{LongJob, signal};
+use crate::groups::launch::{LongJob, signal};
 use crate::support::*;
 
 const SHAPE: [&str; 6] = ["--shape", "1,300,4,2,16", "--mask", "causal", "--device", "cpu"];

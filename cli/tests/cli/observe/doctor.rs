@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Output;
 
-use crate::launch::{LongJob, signal};
+use crate::groups::launch::{LongJob, signal};
 use crate::support::*;
 
 fn doctor(folder: &Path, arguments: &[&str]) -> Output {

@@ -1,6 +1,6 @@
 // dQ on tensor cores: a block has query rows and iterates over keys.
 #pragma once
-#include "backward_tiles.h"
+#include "backward/tiles.h"
 
 // Keys that a block multiplies at a time: what fits into registers, and into 99 KiB of shared memory twice.
 DEVICE constexpr int moving_keys(int dim) { return dim <= 64 ? 32 : dim <= 128 ? 64 : dim <= 192 ? 32 : 16; }

@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use crate::clusters::{ATTEND, BY_FLAGS, Cluster};
-use crate::launch::signal;
+use crate::groups::clusters::{ATTEND, BY_FLAGS, Cluster};
+use crate::groups::launch::signal;
 use crate::support::*;
 
 /// Rank `victim` is killed while rank 2 has not started, and is started again.

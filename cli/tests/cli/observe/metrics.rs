@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use crate::launch::{LongJob, signal};
+use crate::groups::launch::{LongJob, signal};
 use crate::support::*;
 
 /// Sends `request` and reads the answer until the server closes the connection.

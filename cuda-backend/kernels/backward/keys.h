@@ -1,6 +1,6 @@
 // dK and dV on tensor cores: a block has keys and iterates over the query heads that read them, and over their rows.
 #pragma once
-#include "backward_tiles.h"
+#include "backward/tiles.h"
 
 // Query rows that a block multiplies at a time: what fits into registers, and into 99 KiB of shared memory twice.
 DEVICE constexpr int moving_rows(int dim) { return dim <= 64 ? 64 : dim <= 192 ? 32 : 16; }

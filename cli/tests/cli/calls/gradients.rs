@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::observe::watch::{Events, Watched, ranks};
 use crate::support::*;
-use crate::watch::{Events, Watched, ranks};
 
 /// Tokens, heads and sizes of the tensors in these tests.
 pub(crate) const B: usize = 2;

@@ -5,8 +5,8 @@ use std::time::Duration;
 use kyklos_transport::quic::{Identity, JobId, QuicConfig, QuicTransport};
 use kyklos_transport::{Rank, Vote};
 
-use crate::clusters::{BY_FLAGS, Cluster};
 use crate::free_address::free_address;
+use crate::groups::clusters::{BY_FLAGS, Cluster};
 use crate::support::*;
 
 fn cluster() -> Cluster {

@@ -1,0 +1,10 @@
+//! Ranks in processes: how they start, find each other, and end.
+
+mod certs;
+pub(crate) mod clusters;
+mod delivery;
+mod forming;
+pub(crate) mod launch;
+pub(crate) mod on_loss;
+mod tab;
+mod tokens;
