@@ -1,8 +1,9 @@
-//! Compiles the kernels if there is an nvcc: in `NVCC`, in `CUDA_HOME/bin`, or on the PATH. Without nvcc the crate builds too,
-//! and NVRTC compiles its kernels at run time.
+//! Compiles the kernels if there is an nvcc: in `NVCC`, in `CUDA_HOME/bin`, or on the PATH. Without
+//! nvcc the crate builds too, and NVRTC compiles its kernels at run time.
 //!
-//! Writes `images.rs`: the version of the toolkit, and names of architectures with their images, deflated. `OUT_DIR` keeps the images, and in `.log` files the
-//! output of the compilers with the register counts: `scripts/check/cuda.sh` reads both.
+//! Writes `images.rs`: the version of the toolkit, and names of architectures with their images,
+//! deflated. `OUT_DIR` keeps the images, and in `.log` files the output of the compilers with the
+//! register counts: `scripts/check/cuda.sh` reads both.
 
 use std::env;
 use std::fmt::Write as _;
@@ -14,8 +15,8 @@ use std::process::Command;
 /// Each line: a virtual architecture, and the real ones for which its PTX is assembled to cubins.
 const ARCHITECTURES: &str = include_str!("architectures.txt");
 
-/// The virtual architecture whose PTX is embedded for newer devices. Code for an architecture that ends with `a` does not run on
-/// newer devices.
+/// The virtual architecture whose PTX is embedded for newer devices. Code for an architecture that
+/// ends with `a` does not run on newer devices.
 const NEWER: &str = "compute_80";
 
 fn main() {
@@ -54,14 +55,16 @@ fn main() {
     fs::write(out.join("images.rs"), embedded).expect("OUT_DIR can be written");
 }
 
-/// (virtual architecture, real architectures). The compiler's front end takes most of the time and runs once for each virtual one.
+/// (virtual architecture, real architectures). The compiler's front end takes most of the time and
+/// runs once for each virtual one.
 fn architectures() -> Vec<(&'static str, Vec<&'static str>)> {
     let lines = ARCHITECTURES.lines().filter(|line| !line.starts_with('#'));
     let words = lines.map(str::split_whitespace);
     words.map(|mut words| (words.next().expect("no empty line"), words.collect())).collect()
 }
 
-/// The compiler, if there is one. If `NVCC` or `CUDA_HOME` names one that does not run, the build fails.
+/// The compiler, if there is one. If `NVCC` or `CUDA_HOME` names one that does not run, the build
+/// fails.
 fn nvcc() -> Option<PathBuf> {
     let runs =
         |path: &Path| Command::new(path).arg("--version").output().is_ok_and(|out| out.status.success());
@@ -89,8 +92,8 @@ fn toolkit_of(nvcc: &Path) -> u32 {
     version.unwrap_or_else(|| panic!("{} does not tell its release: {said}", nvcc.display()))
 }
 
-/// A hash of everything that the images depend on. Builds with and without nvcc may alternate in one `OUT_DIR`; images with the
-/// same hash are not compiled again.
+/// A hash of everything that the images depend on. Builds with and without nvcc may alternate in
+/// one `OUT_DIR`; images with the same hash are not compiled again.
 fn fingerprint(nvcc: &Path) -> String {
     let version = version_of(nvcc);
     let mut hash = DefaultHasher::new();

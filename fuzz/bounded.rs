@@ -1,6 +1,6 @@
-//! A bounded run of a fuzz target on stable Rust: its corpus, then 1500 mutations of it from a seed (fewer for a slow
-//! target). The memory that a decoder takes for its input is limited. `KYKLOS_FUZZ_SECONDS` runs mutations for that
-//! long, `KYKLOS_FUZZ_SEED` chooses other ones.
+//! A bounded run of a fuzz target on stable Rust: its corpus, then 1500 mutations of it from a seed
+//! (fewer for a slow target). The memory that a decoder takes for its input is limited.
+//! `KYKLOS_FUZZ_SECONDS` runs mutations for that long, `KYKLOS_FUZZ_SEED` chooses other ones.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -19,8 +19,9 @@ pub(crate) fn corpus_folder(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target)
 }
 
-/// The corpus of a target, in order: first the made files, which must equal the output of the encoders byte for byte,
-/// then the inputs that cargo-fuzz has found. `KYKLOS_BLESS=1` writes the made files.
+/// The corpus of a target, in order: first the made files, which must equal the output of the
+/// encoders byte for byte, then the inputs that cargo-fuzz has found. `KYKLOS_BLESS=1` writes the
+/// made files.
 pub(crate) fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
     let folder = corpus_folder(target);
     let found = found(&folder, |name| made.iter().any(|(made, _)| made == name));
@@ -37,8 +38,8 @@ pub(crate) fn corpus(target: &str, made: &[(String, Vec<u8>)]) -> Vec<Vec<u8>> {
     made.iter().map(|(_, bytes)| bytes.clone()).chain(found).collect()
 }
 
-/// The same for a corpus whose made inputs differ in each run, because they contain new keys. `KYKLOS_BLESS=1` writes
-/// them as first inputs for cargo-fuzz, under names that git ignores.
+/// The same for a corpus whose made inputs differ in each run, because they contain new keys.
+/// `KYKLOS_BLESS=1` writes them as first inputs for cargo-fuzz, under names that git ignores.
 #[allow(dead_code, reason = "the program's decoders read no keys")]
 pub(crate) fn corpus_with_keys(target: &str, made: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let folder = corpus_folder(target);
@@ -56,8 +57,8 @@ fn bless(folder: &Path, made: &[(String, Vec<u8>)]) {
     }
 }
 
-/// The inputs that cargo-fuzz has found, in order. It names each by its SHA-1. The folder may hold no other files
-/// except the made ones.
+/// The inputs that cargo-fuzz has found, in order. It names each by its SHA-1. The folder may hold
+/// no other files except the made ones.
 fn found(folder: &Path, is_made: impl Fn(&str) -> bool) -> Vec<Vec<u8>> {
     let entries = std::fs::read_dir(folder).into_iter().flatten();
     let mut names: Vec<_> =

@@ -1,5 +1,6 @@
-//! All functions of the transport that read foreign bytes. Each takes any bytes. It must not panic, and a decoded value
-//! must be the same after encoding and decoding. Where the layout is canonical, the bytes must be the same too.
+//! All functions of the transport that read foreign bytes. Each takes any bytes. It must not panic,
+//! and a decoded value must be the same after encoding and decoding. Where the layout is canonical,
+//! the bytes must be the same too.
 
 use std::cell::OnceCell;
 use std::time::Duration;
@@ -9,7 +10,8 @@ pub(crate) use kyklos_transport::quic::decoders::{application, certificate, gran
 use kyklos_transport::quic::{ClusterAuthority, Identity, Invitation, InvitationTerms, JobId, Token};
 use kyklos_transport::wire::{Frame, FrameStream, HEADER_BYTES, MAX_FRAME_BYTES, MessageHeader, WireError};
 
-/// Control frames: the bytes as they are, and as the body of a frame with the right length and checksum.
+/// Control frames: the bytes as they are, and as the body of a frame with the right length and
+/// checksum.
 pub(crate) fn frame(bytes: &[u8]) {
     canonical(bytes);
     canonical(&enveloped(bytes));
@@ -40,8 +42,9 @@ pub(crate) fn enveloped(body: &[u8]) -> Vec<u8> {
     framed
 }
 
-/// A stream of frames. The first byte of the input is the size of the pieces in which the stream arrives. Then each
-/// body follows its length in two bytes. The rest of the input goes into the stream unchanged.
+/// A stream of frames. The first byte of the input is the size of the pieces in which the stream
+/// arrives. Then each body follows its length in two bytes. The rest of the input goes into the
+/// stream unchanged.
 pub(crate) fn stream(bytes: &[u8]) {
     let Some((&piece_bytes, mut rest)) = bytes.split_first() else { return };
     let mut stream = Vec::new();
@@ -56,8 +59,8 @@ pub(crate) fn stream(bytes: &[u8]) {
     assert_eq!(said(&stream, usize::from(piece_bytes)), whole);
 }
 
-/// Reads a stream in pieces of this size. Returns its frames, encoded again; the error that ended it; and whether it
-/// ended at the end of a frame.
+/// Reads a stream in pieces of this size. Returns its frames, encoded again; the error that ended
+/// it; and whether it ended at the end of a frame.
 fn said(stream: &[u8], piece_bytes: usize) -> (Vec<u8>, Option<WireError>, bool) {
     let (mut come, mut said) = (FrameStream::default(), Vec::new());
     for piece in stream.chunks(piece_bytes.max(1)) {

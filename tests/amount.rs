@@ -1,5 +1,5 @@
-//! How much the tests run. Usually a sample with fixed seeds in which every claim occurs; with `KYKLOS_TESTS=all`
-//! everything. Nothing else reads that variable.
+//! How much the tests run. Usually a sample with fixed seeds in which every claim occurs; with
+//! `KYKLOS_TESTS=all` everything. Nothing else reads that variable.
 
 /// `sample`, or `all` where everything is to be run.
 pub(crate) fn amount<T>(sample: T, all: T) -> T {

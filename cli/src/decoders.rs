@@ -1,5 +1,6 @@
-//! Every decoder of the program for foreign bytes, for the fuzz targets in `fuzz/` and the bounded run of `tests/decoders.rs`.
-//! Each accepts any bytes: it must not panic, and a decoded value must survive encoding and decoding. Not an interface.
+//! Every decoder of the program for foreign bytes, for the fuzz targets in `fuzz/` and the bounded
+//! run of `tests/decoders.rs`. Each accepts any bytes: it must not panic, and a decoded value must
+//! survive encoding and decoding. Not an interface.
 
 use std::cell::OnceCell;
 use std::ffi::OsString;

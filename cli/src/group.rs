@@ -17,7 +17,8 @@ use crate::interrupt;
 use crate::observe::record;
 use crate::options::OnLoss;
 
-/// How this process joins a group of processes. Without any of it the environment of a launcher says.
+/// How this process joins a group of processes. Without any of it the environment of a launcher
+/// says.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of one process of several")]
 pub(crate) struct GroupArgs {
@@ -33,17 +34,20 @@ pub(crate) struct GroupArgs {
     /// TOML file that says where every rank runs
     #[arg(long, value_name = "F", conflicts_with = "size")]
     pub(crate) cluster: Option<PathBuf>,
-    /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file each [or KYKLOS_IDENTITY]
+    /// File that proves this rank or its host to the others, by {rank} or {host} in its name a file
+    /// each [or KYKLOS_IDENTITY]
     #[arg(long, value_name = "F")]
     pub(crate) identity: Option<PathBuf>,
-    /// This process is rank 0, and lets the others in by the token of this invitation (kyklos certs invite)
+    /// This process is rank 0, and lets the others in by the token of this invitation (kyklos certs
+    /// invite)
     #[arg(long, value_name = "F")]
     pub(crate) invite: Option<PathBuf>,
-    /// Get this rank's identity from rank 0 with a token [or KYKLOS_JOIN, which other users do not see]; --identity F keeps it,
-    /// --rank R asks for a rank
+    /// Get this rank's identity from rank 0 with a token [or KYKLOS_JOIN, which other users do not
+    /// see]; --identity F keeps it, --rank R asks for a rank
     #[arg(long, value_name = "TOKEN")]
     pub(crate) join: Option<String>,
-    /// List of keys whose identities this process takes no more; read again when a group forms again (--on-loss)
+    /// List of keys whose identities this process takes no more; read again when a group forms
+    /// again (--on-loss)
     #[arg(long, value_name = "F")]
     pub(crate) revoked: Option<PathBuf>,
     /// Warn if the identity expires within so many days
@@ -52,26 +56,30 @@ pub(crate) struct GroupArgs {
     /// Seconds within which all processes must have come
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     pub(crate) join_deadline: NonZeroU32,
-    /// Seconds without progress after which a rank that computes while others wait for it ends the run by name; more than
-    /// a kernel takes to compile. Rank 0's counts, which warns after a quarter [default: 180]
+    /// Seconds without progress after which a rank that computes while others wait for it ends the
+    /// run by name; more than a kernel takes to compile. Rank 0's counts, which warns after a
+    /// quarter [default: 180]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) stuck_after: Option<NonZeroU32>,
-    /// Milliseconds between two signs of life; a rank counts as dead when twelve in a row are missing, with --link wan after 15
-    /// seconds at the least. The same on all ranks [default: 200, or 500 with --link wan]
+    /// Milliseconds between two signs of life; a rank counts as dead when twelve in a row are
+    /// missing, with --link wan after 15 seconds at the least. The same on all ranks [default:
+    /// 200, or 500 with --link wan]
     #[arg(long, value_name = "MS")]
     pub(crate) heartbeat: Option<NonZeroU32>,
-    /// This process takes the place of one that died: it joins while the group forms, or when the others form it again
-    /// (--on-loss rejoin)
+    /// This process takes the place of one that died: it joins while the group forms, or when the
+    /// others form it again (--on-loss rejoin)
     #[arg(long)]
     pub(crate) rejoin: bool,
     /// Local address of this process [default: all, or loopback if rank 0 is there]
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) bind: Option<IpAddr>,
-    /// First port of the ranks other than 0 on this host; each rank takes the next one, or as many as --lanes [default: the system's choice]
+    /// First port of the ranks other than 0 on this host; each rank takes the next one, or as many
+    /// as --lanes [default: the system's choice]
     #[arg(long, value_name = "N")]
     pub(crate) port: Option<u16>,
-    /// Addresses at which the other processes reach this one, separated by commas, for hosts with several addresses and behind
-    /// address translation [or KYKLOS_ADVERTISE; default: where rank 0 sees it]
+    /// Addresses at which the other processes reach this one, separated by commas, for hosts with
+    /// several addresses and behind address translation [or KYKLOS_ADVERTISE; default: where
+    /// rank 0 sees it]
     #[arg(long, value_name = "ADDRESS[:PORT],…")]
     pub(crate) advertise: Option<String>,
 }
@@ -127,8 +135,8 @@ impl GroupArgs {
     }
 }
 
-/// What `kyklos launch` writes to the standard input of a rank first: its identity, after the number of its bytes. So the key
-/// is never on a disk.
+/// What `kyklos launch` writes to the standard input of a rank first: its identity, after the
+/// number of its bytes. So the key is never on a disk.
 pub(crate) fn identity_on_stdin(identity: &Identity) -> Vec<u8> {
     let pem = identity.to_pem();
     format!("{}\n{pem}", pem.len()).into_bytes()
@@ -153,8 +161,8 @@ pub(crate) fn read_identity(mut stdin: impl BufRead) -> Result<Identity> {
 const LENGTH_DIGITS: u64 = 8;
 const MOST_IDENTITY_BYTES: usize = 1 << 20;
 
-/// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher holds the other end
-/// of standard input.
+/// A process of `kyklos launch` ends when its launcher does, whatever happened to it: the launcher
+/// holds the other end of standard input.
 pub(crate) fn end_with_launcher() {
     std::thread::spawn(|| {
         let mut bytes = [0; 64];

@@ -1,6 +1,8 @@
-//! What this program has for an error of the libraries: an option or a command. It stands behind the library's own text.
+//! What this program has for an error of the libraries: an option or a command. It stands behind
+//! the library's own text.
 //!
-//! Only the kind of an error decides. A text may come from another rank, which then would choose what this program says.
+//! Only the kind of an error decides. A text may come from another rank, which then would choose
+//! what this program says.
 
 use std::fmt::Display;
 
@@ -33,7 +35,8 @@ pub(crate) fn of_plan(error: &PlanError) -> String {
     }
 }
 
-/// The same refusal, with the hint as a part of its remedy: for the library's own tables of refused plans.
+/// The same refusal, with the hint as a part of its remedy: for the library's own tables of refused
+/// plans.
 pub(crate) fn in_remedy(error: PlanError) -> PlanError {
     match error {
         PlanError::Request { mismatch, remedy } => {

@@ -1,4 +1,5 @@
-//! Ctrl-C and termination: incomplete files are removed, child processes end, and a rank tells its launcher that it ends.
+//! Ctrl-C and termination: incomplete files are removed, child processes end, and a rank tells its
+//! launcher that it ends.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -61,9 +62,11 @@ pub(crate) fn end(exit: u8) {
     std::process::exit(i32::from(exit));
 }
 
-/// Tells `kyklos launch` that this process ends by itself, if it has started this process. On Unix the system tells it.
+/// Tells `kyklos launch` that this process ends by itself, if it has started this process. On Unix
+/// the system tells it.
 ///
-/// On Windows the exit code alone does not say so: who kills a process chooses its exit code, 0 too.
+/// On Windows the exit code alone does not say so: who kills a process chooses its exit code, 0
+/// too.
 pub(crate) fn tell_launcher() {
     if cfg!(not(unix)) && std::env::var_os(LAUNCH).is_some() {
         let _ = std::io::stderr().lock().write_all(LAST_LINE);

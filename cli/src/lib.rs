@@ -1,7 +1,8 @@
-//! The `kyklos` program. This library is not an interface for other programs; tests reach the decoders through it.
+//! The `kyklos` program. This library is not an interface for other programs; tests reach the
+//! decoders through it.
 //!
-//! Exit codes: 0 success; 1 the run failed (also without a device or driver), or `doctor` found a problem; 2 the request is
-//! wrong. A wrong request is one line on standard error.
+//! Exit codes: 0 success; 1 the run failed (also without a device or driver), or `doctor` found a
+//! problem; 2 the request is wrong. A wrong request is one line on standard error.
 //!
 //! # Modules, from the bottom up
 //!

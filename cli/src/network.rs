@@ -15,29 +15,34 @@ use crate::options::ByteSize;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of the network between ranks (--transport quic)")]
 pub(crate) struct NetworkArgs {
-    /// Protocol that carries the packets: udp, or tcp where UDP is blocked. The same on all ranks [default: udp]
+    /// Protocol that carries the packets: udp, or tcp where UDP is blocked. The same on all ranks
+    /// [default: udp]
     #[arg(long, value_enum)]
     pub(crate) network: Option<CarrierName>,
-    /// Kind of the links between ranks: lan within a data centre, wan between data centres, where links may be away for up to 10
-    /// seconds and a dead rank is found after 15. The same on all ranks [default: lan]
+    /// Kind of the links between ranks: lan within a data centre, wan between data centres, where
+    /// links may be away for up to 10 seconds and a dead rank is found after 15. The same on
+    /// all ranks [default: lan]
     #[arg(long, value_enum)]
     pub(crate) link: Option<ProfileName>,
-    /// Largest IP packet that every link carries, in bytes, such as 9000 with jumbo frames [default: measured, up to 1500]
+    /// Largest IP packet that every link carries, in bytes, such as 9000 with jumbo frames
+    /// [default: measured, up to 1500]
     #[arg(long, value_name = "BYTES")]
     pub(crate) link_mtu: Option<u16>,
-    /// cubic shares links with other traffic. fixed:BYTES keeps this much in flight in spite of losses, for links without
-    /// other traffic [default: cubic; with tcp the choice of the system]
+    /// cubic shares links with other traffic. fixed:BYTES keeps this much in flight in spite of
+    /// losses, for links without other traffic [default: cubic; with tcp the choice of the
+    /// system]
     #[arg(long, value_name = "cubic|fixed:BYTES")]
     pub(crate) congestion: Option<CongestionName>,
-    /// Connections between two ranks for messages, each with a port and a thread, for links that are faster than one core
-    /// can encrypt. The same on all ranks [default: 1]
+    /// Connections between two ranks for messages, each with a port and a thread, for links that
+    /// are faster than one core can encrypt. The same on all ranks [default: 1]
     #[arg(long, value_name = "N")]
     pub(crate) lanes: Option<u8>,
-    /// Whether ranks of one user on one host move tensors through memory that both share, which is not encrypted; off: over
-    /// the network as between hosts [default: on]
+    /// Whether ranks of one user on one host move tensors through memory that both share, which is
+    /// not encrypted; off: over the network as between hosts [default: on]
     #[arg(long, value_enum)]
     pub(crate) shared_memory: Option<OnOff>,
-    /// Memory limit of the connections of a rank, such as 512MiB [default: 1GiB, or the minimum for the group]
+    /// Memory limit of the connections of a rank, such as 512MiB [default: 1GiB, or the minimum for
+    /// the group]
     #[arg(long, value_name = "BYTES")]
     pub(crate) net_memory: Option<ByteSize>,
 }
@@ -62,8 +67,8 @@ impl NetworkArgs {
         }
     }
 
-    /// The settings, checked for `size` ranks that share this process and its loopback interface. Such ranks are there to try the
-    /// network, so they share memory only if that is asked for.
+    /// The settings, checked for `size` ranks that share this process and its loopback interface.
+    /// Such ranks are there to try the network, so they share memory only if that is asked for.
     pub(crate) fn here(&self, size: u32) -> Result<LinkSettings> {
         let link = LinkSettings { shared_memory: self.shared_memory == Some(OnOff::On), ..self.settings() };
         // No rank has tried anything yet: it is the request that is wrong.

@@ -1,4 +1,5 @@
-//! A file that gets its name when it is complete. Until then it has a temporary name in the same folder.
+//! A file that gets its name when it is complete. Until then it has a temporary name in the same
+//! folder.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

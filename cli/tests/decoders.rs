@@ -1,5 +1,5 @@
-//! The program's decoders get a file or an argument with arbitrary bytes. They never panic. They hold no more memory
-//! than the number of bytes justifies. The targets are the targets of `fuzz/`.
+//! The program's decoders get a file or an argument with arbitrary bytes. They never panic. They
+//! hold no more memory than the number of bytes justifies. The targets are the targets of `fuzz/`.
 
 #[path = "../../fuzz/bounded.rs"]
 mod bounded;
@@ -60,7 +60,8 @@ fn tensors() -> Vec<u8> {
     bytes
 }
 
-/// The memory limit of a target. A decoded value may be larger than its text, and clap's own command line is large.
+/// The memory limit of a target. A decoded value may be larger than its text, and clap's own
+/// command line is large.
 fn limit(target: &str) -> Limit {
     match target {
         "arguments" => Limit { fixed: 2 << 20, per_byte: 64 },

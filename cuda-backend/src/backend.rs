@@ -19,11 +19,14 @@ use crate::{images, ops};
 
 /// One NVIDIA GPU.
 ///
-/// - **Errors** name the driver's function and have its code, name and text. After an error that destroys the context (an
-///   illegal address, a lost device) every call returns that error, and so does every future that waits for the device. Other
-///   devices are not affected. The whole process shares the context, so only a new process can use the device again.
-/// - **Memory** of dropped buffers is kept for later buffers of their size, up to a quarter of the device's memory.
-/// - **Threads.** One thread per backend polls for completions, another one frees memory. Any thread may call.
+/// - **Errors** name the driver's function and have its code, name and text. After an error that
+///   destroys the context (an illegal address, a lost device) every call returns that error, and so
+///   does every future that waits for the device. Other devices are not affected. The whole process
+///   shares the context, so only a new process can use the device again.
+/// - **Memory** of dropped buffers is kept for later buffers of their size, up to a quarter of the
+///   device's memory.
+/// - **Threads.** One thread per backend polls for completions, another one frees memory. Any
+///   thread may call.
 #[derive(Debug)]
 pub struct CudaBackend {
     info: DeviceInfo,
@@ -82,13 +85,15 @@ impl CudaBackend {
 }
 
 impl CudaBackend {
-    /// The device's index in [`devices`](crate::devices), which is also that of the driver and of PyTorch.
+    /// The device's index in [`devices`](crate::devices), which is also that of the driver and of
+    /// PyTorch.
     pub fn ordinal(&self) -> usize {
         self.device.ordinal()
     }
 
-    /// Loads every kernel now, not at its first use, and returns how many there are. For a test of a device: what is missing, or needs
-    /// more shared memory than the device has, is an error here.
+    /// Loads every kernel now, not at its first use, and returns how many there are. For a test of
+    /// a device: what is missing, or needs more shared memory than the device has, is an error
+    /// here.
     ///
     /// # Errors
     /// [`Error::Device`].

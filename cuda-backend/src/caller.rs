@@ -8,10 +8,12 @@ use crate::backend::CudaBackend;
 use crate::device::CudaBuffer;
 use crate::driver::CallerStream;
 
-/// Device memory of a caller: of `cuMemAlloc`, `cudaMalloc`, a memory pool or mapped memory, in the device's primary context.
+/// Device memory of a caller: of `cuMemAlloc`, `cudaMalloc`, a memory pool or mapped memory, in the
+/// device's primary context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallerMemory {
-    /// The address on the device, a multiple of 16: a `CUdeviceptr`, or the value of a pointer of the runtime API.
+    /// The address on the device, a multiple of 16: a `CUdeviceptr`, or the value of a pointer of
+    /// the runtime API.
     pub address: u64,
     /// Bytes from this address on that a tensor may use.
     pub bytes: usize,
@@ -22,18 +24,21 @@ pub struct CallerMemory {
 pub enum Written<'a> {
     /// Now: the host has waited for what writes them, or the host wrote them itself.
     Already,
-    /// When everything that this stream has been given so far is done. The device waits for it, the host does not.
-    /// If that takes longer than [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after) after the first use of the tensor, the
-    /// device counts as lost.
+    /// When everything that this stream has been given so far is done. The device waits for it, the
+    /// host does not. If that takes longer than
+    /// [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after) after the first use of the
+    /// tensor, the device counts as lost.
     By(&'a CallerStream),
 }
 
-/// Tensors in device memory of a caller, and the device memory of tensors: how PyTorch, candle or a program with kernels of its own
-/// gives tensors to Kyklos and takes its results, without a copy through the host. Implemented for [`Tensor`].
+/// Tensors in device memory of a caller, and the device memory of tensors: how PyTorch, candle or a
+/// program with kernels of its own gives tensors to Kyklos and takes its results, without a copy
+/// through the host. Implemented for [`Tensor`].
 ///
-/// The device is the primary context of a GPU, which the runtime API, PyTorch and candle use too. No function of this crate changes
-/// the context that is current on the caller's thread. While a stream captures a CUDA graph in the mode for the whole process
-/// (PyTorch's default), the driver may refuse what this crate does meanwhile, and end the capture: do not capture during calls.
+/// The device is the primary context of a GPU, which the runtime API, PyTorch and candle use too.
+/// No function of this crate changes the context that is current on the caller's thread. While a
+/// stream captures a CUDA graph in the mode for the whole process (PyTorch's default), the driver
+/// may refuse what this crate does meanwhile, and end the capture: do not capture during calls.
 /// **This has run on a fake driver only, never on a GPU.**
 ///
 /// ```no_run
@@ -74,29 +79,34 @@ pub enum Written<'a> {
 /// # Ok::<(), kyklos::Error>(())
 /// ```
 pub trait CudaTensor: Sized {
-    /// The elements `[batch, tokens, heads, dim]` in a caller's memory, with `strides` in elements. `device` is one of
-    /// [`CudaBackend`].
+    /// The elements `[batch, tokens, heads, dim]` in a caller's memory, with `strides` in elements.
+    /// `device` is one of [`CudaBackend`].
     ///
-    /// - **Copies.** Dense elements are read where they are. Others are copied into dense memory on the device at each call that
-    ///   uses them; their strides are multiples of 4 bytes.
-    /// - **`owner`** keeps the memory allocated: a handle of the caller's tensor, or an `Arc` of its storage. It is dropped when no
-    ///   tensor refers to the memory and the device has done all reads of it; also other ranks of this process may read it,
-    ///   after the call of this rank has returned. It is dropped on a thread of this crate; its `Drop` does not call Kyklos. One that
-    ///   blocks delays the other owners of memory of this device, and its closing. If the device is lost, it is never dropped. After an error of this function, and for a tensor
+    /// - **Copies.** Dense elements are read where they are. Others are copied into dense memory on
+    ///   the device at each call that uses them; their strides are multiples of 4 bytes.
+    /// - **`owner`** keeps the memory allocated: a handle of the caller's tensor, or an `Arc` of
+    ///   its storage. It is dropped when no tensor refers to the memory and the device has done all
+    ///   reads of it; also other ranks of this process may read it, after the call of this rank has
+    ///   returned. It is dropped on a thread of this crate; its `Drop` does not call Kyklos. One
+    ///   that blocks delays the other owners of memory of this device, and its closing. If the
+    ///   device is lost, it is never dropped. After an error of this function, and for a tensor
     ///   without elements, it is dropped at once.
     ///
     /// # Errors
-    /// [`Error::Request`] before anything is read: if the address is not memory of this device in its primary context or a memory
-    /// pool, or is not aligned; if the allocation is shorter than `memory`, as far as the driver tells; if elements are outside of
-    /// `memory` or share memory; if `device` is no CUDA device; if the stream is of another context, or captures a graph.
-    /// [`Error::Device`] if the driver fails.
+    /// [`Error::Request`] before anything is read: if the address is not memory of this device in
+    /// its primary context or a memory pool, or is not aligned; if the allocation is shorter
+    /// than `memory`, as far as the driver tells; if elements are outside of `memory` or share
+    /// memory; if `device` is no CUDA device; if the stream is of another context, or captures a
+    /// graph. [`Error::Device`] if the driver fails.
     ///
     /// # Safety
     /// - Until `owner` is dropped, the memory stays allocated.
-    /// - Until then nothing writes to it, except what the stream of [`Written::By`] was given before this call. A stream may write
-    ///   to it earlier if three things happened before: all calls that use the tensor returned, on all ranks of this process;
-    ///   every tensor that refers to the memory was dropped; and [`Device::wait`](kyklos::backend::Backend::wait) returned, or
-    ///   [`make_wait`](Self::make_wait) with this stream for an output of the last of these calls on each rank.
+    /// - Until then nothing writes to it, except what the stream of [`Written::By`] was given
+    ///   before this call. A stream may write to it earlier if three things happened before: all
+    ///   calls that use the tensor returned, on all ranks of this process; every tensor that refers
+    ///   to the memory was dropped; and [`Device::wait`](kyklos::backend::Backend::wait) returned,
+    ///   or [`make_wait`](Self::make_wait) with this stream for an output of the last of these
+    ///   calls on each rank.
     unsafe fn from_cuda(
         shape: [usize; 4],
         strides: [usize; 4],
@@ -107,23 +117,27 @@ pub trait CudaTensor: Sized {
         owner: impl Send + Sync + 'static,
     ) -> Result<Self>;
 
-    /// The address of the elements on the device. They are dense, and their memory is valid while this tensor or a clone of it
-    /// lives. `None` if they are not on a CUDA device or not dense.
+    /// The address of the elements on the device. They are dense, and their memory is valid while
+    /// this tensor or a clone of it lives. `None` if they are not on a CUDA device or not
+    /// dense.
     ///
-    /// Only what [`make_wait`](Self::make_wait) has ordered behind the computation of the elements may read them, and nothing may
-    /// write to them.
+    /// Only what [`make_wait`](Self::make_wait) has ordered behind the computation of the elements
+    /// may read them, and nothing may write to them.
     fn cuda_address(&self) -> Option<u64>;
 
-    /// What `stream` is given from now on begins when the elements are there. The host does not wait.
+    /// What `stream` is given from now on begins when the elements are there. The host does not
+    /// wait.
     ///
     /// # Errors
-    /// [`Error::Request`] if the elements are not on a CUDA device, if the stream is of another context, or captures a graph.
-    /// [`Error::Device`], also for a failure of what computes the elements.
+    /// [`Error::Request`] if the elements are not on a CUDA device, if the stream is of another
+    /// context, or captures a graph. [`Error::Device`], also for a failure of what computes the
+    /// elements.
     fn make_wait(&self, stream: &CallerStream) -> Result<()>;
 
-    /// After the last tensor of this memory is dropped, the memory is used for something else only when everything that `stream` has
-    /// been given so far is done. Call this after the last operation that reads the elements, and before dropping the tensor. The
-    /// host does not wait. It has no effect on memory of a caller, which is not used for something else.
+    /// After the last tensor of this memory is dropped, the memory is used for something else only
+    /// when everything that `stream` has been given so far is done. Call this after the last
+    /// operation that reads the elements, and before dropping the tensor. The host does not
+    /// wait. It has no effect on memory of a caller, which is not used for something else.
     ///
     /// # Errors
     /// As [`make_wait`](Self::make_wait).
@@ -185,8 +199,8 @@ impl CudaTensor for Tensor {
 }
 
 impl CallerStream {
-    /// A new stream of `device`, for a caller that has none at hand: what it is made to wait for orders
-    /// [`Written::By`] tensors. It does not synchronise with the default stream.
+    /// A new stream of `device`, for a caller that has none at hand: what it is made to wait for
+    /// orders [`Written::By`] tensors. It does not synchronise with the default stream.
     ///
     /// # Errors
     /// [`Error::Request`] if `device` is no CUDA device, [`Error::Device`] if the driver fails.
@@ -194,8 +208,8 @@ impl CallerStream {
         of_cuda(device)?.device.new_caller_stream()
     }
 
-    /// What this stream is given from now on begins when everything that `other` has been given so far is done. Both are of
-    /// `device`. The host does not wait.
+    /// What this stream is given from now on begins when everything that `other` has been given so
+    /// far is done. Both are of `device`. The host does not wait.
     ///
     /// # Errors
     /// As [`CudaTensor::make_wait`].

@@ -1,4 +1,5 @@
-//! The collective of a group whose ranks may have CUDA devices: by NCCL, by copies between devices, or through host memory.
+//! The collective of a group whose ranks may have CUDA devices: by NCCL, by copies between devices,
+//! or through host memory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,7 +12,8 @@ use kyklos_transport::Transport;
 use crate::nccl::{NcclCollective, NcclDecision, NcclObserver, NcclOptions, NcclRefusal};
 use crate::peers::CudaPeers;
 
-/// How the messages of plans are to go between the devices of a group. The same variant on all ranks.
+/// How the messages of plans are to go between the devices of a group. The same variant on all
+/// ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CollectiveChoice {
     /// Through host memory.
@@ -21,36 +23,41 @@ pub enum CollectiveChoice {
         /// See [`NcclOptions::cluster`].
         cluster: u32,
     },
-    /// By NCCL between the ranks that can. If no rank uses it, by copies between the CUDA devices of each process. All other messages
-    /// through host memory.
+    /// By NCCL between the ranks that can. If no rank uses it, by copies between the CUDA devices
+    /// of each process. All other messages through host memory.
     Auto {
         /// See [`NcclOptions::cluster`].
         cluster: u32,
     },
 }
 
-/// The collective that the ranks of a group have agreed on. `Display` says how messages go, and why not by NCCL: `host memory; NCCL is
-/// not used: rank 1: …`.
+/// The collective that the ranks of a group have agreed on. `Display` says how messages go, and why
+/// not by NCCL: `host memory; NCCL is not used: rank 1: …`.
 pub struct FormedCollective {
     /// The collective, for [`Session::with_collective`](kyklos::Session::with_collective).
     pub collective: Arc<dyn DeviceCollective>,
-    /// How messages go, for people: that of [`NcclCollective`], that of [`CudaPeers`], or `host memory`. The same on all ranks.
+    /// How messages go, for people: that of [`NcclCollective`], that of [`CudaPeers`], or `host
+    /// memory`. The same on all ranks.
     pub way: String,
     /// Whether messages between some ranks go from device to device.
     pub between_devices: bool,
-    /// Why no rank uses NCCL, if the ranks were to. The same on all ranks. With [`CollectiveChoice::Nccl`] messages then go through host
-    /// memory: a caller that insists on NCCL ends with this refusal, on all ranks.
+    /// Why no rank uses NCCL, if the ranks were to. The same on all ranks. With
+    /// [`CollectiveChoice::Nccl`] messages then go through host memory: a caller that insists
+    /// on NCCL ends with this refusal, on all ranks.
     pub refusal: Option<NcclRefusal>,
     /// What NCCL does for this rank, if it uses NCCL.
     pub nccl: Option<NcclObserver>,
 }
 
 impl FormedCollective {
-    /// Agrees with all ranks of the group of `transport` how messages go: [`NcclCollective::form`], and [`CudaPeers::form`] where that is
-    /// to follow. All ranks call it, at the same place between two operations of the group, also those on other devices; for
-    /// [`CollectiveChoice::Host`] there is nothing to agree on. `options` are those of the session that uses it.
+    /// Agrees with all ranks of the group of `transport` how messages go: [`NcclCollective::form`],
+    /// and [`CudaPeers::form`] where that is to follow. All ranks call it, at the same place
+    /// between two operations of the group, also those on other devices; for
+    /// [`CollectiveChoice::Host`] there is nothing to agree on. `options` are those of the session
+    /// that uses it.
     ///
-    /// The future must be polled to its end: other ranks wait for its votes. If it is dropped before, abort the group.
+    /// The future must be polled to its end: other ranks wait for its votes. If it is dropped
+    /// before, abort the group.
     ///
     /// ```
     /// use kyklos::backend::Device;

@@ -5,7 +5,8 @@ use kyklos::backend::{DeviceClass, DeviceInfo};
 use crate::driver::{self, DeviceProperties, Unavailable, version_text};
 use crate::images;
 
-/// CUDA 12.0, which drivers from 525 on support, as 1000 · major + 10 · minor. Older drivers are refused.
+/// CUDA 12.0, which drivers from 525 on support, as 1000 · major + 10 · minor. Older drivers are
+/// refused.
 const OLDEST_DRIVER: u32 = 12_000;
 /// Compute capability 8.0, 10 · major + minor: the first with `mma.sync` for bf16 and `cp.async`.
 const OLDEST_CAPABILITY: u32 = 80;
@@ -23,8 +24,8 @@ pub struct CudaDevice {
     pub refused: Option<Unavailable>,
 }
 
-/// Whether the CUDA backend can run on this machine: it needs a driver and a device that are new enough, for kernels in this library
-/// or by NVRTC.
+/// Whether the CUDA backend can run on this machine: it needs a driver and a device that are new
+/// enough, for kernels in this library or by NVRTC.
 ///
 /// # Errors
 /// Why it cannot run. Does not panic.

@@ -4,22 +4,24 @@
 //!
 //! # Contract
 //!
-//! - [`CudaBackend`] is a [`kyklos::backend::Backend`]. The first use loads the driver. If there is no driver, or no device
-//!   that is new enough, [`availability`] gives the reason; nothing panics.
-//! - Kernels are CUDA C++ in `kernels/`: one source for nvcc, NVRTC and the emulator in `emulator/`. If the build found nvcc,
-//!   this library contains them as machine code; otherwise NVRTC compiles them at run time. [`KernelChoice`] says which
-//!   kernel a call gets.
-//! - Kernels, copies to the device and copies to the host have a stream each. Events order operations that access the same
-//!   buffer. Short kernels are submitted together, and as CUDA graphs if the same sequence repeats. Copies go through pinned
-//!   memory, and a download returns that memory without another copy.
-//! - The context is the primary one of the device. It is current on a caller's thread during calls of the driver only.
-//!   [`CudaTensor`] makes tensors of a caller's device memory and orders streams of a caller.
-//! - [`NcclCollective`] moves messages between CUDA devices of a group's ranks by NCCL, which is loaded at run time. Messages from and
-//!   to other ranks are staged in host memory.
+//! - [`CudaBackend`] is a [`kyklos::backend::Backend`]. The first use loads the driver. If there is
+//!   no driver, or no device that is new enough, [`availability`] gives the reason; nothing panics.
+//! - Kernels are CUDA C++ in `kernels/`: one source for nvcc, NVRTC and the emulator in
+//!   `emulator/`. If the build found nvcc, this library contains them as machine code; otherwise
+//!   NVRTC compiles them at run time. [`KernelChoice`] says which kernel a call gets.
+//! - Kernels, copies to the device and copies to the host have a stream each. Events order
+//!   operations that access the same buffer. Short kernels are submitted together, and as CUDA
+//!   graphs if the same sequence repeats. Copies go through pinned memory, and a download returns
+//!   that memory without another copy.
+//! - The context is the primary one of the device. It is current on a caller's thread during calls
+//!   of the driver only. [`CudaTensor`] makes tensors of a caller's device memory and orders
+//!   streams of a caller.
+//! - [`NcclCollective`] moves messages between CUDA devices of a group's ranks by NCCL, which is
+//!   loaded at run time. Messages from and to other ranks are staged in host memory.
 //! - [`CudaPeers`] copies messages between CUDA devices of one process, without NCCL.
 //! - [`FormedCollective`] is the one of these that the ranks of a group agree on.
-//! - Unsafe code is in `driver/`, in `images/nvrtc.rs`, in `nccl/library.rs` and `nccl/communicator.rs`, and `caller.rs` has an
-//!   unsafe function.
+//! - Unsafe code is in `driver/`, in `images/nvrtc.rs`, in `nccl/library.rs` and
+//!   `nccl/communicator.rs`, and `caller.rs` has an unsafe function.
 //!
 //! # Modules, from the bottom up
 //!

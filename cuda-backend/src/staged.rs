@@ -1,4 +1,5 @@
-//! The messages of an exchange that go through host memory, beside those that go from device to device.
+//! The messages of an exchange that go through host memory, beside those that go from device to
+//! device.
 
 use std::pin::Pin;
 

@@ -18,7 +18,8 @@ pub struct HostPort {
 }
 
 impl HostPort {
-    /// Reads `HOST:PORT`; an IPv6 address is in brackets. `origin` is where it was written, for errors.
+    /// Reads `HOST:PORT`; an IPv6 address is in brackets. `origin` is where it was written, for
+    /// errors.
     ///
     /// # Errors
     ///
@@ -58,8 +59,9 @@ impl fmt::Display for HostPort {
     }
 }
 
-/// Reads the addresses that a rank says for itself: IP addresses with or without a port, separated by commas. Without a port it
-/// is that of the rank's socket, which is 0 here. `origin` is where they were written, for errors.
+/// Reads the addresses that a rank says for itself: IP addresses with or without a port, separated
+/// by commas. Without a port it is that of the rank's socket, which is 0 here. `origin` is where
+/// they were written, for errors.
 ///
 /// # Errors
 ///
@@ -83,7 +85,8 @@ pub fn parse_advertised(text: &str, origin: &str) -> Result<Vec<SocketAddr>> {
     Ok(addresses)
 }
 
-/// The socket addresses of rank 0, at least one, in the order in which to try them. With `retry` a name without an address is looked up again until `until`.
+/// The socket addresses of rank 0, at least one, in the order in which to try them. With `retry` a
+/// name without an address is looked up again until `until`.
 pub(crate) fn resolve(
     HostPort { host, port }: &HostPort,
     retry: bool,
@@ -117,12 +120,14 @@ pub(crate) fn resolve(
     }
 }
 
-/// Names under localhost are this host (RFC 6761). Debian has two more for the loopback address of IPv6.
+/// Names under localhost are this host (RFC 6761). Debian has two more for the loopback address of
+/// IPv6.
 fn is_localhost(host: &str) -> bool {
     ["localhost", "ip6-localhost", "ip6-loopback"].contains(&host) || host.ends_with(".localhost")
 }
 
-/// A warning if rank 0 is at a loopback address, and the hosts of the ranks are several: only one of them can reach it.
+/// A warning if rank 0 is at a loopback address, and the hosts of the ranks are several: only one
+/// of them can reach it.
 pub(crate) fn loopback_between_hosts(address: IpAddr, hosts: &[Option<String>]) -> Option<String> {
     let is_elsewhere = |host: &&str| {
         !is_localhost(host) && !host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
@@ -137,8 +142,8 @@ pub(crate) fn loopback_between_hosts(address: IpAddr, hosts: &[Option<String>]) 
     })
 }
 
-/// The addresses that other hosts can reach, or else all: a hosts file may give a host's own name a loopback address besides the
-/// real one.
+/// The addresses that other hosts can reach, or else all: a hosts file may give a host's own name a
+/// loopback address besides the real one.
 fn reachable(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
     let mut addresses: Vec<_> = addresses.take(MOST_ANSWERS).collect();
     let is_loopback = |address: &SocketAddr| address.ip().to_canonical().is_loopback();
@@ -148,8 +153,9 @@ fn reachable(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
     addresses
 }
 
-/// Where to bind although `host` is at the loopback address `address` here: all addresses, if ranks may be on other hosts. Debian
-/// gives a host's own name the address 127.0.1.1, which no other host can reach. `None`: nothing speaks against loopback.
+/// Where to bind although `host` is at the loopback address `address` here: all addresses, if ranks
+/// may be on other hosts. Debian gives a host's own name the address 127.0.1.1, which no other host
+/// can reach. `None`: nothing speaks against loopback.
 pub(crate) fn bind_beyond_loopback(host: &str, address: IpAddr, one_host: bool) -> Option<IpAddr> {
     let is_meant = is_localhost(host) || host.parse::<IpAddr>().is_ok() || one_host;
     match address.to_canonical() {

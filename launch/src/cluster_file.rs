@@ -1,5 +1,5 @@
-//! The cluster file, which an operator writes: the host of every rank, in TOML. Another source gives the rank of this
-//! process.
+//! The cluster file, which an operator writes: the host of every rank, in TOML. Another source
+//! gives the rank of this process.
 
 use std::fs::File;
 use std::io::Read;

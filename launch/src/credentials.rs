@@ -1,5 +1,5 @@
-//! How this process proves that it belongs to the group: by an identity file, as rank 0 with an invitation, or with a
-//! token.
+//! How this process proves that it belongs to the group: by an identity file, as rank 0 with an
+//! invitation, or with a token.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,7 +30,8 @@ pub(crate) enum Credentials {
 }
 
 impl Credentials {
-    /// Reads the invitation, if there is one. With a token this asks rank 0 for an identity, and blocks until it answers.
+    /// Reads the invitation, if there is one. With a token this asks rank 0 for an identity, and
+    /// blocks until it answers.
     pub(crate) fn obtain(options: &Options, variables: &Variables<'_>) -> Result<Self> {
         let variable = variables.text(JOIN).filter(|_| !variables.under_kyklos_launch());
         let token = match (&options.token, variable) {
@@ -72,7 +73,8 @@ impl Credentials {
         }
     }
 
-    /// `origin` names the option or the variable that holds the token. No message repeats the token.
+    /// `origin` names the option or the variable that holds the token. No message repeats the
+    /// token.
     fn enrol(text: &str, origin: &str, options: &Options, variables: &Variables<'_>) -> Result<Self> {
         let token: Token =
             text.parse().map_err(|source| Error::Token { origin: origin.to_owned(), source })?;

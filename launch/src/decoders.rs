@@ -1,6 +1,6 @@
-//! Everything of this crate that reads bytes it did not write, for the fuzz targets in `fuzz/` and the bounded run of
-//! `tests/decoders.rs`. Each takes any bytes: it must not panic, and what it decodes must come back the same when it is
-//! encoded and decoded again. Not an interface.
+//! Everything of this crate that reads bytes it did not write, for the fuzz targets in `fuzz/` and
+//! the bounded run of `tests/decoders.rs`. Each takes any bytes: it must not panic, and what it
+//! decodes must come back the same when it is encoded and decoded again. Not an interface.
 
 use crate::assignment::assign;
 use crate::cluster_file;

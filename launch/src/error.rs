@@ -9,7 +9,8 @@ use kyklos_transport::TransportError;
 /// Why a process cannot join a group.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Options, environment and cluster file do not describe one rank of one group. Nothing has been sent.
+    /// Options, environment and cluster file do not describe one rank of one group. Nothing has
+    /// been sent.
     #[error("{text}")]
     Request {
         /// The settings that do not match, both sides, and a setting that is valid instead.
@@ -17,7 +18,8 @@ pub enum Error {
         /// What kind of mismatch it is.
         kind: RequestKind,
     },
-    /// A device in the cluster file, refused by [`Options::check_device`](crate::Options::check_device).
+    /// A device in the cluster file, refused by
+    /// [`Options::check_device`](crate::Options::check_device).
     #[error("{origin}, rank {rank}: {text}")]
     Device {
         /// The cluster file.
@@ -46,7 +48,8 @@ pub enum Error {
         /// The system's answer.
         source: io::Error,
     },
-    /// An identity, an invitation or a list of revoked keys cannot be used, or the group did not form.
+    /// An identity, an invitation or a list of revoked keys cannot be used, or the group did not
+    /// form.
     #[error(transparent)]
     Transport(#[from] TransportError),
 }
@@ -55,7 +58,8 @@ pub enum Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// Options, environment or cluster file are wrong: the setting that does not match, and a valid one.
+    /// Options, environment or cluster file are wrong: the setting that does not match, and a valid
+    /// one.
     pub(crate) fn request(mismatch: impl Display, remedy: impl Display) -> Self {
         Self::Request { text: format!("{mismatch}: {remedy}"), kind: RequestKind::Other }
     }
@@ -77,8 +81,8 @@ impl Error {
     }
 }
 
-/// What kind of wrong request it is, for callers that know more about it than the text says: a program has a flag for the
-/// setting.
+/// What kind of wrong request it is, for callers that know more about it than the text says: a
+/// program has a flag for the setting.
 ///
 /// ```
 /// use kyklos_launch::{Error, Options, RequestKind};

@@ -5,10 +5,12 @@ use std::io;
 use std::net::{IpAddr, TcpListener, UdpSocket};
 use std::ops::Range;
 
-/// A port of `ip`, an address of this host, that is free for UDP and TCP. An unspecified address stands for all addresses of its kind.
+/// A port of `ip`, an address of this host, that is free for UDP and TCP. An unspecified address
+/// stands for all addresses of its kind.
 ///
-/// Nothing reserves it. So it lies below the ports that systems usually give to sockets without one: such a port could go to any
-/// socket of this host before rank 0 binds it. If 100 tries find none, it is a port that the system gives.
+/// Nothing reserves it. So it lies below the ports that systems usually give to sockets without
+/// one: such a port could go to any socket of this host before rank 0 binds it. If 100 tries find
+/// none, it is a port that the system gives.
 ///
 /// ```
 /// use std::net::Ipv4Addr;

@@ -15,12 +15,13 @@ use crate::options::{Options, RANK, named};
 use crate::variables::{IDENTITY, Variables};
 
 impl Options {
-    /// Forms the group and returns this rank's end of it; a group of one if neither these options nor the environment
-    /// mention ranks. Blocks until every rank is there.
+    /// Forms the group and returns this rank's end of it; a group of one if neither these options
+    /// nor the environment mention ranks. Blocks until every rank is there.
     ///
     /// # Errors
     ///
-    /// Options, environment or files that do not fit; a group that is not complete by [`Self::join_deadline`].
+    /// Options, environment or files that do not fit; a group that is not complete by
+    /// [`Self::join_deadline`].
     pub fn join(&self) -> Result<Group> {
         match Assignment::find(self)? {
             Some(assignment) => assignment.join(),
@@ -30,12 +31,13 @@ impl Options {
 }
 
 impl Assignment {
-    /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes contain the sources
-    /// of rank, size and address, and the network path between the ranks.
+    /// Forms the group and returns this rank's end of it. Blocks until every rank is there. Notes
+    /// contain the sources of rank, size and address, and the network path between the ranks.
     ///
     /// # Errors
     ///
-    /// No identity or a wrong one, a coordinator that cannot be resolved, a group that is not complete by the deadline.
+    /// No identity or a wrong one, a coordinator that cannot be resolved, a group that is not
+    /// complete by the deadline.
     pub fn join(&self) -> Result<Group> {
         let options = &self.options;
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.size > 1) else {
@@ -197,8 +199,8 @@ fn warn_of_expiry(claims: &Claims, proof: &str, options: &Options) {
     }
 }
 
-/// The port of a rank and that of its second lane (0 if it has one lane), when the ranks of a host share the ports from
-/// `first` on; `None` if they go beyond 65535.
+/// The port of a rank and that of its second lane (0 if it has one lane), when the ranks of a host
+/// share the ports from `first` on; `None` if they go beyond 65535.
 fn ports(first: u16, local_rank: u32, lanes: u8) -> Option<(u16, u16)> {
     let lanes = u64::from(lanes);
     let port = |lane| u16::try_from(u64::from(first) + u64::from(local_rank) * lanes + lane).ok();
@@ -206,7 +208,8 @@ fn ports(first: u16, local_rank: u32, lanes: u8) -> Option<(u16, u16)> {
     Some((port(0)?, if lanes > 1 { port(1)? } else { 0 }))
 }
 
-/// Ranks of different runs of a job refuse each other by their epochs. The lowest 12 bits count the groups of one run.
+/// Ranks of different runs of a job refuse each other by their epochs. The lowest 12 bits count the
+/// groups of one run.
 fn epoch(run: &str) -> u32 {
     let [a, b, c, d, ..] = JobId::from_name(run).0;
     u32::from_be_bytes([a, b, c, d]) & !0xFFF

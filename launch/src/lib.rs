@@ -1,7 +1,8 @@
 //! Which rank of which group this process is, and how it joins.
 //!
-//! A process that a launcher has started finds everything in its environment: [`from_env`] forms the group. [`Options`] add
-//! or replace any of it. Without a launcher and without options a process is a group of one.
+//! A process that a launcher has started finds everything in its environment: [`from_env`] forms
+//! the group. [`Options`] add or replace any of it. Without a launcher and without options a
+//! process is a group of one.
 //!
 //! ```
 //! // No launcher has started this process, so it is the only rank.
@@ -19,8 +20,9 @@
 //! kyklos-transport = { path = "../kyklos/transport", features = ["quic"] } # only to use its types
 //! ```
 //!
-//! The ranks of a launcher talk over QUIC, which is the feature `quic` of `kyklos-transport`. This crate enables it, so
-//! [`from_env`] needs nothing else. A program that names `kyklos_transport::quic` itself enables the feature too.
+//! The ranks of a launcher talk over QUIC, which is the feature `quic` of `kyklos-transport`. This
+//! crate enables it, so [`from_env`] needs nothing else. A program that names
+//! `kyklos_transport::quic` itself enables the feature too.
 //!
 //! # Variables
 //!
@@ -36,7 +38,8 @@
 //!
 //! Slurm's `SLURM_DISTRIBUTION` and `SLURMD_NODENAME` say which host has which task.
 //!
-//! Kyklos' own variables, from [`variables`]. If two sources set the number of ranks, they must agree:
+//! Kyklos' own variables, from [`variables`]. If two sources set the number of ranks, they must
+//! agree:
 //!
 //! | variable | value |
 //! |---|---|
@@ -49,16 +52,18 @@
 //! | `KYKLOS_JOB_ID` | name of the job that the identities must be of |
 //! | `KYKLOS_LAUNCH` | set by `kyklos launch` for its processes; not for users |
 //!
-//! A group of several ranks needs an identity file for each rank (`kyklos certs`), or a token for all. `kyklos launch` makes
-//! identities itself. `docs/deploy/identities.md` of the repository has the steps.
+//! A group of several ranks needs an identity file for each rank (`kyklos certs`), or a token for
+//! all. `kyklos launch` makes identities itself. `docs/deploy/identities.md` of the repository has
+//! the steps.
 //!
 //! # More
 //!
-//! [`Assignment::find`] gives rank and size before the group is formed, for programs that refuse a request or choose a
-//! device first.
+//! [`Assignment::find`] gives rank and size before the group is formed, for programs that refuse a
+//! request or choose a device first.
 //!
-//! This library prints nothing and ends no process: notes and warnings go to [`Options::note`] and [`Options::warn`].
-//! Errors name options by their fields and have a kind, so that a program can add what its users write instead.
+//! This library prints nothing and ends no process: notes and warnings go to [`Options::note`] and
+//! [`Options::warn`]. Errors name options by their fields and have a kind, so that a program can
+//! add what its users write instead.
 #![forbid(unsafe_code)]
 
 mod address;
@@ -89,8 +94,8 @@ pub use self::free_port::free_port;
 pub use self::launchers::{LAUNCHERS, Launcher};
 pub use self::options::{Options, SecretText};
 
-/// Forms the group that the environment describes, and returns this rank's end of it; a group of one if it describes none.
-/// Blocks until every rank is there, at most 60 s.
+/// Forms the group that the environment describes, and returns this rank's end of it; a group of
+/// one if it describes none. Blocks until every rank is there, at most 60 s.
 ///
 /// ```no_run
 /// // One of the processes of `torchrun --nproc-per-node 4 …`, `srun …` or `mpirun …`.
@@ -101,7 +106,8 @@ pub use self::options::{Options, SecretText};
 ///
 /// # Errors
 ///
-/// An environment that is incomplete or contradicts itself, an identity that cannot be used, a group that does not form.
+/// An environment that is incomplete or contradicts itself, an identity that cannot be used, a
+/// group that does not form.
 pub fn from_env() -> Result<Group> {
     Options::default().join()
 }

@@ -9,8 +9,9 @@ use std::time::Duration;
 use kyklos_transport::quic::LinkSettings;
 use kyklos_transport::{BootstrapKind, Regroup};
 
-/// How this process joins its group. What is not set comes from the environment ([`LAUNCHERS`](crate::LAUNCHERS)), then
-/// from defaults; with [`Options::default`] everything does.
+/// How this process joins its group. What is not set comes from the environment
+/// ([`LAUNCHERS`](crate::LAUNCHERS)), then from defaults; with [`Options::default`] everything
+/// does.
 ///
 /// ```no_run
 /// use std::num::NonZeroU32;
@@ -31,59 +32,67 @@ use kyklos_transport::{BootstrapKind, Regroup};
 pub struct Options {
     /// This process's rank, `0..size`.
     pub rank: Option<u32>,
-    /// Number of ranks in the group, at most [`MAX_RANKS`](kyklos_transport::MAX_RANKS). Also by `KYKLOS_WORLD`.
+    /// Number of ranks in the group, at most [`MAX_RANKS`](kyklos_transport::MAX_RANKS). Also by
+    /// `KYKLOS_WORLD`.
     pub size: Option<NonZeroU32>,
-    /// Where rank 0 listens, `HOST:PORT` (UDP, or TCP with that carrier); an IPv6 address is in brackets. Also by
-    /// `KYKLOS_COORDINATOR`.
+    /// Where rank 0 listens, `HOST:PORT` (UDP, or TCP with that carrier); an IPv6 address is in
+    /// brackets. Also by `KYKLOS_COORDINATOR`.
     pub coordinator: Option<String>,
-    /// TOML file that lists the host of every rank, with `job`, `coordinator` and a `[[ranks]]` entry for each rank.
+    /// TOML file that lists the host of every rank, with `job`, `coordinator` and a `[[ranks]]`
+    /// entry for each rank.
     pub cluster_file: Option<PathBuf>,
-    /// PEM file that proves this rank or its host to the others; `{rank}` and `{host}` in it stand for this rank and the
-    /// host that the environment or the cluster file gives it. With [`Self::token`]: where to keep the identity that
-    /// the token obtains. Without a token also by `KYKLOS_IDENTITY`.
+    /// PEM file that proves this rank or its host to the others; `{rank}` and `{host}` in it stand
+    /// for this rank and the host that the environment or the cluster file gives it. With
+    /// [`Self::token`]: where to keep the identity that the token obtains. Without a token also
+    /// by `KYKLOS_IDENTITY`.
     pub identity: Option<PathBuf>,
     /// This process is rank 0, and admits the others by the token of this invitation file.
     pub invitation: Option<PathBuf>,
-    /// Token with which this process gets its rank and its identity from rank 0; [`Self::rank`] asks for a rank. Also by
-    /// `KYKLOS_JOIN`.
+    /// Token with which this process gets its rank and its identity from rank 0; [`Self::rank`]
+    /// asks for a rank. Also by `KYKLOS_JOIN`.
     pub token: Option<SecretText>,
-    /// File with the keys of identities that are no longer accepted; read again each time the group forms again.
+    /// File with the keys of identities that are no longer accepted; read again each time the group
+    /// forms again.
     pub revoked: Option<PathBuf>,
-    /// Name of the job that the identities must be of; default: the job of this rank's identity. Also by
-    /// `KYKLOS_JOB_ID`.
+    /// Name of the job that the identities must be of; default: the job of this rank's identity.
+    /// Also by `KYKLOS_JOB_ID`.
     pub job: Option<String>,
     /// [`Self::warn`] is called if the identity expires within so many days. Default: 3.
     pub expiry_warning_days: u32,
     /// Longest time until all ranks are there. Whole seconds, at least one. Default: 60 s.
     pub join_deadline: Duration,
-    /// How long a rank may compute without progress while others wait for it, before the run ends and names it. Rank 0's
-    /// value counts. `None`: the transport's 180 s.
+    /// How long a rank may compute without progress while others wait for it, before the run ends
+    /// and names it. Rank 0's value counts. `None`: the transport's 180 s.
     pub stuck_after: Option<Duration>,
-    /// Period of heartbeats, the same on all ranks; a rank counts as dead after twelve silent ones, or later if
-    /// [`LinkSettings::profile`] says so. `None`: that of the profile.
+    /// Period of heartbeats, the same on all ranks; a rank counts as dead after twelve silent ones,
+    /// or later if [`LinkSettings::profile`] says so. `None`: that of the profile.
     pub heartbeat: Option<Duration>,
-    /// This process replaces one that died: it joins while the group forms, or when the others form it again.
+    /// This process replaces one that died: it joins while the group forms, or when the others form
+    /// it again.
     pub rejoin: bool,
-    /// The next group, if a rank is lost while the group forms; the same on all ranks. `None`: the group does not form then.
+    /// The next group, if a rank is lost while the group forms; the same on all ranks. `None`: the
+    /// group does not form then.
     pub on_loss: Option<Regroup>,
     /// Local address. `None`: all, or loopback if rank 0's address is loopback.
     pub bind: Option<IpAddr>,
-    /// First port of the ranks other than 0 on this host: a rank takes this one plus its local rank times
-    /// [`LinkSettings::lanes`]. `None`: the system chooses.
+    /// First port of the ranks other than 0 on this host: a rank takes this one plus its local rank
+    /// times [`LinkSettings::lanes`]. `None`: the system chooses.
     pub port: Option<u16>,
-    /// IP addresses at which other ranks reach this one, with or without a port, separated by commas, in the order in which to
-    /// try them: for hosts with several addresses, and behind address translation. Also by `KYKLOS_ADVERTISE`. `None`: the
-    /// address at which rank 0 sees this rank, which is tried last otherwise.
+    /// IP addresses at which other ranks reach this one, with or without a port, separated by
+    /// commas, in the order in which to try them: for hosts with several addresses, and behind
+    /// address translation. Also by `KYKLOS_ADVERTISE`. `None`: the address at which rank 0
+    /// sees this rank, which is tried last otherwise.
     pub advertise: Option<String>,
     /// Known properties of the network between the ranks.
     pub link: LinkSettings,
-    /// Called with each device in the cluster file. This crate does not interpret the device; the function refuses a
-    /// wrong one with its own text.
+    /// Called with each device in the cluster file. This crate does not interpret the device; the
+    /// function refuses a wrong one with its own text.
     pub check_device: fn(&str) -> Result<(), String>,
-    /// Receives one line for each event of interest to an operator. Default: an `info` event of `tracing`.
-    pub note: fn(&str),
-    /// Receives one line for each problem that may become a failure, and the kind of that failure. Default: a `warn` event of
+    /// Receives one line for each event of interest to an operator. Default: an `info` event of
     /// `tracing`.
+    pub note: fn(&str),
+    /// Receives one line for each problem that may become a failure, and the kind of that failure.
+    /// Default: a `warn` event of `tracing`.
     pub warn: fn(&str, BootstrapKind),
 }
 

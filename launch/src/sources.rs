@@ -27,7 +27,8 @@ pub(crate) fn all_sources(options: &Options, variables: &Variables<'_>) -> Resul
     Ok(sources)
 }
 
-/// Leaves out environments that count something other than ranks, because other sources are more exact.
+/// Leaves out environments that count something other than ranks, because other sources are more
+/// exact.
 pub(crate) fn without_enclosing(sources: Vec<Source>) -> Vec<Source> {
     let explicit = |source: &Source| source.precedence == Precedence::Explicit;
     let explicit_rank = first(&sources, |s| s.rank.as_ref().filter(|_| explicit(s)));

@@ -1,4 +1,5 @@
-//! Groups that form by a token: the invitation describes the group to rank 0, and rank 0 describes it to the others.
+//! Groups that form by a token: the invitation describes the group to rank 0, and rank 0 describes
+//! it to the others.
 
 use std::path::Path;
 

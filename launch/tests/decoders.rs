@@ -1,5 +1,5 @@
-//! The decoders of this crate get a file or a variable with arbitrary bytes. They never panic. They hold no more memory
-//! than the number of bytes justifies. The targets are the targets of `fuzz/`.
+//! The decoders of this crate get a file or a variable with arbitrary bytes. They never panic. They
+//! hold no more memory than the number of bytes justifies. The targets are the targets of `fuzz/`.
 
 #[path = "../../fuzz/bounded.rs"]
 mod bounded;

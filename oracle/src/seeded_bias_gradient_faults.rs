@@ -1,5 +1,5 @@
-//! The gradient of a bias that all batch entries and query heads share, as a kernel computes it, with typical bugs of such code. The
-//! limit must accept the correct version and refuse each bug.
+//! The gradient of a bias that all batch entries and query heads share, as a kernel computes it,
+//! with typical bugs of such code. The limit must accept the correct version and refuse each bug.
 
 use half::{bf16, f16};
 

@@ -1,5 +1,6 @@
-//! Attention block by block, as in a product, with typical bugs of such code. The limits must accept the correct
-//! version and refuse each bug. A reference is untested until it has refused a wrong result.
+//! Attention block by block, as in a product, with typical bugs of such code. The limits must
+//! accept the correct version and refuse each bug. A reference is untested until it has refused a
+//! wrong result.
 
 use half::bf16;
 

@@ -1,5 +1,5 @@
-//! Gradients of a ring of three ranks, as a product computes them, with typical bugs of such code. The limits must accept
-//! the correct version and refuse each bug.
+//! Gradients of a ring of three ranks, as a product computes them, with typical bugs of such code.
+//! The limits must accept the correct version and refuse each bug.
 
 use half::{bf16, f16};
 

@@ -1,5 +1,5 @@
-//! A second implementation of the wire formats, in f64. It gives the error of the rounding on one device, and the
-//! expected result for backends that round. Shares no code with the product.
+//! A second implementation of the wire formats, in f64. It gives the error of the rounding on one
+//! device, and the expected result for backends that round. Shares no code with the product.
 
 use half::{bf16, f16};
 
@@ -11,8 +11,9 @@ pub const TOGETHER: usize = 64;
 /// `[batch, tokens, heads, dim]`.
 pub type Shape = [usize; 4];
 
-/// Rounds keys in the same way as 8-bit codes: a scale for each batch entry, head and channel over [`TOGETHER`] tokens
-/// of each of `lists`. The tokens of a list are sent together. Tokens that are on no list do not change.
+/// Rounds keys in the same way as 8-bit codes: a scale for each batch entry, head and channel over
+/// [`TOGETHER`] tokens of each of `lists`. The tokens of a list are sent together. Tokens that are
+/// on no list do not change.
 pub fn int8_keys(keys: &mut [f32], shape: Shape, lists: &[Vec<u32>]) {
     let [batch, tokens, heads, dim] = shape;
     assert_eq!(keys.len(), batch * tokens * heads * dim, "keys of {shape:?}");
@@ -70,7 +71,8 @@ pub fn int8_with_one_scale(numbers: &mut [f32]) {
     round_together(numbers, &(0..numbers.len()).collect::<Vec<_>>());
 }
 
-/// The scale of these numbers: the largest finite magnitude divided by 127, or 0 if this is not a normal f32.
+/// The scale of these numbers: the largest finite magnitude divided by 127, or 0 if this is not a
+/// normal f32.
 pub fn scale_of(numbers: impl Iterator<Item = f32>) -> f64 {
     let largest = numbers.filter(|x| x.is_finite()).map(|x| f64::from(x).abs()).fold(0.0, f64::max);
     if largest / 127.0 < f64::from(f32::MIN_POSITIVE) { 0.0 } else { largest / 127.0 }

@@ -1,11 +1,13 @@
-//! Tensors over (query, key) pairs or over keys, for masks and biases that are not a function of positions.
+//! Tensors over (query, key) pairs or over keys, for masks and biases that are not a function of
+//! positions.
 
 use bytes::Bytes;
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 
-/// A tensor that hides keys, or is added to the logits after a softcap. Its columns are key positions.
+/// A tensor that hides keys, or is added to the logits after a softcap. Its columns are key
+/// positions.
 ///
 /// | `shared_rows` | shape in memory | each rank holds |
 /// |---|---|---|
@@ -43,12 +45,12 @@ pub struct BiasTensor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BiasKind {
-    /// A query does not see a key whose bit is 0. One bit for each key: bit `k % 32` of word `k / 32` of a row of whole
-    /// 32-bit words.
+    /// A query does not see a key whose bit is 0. One bit for each key: bit `k % 32` of word `k /
+    /// 32` of a row of whole 32-bit words.
     #[serde(rename = "visible")]
     Mask,
-    /// Added to the logit, in the problem's dtype; −∞ hides the key. A row of 2-byte elements is padded to whole 32-bit
-    /// words. Below −1e38 it counts as −1e38, which f32 can still scale.
+    /// Added to the logit, in the problem's dtype; −∞ hides the key. A row of 2-byte elements is
+    /// padded to whole 32-bit words. Below −1e38 it counts as −1e38, which f32 can still scale.
     Additive,
 }
 
@@ -61,8 +63,8 @@ impl BiasTensor {
         }
     }
 
-    /// Elements of one row of one head as a kernel counts them: words of [`BiasKind::Mask`], numbers of
-    /// [`BiasKind::Additive`], padding included.
+    /// Elements of one row of one head as a kernel counts them: words of [`BiasKind::Mask`],
+    /// numbers of [`BiasKind::Additive`], padding included.
     pub fn row_elements(self, dtype: Dtype, kv_len: u32) -> usize {
         match self.kind {
             BiasKind::Mask => self.row_bytes(dtype, kv_len) / 4,
@@ -70,13 +72,15 @@ impl BiasTensor {
         }
     }
 
-    /// Bytes of the rows of `queries` queries: all batch entries and heads. With shared rows, of the whole tensor.
+    /// Bytes of the rows of `queries` queries: all batch entries and heads. With shared rows, of
+    /// the whole tensor.
     pub fn bytes(self, dtype: Dtype, queries: u32, kv_len: u32) -> u64 {
         let rows = if self.shared_rows { 1 } else { u64::from(queries) };
         u64::from(self.batch) * rows * u64::from(self.heads) * self.row_bytes(dtype, kv_len) as u64
     }
 
-    /// Bytes of the gradient of `rows` rows, which is f32 without padding: all batch entries and heads.
+    /// Bytes of the gradient of `rows` rows, which is f32 without padding: all batch entries and
+    /// heads.
     pub(crate) fn gradient_bytes(self, rows: u32, kv_len: u32) -> u64 {
         u64::from(self.batch) * u64::from(rows) * u64::from(self.heads) * u64::from(kv_len) * 4
     }
@@ -96,7 +100,8 @@ impl BiasTensor {
     }
 
     /// A key mask `[batch, keys]` for all heads and queries: the tensor and its bytes, for
-    /// `kyklos::Attention::bias`. `visible` has one bool for each key of each batch entry; false hides the key.
+    /// `kyklos::Attention::bias`. `visible` has one bool for each key of each batch entry; false
+    /// hides the key.
     ///
     /// ```
     /// use kyklos_plan::BiasTensor;
@@ -124,7 +129,8 @@ impl BiasTensor {
         Ok((Self { kind: BiasKind::Mask, batch, heads: 1, shared_rows: true }, bytes.into()))
     }
 
-    /// Refuses the part of `rank`, which has these rows and keys, where the rank has `queries` and all ranks together `kv_len` keys.
+    /// Refuses the part of `rank`, which has these rows and keys, where the rank has `queries` and
+    /// all ranks together `kv_len` keys.
     pub fn axes_fit(self, rank: usize, [rows, keys]: [u32; 2], queries: u32, kv_len: u32) -> Result<()> {
         let Self { batch, heads, shared_rows, .. } = self;
         let (name, wanted, tokens) = match shared_rows {

@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use crate::error::Error;
 
-/// How the elements of q, k, v and o are stored. Scores, softmax, accumulators and running state are always f32.
+/// How the elements of q, k, v and o are stored. Scores, softmax, accumulators and running state
+/// are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dtype {
     /// IEEE binary32.

@@ -1,8 +1,10 @@
-//! Which rank computes what, and when: problems, placements, strategies and plans. No device, no network and no clock.
+//! Which rank computes what, and when: problems, placements, strategies and plans. No device, no
+//! network and no clock.
 //!
-//! A parallel strategy is a pure function from a problem, a mesh and a placement to a [`plan::Plan`] for each rank:
-//! a list of steps over named buffers. The same plan is proved, priced, explained and executed. The crate `kyklos` executes it,
-//! and re-exports what its users need of this crate.
+//! A parallel strategy is a pure function from a problem, a mesh and a placement to a
+//! [`plan::Plan`] for each rank: a list of steps over named buffers. The same plan is proved,
+//! priced, explained and executed. The crate `kyklos` executes it, and re-exports what its users
+//! need of this crate.
 //!
 //! ```
 //! use kyklos_plan::plan::ProvedPlans;

@@ -1,6 +1,7 @@
-//! Lowering of masks and token lists to the arrays that kernels read: an interval of key positions for each query row,
-//! a position for each key, and a list of tiles that are not empty. If a mask gives a row several intervals, there is
-//! one layer for each interval, and a block is attended layer by layer.
+//! Lowering of masks and token lists to the arrays that kernels read: an interval of key positions
+//! for each query row, a position for each key, and a list of tiles that are not empty. If a mask
+//! gives a row several intervals, there is one layer for each interval, and a block is attended
+//! layer by layer.
 
 use std::sync::Arc;
 
@@ -24,22 +25,26 @@ pub struct TileRun {
     pub kv_tile: u32,
     /// How many.
     pub count: u32,
-    /// Whether every row of the Q tile sees every key of these tiles, so that no element needs a test.
+    /// Whether every row of the Q tile sees every key of these tiles, so that no element needs a
+    /// test.
     pub full: bool,
 }
 
 /// The visible part of one block of queries × keys, for all batch entries with the same mask.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MaskClass {
-    /// One span for each query row of the block, in buffer order. Blocks of other keys may share them.
+    /// One span for each query row of the block, in buffer order. Blocks of other keys may share
+    /// them.
     pub rows: Arc<[RowSpan]>,
-    /// `q_tiles + 1` offsets into `runs`: the runs of Q tile `t` are `runs[starts[t]..starts[t + 1]]`.
+    /// `q_tiles + 1` offsets into `runs`: the runs of Q tile `t` are `runs[starts[t]..starts[t +
+    /// 1]]`.
     pub starts: Vec<u32>,
     /// Tiles that are not empty, ascending within a Q tile.
     pub runs: Vec<TileRun>,
 }
 
-/// Everything a kernel needs to know about positions and masks for one Q block against one KV block.
+/// Everything a kernel needs to know about positions and masks for one Q block against one KV
+/// block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockWork {
     /// The tiles that `starts` and `runs` count in.
@@ -51,8 +56,8 @@ pub struct BlockWork {
 }
 
 impl BlockWork {
-    /// Lowers `problem`'s mask for the queries `q_tokens` against the keys `kv_tokens`. There is at least one layer; a
-    /// mask without slices has no more.
+    /// Lowers `problem`'s mask for the queries `q_tokens` against the keys `kv_tokens`. There is at
+    /// least one layer; a mask without slices has no more.
     pub fn layers(
         problem: &AttentionProblem,
         q_tokens: &TokenRuns,
@@ -74,8 +79,9 @@ impl BlockWork {
             .collect()
     }
 
-    /// The work of one layer, from what each row sees: `rows` by class of the mask, the keys by their positions. With
-    /// `fixed_order` every tile is tested, see `kyklos::backend::Attend::fixed_order`.
+    /// The work of one layer, from what each row sees: `rows` by class of the mask, the keys by
+    /// their positions. With `fixed_order` every tile is tested, see
+    /// `kyklos::backend::Attend::fixed_order`.
     pub fn of_rows(
         kv_positions: Vec<u32>,
         rows: Vec<Vec<RowSpan>>,
@@ -90,7 +96,8 @@ impl BlockWork {
         Self { tile, classes: rows.into_iter().map(class).collect(), kv_positions }
     }
 
-    /// Shares the row spans of `other` where they are the same: otherwise each step of a tile would keep a copy.
+    /// Shares the row spans of `other` where they are the same: otherwise each step of a tile would
+    /// keep a copy.
     pub fn share_rows(&mut self, other: &Self) {
         for (class, other) in self.classes.iter_mut().zip(&other.classes) {
             if class.rows == other.rows {
@@ -114,7 +121,8 @@ impl BlockWork {
         self.classes.iter().all(|class| class.runs.is_empty())
     }
 
-    /// (query, key) tiles that are not empty, over `batch` entries and one head: the work, in tiles.
+    /// (query, key) tiles that are not empty, over `batch` entries and one head: the work, in
+    /// tiles.
     pub fn tiles(&self, batch: usize) -> u64 {
         (0..batch).map(|b| self.class_of(b).runs.iter().map(|run| u64::from(run.count)).sum::<u64>()).sum()
     }
@@ -129,8 +137,8 @@ pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_t
             spans.iter().any(|span| keys.meets(span.lo, span.hi))
         };
         q_tokens.runs().iter().any(|run| {
-            // Most invisible blocks are outside the hull of a whole run. Most visible blocks are visible to the last
-            // query of a run. In both cases one test is enough.
+            // Most invisible blocks are outside the hull of a whole run. Most visible blocks are visible to
+            // the last query of a run. In both cases one test is enough.
             let [first, last] = [run.start, run.last()].map(|token| problem.q_position(token));
             let hull = problem.mask.hull(batch, first, last, problem.kv_len);
             keys.meets(hull.lo, hull.hi)
@@ -139,8 +147,8 @@ pub(crate) fn any_visible(problem: &AttentionProblem, q_tokens: &TokenRuns, kv_t
     })
 }
 
-/// The interval of every query row in each layer. If a row has several intervals, only intervals with keys of the block
-/// need a layer.
+/// The interval of every query row in each layer. If a row has several intervals, only intervals
+/// with keys of the block need a layer.
 fn row_layers(
     problem: &AttentionProblem,
     batch: usize,
@@ -167,14 +175,15 @@ fn row_layers(
 }
 
 impl MaskClass {
-    /// With `each_tested` no tile counts as full. The reason: whether a tile is full depends on the rows in it, and
-    /// kernels use other instructions for full tiles, which may round differently.
+    /// With `each_tested` no tile counts as full. The reason: whether a tile is full depends on the
+    /// rows in it, and kernels use other instructions for full tiles, which may round
+    /// differently.
     fn new(rows: Vec<RowSpan>, kv_bounds: &[(u32, u32)], tile: TileShape, each_tested: bool) -> Self {
         let mut starts = vec![0];
         let mut runs: Vec<TileRun> = Vec::new();
         for tile_rows in rows.chunks(tile.q_rows as usize) {
-            // Over the rows that see any key: the union of their visible keys, and the intersection. A tile with a row
-            // that sees no key is not full.
+            // Over the rows that see any key: the union of their visible keys, and the intersection. A tile
+            // with a row that sees no key is not full.
             let seeing = || tile_rows.iter().filter(|row| **row != RowSpan::EMPTY);
             let union =
                 (seeing().map(|r| r.lo).min().unwrap_or(0), seeing().map(|r| r.hi).max().unwrap_or(0));

@@ -85,7 +85,8 @@ impl Mesh {
         start(u)..start(u + 1)
     }
 
-    /// Consecutive Ulysses pieces whose query heads need the same KV heads, on a mesh that `problem` fits.
+    /// Consecutive Ulysses pieces whose query heads need the same KV heads, on a mesh that
+    /// `problem` fits.
     pub(crate) fn kv_groups(self, problem: &AttentionProblem) -> Vec<Range<u32>> {
         let mut groups: Vec<(Range<u32>, Range<u32>)> = Vec::new();
         for (u, q_heads) in (0..).zip(self.q_heads(problem)) {

@@ -1,6 +1,7 @@
 //! Closed lists of named things: the name of each, and the file with its facts.
 
-/// Defines a closed enum from a list of `Variant, "name", file, "One sentence.";` lines: the enum, its list, names, texts.
+/// Defines a closed enum from a list of `Variant, "name", file, "One sentence.";` lines: the enum,
+/// its list, names, texts.
 macro_rules! named_enum {
     (
         $(#[$meta:meta])*

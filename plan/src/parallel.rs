@@ -1,10 +1,11 @@
 //! Work for each rank, on the cores of this machine.
 
-/// Fewer ranks than this on a thread are not worth starting it: their plans take about as long as that.
+/// Fewer ranks than this on a thread are not worth starting it: their plans take about as long as
+/// that.
 const RANKS_OF_THREAD: usize = 64;
 
-/// `work` of each of `ranks` ranks, in their order. On several threads if there are many ranks, and where threads can be started: a
-/// browser has one.
+/// `work` of each of `ranks` ranks, in their order. On several threads if there are many ranks, and
+/// where threads can be started: a browser has one.
 pub(crate) fn for_each_rank<T: Send>(ranks: u32, work: impl Fn(u32) -> T + Sync) -> Vec<T> {
     let worth = ranks as usize / RANKS_OF_THREAD;
     if worth < 2 {

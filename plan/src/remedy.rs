@@ -4,9 +4,9 @@ use std::fmt;
 
 /// A request that would be accepted in place of the refused one.
 ///
-/// `Display` writes it in terms of this library. A front end whose users choose by options, flags or configuration keys
-/// matches on the variants and names its own option beside the text. It never looks into the text, which may quote another
-/// rank.
+/// `Display` writes it in terms of this library. A front end whose users choose by options, flags
+/// or configuration keys matches on the variants and names its own option beside the text. It never
+/// looks into the text, which may quote another rank.
 ///
 /// ```
 /// use kyklos_plan::{AttentionProblem, Dtype, Error, Mask, Mesh, Remedy};
@@ -30,13 +30,16 @@ pub enum Remedy {
         /// Shards of the ring.
         ring: u32,
     },
-    /// Give each rank this many tokens ([`Split::Tokens`](crate::Split::Tokens)), by rank; they add up to the sequence
-    /// length.
+    /// Give each rank this many tokens ([`Split::Tokens`](crate::Split::Tokens)), by rank; they add
+    /// up to the sequence length.
     UseTokens(Vec<u32>),
-    /// Give token counts that add up to the sequence length, or weights ([`Split::Weights`](crate::Split::Weights)).
+    /// Give token counts that add up to the sequence length, or weights
+    /// ([`Split::Weights`](crate::Split::Weights)).
     CompleteTokensOrUseWeights,
-    /// Give counts for the queries and counts for the keys ([`Split::Separate`](crate::Split::Separate)), or weights
-    /// ([`Split::Weights`](crate::Split::Weights)), if the number of queries differs from the number of keys.
+    /// Give counts for the queries and counts for the keys
+    /// ([`Split::Separate`](crate::Split::Separate)), or weights
+    /// ([`Split::Weights`](crate::Split::Weights)), if the number of queries differs from the
+    /// number of keys.
     CountEachSideOrUseWeights,
     /// Give query counts that add up to `total`: all queries of the problem.
     CompleteQueryCounts {
@@ -48,7 +51,8 @@ pub enum Remedy {
         /// Number of keys that have an owner.
         total: u32,
     },
-    /// Describe how fast this kind of device computes attention in the problem's dtype, or use another dtype.
+    /// Describe how fast this kind of device computes attention in the problem's dtype, or use
+    /// another dtype.
     DescribeDtypeOrUseAnother {
         /// The key of the device in the cluster description, as in `[device.KEY]`.
         device: String,

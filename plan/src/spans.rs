@@ -22,7 +22,8 @@ impl RowSpan {
     }
 }
 
-/// The key positions that a row sees: runs that are not empty, ascending, with hidden keys between them.
+/// The key positions that a row sees: runs that are not empty, ascending, with hidden keys between
+/// them.
 #[derive(Clone, Debug)]
 pub enum Spans {
     /// At most one run; [`RowSpan::EMPTY`] stands for no run.

@@ -1,12 +1,14 @@
-//! The closed list of strategies. A plan names its strategy, so this list is in a layer below the plans. The steps and
-//! all other facts of each strategy are in its own file in `strategy/kinds/`.
+//! The closed list of strategies. A plan names its strategy, so this list is in a layer below the
+//! plans. The steps and all other facts of each strategy are in its own file in `strategy/kinds/`.
 
 use crate::named::named_enum;
 
-/// Passes the list to the macro `$then`: here it becomes [`Strategy`], in `strategy/registry.rs` the map to the facts.
+/// Passes the list to the macro `$then`: here it becomes [`Strategy`], in `strategy/registry.rs`
+/// the map to the facts.
 ///
-/// **To add a strategy, add a line here**: variant, name, module in `strategy/kinds/`, summary. The order is that of
-/// [`Strategy::ALL`]. If the plans of a strategy may equal the plans of another one, it must come after that one.
+/// **To add a strategy, add a line here**: variant, name, module in `strategy/kinds/`, summary. The
+/// order is that of [`Strategy::ALL`]. If the plans of a strategy may equal the plans of another
+/// one, it must come after that one.
 macro_rules! strategies {
     ($then:ident) => {
         $then! {

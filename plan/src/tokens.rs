@@ -13,7 +13,8 @@ pub struct Run {
     pub stride: u32,
 }
 
-/// An ordered list of global tokens. Lists of the same tokens in the same order are equal, even if their runs differ.
+/// An ordered list of global tokens. Lists of the same tokens in the same order are equal, even if
+/// their runs differ.
 #[derive(Clone, Debug, Default)]
 pub struct TokenRuns {
     /// Most lists are one run, and large plans have millions of lists.
@@ -80,7 +81,8 @@ impl TokenRuns {
         }
     }
 
-    /// The same list with tokens renumbered around `gap`: the tokens from its start on move behind its end.
+    /// The same list with tokens renumbered around `gap`: the tokens from its start on move behind
+    /// its end.
     pub(crate) fn around(&self, gap: &std::ops::Range<u32>) -> Self {
         let mut out = Self::default();
         for run in &self.runs {
@@ -159,7 +161,8 @@ impl TokenRuns {
     }
 }
 
-/// Finds the tokens of a list in ranges, many times: by its runs if they are few or ascend, else in a sorted copy.
+/// Finds the tokens of a list in ranges, many times: by its runs if they are few or ascend, else in
+/// a sorted copy.
 pub(crate) enum TokenIndex<'a> {
     Runs(&'a [Run]),
     Ascending(&'a [Run]),
@@ -291,7 +294,8 @@ mod tests {
         }
     }
 
-    /// Lists in runs that were cut anywhere: the canonical runs, the index and the plain list are those of the tokens.
+    /// Lists in runs that were cut anywhere: the canonical runs, the index and the plain list are
+    /// those of the tokens.
     #[test]
     fn runs_that_are_cut_anywhere_mean_the_same_tokens() {
         let mut state = 7u32;

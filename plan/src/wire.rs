@@ -7,22 +7,25 @@ use crate::error::Error;
 
 /// The format of keys and values that are sent between shards.
 ///
-/// Every format except [`Self::Same`] limits the accuracy of a result: the owner rounds its keys and values once, and
-/// other shards get the rounded ones, which are not rounded again.
+/// Every format except [`Self::Same`] limits the accuracy of a result: the owner rounds its keys
+/// and values once, and other shards get the rounded ones, which are not rounded again.
 #[derive(Default, Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WireFormat {
     /// The tensors' own type.
     #[default]
     Same,
-    /// f16, for f32 tensors: magnitudes up to 65,504, in steps of 2⁻²⁴ below 2⁻¹⁴. A call with a finite element of at least
-    /// 65,520, which would become infinite, is an error of all ranks.
+    /// f16, for f32 tensors: magnitudes up to 65,504, in steps of 2⁻²⁴ below 2⁻¹⁴. A call with a
+    /// finite element of at least 65,520, which would become infinite, is an error of all
+    /// ranks.
     F16,
-    /// 8-bit codes, for tensors of any type. Keys have an f32 scale for each (batch entry, KV head, channel) and
-    /// [`TOKENS_PER_SCALE`] tokens of the list that travels together, values one for each (batch entry, token, KV head). A
-    /// scale is the largest finite magnitude over 127, a code the element over its scale, rounded to nearest, ties to even;
-    /// so the range is that of f32, and elements below 1/254 of the largest that shares their scale become 0;
-    /// a subnormal scale counts as 0. The code −128 stands for a value that is not finite, and is read as NaN.
+    /// 8-bit codes, for tensors of any type. Keys have an f32 scale for each (batch entry, KV head,
+    /// channel) and [`TOKENS_PER_SCALE`] tokens of the list that travels together, values one
+    /// for each (batch entry, token, KV head). A scale is the largest finite magnitude over
+    /// 127, a code the element over its scale, rounded to nearest, ties to even; so the range
+    /// is that of f32, and elements below 1/254 of the largest that shares their scale become 0;
+    /// a subnormal scale counts as 0. The code −128 stands for a value that is not finite, and is
+    /// read as NaN.
     Int8,
 }
 
@@ -47,22 +50,24 @@ impl WireFormat {
         self != Self::Same
     }
 
-    /// The error that this format is expected to cause: the L2 norm of the output's error relative to that of the
-    /// output, for heads of `head_dim` elements and the factor `scale` on q·k.
+    /// The error that this format is expected to cause: the L2 norm of the output's error relative
+    /// to that of the output, for heads of `head_dim` elements and the factor `scale` on q·k.
     ///
-    /// Rounding is independent noise for each element, ε times the rms of the rounded tensor. To first order, noise in
-    /// the values is the same relative noise in the output. Noise in the keys is multiplied by the spread of the
-    /// logits, because it changes the weights of values that are as random as the output itself: ε·√(1 + spread²).
+    /// Rounding is independent noise for each element, ε times the rms of the rounded tensor. To
+    /// first order, noise in the values is the same relative noise in the output. Noise in the
+    /// keys is multiplied by the spread of the logits, because it changes the weights of values
+    /// that are as random as the output itself: ε·√(1 + spread²).
     ///
-    /// Assumes that q, k and v are normal, independent, and of variance 1, so that logits spread by scale·√dim; that
-    /// every key comes from another shard (a rank's own keys are not rounded, so a share f of foreign keys has √f of
-    /// this error); that rows see many keys; and no softcap, which only makes the error smaller. Data with a few much
-    /// larger channels of the keys has a larger error: channels share no scale, but those channels spread the logits.
+    /// Assumes that q, k and v are normal, independent, and of variance 1, so that logits spread by
+    /// scale·√dim; that every key comes from another shard (a rank's own keys are not rounded,
+    /// so a share f of foreign keys has √f of this error); that rows see many keys; and no
+    /// softcap, which only makes the error smaller. Data with a few much larger channels of the
+    /// keys has a larger error: channels share no scale, but those channels spread the logits.
     pub fn expected_error(self, head_dim: u32, scale: f32) -> f64 {
         let (keys, values) = match self {
             Self::Same => return 0.0,
-            // Uniform noise over a step of 2^-10 times the power of two below a number; the mean square of that power
-            // is 0.542.
+            // Uniform noise over a step of 2^-10 times the power of two below a number; the mean square of
+            // that power is 0.542.
             Self::F16 => [(0.542_f64 / 12.0).sqrt() / 1024.0; 2].into(),
             Self::Int8 => {
                 // Uniform noise over a step of largest / 127.

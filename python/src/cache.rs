@@ -14,7 +14,8 @@ use crate::share::ranges;
 #[derive(Debug)]
 pub(crate) struct Cache(Shared);
 
-/// A cache, for the thread of the session too. `None` while [`CachedCalls`](crate::steps::CachedCalls) have it.
+/// A cache, for the thread of the session too. `None` while
+/// [`CachedCalls`](crate::steps::CachedCalls) have it.
 pub(crate) type Shared = Arc<Mutex<Option<KvCache>>>;
 
 /// The settings as Python passes them.

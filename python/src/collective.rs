@@ -25,7 +25,8 @@ pub(crate) fn wish(name: &str, cluster: Option<u32>) -> Result<CollectiveChoice>
     }
 }
 
-/// A session of this rank, and in words how its messages go. All ranks of the group do this together.
+/// A session of this rank, and in words how its messages go. All ranks of the group do this
+/// together.
 pub(crate) fn session(
     wish: CollectiveChoice,
     transport: Arc<dyn Transport>,

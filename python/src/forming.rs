@@ -1,4 +1,5 @@
-//! How groups form: in this process, by a launcher's environment, and with identities that another group has carried.
+//! How groups form: in this process, by a launcher's environment, and with identities that another
+//! group has carried.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::num::NonZeroU32;
@@ -66,7 +67,8 @@ pub(crate) struct Member {
     join_deadline_s: f64,
 }
 
-/// All ranks of a group in this process, on the devices of these names: one for all, or one for each rank.
+/// All ranks of a group in this process, on the devices of these names: one for all, or one for
+/// each rank.
 #[pyfunction]
 pub(crate) fn local(
     py: Python<'_>,
@@ -171,7 +173,8 @@ pub(crate) fn identities(py: Python<'_>, size: u32) -> PyResult<Vec<String>> {
     py.detach(made).map_err(|error| errors::of_forming(py, &error))
 }
 
-/// A port of this host on which rank 0 can listen when the others connect to `host`: free for UDP and TCP on all addresses.
+/// A port of this host on which rank 0 can listen when the others connect to `host`: free for UDP
+/// and TCP on all addresses.
 #[pyfunction]
 pub(crate) fn free_port(py: Python<'_>, host: String) -> PyResult<u16> {
     let find = || {
@@ -190,7 +193,8 @@ pub(crate) fn free_port(py: Python<'_>, host: String) -> PyResult<u16> {
     })
 }
 
-/// The group of the ranks that have identities of one call of `identities`. Rank 0 listens at `host` and `port`.
+/// The group of the ranks that have identities of one call of `identities`. Rank 0 listens at
+/// `host` and `port`.
 #[pyfunction]
 pub(crate) fn with_identity(
     py: Python<'_>,
@@ -230,7 +234,8 @@ pub(crate) fn with_identity(
     settings.group(py, transport, device)
 }
 
-/// Runs `blocking` on a thread of its own, while this one looks for signals. After a signal the thread ends by its own deadline.
+/// Runs `blocking` on a thread of its own, while this one looks for signals. After a signal the
+/// thread ends by its own deadline.
 fn interruptible<T: Send + 'static>(
     py: Python<'_>,
     blocking: impl FnOnce() -> T + Send + 'static,

@@ -38,8 +38,8 @@ pub(crate) struct FetchedOutput {
 }
 
 impl Group {
-    /// The group of `session`. When it is closed, it waits at most `leave` for peers. `collective`: in words how
-    /// its messages go.
+    /// The group of `session`. When it is closed, it waits at most `leave` for peers. `collective`:
+    /// in words how its messages go.
     pub(crate) fn new(session: Session, leave: Duration, collective: String) -> PyResult<Self> {
         let place = Place::new(session.device().clone());
         let worker = Worker::start(session, leave).map_err(|error| {
@@ -48,7 +48,8 @@ impl Group {
         Ok(Self { worker, place, collective, report: Mutex::new("{}".to_owned()) })
     }
 
-    /// Refuses the next call on all ranks because of `error` of this rank, and returns its exception.
+    /// Refuses the next call on all ranks because of `error` of this rank, and returns its
+    /// exception.
     pub(crate) fn refuse(&self, py: Python<'_>, error: Error) -> PyErr {
         let reported = error.clone();
         let vote = move |session: &mut Session| pollster::block_on(session.refuse(&reported));
@@ -85,10 +86,11 @@ impl Group {
         fetched: Result<FetchedOutput>,
         returned: Receiver<()>,
     ) -> PyResult<(Array, Array)> {
-        // After an error nothing of value is read any more; messages that were never sent keep their memory until the group
-        // is closed.
+        // After an error nothing of value is read any more; messages that were never sent keep their memory
+        // until the group is closed.
         let FetchedOutput { o, lse, report } = fetched.map_err(|error| errors::of_call(py, &error))?;
-        // Other ranks of this process may still read the arrays, and the caller may write to them from now on.
+        // Other ranks of this process may still read the arrays, and the caller may write to them from now
+        // on.
         self.worker.wait_for_loan(py, returned)?;
         self.keep_report(report);
         Ok((o.array(call.heads_first), lse.array(call.heads_first)))
@@ -110,7 +112,8 @@ impl Group {
     }
 }
 
-/// The values of a dictionary. One of another type is a wrong request, as a wrong value is: all ranks must learn of it.
+/// The values of a dictionary. One of another type is a wrong request, as a wrong value is: all
+/// ranks must learn of it.
 fn extracted<'a, 'py, T: FromPyObject<'a, 'py, Error = PyErr>>(values: &'a Bound<'py, PyDict>) -> Result<T> {
     values.as_any().extract().map_err(|error: PyErr| {
         let py = values.py();
@@ -276,7 +279,8 @@ impl Group {
         self.worker.take_back_call();
     }
 
-    /// Votes against the next call, because of `text`: all ranks get the error, and the group stays usable.
+    /// Votes against the next call, because of `text`: all ranks get the error, and the group stays
+    /// usable.
     #[pyo3(name = "refuse")]
     fn refuse_next(&self, py: Python<'_>, text: &str, remedy: &str) -> PyErr {
         self.refuse(py, Error::request(text, remedy))

@@ -1,5 +1,6 @@
-//! The extension module of the Python package `kyklos`: groups, calls and caches over DLPack arrays. The Python code of the
-//! package (`python/kyklos/`) has the public API and its documentation; this module is what it is made of.
+//! The extension module of the Python package `kyklos`: groups, calls and caches over DLPack
+//! arrays. The Python code of the package (`python/kyklos/`) has the public API and its
+//! documentation; this module is what it is made of.
 
 mod backward;
 mod cache;

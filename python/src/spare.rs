@@ -1,4 +1,5 @@
-//! Memory for copies of arrays, used again by later calls: to the system, each new page costs as much as copying several.
+//! Memory for copies of arrays, used again by later calls: to the system, each new page costs as
+//! much as copying several.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,5 +1,5 @@
-//! The thread that owns a session. Python threads hand work to it and wait without the interpreter's lock, so that other
-//! Python threads run, and Ctrl-C is noticed.
+//! The thread that owns a session. Python threads hand work to it and wait without the
+//! interpreter's lock, so that other Python threads run, and Ctrl-C is noticed.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,8 +16,8 @@ use pyo3::prelude::*;
 use crate::errors::{self, unusable};
 
 type Work = Box<dyn FnOnce(&mut Session) + Send>;
-/// One of announced calls. It gives back what tells the caller the result, to be called when the session is free again if it
-/// was the last one.
+/// One of announced calls. It gives back what tells the caller the result, to be called when the
+/// session is free again if it was the last one.
 type StepWork = Box<dyn FnOnce(&mut CachedCalls<'_>) -> Answer + Send>;
 pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
@@ -44,7 +44,8 @@ struct Step {
     ended: Receiver<()>,
 }
 
-/// The thread's part of announced calls: each call as it comes, and the sender that shows that the session is in use.
+/// The thread's part of announced calls: each call as it comes, and the sender that shows that the
+/// session is in use.
 pub(crate) struct StepCalls {
     work: Receiver<StepWork>,
     _in_use: Sender<()>,
@@ -52,12 +53,13 @@ pub(crate) struct StepCalls {
 
 /// How often a waiting thread looks for signals.
 const SIGNALS: Duration = Duration::from_millis(100);
-/// How long an interrupted call may take to end. A computation ends after its current piece, of about 100 ms.
+/// How long an interrupted call may take to end. A computation ends after its current piece, of
+/// about 100 ms.
 const INTERRUPTED: Duration = Duration::from_secs(10);
 
 impl Worker {
-    /// Starts the thread of `session`. When the group is closed, the thread waits at most `leave` for peers that have not taken
-    /// all messages.
+    /// Starts the thread of `session`. When the group is closed, the thread waits at most `leave`
+    /// for peers that have not taken all messages.
     pub(crate) fn start(session: Session, leave: Duration) -> std::io::Result<Self> {
         let transport = session.transport().clone();
         let (sender, work) = channel();
@@ -78,8 +80,8 @@ impl Worker {
         &self.transport
     }
 
-    /// A call of this rank failed before the thread got it. It has its place in the sequence of calls, or the next one would meet
-    /// the other ranks' call of that place.
+    /// A call of this rank failed before the thread got it. It has its place in the sequence of
+    /// calls, or the next one would meet the other ranks' call of that place.
     pub(crate) fn leave_out_call(&self) {
         self.left_out.fetch_add(1, Ordering::Relaxed);
         // Counted once, whichever functions the error passes.
@@ -104,8 +106,9 @@ impl Worker {
         })
     }
 
-    /// Begins announced calls: `work` agrees on them, sends the outcome, and if that is good makes the calls that
-    /// [`Self::in_step`] hands over. The number of the announcement, for [`Self::in_step`].
+    /// Begins announced calls: `work` agrees on them, sends the outcome, and if that is good makes
+    /// the calls that [`Self::in_step`] hands over. The number of the announcement, for
+    /// [`Self::in_step`].
     pub(crate) fn begin_step(
         &self,
         py: Python<'_>,
@@ -122,7 +125,8 @@ impl Worker {
         }))
     }
 
-    /// Makes a call of the announcement `number`, and returns its value. `None` if all of them are made, or they were closed.
+    /// Makes a call of the announcement `number`, and returns its value. `None` if all of them are
+    /// made, or they were closed.
     pub(crate) fn in_step<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -280,7 +284,8 @@ impl Worker {
 }
 
 impl StepCalls {
-    /// Makes all of `calls` as they come. What tells the caller the result of the last one; `None` if calls are missing.
+    /// Makes all of `calls` as they come. What tells the caller the result of the last one; `None`
+    /// if calls are missing.
     pub(crate) fn serve(&self, calls: &mut CachedCalls<'_>) -> Option<Answer> {
         loop {
             let answer = self.work.recv().ok()?(calls);
@@ -319,7 +324,8 @@ impl Drop for Worker {
 
 fn serve(mut session: Session, work: &Receiver<Work>, leave: Duration) {
     while let Ok(work) = work.recv() {
-        // The session aborts the group when it unwinds, so that other ranks do not wait; the caller sees a closed channel.
+        // The session aborts the group when it unwinds, so that other ranks do not wait; the caller sees a
+        // closed channel.
         if catch_unwind(AssertUnwindSafe(|| work(&mut session))).is_err() {
             return;
         }

@@ -1,9 +1,10 @@
-//! The index of a rank in its group, and the most ranks that a group has. Plans and transports, which know nothing of each
-//! other, share these.
+//! The index of a rank in its group, and the most ranks that a group has. Plans and transports,
+//! which know nothing of each other, share these.
 
 use std::fmt;
 
-/// Most ranks of a group. Nothing that makes, plans or describes a group has a limit of its own above this one.
+/// Most ranks of a group. Nothing that makes, plans or describes a group has a limit of its own
+/// above this one.
 pub const MAX_RANKS: u32 = 2048;
 
 /// Index of a rank in its group, from 0.

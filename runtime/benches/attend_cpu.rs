@@ -1,9 +1,11 @@
-//! Speed of the CPU backend's attend, compared with the multiply-add peak of the same threads in the same minute.
+//! Speed of the CPU backend's attend, compared with the multiply-add peak of the same threads in
+//! the same minute.
 //!
-//! `cargo bench -p kyklos --no-default-features --features cpu --bench attend_cpu -- [--short] [--csv] [--runs N]
-//! [--threads N,N] [--backward] [--case B,S,HQ,HKV,D,mask,dtype]...`. Times are reset + attend + finalize, in milliseconds;
-//! operations are 4 · (visible pairs) · D · heads, a multiply-add being two. With `--backward` times are those of the statistics of
-//! the rows and the gradients, with 10 operations instead of 4.
+//! `cargo bench -p kyklos --no-default-features --features cpu --bench attend_cpu -- [--short]
+//! [--csv] [--runs N] [--threads N,N] [--backward] [--case B,S,HQ,HKV,D,mask,dtype]...`. Times are
+//! reset + attend + finalize, in milliseconds; operations are 4 · (visible pairs) · D · heads, a
+//! multiply-add being two. With `--backward` times are those of the statistics of the rows and the
+//! gradients, with 10 operations instead of 4.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -233,8 +235,8 @@ impl Case {
     }
 }
 
-/// Multiply-adds on registers only, as operations per second of all threads together. This peak sets the lower limit of
-/// the time.
+/// Multiply-adds on registers only, as operations per second of all threads together. This peak
+/// sets the lower limit of the time.
 fn peak_gflops(pool: &rayon::ThreadPool, threads: usize) -> f64 {
     struct Peak;
     impl pulp::WithSimd for Peak {

@@ -1,8 +1,9 @@
 //! Time of one `attend` on a wgpu device, as CSV.
 //!
-//! `--short` runs one shape a few times, `--decode` the shapes of few query rows; `--device N` picks a device; `--portable` and `--cooperative` force those kernels.
-//! Wall time wobbles on a shared machine; processor seconds of this process (all threads; on a software driver that is
-//! the whole computation) do not.
+//! `--short` runs one shape a few times, `--decode` the shapes of few query rows; `--device N`
+//! picks a device; `--portable` and `--cooperative` force those kernels. Wall time wobbles on a
+//! shared machine; processor seconds of this process (all threads; on a software driver that is the
+//! whole computation) do not.
 
 use std::time::Instant;
 

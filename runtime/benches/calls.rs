@@ -1,7 +1,8 @@
-//! Cost of a call on a session beyond the kernels: 64 tokens, 8 query heads, 2 key/value heads of dim 64, f32. The floor of a
-//! call is a vote, an exchange for each hop, and the kernels; `compute` is the time in kernels, `vote` a bare vote,
-//! `call_of_many` a call of many after one vote. It is measured on the CPU and on the device `nothing`, which computes
-//! nothing: its calls cost what the engine costs.
+//! Cost of a call on a session beyond the kernels: 64 tokens, 8 query heads, 2 key/value heads of
+//! dim 64, f32. The floor of a call is a vote, an exchange for each hop, and the kernels; `compute`
+//! is the time in kernels, `vote` a bare vote, `call_of_many` a call of many after one vote. It is
+//! measured on the CPU and on the device `nothing`, which computes nothing: its calls cost what the
+//! engine costs.
 //!
 //! `cargo bench -p kyklos --bench calls -- [--short] [--only DEVICE,TRANSPORT,RANKS]`
 

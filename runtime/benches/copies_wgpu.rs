@@ -1,8 +1,10 @@
-//! Time of copies to and from a wgpu device, as CSV, compared with one copy inside the host's memory.
+//! Time of copies to and from a wgpu device, as CSV, compared with one copy inside the host's
+//! memory.
 //!
-//! `--device N` picks a device. `download` copies a buffer to the host and drops the bytes; `upload` makes a buffer of
-//! bytes and waits for the device. Wall time in milliseconds and, because a shared machine wobbles, processor time of
-//! this process (all threads; on a software driver that is the whole copy).
+//! `--device N` picks a device. `download` copies a buffer to the host and drops the bytes;
+//! `upload` makes a buffer of bytes and waits for the device. Wall time in milliseconds and,
+//! because a shared machine wobbles, processor time of this process (all threads; on a software
+//! driver that is the whole copy).
 
 use std::time::Instant;
 

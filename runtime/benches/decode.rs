@@ -1,6 +1,6 @@
-//! Cost of one decoded token over a cache: 8 query heads, 2 heads of keys and values of dim 64, f32, on the CPU, with ranks in
-//! one process. The floor is the time in kernels (`compute`) and a bare vote (see the bench `calls`). `layers` sessions calls
-//! of one step share a plan.
+//! Cost of one decoded token over a cache: 8 query heads, 2 heads of keys and values of dim 64,
+//! f32, on the CPU, with ranks in one process. The floor is the time in kernels (`compute`) and a
+//! bare vote (see the bench `calls`). `layers` sessions calls of one step share a plan.
 //!
 //! `cargo bench -p kyklos --bench decode -- [--short]`
 
@@ -26,7 +26,8 @@ fn main() -> kyklos::Result<()> {
     Ok(())
 }
 
-/// Medians in microseconds on rank 0: of the first layer of a step, of its other layers, and of the time in kernels.
+/// Medians in microseconds on rank 0: of the first layer of a step, of its other layers, and of the
+/// time in kernels.
 fn cost(ranks: u32, cached: usize, layers: usize, steps: usize) -> kyklos::Result<[f64; 3]> {
     let costs = on_threads(in_process_group(ranks), |transport| {
         let mut session = Session::new(transport, Device::cpu());

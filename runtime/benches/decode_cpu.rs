@@ -1,10 +1,12 @@
-//! Attention of a few queries over many keys on the CPU, as in decoding, against a loop that only reads the same keys and values.
+//! Attention of a few queries over many keys on the CPU, as in decoding, against a loop that only
+//! reads the same keys and values.
 //!
-//! Such a call reads each key and value once and does little else, so the floor of its time is the time to read them. The loop adds
-//! all numbers up, with the same threads, in turns with the calls.
+//! Such a call reads each key and value once and does little else, so the floor of its time is the
+//! time to read them. The loop adds all numbers up, with the same threads, in turns with the calls.
 //!
-//! `cargo bench -p kyklos --no-default-features --features cpu --bench decode_cpu -- [--runs N] [--threads N]
-//! [--case ROWS,KEYS,HQ,HKV,D,dtype]...`. Times are medians of reset + attend + finalize.
+//! `cargo bench -p kyklos --no-default-features --features cpu --bench decode_cpu -- [--runs N]
+//! [--threads N] [--case ROWS,KEYS,HQ,HKV,D,dtype]...`. Times are medians of reset + attend +
+//! finalize.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -63,7 +65,8 @@ fn time(
         .expect("a problem");
     let tensor = |label, rows: u32, heads: u32| {
         let elements = (rows * heads * dim) as usize;
-        // Small numbers of every type: 0x2c2c is 0.065 as f16 and 2.4e-12 as bf16, and 0x2c2c2c2c is 2.4e-12 as f32.
+        // Small numbers of every type: 0x2c2c is 0.065 as f16 and 2.4e-12 as bf16, and 0x2c2c2c2c is
+        // 2.4e-12 as f32.
         let bytes = Bytes::from(vec![0x2c_u8; elements * dtype.bytes()]);
         (backend.upload(label, bytes.clone()).expect("memory"), bytes)
     };

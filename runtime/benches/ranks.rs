@@ -1,6 +1,7 @@
-//! Cost of the parallel machinery: every strategy, with four ranks of one process, compared with the dense run of the
-//! same problem on the same cores. The lower limit is 1.0: the same FLOPs, and only memory between ranks. `computing`
-//! is the share of the wall time in which a rank computed, as minimum and maximum over the ranks.
+//! Cost of the parallel machinery: every strategy, with four ranks of one process, compared with
+//! the dense run of the same problem on the same cores. The lower limit is 1.0: the same FLOPs, and
+//! only memory between ranks. `computing` is the share of the wall time in which a rank computed,
+//! as minimum and maximum over the ranks.
 //!
 //! `cargo bench -p kyklos --bench ranks -- [--short]`
 
@@ -85,7 +86,8 @@ struct Timed {
     computing: Vec<f64>,
 }
 
-/// Milliseconds of the second run of all ranks with inputs loaded, from the last rank's start to the last rank's end.
+/// Milliseconds of the second run of all ranks with inputs loaded, from the last rank's start to
+/// the last rank's end.
 fn run(set: &PlanSet, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
     let plans = Arc::new(ProvedPlans::new(set.clone()).expect("the plans hold"));
     let ends = on_threads(transports, |transport| {
@@ -103,8 +105,8 @@ fn run(set: &PlanSet, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) ->
         })
     });
     let ends: Vec<Vec<(Instant, u64)>> = ends.into_iter().map(|ends| ends.expect("no rank fails")).collect();
-    // A rank starts the second run when its first run has ended. The measured time starts when the last rank starts the
-    // second run.
+    // A rank starts the second run when its first run has ended. The measured time starts when the last
+    // rank starts the second run.
     let start = ends.iter().map(|ends| ends[0].0).max().expect("at least one rank");
     let end = ends.iter().map(|ends| ends[1].0).max().expect("at least one rank");
     let ms = (end - start).as_secs_f64() * 1e3;

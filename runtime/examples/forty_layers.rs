@@ -19,7 +19,8 @@ fn main() -> kyklos::Result<()> {
         // A rank that makes fewer calls than it announced ends the group, with an error on all ranks.
         let mut layers = session.prepare(&call, &CallShapes::of(&hidden, &hidden), LAYERS)?;
         for _ in 0..LAYERS {
-            // A model computes q, k and v from the output of the layer before. The output stays on the device.
+            // A model computes q, k and v from the output of the layer before. The output stays on the
+            // device.
             let output = layers.run(&hidden, &hidden, &hidden)?;
             hidden = output.o;
             report = Some(output.report);

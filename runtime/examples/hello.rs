@@ -5,7 +5,8 @@ use kyklos::local::on_threads;
 use kyklos::{Attention, Mask, Session, Tensor, in_process_group};
 
 fn main() -> kyklos::Result<()> {
-    // Each rank holds its part of the sequence: 5 tokens here, 3 there; 4 query heads share 2 key/value heads of dim 32.
+    // Each rank holds its part of the sequence: 5 tokens here, 3 there; 4 query heads share 2 key/value
+    // heads of dim 32.
     let outputs = on_threads(in_process_group(2), |transport| {
         let tokens = [5, 3][transport.rank().0 as usize];
         let mut session = Session::new(transport, Device::cpu());

@@ -1,4 +1,5 @@
-//! A prompt that is split over two ranks, then tokens one by one, over a key/value cache that the ranks share.
+//! A prompt that is split over two ranks, then tokens one by one, over a key/value cache that the
+//! ranks share.
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;

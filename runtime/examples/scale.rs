@@ -1,5 +1,6 @@
-//! Scale on paper: what the simulator expects of 8 to 2048 ranks, for the shapes of video and image generation and of a
-//! long prefill, on two descriptions of `clusters/`, or on the files that the arguments name.
+//! Scale on paper: what the simulator expects of 8 to 2048 ranks, for the shapes of video and image
+//! generation and of a long prefill, on two descriptions of `clusters/`, or on the files that the
+//! arguments name.
 //!
 //! `cargo run --release -p kyklos --example scale [-- clusters/h100-infiniband.toml …]`
 
@@ -42,8 +43,8 @@ fn scale(problem: &AttentionProblem, described: &Cluster) -> kyklos::Result<Stri
     for ranks in (3..=11).map(|power| 1_u32 << power) {
         let started = Instant::now();
         let cluster = described.grown_for(ranks)?;
-        // The one that levels the work. Under a causal mask hops of contiguous shards differ, and thousands of them take
-        // minutes to walk.
+        // The one that levels the work. Under a causal mask hops of contiguous shards differ, and thousands
+        // of them take minutes to walk.
         let level = if problem.mask.is_full() { PlacementKind::Contiguous } else { PlacementKind::Zigzag };
         let wanted = PlanQuery {
             ranks,

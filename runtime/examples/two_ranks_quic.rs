@@ -1,5 +1,6 @@
-//! Two ranks over QUIC with mutual TLS, on loopback sockets of this process. Between hosts, each rank has its own process and
-//! identity file, and `kyklos::launch::from_env` forms the group (see `from_launcher`).
+//! Two ranks over QUIC with mutual TLS, on loopback sockets of this process. Between hosts, each
+//! rank has its own process and identity file, and `kyklos::launch::from_env` forms the group (see
+//! `from_launcher`).
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;

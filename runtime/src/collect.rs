@@ -1,9 +1,9 @@
 //! Brings results of all ranks to rank 0, in bounded pieces: the output, or gradients.
 //!
-//! A piece is a range of tokens of one batch entry: its rows of each tensor travel as the parts of one message.
-//! Rank 0 takes the pieces in one fixed order, the first of every rank, then the second of every rank and so on, and
-//! has at most `IN_FLIGHT` of them in memory, so no rank waits until all others are done. The bytes are not plan payload
-//! and are counted apart.
+//! A piece is a range of tokens of one batch entry: its rows of each tensor travel as the parts of
+//! one message. Rank 0 takes the pieces in one fixed order, the first of every rank, then the
+//! second of every rank and so on, and has at most `IN_FLIGHT` of them in memory, so no rank waits
+//! until all others are done. The bytes are not plan payload and are counted apart.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -69,7 +69,8 @@ impl RowTensors<'_> {
         Ok(sent)
     }
 
-    /// Receives the tensors of all ranks on rank 0, whose own ones are `tensors`; `sink` gets every piece once.
+    /// Receives the tensors of all ranks on rank 0, whose own ones are `tensors`; `sink` gets every
+    /// piece once.
     ///
     /// # Errors
     /// [`Error::Transport`], and the errors of `sink`.

@@ -1,4 +1,5 @@
-//! The error type of this crate. Each variant says where the fault lies: in the request, a plan, a device or the group.
+//! The error type of this crate. Each variant says where the fault lies: in the request, a plan, a
+//! device or the group.
 
 use kyklos_plan::Remedy;
 use kyklos_transport::TransportError;
@@ -8,8 +9,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a call failed.
 ///
-/// The texts use the names of this library. A program that shows them to its users adds its own option for a [`Remedy`],
-/// and chooses its exit code by [`Self::is_request`].
+/// The texts use the names of this library. A program that shows them to its users adds its own
+/// option for a [`Remedy`], and chooses its exit code by [`Self::is_request`].
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -65,7 +66,8 @@ pub enum Error {
         /// The transport's error; it names the culprit and the bytes that had moved.
         source: TransportError,
     },
-    /// The transport failed outside a plan's steps: forming the group, agreement, collecting the result.
+    /// The transport failed outside a plan's steps: forming the group, agreement, collecting the
+    /// result.
     #[error(transparent)]
     Transport(#[from] TransportError),
     /// The call's cancel flag was set.
@@ -79,10 +81,11 @@ impl Error {
         Self::Request { mismatch: mismatch.into(), remedy: remedy.into() }
     }
 
-    /// Whether this rank's own request is at fault. The same call fails again, on every rank alike, until the caller
-    /// changes it.
+    /// Whether this rank's own request is at fault. The same call fails again, on every rank alike,
+    /// until the caller changes it.
     ///
-    /// A refusal by the vote of another rank is [`TransportError::Refused`], which has its own reason.
+    /// A refusal by the vote of another rank is [`TransportError::Refused`], which has its own
+    /// reason.
     pub fn is_request(&self) -> bool {
         matches!(self, Self::Request { .. })
     }

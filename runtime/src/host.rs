@@ -25,7 +25,8 @@ impl HostLayout {
         self.batch * self.tokens * self.token_bytes
     }
 
-    /// The tokens `tokens` of `whole`, in their order. Shares memory where they are contiguous in `whole`.
+    /// The tokens `tokens` of `whole`, in their order. Shares memory where they are contiguous in
+    /// `whole`.
     ///
     /// # Errors
     /// [`Error::Request`] when `whole` does not have the size of this layout.
@@ -47,7 +48,8 @@ impl HostLayout {
         Ok(part.freeze())
     }
 
-    /// Copies `part`, which holds the tokens `tokens` in their order, to their positions in `whole`.
+    /// Copies `part`, which holds the tokens `tokens` in their order, to their positions in
+    /// `whole`.
     ///
     /// # Errors
     /// [`Error::Request`] when `part` or `whole` has the wrong size.
@@ -91,7 +93,8 @@ impl HostLayout {
     }
 }
 
-/// Whole tensors of a problem, in host memory and in the problem's dtype; or one rank's part of them, see [`shard`].
+/// Whole tensors of a problem, in host memory and in the problem's dtype; or one rank's part of
+/// them, see [`shard`].
 #[derive(Clone, Debug)]
 pub struct Tensors {
     /// `[batch, q_len, q_heads, dim]`.
@@ -101,7 +104,8 @@ pub struct Tensors {
     /// Like `k`.
     pub v: Bytes,
     /// The problem's attention bias tensor, `[its batch, q_len, its heads, row]`; with shared rows
-    /// `[its batch, 1, its heads, row]`, whole on every rank. The layout of a row is in [`BiasKind`](crate::BiasKind).
+    /// `[its batch, 1, its heads, row]`, whole on every rank. The layout of a row is in
+    /// [`BiasKind`](crate::BiasKind).
     pub bias: Option<Bytes>,
 }
 
@@ -148,7 +152,8 @@ pub fn shard(set: &PlanSet, rank: Rank, tensors: &Tensors) -> Result<Tensors> {
     })
 }
 
-/// Layout in host memory of the whole attention bias tensor, if the problem has one. With shared rows it has one token.
+/// Layout in host memory of the whole attention bias tensor, if the problem has one. With shared
+/// rows it has one token.
 pub fn bias_layout(set: &PlanSet) -> Option<HostLayout> {
     let problem = &set.problem;
     problem.bias.map(|bias| HostLayout {
@@ -158,7 +163,8 @@ pub fn bias_layout(set: &PlanSet) -> Option<HostLayout> {
     })
 }
 
-/// Layouts in host memory: of the whole q, which is also that of o, and of the whole k, which is also that of v.
+/// Layouts in host memory: of the whole q, which is also that of o, and of the whole k, which is
+/// also that of v.
 pub fn layouts(set: &PlanSet) -> (HostLayout, HostLayout) {
     let problem = &set.problem;
     let layout = |tokens: u32, heads: u32| HostLayout {
@@ -169,7 +175,8 @@ pub fn layouts(set: &PlanSet) -> (HostLayout, HostLayout) {
     (layout(problem.q_len, problem.q_heads), layout(problem.kv_len, problem.kv_heads))
 }
 
-/// Copies a rank's lse `[batch, tokens, heads]` to its positions in the whole `[batch, heads, seq]`.
+/// Copies a rank's lse `[batch, tokens, heads]` to its positions in the whole `[batch, heads,
+/// seq]`.
 pub fn scatter_lse(part: &[f32], batch: usize, heads: usize, tokens: &TokenRuns, whole: &mut [f32]) {
     let seq = whole.len() / (batch * heads).max(1);
     let positions: Vec<usize> = tokens.iter().map(|token| token as usize).collect();

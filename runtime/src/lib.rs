@@ -1,7 +1,7 @@
 //! Exact attention over a sequence that is split across ranks.
 //!
-//! Each rank has a [`Session`]: its endpoint in a group and its device. The ranks make the same calls; each passes its own
-//! tokens, and gets the output of its own queries.
+//! Each rank has a [`Session`]: its endpoint in a group and its device. The ranks make the same
+//! calls; each passes its own tokens, and gets the output of its own queries.
 //!
 //! ```
 //! # #[cfg(feature = "cpu")] {
@@ -23,14 +23,15 @@
 //! # Ok::<(), kyklos::Error>(())
 //! ```
 //!
-//! Groups over a network are in `kyklos::transport::quic`; `kyklos::launch` joins the group of a launcher. Devices are in
-//! [`backend`]: cores, GPUs, and a caller's own `wgpu::Device`. [`Attention`] has the options of a call, [`Session::prepare`]
-//! makes many calls after one vote.
+//! Groups over a network are in `kyklos::transport::quic`; `kyklos::launch` joins the group of a
+//! launcher. Devices are in [`backend`]: cores, GPUs, and a caller's own `wgpu::Device`.
+//! [`Attention`] has the options of a call, [`Session::prepare`] makes many calls after one vote.
 //!
 //! # Below a session
 //!
-//! A parallel strategy is a pure function from a problem, a mesh and a placement to a [`plan::Plan`] for each rank:
-//! a list of steps over named buffers. The same plan is checked, priced, explained and executed.
+//! A parallel strategy is a pure function from a problem, a mesh and a placement to a
+//! [`plan::Plan`] for each rank: a list of steps over named buffers. The same plan is checked,
+//! priced, explained and executed.
 //!
 //! ```text
 //! problem + mesh + placement ── strategy ──> plan ──┬─> check     proves it over all ranks
@@ -54,8 +55,8 @@
 //! | `quic` | groups of processes: `kyklos::transport::quic` | no |
 //! | `launch` | the group of a launcher, `kyklos::launch::from_env`; it brings `quic` | no |
 //!
-//! [`transport`] is the crate `kyklos-transport`, and `kyklos::launch` the crate `kyklos-launch`. Compile with
-//! `--release`: unoptimised kernels are slow. Rust 1.89 or later.
+//! [`transport`] is the crate `kyklos-transport`, and `kyklos::launch` the crate `kyklos-launch`.
+//! Compile with `--release`: unoptimised kernels are slow. Rust 1.89 or later.
 //!
 //! ```
 //! use kyklos::{Attention, Mask, Session, Tensor, backend::Device, local::on_threads};
@@ -82,17 +83,21 @@
 //! | `from_launcher` | one rank in a process, started by torchrun, `mpirun`, `srun` or Kubernetes | `launch` |
 //! | `scale` | what thousands of ranks would take | nothing more |
 //!
-//! To write a backend: [`backend`], and the crate `kyklos-backend-suite` with its device that computes nothing.
+//! To write a backend: [`backend`], and the crate `kyklos-backend-suite` with its device that
+//! computes nothing.
 //!
 //! # Contract
 //!
-//! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`], [`Placement::new`]);
-//!   [`plan::ProvedPlans`] exists only after the proof of a plan set, and executors accept nothing else. Backends and
-//!   the executor trust both.
-//! - **Errors** are one enum, [`Error`]; its variants say where the fault is. A refused request has a [`Remedy`].
-//! - **Blocking.** Nothing here blocks on a future, except functions that say so. The executor is an `async fn` without
-//!   `Send` bounds: native callers give each rank its own thread, and in a browser all ranks share one.
-//! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever the storage type.
+//! - **Validation.** Constructors refuse wrong requests ([`AttentionProblem::new`], [`Mesh::new`],
+//!   [`Placement::new`]); [`plan::ProvedPlans`] exists only after the proof of a plan set, and
+//!   executors accept nothing else. Backends and the executor trust both.
+//! - **Errors** are one enum, [`Error`]; its variants say where the fault is. A refused request has
+//!   a [`Remedy`].
+//! - **Blocking.** Nothing here blocks on a future, except functions that say so. The executor is
+//!   an `async fn` without `Send` bounds: native callers give each rank its own thread, and in a
+//!   browser all ranks share one.
+//! - **Shapes** are `[batch, seq, heads, dim]`; scores, softmax and running state are f32 whatever
+//!   the storage type.
 
 pub mod backend;
 mod call;
@@ -135,7 +140,8 @@ pub use kyklos_launch as launch;
 pub use kyklos_transport as transport;
 pub use kyklos_transport::{Group, in_process_group};
 
-/// The crates whose types are in this API: buffers of bytes, storage types, and wgpu's devices and buffers.
+/// The crates whose types are in this API: buffers of bytes, storage types, and wgpu's devices and
+/// buffers.
 #[cfg(feature = "wgpu")]
 pub use ::wgpu;
 pub use {::bytes, ::half};

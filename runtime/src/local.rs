@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kyklos_transport::Transport;
 
-/// Runs every rank of a group on a thread of its own, and returns the results by rank. A rank leaves the group in order when
-/// its function returns. Blocks until all ranks have ended.
+/// Runs every rank of a group on a thread of its own, and returns the results by rank. A rank
+/// leaves the group in order when its function returns. Blocks until all ranks have ended.
 ///
 /// ```
 /// use kyklos::local::on_threads;
@@ -16,7 +16,8 @@ use kyklos_transport::Transport;
 /// ```
 ///
 /// # Panics
-/// When `run` panics on any rank. The other ranks see that it has died, and end with an error first.
+/// When `run` panics on any rank. The other ranks see that it has died, and end with an error
+/// first.
 pub fn on_threads<T: Send>(
     group: Vec<Arc<dyn Transport>>,
     run: impl Fn(Arc<dyn Transport>) -> T + Sync,

@@ -1,15 +1,17 @@
-//! What this machine is: its memory, its processor, whether this program can load drivers, and where a user keeps what can be made again.
+//! What this machine is: its memory, its processor, whether this program can load drivers, and
+//! where a user keeps what can be made again.
 
 #[cfg(not(target_arch = "wasm32"))]
 use std::{env, ffi::OsString, path::PathBuf};
 
-/// Bytes of memory that this process may use: those of the machine, or of its control group (Linux) if that is less. `None`
-/// where the system does not tell it.
+/// Bytes of memory that this process may use: those of the machine, or of its control group (Linux)
+/// if that is less. `None` where the system does not tell it.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn memory_bytes() -> Option<u64> {
     let memory = sysinfo::MemoryRefreshKind::nothing().with_ram();
     let system = sysinfo::System::new_with_specifics(sysinfo::RefreshKind::nothing().with_memory(memory));
-    // 0 where /proc is not mounted, as after a bare chroot; the limits of groups must not be asked for then.
+    // 0 where /proc is not mounted, as after a bare chroot; the limits of groups must not be asked for
+    // then.
     let total = Some(system.total_memory()).filter(|bytes| *bytes > 0)?;
     let group = system.cgroup_limits().map(|limits| limits.total_memory).filter(|bytes| *bytes > 0);
     Some(group.map_or(total, |group| group.min(total)))
@@ -36,13 +38,14 @@ pub fn processor_name() -> String {
     std::env::consts::ARCH.to_owned()
 }
 
-/// Whether this program can load the libraries of drivers. A static program on Linux (musl) cannot, whatever is installed.
+/// Whether this program can load the libraries of drivers. A static program on Linux (musl) cannot,
+/// whatever is installed.
 pub const fn can_load_drivers() -> bool {
     !cfg!(all(unix, target_feature = "crt-static"))
 }
 
-/// The folder for what Kyklos can make again, such as compiled kernels: `KYKLOS_CACHE_DIR`, or else a folder of the platform for
-/// this user. `None` if the user has none.
+/// The folder for what Kyklos can make again, such as compiled kernels: `KYKLOS_CACHE_DIR`, or else
+/// a folder of the platform for this user. `None` if the user has none.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn cache_folder() -> Option<PathBuf> {
     folder(|name| env::var_os(name))

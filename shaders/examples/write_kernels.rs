@@ -3,7 +3,8 @@
 //! - `NAME.naga.wgsl`: what native platforms compile.
 //! - `NAME.tint.wgsl`: what browsers compile; matrix kernels have none.
 //! - `NAME.spv`: naga's SPIR-V, written as wgpu has it written.
-//! - `index.json`: a list with each kernel's interface and demands. Written last: where it is, the rest is complete.
+//! - `index.json`: a list with each kernel's interface and demands. Written last: where it is, the
+//!   rest is complete.
 
 #[path = "../tests/catalogue/mod.rs"]
 mod catalogue;
@@ -74,9 +75,9 @@ const fn in_browsers(kernel: &Kernel) -> bool {
     !kernel.needs_matrices()
 }
 
-/// SPIR-V version and the Vulkan that the kernel may meet first: each kernel is held against the strictest rules that
-/// it has to obey. Vulkan 1.1 is the first with subgroups. The extension for matrices is written against SPIR-V 1.6,
-/// and no driver below Vulkan 1.3 has it.
+/// SPIR-V version and the Vulkan that the kernel may meet first: each kernel is held against the
+/// strictest rules that it has to obey. Vulkan 1.1 is the first with subgroups. The extension for
+/// matrices is written against SPIR-V 1.6, and no driver below Vulkan 1.3 has it.
 const fn target(kernel: &Kernel) -> ((u8, u8), &'static str) {
     if kernel.needs_matrices() { ((1, 6), "vulkan1.3") } else { ((1, 3), "vulkan1.1") }
 }
@@ -84,7 +85,8 @@ const fn target(kernel: &Kernel) -> ((u8, u8), &'static str) {
 fn spirv(kernel: &Kernel) -> Vec<u32> {
     let module = parsed(kernel);
     let info = validated(kernel, &module);
-    // As wgpu does where the driver is no help: every check and the zeroing of workgroup memory are in the code.
+    // As wgpu does where the driver is no help: every check and the zeroing of workgroup memory are in
+    // the code.
     let options = spv::Options {
         lang_version: target(kernel).0,
         flags: spv::WriterFlags::LABEL_VARYINGS,

@@ -9,7 +9,8 @@ pub enum BiasInput {
     /// Nothing.
     #[default]
     None,
-    /// A bit: bit `k % 32` of word `k / 32` of a row is 0 where the row does not see the key at position k.
+    /// A bit: bit `k % 32` of word `k / 32` of a row is 0 where the row does not see the key at
+    /// position k.
     Visible,
     /// A number in the storage type of q, k and v, added to the logit; −∞ hides the key.
     Bias,
@@ -30,8 +31,9 @@ impl BiasInput {
         }
     }
 
-    /// `HIDDEN`, and `bias_term(row, position)`: the term of the row that starts at `row` of the binding, for its
-    /// base-2 logit of the key at `position`; or `HIDDEN`. `HIDDEN` itself must never be added.
+    /// `HIDDEN`, and `bias_term(row, position)`: the term of the row that starts at `row` of the
+    /// binding, for its base-2 logit of the key at `position`; or `HIDDEN`. `HIDDEN` itself
+    /// must never be added.
     pub(crate) fn functions(self, storage: Storage) -> String {
         let mut t = Text::default();
         match self {

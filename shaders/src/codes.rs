@@ -1,5 +1,5 @@
-//! Conversion of elements to 8-bit codes and back. There is one thread for each eight channels of the tokens that share
-//! their scales, or one for each row that shares one scale.
+//! Conversion of elements to 8-bit codes and back. There is one thread for each eight channels of
+//! the tokens that share their scales, or one for each row that shares one scale.
 
 use crate::kernel::Kernel;
 use crate::text::Text;

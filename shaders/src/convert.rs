@@ -7,8 +7,8 @@ use crate::text::Text;
 /// Elements of one thread: a 16-byte unit of a 16-bit type, two of f32.
 const ELEMENTS: u32 = Storage::CONVERTED_TOGETHER;
 
-/// Bindings: source, destination, both arrays of 16-byte units. One of the two types is f32. With `reports` also a word that
-/// becomes 1 where a finite element becomes infinite.
+/// Bindings: source, destination, both arrays of 16-byte units. One of the two types is f32. With
+/// `reports` also a word that becomes 1 where a finite element becomes infinite.
 pub(crate) fn source(from: Storage, into: Storage, reports: bool) -> String {
     let mut t = Text::default();
     t.line(format!(

@@ -8,8 +8,8 @@ use crate::text::Text;
 /// Threads that share one (batch, row, head) triple, each taking every 8th chunk of it.
 pub(crate) const THREADS_PER_ROW: u32 = 8;
 
-/// Computes `row_head` (its index in `[batch, rows, heads]`), `ml_at` and `lane`; `inside` says whether the thread has
-/// one.
+/// Computes `row_head` (its index in `[batch, rows, heads]`), `ml_at` and `lane`; `inside` says
+/// whether the thread has one.
 pub(crate) const ROW_HEAD: &str = "
 let group = group_id.x + group_id.y * params.grid_width;
 let row_head = params.first + group * 8u + (thread >> 3u);
@@ -24,7 +24,8 @@ let ml_at = (batch * params.heads + head) * params.rows + row;";
 pub(crate) const MAIN: &str =
     "fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32)";
 
-/// m = max(m₁, m₂), l = l₁e^(m₁−m) + l₂e^(m₂−m), a likewise. Bindings: state `into` (a, ml), state `from` (a, ml).
+/// m = max(m₁, m₂), l = l₁e^(m₁−m) + l₂e^(m₂−m), a likewise. Bindings: state `into` (a, ml), state
+/// `from` (a, ml).
 pub(crate) fn merge(head_dim: u32) -> String {
     let chunks = head_dim / 4;
     let mut t = Text::default();
@@ -59,8 +60,9 @@ if (lane == 0u) {{
     t.finish()
 }
 
-/// o = a / l in the storage type and lse = m + ln l; where l is 0, o = 0 and lse = −∞. Bindings: a, ml, o, lse
-/// (f32 bits and the rest, `[batch, rows, heads, 2]`), and where there are `sinks`, one logit for each head that l counts as well.
+/// o = a / l in the storage type and lse = m + ln l; where l is 0, o = 0 and lse = −∞. Bindings: a,
+/// ml, o, lse (f32 bits and the rest, `[batch, rows, heads, 2]`), and where there are `sinks`, one
+/// logit for each head that l counts as well.
 pub(crate) fn finalize(storage: Storage, head_dim: u32, sinks: bool) -> String {
     let mut t = Text::default();
     t.line(format!("// finalize, {}, head dim {head_dim}: 8 threads for each row and head", storage.name()));
@@ -130,8 +132,8 @@ if (lane == 0u) {
     t.finish()
 }
 
-/// The natural logarithm to about an ulp, after Cephes' logf. WGSL promises only 2^-21 near 1, and some drivers are not
-/// more exact. Infinity and NaN are handled separately.
+/// The natural logarithm to about an ulp, after Cephes' logf. WGSL promises only 2^-21 near 1, and
+/// some drivers are not more exact. Infinity and NaN are handled separately.
 const LN: &str = "fn ln(x: f32) -> f32 {
     let bits = bitcast<u32>(x);
     // x = f · 2^e with f in [sqrt(1/2), sqrt(2))
@@ -151,7 +153,8 @@ const LN: &str = "fn ln(x: f32) -> f32 {
     return select(result, x, (bits & 0x7f800000u) == 0x7f800000u);
 }";
 
-/// m + ln l: rounded, and the rest. The integer that is added, 0, is one that no compiler knows: WGSL lets it take `(m + y) - m` for y.
+/// m + ln l: rounded, and the rest. The integer that is added, 0, is one that no compiler knows:
+/// WGSL lets it take `(m + y) - m` for y.
 const LOG_SUM: &str = "fn log_sum(m: f32, l: f32) -> vec2<u32> {
     let y = ln(l);
     let sum = bitcast<u32>(m + y) + u32(params.heads == 0u);

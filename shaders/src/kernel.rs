@@ -40,7 +40,8 @@ pub enum Kernel {
         /// 32-bit words that one thread copies: 1 or 4.
         words: u32,
     },
-    /// Converts elements from one storage type to another; one of the two types is f32. 8 elements for each thread.
+    /// Converts elements from one storage type to another; one of the two types is f32. 8 elements
+    /// for each thread.
     Convert {
         /// Type of the source.
         from: Storage,
@@ -49,7 +50,8 @@ pub enum Kernel {
         /// Whether it reports finite elements that become infinite; from f32 to f16 only.
         reports: bool,
     },
-    /// Elements to 8-bit codes and their scales; one thread for each group of 8 channels or for each row.
+    /// Elements to 8-bit codes and their scales; one thread for each group of 8 channels or for
+    /// each row.
     ToCodes {
         /// Type of the source.
         storage: Storage,
@@ -315,8 +317,9 @@ impl Kernel {
         )
     }
 
-    /// Whether the device must have matrix units and f16 arithmetic. No browser has matrix units. Of the compilers only
-    /// naga accepts the text, and it translates the text to SPIR-V and MSL alone.
+    /// Whether the device must have matrix units and f16 arithmetic. No browser has matrix units.
+    /// Of the compilers only naga accepts the text, and it translates the text to SPIR-V and
+    /// MSL alone.
     pub const fn needs_matrices(&self) -> bool {
         matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::Cooperative { .. }, .. }))
     }

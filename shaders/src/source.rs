@@ -1,4 +1,5 @@
-//! The text of each kernel, and the numbers that depend on it: threads and memory of a workgroup, tiles.
+//! The text of each kernel, and the numbers that depend on it: threads and memory of a workgroup,
+//! tiles.
 
 use crate::kernel::{Kernel, MAX_HEAD_DIM};
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
@@ -7,7 +8,8 @@ use crate::{
     finish, repack,
 };
 
-/// The compiler that reads the text: compilers disagree about how a text announces its use of subgroups.
+/// The compiler that reads the text: compilers disagree about how a text announces its use of
+/// subgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dialect {
     /// wgpu's compiler, which rejects `enable subgroups;`.
@@ -167,9 +169,11 @@ impl Kernel {
         }
     }
 
-    /// Rows of a workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`], [`Self::RowStats`], [`Self::Repack`],
-    /// [`Self::Accumulate`], [`Self::Convert`], [`Self::ToCodes`], [`Self::FromCodes`] or [`Self::ResetState`]. A row here is the work of one
-    /// thread, or of one group of threads: one (batch, row, head) triple, or one unit to copy.
+    /// Rows of a workgroup of [`Self::MergeParts`], [`Self::Merge`], [`Self::Finalize`],
+    /// [`Self::RowStats`], [`Self::Repack`], [`Self::Accumulate`], [`Self::Convert`],
+    /// [`Self::ToCodes`], [`Self::FromCodes`] or [`Self::ResetState`]. A row here is the work of
+    /// one thread, or of one group of threads: one (batch, row, head) triple, or one unit to
+    /// copy.
     pub const fn rows_per_workgroup(&self) -> u32 {
         match self {
             Self::Attend(_) | Self::Decode(_) | Self::AttendBackward(_) => 1,
@@ -204,8 +208,8 @@ impl AttendKernel {
 }
 
 impl DecodeVariant {
-    /// Largest number of query rows, counted over all heads of a workgroup, for which this variant exists; 0 if heads
-    /// are too large for it.
+    /// Largest number of query rows, counted over all heads of a workgroup, for which this variant
+    /// exists; 0 if heads are too large for it.
     pub const fn most_slots(self, head_dim: u32) -> u32 {
         match self {
             Self::Portable => decode::portable_slots(head_dim),

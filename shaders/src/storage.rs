@@ -1,6 +1,7 @@
 //! How elements are stored, and how WGSL reads and writes them without any extension.
 
-/// Storage type of q, k, v and o. 16-bit elements are packed in pairs into u32 words; arithmetic is f32 always.
+/// Storage type of q, k, v and o. 16-bit elements are packed in pairs into u32 words; arithmetic is
+/// f32 always.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Storage {
     /// IEEE binary32.
@@ -92,7 +93,8 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(u
         }
     }
 
-    /// Functions `texel_0(texel)` and, for 16-bit types, `texel_1(texel)`: the same for a unit read as four words.
+    /// Functions `texel_0(texel)` and, for 16-bit types, `texel_1(texel)`: the same for a unit read
+    /// as four words.
     pub(crate) const fn texel_functions(self) -> &'static str {
         match self {
             Self::F32 => "fn texel_0(texel: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(texel); }",
@@ -103,8 +105,8 @@ fn texel_1(texel: vec4<u32>) -> vec4<f32> { return chunk_1(texel); }"
         }
     }
 
-    /// For 16-bit types, `rounded(x)`: the bits of x rounded to nearest, ties to even. `pack2x16float` may truncate,
-    /// and promises nothing for values that overflow.
+    /// For 16-bit types, `rounded(x)`: the bits of x rounded to nearest, ties to even.
+    /// `pack2x16float` may truncate, and promises nothing for values that overflow.
     pub(crate) const fn round_function(self) -> &'static str {
         match self {
             Self::F32 => "",

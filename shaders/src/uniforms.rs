@@ -1,4 +1,5 @@
-//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table that a test compares with naga's.
+//! Uniform structs: one list of fields makes the Rust struct, its WGSL declaration and the table
+//! that a test compares with naga's.
 
 use bytemuck::{Pod, Zeroable};
 

@@ -13,16 +13,18 @@ pub enum AttendVariant {
         /// Query rows of one thread: 1, 2 or 4.
         rows_per_thread: u32,
     },
-    /// One subgroup is one workgroup, query rows lie in its lanes, keys and values are broadcast from lane to lane.
-    /// Made for drivers that compute on the host's cores; needs subgroups of exactly this size.
+    /// One subgroup is one workgroup, query rows lie in its lanes, keys and values are broadcast
+    /// from lane to lane. Made for drivers that compute on the host's cores; needs subgroups of
+    /// exactly this size.
     SubgroupBroadcast {
         /// Lanes of a subgroup.
         subgroup_size: u32,
         /// Query rows that one lane carries in registers.
         rows_per_lane: u32,
     },
-    /// Products on matrix units, f16 times f16 summed in f32; needs the native extensions for that, subgroups of
-    /// exactly this size, f16 storage, and a head dim that is a multiple of the matrices' size.
+    /// Products on matrix units, f16 times f16 summed in f32; needs the native extensions for that,
+    /// subgroups of exactly this size, f16 storage, and a head dim that is a multiple of the
+    /// matrices' size.
     Cooperative {
         /// Rows and columns of a matrix: 8 or 16.
         size: u32,
@@ -38,7 +40,8 @@ impl AttendVariant {
     pub const SUBGROUP_SIZES: [u32; 3] = [4, 8, 16];
     // The built-in choices, for calls without a measured choice: the next two functions.
 
-    /// The portable variant with the number of rows in a thread that suits heads of `head_dim` elements.
+    /// The portable variant with the number of rows in a thread that suits heads of `head_dim`
+    /// elements.
     pub const fn portable(head_dim: u32) -> Self {
         // Fewer for large heads, so that the accumulator stays in registers.
         let rows_per_thread = match head_dim {
@@ -49,9 +52,11 @@ impl AttendVariant {
         Self::Portable { rows_per_thread }
     }
 
-    /// The broadcast variant with the number of rows in a lane that pays off for heads of `head_dim` elements.
+    /// The broadcast variant with the number of rows in a lane that pays off for heads of
+    /// `head_dim` elements.
     pub const fn subgroup_broadcast(subgroup_size: u32, head_dim: u32) -> Self {
-        // Unrolled statements grow with rows × dim; beyond some hundred, compile time and register spills dominate.
+        // Unrolled statements grow with rows × dim; beyond some hundred, compile time and register spills
+        // dominate.
         let rows_per_lane = match head_dim {
             0..=64 => 3,
             65..=128 => 2,
@@ -60,20 +65,22 @@ impl AttendVariant {
         Self::SubgroupBroadcast { subgroup_size, rows_per_lane }
     }
 
-    /// The portable variants that exist. With 8 rows in a thread a tile would not fit WebGPU's default workgroup
-    /// memory.
+    /// The portable variants that exist. With 8 rows in a thread a tile would not fit WebGPU's
+    /// default workgroup memory.
     pub fn portable_choices() -> impl Iterator<Item = Self> {
         [1, 2, 4].into_iter().map(|rows_per_thread| Self::Portable { rows_per_thread })
     }
 
-    /// The broadcast variants for heads of `head_dim` elements whose unrolled text compiles in seconds.
+    /// The broadcast variants for heads of `head_dim` elements whose unrolled text compiles in
+    /// seconds.
     pub fn subgroup_broadcast_choices(subgroup_size: u32, head_dim: u32) -> impl Iterator<Item = Self> {
         (1..=4)
             .filter(move |rows| *rows == 1 || rows * head_dim <= MOST_UNROLLED)
             .map(move |rows_per_lane| Self::SubgroupBroadcast { subgroup_size, rows_per_lane })
     }
 
-    /// The matrix variant for a device's matrices and subgroups, where it can be made for these tensors.
+    /// The matrix variant for a device's matrices and subgroups, where it can be made for these
+    /// tensors.
     pub const fn cooperative(
         size: u32,
         subgroup_size: u32,
@@ -108,7 +115,8 @@ impl AttendVariant {
 impl FromStr for AttendVariant {
     type Err = UnknownVariant;
 
-    /// Reads exactly the names that [`Self::name`] writes. Does not check whether a device has such a kernel.
+    /// Reads exactly the names that [`Self::name`] writes. Does not check whether a device has such
+    /// a kernel.
     fn from_str(text: &str) -> Result<Self, UnknownVariant> {
         let unknown = || UnknownVariant { text: text.to_owned() };
         let (family, numbers) = ["portable-", "subgroup-broadcast-", "cooperative-"]
@@ -134,7 +142,8 @@ impl FromStr for AttendVariant {
     }
 }
 
-/// Query rows of a lane times elements of a head beyond which the broadcast variant's text takes long to compile.
+/// Query rows of a lane times elements of a head beyond which the broadcast variant's text takes
+/// long to compile.
 const MOST_UNROLLED: u32 = 384;
 
 /// Largest head dim for which the matrix variant is made.
@@ -185,10 +194,11 @@ pub struct Tile {
 /// How attention of few query rows is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DecodeVariant {
-    /// Keys in threads, then columns of v in threads; runs within WebGPU's default limits and needs no feature.
+    /// Keys in threads, then columns of v in threads; runs within WebGPU's default limits and needs
+    /// no feature.
     Portable,
-    /// One subgroup is one workgroup, keys lie in its lanes. Made for drivers that compute on the host's cores; needs
-    /// subgroups of exactly this size.
+    /// One subgroup is one workgroup, keys lie in its lanes. Made for drivers that compute on the
+    /// host's cores; needs subgroups of exactly this size.
     Lanes {
         /// Lanes of a subgroup.
         subgroup_size: u32,
@@ -214,7 +224,8 @@ pub struct DecodeKernel {
     pub storage: Storage,
     /// Elements of a head: a multiple of 8 up to [`MAX_HEAD_DIM`](crate::MAX_HEAD_DIM).
     pub head_dim: u32,
-    /// Query rows, times the query heads that a workgroup takes: at most [`DecodeVariant::most_slots`].
+    /// Query rows, times the query heads that a workgroup takes: at most
+    /// [`DecodeVariant::most_slots`].
     pub slots: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,

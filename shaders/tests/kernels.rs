@@ -1,5 +1,5 @@
-//! Every kernel in every variant is valid, translates to the languages of all platforms, stays within the limits that
-//! it claims and agrees with the Rust side; a few texts are pinned.
+//! Every kernel in every variant is valid, translates to the languages of all platforms, stays
+//! within the limits that it claims and agrees with the Rust side; a few texts are pinned.
 
 mod catalogue;
 
@@ -141,8 +141,9 @@ fn names_tell_kernels_apart() {
     assert_eq!(names.len(), distinct.len());
 }
 
-/// A backward kernel computes a logit anew. If it rounded the logit otherwise than the forward kernel, weights would not fit the
-/// log-sum-exp; and a pair may be in a full run of one kernel and in a tested run of the other.
+/// A backward kernel computes a logit anew. If it rounded the logit otherwise than the forward
+/// kernel, weights would not fit the log-sum-exp; and a pair may be in a full run of one kernel and
+/// in a tested run of the other.
 #[test]
 fn all_loops_of_kernels_for_software_drivers_add_up_a_logit_alike() {
     let mut orders: BTreeMap<u32, BTreeMap<Vec<u32>, String>> = BTreeMap::new();
@@ -172,7 +173,8 @@ fn all_loops_of_kernels_for_software_drivers_add_up_a_logit_alike() {
     }
 }
 
-/// For each loop of a text the sum to which each element of a logit is added. The statements of a loop are in the order of the elements.
+/// For each loop of a text the sum to which each element of a logit is added. The statements of a
+/// loop are in the order of the elements.
 fn orders_of_logits(text: &str, logit: &str) -> BTreeSet<Vec<u32>> {
     let mut orders = BTreeSet::new();
     let mut order = Vec::new();
@@ -209,10 +211,12 @@ fn the_empty_maximum_survives_printing() {
     assert_eq!(printed.parse::<f32>().map(f32::to_bits), Ok(EMPTY_M.to_bits()));
 }
 
-/// Three texts to read, and to see in a diff what a change does to them: the tiles in workgroup memory of the kernel that runs on
-/// every GPU, with bf16 and a softcap; the parts of decoding, with f16 and a mask of bits; the unrolled registers of the kernels for
-/// software drivers, with the gradients of keys and values in one pass over f32. The other tests hold the texts of all variants to
-/// their claims, `scripts/check/shaders.sh` compiles them, and the suites of backends hold their results to the oracle.
+/// Three texts to read, and to see in a diff what a change does to them: the tiles in workgroup
+/// memory of the kernel that runs on every GPU, with bf16 and a softcap; the parts of decoding,
+/// with f16 and a mask of bits; the unrolled registers of the kernels for software drivers, with
+/// the gradients of keys and values in one pass over f32. The other tests hold the texts of all
+/// variants to their claims, `scripts/check/shaders.sh` compiles them, and the suites of backends
+/// hold their results to the oracle.
 ///
 /// Set `KYKLOS_BLESS=1` to write the files anew.
 #[test]

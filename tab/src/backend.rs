@@ -19,11 +19,11 @@ use crate::frame::Frame;
 use crate::link::{Link, one_line};
 use crate::protocol::{self, AttendStep, BufferId, Command, DeviceFacts, Limits, WireElements, wide};
 
-/// A browser tab as a device. Commands go to the tab in the order of the calls, and nothing waits for it but downloads, attend
-/// steps and [`Backend::wait`].
+/// A browser tab as a device. Commands go to the tab in the order of the calls, and nothing waits
+/// for it but downloads, attend steps and [`Backend::wait`].
 ///
-/// Keys and values that the tab has got from here are kept here too, as long as the device does not change them, so that a rank
-/// passes them on without asking the tab for them.
+/// Keys and values that the tab has got from here are kept here too, as long as the device does not
+/// change them, so that a rank passes them on without asking the tab for them.
 #[derive(Debug)]
 pub struct TabBackend {
     link: Arc<Link>,

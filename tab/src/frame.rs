@@ -51,7 +51,8 @@ impl<T: DeserializeOwned> Decoder<T> {
         self.received.extend_from_slice(chunk);
     }
 
-    /// The next frame, once it is complete. `most` are the longest header and the longest data that are allowed now, in bytes.
+    /// The next frame, once it is complete. `most` are the longest header and the longest data that
+    /// are allowed now, in bytes.
     ///
     /// # Errors
     /// What is wrong with the stream: it cannot be read any further.

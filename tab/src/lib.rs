@@ -1,11 +1,14 @@
 //! A browser tab as the device of a rank.
 //!
-//! The rank itself, with its identity and its part in votes, runs in the process that let the tab in. The tab gets commands of a
-//! [`Backend`](kyklos::backend::Backend) over one WebTransport stream, carries them out on its GPU, and sends results back (ADR
-//! 0030). So a tab sees the tensors of its rank and nothing else, and a tab that is lost is a device that is lost.
+//! The rank itself, with its identity and its part in votes, runs in the process that let the tab
+//! in. The tab gets commands of a [`Backend`](kyklos::backend::Backend) over one WebTransport
+//! stream, carries them out on its GPU, and sends results back (ADR 0030). So a tab sees the
+//! tensors of its rank and nothing else, and a tab that is lost is a device that is lost.
 //!
-//! - On the host: [`TabServer`] lets tabs in, and gives a [`TabBackend`] for each. Feature `server`.
-//! - In the tab: [`execute`] carries out commands on any backend. It needs no socket, so it builds for wasm.
+//! - On the host: [`TabServer`] lets tabs in, and gives a [`TabBackend`] for each. Feature
+//!   `server`.
+//! - In the tab: [`execute`] carries out commands on any backend. It needs no socket, so it builds
+//!   for wasm.
 #![forbid(unsafe_code)]
 
 #[cfg(any(feature = "server", feature = "loopback"))]

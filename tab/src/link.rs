@@ -13,8 +13,8 @@ use kyklos::{Error, Result};
 use crate::frame::{Decoder, Frame};
 use crate::protocol::{BufferId, Command, Reply, RequestId};
 
-/// The connection to a tab. Its driver writes what [`Link::new`] gives to the stream, and calls [`Link::received`] and
-/// [`Link::end`].
+/// The connection to a tab. Its driver writes what [`Link::new`] gives to the stream, and calls
+/// [`Link::received`] and [`Link::end`].
 #[derive(Debug)]
 pub(crate) struct Link {
     /// Name of the device, for errors.
@@ -54,8 +54,8 @@ enum Request {
 }
 
 impl Link {
-    /// A connection whose first frame has been read by `decoder`, and the commands to write to its stream. They end when the last
-    /// handle of the connection is gone.
+    /// A connection whose first frame has been read by `decoder`, and the commands to write to its
+    /// stream. They end when the last handle of the connection is gone.
     pub(crate) fn new(device: String, decoder: Decoder<Reply>) -> (Self, UnboundedReceiver<Frame<Command>>) {
         let (commands, outgoing) = unbounded();
         let state = State {
@@ -103,7 +103,8 @@ impl Link {
         state.last_buffer
     }
 
-    /// Waits for the answer. With a control, tells it of the pieces that the device has done since the request.
+    /// Waits for the answer. With a control, tells it of the pieces that the device has done since
+    /// the request.
     pub(crate) async fn answer(&self, asked: Asked, control: Option<&Control>) -> Result<Bytes> {
         let Asked { request, pieces: mut seen } = asked;
         let abandon = Abandon { link: self, request };

@@ -15,7 +15,8 @@ use crate::frame::{Decoder, MOST_HEADER_BYTES};
 use crate::link::Link;
 use crate::protocol::{Hello, Limits, Reply};
 
-/// The device that `open` gives, behind the protocol of tabs: a thread carries out the commands. For tests.
+/// The device that `open` gives, behind the protocol of tabs: a thread carries out the commands.
+/// For tests.
 ///
 /// # Errors
 /// [`Error::Device`] when `open` fails or the thread cannot start.

@@ -1,4 +1,5 @@
-//! A tab without a browser, for tests: the same protocol over real WebTransport, the CPU as its device.
+//! A tab without a browser, for tests: the same protocol over real WebTransport, the CPU as its
+//! device.
 
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -54,7 +55,8 @@ pub fn on_thread<T: Send + 'static>(work: impl AsyncFnOnce() -> T + Send + 'stat
     })
 }
 
-/// A tab that works until the host ends it, or until it has taken `most_bytes`. Gives the reason of its end.
+/// A tab that works until the host ends it, or until it has taken `most_bytes`. Gives the reason of
+/// its end.
 pub fn tab(link: &str, token: Option<&str>, most_bytes: usize) -> JoinHandle<String> {
     let (link, token) = (link.to_owned(), token.map(str::to_owned));
     on_thread(async move || {

@@ -149,7 +149,8 @@ pub(crate) struct State {
     pub(crate) shape: [u64; 4],
 }
 
-/// The arguments of an attend step. Tiles are not sent: the tab makes those of its own kernel from the rows.
+/// The arguments of an attend step. Tiles are not sent: the tab makes those of its own kernel from
+/// the rows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct AttendStep {
     pub(crate) dtype: WireDtype,

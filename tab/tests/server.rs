@@ -1,4 +1,5 @@
-//! The server with tabs that are no browsers: the same protocol over real WebTransport, the CPU as their device.
+//! The server with tabs that are no browsers: the same protocol over real WebTransport, the CPU as
+//! their device.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::net::{Ipv4Addr, SocketAddr};

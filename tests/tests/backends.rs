@@ -1,8 +1,10 @@
 //! The suite for the `Backend` trait, run over every backend of this machine.
 //!
-//! All but the first are erased devices, as sessions have them, so that the suite is compiled for two types.
+//! All but the first are erased devices, as sessions have them, so that the suite is compiled for
+//! two types.
 //!
-//! A backend that cannot run here is reported as ignored with its reason, and fails under `KYKLOS_REQUIRE_GPU=1`.
+//! A backend that cannot run here is reported as ignored with its reason, and fails under
+//! `KYKLOS_REQUIRE_GPU=1`.
 
 #[path = "../amount.rs"]
 mod amount;
@@ -14,8 +16,9 @@ use kyklos_backend_suite::{Suite, only_head_dim};
 use kyklos_cuda::{CudaBackend, CudaOptions};
 
 fn main() {
-    // A software driver needs several minutes to compile all kernels. So a sample has the cases of one head dim, of all
-    // kinds. The tests of the wgpu backend have every head dim, and the CPU backend has every case.
+    // A software driver needs several minutes to compile all kernels. So a sample has the cases of one
+    // head dim, of all kinds. The tests of the wgpu backend have every head dim, and the CPU
+    // backend has every case.
     if WgpuBackend::enumerate().iter().all(|adapter| adapter.class == DeviceClass::SoftwareGpu)
         && kyklos_cuda::availability().is_err()
     {
@@ -34,8 +37,8 @@ fn main() {
     with_cuda(with_wgpu(suite)).run()
 }
 
-/// Adds every kernel variant of every adapter. Without an adapter, each claim is ignored, with the reason. Under
-/// `KYKLOS_REQUIRE_GPU=1` it fails instead.
+/// Adds every kernel variant of every adapter. Without an adapter, each claim is ignored, with the
+/// reason. Under `KYKLOS_REQUIRE_GPU=1` it fails instead.
 fn with_wgpu(mut suite: Suite) -> Suite {
     let adapters = WgpuBackend::enumerate();
     if adapters.is_empty() {
@@ -68,8 +71,8 @@ fn with_wgpu(mut suite: Suite) -> Suite {
     suite
 }
 
-/// Adds every CUDA device. Without a device, each claim is ignored, with the reason. Under `KYKLOS_REQUIRE_CUDA=1` it fails
-/// instead.
+/// Adds every CUDA device. Without a device, each claim is ignored, with the reason. Under
+/// `KYKLOS_REQUIRE_CUDA=1` it fails instead.
 fn with_cuda(suite: Suite) -> Suite {
     match kyklos_cuda::availability().and_then(|()| kyklos_cuda::devices()) {
         Ok(devices) => {

@@ -1,5 +1,5 @@
-//! Time to form a group over loopback with and without strangers that flood rank 0 with handshakes that never end, in turns, as
-//! CSV: `carrier,round,flood,ranks,seconds,strangers_per_second`.
+//! Time to form a group over loopback with and without strangers that flood rank 0 with handshakes
+//! that never end, in turns, as CSV: `carrier,round,flood,ranks,seconds,strangers_per_second`.
 //!
 //! The flood fills a line of 100 Mbit/s with datagrams, or opens 1000 streams a second.
 //!
@@ -36,7 +36,8 @@ fn main() {
     }
 }
 
-/// Forms a group that sends one message of 1 MiB between every two ranks. Returns the seconds until it is formed.
+/// Forms a group that sends one message of 1 MiB between every two ranks. Returns the seconds until
+/// it is formed.
 fn measure(carrier: Carrier, round: u32, is_flooded: bool) -> f64 {
     let job = Job::new();
     let configs: Vec<_> = (0..RANKS).map(|rank| job.over(carrier, rank, RANKS)).collect();

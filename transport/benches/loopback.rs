@@ -25,7 +25,8 @@ fn main() {
     }
 }
 
-/// Every rank has its own thread. It repeatedly sends to the next rank and receives from the previous one.
+/// Every rank has its own thread. It repeatedly sends to the next rank and receives from the
+/// previous one.
 fn measure(name: &str, group: &[Arc<dyn Transport>], bytes: usize, repeats: u32) {
     let size = group.len() as u32;
     let slowest = std::thread::scope(|scope| {

@@ -1,4 +1,5 @@
-//! Cost of an agreement in one process, by the size of the notes, as CSV: `transport,ranks,note_bytes,repeats,seconds,us_per_vote`.
+//! Cost of an agreement in one process, by the size of the notes, as CSV:
+//! `transport,ranks,note_bytes,repeats,seconds,us_per_vote`.
 //!
 //! `cargo bench -p kyklos-transport --features quic --bench votes [-- --short]`
 

@@ -6,8 +6,8 @@ use bytes::Bytes;
 
 use crate::rank::{Rank, RefusalReason, Vote};
 
-/// How a round ended: all ranks are ready with one plan, and these are their notes by rank; or one refusal becomes the
-/// error of all ranks.
+/// How a round ended: all ranks are ready with one plan, and these are their notes by rank; or one
+/// refusal becomes the error of all ranks.
 pub(crate) type Verdict = Result<Vec<Bytes>, Refusal>;
 
 /// The refusal that a round ended with.
@@ -18,12 +18,14 @@ pub(crate) struct Refusal {
     pub(crate) text: String,
 }
 
-/// Votes of all ranks. Rounds are counted per rank: the n-th vote of one rank meets the n-th of the others.
+/// Votes of all ranks. Rounds are counted per rank: the n-th vote of one rank meets the n-th of the
+/// others.
 #[derive(Debug)]
 pub(crate) struct Ballot {
     /// Round that each rank votes in next.
     next_round: Vec<u64>,
-    /// Rounds that lack votes, with the votes they have. Memory grows with the votes that were cast.
+    /// Rounds that lack votes, with the votes they have. Memory grows with the votes that were
+    /// cast.
     open: BTreeMap<u64, BTreeMap<Rank, Vote>>,
 }
 
@@ -32,10 +34,11 @@ impl Ballot {
         Self { next_round: vec![0; size as usize], open: BTreeMap::new() }
     }
 
-    /// Counts a vote of `rank` and returns its round, with the verdict if it was the round's last vote.
+    /// Counts a vote of `rank` and returns its round, with the verdict if it was the round's last
+    /// vote.
     ///
-    /// Fails when `rank` is more than [`MAX_OPEN_ROUNDS`] rounds ahead of the slowest rank: memory is bounded
-    /// whatever a peer sends.
+    /// Fails when `rank` is more than [`MAX_OPEN_ROUNDS`] rounds ahead of the slowest rank: memory
+    /// is bounded whatever a peer sends.
     pub(crate) fn cast(&mut self, rank: Rank, vote: Vote) -> Result<(u64, Option<Verdict>), String> {
         let round = self.next_round[rank.0 as usize];
         if !self.open.contains_key(&round) && self.open.len() >= MAX_OPEN_ROUNDS {
@@ -117,8 +120,9 @@ pub(crate) fn note_bytes(verdict: &Verdict) -> u64 {
     verdict.iter().flatten().map(|note| note.len() as u64).sum()
 }
 
-/// The kind of operation, of a vote that is not on the hash of plans: its hash is a text then, such as `attend: a kyklos call,
-/// release 2`. A real hash is no text of 32 printable characters, but for one in 10^13.
+/// The kind of operation, of a vote that is not on the hash of plans: its hash is a text then, such
+/// as `attend: a kyklos call, release 2`. A real hash is no text of 32 printable characters, but
+/// for one in 10^13.
 fn kind(hash: &[u8; 32]) -> Option<&str> {
     let text = std::str::from_utf8(hash).ok()?;
     text.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic()).then_some(text)
@@ -128,7 +132,8 @@ fn short_hex(hash: &[u8; 32]) -> String {
     hash.iter().take(6).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Most rounds that may be open at once: at most this many votes of a rank, with their notes, are kept.
+/// Most rounds that may be open at once: at most this many votes of a rank, with their notes, are
+/// kept.
 const MAX_OPEN_ROUNDS: usize = 1024;
 
 #[cfg(test)]

@@ -18,7 +18,8 @@ pub enum TransportError {
         /// The call of this rank that the abort ended, if one was outstanding.
         pending: Option<Pending>,
     },
-    /// A rank refused before any data moved (see [`crate::Vote::Refuse`]), or the ranks were about to run different plans.
+    /// A rank refused before any data moved (see [`crate::Vote::Refuse`]), or the ranks were about
+    /// to run different plans.
     #[error("{text}")]
     Refused {
         /// The lowest refusing rank.
@@ -36,8 +37,8 @@ pub enum TransportError {
         /// How long it waited.
         waited: Duration,
     },
-    /// An exchange of messages with several ranks did not end in time. Which of them is the cause is not known, and no rank is known to
-    /// have died.
+    /// An exchange of messages with several ranks did not end in time. Which of them is the cause
+    /// is not known, and no rank is known to have died.
     #[error(
         "the exchange of {tag} with ranks {} had not ended after {waited:?}; which of these ranks is the cause is not known, and no rank \
          is known to have died",
@@ -109,19 +110,21 @@ impl TransportError {
     }
 }
 
-/// What kind of failure kept a group from forming, for callers that know more about it than the text says: a program has a
-/// command that issues certificates.
+/// What kind of failure kept a group from forming, for callers that know more about it than the
+/// text says: a program has a command that issues certificates.
 ///
-/// This rank's own code decides it, or a number that a peer sends: a TLS alert, the code of a `Reject`. A text never does.
+/// This rank's own code decides it, or a number that a peer sends: a TLS alert, the code of a
+/// `Reject`. A text never does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BootstrapKind {
-    /// This rank or another one refuses a certificate: it does not hold now, it has been revoked, or it is of an authority
-    /// that is not trusted.
+    /// This rank or another one refuses a certificate: it does not hold now, it has been revoked,
+    /// or it is of an authority that is not trusted.
     Certificate,
     /// There is no authority, or it does not hold now.
     Authority,
-    /// There is no invitation that can be used: the file is none, its token lets nobody in any more, or rank 0 has none.
+    /// There is no invitation that can be used: the file is none, its token lets nobody in any
+    /// more, or rank 0 has none.
     Invitation,
     /// A text is no token, or rank 0 does not take the token.
     Token,
@@ -159,7 +162,8 @@ impl From<Refusal> for TransportError {
 pub struct Pending {
     /// `send`, `receive`, `agree` or `close`.
     pub operation: &'static str,
-    /// The other side: of an `agree` or a `close` the rank that was waited for, as far as it is known.
+    /// The other side: of an `agree` or a `close` the rank that was waited for, as far as it is
+    /// known.
     pub peer: Rank,
     /// Which message. Of an `agree`, `op` is the number of the agreement.
     pub tag: Tag,

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// Figures of the connection over which messages to and from one rank go, or of all of them if there are several lanes;
-/// totals since they were made.
+/// Figures of the connection over which messages to and from one rank go, or of all of them if
+/// there are several lanes; totals since they were made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ConnectionFigures {
     /// Recent round-trip time.

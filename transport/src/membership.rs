@@ -1,9 +1,10 @@
 //! Which ranks may form the next group: the pure half of [`crate::Transport::reform`].
 //!
-//! Two groups must never both continue the job. Every rank keeps claims: the last group that it saw start, and
-//! every later group that it was ready for, which may have started without its knowledge. A rank that calls `reform` has
-//! left its last group for good, and a group starts only when all its ranks were ready for it. So if every new group has
-//! more than half of each claimed one, at most one group has all its ranks at any time (ADR 0018 argues it).
+//! Two groups must never both continue the job. Every rank keeps claims: the last group that it saw
+//! start, and every later group that it was ready for, which may have started without its
+//! knowledge. A rank that calls `reform` has left its last group for good, and a group starts only
+//! when all its ranks were ready for it. So if every new group has more than half of each claimed
+//! one, at most one group has all its ranks at any time (ADR 0018 argues it).
 
 use std::collections::BTreeMap;
 
@@ -20,14 +21,16 @@ pub struct Claim {
     pub members: Vec<Rank>,
 }
 
-/// Most claims of one rank, so that they fit a frame: this many attempts in a row may fail at their last step.
+/// Most claims of one rank, so that they fit a frame: this many attempts in a row may fail at their
+/// last step.
 pub const MOST_CLAIMS: usize = 7;
 
-/// The ranks of the next group, ascending, chosen from `came`: ranks with their claims. A restarted rank has no claims.
+/// The ranks of the next group, ascending, chosen from `came`: ranks with their claims. A restarted
+/// rank has no claims.
 ///
-/// With `everyone` all of `came` are in it, otherwise only members of the last group. `size` is the number of ranks of the first
-/// group: if all of them are in `came`, no rank is in another group, and claims do not count. Fails with a text if the ranks are
-/// too few.
+/// With `everyone` all of `came` are in it, otherwise only members of the last group. `size` is the
+/// number of ranks of the first group: if all of them are in `came`, no rank is in another group,
+/// and claims do not count. Fails with a text if the ranks are too few.
 pub(crate) fn next_group(
     came: &BTreeMap<Rank, Vec<Claim>>,
     everyone: bool,
@@ -131,8 +134,8 @@ mod tests {
         assert_eq!(group(&came(&[(1, &started), (2, &new), (3, &old)]), false), Some(vec![1, 2]));
     }
 
-    /// Runs attempts in random order. Any ranks take part, and an attempt may stop after any step. At no time do two
-    /// groups have all their ranks.
+    /// Runs attempts in random order. Any ranks take part, and an attempt may stop after any step.
+    /// At no time do two groups have all their ranks.
     #[test]
     fn whatever_fails_no_two_groups_have_all_their_ranks() {
         let (mut formed, mut next) = (0, 1_u64);
@@ -145,7 +148,8 @@ mod tests {
             let first = claim(0, true, &(0..ranks).collect::<Vec<_>>());
             let mut claims: BTreeMap<Rank, Vec<Claim>> =
                 (0..ranks).map(|rank| (Rank(rank), vec![first.clone()])).collect();
-            // The current group of each rank, if it has one, as its place in the list of the groups that have started.
+            // The current group of each rank, if it has one, as its place in the list of the groups that have
+            // started.
             let mut is_in: BTreeMap<Rank, usize> = (0..ranks).map(|rank| (Rank(rank), 0)).collect();
             let mut started = vec![first];
             // Ranks wait in parallel attempts.

@@ -1,11 +1,14 @@
-//! Signs of progress in a rank's own work: they tell a rank that computes for a long time from one that is stuck.
+//! Signs of progress in a rank's own work: they tell a rank that computes for a long time from one
+//! that is stuck.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Beats while a rank works. The code that computes holds a [`Work`] and beats at every piece; the transport watches it.
+/// Beats while a rank works. The code that computes holds a [`Work`] and beats at every piece; the
+/// transport watches it.
 ///
-/// A rank that holds no work is never taken for stuck: it waits for other ranks, or its caller has not started an operation.
+/// A rank that holds no work is never taken for stuck: it waits for other ranks, or its caller has
+/// not started an operation.
 #[derive(Debug, Default)]
 pub struct Pulse {
     beats: AtomicU64,

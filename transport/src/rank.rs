@@ -6,11 +6,13 @@ use std::time::Duration;
 use bytes::Bytes;
 pub use kyklos_rank::{MAX_RANKS, Rank};
 
-/// Names a message between two ranks. A (source, destination, tag) triple is used once in the life of a group;
-/// a call that uses one again is refused, as far as its operation is one of the last 64.
+/// Names a message between two ranks. A (source, destination, tag) triple is used once in the life
+/// of a group; a call that uses one again is refused, as far as its operation is one of the last
+/// 64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag {
-    /// Which operation (attention call, output collection, …) of this group, counted from 0 on every rank alike.
+    /// Which operation (attention call, output collection, …) of this group, counted from 0 on
+    /// every rank alike.
     pub op: u64,
     /// Which message of that operation.
     pub message: u32,
@@ -25,12 +27,14 @@ impl fmt::Display for Tag {
 /// Facts about a message that has been delivered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
-    /// Time from the moment at which this rank knew that the receive was posted (or posted its send, if later) until it
-    /// knew that the receiver had the whole message. The rest of the send's time was spent waiting for the receive.
+    /// Time from the moment at which this rank knew that the receive was posted (or posted its
+    /// send, if later) until it knew that the receiver had the whole message. The rest of the
+    /// send's time was spent waiting for the receive.
     ///
-    /// A small message may leave before its receive is posted; its time counts from the post of the receive as well,
-    /// and is zero if it had begun to arrive before that post.
-    /// Zero within one process, where a message is handed over at the moment both sides have posted it.
+    /// A small message may leave before its receive is posted; its time counts from the post of the
+    /// receive as well, and is zero if it had begun to arrive before that post.
+    /// Zero within one process, where a message is handed over at the moment both sides have posted
+    /// it.
     pub under_way: Duration,
 }
 
@@ -41,8 +45,8 @@ pub enum Vote {
     Ready {
         /// BLAKE3 of everything that makes the plans of all ranks.
         plan_hash: [u8; 32],
-        /// What the other ranks must know of this rank, at most [`MAX_NOTE_BYTES`]. All ranks get the notes of all
-        /// ranks when the round ends.
+        /// What the other ranks must know of this rank, at most [`MAX_NOTE_BYTES`]. All ranks get
+        /// the notes of all ranks when the round ends.
         note: Bytes,
     },
     /// This rank cannot run it.
@@ -67,7 +71,8 @@ pub const MAX_NOTE_BYTES: usize = 1024;
 /// The kind of a rank's refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalReason {
-    /// The request cannot be right, whichever rank runs it: it does not fit itself, or the ranks have different ones.
+    /// The request cannot be right, whichever rank runs it: it does not fit itself, or the ranks
+    /// have different ones.
     WrongRequest,
     /// The rank has failed.
     Failed,

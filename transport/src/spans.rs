@@ -1,4 +1,5 @@
-//! Spans of messages from their post to their end, the same on every transport. The spans of the callers enclose them.
+//! Spans of messages from their post to their end, the same on every transport. The spans of the
+//! callers enclose them.
 
 use tracing::{Span, debug_span};
 

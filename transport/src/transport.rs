@@ -14,7 +14,8 @@ use crate::pulse::Pulse;
 use crate::rank::{Progress, Rank, Tag, Taken, Vote};
 use crate::recorder::{Outstanding, Recorder};
 
-/// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process channels and QUIC.
+/// Moves bytes between the ranks of one group. Object-safe; the implementations are in-process
+/// channels and QUIC.
 ///
 /// Every method may be called from any thread. No method blocks.
 pub trait Transport: Send + Sync + fmt::Debug {
@@ -26,27 +27,30 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Starts sending `parts` to rank `to` as the message `tag`.
     ///
-    /// Completes when the receiver has the message, and returns how long the message was in flight. Empty messages (no
-    /// bytes at all) must not be sent: they are neither sent nor counted, and both sides know that from their plans.
+    /// Completes when the receiver has the message, and returns how long the message was in flight.
+    /// Empty messages (no bytes at all) must not be sent: they are neither sent nor counted,
+    /// and both sides know that from their plans.
     fn post_send(&self, to: Rank, tag: Tag, parts: Vec<Bytes>, deadline: Duration) -> Posted<Taken>;
 
-    /// Registers the receive of the message `tag` from rank `from`, whose parts have exactly `part_bytes` bytes.
+    /// Registers the receive of the message `tag` from rank `from`, whose parts have exactly
+    /// `part_bytes` bytes.
     ///
-    /// The parts arrive in memory aligned to at least 16 bytes unless the sender's own memory is handed over
-    /// (in-process), in which case they have the sender's alignment.
+    /// The parts arrive in memory aligned to at least 16 bytes unless the sender's own memory is
+    /// handed over (in-process), in which case they have the sender's alignment.
     fn post_recv(&self, from: Rank, tag: Tag, part_bytes: &[usize], deadline: Duration)
     -> Posted<Vec<Bytes>>;
 
-    /// Exchanges votes before an operation: every rank brings [`Vote::Ready`] with the hash of what it is about to
-    /// run and a note, or refuses. If all ranks are ready and all hashes are equal, it completes on all ranks with the
-    /// notes of all ranks, by rank, this rank's included. Otherwise it completes with the same error on all ranks (the
-    /// lowest refusing rank's reason and text).
+    /// Exchanges votes before an operation: every rank brings [`Vote::Ready`] with the hash of what
+    /// it is about to run and a note, or refuses. If all ranks are ready and all hashes are
+    /// equal, it completes on all ranks with the notes of all ranks, by rank, this rank's
+    /// included. Otherwise it completes with the same error on all ranks (the lowest refusing
+    /// rank's reason and text).
     ///
-    /// A note that is longer than [`crate::MAX_NOTE_BYTES`] is [`crate::TransportError::Misuse`]: no vote is cast, and
-    /// the group is as before.
+    /// A note that is longer than [`crate::MAX_NOTE_BYTES`] is [`crate::TransportError::Misuse`]:
+    /// no vote is cast, and the group is as before.
     ///
-    /// Votes are counted in call order: the n-th `agree` of one rank meets the n-th of the others. It carries no
-    /// tensor bytes, so it is also the barrier between two operations.
+    /// Votes are counted in call order: the n-th `agree` of one rank meets the n-th of the others.
+    /// It carries no tensor bytes, so it is also the barrier between two operations.
     ///
     /// ```
     /// use std::time::Duration;
@@ -62,29 +66,32 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// ```
     fn agree(&self, vote: Vote, deadline: Duration) -> Posted<Vec<Bytes>>;
 
-    /// Ends the operation on every rank: this rank has failed for `reason`. Idempotent; the first abort that the
-    /// coordinator sees wins.
+    /// Ends the operation on every rank: this rank has failed for `reason`. Idempotent; the first
+    /// abort that the coordinator sees wins.
     fn abort(&self, abort: Abort);
 
-    /// Records what this rank is doing now, so that an abort caused by this rank's death can name it. Cheap; called at
-    /// every step.
+    /// Records what this rank is doing now, so that an abort caused by this rank's death can name
+    /// it. Cheap; called at every step.
     fn report_progress(&self, progress: Progress);
 
     /// Rises when the group has been aborted. Long computations look at it between two pieces.
     fn stop_flag(&self) -> Arc<AtomicBool>;
 
-    /// The pulse of this rank. Code that computes holds work of it and beats, so that a rank that is stuck in its work is found.
+    /// The pulse of this rank. Code that computes holds work of it and beats, so that a rank that
+    /// is stuck in its work is found.
     fn pulse(&self) -> Arc<Pulse>;
 
-    /// Leaves the group in order: waits (up to `deadline`) until the peers have all messages that were sent to them,
-    /// then closes. For the other ranks, a peer that leaves without this has died.
+    /// Leaves the group in order: waits (up to `deadline`) until the peers have all messages that
+    /// were sent to them, then closes. For the other ranks, a peer that leaves without this has
+    /// died.
     fn close(&self, deadline: Duration) -> Posted<()>;
 
-    /// Leaves a group that has been aborted, and forms the next one with the others that do the same, by `deadline`.
+    /// Leaves a group that has been aborted, and forms the next one with the others that do the
+    /// same, by `deadline`.
     ///
-    /// Ends with the same group and epoch on all its ranks, or with [`crate::TransportError::Bootstrap`]. The error
-    /// names the missing ranks, or reports that the other ranks have continued without this rank. This transport is
-    /// closed either way.
+    /// Ends with the same group and epoch on all its ranks, or with
+    /// [`crate::TransportError::Bootstrap`]. The error names the missing ranks, or reports that
+    /// the other ranks have continued without this rank. This transport is closed either way.
     fn reform(&self, who: Regroup, deadline: Duration) -> Posted<Group>;
 
     /// The recorder of this rank: its last events and its counters.
@@ -96,7 +103,8 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// The network path of this rank in one line for people; `None` within one process.
     fn network(&self) -> Option<String>;
 
-    /// Figures of the connections over which messages go, by rank; `None` for this rank, and within one process.
+    /// Figures of the connections over which messages go, by rank; `None` for this rank, and within
+    /// one process.
     fn connections(&self) -> Vec<Option<ConnectionFigures>>;
 }
 
@@ -105,7 +113,8 @@ pub trait Transport: Send + Sync + fmt::Debug {
 pub enum Regroup {
     /// The survivors of the last group.
     Survivors,
-    /// All ranks of the first group, restarted ranks among them; after `within`, the ranks that are present.
+    /// All ranks of the first group, restarted ranks among them; after `within`, the ranks that are
+    /// present.
     Everyone {
         /// How long to wait for missing ranks.
         within: Duration,

@@ -38,7 +38,8 @@ pub(crate) fn relative(root: &Path, file: &Path) -> String {
     file.strip_prefix(root).unwrap_or(file).display().to_string()
 }
 
-/// The folders of the packages of the workspace, by the root manifest; `demos/*` is every folder with a manifest.
+/// The folders of the packages of the workspace, by the root manifest; `demos/*` is every folder
+/// with a manifest.
 pub(crate) fn packages(root: &Path) -> Vec<PathBuf> {
     let manifest = read(&root.join("Cargo.toml"));
     let members = manifest.split_once("\nmembers = [").map_or("", |(_, after)| after);

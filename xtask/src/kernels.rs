@@ -1,19 +1,22 @@
-//! The inner loops of the CPU kernels keep their sums in registers, in the machine code of a program.
+//! The inner loops of the CPU kernels keep their sums in registers, in the machine code of a
+//! program.
 //!
-//! Whether the compiler keeps a sum in memory depends on the code around a loop, and costs half of the speed without any other sign.
+//! Whether the compiler keeps a sum in memory depends on the code around a loop, and costs half of
+//! the speed without any other sign.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-/// A loop of at least this many multiply-adds, without other arithmetic or calls, is an inner loop of a kernel: 6 × 2 sums, or 8 × 3.
+/// A loop of at least this many multiply-adds, without other arithmetic or calls, is an inner loop
+/// of a kernel: 6 × 2 sums, or 8 × 3.
 const MULTIPLY_ADDS: usize = 12;
 
 /// What the loops of polynomials and masks have besides, and loops that call other functions.
 const OTHERS: [&str; 10] =
     ["vadd", "vsub", "vmul", "vmax", "vmin", "vcmp", "vpadd", "vpsub", "vpcmp", "call"];
 
-/// The loops that any program with the CPU backend has, by instruction and registers: scores and weighted sum of the forward pass; with
-/// products of bf16 also dK and dV.
+/// The loops that any program with the CPU backend has, by instruction and registers: scores and
+/// weighted sum of the forward pass; with products of bf16 also dK and dV.
 const LOOPS: [(&str, &str, usize); 3] =
     [("vfmadd", "%ymm", 2), ("vfmadd", "%zmm", 2), ("vdpbf16ps", "%zmm", 3)];
 
@@ -99,7 +102,8 @@ fn inspect_function(
         let Some(start) = start.and_then(|start| function.iter().position(|i| i.address == start)) else {
             continue;
         };
-        // The first jump back that ends after the start closes an inner loop; a loop around it begins before that jump.
+        // The first jump back that ends after the start closes an inner loop; a loop around it begins
+        // before that jump.
         let inner = end_of_last.is_none_or(|last| last < start);
         end_of_last = Some(end);
         let body = &function[start..=end];

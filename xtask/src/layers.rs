@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use crate::circles::{House, package_name};
 use crate::files::{packages, read};
 
-/// Which of our crates each package may name in `[dependencies]`. What tests need (`[dev-dependencies]`) is free.
-/// A package below `demos/` has the rule of `demos`.
+/// Which of our crates each package may name in `[dependencies]`. What tests need
+/// (`[dev-dependencies]`) is free. A package below `demos/` has the rule of `demos`.
 const CRATES: [(&str, &[&str]); 16] = [
     ("rank", &[]),
     ("plan", &["kyklos-rank"]),
@@ -37,7 +37,8 @@ const CRATES: [(&str, &[&str]); 16] = [
     ("xtask", &[]),
 ];
 
-/// The modules of a crate, from the bottom to the top. A module uses modules of its own line and of earlier lines.
+/// The modules of a crate, from the bottom to the top. A module uses modules of its own line and of
+/// earlier lines.
 const LAYERS: [(&str, &[&[&str]]); 3] =
     [("plan/src", &PLAN), ("runtime/src", &LIBRARY), ("cli/src", &PROGRAM)];
 

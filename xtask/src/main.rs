@@ -1,10 +1,14 @@
-//! Checks of the project's structure: `xtask circles | layers | sizes | deps | all`, and of a program: `xtask kernels PROGRAM`.
+//! Checks of the project's structure: `xtask circles | layers | sizes | deps | all`, and of a
+//! program: `xtask kernels PROGRAM`.
 //!
-//! - `circles`: files do not use each other in a circle of more than three files, or across folders.
-//! - `layers`: crates use each other only along the arrows of `ARCHITECTURE.md`, and plans depend on no device.
+//! - `circles`: files do not use each other in a circle of more than three files, or across
+//!   folders.
+//! - `layers`: crates use each other only along the arrows of `ARCHITECTURE.md`, and plans depend
+//!   on no device.
 //! - `sizes`: no source file is too long, and no folder has too many.
 //! - `deps`: what a feature brings in is absent without it.
-//! - `kernels`: in the machine code of the program, the inner loops of the CPU kernels keep their sums in registers.
+//! - `kernels`: in the machine code of the program, the inner loops of the CPU kernels keep their
+//!   sums in registers.
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -1,4 +1,5 @@
-//! No source file is longer than one reads at a sitting, and no folder has more of them than one sees at a glance.
+//! No source file is longer than one reads at a sitting, and no folder has more of them than one
+//! sees at a glance.
 
 use std::collections::BTreeMap;
 use std::path::Path;

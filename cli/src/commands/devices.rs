@@ -83,7 +83,8 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     print(&out)
 }
 
-/// GFLOP/s of a device on attention, which has nothing else to do. The number of tokens grows until a run is long enough to time.
+/// GFLOP/s of a device on attention, which has nothing else to do. The number of tokens grows until
+/// a run is long enough to time.
 pub(crate) fn probe(device: &Device) -> Result<f64> {
     let _short = ShortWork::on(device);
     let mut tokens = FIRST_TOKENS;

@@ -1,5 +1,5 @@
-//! The commands. Names and options are a contract: scripts use them. Each command has its own module with its options;
-//! this module only lists them.
+//! The commands. Names and options are a contract: scripts use them. Each command has its own
+//! module with its options; this module only lists them.
 
 pub(crate) mod attend;
 mod bench;
@@ -31,26 +31,31 @@ pub(crate) enum Command {
     Attend(Box<attend::AttendArgs>),
     /// Shows the plan that `attend` would run: its steps, bytes and memory; needs no device
     Plan(Box<plan::PlanArgs>),
-    /// Times attention kernels on the devices of this machine, and checks each against the f64 oracle
+    /// Times attention kernels on the devices of this machine, and checks each against the f64
+    /// oracle
     ///
-    /// Every device runs every kernel on every shape, mask and dtype. The tensors are already on the device. A run is reset,
-    /// attend and finalize, until the device is done. GFLOP/s count 4 x head dim for each visible pair and head. A wrong
-    /// result gets no time.
+    /// Every device runs every kernel on every shape, mask and dtype. The tensors are already on
+    /// the device. A run is reset, attend and finalize, until the device is done. GFLOP/s count
+    /// 4 x head dim for each visible pair and head. A wrong result gets no time.
     Bench(bench::BenchArgs),
-    /// Finds the fastest attention kernel of a wgpu device for common shapes, and keeps the choice for later runs
+    /// Finds the fastest attention kernel of a wgpu device for common shapes, and keeps the choice
+    /// for later runs
     ///
-    /// Tuning is optional: every device has a built-in choice, and KYKLOS_TUNE=off uses it. A candidate must agree with the f64
-    /// oracle and be 3 % faster than the built-in choice. Choices are kept in tuning.json in KYKLOS_CACHE_DIR, or in the user's
-    /// cache folder.
+    /// Tuning is optional: every device has a built-in choice, and KYKLOS_TUNE=off uses it. A
+    /// candidate must agree with the f64 oracle and be 3 % faster than the built-in choice.
+    /// Choices are kept in tuning.json in KYKLOS_CACHE_DIR, or in the user's cache folder.
     Tune(tune::TuneArgs),
-    /// Runs `attend` or `bench strategies` with one process per rank on this host, connected over QUIC
+    /// Runs `attend` or `bench strategies` with one process per rank on this host, connected over
+    /// QUIC
     ///
-    /// The processes get RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them,
-    /// and on standard input the identity that proves the rank to the others (under other launchers KYKLOS_IDENTITY names
-    /// its file). Identities last as long as the job and are never on a disk. Lines on standard error get the rank as
+    /// The processes get RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    /// MASTER_PORT, as torchrun sets them, and on standard input the identity that proves the
+    /// rank to the others (under other launchers KYKLOS_IDENTITY names its file). Identities
+    /// last as long as the job and are never on a disk. Lines on standard error get the rank as
     /// a prefix, except JSON progress, which has a field for it. Standard output passes unchanged.
     Launch(launch::LaunchArgs),
-    /// Reads the records of all ranks of a run, and says which rank stopped first and which ranks waited for it
+    /// Reads the records of all ranks of a run, and says which rank stopped first and which ranks
+    /// waited for it
     ///
     /// Exit code 0: no problem found; 1: a problem found; 2: the files cannot be used.
     Doctor(doctor::DoctorArgs),

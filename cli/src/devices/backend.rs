@@ -5,8 +5,8 @@ use kyklos::backend::{Device, DeviceClass, DeviceInfo};
 
 use crate::failure::{Failure, Result};
 
-/// A backend of this build: how its devices are named, found and opened. One implementation and one line of the table in
-/// `table.rs` add a backend to all commands.
+/// A backend of this build: how its devices are named, found and opened. One implementation and one
+/// line of the table in `table.rs` add a backend to all commands.
 pub(crate) trait BackendEntry {
     /// On the command line: `cpu`, or `wgpu` and `wgpu:1`.
     const NAME: &'static str;
@@ -23,7 +23,8 @@ pub(crate) trait BackendEntry {
         None
     }
 
-    /// The device that `--device` means: `index` as it was given, for the rank number `local_rank` of this machine.
+    /// The device that `--device` means: `index` as it was given, for the rank number `local_rank`
+    /// of this machine.
     fn choose(index: Option<usize>, local_rank: usize) -> Result<usize>;
 
     /// The devices among which `--device auto` chooses, with their classes.

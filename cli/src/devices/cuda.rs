@@ -1,4 +1,5 @@
-//! NVIDIA GPUs through CUDA. `--device auto` does not choose them: the backend has not run on a GPU yet.
+//! NVIDIA GPUs through CUDA. `--device auto` does not choose them: the backend has not run on a GPU
+//! yet.
 
 use std::sync::OnceLock;
 

@@ -1,7 +1,8 @@
 //! A work-around for software Vulkan drivers.
 
-/// Without `XDG_RUNTIME_DIR`, software Vulkan drivers print a complaint each time they are asked. Any folder will do, but
-/// the variable must be set before the process starts: so this process starts itself again.
+/// Without `XDG_RUNTIME_DIR`, software Vulkan drivers print a complaint each time they are asked.
+/// Any folder will do, but the variable must be set before the process starts: so this process
+/// starts itself again.
 pub(crate) fn give_a_runtime_folder() {
     #[cfg(target_os = "linux")]
     if std::env::var_os("XDG_RUNTIME_DIR").is_none()

@@ -104,8 +104,8 @@ impl fmt::Display for DeviceId {
     }
 }
 
-/// The device for the rank number `local_rank` of this process or machine: the entry of that number, else the last one.
-/// Asks drivers only where a GPU may be meant.
+/// The device for the rank number `local_rank` of this process or machine: the entry of that
+/// number, else the last one. Asks drivers only where a GPU may be meant.
 pub(crate) fn choose(requests: &[DeviceRequest], local_rank: usize) -> Result<DeviceId> {
     let request = requests.get(local_rank).or(requests.last()).copied().unwrap_or(DeviceRequest::Auto);
     match request {

@@ -14,7 +14,8 @@ use qrcode::render::unicode::Dense1x2;
 use super::backend::BackendEntry;
 use crate::failure::{Failure, Result, note};
 
-/// Lets tabs in from now on: prints links to `page`, which connects to one of `addresses`. A tab may take so long to come.
+/// Lets tabs in from now on: prints links to `page`, which connects to one of `addresses`. A tab
+/// may take so long to come.
 pub(crate) fn let_in(page: Option<&str>, addresses: &[SocketAddr], patience: Duration) -> Result<()> {
     let local = [SocketAddr::from((Ipv4Addr::LOCALHOST, 0))];
     let addresses = if addresses.is_empty() { &local } else { addresses };

@@ -1,4 +1,5 @@
-//! The file with the choices of `kyklos tune`. A damaged file never fails a run; a new file replaces the old one whole.
+//! The file with the choices of `kyklos tune`. A damaged file never fails a run; a new file
+//! replaces the old one whole.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -20,7 +21,8 @@ struct Contents {
     entries: TuningTable,
 }
 
-/// The table for a run. None with `KYKLOS_TUNE=off`, or if the file cannot be used, which is reported once.
+/// The table for a run. None with `KYKLOS_TUNE=off`, or if the file cannot be used, which is
+/// reported once.
 pub(crate) fn for_runs() -> Result<Option<TuningTable>> {
     static TABLE: OnceLock<TuningTable> = OnceLock::new();
     if switches::TUNE.is_off()? {
@@ -74,7 +76,8 @@ pub(crate) fn parse(text: &str) -> Result<TuningTable, String> {
         .map_err(|error| format!("it is damaged: {error}"))
 }
 
-/// Replaces the file atomically: a concurrent reader gets the old or the new file. Of two concurrent writers the later wins.
+/// Replaces the file atomically: a concurrent reader gets the old or the new file. Of two
+/// concurrent writers the later wins.
 pub(crate) fn write(path: &Path, table: &TuningTable) -> Result<()> {
     let failed = |error: &io::Error| Failure::file("keep the choices in", path, error);
     let folder = path.parent().unwrap_or(Path::new("."));

@@ -51,7 +51,8 @@ impl BackendEntry for Wgpu {
     }
 }
 
-/// What the drivers of this machine offer. Asked once: loading a driver is slow, and some drivers print.
+/// What the drivers of this machine offer. Asked once: loading a driver is slow, and some drivers
+/// print.
 fn adapters() -> &'static [DeviceInfo] {
     static ADAPTERS: OnceLock<Vec<DeviceInfo>> = OnceLock::new();
     ADAPTERS.get_or_init(WgpuBackend::enumerate)

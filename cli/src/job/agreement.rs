@@ -1,5 +1,5 @@
-//! The first votes of a call: all ranks run the same call on the same inputs, or all end with one error, before any tensor is
-//! sent.
+//! The first votes of a call: all ranks run the same call on the same inputs, or all end with one
+//! error, before any tensor is sent.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -45,7 +45,8 @@ impl Job {
     }
 }
 
-/// Agrees with all ranks on the terms of the call. Returns the copy of the input that each rank reads.
+/// Agrees with all ranks on the terms of the call. Returns the copy of the input that each rank
+/// reads.
 ///
 /// # Errors
 /// The same on all ranks.
@@ -62,7 +63,8 @@ fn vote(transport: &dyn Transport, round: [u8; 32], note: Bytes, deadline: Durat
     Ok(pollster::block_on(transport.agree(vote, deadline.max(REFUSE)))?)
 }
 
-/// The ranks that read each copy of the input, in ascending order; the copies in the order of their lowest rank.
+/// The ranks that read each copy of the input, in ascending order; the copies in the order of their
+/// lowest rank.
 struct Readers(Vec<Vec<Rank>>);
 
 impl Readers {
@@ -76,12 +78,14 @@ impl Readers {
         Self(readers)
     }
 
-    /// The rank that reads `section` of a copy, and how many of the sections before it that rank reads.
+    /// The rank that reads `section` of a copy, and how many of the sections before it that rank
+    /// reads.
     fn reader(ranks: &[Rank], section: usize) -> (Rank, usize) {
         (ranks[section % ranks.len()], section / ranks.len())
     }
 
-    /// Compares the digests of all copies. `notes` has those of each rank, in ascending order of their sections.
+    /// Compares the digests of all copies. `notes` has those of each rank, in ascending order of
+    /// their sections.
     fn compare(&self, file: &InputFile, notes: &[Bytes]) -> Result<()> {
         let digest = |ranks: &[Rank], section: usize| {
             let (rank, place) = Self::reader(ranks, section);

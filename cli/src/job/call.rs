@@ -59,7 +59,8 @@ pub(crate) struct Runs {
 }
 
 impl Job {
-    /// Plans the call and proves the plans. `members` are the numbers of its ranks in the first group.
+    /// Plans the call and proves the plans. `members` are the numbers of its ranks in the first
+    /// group.
     pub(crate) fn new(
         request: Request,
         settings: Settings,

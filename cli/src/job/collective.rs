@@ -17,7 +17,8 @@ pub(crate) struct CollectiveArgs {
     /// How the messages of a plan go between devices
     #[arg(long, value_enum, default_value_t = CollectiveName::Host)]
     collective: CollectiveName,
-    /// Number of the cluster of this rank, 0 if not given: NCCL is used between ranks of one cluster only
+    /// Number of the cluster of this rank, 0 if not given: NCCL is used between ranks of one
+    /// cluster only
     #[arg(long, value_name = "N")]
     nccl_cluster: Option<u32>,
 }
@@ -29,8 +30,8 @@ impl CollectiveArgs {
         CollectiveOptions { collective, nccl_cluster: nccl_cluster.unwrap_or(0) }
     }
 
-    /// Refuses options of NCCL that do not fit, and NCCL where a rank has another of `devices`. `are_all`: whether no rank has a
-    /// device that is not named.
+    /// Refuses options of NCCL that do not fit, and NCCL where a rank has another of `devices`.
+    /// `are_all`: whether no rank has a device that is not named.
     pub(crate) fn fits(self, devices: &[DeviceRequest], are_all: bool) -> Result<()> {
         let Self { collective, nccl_cluster } = self;
         if nccl_cluster.is_some() && collective == CollectiveName::Host {
@@ -68,7 +69,8 @@ pub(crate) struct AgreedWays {
 }
 
 impl CollectiveOptions {
-    /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it, and rank 0 says so.
+    /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it,
+    /// and rank 0 says so.
     pub(crate) fn open(
         self,
         transport: &Arc<dyn Transport>,

@@ -10,7 +10,8 @@ use crate::job::call::Job;
 use crate::job::rank::{self, RankDone};
 use crate::run::threads::on_threads;
 
-/// Runs every rank on a thread of its own, rank i on `devices[i]`. Returns the failure that caused the others, if any.
+/// Runs every rank on a thread of its own, rank i on `devices[i]`. Returns the failure that caused
+/// the others, if any.
 pub(crate) fn run_here(
     job: &Job,
     transports: Vec<Arc<dyn Transport>>,

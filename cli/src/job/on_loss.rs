@@ -57,8 +57,8 @@ impl GroupLoss {
         Failure { text: format!("{}; {}", self.abort, failure.text), ..failure }
     }
 
-    /// Ends the group of a rank whose device has failed, such as a browser tab that was closed. Without this the other ranks know
-    /// of a refusal only, and end too.
+    /// Ends the group of a rank whose device has failed, such as a browser tab that was closed.
+    /// Without this the other ranks know of a refusal only, and end too.
     pub(crate) fn cause(policy: LossPolicy, transport: &dyn Transport, failure: &Failure) {
         if policy.on_loss != OnLoss::Stop && failure.of_device {
             let cause = AbortCause::Failed(failure.text.clone());
@@ -80,8 +80,8 @@ impl GroupLoss {
     }
 }
 
-/// Ends this process if the others have declared this rank stuck and it stays stuck. The others continue without it, but
-/// the launcher still waits for this process.
+/// Ends this process if the others have declared this rank stuck and it stays stuck. The others
+/// continue without it, but the launcher still waits for this process.
 pub(crate) fn end_if_stuck(group: &Group) {
     let (transport, recorder, me) =
         (Arc::downgrade(&group.transport), group.transport.recorder(), group.transport.rank());
@@ -148,5 +148,6 @@ const LOOK: Duration = Duration::from_secs(1);
 /// Time after which a stuck rank counts as stuck for ever.
 const STUCK_FOR_GOOD: Duration = Duration::from_secs(10);
 
-/// Longest wait for the abort of the group: longer than a rank may be silent over any links before it counts as dead.
+/// Longest wait for the abort of the group: longer than a rank may be silent over any links before
+/// it counts as dead.
 const ABORT_UNDER_WAY: Duration = Duration::from_secs(30);

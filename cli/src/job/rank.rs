@@ -126,8 +126,8 @@ pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<R
 }
 
 impl Job {
-    /// Checks the device, agrees with all ranks on the call and its inputs, and reads this rank's tensors. If that fails here, all
-    /// ranks get the failure.
+    /// Checks the device, agrees with all ranks on the call and its inputs, and reads this rank's
+    /// tensors. If that fails here, all ranks get the failure.
     fn get_ready(&self, transport: &dyn Transport, device: Result<Device>) -> Result<Ready> {
         let refused = |failure| refuse(transport, self.named(transport.rank(), failure));
         let device = device.and_then(|device| self.check(transport.rank(), device)).map_err(refused)?;
@@ -158,8 +158,8 @@ impl Job {
         Ok(device)
     }
 
-    /// Refuses a plan whose buffers do not fit the memory of this machine, which the ranks here share. Ranks of one process
-    /// share buffers too, so theirs cannot be added up.
+    /// Refuses a plan whose buffers do not fit the memory of this machine, which the ranks here
+    /// share. Ranks of one process share buffers too, so theirs cannot be added up.
     fn fits_in_memory(&self, rank: Rank) -> Result<()> {
         let Agreed { plans, backward, .. } = &self.agreed;
         let peak = backward.iter().chain([plans]).map(|plans| plans.peak_bytes(rank)).max().unwrap_or(0);

@@ -14,8 +14,9 @@ use super::terms::Terms;
 use crate::failure::{Result, note};
 use crate::request::Request;
 
-/// The request with the shares on which all ranks of the group agree. Unchanged where the options decide the shares, and where all
-/// devices are of one kind and `--split auto` does not ask for a measurement.
+/// The request with the shares on which all ranks of the group agree. Unchanged where the options
+/// decide the shares, and where all devices are of one kind and `--split auto` does not ask for a
+/// measurement.
 ///
 /// # Errors
 /// The same on all ranks.

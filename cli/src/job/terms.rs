@@ -1,4 +1,5 @@
-//! Call settings on which all ranks must agree, in addition to the plans: the texts that ranks compare in their first vote.
+//! Call settings on which all ranks must agree, in addition to the plans: the texts that ranks
+//! compare in their first vote.
 
 use bytes::Bytes;
 use kyklos::Split;
@@ -99,7 +100,8 @@ impl Terms {
         Self { values: values.into(), copy }
     }
 
-    /// The note of this rank in the first vote: the copy of its input, and the values, each after its length.
+    /// The note of this rank in the first vote: the copy of its input, and the values, each after
+    /// its length.
     pub(super) fn note(&self) -> Bytes {
         let mut note = self.copy.0.to_vec();
         for (_, value) in &self.values {
@@ -113,7 +115,8 @@ impl Terms {
     /// Compares the notes of all ranks. Returns the copy that each rank reads.
     ///
     /// # Errors
-    /// The first term that differs, on the lowest rank that has another one than rank 0: the same error on all ranks.
+    /// The first term that differs, on the lowest rank that has another one than rank 0: the same
+    /// error on all ranks.
     pub(super) fn compare(&self, notes: &[Bytes]) -> Result<Vec<CopyId>> {
         let unknown = |rank: usize| {
             Failure::request(

@@ -1,7 +1,7 @@
 //! Clocks of ranks, compared with that of rank 0.
 //!
-//! Every process has its own clock. Rank 0 asks each rank for its time, several times. The fastest answer gives the offset of
-//! that clock, within half of the round-trip time.
+//! Every process has its own clock. Rank 0 asks each rank for its time, several times. The fastest
+//! answer gives the offset of that clock, within half of the round-trip time.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;

@@ -1,7 +1,8 @@
 //! A small HTTP/1.0 server for a few short texts, and for streams of events.
 //!
-//! The size, the time and the number of simultaneous requests are bounded: a slow or hostile client holds one of a few
-//! threads for at most two seconds, or one of a few streams, and never a thread that computes or sends messages.
+//! The size, the time and the number of simultaneous requests are bounded: a slow or hostile client
+//! holds one of a few threads for at most two seconds, or one of a few streams, and never a thread
+//! that computes or sends messages.
 
 use std::borrow::Cow;
 use std::io::{Read, Write};
@@ -17,8 +18,8 @@ pub(super) struct Service {
     pub(super) name: &'static str,
     /// The text for requests that are no GET.
     pub(super) usage: &'static str,
-    /// Paths that are answered while all threads are taken: the state of the process, which a supervisor asks for to decide
-    /// about its life.
+    /// Paths that are answered while all threads are taken: the state of the process, which a
+    /// supervisor asks for to decide about its life.
     pub(super) at_once: &'static [&'static str],
     pub(super) answer: Box<dyn Fn(&Asked) -> Answer + Send + Sync>,
 }
@@ -54,7 +55,8 @@ impl Text {
     }
 }
 
-/// Listens at `address` for as long as the process lives. Returns the address, with the port that was chosen.
+/// Listens at `address` for as long as the process lives. Returns the address, with the port that
+/// was chosen.
 pub(super) fn serve(address: SocketAddr, service: Service) -> Result<SocketAddr> {
     let name = service.name;
     let cannot = |error| Failure::run(format!("cannot serve {name} at {address}: {error}"));
@@ -118,7 +120,8 @@ impl Server {
         }
     }
 
-    /// For a client when all threads are taken, on the listener's own thread, if the client asks at once.
+    /// For a client when all threads are taken, on the listener's own thread, if the client asks at
+    /// once.
     fn converse_at_once(&self, mut stream: TcpStream) {
         let request = read_request(&mut stream, Instant::now() + AT_ONCE);
         let until = Instant::now() + PAUSE;

@@ -1,4 +1,5 @@
-//! What operators see of a run: progress, metrics, timelines, records, and the diagnosis of records.
+//! What operators see of a run: progress, metrics, timelines, records, and the diagnosis of
+//! records.
 
 pub(crate) mod clocks;
 pub(crate) mod doctor;

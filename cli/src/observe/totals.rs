@@ -15,7 +15,8 @@ pub(crate) struct Totals(Vec<Mutex<Total>>);
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Total {
     pub(crate) operations: u64,
-    /// In earlier operations: compute, wait, the parts of wait for late ranks and for the network, copy.
+    /// In earlier operations: compute, wait, the parts of wait for late ranks and for the network,
+    /// copy.
     before_ns: [u64; 5],
     op: u64,
     so_far_ns: [u64; 5],

@@ -1,5 +1,5 @@
-//! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each rank, one row for each kind
-//! of work, all on the clock of rank 0.
+//! Timelines as Chrome trace JSON, which Perfetto and chrome://tracing open: one process for each
+//! rank, one row for each kind of work, all on the clock of rank 0.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -31,8 +31,9 @@ pub(crate) fn is_by_rank(path: &Path) -> bool {
 }
 
 impl Track {
-    /// Converts the timeline to the clock of rank 0. If there is one file for all ranks, sends the timeline to rank 0.
-    /// Returns the events that this rank writes. All ranks call it together.
+    /// Converts the timeline to the clock of rank 0. If there is one file for all ranks, sends the
+    /// timeline to rank 0. Returns the events that this rank writes. All ranks call it
+    /// together.
     pub(crate) fn tell(self, path: &Path, messages: &Messages<'_>, ahead: Ahead) -> Result<Option<Trace>> {
         if self.rank.0 != 0 {
             let events = Bytes::from(self.events(ahead)?);
@@ -80,7 +81,8 @@ impl Track {
         Ok(lines.map_err(|error| Failure::run(format!("cannot write a trace: {error}")))?.join(&b",\n"[..]))
     }
 
-    /// Work of the rank is one event. A message is two events, its start and its end, because messages overlap.
+    /// Work of the rank is one event. A message is two events, its start and its end, because
+    /// messages overlap.
     fn span(&self, id: usize, span: &Span, ahead: Ahead) -> Vec<serde_json::Value> {
         #[expect(clippy::cast_precision_loss, reason = "a trace counts microseconds")]
         let microseconds = |ns: u64| ahead.on_rank_0(ns) as f64 / 1e3;

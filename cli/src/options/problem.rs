@@ -20,18 +20,21 @@ pub(crate) struct ProblemArgs {
     /// Run this many ranks in one process [default: as many as the mesh has, else 1]
     #[arg(long, value_name = "N")]
     pub(crate) ranks: Option<NonZeroU32>,
-    /// TOML file that describes devices and links. Then `auto` takes the plan with the shortest predicted time
+    /// TOML file that describes devices and links. Then `auto` takes the plan with the shortest
+    /// predicted time
     #[arg(long, value_name = "F")]
     pub(crate) hardware: Option<PathBuf>,
-    /// Ulysses x ring, such as 2x4. auto: the mesh that sends the fewest bytes, or with --hardware the fastest one
+    /// Ulysses x ring, such as 2x4. auto: the mesh that sends the fewest bytes, or with --hardware
+    /// the fastest one
     #[arg(long, value_name = "UxR|auto", default_value = "auto")]
     pub(crate) mesh: OrAuto<Mesh>,
     #[arg(long, value_name = "NAME", default_value = "auto", help = strategy_help(), long_help = strategy_long_help())]
     pub(crate) strategy: OrAuto<StrategyName>,
     #[arg(long, value_name = "KIND", default_value = "auto", help = placement_help(), long_help = placement_long_help())]
     pub(crate) placement: OrAuto<PlacementKind>,
-    /// Share the tokens by weight, one weight for each rank. With `work:` the weights share the visible (query, key) pairs.
-    /// auto: by the speed of the devices, measured or from --hardware [default: auto where devices differ, else even]
+    /// Share the tokens by weight, one weight for each rank. With `work:` the weights share the
+    /// visible (query, key) pairs. auto: by the speed of the devices, measured or from
+    /// --hardware [default: auto where devices differ, else even]
     #[arg(long, value_name = "auto|even|[work:]W,W,…", conflicts_with_all = ["tokens", "q_tokens"])]
     pub(crate) split: Option<SplitName>,
     /// Give each rank this exact number of tokens, where there are as many queries as keys
@@ -45,14 +48,16 @@ pub(crate) struct ProblemArgs {
     pub(crate) kv_tokens: Option<List<u32>>,
     #[arg(long, value_name = "MASK", default_value = "full", help = Mask::notation())]
     pub(crate) mask: Mask,
-    /// Number format of keys and values between ranks: same, f16 (for f32 tensors) or int8 (with scales).
-    /// Each value is rounded once; `kyklos plan` prints the expected error
+    /// Number format of keys and values between ranks: same, f16 (for f32 tensors) or int8 (with
+    /// scales). Each value is rounded once; `kyklos plan` prints the expected error
     #[arg(long, value_name = "NAME", default_value = "same")]
     pub(crate) wire: WireFormat,
-    /// Add up tiles of 256 keys in a fixed order. One type of device then gives the same bytes on every mesh; slower
+    /// Add up tiles of 256 keys in a fixed order. One type of device then gives the same bytes on
+    /// every mesh; slower
     #[arg(long)]
     pub(crate) fixed_order: bool,
-    /// Keys A to B (exclusive) are on every rank from the start, such as a prompt beside an image, and are never sent
+    /// Keys A to B (exclusive) are on every rank from the start, such as a prompt beside an image,
+    /// and are never sent
     #[arg(long, value_name = "A..B", default_value = "0..0")]
     pub(crate) replicated: TokenRange,
     /// Global position of query 0; key 0 is at position 0
@@ -67,8 +72,9 @@ pub(crate) struct ProblemArgs {
     /// Generate a random sink for each query head (an input file has them as the tensor `sinks`)
     #[arg(long, conflicts_with = "input")]
     pub(crate) sinks: bool,
-    /// Also the backward pass: the gradients of q, k, v and of the sinks, for the gradients `do` and `dlse` of the output in the
-    /// input file (`dlse` may be missing). With --shape a random `do`
+    /// Also the backward pass: the gradients of q, k, v and of the sinks, for the gradients `do`
+    /// and `dlse` of the output in the input file (`dlse` may be missing). With --shape a
+    /// random `do`
     #[arg(long)]
     pub(crate) grad: bool,
     /// Also the gradient of the numbers in the input's `bias`, as `dbias`

@@ -14,12 +14,12 @@ use crate::failure::{Failure, Result};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of browser tabs (--device tab)")]
 pub(crate) struct TabArgs {
-    /// Where the page is served, tab.html of demos/browser/ of the same release: https, or http on the machine of the browser [default:
-    /// http://localhost:8000/tab.html]
+    /// Where the page is served, tab.html of demos/browser/ of the same release: https, or http on
+    /// the machine of the browser [default: http://localhost:8000/tab.html]
     #[arg(long, value_name = "URL")]
     pub(crate) tab_page: Option<String>,
-    /// UDP addresses of this machine that browsers connect to, the first one first; without a port, any free one [default:
-    /// 127.0.0.1, for a browser on this machine]
+    /// UDP addresses of this machine that browsers connect to, the first one first; without a port,
+    /// any free one [default: 127.0.0.1, for a browser on this machine]
     #[arg(long, value_name = "IP[:PORT],…")]
     pub(crate) tab_address: Option<List<TabAddress>>,
 }

@@ -115,10 +115,11 @@ impl TransportName {
 pub(crate) enum CollectiveName {
     /// Through host memory and the transport, from and to any device
     Host,
-    /// By NCCL, from device memory to device memory; every rank needs a CUDA device of its own. Never tried on a GPU
+    /// By NCCL, from device memory to device memory; every rank needs a CUDA device of its own.
+    /// Never tried on a GPU
     Nccl,
-    /// By NCCL between the ranks that can use it; where no rank can, by copies between the CUDA devices of one process; otherwise
-    /// through host memory. Rank 0 says which, and why
+    /// By NCCL between the ranks that can use it; where no rank can, by copies between the CUDA
+    /// devices of one process; otherwise through host memory. Rank 0 says which, and why
     Auto,
 }
 
@@ -173,8 +174,8 @@ pub(crate) enum OnLoss {
     Stop,
     /// The survivors make a new plan for their number and start the call again
     Shrink,
-    /// As shrink, but a replacement that `kyklos launch` starts (attend --rejoin) joins first, if it comes within half of
-    /// --join-deadline
+    /// As shrink, but a replacement that `kyklos launch` starts (attend --rejoin) joins first, if
+    /// it comes within half of --join-deadline
     Rejoin,
 }
 
@@ -188,7 +189,8 @@ impl OnLoss {
         }
     }
 
-    /// The group that begins the call after a loss, within `patience`; `None` if no call begins then.
+    /// The group that begins the call after a loss, within `patience`; `None` if no call begins
+    /// then.
     pub(crate) fn next_group(self, patience: Duration) -> Option<Regroup> {
         match self {
             Self::Stop => None,

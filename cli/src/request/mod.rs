@@ -1,4 +1,5 @@
-//! From options to a problem on a mesh. Wrong requests are refused here, before any device is opened.
+//! From options to a problem on a mesh. Wrong requests are refused here, before any device is
+//! opened.
 
 pub(crate) mod description;
 
@@ -35,7 +36,8 @@ pub(crate) struct Request {
     pub(crate) predicted_backward_s: Option<f64>,
     /// The description of `--hardware`.
     pub(crate) cluster: Option<Arc<Cluster>>,
-    /// Where the options leave the shares to the speed of the devices: what they say of the mesh, strategy and placement.
+    /// Where the options leave the shares to the speed of the devices: what they say of the mesh,
+    /// strategy and placement.
     pub(crate) open: Option<Open>,
     /// Whether gradients are computed too.
     pub(crate) gradients: bool,
@@ -82,8 +84,8 @@ pub(crate) struct ProblemRequest {
 }
 
 impl ProblemRequest {
-    /// Reads the options and the header of the input file. `launched` is the number of processes that a launcher has
-    /// started, if one has.
+    /// Reads the options and the header of the input file. `launched` is the number of processes
+    /// that a launcher has started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let (problem, source) = problem(args, seed)?;
         let wanted = PlanQuery {
@@ -111,8 +113,8 @@ impl ProblemRequest {
         fastest.ok_or_else(refused)
     }
 
-    /// On a ring of unlike devices of `cluster`: the fastest candidate with shares by their speed, these shares, and the predicted
-    /// time.
+    /// On a ring of unlike devices of `cluster`: the fastest candidate with shares by their speed,
+    /// these shares, and the predicted time.
     fn by_shares(&self, cluster: &Cluster) -> Result<Option<(Candidate, Split, Predicted)>> {
         let Self { problem, wanted, .. } = self;
         let capacities = cluster.capacities(problem, wanted.ranks)?;
@@ -147,8 +149,8 @@ impl ProblemRequest {
 }
 
 impl Request {
-    /// Reads the options and the header of the input file, and makes all choices that are `auto`. `launched` is the number
-    /// of processes that a launcher has started, if one has.
+    /// Reads the options and the header of the input file, and makes all choices that are `auto`.
+    /// `launched` is the number of processes that a launcher has started, if one has.
     pub(crate) fn new(args: &ProblemArgs, seed: u64, launched: Option<u32>) -> Result<Self> {
         let asked = ProblemRequest::new(args, seed, launched)?;
         let mut shared = None;
@@ -201,8 +203,8 @@ impl Request {
         self.open.is_some_and(|open| open.always)
     }
 
-    /// How ranks with unlike devices run the problem: on a ring, unless the options name something else. None where their speed
-    /// cannot decide the shares.
+    /// How ranks with unlike devices run the problem: on a ring, unless the options name something
+    /// else. None where their speed cannot decide the shares.
     pub(crate) fn by_speed(&self) -> Result<Option<Candidate>> {
         let Some(open) = self.open else { return Ok(None) };
         let mesh = match open.mesh {
@@ -222,8 +224,8 @@ impl Request {
         Ok(ProvedPlans::new(set)?)
     }
 
-    /// The plans of the backward pass, proved; none where no gradients are asked for. A strategy without a backward pass is replaced
-    /// by the default of its mesh.
+    /// The plans of the backward pass, proved; none where no gradients are asked for. A strategy
+    /// without a backward pass is replaced by the default of its mesh.
     pub(crate) fn plan_backward(&self) -> Result<Option<ProvedPlans>> {
         if !self.gradients {
             return Ok(None);
@@ -271,7 +273,8 @@ impl Request {
     }
 }
 
-/// The number of ranks: from `--ranks`, the launcher or the mesh, which must not contradict each other.
+/// The number of ranks: from `--ranks`, the launcher or the mesh, which must not contradict each
+/// other.
 fn ranks(args: &ProblemArgs, launched: Option<u32>) -> Result<u32> {
     let of_mesh = args.mesh.chosen().map(Mesh::size);
     let here = args.ranks.map(std::num::NonZeroU32::get);

@@ -25,8 +25,9 @@ struct BackwardCall {
 }
 
 impl RankCall {
-    /// The call of `plans` on this rank's `tensors`, and of the plans of a backward pass with the gradient of the output. If the
-    /// tensors do not get to the device of `session`, its other ranks are refused the call.
+    /// The call of `plans` on this rank's `tensors`, and of the plans of a backward pass with the
+    /// gradient of the output. If the tensors do not get to the device of `session`, its other
+    /// ranks are refused the call.
     ///
     /// # Errors
     /// Those of the device.

@@ -6,8 +6,8 @@ use kyklos::plan::PlanSet;
 use kyklos::{RankReport, TokenRuns};
 use kyklos_transport::Rank;
 
-/// The gradients of all tokens and heads, from `parts` by rank; those of the sinks are sums. An element that no part has is not a
-/// number.
+/// The gradients of all tokens and heads, from `parts` by rank; those of the sinks are sums. An
+/// element that no part has is not a number.
 pub(crate) fn gather(set: &PlanSet, parts: impl IntoIterator<Item = HostGradients>) -> HostGradients {
     let (batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype) = (
         set.problem.batch,

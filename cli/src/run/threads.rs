@@ -2,8 +2,8 @@
 
 use crate::failure::{Failure, Result};
 
-/// Calls `run` for every rank, each on its own thread. Returns the results in the order of `ranks`, or the failure that
-/// caused the others.
+/// Calls `run` for every rank, each on its own thread. Returns the results in the order of `ranks`,
+/// or the failure that caused the others.
 pub(crate) fn on_threads<R: Send, T: Send>(
     ranks: impl IntoIterator<Item = R>,
     run: impl Fn(R) -> Result<T> + Sync,

@@ -1,4 +1,5 @@
-//! Timed runs on ranks of this process: from the first step of the first rank to the end of the last rank.
+//! Timed runs on ranks of this process: from the first step of the first rank to the end of the
+//! last rank.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -48,10 +49,12 @@ pub(crate) struct BothPasses {
     pub(crate) gradients: Vec<HostGradients>,
 }
 
-/// What a rank reads before its first run: its tensors, and for a backward pass the gradient of its output.
+/// What a rank reads before its first run: its tensors, and for a backward pass the gradient of its
+/// output.
 type Read<'a> = &'a (dyn Fn(Rank) -> Result<(Tensors, Option<GivenGradient>)> + Sync);
 
-/// Runs `set` `repeat` times after a warm-up run; rank i has `devices[i]`. Returns the run with the median wall time.
+/// Runs `set` `repeat` times after a warm-up run; rank i has `devices[i]`. Returns the run with the
+/// median wall time.
 pub(crate) fn run(
     set: &PlanSet,
     devices: &[&Device],
@@ -63,7 +66,8 @@ pub(crate) fn run(
     middle(passes(set, None, (devices, transport), &read, repeat)?.forward)
 }
 
-/// Runs `forward` and then `backward`, which have the same tokens on each rank, `repeat` times after a warm-up run of both.
+/// Runs `forward` and then `backward`, which have the same tokens on each rank, `repeat` times
+/// after a warm-up run of both.
 pub(crate) fn both(
     forward: &PlanSet,
     backward: &PlanSet,

@@ -85,8 +85,8 @@ fn a_spoiled_result_is_reported_as_wrong() {
     assert!(matches!(Cli::try_parse_from(command.split(' ')).unwrap().command, Command::Attend(_)));
 }
 
-/// The result of one row is wrong for every other row with the same tensors: each option changes the result, by the factor
-/// that negative controls need.
+/// The result of one row is wrong for every other row with the same tensors: each option changes
+/// the result, by the factor that negative controls need.
 #[test]
 fn every_option_changes_the_result_measurably() {
     let folder = tempfile::tempdir().unwrap();

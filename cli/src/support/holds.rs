@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-/// Fails unless the repository's file `name` contains `text`. With KYKLOS_BLESS=1 writes the file instead.
+/// Fails unless the repository's file `name` contains `text`. With KYKLOS_BLESS=1 writes the file
+/// instead.
 #[track_caller]
 pub(super) fn holds(name: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);

@@ -1,8 +1,9 @@
-//! The table of supported combinations: small problems with every strategy, mask, option, dtype and placement, in both passes,
-//! on devices and transports. Each is correct or refused, and `docs/support.md` is what the validator says of them.
+//! The table of supported combinations: small problems with every strategy, mask, option, dtype and
+//! placement, in both passes, on devices and transports. Each is correct or refused, and
+//! `docs/support.md` is what the validator says of them.
 //!
-//! `cargo test --release -p kyklos-cli --lib support` runs a sample on the CPU. With `KYKLOS_TESTS=all` it runs everything,
-//! on wgpu too.
+//! `cargo test --release -p kyklos-cli --lib support` runs a sample on the CPU. With
+//! `KYKLOS_TESTS=all` it runs everything, on wgpu too.
 
 #[path = "../../../tests/amount.rs"]
 mod amount;
@@ -71,10 +72,11 @@ fn every_strategy_and_row_is_correct_or_refused() {
             fault => panic!("{cell:?}: {fault:?}"),
         }
     }
-    // Refused: other wire formats where a strategy sends no keys or values between shards; a fixed order where zigzag
-    // shards are not whole tiles, that is with more than one shard.
+    // Refused: other wire formats where a strategy sends no keys or values between shards; a fixed
+    // order where zigzag shards are not whole tiles, that is with more than one shard.
     assert_eq!(refused as usize, 2 * 4 + (Strategy::ALL.len() - 2));
-    // All rows but those of replicated keys, int8 and a fixed order, and f16 on the wire of four strategies.
+    // All rows but those of replicated keys, int8 and a fixed order, and f16 on the wire of four
+    // strategies.
     assert!(right as usize >= (ROWS.len() - 5) * Strategy::ALL.len() - 4, "{right}");
 }
 
@@ -141,7 +143,8 @@ impl Part {
         }
     }
 
-    /// All cells with their results. Fails if one is neither correct nor refused, and then keeps the input files.
+    /// All cells with their results. Fails if one is neither correct nor refused, and then keeps
+    /// the input files.
     fn hold(&self) -> Vec<(Cell, CellState)> {
         let folder = tempfile::tempdir().unwrap();
         let cells = self.run(folder.path());
@@ -181,7 +184,8 @@ impl Part {
     }
 }
 
-/// Of each cell that is neither correct nor refused: the command line that repeats it, and what is wrong.
+/// Of each cell that is neither correct nor refused: the command line that repeats it, and what is
+/// wrong.
 fn faults(cells: &[(Cell, CellState)], folder: &Path) -> Vec<String> {
     let fault = |(cell, state): &(Cell, CellState)| match state {
         CellState::Correct { .. } | CellState::Refused(_) => None,
@@ -203,7 +207,8 @@ fn run_cell(
         Ok(accepted) => accepted,
         Err(refusal) => return Ok(CellState::Refused(refusal)),
     };
-    // The owner of keys decides which keys share a scale on the wire: a new reference for each plan set.
+    // The owner of keys decides which keys share a scale on the wire: a new reference for each plan
+    // set.
     if accepted.request.problem.wire.rounds() {
         *reference = None;
     }

@@ -47,8 +47,8 @@ pub(super) fn document() -> String {
     out
 }
 
-/// The dtypes that are accepted with every placement, or the placements that are accepted with every dtype. Of a backward pass
-/// also the strategy that runs it, if it is another one.
+/// The dtypes that are accepted with every placement, or the placements that are accepted with
+/// every dtype. Of a backward pass also the strategy that runs it, if it is another one.
 fn accepted(
     (row, pass): (Row, Pass),
     strategy: Strategy,

@@ -1,6 +1,7 @@
 //! The rows of the table: small problems as options of `attend`, one for each feature.
 //!
-//! Sizes are not multiples of any tile, mask edges lie inside tiles, and heads do not divide evenly over a mesh.
+//! Sizes are not multiples of any tile, mask edges lie inside tiles, and heads do not divide evenly
+//! over a mesh.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -43,8 +44,8 @@ enum Tensors {
     File { q_len: usize, kv_len: usize, bias: Option<BiasInput> },
 }
 
-/// `mask` or `bias`, for all batch entries, and its extents: one head or one for each query head, and a row for each query or one
-/// for all.
+/// `mask` or `bias`, for all batch entries, and its extents: one head or one for each query head,
+/// and a row for each query or one for all.
 type BiasInput = (&'static str, [usize; 2]);
 
 /// How four ranks share the tokens. One rank alone gets all tokens.
@@ -130,7 +131,8 @@ impl Row {
         *ROWS.iter().find(|row| row.name == name).unwrap()
     }
 
-    /// Options of `attend` for the problem and the placement, on `ranks` ranks (1 or 4), with input files in `DIR`.
+    /// Options of `attend` for the problem and the placement, on `ranks` ranks (1 or 4), with input
+    /// files in `DIR`.
     pub(super) fn options(&self, kind: (Dtype, Pass), ranks: u32) -> String {
         let tensors = match self.tensors {
             Tensors::Random(shape) => format!("--shape {} --dtype {}", join(&shape), kind.0),
@@ -192,7 +194,8 @@ impl Row {
         format!("{name}{pass}-{dtype}.safetensors")
     }
 
-    /// Writes the row's input file, if it needs one. That of a backward pass has the gradient of the output too.
+    /// Writes the row's input file, if it needs one. That of a backward pass has the gradient of
+    /// the output too.
     pub(super) fn write(&self, (dtype, pass): (Dtype, Pass), folder: &Path) {
         let Tensors::File { q_len, kv_len, bias } = self.tensors else { return };
         let mut tensors = match dtype {
@@ -246,8 +249,8 @@ fn tensors<E: Element + bytemuck::Pod>(
     tensors
 }
 
-/// An element of a mask or bias tensor; `None` hides the key. Some single keys are hidden, and whole ranges of keys from
-/// ranges of rows, longer than a tile of any kernel.
+/// An element of a mask or bias tensor; `None` hides the key. Some single keys are hidden, and
+/// whole ranges of keys from ranges of rows, longer than a tile of any kernel.
 fn term(row: usize, key: usize, index: u64) -> Option<f32> {
     let made = normal(0, TensorId::Bias, index);
     let stretch = (row / 40 + key / 32) % 3 == 1 || (row < 100 && (96..230).contains(&key));

@@ -21,7 +21,8 @@ use crate::tensors::GivenGradient;
 use crate::tensors::results::{HostGradients, HostOutput};
 use crate::verify::{GradientVerdict, HeadReference, RightRows, Sample, WholeKv};
 
-/// The reference of all cells of one row and dtype. Everything in it is computed when it is first needed.
+/// The reference of all cells of one row and dtype. Everything in it is computed when it is first
+/// needed.
 #[derive(Debug)]
 pub(super) struct Reference {
     pub(super) sample: Sample,

@@ -11,8 +11,8 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use crate::failure::{Failure, Result};
 use crate::tensors::positioned::read_exact_at;
 
-/// The position of `mask` or `bias` in a file, `[batch or 1, query heads or 1, q_len or 1, kv_len]`; a key mask may also be
-/// `[batch, kv_len]`.
+/// The position of `mask` or `bias` in a file, `[batch or 1, query heads or 1, q_len or 1,
+/// kv_len]`; a key mask may also be `[batch, kv_len]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FileBias {
     pub(crate) tensor: BiasTensor,
@@ -22,8 +22,8 @@ pub(crate) struct FileBias {
 }
 
 impl FileBias {
-    /// Finds the tensor in the header of a file whose q is `[batch, q_len, q_heads, …]` of `dtype`. An error is a mismatch
-    /// and its remedy.
+    /// Finds the tensor in the header of a file whose q is `[batch, q_len, q_heads, …]` of `dtype`.
+    /// An error is a mismatch and its remedy.
     pub(crate) fn find(
         tensors: &Metadata,
         data_start: u64,
@@ -85,8 +85,8 @@ impl FileBias {
         self.start..self.end
     }
 
-    /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`BiasTensor`] says; with shared rows the
-    /// whole tensor.
+    /// The rows of the queries `tokens`, `[its batch, tokens, its heads, row]` as [`BiasTensor`]
+    /// says; with shared rows the whole tensor.
     pub(crate) fn read(
         &self,
         file: &File,
@@ -131,8 +131,8 @@ impl FileBias {
     }
 }
 
-/// A tensor `[…, q_len or 1, kv_len]`; missing leading extents are 1. With `keys_of_entries`, the batch, it may also be
-/// `[batch, kv_len]`; `[q_len, kv_len]` comes first where both are equal.
+/// A tensor `[…, q_len or 1, kv_len]`; missing leading extents are 1. With `keys_of_entries`, the
+/// batch, it may also be `[batch, kv_len]`; `[q_len, kv_len]` comes first where both are equal.
 fn tensor(
     info: &TensorInfo,
     kind: BiasKind,

@@ -2,15 +2,16 @@
 
 use std::fs::Metadata;
 
-/// A copy of a file. Ranks with the same id read the same bytes: one kernel gave them the same device, inode, length and
-/// times.
+/// A copy of a file. Ranks with the same id read the same bytes: one kernel gave them the same
+/// device, inode, length and times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CopyId(pub(crate) [u8; COPY_ID_BYTES]);
 
 /// Of the hash that identifies a copy.
 pub(crate) const COPY_ID_BYTES: usize = 16;
 
-/// Length and time of the last change. They tell whether somebody writes to a file while ranks read it.
+/// Length and time of the last change. They tell whether somebody writes to a file while ranks read
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Stamp {
     length: u64,
@@ -35,8 +36,8 @@ impl CopyId {
     }
 }
 
-/// What identifies an open file among all files of all hosts. Where the system does not say so, every opened file is a copy
-/// of its own.
+/// What identifies an open file among all files of all hosts. Where the system does not say so,
+/// every opened file is a copy of its own.
 fn origin(metadata: &Metadata) -> Vec<u8> {
     #[cfg(target_os = "linux")]
     if let Ok(boot) = std::fs::read("/proc/sys/kernel/random/boot_id") {

@@ -1,7 +1,7 @@
 //! Input files: safetensors with q, k and v, and with the gradients of the output.
 //!
-//! A file is checked by its header alone: sizes are bounded, and every dtype, shape and offset fits the others and
-//! the length of the file, before anything is allocated for tensors.
+//! A file is checked by its header alone: sizes are bounded, and every dtype, shape and offset fits
+//! the others and the length of the file, before anything is allocated for tensors.
 
 use std::fs::{self, File};
 use std::ops::Range;
@@ -46,7 +46,8 @@ pub(crate) struct InputFile {
 }
 
 impl InputFile {
-    /// Opens a file and checks its header. `gradients`: whether the gradients of the output are read too.
+    /// Opens a file and checks its header. `gradients`: whether the gradients of the output are
+    /// read too.
     pub(crate) fn open(path: &Path, gradients: bool) -> Result<Self> {
         let wrong = |mismatch: String, remedy: &str| {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)

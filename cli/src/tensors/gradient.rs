@@ -20,7 +20,8 @@ pub(super) struct FileGradients {
 }
 
 impl FileGradients {
-    /// Finds the tensors in the header of a file whose q has `shape` and `dtype`. An error is a mismatch and its remedy.
+    /// Finds the tensors in the header of a file whose q has `shape` and `dtype`. An error is a
+    /// mismatch and its remedy.
     pub(super) fn find(
         tensors: &Metadata,
         data_start: u64,
@@ -52,7 +53,8 @@ impl FileGradients {
         Ok(Self { d_o, d_lse: found("dlse", Dtype::F32, &[batch, heads, seq])? })
     }
 
-    /// The rows of the queries `tokens` of the gradient of lse, f32 `[batch, tokens, heads]`, if the file has one.
+    /// The rows of the queries `tokens` of the gradient of lse, f32 `[batch, tokens, heads]`, if
+    /// the file has one.
     pub(super) fn read_d_lse(
         &self,
         (file, path): (&File, &Path),

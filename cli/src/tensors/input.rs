@@ -1,4 +1,5 @@
-//! The source of q, k and v: a safetensors file or a seed. A rank reads or generates only its own tokens.
+//! The source of q, k and v: a safetensors file or a seed. A rank reads or generates only its own
+//! tokens.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Reading and writing files at a position, without moving a cursor: several ranks share one open file.
+//! Reading and writing files at a position, without moving a cursor: several ranks share one open
+//! file.
 
 use std::fs::File;
 use std::io;

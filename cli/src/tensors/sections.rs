@@ -7,15 +7,18 @@ use super::file::InputFile;
 use super::positioned::read_exact_at;
 use crate::failure::{Failure, Result};
 
-/// A digest of one section of a tensor: enough to find ranks with other bytes, not made against ranks that lie.
+/// A digest of one section of a tensor: enough to find ranks with other bytes, not made against
+/// ranks that lie.
 pub(crate) type Digest = [u8; DIGEST_BYTES];
 pub(crate) const DIGEST_BYTES: usize = 8;
 
-/// Sections of each tensor. The ranks that read one copy divide them, so that together they read it once.
+/// Sections of each tensor. The ranks that read one copy divide them, so that together they read it
+/// once.
 const SECTIONS: usize = 24;
 
 impl InputFile {
-    /// The number of all sections of all tensors that a call uses; the sections of one tensor follow each other.
+    /// The number of all sections of all tensors that a call uses; the sections of one tensor
+    /// follow each other.
     pub(crate) fn sections(&self) -> usize {
         self.tensors().len() * SECTIONS
     }

@@ -9,8 +9,8 @@ use super::gradients::GradientVerdict;
 use crate::failure::Result;
 
 impl Sample {
-    /// Holds the gradient of the bias, `[batch, heads, queries or 1, keys]`, that the ranks of `shared` computed: all of it, or of its
-    /// heads those that read the last KV head.
+    /// Holds the gradient of the bias, `[batch, heads, queries or 1, keys]`, that the ranks of
+    /// `shared` computed: all of it, or of its heads those that read the last KV head.
     pub(crate) fn judge_bias(&self, d_bias: &[f32], shared: &PlanSet) -> Result<GradientVerdict> {
         let kv = self.whole_kv()?;
         let rounded = kv.as_on_the_wire(shared);

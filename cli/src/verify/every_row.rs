@@ -1,8 +1,9 @@
 //! Checks every row of a result; the oracle is too slow for more than a sample.
 //!
-//! A kernel for f16 or bf16 that is right in the sample may be wrong in a tile without sampled rows. So the same device also
-//! computes all rows in f32, with another kernel, from the same tensors. That result is compared with the oracle on the
-//! sample; then every row of the f16 or bf16 result is compared with it.
+//! A kernel for f16 or bf16 that is right in the sample may be wrong in a tile without sampled
+//! rows. So the same device also computes all rows in f32, with another kernel, from the same
+//! tensors. That result is compared with the oracle on the sample; then every row of the f16 or
+//! bf16 result is compared with it.
 
 use bytes::Bytes;
 use kyklos::Dtype;
@@ -21,7 +22,8 @@ pub(crate) struct Whole<'a> {
 }
 
 impl Sample {
-    /// Compares every row of `actual` with `wide`, the result of the same device from the same tensors in f32.
+    /// Compares every row of `actual` with `wide`, the result of the same device from the same
+    /// tensors in f32.
     pub(crate) fn judge_every_row(
         &self,
         actual: Whole<'_>,
@@ -65,8 +67,8 @@ impl Sample {
         Ok(verdict)
     }
 
-    /// All rows in bands of neighbouring tokens. Each band has its own limit: the first rows of a causal mask are a hundred
-    /// times as large as the others, and would loosen a common limit.
+    /// All rows in bands of neighbouring tokens. Each band has its own limit: the first rows of a
+    /// causal mask are a hundred times as large as the others, and would loosen a common limit.
     fn bands(&self) -> impl Iterator<Item = Vec<RowId>> {
         let &OracleProblem { batch, q_len, q_heads, head_dim, .. } = &self.oracle;
         let tokens = BAND_ELEMENTS.div_ceil(q_heads * head_dim);
@@ -159,7 +161,8 @@ mod tests {
 
         let row = place(&sample, false);
         let alone = sample.judge_alone(&narrow[0], &narrow[1], "cpu").unwrap();
-        // One row of another head's values, one element that is not a number, one lse that is off by a thousandth.
+        // One row of another head's values, one element that is not a number, one lse that is off by a
+        // thousandth.
         let mut moved = narrow[0].to_vec();
         moved.copy_within((row + 1) * 32..(row + 2) * 32, row * 32);
         let mut poisoned = narrow[0].to_vec();

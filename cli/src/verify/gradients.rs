@@ -1,4 +1,5 @@
-//! Compares gradients with the f64 oracle: of all tokens of one KV head and of the query heads that read it.
+//! Compares gradients with the f64 oracle: of all tokens of one KV head and of the query heads that
+//! read it.
 
 use std::ops::Range;
 
@@ -20,7 +21,8 @@ use crate::tensors::{GivenGradient, TensorKind};
 pub(crate) struct GradientVerdict {
     pub(crate) max_abs_error: f64,
     pub(crate) tolerance: f64,
-    /// How many values were compared, and how many of them prove nothing: logits that tie within the rounding of f32 decide them.
+    /// How many values were compared, and how many of them prove nothing: logits that tie within
+    /// the rounding of f32 decide them.
     pub(crate) values: usize,
     pub(crate) unproved: usize,
     /// The first wrong gradient, if there is one.
@@ -42,8 +44,8 @@ impl GradientVerdict {
         self.failure = self.failure.take().or(other.failure);
     }
 
-    /// Holds one gradient in `dtype` to the right one, with the tolerance that the `plain` one, its scale
-    /// and the slack give.
+    /// Holds one gradient in `dtype` to the right one, with the tolerance that the `plain` one, its
+    /// scale and the slack give.
     pub(super) fn hold(
         &mut self,
         dtype: Dtype,
@@ -88,7 +90,8 @@ impl HeadPart {
     }
 }
 
-/// Gradients of one KV head and of the query heads that read it, of all batch entries and tokens, in the problem's dtype.
+/// Gradients of one KV head and of the query heads that read it, of all batch entries and tokens,
+/// in the problem's dtype.
 pub(crate) struct HeadGradients {
     /// `[batch, tokens, group, dim]`.
     pub(crate) dq: Bytes,
@@ -128,8 +131,8 @@ impl Sample {
         self.problem.kv_heads - 1
     }
 
-    /// Holds the gradients of the last KV head, in all batch entries. `None` for a head with so many pairs that the oracle would
-    /// take minutes.
+    /// Holds the gradients of the last KV head, in all batch entries. `None` for a head with so
+    /// many pairs that the oracle would take minutes.
     pub(crate) fn judge_gradients(&self, gradients: &WholeGradients) -> Result<Option<GradientVerdict>> {
         let [of_q, of_kv] = self.head_parts(self.verified_head());
         if self.gradient_work() > MOST_WORK {
@@ -183,7 +186,8 @@ impl Sample {
         }
     }
 
-    /// Holds KV head `kv_head` that the ranks of `shared` computed, and of the gradients of all sinks those of its query heads.
+    /// Holds KV head `kv_head` that the ranks of `shared` computed, and of the gradients of all
+    /// sinks those of its query heads.
     pub(crate) fn judge_head(
         &self,
         kv_head: u32,
@@ -194,8 +198,8 @@ impl Sample {
         Ok(self.hold_head(kv_head, head, d_sinks, &self.head_reference(kv_head, shared)?))
     }
 
-    /// What [`Self::hold_head`] compares the gradients of a head with. Only where keys are rounded for the wire does it depend on
-    /// what the ranks of `shared` send.
+    /// What [`Self::hold_head`] compares the gradients of a head with. Only where keys are rounded
+    /// for the wire does it depend on what the ranks of `shared` send.
     pub(crate) fn head_reference(&self, kv_head: u32, shared: &PlanSet) -> Result<HeadReference> {
         let [of_q, _] = self.head_parts(kv_head);
         let kv = self.whole_kv()?;
@@ -250,8 +254,8 @@ impl Sample {
         })
     }
 
-    /// The KV heads that the oracle computes for the gradients: the last one; all of them where the gradient of a bias is asked for
-    /// that they share.
+    /// The KV heads that the oracle computes for the gradients: the last one; all of them where the
+    /// gradient of a bias is asked for that they share.
     pub(super) fn heads_of_bias(&self) -> Range<u32> {
         let last = self.problem.kv_heads;
         let all = self.problem.bias_gradient && self.problem.bias.is_some_and(|bias| bias.heads == 1);
@@ -283,8 +287,8 @@ impl Sample {
         ]
     }
 
-    /// The gradients of the oracle for `kv`, and those of plain f32 arithmetic on `rounded`, the keys and values as ranks send them.
-    /// Of one KV head and of the query heads that read it.
+    /// The gradients of the oracle for `kv`, and those of plain f32 arithmetic on `rounded`, the
+    /// keys and values as ranks send them. Of one KV head and of the query heads that read it.
     pub(super) fn right_and_plain(
         &self,
         kv_head: u32,
@@ -361,7 +365,8 @@ impl Sample {
         nearest
     }
 
-    /// The mask or bias tensor for the query heads of `part`, if there is one, and its batch entries, heads and queries.
+    /// The mask or bias tensor for the query heads of `part`, if there is one, and its batch
+    /// entries, heads and queries.
     fn bias_of_head(&self, part: HeadPart) -> Result<Option<(OracleRows, [usize; 3])>> {
         let all = TokenRuns::contiguous(0..self.problem.q_len);
         let Some((bytes, tensor)) = self.source.read_bias(&self.problem, &all)?.zip(self.problem.bias) else {

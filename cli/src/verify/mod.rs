@@ -1,8 +1,10 @@
 //! Compares sampled rows of a result with the f64 oracle.
 //!
-//! The tolerance is measured, not chosen (`kyklos_oracle::tolerance`). One device of every kind in the run computes the sampled rows alone;
-//! its error may be twice that of plain f32 arithmetic. The error of the shared result may be twice the largest of theirs. Both have
-//! a rounding allowance. An error is what exceeds the slack of its element: how far it may be off because f32 rounds the logits.
+//! The tolerance is measured, not chosen (`kyklos_oracle::tolerance`). One device of every kind in
+//! the run computes the sampled rows alone; its error may be twice that of plain f32 arithmetic.
+//! The error of the shared result may be twice the largest of theirs. Both have a rounding
+//! allowance. An error is what exceeds the slack of its element: how far it may be off because f32
+//! rounds the logits.
 
 mod bias_gradient;
 mod every_row;
@@ -164,7 +166,8 @@ impl Sample {
         })
     }
 
-    /// The sampled rows, computed by one device alone from keys and values that are rounded as in `shared`.
+    /// The sampled rows, computed by one device alone from keys and values that are rounded as in
+    /// `shared`.
     pub(crate) fn dense(
         &self,
         device: &Device,
@@ -191,8 +194,8 @@ impl Sample {
         Ok(RightRows { expected, slack, plain: self.naive(&kv.as_on_the_wire(shared))? })
     }
 
-    /// Compares `actual` with the oracle, within a tolerance from the results of the devices alone, which are held to that of plain f32
-    /// arithmetic.
+    /// Compares `actual` with the oracle, within a tolerance from the results of the devices alone,
+    /// which are held to that of plain f32 arithmetic.
     pub(crate) fn hold(
         &self,
         mut actual: Vec<Row>,
@@ -232,8 +235,8 @@ impl Sample {
         compare_rows(&self.oracle, oracle::Dtype::F32, &right.plain, right.expected(), &context)
     }
 
-    /// Compares the rows of one device alone, in the order of [`Self::rows`], with the oracle. The tolerance comes from plain
-    /// f32 arithmetic on the same rows.
+    /// Compares the rows of one device alone, in the order of [`Self::rows`], with the oracle. The
+    /// tolerance comes from plain f32 arithmetic on the same rows.
     fn hold_alone(&self, actual: &[Row], right: &RightRows, backend: &str) -> Verdict {
         let dtype = oracle_dtype(self.problem.dtype);
         let naive = self.compare_plain(right);
@@ -291,7 +294,8 @@ impl Sample {
         Ok(self.rows.iter().zip(rows).map(|(id, row)| Row { id: *id, ..row }).collect())
     }
 
-    /// Calls `compute` for every row, on all cores. It gets each row as that of a problem of one query.
+    /// Calls `compute` for every row, on all cores. It gets each row as that of a problem of one
+    /// query.
     fn by_the_oracle<T: Send>(
         &self,
         kv: &WholeKv,

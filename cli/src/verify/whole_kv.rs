@@ -17,7 +17,8 @@ pub(crate) struct WholeKv {
 }
 
 impl WholeKv {
-    /// Rounded like the keys and values that ranks of `set` send. The error of a device alone then includes the rounding.
+    /// Rounded like the keys and values that ranks of `set` send. The error of a device alone then
+    /// includes the rounding.
     pub(super) fn as_on_the_wire(&self, set: &PlanSet) -> Self {
         let problem = &set.problem;
         let shape = [problem.batch, problem.kv_len, problem.kv_heads, problem.head_dim].map(|n| n as usize);

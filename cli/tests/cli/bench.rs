@@ -189,8 +189,8 @@ fn another_program_takes_turns_and_is_told_the_case() {
     }
 }
 
-/// A vector operation that the compiler leaves out of line runs as a call through memory: the kernel takes 1.5 times as
-/// long, and computes the same. The program's own symbol table shows it.
+/// A vector operation that the compiler leaves out of line runs as a call through memory: the
+/// kernel takes 1.5 times as long, and computes the same. The program's own symbol table shows it.
 #[test]
 #[cfg(not(debug_assertions))]
 fn no_vector_instruction_of_the_cpu_kernels_is_a_call() {

@@ -1,4 +1,5 @@
-//! The `kyklos` program from outside: its output, its files, its refusals, and the files and processes after its end.
+//! The `kyklos` program from outside: its output, its files, its refusals, and the files and
+//! processes after its end.
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 mod bench;

@@ -326,7 +326,8 @@ fn strategies_are_timed_with_messages_by_nccl_and_apart_from_those_through_the_h
     assert!(stderr(&refused).contains("--collective nccl with --device cpu"), "{}", stderr(&refused));
 }
 
-/// Both cells of a bench with two ranks have run with messages of this way, and what has moved to the other rank is what the plan sends.
+/// Both cells of a bench with two ranks have run with messages of this way, and what has moved to
+/// the other rank is what the plan sends.
 fn moved_what_the_plans_send(folder: &Path, way: &str) {
     let cells = std::fs::read_to_string(folder.join("cells.jsonl")).unwrap();
     let lines = || cells.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());

@@ -116,7 +116,8 @@ fn every_way_that_fits_is_timed_and_every_other_one_is_refused_with_the_reason()
             assert!(rank["wire_bytes"].is_null(), "no packets within one process: {rank}");
         }
     }
-    // Bytes by the formula: 3 hops of 15 keys and values of 2 heads of 16 in f32, all of which somebody later sees but the last.
+    // Bytes by the formula: 3 hops of 15 keys and values of 2 heads of 16 in f32, all of which somebody
+    // later sees but the last.
     let ring = done.iter().find(|cell| way(cell) == "ring 1x4 zigzag" && cell["shape"][0] == 1).unwrap();
     let hop = 15 * 2 * 2 * 16 * 4;
     for rank in ring["measured"]["per_rank"].as_array().unwrap() {

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-/// Whether a launcher or an operator sets this variable for a run. No such variable may enter a test from outside.
+/// Whether a launcher or an operator sets this variable for a run. No such variable may enter a
+/// test from outside.
 fn is_of_a_run(name: &str) -> bool {
     use kyklos_launch::variables::{COORDINATOR, IDENTITY, JOB_ID, JOIN, LAUNCH, WORLD};
     let own = ["KYKLOS_RECORD_DIR", COORDINATOR, IDENTITY, JOB_ID, JOIN, LAUNCH, WORLD];
@@ -78,7 +79,8 @@ pub(crate) fn succeeds(output: &Output) {
     assert_eq!(output.status.code(), Some(0), "{}{}", stdout(output), stderr(output));
 }
 
-/// Checks for exit code 2, no standard output, and one line on standard error that contains all of `words`.
+/// Checks for exit code 2, no standard output, and one line on standard error that contains all of
+/// `words`.
 #[track_caller]
 pub(crate) fn refused(output: &Output, words: &[&str]) {
     let text = stderr(output);
@@ -175,7 +177,8 @@ pub(crate) fn attention(
     attention_with(q, k, v, |b, _, i, j| sees(b, i, j).then_some(0.0))
 }
 
-/// The same with a function that returns the term to add to the logit of a key. `None` hides the key.
+/// The same with a function that returns the term to add to the logit of a key. `None` hides the
+/// key.
 pub(crate) fn attention_with(
     q: &Tensor,
     k: &Tensor,
@@ -215,7 +218,8 @@ pub(crate) fn attention_with(
     (Tensor { shape: q.shape.clone(), data: o }, Tensor { shape: vec![batch, q_heads, q_len], data: lse })
 }
 
-/// Checks that the shapes are equal. Values may differ by the rounding error of f32 sums of so few terms.
+/// Checks that the shapes are equal. Values may differ by the rounding error of f32 sums of so few
+/// terms.
 #[track_caller]
 pub(crate) fn assert_close(actual: &Tensor, expected: &Tensor) {
     assert_eq!(actual.shape, expected.shape);

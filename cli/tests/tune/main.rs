@@ -1,6 +1,7 @@
 //! `kyklos tune` from outside, and its effect on other commands.
 //!
-//! Without a driver the tests that need one are reported as ignored; `KYKLOS_REQUIRE_GPU=1` makes that a failure.
+//! Without a driver the tests that need one are reported as ignored; `KYKLOS_REQUIRE_GPU=1` makes
+//! that a failure.
 #![expect(
     clippy::unwrap_used,
     reason = "a test: without the standard harness clippy does not see that it is one"

@@ -28,7 +28,8 @@ pub fn compiler() -> &'static str {
 pub fn command(level: &str) -> Command {
     let mut command = Command::new(compiler());
     command.args(["-std=c++17", level, "-march=native", "-ffp-contract=off"]);
-    // Fibers jump between stacks. The checks that some distributions enable by default report that as an error.
+    // Fibers jump between stacks. The checks that some distributions enable by default report that as
+    // an error.
     command.args(["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=0"]);
     command
 }

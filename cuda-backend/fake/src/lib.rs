@@ -1,15 +1,18 @@
-//! For tests: NVIDIA's driver, its run-time compiler and NCCL on a CPU, as far as the CUDA backend uses them.
+//! For tests: NVIDIA's driver, its run-time compiler and NCCL on a CPU, as far as the CUDA backend
+//! uses them.
 //!
-//! [`folder`] holds a `libcuda.so.1`, a `libnvrtc.so` and a `libnccl.so.2`, which the C++ compiler of this machine builds once. A
-//! process that starts with this folder in `LD_LIBRARY_PATH` finds GPUs: each stream is a thread that sleeps at random, new memory
-//! is NaN, and launches run the kernels in the emulator. `KYKLOS_FAKE_CUDA` (see `driver/fake.h`) sets the number of GPUs, the
+//! [`folder`] holds a `libcuda.so.1`, a `libnvrtc.so` and a `libnccl.so.2`, which the C++ compiler
+//! of this machine builds once. A process that starts with this folder in `LD_LIBRARY_PATH` finds
+//! GPUs: each stream is a thread that sleeps at random, new memory is NaN, and launches run the
+//! kernels in the emulator. `KYKLOS_FAKE_CUDA` (see `driver/fake.h`) sets the number of GPUs, the
 //! seed, and which call or operation fails.
 //!
-//! Ranks of NCCL are threads of one process or processes of one machine; messages go through shared memory. `KYKLOS_FAKE_NCCL`
-//! (see `nccl/fake_nccl.h`) sets delays, and which rank fails, hangs or dies at which of its groups.
+//! Ranks of NCCL are threads of one process or processes of one machine; messages go through shared
+//! memory. `KYKLOS_FAKE_NCCL` (see `nccl/fake_nccl.h`) sets delays, and which rank fails, hangs or
+//! dies at which of its groups.
 //!
-//! The process ends with exit code 86 when the host breaks a rule of the API, for example when it uses a freed buffer, event
-//! or stream. It ends with 87 when objects are left at exit.
+//! The process ends with exit code 86 when the host breaks a rule of the API, for example when it
+//! uses a freed buffer, event or stream. It ends with 87 when objects are left at exit.
 
 pub mod cxx;
 
@@ -34,8 +37,9 @@ pub fn library_path() -> OsString {
         .expect("target folders have no colon in their names")
 }
 
-/// An object file of all kernels for the emulator: the fake driver and the emulator's tests link it, for its compilation takes longer than
-/// that of all else here. Optimised for a short compilation: with `-O2` the kernels take the same time.
+/// An object file of all kernels for the emulator: the fake driver and the emulator's tests link
+/// it, for its compilation takes longer than that of all else here. Optimised for a short
+/// compilation: with `-O2` the kernels take the same time.
 ///
 /// # Panics
 /// If there is no C++ compiler, or if it reports an error.
@@ -68,7 +72,8 @@ fn backend() -> &'static Path {
     home().parent().expect("the folder of the backend")
 }
 
-/// Where libraries and objects are kept. Beside the running test, which is in a folder of the target folder; an example uses that of the tests.
+/// Where libraries and objects are kept. Beside the running test, which is in a folder of the
+/// target folder; an example uses that of the tests.
 fn target() -> PathBuf {
     let program = std::env::current_exe().expect("a test knows where it is");
     let target = program.parent().expect("a file is in a folder").with_file_name("deps").join("fake-cuda");

@@ -1,12 +1,13 @@
 //! Which operation has to wait for which.
 //!
-//! Kernels, copies to the device and copies to the host have a stream each, so that keys travel while the device computes.
-//! Operations of different streams have no order unless an event gives them one. Therefore each allocation records the last
-//! operation that wrote it and the operations that read it since. The next operation on another stream waits for those that
-//! conflict with it. When memory is reused for another buffer, its record stays with it.
+//! Kernels, copies to the device and copies to the host have a stream each, so that keys travel
+//! while the device computes. Operations of different streams have no order unless an event gives
+//! them one. Therefore each allocation records the last operation that wrote it and the operations
+//! that read it since. The next operation on another stream waits for those that conflict with it.
+//! When memory is reused for another buffer, its record stays with it.
 //!
-//! Launches may be deferred and submitted together. A record then refers to their [`Completion`], which gets its event when
-//! they are submitted.
+//! Launches may be deferred and submitted together. A record then refers to their [`Completion`],
+//! which gets its event when they are submitted.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -32,7 +33,8 @@ impl StreamKind {
     pub(crate) const ALL: [Self; Self::COUNT] = [Self::Compute, Self::Upload, Self::Download];
 }
 
-/// The completion of operations that are submitted together, or will be: a pending one belongs to deferred launches.
+/// The completion of operations that are submitted together, or will be: a pending one belongs to
+/// deferred launches.
 #[derive(Debug, Default)]
 pub(crate) struct Completion(OnceLock<Submitted>);
 
@@ -85,7 +87,8 @@ pub(crate) struct AccessRecord {
     reads_elsewhere: Vec<Arc<ReadElsewhere>>,
 }
 
-/// A read by another device. That device says when it is done: so nobody else asks its driver, and it can be closed while this is kept.
+/// A read by another device. That device says when it is done: so nobody else asks its driver, and
+/// it can be closed while this is kept.
 #[derive(Debug)]
 pub(crate) struct ReadElsewhere {
     by: Arc<DeviceStatus>,
@@ -103,7 +106,8 @@ impl ReadElsewhere {
 }
 
 impl AccessRecord {
-    /// Of memory that a stream of a caller, or one for messages, has written when `event` is complete.
+    /// Of memory that a stream of a caller, or one for messages, has written when `event` is
+    /// complete.
     pub(crate) fn written_by_caller(event: Option<Arc<Event>>) -> Self {
         Self { last_write: event.map(|event| (None, Completion::of(event))), ..Self::default() }
     }
@@ -123,14 +127,15 @@ impl AccessRecord {
         read
     }
 
-    /// Whether another device may still use the memory, so that it cannot be freed. Nobody knows what a lost device uses: then it
-    /// stays in use. Forgets the reads that are done.
+    /// Whether another device may still use the memory, so that it cannot be freed. Nobody knows
+    /// what a lost device uses: then it stays in use. Forgets the reads that are done.
     pub(crate) fn is_used_elsewhere(&mut self) -> bool {
         self.reads_elsewhere.retain(|read| !read.is_done());
         !self.reads_elsewhere.is_empty()
     }
 
-    /// Another device whose read must end before the memory is written. What a lost device reads does not matter.
+    /// Another device whose read must end before the memory is written. What a lost device reads
+    /// does not matter.
     pub(crate) fn reader_elsewhere(&self) -> Option<Arc<DeviceStatus>> {
         let reads = |read: &&Arc<ReadElsewhere>| !read.is_done() && !read.by.is_lost();
         self.reads_elsewhere.iter().find(reads).map(|read| read.by.clone())
@@ -155,15 +160,15 @@ impl AccessRecord {
         reads.filter_map(|(kind, read)| Some((kind, read.as_ref()?)))
     }
 
-    /// What a read on stream `kind` has to wait for: the last write, if another stream made it. `None`: a stream that is not of the
-    /// backend.
+    /// What a read on stream `kind` has to wait for: the last write, if another stream made it.
+    /// `None`: a stream that is not of the backend.
     pub(crate) fn awaited_by_read(&self, kind: Option<StreamKind>) -> impl Iterator<Item = &Arc<Completion>> {
         let other = move |by: &Option<StreamKind>| by.is_none() || *by != kind;
         self.last_write.iter().filter(move |(by, _)| other(by)).map(|(_, completion)| completion)
     }
 
-    /// What a write on stream `kind` has to wait for: the last write and the reads since, if other streams of this device made them. For
-    /// other devices see [`Self::reader_elsewhere`].
+    /// What a write on stream `kind` has to wait for: the last write and the reads since, if other
+    /// streams of this device made them. For other devices see [`Self::reader_elsewhere`].
     pub(crate) fn awaited_by_write(
         &self,
         kind: Option<StreamKind>,
@@ -188,8 +193,8 @@ impl AccessRecord {
         self.last_write.as_ref().and_then(|(_, completion)| completion.0.get()?.failure.as_ref())
     }
 
-    /// Forgets the error of the last write but not its event: for memory that becomes another buffer, whose contents are
-    /// unspecified.
+    /// Forgets the error of the last write but not its event: for memory that becomes another
+    /// buffer, whose contents are unspecified.
     pub(crate) fn clear_failure(&mut self) {
         if let Some((_, completion)) = &mut self.last_write
             && completion.0.get().is_some_and(|submitted| submitted.failure.is_some())

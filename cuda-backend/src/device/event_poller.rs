@@ -1,8 +1,8 @@
 //! A thread per backend that polls events, so that no other thread blocks on the device.
 //!
-//! It polls because a blocking wait in the driver never returns when a kernel hangs. It sleeps between polls for a sixteenth
-//! of the time that it has waited so far, from 10 µs to 1 ms: an event is noticed late by at most a small part of its own
-//! duration.
+//! It polls because a blocking wait in the driver never returns when a kernel hangs. It sleeps
+//! between polls for a sixteenth of the time that it has waited so far, from 10 µs to 1 ms: an
+//! event is noticed late by at most a small part of its own duration.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -86,7 +86,8 @@ impl EventPoller {
         self.0.clone()
     }
 
-    /// Calls `callback` on the polling thread when `event` is complete. Events of a stream must be given in stream order.
+    /// Calls `callback` on the polling thread when `event` is complete. Events of a stream must be
+    /// given in stream order.
     pub(crate) fn on_event(
         &self,
         kind: StreamKind,
@@ -98,8 +99,8 @@ impl EventPoller {
 }
 
 impl PollerHandle {
-    /// As [`EventPoller::on_event`]. The thread ends after everything that the backend has submitted is done; from then on the
-    /// callback is called at once.
+    /// As [`EventPoller::on_event`]. The thread ends after everything that the backend has
+    /// submitted is done; from then on the callback is called at once.
     pub(crate) fn on_event(
         &self,
         kind: StreamKind,
@@ -115,8 +116,8 @@ impl PollerHandle {
         self.0.changed.notify_one();
     }
 
-    /// Calls `callback` on the polling thread when `event`, of a stream that is not the backend's, is complete. If the device is lost
-    /// before, it is not called. The backend is open.
+    /// Calls `callback` on the polling thread when `event`, of a stream that is not the backend's,
+    /// is complete. If the device is lost before, it is not called. The backend is open.
     pub(crate) fn on_event_of_another_stream(
         &self,
         event: Arc<Event>,
@@ -146,7 +147,8 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the device has completed nothing since `since`, for so long that it counts as lost from now on.
+    /// Whether the device has completed nothing since `since`, for so long that it counts as lost
+    /// from now on.
     fn is_late(&self, since: &mut Instant, after: Duration) -> bool {
         // The device may wait for another rank. NCCL's thread ends that after the deadline of the message.
         if self.status.awaits_messages() {
@@ -189,8 +191,8 @@ impl Shared {
         for (event, mut since, callback) in others {
             match event.is_complete() {
                 Ok(true) => callback(),
-                // One that hangs may never complete it. A write of another device that waits for it ends before, with an error that
-                // names this one.
+                // One that hangs may never complete it. A write of another device that waits for it ends
+                // before, with an error that names this one.
                 Ok(false) if self.status.is_lost() || self.is_late(&mut since, 2 * self.stuck_after) => {}
                 Ok(false) => left.push((event, since, callback)),
                 Err(error) => {

@@ -1,15 +1,16 @@
 //! CUDA graphs of repeated launch sequences.
 //!
-//! Making a graph costs more than it saves in one submission. So a graph is made when a sequence of launches comes for the
-//! second time, equal to the last byte of its arguments. Decoding repeats such sequences, because the memory pool hands out
-//! the same addresses again.
+//! Making a graph costs more than it saves in one submission. So a graph is made when a sequence of
+//! launches comes for the second time, equal to the last byte of its arguments. Decoding repeats
+//! such sequences, because the memory pool hands out the same addresses again.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::driver::{Context, DriverError, Graph, Launch, Stream};
 
-/// Sequences that are remembered: several for each layer of a large model. The least recently used one is dropped.
+/// Sequences that are remembered: several for each layer of a large model. The least recently used
+/// one is dropped.
 const MAX_SEQUENCES: usize = 256;
 
 /// Recent launch sequences, and the graphs of those that were repeated.
@@ -39,8 +40,8 @@ impl GraphCache {
         Self { context: context.clone(), capacity, count: 0, sequences: HashMap::new() }
     }
 
-    /// Submits launches, one by one or as a graph. After an error, the launches before the one that it names may have been
-    /// submitted.
+    /// Submits launches, one by one or as a graph. After an error, the launches before the one that
+    /// it names may have been submitted.
     pub(crate) fn submit(&mut self, stream: &Stream, launches: Vec<Launch>) -> Result<(), SubmitError> {
         if launches.len() < 2 || self.capacity == 0 {
             return one_by_one(stream, &launches);

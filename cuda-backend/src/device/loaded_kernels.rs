@@ -20,10 +20,12 @@ pub(crate) struct LoadedKernels {
 }
 
 impl LoadedKernels {
-    /// Loads both modules. `device` says what the device is, for a replacement that it does not run.
+    /// Loads both modules. `device` says what the device is, for a replacement that it does not
+    /// run.
     ///
     /// # Errors
-    /// [`Error::Request`] if the driver refuses the replacement, [`Error::Device`] if it refuses the image.
+    /// [`Error::Request`] if the driver refuses the replacement, [`Error::Device`] if it refuses
+    /// the image.
     pub(crate) fn load(
         context: &Arc<Context>,
         status: &Arc<DeviceStatus>,

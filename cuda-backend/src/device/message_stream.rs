@@ -10,8 +10,9 @@ use super::status::{AwaitsMessages, DeviceStatus};
 use crate::device::memory::memory_pool::{CudaBuffer, InUse};
 use crate::driver::{Context, DriverError, Event, Stream};
 
-/// A stream of the highest priority for messages, which a library submits to it. Events order it with the streams of the backend:
-/// [`Self::order`] before messages are submitted, [`Self::note`] after.
+/// A stream of the highest priority for messages, which a library submits to it. Events order it
+/// with the streams of the backend: [`Self::order`] before messages are submitted, [`Self::note`]
+/// after.
 #[derive(Debug)]
 pub(crate) struct MessageStream {
     stream: Stream,
@@ -40,16 +41,19 @@ impl MessageStream {
         self.resources.submitter.order(&self.stream, ORDER, reads, writes)
     }
 
-    /// The messages that were submitted since [`Self::order`] read `reads` and write `writes`: operations of the backend that are
-    /// submitted from now on wait for them. The event is complete when they have moved.
+    /// The messages that were submitted since [`Self::order`] read `reads` and write `writes`:
+    /// operations of the backend that are submitted from now on wait for them. The event is
+    /// complete when they have moved.
     pub(crate) fn note(&self, reads: &[&CudaBuffer], writes: &[&CudaBuffer]) -> Result<Arc<Event>> {
         self.resources.submitter.note(&self.stream, ORDER, reads, writes)
     }
 
-    /// Copies the first bytes of `from`, memory of the device `other` in which they are complete, to the beginning of `into`, memory of the device
-    /// of this stream. Operations of this device that are submitted from now on and use `into` wait for the copy. The memory of both is
-    /// not used for anything else before the copy is done, and never where nobody will know. Takes no lock of `other` under which its
-    /// driver is called: if that device hangs, so may such a call.
+    /// Copies the first bytes of `from`, memory of the device `other` in which they are complete,
+    /// to the beginning of `into`, memory of the device of this stream. Operations of this
+    /// device that are submitted from now on and use `into` wait for the copy. The memory of both
+    /// is not used for anything else before the copy is done, and never where nobody will know.
+    /// Takes no lock of `other` under which its driver is called: if that device hangs, so may
+    /// such a call.
     pub(crate) fn copy_from(
         &self,
         other: &DeviceStatus,

@@ -21,7 +21,8 @@ use crate::device::memory::memory_pool::{CudaBuffer, MemoryPool};
 use crate::device::memory::staging::StagingPool;
 use crate::driver::{Context, DeviceProperties, DriverError, Event};
 
-/// An open device, as the operations of the backend use it. On drop its resources live until the device is idle.
+/// An open device, as the operations of the backend use it. On drop its resources live until the
+/// device is idle.
 #[derive(Debug)]
 pub(crate) struct OpenDevice {
     /// Streaming multiprocessors of the device.
@@ -78,7 +79,8 @@ impl OpenDevice {
     /// A buffer with unspecified contents.
     pub(crate) fn buffer(&self, label: &str, bytes: usize) -> Result<CudaBuffer> {
         self.resources.pool.buffer(label, bytes, || {
-            // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
+            // An error is kept: it is returned by every later operation on the buffers that the launches were
+            // to write.
             let _ = self.resources.submitter.flush();
         })
     }
@@ -221,7 +223,8 @@ impl OpenDevice {
         self.resources.submitter.launch_deferred(launch, arguments, reads, writes)
     }
 
-    /// The time at which the event of a launch is complete. The sender is dropped if the device is lost before.
+    /// The time at which the event of a launch is complete. The sender is dropped if the device is
+    /// lost before.
     pub(crate) fn completion_time(&self, event: Arc<Event>) -> oneshot::Receiver<Instant> {
         let (sender, receiver) = oneshot::channel();
         self.poller.on_event(StreamKind::Compute, event, move |result| {
@@ -270,7 +273,8 @@ impl OpenDevice {
 }
 
 impl Drop for OpenDevice {
-    /// Does not block: the polling thread waits for everything that was submitted, and frees the resources then.
+    /// Does not block: the polling thread waits for everything that was submitted, and frees the
+    /// resources then.
     fn drop(&mut self) {
         if self.resources.status.is_lost() {
             // A device that hangs may still access its resources, and a destroyed context has freed them.
@@ -279,7 +283,8 @@ impl Drop for OpenDevice {
         }
         for kind in StreamKind::ALL {
             let end = || self.resources.submitter.end(kind);
-            // If the deferred launches fail now, the error has no receiver. The second call then gives the event.
+            // If the deferred launches fail now, the error has no receiver. The second call then gives the
+            // event.
             if let Ok(event) = end().or_else(|_| end()) {
                 let resources = self.resources.clone();
                 self.poller.on_event(kind, event, move |result| {

@@ -9,28 +9,33 @@ use kyklos::{Error, Result};
 /// Options of a [`CudaBackend`](crate::CudaBackend).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaOptions {
-    /// Limit for all buffers together, in bytes. `None`: the memory of the device. What only a message to a rank of another device still
-    /// has, or the copy of one, does not count.
+    /// Limit for all buffers together, in bytes. `None`: the memory of the device. What only a
+    /// message to a rank of another device still has, or the copy of one, does not count.
     pub max_memory_bytes: Option<u64>,
-    /// Folder for kernels that are compiled at run time, by default [`kyklos::machine::cache_folder`]. `None`: they are compiled again
-    /// at each start.
+    /// Folder for kernels that are compiled at run time, by default
+    /// [`kyklos::machine::cache_folder`]. `None`: they are compiled again at each start.
     pub cache: Option<PathBuf>,
-    /// If the device completes nothing for this long, it counts as lost. Must be longer than the longest kernel, and longer
-    /// than other processes keep the device busy. During [`ShortWork`](kyklos::backend::ShortWork) it is
+    /// If the device completes nothing for this long, it counts as lost. Must be longer than the
+    /// longest kernel, and longer than other processes keep the device busy. During
+    /// [`ShortWork`](kyklos::backend::ShortWork) it is
     /// [`ShortWork::AT_MOST`](kyklos::backend::ShortWork::AT_MOST), if that is shorter.
     pub stuck_after: Duration,
-    /// Whether sequences of launches that repeat are submitted as CUDA graphs. If not, profilers and debuggers see each
-    /// launch by itself.
+    /// Whether sequences of launches that repeat are submitted as CUDA graphs. If not, profilers
+    /// and debuggers see each launch by itself.
     pub graphs: bool,
-    /// Whether a Hopper GPU gets the kernels with wgmma and TMA. If not, it gets those of all GPUs, as one of sm_80 does.
+    /// Whether a Hopper GPU gets the kernels with wgmma and TMA. If not, it gets those of all GPUs,
+    /// as one of sm_80 does.
     pub wgmma: bool,
-    /// For developers of kernels: a cubin with some kernels, which are launched instead of those of the same names; all others come from
-    /// the image of the device, as always. So a variant of a kernel needs no new program.
+    /// For developers of kernels: a cubin with some kernels, which are launched instead of those of
+    /// the same names; all others come from the image of the device, as always. So a variant of
+    /// a kernel needs no new program.
     ///
-    /// Each has the arguments, threads, dynamic shared memory and tile of the kernel that it replaces. Nothing checks its tile. More
-    /// threads or more shared memory, with its static one, than the driver allows it is an error of the launch. Anything else that differs
-    /// is a wrong result or an access outside of the buffers. The device's [`kernel`](kyklos::backend::DeviceInfo::kernel) names the file,
-    /// the hash of its contents and the kernels.
+    /// Each has the arguments, threads, dynamic shared memory and tile of the kernel that it
+    /// replaces. Nothing checks its tile. More threads or more shared memory, with its static
+    /// one, than the driver allows it is an error of the launch. Anything else that differs
+    /// is a wrong result or an access outside of the buffers. The device's
+    /// [`kernel`](kyklos::backend::DeviceInfo::kernel) names the file, the hash of its contents
+    /// and the kernels.
     pub replacement: Option<PathBuf>,
 }
 

@@ -9,8 +9,9 @@ use crate::device::memory::memory_pool::CudaBuffer;
 const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 
-/// Waits on the host until no other device reads what is to be written. A stream must not wait for another device: if that one hangs, its own
-/// device would count as stuck, and an event of a lost device takes the one that waits for it along.
+/// Waits on the host until no other device reads what is to be written. A stream must not wait for
+/// another device: if that one hangs, its own device would count as stuck, and an event of a lost
+/// device takes the one that waits for it along.
 ///
 /// # Errors
 /// That of the other device, if it does not end within `at_most`.

@@ -1,4 +1,5 @@
-//! Piece sizes: each piece should take the device about [`PIECE_S`], by the measured speed of its kernel.
+//! Piece sizes: each piece should take the device about [`PIECE_S`], by the measured speed of its
+//! kernel.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -6,12 +7,13 @@ use std::time::Instant;
 
 use futures_channel::oneshot;
 
-/// Seconds that one piece should take: short enough to cancel without a noticeable delay, long compared with a submission.
+/// Seconds that one piece should take: short enough to cancel without a noticeable delay, long
+/// compared with a submission.
 const PIECE_S: f64 = 0.08;
 /// Pieces that may always be submitted and not done: one runs, one waits.
 const FEWEST_IN_FLIGHT: usize = 2;
-/// Short pieces, of steps that are submitted one after the other, may be more: another one as long as those in flight take less than
-/// [`PIECE_S`] together.
+/// Short pieces, of steps that are submitted one after the other, may be more: another one as long
+/// as those in flight take less than [`PIECE_S`] together.
 const MOST_IN_FLIGHT: usize = 32;
 
 /// Measured speed of each kernel, and the pieces in flight.
@@ -38,8 +40,8 @@ pub(crate) struct InFlightPiece {
 }
 
 impl Pacer {
-    /// Floating-point operations of the next piece of a kernel, whose speed counts as `first_flops_per_s` before the first
-    /// measurement.
+    /// Floating-point operations of the next piece of a kernel, whose speed counts as
+    /// `first_flops_per_s` before the first measurement.
     pub(crate) fn piece_flops(&self, kernel: &str, first_flops_per_s: f64) -> f64 {
         PIECE_S * self.lock().flops_per_s.get(kernel).unwrap_or(&first_flops_per_s)
     }
@@ -48,8 +50,8 @@ impl Pacer {
         self.lock().in_flight.push_back(piece);
     }
 
-    /// Waits until another piece may be submitted: the device is busy for a while with those in flight, but not so long that a
-    /// cancellation has to wait.
+    /// Waits until another piece may be submitted: the device is busy for a while with those in
+    /// flight, but not so long that a cancellation has to wait.
     pub(crate) async fn wait_for_slot(&self) {
         loop {
             // Taken out before it is awaited: no lock is held over an await.
@@ -90,7 +92,8 @@ impl State {
         let took_s = done.saturating_duration_since(began).as_secs_f64().max(1e-3);
         let measured = flops / took_s;
         let rate = self.flops_per_s.entry(kernel).or_insert(measured);
-        // A lower speed is taken over at once, a higher one by half: too large a piece delays a cancellation.
+        // A lower speed is taken over at once, a higher one by half: too large a piece delays a
+        // cancellation.
         *rate = if measured < *rate && took_s > 1e-3 { measured } else { rate.max(0.5 * (*rate + measured)) };
     }
 }

@@ -8,7 +8,8 @@ use kyklos::{Error, Result};
 
 use crate::driver::DriverError;
 
-/// The device's name, and the error by which it was lost, if it was. Every later call returns that error.
+/// The device's name, and the error by which it was lost, if it was. Every later call returns that
+/// error.
 #[derive(Debug)]
 pub(crate) struct DeviceStatus {
     device: Arc<str>,
@@ -19,7 +20,8 @@ pub(crate) struct DeviceStatus {
     short_work: Mutex<(usize, Option<Instant>)>,
 }
 
-/// While this lives, the device may wait for messages of other ranks, and does not count as stuck: whoever has this looks after them.
+/// While this lives, the device may wait for messages of other ranks, and does not count as stuck:
+/// whoever has this looks after them.
 #[derive(Debug)]
 pub(crate) struct AwaitsMessages(Arc<DeviceStatus>);
 
@@ -71,13 +73,15 @@ impl DeviceStatus {
         self.lock().is_some()
     }
 
-    /// The error of an operation whose call of the driver failed. Marks the device as lost if the context is destroyed.
+    /// The error of an operation whose call of the driver failed. Marks the device as lost if the
+    /// context is destroyed.
     pub(crate) fn error(&self, operation: &str, cause: &DriverError) -> Error {
         let error = self.device_error(operation, &cause.to_string());
         if cause.ends_context() { self.mark_lost(error) } else { error }
     }
 
-    /// Marks the device as lost by `error`, unless it is lost already. Returns the error by which it was lost.
+    /// Marks the device as lost by `error`, unless it is lost already. Returns the error by which
+    /// it was lost.
     pub(crate) fn mark_lost(&self, error: Error) -> Error {
         self.lock().get_or_insert(error).clone()
     }

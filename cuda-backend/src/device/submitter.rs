@@ -1,5 +1,5 @@
-//! Submits copies and launches to the streams of a device. Events order operations of different streams that access the
-//! same buffer.
+//! Submits copies and launches to the streams of a device. Events order operations of different
+//! streams that access the same buffer.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -58,8 +58,8 @@ struct MeasuredBatch {
 #[derive(Debug, Default)]
 struct LaunchBatch {
     launches: Vec<driver::Launch>,
-    /// Events of other streams that must be complete before the first launch. All are recorded already, so none of them can
-    /// wait for this batch.
+    /// Events of other streams that must be complete before the first launch. All are recorded
+    /// already, so none of them can wait for this batch.
     waits: Vec<Arc<Event>>,
     completion: Arc<Completion>,
 }
@@ -107,7 +107,8 @@ impl Submitter {
         })
     }
 
-    /// Submits a copy to its stream, behind the operations that it depends on. `work` submits the copy and records its event.
+    /// Submits a copy to its stream, behind the operations that it depends on. `work` submits the
+    /// copy and records its event.
     pub(super) fn copy<T>(
         &self,
         kind: StreamKind,
@@ -145,8 +146,8 @@ impl Submitter {
         self.launch_instead_of(None, launch, arguments, reads, writes)
     }
 
-    /// As [`Self::launch`], without the deferred launch `unwanted`, which writes what this one writes without reading it. If
-    /// `unwanted` was submitted meanwhile, both run.
+    /// As [`Self::launch`], without the deferred launch `unwanted`, which writes what this one
+    /// writes without reading it. If `unwanted` was submitted meanwhile, both run.
     pub(super) fn launch_instead_of<A: Pod>(
         &self,
         unwanted: Option<&Deferred>,
@@ -171,9 +172,10 @@ impl Submitter {
         self.state().batch.index_of(&deferred).map(|_| deferred)
     }
 
-    /// Defers a launch until the next [`Self::launch`], or until another operation depends on it. For kernels whose result is
-    /// only of use to a later kernel, so that the delay costs nothing. If the launch fails, the call that submits it fails,
-    /// and so does every later operation on a buffer that the kernel was to write.
+    /// Defers a launch until the next [`Self::launch`], or until another operation depends on it.
+    /// For kernels whose result is only of use to a later kernel, so that the delay costs
+    /// nothing. If the launch fails, the call that submits it fails, and so does every later
+    /// operation on a buffer that the kernel was to write.
     pub(super) fn launch_deferred<A: Pod>(
         &self,
         launch: LaunchConfig<'_>,
@@ -209,7 +211,8 @@ impl Submitter {
         Ok(())
     }
 
-    /// Submits the deferred launches. The event is complete when everything in the compute stream so far is done.
+    /// Submits the deferred launches. The event is complete when everything in the compute stream
+    /// so far is done.
     fn submit_batch(&self, state: &mut SubmitterState) -> Result<Arc<Event>> {
         let SubmitterState { batch, graphs, measured } = state;
         let LaunchBatch { launches, waits, completion } = std::mem::take(batch);
@@ -257,7 +260,8 @@ impl Submitter {
         })
     }
 
-    /// The event of the last write to a buffer, which is submitted if it was deferred. `None`: nothing has written it.
+    /// The event of the last write to a buffer, which is submitted if it was deferred. `None`:
+    /// nothing has written it.
     ///
     /// # Errors
     /// The error of that write.
@@ -271,8 +275,8 @@ impl Submitter {
         Ok(write.and_then(|completion| completion.event().cloned()))
     }
 
-    /// What is submitted to `stream` from now on begins when it may read `reads` and write `writes`. The stream is not of the
-    /// backend.
+    /// What is submitted to `stream` from now on begins when it may read `reads` and write
+    /// `writes`. The stream is not of the backend.
     pub(super) fn order(
         &self,
         stream: &Stream,
@@ -291,8 +295,8 @@ impl Submitter {
         events.try_for_each(|event| stream.wait(event)).map_err(|error| self.status.error(operation, &error))
     }
 
-    /// What `stream` has been given so far reads `reads` and writes `writes`. The stream is not of the backend. The event is complete
-    /// when it is done.
+    /// What `stream` has been given so far reads `reads` and writes `writes`. The stream is not of
+    /// the backend. The event is complete when it is done.
     pub(super) fn note(
         &self,
         stream: &Stream,
@@ -316,7 +320,8 @@ impl Submitter {
         self.state().measured = on.then(Vec::new);
     }
 
-    /// The launches that were measured since the last call, with their times in milliseconds. All are complete.
+    /// The launches that were measured since the last call, with their times in milliseconds. All
+    /// are complete.
     pub(super) fn measured(&self) -> Result<Vec<(Vec<String>, f64)>> {
         let batches = self.state().measured.as_mut().map(std::mem::take).unwrap_or_default();
         let time = |MeasuredBatch { kernels, begin, end }: MeasuredBatch| {
@@ -335,7 +340,8 @@ impl Submitter {
 /// Operations of other streams that an operation on these buffers has to wait for, each once.
 ///
 /// # Errors
-/// The error of the last write to one of the buffers, if it failed: its contents are not what was to be written.
+/// The error of the last write to one of the buffers, if it failed: its contents are not what was
+/// to be written.
 fn dependencies(
     kind: Option<StreamKind>,
     reads: &[&CudaBuffer],

@@ -1,10 +1,12 @@
-//! Which kernels a device has been given and may not have run yet. An error of a device that hangs names them.
+//! Which kernels a device has been given and may not have run yet. An error of a device that hangs
+//! names them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::{Event, Function};
 
-/// Launches of the compute stream that were not complete when they were last looked at, the oldest first.
+/// Launches of the compute stream that were not complete when they were last looked at, the oldest
+/// first.
 #[derive(Debug, Default)]
 pub(super) struct UnfinishedLaunches(Mutex<Vec<Submitted>>);
 
@@ -28,7 +30,8 @@ impl UnfinishedLaunches {
         all.push(Submitted { functions, event: event.clone() });
     }
 
-    /// The kernels of which the device runs one now, unless it waits for something else first. None if all are complete.
+    /// The kernels of which the device runs one now, unless it waits for something else first. None
+    /// if all are complete.
     pub(super) fn running(&self) -> Vec<String> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         forget_complete(&mut all);
@@ -43,7 +46,8 @@ impl UnfinishedLaunches {
 }
 
 fn forget_complete(all: &mut Vec<Submitted>) {
-    // A stream completes its events in their order. One that cannot be asked is of a device that is lost.
+    // A stream completes its events in their order. One that cannot be asked is of a device that is
+    // lost.
     let complete = all.partition_point(|submitted| submitted.event.is_complete().unwrap_or(true));
     all.drain(..complete);
 }

@@ -9,7 +9,8 @@ pub(super) use cudarc::driver::sys::{
 
 type ElapsedTime = unsafe extern "C" fn(*mut c_float, CUevent, CUevent) -> CUresult;
 
-/// The milliseconds between two events. Every driver has it; its second version, which the bindings have, is of CUDA 12.8.
+/// The milliseconds between two events. Every driver has it; its second version, which the bindings
+/// have, is of CUDA 12.8.
 ///
 /// # Safety
 /// `ms` is valid for a write, and the events exist.

@@ -16,7 +16,8 @@ use super::stream::Stream;
 /// Where a caller's pointer points to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PointsTo {
-    /// Nothing that the driver knows: memory of the host that is not pinned, or memory that was freed.
+    /// Nothing that the driver knows: memory of the host that is not pinned, or memory that was
+    /// freed.
     Nothing,
     /// Pinned memory of the host.
     Host,
@@ -24,7 +25,8 @@ pub(crate) enum PointsTo {
     Device {
         /// The device's index.
         ordinal: usize,
-        /// Whether kernels in this context may use it: it belongs to this context, or to a memory pool.
+        /// Whether kernels in this context may use it: it belongs to this context, or to a memory
+        /// pool.
         here: bool,
     },
 }
@@ -36,8 +38,8 @@ impl Context {
         let _current = self.push()?;
         let mut kind: c_uint = 0;
         let attribute = Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-        // SAFETY: this attribute is an unsigned int, and the driver writes it to `kind`, a local. It does not dereference the
-        // address, and refuses one that it does not know.
+        // SAFETY: this attribute is an unsigned int, and the driver writes it to `kind`, a local. It does
+        // not dereference the address, and refuses one that it does not know.
         let asked = check("cuPointerGetAttribute", unsafe {
             sys::cuPointerGetAttribute((&raw mut kind).cast::<c_void>(), attribute, address)
         });
@@ -64,12 +66,13 @@ impl Context {
         Ok(PointsTo::Device { ordinal: usize::try_from(ordinal).unwrap_or(usize::MAX), here })
     }
 
-    /// The addresses of the allocation, or of the mapping, that has `address`. `None` if the driver does not tell.
+    /// The addresses of the allocation, or of the mapping, that has `address`. `None` if the driver
+    /// does not tell.
     pub(crate) fn allocation_of(&self, address: u64) -> Result<Option<Range<u64>>> {
         let _current = self.push()?;
         let (mut base, mut bytes) = (0, 0);
-        // SAFETY: this context is current. The driver writes an address and a size to two locals. It does not dereference the
-        // address, and refuses one that it does not know.
+        // SAFETY: this context is current. The driver writes an address and a size to two locals. It does
+        // not dereference the address, and refuses one that it does not know.
         let asked = check("cuMemGetAddressRange_v2", unsafe {
             sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut bytes, address)
         });
@@ -87,8 +90,8 @@ fn known(asked: Result<()>) -> Result<Option<()>> {
     }
 }
 
-/// A stream that belongs to a caller of this crate, for example PyTorch's current stream, or one that a caller has by
-/// [`Self::new`].
+/// A stream that belongs to a caller of this crate, for example PyTorch's current stream, or one
+/// that a caller has by [`Self::new`].
 #[derive(Debug)]
 pub struct CallerStream {
     raw: Handle<sys::CUstream_st>,
@@ -107,8 +110,9 @@ pub(crate) enum StreamState {
 }
 
 impl CallerStream {
-    /// The stream `handle`: a `CUstream`, which is also a `cudaStream_t`. Null is the default stream of the device's primary
-    /// context, `CU_STREAM_PER_THREAD` the one of the thread that uses this value.
+    /// The stream `handle`: a `CUstream`, which is also a `cudaStream_t`. Null is the default
+    /// stream of the device's primary context, `CU_STREAM_PER_THREAD` the one of the thread
+    /// that uses this value.
     ///
     /// # Safety
     /// The stream exists as long as this value.
@@ -130,8 +134,8 @@ impl CallerStream {
     pub(crate) fn state(&self, context: &Context) -> Result<StreamState> {
         let _current = context.push()?;
         let mut owner = ptr::null_mut();
-        // SAFETY: the caller guarantees that the stream exists (see `from_raw`). The driver writes one handle to `owner`, a local.
-        // For the default stream that is the current context.
+        // SAFETY: the caller guarantees that the stream exists (see `from_raw`). The driver writes one
+        // handle to `owner`, a local. For the default stream that is the current context.
         check("cuStreamGetCtx", unsafe { sys::cuStreamGetCtx(self.raw.0, &raw mut owner) })?;
         if owner != context.raw.0 {
             return Ok(StreamState::Elsewhere);
@@ -143,12 +147,14 @@ impl CallerStream {
         Ok(if idle { StreamState::Usable } else { StreamState::Capturing })
     }
 
-    /// An event that is complete when everything submitted to this stream so far is done. The stream is usable.
+    /// An event that is complete when everything submitted to this stream so far is done. The
+    /// stream is usable.
     pub(crate) fn record(&self, context: &Arc<Context>) -> Result<Event> {
         Event::record(context, &self.raw)
     }
 
-    /// Operations that are submitted to this stream later begin after `event` is complete. The stream is usable.
+    /// Operations that are submitted to this stream later begin after `event` is complete. The
+    /// stream is usable.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
         event.awaited_by(&self.raw)
     }

@@ -16,8 +16,8 @@ pub(super) struct Handle<T>(pub(super) *mut T);
 
 // SAFETY: the driver API takes a handle from any thread, not only from the one that created it.
 unsafe impl<T> Send for Handle<T> {}
-// SAFETY: the driver API locks internally and may be called from several threads with one handle. The exception, a graph
-// that is launched, is behind `&mut` (see `Stream::launch_graph`).
+// SAFETY: the driver API locks internally and may be called from several threads with one handle.
+// The exception, a graph that is launched, is behind `&mut` (see `Stream::launch_graph`).
 unsafe impl<T> Sync for Handle<T> {}
 
 /// The primary context of a device. The whole process shares it.
@@ -42,8 +42,8 @@ impl Context {
         self.ordinal
     }
 
-    /// Makes this context current on the calling thread until the guard is dropped. Then the context of before is current
-    /// again: the thread may be of a caller that uses CUDA itself.
+    /// Makes this context current on the calling thread until the guard is dropped. Then the
+    /// context of before is current again: the thread may be of a caller that uses CUDA itself.
     pub(crate) fn push(&self) -> Result<Current<'_>> {
         // SAFETY: the context is retained until `self` is dropped, so the handle is valid.
         check("cuCtxPushCurrent_v2", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) })?;
@@ -60,7 +60,8 @@ impl Context {
     }
 }
 
-/// While this lives, a context is current on the thread that made it. Not `Send`: contexts are current for a thread.
+/// While this lives, a context is current on the thread that made it. Not `Send`: contexts are
+/// current for a thread.
 #[derive(Debug)]
 pub(crate) struct Current<'a>(PhantomData<(&'a Context, *const ())>);
 
@@ -68,8 +69,9 @@ impl Drop for Current<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
         // An error has no receiver here.
-        // SAFETY: `Context::push` pushed a context on this thread. Guards are dropped in the reverse order of their creation,
-        // so that context is the topmost one. The driver writes one handle to `popped`, a local.
+        // SAFETY: `Context::push` pushed a context on this thread. Guards are dropped in the reverse order
+        // of their creation, so that context is the topmost one. The driver writes one handle to
+        // `popped`, a local.
         let _ = check("cuCtxPopCurrent_v2", unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) });
     }
 }
@@ -77,8 +79,8 @@ impl Drop for Current<'_> {
 impl Drop for Context {
     fn drop(&mut self) {
         // An error has no receiver here.
-        // SAFETY: `retain` retained the context of `device` once, and this releases it once. Every value that calls the
-        // driver in this context holds an `Arc` of it, so none is left.
+        // SAFETY: `retain` retained the context of `device` once, and this releases it once. Every value
+        // that calls the driver in this context holds an `Arc` of it, so none is left.
         let _ =
             check("cuDevicePrimaryCtxRelease_v2", unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) });
     }

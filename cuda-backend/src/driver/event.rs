@@ -8,7 +8,8 @@ use super::call::check;
 use super::context::{Context, Handle};
 use super::error::Result;
 
-/// A point in a stream. Complete when everything that was submitted to the stream before it is done.
+/// A point in a stream. Complete when everything that was submitted to the stream before it is
+/// done.
 #[derive(Debug)]
 pub(crate) struct Event {
     raw: Handle<sys::CUevent_st>,
@@ -16,7 +17,8 @@ pub(crate) struct Event {
 }
 
 impl Event {
-    /// An event that is complete when everything submitted to a stream of `context` so far is done. The stream exists.
+    /// An event that is complete when everything submitted to a stream of `context` so far is done.
+    /// The stream exists.
     pub(super) fn record(context: &Arc<Context>, stream: &Handle<sys::CUstream_st>) -> Result<Self> {
         Self::record_with(context, stream, sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING)
     }
@@ -42,21 +44,23 @@ impl Event {
         Ok(event)
     }
 
-    /// Operations that are submitted to `stream` later begin after this event is complete. The stream is of the event's context
-    /// and exists.
+    /// Operations that are submitted to `stream` later begin after this event is complete. The
+    /// stream is of the event's context and exists.
     pub(super) fn awaited_by(&self, stream: &Handle<sys::CUstream_st>) -> Result<()> {
         let _current = self.context.push()?;
-        // SAFETY: the context is current. Both handles are valid during the call, and the driver keeps what it needs of the
-        // event, which may be destroyed before the wait is over.
+        // SAFETY: the context is current. Both handles are valid during the call, and the driver keeps what
+        // it needs of the event, which may be destroyed before the wait is over.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0, self.raw.0, 0) })
     }
 
-    /// Milliseconds of the device from this event to a later one. Both keep their time and are complete.
+    /// Milliseconds of the device from this event to a later one. Both keep their time and are
+    /// complete.
     pub(crate) fn ms_until(&self, later: &Self) -> Result<f64> {
         let _current = self.context.push()?;
         let mut ms = 0.0_f32;
-        // SAFETY: the context is current, and both handles are valid until their events are dropped. The driver writes one float to
-        // `ms`, a local. It refuses events that keep no time or are not complete.
+        // SAFETY: the context is current, and both handles are valid until their events are dropped. The
+        // driver writes one float to `ms`, a local. It refuses events that keep no time or are not
+        // complete.
         check("cuEventElapsedTime", unsafe {
             sys::cuEventElapsedTime(&raw mut ms, self.raw.0, later.raw.0)
         })?;
@@ -78,8 +82,8 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.push() {
-            // SAFETY: `record` created the event, `self` owns it, and nothing uses the handle after this. The driver
-            // allows destroying an event that is not complete.
+            // SAFETY: `record` created the event, `self` owns it, and nothing uses the handle after this. The
+            // driver allows destroying an event that is not complete.
             let _ = check("cuEventDestroy_v2", unsafe { sys::cuEventDestroy_v2(self.raw.0) });
         }
     }

@@ -14,8 +14,8 @@ use super::stream::Stream;
 
 /// An executable graph of launches, each of which begins when the one before it is done.
 ///
-/// The graph has its own copy of the arguments. The functions that it launches must stay loaded. If it is dropped while the
-/// device runs it, it runs to its end, and the driver frees it then.
+/// The graph has its own copy of the arguments. The functions that it launches must stay loaded. If
+/// it is dropped while the device runs it, it runs to its end, and the driver frees it then.
 #[derive(Debug)]
 pub(crate) struct Graph {
     raw: Handle<sys::CUgraphExec_st>,
@@ -49,9 +49,10 @@ impl Graph {
             };
             let dependencies = [previous];
             let count = usize::from(index > 0);
-            // SAFETY: the graph's handle is valid. The driver reads `count` (0 or 1) handles from `dependencies`, the node that
-            // this graph got last. It reads `node` and copies the kernel's only argument before it returns;
-            // `launch.arguments` has at least its size (see `Launch`). It writes one handle to `previous`.
+            // SAFETY: the graph's handle is valid. The driver reads `count` (0 or 1) handles from
+            // `dependencies`, the node that this graph got last. It reads `node` and copies the
+            // kernel's only argument before it returns; `launch.arguments` has at least its size
+            // (see `Launch`). It writes one handle to `previous`.
             check("cuGraphAddKernelNode_v2", unsafe {
                 sys::cuGraphAddKernelNode_v2(
                     &raw mut previous,
@@ -63,8 +64,8 @@ impl Graph {
             })?;
         }
         let mut raw = ptr::null_mut();
-        // SAFETY: the context is current and the graph's handle is valid. The driver writes one handle to `raw`, a local. 0:
-        // no flags.
+        // SAFETY: the context is current and the graph's handle is valid. The driver writes one handle to
+        // `raw`, a local. 0: no flags.
         check("cuGraphInstantiateWithFlags", unsafe {
             sys::cuGraphInstantiateWithFlags(&raw mut raw, description.0, 0)
         })?;
@@ -73,11 +74,13 @@ impl Graph {
 }
 
 impl Stream {
-    /// Submits all launches of a graph. `&mut`: a graph must not be used by several threads at a time.
+    /// Submits all launches of a graph. `&mut`: a graph must not be used by several threads at a
+    /// time.
     pub(crate) fn launch_graph(&self, graph: &mut Graph) -> Result<()> {
         let _current = self.context.push()?;
-        // SAFETY: the context is current, both handles are valid, and `&mut` excludes other users of the graph. The functions
-        // that it launches are loaded: `GraphCache` keeps the launches beside the graph.
+        // SAFETY: the context is current, both handles are valid, and `&mut` excludes other users of the
+        // graph. The functions that it launches are loaded: `GraphCache` keeps the launches beside
+        // the graph.
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(graph.raw.0, self.raw.0) })
     }
 }
@@ -85,8 +88,8 @@ impl Stream {
 impl Drop for Graph {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.push() {
-            // SAFETY: cuGraphInstantiateWithFlags made the graph, `self` owns it, and nothing uses the handle after this. The
-            // driver allows destroying a graph that is running.
+            // SAFETY: cuGraphInstantiateWithFlags made the graph, `self` owns it, and nothing uses the handle
+            // after this. The driver allows destroying a graph that is running.
             let _ = check("cuGraphExecDestroy", unsafe { sys::cuGraphExecDestroy(self.raw.0) });
         }
     }

@@ -65,8 +65,8 @@ pub(crate) fn load() -> std::result::Result<(), Unavailable> {
 }
 
 fn try_load() -> std::result::Result<(), Unavailable> {
-    // SAFETY: this loads a shared library and runs its initialisers. The names that cudarc tries are those of NVIDIA's
-    // driver, whose initialisers are meant to be run by any process.
+    // SAFETY: this loads a shared library and runs its initialisers. The names that cudarc tries are
+    // those of NVIDIA's driver, whose initialisers are meant to be run by any process.
     if !unsafe { sys::is_culib_present() } {
         if !can_load_drivers() {
             let why =
@@ -86,7 +86,8 @@ fn try_load() -> std::result::Result<(), Unavailable> {
             return Err(Unavailable { why, remedy: "install a newer driver".into() });
         }
     }
-    // SAFETY: cuInit is the first call and takes no pointer. It may be called more than once in a process.
+    // SAFETY: cuInit is the first call and takes no pointer. It may be called more than once in a
+    // process.
     check("cuInit", unsafe { sys::cuInit(0) }).map_err(Unavailable::from)
 }
 

@@ -31,8 +31,8 @@ impl DeviceMemory {
         Ok(Self { address, bytes, context: context.clone(), owner: None })
     }
 
-    /// Memory of a caller, allocated until `owner` is dropped. A wrong address is an error of the device: the host never
-    /// dereferences it.
+    /// Memory of a caller, allocated until `owner` is dropped. A wrong address is an error of the
+    /// device: the host never dereferences it.
     pub(crate) fn of_caller(
         context: &Arc<Context>,
         address: u64,
@@ -58,14 +58,15 @@ impl Drop for DeviceMemory {
             return;
         }
         if let Ok(_current) = self.context.push() {
-            // SAFETY: the context is current. cuMemAlloc returned the address, `self` owns it, and this frees it once. The
-            // host never dereferences a device address.
+            // SAFETY: the context is current. cuMemAlloc returned the address, `self` owns it, and this frees
+            // it once. The host never dereferences a device address.
             let _ = check("cuMemFree_v2", unsafe { sys::cuMemFree_v2(self.address) });
         }
     }
 }
 
-/// Page-locked memory of the host, which the device reads and writes without the CPU. All bytes are initialised.
+/// Page-locked memory of the host, which the device reads and writes without the CPU. All bytes are
+/// initialised.
 #[derive(Debug)]
 pub(crate) struct PinnedMemory {
     pub(super) raw: Handle<c_void>,
@@ -102,8 +103,9 @@ impl PinnedMemory {
 
     /// The bytes in use.
     pub(crate) fn contents(&self) -> &[u8] {
-        // SAFETY: `used` is at most the size of the allocation, whose bytes `new` initialised. The device does not write
-        // meanwhile: during a copy only a `PendingCopy` has the memory, and it gives no access to it.
+        // SAFETY: `used` is at most the size of the allocation, whose bytes `new` initialised. The device
+        // does not write meanwhile: during a copy only a `PendingCopy` has the memory, and it gives
+        // no access to it.
         unsafe { std::slice::from_raw_parts(self.raw.0.cast::<u8>().cast_const(), self.used) }
     }
 
@@ -117,8 +119,8 @@ impl PinnedMemory {
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.push() {
-            // SAFETY: the context is current. cuMemHostAlloc returned the address, `self` owns it, and this frees it once. No
-            // copy is pending: a `PendingCopy` does not drop its memory.
+            // SAFETY: the context is current. cuMemHostAlloc returned the address, `self` owns it, and this
+            // frees it once. No copy is pending: a `PendingCopy` does not drop its memory.
             let _ = check("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.raw.0) });
         }
     }

@@ -1,9 +1,11 @@
-//! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` and `nccl/` this is all the
-//! unsafe code of the crate, apart from the declaration of `CudaTensor::from_cuda`.
+//! The CUDA driver API as types that free what they own. Together with `images/nvrtc.rs` and
+//! `nccl/` this is all the unsafe code of the crate, apart from the declaration of
+//! `CudaTensor::from_cuda`.
 //!
-//! The bindings are cudarc's. They load the library at run time and panic where the library or a symbol is missing.
-//! Therefore [`load`] looks for all symbols first, and nothing else in this folder is called before it succeeded. Every
-//! call that needs a context pushes it and pops it again, so any thread may call and its own context stays current.
+//! The bindings are cudarc's. They load the library at run time and panic where the library or a
+//! symbol is missing. Therefore [`load`] looks for all symbols first, and nothing else in this
+//! folder is called before it succeeded. Every call that needs a context pushes it and pops it
+//! again, so any thread may call and its own context stays current.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
 mod bindings;

@@ -12,7 +12,8 @@ use super::context::{Context, Handle};
 use super::error::{DriverError, Result};
 use crate::kernels::TensorMap;
 
-/// The driver's encoding of a tensor map for TMA. Needs no context and reads nothing of the tensor itself.
+/// The driver's encoding of a tensor map for TMA. Needs no context and reads nothing of the tensor
+/// itself.
 pub(crate) fn encode_tensor_map(map: &TensorMap) -> Result<TensorMap> {
     use sys::CUtensorMapDataType_enum as Type;
     let data_type = match map.data_type {
@@ -22,9 +23,10 @@ pub(crate) fn encode_tensor_map(map: &TensorMap) -> Result<TensorMap> {
     // Not the bindings' type: the driver of CUDA 13 wants an address that is a multiple of 128.
     let mut encoded = TensorMap::default();
     let data = ptr::without_provenance_mut(usize::try_from(map.data).expect("an address"));
-    // SAFETY: the driver writes 128 bytes to `encoded`, a local of that size and alignment. It reads `rank` extents, `rank` - 1 strides,
-    // `rank` box extents and `rank` element strides; the rank is 4 (see `TensorMap::new`), and the arrays have 5, 4, 5 and 5.
-    // It stores the address of the tensor and does not dereference it.
+    // SAFETY: the driver writes 128 bytes to `encoded`, a local of that size and alignment. It reads
+    // `rank` extents, `rank` - 1 strides, `rank` box extents and `rank` element strides; the rank
+    // is 4 (see `TensorMap::new`), and the arrays have 5, 4, 5 and 5. It stores the address of the
+    // tensor and does not dereference it.
     check("cuTensorMapEncodeTiled", unsafe {
         sys::cuTensorMapEncodeTiled(
             (&raw mut encoded).cast::<sys::CUtensorMap>(),
@@ -60,11 +62,13 @@ pub(crate) struct Function {
     _module: Arc<Module>,
 }
 
-/// A launch of a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared memory per block.
+/// A launch of a kernel over `grid` blocks of `threads`, with `shared_bytes` of dynamic shared
+/// memory per block.
 ///
-/// Kernels take one struct by value. `arguments` are its bytes: the struct of `kernels/arguments.rs` that belongs to the
-/// kernel, whose size the emulator's tests compare with the kernel's. A wrong address in it is an error of the device: the
-/// addresses are of device memory, and no kernel is given one of the host.
+/// Kernels take one struct by value. `arguments` are its bytes: the struct of
+/// `kernels/arguments.rs` that belongs to the kernel, whose size the emulator's tests compare with
+/// the kernel's. A wrong address in it is an error of the device: the addresses are of device
+/// memory, and no kernel is given one of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Launch {
     pub(crate) function: Arc<Function>,
@@ -83,10 +87,11 @@ impl Module {
         let mut options = [Option::CU_JIT_ERROR_LOG_BUFFER, Option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
         let mut values = [log.as_mut_ptr().cast::<c_void>(), ptr::without_provenance_mut(log.len() - 1)];
         let mut raw = ptr::null_mut();
-        // SAFETY: the context is current. The driver finds the end of the image by the ELF header or by the zero byte: images
-        // come from nvcc or NVRTC, those from the cache are protected by a hash, and all that the headers of a replacement name is
-        // inside (see `images::Replacement`). It reads two options and their values,
-        // writes at most 4095 bytes to `log`, which has 4096, and one handle to `raw`, a local.
+        // SAFETY: the context is current. The driver finds the end of the image by the ELF header or by the
+        // zero byte: images come from nvcc or NVRTC, those from the cache are protected by a hash,
+        // and all that the headers of a replacement name is inside (see `images::Replacement`). It
+        // reads two options and their values, writes at most 4095 bytes to `log`, which has 4096,
+        // and one handle to `raw`, a local.
         let loaded = check("cuModuleLoadDataEx", unsafe {
             sys::cuModuleLoadDataEx(
                 &raw mut raw,
@@ -109,15 +114,17 @@ impl Module {
         let _current = self.context.push()?;
         let text = CString::new(name).expect("names of kernels have no zero byte");
         let mut raw = ptr::null_mut();
-        // SAFETY: the context is current and the module is loaded. `text` ends with a zero byte and lives during the call. The
-        // driver writes one handle to `raw`, a local; the handle is valid while the module is loaded.
+        // SAFETY: the context is current and the module is loaded. `text` ends with a zero byte and lives
+        // during the call. The driver writes one handle to `raw`, a local; the handle is valid
+        // while the module is loaded.
         check("cuModuleGetFunction", unsafe {
             sys::cuModuleGetFunction(&raw mut raw, self.raw.0, text.as_ptr())
         })?;
         if shared_bytes > 48 * 1024 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let bytes = c_int::try_from(shared_bytes).unwrap_or(c_int::MAX);
-            // SAFETY: `raw` was found a moment ago in a module that is loaded. The driver refuses a value that is too large.
+            // SAFETY: `raw` was found a moment ago in a module that is loaded. The driver refuses a value
+            // that is too large.
             check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(raw, attribute, bytes) })?;
         }
         Ok(Function { raw: Handle(raw), name: name.to_owned(), _module: self.clone() })
@@ -143,8 +150,8 @@ impl Drop for Module {
     /// To be dropped when the device no longer runs its kernels.
     fn drop(&mut self) {
         if let Ok(_current) = self.context.push() {
-            // SAFETY: the context is current. cuModuleLoadDataEx made the module and `self` owns it. No function of it is left:
-            // each holds an `Arc` of the module.
+            // SAFETY: the context is current. cuModuleLoadDataEx made the module and `self` owns it. No
+            // function of it is left: each holds an `Arc` of the module.
             let _ = check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.raw.0) });
         }
     }

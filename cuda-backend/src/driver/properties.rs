@@ -59,7 +59,8 @@ pub(crate) fn properties(ordinal: usize) -> Result<DeviceProperties> {
 pub(super) fn device(ordinal: usize) -> Result<sys::CUdevice> {
     let mut device = 0;
     let ordinal = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
-    // SAFETY: the driver refuses an ordinal that it does not have. It writes one int to `device`, a local.
+    // SAFETY: the driver refuses an ordinal that it does not have. It writes one int to `device`, a
+    // local.
     check("cuDeviceGet", unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
     Ok(device)
 }

@@ -20,7 +20,8 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// A stream that does not synchronise with the default stream. `urgent`: with the highest priority.
+    /// A stream that does not synchronise with the default stream. `urgent`: with the highest
+    /// priority.
     pub(crate) fn new(context: &Arc<Context>, urgent: bool) -> Result<Self> {
         let _current = context.push()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
@@ -59,9 +60,10 @@ impl Stream {
         let _current = self.context.push()?;
         let mut arguments = [launch.arguments.as_ptr().cast_mut().cast::<c_void>()];
         let [x, y, z] = launch.grid;
-        // SAFETY: stream and function are of the current context, and both handles are valid: the launch keeps the module
-        // loaded. The driver reads one argument, of the size of the kernel's only parameter, from `arguments[0]` before it
-        // returns; `launch.arguments` has at least that size (see `Launch`).
+        // SAFETY: stream and function are of the current context, and both handles are valid: the launch
+        // keeps the module loaded. The driver reads one argument, of the size of the kernel's only
+        // parameter, from `arguments[0]` before it returns; `launch.arguments` has at least that
+        // size (see `Launch`).
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 launch.function.raw.0,
@@ -83,8 +85,9 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.push() {
-            // SAFETY: `new` created the stream, `self` owns it, and nothing uses the handle after this. Work that is still in
-            // the stream is done by the device nonetheless, and the driver frees the stream afterwards.
+            // SAFETY: `new` created the stream, `self` owns it, and nothing uses the handle after this. Work
+            // that is still in the stream is done by the device nonetheless, and the driver frees
+            // the stream afterwards.
             let _ = check("cuStreamDestroy_v2", unsafe { sys::cuStreamDestroy_v2(self.raw.0) });
         }
     }

@@ -18,7 +18,8 @@ pub(crate) fn read(path: &Path) -> Option<Vec<u8>> {
     (blake3::hash(&bytes).as_bytes() == file.as_slice()).then_some(bytes)
 }
 
-/// Writes a file. A process that reads it at the same time finds the old contents or all of the new ones.
+/// Writes a file. A process that reads it at the same time finds the old contents or all of the new
+/// ones.
 pub(crate) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {

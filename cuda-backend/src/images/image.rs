@@ -1,4 +1,5 @@
-//! The image of the kernels for a device: embedded in this library, from the cache, or compiled by NVRTC.
+//! The image of the kernels for a device: embedded in this library, from the cache, or compiled by
+//! NVRTC.
 
 use std::path::{Path, PathBuf};
 
@@ -40,11 +41,13 @@ struct Embedded<'a> {
 #[derive(Clone, Copy, Debug)]
 enum Source<'a> {
     Embedded(&'a str, &'a [u8]),
-    /// NVRTC, for this architecture (10 · major + minor): machine code if it is the device's own, else PTX.
+    /// NVRTC, for this architecture (10 · major + minor): machine code if it is the device's own,
+    /// else PTX.
     Compiler(Nvrtc, u32),
 }
 
-/// Whether there are kernels for a device of this compute capability (10 · major + minor) that this driver loads. Compiles nothing.
+/// Whether there are kernels for a device of this compute capability (10 · major + minor) that this
+/// driver loads. Compiles nothing.
 ///
 /// # Errors
 /// What is missing, and the driver that would be new enough.
@@ -52,8 +55,8 @@ pub(crate) fn check(capability: u32, driver: u32) -> Result<(), Unavailable> {
     source(capability, driver).map(drop)
 }
 
-/// The image for a device of this compute capability and this version of the driver. `cache`: folder for images that NVRTC
-/// compiled.
+/// The image for a device of this compute capability and this version of the driver. `cache`:
+/// folder for images that NVRTC compiled.
 pub(crate) fn image(capability: u32, driver: u32, cache: Option<&Path>) -> Result<Image, NoImage> {
     let (compiler, newest) = match source(capability, driver).map_err(|why| NoImage(why.to_string()))? {
         Source::Embedded(name, packed) => {
@@ -69,7 +72,8 @@ pub(crate) fn image(capability: u32, driver: u32, cache: Option<&Path>) -> Resul
         (false, _) => format!("compute_{newest}"),
     };
     let wgmma = architecture == HOPPER;
-    // The same text for an image from the cache: sessions compare it to see whether the devices of their ranks differ.
+    // The same text for an image from the cache: sessions compare it to see whether the devices of
+    // their ranks differ.
     let (major, minor) = compiler.version;
     let origin = format!("{architecture} by NVRTC {major}.{minor}");
     let file = cache.map(|folder| cache_file(folder, compiler, &architecture));
@@ -115,7 +119,8 @@ struct Code {
 }
 
 impl Code {
-    /// The oldest driver that loads it: of the same major version for machine code, as new as the toolkit for PTX.
+    /// The oldest driver that loads it: of the same major version for machine code, as new as the
+    /// toolkit for PTX.
     fn driver(self) -> u32 {
         if self.is_machine_code { self.toolkit / 1000 * 1000 } else { self.toolkit }
     }
@@ -125,8 +130,8 @@ impl Code {
     }
 }
 
-/// Why a driver has no kernels: it is too old for those that were `built` in, if there are any, and for what NVRTC would make, if it
-/// can be used.
+/// Why a driver has no kernels: it is too old for those that were `built` in, if there are any, and
+/// for what NVRTC would make, if it can be used.
 fn no_kernels(driver: u32, built: Option<Code>, compiled: Result<Code, String>) -> Unavailable {
     let needs = |code: Code| format!("need CUDA {}", version_text(code.driver()));
     let ours = match built {
@@ -157,8 +162,8 @@ fn no_kernels(driver: u32, built: Option<Code>, compiled: Result<Code, String>) 
     }
 }
 
-/// The best embedded image that runs on a device of this capability: a cubin for it, else one for an older device of its
-/// generation, else PTX for any newer device.
+/// The best embedded image that runs on a device of this capability: a cubin for it, else one for
+/// an older device of its generation, else PTX for any newer device.
 fn embedded<'a>(capability: u32, images: &'a [(&'a str, &'a [u8])]) -> Option<&'a (&'a str, &'a [u8])> {
     let number = |name: &str| -> Option<u32> {
         name.split_once('_').and_then(|(_, number)| number.trim_end_matches('a').parse().ok())

@@ -1,4 +1,5 @@
-//! Where the machine code of the kernels comes from: this library, a cache on disk, NVRTC, or a file that replaces some.
+//! Where the machine code of the kernels comes from: this library, a cache on disk, NVRTC, or a
+//! file that replaces some.
 
 mod cache;
 mod image;

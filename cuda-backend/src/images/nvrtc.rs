@@ -42,7 +42,8 @@ impl Nvrtc {
         LOADED.get_or_init(try_load).as_ref().copied().map_err(String::as_str)
     }
 
-    /// The newest architecture that NVRTC supports and a device of `capability` runs, as 10 · major + minor.
+    /// The newest architecture that NVRTC supports and a device of `capability` runs, as
+    /// 10 · major + minor.
     pub(crate) fn newest_architecture_for(self, capability: u32) -> Result<u32, String> {
         let mut count: c_int = 0;
         // SAFETY: `load` checked the symbol. NVRTC writes one int to `count`, a local.
@@ -59,7 +60,8 @@ impl Nvrtc {
         })
     }
 
-    /// Compiles all kernels: to a cubin for `sm_…`, to PTX that ends with a zero byte for `compute_…`.
+    /// Compiles all kernels: to a cubin for `sm_…`, to PTX that ends with a zero byte for
+    /// `compute_…`.
     pub(crate) fn compile(self, architecture: &str) -> Result<Vec<u8>, String> {
         self.compile_as(SOURCES[0].1, architecture)
     }
@@ -72,8 +74,8 @@ impl Nvrtc {
         let pointers = |texts: &[CString]| texts.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
         let (headers, includes) = (pointers(&texts[1..]), pointers(&names[1..]));
         let mut program = Program(ptr::null_mut());
-        // SAFETY: NVRTC writes one handle to a field of a local. All texts end with a zero byte, and they and the two lists, of
-        // the same length, outlive the call. NVRTC copies them.
+        // SAFETY: NVRTC writes one handle to a field of a local. All texts end with a zero byte, and they
+        // and the two lists, of the same length, outlive the call. NVRTC copies them.
         check(unsafe {
             sys::nvrtcCreateProgram(
                 &raw mut program.0,
@@ -89,8 +91,8 @@ impl Nvrtc {
             options.push(text("--split-compile=0"));
         }
         let count = c_int::try_from(options.len()).expect("few options");
-        // SAFETY: the program was created above and is not destroyed yet. NVRTC reads `count` texts, which end with a zero byte
-        // and outlive the call.
+        // SAFETY: the program was created above and is not destroyed yet. NVRTC reads `count` texts, which
+        // end with a zero byte and outlive the call.
         let compiled = unsafe { sys::nvrtcCompileProgram(program.0, count, pointers(&options).as_ptr()) };
         check(compiled).map_err(|error| format!("{error}\n{}", program.log()))?;
         program.image(architecture.starts_with("sm_"))
@@ -98,8 +100,8 @@ impl Nvrtc {
 }
 
 fn try_load() -> Result<Nvrtc, String> {
-    // SAFETY: this loads a shared library and runs its initialisers. The names that cudarc tries are those of NVRTC, whose
-    // initialisers are meant to be run by any process.
+    // SAFETY: this loads a shared library and runs its initialisers. The names that cudarc tries are
+    // those of NVRTC, whose initialisers are meant to be run by any process.
     if !unsafe { sys::is_culib_present() } {
         let name = if cfg!(windows) { "nvrtc64_130_0.dll" } else { "libnvrtc.so" };
         return Err(format!("{name} was not found"));
@@ -122,8 +124,8 @@ fn check(code: sys::nvrtcResult) -> Result<(), String> {
     if code == sys::nvrtcResult::NVRTC_SUCCESS {
         return Ok(());
     }
-    // SAFETY: NVRTC accepts any code and returns a constant text that ends with a zero byte and lives as long as the library,
-    // which is never unloaded.
+    // SAFETY: NVRTC accepts any code and returns a constant text that ends with a zero byte and lives
+    // as long as the library, which is never unloaded.
     let text = unsafe { CStr::from_ptr(sys::nvrtcGetErrorString(code)) };
     Err(format!("NVRTC: {} ({})", text.to_string_lossy(), code as u32))
 }
@@ -133,7 +135,8 @@ struct Program(sys::nvrtcProgram);
 impl Program {
     fn log(&self) -> String {
         let mut bytes = 0;
-        // SAFETY: `self` owns the program, which is not destroyed yet. NVRTC writes one size to `bytes`, a local.
+        // SAFETY: `self` owns the program, which is not destroyed yet. NVRTC writes one size to `bytes`, a
+        // local.
         if check(unsafe { sys::nvrtcGetProgramLogSize(self.0, &raw mut bytes) }).is_err() {
             return String::new();
         }
@@ -145,7 +148,8 @@ impl Program {
 
     fn image(&self, cubin: bool) -> Result<Vec<u8>, String> {
         let mut bytes = 0;
-        // SAFETY: `self` owns the program, which is not destroyed yet. NVRTC writes one size to `bytes`, a local.
+        // SAFETY: `self` owns the program, which is not destroyed yet. NVRTC writes one size to `bytes`, a
+        // local.
         check(unsafe {
             if cubin {
                 sys::nvrtcGetCUBINSize(self.0, &raw mut bytes)

@@ -6,9 +6,10 @@ use kyklos::{Error, Result};
 
 /// A cubin with some kernels: they are launched instead of those of the same names.
 ///
-/// Threads, shared memory and tile of a launch are those of the kernel that is replaced, and nothing in a cubin says for which tile it
-/// was made. The driver refuses a launch with more threads or more shared memory than the kernel can have. Any other difference is
-/// a wrong result, or an access outside of the buffers.
+/// Threads, shared memory and tile of a launch are those of the kernel that is replaced, and
+/// nothing in a cubin says for which tile it was made. The driver refuses a launch with more
+/// threads or more shared memory than the kernel can have. Any other difference is a wrong result,
+/// or an access outside of the buffers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Replacement {
     /// The file: all that its headers name is inside.
@@ -41,8 +42,9 @@ impl Replacement {
     }
 }
 
-/// The architecture of a cubin and the names of its kernels. `None` if it is no ELF file of CUDA, or if a section or segment of it is not
-/// inside: the driver reads them without knowing where the file ends.
+/// The architecture of a cubin and the names of its kernels. `None` if it is no ELF file of CUDA,
+/// or if a section or segment of it is not inside: the driver reads them without knowing where the
+/// file ends.
 fn contents(bytes: &[u8]) -> Option<(u32, Vec<String>)> {
     let at = |from: usize, size: usize| -> Option<usize> {
         let mut number = [0; 8];

@@ -1,5 +1,5 @@
-//! Arguments of the kernels, passed by value: the structs of `kernels/arguments.h`, field by field. Addresses are of device
-//! memory.
+//! Arguments of the kernels, passed by value: the structs of `kernels/arguments.h`, field by field.
+//! Addresses are of device memory.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -9,8 +9,8 @@ use bytemuck::{Pod, Zeroable};
 pub struct TensorArgument {
     /// Address of element (0, 0, 0).
     pub data: u64,
-    /// Distance between batch entries. This and the other strides count elements; for a mask tensor 32-bit words, in `repack`
-    /// bytes.
+    /// Distance between batch entries. This and the other strides count elements; for a mask tensor
+    /// 32-bit words, in `repack` bytes.
     pub batch_stride: u64,
     /// Distance between rows.
     pub row_stride: u64,
@@ -68,13 +68,15 @@ pub struct AttendArguments {
     pub scale: f32,
     /// See [`logits`].
     pub cap: f32,
-    /// 1: the state is not read, because it was not initialised. Every row of the grid is written, also one that sees no key.
+    /// 1: the state is not read, because it was not initialised. Every row of the grid is written,
+    /// also one that sees no key.
     pub fresh: u32,
     /// 0.
     pub reserved: u32,
 }
 
-/// Consecutive query heads that share a KV head and a tile of a decoding kernel; see [`crate::head_packs`].
+/// Consecutive query heads that share a KV head and a tile of a decoding kernel; see
+/// [`crate::head_packs`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct HeadPack {
@@ -88,8 +90,8 @@ pub struct HeadPack {
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct DecodeArguments {
-    /// As for the attention kernels, except: `a` and `ml` are `parts` states, one behind the other, which are written and not
-    /// read; `first_head` is 0.
+    /// As for the attention kernels, except: `a` and `ml` are `parts` states, one behind the other,
+    /// which are written and not read; `first_head` is 0.
     pub attend: AttendArguments,
     /// [`HeadPack`]s.
     pub packs: u64,
@@ -103,12 +105,14 @@ pub struct DecodeArguments {
     pub tile_blocks: u32,
 }
 
-/// Arguments of the kernels of the backward pass. Grid: (tiles of query rows or of keys, query heads or KV heads, batch entries).
+/// Arguments of the kernels of the backward pass. Grid: (tiles of query rows or of keys, query
+/// heads or KV heads, batch entries).
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct BackwardArguments {
-    /// As for the attention kernels, except: `starts` and `runs` are those of a [`crate::BackwardList`], `q_tiles` and
-    /// `first_tile` count on its side, `a` and `ml` are 0.
+    /// As for the attention kernels, except: `starts` and `runs` are those of a
+    /// [`crate::BackwardList`], `q_tiles` and `first_tile` count on its side, `a` and `ml` are
+    /// 0.
     pub attend: AttendArguments,
     /// Gradient of the output, shaped and aligned as q.
     pub d_o: TensorArgument,
@@ -116,7 +120,8 @@ pub struct BackwardArguments {
     pub stats: TensorArgument,
     /// The strides of `dk` and `dv`, f32 `[batch, keys, KV heads, dim]`. `data` is 0.
     pub d_kv: TensorArgument,
-    /// The strides of `d_bias`, f32 `[batch, rows, heads, positions]`: 0 where elements are shared. `data` is 0.
+    /// The strides of `d_bias`, f32 `[batch, rows, heads, positions]`: 0 where elements are shared.
+    /// `data` is 0.
     pub bias_sum: TensorArgument,
     /// The first element of the gradient of the bias, or 0.
     pub d_bias: u64,
@@ -194,7 +199,8 @@ pub struct StateArguments {
     pub dim: u32,
 }
 
-/// Arguments of `merge_parts`: merges states that are one behind the other into one state, in their order. Grid as above.
+/// Arguments of `merge_parts`: merges states that are one behind the other into one state, in their
+/// order. Grid as above.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct PartsArguments {
@@ -238,11 +244,13 @@ pub struct ConvertArguments {
     pub overflow: u64,
 }
 
-/// Arguments of `to_codes_…` and `from_codes_…`. Grid: ([`CodesKernel::blocks`](crate::CodesKernel)).
+/// Arguments of `to_codes_…` and `from_codes_…`. Grid:
+/// ([`CodesKernel::blocks`](crate::CodesKernel)).
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct CodesArguments {
-    /// Elements `[batch, tokens, heads, dim]`. This address and those of codes and scales are multiples of 16.
+    /// Elements `[batch, tokens, heads, dim]`. This address and those of codes and scales are
+    /// multiples of 16.
     pub data: u64,
     /// 8-bit codes, as many as elements.
     pub codes: u64,
@@ -262,7 +270,8 @@ pub struct CodesArguments {
     pub reserved: u32,
 }
 
-/// `scale` and `cap` of [`AttendArguments`]: logits are `scale · q·k`, or with a softcap `cap · tanh(scale · q·k)`.
+/// `scale` and `cap` of [`AttendArguments`]: logits are `scale · q·k`, or with a softcap `cap ·
+/// tanh(scale · q·k)`.
 pub fn logits(scale: f32, softcap: Option<f32>) -> (f32, f32) {
     softcap.map_or((scale, 0.0), |cap| (scale / cap, cap))
 }

@@ -5,8 +5,9 @@ use kyklos::{BlockWork, Dtype, MaskClass, TileShape};
 /// The tiles of work lists of the backward pass, for all kernels. They are square.
 pub const BACKWARD_TILE: TileShape = TileShape { q_rows: 64, kv_cols: 64 };
 
-/// Head dims of the tensor-core kernels, with the keys that the kernel of dQ, and the rows that the kernel of dK and dV, multiplies
-/// at a time. Another head dim uses the next larger kernel, padded with zeros in shared memory.
+/// Head dims of the tensor-core kernels, with the keys that the kernel of dQ, and the rows that the
+/// kernel of dK and dV, multiplies at a time. Another head dim uses the next larger kernel, padded
+/// with zeros in shared memory.
 const SIZES: [(u32, [u32; 2]); 5] =
     [(64, [32, 64]), (96, [64, 32]), (128, [64, 32]), (192, [32, 32]), (256, [16, 16])];
 
@@ -39,12 +40,14 @@ pub struct BackwardKernel {
     pub threads: u32,
     /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: u32,
-    /// Whether it is a kernel for Hopper, which takes [`crate::HopperBackwardArguments`]; others take [`crate::BackwardArguments`].
+    /// Whether it is a kernel for Hopper, which takes [`crate::HopperBackwardArguments`]; others
+    /// take [`crate::BackwardArguments`].
     pub wgmma: bool,
 }
 
 impl BackwardKernel {
-    /// The kernels for all devices of dQ, and of dK and dV, for a storage type and a head dim. `None` above a head dim of 256.
+    /// The kernels for all devices of dQ, and of dK and dV, for a storage type and a head dim.
+    /// `None` above a head dim of 256.
     pub fn both(dtype: Dtype, dim: u32) -> Option<[Self; 2]> {
         Some([Self::of(BackwardSums::Queries, dtype, dim)?, Self::of(BackwardSums::Keys, dtype, dim)?])
     }
@@ -54,18 +57,19 @@ impl BackwardKernel {
         Self::of(BackwardSums::Bias, dtype, dim)
     }
 
-    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperBackwardArguments`]. `None` for the gradient of a bias, for f32 and
-    /// above a head dim of 128.
+    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperBackwardArguments`]. `None` for
+    /// the gradient of a bias, for f32 and above a head dim of 128.
     pub fn hopper(makes: BackwardSums, dtype: Dtype, dim: u32) -> Option<Self> {
         let size = HOPPER_DIMS.into_iter().find(|size| dim <= *size)?;
-        // Bytes for the numbers of the moving rows: five for each, and a word of each of the two warps that write them.
+        // Bytes for the numbers of the moving rows: five for each, and a word of each of the two warps that
+        // write them.
         let (kind, numbers) = match makes {
             BackwardSums::Queries => ("queries", 0),
             BackwardSums::Keys => ("keys", (5 * 64 + 2) * 4),
             BackwardSums::Bias => return None,
         };
-        // Two tensors of 128 fixed rows; three stages with two tensors of 64 moving rows and their numbers; mbarriers of 8 bytes: one
-        // for the fixed rows and two for each stage.
+        // Two tensors of 128 fixed rows; three stages with two tensors of 64 moving rows and their numbers;
+        // mbarriers of 8 bytes: one for the fixed rows and two for each stage.
         let (fixed, moving, stages) = (128, 64, 3);
         let shared_bytes = 2 * (fixed + stages * moving) * size * 2 + stages * numbers + (1 + 2 * stages) * 8;
         let name = format!("hopper_{kind}_{dtype}_{size}");
@@ -96,7 +100,8 @@ impl BackwardKernel {
         let by_keys = makes != BackwardSums::Queries;
         let moving = moving[usize::from(by_keys)];
         let moving = if makes == BackwardSums::Bias { moving.min(32) } else { moving };
-        // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for each moving row.
+        // Two tensors of each side, those of the moving side in two stages; with keys, five numbers for
+        // each moving row.
         let numbers = if by_keys { 2 * 5 * 4 * moving } else { 0 };
         Some(Self {
             name: format!("{kind}_{dtype}_{size}"),
@@ -130,15 +135,17 @@ impl BackwardKernel {
 pub struct BackwardList {
     /// `[classes, tiles + 1]`: the index in `runs` at which the runs of each tile begin.
     pub starts: Vec<u32>,
-    /// First tile, number of tiles, and 1 if all their pairs are visible, else 0. In tiles of [`BackwardKernel::moving`].
+    /// First tile, number of tiles, and 1 if all their pairs are visible, else 0. In tiles of
+    /// [`BackwardKernel::moving`].
     pub runs: Vec<[u32; 3]>,
     /// Tiles of a class.
     pub tiles: u32,
 }
 
 impl BackwardList {
-    /// The list of `work`, in [`BACKWARD_TILE`]s, for a kernel. For a kernel that has keys it is transposed; if blocks have more rows
-    /// or keys than such a tile, its tiles are joined ones.
+    /// The list of `work`, in [`BACKWARD_TILE`]s, for a kernel. For a kernel that has keys it is
+    /// transposed; if blocks have more rows or keys than such a tile, its tiles are joined
+    /// ones.
     pub fn new(work: &BlockWork, kernel: &BackwardKernel) -> Self {
         let small = |n: usize| u32::try_from(n).expect("positions are u32, so what is counted over them is");
         let (rows, keys) = (work.classes[0].rows.len(), work.kv_positions.len());
@@ -188,8 +195,8 @@ fn by_rows(class: &MaskClass) -> Vec<Vec<[u32; 3]>> {
     of_tiles(class).map(|runs| runs.iter().map(flat).collect()).collect()
 }
 
-/// For each tile of keys the runs of query tiles that meet it. Takes a step for each pair of tiles, which costs little beside the
-/// work of a pair.
+/// For each tile of keys the runs of query tiles that meet it. Takes a step for each pair of tiles,
+/// which costs little beside the work of a pair.
 fn transposed(class: &MaskClass, key_tiles: usize) -> Vec<Vec<[u32; 3]>> {
     let mut of_keys: Vec<Vec<[u32; 3]>> = vec![Vec::new(); key_tiles];
     for (q_tile, runs) in (0..).zip(of_tiles(class)) {
@@ -209,10 +216,12 @@ fn transposed(class: &MaskClass, key_tiles: usize) -> Vec<Vec<[u32; 3]>> {
     of_keys
 }
 
-/// What some tiles meet, as runs of one tile: all pairs of a tile are visible if they are for each of them.
+/// What some tiles meet, as runs of one tile: all pairs of a tile are visible if they are for each
+/// of them.
 fn join(tiles: &[Vec<[u32; 3]>]) -> Vec<[u32; 3]> {
     let end = tiles.iter().flatten().map(|[first, count, _]| first + count).max().unwrap_or(0);
-    // For each tile of the other side: 1 for each that meets it, and 1 more if all their pairs are visible.
+    // For each tile of the other side: 1 for each that meets it, and 1 more if all their pairs are
+    // visible.
     let mut met = vec![0; end as usize];
     for [first, count, full] in tiles.iter().flatten() {
         met[*first as usize..][..*count as usize].iter_mut().for_each(|met| *met += 1 + *full as usize);
@@ -228,7 +237,8 @@ fn join(tiles: &[Vec<[u32; 3]>]) -> Vec<[u32; 3]> {
     runs
 }
 
-/// For each KV head the first query head that reads it, and behind them the number of query heads. `kv_head_of` ascends.
+/// For each KV head the first query head that reads it, and behind them the number of query heads.
+/// `kv_head_of` ascends.
 pub fn head_readers(kv_head_of: &[u32]) -> Vec<u32> {
     let kv_heads = kv_head_of.last().map_or(0, |last| last + 1);
     let first = |head| kv_head_of.partition_point(|of_query| *of_query < head);

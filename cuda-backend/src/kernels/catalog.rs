@@ -1,4 +1,5 @@
-//! The kernels: names, tile shapes, threads and shared memory. `kernels/kernels.cu` instantiates them.
+//! The kernels: names, tile shapes, threads and shared memory. `kernels/kernels.cu` instantiates
+//! them.
 
 use kyklos::{Dtype, TileShape};
 
@@ -8,17 +9,20 @@ pub const SMALL_THREADS: u32 = 256;
 /// Rows of a head per block, in the kernels on running states.
 pub const STATE_ROWS: u32 = SMALL_THREADS / 32;
 
-/// Head dims of the tensor-core kernels. Another head dim uses the next larger kernel, padded with zeros in shared memory.
+/// Head dims of the tensor-core kernels. Another head dim uses the next larger kernel, padded with
+/// zeros in shared memory.
 const DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 
-/// Head dims of the decoding kernels. They are bound by memory, and the padding is not read from memory, so few are enough.
+/// Head dims of the decoding kernels. They are bound by memory, and the padding is not read from
+/// memory, so few are enough.
 const DECODE_DIMS: [u32; 3] = [64, 128, 256];
 
-/// Head dims of the kernels for Hopper, with the keys of their tiles, and consumers of 64 query rows each. TMA pads with zeros.
+/// Head dims of the kernels for Hopper, with the keys of their tiles, and consumers of 64 query
+/// rows each. TMA pads with zeros.
 const HOPPER_DIMS: [(u32, u32, u32); 4] = [(64, 128, 3), (128, 128, 2), (192, 96, 2), (256, 80, 2)];
 
-/// The same of the kernel for calls in which every row sees every key: with more keys in a tile there are fewer tiles, and with a
-/// mask more of them would be computed in part.
+/// The same of the kernel for calls in which every row sees every key: with more keys in a tile
+/// there are fewer tiles, and with a mask more of them would be computed in part.
 const HOPPER_WIDE_DIM: (u32, u32, u32) = (128, 176, 2);
 
 /// Rows of a tile of the decoding kernels: query rows times heads of a pack.
@@ -33,12 +37,14 @@ pub struct AttendKernel {
     pub tile: TileShape,
     /// Threads per block.
     pub threads: u32,
-    /// Dynamic shared memory per block, in bytes. A function must be allowed to use more than 48 KiB.
+    /// Dynamic shared memory per block, in bytes. A function must be allowed to use more than 48
+    /// KiB.
     pub shared_bytes: u32,
 }
 
 impl AttendKernel {
-    /// The kernel for a storage type and a head dim: one block for each query tile of a head. `None` above 256.
+    /// The kernel for a storage type and a head dim: one block for each query tile of a head.
+    /// `None` above 256.
     pub fn tiled(dtype: Dtype, dim: u32) -> Option<Self> {
         let size = DIMS.into_iter().find(|size| dim <= *size)?;
         if dtype == Dtype::F32 {
@@ -48,8 +54,8 @@ impl AttendKernel {
         Some(Self::in_tiles("attend", dtype, size, if size <= 192 { 8 } else { 4 }))
     }
 
-    /// The decoding kernel, whose tiles hold the rows of up to `heads` query heads (1 to [`PACKED_ROWS`]) of a KV head. `None`
-    /// above a head dim of 256.
+    /// The decoding kernel, whose tiles hold the rows of up to `heads` query heads (1 to
+    /// [`PACKED_ROWS`]) of a KV head. `None` above a head dim of 256.
     pub fn decode(dtype: Dtype, dim: u32, heads: u32) -> Option<Self> {
         let size = DECODE_DIMS.into_iter().find(|size| dim <= *size)?;
         let mut kernel = if dtype == Dtype::F32 {
@@ -62,22 +68,22 @@ impl AttendKernel {
         Some(kernel)
     }
 
-    /// Blocks of the decoding kernel for one query tile of `rows` rows (of all heads of a pack), whose keys are split into
-    /// `parts`.
+    /// Blocks of the decoding kernel for one query tile of `rows` rows (of all heads of a pack),
+    /// whose keys are split into `parts`.
     pub fn tile_blocks(dtype: Dtype, rows: u32, parts: u32) -> u32 {
         // In f32 a warp computes one row of one part, and a block has 8 warps.
         if dtype == Dtype::F32 { (rows * parts).div_ceil(8) } else { parts }
     }
 
-    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and supports neither mask tensors nor bias
-    /// tensors. `None` for f32 and above a head dim of 256.
+    /// The kernel for Hopper (sm_90a), which takes [`crate::HopperArguments`] and supports neither
+    /// mask tensors nor bias tensors. `None` for f32 and above a head dim of 256.
     pub fn hopper(dtype: Dtype, dim: u32) -> Option<Self> {
         let shape = HOPPER_DIMS.into_iter().find(|(size, ..)| dim <= *size)?;
         Self::of_hopper("hopper", dtype, shape)
     }
 
-    /// A kernel like [`Self::hopper`], with larger tiles of keys, for calls without a mask. `None` for f32 and for head dims that have
-    /// none.
+    /// A kernel like [`Self::hopper`], with larger tiles of keys, for calls without a mask. `None`
+    /// for f32 and for head dims that have none.
     pub fn hopper_wide(dtype: Dtype, dim: u32) -> Option<Self> {
         let (size, ..) = HOPPER_DIMS.into_iter().find(|(size, ..)| dim <= *size)?;
         (size == HOPPER_WIDE_DIM.0).then(|| Self::of_hopper("hopper_wide", dtype, HOPPER_WIDE_DIM))?
@@ -87,8 +93,8 @@ impl AttendKernel {
     fn of_hopper(kind: &str, dtype: Dtype, (size, kv_cols, consumers): (u32, u32, u32)) -> Option<Self> {
         let tile = TileShape { q_rows: 64 * consumers, kv_cols };
         let stages = if size == 64 { 4 } else { 2 };
-        // Queries; stages of keys and values; for each stage marks: a word for each key and eight others; mbarriers of 8 bytes: two for
-        // queries and seven for each stage.
+        // Queries; stages of keys and values; for each stage marks: a word for each key and eight others;
+        // mbarriers of 8 bytes: two for queries and seven for each stage.
         let tiles = (tile.q_rows + 2 * stages * kv_cols) * size * 2;
         let shared_bytes = tiles + stages * (kv_cols + 8) * 4 + (2 + 7 * stages) * 8;
         let name = format!("{kind}_{dtype}_{size}");

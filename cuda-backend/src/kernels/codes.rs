@@ -31,8 +31,8 @@ pub struct CodesKernel {
 }
 
 impl CodesKernel {
-    /// The kernel for elements `[batch, tokens, heads, dim]` of a storage type. `None` if `dim` is above 256, because one warp
-    /// computes a row, or no multiple of 8.
+    /// The kernel for elements `[batch, tokens, heads, dim]` of a storage type. `None` if `dim` is
+    /// above 256, because one warp computes a row, or no multiple of 8.
     pub fn of(direction: Direction, of: Scales, dtype: Dtype, shape: [usize; 4]) -> Option<Self> {
         let [batch, tokens, heads, dim] = shape;
         let lanes = u32::try_from(dim / 8).ok()?.checked_next_power_of_two()?;

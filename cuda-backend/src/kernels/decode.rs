@@ -7,10 +7,12 @@ use crate::{AttendKernel, HeadPack, PACKED_ROWS};
 /// Blocks per multiprocessor, so that one computes while another one waits for memory.
 const BLOCKS_EACH: u64 = 2;
 
-/// Smallest part, in tiles of keys: to write and merge the state of a part costs about as much as to read one tile.
+/// Smallest part, in tiles of keys: to write and merge the state of a part costs about as much as
+/// to read one tile.
 const TILES_EACH: u32 = 4;
 
-/// Runs of consecutive query heads with the same KV head, `kv_head_of[head]`, of at most [`PACKED_ROWS`] heads each.
+/// Runs of consecutive query heads with the same KV head, `kv_head_of[head]`, of at most
+/// [`PACKED_ROWS`] heads each.
 pub fn head_packs(kv_head_of: &[u32]) -> Vec<HeadPack> {
     let mut packs = Vec::new();
     let mut first = 0;
@@ -24,8 +26,9 @@ pub fn head_packs(kv_head_of: &[u32]) -> Vec<HeadPack> {
     packs
 }
 
-/// The number of parts into which the `kv_tiles` tiles of keys of each query tile are split, on a device with so many
-/// `multiprocessors`, for `groups` query tiles (of all packs and batch entries) of `rows` rows each. 1: a split gains nothing.
+/// The number of parts into which the `kv_tiles` tiles of keys of each query tile are split, on a
+/// device with so many `multiprocessors`, for `groups` query tiles (of all packs and batch entries)
+/// of `rows` rows each. 1: a split gains nothing.
 pub fn decode_parts(dtype: Dtype, groups: u64, rows: u32, kv_tiles: u32, multiprocessors: u32) -> u32 {
     let most = kv_tiles / TILES_EACH;
     // For eight parts, because a block may compute several.
@@ -52,7 +55,8 @@ mod tests {
     #[test]
     fn parts_fill_the_device_and_are_no_smaller_than_their_state_is_worth() {
         let parts = |groups, tiles| decode_parts(Dtype::Bf16, groups, 4, tiles, 132);
-        // 8 KV heads, 131072 keys in tiles of 64: 33 parts of at most 63 tiles take_within_budget 132 multiprocessors twice.
+        // 8 KV heads, 131072 keys in tiles of 64: 33 parts of at most 63 tiles take_within_budget 132
+        // multiprocessors twice.
         assert_eq!(parts(8, 2048), 33);
         // In f32 a block computes two parts of four rows.
         assert_eq!(decode_parts(Dtype::F32, 8, 4, 4096, 132), 66);

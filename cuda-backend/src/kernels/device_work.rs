@@ -11,7 +11,8 @@ pub struct DeviceWork {
     pub positions: Vec<u32>,
     /// `[classes, q_tiles + 1]`: the index in `runs` at which the runs of each query tile begin.
     pub starts: Vec<u32>,
-    /// First KV tile, number of KV tiles, and 1 if every row of the query tile sees every key of them, else 0.
+    /// First KV tile, number of KV tiles, and 1 if every row of the query tile sees every key of
+    /// them, else 0.
     pub runs: Vec<[u32; 3]>,
     /// Mask classes.
     pub classes: u32,
@@ -40,8 +41,9 @@ impl DeviceWork {
         flat
     }
 
-    /// (query tile, batch entry) of all query tiles that have keys, over `batch` entries, those with the most keys first. Blocks
-    /// that compute several items each then end at about the same time. `all`: those without keys too, for a fresh state.
+    /// (query tile, batch entry) of all query tiles that have keys, over `batch` entries, those
+    /// with the most keys first. Blocks that compute several items each then end at about the
+    /// same time. `all`: those without keys too, for a fresh state.
     pub fn longest_first(&self, batch: u32, all: bool) -> Vec<[u32; 2]> {
         let tiles = |at: &[u32; 2]| -> u64 {
             let class = if self.classes > 1 { at[1] } else { 0 };
@@ -64,8 +66,8 @@ mod tests {
     use super::*;
     use crate::{AttendKernel, item_of_round};
 
-    /// The tiles of keys of the busiest of `blocks` blocks, divided by the mean, where `item_of(round, block, blocks)` are the items of
-    /// a block.
+    /// The tiles of keys of the busiest of `blocks` blocks, divided by the mean, where
+    /// `item_of(round, block, blocks)` are the items of a block.
     fn imbalance(tokens: u32, heads: u32, blocks: u32, item_of: impl Fn(u32, u32, u32) -> u32) -> f64 {
         let problem =
             AttentionProblem::new([1, tokens, heads, heads, 128], Dtype::Bf16, "causal".parse().unwrap())

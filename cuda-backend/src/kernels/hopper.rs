@@ -5,9 +5,10 @@ use kyklos::Dtype;
 
 use crate::{AttendArguments, BackwardArguments, TensorArgument};
 
-/// A tensor as TMA copies it: the arguments of `cuTensorMapEncodeTiled`, in 128 bytes. The driver encodes them in 128 bytes of
-/// its own format, with element strides of 1, no interleaving, and zeros for elements outside of the tensor. Kernels take the
-/// encoded map by value, with this alignment, which CUtensorMap has since CUDA 13. The emulator takes it as it is here.
+/// A tensor as TMA copies it: the arguments of `cuTensorMapEncodeTiled`, in 128 bytes. The driver
+/// encodes them in 128 bytes of its own format, with element strides of 1, no interleaving, and
+/// zeros for elements outside of the tensor. Kernels take the encoded map by value, with this
+/// alignment, which CUtensorMap has since CUDA 13. The emulator takes it as it is here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(128))]
 pub struct TensorMap {
@@ -35,8 +36,8 @@ impl TensorMap {
     /// The driver's number for bf16.
     pub const BF16: u32 = 9;
 
-    /// The map of `tensor`, of `shape` `[batch, rows, heads, dim]` and 16-bit elements, for copies of `tile_rows` rows of one
-    /// head by 64 elements.
+    /// The map of `tensor`, of `shape` `[batch, rows, heads, dim]` and 16-bit elements, for copies
+    /// of `tile_rows` rows of one head by 64 elements.
     pub fn new(tensor: &TensorArgument, dtype: Dtype, shape: [u32; 4], tile_rows: u32) -> Self {
         let [batch, rows, heads, dim] = shape.map(u64::from);
         let bytes = dtype.bytes() as u64;
@@ -53,15 +54,16 @@ impl TensorMap {
     }
 }
 
-/// The item, relative to the first one of the launch, that block `block` of `blocks` computes in a round; none if that is behind
-/// the last one. Every second round is given out in reverse: items are sorted by their length, and the first block would get the
-/// longest one of each round.
+/// The item, relative to the first one of the launch, that block `block` of `blocks` computes in a
+/// round; none if that is behind the last one. Every second round is given out in reverse: items
+/// are sorted by their length, and the first block would get the longest one of each round.
 pub fn item_of_round(round: u32, block: u32, blocks: u32) -> u32 {
     round * blocks + if round % 2 == 1 { blocks - 1 - block } else { block }
 }
 
-/// Arguments of the kernels for Hopper. Item n is query tile `order[n / heads]` of head n % heads. Grid: any; best is one block
-/// for each multiprocessor. A block computes the items of [`item_of_round`].
+/// Arguments of the kernels for Hopper. Item n is query tile `order[n / heads]` of head n % heads.
+/// Grid: any; best is one block for each multiprocessor. A block computes the items of
+/// [`item_of_round`].
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct HopperArguments {
@@ -71,8 +73,8 @@ pub struct HopperArguments {
     pub k: TensorMap,
     /// Values, likewise.
     pub v: TensorMap,
-    /// As for the other kernels. `q`, `k`, `v`, `bias`, `bias_kind` and the beginning of the grid are not used: these kernels
-    /// support neither mask tensors nor bias tensors.
+    /// As for the other kernels. `q`, `k`, `v`, `bias`, `bias_kind` and the beginning of the grid
+    /// are not used: these kernels support neither mask tensors nor bias tensors.
     pub attend: AttendArguments,
     /// [`crate::DeviceWork::longest_first`].
     pub order: u64,
@@ -80,8 +82,8 @@ pub struct HopperArguments {
     pub first_item: u32,
     /// One past the last item of this launch.
     pub end_item: u32,
-    /// Where the results of the rows of a fresh state go, as in [`crate::StateArguments`]; 0: the rows are merged into the state
-    /// instead.
+    /// Where the results of the rows of a fresh state go, as in [`crate::StateArguments`]; 0: the
+    /// rows are merged into the state instead.
     pub o: u64,
     /// See `o`.
     pub lse: u64,
@@ -91,7 +93,8 @@ pub struct HopperArguments {
     pub reserved: [u64; 13],
 }
 
-/// Arguments of the kernels of the backward pass for Hopper, [`crate::BackwardKernel::hopper`]. Grid as for the others.
+/// Arguments of the kernels of the backward pass for Hopper, [`crate::BackwardKernel::hopper`].
+/// Grid as for the others.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct HopperBackwardArguments {
@@ -103,8 +106,8 @@ pub struct HopperBackwardArguments {
     pub v: TensorMap,
     /// Gradient of the output, likewise.
     pub d_o: TensorMap,
-    /// As for the other kernels. `q`, `k`, `v`, `bias`, `d_o`, `bias_sum` and `d_bias` are not used: these kernels support neither
-    /// mask tensors nor bias tensors.
+    /// As for the other kernels. `q`, `k`, `v`, `bias`, `d_o`, `bias_sum` and `d_bias` are not
+    /// used: these kernels support neither mask tensors nor bias tensors.
     pub backward: BackwardArguments,
     /// 0.
     pub reserved: [u64; 12],

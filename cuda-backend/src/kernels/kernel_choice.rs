@@ -4,7 +4,8 @@ use kyklos::{Dtype, TileShape};
 
 use crate::{AttendKernel, BackwardKernel, PACKED_ROWS};
 
-/// The properties of a call that decide the choice. The keys do not: the tile shape is chosen before they are known.
+/// The properties of a call that decide the choice. The keys do not: the tile shape is chosen
+/// before they are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallShape {
     /// Storage type of q, k and v.
@@ -13,7 +14,8 @@ pub struct CallShape {
     pub dim: u32,
     /// Query rows.
     pub rows: u32,
-    /// The largest number of query heads that share a KV head, 1 to [`PACKED_ROWS`]; see [`crate::head_packs`].
+    /// The largest number of query heads that share a KV head, 1 to [`PACKED_ROWS`]; see
+    /// [`crate::head_packs`].
     pub pack: u32,
     /// Whether there is a mask tensor or a bias tensor.
     pub bias: bool,
@@ -29,7 +31,8 @@ pub enum KernelChoice {
     /// [`AttendKernel::tiled`] with [`crate::AttendArguments`]: one block for each query tile of a head.
     Tiled,
     /// [`AttendKernel::decode`] with [`crate::DecodeArguments`]: the keys of each query tile are split into
-    /// [`crate::decode_parts`], each with a state of its own. Then `merge_parts` with [`crate::PartsArguments`].
+    /// [`crate::decode_parts`], each with a state of its own. Then `merge_parts` with
+    /// [`crate::PartsArguments`].
     Decode,
     /// [`AttendKernel::hopper`] or [`AttendKernel::hopper_wide`] with [`crate::HopperArguments`]: persistent blocks that compute one
     /// query tile after the other.
@@ -37,8 +40,8 @@ pub enum KernelChoice {
 }
 
 impl KernelChoice {
-    /// The choices for a call with their kernels, the preferred one first; none for heads of more than 256 elements. `wgmma`:
-    /// the device has the kernels for Hopper.
+    /// The choices for a call with their kernels, the preferred one first; none for heads of more
+    /// than 256 elements. `wgmma`: the device has the kernels for Hopper.
     ///
     /// | choice | calls |
     /// |---|---|
@@ -64,8 +67,8 @@ impl KernelChoice {
             .collect()
     }
 
-    /// Whether this kernel can compute a work list in tiles of `tile`. A tile shape that was chosen for larger packs than those
-    /// of the call has fewer rows than the kernel has room for.
+    /// Whether this kernel can compute a work list in tiles of `tile`. A tile shape that was chosen
+    /// for larger packs than those of the call has fewer rows than the kernel has room for.
     pub fn accepts(self, call: &CallShape, kernel: &AttendKernel, tile: TileShape) -> bool {
         let rows = match self {
             Self::Decode => call.rows..=kernel.tile.q_rows,
@@ -91,8 +94,9 @@ pub struct BackwardShape {
 }
 
 impl BackwardKernel {
-    /// The kernels of dQ, and of dK and dV, for a call. `wgmma`: the device has the kernels for Hopper. They get bf16 and f16 with head
-    /// dims up to 128, without mask or bias tensor, where a block has more rows, or keys, than half of what it has room for. `None`
+    /// The kernels of dQ, and of dK and dV, for a call. `wgmma`: the device has the kernels for
+    /// Hopper. They get bf16 and f16 with head dims up to 128, without mask or bias tensor,
+    /// where a block has more rows, or keys, than half of what it has room for. `None`
     /// above a head dim of 256.
     pub fn for_call(call: &BackwardShape, wgmma: bool) -> Option<[Self; 2]> {
         let older = Self::both(call.dtype, call.dim)?;
@@ -153,8 +157,8 @@ mod tests {
         }
     }
 
-    /// The tile shape is chosen for the largest possible packs. The call may have smaller ones, and has to choose the same
-    /// kernel.
+    /// The tile shape is chosen for the largest possible packs. The call may have smaller ones, and
+    /// has to choose the same kernel.
     #[test]
     fn a_tile_shape_determines_the_kernel_it_was_chosen_for() {
         for dim in [64, 96, 128, 192, 256] {

@@ -1,6 +1,7 @@
 //! The texts of the kernels, embedded for NVRTC.
 
-/// Names and texts of the sources. Sources include each other by these names; the first, `kernels.cu`, is the one to compile.
+/// Names and texts of the sources. Sources include each other by these names; the first,
+/// `kernels.cu`, is the one to compile.
 pub const SOURCES: [(&str, &str); 23] = [
     ("kernels.cu", include_str!("../../kernels/kernels.cu")),
     ("arguments.h", include_str!("../../kernels/arguments.h")),

@@ -1,4 +1,5 @@
-//! Messages between the devices of a group's ranks: by NCCL inside an island, through the host to all other ranks.
+//! Messages between the devices of a group's ranks: by NCCL inside an island, through the host to
+//! all other ranks.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,30 +32,37 @@ use crate::staged;
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct NcclOptions {
-    /// How long an exchange may take from its posting. While messages are under way the device does not count as lost, even after
-    /// [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after): attention waits on the device for its keys.
+    /// How long an exchange may take from its posting. While messages are under way the device does
+    /// not count as lost, even after
+    /// [`CudaOptions::stuck_after`](crate::CudaOptions::stuck_after): attention waits on the device
+    /// for its keys.
     pub deadline: Duration,
-    /// How long the ranks may take to vote, and then to meet in NCCL. If NCCL fails on one rank, the others wait for so long.
+    /// How long the ranks may take to vote, and then to meet in NCCL. If NCCL fails on one rank,
+    /// the others wait for so long.
     pub form_within: Duration,
-    /// How many steps of a plan may be submitted to the device and not done: the host waits for the oldest of them before it submits
-    /// another, so the device need not wait for the host between steps. Each step under way keeps its buffers. 0: the host waits
-    /// for each step.
+    /// How many steps of a plan may be submitted to the device and not done: the host waits for the
+    /// oldest of them before it submits another, so the device need not wait for the host
+    /// between steps. Each step under way keeps its buffers. 0: the host waits for each step.
     pub steps_ahead: usize,
-    /// Fewest and most blocks of threads of NCCL's kernels, each of which takes a multiprocessor from the attention. `None`: NCCL's
-    /// choice, which `NCCL_MIN_CTAS` and `NCCL_MAX_CTAS` set.
+    /// Fewest and most blocks of threads of NCCL's kernels, each of which takes a multiprocessor
+    /// from the attention. `None`: NCCL's choice, which `NCCL_MIN_CTAS` and `NCCL_MAX_CTAS`
+    /// set.
     pub min_blocks: Option<u16>,
     /// See [`Self::min_blocks`].
     pub max_blocks: Option<u16>,
-    /// Number of the cluster of this rank, of the caller's choice: NCCL is used between ranks of one cluster only. Give ranks unlike
-    /// numbers where NCCL cannot, or must not, connect them.
+    /// Number of the cluster of this rank, of the caller's choice: NCCL is used between ranks of
+    /// one cluster only. Give ranks unlike numbers where NCCL cannot, or must not, connect
+    /// them.
     pub cluster: u32,
-    /// Whether NCCL is used between the ranks that can where others cannot, which then exchange their messages through the host. If
-    /// not, one such rank keeps all from NCCL. The same on all ranks.
+    /// Whether NCCL is used between the ranks that can where others cannot, which then exchange
+    /// their messages through the host. If not, one such rank keeps all from NCCL. The same on
+    /// all ranks.
     pub partial: bool,
 }
 
 impl Default for NcclOptions {
-    /// A deadline of 60 s, 60 s to form, 4 steps ahead, NCCL's choice of blocks, one cluster, all ranks or none.
+    /// A deadline of 60 s, 60 s to form, 4 steps ahead, NCCL's choice of blocks, one cluster, all
+    /// ranks or none.
     fn default() -> Self {
         Self {
             deadline: Duration::from_secs(60),
@@ -68,23 +76,28 @@ impl Default for NcclOptions {
     }
 }
 
-/// A [`Collective`] that moves messages from device memory to device memory by NCCL. [`Self::form`] makes it.
+/// A [`Collective`] that moves messages from device memory to device memory by NCCL. [`Self::form`]
+/// makes it.
 ///
-/// - **Islands.** With [`NcclOptions::partial`] or [`NcclOptions::cluster`] only the ranks of an [`NcclIsland`] reach each other by
-///   NCCL. Messages to and from all others go through the host, as by [`HostStaged`]; one exchange can have both.
-/// - **Order.** The messages of an exchange are one group of sends and receives on a stream of their own. Events order it with the
-///   kernels that write and read the buffers; the host waits for neither, and submits some steps of a plan before those in front
-///   of them are done ([`NcclOptions::steps_ahead`]).
-/// - **Plans.** A stream carries out one exchange after the other, so a plan must end that way: [`check_in_order`]. The plans of all
-///   strategies do.
-/// - **Failure.** NCCL has no deadlines and does not always notice that a rank has died. A thread looks after the messages. When one is
-///   late or fails, or when the group is aborted, it aborts the communicator: every rank does, because the transport tells all of
-///   them. From then on every exchange ends with the error.
+/// - **Islands.** With [`NcclOptions::partial`] or [`NcclOptions::cluster`] only the ranks of an
+///   [`NcclIsland`] reach each other by NCCL. Messages to and from all others go through the host,
+///   as by [`HostStaged`]; one exchange can have both.
+/// - **Order.** The messages of an exchange are one group of sends and receives on a stream of
+///   their own. Events order it with the kernels that write and read the buffers; the host waits
+///   for neither, and submits some steps of a plan before those in front of them are done
+///   ([`NcclOptions::steps_ahead`]).
+/// - **Plans.** A stream carries out one exchange after the other, so a plan must end that way:
+///   [`check_in_order`]. The plans of all strategies do.
+/// - **Failure.** NCCL has no deadlines and does not always notice that a rank has died. A thread
+///   looks after the messages. When one is late or fails, or when the group is aborted, it aborts
+///   the communicator: every rank does, because the transport tells all of them. From then on every
+///   exchange ends with the error.
 /// - **Votes** and everything else that is no message of a plan go through the transport.
-/// - **Drop** does not block: the thread leaves the communicator, or aborts it where the other ranks do not leave in time.
+/// - **Drop** does not block: the thread leaves the communicator, or aborts it where the other
+///   ranks do not leave in time.
 ///
-/// **It has run with a fake NCCL only, never on a GPU.** NCCL's own connections are not encrypted and not authenticated: use it on
-/// a network that only the ranks can reach.
+/// **It has run with a fake NCCL only, never on a GPU.** NCCL's own connections are not encrypted
+/// and not authenticated: use it on a network that only the ranks can reach.
 #[derive(Debug)]
 pub struct NcclCollective {
     pub(super) host: HostStaged,
@@ -107,8 +120,8 @@ struct Ways<T> {
 }
 
 impl NcclCollective {
-    /// The ranks that exchange messages by NCCL: the same on all ranks, at least one island. Of a group that is not
-    /// [`NcclOptions::partial`] it has all ranks.
+    /// The ranks that exchange messages by NCCL: the same on all ranks, at least one island. Of a
+    /// group that is not [`NcclOptions::partial`] it has all ranks.
     pub fn islands(&self) -> &[NcclIsland] {
         &self.all.islands
     }

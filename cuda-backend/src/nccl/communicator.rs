@@ -15,8 +15,9 @@ const UNDEFINED: c_int = c_int::MIN;
 /// `ncclInt8`.
 const BYTES: c_int = 0;
 
-/// A communicator that blocks no call: what a call begins is done when [`Self::is_ready`] says so. It must not be dropped but
-/// destroyed or aborted; a dropped one stays in NCCL until the process ends.
+/// A communicator that blocks no call: what a call begins is done when [`Self::is_ready`] says so.
+/// It must not be dropped but destroyed or aborted; a dropped one stays in NCCL until the process
+/// ends.
 #[derive(Debug)]
 pub(super) struct Communicator {
     nccl: &'static Nccl,
@@ -28,7 +29,8 @@ pub(super) struct Communicator {
 #[derive(Debug)]
 struct Handle(RawCommunicator);
 
-// SAFETY: NCCL takes a communicator from any thread, one at a time. The handle is not copied, and `Communicator` is not `Sync`.
+// SAFETY: NCCL takes a communicator from any thread, one at a time. The handle is not copied, and
+// `Communicator` is not `Sync`.
 unsafe impl Send for Handle {}
 
 /// Bytes that go to a peer, or come from it, in device memory.
@@ -42,7 +44,8 @@ pub(super) struct Part {
     pub(super) peer: u32,
 }
 
-/// How many blocks of threads NCCL's kernels may have: each takes a multiprocessor from the attention. `None`: NCCL's choice.
+/// How many blocks of threads NCCL's kernels may have: each takes a multiprocessor from the
+/// attention. `None`: NCCL's choice.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Blocks {
     pub(super) least: Option<u16>,
@@ -69,7 +72,8 @@ impl From<DriverError> for Fault {
 }
 
 impl Communicator {
-    /// Begins to make a communicator of `ranks` ranks with the name `id`. This rank is number `rank`, with the device of `context`.
+    /// Begins to make a communicator of `ranks` ranks with the name `id`. This rank is number
+    /// `rank`, with the device of `context`.
     pub(super) fn begin(
         nccl: &'static Nccl,
         context: &Arc<Context>,
@@ -91,8 +95,9 @@ impl Communicator {
         };
         let mut raw = ptr::null_mut();
         let _current = context.push()?;
-        // SAFETY: NCCL declares the function with this type. It writes one handle to `raw`, a local, and has read `id` and `config`
-        // when it returns. The primary context of a device is current, which is the device that NCCL takes.
+        // SAFETY: NCCL declares the function with this type. It writes one handle to `raw`, a local, and
+        // has read `id` and `config` when it returns. The primary context of a device is current,
+        // which is the device that NCCL takes.
         let code = unsafe {
             (nccl.functions.init)(&raw mut raw, signed(ranks), *id, signed(rank), &raw const config)
         };
@@ -106,17 +111,18 @@ impl Communicator {
         Ok(made)
     }
 
-    /// Whether everything that was begun is done: the communicator is made, the last exchange is in its stream, or the communicator is
-    /// finalized.
+    /// Whether everything that was begun is done: the communicator is made, the last exchange is in
+    /// its stream, or the communicator is finalized.
     ///
     /// # Errors
-    /// Also an error that NCCL has found since, for example that the process of another rank has ended.
+    /// Also an error that NCCL has found since, for example that the process of another rank has
+    /// ended.
     pub(super) fn is_ready(&self) -> Result<bool, Fault> {
         let call = "ncclCommGetAsyncError";
         let mut state: c_int = 0;
         let _current = self.context.push()?;
-        // SAFETY: NCCL declares the function with this type. The communicator exists until `self` is gone, `&self` is on one thread,
-        // and NCCL writes one int to `state`, a local.
+        // SAFETY: NCCL declares the function with this type. The communicator exists until `self` is gone,
+        // `&self` is on one thread, and NCCL writes one int to `state`, a local.
         let code = unsafe { (self.nccl.functions.async_error)(self.raw.0, &raw mut state) };
         self.nccl.check(call, code)?;
         if state == IN_PROGRESS {
@@ -126,8 +132,9 @@ impl Communicator {
         Ok(true)
     }
 
-    /// Begins to bring an exchange into `stream`; all its parts move side by side. Parts of one pair of ranks meet in their order.
-    /// Must be ready. Memory that is not device memory of these sizes is an error of the device: the host never dereferences it.
+    /// Begins to bring an exchange into `stream`; all its parts move side by side. Parts of one
+    /// pair of ranks meet in their order. Must be ready. Memory that is not device memory of
+    /// these sizes is an error of the device: the host never dereferences it.
     pub(super) fn exchange(&self, stream: &Stream, sends: &[Part], recvs: &[Part]) -> Result<(), Fault> {
         let functions = &self.nccl.functions;
         let _current = self.context.push()?;
@@ -135,8 +142,8 @@ impl Communicator {
         self.nccl.check("ncclGroupStart", unsafe { (functions.group_start)() })?;
         let send = |part: &Part| {
             let memory = address(part).cast_const();
-            // SAFETY: NCCL declares the function with this type. Communicator and stream exist, and both are of the current context's
-            // device. NCCL does not dereference the address on the host.
+            // SAFETY: NCCL declares the function with this type. Communicator and stream exist, and both are
+            // of the current context's device. NCCL does not dereference the address on the host.
             let code = unsafe {
                 (functions.send)(memory, part.bytes, BYTES, signed(part.peer), self.raw.0, stream.handle())
             };
@@ -157,7 +164,8 @@ impl Communicator {
         Ok(added.and(ended)?)
     }
 
-    /// Begins to finish all exchanges. Must be ready; afterwards, when it is ready again, it can be destroyed.
+    /// Begins to finish all exchanges. Must be ready; afterwards, when it is ready again, it can be
+    /// destroyed.
     pub(super) fn finalize(&self) -> Result<(), Fault> {
         let _current = self.context.push()?;
         // SAFETY: NCCL declares the function with this type, and the communicator exists.
@@ -168,14 +176,17 @@ impl Communicator {
     pub(super) fn destroy(self) {
         // An error has no receiver: nothing can be done about it.
         if let Ok(_current) = self.context.push() {
-            // SAFETY: NCCL declares the function with this type. The communicator exists, and nothing uses the handle after this.
+            // SAFETY: NCCL declares the function with this type. The communicator exists, and nothing uses
+            // the handle after this.
             let _ = unsafe { (self.nccl.functions.destroy)(self.raw.0) };
         }
     }
 
-    /// Ends everything that is under way, at any time, and frees the communicator. NCCL may take a while for it.
+    /// Ends everything that is under way, at any time, and frees the communicator. NCCL may take a
+    /// while for it.
     pub(super) fn abort(self) {
-        // An error has no receiver. A context that is destroyed cannot become current; NCCL is told nonetheless.
+        // An error has no receiver. A context that is destroyed cannot become current; NCCL is told
+        // nonetheless.
         let _current = self.context.push();
         // SAFETY: as in `destroy`.
         let _ = unsafe { (self.nccl.functions.abort)(self.raw.0) };

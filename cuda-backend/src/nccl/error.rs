@@ -23,7 +23,8 @@ pub struct NcclError {
     pub code: i32,
     /// NCCL's text for the code.
     pub text: String,
-    /// What NCCL last reported in this process, which may say more than the code. Empty if it reported nothing.
+    /// What NCCL last reported in this process, which may say more than the code. Empty if it
+    /// reported nothing.
     pub detail: String,
 }
 

@@ -85,7 +85,8 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes which step the rank has reached, for the abort by which other ranks learn of a failure here.
+    /// Notes which step the rank has reached, for the abort by which other ranks learn of a failure
+    /// here.
     pub(super) fn report_progress(&self, progress: Progress) {
         self.op.store(progress.op, Ordering::Relaxed);
         self.step.store(progress.step, Ordering::Relaxed);
@@ -96,7 +97,8 @@ impl Shared {
     }
 }
 
-/// The messages of transfers: the peer of each, and its bytes. Transfers of one message are next to each other.
+/// The messages of transfers: the peer of each, and its bytes. Transfers of one message are next to
+/// each other.
 fn messages(transfers: &[Transfer]) -> impl Iterator<Item = (Rank, u64)> {
     let pieces = transfers.chunk_by(|one, other| one.peer == other.peer);
     pieces.map(|pieces| (pieces[0].peer, pieces.iter().map(|piece| piece.bytes.len() as u64).sum()))
@@ -123,7 +125,8 @@ impl Exchange {
         peers.into_iter().collect()
     }
 
-    /// That it is not done after `waited`. NCCL tells of all its messages together, so the error names all their ranks.
+    /// That it is not done after `waited`. NCCL tells of all its messages together, so the error
+    /// names all their ranks.
     pub(super) fn late(&self, waited: Duration) -> Failure {
         let peers = self.peers();
         if peers.len() > 1 {
@@ -138,7 +141,8 @@ impl Exchange {
         Failure::Late(TransportError::Deadline { pending, waited })
     }
 
-    /// Notes an event of each message: of a kind for those that this rank sends, and of another for those that it receives.
+    /// Notes an event of each message: of a kind for those that this rank sends, and of another for
+    /// those that it receives.
     pub(super) fn note(&self, recorder: &Recorder, [sent, received]: [EventKind; 2]) {
         for (kind, transfers) in [(received, &self.recvs), (sent, &self.sends)] {
             messages(transfers).for_each(|(peer, bytes)| recorder.note(kind, peer, self.tag, bytes));

@@ -1,7 +1,8 @@
 //! The ranks of a group agree which of them use NCCL, and make communicators.
 //!
-//! The name of a communicator is a secret: whoever has it can join. It goes from the first rank of an island to the others with the
-//! votes, over the connections of the group, which are authenticated.
+//! The name of a communicator is a secret: whoever has it can join. It goes from the first rank of
+//! an island to the others with the votes, over the connections of the group, which are
+//! authenticated.
 
 use std::collections::BTreeMap;
 use std::pin::pin;
@@ -35,14 +36,15 @@ pub enum NcclDecision {
     Leave(NcclRefusal),
 }
 
-/// Hashes for the votes: ranks that do something else at that time, or with another [`NcclOptions::partial`], are told so.
+/// Hashes for the votes: ranks that do something else at that time, or with another
+/// [`NcclOptions::partial`], are told so.
 const OFFER: [u8; 32] = *b"kyklos: an offer of NCCL, rel. 3";
 const OFFER_PARTIAL: [u8; 32] = *b"kyklos: offer of NCCL, partly, 3";
 const NAMES: [u8; 32] = *b"kyklos: names of NCCL, release 3";
 const MADE: [u8; 32] = *b"kyklos: NCCL is ready, release 3";
 
-/// A rank whose communicator is being made votes after this time, and after longer ones up to the second, so that all ranks soon learn
-/// that one has failed: NCCL would let the others wait for it.
+/// A rank whose communicator is being made votes after this time, and after longer ones up to the
+/// second, so that all ranks soon learn that one has failed: NCCL would let the others wait for it.
 const FIRST_PATIENCE: Duration = Duration::from_millis(100);
 const LONGEST_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -53,11 +55,14 @@ struct Prepared {
 }
 
 impl NcclCollective {
-    /// Agrees with all ranks of the group of `transport` which of them use NCCL, and makes the communicators. All ranks call it,
-    /// at the same place between two operations of the group, also those on other devices. Two votes, and then one about every second
-    /// until all communicators are made: if NCCL fails on one rank, the others stop making theirs at the next.
+    /// Agrees with all ranks of the group of `transport` which of them use NCCL, and makes the
+    /// communicators. All ranks call it, at the same place between two operations of the group,
+    /// also those on other devices. Two votes, and then one about every second
+    /// until all communicators are made: if NCCL fails on one rank, the others stop making theirs
+    /// at the next.
     ///
-    /// The future must be polled to its end: other ranks wait for its votes. If it is dropped before, abort the group.
+    /// The future must be polled to its end: other ranks wait for its votes. If it is dropped
+    /// before, abort the group.
     ///
     /// ```
     /// use kyklos::backend::Device;
@@ -81,8 +86,8 @@ impl NcclCollective {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Transport`](kyklos::Error::Transport) if the group fails. That a rank cannot use NCCL, or that NCCL fails, is no error
-    /// but the decision of all ranks.
+    /// [`Error::Transport`](kyklos::Error::Transport) if the group fails. That a rank cannot use
+    /// NCCL, or that NCCL fails, is no error but the decision of all ranks.
     pub async fn form(
         transport: &Arc<dyn Transport>,
         device: &Device,
@@ -259,7 +264,8 @@ fn verdict(notes: &[Bytes]) -> Verdict {
     all
 }
 
-/// Ends after a time. The ranks have no timer of their own, so each is a short-lived thread; without one it never ends.
+/// Ends after a time. The ranks have no timer of their own, so each is a short-lived thread;
+/// without one it never ends.
 async fn after(time: Duration) {
     let (sender, receiver) = oneshot::channel::<()>();
     let wait = move || {
@@ -282,7 +288,8 @@ fn prepare(device: &Device) -> std::result::Result<Prepared, String> {
     Ok(Prepared { nccl, stream })
 }
 
-/// The first byte of the note of an island's first rank: the name of the communicator follows, or why there is none.
+/// The first byte of the note of an island's first rank: the name of the communicator follows, or
+/// why there is none.
 const UNNAMED: u8 = 0;
 const NAMED: u8 = 1;
 

@@ -5,8 +5,9 @@ use kyklos_transport::{MAX_NOTE_BYTES, Rank};
 
 use super::library::NcclVersion;
 
-/// Ranks that exchange messages with each other by NCCL: those of one [`NcclOptions::cluster`](super::NcclOptions::cluster) with one
-/// version of NCCL. They have a communicator. Messages between two islands go through the host.
+/// Ranks that exchange messages with each other by NCCL: those of one
+/// [`NcclOptions::cluster`](super::NcclOptions::cluster) with one version of NCCL. They have a
+/// communicator. Messages between two islands go through the host.
 ///
 /// ```
 /// use kyklos_cuda::{NcclIsland, NcclVersion};

@@ -19,7 +19,8 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The first version with communicators that do not block during their creation and can be split.
 const OLDEST: NcclVersion = NcclVersion { major: 2, minor: 18, patch: 0 };
 
-/// Functions that every NCCL since [`OLDEST`] has, apart from those in the fields of [`Nccl`] and of [`Functions`].
+/// Functions that every NCCL since [`OLDEST`] has, apart from those in the fields of [`Nccl`] and
+/// of [`Functions`].
 const REQUIRED: [&str; 2] = ["ncclCommCount", "ncclCommUserRank"];
 
 /// Functions of newer versions. NCCL is used without them.
@@ -37,7 +38,8 @@ const OPTIONAL: [&str; 11] = [
     "ncclCommGrow",
 ];
 
-/// `ncclResult_t`. An integer, because a newer library may return codes that this crate does not know.
+/// `ncclResult_t`. An integer, because a newer library may return codes that this crate does not
+/// know.
 pub(super) type Code = c_int;
 type GetVersion = unsafe extern "C" fn(*mut c_int) -> Code;
 type GetErrorString = unsafe extern "C" fn(Code) -> *const c_char;
@@ -67,7 +69,8 @@ pub(super) struct Functions {
         unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, RawCommunicator, RawStream) -> Code,
 }
 
-/// `ncclConfig_t` as of NCCL 2.18. Later versions have more fields at its end; they read as many as `size` says.
+/// `ncclConfig_t` as of NCCL 2.18. Later versions have more fields at its end; they read as many as
+/// `size` says.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Config {
@@ -101,8 +104,8 @@ pub struct NcclVersion {
 }
 
 impl NcclVersion {
-    /// From the number that `ncclGetVersion` gives: 10000 · major + 100 · minor + patch since 2.9, before that
-    /// 1000 · major + 100 · minor + patch.
+    /// From the number that `ncclGetVersion` gives: 10000 · major + 100 · minor + patch since 2.9,
+    /// before that 1000 · major + 100 · minor + patch.
     fn from_number(number: u32) -> Self {
         let unit = if number < 10_000 { 1000 } else { 10_000 };
         Self { major: number / unit, minor: number % unit / 100, patch: number % 100 }
@@ -115,7 +118,8 @@ impl fmt::Display for NcclVersion {
     }
 }
 
-/// The name of a communicator that is about to be created: 128 bytes, which contain an address of the rank that made them.
+/// The name of a communicator that is about to be created: 128 bytes, which contain an address of
+/// the rank that made them.
 ///
 /// Whoever knows them can join the communicator, so `Debug` does not show them.
 ///
@@ -203,8 +207,8 @@ impl Nccl {
     /// NCCL's code and text, for example if the machine has no network interface.
     pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
         let mut id = UniqueId([0; 128]);
-        // SAFETY: `open` found the function, and NCCL declares it with this type. It writes 128 bytes to `id`, a local with the
-        // layout of `ncclUniqueId`.
+        // SAFETY: `open` found the function, and NCCL declares it with this type. It writes 128 bytes to
+        // `id`, a local with the layout of `ncclUniqueId`.
         self.check("ncclGetUniqueId", unsafe { (self.get_unique_id)(&raw mut id) })?;
         Ok(id)
     }
@@ -213,7 +217,8 @@ impl Nccl {
         let library = find(names)?;
         let get_version: GetVersion = function(&library, "ncclGetVersion")?;
         let mut number: c_int = 0;
-        // SAFETY: NCCL declares the function with this type. It writes one int to `number`, a local, and needs no device.
+        // SAFETY: NCCL declares the function with this type. It writes one int to `number`, a local, and
+        // needs no device.
         let code = unsafe { get_version(&raw mut number) };
         if code != 0 {
             return Err(unusable(format!("ncclGetVersion failed with code {code}"), "install NCCL again"));
@@ -253,11 +258,13 @@ impl Nccl {
         if code == 0 {
             return Ok(());
         }
-        // SAFETY: `open` found both functions, and NCCL declares them with these types. The first accepts any code. The second
-        // accepts a null pointer instead of a communicator. Neither needs a device.
+        // SAFETY: `open` found both functions, and NCCL declares them with these types. The first accepts
+        // any code. The second accepts a null pointer instead of a communicator. Neither needs a
+        // device.
         let texts = unsafe { [(self.get_error_string)(code), (self.get_last_error)(ptr::null())] };
         let [text, detail] = texts.map(|text| {
-            // SAFETY: a pointer that is not null points to a text of NCCL, which ends with a zero byte. It is copied at once.
+            // SAFETY: a pointer that is not null points to a text of NCCL, which ends with a zero byte. It is
+            // copied at once.
             let copy = || unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned();
             if text.is_null() { String::new() } else { copy() }
         });
@@ -284,8 +291,8 @@ fn find(names: &[&str]) -> Result<Library, Unavailable> {
     }
     let mut reasons = Vec::new();
     for name in names {
-        // SAFETY: this loads a shared library and runs its initialisers. Libraries of these names are NCCL, whose initialisers
-        // are meant to be run by any process.
+        // SAFETY: this loads a shared library and runs its initialisers. Libraries of these names are NCCL,
+        // whose initialisers are meant to be run by any process.
         match unsafe { Library::new(*name) } {
             Ok(library) => return Ok(library),
             // The source is the linker's text, which names the library and what is wrong with it.
@@ -295,10 +302,11 @@ fn find(names: &[&str]) -> Result<Library, Unavailable> {
     Err(unusable(reasons.join("; "), "install NCCL 2.18 or newer"))
 }
 
-/// The function `name` of `library`. `F` is the type with which NCCL declares it, or a pointer that is not called.
+/// The function `name` of `library`. `F` is the type with which NCCL declares it, or a pointer that
+/// is not called.
 fn function<F: Copy>(library: &Library, name: &str) -> Result<F, Unavailable> {
-    // SAFETY: the symbol is only looked up. Callers of the function say why its type is right. `library` outlives the copy: it
-    // is kept in `Nccl`.
+    // SAFETY: the symbol is only looked up. Callers of the function say why its type is right.
+    // `library` outlives the copy: it is kept in `Nccl`.
     let found = unsafe { library.get::<F>(name.as_bytes()) };
     found
         .map(|symbol| *symbol)

@@ -1,7 +1,7 @@
 //! NCCL: its library, loaded at run time by its own loader, and a collective on it.
 //!
-//! cudarc's bindings of NCCL are not used: they panic if the library is missing, and they do not look for `libnccl.so.2`,
-//! the only name in NVIDIA's wheels.
+//! cudarc's bindings of NCCL are not used: they panic if the library is missing, and they do not
+//! look for `libnccl.so.2`, the only name in NVIDIA's wheels.
 
 mod collective;
 mod communicator;

@@ -7,8 +7,8 @@ use super::exchange::{Failure, Shared};
 use super::islands::NcclIsland;
 use super::library::Nccl;
 
-/// Tells what NCCL does for a rank, also after its [`NcclCollective`](super::NcclCollective) is dropped. It keeps neither that nor the
-/// group alive.
+/// Tells what NCCL does for a rank, also after its [`NcclCollective`](super::NcclCollective) is
+/// dropped. It keeps neither that nor the group alive.
 #[derive(Clone, Debug)]
 pub struct NcclObserver {
     shared: Arc<Shared>,

@@ -1,9 +1,10 @@
 //! The thread of a communicator, the only one that calls NCCL for it.
 //!
-//! It brings exchanges into the stream in the order in which they were posted, and looks after those under way: NCCL has no deadlines.
-//! When one of them fails or is late, or when the group has been aborted, it aborts the communicator. Then the messages under way end
-//! at once, with unspecified bytes, and so does everything on the device that waits for them. Every exchange of this rank, now and
-//! later, ends with the failure.
+//! It brings exchanges into the stream in the order in which they were posted, and looks after
+//! those under way: NCCL has no deadlines. When one of them fails or is late, or when the group has
+//! been aborted, it aborts the communicator. Then the messages under way end at once, with
+//! unspecified bytes, and so does everything on the device that waits for them. Every exchange of
+//! this rank, now and later, ends with the failure.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,7 +31,8 @@ pub(super) struct Setup {
     pub(super) ranks: u32,
     pub(super) blocks: Blocks,
     pub(super) stream: MessageStream,
-    /// The thread keeps no transport alive: other ranks find a rank dead when its transport is dropped.
+    /// The thread keeps no transport alive: other ranks find a rank dead when its transport is
+    /// dropped.
     pub(super) group: Weak<dyn Transport>,
     pub(super) rank: Rank,
     pub(super) stop: Arc<AtomicBool>,
@@ -123,7 +125,8 @@ impl Thread {
         }
     }
 
-    /// Waits until what was begun is done, until the deadline after `since`, or until the group is aborted.
+    /// Waits until what was begun is done, until the deadline after `since`, or until the group is
+    /// aborted.
     fn until_ready(
         &self,
         communicator: &Communicator,
@@ -145,7 +148,8 @@ impl Thread {
         Ok(())
     }
 
-    /// Waits for the next exchange, or until it is time to look after those under way; `since` is when there was news last.
+    /// Waits for the next exchange, or until it is time to look after those under way; `since` is
+    /// when there was news last.
     fn next(&self, since: Instant) -> Next {
         let mut queue = self.shared.lock();
         let time = if self.in_flight.is_empty() { IDLE } else { pause(since) };
@@ -188,7 +192,8 @@ impl Thread {
         let parts = |all: &[Transfer]| all.iter().map(Transfer::part).collect::<Vec<_>>();
         let posted = communicator.exchange(stream.stream(), &parts(&exchange.sends), &parts(&exchange.recvs));
         posted.map_err(|fault| self.failure(MOVE, cause(communicator, fault)))?;
-        // NCCL may still connect to peers. Only then is the exchange in the stream, and an event can follow it.
+        // NCCL may still connect to peers. Only then is the exchange in the stream, and an event can follow
+        // it.
         let late = |waited| exchange.late(waited);
         self.until_ready(communicator, MOVE, (exchange.posted, *deadline), late, || true)?;
         stream.note(&reads, &writes).map_err(Failure::Own)
@@ -235,7 +240,8 @@ impl Thread {
         Ok(())
     }
 
-    /// Tells this rank and the group of a failure, and aborts the communicator. `also` is not in flight.
+    /// Tells this rank and the group of a failure, and aborts the communicator. `also` is not in
+    /// flight.
     fn fail(&mut self, failure: &Failure, also: Option<Exchange>) {
         // What had moved before the failure has ended well. If the device does not tell, nothing more has.
         let _ = self.end_those_that_have_moved();
@@ -283,8 +289,8 @@ impl Thread {
         }
     }
 
-    /// Of these ranks, the one that was least advanced when it was last heard; the first one where none is known to be behind.
-    /// Heartbeats go to rank 0, so only rank 0 knows.
+    /// Of these ranks, the one that was least advanced when it was last heard; the first one where
+    /// none is known to be behind. Heartbeats go to rank 0, so only rank 0 knows.
     fn least_advanced(&self, peers: &[Rank]) -> Rank {
         let heard = self.setup.recorder.peers();
         let place = |rank: &Rank| {
@@ -332,7 +338,8 @@ impl Thread {
     }
 }
 
-/// Why an exchange could not be posted: an exchange before it may have failed meanwhile, and NCCL then refuses all others.
+/// Why an exchange could not be posted: an exchange before it may have failed meanwhile, and NCCL
+/// then refuses all others.
 fn cause(communicator: &Communicator, refused: Fault) -> Fault {
     match (communicator.is_ready(), refused) {
         (Err(Fault::Nccl(found)), Fault::Nccl(told)) if found.code != told.code => Fault::Nccl(found),
@@ -340,7 +347,8 @@ fn cause(communicator: &Communicator, refused: Fault) -> Fault {
     }
 }
 
-/// Between two looks, `since` the last news: an event is noticed late by at most a small part of its own duration.
+/// Between two looks, `since` the last news: an event is noticed late by at most a small part of
+/// its own duration.
 fn pause(since: Instant) -> Duration {
     (since.elapsed() / 16).clamp(Duration::from_micros(10), Duration::from_millis(1))
 }

@@ -24,8 +24,8 @@ impl Worker {
         Ok((Self(shared), outcome))
     }
 
-    /// Posts an exchange. The first outcome: it is in the stream, and operations of the backend that are submitted from then on wait
-    /// for its messages. The second: they have moved.
+    /// Posts an exchange. The first outcome: it is in the stream, and operations of the backend
+    /// that are submitted from then on wait for its messages. The second: they have moved.
     pub(super) fn post(&self, tag: Tag, sends: Vec<Transfer>, recvs: Vec<Transfer>) -> [Outcome; 2] {
         let ((submitted, first), (moved, second)) = (oneshot::channel(), oneshot::channel());
         let exchange =
@@ -46,7 +46,8 @@ impl Worker {
         NcclObserver::new(self.0.clone(), island)
     }
 
-    /// Notes which step this rank has reached, for the abort by which other ranks learn of a failure here.
+    /// Notes which step this rank has reached, for the abort by which other ranks learn of a
+    /// failure here.
     pub(super) fn report_progress(&self, progress: Progress) {
         self.0.report_progress(progress);
     }

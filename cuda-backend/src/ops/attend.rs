@@ -20,12 +20,14 @@ use crate::kernels::{
     PartsArguments, StateArguments, TensorArgument, TensorMap, decode_parts, head_packs, logits,
 };
 
-/// Assumed speed in FLOP/s before the first measurement. Too low a value only makes the first piece short.
+/// Assumed speed in FLOP/s before the first measurement. Too low a value only makes the first piece
+/// short.
 pub(super) fn first_rate(dtype: Dtype) -> f64 {
     if dtype == Dtype::F32 { 1e12 } else { 1e13 }
 }
 
-/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with
+/// all that it calls in closures.
 #[inline(never)]
 pub(crate) fn attend<'a>(
     device: &'a OpenDevice,
@@ -55,7 +57,8 @@ pub(crate) fn attend_and_finalize<'a>(
     })
 }
 
-/// Returns whether the results were written. Only the kernel for Hopper writes them, and only those of a fresh state.
+/// Returns whether the results were written. Only the kernel for Hopper writes them, and only those
+/// of a fresh state.
 async fn attend_in_pieces(
     device: &OpenDevice,
     args: Attend<'_, CudaBuffer>,
@@ -120,7 +123,8 @@ impl Call<'_> {
         self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
     }
 
-    /// One block for each part of the keys of a query tile of a pack, then a merge of all parts into the state.
+    /// One block for each part of the keys of a query tile of a pack, then a merge of all parts
+    /// into the state.
     async fn run_decode(&self, packs: &[HeadPack], packs_at: u64) -> Result<()> {
         let (device, state, dtype) = (self.device, &self.args.state, self.args.dtype);
         let shape = state.shape;
@@ -174,7 +178,8 @@ impl Call<'_> {
         .await
     }
 
-    /// One block for each multiprocessor. Each computes several query tiles of `order`, one after the other.
+    /// One block for each multiprocessor. Each computes several query tiles of `order`, one after
+    /// the other.
     async fn run_hopper(
         &self,
         order: &[[u32; 2]],
@@ -258,7 +263,8 @@ impl Call<'_> {
         Ok((arguments, grid))
     }
 
-    /// Submits a call in pieces: `next` gives the next piece for a budget of floating-point operations, `launch` submits it.
+    /// Submits a call in pieces: `next` gives the next piece for a budget of floating-point
+    /// operations, `launch` submits it.
     async fn submit<A>(
         &self,
         mut next: impl FnMut(f64) -> Option<Result<Submission<A>>>,
@@ -304,8 +310,8 @@ impl Call<'_> {
     }
 }
 
-/// Uploads the work list, with `list` behind it. Returns their buffer, the address of `list`, and the arguments of one launch
-/// over the whole call.
+/// Uploads the work list, with `list` behind it. Returns their buffer, the address of `list`, and
+/// the arguments of one launch over the whole call.
 fn prepare(
     device: &OpenDevice,
     args: &Attend<'_, CudaBuffer>,

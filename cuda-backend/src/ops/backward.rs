@@ -1,5 +1,5 @@
-//! The backward pass of a block of queries against a block of keys: one kernel for dQ, then one for dK and dV, and on request one for
-//! the gradient of the bias, each in pieces.
+//! The backward pass of a block of queries against a block of keys: one kernel for dQ, then one for
+//! dK and dV, and on request one for the gradient of the bias, each in pieces.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,7 +32,8 @@ struct Given {
     d_bias: bool,
 }
 
-/// The kernels for a storage type, a head dim and numbers of query rows and keys. `wgmma`: with those for Hopper.
+/// The kernels for a storage type, a head dim and numbers of query rows and keys. `wgmma`: with
+/// those for Hopper.
 fn backward_kernels(
     dtype: Dtype,
     dim: usize,
@@ -53,7 +54,8 @@ fn backward_kernels(
     })
 }
 
-/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with
+/// all that it calls in closures.
 #[inline(never)]
 pub(crate) fn attend_backward<'a>(
     device: &'a OpenDevice,
@@ -139,7 +141,8 @@ struct Call<'a> {
     passes: Vec<Pass>,
     /// q, k, v and d_o as TMA copies them, where a kernel is one for Hopper.
     maps: Option<[TensorMap; 4]>,
-    /// For each KV head the first query head that reads it, and behind them the number of query heads.
+    /// For each KV head the first query head that reads it, and behind them the number of query
+    /// heads.
     readers: Vec<u32>,
     lists: CudaBuffer,
 }
@@ -226,8 +229,8 @@ impl<'a> Call<'a> {
         Ok(Self { device, args, passes: passes.into_iter().map(pass).collect(), maps, readers, lists })
     }
 
-    /// The parts of a pass, in their order. Where query heads or batch entries share elements of the gradient of a bias, each is a
-    /// part: so each element has one order of additions.
+    /// The parts of a pass, in their order. Where query heads or batch entries share elements of
+    /// the gradient of a bias, each is a part: so each element has one order of additions.
     fn parts(&self, pass: &Pass) -> Vec<Part> {
         let (batch, heads) = (self.args.shape.batch, self.heads(pass));
         let of_bias = self.args.d_bias.as_ref().filter(|_| pass.kernel.makes == BackwardSums::Bias);

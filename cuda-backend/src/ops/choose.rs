@@ -7,9 +7,11 @@ use super::arguments::to_u32;
 use crate::device::{CudaBuffer, OpenDevice};
 use crate::kernels::{AttendKernel, CallShape, HeadPack, KernelChoice, PACKED_ROWS};
 
-/// The tile shape for calls of `problem` on states of this shape. `None` for a head dim without a kernel.
+/// The tile shape for calls of `problem` on states of this shape. `None` for a head dim without a
+/// kernel.
 pub(crate) fn tile_shape(problem: &AttentionProblem, shape: StateShape, wgmma: bool) -> Option<TileShape> {
-    // Which query heads the state has is not known here. At most all that share a KV head are in a pack.
+    // Which query heads the state has is not known here. At most all that share a KV head are in a
+    // pack.
     let pack = (problem.q_heads / problem.kv_heads).min(PACKED_ROWS);
     let call = CallShape {
         dtype: problem.dtype,

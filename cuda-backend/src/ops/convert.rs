@@ -67,7 +67,8 @@ struct Coded<'a> {
     of: Scales,
 }
 
-/// Refuses an access behind the end of a buffer: kernels do not check it, and an illegal access destroys the context.
+/// Refuses an access behind the end of a buffer: kernels do not check it, and an illegal access
+/// destroys the context.
 fn fits(what: &str, buffer: &CudaBuffer, bytes: usize) -> Result<()> {
     if bytes <= buffer.bytes() {
         return Ok(());

@@ -15,9 +15,9 @@ pub(crate) struct Piece {
     pub(crate) batch: Range<usize>,
 }
 
-/// Divides the query tiles of a call by a budget of floating-point operations: into whole batch entries if one fits, else into
-/// heads of an entry, else into query tiles of a head. The keys of a query tile are never divided, so results do not depend on
-/// measured speeds.
+/// Divides the query tiles of a call by a budget of floating-point operations: into whole batch
+/// entries if one fits, else into heads of an entry, else into query tiles of a head. The keys of a
+/// query tile are never divided, so results do not depend on measured speeds.
 pub(crate) struct PieceSplitter {
     /// `[class][query tile]`: floating-point operations of a query tile of one head.
     tiles: Vec<Vec<f64>>,
@@ -28,8 +28,8 @@ pub(crate) struct PieceSplitter {
 }
 
 impl PieceSplitter {
-    /// `extra_tiles`: cost of a query tile besides its keys, in tiles of keys. If it is not 0, query tiles without keys are in a
-    /// piece too.
+    /// `extra_tiles`: cost of a query tile besides its keys, in tiles of keys. If it is not 0,
+    /// query tiles without keys are in a piece too.
     pub(crate) fn new(work: &BlockWork, batch: usize, heads: usize, dim: usize, extra_tiles: u32) -> Self {
         let flops_of_tile = 4.0 * f64::from(work.tile.q_rows) * f64::from(work.tile.kv_cols) * dim as f64;
         let tiles = work.classes.iter().map(|class| {
@@ -55,7 +55,8 @@ impl PieceSplitter {
         self.next.0 == self.batch
     }
 
-    /// The next piece that has work, of at most `budget` operations or one query tile, and its operations.
+    /// The next piece that has work, of at most `budget` operations or one query tile, and its
+    /// operations.
     pub(crate) fn next(&mut self, budget: f64) -> Option<(Piece, f64)> {
         loop {
             let (piece, flops) = self.advance(budget)?;
@@ -94,7 +95,8 @@ impl PieceSplitter {
     }
 }
 
-/// The end of the longest prefix of `range` within a budget, of at least one and at most [`MAX_BLOCKS`] elements, and its cost.
+/// The end of the longest prefix of `range` within a budget, of at least one and at most
+/// [`MAX_BLOCKS`] elements, and its cost.
 pub(crate) fn take_within_budget(
     range: Range<usize>,
     budget: f64,
@@ -113,7 +115,8 @@ mod tests {
     use super::*;
     use kyklos::{AttentionProblem, Dtype, Mask, TileShape, TokenRuns};
 
-    /// For every budget, each query tile of each head of each batch entry that has work is in exactly one piece.
+    /// For every budget, each query tile of each head of each batch entry that has work is in
+    /// exactly one piece.
     #[test]
     fn every_tile_with_work_is_in_one_piece() {
         let tile = TileShape { q_rows: 16, kv_cols: 16 };

@@ -1,5 +1,6 @@
-//! Running states: reset, merge, finalize. A reset is submitted together with the next kernel, because nothing else reads its
-//! result; or not at all, if that kernel computes the first block of the state: it can write the state without reading it.
+//! Running states: reset, merge, finalize. A reset is submitted together with the next kernel,
+//! because nothing else reads its result; or not at all, if that kernel computes the first block of
+//! the state: it can write the state without reading it.
 
 use bytemuck::Pod;
 use kyklos::backend::{State, StateMut, StateShape};

@@ -27,7 +27,8 @@ pub(crate) fn row_stats(device: &OpenDevice, args: &RowStats<'_, CudaBuffer>) ->
     Ok(())
 }
 
-/// Fills a buffer with zeros. Submitted together with the next kernel, because nothing else reads its result.
+/// Fills a buffer with zeros. Submitted together with the next kernel, because nothing else reads
+/// its result.
 pub(crate) fn clear(device: &OpenDevice, buffer: &CudaBuffer) -> Result<()> {
     let bytes = buffer.bytes();
     if !bytes.is_multiple_of(4) {

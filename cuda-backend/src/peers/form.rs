@@ -80,7 +80,8 @@ impl Place {
     }
 }
 
-/// The ranks with CUDA devices of each process that has at least two, in order. A place that two ranks name is of none of them.
+/// The ranks with CUDA devices of each process that has at least two, in order. A place that two
+/// ranks name is of none of them.
 fn together(places: &[Option<Place>]) -> Vec<Vec<Rank>> {
     let mut processes: Vec<(u64, Vec<Rank>)> = Vec::new();
     for (rank, place) in (0..).map(Rank).zip(places) {
@@ -97,13 +98,15 @@ fn together(places: &[Option<Place>]) -> Vec<Vec<Rank>> {
 }
 
 impl CudaPeers {
-    /// Finds the ranks of the group of `transport` that are in one process and have CUDA devices: messages between these are copied from
-    /// device to device, the others are staged in host memory. All ranks call it, at the same place between two operations of the
-    /// group, also those on other devices. One vote, or two, of at most `form_within` each. `None`, on all ranks, if no process has
-    /// two such ranks; a rank on whose device the driver fails is none. A message or an agreement that later takes longer than `deadline`
-    /// is an error.
+    /// Finds the ranks of the group of `transport` that are in one process and have CUDA devices:
+    /// messages between these are copied from device to device, the others are staged in host
+    /// memory. All ranks call it, at the same place between two operations of the group, also
+    /// those on other devices. One vote, or two, of at most `form_within` each. `None`, on all
+    /// ranks, if no process has two such ranks; a rank on whose device the driver fails is
+    /// none. A message or an agreement that later takes longer than `deadline` is an error.
     ///
-    /// The future must be polled to its end: other ranks wait for its votes. If it is dropped before, abort the group.
+    /// The future must be polled to its end: other ranks wait for its votes. If it is dropped
+    /// before, abort the group.
     ///
     /// ```
     /// use std::time::Duration;
@@ -148,7 +151,8 @@ impl CudaPeers {
         let mut waiting = Arc::default();
         for (index, rank) in here.into_iter().flatten().enumerate() {
             let ranks = ranks();
-            // Each is there until all ranks have voted that they have found the others, except in a group that fails.
+            // Each is there until all ranks have voted that they have found the others, except in a group
+            // that fails.
             let entry = places[rank.0 as usize].and_then(|place| ranks.get(&place.number));
             let Entry { device, waiting: theirs } = entry.ok_or(TransportError::Closed)?;
             found.push((*rank, device.clone()));

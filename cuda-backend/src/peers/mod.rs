@@ -1,4 +1,5 @@
-//! Ranks of one process with a CUDA device each: messages between them are copies from device to device.
+//! Ranks of one process with a CUDA device each: messages between them are copies from device to
+//! device.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,20 +24,27 @@ mod waiting;
 
 use waiting::{Found, Waiting};
 
-/// A collective for ranks of one process that have a CUDA device each. Between them a message is a copy from device memory to device
-/// memory, which the driver makes over NVLink or PCIe where it can. The receiver makes it when the bytes are complete on the sender;
-/// one byte through the transport tells it, so deadlines and aborts are those of the transport. Its recorder has that message, and counts
-/// the bytes of the copy. Messages to other ranks are staged in host memory.
+/// A collective for ranks of one process that have a CUDA device each. Between them a message is a
+/// copy from device memory to device memory, which the driver makes over NVLink or PCIe where it
+/// can. The receiver makes it when the bytes are complete on the sender; one byte through the
+/// transport tells it, so deadlines and aborts are those of the transport. Its recorder has that
+/// message, and counts the bytes of the copy. Messages to other ranks are staged in host memory.
 ///
-/// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for groups that do not use NCCL.
+/// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for
+/// groups that do not use NCCL.
 ///
-/// - **Memory.** What a copy reads is kept until the copy is done, also memory of a caller; if that will never be known, it is never
-///   freed. It does not count against the limit of its device ([`CudaOptions::max_memory_bytes`](crate::CudaOptions)) once the sender
-///   needs it no more. Where the device itself is full, an allocation waits up to 2 s for messages to be taken and copied. If one
-///   thread runs several ranks, nobody takes messages meanwhile, and the allocation fails after these 2 s. A message that no rank takes, because the group has failed, is freed when the exchange of its receiver ends or the receiver's
-///   collective is dropped, or when the exchange of its sender ends before the receiver was told.
-/// - **Failure.** A device that hangs or is lost stops the ranks of other devices by the abort of the group only: their threads wait for
-///   no lock, and their devices for no work, of that device. Whether the driver itself keeps devices apart is the driver's. What has arrived before a failure is kept for survivors, in whichever way it came.
+/// - **Memory.** What a copy reads is kept until the copy is done, also memory of a caller; if that
+///   will never be known, it is never freed. It does not count against the limit of its device
+///   ([`CudaOptions::max_memory_bytes`](crate::CudaOptions)) once the sender needs it no more.
+///   Where the device itself is full, an allocation waits up to 2 s for messages to be taken and
+///   copied. If one thread runs several ranks, nobody takes messages meanwhile, and the allocation
+///   fails after these 2 s. A message that no rank takes, because the group has failed, is freed
+///   when the exchange of its receiver ends or the receiver's collective is dropped, or when the
+///   exchange of its sender ends before the receiver was told.
+/// - **Failure.** A device that hangs or is lost stops the ranks of other devices by the abort of
+///   the group only: their threads wait for no lock, and their devices for no work, of that device.
+///   Whether the driver itself keeps devices apart is the driver's. What has arrived before a
+///   failure is kept for survivors, in whichever way it came.
 ///
 /// **It has run on a fake driver only, never on a GPU.**
 ///
@@ -63,8 +71,8 @@ pub struct CudaPeers {
     /// For the copies to this device, if there are any.
     stream: Option<MessageStream>,
     staged: HostStaged,
-    /// The ranks of this process with a CUDA device, this one among them: none, or at least two. Not their devices: the last handle of
-    /// a device waits for its driver.
+    /// The ranks of this process with a CUDA device, this one among them: none, or at least two.
+    /// Not their devices: the last handle of a device waits for its driver.
     here: Vec<(Rank, Arc<DeviceStatus>)>,
     waiting: Arc<Waiting>,
     /// The way of messages.
@@ -72,11 +80,13 @@ pub struct CudaPeers {
 }
 
 impl CudaPeers {
-    /// The collectives of ranks of this process, each with its end of the group and its device; the group may have other ranks too. A
-    /// message or an agreement that takes longer than `deadline` is an error.
+    /// The collectives of ranks of this process, each with its end of the group and its device; the
+    /// group may have other ranks too. A message or an agreement that takes longer than
+    /// `deadline` is an error.
     ///
     /// # Errors
-    /// [`Error::Request`] for a device that is no CUDA device, [`Error::Device`] if the driver fails.
+    /// [`Error::Request`] for a device that is no CUDA device, [`Error::Device`] if the driver
+    /// fails.
     pub fn of(ranks: &[(Arc<dyn Transport>, Device)], deadline: Duration) -> Result<Vec<Self>> {
         let of_rank = |(transport, device): &(Arc<dyn Transport>, Device)| {
             Ok((transport.rank(), cuda(device)?.device.status().clone()))
@@ -129,7 +139,8 @@ impl CudaPeers {
         Ok(copy)
     }
 
-    /// The message `tag` of `from`, which is complete: copies of its pieces on the device of this rank.
+    /// The message `tag` of `from`, which is complete: copies of its pieces on the device of this
+    /// rank.
     async fn copy_message(
         &self,
         found: Found,
@@ -143,8 +154,8 @@ impl CudaPeers {
             }
             (found, _) => matches!(found, Found::Withdrawn),
         };
-        // A sender of this process puts a message there before it tells. It takes it back if its exchange ends, and then the group is
-        // about to be aborted.
+        // A sender of this process puts a message there before it tells. It takes it back if its exchange
+        // ends, and then the group is about to be aborted.
         if withdrawn || self.transport.stop_flag().load(Ordering::Acquire) {
             // Any call of the transport returns the failure of a group that has been aborted.
             let failure = self.transport.agree(Vote::ready([0; 32]), self.deadline).await;
@@ -186,7 +197,8 @@ fn foreign(device: &Device) -> Error {
 }
 
 impl fmt::Display for CudaPeers {
-    /// For people: the way of messages, such as `copies from device to device between ranks 0, 1; all other messages through host memory`.
+    /// For people: the way of messages, such as `copies from device to device between ranks 0, 1;
+    /// all other messages through host memory`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.words)
     }
@@ -245,7 +257,8 @@ impl CudaPeers {
         let key = (self.transport.rank(), *to, tag);
         Box::pin(async move {
             let (buffers, ready) = ready.map_err(ExchangeError::Own)?;
-            // The receiver's device must not wait for this one: it could not tell a device that hangs from its own.
+            // The receiver's device must not wait for this one: it could not tell a device that hangs from
+            // its own.
             let work = pulse.work();
             let complete = ready.await.unwrap_or(Err(Error::Cancelled));
             drop(work);

@@ -39,7 +39,8 @@ impl Waiting {
         Offered { waiting: self, key, is_told: false }
     }
 
-    /// A message that the receiver has asked for. If it is dropped before the message is taken, nobody keeps the pieces.
+    /// A message that the receiver has asked for. If it is dropped before the message is taken,
+    /// nobody keeps the pieces.
     pub(super) fn expect(&self, key: Key) -> Expected<'_> {
         Expected { waiting: self, key, taken: false }
     }
@@ -54,7 +55,8 @@ impl Waiting {
     }
 }
 
-/// A message that the sender has put there. If it is dropped before the receiver has been told, the message is taken back.
+/// A message that the sender has put there. If it is dropped before the receiver has been told, the
+/// message is taken back.
 #[derive(Debug)]
 pub(super) struct Offered<'w> {
     waiting: &'w Waiting,

@@ -23,7 +23,8 @@ fn call(case: Case, dtype: Dtype) -> Call {
 
 #[test]
 fn every_case_agrees_with_the_oracle_in_every_type() {
-    // Timings and divisions of the keys alternate: each case runs with all timings over the three types.
+    // Timings and divisions of the keys alternate: each case runs with all timings over the three
+    // types.
     let mut calls = Vec::new();
     for (n, case) in cases().into_iter().enumerate() {
         for (i, dtype) in DTYPES.into_iter().enumerate() {
@@ -81,7 +82,8 @@ fn judge(calls: &[(Call, Kernel, Keys, Timing)]) {
     );
 }
 
-/// Sizes around the tile shape of every head dim, with a GQA group of three and masks that make tiles full, partial and empty.
+/// Sizes around the tile shape of every head dim, with a GQA group of three and masks that make
+/// tiles full, partial and empty.
 #[test]
 fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
@@ -108,7 +110,8 @@ fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes() {
     judge(&calls);
 }
 
-/// Enough full tiles to use every stage twice, tiles that need mask tests, empty tiles, and items whose tile has missing rows.
+/// Enough full tiles to use every stage twice, tiles that need mask tests, empty tiles, and items
+/// whose tile has missing rows.
 #[test]
 fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes_on_hopper() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();
@@ -139,7 +142,8 @@ fn every_head_dim_agrees_with_the_oracle_around_its_tile_sizes_on_hopper() {
     judge(&calls);
 }
 
-/// A few rows over many keys: rows of several heads in a tile, groups that do not divide it, parts of unequal length.
+/// A few rows over many keys: rows of several heads in a tile, groups that do not divide it, parts
+/// of unequal length.
 #[test]
 fn few_rows_over_many_keys_agree_with_the_oracle_with_split_keys() {
     let plain = cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap();

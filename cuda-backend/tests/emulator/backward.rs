@@ -57,8 +57,8 @@ fn gradients_of_every_case_without_mask_or_bias_tensor_agree_with_the_oracle_on_
     judge(&calls);
 }
 
-/// Enough tiles to use every stage three times, tiles that need mask tests, empty tiles, blocks whose second consumer has no row or
-/// key, and heads that are padded.
+/// Enough tiles to use every stage three times, tiles that need mask tests, empty tiles, blocks
+/// whose second consumer has no row or key, and heads that are padded.
 #[test]
 fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes_on_hopper() {
     let mut calls = Vec::new();
@@ -84,7 +84,8 @@ fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes_on_hopper
     judge(&calls);
 }
 
-/// Sizes around the tiles of both kernels of every head dim, with a GQA group of three and tiles that are full, partial and empty.
+/// Sizes around the tiles of both kernels of every head dim, with a GQA group of three and tiles
+/// that are full, partial and empty.
 #[test]
 fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes() {
     let mut calls = Vec::new();
@@ -108,8 +109,8 @@ fn gradients_of_every_head_dim_agree_with_the_oracle_around_tile_sizes() {
     judge(&calls);
 }
 
-/// Over several tiles of both sides, some of them partial and some empty. In all types; a sample has each shape in one type, and each
-/// type and head dim with some shapes.
+/// Over several tiles of both sides, some of them partial and some empty. In all types; a sample
+/// has each shape in one type, and each type and head dim with some shapes.
 #[test]
 fn gradients_of_every_shape_of_bias_agree_with_the_oracle() {
     let mut calls = Vec::new();
@@ -169,7 +170,8 @@ fn gradients_of_a_scaled_loss_agree_with_the_oracle() {
 fn a_nan_in_the_gradient_of_a_row_reaches_only_what_the_row_sees() {
     for (n, dim) in [64, 192, 256].into_iter().enumerate() {
         for (i, dtype) in Dtype::ALL.into_iter().enumerate() {
-            // A sample has the smallest head dim in all types and the others in 16 bits, for the kernel for f32 is one for all.
+            // A sample has the smallest head dim in all types and the others in 16 bits, for the kernel for
+            // f32 is one for all.
             if !everything() && n > 0 && i != n {
                 continue;
             }

@@ -135,7 +135,8 @@ impl BackwardCall {
         Ok((results.iter().map(|sum| numbers(sum)).collect(), counts))
     }
 
-    /// The strides of the gradient of the bias in the order of the oracle: `[batch or 1, heads or 1, rows or 1, keys]`.
+    /// The strides of the gradient of the bias in the order of the oracle: `[batch or 1, heads or
+    /// 1, rows or 1, keys]`.
     fn bias_sum(&self) -> TensorArgument {
         let problem = &self.case.prepared.problem;
         let Some(bias) = problem.bias else { return TensorArgument::default() };
@@ -279,7 +280,8 @@ impl BackwardCall {
     }
 }
 
-/// A case in which one element of d_o of a row, of batch entry 0 and head 0, is NaN: `(row, element)`.
+/// A case in which one element of d_o of a row, of batch entry 0 and head 0, is NaN: `(row,
+/// element)`.
 pub(crate) struct NanCall {
     clean: BackwardCall,
     poisoned: BackwardCall,
@@ -303,8 +305,8 @@ impl NanCall {
         Self { clean: self.clean.on_hopper(), poisoned: self.poisoned.on_hopper(), ..self }
     }
 
-    /// The NaN is in dq of its row, in dk of the keys that the row sees, and in its element of their dv; all else has the bytes that it
-    /// has without.
+    /// The NaN is in dq of its row, in dk of the keys that the row sees, and in its element of
+    /// their dv; all else has the bytes that it has without.
     pub(crate) fn judge(&self, program: &Program, timing: Timing) -> Result<(), String> {
         let oracle = &self.clean.case.prepared.oracle;
         let (poisoned, _) = self.poisoned.run(program, timing)?;
@@ -350,7 +352,8 @@ pub(crate) fn plain() -> Case {
     cases().into_iter().find(|case| case.name == "one row beyond a tile").unwrap()
 }
 
-/// A plain case with a change, in which all logits are −∞, in tiles whose pairs are all visible, and all of d_o is NaN.
+/// A plain case with a change, in which all logits are −∞, in tiles whose pairs are all visible,
+/// and all of d_o is NaN.
 pub(crate) fn without_finite_logits(dtype: Dtype, change: impl FnOnce(Case) -> Case) -> BackwardCall {
     let mut case = change(plain());
     (case.problem.q_len, case.problem.kv_len) = (64, 128);

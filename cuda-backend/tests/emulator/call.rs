@@ -33,7 +33,7 @@ pub(crate) enum Kernel {
     Tiled,
     /// Split-KV decoding with this number of parts.
     Decode(u32),
-    /// The kernels for Hopper with this number of blocks, each of which computes several query tiles.
+    /// The kernels for Hopper with this number of blocks, each for several query tiles.
     Hopper(usize),
     /// The same with larger tiles of keys.
     Wide(usize),
@@ -73,7 +73,7 @@ impl Call {
         Self { case, dtype, problem, tensors, bias, expected, naive }
     }
 
-    /// Runs the case and compares it with the oracle. Returns the counts of the run, or what is wrong.
+    /// Compares the case with the oracle. Returns the counts of the run, or what is wrong.
     pub(crate) fn judge(
         &self,
         program: &Program,
@@ -143,8 +143,8 @@ impl Call {
         }
     }
 
-    /// Uploads the rows `keys` of tensor `index`: the whole tensor if they are all of it, else a buffer in which each row is
-    /// followed by as many bytes of NaN, which no kernel may read.
+    /// Uploads the rows `keys` of tensor `index`: the whole tensor if they are all of it, else a
+    /// buffer in which each row is followed by as many bytes of NaN, which no kernel may read.
     fn block_of(&self, job: &mut Job, whole: Buffer, index: usize, keys: &[u32]) -> TensorArgument {
         let [batch, tokens, heads, dim] = self.case.problem.kv_shape();
         if keys.len() == tokens {
@@ -342,7 +342,7 @@ fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
         .unwrap()
 }
 
-/// A mask or bias tensor `[batch, heads, q_len, kv_len]` as the product takes it: `[batch, q_len, heads, row]`.
+/// A bias `[batch, heads, q_len, kv_len]` as the product has it, `[batch, q_len, heads, row]`.
 fn stored_bias<E: Element + Pod>(case: &Case, inputs: &Inputs<E>) -> Option<Vec<u8>> {
     let (bias, problem) = (case.bias?, &case.problem);
     let queries = if bias.shared_rows { 1 } else { problem.q_len };

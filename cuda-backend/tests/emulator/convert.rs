@@ -1,4 +1,5 @@
-//! Conversions between storage types, and to 8-bit codes and back: bit for bit against their definitions in f64.
+//! Conversions between storage types, and to 8-bit codes and back: bit for bit against their
+//! definitions in f64.
 
 use kyklos::Dtype;
 use kyklos::backend::Scales;
@@ -12,7 +13,8 @@ use crate::program::{Program, emulator};
 /// Elements of the buffer before the converted ones.
 const FIRST: usize = 24;
 
-/// The non-negative numbers of a 16-bit type by its definition, in increasing order, up to infinity.
+/// The non-negative numbers of a 16-bit type by its definition, in increasing order, up to
+/// infinity.
 fn sizes(dtype: Dtype) -> Vec<f64> {
     let (fraction_bits, bias) = if dtype == Dtype::F16 { (10, 15) } else { (7, 127) };
     let one = 1 << fraction_bits;
@@ -25,7 +27,8 @@ fn sizes(dtype: Dtype) -> Vec<f64> {
     finite.chain([f64::INFINITY]).collect()
 }
 
-/// The nearest of `sizes`, on a tie the one with an even index. Infinity counts as the next number behind the largest.
+/// The nearest of `sizes`, on a tie the one with an even index. Infinity counts as the next number
+/// behind the largest.
 fn nearest(sizes: &[f64], x: f32) -> u16 {
     let sign = u16::try_from(x.to_bits() >> 31 << 15).unwrap();
     if x.is_nan() {
@@ -41,10 +44,12 @@ fn nearest(sizes: &[f64], x: f32) -> u16 {
     sign | u16::try_from(below + usize::from(up)).unwrap()
 }
 
-/// All numbers of a 16-bit type, the midpoints between two of them, the f32 neighbours of these, and special values.
+/// All numbers of a 16-bit type, the midpoints between two of them, the f32 neighbours of these,
+/// and special values.
 fn around(sizes: &[f64]) -> Vec<f32> {
     let mut all = vec![f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
-    // NaNs whose mantissa is 0 in the upper 16 bits, and subnormal numbers, which a device may flush to 0.
+    // NaNs whose mantissa is 0 in the upper 16 bits, and subnormal numbers, which a device may flush to
+    // 0.
     all.extend([0x7f80_0001, 0xff80_0001, 1, 0x8000_0001, 0x007f_ffff].map(f32::from_bits));
     let finite = &sizes[..sizes.len() - 1];
     let last = [finite[finite.len() - 1], 2.0 * finite[finite.len() - 1] - finite[finite.len() - 2]];
@@ -58,8 +63,9 @@ fn around(sizes: &[f64]) -> Vec<f32> {
     all
 }
 
-/// Converts `elements` (a multiple of 8) from the middle of a buffer to the middle of another one. Elements before them must not
-/// change. Memory behind them is inaccessible. Also returns the words of the report.
+/// Converts `elements` (a multiple of 8) from the middle of a buffer to the middle of another one.
+/// Elements before them must not change. Memory behind them is inaccessible. Also returns the words
+/// of the report.
 fn converted<E: bytemuck::Pod>(
     program: &Program,
     (from, elements): (Dtype, &[E]),
@@ -164,7 +170,8 @@ fn groups([batch, tokens, heads, dim]: [usize; 4], of: Scales) -> Vec<Vec<usize>
     }
 }
 
-/// Numbers of a different magnitude in each group, with a different special case in each group in turn.
+/// Numbers of a different magnitude in each group, with a different special case in each group in
+/// turn.
 fn made_up(groups: &[Vec<usize>], elements: usize) -> Vec<f32> {
     let mut all: Vec<f32> = (0..elements as u64).map(|i| normal(7, TensorId::V, i)).collect();
     for (group, places) in groups.iter().enumerate() {
@@ -277,8 +284,8 @@ pub(crate) fn judge_codes(
     Ok(())
 }
 
-/// Token counts that are no multiple of the group size, last groups of one token and more, more channels than a block has and
-/// fewer, rows of one lane, of some lanes and of a whole warp.
+/// Token counts that are no multiple of the group size, last groups of one token and more, more
+/// channels than a block has and fewer, rows of one lane, of some lanes and of a whole warp.
 const SHAPES: [[usize; 4]; 9] = [
     [2, 150, 3, 24],
     [1, 64, 1, 8],

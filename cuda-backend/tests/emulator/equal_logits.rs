@@ -1,4 +1,5 @@
-//! Gradients of rows whose logits are all the same number, far from 0: there m + ln l rounds to m, and every key has the share 1 / n.
+//! Gradients of rows whose logits are all the same number, far from 0: there m + ln l rounds to m,
+//! and every key has the share 1 / n.
 
 use half::{bf16, f16};
 use kyklos::Dtype;
@@ -10,8 +11,9 @@ use crate::backward_call::{BackwardCall, plain};
 use crate::job::{Timing, numbers};
 use crate::program::{Program, emulator};
 
-/// A call whose logits are all `-scale`, under a causal mask: rows see 18 keys and more. Values are 0, so only the gradient of the
-/// log-sum-exp is in dS, with the share of the pair. A bias of 0 is for its gradient.
+/// A call whose logits are all `-scale`, under a causal mask: rows see 18 keys and more. Values are
+/// 0, so only the gradient of the log-sum-exp is in dS, with the share of the pair. A bias of 0 is
+/// for its gradient.
 pub(crate) fn equal_logits(
     dtype: Dtype,
     scale: f32,

@@ -1,4 +1,5 @@
-//! The emulator's mbarriers, TMA and wgmma against the definitions of the PTX ISA, and the faults that it must find.
+//! The emulator's mbarriers, TMA and wgmma against the definitions of the PTX ISA, and the faults
+//! that it must find.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -51,7 +52,8 @@ fn seeded_probe<A: Pod>(
     Ok(numbers(&job.run(emulator(), timing, seed)?.0[0]))
 }
 
-/// Copies a box of 8 rows of a tensor of [2 batch entries, 5 rows, 3 heads, 72 elements], whose elements are 1, 2, 3 and so on.
+/// Copies a box of 8 rows of a tensor of [2 batch entries, 5 rows, 3 heads, 72 elements], whose
+/// elements are 1, 2, 3 and so on.
 fn box_probe(job: &mut Job, out: u64, at: [i32; 4], tile_rows: u32) -> BoxProbe {
     let elements: Vec<u16> = (1..=2 * 5 * 3 * 72).collect();
     let tensor = TensorArgument {
@@ -122,8 +124,8 @@ fn wgmma_multiplies_the_matrices_in_descriptors_and_registers() {
             }
         }
         let mut input: Vec<u32> = numbers(bytemuck::cast_slice(&shared));
-        // Elements of thread t: rows 16 (t / 32) + t % 32 / 4 and the one 8 below; columns t % 4 * 2, the next one, and both
-        // plus 8.
+        // Elements of thread t: rows 16 (t / 32) + t % 32 / 4 and the one 8 below; columns t % 4 * 2, the
+        // next one, and both plus 8.
         let row_of = |thread: usize, i: usize| thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
         let column_of = |thread: usize, i: usize| i / 4 * 8 + thread % 4 * 2 + i % 2;
         for thread in 0..128 {
@@ -158,8 +160,8 @@ fn wgmma_multiplies_the_matrices_in_descriptors_and_registers() {
     }
 }
 
-/// Products of a group on the same accumulators give the same sum, however many of them are computed before the next one is
-/// issued.
+/// Products of a group on the same accumulators give the same sum, however many of them are
+/// computed before the next one is issued.
 #[test]
 fn a_product_adds_to_the_one_before_in_every_schedule() {
     for timing in Timing::ALL {

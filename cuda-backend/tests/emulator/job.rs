@@ -1,4 +1,5 @@
-//! Jobs for the emulator: buffers, launches, and the buffers to return (`emulator/main.cpp` has the format).
+//! Jobs for the emulator: buffers, launches, and the buffers to return (`emulator/main.cpp` has the
+//! format).
 
 use bytemuck::Pod;
 
@@ -37,7 +38,8 @@ pub(crate) struct Job {
 pub(crate) struct Counts {
     /// Reads of 8 rows of 16 bytes by ldmatrix.
     pub(crate) accesses: u64,
-    /// Passes over the shared-memory banks for them: as many as accesses if no two rows share a bank.
+    /// Passes over the shared-memory banks for them: as many as accesses if no two rows share a
+    /// bank.
     pub(crate) passes: u64,
     /// Copies by cp.async, and boxes by TMA.
     pub(crate) copies: u64,
@@ -63,7 +65,8 @@ impl Job {
     fn buffer(&mut self, bytes: usize, data: Option<&[u8]>) -> Buffer {
         const PAGE: u64 = 4096;
         let bytes = bytes as u64;
-        // The buffer ends at the end of a page, rounded to 16 bytes, so that an access behind it is a fault.
+        // The buffer ends at the end of a page, rounded to 16 bytes, so that an access behind it is a
+        // fault.
         let room = bytes.next_multiple_of(16);
         let address = u64::from(16 + self.buffer_count) * (1 << 32) + room.next_multiple_of(PAGE) - room;
         self.buffers.extend(address.to_le_bytes());

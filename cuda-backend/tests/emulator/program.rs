@@ -13,7 +13,8 @@ use crate::parallel::in_parallel;
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     path: PathBuf,
-    /// Processor time after which a run is ended, in seconds: a kernel with a planted bug may have no end.
+    /// Processor time after which a run is ended, in seconds: a kernel with a planted bug may have
+    /// no end.
     limit_s: Option<u32>,
 }
 
@@ -32,7 +33,8 @@ fn folder() -> &'static Path {
 }
 
 impl Program {
-    /// Builds the emulator with the kernels in `sources`, which may include headers of the folder `headers`.
+    /// Builds the emulator with the kernels in `sources`, which may include headers of the folder
+    /// `headers`.
     pub(crate) fn build(headers: &Path, sources: &[PathBuf]) -> Self {
         Self::link(objects(headers, sources))
     }
@@ -51,7 +53,8 @@ impl Program {
         Self { limit_s: Some(limit_s), ..self }
     }
 
-    /// Runs a job. Returns its answer, or as error the emulator's message or the signal that ended it.
+    /// Runs a job. Returns its answer, or as error the emulator's message or the signal that ended
+    /// it.
     pub(crate) fn run(&self, job: &[u8]) -> Result<Vec<u8>, String> {
         let limit = self.limit_s.map(|seconds| ("KYKLOS_EMULATOR_CPU_SECONDS", seconds.to_string()));
         let mut child = Command::new(&self.path)
@@ -84,7 +87,8 @@ fn objects(headers: &Path, sources: &[PathBuf]) -> Vec<PathBuf> {
     in_parallel(all.len(), |n| Some(object(&all[n].0, &all[n].1)))
 }
 
-/// The object of a source. It is compiled unless there is one of the same source, headers and compiler.
+/// The object of a source. It is compiled unless there is one of the same source, headers and
+/// compiler.
 fn object(source: &Path, headers: &Path) -> PathBuf {
     let mut read = vec![source.to_owned()];
     for folder in [headers, &folder().join("kernels"), &folder().join("emulator")] {

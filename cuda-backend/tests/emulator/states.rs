@@ -7,7 +7,8 @@ use kyklos_oracle::oracle::Dtype;
 use crate::job::{Job, Timing, numbers};
 use crate::program::{Program, emulator};
 
-/// `[batch, rows, heads, dim]`: with warps behind the last row, and a head dim that is no multiple of 32.
+/// `[batch, rows, heads, dim]`: with warps behind the last row, and a head dim that is no multiple
+/// of 32.
 const SHAPE: [usize; 4] = [2, 3, 3, 40];
 
 fn arguments(a: u64, ml: u64) -> StateArguments {
@@ -124,7 +125,8 @@ fn a_log_sum_exp_far_from_0_keeps_the_logarithm_of_l() {
     pairs_are_exact(emulator(), Timing::Eager).unwrap();
 }
 
-/// Each log-sum-exp is the sum of the nearest f32 and its rest; that of a row that saw no key, or of one that is not finite, has no rest.
+/// Each log-sum-exp is the sum of the nearest f32 and its rest; that of a row that saw no key, or
+/// of one that is not finite, has no rest.
 pub(crate) fn pairs_are_exact(program: &Program, timing: Timing) -> Result<(), String> {
     let ml =
         [[-1e20_f32, 7.0], [-1e4, 3.0], [5e8, 1.0], [EMPTY_M, 0.0], [f32::INFINITY, 2.0], [1.0, f32::NAN]];

@@ -1,8 +1,10 @@
-//! A long context: keys and values of a prompt do not fit the memory of one rank, and fit that of several.
+//! A long context: keys and values of a prompt do not fit the memory of one rank, and fit that of
+//! several.
 //!
-//! The layers of a made-up model attend over key/value caches that the ranks share: first the prompt, in chunks that are split over
-//! the ranks, then tokens one by one. Each rank may hold so many bytes of keys and values. The same is tried on 1, 2 and 4 ranks.
-//! The last token's attention is compared with f64.
+//! The layers of a made-up model attend over key/value caches that the ranks share: first the
+//! prompt, in chunks that are split over the ranks, then tokens one by one. Each rank may hold so
+//! many bytes of keys and values. The same is tried on 1, 2 and 4 ranks. The last token's attention
+//! is compared with f64.
 #![forbid(unsafe_code)]
 
 mod model;
@@ -101,7 +103,8 @@ fn demonstrate(sizes: Sizes, out: &mut dyn Write) -> Result<(), Error> {
     Ok(())
 }
 
-/// The whole conversation on `ranks` ranks of this process. Each layer of a rank may hold `budget` bytes.
+/// The whole conversation on `ranks` ranks of this process. Each layer of a rank may hold `budget`
+/// bytes.
 fn run(ranks: u32, sizes: Sizes, budget: u64) -> Result<Vec<Done>, Error> {
     let done = on_threads(in_process_group(ranks), |transport| talk(transport, sizes, budget));
     // Every rank has the same refusal, in other words: that of rank 0 is shown.

@@ -13,8 +13,8 @@ pub(crate) struct Verdict {
     pub(crate) tolerance: f64,
 }
 
-/// Compares the o and lse of the last of `tokens` tokens in the last layer with f64. The tolerance is that of one device: twice the
-/// error of plain f32 arithmetic, and the rounding of the output.
+/// Compares the o and lse of the last of `tokens` tokens in the last layer with f64. The tolerance
+/// is that of one device: twice the error of plain f32 arithmetic, and the rounding of the output.
 ///
 /// # Errors
 /// If the result is wrong.

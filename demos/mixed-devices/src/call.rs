@@ -37,7 +37,8 @@ pub(crate) struct Output {
 }
 
 impl Call {
-    /// A causal call that takes the devices about half a second together. Tokens are shared by what each rank's device can do.
+    /// A causal call that takes the devices about half a second together. Tokens are shared by what
+    /// each rank's device can do.
     pub(crate) fn new(capacities: &[Capacity]) -> Result<Self> {
         let problem = problem(tokens_for(capacities.iter().map(gflops).sum()), Dtype::F32, Mask::causal())?;
         let mesh = Mesh::new(1, u32::try_from(capacities.len())?)?;
@@ -110,7 +111,8 @@ fn run<'a>(set: &PlanSet, tensors: &Tensors, devices: impl Iterator<Item = &'a O
     Ok(output)
 }
 
-/// A speed as people compare it, in GFLOP/s: 2 operations for each multiply and add of q·k and of p·v.
+/// A speed as people compare it, in GFLOP/s: 2 operations for each multiply and add of q·k and of
+/// p·v.
 #[expect(clippy::cast_precision_loss, reason = "printed without a fraction")]
 pub(crate) fn gflops(capacity: &Capacity) -> f64 {
     capacity.pairs_per_s as f64 * 4.0 * f64::from(DIM) / 1e9
@@ -141,7 +143,8 @@ fn tensors(problem: &AttentionProblem) -> Tensors {
     }
 }
 
-/// Tokens whose causal attention, half of 4·S²·H·D operations, takes devices of this speed about [`SECONDS`].
+/// Tokens whose causal attention, half of 4·S²·H·D operations, takes devices of this speed about
+/// [`SECONDS`].
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to a range of u32")]
 fn tokens_for(gflops: f64) -> u32 {
     let tokens = (SECONDS * gflops * 1e9 / (2.0 * f64::from(HEADS * DIM))).sqrt();

@@ -1,7 +1,8 @@
 //! One attention call, shared by every device of this machine, checked against f64.
 //!
-//! The devices form a ring. Each rank holds some of the tokens, as many as its measured speed allows, and attends from
-//! its own queries to all keys and values, which travel round the ring. The result is exact.
+//! The devices form a ring. Each rank holds some of the tokens, as many as its measured speed
+//! allows, and attends from its own queries to all keys and values, which travel round the ring.
+//! The result is exact.
 #![forbid(unsafe_code)]
 
 mod call;
@@ -102,8 +103,8 @@ fn demonstrate(out: &mut dyn Write) -> Result<()> {
     }
 }
 
-/// Without `XDG_RUNTIME_DIR`, software Vulkan drivers print a complaint. The variable must be set before the process starts,
-/// so this process starts itself again.
+/// Without `XDG_RUNTIME_DIR`, software Vulkan drivers print a complaint. The variable must be set
+/// before the process starts, so this process starts itself again.
 fn give_a_runtime_folder() {
     #[cfg(target_os = "linux")]
     if std::env::var_os("XDG_RUNTIME_DIR").is_none()

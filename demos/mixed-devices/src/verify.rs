@@ -1,7 +1,7 @@
 //! The shared result against attention in f64, on a sample of rows.
 //!
-//! The tolerance is measured: the shared result may be at most twice as far from f64 as one device alone, plus a rounding
-//! allowance.
+//! The tolerance is measured: the shared result may be at most twice as far from f64 as one device
+//! alone, plus a rounding allowance.
 
 use std::collections::HashMap;
 use std::iter::once;

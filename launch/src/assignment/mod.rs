@@ -1,9 +1,10 @@
 //! Which rank of which group this process is, from all sources together.
 //!
-//! Explicit settings come first, then a launcher that starts the ranks itself (torchrun, MPI), then a scheduler (Slurm,
-//! Kubernetes), under which such a launcher may run. A source may provide what another one does not. Two sources with
-//! different ranks or sizes are refused, and the error names both, with two exceptions: the tasks of a scheduler may be
-//! launchers, which count other things; and explicit settings win over an environment of one rank (an interactive shell).
+//! Explicit settings come first, then a launcher that starts the ranks itself (torchrun, MPI), then
+//! a scheduler (Slurm, Kubernetes), under which such a launcher may run. A source may provide what
+//! another one does not. Two sources with different ranks or sizes are refused, and the error names
+//! both, with two exceptions: the tasks of a scheduler may be launchers, which count other things;
+//! and explicit settings win over an environment of one rank (an interactive shell).
 
 use std::net::SocketAddr;
 
@@ -30,8 +31,10 @@ pub struct Assignment {
     pub local_rank: u32,
     /// Number of ranks on its host.
     pub local_size: u32,
-    /// `kyklos launch` has started this process and holds the other end of its standard input, which closes when the
-    /// launcher ends. Through it comes the identity of the rank ([`Self::set_identity`]). [`Self::join`] gives no notes then: the launcher's user knows rank, size and address.
+    /// `kyklos launch` has started this process and holds the other end of its standard input,
+    /// which closes when the launcher ends. Through it comes the identity of the rank
+    /// ([`Self::set_identity`]). [`Self::join`] gives no notes then: the launcher's user knows
+    /// rank, size and address.
     pub by_kyklos_launch: bool,
     /// Where rank 0 listens; a group of one needs no address.
     pub coordinator: Option<HostPort>,
@@ -54,17 +57,20 @@ pub struct Assignment {
 }
 
 impl Assignment {
-    /// Proves this rank by `identity`, instead of by the credentials that options and environment name.
+    /// Proves this rank by `identity`, instead of by the credentials that options and environment
+    /// name.
     pub fn set_identity(&mut self, identity: Identity) {
         self.credentials = Credentials::Given(Box::new(identity));
     }
 
-    /// Combines options, environment and cluster file; `None` if nothing says that there are several ranks. With a token
-    /// this asks rank 0 for an identity, and blocks until it answers.
+    /// Combines options, environment and cluster file; `None` if nothing says that there are
+    /// several ranks. With a token this asks rank 0 for an identity, and blocks until it
+    /// answers.
     ///
     /// # Errors
     ///
-    /// Settings that are incomplete or contradict each other, files that cannot be used, a rank 0 that gives no identity.
+    /// Settings that are incomplete or contradict each other, files that cannot be used, a rank 0
+    /// that gives no identity.
     pub fn find(options: &Options) -> Result<Option<Self>> {
         let variables = Variables::of_process();
         let credentials = Credentials::obtain(options, &variables)?;
@@ -72,8 +78,8 @@ impl Assignment {
     }
 }
 
-/// The variables in this environment that say which rank a process is or how many there are, as `NAME=value` with spaces
-/// between, right or wrong; `None` if there are none.
+/// The variables in this environment that say which rank a process is or how many there are, as
+/// `NAME=value` with spaces between, right or wrong; `None` if there are none.
 pub fn rank_variables() -> Option<String> {
     let variables = Variables::of_process();
     let names = LAUNCHERS.iter().flat_map(|launcher| launcher.rank_variables).copied().chain([WORLD]);
@@ -181,7 +187,8 @@ pub(crate) fn assign(
     }))
 }
 
-/// Whether the environment of this process lets ranks of one host share memory: `KYKLOS_SHARED_MEMORY` is not `off`.
+/// Whether the environment of this process lets ranks of one host share memory:
+/// `KYKLOS_SHARED_MEMORY` is not `off`.
 ///
 /// # Errors
 ///

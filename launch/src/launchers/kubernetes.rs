@@ -1,5 +1,6 @@
-//! Kubernetes: a rank is a pod of an indexed Job, and its index is the rank. The pod of index 0 has a name in the Job's
-//! headless service. Kubernetes does not tell pods how many there are: `KYKLOS_WORLD` or an option does.
+//! Kubernetes: a rank is a pod of an indexed Job, and its index is the rank. The pod of index 0 has
+//! a name in the Job's headless service. Kubernetes does not tell pods how many there are:
+//! `KYKLOS_WORLD` or an option does.
 
 use super::Launcher;
 use crate::address::{DEFAULT_PORT, HostPort};
@@ -29,7 +30,8 @@ fn read(variables: &Variables<'_>) -> Result<Source> {
     })
 }
 
-/// `<job>-0.<service>`, with the service's port if it has one: the name of a pod of an indexed Job is its Job and its index.
+/// `<job>-0.<service>`, with the service's port if it has one: the name of a pod of an indexed Job
+/// is its Job and its index.
 fn coordinator(variables: &Variables<'_>, index: u32) -> Result<Option<Setting<HostPort>>> {
     let Some(service) = variables.text("KYKLOS_SERVICE") else {
         return Ok(None);

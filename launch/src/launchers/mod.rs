@@ -1,5 +1,5 @@
-//! The launchers whose environments are read. To add one: a file here with its tests, its `mod` line, its entry in
-//! [`LAUNCHERS`].
+//! The launchers whose environments are read. To add one: a file here with its tests, its `mod`
+//! line, its entry in [`LAUNCHERS`].
 
 mod kubernetes;
 mod mpi;
@@ -17,10 +17,12 @@ pub struct Launcher {
     pub name: &'static str,
     /// Every variable that is read begins with one of these.
     pub variables: &'static [&'static str],
-    /// The variables that alone show that a process is one of several, in the order in which notes quote them.
+    /// The variables that alone show that a process is one of several, in the order in which notes
+    /// quote them.
     pub rank_variables: &'static [&'static str],
     pub(crate) precedence: Precedence,
-    /// The settings in the variables; [`Source::default`] if this launcher did not start the process.
+    /// The settings in the variables; [`Source::default`] if this launcher did not start the
+    /// process.
     pub(crate) read: fn(&Variables<'_>) -> Result<Source>,
 }
 

@@ -1,5 +1,5 @@
-//! MPI: the variables of Open MPI, and those of PMI (MPICH, Intel MPI, and Slurm for both). They hold ranks and counts, and
-//! no addresses.
+//! MPI: the variables of Open MPI, and those of PMI (MPICH, Intel MPI, and Slurm for both). They
+//! hold ranks and counts, and no addresses.
 
 use super::Launcher;
 use crate::error::Result;

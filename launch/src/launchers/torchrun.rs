@@ -1,5 +1,6 @@
-//! torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. `kyklos launch` sets the same
-//! variables. The address is used without the rank too, because scripts export it under other launchers.
+//! torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. `kyklos
+//! launch` sets the same variables. The address is used without the rank too, because scripts
+//! export it under other launchers.
 
 use super::Launcher;
 use crate::address::HostPort;

@@ -2,21 +2,22 @@
 //!
 //! # Definition
 //!
-//! Element `index` (linear BSHD order) of tensor `t` under `seed` is a standard normal number. It comes from one block
-//! of Philox4x32-10:
+//! Element `index` (linear BSHD order) of tensor `t` under `seed` is a standard normal number. It
+//! comes from one block of Philox4x32-10:
 //!
-//! - key = (seed mod 2³², seed / 2³²), counter = (index mod 2³², index / 2³², t, 0), with t the number of the
-//!   [`TensorId`]. The tensor is in the counter and not in the key, because Philox is a bijection of the
-//!   counter under each key. So no two elements of any two tensors of a seed share a block, and no other seed
-//!   repeats them with a shift.
-//! - the block's words w0..w3 give two integers of 53 bits, `x = (w1·2³² + w0) >> 11` and
-//!   `y = (w3·2³² + w2) >> 11`. These give `u = (x + 1)·2⁻⁵³` in (0, 1] and `w = y·2⁻⁵³` in [0, 1);
-//! - the number is `√(−2 ln u) · cos(2π w)` in f64 (Box and Muller 1958), rounded to f32 and from there to the
-//!   storage type, each to nearest even. Its magnitude is below 8.6.
+//! - key = (seed mod 2³², seed / 2³²), counter = (index mod 2³², index / 2³², t, 0), with t the
+//!   number of the [`TensorId`]. The tensor is in the counter and not in the key, because Philox is
+//!   a bijection of the counter under each key. So no two elements of any two tensors of a seed
+//!   share a block, and no other seed repeats them with a shift.
+//! - the block's words w0..w3 give two integers of 53 bits, `x = (w1·2³² + w0) >> 11` and `y =
+//!   (w3·2³² + w2) >> 11`. These give `u = (x + 1)·2⁻⁵³` in (0, 1] and `w = y·2⁻⁵³` in [0, 1);
+//! - the number is `√(−2 ln u) · cos(2π w)` in f64 (Box and Muller 1958), rounded to f32 and from
+//!   there to the storage type, each to nearest even. Its magnitude is below 8.6.
 //!
-//! `ln` and `cos` come from the platform's mathematical library. Their last bit in f64 may differ between platforms.
-//! After rounding to f32 this changes about one element in 10⁸, by one ulp. Within one platform there is no
-//! difference. A test must not demand equal bytes from two platforms.
+//! `ln` and `cos` come from the platform's mathematical library. Their last bit in f64 may differ
+//! between platforms. After rounding to f32 this changes about one element in 10⁸, by one ulp.
+//! Within one platform there is no difference. A test must not demand equal bytes from two
+//! platforms.
 
 mod cases;
 mod philox;
@@ -66,8 +67,9 @@ pub fn fill<E: Element>(seed: u64, tensor: TensorId, range: Range<u64>, out: &mu
     }
 }
 
-/// Up to `count` different rows of a problem, for checks where all rows are too expensive. The rows are in ascending
-/// order and include the first and the last row. They are the same for every number of ranks.
+/// Up to `count` different rows of a problem, for checks where all rows are too expensive. The rows
+/// are in ascending order and include the first and the last row. They are the same for every
+/// number of ranks.
 pub fn sample_rows(problem: &OracleProblem, count: usize, seed: u64) -> Vec<RowId> {
     let rows = problem.batch * problem.q_len * problem.q_heads;
     if rows <= count {

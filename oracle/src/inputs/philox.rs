@@ -1,6 +1,6 @@
-//! Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-//! (SC 2011). It is a keyed bijection of 128-bit counters. So each number of a sequence is computed without the
-//! numbers before it.
+//! Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy
+//! as 1, 2, 3" (SC 2011). It is a keyed bijection of 128-bit counters. So each number of a sequence
+//! is computed without the numbers before it.
 
 /// The 128 random bits that belong to `counter` under `key`, least significant word first.
 pub fn philox4x32_10(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {

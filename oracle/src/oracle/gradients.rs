@@ -1,6 +1,7 @@
 //! Gradients in f64, written directly from the derivative of each operation.
 //!
-//! For a scalar `L` with the derivatives `dO = ∂L/∂o` and `dLSE = ∂L/∂lse`, and one query row and head:
+//! For a scalar `L` with the derivatives `dO = ∂L/∂o` and `dLSE = ∂L/∂lse`, and one query row and
+//! head:
 //!
 //! ```text
 //! s = scale · q·k    c = tanh(s / cap)    x = cap · c + bias    (no softcap: x = s + bias)
@@ -9,7 +10,8 @@
 //! dQ = scale · Σ dS · k    dK = scale · Σ dS · q    dV = Σ P · dO    dSink = −Σ exp(sink − lse) · δ
 //! ```
 //!
-//! lse is over all keys of the row and its sink. Query heads that share a key/value head add to the same dK and dV.
+//! lse is over all keys of the row and its sink. Query heads that share a key/value head add to the
+//! same dK and dV.
 
 use super::{BiasValues, Oracle, OracleBias, OracleError, RowId, Tensor4, Values};
 
@@ -24,7 +26,8 @@ pub struct Gradients {
     pub dv: Vec<f64>,
     /// Of the sinks, one for each query head; empty without sinks.
     pub d_sinks: Vec<f64>,
-    /// Of an additive bias tensor, in its own shape: elements that several rows read get the sum. Otherwise empty.
+    /// Of an additive bias tensor, in its own shape: elements that several rows read get the sum.
+    /// Otherwise empty.
     pub d_bias: Vec<f64>,
 }
 
@@ -52,10 +55,12 @@ struct Seen {
 }
 
 impl Oracle<'_> {
-    /// The gradients of `L = Σ d_o · o + Σ d_lse · lse`. `d_o` is shaped as the output, `d_lse` as the log-sum-exp
-    /// `[batch, q_heads, q_len]`; without it, `L` does not depend on the log-sum-exp. Refuses tensors of other lengths.
+    /// The gradients of `L = Σ d_o · o + Σ d_lse · lse`. `d_o` is shaped as the output, `d_lse` as
+    /// the log-sum-exp `[batch, q_heads, q_len]`; without it, `L` does not depend on the
+    /// log-sum-exp. Refuses tensors of other lengths.
     ///
-    /// A row that sees no key gives no gradient, except to its sink. A row whose visible scores are all −∞ gives none.
+    /// A row that sees no key gives no gradient, except to its sink. A row whose visible scores are
+    /// all −∞ gives none.
     pub fn gradients(&self, d_o: Values<'_>, d_lse: Option<Values<'_>>) -> Result<Gradients, OracleError> {
         let problem = self.problem;
         let d_o = Tensor4::new(problem.q_shape(), d_o)?;

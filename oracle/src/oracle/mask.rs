@@ -6,7 +6,8 @@ use std::fmt;
 
 use super::OracleError;
 
-/// One condition on a pair of global positions. A key is visible if all conditions of a mask are true.
+/// One condition on a pair of global positions. A key is visible if all conditions of a mask are
+/// true.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OracleTerm {
     /// `k <= q`.
@@ -18,14 +19,15 @@ pub enum OracleTerm {
         /// Tokens after the query, or -1.
         right: i64,
     },
-    /// Query and key are in the same `boundaries[i]..boundaries[i + 1]`. A query outside all of these ranges sees
-    /// no key, and no query sees a key outside all of them.
+    /// Query and key are in the same `boundaries[i]..boundaries[i + 1]`. A query outside all of
+    /// these ranges sees no key, and no query sees a key outside all of them.
     Documents(Vec<u64>),
     /// `k < n`: one `n` for all batch entries, or one for each.
     Valid(Vec<u64>),
     /// One of the slices shows the key.
     Slices(Vec<OracleSlice>),
-    /// The mask of the pair's batch entry shows the key. These masks have no conditions for several entries.
+    /// The mask of the pair's batch entry shows the key. These masks have no conditions for several
+    /// entries.
     Entries(Vec<OracleMask>),
 }
 
@@ -44,7 +46,8 @@ pub struct OracleSlice {
 
 impl OracleSlice {
     fn shows(&self, q: u64, k: u64) -> bool {
-        // `causal` compares the distances to the ends of both ranges, `inverse` the distances from their starts.
+        // `causal` compares the distances to the ends of both ranges, `inverse` the distances from their
+        // starts.
         self.q.contains(&q)
             && self.k.contains(&k)
             && (!self.causal || self.k.end - k >= self.q.end - q)
@@ -96,8 +99,8 @@ impl OracleMask {
         self
     }
 
-    /// Whether the query at global position `q_position` sees the key at global position `k_position` in this
-    /// batch entry.
+    /// Whether the query at global position `q_position` sees the key at global position
+    /// `k_position` in this batch entry.
     pub fn visible(&self, batch: usize, q_position: u64, k_position: u64) -> bool {
         self.terms.iter().all(|term| term.allows(batch, q_position, k_position))
     }
@@ -174,8 +177,8 @@ impl fmt::Display for OracleSlice {
     }
 }
 
-/// In the notation of the command line: `causal+window:4,-1`. Masks of batch entries are written one after the other, each with the
-/// conditions for all entries: `causal+valid:3//causal`.
+/// In the notation of the command line: `causal+window:4,-1`. Masks of batch entries are written
+/// one after the other, each with the conditions for all entries: `causal+valid:3//causal`.
 impl fmt::Display for OracleMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let list = |numbers: &[u64]| numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
@@ -206,7 +209,8 @@ impl fmt::Display for OracleMask {
     }
 }
 
-/// Reads the notation of the command line, with its own code. It shares no code with the parser of the product.
+/// Reads the notation of the command line, with its own code. It shares no code with the parser of
+/// the product.
 impl std::str::FromStr for OracleMask {
     type Err = OracleError;
 

@@ -1,8 +1,8 @@
 //! Attention in f64, written directly from its definition.
 //!
-//! For one query row and head: the scores of all visible keys, their maximum, exponentials, their sum, the
-//! weighted mean of the values. Each row is independent, keys are visited in ascending order, and all numbers are
-//! f64. The rounding of f64 (2⁻⁵³) is far below any measured error.
+//! For one query row and head: the scores of all visible keys, their maximum, exponentials, their
+//! sum, the weighted mean of the values. Each row is independent, keys are visited in ascending
+//! order, and all numbers are f64. The rounding of f64 (2⁻⁵³) is far below any measured error.
 
 mod bias;
 mod gradients;
@@ -39,7 +39,7 @@ pub struct OracleProblem {
     pub mask: OracleMask,
     /// The global position of query 0; key 0 is at position 0.
     pub q_offset: u64,
-    /// One score for each query head. It takes part in the softmax of every row and has no value. Empty means no sinks.
+    /// One score for each query head, in the softmax of every row, without a value; may be empty.
     pub sinks: Vec<f64>,
 }
 
@@ -80,7 +80,7 @@ impl OracleProblem {
         q_head / (self.q_heads / self.kv_heads)
     }
 
-    /// Where a row's vector begins in the linear order of the output `[batch, q_len, q_heads, head_dim]`.
+    /// Where a row's vector begins in the output `[batch, q_len, q_heads, head_dim]`.
     pub fn o_index(&self, id: RowId) -> usize {
         ((id.batch * self.q_len + id.row) * self.q_heads + id.head) * self.head_dim
     }
@@ -151,7 +151,7 @@ pub struct Row {
     pub id: RowId,
     /// The output vector `[head_dim]`.
     pub o: Vec<f64>,
-    /// Natural logarithm of the sum of the exponentials of all scores, with the sink. -∞ if there are no scores.
+    /// Natural logarithm of the sum of the exponentials of all scores and the sink; -∞ for none.
     pub lse: f64,
 }
 
@@ -160,9 +160,9 @@ pub struct Row {
 /// # Corners
 ///
 /// - A row that sees no key has o = 0 and lse = -∞; with a sink, o = 0 and lse is the sink.
-/// - A row does not read a key that it cannot see. The contents of its key and value vectors have no effect.
-/// - NaN and ∞ in visible keys and values propagate by plain IEEE arithmetic. A NaN or +∞ score makes the row NaN. A
-///   score of -∞ has weight 0 if other scores are finite. If *all* visible scores are -∞, the row is 0/0, NaN.
+/// - A row does not read a key that it cannot see, nor its value.
+/// - NaN and ∞ in visible keys and values propagate as in IEEE 754: a NaN or +∞ score makes the row
+///   NaN, one of -∞ has weight 0. If *all* visible scores are -∞, the row is 0/0, NaN.
 #[derive(Clone, Copy, Debug)]
 pub struct Oracle<'a> {
     problem: &'a OracleProblem,
@@ -173,8 +173,8 @@ pub struct Oracle<'a> {
 }
 
 impl<'a> Oracle<'a> {
-    /// An oracle over q `[batch, q_len, q_heads, head_dim]` and k, v `[batch, kv_len, kv_heads, head_dim]` in
-    /// linear order, already rounded to their storage type. Refuses tensors that do not fit the problem.
+    /// An oracle over q `[batch, q_len, q_heads, head_dim]` and k, v `[batch, kv_len, kv_heads,
+    /// head_dim]`, rounded to their storage type. Refuses tensors that do not fit the problem.
     pub fn new(
         problem: &'a OracleProblem,
         q: Values<'a>,
@@ -242,7 +242,7 @@ impl<'a> Oracle<'a> {
         (o, max + sum.ln())
     }
 
-    /// Output vector of one row, the largest of its logits, and the sum of its exponentials relative to that.
+    /// Output vector of one row, its largest logit, the sum of its exponentials relative to that.
     fn normalised(&self, RowId { batch, row, head }: RowId) -> (Vec<f64>, [f64; 2]) {
         let problem = self.problem;
         let kv_head = problem.kv_head(head);

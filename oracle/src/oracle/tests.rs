@@ -93,8 +93,8 @@ fn softcap_bends_the_scaled_score_before_the_mask() {
 
 #[test]
 fn grouped_heads_read_their_own_key_head_and_batches_do_not_mix() {
-    // Each value encodes its batch entry and head: 10 · batch + kv head. All weights are equal, so the mean is the
-    // value.
+    // Each value encodes its batch entry and head: 10 · batch + kv head. All weights are equal, so the
+    // mean is the value.
     let problem = OracleProblem { batch: 2, q_heads: 4, kv_heads: 2, ..plain(2, 3, 1) };
     let v = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 10.0, 11.0, 10.0, 11.0, 10.0, 11.0];
     let rows = oracle(&problem, &[0.0; 16], &[0.0; 12], &v).all_rows();

@@ -7,8 +7,8 @@ use half::{bf16, f16};
 
 use super::OracleError;
 
-/// The storage type of a tensor. Inputs are rounded to it *before* the oracle reads them. So the measured error is the
-/// error of the kernel and not of the storage.
+/// The storage type of a tensor. Inputs are rounded to it *before* the oracle reads them. So the
+/// measured error is the error of the kernel and not of the storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dtype {
     /// IEEE binary32: 24 significant bits.
@@ -41,8 +41,8 @@ impl Dtype {
         }
     }
 
-    /// The distance between `a` and `b` in representable numbers of this type. Both are rounded to it first. `None` if
-    /// one of them is NaN. Zero and minus zero are the same number.
+    /// The distance between `a` and `b` in representable numbers of this type. Both are rounded to
+    /// it first. `None` if one of them is NaN. Zero and minus zero are the same number.
     pub fn ulps(self, a: f64, b: f64) -> Option<u64> {
         (!a.is_nan() && !b.is_nan()).then(|| self.ordinal(a).abs_diff(self.ordinal(b)))
     }
@@ -115,8 +115,8 @@ pub enum Values<'a> {
     F16(&'a [f16]),
     /// Numbers in memory.
     Bf16(&'a [bf16]),
-    /// Numbers that are computed or fetched on request, for example a generated tensor of which each rank has only a
-    /// part.
+    /// Numbers that are computed or fetched on request, for example a generated tensor of which
+    /// each rank has only a part.
     Read {
         /// The storage type to which the numbers are rounded.
         dtype: Dtype,
@@ -160,7 +160,8 @@ impl Values<'_> {
         one[0]
     }
 
-    /// Reads elements from `start` on, until `out` is full. Panics if the tensor has too few elements.
+    /// Reads elements from `start` on, until `out` is full. Panics if the tensor has too few
+    /// elements.
     pub fn read_into(&self, start: usize, out: &mut [f64]) {
         let range = start..start + out.len();
         match self {
@@ -198,7 +199,8 @@ pub struct Tensor4<'a> {
 }
 
 impl<'a> Tensor4<'a> {
-    /// A tensor of shape `[batch, seq, heads, dim]`. Refused if `values` has another number of elements.
+    /// A tensor of shape `[batch, seq, heads, dim]`. Refused if `values` has another number of
+    /// elements.
     pub fn new(shape: [usize; 4], values: Values<'a>) -> Result<Self, OracleError> {
         let elements = shape.iter().product();
         if values.len() != elements {

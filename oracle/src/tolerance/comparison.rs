@@ -6,8 +6,8 @@ use super::slack::{RowSlack, counted};
 use super::{Limit, SIGNAL_FRACTION, Vacuous};
 use crate::oracle::{Dtype, OracleProblem, Row, RowId, Values};
 
-/// The case, the inputs and the backend of a computation. The message of a failure has them, so that it can be
-/// repeated.
+/// The case, the inputs and the backend of a computation. The message of a failure has them, so
+/// that it can be repeated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Context {
     /// The case, or another name of the inputs.
@@ -52,7 +52,8 @@ pub struct Worst {
     pub actual: f64,
     /// The value of the oracle.
     pub expected: f64,
-    /// `|actual - expected|` beyond the slack. ∞ if one of them is NaN or infinite and the other is different.
+    /// `|actual - expected|` beyond the slack. ∞ if one of them is NaN or infinite and the other is
+    /// different.
     pub error: f64,
     /// Their distance in representable numbers of the output's type (f32 for a log-sum-exp).
     pub ulps: Option<u64>,
@@ -60,9 +61,9 @@ pub struct Worst {
 
 /// The distance between an answer and the oracle's answer over a set of rows.
 ///
-/// All errors are beyond the slack of their element. NaN equals NaN, and an infinity equals itself. Any other pair with a non-finite member has infinite error. A
-/// row that sees no key is exact by definition. In such a row, all values except o = 0 and lse = -∞ have infinite
-/// error.
+/// All errors are beyond the slack of their element. NaN equals NaN, and an infinity equals itself.
+/// Any other pair with a non-finite member has infinite error. A row that sees no key is exact by
+/// definition. In such a row, all values except o = 0 and lse = -∞ have infinite error.
 #[derive(Clone, Debug)]
 #[must_use = "a comparison proves nothing until it is held to a limit"]
 pub struct Comparison {
@@ -74,7 +75,8 @@ pub struct Comparison {
     pub worst: Option<Worst>,
     /// Root mean square of the error of o.
     pub rms_error: f64,
-    /// Rows whose slack is a large part of their o: they prove nothing, and are no part of the signal.
+    /// Rows whose slack is a large part of their o: they prove nothing, and are no part of the
+    /// signal.
     pub unproved: usize,
     /// Root mean square of the right o, over the other rows that see a key.
     pub rms_signal: f64,
@@ -90,7 +92,8 @@ pub struct Comparison {
     pub max_abs_lse: f64,
     /// The number of values of o and lse with infinite error.
     pub mismatched_nonfinite: usize,
-    /// The number of finite values of the right o, in the rows that see a key and prove something. The norms are over these values.
+    /// The number of finite values of the right o, in the rows that see a key and prove something.
+    /// The norms are over these values.
     pub finite_values: usize,
     /// The output's storage type.
     pub dtype: Dtype,
@@ -124,7 +127,8 @@ pub fn compare<'a>(
     compare_rows(problem, o.dtype(), &actual, expected, context)
 }
 
-/// Compares rows with the oracle's rows, one by one in the same order. `dtype` is the storage type of the rows' o.
+/// Compares rows with the oracle's rows, one by one in the same order. `dtype` is the storage type
+/// of the rows' o.
 ///
 /// Panics if the two lists do not name the same rows.
 pub fn compare_rows<'a>(
@@ -164,8 +168,8 @@ pub fn compare_rows<'a>(
         let proves = slack.is_none_or(|slack| norm(&slack.o) <= SIGNAL_FRACTION * norm(&expected.o));
         comparison.unproved += usize::from(!proves);
         for (dim, (&a, &e)) in actual.o.iter().zip(&expected.o).enumerate() {
-            // 0 is the definition here and not a computed result. Any deviation means that state has leaked into the
-            // row.
+            // 0 is the definition here and not a computed result. Any deviation means that state has leaked
+            // into the row.
             let error = if sees_a_key || a == 0.0 { distance(a, e) } else { f64::INFINITY };
             let error = beyond(error, slack.map_or(0.0, |slack| counted(slack.o[dim], 1.0)));
             comparison.note(expected.id, Some(dim), a, e, error);
@@ -192,7 +196,8 @@ pub fn compare_rows<'a>(
     comparison
 }
 
-/// Whether the right row sees a key: its log-sum-exp is over more than the sink of its head, if there is one.
+/// Whether the right row sees a key: its log-sum-exp is over more than the sink of its head, if
+/// there is one.
 fn sees_a_key(problem: &OracleProblem, row: &Row) -> bool {
     let nothing = problem.sinks.get(row.id.head).copied().unwrap_or(f64::NEG_INFINITY);
     row.lse != nothing && row.lse != f64::NEG_INFINITY || row.o.iter().any(|o| *o != 0.0)
@@ -219,7 +224,8 @@ pub(super) fn beyond(error: f64, slack: f64) -> f64 {
 }
 
 impl Comparison {
-    /// Whether this comparison is within the limit. Refuses a limit that is too wide to find a wrong answer.
+    /// Whether this comparison is within the limit. Refuses a limit that is too wide to find a
+    /// wrong answer.
     pub fn within(&self, limit: &Limit) -> Result<(), Box<Failure>> {
         if let Some(vacuous) = limit.vacuous_for(self) {
             return Err(self.failure(Cause::Vacuous(vacuous), limit));

@@ -5,29 +5,36 @@
 //! | parallel gradients | the same problem on one device | `3 · E_dense + 3 · a · rms + (u + w) · max` | `1.5 · R_dense + (a₂ + w / √n) · ratio` |
 //! | a single-device kernel | f32 arithmetic without any care | `3 · E_naive + (u + w) · max + 3 · a · rms` | `2 · R_naive + u + (a + w / √n) · ratio` |
 //!
-//! with `a` = 1e-6 for f32 and 2e-3 for f16 and bf16, `a₂` = 1e-6 and 2e-4, u the unit roundoff of the storage type, w the larger of a and
-//! u, n the number of elements, and max of the right gradient. Each gradient (dQ, dK, dV, …) is compared by itself.
+//! with `a` = 1e-6 for f32 and 2e-3 for f16 and bf16, `a₂` = 1e-6 and 2e-4, u the unit roundoff of
+//! the storage type, w the larger of a and u, n the number of elements, and max of the right
+//! gradient. Each gradient (dQ, dK, dV, …) is compared by itself.
 //!
-//! `rms` is the size of the numbers whose rounding makes the error: for each element the root of the sum of the squares of its
-//! products, with `|dO·v|` and `|δ|` each by their own products. Where `dP − δ` cancels, it is larger than the gradient. The
-//! norms' additions are multiplied by its ratio to the gradient. Without it a problem of few pairs would be held to the
-//! luck of one f32 computation.
+//! `rms` is the size of the numbers whose rounding makes the error: for each element the root of
+//! the sum of the squares of its products, with `|dO·v|` and `|δ|` each by their own products.
+//! Where `dP − δ` cancels, it is larger than the gradient. The norms' additions are multiplied by
+//! its ratio to the gradient. Without it a problem of few pairs would be held to the luck of one
+//! f32 computation.
 //!
-//! The norm of many elements hardly depends on how each of them is rounded. That of few does: dSinks has one element for each head, and
-//! a kernel that rounds its weights to 16 bits rounds others on two ranks than on one, because the rows' maxima differ. `w / √n` allows for it,
-//! and is nothing for tensors.
+//! The norm of many elements hardly depends on how each of them is rounded. That of few does:
+//! dSinks has one element for each head, and a kernel that rounds its weights to 16 bits rounds
+//! others on two ranks than on one, because the rows' maxima differ. `w / √n` allows for it, and is
+//! nothing for tensors.
 //!
-//! A kernel for 16-bit types multiplies weights and dS that are rounded to the type. An element that one pair decides, a weight near 1 in dV or a
-//! large dS in dK, is then off by u of itself, and by another u when it is stored. On one device these roundings may happen to
-//! cancel, so `E_dense` does not always hold them.
+//! A kernel for 16-bit types multiplies weights and dS that are rounded to the type. An element
+//! that one pair decides, a weight near 1 in dV or a large dS in dK, is then off by u of itself,
+//! and by another u when it is stored. On one device these roundings may happen to cancel, so
+//! `E_dense` does not always hold them.
 //!
-//! Every error is the part beyond the slack of its element: how far a right gradient may be off because f32 rounds the logits. Where the limit of
-//! a gradient would be a large part of it because nearly all of every sum cancels, the error is compared with the numbers that cancel.
+//! Every error is the part beyond the slack of its element: how far a right gradient may be off
+//! because f32 rounds the logits. Where the limit of a gradient would be a large part of it because
+//! nearly all of every sum cancels, the error is compared with the numbers that cancel.
 //!
-//! Two things differ from the output's rule. The addition is relative to the gradient, because dK and dV grow with the
-//! number of queries that see a key: a fixed addition would hide sums in a 16-bit type. And the factor is 3: an element
-//! of dK sums as many products as there are queries, with signs, so that its largest error depends more on the order. Gradients
-//! have few large elements, of rows that see few keys; `max` allows for the rounding of their weights and of the elements themselves.
+//! Two things differ from the output's rule. The addition is relative to the gradient, because dK
+//! and dV grow with the number of queries that see a key: a fixed addition would hide sums in a
+//! 16-bit type. And the factor is 3: an element of dK sums as many products as there are queries,
+//! with signs, so that its largest error depends more on the order. Gradients have few large
+//! elements, of rows that see few keys; `max` allows for the rounding of their weights and of the
+//! elements themselves.
 
 use std::fmt;
 
@@ -60,12 +67,14 @@ pub struct GradientComparison {
     pub mismatched_nonfinite: usize,
     /// How many values are compared.
     pub values: usize,
-    /// The values among them whose slack is a large part of the gradient: they prove nothing, and are no part of the signal.
+    /// The values among them whose slack is a large part of the gradient: they prove nothing, and
+    /// are no part of the signal.
     pub unproved: usize,
 }
 
 impl GradientComparison {
-    /// Compares all elements. `scale` and `slack` are those of [`NaiveGradients`]. Panics if the lengths differ.
+    /// Compares all elements. `scale` and `slack` are those of [`NaiveGradients`]. Panics if the
+    /// lengths differ.
     pub fn new(name: &'static str, actual: Values<'_>, expected: &[f64], scale: f64, slack: &[f64]) -> Self {
         assert_eq!(actual.len(), expected.len(), "elements of {name}");
         assert_eq!(slack.len(), expected.len(), "slack of {name}");
@@ -121,7 +130,8 @@ impl GradientComparison {
         if self.unproved == self.values && self.values > 0 {
             return says("the limit proves nothing: ties of large logits decide every value");
         }
-        // Where nearly all of every sum cancels, as in dQ and dK of rows whose weights are 1 and 0, an error is relative to what cancels.
+        // Where nearly all of every sum cancels, as in dQ and dK of rows whose weights are 1 and 0, an
+        // error is relative to what cancels.
         let cancels = self.ratio() > limit.cancels_from;
         let signal = if cancels { self.scale } else { self.max_abs };
         if signal > 0.0 && (limit.abs > 0.5 * signal || !cancels && limit.relative > 0.5) {
@@ -149,8 +159,8 @@ impl fmt::Display for GradientComparison {
     }
 }
 
-/// How much smaller than the numbers that it sums a gradient is, where only their size decides what a limit proves. In 16 bits it is where their
-/// rounding alone is a large part of the gradient.
+/// How much smaller than the numbers that it sums a gradient is, where only their size decides what
+/// a limit proves. In 16 bits it is where their rounding alone is a large part of the gradient.
 fn cancels_from(dtype: Dtype) -> f64 {
     (SIGNAL_FRACTION / additive(dtype)).min(1e4)
 }
@@ -221,8 +231,8 @@ pub struct NaiveGradients {
     pub slack: Gradients,
 }
 
-/// The gradients with every operation in f32, one accumulator for each sum. The output is rounded to `dtype` before
-/// it is used, as a forward pass returns it.
+/// The gradients with every operation in f32, one accumulator for each sum. The output is rounded
+/// to `dtype` before it is used, as a forward pass returns it.
 pub fn naive_f32_gradients(
     oracle: &Oracle<'_>,
     dtype: Dtype,

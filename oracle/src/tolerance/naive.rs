@@ -1,15 +1,16 @@
 //! Naive attention in f32: measures the rounding error of f32 on given inputs.
 //!
-//! It is not a reference for the answer, only for the size of the error. If a kernel keeps scores, weights and sums in
-//! f32, its error must not be more than twice the error of this module.
+//! It is not a reference for the answer, only for the size of the error. If a kernel keeps scores,
+//! weights and sums in f32, its error must not be more than twice the error of this module.
 
 use crate::oracle::{Oracle, Row, RowId};
 
-/// Keys of one running sum. Without blocks the error of values of one sign grows with the number of keys, and so would every limit.
+/// Keys of one running sum. Without blocks the error of values of one sign grows with the number of
+/// keys, and so would every limit.
 const BLOCK: usize = 1024;
 
-/// The chosen rows with every operation in f32: keys in ascending order, one accumulator for each sum of 1024 keys. The output
-/// stays in f32 without further rounding.
+/// The chosen rows with every operation in f32: keys in ascending order, one accumulator for each
+/// sum of 1024 keys. The output stays in f32 without further rounding.
 pub fn naive_f32_rows(oracle: &Oracle<'_>, ids: &[RowId]) -> Vec<Row> {
     ids.iter().map(|&id| naive_f32_row(oracle, id).0).collect()
 }

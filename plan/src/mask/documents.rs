@@ -51,8 +51,8 @@ impl MaskKind for Documents {
         let (Some(end), Some(other_end)) = (self.documents.last(), other.documents.last()) else {
             return Ok(if self.documents.is_empty() { other } else { self });
         };
-        // Two tokens share a document of the intersection if no boundary of either list lies between them. A query
-        // behind the end of the shorter list sees nothing.
+        // Two tokens share a document of the intersection if no boundary of either list lies between them.
+        // A query behind the end of the shorter list sees nothing.
         let end = *end.min(other_end);
         let mut all: Vec<u32> =
             self.documents.iter().chain(&other.documents).copied().filter(|b| *b <= end).collect();
@@ -75,7 +75,8 @@ impl MaskKind for Documents {
         if self.documents.is_empty() {
             return (0, kv_len);
         }
-        // The document that holds q: boundaries[next - 1] <= q < boundaries[next]. Behind the last one a query sees nothing.
+        // The document that holds q: boundaries[next - 1] <= q < boundaries[next]. Behind the last one a
+        // query sees nothing.
         let next = self.documents.partition_point(|boundary| *boundary <= q);
         self.documents.get(next).map_or((kv_len, kv_len), |end| (self.documents[next - 1], *end))
     }

@@ -3,10 +3,11 @@
 use crate::error::{Error, Result};
 use crate::spans::Spans;
 
-/// One kind of mask. A mask holds one value of each kind; a query sees a key only if all of these values show it. The
-/// default value hides nothing.
+/// One kind of mask. A mask holds one value of each kind; a query sees a key only if all of these
+/// values show it. The default value hides nothing.
 ///
-/// A kind gives the visible keys as one interval of key positions, as several intervals, or as both.
+/// A kind gives the visible keys as one interval of key positions, as several intervals, or as
+/// both.
 pub(super) trait MaskKind: Default {
     /// The notation of its terms, for help texts.
     const NOTATION: &'static [&'static str];
@@ -36,8 +37,8 @@ pub(super) trait MaskKind: Default {
         1
     }
 
-    /// The interval `(lo, hi)` of the key positions `0..kv_len` that the query at `q` of batch entry `batch` sees;
-    /// empty if `lo >= hi`. Neither end decreases as `q` grows.
+    /// The interval `(lo, hi)` of the key positions `0..kv_len` that the query at `q` of batch
+    /// entry `batch` sees; empty if `lo >= hi`. Neither end decreases as `q` grows.
     fn ends(&self, _batch: usize, _q: u32, kv_len: u32) -> (u32, u32) {
         (0, kv_len)
     }
@@ -47,7 +48,8 @@ pub(super) trait MaskKind: Default {
         spans
     }
 
-    /// An interval that holds every key that [`Self::within`] shows to a query at any of the positions `first..=last`.
+    /// An interval that holds every key that [`Self::within`] shows to a query at any of the
+    /// positions `first..=last`.
     fn hull(&self, _first: u32, _last: u32, kv_len: u32) -> (u32, u32) {
         (0, kv_len)
     }

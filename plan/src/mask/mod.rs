@@ -1,12 +1,14 @@
 //! Which keys a query may see, as a function of global positions.
 //!
-//! For one batch entry and one query position, a mask is a few *intervals* of key positions: causal and window bound
-//! one on both sides, key padding from above, documents on both sides; a union of slices is several; intersecting
-//! masks intersects the intervals. So all later stages (tile classes, kernels, proofs) ask for the intervals of a row
-//! and do not depend on mask kinds. The definition of each kind is in its own file in `mask/`.
+//! For one batch entry and one query position, a mask is a few *intervals* of key positions: causal
+//! and window bound one on both sides, key padding from above, documents on both sides; a union of
+//! slices is several; intersecting masks intersects the intervals. So all later stages (tile
+//! classes, kernels, proofs) ask for the intervals of a row and do not depend on mask kinds. The
+//! definition of each kind is in its own file in `mask/`.
 //!
-//! A mask is one for all batch entries, or a list with one mask for each entry (`mask/per_entry.rs`). All stages ask for the
-//! intervals of (batch entry, row), so they do not depend on that either.
+//! A mask is one for all batch entries, or a list with one mask for each entry
+//! (`mask/per_entry.rs`). All stages ask for the intervals of (batch entry, row), so they do not
+//! depend on that either.
 
 mod documents;
 mod kind;
@@ -129,7 +131,8 @@ macro_rules! define_mask {
     };
 }
 
-// To add a mask kind, add a line here and its module above. The order is that of the fields in plan hashes and in JSON.
+// To add a mask kind, add a line here and its module above. The order is that of the fields in plan
+// hashes and in JSON.
 define_mask! {
     window: Window,
     padding: KeyPadding,
@@ -158,8 +161,8 @@ impl Mask {
         Self { padding: KeyPadding { valid }, ..Self::default() }
     }
 
-    /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a document of 8
-    /// tokens and one of 16. Documents without tokens are allowed.
+    /// Queries see keys of their own document only. `boundaries` are cumulative: `0, 8, 24` is a
+    /// document of 8 tokens and one of 16. Documents without tokens are allowed.
     ///
     /// # Errors
     /// [`Error::Request`] unless the boundaries start at 0 and ascend, beyond 0.
@@ -167,7 +170,8 @@ impl Mask {
         Ok(Self { documents: Documents::new(boundaries)?, ..Self::default() })
     }
 
-    /// Ascending positions at which documents of any batch entry begin or end; empty if there is only one document.
+    /// Ascending positions at which documents of any batch entry begin or end; empty if there is
+    /// only one document.
     pub fn document_boundaries(&self) -> Cow<'_, [u32]> {
         if self.entries.is_empty() {
             return Cow::Borrowed(&self.documents.documents);
@@ -184,8 +188,9 @@ impl Mask {
         Self { slices: SliceUnions::of(slices), ..Self::default() }
     }
 
-    /// How many keys to the left and to the right of a query it sees, if nothing else decides: such a mask does not change when
-    /// all positions move by the same distance. `None` is unbounded.
+    /// How many keys to the left and to the right of a query it sees, if nothing else decides: such
+    /// a mask does not change when all positions move by the same distance. `None` is
+    /// unbounded.
     pub fn as_window(&self) -> Option<[Option<u32>; 2]> {
         let Window { left, right } = self.window;
         (*self == Self::window(left, right)).then_some([left, right])

@@ -6,8 +6,8 @@ use crate::error::{Error, Result};
 /// Numbers of valid keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
 pub(super) struct KeyPadding {
-    /// Keys at or above this number are hidden; an empty list hides no key. One value for all batch entries, or one for
-    /// each.
+    /// Keys at or above this number are hidden; an empty list hides no key. One value for all batch
+    /// entries, or one for each.
     pub(super) valid: Vec<u32>,
 }
 

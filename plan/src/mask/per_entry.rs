@@ -5,7 +5,8 @@ use super::padding::KeyPadding;
 use crate::error::{Error, Result};
 
 impl Mask {
-    /// One mask for each batch entry: entry `b` has mask `masks[b]`, of any kind. One mask alone serves all entries.
+    /// One mask for each batch entry: entry `b` has mask `masks[b]`, of any kind. One mask alone
+    /// serves all entries.
     ///
     /// Every rank has all of these masks, as it has a mask that serves all entries.
     ///
@@ -28,7 +29,8 @@ impl Mask {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Request`] for an empty list, and for a mask in it that itself has something for each batch entry.
+    /// [`Error::Request`] for an empty list, and for a mask in it that itself has something for
+    /// each batch entry.
     pub fn per_entry(mut masks: Vec<Self>) -> Result<Self> {
         if masks.len() == 1
             && let Some(mask) = masks.pop()
@@ -72,7 +74,8 @@ impl Mask {
         )
     }
 
-    /// Refuses a list that is not as long as the batch, and masks in it that do not fit `kv_len` keys.
+    /// Refuses a list that is not as long as the batch, and masks in it that do not fit `kv_len`
+    /// keys.
     pub(super) fn entries_fit(&self, batch: u32, kv_len: u32) -> Result<()> {
         if self.entries.is_empty() {
             return Ok(());
@@ -93,7 +96,8 @@ impl Mask {
         })
     }
 
-    /// The number of batch entries that it has a mask or a number of valid keys for; none if it serves any number of entries.
+    /// The number of batch entries that it has a mask or a number of valid keys for; none if it
+    /// serves any number of entries.
     fn entry_count(&self) -> Option<usize> {
         Some(self.batch_classes()).filter(|count| *count > 1)
     }

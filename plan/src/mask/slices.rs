@@ -96,7 +96,8 @@ pub enum SlicePart {
     Full,
     /// `k_end − k >= q_end − q`: causal; the last query sees the last key.
     Causal,
-    /// `k − k_begin >= q − q_begin`: from the diagonal on which the first query sees the first key, to the right.
+    /// `k − k_begin >= q − q_begin`: from the diagonal on which the first query sees the first key,
+    /// to the right.
     Inverse,
     /// Both: the band between the two diagonals.
     Both,
@@ -126,8 +127,8 @@ impl MaskSlice {
         if lo < hi { RowSpan { lo, hi } } else { RowSpan::EMPTY }
     }
 
-    /// The ends of the interval that the query at `q` sees, for a query inside the slice; empty if the second end is
-    /// not above the first.
+    /// The ends of the interval that the query at `q` sees, for a query inside the slice; empty if
+    /// the second end is not above the first.
     fn ends(&self, q: u32) -> (u32, u32) {
         let (mut lo, mut hi) = (self.k_begin, self.k_end);
         if matches!(self.part, SlicePart::Causal | SlicePart::Both) {
@@ -140,8 +141,8 @@ impl MaskSlice {
     }
 }
 
-/// The keys that the query at `q` sees in the union of `slices` (ascending): ascending runs with hidden keys between
-/// them.
+/// The keys that the query at `q` sees in the union of `slices` (ascending): ascending runs with
+/// hidden keys between them.
 fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
     let mut shown: Vec<RowSpan> = slices
         .iter()
@@ -160,8 +161,9 @@ fn shown(slices: &[MaskSlice], q: u32) -> Vec<RowSpan> {
     shown
 }
 
-/// An interval that holds every key that a query at any of the positions `first..=last` sees in the union of `slices`
-/// (ascending). For each slice, neither end of the interval decreases as the query position grows.
+/// An interval that holds every key that a query at any of the positions `first..=last` sees in the
+/// union of `slices` (ascending). For each slice, neither end of the interval decreases as the
+/// query position grows.
 fn hull(slices: &[MaskSlice], first: u32, last: u32) -> RowSpan {
     let meets = |slice: &&MaskSlice| first.max(slice.q_begin) < slice.q_end;
     let shown = slices.iter().take_while(|slice| slice.q_begin <= last).filter(meets);

@@ -8,7 +8,8 @@ use crate::error::Result;
 pub(super) struct Window {
     /// Keys more than this distance to the left of the query are hidden; `None` is unbounded.
     pub(super) left: Option<u32>,
-    /// Keys more than this distance to the right of the query are hidden; `None` is unbounded, `Some(0)` is causal.
+    /// Keys more than this distance to the right of the query are hidden; `None` is unbounded,
+    /// `Some(0)` is causal.
     pub(super) right: Option<u32>,
 }
 

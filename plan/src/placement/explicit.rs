@@ -10,12 +10,13 @@ use crate::mesh::Mesh;
 use crate::tokens::TokenRuns;
 
 impl Placement {
-    /// The placement in which each rank owns the tokens of its list, in this order: any token on any rank. A list may be
-    /// empty. The dealers of [`PlacementKind`](crate::PlacementKind) make such lists too.
+    /// The placement in which each rank owns the tokens of its list, in this order: any token on
+    /// any rank. A list may be empty. The dealers of [`PlacementKind`](crate::PlacementKind)
+    /// make such lists too.
     ///
-    /// `total` counts all tokens, and `replicated` names those that every rank holds and none owns: of keys, the
-    /// replicated keys of the problem; of queries, none. Use the placements of queries and keys with
-    /// [`plan_placed`](crate::plan_placed).
+    /// `total` counts all tokens, and `replicated` names those that every rank holds and none owns:
+    /// of keys, the replicated keys of the problem; of queries, none. Use the placements of
+    /// queries and keys with [`plan_placed`](crate::plan_placed).
     ///
     /// ```
     /// use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, Placement, Strategy, TokenRuns, plan, plan_placed};
@@ -32,8 +33,8 @@ impl Placement {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Request`] unless there is a list for each rank and every token of `0..total` has exactly one owner, or is
-    /// replicated. It names the token and the ranks.
+    /// [`Error::Request`] unless there is a list for each rank and every token of `0..total` has
+    /// exactly one owner, or is replicated. It names the token and the ranks.
     pub fn explicit(mesh: Mesh, total: u32, replicated: Range<u32>, lists: Vec<TokenRuns>) -> Result<Self> {
         let size = mesh.size();
         if lists.len() != size as usize {
@@ -87,16 +88,17 @@ impl Placement {
         Ok(placement(lists))
     }
 
-    /// The placement in which every rank of `mesh` holds all of `0..total`, and none owns any: that of the queries of a
-    /// problem with [`same_queries`](crate::AttentionProblem::same_queries).
+    /// The placement in which every rank of `mesh` holds all of `0..total`, and none owns any: that
+    /// of the queries of a problem with
+    /// [`same_queries`](crate::AttentionProblem::same_queries).
     pub fn everywhere(mesh: Mesh, total: u32) -> Self {
         let replicated = TokenRuns::contiguous(0..total);
         let ranks = vec![TokenRuns::default(); mesh.size() as usize];
         Self { kind: None, mesh, total, replicated, ranks, spare: Vec::new() }
     }
 
-    /// The same tokens, in tensors that have room for more: `rows` for each rank, rows of each batch entry behind its tokens.
-    /// Only the keys and values of a rank may have them.
+    /// The same tokens, in tensors that have room for more: `rows` for each rank, rows of each
+    /// batch entry behind its tokens. Only the keys and values of a rank may have them.
     ///
     /// # Errors
     /// [`Error::Request`] unless there is a number for each rank.
@@ -110,8 +112,9 @@ impl Placement {
         Ok(Self { spare: rows, ..self })
     }
 
-    /// The same list for each rank, on another mesh of as many ranks. A shard has the tokens of its ranks, one after the
-    /// other, so this is no longer the placement of a dealer, unless the mesh is the same.
+    /// The same list for each rank, on another mesh of as many ranks. A shard has the tokens of its
+    /// ranks, one after the other, so this is no longer the placement of a dealer, unless the
+    /// mesh is the same.
     ///
     /// # Errors
     /// [`Error::Request`] for a mesh with another number of ranks.
@@ -132,8 +135,8 @@ impl Placement {
     }
 }
 
-/// Whether `lists` and `replicated` together have each token of `0..total` once. Known from the runs alone where all of them are
-/// of adjacent tokens; otherwise false.
+/// Whether `lists` and `replicated` together have each token of `0..total` once. Known from the
+/// runs alone where all of them are of adjacent tokens; otherwise false.
 pub(crate) fn covers_once(total: u32, replicated: &Range<u32>, lists: &[TokenRuns]) -> bool {
     let mut ranges = vec![(u64::from(replicated.start), u64::from(replicated.end))];
     for run in lists.iter().flat_map(TokenRuns::runs) {

@@ -31,8 +31,8 @@ impl Default for PlacementKind {
 }
 
 impl PlacementKind {
-    /// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask; else contiguous,
-    /// which keeps neighbouring tokens on one rank.
+    /// Zigzag where later queries have clearly more work than earlier ones, as under a causal mask;
+    /// else contiguous, which keeps neighbouring tokens on one rank.
     pub fn for_problem(problem: &AttentionProblem) -> Self {
         let work = |half: u64| -> u64 {
             (0..SAMPLES)
@@ -50,8 +50,8 @@ impl PlacementKind {
     }
 }
 
-/// All facts of a placement kind that other modules need. Each kind has one constant of this type, `FACTS`, in its own
-/// file.
+/// All facts of a placement kind that other modules need. Each kind has one constant of this type,
+/// `FACTS`, in its own file.
 pub(crate) struct KindFacts {
     /// Deals tokens to shards of these sizes: the list of each shard, in order.
     pub(super) deal: fn(&[u32], &Dealt) -> Result<Vec<TokenRuns>>,
@@ -59,8 +59,8 @@ pub(crate) struct KindFacts {
     pub(crate) shape: ShardShape,
     /// Another kind that deals a sequence of one document in the same way, if there is one.
     pub(crate) of_one_document: Option<PlacementKind>,
-    /// Whether, under a causal mask, every shard sees keys of every other shard, so that all hops of a ring cost the
-    /// same.
+    /// Whether, under a causal mask, every shard sees keys of every other shard, so that all hops
+    /// of a ring cost the same.
     pub(crate) equal_causal_hops: bool,
 }
 
@@ -77,7 +77,8 @@ pub(crate) struct Dealt {
 pub(crate) enum ShardShape {
     /// One. The first few shards together hold the tokens from the front on.
     OneRun,
-    /// Two, of ⌈n/2⌉ and ⌊n/2⌋ tokens. The first few shards together hold the tokens from both ends on.
+    /// Two, of ⌈n/2⌉ and ⌊n/2⌋ tokens. The first few shards together hold the tokens from both ends
+    /// on.
     TwoRuns,
     /// Any number.
     ManyRuns,

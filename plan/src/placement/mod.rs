@@ -42,13 +42,13 @@ pub enum Split {
     Weights(Vec<f64>),
     /// Exactly these.
     Tokens(Vec<u32>),
-    /// Token counts for which the visible (query, key) pairs of each shard are in proportion to the weights of its
-    /// ranks. These counts depend on the mask, so [`Placement::new`] refuses this variant and
-    /// [`plan_forward`](crate::plan_forward) accepts it.
+    /// Token counts for which the visible (query, key) pairs of each shard are in proportion to the
+    /// weights of its ranks. These counts depend on the mask, so [`Placement::new`] refuses
+    /// this variant and [`plan_forward`](crate::plan_forward) accepts it.
     Work(Vec<f64>),
-    /// One split for the queries and another one for the keys and values, of which replicated keys are not dealt. A
-    /// placement is of one side, so [`Placement::new`] refuses this variant and [`plan_forward`](crate::plan_forward)
-    /// accepts it.
+    /// One split for the queries and another one for the keys and values, of which replicated keys
+    /// are not dealt. A placement is of one side, so [`Placement::new`] refuses this variant
+    /// and [`plan_forward`](crate::plan_forward) accepts it.
     ///
     /// ```
     /// use kyklos_plan::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
@@ -71,8 +71,8 @@ pub enum Split {
     },
 }
 
-/// The tokens of every rank of a mesh. Every token has exactly one owner, except replicated tokens, which all ranks
-/// hold.
+/// The tokens of every rank of a mesh. Every token has exactly one owner, except replicated tokens,
+/// which all ranks hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// The dealer of the lists; none: the caller gave them.
@@ -131,7 +131,8 @@ impl Placement {
         })
     }
 
-    /// This placement with other tokens in front of each rank's list. They must be tokens that no rank owns.
+    /// This placement with other tokens in front of each rank's list. They must be tokens that no
+    /// rank owns.
     pub(crate) fn with_more(self, total: u32, more: Vec<TokenRuns>) -> Self {
         let joined = |(mut front, own): (TokenRuns, &TokenRuns)| {
             front.extend(own);

@@ -2,7 +2,8 @@
 
 use crate::error::{Error, Result};
 
-/// Counts that add up to `total`, in proportion to `weights`, rounded by largest remainder, ties to the lower index.
+/// Counts that add up to `total`, in proportion to `weights`, rounded by largest remainder, ties to
+/// the lower index.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

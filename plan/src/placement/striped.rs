@@ -8,8 +8,8 @@ pub(super) const FACTS: KindFacts =
     KindFacts { deal, shape: ShardShape::ManyRuns, of_one_document: None, equal_causal_hops: true };
 
 fn deal(sizes: &[u32], _: &Dealt) -> Result<Vec<TokenRuns>> {
-    // A phase ends when a shard is full. In a phase, each of the `open` shards that are not full takes each `open`-th
-    // token: one run for each phase.
+    // A phase ends when a shard is full. In a phase, each of the `open` shards that are not full takes
+    // each `open`-th token: one run for each phase.
     let mut shards = vec![TokenRuns::default(); sizes.len()];
     let mut levels: Vec<u32> = sizes.to_vec();
     levels.sort_unstable();

@@ -1,4 +1,5 @@
-//! A chunk from the front and one from the back for every shard: equal causal work for equal shards.
+//! A chunk from the front and one from the back for every shard: equal causal work for equal
+//! shards.
 
 use super::kind::{Dealt, KindFacts, ShardShape};
 use crate::error::Result;
@@ -11,7 +12,8 @@ fn deal(sizes: &[u32], _: &Dealt) -> Result<Vec<TokenRuns>> {
     Ok(chunks(sizes))
 }
 
-/// For each shard ⌈n/2⌉ tokens dealt ascending from the front, then ⌊n/2⌋ dealt descending from the back.
+/// For each shard ⌈n/2⌉ tokens dealt ascending from the front, then ⌊n/2⌋ dealt descending from the
+/// back.
 pub(super) fn chunks(sizes: &[u32]) -> Vec<TokenRuns> {
     let mut front = 0;
     let mut back: u32 = sizes.iter().sum();

@@ -19,19 +19,22 @@ pub enum Content {
     WireKeyValue,
     /// Running state: `a` `[batch, tokens, heads, dim]` and `ml` `[batch, heads, tokens, 2]`, f32.
     State,
-    /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads, 2]`: two numbers, whose sum it is.
+    /// o `[batch, tokens, heads, dim]`, then lse f32 `[batch, tokens, heads, 2]`: two numbers,
+    /// whose sum it is.
     Output,
     /// Rows of queries in the attention bias tensor: `[its batch, query tokens, its heads, keys]`.
     Bias,
     /// Gradient of the output, shaped as q.
     OutputGrad,
-    /// What gradients need to know of each row, f32 `[batch, tokens, heads, 4]` (`kyklos::backend::RowStats`).
+    /// What gradients need to know of each row, f32 `[batch, tokens, heads, 4]`
+    /// (`kyklos::backend::RowStats`).
     RowStats,
     /// Sum of a gradient of q, f32, shaped as q.
     QueryGradSum,
     /// Sums of the gradients of k, then of v, f32, shaped as k and v.
     KeyValueGradSum,
-    /// Sum of the gradient of rows of queries in the attention bias tensor, f32: `[its batch, query tokens, its heads, keys]`.
+    /// Sum of the gradient of rows of queries in the attention bias tensor, f32: `[its batch, query
+    /// tokens, its heads, keys]`.
     BiasGradSum,
     /// Gradient of q, complete and in the storage type.
     QueryGrad,
@@ -39,7 +42,8 @@ pub enum Content {
     KeyValueGrad,
 }
 
-/// One tensor of a buffer: rows of `row_bytes` adjacent bytes, `[batch, ⌈tokens / shared_by⌉, heads]` of them.
+/// One tensor of a buffer: rows of `row_bytes` adjacent bytes, `[batch, ⌈tokens / shared_by⌉,
+/// heads]` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorRows {
     /// Bytes of a row: of a token and head, or of several tokens and a head.
@@ -94,7 +98,8 @@ impl Content {
         }
     }
 
-    /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and is never sliced.
+    /// The tensors of a buffer with this content, in order. A state's `ml` is not token-major, and
+    /// is never sliced.
     pub fn tensors(self, problem: &AttentionProblem) -> impl Iterator<Item = TensorRows> + use<> {
         let dim = problem.head_dim as usize;
         let stored = Some(TensorRows::of_rows(dim * problem.dtype.bytes()));
@@ -124,7 +129,8 @@ impl Content {
         tensors.into_iter().flatten()
     }
 
-    /// Whether tokens share rows of a tensor, so that a part of a token list is not contiguous in memory.
+    /// Whether tokens share rows of a tensor, so that a part of a token list is not contiguous in
+    /// memory.
     pub(crate) fn shares_rows(self, problem: &AttentionProblem) -> bool {
         self.tensors(problem).any(|tensor| tensor.shared_by > 1)
     }

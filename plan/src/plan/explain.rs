@@ -88,8 +88,9 @@ pub fn expected_of_wire(problem: &AttentionProblem) -> String {
     )
 }
 
-/// The plan set for JSON: the problem, the mesh, and every rank's buffers, steps and proof. It is written while it is
-/// walked: a tree of values for thousands of steps of hundreds of ranks would take gigabytes.
+/// The plan set for JSON: the problem, the mesh, and every rank's buffers, steps and proof. It is
+/// written while it is walked: a tree of values for thousands of steps of hundreds of ranks would
+/// take gigabytes.
 #[derive(Debug, serde::Serialize)]
 pub struct Explained<'a> {
     problem: &'a AttentionProblem,
@@ -104,7 +105,8 @@ pub struct Explained<'a> {
 }
 
 impl<'a> Explained<'a> {
-    /// The plan set, the figures of its proof, and the seconds that a simulation predicts, if there was one.
+    /// The plan set, the figures of its proof, and the seconds that a simulation predicts, if there
+    /// was one.
     pub fn new(set: &'a PlanSet, checks: &'a [RankCheck], predicted_s: Option<f64>) -> Self {
         let PlanSet { problem, mesh, strategy, q_placement, .. } = set;
         Self {
@@ -206,7 +208,8 @@ pub fn describe(set: &PlanSet, plan: &Plan, step: &Step) -> String {
     }
 }
 
-/// The kind of the problem's attention bias tensor, as it follows the mask in a list; empty where there is none.
+/// The kind of the problem's attention bias tensor, as it follows the mask in a list; empty where
+/// there is none.
 pub fn bias_in_words(problem: &AttentionProblem) -> &'static str {
     match problem.bias.map(|tensor| (tensor.kind, tensor.shared_rows)) {
         None => "",

@@ -4,11 +4,12 @@ use kyklos_rank::Rank;
 
 use crate::plan::{Direction, PlanSet};
 
-/// BLAKE3 of all inputs from which the plans of all ranks are made: format version, problem and mask, mesh, every
-/// rank's token list, strategy, wire format, and `identities`: the identity of each rank, and other texts that the
-/// caller wants to be the same on all ranks.
+/// BLAKE3 of all inputs from which the plans of all ranks are made: format version, problem and
+/// mask, mesh, every rank's token list, strategy, wire format, and `identities`: the identity of
+/// each rank, and other texts that the caller wants to be the same on all ranks.
 ///
-/// The canonical encoding is JSON with fixed field order; floats are written so that they read back to the same bits.
+/// The canonical encoding is JSON with fixed field order; floats are written so that they read back
+/// to the same bits.
 pub fn plan_hash(set: &PlanSet, identities: &[String]) -> [u8; 32] {
     #[derive(serde::Serialize)]
     struct Canonical<'a> {

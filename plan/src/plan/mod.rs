@@ -1,8 +1,8 @@
 //! Plans: the steps of a rank, as data.
 //!
-//! A [`Plan`] is a list of [`Step`]s over declared buffers. Each buffer is written once and freed after its last
-//! reader. Its declaration names the tokens and heads of its tensor. So a plan of any strategy can be proved without
-//! running it ([`check`]), and printed ([`explain`]).
+//! A [`Plan`] is a list of [`Step`]s over declared buffers. Each buffer is written once and freed
+//! after its last reader. Its declaration names the tokens and heads of its tensor. So a plan of
+//! any strategy can be proved without running it ([`check`]), and printed ([`explain`]).
 
 mod check;
 mod content;

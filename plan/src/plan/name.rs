@@ -5,8 +5,8 @@ use std::fmt;
 
 use kyklos_rank::Rank;
 
-/// The name of a buffer, for people. Plans of a thousand ranks have millions of buffers, so a name that differs from others in one
-/// number only becomes text when it is read.
+/// The name of a buffer, for people. Plans of a thousand ranks have millions of buffers, so a name
+/// that differs from others in one number only becomes text when it is read.
 ///
 /// ```
 /// use kyklos_plan::Rank;

@@ -5,8 +5,8 @@ use kyklos_rank::Rank;
 use super::{PlanSet, RankCheck, check, plan_hash};
 use crate::error::Result;
 
-/// The plans of all ranks of a group, with their proof and their hash. Only a proof makes this type, and executors accept
-/// nothing else: so no rank runs a plan that was not proved.
+/// The plans of all ranks of a group, with their proof and their hash. Only a proof makes this
+/// type, and executors accept nothing else: so no rank runs a plan that was not proved.
 ///
 /// ```
 /// use kyklos_plan::plan::ProvedPlans;
@@ -62,7 +62,8 @@ impl ProvedPlans {
         self.hash
     }
 
-    /// Most bytes of plan buffers that `rank` has on its device at one time, its inputs and output among them.
+    /// Most bytes of plan buffers that `rank` has on its device at one time, its inputs and output
+    /// among them.
     pub fn peak_bytes(&self, rank: Rank) -> u64 {
         self.checks[rank.0 as usize].peak_bytes
     }

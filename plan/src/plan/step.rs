@@ -28,7 +28,8 @@ pub struct PlanSet {
     pub direction: Direction,
     /// One plan for each rank, in rank order.
     pub plans: Vec<Plan>,
-    /// Queries that no rank attends from: none, except in the plans of [`plan_rows`](crate::plan_rows).
+    /// Queries that no rank attends from: none, except in the plans of
+    /// [`plan_rows`](crate::plan_rows).
     pub left_out: TokenRuns,
 }
 
@@ -60,13 +61,15 @@ pub struct Plan {
     pub q: BufferId,
     /// The rank's own keys and values: borrowed, never written.
     pub kv: BufferId,
-    /// The output rows that the rank gets ([`PlanSet::output_tokens`]): written once. In a backward plan the gradient of q.
+    /// The output rows that the rank gets ([`PlanSet::output_tokens`]): written once. In a backward
+    /// plan the gradient of q.
     pub output: BufferId,
     /// Further buffers of a backward plan.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradients: Option<GradientBuffers>,
-    /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None where all queries share
-    /// its rows ([`shared_rows`](crate::BiasTensor::shared_rows)): each rank then holds the whole tensor, and no step names it.
+    /// The rank's own rows of the problem's attention bias tensor: borrowed, never written. None
+    /// where all queries share its rows ([`shared_rows`](crate::BiasTensor::shared_rows)): each
+    /// rank then holds the whole tensor, and no step names it.
     pub bias: Option<BufferId>,
     /// The steps, in issue order.
     pub steps: Vec<Step>,
@@ -77,11 +80,13 @@ pub struct Plan {
 pub struct GradientBuffers {
     /// Gradient of the rank's own output rows: borrowed, never written.
     pub d_o: BufferId,
-    /// Statistics of these rows, made from the finished output before the first step: borrowed, never written.
+    /// Statistics of these rows, made from the finished output before the first step: borrowed,
+    /// never written.
     pub stats: BufferId,
     /// Gradients of the rank's own keys and values: written once.
     pub d_kv: BufferId,
-    /// Gradient of the rank's own rows of the attention bias tensor, where the problem asks for it: a sum, complete at the end.
+    /// Gradient of the rank's own rows of the attention bias tensor, where the problem asks for it:
+    /// a sum, complete at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub d_bias: Option<BufferId>,
 }
@@ -100,15 +105,17 @@ pub struct Buffer {
     pub content: Content,
     /// Global tokens, in the order of the rows.
     pub tokens: TokenRuns,
-    /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the attention bias tensor for
-    /// [`Content::Bias`] and [`Content::BiasGradSum`], query heads otherwise.
+    /// Global heads: KV heads for [`Content::KeyValue`] and [`Content::WireKeyValue`], heads of the
+    /// attention bias tensor for [`Content::Bias`] and [`Content::BiasGradSum`], query heads
+    /// otherwise.
     pub heads: Range<u32>,
-    /// Rows of each batch entry, behind the tokens, that hold nothing. Only a rank's own keys and values have them, in a cache
-    /// with room for more tokens.
+    /// Rows of each batch entry, behind the tokens, that hold nothing. Only a rank's own keys and
+    /// values have them, in a cache with room for more tokens.
     #[serde(skip_serializing_if = "is_zero")]
     pub spare: u32,
-    /// For a running state that is sent or received: the keys that it has met by then. For a sum of gradients that
-    /// is sent or received: of keys, the queries whose gradients it holds by then; of queries or of a bias, the keys. Otherwise none.
+    /// For a running state that is sent or received: the keys that it has met by then. For a sum of
+    /// gradients that is sent or received: of keys, the queries whose gradients it holds by
+    /// then; of queries or of a bias, the keys. Otherwise none.
     pub met: TokenRuns,
     /// For such a sum of gradients of keys or of a bias: the query heads whose gradients it holds.
     #[serde(skip_serializing_if = "Range::is_empty")]
@@ -153,8 +160,8 @@ pub struct Recv {
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
-    /// Copies one slice to another with the same tokens and heads. Used to pack a message, to unpack a message, and to
-    /// copy the piece that stays on the rank.
+    /// Copies one slice to another with the same tokens and heads. Used to pack a message, to
+    /// unpack a message, and to copy the piece that stays on the rank.
     Repack {
         /// The source.
         from: Slice,
@@ -163,7 +170,8 @@ pub enum Step {
     },
     /// Posts messages as one group: a ring hop, or an all-to-all. Never waits.
     Exchange {
-        /// The number of the exchange: the same on all its ranks, and in the [`Step::Wait`] that ends it.
+        /// The number of the exchange: the same on all its ranks, and in the [`Step::Wait`] that
+        /// ends it.
         id: u32,
         /// At most one to each peer.
         sends: Vec<Send>,
@@ -183,7 +191,8 @@ pub enum Step {
         kv: Slice,
         /// Running state; the first step that names it finds it empty.
         state: BufferId,
-        /// The queries' rows of the attention bias tensor, where the plan has one: of the queries' heads, or of its only one.
+        /// The queries' rows of the attention bias tensor, where the plan has one: of the queries'
+        /// heads, or of its only one.
         bias: Option<Box<Slice>>,
     },
     /// Gradients of a slice of queries against a slice of keys and values, added to sums.
@@ -195,7 +204,8 @@ pub enum Step {
         /// Where it is added; the first step that names the buffer finds 0.
         into: Slice,
     },
-    /// Converts keys and values to their wire format, or back; or rounds a complete sum of gradients to the storage type.
+    /// Converts keys and values to their wire format, or back; or rounds a complete sum of
+    /// gradients to the storage type.
     Convert {
         /// The source: contiguous in each of its tensors.
         from: Slice,
@@ -223,11 +233,12 @@ pub enum Step {
     },
 }
 
-/// What a [`Step::AttendBackward`] reads and adds to. It stands apart: a plan has up to millions of steps, which are all as large
-/// as the largest kind.
+/// What a [`Step::AttendBackward`] reads and adds to. It stands apart: a plan has up to millions of
+/// steps, which are all as large as the largest kind.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct GradientStep {
-    /// Queries, and the gradient and the statistics of their output rows: slices of the same tokens and heads.
+    /// Queries, and the gradient and the statistics of their output rows: slices of the same tokens
+    /// and heads.
     pub q: Slice,
     /// See `q`.
     pub d_o: Slice,
@@ -237,13 +248,13 @@ pub struct GradientStep {
     pub kv: Slice,
     /// Sum of the gradients of the queries; the first step that names it finds 0.
     pub dq: BufferId,
-    /// Sums of the gradients of the keys and values: of the same tokens and heads as `kv`. The first step that names their
-    /// buffer finds 0.
+    /// Sums of the gradients of the keys and values: of the same tokens and heads as `kv`. The
+    /// first step that names their buffer finds 0.
     pub d_kv: Slice,
     /// As in [`Step::Attend`].
     pub bias: Option<Slice>,
-    /// Sum of the gradient of `bias`, of the same tokens and heads, where the problem asks for it. The first step that names
-    /// its buffer finds 0.
+    /// Sum of the gradient of `bias`, of the same tokens and heads, where the problem asks for it.
+    /// The first step that names its buffer finds 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub d_bias: Option<Slice>,
 }
@@ -273,7 +284,8 @@ impl Plan {
         self.results().any(|result| result == id)
     }
 
-    /// The buffers of the results, in order: the output; or the gradients of q, of k and v, and of the bias.
+    /// The buffers of the results, in order: the output; or the gradients of q, of k and v, and of
+    /// the bias.
     pub fn results(&self) -> impl Iterator<Item = BufferId> + use<> {
         let gradients = self.gradients.map(|own| [Some(own.d_kv), own.d_bias]);
         std::iter::once(self.output).chain(gradients.into_iter().flatten().flatten())
@@ -335,7 +347,8 @@ impl Buffer {
 }
 
 impl PlanSet {
-    /// The queries whose output rows `rank` gets, in the order of the rows ([`Results`](crate::Results)).
+    /// The queries whose output rows `rank` gets, in the order of the rows
+    /// ([`Results`](crate::Results)).
     pub fn output_tokens(&self, rank: Rank) -> TokenRuns {
         match self.problem.results {
             Results::Owner => self.q_placement.held_by(rank),

@@ -5,8 +5,8 @@ use crate::error::Result;
 use crate::problem::AttentionProblem;
 
 impl AttentionProblem {
-    /// This problem with an attention bias tensor, or without: `[batch or 1, q_len, heads or 1, kv_len]`, or with
-    /// [`BiasTensor::shared_rows`] `[batch or 1, 1, heads or 1, kv_len]`.
+    /// This problem with an attention bias tensor, or without: `[batch or 1, q_len, heads or 1,
+    /// kv_len]`, or with [`BiasTensor::shared_rows`] `[batch or 1, 1, heads or 1, kv_len]`.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -22,12 +22,14 @@ impl AttentionProblem {
         Self { bias_gradient, ..self }.checked()
     }
 
-    /// The attention bias tensor, if each query has its own rows: they are with their query, and travel with it.
+    /// The attention bias tensor, if each query has its own rows: they are with their query, and
+    /// travel with it.
     pub(crate) fn query_bias(&self) -> Option<BiasTensor> {
         self.bias.filter(|tensor| !tensor.shared_rows)
     }
 
-    /// The attention bias tensor, if all queries share its rows: it is whole on every rank, and in no plan.
+    /// The attention bias tensor, if all queries share its rows: it is whole on every rank, and in
+    /// no plan.
     pub fn shared_bias(&self) -> Option<BiasTensor> {
         self.bias.filter(|tensor| tensor.shared_rows)
     }
@@ -37,7 +39,8 @@ impl AttentionProblem {
         self.shared_bias().map_or(0, |tensor| tensor.bytes(self.dtype, self.q_len, self.kv_len))
     }
 
-    /// Bytes of a rank's part of the gradient of [`Self::shared_bias`], which it holds beside the buffers of a backward plan.
+    /// Bytes of a rank's part of the gradient of [`Self::shared_bias`], which it holds beside the
+    /// buffers of a backward plan.
     pub fn shared_bias_gradient_bytes(&self) -> u64 {
         let shared = self.shared_bias().filter(|_| self.bias_gradient);
         shared.map_or(0, |tensor| tensor.gradient_bytes(1, self.kv_len))

@@ -15,8 +15,8 @@ pub use results::Results;
 
 /// One attention call: `o = softmax(scale · q kᵀ, masked) v`, and the log-sum-exp of every row.
 ///
-/// q is `[batch, q_len, q_heads, head_dim]`, k and v are `[batch, kv_len, kv_heads, head_dim]`. The fields can be read; the
-/// methods change them, and refuse what does not fit.
+/// q is `[batch, q_len, q_heads, head_dim]`, k and v are `[batch, kv_len, kv_heads, head_dim]`. The
+/// fields can be read; the methods change them, and refuse what does not fit.
 ///
 /// ```compile_fail
 /// # use kyklos_plan::{AttentionProblem, Dtype, Mask};
@@ -50,31 +50,34 @@ pub struct AttentionProblem {
     pub scale: f32,
     /// `Some(c)`: logits become `c · tanh(logit / c)` before the mask.
     pub softcap: Option<f32>,
-    /// One logit without a value for each query head; empty: none. It takes part in the softmax of every row, also of a
-    /// row that sees no key. The log-sum-exp includes it.
+    /// One logit without a value for each query head; empty: none. It takes part in the softmax of
+    /// every row, also of a row that sees no key. The log-sum-exp includes it.
     pub sinks: Vec<f32>,
-    /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor over (query, key), or
-    /// over keys.
+    /// The attention bias tensor, if there is one: a boolean mask tensor or an additive bias tensor
+    /// over (query, key), or over keys.
     pub bias: Option<BiasTensor>,
-    /// Whether a backward pass also computes the gradient of the additive bias tensor. A forward pass is the same with it.
+    /// Whether a backward pass also computes the gradient of the additive bias tensor. A forward
+    /// pass is the same with it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub bias_gradient: bool,
     /// Format of keys and values that are sent between shards.
     pub wire: WireFormat,
-    /// Whether rows are summed over tiles of [`TILE_KEYS`] keys in one order that does not depend on the mesh: on one type of
-    /// device the result is then the same, byte for byte, on any mesh. Costs a state for each tile, and shards must begin and end
-    /// with tiles.
+    /// Whether rows are summed over tiles of [`TILE_KEYS`] keys in one order that does not depend
+    /// on the mesh: on one type of device the result is then the same, byte for byte, on any
+    /// mesh. Costs a state for each tile, and shards must begin and end with tiles.
     pub fixed_order: bool,
-    /// Whether no backward pass follows. Few query rows are then computed by kernels for decoding, whose logits are rounded otherwise
-    /// than those of a backward pass: its gradients would be wrong where logits are large.
+    /// Whether no backward pass follows. Few query rows are then computed by kernels for decoding,
+    /// whose logits are rounded otherwise than those of a backward pass: its gradients would be
+    /// wrong where logits are large.
     #[serde(skip)]
     pub inference: bool,
-    /// Replicated keys: every rank holds them from the start. An example is the keys of a prompt beside an image that
-    /// is split. They are never sent, and every row meets them once, on its own rank. Empty: each key has one owner.
+    /// Replicated keys: every rank holds them from the start. An example is the keys of a prompt
+    /// beside an image that is split. They are never sent, and every row meets them once, on
+    /// its own rank. Empty: each key has one owner.
     pub replicated: Range<u32>,
-    /// Whether every rank holds all queries from the start and gets all output rows, as in decoding, where every rank
-    /// computes the same new token. Queries are then never sent, and the placement of queries is
-    /// [`Placement::everywhere`](crate::Placement::everywhere).
+    /// Whether every rank holds all queries from the start and gets all output rows, as in
+    /// decoding, where every rank computes the same new token. Queries are then never sent, and
+    /// the placement of queries is [`Placement::everywhere`](crate::Placement::everywhere).
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub same_queries: bool,
     /// The ranks that get output rows.
@@ -166,7 +169,8 @@ impl AttentionProblem {
         Self { sinks, ..self }.checked()
     }
 
-    /// This problem with keys and values sent in another format; for f16 tensors, f16 is [`WireFormat::Same`].
+    /// This problem with keys and values sent in another format; for f16 tensors, f16 is
+    /// [`WireFormat::Same`].
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -340,8 +344,9 @@ fn dtype_by_name<S: serde::Serializer>(dtype: &Dtype, serializer: S) -> Result<S
 /// Largest softcap.
 const MOST_SOFTCAP: f32 = 1e30;
 
-/// Keys of a tile of [`AttentionProblem::fixed_order`]. The result of a row must not depend, in any byte, on the other
-/// rows of a kernel call. Kernels must divide keys into their own steps from the first key of a call on.
+/// Keys of a tile of [`AttentionProblem::fixed_order`]. The result of a row must not depend, in any
+/// byte, on the other rows of a kernel call. Kernels must divide keys into their own steps from the
+/// first key of a call on.
 pub const TILE_KEYS: u32 = 256;
 /// Kernels get positions as u32, and compare them with values that are larger by one.
 const MAX_POSITION: u32 = 1 << 31;

@@ -118,7 +118,8 @@ impl Cluster {
         &self.description
     }
 
-    /// The same cluster with the `count` of the last kind of host raised for `ranks` ranks, if that kind may grow.
+    /// The same cluster with the `count` of the last kind of host raised for `ranks` ranks, if that
+    /// kind may grow.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -200,7 +201,8 @@ impl Cluster {
         })
     }
 
-    /// Whether messages between two devices go from memory to memory, whatever kind of memory it is.
+    /// Whether messages between two devices go from memory to memory, whatever kind of memory it
+    /// is.
     pub(super) fn reaches_memory(&self, from: usize, to: usize) -> Result<bool> {
         let (a, b) = (self.host_of(from), self.host_of(to));
         let link = if a == b { self.hosts[a].inside.as_deref() } else { Some(self.between(a, b)?) };
@@ -220,7 +222,8 @@ impl Cluster {
     /// What each of `ranks` ranks can do with `problem`.
     ///
     /// # Errors
-    /// [`Error::Request`] where there are fewer devices than ranks, or no attention rate for the element type.
+    /// [`Error::Request`] where there are fewer devices than ranks, or no attention rate for the
+    /// element type.
     pub fn capacities(&self, problem: &AttentionProblem, ranks: u32) -> Result<Vec<Capacity>> {
         let places = self.place(ranks)?;
         let of = |device: &usize| {

@@ -61,11 +61,13 @@ pub struct DeviceDescription {
     pub piece_us: f64,
     /// Speed of a copy on the device, such as packing, while other ranks copy too.
     pub copy_gb_per_s: f64,
-    /// Speed at which a device that one rank uses alone reads or writes running states; without it, that of copies.
+    /// Speed at which a device that one rank uses alone reads or writes running states; without it,
+    /// that of copies.
     #[serde(default)]
     pub state_gb_per_s: Option<f64>,
-    /// Speed at which attention reads a block of keys and values before it computes, on a device that one rank uses
-    /// alone: a CPU packs a block once, for any number of queries. Without it, this takes no time.
+    /// Speed at which attention reads a block of keys and values before it computes, on a device
+    /// that one rank uses alone: a CPU packs a block once, for any number of queries. Without
+    /// it, this takes no time.
     #[serde(default)]
     pub key_gb_per_s: Option<f64>,
     /// Fixed cost of a copy.
@@ -73,8 +75,8 @@ pub struct DeviceDescription {
     pub copy_us: f64,
     /// Whether all links reach this memory.
     pub memory: MemoryKind,
-    /// Speed of copies between discrete memory and the host; every message takes one at each end, unless the link has
-    /// [`LinkDescription::device_memory`].
+    /// Speed of copies between discrete memory and the host; every message takes one at each end,
+    /// unless the link has [`LinkDescription::device_memory`].
     #[serde(default)]
     pub staging_gb_per_s: Option<f64>,
 }
@@ -85,7 +87,8 @@ pub struct DeviceDescription {
 pub enum MemoryKind {
     /// Links reach it: a CPU, a GPU that shares the host's memory, or a GPU with its own links.
     Unified,
-    /// Only links with [`LinkDescription::device_memory`] reach it: other messages are copied to the host first.
+    /// Only links with [`LinkDescription::device_memory`] reach it: other messages are copied to
+    /// the host first.
     Discrete,
 }
 
@@ -102,8 +105,9 @@ pub struct AttentionRate {
     /// Factor on `gflop_per_s`, if `gflop_per_s` is a peak.
     #[serde(default = "whole")]
     pub share_of_it: f64,
-    /// Products for the gradients of a pair, each in the time of one of the two products of its attention: 5 where one kernel
-    /// makes all gradients, 7 where queries and keys each have a kernel, 8 where keys and values have too.
+    /// Products for the gradients of a pair, each in the time of one of the two products of its
+    /// attention: 5 where one kernel makes all gradients, 7 where queries and keys each have a
+    /// kernel, 8 where keys and values have too.
     #[serde(default = "products_of_two_kernels")]
     pub backward_products: f64,
 }
@@ -114,7 +118,8 @@ pub struct AttentionRate {
 pub struct LinkDescription {
     /// Bytes in a second in each direction; of both directions together where it is half duplex.
     pub gb_per_s: f64,
-    /// Latency from one end to the other. A message takes it twice, because the receiver requests the message first.
+    /// Latency from one end to the other. A message takes it twice, because the receiver requests
+    /// the message first.
     pub latency_us: f64,
     /// Time of the sender to post a message.
     #[serde(default)]
@@ -122,10 +127,12 @@ pub struct LinkDescription {
     /// full or half.
     #[serde(default)]
     pub duplex: Duplex,
-    /// Compute time of the device at each end for each GB carried: 0 if an adapter carries the bytes.
+    /// Compute time of the device at each end for each GB carried: 0 if an adapter carries the
+    /// bytes.
     #[serde(default)]
     pub host_s_per_gb: f64,
-    /// Whether it also reaches discrete memory of devices, as NCCL does: messages on it are not staged on the host.
+    /// Whether it also reaches discrete memory of devices, as NCCL does: messages on it are not
+    /// staged on the host.
     #[serde(default)]
     pub device_memory: bool,
 }

@@ -1,5 +1,6 @@
-//! The events of a run, in order of time: ranks start and end work, and messages start and end. All users of a device
-//! or a link at one time get equal shares of it. No clock and no randomness: the same input gives the same events.
+//! The events of a run, in order of time: ranks start and end work, and messages start and end. All
+//! users of a device or a link at one time get equal shares of it. No clock and no randomness: the
+//! same input gives the same events.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -93,8 +94,8 @@ enum Event {
     Computed(usize, u32),
     /// A message may move: both ends have posted it.
     Start(usize),
-    /// The last byte of the device's next message, or of several, has left; valid only if no speed of its messages has
-    /// changed since.
+    /// The last byte of the device's next message, or of several, has left; valid only if no speed
+    /// of its messages has changed since.
     Sent(usize, u32),
     /// A message has arrived.
     Arrived(usize),
@@ -221,7 +222,8 @@ impl Engine<'_> {
         self.after(ns, Event::Rank(rank));
     }
 
-    /// Posts an exchange. Returns the time that this takes the rank: messages leave one after the other.
+    /// Posts an exchange. Returns the time that this takes the rank: messages leave one after the
+    /// other.
     fn post(&mut self, rank: usize, exchange: usize) -> f64 {
         let posted = &self.program.ranks[rank].exchanges[exchange];
         self.ranks[rank].open[exchange] = posted.sends.len() + posted.recvs.len();
@@ -236,8 +238,8 @@ impl Engine<'_> {
         ns
     }
 
-    /// One end of a message has posted it. The receiver sends a request first, and the request takes the link's
-    /// latency.
+    /// One end of a message has posted it. The receiver sends a request first, and the request
+    /// takes the link's latency.
     fn ready(&mut self, flow: usize, end: usize, time_ns: u64) {
         self.flows[flow].posted[end] = Some(time_ns);
         if let [Some(sender), Some(receiver)] = self.flows[flow].posted {
@@ -311,8 +313,8 @@ impl Engine<'_> {
         }
     }
 
-    /// Sets new speeds for ranks and messages that share a device or a link with a rank or a message that has started
-    /// or ended.
+    /// Sets new speeds for ranks and messages that share a device or a link with a rank or a
+    /// message that has started or ended.
     fn share_out(&mut self) {
         self.shared_out += 1;
         let mut processors = std::mem::take(&mut self.dirty_processors);

@@ -1,4 +1,5 @@
-//! The events of a simulated run, for pictures: when each rank works or waits, and when messages move.
+//! The events of a simulated run, for pictures: when each rank works or waits, and when messages
+//! move.
 
 use std::ops::Range;
 
@@ -71,16 +72,17 @@ impl PredictedEvents {
     }
 }
 
-/// Visible (query, key) pairs that each rank computes, times heads. Long runs of queries are counted at the ends of some
-/// stretches: exact where the mask cuts them evenly, as causal masks do.
+/// Visible (query, key) pairs that each rank computes, times heads. Long runs of queries are
+/// counted at the ends of some stretches: exact where the mask cuts them evenly, as causal masks
+/// do.
 pub fn pairs_of_ranks(set: &PlanSet) -> Vec<f64> {
     let mut counter = WorkCounter::default();
     set.plans.iter().map(|plan| counter.count_plan(set, plan).0).collect()
 }
 
 impl Cluster {
-    /// The kind of a device, and its bytes for plan buffers where the description has them; devices are counted over the
-    /// cluster from 0.
+    /// The kind of a device, and its bytes for plan buffers where the description has them; devices
+    /// are counted over the cluster from 0.
     pub fn kind_and_memory(&self, device: usize) -> Option<(&str, Option<u64>)> {
         (device < self.device_count()).then(|| (self.kind_of(device), self.memory_bytes(device)))
     }

@@ -1,9 +1,9 @@
 //! Groups of thousands of ranks, from smaller ones.
 //!
-//! A ring of R shards has R² hops in all, so the plans of a large ring take too much memory. But with shards of the same size
-//! every further hop costs as much as the one before it, so the times and bytes of a rank grow linearly with R, and two small
-//! rings determine the line. That holds where all hops cost the same: for full and causal masks, even splits, and hosts of one
-//! kind.
+//! A ring of R shards has R² hops in all, so the plans of a large ring take too much memory. But
+//! with shards of the same size every further hop costs as much as the one before it, so the times
+//! and bytes of a rank grow linearly with R, and two small rings determine the line. That holds
+//! where all hops cost the same: for full and causal masks, even splits, and hosts of one kind.
 
 use super::cluster::Cluster;
 use super::prediction::{LinkPrediction, Prediction, RankPrediction};
@@ -18,7 +18,8 @@ use crate::simulate::choice::candidate::Candidate;
 use crate::strategy::{EqualHops, plan as plan_forward, plan_backward, plan_placed};
 use crate::strategy_list::Strategy;
 
-/// Predicts `candidate` for `problem`: by a walk, or for a long ring by extrapolation from two shorter rings.
+/// Predicts `candidate` for `problem`: by a walk, or for a long ring by extrapolation from two
+/// shorter rings.
 ///
 /// # Errors
 /// As [`simulate`] and [`plan_forward`].
@@ -83,8 +84,8 @@ fn predict_pass(
     let short_ranks = short_ranks / strategy.exchanges_of_hop();
     let short = (short_ranks / mesh.ulysses()).clamp(SHORTEST, mesh.ring() / 4);
     let shrunk = |ring: u32| -> Result<Prediction> {
-        // Each rank gets as many tokens as the rank with the most tokens: a small difference would count many times
-        // along the line.
+        // Each rank gets as many tokens as the rank with the most tokens: a small difference would count
+        // many times along the line.
         let tokens = problem.q_len.div_ceil(mesh.size()) * mesh.ulysses() * ring;
         let problem = problem.clone().with_keys(tokens)?.with_queries(tokens, 0)?;
         walk(&problem, Mesh::new(mesh.ulysses(), ring)?)
@@ -93,8 +94,8 @@ fn predict_pass(
     Ok(Line { near: short, far: 2 * short, wanted: mesh.ring() }.extend(&near, far))
 }
 
-/// Predicts `strategy` on `mesh` for `problem` with these owners of queries and of keys, by a walk: the hops of given token
-/// lists need not be equal.
+/// Predicts `strategy` on `mesh` for `problem` with these owners of queries and of keys, by a walk:
+/// the hops of given token lists need not be equal.
 ///
 /// # Errors
 /// As [`simulate`] and [`plan_placed`].
@@ -127,8 +128,8 @@ fn few_enough(mesh: Mesh, strategy: Strategy) -> Result<()> {
     ))
 }
 
-/// The factor on the time to walk a hop if all hops are in flight at once: each start and end changes the speed of all
-/// hops on the same links.
+/// The factor on the time to walk a hop if all hops are in flight at once: each start and end
+/// changes the speed of all hops on the same links.
 fn at_once(mesh: Mesh, strategy: Strategy) -> u64 {
     if strategy.facts().posts_all_at_once { u64::from(mesh.ring()).div_ceil(8) } else { 1 }
 }
@@ -176,7 +177,8 @@ impl Line {
         }
     }
 
-    /// The distance of the wanted length from the shorter one; the unit is the step from the shorter to the longer.
+    /// The distance of the wanted length from the shorter one; the unit is the step from the
+    /// shorter to the longer.
     fn steps(&self) -> f64 {
         f64::from(self.wanted - self.near) / f64::from(self.far - self.near)
     }
@@ -192,11 +194,13 @@ impl Line {
     }
 }
 
-/// The most hops and all-to-all messages of plans that are walked directly; such a walk takes a fraction of a second.
+/// The most hops and all-to-all messages of plans that are walked directly; such a walk takes a
+/// fraction of a second.
 const MOST_HOPS: u64 = 1 << 14;
 /// Hops beyond which a walk would take many seconds, for each of many candidates.
 const MOST_WALKED: u64 = 1 << 18;
 /// In a shorter ring no hop is like the others.
 const SHORTEST: u32 = 4;
-/// Ranks of the shorter of two plan sets if hops follow each other, unless `SHORTEST` makes its ring longer.
+/// Ranks of the shorter of two plan sets if hops follow each other, unless `SHORTEST` makes its
+/// ring longer.
 const SHORT_RANKS: u32 = 64;

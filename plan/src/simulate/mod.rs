@@ -1,10 +1,12 @@
 //! The cost of a plan set on described devices and links, without running it.
 //!
-//! [`simulate`] walks the same plans that the executor runs, step by step, as events in time. An exchange is posted and
-//! continues while attention is computed. A wait step waits. A message moves when both ends have posted it. Ranks and
-//! messages get equal shares of a device or a link that they share. [`candidates`] lists the ways to run a problem and
-//! [`choose`] prices them. [`predict_placed`] prices token lists that no dealer made. Without a description,
-//! [`fewest_bytes`] chooses. [`Shares`] divides the tokens among devices of unlike speed. No device, no clock: a [`Cluster`] gives the speeds of devices and links, from a file or
+//! [`simulate`] walks the same plans that the executor runs, step by step, as events in time. An
+//! exchange is posted and continues while attention is computed. A wait step waits. A message moves
+//! when both ends have posted it. Ranks and messages get equal shares of a device or a link that
+//! they share. [`candidates`] lists the ways to run a problem and [`choose`] prices them.
+//! [`predict_placed`] prices token lists that no dealer made. Without a description,
+//! [`fewest_bytes`] chooses. [`Shares`] divides the tokens among devices of unlike speed. No
+//! device, no clock: a [`Cluster`] gives the speeds of devices and links, from a file or
 //! from a probe.
 
 mod capacity;

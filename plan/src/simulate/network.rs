@@ -1,4 +1,5 @@
-//! The links that a message crosses: ports of devices, uplinks of hosts, and links between two hosts.
+//! The links that a message crosses: ports of devices, uplinks of hosts, and links between two
+//! hosts.
 
 use std::collections::HashMap;
 

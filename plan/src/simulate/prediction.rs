@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 pub struct Prediction {
     /// From the common start to the end of the last rank, in nanoseconds.
     pub wall_ns: u64,
-    /// The ranks; of an extrapolated number of ranks, the ranks of the larger plan set that was walked.
+    /// The ranks; of an extrapolated number of ranks, the ranks of the larger plan set that was
+    /// walked.
     pub ranks: Vec<RankPrediction>,
     /// The directions of links that carry bytes, the busiest first.
     pub links: Vec<LinkPrediction>,
@@ -25,7 +26,8 @@ pub struct RankPrediction {
     pub device: usize,
     /// Nanoseconds from the start until its output is complete.
     pub finish_ns: u64,
-    /// Nanoseconds of attention, merging and finalising; on a shared device this includes the turns of the other ranks.
+    /// Nanoseconds of attention, merging and finalising; on a shared device this includes the turns
+    /// of the other ranks.
     pub compute_ns: u64,
     /// Nanoseconds of waiting for messages.
     pub wait_ns: u64,
@@ -64,8 +66,8 @@ impl Prediction {
         self.share(|rank| rank.compute_ns)
     }
 
-    /// Share of the wall time in which ranks neither compute nor copy, on average: waiting, and the time after the end
-    /// of a rank.
+    /// Share of the wall time in which ranks neither compute nor copy, on average: waiting, and the
+    /// time after the end of a rank.
     pub fn idle(&self) -> f64 {
         (1.0 - self.share(|rank| rank.compute_ns + rank.copy_ns)).max(0.0)
     }
@@ -80,7 +82,8 @@ impl Prediction {
         self.ranks.iter().map(|rank| rank.bytes_sent).max().unwrap_or(0)
     }
 
-    /// This run and then another one of the same ranks, which begins when the last rank has ended this one.
+    /// This run and then another one of the same ranks, which begins when the last rank has ended
+    /// this one.
     pub(super) fn then(&self, next: &Self) -> Self {
         // An extrapolated prediction may have fewer ranks: they repeat.
         let count = self.ranks.len().max(next.ranks.len());

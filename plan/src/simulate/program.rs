@@ -93,7 +93,8 @@ struct Prices {
     pair: f64,
     /// For the gradients of a pair.
     backward_pair: f64,
-    /// Pairs that the end of an interval costs on average: half a tile of rows and half a tile of keys.
+    /// Pairs that the end of an interval costs on average: half a tile of rows and half a tile of
+    /// keys.
     edge_pairs: f64,
     attend_step: f64,
     piece: f64,

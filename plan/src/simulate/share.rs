@@ -1,5 +1,5 @@
-//! Ranks and messages that share devices and links, and their speeds: equal shares. Of the messages from one rank to another one moves at a
-//! time.
+//! Ranks and messages that share devices and links, and their speeds: equal shares. Of the messages
+//! from one rank to another one moves at a time.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -30,8 +30,9 @@ pub(super) struct Flow {
     pub(super) shared_out: u64,
 }
 
-/// The messages in flight from a device. There is one event for the message that ends next, not one for each message:
-/// every message that starts or ends changes the speed of all others on its links.
+/// The messages in flight from a device. There is one event for the message that ends next, not one
+/// for each message: every message that starts or ends changes the speed of all others on its
+/// links.
 #[derive(Default)]
 pub(super) struct Sender {
     pub(super) flows: Vec<usize>,
@@ -41,7 +42,8 @@ pub(super) struct Sender {
 /// Messages of at most so many bytes do not wait for others over QUIC.
 const SMALL_BYTES: u64 = 64 << 10;
 
-/// Messages from one rank to another leave one after the other, as over QUIC, through shared memory and by NCCL: those that have not left, the first one first.
+/// Messages from one rank to another leave one after the other, as over QUIC, through shared memory
+/// and by NCCL: those that have not left, the first one first.
 #[derive(Default)]
 pub(super) struct Turns(HashMap<(usize, usize), VecDeque<usize>>);
 
@@ -147,8 +149,9 @@ impl Flow {
         self.route.host_ns_per_byte * if ends > 1 { 2.0 } else { 1.0 }
     }
 
-    /// Bytes in a nanosecond: the least of its shares of the channels that it crosses. A device that carries messages itself
-    /// gives each message at most the share of a rank that computes there.
+    /// Bytes in a nanosecond: the least of its shares of the channels that it crosses. A device
+    /// that carries messages itself gives each message at most the share of a rank that
+    /// computes there.
     #[expect(clippy::cast_precision_loss, reason = "messages of one moment")]
     pub(super) fn speed(&self, channels: &[SharedChannel], processors: &[Processor]) -> f64 {
         let Self { devices, route, .. } = self;
@@ -199,7 +202,8 @@ pub(super) fn whole_ns(ns: f64) -> u64 {
     ns.ceil() as u64
 }
 
-/// The least share of a rank on a device that is busy with messages, so that the rank's computation ends.
+/// The least share of a rank on a device that is busy with messages, so that the rank's computation
+/// ends.
 pub(super) const LEAST_SPEED: f64 = 1e-3;
 
 /// Removes `one` from a list without keeping its order.

@@ -8,11 +8,13 @@ use super::program::Program;
 use crate::error::Result;
 use crate::plan::PlanSet;
 
-/// Walks the plans of `set` on `cluster`, rank i on the i-th device or where the description places it.
+/// Walks the plans of `set` on `cluster`, rank i on the i-th device or where the description places
+/// it.
 ///
 /// # Errors
-/// [`Error::Request`](crate::Error::Request) where the cluster lacks a device, a rate or a link that the plans need; [`Error::Plan`](crate::Error::Plan) for plans
-/// that [`crate::plan::check`] would refuse too.
+/// [`Error::Request`](crate::Error::Request) where the cluster lacks a device, a rate or a link
+/// that the plans need; [`Error::Plan`](crate::Error::Plan) for plans that [`crate::plan::check`]
+/// would refuse too.
 pub fn simulate(set: &PlanSet, cluster: &Cluster) -> Result<Prediction> {
     let program = Program::new(set, cluster)?;
     Ok(run(&program, cluster, false)?.0)

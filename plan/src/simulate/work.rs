@@ -1,5 +1,5 @@
-//! The work of an attend step: visible pairs, counted over runs of queries instead of single rows if the mask allows
-//! it.
+//! The work of an attend step: visible pairs, counted over runs of queries instead of single rows
+//! if the mask allows it.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,8 @@ pub(super) struct Work {
     pub(super) area: f64,
 }
 
-/// Counts work and keeps the counts: ranks of one Ulysses group attend to the same tokens, with other heads.
+/// Counts work and keeps the counts: ranks of one Ulysses group attend to the same tokens, with
+/// other heads.
 #[derive(Debug, Default)]
 pub(super) struct WorkCounter {
     known: HashMap<[Vec<Run>; 2], Work>,
@@ -110,8 +111,8 @@ impl Row {
 impl Block<'_> {
     /// Pairs and edges of the queries of one run.
     fn run(&self, run: Run) -> (f64, f64) {
-        // If the ends of intervals only grow along the rows, and two rows have the same ends, all rows between them
-        // have these ends too.
+        // If the ends of intervals only grow along the rows, and two rows have the same ends, all rows
+        // between them have these ends too.
         let monotone = self.problem.mask.grows_along_queries(self.batch);
         let leaf = (run.count / EXACT_ROWS).max(1);
         let (mut pairs, mut edges) = (0.0, 0.0);
@@ -174,8 +175,9 @@ fn count(n: usize) -> f64 {
     n as f64
 }
 
-/// Runs of up to twice this many queries are counted row by row where a mask cuts them. Longer runs are cut into this many
-/// stretches and counted at the ends of each: exact where the intervals grow evenly along a stretch, as under causal masks.
+/// Runs of up to twice this many queries are counted row by row where a mask cuts them. Longer runs
+/// are cut into this many stretches and counted at the ends of each: exact where the intervals grow
+/// evenly along a stretch, as under causal masks.
 const EXACT_ROWS: u32 = 128;
 /// Keys of a tile, about: in a list without order an interval cuts most tiles, not only two.
 const STRETCH: usize = 64;

@@ -1,8 +1,8 @@
-//! The all-to-all of Ulysses: all tokens of some heads for some tokens of all heads, inside one shard's group of U ranks
-//! (Jacobs et al. 2023, arXiv 2309.14509).
-//! Each rank sends one message to each peer in each direction: q, k, v and the rows of an attention bias tensor
-//! together in the first all-to-all, o and lse in the second. A rank gets every KV head that its query heads need and
-//! no other, so KV heads are never repeated within a message.
+//! The all-to-all of Ulysses: all tokens of some heads for some tokens of all heads, inside one
+//! shard's group of U ranks (Jacobs et al. 2023, arXiv 2309.14509).
+//! Each rank sends one message to each peer in each direction: q, k, v and the rows of an attention
+//! bias tensor together in the first all-to-all, o and lse in the second. A rank gets every KV head
+//! that its query heads need and no other, so KV heads are never repeated within a message.
 
 use std::ops::Range;
 
@@ -20,8 +20,8 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// All heads at once, or at most [`MOST_CHUNKS`] chunks. Every rank fills each chunk with whole groups of heads
-    /// that share a KV head, so that no KV head travels twice.
+    /// All heads at once, or at most [`MOST_CHUNKS`] chunks. Every rank fills each chunk with whole
+    /// groups of heads that share a KV head, so that no KV head travels twice.
     pub(super) fn all(builder: &PlanBuilder<'_>, chunked: bool) -> impl Iterator<Item = Self> + use<> {
         let groups = (0..builder.set.mesh.ulysses()).map(|u| builder.kv_heads(u).len());
         let fewest = u32::try_from(groups.min().unwrap_or(1)).unwrap_or(MOST_CHUNKS);
@@ -65,7 +65,8 @@ pub(super) struct Posted {
     home: Option<BufferId>,
 }
 
-/// Posts the all-to-all of a chunk from the rank's own tokens with all heads to the shard's tokens with the rank's heads.
+/// Posts the all-to-all of a chunk from the rank's own tokens with all heads to the shard's tokens
+/// with the rank's heads.
 pub(super) fn post_tokens_for_heads(builder: &mut PlanBuilder<'_>, chunk: Chunk) -> Posted {
     let (_, u) = builder.set.mesh.coordinates(builder.rank);
     let inputs = exchanged(builder);
@@ -141,8 +142,9 @@ pub(super) fn take_heads(builder: &mut PlanBuilder<'_>, posted: Posted) -> Input
     Inputs { q, kv, bias, gradient }
 }
 
-/// Posts the all-to-all of a chunk from results of the shard's tokens with the rank's heads, `mine`, to the rank's own tokens
-/// with all heads: the output, or gradients. Sums of gradients of keys are added to `home`.
+/// Posts the all-to-all of a chunk from results of the shard's tokens with the rank's heads,
+/// `mine`, to the rank's own tokens with all heads: the output, or gradients. Sums of gradients of
+/// keys are added to `home`.
 pub(super) fn post_heads_for_tokens(
     builder: &mut PlanBuilder<'_>,
     chunk: Chunk,
@@ -226,7 +228,8 @@ pub(super) fn take_tokens(builder: &mut PlanBuilder<'_>, posted: Posted) {
     }
 }
 
-/// Where sums of this content are added: of gradients of keys `of_keys`, of a bias the result. `None` where a result is copied.
+/// Where sums of this content are added: of gradients of keys `of_keys`, of a bias the result.
+/// `None` where a result is copied.
 fn home_of(builder: &PlanBuilder<'_>, content: Content, of_keys: Option<BufferId>) -> Option<BufferId> {
     match content {
         Content::KeyValueGradSum => of_keys,
@@ -264,14 +267,16 @@ fn exchanged(builder: &PlanBuilder<'_>) -> Vec<(BufferId, Content)> {
     inputs
 }
 
-/// The other ranks of the group, nearest successor first, so that no two ranks send to the same peer at once.
+/// The other ranks of the group, nearest successor first, so that no two ranks send to the same
+/// peer at once.
 fn peers(builder: &PlanBuilder<'_>) -> Vec<(u32, Rank)> {
     let mesh = builder.set.mesh;
     let (r, u) = mesh.coordinates(builder.rank);
     (1..mesh.ulysses()).map(|round| (u + round) % mesh.ulysses()).map(|u| (u, mesh.rank(r, u))).collect()
 }
 
-/// Where the pieces of a shard begin: the list positions in a buffer that holds the tokens of the whole shard.
+/// Where the pieces of a shard begin: the list positions in a buffer that holds the tokens of the
+/// whole shard.
 struct Pieces {
     /// By Ulysses piece, and the end of the last one.
     queries: Vec<usize>,
@@ -294,7 +299,8 @@ impl Pieces {
         Self { queries: starts(Content::Query), keys: starts(Content::KeyValue) }
     }
 
-    /// Ulysses piece `u` of a buffer that holds a whole shard's tokens, with all the buffer's heads.
+    /// Ulysses piece `u` of a buffer that holds a whole shard's tokens, with all the buffer's
+    /// heads.
     fn piece(&self, builder: &PlanBuilder<'_>, shard: BufferId, content: Content, u: u32) -> Slice {
         let starts = if content.is_of_keys() { &self.keys } else { &self.queries };
         let (first, u) = (replicated(builder, content), u as usize);
@@ -306,8 +312,8 @@ fn placement<'a>(builder: &PlanBuilder<'a>, content: Content) -> &'a crate::plac
     if content.is_of_keys() { &builder.set.kv_placement } else { &builder.set.q_placement }
 }
 
-/// Number of tokens at the front of such a buffer that every rank holds. They do not cross the all-to-all. Sums of the gradients
-/// of such keys are in buffers of their own.
+/// Number of tokens at the front of such a buffer that every rank holds. They do not cross the
+/// all-to-all. Sums of the gradients of such keys are in buffers of their own.
 fn replicated(builder: &PlanBuilder<'_>, content: Content) -> usize {
     match content {
         Content::KeyValueGradSum | Content::KeyValueGrad => 0,

@@ -1,11 +1,12 @@
 //! Attention steps: one for each block of keys, or in a fixed order one for each tile.
 //!
-//! Floating-point sums depend on their order, and in a ring every rank processes the keys in another order. In a fixed
-//! order (`AttentionProblem::fixed_order`) each tile of [`TILE_KEYS`](crate::TILE_KEYS) keys, counted from position 0,
-//! is attended separately. The states of tiles are merged along one binary tree over their numbers: two neighbours are
-//! merged as soon as both exist, the lower one first. So the order in which blocks arrive does not matter, and for a
-//! stretch of consecutive tiles only about log₂ of their number of states are kept. A tile that no query of a rank sees
-//! is skipped: merging an empty state changes no bit.
+//! Floating-point sums depend on their order, and in a ring every rank processes the keys in
+//! another order. In a fixed order (`AttentionProblem::fixed_order`) each tile of
+//! [`TILE_KEYS`](crate::TILE_KEYS) keys, counted from position 0, is attended separately. The
+//! states of tiles are merged along one binary tree over their numbers: two neighbours are
+//! merged as soon as both exist, the lower one first. So the order in which blocks arrive does not
+//! matter, and for a stretch of consecutive tiles only about log₂ of their number of states are
+//! kept. A tile that no query of a rank sees is skipped: merging an empty state changes no bit.
 
 use std::ops::Range;
 
@@ -15,7 +16,8 @@ use crate::lower;
 use crate::plan::{BufferId, Content, Slice};
 
 impl PlanBuilder<'_> {
-    /// Attention of all queries against all keys; no step where the mask hides every (query, key) pair.
+    /// Attention of all queries against all keys; no step where the mask hides every (query, key)
+    /// pair.
     pub(super) fn attend(&mut self, inputs: Inputs, state: BufferId) {
         self.attend_part(inputs, self.whole(inputs.kv), state);
     }
@@ -53,13 +55,15 @@ impl PlanBuilder<'_> {
         [0..middle, middle..tokens.len()].map(|half| self.tokens_of(kv, half))
     }
 
-    /// Turns a running state into output and frees it: `state`, or in a fixed order the sum over all tiles.
+    /// Turns a running state into output and frees it: `state`, or in a fixed order the sum over
+    /// all tiles.
     pub(super) fn finalize(&mut self, state: BufferId, into: BufferId) {
         let state = self.total().unwrap_or(state);
         self.finalize_state(state, into);
     }
 
-    /// Attention of all queries against the keys at the list positions `part` of `inputs.kv`, tile by tile.
+    /// Attention of all queries against the keys at the list positions `part` of `inputs.kv`, tile
+    /// by tile.
     fn attend_tiles(&mut self, inputs: Inputs, part: Range<usize>) {
         let tokens = self.buffer(inputs.kv).tokens.slice(part.clone());
         for (tile, range) in whole_tiles(&tokens, self.set.problem.kv_len) {
@@ -87,7 +91,8 @@ impl PlanBuilder<'_> {
         }
     }
 
-    /// Merges `state` with its neighbour if the neighbour waits, and continues up the tree. Otherwise `state` waits.
+    /// Merges `state` with its neighbour if the neighbour waits, and continues up the tree.
+    /// Otherwise `state` waits.
     fn take(&mut self, (mut height, mut number): (u32, u32), mut state: BufferId) {
         while let Some(neighbour) = self.waiting.remove(&(height, number ^ 1)) {
             let (lower, upper) = if number % 2 == 0 { (state, neighbour) } else { (neighbour, state) };

@@ -1,4 +1,5 @@
-//! Token counts that give every rank its share of the *work*: of visible (query, key) pairs, not of tokens.
+//! Token counts that give every rank its share of the *work*: of visible (query, key) pairs, not of
+//! tokens.
 
 use crate::error::Result;
 use crate::mesh::Mesh;
@@ -6,9 +7,9 @@ use crate::placement::{Deal, Placement, PlacementKind, ShardShape, Split};
 use crate::problem::AttentionProblem;
 use crate::tokens::TokenRuns;
 
-/// Counts for every rank of `mesh`, so that the pairs of each shard are in proportion to the weights of its ranks.
-/// Inside a shard every rank has all of the shard's queries for its share of the heads, so inside a shard tokens are
-/// split by weight.
+/// Counts for every rank of `mesh`, so that the pairs of each shard are in proportion to the
+/// weights of its ranks. Inside a shard every rank has all of the shard's queries for its share of
+/// the heads, so inside a shard tokens are split by weight.
 ///
 /// `deal` has the queries that are dealt, and `query` is the number of each of them in the problem.
 pub(super) fn tokens(
@@ -45,8 +46,8 @@ pub(super) fn tokens(
     Ok(all)
 }
 
-/// Sizes of shards of one run or two. The tokens of the first few shards together grow from the front on, or from both
-/// ends on, and their work grows with them.
+/// Sizes of shards of one run or two. The tokens of the first few shards together grow from the
+/// front on, or from both ends on, and their work grows with them.
 fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
     let of_first = |tokens: u32| match shape {
         ShardShape::TwoRuns => {
@@ -80,7 +81,8 @@ fn cut(work: &Work, shape: ShardShape, total: u32, shards: &[f64]) -> Vec<u32> {
     shards.iter().enumerate().map(end_of).collect()
 }
 
-/// Sizes of shards of many runs, found by trial: the tokens of a shard depend on the sizes of all others.
+/// Sizes of shards of many runs, found by trial: the tokens of a shard depend on the sizes of all
+/// others.
 fn by_trial(work: &Work, deal: &Deal, kind: PlacementKind, mesh: Mesh, shards: &[f64]) -> Result<Vec<u32>> {
     let ring = Mesh::new(1, mesh.ring())?;
     let all: f64 = shards.iter().sum();

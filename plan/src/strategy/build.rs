@@ -23,7 +23,8 @@ pub(super) struct Inputs {
     pub(super) gradient: Option<OutputGradient>,
 }
 
-/// The gradient of output rows, and their statistics; and the sum of the gradient of their rows of the bias, if it is wanted.
+/// The gradient of output rows, and their statistics; and the sum of the gradient of their rows of
+/// the bias, if it is wanted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OutputGradient {
     pub(super) d_o: BufferId,
@@ -35,10 +36,12 @@ pub(super) struct PlanBuilder<'a> {
     pub(super) set: &'a PlanSet,
     pub(super) rank: Rank,
     plan: Plan,
-    /// Output rows of the rank's own queries: the plan's output, unless these rows are for other ranks.
+    /// Output rows of the rank's own queries: the plan's output, unless these rows are for other
+    /// ranks.
     output: BufferId,
     exchanges: u32,
-    /// In a fixed order: merged states that wait for their neighbour, by height in the tree and number at this height.
+    /// In a fixed order: merged states that wait for their neighbour, by height in the tree and
+    /// number at this height.
     pub(super) waiting: BTreeMap<(u32, u32), BufferId>,
 }
 
@@ -48,7 +51,8 @@ impl<'a> PlanBuilder<'a> {
         let problem = &set.problem;
         let q_tokens = set.q_placement.held_by(rank);
         let kv_tokens = set.kv_placement.held_by(rank);
-        // A hop needs one buffer and four steps; a peer of the all-to-alls needs five buffers and ten steps, more in a backward plan.
+        // A hop needs one buffer and four steps; a peer of the all-to-alls needs five buffers and ten
+        // steps, more in a backward plan.
         let (hops, peers) = (set.mesh.ring() as usize, set.mesh.ulysses() as usize - 1);
         let plan = Plan {
             rank: rank.0,
@@ -176,8 +180,8 @@ impl<'a> PlanBuilder<'a> {
         (buffer.met, buffer.met_heads) = (met, met_heads);
     }
 
-    /// Queries of shard `shard` (and what travels with them), for the heads of `own`. They are to be received and attended with
-    /// this rank's keys.
+    /// Queries of shard `shard` (and what travels with them), for the heads of `own`. They are to
+    /// be received and attended with this rank's keys.
     pub(super) fn visitor(&mut self, shard: u32, own: Inputs) -> Inputs {
         let tokens = self.set.q_placement.of_shard(shard);
         let mut arriving = |id: BufferId, name: &'static str| {
@@ -207,8 +211,8 @@ impl<'a> PlanBuilder<'a> {
         self.plan.whole(buffer)
     }
 
-    /// The number of tokens at the front of the rank's keys, before and after an all-to-all, that every rank holds and
-    /// none sends.
+    /// The number of tokens at the front of the rank's keys, before and after an all-to-all, that
+    /// every rank holds and none sends.
     pub(super) fn replicated(&self) -> usize {
         self.set.kv_placement.replicated().len()
     }
@@ -235,8 +239,8 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// A slice that can be sent: `slice` itself if it is contiguous in memory, otherwise a packed copy, which is added
-    /// to `packed`.
+    /// A slice that can be sent: `slice` itself if it is contiguous in memory, otherwise a packed
+    /// copy, which is added to `packed`.
     pub(super) fn sendable(
         &mut self,
         slice: Slice,
@@ -272,7 +276,8 @@ impl<'a> PlanBuilder<'a> {
         self.free(received);
     }
 
-    /// `slice` of keys and values, contiguous in memory and in wire format. New buffers for this are added to `made`.
+    /// `slice` of keys and values, contiguous in memory and in wire format. New buffers for this
+    /// are added to `made`.
     pub(super) fn for_the_wire(&mut self, slice: Slice, made: &mut Vec<BufferId>) -> Slice {
         let mut packed = Vec::new();
         let piece = self.sendable(slice, "kv for the round", &mut packed);
@@ -317,8 +322,8 @@ impl<'a> PlanBuilder<'a> {
         self.set.problem.wire.rounds()
     }
 
-    /// Posts an exchange and returns its id. All ranks count ids alike, also if nothing is sent: an exchange without
-    /// messages uses an id but no step.
+    /// Posts an exchange and returns its id. All ranks count ids alike, also if nothing is sent: an
+    /// exchange without messages uses an id but no step.
     pub(super) fn exchange(&mut self, sends: Vec<Send>, recvs: Vec<Recv>) -> Option<u32> {
         let id = self.exchanges;
         self.exchanges += 1;
@@ -363,7 +368,8 @@ impl<'a> PlanBuilder<'a> {
         }
     }
 
-    /// Frees queries, their rows of the attention bias tensor, and the gradient of their output rows.
+    /// Frees queries, their rows of the attention bias tensor, and the gradient of their output
+    /// rows.
     pub(super) fn end_queries(&mut self, inputs: Inputs) {
         inputs.of_queries().for_each(|buffer| self.free(buffer));
     }

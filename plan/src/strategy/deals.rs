@@ -9,11 +9,13 @@ use crate::placement::{Deal, Placement, PlacementKind, Split, by_largest_remaind
 use crate::problem::AttentionProblem;
 use crate::remedy::Remedy;
 
-/// Deals the queries and the keys of `problem` to the ranks of `mesh`, for [`plan_placed`](crate::plan_placed).
+/// Deals the queries and the keys of `problem` to the ranks of `mesh`, for
+/// [`plan_placed`](crate::plan_placed).
 ///
-/// If there are as many queries as keys, and query 0 is at position 0, then a query and the key at its position are one
-/// token of joint attention. Such a token has one owner: the rank that owns its query owns its key, unless the key is
-/// replicated or the split gives a rank fewer queries than keys.
+/// If there are as many queries as keys, and query 0 is at position 0, then a query and the key at
+/// its position are one token of joint attention. Such a token has one owner: the rank that owns
+/// its query owns its key, unless the key is replicated or the split gives a rank fewer queries
+/// than keys.
 ///
 /// # Errors
 /// [`Error::Request`] when the split does not fit the mesh or the problem.
@@ -60,7 +62,8 @@ pub fn deal(
         split => split.clone(),
     };
     let kv_split = match of_keys {
-        // The owners of keys do not change the work of any rank, so they only follow the queries, if they can.
+        // The owners of keys do not change the work of any rank, so they only follow the queries, if they
+        // can.
         Split::Work(_) if same_tokens(problem, split) => q_split.clone(),
         Split::Work(weights) => Split::Weights(weights.clone()),
         // Replicated keys are not dealt; the others are, in the proportions of the queries.
@@ -94,8 +97,9 @@ fn same_tokens(problem: &AttentionProblem, split: &Split) -> bool {
     problem.q_len == problem.kv_len && problem.replicated.is_empty() && !is_separate(split)
 }
 
-/// For joint attention with replicated keys: of each rank the number of tokens whose key it owns, and the number of its
-/// other queries. None if the split gives a rank fewer queries than keys: it wants other owners for both.
+/// For joint attention with replicated keys: of each rank the number of tokens whose key it owns,
+/// and the number of its other queries. None if the split gives a rank fewer queries than keys: it
+/// wants other owners for both.
 fn counts_of_both(
     problem: &AttentionProblem,
     keys: &Deal,
@@ -132,7 +136,8 @@ fn counts_of_both(
     if is_separate(split) && missing.iter().any(|count| *count < 0.0) {
         return Ok(None);
     }
-    // Rounding may give a rank one token more of the smaller number than of the larger one. The others share the rest.
+    // Rounding may give a rank one token more of the smaller number than of the larger one. The others
+    // share the rest.
     let missing: Vec<f64> = missing.into_iter().map(|count| count.max(0.0)).collect();
     Ok(Some([own_counts, by_largest_remainder(&missing, replicated.total)?]))
 }

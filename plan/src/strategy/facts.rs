@@ -10,8 +10,8 @@ use crate::mesh::Mesh;
 use crate::plan::BufferId;
 use crate::problem::AttentionProblem;
 
-/// All facts of a strategy that other modules need. Each strategy has one constant of this type, `FACTS`, in its own
-/// file.
+/// All facts of a strategy that other modules need. Each strategy has one constant of this type,
+/// `FACTS`, in its own file.
 pub(crate) struct StrategyFacts {
     /// The meshes that it runs on.
     pub(super) meshes: MeshRule,
@@ -19,7 +19,8 @@ pub(crate) struct StrategyFacts {
     pub(super) default_on: Option<MeshRule>,
     /// A mesh of at most four ranks, as (U, R), that shows the strategy: for examples and tables.
     pub(super) example_mesh: (u32, u32),
-    /// Whether its plans differ from those of every strategy before it in the list. The planner tries only those.
+    /// Whether its plans differ from those of every strategy before it in the list. The planner
+    /// tries only those.
     pub(crate) is_distinct: fn(&AttentionProblem, Mesh) -> bool,
     /// The data that travel between shards.
     pub(super) moves: Moves,
@@ -29,25 +30,27 @@ pub(crate) struct StrategyFacts {
     pub(super) streams: &'static [StreamShape],
     /// Whether the heads of a rank cross the all-to-all in chunks.
     pub(super) chunks_heads: bool,
-    /// The round over the shards: writes its steps for one rank, frees the inputs and returns the running state.
+    /// The round over the shards: writes its steps for one rank, frees the inputs and returns the
+    /// running state.
     pub(super) attend_round: fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> BufferId,
-    /// The round of a backward pass: writes its steps for one rank, frees the inputs and returns the sums of gradients. `None`
-    /// for a strategy without a backward pass.
+    /// The round of a backward pass: writes its steps for one rank, frees the inputs and returns
+    /// the sums of gradients. `None` for a strategy without a backward pass.
     pub(super) backward_round: Option<fn(&mut PlanBuilder<'_>, &Routes, Inputs) -> Sums>,
     /// Payload in bytes that all ranks together send in this round.
     pub(super) round_bytes: fn(&Traffic<'_>, &Routes) -> u128,
-    /// Whether a rank posts all messages of the round at once. Simulating them takes longer: each message that starts
-    /// or ends changes the speed of all others.
+    /// Whether a rank posts all messages of the round at once. Simulating them takes longer: each
+    /// message that starts or ends changes the speed of all others.
     pub(crate) posts_all_at_once: bool,
-    /// Under which masks every hop of a ring costs the same, so that a long ring is extrapolated from two shorter ones.
+    /// Under which masks every hop of a ring costs the same, so that a long ring is extrapolated
+    /// from two shorter ones.
     pub(crate) equal_hops: EqualHops,
 }
 
 /// The data that travel between shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moves {
-    /// Keys and values. A rank processes keys one block after the other, so the order of sums can be fixed, and a
-    /// wire format applies.
+    /// Keys and values. A rank processes keys one block after the other, so the order of sums can
+    /// be fixed, and a wire format applies.
     Keys,
     /// Queries in one direction, and running states back.
     Queries,

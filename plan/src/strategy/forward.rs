@@ -17,11 +17,12 @@ use crate::problem::{AttentionProblem, Results};
 use crate::strategy_list::Strategy;
 use crate::tokens::TokenRuns;
 
-/// The plans of all ranks of `mesh` for `problem`, with tokens dealt by `placement` and `split`: [`deal`] and
-/// [`plan_placed`].
+/// The plans of all ranks of `mesh` for `problem`, with tokens dealt by `placement` and `split`:
+/// [`deal`] and [`plan_placed`].
 ///
 /// # Errors
-/// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit together.
+/// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit
+/// together.
 pub fn plan(
     problem: &AttentionProblem,
     mesh: Mesh,
@@ -34,11 +35,12 @@ pub fn plan(
     plan_placed(problem, mesh, q_placement, kv_placement, strategy)
 }
 
-/// The plans of all ranks of `mesh` for `problem`, with these owners of its queries and of its keys and values: of a
-/// dealer, or [explicit](Placement::explicit). The two need not be alike.
+/// The plans of all ranks of `mesh` for `problem`, with these owners of its queries and of its keys
+/// and values: of a dealer, or [explicit](Placement::explicit). The two need not be alike.
 ///
 /// # Errors
-/// [`Error::Request`] when the problem, the mesh, the placements and the strategy do not fit together.
+/// [`Error::Request`] when the problem, the mesh, the placements and the strategy do not fit
+/// together.
 pub fn plan_placed(
     problem: &AttentionProblem,
     mesh: Mesh,
@@ -68,7 +70,8 @@ pub(super) fn with_plans(mut set: PlanSet, plan_rank: fn(&PlanSet, &Routes, Rank
     set
 }
 
-/// Refuses a mesh or a wire format that the problem or the strategy cannot have, whatever the owners.
+/// Refuses a mesh or a wire format that the problem or the strategy cannot have, whatever the
+/// owners.
 pub(super) fn runs_on(problem: &AttentionProblem, mesh: Mesh, strategy: Strategy) -> Result<()> {
     strategy.accepts(mesh)?;
     mesh.fits(problem)?;
@@ -164,8 +167,8 @@ pub(crate) fn dealt(
     Ok((q, kv))
 }
 
-/// One rank that attends from the queries `rows` only, to all keys: the single-device run for comparison with a
-/// parallel one. The other queries are [left out](PlanSet::left_out).
+/// One rank that attends from the queries `rows` only, to all keys: the single-device run for
+/// comparison with a parallel one. The other queries are [left out](PlanSet::left_out).
 ///
 /// # Errors
 /// [`Error::Request`] when a row does not exist.
@@ -194,8 +197,8 @@ pub fn plan_rows(problem: &AttentionProblem, rows: TokenRuns) -> Result<PlanSet>
     Ok(set)
 }
 
-/// All meshes of `ranks` ranks that `problem` fits, in order of the bytes that they send, the smallest number first.
-/// Among equals, the larger Ulysses extent first. Makes no plans.
+/// All meshes of `ranks` ranks that `problem` fits, in order of the bytes that they send, the
+/// smallest number first. Among equals, the larger Ulysses extent first. Makes no plans.
 ///
 /// # Errors
 /// The refusal of the first mesh, if all are refused.
@@ -209,7 +212,8 @@ pub fn meshes_by_bytes(
     by_bytes(problem, ranks, strategy, |mesh, strategy| dealt(problem, mesh, placement, split, strategy))
 }
 
-/// As [`meshes_by_bytes`], for the given owners of queries and keys: each rank has the same tokens on every mesh.
+/// As [`meshes_by_bytes`], for the given owners of queries and keys: each rank has the same tokens
+/// on every mesh.
 ///
 /// # Errors
 /// As [`meshes_by_bytes`].
@@ -249,7 +253,8 @@ fn by_bytes(
     }
 }
 
-/// Plan payload that all ranks send together, in bytes: the sum over the plans for these placements.
+/// Plan payload that all ranks send together, in bytes: the sum over the plans for these
+/// placements.
 pub(crate) fn bytes_sent(
     problem: &AttentionProblem,
     q: &Placement,

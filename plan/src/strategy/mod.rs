@@ -1,13 +1,14 @@
 //! Strategies: pure functions from a problem, a mesh and placements to the plan of every rank.
 //!
-//! A plan has up to three phases: an all-to-all that exchanges tokens for heads inside the Ulysses group
-//! ([`all_to_all`]), the round over the shards, and the all-to-all back. A mesh with U = 1 has only the round, one with
-//! R = 1 only the all-to-alls, and one rank has neither. In the round keys go from neighbour to neighbour ([`streams`], and in
-//! pieces [`relay`](kinds::relay)) or straight to every shard that sees them ([`gather`](kinds::gather)), or queries go to the keys, straight
-//! ([`pass_q`](kinds::pass_q)) or along trees ([`tree`](kinds::tree)).
+//! A plan has up to three phases: an all-to-all that exchanges tokens for heads inside the Ulysses
+//! group ([`all_to_all`]), the round over the shards, and the all-to-all back. A mesh with U = 1
+//! has only the round, one with R = 1 only the all-to-alls, and one rank has neither. In the round
+//! keys go from neighbour to neighbour ([`streams`], and in pieces [`relay`](kinds::relay)) or
+//! straight to every shard that sees them ([`gather`](kinds::gather)), or queries go to the keys,
+//! straight ([`pass_q`](kinds::pass_q)) or along trees ([`tree`](kinds::tree)).
 //!
-//! Each strategy has a file in [`kinds`] with its steps and all other facts about it, its [`facts`]. The closed list of
-//! strategies is `strategy_list.rs`, in a layer below the plans.
+//! Each strategy has a file in [`kinds`] with its steps and all other facts about it, its
+//! [`facts`]. The closed list of strategies is `strategy_list.rs`, in a layer below the plans.
 
 mod all_to_all;
 mod attend;

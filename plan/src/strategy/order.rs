@@ -1,4 +1,5 @@
-//! Which shards consist of whole tiles, as a fixed order of sums needs (`AttentionProblem::fixed_order`).
+//! Which shards consist of whole tiles, as a fixed order of sums needs
+//! (`AttentionProblem::fixed_order`).
 
 use std::ops::Range;
 
@@ -94,8 +95,8 @@ pub(super) fn whole_tiles(tokens: &TokenRuns, kv_len: u32) -> Vec<(u32, Range<us
     tiles(tokens, kv_len).expect("a plan set in fixed order is refused where shards are off the grid")
 }
 
-/// Numbers of the tiles that `tokens` holds, and their places in the list; or a key at which a part of a tile begins or
-/// ends. The last tile of the sequence may have fewer keys.
+/// Numbers of the tiles that `tokens` holds, and their places in the list; or a key at which a part
+/// of a tile begins or ends. The last tile of the sequence may have fewer keys.
 fn tiles(tokens: &TokenRuns, kv_len: u32) -> std::result::Result<Vec<(u32, Range<usize>)>, u32> {
     let mut found = Vec::new();
     let mut at = 0;

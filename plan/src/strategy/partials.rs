@@ -1,5 +1,6 @@
-//! What a rank makes for queries over its keys, where queries travel: running states, or in a backward pass sums of their
-//! gradients. Both go back to the owner of the queries. Gradients of keys stay with the keys.
+//! What a rank makes for queries over its keys, where queries travel: running states, or in a
+//! backward pass sums of their gradients. Both go back to the owner of the queries. Gradients of
+//! keys stay with the keys.
 
 use super::backward::Sums;
 use super::build::{Inputs, OutputGradient, PlanBuilder};
@@ -7,7 +8,8 @@ use crate::plan::{Buffer, BufferId, Content, Slice, Step};
 use crate::tokens::TokenRuns;
 
 impl Inputs {
-    /// The queries, their rows of the attention bias tensor, and the gradient of their output rows: what travels with them.
+    /// The queries, their rows of the attention bias tensor, and the gradient of their output rows:
+    /// what travels with them.
     pub(super) fn of_queries(self) -> impl Iterator<Item = BufferId> {
         let gradient = self.gradient.into_iter().flat_map(|OutputGradient { d_o, stats, .. }| [d_o, stats]);
         std::iter::once(self.q).chain(self.bias).chain(gradient)
@@ -54,7 +56,8 @@ impl Partials {
         }
     }
 
-    /// Uses queries that visit this rank. A query meets the keys that every rank holds only on its own rank.
+    /// Uses queries that visit this rank. A query meets the keys that every rank holds only on its
+    /// own rank.
     pub(super) fn attend_visitor(self, builder: &mut PlanBuilder<'_>, visitor: Inputs, result: BufferId) {
         let keys: Slice = builder.own_keys(visitor.kv);
         match self {

@@ -1,4 +1,5 @@
-//! The bytes that a mesh sends, from counts of tokens and heads alone: a mesh is chosen before any plan is made.
+//! The bytes that a mesh sends, from counts of tokens and heads alone: a mesh is chosen before any
+//! plan is made.
 
 use crate::lower;
 use crate::mesh::kv_heads_for;
@@ -14,8 +15,8 @@ pub(crate) struct Traffic<'a> {
 }
 
 impl Traffic<'_> {
-    /// Payload that all ranks together send in both all-to-alls: the tokens of each piece, for the heads of all other
-    /// pieces.
+    /// Payload that all ranks together send in both all-to-alls: the tokens of each piece, for the
+    /// heads of all other pieces.
     pub(super) fn all_to_all_bytes(&self) -> u128 {
         let Self { problem, q, kv } = *self;
         let mesh = q.mesh();
@@ -39,8 +40,8 @@ impl Traffic<'_> {
         bytes
     }
 
-    /// Bytes of the keys and values of this number of tokens on the wire, for all KV heads that the pieces of a shard
-    /// need.
+    /// Bytes of the keys and values of this number of tokens on the wire, for all KV heads that the
+    /// pieces of a shard need.
     pub(super) fn key_bytes(&self, tokens: usize) -> u128 {
         self.key_bytes_of(tokens, 1) * self.all_kv_heads()
     }
@@ -51,8 +52,8 @@ impl Traffic<'_> {
         u128::from(Content::WireKeyValue.bytes(self.problem, tokens, heads))
     }
 
-    /// Bytes of this number of queries, their rows of an attention bias tensor, and their running states back, for all
-    /// heads.
+    /// Bytes of this number of queries, their rows of an attention bias tensor, and their running
+    /// states back, for all heads.
     pub(super) fn query_bytes(&self, tokens: usize) -> u128 {
         let problem = self.problem;
         let state = u128::from(problem.batch) * (u128::from(problem.head_dim) * 4 + 8);

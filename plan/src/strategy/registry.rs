@@ -50,8 +50,9 @@ impl Strategy {
         self.facts().backward_round.is_some()
     }
 
-    /// The strategy of the backward pass on `mesh`, after a forward pass with this one: the same, or where it has no plan for the
-    /// gradients that `problem` asks for, the default of the mesh.
+    /// The strategy of the backward pass on `mesh`, after a forward pass with this one: the same,
+    /// or where it has no plan for the gradients that `problem` asks for, the default of the
+    /// mesh.
     pub fn of_backward(self, problem: &AttentionProblem, mesh: Mesh) -> Self {
         match self.has_backward() && !self.splits_bias_gradient(problem) {
             true => self,

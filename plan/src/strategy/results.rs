@@ -1,4 +1,5 @@
-//! Output rows that travel from the owners of their queries to other ranks ([`Results`](crate::Results)).
+//! Output rows that travel from the owners of their queries to other ranks
+//! ([`Results`](crate::Results)).
 
 use kyklos_rank::Rank;
 
@@ -7,7 +8,8 @@ use super::price::Traffic;
 use crate::plan::{BufferId, BufferName, Content, Recv, Send};
 use crate::problem::Results;
 
-/// Sends the rows of this rank's queries to the ranks that get them, takes the rows that this rank gets, and frees its own.
+/// Sends the rows of this rank's queries to the ranks that get them, takes the rows that this rank
+/// gets, and frees its own.
 pub(super) fn send(builder: &mut PlanBuilder<'_>) {
     let set = builder.set;
     let (results, me, ranks) = (set.problem.results, builder.rank, set.mesh.size());

@@ -1,12 +1,13 @@
 //! Rounds in which keys and values travel from neighbour to neighbour, and queries stay.
 //!
-//! A *stream* is a part of every shard that travels in one direction. It travels until no further shard sees any of it:
-//! keys that a mask hides from all further shards are not sent to them. A hop is posted before the present blocks are
-//! attended, so that the next blocks travel during the computation: of each stream one block is read and sent while the
-//! next one arrives.
+//! A *stream* is a part of every shard that travels in one direction. It travels until no further
+//! shard sees any of it: keys that a mask hides from all further shards are not sent to them. A hop
+//! is posted before the present blocks are attended, so that the next blocks travel during the
+//! computation: of each stream one block is read and sent while the next one arrives.
 //!
-//! The hop of a stream shares its exchange with at most one stream of the other direction. Streams of one direction have
-//! exchanges of their own: a block is sent on and attended as soon as it has arrived, while the blocks of the others travel.
+//! The hop of a stream shares its exchange with at most one stream of the other direction. Streams
+//! of one direction have exchanges of their own: a block is sent on and attended as soon as it has
+//! arrived, while the blocks of the others travel.
 
 use std::ops::Range;
 
@@ -25,7 +26,8 @@ pub(super) struct StreamShape {
     pub(super) part: Part,
     /// Whether it travels to higher shards, and from the last shard to the first.
     pub(super) forwards: bool,
-    /// Largest number of hops of the part of a shard. Arguments: the farthest hop R − 1, and the shard.
+    /// Largest number of hops of the part of a shard. Arguments: the farthest hop R − 1, and the
+    /// shard.
     pub(super) most_hops: fn(u32, u32) -> u32,
 }
 
@@ -121,7 +123,8 @@ impl Routes {
         self.streams[stream].part
     }
 
-    /// The shard from which stream `stream` has brought keys to shard `shard` after `hops` hops, if it brings any so far.
+    /// The shard from which stream `stream` has brought keys to shard `shard` after `hops` hops, if
+    /// it brings any so far.
     pub(super) fn owner(&self, stream: usize, shard: u32, hops: u32) -> Option<u32> {
         let Stream { forwards, reach, .. } = &self.streams[stream];
         let ring = u32::try_from(reach.len()).expect("shards are counted in u32");
@@ -143,7 +146,8 @@ impl Routes {
         groups
     }
 
-    /// The shard to which stream `stream` has brought keys of shard `owner` after `hops` hops, if they go so far.
+    /// The shard to which stream `stream` has brought keys of shard `owner` after `hops` hops, if
+    /// they go so far.
     pub(super) fn reader(&self, stream: usize, owner: u32, hops: u32) -> Option<u32> {
         let Stream { forwards, reach, .. } = &self.streams[stream];
         let ring = u32::try_from(reach.len()).expect("shards are counted in u32");
@@ -176,15 +180,17 @@ pub(super) trait Visitor {
     /// Uses the rank's own keys.
     fn own(&mut self, builder: &mut PlanBuilder<'_>);
 
-    /// Uses a block that arrived in a stream from the shard at this distance; it is freed afterwards.
+    /// Uses a block that arrived in a stream from the shard at this distance; it is freed
+    /// afterwards.
     fn arrived(&mut self, builder: &mut PlanBuilder<'_>, stream: usize, distance: u32, kv: BufferId);
 
-    /// The blocks from shards at this distance have been used, and those at the next distance have begun to arrive.
+    /// The blocks from shards at this distance have been used, and those at the next distance have
+    /// begun to arrive.
     fn used(&mut self, builder: &mut PlanBuilder<'_>, distance: u32);
 }
 
-/// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of this rank. Frees all
-/// inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of
+/// this rank. Frees all inputs, returns the running state.
 pub(super) fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
     let state = builder.state(inputs.q);
     travel(builder, routes, inputs.kv, &mut Attending { inputs, state });
@@ -210,7 +216,8 @@ impl Visitor for Attending {
     fn used(&mut self, _: &mut PlanBuilder<'_>, _: u32) {}
 }
 
-/// Keys and values travel along all streams, and `visitor` uses them on the way; `kv` holds those of this rank, and is freed.
+/// Keys and values travel along all streams, and `visitor` uses them on the way; `kv` holds those
+/// of this rank, and is freed.
 pub(super) fn travel(
     builder: &mut PlanBuilder<'_>,
     routes: &Routes,
@@ -248,7 +255,8 @@ pub(super) fn travel(
     visitor.used(builder, routes.hops());
 }
 
-/// The parts of this rank's keys that travel, for each stream. New buffers for them are added to `packed`.
+/// The parts of this rank's keys that travel, for each stream. New buffers for them are added to
+/// `packed`.
 fn own_blocks(
     builder: &mut PlanBuilder<'_>,
     routes: &Routes,
@@ -344,7 +352,8 @@ impl Group<'_> {
         self.held = self.arriving.drain(..).map(arrived).collect();
     }
 
-    /// Uses the present blocks, from shards at this distance, and frees them unless they still travel.
+    /// Uses the present blocks, from shards at this distance, and frees them unless they still
+    /// travel.
     fn visit(&mut self, builder: &mut PlanBuilder<'_>, distance: u32, visitor: &mut impl Visitor) {
         for (stream, held) in self.streams.iter().zip(&self.held) {
             if let Some(kv) = held.as_ref().and_then(|held| held.arrived) {

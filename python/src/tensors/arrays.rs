@@ -61,8 +61,8 @@ impl std::fmt::Debug for Borrowed {
 /// Borrowed memory of the host.
 struct HostMemory(Borrowed);
 
-/// Borrowed memory of a GPU. It is given back on a thread of its own: the library may wait for the interpreter's lock, and the thread of
-/// the device that drops this must not.
+/// Borrowed memory of a GPU. It is given back on a thread of its own: the library may wait for the
+/// interpreter's lock, and the thread of the device that drops this must not.
 #[derive(Debug)]
 struct GpuMemory(Option<Borrowed>);
 
@@ -83,7 +83,8 @@ impl Drop for GpuMemory {
     }
 }
 
-// SAFETY: the memory is only read, and its owner is released by a callback that may run on any thread.
+// SAFETY: the memory is only read, and its owner is released by a callback that may run on any
+// thread.
 unsafe impl Send for Borrowed {}
 // SAFETY: as above.
 unsafe impl Sync for Borrowed {}
@@ -94,8 +95,9 @@ impl AsRef<[u8]> for HostMemory {
         if *bytes == 0 {
             return &[];
         }
-        // SAFETY: DLPack's contract: the elements that shape and strides reach are readable until the owner is released. That
-        // no other thread writes to them during the call is the caller's part, which the documentation of a call says.
+        // SAFETY: DLPack's contract: the elements that shape and strides reach are readable until the owner
+        // is released. That no other thread writes to them during the call is the caller's part,
+        // which the documentation of a call says.
         unsafe { std::slice::from_raw_parts(*first, *bytes) }
     }
 }
@@ -137,8 +139,8 @@ impl Kind {
 }
 
 impl Elements {
-    /// The array `object`, called `name` in errors, in host memory or where `place` reads it; without one, in host memory.
-    /// Nothing is copied.
+    /// The array `object`, called `name` in errors, in host memory or where `place` reads it;
+    /// without one, in host memory. Nothing is copied.
     pub(crate) fn import(
         name: &str,
         object: &Bound<'_, PyAny>,
@@ -239,7 +241,8 @@ impl Elements {
         matches!(self.memory, Memory::Gpu(_))
     }
 
-    /// The tensor of an array of four axes: tokens before heads, or after them with `heads_first`. `place` is that of the import.
+    /// The tensor of an array of four axes: tokens before heads, or after them with `heads_first`.
+    /// `place` is that of the import.
     pub(crate) fn tensor(&self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
         let Kind::Number(dtype) = self.kind else {
             return Err(Error::request(
@@ -274,7 +277,8 @@ impl Elements {
         Ok(if heads_first { tensor.swap_tokens_and_heads() } else { tensor })
     }
 
-    /// The elements one after the other, in the order of the axes: without a copy where they are so in memory.
+    /// The elements one after the other, in the order of the axes: without a copy where they are so
+    /// in memory.
     pub(crate) fn dense(&self, name: &str) -> Result<Bytes> {
         match &self.memory {
             Memory::Host(memory) if strided::is_dense(&self.shape, &self.strides) => Ok(memory.clone()),
@@ -306,7 +310,8 @@ impl Elements {
         total.and_then(copy).ok_or_else(|| self.too_large(name))
     }
 
-    /// Rows whose last axis are keys, as kernels read those of a mask or a bias: [`BiasKind`](kyklos::BiasKind).
+    /// Rows whose last axis are keys, as kernels read those of a mask or a bias:
+    /// [`BiasKind`](kyklos::BiasKind).
     pub(crate) fn rows(&self, name: &str) -> Result<Bytes> {
         let keys = self.shape.last().copied().unwrap_or(1);
         let size = self.kind.bytes();
@@ -339,7 +344,8 @@ impl Elements {
         )
     }
 
-    /// The tensor of one number or of a pair for each row: tokens before heads, or after them with `heads_first`.
+    /// The tensor of one number or of a pair for each row: tokens before heads, or after them with
+    /// `heads_first`.
     pub(crate) fn numbers(mut self, name: &str, heads_first: bool, place: &Place) -> Result<Tensor> {
         if self.shape.len() == 3 {
             self.shape.push(1);
@@ -356,7 +362,8 @@ impl Elements {
     }
 }
 
-/// Elements in the memory of another library on the GPU of `place`. That library has made its stream for Kyklos wait.
+/// Elements in the memory of another library on the GPU of `place`. That library has made its
+/// stream for Kyklos wait.
 fn gpu_tensor(
     shape: [usize; 4],
     strides: [usize; 4],
@@ -369,9 +376,9 @@ fn gpu_tensor(
         address: borrowed.first.expose_provenance() as u64,
         bytes: borrowed.bytes,
     });
-    // SAFETY: DLPack's contract: the owner keeps the memory, and its library has ordered what writes to it before `stream`. That
-    // nobody else writes to it during the call is the caller's part, which the documentation of a call says; the call returns when
-    // the owner was dropped.
+    // SAFETY: DLPack's contract: the owner keeps the memory, and its library has ordered what writes to
+    // it before `stream`. That nobody else writes to it during the call is the caller's part, which
+    // the documentation of a call says; the call returns when the owner was dropped.
     unsafe { Tensor::from_cuda(shape, strides, dtype, device, at, Written::By(stream), memory.clone()) }
 }
 

@@ -33,7 +33,8 @@ impl Form {
 }
 
 impl Argument {
-    /// The array `name` of this form; with `heads_first` its axis of heads is before that of tokens.
+    /// The array `name` of this form; with `heads_first` its axis of heads is before that of
+    /// tokens.
     pub(crate) fn new(name: &'static str, form: Form, elements: Elements, heads_first: bool) -> Result<Self> {
         let mut axes = match form {
             Form::States => vec!["batch", "tokens", "heads", "dim"],
@@ -121,7 +122,8 @@ pub(crate) fn check_states([q, k, v]: [&Argument; 3]) -> Result<()> {
     v.is_of(q.elements.kind, "q")
 }
 
-/// Refuses outputs, or their gradients, that are not those of q: `o` like q, `lse` a number for each row.
+/// Refuses outputs, or their gradients, that are not those of q: `o` like q, `lse` a number for
+/// each row.
 pub(crate) fn check_rows(q: &Argument, o: &Argument, lse: Option<&Argument>) -> Result<()> {
     o.equals(q, &["batch", "tokens", "heads", "dim"])?;
     o.is_of(q.elements.kind, "q")?;
@@ -130,7 +132,8 @@ pub(crate) fn check_rows(q: &Argument, o: &Argument, lse: Option<&Argument>) -> 
     lse.is_of(Kind::Number(Dtype::F32), "log-sum-exps are")
 }
 
-/// Refuses a bias that does not fit q. Its keys are those of all ranks, which compare them with their votes.
+/// Refuses a bias that does not fit q. Its keys are those of all ranks, which compare them with
+/// their votes.
 pub(crate) fn check_bias(q: &Argument, bias: &Argument, form: Form) -> Result<()> {
     bias.fits(q, "batch", true, "give it the batch entries of q, or 1 for all")?;
     bias.fits(q, "heads", true, "give it the heads of q, or 1 for all")?;

@@ -1,4 +1,5 @@
-//! The arrays of a call: imported together, compared, and then given to the kernels, where possible without a copy.
+//! The arrays of a call: imported together, compared, and then given to the kernels, where possible
+//! without a copy.
 
 use std::sync::mpsc::Receiver;
 
@@ -161,7 +162,8 @@ pub(crate) fn import(
     Ok((Inputs { attention: importer.with_bias(bias, of_bias)?, states }, returned))
 }
 
-/// Imports q, k, v, o, lse, d_o and d_lse, and the bias; and what ends when nothing of them is in use.
+/// Imports q, k, v, o, lse, d_o and d_lse, and the bias; and what ends when nothing of them is in
+/// use.
 pub(crate) fn import_backward(
     call: &Call,
     place: &Place,

@@ -17,8 +17,9 @@ use crate::tensors::place::{Taken, gpu_of};
 
 /// An array that Kyklos has made. Other libraries take it by DLPack, without a copy.
 ///
-/// On a GPU the stream that the library names waits for the elements. It exists until the library has released the array: the
-/// memory is then used for something else after what the stream had been given.
+/// On a GPU the stream that the library names waits for the elements. It exists until the library
+/// has released the array: the memory is then used for something else after what the stream had
+/// been given.
 #[pyclass(frozen, module = "kyklos._kyklos")]
 #[derive(Debug)]
 pub(crate) struct Array {
@@ -109,7 +110,8 @@ impl Export<'_> {
             Dtype::F16 => DLDataType::F16,
             Dtype::Bf16 => DLDataType::BF16,
         });
-        // SAFETY: the owner keeps the memory, which holds the elements that shape and strides name; nothing else uses it.
+        // SAFETY: the owner keeps the memory, which holds the elements that shape and strides name; nothing
+        // else uses it.
         Ok(unsafe { tensor.finish() })
     }
 }

@@ -13,7 +13,8 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// The device of a rank, as far as it reads arrays in place. Arrays in host memory are for every rank.
+/// The device of a rank, as far as it reads arrays in place. Arrays in host memory are for every
+/// rank.
 #[derive(Debug)]
 pub(crate) struct Place {
     device: Device,
@@ -80,8 +81,8 @@ pub(crate) struct Ready<'a> {
     pub(crate) stream: &'a CallerStream,
 }
 
-// SAFETY: the stream is one of this device, which the request is for, and lives as long as `Place`. The argument follows DLPack's
-// convention for CUDA.
+// SAFETY: the stream is one of this device, which the request is for, and lives as long as `Place`.
+// The argument follows DLPack's convention for CUDA.
 unsafe impl DlpackStream for Ready<'_> {
     fn as_python_arg(&self, _: Python<'_>, _: DLDevice) -> PyResult<StreamArg> {
         Ok(stream::cuda(self.stream.handle()))
@@ -95,8 +96,8 @@ unsafe impl DlpackStream for Ready<'_> {
     }
 }
 
-/// A tensor on a GPU that another library has taken. When that library releases it, the memory is used for something else after what
-/// its stream had been given by then.
+/// A tensor on a GPU that another library has taken. When that library releases it, the memory is
+/// used for something else after what its stream had been given by then.
 pub(crate) struct Taken {
     tensor: Tensor,
     /// `None` where that library orders its streams itself.
@@ -112,8 +113,8 @@ impl Taken {
             CudaStreamRequest::PerThreadDefault => Some(std::ptr::without_provenance_mut(2)),
             CudaStreamRequest::Pointer(address) => Some(std::ptr::with_exposed_provenance_mut(address)),
         };
-        // SAFETY: DLPack's contract for the stream of a request, and the documentation of `Array`: it exists until the importer
-        // has released the array.
+        // SAFETY: DLPack's contract for the stream of a request, and the documentation of `Array`: it
+        // exists until the importer has released the array.
         let stream = handle.map(|handle| unsafe { CallerStream::from_raw(handle) });
         Ok(Self { tensor: tensor.clone(), stream })
     }

@@ -1,4 +1,5 @@
-//! Elements with strides, copied one after the other at the speed of memory. Strides are in elements, 0 where an axis repeats.
+//! Elements with strides, copied one after the other at the speed of memory. Strides are in
+//! elements, 0 where an axis repeats.
 
 use bytemuck::Pod;
 use bytes::Bytes;
@@ -9,7 +10,8 @@ use crate::spare;
 const PART: usize = 1024;
 /// Elements of one side of a square in which exchanged axes are copied.
 const SIDE: usize = 16;
-/// Lines of squares that are copied before the next columns: their pages stay in the table of the processor.
+/// Lines of squares that are copied before the next columns: their pages stay in the table of the
+/// processor.
 const LINES: usize = 8 * SIDE;
 
 /// An axis: its extent, and how far apart its elements are in memory and in a dense copy.
@@ -20,7 +22,8 @@ struct Axis {
     step: usize,
 }
 
-/// The axes of an array. Those of extent 1 are left out, and those that follow each other in memory are one.
+/// The axes of an array. Those of extent 1 are left out, and those that follow each other in memory
+/// are one.
 fn merged(shape: &[usize], strides: &[usize]) -> Vec<Axis> {
     let mut axes: Vec<Axis> = Vec::new();
     let mut step = 1_usize;
@@ -82,7 +85,8 @@ pub(crate) fn copy<T: Pod>(memory: &[u8], shape: &[usize], strides: &[usize], de
     }
 }
 
-/// [`copy`] where another axis than the last one has neighbours in memory: in squares, so that lines of the cache are used whole.
+/// [`copy`] where another axis than the last one has neighbours in memory: in squares, so that
+/// lines of the cache are used whole.
 fn exchange<T: Pod>(elements: &[T], mut axes: Vec<Axis>, dense: &mut Vec<u8>) {
     let (Some(near), Some(last)) = (axes.iter().position(|axis| axis.stride == 1), axes.pop()) else {
         return;
@@ -115,7 +119,8 @@ fn exchange<T: Pod>(elements: &[T], mut axes: Vec<Axis>, dense: &mut Vec<u8>) {
     });
 }
 
-/// Calls `each` with the bytes of every row of elements of `size` bytes; those of a row follow each other.
+/// Calls `each` with the bytes of every row of elements of `size` bytes; those of a row follow each
+/// other.
 fn rows(memory: &[u8], size: usize, shape: &[usize], strides: &[usize], each: &mut impl FnMut(&[u8])) {
     let Some((keys, outer)) = shape.split_last().filter(|_| !shape.contains(&0)) else { return };
     walk(&merged(outer, &strides[..outer.len()]), [0, 0], &mut |[from, _]| {
@@ -123,12 +128,14 @@ fn rows(memory: &[u8], size: usize, shape: &[usize], strides: &[usize], each: &m
     });
 }
 
-/// The bytes of rows of `row` bytes over these axes, which may repeat: more than memory holds where there is no such number.
+/// The bytes of rows of `row` bytes over these axes, which may repeat: more than memory holds where
+/// there is no such number.
 fn total(row: usize, outer: &[usize]) -> usize {
     outer.iter().fold(row, |bytes, extent| bytes.saturating_mul(*extent))
 }
 
-/// Bools, of which those of a row follow each other, as bits: each row in whole words of 32, the first bool in the lowest bit.
+/// Bools, of which those of a row follow each other, as bits: each row in whole words of 32, the
+/// first bool in the lowest bit.
 pub(crate) fn pack(memory: &[u8], shape: &[usize], strides: &[usize]) -> Option<Bytes> {
     let (keys, outer) = shape.split_last()?;
     spare::filled(total(keys.div_ceil(32) * 4, outer), |words| {
@@ -146,7 +153,8 @@ pub(crate) fn pack(memory: &[u8], shape: &[usize], strides: &[usize]) -> Option<
     })
 }
 
-/// Elements of `size` bytes, of which those of a row follow each other: each row with zeros up to a whole word of 4 bytes.
+/// Elements of `size` bytes, of which those of a row follow each other: each row with zeros up to a
+/// whole word of 4 bytes.
 pub(crate) fn pad(memory: &[u8], size: usize, shape: &[usize], strides: &[usize]) -> Option<Bytes> {
     let (keys, outer) = shape.split_last()?;
     let padding = (keys * size).next_multiple_of(4) - keys * size;

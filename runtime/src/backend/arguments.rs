@@ -1,8 +1,10 @@
-//! The arguments of the operations of a backend: places of tensors in buffers, running states, blocks of attention.
+//! The arguments of the operations of a backend: places of tensors in buffers, running states,
+//! blocks of attention.
 
 use kyklos_plan::{BiasKind, BlockWork, Dtype};
 
-/// A tensor `[batch, rows, heads, dim]` inside a buffer; the elements of one head of one row are adjacent.
+/// A tensor `[batch, rows, heads, dim]` inside a buffer; the elements of one head of one row are
+/// adjacent.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a, Buffer> {
     /// The buffer that holds it.
@@ -11,7 +13,8 @@ pub struct Operand<'a, Buffer> {
     pub layout: Layout,
 }
 
-/// Offset and strides of a `[batch, rows, heads, ·]` tensor, in elements of its storage type; in [`Backend::repack`](super::Backend::repack) in bytes.
+/// Offset and strides of a `[batch, rows, heads, ·]` tensor, in elements of its storage type; in
+/// [`Backend::repack`](super::Backend::repack) in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Where (0, 0, 0) starts.
@@ -24,7 +27,8 @@ pub struct Layout {
     pub head_stride: usize,
 }
 
-/// A dense tensor `[batch, tokens, heads, dim]` in one of the forms that [`Backend::convert`](super::Backend::convert) converts.
+/// A dense tensor `[batch, tokens, heads, dim]` in one of the forms that
+/// [`Backend::convert`](super::Backend::convert) converts.
 #[derive(Clone, Copy, Debug)]
 pub enum Elements<Buffer> {
     /// In a storage type.
@@ -36,8 +40,8 @@ pub enum Elements<Buffer> {
         /// Storage type of the elements.
         dtype: Dtype,
     },
-    /// 8-bit codes with scales, see [`WireFormat::Int8`](crate::WireFormat::Int8). The tensor starts at the beginning of both
-    /// buffers.
+    /// 8-bit codes with scales, see [`WireFormat::Int8`](crate::WireFormat::Int8). The tensor
+    /// starts at the beginning of both buffers.
     Coded {
         /// 8-bit codes in two's complement, `[batch, tokens, heads, dim]`.
         codes: Buffer,
@@ -65,7 +69,8 @@ impl<Buffer> Elements<Buffer> {
 /// Which elements share a scale in [`Elements::Coded`], and the shape of the scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// [`TOKENS_PER_SCALE`](crate::TOKENS_PER_SCALE) consecutive tokens of a channel: `[batch, ⌈tokens / 64⌉, heads, dim]`.
+    /// [`TOKENS_PER_SCALE`](crate::TOKENS_PER_SCALE) consecutive tokens of a channel: `[batch,
+    /// ⌈tokens / 64⌉, heads, dim]`.
     Channels,
     /// The elements of one head of one token: `[batch, tokens, heads]`.
     Rows,
@@ -141,7 +146,8 @@ impl StateShape {
     }
 }
 
-/// The arguments of [`Backend::attend`](super::Backend::attend): one block of queries against one block of keys.
+/// The arguments of [`Backend::attend`](super::Backend::attend): one block of queries against one
+/// block of keys.
 #[derive(Debug)]
 pub struct Attend<'a, Buffer> {
     /// Storage type of q, k and v.
@@ -158,24 +164,25 @@ pub struct Attend<'a, Buffer> {
     pub v: Operand<'a, Buffer>,
     /// For each query head of `q`, the head of `k` and `v` that it attends to.
     pub kv_head_of: &'a [u32],
-    /// The mask between these queries and keys, in this backend's tiles. Rows: `work.classes[..].rows`; keys:
-    /// `work.kv_positions`.
+    /// The mask between these queries and keys, in this backend's tiles. Rows:
+    /// `work.classes[..].rows`; keys: `work.kv_positions`.
     pub work: &'a BlockWork,
     /// A tensor over (query, key position) pairs, which hides keys or is added to logits.
     pub bias: Option<BiasInput<'a, Buffer>>,
-    /// Whether the bytes of a row must not depend on the other rows of the call or on the mesh. If so, the choice of
-    /// the kernel and the division of the keys must not depend on the number of rows.
+    /// Whether the bytes of a row must not depend on the other rows of the call or on the mesh. If
+    /// so, the choice of the kernel and the division of the keys must not depend on the number
+    /// of rows.
     pub fixed_order: bool,
-    /// Whether no backward pass follows. If one does, a logit must be the same sum of products, in the same order, as in
-    /// [`Backend::attend_backward`](super::Backend::attend_backward): of a row whose largest logit is 10⁶ two orders differ by as much as
-    /// the weights do.
+    /// Whether no backward pass follows. If one does, a logit must be the same sum of products, in
+    /// the same order, as in [`Backend::attend_backward`](super::Backend::attend_backward): of
+    /// a row whose largest logit is 10⁶ two orders differ by as much as the weights do.
     pub inference: bool,
     /// The running state of the rows and heads of `q`.
     pub state: StateMut<'a, Buffer>,
 }
 
-/// Where [`Backend::attend_and_finalize`](super::Backend::attend_and_finalize) writes its results, and the sinks that enter them:
-/// the arguments of [`Backend::finalize`](super::Backend::finalize).
+/// Where [`Backend::attend_and_finalize`](super::Backend::attend_and_finalize) writes its results,
+/// and the sinks that enter them: the arguments of [`Backend::finalize`](super::Backend::finalize).
 #[derive(Debug)]
 pub struct Results<'a, Buffer> {
     /// One for each head of the state, or none.
@@ -186,15 +193,16 @@ pub struct Results<'a, Buffer> {
     pub lse: &'a mut Buffer,
 }
 
-/// Rows of a [`BiasTensor`](crate::BiasTensor): `[batch, q rows, q heads, key positions]`. Columns are global key
-/// positions, not indices into a block of keys.
+/// Rows of a [`BiasTensor`](crate::BiasTensor): `[batch, q rows, q heads, key positions]`. Columns
+/// are global key positions, not indices into a block of keys.
 #[derive(Clone, Copy, Debug)]
 pub struct BiasInput<'a, Buffer> {
     /// Whether it hides keys or is added to logits.
     pub kind: BiasKind,
     /// The buffer that holds it.
     pub buffer: &'a Buffer,
-    /// Offset and strides, in 32-bit words of [`BiasKind::Mask`], in elements of [`BiasKind::Additive`]. A stride of 0
-    /// means that all batch entries, all heads or all rows share the same elements.
+    /// Offset and strides, in 32-bit words of [`BiasKind::Mask`], in elements of
+    /// [`BiasKind::Additive`]. A stride of 0 means that all batch entries, all heads or all
+    /// rows share the same elements.
     pub layout: Layout,
 }

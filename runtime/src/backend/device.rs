@@ -16,8 +16,9 @@ use super::{
 use crate::error::Result;
 use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 
-/// A device of any backend. Ranks with unlike devices live in one program without code for each combination; kernels stay
-/// statically dispatched underneath. Cloning gives another handle of the same device.
+/// A device of any backend. Ranks with unlike devices live in one program without code for each
+/// combination; kernels stay statically dispatched underneath. Cloning gives another handle of the
+/// same device.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
@@ -32,16 +33,18 @@ use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 #[derive(Clone)]
 pub struct Device(Arc<dyn AnyBackend>);
 
-/// Linear memory on a [`Device`]. It belongs to the device that made it: other devices refuse it with a panic, because
-/// [`Session`](crate::Session) checks tensors before.
+/// Linear memory on a [`Device`]. It belongs to the device that made it: other devices refuse it
+/// with a panic, because [`Session`](crate::Session) checks tensors before.
 pub struct DeviceBuffer(Box<dyn AnyBuffer>);
 
-/// What a value needs to be used by several threads: `Send` and `Sync`, and nothing in a browser, which has one thread.
+/// What a value needs to be used by several threads: `Send` and `Sync`, and nothing in a browser,
+/// which has one thread.
 #[cfg(not(target_arch = "wasm32"))]
 pub trait Threaded: Send + Sync {}
 #[cfg(not(target_arch = "wasm32"))]
 impl<T: Send + Sync + ?Sized> Threaded for T {}
-/// What a value needs to be used by several threads: `Send` and `Sync`, and nothing in a browser, which has one thread.
+/// What a value needs to be used by several threads: `Send` and `Sync`, and nothing in a browser,
+/// which has one thread.
 #[cfg(target_arch = "wasm32")]
 pub trait Threaded {}
 #[cfg(target_arch = "wasm32")]
@@ -50,7 +53,8 @@ impl<T: ?Sized> Threaded for T {}
 impl Device {
     /// A device of `backend`. Backends outside this crate become devices this way.
     ///
-    /// The caller's crate then compiles all code of the backend. The backends of Kyklos are devices by [`From`], which is compiled once.
+    /// The caller's crate then compiles all code of the backend. The backends of Kyklos are devices
+    /// by [`From`], which is compiled once.
     pub fn new<B: Backend + Threaded + 'static>(backend: B) -> Self
     where
         B::Buffer: Threaded + 'static,
@@ -84,8 +88,8 @@ impl Device {
         Ok(super::wgpu::WgpuBackend::from_device(device, queue)?.into())
     }
 
-    /// The best device of this machine that the backends of this crate can use: a GPU, if there is one, else the cores.
-    /// Software drivers of GPUs are never the best.
+    /// The best device of this machine that the backends of this crate can use: a GPU, if there is
+    /// one, else the cores. Software drivers of GPUs are never the best.
     ///
     /// # Errors
     /// As [`Self::wgpu`].

@@ -3,7 +3,8 @@
 use super::{BiasInput, Layout, Operand, StateShape};
 use kyklos_plan::{BlockWork, Dtype};
 
-/// The arguments of [`Backend::row_stats`](super::Backend::row_stats): dense tensors of the same rows and heads.
+/// The arguments of [`Backend::row_stats`](super::Backend::row_stats): dense tensors of the same
+/// rows and heads.
 #[derive(Debug)]
 pub struct RowStats<'a, Buffer> {
     /// Storage type of o and d_o.
@@ -22,8 +23,8 @@ pub struct RowStats<'a, Buffer> {
     pub stats: &'a mut Buffer,
 }
 
-/// The arguments of [`Backend::attend_backward`](super::Backend::attend_backward): one block of queries against one block
-/// of keys.
+/// The arguments of [`Backend::attend_backward`](super::Backend::attend_backward): one block of
+/// queries against one block of keys.
 #[derive(Debug)]
 pub struct AttendBackward<'a, Buffer> {
     /// Storage type of q, k, v and d_o.
@@ -53,7 +54,8 @@ pub struct AttendBackward<'a, Buffer> {
     pub shape: StateShape,
     /// Sum of the gradient of q: dense f32 `[batch, q rows, q heads, dim]`.
     pub dq: &'a mut Buffer,
-    /// Sums of the gradients of k and of v: f32 `[batch, kv rows, kv heads, dim]`, both with the layout `kv_layout`.
+    /// Sums of the gradients of k and of v: f32 `[batch, kv rows, kv heads, dim]`, both with the
+    /// layout `kv_layout`.
     pub dk: &'a mut Buffer,
     /// See `dk`.
     pub dv: &'a mut Buffer,

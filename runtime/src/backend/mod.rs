@@ -2,28 +2,32 @@
 //!
 //! # Contract
 //!
-//! - **Validation.** The caller validates: descriptors that arrive here are in bounds and of the right type. A backend
-//!   reports only failures that it alone can find: memory that the device cannot give, a device that is lost.
-//! - **Order.** Operations on one backend take effect in the order of the calls. A buffer that is dropped while the
-//!   device still uses it stays alive underneath until the device is done.
-//! - **Blocking.** No method blocks on the device. `attend` works through its block in pieces of at most about
-//!   100 ms; between two pieces it checks [`Control`] and lets other futures of its task run. It may resolve
-//!   before the last pieces are done; [`Backend::wait`] ends when all submitted work is done.
-//! - **Errors.** A device failure is returned by the call or by a later call, at the latest by `wait`.
-//! - **Non-finite values.** NaN and ∞ in q, k, v reach exactly the rows that see them. A NaN or ∞ in a key or value
-//!   that a row cannot see does not change a bit of that row.
-//!   A row whose visible logits are all −∞ counts as a row that saw no key: `o = 0`, `lse = −∞`.
+//! - **Validation.** The caller validates: descriptors that arrive here are in bounds and of the
+//!   right type. A backend reports only failures that it alone can find: memory that the device
+//!   cannot give, a device that is lost.
+//! - **Order.** Operations on one backend take effect in the order of the calls. A buffer that is
+//!   dropped while the device still uses it stays alive underneath until the device is done.
+//! - **Blocking.** No method blocks on the device. `attend` works through its block in pieces of at
+//!   most about 100 ms; between two pieces it checks [`Control`] and lets other futures of its task
+//!   run. It may resolve before the last pieces are done; [`Backend::wait`] ends when all submitted
+//!   work is done.
+//! - **Errors.** A device failure is returned by the call or by a later call, at the latest by
+//!   `wait`.
+//! - **Non-finite values.** NaN and ∞ in q, k, v reach exactly the rows that see them. A NaN or ∞
+//!   in a key or value that a row cannot see does not change a bit of that row. A row whose visible
+//!   logits are all −∞ counts as a row that saw no key: `o = 0`, `lse = −∞`.
 //!
-//! The crate `kyklos-backend-suite` (`tests/backend-suite/`) holds a backend in any crate to this contract. Its `DoNothing` is
-//! where a new backend starts.
+//! The crate `kyklos-backend-suite` (`tests/backend-suite/`) holds a backend in any crate to this
+//! contract. Its `DoNothing` is where a new backend starts.
 //!
 //! # Running state
 //!
-//! For each query row and head: the largest logit so far `m` (natural-log units), `l = Σ exp(x − m)`, and the
-//! un-normalised `a = Σ exp(x − m)·v`, all f32. `ml` is `[batch, heads, rows, 2]` (m then l), `a` is
-//! `[batch, rows, heads, dim]`. The empty state, of a row that saw no key, is `m = `[`EMPTY_M`], `l = 0`, `a = 0`. Two states of disjoint key
-//! sets merge as `m = max(m₁, m₂)`, `l = l₁e^{m₁−m} + l₂e^{m₂−m}`, `a` likewise (Milakov & Gimelshein 2018, §3.1).
-//! Where one of them is empty the result is the other one, bit for bit except for the sign of zeros, which `finalize`
+//! For each query row and head: the largest logit so far `m` (natural-log units), `l = Σ exp(x −
+//! m)`, and the un-normalised `a = Σ exp(x − m)·v`, all f32. `ml` is `[batch, heads, rows, 2]` (m
+//! then l), `a` is `[batch, rows, heads, dim]`. The empty state, of a row that saw no key, is `m =
+//! `[`EMPTY_M`], `l = 0`, `a = 0`. Two states of disjoint key sets merge as `m = max(m₁, m₂)`, `l =
+//! l₁e^{m₁−m} + l₂e^{m₂−m}`, `a` likewise (Milakov & Gimelshein 2018, §3.1). Where one of them is
+//! empty the result is the other one, bit for bit except for the sign of zeros, which `finalize`
 //! normalises: [`fixed order`](crate::AttentionProblem::fixed_order) relies on it.
 
 use std::fmt;
@@ -56,7 +60,8 @@ pub use short_work::ShortWork;
 /// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
 pub const EMPTY_M: f32 = -0.7 * f32::MAX;
 
-/// The operations that plans need of a device. The contract of all of them is in the [module](self).
+/// The operations that plans need of a device. The contract of all of them is in the
+/// [module](self).
 #[expect(
     async_fn_in_trait,
     reason = "no Send bound on purpose: each rank drives its own future on its own thread"
@@ -70,7 +75,8 @@ pub trait Backend {
     /// Name, driver and kind of the device.
     fn info(&self) -> &DeviceInfo;
 
-    /// Refuses a problem for which the device has no kernel. Called before ranks vote, so that no data moves.
+    /// Refuses a problem for which the device has no kernel. Called before ranks vote, so that no
+    /// data moves.
     ///
     /// # Errors
     /// [`Error::Request`].
@@ -83,10 +89,12 @@ pub trait Backend {
         self.info().kernel.clone()
     }
 
-    /// The tiles of the [`BlockWork`](crate::BlockWork) that [`Self::attend`] takes for `problem` and a state of this shape.
+    /// The tiles of the [`BlockWork`](crate::BlockWork) that [`Self::attend`] takes for `problem`
+    /// and a state of this shape.
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
 
-    /// Allocates `bytes` bytes with unspecified contents; `label` names them in errors and debuggers.
+    /// Allocates `bytes` bytes with unspecified contents; `label` names them in errors and
+    /// debuggers.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with the bytes asked and allowed, before the device is touched.
@@ -104,15 +112,15 @@ pub trait Backend {
     /// [`Error::Device`].
     fn write(&self, buffer: &mut Self::Buffer, offset: usize, data: &[u8]) -> Result<()>;
 
-    /// Another handle of the same memory, which lives until the last handle is dropped. Neither handle is written from then
-    /// on: the caller only reads, as it does with its inputs.
+    /// Another handle of the same memory, which lives until the last handle is dropped. Neither
+    /// handle is written from then on: the caller only reads, as it does with its inputs.
     fn share(&self, buffer: &mut Self::Buffer) -> Self::Buffer;
 
     /// Frees memory that the backend keeps for later calls. Called when a session ends.
     fn release_idle(&self) {}
 
-    /// Starts to copy `range` (bytes) to the host: the present contents, without the effects of work that is submitted
-    /// later.
+    /// Starts to copy `range` (bytes) to the host: the present contents, without the effects of
+    /// work that is submitted later.
     /// Takes the buffer mutably so that a host backend can share the memory instead of copying it.
     fn download(&self, buffer: &mut Self::Buffer, range: std::ops::Range<usize>) -> Self::Download;
 
@@ -125,24 +133,29 @@ pub trait Backend {
     /// Attention of one block of queries against one block of keys, into a running state.
     ///
     /// # Errors
-    /// [`Error::Cancelled`] when the control's cancel flag is set between two pieces, [`Error::Device`].
+    /// [`Error::Cancelled`] when the control's cancel flag is set between two pieces,
+    /// [`Error::Device`].
     async fn attend(&self, args: Attend<'_, Self::Buffer>, control: &Control) -> Result<()>;
 
-    /// Merges the state `from` into `into`; both are of the same rows and heads and of disjoint keys.
+    /// Merges the state `from` into `into`; both are of the same rows and heads and of disjoint
+    /// keys.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn merge(&self, into: &mut StateMut<'_, Self::Buffer>, from: &State<'_, Self::Buffer>) -> Result<()>;
 
-    /// `o = a / l` rounded to `dtype` and `lse = m + ln l`; a row that saw no key gets `o = 0`, `lse = −∞`.
+    /// `o = a / l` rounded to `dtype` and `lse = m + ln l`; a row that saw no key gets `o = 0`,
+    /// `lse = −∞`.
     ///
-    /// `sinks` are finite, one for each head of the state, or none. A sink `s` is a key with this logit and the value 0:
-    /// `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o = 0`, `lse = s`. Sinks enter only here, so each
-    /// counts once, for any number of merged states.
+    /// `sinks` are finite, one for each head of the state, or none. A sink `s` is a key with this
+    /// logit and the value 0: `l` becomes `l + exp(s − m)`, and a row that saw no key gets `o =
+    /// 0`, `lse = s`. Sinks enter only here, so each counts once, for any number of merged
+    /// states.
     ///
-    /// `o` is `[batch, rows, heads, dim]`, `lse` is f32 `[batch, rows, heads, 2]`: token-major like `o`, so that a range
-    /// of tokens is one piece of both. Its two numbers are the log-sum-exp rounded to f32, and the rest: `ln l − (lse − m)`. Beyond 10⁷
-    /// the first alone is `m`, whatever `l` is. The rest is 0 where the first is −∞, and any number where it is NaN.
+    /// `o` is `[batch, rows, heads, dim]`, `lse` is f32 `[batch, rows, heads, 2]`: token-major like
+    /// `o`, so that a range of tokens is one piece of both. Its two numbers are the log-sum-exp
+    /// rounded to f32, and the rest: `ln l − (lse − m)`. Beyond 10⁷ the first alone is `m`,
+    /// whatever `l` is. The rest is 0 where the first is −∞, and any number where it is NaN.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -155,8 +168,9 @@ pub trait Backend {
         lse: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// [`Self::attend`] and then [`Self::finalize`], as one operation, for the last block of a state of which nothing but the results
-    /// is wanted: its contents are unspecified afterwards. Kernels that do both save writing and reading it.
+    /// [`Self::attend`] and then [`Self::finalize`], as one operation, for the last block of a
+    /// state of which nothing but the results is wanted: its contents are unspecified
+    /// afterwards. Kernels that do both save writing and reading it.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -173,8 +187,9 @@ pub trait Backend {
         self.finalize(&State { a, ml, shape }, sinks, dtype, o, lse)
     }
 
-    /// Copies `extent` rows between two strided layouts (rows of `extent.row_bytes`, a multiple of 4). Used to pack a
-    /// message, to unpack a message, and to copy the piece that stays on the rank.
+    /// Copies `extent` rows between two strided layouts (rows of `extent.row_bytes`, a multiple of
+    /// 4). Used to pack a message, to unpack a message, and to copy the piece that stays on the
+    /// rank.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -185,15 +200,18 @@ pub trait Backend {
         extent: Extent,
     ) -> Result<()>;
 
-    /// `into` = `from` in another form: a dense tensor of `shape` = `[batch, tokens, heads, dim]`. Either both are
-    /// [`Elements::Stored`] and one of the two types is f32, or just one is [`Elements::Coded`].
+    /// `into` = `from` in another form: a dense tensor of `shape` = `[batch, tokens, heads, dim]`.
+    /// Either both are [`Elements::Stored`] and one of the two types is f32, or just one is
+    /// [`Elements::Coded`].
     ///
-    /// Rounded to nearest, ties to even; values beyond the range of a storage type become ±∞. A code may round the
-    /// other way if a division that is off by an ulp puts the element on the other side of a tie. A converted element
-    /// differs from the original by at most half a scale and an ulp.
+    /// Rounded to nearest, ties to even; values beyond the range of a storage type become ±∞. A
+    /// code may round the other way if a division that is off by an ulp puts the element on the
+    /// other side of a tie. A converted element differs from the original by at most half a
+    /// scale and an ulp.
     ///
-    /// From f32 to f16, the first 32-bit word of `overflow` becomes 1 if a finite element becomes ±∞, and stays as it is
-    /// otherwise. Other conversions leave it alone. Its size is a multiple of 16 bytes.
+    /// From f32 to f16, the first 32-bit word of `overflow` becomes 1 if a finite element becomes
+    /// ±∞, and stays as it is otherwise. Other conversions leave it alone. Its size is a
+    /// multiple of 16 bytes.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -205,8 +223,8 @@ pub trait Backend {
         overflow: Option<&mut Self::Buffer>,
     ) -> Result<()>;
 
-    /// Refuses a backward pass for which the device has no kernel. Called before ranks vote, so that no data moves. A
-    /// backend that accepts one has all operations that follow.
+    /// Refuses a backward pass for which the device has no kernel. Called before ranks vote, so
+    /// that no data moves. A backend that accepts one has all operations that follow.
     ///
     /// # Errors
     /// [`Error::Request`].
@@ -214,7 +232,8 @@ pub trait Backend {
         Err(no_backward(self.info()))
     }
 
-    /// Refuses the gradient of an additive bias ([`AttendBackward::d_bias`]) if the device has no kernel for it.
+    /// Refuses the gradient of an additive bias ([`AttendBackward::d_bias`]) if the device has no
+    /// kernel for it.
     ///
     /// # Errors
     /// [`Error::Request`].
@@ -222,7 +241,8 @@ pub trait Backend {
         Err(no_bias_gradient(self.info()))
     }
 
-    /// The tiles of the [`BlockWork`](crate::BlockWork) that [`Self::attend_backward`] takes for `problem` and queries of this shape.
+    /// The tiles of the [`BlockWork`](crate::BlockWork) that [`Self::attend_backward`] takes for
+    /// `problem` and queries of this shape.
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
         self.tile_shape(problem, shape)
     }
@@ -230,8 +250,9 @@ pub trait Backend {
     /// What a backward pass needs to know of each row of the forward pass: its log-sum-exp, and
     /// `δ = Σ d_o · o − d_lse` (Dao 2023, arXiv 2307.08691, §3.1.2).
     ///
-    /// The four numbers of a row are the first number of its log-sum-exp, the factor e^−rest, δ, and the rest. Where the log-sum-exp is −∞
-    /// they are −[`EMPTY_M`], 1, 0, 0, and the gradients of the row are 0 whatever `d_o` and `d_lse` hold.
+    /// The four numbers of a row are the first number of its log-sum-exp, the factor e^−rest, δ,
+    /// and the rest. Where the log-sum-exp is −∞ they are −[`EMPTY_M`], 1, 0, 0, and the
+    /// gradients of the row are 0 whatever `d_o` and `d_lse` hold.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -248,8 +269,9 @@ pub trait Backend {
     /// dBias += P · (d_o·v − δ)
     /// ```
     ///
-    /// Sums are f32 and in an order that depends on the arguments only. A NaN or ∞ in a row or key reaches only what it
-    /// is paired with by a visible pair. After [`Error::Cancelled`] the sums have no meaning.
+    /// Sums are f32 and in an order that depends on the arguments only. A NaN or ∞ in a row or key
+    /// reaches only what it is paired with by a visible pair. After [`Error::Cancelled`] the
+    /// sums have no meaning.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -261,7 +283,8 @@ pub trait Backend {
         Err(no_backward(self.info()))
     }
 
-    /// Adds f32 rows: `into += from`, `extent` rows of two strided layouts, which are in bytes as in [`Self::repack`].
+    /// Adds f32 rows: `into += from`, `extent` rows of two strided layouts, which are in bytes as
+    /// in [`Self::repack`].
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -288,15 +311,17 @@ pub trait Backend {
     /// [`Error::Device`], also for a failure of earlier work that no call has returned yet.
     async fn wait(&self) -> Result<()>;
 
-    /// Begins or ends a time of short work; called by [`ShortWork`], whose times may overlap. Without effect on a device that cannot
-    /// tell that it hangs.
+    /// Begins or ends a time of short work; called by [`ShortWork`], whose times may overlap.
+    /// Without effect on a device that cannot tell that it hangs.
     fn expect_short_work(&self, _on: bool) {}
 
-    /// Starts or stops measuring kernels by the device's own clock. Without effect on a device that has none.
+    /// Starts or stops measuring kernels by the device's own clock. Without effect on a device that
+    /// has none.
     fn measure_kernels(&self, _on: bool) {}
 
-    /// The times of the kernels that were measured since the last call, in the order in which they ran; of everything that is
-    /// submitted, so call it after [`Self::wait`]. Empty on a device without a clock.
+    /// The times of the kernels that were measured since the last call, in the order in which they
+    /// ran; of everything that is submitted, so call it after [`Self::wait`]. Empty on a device
+    /// without a clock.
     ///
     /// # Errors
     /// [`Error::Device`].

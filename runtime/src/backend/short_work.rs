@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use super::{Backend, Device};
 
-/// While it lives, the work on a device is short, as that of a measurement: a device that completes nothing for
-/// [`ShortWork::AT_MOST`] counts as lost, where its backend can tell. For other work it has more time, which a backend chooses.
+/// While it lives, the work on a device is short, as that of a measurement: a device that completes
+/// nothing for [`ShortWork::AT_MOST`] counts as lost, where its backend can tell. For other work it
+/// has more time, which a backend chooses.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
@@ -22,7 +23,8 @@ use super::{Backend, Device};
 pub struct ShortWork(Device);
 
 impl ShortWork {
-    /// The longest time in which a device that works completes nothing. Much longer than the first kernels of a measurement take.
+    /// The longest time in which a device that works completes nothing. Much longer than the first
+    /// kernels of a measurement take.
     pub const AT_MOST: Duration = Duration::from_secs(10);
 
     /// Begins the time. Times of one device may overlap.

@@ -41,13 +41,14 @@ impl PartialEq for GivenPlans {
 }
 
 impl Execution {
-    /// The mesh that sends fewest bytes, with its default strategy. Tokens in the order of the ranks.
+    /// The mesh that sends fewest bytes, with its default strategy. Tokens in the order of the
+    /// ranks.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The strategy. By default that of the mesh ([`Strategy::of_mesh`]); without a mesh, the one that sends the fewest bytes: few
-    /// queries travel to the keys, else keys travel.
+    /// The strategy. By default that of the mesh ([`Strategy::of_mesh`]); without a mesh, the one
+    /// that sends the fewest bytes: few queries travel to the keys, else keys travel.
     #[must_use]
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = Some(strategy);
@@ -61,16 +62,17 @@ impl Execution {
         self
     }
 
-    /// Which tokens the ranks hold, given how many: by default rank 0 holds the first ones, rank 1 the next ones, and so on.
-    /// Other placements need a [`Self::mesh`].
+    /// Which tokens the ranks hold, given how many: by default rank 0 holds the first ones, rank 1
+    /// the next ones, and so on. Other placements need a [`Self::mesh`].
     #[must_use]
     pub fn placement(mut self, placement: PlacementKind) -> Self {
         self.placement = placement;
         self
     }
 
-    /// Exactly these tokens on each rank: the owners of queries and, separately, of keys and values. Each rank passes its tokens in
-    /// the order of the lists. Replaces [`Self::placement`].
+    /// Exactly these tokens on each rank: the owners of queries and, separately, of keys and
+    /// values. Each rank passes its tokens in the order of the lists. Replaces
+    /// [`Self::placement`].
     #[must_use]
     pub fn owners(mut self, queries: Placement, keys: Placement) -> Self {
         self.owners = Some((queries, keys));
@@ -84,14 +86,16 @@ impl Execution {
         self
     }
 
-    /// Sums in an order that does not depend on the mesh ([`AttentionProblem::fixed_order`](crate::AttentionProblem::fixed_order)).
+    /// Sums in an order that does not depend on the mesh
+    /// ([`AttentionProblem::fixed_order`](crate::AttentionProblem::fixed_order)).
     #[must_use]
     pub fn fixed_order(mut self, fixed_order: bool) -> Self {
         self.fixed_order = fixed_order;
         self
     }
 
-    /// No backward pass follows ([`AttentionProblem::inference`](crate::AttentionProblem::inference)).
+    /// No backward pass follows
+    /// ([`AttentionProblem::inference`](crate::AttentionProblem::inference)).
     /// [`Self::same_queries`] and caches imply it.
     #[must_use]
     pub fn inference(mut self, inference: bool) -> Self {
@@ -100,8 +104,8 @@ impl Execution {
     }
 
     /// Keys that every rank holds from the start
-    /// ([`AttentionProblem::replicated`](crate::AttentionProblem::replicated)). In the k and v of each rank they
-    /// come first.
+    /// ([`AttentionProblem::replicated`](crate::AttentionProblem::replicated)). In the k and v of
+    /// each rank they come first.
     #[must_use]
     pub fn replicated(mut self, replicated: Range<u32>) -> Self {
         // An empty range has one form only.
@@ -118,9 +122,10 @@ impl Execution {
 
     /// All ranks pass the same queries, and each gets all output rows
     /// ([`AttentionProblem::same_queries`](crate::AttentionProblem::same_queries)): as in decoding,
-    /// where every rank computes the same new token. Each rank attends to its own keys, and one exchange of running states
-    /// completes the rows on all ranks. Ranks with devices of one type get the same bytes. That the queries are the same
-    /// is not checked. Not together with [`Self::results`], [`Self::fixed_order`], a rounded [`Self::wire`] or a Ulysses mesh.
+    /// where every rank computes the same new token. Each rank attends to its own keys, and one
+    /// exchange of running states completes the rows on all ranks. Ranks with devices of one
+    /// type get the same bytes. That the queries are the same is not checked. Not together with
+    /// [`Self::results`], [`Self::fixed_order`], a rounded [`Self::wire`] or a Ulysses mesh.
     #[must_use]
     pub fn same_queries(mut self) -> Self {
         self.same_queries = true;

@@ -17,8 +17,8 @@ pub use execution::Execution;
 pub(crate) use execution::GivenPlans;
 pub(crate) use options::{Extents, Options};
 
-/// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from the tensors of the call.
-/// Each option has a default; all ranks use the same ones.
+/// The attention to compute: `softmax(scale · q kᵀ, masked) v`. Lengths, heads and types come from
+/// the tensors of the call. Each option has a default; all ranks use the same ones.
 ///
 /// ```
 /// use kyklos::{Attention, Execution, Mask, Strategy};
@@ -30,7 +30,8 @@ pub(crate) use options::{Extents, Options};
 pub struct Attention {
     pub(crate) options: Options,
     pub(crate) label: String,
-    /// This rank's rows of the attention bias tensor, or the whole tensor if all queries share its rows.
+    /// This rank's rows of the attention bias tensor, or the whole tensor if all queries share its
+    /// rows.
     pub(crate) bias_rows: Option<BiasRows>,
     /// Rows and keys of that tensor, where they are known: ranks compare them before they plan.
     pub(crate) bias_axes: Option<[u32; 2]>,
@@ -61,17 +62,20 @@ impl BiasRows {
 }
 
 impl Attention {
-    /// Every query sees every key; `scale = 1/√dim`; no softcap, sinks or bias; query 0 is at position 0.
+    /// Every query sees every key; `scale = 1/√dim`; no softcap, sinks or bias; query 0 is at
+    /// position 0.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The call that these plans compute: of [`plan_forward`](crate::plan_forward) or [`plan_placed`](crate::plan_placed) for
-    /// [`Session::attend`](crate::Session::attend), of [`plan_backward`](crate::plan_backward) for
-    /// [`Session::backward`](crate::Session::backward), or of [`Self::plans`]. A backward pass follows only plans of a problem without
-    /// [`AttentionProblem::inference`](crate::AttentionProblem::inference). Every rank gives the same plans, and
-    /// passes the tokens that they give it. Where the problem has an attention bias tensor, its rows follow by
-    /// [`Self::bias`].
+    /// The call that these plans compute: of [`plan_forward`](crate::plan_forward) or
+    /// [`plan_placed`](crate::plan_placed) for [`Session::attend`](crate::Session::attend), of
+    /// [`plan_backward`](crate::plan_backward) for
+    /// [`Session::backward`](crate::Session::backward), or of [`Self::plans`]. A backward pass
+    /// follows only plans of a problem without
+    /// [`AttentionProblem::inference`](crate::AttentionProblem::inference). Every rank gives the
+    /// same plans, and passes the tokens that they give it. Where the problem has an attention
+    /// bias tensor, its rows follow by [`Self::bias`].
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {
@@ -122,7 +126,8 @@ impl Attention {
         Self { options, ..Self::new() }
     }
 
-    /// Which keys a query sees, by global position: in all batch entries, or in each ([`Mask::per_entry`]).
+    /// Which keys a query sees, by global position: in all batch entries, or in each
+    /// ([`Mask::per_entry`]).
     #[must_use]
     pub fn mask(mut self, mask: Mask) -> Self {
         self.options.mask = mask;
@@ -143,25 +148,28 @@ impl Attention {
         self
     }
 
-    /// One logit without a value for each query head ([`AttentionProblem::sinks`](crate::AttentionProblem::sinks)).
+    /// One logit without a value for each query head
+    /// ([`AttentionProblem::sinks`](crate::AttentionProblem::sinks)).
     #[must_use]
     pub fn sinks(mut self, sinks: Vec<f32>) -> Self {
         self.options.sinks = sinks;
         self
     }
 
-    /// Position of the first query of the call, the first one of rank 0; key 0 of the call is at position 0, and masks compare
-    /// positions. All ranks give the same number. 0 where queries and keys are of the same tokens. Where 8 new tokens follow
-    /// 100 cached ones and the keys are of all 108, it is 100.
+    /// Position of the first query of the call, the first one of rank 0; key 0 of the call is at
+    /// position 0, and masks compare positions. All ranks give the same number. 0 where queries
+    /// and keys are of the same tokens. Where 8 new tokens follow 100 cached ones and the keys
+    /// are of all 108, it is 100.
     #[must_use]
     pub fn q_offset(mut self, q_offset: u32) -> Self {
         self.options.q_offset = q_offset;
         self
     }
 
-    /// An attention bias tensor. `rows` are those of this rank's queries, `[its batch, tokens, its heads, row]`. With
-    /// [`BiasTensor::shared_rows`] they are the whole tensor `[its batch, 1, its heads, row]`, the same bytes on all ranks. The
-    /// layout of a row is in [`BiasKind`](crate::BiasKind).
+    /// An attention bias tensor. `rows` are those of this rank's queries, `[its batch, tokens, its
+    /// heads, row]`. With [`BiasTensor::shared_rows`] they are the whole tensor `[its batch, 1,
+    /// its heads, row]`, the same bytes on all ranks. The layout of a row is in
+    /// [`BiasKind`](crate::BiasKind).
     ///
     /// ```
     /// use kyklos::{Attention, BiasKind, BiasTensor};
@@ -182,19 +190,20 @@ impl Attention {
         self
     }
 
-    /// The extents of the tensor of [`Self::bias`]: its rows of each batch entry and head, and its keys. Then a call
-    /// of other queries or
-    /// keys is refused by these axes; without them only the number of bytes is compared, which does not see a key more or less.
+    /// The extents of the tensor of [`Self::bias`]: its rows of each batch entry and head, and its
+    /// keys. Then a call of other queries or
+    /// keys is refused by these axes; without them only the number of bytes is compared, which does
+    /// not see a key more or less.
     #[must_use]
     pub fn bias_axes(mut self, rows: u32, keys: u32) -> Self {
         self.bias_axes = Some([rows, keys]);
         self
     }
 
-    /// An additive bias tensor, as [`Self::bias`], from this rank's rows as a tensor `[batch or 1, tokens, query
-    /// heads or 1, keys]` of the
-    /// type of q. Where it is on the session's device, no element passes through the host: it is read in place, and copied once on the
-    /// device if it is not dense.
+    /// An additive bias tensor, as [`Self::bias`], from this rank's rows as a tensor `[batch or 1,
+    /// tokens, query heads or 1, keys]` of the
+    /// type of q. Where it is on the session's device, no element passes through the host: it is
+    /// read in place, and copied once on the device if it is not dense.
     ///
     /// ```
     /// use kyklos::{Attention, Tensor};
@@ -206,7 +215,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Request`] for rows that do not end on a 4-byte boundary: an odd number of keys in a 2-byte type.
+    /// [`Error::Request`] for rows that do not end on a 4-byte boundary: an odd number of keys in a
+    /// 2-byte type.
     pub fn bias_tensor(mut self, rows: &Tensor) -> Result<Self> {
         let [batch, queries, heads, keys] = rows.shape();
         if !(keys * rows.dtype().bytes()).is_multiple_of(4) {
@@ -232,10 +242,12 @@ impl Attention {
         Ok(self)
     }
 
-    /// The same call with its bias tensor on `device`, for several calls: otherwise each call brings it there.
+    /// The same call with its bias tensor on `device`, for several calls: otherwise each call
+    /// brings it there.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`]; [`Error::Request`] for a tensor of another device.
+    /// [`Error::OutOfMemory`], [`Error::Device`]; [`Error::Request`] for a tensor of another
+    /// device.
     pub fn to_device(mut self, device: &Device) -> Result<Self> {
         self.bias_rows = match self.bias_rows {
             Some(BiasRows::Bytes(rows)) => {
@@ -249,22 +261,24 @@ impl Attention {
         Ok(self)
     }
 
-    /// A backward pass of this call also computes the gradient of its additive bias tensor. The forward pass is the same with it.
+    /// A backward pass of this call also computes the gradient of its additive bias tensor. The
+    /// forward pass is the same with it.
     #[must_use]
     pub fn bias_gradient(mut self) -> Self {
         self.options.bias_gradient = true;
         self
     }
 
-    /// A text that tells this call apart from other calls of the same shape, such as a layer and a step; at most
-    /// [`MAX_LABEL_BYTES`] bytes. Ranks with different labels get an error.
+    /// A text that tells this call apart from other calls of the same shape, such as a layer and a
+    /// step; at most [`MAX_LABEL_BYTES`] bytes. Ranks with different labels get an error.
     #[must_use]
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.label = label.into();
         self
     }
 
-    /// How the ranks share the call. A call of given plans ([`Self::planned`]) takes none beside theirs.
+    /// How the ranks share the call. A call of given plans ([`Self::planned`]) takes none beside
+    /// theirs.
     #[must_use]
     pub fn execution(mut self, execution: Execution) -> Self {
         // Without the plans, the session would make others, of other tokens.
@@ -273,8 +287,8 @@ impl Attention {
         self
     }
 
-    /// The call of other plans with the bias tensor and the label of this one: its backward pass, of the plans of
-    /// [`plan_backward`](crate::plan_backward).
+    /// The call of other plans with the bias tensor and the label of this one: its backward pass,
+    /// of the plans of [`plan_backward`](crate::plan_backward).
     #[must_use]
     pub fn with_plans(&self, plans: &Arc<ProvedPlans>) -> Self {
         Self { options: Self::planned(plans).options, ..self.clone() }

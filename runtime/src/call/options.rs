@@ -39,7 +39,8 @@ impl Options {
             .with_results(*results)?)
     }
 
-    /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors. Without tensors.
+    /// Hashes of the parts in which ranks may differ by mistake, each with its name in errors.
+    /// Without tensors.
     pub(crate) fn digests(&self) -> [(&'static str, u64); 5] {
         let Self { mask, scale, softcap, sinks, q_offset, bias, bias_gradient, execution } = self;
         let Execution {

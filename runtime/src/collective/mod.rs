@@ -2,15 +2,17 @@
 //!
 //! # Contract
 //!
-//! - [`Collective::post_exchange`] starts as much as possible at once, and never blocks. Some work has to wait, such as
-//!   a send whose copy off the device is not done. It continues when the returned future is polled. The executor polls
-//!   all exchanges under way whenever it waits, so messages travel while the device computes.
+//! - [`Collective::post_exchange`] starts as much as possible at once, and never blocks. Some work
+//!   has to wait, such as a send whose copy off the device is not done. It continues when the
+//!   returned future is polled. The executor polls all exchanges under way whenever it waits, so
+//!   messages travel while the device computes.
 //! - Each part arrives in a new buffer. The plan says what happens to it.
-//! - A collective may end an exchange before its messages have moved, if the device does nothing with their buffers before they have.
-//!   [`Collective::settled`] then says when they have, and whether they have. The executor asks before it measures a step that
-//!   uses them, and before it returns a result.
-//! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so implementations and [`Memory`] may panic on
-//!   a buffer that is not alive.
+//! - A collective may end an exchange before its messages have moved, if the device does nothing
+//!   with their buffers before they have. [`Collective::settled`] then says when they have, and
+//!   whether they have. The executor asks before it measures a step that uses them, and before it
+//!   returns a result.
+//! - **Panics.** Plans are proved before they run ([`check`](crate::plan::check())), so
+//!   implementations and [`Memory`] may panic on a buffer that is not alive.
 
 mod one_device;
 
@@ -70,7 +72,8 @@ pub struct Incoming {
     pub piece_bytes: Vec<usize>,
 }
 
-/// Ends with the pieces of each incoming message as new buffers, in the order of the posted receives.
+/// Ends with the pieces of each incoming message as new buffers, in the order of the posted
+/// receives.
 pub type Arrivals<'a, Buffer> = Pin<Box<dyn Future<Output = Result<Vec<Vec<Buffer>>, ExchangeError>> + 'a>>;
 
 /// Ends when the messages of an exchange have moved.
@@ -87,8 +90,8 @@ pub enum ExchangeError {
 
 /// Moves buffers of `B` between the ranks of a group.
 pub trait Collective<B: Backend> {
-    /// Posts the messages of one exchange together. `tag` is the same for all of them: at most one message goes from one rank to
-    /// another in an exchange.
+    /// Posts the messages of one exchange together. `tag` is the same for all of them: at most one
+    /// message goes from one rank to another in an exchange.
     fn post_exchange<'a>(
         &'a self,
         backend: &'a B,
@@ -99,20 +102,22 @@ pub trait Collective<B: Backend> {
         recvs: &[Incoming],
     ) -> Arrivals<'a, B::Buffer>;
 
-    /// Whether the messages of the exchange `tag`, which has ended well, have moved; `None` if that is so for every exchange that has
-    /// ended. Called once for each exchange.
+    /// Whether the messages of the exchange `tag`, which has ended well, have moved; `None` if that
+    /// is so for every exchange that has ended. Called once for each exchange.
     fn settled(&self, _tag: Tag) -> Option<Settled<'_>> {
         None
     }
 
-    /// How many steps the executor may have submitted to the device whose ends it has not noticed yet. 0: it waits for each step. More
-    /// only if the device keeps the order of messages and work by itself, and if [`Backend::wait`] ends with what was submitted
-    /// before its first poll.
+    /// How many steps the executor may have submitted to the device whose ends it has not noticed
+    /// yet. 0: it waits for each step. More only if the device keeps the order of messages and
+    /// work by itself, and if [`Backend::wait`] ends with what was submitted before its first
+    /// poll.
     fn steps_ahead(&self) -> usize {
         0
     }
 
-    /// Refuses plans whose exchanges this collective cannot carry out; the same on all ranks. Called before data moves.
+    /// Refuses plans whose exchanges this collective cannot carry out; the same on all ranks.
+    /// Called before data moves.
     ///
     /// # Errors
     /// [`Error::Request`](crate::Error::Request).
@@ -126,7 +131,8 @@ pub trait Collective<B: Backend> {
     /// How long a message or an agreement may take before it is an error.
     fn deadline(&self) -> Duration;
 
-    /// Casts this rank's vote before an operation; ends with the notes of all ranks, see [`Transport::agree`].
+    /// Casts this rank's vote before an operation; ends with the notes of all ranks, see
+    /// [`Transport::agree`].
     fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
         self.transport().agree(vote, self.deadline())
     }
@@ -152,8 +158,8 @@ pub trait Collective<B: Backend> {
     }
 }
 
-/// A collective for any backend over any transport. It stages messages in host memory: it copies from the device to the
-/// host, sends, receives, and copies to the device.
+/// A collective for any backend over any transport. It stages messages in host memory: it copies
+/// from the device to the host, sends, receives, and copies to the device.
 #[derive(Clone, Debug)]
 pub struct HostStaged {
     transport: Arc<dyn Transport>,
@@ -161,7 +167,8 @@ pub struct HostStaged {
 }
 
 impl HostStaged {
-    /// Staging over `transport`. A message or an agreement that takes longer than `deadline` is an error.
+    /// Staging over `transport`. A message or an agreement that takes longer than `deadline` is an
+    /// error.
     pub fn new(transport: Arc<dyn Transport>, deadline: Duration) -> Self {
         Self { transport, deadline }
     }
@@ -249,8 +256,9 @@ impl<B: Backend> Collective<B> for HostStaged {
     }
 }
 
-/// Ends with the values of all futures, in their order, or with the first failure, whichever future it is of. (The
-/// `try_join_all` of `futures` notices a failure behind the 30th only when those before it have ended.)
+/// Ends with the values of all futures, in their order, or with the first failure, whichever future
+/// it is of. (The `try_join_all` of `futures` notices a failure behind the 30th only when those
+/// before it have ended.)
 ///
 /// ```
 /// use std::future::{pending, ready};
@@ -299,7 +307,8 @@ impl<Buffer> Default for Memory<Buffer> {
 }
 
 impl<Buffer> From<Vec<Vec<Buffer>>> for Memory<Buffer> {
-    /// The tensors of the buffers 0, 1, …, all of them alive: for tests of a collective of your own.
+    /// The tensors of the buffers 0, 1, …, all of them alive: for tests of a collective of your
+    /// own.
     fn from(buffers: Vec<Vec<Buffer>>) -> Self {
         Self { buffers: buffers.into_iter().map(Some).collect() }
     }
@@ -314,7 +323,8 @@ impl<Buffer> Memory<Buffer> {
     /// One tensor of a buffer that is alive.
     ///
     /// # Panics
-    /// When the buffer is not alive. A plan that was proved ([`check`](crate::plan::check())) never asks for one.
+    /// When the buffer is not alive. A plan that was proved ([`check`](crate::plan::check())) never
+    /// asks for one.
     pub fn tensor(&mut self, buffer: BufferId, tensor: usize) -> &mut Buffer {
         &mut self.tensors(buffer)[tensor]
     }

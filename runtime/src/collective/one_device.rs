@@ -14,9 +14,10 @@ use super::{
 use crate::backend::{Backend, Device, DeviceBuffer, Extent, Layout};
 use crate::meter::{Meter, Timeline};
 
-/// A collective for ranks of one process that share a device. Between them a message is a handle of device memory, or a copy on
-/// the device where it is a part of a buffer; its arrival is told by one byte through the transport, so deadlines and aborts
-/// are those of the transport. Messages to other ranks are staged in host memory.
+/// A collective for ranks of one process that share a device. Between them a message is a handle of
+/// device memory, or a copy on the device where it is a part of a buffer; its arrival is told by
+/// one byte through the transport, so deadlines and aborts are those of the transport. Messages to
+/// other ranks are staged in host memory.
 #[derive(Clone, Debug)]
 pub struct OneDevice {
     transport: Arc<dyn Transport>,
@@ -40,8 +41,9 @@ impl Shared {
 }
 
 impl OneDevice {
-    /// The collectives of ranks of this process that share a device; `transports` are theirs, of one group, which may have other
-    /// ranks too. A message or an agreement that takes longer than `deadline` is an error.
+    /// The collectives of ranks of this process that share a device; `transports` are theirs, of
+    /// one group, which may have other ranks too. A message or an agreement that takes longer
+    /// than `deadline` is an error.
     pub fn of(transports: &[Arc<dyn Transport>], deadline: Duration) -> Vec<Self> {
         let ranks = transports.iter().map(|transport| transport.rank()).collect();
         let shared = Arc::new(Shared { ranks, waiting: Mutex::default() });

@@ -1,13 +1,15 @@
 //! Steps that are submitted to the device before those in front of them are done.
 //!
-//! Where the device keeps the order of work and messages by itself ([`Collective::steps_ahead`](crate::collective::Collective::steps_ahead)), no step has to wait for the host
-//! to have noticed the end of the step before it. The executor then submits a few steps, and waits for the oldest one before it
-//! submits another: so the memory of steps under way stays bounded, and so does what an abort has to wait for. Before a result
-//! leaves, it waits for all.
+//! Where the device keeps the order of work and messages by itself
+//! ([`Collective::steps_ahead`](crate::collective::Collective::steps_ahead)), no step has to wait
+//! for the host to have noticed the end of the step before it. The executor then submits a few
+//! steps, and waits for the oldest one before it submits another: so the memory of steps under way
+//! stays bounded, and so does what an abort has to wait for. Before a result leaves, it waits for
+//! all.
 //!
-//! The times of such steps are taken when their ends are noticed, one after the other, and so have no overlap: a step takes
-//! from the end of the one before it to its own, first the part in which the device waited for messages. What the host does
-//! meanwhile is not counted.
+//! The times of such steps are taken when their ends are noticed, one after the other, and so have
+//! no overlap: a step takes from the end of the one before it to its own, first the part in which
+//! the device waited for messages. What the host does meanwhile is not counted.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -33,7 +35,8 @@ pub(super) struct Submitted<'r> {
     pub(super) started: Started,
     /// The exchanges whose messages the device waits for before this step.
     pub(super) messages: VecDeque<(u32, Settled<'r>)>,
-    /// Ends when the device has done everything up to this step. `None` while the step is being submitted.
+    /// Ends when the device has done everything up to this step. `None` while the step is being
+    /// submitted.
     pub(super) end: Option<Pin<Box<dyn Future<Output = Result<()>> + 'r>>>,
     pub(super) words: Box<dyn Fn() -> String + 'r>,
 }

@@ -8,7 +8,8 @@ use super::ahead::Ahead;
 use crate::collective::{Arrivals, ExchangeError};
 use kyklos_plan::plan::Recv;
 
-/// What goes on while the executor waits: exchanges that it has posted, and steps that it has submitted.
+/// What goes on while the executor waits: exchanges that it has posted, and steps that it has
+/// submitted.
 pub(super) struct Background<'r, Buffer> {
     pub(super) exchanges: Vec<InFlight<'r, Buffer>>,
     pub(super) ahead: Ahead<'r>,

@@ -22,7 +22,8 @@ impl<Buffer> Default for Sums<Buffer> {
 }
 
 impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
-    /// Takes the tensors of a sum of gradients out of memory. If the sum does not exist yet, creates it with zeros.
+    /// Takes the tensors of a sum of gradients out of memory. If the sum does not exist yet,
+    /// creates it with zeros.
     pub(super) fn sum(&mut self, id: BufferId) -> Result<Vec<B::Buffer>> {
         if let Some(tensors) = self.memory.take(id) {
             return Ok(tensors);
@@ -55,7 +56,8 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
         }
     }
 
-    /// Makes the rank's part of the gradient of a bias whose rows all queries share, if the plan is to compute it.
+    /// Makes the rank's part of the gradient of a bias whose rows all queries share, if the plan is
+    /// to compute it.
     pub(super) fn begin_shared_bias_gradient(&mut self) -> Result<()> {
         let bytes = self.executor.set.problem.shared_bias_gradient_bytes();
         if self.executor.plan.gradients.is_some() && bytes > 0 {

@@ -17,7 +17,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         self.executor.set.problem.sinks.get(heads.start as usize..heads.end as usize).unwrap_or_default()
     }
 
-    /// Takes the tensors of a running state out of memory. If the state does not exist yet, creates an empty one.
+    /// Takes the tensors of a running state out of memory. If the state does not exist yet, creates
+    /// an empty one.
     pub(super) fn state(&mut self, id: BufferId) -> Result<Vec<B::Buffer>> {
         if let Some(tensors) = self.memory.take(id) {
             return Ok(tensors);
@@ -78,7 +79,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         pieces.collect()
     }
 
-    /// The attention bias tensor for the queries `q`: `rows` of the plan's buffer, or the rows that all queries share.
+    /// The attention bias tensor for the queries `q`: `rows` of the plan's buffer, or the rows that
+    /// all queries share.
     pub(super) fn bias(&self, q: &Slice, rows: Option<&Slice>) -> Option<BiasInput<'_, B::Buffer>> {
         let problem = &self.executor.set.problem;
         let tensor = problem.bias?;
@@ -90,8 +92,9 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         Some(BiasInput { kind: tensor.kind, buffer, layout: self.bias_layout(tensor, q, rows, row) })
     }
 
-    /// Place of the rows of the queries `q` in the attention bias tensor, or in its gradient: in `rows` of a plan's buffer, or in
-    /// the whole tensor whose rows all queries share. A row has `row` elements. Strides of what is shared are 0.
+    /// Place of the rows of the queries `q` in the attention bias tensor, or in its gradient: in
+    /// `rows` of a plan's buffer, or in the whole tensor whose rows all queries share. A row
+    /// has `row` elements. Strides of what is shared are 0.
     pub(super) fn bias_layout(
         &self,
         tensor: BiasTensor,

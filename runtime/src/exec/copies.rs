@@ -56,8 +56,8 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
     }
 }
 
-/// Keys, then values, of a buffer with these tensors. Stored elements are taken from element `first` on. Coded elements
-/// are taken from the beginning, because their tokens share scales.
+/// Keys, then values, of a buffer with these tensors. Stored elements are taken from element
+/// `first` on. Coded elements are taken from the beginning, because their tokens share scales.
 fn key_value<Buffer>(
     problem: &AttentionProblem,
     content: Content,

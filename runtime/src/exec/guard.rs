@@ -1,4 +1,5 @@
-//! Calls whose future is dropped before its end: the peers get an error at once, and do not wait until their deadline.
+//! Calls whose future is dropped before its end: the peers get an error at once, and do not wait
+//! until their deadline.
 
 use kyklos_transport::{Abort, AbortCause, Progress, Rank};
 
@@ -55,7 +56,8 @@ fn is_panicking() -> bool {
     false
 }
 
-/// A run that holds its inputs, and gives them back at its end or when it is dropped. A drop before the end aborts the group.
+/// A run that holds its inputs, and gives them back at its end or when it is dropped. A drop before
+/// the end aborts the group.
 pub(super) struct RunGuard<'i, 'r, 'a, B: Backend, C: Collective<B> + ?Sized> {
     /// `None` after the end.
     run: Option<Run<'r, 'a, B, C>>,

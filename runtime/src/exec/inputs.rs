@@ -9,7 +9,8 @@ use crate::collective::Collective;
 use crate::error::{Error, Result};
 use crate::host::Tensors;
 
-/// A rank's own queries, keys and values on its device, for the plans for which they were loaded. Made by [`Executor::load`].
+/// A rank's own queries, keys and values on its device, for the plans for which they were loaded.
+/// Made by [`Executor::load`].
 #[derive(Debug)]
 pub struct Inputs<Buffer> {
     pub(super) q: Option<Buffer>,
@@ -25,14 +26,15 @@ pub struct Inputs<Buffer> {
 }
 
 impl<Buffer> Inputs<Buffer> {
-    /// Inputs that are on the device, and on which the ranks agree: q, k and v, and the attention bias tensor if there is one:
-    /// the rank's rows, or `shared` the whole tensor.
+    /// Inputs that are on the device, and on which the ranks agree: q, k and v, and the attention
+    /// bias tensor if there is one: the rank's rows, or `shared` the whole tensor.
     pub(crate) fn of([q, k, v]: [Buffer; 3], bias: Option<Buffer>, shared: bool) -> Self {
         let (bias, shared_bias) = if shared { (None, bias) } else { (bias, None) };
         Self { q: Some(q), k: Some(k), v: Some(v), bias, shared_bias, d_o: None, stats: None }
     }
 
-    /// The same for a backward pass: with the gradient of the rank's output rows, and their statistics.
+    /// The same for a backward pass: with the gradient of the rank's output rows, and their
+    /// statistics.
     pub(crate) fn with_gradient(self, d_o: Buffer, stats: Buffer) -> Self {
         Self { d_o: Some(d_o), stats: Some(stats), ..self }
     }
@@ -44,13 +46,14 @@ impl<Buffer> Inputs<Buffer> {
 }
 
 impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
-    /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its device, and its part of
-    /// the problem's attention bias tensor if there is one: the rows of its queries, or with shared rows all of it. Their
-    /// layout is in [`BiasTensor`](crate::BiasTensor).
+    /// Brings the rank's own tensors, `[batch, tokens, heads, dim]` in the problem's dtype, to its
+    /// device, and its part of the problem's attention bias tensor if there is one: the rows of
+    /// its queries, or with shared rows all of it. Their layout is in
+    /// [`BiasTensor`](crate::BiasTensor).
     ///
     /// # Errors
-    /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens, [`Error::OutOfMemory`],
-    /// [`Error::Device`].
+    /// [`Error::Request`] when the size of a tensor is not that of the rank's tokens,
+    /// [`Error::OutOfMemory`], [`Error::Device`].
     pub fn load(&self, Tensors { q, k, v, bias }: Tensors) -> Result<Inputs<B::Buffer>> {
         let problem = &self.set.problem;
         self.backend.supports(problem.dtype, problem.head_dim as usize)?;
@@ -82,7 +85,8 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
         Ok(Inputs::of([upload("q", q)?, upload("k", k)?, upload("v", v)?], bias, shared))
     }
 
-    /// Votes against the next operation because of `error`, an error of this rank; ends with it, unless the group fails before.
+    /// Votes against the next operation because of `error`, an error of this rank; ends with it,
+    /// unless the group fails before.
     pub(super) async fn refuse(&self, error: Error) -> Error {
         let vote = refusal(Rank(self.plan.rank), &error);
         match self.collective.agree(vote).await {

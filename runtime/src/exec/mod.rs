@@ -1,6 +1,7 @@
 //! The executor: runs one rank's plan on any backend, through any collective.
 //!
-//! It knows steps, not strategies. While it waits for a device or for the network, it polls every exchange that is under way.
+//! It knows steps, not strategies. While it waits for a device or for the network, it polls every
+//! exchange that is under way.
 
 mod ahead;
 mod background;
@@ -32,8 +33,9 @@ use run::Run;
 
 /// One rank, ready to run its plan any number of times.
 ///
-/// Below sessions: the ranks have agreed on the plans and on the number of each operation before they run it.
-/// [`Self::load`] brings the rank's tensors to the device, [`Self::run`] runs one operation on them.
+/// Below sessions: the ranks have agreed on the plans and on the number of each operation before
+/// they run it. [`Self::load`] brings the rank's tensors to the device, [`Self::run`] runs one
+/// operation on them.
 pub struct Executor<'a, B: Backend, C: ?Sized> {
     backend: &'a B,
     collective: &'a C,
@@ -53,12 +55,14 @@ pub struct RunOptions {
     pub observer: Arc<dyn Observer>,
     /// Whether to record the timelines of the ranks, [`Output::spans`](crate::Output::spans).
     pub trace: bool,
-    /// Whether to fill new memory with NaN, so that a read of memory that no step wrote shows in the output. For tests.
+    /// Whether to fill new memory with NaN, so that a read of memory that no step wrote shows in
+    /// the output. For tests.
     pub poison: bool,
 }
 
 impl Default for RunOptions {
-    /// Default options: the system's clock, no observer, no trace, and memory as the device gives it.
+    /// Default options: the system's clock, no observer, no trace, and memory as the device gives
+    /// it.
     fn default() -> Self {
         Self {
             clock: Arc::new(SystemClock::new()),
@@ -71,7 +75,8 @@ impl Default for RunOptions {
 
 /// Observes ranks while they run. Called on the rank's thread; must not block.
 pub trait Observer: std::fmt::Debug + Send + Sync {
-    /// `rank` starts step `step` (counted from 0) of the `steps` steps of operation `op`. `doing` describes the step in words.
+    /// `rank` starts step `step` (counted from 0) of the `steps` steps of operation `op`. `doing`
+    /// describes the step in words.
     fn step(&self, rank: Rank, op: u64, step: usize, steps: usize, doing: &dyn Fn() -> String);
 
     /// The counters of `rank` in operation `op` so far. Called after every step.
@@ -102,7 +107,8 @@ pub struct DeviceOutput<Buffer> {
 pub struct LoweredPlan {
     plans: Arc<ProvedPlans>,
     rank: Rank,
-    /// For each attend step, its lowered masks and positions, layer by layer; for other steps nothing.
+    /// For each attend step, its lowered masks and positions, layer by layer; for other steps
+    /// nothing.
     works: Vec<Vec<BlockWork>>,
     /// Whether any rank sends keys or values as f16 that are f32.
     narrows: bool,
@@ -141,7 +147,8 @@ impl LoweredPlan {
         Self { plans, rank, works, narrows }
     }
 
-    /// Host memory of this and of the plans of all ranks, in bytes; arrays that steps share count for each of them.
+    /// Host memory of this and of the plans of all ranks, in bytes; arrays that steps share count
+    /// for each of them.
     pub fn host_bytes(&self) -> usize {
         let class = |class: &MaskClass| {
             size_of_val(&class.rows[..]) + size_of_val(&class.starts[..]) + size_of_val(&class.runs[..])
@@ -173,16 +180,18 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         Self { backend, collective, lowered, set, plan, peak_bytes, options }
     }
 
-    /// Runs the plan as operation `op`. Each operation of a group has its own number, the same on all ranks. An error of this
-    /// rank ends the operation on all ranks. If the future is dropped after its first poll and before its end, the group is aborted
-    /// on all ranks; the inputs stay.
+    /// Runs the plan as operation `op`. Each operation of a group has its own number, the same on
+    /// all ranks. An error of this rank ends the operation on all ranks. If the future is
+    /// dropped after its first poll and before its end, the group is aborted on all ranks; the
+    /// inputs stay.
     ///
     /// # Errors
-    /// Any; [`Error::Group`] when another rank is the cause. [`Error::Request`], here or on another rank
-    /// ([`TransportError::Refused`]), for elements beyond the range of the wire format.
+    /// Any; [`Error::Group`] when another rank is the cause. [`Error::Request`], here or on another
+    /// rank ([`TransportError::Refused`]), for elements beyond the range of the wire format.
     ///
     /// # Panics
-    /// For a plan of a backward pass with inputs of [`Self::load`], which have no gradient of the output.
+    /// For a plan of a backward pass with inputs of [`Self::load`], which have no gradient of the
+    /// output.
     pub async fn run(&self, op: u64, inputs: &mut Inputs<B::Buffer>) -> Result<DeviceOutput<B::Buffer>> {
         let meter = Meter::new(self.options.clock.clone(), self.options.trace);
         let run = Run {
@@ -196,7 +205,8 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             unsettled: Vec::new(),
             overflow: None,
         };
-        // The inputs are moved into the run's memory, and moved back after the run, also after an error or a drop.
+        // The inputs are moved into the run's memory, and moved back after the run, also after an error or
+        // a drop.
         let mut guard = RunGuard::new(run, inputs);
         let result = guard.run().execute().await;
         let mut run = guard.end();

@@ -18,7 +18,8 @@ const RANGE: [u8; 32] = *b"range of keys and values as f16.";
 const WORD_BYTES: usize = 16;
 
 impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
-    /// The word that tells whether finite elements became infinite, for a conversion to `into`; none if they cannot.
+    /// The word that tells whether finite elements became infinite, for a conversion to `into`;
+    /// none if they cannot.
     pub(super) fn overflow_of(&mut self, into: BufferId) -> Result<Option<B::Buffer>> {
         let narrows = self.executor.set.problem.wire == WireFormat::F16;
         if !narrows || self.content(into) != Content::WireKeyValue {
@@ -32,12 +33,14 @@ impl<B: Backend, C: Collective<B> + ?Sized> Run<'_, '_, B, C> {
 }
 
 impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
-    /// Agrees with all ranks, after a run of operation `op`, that all keys and values that travelled were in the range of their
-    /// format. `overflow` is the word of this rank's conversions.
+    /// Agrees with all ranks, after a run of operation `op`, that all keys and values that
+    /// travelled were in the range of their format. `overflow` is the word of this rank's
+    /// conversions.
     ///
     /// # Errors
-    /// [`Error::Request`] on ranks with elements beyond the range, and on the others [`TransportError::Refused`] with the text of
-    /// the first of them. Any other error has ended the group.
+    /// [`Error::Request`] on ranks with elements beyond the range, and on the others
+    /// [`TransportError::Refused`] with the text of the first of them. Any other error has
+    /// ended the group.
     pub(super) async fn agree_on_range(&self, op: u64, overflow: Option<B::Buffer>) -> Result<()> {
         if !self.lowered.narrows {
             return Ok(());

@@ -27,9 +27,11 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) d_shared_bias: Option<B::Buffer>,
     /// Index of the current step. The steps before it are done.
     pub(super) step: usize,
-    /// Exchanges that have ended and whose messages may still be on their way to the device ([`Collective::settled`]).
+    /// Exchanges that have ended and whose messages may still be on their way to the device
+    /// ([`Collective::settled`]).
     pub(super) unsettled: Vec<u32>,
-    /// A word that is not 0 once a finite element has become infinite on its way ([`Backend::convert`]).
+    /// A word that is not 0 once a finite element has become infinite on its way
+    /// ([`Backend::convert`]).
     pub(super) overflow: Option<B::Buffer>,
 }
 
@@ -58,8 +60,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             options.observer.step(Rank(plan.rank), self.op, index, plan.steps.len(), &words);
             collective
                 .report_progress(Progress { op: self.op, step: u32::try_from(index).unwrap_or(u32::MAX) });
-            // A wait depends on other ranks. Every other step is this rank's own work; during it the pulse of the rank
-            // must beat.
+            // A wait depends on other ranks. Every other step is this rank's own work; during it the pulse of
+            // the rank must beat.
             let work = (!matches!(step, Step::Wait { .. })).then(|| pulse.work());
             let span = tracing::debug_span!("step", index, doing = tracing::field::Empty);
             if !span.is_disabled() {
@@ -96,7 +98,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         let Executor { backend, collective, plan, lowered, .. } = self.executor;
         let words = || describe(self.executor.set, plan, step);
         let started = self.meter.start();
-        // Behind messages that may be on their way the device waits for other ranks, and this rank does not work.
+        // Behind messages that may be on their way the device waits for other ranks, and this rank does not
+        // work.
         let work = work.filter(|_| self.unsettled.is_empty() && background.ahead.is_empty());
         match step {
             Step::Repack { from, into } => {
@@ -213,8 +216,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         Ok(())
     }
 
-    /// Where the results of a state go, if the current step attends to its last block and nothing else needs the state: the backend
-    /// may compute both at once.
+    /// Where the results of a state go, if the current step attends to its last block and nothing
+    /// else needs the state: the backend may compute both at once.
     fn finalized_next(&self, state: BufferId) -> Option<BufferId> {
         let Executor { plan, lowered, .. } = self.executor;
         match plan.steps.get(self.step + 1)? {

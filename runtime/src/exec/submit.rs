@@ -14,7 +14,8 @@ use crate::meter::{Started, Timeline};
 use kyklos_plan::plan::describe;
 
 impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
-    /// Begins the current step, which the device may do later than the host goes on: from here on it counts as work of the device.
+    /// Begins the current step, which the device may do later than the host goes on: from here on
+    /// it counts as work of the device.
     pub(super) fn begin_ahead(&mut self, started: Started, ahead: &mut Ahead<'r>) {
         if !ahead.is_on() {
             return;
@@ -33,8 +34,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         });
     }
 
-    /// Ends when the current step is done; or, if the executor runs ahead, when it is submitted and no more steps are under way than
-    /// may be.
+    /// Ends when the current step is done; or, if the executor runs ahead, when it is submitted and
+    /// no more steps are under way than may be.
     pub(super) async fn end_step(
         &mut self,
         started: Started,
@@ -91,8 +92,8 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
         }
     }
 
-    /// Once the group has been aborted: the failure of the messages for which submitted steps wait, if there is one. It tells more
-    /// than the group.
+    /// Once the group has been aborted: the failure of the messages for which submitted steps wait,
+    /// if there is one. It tells more than the group.
     pub(super) async fn why_messages_failed(&self, ahead: &mut Ahead<'r>) -> Result<()> {
         self.failed_ahead(ahead)?;
         for step in &mut ahead.steps {

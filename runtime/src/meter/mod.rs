@@ -10,7 +10,8 @@ use kyklos_transport::Rank;
 
 use crate::clock::Clock;
 
-/// One rank's counters over one operation. All times are wall time of the rank's own clock, in nanoseconds.
+/// One rank's counters over one operation. All times are wall time of the rank's own clock, in
+/// nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct RankReport {
     /// Query tokens the rank owns.
@@ -19,11 +20,11 @@ pub struct RankReport {
     pub compute_ns: u64,
     /// Waiting for messages.
     pub wait_ns: u64,
-    /// Part of `wait_ns` in which all messages for this rank had arrived, but a peer had not yet posted the receive of
-    /// this rank's message: the peer was late.
+    /// Part of `wait_ns` in which all messages for this rank had arrived, but a peer had not yet
+    /// posted the receive of this rank's message: the peer was late.
     pub credit_blocked_ns: u64,
-    /// Part of `wait_ns` in which all messages for this rank had arrived, and a peer had posted the receive, but this
-    /// rank's message had not reached the peer yet: the network was slow.
+    /// Part of `wait_ns` in which all messages for this rank had arrived, and a peer had posted the
+    /// receive, but this rank's message had not reached the peer yet: the network was slow.
     pub send_blocked_ns: u64,
     /// Packing, and copies between host and device.
     pub copy_ns: u64,
@@ -66,7 +67,8 @@ pub enum Timeline {
     Wait,
     /// A message to a peer: from its posting until this rank learns that the peer has received it.
     Send,
-    /// A message from a peer: from the posting of its receive until this rank finds that it has arrived.
+    /// A message from a peer: from the posting of its receive until this rank finds that it has
+    /// arrived.
     Receive,
 }
 
@@ -119,8 +121,8 @@ impl Meter {
         Started { at_ns: self.clock.now_ns(), copied_ns, waited_ns }
     }
 
-    /// Ends an interval of the host. It is not counted while the device does steps for which the host does not wait: the time is
-    /// theirs.
+    /// Ends an interval of the host. It is not counted while the device does steps for which the
+    /// host does not wait: the time is theirs.
     pub(crate) fn end(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
         if self.ahead.get() == 0 {
             let at_ns = started.at_ns.max(self.counted_ns.get());
@@ -133,7 +135,8 @@ impl Meter {
         self.ahead.set(self.ahead.get() + 1);
     }
 
-    /// Counts a part of the first such step, which was begun at `started`: from the end of what was counted before, until now.
+    /// Counts a part of the first such step, which was begun at `started`: from the end of what was
+    /// counted before, until now.
     pub(crate) fn count_ahead(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
         let at_ns = started.at_ns.max(self.counted_ns.get());
         self.count(Started { at_ns, ..self.start() }, timeline, name);
@@ -148,7 +151,8 @@ impl Meter {
     fn count(&self, started: Started, timeline: Timeline, name: impl FnOnce() -> String) {
         let end_ns = self.clock.now_ns();
         let spent = |on: Timeline| self.spent_ns[on as usize].get();
-        // Copies inside this interval have been counted as copies already, waits inside of a computation as waits.
+        // Copies inside this interval have been counted as copies already, waits inside of a computation as
+        // waits.
         let waited =
             if timeline == Timeline::Compute { spent(Timeline::Wait) - started.waited_ns } else { 0 };
         let inside = spent(Timeline::Copy) - started.copied_ns + waited;
@@ -165,8 +169,9 @@ impl Meter {
         }
     }
 
-    /// Records the span of a message that was posted at `started` and is done: `timeline` is that of sends or of receives, with
-    /// `peer`. Messages overlap each other and the rank's own work, so their time enters no counter.
+    /// Records the span of a message that was posted at `started` and is done: `timeline` is that
+    /// of sends or of receives, with `peer`. Messages overlap each other and the rank's own
+    /// work, so their time enters no counter.
     pub(crate) fn message_done(
         &self,
         started: Started,
@@ -184,8 +189,9 @@ impl Meter {
         self.under_way.borrow_mut().entry(id).or_default().arrived_ns = Some(self.clock.now_ns());
     }
 
-    /// A peer has received a message of the exchange `id` that was posted at `started`; `under_way` is the time since
-    /// the peer had posted its receive. Returns the time in nanoseconds that the message waited for that receive.
+    /// A peer has received a message of the exchange `id` that was posted at `started`; `under_way`
+    /// is the time since the peer had posted its receive. Returns the time in nanoseconds that
+    /// the message waited for that receive.
     pub(crate) fn taken(&self, id: u32, started: Started, under_way: Duration) -> u64 {
         let under_way_ns = u64::try_from(under_way.as_nanos()).unwrap_or(u64::MAX);
         let asked_ns = self.clock.now_ns().saturating_sub(under_way_ns).max(started.at_ns);
@@ -233,8 +239,8 @@ impl Meter {
 struct ExchangeTimes {
     /// When all messages that it receives had arrived.
     arrived_ns: Option<u64>,
-    /// The interval in which the message that ended last waited for the receive of its peer. A wait ends with this
-    /// message.
+    /// The interval in which the message that ended last waited for the receive of its peer. A wait
+    /// ends with this message.
     unasked_ns: Range<u64>,
 }
 

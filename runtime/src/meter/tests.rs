@@ -20,13 +20,14 @@ const EXCHANGE: u32 = 7;
 enum Event {
     /// All messages that it receives have arrived.
     Arrived(u64),
-    /// A message: the time of its posting, the time of the posting of its receive, and the time of its end.
+    /// A message: the time of its posting, the time of the posting of its receive, and the time of
+    /// its end.
     Taken(u64, u64, u64),
 }
 use Event::{Arrived, Taken};
 
-/// Waits from 100 ns to 150 ns for an exchange with these events. Returns the times that the wait was blocked by
-/// peers without a posted receive, and by messages under way.
+/// Waits from 100 ns to 150 ns for an exchange with these events. Returns the times that the wait
+/// was blocked by peers without a posted receive, and by messages under way.
 fn blocked(events: &[Event]) -> [u64; 2] {
     let clock = Arc::new(ManualClock::default());
     let meter = Meter::new(clock.clone(), false);

@@ -1,4 +1,5 @@
-//! What ranks tell each other with their votes before a call, so that all of them plan from the same facts.
+//! What ranks tell each other with their votes before a call, so that all of them plan from the
+//! same facts.
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -76,8 +77,8 @@ pub(super) struct Agreed {
 /// Increased when the meaning of facts changes.
 const VERSION: u32 = 6;
 
-/// The note of this rank's vote: its label, the number of the operation, a hash of the attention bias tensor if that is the same
-/// on all ranks, the number of calls, and its facts.
+/// The note of this rank's vote: its label, the number of the operation, a hash of the attention
+/// bias tensor if that is the same on all ranks, the number of calls, and its facts.
 ///
 /// # Errors
 /// [`Error::Request`] when the tensors do not fit each other or the call.
@@ -132,7 +133,8 @@ pub(super) fn note(
 /// The encoded facts of all notes, by rank.
 ///
 /// # Errors
-/// [`Error::Request`], the same on all ranks, when ranks have different labels or different shared tensors.
+/// [`Error::Request`], the same on all ranks, when ranks have different labels or different shared
+/// tensors.
 pub(super) fn facts_of(notes: &[Bytes]) -> Result<Vec<Bytes>> {
     let mut first = None;
     let mut facts = Vec::with_capacity(notes.len());

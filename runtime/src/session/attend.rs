@@ -25,8 +25,9 @@ pub struct Output {
     pub o: Tensor,
     /// Log-sum-exp of the logits (natural logarithm), f32 `[batch, tokens, q_heads, 1]`.
     pub lse: Tensor,
-    /// The same to about 14 digits, for gradients: f32 `[batch, tokens, q_heads, 2]`, two numbers whose sum it is. `lse` is a view of the
-    /// first ones: [`Tensor::copied`] makes it dense. Beyond 10⁷ these are the largest logit, however many others are as large.
+    /// The same to about 14 digits, for gradients: f32 `[batch, tokens, q_heads, 2]`, two numbers
+    /// whose sum it is. `lse` is a view of the first ones: [`Tensor::copied`] makes it dense.
+    /// Beyond 10⁷ these are the largest logit, however many others are as large.
     pub lse_pair: Tensor,
     /// Time in nanoseconds and traffic in bytes.
     pub report: RankReport,
@@ -66,21 +67,23 @@ const CACHED_BYTES: usize = 64 << 20;
 pub(super) const CALLS: [u8; 32] = *b"attend: a kyklos call, release 2";
 
 impl Session {
-    /// Attention over the tokens of all ranks: `q`, `k` and `v` are this rank's, `[batch, tokens, heads, dim]`. Ranks may hold
-    /// any numbers of tokens, zero included; they learn each other's with the vote. Blocks until the device has the output.
+    /// Attention over the tokens of all ranks: `q`, `k` and `v` are this rank's, `[batch, tokens,
+    /// heads, dim]`. Ranks may hold any numbers of tokens, zero included; they learn each
+    /// other's with the vote. Blocks until the device has the output.
     ///
     /// # Errors
-    /// [`Error::Request`](crate::Error::Request) when the ranks' calls do not fit together: the same on all ranks. Where the
-    /// fault is in the tensors or options of one rank, that rank gets [`Error::Request`](crate::Error::Request) and the others
-    /// [`TransportError::Refused`] with its text. In both cases the session stays usable. Other errors end the call on all
-    /// ranks, and the group with it.
+    /// [`Error::Request`](crate::Error::Request) when the ranks' calls do not fit together: the
+    /// same on all ranks. Where the fault is in the tensors or options of one rank, that rank
+    /// gets [`Error::Request`](crate::Error::Request) and the others
+    /// [`TransportError::Refused`] with its text. In both cases the session stays usable. Other
+    /// errors end the call on all ranks, and the group with it.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend(&mut self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         pollster::block_on(self.attend_async(call, q, k, v))
     }
 
-    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
-    /// ranks.
+    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the
+    /// group is aborted on all ranks.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -96,8 +99,9 @@ impl Session {
         self.run_call(&lowered, &mut inputs, q).await
     }
 
-    /// Agrees with all ranks on `calls` calls with tensors like these; then all make the same plans. Before the vote, `prepare`
-    /// does what may fail on this rank alone, so that the other ranks get its error.
+    /// Agrees with all ranks on `calls` calls with tensors like these; then all make the same
+    /// plans. Before the vote, `prepare` does what may fail on this rank alone, so that the
+    /// other ranks get its error.
     pub(super) async fn agree<T>(
         &mut self,
         pass: &Pass,
@@ -121,7 +125,8 @@ impl Session {
         Ok((self.counted_if_refused(planned)?, prepared))
     }
 
-    /// The outcome of an agreement, the same on all ranks. A call that was refused counts as made, as one that runs.
+    /// The outcome of an agreement, the same on all ranks. A call that was refused counts as made,
+    /// as one that runs.
     pub(super) fn counted_if_refused<T>(&mut self, agreed: Result<T>) -> Result<T> {
         self.op += u64::from(agreed.is_err());
         agreed
@@ -164,7 +169,8 @@ impl Session {
         self.counted_if_refused(agreed)
     }
 
-    /// Ends the group if a vote did not come to its end: other ranks may take it for passed, and would wait for this rank.
+    /// Ends the group if a vote did not come to its end: other ranks may take it for passed, and
+    /// would wait for this rank.
     pub(super) fn end_vote(&self, error: &TransportError) {
         if let TransportError::Deadline { pending, .. } = error {
             let cause = AbortCause::Failed(error.to_string());

@@ -15,8 +15,8 @@ use crate::tensor::Tensor;
 use kyklos_plan::Dtype;
 use kyklos_plan::plan::{Direction, PlanSet};
 
-/// The tensors of a forward call that its backward pass reads: this rank's part of each, as [`Session::attend`] took and
-/// returned them.
+/// The tensors of a forward call that its backward pass reads: this rank's part of each, as
+/// [`Session::attend`] took and returned them.
 #[derive(Clone, Debug)]
 pub struct Saved {
     /// `[batch, tokens, q_heads, dim]`.
@@ -27,8 +27,9 @@ pub struct Saved {
     pub v: Tensor,
     /// The output, shaped as q.
     pub o: Tensor,
-    /// Its log-sum-exp, f32: [`Output::lse_pair`](crate::Output::lse_pair); or [`Output::lse`](crate::Output::lse), whose rounding is an
-    /// error of 2⁻²⁵ of it in the weights of a row.
+    /// Its log-sum-exp, f32: [`Output::lse_pair`](crate::Output::lse_pair); or
+    /// [`Output::lse`](crate::Output::lse), whose rounding is an error of 2⁻²⁵ of it in the
+    /// weights of a row.
     pub lse: Tensor,
 }
 
@@ -41,11 +42,12 @@ pub struct Gradients {
     pub dk: Tensor,
     /// Of v, shaped as v: summed over the queries of all ranks.
     pub dv: Tensor,
-    /// This rank's part of the gradients of the sinks, one for each query head: from its own queries. The gradient is the sum
-    /// over all ranks. Empty without sinks.
+    /// This rank's part of the gradients of the sinks, one for each query head: from its own
+    /// queries. The gradient is the sum over all ranks. Empty without sinks.
     pub d_sinks_part: Vec<f64>,
-    /// With [`Attention::bias_gradient`], of the bias tensor, f32 without padding of rows: of this rank's queries `[its batch,
-    /// tokens, its heads, keys]`. With [`shared_rows`](crate::BiasTensor::shared_rows) this rank's part of `[its batch, 1, its
+    /// With [`Attention::bias_gradient`], of the bias tensor, f32 without padding of rows: of this
+    /// rank's queries `[its batch, tokens, its heads, keys]`. With
+    /// [`shared_rows`](crate::BiasTensor::shared_rows) this rank's part of `[its batch, 1, its
     /// heads, keys]`: the gradient is the sum over all ranks.
     pub d_bias: Option<Tensor>,
     /// Time in nanoseconds and traffic in bytes.
@@ -62,17 +64,22 @@ const BACKWARD: Pass = Pass {
 };
 
 impl Session {
-    /// The gradients of `L` with respect to q, k and v, where `d_o` = ∂L/∂o and `d_lse` = ∂L/∂lse are this rank's rows of the
-    /// gradients of the output, `[batch, tokens, q_heads, dim]` in the type of q, and of the log-sum-exp, f32
-    /// `[batch, tokens, q_heads, 1]`; without `d_lse`, `L` does not depend on the log-sum-exp. `call` is that of the forward pass,
-    /// or one of given backward plans ([`Attention::planned`]), and `saved` its tensors. All ranks make this call together, as they make [`Self::attend`]. Nothing is divided by the
-    /// number of ranks. Blocks until the device has the gradients.
+    /// The gradients of `L` with respect to q, k and v, where `d_o` = ∂L/∂o and `d_lse` = ∂L/∂lse
+    /// are this rank's rows of the gradients of the output, `[batch, tokens, q_heads, dim]` in
+    /// the type of q, and of the log-sum-exp, f32 `[batch, tokens, q_heads, 1]`; without
+    /// `d_lse`, `L` does not depend on the log-sum-exp. `call` is that of the forward pass,
+    /// or one of given backward plans ([`Attention::planned`]), and `saved` its tensors. All ranks
+    /// make this call together, as they make [`Self::attend`]. Nothing is divided by the number
+    /// of ranks. Blocks until the device has the gradients.
     ///
-    /// The formulas are in [`Backend::attend_backward`](crate::backend::Backend::attend_backward). Of a call without given plans, a strategy without a backward
-    /// pass is replaced by the default strategy of its mesh; each rank gets the gradients of its own tokens in any case. An
-    /// attention bias tensor is a constant, unless the call asks for its gradient ([`Attention::bias_gradient`]). Of keys that every rank holds
-    /// ([`Execution::replicated`](crate::Execution::replicated)) every rank gets the whole gradient, in equal bytes. A caller that
-    /// sums gradients of parameters over the ranks uses these rows on one rank only.
+    /// The formulas are in [`Backend::attend_backward`](crate::backend::Backend::attend_backward).
+    /// Of a call without given plans, a strategy without a backward pass is replaced by the
+    /// default strategy of its mesh; each rank gets the gradients of its own tokens in any case. An
+    /// attention bias tensor is a constant, unless the call asks for its gradient
+    /// ([`Attention::bias_gradient`]). Of keys that every rank holds
+    /// ([`Execution::replicated`](crate::Execution::replicated)) every rank gets the whole
+    /// gradient, in equal bytes. A caller that sums gradients of parameters over the ranks uses
+    /// these rows on one rank only.
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {
@@ -97,8 +104,8 @@ impl Session {
     /// ```
     ///
     /// # Errors
-    /// As [`Self::attend`]. [`Error::Request`] also for a device without kernels for gradients, and for options without a
-    /// backward pass ([`plan_backward`](crate::plan_backward)).
+    /// As [`Self::attend`]. [`Error::Request`] also for a device without kernels for gradients, and
+    /// for options without a backward pass ([`plan_backward`](crate::plan_backward)).
     #[cfg(not(target_arch = "wasm32"))]
     pub fn backward(
         &mut self,
@@ -110,8 +117,8 @@ impl Session {
         pollster::block_on(self.backward_async(call, saved, d_o, d_lse))
     }
 
-    /// [`Self::backward`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
-    /// ranks.
+    /// [`Self::backward`] as a future. If it is dropped after its first poll and before its end,
+    /// the group is aborted on all ranks.
     ///
     /// # Errors
     /// As [`Self::backward`].
@@ -245,7 +252,8 @@ struct OutputRows {
 }
 
 impl OutputRows {
-    /// The inputs of a backward pass: those of the forward pass and these. With `sinks` also the statistics for their gradients.
+    /// The inputs of a backward pass: those of the forward pass and these. With `sinks` also the
+    /// statistics for their gradients.
     fn add_to(
         self,
         inputs: Inputs<DeviceBuffer>,

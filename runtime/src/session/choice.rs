@@ -18,9 +18,10 @@ use kyklos_plan::{
 type Owners = (Placement, Placement);
 
 impl Attention {
-    /// The plans that sessions make for this call: of all ranks, with their bytes and their proof, before any rank is there.
-    /// `shape` = `[batch, q_heads, kv_heads, dim]`; the tokens of each rank, by rank: queries, and keys without the replicated
-    /// ones. The label and the elements of a bias tensor do not matter.
+    /// The plans that sessions make for this call: of all ranks, with their bytes and their proof,
+    /// before any rank is there. `shape` = `[batch, q_heads, kv_heads, dim]`; the tokens of
+    /// each rank, by rank: queries, and keys without the replicated ones. The label and the
+    /// elements of a bias tensor do not matter.
     ///
     /// ```
     /// use kyklos::{Attention, Dtype, Mask, plan};
@@ -32,7 +33,8 @@ impl Attention {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Request`] for a call that sessions refuse, except where the fault is in the tensors.
+    /// [`Error::Request`] for a call that sessions refuse, except where the fault is in the
+    /// tensors.
     pub fn plans(
         &self,
         shape: [u32; 4],
@@ -91,7 +93,8 @@ pub(super) fn plans(options: &Options, agreed: &Agreed) -> Result<Arc<ProvedPlan
     Ok(Arc::new(ProvedPlans::new(plan_placed(&problem, q.mesh(), q, kv, strategy)?)?))
 }
 
-/// The plans of the backward pass of a call. A strategy without one is replaced by the default of its mesh.
+/// The plans of the backward pass of a call. A strategy without one is replaced by the default of
+/// its mesh.
 pub(super) fn backward_plans(options: &Options, agreed: &Agreed) -> Result<Arc<ProvedPlans>> {
     if let Some(GivenPlans(plans)) = &options.execution.plans {
         return given(plans, options, agreed, Direction::Backward);
@@ -242,8 +245,8 @@ fn deal(options: &Options, problem: &AttentionProblem, agreed: &Agreed, mesh: Me
     Ok((queries, place(problem.kv_len, &agreed.kv_counts, replicated.clone())?))
 }
 
-/// The mesh and the strategy that send the fewest bytes: keys and values go to the queries, or, where queries are few, queries to
-/// the keys.
+/// The mesh and the strategy that send the fewest bytes: keys and values go to the queries, or,
+/// where queries are few, queries to the keys.
 fn fewest_bytes(
     execution: &Execution,
     problem: &AttentionProblem,
@@ -274,7 +277,8 @@ fn on_mesh((q, kv): &Owners, mesh: Mesh) -> Result<Owners> {
     Ok((q.on_mesh(mesh)?, kv.on_mesh(mesh)?))
 }
 
-/// Refuses ranks that pass other numbers of tokens than they own, and rows behind the keys, which only a cache has.
+/// Refuses ranks that pass other numbers of tokens than they own, and rows behind the keys, which
+/// only a cache has.
 fn fits((q, kv): (&Placement, &Placement), agreed: &Agreed) -> Result<()> {
     for (what, placement, counts) in [("queries", q, &agreed.q_counts), ("keys", kv, &agreed.kv_counts)] {
         let mut ranks = (0..).map(Rank).take(counts.len());

@@ -33,10 +33,12 @@ use speeds::Speeds;
 
 /// One rank of a group, with its device: any number of calls, one after the other.
 ///
-/// The ranks of a group make the same calls in the same order: [`Self::attend`] and [`Self::backward`], of options from which the
-/// session makes plans, or of plans that the caller has made ([`Attention::planned`](crate::Attention::planned)). A call begins with a vote: if ranks disagree about what they
-/// run, all of them get the same error, and the session stays usable. If a rank fails during a call, every call of every rank
-/// ends with an error that names it, and so does every later call on this group.
+/// The ranks of a group make the same calls in the same order: [`Self::attend`] and
+/// [`Self::backward`], of options from which the session makes plans, or of plans that the caller
+/// has made ([`Attention::planned`](crate::Attention::planned)). A call begins with a vote: if
+/// ranks disagree about what they run, all of them get the same error, and the session stays
+/// usable. If a rank fails during a call, every call of every rank ends with an error that names
+/// it, and so does every later call on this group.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
@@ -85,7 +87,8 @@ impl<C: Collective<Device> + Threaded> DeviceCollective for C {}
 pub struct SessionOptions {
     /// How long a message or an agreement may take before it is an error.
     pub deadline: Duration,
-    /// Bytes that the buffers of a plan may take on the device, for [`Session::share`]; none: not known.
+    /// Bytes that the buffers of a plan may take on the device, for [`Session::share`]; none: not
+    /// known.
     pub memory_bytes: Option<u64>,
     /// Clock, observer, trace and poisoning.
     pub run: RunOptions,
@@ -115,7 +118,8 @@ impl Session {
         Self::with_collective(transport, device, collective, options)
     }
 
-    /// As [`Self::with_options`], with another way to move buffers of the device between the ranks of the group of `transport`.
+    /// As [`Self::with_options`], with another way to move buffers of the device between the ranks
+    /// of the group of `transport`.
     pub fn with_collective(
         transport: Arc<dyn Transport>,
         device: Device,
@@ -137,8 +141,8 @@ impl Session {
         }
     }
 
-    /// The sessions of ranks of this process that share `device`; `transports` are theirs, of one group. Tensors that travel
-    /// between these ranks stay on the device.
+    /// The sessions of ranks of this process that share `device`; `transports` are theirs, of one
+    /// group. Tensors that travel between these ranks stay on the device.
     pub fn on_one_device(
         transports: Vec<Arc<dyn Transport>>,
         device: &Device,
@@ -168,19 +172,20 @@ impl Session {
         &self.device
     }
 
-    /// Takes the number of the next operation, which no run then uses: for messages of the caller's own over
-    /// [`Self::transport`]. All ranks take it between the same two runs.
+    /// Takes the number of the next operation, which no run then uses: for messages of the caller's
+    /// own over [`Self::transport`]. All ranks take it between the same two runs.
     ///
-    /// Every call takes a number, also one that the ranks refuse. A rank that leaves a call out, because it failed before this session
-    /// knew of it, takes the number alone: the next call then fails on all ranks, instead of being taken for the one that was left
-    /// out.
+    /// Every call takes a number, also one that the ranks refuse. A rank that leaves a call out,
+    /// because it failed before this session knew of it, takes the number alone: the next call
+    /// then fails on all ranks, instead of being taken for the one that was left out.
     pub fn take_operation(&mut self) -> u64 {
         let op = self.op;
         self.op += 1;
         op
     }
 
-    /// Votes against the next operation: this rank cannot take part, because of `error`. On all ranks the operation counts as made.
+    /// Votes against the next operation: this rank cannot take part, because of `error`. On all
+    /// ranks the operation counts as made.
     ///
     /// # Errors
     /// If the group fails before the vote ends. That all ranks refuse is no error of this function.
@@ -193,7 +198,8 @@ impl Session {
         }
     }
 
-    /// Leaves the group in order: waits, at most `deadline`, until the peers have all messages of this rank.
+    /// Leaves the group in order: waits, at most `deadline`, until the peers have all messages of
+    /// this rank.
     ///
     /// # Errors
     /// [`Error::Transport`] if peers do not take their messages in time.
@@ -210,7 +216,8 @@ impl Session {
         pollster::block_on(self.close_async(deadline))
     }
 
-    /// Calls so far for which the session had to make plans, or to prepare given ones. The others used plans of earlier calls.
+    /// Calls so far for which the session had to make plans, or to prepare given ones. The others
+    /// used plans of earlier calls.
     pub fn plans_made(&self) -> u64 {
         self.plans_made
     }

@@ -14,10 +14,11 @@ use crate::error::{Error, Result};
 use crate::exec::LoweredPlan;
 use crate::tensor::Tensor;
 
-/// Calls of one shape for which the ranks have voted together, as the layers of a model are: the n-th call of a rank meets the
-/// n-th calls of its peers. Made by [`Session::prepare`].
+/// Calls of one shape for which the ranks have voted together, as the layers of a model are: the
+/// n-th call of a rank meets the n-th calls of its peers. Made by [`Session::prepare`].
 ///
-/// All ranks make all calls that they announced. If a rank drops this before, the group is aborted on all ranks.
+/// All ranks make all calls that they announced. If a rank drops this before, the group is aborted
+/// on all ranks.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
@@ -47,18 +48,20 @@ pub struct Prepared<'s> {
 }
 
 impl Session {
-    /// Agrees with all ranks on `count` calls with tensors of these shapes, and on their plan, in one vote. The mask, the attention bias tensor and all other options are those of `call` in
+    /// Agrees with all ranks on `count` calls with tensors of these shapes, and on their plan, in
+    /// one vote. The mask, the attention bias tensor and all other options are those of `call` in
     /// every call. Blocks until all ranks have voted.
     ///
     /// # Errors
-    /// As [`Session::attend`]; also [`Error::Request`] where ranks announce different numbers of calls.
+    /// As [`Session::attend`]; also [`Error::Request`] where ranks announce different numbers of
+    /// calls.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn prepare(&mut self, call: &Attention, shapes: &CallShapes, count: u32) -> Result<Prepared<'_>> {
         pollster::block_on(self.prepare_async(call, shapes, count))
     }
 
-    /// [`Self::prepare`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
-    /// ranks.
+    /// [`Self::prepare`] as a future. If it is dropped after its first poll and before its end, the
+    /// group is aborted on all ranks.
     ///
     /// # Errors
     /// As [`Self::prepare`].
@@ -83,17 +86,19 @@ impl Prepared<'_> {
     /// The next call, without a vote. Blocks until the device has the output.
     ///
     /// # Errors
-    /// [`Error::Request`] for tensors of other shapes, another type or another device than announced, and for a call beyond the
-    /// announced ones. Nothing has moved then, and the call can be made again with the right tensors. For elements beyond the range
-    /// of [`WireFormat::F16`](crate::WireFormat::F16) [`Error::Request`], or [`TransportError::Refused`] where another rank has
-    /// them: all ranks make the call again, or none. Other errors end the call on all ranks, and the group with it.
+    /// [`Error::Request`] for tensors of other shapes, another type or another device than
+    /// announced, and for a call beyond the announced ones. Nothing has moved then, and the
+    /// call can be made again with the right tensors. For elements beyond the range
+    /// of [`WireFormat::F16`](crate::WireFormat::F16) [`Error::Request`], or
+    /// [`TransportError::Refused`] where another rank has them: all ranks make the call again,
+    /// or none. Other errors end the call on all ranks, and the group with it.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn run(&mut self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Output> {
         pollster::block_on(self.run_async(q, k, v))
     }
 
-    /// [`Self::run`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
-    /// ranks.
+    /// [`Self::run`] as a future. If it is dropped after its first poll and before its end, the
+    /// group is aborted on all ranks.
     ///
     /// # Errors
     /// As [`Self::run`].
@@ -132,7 +137,8 @@ pub(super) fn is_refused(output: &Result<Output>) -> bool {
 }
 
 impl Session {
-    /// The error of a group that has been aborted: a rank whose plan has no messages would not notice.
+    /// The error of a group that has been aborted: a rank whose plan has no messages would not
+    /// notice.
     pub(super) async fn check_group(&self) -> Result<()> {
         if self.collective.stop_flag().load(Ordering::Acquire) {
             self.transport.agree(Vote::ready([0; 32]), self.options.deadline).await?;

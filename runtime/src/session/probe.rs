@@ -31,8 +31,9 @@ impl CallClass {
 }
 
 impl Device {
-    /// How fast this device computes: measured on calls of full attention with the element type, the head dim and the heads of
-    /// `problem`, for 0.1 s, after a call of each length up to one that takes 10 ms. The time in which the device compiles its kernels comes on top.
+    /// How fast this device computes: measured on calls of full attention with the element type,
+    /// the head dim and the heads of `problem`, for 0.1 s, after a call of each length up to
+    /// one that takes 10 ms. The time in which the device compiles its kernels comes on top.
     ///
     /// # Errors
     /// As [`Session::attend`].
@@ -41,7 +42,8 @@ impl Device {
     }
 }
 
-/// A device that is ready to be measured: its kernels are compiled, and the length of the calls is chosen.
+/// A device that is ready to be measured: its kernels are compiled, and the length of the calls is
+/// chosen.
 pub(super) struct Probe {
     session: Session,
     problem: AttentionProblem,
@@ -78,7 +80,8 @@ impl Probe {
         Ok(probe)
     }
 
-    /// Mean speed over a time: ranks that share the cores of a machine, and measure at the same time, all see their part of them.
+    /// Mean speed over a time: ranks that share the cores of a machine, and measure at the same
+    /// time, all see their part of them.
     pub(super) async fn measure(&mut self) -> Result<Capacity> {
         let clock = self.session.options.run.clock.clone();
         let (began_ns, mut attending_ns, mut calls) = (clock.now_ns(), 0, 0);

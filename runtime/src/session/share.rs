@@ -59,14 +59,17 @@ struct Facts {
 }
 
 impl Session {
-    /// Shares the tokens of `problem` among all ranks, so that all of them end at the same time. Each rank measures its device
-    /// ([`Device::measure`](crate::backend::Device::measure)), once for each class of calls, and from then on by the calls of this session. Shares are even where
-    /// the speeds differ by less than a tenth. A rank gets none where its device slows down a faster one, on the same cores, by more than
-    /// it adds. They change from one call of this function to the next only where the new ones
-    /// promise a tenth less time. All ranks call it, at the same place in their calls. Blocks.
+    /// Shares the tokens of `problem` among all ranks, so that all of them end at the same time.
+    /// Each rank measures its device ([`Device::measure`](crate::backend::Device::measure)),
+    /// once for each class of calls, and from then on by the calls of this session. Shares are even
+    /// where the speeds differ by less than a tenth. A rank gets none where its device slows
+    /// down a faster one, on the same cores, by more than it adds. They change from one call of
+    /// this function to the next only where the new ones promise a tenth less time. All ranks
+    /// call it, at the same place in their calls. Blocks.
     ///
-    /// `execution` names the mesh, the strategy and the placement; without a mesh, a ring of all ranks. Shares are by the work of
-    /// queries, so they stay even in a fixed order, on a mesh without a ring, and with strategies that move queries.
+    /// `execution` names the mesh, the strategy and the placement; without a mesh, a ring of all
+    /// ranks. Shares are by the work of queries, so they stay even in a fixed order, on a mesh
+    /// without a ring, and with strategies that move queries.
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {
@@ -86,9 +89,9 @@ impl Session {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Request`] for a problem that does not fit the mesh or the memory of the ranks, or where ranks ask for other
-    /// problems: the same on all ranks. A device that fails while it is measured is the error of all ranks. Others as
-    /// [`Self::attend`].
+    /// [`Error::Request`] for a problem that does not fit the mesh or the memory of the ranks, or
+    /// where ranks ask for other problems: the same on all ranks. A device that fails while it
+    /// is measured is the error of all ranks. Others as [`Self::attend`].
     #[cfg(not(target_arch = "wasm32"))]
     pub fn share(&mut self, problem: &AttentionProblem, execution: &Execution) -> Result<SharedTokens> {
         pollster::block_on(self.share_async(problem, execution))
@@ -137,8 +140,8 @@ impl Session {
         Ok(shared)
     }
 
-    /// Whether the devices of the ranks have different names, drivers or kernels. All ranks call it, at the same place in their
-    /// calls.
+    /// Whether the devices of the ranks have different names, drivers or kernels. All ranks call
+    /// it, at the same place in their calls.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -181,8 +184,9 @@ impl Session {
         }
     }
 
-    /// What all ranks have measured. They measure at the same time, because they may share the cores of a machine; also those that
-    /// know their speed from another time. Where speeds differ, the fastest ranks measure again without the others.
+    /// What all ranks have measured. They measure at the same time, because they may share the
+    /// cores of a machine; also those that know their speed from another time. Where speeds
+    /// differ, the fastest ranks measure again without the others.
     async fn measure(
         &mut self,
         class: CallClass,
@@ -264,8 +268,8 @@ impl Session {
     }
 }
 
-/// What the ranks can do while active set number `active_set` computes, as if their speeds were equal where they differ by no more than
-/// measurements vary.
+/// What the ranks can do while active set number `active_set` computes, as if their speeds were
+/// equal where they differ by no more than measurements vary.
 fn capacities(measured: &[Measured], active_set: usize) -> Vec<Capacity> {
     let capacities = measured.iter().map(|rank| rank.in_active_set(active_set));
     let speeds: Vec<u64> = capacities.clone().map(|capacity| capacity.pairs_per_s).collect();
@@ -282,8 +286,9 @@ fn is_noise(speeds: &[u64]) -> bool {
     most - least <= least / 10
 }
 
-/// The shares with the earliest end, and the active set that they are for. Fewer ranks than all are worth it only for a tenth of the time:
-/// less is within what measurements vary, and more ranks have more memory.
+/// The shares with the earliest end, and the active set that they are for. Fewer ranks than all are
+/// worth it only for a tenth of the time: less is within what measurements vary, and more ranks
+/// have more memory.
 fn earliest(
     problem: &AttentionProblem,
     candidate: Candidate,

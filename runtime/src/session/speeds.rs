@@ -6,11 +6,12 @@ use super::probe::CallClass;
 use kyklos_plan::Mesh;
 use kyklos_plan::simulate::Capacity;
 
-/// The speed of one device for one class of calls. Devices may share the cores of a machine, so a speed is
-/// valid only for one active set: the ranks that compute at the same time.
+/// The speed of one device for one class of calls. Devices may share the cores of a machine, so a
+/// speed is valid only for one active set: the ranks that compute at the same time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Measured {
-    /// Pairs in a second, for each of the [`active_sets`] of the mesh that was measured; the first is all ranks. 0 where the rank is not in it.
+    /// Pairs in a second, for each of the [`active_sets`] of the mesh that was measured; the first
+    /// is all ranks. 0 where the rank is not in it.
     pub(super) pairs_per_s: Vec<u64>,
     /// As [`Capacity::step_ns`].
     pub(super) step_ns: u64,
@@ -26,14 +27,16 @@ impl Measured {
     }
 }
 
-/// How many of the fastest shards are measured at the same time: all, then few, so that a device that takes more from the others than
-/// it adds is found. Twice as many each time: a measurement takes a tenth of a second.
+/// How many of the fastest shards are measured at the same time: all, then few, so that a device
+/// that takes more from the others than it adds is found. Twice as many each time: a measurement
+/// takes a tenth of a second.
 pub(super) fn active_sets(shards: usize) -> impl Iterator<Item = usize> {
     let fewer = (0..usize::BITS).map(|power| 1 << power).take_while(move |size| *size < shards);
     std::iter::once(shards).chain(fewer)
 }
 
-/// Whether each rank is in the active set of the `size` fastest shards of `mesh`; of equals the lower one is.
+/// Whether each rank is in the active set of the `size` fastest shards of `mesh`; of equals the
+/// lower one is.
 pub(super) fn members(mesh: Mesh, pairs_per_s: &[u64], size: usize) -> Vec<bool> {
     let of_shard = mesh.ulysses() as usize;
     let speeds: Vec<u64> =
@@ -81,8 +84,9 @@ impl Speeds {
         else {
             return self.set(class, Measured { pairs_per_s: vec![seen], step_ns: 0, memory_bytes: None });
         };
-        // Half of the way, in factors: one slow call does not count for much, and the speed of a device that becomes 50 times slower
-        // is known within a third after 4 calls. Half of the difference would take 8.
+        // Half of the way, in factors: one slow call does not count for much, and the speed of a device
+        // that becomes 50 times slower is known within a third after 4 calls. Half of the
+        // difference would take 8.
         let old = measured.pairs_per_s[*active_set].max(1);
         let new = geometric_mean(old, seen);
         for speed in &mut measured.pairs_per_s {

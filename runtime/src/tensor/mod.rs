@@ -13,7 +13,8 @@ mod view;
 
 use view::View;
 
-/// `[batch, tokens, heads, dim]` elements in host memory or on a device. Cloning gives another handle of the same elements.
+/// `[batch, tokens, heads, dim]` elements in host memory or on a device. Cloning gives another
+/// handle of the same elements.
 ///
 /// ```
 /// use kyklos::Tensor;
@@ -71,7 +72,7 @@ impl<T: Element> AsRef<[u8]> for Kept<T> {
 }
 
 impl Tensor {
-    /// Elements in host memory, `shape` = `[batch, tokens, heads, dim]`, dense. Takes `data` without a copy.
+    /// Dense elements in host memory, `shape` = `[batch, tokens, heads, dim]`. No copy is made.
     ///
     /// # Errors
     /// [`Error::Request`] when `data` does not have the elements of the shape.
@@ -102,11 +103,13 @@ impl Tensor {
         Ok(Self { dtype, view: View::dense(shape), memory: Memory::Host(data) })
     }
 
-    /// The elements in a caller's wgpu buffer, dense from its beginning, without a copy. `device` is of the same
-    /// `wgpu::Device` ([`Device::from_wgpu`]). The caller does not write to the buffer while a call uses it.
+    /// The elements in a caller's wgpu buffer, dense from its beginning, without a copy. `device`
+    /// is of the same `wgpu::Device` ([`Device::from_wgpu`]). The caller does not write to the
+    /// buffer while a call uses it.
     ///
     /// # Errors
-    /// [`Error::Request`] if the buffer does not fit, see [`WgpuBackend::adopt`](crate::backend::wgpu::WgpuBackend::adopt).
+    /// [`Error::Request`] if the buffer does not fit, see
+    /// [`WgpuBackend::adopt`](crate::backend::wgpu::WgpuBackend::adopt).
     #[cfg(feature = "wgpu")]
     pub fn from_wgpu(shape: [usize; 4], dtype: Dtype, device: &Device, buffer: wgpu::Buffer) -> Result<Self> {
         let Some(backend) = device.backend::<crate::backend::wgpu::WgpuBackend>() else {
@@ -121,17 +124,19 @@ impl Tensor {
         Ok(Self::on_device(shape, dtype, device, DeviceBuffer::new(buffer)))
     }
 
-    /// The wgpu buffer that holds the elements, dense from its beginning; `None` if they are elsewhere or not dense. Its
-    /// usages are `STORAGE`, `COPY_SRC` and `COPY_DST`, its size is rounded up.
+    /// The wgpu buffer that holds the elements, dense from its beginning; `None` if they are
+    /// elsewhere or not dense. Its usages are `STORAGE`, `COPY_SRC` and `COPY_DST`, its size is
+    /// rounded up.
     #[cfg(feature = "wgpu")]
     pub fn wgpu_buffer(&self) -> Option<wgpu::Buffer> {
         let raw = |buffer: &crate::backend::wgpu::WgpuBuffer| buffer.raw().clone();
         self.is_dense().then(|| self.with_buffer(raw))?
     }
 
-    /// The elements in a buffer that a backend outside this crate has made of a caller's memory, without a copy: strides in
-    /// elements, from the beginning of the buffer on, which has `elements` elements. `buffer` is of `device`, and it is only
-    /// read. Elements that are not dense cost one copy on the device when they are used.
+    /// The elements in a buffer that a backend outside this crate has made of a caller's memory,
+    /// without a copy: strides in elements, from the beginning of the buffer on, which has
+    /// `elements` elements. `buffer` is of `device`, and it is only read. Elements that are not
+    /// dense cost one copy on the device when they are used.
     ///
     /// # Errors
     /// As [`Self::view`].
@@ -148,8 +153,9 @@ impl Tensor {
         Ok(Self { view, ..Self::on_device(shape, dtype, device, buffer) })
     }
 
-    /// What `read` makes of the device buffer that holds the elements; `None` if they are not in a `T`, which is a
-    /// [`Backend::Buffer`]. The buffer may hold more than these elements, see [`Self::is_dense`].
+    /// What `read` makes of the device buffer that holds the elements; `None` if they are not in a
+    /// `T`, which is a [`Backend::Buffer`]. The buffer may hold more than these elements, see
+    /// [`Self::is_dense`].
     pub fn with_buffer<T: 'static, R>(&self, read: impl FnOnce(&T) -> R) -> Option<R> {
         let Memory::Device(_, buffer) = &self.memory else { return None };
         buffer.lock().unwrap_or_else(PoisonError::into_inner).get().map(read)
@@ -166,11 +172,13 @@ impl Tensor {
         Self { dtype, view: View::dense(shape), memory }
     }
 
-    /// Other elements of the same memory: `[batch, tokens, heads, dim]` extents and strides in elements, from the element
-    /// `first` of the memory on. Reading it costs one copy if the elements are not dense.
+    /// Other elements of the same memory: `[batch, tokens, heads, dim]` extents and strides in
+    /// elements, from the element `first` of the memory on. Reading it costs one copy if the
+    /// elements are not dense.
     ///
     /// # Errors
-    /// [`Error::Request`] if elements are outside of the memory or share memory, or the elements of a head are not adjacent.
+    /// [`Error::Request`] if elements are outside of the memory or share memory, or the elements of
+    /// a head are not adjacent.
     pub fn view(&self, shape: [usize; 4], strides: [usize; 4], first: usize) -> Result<Self> {
         let view = View { shape, strides, first };
         let old = self.view;
@@ -210,13 +218,15 @@ impl Tensor {
     /// The same elements on `device`, dense; shares memory if they are already there.
     ///
     /// # Errors
-    /// [`Error::Request`] for elements of another device, [`Error::OutOfMemory`], [`Error::Device`].
+    /// [`Error::Request`] for elements of another device, [`Error::OutOfMemory`],
+    /// [`Error::Device`].
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         let buffer = self.buffer("tensor", device)?;
         Ok(Self::on_device(self.view.shape, self.dtype, device, buffer))
     }
 
-    /// The same elements in memory of their own, dense, where they are. Memory of the host is shared if it is dense already.
+    /// The same elements in memory of their own, dense, where they are. Memory of the host is
+    /// shared if it is dense already.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`].

@@ -1,4 +1,5 @@
-//! Gradients of strided tensors against f64. The suites of gradients hold whole calls to the oracle.
+//! Gradients of strided tensors against f64. The suites of gradients hold whole calls to the
+//! oracle.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -198,7 +199,8 @@ fn every_gradient_of_strided_tensors_equals_f64(backend: &WgpuBackend) {
     }
 }
 
-/// Rows that see no key, and rows whose visible logits are all −∞, with NaN in the gradient of their output.
+/// Rows that see no key, and rows whose visible logits are all −∞, with NaN in the gradient of
+/// their output.
 fn every_gradient_without_keys_is_zero_whatever_the_output_has(backend: &WgpuBackend) {
     for mask in ["full", "causal", "slices:0..40x0..70,60..100x3..90"] {
         let mut case = Case::new([1, 100, 4, 2, 32], Dtype::F32, mask);

@@ -46,8 +46,8 @@ impl Case {
         }
     }
 
-    /// The rows `tokens` of a tensor, spread out in a buffer: an offset, gaps between heads, rows and batch entries, and
-    /// NaN in the gaps.
+    /// The rows `tokens` of a tensor, spread out in a buffer: an offset, gaps between heads, rows
+    /// and batch entries, and NaN in the gaps.
     pub(crate) fn operand(
         &self,
         backend: &WgpuBackend,
@@ -139,7 +139,8 @@ impl Case {
         (loaded(dtype, &o), loaded(Dtype::F32, &lse).into_iter().step_by(2).collect())
     }
 
-    /// Matrix units take weights in f16: each is off by 2^-11 of itself, and o by as much of the largest value.
+    /// Matrix units take weights in f16: each is off by 2^-11 of itself, and o by as much of the
+    /// largest value.
     pub(crate) fn weight_rounding(&self, backend: &WgpuBackend) -> f64 {
         if self.problem.dtype == Dtype::F16 && backend.info().kernel.starts_with("cooperative") {
             let largest = self.v.iter().map(|v| f64::from(v.abs())).filter(|v| v.is_finite());

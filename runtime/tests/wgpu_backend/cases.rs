@@ -36,9 +36,11 @@ pub(crate) fn head_dims(dims: &[u32]) -> Vec<u32> {
 }
 
 fn every_dtype_and_head_dim_equals_f64(backend: &WgpuBackend) {
-    // Head dims of all kinds: below, at and above a subgroup's worth of units; with a ragged last pass; of two passes.
+    // Head dims of all kinds: below, at and above a subgroup's worth of units; with a ragged last pass;
+    // of two passes.
     let all: [(Dtype, &[u32]); 2] = [(Dtype::F32, &[8, 64, 72, 128]), (Dtype::Bf16, &[64, 96])];
-    // Other tests of the sample have 64 elements in every type, and `large_heads_equal_f64` has several passes.
+    // Other tests of the sample have 64 elements in every type, and `large_heads_equal_f64` has several
+    // passes.
     let some: [(Dtype, &[u32]); 2] = [(Dtype::F32, &[8, 72]), (Dtype::Bf16, &[])];
     for (dtype, dims) in if compiles_slowly(backend) { amount(some, all) } else { all } {
         for dim in head_dims(dims) {
@@ -56,7 +58,8 @@ fn every_f16_head_dim_equals_f64(backend: &WgpuBackend) {
     }
 }
 
-/// Whether the driver compiles a portable kernel of a large head dim for 20 to 40 s. A sample has few of them.
+/// Whether the driver compiles a portable kernel of a large head dim for 20 to 40 s. A sample has
+/// few of them.
 fn compiles_slowly(backend: &WgpuBackend) -> bool {
     backend.info().class == DeviceClass::SoftwareGpu && backend.info().kernel.starts_with("portable")
 }
@@ -101,8 +104,8 @@ fn every_mask_equals_f64_over_any_tokens(backend: &WgpuBackend) {
     ] {
         let mut case = Case::new([2, 150, 4, 1, 64], Dtype::F32, mask);
         case.check(backend, &format!("{mask}, one block"));
-        // Queries as the zigzag placement assigns them. Keys are striped over three blocks, and one block has a single
-        // key.
+        // Queries as the zigzag placement assigns them. Keys are striped over three blocks, and one block
+        // has a single key.
         case.q_tokens = TokenRuns::from_positions((0..21).chain(101..150));
         case.kv_blocks = vec![
             TokenRuns::from_positions((0..150).step_by(2)),
@@ -172,8 +175,8 @@ fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
                             assert!(got.iter().all(|x| x.is_nan()), "{what}");
                         } else {
                             assert!(!got[13].is_finite(), "{what}: o {}", got[13]);
-                            // If a value is not finite, a kernel with another order of summation replaces the matrix
-                            // units.
+                            // If a value is not finite, a kernel with another order of summation replaces the
+                            // matrix units.
                             let allowed = if case.weight_rounding(backend) > 0.0 {
                                 1e-5 * (1.0 + want[12].abs())
                             } else {

@@ -42,7 +42,8 @@ fn options_of(info: &DeviceInfo) -> WgpuOptions {
     WgpuOptions { kernel, ..WgpuOptions::default() }
 }
 
-/// The result of `test`, which runs on its own thread and on its own device like `backend`. Fails if the test hangs.
+/// The result of `test`, which runs on its own thread and on its own device like `backend`. Fails
+/// if the test hangs.
 fn on_its_own<T: Send + 'static>(
     backend: &WgpuBackend,
     test: impl FnOnce(WgpuBackend) -> T + Send + 'static,

@@ -15,7 +15,8 @@ fn code() -> BTreeSet<String> {
         .collect()
 }
 
-/// A driver that is unloaded while the process ends crashes the process, because its exit handlers are gone.
+/// A driver that is unloaded while the process ends crashes the process, because its exit handlers
+/// are gone.
 pub(crate) fn a_driver_stays_loaded_when_its_last_device_is_closed(device: WgpuBackend) {
     let open = code();
     drop(device);

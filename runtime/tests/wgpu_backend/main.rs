@@ -1,5 +1,5 @@
-//! The wgpu backend against naive f64 attention, on the first device that it finds, with every kernel that the device
-//! can run; on Mesa's software driver also with the other subgroup sizes.
+//! The wgpu backend against naive f64 attention, on the first device that it finds, with every
+//! kernel that the device can run; on Mesa's software driver also with the other subgroup sizes.
 //!
 //! Without a driver the tests are reported as ignored; `KYKLOS_REQUIRE_GPU=1` makes that a failure.
 
@@ -34,8 +34,8 @@ type Test = fn(&WgpuBackend);
 
 /// The width in bits of the subgroups of Mesa's software driver.
 const WIDTH: &str = "LP_NATIVE_VECTOR_WIDTH";
-/// Required kernels: prefixes of their names, separated by commas. If one is missing, or if no kernel ran, this program
-/// fails.
+/// Required kernels: prefixes of their names, separated by commas. If one is missing, or if no
+/// kernel ran, this program fails.
 const REQUIRED: &str = "KYKLOS_REQUIRE_KERNELS";
 /// Set in the child processes of this program. The value is the purpose of the child.
 const CHILD: &str = "KYKLOS_TEST_CHILD";
@@ -156,7 +156,8 @@ fn open(kernel: KernelChoice, max_binding_bytes: Option<u64>) -> Result<WgpuBack
     WgpuBackend::with_options(0, &options).map_err(|error| Failed::from(error.to_string()))
 }
 
-/// Runs the main subgroup tests in a separate process, because the driver reads the width only once.
+/// Runs the main subgroup tests in a separate process, because the driver reads the width only
+/// once.
 fn passes_with_width(bits: &str, size: u32) -> Result<(), Failed> {
     let mut command = myself(&[])?;
     command.args(["subgroup::every", "--test-threads=1"]).env(WIDTH, bits).env(CHILD, "width");
@@ -164,7 +165,8 @@ fn passes_with_width(bits: &str, size: u32) -> Result<(), Failed> {
     if let Some(most) = amount::amount(Some("32"), None) {
         command.env("KYKLOS_TEST_MOST_HEAD_DIM", most);
     }
-    // Required even if the driver does not make such subgroups. Otherwise no kernel would run, and no test would fail.
+    // Required even if the driver does not make such subgroups. Otherwise no kernel would run, and no
+    // test would fail.
     passed(&command.env(REQUIRED, format!("subgroup-broadcast-{size}")).output()?)
 }
 
@@ -208,8 +210,8 @@ fn passes_with_little_memory() -> Result<Completion, Failed> {
 
 /// This program, started by the program and arguments in `before`.
 ///
-/// If a loader is called by name, as in the `run` of an unpacked driver, the executable of this process is the loader.
-/// Then `KYKLOS_RUNNER` names the command that starts programs.
+/// If a loader is called by name, as in the `run` of an unpacked driver, the executable of this
+/// process is the loader. Then `KYKLOS_RUNNER` names the command that starts programs.
 fn myself(before: &[&str]) -> Result<Command, Failed> {
     let mut words: Vec<OsString> = before.iter().map(OsString::from).collect();
     match std::env::var_os("KYKLOS_RUNNER") {

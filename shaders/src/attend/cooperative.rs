@@ -1,22 +1,24 @@
-//! Attention on matrix units: products of f16 matrices that a subgroup holds together, summed in f32.
+//! Attention on matrix units: products of f16 matrices that a subgroup holds together, summed in
+//! f32.
 //!
-//! Each subgroup owns `size` query rows. Its q and its accumulator stay in matrix registers for the whole call. The K
-//! and V tiles are staged once for all subgroups of a workgroup. Single elements of a matrix register cannot be
-//! addressed, so the operations on single elements (mask, softmax) use workgroup memory. There, lane `l` handles row `l
-//! % size` and, if there are more lanes than rows, its part `l / size` of the columns.
+//! Each subgroup owns `size` query rows. Its q and its accumulator stay in matrix registers for the
+//! whole call. The K and V tiles are staged once for all subgroups of a workgroup. Single elements
+//! of a matrix register cannot be addressed, so the operations on single elements (mask, softmax)
+//! use workgroup memory. There, lane `l` handles row `l % size` and, if there are more lanes than
+//! rows, its part `l / size` of the columns.
 //!
-//! The accumulator goes through workgroup memory only when a row's maximum grows by more than 2^8 within a tile.
-//! Otherwise the weights stay relative to the old maximum, may exceed 1, and nothing is rescaled. (FlashAttention-4
-//! does the same to save multiplications.)
+//! The accumulator goes through workgroup memory only when a row's maximum grows by more than 2^8
+//! within a tile. Otherwise the weights stay relative to the old maximum, may exceed 1, and nothing
+//! is rescaled. (FlashAttention-4 does the same to save multiplications.)
 //!
-//! 0 · NaN is NaN in a matrix unit too. So after the first partial tile with a value that is not finite, the second
-//! product of partial tiles is computed element by element.
+//! 0 · NaN is NaN in a matrix unit too. So after the first partial tile with a value that is not
+//! finite, the second product of partial tiles is computed element by element.
 
 use crate::text::Text;
 use crate::variant::AttendKernel;
 
-/// Up to this growth of a maximum, as a power of two, nothing is rescaled. 2^8 · 2048 keys is far below the largest
-/// values of f16 weights and f32 sums.
+/// Up to this growth of a maximum, as a power of two, nothing is rescaled. 2^8 · 2048 keys is far
+/// below the largest values of f16 weights and f32 sums.
 const SLACK: &str = "5.5f";
 
 /// Keys of a tile: fewer for large heads, so that both tiles and the scratch fit 32 KiB.
@@ -33,7 +35,8 @@ pub(crate) const fn workgroup_bytes(head_dim: u32, size: u32, subgroups: u32) ->
     2 * halves + 4 * (rows * score_stride(keys) + 2 * rows + 2)
 }
 
-/// Elements from one key to the next: a row plus 16 bytes, so that neighbouring rows are in different banks.
+/// Elements from one key to the next: a row plus 16 bytes, so that neighbouring rows are in
+/// different banks.
 const fn kv_stride(head_dim: u32) -> u32 {
     head_dim + 8
 }
@@ -118,7 +121,8 @@ struct Shape {
     parts: u32,
     /// Matrices side by side in q and in the accumulator.
     fragments: u32,
-    /// Matrices side by side in the scores; also the number of accumulator matrices that pass through them at a time.
+    /// Matrices side by side in the scores; also the number of accumulator matrices that pass
+    /// through them at a time.
     at_once: u32,
     threads: u32,
 }
@@ -304,7 +308,8 @@ let weight_at = own_weights + own_row * {}u;",
         }
     }
 
-    /// Adds to the accumulator's element `d`, at `scores[at]` of this lane's row, the row's visible part of the tile.
+    /// Adds to the accumulator's element `d`, at `scores[at]` of this lane's row, the row's visible
+    /// part of the tile.
     fn add_element(&self, t: &mut Text, at: &str, d: &str) {
         t.block(format!("for (var j = 0u; j < {}u; j++)", self.keys), |t| {
             t.line("let position = positions[params.keys_at + min(key + j, end - 1u)];");
@@ -348,7 +353,8 @@ row_factors[subgroup * {}u + own_row] = select(vec2<f32>(1.0f, 0.0f), vec2<f32>(
         }
     }
 
-    /// The accumulator through workgroup memory: `each` changes `scores[at]`, element `d` of this lane's row.
+    /// The accumulator through workgroup memory: `each` changes `scores[at]`, element `d` of this
+    /// lane's row.
     fn through_memory(&self, t: &mut Text, each: impl Fn(&mut Text, &str, &str)) {
         let columns = self.size / self.parts;
         for first in self.passes() {
@@ -373,7 +379,8 @@ row_factors[subgroup * {}u + own_row] = select(vec2<f32>(1.0f, 0.0f), vec2<f32>(
         }
     }
 
-    /// Merges the sums in the scores into the state's a. A subgroup's lanes share the chunks of its rows.
+    /// Merges the sums in the scores into the state's a. A subgroup's lanes share the chunks of its
+    /// rows.
     fn merge(&self, t: &mut Text, first: u32) {
         let size = self.size;
         let chunks = size / 4;
@@ -413,7 +420,8 @@ if (factors.y != 0.0f) {{
         (first..self.fragments.min(first + self.at_once)).enumerate().map(|(g, f)| (g as u32, f))
     }
 
-    /// Combines a value of the lanes that share a row. `line` gets a function that names the value of another lane.
+    /// Combines a value of the lanes that share a row. `line` gets a function that names the value
+    /// of another lane.
     fn across_parts(&self, t: &mut Text, line: impl Fn(&dyn Fn(&str) -> String) -> String) {
         let mut distance = self.size;
         while distance < self.lanes {

@@ -24,19 +24,20 @@
 //!
 //! # Work list
 //!
-//! A run is a range of keys `first..end`, `first` a multiple of the KV tile. For Q tile t of class c, with
-//! `s = c·starts_class + 2t`, the runs `starts[s]..starts[s+1]` are full: every row of the tile sees every key, and
-//! nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial: each element tests `lo <= position < hi`. A
-//! kernel that reads a bias tests in full runs as in partial ones. Keys outside of all runs cost nothing. For every
-//! kernel except [`subgroup`], a run whose end is not a multiple of the KV tile must be partial.
+//! A run is a range of keys `first..end`, `first` a multiple of the KV tile. For Q tile t of class
+//! c, with `s = c·starts_class + 2t`, the runs `starts[s]..starts[s+1]` are full: every row of the
+//! tile sees every key, and nothing is tested. The runs `starts[s+1]..starts[s+2]` are partial:
+//! each element tests `lo <= position < hi`. A kernel that reads a bias tests in full runs as in
+//! partial ones. Keys outside of all runs cost nothing. For every kernel except [`subgroup`], a run
+//! whose end is not a multiple of the KV tile must be partial.
 //!
 //! # NaN and infinity
 //!
-//! NaN and infinity pass through multiplications and additions to the rows that see them, and through `weight_of`,
-//! because `exp2` may return any number for a NaN. In partial runs each
-//! invisible element is replaced by selection before the kernel combines it with a number of the row: its logit by
-//! [`EMPTY_M`](crate::EMPTY_M), its weight by 0, its value by 0 (0 · NaN would be NaN). A row that saw no key in the
-//! whole call is not written.
+//! NaN and infinity pass through multiplications and additions to the rows that see them, and
+//! through `weight_of`, because `exp2` may return any number for a NaN. In partial runs each
+//! invisible element is replaced by selection before the kernel combines it with a number of the
+//! row: its logit by [`EMPTY_M`](crate::EMPTY_M), its weight by 0, its value by 0 (0 · NaN would be
+//! NaN). A row that saw no key in the whole call is not written.
 
 use crate::kernel::{EMPTY_M, Kernel};
 use crate::text::Text;
@@ -73,16 +74,18 @@ pub(crate) fn empty_m() -> String {
     format!("const EMPTY_M: f32 = {EMPTY_M:?}f;")
 }
 
-/// e^below, the weight of a key whose logit is `below` the largest one of its row. Below −150 the power is 0 in f32, and the product
-/// with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the `exp2` of a NaN, and `max` may drop it.
+/// e^below, the weight of a key whose logit is `below` the largest one of its row. Below −150 the
+/// power is 0 in f32, and the product with log2 e cannot overflow. NaN is handled by bits: WGSL
+/// promises nothing about the `exp2` of a NaN, and `max` may drop it.
 pub(crate) const WEIGHT_OF: &str = "fn weight_of(below: f32) -> f32 {
     let power = exp2(max(below, -150.0f) * 1.442695f);
     return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 ";
 
-/// `cap · tanh(t)`, with a relative error of a few ulp. WGSL's own `tanh` promises only 1e-5 absolute, and overflows on
-/// some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.
+/// `cap · tanh(t)`, with a relative error of a few ulp. WGSL's own `tanh` promises only 1e-5
+/// absolute, and overflows on some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN,
+/// so NaN is handled separately.
 const CAPPED: &str = "fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
@@ -94,7 +97,8 @@ const CAPPED: &str = "fn capped(t: f32) -> f32 {
 }
 ";
 
-/// The first statements of every workgroup: its Q tile, batch entry, heads and runs. Returns if there is nothing to do.
+/// The first statements of every workgroup: its Q tile, batch entry, heads and runs. Returns if
+/// there is nothing to do.
 fn item(t: &mut Text) {
     t.lines(
         "
@@ -116,8 +120,9 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
     );
 }
 
-/// All runs: the full ones, then the partial ones. Elements of partial runs are tested; if the kernel reads a bias,
-/// elements of full runs are tested too. The argument of `body` says whether it has to test.
+/// All runs: the full ones, then the partial ones. Elements of partial runs are tested; if the
+/// kernel reads a bias, elements of full runs are tested too. The argument of `body` says whether
+/// it has to test.
 fn all_runs(t: &mut Text, bias: BiasInput, body: impl Fn(&mut Text, bool)) {
     if bias.any() {
         runs(t, "full_runs", "runs_end", |t| body(t, true));
@@ -132,8 +137,8 @@ const fn seen_at_first(bias: BiasInput) -> &'static str {
     if bias.any() { "false" } else { "full_runs < partial_runs" }
 }
 
-/// `load_x(at, chunk)`: a chunk of the row at unit `at`, zero beyond the head. Heads have `chunks` chunks; kernels read them `side`
-/// at a time.
+/// `load_x(at, chunk)`: a chunk of the row at unit `at`, zero beyond the head. Heads have `chunks`
+/// chunks; kernels read them `side` at a time.
 pub(crate) fn load_function(t: &mut Text, tensor: &str, storage: Storage, chunks: u32, side: u32) {
     let ragged = !chunks.is_multiple_of(side);
     t.block(format!("fn load_{tensor}(at: u32, chunk: u32) -> vec4<f32>"), |t| {

@@ -1,11 +1,14 @@
-//! Attention within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+//! Attention within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup
+//! memory.
 //!
-//! 64 threads are a grid of 8 × 8. For a tile of `q_rows` × 32 scores, thread (tr, tc) holds `rows_per_thread` × 4:
-//! rows tr, tr + 8, …, keys tc, tc + 8, …. Of the accumulator it holds the same rows and 4-element chunks tc, tc + 8, ….
-//! The 8 threads of a row agree on its maximum through workgroup memory and keep their own part of l until the end.
-//! Workgroup memory holds Q (whole if it fits, otherwise chunk by chunk) and K chunk-major, so that neighbouring
-//! threads read neighbouring vectors. V replaces K when the scores are complete. In the weights, slot `4·tc + j` is key
-//! `8·j + tc`: one thread's four weights are one vector, and V is stored in the same order.
+//! 64 threads are a grid of 8 × 8. For a tile of `q_rows` × 32 scores, thread (tr, tc) holds
+//! `rows_per_thread` × 4: rows tr, tr + 8, …, keys tc, tc + 8, …. Of the accumulator it holds the
+//! same rows and 4-element chunks tc, tc + 8, …. The 8 threads of a row agree on its maximum
+//! through workgroup memory and keep their own part of l until the end. Workgroup memory holds Q
+//! (whole if it fits, otherwise chunk by chunk) and K chunk-major, so that neighbouring
+//! threads read neighbouring vectors. V replaces K when the scores are complete. In the weights,
+//! slot `4·tc + j` is key `8·j + tc`: one thread's four weights are one vector, and V is stored in
+//! the same order.
 //!
 //! Invisible elements carry weight −1 in workgroup memory; weights are never negative otherwise.
 
@@ -14,7 +17,7 @@ use crate::variant::AttendKernel;
 
 pub(crate) const THREADS: u32 = 64;
 pub(crate) const KV_COLS: u32 = 32;
-/// Threads in a row of the grid, rows of threads, and chunks of q, k or v that are in workgroup memory at a time.
+/// Threads in a row of the grid, rows of threads, and chunks of q, k or v in workgroup memory.
 const SIDE: u32 = 8;
 
 /// Query rows of a tile.
@@ -36,7 +39,7 @@ const fn chunk_groups(head_dim: u32) -> u32 {
     (head_dim / 4).div_ceil(SIDE)
 }
 
-/// Whether all chunks of a tile's Q rows fit into 16 KiB of workgroup memory. If not, they are loaded pass by pass.
+/// Whether a tile's Q rows fit into 16 KiB of workgroup memory. If not, they are loaded in passes.
 const fn q_resident(head_dim: u32, rows_per_thread: u32) -> bool {
     bytes_with(chunk_groups(head_dim) * SIDE, rows_per_thread) <= 16384
 }
@@ -170,7 +173,7 @@ var seen{i} = {};",
         });
     }
 
-    /// The visible keys of the tile for each row, and the values that the bias adds to the row's logits.
+    /// The visible keys of the tile for each row, and the bias of the row's logits.
     fn visible(&self, t: &mut Text) {
         let each = |f: &dyn Fn(u32) -> String| (0..4).map(f).collect::<Vec<_>>().join(", ");
         t.line(format!("let keys = vec4<u32>({});", each(&|j| format!("key + {}u + tc", SIDE * j))));
@@ -319,8 +322,8 @@ var seen{i} = {};",
                 let term = |j: usize| {
                     let lane = ["x", "y", "z", "w"][j];
                     if partial {
-                        // Selected twice: neither the weight −1 nor the value of an invisible element may enter the
-                        // sum.
+                        // Selected twice: neither the weight −1 nor the value of an invisible element may
+                        // enter the sum.
                         format!("select(v{j} * p{i}.{lane}, vec4<f32>(), p{i}.{lane} < 0.0f)")
                     } else {
                         format!("v{j} * p{i}.{lane}")

@@ -1,21 +1,23 @@
-//! Attention for drivers that compute on the host's cores: one subgroup is one workgroup, and one SIMD register there.
+//! Attention for drivers that compute on the host's cores: one subgroup is one workgroup, and one
+//! SIMD register there.
 //!
-//! Each lane keeps whole query rows in named registers, and all lanes go through the same keys. The subgroup loads a
-//! key's row together: lane l loads units l, l + size, … Then each element is broadcast from a constant lane, which is
-//! one shuffle. There is no workgroup memory, no barrier, no private array and no branch in the loop over keys. On such
-//! drivers each of these costs more than the arithmetic it could save. For the same reason the rescaling is
-//! unconditional.
+//! Each lane keeps whole query rows in named registers, and all lanes go through the same keys. The
+//! subgroup loads a key's row together: lane l loads units l, l + size, … Then each element is
+//! broadcast from a constant lane, which is one shuffle. There is no workgroup memory, no barrier,
+//! no private array and no branch in the loop over keys. On such drivers each of these costs more
+//! than the arithmetic it could save. For the same reason the rescaling is unconditional.
 //!
-//! K and V are textures of 16-byte texels: x = KV head · units of a head + unit, y = (batch entry − `batch_first`) ·
-//! `k_batch` + key − `key_begin` (`v_batch` for v; their other offsets and strides are not used). These drivers read a
-//! texel in a few instructions, but turn a load from a buffer into a loop over lanes and components that goes through
-//! memory: 20 times slower without AVX-512.
+//! K and V are textures of 16-byte texels: x = KV head · units of a head + unit, y = (batch entry −
+//! `batch_first`) · `k_batch` + key − `key_begin` (`v_batch` for v; their other offsets and strides
+//! are not used). These drivers read a texel in a few instructions, but turn a load from a buffer
+//! into a loop over lanes and components that goes through memory: 20 times slower without AVX-512.
 
 use crate::BiasInput;
 use crate::text::Text;
 use crate::variant::AttendKernel;
 
-/// Keys in which the work list counts: a multiple of the keys of one iteration of the loop over full runs.
+/// Keys in which the work list counts: a multiple of the keys of one iteration of the loop over
+/// full runs.
 pub(crate) const KV_COLS: u32 = 32;
 
 /// Workgroup memory where a mask tensor is read.
@@ -70,8 +72,9 @@ const fn keys_at_once(head_dim: u32) -> u32 {
     if head_dim <= 256 { 2 } else { 1 }
 }
 
-/// Independent sums in a logit, so that additions overlap. They depend on nothing but the head dim: every loop of this kernel and of
-/// the backward kernels rounds the logit of a pair alike, so weights fit the log-sum-exp.
+/// Independent sums in a logit, so that additions overlap. They depend on nothing but the head dim:
+/// every loop of this kernel and of the backward kernels rounds the logit of a pair alike, so
+/// weights fit the log-sum-exp.
 pub(crate) const fn chains(head_dim: u32) -> u32 {
     if head_dim <= 128 { 2 } else { 4 }
 }
@@ -140,9 +143,9 @@ var seen{r} = {};",
         }
     }
 
-    /// The keys of one run, 32 at a time. First the visible keys of each row become the bits of a word; if no row sees
-    /// any of the 32 keys, none is loaded. Loads dominate the cost: for consecutive keys the bits are two words of a
-    /// row.
+    /// The keys of one run, 32 at a time. First the visible keys of each row become the bits of a
+    /// word; if no row sees any of the 32 keys, none is loaded. Loads dominate the cost: for
+    /// consecutive keys the bits are two words of a row.
     fn seen_groups(&self, t: &mut Text) {
         t.block(format!("for (var group = first; group < end; group += {KV_COLS}u)"), |t| {
             t.lines(&format!(
@@ -189,8 +192,8 @@ let group_first = workgroupUniformLoad(&seen_from);"
 
     /// The keys of `first..end`, `at_once` of them in each iteration of the loop.
     ///
-    /// Written component by component, so that few values are alive at a time: values that do not fit the processor's
-    /// registers go through memory, which costs more than the arithmetic.
+    /// Written component by component, so that few values are alive at a time: values that do not
+    /// fit the processor's registers go through memory, which costs more than the arithmetic.
     fn keys(&self, t: &mut Text, first: &str, end: &str, at_once: u32, partial: bool) {
         t.block(format!("for (var key = {first}; key < {end}; key += {at_once}u)"), |t| {
             for j in 0..at_once {
@@ -320,8 +323,9 @@ let found = weight_of(m{r} - top);"
         }
     }
 
-    /// Loads the row of key `key + j`: this lane's units, unpacked before they are broadcast. Coordinates are signed:
-    /// where naga has to clamp unsigned coordinates itself, it makes invalid SPIR-V.
+    /// Loads the row of key `key + j`: this lane's units, unpacked before they are broadcast.
+    /// Coordinates are signed: where naga has to clamp unsigned coordinates itself, it makes
+    /// invalid SPIR-V.
     fn fetch(&self, t: &mut Text, tensor: &str, j: u32) {
         for load in 0..self.loads() {
             t.line(format!(

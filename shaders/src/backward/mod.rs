@@ -8,15 +8,18 @@
 //! dQ += scale · dS · k       dK += scale · dS · q    dV += P · d_o
 //! ```
 //!
-//! (Dao 2023, arXiv 2307.08691, §3.1.2.) WGSL has no atomic addition of f32, and an order of additions that depends on timing would
-//! change bytes. So a sum belongs to one workgroup: one kernel has a tile of query rows and loops over keys, the other has a tile
-//! of keys and loops over the query heads that read it and over their rows. Both compute x; two products of seven are the price.
+//! (Dao 2023, arXiv 2307.08691, §3.1.2.) WGSL has no atomic addition of f32, and an order of
+//! additions that depends on timing would change bytes. So a sum belongs to one workgroup: one
+//! kernel has a tile of query rows and loops over keys, the other has a tile of keys and loops over
+//! the query heads that read it and over their rows. Both compute x; two products of seven are the
+//! price.
 //!
-//! The gradient of an additive bias is dS before the factor of the softcap, and has a kernel of its own, because the other ones have
-//! no binding left. An element belongs to one workgroup of a dispatch: to the one with its row, or with its key where all queries
-//! share a row. Where query heads or batch entries share elements, each has a dispatch, one after the other: so the order of
-//! additions is theirs. The kernel has two products for each pair, and reads and writes 8 bytes of the gradient for each pair, or
-//! for each key where queries share a row.
+//! The gradient of an additive bias is dS before the factor of the softcap, and has a kernel of its
+//! own, because the other ones have no binding left. An element belongs to one workgroup of a
+//! dispatch: to the one with its row, or with its key where all queries share a row. Where query
+//! heads or batch entries share elements, each has a dispatch, one after the other: so the order of
+//! additions is theirs. The kernel has two products for each pair, and reads and writes 8 bytes of
+//! the gradient for each pair, or for each key where queries share a row.
 //!
 //! x has the factor on q of the forward kernels: so it has the rounding that is in the log-sum-exp.
 //!
@@ -33,21 +36,25 @@
 //! | lists | u32, see below |
 //! | bias | where the kernel reads [`BiasInput`](crate::BiasInput): as in the forward kernels |
 //!
-//! `dv` alone is made without `v`. In [`lanes`] the moving tensors and their statistics are textures of 16-byte texels: x = head ·
-//! units of a head + unit, or head / 2; y = (batch entry − `batch_first`) · `moving_texels` + row − `moving_begin`.
+//! `dv` alone is made without `v`. In [`lanes`] the moving tensors and their statistics are
+//! textures of 16-byte texels: x = head · units of a head + unit, or head / 2; y = (batch entry −
+//! `batch_first`) · `moving_texels` + row − `moving_begin`.
 //!
 //! # Lists
 //!
-//! One array holds, at the places that the parameters name: the KV head of each query head, or, where a workgroup is of a KV head,
-//! for each of them the first query head that reads it (and the end); the position of each key; the visible positions lo..hi of each class and row; and the work
-//! list of the kernel: for each class `2·tiles + 1` starts, where tiles of [`BackwardVariant::list_tile`] count, then runs `first..end` of
-//! what the kernel loops over. As in the forward kernels the first runs of a tile are full, the others are tested.
+//! One array holds, at the places that the parameters name: the KV head of each query head, or,
+//! where a workgroup is of a KV head, for each of them the first query head that reads it (and the
+//! end); the position of each key; the visible positions lo..hi of each class and row; and the work
+//! list of the kernel: for each class `2·tiles + 1` starts, where tiles of
+//! [`BackwardVariant::list_tile`] count, then runs `first..end` of what the kernel loops over. As
+//! in the forward kernels the first runs of a tile are full, the others are tested.
 //!
 //! # NaN and infinity
 //!
-//! Of pairs that are tested and hidden, P and dS are replaced by selection, and so is their product with the row or key. A row
-//! whose log-sum-exp is −∞ has `lse = −EMPTY_M`: the kernel of its own tile does not write it, and the other kernel reads zeros
-//! instead of its q and d_o, because 0 · NaN is NaN.
+//! Of pairs that are tested and hidden, P and dS are replaced by selection, and so is their product
+//! with the row or key. A row whose log-sum-exp is −∞ has `lse = −EMPTY_M`: the kernel of its own
+//! tile does not write it, and the other kernel reads zeros instead of its q and d_o, because 0 ·
+//! NaN is NaN.
 
 use self::variant::{BackwardKernel, BackwardVariant};
 use crate::kernel::{EMPTY_M, Kernel};
@@ -86,7 +93,8 @@ impl BackwardKernel {
         if self.sums.of_one_query_head() && matches!(tensor, "k" | "v") { "kv_head" } else { "own_head" }
     }
 
-    /// Whether dS has the factor of the softcap. That of a bias has not: a bias is added behind the softcap.
+    /// Whether dS has the factor of the softcap. That of a bias has not: a bias is added behind the
+    /// softcap.
     const fn needs_slope(&self) -> bool {
         self.sums.needs_scores() && !self.sums.of_bias()
     }
@@ -135,7 +143,8 @@ const SLOPE: &str = "fn slope_of(t: f32) -> f32 {
 }
 ";
 
-/// The first statements of every workgroup: its tile, batch entry, heads and runs. Returns if there is nothing to do.
+/// The first statements of every workgroup: its tile, batch entry, heads and runs. Returns if there
+/// is nothing to do.
 fn item(t: &mut Text, kernel: BackwardKernel) {
     let last_first = if kernel.sums.rows_are_fixed() {
         "params.tile_count - 1u - item % params.tile_count"
@@ -166,8 +175,8 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
     }
 }
 
-/// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If the kernel reads a bias, all are
-/// tested. The argument of `body` says whether it has to test.
+/// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If
+/// the kernel reads a bias, all are tested. The argument of `body` says whether it has to test.
 fn all_runs(t: &mut Text, bias: BiasInput, body: impl Fn(&mut Text, bool)) {
     let mut runs = |from: &str, to: &str, tested| {
         t.block(format!("for (var run = {from}; run < {to}; run++)"), |t| {

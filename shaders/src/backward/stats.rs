@@ -6,8 +6,8 @@ use crate::finish::MAIN;
 use crate::kernel::Kernel;
 use crate::text::Text;
 
-/// Log-sum-exp, e^−rest, δ = Σ d_o · o − d_lse and the rest; (−EMPTY_M, 1, 0, 0) where the log-sum-exp is −∞. Bindings: o, d_o, lse (bits), stats, and where
-/// there is `d_lse`, that.
+/// Log-sum-exp, e^−rest, δ = Σ d_o · o − d_lse and the rest; (−EMPTY_M, 1, 0, 0) where the
+/// log-sum-exp is −∞. Bindings: o, d_o, lse (bits), stats, and where there is `d_lse`, that.
 pub(crate) fn source(storage: Storage, head_dim: u32, d_lse: bool) -> String {
     let units = head_dim / storage.unit_elements();
     let mut t = Text::default();

@@ -7,7 +7,8 @@ use crate::{BiasInput, Storage};
 pub enum BackwardVariant {
     /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature.
     Portable,
-    /// Rows or keys in the lanes of a subgroup; for drivers that compute on the host's cores, with subgroups of exactly this size.
+    /// Rows or keys in the lanes of a subgroup; for drivers that compute on the host's cores, with
+    /// subgroups of exactly this size.
     Lanes {
         /// Lanes of a subgroup.
         subgroup_size: u32,
@@ -15,7 +16,8 @@ pub enum BackwardVariant {
 }
 
 impl BackwardVariant {
-    /// The variant for a driver with subgroups of `subgroup_size` that computes on the host's cores.
+    /// The variant for a driver with subgroups of `subgroup_size` that computes on the host's
+    /// cores.
     pub const fn lanes(subgroup_size: u32, head_dim: u32) -> Self {
         if head_dim <= MOST_HEAD_DIM { Self::Lanes { subgroup_size } } else { Self::Portable }
     }
@@ -44,13 +46,16 @@ pub enum Sums {
     Queries,
     /// dK and dV, of a tile of keys.
     KeysValues,
-    /// Only dK: where the sums of both would not fit into registers, or their bindings not into WebGPU's eight.
+    /// Only dK: where the sums of both would not fit into registers, or their bindings not into
+    /// WebGPU's eight.
     Keys,
     /// Only dV.
     Values,
-    /// dBias of an additive bias tensor with a row for each query: of a tile of query rows, of one query head at a time.
+    /// dBias of an additive bias tensor with a row for each query: of a tile of query rows, of one
+    /// query head at a time.
     Bias,
-    /// The same of a bias tensor whose row all queries share: of a tile of keys, of one query head at a time.
+    /// The same of a bias tensor whose row all queries share: of a tile of keys, of one query head
+    /// at a time.
     SharedBias,
 }
 
@@ -88,7 +93,8 @@ impl Sums {
         matches!(self, Self::Queries | Self::Bias)
     }
 
-    /// Whether a workgroup is of one query head. Otherwise it is of a KV head, and loops over the query heads that read it.
+    /// Whether a workgroup is of one query head. Otherwise it is of a KV head, and loops over the
+    /// query heads that read it.
     pub const fn of_one_query_head(self) -> bool {
         self.rows_are_fixed() || self.of_bias()
     }
@@ -121,10 +127,11 @@ pub struct BackwardKernel {
     pub head_dim: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
-    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant reads none, [`Sums::Bias`] and
-    /// [`Sums::SharedBias`] read a bias.
+    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant reads none,
+    /// [`Sums::Bias`] and [`Sums::SharedBias`] read a bias.
     pub bias: BiasInput,
 }
 
-/// Largest heads for which the variant with lanes is made: the unrolled text of larger ones takes a minute to compile.
+/// Largest heads for which the variant with lanes is made: the unrolled text of larger ones takes a
+/// minute to compile.
 const MOST_HEAD_DIM: u32 = 128;

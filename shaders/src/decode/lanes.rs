@@ -1,8 +1,9 @@
-//! Decoding for drivers that compute on the host's cores: one subgroup is one workgroup, each lane is a key.
+//! Decoding for drivers that compute on the host's cores: one subgroup is one workgroup, each lane
+//! is a key.
 //!
-//! Every lane carries the queries and its own running sums of all slots in named registers; lanes meet only at the
-//! end. There is no workgroup memory and no barrier. K and V are textures as in [`attend`](crate::attend)'s broadcast
-//! kernel, for the same reason.
+//! Every lane carries the queries and its own running sums of all slots in named registers; lanes
+//! meet only at the end. There is no workgroup memory and no barrier. K and V are textures as in
+//! [`attend`](crate::attend)'s broadcast kernel, for the same reason.
 
 use super::{MAX_SLOTS, item, prelude, runs, visible, with_term};
 use crate::text::Text;

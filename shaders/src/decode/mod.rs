@@ -1,20 +1,22 @@
-//! Attention of few query rows against many keys. One workgroup takes one KV head, the rows of all query heads that
-//! share it, and one split of the keys. It writes a part: the state of those rows over this split alone.
-//! [`merge_parts`] then merges all parts of a row into its running state.
+//! Attention of few query rows against many keys. One workgroup takes one KV head, the rows of all
+//! query heads that share it, and one split of the keys. It writes a part: the state of those rows
+//! over this split alone. [`merge_parts`] then merges all parts of a row into its running state.
 //!
-//! A slot is one (query row, query head) pair of a workgroup: slot `row · group_heads + head − first head`. All slots
-//! read the same keys, so each key is fetched once for all of them.
+//! A slot is one (query row, query head) pair of a workgroup: slot `row · group_heads + head −
+//! first head`. All slots read the same keys, so each key is fetched once for all of them.
 //!
 //! # Bindings
 //!
-//! As those of [`attend`](crate::attend), the bias included, but the state is not among them: 4 is `part_a`, f32 `[item, slot, dim]`, and 5
-//! `part_ml`, f32 `[item, slot, 2]`, both dense, m in base-2 units. Where l is [`UNSEEN`] the slot saw no key of the
-//! split, and its m and a mean nothing; no sum of weights is negative.
+//! As those of [`attend`](crate::attend), the bias included, but the state is not among them: 4 is
+//! `part_a`, f32 `[item, slot, dim]`, and 5 `part_ml`, f32 `[item, slot, 2]`, both dense, m in
+//! base-2 units. Where l is [`UNSEEN`] the slot saw no key of the split, and its m and a mean
+//! nothing; no sum of weights is negative.
 //!
 //! # Masks
 //!
-//! The runs of the work list only tell which keys to skip; the kernel does not use whether they are full. Every element
-//! is tested against its row's span, which costs little with one key for each thread. All rows are in Q tile 0.
+//! The runs of the work list only tell which keys to skip; the kernel does not use whether they are
+//! full. Every element is tested against its row's span, which costs little with one key for each
+//! thread. All rows are in Q tile 0.
 
 use crate::kernel::Kernel;
 use crate::text::Text;
@@ -47,7 +49,8 @@ fn prelude(kernel: DecodeKernel) -> String {
     text
 }
 
-/// The first statements of every workgroup: its split of the keys, batch entry, heads and runs, and the span of each slot.
+/// The first statements of every workgroup: its split of the keys, batch entry, heads and runs, and
+/// the span of each slot.
 fn item(t: &mut Text, kernel: DecodeKernel) {
     t.lines(
         "
@@ -77,8 +80,8 @@ let spans = params.spans_at + 2u * class_index * params.rows;",
     }
 }
 
-/// `term{s}` and `vis{s}`: whether slot `s` sees its key at `position`. `inside` says whether the key belongs to the
-/// split.
+/// `term{s}` and `vis{s}`: whether slot `s` sees its key at `position`. `inside` says whether the
+/// key belongs to the split.
 fn visible(t: &mut Text, kernel: DecodeKernel, s: u32) {
     let span = format!("inside && lo{s} <= position && position < hi{s}");
     if kernel.bias.any() {

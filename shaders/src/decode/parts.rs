@@ -6,8 +6,8 @@ use crate::finish::{MAIN, ROW_HEAD, THREADS_PER_ROW};
 use crate::kernel::Kernel;
 use crate::text::Text;
 
-/// m is the largest of all; l = Σ lᵢ e^(mᵢ−m), a likewise, over the state and the parts that saw a key. If no part saw
-/// a key, the state is not written. Bindings: state (a, ml), parts (a, ml).
+/// m is the largest of all; l = Σ lᵢ e^(mᵢ−m), a likewise, over the state and the parts that saw a
+/// key. If no part saw a key, the state is not written. Bindings: state (a, ml), parts (a, ml).
 pub(crate) fn merge_parts(head_dim: u32) -> String {
     let chunks = head_dim / 4;
     let own = chunks.div_ceil(THREADS_PER_ROW);

@@ -1,9 +1,10 @@
-//! Decoding within WebGPU's default limits: no feature, 64 threads, less than 16 KiB of workgroup memory.
+//! Decoding within WebGPU's default limits: no feature, 64 threads, less than 16 KiB of workgroup
+//! memory.
 //!
-//! 64 keys at a time, in three phases. First each thread takes one key, and computes its logits for all slots from the
-//! queries in workgroup memory. Then the maximum of each slot is found. Then each thread takes a 16-byte column of v
-//! for every `slices`-th of the keys, with the accumulators of all slots in registers. At the end the slices are added
-//! up.
+//! 64 keys at a time, in three phases. First each thread takes one key, and computes its logits for
+//! all slots from the queries in workgroup memory. Then the maximum of each slot is found. Then
+//! each thread takes a 16-byte column of v for every `slices`-th of the keys, with the accumulators
+//! of all slots in registers. At the end the slices are added up.
 //!
 //! Invisible elements carry weight −1 in workgroup memory; weights are never negative otherwise.
 
@@ -163,7 +164,8 @@ let k_at = k_base + own * params.k_row;",
             });
         };
         if self.kernel.bias.any() {
-            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans leave few such keys.
+            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans leave few
+            // such keys.
             let any = (0..self.kernel.slots).map(|s| format!("vis{s}")).collect::<Vec<_>>().join(" || ");
             t.block(format!("if ({any})"), dots);
         } else {

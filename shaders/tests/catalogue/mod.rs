@@ -1,5 +1,5 @@
-//! Every kernel in every variant that is checked, and how naga reads them. The tests and the example that writes the
-//! kernels for other compilers share this list.
+//! Every kernel in every variant that is checked, and how naga reads them. The tests and the
+//! example that writes the kernels for other compilers share this list.
 
 use kyklos_shaders::{
     AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel, DecodeVariant,
@@ -12,8 +12,8 @@ const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEA
 /// Size of matrices, of subgroups, and number of these: software Vulkan, Apple, NVIDIA, AMD.
 const MATRICES: [[u32; 3]; 5] = [[8, 8, 1], [8, 32, 4], [16, 32, 4], [16, 64, 2], [8, 64, 1]];
 
-/// Softcap, and the tensor that is read for each pair. The kind of tensor alternates with the head dim; the code that
-/// reads the tensor does not depend on the head dim.
+/// Softcap, and the tensor that is read for each pair. The kind of tensor alternates with the head
+/// dim; the code that reads the tensor does not depend on the head dim.
 fn options(head_dim: u32) -> [(bool, BiasInput); 3] {
     let bias = if head_dim.is_multiple_of(64) { BiasInput::Bias } else { BiasInput::Visible };
     [(false, BiasInput::None), (true, BiasInput::None), (false, bias)]
@@ -34,8 +34,8 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
     for head_dim in HEAD_DIMS {
         kernels.push(Kernel::Merge { head_dim });
         kernels.push(Kernel::MergeParts { head_dim });
-        // Variants that a tuner may choose instead of the built-in ones: the number of rows and the storage type are
-        // different places in the text.
+        // Variants that a tuner may choose instead of the built-in ones: the number of rows and the storage
+        // type are different places in the text.
         let tunable = AttendVariant::portable_choices()
             .chain(AttendVariant::SUBGROUP_SIZES.into_iter().flat_map(move |size| {
                 AttendVariant::subgroup_broadcast_choices(size, head_dim)
@@ -114,7 +114,8 @@ pub(crate) fn parsed(kernel: &Kernel) -> naga::Module {
 }
 
 pub(crate) fn validated(kernel: &Kernel, module: &naga::Module) -> ModuleInfo {
-    // WebGPU without features (reading packed f16 as f32 is part of it), and subgroups for kernels that need them.
+    // WebGPU without features (reading packed f16 as f32 is part of it), and subgroups for kernels that
+    // need them.
     let mut capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
     if kernel.needs_subgroups() {
         capabilities |= Capabilities::SUBGROUP;

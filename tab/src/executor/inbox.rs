@@ -45,8 +45,8 @@ impl Inbox {
         (Self { shared: Rc::new(shared), commands }, Commands { waiting, queue, under_way: 0 })
     }
 
-    /// Takes bytes from the stream. Ends when there is room for more, so that a slow device slows the host down instead of
-    /// filling the memory of the page.
+    /// Takes bytes from the stream. Ends when there is room for more, so that a slow device slows
+    /// the host down instead of filling the memory of the page.
     pub async fn push(&self, chunk: &[u8]) {
         let Shared { decoder, queue, replies, cancelled, most_data, taken } = &*self.shared;
         decoder.borrow_mut().push(chunk);

@@ -27,9 +27,9 @@ use crate::protocol::{
 /// Gives bytes to the stream to the host, in order.
 pub type ToHost = Rc<dyn Fn(Bytes)>;
 
-/// Makes `backend` the device of a rank. `token` is from the link of the host, `send` writes to the stream. Bytes that arrive on
-/// the stream go into the inbox. The future does the work; it ends with the reason of the host why there is no more, or with what failed
-/// here.
+/// Makes `backend` the device of a rank. `token` is from the link of the host, `send` writes to the
+/// stream. Bytes that arrive on the stream go into the inbox. The future does the work; it ends
+/// with the reason of the host why there is no more, or with what failed here.
 pub fn execute<B: Backend + 'static>(
     backend: B,
     limits: Limits,

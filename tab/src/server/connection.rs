@@ -208,7 +208,8 @@ impl Tab {
     }
 }
 
-/// When the tab was last heard of. It tells of bytes that it has taken, so it is heard of also while a long message is on its way.
+/// When the tab was last heard of. It tells of bytes that it has taken, so it is heard of also
+/// while a long message is on its way.
 struct Alive {
     start: Instant,
     last_ms: AtomicU64,
@@ -238,7 +239,8 @@ impl Alive {
 
 fn in_words(error: &ConnectionError) -> String {
     match error {
-        // The host closes no connection whose end it still waits for: wtransport says so where the tab's close is not yet processed.
+        // The host closes no connection whose end it still waits for: wtransport says so where the tab's
+        // close is not yet processed.
         ConnectionError::ApplicationClosed(_)
         | ConnectionError::ConnectionClosed(_)
         | ConnectionError::LocallyClosed => CLOSED.to_owned(),

@@ -13,7 +13,8 @@ use tokio::sync::oneshot;
 
 use crate::backend::TabBackend;
 
-/// The invitations that are open, and those that were used. By the hash of the token, so that the time of a lookup tells nothing.
+/// The invitations that are open, and those that were used. By the hash of the token, so that the
+/// time of a lookup tells nothing.
 #[derive(Debug, Default)]
 pub(super) struct Invitations(Mutex<HashMap<[u8; 32], State>>);
 
@@ -72,7 +73,8 @@ impl Invitation {
         Ok(Self { invitations: invitations.clone(), token, link, arrives })
     }
 
-    /// To be opened in a browser. Whoever has it gets the tensors of the rank: give it to one person, over a channel that you trust.
+    /// To be opened in a browser. Whoever has it gets the tensors of the rank: give it to one
+    /// person, over a channel that you trust.
     pub fn link(&self) -> &str {
         &self.link
     }

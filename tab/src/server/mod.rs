@@ -24,14 +24,17 @@ use self::invitations::Invitations;
 pub struct TabServerOptions {
     /// The UDP address to listen at; port 0 takes a free one.
     pub bind: SocketAddr,
-    /// The addresses that links name, in the order in which a tab tries them; port 0 is the port of `bind`. At least one.
+    /// The addresses that links name, in the order in which a tab tries them; port 0 is the port of
+    /// `bind`. At least one.
     pub addresses: Vec<SocketAddr>,
-    /// Where the page of this release is served: an `https` address, or `http` on the tab's own machine.
+    /// Where the page of this release is served: an `https` address, or `http` on the tab's own
+    /// machine.
     pub page: String,
 }
 
-/// Lets browser tabs in over WebTransport, each by a link that works once. A thread does the work. Dropping this waits, at most
-/// 4 s, until tabs whose devices are dropped know that the work is over; the others lose their connection.
+/// Lets browser tabs in over WebTransport, each by a link that works once. A thread does the work.
+/// Dropping this waits, at most 4 s, until tabs whose devices are dropped know that the work is
+/// over; the others lose their connection.
 #[derive(Debug)]
 pub struct TabServer {
     /// Its end stops the thread.
@@ -46,8 +49,8 @@ impl TabServer {
     /// Starts to listen. The certificate is new, and valid for [13 days](https://www.w3.org/TR/webtransport/): browsers accept 14.
     ///
     /// # Errors
-    /// [`Error::Request`] for a page address with a fragment or no address to name, [`Error::Device`] if the socket cannot be
-    /// opened.
+    /// [`Error::Request`] for a page address with a fragment or no address to name,
+    /// [`Error::Device`] if the socket cannot be opened.
     pub fn start(options: &TabServerOptions) -> Result<Self> {
         let TabServerOptions { bind, addresses, page } = options;
         if page.contains('#') || !(page.starts_with("https://") || page.starts_with("http://")) {

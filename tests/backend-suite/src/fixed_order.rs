@@ -7,7 +7,8 @@ use kyklos_oracle::oracle::{OracleMask, OracleProblem, OracleTerm};
 
 use crate::{Prepared, Whole, dense_set, run_alone, run_together};
 
-/// How a plan set is shared: mesh, tokens of each rank (an empty list means an even split), placement, strategy.
+/// How a plan set is shared: mesh, tokens of each rank (an empty list means an even split),
+/// placement, strategy.
 pub type Shared = ((u32, u32), &'static [u32], PlacementKind, Strategy);
 
 /// A case of `tokens` tokens. `of` changes it.

@@ -25,7 +25,8 @@ pub struct GradientCase {
 }
 
 impl GradientCase {
-    /// Computes the right gradients, of a gradient of the output and of the log-sum-exp that are drawn from the seed.
+    /// Computes the right gradients, of a gradient of the output and of the log-sum-exp that are
+    /// drawn from the seed.
     pub fn new(case: Case, dtype: Dtype) -> Self {
         Self::of_scaled_loss(case, dtype, 1.0)
     }
@@ -80,8 +81,8 @@ impl GradientCase {
         self
     }
 
-    /// The errors of whole gradients of q, k, v, the sinks and, where it is there, the bias. Where the right value is not finite, any
-    /// value that is not finite is right.
+    /// The errors of whole gradients of q, k, v, the sinks and, where it is there, the bias. Where
+    /// the right value is not finite, any value that is not finite is right.
     pub fn judge(&self, whole: &[Vec<f64>]) -> Vec<GradientComparison> {
         compare(&Vec::from_iter(whole), &self.right, &self.plain)
     }

@@ -1,4 +1,5 @@
-//! Right results that a process computes once: several backends and strategies are held to the same ones.
+//! Right results that a process computes once: several backends and strategies are held to the same
+//! ones.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -13,8 +14,9 @@ impl<T: Clone> Kept<T> {
         Self(Mutex::new(BTreeMap::new()))
     }
 
-    /// What `compute` makes of a case and of `how`, which says all else that the value depends on. Of the listed cases it is computed
-    /// once. Others, such as random ones, are not kept: they would fill the memory.
+    /// What `compute` makes of a case and of `how`, which says all else that the value depends on.
+    /// Of the listed cases it is computed once. Others, such as random ones, are not kept: they
+    /// would fill the memory.
     pub(crate) fn of(&self, case: Case, how: impl std::fmt::Debug, compute: impl FnOnce(Case) -> T) -> T {
         if !cases().contains(&case) {
             return compute(case);

@@ -1,7 +1,9 @@
 //! The suite that holds a backend to its contract, for backends in any crate.
 //!
-//! It checks every claim of [`kyklos::backend`] on a device: all cases of the f64 oracle in every storage type, alone and on
-//! meshes of several ranks, non-finite values, running states, copies, conversions, gradients, memory and cancellation. The tests of the backends `cpu`, `wgpu` and `cuda` are this suite.
+//! It checks every claim of [`kyklos::backend`] on a device: all cases of the f64 oracle in every
+//! storage type, alone and on meshes of several ranks, non-finite values, running states, copies,
+//! conversions, gradients, memory and cancellation. The tests of the backends `cpu`, `wgpu` and
+//! `cuda` are this suite.
 //!
 //! # For your backend
 //!
@@ -23,14 +25,15 @@
 //! fn main() { kyklos_backend_suite::run("my backend", || Ok(CpuBackend::new())) }
 //! ```
 //!
-//! Then `cargo test --release --test backend`. Without `--release` the oracle takes minutes. Words after `--` choose claims:
-//! `cargo test --release --test backend -- "in f32"`. [`Suite`] has more: several devices in one program, devices that are absent.
+//! Then `cargo test --release --test backend`. Without `--release` the oracle takes minutes. Words
+//! after `--` choose claims: `cargo test --release --test backend -- "in f32"`. [`Suite`] has more:
+//! several devices in one program, devices that are absent.
 //!
 //! # The start of a backend
 //!
-//! [`DoNothing`] is a backend that computes nothing; its source, `src/do_nothing.rs`, says at each operation what a backend has
-//! to do there. Copy it, run the suite on it, and make the claims true. It is here and not in `kyklos`, so that no program can
-//! choose it as a device.
+//! [`DoNothing`] is a backend that computes nothing; its source, `src/do_nothing.rs`, says at each
+//! operation what a backend has to do there. Copy it, run the suite on it, and make the claims
+//! true. It is here and not in `kyklos`, so that no program can choose it as a device.
 //!
 //! # In a browser
 //!

@@ -20,8 +20,8 @@ use crate::kept::Kept;
 /// See [`only_head_dim`].
 static ONLY_HEAD_DIM: AtomicUsize = AtomicUsize::new(0);
 
-/// From now on only cases of this head dim run on GPUs; `None` runs all cases, as does the start of the process. For drivers that
-/// need seconds to compile a kernel.
+/// From now on only cases of this head dim run on GPUs; `None` runs all cases, as does the start of
+/// the process. For drivers that need seconds to compile a kernel.
 pub fn only_head_dim(head_dim: Option<usize>) {
     ONLY_HEAD_DIM.store(head_dim.unwrap_or(0), Ordering::Relaxed);
 }
@@ -32,7 +32,8 @@ pub fn chosen_cases(device: &DeviceInfo) -> impl Iterator<Item = Case> + use<> {
     cases().into_iter().filter(move |case| only == 0 || case.problem.head_dim == only)
 }
 
-/// The product's types for a case, in storage type `dtype`. No backward pass follows, so kernels for few query rows take part.
+/// The product's types for a case, in storage type `dtype`. No backward pass follows, so kernels
+/// for few query rows take part.
 pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
     let oracle = &case.problem;
     let small = |n: usize| u32::try_from(n).unwrap();
@@ -60,7 +61,8 @@ pub fn problem_of(case: &Case, dtype: Dtype) -> AttentionProblem {
 pub struct Prepared {
     /// The case.
     pub case: Case,
-    /// The problem in the words of the oracle, with the numbers that the product takes: its f32 scale and softcap.
+    /// The problem in the words of the oracle, with the numbers that the product takes: its f32
+    /// scale and softcap.
     pub oracle: OracleProblem,
     /// The same problem in the types of the product.
     pub problem: AttentionProblem,
@@ -135,7 +137,8 @@ impl Prepared {
     }
 }
 
-/// An attention bias tensor `[batch, heads, queries, kv_len]` as the product takes it: `[batch, queries, heads, row]`.
+/// An attention bias tensor `[batch, heads, queries, kv_len]` as the product takes it: `[batch,
+/// queries, heads, row]`.
 fn stored_bias<E: Element + bytemuck::Pod>(case: &Case, inputs: &BiasInputs<E>) -> Bytes {
     let (bias, problem) = (case.bias.unwrap(), &case.problem);
     let queries = if bias.shared_rows { 1 } else { problem.q_len };
@@ -165,7 +168,8 @@ fn package() -> String {
     std::env::var("CARGO_PKG_NAME").unwrap_or_else(|_| "kyklos-tests".to_owned())
 }
 
-/// Rows without a visible NaN or ∞. The other rows have their own test, because their values are mostly unspecified.
+/// Rows without a visible NaN or ∞. The other rows have their own test, because their values are
+/// mostly unspecified.
 fn rows_to_judge(case: &Case, oracle: &OracleProblem) -> Vec<RowId> {
     oracle.row_ids().into_iter().filter(|id| !case.sees_poison(*id)).collect()
 }

@@ -13,8 +13,9 @@ use kyklos_transport::in_process_group;
 
 use crate::observed::Observed;
 
-/// Runs `layers` layers on three ranks of one process and one device, the output of a layer as the input of the next one. No
-/// byte of a tensor goes through the host; staged in host memory, the same layers give the same bytes, and the counter counts.
+/// Runs `layers` layers on three ranks of one process and one device, the output of a layer as the
+/// input of the next one. No byte of a tensor goes through the host; staged in host memory, the
+/// same layers give the same bytes, and the counter counts.
 pub fn layers_stay_on_the_device<B: Backend + Threaded + 'static>(backend: B, layers: usize)
 where
     B::Buffer: Threaded + 'static,
@@ -62,9 +63,10 @@ where
     }
 }
 
-/// Appends a prompt of two batch entries to a cache of three ranks of one process and one device, each rank with tokens of its own;
-/// then tokens that all ranks pass, one by one. No byte of a tensor goes through the host, all ranks get the same bytes, and
-/// the rows are those of one call over all tokens.
+/// Appends a prompt of two batch entries to a cache of three ranks of one process and one device,
+/// each rank with tokens of its own; then tokens that all ranks pass, one by one. No byte of a
+/// tensor goes through the host, all ranks get the same bytes, and the rows are those of one call
+/// over all tokens.
 pub fn caches_stay_on_the_device<B: Backend + Threaded + 'static>(backend: B)
 where
     B::Buffer: Threaded + 'static,

@@ -7,9 +7,10 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use crate::conformance::checks;
 use crate::resident::{caches_stay_on_the_device, layers_stay_on_the_device};
 
-/// Checks every claim on one backend, and ends the process: the `main` of a test with `harness = false`. The exit code is 0 if
-/// all claims hold. `open` opens the device; each claim gets one of its own. The arguments of the process are those of `cargo
-/// test`: words of a claim, `--list`, `--exact`, `--test-threads`.
+/// Checks every claim on one backend, and ends the process: the `main` of a test with `harness =
+/// false`. The exit code is 0 if all claims hold. `open` opens the device; each claim gets one of
+/// its own. The arguments of the process are those of `cargo test`: words of a claim, `--list`,
+/// `--exact`, `--test-threads`.
 pub fn run<B: Backend + Threaded + 'static>(
     name: &str,
     open: impl Fn() -> Result<B> + Clone + Send + 'static,
@@ -20,7 +21,8 @@ where
     Suite::new().backend(name, open).run()
 }
 
-/// The suite on several backends or devices, as one test program. [`run`] is the short form for one.
+/// The suite on several backends or devices, as one test program. [`run`] is the short form for
+/// one.
 #[derive(Debug, Default)]
 #[must_use = "nothing is checked before `run`"]
 pub struct Suite {
@@ -80,8 +82,8 @@ impl Suite {
         self
     }
 
-    /// Reports every claim as ignored, with the reason, because the machine has no such device; as failed if the device
-    /// `is_required`.
+    /// Reports every claim as ignored, with the reason, because the machine has no such device; as
+    /// failed if the device `is_required`.
     pub fn absent(mut self, name: &str, reason: &str, is_required: bool) -> Self {
         let claims = checks::<Device>().into_iter().map(|(claim, _)| claim);
         self.trials.extend(claims.chain([CACHED, RESIDENT]).map(|claim| {
@@ -92,7 +94,8 @@ impl Suite {
         self
     }
 
-    /// Checks the claims that the arguments of the process choose, and ends the process. The exit code is 0 if all of them hold.
+    /// Checks the claims that the arguments of the process choose, and ends the process. The exit
+    /// code is 0 if all of them hold.
     pub fn run(self) -> ! {
         libtest_mimic::run(&Arguments::from_args(), self.trials).exit()
     }

@@ -1,4 +1,5 @@
-//! Control: the suite fails on a device that computes nothing, and names the claims that do not hold.
+//! Control: the suite fails on a device that computes nothing, and names the claims that do not
+//! hold.
 //!
 //! The suite ends its process, so this program runs itself again, as the test of a backend.
 
@@ -10,7 +11,8 @@ use libtest_mimic::{Arguments, Trial};
 /// The environment variable of the process that is the test of a backend.
 const IS_BACKEND_TEST: &str = "KYKLOS_CONTROL";
 
-/// What a device does that computes nothing: it cancels, gives the same zeros every time, and lets nothing through.
+/// What a device does that computes nothing: it cancels, gives the same zeros every time, and lets
+/// nothing through.
 const HOLD: [&str; 6] = [
     "gives the same bytes every time",
     "gives the same gradients every time",

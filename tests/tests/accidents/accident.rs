@@ -8,7 +8,8 @@ use crate::rank::Link;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Accident {
     Nothing,
-    /// Strangers send packets to rank 0 while the group forms and works, and open streams where it has some.
+    /// Strangers send packets to rank 0 while the group forms and works, and open streams where it
+    /// has some.
     Flooded,
     /// Every link has 20 Mbit/s.
     Slow,
@@ -17,7 +18,8 @@ pub(crate) enum Accident {
         step: usize,
         during: Duration,
     },
-    /// A router between the rank, which is the last one, and rank 0 gives it another port before a step. Only over UDP.
+    /// A router between the rank, which is the last one, and rank 0 gives it another port before a
+    /// step. Only over UDP.
     Rebound {
         step: usize,
     },
@@ -126,7 +128,8 @@ impl Chance {
         }
     }
 
-    /// The links of a group with this accident. Over TCP a cut rank may be silent for longer than the cut.
+    /// The links of a group with this accident. Over TCP a cut rank may be silent for longer than
+    /// the cut.
     pub(crate) fn link(&mut self, accident: Accident) -> Link {
         match accident {
             Accident::Outage { .. } => Link::Wan,

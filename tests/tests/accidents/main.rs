@@ -1,8 +1,10 @@
-//! Ranks that are killed, stopped and restarted at every step of their plans. Every other rank names the culprit
-//! within seconds, no rank hangs, and the results equal the results of undisturbed runs, byte for byte.
+//! Ranks that are killed, stopped and restarted at every step of their plans. Every other rank
+//! names the culprit within seconds, no rank hangs, and the results equal the results of
+//! undisturbed runs, byte for byte.
 //!
-//! Every rank is a process, over QUIC with the default settings. A rank pauses before a step until the test orders it
-//! to continue, so the failure happens exactly at this step. `soak.rs` has random failures, for any duration.
+//! Every rank is a process, over QUIC with the default settings. A rank pauses before a step until
+//! the test orders it to continue, so the failure happens exactly at this step. `soak.rs` has
+//! random failures, for any duration.
 //!
 //! A program of its own, because these tests depend on time: few others compute while they run.
 
@@ -39,19 +41,20 @@ const WORKS: [Work; 3] = [
     Work { ulysses: 2, ring: 2, seed: 3 },
 ];
 
-/// Half of the survivors report the failure within this time, with the default settings: after 2.4 s, and later on a machine with other
-/// work. The connection itself ends after 5 s.
+/// Half of the survivors report the failure within this time, with the default settings: after 2.4
+/// s, and later on a machine with other work. The connection itself ends after 5 s.
 const KNOWN: Duration = Duration::from_millis(4500);
 
-/// All of them on a machine with so much other work that round trips take a second: a rank may be silent for eight of them longer,
-/// which are 10.4 s, and each heartbeat may be late.
+/// All of them on a machine with so much other work that round trips take a second: a rank may be
+/// silent for eight of them longer, which are 10.4 s, and each heartbeat may be late.
 const KNOWN_UNDER_LOAD: Duration = Duration::from_secs(25);
 
 /// Steps at which ranks of one group fail, one after another.
 const STEPS_OF_GROUP: usize = 3;
 
-/// Causes a failure at every step of the plans, of each rank in turn. Groups run in parallel, because they mostly wait.
-/// Only one test at a time does this, because each test has dozens of processes.
+/// Causes a failure at every step of the plans, of each rank in turn. Groups run in parallel,
+/// because they mostly wait. Only one test at a time does this, because each test has dozens of
+/// processes.
 fn at_every_step(works: &[Work], accident: impl Fn(&mut Group, Work, u32, usize) + Sync) {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -91,8 +94,8 @@ fn right(work: Work) -> Vec<Vec<u8>> {
     results
 }
 
-/// Checks that every rank except `victim` ends with an error that names `victim`. Returns the times of these errors,
-/// by rank.
+/// Checks that every rank except `victim` ends with an error that names `victim`. Returns the times
+/// of these errors, by rank.
 fn all_name(group: &Group, work: Work, victim: u32) -> Vec<std::time::Instant> {
     let survivors = (0..work.ranks()).filter(|&rank| rank != victim);
     survivors

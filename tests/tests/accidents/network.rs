@@ -40,8 +40,9 @@ fn traffic_control(verb: &str, more: &[&str]) {
     assert!(status.unwrap().success(), "tc qdisc {verb}");
 }
 
-/// Strangers that send to rank 0: datagrams of random bytes, datagrams of a version of QUIC that does not exist, datagrams that look
-/// like the first of a handshake, and streams that say little or nothing.
+/// Strangers that send to rank 0: datagrams of random bytes, datagrams of a version of QUIC that
+/// does not exist, datagrams that look like the first of a handshake, and streams that say little
+/// or nothing.
 pub(crate) struct Flood {
     ends: Arc<AtomicBool>,
     thread: JoinHandle<u64>,

@@ -80,7 +80,8 @@ impl Process {
         let _ = self.orders.write_all(format!("{line}\n").as_bytes());
     }
 
-    /// Waits until the rank pauses at the ordered step. The error is what it printed instead, if anything.
+    /// Waits until the rank pauses at the ordered step. The error is what it printed instead, if
+    /// anything.
     pub(crate) fn is_here(&self) -> Result<(), Option<String>> {
         match self.next().map(|(_, line)| line) {
             Some(line) if line == "here" => Ok(()),
@@ -94,7 +95,8 @@ impl Process {
             Command::new("kill").args([format!("-{name}"), self.pid().to_string()]).status().unwrap();
         assert!(status.success(), "kill -{name}");
         let asked = Instant::now();
-        // The system stops a process when one of its threads takes the signal. On a busy machine others run until then.
+        // The system stops a process when one of its threads takes the signal. On a busy machine others run
+        // until then.
         while name == "STOP" && !self.is_stopped() && asked.elapsed() < HANG {
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -172,8 +174,8 @@ impl Group {
         let _ = self.order_behind(work, pause, Link::Lan, None);
     }
 
-    /// The same as `order`, over links of a kind, with a router between rank 0 and one rank, which must be the last one: others would dial it at
-    /// the router. Returns the address of rank 0.
+    /// The same as `order`, over links of a kind, with a router between rank 0 and one rank, which
+    /// must be the last one: others would dial it at the router. Returns the address of rank 0.
     pub(crate) fn order_behind(
         &mut self,
         work: Work,

@@ -15,14 +15,15 @@ use kyklos_transport::{Rank, Transport, TransportError};
 
 use crate::work::Work;
 
-/// The variable that makes a copy of this test program a rank. Its value is the folder of the group.
+/// The variable that makes a copy of this test program a rank. Its value is the folder of the
+/// group.
 pub(crate) const FOLDER: &str = "KYKLOS_TEST_FOLDER";
 
 /// Marks the lines for the ordering test: the test harness prints lines too.
 pub(crate) const MARK: &str = "> ";
 
-/// Number of times that a rank runs its plan. The failure is in the first run. If a rank has already finished its part,
-/// it learns of the failure in the agreement of the second run.
+/// Number of times that a rank runs its plan. The failure is in the first run. If a rank has
+/// already finished its part, it learns of the failure in the agreement of the second run.
 const RUNS: u64 = 2;
 
 /// How long survivors may take to form a group again.

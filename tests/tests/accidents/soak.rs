@@ -1,7 +1,7 @@
 //! Groups that form, work and suffer random failures, one after another, for any duration.
 //!
-//! Five processes take part, with changing ranks; one of them, the elder, is never killed. The choices
-//! come from a seed; the exact timing of the processes does not.
+//! Five processes take part, with changing ranks; one of them, the elder, is never killed. The
+//! choices come from a seed; the exact timing of the processes does not.
 
 use std::collections::BTreeMap;
 use std::fmt;

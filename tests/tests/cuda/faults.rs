@@ -69,8 +69,8 @@ fn planted() -> Vec<Scenario> {
     all
 }
 
-/// A context that is destroyed during the work. Every call and every future returns the first error, and the other
-/// device still works.
+/// A context that is destroyed during the work. Every call and every future returns the first
+/// error, and the other device still works.
 fn endings() -> Vec<Scenario> {
     let ends = [
         (
@@ -149,7 +149,8 @@ fn memory() -> Vec<Scenario> {
             let held = mib(40).unwrap();
             assert_eq!(allowed(mib(32)), (32, 24));
             drop(held);
-            // The memory of the first buffer is freed for a buffer of another size, while the device may still use it.
+            // The memory of the first buffer is freed for a buffer of another size, while the device may
+            // still use it.
             let mut some = mib(14).unwrap();
             backend.write(&mut some, 0, &[7; 1 << 20]).unwrap();
             drop(some);

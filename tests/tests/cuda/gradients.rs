@@ -48,8 +48,8 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     all
 }
 
-/// A case on a mesh whose ranks share a device: within the limits of its error on one rank, and with the same bytes again, with graphs
-/// and without.
+/// A case on a mesh whose ranks share a device: within the limits of its error on one rank, and
+/// with the same bytes again, with graphs and without.
 fn shared([ulysses, ring]: [u32; 2], strategy: Strategy, dtype: Dtype, name: &str) {
     let case = cases().into_iter().find(|case| case.name == name).unwrap();
     let case = GradientCase::new(case, dtype).with_bias_gradient();

@@ -94,8 +94,8 @@ fn order() -> Vec<Scenario> {
     all
 }
 
-/// If the driver refuses a graph, its error is returned. Later operations on the buffers that the graph should write
-/// return it too. Everything else still works.
+/// If the driver refuses a graph, its error is returned. Later operations on the buffers that the
+/// graph should write return it too. Everything else still works.
 fn faults() -> Vec<Scenario> {
     let refused = [
         (
@@ -288,7 +288,8 @@ fn again(backend: &CudaBackend, times: u8) {
     (0..times).for_each(|round| state.round(backend, f32::from(round) + 0.5));
 }
 
-/// Graphs with copies to their inputs and from their outputs, without a wait of the host between them.
+/// Graphs with copies to their inputs and from their outputs, without a wait of the host between
+/// them.
 fn overlaps(backend: &CudaBackend) {
     let mut state = Accumulator::new(backend);
     let downloads: Vec<_> = (0..12_u8)
@@ -346,7 +347,8 @@ impl Token {
         Self { tensors, a: alloc(DECODED.a_bytes()), ml: alloc(DECODED.ml_bytes()) }
     }
 
-    /// Resets the state and attends over generated tensors of this seed. Does not wait for the device.
+    /// Resets the state and attends over generated tensors of this seed. Does not wait for the
+    /// device.
     pub(crate) fn attend(&mut self, backend: &CudaBackend, seed: u64) -> Result<()> {
         for (index, id) in [TensorId::Q, TensorId::K, TensorId::V].into_iter().enumerate() {
             let mut numbers = vec![bf16::ZERO; Self::ELEMENTS[index]];

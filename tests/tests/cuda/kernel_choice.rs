@@ -1,4 +1,5 @@
-//! A call runs the kernels that `KernelChoice` names. They write the state, so that its reset is not run, or the results at once.
+//! A call runs the kernels that `KernelChoice` names. They write the state, so that its reset is
+//! not run, or the results at once.
 
 use kyklos::Dtype;
 use kyklos_backend_suite::fixed_order::case;

@@ -1,8 +1,10 @@
-//! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults, kernel choice,
-//! graphs, tensors of a caller, NCCL, copies between devices, and options for tests of a new device.
+//! The CUDA backend on the fake driver: the conformance suite of all backends, driver faults,
+//! kernel choice, graphs, tensors of a caller, NCCL, copies between devices, and options for tests
+//! of a new device.
 //!
-//! Each trial is a process of its own that finds the fake driver as its CUDA driver: this program, with the name of the scenario
-//! in the environment. So a destroyed context affects no other trial, and objects that are not freed are found at exit.
+//! Each trial is a process of its own that finds the fake driver as its CUDA driver: this program,
+//! with the name of the scenario in the environment. So a destroyed context affects no other trial,
+//! and objects that are not freed are found at exit.
 //!
 //! Linux only, as the emulator in the fake driver is.
 

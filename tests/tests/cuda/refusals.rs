@@ -57,8 +57,8 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
                 let mut short = backend.alloc("short", 32).unwrap();
                 let request =
                     |result: Result<()>| assert!(matches!(result, Err(Error::Request { .. })), "{result:?}");
-                // Pairs of types without a kernel, a first element that is not a multiple of 8, and more elements than
-                // either buffer has.
+                // Pairs of types without a kernel, a first element that is not a multiple of 8, and more
+                // elements than either buffer has.
                 for (first, dtype, tokens) in [
                     (0, Dtype::Bf16, 1),
                     (0, Dtype::F16, 1),

@@ -22,11 +22,12 @@ const FAILED_CHECK: i32 = 101;
 const MISUSE: i32 = 86;
 /// Exit code of a process that did not free all objects of the fake driver.
 const LEAK: i32 = 87;
-/// Exit code of a process in which the emulator found a fault of a kernel. A kernel that reads while a copy writes can end so: its
-/// lanes may read different lengths of a loop.
+/// Exit code of a process in which the emulator found a fault of a kernel. A kernel that reads
+/// while a copy writes can end so: its lanes may read different lengths of a loop.
 const KERNEL_FAULT: i32 = 3;
-/// Signal that ends a process after `LONGEST_S` seconds of processor time. A kernel that reads before a copy writes may take what is in
-/// new memory for the length of a loop. Scenarios that fail otherwise take a second or two.
+/// Signal that ends a process after `LONGEST_S` seconds of processor time. A kernel that reads
+/// before a copy writes may take what is in new memory for the length of a loop. Scenarios that
+/// fail otherwise take a second or two.
 const NO_END: i32 = 24;
 const LONGEST_S: &str = "8";
 
@@ -44,17 +45,18 @@ pub(crate) struct Scenario {
     pub(crate) says_not: &'static [&'static str],
 }
 
-/// What takes longer than this hangs: more than a loaded machine needs, and less than the waits that must not be reached, of a
-/// minute, two minutes and an hour.
+/// What takes longer than this hangs: more than a loaded machine needs, and less than the waits
+/// that must not be reached, of a minute, two minutes and an hour.
 pub(crate) const HANGS_AFTER: Duration = Duration::from_secs(50);
 
 /// The expected end of a scenario's process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Ends {
-    /// All checks pass, all objects are freed at exit, the API is not misused, and no copy is from or to pageable
-    /// memory.
+    /// All checks pass, all objects are freed at exit, the API is not misused, and no copy is from
+    /// or to pageable memory.
     Well,
-    /// A check fails, or the fake driver finds a misuse, or the emulator a fault of a kernel: a bug was planted.
+    /// A check fails, or the fake driver finds a misuse, or the emulator a fault of a kernel: a bug
+    /// was planted.
     Failing,
     /// The fake driver finds objects that are not freed at exit.
     LeavingSomething,
@@ -118,9 +120,9 @@ fn words(output: &Output) -> String {
     [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
 }
 
-/// The conformance suite of all backends. Each claim has its own seed for the delays of streams. All claims run on
-/// Hopper. The claims that use the most kernels also run on an older device. Conversions run on both. The fixed order
-/// runs in bf16 only: in f32 it takes two minutes.
+/// The conformance suite of all backends. Each claim has its own seed for the delays of streams.
+/// All claims run on Hopper. The claims that use the most kernels also run on an older device.
+/// Conversions run on both. The fixed order runs in bf16 only: in f32 it takes two minutes.
 pub(crate) fn suite() -> Vec<Scenario> {
     let claims = checks::<CudaBackend>().into_iter().enumerate();
     let has = |claim: &str, words: &[&str]| words.iter().any(|word| claim.contains(word));

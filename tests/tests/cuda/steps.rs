@@ -1,5 +1,5 @@
-//! The first steps on a GPU, in the order in which later ones need earlier ones: `tests/gpu/round.sh` runs each in a process of its own.
-//! On the fake driver they are smaller.
+//! The first steps on a GPU, in the order in which later ones need earlier ones:
+//! `tests/gpu/round.sh` runs each in a process of its own. On the fake driver they are smaller.
 
 use std::time::Duration;
 
@@ -37,8 +37,8 @@ fn is_fake() -> bool {
     std::env::var_os("KYKLOS_FAKE_CUDA").is_some()
 }
 
-/// With the switches of the environment: a step that goes wrong is repeated without wgmma, or with another kernel. A kernel that hangs
-/// is named before the round ends the step.
+/// With the switches of the environment: a step that goes wrong is repeated without wgmma, or with
+/// another kernel. A kernel that hangs is named before the round ends the step.
 fn options() -> CudaOptions {
     let options = CudaOptions::from_environment().unwrap();
     if is_fake() { options } else { CudaOptions { stuck_after: Duration::from_secs(10), ..options } }
@@ -53,8 +53,9 @@ fn every_kernel() {
     println!("{:?}: {} kernels", backend.info(), backend.load_kernels().unwrap());
 }
 
-/// Each row sees one key only, because the others are far less similar. So the output shows where rows, keys and elements are in the
-/// matrices of wgmma. Values are 1 plus the number of the key, then 1 plus the number of the element.
+/// Each row sees one key only, because the others are far less similar. So the output shows where
+/// rows, keys and elements are in the matrices of wgmma. Values are 1 plus the number of the key,
+/// then 1 plus the number of the element.
 fn one_tile() {
     let backend = open();
     for dtype in [Dtype::Bf16, Dtype::F16] {
@@ -88,7 +89,8 @@ fn one_tile() {
     }
 }
 
-/// The attention kernels for Hopper, with a head dim and a mask of calls that get them: the wide one is for calls without a mask.
+/// The attention kernels for Hopper, with a head dim and a mask of calls that get them: the wide
+/// one is for calls without a mask.
 fn hopper_kernels(dtype: Dtype) -> Vec<(AttendKernel, u32, Mask)> {
     let narrow =
         [64, 128, 192, 256].map(|dim| (AttendKernel::hopper(dtype, dim).unwrap(), dim, Mask::causal()));

@@ -1,4 +1,5 @@
-//! Options for tests of a new device: kernels without wgmma, kernels of a file, and how soon a device that hangs counts as lost.
+//! Options for tests of a new device: kernels without wgmma, kernels of a file, and how soon a
+//! device that hangs counts as lost.
 
 use std::fs;
 use std::path::PathBuf;
@@ -135,5 +136,6 @@ fn is_right(backend: &CudaBackend, dtype: Dtype) {
     prepared.judge(&whole, "fake cuda").assert_within(&prepared.dense_limit());
 }
 
-/// Two kernels without a body, `attend_f32` and `repack`, by `nvcc -cubin -arch sm_90a`. The fake driver takes their names.
+/// Two kernels without a body, `attend_f32` and `repack`, by `nvcc -cubin -arch sm_90a`. The fake
+/// driver takes their names.
 const TWO: &[u8] = include_bytes!("../../../cuda-backend/src/images/two.cubin");

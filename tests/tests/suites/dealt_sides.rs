@@ -1,5 +1,5 @@
-//! The owners that dealers give to queries and to keys: the same owner for both of a token of joint attention, unless the
-//! split says otherwise, and counts for each side.
+//! The owners that dealers give to queries and to keys: the same owner for both of a token of joint
+//! attention, unless the split says otherwise, and counts for each side.
 
 use crate::plan_properties::Random;
 use kyklos::plan::check;

@@ -1,5 +1,6 @@
-//! One mask for each batch entry: every plan agrees with the oracle, with any owners; a call of many entries gives the bytes of one
-//! call for each; masks that change places are another plan, and their results are wrong.
+//! One mask for each batch entry: every plan agrees with the oracle, with any owners; a call of
+//! many entries gives the bytes of one call for each; masks that change places are another plan,
+//! and their results are wrong.
 
 use bytes::Bytes;
 use kyklos::backend::Device;
@@ -90,7 +91,8 @@ fn a_call_gives_the_bytes_of_one_call_for_each_entry() {
     assert!(count >= 40, "{count}");
 }
 
-/// The planted bugs: a kernel takes the mask of the next batch entry, or that of the first one for all.
+/// The planted bugs: a kernel takes the mask of the next batch entry, or that of the first one for
+/// all.
 #[test]
 fn the_mask_of_another_entry_is_caught() {
     let mut caught = 0;

@@ -1,5 +1,5 @@
-//! Sums in a fixed order over every strategy and mask, on the CPU backend. The shared suite runs one of these cases on
-//! every backend.
+//! Sums in a fixed order over every strategy and mask, on the CPU backend. The shared suite runs
+//! one of these cases on every backend.
 
 use kyklos::backend::Device;
 use kyklos::plan::{Slice, Step};
@@ -30,8 +30,8 @@ const QUARTERS: [Shared; 2] = [
     ((1, 2), &[], PlacementKind::Contiguous, Strategy::Pipelined),
 ];
 
-/// A shard of one tile cannot be divided in halves. The other shard has three tiles and a partial one, in pieces that
-/// do not end at tiles.
+/// A shard of one tile cannot be divided in halves. The other shard has three tiles and a partial
+/// one, in pieces that do not end at tiles.
 const RELAYED: [Shared; 1] =
     [((4, 2), &[256, 0, 0, 0, 300, 300, 132, 100], PlacementKind::Contiguous, Strategy::Relay)];
 

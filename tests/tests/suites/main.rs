@@ -1,5 +1,6 @@
-//! Suites over plans, strategies and groups of ranks, as one program, so that it is linked once. The suite for all
-//! backends is `tests/backends.rs`, the CUDA backend on its fake driver `tests/cuda/`.
+//! Suites over plans, strategies and groups of ranks, as one program, so that it is linked once.
+//! The suite for all backends is `tests/backends.rs`, the CUDA backend on its fake driver
+//! `tests/cuda/`.
 
 #![expect(unreachable_pub, reason = "`common` is shared by several programs")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot continue has failed")]

@@ -1,5 +1,5 @@
-//! Token lists that no dealer made: any owner of any query, and of any key, in any order. Every plan over them is proved,
-//! and agrees with the oracle when it runs.
+//! Token lists that no dealer made: any owner of any query, and of any key, in any order. Every
+//! plan over them is proved, and agrees with the oracle when it runs.
 
 use std::ops::Range;
 
@@ -24,7 +24,8 @@ use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
 use proptest::test_runner::TestRunner;
 
-/// A placement of `0..total` with owners and order drawn: single tokens or blocks, on all ranks or on a few.
+/// A placement of `0..total` with owners and order drawn: single tokens or blocks, on all ranks or
+/// on a few.
 pub(crate) fn any_placement(
     mesh: Mesh,
     total: u32,
@@ -212,8 +213,8 @@ fn control() -> (Prepared, PlanSet) {
     (prepared, set)
 }
 
-/// The planted bug: two tokens change places in the list of a rank, but not in its data. The other way round it is the
-/// same: the lists are right, and the data of two tokens have changed places.
+/// The planted bug: two tokens change places in the list of a rank, but not in its data. The other
+/// way round it is the same: the lists are right, and the data of two tokens have changed places.
 #[test]
 fn a_token_swapped_against_the_data_is_caught() {
     let (prepared, set) = control();
@@ -289,7 +290,8 @@ fn whole_tiles_on_any_rank_in_any_order_give_the_same_bytes_in_a_fixed_order() {
         [Strategy::Ring, Strategy::Bidirectional, Strategy::Line, Strategy::Gather, Strategy::Relay];
     for strategy in strategies.into_iter().cycle().take(amount(5, 40)) {
         let mesh = any_mesh(strategy, 4, &mut chance);
-        // Tiles 0 to 4, of which the last one is short, on shards in any order; the ranks of a shard take turns.
+        // Tiles 0 to 4, of which the last one is short, on shards in any order; the ranks of a shard take
+        // turns.
         let mut lists = vec![Vec::new(); mesh.size() as usize];
         let mut tiles: Vec<u32> = (0..5).collect();
         (1..5).rev().for_each(|i| tiles.swap(i, chance.below(i as u32 + 1) as usize));
@@ -375,7 +377,8 @@ fn given_lists_are_priced_by_a_walk_and_their_bytes_are_those_of_the_plans() {
             assert_eq!(sent, bytes, "{strategy} {other}");
         }
     }
-    // A ring so long that an even one is extrapolated: given lists are not, and beyond a limit they are refused.
+    // A ring so long that an even one is extrapolated: given lists are not, and beyond a limit they are
+    // refused.
     let problem = AttentionProblem::new([1, 1024, 1, 1, 8], Dtype::F32, Mask::full()).unwrap();
     let predicted = |ring: u32| {
         let mesh = Mesh::new(1, ring).unwrap();

@@ -50,8 +50,8 @@ pub(crate) fn sink(seed: u64, head: usize) -> f64 {
     f64::from(normal(seed, TensorId::Sinks, head as u64)) + 2.0
 }
 
-/// A case of `[batch, queries, keys, KV heads, query heads of each, head dim]`, with sinks and an attention bias tensor as `seed` draws
-/// them.
+/// A case of `[batch, queries, keys, KV heads, query heads of each, head dim]`, with sinks and an
+/// attention bias tensor as `seed` draws them.
 pub(crate) fn case(
     [batch, q_len, kv_len, kv_heads, group, head_dim]: [usize; 6],
     terms: &[(u8, f64, f64)],

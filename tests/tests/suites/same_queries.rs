@@ -1,5 +1,5 @@
-//! Queries that every rank holds: any owners of the keys, any mask, sinks and bias tensor; every rank gets all rows, and all
-//! ranks the same bytes.
+//! Queries that every rank holds: any owners of the keys, any mask, sinks and bias tensor; every
+//! rank gets all rows, and all ranks the same bytes.
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
@@ -82,7 +82,8 @@ proptest! {
     }
 }
 
-/// The same rows on a session: at the owners, on one rank, on all ranks, and from queries that all ranks pass.
+/// The same rows on a session: at the owners, on one rank, on all ranks, and from queries that all
+/// ranks pass.
 #[test]
 fn a_session_brings_results_to_the_ranks_that_want_them() {
     let rows = |tokens: std::ops::Range<usize>, heads: usize, factor: f32| {
@@ -155,7 +156,8 @@ fn strategies_that_would_send_queries_or_keys_are_refused() {
     }
 }
 
-/// The planted bugs: a state that changes after it was sent, that is merged twice, or that is left out.
+/// The planted bugs: a state that changes after it was sent, that is merged twice, or that is left
+/// out.
 #[test]
 fn wrong_plans_are_caught() {
     let mesh = Mesh::new(1, 3).unwrap();

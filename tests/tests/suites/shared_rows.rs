@@ -1,5 +1,6 @@
-//! Attention bias tensors whose row all queries share: they are in no plan, they give the same bytes as one row for each
-//! query, ranks with unlike tensors get one error, and the oracle finds wrong rows.
+//! Attention bias tensors whose row all queries share: they are in no plan, they give the same
+//! bytes as one row for each query, ranks with unlike tensors get one error, and the oracle finds
+//! wrong rows.
 
 use bytes::Bytes;
 use kyklos::backend::Device;

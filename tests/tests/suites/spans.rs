@@ -116,8 +116,8 @@ fn ring() -> PlanSet {
     plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap()
 }
 
-/// Runs `set` on threads. After all transports are dropped, returns for each rank whether it succeeded, and its
-/// spans.
+/// Runs `set` on threads. After all transports are dropped, returns for each rank whether it
+/// succeeded, and its spans.
 fn run(set: &PlanSet, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer>) -> Vec<(bool, Vec<Span>)> {
     let problem = &set.problem;
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
@@ -127,7 +127,8 @@ fn run(set: &PlanSet, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer
     let run = RunOptions { observer, ..RunOptions::default() };
     let options = SessionOptions { deadline: Duration::from_secs(20), run, ..SessionOptions::default() };
     let spans: Vec<Spans> = group.iter().map(|_| Spans::default()).collect();
-    // Made before any rank runs: while there is only one, a span that another test enters first stays off for ever.
+    // Made before any rank runs: while there is only one, a span that another test enters first stays
+    // off for ever.
     let subscribers: Vec<_> = spans.iter().cloned().map(tracing::Dispatch::new).collect();
     let ended = on_threads(group, |transport| {
         let part = shard(set, transport.rank(), &tensors).unwrap();
@@ -225,7 +226,8 @@ fn spans_of_an_operation_that_failed_are_closed() {
     let steps = &set.plan(Rank(1)).steps;
     let exchanges: Vec<usize> =
         (0..steps.len()).filter(|step| matches!(steps[*step], Step::Exchange { .. })).collect();
-    // The abort is before rank 1 posts anything, or before its second exchange, when other ranks have messages for it.
+    // The abort is before rank 1 posts anything, or before its second exchange, when other ranks have
+    // messages for it.
     for &at in &exchanges {
         let group = in_process_group(RANKS);
         let transport = Arc::clone(&group[1]);

@@ -1,5 +1,6 @@
-//! Every strategy, placement and split, with every mask, against the oracle: `E_par <= 2·E_dense + a` for any number of ranks
-//! size. The bytes are as planned. The same comparison must find planted bugs.
+//! Every strategy, placement and split, with every mask, against the oracle: `E_par <= 2·E_dense +
+//! a` for any number of ranks size. The bytes are as planned. The same comparison must find planted
+//! bugs.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use kyklos_oracle::inputs::{Case, cases};
 use kyklos_oracle::tolerance::{Comparison, discriminates};
 use kyklos_transport::{Rank, in_process_group};
 
-/// Strategies that run on `mesh`, without dense, ring and Ulysses, which are special cases of unified.
+/// Strategies that run on `mesh`, without dense, ring and Ulysses, which are special cases of
+/// unified.
 fn strategies_on(mesh: Mesh) -> Vec<Strategy> {
     let own = Strategy::ALL
         .into_iter()
@@ -38,8 +40,8 @@ fn uneven(ranks: u32) -> Split {
 }
 
 fn every_world_agrees(dtype: Dtype) {
-    // Cells are counted over all cases. A sample has every case, mesh, placement, split and strategy, but not every
-    // combination.
+    // Cells are counted over all cases. A sample has every case, mesh, placement, split and strategy,
+    // but not every combination.
     let (mut cell, step) = (dtype as usize, amount(7, 1));
     let mut occurred = BTreeSet::new();
     for case in cases() {
@@ -124,8 +126,8 @@ fn ranks_send_exactly_what_their_plans_say() {
     }
 }
 
-/// A rank that computes for a long time differs from a stuck rank. It reports progress at every piece of attention, and
-/// its work is open in every step except a wait.
+/// A rank that computes for a long time differs from a stuck rank. It reports progress at every
+/// piece of attention, and its work is open in every step except a wait.
 #[test]
 fn a_rank_beats_at_every_piece_and_its_work_ends_with_it() {
     let prepared = case("six query heads in groups of two");
@@ -201,7 +203,8 @@ fn sockets_and_channels_give_the_same_bytes() {
     }
 }
 
-/// Runs a plan set with possibly wrong plans. It skips the proof, because the proof would refuse these plans.
+/// Runs a plan set with possibly wrong plans. It skips the proof, because the proof would refuse
+/// these plans.
 fn run_unproved(set: &PlanSet, prepared: &Prepared) -> Whole {
     let plans = Arc::new(ProvedPlans::unproved(set.clone()));
     run_plans(&plans, in_process_group(set.mesh.size()), &prepared.tensors, Device::cpu).0
@@ -248,8 +251,9 @@ fn a_mask_that_is_off_by_one_is_caught() {
 #[test]
 fn a_block_under_the_wrong_owner_is_caught() {
     let (prepared, mut set, right) = controls(PlacementKind::Striped);
-    // Zigzag and contiguous blocks are completely visible or completely hidden, for every owner. Striped blocks have a
-    // diagonal. Rank 1 treats the block of the next shard as the block of the previous shard.
+    // Zigzag and contiguous blocks are completely visible or completely hidden, for every owner.
+    // Striped blocks have a diagonal. Rank 1 treats the block of the next shard as the block of the
+    // previous shard.
     let plan = &mut set.plans[1];
     let block = |name: &str| plan.buffers.iter().position(|buffer| buffer.name.to_string() == name).unwrap();
     let (theirs, mistaken) = (block("kv of shard 2"), block("kv of shard 0"));

@@ -1,5 +1,6 @@
-//! Wire formats of keys and values. Their error is not larger than the error of the same rounding on one device.
-//! Non-finite values reach exactly the rows that see them. The suite finds wrong scales.
+//! Wire formats of keys and values. Their error is not larger than the error of the same rounding
+//! on one device. Non-finite values reach exactly the rows that see them. The suite finds wrong
+//! scales.
 
 use std::collections::BTreeSet;
 
@@ -136,8 +137,9 @@ fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
     }
 }
 
-/// One element beyond the range of f16 on one rank. Whoever gets these keys, all ranks get one error that names the rank, and the next
-/// call is right. Infinite elements are no error: they travel as they are.
+/// One element beyond the range of f16 on one rank. Whoever gets these keys, all ranks get one
+/// error that names the rank, and the next call is right. Infinite elements are no error: they
+/// travel as they are.
 #[test]
 fn elements_beyond_f16_on_the_wire_are_one_error_of_all_ranks() {
     for (ulysses, ring, strategy) in MESHES {
@@ -225,8 +227,8 @@ fn announced_calls_beyond_f16_are_made_again() {
     }
 }
 
-/// A case with outliers. Four channels of the keys are 16 times larger, and the same channels of the queries are 16
-/// times smaller. So the logits and the right result do not change.
+/// A case with outliers. Four channels of the keys are 16 times larger, and the same channels of
+/// the queries are 16 times smaller. So the logits and the right result do not change.
 fn with_outliers() -> Prepared {
     let mut prepared = case("two rows beyond four tiles", Dtype::F32);
     let dim = prepared.problem.head_dim as usize;

@@ -130,8 +130,8 @@ fn agree(me: &dyn Transport) -> Posted<Vec<Bytes>> {
     me.agree(Vote::ready([0; 32]), LONG)
 }
 
-/// Rank 1 sends to rank 0. If the mode is a hop, rank 0 sends as much to rank 1. Returns the measurements of this end,
-/// and the number of lost packets.
+/// Rank 1 sends to rank 0. If the mode is a hop, rank 0 sends as much to rank 1. Returns the
+/// measurements of this end, and the number of lost packets.
 fn transfer(me: &dyn Transport, mode: &Mode, mib: usize) -> (Ended, u64) {
     let (rank, peer) = (me.rank(), Rank(1 - me.rank().0));
     let (sends, receives) = (rank == Rank(1) || mode.hop, rank == Rank(0) || mode.hop);
@@ -180,9 +180,9 @@ fn end((sent, received): UnderWay) {
     }
 }
 
-/// Agreements, one after the other. Rank 0 always votes early. So rank 1 waits until its own vote has reached rank 0
-/// and the verdict has come back. Ends when both ranks are done: a rank that is done refuses, and this refusal is the
-/// last agreement.
+/// Agreements, one after the other. Rank 0 always votes early. So rank 1 waits until its own vote
+/// has reached rank 0 and the verdict has come back. Ends when both ranks are done: a rank that is
+/// done refuses, and this refusal is the last agreement.
 fn ping(me: &dyn Transport, done: &AtomicBool) -> Vec<f64> {
     let mut pings = Vec::new();
     let is_first = me.rank() == Rank(0);

@@ -1,13 +1,17 @@
-//! Cost of a byte between two processes: raw TCP, TLS over TCP and this transport, in turns, as CSV.
+//! Cost of a byte between two processes: raw TCP, TLS over TCP and this transport, in turns, as
+//! CSV.
 //!
-//! `cargo bench -p kyklos-transport --features quic --bench links -- [--rounds N] [--mib N] [--modes M,M,…]`
-//! `  [--here ADDRESS --there ADDRESS --there-by COMMAND] [--peer COMMAND]`
+//! `cargo bench -p kyklos-transport --features quic --bench links -- [--rounds N] [--mib N]
+//! [--modes M,M,…]` `  [--here ADDRESS --there ADDRESS --there-by COMMAND] [--peer COMMAND]`
 //!
-//! A mode is `tcp`, `tls`, or `quic` with what is said of the link: `quic` (nothing), `quic:1500`, `quic:9000`,
-//! `quic:1500:3000000` (a fixed window), `quic:tcp` (the same packets in TCP), `shared` (through memory that both processes share). `x4` after it has four lanes. `-hop` after that
-//! sends as much the other way at the same time, as two neighbours of a ring do; `-ping` runs agreements beside it and times them. The receiving end is a process of its own, started by
-//! `COMMAND`, such as `ip netns exec b`; `--peer` is a program that prints rows of the same kind for itself.
-//! CPU seconds are user and system time of both processes while the bytes move, in ticks of 10 ms.
+//! A mode is `tcp`, `tls`, or `quic` with what is said of the link: `quic` (nothing), `quic:1500`,
+//! `quic:9000`, `quic:1500:3000000` (a fixed window), `quic:tcp` (the same packets in TCP),
+//! `shared` (through memory that both processes share). `x4` after it has four lanes. `-hop` after
+//! that sends as much the other way at the same time, as two neighbours of a ring do; `-ping` runs
+//! agreements beside it and times them. The receiving end is a process of its own, started by
+//! `COMMAND`, such as `ip netns exec b`; `--peer` is a program that prints rows of the same kind
+//! for itself. CPU seconds are user and system time of both processes while the bytes move, in
+//! ticks of 10 ms.
 
 mod ends;
 mod streams;
@@ -165,8 +169,8 @@ fn wait(server: &mut Child) {
     panic!("the other end does not end");
 }
 
-/// Rows of another program: mode, seconds, CPU seconds of the sender, CPU seconds of the receiver, MiB, whether both
-/// ways.
+/// Rows of another program: mode, seconds, CPU seconds of the sender, CPU seconds of the receiver,
+/// MiB, whether both ways.
 fn ask_peer(command: &str, mib: usize) -> Vec<(String, Ended)> {
     let output =
         Command::new("sh").args(["-c", &format!("{command} {mib}")]).stderr(Stdio::inherit()).output();

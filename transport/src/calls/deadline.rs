@@ -1,4 +1,5 @@
-//! When a call must end. Targets without a clock (wasm) keep only how long the caller asked to wait.
+//! When a call must end. Targets without a clock (wasm) keep only how long the caller asked to
+//! wait.
 
 use std::fmt;
 use std::time::Duration;

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use crate::error::TransportError;
 use crate::rank::{Rank, Tag};
 
-/// Calls that have ended, of one direction between two ranks. Bounded: it remembers recent operations.
+/// Calls that have ended, of one direction between two ranks. Bounded: it remembers recent
+/// operations.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     ended: BTreeMap<Tag, Ended>,
@@ -57,7 +58,8 @@ impl History {
         self.ended.get(&tag).copied()
     }
 
-    /// The current operation, if `tag` belongs to an operation so old that its end would be forgotten.
+    /// The current operation, if `tag` belongs to an operation so old that its end would be
+    /// forgotten.
     pub(crate) fn is_past(&self, tag: Tag) -> Option<u64> {
         (tag.op.saturating_add(REMEMBERED_OPS) < self.latest_op).then_some(self.latest_op)
     }

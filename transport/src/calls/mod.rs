@@ -1,7 +1,9 @@
-//! The calls of one rank that have not ended: the same table, with the same rules, for every transport.
+//! The calls of one rank that have not ended: the same table, with the same rules, for every
+//! transport.
 //!
-//! A call ends with its value, at its deadline, with the abort of its group, or when its rank closes. A transport adds
-//! what it needs to move a message ([`Transfer`]) and the clock by which deadlines pass ([`Clock`]).
+//! A call ends with its value, at its deadline, with the abort of its group, or when its rank
+//! closes. A transport adds what it needs to move a message ([`Transfer`]) and the clock by which
+//! deadlines pass ([`Clock`]).
 
 #[cfg_attr(
     target_family = "wasm",
@@ -103,7 +105,8 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         }
     }
 
-    /// Whether the send of `tag` to `to` may be posted. If so, the caller must insert the call next.
+    /// Whether the send of `tag` to `to` may be posted. If so, the caller must insert the call
+    /// next.
     pub(crate) fn begin_send(&mut self, to: Rank, tag: Tag) -> Result<(), TransportError> {
         if self.sends.contains_key(&(to, tag)) {
             return Err(outstanding_already("send", to, tag));
@@ -133,7 +136,8 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         Some(call)
     }
 
-    /// Describes what this rank, `me`, still needs from a peer that has left the group, as a text for the abort.
+    /// Describes what this rank, `me`, still needs from a peer that has left the group, as a text
+    /// for the abort.
     pub(crate) fn still_needs(&self, peer: Rank, me: Rank) -> Option<String> {
         if let Some((_, tag)) = self.receives.keys().find(|(from, _)| *from == peer) {
             return Some(format!("left the group while rank {me} still expected {tag} from it"));
@@ -153,7 +157,8 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         all.map(|(pending, deadline)| Outstanding { pending, waited: deadline.waited() }).collect()
     }
 
-    /// Ends every call with the abort of the group, and every later one. Only the first abort counts.
+    /// Ends every call with the abort of the group, and every later one. Only the first abort
+    /// counts.
     pub(crate) fn abort(&mut self, abort: &Abort) {
         if self.abort.is_some() {
             return;
@@ -167,7 +172,8 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
             call.completer.complete(Err(error(pending)));
         }
         for ((from, tag), mut call) in std::mem::take(&mut self.receives) {
-            // The message may be in flight: its sender has received the request, and does not know of the abort yet.
+            // The message may be in flight: its sender has received the request, and does not know of the
+            // abort yet.
             self.histories.entry(from).or_default().received.end(tag, Ended::GivenUp);
             call.transfer.give_up();
             let pending = call.pending(from, tag);
@@ -252,7 +258,8 @@ impl<C: Clock, S: Transfer, R: Transfer> Calls<C, S, R> {
         self.histories.get(&from)?.received.of(tag)
     }
 
-    /// The current operation, if `tag` belongs to an operation so old that the end of its receive would be forgotten.
+    /// The current operation, if `tag` belongs to an operation so old that the end of its receive
+    /// would be forgotten.
     pub(crate) fn receive_is_past(&self, from: Rank, tag: Tag) -> Option<u64> {
         self.histories.get(&from)?.received.is_past(tag)
     }

@@ -127,7 +127,8 @@ impl Hub {
         self.settle(state, (from, me, tag), from);
     }
 
-    /// Hands the message over if both sides have posted it; otherwise makes sure that its deadline is watched.
+    /// Hands the message over if both sides have posted it; otherwise makes sure that its deadline
+    /// is watched.
     fn settle(&self, mut state: MutexGuard<'_, GroupState>, (from, to, tag): (Rank, Rank, Tag), peer: Rank) {
         if state.is_met(from, to, tag) {
             if let Err(abort) = state.hand_over(from, to, tag) {
@@ -211,7 +212,8 @@ impl Hub {
         self.watch(&mut state);
     }
 
-    /// Adds this rank to the next group, which forms when all remaining ranks have arrived, or when the first deadline ends.
+    /// Adds this rank to the next group, which forms when all remaining ranks have arrived, or when
+    /// the first deadline ends.
     pub(crate) fn reform(&self, me: Rank, who: Regroup, patience: Duration, completer: Completer<Group>) {
         let misuse = |text: &str| Err(TransportError::Misuse { text: text.into() });
         let mut state = self.shared.lock();
@@ -276,7 +278,8 @@ impl Hub {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, GroupState> {
-        // State is changed by code that does not panic between two related changes; a poisoned lock is usable.
+        // State is changed by code that does not panic between two related changes; a poisoned lock is
+        // usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,8 +1,9 @@
 //! Ranks of one process: the reference implementation of the contract, with no bytes copied.
 //!
-//! All ranks share one hub behind a mutex. A message is handed over at the moment both sides have posted it. On
-//! targets without threads (wasm) nothing watches the deadlines: there all ranks share one cooperative executor,
-//! so a rank that does not post is a bug that the plan's check finds, not a fault of a network.
+//! All ranks share one hub behind a mutex. A message is handed over at the moment both sides have
+//! posted it. On targets without threads (wasm) nothing watches the deadlines: there all ranks
+//! share one cooperative executor, so a rank that does not post is a bug that the plan's check
+//! finds, not a fault of a network.
 
 mod hub;
 #[cfg_attr(

@@ -53,7 +53,8 @@ pub(super) struct Incoming {
     pub(super) _span: tracing::Span,
 }
 
-// A message moves at once when both sides have posted it. So an outstanding call has moved no bytes.
+// A message moves at once when both sides have posted it. So an outstanding call has moved no
+// bytes.
 impl Transfer for Outgoing {
     fn bytes_done(&self) -> u64 {
         0
@@ -159,7 +160,8 @@ impl GroupState {
         }
     }
 
-    /// Aborts the group if a rank still needs a rank that has left: its call could end only at its deadline.
+    /// Aborts the group if a rank still needs a rank that has left: its call could end only at its
+    /// deadline.
     pub(super) fn abort_if_a_leaver_is_needed(&mut self) {
         if let Some(abort) = self.needed_leaver() {
             self.abort(abort);
@@ -187,7 +189,8 @@ impl GroupState {
         self.aborted = Some(abort);
     }
 
-    /// The abort that is due if a rank still needs a rank that has left. Checks messages before votes.
+    /// The abort that is due if a rank still needs a rank that has left. Checks messages before
+    /// votes.
     fn needed_leaver(&self) -> Option<Abort> {
         let ranks = || (0..).map(Rank).zip(&self.ranks);
         let left = |(_, rank): &(Rank, &RankState)| matches!(rank.phase, Phase::Left);
@@ -233,8 +236,8 @@ impl GroupState {
         !self.reforming.is_empty() && !self.ranks.iter().any(may_come)
     }
 
-    /// The next group of the ranks that have called `reform`, and their calls; or the reason why too few ranks have
-    /// called.
+    /// The next group of the ranks that have called `reform`, and their calls; or the reason why
+    /// too few ranks have called.
     pub(super) fn take_next_group(&mut self) -> (Vec<ReformCall>, Result<Vec<Rank>, String>) {
         let calls = std::mem::take(&mut self.reforming);
         let claim = Claim { epoch: self.epoch, started: true, members: self.members.clone() };

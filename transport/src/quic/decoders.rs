@@ -1,6 +1,6 @@
 //! Decoders of this module that have no other public name, for the fuzz targets in `fuzz/` and
-//! the bounded run of `tests/decoders.rs`. Each takes any bytes: it must not panic, and a decoded value must encode to the
-//! same bytes. Not an interface.
+//! the bounded run of `tests/decoders.rs`. Each takes any bytes: it must not panic, and a decoded
+//! value must encode to the same bytes. Not an interface.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -72,7 +72,8 @@ pub fn routes(bytes: &[u8]) {
     interface::tables(&String::from_utf8_lossy(table), ip);
 }
 
-/// Certificates to begin with: of a rank, and of a host with names of every kind. Their keys are new each time.
+/// Certificates to begin with: of a rank, and of a host with names of every kind. Their keys are
+/// new each time.
 pub fn certificates() -> Vec<Vec<u8>> {
     let authority = ClusterAuthority::new(JobId::from_name("fuzz")).expect("an authority");
     let host = HostNames::new(["node1.example", "10.0.0.1", "fd00::1"]).expect("names");

@@ -162,7 +162,8 @@ impl Core {
         }
     }
 
-    /// Waits until nothing is `pending`, the group aborts, or the time ends; `asked` is the caller's timeout, for the error.
+    /// Waits until nothing is `pending`, the group aborts, or the time ends; `asked` is the
+    /// caller's timeout, for the error.
     async fn until(
         &self,
         (end, asked): (Instant, Duration),
@@ -184,8 +185,9 @@ impl Core {
     /// Closes all connections after the peers have read the last frames, and ends all tasks.
     async fn close_links(&self, code: VarInt, until: Instant) {
         let flush_until = until.max(Instant::now() + SHORTEST_FLUSH);
-        // When a rank leaves in order, it waits until its last frames have arrived, such as an acknowledgement of a
-        // message. After an abort several other ranks tell each rank of the abort.
+        // When a rank leaves in order, it waits until its last frames have arrived, such as an
+        // acknowledgement of a message. After an abort several other ranks tell each rank of the
+        // abort.
         let flush_until = match code {
             close_code::LEFT => flush_until,
             _ => flush_until.min(Instant::now() + LONGEST_FLUSH),
@@ -231,7 +233,8 @@ impl Core {
         self.endpoint.close(close_code::LEFT, b"", LONGEST_DRAIN).await;
     }
 
-    /// Begins to leave an aborted group, so that this rank can form the next one; the endpoint is kept.
+    /// Begins to leave an aborted group, so that this rank can form the next one; the endpoint is
+    /// kept.
     pub(crate) fn leave_aborted(&self) -> Result<Abort, TransportError> {
         let mut state = self.lock();
         let abort = match (state.phase, state.calls.aborted()) {
@@ -315,7 +318,8 @@ fn pending_close(peer: Rank) -> Pending {
     Pending { operation: "close", peer, tag: Tag { op: 0, message: 0 }, bytes_done: 0, bytes_expected: 0 }
 }
 
-/// Even a close whose deadline has passed gives its last frames this long, though its caller is not kept waiting.
+/// Even a close whose deadline has passed gives its last frames this long, though its caller is not
+/// kept waiting.
 const SHORTEST_FLUSH: Duration = Duration::from_millis(300);
 
 /// After an abort, a peer that does not acknowledge last frames for this long is not going to.

@@ -13,8 +13,8 @@ use crate::quic::trust::job::JobId;
 use crate::rank::Rank;
 use crate::transport::Transport;
 
-/// Makes a group of `size` ranks in this process over real sockets on loopback, with one I/O thread for all and without shared
-/// memory.
+/// Makes a group of `size` ranks in this process over real sockets on loopback, with one I/O thread
+/// for all and without shared memory.
 ///
 /// # Errors
 ///

@@ -36,21 +36,22 @@ use crate::recorder::{Outstanding, Recorder};
 use crate::transport::Transport;
 use crate::transport::{Group, Regroup};
 
-/// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the rank died.
+/// One rank's end of a group over QUIC. Dropping it without [`Transport::close`] means that the
+/// rank died.
 pub struct QuicTransport {
     pub(crate) core: Arc<Core>,
     network: String,
 }
 
 impl QuicTransport {
-    /// Forms the group and returns this rank's end of it, with all I/O on a thread of its own. Blocks until every
-    /// rank is there.
+    /// Forms the group and returns this rank's end of it, with all I/O on a thread of its own.
+    /// Blocks until every rank is there.
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the group is not complete by the connect deadline, or this rank is refused. A
-    /// rank whose own identity does not fit shows it to rank 0 before it gives up, so that others can say why it is not
-    /// there.
+    /// [`TransportError::Bootstrap`] if the group is not complete by the connect deadline, or this
+    /// rank is refused. A rank whose own identity does not fit shows it to rank 0 before it
+    /// gives up, so that others can say why it is not there.
     pub fn connect(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
         let source = bind(&config)?;
         let thread = IoThread::start()?;
@@ -61,9 +62,9 @@ impl QuicTransport {
         })?
     }
 
-    /// As [`Self::connect`]; but if a rank is lost while the group forms, the others form the next group, as [`Transport::reform`]
-    /// does, within another connect deadline. A rank that takes the place of the lost one uses [`Self::rejoin`]. All ranks
-    /// say the same.
+    /// As [`Self::connect`]; but if a rank is lost while the group forms, the others form the next
+    /// group, as [`Transport::reform`] does, within another connect deadline. A rank that takes
+    /// the place of the lost one uses [`Self::rejoin`]. All ranks say the same.
     ///
     /// # Errors
     ///
@@ -75,7 +76,8 @@ impl QuicTransport {
         thread.run(async move { Self::form_or_regroup(config, source, Some(alive), who).await })?
     }
 
-    /// The same in the caller's tokio context, which must have I/O and time and must outlive the transport.
+    /// The same in the caller's tokio context, which must have I/O and time and must outlive the
+    /// transport.
     ///
     /// # Errors
     ///
@@ -85,9 +87,10 @@ impl QuicTransport {
         Ok(Arc::new(Self::form_on(config, source, None).await?))
     }
 
-    /// The same over sockets that are not the system's, one for each lane, for a simulated network: with tokio's time paused
-    /// and quinn's random numbers from `seed`, a group does the same again and again. The first socket has the address that
-    /// the config says; no other use has a reason to choose the seed, which is no secret then.
+    /// The same over sockets that are not the system's, one for each lane, for a simulated network:
+    /// with tokio's time paused and quinn's random numbers from `seed`, a group does the same
+    /// again and again. The first socket has the address that the config says; no other use has
+    /// a reason to choose the seed, which is no secret then.
     ///
     /// # Errors
     ///
@@ -101,7 +104,8 @@ impl QuicTransport {
         Ok(Arc::new(Self::form_on(config, SocketSource::Simulated(sockets, seed), None).await?))
     }
 
-    /// As [`Self::connect_or_regroup`], over sockets that are not the system's, as [`Self::form_over`].
+    /// As [`Self::connect_or_regroup`], over sockets that are not the system's, as
+    /// [`Self::form_over`].
     ///
     /// # Errors
     ///
@@ -116,9 +120,10 @@ impl QuicTransport {
         Self::form_or_regroup(config, SocketSource::Simulated(sockets, seed), None, who).await
     }
 
-    /// Joins a running job as a restarted rank: with the config of its first start, except for the time
-    /// that it waits, which is the connect deadline. It is let in when the others form the group again, with
-    /// [`Regroup::Everyone`], and finds them through rank 0. Blocks until then.
+    /// Joins a running job as a restarted rank: with the config of its first start, except for the
+    /// time that it waits, which is the connect deadline. It is let in when the others form the
+    /// group again, with [`Regroup::Everyone`], and finds them through rank 0. Blocks until
+    /// then.
     ///
     /// # Errors
     ///

@@ -1,8 +1,9 @@
-//! The flight recorder: the last events of a rank, kept at all times, to find out later why the rank makes no progress.
+//! The flight recorder: the last events of a rank, kept at all times, to find out later why the
+//! rank makes no progress.
 //!
-//! A ring of fixed size and counters for each peer. An event is a few numbers under a lock that is held for the copy of
-//! one event, or of the whole ring while it is read: no allocation, no formatting, no input or output. Nothing
-//! that a peer sends decides how much is kept.
+//! A ring of fixed size and counters for each peer. An event is a few numbers under a lock that is
+//! held for the copy of one event, or of the whole ring while it is read: no allocation, no
+//! formatting, no input or output. Nothing that a peer sends decides how much is kept.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -37,8 +38,8 @@ pub struct Event {
     pub tag: Tag,
     /// The plan step of this rank at that time.
     pub step: u32,
-    /// Bytes of the message, or those of it that had moved when it ended early. For votes: of this rank's note, and of
-    /// the notes of all ranks when they agreed.
+    /// Bytes of the message, or those of it that had moved when it ended early. For votes: of this
+    /// rank's note, and of the notes of all ranks when they agreed.
     pub bytes: u64,
 }
 
@@ -111,7 +112,8 @@ pub struct PeerRecord {
     pub bytes_received: u64,
     /// When this rank last received anything from the peer, as [`Event::at_ns`].
     pub heard_ns: Option<u64>,
-    /// The position in the peer's last heartbeat, and when that heartbeat arrived. Heartbeats go to rank 0.
+    /// The position in the peer's last heartbeat, and when that heartbeat arrived. Heartbeats go to
+    /// rank 0.
     pub progress: Option<Progress>,
 }
 
@@ -182,8 +184,8 @@ impl Recorder {
         ring.push(event);
     }
 
-    /// Counts `bytes` bytes more of a message that was noted as [`EventKind::Sent`] or [`EventKind::Received`], and did not pass
-    /// through the transport itself.
+    /// Counts `bytes` bytes more of a message that was noted as [`EventKind::Sent`] or
+    /// [`EventKind::Received`], and did not pass through the transport itself.
     pub fn note_more_bytes(&self, kind: EventKind, peer: Rank, bytes: u64) {
         self.count(kind, peer, 0, bytes);
     }
@@ -212,7 +214,8 @@ impl Recorder {
         Progress { op: self.op.load(Ordering::Relaxed), step: self.step.load(Ordering::Relaxed) }
     }
 
-    /// A frame or bytes from a peer have arrived. This is no event: heartbeats would push out all other events.
+    /// A frame or bytes from a peer have arrived. This is no event: heartbeats would push out all
+    /// other events.
     #[cfg(feature = "quic")]
     pub(crate) fn heard(&self, peer: Rank, progress: Option<Progress>) {
         let Some(counters) = self.peers.get(peer.0 as usize) else { return };

@@ -17,7 +17,8 @@ pub struct Candidates {
 }
 
 impl Candidates {
-    /// The rows of all ranks, in rank order, in as few frames as they fit; one frame at least. A row is cut at nine addresses.
+    /// The rows of all ranks, in rank order, in as few frames as they fit; one frame at least. A
+    /// row is cut at nine addresses.
     pub fn split(rows: &[Vec<SocketAddr>]) -> Vec<Self> {
         let (mut parts, mut part, mut bytes) = (Vec::new(), Self::default(), FIXED_BYTES);
         for row in rows {

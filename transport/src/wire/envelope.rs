@@ -1,4 +1,5 @@
-//! How frames follow each other on a stream: each with its length before it and its checksum behind it.
+//! How frames follow each other on a stream: each with its length before it and its checksum behind
+//! it.
 
 use super::codec::WireError;
 use super::frame::Frame;
@@ -19,7 +20,8 @@ impl Frame {
         out
     }
 
-    /// Decodes the frame at the start of `bytes`. Returns the frame and its length, or `None` if more bytes are needed.
+    /// Decodes the frame at the start of `bytes`. Returns the frame and its length, or `None` if
+    /// more bytes are needed.
     ///
     /// # Errors
     ///
@@ -52,8 +54,8 @@ impl Frame {
 /// Most frames are not longer: they are encoded in one allocation.
 const USUAL_BYTES: usize = 64;
 
-/// Decodes frames from bytes that arrive in pieces of any size. Holds at most one frame, and the bytes that arrived
-/// with its end.
+/// Decodes frames from bytes that arrive in pieces of any size. Holds at most one frame, and the
+/// bytes that arrived with its end.
 #[derive(Debug, Default)]
 pub struct FrameStream {
     pending: Vec<u8>,

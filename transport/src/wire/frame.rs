@@ -42,14 +42,17 @@ pub enum Frame {
         /// Reason for people.
         text: String,
     },
-    /// The addresses at which the sender says it can be reached. It follows `Hello` on each connection that leads to a table.
+    /// The addresses at which the sender says it can be reached. It follows `Hello` on each
+    /// connection that leads to a table.
     Advertise {
         /// In the order in which to try them, at most [`super::MOST_ADVERTISED`].
         addresses: Vec<SocketAddr>,
     },
-    /// Where the next ranks of the group can be reached. A table of all ranks is one or more of these frames.
+    /// Where the next ranks of the group can be reached. A table of all ranks is one or more of
+    /// these frames.
     AddressTable {
-        /// By rank, after the ranks of the frame before: its addresses in the order in which to try them.
+        /// By rank, after the ranks of the frame before: its addresses in the order in which to try
+        /// them.
         candidates: Candidates,
     },
     /// The sender has a connection to every other rank.
@@ -63,7 +66,8 @@ pub enum Frame {
         /// Milliseconds for which the sender would still wait for missing ranks.
         patience_ms: u32,
     },
-    /// The members of the next group: from its lowest rank to the others. Their address table follows.
+    /// The members of the next group: from its lowest rank to the others. Their address table
+    /// follows.
     Members {
         /// The next group's.
         epoch: u32,
@@ -93,7 +97,8 @@ pub enum Frame {
         /// The vote.
         vote: Vote,
     },
-    /// The notes of the next ranks in a round that ended well. Such frames come before its verdict if a note is not empty.
+    /// The notes of the next ranks in a round that ended well. Such frames come before its verdict
+    /// if a note is not empty.
     Notes {
         /// Rounds are counted from 0.
         round: u64,
@@ -104,7 +109,8 @@ pub enum Frame {
     Verdict {
         /// Rounds are counted from 0.
         round: u64,
-        /// The refusal, if the round did not end well: the lowest refusing rank, its reason, its text.
+        /// The refusal, if the round did not end well: the lowest refusing rank, its reason, its
+        /// text.
         refusal: Option<(Rank, RefusalReason, String)>,
     },
     /// Whose vote a round lacks, for a rank that has voted in it.
@@ -155,7 +161,8 @@ pub enum Frame {
         /// Which message, from the receiver of this frame.
         tag: Tag,
     },
-    /// The sender has given up this message. The message may have left before the receiver requested it.
+    /// The sender has given up this message. The message may have left before the receiver
+    /// requested it.
     Withdraw {
         /// Which message, to the receiver of this frame.
         tag: Tag,
@@ -167,8 +174,8 @@ pub enum Frame {
         /// Why.
         text: String,
     },
-    /// The sender offers shared memory for messages, in both directions. The first frame from a lower rank to a higher one,
-    /// on their data connection.
+    /// The sender offers shared memory for messages, in both directions. The first frame from a
+    /// lower rank to a higher one, on their data connection.
     ShareMemory {
         /// Where to get it.
         offer: MemoryOffer,

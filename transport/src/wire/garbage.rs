@@ -1,4 +1,5 @@
-//! Decoding of any bytes ends with a value or an error. Encoding and decoding a value gives the same value.
+//! Decoding of any bytes ends with a value or an error. Encoding and decoding a value gives the
+//! same value.
 
 use std::net::SocketAddr;
 

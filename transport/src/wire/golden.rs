@@ -1,4 +1,5 @@
-//! The bytes of the wire, pinned. A change here is a change of the protocol: raise a version and change `WIRE.md`.
+//! The bytes of the wire, pinned. A change here is a change of the protocol: raise a version and
+//! change `WIRE.md`.
 
 use bytes::Bytes;
 
@@ -258,7 +259,8 @@ fn frames_of_a_running_group_are_pinned() {
     let offer = MemoryOffer { socket: [0xaa; 16], secret_of_guest: [0xbb; 32], secret_of_host: [0xcc; 32] };
     pinned(
         &Frame::ShareMemory { offer },
-        &["1a", "01", &"aa".repeat(16), &"bb".repeat(32), &"cc".repeat(32)], // number, layout, socket, secrets
+        &["1a", "01", &"aa".repeat(16), &"bb".repeat(32), &"cc".repeat(32)], /* number, layout, socket,
+                                                                              * secrets */
     );
     pinned(&Frame::NoSharedMemory { text: "a".into() }, &["1b", "01", "0100", "61"]);
 }

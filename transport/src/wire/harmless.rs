@@ -1,11 +1,12 @@
-//! Texts of peers as they may be printed: no character of them controls a terminal or begins a line of a log.
+//! Texts of peers as they may be printed: no character of them controls a terminal or begins a line
+//! of a log.
 
 use super::frame::Frame;
 use crate::error::AbortCause;
 use crate::rank::Vote;
 
-/// The text with its control characters escaped, line ends among them, and those that reorder a line: what a peer or a file says
-/// must not control a terminal, nor begin a line of a log.
+/// The text with its control characters escaped, line ends among them, and those that reorder a
+/// line: what a peer or a file says must not control a terminal, nor begin a line of a log.
 ///
 /// ```
 /// assert_eq!(kyklos_transport::harmless("gone\n[1] rank 0 died"), r"gone\n[1] rank 0 died");
@@ -46,7 +47,8 @@ impl Frame {
     }
 }
 
-/// They change the order in which a terminal shows the characters around them (Unicode bidirectional controls).
+/// They change the order in which a terminal shows the characters around them (Unicode
+/// bidirectional controls).
 const REORDERING: [char; 9] = [
     '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}', '\u{2066}', '\u{2067}', '\u{2068}',
     '\u{2069}',

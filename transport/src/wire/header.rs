@@ -6,7 +6,8 @@ use crate::rank::{Rank, Tag};
 /// Bytes of a [`MessageHeader`] on the wire.
 pub const HEADER_BYTES: usize = 64;
 
-/// The description of a message. The receiver compares every field with its own plan; no field sizes an allocation.
+/// The description of a message. The receiver compares every field with its own plan; no field
+/// sizes an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MessageHeader {
     /// Low 64 bits of the job's number: bytes 8..16 of it, little-endian.
@@ -104,7 +105,8 @@ impl MessageHeader {
     }
 }
 
-/// CRC-32C over the lengths of the parts, each as u64: two sides whose plans cut a message differently notice.
+/// CRC-32C over the lengths of the parts, each as u64: two sides whose plans cut a message
+/// differently notice.
 pub fn part_digest(part_bytes: impl Iterator<Item = usize>) -> u32 {
     part_bytes.fold(0, |digest, bytes| crc32c::crc32c_append(digest, &(bytes as u64).to_le_bytes()))
 }

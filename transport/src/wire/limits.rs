@@ -12,7 +12,8 @@ pub const MAX_DER_BYTES: u16 = 4096;
 /// Most data connections between two ranks.
 pub const MOST_LANES: u8 = 16;
 
-/// Most addresses that a rank may say for itself. Other ranks dial them, so this also bounds what a member can make them dial.
+/// Most addresses that a rank may say for itself. Other ranks dial them, so this also bounds what a
+/// member can make them dial.
 pub const MOST_ADVERTISED: u8 = 8;
 
 /// Most addresses of a rank in a table: what it says, and the one at which it was seen.

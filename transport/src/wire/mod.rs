@@ -1,8 +1,8 @@
-//! Bytes on the wire: control frames, and the header before each message. `WIRE.md` beside this crate's sources
-//! shows the layout; the golden tests hold both to the same bytes.
+//! Bytes on the wire: control frames, and the header before each message. `WIRE.md` beside this
+//! crate's sources shows the layout; the golden tests hold both to the same bytes.
 //!
-//! Decoding returns a `Result`, never panics and never allocates by a length that the wire names without having
-//! the bytes in hand. Encoding cannot fail: texts are cut to [`MAX_TEXT_BYTES`].
+//! Decoding returns a `Result`, never panics and never allocates by a length that the wire names
+//! without having the bytes in hand. Encoding cannot fail: texts are cut to [`MAX_TEXT_BYTES`].
 
 mod body;
 mod candidates;

@@ -18,8 +18,8 @@ pub struct Notes {
 }
 
 impl Notes {
-    /// The notes of all ranks, in rank order, in as few frames as they fit; no frame if all notes are empty. A note is
-    /// cut at [`MAX_NOTE_BYTES`].
+    /// The notes of all ranks, in rank order, in as few frames as they fit; no frame if all notes
+    /// are empty. A note is cut at [`MAX_NOTE_BYTES`].
     pub fn split(notes: &[Bytes]) -> Vec<Self> {
         if notes.iter().all(Bytes::is_empty) {
             return Vec::new();
@@ -115,5 +115,6 @@ fn read_length(reader: &mut Reader<'_>) -> Result<u16, WireError> {
 /// Bytes of the length of a note.
 const NOTE_LENGTH_BYTES: usize = 2;
 
-/// Bytes of a frame of notes besides the notes: envelope, number and layout of the frame, round, count.
+/// Bytes of a frame of notes besides the notes: envelope, number and layout of the frame, round,
+/// count.
 const FIXED_BYTES: usize = ENVELOPE_BYTES + 2 + 8 + 4;

@@ -1,5 +1,5 @@
-//! A flood of handshakes that never end, while an honest group forms and works: it does, within its budget of memory and
-//! descriptors.
+//! A flood of handshakes that never end, while an honest group forms and works: it does, within its
+//! budget of memory and descriptors.
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +11,14 @@ const WORLD: u32 = 4;
 
 /// What strangers may make an idle group allocate.
 ///
-/// Over UDP these strangers do not answer to Retry, so they get the 128 places for which no address is proven, all of them at the
-/// first rank. Each is a connection of quinn: on loopback 64 KiB into which its packets are written, and 34 KiB of state, most of it
-/// the table of its 256 streams (13 KiB), the connection itself (7 KiB) and TLS (7 KiB). Measured: 12.3 MiB.
+/// Over UDP these strangers do not answer to Retry, so they get the 128 places for which no address
+/// is proven, all of them at the first rank. Each is a connection of quinn: on loopback 64 KiB into
+/// which its packets are written, and 34 KiB of state, most of it the table of its 256 streams (13
+/// KiB), the connection itself (7 KiB) and TLS (7 KiB). Measured: 12.3 MiB.
 ///
-/// Over TCP 256 streams hold 21 KiB each: 16 for what is read, and a task with its queue and its timer. A stranger that sends and does not
-/// read has 80 KiB more, which these do not. Measured: 5.3 MiB.
+/// Over TCP 256 streams hold 21 KiB each: 16 for what is read, and a task with its queue and its
+/// timer. A stranger that sends and does not read has 80 KiB more, which these do not. Measured:
+/// 5.3 MiB.
 const PLACES_KIB: u64 = 128 * 98;
 const STREAMS_KIB: u64 = 256 * 21;
 
@@ -40,7 +42,8 @@ impl Peak {
     }
 }
 
-/// Forms a group, lets it be idle for a while, and lets it work. Returns what was taken while it was idle, and while it worked.
+/// Forms a group, lets it be idle for a while, and lets it work. Returns what was taken while it
+/// was idle, and while it worked.
 fn group_of(job: &Job, link: LinkSettings, flood: Option<&Flood>, idle: Duration) -> [Peak; 2] {
     let started = Instant::now();
     let ranks = (0..WORLD).map(|rank| connect(QuicConfig { link, ..job.config(rank, WORLD) })).collect();
@@ -114,7 +117,8 @@ const EXCHANGES: u64 = 40;
 
 const SETTLED: Duration = Duration::from_secs(1);
 
-/// Places of strangers, streams that are about to be closed, and for a moment those that are accepted in their place.
+/// Places of strangers, streams that are about to be closed, and for a moment those that are
+/// accepted in their place.
 const MOST_DESCRIPTORS: usize = 256 + 160;
 
 #[test]

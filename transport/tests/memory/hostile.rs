@@ -17,7 +17,8 @@ fn rank(job: &Job, rank: u32, coordinator: SocketAddr) -> JoinHandle<Formed> {
     connect(QuicConfig { coordinator, ..job.config(rank, 2) })
 }
 
-/// Starts `count` connections from an address that no rank has, and vanishes before any of them is complete.
+/// Starts `count` connections from an address that no rank has, and vanishes before any of them is
+/// complete.
 fn half_open(to: SocketAddr, count: usize) {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut tls = rustls::ClientConfig::builder_with_provider(provider)
@@ -57,12 +58,14 @@ fn thousands_of_half_open_connections_leave_memory_flat_and_honest_ranks_finish(
     }
     close(&group);
     println!("KiB after every 1000: {resident:?}");
-    // The addresses of one network get 512 places of about 60 KiB each; 7000 connections would be 400 MiB.
+    // The addresses of one network get 512 places of about 60 KiB each; 7000 connections would be 400
+    // MiB.
     let (first, last) = (resident[0], resident[7]);
     assert!(last < first + (48 << 10), "7000 more half-open connections took more than 48 MiB: {resident:?}");
 }
 
-/// Sends packets of an unknown version of QUIC for a while, each of which asks for an answer, and reads no answer.
+/// Sends packets of an unknown version of QUIC for a while, each of which asks for an answer, and
+/// reads no answer.
 fn ask_and_never_read(to: SocketAddr, patience: Duration) -> TcpStream {
     let mut packet = vec![0; 1200];
     // A long header, a version, and two numbers of the connection.
@@ -101,7 +104,8 @@ fn answers_to_a_stranger_that_never_reads_leave_memory_flat() {
     close(&group);
 }
 
-/// Forwards packets between a rank and rank 0, records the packets of the rank, and sends `copies` of each.
+/// Forwards packets between a rank and rank 0, records the packets of the rank, and sends `copies`
+/// of each.
 struct Wire {
     address: SocketAddr,
     kept: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -176,7 +180,8 @@ fn replayed_packets_change_nothing() {
         assert!(Instant::now() < until, "rank 0 keeps its port");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // Again, before the same ranks form their next group: no rank accepts a replayed packet as a packet of a rank.
+    // Again, before the same ranks form their next group: no rank accepts a replayed packet as a packet
+    // of a rank.
     let zero = rank(&job, 0, job.coordinator);
     std::thread::sleep(Duration::from_millis(200));
     for packet in &said {

@@ -1,6 +1,6 @@
-//! A hostile member: its certificate is valid, it joins, and then it breaks the protocol. The honest ranks name it as
-//! the culprit, or they continue undisturbed. They hold no more memory because of it. Clients outside the group are
-//! tested in `strangers.rs`.
+//! A hostile member: its certificate is valid, it joins, and then it breaks the protocol. The
+//! honest ranks name it as the culprit, or they continue undisturbed. They hold no more memory
+//! because of it. Clients outside the group are tested in `strangers.rs`.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,8 +19,8 @@ const WORLD: u32 = 3;
 const HOSTILE: Rank = Rank(2);
 const TAG: Tag = Tag { op: 1, message: 0 };
 
-/// A group with a hostile member. Its attack is done when the receiver yields. The member stays until the test drops
-/// the group.
+/// A group with a hostile member. Its attack is done when the receiver yields. The member stays
+/// until the test drops the group.
 pub(crate) struct Group {
     pub(crate) honest: Vec<Arc<dyn Transport>>,
     hostile: std::thread::JoinHandle<()>,
@@ -49,8 +49,8 @@ impl Group {
         (Self { honest: formed(honest.into()), hostile, over, _alone }, is_done)
     }
 
-    /// Receives that the honest ranks post for each other. They end when the group is aborted. All must name the
-    /// hostile rank.
+    /// Receives that the honest ranks post for each other. They end when the group is aborted. All
+    /// must name the hostile rank.
     #[track_caller]
     pub(crate) fn is_aborted_for_the_hostile_one(&self, words: &str) {
         let waiting: Vec<Posted<Vec<Bytes>>> =
@@ -331,7 +331,8 @@ fn streams_that_are_opened_and_left_empty_stay_few_and_disturb_nobody() {
     let before = resident_kib();
     let (streams, another_conversation) = done.recv().unwrap();
     (2..5).for_each(|op| group.goes_on(op));
-    // The messages of a plan that are in flight (`link.rs` has the limit), and the one stream of frames.
+    // The messages of a plan that are in flight (`link.rs` has the limit), and the one stream of
+    // frames.
     assert_eq!((streams, another_conversation), (256, false));
     let took = resident_kib().saturating_sub(before);
     assert!(took < 64 << 10, "{took} KiB for streams without a byte of a message");

@@ -1,4 +1,5 @@
-//! Hostile votes and verdicts: the honest ranks name their sender, and hold no more memory because of them.
+//! Hostile votes and verdicts: the honest ranks name their sender, and hold no more memory because
+//! of them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,5 +1,5 @@
-//! How much memory a member can make the other ranks hold: no more than each rank states in the line that describes its
-//! network.
+//! How much memory a member can make the other ranks hold: no more than each rank states in the
+//! line that describes its network.
 
 use std::time::Duration;
 
@@ -18,8 +18,9 @@ const WORLD: u32 = 3;
 /// The memory limit for the connections of each honest rank.
 const MEMORY_BYTES: usize = 96 << 20;
 
-/// Opens every stream that the peer allows, each with its own first bytes. Writes to all of them until the peer accepts
-/// no more bytes, or until it has accepted `wrong` bytes. Returns the open streams and the number of accepted bytes.
+/// Opens every stream that the peer allows, each with its own first bytes. Writes to all of them
+/// until the peer accepts no more bytes, or until it has accepted `wrong` bytes. Returns the open
+/// streams and the number of accepted bytes.
 async fn fill(
     connection: &Connection,
     begin: impl Fn(u32) -> Vec<u8>,

@@ -1,4 +1,5 @@
-//! Ranks with several addresses: those that a rank says, those of rank 0's name, and both families of IP.
+//! Ranks with several addresses: those that a rank says, those of rank 0's name, and both families
+//! of IP.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::{Arc, Mutex};

@@ -1,5 +1,5 @@
-//! For any input, the transport's decoders neither panic nor hold more memory than the input's length justifies.
-//! The targets are the targets of `fuzz/`. The encoders make the corpus.
+//! For any input, the transport's decoders neither panic nor hold more memory than the input's
+//! length justifies. The targets are the targets of `fuzz/`. The encoders make the corpus.
 
 #[path = "../../../fuzz/bounded.rs"]
 mod bounded;
@@ -112,7 +112,8 @@ const OF_STREAMS: Limit = Limit { fixed: 4 << 10, per_byte: 32 };
 
 #[test]
 fn streams_of_frames_in_any_pieces() {
-    // Every frame once, in pieces of this many bytes; then all frames, and after them the start of another frame.
+    // Every frame once, in pieces of this many bytes; then all frames, and after them the start of
+    // another frame.
     let bodies = frames().into_iter().map(|(_, bytes)| bytes[4..bytes.len() - 4].to_vec());
     let bodies: Vec<Vec<u8>> = bodies.filter(|body| body.len() < 1000).collect();
     let of = |piece: u8, bodies: &[Vec<u8>]| {

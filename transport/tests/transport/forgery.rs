@@ -1,4 +1,5 @@
-//! Texts of strangers and of peers: a stranger's are not repeated, and a peer's cannot forge a line of a log.
+//! Texts of strangers and of peers: a stranger's are not repeated, and a peer's cannot forge a line
+//! of a log.
 
 use std::sync::Arc;
 use std::time::Duration;

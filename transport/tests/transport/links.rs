@@ -11,8 +11,8 @@ use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Sends `messages` of 8 MiB from rank 0 to rank 1. Returns rank 0's figures of that connection, and the line in which
-/// rank 0 describes its network.
+/// Sends `messages` of 8 MiB from rank 0 to rank 1. Returns rank 0's figures of that connection,
+/// and the line in which rank 0 describes its network.
 fn send(link: LinkSettings, messages: u32) -> (ConnectionFigures, String) {
     let group: Vec<Arc<dyn Transport>> = quic_loopback_group_over(2, link).unwrap();
     let payload = Bytes::from(vec![7; 8 << 20]);

@@ -1,5 +1,5 @@
-//! The contract of every transport, over channels, QUIC and TCP: one program, so that it is linked once. Tests that measure
-//! the memory of their process are in `tests/memory/`.
+//! The contract of every transport, over channels, QUIC and TCP: one program, so that it is linked
+//! once. Tests that measure the memory of their process are in `tests/memory/`.
 #![cfg_attr(feature = "quic", expect(clippy::unwrap_used, reason = "a test that cannot continue has failed"))]
 
 #[cfg(feature = "quic")]

@@ -14,7 +14,8 @@ use pollster::block_on;
 
 use crate::common::{free_address, over_quic};
 
-/// Tells a copy of this test program that it runs as a rank: rank, world, coordinator, identity, way, task.
+/// Tells a copy of this test program that it runs as a rank: rank, world, coordinator, identity,
+/// way, task.
 const RANK: &str = "KYKLOS_TEST_RANK";
 
 const LONG: Duration = Duration::from_secs(120);
@@ -232,8 +233,8 @@ fn endless(me: &dyn Transport) {
     }
 }
 
-/// Rank 1 computes before it sends to rank 2, which waits for it; rank 0 waits for rank 2. Rank 1 beats for a while,
-/// or computes forever without a beat.
+/// Rank 1 computes before it sends to rank 2, which waits for it; rank 0 waits for rank 2. Rank 1
+/// beats for a while, or computes forever without a beat.
 fn computes(me: &dyn Transport, by: Option<Duration>) {
     let (rank, tag) = (me.rank().0, Tag { op: 7, message: 3 });
     me.report_progress(Progress { op: 7, step: 4 + rank });

@@ -1,4 +1,5 @@
-//! A group over a link that is slow and healthy: its ranks take their time, and no rank counts as dead.
+//! A group over a link that is slow and healthy: its ranks take their time, and no rank counts as
+//! dead.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};

@@ -14,7 +14,8 @@ use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(120);
 
-/// A message of 512 MiB: far more than the windows hold, and more than a rank reads in a short time.
+/// A message of 512 MiB: far more than the windows hold, and more than a rank reads in a short
+/// time.
 const LARGE: [usize; 128] = [4 << 20; 128];
 
 const TAG: Tag = Tag { op: 2, message: 1 };
@@ -114,7 +115,8 @@ fn a_stalled_rank_learns_of_a_close_that_timed_out(carrier: Carrier) {
     assert!(abort.to_string().contains("left"), "{abort}");
 }
 
-/// Rank `from` sends to rank 1. Rank 1 has posted the receive and stalls in the middle of the message.
+/// Rank `from` sends to rank 1. Rank 1 has posted the receive and stalls in the middle of the
+/// message.
 fn in_flight(group: &Group, from: usize, patience: Duration) -> (Posted<Vec<Bytes>>, Posted<Taken>) {
     let received = group.still.post_recv(Rank(from as u32), TAG, &LARGE, LONG);
     // The sender learns that rank 1 has requested the message.

@@ -173,7 +173,8 @@ mod by_hand {
     use kyklos_transport::wire::{Frame, PROTOCOL_VERSION, Purpose};
     use quinn::crypto::rustls::QuicClientConfig;
 
-    /// Dials rank 0 of a job as the given rank, or without a certificate, and returns the connection.
+    /// Dials rank 0 of a job as the given rank, or without a certificate, and returns the
+    /// connection.
     fn dial<T>(
         job: &Job,
         certificate_of: Option<u32>,
@@ -219,8 +220,8 @@ mod by_hand {
     fn a_client_without_a_certificate_is_refused() {
         let job = Job::new();
         let (group, reason) = job.form_while(2, || {
-            // The client finishes its handshake before the server has checked the empty certificate. So the refusal
-            // arrives as a close.
+            // The client finishes its handshake before the server has checked the empty certificate. So the
+            // refusal arrives as a close.
             match dial(&job, None, "kyklos-ctl/1", async |connection| verdict(&connection).await) {
                 Ok(reason) => reason,
                 Err(error) => error.to_string(),

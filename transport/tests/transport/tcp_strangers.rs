@@ -1,4 +1,5 @@
-//! Groups over TCP streams: clients that send garbage, ranks with another carrier, ports that are reused.
+//! Groups over TCP streams: clients that send garbage, ranks with another carrier, ports that are
+//! reused.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -72,7 +73,8 @@ fn streams_whose_owner_never_shows_an_identity_are_closed_and_leave_room() {
     close(&group);
 }
 
-/// Packets of an unknown version of QUIC ask for an answer each. The rank must not wait for ever until somebody takes the answers.
+/// Packets of an unknown version of QUIC ask for an answer each. The rank must not wait for ever
+/// until somebody takes the answers.
 #[test]
 fn a_stranger_that_asks_and_never_reads_is_given_up() {
     let job = Job::new();
@@ -156,7 +158,8 @@ fn a_port_that_another_job_has_is_refused_and_is_free_afterwards() {
         assert!(error.contains("cannot listen on") && error.contains("(TCP)"), "round {round}: {error}");
         close(&group);
         drop(group);
-        // The system gives the same pair of ports again a second after both ends are closed, which a loaded machine does late.
+        // The system gives the same pair of ports again a second after both ends are closed, which a loaded
+        // machine does late.
         std::thread::sleep(Duration::from_millis(4000));
     }
 }

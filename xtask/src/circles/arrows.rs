@@ -1,4 +1,5 @@
-//! From names to files: an arrow runs from the file that names something to the file that defines it.
+//! From names to files: an arrow runs from the file that names something to the file that defines
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,10 +1,11 @@
-//! Which file uses which, from the `use` declarations and paths of all crates, and which files use each other in a
-//! circle.
+//! Which file uses which, from the `use` declarations and paths of all crates, and which files use
+//! each other in a circle.
 //!
-//! A name that a module only hands on (`pub use`) is an arrow to the file that defines it, not to the one that hands it
-//! on. What a module uses of the modules that it is in is no arrow: children may use what their parent defines, and what the
-//! parent uses of its children is an arrow. Tests do not count: neither `#[cfg(test)]` nor the folders `tests/`. Names that are used without being written
-//! (methods, macros in textual scope) are not seen.
+//! A name that a module only hands on (`pub use`) is an arrow to the file that defines it, not to
+//! the one that hands it on. What a module uses of the modules that it is in is no arrow: children
+//! may use what their parent defines, and what the parent uses of its children is an arrow. Tests
+//! do not count: neither `#[cfg(test)]` nor the folders `tests/`. Names that are used without being
+//! written (methods, macros in textual scope) are not seen.
 
 mod arrows;
 mod loops;
@@ -102,8 +103,8 @@ impl House {
         }
     }
 
-    /// The shortest way by which a file of one folder (or one file) uses a file of another one, directly or through
-    /// others.
+    /// The shortest way by which a file of one folder (or one file) uses a file of another one,
+    /// directly or through others.
     pub(crate) fn way(&self, from: &Path, to: &Path) -> Option<String> {
         let goal = self.sources.files_in(to);
         let mut before: BTreeMap<FileId, FileId> = BTreeMap::new();

@@ -1,4 +1,5 @@
-//! One crate, read from its root file: the tree of its modules, with what each module defines, imports and names.
+//! One crate, read from its root file: the tree of its modules, with what each module defines,
+//! imports and names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -36,7 +37,8 @@ pub(crate) struct Sources {
 }
 
 impl Sources {
-    /// Reads the modules of a crate. `library` is the name of a library, `None` for programs, benches and examples.
+    /// Reads the modules of a crate. `library` is the name of a library, `None` for programs,
+    /// benches and examples.
     pub(crate) fn read_crate(&mut self, root: &Path, file: &Path, library: Option<&str>) {
         let folder = file.parent().unwrap_or(Path::new("")).to_owned();
         if let Some(id) = self.read_module(root, file, &folder, None)

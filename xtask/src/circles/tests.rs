@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::{Circle, House};
 
-/// Reads a workspace of one crate, `made-up` in the folder `made_up`, with these files below `src/`.
+/// Reads a workspace of one crate, `made-up` in the folder `made_up`, with these files below
+/// `src/`.
 fn house(files: &[(&str, &str)]) -> House {
     let root = tempfile::tempdir().expect("a folder");
     let package = root.path().join("made_up");

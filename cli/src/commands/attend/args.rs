@@ -49,19 +49,20 @@ pub(crate) struct AttendArgs {
     /// auto: a bar on a terminal. json: one JSON object a line on standard error
     #[arg(long, value_enum, default_value_t = ProgressKind::Auto)]
     pub(crate) progress: ProgressKind,
-    /// Compare sampled rows with the f64 oracle. A result outside the tolerance ends with exit code 1
+    /// Compare sampled rows with the f64 oracle. A result outside the tolerance ends with exit code
+    /// 1
     #[arg(long)]
     pub(crate) verify: bool,
     /// Write the timelines of all ranks as a Perfetto/Chrome trace (JSON), on one clock.
     /// With {rank} in the name, every rank writes its own file
     #[arg(long, value_name = "F")]
     pub(crate) trace: Option<PathBuf>,
-    /// Write the report with pictures as one HTML file: the mask and its owners, the timelines of all ranks, bytes between
-    /// ranks, memory
+    /// Write the report with pictures as one HTML file: the mask and its owners, the timelines of
+    /// all ranks, bytes between ranks, memory
     #[arg(long, value_name = "F")]
     pub(crate) report: Option<PathBuf>,
-    /// Write a record of each rank (rank-R.jsonl) to this folder when the rank ends and on SIGUSR1; `kyklos doctor`
-    /// reads records [default: KYKLOS_RECORD_DIR]
+    /// Write a record of each rank (rank-R.jsonl) to this folder when the rank ends and on SIGUSR1;
+    /// `kyklos doctor` reads records [default: KYKLOS_RECORD_DIR]
     #[arg(long, value_name = "DIR")]
     pub(crate) record: Option<PathBuf>,
     #[command(flatten)]

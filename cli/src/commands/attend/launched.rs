@@ -47,7 +47,8 @@ pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<(
     live::to_the_end(live.as_deref(), || in_groups(args, &assignment, live.as_ref(), served))
 }
 
-/// Joins the group, and runs the call in it and in the groups that follow it. `served`: whether this process can serve what it should.
+/// Joins the group, and runs the call in it and in the groups that follow it. `served`: whether
+/// this process can serve what it should.
 fn in_groups(
     args: &AttendArgs,
     assignment: &Assignment,

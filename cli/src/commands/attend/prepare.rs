@@ -74,8 +74,8 @@ pub(super) fn devices_fit(args: &AttendArgs, ranks: u32) -> Result<()> {
     ))
 }
 
-/// Lets browser tabs in, if they are devices of ranks here. `are_all`: whether no rank elsewhere has the same options and
-/// another device.
+/// Lets browser tabs in, if they are devices of ranks here. `are_all`: whether no rank elsewhere
+/// has the same options and another device.
 pub(super) fn tabs(args: &AttendArgs, devices: &[DeviceId], are_all: bool) -> Result<()> {
     if devices.iter().any(|device| device.kind == BackendKind::Tab) {
         // The other ranks wait as long for this one.

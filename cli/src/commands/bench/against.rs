@@ -2,11 +2,12 @@
 //!
 //! # What a peer is
 //!
-//! Any command. It gets two more arguments: the case, `BATCH,KEYS,HEADS,KV HEADS,DIM,MASK,DTYPE`, with `QUERIES:KEYS` instead
-//! of KEYS if only the last tokens are queries and `,backward` after it with `--backward`, and the number of timed calls. It checks its own result and ends with one
-//! line of JSON, `{"first_ms":…,"times_ms":[…],"max_abs_error":…}`, and `"device_ms":[…]` if it measures calls by the clock of the
-//! device too. If it cannot run a case, its exit code is not 0, and the
-//! last line of its standard error is the reason.
+//! Any command. It gets two more arguments: the case, `BATCH,KEYS,HEADS,KV HEADS,DIM,MASK,DTYPE`,
+//! with `QUERIES:KEYS` instead of KEYS if only the last tokens are queries and `,backward` after it
+//! with `--backward`, and the number of timed calls. It checks its own result and ends with one
+//! line of JSON, `{"first_ms":…,"times_ms":[…],"max_abs_error":…}`, and `"device_ms":[…]` if it
+//! measures calls by the clock of the device too. If it cannot run a case, its exit code is not 0,
+//! and the last line of its standard error is the reason.
 
 use std::io::Read;
 use std::process::{Command, ExitStatus, Stdio};
@@ -95,19 +96,20 @@ struct Program {
     min_ms: f64,
     /// The median of the program divided by ours, for each round.
     ratios: Vec<f64>,
-    /// The medians by the clock of the device, and their ratios; empty if this program or ours has none.
+    /// The medians by the clock of the device, and their ratios; empty if this program or ours has
+    /// none.
     device_medians_ms: Vec<f64>,
     device_ratios: Vec<f64>,
     first_ms: f64,
     max_abs_error: f64,
 }
 
-/// Runs `ours` and the peers in turns, `rounds` times, in reverse order every second time. `ours` checks itself, and returns
-/// its tolerance.
+/// Runs `ours` and the peers in turns, `rounds` times, in reverse order every second time. `ours`
+/// checks itself, and returns its tolerance.
 ///
 /// # Errors
-/// Errors of `ours`. A peer with an error of more than [`ALLOWANCE`] tolerances: the time of a wrong result means nothing. A
-/// peer that fails after it has run the case once.
+/// Errors of `ours`. A peer with an error of more than [`ALLOWANCE`] tolerances: the time of a
+/// wrong result means nothing. A peer that fails after it has run the case once.
 pub(crate) fn compare(
     case: String,
     peers: &[Peer],

@@ -24,7 +24,8 @@ pub(crate) struct BenchArgs {
         help = format!("Devices to time: {}", devices::names())
     )]
     pub(crate) device: List<DeviceRequest>,
-    /// auto, portable, subgroup, cooperative, or a kernel that `tune` lists. Only wgpu devices have several kernels
+    /// auto, portable, subgroup, cooperative, or a kernel that `tune` lists. Only wgpu devices have
+    /// several kernels
     #[arg(long, value_name = "K,K,…", default_value = "auto")]
     pub(crate) kernel: List<KernelName>,
     /// Batch, tokens, query heads, KV heads, head dim; repeatable
@@ -39,27 +40,28 @@ pub(crate) struct BenchArgs {
     /// Only the last N tokens are queries; 1 is the shape of decoding
     #[arg(long, value_name = "N")]
     pub(crate) queries: Option<NonZeroU32>,
-    /// Time the backward pass: the gradients of q, k and v from the output, its log-sum-exp and a random gradient of the output. The
-    /// gradients of one head are compared with the oracle
+    /// Time the backward pass: the gradients of q, k and v from the output, its log-sum-exp and a
+    /// random gradient of the output. The gradients of one head are compared with the oracle
     #[arg(long, conflicts_with = "verify")]
     pub(crate) backward: bool,
-    /// With --backward: time both passes of a ring of N ranks of this process, in turns with those of one rank on the same device.
-    /// The ranks of a CPU share its threads
+    /// With --backward: time both passes of a ring of N ranks of this process, in turns with those
+    /// of one rank on the same device. The ranks of a CPU share its threads
     #[arg(long, value_name = "N", requires = "backward", group = "turns")]
     pub(crate) ranks: Option<NonZeroU32>,
     /// Timed runs of each combination, after one warm-up run
     #[arg(long, value_name = "N", default_value = "9")]
     pub(crate) repeat: NonZeroU32,
-    /// Instead of --repeat: runs for N ms, at least three, after N / 2 ms of runs that are not timed. An idle GPU has a low clock at first
+    /// Instead of --repeat: runs for N ms, at least three, after N / 2 ms of runs that are not
+    /// timed. An idle GPU has a low clock at first
     #[arg(long, value_name = "N", conflicts_with_all = ["repeat", "turns"])]
     pub(crate) duration_ms: Option<NonZeroU32>,
-    /// Compare every row of f16 and bf16 with the result of the same device in f32. Sampled rows are compared with the
-    /// oracle in any case
+    /// Compare every row of f16 and bf16 with the result of the same device in f32. Sampled rows
+    /// are compared with the oracle in any case
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Another program to time in turns with this one, on one device; repeatable. COMMAND gets a case, such as
-    /// 1,1024,8,8,64,causal,f32, with ,backward after it for --backward, and a number of calls; it prints
-    /// {"first_ms":…,"times_ms":[…],"max_abs_error":…}
+    /// Another program to time in turns with this one, on one device; repeatable. COMMAND gets a
+    /// case, such as 1,1024,8,8,64,causal,f32, with ,backward after it for --backward, and a
+    /// number of calls; it prints {"first_ms":…,"times_ms":[…],"max_abs_error":…}
     #[arg(long, value_name = "NAME=COMMAND", group = "turns")]
     pub(crate) against: Vec<Peer>,
     /// With --against or --ranks: number of turns of each program, or of each number of ranks
@@ -75,10 +77,12 @@ pub(crate) struct BenchArgs {
 pub(crate) enum BenchCommand {
     /// Times every strategy, mesh and placement on the ranks of a group, beside the predicted times
     ///
-    /// A cell is a shape, batch, mask and dtype, and one way to run it. Cells that do not fit are listed with the reason. Sampled rows of
-    /// each result are compared with the f64 oracle; a wrong result gets no time. A run that ended early goes on where it ended: a cell
+    /// A cell is a shape, batch, mask and dtype, and one way to run it. Cells that do not fit are
+    /// listed with the reason. Sampled rows of each result are compared with the f64 oracle; a
+    /// wrong result gets no time. A run that ended early goes on where it ended: a cell
     /// in which the program ended counts as failed.
     Strategies(Box<StrategiesArgs>),
-    /// Times planning, proving and voting for 8 to 1024 ranks, and says how the times grow with the size of the plans; needs no device
+    /// Times planning, proving and voting for 8 to 1024 ranks, and says how the times grow with the
+    /// size of the plans; needs no device
     Plans(PlansArgs),
 }

@@ -32,7 +32,8 @@ pub(super) fn all_ms(runs: &[Vec<KernelTime>]) -> impl Iterator<Item = f64> {
     runs.iter().map(|run| run.iter().map(|time| time.ms).sum())
 }
 
-/// Each name of kernels that are submitted together, and their time in a run. A long call is submitted in pieces.
+/// Each name of kernels that are submitted together, and their time in a run. A long call is
+/// submitted in pieces.
 fn kernels(run: &[KernelTime]) -> impl Iterator<Item = (String, f64)> {
     let mut sums: Vec<(String, f64)> = Vec::new();
     for KernelTime { kernels, ms } in run {

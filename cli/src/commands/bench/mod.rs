@@ -248,7 +248,8 @@ impl Case {
     }
 }
 
-/// Times a case. The result must agree with the oracle, and with `--verify` every row with the device's own result in f32.
+/// Times a case. The result must agree with the oracle, and with `--verify` every row with the
+/// device's own result in f32.
 struct Check<'a> {
     case: &'a Case,
     args: &'a BenchArgs,
@@ -322,8 +323,9 @@ impl BenchArgs {
     }
 }
 
-/// Runs a call once, and then as often as `amount` says. Measures each run until the device has done it. Returns the time of the first,
-/// the times of the others, and their kernels by the clock of the device.
+/// Runs a call once, and then as often as `amount` says. Measures each run until the device has
+/// done it. Returns the time of the first, the times of the others, and their kernels by the clock
+/// of the device.
 fn timed(
     backend: &Device,
     amount: Amount,

@@ -84,10 +84,12 @@ fn record(path: &Path, line: &str) -> Result<()> {
         .map_err(|error| Failure::file("write the list of issued identities", path, &error))
 }
 
-/// File in the authority's folder: one line for each identity, which starts with its key in the form for `--revoked`.
+/// File in the authority's folder: one line for each identity, which starts with its key in the
+/// form for `--revoked`.
 const ISSUED: &str = "issued";
 
-/// Refuses existing files before the first file is written, so that a refusal leaves nothing behind.
+/// Refuses existing files before the first file is written, so that a refusal leaves nothing
+/// behind.
 fn refuse_what_is_there(files: &[(PathBuf, Subject)]) -> Result<()> {
     for (index, (path, _)) in files.iter().enumerate() {
         let twice = files[..index].iter().any(|(other, _): &(PathBuf, _)| other == path);

@@ -23,27 +23,33 @@ pub(crate) struct CertsArgs {
 enum CertsCommand {
     /// Creates an authority: a folder with authority.pem and authority.key
     ///
-    /// Only the owner can read authority.key. The key can create members of the cluster: keep it where identities are
-    /// issued, and copy only identities to the hosts.
+    /// Only the owner can read authority.key. The key can create members of the cluster: keep it
+    /// where identities are issued, and copy only identities to the hosts.
     Init(InitArgs),
-    /// Issues identities of ranks (rank-N.pem) or hosts (host-NAME.pem); only the owner can read them
+    /// Issues identities of ranks (rank-N.pem) or hosts (host-NAME.pem); only the owner can read
+    /// them
     ///
-    /// The identity of a rank proves that rank on any host. The identity of a host proves every rank that runs there: the host
-    /// that Slurm or a cluster file names for the rank must be one of the names in the identity. If neither names a host,
-    /// the network address of the rank must be one of the addresses in the identity.
+    /// The identity of a rank proves that rank on any host. The identity of a host proves every
+    /// rank that runs there: the host that Slurm or a cluster file names for the rank must be
+    /// one of the names in the identity. If neither names a host, the network address of the
+    /// rank must be one of the addresses in the identity.
     ///
-    /// To replace the authority without downtime, issue three times: from the old one with --also-trust NEW/authority.pem,
-    /// then from the new one with --also-trust OLD/authority.pem, then from the new one alone.
+    /// To replace the authority without downtime, issue three times: from the old one with
+    /// --also-trust NEW/authority.pem, then from the new one with --also-trust
+    /// OLD/authority.pem, then from the new one alone.
     Issue(IssueArgs),
-    /// Prints a token, one line of text, with which the other ranks of a group get their identities from rank 0
+    /// Prints a token, one line of text, with which the other ranks of a group get their identities
+    /// from rank 0
     ///
-    /// Use it when no files can be copied to the hosts. The command also writes an invitation file for rank 0 alone (attend
-    /// --invite): it holds an authority for this group and the identity of rank 0. A process with the token (attend --join or
-    /// KYKLOS_JOIN) creates a key, and rank 0 signs it. Rank 0 signs once for each rank, until the group is complete.
+    /// Use it when no files can be copied to the hosts. The command also writes an invitation file
+    /// for rank 0 alone (attend --invite): it holds an authority for this group and the
+    /// identity of rank 0. A process with the token (attend --join or KYKLOS_JOIN) creates a
+    /// key, and rank 0 signs it. Rank 0 signs once for each rank, until the group is complete.
     Invite(InviteArgs),
     /// Shows the subject, job, expiry date and key of identities and authorities
     ///
-    /// The key is what a list for attend --revoked names. Exit code 1: a file has expired, or expires within --warn-days.
+    /// The key is what a list for attend --revoked names. Exit code 1: a file has expired, or
+    /// expires within --warn-days.
     Show(ShowArgs),
 }
 

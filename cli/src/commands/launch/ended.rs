@@ -13,8 +13,9 @@ pub(super) struct Ended {
 }
 
 impl Ended {
-    /// Whether another process has ended it. Unix says so. On Windows who does it chooses the exit code, and 0 is one of them;
-    /// but then the process has not said that it ends. A process that panics ends by itself and does not say it.
+    /// Whether another process has ended it. Unix says so. On Windows who does it chooses the exit
+    /// code, and 0 is one of them; but then the process has not said that it ends. A process
+    /// that panics ends by itself and does not say it.
     pub(super) fn is_killed(&self) -> bool {
         match self.status.code() {
             None => true,
@@ -47,7 +48,8 @@ const EXIT_PANIC: i32 = 101;
 mod tests {
     use super::*;
 
-    /// A process that ended by itself, or was killed, with each of the exit codes that it can have then.
+    /// A process that ended by itself, or was killed, with each of the exit codes that it can have
+    /// then.
     fn ends() -> (Vec<Ended>, Vec<Ended>) {
         #[cfg(unix)]
         let (of_code, killed): (fn(u8) -> ExitStatus, _) = {

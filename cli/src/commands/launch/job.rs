@@ -24,7 +24,8 @@ pub(super) struct Cells {
 }
 
 impl Job {
-    /// Reads the words of the command for `ranks` processes. Refuses wrong options once, before any process starts.
+    /// Reads the words of the command for `ranks` processes. Refuses wrong options once, before any
+    /// process starts.
     pub(super) fn read(words: &[String], ranks: u32) -> Result<Self> {
         let wrong = |error: clap::Error| Failure { exit: 2, ..Failure::run(one_line(&error)) };
         let texts: Vec<&str> = words.iter().map(String::as_str).collect();
@@ -56,8 +57,8 @@ impl Job {
         }
     }
 
-    /// Whether the processes start again, after they have ended with this exit code: a cell of a bench has ended them, and others
-    /// are left.
+    /// Whether the processes start again, after they have ended with this exit code: a cell of a
+    /// bench has ended them, and others are left.
     pub(super) fn goes_on(&mut self, code: u8) -> Result<bool> {
         let Self::Strategies(cells) = self else { return Ok(false) };
         let left = cells_left(&cells.args, cells.ranks, true)?;

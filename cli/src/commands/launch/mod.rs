@@ -1,4 +1,5 @@
-//! `kyklos launch`: one process per rank on this host, with an identity for each that lasts as long as the job.
+//! `kyklos launch`: one process per rank on this host, with an identity for each that lasts as long
+//! as the job.
 
 mod ended;
 mod job;
@@ -98,7 +99,8 @@ fn run_once(
             .spawn()
             .map_err(|error| Failure::run(format!("cannot start rank {rank}: {error}")))?;
         if let Some(stdin) = &mut child.stdin {
-            // Shorter than the buffer of a pipe, so this does not block. A process that has ended has said why.
+            // Shorter than the buffer of a pipe, so this does not block. A process that has ended has said
+            // why.
             let _ = stdin.write_all(&identities[rank as usize]);
         }
         Ok(child)
@@ -124,8 +126,8 @@ struct Children {
 struct Running {
     rank: u32,
     child: Child,
-    /// Standard input of the process: its identity came through it, it ends when this closes, and writes its record when a
-    /// byte arrives.
+    /// Standard input of the process: its identity came through it, it ends when this closes, and
+    /// writes its record when a byte arrives.
     lifeline: Option<ChildStdin>,
     /// Passes its standard error on; returns whether it has said that it ends. None on Unix.
     notes: Option<JoinHandle<bool>>,
@@ -150,9 +152,10 @@ impl Children {
         self.running.push(Running { rank, lifeline: child.stdin.take(), child, notes });
     }
 
-    /// Waits for all processes. When one fails, the others end within [`SURVIVORS`], or continue without it, or it is started
-    /// again, by the policy. When one ends well, all ranks have delivered, and the others end within [`SURVIVORS`] under every
-    /// policy; so they do when some have failed and the others are stopped (SIGSTOP), which makes no group.
+    /// Waits for all processes. When one fails, the others end within [`SURVIVORS`], or continue
+    /// without it, or it is started again, by the policy. When one ends well, all ranks have
+    /// delivered, and the others end within [`SURVIVORS`] under every policy; so they do when
+    /// some have failed and the others are stopped (SIGSTOP), which makes no group.
     fn watch(
         &mut self,
         interrupted: &AtomicBool,
@@ -217,8 +220,8 @@ impl Children {
         }
     }
 
-    /// Starts killed processes again, while there are others to join. A process that ended by itself has a reason and is not
-    /// started again.
+    /// Starts killed processes again, while there are others to join. A process that ended by
+    /// itself has a reason and is not started again.
     fn start_anew(&mut self, start: &dyn Fn(u32, bool) -> Result<Child>) {
         let killed: Vec<u32> =
             self.ended.iter().filter(|ended| ended.is_killed()).map(|ended| ended.rank).collect();
@@ -243,7 +246,8 @@ impl Children {
     /// Asks each process for its record, as SIGUSR1 does.
     fn ask_for_records(&mut self) {
         for lifeline in self.running.iter_mut().filter_map(|running| running.lifeline.as_mut()) {
-            // Errors are ignored: the process may have ended. A pipe takes thousands of bytes before it blocks.
+            // Errors are ignored: the process may have ended. A pipe takes thousands of bytes before it
+            // blocks.
             let _ = lifeline.write_all(b"r");
         }
     }
@@ -293,8 +297,8 @@ impl Drop for Children {
     }
 }
 
-/// Copies lines until the other side closes. Keeps reading when writing fails, so that the process does not block. Returns
-/// whether there was [`LAST_LINE`], which is not copied.
+/// Copies lines until the other side closes. Keeps reading when writing fails, so that the process
+/// does not block. Returns whether there was [`LAST_LINE`], which is not copied.
 fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) -> bool {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
@@ -321,7 +325,8 @@ fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String
     }
 }
 
-/// Time for the other processes to end by themselves after a failure, or after the result is complete.
+/// Time for the other processes to end by themselves after a failure, or after the result is
+/// complete.
 const SURVIVORS: Duration = Duration::from_secs(30);
 /// Time for all processes to end after an interruption.
 const INTERRUPTED: Duration = Duration::from_secs(3);

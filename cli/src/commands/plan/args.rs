@@ -12,10 +12,12 @@ use crate::options::{List, ProblemArgs, TransportName};
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) problem: ProblemArgs,
-    /// List every possible plan with its predicted time, bytes, memory and idle share, and explain the order
+    /// List every possible plan with its predicted time, bytes, memory and idle share, and explain
+    /// the order
     #[arg(long)]
     pub(crate) explain: bool,
-    /// With --explain: measure the devices and the link of ranks in this process instead of reading a description
+    /// With --explain: measure the devices and the link of ranks in this process instead of reading
+    /// a description
     #[arg(long, requires = "explain", conflicts_with = "hardware")]
     pub(crate) probe: bool,
     /// With --probe: also run every plan this often, in turns with the probe, and compare
@@ -35,11 +37,13 @@ pub(crate) struct PlanArgs {
     /// With --probe: how ranks send messages
     #[arg(long, value_enum, default_value_t = TransportName::InProcess, requires = "probe")]
     pub(crate) transport: TransportName,
-    /// Show the steps of this rank only [default: of all ranks if there are at most 4, else of rank 0]
+    /// Show the steps of this rank only [default: of all ranks if there are at most 4, else of rank
+    /// 0]
     #[arg(long, value_name = "R")]
     pub(crate) rank: Option<u32>,
-    /// Write the plans with pictures as one HTML file: the mask and its owners, bytes between ranks, memory, and with
-    /// --hardware the predicted timelines of all ranks. With --explain: of the fastest plan, and a table of all plans
+    /// Write the plans with pictures as one HTML file: the mask and its owners, bytes between
+    /// ranks, memory, and with --hardware the predicted timelines of all ranks. With --explain:
+    /// of the fastest plan, and a table of all plans
     #[arg(long, value_name = "F")]
     pub(crate) report: Option<PathBuf>,
     /// Print one JSON object

@@ -1,4 +1,5 @@
-//! `kyklos plan --explain`: every plan that could run, with its predicted time. Without `--probe` no device is opened.
+//! `kyklos plan --explain`: every plan that could run, with its predicted time. Without `--probe`
+//! no device is opened.
 
 use std::sync::Arc;
 
@@ -171,7 +172,8 @@ struct Compared {
     error: f64,
 }
 
-/// Measures the devices and the link of ranks in this process. With `--measure`, also runs every plan, in turns with that.
+/// Measures the devices and the link of ranks in this process. With `--measure`, also runs every
+/// plan, in turns with that.
 fn probe(args: &PlanArgs, asked: &ProblemRequest) -> Result<(Cluster, Vec<(Candidate, f64)>)> {
     let (problem, wanted) = (&asked.problem, &asked.wanted);
     probe::fits(wanted.ranks)?;

@@ -105,6 +105,7 @@ fn few_tokens(problem: &AttentionProblem) -> Result<()> {
 const FEW: u32 = 4;
 /// The proof needs memory for each token.
 const MAX_TOKENS: u32 = 1 << 26;
-/// Fewer than a group may have: plans of a ring grow with the square of its ranks, and all are made and proved here.
+/// Fewer than a group may have: plans of a ring grow with the square of its ranks, and all are made
+/// and proved here.
 const MAX_RANKS: u32 = 1024;
 const _: () = assert!(MAX_RANKS <= kyklos::MAX_RANKS, "a plan is for a group");

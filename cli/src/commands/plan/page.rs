@@ -1,4 +1,5 @@
-//! The page of `--report` for plans: what a simulation predicts, or without a description of devices what plans alone tell.
+//! The page of `--report` for plans: what a simulation predicts, or without a description of
+//! devices what plans alone tell.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -33,7 +34,8 @@ pub(super) fn open(path: &Path, args: &PlanArgs) -> Result<PageFile> {
     target.open()
 }
 
-/// Writes the page and gives it its name. `choice`: the plans among which this one was chosen, with `--explain`.
+/// Writes the page and gives it its name. `choice`: the plans among which this one was chosen, with
+/// `--explain`.
 pub(super) fn write(
     file: PageFile,
     request: &Request,

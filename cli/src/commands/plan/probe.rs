@@ -1,5 +1,5 @@
-//! Measures the devices and the link of ranks in this process: the speed of attention, copies and messages. All
-//! measurements are runs of real plans, through the executor and the collective.
+//! Measures the devices and the link of ranks in this process: the speed of attention, copies and
+//! messages. All measurements are runs of real plans, through the executor and the collective.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -173,7 +173,8 @@ impl Probe {
         }
     }
 
-    /// Measures a device with as many ranks as will share it: on a busy machine several ranks get more of it than one.
+    /// Measures a device with as many ranks as will share it: on a busy machine several ranks get
+    /// more of it than one.
     fn device(&self, backend: &Device, sharing: usize) -> Result<DeviceRound> {
         let apart = |batch: u32, tokens: u32, mask: Mask| -> Result<f64> {
             let ends = (0..=ranks(sharing)).map(|rank| rank * tokens);
@@ -194,7 +195,7 @@ impl Probe {
         let key_gb_per_s = self.keys(backend, sharing)?;
         let keys_s = rows * kv_heads * self.key_bytes() as f64 / key_gb_per_s / 1e9;
         let pair_s = (full_s - step_s - keys_s).max(full_s / 2.0) / (rows * rows * heads);
-        // The cost of partial tiles at the edge of a row shows best in short rows; kernels may work on parts of tiles.
+        // Partial tiles at the edge of a row cost most in short rows; kernels may halve tiles.
         let batch = (EDGE_HEADS / self.heads[0]).max(1);
         let (all_s, seen_s) =
             (apart(batch, EDGE_TOKENS, Mask::full())?, apart(batch, EDGE_TOKENS, Mask::causal())?);
@@ -234,15 +235,15 @@ impl Probe {
         Ok(2.0 * backward_s / forward_s)
     }
 
-    /// Seconds that each of `sharing` ranks would take if it had the device for itself. Each rank sees only its own keys, so
-    /// that no message is sent.
+    /// Seconds that each of `sharing` ranks would take if it had the device for itself. Each rank
+    /// sees only its own keys, so that no message is sent.
     fn at_once(&self, backend: &Device, sharing: usize, problem: &AttentionProblem) -> Result<f64> {
         let set = ring(sharing, problem)?;
         let wall_s = self.run(&set, &vec![backend; sharing], TransportName::InProcess)?.wall_s;
         Ok(wall_s / count(sharing))
     }
 
-    /// Bytes of keys and values that attention reads in a second: two queries see many keys, with little work for each.
+    /// Bytes of keys and values that attention reads in a second: two queries see many keys.
     fn keys(&self, backend: &Device, sharing: usize) -> Result<f64> {
         let ranks = ranks(sharing);
         let keys = u32::try_from(BULK_BYTES / self.key_bytes()).unwrap_or(1 << 16) / ranks;
@@ -260,8 +261,8 @@ impl Probe {
         2 * u64::from(self.head_dim) * self.dtype.bytes() as u64
     }
 
-    /// Bytes of running states that are read or written in a second. In a fixed order every tile of keys has its own states,
-    /// which are merged; here every row sees one key of each tile.
+    /// Bytes of running states that are read or written in a second. In a fixed order every tile of
+    /// keys has its own states, which are merged; here every row sees one key of each tile.
     fn states(&self, backend: &Device, sharing: usize) -> Result<f64> {
         let (tiles, ranks) = (STATE_TILES, ranks(sharing));
         let (tokens, heads) = (tiles * TILE_KEYS, self.heads[0]);
@@ -272,8 +273,7 @@ impl Probe {
         let mask = Mask::slices((0..ranks * tiles).map(own).collect::<Result<_, PlanError>>()?);
         let problem = self.problem([1, ranks * tokens, heads, heads, self.head_dim], mask)?;
         let wall_s = self.at_once(backend, sharing, &problem.with_fixed_order(true)?)?;
-        // Attention writes the state twice and reads it once; a merge reads two and writes one; the end reads one and writes as
-        // much.
+        // Attention moves the state three times, so does a merge; the end moves it twice.
         let moved = f64::from(3 * tiles + 3 * (tiles - 1) + 2);
         let state = f64::from(tokens * heads) * (f64::from(self.head_dim) * 4.0 + 8.0);
         Ok(moved * state / wall_s / 1e9)
@@ -299,7 +299,7 @@ impl Probe {
         Ok(copied as f64 / copy_ns.max(1) as f64)
     }
 
-    /// Measures the latency with a ring of many small hops, and the bandwidth with a ring of one large hop.
+    /// The latency by a ring of many small hops, and the bandwidth by a ring of one large hop.
     fn link(&self) -> Result<LinkRound> {
         let backend = self.backends[&self.devices[0]].info().class;
         let others = self.devices.len().clamp(2, 4);

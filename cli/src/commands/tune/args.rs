@@ -14,8 +14,8 @@ pub(crate) struct TuneArgs {
     /// wgpu, the best one of this machine, or one by its number (wgpu:1)
     #[arg(long, value_name = "D", default_value = "wgpu")]
     pub(super) device: DeviceRequest,
-    /// Kernels to try: auto, portable, subgroup or cooperative. Only `--kernel` with the same name uses a choice that was
-    /// made under a name other than auto
+    /// Kernels to try: auto, portable, subgroup or cooperative. Only `--kernel` with the same name
+    /// uses a choice that was made under a name other than auto
     #[arg(long, value_name = "K", default_value = "auto", value_parser = KernelName::item)]
     pub(super) kernel: KernelName,
     /// f32, f16 or bf16
@@ -24,8 +24,8 @@ pub(crate) struct TuneArgs {
     /// Elements of a head [default: 64,128]
     #[arg(long, value_name = "D,D,…", value_delimiter = ',', conflicts_with = "shape")]
     pub(super) head_dim: Vec<u32>,
-    /// Batch, tokens, query heads, KV heads, head dim; repeatable [default: 1,1024,8,8,D for each head dim, and on hardware
-    /// also 128 and 8192 tokens]
+    /// Batch, tokens, query heads, KV heads, head dim; repeatable [default: 1,1024,8,8,D for each
+    /// head dim, and on hardware also 128 and 8192 tokens]
     #[arg(long, value_name = "B,S,HQ,HKV,D")]
     pub(super) shape: Vec<Shape>,
     /// Time limit in seconds. Shapes that are not reached keep their earlier choice

@@ -45,6 +45,7 @@ pub(super) fn cases(args: &TuneArgs, backend: &WgpuBackend) -> Result<Vec<Case>>
 }
 
 const HEAD_DIMS: [u32; 2] = [64, 128];
-/// Few, some and many tokens. The first entry is enough for a software driver; the last would take it minutes.
+/// Few, some and many tokens. The first entry is enough for a software driver; the last would take
+/// it minutes.
 const TOKENS: [u32; 3] = [1024, 128, 8192];
 const HEADS: u32 = 8;

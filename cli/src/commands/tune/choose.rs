@@ -5,8 +5,8 @@ use crate::median::median;
 /// The measurement of a candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Outcome {
-    /// Its result is within the tolerance; the times of its rounds, in milliseconds. Round i of one candidate ran next
-    /// to round i of the others.
+    /// Its result is within the tolerance; the times of its rounds, in milliseconds. Round i of one
+    /// candidate ran next to round i of the others.
     Right(Vec<f64>),
     /// Its result is outside the tolerance: how.
     Wrong(String),
@@ -25,9 +25,9 @@ pub(crate) struct Choice {
 
 /// Chooses among `candidates`, the built-in one first.
 ///
-/// A candidate replaces the built-in choice only if its median is better by [`MARGIN`] and it was faster in three of four
-/// rounds: one slow period of a noisy machine must not decide. If the built-in choice is wrong or cannot run, the fastest
-/// right candidate wins.
+/// A candidate replaces the built-in choice only if its median is better by [`MARGIN`] and it was
+/// faster in three of four rounds: one slow period of a noisy machine must not decide. If the
+/// built-in choice is wrong or cannot run, the fastest right candidate wins.
 pub(crate) fn choose(candidates: &[Outcome]) -> Choice {
     let timed = |index: usize| match candidates.get(index) {
         Some(Outcome::Right(rounds)) if rounds.len() >= FEWEST_ROUNDS => {
@@ -100,7 +100,8 @@ fn often_faster(rounds: &[f64], others: &[f64]) -> bool {
     4 * faster >= 3 * pairs
 }
 
-/// Required advantage over the built-in choice: two runs of one kernel differ by this much on a quiet machine.
+/// Required advantage over the built-in choice: two runs of one kernel differ by this much on a
+/// quiet machine.
 pub(crate) const MARGIN: f64 = 0.03;
 /// Fewest rounds for a decision.
 pub(crate) const FEWEST_ROUNDS: usize = 4;

@@ -1,4 +1,5 @@
-//! `kyklos tune`: checks and times the kernels of a device on several shapes, and keeps the fastest.
+//! `kyklos tune`: checks and times the kernels of a device on several shapes, and keeps the
+//! fastest.
 
 mod args;
 mod case;
@@ -93,7 +94,8 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
     }
 }
 
-/// Keeps the winners; a built-in choice is not written. A file that cannot be used is a note, not a failure.
+/// Keeps the winners; a built-in choice is not written. A file that cannot be used is a note, not a
+/// failure.
 fn keep(args: &TuneArgs, cases: &[Case], report: &Report) -> Option<PathBuf> {
     if args.dry_run {
         return None;

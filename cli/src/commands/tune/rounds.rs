@@ -1,4 +1,5 @@
-//! Measures candidates on a device: compiles and checks each, then times them in turns until the time limit.
+//! Measures candidates on a device: compiles and checks each, then times them in turns until the
+//! time limit.
 
 use std::mem::discriminant;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -91,7 +92,8 @@ struct Entrant {
     state: Result<Box<Runner>, Outcome>,
 }
 
-/// A checked variant with its own device, so that an error of one variant does not affect the others.
+/// A checked variant with its own device, so that an error of one variant does not affect the
+/// others.
 struct Runner {
     backend: WgpuBackend,
     resident: Resident<WgpuBuffer>,
@@ -127,7 +129,8 @@ struct Time {
 }
 
 impl Entrant {
-    /// Compiles, runs and checks a variant; drops it if it takes much longer than the fastest so far.
+    /// Compiles, runs and checks a variant; drops it if it takes much longer than the fastest so
+    /// far.
     fn new(
         index: usize,
         problem: &AttentionProblem,
@@ -192,8 +195,8 @@ impl Runner {
         let kernel = KernelChoice::Exactly(variant);
         let options = WgpuOptions { kernel, timestamps: true, ..WgpuOptions::default() };
         let backend = WgpuBackend::with_options(index, &options)?;
-        // A few tokens compile the kernel and reveal very slow ones early: a run can be cancelled only between two pieces of
-        // work, and a piece of a very slow kernel is long.
+        // A few tokens compile the kernel and reveal very slow ones early: a run can be cancelled only
+        // between two pieces of work, and a piece of a very slow kernel is long.
         let p = problem;
         let few = [p.batch, p.q_len.min(FEW_TOKENS), p.q_heads, p.kv_heads, p.head_dim];
         let few = AttentionProblem::new(few, p.dtype, p.mask.clone())?;

@@ -12,8 +12,9 @@ use crate::messages::Messages;
 use crate::tensors::output::{OutputTarget, by_head};
 
 impl Job {
-    /// On rank 0 the gradient of the bias in the shape of the tensor, `[batch or 1, heads or 1, queries or 1, keys]`, from the rows
-    /// or the parts that the other ranks send. `None` on the other ranks, and where nobody asks for it.
+    /// On rank 0 the gradient of the bias in the shape of the tensor, `[batch or 1, heads or 1,
+    /// queries or 1, keys]`, from the rows or the parts that the other ranks send. `None` on
+    /// the other ranks, and where nobody asks for it.
     pub(in crate::job) fn collect_bias_gradient(
         &self,
         messages: &Messages<'_>,

@@ -141,8 +141,9 @@ impl Job {
         Ok(Collected { summary: Some(summary), ..collected })
     }
 
-    /// Writes this rank's part, which may have its name when all ranks have written theirs and rank 0 has found nothing
-    /// `wrong`. If not, the reason is the same on every rank, in full on rank 0.
+    /// Writes this rank's part, which may have its name when all ranks have written theirs and rank
+    /// 0 has found nothing `wrong`. If not, the reason is the same on every rank, in full on
+    /// rank 0.
     ///
     /// # Errors
     /// When the group fails before all parts are written.
@@ -184,8 +185,8 @@ impl Job {
         }
     }
 
-    /// The part of ranks other than 0 in the verification: send the own sampled rows and, if rank 0 asks, all sampled rows
-    /// computed alone.
+    /// The part of ranks other than 0 in the verification: send the own sampled rows and, if rank 0
+    /// asks, all sampled rows computed alone.
     fn send_rows(
         &self,
         messages: &Messages<'_>,
@@ -209,7 +210,8 @@ impl Job {
         Ok(())
     }
 
-    /// The part of rank 0: compare the rows of all ranks with the oracle, within a tolerance from the devices alone.
+    /// The part of rank 0: compare the rows of all ranks with the oracle, within a tolerance from
+    /// the devices alone.
     fn verify(
         &self,
         messages: &Messages<'_>,

@@ -19,8 +19,8 @@ pub(in crate::job) struct Backward {
 }
 
 impl Job {
-    /// The part of ranks other than 0: send the own part of the gradients of the sinks, and with `--verify` the gradients of the
-    /// head that is verified.
+    /// The part of ranks other than 0: send the own part of the gradients of the sinks, and with
+    /// `--verify` the gradients of the head that is verified.
     pub(in crate::job) fn send_for_verification(
         &self,
         messages: &Messages<'_>,
@@ -42,7 +42,8 @@ impl Job {
         Ok(())
     }
 
-    /// The part of rank 0: the gradients of the sinks, and with `--verify` the comparison with the oracle.
+    /// The part of rank 0: the gradients of the sinks, and with `--verify` the comparison with the
+    /// oracle.
     pub(in crate::job) fn verify_gradients(
         &self,
         messages: &Messages<'_>,
@@ -171,8 +172,8 @@ impl Job {
         ]
     }
 
-    /// The ranks that give the rows of dk and dv: the owners of the keys. All ranks have the same rows for keys that every rank
-    /// holds, and rank 0 gives them.
+    /// The ranks that give the rows of dk and dv: the owners of the keys. All ranks have the same
+    /// rows for keys that every rank holds, and rank 0 gives them.
     fn owners_of_key_rows(&self) -> Result<Placement> {
         let (keys, ranks) = (&self.set().kv_placement, self.set().mesh.size());
         let rows = |rank| match rank {
@@ -182,7 +183,8 @@ impl Job {
         Ok(Placement::explicit(self.set().mesh, keys.total(), 0..0, (0..ranks).map(rows).collect())?)
     }
 
-    /// The rows of a rank's own keys, of rows of `row_bytes` that begin in each batch entry with those of keys that every rank holds.
+    /// The rows of a rank's own keys, of rows of `row_bytes` that begin in each batch entry with
+    /// those of keys that every rank holds.
     fn own_rows(&self, rows: &Bytes, row_bytes: usize) -> Bytes {
         let (batch, everywhere) = (self.set().problem.batch as usize, self.set().problem.replicated.len());
         if everywhere == 0 {

@@ -65,7 +65,8 @@ impl Job {
         })
     }
 
-    /// What the page shows of a pass: of each rank its note, its figures and its seconds, and its timeline.
+    /// What the page shows of a pass: of each rank its note, its figures and its seconds, and its
+    /// timeline.
     fn of_pass<'a>(
         &self,
         plans: &ProvedPlans,

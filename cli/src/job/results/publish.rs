@@ -1,4 +1,5 @@
-//! The end of a job: files get their names, the report is printed, and all ranks learn whether that went well.
+//! The end of a job: files get their names, the report is printed, and all ranks learn whether that
+//! went well.
 
 use kyklos_transport::{Rank, Transport, TransportError, Vote};
 
@@ -19,11 +20,12 @@ pub(in crate::job) struct Pictures {
 }
 
 impl Job {
-    /// Writes and prints what this rank has to. Then all ranks vote: a rank ends well only if all ranks have delivered. Returns
-    /// the reason if not.
+    /// Writes and prints what this rank has to. Then all ranks vote: a rank ends well only if all
+    /// ranks have delivered. Returns the reason if not.
     ///
     /// # Errors
-    /// When the group fails before the vote ends, on a rank that cannot know whether the result is complete.
+    /// When the group fails before the vote ends, on a rank that cannot know whether the result is
+    /// complete.
     pub(in crate::job) fn publish(
         &self,
         transport: &dyn Transport,

@@ -7,7 +7,8 @@ use super::words::{Finding, name, place, seconds, verb, words_of};
 use super::{nccl, waits};
 use crate::observe::record::format::AbortLine;
 
-/// Finds what is wrong, the cause first. Keeps in `records` one record for each rank of the group, sorted by rank.
+/// Finds what is wrong, the cause first. Keeps in `records` one record for each rank of the group,
+/// sorted by rank.
 pub(super) fn diagnose(records: &mut Vec<Record>) -> Vec<Finding> {
     let mut about_files = one_group(records);
     about_files.extend(one_each(records));

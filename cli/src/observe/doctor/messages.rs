@@ -45,7 +45,8 @@ pub(super) fn links(records: &[Record]) -> Vec<Link> {
     links.into_values().filter(|link| link.bytes >= LEAST_BYTES && link.ns > 0).collect()
 }
 
-/// The rank whose asking messages of this one waited for longest, though they may have waited while this one computed.
+/// The rank whose asking messages of this one waited for longest, though they may have waited while
+/// this one computed.
 pub(super) fn latest_to_ask(record: &Record) -> Option<u32> {
     let (mut posted, mut asked) = (BTreeMap::new(), BTreeSet::new());
     let mut unasked_ns: BTreeMap<u32, u64> = BTreeMap::new();

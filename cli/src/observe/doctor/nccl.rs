@@ -21,8 +21,8 @@ pub(super) fn ways(records: &[Record]) -> Vec<String> {
         .collect()
 }
 
-/// The exchanges of a communicator that did not end, of ranks that have failed: NCCL does not tell which rank is the cause, but a rank
-/// that has not posted an exchange keeps the others waiting.
+/// The exchanges of a communicator that did not end, of ranks that have failed: NCCL does not tell
+/// which rank is the cause, but a rank that has not posted an exchange keeps the others waiting.
 pub(super) fn unended(records: &[Record]) -> Vec<Finding> {
     let mut communicators: BTreeMap<&[u32], Vec<(u32, &NcclLine)>> = BTreeMap::new();
     for record in records {

@@ -1,8 +1,9 @@
 //! `attend --watch`: a page that shows the ranks while they run. Rank 0 serves it.
 //!
-//! `state` keeps what is known of the call, `rows` reads the recorders of the ranks, `page` is the page itself. Whoever reaches
-//! the address can read; nothing that a client sends changes the call. The page and its script come from here, and the events
-//! are texts of [`state::Live`], at most two in a second for each of a few clients.
+//! `state` keeps what is known of the call, `rows` reads the recorders of the ranks, `page` is the
+//! page itself. Whoever reaches the address can read; nothing that a client sends changes the call.
+//! The page and its script come from here, and the events are texts of [`state::Live`], at most two
+//! in a second for each of a few clients.
 
 mod page;
 mod rows;
@@ -25,8 +26,9 @@ use crate::observe::metrics::MetricsArgs;
 /// Where the live page is served.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct WatchArgs {
-    /// Serve a live page from rank 0: ranks, shares, progress, health, and at the end the pages of --report. The link is
-    /// printed. Everyone who reaches the address can read the page [default address: 127.0.0.1, any free port]
+    /// Serve a live page from rank 0: ranks, shares, progress, health, and at the end the pages of
+    /// --report. The link is printed. Everyone who reaches the address can read the page
+    /// [default address: 127.0.0.1, any free port]
     #[arg(long, value_name = "IP[:PORT]", num_args = 0..=1, default_missing_value = "127.0.0.1")]
     pub(crate) watch: Option<WatchAddress>,
 }
@@ -133,7 +135,8 @@ fn answer(live: &Arc<Live>, page: &Arc<str>, bound: IpAddr, asked: &Asked) -> An
     }
 }
 
-/// Whether the `Host` of a request names this server as its link does. A name that others choose is none of these.
+/// Whether the `Host` of a request names this server as its link does. A name that others choose is
+/// none of these.
 fn is_ours(host: &str, bound: IpAddr) -> bool {
     let (name, port) = match host.strip_prefix('[') {
         Some(rest) => rest.split_once(']').unwrap_or((rest, "no port")),

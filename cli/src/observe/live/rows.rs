@@ -1,4 +1,5 @@
-//! What each rank does, as rank 0 sees it: ranks of this process by their counters, others by their heartbeats.
+//! What each rank does, as rank 0 sees it: ranks of this process by their counters, others by their
+//! heartbeats.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

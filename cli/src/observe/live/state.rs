@@ -11,7 +11,8 @@ use crate::failure::Failure;
 use crate::observe::http::{PATIENCE, Sink};
 use crate::observe::record::Flight;
 
-/// The state of the call for clients of the live page. Ranks of this process tell it what they do; that never waits for a client.
+/// The state of the call for clients of the live page. Ranks of this process tell it what they do;
+/// that never waits for a client.
 #[derive(Debug)]
 pub(crate) struct Live {
     started: Instant,
@@ -91,7 +92,8 @@ impl Live {
         self.lock().report = Some(html.into());
     }
 
-    /// The call has ended, maybe with a failure. Waits a short time until the clients that are there know it.
+    /// The call has ended, maybe with a failure. Waits a short time until the clients that are
+    /// there know it.
     pub(crate) fn ended(&self, failure: Option<&Failure>) {
         let mut known = self.lock();
         known.end = Some(match failure {
@@ -149,7 +151,8 @@ impl Live {
         }
     }
 
-    /// The state as JSON, at most [`FRESH`] old however many clients ask; and after the end the report, if there is one.
+    /// The state as JSON, at most [`FRESH`] old however many clients ask; and after the end the
+    /// report, if there is one.
     fn latest(&self) -> (Arc<str>, Option<Option<Arc<str>>>) {
         let mut known = self.lock();
         let end = known.end.is_some().then(|| known.report.clone());

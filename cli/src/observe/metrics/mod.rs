@@ -1,7 +1,8 @@
 //! Prometheus metrics of the ranks of this process.
 //!
-//! Written by hand: the text is a few lines for each number, and the counters exist anyway. The `metrics` crate with its
-//! exporter would add about thirty crates for the same lines, and hyper to serve them.
+//! Written by hand: the text is a few lines for each number, and the counters exist anyway. The
+//! `metrics` crate with its exporter would add about thirty crates for the same lines, and hyper to
+//! serve them.
 
 use std::fmt::{Display, Write};
 use std::net::SocketAddr;
@@ -17,8 +18,9 @@ use crate::observe::record::{Flight, flights};
 /// Where metrics are served, and whether other machines may read them.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct MetricsArgs {
-    /// Serve Prometheus metrics, /healthz and /readyz at this address, which must be a loopback address.
-    /// Ranks of one host take this port and the ports that follow; port 0 is any free port
+    /// Serve Prometheus metrics, /healthz and /readyz at this address, which must be a loopback
+    /// address. Ranks of one host take this port and the ports that follow; port 0 is any free
+    /// port
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) metrics: Option<SocketAddr>,
     /// Let --metrics be an address that other machines reach
@@ -40,7 +42,8 @@ pub(crate) fn check(args: &MetricsArgs) -> Result<()> {
     }
 }
 
-/// Serves metrics at the address in `args`, if there is one. Ranks of one host take the following ports.
+/// Serves metrics at the address in `args`, if there is one. Ranks of one host take the following
+/// ports.
 pub(crate) fn serve(args: &MetricsArgs, rank: u32, local_rank: u32) -> Result<()> {
     check(args)?;
     let Some(address) = args.metrics else { return Ok(()) };

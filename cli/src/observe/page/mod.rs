@@ -1,7 +1,8 @@
 //! The page of `--report`: one HTML file without scripts and without other files, about one call.
 //!
-//! `model` has what a page shows. `plans` fills in what plans tell, `spans` the timelines of ranks, and the commands the rest.
-//! `draw` turns a page into HTML and SVG; every text is escaped there by its templates.
+//! `model` has what a page shows. `plans` fills in what plans tell, `spans` the timelines of ranks,
+//! and the commands the rest. `draw` turns a page into HTML and SVG; every text is escaped there by
+//! its templates.
 
 mod draw;
 mod mask;

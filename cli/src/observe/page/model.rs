@@ -31,7 +31,8 @@ pub(crate) struct Page {
     pub(crate) links: Vec<LinkLoad>,
     /// The report of `--json`.
     pub(crate) json: String,
-    /// Of a call with gradients: what the page shows of the backward pass. The rest of this page is of the forward pass.
+    /// Of a call with gradients: what the page shows of the backward pass. The rest of this page is
+    /// of the forward pass.
     pub(crate) backward: Option<Box<Self>>,
 }
 
@@ -154,7 +155,8 @@ pub(crate) struct TimelineRow {
     pub(crate) events: u64,
 }
 
-/// An interval in which a rank did one kind of thing, or a stretch of time with several such intervals.
+/// An interval in which a rank did one kind of thing, or a stretch of time with several such
+/// intervals.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Segment {
     pub(crate) kind: Kind,

@@ -17,7 +17,8 @@ pub(crate) fn most_segments(size: u32) -> usize {
 }
 
 impl TimelineRow {
-    /// The timeline of one of `size` ranks on the clock of rank 0. Numbers of ranks are those of the current group.
+    /// The timeline of one of `size` ranks on the clock of rank 0. Numbers of ranks are those of
+    /// the current group.
     pub(crate) fn of_spans(spans: &[Span], ahead: Ahead, size: u32) -> Self {
         let segment = |span: &Span| {
             let [start_ns, end_ns] =
@@ -38,7 +39,8 @@ impl TimelineRow {
         }
     }
 
-    /// The row of one of `size` ranks, from these segments: with all of them, or of many with shares of time.
+    /// The row of one of `size` ranks, from these segments: with all of them, or of many with
+    /// shares of time.
     pub(crate) fn merged(mut segments: Vec<Segment>, size: u32) -> Self {
         let events = segments.len() as u64;
         if size > MOST_WITH_MESSAGES {
@@ -100,8 +102,8 @@ impl Segment {
     }
 }
 
-/// At most `most` segments: these, or of each of some equal stretches of time and each kind one, with its share of the
-/// stretch.
+/// At most `most` segments: these, or of each of some equal stretches of time and each kind one,
+/// with its share of the stretch.
 fn shortened(mut segments: Vec<Segment>, most: usize) -> Vec<Segment> {
     segments.sort_by_key(|segment| (segment.kind, segment.start_ns, segment.end_ns));
     if segments.len() <= most {
@@ -148,7 +150,8 @@ fn in_stretches<'a>(kind: Kind, sorted: impl Iterator<Item = &'a Segment>, edges
     parts
 }
 
-/// The ranks whose message was the last one before the end of a wait, and the nanoseconds of these waits.
+/// The ranks whose message was the last one before the end of a wait, and the nanoseconds of these
+/// waits.
 fn waited_for(spans: &[Span]) -> Vec<(u32, u64)> {
     let mut messages: Vec<(u64, u32)> =
         spans.iter().filter_map(|span| Some((span.end_ns, span.peer?))).collect();

@@ -25,7 +25,8 @@ impl PageTarget {
         Ok(Self(path.to_owned()))
     }
 
-    /// Creates the file under a temporary name: before any work, because a folder may not be writable.
+    /// Creates the file under a temporary name: before any work, because a folder may not be
+    /// writable.
     pub(crate) fn open(&self) -> Result<PageFile> {
         NewFile::create(&self.0).map(PageFile)
     }

@@ -1,4 +1,5 @@
-//! Pages of made-up calls: every page is well-formed, holds its numbers exactly, and no text of another rank escapes.
+//! Pages of made-up calls: every page is well-formed, holds its numbers exactly, and no text of
+//! another rank escapes.
 
 use kyklos::plan::ProvedPlans;
 use kyklos::{AttentionProblem, Dtype, Mesh, PlacementKind, Split, Strategy, plan_forward};
@@ -7,7 +8,8 @@ use roxmltree::{Document, Node, ParsingOptions};
 use super::model::{Budget, Kind, Origin, Page, RankFigures, Segment, Timeline, TimelineRow, Times, Traffic};
 use super::{html, page_of_plans};
 
-/// Parses a page strictly, as XML: attributes quoted, elements closed, ids unique, links to ids that exist.
+/// Parses a page strictly, as XML: attributes quoted, elements closed, ids unique, links to ids
+/// that exist.
 fn parse(page: &str) -> Document<'_> {
     let options = ParsingOptions { allow_dtd: true, ..ParsingOptions::default() };
     let document = Document::parse_with_options(page, options).unwrap_or_else(|error| {

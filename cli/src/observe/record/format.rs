@@ -1,7 +1,8 @@
 //! The lines of a record: the common format of writer and reader.
 //!
-//! One JSON object a line. The first is of kind `rank`, the last of kind `end`: a record without `end` is truncated.
-//! Times are nanoseconds on the rank's own clock, from the moment its transport was made.
+//! One JSON object a line. The first is of kind `rank`, the last of kind `end`: a record without
+//! `end` is truncated. Times are nanoseconds on the rank's own clock, from the moment its transport
+//! was made.
 
 use serde::{Deserialize, Serialize};
 
@@ -148,7 +149,8 @@ pub(crate) struct CallLine {
 pub(crate) struct AbortLine {
     pub(crate) at_ns: u64,
     pub(crate) culprit: u32,
-    /// The connection or the process is gone; else the rank failed with an error, its own or one that others reported.
+    /// The connection or the process is gone; else the rank failed with an error, its own or one
+    /// that others reported.
     pub(crate) died: bool,
     pub(crate) text: String,
     pub(crate) at: StepAt,

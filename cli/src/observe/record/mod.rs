@@ -1,4 +1,5 @@
-//! Records: the recent events of each rank of this process, written to a file when the rank ends or on request.
+//! Records: the recent events of each rank of this process, written to a file when the rank ends or
+//! on request.
 
 mod dump;
 mod flight;
@@ -21,7 +22,8 @@ impl ListedFlight {
     }
 }
 
-/// Writes the record of a rank. A record that cannot be written is a warning: the run does not fail for it.
+/// Writes the record of a rank. A record that cannot be written is a warning: the run does not fail
+/// for it.
 fn write(flight: &Flight, why: Why<'_>) {
     if let Err(failure) = try_to_write(flight, why) {
         note(&format!("warning: no record of rank {}: {}", flight.rank, failure.text));

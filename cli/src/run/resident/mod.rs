@@ -71,7 +71,8 @@ impl<Buffer> Resident<Buffer> {
         })
     }
 
-    /// Runs reset, attend and finalize, and waits for the device. Cancelling through `control` is an error.
+    /// Runs reset, attend and finalize, and waits for the device. Cancelling through `control` is
+    /// an error.
     pub(crate) fn run<B: Backend<Buffer = Buffer>>(&mut self, backend: &B, control: &Control) -> Result<()> {
         let problem = &self.problem;
         let (q_layout, kv_layout) = self.layouts();

@@ -36,8 +36,8 @@ pub(crate) enum GradientRows {
 }
 
 impl SumPlaces {
-    /// Declares the tensors of a file of `queries` queries, or of the part of one rank: `…_part` where the sum over the parts is the
-    /// gradient.
+    /// Declares the tensors of a file of `queries` queries, or of the part of one rank: `…_part`
+    /// where the sum over the parts is the gradient.
     pub(super) fn declare(
         declared: &mut Declared,
         problem: &AttentionProblem,
@@ -98,7 +98,8 @@ impl OutputFile {
         }
     }
 
-    /// Writes the gradient of the bias, `[batch, heads, queries or 1, keys]`, where the file has it.
+    /// Writes the gradient of the bias, `[batch, heads, queries or 1, keys]`, where the file has
+    /// it.
     pub(crate) fn write_bias_gradient(&self, d_bias: &[f32]) -> Result<()> {
         let place = self.gradients.as_ref().and_then(|gradients| gradients.sums.d_bias);
         place.map_or(Ok(()), |start| self.put(bytemuck::cast_slice(d_bias), start))
@@ -117,7 +118,8 @@ impl OutputFile {
     }
 }
 
-/// The gradient of a bias over `keys` keys, from `[batch, rows, heads, keys]` to `[batch, heads, rows, keys]`.
+/// The gradient of a bias over `keys` keys, from `[batch, rows, heads, keys]` to `[batch, heads,
+/// rows, keys]`.
 pub(crate) fn by_head(rows: &Bytes, tensor: BiasTensor, keys: u32) -> Vec<f32> {
     let numbers: Vec<f32> = bytemuck::pod_collect_to_vec(rows);
     let (heads, keys) = (tensor.heads as usize, keys as usize);

@@ -43,7 +43,8 @@ impl OutputTarget {
         }
     }
 
-    /// Opens the file that `rank` writes, if any. `first` is the number of the rank in the first group, for the file name.
+    /// Opens the file that `rank` writes, if any. `first` is the number of the rank in the first
+    /// group, for the file name.
     pub(crate) fn open(
         &self,
         set: &PlanSet,
@@ -82,7 +83,8 @@ pub(crate) fn keep_apart(
     }
 }
 
-/// The file names of all ranks, or the one common name. A name that is not UTF-8 contains no `{rank}`.
+/// The file names of all ranks, or the one common name. A name that is not UTF-8 contains no
+/// `{rank}`.
 fn names(path: &Path, ranks: u32) -> Vec<PathBuf> {
     match path.to_str() {
         Some(text) if text.contains(RANK) => {
@@ -153,7 +155,8 @@ impl OutputFile {
         Self::create(path, &extents, Vec::new())
     }
 
-    /// The part of `rank`, with the positions of its queries, and with gradients also of the keys that it holds.
+    /// The part of `rank`, with the positions of its queries, and with gradients also of the keys
+    /// that it holds.
     fn part(path: &Path, set: &PlanSet, rank: Rank, gradients: bool) -> Result<Self> {
         let problem = &set.problem;
         let (queries, keys) = (set.q_placement.of_rank(rank), set.kv_placement.held_by(rank));
@@ -230,8 +233,8 @@ impl OutputFile {
         })
     }
 
-    /// Writes a rank's whole result to its part: `o` `[batch, tokens, heads, dim]`, `lse` `[batch, tokens, heads]`, and the
-    /// gradients.
+    /// Writes a rank's whole result to its part: `o` `[batch, tokens, heads, dim]`, `lse` `[batch,
+    /// tokens, heads]`, and the gradients.
     pub(crate) fn write_part(&self, output: &HostOutput, gradients: Option<&HostGradients>) -> Result<()> {
         let HostOutput { o, lse, .. } = output;
         self.put(o, self.o.start)?;
@@ -291,7 +294,8 @@ impl OutputFile {
     }
 }
 
-/// Calls `each` with every run of adjacent tokens of a piece: its first row in the piece, its first token, its length.
+/// Calls `each` with every run of adjacent tokens of a piece: its first row in the piece, its first
+/// token, its length.
 fn for_each_run(
     placement: &Placement,
     piece: &Piece,

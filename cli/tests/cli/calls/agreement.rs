@@ -1,4 +1,5 @@
-//! Ranks that do not run the same call on the same inputs: one error on all ranks, which says what differs.
+//! Ranks that do not run the same call on the same inputs: one error on all ranks, which says what
+//! differs.
 
 use std::time::Duration;
 
@@ -129,7 +130,8 @@ fn of_another_release(cluster: &Cluster) -> String {
     let identity = Identity::read_file(&cluster.path("rank-1.pem")).unwrap();
     let config = QuicConfig::new(Rank(1), 2, JobId::from_name("train"), address, identity);
     let transport = QuicTransport::connect(config).unwrap();
-    // No copy of an input, and the first value with its length: the release is compared before all others.
+    // No copy of an input, and the first value with its length: the release is compared before all
+    // others.
     let release = "kyklos 0.1.0";
     let note = [&[0; 16], &[release.len() as u8][..], release.as_bytes()].concat().into();
     let vote = Vote::Ready { plan_hash: *b"kyklos attend: terms, release 1.", note };

@@ -300,7 +300,8 @@ fn a_trace_of_several_processes_is_on_one_clock() {
         assert_eq!(within.is_some(), rank != 0, "{name}");
         within.map_or(0.0, |text| text.parse().unwrap())
     };
-    // For each message: the time of its post and the time of its arrival, by the clocks of the two ranks.
+    // For each message: the time of its post and the time of its arrival, by the clocks of the two
+    // ranks.
     let ends = |category: &str, phase: &str| -> Vec<(u64, String, f64)> {
         let these = events.iter().filter(|event| event["cat"] == category && event["ph"] == phase);
         let one = |event: &serde_json::Value| {

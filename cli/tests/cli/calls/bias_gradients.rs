@@ -82,7 +82,8 @@ fn the_gradient_of_a_bias_on_a_wgpu_device_is_verified() {
     verified("wgpu", kyklos);
 }
 
-/// Of biases with rows of their own and with one row for all, on two ranks whose device is `device`.
+/// Of biases with rows of their own and with one row for all, on two ranks whose device is
+/// `device`.
 pub(crate) fn verified(device: &str, kyklos: impl Fn(&[&str]) -> Output) {
     let folder = tempfile::tempdir().unwrap();
     let input = folder.path().join("in");

@@ -41,8 +41,9 @@ impl Inputs {
         write(path, &[("q", q), ("k", k), ("v", v), ("do", d_o), ("dlse", d_lse), ("sinks", sinks)]);
     }
 
-    /// dq, dk, dv and dsinks of causal attention, in f64 by their formulas: with P = exp(x − lse) and
-    /// δ = do·o − dlse, dS = P (do·v − δ), dq = scale Σ dS k, dk = scale Σ dS q, dv = Σ P do, dsink = −Σ exp(sink − lse) δ.
+    /// dq, dk, dv and dsinks of causal attention, in f64 by their formulas: with P = exp(x − lse)
+    /// and δ = do·o − dlse, dS = P (do·v − δ), dq = scale Σ dS k, dk = scale Σ dS q, dv = Σ P
+    /// do, dsink = −Σ exp(sink − lse) δ.
     fn gradients(&self) -> [Tensor; 4] {
         let at = |tensor: &Tensor, heads: usize, b: usize, token: usize, h: usize| -> Vec<f64> {
             let first = ((b * S + token) * heads + h) * D;

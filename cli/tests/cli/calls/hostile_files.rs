@@ -135,8 +135,8 @@ fn what_is_no_regular_file_is_refused_and_left_alone() {
             refused(&kyklos(&[command, "--input", input]), &[input, "not a regular file"]);
         }
     }
-    // A finished result replaces any file of its name. With enough rights this includes /dev/null itself, so the test
-    // uses a link.
+    // A finished result replaces any file of its name. With enough rights this includes /dev/null
+    // itself, so the test uses a link.
     let (null, pipe1) = (folder.path().join("null"), folder.path().join("pipe1"));
     std::os::unix::fs::symlink("/dev/null", &null).unwrap();
     std::fs::rename(&pipe, &pipe1).unwrap();

@@ -45,7 +45,8 @@ fn identities_are_issued_shown_and_never_overwritten() {
     {
         assert!(stdout(&shown).contains(word), "`{word}` is not in: {}", stdout(&shown));
     }
-    // The authority lists the issued identities. An operator can copy these lines into a list of revoked identities.
+    // The authority lists the issued identities. An operator can copy these lines into a list of
+    // revoked identities.
     let issued = std::fs::read_to_string(folder.path().join("authority/issued")).unwrap();
     let line = issued.lines().find(|line| line.contains("rank 7 of job train")).unwrap();
     let (key, _) = line.split_once("  ").unwrap();

@@ -1,5 +1,5 @@
-//! Groups of processes that are not started by `kyklos launch`. They use the variables of other launchers, flags or a
-//! file, with identities of `kyklos certs`.
+//! Groups of processes that are not started by `kyklos launch`. They use the variables of other
+//! launchers, flags or a file, with identities of `kyklos certs`.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::path::PathBuf;
@@ -42,8 +42,8 @@ impl Cluster {
         succeeds(&output);
     }
 
-    /// Runs ranks 0 to 2 with flags and variables. `{rank}`, `{port}`, `{dir}` and `{carrier}` in them are
-    /// placeholders.
+    /// Runs ranks 0 to 2 with flags and variables. `{rank}`, `{port}`, `{dir}` and `{carrier}` in
+    /// them are placeholders.
     fn run(&self, flags: &str, variables: &str) -> Vec<Output> {
         self.run_command(&format!("{ATTEND} {flags}"), variables)
     }
@@ -75,8 +75,8 @@ impl Cluster {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Checks that the three ranks compute one result. Each rank prints on standard error the source of its rank, and
-    /// its network.
+    /// Checks that the three ranks compute one result. Each rank prints on standard error the
+    /// source of its rank, and its network.
     #[track_caller]
     fn works(&self, flags: &str, variables: &str, words: &[&str]) {
         let outputs = self.run(flags, variables);
@@ -121,7 +121,8 @@ fn by_flags() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
     cluster.works(BY_FLAGS, "", &["option size=3", "option coordinator=127.0.0.1", "of job train, until"]);
-    // The environment may repeat the values of the flags. An identity that expires soon causes a warning.
+    // The environment may repeat the values of the flags. An identity that expires soon causes a
+    // warning.
     let outputs =
         cluster.run(&format!("{BY_FLAGS} --warn-days 60"), "RANK={rank} WORLD_SIZE=3 KYKLOS_JOB_ID=train");
     assert!(stderr(&outputs[1]).contains("warning: the identity"), "{}", stderr(&outputs[1]));
@@ -148,7 +149,8 @@ fn over_tcp_where_udp_does_not_get_through() {
     let cluster = Cluster::new();
     cluster.certs("issue -n 3 --job train");
     cluster.works(&format!("{BY_FLAGS} --network tcp"), "", &["option size=3"]);
-    // Rank 0 refuses the other ranks, because they use another network. They say so at once, and at their deadline.
+    // Rank 0 refuses the other ranks, because they use another network. They say so at once, and at
+    // their deadline.
     let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 20 --network {{carrier}}"), "");
     for rank in [1, 2] {
         let text = stderr(&outputs[rank]);
@@ -258,7 +260,8 @@ fn another_authority_another_job_another_rank_and_an_old_identity_are_named() {
         cluster.certs(&format!("issue --output tmp {arguments}"));
         std::fs::rename(cluster.path("tmp").join(name), &one).unwrap();
     };
-    // Rank 1 refuses rank 0 before it has shown its own identity, so the others do not repeat its words.
+    // Rank 1 refuses rank 0 before it has shown its own identity, so the others do not repeat its
+    // words.
     let only_rank_1_says = |words: &[&str]| {
         let outputs = cluster.run(&format!("{BY_FLAGS} --join-deadline 10"), "");
         for (output, words) in outputs.iter().zip([REFUSED, words, REFUSED]) {

@@ -115,7 +115,8 @@ fn plans_beyond_the_memory_of_the_machine_are_refused_before_tensors_are_made() 
     }
 }
 
-/// A job that runs for a long time, with its folder for temporary files. Every rank has already started to compute.
+/// A job that runs for a long time, with its folder for temporary files. Every rank has already
+/// started to compute.
 pub(crate) struct LongJob {
     pub(crate) launch: Child,
     pub(crate) pids: [u32; 4],
@@ -203,7 +204,8 @@ impl Drop for LongJob {
 }
 
 fn is_alive(pid: u32) -> bool {
-    // A process that has ended stays as a zombie until its parent asks for its end; after its launcher's end that is another program.
+    // A process that has ended stays as a zombie until its parent asks for its end; after its
+    // launcher's end that is another program.
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|line| line.starts_with("State:") && !line.contains('Z') && !line.contains('X'))
 }
@@ -234,7 +236,8 @@ fn when_one_rank_is_killed_the_others_end_and_name_it() {
         }
         computed &= line.contains("(attend");
     }
-    // Who waits for a message says how far it is. On a loaded machine a step takes longer than rank 2 is waited for, and nobody waits yet.
+    // Who waits for a message says how far it is. On a loaded machine a step takes longer than rank 2
+    // is waited for, and nobody waits yet.
     assert!(computed || lines.iter().any(|line| line.contains("bytes")), "{lines:#?}");
     assert!(lines.iter().any(|line| line.starts_with("launch: rank 2 ended")), "{lines:#?}");
 }

@@ -103,7 +103,8 @@ fn survivors_compute_what_a_fresh_run_of_their_number_computes() {
     let folder = tempfile::tempdir().unwrap();
     let (there, here) = (folder.path().join("there"), folder.path().join("here"));
     let shrink = |strategy| [&REPEAT[..], &["--on-loss", "shrink", "--strategy", strategy]].concat();
-    // A ring that loses rank 0, an all-to-all that loses another rank, and a mesh of both that loses two ranks.
+    // A ring that loses rank 0, an all-to-all that loses another rank, and a mesh of both that loses
+    // two ranks.
     for (ranks, victims, strategy, left, pause) in [
         ("4", &[0][..], "ring", "3", 230),
         ("4", &[2], "ulysses", "3", 70),

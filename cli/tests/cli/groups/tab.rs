@@ -1,4 +1,5 @@
-//! Tabs as devices of ranks, with tabs that are no browsers. scripts/test-browser-page.sh has real ones.
+//! Tabs as devices of ranks, with tabs that are no browsers. scripts/test-browser-page.sh has real
+//! ones.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Stdio};

@@ -63,8 +63,8 @@ fn is_right(outputs: &[Output]) {
 fn three_processes_join_by_a_token_and_compute_one_result() {
     let hosts = Hosts::new();
     let join = format!("--join {} --identity mine.pem --rank 2", hosts.token);
-    // One rank joins by a flag that requests a rank and keeps the identity. One rank joins by the variable and accepts
-    // any rank.
+    // One rank joins by a flag that requests a rank and keeps the identity. One rank joins by the
+    // variable and accepts any rank.
     let outputs = hosts.run(["--invite invitation.pem", &join, ""], [None, None, Some(&hosts.token)]);
     is_right(&outputs);
     let [zero, two, one] = [0, 1, 2].map(|host| stderr(&outputs[host]));
@@ -94,7 +94,8 @@ fn three_processes_join_by_a_token_and_compute_one_result() {
             vec![]
         )
     );
-    // The next run: one rank uses the identity that it has kept. One rank joins again by the same token.
+    // The next run: one rank uses the identity that it has kept. One rank joins again by the same
+    // token.
     let at = hosts.token.split_once('@').unwrap().1;
     let with_file = format!("--rank 2 --world 3 --coordinator {at} --identity mine.pem");
     let outputs = hosts.run(["--invite invitation.pem", &with_file, ""], [None, None, Some(&hosts.token)]);

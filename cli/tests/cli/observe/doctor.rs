@@ -66,8 +66,8 @@ fn the_rank_that_the_others_waited_for_is_named() {
         text.contains("rank 1 is what the others waited for") && text.contains("no problem found"),
         "{text}"
     );
-    // Rank 0 has received its own messages. It also has a message for rank 1, but rank 1 has not asked for it yet.
-    // Loopback is not slow.
+    // Rank 0 has received its own messages. It also has a message for rank 1, but rank 1 has not asked
+    // for it yet. Loopback is not slow.
     assert!(text.contains("rank 0 waited") && text.contains("for it to ask for messages"), "{text}");
     let of_rank_0 = |kind: &str| report["ranks"][0]["spent"][kind].as_u64().unwrap();
     let (credit, send) = (of_rank_0("credit_blocked_ns"), of_rank_0("send_blocked_ns"));
@@ -123,7 +123,8 @@ fn after(name: &str) {
     for words in ["rank 2 stopped at step", "before the others noticed"] {
         assert!(text.contains(words), "`{words}` is not in: {text}");
     }
-    // What it still had to send or to receive depends on the moment of the signal: the doctor's own tests have each case.
+    // What it still had to send or to receive depends on the moment of the signal: the doctor's own
+    // tests have each case.
     let others: Vec<_> = found[1..].iter().map(|finding| finding["what"].as_str().unwrap()).collect();
     assert_eq!(others, ["no-record"]);
 }

@@ -81,7 +81,8 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
     let endless = [&b"GET /"[..], &vec![b'a'; 1 << 20]].concat();
     assert!(!ask(&first, &endless).contains("200 OK"));
 
-    // There are more clients than threads, and each client sends nothing or one byte. They delay only each other.
+    // There are more clients than threads, and each client sends nothing or one byte. They delay only
+    // each other.
     let idle: Vec<TcpStream> = (0..40)
         .map(|index| {
             let mut stream = TcpStream::connect(&first).unwrap();

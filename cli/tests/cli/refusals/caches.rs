@@ -121,7 +121,8 @@ fn of_windows() -> Vec<(&'static str, Error)> {
     ]
 }
 
-/// The cache of a rank of two, with 4 tokens on each, and a session of that rank alone on its device.
+/// The cache of a rank of two, with 4 tokens on each, and a session of that rank alone on its
+/// device.
 fn of_one_of_two(rank: usize) -> (Session, KvCache) {
     let (device, cache) = on_threads(in_process_group(2), |transport| {
         let mut session = Session::new(transport, Device::cpu());

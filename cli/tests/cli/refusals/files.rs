@@ -1,4 +1,5 @@
-//! Refusals of input and output files. A file is checked by its header before anything is allocated for its tensors.
+//! Refusals of input and output files. A file is checked by its header before anything is allocated
+//! for its tensors.
 
 use super::of_program;
 use crate::support::transcript_holds;

@@ -1,5 +1,5 @@
-//! Groups that do not form and runs that end: settings of the network, identities, ranks that are not there or fail. What is no
-//! refusal has exit code 1, on every process that has started.
+//! Groups that do not form and runs that end: settings of the network, identities, ranks that are
+//! not there or fail. What is no refusal has exit code 1, on every process that has started.
 
 use std::net::{TcpListener, UdpSocket};
 use std::sync::Arc;
@@ -49,7 +49,8 @@ fn groups() {
     transcript_holds("groups", &(of_program(COMMANDS) + &of_neighbours()));
 }
 
-/// Beside another process: its port is taken, or it is a rank 0 with an identity of another authority.
+/// Beside another process: its port is taken, or it is a rank 0 with an identity of another
+/// authority.
 fn of_neighbours() -> String {
     let place = Place::new();
     let at = "--world 2 --coordinator 127.0.0.1:PORT";

@@ -1,4 +1,5 @@
-//! Refusals of the ranks of several processes: options, variables of launchers, cluster files, identities.
+//! Refusals of the ranks of several processes: options, variables of launchers, cluster files,
+//! identities.
 
 use super::of_program;
 use crate::support::transcript_holds;

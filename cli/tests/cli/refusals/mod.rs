@@ -1,6 +1,6 @@
-//! Refusals as transcripts: every command or call, and the message that it really gives, in `snapshots/`, one file for each
-//! concept. A message that changes fails its test; `INSTA_UPDATE=always` accepts it. Linux only, because some messages quote
-//! the operating system.
+//! Refusals as transcripts: every command or call, and the message that it really gives, in
+//! `snapshots/`, one file for each concept. A message that changes fails its test;
+//! `INSTA_UPDATE=always` accepts it. Linux only, because some messages quote the operating system.
 
 mod backward;
 mod bias;
@@ -36,7 +36,8 @@ fn of_program(commands: &[&str]) -> String {
     commands.iter().map(|line| place.says(line)).collect()
 }
 
-/// Where command lines run: `DIR` in them is a folder with the files of `made.rs`, `PORT` a port that nobody has.
+/// Where command lines run: `DIR` in them is a folder with the files of `made.rs`, `PORT` a port
+/// that nobody has.
 struct Place {
     folder: TempDir,
     port: u16,
@@ -140,8 +141,8 @@ fn of_two(run: impl Fn(&mut Session, bool) -> Error + Sync) -> Error {
     errors.into_iter().next().unwrap()
 }
 
-/// Every message that `docs/errors.md` quotes is in a transcript; `…` stands for any text. A test of the Python package looks for those
-/// that only Python has.
+/// Every message that `docs/errors.md` quotes is in a transcript; `…` stands for any text. A test
+/// of the Python package looks for those that only Python has.
 #[test]
 fn the_page_of_errors_quotes_what_is_said() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

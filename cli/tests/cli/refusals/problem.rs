@@ -1,5 +1,5 @@
-//! Refusals of problems: shapes, numbers and dtypes that do not define attention, or are larger than any kernel supports; and of
-//! options that a command does not have.
+//! Refusals of problems: shapes, numbers and dtypes that do not define attention, or are larger
+//! than any kernel supports; and of options that a command does not have.
 
 use bytes::Bytes;
 use kyklos::host::{Tensors, shard};

@@ -97,8 +97,8 @@ fn of_options() -> Vec<(&'static str, Error)> {
     ]
 }
 
-/// Of calls of given plans: of 8 tokens and of another type than the tensors, with another option, in a larger group, and where one
-/// of two ranks has too few queries.
+/// Of calls of given plans: of 8 tokens and of another type than the tensors, with another option,
+/// in a larger group, and where one of two ranks has too few queries.
 fn of_given() -> Vec<(&'static str, Error)> {
     let plans = |tokens: u32, dtype, ranks| {
         let problem = AttentionProblem::new([1, tokens, 2, 2, 8], dtype, Mask::full()).unwrap();

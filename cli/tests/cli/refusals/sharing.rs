@@ -175,7 +175,8 @@ fn of_shares() -> Vec<(&'static str, PlanError)> {
     ]
 }
 
-/// The error of rank 0 of two, where rank 1 shares `tokens` tokens, maybe with a new session, and rank 0 shares 8.
+/// The error of rank 0 of two, where rank 1 shares `tokens` tokens, maybe with a new session, and
+/// rank 0 shares 8.
 fn of_sharing(tokens: u32, new_session: bool) -> Error {
     let errors = on_threads(in_process_group(2), |transport| {
         let is_other = transport.rank() == Rank(1);

@@ -22,8 +22,8 @@ impl Allocation {
     }
 }
 
-/// The allocated size for a request of `bytes`: at most an eighth more, so that requests of similar sizes can reuse each other's
-/// memory. `None` if the size exceeds the address space.
+/// The allocated size for a request of `bytes`: at most an eighth more, so that requests of similar
+/// sizes can reuse each other's memory. `None` if the size exceeds the address space.
 pub(in crate::device) fn size_class(bytes: usize) -> Option<usize> {
     let step = (bytes.max(1).checked_next_power_of_two()? / 16).max(512);
     bytes.max(1).checked_next_multiple_of(step)

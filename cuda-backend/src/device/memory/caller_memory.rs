@@ -15,8 +15,9 @@ use crate::driver::{CallerStream, DeviceMemory, DriverError, PointsTo, StreamSta
 const ALIGNMENT: u64 = 16;
 
 impl OpenDevice {
-    /// A caller's memory as a buffer that is only read. With a stream, everything that reads it waits for what the stream has
-    /// been given so far. `owner` is dropped when the device no longer reads the memory.
+    /// A caller's memory as a buffer that is only read. With a stream, everything that reads it
+    /// waits for what the stream has been given so far. `owner` is dropped when the device no
+    /// longer reads the memory.
     pub(crate) fn adopt(
         &self,
         address: u64,
@@ -72,7 +73,8 @@ impl OpenDevice {
         Ok(())
     }
 
-    /// Refuses an address that kernels of this device cannot read, and more bytes than are allocated there.
+    /// Refuses an address that kernels of this device cannot read, and more bytes than are
+    /// allocated there.
     fn require_memory(&self, address: u64, bytes: usize) -> Result<()> {
         let context = &self.resources.context;
         let failed = |error: DriverError| self.error("look at a pointer", &error);
@@ -164,7 +166,8 @@ impl TakeBack for Returns {
         let (resources, pool) = (self.0.clone(), self.0.pool.clone());
         // So that the other thread drops the last one.
         drop(self);
-        // An error is kept: it is returned by every later operation on the buffers that the launches were to write.
+        // An error is kept: it is returned by every later operation on the buffers that the launches were
+        // to write.
         let submit = move || drop(resources.submitter.flush());
         pool.callers().free(allocation, Some(Box::new(submit)));
     }

@@ -12,8 +12,8 @@ use kyklos::{Error, Result};
 
 use crate::device::status::DeviceStatus;
 
-/// A copy from the device to the host. It may be dropped, and it may outlive its backend. The bytes are in pinned memory, which
-/// returns to the backend when the last reference to them is dropped.
+/// A copy from the device to the host. It may be dropped, and it may outlive its backend. The bytes
+/// are in pinned memory, which returns to the backend when the last reference to them is dropped.
 pub struct Download(State);
 
 #[derive(Debug)]

@@ -1,11 +1,13 @@
 //! Device memory of one backend: counted against a limit, and kept for reuse.
 //!
-//! Memory of a dropped buffer is kept for the next buffer of its size: freeing memory makes the driver wait for the whole
-//! device, and a ring asks for the same sizes again and again. Kept memory is freed when an allocation fails without that,
-//! and, as soon as it is idle, when more than a quarter of the device's memory is kept: other processes need memory too. A thread
+//! Memory of a dropped buffer is kept for the next buffer of its size: freeing memory makes the
+//! driver wait for the whole device, and a ring asks for the same sizes again and again. Kept
+//! memory is freed when an allocation fails without that, and, as soon as it is idle, when more
+//! than a quarter of the device's memory is kept: other processes need memory too. A thread
 //! of its own frees it ([`Reclaimer`]).
 //!
-//! A thread of another device drops what it has copied from: that neither waits for this device nor calls its driver.
+//! A thread of another device drops what it has copied from: that neither waits for this device nor
+//! calls its driver.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -32,7 +34,8 @@ pub(crate) struct MemoryPool {
     used_bytes: AtomicU64,
     /// Bytes that only messages have, on their way to another device.
     message_bytes: AtomicU64,
-    /// Memory of dropped buffers that is not among the kept yet. Locked for moments only: no call of the driver, no wait.
+    /// Memory of dropped buffers that is not among the kept yet. Locked for moments only: no call
+    /// of the driver, no wait.
     returned: Mutex<Vec<Allocation>>,
     /// Memory of dropped buffers, the one that was dropped first at the beginning.
     kept: Mutex<Vec<Allocation>>,
@@ -55,7 +58,8 @@ pub struct CudaBuffer {
     holder: Holder,
 }
 
-/// What all handles of a buffer share. The last one takes it apart, so that the others drop nothing else.
+/// What all handles of a buffer share. The last one takes it apart, so that the others drop nothing
+/// else.
 #[derive(Debug)]
 struct Shared {
     allocation: Allocation,
@@ -83,7 +87,8 @@ pub(crate) trait TakeBack: std::fmt::Debug + Send + Sync {
     /// No message has the memory any more either, and it is not taken back.
     fn left_by_messages(&self, bytes: u64);
 
-    /// The last handle was dropped, perhaps that of a message on a thread of another device, which must not wait for this one.
+    /// The last handle was dropped, perhaps that of a message on a thread of another device, which
+    /// must not wait for this one.
     fn take_back(self: Arc<Self>, allocation: Allocation);
 }
 
@@ -122,7 +127,8 @@ impl CudaBuffer {
         Self { shared: self.shared.clone(), bytes: self.bytes, holder: Holder::Message }
     }
 
-    /// Never frees the memory. What a rank of its device has of it then counts against the limit for ever.
+    /// Never frees the memory. What a rank of its device has of it then counts against the limit
+    /// for ever.
     fn leak(self) {
         self.shared().leaks.store(true, Ordering::Release);
     }
@@ -200,8 +206,8 @@ impl MemoryPool {
         &self.callers
     }
 
-    /// A buffer with unspecified contents. If memory is short, `flush` is called to submit the deferred launches: memory that
-    /// they use cannot become idle before.
+    /// A buffer with unspecified contents. If memory is short, `flush` is called to submit the
+    /// deferred launches: memory that they use cannot become idle before.
     pub(crate) fn buffer(
         self: &Arc<Self>,
         label: &str,
@@ -233,7 +239,8 @@ impl MemoryPool {
                 let size = size.filter(|size| *size as u64 <= allowed).ok_or_else(|| refuse(allowed))?;
                 match self.allocate_or_reclaim(size, free, flush).map_err(failed)? {
                     Some(allocation) => allocation,
-                    // The driver had less memory than it reported, or in pieces that are too small; or another device still uses it.
+                    // The driver had less memory than it reported, or in pieces that are too small; or
+                    // another device still uses it.
                     None => {
                         self.status.check()?;
                         return Err(refuse(self.context.free_bytes().map_err(failed)? as u64));
@@ -246,8 +253,8 @@ impl MemoryPool {
         Ok(CudaBuffer::new(allocation, bytes, self.clone()))
     }
 
-    /// `size` bytes: newly allocated; or kept, even if this device still uses them; or newly allocated after kept memory of other
-    /// sizes was freed. `None` if all of that fails.
+    /// `size` bytes: newly allocated; or kept, even if this device still uses them; or newly
+    /// allocated after kept memory of other sizes was freed. `None` if all of that fails.
     fn allocate_or_reclaim(
         &self,
         size: usize,
@@ -260,13 +267,14 @@ impl MemoryPool {
             return Ok(Some(allocation));
         }
         flush();
-        // The only place where a caller waits for the device: all memory is in use by it, by copies to other devices, or by messages. Others
-        // allocate meanwhile.
+        // The only place where a caller waits for the device: all memory is in use by it, by copies to
+        // other devices, or by messages. Others allocate meanwhile.
         let start = Instant::now();
         loop {
             let (own, elsewhere) = {
                 let mut kept = self.kept();
-                // This device must not wait for another one, which may hang: memory that one still copies from is no use yet.
+                // This device must not wait for another one, which may hang: memory that one still copies
+                // from is no use yet.
                 let fits = |allocation: &Allocation| {
                     allocation.memory.bytes() == size && !allocation.accesses().is_used_elsewhere()
                 };
@@ -360,7 +368,8 @@ impl TakeBack for MemoryPool {
 }
 
 impl Drop for MemoryPool {
-    /// Does not wait: copies to other devices may still be under way, and this may be a thread of one of those.
+    /// Does not wait: copies to other devices may still be under way, and this may be a thread of
+    /// one of those.
     fn drop(&mut self) {
         let kept = std::mem::take(&mut *self.kept());
         for allocation in kept {
@@ -369,9 +378,10 @@ impl Drop for MemoryPool {
     }
 }
 
-/// The longest wait for messages that the other ranks have not taken yet, or whose copies are not done: their devices may hang. The
-/// thread that waits may also be the one that would take them, because any thread may poll the futures of a rank: an allocation
-/// cannot tell. Then it waits in vain for this long, and is refused as it would have been at once.
+/// The longest wait for messages that the other ranks have not taken yet, or whose copies are not
+/// done: their devices may hang. The thread that waits may also be the one that would take them,
+/// because any thread may poll the futures of a rank: an allocation cannot tell. Then it waits in
+/// vain for this long, and is refused as it would have been at once.
 const MESSAGES_WITHIN: Duration = Duration::from_secs(2);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

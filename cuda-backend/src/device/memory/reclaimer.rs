@@ -1,7 +1,9 @@
-//! A thread for each device that frees memory, and whatever else may wait for the device until it is freed.
+//! A thread for each device that frees memory, and whatever else may wait for the device until it
+//! is freed.
 //!
-//! Freeing memory makes the driver wait for the whole device, for ever if it hangs. So no thread that anybody waits for frees memory:
-//! not a rank's, not the one that polls the events of the device, and none that works for another device.
+//! Freeing memory makes the driver wait for the whole device, for ever if it hangs. So no thread
+//! that anybody waits for frees memory: not a rank's, not the one that polls the events of the
+//! device, and none that works for another device.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,12 +18,14 @@ use crate::driver::Context;
 const SHORTEST_SLEEP: Duration = Duration::from_micros(10);
 const LONGEST_SLEEP: Duration = Duration::from_millis(10);
 
-/// Gives memory to the thread, which starts with the first. The thread ends when this is dropped and all is freed.
+/// Gives memory to the thread, which starts with the first. The thread ends when this is dropped
+/// and all is freed.
 #[derive(Debug)]
 pub(in crate::device) struct Reclaimer {
     context: Arc<Context>,
     status: Arc<DeviceStatus>,
-    /// Memory that another device uses for longer than this is never freed: one that hangs or is lost may have it.
+    /// Memory that another device uses for longer than this is never freed: one that hangs or is
+    /// lost may have it.
     at_most: Duration,
     pool: Option<Weak<dyn Reclaimable>>,
     /// `None`: the system has no more threads.
@@ -65,8 +69,8 @@ impl Reclaimer {
         self.bytes.load(Ordering::Acquire)
     }
 
-    /// Frees memory when no device uses it any more; never, if nobody will know. Does not wait. Deferred
-    /// launches that use it are submitted by `submit` before.
+    /// Frees memory when no device uses it any more; never, if nobody will know. Does not wait.
+    /// Deferred launches that use it are submitted by `submit` before.
     pub(in crate::device) fn free(&self, allocation: Allocation, submit: Option<Submit>) {
         let bytes = self.bytes.clone();
         let job = Job { allocation, submit, since: Instant::now(), bytes };

@@ -9,8 +9,8 @@ use super::allocation::size_class;
 use crate::device::status::DeviceStatus;
 use crate::driver::{Context, PinnedMemory};
 
-/// Limit for kept memory, in bytes: room for a few blocks of keys and values. Pinned memory is not available to the rest of the
-/// host.
+/// Limit for kept memory, in bytes: room for a few blocks of keys and values. Pinned memory is not
+/// available to the rest of the host.
 const MOST_KEPT_BYTES: usize = 2 << 30;
 
 #[derive(Debug)]
@@ -56,7 +56,8 @@ impl StagingPool {
         }
     }
 
-    /// The contents as `Bytes`, without a copy. The memory comes back when the last reference is dropped.
+    /// The contents as `Bytes`, without a copy. The memory comes back when the last reference is
+    /// dropped.
     pub(crate) fn lend(self: &Arc<Self>, pinned: PinnedMemory) -> Bytes {
         Bytes::from_owner(LentStaging { pinned: Some(pinned), pool: self.clone() })
     }

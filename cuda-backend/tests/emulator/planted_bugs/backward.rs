@@ -144,7 +144,8 @@ fn entries(case: &mut Case) {
     case.problem.mask = OracleMask::full().and(OracleTerm::Valid(vec![140, 66]));
 }
 
-/// The first rows see two spans of keys, so the mask has two layers. Keys of the second span are in both.
+/// The first rows see two spans of keys, so the mask has two layers. Keys of the second span are in
+/// both.
 fn layers(case: &mut Case) {
     (case.problem.q_len, case.problem.kv_len) = (133, 150);
     case.problem.mask = "slices:0..66x0..40,0..66x100..140,66..133x100..140".parse().unwrap();

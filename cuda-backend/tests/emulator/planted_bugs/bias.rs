@@ -61,7 +61,8 @@ const INSTANCE: &str = "#include \"backward/bias.h\"\n#include \"backward/querie
     KERNEL(reset_state, StateArguments, StateRow::THREADS) { reset(args); }\n\
     KERNEL(finalize_f16, StateArguments, StateRow::THREADS) { finalize<F16>(args); }\n";
 
-/// Biases of every shape over two batch entries and four heads; half of them with a softcap, and with keys in two blocks.
+/// Biases of every shape over two batch entries and four heads; half of them with a softcap, and
+/// with keys in two blocks.
 fn judge(dtype: Dtype) -> impl Fn(&Program, Timing) -> Result<(), String> + Sync {
     let call = |(n, bias)| {
         let mut case = plain();

@@ -257,7 +257,8 @@ const INSTANCE: &str = "#include \"attend_hopper.h\"\n#include \"state.h\"\n\
     KERNEL(finalize_bf16, StateArguments, StateRow::THREADS) { finalize<Bf16>(args); }\n";
 
 pub(super) fn kernel() -> Planted {
-    // Six full tiles and some with mask tests, for rows of both consumers, and a second item for the same block.
+    // Six full tiles and some with mask tests, for rows of both consumers, and a second item for the
+    // same block.
     let causal = |case: &mut Case| {
         (case.problem.q_len, case.problem.kv_len, case.problem.head_dim) = (70, 890, 128);
         (case.problem.q_heads, case.problem.q_offset) = (2, 820);

@@ -248,7 +248,8 @@ fn narrow(mut case: Case) -> Case {
     case
 }
 
-/// Three query heads over one KV head, several tiles of both sides, full, partial and empty; more than all stages hold.
+/// Three query heads over one KV head, several tiles of both sides, full, partial and empty; more
+/// than all stages hold.
 fn causal(case: &mut Case) {
     (case.problem.q_len, case.problem.kv_len) = (133, 460);
     (case.problem.q_offset, case.problem.mask) = (330, OracleMask::causal());

@@ -1,5 +1,5 @@
-//! Planted bugs: the source of a kernel is changed in one place, and the tests must fail. This shows that the tests can find such
-//! bugs.
+//! Planted bugs: the source of a kernel is changed in one place, and the tests must fail. This
+//! shows that the tests can find such bugs.
 
 mod backward;
 mod bias;
@@ -50,7 +50,8 @@ struct Planted {
     /// The source that is compiled with the changed headers: one instance of the kernel.
     instance: &'static str,
     bugs: &'static [Bug],
-    /// Small calls that together cover the kernel, with one schedule of the emulator. Returns the first thing that is wrong.
+    /// Small calls that together cover the kernel, with one schedule of the emulator. Returns the
+    /// first thing that is wrong.
     judge: Judge,
 }
 

@@ -1,5 +1,5 @@
-//! Slurm: a rank is a task of a step. Task 0 is on the first host of the step's list. Its port depends on the job number,
-//! so that two jobs that share a host use different ports.
+//! Slurm: a rank is a task of a step. Task 0 is on the first host of the step's list. Its port
+//! depends on the job number, so that two jobs that share a host use different ports.
 
 pub(crate) mod nodelist;
 
@@ -103,8 +103,8 @@ fn coordinator(
     Some(Setting::new(address, format!("first of {}{by}", list.origin)))
 }
 
-/// The host of each task, or nothing. The hosts are known if Slurm fills one host after the other (block) or uses the
-/// hosts in turn (cyclic).
+/// The host of each task, or nothing. The hosts are known if Slurm fills one host after the other
+/// (block) or uses the hosts in turn (cyclic).
 fn hosts_of_tasks(hosts: &[String], tasks: &[u32], size: u32, distribution: &str) -> Vec<Option<String>> {
     let total: u64 = tasks.iter().map(|tasks| u64::from(*tasks)).sum();
     // The environment may claim any number of tasks: memory is allocated for at most MAX_RANKS.

@@ -1,7 +1,8 @@
-//! The problems for every backend, transport and strategy. They are small and difficult, each for a reason.
+//! The problems for every backend, transport and strategy. They are small and difficult, each for a
+//! reason.
 //!
-//! Data only. Sizes are not multiples of a tile. Every mask changes the result on its inputs: a test below removes each
-//! feature and checks for a difference.
+//! Data only. Sizes are not multiples of a tile. Every mask changes the result on its inputs: a
+//! test below removes each feature and checks for a difference.
 
 mod list;
 #[cfg(test)]
@@ -36,7 +37,8 @@ pub struct CaseBias {
     pub heads: usize,
     /// Whether all queries share one row.
     pub shared_rows: bool,
-    /// Whether keys are hidden by a large negative number, as many models do it, instead of −∞: in f16 that is −∞ too.
+    /// Whether keys are hidden by a large negative number, as many models do it, instead of −∞: in
+    /// f16 that is −∞ too.
     pub stand_in: bool,
 }
 
@@ -66,7 +68,8 @@ pub struct Inputs<E> {
     pub k: Vec<E>,
     /// `[batch, kv_len, kv_heads, head_dim]`.
     pub v: Vec<E>,
-    /// The attention bias tensor `[batch, heads, queries, kv_len]`, with its own batch, heads and queries.
+    /// The attention bias tensor `[batch, heads, queries, kv_len]`, with its own batch, heads and
+    /// queries.
     pub bias: Option<BiasInputs<E>>,
 }
 
@@ -135,13 +138,15 @@ impl Case {
         if bias.shared_rows { 1 } else { self.problem.q_len }
     }
 
-    /// An element of the attention bias tensor. `None` hides the key. Some single keys are hidden, and ranges of keys
-    /// are hidden from ranges of rows. If there are many keys, one range is longer than any tile.
+    /// An element of the attention bias tensor. `None` hides the key. Some single keys are hidden,
+    /// and ranges of keys are hidden from ranges of rows. If there are many keys, one range is
+    /// longer than any tile.
     fn bias_term(&self, bias: CaseBias, index: usize) -> Option<f32> {
         let made = normal(self.seed, TensorId::Bias, index as u64);
         let (line, key) = (index / self.problem.kv_len, index % self.problem.kv_len);
         if bias.shared_rows {
-            // Two of three keys are hidden, in another pattern for each batch entry and head. One row of four hides all.
+            // Two of three keys are hidden, in another pattern for each batch entry and head. One row of four
+            // hides all.
             let stretch = (line + key / 11) % 3 == 1 || (line % 2 == 0 && (96..260).contains(&key));
             return (made < 0.2 && !stretch && line % 4 != 2).then_some(made * 1.5);
         }
@@ -150,8 +155,9 @@ impl Case {
         (made < 1.0 && !stretch).then_some(made * 1.5)
     }
 
-    /// Whether a row sees a poisoned key. Only such rows may differ from the result of the clean inputs. Their values
-    /// are specified only by the oracle's IEEE arithmetic, and WGSL does not guarantee this arithmetic.
+    /// Whether a row sees a poisoned key. Only such rows may differ from the result of the clean
+    /// inputs. Their values are specified only by the oracle's IEEE arithmetic, and WGSL does
+    /// not guarantee this arithmetic.
     pub fn sees_poison(&self, id: RowId) -> bool {
         self.poison.iter().any(|poison| {
             poison.batch == id.batch
@@ -170,7 +176,8 @@ impl Case {
     fn new(name: &'static str, lens: [usize; 3], heads: [usize; 3], mask: OracleMask) -> Self {
         let [batch, q_len, kv_len] = lens;
         let [q_heads, kv_heads, head_dim] = heads;
-        // Any fixed number that differs between cases. FNV-1a of the name does not depend on the order of the list.
+        // Any fixed number that differs between cases. FNV-1a of the name does not depend on the order of
+        // the list.
         let seed = name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
         });

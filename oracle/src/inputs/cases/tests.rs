@@ -100,7 +100,8 @@ fn without_one_feature(problem: &OracleProblem) -> Vec<OracleProblem> {
     changed
 }
 
-/// The inputs with the rows of another batch entry, and with those of another head, in the attention bias tensor.
+/// The inputs with the rows of another batch entry, and with those of another head, in the
+/// attention bias tensor.
 fn with_other_rows<E: Element>(case: &Case, inputs: &Inputs<E>) -> Vec<(&'static str, Inputs<E>)> {
     let Some(bias) = case.bias else { return Vec::new() };
     let head = case.bias_queries(bias) * case.problem.kv_len;

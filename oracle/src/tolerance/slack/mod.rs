@@ -2,26 +2,31 @@
 //!
 //! # The error of a logit
 //!
-//! A sum of products in f32 is off by the rounding of each partial sum, at most u = 2⁻²⁴ of it. These roundings are spread evenly
-//! around 0, so with the partial sums `S` and the products `p` the standard deviation of their sum is at most
-//! `σ = u · √((Σ S² + Σ p²) / 3)`. The partial sums depend on the order. Taken are those of the ascending order plus the mean over all
-//! orders: of d products with the sum X, `Σ S²` is `d/3 · X² + d/6 · Σ p²` on average. The multiplication by the scale, before or after the
-//! sum, counts as one rounding of each product and of the sum. A logit is off by less than `δ = 3 σ`; a softcap and a bias add the roundings
-//! of their own results. An addition of a number whose rounding is larger than the other number is off by that number at most: so a
-//! stand-in for −∞ that swallows a score of 0 is exact.
+//! A sum of products in f32 is off by the rounding of each partial sum, at most u = 2⁻²⁴ of it.
+//! These roundings are spread evenly around 0, so with the partial sums `S` and the products `p`
+//! the standard deviation of their sum is at most `σ = u · √((Σ S² + Σ p²) / 3)`. The partial sums
+//! depend on the order. Taken are those of the ascending order plus the mean over all orders: of d
+//! products with the sum X, `Σ S²` is `d/3 · X² + d/6 · Σ p²` on average. The multiplication by the
+//! scale, before or after the sum, counts as one rounding of each product and of the sum. A logit
+//! is off by less than `δ = 3 σ`; a softcap and a bias add the roundings of their own results. An
+//! addition of a number whose rounding is larger than the other number is off by that number at
+//! most: so a stand-in for −∞ that swallows a score of 0 is exact.
 //!
 //! # The error of a result
 //!
-//! The bound of a weight P is exact for any δ. It is largest where its own logit is δ more and all others are δ less, and smallest where it is the
-//! reverse. So a row with one weight of 1 has no slack, whatever the size of its logits, and a tie whose δ is above 1 leaves the output open
-//! between the values that tie. From there the errors are carried through the sums of the definition. The errors of different
-//! keys and rows are independent, so a sum has √2 times the root of the sum of the squares of its terms' bounds. For two keys that tie
-//! this is half the distance of their values, the most that it can be off.
+//! The bound of a weight P is exact for any δ. It is largest where its own logit is δ more and all
+//! others are δ less, and smallest where it is the reverse. So a row with one weight of 1 has no
+//! slack, whatever the size of its logits, and a tie whose δ is above 1 leaves the output open
+//! between the values that tie. From there the errors are carried through the sums of the
+//! definition. The errors of different keys and rows are independent, so a sum has √2 times the
+//! root of the sum of the squares of its terms' bounds. For two keys that tie this is half the
+//! distance of their values, the most that it can be off.
 //!
 //! # In a comparison
 //!
-//! Every element has its own slack, and only what an error exceeds it by counts. A few rows with ties loosen no limit of the other
-//! rows. A slack below 2e-6, as where logits are of order one, does not count: the limits add 1e-6 to every error.
+//! Every element has its own slack, and only what an error exceeds it by counts. A few rows with
+//! ties loosen no limit of the other rows. A slack below 2e-6, as where logits are of order one,
+//! does not count: the limits add 1e-6 to every error.
 
 use super::additive;
 use crate::oracle::{Dtype, Gradients, Oracle, OracleError, RowId, Tensor4, Values};
@@ -40,8 +45,9 @@ pub fn row_slacks(oracle: &Oracle<'_>, ids: &[RowId]) -> Vec<RowSlack> {
     ids.iter().map(|&id| row_slack(oracle, id)).collect()
 }
 
-/// The slack that counts. What the limits add to every error, `a` times `size`, covers a small one: a right result is off by less than
-/// half its slack, except where a tie decides it. A slack that is not a number is none.
+/// The slack that counts. What the limits add to every error, `a` times `size`, covers a small one:
+/// a right result is off by less than half its slack, except where a tie decides it. A slack that
+/// is not a number is none.
 pub(super) fn counted(slack: f64, size: f64) -> f64 {
     if slack.is_finite() && slack > 2.0 * additive(Dtype::F32) * size { slack } else { 0.0 }
 }
@@ -81,7 +87,8 @@ pub(super) fn gradient_slack(
     Ok(Gradients { dq, dk, dv, d_sinks, d_bias })
 }
 
-/// Adds the squares of one row. The names are those of the oracle's gradients, and `off` bounds the error of each.
+/// Adds the squares of one row. The names are those of the oracle's gradients, and `off` bounds the
+/// error of each.
 fn add_row(oracle: &Oracle<'_>, id: RowId, grad: &[f64], d_lse: f64, squares: &mut Gradients) {
     let problem = oracle.problem();
     let dim = problem.head_dim;

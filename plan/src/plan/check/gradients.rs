@@ -1,5 +1,5 @@
-//! Sums of gradients in the proof of a backward plan: every visible (query, key) pair counts once in the gradient of its query,
-//! and once in that of its key.
+//! Sums of gradients in the proof of a backward plan: every visible (query, key) pair counts once
+//! in the gradient of its query, and once in that of its key.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -95,7 +95,8 @@ impl RankProof<'_> {
         self.carry_over(&whole, into)
     }
 
-    /// Checks that a sum of gradients of queries is added to one of the same queries over other keys.
+    /// Checks that a sum of gradients of queries is added to one of the same queries over other
+    /// keys.
     fn accumulate_queries(&mut self, from: BufferId, into: &Slice) -> Result<()> {
         self.in_bounds(into)?;
         if *into != self.plan.whole(into.buffer) {
@@ -163,8 +164,8 @@ impl RankProof<'_> {
         self.write(&self.plan.whole(into))
     }
 
-    /// Checks that a sum of gradients is sent with the contributions that it declares: of keys or a bias any part of it, of queries
-    /// the whole.
+    /// Checks that a sum of gradients is sent with the contributions that it declares: of keys or a
+    /// bias any part of it, of queries the whole.
     /// From then on it is only read.
     pub(super) fn send_sum(&mut self, part: &Slice) -> Result<()> {
         self.in_bounds(part)?;
@@ -203,7 +204,8 @@ impl RankProof<'_> {
         self.contribute(&self.plan.whole(id), Contribution { rows: 0..buffer.tokens.len(), others, q_heads })
     }
 
-    /// Number of tokens that the rows of a sum can meet: queries for keys, keys for the rows of a bias.
+    /// Number of tokens that the rows of a sum can meet: queries for keys, keys for the rows of a
+    /// bias.
     fn others(&self, content: Content) -> u32 {
         let problem = &self.set.problem;
         if content.is_of_keys() { problem.q_len } else { problem.kv_len }
@@ -245,7 +247,8 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Checks that two slices are of the same tokens and heads, the second of a sum of this content.
+    /// Checks that two slices are of the same tokens and heads, the second of a sum of this
+    /// content.
     fn same_rows(&mut self, rows: &Slice, sum: &Slice, content: Content) -> Result<()> {
         self.in_bounds(sum)?;
         self.sum(sum.buffer, content)?;
@@ -281,8 +284,9 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Checks that each row of `part`, a key or a query's row of a bias, has met exactly the tokens `others` in the query heads
-    /// `q_heads`, each once. A pair that the mask hides may be left out.
+    /// Checks that each row of `part`, a key or a query's row of a bias, has met exactly the tokens
+    /// `others` in the query heads `q_heads`, each once. A pair that the mask hides may be left
+    /// out.
     fn holds_once(&self, part: &Slice, others: &TokenRuns, q_heads: &Range<u32>) -> Result<()> {
         let problem = &self.set.problem;
         let buffer = self.plan.buffer(part.buffer);

@@ -1,4 +1,5 @@
-//! The facts that a proof keeps about the buffers of one rank: written parts, messages that use them, freed buffers.
+//! The facts that a proof keeps about the buffers of one rank: written parts, messages that use
+//! them, freed buffers.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -257,7 +258,8 @@ fn overlap(a: &Area, b: &Area) -> Area {
     (a.0.start.max(b.0.start)..a.0.end.min(b.0.end), a.1.start.max(b.1.start)..a.1.end.min(b.1.end))
 }
 
-/// Adds an area to disjoint ones. Areas that make a rectangle together become one: a buffer that many messages fill has few.
+/// Adds an area to disjoint ones. Areas that make a rectangle together become one: a buffer that
+/// many messages fill has few.
 fn add(written: &mut SmallVec<[Area; 1]>, mut area: Area) {
     while let Some((place, whole)) =
         written.iter().enumerate().find_map(|(place, other)| Some((place, joined(other, &area)?)))
@@ -286,7 +288,8 @@ mod tests {
 
     #[test]
     fn pieces_that_fill_a_buffer_become_one_area() {
-        // In the order in which a rank of an all-to-all takes them: from its successors on, by tokens and by heads.
+        // In the order in which a rank of an all-to-all takes them: from its successors on, by tokens and
+        // by heads.
         let mut written = SmallVec::new();
         for u in (5..64).chain(0..5) {
             add(&mut written, (3 * u..3 * (u + 1), 0..2));

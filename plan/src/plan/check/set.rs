@@ -53,7 +53,8 @@ fn check_rank(set: &PlanSet, rank: Rank) -> Result<RankCheck> {
     Ok(RankCheck { peak_bytes, bytes_sent, messages_sent })
 }
 
-/// Checks that every token has exactly one owner, except replicated tokens and left-out queries, which have none.
+/// Checks that every token has exactly one owner, except replicated tokens and left-out queries,
+/// which have none.
 fn owners(set: &PlanSet) -> Result<()> {
     let none = TokenRuns::default();
     for (what, placement, total, left_out) in [

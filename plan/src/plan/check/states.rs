@@ -1,4 +1,5 @@
-//! Running states in the proof of a plan: the keys that each has met, and the ranks that it travels between.
+//! Running states in the proof of a plan: the keys that each has met, and the ranks that it travels
+//! between.
 
 use super::met::MetKeys;
 use super::proof::RankProof;
@@ -21,8 +22,8 @@ impl RankProof<'_> {
         }
     }
 
-    /// Checks that every key that a row of `state` can see has been met once; keys that were not met are invisible to
-    /// all rows.
+    /// Checks that every key that a row of `state` can see has been met once; keys that were not
+    /// met are invisible to all rows.
     pub(super) fn every_visible_key_once(&self, state: BufferId) -> Result<()> {
         let problem = &self.set.problem;
         let gaps = self.lives[state.0].met.gaps();
@@ -73,7 +74,8 @@ impl RankProof<'_> {
         Ok(())
     }
 
-    /// Checks that a state is sent whole, with the keys that it declares. From then on it is only read.
+    /// Checks that a state is sent whole, with the keys that it declares. From then on it is only
+    /// read.
     pub(super) fn send_state(&mut self, part: &Slice) -> Result<()> {
         self.in_bounds(part)?;
         let id = part.buffer;

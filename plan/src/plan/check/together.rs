@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::plan::{BufferId, Content, Plan, PlanSet, Recv, Send, Slice, Step};
 use crate::tokens::TokenRuns;
 
-/// Checks that every message that is sent is received, and holds the content that the receiver declared.
+/// Checks that every message that is sent is received, and holds the content that the receiver
+/// declared.
 pub(super) fn messages_meet(set: &PlanSet) -> Result<()> {
     let mut inboxes: Vec<Vec<Message<'_>>> = set.plans.iter().map(|_| Vec::new()).collect();
     for plan in &set.plans {
@@ -103,7 +104,8 @@ fn exchanges(plan: &Plan) -> impl Iterator<Item = (usize, u32, &[Send], &[Recv])
     })
 }
 
-/// Runs all plans in step: a wait passes when every message of its exchange has been posted on the other side too.
+/// Runs all plans in step: a wait passes when every message of its exchange has been posted on the
+/// other side too.
 pub(super) fn no_rank_waits_for_ever(set: &PlanSet) -> Result<()> {
     let schedules: Vec<Schedule<'_>> = set.plans.iter().map(Schedule::new).collect();
     // A rank has posted exactly the exchanges before its current step.
@@ -136,9 +138,9 @@ pub(super) fn no_rank_waits_for_ever(set: &PlanSet) -> Result<()> {
     }
 }
 
-/// Checks that the plans also end where each rank carries out its exchanges one after the other, in the order in which it posts
-/// them, as a stream of a device does: an exchange then begins when the one before is complete, and is complete when the other
-/// side of each of its messages has begun.
+/// Checks that the plans also end where each rank carries out its exchanges one after the other, in
+/// the order in which it posts them, as a stream of a device does: an exchange then begins when the
+/// one before is complete, and is complete when the other side of each of its messages has begun.
 ///
 /// # Errors
 /// [`Error::Plan`] that names a rank and the step that would wait for ever.

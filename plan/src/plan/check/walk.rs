@@ -36,7 +36,8 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    /// Checks that the rank's own buffers agree with the placement. Its inputs are written from the start.
+    /// Checks that the rank's own buffers agree with the placement. Its inputs are written from the
+    /// start.
     pub(super) fn declarations(&mut self) -> Result<()> {
         let (problem, rank) = (&self.set.problem, Rank(self.plan.rank));
         for (index, buffer) in self.plan.buffers.iter().enumerate() {
@@ -237,7 +238,8 @@ impl<'a> RankProof<'a> {
         }
     }
 
-    /// Checks that the rows of the attention bias tensor are written, and belong to the same queries.
+    /// Checks that the rows of the attention bias tensor are written, and belong to the same
+    /// queries.
     pub(super) fn bias(&self, q: &Slice, bias: Option<&Slice>) -> Result<()> {
         let (tensor, slice) = match (self.set.problem.query_bias(), bias) {
             (None, None) => return Ok(()),
@@ -265,7 +267,8 @@ impl<'a> RankProof<'a> {
         Ok(())
     }
 
-    /// Checks that keys and values become the same keys and values in the other format, or that a sum is rounded.
+    /// Checks that keys and values become the same keys and values in the other format, or that a
+    /// sum is rounded.
     fn convert(&mut self, from: &Slice, into: BufferId) -> Result<()> {
         self.not_empty(from)?;
         self.exists(into)?;

@@ -9,14 +9,16 @@ use crate::problem::AttentionProblem;
 use crate::strategy::{bytes_sent, dealt, plan_backward_placed};
 use crate::strategy_list::Strategy;
 
-/// The candidate that sends the fewest bytes, among equals the one with the larger Ulysses extent. The strategy is the
-/// default one of its mesh and the placement [`PlacementKind::for_problem`], unless `wanted` names others. With
-/// [`PlanQuery::gradients`] the bytes are those of both passes.
+/// The candidate that sends the fewest bytes, among equals the one with the larger Ulysses extent.
+/// The strategy is the default one of its mesh and the placement [`PlacementKind::for_problem`],
+/// unless `wanted` names others. With [`PlanQuery::gradients`] the bytes are those of both passes.
 ///
-/// Only in a fixed order a problem may refuse that placement and take another one: then the first that fits is chosen.
+/// Only in a fixed order a problem may refuse that placement and take another one: then the first
+/// that fits is chosen.
 ///
 /// # Errors
-/// [`Error::Request`] if every candidate is refused: the refusal of the last mesh, a ring, in contiguous placement.
+/// [`Error::Request`] if every candidate is refused: the refusal of the last mesh, a ring, in
+/// contiguous placement.
 pub fn fewest_bytes(problem: &AttentionProblem, wanted: &PlanQuery) -> Result<Candidate> {
     let mut best: Option<(u64, Candidate)> = None;
     let mut refusal = Error::request("there is no plan to choose from", "name at least one rank");
@@ -110,7 +112,8 @@ mod tests {
             };
             fewest_bytes(&problem.with_fixed_order(true).unwrap(), &wanted)
         };
-        // 768 tokens are three tiles: zigzag halves of 128 tokens are not, and there are fewer heads than ranks.
+        // 768 tokens are three tiles: zigzag halves of 128 tokens are not, and there are fewer heads than
+        // ranks.
         for mesh in [None, Some((1, 3))] {
             let candidate = chosen(768, 3, mesh, Split::Even).unwrap();
             assert_eq!(candidate.to_string(), "ring 1x3 contiguous");

@@ -20,7 +20,8 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// What runs the backward pass of `problem` after this one: see [`Strategy::of_backward`]. The tokens of each rank are the same.
+    /// What runs the backward pass of `problem` after this one: see [`Strategy::of_backward`]. The
+    /// tokens of each rank are the same.
     ///
     /// ```
     /// use kyklos_plan::simulate::Candidate;

@@ -32,7 +32,8 @@ pub struct PlanQuery {
 pub struct EstimatedPlan {
     /// The candidate.
     pub candidate: Candidate,
-    /// Its prediction, or its refusal. With [`PlanQuery::gradients`] it is that of both passes, one after the other.
+    /// Its prediction, or its refusal. With [`PlanQuery::gradients`] it is that of both passes, one
+    /// after the other.
     pub verdict: Feasibility,
     /// Each pass of a candidate that fits, with [`PlanQuery::gradients`].
     pub passes: Option<Passes>,
@@ -58,9 +59,10 @@ pub enum Feasibility {
     Refused(Error),
 }
 
-/// Every strategy on every mesh in every placement, without candidates that make the same plans as another one: with
-/// one shard all placements are the same, without a mask all tokens are alike, a mesh that the problem does not fit is
-/// refused in any placement, and some strategies equal another one on some meshes.
+/// Every strategy on every mesh in every placement, without candidates that make the same plans as
+/// another one: with one shard all placements are the same, without a mask all tokens are alike, a
+/// mesh that the problem does not fit is refused in any placement, and some strategies equal
+/// another one on some meshes.
 ///
 /// # Errors
 /// [`crate::Error::Request`] for more ranks than a mesh can have.
@@ -110,11 +112,12 @@ pub(in crate::simulate) fn meshes(wanted: &PlanQuery) -> Result<Vec<Mesh>> {
     }
 }
 
-/// Prices every candidate: the fastest first, refused candidates last. Equal candidates keep the order of
-/// [`candidates`]. With [`PlanQuery::gradients`] the time is that of both passes.
+/// Prices every candidate: the fastest first, refused candidates last. Equal candidates keep the
+/// order of [`candidates`]. With [`PlanQuery::gradients`] the time is that of both passes.
 ///
 /// # Errors
-/// [`Error::Request`] if the cluster cannot be used at all, for example because it has fewer devices than ranks.
+/// [`Error::Request`] if the cluster cannot be used at all, for example because it has fewer
+/// devices than ranks.
 pub fn choose(
     problem: &AttentionProblem,
     wanted: &PlanQuery,

@@ -10,8 +10,8 @@ use crate::problem::AttentionProblem;
 use crate::simulate::cluster::Cluster;
 use crate::simulate::prediction::{Prediction, RankPrediction};
 
-/// Priced candidates as a table: for each one its prediction or its refusal. With gradients, of both passes together, and the time
-/// of each.
+/// Priced candidates as a table: for each one its prediction or its refusal. With gradients, of
+/// both passes together, and the time of each.
 pub fn explain_choice(priced: &[EstimatedPlan]) -> String {
     let mut rows = Vec::new();
     let both = priced.iter().any(|priced| priced.passes.is_some());
@@ -52,8 +52,8 @@ pub fn explain_choice(priced: &[EstimatedPlan]) -> String {
     out
 }
 
-/// One sentence that says why the first of `priced` is first: where it spends its time, and where the next one needs
-/// more.
+/// One sentence that says why the first of `priced` is first: where it spends its time, and where
+/// the next one needs more.
 pub fn why_first(priced: &[EstimatedPlan]) -> Option<String> {
     let mut fitting =
         priced.iter().filter_map(|priced| priced.prediction().map(|found| (priced.candidate, found)));
@@ -125,8 +125,8 @@ pub enum Bound {
     Copies,
 }
 
-/// The bound of what is wanted of `candidate` on `cluster`. It is computing if that takes most of the time, else the cost whose removal
-/// would save most time.
+/// The bound of what is wanted of `candidate` on `cluster`. It is computing if that takes most of
+/// the time, else the cost whose removal would save most time.
 ///
 /// # Errors
 /// As [`choose`](crate::simulate::choose).

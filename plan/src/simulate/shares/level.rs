@@ -112,8 +112,9 @@ pub(super) fn fastest_first(shards: &[Shard], fixed: &[(usize, f64)]) -> Vec<usi
     free
 }
 
-/// The number of shards, of the fastest, with which `cluster` predicts the earliest end. A shard that waits for messages gets less
-/// work, and then waits for others: a few rounds bring both together.
+/// The number of shards, of the fastest, with which `cluster` predicts the earliest end. A shard
+/// that waits for messages gets less work, and then waits for others: a few rounds bring both
+/// together.
 pub(super) fn earliest(
     problem: &AttentionProblem,
     candidate: Candidate,
@@ -162,5 +163,6 @@ pub(super) fn whole(n: f64) -> u64 {
 
 /// Predictions for each number of shards.
 const ROUNDS: usize = 5;
-/// A shard that would do less than this part of an even share does nothing: its messages cost more than it helps.
+/// A shard that would do less than this part of an even share does nothing: its messages cost more
+/// than it helps.
 pub(super) const LEAST_SHARE: f64 = 0.01;

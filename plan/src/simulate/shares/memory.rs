@@ -9,8 +9,9 @@ use crate::simulate::capacity::Capacity;
 use crate::simulate::choice::candidate::Candidate;
 use crate::strategy::plan as plan_forward;
 
-/// Takes work from shards whose plans do not fit their memory, and gives it to the others. Returns which shards that are. The peak
-/// of a rank also grows with the shards of the others, whose keys it receives: so the share that fits is found by halving.
+/// Takes work from shards whose plans do not fit their memory, and gives it to the others. Returns
+/// which shards that are. The peak of a rank also grows with the shards of the others, whose keys
+/// it receives: so the share that fits is found by halving.
 pub(super) fn fit_memory(
     problem: &AttentionProblem,
     candidate: Candidate,

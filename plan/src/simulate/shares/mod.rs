@@ -1,9 +1,11 @@
-//! How many tokens each rank gets where devices differ: as many that all ranks end at the same time.
+//! How many tokens each rank gets where devices differ: as many that all ranks end at the same
+//! time.
 //!
-//! The time of a rank is `steps · step_ns + pairs / speed`: it has `pairs` visible (query, key) pairs of all its heads, and one
-//! attend step for each shard that has tokens. For a set of shards of the speeds `v` the common end is
-//! `T = (pairs + Σ v·steps·step_ns) / Σ v`. Every number of shards is tried, the fastest shards first, and the earliest end
-//! counts. Links enter only where a [`Cluster`] describes them. All ranks compute the same shares from the same capacities.
+//! The time of a rank is `steps · step_ns + pairs / speed`: it has `pairs` visible (query, key)
+//! pairs of all its heads, and one attend step for each shard that has tokens. For a set of shards
+//! of the speeds `v` the common end is `T = (pairs + Σ v·steps·step_ns) / Σ v`. Every number of
+//! shards is tried, the fastest shards first, and the earliest end counts. Links enter only where a
+//! [`Cluster`] describes them. All ranks compute the same shares from the same capacities.
 
 mod level;
 mod memory;
@@ -36,9 +38,10 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// The shares of `problem` on the mesh of `candidate` for ranks of these capacities. Visible pairs are level over the shards of
-    /// the mesh. Inside a shard ranks divide the heads evenly, so that the slowest of them counts for all. With a `cluster`, the
-    /// shards that take part are those with the earliest predicted end, messages included.
+    /// The shares of `problem` on the mesh of `candidate` for ranks of these capacities. Visible
+    /// pairs are level over the shards of the mesh. Inside a shard ranks divide the heads
+    /// evenly, so that the slowest of them counts for all. With a `cluster`, the shards that
+    /// take part are those with the earliest predicted end, messages included.
     ///
     /// ```
     /// use kyklos_plan::simulate::{Candidate, Capacity, Shares};
@@ -54,8 +57,9 @@ impl Shares {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Request`] if there is not one capacity for each rank of the mesh, if no rank has any speed, if the memory of all
-    /// ranks is too small, or for a problem that `candidate` does not fit.
+    /// [`Error::Request`] if there is not one capacity for each rank of the mesh, if no rank has
+    /// any speed, if the memory of all ranks is too small, or for a problem that `candidate`
+    /// does not fit.
     pub fn level(
         problem: &AttentionProblem,
         candidate: Candidate,
@@ -100,7 +104,8 @@ impl Shares {
         })
     }
 
-    /// Nanoseconds until the last of ranks with these capacities has computed its part of these shares.
+    /// Nanoseconds until the last of ranks with these capacities has computed its part of these
+    /// shares.
     ///
     /// # Errors
     /// As [`Self::level`].

@@ -1,14 +1,17 @@
-//! Backward passes. [`partials`](super::partials) has that of strategies that send queries; this one is of those that send keys.
+//! Backward passes. [`partials`](super::partials) has that of strategies that send queries; this
+//! one is of those that send keys.
 //!
-//! Keys travel as in the forward pass. A rank adds the gradients of its own keys to a sum that stays with it. For every block
-//! of other keys it makes a fresh f32 sum, and sends it straight to the owner of the keys, who adds it. So with a full mask a
-//! rank sends R − 1 sums; none of its own gradients travels. The sums of one distance are posted after their computation, and
-//! waited for one distance later, so that they travel under work.
+//! Keys travel as in the forward pass. A rank adds the gradients of its own keys to a sum that
+//! stays with it. For every block of other keys it makes a fresh f32 sum, and sends it straight to
+//! the owner of the keys, who adds it. So with a full mask a rank sends R − 1 sums; none of its own
+//! gradients travels. The sums of one distance are posted after their computation, and waited for
+//! one distance later, so that they travel under work.
 //!
-//! The queries, the gradient of the output and the row statistics stay where they are, or cross the all-to-all with the
-//! queries. The output does not travel.
+//! The queries, the gradient of the output and the row statistics stay where they are, or cross the
+//! all-to-all with the queries. The output does not travel.
 //!
-//! Of keys that every rank holds, each rank has a sum over its own queries; after the round the ranks add these up.
+//! Of keys that every rank holds, each rank has a sum over its own queries; after the round the
+//! ranks add these up.
 
 mod plan;
 mod replicated;
@@ -20,7 +23,8 @@ use super::build::{Inputs, OutputGradient, PlanBuilder};
 use crate::lower;
 use crate::plan::{Buffer, BufferId, BufferName, Content, GradientStep, Slice, Step};
 
-/// The sums of gradients that a rank has after its round: of the queries and of the keys of its inputs.
+/// The sums of gradients that a rank has after its round: of the queries and of the keys of its
+/// inputs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sums {
     pub(super) dq: BufferId,
@@ -74,7 +78,8 @@ impl PlanBuilder<'_> {
         Some(self.declare(name, Content::BiasGradSum, tokens, heads))
     }
 
-    /// Gradients of the queries against the rank's own keys, and against those that every rank holds.
+    /// Gradients of the queries against the rank's own keys, and against those that every rank
+    /// holds.
     pub(super) fn attend_own_backward(&mut self, inputs: Inputs, sums: Sums) {
         let Sums { dq, d_kv, replicated } = sums;
         let (own, sum) = (self.own_keys(inputs.kv), self.whole(d_kv));

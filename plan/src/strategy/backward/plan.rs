@@ -17,9 +17,9 @@ use crate::strategy_list::Strategy;
 use crate::tokens::TokenRuns;
 use crate::wire::WireFormat;
 
-/// The plans by which all ranks of `mesh` compute the gradients of q, k and v for `problem`, with tokens dealt by `placement` and
-/// `split`. The forward pass may have another strategy and another mesh of the same ranks, as long as each rank has the same
-/// tokens.
+/// The plans by which all ranks of `mesh` compute the gradients of q, k and v for `problem`, with
+/// tokens dealt by `placement` and `split`. The forward pass may have another strategy and another
+/// mesh of the same ranks, as long as each rank has the same tokens.
 ///
 /// ```
 /// use kyklos_plan::plan::ProvedPlans;
@@ -33,8 +33,8 @@ use crate::wire::WireFormat;
 /// ```
 ///
 /// # Errors
-/// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit together, and for what has no
-/// backward pass: relay, a fixed order, 8-bit keys on the wire.
+/// [`Error::Request`] when the problem, the mesh, the placement and the strategy do not fit
+/// together, and for what has no backward pass: relay, a fixed order, 8-bit keys on the wire.
 pub fn plan_backward(
     problem: &AttentionProblem,
     mesh: Mesh,
@@ -181,8 +181,8 @@ fn rounded(builder: &mut PlanBuilder<'_>, sum: BufferId, name: &str, content: Co
     mine
 }
 
-/// Rounds the sum of the gradients of the rank's own keys into their rows of `result`, which begins with the keys that every
-/// rank holds.
+/// Rounds the sum of the gradients of the rank's own keys into their rows of `result`, which begins
+/// with the keys that every rank holds.
 fn round_own_keys(builder: &mut PlanBuilder<'_>, sum: BufferId, result: BufferId) {
     if builder.replicated() == 0 {
         return builder.round_sum(sum, result);

@@ -1,7 +1,9 @@
-//! Gradients of keys that every rank holds: each rank has a sum over its own queries, and gets the sum over all.
+//! Gradients of keys that every rank holds: each rank has a sum over its own queries, and gets the
+//! sum over all.
 //!
-//! The keys are cut into one piece for each rank. A rank gets the sums of all ranks for its piece, adds them in rank order,
-//! rounds, and sends the result to all. So every rank has equal bytes, after two messages to each other rank.
+//! The keys are cut into one piece for each rank. A rank gets the sums of all ranks for its piece,
+//! adds them in rank order, rounds, and sends the result to all. So every rank has equal bytes,
+//! after two messages to each other rank.
 
 use std::ops::Range;
 
@@ -13,7 +15,8 @@ use crate::lower;
 use crate::plan::{BufferId, BufferName, Content, Recv, Send, Step};
 use crate::tokens::TokenRuns;
 
-/// Adds up the sums of all ranks, into the first rows of `result`. `parts`: this rank's sums, one for each of `chunks`.
+/// Adds up the sums of all ranks, into the first rows of `result`. `parts`: this rank's sums, one
+/// for each of `chunks`.
 pub(super) fn add_up(
     builder: &mut PlanBuilder<'_>,
     chunks: &[Chunk],

@@ -47,7 +47,8 @@ impl Gradients {
         self.shard
     }
 
-    /// Gradients of the queries against the rank's own keys, and against those that every rank holds.
+    /// Gradients of the queries against the rank's own keys, and against those that every rank
+    /// holds.
     pub(in super::super) fn own(&mut self, builder: &mut PlanBuilder<'_>) {
         builder.attend_own_backward(self.inputs, self.sums);
     }
@@ -72,8 +73,8 @@ impl Gradients {
         self.fresh.push((owner, sum));
     }
 
-    /// Adds the sums of the distance before, and posts those of this distance. `readers`: the shards that have used keys of
-    /// this rank at this distance, with the part of the shard.
+    /// Adds the sums of the distance before, and posts those of this distance. `readers`: the
+    /// shards that have used keys of this rank at this distance, with the part of the shard.
     pub(in super::super) fn post(&mut self, builder: &mut PlanBuilder<'_>, readers: &[(u32, Part)]) {
         self.collect(builder);
         let mesh = builder.set.mesh;
@@ -103,7 +104,8 @@ impl Gradients {
         self.under_way = Some(UnderWay { exchange, leaving, arriving });
     }
 
-    /// The sum that shard `reader` sends for a part of this rank's keys, if its queries see any of them.
+    /// The sum that shard `reader` sends for a part of this rank's keys, if its queries see any of
+    /// them.
     fn expect(&self, builder: &mut PlanBuilder<'_>, reader: u32, part: Part) -> Option<(BufferId, Slice)> {
         let Buffer { tokens, heads, .. } = builder.buffer(self.sums.d_kv).clone();
         let range = part.of(tokens.len());

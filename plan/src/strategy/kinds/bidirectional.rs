@@ -1,5 +1,5 @@
-//! As unified, but whole shards travel both ways round the ring: forwards for one half of the distance, backwards for
-//! the other half. This needs half as many hops.
+//! As unified, but whole shards travel both ways round the ring: forwards for one half of the
+//! distance, backwards for the other half. This needs half as many hops.
 
 use super::unified;
 use crate::strategy::facts::{Extent, MeshRule, StrategyFacts};

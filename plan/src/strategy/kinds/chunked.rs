@@ -1,5 +1,5 @@
-//! As unified, but the heads of a rank form up to four chunks: the next chunk crosses the all-to-all while the current
-//! one is attended.
+//! As unified, but the heads of a rank form up to four chunks: the next chunk crosses the
+//! all-to-all while the current one is attended.
 
 use super::unified;
 use crate::strategy::facts::{Extent, MeshRule, StrategyFacts};

@@ -1,8 +1,10 @@
-//! All keys and values at once: every rank sends its own keys and values directly to each rank that sees any of them.
+//! All keys and values at once: every rank sends its own keys and values directly to each rank that
+//! sees any of them.
 //!
-//! It sends as many bytes as a ring, has one hop of latency instead of R − 1, and needs memory for all blocks. It suits
-//! keys and values that are small compared with the queries. Each message is an exchange of its own, so that a rank
-//! attends to blocks that have arrived while the others travel.
+//! It sends as many bytes as a ring, has one hop of latency instead of R − 1, and needs memory for
+//! all blocks. It suits keys and values that are small compared with the queries. Each message is
+//! an exchange of its own, so that a rank attends to blocks that have arrived while the others
+//! travel.
 
 use super::unified;
 use crate::plan::{BufferId, Recv, Send};
@@ -25,7 +27,8 @@ pub(in crate::strategy) const FACTS: StrategyFacts = StrategyFacts {
     ..unified::FACTS
 };
 
-/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns
+/// the running state.
 fn attend_all(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let state = builder.state(inputs.q);
     visit(builder, inputs.kv, &mut Attending { inputs, state });
@@ -33,7 +36,8 @@ fn attend_all(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> Buff
     state
 }
 
-/// Keys and values go to every shard that sees them, and `visitor` uses them there; `kv` holds those of this rank, and is freed.
+/// Keys and values go to every shard that sees them, and `visitor` uses them there; `kv` holds
+/// those of this rank, and is freed.
 pub(in crate::strategy) fn visit(builder: &mut PlanBuilder<'_>, kv: BufferId, visitor: &mut impl Visitor) {
     let mesh = builder.set.mesh;
     let (ring, (r, u)) = (mesh.ring(), mesh.coordinates(builder.rank));

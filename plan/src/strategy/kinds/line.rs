@@ -1,5 +1,5 @@
-//! As unified, with whole shards sent to the last shard forwards and to the first one backwards: no link closes the
-//! ring.
+//! As unified, with whole shards sent to the last shard forwards and to the first one backwards: no
+//! link closes the ring.
 
 use super::unified;
 use crate::strategy::facts::{EqualHops, Extent, MeshRule, StrategyFacts};

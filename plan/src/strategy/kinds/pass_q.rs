@@ -1,12 +1,13 @@
-//! Queries travel to the keys: every rank sends its queries directly to each rank whose keys they see, and gets a
-//! running state over those keys back. Keys and values are not sent.
+//! Queries travel to the keys: every rank sends its queries directly to each rank whose keys they
+//! see, and gets a running state over those keys back. Keys and values are not sent.
 //!
-//! For few queries over many keys: decoding over a cache that is split over ranks, cross-attention to a long context. q
-//! travels in one direction; f32 a, m and l of every query travel back. This is fewer bytes than keys and values if the
-//! number of queries is below about Hkv / Hq of the number of keys in f32, Hkv / (1.5 Hq) in f16 or bf16.
+//! For few queries over many keys: decoding over a cache that is split over ranks, cross-attention
+//! to a long context. q travels in one direction; f32 a, m and l of every query travel back. This
+//! is fewer bytes than keys and values if the number of queries is below about Hkv / Hq of the
+//! number of keys in f32, Hkv / (1.5 Hq) in f16 or bf16.
 //!
-//! Where every rank holds all queries ([`same_queries`](crate::AttentionProblem::same_queries)), only running states travel,
-//! in one exchange.
+//! Where every rank holds all queries ([`same_queries`](crate::AttentionProblem::same_queries)),
+//! only running states travel, in one exchange.
 
 use kyklos_rank::Rank;
 
@@ -34,7 +35,8 @@ pub(in crate::strategy) const FACTS: StrategyFacts = StrategyFacts {
     ..unified::FACTS
 };
 
-/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns
+/// the running state.
 fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     if builder.set.problem.same_queries {
         return attend_same_queries(builder, inputs);
@@ -111,9 +113,9 @@ fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) 
     builder.end_queries(inputs);
 }
 
-/// Attention of queries that every rank holds: each rank attends to its own keys, and sends the running state to all
-/// others. Every rank merges the states in rank order, so that ranks with devices of one type get the same bytes. Frees all
-/// inputs, returns the running state.
+/// Attention of queries that every rank holds: each rank attends to its own keys, and sends the
+/// running state to all others. Every rank merges the states in rank order, so that ranks with
+/// devices of one type get the same bytes. Frees all inputs, returns the running state.
 fn attend_same_queries(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferId {
     let PlanSet { mesh, problem, kv_placement, .. } = builder.set;
     let queries = builder.buffer(inputs.q).tokens.clone();
@@ -136,7 +138,8 @@ fn attend_same_queries(builder: &mut PlanBuilder<'_>, inputs: Inputs) -> BufferI
     let others = states.iter().filter(|(shard, _)| *shard != mine);
     let recvs = others.map(|(from, state)| Recv { from: *from, parts: vec![*state] }).collect();
     let exchange = builder.exchange(sends, recvs);
-    // While the states travel: the keys that every rank holds, which a query meets on its own rank only.
+    // While the states travel: the keys that every rank holds, which a query meets on its own rank
+    // only.
     let total = builder.state(inputs.q);
     let replicated = builder.tokens_of(inputs.kv, 0..builder.replicated());
     builder.attend_some(inputs, replicated, total);

@@ -1,7 +1,8 @@
-//! As unified, but every shard travels in four parts: each is sent on and attended as soon as it has arrived, while the
-//! others travel. So a rank does not wait for whole blocks: links are busy without a break, also where their latency is
-//! long, and of the last block only a quarter is attended after all messages have arrived. Four times as many messages and
-//! attention steps are the price.
+//! As unified, but every shard travels in four parts: each is sent on and attended as soon as it
+//! has arrived, while the others travel. So a rank does not wait for whole blocks: links are busy
+//! without a break, also where their latency is long, and of the last block only a quarter is
+//! attended after all messages have arrived. Four times as many messages and attention steps are
+//! the price.
 
 use super::unified;
 use crate::strategy::facts::{EqualHops, Extent, MeshRule, StrategyFacts};

@@ -1,18 +1,20 @@
 //! Keys and values travel round the shards, and each KV head crosses between two shards only once.
 //!
-//! After the all-to-all, ranks of a shard whose query heads need the same KV heads, a *group*, hold the same keys and
-//! values. In a plain ring each rank of a group sends all of them. Here each rank sends one *piece* of every block, a
-//! share of its tokens, to the rank at the same position of the next shard, and the group exchanges the arrived pieces.
-//! With U ranks in a shard and Hkv < U KV heads a slow link between shards carries Hkv/U of the bytes, as evenly as
-//! before.
+//! After the all-to-all, ranks of a shard whose query heads need the same KV heads, a *group*, hold
+//! the same keys and values. In a plain ring each rank of a group sends all of them. Here each rank
+//! sends one *piece* of every block, a share of its tokens, to the rank at the same position of the
+//! next shard, and the group exchanges the arrived pieces. With U ranks in a shard and Hkv < U KV
+//! heads a slow link between shards carries Hkv/U of the bytes, as evenly as before.
 //!
-//! Both transfers overlap with computation: while a block is attended, the pieces of the next block travel inside the
-//! group, and the piece of the block after it between the shards. A rank attends to its own keys in two halves, so that
-//! it computes while the first block travels too. Pieces are joined before they are attended: with few KV heads a copy
-//! of a block costs less than reading and writing the running state for each piece.
+//! Both transfers overlap with computation: while a block is attended, the pieces of the next block
+//! travel inside the group, and the piece of the block after it between the shards. A rank attends
+//! to its own keys in two halves, so that it computes while the first block travels too. Pieces are
+//! joined before they are attended: with few KV heads a copy of a block costs less than reading and
+//! writing the running state for each piece.
 //!
-//! The ranks of a group need exactly the same KV heads. Where the heads of two ranks overlap only in part, as with 3 KV heads
-//! over 4 ranks, the common heads still cross more than once. A rank that is alone in its group sends whole blocks.
+//! The ranks of a group need exactly the same KV heads. Where the heads of two ranks overlap only
+//! in part, as with 3 KV heads over 4 ranks, the common heads still cross more than once. A rank
+//! that is alone in its group sends whole blocks.
 
 use std::ops::Range;
 
@@ -59,8 +61,8 @@ struct Piece {
     arrived: Option<BufferId>,
 }
 
-/// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of this rank. Frees all
-/// inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard; `inputs.kv` holds those of
+/// this rank. Frees all inputs, returns the running state.
 fn attend_round(builder: &mut PlanBuilder<'_>, routes: &Routes, inputs: Inputs) -> BufferId {
     let mesh = builder.set.mesh;
     let groups = mesh.kv_groups(&builder.set.problem);
@@ -113,7 +115,8 @@ impl Relay<'_, '_> {
         Piece { slice, arrived: None }
     }
 
-    /// Posts the hop of a block that has made `hop` hops from this shard to the next, and the arrival of the block after it.
+    /// Posts the hop of a block that has made `hop` hops from this shard to the next, and the
+    /// arrival of the block after it.
     fn send_on(&mut self, hop: u32, owner: u32, piece: &Piece) -> (Piece, Option<u32>) {
         if hop == self.routes.hops() {
             return (Piece::default(), None);
@@ -131,7 +134,8 @@ impl Relay<'_, '_> {
     }
 
     /// Posts the exchange of pieces of a block inside the group, if this shard sees any of it.
-    /// Returns the buffers that arrive, each with the position of its rank in the shard, and the exchange.
+    /// Returns the buffers that arrive, each with the position of its rank in the shard, and the
+    /// exchange.
     fn share(&mut self, owner: u32, piece: &Piece) -> (Vec<(u32, BufferId)>, Option<u32>) {
         let mesh = self.builder.set.mesh;
         let (r, u) = mesh.coordinates(self.builder.rank);
@@ -150,7 +154,8 @@ impl Relay<'_, '_> {
         (others, self.builder.exchange(sends, recvs))
     }
 
-    /// The block of `owner`, if this shard sees any of it; frees its pieces. A block of one piece is that piece.
+    /// The block of `owner`, if this shard sees any of it; frees its pieces. A block of one piece
+    /// is that piece.
     fn put_together(
         &mut self,
         owner: u32,
@@ -185,14 +190,16 @@ impl Relay<'_, '_> {
         }
     }
 
-    /// The piece that rank `u` of a shard has of the block of `owner`, to be received; none where it is empty.
+    /// The piece that rank `u` of a shard has of the block of `owner`, to be received; none where
+    /// it is empty.
     fn arrival(&mut self, owner: u32, u: u32) -> Option<BufferId> {
         let tokens = self.tokens(owner, u);
         let piece = self.builder.set.kv_placement.of_shard(owner).slice(tokens);
         (!piece.is_empty()).then(|| self.builder.arrival(owner, piece, self.heads.clone()))
     }
 
-    /// The positions of the piece of rank `u` of the group in the token list of the block of `owner`.
+    /// The positions of the piece of rank `u` of the group in the token list of the block of
+    /// `owner`.
     fn tokens(&self, owner: u32, u: u32) -> Range<usize> {
         let set = self.builder.set;
         let block = set.kv_placement.of_shard(owner);
@@ -200,13 +207,15 @@ impl Relay<'_, '_> {
     }
 }
 
-/// List positions of piece `index` of `count` of a block of `tokens` tokens: sizes differ by at most one, larger first.
+/// List positions of piece `index` of `count` of a block of `tokens` tokens: sizes differ by at
+/// most one, larger first.
 fn piece(tokens: usize, index: usize, count: usize) -> Range<usize> {
     let cut = |index: usize| tokens / count * index + index.min(tokens % count);
     cut(index)..cut(index + 1)
 }
 
-/// Bytes of the pieces that cross between shards, and of their copies inside the shards that see them.
+/// Bytes of the pieces that cross between shards, and of their copies inside the shards that see
+/// them.
 fn round_bytes(traffic: &Traffic<'_>, routes: &Routes) -> u128 {
     let Traffic { problem, kv, .. } = *traffic;
     let mesh = kv.mesh();

@@ -1,4 +1,5 @@
-//! Keys and values travel round the ring, queries stay (Liu et al. 2023, arXiv 2310.01889): unified without Ulysses.
+//! Keys and values travel round the ring, queries stay (Liu et al. 2023, arXiv 2310.01889): unified
+//! without Ulysses.
 
 use super::unified;
 use crate::strategy::facts::{Extent, MeshRule, StrategyFacts};

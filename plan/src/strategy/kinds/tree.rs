@@ -1,13 +1,16 @@
-//! Queries travel to the keys along a tree. Running states travel back along it, and are merged on the way.
+//! Queries travel to the keys along a tree. Running states travel back along it, and are merged on
+//! the way.
 //!
-//! As [`pass_q`](super::pass_q), but the shards on the way forward the queries of a shard to further shards, and merge
-//! partial results on the way back. The owner of the queries sends and receives log₂ R messages instead of R − 1, after
-//! log₂ R latencies instead of one. All ranks together send the same bytes. For queries of one rank, such as a token
-//! that is decoded, over the keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
+//! As [`pass_q`](super::pass_q), but the shards on the way forward the queries of a shard to
+//! further shards, and merge partial results on the way back. The owner of the queries sends and
+//! receives log₂ R messages instead of R − 1, after log₂ R latencies instead of one. All ranks
+//! together send the same bytes. For queries of one rank, such as a token that is decoded, over the
+//! keys of many ranks (Shyam et al. 2024, arXiv 2408.04093).
 //!
-//! Each shard is the root of one tree, at position 0; the shard `p` shards ahead of it is at position p. The parent of a
-//! position is the position without its lowest set bit, so the subtree of p is p and the positions that follow it. An exchange is numbered by
-//! the position of the child in it: every rank is that child in one tree, and the parent of that child in another.
+//! Each shard is the root of one tree, at position 0; the shard `p` shards ahead of it is at
+//! position p. The parent of a position is the position without its lowest set bit, so the subtree
+//! of p is p and the positions that follow it. An exchange is numbered by the position of the child
+//! in it: every rank is that child in one tree, and the parent of that child in another.
 
 use super::pass_q;
 use crate::plan::{BufferId, Recv, Send};
@@ -39,7 +42,8 @@ struct Trees<'a, 'b> {
     /// The shard of this rank, and its piece of the shard.
     r: u32,
     u: u32,
-    /// By position: the queries of the tree in which this rank has that position, and their result over the keys from there on.
+    /// By position: the queries of the tree in which this rank has that position, and their result
+    /// over the keys from there on.
     visits: Vec<Option<Visit>>,
 }
 
@@ -49,7 +53,8 @@ struct Visit {
     result: BufferId,
 }
 
-/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns the running state.
+/// Attention of the queries against the keys and values of every shard. Frees all inputs, returns
+/// the running state.
 fn attend_everywhere(builder: &mut PlanBuilder<'_>, _: &Routes, inputs: Inputs) -> BufferId {
     let state = builder.state(inputs.q);
     visit_all(builder, inputs, Partials::States(state));
@@ -77,8 +82,8 @@ fn visit_all(builder: &mut PlanBuilder<'_>, inputs: Inputs, partials: Partials) 
 }
 
 impl Trees<'_, '_> {
-    /// Sends queries down, depth by depth, so that no message waits for another one that could travel at the same time.
-    /// A rank attends to queries while they travel further.
+    /// Sends queries down, depth by depth, so that no message waits for another one that could
+    /// travel at the same time. A rank attends to queries while they travel further.
     fn send_queries_down(&mut self) {
         self.partials.attend_own(self.builder, self.inputs);
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
@@ -117,7 +122,8 @@ impl Trees<'_, '_> {
         }
     }
 
-    /// Sends results up, from the deepest position on. Each is sent after all results from below it have arrived.
+    /// Sends results up, from the deepest position on. Each is sent after all results from below it
+    /// have arrived.
     fn send_results_up(&mut self) {
         let deepest = (1..self.ring).map(u32::count_ones).max().unwrap_or(0);
         let mut arriving: Vec<(u32, Option<u32>, Option<BufferId>)> = Vec::new();

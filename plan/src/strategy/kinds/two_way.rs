@@ -1,6 +1,6 @@
-//! As unified, but the front halves of all shards travel forwards and the back halves backwards: half of the bytes in
-//! each direction. Over a zigzag placement a causal mask hides every back half from all higher shards, and 75 % of a
-//! ring's bytes are sent.
+//! As unified, but the front halves of all shards travel forwards and the back halves backwards:
+//! half of the bytes in each direction. Over a zigzag placement a causal mask hides every back half
+//! from all higher shards, and 75 % of a ring's bytes are sent.
 
 use super::unified;
 use crate::strategy::facts::{EqualHops, Extent, MeshRule, StrategyFacts};

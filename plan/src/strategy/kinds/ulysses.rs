@@ -1,5 +1,5 @@
-//! An all-to-all exchanges tokens for heads, and another one back (Jacobs et al. 2023, arXiv 2309.14509): unified without
-//! a ring. The steps are in [`all_to_all`](super::all_to_all).
+//! An all-to-all exchanges tokens for heads, and another one back (Jacobs et al. 2023, arXiv
+//! 2309.14509): unified without a ring. The steps are in [`all_to_all`](super::all_to_all).
 
 use super::unified;
 use crate::strategy::facts::{Extent, MeshRule, StrategyFacts};

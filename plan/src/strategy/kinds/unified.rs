@@ -1,4 +1,5 @@
-//! Ulysses inside a shard, a ring over the shards (Fang & Zhao 2024, arXiv 2405.07719). Runs on any mesh.
+//! Ulysses inside a shard, a ring over the shards (Fang & Zhao 2024, arXiv 2405.07719). Runs on any
+//! mesh.
 //!
 //! The facts of the other strategies of a U×R mesh name their differences from it.
 

@@ -44,7 +44,8 @@ impl Rate {
 
 /// [`crate::backend::Backend::attend`] of this backend.
 ///
-/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with
+/// all that it calls in closures.
 #[inline(never)]
 pub(super) fn attend<'a>(
     backend: &'a CpuBackend,
@@ -92,8 +93,9 @@ async fn attend_in_pieces(
     let kv_heads = args.kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
     let kernel = backend.level.run(AskShape);
 
-    // Keys are taken in stretches, so that no job is long, and KV heads a few at a time, so that the packed keys stay small.
-    // The cuts do not depend on the speed or on the number of threads, so neither do results.
+    // Keys are taken in stretches, so that no job is long, and KV heads a few at a time, so that the
+    // packed keys stay small. The cuts do not depend on the speed or on the number of threads, so
+    // neither do results.
     let tiles = u32::try_from(work.kv_positions.len().div_ceil(work.tile.kv_cols as usize))
         .expect("positions are u32, so tiles are");
     let tile_cost = u64::from(work.tile.q_rows * work.tile.kv_cols) * dim as u64 * 2;
@@ -222,9 +224,11 @@ fn wanted(work: &BlockWork, tiles: &Range<u32>) -> Vec<Vec<bool>> {
     work.classes.iter().map(of_class).collect()
 }
 
-/// Assumed multiply-adds per second before the first measurement: low, so that the first piece is short on a slow machine.
+/// Assumed multiply-adds per second before the first measurement: low, so that the first piece is
+/// short on a slow machine.
 const FIRST_RATE: u64 = 5_000_000_000;
-/// Milliseconds at which a piece aims: below the contract's 100 ms, because the measured speed varies.
+/// Milliseconds at which a piece aims: below the contract's 100 ms, because the measured speed
+/// varies.
 const PIECE_MS: u64 = 60;
 /// Most multiply-adds of a job: some milliseconds of one core.
 const JOB_COST: u64 = 128_000_000;

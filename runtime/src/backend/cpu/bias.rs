@@ -34,8 +34,9 @@ impl<'a> BiasRows<'a> {
         Self { elements, layout: bias.layout }
     }
 
-    /// `into[key · lanes + lane]` = the term of row `first + lane` for its logit of the key at `positions[key]`;
-    /// −∞ hides the key. Lanes from `rows` on have no meaning. Returns whether any of the rows sees any of the keys.
+    /// `into[key · lanes + lane]` = the term of row `first + lane` for its logit of the key at
+    /// `positions[key]`; −∞ hides the key. Lanes from `rows` on have no meaning. Returns
+    /// whether any of the rows sees any of the keys.
     #[inline(always)]
     pub(super) fn terms(
         &self,
@@ -133,7 +134,8 @@ impl Rows<'_> {
     }
 }
 
-/// −∞ hides a key, and stays −∞. Other numbers are limited, so that logits stay above that of a row that saw no key.
+/// −∞ hides a key, and stays −∞. Other numbers are limited, so that logits stay above that of a row
+/// that saw no key.
 #[inline(always)]
 fn limited(bias: f32) -> f32 {
     if bias < LEAST_BIAS && bias > f32::NEG_INFINITY { LEAST_BIAS } else { bias }

@@ -4,7 +4,8 @@ use bytes::Bytes;
 
 use crate::error::{Error, Result};
 
-/// Host memory: owned, or shared with the caller of an upload or download. Writing to shared memory copies it first.
+/// Host memory: owned, or shared with the caller of an upload or download. Writing to shared memory
+/// copies it first.
 #[derive(Debug)]
 pub struct CpuBuffer {
     label: String,
@@ -59,7 +60,8 @@ impl CpuBuffer {
         Ok(self.storage.owned_bytes())
     }
 
-    /// As [`Self::bytes_mut`], for a caller that overwrites all of it: old contents are not carried over.
+    /// As [`Self::bytes_mut`], for a caller that overwrites all of it: old contents are not carried
+    /// over.
     pub(super) fn overwrite(&mut self) -> Result<&mut [u8]> {
         if let Storage::Shared(shared) = &self.storage {
             self.storage = Storage::zeroed(&self.label, shared.len())?;
@@ -88,9 +90,9 @@ impl CpuBuffer {
 impl Storage {
     fn zeroed(label: &str, bytes: usize) -> Result<Self> {
         let words = bytes.div_ceil(4);
-        // A failed `try_reserve_exact` is an error; a failed allocation would abort the process. After it, the
-        // allocator returns the vector zeroed, which is free for fresh pages; growing the reserved vector would touch
-        // all pages.
+        // A failed `try_reserve_exact` is an error; a failed allocation would abort the process. After it,
+        // the allocator returns the vector zeroed, which is free for fresh pages; growing the
+        // reserved vector would touch all pages.
         Vec::<u32>::new().try_reserve_exact(words).map_err(|_| Error::OutOfMemory {
             device: "cpu".to_owned(),
             what: label.to_owned(),

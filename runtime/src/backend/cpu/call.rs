@@ -6,8 +6,8 @@ use super::tiles::{self, TileProducts};
 use crate::backend::cpu::arithmetic::bf16::WordProducts;
 use kyklos_plan::{BlockWork, TileShape};
 
-/// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple of 8, 12, 16
-/// and 48. KV tiles hold whole groups of 6 or 8 keys.
+/// The tiles of this backend. Q tiles hold whole panels on every instruction set: 96 is a multiple
+/// of 8, 12, 16 and 48. KV tiles hold whole groups of 6 or 8 keys.
 pub(super) const TILE: TileShape = TileShape { q_rows: 96, kv_cols: 120 };
 
 /// The tensors and settings of one call, which its jobs read.
@@ -26,7 +26,8 @@ pub(super) struct Call<'a> {
     pub(super) bias: Option<BiasRows<'a>>,
     /// `Some`: q, k and v are read and multiplied in words of two elements.
     pub(super) bf16: Option<WordProducts>,
-    /// `Some`: panels multiply words by tile registers, for which operands are packed. Only with `bf16`.
+    /// `Some`: panels multiply words by tile registers, for which operands are packed. Only with
+    /// `bf16`.
     pub(super) tiles: Option<TileProducts>,
 }
 
@@ -57,8 +58,9 @@ impl<'a> Call<'a> {
         if self.tiles.is_some() { words.next_multiple_of(tiles::SIDE) } else { words }
     }
 
-    /// Factors on q and on the scores. On q where it is at most 1 and q is not in words: the product of an element and a larger one may be
-    /// out of range. With a softcap, scores are the argument of its tanh.
+    /// Factors on q and on the scores. On q where it is at most 1 and q is not in words: the
+    /// product of an element and a larger one may be out of range. With a softcap, scores are
+    /// the argument of its tanh.
     pub(super) fn factors(&self) -> [f32; 2] {
         let factor = f64::from(self.scale) / f64::from(self.softcap.unwrap_or(1.0));
         #[expect(clippy::cast_possible_truncation, reason = "rounded once, on purpose")]
@@ -66,7 +68,8 @@ impl<'a> Call<'a> {
         if factor.abs() <= 1.0 && self.bf16.is_none() { [factor, 1.0] } else { [1.0, factor] }
     }
 
-    /// Global positions of the keys of a KV tile. The last tile may have fewer keys than the others.
+    /// Global positions of the keys of a KV tile. The last tile may have fewer keys than the
+    /// others.
     pub(super) fn positions(&self, tile: u32) -> &'a [u32] {
         let all = &self.work.kv_positions;
         let width = self.work.tile.kv_cols as usize;

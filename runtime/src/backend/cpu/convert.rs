@@ -65,8 +65,8 @@ pub(super) fn convert(
     Ok(())
 }
 
-/// `into` = `from`, element by element, rounded to nearest, ties to even; of the two types one is f32. Both hold as many
-/// elements.
+/// `into` = `from`, element by element, rounded to nearest, ties to even; of the two types one is
+/// f32. Both hold as many elements.
 fn store((from, source): (Dtype, &[u8]), (into, target): (Dtype, &mut [u8])) {
     use bytemuck::{cast_slice, cast_slice_mut};
     match (from, into) {
@@ -86,8 +86,8 @@ fn store((from, source): (Dtype, &[u8]), (into, target): (Dtype, &mut [u8])) {
     }
 }
 
-/// Whether a finite number is infinite in f16: at least half a step above its largest number. Has no early return, so that it is
-/// compiled to wide instructions.
+/// Whether a finite number is infinite in f16: at least half a step above its largest number. Has
+/// no early return, so that it is compiled to wide instructions.
 fn overflows(numbers: &[f32]) -> bool {
     let beyond = |x: &f32| u32::from(x.abs() >= 65_520.0) & u32::from(x.abs() < f32::INFINITY);
     numbers.iter().fold(0, |any, x| any | beyond(x)) == 1
@@ -102,8 +102,8 @@ fn floats(dtype: Dtype, source: &[u8]) -> Cow<'_, [f32]> {
     Cow::Owned(numbers)
 }
 
-/// A tensor of codes in parts that share no scale and are computed in parallel: [`TOKENS_PER_SCALE`] tokens of a batch
-/// entry, or fewer at its end.
+/// A tensor of codes in parts that share no scale and are computed in parallel:
+/// [`TOKENS_PER_SCALE`] tokens of a batch entry, or fewer at its end.
 struct Grid {
     tokens: usize,
     heads: usize,
@@ -207,8 +207,8 @@ fn scale_for(largest: f32) -> f32 {
     if scale < f32::MIN_POSITIVE { 0.0 } else { scale }
 }
 
-/// Adding 1.5 · 2²³ rounds to a whole number, ties to even, and leaves it in the low bits: a few instructions for a whole
-/// vector of numbers, on any processor.
+/// Adding 1.5 · 2²³ rounds to a whole number, ties to even, and leaves it in the low bits: a few
+/// instructions for a whole vector of numbers, on any processor.
 #[expect(clippy::cast_possible_truncation, reason = "the low byte is the code")]
 fn code_of(x: f32, scale: f32) -> i8 {
     // With a scale of 0 every element rounds to 0 anyway.

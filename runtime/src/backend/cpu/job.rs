@@ -1,8 +1,8 @@
 //! The work of one thread at a time: one Q tile of one head, against a range of KV tiles.
 //!
-//! Query rows lie in the lanes of vectors, `NV` vectors (a *panel*) at a time, keys and head elements are broadcast:
-//! row statistics then need no reduction across lanes, the mask of a key is one comparison for all rows, and of q, k
-//! and v only q is transposed.
+//! Query rows lie in the lanes of vectors, `NV` vectors (a *panel*) at a time, keys and head
+//! elements are broadcast: row statistics then need no reduction across lanes, the mask of a key is
+//! one comparison for all rows, and of q, k and v only q is transposed.
 
 use std::ops::Range;
 
@@ -120,7 +120,8 @@ impl<'a> Job<'a> {
         &self.class.rows[first..first + self.a.len()]
     }
 
-    /// Packs q and starts a local running state, which is merged into the caller's state at the end.
+    /// Packs q and starts a local running state, which is merged into the caller's state at the
+    /// end.
     #[inline(always)]
     fn begin(&self, call: &Call<'_>, padded: usize, lanes: usize, scratch: &mut Scratch) {
         let (rows, words, padded_words) = (self.a.len(), call.words(), call.panel_words());
@@ -142,8 +143,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Merges the local running state into the caller's (Milakov & Gimelshein 2018, §3.1). Rows that saw no key, or only
-    /// logits of −∞, keep the caller's state bit for bit.
+    /// Merges the local running state into the caller's (Milakov & Gimelshein 2018, §3.1). Rows
+    /// that saw no key, or only logits of −∞, keep the caller's state bit for bit.
     #[inline(always)]
     fn end(&mut self, dim: usize, padded: usize, lanes: usize, scratch: &Scratch) {
         let rows = self.a.chunks_mut(lanes).zip(self.ml.chunks_mut(2 * lanes));

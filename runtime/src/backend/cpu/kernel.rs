@@ -1,8 +1,10 @@
-//! The one inner loop: a sum of outer products, held in registers. `S = K·Qᵀ` and `O = Vᵀ·P` are both made of it, and all products of
-//! the backward pass; those for dK and dV have a loop of their own, because their broadcast values lie otherwise in memory.
+//! The one inner loop: a sum of outer products, held in registers. `S = K·Qᵀ` and `O = Vᵀ·P` are
+//! both made of it, and all products of the backward pass; those for dK and dV have a loop of their
+//! own, because their broadcast values lie otherwise in memory.
 //!
-//! The loops over a tile are functions of their own ([`alone`]). Within the code around them the compiler ran out of registers and kept
-//! one accumulator in memory, which halved the speed: each step then waits for the store and the load of the step before.
+//! The loops over a tile are functions of their own ([`alone`]). Within the code around them the
+//! compiler ran out of registers and kept one accumulator in memory, which halved the speed: each
+//! step then waits for the store and the load of the step before.
 
 use pulp::{Simd, WithSimd};
 
@@ -10,10 +12,11 @@ use crate::backend::cpu::arithmetic::exp::mul_add;
 
 /// `c[i][lane] += Σ_t a[t][i] · b[t][lane]` for `MR` broadcast values against `NV` vectors.
 ///
-/// `MR · NV` accumulators, `NV` vectors of `b` and one broadcast must fit the register file with one register to spare.
-/// Otherwise the compiler spills an accumulator in every step (4 × 3 in 16 registers ran at a third of the speed). So
-/// the shapes are 6 × 2 in 16 registers and 8 × 3 in 32. A fused multiply-add takes 4 cycles on current cores and two
-/// start in each cycle, so at least 8 accumulators are needed.
+/// `MR · NV` accumulators, `NV` vectors of `b` and one broadcast must fit the register file with
+/// one register to spare. Otherwise the compiler spills an accumulator in every step (4 × 3 in 16
+/// registers ran at a third of the speed). So the shapes are 6 × 2 in 16 registers and 8 × 3 in 32.
+/// A fused multiply-add takes 4 cycles on current cores and two start in each cycle, so at least 8
+/// accumulators are needed.
 #[inline(always)]
 pub(super) fn add_outer_products<S: Simd, const MR: usize, const NV: usize>(
     simd: S,
@@ -34,8 +37,8 @@ pub(super) fn add_outer_products<S: Simd, const MR: usize, const NV: usize>(
 
 /// Runs `op` with the instruction set of `simd`, as a function with registers of its own.
 ///
-/// This function lacks the instruction set, so the compiler cannot put the one that it calls in line here; and it is not put in line
-/// where it is called.
+/// This function lacks the instruction set, so the compiler cannot put the one that it calls in
+/// line here; and it is not put in line where it is called.
 #[inline(never)]
 pub(super) fn alone<S: Simd, Op: WithSimd<Output = ()>>(simd: S, op: Op) {
     simd.vectorize(op);
@@ -65,7 +68,8 @@ impl<S: Simd, const MR: usize, const NV: usize> WithSimd for Scores<'_, S, MR, N
     }
 }
 
-/// The weighted sum of a tile's values: `o[d][row] = o[d][row] · keep[row] + Σ_key v[d / MR][key][d % MR] · p[key][row]`.
+/// The weighted sum of a tile's values: `o[d][row] = o[d][row] · keep[row] + Σ_key v[d / MR][key][d
+/// % MR] · p[key][row]`.
 pub(super) struct WeightedSum<'a, S: Simd, const MR: usize, const NV: usize> {
     pub(super) simd: S,
     /// `[dim / MR][stride][MR]`, from the first key on.
@@ -93,7 +97,8 @@ impl<S: Simd, const MR: usize, const NV: usize> WithSimd for WeightedSum<'_, S, 
     }
 }
 
-/// `o[d][row] = o[d][row] · keep[row] + sums[d][row]`. Each tile has a sum of its own: one sum over all keys would lose digits with each.
+/// `o[d][row] = o[d][row] · keep[row] + sums[d][row]`. Each tile has a sum of its own: one sum over
+/// all keys would lose digits with each.
 #[inline(always)]
 pub(super) fn add_sums<S: Simd, const NV: usize>(
     simd: S,
@@ -121,11 +126,11 @@ pub(super) fn scale<S: Simd, const NV: usize>(simd: S, o: &mut [[S::f32s; NV]], 
     }
 }
 
-/// `sums[key][d] += Σ_row factors[key][row] · rows[row][d]`: dK and dV, with the elements of a head in lanes. Rows and sums are cut into
-/// blocks of `W` vectors, one after the other.
+/// `sums[key][d] += Σ_row factors[key][row] · rows[row][d]`: dK and dV, with the elements of a head
+/// in lanes. Rows and sums are cut into blocks of `W` vectors, one after the other.
 ///
-/// Every lane of a panel is a row here. The number of lanes is known to the compiler, so that it needs one address for the broadcasts of
-/// a group of keys, and no checks.
+/// Every lane of a panel is a row here. The number of lanes is known to the compiler, so that it
+/// needs one address for the broadcasts of a group of keys, and no checks.
 pub(super) struct OfKeys<'a, S: Simd, const MR: usize, const NV: usize, const W: usize> {
     pub(super) simd: S,
     /// `[key][row]`, in whole groups of `MR` keys.

@@ -1,4 +1,5 @@
-//! Packed keys and values of some heads: packed once, read by every Q tile of every query head that shares them.
+//! Packed keys and values of some heads: packed once, read by every Q tile of every query head that
+//! shares them.
 
 use std::ops::Range;
 
@@ -12,8 +13,9 @@ use super::scratch::{Line, Scratch, Spare, floats_mut, grow};
 use super::tiles;
 use crate::backend::cpu::arithmetic::simd::{KernelShape, Level, WithKernel};
 
-/// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type, or words of bf16 (module `bf16`): of two elements
-/// of a key in k, of two keys in v. For tile registers (module `tiles`) both are in blocks of 16 words.
+/// Packed KV tiles of some (batch entry, KV head) pairs; f32 for every storage type, or words of
+/// bf16 (module `bf16`): of two elements of a key in k, of two keys in v. For tile registers
+/// (module `tiles`) both are in blocks of 16 words.
 #[derive(Debug, Default)]
 pub(super) struct PackedKeys {
     /// The range of the tiles.
@@ -41,7 +43,8 @@ pub(super) struct KeyTile<'a, const MR: usize> {
     pub(super) k: &'a [[f32; MR]],
     /// `[dim / MR][key or word][MR]`; for tile registers `[word / 16][dim][16]`.
     pub(super) v: &'a [[f32; MR]],
-    /// Keys, or words of two keys, in a group of `v`; for tile registers elements of the head in a block of `v`.
+    /// Keys, or words of two keys, in a group of `v`; for tile registers elements of the head in a
+    /// block of `v`.
     pub(super) stride: usize,
     /// Global position of each key.
     pub(super) positions: &'a [u32],
@@ -55,8 +58,8 @@ impl PackedKeys {
         tile_lines(call, shape).iter().sum::<usize>() * size_of::<Line>()
     }
 
-    /// Packs the tiles of the range `tiles` for which `wanted` is true, of the heads `heads` (batch · KV heads + KV
-    /// head).
+    /// Packs the tiles of the range `tiles` for which `wanted` is true, of the heads `heads` (batch
+    /// · KV heads + KV head).
     pub(super) fn pack(
         &mut self,
         level: Level,
@@ -86,8 +89,8 @@ impl PackedKeys {
             .zip(self.finite.par_iter_mut())
             .enumerate()
             .for_each(|(i, ((k, v), finite))| {
-                // Heads of a token are adjacent in memory, so packing them one after the other uses the core's
-                // prefetched data.
+                // Heads of a token are adjacent in memory, so packing them one after the other uses the
+                // core's prefetched data.
                 let head = heads.start + i % heads.len();
                 let tile = tiles.start + (i / heads.len()) as u32;
                 if wanted(head / kv_heads, tile) {

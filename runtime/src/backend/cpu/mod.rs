@@ -1,16 +1,18 @@
 //! The CPU backend: every core, exact f32 softmax, no S × S memory.
 //!
-//! Query rows lie in SIMD lanes (module `job`), keys and values are packed once for all query heads that share
-//! them (module `keys`), the scheduler hands Q tiles to rayon's pool longest first (module `attend`), and results depend neither on the number of threads nor on timing.
+//! Query rows lie in SIMD lanes (module `job`), keys and values are packed once for all query heads
+//! that share them (module `keys`), the scheduler hands Q tiles to rayon's pool longest first
+//! (module `attend`), and results depend neither on the number of threads nor on timing.
 //!
-//! The tiles are not multiplied by a GEMM crate. On one AVX2 core with a peak of 102 GFLOP/s and tiles of 96 × 120, in
-//! one process: `gemm` 0.19 reached 75 to 78 GFLOP/s in K·Qᵀ and 90 to 92 in Vᵀ·P, module `kernel` 95 to 101 and 98.
-//! Also, the operands of `kernel` stay packed, and the mask and the maximum are applied to scores in registers. Only the instructions of
-//! modules `bf16` and `tiles` need unsafe code.
+//! The tiles are not multiplied by a GEMM crate. On one AVX2 core with a peak of 102 GFLOP/s and
+//! tiles of 96 × 120, in one process: `gemm` 0.19 reached 75 to 78 GFLOP/s in K·Qᵀ and 90 to 92 in
+//! Vᵀ·P, module `kernel` 95 to 101 and 98. Also, the operands of `kernel` stay packed, and the mask
+//! and the maximum are applied to scores in registers. Only the instructions of modules `bf16` and
+//! `tiles` need unsafe code.
 //!
-//! A row whose visible logits are all −∞ counts as a row that saw no key (o = 0, lse = −∞). This follows from the
-//! finite `m` of an empty state, and does not depend on how the keys are cut into blocks. A logit of +∞ or NaN makes
-//! its row NaN.
+//! A row whose visible logits are all −∞ counts as a row that saw no key (o = 0, lse = −∞). This
+//! follows from the finite `m` of an empty state, and does not depend on how the keys are cut into
+//! blocks. A logit of +∞ or NaN makes its row NaN.
 
 mod arithmetic;
 mod attend;

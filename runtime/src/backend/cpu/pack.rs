@@ -104,7 +104,8 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// `into[d][lane]` = row `first + lane` times `factor` (`None`: as it is); lanes from `rows` on are 0. `space` holds `lanes` rows.
+/// `into[d][lane]` = row `first + lane` times `factor` (`None`: as it is); lanes from `rows` on are
+/// 0. `space` holds `lanes` rows.
 #[inline(always)]
 pub(super) fn pack_lanes(
     tensor: &Tensor<'_>,
@@ -196,8 +197,8 @@ pub(super) fn pack_keys<const MR: usize>(
     }
 }
 
-/// `into[d / MR][key][d % MR]`, `stride` keys to a group, the last group padded with 0. Returns whether every element
-/// is finite.
+/// `into[d / MR][key][d % MR]`, `stride` keys to a group, the last group padded with 0. Returns
+/// whether every element is finite.
 #[inline(always)]
 pub(super) fn pack_values<const MR: usize>(
     tensor: &Tensor<'_>,
@@ -228,8 +229,9 @@ pub(super) fn pack_values<const MR: usize>(
     largest < f32::INFINITY.to_bits()
 }
 
-/// As [`pack_values`], in words of two keys: `into[d / MR][key / 2][d % MR]`, `stride` words to a group. A last key without a
-/// neighbour is paired with 0. `space` holds two rows of `dim / 2` words.
+/// As [`pack_values`], in words of two keys: `into[d / MR][key / 2][d % MR]`, `stride` words to a
+/// group. A last key without a neighbour is paired with 0. `space` holds two rows of `dim / 2`
+/// words.
 #[inline(always)]
 pub(super) fn pack_value_words<const MR: usize>(
     tensor: &Tensor<'_>,
@@ -265,8 +267,9 @@ pub(super) fn pack_value_words<const MR: usize>(
     largest[0].max(largest[1]) < u32::from(bf16::INFINITY.to_bits())
 }
 
-/// Words of the head dimension as operands of tile registers: `into[word / 16][key][word % 16]`, `rows` keys in a block. Words beyond the
-/// head are 0, keys beyond `keys` are left as they are. `space` holds a row in whole tiles.
+/// Words of the head dimension as operands of tile registers: `into[word / 16][key][word % 16]`,
+/// `rows` keys in a block. Words beyond the head are 0, keys beyond `keys` are left as they are.
+/// `space` holds a row in whole tiles.
 #[inline(always)]
 pub(super) fn pack_key_tiles(
     tensor: &Tensor<'_>,
@@ -288,9 +291,10 @@ pub(super) fn pack_key_tiles(
     }
 }
 
-/// Words of two keys as operands of tile registers: `into[word / 16][d][word % 16]`, `rows` elements of the head in a block, of which
-/// those beyond `dim` are left as they are. Keys up to the end of a block are 0. Returns whether every element is finite. `space` holds
-/// 17 rows of `dim` words.
+/// Words of two keys as operands of tile registers: `into[word / 16][d][word % 16]`, `rows`
+/// elements of the head in a block, of which those beyond `dim` are left as they are. Keys up to
+/// the end of a block are 0. Returns whether every element is finite. `space` holds 17 rows of
+/// `dim` words.
 #[inline(always)]
 pub(super) fn pack_value_tiles(
     tensor: &Tensor<'_>,

@@ -1,7 +1,8 @@
 //! One panel of query rows against one KV tile: scores, online softmax, weighted sum.
 //!
-//! Vectors are computed in loops, never in closures for `array::map` or `array::from_fn`. The compiler may leave such a
-//! closure out of line; it then lacks the kernel's instruction set, and each vector operation becomes a call.
+//! Vectors are computed in loops, never in closures for `array::map` or `array::from_fn`. The
+//! compiler may leave such a closure out of line; it then lacks the kernel's instruction set, and
+//! each vector operation becomes a call.
 
 use std::ops::Range;
 
@@ -96,8 +97,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             }
         }
 
-        // A small growth of the maximum does not justify a rescaling of o. The weights then exceed 1, by a factor for
-        // which f32 has room (the idea of FlashAttention-4).
+        // A small growth of the maximum does not justify a rescaling of o. The weights then exceed 1, by a
+        // factor for which f32 has room (the idea of FlashAttention-4).
         let mut grew = false;
         for (m, old) in m.iter_mut().zip(&self.ml[0]) {
             let far = simd.less_than_f32s(simd.add_f32s(*old, simd.splat_f32s(SLACK)), *m);
@@ -239,7 +240,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
             lo: spans.iter().map(|span| span.lo).max()?,
             hi: spans.iter().map(|span| span.hi).min()?,
         };
-        // Scores are computed in groups of MR keys. All groups that begin before the end of the range are computed.
+        // Scores are computed in groups of MR keys. All groups that begin before the end of the range are
+        // computed.
         let looked_at = first / MR * MR..(last + 1).next_multiple_of(MR).min(positions.len());
         if positions[looked_at].iter().all(|p| common.sees(*p)) {
             return Some((range, None));
@@ -295,8 +297,8 @@ fn weigh<S: Simd, const NV: usize, const KEYS: usize>(
     }
 }
 
-/// [`weigh`] of the keys `range`, whose weights become words of two keys: those of keys 2t and 2t + 1 at index t. A key beside the range
-/// has the weight 0.
+/// [`weigh`] of the keys `range`, whose weights become words of two keys: those of keys 2t and 2t +
+/// 1 at index t. A key beside the range has the weight 0.
 #[inline(always)]
 fn weigh_words<S: Simd, const NV: usize>(
     simd: S,
@@ -328,8 +330,8 @@ struct Seen<'a, S: Simd, const NV: usize> {
     range: Range<usize>,
 }
 
-/// As [`super::kernel::add_outer_products`], but skips keys that a row does not see: 0 · NaN is NaN. `v` and `p` begin with the range's
-/// first key, or with its word.
+/// As [`super::kernel::add_outer_products`], but skips keys that a row does not see: 0 · NaN is
+/// NaN. `v` and `p` begin with the range's first key, or with its word.
 #[inline(always)]
 fn add_where_seen<S: Simd, const MR: usize, const NV: usize, const WORDS: bool>(
     simd: S,

@@ -8,7 +8,8 @@ pub(super) fn repack(from: (&[u8], Layout), into: (&mut [u8], Layout), extent: E
     let (source, from) = from;
     let (target, into) = into;
     let dense = |stride: fn(&Layout) -> usize, inner: usize| stride(&from) == inner && stride(&into) == inner;
-    // Adjacent heads, then adjacent rows, are one longer row: few long copies instead of many short ones.
+    // Adjacent heads, then adjacent rows, are one longer row: few long copies instead of many short
+    // ones.
     if dense(|layout| layout.head_stride, row_bytes) {
         row_bytes *= heads;
         heads = 1;

@@ -11,7 +11,8 @@ use kyklos_plan::TileShape;
 #[repr(C, align(64))]
 pub(super) struct Line([f32; 16]);
 
-/// Work space of one job, in panels of `lanes` rows. Its size depends on the tile and, with few rows, on the heads; not on the sequence.
+/// Work space of one job, in panels of `lanes` rows. Its size depends on the tile and, with few
+/// rows, on the heads; not on the sequence.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     /// `panels × [dim][lane]`.
@@ -20,7 +21,8 @@ pub(super) struct Scratch {
     pub(super) o: Vec<Line>,
     /// `panels × [m, l][lane]`, m in base-2 units.
     pub(super) ml: Vec<Line>,
-    /// Scores, then weights, of a panel: `[key][lane]`; with few rows, of all of them: `[place][key]`.
+    /// Scores, then weights, of a panel: `[key][lane]`; with few rows, of all of them:
+    /// `[place][key]`.
     pub(super) scores: Vec<Line>,
     /// Terms of a panel's logits from an attention bias tensor: `[key][lane]`.
     pub(super) terms: Vec<Line>,

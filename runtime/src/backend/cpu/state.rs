@@ -1,4 +1,5 @@
-//! Running states: reset, merge, finalize. Rows are independent, so all of them are parallel over rows.
+//! Running states: reset, merge, finalize. Rows are independent, so all of them are parallel over
+//! rows.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -22,8 +23,8 @@ pub(super) fn reset(state: &mut StateMut<'_, CpuBuffer>) -> Result<()> {
     Ok(())
 }
 
-/// `into` ⊕ `from` (module documentation of [`crate::backend`]). If one side of a row is empty, the result is the
-/// other side, bit for bit.
+/// `into` ⊕ `from` (module documentation of [`crate::backend`]). If one side of a row is empty, the
+/// result is the other side, bit for bit.
 pub(super) fn merge(into: &mut StateMut<'_, CpuBuffer>, from: &State<'_, CpuBuffer>) -> Result<()> {
     let shape = into.shape;
     let (from_a, from_ml) = (from.a.elements::<f32>(), from.ml.elements::<f32>());

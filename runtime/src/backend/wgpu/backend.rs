@@ -24,9 +24,10 @@ pub struct WgpuBackend {
 }
 
 impl WgpuBackend {
-    /// Ends the device and frees its memory, even if buffers still refer to it: for a program that needs the memory for
-    /// something else, and for tests of a lost device. Work in flight is done first. Every later call fails as after a
-    /// reset by the driver, and every future that waits for the device ends.
+    /// Ends the device and frees its memory, even if buffers still refer to it: for a program that
+    /// needs the memory for something else, and for tests of a lost device. Work in flight is
+    /// done first. Every later call fails as after a reset by the driver, and every future that
+    /// waits for the device ends.
     pub fn destroy(&self) {
         self.gpu.destroy();
     }
@@ -36,14 +37,14 @@ impl WgpuBackend {
         self.gpu.limits.max_buffer_size
     }
 
-    /// Buffers for results and intermediate results that this device has made so far. A call does not make one if an earlier call
-    /// has left a buffer of the same size.
+    /// Buffers for results and intermediate results that this device has made so far. A call does
+    /// not make one if an earlier call has left a buffer of the same size.
     pub fn buffers_made(&self) -> u64 {
         self.gpu.storage.made_so_far()
     }
 
-    /// The attention variant for a state of this shape, and whether a tuning table chose it. Calls with few query rows use
-    /// the decoding kernels instead.
+    /// The attention variant for a state of this shape, and whether a tuning table chose it. Calls
+    /// with few query rows use the decoding kernels instead.
     ///
     /// # Errors
     /// [`Error::Request`] for a head dim that no kernel has.
@@ -51,7 +52,8 @@ impl WgpuBackend {
         Ok(self.chosen(dtype, checked_dim(shape.dim)?, shape))
     }
 
-    /// Every variant that can be chosen on this device for such tensors; the first is the built-in choice.
+    /// Every variant that can be chosen on this device for such tensors; the first is the built-in
+    /// choice.
     ///
     /// # Errors
     /// [`Error::Request`] for a head dim that no kernel has.
@@ -62,8 +64,8 @@ impl WgpuBackend {
     /// The key in a [`TuningTable`](super::TuningTable) of the choice for a state of this shape.
     ///
     /// # Errors
-    /// [`Error::Request`] for a head dim that no kernel has, and for a number of rows so small that there is nothing to
-    /// choose.
+    /// [`Error::Request`] for a head dim that no kernel has, and for a number of rows so small that
+    /// there is nothing to choose.
     pub fn tuning_key(&self, dtype: Dtype, shape: StateShape) -> Result<TuningKey> {
         let head_dim = checked_dim(shape.dim)?;
         let bucket = ShapeBucket::of(shape).ok_or_else(|| {
@@ -82,9 +84,11 @@ impl WgpuBackend {
         })
     }
 
-    /// Seconds by the device's own clock from the start of the first compute pass since the last call of this method to the
-    /// end of the last pass, with everything between them, such as copies. `None` where the device has no such clock, was
-    /// opened without [`WgpuOptions::timestamps`](super::WgpuOptions::timestamps), or ran no pass or more than 2048.
+    /// Seconds by the device's own clock from the start of the first compute pass since the last
+    /// call of this method to the end of the last pass, with everything between them, such as
+    /// copies. `None` where the device has no such clock, was opened without
+    /// [`WgpuOptions::timestamps`](super::WgpuOptions::timestamps), or ran no pass or more than
+    /// 2048.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -111,7 +115,8 @@ impl WgpuBackend {
         }
     }
 
-    /// The kernel for a state of this shape; without a shape, one whose choice does not depend on it.
+    /// The kernel for a state of this shape; without a shape, one whose choice does not depend on
+    /// it.
     pub(super) fn attend_kernel(
         &self,
         dtype: Dtype,

@@ -20,7 +20,8 @@ pub(super) enum Direction {
     FromCodes,
 }
 
-/// Converts between elements and codes. Tokens that share scales are adjacent, so each window holds whole groups of them.
+/// Converts between elements and codes. Tokens that share scales are adjacent, so each window holds
+/// whole groups of them.
 pub(super) fn convert(
     gpu: &Gpu,
     direction: Direction,

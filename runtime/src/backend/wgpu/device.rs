@@ -33,8 +33,8 @@ pub(super) struct Gpu {
     pub(super) pipelines: Pipelines,
     pub(super) staging: Arc<StagingPool>,
     pub(super) storage: Arc<StoragePool>,
-    /// Uniform buffers of recorded commands, kept until the commands are submitted: in a browser a dropped buffer is freed at
-    /// once.
+    /// Uniform buffers of recorded commands, kept until the commands are submitted: in a browser a
+    /// dropped buffer is freed at once.
     recorded: Mutex<Vec<WgpuBuffer>>,
     budget: Budget,
     /// Whether host and device share memory, so that buffers are filled in place.
@@ -114,7 +114,8 @@ impl Gpu {
         done
     }
 
-    /// Ends the device. Every future that waits for it ends at once; its memory is freed when the work in flight is done.
+    /// Ends the device. Every future that waits for it ends at once; its memory is freed when the
+    /// work in flight is done.
     pub(super) fn destroy(&self) {
         // First, so that no new work starts.
         self.health.lost("use the device", "WgpuBackend::destroy ended it".to_owned());
@@ -271,8 +272,8 @@ impl Gpu {
         }
     }
 
-    /// Most bytes that the driver gives in one buffer, below `refused`, a size that the driver refused. No driver
-    /// reports the number, so this function finds it by halving.
+    /// Most bytes that the driver gives in one buffer, below `refused`, a size that the driver
+    /// refused. No driver reports the number, so this function finds it by halving.
     pub(super) fn largest_bytes(&self, refused: u64) -> u64 {
         let sizes = std::iter::successors(Some(refused / 32 * 16), |size| Some(size / 32 * 16));
         let mut sizes = sizes.take_while(|size| *size > 0);
@@ -319,13 +320,14 @@ impl Drop for Gpu {
     }
 }
 
-/// Size of a buffer for `bytes` bytes: kernels bind whole 16-byte units, and no binding may be empty.
+/// Size of a buffer for `bytes` bytes: kernels bind whole 16-byte units, and no binding may be
+/// empty.
 fn rounded(bytes: usize) -> u64 {
     wide(bytes).max(1).checked_next_multiple_of(16).unwrap_or(u64::MAX)
 }
 
 const STORAGE: wgpu::BufferUsages =
     wgpu::BufferUsages::STORAGE.union(wgpu::BufferUsages::COPY_SRC).union(wgpu::BufferUsages::COPY_DST);
-/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of the bytes that are written to mapped
-/// memory, and panics where the browser has no memory to map.
+/// Whether new buffers are mapped to be filled. In a browser wgpu keeps one more copy of the bytes
+/// that are written to mapped memory, and panics where the browser has no memory to map.
 const FILLED_WHERE_IT_IS: bool = !cfg!(target_arch = "wasm32");

@@ -1,15 +1,18 @@
 //! The backend on wgpu: Vulkan, Metal, DX12, and WebGPU in a browser.
 //!
-//! - **Errors.** Failures that the driver reports late (uncaptured errors, a lost device) are returned by the next call
-//!   or by [`wait`](Backend::wait). A lost device stays lost: every call fails, and every future that waits for it
-//!   ends. Open the device again, [`WgpuBackend::new`] asks the driver for a new one, and upload again.
-//! - **Memory.** A buffer is refused when it exceeds the device's largest buffer, when all buffers together exceed
-//!   [`WgpuOptions::max_memory_bytes`], and when the driver has no memory left. Tensors beyond the largest *binding*
-//!   (128 MiB on some software drivers and in browsers) are processed in regions that fit one.
-//! - **Copies.** Downloads go through staging buffers that are pooled and mapped while the device works on; uploads go
-//!   straight into the buffer where host and device share memory, and through the driver's staging elsewhere.
-//! - **Threads.** Natively one thread for each device waits for submissions and resolves futures; it sleeps while
-//!   nothing is in flight. A browser runs callbacks by itself.
+//! - **Errors.** Failures that the driver reports late (uncaptured errors, a lost device) are
+//!   returned by the next call or by [`wait`](Backend::wait). A lost device stays lost: every call
+//!   fails, and every future that waits for it ends. Open the device again, [`WgpuBackend::new`]
+//!   asks the driver for a new one, and upload again.
+//! - **Memory.** A buffer is refused when it exceeds the device's largest buffer, when all buffers
+//!   together exceed [`WgpuOptions::max_memory_bytes`], and when the driver has no memory left.
+//!   Tensors beyond the largest *binding* (128 MiB on some software drivers and in browsers) are
+//!   processed in regions that fit one.
+//! - **Copies.** Downloads go through staging buffers that are pooled and mapped while the device
+//!   works on; uploads go straight into the buffer where host and device share memory, and through
+//!   the driver's staging elsewhere.
+//! - **Threads.** Natively one thread for each device waits for submissions and resolves futures;
+//!   it sleeps while nothing is in flight. A browser runs callbacks by itself.
 
 mod adapters;
 mod attention;
@@ -228,8 +231,8 @@ impl Backend for WgpuBackend {
     async fn wait(&self) -> Result<()> {
         self.gpu.check()?;
         // An empty submission flushes writes without a later submission.
-        // In a browser, errors and completions arrive in separate tasks, and the error of an earlier command may come after the
-        // completion. It has come when one more submission is complete.
+        // In a browser, errors and completions arrive in separate tasks, and the error of an earlier
+        // command may come after the completion. It has come when one more submission is complete.
         let submissions = if cfg!(target_arch = "wasm32") { 2 } else { 1 };
         for _ in 0..submissions {
             self.gpu.submit(None).finished().await;

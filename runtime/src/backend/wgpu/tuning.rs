@@ -1,7 +1,8 @@
 //! Measured choices of kernel variants, and when they apply.
 //!
-//! The library measures nothing and reads no files: the caller passes a [`TuningTable`]. An entry applies only to its device,
-//! driver, kernel choice and kernel texts; without an entry that applies the built-in choice is used.
+//! The library measures nothing and reads no files: the caller passes a [`TuningTable`]. An entry
+//! applies only to its device, driver, kernel choice and kernel texts; without an entry that
+//! applies the built-in choice is used.
 
 use std::collections::HashMap;
 
@@ -13,7 +14,8 @@ use super::variant::{DIALECT, MOST_SLOTS, Variants};
 use crate::backend::StateShape;
 use kyklos_plan::Dtype;
 
-/// Measured choices of kernel variants, each for one kind of call on one device. Serialises as a list of entries.
+/// Measured choices of kernel variants, each for one kind of call on one device. Serialises as a
+/// list of entries.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TuningTable {
@@ -35,7 +37,8 @@ pub struct TuningEntry {
 pub struct TuningKey {
     /// Device and driver.
     pub adapter: AdapterKey,
-    /// The [`KernelChoice`](super::KernelChoice) among whose variants the choice was made, by its name.
+    /// The [`KernelChoice`](super::KernelChoice) among whose variants the choice was made, by its
+    /// name.
     pub kernel: String,
     /// Storage type of q, k and v.
     pub dtype: String,
@@ -43,7 +46,8 @@ pub struct TuningKey {
     pub head_dim: u32,
     /// Shapes of the running state.
     pub bucket: ShapeBucket,
-    /// Hash of the texts of all kernels among which the choice was made, so that a changed kernel invalidates it.
+    /// Hash of the texts of all kernels among which the choice was made, so that a changed kernel
+    /// invalidates it.
     pub sources: String,
 }
 
@@ -66,9 +70,10 @@ pub struct AdapterKey {
 
 /// Shapes that share a choice: calls with about as many query rows, counted over heads and batch.
 ///
-/// A variant fixes the number of rows of a workgroup. That balances the work for each loaded key against the number of
-/// workgroups, so the best choice depends on the number of rows, up to the number that fills any device. The number of
-/// keys and the mask change the time of all variants alike, so neither is part of a bucket.
+/// A variant fixes the number of rows of a workgroup. That balances the work for each loaded key
+/// against the number of workgroups, so the best choice depends on the number of rows, up to the
+/// number that fills any device. The number of keys and the mask change the time of all variants
+/// alike, so neither is part of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ShapeBucket {
     /// floor(log4(query rows x heads x batch)), at most 8: 65536 and more are one bucket.
@@ -107,7 +112,8 @@ impl AdapterKey {
 }
 
 impl ShapeBucket {
-    /// The bucket of a running state. `None` for an empty one, and for so few rows that the decoding kernels may be used.
+    /// The bucket of a running state. `None` for an empty one, and for so few rows that the
+    /// decoding kernels may be used.
     pub fn of(shape: StateShape) -> Option<Self> {
         let row_heads = shape.batch.saturating_mul(shape.rows).saturating_mul(shape.heads);
         if shape.rows <= MOST_SLOTS || row_heads == 0 {

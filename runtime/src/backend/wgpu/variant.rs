@@ -18,12 +18,14 @@ pub enum KernelChoice {
     Portable,
     /// The kernel for software drivers with subgroups; refused on other devices.
     SubgroupBroadcast,
-    /// The kernel for matrix units, where the tensors allow it (f16, a head dim that is a multiple of the matrices' size, at
-    /// most 256), and the portable one for others; refused on devices without f16 matrices that sum in f32.
-    /// [`Self::Auto`] does not choose it: it has run on a software driver only, and uses experimental features of wgpu.
+    /// The kernel for matrix units, where the tensors allow it (f16, a head dim that is a multiple
+    /// of the matrices' size, at most 256), and the portable one for others; refused on devices
+    /// without f16 matrices that sum in f32. [`Self::Auto`] does not choose it: it has run on a
+    /// software driver only, and uses experimental features of wgpu.
     Cooperative,
-    /// Exactly this variant, for comparisons by a tuner. Refused where the device does not have it; where the tensors do not allow
-    /// a cooperative variant, the portable kernel is used as in [`Self::Cooperative`].
+    /// Exactly this variant, for comparisons by a tuner. Refused where the device does not have it;
+    /// where the tensors do not allow a cooperative variant, the portable kernel is used as in
+    /// [`Self::Cooperative`].
     Exactly(AttendVariant),
 }
 
@@ -34,7 +36,8 @@ pub(super) struct Variants {
     choice: KernelChoice,
 }
 
-/// The kind of kernel that the device runs by choice. Every device can also run the portable kernel.
+/// The kind of kernel that the device runs by choice. Every device can also run the portable
+/// kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Family {
     Portable,
@@ -64,7 +67,8 @@ impl Variants {
         Self { family, choice: KernelChoice::Auto }
     }
 
-    /// The variants that the backend chooses for a device that a caller has opened with its own features.
+    /// The variants that the backend chooses for a device that a caller has opened with its own
+    /// features.
     pub(super) fn of_opened(device: &wgpu::Device) -> Self {
         let subgroups = broadcast_size(&device.adapter_info(), device.features());
         Self { family: subgroups.map_or(Family::Portable, Family::Broadcast), choice: KernelChoice::Auto }
@@ -145,8 +149,9 @@ impl Variants {
         }
     }
 
-    /// Every variant that can be chosen for these tensors: first the built-in one; in each family, first its built-in
-    /// variant. Variants for matrix units are included only if the caller chose them by name (ADR 0008).
+    /// Every variant that can be chosen for these tensors: first the built-in one; in each family,
+    /// first its built-in variant. Variants for matrix units are included only if the caller
+    /// chose them by name (ADR 0008).
     pub(super) fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
         let built_in = self.built_in(storage, head_dim);
         let others: Vec<_> = match (self.choice, self.family) {
@@ -213,8 +218,9 @@ impl Variants {
     /// Permission for the experimental ones among the features.
     pub(super) fn experimental(self) -> wgpu::ExperimentalFeatures {
         match self.family {
-            // SAFETY: the only condition is that the caller accepts possible bugs in wgpu's support for these features.
-            // They are used only if the caller asked for the cooperative kernel by name.
+            // SAFETY: the only condition is that the caller accepts possible bugs in wgpu's support for these
+            // features. They are used only if the caller asked for the cooperative kernel by
+            // name.
             Family::Cooperative(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
             Family::Portable | Family::Broadcast(_) => wgpu::ExperimentalFeatures::disabled(),
         }
@@ -238,7 +244,8 @@ impl Variants {
 }
 
 impl Matrices {
-    /// The variant with this number of subgroups, where it exists for these tensors and fits workgroup memory.
+    /// The variant with this number of subgroups, where it exists for these tensors and fits
+    /// workgroup memory.
     fn variant(self, subgroups: u32, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
         let variant =
             AttendVariant::cooperative(self.size, self.subgroup_size, subgroups, storage, head_dim)?;
@@ -258,7 +265,8 @@ impl Matrices {
     }
 }
 
-/// The subgroup size for the broadcast kernel, on devices where it pays: drivers that compute on the host's cores.
+/// The subgroup size for the broadcast kernel, on devices where it pays: drivers that compute on
+/// the host's cores.
 fn broadcast(adapter: &wgpu::Adapter) -> Option<u32> {
     broadcast_size(&adapter.get_info(), adapter.features())
 }
@@ -300,7 +308,8 @@ fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
     Some(Matrices {
         size,
         subgroup_size,
-        // Several subgroups share a staged tile. On a software driver the barriers between them cost more than that saves.
+        // Several subgroups share a staged tile. On a software driver the barriers between them cost more
+        // than that saves.
         subgroups: if software { 1 } else { most.clamp(1, 4) },
         most_subgroups: most,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,
@@ -311,8 +320,8 @@ const MATRIX_FEATURES: wgpu::Features = wgpu::Features::SUBGROUP
     .union(wgpu::Features::SHADER_F16)
     .union(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
 
-/// Most query rows times query heads of a KV head for the decoding kernels; above it, tiles of rows pay. A single row
-/// always uses the decoding kernels.
+/// Most query rows times query heads of a KV head for the decoding kernels; above it, tiles of rows
+/// pay. A single row always uses the decoding kernels.
 pub(super) const MOST_SLOTS: usize = 16;
 
 /// wgpu gives WGSL to naga natively, and to the browser's compiler on the web.

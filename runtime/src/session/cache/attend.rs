@@ -1,4 +1,5 @@
-//! Calls with a cache: the new keys and values are appended, and the queries attend to all that is held.
+//! Calls with a cache: the new keys and values are appended, and the queries attend to all that is
+//! held.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,24 +21,31 @@ use crate::tensor::Tensor;
 use kyklos_plan::plan::Direction;
 
 impl Session {
-    /// Appends the new tokens' `k` and `v` to `cache`, and attends from `q` to all keys of the cache, the new ones included.
-    /// The queries are the last tokens: query i of n is at position `cache.len() − n + i`, after the append. Without
-    /// queries it only appends, without keys it only attends.
+    /// Appends the new tokens' `k` and `v` to `cache`, and attends from `q` to all keys of the
+    /// cache, the new ones included. The queries are the last tokens: query i of n is at
+    /// position `cache.len() − n + i`, after the append. Without queries it only appends,
+    /// without keys it only attends.
     ///
-    /// With [`Execution::same_queries`](crate::Execution::same_queries), all ranks pass the same q, k and v, as in decoding: the cache keeps each key
-    /// on one rank ([`CacheOptions::block`](super::CacheOptions::block), [`CacheOptions::share`](super::CacheOptions::share)),
-    /// and every rank gets the whole output. Without it, each rank passes tokens of its own, as for a prompt that is split:
-    /// their keys stay on this rank, and it gets the rows of its queries. They are numbered in rank order, or by
-    /// the [`Execution::placement`](crate::Execution::placement) of the call. The calls of one cache may be of both sorts.
+    /// With [`Execution::same_queries`](crate::Execution::same_queries), all ranks pass the same q,
+    /// k and v, as in decoding: the cache keeps each key on one rank
+    /// ([`CacheOptions::block`](super::CacheOptions::block),
+    /// [`CacheOptions::share`](super::CacheOptions::share)), and every rank gets the whole
+    /// output. Without it, each rank passes tokens of its own, as for a prompt that is split:
+    /// their keys stay on this rank, and it gets the rows of its queries. They are numbered in rank
+    /// order, or by the [`Execution::placement`](crate::Execution::placement) of the call. The
+    /// calls of one cache may be of both sorts.
     ///
-    /// After tokens were dropped behind a window or truncated, rows may hold nothing until other tokens fill them. Then the call
-    /// takes a causal or window mask only, no bias tensor, and no int8 on the wire.
+    /// After tokens were dropped behind a window or truncated, rows may hold nothing until other
+    /// tokens fill them. Then the call takes a causal or window mask only, no bias tensor, and
+    /// no int8 on the wire.
     ///
     /// # Errors
-    /// As [`Self::attend`]. [`Error::Request`] on all ranks when the cache has no room, the ranks' records differ, or
-    /// the mask does not fit the window of the cache; where one rank alone has no room for its tokens, the others get
-    /// [`TransportError::Refused`](kyklos_transport::TransportError::Refused). In these cases the cache has the tokens that it had before.
-    /// After an error of the group, a rank that had ended its call has the new ones: the survivors truncate to the fewest.
+    /// As [`Self::attend`]. [`Error::Request`] on all ranks when the cache has no room, the ranks'
+    /// records differ, or the mask does not fit the window of the cache; where one rank alone
+    /// has no room for its tokens, the others get
+    /// [`TransportError::Refused`](kyklos_transport::TransportError::Refused). In these cases the
+    /// cache has the tokens that it had before. After an error of the group, a rank that had
+    /// ended its call has the new ones: the survivors truncate to the fewest.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn attend_cached(
         &mut self,
@@ -72,9 +80,9 @@ impl Session {
         self.run_cached(call, &step, cache, inputs, q).await
     }
 
-    /// Agrees with all ranks on one call on each of `caches`, with tensors like these; they have the same record and the same
-    /// number of rows. Before the vote this rank does what may fail on it alone: it makes room, and calls `prepare` with the
-    /// first cache.
+    /// Agrees with all ranks on one call on each of `caches`, with tensors like these; they have
+    /// the same record and the same number of rows. Before the vote this rank does what may
+    /// fail on it alone: it makes room, and calls `prepare` with the first cache.
     pub(super) async fn agree_cached<T>(
         &mut self,
         call: &Attention,
@@ -209,7 +217,8 @@ pub(super) struct CachedStep {
     lowered: Arc<LoweredPlan>,
     /// The record after the call.
     holdings: Holdings,
-    /// The parts of the new keys that this rank keeps, as ranges of their tokens, and the rows that they get.
+    /// The parts of the new keys that this rank keeps, as ranges of their tokens, and the rows that
+    /// they get.
     tokens: Vec<Range<u32>>,
     rows: Vec<Range<u32>>,
 }

@@ -11,11 +11,11 @@ use crate::session::prepared::is_refused;
 use crate::session::shapes::Shapes;
 use crate::tensor::Tensor;
 
-/// One call on each of several caches, for which the ranks have voted together: the layers of a model, in one step. The n-th
-/// call is on the n-th cache. Made by [`Session::cached_calls`].
+/// One call on each of several caches, for which the ranks have voted together: the layers of a
+/// model, in one step. The n-th call is on the n-th cache. Made by [`Session::cached_calls`].
 ///
-/// All ranks make all of these calls. If a rank drops this before, the group is aborted on all ranks; the caches of the calls that
-/// were made have the new tokens then, and the others do not.
+/// All ranks make all of these calls. If a rank drops this before, the group is aborted on all
+/// ranks; the caches of the calls that were made have the new tokens then, and the others do not.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
@@ -49,8 +49,9 @@ pub struct CachedCalls<'s> {
 }
 
 impl Session {
-    /// Agrees with all ranks, in one vote, on one call on each of `caches`, as [`Self::attend_cached`] makes them: the layers of
-    /// a step. The caches have the same record of tokens. Every call has tensors of the shapes and the type of these; their
+    /// Agrees with all ranks, in one vote, on one call on each of `caches`, as
+    /// [`Self::attend_cached`] makes them: the layers of a step. The caches have the same
+    /// record of tokens. Every call has tensors of the shapes and the type of these; their
     /// elements are not read. Blocks until all ranks have voted.
     ///
     /// # Errors
@@ -67,8 +68,8 @@ impl Session {
         pollster::block_on(self.cached_calls_async(call, caches, q, k, v))
     }
 
-    /// [`Self::cached_calls`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
-    /// ranks.
+    /// [`Self::cached_calls`] as a future. If it is dropped after its first poll and before its
+    /// end, the group is aborted on all ranks.
     ///
     /// # Errors
     /// As [`Self::cached_calls`].
@@ -97,8 +98,8 @@ impl CachedCalls<'_> {
         pollster::block_on(self.attend_async(q, k, v))
     }
 
-    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the group is aborted on all
-    /// ranks.
+    /// [`Self::attend`] as a future. If it is dropped after its first poll and before its end, the
+    /// group is aborted on all ranks.
     ///
     /// # Errors
     /// As [`Self::attend`].

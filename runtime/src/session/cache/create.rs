@@ -26,11 +26,12 @@ struct Facts {
 }
 
 impl Session {
-    /// An empty cache over the ranks of the group. All ranks make it at the same place in their calls. Blocks.
+    /// An empty cache over the ranks of the group. All ranks make it at the same place in their
+    /// calls. Blocks.
     ///
     /// # Errors
-    /// [`Error::Request`] when an option is out of range, or ranks use other options: on all ranks. Others as
-    /// [`Self::attend`].
+    /// [`Error::Request`] when an option is out of range, or ranks use other options: on all ranks.
+    /// Others as [`Self::attend`].
     #[cfg(not(target_arch = "wasm32"))]
     pub fn kv_cache(&mut self, options: CacheOptions) -> Result<KvCache> {
         pollster::block_on(self.kv_cache_async(options))

@@ -18,13 +18,15 @@ pub use calls::CachedCalls;
 use holdings::Holdings;
 use kyklos_plan::{Dtype, TokenRuns};
 
-/// Keys and values of earlier tokens on the device of this rank, as one part of a cache that is spread over the ranks of a
-/// group. [`Session::kv_cache`](super::Session::kv_cache) makes it, [`Session::attend_cached`](super::Session::attend_cached)
-/// appends to it and attends to it. A model with several layers has one for each layer.
+/// Keys and values of earlier tokens on the device of this rank, as one part of a cache that is
+/// spread over the ranks of a group. [`Session::kv_cache`](super::Session::kv_cache) makes it,
+/// [`Session::attend_cached`](super::Session::attend_cached) appends to it and attends to it. A
+/// model with several layers has one for each layer.
 ///
-/// A token has a *position*: the number of tokens that were appended before it. All ranks keep the same record of which rank
-/// holds which position. Each call compares the records, the settings, and at which operation of the session the cache was made,
-/// so that ranks which pass the caches of different layers get an error.
+/// A token has a *position*: the number of tokens that were appended before it. All ranks keep the
+/// same record of which rank holds which position. Each call compares the records, the settings,
+/// and at which operation of the session the cache was made, so that ranks which pass the caches of
+/// different layers get an error.
 ///
 /// ```
 /// # #[cfg(feature = "cpu")] {
@@ -53,16 +55,17 @@ pub struct KvCache {
     device: Device,
     /// This rank.
     rank: Rank,
-    /// The operation of its group in which the cache was made: it tells caches with equal records apart.
+    /// The operation of its group in which the cache was made: two caches have different ones.
     made: u64,
     holdings: Holdings,
-    /// Keys, then values, `[batch, rows, heads, dim]` each; none while a call uses them, and after a call that was dropped.
+    /// Keys, values, `[batch, rows, heads, dim]`; none during a call and after one that was
+    /// dropped.
     tensors: Option<[DeviceBuffer; 2]>,
     /// Rows of each batch entry of the tensors.
     rows: u32,
 }
 
-/// The settings of a [`KvCache`]. All ranks use the same ones, except for [`Self::max_bytes`] and [`Self::share`].
+/// Settings of a [`KvCache`], the same on all ranks but [`Self::max_bytes`] and [`Self::share`].
 ///
 /// ```
 /// use kyklos::{CacheOptions, Dtype};
@@ -84,46 +87,49 @@ pub struct CacheOptions {
 }
 
 impl CacheOptions {
-    /// A cache for keys and values of `shape` = `[batch, heads, dim]` for each token. No byte limit, no window, the same share
-    /// on all ranks, in blocks of 256 tokens.
+    /// A cache for keys and values of `shape` = `[batch, heads, dim]` for each token. No byte
+    /// limit, no window, the same share on all ranks, in blocks of 256 tokens.
     pub fn new(shape: [u32; 3], dtype: Dtype) -> Self {
         let [batch, heads, dim] = shape;
         let max_bytes = u64::MAX;
         Self { batch, heads, dim, dtype, max_bytes, share: 1.0, window: None, rollback: 0, block: 256 }
     }
 
-    /// Most bytes of the keys and values that this rank holds. A call for which the ranks have no room is refused, and the
-    /// cache stays as it is. Growing needs the old and the new tensors at the same time.
+    /// Most bytes of the keys and values that this rank holds. A call for which the ranks have no
+    /// room is refused, and the cache stays as it is. Growing needs the old and the new tensors
+    /// at the same time.
     #[must_use]
     pub fn max_bytes(mut self, max_bytes: u64) -> Self {
         self.max_bytes = max_bytes;
         self
     }
 
-    /// The share of this rank in tokens that all ranks pass, relative to the shares of the others; 1 by default, 0 for none.
+    /// This rank's share of tokens that all ranks pass, relative to others; 1 by default, 0 for
+    /// none.
     #[must_use]
     pub fn share(mut self, share: f64) -> Self {
         self.share = share;
         self
     }
 
-    /// Queries see at most the last `keys` keys, their own included. Older ones are dropped, and their memory is used again.
-    /// The calls need a mask with this window or a smaller one: `Mask::window(Some(keys - 1), Some(0))`.
+    /// Queries see at most the last `keys` keys, their own included. Older ones are dropped, and
+    /// their memory is used again. The calls need a mask with this window or a smaller one:
+    /// `Mask::window(Some(keys - 1), Some(0))`.
     #[must_use]
     pub fn window(mut self, keys: u32) -> Self {
         self.window = Some(keys);
         self
     }
 
-    /// With a window: how many tokens [`KvCache::truncate`] can take back. The cache keeps so many more.
+    /// With a window: how many tokens, kept besides, [`KvCache::truncate`] can take back.
     #[must_use]
     pub fn rollback(mut self, tokens: u32) -> Self {
         self.rollback = tokens;
         self
     }
 
-    /// Of tokens that all ranks pass, so many consecutive ones go to one rank. Its first memory has room for a block, up to 256
-    /// tokens.
+    /// Of tokens that all ranks pass, so many consecutive ones go to one rank. Its first memory has
+    /// room for a block, up to 256 tokens.
     #[must_use]
     pub fn block(mut self, tokens: u32) -> Self {
         self.block = tokens;
@@ -159,7 +165,8 @@ impl CacheOptions {
     }
 }
 
-/// As in `a cache of [1, tokens, 8, 128] in bf16, blocks of 256 tokens, a window of 4096 keys, rollback 0`.
+/// As in `a cache of [1, tokens, 8, 128] in bf16, blocks of 256 tokens, a window of 4096 keys,
+/// rollback 0`.
 impl std::fmt::Display for CacheOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { batch, heads, dim, dtype, block, window, rollback, .. } = self;
@@ -172,7 +179,7 @@ impl std::fmt::Display for CacheOptions {
 }
 
 impl KvCache {
-    /// Of the settings and the record, for a comparison between ranks; caches with the same one have the same plans.
+    /// Of the settings and the record; caches with the same one have the same plans.
     fn digest(&self) -> u64 {
         let mut hash = blake3::Hasher::new();
         hash.update(&self.holdings.digest().to_le_bytes()).update(self.options.to_string().as_bytes());
@@ -201,13 +208,14 @@ impl KvCache {
         u64::from(self.rows) * self.options.token_bytes()
     }
 
-    /// Tokens whose keys were lost with the ranks that held them, ascending: see [`Self::after_loss`].
+    /// Tokens whose keys were lost with their ranks, ascending: see [`Self::after_loss`].
     pub fn missing(&self) -> &TokenRuns {
         self.holdings.missing()
     }
 
-    /// Takes back the tokens from position `len` on, as after a rejected speculation. All ranks do the same; the next call
-    /// finds out if they do not. A `len` that is not below [`Self::len`] changes nothing. Frees no memory.
+    /// Takes back the tokens from position `len` on, as after a rejected speculation. All ranks do
+    /// the same; the next call finds out if they do not. A `len` that is not below
+    /// [`Self::len`] changes nothing. Frees no memory.
     ///
     /// # Errors
     /// [`Error::Request`] if later queries would see keys that were dropped behind the window:
@@ -230,9 +238,11 @@ impl KvCache {
     }
 
     /// The part of the cache that is left on this rank, in a new group of survivors
-    /// ([`Transport::reform`](kyklos_transport::Transport::reform)): `ranks` has the former rank of each of them. The tokens of lost ranks are then [`missing`](Self::missing); calls are
-    /// refused until [`Session::restore`](super::Session::restore) has their keys again, or they are truncated. The n-th of `ranks`
-    /// is rank n of the new group; the list is the same on all survivors. The new session uses the same [`Device`] or a clone of
+    /// ([`Transport::reform`](kyklos_transport::Transport::reform)): `ranks` has the former rank of
+    /// each of them. The tokens of lost ranks are then [`missing`](Self::missing); calls are
+    /// refused until [`Session::restore`](super::Session::restore) has their keys again, or they
+    /// are truncated. The n-th of `ranks` is rank n of the new group; the list is the same on
+    /// all survivors. The new session uses the same [`Device`] or a clone of
     /// it; `Device::cpu()` makes another one.
     ///
     /// # Errors
@@ -284,7 +294,7 @@ impl KvCache {
         Ok(NewKeys { tensors: [k.buffer("k", &self.device)?, v.buffer("v", &self.device)?], count })
     }
 
-    /// Copies new keys and values to rows of this rank: the tokens of `tokens`, in this order, to the rows of `rows`.
+    /// Copies new keys and values, `tokens` of them in this order, to the rows `rows` of this rank.
     fn write(&mut self, new: &NewKeys, tokens: &[Range<u32>], rows: &[Range<u32>]) -> Result<()> {
         let Some(tensors) = &mut self.tensors else { return Err(dropped()) };
         for (tokens, row) in side_by_side(tokens, rows) {

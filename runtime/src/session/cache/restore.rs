@@ -13,8 +13,8 @@ use crate::tensor::Tensor;
 const RESTORED: [u8; 32] = *b"restore: kyklos cache, release 1";
 
 impl Session {
-    /// Appends the keys and values of the tokens that are [`missing`](KvCache::missing), in this order. All ranks pass the
-    /// same ones; the cache keeps each on one rank. Blocks.
+    /// Appends the keys and values of the tokens that are [`missing`](KvCache::missing), in this
+    /// order. All ranks pass the same ones; the cache keeps each on one rank. Blocks.
     ///
     /// # Errors
     /// As [`Self::attend_cached`].

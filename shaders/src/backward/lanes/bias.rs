@@ -4,7 +4,8 @@ use super::Shape;
 use crate::text::Text;
 
 impl Shape {
-    /// Of the lane's `r`-th fixed row: whether it adds anything; or of a key, its sum over query rows.
+    /// Of the lane's `r`-th fixed row: whether it adds anything; or of a key, its sum over query
+    /// rows.
     pub(super) fn begin_bias(&self, t: &mut Text, r: u32) {
         t.line(if self.by_rows() {
             format!("let adds{r} = in{r} && saw_keys(stats{r}.x);")
@@ -13,8 +14,8 @@ impl Shape {
         });
     }
 
-    /// Adds dS of the lane's pairs with the moving row: those of rows to memory, where no other lane of the dispatch has these
-    /// pairs; those of keys to its sums.
+    /// Adds dS of the lane's pairs with the moving row: those of rows to memory, where no other
+    /// lane of the dispatch has these pairs; those of keys to its sums.
     pub(super) fn add_bias(&self, t: &mut Text) {
         for r in 0..self.rows {
             if self.by_rows() {

@@ -1,13 +1,15 @@
-//! Gradients for drivers that compute on the host's cores, as [`crate::attend::subgroup`] attends: one subgroup is one workgroup, and
-//! one SIMD register there.
+//! Gradients for drivers that compute on the host's cores, as [`crate::attend::subgroup`] attends:
+//! one subgroup is one workgroup, and one SIMD register there.
 //!
-//! Each lane keeps whole fixed rows in named registers: a row's q, d_o and dQ, or a key's k, v, dK and dV. All lanes go through the
-//! same moving rows, which are textures: the subgroup loads a row together, and each element is broadcast from a constant lane. No
-//! workgroup memory, no barrier, no branch in the loop.
+//! Each lane keeps whole fixed rows in named registers: a row's q, d_o and dQ, or a key's k, v, dK
+//! and dV. All lanes go through the same moving rows, which are textures: the subgroup loads a row
+//! together, and each element is broadcast from a constant lane. No workgroup memory, no barrier,
+//! no branch in the loop.
 //!
-//! A logit is added up in the chains of the forward kernel, whose number depends on the head dim alone. With logits of 100, another
-//! order of additions would change a weight by 1e-5. A pair that one direction tests may be in a full run of the other: the ragged
-//! tile at the end is one of keys there and one of rows here. So the order may not depend on the kind of the run.
+//! A logit is added up in the chains of the forward kernel, whose number depends on the head dim
+//! alone. With logits of 100, another order of additions would change a weight by 1e-5. A pair that
+//! one direction tests may be in a full run of the other: the ragged tile at the end is one of keys
+//! there and one of rows here. So the order may not depend on the kind of the run.
 
 mod bias;
 
@@ -219,7 +221,8 @@ let live = saw_keys(stats_at.x);",
         });
     }
 
-    /// Loads the moving row `at`: this lane's units, unpacked before they are broadcast. A row that saw no key is zeros.
+    /// Loads the moving row `at`: this lane's units, unpacked before they are broadcast. A row that
+    /// saw no key is zeros.
     fn fetch(&self, t: &mut Text, tensor: &str, factor: &str) {
         for load in 0..self.loads() {
             t.line(format!(

@@ -1,11 +1,13 @@
-//! The gradient of a bias: dS of a tile of fixed rows × 32 moving ones, before the factor of the softcap.
+//! The gradient of a bias: dS of a tile of fixed rows × 32 moving ones, before the factor of the
+//! softcap.
 
 use super::tile::XYZW;
 use super::{SIDE, Shape};
 use crate::text::Text;
 
 impl Shape {
-    /// Of the thread's `i`-th fixed row: whether it adds anything; or of a key, its sum over the thread's query rows.
+    /// Of the thread's `i`-th fixed row: whether it adds anything; or of a key, its sum over the
+    /// thread's query rows.
     pub(super) fn begin_bias(&self, t: &mut Text, i: u32) {
         t.line(if self.by_rows() {
             format!("let adds{i} = in{i} && saw_keys(stats{i}.x);")
@@ -14,8 +16,8 @@ impl Shape {
         });
     }
 
-    /// Adds dS of the thread's visible pairs: those of rows to memory, where no other thread of the dispatch has these pairs; those
-    /// of keys to its sums.
+    /// Adds dS of the thread's visible pairs: those of rows to memory, where no other thread of the
+    /// dispatch has these pairs; those of keys to its sums.
     pub(super) fn add_bias(&self, t: &mut Text) {
         if !self.by_rows() {
             let live = XYZW.map(|x| format!("saw_keys(stats_{x}.x)")).join(", ");

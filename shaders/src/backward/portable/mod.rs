@@ -1,12 +1,16 @@
-//! Gradients within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+//! Gradients within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup
+//! memory.
 //!
-//! 64 threads are a grid of 8 × 8. For a tile of fixed rows × 32 moving ones, thread (tr, tc) holds `rows_per_thread` × 4 elements of
-//! S and of dP: fixed rows tr, tr + 8, …, moving ones tc, tc + 8, …. Of the sums it holds the same fixed rows and 4-element chunks tc,
-//! tc + 8, …, in registers over the whole loop.
+//! 64 threads are a grid of 8 × 8. For a tile of fixed rows × 32 moving ones, thread (tr, tc) holds
+//! `rows_per_thread` × 4 elements of S and of dP: fixed rows tr, tr + 8, …, moving ones tc, tc + 8,
+//! …. Of the sums it holds the same fixed rows and 4-element chunks tc, tc + 8, …, in registers
+//! over the whole loop.
 //!
-//! Workgroup memory holds 8 chunks of each of the four tensors, chunk by chunk, so that neighbouring threads read neighbouring
-//! vectors. When S and dP are complete, P and dS take the place of the fixed tensors, and the moving ones are loaded once more, row by
-//! row. In P and dS, slot `4·s + j` is the moving row `8·j + s`: one thread's four are one vector, and the rows lie in the same order.
+//! Workgroup memory holds 8 chunks of each of the four tensors, chunk by chunk, so that
+//! neighbouring threads read neighbouring vectors. When S and dP are complete, P and dS take the
+//! place of the fixed tensors, and the moving ones are loaded once more, row by row. In P and dS,
+//! slot `4·s + j` is the moving row `8·j + s`: one thread's four are one vector, and the rows lie
+//! in the same order.
 
 mod bias;
 mod tile;
@@ -17,7 +21,8 @@ use crate::attend::load_function;
 use crate::text::Text;
 
 pub(crate) const THREADS: u32 = 64;
-/// Threads in a row of the grid, rows of threads, and chunks that are in workgroup memory at a time.
+/// Threads in a row of the grid, rows of threads, and chunks that are in workgroup memory at a
+/// time.
 pub(crate) const SIDE: u32 = 8;
 /// Moving rows of a tile, and rows and keys of those of the list.
 pub(crate) const COLS: u32 = 32;
@@ -120,7 +125,8 @@ impl Shape {
         if self.by_rows() { [["q", "k"], ["d_o", "v"]] } else { [["k", "q"], ["v", "d_o"]] }
     }
 
-    /// Names of the sums, each with the factors and the moving tensor that it adds up: areas of workgroup memory.
+    /// Names of the sums, each with the factors and the moving tensor that it adds up: areas of
+    /// workgroup memory.
     fn sums(&self) -> &'static [Sum] {
         const SCORES: Sum = Sum { name: "a", factors: "fixed1", moving: 0, scaled: true };
         const WEIGHTS: Sum = Sum { name: "b", factors: "fixed0", moving: 1, scaled: false };

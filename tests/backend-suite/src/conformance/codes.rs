@@ -8,7 +8,8 @@ use kyklos_oracle::wire::{TOGETHER, load, scale_of, store};
 
 use crate::oracle_dtype;
 
-/// The shapes cover a second batch entry that begins inside a block, a short last block, and several heads.
+/// The shapes cover a second batch entry that begins inside a block, a short last block, and
+/// several heads.
 const SHAPES: [[usize; 4]; 3] = [[2, 150, 3, 24], [1, 64, 1, 8], [3, 7, 2, 72]];
 
 /// First element of the tensor in the source buffer, and in the buffer of the converted tensor.

@@ -8,8 +8,8 @@ use kyklos_oracle::inputs::{TensorId, normal};
 
 use super::states::read;
 
-/// Converts every kind of number to 16 bits and back, from the middle of a buffer. A read may flush numbers that are
-/// subnormal in f16 to zero.
+/// Converts every kind of number to 16 bits and back, from the middle of a buffer. A read may flush
+/// numbers that are subnormal in f16 to zero.
 pub(super) async fn both_ways<B: Backend>(backend: &B, who: &str) {
     let mut numbers: Vec<f32> = vec![
         0.0,
@@ -73,8 +73,8 @@ pub(super) async fn both_ways<B: Backend>(backend: &B, who: &str) {
     }
 }
 
-/// One finite number in many is reported where it is the first beyond the range of f16, anywhere; what was infinite or NaN
-/// before is not, and a report stays.
+/// One finite number in many is reported where it is the first beyond the range of f16, anywhere;
+/// what was infinite or NaN before is not, and a report stays.
 pub(super) async fn reports<B: Backend>(backend: &B, who: &str) {
     let all = 3 * 1024 + 8;
     let mut word = backend.upload("overflow", Bytes::from(vec![0; 16])).unwrap();

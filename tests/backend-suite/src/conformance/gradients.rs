@@ -124,7 +124,8 @@ impl<'a, B: Backend> OnDevice<'a, B> {
     }
 }
 
-/// Whether the backend takes the backward pass of a case. Otherwise the error is one of the request.
+/// Whether the backend takes the backward pass of a case. Otherwise the error is one of the
+/// request.
 fn takes<B: Backend>(backend: &B, case: &GradientCase, who: &str) -> bool {
     let problem = &case.prepared.problem;
     match backend.supports_backward(problem.dtype, problem.head_dim as usize) {

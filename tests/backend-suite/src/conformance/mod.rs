@@ -89,9 +89,9 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
 }
 
 async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
-    // A software driver needs a second to compile a kernel. So each 16-bit type runs every second case, and the two
-    // types run different cases. They differ from f32 only in the reading of elements. The kernels' own tests check
-    // this at every head dim.
+    // A software driver needs a second to compile a kernel. So each 16-bit type runs every second case,
+    // and the two types run different cases. They differ from f32 only in the reading of elements.
+    // The kernels' own tests check this at every head dim.
     let sparse = dtype != Dtype::F32 && backend.info().class == DeviceClass::SoftwareGpu;
     let (offset, step) = if sparse { (dtype as usize % 2, 2) } else { (0, 1) };
     for case in chosen_cases(backend.info()).skip(offset).step_by(step) {
@@ -103,7 +103,8 @@ async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
 
 async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
     for dtype in Dtype::ALL {
-        // Every third case, a different third for each dtype. The test above checks the arithmetic on all cases.
+        // Every third case, a different third for each dtype. The test above checks the arithmetic on all
+        // cases.
         let offset = dtype as usize;
         for case in chosen_cases(backend.info()).skip(offset).step_by(3) {
             let prepared = Prepared::new(case, dtype);
@@ -181,7 +182,8 @@ async fn nan_in_key<B: Backend>(backend: &B, who: &str) {
 }
 
 async fn nan_in_bias<B: Backend>(backend: &B, who: &str) {
-    // A software driver needs a second to compile a kernel, and dtypes differ only in the reading of a bias.
+    // A software driver needs a second to compile a kernel, and dtypes differ only in the reading of a
+    // bias.
     let few = backend.info().class == DeviceClass::SoftwareGpu;
     for dtype in Dtype::ALL {
         // Where all queries share a row, all of them see it.

@@ -92,7 +92,8 @@ pub(super) async fn attend_with<B: Backend>(
         &keys,
         backend.tile_shape(problem, SHAPE),
     )[0];
-    // The keys are in the middle of the whole tensor: offset and strides differ from the ones of a dense block.
+    // The keys are in the middle of the whole tensor: offset and strides differ from the ones of a
+    // dense block.
     let first = keys.iter().next().unwrap_or(0) as usize;
     let layout = |tokens: usize, heads: usize, first: usize| Layout {
         offset: first * heads * 24,

@@ -29,8 +29,8 @@ pub(super) async fn logits_of_any_size<B: Backend>(backend: &B, who: &str) {
     }
 }
 
-/// A row whose logits are all the same finite number is the mean of the values, as in PyTorch: on one rank, and where each rank has some
-/// of the keys.
+/// A row whose logits are all the same finite number is the mean of the values, as in PyTorch: on
+/// one rank, and where each rank has some of the keys.
 pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
     for stand_in in [f32::MIN, -1e30, -1e10, 1e38] {
         let mut case = named("logits of a million, few queries");
@@ -64,8 +64,8 @@ pub(super) async fn rows_of_huge_logits<B: Backend>(backend: &B, who: &str) {
     }
 }
 
-/// Where scale · q, or q · k, is out of the range of f32 and the logits are not: with many queries and with few, with a softcap and
-/// without.
+/// Where scale · q, or q · k, is out of the range of f32 and the logits are not: with many queries
+/// and with few, with a softcap and without.
 pub(super) async fn scales_of_any_size<B: Backend>(backend: &B, who: &str) {
     for (name, softcap) in [("logits of a million", None), ("logits of a million, few queries", Some(4.0))] {
         let prepared = |scale: i32| {

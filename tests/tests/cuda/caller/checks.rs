@@ -51,7 +51,8 @@ fn from_cuda(
     written: Written<'_>,
     owner: impl Send + Sync + 'static,
 ) -> Result<Tensor> {
-    // SAFETY: all callers give an owner that keeps the memory, or memory that is refused; nothing else writes to it.
+    // SAFETY: all callers give an owner that keeps the memory, or memory that is refused; nothing else
+    // writes to it.
     unsafe { Tensor::from_cuda(SHAPE, strides, Dtype::F32, device, memory, written, owner) }
 }
 
@@ -164,7 +165,8 @@ pub(super) fn hanging() {
     assert!(!dropped.load(Ordering::SeqCst), "the kernel may still read the memory");
 }
 
-/// The caller's stream reads tensors late, and the next tensor may get the memory of the one before.
+/// The caller's stream reads tensors late, and the next tensor may get the memory of the one
+/// before.
 pub(super) fn reuse(keep: bool) {
     let device = Device::from(CudaBackend::new(0).unwrap());
     let context = Context::primary(0);
@@ -262,7 +264,8 @@ pub(super) fn refusals() {
     assert_eq!(copied(), before);
 }
 
-/// The context of a caller that is no primary one, or none at all, is current before and after every call; also after errors.
+/// The context of a caller that is no primary one, or none at all, is current before and after
+/// every call; also after errors.
 pub(super) fn contexts() {
     let (other, primary) = (availability().map(|()| Context::other(1)).unwrap(), Context::primary(1));
     for context in [&other, &primary] {

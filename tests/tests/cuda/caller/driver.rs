@@ -1,4 +1,5 @@
-//! A caller of the driver, as PyTorch is one: its contexts, memory and streams. It runs on the fake driver only.
+//! A caller of the driver, as PyTorch is one: its contexts, memory and streams. It runs on the fake
+//! driver only.
 #![expect(unsafe_code, reason = "the driver is a C library")]
 
 use std::ffi::c_void;
@@ -178,7 +179,8 @@ impl Stream {
         self.raw.cast()
     }
 
-    /// Copies `from` to the beginning of `into`. Both stay allocated until the stream is synchronised.
+    /// Copies `from` to the beginning of `into`. Both stay allocated until the stream is
+    /// synchronised.
     pub(crate) fn upload(&self, from: &Memory, into: &Memory) {
         assert!(from.on_host && !into.on_host && from.bytes <= into.bytes);
         self.context.with(|| {
@@ -189,11 +191,13 @@ impl Stream {
         });
     }
 
-    /// Copies as many bytes as `into` has from the address `from`. `into` stays allocated until the stream is synchronised.
+    /// Copies as many bytes as `into` has from the address `from`. `into` stays allocated until the
+    /// stream is synchronised.
     pub(crate) fn download(&self, from: u64, into: &Memory) {
         assert!(into.on_host);
         self.context.with(|| {
-            // SAFETY: a context is current, the stream exists, and `into` is large enough. The driver checks the source.
+            // SAFETY: a context is current, the stream exists, and `into` is large enough. The driver checks
+            // the source.
             ok(unsafe { sys::cuMemcpyDtoHAsync_v2(into.address as *mut c_void, from, into.bytes, self.raw) });
         });
     }

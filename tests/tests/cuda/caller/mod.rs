@@ -1,4 +1,5 @@
-//! Tensors in memory of a caller, streams of a caller, and the context that is current on its threads.
+//! Tensors in memory of a caller, streams of a caller, and the context that is current on its
+//! threads.
 #![expect(unsafe_code, reason = "tensors of a caller's memory are unsafe to make")]
 
 use std::sync::{Arc, Barrier, Mutex};
@@ -107,8 +108,8 @@ enum Layout {
     HeadsFirst,
 }
 
-/// Two ranks of one process on one device, each with tensors in its own memory that its own stream writes late. Its stream reads
-/// the results; the host does not wait in between.
+/// Two ranks of one process on one device, each with tensors in its own memory that its own stream
+/// writes late. Its stream reads the results; the host does not wait in between.
 fn two_ranks<T: Element>(values: &Sines<T>, layout: Layout, stream_of: fn(&Arc<Context>) -> Stream) {
     let device = Device::from(CudaBackend::new(0).unwrap());
     let context = Context::primary(0);
@@ -223,8 +224,8 @@ fn caller_tensors<T: Element>(
             }
         };
         let at = CallerMemory { address: memory.address, bytes: bytes.len() };
-        // SAFETY: the tensor owns the memory, and nothing else writes to it. What the stream copies from is kept as long: the device
-        // has read the memory, which was behind that copy.
+        // SAFETY: the tensor owns the memory, and nothing else writes to it. What the stream copies from is
+        // kept as long: the device has read the memory, which was behind that copy.
         let tensor = unsafe {
             let owner = (memory, from, busy.clone());
             Tensor::from_cuda(shape, strides, T::DTYPE, device, at, Written::By(written), owner)

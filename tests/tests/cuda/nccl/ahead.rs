@@ -1,4 +1,5 @@
-//! Steps that are submitted before those in front of them are done: the device waits for no round trip to the host.
+//! Steps that are submitted before those in front of them are done: the device waits for no round
+//! trip to the host.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,12 +18,14 @@ use crate::scenario::Scenario;
 
 const CASE: &str = "two rows beyond four tiles";
 const RANKS: u32 = 3;
-/// Launches of each rank in a call of the ring: attention to the own keys and to two others, and the division at the end.
+/// Launches of each rank in a call of the ring: attention to the own keys and to two others, and
+/// the division at the end.
 const LAUNCHES: u32 = 4;
 
 pub(super) fn scenarios() -> Vec<Scenario> {
     let mut all = Vec::new();
-    // No kernel runs before the device has had these launches: a host that waits for a kernel before submits no more.
+    // No kernel runs before the device has had these launches: a host that waits for a kernel before
+    // submits no more.
     let default = NcclOptions::default().steps_ahead;
     for (name, steps_ahead, hold_until, ends_well) in [
         ("a whole call is submitted before its first kernel runs", default, LAUNCHES, true),
@@ -73,7 +76,8 @@ fn patient(transport: &Arc<dyn Transport>, nccl: NcclOptions, ends_well: bool) -
     session(transport.clone(), device, nccl, RunOptions::default())
 }
 
-/// Messages take 1.5 s: the device waits for them, and what is counted is no more than what has passed.
+/// Messages take 1.5 s: the device waits for them, and what is counted is no more than what has
+/// passed.
 fn times() {
     let (plans, prepared) = plans(CASE, Dtype::F32, 3);
     on_threads(in_process_group(3), |transport| {

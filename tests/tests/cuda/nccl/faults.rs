@@ -1,4 +1,5 @@
-//! Faults of NCCL: every rank ends with an error that names the cause, in time, and the group can form again.
+//! Faults of NCCL: every rank ends with an error that names the cause, in time, and the group can
+//! form again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -165,7 +166,8 @@ fn fails(ranks: u32, says: &[&str]) {
     judge(&failures(&plans(CASE, Dtype::F32, ranks), deadline), deadline, says);
 }
 
-/// In a ring all wait for each other, so the first one to notice may be any. Its error names both its neighbours.
+/// In a ring all wait for each other, so the first one to notice may be any. Its error names both
+/// its neighbours.
 fn late() {
     let deadline = Duration::from_secs(2);
     let errors = failures(&plans(CASE, Dtype::F32, 4), deadline);
@@ -205,7 +207,8 @@ fn backward() {
     judge(&errors, deadline, &["no rank is known to have died"]);
 }
 
-/// The devices complete nothing for 4 s, and would count as lost after 1.5 s without messages under way.
+/// The devices complete nothing for 4 s, and would count as lost after 1.5 s without messages under
+/// way.
 fn patient() {
     let (plans, prepared) = plans(CASE, Dtype::F32, 2);
     on_threads(in_process_group(2), |transport| {
@@ -256,7 +259,8 @@ impl Observer for Steps {
     }
 }
 
-/// The second group of rank 1 hangs. The next group of the same ranks gets a communicator of its own.
+/// The second group of rank 1 hangs. The next group of the same ranks gets a communicator of its
+/// own.
 fn again() {
     let (plans, prepared) = plans(CASE, Dtype::F32, 3);
     on_threads(in_process_group(3), |transport| {

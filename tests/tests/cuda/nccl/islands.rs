@@ -128,7 +128,8 @@ impl Ranks<'_> {
         session(transport, self.device(rank), options, RunOptions::default())
     }
 
-    /// The error of each rank in a call that cannot end well for all; a rank that does not `stay` leaves before it.
+    /// The error of each rank in a call that cannot end well for all; a rank that does not `stay`
+    /// leaves before it.
     fn failures(&self, deadline: Duration, stays: fn(Rank) -> bool) -> Vec<Option<kyklos::Error>> {
         let (plans, prepared) = super::plans("two rows beyond four tiles", Dtype::F32, 4);
         on_threads(in_process_group(4), |transport| {
@@ -139,7 +140,8 @@ impl Ranks<'_> {
     }
 }
 
-/// A group in which messages go both ways has the bytes of the same devices with all messages through the host.
+/// A group in which messages go both ways has the bytes of the same devices with all messages
+/// through the host.
 fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy, on: &Ranks<'_>) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
     let set = set(&prepared, mesh, strategy, WireFormat::Same);
@@ -166,8 +168,9 @@ fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Stra
     assert_eq!(bits(&both_ways.lse), bits(&through_host.lse));
 }
 
-/// A planted bug: kernels that do not wait for messages by NCCL must be found where messages go both ways too. (That messages do not wait
-/// for kernels is found among GPUs only: here copies to the host wait for the same kernels.)
+/// A planted bug: kernels that do not wait for messages by NCCL must be found where messages go
+/// both ways too. (That messages do not wait for kernels is found among GPUs only: here copies to
+/// the host wait for the same kernels.)
 fn planted() -> Scenario {
     let mut planted =
         scenario("kernels that do not wait for messages, both ways, fail the check", 3, "move_ms=20", || {

@@ -221,7 +221,8 @@ fn decisions() -> Vec<Scenario> {
     ]
 }
 
-/// One of three ranks fails after a while, and nobody waits for the other two, whose communicators are never ready by themselves.
+/// One of three ranks fails after a while, and nobody waits for the other two, whose communicators
+/// are never ready by themselves.
 fn a_failure_is_told() {
     let options = NcclOptions { deadline: DEADLINE, ..NcclOptions::default() };
     let start = Instant::now();
@@ -302,7 +303,8 @@ fn run(mut session: Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> R
     Ok(output)
 }
 
-/// The result by NCCL is right, and has the bytes of the result whose messages went through the host.
+/// The result by NCCL is right, and has the bytes of the result whose messages went through the
+/// host.
 fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy, wire: WireFormat) {
     let prepared = Prepared::new(cases().into_iter().find(|one| one.name == case).unwrap(), dtype);
     let set = set(&prepared, mesh, strategy, wire);
@@ -339,7 +341,8 @@ fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
     });
 }
 
-/// The gradients of sessions are right, and have the bytes of those whose messages go through the host.
+/// The gradients of sessions are right, and have the bytes of those whose messages go through the
+/// host.
 pub(crate) fn gradients_on(
     group: Vec<Arc<dyn Transport>>,
     mesh: Mesh,

@@ -18,7 +18,8 @@ const NO_DEVICE: &str = "NCCL is not used: rank 1: its device is ";
 pub(super) fn scenarios() -> Vec<Scenario> {
     use CollectiveChoice::{Auto, Host, Nccl};
     let (nccl, auto) = (Nccl { cluster: 0 }, Auto { cluster: 0 });
-    // `cpu`: rank 1 is on cores. Then the beginning of the words, and whether messages go between devices.
+    // `cpu`: rank 1 is on cores. Then the beginning of the words, and whether messages go between
+    // devices.
     let cases = [
         ("host", Host, "", false, "host memory", false),
         ("NCCL", nccl, "", false, "NCCL 2.21.5", true),

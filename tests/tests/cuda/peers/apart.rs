@@ -1,4 +1,5 @@
-//! A device that hangs or is lost touches no rank that copies from it or to it, and memory under copy is no shortage.
+//! A device that hangs or is lost touches no rank that copies from it or to it, and memory under
+//! copy is no shortage.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -97,8 +98,8 @@ pub(super) struct Pair {
     meter: Meter,
 }
 
-/// The bytes of a message, a size that the pool does not round up. More than a quarter of the smallest device here, so that the pool
-/// does not keep them.
+/// The bytes of a message, a size that the pool does not round up. More than a quarter of the
+/// smallest device here, so that the pool does not keep them.
 pub(super) const BYTES: usize = 24 << 20;
 const TAG: Tag = Tag { op: 0, message: 0 };
 
@@ -109,7 +110,8 @@ impl Pair {
         Self { devices, peers: named(&ranks), meter: Meter::new(Arc::new(SystemClock::new()), false) }
     }
 
-    /// Sends all of `buffer` from a rank to the other one. When this returns, the copy is submitted, and nobody has `buffer` any more.
+    /// Sends all of `buffer` from a rank to the other one. When this returns, the copy is
+    /// submitted, and nobody has `buffer` any more.
     pub(super) fn send(&self, from: usize, buffer: DeviceBuffer) -> DeviceBuffer {
         let mut memory = Memory::from(vec![vec![buffer]]);
         let sends = [outgoing(from)];
@@ -165,7 +167,8 @@ pub(super) fn works(device: &Device) {
     block_on(device.wait()).unwrap();
 }
 
-/// The sender's memory could be freed when the copy is done. Then its device hangs, and freeing waits for it.
+/// The sender's memory could be freed when the copy is done. Then its device hangs, and freeing
+/// waits for it.
 fn hanging_sender() {
     let pair = Pair::new(&CudaOptions::default());
     let sent = pair.devices[0].upload("message", message()).unwrap();
@@ -204,7 +207,8 @@ fn blocked_sender() {
     works(receiver);
 }
 
-/// The receiver's context is destroyed while its copy is under way: the sender's memory is in use for ever, as far as anybody knows.
+/// The receiver's context is destroyed while its copy is under way: the sender's memory is in use
+/// for ever, as far as anybody knows.
 fn lost_receiver() {
     let pair = Pair::new(&CudaOptions::default());
     let [receiver, sender] = &pair.devices;

@@ -27,7 +27,8 @@ pub(super) fn scenarios() -> Vec<Scenario> {
     vec![unknown, callers]
 }
 
-/// The driver records no event behind the copies to device 0. Everything is dropped long before they are done.
+/// The driver records no event behind the copies to device 0. Everything is dropped long before
+/// they are done.
 fn unknown_end() {
     let (plans, prepared) = plans_on(CASE, Dtype::F32, Mesh::new(1, 2).unwrap(), Strategy::Ring);
     let ended = super::on_peers(&plans, &prepared, 2);
@@ -43,7 +44,8 @@ fn unknown_end() {
 const SHAPE: [usize; 4] = [1, 40, 2, 64];
 const BYTES: usize = 40 * 2 * 64 * 4;
 
-/// For each dropped memory of a caller: the rank whose device had it, and the thread that dropped it.
+/// For each dropped memory of a caller: the rank whose device had it, and the thread that dropped
+/// it.
 static DROPPED: Mutex<Vec<(u32, ThreadId, String)>> = Mutex::new(Vec::new());
 
 /// Memory of a caller, who may wait for the device when it is dropped.
@@ -57,8 +59,8 @@ impl Drop for Owner {
     }
 }
 
-/// Rank 1 drops its tensors, and so the caller's memory, while device 0 copies from it. No thread of the other rank or of its device
-/// drops the memory.
+/// Rank 1 drops its tensors, and so the caller's memory, while device 0 copies from it. No thread
+/// of the other rank or of its device drops the memory.
 fn memory_of_a_caller() {
     let group = in_process_group(2);
     let ranks: Vec<_> = group.iter().cloned().zip((0..).map(device)).collect();

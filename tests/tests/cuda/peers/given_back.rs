@@ -1,4 +1,5 @@
-//! What a device gives back while nobody asks it for anything: its context, and memory that it does not keep.
+//! What a device gives back while nobody asks it for anything: its context, and memory that it does
+//! not keep.
 
 use std::time::{Duration, Instant};
 

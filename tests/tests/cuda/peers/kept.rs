@@ -63,7 +63,8 @@ fn until(sign: &AtomicBool) {
     }
 }
 
-/// Runs a ring in which a rank drops its call. After its own call, rank 0 runs `check` on the remains of its session.
+/// Runs a ring in which a rank drops its call. After its own call, rank 0 runs `check` on the
+/// remains of its session.
 fn ring(ranks: u32, signs: Signs, check: impl Fn(Session, Device) + Sync) {
     let (plans, prepared) = plans_on(CASE, Dtype::F32, Mesh::new(1, ranks).unwrap(), Strategy::Ring);
     let limited = |rank| {
@@ -112,7 +113,8 @@ fn ring(ranks: u32, signs: Signs, check: impl Fn(Session, Device) + Sync) {
     });
 }
 
-/// All memory of the device can be had again, soon: threads of the other rank may still give it back.
+/// All memory of the device can be had again, soon: threads of the other rank may still give it
+/// back.
 fn is_free(device: &Device) {
     let start = Instant::now();
     while let Err(error) = device.alloc("everything", LIMIT) {

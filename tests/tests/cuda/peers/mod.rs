@@ -1,4 +1,5 @@
-//! Ranks of one process with a CUDA device each, without NCCL: messages are copies from device to device.
+//! Ranks of one process with a CUDA device each, without NCCL: messages are copies from device to
+//! device.
 
 mod apart;
 mod copies;
@@ -113,7 +114,8 @@ fn named(ranks: &[(Arc<dyn Transport>, Device)]) -> Vec<Arc<CudaPeers>> {
     CudaPeers::of(ranks, DEADLINE).unwrap().into_iter().map(Arc::new).collect()
 }
 
-/// Runs ranks, each on a thread with a device of its own; the first `here` copy messages from device to device.
+/// Runs ranks, each on a thread with a device of its own; the first `here` copy messages from
+/// device to device.
 fn on_peers(
     plans: &Arc<ProvedPlans>,
     prepared: &Prepared,
@@ -151,7 +153,8 @@ fn run(session: &mut Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> 
     block_on(attend_planned(session, plans, &part))
 }
 
-/// The bytes of the result, and what each rank counts as sent, do not depend on the way of the messages.
+/// The bytes of the result, and what each rank counts as sent, do not depend on the way of the
+/// messages.
 fn same_as_through_the_host(case: &str, dtype: Dtype, mesh: Mesh, strategy: Strategy, here: usize) {
     assert!(cases().iter().any(|one| one.name == case));
     let (plans, prepared) = plans_on(case, dtype, mesh, strategy);

@@ -1,4 +1,5 @@
-//! Caches that are full, ranks with unlike caches, and calls that do not fit: one error on all ranks, and the cache as it was.
+//! Caches that are full, ranks with unlike caches, and calls that do not fit: one error on all
+//! ranks, and the cache as it was.
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
@@ -142,8 +143,8 @@ fn calls_that_do_not_fit_the_cache_are_refused() {
     });
 }
 
-/// Two caches with the same record but other settings, in one session: each gets its own plans. Ranks that pass different ones,
-/// or those of different layers, get an error.
+/// Two caches with the same record but other settings, in one session: each gets its own plans.
+/// Ranks that pass different ones, or those of different layers, get an error.
 #[test]
 fn caches_with_equal_records_are_told_apart() {
     let results = on_threads(in_process_group(2), |transport| {
@@ -180,7 +181,8 @@ fn caches_with_equal_records_are_told_apart() {
     }
 }
 
-/// A call with a window that fails after it wrote its keys over dropped ones: the tokens that are left are those of before it.
+/// A call with a window that fails after it wrote its keys over dropped ones: the tokens that are
+/// left are those of before it.
 #[test]
 fn what_a_failed_call_overwrote_does_not_count_as_held() {
     let caches = on_threads(in_process_group(2), |transport| {

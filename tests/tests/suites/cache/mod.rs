@@ -1,5 +1,5 @@
-//! Caches of keys and values: calls in any order of appending, decoding, truncating and dropping give the rows that one call
-//! over all tokens gives.
+//! Caches of keys and values: calls in any order of appending, decoding, truncating and dropping
+//! give the rows that one call over all tokens gives.
 
 mod layers;
 mod limits;
@@ -137,7 +137,8 @@ impl Script {
         Ok(outputs)
     }
 
-    /// All rows, from the calls of all ranks, which must have the same bytes where they have the same rows.
+    /// All rows, from the calls of all ranks, which must have the same bytes where they have the
+    /// same rows.
     fn collect(&self, ranks: &[Vec<(TokenRuns, Output)>]) -> Whole {
         let (problem, set) = (&self.prepared.problem, dense(&self.prepared));
         let mut whole = Whole::new(&set);
@@ -251,7 +252,8 @@ fn wrong_keys_are_caught() {
     discriminates(good.max_abs_error, bad.max_abs_error, oracle_dtype(Dtype::F32)).unwrap();
 }
 
-/// A prompt that is split, then 1,000 tokens one by one, over 2 to 4 ranks in one process, and over QUIC.
+/// A prompt that is split, then 1,000 tokens one by one, over 2 to 4 ranks in one process, and over
+/// QUIC.
 #[test]
 fn a_thousand_decoded_tokens_agree_with_the_oracle() {
     let (prompt, decoded) = (96, amount(100, 1000) as u32);

@@ -77,7 +77,8 @@ pub(super) fn every_shape_agrees_with_the_oracle(device: &Device, every_mesh: bo
             ((3, 1), Strategy::Ulysses),
             ((4, 1), Strategy::Chunked),
             ((1, 4), Strategy::Gather),
-            // Where queries travel, only a bias with one row for all of them has its gradient: the default takes its place.
+            // Where queries travel, only a bias with one row for all of them has its gradient: the default
+            // takes its place.
             ((1, 3), Strategy::PassQ),
             ((1, 4), Strategy::Tree),
         ];

@@ -1,4 +1,5 @@
-//! Backward passes as calls of sessions: the same bytes again, poisoned memory, a network, refusals.
+//! Backward passes as calls of sessions: the same bytes again, poisoned memory, a network,
+//! refusals.
 
 use std::sync::Arc;
 
@@ -72,8 +73,8 @@ fn the_same_plan_gives_the_same_bytes_with_any_number_of_threads_and_over_quic()
     }
 }
 
-/// Elements that f16 holds exactly lose nothing on an f16 wire, and sums of gradients travel in f32. So the bytes are the same. Others
-/// lose digits, so the wire did convert.
+/// Elements that f16 holds exactly lose nothing on an f16 wire, and sums of gradients travel in
+/// f32. So the bytes are the same. Others lose digits, so the wire did convert.
 #[test]
 fn a_wire_of_f16_changes_nothing_but_what_f16_cannot_hold() {
     let rounded = |tensor: Tensor| {

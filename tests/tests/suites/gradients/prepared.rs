@@ -28,8 +28,8 @@ pub struct Sharing {
 
 /// Runs of a case.
 pub trait OnSessions {
-    /// Attends forward, and backward with the strategy of `sharing.execution`. The errors of dQ, dK, dV, dSinks and, if the problem
-    /// asks for it, dBias.
+    /// Attends forward, and backward with the strategy of `sharing.execution`. The errors of dQ,
+    /// dK, dV, dSinks and, if the problem asks for it, dBias.
     fn run(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<GradientComparison>;
 
     /// These gradients of the whole problem.
@@ -138,7 +138,8 @@ impl OnSessions for GradientCase {
     }
 }
 
-/// Adds a rank's `[batch, tokens or 1, heads, keys]` to the whole, which the oracle has as `[batch, heads, queries or 1, keys]`.
+/// Adds a rank's `[batch, tokens or 1, heads, keys]` to the whole, which the oracle has as `[batch,
+/// heads, queries or 1, keys]`.
 fn add_bias(whole: &mut [f64], part: &Tensor, tokens: &TokenRuns, problem: &AttentionProblem) {
     let [_, rows, heads, keys] = part.shape();
     let shared = problem.bias.is_some_and(|bias| bias.shared_rows);

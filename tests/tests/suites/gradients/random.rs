@@ -58,7 +58,8 @@ impl RandomCall {
         GradientCase::new(case, self.dtype)
     }
 
-    /// One rank on `device` agrees with the oracle, and several ranks on it agree as well as one does.
+    /// One rank on `device` agrees with the oracle, and several ranks on it agree as well as one
+    /// does.
     pub fn check(&self, device: &Device) -> Result<(), TestCaseError> {
         let Self { mesh: (ulysses, ring), kind, dtype, weights, seed, .. } = self;
         let case = self.case();

@@ -45,7 +45,8 @@ enum Log {
     Pair,
 }
 
-/// The worst error of dv and of dbias, in limits of the type. A query at position p has p + 1 keys, because of the causal mask.
+/// The worst error of dv and of dbias, in limits of the type. A query at position p has p + 1 keys,
+/// because of the causal mask.
 fn worst_error<E: Element + kyklos::Element>(device: &Device, logit: f32, log: Log) -> f64 {
     let keys = RANKS * TOKENS;
     let made = |seed: usize, token: usize, head: usize, d: usize| {

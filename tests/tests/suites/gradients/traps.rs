@@ -1,4 +1,5 @@
-//! Faults that other programs have had in backward passes, each with a test by its name. All are held on the CPU backend.
+//! Faults that other programs have had in backward passes, each with a test by its name. All are
+//! held on the CPU backend.
 
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
@@ -44,7 +45,8 @@ fn case(
     Case { name, seed: 29, problem, poison: Vec::new(), bias: None }
 }
 
-/// The case agrees with the oracle on one rank, and on several ranks as well as on one, with all gradients.
+/// The case agrees with the oracle on one rank, and on several ranks as well as on one, with all
+/// gradients.
 fn holds(case: Case, dtype: Dtype, ranks: &Ranks<'_>) {
     let case = GradientCase::new(case, dtype);
     let errors = case.run(in_process_group(1), &alone(&case, &Device::cpu()));
@@ -75,7 +77,8 @@ fn each_hop_uses_its_own_keys() {
     holds(case("unlike shards", [1, 150, 150], [4, 2, 24]), Dtype::F32, &RING);
 }
 
-/// tt-metal #53216: a block used its own output and log-sum-exp instead of those of all keys; dV was right.
+/// tt-metal #53216: a block used its own output and log-sum-exp instead of those of all keys; dV
+/// was right.
 #[test]
 fn each_block_uses_the_log_sum_exp_of_all_keys() {
     let mut full = case("full", [1, 96, 96], [2, 2, 16]);
@@ -106,7 +109,8 @@ fn every_batch_entry_has_its_own_gradients() {
     holds(case("batch of three", [3, 61, 80], [4, 2, 16]), Dtype::F16, &RING);
 }
 
-/// levanter #449: heads that share keys were not summed. In others, the map from query heads differed between dQ and dK.
+/// levanter #449: heads that share keys were not summed. In others, the map from query heads
+/// differed between dQ and dK.
 #[test]
 fn all_query_heads_of_a_group_add_to_their_keys() {
     for heads in [[6, 2, 16], [6, 3, 16], [4, 1, 16]] {
@@ -140,7 +144,8 @@ fn three_heads_on_two_ranks_come_back() {
     holds(case("three heads", [1, 50, 50], [3, 3, 16]), Dtype::F32, &ranks);
 }
 
-/// Sums in a 16-bit type lose what many ranks add. The error of f16 on 8 ranks stays within what one rank has.
+/// Sums in a 16-bit type lose what many ranks add. The error of f16 on 8 ranks stays within what
+/// one rank has.
 #[test]
 fn sums_of_many_ranks_are_not_rounded_on_the_way() {
     let weights = [1.0; 8];
@@ -152,7 +157,8 @@ fn sums_of_many_ranks_are_not_rounded_on_the_way() {
     }
 }
 
-/// PyTorch #196678: keys beyond the last one scored 0; with a log-sum-exp below −88.7 their weights were infinite.
+/// PyTorch #196678: keys beyond the last one scored 0; with a log-sum-exp below −88.7 their weights
+/// were infinite.
 #[test]
 fn keys_beyond_the_last_one_have_no_weight_however_low_the_logits_are() {
     const TOKENS: usize = 64;
@@ -180,7 +186,8 @@ fn keys_beyond_the_last_one_have_no_weight_however_low_the_logits_are() {
     for (found, right) in [(&done[0].dq, right.dq), (&done[0].dk, right.dk), (&done[0].dv, right.dv)] {
         let largest = right.iter().fold(0.0_f64, |most, value| most.max(value.abs()));
         for (found, right) in found.to_vec::<f32>().unwrap().into_iter().zip(right) {
-            // An f32 logit of 200 is off by up to 1e-5, and so are weights. Keys are nearly alike, so products of size 0.5 cancel in dQ.
+            // An f32 logit of 200 is off by up to 1e-5, and so are weights. Keys are nearly alike, so
+            // products of size 0.5 cancel in dQ.
             assert!((f64::from(found) - right).abs() <= 1e-3 * largest + 1e-5, "{found} for {right}");
         }
     }

@@ -1,4 +1,5 @@
-//! The same on every wgpu device of this machine. Without one nothing is held, and `KYKLOS_REQUIRE_GPU=1` makes that a failure.
+//! The same on every wgpu device of this machine. Without one nothing is held, and
+//! `KYKLOS_REQUIRE_GPU=1` makes that a failure.
 
 use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
@@ -12,8 +13,9 @@ use super::random::sets;
 use super::{assert_alone, bias, calls, ties};
 use crate::amount::amount;
 
-/// Every adapter, opened with `options`, as the program would choose its kernels and with those that run everywhere. With each the head
-/// dim to which a sample of the cases is limited: a software driver needs minutes to compile the kernels of all head dims.
+/// Every adapter, opened with `options`, as the program would choose its kernels and with those
+/// that run everywhere. With each the head dim to which a sample of the cases is limited: a
+/// software driver needs minutes to compile the kernels of all head dims.
 fn devices(options: &WgpuOptions) -> Vec<(Device, Option<u32>)> {
     let portable = WgpuOptions { kernel: KernelChoice::Portable, ..options.clone() };
     [options, &portable].into_iter().flat_map(open).collect()
@@ -63,8 +65,8 @@ fn equal_logits_of_any_size_have_equal_shares_of_the_gradients_on_wgpu_devices()
     }
 }
 
-/// With logits of 100, a logit that is rounded otherwise than in the log-sum-exp changes its weight by 1e-5. Heads of 64 and more too,
-/// because how a logit is added up depends on the head dim.
+/// With logits of 100, a logit that is rounded otherwise than in the log-sum-exp changes its weight
+/// by 1e-5. Heads of 64 and more too, because how a logit is added up depends on the head dim.
 #[test]
 fn gradients_of_large_logits_on_wgpu_agree_with_the_oracle() {
     for (device, _) in some_devices(&WgpuOptions::default()) {
@@ -108,7 +110,8 @@ fn gradients_of_tensors_beyond_one_binding_agree_with_the_oracle() {
 #[test]
 fn every_random_world_of_wgpu_devices_agrees_with_the_oracle() {
     for (device, only_dim) in some_devices(&WgpuOptions::default()) {
-        // Of a software driver always one head dim: it compiles those of 64 elements for seconds each, and plan sets need dozens.
+        // Of a software driver always one head dim: it compiles those of 64 elements for seconds each, and
+        // plan sets need dozens.
         let dims: &[usize] =
             if device.info().class == DeviceClass::SoftwareGpu { &[24] } else { &[8, 24, 64] };
         let dtypes: &[Dtype] = if only_dim.is_some() { &[Dtype::F32, Dtype::Bf16] } else { &Dtype::ALL };
@@ -149,7 +152,8 @@ fn case(name: &'static str, [batch, q_len, kv_len]: [usize; 3], heads: [usize; 3
     Case { name, seed: 11, problem, poison: Vec::new(), bias: None }
 }
 
-/// Rows and keys that are no multiples of tiles, logits far beyond the softcap, sinks far above all logits, large heads.
+/// Rows and keys that are no multiples of tiles, logits far beyond the softcap, sinks far above all
+/// logits, large heads.
 #[test]
 fn odd_shapes_on_wgpu_agree_with_the_oracle() {
     let window = OracleTerm::Window { left: 70, right: -1 };
@@ -191,7 +195,8 @@ fn every_shape_of_bias_has_its_gradient_on_wgpu() {
     }
 }
 
-/// More query heads than a subgroup has lanes, and several for each KV head. Without a head axis each head is a dispatch of its own.
+/// More query heads than a subgroup has lanes, and several for each KV head. Without a head axis
+/// each head is a dispatch of its own.
 #[test]
 fn a_bias_of_many_heads_has_its_gradient_on_wgpu() {
     for (device, _) in some_devices(&WgpuOptions::default()) {

@@ -1,4 +1,5 @@
-//! Backward plans over random problems: all are proved, send what a closed form says, and no planted fault passes the proof.
+//! Backward plans over random problems: all are proved, send what a closed form says, and no
+//! planted fault passes the proof.
 
 use kyklos::plan::{BufferId, Content, PlanSet, ProvedPlans, Step, check};
 use kyklos::{BiasKind, BiasTensor, Mesh, Strategy, WireFormat, plan_backward_placed};
@@ -31,7 +32,8 @@ fn backward(set: &PlanSet, seed: u64) -> Option<PlanSet> {
 
 type Fault = fn(&mut PlanSet, &mut Random) -> Option<&'static str>;
 
-/// Each fault breaks a plan in one way. It returns none if the plan has nothing to break in this way.
+/// Each fault breaks a plan in one way. It returns none if the plan has nothing to break in this
+/// way.
 const FAULTS: &[Fault] = &[
     |set, random| {
         let (rank, step) = pick(set, random, |step| matches!(step, Step::AttendBackward(_)))?;
@@ -263,7 +265,8 @@ proptest! {
     }
 }
 
-/// Every fault applies to some plan of a ring, with and without keys that every rank holds or a bias, of pass-q or of a tree.
+/// Every fault applies to some plan of a ring, with and without keys that every rank holds or a
+/// bias, of pass-q or of a tree.
 #[test]
 fn every_fault_applies_and_is_found() {
     let problem =

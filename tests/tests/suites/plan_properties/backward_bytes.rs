@@ -3,10 +3,11 @@
 use kyklos::plan::PlanSet;
 use kyklos::{Strategy, WireFormat};
 
-/// Bytes that all ranks send, from counts and the mask pair by pair: keys go to every rank that sees any of them (a chain of
-/// neighbours passes on what a later one sees), one f32 sum for each such rank and block comes back. The all-to-all carries
-/// q, dO, statistics, bias rows, k and v out, and dQ, dK, dV and f32 sums of the bias home. Of keys that every rank holds, each rank adds up one piece
-/// of f32 sums, from each rank that sees it, and sends the result to all.
+/// Bytes that all ranks send, from counts and the mask pair by pair: keys go to every rank that
+/// sees any of them (a chain of neighbours passes on what a later one sees), one f32 sum for each
+/// such rank and block comes back. The all-to-all carries q, dO, statistics, bias rows, k and v
+/// out, and dQ, dK, dV and f32 sums of the bias home. Of keys that every rank holds, each rank adds
+/// up one piece of f32 sums, from each rank that sees it, and sends the result to all.
 pub(super) fn closed_form(set: &PlanSet) -> u64 {
     let (problem, mesh) = (&set.problem, set.mesh);
     let (ulysses, ring) = (mesh.ulysses(), mesh.ring());
@@ -39,7 +40,8 @@ pub(super) fn closed_form(set: &PlanSet) -> u64 {
     for owner in 0..query_owners {
         let reads: Vec<bool> =
             (0..ring).map(|hops| sees(owner, &shard(&set.kv_placement, (owner + hops) % ring))).collect();
-        // Of a tree, the edge to each place carries what any place from there to the next one with as many factors of two sees.
+        // Of a tree, the edge to each place carries what any place from there to the next one with as many
+        // factors of two sees.
         let edge = |place: u32| match set.strategy {
             Strategy::Tree => place..(place + (place & place.wrapping_neg())).min(ring),
             _ => place..place + 1,

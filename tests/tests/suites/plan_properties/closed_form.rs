@@ -1,4 +1,5 @@
-//! The bytes and messages of a rank from a second, independent closed form. It uses counts, and the mask pair by pair.
+//! The bytes and messages of a rank from a second, independent closed form. It uses counts, and the
+//! mask pair by pair.
 
 use kyklos::plan::PlanSet;
 use kyklos::{AttentionProblem, BiasKind, Placement, Strategy, WireFormat};
@@ -7,8 +8,8 @@ use kyklos::{AttentionProblem, BiasKind, Placement, Strategy, WireFormat};
 pub(crate) fn closed_form(set: &PlanSet, rank: u32) -> (u64, u64) {
     let (problem, ulysses) = (&set.problem, set.mesh.ulysses());
     let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
-    // The query heads of each rank of a group, in chunks. The heads are grouped by their shared KV head, and the groups
-    // are distributed evenly.
+    // The query heads of each rank of a group, in chunks. The heads are grouped by their shared KV
+    // head, and the groups are distributed evenly.
     let groups = |u: u32| -> Vec<u32> {
         let mut groups: Vec<u32> = (first(u)..first(u + 1)).map(|head| head / problem.group()).collect();
         groups.dedup();
@@ -33,7 +34,8 @@ pub(crate) fn closed_form(set: &PlanSet, rank: u32) -> (u64, u64) {
     sums.fold((0, 0), |all, chunk| (all.0 + chunk.0, all.1 + chunk.1))
 }
 
-/// `heads`: for each rank of a group, the number of its query heads and of the KV heads that they need.
+/// `heads`: for each rank of a group, the number of its query heads and of the KV heads that they
+/// need.
 fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64, u64) {
     let problem = &set.problem;
     let (ulysses, ring) = (set.mesh.ulysses(), set.mesh.ring());
@@ -45,8 +47,8 @@ fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64,
     let (batch, element) = (u64::from(problem.batch), problem.dtype.bytes() as u64);
     let row = batch * u64::from(problem.head_dim) * element;
 
-    // For an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token of one head.
-    // None where all queries share a row, which every rank has.
+    // For an attention bias tensor: the heads that rank `u` of a group needs, and the bytes of a token
+    // of one head. None where all queries share a row, which every rank has.
     let tensor = problem.bias.filter(|tensor| !tensor.shared_rows);
     let bias_row = tensor.map_or(0, |bias| {
         let bits = bias.kind == BiasKind::Mask;
@@ -100,8 +102,8 @@ fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Tree => {
-            // Whether the queries of `owner` see keys of the ranks from `place` ahead of it, up to the next place with
-            // at least as many factors of two.
+            // Whether the queries of `owner` see keys of the ranks from `place` ahead of it, up to the next
+            // place with at least as many factors of two.
             let state = batch * (4 * u64::from(problem.head_dim) + 8);
             let wanted = |owner: u32, place: u32| {
                 let stride = place & place.wrapping_neg();
@@ -120,8 +122,8 @@ fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Relay => {
-            // The ranks that need the same first and last KV head as this rank. The tokens of a block are distributed
-            // over them in turn.
+            // The ranks that need the same first and last KV head as this rank. The tokens of a block are
+            // distributed over them in turn.
             let first = |u: u32| u * (problem.q_heads / ulysses) + u.min(problem.q_heads % ulysses);
             let ends = |u: u32| [first(u), first(u + 1) - 1].map(|head| head / problem.group());
             let mates: Vec<u32> = (0..ulysses).filter(|other| ends(*other) == ends(u)).collect();
@@ -139,7 +141,8 @@ fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64,
             }
         }
         Strategy::Pipelined => {
-            // Each quarter of each shard is a message of its own, and goes as far as the last shard that sees it.
+            // Each quarter of each shard is a message of its own, and goes as far as the last shard that sees
+            // it.
             for (hop, quarter) in (0..ring).flat_map(|hop| (0..4).map(move |quarter| (hop, quarter))) {
                 let owner = (r + ring - hop) % ring;
                 let shard = keys(owner);

@@ -6,7 +6,8 @@ use crate::plan_properties::Random;
 
 pub(crate) type Fault = fn(&mut PlanSet, &mut Random) -> Option<&'static str>;
 
-/// Each fault breaks a plan in one way. It returns false if the plan has nothing to break in this way.
+/// Each fault breaks a plan in one way. It returns false if the plan has nothing to break in this
+/// way.
 pub(crate) const FAULTS: &[Fault] = &[
     |set, random| {
         let (rank, step) = pick(set, random, |step| matches!(step, Step::Attend { .. }))?;
@@ -35,8 +36,8 @@ pub(crate) const FAULTS: &[Fault] = &[
         let Step::Repack { into, .. } = plan.steps.remove(step) else {
             return None;
         };
-        // This fault does not apply if the mask hides everything and no step reads the copy, if keys are replicated, or
-        // if attention runs over keys in halves.
+        // This fault does not apply if the mask hides everything and no step reads the copy, if keys are
+        // replicated, or if attention runs over keys in halves.
         let of_copy = |part: &Slice| {
             let (start, end) = (part.tokens.start, part.tokens.end);
             part.buffer == into.buffer && start < into.tokens.end && into.tokens.start < end
@@ -147,7 +148,8 @@ pub(crate) const FAULTS: &[Fault] = &[
         Some("a merge left out")
     },
     |set, random| {
-        // The plan declares fewer keys for a state than it contains. Both sides declare the same, so that they agree.
+        // The plan declares fewer keys for a state than it contains. Both sides declare the same, so that
+        // they agree.
         let (rank, step) =
             pick(set, random, |step| matches!(step, Step::Exchange { sends, .. } if !sends.is_empty()))?;
         let Step::Exchange { id, sends, .. } = set.plans[rank].steps[step].clone() else { return None };

@@ -1,4 +1,5 @@
-//! Plans on a stream of a device: every plan of every strategy ends where each rank carries out one exchange after the other.
+//! Plans on a stream of a device: every plan of every strategy ends where each rank carries out one
+//! exchange after the other.
 
 use kyklos::plan::{PlanSet, Step, check, check_in_order};
 use kyklos::{
@@ -24,8 +25,8 @@ proptest! {
     }
 }
 
-/// Both ranks post both exchanges before they wait, in opposite order. Messages that move side by side end; one after the other they
-/// do not.
+/// Both ranks post both exchanges before they wait, in opposite order. Messages that move side by
+/// side end; one after the other they do not.
 #[test]
 fn exchanges_in_opposite_order_are_found() {
     let problem = AttentionProblem::new([1, 8, 1, 1, 8], Dtype::F32, Mask::full()).unwrap();

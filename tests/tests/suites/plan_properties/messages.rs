@@ -1,4 +1,5 @@
-//! Messages and bytes of backward plans with a full mask and even shards, from the formulas of their documentation.
+//! Messages and bytes of backward plans with a full mask and even shards, from the formulas of
+//! their documentation.
 
 use kyklos::plan::check;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_backward};

@@ -1,5 +1,5 @@
-//! Plans over random problems, meshes, splits and masks. Every plan is proved. Its bytes are exactly the bytes of a
-//! second, independent closed form. No planted fault passes the proof.
+//! Plans over random problems, meshes, splits and masks. Every plan is proved. Its bytes are
+//! exactly the bytes of a second, independent closed form. No planted fault passes the proof.
 
 mod backward;
 mod backward_bytes;
@@ -22,7 +22,8 @@ use kyklos::{
 use proptest::prelude::*;
 use proptest::strategy::Strategy as _;
 
-/// A plan set that prints its problem, mesh, strategy and placement, but not its plans, because they are too long.
+/// A plan set that prints its problem, mesh, strategy and placement, but not its plans, because
+/// they are too long.
 #[derive(Clone)]
 pub(crate) struct Drawn(pub(crate) PlanSet);
 
@@ -214,8 +215,8 @@ fn a_deadlock_between_two_ranks_is_found() {
     let mesh = Mesh::new(1, 2).unwrap();
     let mut set =
         plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring).unwrap();
-    // Divide the hop into two exchanges on both ranks. Each rank first waits for a message that the other rank sends
-    // only in its second exchange.
+    // Divide the hop into two exchanges on both ranks. Each rank first waits for a message that the
+    // other rank sends only in its second exchange.
     for plan in &mut set.plans {
         let Step::Exchange { sends, recvs, .. } = plan.steps[0].clone() else {
             panic!("the ring posts first")
@@ -274,7 +275,8 @@ fn plan_sets_with_missing_plans_or_owners_are_refused() {
 
 #[test]
 fn bytes_on_known_meshes_are_the_published_ones() {
-    // MHA, 8 ranks, in units of 2·S·H/N elements: U8R1 1.75, U4R2 2.5, U2R4 4, U1R8 7 (lse not counted).
+    // MHA, 8 ranks, in units of 2·S·H/N elements: U8R1 1.75, U4R2 2.5, U2R4 4, U1R8 7 (lse not
+    // counted).
     let (seq, heads, dim) = (1024u32, 8u32, 64u32);
     let problem = AttentionProblem::new([1, seq, heads, heads, dim], Dtype::F32, Mask::full()).unwrap();
     for (ulysses, units) in [(8, 1.75), (4, 2.5), (2, 4.0), (1, 7.0)] {
@@ -404,8 +406,8 @@ fn under_a_causal_mask_each_ring_sends_only_visible_blocks() {
             let sent: u64 = check(&set).unwrap().iter().map(|check| check.bytes_sent).sum();
             sent as f64 / (f64::from(ring - 1) * f64::from(640 * 2 * 2 * 16 * 2))
         };
-        // Contiguous: only later shards see a shard. Zigzag: all shards see a shard, but only earlier shards see its
-        // back half.
+        // Contiguous: only later shards see a shard. Zigzag: all shards see a shard, but only earlier
+        // shards see its back half.
         assert_eq!(share(Strategy::Ring, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Gather, PlacementKind::Contiguous), 0.5);
         assert_eq!(share(Strategy::Ring, PlacementKind::Zigzag), 1.0);
@@ -537,7 +539,8 @@ fn replicated_keys_are_never_sent() {
         assert_eq!(sent(0..96, (1, 4), strategy), 0, "{strategy}: cross-attention to keys that all have");
     }
     let all_to_all = sent(0..0, (2, 2), Strategy::Unified) - sent(0..96, (2, 2), Strategy::Unified);
-    // Each rank sends half of the heads of its 24 keys to its peer. Then one head of its 48 keys goes around the ring.
+    // Each rank sends half of the heads of its 24 keys to its peer. Then one head of its 48 keys goes
+    // around the ring.
     assert_eq!(all_to_all, 4 * (24 * key_bytes / 2 + 48 * key_bytes / 2));
 }
 

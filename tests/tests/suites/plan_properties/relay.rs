@@ -1,4 +1,5 @@
-//! Relay: several ranks of a shard need the same KV heads. These heads cross between shards once, during attention.
+//! Relay: several ranks of a shard need the same KV heads. These heads cross between shards once,
+//! during attention.
 
 use kyklos::plan::{Plan, PlanSet, Step, check};
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, plan_forward};
@@ -33,7 +34,8 @@ fn relayed_kv_heads_cross_between_shards_once() {
             rounds_sent(&set)
         };
         let (unified, relay) = (sent(Strategy::Unified), sent(Strategy::Relay));
-        // Two KV heads for eight ranks: four ranks need the same head, so each of them sends a quarter of it.
+        // Two KV heads for eight ranks: four ranks need the same head, so each of them sends a quarter of
+        // it.
         for (rank, (unified, relay)) in unified.iter().zip(&relay).enumerate() {
             assert_eq!(relay.0 * 4, unified.0, "rank {rank}");
         }
@@ -48,7 +50,8 @@ fn relayed_kv_heads_cross_between_shards_once() {
 
 #[test]
 fn relay_is_unified_where_no_two_ranks_need_the_same_kv_heads() {
-    // With 3 KV heads over 4 ranks, two ranks need the same head, but no two ranks need the same set of heads.
+    // With 3 KV heads over 4 ranks, two ranks need the same head, but no two ranks need the same set of
+    // heads.
     for (heads, kv_heads) in [(8, 4), (8, 8), (12, 3)] {
         let problem = AttentionProblem::new([1, 64, heads, kv_heads, 8], Dtype::F32, Mask::causal()).unwrap();
         let plans = |strategy| {
@@ -75,9 +78,9 @@ fn both_moves_of_a_relay_travel_under_attention() {
                 _ => {}
             }
         }
-        // Attention over half of the rank's 32 tokens overlaps the first hop. The other half overlaps the second hop
-        // and the exchange of the first block's pieces. The first block overlaps the exchange of the second block's
-        // pieces. The second block overlaps nothing.
+        // Attention over half of the rank's 32 tokens overlaps the first hop. The other half overlaps the
+        // second hop and the exchange of the first block's pieces. The first block overlaps the
+        // exchange of the second block's pieces. The second block overlaps nothing.
         assert_eq!(under, [(16, 1), (16, 2), (32, 1), (32, 0)], "rank {}", plan.rank);
     }
 }

@@ -25,7 +25,8 @@ use kyklos_backend_suite::{Prepared, attend_planned};
 /// Far below the deadline of a session, which is 60 s.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Polls `future` up to `polls` times, with time for the peers in between; then drops it. `Some` if it has ended.
+/// Polls `future` up to `polls` times, with time for the peers in between; then drops it. `Some` if
+/// it has ended.
 fn poll_and_drop<T>(future: impl Future<Output = T>, polls: usize) -> Option<T> {
     let mut future = pin!(future);
     for _ in 0..polls {
@@ -99,7 +100,8 @@ fn a_panic_during_a_call_ends_the_group_although_the_transport_lives_on() {
     });
 }
 
-/// Keeps rank 0 in its first step until rank 2 has dropped its run: all ranks but rank 0 need the keys of rank 0.
+/// Keeps rank 0 in its first step until rank 2 has dropped its run: all ranks but rank 0 need the
+/// keys of rank 0.
 #[derive(Debug, Default)]
 struct Holds(AtomicBool);
 

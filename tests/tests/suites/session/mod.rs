@@ -229,8 +229,8 @@ fn after_inputs_that_one_rank_refuses_all_ranks_can_run() {
     });
 }
 
-/// Calls of changing shapes: results stay right, and memory does not grow with the number of calls. In a process of its own:
-/// other tests use memory too.
+/// Calls of changing shapes: results stay right, and memory does not grow with the number of calls.
+/// In a process of its own: other tests use memory too.
 #[test]
 fn memory_stays_flat_over_calls_of_changing_shapes() {
     const ALONE: &str = "KYKLOS_TEST_ALONE";

@@ -46,7 +46,8 @@ fn part(plans: &ProvedPlans, rank: Rank) -> Tensors {
     shard(plans.set(), rank, &whole).unwrap()
 }
 
-/// Every way in which a call does not fit given plans is one error of all ranks, and the session stays usable.
+/// Every way in which a call does not fit given plans is one error of all ranks, and the session
+/// stays usable.
 #[test]
 fn calls_that_do_not_fit_their_plans_are_refused_on_all_ranks() {
     let right = ring(&problem());
@@ -107,7 +108,8 @@ fn calls_that_do_not_fit_their_plans_are_refused_on_all_ranks() {
     }
 }
 
-/// The bytes of calls that the session plans, and of calls of plans that the caller makes from the same options.
+/// The bytes of calls that the session plans, and of calls of plans that the caller makes from the
+/// same options.
 #[test]
 fn given_plans_give_the_bytes_of_a_call_that_the_session_plans() {
     let same = on_threads(in_process_group(2), |transport| {

@@ -18,7 +18,8 @@ use kyklos_transport::{Abort, AbortCause, Progress, Rank, in_process_group};
 
 use super::{both, made_up};
 
-/// Both ranks make calls that do not fit, then one that does. Every error is the same on both ranks.
+/// Both ranks make calls that do not fit, then one that does. Every error is the same on both
+/// ranks.
 #[test]
 fn ranks_that_disagree_get_one_error_and_can_go_on() {
     type Change = fn(Attention, Tensor) -> (Attention, Tensor);
@@ -187,8 +188,8 @@ fn a_session_that_one_rank_makes_anew_is_named_on_all_ranks() {
     assert!(errors[0].contains("rank 1 is at call 0 of its session, rank 0 at call 1"), "{}", errors[0]);
 }
 
-/// Rank 1 leaves out its second call, as a caller does whose own code fails. Every later call fails on both ranks: none meets a call
-/// of another place.
+/// Rank 1 leaves out its second call, as a caller does whose own code fails. Every later call fails
+/// on both ranks: none meets a call of another place.
 #[test]
 fn a_call_that_a_rank_left_out_is_never_taken_for_the_next_one() {
     for group in [in_process_group(2), quic_loopback_group(2).unwrap()] {

@@ -18,8 +18,8 @@ use kyklos_transport::{Rank, Transport, in_process_group};
 use super::{call_of, parts};
 use crate::amount::amount;
 
-/// A device in simulated time, and its clock: only attend steps take time, as long as their work says. So the shares of a test do
-/// not depend on the load of the machine that runs it.
+/// A device in simulated time, and its clock: only attend steps take time, as long as their work
+/// says. So the shares of a test do not depend on the load of the machine that runs it.
 #[derive(Debug)]
 struct Simulated {
     now_ns: AtomicU64,

@@ -33,8 +33,9 @@ fn gradients_take_the_products_of_the_device() {
     assert!(refusal.contains("device.d.attention.backward_products = 0"), "{refusal}");
 }
 
-/// A hop of keys and the sums that go home take at most the time of the gradients of a shard of T tokens if T is at least
-/// F (e + 4) / (p g W): F flop/s, e bytes of an element, p products, g query heads for each KV head, W bytes/s.
+/// A hop of keys and the sums that go home take at most the time of the gradients of a shard of T
+/// tokens if T is at least F (e + 4) / (p g W): F flop/s, e bytes of an element, p products, g
+/// query heads for each KV head, W bytes/s.
 #[test]
 fn hops_of_a_backward_ring_are_hidden_from_the_shard_of_the_formula_on() {
     let (shard, group) = (1024.0, 4.0);

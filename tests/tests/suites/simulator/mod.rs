@@ -101,7 +101,8 @@ fn int8_codes_send_fewer_bytes_and_cost_copies() {
     let coded = coded.unwrap();
     let slow = cluster("gb_per_s = 0.01\nlatency_us = 10", "");
     let (before, after) = (simulate(&exact, &slow).unwrap(), simulate(&coded, &slow).unwrap());
-    // 8 heads and 512 tokens: a byte for each element, a scale for each channel of 64 keys, and a scale for each value.
+    // 8 heads and 512 tokens: a byte for each element, a scale for each channel of 64 keys, and a scale
+    // for each value.
     let block = 8.0 * (2.0 * 512.0 * 64.0 + 8.0 * 64.0 * 4.0 + 512.0 * 4.0);
     let last_ns = after.ranks[0].compute_ns as f64 / 8.0;
     assert!(close(after.wall_ns as f64, 7.0 * block / 0.01 + last_ns), "{}", after.wall_ns);
@@ -117,8 +118,8 @@ fn int8_codes_send_fewer_bytes_and_cost_copies() {
 
 #[test]
 fn running_states_have_a_rate_of_their_own() {
-    // One rank: attention writes the state twice and reads it. Then the state is read for an output of about the same
-    // size.
+    // One rank: attention writes the state twice and reads it. Then the state is read for an output of
+    // about the same size.
     let alone = set([1, 512, 8, 8, 64], Mask::full(), [1, 1], PlacementKind::Contiguous);
     let text = fast().to_toml().unwrap();
     let slower = text.replace("copy_gb_per_s = 1000000000.0", "copy_gb_per_s = 1e9\nstate_gb_per_s = 1.0");
@@ -324,8 +325,9 @@ fn wall_s(ulysses: u32, ring: u32) -> f64 {
     predict(&wan(), candidate, &Split::Even, &cluster).expect("written to fit").wall_s()
 }
 
-/// maxdiffusion #430, seconds per step of 40 layers: 4 devices U2R2 2.74 and U4 3.06; 8 devices U4R2 1.595 and U8
-/// 1.590; 16 devices U8R2, because maxdiffusion requires that U divides the 40 heads. Only attention is simulated.
+/// maxdiffusion #430, seconds per step of 40 layers: 4 devices U2R2 2.74 and U4 3.06; 8 devices
+/// U4R2 1.595 and U8 1.590; 16 devices U8R2, because maxdiffusion requires that U divides the 40
+/// heads. Only attention is simulated.
 #[test]
 fn orderings_published_for_tpu_v7x_come_out_of_the_description_that_is_like_it() {
     let (two_by_two, four) = (wall_s(2, 2), wall_s(4, 1));
@@ -335,7 +337,8 @@ fn orderings_published_for_tpu_v7x_come_out_of_the_description_that_is_like_it()
     assert!((0.16..0.64).contains(&lost_s), "{lost_s}");
     let (four_by_two, eight) = (wall_s(4, 2), wall_s(8, 1));
     assert!((four_by_two / eight - 1.0).abs() < 0.05, "U4R2 {four_by_two}, U8 {eight}");
-    // In this library U16 can run, with 3 heads on some ranks and 2 on others. It is slower because of this imbalance.
+    // In this library U16 can run, with 3 heads on some ranks and 2 on others. It is slower because of
+    // this imbalance.
     let (eight_by_two, sixteen) = (wall_s(8, 2), wall_s(16, 1));
     assert!(eight_by_two < 0.9 * sixteen, "U8R2 {eight_by_two}, U16 {sixteen}");
     let wanted = PlanQuery {
@@ -375,7 +378,8 @@ fn the_first_candidate_is_the_fastest_and_refused_ones_are_last_with_their_reaso
 
 #[test]
 fn a_long_ring_is_extrapolated_from_two_short_ones_within_a_few_percent() {
-    // These rings are longer than the rings that the simulator walks. A full walk gives the expected result.
+    // These rings are longer than the rings that the simulator walks. A full walk gives the expected
+    // result.
     for (strategy, ring, mask, placement) in [
         (Strategy::Ring, 256, Mask::full(), PlacementKind::Contiguous),
         (Strategy::Ring, 256, Mask::causal(), PlacementKind::Zigzag),
@@ -420,8 +424,8 @@ fn relay_is_faster_where_links_between_hosts_are_slow_and_not_where_all_are_alik
         let [unified, relay] = [Strategy::Unified, Strategy::Relay].map(|s| wall_s(kv_heads, &hosts, s));
         assert!(relay < share * unified, "{kv_heads} KV heads: relay {relay}, unified {unified}");
     }
-    // One device per host, with one port for all its messages. At the first rate the messages are much faster than the
-    // overlapped computation, at the second rate they are slower.
+    // One device per host, with one port for all its messages. At the first rate the messages are much
+    // faster than the overlapped computation, at the second rate they are slower.
     for gb_per_s in [46, 4] {
         let alike = Cluster::from_toml(&format!(
             r#"

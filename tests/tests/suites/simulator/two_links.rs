@@ -1,4 +1,5 @@
-//! Discrete devices with a link that reaches their memory inside a host, and one between hosts that does not.
+//! Discrete devices with a link that reaches their memory inside a host, and one between hosts that
+//! does not.
 
 use kyklos::simulate::{Cluster, PlanQuery, choose, simulate};
 use kyklos::{AttentionProblem, Dtype, Mask, Split};

@@ -50,7 +50,8 @@ impl Core {
         self.call_ended();
     }
 
-    /// On the coordinator: counts a vote, and sends the verdict if it was the last one of its round.
+    /// On the coordinator: counts a vote, and sends the verdict if it was the last one of its
+    /// round.
     pub(crate) fn count_vote(&self, coordinator: &Coordinator, rank: Rank, vote: Vote) {
         let counted = coordinator.lock().ballot.cast(rank, vote);
         match counted {
@@ -88,7 +89,8 @@ impl Core {
 
     /// On every rank: the coordinator has named a missing vote of a round.
     ///
-    /// Only the voter knows whether it still waits, so the voter ends a wait for a rank that has left.
+    /// Only the voter knows whether it still waits, so the voter ends a wait for a rank that has
+    /// left.
     pub(crate) fn note_missing(&self, MissingVote { round, rank, left }: MissingVote) {
         let waits = {
             let mut state = self.lock();
@@ -101,7 +103,8 @@ impl Core {
     }
 }
 
-/// The frames that tell a rank how a round ended, encoded once for all ranks. They stay together on the way.
+/// The frames that tell a rank how a round ended, encoded once for all ranks. They stay together on
+/// the way.
 fn verdict_frames(round: u64, verdict: &Verdict) -> Bytes {
     let mut frames = Vec::new();
     let refusal = match verdict {

@@ -1,4 +1,5 @@
-//! The control connections between rank 0 and every other rank: heartbeats, and the one abort that counts.
+//! The control connections between rank 0 and every other rank: heartbeats, and the one abort that
+//! counts.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -43,7 +44,8 @@ impl Core {
                     self.decide(abort);
                 }
                 Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.size => {
-                    // A rank that has left in order owes nothing: the other rank would have aborted otherwise.
+                    // A rank that has left in order owes nothing: the other rank would have aborted
+                    // otherwise.
                     if peer == self.me || !coordinator.left(peer) {
                         let text = format!("rank {rank} lost its link to it: {text}");
                         self.died(peer, text);
@@ -146,7 +148,8 @@ impl Core {
         self.aborted(Abort { culprit: Rank::COORDINATOR, cause: AbortCause::Died(text), progress });
     }
 
-    /// On the coordinator: sends heartbeats to every rank, and counts the ticks for which each is silent.
+    /// On the coordinator: sends heartbeats to every rank, and counts the ticks for which each is
+    /// silent.
     pub(crate) async fn beat_as_coordinator(self: Arc<Self>) {
         let Some(coordinator) = &self.coordinator else {
             return;
@@ -202,7 +205,8 @@ impl Core {
         Report { progress: self.progress(), beats: self.pulse.beats(), works, waits_for }
     }
 
-    /// On every other rank: sends heartbeats with this rank's report, and counts the ticks for which the coordinator is silent.
+    /// On every other rank: sends heartbeats with this rank's report, and counts the ticks for
+    /// which the coordinator is silent.
     pub(crate) async fn beat_as_member(self: Arc<Self>, heard: Arc<CoordinatorSilence>) {
         let mut ticks = ticks(self.endpoint.timing.heartbeat);
         let mut over = self.over.subscribe();
@@ -308,7 +312,8 @@ impl CoordinatorSilence {
 
 fn ticks(heartbeat: Duration) -> tokio::time::Interval {
     let mut ticks = tokio::time::interval(heartbeat);
-    // After a stall the next tick is a whole period away: the frames that have queued up are read first.
+    // After a stall the next tick is a whole period away: the frames that have queued up are read
+    // first.
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks
 }

@@ -93,7 +93,8 @@ impl Coordinator {
         self.lock().missing_in(usize::MAX)
     }
 
-    /// Counts a tick of silence for every rank, and returns a rank that has been silent for as long as `path` says.
+    /// Counts a tick of silence for every rank, and returns a rank that has been silent for as long
+    /// as `path` says.
     pub(crate) fn tick(&self, path: impl Fn(Rank) -> PathSigns) -> Option<(Rank, DeadLink)> {
         let mut state = self.lock();
         let mut dead = None;
@@ -124,8 +125,9 @@ pub(crate) struct PathSigns {
 pub(crate) enum DeadLink {
     /// No packet of the peer arrives.
     FromPeer,
-    /// Packets of the peer arrive, and acknowledge none of this rank, for so many ticks. The peer counts this rank as dead by now,
-    /// and cannot be relied upon to have told it: what it says once is lost with one packet.
+    /// Packets of the peer arrive, and acknowledge none of this rank, for so many ticks. The peer
+    /// counts this rank as dead by now, and cannot be relied upon to have told it: what it says
+    /// once is lost with one packet.
     ToPeer { ticks: u32 },
 }
 
@@ -144,8 +146,8 @@ impl Silence {
         self.ticks = 0;
     }
 
-    /// Counts a tick, in which this rank has sent a heartbeat, unless the rank has shown that it lives. Returns whether it
-    /// counts as dead.
+    /// Counts a tick, in which this rank has sent a heartbeat, unless the rank has shown that it
+    /// lives. Returns whether it counts as dead.
     pub(crate) fn tick(&mut self, path: PathSigns) -> Option<DeadLink> {
         let PathSigns { signs_of_life, acknowledged, dead_after } = path;
         if std::mem::replace(&mut self.signs_of_life, signs_of_life) != signs_of_life {

@@ -1,7 +1,7 @@
 //! The state that the tasks and the calls of one rank share, and how a failure reaches every rank.
 //!
-//! Calls come in from any thread, frames and streams from tasks of the tokio context; both change the state under
-//! one lock that is never held across a wait.
+//! Calls come in from any thread, frames and streams from tasks of the tokio context; both change
+//! the state under one lock that is never held across a wait.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +45,8 @@ pub(crate) struct Core {
     /// Of rank 0.
     pub(crate) coordinator: Option<Coordinator>,
     pub(crate) runtime: Handle,
-    /// Wakes the tasks that wait for the end of a call, and the watcher of deadlines if one has become earlier.
+    /// Wakes the tasks that wait for the end of a call, and the watcher of deadlines if one has
+    /// become earlier.
     pub(crate) changed: Notify,
     /// Becomes true when the rank has left the group and all its tasks must end.
     pub(crate) over: watch::Sender<bool>,
@@ -98,7 +99,8 @@ impl Core {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, RankState> {
-        // State is changed by code that does not panic between two related changes; a poisoned lock is usable.
+        // State is changed by code that does not panic between two related changes; a poisoned lock is
+        // usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -127,8 +129,9 @@ impl Core {
         self.recorder.enter(progress);
     }
 
-    /// A call was posted with this deadline. The watcher must hear of it only if it would sleep too long: most deadlines
-    /// are later than that of a call before, and to wake another thread costs more than to post a small message.
+    /// A call was posted with this deadline. The watcher must hear of it only if it would sleep too
+    /// long: most deadlines are later than that of a call before, and to wake another thread
+    /// costs more than to post a small message.
     pub(crate) fn posted(&self, deadline: Deadline) {
         if self.lock().watched.is_none_or(|watched| deadline.at() < watched) {
             self.changed.notify_waiters();
@@ -193,9 +196,11 @@ impl Core {
         }
     }
 
-    /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and aborts the group.
+    /// A peer has broken the protocol: ends the receive that it concerns, tells the peer, and
+    /// aborts the group.
     pub(crate) fn misbehaved(&self, peer: Rank, tag: Option<Tag>, text: String) {
-        // One answer is enough: a peer that misbehaves again and again, and reads no answer, must not fill queues.
+        // One answer is enough: a peer that misbehaves again and again, and reads no answer, must not fill
+        // queues.
         let is_known = self.lock().calls.aborted().is_some();
         if let Some(tag) = tag {
             self.recorder.note(EventKind::Refused, peer, tag, 0);

@@ -22,10 +22,11 @@ pub(crate) struct Lane {
     turns: Arc<Turns>,
 }
 
-/// Large messages are sent one at a time, in the order of their requests. Interleaved, all of them would finish late.
+/// Large messages are sent one at a time, in the order of their requests. Interleaved, all of them
+/// would finish late.
 ///
-/// The turn goes to the next message when the connection has taken the last byte of this one, which may still have to leave. Until then it
-/// has the higher priority.
+/// The turn goes to the next message when the connection has taken the last byte of this one, which
+/// may still have to leave. Until then it has the higher priority.
 type Turns = tokio::sync::Mutex<i32>;
 
 impl Lane {
@@ -33,7 +34,8 @@ impl Lane {
         Self { connection, runtime, turns: Arc::default() }
     }
 
-    /// Waits for the turn of a large message, which ends when the guard is dropped. The guard has the priority of its streams.
+    /// Waits for the turn of a large message, which ends when the guard is dropped. The guard has
+    /// the priority of its streams.
     pub(crate) async fn turn(&self) -> MutexGuard<'_, i32> {
         let mut priority = self.turns.lock().await;
         // After 2^31 messages the next one overtakes those that still leave.
@@ -75,7 +77,8 @@ impl Link {
         }
     }
 
-    /// Queues a frame. A link whose connection has ended drops it: the task that watches the connection handles that.
+    /// Queues a frame. A link whose connection has ended drops it: the task that watches the
+    /// connection handles that.
     pub(crate) fn say(&self, frame: Frame) {
         self.say_encoded(frame.encode().into());
     }
@@ -93,8 +96,8 @@ impl Link {
         self.queued.load(Ordering::Relaxed) > MAX_QUEUED_FRAMES
     }
 
-    /// Grows with each packet of the peer, which nobody else can make: a sign of life also while a lost packet holds back the
-    /// frames of the stream.
+    /// Grows with each packet of the peer, which nobody else can make: a sign of life also while a
+    /// lost packet holds back the frames of the stream.
     pub(crate) fn signs_of_life(&self) -> u64 {
         let received = self.connection.stats().frame_rx;
         received.acks + received.stream + received.ping + received.max_data + received.max_stream_data

@@ -1,4 +1,5 @@
-//! The notes of a round on a rank that is not the coordinator: they arrive in frames before the verdict.
+//! The notes of a round on a rank that is not the coordinator: they arrive in frames before the
+//! verdict.
 
 use bytes::Bytes;
 
@@ -17,7 +18,8 @@ impl ArrivingNotes {
         Self { size: size as usize, round: 0, notes: Vec::new() }
     }
 
-    /// Adds the notes of the next ranks. Fails if they are not of the same round, or are more than there are ranks.
+    /// Adds the notes of the next ranks. Fails if they are not of the same round, or are more than
+    /// there are ranks.
     pub(crate) fn add(&mut self, round: u64, notes: &Notes) -> Result<(), String> {
         self.check_round(round)?;
         let count = self.notes.len() + notes.len();
@@ -29,7 +31,8 @@ impl ArrivingNotes {
         Ok(())
     }
 
-    /// The notes of all ranks at the verdict of a round that ended well. Without notes before it, all are empty.
+    /// The notes of all ranks at the verdict of a round that ended well. Without notes before it,
+    /// all are empty.
     pub(crate) fn take(&mut self, round: u64) -> Result<Vec<Bytes>, String> {
         self.check_round(round)?;
         match self.notes.len() {

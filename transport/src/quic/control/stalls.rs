@@ -1,8 +1,9 @@
 //! The second detector: a rank that is alive but makes no progress while others wait for it.
 //!
-//! Only a rank that works can be stuck. A rank that waits is not at fault, however long it waits, and neither is one whose
-//! caller does something between two operations: the callers' own deadlines end that. Time is counted in heartbeats of
-//! the rank itself that arrived and reported nothing new: a host that was suspended as a whole has not been stuck.
+//! Only a rank that works can be stuck. A rank that waits is not at fault, however long it waits,
+//! and neither is one whose caller does something between two operations: the callers' own
+//! deadlines end that. Time is counted in heartbeats of the rank itself that arrived and reported
+//! nothing new: a host that was suspended as a whole has not been stuck.
 
 use crate::rank::{Progress, Rank};
 
@@ -16,7 +17,8 @@ pub(crate) struct Report {
     pub(crate) waits_for: Vec<Rank>,
 }
 
-/// The last report of each rank, and for how many ticks it has made no progress while others waited for it.
+/// The last report of each rank, and for how many ticks it has made no progress while others waited
+/// for it.
 #[derive(Debug)]
 pub(crate) struct Stalls {
     ranks: Vec<Watched>,

@@ -25,7 +25,8 @@ pub(crate) type ReceiveCall = calls::ReceiveCall<TokioClock, Incoming>;
 pub(crate) struct RankState {
     pub(crate) phase: Phase,
     pub(crate) calls: Calls,
-    /// The deadline until which its watcher sleeps. It may be that of a call that has ended. `None` is for ever.
+    /// The deadline until which its watcher sleeps. It may be that of a call that has ended. `None`
+    /// is for ever.
     pub(crate) watched: Option<Instant>,
     /// Round of votes in which this rank votes next.
     pub(crate) next_round: u64,
@@ -118,7 +119,8 @@ impl Transfer for Incoming {
     }
 }
 
-/// The known state of the messages between this rank and another one, except messages that are posted here.
+/// The known state of the messages between this rank and another one, except messages that are
+/// posted here.
 #[derive(Debug, Default)]
 pub(crate) struct Peer {
     /// It has left the group in order.
@@ -166,7 +168,8 @@ impl RankState {
         Some(call)
     }
 
-    /// Ends late calls. Returns unrequested messages that may be in flight: their receivers must not keep them.
+    /// Ends late calls. Returns unrequested messages that may be in flight: their receivers must
+    /// not keep them.
     pub(crate) fn end_calls_past(&mut self, now: Instant) -> Vec<(Rank, Tag)> {
         let ended = self.calls.end_calls_past(now).into_iter();
         let unwanted: Vec<_> =

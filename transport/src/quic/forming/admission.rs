@@ -59,7 +59,8 @@ pub(crate) enum GroupStatus {
     First { epoch: u32 },
     /// A group at work.
     Group { epoch: u32, members: Vec<Rank> },
-    /// Between two groups: the next one has this epoch or a later one, and is of all ranks or of survivors.
+    /// Between two groups: the next one has this epoch or a later one, and is of all ranks or of
+    /// survivors.
     Between { from_epoch: u32, everyone: bool },
 }
 
@@ -155,7 +156,8 @@ impl Admission {
             let slot = match self.pending.decide(from.ip(), incoming.remote_address_validated()) {
                 HandshakeDecision::Accept(slot) => slot,
                 HandshakeDecision::RequireRetry => {
-                    // Nothing is kept: the token to show again is in the answer. It fails only for a proven address.
+                    // Nothing is kept: the token to show again is in the answer. It fails only for a proven
+                    // address.
                     let _ = incoming.retry();
                     continue;
                 }
@@ -169,8 +171,9 @@ impl Admission {
                 if let Err(refusal) = admission.receive(incoming, lane, streams.as_ref()).await {
                     tracing::info!(error = refusal.text, %from, "turned a connection away");
                     admission.note_refusal(from.ip(), &refusal);
-                    // quinn keeps the state of such a connection: for three probe timeouts, and until the idle timeout if its
-                    // first packet closed it, which a forged packet can do.
+                    // quinn keeps the state of such a connection: for three probe timeouts, and until the
+                    // idle timeout if its first packet closed it, which a forged packet
+                    // can do.
                     let idle = admission.idle_timeout;
                     drop(admission);
                     sleep(idle).await;

@@ -1,5 +1,5 @@
-//! How ranks form the first group: every rank dials rank 0, rank 0 sends the addresses of all, and of every two
-//! ranks the higher one dials the lower one.
+//! How ranks form the first group: every rank dials rank 0, rank 0 sends the addresses of all, and
+//! of every two ranks the higher one dials the lower one.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -94,8 +94,8 @@ impl<'a> Forming<'a> {
         }
     }
 
-    /// What this rank knows of the first group, if that group lost a rank while it formed. To the rules of the next group this
-    /// rank has been in it: it never starts without this rank.
+    /// What this rank knows of the first group, if that group lost a rank while it formed. To the
+    /// rules of the next group this rank has been in it: it never starts without this rank.
     fn into_prior(self) -> Option<PriorGroup> {
         let lost = self.lost?;
         let mut addresses = self.addresses;
@@ -173,7 +173,8 @@ impl<'a> Forming<'a> {
             self.lost = Some(LostRank { rank: Rank::COORDINATOR, is_silent: false });
         }
         let (mut control, _) = dialled?;
-        // Rank 0 reports which ranks are missing, and why. So waiting for that report is better than an earlier error.
+        // Rank 0 reports which ranks are missing, and why. So waiting for that report is better than an
+        // earlier error.
         self.deadline += MEMBER_EXTRA_WAIT;
         let table = self.hear_table(&mut control).await?;
         self.remember(&table);
@@ -181,8 +182,8 @@ impl<'a> Forming<'a> {
         self.report_meshed(control, data, table).await
     }
 
-    /// On every other member: all data connections of this rank. It dials lower ranks, the coordinator at the
-    /// address under which it has been reached.
+    /// On every other member: all data connections of this rank. It dials lower ranks, the
+    /// coordinator at the address under which it has been reached.
     pub(crate) async fn dial_mesh(
         &mut self,
         control: &PeerConnection,
@@ -361,7 +362,7 @@ impl<'a> Forming<'a> {
         }
     }
 
-    /// Notes that the connection of a rank has ended, unless the coordinator has given up, with a reason.
+    /// Notes that the connection of a rank has ended, unless the coordinator gave a reason.
     pub(crate) fn lost(&mut self, joined: &PeerConnection) -> TransportError {
         self.lost = LostRank::of(joined).or(self.lost);
         TransportError::bootstrap(format!(

@@ -25,57 +25,70 @@ pub struct QuicConfig {
     pub size: u32,
     /// The job; must be the job of the identity.
     pub job: JobId,
-    /// Counts re-formations of the group within one job: ranks of different epochs refuse each other.
+    /// Counts re-formations of the group within one job: ranks of different epochs refuse each
+    /// other.
     pub epoch: u32,
     /// Where rank 0 listens (UDP).
     pub coordinator: SocketAddr,
     /// Other addresses of rank 0: all are dialled, and the first at which rank 0 answers is used.
     pub coordinator_also: Vec<SocketAddr>,
-    /// The name from which that address came: an identity of rank 0's host may hold it instead of the address.
+    /// The name from which that address came: an identity of rank 0's host may hold it instead of
+    /// the address.
     pub coordinator_name: Option<String>,
     /// The certificate and key of this rank.
     pub identity: Identity,
-    /// File from which this rank's identity is read again whenever a group forms again, so that a renewed one counts without a
-    /// restart. It must be of the same rank or host, job and authority; otherwise the earlier one stays, with a warning.
+    /// File from which this rank's identity is read again whenever a group forms again, so that a
+    /// renewed one counts without a restart. It must be of the same rank or host, job and
+    /// authority; otherwise the earlier one stays, with a warning.
     pub identity_file: Option<PathBuf>,
-    /// Of rank 0: lets others in by its token while the first group forms. The identity must be the invitation's.
+    /// Of rank 0: lets others in by its token while the first group forms. The identity must be the
+    /// invitation's.
     pub invitation: Option<Arc<Invitation>>,
-    /// Revoked identities, refused on both sides of a connection; read again when a group forms again.
+    /// Revoked identities, refused on both sides of a connection; read again when a group forms
+    /// again.
     pub revoked: Option<Revoked>,
-    /// By rank, the name or address of its host, as far as the launcher gives it; ranks without one are `None` or missing. An identity of a host is taken for a rank that has its place there; without a place it must hold the
-    /// address at which the rank is seen.
+    /// By rank, the name or address of its host, as far as the launcher gives it; ranks without one
+    /// are `None` or missing. An identity of a host is taken for a rank that has its place there;
+    /// without a place it must hold the address at which the rank is seen.
     pub places: Vec<Option<String>>,
-    /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from, with any port.
+    /// Local address: of rank 0 to listen on, with the coordinator's port; of others to dial from,
+    /// with any port.
     pub bind: IpAddr,
     /// Port of ranks other than 0; 0 lets the system choose.
     pub port: u16,
-    /// Port of the second lane, if there are several; the others follow it. 0 lets the system choose.
+    /// Port of the second lane, if there are several; the others follow it. 0 lets the system
+    /// choose.
     pub lane_port: u16,
-    /// Where other ranks can reach this one, in the order in which they try it, besides the address at which it is seen: for
-    /// hosts with several addresses and behind address translation. At most [`MOST_ADVERTISED`](crate::wire::MOST_ADVERTISED);
-    /// port 0 stands for the port of this rank's socket.
+    /// Where other ranks can reach this one, in the order in which they try it, besides the address
+    /// at which it is seen: for hosts with several addresses and behind address translation. At
+    /// most [`MOST_ADVERTISED`](crate::wire::MOST_ADVERTISED); port 0 stands for the port of
+    /// this rank's socket.
     pub advertise: Vec<SocketAddr>,
     /// How long the group may take to form.
     pub connect_deadline: Duration,
-    /// Period of heartbeats, at most an hour; `None` is that of [`LinkSettings::profile`]. A rank counts as dead after twelve silent
-    /// ones, or later if the profile says so, and on a long path some round trips later. Best the same on all ranks.
+    /// Period of heartbeats, at most an hour; `None` is that of [`LinkSettings::profile`]. A rank
+    /// counts as dead after twelve silent ones, or later if the profile says so, and on a long
+    /// path some round trips later. Best the same on all ranks.
     pub heartbeat: Option<Duration>,
-    /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`](crate::Pulse) while others wait for it; then it counts
-    /// as stuck, and the group is aborted. Rank 0's setting counts. More than whatever one piece of work can take, such as
-    /// the compilation of a kernel.
+    /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`](crate::Pulse)
+    /// while others wait for it; then it counts as stuck, and the group is aborted. Rank 0's
+    /// setting counts. More than whatever one piece of work can take, such as the compilation
+    /// of a kernel.
     pub stuck_after: Duration,
-    /// Receives one line for each warning: on rank 0, a rank that has made no progress for a quarter of
-    /// [`Self::stuck_after`]. With it the kind of failure of which the line warns.
+    /// Receives one line for each warning: on rank 0, a rank that has made no progress for a
+    /// quarter of [`Self::stuck_after`]. With it the kind of failure of which the line warns.
     pub warn: fn(&str, BootstrapKind),
-    /// Receives one line for each event worth a note: on rank 0, each identity that it has given away.
+    /// Receives one line for each event worth a note: on rank 0, each identity that it has given
+    /// away.
     pub note: fn(&str),
     /// Settings of the network between the ranks.
     pub link: LinkSettings,
 }
 
 impl QuicConfig {
-    /// The usual settings: 20 s to connect, the times of a local network, 180 s to be stuck, warnings as events of `tracing`,
-    /// bound to loopback if that is where the coordinator is and to all addresses otherwise.
+    /// The usual settings: 20 s to connect, the times of a local network, 180 s to be stuck,
+    /// warnings as events of `tracing`, bound to loopback if that is where the coordinator is
+    /// and to all addresses otherwise.
     pub fn new(rank: Rank, size: u32, job: JobId, coordinator: SocketAddr, identity: Identity) -> Self {
         Self {
             rank,
@@ -103,8 +116,8 @@ impl QuicConfig {
         }
     }
 
-    /// Binds to all addresses of IPv4 and IPv6, if the addresses of rank 0 and of this rank are of both families and no single
-    /// address was chosen. Call it when the addresses are set.
+    /// Binds to all addresses of IPv4 and IPv6, if the addresses of rank 0 and of this rank are of
+    /// both families and no single address was chosen. Call it when the addresses are set.
     pub fn bind_both_families(&mut self) {
         let all = [self.coordinator_candidates(), self.advertise.clone()].concat();
         self.bind = bind_for_both(self.bind, &all);

@@ -1,4 +1,5 @@
-//! The network side of a rank, which outlives its groups: its endpoints, admission of others, and dialling them.
+//! The network side of a rank, which outlives its groups: its endpoints, admission of others, and
+//! dialling them.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -79,8 +80,8 @@ impl std::fmt::Debug for RankEndpoint {
 /// Why a rank that was dialled did not take the connection.
 #[derive(Debug)]
 pub(crate) enum DialError {
-    /// Packets did not get through, or no process listens there. Another process may have answered at one of several addresses:
-    /// what was wrong with it.
+    /// Packets did not get through, or no process listens there. Another process may have answered
+    /// at one of several addresses: what was wrong with it.
     NoAnswer { elsewhere: Option<TransportError> },
     /// It takes no handshake now.
     Busy,
@@ -101,7 +102,8 @@ impl From<DialError> for TransportError {
 }
 
 impl DialError {
-    /// The one error of several dials of a rank. It may still answer, unless a rank has answered everywhere.
+    /// The one error of several dials of a rank. It may still answer, unless a rank has answered
+    /// everywhere.
     fn of_all(errors: Vec<Self>) -> Self {
         let (mut busy, mut failed, mut silent) = (false, None, false);
         for error in errors {
@@ -120,8 +122,9 @@ impl DialError {
 }
 
 impl RankEndpoint {
-    /// Dials until there is an answer or the deadline passes: others may start later, and packets may be lost. Returns
-    /// the connection, and the ports of the other's lanes beside the first.
+    /// Dials until there is an answer or the deadline passes: others may start later, and packets
+    /// may be lost. Returns the connection, and the ports of the other's lanes beside the
+    /// first.
     pub(crate) async fn dial_until_answered(
         &self,
         rank: Rank,
@@ -159,7 +162,8 @@ impl RankEndpoint {
         }
     }
 
-    /// Dials all addresses of a rank, one shortly after the other. The first at which the rank proves who it is counts.
+    /// Dials all addresses of a rank, one shortly after the other. The first at which the rank
+    /// proves who it is counts.
     pub(crate) async fn dial(
         &self,
         rank: Rank,
@@ -281,7 +285,8 @@ impl RankEndpoint {
         }
     }
 
-    /// Warns once if a listener that this rank dials refuses TCP. The rank keeps dialling: anybody can send that.
+    /// Warns once if a listener that this rank dials refuses TCP. The rank keeps dialling: anybody
+    /// can send that.
     pub(crate) async fn warn_of_refusal(&self) -> Infallible {
         refusal::refusal(self.refused.clone()).await;
         let hint = self.refusal_hint(&self.config.coordinator_candidates());
@@ -318,7 +323,8 @@ impl RankEndpoint {
         config.check_identity(&self.identity.now())
     }
 
-    /// Closes all connections with the reason for which this rank gives up, so that waiting ranks learn it.
+    /// Closes all connections with the reason for which this rank gives up, so that waiting ranks
+    /// learn it.
     pub(crate) async fn part(&self, why: &TransportError) {
         self.close(close_code::REJECTED, cut(&why.to_string()).as_bytes(), CLOSE_TIMEOUT).await;
     }

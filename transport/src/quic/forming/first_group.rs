@@ -14,7 +14,8 @@ use crate::error::TransportError;
 use crate::rank::Rank;
 use crate::transport::Regroup;
 
-/// The group that a rank enters first. If a rank is lost while it forms, that is the next one, with `who`.
+/// The group that a rank enters first. If a rank is lost while it forms, that is the next one, with
+/// `who`.
 pub(crate) async fn first_group(
     endpoint: &Arc<RankEndpoint>,
     who: Option<Regroup>,
@@ -54,7 +55,8 @@ async fn form_or_regroup(
     })
 }
 
-/// Shows an identity that does not fit to rank 0, so that rank 0 can report why this rank is missing. Best effort.
+/// Shows an identity that does not fit to rank 0, so that rank 0 can report why this rank is
+/// missing. Best effort.
 pub(crate) async fn report_bad_identity(endpoint: &RankEndpoint) {
     let config = &endpoint.config;
     if config.rank == Rank::COORDINATOR {

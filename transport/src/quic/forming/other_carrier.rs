@@ -1,4 +1,5 @@
-//! Refuses ranks that dial rank 0 over the carrier that it does not use: they would wait for an answer until their deadline.
+//! Refuses ranks that dial rank 0 over the carrier that it does not use: they would wait for an
+//! answer until their deadline.
 
 use std::future::pending;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use crate::quic::network::path::Carrier;
 use crate::quic::network::tcp::tunnel;
 use crate::rank::Rank;
 
-/// Refuses every connection until it is dropped. Does nothing if the port of the other carrier is not free.
+/// Refuses every connection until it is dropped. Does nothing if the port of the other carrier is
+/// not free.
 pub(crate) async fn refuse_all(endpoint: &RankEndpoint) -> std::convert::Infallible {
     let config = &endpoint.config;
     if config.rank == Rank::COORDINATOR {
@@ -34,7 +36,8 @@ pub(crate) async fn refuse_all(endpoint: &RankEndpoint) -> std::convert::Infalli
     pending().await
 }
 
-/// A refusal needs a handshake: only members and ranks with a token get it, and it cannot be forged.
+/// A refusal needs a handshake: only members and ranks with a token get it, and it cannot be
+/// forged.
 async fn refuse_all_udp(config: &QuicConfig, admission: &Admission, text: &str) {
     let Ok(socket) = binding::bind_udp(config.local_address()) else { return };
     let runtime = Arc::new(TokioRuntime);

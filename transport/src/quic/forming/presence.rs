@@ -1,4 +1,5 @@
-//! Of the coordinator of the first group: waits until all ranks are present. A rank that is lost may come again.
+//! Of the coordinator of the first group: waits until all ranks are present. A rank that is lost
+//! may come again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,10 +14,11 @@ use crate::rank::Rank;
 use crate::wire::Purpose;
 
 impl Forming<'_> {
-    /// Waits for a control connection of every other rank. Returns them by rank, and the ranks that have taken the place of lost
-    /// processes.
+    /// Waits for a control connection of every other rank. Returns them by rank, and the ranks that
+    /// have taken the place of lost processes.
     ///
-    /// A rank that is lost meanwhile is waited for as one that has not started. But if all others have come, it counts as lost.
+    /// A rank that is lost meanwhile is waited for as one that has not started. But if all others
+    /// have come, it counts as lost.
     pub(crate) async fn wait_for_ranks(
         &mut self,
     ) -> Result<(Vec<PeerConnection>, BTreeSet<Rank>), TransportError> {

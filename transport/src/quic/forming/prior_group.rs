@@ -8,7 +8,8 @@ use crate::membership::Claim;
 use crate::quic::network::connection::{is_rejection, is_silence};
 use crate::rank::Rank;
 
-/// The state of a rank's last group when it forms the next one. Ranks have their numbers of the first group.
+/// The state of a rank's last group when it forms the next one. Ranks have their numbers of the
+/// first group.
 #[derive(Debug)]
 pub(crate) struct PriorGroup {
     /// Empty if it was started anew.
@@ -28,7 +29,8 @@ pub(crate) struct LostRank {
 }
 
 impl LostRank {
-    /// The peer of a connection that has ended; `None` if it is a coordinator that has given up, with a reason.
+    /// The peer of a connection that has ended; `None` if it is a coordinator that has given up,
+    /// with a reason.
     pub(crate) fn of(joined: &PeerConnection) -> Option<Self> {
         let reason = joined.connection.close_reason();
         let has_given_up = joined.rank == Rank::COORDINATOR && reason.as_ref().is_some_and(is_rejection);

@@ -1,4 +1,5 @@
-//! Decoders of requests for an identity and their answers, for the fuzz targets: see `quic/decoders.rs`.
+//! Decoders of requests for an identity and their answers, for the fuzz targets: see
+//! `quic/decoders.rs`.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -22,8 +23,8 @@ struct Pair {
     granted: Vec<u8>,
 }
 
-/// A request for a certificate in DER, with the right secret: a rank is given for the key of the request, and
-/// again for the same key; a refused request changes nothing.
+/// A request for a certificate in DER, with the right secret: a rank is given for the key of the
+/// request, and again for the same key; a refused request changes nothing.
 pub fn application(der: &[u8]) {
     let pair = pair();
     let mut register = Register::new(Arc::clone(&pair.invitation), None);
@@ -40,7 +41,8 @@ pub fn application(der: &[u8]) {
     assert_eq!(again.ok(), Some(rank));
 }
 
-/// The certificate in DER that rank 0 gave: it is taken only for the key that was made here, and for the rank it names.
+/// The certificate in DER that rank 0 gave: it is taken only for the key that was made here, and
+/// for the rank it names.
 pub fn grant(der: &[u8]) {
     let pair = pair();
     let chain: Vec<CertificateDer<'_>> =

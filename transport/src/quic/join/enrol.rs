@@ -49,7 +49,8 @@ pub struct EnrolConfig {
 }
 
 impl EnrolConfig {
-    /// The usual settings: any rank, 20 s, bound as [`QuicConfig::new`](crate::quic::QuicConfig::new) does.
+    /// The usual settings: any rank, 20 s, bound as
+    /// [`QuicConfig::new`](crate::quic::QuicConfig::new) does.
     pub fn new(token: Token, coordinator: SocketAddr) -> Self {
         let (bind, link) = (usual_bind(coordinator), LinkSettings::default());
         let (coordinator_also, deadline) = (Vec::new(), Duration::from_secs(20));
@@ -72,8 +73,9 @@ impl EnrolConfig {
 ///
 /// # Errors
 ///
-/// [`TransportError::Bootstrap`] if there is no answer by the deadline, if the peer is not rank 0 of the token's authority, or if
-/// rank 0 refuses: a token that is wrong, used up or has expired, a rank that is taken.
+/// [`TransportError::Bootstrap`] if there is no answer by the deadline, if the peer is not rank 0
+/// of the token's authority, or if rank 0 refuses: a token that is wrong, used up or has expired, a
+/// rank that is taken.
 pub fn enrol(config: EnrolConfig) -> Result<Enrolled, TransportError> {
     let socket = binding::bind(SocketAddr::new(config.bind, 0), config.link.carrier)?;
     let thread = IoThread::start()?;

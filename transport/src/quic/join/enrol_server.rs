@@ -63,7 +63,8 @@ impl EnrolServer {
         *self.lock() = None;
     }
 
-    /// What the endpoint runs while enrolment is open: a handshake without a certificate, which is enough for nothing else.
+    /// What the endpoint runs while enrolment is open: a handshake without a certificate, which is
+    /// enough for nothing else.
     pub(crate) fn tls(&self) -> Option<Arc<QuicServerConfig>> {
         self.lock().is_some().then(|| Arc::clone(&self.tls))
     }

@@ -1,5 +1,5 @@
-//! The keys that a token has given, over all runs of rank 0 with its invitation. A holder of the token is anonymous: once one of
-//! these keys is revoked, nobody gets a rank by the token any more.
+//! The keys that a token has given, over all runs of rank 0 with its invitation. A holder of the
+//! token is anonymous: once one of these keys is revoked, nobody gets a rank by the token any more.
 
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
@@ -12,7 +12,8 @@ use crate::quic::trust::private_file;
 use crate::quic::trust::revoked::{self, Revoked};
 use crate::rank::Rank;
 
-/// The keys, in memory and, if the invitation is a file, in a list beside it. The list has the form of a list of revoked keys.
+/// The keys, in memory and, if the invitation is a file, in a list beside it. The list has the form
+/// of a list of revoked keys.
 #[derive(Debug, Default)]
 pub(super) struct GivenKeys {
     path: Option<PathBuf>,
@@ -20,8 +21,9 @@ pub(super) struct GivenKeys {
 }
 
 impl GivenKeys {
-    /// Reads the list beside an invitation. Without such a list no key has been given. Its name has the first digits of the
-    /// authority's hash, so that another invitation at the same path has another list.
+    /// Reads the list beside an invitation. Without such a list no key has been given. Its name has
+    /// the first digits of the authority's hash, so that another invitation at the same path
+    /// has another list.
     pub(super) fn beside(invitation: &Path, authority: &KeyHash) -> Result<Self, TransportError> {
         let path = invitation.with_file_name(format!("given-{authority:.16}"));
         let keys = match path.try_exists() {

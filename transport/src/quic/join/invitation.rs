@@ -1,4 +1,5 @@
-//! The invitation of rank 0, with which others can enrol by token: an authority for this one group, and rank 0's identity.
+//! The invitation of rank 0, with which others can enrol by token: an authority for this one group,
+//! and rank 0's identity.
 
 use std::fmt;
 use std::path::Path;
@@ -21,7 +22,8 @@ use crate::quic::trust::revoked::Revoked;
 use crate::quic::trust::validity::Validity;
 use crate::rank::{MAX_RANKS, Rank};
 
-/// Lets the ranks of one group enrol with a token. Its file holds private keys and belongs to rank 0 alone.
+/// Lets the ranks of one group enrol with a token. Its file holds private keys and belongs to rank
+/// 0 alone.
 pub struct Invitation {
     token: Token,
     size: u32,
@@ -41,7 +43,8 @@ pub struct InvitationTerms<'a> {
     pub size: u32,
     /// Name of the job.
     pub job: &'a str,
-    /// For how long the token lets ranks in. What they get by it holds for [`VALID_DAYS`] days from then on.
+    /// For how long the token lets ranks in. What they get by it holds for [`VALID_DAYS`] days from
+    /// then on.
     pub valid: Duration,
 }
 
@@ -89,13 +92,13 @@ impl Invitation {
         private_file::write_new(path, "invitation", &text)
     }
 
-    /// Reads a file that [`Self::write_file`] has written, and the list beside it (`given-…`) of keys that its token has
-    /// given.
+    /// Reads a file that [`Self::write_file`] has written, and the list beside it (`given-…`) of
+    /// keys that its token has given.
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner, or is
-    /// something else.
+    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner,
+    /// or is something else.
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let bytes = private_file::read(path, "invitation")?;
         let invitation = Self::parse(&bytes).map_err(|what| {

@@ -1,4 +1,5 @@
-//! Verifies rank 0 by the hash of its authority's key. The token contains nothing else about rank 0.
+//! Verifies rank 0 by the hash of its authority's key. The token contains nothing else about rank
+//! 0.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Which applicant gets which rank. It has no network and no clock: it gets addresses and times as arguments.
+//! Which applicant gets which rank. It has no network and no clock: it gets addresses and times as
+//! arguments.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -66,9 +67,11 @@ impl Register {
         Self { invitation, revoked, given: BTreeMap::new(), wrong_tokens: WrongTokens::default() }
     }
 
-    /// The answer to a request for a rank, or for any rank, and for a certificate of the applicant's key.
+    /// The answer to a request for a rank, or for any rank, and for a certificate of the
+    /// applicant's key.
     ///
-    /// A second request with the same key gets the same rank again: the first answer may have been lost.
+    /// A second request with the same key gets the same rank again: the first answer may have been
+    /// lost.
     ///
     /// # Errors
     ///

@@ -11,9 +11,11 @@ use super::binding::BINDING_BYTES;
 use crate::error::{BootstrapKind, TransportError};
 use crate::quic::trust::key_hash::KeyHash;
 
-/// `kyklos1.HASH.SECRET@HOST:PORT`: the hash of the authority's key, the secret, and where rank 0 is.
+/// `kyklos1.HASH.SECRET@HOST:PORT`: the hash of the authority's key, the secret, and where rank 0
+/// is.
 ///
-/// `Display` prints all of it, the secret too; `Debug` does not. With it any process can become a rank until it expires.
+/// `Display` prints all of it, the secret too; `Debug` does not. With it any process can become a
+/// rank until it expires.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token {
     pub(super) authority: KeyHash,
@@ -56,7 +58,8 @@ impl FromStr for Token {
 
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`], which does not repeat the text: a typing mistake leaves most of a secret as it is.
+    /// [`TransportError::Bootstrap`], which does not repeat the text: a typing mistake leaves most
+    /// of a secret as it is.
     fn from_str(text: &str) -> Result<Self, TransportError> {
         let wrong = |what: &str| {
             BootstrapKind::Token.error(format!("this is not a whole token, {what}: copy the whole token"))

@@ -8,7 +8,8 @@ use tokio::time::Instant;
 
 use crate::quic::network::handshakes::network;
 
-/// Wrong tokens by network. A secret of 128 bits is not guessed; this keeps trying from costing anything.
+/// Wrong tokens by network. A secret of 128 bits is not guessed; this keeps trying from costing
+/// anything.
 #[derive(Debug, Default)]
 pub(super) struct WrongTokens {
     /// How many are counted, and when the last one was.

@@ -1,4 +1,5 @@
-//! Messages between two ranks: requests for them, sending and receiving, over QUIC and through shared memory.
+//! Messages between two ranks: requests for them, sending and receiving, over QUIC and through
+//! shared memory.
 
 pub(crate) mod receiving;
 pub(crate) mod requests;

@@ -70,7 +70,8 @@ impl Core {
         self.posted(deadline);
     }
 
-    /// Accepts the streams of a lane until its connection ends, and then reports the reason of the end.
+    /// Accepts the streams of a lane until its connection ends, and then reports the reason of the
+    /// end.
     pub(crate) async fn accept_chunks(self: Arc<Self>, peer: Rank, lane: usize, connection: Connection) {
         // At most as many at once as the peer may have streams open.
         while let Ok(stream) = connection.accept_uni().await {
@@ -131,8 +132,9 @@ impl Core {
             Err(ReadEnd::Cancelled) => {
                 let _ = stream.stop(REFUSED);
             }
-            // A sender withdraws a message if it has given up or is being aborted. In the second case an abort is in
-            // flight and names the culprit. In the first case the receive has its own deadline.
+            // A sender withdraws a message if it has given up or is being aborted. In the second case an
+            // abort is in flight and names the culprit. In the first case the receive has its own
+            // deadline.
             Err(ReadEnd::ConnectionLost | ReadEnd::Withdrawn) => {}
             Err(ReadEnd::Broken(text)) => self.misbehaved(from, Some(tag), format!("{tag} has {text}")),
         }
@@ -174,8 +176,8 @@ impl Core {
         Ok(())
     }
 
-    /// Looks for the receive that a header belongs to. Every chunk but the last of a message has `chunk_bytes` on the way by which
-    /// this one has come.
+    /// Looks for the receive that a header belongs to. Every chunk but the last of a message has
+    /// `chunk_bytes` on the way by which this one has come.
     pub(super) fn claim(&self, from: Rank, header: &MessageHeader, chunk_bytes: u64) -> HeaderMatch {
         let tag = header.tag;
         let mut state = self.lock();

@@ -13,7 +13,8 @@ use crate::rank::{Rank, Tag, Taken};
 use crate::recorder::EventKind;
 use crate::wire::Frame;
 
-/// Most notes about one peer: its requests for messages that are not posted here, and messages withdrawn before they came.
+/// Most notes about one peer: its requests for messages that are not posted here, and messages
+/// withdrawn before they came.
 const MAX_PEER_NOTES: usize = 1 << 16;
 
 impl Core {
@@ -81,7 +82,8 @@ impl Core {
         self.recorder.note(EventKind::Asked, peer, tag, 0);
         let mut state = self.lock();
         let Some(call) = state.calls.sends.get_mut(&(peer, tag)) else {
-            // The request is too late: the sender has given up the message, and will never answer the request.
+            // The request is too late: the sender has given up the message, and will never answer the
+            // request.
             let is_given_up = state.calls.send_ended(peer, tag).is_some();
             let wants = &mut state.peer(peer).wants;
             if !is_given_up {
@@ -99,15 +101,16 @@ impl Core {
         Ok(())
     }
 
-    /// The sender has given up a message that arrived early or may still arrive. Its stream must not be kept.
+    /// The sender has given up a message that arrived early or may still arrive. Its stream must
+    /// not be kept.
     fn withdrawn(&self, peer: Rank, tag: Tag) -> Result<(), ()> {
         let mut state = self.lock();
         let is_known =
             state.calls.receives.contains_key(&(peer, tag)) || state.calls.receive_ended(peer, tag).is_some();
         self.recorder.note(EventKind::Withdrawn, peer, tag, 0);
         let peer = state.peer(peer);
-        // The task that holds the stream then releases it. If the stream is not here yet, it is refused when it
-        // arrives. If its receive is posted, it is read or reset.
+        // The task that holds the stream then releases it. If the stream is not here yet, it is refused
+        // when it arrives. If its receive is posted, it is read or reset.
         if peer.early.remove(&tag).is_none() && !is_known {
             peer.withdrawn.insert(tag);
         }

@@ -1,7 +1,9 @@
-//! Messages between two ranks on one host: they go through shared memory as soon as the two have found that they can.
+//! Messages between two ranks on one host: they go through shared memory as soon as the two have
+//! found that they can.
 //!
-//! The lower of two ranks offers memory, in its first frame on the data connection. So each rank knows, when the other one
-//! requests a message, whether there was an offer; the message waits until the offer is answered.
+//! The lower of two ranks offers memory, in its first frame on the data connection. So each rank
+//! knows, when the other one requests a message, whether there was an offer; the message waits
+//! until the offer is answered.
 
 use std::net::UdpSocket;
 use std::sync::Arc;
@@ -30,7 +32,8 @@ impl Core {
         SegmentSize::of_group(self.size).filter(|_| may)
     }
 
-    /// Offers memory to the higher ranks whose address is one of this host. Nothing may be sent to them before.
+    /// Offers memory to the higher ranks whose address is one of this host. Nothing may be sent to
+    /// them before.
     pub(crate) fn offer_memory(self: &Arc<Self>) {
         let Some(size) = self.shares() else { return };
         for (peer, link) in (0..).map(Rank).zip(&self.links).skip(self.me.0 as usize + 1) {
@@ -149,7 +152,8 @@ impl Core {
         Ok(())
     }
 
-    /// Takes a chunk out of shared memory, and frees its slot; `None` if the group is aborted for it.
+    /// Takes a chunk out of shared memory, and frees its slot; `None` if the group is aborted for
+    /// it.
     fn receive_shared(
         &self,
         from: Rank,

@@ -1,5 +1,5 @@
-//! The sender's side of messages: each is sent when its receiver asks for it, over all lanes at once if it is large. Large ones leave
-//! one after the other.
+//! The sender's side of messages: each is sent when its receiver asks for it, over all lanes at
+//! once if it is large. Large ones leave one after the other.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -26,8 +26,8 @@ use crate::wire::{MessageHeader, part_digest};
 /// Larger messages are sent only after the receiver has requested them.
 pub(crate) const EARLY_BYTES: u64 = 64 << 10;
 
-/// Unrequested messages that may be in flight to one rank. With [`EARLY_BYTES`] they fill neither the connection's
-/// window nor its streams, so requested messages can always be sent.
+/// Unrequested messages that may be in flight to one rank. With [`EARLY_BYTES`] they fill neither
+/// the connection's window nor its streams, so requested messages can always be sent.
 const EARLY_MESSAGES: usize = 64;
 
 impl Core {
@@ -80,8 +80,8 @@ impl Core {
         self.posted(deadline);
     }
 
-    /// Sends one message. Its call ends when the receiver confirms the message. The watcher of the link detects a lost
-    /// connection.
+    /// Sends one message. Its call ends when the receiver confirms the message. The watcher of the
+    /// link detects a lost connection.
     async fn send_message(
         self: Arc<Self>,
         to: Rank,
@@ -134,8 +134,8 @@ impl Core {
     }
 }
 
-/// A message that all lanes send at the same time. Each lane takes the next chunk when it has sent its last one. So a
-/// lane that has lost packets does not delay the other lanes.
+/// A message that all lanes send at the same time. Each lane takes the next chunk when it has sent
+/// its last one. So a lane that has lost packets does not delay the other lanes.
 struct Sending {
     header: MessageHeader,
     chunk_bytes: u64,

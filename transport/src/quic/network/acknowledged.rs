@@ -1,4 +1,5 @@
-//! Counts the packets that a peer has acknowledged, which quinn does not tell: its congestion controller sees each of them.
+//! Counts the packets that a peer has acknowledged, which quinn does not tell: its congestion
+//! controller sees each of them.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -18,7 +19,8 @@ impl ControllerFactory for Counted {
     }
 }
 
-/// The packets of a connection that its peer has acknowledged. The number begins again on another path.
+/// The packets of a connection that its peer has acknowledged. The number begins again on another
+/// path.
 pub(crate) fn acknowledged_packets(connection: &Connection) -> u64 {
     let controller = connection.congestion_state().into_any().downcast::<CountingController>();
     controller.map_or(0, |controller| controller.acknowledged)

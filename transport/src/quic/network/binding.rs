@@ -46,7 +46,8 @@ pub(crate) fn usual_bind(coordinator: SocketAddr) -> IpAddr {
     }
 }
 
-/// The same if there are addresses of both families: all addresses of both if the host has IPv6, else those of IPv4.
+/// The same if there are addresses of both families: all addresses of both if the host has IPv6,
+/// else those of IPv4.
 pub(crate) fn bind_for_both(bind: IpAddr, addresses: &[SocketAddr]) -> IpAddr {
     let are_ipv6 = addresses.iter().map(|address| address.ip().to_canonical().is_ipv6());
     let mixed = are_ipv6.clone().any(|ipv6| ipv6) && !are_ipv6.clone().all(|ipv6| ipv6);
@@ -94,5 +95,6 @@ fn bind_tcp(address: SocketAddr) -> io::Result<std::net::TcpListener> {
 /// Ranks that may dial at once before any of them is answered.
 const LISTEN_BACKLOG: i32 = 1024;
 
-/// Bytes asked of the system for each direction; with the usual default of 208 KiB even loopback loses packets.
+/// Bytes asked of the system for each direction; with the usual default of 208 KiB even loopback
+/// loses packets.
 const BUFFER_BYTES: usize = 16 << 20;

@@ -1,4 +1,5 @@
-//! How a connection ends: the codes and reasons of a close, and what this rank learns about the peer from it.
+//! How a connection ends: the codes and reasons of a close, and what this rank learns about the
+//! peer from it.
 
 use std::time::Duration;
 
@@ -35,8 +36,8 @@ pub(crate) fn is_rejection(reason: &ConnectionError) -> bool {
 
 /// Whether packets did not get through; false if a side has refused something.
 ///
-/// A handshake that is complete for this side may lack its last packets on the other, which then gives it up. A
-/// refusal has a code of its own.
+/// A handshake that is complete for this side may lack its last packets on the other, which then
+/// gives it up. A refusal has a code of its own.
 pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
     match reason {
         ConnectionError::TimedOut | ConnectionError::Reset => true,
@@ -46,14 +47,15 @@ pub(crate) fn is_silence(reason: &ConnectionError) -> bool {
     }
 }
 
-/// Whether the other side takes no handshake now: it has too many pending ones, or it was too slow for the token of its own Retry.
-/// Nothing of this is authenticated.
+/// Whether the other side takes no handshake now: it has too many pending ones, or it was too slow
+/// for the token of its own Retry. Nothing of this is authenticated.
 pub(crate) fn is_busy(reason: &ConnectionError) -> bool {
     let busy = [TransportErrorCode::CONNECTION_REFUSED, TransportErrorCode::INVALID_TOKEN];
     matches!(reason, ConnectionError::ConnectionClosed(close) if busy.contains(&close.error_code))
 }
 
-/// TLS' alerts (RFC 8446) of a side that refuses a certificate; a rank sends the first, `handshake_failure`.
+/// TLS' alerts (RFC 8446) of a side that refuses a certificate; a rank sends the first,
+/// `handshake_failure`.
 const CERTIFICATE_ALERTS: [u8; 8] = [40, 42, 43, 44, 45, 46, 48, 51];
 
 fn is_certificate_alert(code: TransportErrorCode) -> bool {
@@ -70,7 +72,8 @@ pub(crate) fn kind_of(reason: &ConnectionError) -> BootstrapKind {
     if is_certificate_alert(code) { BootstrapKind::Certificate } else { BootstrapKind::Other }
 }
 
-/// Why a handshake has ended. What the other side says in it is not repeated: it has not shown who it is.
+/// Why a handshake has ended. What the other side says in it is not repeated: it has not shown who
+/// it is.
 pub(crate) fn describe_stranger(reason: &ConnectionError) -> String {
     match reason {
         ConnectionError::ConnectionClosed(close) if is_certificate_alert(close.error_code) => {

@@ -52,16 +52,18 @@ const READ_BYTES: usize = 4096;
 
 /// The sending end of a link's frames, which are encoded already.
 ///
-/// Unbounded, because only this rank's own calls put frames in: at most a few per outstanding call and heartbeat. A peer that
-/// reads none of them is found by their number, with the next heartbeat.
+/// Unbounded, because only this rank's own calls put frames in: at most a few per outstanding call
+/// and heartbeat. A peer that reads none of them is found by their number, with the next heartbeat.
 pub(crate) type FrameSender = mpsc::UnboundedSender<Bytes>;
 
-/// For how many frames these bytes count while they wait for their peer: one for each KiB, so that memory is bounded too.
+/// For how many frames these bytes count while they wait for their peer: one for each KiB, so that
+/// memory is bounded too.
 pub(crate) fn weight(frames: &Bytes) -> usize {
     1 + frames.len() / 1024
 }
 
-/// Writes queued frames, and ends the stream after all senders are gone and the peer has every frame.
+/// Writes queued frames, and ends the stream after all senders are gone and the peer has every
+/// frame.
 pub(crate) async fn write_frames(
     mut stream: SendStream,
     mut frames: mpsc::UnboundedReceiver<Bytes>,

@@ -1,5 +1,5 @@
-//! Limits on pending handshakes. Anybody can begin as many connections as they like, and each costs memory
-//! until its handshake has proven an identity.
+//! Limits on pending handshakes. Anybody can begin as many connections as they like, and each costs
+//! memory until its handshake has proven an identity.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -22,7 +22,8 @@ struct Limits {
     without_retry: usize,
     per_network: usize,
     in_all: usize,
-    /// Whether a new handshake takes the place of an old one where no place is free. Otherwise it is refused.
+    /// Whether a new handshake takes the place of an old one where no place is free. Otherwise it
+    /// is refused.
     takes_over: bool,
 }
 
@@ -93,20 +94,23 @@ impl PendingCounts {
 pub(crate) enum HandshakeDecision {
     /// The handshake may continue, and counts until this is dropped.
     Accept(HandshakeSlot),
-    /// QUIC Retry is required: the peer must prove its address first, because a forged one costs its sender nothing.
+    /// QUIC Retry is required: the peer must prove its address first, because a forged one costs
+    /// its sender nothing.
     RequireRetry,
     Refuse,
 }
 
 impl PendingHandshakes {
-    /// Streams of peers that have not proven who they are, at most. Each takes a descriptor of the process.
+    /// Streams of peers that have not proven who they are, at most. Each takes a descriptor of the
+    /// process.
     pub(crate) const MAX_STREAMS: usize = 256;
 
     /// For TCP streams whose peers have not proven who they are.
     ///
-    /// A stream costs its peer three small packets, and strangers can open thousands a second. If the places were kept by those
-    /// that have them, a rank would get one by chance only. The network that has most places gives one up instead, so that
-    /// strangers with a few addresses displace each other.
+    /// A stream costs its peer three small packets, and strangers can open thousands a second. If
+    /// the places were kept by those that have them, a rank would get one by chance only. The
+    /// network that has most places gives one up instead, so that strangers with a few
+    /// addresses displace each other.
     pub(crate) fn of_streams() -> Self {
         let in_all = Self::MAX_STREAMS;
         let (without_retry, per_network) = (usize::MAX, in_all / 2);
@@ -177,15 +181,17 @@ pub(crate) fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Beyond this many pending handshakes, QUIC Retry is required. A smaller cluster starts without that round trip.
+/// Beyond this many pending handshakes, QUIC Retry is required. A smaller cluster starts without
+/// that round trip.
 const MAX_WITHOUT_RETRY: usize = 128;
 
-/// At most this many per network, so that one host cannot keep the others out. The ranks of one host need fewer.
+/// At most this many per network, so that one host cannot keep the others out. The ranks of one
+/// host need fewer.
 const MAX_PER_NETWORK: usize = 512;
 
-/// At most this many in all, from at least eight networks. Each holds 34 KiB of state and a buffer for the packets that it sends:
-/// 64 KiB on loopback, at most ten packets (14 KiB) elsewhere. So all hold 400 MiB or 200 MiB at worst, and the first 128 hold 12 MiB
-/// or 6 MiB.
+/// At most this many in all, from at least eight networks. Each holds 34 KiB of state and a buffer
+/// for the packets that it sends: 64 KiB on loopback, at most ten packets (14 KiB) elsewhere. So
+/// all hold 400 MiB or 200 MiB at worst, and the first 128 hold 12 MiB or 6 MiB.
 const MAX_PENDING: usize = 4096;
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! The network below the ranks: sockets, packets, connections and the frames on them. It knows no group and no certificate.
+//! The network below the ranks: sockets, packets, connections and the frames on them. It knows no
+//! group and no certificate.
 
 pub(crate) mod acknowledged;
 pub(crate) mod batches;

@@ -1,4 +1,4 @@
-//! Settings of the network between the ranks, and the packet sizes and memory limits that result from them.
+//! Settings of the network between the ranks, and packet sizes and memory limits by them.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -19,28 +19,32 @@ use crate::wire::MOST_LANES;
 /// Settings of the links between the ranks of a group. Best the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkSettings {
-    /// Bytes of the largest IP packet that every link carries, 1280 to 65535. A packet has 48 of them for its headers,
-    /// so that IPv6 fits too. `None`: packets for 1500 are probed for, and over Linux' loopback they are as large as UDP
-    /// allows. A wrong value costs speed, not bytes: packets that do not arrive become smaller ones.
+    /// Bytes of the largest IP packet that every link carries, 1280 to 65535. A packet has 48 of
+    /// them for its headers, so that IPv6 fits too. `None`: packets for 1500 are probed for,
+    /// and over Linux' loopback they are as large as UDP allows. A wrong value costs speed, not
+    /// bytes: packets that do not arrive become smaller ones.
     pub mtu: Option<u16>,
     /// Congestion control.
     pub congestion: Congestion,
     /// The carrier of the packets; must be the same on all ranks.
     pub carrier: Carrier,
-    /// Most bytes that all connections of the rank may hold: received and not yet read, sent and not yet acknowledged,
-    /// and the buffer into which packets come. `None`: 1 GiB, or more where the minimum for each rank needs it. Memory of
-    /// messages themselves is the caller's, that of sockets the system's.
+    /// Most bytes that all connections of the rank may hold: received and not yet read, sent and
+    /// not yet acknowledged, and the buffer into which packets come. `None`: 1 GiB, or more
+    /// where the minimum for each rank needs it. Memory of messages themselves is the caller's,
+    /// that of sockets the system's.
     pub memory_bytes: Option<u64>,
-    /// Data connections between two ranks, 1 to [`MOST_LANES`]; must be the same on all ranks. Each lane of a rank has a port
-    /// and a thread of its own, and larger messages are shared by all lanes: more than one is for links that are faster
-    /// than one core encrypts.
+    /// Data connections between two ranks, 1 to [`MOST_LANES`]; must be the same on all ranks. Each
+    /// lane of a rank has a port and a thread of its own, and larger messages are shared by all
+    /// lanes: more than one is for links that are faster than one core encrypts.
     pub lanes: u8,
-    /// Whether the links are within a data centre or between data centres, which decides how patient a rank is.
+    /// Whether the links are within a data centre, which decides how patient a rank is.
     pub profile: LinkProfile,
-    /// Whether messages of more than 64 KiB between ranks on one host go through memory that both share (64-bit Linux; in
-    /// groups of up to 129 ranks). It is used between processes of one user, one network namespace and one process
-    /// namespace that have shown their certificates; other ranks use QUIC, and so does a rank that says `false` here. It takes up to
-    /// 4 MiB for each rank on the host and direction, 64 MiB in all, beside [`Self::memory_bytes`].
+    /// Whether messages of more than 64 KiB between ranks on one host go through memory that both
+    /// share (64-bit Linux; in groups of up to 129 ranks). It is used between processes of one
+    /// user, one network namespace and one process namespace that have shown their
+    /// certificates; other ranks use QUIC, and so does a rank that says `false` here. It takes up
+    /// to 4 MiB for each rank on the host and direction, 64 MiB in all, beside
+    /// [`Self::memory_bytes`].
     pub shared_memory: bool,
 }
 
@@ -64,8 +68,9 @@ pub enum Carrier {
     /// UDP (the default).
     #[default]
     Udp,
-    /// TCP streams, for networks that drop UDP (Unix only): the same packets inside of them. TCP finds out how large its
-    /// own packets may be and how many of them the path takes; `fixed` then says how much QUIC hands to it at a time.
+    /// TCP streams, for networks that drop UDP (Unix only): the same packets inside of them. TCP
+    /// finds out how large its own packets may be and how many of them the path takes; `fixed`
+    /// then says how much QUIC hands to it at a time.
     Tcp,
 }
 
@@ -110,7 +115,7 @@ enum PathKind {
     Loopback,
     /// Packets of this size get through, as far as the operator knows.
     Stated,
-    /// Any other path: packets that every Ethernet carries, after tests have shown that they arrive.
+    /// Any other path: packets that every Ethernet carries, once tests show that they arrive.
     Probed,
     /// In streams, which carry packets of any size.
     Streams,
@@ -152,8 +157,7 @@ impl Path {
         let lanes = u64::from(link.lanes);
         let follows_delay = streams && link.congestion == Congestion::Cubic;
         let congestion = match link.congestion {
-            // TCP controls the bytes in flight, so no packet is lost. But its queue must not become too long for
-            // control frames.
+            // TCP controls the bytes in flight. But its queue must stay short for control frames.
             Congestion::Cubic if streams => Congestion::Fixed { window_bytes: STREAMS_WINDOW_BYTES },
             said => said,
         };
@@ -179,22 +183,22 @@ impl Path {
         Ok(Self { windows, ..path })
     }
 
-    /// Largest UDP payload that is announced to peers; strangers may send what every Ethernet carries.
+    /// Largest UDP payload announced to peers; strangers may send what every Ethernet carries.
     pub(crate) fn largest_datagram(&self) -> u16 {
         self.payload.max(ETHERNET_PAYLOAD)
     }
 
-    /// Packets that the system may be handed as one datagram: with more, sending fails and quinn takes it for loss.
+    /// Packets that the system sends as one datagram. More would fail, as a loss to quinn.
     pub(crate) fn transmit_segments(&self) -> usize {
         usize::from(LARGEST_DATAGRAM / self.payload).max(1)
     }
 
-    /// Packets that the system may hand over as one datagram. At least the number that fits, or datagrams are truncated.
+    /// Packets in one received datagram. At least the number that fits, or it is truncated.
     pub(crate) fn receive_segments(&self) -> usize {
         usize::from(u16::MAX.div_ceil(self.largest_datagram()))
     }
 
-    /// Bytes into which the endpoints of a rank receive, and those that strangers can make it hold in streams.
+    /// Bytes into which the endpoints receive, and what strangers can make them hold in streams.
     fn receive_buffers(&self) -> u64 {
         let segments = self.receive_segments() as u64;
         let datagrams = u64::from(self.largest_datagram()) * segments * quinn::udp::BATCH_SIZE as u64;
@@ -202,20 +206,21 @@ impl Path {
         self.lanes * (datagrams + strangers)
     }
 
-    /// Bytes of packets that may wait for a TCP stream: what QUIC has in flight on a data connection and on a control
-    /// connection, and their acknowledgements.
+    /// Bytes of packets that may wait for a TCP stream: what QUIC has in flight on a data
+    /// connection and on a control connection, and their acknowledgements.
     pub(crate) fn stream_queue_bytes(&self) -> usize {
         usize::try_from(self.fixed_bytes() + 2 * CONTROL_BYTES).unwrap_or(usize::MAX)
     }
 
-    /// Bytes for each rank besides the windows for messages: windows for control, and the queue to a TCP stream.
+    /// Bytes for each rank besides windows for messages: windows for control, queue to a TCP
+    /// stream.
     fn beside_bytes(&self) -> u64 {
         (1 + self.lanes) * CONTROL_BYTES
             + if self.kind == PathKind::Streams { self.lanes * self.stream_queue_bytes() as u64 } else { 0 }
     }
 
-    /// Bytes that the connections of this rank hold at most, beside those whose peers have not shown who they are: see
-    /// [`PendingHandshakes`](super::handshakes::PendingHandshakes).
+    /// Bytes that the connections of this rank hold at most, beside those whose peers have not
+    /// shown who they are: see [`PendingHandshakes`](super::handshakes::PendingHandshakes).
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.receive_buffers() + self.peers * (self.lanes * self.windows.both() + self.beside_bytes())
     }
@@ -239,7 +244,7 @@ impl Path {
             false => self.congestion.factory(),
         })));
         match self.kind {
-            // Without a floor, a burst of loss on a busy host would look like a path that carries small packets only.
+            // Without a floor, a burst of loss would look like a path for small packets only.
             PathKind::Loopback | PathKind::Streams => config
                 .initial_mtu(self.payload)
                 .min_mtu(LARGE_PAYLOAD_FLOOR)
@@ -263,8 +268,8 @@ impl Path {
         }
     }
 
-    /// Gives a connection that carries messages its windows. Until then it has those of control, so that a rank that is
-    /// not admitted holds next to nothing.
+    /// Gives a connection that carries messages its windows. Until then it has those of control, so
+    /// that a rank that is not admitted holds next to nothing.
     pub(crate) fn open_for_data(&self, connection: &Connection) {
         connection.set_receive_window(varint(self.windows.receive));
         connection.set_send_window(self.windows.send);
@@ -321,7 +326,7 @@ const ETHERNET_PAYLOAD: u16 = 1472;
 /// Payload of a packet where nothing limits it but UDP.
 const LARGE_PAYLOAD: u16 = 65_000;
 
-/// Handshake packets are padded to the floor, and quinn-proto panics on those of 16,384 bytes and more.
+/// Handshake packets are padded to the floor; quinn-proto panics on those of 16,384 bytes or more.
 const LARGE_PAYLOAD_FLOOR: u16 = 16_000;
 
 /// The most that IPv4 carries in one UDP datagram, however many packets it is cut into afterwards.
@@ -330,11 +335,10 @@ const LARGEST_DATAGRAM: u16 = 65_507;
 /// After which larger packets are tried again on a path that swallowed them.
 const BLACK_HOLE_COOLDOWN: Duration = Duration::from_secs(10);
 
-/// Streams that a peer may have open to this rank: requested messages, and small messages that arrive early.
+/// Streams that a peer may have open to this rank: requested messages, and early small ones.
 const STREAMS: u32 = 256;
 
-/// Of one message's stream. Larger ones make a lossy path fatal: quinn ends a connection whose stream has a thousand
-/// gaps.
+/// Of one message's stream. Quinn ends a connection whose stream has a thousand gaps.
 const STREAM_BYTES: u64 = 16 << 20;
 
 /// In each direction of a connection for control: a few of its largest frames.
@@ -343,8 +347,8 @@ const CONTROL_BYTES: u64 = 256 << 10;
 /// Bytes of all connections, if the settings do not set them.
 const USUAL_BYTES: u64 = 1 << 30;
 
-/// Most bytes handed to TCP and not yet acknowledged, if the settings do not set them: 25 ms of 1 Gb/s. Control frames wait
-/// behind them, so on a slow link there are fewer.
+/// Most bytes handed to TCP and not yet acknowledged, if the settings do not set them: 25 ms of 1
+/// Gb/s. Control frames wait behind them, so on a slow link there are fewer.
 const STREAMS_WINDOW_BYTES: u64 = 3 << 20;
 
 #[cfg(test)]

@@ -153,8 +153,9 @@ impl SocketSource {
         }
     }
 
-    /// Endpoints that dial, and listen if they have what to answer. Must be called in a tokio context, in which the first lane lives; the others do too
-    /// unless they get threads of their own.
+    /// Endpoints that dial, and listen if they have what to answer. Must be called in a tokio
+    /// context, in which the first lane lives; the others do too unless they get threads of
+    /// their own.
     pub(crate) fn endpoints(
         self,
         path: &Path,
@@ -263,8 +264,9 @@ fn endpoint(
     Endpoint::new_with_abstract_socket(config, server, socket, runtime).map_err(|error| cannot(&error))
 }
 
-/// Ids of 64 random bits. quinn's default has 24, and the id in a Retry may then be that of an established connection: of some ten
-/// thousand dials among 200 ranks, one was lost until it timed out.
+/// Ids of 64 random bits. quinn's default has 24, and the id in a Retry may then be that of an
+/// established connection: of some ten thousand dials among 200 ranks, one was lost until it timed
+/// out.
 fn connection_ids() -> RandomConnectionIdGenerator {
     RandomConnectionIdGenerator::new(8)
 }

@@ -9,7 +9,8 @@ pub enum LinkProfile {
     /// Links within a data centre: a dead rank is found after 2.4 s.
     #[default]
     Lan,
-    /// Links between data centres: an outage of 10 s ends nothing, and a dead rank is found after 15 s.
+    /// Links between data centres: an outage of 10 s ends nothing, and a dead rank is found after
+    /// 15 s.
     Wan,
 }
 
@@ -25,7 +26,8 @@ impl fmt::Display for LinkProfile {
 /// A row of the table.
 struct Row {
     heartbeat: Duration,
-    /// A rank counts as dead after so much silence, or after [`LEAST_TICKS`] heartbeats if that is longer.
+    /// A rank counts as dead after so much silence, or after [`LEAST_TICKS`] heartbeats if that is
+    /// longer.
     silence: Duration,
     idle: Duration,
     dial: Duration,
@@ -48,8 +50,9 @@ const LAN: Row = Row {
     stream_stall: None,
 };
 
-/// After an outage of 10 s the next heartbeat comes within half a second, over TCP within two (a SYN is sent again after one
-/// second), and needs some round trips. QUIC sends data again after twice the outage at the latest: its pauses double.
+/// After an outage of 10 s the next heartbeat comes within half a second, over TCP within two (a
+/// SYN is sent again after one second), and needs some round trips. QUIC sends data again after
+/// twice the outage at the latest: its pauses double.
 const WAN: Row = Row {
     heartbeat: Duration::from_millis(500),
     silence: Duration::from_secs(15),
@@ -77,8 +80,8 @@ pub(crate) struct Timing {
     pub(crate) handshake: Duration,
     /// Of forming a group again: from the list of members to the start of the group.
     pub(crate) attempt: Duration,
-    /// For how long survivors are waited for that may have something else to do, or have not noticed yet: longer than the silence
-    /// after which a rank counts as dead.
+    /// For how long survivors are waited for that may have something else to do, or have not
+    /// noticed yet: longer than the silence after which a rank counts as dead.
     pub(crate) settle: Duration,
     /// The same for an attempt after the first one.
     pub(crate) settle_again: Duration,
@@ -95,8 +98,9 @@ impl Timing {
         Self {
             heartbeat,
             silent_ticks,
-            // Half as long again as the silence after which a rank counts as dead: heartbeats notice that first, and unlike this
-            // clock they do not count the time in which this rank itself stood still.
+            // Half as long again as the silence after which a rank counts as dead: heartbeats notice that
+            // first, and unlike this clock they do not count the time in which this rank itself
+            // stood still.
             idle: (silence.saturating_mul(3) / 2).max(row.idle),
             dial: row.dial,
             handshake: row.handshake,
@@ -106,10 +110,11 @@ impl Timing {
         }
     }
 
-    /// Heartbeats that may stay out before a rank counts as dead whose packets take so long there and back.
+    /// Heartbeats that may stay out before a rank counts as dead whose packets take so long there
+    /// and back.
     ///
-    /// Counted in this rank's own ticks, not in time: a rank whose own I/O thread did not run for a while has not
-    /// listened, and must not conclude anything from silence.
+    /// Counted in this rank's own ticks, not in time: a rank whose own I/O thread did not run for a
+    /// while has not listened, and must not conclude anything from silence.
     pub(crate) fn silent_ticks(&self, round_trip: Duration) -> u32 {
         let late = round_trip.min(LONGEST_ROUND_TRIP) * LATE_ROUND_TRIPS;
         let late = late.as_nanos() / self.heartbeat.as_nanos().max(1);
@@ -125,18 +130,20 @@ impl LinkProfile {
         }
     }
 
-    /// The round trip of a connection that has not measured it yet: packets that are not acknowledged by then are sent again.
+    /// The round trip of a connection that has not measured it yet: packets that are not
+    /// acknowledged by then are sent again.
     pub(crate) fn initial_round_trip(self) -> Duration {
         self.row().initial_round_trip
     }
 
-    /// How long an attempt at a TCP stream may take. The system repeats it after one second and after three.
+    /// How long an attempt at a TCP stream may take. The system repeats it after one second and
+    /// after three.
     pub(crate) fn stream_dial(self) -> Duration {
         self.row().stream_dial
     }
 
-    /// A TCP stream whose bytes are not acknowledged for so long is opened anew: after an outage the system would wait as long
-    /// again.
+    /// A TCP stream whose bytes are not acknowledged for so long is opened anew: after an outage
+    /// the system would wait as long again.
     #[cfg_attr(
         not(any(target_os = "linux", target_os = "android")),
         expect(dead_code, reason = "no other system has such a limit")
@@ -149,7 +156,8 @@ impl LinkProfile {
 /// Heartbeats that may stay out at the least.
 const LEAST_TICKS: u32 = 12;
 
-/// On a long path, a heartbeat that was lost is late by a round trip and a half, and each further loss takes twice as long.
+/// On a long path, a heartbeat that was lost is late by a round trip and a half, and each further
+/// loss takes twice as long.
 const LATE_ROUND_TRIPS: u32 = 8;
 
 /// Longer round trips are queues, or a peer that delays its answers.

@@ -33,7 +33,8 @@ impl Limits {
             Congestion::Fixed { window_bytes } => Self::of_fixed(window_bytes, payload)?,
         };
         if loopback {
-            // There the only queue is the receiver's socket buffer: more than it holds is lost and sent again.
+            // There the only queue is the receiver's socket buffer: more than it holds is lost and sent
+            // again.
             limits.most.send = limits.least.send.max(LOOPBACK_SEND_BYTES);
         }
         Ok(limits)
@@ -65,13 +66,15 @@ impl Limits {
     /// Splits `bytes` into the receive window and the send window of a connection.
     pub(crate) fn share(&self, bytes: u64) -> Windows {
         let Self { least, most } = self;
-        // Two thirds for receiving: received bytes wait for their reader, sent ones for an acknowledgement only.
+        // Two thirds for receiving: received bytes wait for their reader, sent ones for an acknowledgement
+        // only.
         let receive = (bytes - bytes / 3).clamp(least.receive, most.receive);
         Windows { receive, send: (bytes - receive).clamp(least.send, most.send) }
     }
 }
 
-/// Messages that were not requested take up to 4 MiB of the receive window; requested ones must still fit.
+/// Messages that were not requested take up to 4 MiB of the receive window; requested ones must
+/// still fit.
 const LEAST: Windows = Windows { receive: 6 << 20, send: 3 << 20 };
 
 /// More than the bytes in flight of a link of 10 Gb/s and 20 ms.

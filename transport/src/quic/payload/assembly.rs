@@ -1,7 +1,7 @@
 //! Assembles a message from its chunks, and each chunk from the pieces of its stream.
 //!
-//! A message is one allocation for each part, cut into chunks that several streams fill at the same time; put together
-//! again, nothing is copied and nothing moves.
+//! A message is one allocation for each part, cut into chunks that several streams fill at the same
+//! time; put together again, nothing is copied and nothing moves.
 
 use std::hash::Hasher;
 
@@ -48,7 +48,8 @@ struct Segment {
 }
 
 impl Assembly {
-    /// Memory for parts of these lengths, in chunks of `chunk_bytes`, of which there is at least one.
+    /// Memory for parts of these lengths, in chunks of `chunk_bytes`, of which there is at least
+    /// one.
     pub(crate) fn new(part_bytes: &[usize], chunk_bytes: usize) -> Self {
         let mut chunks = vec![Vec::new()];
         let mut space = chunk_bytes;
@@ -160,7 +161,8 @@ impl Chunk {
         }
     }
 
-    /// Fills the chunk by `copy`, which copies the bytes from a position of the chunk on; their checksum must be this one.
+    /// Fills the chunk by `copy`, which copies the bytes from a position of the chunk on; their
+    /// checksum must be this one.
     #[cfg_attr(
         not(all(target_os = "linux", target_pointer_width = "64")),
         allow(dead_code, reason = "no other system shares memory")

@@ -12,8 +12,9 @@ use twox_hash::XxHash3_64;
 use super::assembly::{Chunk, Filled};
 use crate::wire::MessageHeader;
 
-/// Bytes of every chunk but the last of a message of `total_bytes` between ranks with this many lanes: large enough that
-/// few streams are needed, small enough that a lane with lost packets delays little. Both sides compute the same number.
+/// Bytes of every chunk but the last of a message of `total_bytes` between ranks with this many
+/// lanes: large enough that few streams are needed, small enough that a lane with lost packets
+/// delays little. Both sides compute the same number.
 pub(crate) fn chunk_bytes(total_bytes: u64, lanes: usize) -> u64 {
     if lanes > 1 { CHUNK_BYTES } else { total_bytes.max(1) }
 }
@@ -137,11 +138,12 @@ async fn write_piece(
     Ok(())
 }
 
-/// Payload is hashed and handed to QUIC in pieces of this size: large enough to be few, small enough to stay in cache.
+/// Payload is hashed and handed to QUIC in pieces of this size: large enough to be few, small
+/// enough to stay in cache.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Size of a chunk of a message that several lanes share. It is larger than the largest message that may be sent
-/// unrequested, so one stream carries an unrequested message.
+/// Size of a chunk of a message that several lanes share. It is larger than the largest message
+/// that may be sent unrequested, so one stream carries an unrequested message.
 const CHUNK_BYTES: u64 = 256 << 10;
 
 /// The sender's call ended before the message was sent.

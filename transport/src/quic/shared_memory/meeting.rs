@@ -1,9 +1,9 @@
 //! How two ranks find out that they are on one host, and hand each other memory.
 //!
-//! One rank listens at a Unix socket without a file, whose random name and two secrets travel over the authenticated
-//! connection of the two. A name of this kind exists within one network namespace only, so the other rank reaches it only
-//! there. Each side shows its secret, and the kernel tells each side which user and which process of its own process
-//! namespace the other is.
+//! One rank listens at a Unix socket without a file, whose random name and two secrets travel over
+//! the authenticated connection of the two. A name of this kind exists within one network namespace
+//! only, so the other rank reaches it only there. Each side shows its secret, and the kernel tells
+//! each side which user and which process of its own process namespace the other is.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -79,7 +79,8 @@ impl MeetingPlace {
     }
 }
 
-/// Goes to the socket of a rank that offers memory, and takes and gives memory. Ends when that rank ends the meeting.
+/// Goes to the socket of a rank that offers memory, and takes and gives memory. Ends when that rank
+/// ends the meeting.
 pub(crate) async fn accept(offer: MemoryOffer, size: SegmentSize) -> Result<Meeting, String> {
     let mut socket = connect(offer.socket).map_err(|error| {
         format!("its Unix socket is not reached, it is on another host or in another namespace: {error}")

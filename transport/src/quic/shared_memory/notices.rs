@@ -1,5 +1,6 @@
-//! What two ranks tell each other about their shared memory, over their Unix socket: a chunk is there, chunks have been
-//! read. Chunks fill the slots of a segment one after the other, so a notice names no slot.
+//! What two ranks tell each other about their shared memory, over their Unix socket: a chunk is
+//! there, chunks have been read. Chunks fill the slots of a segment one after the other, so a
+//! notice names no slot.
 
 use crate::wire::HEADER_BYTES;
 

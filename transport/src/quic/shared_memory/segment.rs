@@ -57,7 +57,8 @@ impl Segment {
 
     /// The memory of a peer, unless its size could change under this process.
     pub(crate) fn of_peer(file: OwnedFd, size: SegmentSize) -> Result<Self, String> {
-        // Files of other kinds cannot be sealed, or lack pages that are asked for at a read, whose failure ends the process.
+        // Files of other kinds cannot be sealed, or lack pages that are asked for at a read, whose failure
+        // ends the process.
         let kind = fstatfs(&file).map_err(|error| format!("its memory file cannot be examined: {error}"))?;
         if kind.f_type as u64 != TMPFS_MAGIC {
             return Err(format!("its memory file is of kind {:#x}, not memory", kind.f_type));

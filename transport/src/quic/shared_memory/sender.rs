@@ -15,7 +15,8 @@ use super::segment::{SLOTS, Segment};
 use crate::quic::payload::assembly::COPY_BYTES;
 use crate::wire::MessageHeader;
 
-/// What a rank sends to one other rank through shared memory, and the notices that wait for the socket between them.
+/// What a rank sends to one other rank through shared memory, and the notices that wait for the
+/// socket between them.
 #[derive(Debug)]
 pub(crate) struct SharedSender {
     segment: Segment,
@@ -65,12 +66,14 @@ impl SharedSender {
         (self.sent.load(Ordering::Relaxed), self.received.load(Ordering::Relaxed))
     }
 
-    /// Waits for the turn of a message, which ends when the guard is dropped: messages go one after the other, as on a lane.
+    /// Waits for the turn of a message, which ends when the guard is dropped: messages go one after
+    /// the other, as on a lane.
     pub(crate) async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.turns.lock().await
     }
 
-    /// Copies a chunk into the next slot as soon as it is free. Cancelled while it waits, it has done nothing.
+    /// Copies a chunk into the next slot as soon as it is free. Cancelled while it waits, it has
+    /// done nothing.
     pub(crate) async fn send(
         &self,
         header: &MessageHeader,
@@ -119,7 +122,8 @@ impl SharedSender {
         self.changed.notify_one();
     }
 
-    /// Writes notices until the socket ends. `told` counts the chunks that the peer knows to be read.
+    /// Writes notices until the socket ends. `told` counts the chunks that the peer knows to be
+    /// read.
     pub(crate) async fn write(&self, mut socket: OwnedWriteHalf, told: &AtomicU64) {
         let mut batch = Vec::with_capacity((SLOTS + 1) * NOTICE_BYTES);
         loop {

@@ -23,8 +23,8 @@ fn rank_one(authority: &ClusterAuthority, job: JobId) -> Identity {
     authority.issue_at(&Subject::Rank(Rank(1)), job, Validity::days(1)).unwrap()
 }
 
-/// Returns rank 0's answer to a stranger. The stranger's certificate comes from this authority, but belongs to another
-/// job.
+/// Returns rank 0's answer to a stranger. The stranger's certificate comes from this authority, but
+/// belongs to another job.
 async fn visit(
     authority: &ClusterAuthority,
     (job, other): (JobId, JobId),

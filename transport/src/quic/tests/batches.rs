@@ -1,4 +1,5 @@
-//! What a rank hands to the system: packets of bulk data leave many in a datagram, with the version of quinn that is built in.
+//! What a rank hands to the system: packets of bulk data leave many in a datagram, with the version
+//! of quinn that is built in.
 
 use std::fmt;
 use std::io::{self, IoSliceMut};
@@ -72,7 +73,8 @@ impl AsyncUdpSocket for Counting {
     }
 }
 
-/// quinn hands over ten packets at a time. If it came to be another number, `BatchingSocket` would keep nothing back, and no other test would fail.
+/// quinn hands over ten packets at a time. If it came to be another number, `BatchingSocket` would
+/// keep nothing back, and no other test would fail.
 #[test]
 fn bulk_data_leave_in_datagrams_of_more_packets_than_quinn_hands_over() {
     runtime().block_on(async {

@@ -1,5 +1,5 @@
-//! Several connections between two ranks: all of them carry messages, none delays the others, and both sides have the
-//! same number.
+//! Several connections between two ranks: all of them carry messages, none delays the others, and
+//! both sides have the same number.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -101,8 +101,9 @@ fn a_lane_that_is_slow_leaves_the_chunks_to_the_others() {
     });
 }
 
-/// The windows are smaller and larger than the messages: in the first case the connection has not taken all of a message while
-/// another one could begin, in the second it has all of them before most have left.
+/// The windows are smaller and larger than the messages: in the first case the connection has not
+/// taken all of a message while another one could begin, in the second it has all of them before
+/// most have left.
 #[test]
 fn large_messages_leave_one_after_the_other() {
     let bytes = 16 << 20;
@@ -124,7 +125,8 @@ fn large_messages_leave_one_after_the_other() {
                     break;
                 }
                 done.sort_by_key(|call| call.tag.message);
-                // What has arrived of the next message came when this one had left; what was lost of it may still come.
+                // What has arrived of the next message came when this one had left; what was lost of it may
+                // still come.
                 for pair in done.windows(2).filter(|pair| pair[1].bytes_done > bytes as u64 / 4) {
                     samples += 1;
                     if pair[0].bytes_done <= bytes as u64 * 3 / 4 {
@@ -148,8 +150,8 @@ fn large_messages_leave_one_after_the_other() {
     }
 }
 
-/// The windows limit the bytes of unrequested messages that can be sent. A connection that carries messages has larger
-/// windows than a connection that is not admitted yet.
+/// The windows limit the bytes of unrequested messages that can be sent. A connection that carries
+/// messages has larger windows than a connection that is not admitted yet.
 #[test]
 fn a_lane_that_carries_messages_has_the_windows_for_it() {
     runtime().block_on(async {
@@ -225,8 +227,9 @@ fn spans_lead_from_a_step_to_its_chunks() {
             close(zero, one).await;
         });
     };
-    // With one subscriber, a span that another test's thread enters first stays off for ever: that thread has none. With
-    // two, all of them are asked. A span whose first use was under way meanwhile is asked again after the first message.
+    // With one subscriber, a span that another test's thread enters first stays off for ever: that
+    // thread has none. With two, all of them are asked. A span whose first use was under way
+    // meanwhile is asked again after the first message.
     let _another = tracing::Dispatch::new(Spans::default());
     let spans = Spans::default();
     let _seen = tracing::subscriber::set_default(spans.clone());

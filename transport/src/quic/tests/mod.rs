@@ -1,5 +1,5 @@
-//! Groups in one process: which ranks are admitted, which identities are refused, how lanes share messages, how packets leave, and peers
-//! that misuse shared memory.
+//! Groups in one process: which ranks are admitted, which identities are refused, how lanes share
+//! messages, how packets leave, and peers that misuse shared memory.
 
 mod admission;
 mod batches;

@@ -69,7 +69,8 @@ fn close(group: Vec<Result<Group, TransportError>>) {
     closing.into_iter().for_each(|closed| block_on(closed).unwrap());
 }
 
-/// Identities end so many seconds after they were made: more than a busy machine needs to form a group.
+/// Identities end so many seconds after they were made: more than a busy machine needs to form a
+/// group.
 const SHORT: u64 = 15;
 
 /// Waits until they have ended. Validity is in whole seconds.

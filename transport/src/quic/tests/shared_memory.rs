@@ -1,4 +1,5 @@
-//! A peer with a valid certificate that misuses the memory it shares: each attempt ends in an error that names it.
+//! A peer with a valid certificate that misuses the memory it shares: each attempt ends in an error
+//! that names it.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! Groups whose identities do not match, or match by host instead of by rank; and the errors of both sides.
+//! Groups whose identities do not match, or match by host instead of by rank; and the errors of
+//! both sides.
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
@@ -73,7 +74,8 @@ fn both_say((zero, one): (String, String), words: &[&str]) {
     }
 }
 
-/// Rank 1 has refused the certificate of rank 0. Rank 0 does not repeat what a side says that has not shown its identity.
+/// Rank 1 has refused the certificate of rank 0. Rank 0 does not repeat what a side says that has
+/// not shown its identity.
 #[track_caller]
 fn one_says((zero, one): (String, String), words: &[&str]) {
     assert!(zero.contains("it refuses the certificate of this rank; its own error says why"), "{zero}");
@@ -86,7 +88,8 @@ fn one_says((zero, one): (String, String), words: &[&str]) {
 fn an_identity_of_another_authority_is_refused_with_the_reason() {
     let (ours, theirs) = (authority(), authority());
     let errors = meet(ours.issue(Rank(0)).unwrap(), theirs.issue(Rank(1)).unwrap(), &[]).unwrap_err();
-    // The dialling rank verifies first. So rank 1 reports that rank 0's certificate is from another authority.
+    // The dialling rank verifies first. So rank 1 reports that rank 0's certificate is from another
+    // authority.
     one_says(errors, &["rank 0", "another authority", "issue certificates that trust both"]);
 }
 
@@ -157,7 +160,8 @@ fn a_host_serves_the_ranks_that_have_their_place_on_it() {
     meet(a.clone(), authority.issue(Rank(1)).unwrap(), &["node-a", "anywhere"]).unwrap();
     let errors = meet(a.clone(), b.clone(), &["node-a", "node-c"]).unwrap_err();
     both_say(errors, &["rank 1 has its place on host node-c, but has the certificate of host node-b"]);
-    // Without a list of hosts, the address at which other ranks see a rank must be the address of its host.
+    // Without a list of hosts, the address at which other ranks see a rank must be the address of its
+    // host.
     let here = host(&authority, &["node-a", "127.0.0.1"]);
     meet(here.clone(), here.clone(), &[]).unwrap();
     let errors = meet(here, b, &[]).unwrap_err();

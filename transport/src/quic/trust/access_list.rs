@@ -1,7 +1,7 @@
 //! Access lists of Windows, in the text form of the system (SDDL).
 
-/// The list of a file of which `owner`, the system and administrators have all rights, and nobody else any. `flags` are those of
-/// each entry: `OICI` on a folder, whose files inherit the list.
+/// The list of a file of which `owner`, the system and administrators have all rights, and nobody
+/// else any. `flags` are those of each entry: `OICI` on a folder, whose files inherit the list.
 pub(crate) fn of_owner(owner: &str, flags: &str) -> String {
     format!("D:P(A;{flags};FA;;;{owner})(A;{flags};FA;;;SY)(A;{flags};FA;;;BA)")
 }
@@ -14,8 +14,9 @@ pub(crate) fn owner(descriptor: &str) -> Option<&str> {
     Some(&text[..end]).filter(|owner| !owner.is_empty())
 }
 
-/// Who has a right to the object besides its owner, the system and administrators: the first such entry, as the system writes
-/// it. A descriptor that cannot be understood counts as one that lets everybody in.
+/// Who has a right to the object besides its owner, the system and administrators: the first such
+/// entry, as the system writes it. A descriptor that cannot be understood counts as one that lets
+/// everybody in.
 pub(crate) fn other(descriptor: &str) -> Option<String> {
     let everyone = || Some("everyone".to_owned());
     let Some(start) = descriptor.find("D:") else { return everyone() };
@@ -39,7 +40,8 @@ pub(crate) fn other(descriptor: &str) -> Option<String> {
     None
 }
 
-/// The entries at the beginning of a list, without their outer parentheses. Conditions inside may have their own.
+/// The entries at the beginning of a list, without their outer parentheses. Conditions inside may
+/// have their own.
 fn entries(list: &str) -> Vec<&str> {
     let Some(start) = list.find('(') else { return Vec::new() };
     let (mut depth, mut from, mut found) = (0_usize, start, Vec::new());

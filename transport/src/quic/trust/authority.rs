@@ -1,4 +1,5 @@
-//! The authority of a cluster: on disk for as long as the cluster, or in memory for as long as one job.
+//! The authority of a cluster: on disk for as long as the cluster, or in memory for as long as one
+//! job.
 
 use std::fmt;
 use std::path::Path;
@@ -69,8 +70,8 @@ impl ClusterAuthority {
         Self::of(certificate, key, job, job_name)
     }
 
-    /// Makes an authority for a cluster in a folder: `authority.pem`, and `authority.key` that only its owner can read.
-    /// Returns when it ends.
+    /// Makes an authority for a cluster in a folder: `authority.pem`, and `authority.key` that only
+    /// its owner can read. Returns when it ends.
     ///
     /// # Errors
     ///
@@ -101,7 +102,8 @@ impl ClusterAuthority {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if there is none, its key can be read by others, or it does not hold now.
+    /// [`TransportError::Bootstrap`] if there is none, its key can be read by others, or it does
+    /// not hold now.
     pub fn read(folder: &Path, job: &str) -> Result<Self, TransportError> {
         check_job_name(job)?;
         let pem = folder.join(CERTIFICATE_FILE);
@@ -139,8 +141,8 @@ impl ClusterAuthority {
         Ok((fingerprint(&certificate), validity_of(&certificate)?))
     }
 
-    /// Lets identities trust those of another authority as well: for the time in which a cluster changes from one to
-    /// the other.
+    /// Lets identities trust those of another authority as well: for the time in which a cluster
+    /// changes from one to the other.
     ///
     /// # Errors
     ///
@@ -170,7 +172,8 @@ impl ClusterAuthority {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if keys cannot be made, or the authority ends before the identity would.
+    /// [`TransportError::Bootstrap`] if keys cannot be made, or the authority ends before the
+    /// identity would.
     pub fn issue_to(&self, subject: &Subject, validity: Validity) -> Result<Identity, TransportError> {
         if validity.until > self.validity.until {
             return Err(TransportError::bootstrap(format!(

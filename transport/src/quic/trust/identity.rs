@@ -1,4 +1,5 @@
-//! The identity of a rank, in memory and in a file: its certificate, its key, and the authorities that it trusts.
+//! The identity of a rank, in memory and in a file: its certificate, its key, and the authorities
+//! that it trusts.
 
 use std::fmt;
 use std::path::Path;
@@ -40,7 +41,8 @@ impl Identity {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the certificate is not one of a [`ClusterAuthority`](crate::quic::ClusterAuthority).
+    /// [`TransportError::Bootstrap`] if the certificate is not one of a
+    /// [`ClusterAuthority`](crate::quic::ClusterAuthority).
     pub fn claims(&self) -> Result<Claims, TransportError> {
         Claims::of(&self.certificate)
     }
@@ -59,7 +61,8 @@ impl Identity {
         self.authorities.iter().map(|authority| fingerprint(authority)).collect()
     }
 
-    /// Writes the identity as PEM (own certificate, authorities, key) into a new file that only its owner can read.
+    /// Writes the identity as PEM (own certificate, authorities, key) into a new file that only its
+    /// owner can read.
     ///
     /// # Errors
     ///
@@ -68,7 +71,8 @@ impl Identity {
         private_file::write_new(path, "identity", &self.to_pem())
     }
 
-    /// The identity as PEM: own certificate, authorities, key. It is a secret: it proves the rank to the others.
+    /// The identity as PEM: own certificate, authorities, key. It is a secret: it proves the rank
+    /// to the others.
     pub fn to_pem(&self) -> String {
         let certificates = std::iter::once(&self.certificate).chain(&self.authorities);
         let mut pem: String = certificates.map(|der| pem_block("CERTIFICATE", der)).collect();
@@ -80,8 +84,8 @@ impl Identity {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner, or is
-    /// something else.
+    /// [`TransportError::Bootstrap`] if the file is missing, can be read by others than its owner,
+    /// or is something else.
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let pem = private_file::read(path, "identity")?;
         Self::of_pem(&pem, &path.display().to_string())
@@ -115,7 +119,8 @@ impl Identity {
     }
 }
 
-/// The first 16 digits of the SHA-256 of a certificate: enough to tell authorities apart, not to trust one.
+/// The first 16 digits of the SHA-256 of a certificate: enough to tell authorities apart, not to
+/// trust one.
 pub(crate) fn fingerprint(certificate: &CertificateDer<'_>) -> String {
     let digest = rustls::crypto::aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256
         .tls13()
@@ -124,7 +129,8 @@ pub(crate) fn fingerprint(certificate: &CertificateDer<'_>) -> String {
     bytes.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Authorities that an identity may trust: the one it has, the one it comes from or goes to, and some to spare.
+/// Authorities that an identity may trust: the one it has, the one it comes from or goes to, and
+/// some to spare.
 pub(crate) const MOST_AUTHORITIES: usize = 8;
 
 #[cfg(test)]

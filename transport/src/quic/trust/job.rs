@@ -7,7 +7,8 @@ use aws_lc_rs::digest::{SHA256, digest};
 
 use crate::error::TransportError;
 
-/// 128-bit number of a job. It is a name, not a secret: what keeps strangers out is the job's authority.
+/// 128-bit number of a job. It is a name, not a secret: what keeps strangers out is the job's
+/// authority.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct JobId(pub [u8; 16]);
 
@@ -27,16 +28,16 @@ impl JobId {
         Ok(Self(bytes))
     }
 
-    /// The number that stands for a launcher's own name of the job, the same on every rank: the first half of its SHA-256, so
-    /// that nobody finds a name with the number of another job.
+    /// The number that stands for a launcher's own name of the job, the same on every rank: the
+    /// first half of its SHA-256, so that nobody finds a name with the number of another job.
     pub fn from_name(name: &str) -> Self {
         let mut number = [0; 16];
         number.copy_from_slice(&digest(&SHA256, name.as_bytes()).as_ref()[..16]);
         Self(number)
     }
 
-    /// The job as a launcher gives it: a number in 32 hexadecimal digits, or a name. No job has a name that reads like a number:
-    /// identities are not issued for one.
+    /// The job as a launcher gives it: a number in 32 hexadecimal digits, or a name. No job has a
+    /// name that reads like a number: identities are not issued for one.
     pub fn of_text(text: &str) -> Self {
         text.parse().unwrap_or_else(|_| Self::from_name(text))
     }

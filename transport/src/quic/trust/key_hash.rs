@@ -1,4 +1,5 @@
-//! The SHA-256 of a public key: it names an authority in a token, and an identity in a list of revoked keys.
+//! The SHA-256 of a public key: it names an authority in a token, and an identity in a list of
+//! revoked keys.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,7 +11,8 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 use crate::error::TransportError;
 
-/// Identifies one key. A certificate for another key has another hash, also where the subject is the same.
+/// Identifies one key. A certificate for another key has another hash, also where the subject is
+/// the same.
 ///
 /// Over the `SubjectPublicKeyInfo` in DER, as in RFC 7469.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -109,7 +109,8 @@ impl Claims {
         let names = parsed.subject_alternative_name().map_err(|_| unreadable())?.ok_or_else(unreadable)?;
         let (subject, job) = subject_and_job(&names.value.general_names)?;
         let said = parsed.subject().iter_organization().next().and_then(|name| name.as_str().ok());
-        // The number in the verified name counts. The words beside it are shown only if they match the number.
+        // The number in the verified name counts. The words beside it are shown only if they match the
+        // number.
         let job_name = said.filter(|name| is_job_name(name) && JobId::from_name(name) == job);
         let validity = Validity::of_asn1(parsed.validity());
         Ok(Self { subject, job, job_name: job_name.map(str::to_owned), validity })
@@ -121,7 +122,8 @@ impl Claims {
         Some(format!("the certificate of {self} {complaint}: issue a new certificate"))
     }
 
-    /// Checks that this certificate may be used by `rank`, which is `known` to be on a host or is seen at `address`.
+    /// Checks that this certificate may be used by `rank`, which is `known` to be on a host or is
+    /// seen at `address`.
     pub(crate) fn check_rank(
         &self,
         rank: Rank,

@@ -1,4 +1,5 @@
-//! The identity that a rank presents in handshakes. It can be read again from its file while the rank runs.
+//! The identity that a rank presents in handshakes. It can be read again from its file while the
+//! rank runs.
 
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -13,7 +14,8 @@ use super::identity::Identity;
 use super::provider::{cannot_set_up, provider};
 use crate::error::TransportError;
 
-/// The identity that a rank presents now. Clones share it, so that handshakes after [`Self::read_again`] use the new one.
+/// The identity that a rank presents now. Clones share it, so that handshakes after
+/// [`Self::read_again`] use the new one.
 #[derive(Clone, Debug)]
 pub(crate) struct PresentedIdentity {
     file: Option<PathBuf>,
@@ -55,7 +57,8 @@ impl PresentedIdentity {
         self.now.read().unwrap_or_else(PoisonError::into_inner).identity.clone()
     }
 
-    /// Reads the file again, if there is one. Returns whether there is another identity in it, which is presented from now on.
+    /// Reads the file again, if there is one. Returns whether there is another identity in it,
+    /// which is presented from now on.
     ///
     /// # Errors
     ///

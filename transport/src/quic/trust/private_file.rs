@@ -1,4 +1,5 @@
-//! Files that hold keys: written for their owner only, and read only if no other user can read them.
+//! Files that hold keys: written for their owner only, and read only if no other user can read
+//! them.
 
 use std::fs::File;
 use std::io::{Read, Write};

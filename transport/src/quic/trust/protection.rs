@@ -11,7 +11,8 @@ pub(super) fn create_file(path: &Path) -> io::Result<File> {
     system::create(&mut options, path)
 }
 
-/// Makes a folder, with those above it, to which nobody but its owner has a right. A folder that exists stays as it is.
+/// Makes a folder, with those above it, to which nobody but its owner has a right. A folder that
+/// exists stays as it is.
 pub(super) fn create_folder(path: &Path) -> io::Result<()> {
     system::create_folder(path)
 }

@@ -10,9 +10,11 @@ use super::key_hash::KeyHash;
 use super::private_file;
 use crate::error::{BootstrapKind, TransportError};
 
-/// A list of keys, in a file that is read again whenever a group forms again. Clones share what was read.
+/// A list of keys, in a file that is read again whenever a group forms again. Clones share what was
+/// read.
 ///
-/// A line begins with a [`KeyHash`]; the rest is a comment. Lines that are empty or begin with `#` are ignored.
+/// A line begins with a [`KeyHash`]; the rest is a comment. Lines that are empty or begin with `#`
+/// are ignored.
 #[derive(Clone, Debug)]
 pub struct Revoked {
     path: PathBuf,
@@ -24,8 +26,8 @@ impl Revoked {
     ///
     /// # Errors
     ///
-    /// [`TransportError::Bootstrap`] if it cannot be read, or a line begins with something else: a list of which a part is
-    /// skipped would admit a revoked identity.
+    /// [`TransportError::Bootstrap`] if it cannot be read, or a line begins with something else: a
+    /// list of which a part is skipped would admit a revoked identity.
     pub fn read_file(path: &Path) -> Result<Self, TransportError> {
         let keys = Arc::new(RwLock::new(read(path)?));
         Ok(Self { path: path.to_owned(), keys })

@@ -66,8 +66,8 @@ impl TlsConfigs {
     pub(crate) fn server_of(&self, crypto: Arc<QuicServerConfig>) -> ServerConfig {
         let mut config = ServerConfig::with_crypto(crypto);
         config.transport_config(Arc::clone(&self.transport));
-        // The port of a rank behind address translation may change at any time. QUIC moves a connection only after the new address
-        // has proven that it has the keys.
+        // The port of a rank behind address translation may change at any time. QUIC moves a connection
+        // only after the new address has proven that it has the keys.
         config.migration(true);
         // Strangers can only fill these; members need a handful.
         config.max_incoming(256).incoming_buffer_size(64 << 10).incoming_buffer_size_total(8 << 20);
@@ -76,7 +76,8 @@ impl TlsConfigs {
     }
 }
 
-/// Time for the tokens of QUIC Retry, which are valid for 15 s: by the clock of all other deadlines, which no operator sets.
+/// Time for the tokens of QUIC Retry, which are valid for 15 s: by the clock of all other
+/// deadlines, which no operator sets.
 #[derive(Debug)]
 struct TokioTime {
     started: Instant,
@@ -138,9 +139,9 @@ pub(crate) fn applicant(
     Ok(config)
 }
 
-/// The settings of rank 0 while others may enrol with a token. They have no certificate yet, so none is required; a peer without one gets
-/// no further than an application, because a hello counts for nothing without a certificate. The authority's own
-/// is shown too: they know its hash.
+/// The settings of rank 0 while others may enrol with a token. They have no certificate yet, so
+/// none is required; a peer without one gets no further than an application, because a hello counts
+/// for nothing without a certificate. The authority's own is shown too: they know its hash.
 pub(crate) fn inviting_server(
     identity: &PresentedIdentity,
     revoked: Option<&Revoked>,

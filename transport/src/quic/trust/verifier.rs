@@ -1,7 +1,8 @@
-//! Certificate verification with refusals that both sides can read: the certificate, the reason, and its validity.
+//! Certificate verification with refusals that both sides can read: the certificate, the reason,
+//! and its validity.
 //!
-//! All decisions but one (the list of revoked keys) are webpki's; its texts are replaced. A refusal travels to the refused side as the reason of the
-//! connection's end.
+//! All decisions but one (the list of revoked keys) are webpki's; its texts are replaced. A refusal
+//! travels to the refused side as the reason of the connection's end.
 
 use std::sync::Arc;
 

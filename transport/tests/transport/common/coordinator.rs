@@ -1,4 +1,5 @@
-//! A hand-made rank 0 with a valid certificate. It forms a group of two; then the test decides what it sends.
+//! A hand-made rank 0 with a valid certificate. It forms a group of two; then the test decides what
+//! it sends.
 
 use std::sync::Arc;
 
@@ -20,12 +21,14 @@ pub(crate) struct Coordinator {
 }
 
 impl Coordinator {
-    /// Waits for rank 1 and starts the group. It sends no heartbeats: the test must be over within two seconds.
+    /// Waits for rank 1 and starts the group. It sends no heartbeats: the test must be over within
+    /// two seconds.
     pub(crate) async fn form(job: &Job) -> Self {
         Self::form_after_refusals(job, 0).await
     }
 
-    /// The same, but it first refuses so many handshakes, as a rank 0 does that has too many pending ones.
+    /// The same, but it first refuses so many handshakes, as a rank 0 does that has too many
+    /// pending ones.
     pub(crate) async fn form_after_refusals(job: &Job, refusals: usize) -> Self {
         let pem = job.identity_pem(0);
         let certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap).collect();

@@ -1,5 +1,6 @@
-//! Strangers that flood a rank with handshakes that never end: over UDP first packets of handshakes, connection ids that nobody
-//! has, unknown versions and garbage; over TCP streams that say nothing.
+//! Strangers that flood a rank with handshakes that never end: over UDP first packets of
+//! handshakes, connection ids that nobody has, unknown versions and garbage; over TCP streams that
+//! say nothing.
 
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
@@ -51,8 +52,8 @@ impl Flood {
         self.counts.sent.load(Ordering::Relaxed)
     }
 
-    /// Descriptors of this process that `count` finds, without those of the strangers, who open and close none meanwhile. One more
-    /// may be of a stranger that is about to connect.
+    /// Descriptors of this process that `count` finds, without those of the strangers, who open and
+    /// close none meanwhile. One more may be of a stranger that is about to connect.
     pub(crate) fn descriptors_beside(&self, count: impl FnOnce() -> usize) -> usize {
         let sockets = self.counts.sockets.lock().unwrap();
         count().saturating_sub(*sockets)
@@ -109,7 +110,8 @@ fn datagrams(to: SocketAddr, mut pace: Pace, ends: &AtomicBool, counts: &Counts)
                 kind => {
                     packet = (0..1200).map(|_| random()).collect();
                     match kind {
-                        // Of a connection that does not exist: a short header, or a later packet of a handshake.
+                        // Of a connection that does not exist: a short header, or a later packet of a
+                        // handshake.
                         3 if number % 12 == 3 => packet[0] = 0x40 | packet[0] & 0x3f,
                         3 => packet[..6].copy_from_slice(&[0xe0, 0, 0, 0, 1, 8]),
                         // A version that does not exist, or an answer to one.
@@ -196,7 +198,8 @@ const FIRST_PACKETS: usize = 1000;
 /// As many as a line of 100 Mbit/s carries: each of 1200 bytes has 66 of headers in an Ethernet.
 const DATAGRAMS_PER_SECOND: f64 = 9_870.0;
 
-/// Each needs three packets of the line, and much more of the system on both sides, which here share the cores.
+/// Each needs three packets of the line, and much more of the system on both sides, which here
+/// share the cores.
 const STREAMS_PER_SECOND: f64 = 1_000.0;
 
 /// Streams of strangers at one time: more than a rank has places.

@@ -1,4 +1,5 @@
-//! A hand-made rank with a valid certificate. It joins correctly; then the test decides what it sends.
+//! A hand-made rank with a valid certificate. It joins correctly; then the test decides what it
+//! sends.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -61,7 +62,8 @@ impl Line {
 }
 
 impl Member {
-    /// Dials all other ranks and waits until the group starts, unless the test sends something first.
+    /// Dials all other ranks and waits until the group starts, unless the test sends something
+    /// first.
     pub(crate) async fn come(job: &Job, size: u32) -> Self {
         let me = Rank(size - 1);
         let endpoint = Endpoint::client(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
@@ -96,7 +98,8 @@ impl Member {
         Self { control, data, _endpoint: endpoint }
     }
 
-    /// Like `come`, and the group has started. From now on the rank sends heartbeats until it is dropped.
+    /// Like `come`, and the group has started. From now on the rank sends heartbeats until it is
+    /// dropped.
     pub(crate) async fn join(job: &Job, size: u32) -> Self {
         let mut member = Self::come(job, size).await;
         member.control.say(&Frame::Meshed.encode()).await;

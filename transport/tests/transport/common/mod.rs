@@ -26,7 +26,8 @@ pub(crate) type Formed = Result<Arc<dyn Transport>, TransportError>;
 /// No wait in a test lasts longer than this.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 
-/// An end that does not wait for a deadline comes within this time, also on a machine with much other work.
+/// An end that does not wait for a deadline comes within this time, also on a machine with much
+/// other work.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 /// All messages go over QUIC, though all ranks are on this host.
@@ -157,7 +158,8 @@ pub(crate) fn works(group: &[Arc<dyn Transport>]) {
     close(group);
 }
 
-/// Lock for a test that measures the memory of the process: no other such test runs at the same time.
+/// Lock for a test that measures the memory of the process: no other such test runs at the same
+/// time.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -53,8 +53,8 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
     assert!(flags.iter().all(|flag| flag.load(Ordering::Acquire)));
 }
 
-/// Messages from rank 0 to rank 1. Some are in flight when `end` ends the group, and one is never sent. Returns the
-/// errors of the unfinished calls; all are the same abort.
+/// Messages from rank 0 to rank 1. Some are in flight when `end` ends the group, and one is never
+/// sent. Returns the errors of the unfinished calls; all are the same abort.
 fn ends_in_flight(mut group: Group, end: impl FnOnce(&mut Group)) -> Abort {
     const BYTES: usize = 8 << 20;
     let receive = |message| group[1].post_recv(Rank(0), tag(1, message), &[BYTES], LONG);

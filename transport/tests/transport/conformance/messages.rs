@@ -93,8 +93,8 @@ pub(crate) fn bursts_from_everyone_to_everyone_arrive(make: fn(u32) -> Group) {
     }
 }
 
-/// Rank 0 sends 300 messages in order, and rank 1 receives them in reverse order. Half of them are large. The transport
-/// may delay messages, but requested messages must arrive.
+/// Rank 0 sends 300 messages in order, and rank 1 receives them in reverse order. Half of them are
+/// large. The transport may delay messages, but requested messages must arrive.
 pub(crate) fn tags_are_matched_in_any_order(make: fn(u32) -> Group) {
     let group = make(2);
     let bytes = |message: u32| if message.is_multiple_of(2) { 50 } else { 600_000 };
@@ -235,8 +235,8 @@ pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
     close(group);
 }
 
-/// Small messages leave before they are requested. Abandoned small messages must not use up the buffers of requested
-/// ones.
+/// Small messages leave before they are requested. Abandoned small messages must not use up the
+/// buffers of requested ones.
 pub(crate) fn abandoned_messages_do_not_block_later_ones(make: fn(u32) -> Group) {
     let group = make(2);
     for op in 0..6 {

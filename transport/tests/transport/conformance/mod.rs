@@ -24,7 +24,8 @@ pub(crate) type Group = Vec<Arc<dyn Transport>>;
 /// No wait in a test lasts longer than this.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 
-/// An end that does not wait for a deadline comes within this time, also on a machine with much other work.
+/// An end that does not wait for a deadline comes within this time, also on a machine with much
+/// other work.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
 pub(crate) fn tag(op: u64, message: u32) -> Tag {

@@ -76,7 +76,8 @@ pub(crate) fn notes_of_all_ranks_arrive_whole_and_in_rank_order(make: fn(u32) ->
         let of = |bytes: [usize; 4]| {
             (0..size as usize).map(|rank| payload(bytes[rank], rank as u64 + 1)).collect::<Vec<_>>()
         };
-        // Unlike lengths, some of them 0; the same notes on all ranks; a note of one rank only; none at all.
+        // Unlike lengths, some of them 0; the same notes on all ranks; a note of one rank only; none at
+        // all.
         let same = vec![Bytes::from_static(b"the same"); size as usize];
         let rounds = [
             of([3, 0, 200, 17]),

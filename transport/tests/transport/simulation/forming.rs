@@ -1,4 +1,5 @@
-//! Ranks are lost while the first group forms: the others, and the ranks that take their places, form a group all the same.
+//! Ranks are lost while the first group forms: the others, and the ranks that take their places,
+//! form a group all the same.
 
 use std::time::Duration;
 
@@ -29,7 +30,8 @@ fn survivors(played: &Played) -> Vec<&Life> {
     played.lives.iter().filter(is_last).collect()
 }
 
-/// All ranks that are not lost for good finish in one group of `members` ranks. Returns the epoch of that group.
+/// All ranks that are not lost for good finish in one group of `members` ranks. Returns the epoch
+/// of that group.
 fn finish_together(world: &World, members: u32) -> u32 {
     let played = play(world);
     let case = format!("{world:#?}: {:#?}", played.lives);
@@ -83,7 +85,8 @@ fn rank_0_that_is_killed_while_the_group_forms_may_come_again() {
 
 #[test]
 fn whenever_a_rank_is_killed_the_job_finishes() {
-    // With seed 149 a rank is lost while another one waits for its connection, after rank 0 has its own.
+    // With seed 149 a rank is lost while another one waits for its connection, after rank 0 has its
+    // own.
     for seed in (0..amount(40, 400)).chain([149]) {
         let mut rng = Rng::new(seed, 9);
         let ranks = rng.within(2..5) as u32;

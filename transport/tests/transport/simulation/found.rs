@@ -15,8 +15,8 @@ fn plays_well(world: &World) -> Played {
     played
 }
 
-/// A rank was aborted while a message that it had requested was in flight. It treated the message as unrequested, and
-/// accused the sender of breaking the protocol.
+/// A rank was aborted while a message that it had requested was in flight. It treated the message
+/// as unrequested, and accused the sender of breaking the protocol.
 #[test]
 fn a_message_that_an_abort_overtakes_is_not_a_broken_protocol() {
     let world = World {
@@ -43,7 +43,8 @@ fn a_message_that_an_abort_overtakes_is_not_a_broken_protocol() {
     assert!(plays_well(&world).struck.is_some());
 }
 
-/// The packets of a handshake were lost, so rank 0 ended the handshake. The rank treated that as a refusal.
+/// The packets of a handshake were lost, so rank 0 ended the handshake. The rank treated that as a
+/// refusal.
 #[test]
 fn a_handshake_that_rank_0_gave_up_is_tried_again() {
     let world = World {
@@ -98,8 +99,8 @@ fn the_last_messages_of_a_leaving_rank_arrive() {
     plays_well(&world);
 }
 
-/// Links with an MTU of 1500 do not carry packets of 8952 bytes. The ranks must switch to smaller packets before any
-/// deadline ends.
+/// Links with an MTU of 1500 do not carry packets of 8952 bytes. The ranks must switch to smaller
+/// packets before any deadline ends.
 #[test]
 fn a_stated_mtu_that_is_wrong_costs_time_and_no_bytes() {
     let world = World {

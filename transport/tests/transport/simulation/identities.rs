@@ -1,7 +1,7 @@
 //! Identities with Ed25519 keys.
 //!
-//! The product's ECDSA signatures have a random length of 70 to 72 bytes, so the packets of a handshake have random
-//! lengths too. In the simulation a seed must give exactly the same packets.
+//! The product's ECDSA signatures have a random length of 70 to 72 bytes, so the packets of a
+//! handshake have random lengths too. In the simulation a seed must give exactly the same packets.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -18,7 +18,8 @@ pub(crate) const JOB: JobId = JobId([7; 16]);
 /// Most ranks of a world that a seed draws.
 pub(crate) const MOST_RANKS: u32 = 5;
 
-/// The identity of a rank. It is made once per process, since keys do not change the lengths of packets.
+/// The identity of a rank. It is made once per process, since keys do not change the lengths of
+/// packets.
 pub(crate) fn identity(rank: u32) -> Identity {
     static AUTHORITY: OnceLock<Authority> = OnceLock::new();
     let authority = AUTHORITY.get_or_init(Authority::new);

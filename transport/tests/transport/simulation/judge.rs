@@ -11,8 +11,8 @@ use crate::simulation::world::{FaultKind, World};
 /// How long after its deadline a call may still end: tokio's clock ticks in milliseconds.
 const GRACE: Duration = Duration::from_millis(5);
 
-/// Time until every rank knows of a rank that reports its own failure: two trips through the network, and repeats after
-/// loss.
+/// Time until every rank knows of a rank that reports its own failure: two trips through the
+/// network, and repeats after loss.
 const TOLD: Duration = Duration::from_secs(3);
 
 /// All violations in the run of a world, and whether packet loss alone excuses something.
@@ -99,8 +99,8 @@ impl Judge<'_> {
             .then(|| format!("had not heard of the fault by {known:?}"))
     }
 
-    /// Time until the fault is known. The ranks know at once of a rank that reports its own failure, or a few lost
-    /// packets later.
+    /// Time until the fault is known. The ranks know at once of a rank that reports its own
+    /// failure, or a few lost packets later.
     fn news(&self) -> Duration {
         match self.kind() {
             Some(FaultKind::Abort { .. }) if self.world.conditions.loss_per_mille <= LITTLE_LOSS => TOLD,
@@ -142,7 +142,8 @@ impl Judge<'_> {
                     FaultKind::Partition { heals, .. } | FaultKind::Link { heals, .. } => {
                         heals.is_none_or(|heals| heals > self.world.limits().short_outage)
                     }
-                    // A rank may receive the last message earlier than other ranks, and die before they have it.
+                    // A rank may receive the last message earlier than other ranks, and die before they have
+                    // it.
                     FaultKind::Crash { .. } | FaultKind::Dropped { .. } | FaultKind::Abort { .. } => true,
                     FaultKind::Refuse { .. } | FaultKind::Slow { .. } | FaultKind::Computes { .. } => false,
                 };
@@ -153,7 +154,8 @@ impl Judge<'_> {
         }
     }
 
-    /// With so much loss, a link may be silent for 5 s without another fault. That counts as a death like any other.
+    /// With so much loss, a link may be silent for 5 s without another fault. That counts as a
+    /// death like any other.
     fn is_chance(&self, call: &Call) -> bool {
         let silence = |text: &str| {
             ["timed out", "nothing heard", "received nothing"].iter().any(|what| text.contains(what))
@@ -179,7 +181,8 @@ impl Judge<'_> {
                 let lost = |rank: u32| side.contains(&rank) != side.contains(&0);
                 match heals {
                     Some(heals) if *heals <= self.world.limits().short_outage => false,
-                    // A rank that was cut off may reconnect, and name a rank on the other side as the culprit.
+                    // A rank that was cut off may reconnect, and name a rank on the other side as the
+                    // culprit.
                     Some(_) => true,
                     None if lost(who) => culprit == 0 || lost(culprit),
                     None => lost(culprit),

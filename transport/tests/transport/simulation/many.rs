@@ -1,4 +1,5 @@
-//! Many ranks in several data centres, 100 ms apart: they form a group, some die, and the survivors form the next one.
+//! Many ranks in several data centres, 100 ms apart: they form a group, some die, and the survivors
+//! form the next one.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,10 +29,12 @@ const CONDITIONS: Conditions = Conditions {
 /// Deadline of every call.
 const PATIENCE: Duration = Duration::from_secs(200);
 
-/// From a death until every survivor knows of it: 15 s of silence, eight round trips, a heartbeat, the news.
+/// From a death until every survivor knows of it: 15 s of silence, eight round trips, a heartbeat,
+/// the news.
 const KNOWN: Duration = Duration::from_secs(18);
 
-/// From then on: survivors that may not have noticed are waited for during 30 s, then the group is named and forms.
+/// From then on: survivors that may not have noticed are waited for during 30 s, then the group is
+/// named and forms.
 const FORMED_AGAIN: Duration = Duration::from_secs(40);
 
 type Dials = BTreeMap<(u32, u32), usize>;
@@ -74,7 +77,8 @@ async fn live(stage: Arc<Stage>, rank: u32) -> Result<Life, TransportError> {
     Ok(Life { formed: at, known, again, members: next.members })
 }
 
-/// Returns the lives of the survivors, when the others died, and the dials before that and after it.
+/// Returns the lives of the survivors, when the others died, and the dials before that and after
+/// it.
 async fn play(ranks: u32, dead: &[u32]) -> (Vec<Life>, Duration, [Dials; 2]) {
     let network = Network::new(1, ranks, CONDITIONS);
     let pump = tokio::spawn(Arc::clone(&network).run());

@@ -1,6 +1,7 @@
 //! Groups over a simulated network. Every random event of a world comes from one seed (ADR 0017).
 //!
-//! `KYKLOS_SEEDS=from..to cargo test -p kyklos-transport --features quic --test transport simulation` runs other seeds.
+//! `KYKLOS_SEEDS=from..to cargo test -p kyklos-transport --features quic --test transport
+//! simulation` runs other seeds.
 
 mod again;
 mod forming;

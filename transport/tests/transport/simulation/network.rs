@@ -1,6 +1,7 @@
 //! A network in memory. The seed decides which packets are late, duplicated, reordered or lost.
 //!
-//! It runs on tokio's paused clock, so a simulated second takes no real time. Its resolution is tokio's millisecond.
+//! It runs on tokio's paused clock, so a simulated second takes no real time. Its resolution is
+//! tokio's millisecond.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, IoSliceMut};
@@ -27,8 +28,8 @@ pub(crate) struct Conditions {
     /// Whether later packets can overtake a delayed one.
     pub(crate) reorder_per_mille: u64,
     pub(crate) duplicate_per_mille: u64,
-    /// Bandwidth of each direction between two hosts. A packet that would wait longer than [`LONGEST_QUEUE`] is
-    /// dropped.
+    /// Bandwidth of each direction between two hosts. A packet that would wait longer than
+    /// [`LONGEST_QUEUE`] is dropped.
     pub(crate) bytes_per_second: u64,
 }
 
@@ -46,8 +47,8 @@ const LARGEST_PACKET: usize = 1452;
 pub(crate) struct Cut(Vec<(u32, u32)>);
 
 impl Cut {
-    /// Between the ranks of `side` and all other ranks. With `one_way` only packets that the ranks of `side` send are
-    /// lost.
+    /// Between the ranks of `side` and all other ranks. With `one_way` only packets that the ranks
+    /// of `side` send are lost.
     pub(crate) fn around(side: &[u32], world: u32, one_way: bool) -> Self {
         let mut directions = Vec::new();
         for &inner in side {
@@ -80,7 +81,8 @@ struct Inner {
     cut: Cut,
     hosts: Vec<Host>,
     links: BTreeMap<(u32, u32), LinkState>,
-    /// Packets in flight, by arrival time. The number distinguishes packets that arrive at the same time.
+    /// Packets in flight, by arrival time. The number distinguishes packets that arrive at the same
+    /// time.
     under_way: BTreeMap<(Instant, u64), Packet>,
     sent: u64,
     started: Instant,
@@ -265,7 +267,8 @@ impl Inner {
         }
     }
 
-    /// A client's connection is known by the source id in its Initial packets, which stays. A server answers to that id.
+    /// A client's connection is known by the source id in its Initial packets, which stays. A
+    /// server answers to that id.
     fn count_dial(&mut self, (from, to): (u32, u32), bytes: &[u8]) {
         // A long header of the type Initial, and version 1.
         let [0xc0..=0xcf, 0, 0, 0, 1, ids @ ..] = bytes else { return };

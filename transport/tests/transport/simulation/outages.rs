@@ -1,5 +1,5 @@
-//! Links between data centres: long, lossy, and away for seconds. No healthy rank counts as dead, and every dead one does within
-//! the limit of the profile.
+//! Links between data centres: long, lossy, and away for seconds. No healthy rank counts as dead,
+//! and every dead one does within the limit of the profile.
 
 use std::time::Duration;
 
@@ -96,8 +96,8 @@ fn dead_ranks_and_links_between_data_centres_are_found_within_the_limit() {
     all_play_well(LinkProfile::Wan, &[Event::Cut, Event::Crash], 40, 400);
 }
 
-/// A rank that hears the others and is not heard by them. Before they give it up, the other direction is cut too, so that it
-/// is not told: that must not cost it another silence.
+/// A rank that hears the others and is not heard by them. Before they give it up, the other
+/// direction is cut too, so that it is not told: that must not cost it another silence.
 fn an_unheard_rank_knows_soon(rank: u32) {
     let mut world = draw(1, LinkProfile::Wan, Event::Cut);
     let at = Duration::from_secs(20);

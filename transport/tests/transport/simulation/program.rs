@@ -17,7 +17,8 @@ use crate::simulation::network::address;
 use crate::simulation::stage::Stage;
 use crate::simulation::world::{Boundary, FaultKind, Operation, Phase};
 
-/// Time after which a rank counts as stuck if other ranks wait for it; longer than outages that end without an error.
+/// Time after which a rank counts as stuck if other ranks wait for it; longer than outages that end
+/// without an error.
 pub(crate) const STUCK: Duration = Duration::from_secs(12);
 
 /// A call of one rank, with times since the start of the world.
@@ -74,7 +75,8 @@ fn payload(seed: u64, op: u64, from: u32, to: u32, bytes: usize) -> Bytes {
     out.into()
 }
 
-/// The note of a rank's vote: empty in every fourth operation on all ranks, else of up to 1024 bytes.
+/// The note of a rank's vote: empty in every fourth operation on all ranks, else of up to 1024
+/// bytes.
 fn note(seed: u64, op: u64, rank: u32) -> Bytes {
     let bytes = [0, 12, 150, 1024][(op % 4) as usize];
     payload(seed, op, rank, rank, bytes)

@@ -131,8 +131,8 @@ async fn ended(program: JoinHandle<Log>, rank: u32, life: u32) -> Log {
 /// Upper limit for the time of a program.
 const FOR_EVER: Duration = Duration::from_secs(1000);
 
-/// After this time nothing of a group may remain. quinn drains a connection for three probe timeouts, and an outage
-/// extends that to half a minute.
+/// After this time nothing of a group may remain. quinn drains a connection for three probe
+/// timeouts, and an outage extends that to half a minute.
 const AFTERMATH: Duration = Duration::from_secs(120);
 
 impl Stage {

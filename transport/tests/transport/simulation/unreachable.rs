@@ -1,11 +1,12 @@
-//! Two ranks cannot reach each other, and both reach all others: the group continues without one of them, whether it waits for
-//! every rank (`rejoin`) or forms of the survivors only (`shrink`).
+//! Two ranks cannot reach each other, and both reach all others: the group continues without one of
+//! them, whether it waits for every rank (`rejoin`) or forms of the survivors only (`shrink`).
 
 use std::time::Duration;
 
 use crate::simulation::again::{End, Strike, World, judge, play};
 
-/// Ranks `a` and `b` lose each other. Returns the rank that the group continues without, its error, and the case for messages.
+/// Ranks `a` and `b` lose each other. Returns the rank that the group continues without, its error,
+/// and the case for messages.
 fn one_is_dropped(everyone: bool, ranks: u32, (a, b): (u32, u32)) -> (u32, String, String) {
     let strikes = vec![(Duration::from_secs(2), Strike::Link { a, b })];
     let world = World { ranks, everyone, strikes, lanes: 1, ..World::draw(1) };
@@ -41,7 +42,8 @@ fn a_pair_that_cannot_reach_each_other_costs_the_group_one_rank() {
     }
 }
 
-/// The first of the pair that reports the dead link names the other, which counts as lost then. The survivors do not wait for it.
+/// The first of the pair that reports the dead link names the other, which counts as lost then. The
+/// survivors do not wait for it.
 #[test]
 fn survivors_continue_without_one_rank_of_a_pair_that_cannot_reach_each_other() {
     for (ranks, pair) in PAIRS {

@@ -98,8 +98,9 @@ fn a_vote_takes_one_round_trip_whatever_the_number_of_ranks() {
         // The last ballot reaches rank 0, which sends all notes to all ranks.
         let notes = u64::from(ranks) * NOTE_BYTES as u64;
         assert!(took < 2 * LATENCY + LATENCY, "{ranks} ranks: {took:?}");
-        // For each rank a ballot, the notes of all ranks, and acknowledgements; heartbeats are rare. The notes alone grow with the
-        // number of ranks: a packet has 1200 bytes of them, and is not always full.
+        // For each rank a ballot, the notes of all ranks, and acknowledgements; heartbeats are rare. The
+        // notes alone grow with the number of ranks: a packet has 1200 bytes of them, and is not
+        // always full.
         let each = 6 + 4 * notes / 1000;
         assert!(packets <= u64::from(ranks) * each, "{ranks} ranks: {packets} packets, {each} for each rank");
     }

@@ -36,8 +36,8 @@ async fn rank(network: Arc<Network>, rank: u32, lanes: u8) -> Arc<dyn Transport>
     QuicTransport::form_over(config, network.sockets(rank, lanes), [rank as u8; 32]).await.unwrap()
 }
 
-/// Rank 0 sends a message. Rank 1 requests it this long after rank 0 has posted it, or before. Returns how long rank 0
-/// waited, and how much of that time the message was in flight.
+/// Rank 0 sends a message. Rank 1 requests it this long after rank 0 has posted it, or before.
+/// Returns how long rank 0 waited, and how much of that time the message was in flight.
 async fn sent(
     [zero, one]: &[Arc<dyn Transport>; 2],
     message: u32,

@@ -30,14 +30,17 @@ pub(crate) struct World {
 pub(crate) struct Limits {
     /// How long a group may take to form.
     pub(crate) connect: Duration,
-    /// How much longer than that a rank may wait: 2 s longer than rank 0 for news, the time of a dial, and 1 s for a goodbye.
+    /// How much longer than that a rank may wait: 2 s longer than rank 0 for news, the time of a
+    /// dial, and 1 s for a goodbye.
     pub(crate) form_grace: Duration,
-    /// Deadline of a call of an operation, and of a close: far longer than the detection of any fault.
+    /// Deadline of a call of an operation, and of a close: far longer than the detection of any
+    /// fault.
     pub(crate) patience: Duration,
-    /// From a lasting fault until every waiting rank knows of it: the silence of a dead rank, or the time until a connection is
-    /// idle, and then some packets that may be lost.
+    /// From a lasting fault until every waiting rank knows of it: the silence of a dead rank, or
+    /// the time until a connection is idle, and then some packets that may be lost.
     pub(crate) news: Duration,
-    /// The same if the links carry one direction only: a rank that is not heard and is not told counts a quarter longer.
+    /// The same if the links carry one direction only: a rank that is not heard and is not told
+    /// counts a quarter longer.
     pub(crate) one_way_news: Duration,
     /// An outage so short that it may delay the ranks, and must cause no error.
     pub(crate) short_outage: Duration,
@@ -74,7 +77,8 @@ pub(crate) enum FaultKind {
     Refuse { rank: u32 },
     /// A rank is late with its receives.
     Slow { rank: u32, by: Duration },
-    /// A rank computes before it posts anything: for the time `by` with beats, or forever without beats.
+    /// A rank computes before it posts anything: for the time `by` with beats, or forever without
+    /// beats.
     Computes { rank: u32, by: Option<Duration> },
 }
 
@@ -106,10 +110,11 @@ impl World {
         let ranks = rng.within(2..u64::from(MOST_RANKS) + 1) as u32;
         let conditions = draw_conditions(&mut rng);
         let starts = (0..ranks).map(|_| rng.millis(0..1500)).collect();
-        // From a separate stream of random numbers, so that the network and the fault of a seed do not depend on it.
+        // From a separate stream of random numbers, so that the network and the fault of a seed do not
+        // depend on it.
         let lanes = [1, 1, 2, 3][Rng::new(seed, 3).within(0..4) as usize];
-        // Larger if several lanes share them, so that they are cut into chunks; and only if loss is low enough to carry
-        // so many bytes in time.
+        // Larger if several lanes share them, so that they are cut into chunks; and only if loss is low
+        // enough to carry so many bytes in time.
         let scale = if lanes > 1 && conditions.loss_per_mille <= 60 { 4 } else { 1 };
         let operations: Vec<Operation> = (0..rng.within(2..5))
             .map(|_| {

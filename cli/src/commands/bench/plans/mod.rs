@@ -1,4 +1,5 @@
-//! `kyklos bench plans`: the time to make plans, to prove them and to vote on them, by the number of ranks.
+//! `kyklos bench plans`: the time to make plans, to prove them and to vote on them, by the number
+//! of ranks.
 
 mod args;
 mod votes;

@@ -38,7 +38,8 @@ pub(crate) struct StrategiesArgs {
     /// Only these placements
     #[arg(long, value_name = "KIND,…", value_delimiter = ',')]
     pub(super) placement: Vec<PlacementKind>,
-    /// Run this many ranks in this process [default: 1, or under a launcher a rank for each process]
+    /// Run this many ranks in this process [default: 1, or under a launcher a rank for each
+    /// process]
     #[arg(long, value_name = "N")]
     pub(crate) ranks: Option<NonZeroU32>,
     /// How ranks send messages [default: in-process with --ranks, quic under a launcher]
@@ -56,8 +57,8 @@ pub(crate) struct StrategiesArgs {
     /// Timed runs of each cell, after one run that compiles kernels and allocates memory
     #[arg(long, value_name = "N", default_value = "3")]
     pub(super) repeat: NonZeroU32,
-    /// Folder of the results, which rank 0 writes: cells.jsonl, strategies.csv, strategies.json, strategies.html. Cells that it
-    /// already has are not run again
+    /// Folder of the results, which rank 0 writes: cells.jsonl, strategies.csv, strategies.json,
+    /// strategies.html. Cells that it already has are not run again
     #[arg(long, value_name = "DIR")]
     pub(crate) output: PathBuf,
     /// Run the cells again that have failed
@@ -72,8 +73,8 @@ pub(crate) struct StrategiesArgs {
     /// End a cell that takes more than this many seconds, with all its runs, as failed
     #[arg(long, value_name = "SECONDS", default_value = "1800")]
     pub(super) cell_limit: NonZeroU32,
-    /// TOML file that describes devices and links, for the predicted times [default: rank 0 measures them, where all ranks are
-    /// on its machine]
+    /// TOML file that describes devices and links, for the predicted times [default: rank 0
+    /// measures them, where all ranks are on its machine]
     #[arg(long, value_name = "F")]
     pub(super) hardware: Option<PathBuf>,
     /// A cell fails when an expected message does not arrive within this many seconds

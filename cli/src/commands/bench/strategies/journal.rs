@@ -1,4 +1,5 @@
-//! The file of cells that have ended: one line of JSON each, written when the cell ends. A crash loses the running cell only.
+//! The file of cells that have ended: one line of JSON each, written when the cell ends. A crash
+//! loses the running cell only.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -63,7 +64,8 @@ struct Contents {
 }
 
 impl Journal {
-    /// Opens or creates the file in `folder`. A cell in which the program has ended counts as failed.
+    /// Opens or creates the file in `folder`. A cell in which the program has ended counts as
+    /// failed.
     ///
     /// # Errors
     /// Exit code 2 if the folder has cells of another group.
@@ -135,7 +137,8 @@ impl Journal {
     }
 }
 
-/// The cells in `folder` that have ended or in which the program has ended; of these the failed ones with `failed` only.
+/// The cells in `folder` that have ended or in which the program has ended; of these the failed
+/// ones with `failed` only.
 pub(super) fn over(folder: &Path, failed: bool) -> Result<Vec<CellName>> {
     let Contents { records, begun, .. } = read(&path_in(folder))?;
     let ended = records.into_iter().filter(|record| failed || record.state != State::Failed);

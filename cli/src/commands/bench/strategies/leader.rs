@@ -189,8 +189,8 @@ impl<'a> Leader<'a> {
         self.journal()?.end(record)
     }
 
-    /// Compares the sampled rows of all ranks with the oracle: a wrong result has no times. `alone` are those of each kind of device
-    /// alone, if they are new.
+    /// Compares the sampled rows of all ranks with the oracle: a wrong result has no times. `alone`
+    /// are those of each kind of device alone, if they are new.
     pub(super) fn judge(
         &mut self,
         index: usize,
@@ -245,8 +245,9 @@ impl<'a> Leader<'a> {
     }
 }
 
-/// Watches the running cell on a thread. One that takes longer than `limit` is a failed cell, and this process ends: a thread
-/// that computes cannot be ended alone. The next start goes on with the cell after it.
+/// Watches the running cell on a thread. One that takes longer than `limit` is a failed cell, and
+/// this process ends: a thread that computes cannot be ended alone. The next start goes on with the
+/// cell after it.
 fn end_late_cells(
     journal: Arc<Mutex<Journal>>,
     running: Arc<Mutex<Option<(CellName, Instant)>>>,

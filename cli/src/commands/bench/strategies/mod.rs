@@ -1,8 +1,10 @@
-//! `kyklos bench strategies`: every strategy, mesh and placement on the ranks of a group, cell by cell.
+//! `kyklos bench strategies`: every strategy, mesh and placement on the ranks of a group, cell by
+//! cell.
 //!
-//! All ranks know the same list of cells. Rank 0 names the next one, collects what the ranks measured, compares sampled rows with
-//! the oracle, and writes a line for each cell that ends. An error in a cell ends the group; the program, or its launcher, starts
-//! the next one, which goes on behind that cell.
+//! All ranks know the same list of cells. Rank 0 names the next one, collects what the ranks
+//! measured, compares sampled rows with the oracle, and writes a line for each cell that ends. An
+//! error in a cell ends the group; the program, or its launcher, starts the next one, which goes on
+//! behind that cell.
 
 mod args;
 mod bench;
@@ -85,14 +87,16 @@ pub(crate) fn check_launched(args: &StrategiesArgs, size: u32) -> Result<()> {
     cases(args).map(|_| ())
 }
 
-/// How many cells a group of `ranks` ranks has still to run. With `failed`, cells that have failed count as over.
+/// How many cells a group of `ranks` ranks has still to run. With `failed`, cells that have failed
+/// count as over.
 pub(crate) fn cells_left(args: &StrategiesArgs, ranks: u32, failed: bool) -> Result<usize> {
     let over: BTreeSet<_> = journal::over(&args.output, failed)?.into_iter().collect();
     let all = cells(args, &cases(args)?, ranks)?;
     Ok(all.iter().filter(|cell| matches!(cell.way, Way::Run(_)) && !over.contains(&cell.name)).count())
 }
 
-/// Runs all ranks on threads of this process. A cell that fails ends their group; the next group goes on.
+/// Runs all ranks on threads of this process. A cell that fails ends their group; the next group
+/// goes on.
 fn here(args: &StrategiesArgs) -> Result<()> {
     let ranks = args.ranks.map_or(1, std::num::NonZeroU32::get);
     if ranks > MAX_RANKS_HERE {

@@ -20,7 +20,8 @@ use crate::request::description;
 #[derive(Debug)]
 pub(super) enum Predictor {
     Described(Box<Cluster>),
-    /// This machine, which has all ranks: measured once for each kind of head, and kept in the folder.
+    /// This machine, which has all ranks: measured once for each kind of head, and kept in the
+    /// folder.
     Measured(Box<Measure>),
     Nothing,
 }
@@ -40,7 +41,8 @@ pub(super) struct Measure {
 pub(super) type Heads = (u32, u32, u32, String);
 
 impl Predictor {
-    /// Predictions by the description in `hardware`, or of ranks that are all on `devices` of this machine.
+    /// Predictions by the description in `hardware`, or of ranks that are all on `devices` of this
+    /// machine.
     pub(super) fn new(
         hardware: Option<&Path>,
         folder: &Path,

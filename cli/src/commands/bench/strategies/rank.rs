@@ -25,7 +25,8 @@ use crate::run::quiet;
 use crate::tensors::results::HostOutput;
 use crate::verify::Sample;
 
-/// Runs the cells that rank 0 names until there are no more, and leaves the group. Rank 0 has the `leader`.
+/// Runs the cells that rank 0 names until there are no more, and leaves the group. Rank 0 has the
+/// `leader`.
 ///
 /// # Errors
 /// If the group ends, or never runs.
@@ -154,7 +155,8 @@ impl<'a> RankWork<'a> {
     /// Runs a cell.
     ///
     /// # Errors
-    /// If the group has ended. Everything else is an outcome, the same on all ranks but for its text.
+    /// If the group has ended. Everything else is an outcome, the same on all ranks but for its
+    /// text.
     fn cell(&mut self, index: usize, leader: Option<&mut Leader<'_>>) -> Result<Outcome> {
         memory::forget_peak();
         let planned = self.bench.plans(index).and_then(|planned| {
@@ -198,8 +200,8 @@ impl<'a> RankWork<'a> {
         }
     }
 
-    /// Loads the tensors and runs the plan: once to compile kernels, then the timed runs. The inner error is the reason of a rank
-    /// that refuses, which leaves the group as it was.
+    /// Loads the tensors and runs the plan: once to compile kernels, then the timed runs. The inner
+    /// error is the reason of a rank that refuses, which leaves the group as it was.
     fn run(&mut self, Planned { plans, ns }: Planned) -> Result<Result<Ran, String>> {
         let mut times = RankTimes { plan_ns: ns, ..RankTimes::default() };
         let started = Instant::now();

@@ -79,7 +79,8 @@ pub(super) struct RankMeasured {
     pub(super) plan_s: f64,
     /// Making the rank's tensors, lowering its plan, and bringing the tensors to the device.
     pub(super) load_s: f64,
-    /// By how much the first run, in which kernels are compiled and memory is allocated, takes longer than the median run.
+    /// By how much the first run, in which kernels are compiled and memory is allocated, takes
+    /// longer than the median run.
     pub(super) compile_s: f64,
     /// Of the run with the median time, as the next three.
     pub(super) wall_s: f64,
@@ -91,7 +92,8 @@ pub(super) struct RankMeasured {
     /// Plan payload of one run.
     pub(super) bytes_sent: u64,
     pub(super) messages_sent: u64,
-    /// Bytes of all packets of one run, on average, with headers and repeated packets; none within one process.
+    /// Bytes of all packets of one run, on average, with headers and repeated packets; none within
+    /// one process.
     pub(super) wire_bytes: Option<u64>,
     /// To each rank that it sends to.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -119,7 +121,8 @@ impl Measured {
         slowest.map_or(0.0, |rank| rank.compute_s)
     }
 
-    /// The most bytes from one rank to another, and the least and the largest share of what the plans send between two ranks.
+    /// The most bytes from one rank to another, and the least and the largest share of what the
+    /// plans send between two ranks.
     pub(super) fn links(&self) -> Option<(u64, [f64; 2])> {
         let links = || self.per_rank.iter().flat_map(|rank| &rank.links);
         let shares = || links().map(|link| link.bytes as f64 / link.plan_bytes as f64);

@@ -100,7 +100,8 @@ impl RankTimes {
 /// The bytes and messages of plans from one rank to another.
 pub(super) type Sent = BTreeMap<(u32, u32), (u64, u64)>;
 
-/// The times of a cell, from those of its ranks with their devices. `held` is the largest error and its tolerance.
+/// The times of a cell, from those of its ranks with their devices. `held` is the largest error and
+/// its tolerance.
 pub(super) fn measured(ranks: &[(String, RankTimes)], planned: &Sent, held: [f64; 2]) -> Measured {
     let runs = ranks.iter().map(|(_, times)| times.runs.len()).min().unwrap_or(0);
     let wall_ns = |run: usize| {

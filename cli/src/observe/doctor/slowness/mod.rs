@@ -1,5 +1,5 @@
-//! Finds what slowed a run down: a rank that computes longer than the others or is late for another reason, a slow link, or
-//! the whole network.
+//! Finds what slowed a run down: a rank that computes longer than the others or is late for another
+//! reason, a slow link, or the whole network.
 
 use super::messages::{Link, latest_to_ask, links};
 use super::read::Record;

@@ -8,7 +8,8 @@ use super::*;
 use crate::observe::doctor::read::of_lines;
 use crate::observe::record::format::EventLine;
 
-/// Of a rank that computed, waited and copied for so many milliseconds, and received `bytes` from each `from` in `ms`.
+/// Of a rank that computed, waited and copied for so many milliseconds, and received `bytes` from
+/// each `from` in `ms`.
 fn record(rank: u32, [compute, wait, copy]: [u64; 3], received: &[(u32, u64, u64)], lost: u64) -> Record {
     let ms = 1_000_000;
     let line = json!({
@@ -84,8 +85,8 @@ fn ranks_that_all_wait_and_compute_alike_wait_for_the_network() {
     assert!(found[1].text.starts_with("3.0 % of the packets from rank 0 to rank 1"), "{}", found[1].text);
 }
 
-/// The same of a rank that was also blocked, for so many milliseconds, by ranks that asked late for messages that it had
-/// posted at the first time and by messages on their way.
+/// The same of a rank that was also blocked, for so many milliseconds, by ranks that asked late for
+/// messages that it had posted at the first time and by messages on their way.
 fn blocked(mut record: Record, [credit, send]: [u64; 2], asked: &[(u32, u64, u64)]) -> Record {
     record.rank.spent.credit_blocked_ns = credit * 1_000_000;
     record.rank.spent.send_blocked_ns = send * 1_000_000;

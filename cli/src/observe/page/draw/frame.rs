@@ -30,12 +30,14 @@ impl Section {
         Self { id: id.into(), title: title.into(), body }
     }
 
-    /// A section of which there are several kinds: its id is made by the caller, from letters, digits and dashes.
+    /// A section of which there are several kinds: its id is made by the caller, from letters,
+    /// digits and dashes.
     pub(crate) fn named(id: String, title: String, body: Markup) -> Self {
         Self { id: id.into(), title: title.into(), body }
     }
 
-    /// The same section of one of two passes. `id` is empty, or begins the links to all sections of the pass.
+    /// The same section of one of two passes. `id` is empty, or begins the links to all sections of
+    /// the pass.
     pub(super) fn of_pass(self, (id, pass): (&str, &str)) -> Self {
         let Self { id: own, title, body } = self;
         Self { id: format!("{id}{own}").into(), title: format!("{title}, {pass} pass").into(), body }
@@ -167,7 +169,8 @@ pub(crate) fn percentage(share: f64) -> String {
     format!("{}%", text.trim_end_matches('0').trim_end_matches('.'))
 }
 
-/// The class that fills with the colour and pattern of a rank. Colours repeat with another pattern; labels always name ranks.
+/// The class that fills with the colour and pattern of a rank. Colours repeat with another pattern;
+/// labels always name ranks.
 pub(super) fn fill_of(rank: u32) -> String {
     format!("f{}", rank % (COLOURS * 3))
 }
@@ -177,7 +180,8 @@ pub(crate) fn swatch(class: &str) -> Markup {
     html! { svg.swatch aria-hidden="true" { rect class=(class) width="100%" height="100%" {} } }
 }
 
-/// The fills of ranks that share a colour: hatched, then dotted. Cells of masks are scaled, so they have finer patterns.
+/// The fills of ranks that share a colour: hatched, then dotted. Cells of masks are scaled, so they
+/// have finer patterns.
 fn fills() -> String {
     let rule = |colour: u32| {
         let [hatched, dotted] = [COLOURS + colour, 2 * COLOURS + colour];
@@ -189,7 +193,8 @@ fn fills() -> String {
     (0..COLOURS).map(rule).collect()
 }
 
-/// Patterns that the style sheet names: of the colours of ranks, of waits and copies, and of blocks of several ranks.
+/// Patterns that the style sheet names: of the colours of ranks, of waits and copies, and of blocks
+/// of several ranks.
 fn patterns() -> Markup {
     html! {
         svg.patterns aria-hidden="true" width="0" height="0" {

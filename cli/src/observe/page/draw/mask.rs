@@ -69,7 +69,8 @@ fn figure(page: &Page, picture: &MaskPicture) -> Markup {
     }
 }
 
-/// The holders of blocks, along the keys or along the queries, with the numbers of ranks where there is room.
+/// The holders of blocks, along the keys or along the queries, with the numbers of ranks where
+/// there is room.
 fn strip(page: &Page, holders: &[Holder], along_keys: bool) -> Markup {
     let runs = runs(holders);
     #[expect(clippy::cast_precision_loss, reason = "blocks")]

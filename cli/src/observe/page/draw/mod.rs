@@ -1,4 +1,5 @@
-//! HTML and SVG of a page. Sizes are percentages or CSS pixels, so that pictures fit every width and text is never scaled.
+//! HTML and SVG of a page. Sizes are percentages or CSS pixels, so that pictures fit every width
+//! and text is never scaled.
 
 mod choice;
 mod figures;

@@ -160,8 +160,8 @@ fn lane(rank: &RankFigures, row: &TimelineRow, scale: &Scale, rows: usize) -> Ma
     }
 }
 
-/// Segments with top and height in CSS pixels, in the order in which they are drawn. Shares of one stretch of time stand on
-/// top of each other, compute at the bottom.
+/// Segments with top and height in CSS pixels, in the order in which they are drawn. Shares of one
+/// stretch of time stand on top of each other, compute at the bottom.
 fn placed(row: &TimelineRow, dense: bool) -> Vec<(&Segment, f64, f64)> {
     let kinds = kinds(dense);
     let mut whole: Vec<&Segment> =

@@ -1,5 +1,5 @@
-//! The keys that a running state has met. A proof asks every state of every rank about every key, so a set of keys is
-//! kept as few ranges, also where its keys lie in strides.
+//! The keys that a running state has met. A proof asks every state of every rank about every key,
+//! so a set of keys is kept as few ranges, also where its keys lie in strides.
 
 use std::ops::Range;
 
@@ -11,12 +11,14 @@ pub(super) struct MetKeys {
     order: Order,
     /// Places in `order`, ascending; there is a gap between each two.
     ranges: Vec<Range<u32>>,
-    /// A bit for each key, if the set has many ranges: such as of stripes of several strides. Then there are no ranges.
+    /// A bit for each key, if the set has many ranges: such as of stripes of several strides. Then
+    /// there are no ranges.
     bits: Vec<u64>,
 }
 
-/// An order of the keys `0..len`: first each `stride`-th key from 0 on, then each `stride`-th from 1 on, and so on. A run of
-/// this stride is one range of places, and runs that lie side by side are one range if they are whole.
+/// An order of the keys `0..len`: first each `stride`-th key from 0 on, then each `stride`-th from
+/// 1 on, and so on. A run of this stride is one range of places, and runs that lie side by side are
+/// one range if they are whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Order {
     len: u32,
@@ -32,7 +34,8 @@ impl MetKeys {
         Self { order: Order { len, stride: 1 }, ..Self::default() }
     }
 
-    /// Adds `keys`, which exist; returns a key that was in the set before, or is in `keys` twice, if any is.
+    /// Adds `keys`, which exist; returns a key that was in the set before, or is in `keys` twice,
+    /// if any is.
     pub(super) fn meet(&mut self, keys: &TokenRuns) -> Option<u32> {
         let runs = || keys.runs().iter().copied();
         let longest = keys.runs().iter().max_by_key(|run| run.count);
@@ -164,7 +167,8 @@ impl MetKeys {
         }
     }
 
-    /// Puts two sets in the order of one of them, in which the other one has fewer ranges; or makes both bits.
+    /// Puts two sets in the order of one of them, in which the other one has fewer ranges; or makes
+    /// both bits.
     fn align(&mut self, other: &mut Self) {
         if self.bits.is_empty() && other.bits.is_empty() {
             if self.order == other.order {
@@ -262,7 +266,8 @@ impl Order {
         u64::from(self.len / 1024) + 10
     }
 
-    /// The place of the key `first`, which is less than the stride; of the stride itself, the end of all places.
+    /// The place of the key `first`, which is less than the stride; of the stride itself, the end
+    /// of all places.
     fn column(self, first: u32) -> u32 {
         first * (self.len / self.stride) + first.min(self.len % self.stride)
     }
@@ -301,7 +306,8 @@ impl Order {
         runs.map(|run| u64::from(self.step(run).min(run.count))).sum()
     }
 
-    /// Keys of a run that are this many apart in it lie side by side; the count of the run, if no keys of it do.
+    /// Keys of a run that are this many apart in it lie side by side; the count of the run, if no
+    /// keys of it do.
     fn step(self, run: Run) -> u32 {
         if self.stride.is_multiple_of(run.stride) { self.stride / run.stride } else { run.count }
     }

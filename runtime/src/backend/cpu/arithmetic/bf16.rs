@@ -1,13 +1,16 @@
 //! Products of bf16 operands, two elements in one instruction, with sums in f32.
 //!
-//! A *word* is 32 bits with two bf16 elements: the first one in the low half. An instruction multiplies both elements of a word by both
-//! elements of another one and adds the two products to an f32. So a sum over `n` elements takes `n / 2` steps, over half of the bytes.
-//! Words travel in `f32` slices and vectors; only their bits count.
+//! A *word* is 32 bits with two bf16 elements: the first one in the low half. An instruction
+//! multiplies both elements of a word by both elements of another one and adds the two products to
+//! an f32. So a sum over `n` elements takes `n / 2` steps, over half of the bytes. Words travel in
+//! `f32` slices and vectors; only their bits count.
 //!
-//! `K·Qᵀ` pairs neighbours of the head dimension, as they lie in memory. `Vᵀ·P` pairs neighbouring keys: the weights are rounded to bf16
-//! for it, as kernels for matrix units do. Scores, the maximum, the sum of the weights and all accumulators are f32.
+//! `K·Qᵀ` pairs neighbours of the head dimension, as they lie in memory. `Vᵀ·P` pairs neighbouring
+//! keys: the weights are rounded to bf16 for it, as kernels for matrix units do. Scores, the
+//! maximum, the sum of the weights and all accumulators are f32.
 //!
-//! The backward pass has dP as K·Qᵀ, dQ as Vᵀ·P, and pairs neighbouring query rows for dK and dV: P and dS are rounded to bf16.
+//! The backward pass has dP as K·Qᵀ, dQ as Vᵀ·P, and pairs neighbouring query rows for dK and dV: P
+//! and dS are rounded to bf16.
 
 #![cfg_attr(
     not(any(target_arch = "x86_64", test)),
@@ -32,7 +35,8 @@ enum Unit {
     Emulated,
 }
 
-/// The shape of [`super::kernel::add_outer_products`] for which the AVX-512 loops are written, and their lanes.
+/// The shape of [`super::kernel::add_outer_products`] for which the AVX-512 loops are written, and
+/// their lanes.
 #[cfg(target_arch = "x86_64")]
 const MR: usize = 8;
 #[cfg(target_arch = "x86_64")]
@@ -61,7 +65,8 @@ impl WordProducts {
             #[cfg(target_arch = "x86_64")]
             Unit::Avx512 => {
                 assert!(S::F32_LANES == 16, "vectors are those of AVX-512");
-                // SAFETY: only `detect` makes this variant, and it found the feature; whoever has vectors of AVX-512 has the others.
+                // SAFETY: only `detect` makes this variant, and it found the feature; whoever has vectors of
+                // AVX-512 has the others.
                 unsafe { avx512::alone(simd, op) }
             }
             #[cfg(test)]
@@ -69,7 +74,8 @@ impl WordProducts {
         }
     }
 
-    /// As [`Scores`], with `k` and `q` in words along the head dimension, and all scores times `factor`.
+    /// As [`Scores`], with `k` and `q` in words along the head dimension, and all scores times
+    /// `factor`.
     #[inline(always)]
     pub(in crate::backend::cpu) fn scores<S: Simd, const M: usize, const N: usize>(
         self,
@@ -168,8 +174,9 @@ impl WordProducts {
     }
 }
 
-/// Two vectors of weights as words, rounded to bf16: half up, which differs from half to even only in exact halves. The bits of a NaN
-/// may become a number, but the f32 sum of the weights has seen it.
+/// Two vectors of weights as words, rounded to bf16: half up, which differs from half to even only
+/// in exact halves. The bits of a NaN may become a number, but the f32 sum of the weights has seen
+/// it.
 #[inline(always)]
 pub(in crate::backend::cpu) fn words_of<S: Simd, const NV: usize>(
     simd: S,

@@ -1,8 +1,10 @@
-//! Elements of keys and values where they lie, as words of 32 bits: one f32, or two neighbours of 16 bits. A vector of words becomes
-//! one or two vectors of f32 in registers. So rows of 16 bits need no converted copy, and half of the bytes are read.
+//! Elements of keys and values where they lie, as words of 32 bits: one f32, or two neighbours of
+//! 16 bits. A vector of words becomes one or two vectors of f32 in registers. So rows of 16 bits
+//! need no converted copy, and half of the bytes are read.
 //!
-//! The *order of words* of a row: the first elements of a vector of words, then their second elements, then those of the next vector.
-//! Queries and sums that meet such elements are kept in that order. Where an instruction converts f16, theirs is the order in memory.
+//! The *order of words* of a row: the first elements of a vector of words, then their second
+//! elements, then those of the next vector. Queries and sums that meet such elements are kept in
+//! that order. Where an instruction converts f16, theirs is the order in memory.
 
 use bytemuck::Pod;
 use pulp::Simd;
@@ -81,7 +83,8 @@ impl Element<1> for Bf16Words {
     }
 }
 
-/// Words with an element of `low` and the same element of `high`: of the first elements of words, and of the second ones.
+/// Words with an element of `low` and the same element of `high`: of the first elements of words,
+/// and of the second ones.
 #[inline(always)]
 pub(in crate::backend::cpu) fn paired<S: Simd>(simd: S, low: S::u16s, high: S::u16s) -> [S::f32s; 2] {
     let (low, high): (S::u32s, S::u32s) = (bytemuck::cast(low), bytemuck::cast(high));
@@ -151,7 +154,8 @@ impl Halves for F16 {
     fn widened<S: Simd>(simd: S, uppers: S::u32s) -> S::f32s {
         let sign = simd.and_u32s(uppers, simd.splat_u32s(0x8000_0000));
         let rest = simd.and_u32s(uppers, simd.splat_u32s(0x7fff_0000));
-        // Exponents of f16 begin 112 lower. Its smallest numbers become those of f32, which the product makes normal ones.
+        // Exponents of f16 begin 112 lower. Its smallest numbers become those of f32, which the product
+        // makes normal ones.
         let magnitude = simd.wrapping_dyn_shr_u32s(rest, simd.splat_u32s(3));
         let scale = simd.splat_f32s(f32::from_bits((127 + 112) << 23));
         let magnitude = simd.mul_f32s(simd.transmute_f32s_u32s(magnitude), scale);
@@ -253,13 +257,15 @@ impl<'a, T: Pod> Rows<'a, T> {
     }
 }
 
-/// Lets the processor load the cache line that is so many bytes ahead of an element; it need not be one of the program's. Into the second
-/// cache: a load into the first one occupies one of its few places for misses until memory answers, and took twice the time on a Zen 4.
+/// Lets the processor load the cache line that is so many bytes ahead of an element; it need not be
+/// one of the program's. Into the second cache: a load into the first one occupies one of its few
+/// places for misses until memory answers, and took twice the time on a Zen 4.
 #[inline(always)]
 pub(in crate::backend::cpu) fn load_ahead<T>(from: &T, bytes: usize) {
     let at = std::ptr::from_ref(from).cast::<i8>().wrapping_add(bytes);
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: all processors of this target have the instruction, and it accesses no memory that the program could notice.
+    // SAFETY: all processors of this target have the instruction, and it accesses no memory that the program
+    // could notice.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at);
     }

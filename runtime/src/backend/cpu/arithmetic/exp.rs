@@ -2,7 +2,8 @@
 
 use pulp::Simd;
 
-/// `a · b + c`, fused where the instruction set can, in two roundings where only a library call could.
+/// `a · b + c`, fused where the instruction set can, in two roundings where only a library call
+/// could.
 #[inline(always)]
 pub(in crate::backend::cpu) fn mul_add<S: Simd>(simd: S, a: S::f32s, b: S::f32s, c: S::f32s) -> S::f32s {
     // The fallback's vectors are 16 bytes; of the real ones only NEON's are, which has FMA.
@@ -20,13 +21,16 @@ pub(in crate::backend::cpu) fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     y
 }
 
-/// `e^x` of several vectors side by side, for `x <= 88`. Below −87.7 it is exactly 0, NaN stays NaN, and e^0 is exactly 1. The relative
-/// error is an ulp (2 without FMA) and `|x|` · 1.4e-8, from log2 e as one f32: of a weight, at most 2^−27 of the largest one of its row,
-/// since `|x| · e^x` is at most 1/e.
+/// `e^x` of several vectors side by side, for `x <= 88`. Below −87.7 it is exactly 0, NaN stays
+/// NaN, and e^0 is exactly 1. The relative error is an ulp (2 without FMA) and `|x|` · 1.4e-8, from
+/// log2 e as one f32: of a weight, at most 2^−27 of the largest one of its row, since `|x| · e^x`
+/// is at most 1/e.
 ///
-/// One vector alone is a chain of dependent instructions, longer than a core can look ahead; four vectors keep its multipliers busy.
+/// One vector alone is a chain of dependent instructions, longer than a core can look ahead; four
+/// vectors keep its multipliers busy.
 ///
-/// Splits `x · log2 e` into an integer and a rest in ±½ (by adding 1.5·2²³, which rounds), a minimax polynomial for the rest.
+/// Splits `x · log2 e` into an integer and a rest in ±½ (by adding 1.5·2²³, which rounds), a
+/// minimax polynomial for the rest.
 #[inline(always)]
 pub(in crate::backend::cpu) fn exp_each<S: Simd, const N: usize, const M: usize>(
     simd: S,
@@ -72,8 +76,8 @@ pub(in crate::backend::cpu) fn at_most_zero<S: Simd>(simd: S, x: S::f32s) -> S::
 /// The larger one; NaN where `x` is NaN.
 #[inline(always)]
 fn at_least<S: Simd>(simd: S, bound: S::f32s, x: S::f32s) -> S::f32s {
-    // One instruction on x86: it returns the second operand when either one is NaN. On other targets a maximum may
-    // return the number.
+    // One instruction on x86: it returns the second operand when either one is NaN. On other targets a
+    // maximum may return the number.
     if size_of::<S::f32s>() > 16 && cfg!(any(target_arch = "x86", target_arch = "x86_64")) {
         simd.max_f32s(bound, x)
     } else {
@@ -92,7 +96,8 @@ pub(in crate::backend::cpu) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         p = mul_add(simd, p, square, simd.splat_f32s(*c));
     }
     let small = mul_add(simd, simd.mul_f32s(p, square), x, x);
-    // From 10 on it is 1 in f32. A comparison, not a minimum, so that NaN passes on every instruction set.
+    // From 10 on it is 1 in f32. A comparison, not a minimum, so that NaN passes on every instruction
+    // set.
     let ten = simd.splat_f32s(10.0);
     let bounded = simd.select_f32s(simd.less_than_f32s(ten, magnitude), ten, magnitude);
     let e = exp(simd, simd.add_f32s(bounded, bounded));
@@ -103,7 +108,8 @@ pub(in crate::backend::cpu) fn tanh<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     simd.select_f32s(simd.less_than_f32s(magnitude, simd.splat_f32s(0.625)), small, signed)
 }
 
-/// Minimax for 2^x on ±½ with the constant held at 1, highest power first; relative error below 4e-9.
+/// Minimax for 2^x on ±½ with the constant held at 1, highest power first; relative error below
+/// 4e-9.
 const POWERS: [f32; 7] =
     [1.535_334_2e-4, 1.339_887_2e-3, 9.618_438e-3, 5.550_332_4e-2, 2.402_264_8e-1, 6.931_472e-1, 1.0];
 /// Minimax for (tanh x − x) / x³ in x² on ±0.625, highest power first (Cephes, S. L. Moshier).
@@ -153,7 +159,8 @@ mod tests {
             .fold(0.0, f64::max)
     }
 
-    /// log2 e in f32 is off by 1.34e-8: at most 0.225 ulp of the power for each unit of x. Without FMA the product is rounded too.
+    /// log2 e in f32 is off by 1.34e-8: at most 0.225 ulp of the power for each unit of x. Without
+    /// FMA the product is rounded too.
     #[test]
     fn exp_is_within_an_ulp_of_f64_near_zero_and_a_quarter_for_each_unit_below() {
         let values: Vec<f32> = (0..2_000_000).map(|i| -87.3 + i as f32 * 44e-6).collect();

@@ -1,5 +1,6 @@
-//! Slices of f16 and bf16 as f32, and back to bf16, in loops that the compiler makes vectors of. The functions of the crate `half`
-//! take one element at a time for bf16, and eight in a call of their own for f16.
+//! Slices of f16 and bf16 as f32, and back to bf16, in loops that the compiler makes vectors of.
+//! The functions of the crate `half` take one element at a time for bf16, and eight in a call of
+//! their own for f16.
 
 use half::{bf16, f16};
 
@@ -14,7 +15,8 @@ pub(in crate::backend::cpu) fn widen_bf16(from: &[bf16], into: &mut [f32]) {
 /// `into` = `from`, exactly. A NaN stays a NaN.
 #[inline(always)]
 pub(in crate::backend::cpu) fn widen_f16(from: &[f16], into: &mut [f32]) {
-    // The exponents of f16 begin 112 lower; f16's smallest numbers become f32's, which the product makes normal ones.
+    // The exponents of f16 begin 112 lower; f16's smallest numbers become f32's, which the product
+    // makes normal ones.
     let shift = f32::from_bits((127 + 112) << 23);
     for (into, from) in into.iter_mut().zip(from) {
         let from = u32::from(from.to_bits());

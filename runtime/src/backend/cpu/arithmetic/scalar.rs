@@ -1,7 +1,8 @@
 //! Functions of single numbers, with the same bits on every system.
 //!
-//! Those of the standard library are the C library's, and each C library rounds its own way: with them one call gave other bytes
-//! on Windows than on Linux. These are computed in f64 in Rust; rounded to f32 nearly all results are the nearest number.
+//! Those of the standard library are the C library's, and each C library rounds its own way: with
+//! them one call gave other bytes on Windows than on Linux. These are computed in f64 in Rust;
+//! rounded to f32 nearly all results are the nearest number.
 #![expect(clippy::cast_possible_truncation, reason = "rounding to f32 is what these functions end with")]
 
 pub(in crate::backend::cpu) fn exp(x: f32) -> f32 {
@@ -27,7 +28,8 @@ mod tests {
         })
     }
 
-    /// The digests are of the nearest f32 of each result, computed with 60 digits (Python's `decimal`).
+    /// The digests are of the nearest f32 of each result, computed with 60 digits (Python's
+    /// `decimal`).
     #[test]
     fn every_system_computes_the_same_bits() {
         assert_eq!(digest(|x| exp(-x)), DIGEST_EXP, "exp");

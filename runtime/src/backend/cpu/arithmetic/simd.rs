@@ -5,7 +5,8 @@ use pulp::{Arch, Scalar128b, Simd, WithSimd};
 use super::bf16::WordProducts;
 use crate::backend::cpu::tiles::TileProducts;
 
-/// An instruction set found on this machine, or portable code in vectors of four that any compiler target can lower.
+/// An instruction set found on this machine, or portable code in vectors of four that any compiler
+/// target can lower.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::backend::cpu) struct Level {
     /// `None`: portable.
@@ -56,7 +57,8 @@ impl Level {
         Self { bf16: Some(WordProducts::emulated()), tiles: None, ..self }
     }
 
-    /// This one with products of bf16, and products of tiles, in f32 arithmetic. It must have 4 or 16 lanes.
+    /// This one with products of bf16, and products of tiles, in f32 arithmetic. It must have 4 or
+    /// 16 lanes.
     #[cfg(test)]
     pub(in crate::backend::cpu) fn with_emulated_tiles(self) -> Self {
         Self { tiles: Some(TileProducts::emulated()), wide: true, ..self.with_emulated_bf16() }
@@ -201,7 +203,8 @@ impl WithKernel for AskShape {
     }
 }
 
-/// `simd` as the level `L`, if it is that one: for instructions that pulp's trait lacks. It is known when the code is compiled.
+/// `simd` as the level `L`, if it is that one: for instructions that pulp's trait lacks. It is
+/// known when the code is compiled.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(in crate::backend::cpu) fn as_level<S: Simd, L: Simd>(simd: S) -> Option<L> {

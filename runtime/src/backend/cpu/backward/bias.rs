@@ -1,9 +1,9 @@
-//! The gradient of an additive bias tensor: dS of each visible pair, before the slope of a softcap, added to the element that the
-//! pair reads.
+//! The gradient of an additive bias tensor: dS of each visible pair, before the slope of a softcap,
+//! added to the element that the pair reads.
 //!
-//! Pairs of many heads, batch entries or rows may read the same element. So a job keeps its dS in a block of its own, and the blocks
-//! of some jobs are added afterwards: each row of the gradient by one thread, in the order of the jobs, which depends on the
-//! arguments only.
+//! Pairs of many heads, batch entries or rows may read the same element. So a job keeps its dS in a
+//! block of its own, and the blocks of some jobs are added afterwards: each row of the gradient by
+//! one thread, in the order of the jobs, which depends on the arguments only.
 
 use std::ops::Range;
 
@@ -21,7 +21,8 @@ pub(super) struct BiasSum<'a> {
     columns: usize,
 }
 
-/// dS of the pairs of a job, f32: `[query row][key]` of its stretches, or their sums over the rows if the bias has one row for all.
+/// dS of the pairs of a job, f32: `[query row][key]` of its stretches, or their sums over the rows
+/// if the bias has one row for all.
 #[derive(Debug)]
 pub(super) struct BiasBlock {
     sums: Vec<f32>,
@@ -76,8 +77,8 @@ impl<'a> BiasSum<'a> {
 }
 
 impl BiasBlock {
-    /// Adds dS of a panel, `[key][lane]`, whose first `rows` lanes are rows: those from `first_row` on, and the keys from `first_key`
-    /// on.
+    /// Adds dS of a panel, `[key][lane]`, whose first `rows` lanes are rows: those from `first_row`
+    /// on, and the keys from `first_key` on.
     pub(super) fn add(
         &mut self,
         d_scores: &[f32],

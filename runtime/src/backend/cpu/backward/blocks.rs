@@ -1,5 +1,6 @@
-//! Rows of a head, cut into blocks of two vectors of elements: `[block][row][2 vectors]`, so that the products that have elements in
-//! lanes read and write memory in its order. An odd number of vectors leaves one for the last block.
+//! Rows of a head, cut into blocks of two vectors of elements: `[block][row][2 vectors]`, so that
+//! the products that have elements in lanes read and write memory in its order. An odd number of
+//! vectors leaves one for the last block.
 
 use std::ops::Range;
 
@@ -46,8 +47,9 @@ impl Blocks {
         at..at + length.min(self.dim - from)
     }
 
-    /// Packs the first `count` rows from `at` on, and zeros for the others; `space` holds a row. Elements behind the last one of a row
-    /// keep what they are. Returns whether every element is finite.
+    /// Packs the first `count` rows from `at` on, and zeros for the others; `space` holds a row.
+    /// Elements behind the last one of a row keep what they are. Returns whether every element
+    /// is finite.
     #[inline(always)]
     pub(super) fn pack(
         self,
@@ -80,7 +82,8 @@ impl Blocks {
         largest < f32::INFINITY.to_bits()
     }
 
-    /// As [`Blocks::pack`], in words of two rows, of which `self` has half as many. The tensor is in words; `space` holds two rows of them.
+    /// As [`Blocks::pack`], in words of two rows, of which `self` has half as many. The tensor is
+    /// in words; `space` holds two rows of them.
     #[inline(always)]
     pub(super) fn pack_words(
         self,

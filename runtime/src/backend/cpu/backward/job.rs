@@ -1,5 +1,5 @@
-//! The work of one thread at a time: a stretch of query rows of all heads that share a KV head, against a stretch of its keys. So the
-//! keys are packed once for all of them.
+//! The work of one thread at a time: a stretch of query rows of all heads that share a KV head,
+//! against a stretch of its keys. So the keys are packed once for all of them.
 
 use std::ops::Range;
 
@@ -14,8 +14,8 @@ use kyklos_plan::{MaskClass, RowSpan};
 /// One row of a sum for each token.
 pub(super) type SumRows<'a> = Vec<&'a mut [f32]>;
 
-/// The pairs of some query rows and some keys of a KV head, and the sums to which they add. No other job of the same wave has these
-/// sums.
+/// The pairs of some query rows and some keys of a KV head, and the sums to which they add. No
+/// other job of the same wave has these sums.
 pub(super) struct Job<'a> {
     pub(super) batch: usize,
     /// The query heads that read the KV head.
@@ -33,7 +33,8 @@ pub(super) struct Job<'a> {
     pub(super) bias: Vec<BiasBlock>,
 }
 
-/// Work space of one job. Its size depends on the stretches, which are bounded, not on the sequence.
+/// Work space of one job. Its size depends on the stretches, which are bounded, not on the
+/// sequence.
 #[derive(Debug, Default)]
 pub(in super::super) struct Space {
     /// Of each query head.

@@ -1,9 +1,10 @@
 //! Gradients in five products, by jobs that share no sums.
 //!
-//! A job takes a stretch of query rows, of all heads that share a KV head, against a stretch of its keys, and adds to dQ of these rows
-//! and to dK and dV of these keys. Jobs run in waves: in wave `w` the stretch of keys `j` meets the stretch of query rows `(j + w) mod n`, so that no two jobs of a
-//! wave have the same rows or the same keys. Each sum is added to in the order of the waves, so sums do not depend on the number of
-//! threads, and P and dS are in memory for one panel only.
+//! A job takes a stretch of query rows, of all heads that share a KV head, against a stretch of its
+//! keys, and adds to dQ of these rows and to dK and dV of these keys. Jobs run in waves: in wave
+//! `w` the stretch of keys `j` meets the stretch of query rows `(j + w) mod n`, so that no two jobs
+//! of a wave have the same rows or the same keys. Each sum is added to in the order of the waves,
+//! so sums do not depend on the number of threads, and P and dS are in memory for one panel only.
 
 mod accumulate;
 mod bias;
@@ -37,7 +38,8 @@ use crate::backend::{AttendBackward, Control, Layout, StateShape, yield_now};
 use crate::error::Result;
 use kyklos_plan::{Dtype, TileShape};
 
-/// Tiles of the backward pass. 96 is a multiple of the rows of a panel on every instruction set, and of a group of 6 or 8 keys.
+/// Tiles of the backward pass. 96 is a multiple of the rows of a panel on every instruction set,
+/// and of a group of 6 or 8 keys.
 pub(super) const TILE: TileShape = TileShape { q_rows: 96, kv_cols: 96 };
 
 /// The arguments of one call, as its jobs share them.
@@ -52,7 +54,8 @@ pub(super) struct BackwardCall<'a> {
 
 /// [`crate::backend::Backend::attend_backward`] of this backend.
 ///
-/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with
+/// all that it calls in closures.
 #[inline(never)]
 pub(super) fn attend_backward<'a>(
     backend: &'a CpuBackend,

@@ -26,8 +26,8 @@ pub(super) fn load_rows(call: &BackwardCall<'_>, job: &Job<'_>, q_head: usize, o
     }
 }
 
-/// q and dO of a head, in lanes and by row. The factor is on q in lanes, as in the forward pass: so scores have the same rounding as
-/// those in the log-sum-exp. `space` holds `lanes` rows.
+/// q and dO of a head, in lanes and by row. The factor is on q in lanes, as in the forward pass: so
+/// scores have the same rounding as those in the log-sum-exp. `space` holds `lanes` rows.
 #[inline(always)]
 pub(super) fn pack_queries(
     call: &BackwardCall<'_>,

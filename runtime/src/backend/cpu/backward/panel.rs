@@ -1,10 +1,12 @@
 //! One panel of query rows against one tile of keys: scores, weights, and their gradients.
 //!
-//! Query rows are in lanes, as in the forward pass, for S, P, dP, dS and dQ. For dK and dV the elements of a head are in lanes: P and
-//! dS, which the other products have left in memory, are broadcast.
+//! Query rows are in lanes, as in the forward pass, for S, P, dP, dS and dQ. For dK and dV the
+//! elements of a head are in lanes: P and dS, which the other products have left in memory, are
+//! broadcast.
 //!
-//! As in the forward pass, vectors are computed in loops, never in closures for `array::map` or `array::from_fn`: the compiler
-//! may leave such a closure out of line, without the kernel's instruction set.
+//! As in the forward pass, vectors are computed in loops, never in closures for `array::map` or
+//! `array::from_fn`: the compiler may leave such a closure out of line, without the kernel's
+//! instruction set.
 
 use pulp::Simd;
 
@@ -54,7 +56,8 @@ pub(super) struct OfWords<'a> {
     pub(super) products: WordProducts,
     /// `Some`: the words are multiplied by tile registers, for which all operands are packed.
     pub(super) tiles: Option<&'a PreparedTiles>,
-    /// Space: dS and P in words of two rows, `[key][row / 2]`; for tile registers `[row / 32][key][16]`.
+    /// Space: dS and P in words of two rows, `[key][row / 2]`; for tile registers `[row /
+    /// 32][key][16]`.
     pub(super) of_rows: [&'a mut [f32]; 2],
 }
 
@@ -77,9 +80,11 @@ pub(super) struct Rows<'a> {
 
 /// A tile of keys.
 pub(super) struct Keys<'a, const MR: usize> {
-    /// k and v, `[key / MR][dim][MR]`; or words of the head dimension, for tile registers `[word / 16][key][16]`.
+    /// k and v, `[key / MR][dim][MR]`; or words of the head dimension, for tile registers `[word /
+    /// 16][key][16]`.
     pub(super) in_groups: [&'a [[f32; MR]]; 2],
-    /// k, `[dim / MR][stride][MR]`; or words of two keys, half as many, for tile registers `[word / 16][dim][16]`.
+    /// k, `[dim / MR][stride][MR]`; or words of two keys, half as many, for tile registers `[word /
+    /// 16][dim][16]`.
     pub(super) in_columns: &'a [[f32; MR]],
     /// Keys for which there is room.
     pub(super) stride: usize,
@@ -197,7 +202,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
         }
     }
 
-    /// Adds dS of `count` keys to the gradient of the bias; then applies the slopes that are still missing.
+    /// Adds dS of `count` keys to the gradient of the bias; then applies the slopes that are still
+    /// missing.
     #[inline(always)]
     fn add_to_bias(&mut self, simd: S, count: usize) {
         let Some(OfBias { block, first: [row, key], slopes }) = &mut self.bias else { return };
@@ -328,7 +334,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
     }
 }
 
-/// The products of the rows of a panel with `count` keys, times a factor: of q with k, and of dO with v.
+/// The products of the rows of a panel with `count` keys, times a factor: of q with k, and of dO
+/// with v.
 #[inline(always)]
 fn products_of_keys<S: Simd, const MR: usize, const NV: usize>(
     simd: S,

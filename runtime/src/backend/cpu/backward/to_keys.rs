@@ -9,7 +9,8 @@ use super::panel::{Keys, Panel};
 use crate::backend::cpu::arithmetic::simd::{vectors, vectors_mut};
 
 impl<S: Simd, const MR: usize, const NV: usize> Panel<'_, S, MR, NV> {
-    /// `sums[key] += Σ dS[key][row] · q[row]`, or with `TENSOR` 1 `Σ P[key][row] · dO[row]`. Sums behind the last key have no meaning.
+    /// `sums[key] += Σ dS[key][row] · q[row]`, or with `TENSOR` 1 `Σ P[key][row] · dO[row]`. Sums
+    /// behind the last key have no meaning.
     #[inline(always)]
     pub(super) fn add_to_keys<const TENSOR: usize>(
         &self,

@@ -37,8 +37,8 @@ pub(super) struct Sum<'a> {
 }
 
 impl<'a> Waves<'a> {
-    /// For the sums of query rows and of keys. `kv_head_of` names for each query head the KV head that it reads; the readers of a KV
-    /// head are adjacent.
+    /// For the sums of query rows and of keys. `kv_head_of` names for each query head the KV head
+    /// that it reads; the readers of a KV head are adjacent.
     pub(super) fn new(dq: Sum<'a>, dk: Sum<'a>, dv: Sum<'a>, kv_head_of: &[u32]) -> Self {
         let readers_of = |kv_head: usize| {
             let reads = |head: &u32| *head as usize == kv_head;
@@ -67,7 +67,8 @@ impl<'a> Waves<'a> {
         self.q_stretches().max(self.kv_stretches())
     }
 
-    /// The jobs of a wave. They take their sums out of `self`: [`Self::take_back`] comes before the next wave.
+    /// The jobs of a wave. They take their sums out of `self`: [`Self::take_back`] comes before the
+    /// next wave.
     pub(super) fn jobs(&mut self, wave: usize) -> Vec<Job<'a>> {
         let waves = self.count();
         let (q_stretches, kv_stretches) = (self.q_stretches(), self.kv_stretches());
@@ -152,8 +153,8 @@ impl<'a> Sum<'a> {
     }
 }
 
-/// Tiles of a stretch: as many as a job may cost, but few enough that a wave has jobs for all cores. Depends on the shape alone, so
-/// sums do not depend on the machine.
+/// Tiles of a stretch: as many as a job may cost, but few enough that a wave has jobs for all
+/// cores. Depends on the shape alone, so sums do not depend on the machine.
 fn stretch(tiles: [usize; 2], dim: usize, heads: usize, readers: usize) -> usize {
     let of_pair = TILE.q_rows as usize * TILE.kv_cols as usize * dim * PRODUCTS * readers;
     let fits = |stretch: &usize| stretch * stretch * of_pair <= JOB_COST;

@@ -1,6 +1,7 @@
-//! Few query rows against many keys, as in decoding. Head elements lie in the lanes of vectors, and keys and values are read
-//! where they are, once for all query heads that share them. [`super::job`] has rows in lanes instead: with few rows most of its
-//! lanes are empty, and it copies keys that are used once.
+//! Few query rows against many keys, as in decoding. Head elements lie in the lanes of vectors, and
+//! keys and values are read where they are, once for all query heads that share them.
+//! [`super::job`] has rows in lanes instead: with few rows most of its lanes are empty, and it
+//! copies keys that are used once.
 
 mod rows;
 mod tile;
@@ -23,12 +24,14 @@ use kyklos_plan::MaskClass;
 use rows::{Parts, Queries, States};
 use tile::{Add, Scores, Tile, Weigh};
 
-/// Whether this path takes the call. In a fixed order no sum may depend on the number of rows, which the mesh decides.
+/// Whether this path takes the call. In a fixed order no sum may depend on the number of rows,
+/// which the mesh decides.
 pub(super) fn takes(shape: StateShape, fixed_order: bool) -> bool {
     shape.rows <= MOST_ROWS && !fixed_order
 }
 
-/// Attends to all keys and merges into the state: `a` is `[batch, rows, heads, dim]`, `ml` `[batch, heads, rows, 2]`.
+/// Attends to all keys and merges into the state: `a` is `[batch, rows, heads, dim]`, `ml` `[batch,
+/// heads, rows, 2]`.
 pub(super) async fn attend(
     backend: &CpuBackend,
     call: &Call<'_>,
@@ -87,7 +90,8 @@ struct Stretch<'a> {
     tiles: Range<u32>,
 }
 
-/// The stretches, cut at keys that do not depend on the machine: neither do results. Those without a visible key are left out.
+/// The stretches, cut at keys that do not depend on the machine: neither do results. Those without
+/// a visible key are left out.
 fn stretches<'a>(call: &Call<'a>, shape: StateShape, parts: &Parts) -> Vec<Stretch<'a>> {
     let work = call.work;
     let index = |tile: usize| u32::try_from(tile).expect("positions are u32, so tiles are");
@@ -169,13 +173,17 @@ impl WithSimd for Run<'_> {
     }
 }
 
-/// Rows of a head up to which this path is faster: a panel of `job` takes about as long as 20 rows, and copies keys before.
+/// Rows of a head up to which this path is faster: a panel of `job` takes about as long as 20 rows,
+/// and copies keys before.
 const MOST_ROWS: usize = 16;
-/// Stretches of a batch entry, at least where there are so many tiles: enough to keep several cores equally busy.
+/// Stretches of a batch entry, at least where there are so many tiles: enough to keep several cores
+/// equally busy.
 const STRETCHES: usize = 16;
-/// Elements of K in a stretch, at least, unless it has the most tiles: some ten microseconds of reading.
+/// Elements of K in a stretch, at least, unless it has the most tiles: some ten microseconds of
+/// reading.
 const LEAST_ELEMENTS: usize = 1 << 17;
 /// KV tiles of a stretch, at most.
 const STRETCH_TILES: usize = 8;
-/// Multiply-adds of one thread between two looks at the stop flag: at most some tens of milliseconds.
+/// Multiply-adds of one thread between two looks at the stop flag: at most some tens of
+/// milliseconds.
 const PIECE_COST: usize = 60_000_000;

@@ -11,7 +11,8 @@ use crate::backend::cpu::arithmetic::elements::{in_order, order_of_words};
 pub(super) struct Part {
     pub(super) kv_head: usize,
     pub(super) heads: Vec<usize>,
-    /// The place of its first row among those of all parts. A row has the index `head in heads · rows + row` in its part.
+    /// The place of its first row among those of all parts. A row has the index `head in heads ·
+    /// rows + row` in its part.
     pub(super) first: usize,
     pub(super) count: usize,
 }
@@ -41,7 +42,8 @@ impl Parts {
     }
 }
 
-/// The packed queries of a batch entry. Contents of places without a row are unspecified, here and in [`States`].
+/// The packed queries of a batch entry. Contents of places without a row are unspecified, here and
+/// in [`States`].
 pub(super) struct Queries {
     /// `[place][words]`, in the order of words of K: queries with their factor; in words without.
     q: Vec<Line>,

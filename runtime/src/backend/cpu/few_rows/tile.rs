@@ -1,8 +1,9 @@
 //! A tile of keys: its scores, its weights, and their sum of values.
 //!
-//! Keys and values come from memory, so the order in which they are read decides the speed. Eight keys of a head are used for groups of
-//! rows whose sums stay in registers, then those of the next head. Pieces of some hundred bytes are too short for the processor to load
-//! ahead by itself, so it is asked to, for all heads of the next keys in the order of memory.
+//! Keys and values come from memory, so the order in which they are read decides the speed. Eight
+//! keys of a head are used for groups of rows whose sums stay in registers, then those of the next
+//! head. Pieces of some hundred bytes are too short for the processor to load ahead by itself, so
+//! it is asked to, for all heads of the next keys in the order of memory.
 
 use std::ops::Range;
 
@@ -31,7 +32,8 @@ pub(super) struct Tile<'t> {
     pub(super) spans: Option<&'t [RowSpan]>,
 }
 
-/// Computes the scores of all rows. This and the next two run in functions of their own ([`super::super::kernel::alone`]).
+/// Computes the scores of all rows. This and the next two run in functions of their own
+/// ([`super::super::kernel::alone`]).
 pub(super) struct Scores<'a, 't, S> {
     pub(super) simd: S,
     pub(super) tile: &'a Tile<'t>,

@@ -1,4 +1,5 @@
-//! The loops over values: their weighted sum. Head elements are in lanes, and sums in the order of words (module `elements`).
+//! The loops over values: their weighted sum. Head elements are in lanes, and sums in the order of
+//! words (module `elements`).
 
 #![expect(
     clippy::needless_range_loop,
@@ -193,7 +194,8 @@ fn add_chunks<S: Simd, E: Element<N>, const N: usize, const ROWS: usize, const W
     add_to(simd, o, &sums, chunk);
 }
 
-/// As [`add`] for values of bf16, in words of two keys. `weights` has the word of keys 2i and 2i + 1 at 2i.
+/// As [`add`] for values of bf16, in words of two keys. `weights` has the word of keys 2i and 2i +
+/// 1 at 2i.
 #[inline(always)]
 fn add_words<S: Simd, P: Product, const ROWS: usize, const WORDS: usize>(
     simd: S,
@@ -271,8 +273,8 @@ fn add_chunks_of_words<S: Simd, P: Product, const ROWS: usize, const WORDS: usiz
     add_to(simd, o, &sums, chunk);
 }
 
-/// As [`add`] for one row, without the keys that it does not see: 0 · NaN is NaN. Where the hidden values are finite, the result
-/// is that of [`add`], bit for bit.
+/// As [`add`] for one row, without the keys that it does not see: 0 · NaN is NaN. Where the hidden
+/// values are finite, the result is that of [`add`], bit for bit.
 #[inline(always)]
 fn add_seen<S: Simd, E: Element<N>, const N: usize>(
     simd: S,

@@ -1,4 +1,5 @@
-//! The loops over keys: scores, and weights. Head elements are in lanes; queries are in the order of words (module `elements`).
+//! The loops over keys: scores, and weights. Head elements are in lanes; queries are in the order
+//! of words (module `elements`).
 
 use bytemuck::Pod;
 use pulp::Simd;
@@ -26,8 +27,8 @@ impl<T: Pod> FewKeys<'_, T> {
     }
 }
 
-/// `scores[row · width + key]` = `factor` times q of the row · key, for `ROWS` rows, `AT_ONCE` keys at a time. Either is a multiple of
-/// four. Scores up to key [`KEYS`] are overwritten.
+/// `scores[row · width + key]` = `factor` times q of the row · key, for `ROWS` rows, `AT_ONCE` keys
+/// at a time. Either is a multiple of four. Scores up to key [`KEYS`] are overwritten.
 #[inline(always)]
 pub(super) fn score<
     S: Simd,
@@ -93,7 +94,8 @@ pub(super) fn score<
                 }
             }
         }
-        // Sums of four keys, or of four rows. In loops with known bounds: otherwise the compiler keeps the sums in memory.
+        // Sums of four keys, or of four rows. In loops with known bounds: otherwise the compiler keeps the
+        // sums in memory.
         if AT_ONCE.is_multiple_of(4) {
             for row in 0..ROWS {
                 for four in 0..AT_ONCE / 4 {
@@ -125,8 +127,8 @@ pub(super) fn score<
     }
 }
 
-/// Scores of one row become weights; its m, l and o follow a larger maximum. With `words`, the weights of keys 2i and 2i + 1 become the
-/// word at 2i, rounded to bf16.
+/// Scores of one row become weights; its m, l and o follow a larger maximum. With `words`, the
+/// weights of keys 2i and 2i + 1 become the word at 2i, rounded to bf16.
 #[inline(always)]
 pub(super) fn weigh<S: Simd>(
     simd: S,

@@ -1,5 +1,6 @@
-//! Gradients of bf16 tensors in words, on every kernel shape, against the definition in f64. The suites of the `tests` crate run the
-//! path of this processor only; here the products of bf16 in f32 arithmetic run on any.
+//! Gradients of bf16 tensors in words, on every kernel shape, against the definition in f64. The
+//! suites of the `tests` crate run the path of this processor only; here the products of bf16 in
+//! f32 arithmetic run on any.
 
 use super::*;
 use crate::backend::cpu::arithmetic::simd;
@@ -129,8 +130,9 @@ fn gradients_of_bf16_agree_with_the_definition() {
         for backend in backends() {
             let got = gradients(&backend, &case, &d_o);
             for (name, (got, right)) in ["dQ", "dK", "dV"].iter().zip(got.iter().zip(&right)) {
-                // A factor of a product is rounded by at most 2^-8 of it, half of it on average, and o by as much, which is in δ of
-                // every pair of its row. Sums of many signs lose as much as their roundings gain.
+                // A factor of a product is rounded by at most 2^-8 of it, half of it on average, and o by as
+                // much, which is in δ of every pair of its row. Sums of many signs lose as
+                // much as their roundings gain.
                 let error = error(got, right);
                 assert!(error < 2.0 / 512.0, "{name} {shape:?} {mask} on {:?}: {error:e}", backend.level);
             }
@@ -142,8 +144,8 @@ fn gradients_of_bf16_agree_with_the_definition() {
 fn hidden_rows_and_keys_of_bf16_may_hold_anything() {
     let (rows, heads, dim) = (130, 2, 24);
     for backend in backends() {
-        // With a causal mask row 70 sees keys 0 to 70: NaN in its q and dO reaches their gradients, and no others. Key 100 is seen by
-        // rows from 100 on.
+        // With a causal mask row 70 sees keys 0 to 70: NaN in its q and dO reaches their gradients, and no
+        // others. Key 100 is seen by rows from 100 on.
         let clean = case([1, rows, heads, heads, dim], Dtype::Bf16, "causal");
         let d_o = d_o_of(&clean);
         let expected = gradients(&backend, &clean, &d_o);

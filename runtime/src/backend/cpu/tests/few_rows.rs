@@ -140,7 +140,8 @@ fn results_have_the_same_bytes_for_every_number_of_threads() {
     }
 }
 
-/// Runs the case with an attention bias tensor, on this path or, in a fixed order, on that of many rows.
+/// Runs the case with an attention bias tensor, on this path or, in a fixed order, on that of many
+/// rows.
 fn run_with_bias(backend: &CpuBackend, case: &Case, kind: BiasKind, bias: Vec<u8>, few: bool) -> Output {
     let p = &case.problem;
     let (b, rows, keys) = (p.batch as usize, p.q_len as usize, p.kv_len as usize);

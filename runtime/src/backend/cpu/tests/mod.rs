@@ -73,7 +73,8 @@ fn decode(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
         .collect()
 }
 
-/// One for each instruction set and kernel shape that can run here, and products of bf16 in f32 arithmetic for both shapes.
+/// One for each instruction set and kernel shape that can run here, and products of bf16 in f32
+/// arithmetic for both shapes.
 fn backends() -> Vec<CpuBackend> {
     let (best, portable) = (simd::Level::detect(), simd::Level::portable());
     [
@@ -350,8 +351,9 @@ fn agree_in_bf16(levels: [simd::Level; 2]) {
             let (a, ml) = run(&CpuBackend { level, ..CpuBackend::new() }, &case, &all_keys(&case)).state;
             [decode(Dtype::F32, &a), decode(Dtype::F32, &ml)].concat()
         });
-        // Both round a weight to the same bf16 but where an f32 rounding of its score moves it over a boundary: by at most 2^-8 of a
-        // weight, which is at most 2^8 by the kernel's slack and usually 1.
+        // Both round a weight to the same bf16 but where an f32 rounding of its score moves it over a
+        // boundary: by at most 2^-8 of a weight, which is at most 2^8 by the kernel's slack and
+        // usually 1.
         let largest = native.iter().map(|x| x.abs()).fold(0.0, f32::max);
         let error = native.iter().zip(&emulated).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(error <= 1e-3 * largest, "{levels:?} {shape:?} {mask}: {error} of {largest}");

@@ -1,7 +1,8 @@
 //! The instructions of AMX, and the permission to use them.
 //!
-//! Tile registers keep their values from one `asm!` to the next, and cannot be named in it. That is sound as long as the compiler itself
-//! uses no tile register, which it does only for the intrinsics and features of AMX; this crate enables neither.
+//! Tile registers keep their values from one `asm!` to the next, and cannot be named in it. That is
+//! sound as long as the compiler itself uses no tile register, which it does only for the
+//! intrinsics and features of AMX; this crate enables neither.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -9,8 +10,9 @@ use std::marker::PhantomData;
 
 use super::{PreparedTiles, SIDE, Tiles, holds_tile};
 
-/// Whether the processor has tiles and their products of bf16, and the system saves tile registers for this process. The kernel wants
-/// to be asked once for a process, before a tile is used (Linux, arch/x86/xstate.rst).
+/// Whether the processor has tiles and their products of bf16, and the system saves tile registers
+/// for this process. The kernel wants to be asked once for a process, before a tile is used (Linux,
+/// arch/x86/xstate.rst).
 pub(super) fn detect() -> bool {
     const BF16_AND_TILE: u32 = 1 << 22 | 1 << 24;
     const ARCH_PRCTL: i64 = 158;
@@ -55,8 +57,8 @@ static WHOLE_TILES: Configuration = Configuration {
 };
 
 pub(super) fn configure() {
-    // SAFETY: only a unit that `detect` allowed comes here, so the processor has the instruction and the system permits it. It reads
-    // 64 bytes. The compiler uses no tile register.
+    // SAFETY: only a unit that `detect` allowed comes here, so the processor has the instruction and
+    // the system permits it. It reads 64 bytes. The compiler uses no tile register.
     unsafe {
         asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE_TILES, options(nostack, readonly, preserves_flags));
     }

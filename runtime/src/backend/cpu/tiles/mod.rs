@@ -1,11 +1,13 @@
 //! Products of bf16 words by the tile registers of AMX, with sums in f32.
 //!
-//! A tile register holds 16 rows of 64 bytes. One instruction adds to a tile of sums the product of a tile of 16 × 16 words (module
-//! `bf16`) and another one: `C[i][j] += Σ_w A[i][w] · B[w][j]`, where a word times a word is the sum of two products (Intel 64 and IA-32
-//! Architectures Software Developer's Manual, volume 2, TDPBF16PS).
+//! A tile register holds 16 rows of 64 bytes. One instruction adds to a tile of sums the product of
+//! a tile of 16 × 16 words (module `bf16`) and another one: `C[i][j] += Σ_w A[i][w] · B[w][j]`,
+//! where a word times a word is the sum of two products (Intel 64 and IA-32 Architectures Software
+//! Developer's Manual, volume 2, TDPBF16PS).
 //!
-//! The rows of a panel are the columns of tiles. So queries, weights, scores and accumulators need no repacking: their layout in memory
-//! is that of tiles. Keys and values are packed for it, in blocks of 16 words of all rows: a tile of them is 1024 bytes in a row.
+//! The rows of a panel are the columns of tiles. So queries, weights, scores and accumulators need
+//! no repacking: their layout in memory is that of tiles. Keys and values are packed for it, in
+//! blocks of 16 words of all rows: a tile of them is 1024 bytes in a row.
 
 #![cfg_attr(
     not(any(target_arch = "x86_64", test)),
@@ -36,8 +38,8 @@ pub(super) const fn place(rows: usize, row: usize, word: usize) -> usize {
     (word / SIDE * rows + row) * SIDE + word % SIDE
 }
 
-/// The elements of each row of `from`, which has those of a panel, beside their words of an operand with `rows` rows in a block. Words
-/// without elements become 0.
+/// The elements of each row of `from`, which has those of a panel, beside their words of an operand
+/// with `rows` rows in a block. Words without elements become 0.
 pub(super) fn blocks_of_rows<'a>(
     from: &'a [f32],
     into: &'a mut [f32],
@@ -55,7 +57,8 @@ pub(super) fn blocks_of_rows<'a>(
     })
 }
 
-/// `into[i][j] = a[word / 16][first + j][word % 16]` for the word `words.start + i`; `rows` rows in a block of `a`.
+/// `into[i][j] = a[word / 16][first + j][word % 16]` for the word `words.start + i`; `rows` rows in
+/// a block of `a`.
 pub(super) fn columns<const N: usize>(
     a: &[f32],
     rows: usize,
@@ -99,8 +102,9 @@ impl TileProducts {
         Self(Unit::Emulated)
     }
 
-    /// Prepares the tile registers of this thread, for panels of `lanes` rows. A thread has one [`PreparedTiles`] at a time: nothing that
-    /// lends the thread to other jobs may run before it is dropped.
+    /// Prepares the tile registers of this thread, for panels of `lanes` rows. A thread has one
+    /// [`PreparedTiles`] at a time: nothing that lends the thread to other jobs may run before
+    /// it is dropped.
     pub(super) fn prepare(self, lanes: usize) -> PreparedTiles {
         assert_eq!(lanes, OF_PANEL * SIDE, "the rows of a panel are columns of tiles");
         match self.0 {
@@ -113,7 +117,8 @@ impl TileProducts {
     }
 }
 
-/// The tile registers of this thread, until it is dropped. The system then has less to save when it switches threads.
+/// The tile registers of this thread, until it is dropped. The system then has less to save when it
+/// switches threads.
 pub(super) struct PreparedTiles {
     unit: Unit,
     of_thread: PhantomData<*mut ()>,
@@ -130,8 +135,8 @@ impl Drop for PreparedTiles {
     }
 }
 
-/// `c[row][column] = Σ_word a[word / 16][first + row][word % 16] · b[word][column]`, or `+=`, in whole tiles, of which `N` make a row of
-/// `b` and of `c`.
+/// `c[row][column] = Σ_word a[word / 16][first + row][word % 16] · b[word][column]`, or `+=`, in
+/// whole tiles, of which `N` make a row of `b` and of `c`.
 pub(super) struct TileProduct<'a, const N: usize> {
     /// `[word / 16][rows][16]`.
     pub(super) a: &'a [f32],
@@ -184,8 +189,9 @@ fn multiply<T: Tiles, const N: usize>(tiles: &mut T, product: TileProduct<'_, N>
     }
 }
 
-/// Two rows of tiles of `c`, or one. Six sums of tiles keep the multiplier busy: a product takes 52 cycles, and one begins every 16.
-/// The two registers that are left hold a tile of `a` and one of `b`; a tile is loaded in 8 cycles, beside the products.
+/// Two rows of tiles of `c`, or one. Six sums of tiles keep the multiplier busy: a product takes 52
+/// cycles, and one begins every 16. The two registers that are left hold a tile of `a` and one of
+/// `b`; a tile is loaded in 8 cycles, beside the products.
 #[inline(always)]
 fn multiply_rows<T: Tiles, const N: usize, const TWO: bool>(
     tiles: &mut T,

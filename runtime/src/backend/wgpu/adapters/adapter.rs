@@ -22,23 +22,28 @@ use crate::machine::can_load_drivers;
 pub struct WgpuOptions {
     /// Which attention kernels it may use.
     pub kernel: KernelChoice,
-    /// Largest binding to use, in bytes, where that is less than the device allows. For tests on large devices.
+    /// Largest binding to use, in bytes, where that is less than the device allows. For tests on
+    /// large devices.
     pub max_binding_bytes: Option<u64>,
-    /// Most bytes of all buffers of the backend together; more is [`Error::OutOfMemory`]. By default the host's memory, for
-    /// devices that compute in it, and as much as the driver gives for other devices.
+    /// Most bytes of all buffers of the backend together; more is [`Error::OutOfMemory`]. By
+    /// default the host's memory, for devices that compute in it, and as much as the driver
+    /// gives for other devices.
     pub max_memory_bytes: Option<u64>,
-    /// Kernel variants that were measured to be fast. Entries for other devices, drivers, kernels or kernel texts are ignored.
-    /// Without a table the built-in choices are used.
+    /// Kernel variants that were measured to be fast. Entries for other devices, drivers, kernels
+    /// or kernel texts are ignored. Without a table the built-in choices are used.
     pub tuned: Option<TuningTable>,
-    /// Whether to record times of compute passes by the device's own clock, where it has one; see [`WgpuBackend::device_seconds`].
+    /// Whether to record times of compute passes by the device's own clock, where it has one; see
+    /// [`WgpuBackend::device_seconds`].
     pub timestamps: bool,
 }
 
 impl WgpuBackend {
-    /// The devices of this machine, in the order in which [`Self::new`] counts them; none where there is no driver.
+    /// The devices of this machine, in the order in which [`Self::new`] counts them; none where
+    /// there is no driver.
     ///
-    /// A GPU that several APIs offer is listed once, through Vulkan if that is one of them. The environment variable
-    /// `WGPU_BACKEND` of wgpu (`vulkan`, `dx12`, `metal`, or several with commas) limits the APIs, and so chooses another.
+    /// A GPU that several APIs offer is listed once, through Vulkan if that is one of them. The
+    /// environment variable `WGPU_BACKEND` of wgpu (`vulkan`, `dx12`, `metal`, or several with
+    /// commas) limits the APIs, and so chooses another.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn enumerate() -> Vec<DeviceInfo> {
         adapters().iter().map(|adapter| describe(adapter.get_info(), Variants::auto(adapter), 0)).collect()
@@ -150,12 +155,14 @@ impl WgpuBackend {
         })
     }
 
-    /// A backend on a device that the caller has opened, beside the caller's own work: the two share the queue, in the order of
-    /// submission. The device's callbacks for errors and for its loss stay the caller's. Kernels use subgroups if the device
-    /// has the feature and they suit it.
+    /// A backend on a device that the caller has opened, beside the caller's own work: the two
+    /// share the queue, in the order of submission. The device's callbacks for errors and for
+    /// its loss stay the caller's. Kernels use subgroups if the device has the feature and they
+    /// suit it.
     ///
     /// # Errors
-    /// [`Error::Request`] if the device was opened with limits below those of WebGPU that kernels need.
+    /// [`Error::Request`] if the device was opened with limits below those of WebGPU that kernels
+    /// need.
     pub fn from_device(device: &wgpu::Device, queue: &wgpu::Queue) -> Result<Self> {
         let limits = device.limits();
         let needed = wgpu::Limits::default();
@@ -209,18 +216,19 @@ impl WgpuBackend {
         Ok(Self { gpu, pace: Pace::new(class), info, variants, key, tuned })
     }
 
-    /// A caller's buffer of this device, as the memory of a tensor of `bytes` bytes. The caller does not write to it while a
-    /// call uses it.
+    /// A caller's buffer of this device, as the memory of a tensor of `bytes` bytes. The caller
+    /// does not write to it while a call uses it.
     ///
     /// # Errors
-    /// [`Error::Request`] unless its size is a multiple of 16 and at least `bytes`, and its usages are `STORAGE` and
-    /// `COPY_SRC` or more.
+    /// [`Error::Request`] unless its size is a multiple of 16 and at least `bytes`, and its usages
+    /// are `STORAGE` and `COPY_SRC` or more.
     pub fn adopt(&self, buffer: wgpu::Buffer, bytes: usize) -> Result<WgpuBuffer> {
         self.gpu.adopt(buffer, bytes)
     }
 }
 
-/// A device's name in a browser: vendor and architecture. wgpu takes only the description, which is mostly empty.
+/// A device's name in a browser: vendor and architecture. wgpu takes only the description, which is
+/// mostly empty.
 #[cfg(target_arch = "wasm32")]
 fn web_name(device: &wgpu::Device) -> String {
     let said = device.as_webgpu().map(|device| device.adapter_info());
@@ -241,8 +249,9 @@ fn instance() -> wgpu::Instance {
     new_instance()
 }
 
-/// The only instance of the process. It is never dropped: the Vulkan loader unloads the drivers with the last instance, and
-/// a process that exits while another thread does that jumps into unmapped code.
+/// The only instance of the process. It is never dropped: the Vulkan loader unloads the drivers
+/// with the last instance, and a process that exits while another thread does that jumps into
+/// unmapped code.
 #[cfg(not(target_arch = "wasm32"))]
 fn instance() -> &'static wgpu::Instance {
     static INSTANCE: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
@@ -276,7 +285,8 @@ fn describe(info: wgpu::AdapterInfo, variants: Variants, tuned: usize) -> Device
     DeviceInfo { backend: "wgpu", class: class(&info), driver, kernel, name: info.name }
 }
 
-/// The feature to map any buffer, on devices that share the host's memory. On other devices such memory is slow.
+/// The feature to map any buffer, on devices that share the host's memory. On other devices such
+/// memory is slow.
 fn shared_memory_features(adapter: &wgpu::Adapter, class: DeviceClass) -> wgpu::Features {
     match class {
         DeviceClass::SoftwareGpu | DeviceClass::IntegratedGpu => {

@@ -6,15 +6,18 @@ use wgpu::{AdapterInfo, Backend, DeviceType};
 
 /// The positions in `adapters` of those that are listed, in their order.
 ///
-/// Several drivers can offer one GPU: those of Vulkan and DX12, or two of Vulkan. It is listed once, through the API that
-/// comes first in [`preference`]. Adapters with the same vendor and device number are compared:
+/// Several drivers can offer one GPU: those of Vulkan and DX12, or two of Vulkan. It is listed
+/// once, through the API that comes first in [`preference`]. Adapters with the same vendor and
+/// device number are compared:
 ///
-/// - Through one API they are one GPU if both have the same PCI address, and else several GPUs of one model. A DX12 adapter has
-///   the address of the first GPU of its model, so addresses of DX12 count only against those of other APIs.
-/// - Through several APIs, those of the preferred API are listed. If another API offers more GPUs of that model, so many more
-///   of its adapters are listed, first those at other addresses.
+/// - Through one API they are one GPU if both have the same PCI address, and else several GPUs of
+///   one model. A DX12 adapter has the address of the first GPU of its model, so addresses of DX12
+///   count only against those of other APIs.
+/// - Through several APIs, those of the preferred API are listed. If another API offers more GPUs
+///   of that model, so many more of its adapters are listed, first those at other addresses.
 ///
-/// Software drivers are never compared: two of them are two implementations, whatever numbers they give.
+/// Software drivers are never compared: two of them are two implementations, whatever numbers they
+/// give.
 pub(in crate::backend::wgpu) fn distinct(adapters: &[AdapterInfo]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..adapters.len()).collect();
     order.sort_by_key(|&index| preference(adapters[index].backend));

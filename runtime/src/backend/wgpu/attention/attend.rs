@@ -1,4 +1,5 @@
-//! One call of `attend`. It is cut into regions that fit the device's bindings, and each region into pieces of bounded time.
+//! One call of `attend`. It is cut into regions that fit the device's bindings, and each region
+//! into pieces of bounded time.
 
 use std::ops::Range;
 
@@ -19,7 +20,8 @@ use crate::backend::wgpu::storage::region::cut;
 use crate::backend::{Attend, Control, yield_now};
 use crate::error::{Error, Result};
 
-/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with
+/// all that it calls in closures.
 #[inline(never)]
 pub(in crate::backend::wgpu) fn attend<'a>(
     backend: &'a WgpuBackend,
@@ -56,8 +58,8 @@ async fn attend_in_pieces(
     Ok(())
 }
 
-/// Keys of one running sum, at most. The digits that a long sum of values of one sign loses grow with its length: at 32,768 keys the error is
-/// 1e-5 of the values.
+/// Keys of one running sum, at most. The digits that a long sum of values of one sign loses grow
+/// with its length: at 32,768 keys the error is 1e-5 of the values.
 const STRETCH_KEYS: usize = 2048;
 
 /// Data that all pieces of a call share.
@@ -116,12 +118,13 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys. Keys are also cut
-    /// if, with all keys, the number of Q tiles that keeps the device busy would take longer than a piece may, and into stretches
-    /// of [`STRETCH_KEYS`].
+    /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys.
+    /// Keys are also cut if, with all keys, the number of Q tiles that keeps the device busy
+    /// would take longer than a piece may, and into stretches of [`STRETCH_KEYS`].
     ///
-    /// The cuts depend only on shapes and on the kind of device, not on measured times: a kernel sums its keys from zero and merges the sums
-    /// into the state, so a cut rounds, and the same call must give the same bytes.
+    /// The cuts depend only on shapes and on the kind of device, not on measured times: a kernel
+    /// sums its keys from zero and merges the sums into the state, so a cut rounds, and the
+    /// same call must give the same bytes.
     fn regions(&self) -> Vec<Region> {
         let limit = self.backend.gpu.window_bytes();
         let shape = self.args.state.shape;

@@ -1,7 +1,9 @@
-//! A call of `attend` with few query rows. The keys are split over workgroups, each of which takes all rows that share a KV
-//! head; a second kernel merges their partial states into the running state.
+//! A call of `attend` with few query rows. The keys are split over workgroups, each of which takes
+//! all rows that share a KV head; a second kernel merges their partial states into the running
+//! state.
 //!
-//! The number of splits depends on shapes, the mask and the kind of device only: the same call gives the same bytes.
+//! The number of splits depends on shapes, the mask and the kind of device only: the same call
+//! gives the same bytes.
 
 use std::ops::Range;
 
@@ -22,10 +24,12 @@ use crate::error::Result;
 
 /// Keys of a block below which splitting does not pay.
 const FEWEST_KEYS: usize = 256;
-/// Keys of a split. Fewer would not be worth the merge; more would keep one workgroup busy for too long.
+/// Keys of a split. Fewer would not be worth the merge; more would keep one workgroup busy for too
+/// long.
 const SPLIT_KEYS: Range<usize> = 256..32768;
 
-/// Prepares the call for the decoding kernels; `None` where it has too many rows or too few keys for them.
+/// Prepares the call for the decoding kernels; `None` where it has too many rows or too few keys
+/// for them.
 pub(in crate::backend::wgpu) fn decode<'a>(
     backend: &'a WgpuBackend,
     args: &'a Attend<'a, WgpuBuffer>,
@@ -116,8 +120,8 @@ struct Splits {
     keys: usize,
 }
 
-/// Keys of each split, where `tiles` workgroups read `keys` keys and the device needs `target` workgroups to be busy.
-/// At most `most` splits, each a multiple of `unit` keys.
+/// Keys of each split, where `tiles` workgroups read `keys` keys and the device needs `target`
+/// workgroups to be busy. At most `most` splits, each a multiple of `unit` keys.
 fn splits(keys: usize, tiles: usize, target: usize, most: usize, unit: usize) -> Splits {
     let wanted = target.div_ceil(tiles).min(keys.div_ceil(SPLIT_KEYS.start));
     let count = wanted.max(keys.div_ceil(SPLIT_KEYS.end)).min(most).max(1);

@@ -88,7 +88,8 @@ impl<'a> BiasRows<'a> {
     }
 }
 
-/// Offset and strides of a layout in its elements of `element_bytes`, the offset relative to a window.
+/// Offset and strides of a layout in its elements of `element_bytes`, the offset relative to a
+/// window.
 pub(in crate::backend::wgpu) fn in_elements(
     layout: &Layout,
     element_bytes: usize,
@@ -101,7 +102,8 @@ pub(in crate::backend::wgpu) fn in_elements(
     Ok([offset?.wrapping_sub(window.skipped_units()?.wrapping_mul(per_unit)), batch?, row?, head?])
 }
 
-/// The rows of a mask or bias tensor that a call reads; columns go up to the largest key position of the block.
+/// The rows of a mask or bias tensor that a call reads; columns go up to the largest key position
+/// of the block.
 pub(in crate::backend::wgpu) fn bias_tensor(
     bias: &BiasInput<'_, WgpuBuffer>,
     dtype: Dtype,

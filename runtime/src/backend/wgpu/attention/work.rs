@@ -21,7 +21,8 @@ pub(in crate::backend::wgpu) struct WorkList {
 /// What each tile of each class meets of the other side, as kernels read it.
 #[derive(Debug)]
 pub(in crate::backend::wgpu) struct RunList {
-    /// For each class `2·tiles + 1` starts: first full run, first tested run of each tile, and the end.
+    /// For each class `2·tiles + 1` starts: first full run, first tested run of each tile, and the
+    /// end.
     pub(in crate::backend::wgpu) starts: Vec<u32>,
     /// Distance of classes in `starts`.
     pub(in crate::backend::wgpu) starts_class: u32,
@@ -117,8 +118,8 @@ impl RunList {
 }
 
 impl TileRuns {
-    /// Adds `run`, which starts at a tile of the other side. A last tile of it that is not whole is tested, so that the kernel
-    /// tests which of its rows or keys exist.
+    /// Adds `run`, which starts at a tile of the other side. A last tile of it that is not whole is
+    /// tested, so that the kernel tests which of its rows or keys exist.
     pub(in crate::backend::wgpu) fn push(&mut self, run: Range<u32>, full: bool, tile: u32) {
         let whole = if full { run.end / tile * tile } else { run.start };
         if run.start < whole {

@@ -75,8 +75,8 @@ fn readers(kv_head_of: &[u32]) -> Result<Vec<Range<u32>>> {
     (0..kv_heads).map(|head| Ok(first(head)?..first(head + 1)?)).collect()
 }
 
-/// For each KV tile, the runs of rows that meet it: the list of `class`, transposed. Takes as many steps as the two lists have
-/// runs, and one for each Q tile.
+/// For each KV tile, the runs of rows that meet it: the list of `class`, transposed. Takes as many
+/// steps as the two lists have runs, and one for each Q tile.
 fn row_runs(class: &MaskClass, kv_tiles: u32, q_rows: u32, rows: u32) -> Vec<TileRuns> {
     let mut of_keys = vec![TileRuns::default(); kv_tiles as usize];
     // For each KV tile the run that goes on: its first row, and whether it is full.

@@ -1,9 +1,11 @@
-//! One call of `attend_backward`: a kernel whose workgroups own the gradients of query rows, then one or two whose workgroups own
-//! those of keys, and on request one for the gradient of a bias. As in `attend` each is cut into regions that fit the device's
-//! bindings, and each region into pieces of bounded time. No cut depends on measured speed, so neither does a byte of the sums.
+//! One call of `attend_backward`: a kernel whose workgroups own the gradients of query rows, then
+//! one or two whose workgroups own those of keys, and on request one for the gradient of a bias. As
+//! in `attend` each is cut into regions that fit the device's bindings, and each region into pieces
+//! of bounded time. No cut depends on measured speed, so neither does a byte of the sums.
 //!
-//! Where query heads or batch entries share elements of the gradient of a bias, the heads of a region, and the batch entries, have
-//! submissions of their own. The device runs them one after the other.
+//! Where query heads or batch entries share elements of the gradient of a bias, the heads of a
+//! region, and the batch entries, have submissions of their own. The device runs them one after the
+//! other.
 
 mod lists;
 mod stats;
@@ -35,7 +37,8 @@ pub(super) fn tile_shape(backend: &WgpuBackend, head_dim: u32) -> TileShape {
     TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
 }
 
-/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with all that it calls in closures.
+/// In a box: the code of a future is compiled in each crate that awaits it as its own type, with
+/// all that it calls in closures.
 #[inline(never)]
 pub(super) fn attend_backward<'a>(
     backend: &'a WgpuBackend,
@@ -182,7 +185,8 @@ impl<'a> Pass<'a> {
         if self.by_rows() { sides } else { [sides[1].clone(), sides[0].clone()] }
     }
 
-    /// Cuts what does not fit the device's bindings, and loops that would take longer than a piece may.
+    /// Cuts what does not fit the device's bindings, and loops that would take longer than a piece
+    /// may.
     fn regions(&self) -> Vec<Region> {
         let gpu = &self.call.backend.gpu;
         let limit = gpu.window_bytes();

@@ -17,7 +17,8 @@ pub(in crate::backend::wgpu) fn now_s() -> f64 {
 
     #[wasm_bindgen]
     extern "C" {
-        /// Milliseconds since the page was opened or the worker started; never decreases, unlike the date.
+        /// Milliseconds since the page was opened or the worker started; never decreases, unlike
+        /// the date.
         #[wasm_bindgen(js_namespace = performance)]
         fn now() -> f64;
     }

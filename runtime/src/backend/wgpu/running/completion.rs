@@ -13,7 +13,8 @@ pub(in crate::backend::wgpu) struct Done {
 }
 
 impl Done {
-    /// The time at which the work was done, in seconds of [`now_s`]; `None` when the device was lost first.
+    /// The time at which the work was done, in seconds of [`now_s`]; `None` when the device was
+    /// lost first.
     pub(in crate::backend::wgpu) async fn finished(self) -> Option<f64> {
         self.loss.or(self.receiver).await
     }
@@ -108,7 +109,8 @@ mod native {
             self.shared.changed.notify_all();
         }
 
-        /// Ends the thread after all submissions in flight are done: a download may outlive its backend.
+        /// Ends the thread after all submissions in flight are done: a download may outlive its
+        /// backend.
         pub(crate) fn close(&self) {
             self.shared.lock().closed = true;
             self.shared.changed.notify_all();
@@ -116,8 +118,8 @@ mod native {
     }
 
     impl Drop for Poller {
-        /// Waits for the thread: a process that ends while a driver frees its device may crash in the driver, after its work is done
-        /// (SwiftShader did in a third of the runs).
+        /// Waits for the thread: a process that ends while a driver frees its device may crash in
+        /// the driver, after its work is done (SwiftShader did in a third of the runs).
         fn drop(&mut self) {
             self.close();
             // A callback may drop the last handle of the device on the thread itself.
@@ -150,7 +152,8 @@ mod native {
 
         fn run(&self, device: &wgpu::Device, health: &Health) {
             while let Some(index) = self.next() {
-                // Without a time limit: when a limit expires, wgpu 30 may panic on a submission that has no commands.
+                // Without a time limit: when a limit expires, wgpu 30 may panic on a submission that has no
+                // commands.
                 let wait = wgpu::PollType::Wait { submission_index: Some(index), timeout: None };
                 // wgpu panics here when the device is lost while it waits.
                 match std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wait))) {
@@ -162,7 +165,8 @@ mod native {
                     }
                 }
             }
-            // A destroyed device frees its memory in this call. Nothing waits any more, so no error can be lost.
+            // A destroyed device frees its memory in this call. Nothing waits any more, so no error can be
+            // lost.
             let _ = std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wgpu::PollType::Poll)));
         }
     }

@@ -61,7 +61,8 @@ impl Gpu {
         Ok(pipeline)
     }
 
-    /// The bytes `range` of `buffer` as a binding; it may start a little earlier, where the device wants it aligned.
+    /// The bytes `range` of `buffer` as a binding; it may start a little earlier, where the device
+    /// wants it aligned.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] when they do not fit into one binding.
@@ -105,7 +106,8 @@ impl Gpu {
             - u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
     }
 
-    /// The layout of `groups` workgroups: they are folded if they exceed the limit of one dimension.
+    /// The layout of `groups` workgroups: they are folded if they exceed the limit of one
+    /// dimension.
     pub(in crate::backend::wgpu) fn grid(&self, groups: u64) -> Result<Grid> {
         let most = u64::from(self.limits.max_compute_workgroups_per_dimension);
         let width = groups.clamp(1, most);

@@ -17,8 +17,8 @@ pub(in crate::backend::wgpu) struct Health {
     loss: Loss,
 }
 
-/// Resolves when the device is lost. When a driver dies, wgpu drops the callbacks of work in flight, so every future that
-/// waits for a callback waits for this as well.
+/// Resolves when the device is lost. When a driver dies, wgpu drops the callbacks of work in
+/// flight, so every future that waits for a callback waits for this as well.
 #[derive(Clone, Debug)]
 pub(in crate::backend::wgpu) struct Loss(Shared<oneshot::Receiver<Infallible>>);
 

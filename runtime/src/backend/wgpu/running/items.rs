@@ -25,8 +25,8 @@ impl Items {
         Self { met, batch_first: batch.start, heads, flops, next: 0, items }
     }
 
-    /// The next items, at least one, with about `budget` floating-point operations; and their number of operations.
-    /// Skips items without work at both ends.
+    /// The next items, at least one, with about `budget` floating-point operations; and their
+    /// number of operations. Skips items without work at both ends.
     pub(in crate::backend::wgpu) fn next(&mut self, budget: f64) -> Option<(Range<u64>, f64)> {
         while self.next < self.items && self.flops(self.next) == 0.0 {
             self.next += 1;

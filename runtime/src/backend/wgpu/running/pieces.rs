@@ -9,13 +9,14 @@ use kyklos_shaders::{AttendKernel, BackwardKernel, Kernel};
 use super::completion::Done;
 use crate::backend::DeviceClass;
 
-/// Seconds of one submission: short enough for a watchdog and for a user, and long compared with the cost of
-/// submitting.
+/// Seconds of one submission: short enough for a watchdog and for a user, and long compared with
+/// the cost of submitting.
 const PIECE_S: f64 = 0.08;
 /// Most submissions in flight: one runs, one waits.
 const IN_FLIGHT: usize = 2;
 
-/// Fewest keys of a piece: with fewer, loading and storing the state would take a noticeable share of the time.
+/// Fewest keys of a piece: with fewer, loading and storing the state would take a noticeable share
+/// of the time.
 const FEWEST_KEYS: usize = 2048;
 
 /// Measured speed, and the submissions in flight.
@@ -71,7 +72,8 @@ impl Pace {
         4.0 * f64::from(kernel.tile().q_rows) * f64::from(kernel.head_dim)
     }
 
-    /// Most keys of `items` workgroups in one piece, each with `flops_per_key`. Does not depend on measurements.
+    /// Most keys of `items` workgroups in one piece, each with `flops_per_key`. Does not depend on
+    /// measurements.
     pub(in crate::backend::wgpu) fn keys_at_once(&self, flops_per_key: f64, items: u64) -> usize {
         let groups = u32::try_from(items.clamp(1, self.busy_groups)).expect("busy_groups is small");
         let keys = self.most_flops / (f64::from(groups) * flops_per_key);
@@ -84,7 +86,8 @@ impl Pace {
         keys.max(FEWEST_KEYS)
     }
 
-    /// The same of a backward kernel for one moving row or key. `heads` is the number of query heads that it loops over.
+    /// The same of a backward kernel for one moving row or key. `heads` is the number of query
+    /// heads that it loops over.
     pub(in crate::backend::wgpu) fn backward_flops(kernel: &BackwardKernel, heads: u32) -> f64 {
         2.0 * f64::from(kernel.sums.products() * heads)
             * f64::from(kernel.tile_rows())

@@ -11,7 +11,8 @@ pub(in crate::backend::wgpu) struct Stopwatch {
     set: wgpu::QuerySet,
     /// Nanoseconds of a tick.
     period_ns: f32,
-    /// Passes started since the last reading; more than [`PASSES`] if the times of some passes were not kept.
+    /// Passes started since the last reading; more than [`PASSES`] if the times of some passes were
+    /// not kept.
     passes: Mutex<u32>,
 }
 
@@ -41,7 +42,8 @@ impl Stopwatch {
         })
     }
 
-    /// The number of passes since the last reading, which is reset. `None` where there was no pass, or more than [`PASSES`].
+    /// The number of passes since the last reading, which is reset. `None` where there was no pass,
+    /// or more than [`PASSES`].
     pub(in crate::backend::wgpu) fn take_passes(&self) -> Option<u32> {
         let passes = std::mem::take(&mut *self.lock());
         (1..=PASSES).contains(&passes).then_some(passes)
@@ -76,7 +78,8 @@ impl Stopwatch {
     }
 }
 
-/// Ticks from the first begin to the last end; `None` for a clock that did not run, or that ran backwards.
+/// Ticks from the first begin to the last end; `None` for a clock that did not run, or that ran
+/// backwards.
 fn span_ticks(begins_and_ends: &[u64]) -> Option<u64> {
     let pairs = || begins_and_ends.chunks_exact(2);
     let begin = pairs().map(|pair| pair[0]).min()?;

@@ -23,7 +23,8 @@ impl WgpuBuffer {
     }
 }
 
-/// The device memory of a buffer and all its handles; freed, or given back to its pool, with the last of them.
+/// The device memory of a buffer and all its handles; freed, or given back to its pool, with the
+/// last of them.
 #[derive(Debug)]
 pub(in crate::backend::wgpu) struct HeldMemory {
     /// `None` for a caller's buffer.

@@ -1,13 +1,15 @@
 //! Copies to the host.
 //!
-//! A download is two copies. The device copies into a staging buffer at once, so that later submissions do not change the
-//! bytes; the host copies out of it. The second copy is made in the driver's callback, natively mostly on the thread that
-//! polls the device: the rank's own thread is not blocked, and a dropped download also returns its staging buffer.
+//! A download is two copies. The device copies into a staging buffer at once, so that later
+//! submissions do not change the bytes; the host copies out of it. The second copy is made in the
+//! driver's callback, natively mostly on the thread that polls the device: the rank's own thread is
+//! not blocked, and a dropped download also returns its staging buffer.
 //!
-//! Both copies are needed. If memory is shared, the buffer itself could be mapped. But then the device could not use it
-//! until the bytes are no longer needed, and the device computes on the same block that is sent. To hand out the mapped
-//! staging buffer instead of a copy is unsound: `wgpu::Device::destroy` frees the memory of mapped buffers while views
-//! of them exist (wgpu 30; `release_gpu_resources` in wgpu-core).
+//! Both copies are needed. If memory is shared, the buffer itself could be mapped. But then the
+//! device could not use it until the bytes are no longer needed, and the device computes on the
+//! same block that is sent. To hand out the mapped staging buffer instead of a copy is unsound:
+//! `wgpu::Device::destroy` frees the memory of mapped buffers while views of them exist (wgpu 30;
+//! `release_gpu_resources` in wgpu-core).
 
 use std::fmt;
 use std::future::Future;

@@ -8,9 +8,10 @@ use crate::machine::memory_bytes;
 
 /// Counts the bytes of all buffers of one backend, and refuses more than a limit.
 ///
-/// The driver does not refuse in time: software drivers take memory when it is first written, so every allocation succeeds and
-/// a kernel crashes later. (The budgets that Vulkan drivers report do not count memory that was never written either, and
-/// a query costs 70 µs for each buffer on Mesa 26.2.)
+/// The driver does not refuse in time: software drivers take memory when it is first written, so
+/// every allocation succeeds and a kernel crashes later. (The budgets that Vulkan drivers report do
+/// not count memory that was never written either, and a query costs 70 µs for each buffer on Mesa
+/// 26.2.)
 #[derive(Clone, Debug)]
 pub(in crate::backend::wgpu) struct Budget {
     most_bytes: u64,
@@ -25,7 +26,8 @@ pub(in crate::backend::wgpu) struct Lease {
 }
 
 impl Budget {
-    /// A limit of `most_bytes`; by default the host's memory for devices that compute in it, and none for others.
+    /// A limit of `most_bytes`; by default the host's memory for devices that compute in it, and
+    /// none for others.
     pub(in crate::backend::wgpu) fn new(most_bytes: Option<u64>, class: DeviceClass) -> Self {
         let known = match class {
             DeviceClass::SoftwareGpu => memory_bytes(),

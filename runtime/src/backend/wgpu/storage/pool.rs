@@ -1,16 +1,17 @@
 //! Idle storage buffers, which later calls of the same shapes use again.
 //!
-//! A buffer comes back when its last handle is dropped. It may still be in use on the device then: work on one queue takes effect
-//! in the order of its submissions, so work that is submitted later finds the buffer free. All commands that use a buffer are
-//! submitted before the function that records them returns, so no recorded command waits for its submission meanwhile.
+//! A buffer comes back when its last handle is dropped. It may still be in use on the device then:
+//! work on one queue takes effect in the order of its submissions, so work that is submitted later
+//! finds the buffer free. All commands that use a buffer are submitted before the function that
+//! records them returns, so no recorded command waits for its submission meanwhile.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::memory::Lease;
 
-/// The storage buffers of one device that are made without contents. With the idle ones it never holds more bytes than were
-/// in use at one time.
+/// The storage buffers of one device that are made without contents. With the idle ones it never
+/// holds more bytes than were in use at one time.
 #[derive(Debug, Default)]
 pub(in crate::backend::wgpu) struct StoragePool(Mutex<Buffers>);
 
@@ -117,8 +118,8 @@ impl Buffers {
 }
 
 impl Idle {
-    /// Freed at once, though submitted work still completes. Otherwise a browser frees it by its garbage collector, which
-    /// does not know the size.
+    /// Freed at once, though submitted work still completes. Otherwise a browser frees it by its
+    /// garbage collector, which does not know the size.
     pub(in crate::backend::wgpu) fn free(self) {
         #[cfg(target_arch = "wasm32")]
         self.raw.destroy();

@@ -1,4 +1,5 @@
-//! The bytes that a range of batch entries and rows of a strided tensor covers, and how many of them fit one binding.
+//! The bytes that a range of batch entries and rows of a strided tensor covers, and how many of
+//! them fit one binding.
 
 use std::ops::Range;
 
@@ -59,7 +60,8 @@ impl Strided {
         Self::new(layout, 4, [batch, rows, heads, dim])
     }
 
-    /// The range from the first to the last byte of these batch entries and rows. Neither range may be empty.
+    /// The range from the first to the last byte of these batch entries and rows. Neither range may
+    /// be empty.
     pub(in crate::backend::wgpu) fn bytes(&self, batch: &Range<usize>, rows: &Range<usize>) -> Range<u64> {
         let at = |b: usize, r: usize| {
             self.layout.offset + b * self.layout.batch_stride + r * self.layout.row_stride

@@ -7,8 +7,8 @@ use super::buffer::WgpuBuffer;
 
 /// The staging buffers of one device: idle ones, and those whose copy is in flight.
 ///
-/// The pool owns both, and the driver's callbacks hold only numbers: a callback that owned its buffer would keep it and the
-/// device for ever when a driver dies and never calls back.
+/// The pool owns both, and the driver's callbacks hold only numbers: a callback that owned its
+/// buffer would keep it and the device for ever when a driver dies and never calls back.
 #[derive(Debug, Default)]
 pub(in crate::backend::wgpu) struct StagingPool(Mutex<Buffers>);
 
@@ -48,7 +48,8 @@ impl StagingPool {
         self.lock().in_flight.remove(&number)
     }
 
-    /// Takes back an unmapped buffer. Frees the least recently used ones where the pool becomes too large.
+    /// Takes back an unmapped buffer. Frees the least recently used ones where the pool becomes too
+    /// large.
     pub(in crate::backend::wgpu) fn put(&self, buffer: WgpuBuffer) {
         let mut freed = Vec::new();
         {
@@ -87,7 +88,8 @@ impl StagingPool {
     }
 }
 
-/// Size of the staging buffer for `bytes` bytes. There are four sizes between two powers of two, so at most a quarter is wasted.
+/// Size of the staging buffer for `bytes` bytes. There are four sizes between two powers of two, so
+/// at most a quarter is wasted.
 pub(in crate::backend::wgpu) fn class_bytes(bytes: usize) -> usize {
     let bytes = bytes.max(SMALLEST_BYTES);
     let step = 1 << (bytes.ilog2() - 2);

@@ -1,7 +1,9 @@
-//! Keys and values as textures, for the broadcast kernels, and what backward kernels loop over: software drivers read a texel in a few instructions, where a
-//! storage buffer costs them a loop over lanes and components.
+//! Keys and values as textures, for the broadcast kernels, and what backward kernels loop over:
+//! software drivers read a texel in a few instructions, where a storage buffer costs them a loop
+//! over lanes and components.
 //!
-//! A texel is a 16-byte unit; x counts the units of all heads of a row, y the keys of all batch entries of a region.
+//! A texel is a 16-byte unit; x counts the units of all heads of a row, y the keys of all batch
+//! entries of a region.
 
 use std::ops::Range;
 
@@ -12,7 +14,8 @@ use crate::backend::wgpu::ops;
 use crate::backend::{Extent, Layout};
 use crate::error::{Error, Result};
 
-/// A copy of a region of a tensor. If a row is no whole number of texels, its last one is filled up.
+/// A copy of a region of a tensor. If a row is no whole number of texels, its last one is filled
+/// up.
 pub(in crate::backend::wgpu) fn texture(
     gpu: &Gpu,
     label: &str,

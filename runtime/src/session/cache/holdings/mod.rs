@@ -1,4 +1,5 @@
-//! Which rank holds which tokens of a cache, in which rows of its tensors. Every rank keeps the same record for all ranks.
+//! Which rank holds which tokens of a cache, in which rows of its tensors. Every rank keeps the
+//! same record for all ranks.
 
 use std::ops::Range;
 
@@ -11,7 +12,8 @@ use kyklos_plan::{Run, TokenRuns};
 pub(super) struct Holdings {
     /// By rank.
     holders: Vec<Holder>,
-    /// Tokens that were appended, those that are no longer held included. The next token gets this position.
+    /// Tokens that were appended, those that are no longer held included. The next token gets this
+    /// position.
     len: u32,
     /// The tokens before this position were dropped because no later query sees them.
     first: u32,
@@ -65,7 +67,8 @@ impl Holder {
         self.most.saturating_sub(self.held())
     }
 
-    /// The rows that the next `count` tokens get: rows that hold nothing, the first ones first, then new ones.
+    /// The rows that the next `count` tokens get: rows that hold nothing, the first ones first,
+    /// then new ones.
     fn next_rows(&self, mut count: u32) -> Vec<Range<u32>> {
         let (mut found, mut at) = (Vec::new(), 0);
         for rows in &self.rows {
@@ -168,7 +171,8 @@ fn push(list: &mut Vec<Rows>, rows: Rows) {
 }
 
 impl Holdings {
-    /// An empty cache of ranks that can hold `most` tokens each, and take these shares of tokens that all ranks pass.
+    /// An empty cache of ranks that can hold `most` tokens each, and take these shares of tokens
+    /// that all ranks pass.
     pub(super) fn new(ranks: impl IntoIterator<Item = (u32, f64)>) -> Self {
         let holders =
             ranks.into_iter().map(|(most, share)| Holder { rows: Vec::new(), most, share }).collect();
@@ -225,8 +229,9 @@ impl Holdings {
         tokens
     }
 
-    /// The keys of a call for each rank, one for each of its rows: the live tokens are numbered from 0. Rows that hold
-    /// nothing get the numbers behind them, which no query of a causal mask sees. Also returns the count of all numbers.
+    /// The keys of a call for each rank, one for each of its rows: the live tokens are numbered
+    /// from 0. Rows that hold nothing get the numbers behind them, which no query of a causal
+    /// mask sees. Also returns the count of all numbers.
     pub(super) fn keys(&self) -> (Vec<TokenRuns>, u32) {
         let mut next = self.len - self.first;
         let keys = self.holders.iter().map(|holder| {
@@ -261,8 +266,9 @@ impl Holdings {
         self.len += count;
     }
 
-    /// The owners of the next `count` tokens, which all ranks pass: blocks of `block` tokens, each on the rank with the
-    /// fewest tokens for its share that has room. None if the ranks have no room for all of them.
+    /// The owners of the next `count` tokens, which all ranks pass: blocks of `block` tokens, each
+    /// on the rank with the fewest tokens for its share that has room. None if the ranks have
+    /// no room for all of them.
     pub(super) fn share_out(&mut self, count: u32, block: u32) -> Option<Vec<TokenRuns>> {
         let mut own = vec![TokenRuns::default(); self.holders.len()];
         let mut more = vec![0; self.holders.len()];
@@ -320,7 +326,8 @@ impl Holdings {
         left
     }
 
-    /// Records that missing tokens are held again: `own` are the tokens of each rank, numbered from 0 over all missing ones.
+    /// Records that missing tokens are held again: `own` are the tokens of each rank, numbered from
+    /// 0 over all missing ones.
     pub(super) fn restore(&mut self, own: &[TokenRuns]) {
         let missing: Vec<u32> = std::mem::take(&mut self.missing).iter().collect();
         for (holder, tokens) in self.holders.iter_mut().zip(own) {

@@ -1,5 +1,5 @@
-//! The addresses at which the ranks of a group can be reached: those that a rank says (`Advertise`), and the one at which it was
-//! seen.
+//! The addresses at which the ranks of a group can be reached: those that a rank says
+//! (`Advertise`), and the one at which it was seen.
 
 use std::net::SocketAddr;
 
@@ -10,8 +10,9 @@ use crate::quic::forming::peer_connection::{AddressTable, PeerConnection};
 use crate::wire::{Candidates, Frame};
 
 impl Forming<'_> {
-    /// Of the coordinator: the addresses of each member. The same socket dials and listens, so the source address of a rank's
-    /// packets is one of its addresses, unless a NAT changes it. The coordinator itself was reached already.
+    /// Of the coordinator: the addresses of each member. The same socket dials and listens, so the
+    /// source address of a rank's packets is one of its addresses, unless a NAT changes it. The
+    /// coordinator itself was reached already.
     pub(crate) fn address_table(&self, control: &[PeerConnection]) -> AddressTable {
         let others = control.iter().map(|member| {
             let seen = member.connection.remote_address();
@@ -70,7 +71,8 @@ impl Forming<'_> {
     }
 }
 
-/// A rank on the loopback interface of rank 0's host, and a higher rank on another host, which would have to dial it.
+/// A rank on the loopback interface of rank 0's host, and a higher rank on another host, which
+/// would have to dial it.
 fn hidden_by_loopback(table: &[Vec<SocketAddr>]) -> Option<(usize, usize)> {
     let is_loopback =
         |place: &usize| table[*place].iter().all(|address| address.ip().to_canonical().is_loopback());

@@ -1,5 +1,5 @@
-//! The addresses that a rank says for itself. An address proves nothing: whatever answers there must show the certificate of the
-//! rank.
+//! The addresses that a rank says for itself. An address proves nothing: whatever answers there
+//! must show the certificate of the rank.
 
 use std::net::SocketAddr;
 

@@ -33,7 +33,8 @@ pub(super) struct Attempt {
 }
 
 impl Attempt {
-    /// A higher rank has connected. Of two connections of a rank counts the one that knows the later group, else the later one.
+    /// A higher rank has connected. Of two connections of a rank counts the one that knows the
+    /// later group, else the later one.
     fn take(&mut self, joined: PeerConnection, claims: Vec<Claim>, epoch: u32) {
         if self.above.get(&joined.rank).is_none_or(|(.., known)| *known <= epoch) {
             self.above.insert(joined.rank, (joined, claims, epoch));
@@ -42,7 +43,8 @@ impl Attempt {
 }
 
 impl Regrouping<'_> {
-    /// Whether to follow a lower rank: among survivors only one that was in the last group that this rank knows.
+    /// Whether to follow a lower rank: among survivors only one that was in the last group that
+    /// this rank knows.
     pub(super) fn may_lead(&self, rank: Rank) -> bool {
         let last = self.prior.claims.iter().rfind(|claim| claim.started);
         self.everyone() || last.is_none_or(|last| last.members.contains(&rank))
@@ -82,7 +84,8 @@ impl Regrouping<'_> {
         }
     }
 
-    /// Waits for the other ranks. Returns the group that a lower rank has named, or `None` when this rank is to name it.
+    /// Waits for the other ranks. Returns the group that a lower rank has named, or `None` when
+    /// this rank is to name it.
     pub(super) async fn gather(
         &mut self,
         attempt: &mut Attempt,

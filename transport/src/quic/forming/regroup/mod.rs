@@ -1,10 +1,10 @@
 //! How survivors form the next group (`membership.rs` decides which ranks may belong to it).
 //!
-//! Every rank repeatedly dials every lower rank that it knows, and follows the lowest rank that it reaches. A rank that
-//! reaches none waits for the missing ranks for a limited time. Then it names the members of the next group; the
-//! connections from the other ranks become their control connections. If an attempt fails on one rank, it ends on all
-//! ranks, because its connections end, and the next attempt begins. A rank remembers every group for which it was
-//! ready.
+//! Every rank repeatedly dials every lower rank that it knows, and follows the lowest rank that it
+//! reaches. A rank that reaches none waits for the missing ranks for a limited time. Then it names
+//! the members of the next group; the connections from the other ranks become their control
+//! connections. If an attempt fails on one rank, it ends on all ranks, because its connections end,
+//! and the next attempt begins. A rank remembers every group for which it was ready.
 
 mod gather;
 mod unreachable;
@@ -113,7 +113,8 @@ impl Regrouping<'_> {
         self.who != Regroup::Survivors
     }
 
-    /// The lowest epoch that the next group may have. The first group may still form for a rank that knows none.
+    /// The lowest epoch that the next group may have. The first group may still form for a rank
+    /// that knows none.
     fn next_epoch(&self) -> u32 {
         let knows_none = self.prior.claims.is_empty() && self.floor == 0;
         if knows_none { 0 } else { self.floor.saturating_add(1) }
@@ -204,7 +205,8 @@ impl Regrouping<'_> {
         Ok(NextGroup { epoch, members, mesh })
     }
 
-    /// From now on this rank may belong to the group, whether or not it learns that the group has started.
+    /// From now on this rank may belong to the group, whether or not it learns that the group has
+    /// started.
     fn add_claim(&mut self, epoch: u32, members: &[Rank]) -> Result<(), AttemptError> {
         if self.prior.claims.len() >= MOST_CLAIMS {
             let text = format!(

@@ -1,4 +1,5 @@
-//! Pairs of ranks that cannot reach each other, though both reach the coordinator: it drops one rank of each pair.
+//! Pairs of ranks that cannot reach each other, though both reach the coordinator: it drops one
+//! rank of each pair.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,8 +21,9 @@ pub(super) const REPORT_EXTRA_WAIT: Duration = Duration::from_secs(2);
 const DECISION_TIMEOUT: Duration = Duration::from_secs(4);
 
 impl Regrouping<'_> {
-    /// Of the coordinator: its data connections, once every member has all of its own. If members cannot reach each other, the
-    /// attempt fails, and the next one is without one rank of each such pair, if enough ranks remain of those that `came`.
+    /// Of the coordinator: its data connections, once every member has all of its own. If members
+    /// cannot reach each other, the attempt fails, and the next one is without one rank of each
+    /// such pair, if enough ranks remain of those that `came`.
     pub(super) async fn collect_mesh(
         &mut self,
         forming: &mut Forming<'_>,
@@ -77,7 +79,8 @@ impl Regrouping<'_> {
     }
 }
 
-/// Of a member: reports the peers that it could not reach, and waits for the decision of the coordinator.
+/// Of a member: reports the peers that it could not reach, and waits for the decision of the
+/// coordinator.
 pub(super) async fn report_unreached(
     unreached: &[Rank],
     mut control: PeerConnection,
@@ -127,7 +130,8 @@ async fn unreached_peers(
     }
 }
 
-/// The ranks to drop, each with a peer that it cannot reach: first the rank in most pairs, of several the highest.
+/// The ranks to drop, each with a peer that it cannot reach: first the rank in most pairs, of
+/// several the highest.
 fn drops(mut pairs: Vec<(Rank, Rank)>) -> BTreeMap<Rank, Rank> {
     let mut drops = BTreeMap::new();
     while !pairs.is_empty() {

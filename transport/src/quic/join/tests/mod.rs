@@ -1,5 +1,5 @@
-//! Applicants with a token: which of them are admitted, which are refused, and that no applicant can use the proof of
-//! another.
+//! Applicants with a token: which of them are admitted, which are refused, and that no applicant
+//! can use the proof of another.
 
 mod register;
 mod revoked_keys;
@@ -103,7 +103,8 @@ impl Waiting {
         QuicConfig::new(rank, size, self.invitation.job(), self.at, identity)
     }
 
-    /// The enrolled ranks form the group with rank 0. Each rank sends to the next one, and all close.
+    /// The enrolled ranks form the group with rank 0. Each rank sends to the next one, and all
+    /// close.
     fn works(self, others: Vec<Enrolled>) {
         let joining = others.iter().map(|one| self.as_rank(one));
         let joining: Vec<_> =
@@ -262,8 +263,8 @@ fn who_has_no_certificate_can_apply_and_nothing_else() {
     waiting.works(vec![one]);
 }
 
-/// An attacker with an identity of the authority. It shows this identity to applicants, and forwards their requests to
-/// rank 0.
+/// An attacker with an identity of the authority. It shows this identity to applicants, and
+/// forwards their requests to rank 0.
 async fn relay(
     identity: Identity,
     authority: KeyHash,
@@ -305,8 +306,8 @@ fn relayed(waiting: &Waiting, as_rank: u32) -> (String, Option<Frame>) {
 #[test]
 fn one_in_the_middle_gets_nothing_by_the_proof_of_another() {
     let waiting = Waiting::new(2);
-    // The attacker even has rank 0's names. But the proof belongs to another connection than the one on which it
-    // arrives.
+    // The attacker even has rank 0's names. But the proof belongs to another connection than the one on
+    // which it arrives.
     let (error, answered) = relayed(&waiting, 0);
     assert!(matches!(&answered, Some(Frame::Reject { code: RejectCode::Token, .. })), "{answered:?}");
     assert!(error.contains("another secret"), "{error}");

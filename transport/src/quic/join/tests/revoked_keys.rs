@@ -1,4 +1,5 @@
-//! A token that gave a key which is revoked now: nobody gets in by it any more, whichever run of rank 0 gave the key.
+//! A token that gave a key which is revoked now: nobody gets in by it any more, whichever run of
+//! rank 0 gave the key.
 
 use std::path::PathBuf;
 

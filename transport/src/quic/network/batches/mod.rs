@@ -12,18 +12,22 @@ use quinn::{AsyncUdpSocket, UdpPoller};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
-/// Packets that quinn hands over at a time at most (`MAX_TRANSMIT_SEGMENTS`, which is private). If it hands over as many, more may follow at once.
+/// Packets that quinn hands over at a time at most (`MAX_TRANSMIT_SEGMENTS`, which is private). If
+/// it hands over as many, more may follow at once.
 const BURST: usize = 10;
 
-/// A socket that hands packets to the system in datagrams of as many packets as one holds, and never of more.
+/// A socket that hands packets to the system in datagrams of as many packets as one holds, and
+/// never of more.
 ///
-/// The system's price is for a datagram, whether it has one packet or forty. quinn hands over at most ten packets at a
-/// time, so this socket keeps full bursts until the tasks of its thread that are ready have had their turn, or no more fits.
-/// Anything less than a full burst leaves at once, with what was kept.
+/// The system's price is for a datagram, whether it has one packet or forty. quinn hands over at
+/// most ten packets at a time, so this socket keeps full bursts until the tasks of its thread that
+/// are ready have had their turn, or no more fits. Anything less than a full burst leaves at once,
+/// with what was kept.
 ///
-/// The system refuses datagrams of more than 65,507 bytes; quinn takes the refusal for loss, and falls back to small packets. A datagram
-/// that is lost on this host, for want of buffers, has all its packets. quinn's receive buffer has up to 32 datagrams of as many packets
-/// as the socket says: of 64 packets of 65,000 bytes, 134 MB.
+/// The system refuses datagrams of more than 65,507 bytes; quinn takes the refusal for loss, and
+/// falls back to small packets. A datagram that is lost on this host, for want of buffers, has all
+/// its packets. quinn's receive buffer has up to 32 datagrams of as many packets as the socket
+/// says: of 64 packets of 65,000 bytes, 134 MB.
 #[derive(Debug)]
 pub(crate) struct BatchingSocket {
     socket: Arc<dyn AsyncUdpSocket>,
@@ -34,8 +38,9 @@ pub(crate) struct BatchingSocket {
 }
 
 impl BatchingSocket {
-    /// A socket whose datagrams have at most `transmit` packets sent and `receive` packets received. What it keeps is sent by a task
-    /// of `runtime`, which should be that of the tasks that send.
+    /// A socket whose datagrams have at most `transmit` packets sent and `receive` packets
+    /// received. What it keeps is sent by a task of `runtime`, which should be that of the
+    /// tasks that send.
     pub(crate) fn new(
         socket: Arc<dyn AsyncUdpSocket>,
         transmit: usize,
@@ -120,8 +125,9 @@ impl AsyncUdpSocket for BatchingSocket {
         let mut batch = self.batch();
         let most = self.max_transmit_segments();
         if !batch.takes(transmit, most) {
-            // Those that were there first leave first. If the system takes none now, quinn comes again with `transmit`. Any other error
-            // is of packets of another connection, perhaps: to QUIC they are lost.
+            // Those that were there first leave first. If the system takes none now, quinn comes again with
+            // `transmit`. Any other error is of packets of another connection, perhaps: to QUIC
+            // they are lost.
             match batch.send(&*self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(error),
                 Ok(()) | Err(_) => {}
@@ -195,7 +201,8 @@ impl Burst {
     }
 }
 
-/// Packets of one size for one address that have not been sent. The last may be smaller; it is the end.
+/// Packets of one size for one address that have not been sent. The last may be smaller; it is the
+/// end.
 #[derive(Debug, Default)]
 struct Batch {
     bytes: Vec<u8>,
@@ -219,7 +226,8 @@ impl Envelope {
 }
 
 impl Batch {
-    /// Whether these packets may follow those of the batch in one datagram of at most `most` packets.
+    /// Whether these packets may follow those of the batch in one datagram of at most `most`
+    /// packets.
     fn takes(&self, transmit: &Transmit<'_>, most: usize) -> bool {
         let burst = Burst::of(transmit);
         let fits = match burst.packets {

@@ -98,7 +98,8 @@ fn address(port: u16) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], port))
 }
 
-/// `packets` packets of `bytes` bytes, the last one of `last`, whose first bytes count from `first`.
+/// `packets` packets of `bytes` bytes, the last one of `last`, whose first bytes count from
+/// `first`.
 fn burst(first: u8, packets: u8, bytes: usize, last: usize) -> Vec<u8> {
     let sizes = (0..packets).map(|i| (first + i, if i + 1 == packets { last } else { bytes }));
     sizes.flat_map(|(number, size)| vec![number; size]).collect()
@@ -217,7 +218,8 @@ fn a_socket_that_is_blocked_loses_and_repeats_nothing() {
     });
 }
 
-/// The system may turn out not to support datagrams of several packets: then it has said 64, and says 1.
+/// The system may turn out not to support datagrams of several packets: then it has said 64, and
+/// says 1.
 #[test]
 fn what_was_kept_leaves_before_single_packets() {
     run(async {

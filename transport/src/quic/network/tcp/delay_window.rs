@@ -1,7 +1,8 @@
 //! How much QUIC has in flight inside TCP streams.
 //!
-//! TCP loses nothing, so loss does not tell how much the path takes; too much only waits in TCP's queues, and control frames
-//! wait behind it. So the window follows the delay: it grows while packets arrive soon, and shrinks when they wait.
+//! TCP loses nothing, so loss does not tell how much the path takes; too much only waits in TCP's
+//! queues, and control frames wait behind it. So the window follows the delay: it grows while
+//! packets arrive soon, and shrinks when they wait.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -25,7 +26,8 @@ impl ControllerFactory for DelayWindows {
 struct DelayWindow {
     window: u64,
     most: u64,
-    /// The shortest round trips in this period and in the one before it, and when this period began.
+    /// The shortest round trips in this period and in the one before it, and when this period
+    /// began.
     shortest: [Duration; 2],
     period: Instant,
     /// Only packets sent after this show what the last cut has changed.
@@ -37,7 +39,8 @@ impl DelayWindow {
         Self { window: INITIAL_BYTES.min(most), most, shortest: [Duration::MAX; 2], period: now, cut: None }
     }
 
-    /// A packet of `bytes` has arrived. `limited` says whether there was more to send than the window allowed.
+    /// A packet of `bytes` has arrived. `limited` says whether there was more to send than the
+    /// window allowed.
     fn arrived(&mut self, now: Instant, sent: Instant, bytes: u64, limited: bool) {
         let trip = now.saturating_duration_since(sent);
         if now.saturating_duration_since(self.period) > PERIOD {
@@ -86,11 +89,12 @@ impl Controller for DelayWindow {
     }
 }
 
-/// A packet that waits longer on its way makes the window smaller: far less than the silence after which a rank counts as
-/// dead, and far more than what a busy host adds.
+/// A packet that waits longer on its way makes the window smaller: far less than the silence after
+/// which a rank counts as dead, and far more than what a busy host adds.
 const MOST_DELAY: Duration = Duration::from_millis(200);
 
-/// Four of the largest packets, so that some are under way while others are acknowledged, in both directions at once.
+/// Four of the largest packets, so that some are under way while others are acknowledged, in both
+/// directions at once.
 const LEAST_BYTES: u64 = 4 * 65_000;
 
 /// Before any packet has arrived: an eighth of a second of 8 Mbit/s.
@@ -107,8 +111,9 @@ mod tests {
     const PACKET: u64 = 65_000;
     const MOST: u64 = 3 << 20;
 
-    /// Connections that always have more to send share a link of so many bytes a second. Returns for each packet how long it
-    /// waited, and the bytes that the link could have sent while it had none.
+    /// Connections that always have more to send share a link of so many bytes a second. Returns
+    /// for each packet how long it waited, and the bytes that the link could have sent while it
+    /// had none.
     fn share(rate: f64, base: Duration, connections: usize, packets: usize) -> (Vec<Duration>, f64) {
         let start = Instant::now();
         let mut now = start;

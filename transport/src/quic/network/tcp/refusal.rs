@@ -1,4 +1,5 @@
-//! What a rank makes of a listener that refuses TCP. The refusal is not authenticated: it is a hint, and the rank keeps dialling.
+//! What a rank makes of a listener that refuses TCP. The refusal is not authenticated: it is a
+//! hint, and the rank keeps dialling.
 
 use std::net::SocketAddr;
 
@@ -19,7 +20,8 @@ pub(crate) async fn refusal(refused: RefusedFlag) {
     std::future::pending().await
 }
 
-/// The words for a rank that was not reached at the addresses, if a listener has refused TCP; otherwise empty.
+/// The words for a rank that was not reached at the addresses, if a listener has refused TCP;
+/// otherwise empty.
 pub(crate) fn refusal_hint(refused: &RefusedFlag, addresses: &[SocketAddr]) -> String {
     if refused.as_ref().is_none_or(|refused| !*refused.borrow()) {
         return String::new();

@@ -1,5 +1,5 @@
-//! The streams of a [`Tunnel`](crate::quic::network::tunnel::Tunnel) by the address of their peer: packets that wait for each, and which
-//! peers have proven that they belong to the group.
+//! The streams of a [`Tunnel`](crate::quic::network::tunnel::Tunnel) by the address of their peer:
+//! packets that wait for each, and which peers have proven that they belong to the group.
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
@@ -30,7 +30,8 @@ struct Route {
     packets: mpsc::UnboundedSender<Packet>,
     /// Bytes of packets that wait for the stream.
     waiting: Arc<AtomicUsize>,
-    /// True once the peer has shown an identity of the group, and from the start of a peer that this rank dials.
+    /// True once the peer has shown an identity of the group, and from the start of a peer that
+    /// this rank dials.
     proven: watch::Sender<bool>,
 }
 
@@ -45,7 +46,8 @@ pub(in crate::quic::network) struct Routes {
 #[derive(Debug, Default)]
 struct State {
     routes: HashMap<SocketAddr, Route>,
-    /// Addresses that this endpoint may dial: those that its rank has asked for, and those of proven members.
+    /// Addresses that this endpoint may dial: those that its rank has asked for, and those of
+    /// proven members.
     known: HashSet<SocketAddr>,
 }
 
@@ -87,10 +89,12 @@ impl Routes {
         Sent::Dial(packets)
     }
 
-    /// A stream from this address has been accepted. Returns its packets, and whether its peer has proven its identity.
+    /// A stream from this address has been accepted. Returns its packets, and whether its peer has
+    /// proven its identity.
     pub(in crate::quic::network) fn accepted(&self, from: SocketAddr) -> (Packets, watch::Receiver<bool>) {
         let mut state = self.lock();
-        // A member opens a stream anew after an outage. Its connection goes on, so there is no other handshake.
+        // A member opens a stream anew after an outage. Its connection goes on, so there is no other
+        // handshake.
         let (route, packets, proven) = Route::new(state.known.contains(&from));
         // An earlier stream from the same address and port is dead; otherwise this stream could not exist.
         state.routes.insert(from, route);

@@ -1,5 +1,5 @@
-//! Dialling several addresses of one peer: one after the other with a short pause, and the first that succeeds wins
-//! (RFC 8305).
+//! Dialling several addresses of one peer: one after the other with a short pause, and the first
+//! that succeeds wins (RFC 8305).
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-/// Starts the futures in their order, each [`STAGGER`] after the one before or as soon as one has failed. Returns the first
-/// value and drops the other futures, or all errors.
+/// Starts the futures in their order, each [`STAGGER`] after the one before or as soon as one has
+/// failed. Returns the first value and drops the other futures, or all errors.
 pub(crate) async fn first_ok<T, E, F: Future<Output = Result<T, E>>>(futures: Vec<F>) -> Result<T, Vec<E>> {
     let mut waiting = futures.into_iter().peekable();
     let mut running: Vec<Pin<Box<F>>> = Vec::new();

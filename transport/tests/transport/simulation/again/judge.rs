@@ -48,8 +48,8 @@ pub(crate) fn judge(world: &World, played: &Played) -> Vec<String> {
     // Without cuts, more than half of the ranks are always enough.
     if calm && 2 * (world.ranks - crashes) > world.ranks {
         let first = played.lives.iter().filter(|life| life.life == 0);
-        // The exception: some ranks closed their last group in order while other ranks failed in it. The check also
-        // requires that a group has formed.
+        // The exception: some ranks closed their last group in order while other ranks failed in it. The
+        // check also requires that a group has formed.
         let epoch = |life: &Life| life.stays.last().map(|stay| stay.epoch);
         let done =
             played.lives.iter().filter(|life| matches!(life.end, End::Finished)).filter_map(epoch).max();

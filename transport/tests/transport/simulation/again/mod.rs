@@ -88,7 +88,8 @@ const AGAIN: Duration = Duration::from_secs(60);
 /// How long a group waits for returning ranks.
 const WITHIN: Duration = Duration::from_secs(20);
 const BYTES: usize = 20_000;
-/// After this time no task of any group may remain. Connections that close during an outage need long.
+/// After this time no task of any group may remain. Connections that close during an outage need
+/// long.
 const AFTERMATH: Duration = Duration::from_secs(300);
 
 impl World {

@@ -1,12 +1,13 @@
 //! QUIC's packets in TCP streams, for networks that drop UDP.
 //!
-//! A packet is its length (u16, little-endian) and its bytes. Everything else stays as it is: identity, encryption and
-//! streams are QUIC's, inside. A rank has one address, as over UDP: it dials from the port at which
-//! it listens. A length of 0 is followed by a text and the end of the stream: the listener refuses TCP. Anybody can send that,
-//! so it is a hint, and the text is not read.
+//! A packet is its length (u16, little-endian) and its bytes. Everything else stays as it is:
+//! identity, encryption and streams are QUIC's, inside. A rank has one address, as over UDP: it
+//! dials from the port at which it listens. A length of 0 is followed by a text and the end of the
+//! stream: the listener refuses TCP. Anybody can send that, so it is a hint, and the text is not
+//! read.
 //!
-//! A peer that opens a stream is a stranger until its QUIC connection has shown an identity of the group. Until then it has
-//! a place among few, little memory, and the time of a handshake.
+//! A peer that opens a stream is a stranger until its QUIC connection has shown an identity of the
+//! group. Until then it has a place among few, little memory, and the time of a handshake.
 
 use std::fmt;
 use std::io::{self, IoSliceMut};
@@ -55,7 +56,8 @@ impl fmt::Debug for Tunnel {
 }
 
 impl Tunnel {
-    /// Keeps at most `member_bytes` for each member that reads slowly. Must be called in a tokio context with I/O.
+    /// Keeps at most `member_bytes` for each member that reads slowly. Must be called in a tokio
+    /// context with I/O.
     pub(crate) fn new(
         listener: std::net::TcpListener,
         member_bytes: usize,
@@ -211,7 +213,8 @@ async fn write(mut writing: OwnedWriteHalf, mut packets: Packets) -> io::Result<
     writing.shutdown().await
 }
 
-/// Bytes that the strangers of an endpoint can make it hold: for each the packets that wait for it, and what is read from it.
+/// Bytes that the strangers of an endpoint can make it hold: for each the packets that wait for it,
+/// and what is read from it.
 pub(crate) const STRANGERS_BYTES: u64 =
     PendingHandshakes::MAX_STREAMS as u64 * (STRANGER_BYTES + READ_BYTES + STRANGER_PACKET_BYTES) as u64;
 
@@ -234,8 +237,8 @@ pub(crate) async fn refuse_all(address: SocketAddr, text: &str) {
                     stream.write_all(&[0, 0]).await?;
                     stream.write_all(text.as_bytes()).await?;
                     stream.shutdown().await?;
-                    // This side must read the bytes that the other side has sent. Otherwise the other side cannot read
-                    // this refusal.
+                    // This side must read the bytes that the other side has sent. Otherwise the other side
+                    // cannot read this refusal.
                     stream.read(&mut [0; 4096]).await
                 };
                 let _ = timeout(ACCEPT_PAUSE, said).await;
@@ -301,7 +304,8 @@ impl UdpPoller for Ready {
     }
 }
 
-/// Received packets that the endpoint has not processed. When this limit is reached, streams are no longer read.
+/// Received packets that the endpoint has not processed. When this limit is reached, streams are no
+/// longer read.
 const INBOX_PACKETS: usize = 16;
 
 /// Bytes read from a stream at once; the rest of a larger packet is read to its place.

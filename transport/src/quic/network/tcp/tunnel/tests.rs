@@ -20,7 +20,8 @@ fn tunnel() -> Tunnel {
     Tunnel::new(listener, MEMBER_BYTES, LinkProfile::Lan).unwrap()
 }
 
-/// Sends packets to a peer without a pause, until its stream has ended. Returns the time that its writes were blocked.
+/// Sends packets to a peer without a pause, until its stream has ended. Returns the time that its
+/// writes were blocked.
 async fn blocked(tunnel: &Tunnel, to: SocketAddr) -> Duration {
     let (started, mut blocked, mut bytes) = (Instant::now(), None, 0);
     while started.elapsed() < PATIENCE {
