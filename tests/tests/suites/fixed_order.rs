@@ -73,6 +73,16 @@ fn batch_of(name: &str) -> usize {
 }
 
 #[test]
+fn every_strategy_has_a_case_here_unless_its_queries_travel() {
+    let cases = [&EVEN[..], &QUARTERS, &RELAYED, &UNEVEN].concat();
+    for strategy in Strategy::ALL {
+        let moves_keys = strategy != Strategy::Dense && !strategy.moves_queries();
+        let is_listed = cases.iter().any(|(.., listed)| *listed == strategy);
+        assert_eq!(moves_keys, is_listed, "{strategy}");
+    }
+}
+
+#[test]
 fn uneven_shards_give_the_same_bytes() {
     for (name, mask) in masks(1088) {
         let sets = [&UNEVEN[..], &RELAYED].concat();

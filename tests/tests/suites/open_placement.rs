@@ -323,7 +323,7 @@ fn a_rounded_wire_takes_any_lists() {
             let mesh = any_mesh(strategy, 4, &mut chance);
             let (q, kv) =
                 (any_placement(mesh, 200, 0..0, &mut chance), any_placement(mesh, 200, 0..0, &mut chance));
-            let sends_keys = mesh.ring() > 1 && !matches!(strategy, Strategy::PassQ | Strategy::Tree);
+            let sends_keys = mesh.ring() > 1 && !strategy.moves_queries();
             match plan_placed(&problem, mesh, q, kv, strategy) {
                 Ok(set) => assert!(sends_keys && check(&set).is_ok(), "{strategy} {mesh}"),
                 Err(error) => assert!(!sends_keys && error.is_request(), "{error}"),

@@ -99,7 +99,7 @@ fn a_shared_row_gives_the_bytes_of_that_row_for_each_query() {
                 for strategy in Strategy::ALL.into_iter().filter(|strategy| strategy.accepts(mesh).is_ok()) {
                     for wire in WireFormat::ALL {
                         cell += 1;
-                        let queries = matches!(strategy, Strategy::PassQ | Strategy::Tree);
+                        let queries = strategy.moves_queries();
                         if cell % step != 0 || (queries && wire.rounds()) {
                             continue;
                         }

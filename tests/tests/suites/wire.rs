@@ -21,10 +21,11 @@ use kyklos_oracle::wire;
 use kyklos_transport::in_process_group;
 
 /// Strategies that send keys, with a mesh for each.
-const MESHES: [(u32, u32, Strategy); 9] = [
+const MESHES: [(u32, u32, Strategy); 10] = [
     (1, 2, Strategy::Ring),
     (1, 3, Strategy::Ring),
     (2, 2, Strategy::Unified),
+    (2, 2, Strategy::Chunked),
     (1, 4, Strategy::Bidirectional),
     (1, 3, Strategy::TwoWay),
     (2, 2, Strategy::Pipelined),
@@ -91,6 +92,15 @@ fn rounded(set: &PlanSet, exact: &Tensors) -> Tensors {
     };
     let (k, v) = (round(&exact.k, wire::int8_keys), round(&exact.v, wire::int8_values));
     Tensors { k, v, ..exact.clone() }
+}
+
+#[test]
+fn every_strategy_that_sends_keys_has_a_mesh_here() {
+    for strategy in Strategy::ALL {
+        let sends_keys = strategy.example_mesh().ring() > 1 && !strategy.moves_queries();
+        let is_listed = MESHES.iter().any(|(_, _, listed)| *listed == strategy);
+        assert_eq!(sends_keys, is_listed, "{strategy}");
+    }
 }
 
 #[test]

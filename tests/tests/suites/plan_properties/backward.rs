@@ -5,7 +5,7 @@ use kyklos::plan::{BufferId, Content, PlanSet, ProvedPlans, Step, check};
 use kyklos::{BiasKind, BiasTensor, Mesh, Strategy, WireFormat, plan_backward_placed};
 use proptest::prelude::*;
 
-use super::backward_bytes::{closed_form, moves_queries};
+use super::backward_bytes::closed_form;
 use super::{Drawn, Random, sets};
 
 /// The backward plan set with the owners of a forward one, where it has one.
@@ -17,11 +17,11 @@ fn backward(set: &PlanSet, seed: u64) -> Option<PlanSet> {
         return None;
     }
     // Strategies that move queries send no keys whose type could be another on the wire.
-    let has_wire = |strategy| problem.wire == WireFormat::Same || !moves_queries(strategy);
+    let has_wire = |strategy| problem.wire == WireFormat::Same || !Strategy::moves_queries(strategy);
     let fits = |strategy: &Strategy| {
         // A row of the gradient of a bias is complete where its query is.
         let has_bias =
-            !(of_bias && problem.bias.is_some_and(|bias| !bias.shared_rows) && moves_queries(*strategy));
+            !(of_bias && problem.bias.is_some_and(|bias| !bias.shared_rows) && strategy.moves_queries());
         strategy.has_backward() && strategy.accepts(set.mesh).is_ok() && has_wire(*strategy) && has_bias
     };
     let all: Vec<Strategy> = Strategy::ALL.into_iter().filter(fits).collect();

@@ -35,7 +35,7 @@ pub(super) fn closed_form(set: &PlanSet) -> u64 {
         2 * batch * dim * element * tokens * all_kv
     };
     let sum_bytes = |tokens: u64| 2 * batch * dim * 4 * tokens * all_kv;
-    let query_owners = if moves_queries(set.strategy) { ring } else { 0 };
+    let query_owners = if set.strategy.moves_queries() { ring } else { 0 };
     let mut bytes = 0;
     for owner in 0..query_owners {
         let reads: Vec<bool> =
@@ -126,9 +126,4 @@ pub(super) fn closed_form(set: &PlanSet) -> u64 {
         }
     }
     bytes
-}
-
-/// Whether queries travel to the keys.
-pub(super) fn moves_queries(strategy: Strategy) -> bool {
-    matches!(strategy, Strategy::PassQ | Strategy::Tree)
 }

@@ -68,8 +68,7 @@ pub(crate) fn sets() -> impl proptest::strategy::Strategy<Value = Drawn> {
             let known = &Strategy::ALL[3..];
             let drawn = known[random.below(known.len() as u32) as usize];
             let strategy = if drawn.accepts(mesh).is_ok() { drawn } else { Strategy::Unified };
-            let queries = matches!(strategy, Strategy::PassQ | Strategy::Tree);
-            let rounds = mesh.ring() > 1 && !queries;
+            let rounds = mesh.ring() > 1 && !strategy.moves_queries();
             let wire = match random.below(6) {
                 0 | 1 if rounds && dtype == Dtype::F32 => WireFormat::F16,
                 2 | 3 if rounds => WireFormat::Int8,
@@ -310,7 +309,7 @@ fn strategies_refuse_meshes_that_contradict_them() {
         let mesh = Mesh::new(ulysses, ring).unwrap();
         plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, strategy).is_ok()
     };
-    for (strategy, dense, ring, ulysses, both) in [
+    let rules = [
         (Strategy::Dense, true, false, false, false),
         (Strategy::Ring, true, true, false, false),
         (Strategy::Ulysses, true, false, true, false),
@@ -324,7 +323,9 @@ fn strategies_refuse_meshes_that_contradict_them() {
         (Strategy::PassQ, false, true, false, true),
         (Strategy::Tree, false, true, false, true),
         (Strategy::Relay, false, false, false, true),
-    ] {
+    ];
+    assert!(rules.iter().map(|(strategy, ..)| *strategy).eq(Strategy::ALL), "a strategy has no line");
+    for (strategy, dense, ring, ulysses, both) in rules {
         let got = [(1, 1), (1, 2), (2, 1), (2, 2)].map(|(ulysses, ring)| accepted(strategy, ulysses, ring));
         assert_eq!(got, [dense, ring, ulysses, both], "{strategy}");
     }
