@@ -1,5 +1,6 @@
 //! The closed form of the bytes of backward plans.
 
+use super::closed_form::parts;
 use kyklos::plan::PlanSet;
 use kyklos::{Strategy, WireFormat};
 
@@ -59,11 +60,13 @@ pub(super) fn closed_form(set: &PlanSet) -> u64 {
     }
     for owner in query_owners..ring {
         let all = shard(&set.kv_placement, owner);
-        let at = |quarter: usize| (quarter * all.len()).div_ceil(4);
-        let parts = match set.strategy {
-            Strategy::TwoWay => vec![(0..at(2), true), (at(2)..at(4), false)],
-            Strategy::Pipelined => (0..4).map(|quarter| (at(quarter)..at(quarter + 1), true)).collect(),
-            _ => vec![(0..at(4), true)],
+        let at = |part: usize, parts: usize| (part * all.len()).div_ceil(parts);
+        let parts: Vec<_> = match set.strategy {
+            Strategy::TwoWay => vec![(0..at(1, 2), true), (at(1, 2)..all.len(), false)],
+            strategy => {
+                let parts = parts(strategy);
+                (0..parts).map(|part| (at(part, parts)..at(part + 1, parts), true)).collect()
+            }
         };
         for (range, forwards) in parts {
             let keys = all.slice(range.clone());

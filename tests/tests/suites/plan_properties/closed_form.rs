@@ -140,14 +140,15 @@ fn closed_form_of_chunk(set: &PlanSet, rank: u32, heads: &[(u64, u64)]) -> (u64,
                 }
             }
         }
-        Strategy::Pipelined => {
-            // Each quarter of each shard is a message of its own, and goes as far as the last shard that sees
+        strategy if parts(strategy) > 1 => {
+            // Each part of each shard is a message of its own, and goes as far as the last shard that sees
             // it.
-            for (hop, quarter) in (0..ring).flat_map(|hop| (0..4).map(move |quarter| (hop, quarter))) {
+            let parts = parts(strategy);
+            for (hop, part) in (0..ring).flat_map(|hop| (0..parts).map(move |part| (hop, part))) {
                 let owner = (r + ring - hop) % ring;
                 let shard = keys(owner);
-                let place = |quarter: usize| (quarter * shard.len()).div_ceil(4);
-                let part = &shard[place(quarter)..place(quarter + 1)];
+                let place = |part: usize| (part * shard.len()).div_ceil(parts);
+                let part = &shard[place(part)..place(part + 1)];
                 let sees = |hops: u32| sees(problem, &queries((owner + hops) % ring), part);
                 if (hop + 1..ring).any(sees) {
                     send(kv(part.len()));
@@ -201,4 +202,12 @@ fn sees(problem: &AttentionProblem, queries: &[u32], keys: &[u32]) -> bool {
             keys.iter().any(|key| spans.sees(*key))
         })
     })
+}
+
+/// Parts of a shard that travel one way round the ring one by one.
+pub(super) fn parts(strategy: Strategy) -> usize {
+    match strategy {
+        Strategy::Pipelined => 4,
+        _ => 1,
+    }
 }
