@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kyklos::backend::Device;
 use kyklos::collective::HostStaged;
 use kyklos::{DeviceCollective, Result, SessionOptions};
-use kyklos_transport::Transport;
+use kyklos_transport::Group;
 
 use crate::nccl::{NcclCollective, NcclDecision, NcclObserver, NcclOptions, NcclRefusal};
 use crate::peers::CudaPeers;
@@ -65,12 +65,12 @@ impl FormedCollective {
     /// use kyklos_cuda::{CollectiveChoice, FormedCollective};
     /// use kyklos_transport::in_process_group;
     ///
-    /// let transport = in_process_group(1).remove(0);
+    /// let group = in_process_group(1).remove(0);
     /// # let device = Device::new(kyklos_backend_suite::DoNothing::open()?);
     /// let (choice, options) = (CollectiveChoice::Auto { cluster: 0 }, SessionOptions::default());
-    /// let formed = pollster::block_on(FormedCollective::form(choice, &transport, &device, &options))?;
+    /// let formed = pollster::block_on(FormedCollective::form(choice, &group, &device, &options))?;
     /// println!("messages go by {formed}");
-    /// let session = Session::with_collective(transport, device, formed.collective, options);
+    /// let session = Session::with_collective(group, device, formed.collective, options);
     /// # Ok::<(), kyklos::Error>(())
     /// ```
     ///
@@ -78,20 +78,20 @@ impl FormedCollective {
     /// [`Error::Transport`](kyklos::Error::Transport) if the group fails.
     pub async fn form(
         wish: CollectiveChoice,
-        transport: &Arc<dyn Transport>,
+        group: &Group,
         device: &Device,
         options: &SessionOptions,
     ) -> Result<Self> {
         let SessionOptions { deadline, .. } = *options;
         let (cluster, partial) = match wish {
-            CollectiveChoice::Host => return Ok(Self::host(transport, options, None)),
+            CollectiveChoice::Host => return Ok(Self::host(group, options, None)),
             CollectiveChoice::Nccl { cluster } => (cluster, false),
             CollectiveChoice::Auto { cluster } => (cluster, true),
         };
         let nccl = NcclOptions::default();
         let form_within = deadline.min(nccl.form_within);
         let nccl = NcclOptions { deadline, form_within, cluster, partial, ..nccl };
-        let refusal = match NcclCollective::form(transport, device, nccl).await? {
+        let refusal = match NcclCollective::form(group, device, nccl).await? {
             NcclDecision::Use(nccl) => {
                 return Ok(Self {
                     way: nccl.to_string(),
@@ -103,8 +103,7 @@ impl FormedCollective {
             }
             NcclDecision::Leave(refusal) => refusal,
         };
-        let peers =
-            if partial { CudaPeers::form(transport, device, form_within, deadline).await? } else { None };
+        let peers = if partial { CudaPeers::form(group, device, form_within, deadline).await? } else { None };
         Ok(match peers {
             Some(peers) => Self {
                 way: peers.to_string(),
@@ -113,13 +112,13 @@ impl FormedCollective {
                 refusal: Some(refusal),
                 nccl: None,
             },
-            None => Self::host(transport, options, Some(refusal)),
+            None => Self::host(group, options, Some(refusal)),
         })
     }
 
-    fn host(transport: &Arc<dyn Transport>, options: &SessionOptions, refusal: Option<NcclRefusal>) -> Self {
+    fn host(group: &Group, options: &SessionOptions, refusal: Option<NcclRefusal>) -> Self {
         Self {
-            collective: Arc::new(HostStaged::new(transport.clone(), options.deadline)),
+            collective: Arc::new(HostStaged::new(group.clone(), options.deadline)),
             way: "host memory".to_owned(),
             between_devices: false,
             refusal,

@@ -80,12 +80,9 @@ impl Assignment {
         let group = match options.on_loss {
             _ if options.rejoin => QuicTransport::rejoin(config)?,
             Some(who) => QuicTransport::connect_or_regroup(config, who)?,
-            None => {
-                let (epoch, members) = (config.epoch, (0..self.size).map(Rank).collect());
-                Group { transport: QuicTransport::connect(config)?, members, epoch }
-            }
+            None => QuicTransport::connect(config)?,
         };
-        if let Some(line) = group.transport.network().filter(|_| !self.by_kyklos_launch) {
+        if let Some(line) = group.network().filter(|_| !self.by_kyklos_launch) {
             (options.note)(&format!("rank {}: {line}", self.rank));
         }
         Ok(group)
@@ -180,13 +177,12 @@ impl Assignment {
 
 /// This process as the only rank; no network is involved.
 fn group_of_one() -> Result<Group> {
-    let transport = in_process_group(1).pop().ok_or_else(|| {
+    in_process_group(1).pop().ok_or_else(|| {
         Error::Transport(TransportError::Bootstrap {
             text: "a group of one rank has no rank".to_owned(),
             kind: BootstrapKind::Other,
         })
-    })?;
-    Ok(Group { transport, members: vec![Rank(0)], epoch: 0 })
+    })
 }
 
 fn warn_of_expiry(claims: &Claims, proof: &str, options: &Options) {

@@ -1,12 +1,11 @@
 //! How the messages of a group go between devices.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::backend::Device;
 use kyklos::{Error, Result, Session, SessionOptions};
 use kyklos_cuda::{CollectiveChoice, FormedCollective};
-use kyklos_transport::Transport;
+use kyklos_transport::Group;
 
 /// What the options `collective` and `nccl_cluster` say.
 pub(crate) fn wish(name: &str, cluster: Option<u32>) -> Result<CollectiveChoice> {
@@ -29,7 +28,7 @@ pub(crate) fn wish(name: &str, cluster: Option<u32>) -> Result<CollectiveChoice>
 /// together.
 pub(crate) fn session(
     wish: CollectiveChoice,
-    transport: Arc<dyn Transport>,
+    transport: Group,
     device: Device,
     options: SessionOptions,
     leave: Duration,

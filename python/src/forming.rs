@@ -4,7 +4,6 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
@@ -15,7 +14,7 @@ use kyklos_launch::{SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
     Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
 };
-use kyklos_transport::{BootstrapKind, Rank, Transport, TransportError, in_process_group};
+use kyklos_transport::{BootstrapKind, Rank, TransportError, in_process_group};
 use pyo3::prelude::*;
 
 use crate::collective::{self, ONE_DEVICE};
@@ -160,7 +159,7 @@ pub(crate) fn of_launcher(
     let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
     let formed = interruptible(py, move || join.join())?;
     let group = formed.map_err(|error| errors::of_launch(py, &error))?;
-    settings.group(py, group.transport, device)
+    settings.group(py, group, device)
 }
 
 /// New identities of `size` ranks, as PEM, by rank. Each is the secret of its rank.
@@ -210,7 +209,7 @@ pub(crate) fn with_identity(
     let shared_memory = may_share_memory().map_err(|error| errors::of_launch(py, &error))?;
     let (carrier, deadline) = (carrier(py, &network)?, seconds(py, "join_deadline_s", join_deadline_s)?);
     let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
-    let connect = move || -> Result<Arc<dyn Transport>, TransportError> {
+    let connect = move || -> Result<kyklos_transport::Group, TransportError> {
         let unknown = |why: String| TransportError::Bootstrap {
             text: format!("the address {host}:{port} of rank 0: {why}"),
             kind: BootstrapKind::Other,
@@ -313,13 +312,13 @@ impl SessionSettings {
     }
 
     /// The group of a rank.
-    fn group(&self, py: Python<'_>, transport: Arc<dyn Transport>, device: Device) -> PyResult<Group> {
-        let mut groups = self.groups(py, vec![(transport, device)])?;
+    fn group(&self, py: Python<'_>, group: kyklos_transport::Group, device: Device) -> PyResult<Group> {
+        let mut groups = self.groups(py, vec![(group, device)])?;
         Ok(groups.pop().expect("a group for each rank"))
     }
 
     /// The groups of ranks of this process, which agree on how messages go.
-    fn groups(&self, py: Python<'_>, places: Vec<(Arc<dyn Transport>, Device)>) -> PyResult<Vec<Group>> {
+    fn groups(&self, py: Python<'_>, places: Vec<(kyklos_transport::Group, Device)>) -> PyResult<Vec<Group>> {
         let (options, leave, wish) = (self.options(py)?, self.leave(py)?, self.wish(py)?);
         let sessions = interruptible(py, move || {
             std::thread::scope(|scope| {

@@ -148,12 +148,12 @@ pub(crate) fn fetch(output: &Output, q: &Tensor, lse: Lse) -> Result<FetchedOutp
 impl Group {
     #[getter]
     fn rank(&self) -> u32 {
-        self.worker.transport().rank().0
+        self.worker.group().rank().0
     }
 
     #[getter]
     fn size(&self) -> u32 {
-        self.worker.transport().size()
+        self.worker.group().size()
     }
 
     #[getter]
@@ -182,7 +182,7 @@ impl Group {
     /// The network path in one line; `None` within one process.
     #[getter]
     fn network(&self) -> Option<String> {
-        self.worker.transport().network()
+        self.worker.group().network()
     }
 
     /// Checks options. If they are wrong, the other ranks get the error too.

@@ -5,12 +5,12 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kyklos::{CachedCalls, Error, Result, Session};
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
+use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank};
 use pyo3::prelude::*;
 
 use crate::errors::{self, unusable};
@@ -23,7 +23,7 @@ pub(crate) type Answer = Box<dyn FnOnce() + Send>;
 
 /// The session of a group, on its thread.
 pub(crate) struct Worker {
-    transport: Arc<dyn Transport>,
+    group: Group,
     /// `None` once the group is closed. Held during a call.
     sender: Mutex<Option<Sender<Work>>>,
     /// Announced calls that are not all made: the thread takes no other work.
@@ -61,12 +61,12 @@ impl Worker {
     /// Starts the thread of `session`. When the group is closed, the thread waits at most `leave`
     /// for peers that have not taken all messages.
     pub(crate) fn start(session: Session, leave: Duration) -> std::io::Result<Self> {
-        let transport = session.transport().clone();
+        let group = session.group().clone();
         let (sender, work) = channel();
-        let name = format!("kyklos-{}", transport.rank());
+        let name = format!("kyklos-{}", group.rank());
         let thread = std::thread::Builder::new().name(name).spawn(move || serve(session, &work, leave))?;
         Ok(Self {
-            transport,
+            group,
             sender: Mutex::new(Some(sender)),
             step: Mutex::new(None),
             thread: Mutex::new(Some(thread)),
@@ -76,8 +76,8 @@ impl Worker {
     }
 
     /// This rank's endpoint.
-    pub(crate) fn transport(&self) -> &Arc<dyn Transport> {
-        &self.transport
+    pub(crate) fn group(&self) -> &Group {
+        &self.group
     }
 
     /// A call of this rank failed before the thread got it. It has its place in the sequence of
@@ -241,8 +241,8 @@ impl Worker {
             return;
         }
         let cause = AbortCause::Failed(text.to_owned());
-        let culprit: Rank = self.transport.rank();
-        self.transport.abort(Abort { culprit, cause, progress: Progress::default() });
+        let culprit: Rank = self.group.rank();
+        self.group.abort(Abort { culprit, cause, progress: Progress::default() });
     }
 
     /// Leaves the group in order, after the calls that other threads have begun.

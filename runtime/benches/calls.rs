@@ -6,7 +6,6 @@
 //!
 //! `cargo bench -p kyklos --bench calls -- [--short] [--only DEVICE,TRANSPORT,RANKS]`
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
@@ -14,7 +13,7 @@ use kyklos::local::on_threads;
 use kyklos::{Attention, CallShapes, Session, SessionOptions, Tensor};
 use kyklos_backend_suite::DoNothing;
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Transport, Vote, in_process_group};
+use kyklos_transport::{Group, Vote, in_process_group};
 
 const TOKENS: usize = 64;
 
@@ -35,7 +34,7 @@ fn main() {
     println!("device,transport,ranks,call_us,compute_us,vote_us,beyond_kernels_us,call_of_many_us");
     for device in [Device::cpu(), Device::new(DoNothing::open().expect("it always opens"))] {
         let quic = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
-        let groups: [(&str, Vec<Arc<dyn Transport>>); 6] = [
+        let groups: [(&str, Vec<Group>); 6] = [
             ("in-process", in_process_group(1)),
             ("in-process", in_process_group(2)),
             ("in-process", in_process_group(4)),
@@ -58,7 +57,7 @@ fn main() {
     }
 }
 
-fn cost(group: Vec<Arc<dyn Transport>>, device: &Device, one_device: bool, calls: usize) -> Cost {
+fn cost(group: Vec<Group>, device: &Device, one_device: bool, calls: usize) -> Cost {
     let sessions = if one_device {
         Session::on_one_device(group.clone(), device, &SessionOptions::default())
     } else {
@@ -100,7 +99,7 @@ fn cost(group: Vec<Arc<dyn Transport>>, device: &Device, one_device: bool, calls
         let mut vote_us = Vec::new();
         for _ in 0..calls {
             let started = Instant::now();
-            pollster::block_on(session.transport().agree(Vote::ready([0; 32]), Duration::from_secs(60)))?;
+            pollster::block_on(session.group().agree(Vote::ready([0; 32]), Duration::from_secs(60)))?;
             vote_us.push(micros(started.elapsed()));
         }
         let [call_us, compute_us, vote_us, of_many_us] =

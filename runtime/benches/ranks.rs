@@ -17,9 +17,9 @@ use kyklos::{
     Attention, AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Session, Split, Strategy, plan_forward,
 };
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 
-type Group = fn(u32) -> Vec<Arc<dyn Transport>>;
+type Forming = fn(u32) -> Vec<Group>;
 
 fn main() {
     let short = std::env::args().any(|argument| argument == "--short");
@@ -27,8 +27,8 @@ fn main() {
     println!(
         "transport,mask,strategy,mesh,placement,median_ms,min_ms,max_ms,ratio_to_dense,computing_least,computing_most"
     );
-    let quic: Group = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
-    for (transport, group) in [("in-process", in_process_group as Group), ("quic", quic)] {
+    let quic: Forming = |ranks| quic_loopback_group(ranks).expect("loopback sockets");
+    for (transport, group) in [("in-process", in_process_group as Forming), ("quic", quic)] {
         for mask in [Mask::full(), Mask::causal()] {
             let problem =
                 AttentionProblem::new([1, seq, 8, 2, 64], Dtype::F32, mask).expect("a fixed problem");
@@ -88,7 +88,7 @@ struct Timed {
 
 /// Milliseconds of the second run of all ranks with inputs loaded, from the last rank's start to
 /// the last rank's end.
-fn run(set: &PlanSet, transports: Vec<Arc<dyn Transport>>, tensors: &Tensors) -> Timed {
+fn run(set: &PlanSet, transports: Vec<Group>, tensors: &Tensors) -> Timed {
     let plans = Arc::new(ProvedPlans::new(set.clone()).expect("the plans hold"));
     let ends = on_threads(transports, |transport| {
         let part = shard(set, transport.rank(), tensors)?;

@@ -9,8 +9,8 @@ use kyklos::{
 const LAYERS: u32 = 40;
 
 fn main() -> kyklos::Result<()> {
-    let reports = on_threads(in_process_group(2), |transport| {
-        let mut session = Session::new(transport, Device::cpu());
+    let reports = on_threads(in_process_group(2), |group| {
+        let mut session = Session::new(group, Device::cpu());
         // Zigzag: under a causal mask both ranks have the same work.
         let execution = Execution::new().mesh(Mesh::new(1, 2)?).placement(PlacementKind::Zigzag);
         let call = Attention::new().mask(Mask::causal()).execution(execution);

@@ -7,9 +7,9 @@ use kyklos::{Attention, Mask, Session, Tensor, in_process_group};
 fn main() -> kyklos::Result<()> {
     // Each rank holds its part of the sequence: 5 tokens here, 3 there; 4 query heads share 2 key/value
     // heads of dim 32.
-    let outputs = on_threads(in_process_group(2), |transport| {
-        let tokens = [5, 3][transport.rank().0 as usize];
-        let mut session = Session::new(transport, Device::cpu());
+    let outputs = on_threads(in_process_group(2), |group| {
+        let tokens = [5, 3][group.rank().0 as usize];
+        let mut session = Session::new(group, Device::cpu());
         let made_up = |heads: usize, factor: f32| {
             let values = (0..tokens * heads * 32).map(|index| (index as f32 * factor).sin()).collect();
             Tensor::new([1, tokens, heads, 32], values)

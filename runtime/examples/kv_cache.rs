@@ -21,8 +21,8 @@ fn model(positions: std::ops::Range<usize>) -> kyklos::Result<[Tensor; 3]> {
 }
 
 fn main() -> kyklos::Result<()> {
-    let held = on_threads(in_process_group(2), |transport| {
-        let mut session = Session::new(transport, Device::cpu());
+    let held = on_threads(in_process_group(2), |group| {
+        let mut session = Session::new(group, Device::cpu());
         let options =
             CacheOptions::new([1, KV_HEADS as u32, DIM as u32], Dtype::F32).max_bytes(64 << 20).block(16);
         let mut cache = session.kv_cache(options)?;

@@ -9,8 +9,8 @@ use kyklos::{Attention, Execution, Session, Strategy, Tensor};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let call = Attention::new().execution(Execution::new().strategy(Strategy::Ring));
-    let outputs = on_threads(quic_loopback_group(2)?, |transport| {
-        let mut session = Session::new(transport, Device::cpu());
+    let outputs = on_threads(quic_loopback_group(2)?, |group| {
+        let mut session = Session::new(group, Device::cpu());
         let ones = Tensor::new([1, 64, 8, 64], vec![1.0_f32; 64 * 8 * 64])?;
         let output = session.attend(&call, &ones, &ones, &ones)?;
         // 128 equal keys: the log-sum-exp of each row is 64 / √64 + ln 128.

@@ -12,9 +12,9 @@ fn main() -> kyklos::Result<()> {
     devices.push(Device::cpu());
     let ranks = u32::try_from(devices.len()).unwrap_or(u32::MAX);
     let problem = AttentionProblem::new([1, 4096, 8, 8, 64], Dtype::F32, Mask::causal())?;
-    let reports = on_threads(in_process_group(ranks), |transport| {
-        let rank = transport.rank();
-        let mut session = Session::new(transport, devices[rank.0 as usize].clone());
+    let reports = on_threads(in_process_group(ranks), |group| {
+        let rank = group.rank();
+        let mut session = Session::new(group, devices[rank.0 as usize].clone());
         // As many tokens for each rank that all of them end at the same time.
         let shared = session.share(&problem, &Execution::new())?;
         let shape = [1, shared.queries.of_rank(rank).len(), 8, 64];

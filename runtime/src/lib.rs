@@ -10,8 +10,8 @@
 //! use kyklos::{Attention, Mask, Session, Tensor, in_process_group};
 //!
 //! // Two ranks in this process, with 64 of 128 tokens each; 4 heads of dim 32.
-//! let outputs = on_threads(in_process_group(2), |transport| {
-//!     let mut session = Session::new(transport, Device::cpu());
+//! let outputs = on_threads(in_process_group(2), |group| {
+//!     let mut session = Session::new(group, Device::cpu());
 //!     let x = Tensor::new([1, 64, 4, 32], vec![0.5_f32; 64 * 4 * 32])?;
 //!     let output = session.attend(&Attention::new().mask(Mask::causal()), &x, &x, &x)?;
 //!     output.o.to_vec::<f32>()
@@ -62,9 +62,9 @@
 //! use kyklos::{Attention, Mask, Session, Tensor, backend::Device, local::on_threads};
 //!
 //! // Two ranks on threads of this process. Each has its part of the sequence.
-//! let outputs = on_threads(kyklos::in_process_group(2), |transport| {
-//!     let tokens = [5, 3][transport.rank().0 as usize];
-//!     let mut session = Session::new(transport, Device::cpu());
+//! let outputs = on_threads(kyklos::in_process_group(2), |group| {
+//!     let tokens = [5, 3][group.rank().0 as usize];
+//!     let mut session = Session::new(group, Device::cpu());
 //!     let values = Tensor::new([1, tokens, 4, 32], vec![0.5_f32; tokens * 4 * 32])?;
 //!     let output = session.attend(&Attention::new().mask(Mask::causal()), &values, &values, &values)?;
 //!     output.o.to_vec::<f32>()

@@ -3,11 +3,10 @@
 //!
 //! `cargo bench -p kyklos-transport --features quic --bench loopback [-- --short]`
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos_transport::{Rank, Tag, Transport, in_process_group, quic};
+use kyklos_transport::{Group, Rank, Tag, Transport, in_process_group, quic};
 use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -27,7 +26,7 @@ fn main() {
 
 /// Every rank has its own thread. It repeatedly sends to the next rank and receives from the
 /// previous one.
-fn measure(name: &str, group: &[Arc<dyn Transport>], bytes: usize, repeats: u32) {
+fn measure(name: &str, group: &[Group], bytes: usize, repeats: u32) {
     let size = group.len() as u32;
     let slowest = std::thread::scope(|scope| {
         let ranks: Vec<_> = group.iter().map(|me| scope.spawn(move || ring(&**me, bytes, repeats))).collect();

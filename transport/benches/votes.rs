@@ -3,11 +3,10 @@
 //!
 //! `cargo bench -p kyklos-transport --features quic --bench votes [-- --short]`
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos_transport::{MAX_NOTE_BYTES, Transport, Vote, in_process_group, quic};
+use kyklos_transport::{Group, MAX_NOTE_BYTES, Transport, Vote, in_process_group, quic};
 use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -37,7 +36,7 @@ fn main() {
 }
 
 /// Every rank has its own thread, and votes again when it has the notes of all ranks.
-fn measure(name: &str, group: &[Arc<dyn Transport>], note_bytes: usize, repeats: u32) {
+fn measure(name: &str, group: &[Group], note_bytes: usize, repeats: u32) {
     let slowest = std::thread::scope(|scope| {
         let ranks: Vec<_> =
             group.iter().map(|me| scope.spawn(move || votes(&**me, note_bytes, repeats))).collect();

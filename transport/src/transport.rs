@@ -1,6 +1,7 @@
 //! The contract of a transport.
 
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -121,12 +122,13 @@ pub enum Regroup {
     },
 }
 
-/// A group of ranks, on one of them.
+/// A group of ranks, on one of them: what all functions that form one return. It has the methods of
+/// [`Transport`]. When the last clone is dropped without [`Transport::close`], the rank has died.
 ///
 /// ```
-/// use kyklos_transport::{Group, in_process_group};
+/// use kyklos_transport::in_process_group;
 ///
-/// let group = Group::from(in_process_group(2).remove(1));
+/// let group = in_process_group(2).remove(1);
 /// assert_eq!((group.rank().0, group.size()), (1, 2));
 /// ```
 #[derive(Clone, Debug)]
@@ -139,15 +141,11 @@ pub struct Group {
     pub epoch: u32,
 }
 
-impl Group {
-    /// This rank.
-    pub fn rank(&self) -> Rank {
-        self.transport.rank()
-    }
+impl Deref for Group {
+    type Target = dyn Transport;
 
-    /// The number of ranks.
-    pub fn size(&self) -> u32 {
-        self.transport.size()
+    fn deref(&self) -> &Self::Target {
+        &*self.transport
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{RunOptions, SystemClock};
-use kyklos_transport::{Rank, Transport};
+use kyklos_transport::{Group, Rank};
 
 use crate::failure::{Failure, Result};
 use crate::job::collective::CollectiveOptions;
@@ -111,7 +111,7 @@ impl Job {
     }
 
     /// Lists a rank that starts, for records, metrics and the live page.
-    pub(super) fn list(&self, transport: &Arc<dyn Transport>) -> ListedFlight {
+    pub(super) fn list(&self, transport: &Group) -> ListedFlight {
         let Agreed { request, plans, .. } = &self.agreed;
         let about = About {
             plans: Arc::clone(plans),

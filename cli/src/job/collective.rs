@@ -1,12 +1,10 @@
 //! How the messages of plans go between devices.
 
-use std::sync::Arc;
-
 use clap::Args;
 use kyklos::backend::Device;
 use kyklos::{Session, SessionOptions};
 use kyklos_cuda::{CollectiveChoice, FormedCollective, NcclObserver};
-use kyklos_transport::Transport;
+use kyklos_transport::Group;
 
 use crate::devices::{BackendKind, DeviceRequest};
 use crate::failure::{Failure, Result, note};
@@ -73,14 +71,14 @@ impl CollectiveOptions {
     /// and rank 0 says so.
     pub(crate) fn open(
         self,
-        transport: &Arc<dyn Transport>,
+        transport: &Group,
         device: Device,
         options: SessionOptions,
     ) -> Result<(Session, Option<AgreedWays>)> {
         let Self { collective, nccl_cluster: cluster } = self;
         let wish = match collective {
             CollectiveName::Host => {
-                return Ok((Session::with_options(Arc::clone(transport), device, options), None));
+                return Ok((Session::with_options(transport.clone(), device, options), None));
             }
             CollectiveName::Nccl => CollectiveChoice::Nccl { cluster },
             CollectiveName::Auto => CollectiveChoice::Auto { cluster },
@@ -100,7 +98,7 @@ impl CollectiveOptions {
                 false => format!("{why}messages go through {way}"),
             });
         }
-        let session = Session::with_collective(Arc::clone(transport), device, formed.collective, options);
+        let session = Session::with_collective(transport.clone(), device, formed.collective, options);
         Ok((session, Some(agreed)))
     }
 }

@@ -1,9 +1,7 @@
 //! A job whose ranks are all in this process.
 
-use std::sync::Arc;
-
 use kyklos::backend::Device;
-use kyklos_transport::Transport;
+use kyklos_transport::Group;
 
 use crate::failure::Result;
 use crate::job::call::Job;
@@ -14,7 +12,7 @@ use crate::run::threads::on_threads;
 /// the others, if any.
 pub(crate) fn run_here(
     job: &Job,
-    transports: Vec<Arc<dyn Transport>>,
+    transports: Vec<Group>,
     devices: Vec<Result<Device>>,
 ) -> Result<Vec<RankDone>> {
     let ranks = transports.into_iter().zip(devices);

@@ -35,10 +35,9 @@ impl GroupLoss {
         // The abort of the group may still be on its way to this rank: the vote waits for it.
         let vote =
             Vote::Refuse { reason: RefusalReason::from_code(failure.exit), text: failure.text.clone() };
-        match pollster::block_on(group.transport.agree(vote, ABORT_UNDER_WAY)) {
+        match pollster::block_on(group.agree(vote, ABORT_UNDER_WAY)) {
             Err(TransportError::Aborted { abort, .. }) => {
-                let own =
-                    abort.culprit == group.transport.rank() && matches!(abort.cause, AbortCause::Failed(_));
+                let own = abort.culprit == group.rank() && matches!(abort.cause, AbortCause::Failed(_));
                 (!own).then(|| Self { abort, members: group.members.clone() })
             }
             _ => None,
@@ -83,8 +82,7 @@ impl GroupLoss {
 /// Ends this process if the others have declared this rank stuck and it stays stuck. The others
 /// continue without it, but the launcher still waits for this process.
 pub(crate) fn end_if_stuck(group: &Group) {
-    let (transport, recorder, me) =
-        (Arc::downgrade(&group.transport), group.transport.recorder(), group.transport.rank());
+    let (transport, recorder, me) = (Arc::downgrade(&group.transport), group.recorder(), group.rank());
     std::thread::spawn(move || {
         while transport.strong_count() > 0 {
             std::thread::sleep(LOOK);

@@ -1,13 +1,12 @@
 //! The work of one rank. The same for a rank in its own process and for ranks of one process.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::machine::memory_bytes;
 use kyklos::{Session, SessionOptions, Span, plan};
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
+use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result, note};
@@ -90,14 +89,14 @@ struct Drawn<'a> {
 }
 
 /// Runs a rank, tells the others if it fails, and leaves the group.
-pub(crate) fn run(job: &Job, transport: &Arc<dyn Transport>, device: Result<Device>) -> Result<RankDone> {
+pub(crate) fn run(job: &Job, transport: &Group, device: Result<Device>) -> Result<RankDone> {
     let result = work(job, transport, device);
     leave(job, transport, &result);
     result
 }
 
 /// Runs a rank, and tells the others if it fails.
-pub(crate) fn work(job: &Job, transport: &Arc<dyn Transport>, device: Result<Device>) -> Result<RankDone> {
+pub(crate) fn work(job: &Job, transport: &Group, device: Result<Device>) -> Result<RankDone> {
     let flight = job.list(transport);
     let Ready { device, tensors, gradient, files } = match job.get_ready(&**transport, device) {
         Ok(ready) => ready,
@@ -116,7 +115,7 @@ pub(crate) fn work(job: &Job, transport: &Arc<dyn Transport>, device: Result<Dev
 }
 
 /// Leaves the group.
-pub(crate) fn leave(job: &Job, transport: &Arc<dyn Transport>, result: &Result<RankDone>) {
+pub(crate) fn leave(job: &Job, transport: &Group, result: &Result<RankDone>) {
     let well = result.as_ref().is_ok_and(|done| done.rejected.is_none());
     let left = pollster::block_on(transport.close(if well { job.runs.deadline } else { LEAVE }));
     // The work is done: a peer that fails now changes nothing.
@@ -249,7 +248,7 @@ impl Job {
             Ok::<_, kyklos::Error>((HostOutput::of(output).await?, gradients))
         };
         let (output, gradients) =
-            to_host.await.map_err(|error| self.give_up(&**session.transport(), error.into()))?;
+            to_host.await.map_err(|error| self.give_up(&**session.group(), error.into()))?;
         let backward = gradients.map(|gradients| Backward { gradients, wall_ns: backward_ns });
         Ok(Computed { output, backward, spans, last, wall_ns })
     }
@@ -257,7 +256,7 @@ impl Job {
     /// Collects timelines, reports and output, and publishes them.
     fn deliver(
         &self,
-        transport: &Arc<dyn Transport>,
+        transport: &Group,
         device: &Device,
         computed: Computed,
         files: Files,
@@ -318,7 +317,7 @@ impl Job {
 const LEAVE: Duration = Duration::from_secs(3);
 
 /// A session of this rank. `flight` knows how the messages go.
-fn open(job: &Job, transport: &Arc<dyn Transport>, device: Device, flight: &Flight) -> Result<Session> {
+fn open(job: &Job, transport: &Group, device: Device, flight: &Flight) -> Result<Session> {
     let options = SessionOptions {
         deadline: job.runs.deadline,
         run: job.runs.options.clone(),

@@ -1,12 +1,10 @@
 //! Shares of the tokens by the speed of the ranks' devices: `--split auto`.
 
-use std::sync::Arc;
-
 use kyklos::backend::{Device, DeviceClass};
 use kyklos::machine::memory_bytes;
 use kyklos::simulate::Candidate;
 use kyklos::{Execution, Session, SessionOptions, SharedTokens, Split};
-use kyklos_transport::{Rank, Transport};
+use kyklos_transport::{Group, Rank};
 
 use super::agreement::agree_on_terms;
 use super::settings::{Outputs, Settings};
@@ -24,7 +22,7 @@ pub(crate) fn share(
     request: Request,
     settings: Settings,
     outputs: &Outputs,
-    transport: &Arc<dyn Transport>,
+    transport: &Group,
     device: &Device,
 ) -> Result<Request> {
     let Some(Candidate { mesh, strategy, placement }) = request.by_speed()? else { return Ok(request) };
@@ -34,7 +32,7 @@ pub(crate) fn share(
     let on_cores = matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu);
     let memory = memory_bytes().filter(|_| on_cores).map(|bytes| bytes / u64::from(ranks_here.max(1)));
     let options = SessionOptions { deadline, memory_bytes: memory, ..SessionOptions::default() };
-    let mut session = Session::with_options(Arc::clone(transport), device.clone(), options);
+    let mut session = Session::with_options(transport.clone(), device.clone(), options);
     let execution = Execution::new().mesh(mesh).strategy(strategy).placement(placement);
     if !request.always_measures() && !pollster::block_on(session.devices_differ())? {
         return Ok(request);

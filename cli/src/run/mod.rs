@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use kyklos::{NoObserver, RunOptions, SystemClock};
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 
 use crate::failure::Result;
 use crate::options::TransportName;
@@ -27,7 +27,7 @@ pub(crate) fn quiet() -> RunOptions {
 }
 
 /// A group of `ranks` ranks in this process.
-pub(crate) fn group(transport: TransportName, ranks: u32) -> Result<Vec<Arc<dyn Transport>>> {
+pub(crate) fn group(transport: TransportName, ranks: u32) -> Result<Vec<Group>> {
     Ok(match transport {
         TransportName::InProcess => in_process_group(ranks),
         TransportName::Quic => quic_loopback_group(ranks)?,

@@ -2,7 +2,7 @@
 //! all other ranks.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::try_join;
@@ -12,7 +12,7 @@ use kyklos::collective::{
 };
 use kyklos::plan::{ProvedPlans, check_in_order};
 use kyklos::{Error, Meter, Result};
-use kyklos_transport::{Progress, Rank, Tag, Transport, Vote};
+use kyklos_transport::{Group, Progress, Rank, Tag, Vote};
 
 use super::exchange::{Failure, Outcome, Transfer};
 use super::islands::{Islands, NcclIsland, NcclRefusal};
@@ -90,9 +90,9 @@ impl Default for NcclOptions {
 ///   [`check_in_order`]. The plans of all strategies do.
 /// - **Failure.** NCCL has no deadlines and does not always notice that a rank has died. A thread
 ///   looks after the messages. When one is late or fails, or when the group is aborted, it aborts
-///   the communicator: every rank does, because the transport tells all of them. From then on every
+///   the communicator: every rank does, because the group tells all of them. From then on every
 ///   exchange ends with the error.
-/// - **Votes** and everything else that is no message of a plan go through the transport.
+/// - **Votes** and everything else that is no message of a plan go through the group.
 /// - **Drop** does not block: the thread leaves the communicator, or aborts it where the other
 ///   ranks do not leave in time.
 ///
@@ -222,9 +222,8 @@ impl NcclCollective {
         Err(match failure {
             Failure::Own(error) => ExchangeError::Own(error),
             Failure::Late(error) => ExchangeError::Transport(error),
-            // Any call of the transport returns the failure of a group that has been aborted.
-            Failure::Group => match self.transport().agree(Vote::ready([0; 32]), self.options.deadline).await
-            {
+            // Any call of the group returns the failure of a group that has been aborted.
+            Failure::Group => match self.group().agree(Vote::ready([0; 32]), self.options.deadline).await {
                 Err(error) => ExchangeError::Transport(error),
                 Ok(_) => ExchangeError::Own(Error::Cancelled),
             },
@@ -317,8 +316,8 @@ impl Collective<Device> for NcclCollective {
         Ok(())
     }
 
-    fn transport(&self) -> &Arc<dyn Transport> {
-        Collective::<Device>::transport(&self.host)
+    fn group(&self) -> &Group {
+        Collective::<Device>::group(&self.host)
     }
 
     fn deadline(&self) -> Duration {
@@ -329,6 +328,6 @@ impl Collective<Device> for NcclCollective {
         if let Some((worker, _)) = &self.own {
             worker.report_progress(progress);
         }
-        self.transport().report_progress(progress);
+        self.group().report_progress(progress);
     }
 }

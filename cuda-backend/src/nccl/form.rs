@@ -15,7 +15,7 @@ use kyklos::Result;
 use kyklos::backend::Device;
 use kyklos::bytes::Bytes;
 use kyklos::collective::HostStaged;
-use kyklos_transport::{Rank, Transport, Vote};
+use kyklos_transport::{Group, Rank, Vote};
 
 use super::collective::{NcclCollective, NcclOptions};
 use super::communicator::Blocks;
@@ -70,16 +70,16 @@ impl NcclCollective {
     /// use kyklos_cuda::{NcclCollective, NcclDecision, NcclOptions};
     /// use kyklos_transport::in_process_group;
     ///
-    /// let transport = in_process_group(1).remove(0);
+    /// let group = in_process_group(1).remove(0);
     /// # let device = Device::new(kyklos_backend_suite::DoNothing::open()?);
-    /// let decision = pollster::block_on(NcclCollective::form(&transport, &device, NcclOptions::default()))?;
+    /// let decision = pollster::block_on(NcclCollective::form(&group, &device, NcclOptions::default()))?;
     /// let session = match decision {
     ///     NcclDecision::Use(nccl) => {
-    ///         Session::with_collective(transport, device, nccl, SessionOptions::default())
+    ///         Session::with_collective(group, device, nccl, SessionOptions::default())
     ///     }
     ///     NcclDecision::Leave(refusal) => {
     ///         println!("{refusal}");
-    ///         Session::new(transport, device)
+    ///         Session::new(group, device)
     ///     }
     /// };
     /// # Ok::<(), kyklos::Error>(())
@@ -88,12 +88,8 @@ impl NcclCollective {
     /// # Errors
     /// [`Error::Transport`](kyklos::Error::Transport) if the group fails. That a rank cannot use
     /// NCCL, or that NCCL fails, is no error but the decision of all ranks.
-    pub async fn form(
-        transport: &Arc<dyn Transport>,
-        device: &Device,
-        options: NcclOptions,
-    ) -> Result<NcclDecision> {
-        let me = transport.rank();
+    pub async fn form(group: &Group, device: &Device, options: NcclOptions) -> Result<NcclDecision> {
+        let me = group.rank();
         let prepared = prepare(device);
         let offer = match &prepared {
             Ok(Prepared { nccl, .. }) => Offer::Has { version: nccl.version(), cluster: options.cluster },
@@ -101,7 +97,7 @@ impl NcclCollective {
         };
         let plan_hash = if options.partial { OFFER_PARTIAL } else { OFFER };
         let vote = Vote::Ready { plan_hash, note: offer.encode() };
-        let notes = transport.agree(vote, options.form_within).await?;
+        let notes = group.agree(vote, options.form_within).await?;
         let offers: Vec<_> = notes.iter().map(|note| Offer::decode(note)).collect();
         let gap = Islands::gap(&offers);
         let Islands { islands, outside } = Islands::of(&offers);
@@ -125,7 +121,7 @@ impl NcclCollective {
         if let Some(why) = &unnamed {
             note = [&[UNNAMED][..], &shortened(why)].concat().into();
         }
-        let notes = transport.agree(Vote::Ready { plan_hash: NAMES, note }, options.form_within).await?;
+        let notes = group.agree(Vote::Ready { plan_hash: NAMES, note }, options.form_within).await?;
         let firsts = all.islands.iter().map(|island| island.ranks[0]);
         let names: std::result::Result<Vec<_>, _> =
             firsts.map(|rank| name(rank, &notes[rank.0 as usize])).collect();
@@ -139,7 +135,7 @@ impl NcclCollective {
             Some((prepared, island)) => {
                 let named = all.islands.iter().zip(names).find(|(one, _)| *one == island);
                 let (_, id) = named.expect("each island has a name");
-                Making::start(transport, prepared, island, id, options)
+                Making::start(group, prepared, island, id, options)
             }
         };
         let mut patience = FIRST_PATIENCE;
@@ -148,7 +144,7 @@ impl NcclCollective {
             patience = LONGEST_PATIENCE.min(patience.saturating_mul(2));
             let vote = Vote::Ready { plan_hash: MADE, note: making.status() };
             // A rank that cannot start a thread for its patience votes at the end of its time.
-            let notes = transport.agree(vote, options.form_within.saturating_mul(2)).await?;
+            let notes = group.agree(vote, options.form_within.saturating_mul(2)).await?;
             match verdict(&notes) {
                 // The communicator of this rank is aborted.
                 Verdict::Failed(refusal) => return Ok(NcclDecision::Leave(refusal)),
@@ -158,7 +154,7 @@ impl NcclCollective {
         }
         let Making::Done(worker) = making else { unreachable!("this rank has voted that it is done") };
         Ok(NcclDecision::Use(Arc::new(Self {
-            host: HostStaged::new(transport.clone(), options.deadline),
+            host: HostStaged::new(group.clone(), options.deadline),
             device: device.clone(),
             options,
             own: worker.zip(island),
@@ -180,13 +176,13 @@ enum Making {
 impl Making {
     /// Begins to make the communicator of an island, in a thread.
     fn start(
-        transport: &Arc<dyn Transport>,
+        group: &Group,
         Prepared { nccl, stream }: Prepared,
         island: &NcclIsland,
         id: UniqueId,
         options: NcclOptions,
     ) -> Self {
-        let rank = transport.rank();
+        let rank = group.rank();
         let number = island.number(rank).expect("the island of this rank");
         let setup = Setup {
             nccl,
@@ -195,10 +191,10 @@ impl Making {
             ranks: u32::try_from(island.ranks.len()).expect("ranks are numbered in u32"),
             blocks: Blocks { least: options.min_blocks, most: options.max_blocks },
             stream,
-            group: Arc::downgrade(transport),
+            group: Arc::downgrade(&group.transport),
             rank,
-            stop: transport.stop_flag(),
-            recorder: transport.recorder(),
+            stop: group.stop_flag(),
+            recorder: group.recorder(),
             form_within: options.form_within,
             deadline: options.deadline,
         };

@@ -31,7 +31,7 @@ pub(super) struct Setup {
     pub(super) ranks: u32,
     pub(super) blocks: Blocks,
     pub(super) stream: MessageStream,
-    /// The thread keeps no transport alive: other ranks find a rank dead when its transport is
+    /// The thread keeps no group alive: other ranks find a rank dead when its group is
     /// dropped.
     pub(super) group: Weak<dyn Transport>,
     pub(super) rank: Rank,

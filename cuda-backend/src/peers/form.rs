@@ -10,7 +10,7 @@ use kyklos::Result;
 use kyklos::backend::Device;
 use kyklos::bytes::Bytes;
 use kyklos::collective::HostStaged;
-use kyklos_transport::{Rank, Transport, TransportError, Vote};
+use kyklos_transport::{Group, Rank, TransportError, Vote};
 
 use super::waiting::Waiting;
 use super::{CudaPeers, cuda};
@@ -115,12 +115,12 @@ impl CudaPeers {
     /// use kyklos_cuda::CudaPeers;
     /// use kyklos_transport::in_process_group;
     ///
-    /// let transport = in_process_group(1).remove(0);
+    /// let group = in_process_group(1).remove(0);
     /// # let device = Device::new(kyklos_backend_suite::DoNothing::open()?);
     /// let (form_within, deadline) = (Duration::from_secs(60), Duration::from_secs(600));
-    /// let session = match pollster::block_on(CudaPeers::form(&transport, &device, form_within, deadline))? {
-    ///     Some(peers) => Session::with_collective(transport, device, peers, SessionOptions::default()),
-    ///     None => Session::new(transport, device),
+    /// let session = match pollster::block_on(CudaPeers::form(&group, &device, form_within, deadline))? {
+    ///     Some(peers) => Session::with_collective(group, device, peers, SessionOptions::default()),
+    ///     None => Session::new(group, device),
     /// };
     /// # Ok::<(), kyklos::Error>(())
     /// ```
@@ -128,7 +128,7 @@ impl CudaPeers {
     /// # Errors
     /// [`Error::Transport`](kyklos::Error::Transport) if the group fails.
     pub async fn form(
-        transport: &Arc<dyn Transport>,
+        group: &Group,
         device: &Device,
         form_within: Duration,
         deadline: Duration,
@@ -140,13 +140,13 @@ impl CudaPeers {
         };
         let place = own.as_ref().map(|own| Place { process: process(), number: own.0 });
         let note = place.map_or_else(Bytes::new, Place::encode);
-        let notes = transport.agree(Vote::Ready { plan_hash: PLACES, note }, form_within).await?;
+        let notes = group.agree(Vote::Ready { plan_hash: PLACES, note }, form_within).await?;
         let places: Vec<Option<Place>> = notes.iter().map(|note| Place::decode(note)).collect();
         let groups = together(&places);
         if groups.is_empty() {
             return Ok(None);
         }
-        let here = groups.iter().find(|ranks| ranks.contains(&transport.rank()));
+        let here = groups.iter().find(|ranks| ranks.contains(&group.rank()));
         let mut found = Vec::new();
         let mut waiting = Arc::default();
         for (index, rank) in here.into_iter().flatten().enumerate() {
@@ -160,14 +160,14 @@ impl CudaPeers {
                 waiting = theirs.clone();
             }
         }
-        transport.agree(Vote::Ready { plan_hash: FOUND, note: Bytes::new() }, form_within).await?;
+        group.agree(Vote::Ready { plan_hash: FOUND, note: Bytes::new() }, form_within).await?;
         drop(own);
         Ok(Some(Arc::new(Self {
-            transport: transport.clone(),
+            group: group.clone(),
             deadline,
             device: device.clone(),
             stream,
-            staged: HostStaged::new(transport.clone(), deadline),
+            staged: HostStaged::new(group.clone(), deadline),
             here: found,
             waiting,
             words: words(&groups, places.len()),

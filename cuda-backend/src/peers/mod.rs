@@ -13,7 +13,7 @@ use kyklos::collective::{
     Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_in_order,
 };
 use kyklos::{Error, Meter, Result};
-use kyklos_transport::{EventKind, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{EventKind, Group, Rank, Tag, TransportError, Vote};
 
 use crate::backend::CudaBackend;
 use crate::device::{CudaBuffer, DeviceStatus, MessageStream};
@@ -27,7 +27,7 @@ use waiting::{Found, Waiting};
 /// A collective for ranks of one process that have a CUDA device each. Between them a message is a
 /// copy from device memory to device memory, which the driver makes over NVLink or PCIe where it
 /// can. The receiver makes it when the bytes are complete on the sender; one byte through the
-/// transport tells it, so deadlines and aborts are those of the transport. Its recorder has that
+/// group tells it, so deadlines and aborts are those of the group. Its recorder has that
 /// message, and counts the bytes of the copy. Messages to other ranks are staged in host memory.
 ///
 /// [`NcclCollective`](crate::NcclCollective) does more, over processes and hosts. This is for
@@ -55,9 +55,9 @@ use waiting::{Found, Waiting};
 /// use kyklos_transport::in_process_group;
 ///
 /// # fn main() -> kyklos::Result<()> {
-/// let transport = in_process_group(1).remove(0);
+/// let group = in_process_group(1).remove(0);
 /// # let device = Device::new(kyklos_backend_suite::DoNothing::open()?);
-/// if let Err(error) = CudaPeers::of(&[(transport, device)], Duration::from_secs(60)) {
+/// if let Err(error) = CudaPeers::of(&[(group, device)], Duration::from_secs(60)) {
 ///     println!("{error}");
 /// }
 /// # Ok(())
@@ -65,7 +65,7 @@ use waiting::{Found, Waiting};
 /// ```
 #[derive(Debug)]
 pub struct CudaPeers {
-    transport: Arc<dyn Transport>,
+    group: Group,
     deadline: Duration,
     device: Device,
     /// For the copies to this device, if there are any.
@@ -87,23 +87,22 @@ impl CudaPeers {
     /// # Errors
     /// [`Error::Request`] for a device that is no CUDA device, [`Error::Device`] if the driver
     /// fails.
-    pub fn of(ranks: &[(Arc<dyn Transport>, Device)], deadline: Duration) -> Result<Vec<Self>> {
-        let of_rank = |(transport, device): &(Arc<dyn Transport>, Device)| {
-            Ok((transport.rank(), cuda(device)?.device.status().clone()))
-        };
+    pub fn of(ranks: &[(Group, Device)], deadline: Duration) -> Result<Vec<Self>> {
+        let of_rank =
+            |(group, device): &(Group, Device)| Ok((group.rank(), cuda(device)?.device.status().clone()));
         let here = ranks.iter().map(of_rank).collect::<Result<Vec<_>>>()?;
         let waiting = Arc::default();
-        let one = |(transport, device): &(Arc<dyn Transport>, Device)| {
-            let group = here.iter().map(|(rank, _)| *rank).collect();
+        let one = |(group, device): &(Group, Device)| {
+            let ranks = here.iter().map(|(rank, _)| *rank).collect();
             Ok(Self {
-                transport: transport.clone(),
+                group: group.clone(),
                 deadline,
                 device: device.clone(),
                 stream: Some(MessageStream::new(&cuda(device)?.device)?),
-                staged: HostStaged::new(transport.clone(), deadline),
+                staged: HostStaged::new(group.clone(), deadline),
                 here: here.clone(),
                 waiting: Arc::clone(&waiting),
-                words: form::words(&[group], transport.size() as usize),
+                words: form::words(&[ranks], group.size() as usize),
             })
         };
         ranks.iter().map(one).collect()
@@ -156,9 +155,9 @@ impl CudaPeers {
         };
         // A sender of this process puts a message there before it tells. It takes it back if its exchange
         // ends, and then the group is about to be aborted.
-        if withdrawn || self.transport.stop_flag().load(Ordering::Acquire) {
-            // Any call of the transport returns the failure of a group that has been aborted.
-            let failure = self.transport.agree(Vote::ready([0; 32]), self.deadline).await;
+        if withdrawn || self.group.stop_flag().load(Ordering::Acquire) {
+            // Any call of the group returns the failure of a group that has been aborted.
+            let failure = self.group.agree(Vote::ready([0; 32]), self.deadline).await;
             failure.map_err(ExchangeError::Transport)?;
         }
         let text = format!("it announced the message {tag}, and no such message is in this process");
@@ -208,9 +207,9 @@ impl fmt::Display for CudaPeers {
 const HERE: Bytes = Bytes::from_static(&[1]);
 
 impl CudaPeers {
-    /// Counts a copy of `bytes` bytes. The transport has counted the message, and [`HERE`].
+    /// Counts a copy of `bytes` bytes. The group has counted the message, and [`HERE`].
     fn count_copy(&self, kind: EventKind, peer: Rank, bytes: usize) {
-        self.transport.recorder().note_more_bytes(kind, peer, bytes.saturating_sub(HERE.len()) as u64);
+        self.group.recorder().note_more_bytes(kind, peer, bytes.saturating_sub(HERE.len()) as u64);
     }
 
     fn post_recv<'a>(
@@ -224,8 +223,8 @@ impl CudaPeers {
         if !self.is_here(from) {
             return staged::receive(&self.staged, device, meter, tag, recv);
         }
-        let expected = self.waiting.expect((from, self.transport.rank(), tag));
-        let posted = self.transport.post_recv(from, tag, &[HERE.len()], self.deadline);
+        let expected = self.waiting.expect((from, self.group.rank(), tag));
+        let posted = self.group.post_recv(from, tag, &[HERE.len()], self.deadline);
         Box::pin(async move {
             posted.await.map_err(ExchangeError::Transport)?;
             let found = expected.take();
@@ -253,8 +252,8 @@ impl CudaPeers {
         });
         let bytes = pieces.iter().map(|piece| piece.bytes.len()).sum();
         meter.sent(bytes as u64);
-        let pulse = self.transport.pulse();
-        let key = (self.transport.rank(), *to, tag);
+        let pulse = self.group.pulse();
+        let key = (self.group.rank(), *to, tag);
         Box::pin(async move {
             let (buffers, ready) = ready.map_err(ExchangeError::Own)?;
             // The receiver's device must not wait for this one: it could not tell a device that hangs from
@@ -265,7 +264,7 @@ impl CudaPeers {
             complete.map_err(ExchangeError::Own)?;
             let offered = self.waiting.put(key, buffers);
             let (_, to, tag) = key;
-            let posted = self.transport.post_send(to, tag, vec![HERE], self.deadline);
+            let posted = self.group.post_send(to, tag, vec![HERE], self.deadline);
             posted.await.map_err(ExchangeError::Transport)?;
             offered.told();
             self.count_copy(EventKind::Sent, to, bytes);
@@ -302,8 +301,8 @@ impl Collective<Device> for CudaPeers {
         })
     }
 
-    fn transport(&self) -> &Arc<dyn Transport> {
-        &self.transport
+    fn group(&self) -> &Group {
+        &self.group
     }
 
     fn deadline(&self) -> Duration {
@@ -313,6 +312,6 @@ impl Collective<Device> for CudaPeers {
 
 impl Drop for CudaPeers {
     fn drop(&mut self) {
-        self.waiting.leave(self.transport.rank());
+        self.waiting.leave(self.group.rank());
     }
 }

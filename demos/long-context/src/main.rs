@@ -17,7 +17,7 @@ use std::time::Instant;
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
 use kyklos::{Attention, CacheOptions, Dtype, Execution, KvCache, Mask, Session};
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 
 use model::{DIM, KV_HEADS, LAYERS, qkv};
 use verify::{Verdict, verify};
@@ -112,7 +112,7 @@ fn run(ranks: u32, sizes: Sizes, budget: u64) -> Result<Vec<Done>, Error> {
 }
 
 /// One rank.
-fn talk(transport: std::sync::Arc<dyn Transport>, sizes: Sizes, budget: u64) -> kyklos::Result<Done> {
+fn talk(transport: Group, sizes: Sizes, budget: u64) -> kyklos::Result<Done> {
     let Sizes { prompt, decoded } = sizes;
     let (rank, ranks) = (transport.rank().0 as usize, transport.size() as usize);
     let mut session = Session::new(transport, Device::cpu());

@@ -5,13 +5,12 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
 use kyklos::{Session, Split};
 use kyklos_launch::{Assignment, Options};
-use kyklos_transport::{Abort, AbortCause, Progress, Transport};
+use kyklos_transport::{Abort, AbortCause, Group, Progress, Transport};
 use sentence_encoder::devices::DeviceName;
 use sentence_encoder::model::{Encoder, ModelFolder};
 use sentence_encoder::nearest::{by_cosine, largest_difference};
@@ -78,7 +77,7 @@ impl Arguments {
         share_out(&packed, ranks, &self.split(ranks)?)?;
         if ranks == 1 {
             let group = kyklos_launch::from_env()?;
-            return self.rank(group.transport);
+            return self.rank(group);
         }
         let arguments: Vec<_> = std::env::args_os().skip(1).collect();
         processes::run(ranks, &arguments)
@@ -92,10 +91,10 @@ impl Arguments {
                 "--ranks {ranks}, and the launcher starts {size} processes: leave --ranks out"
             )));
         }
-        self.rank(assignment.join()?.transport)
+        self.rank(assignment.join()?)
     }
 
-    fn rank(&self, transport: Arc<dyn Transport>) -> Result<()> {
+    fn rank(&self, transport: Group) -> Result<()> {
         match self.prepare(&*transport) {
             Ok(prepared) => self.encode(transport, prepared),
             Err(error) => {
@@ -121,7 +120,7 @@ impl Arguments {
         Ok(Prepared { packed, tokens, encoder, device })
     }
 
-    fn encode(&self, transport: Arc<dyn Transport>, prepared: Prepared) -> Result<()> {
+    fn encode(&self, transport: Group, prepared: Prepared) -> Result<()> {
         let Prepared { packed, tokens, encoder, device } = prepared;
         let (rank, size) = (transport.rank(), transport.size());
         let mut session = Session::new(transport, device);

@@ -27,7 +27,7 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::{join_all, try_join};
 use futures_util::stream::{FuturesUnordered, TryStreamExt};
-use kyklos_transport::{Abort, Posted, Progress, Pulse, Rank, Tag, Taken, Transport, TransportError, Vote};
+use kyklos_transport::{Abort, Group, Posted, Progress, Pulse, Rank, Tag, Taken, TransportError, Vote};
 
 use crate::backend::Backend;
 use crate::meter::{Meter, Timeline};
@@ -126,7 +126,7 @@ pub trait Collective<B: Backend> {
     }
 
     /// This rank's endpoint in the group.
-    fn transport(&self) -> &Arc<dyn Transport>;
+    fn group(&self) -> &Group;
 
     /// How long a message or an agreement may take before it is an error.
     fn deadline(&self) -> Duration;
@@ -134,27 +134,27 @@ pub trait Collective<B: Backend> {
     /// Casts this rank's vote before an operation; ends with the notes of all ranks, see
     /// [`Transport::agree`].
     fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
-        self.transport().agree(vote, self.deadline())
+        self.group().agree(vote, self.deadline())
     }
 
     /// Ends the operation on all ranks, see [`Transport::abort`].
     fn abort(&self, abort: Abort) {
-        self.transport().abort(abort);
+        self.group().abort(abort);
     }
 
     /// Reports which step this rank has reached, see [`Transport::report_progress`].
     fn report_progress(&self, progress: Progress) {
-        self.transport().report_progress(progress);
+        self.group().report_progress(progress);
     }
 
     /// Beats while this rank works, see [`Transport::pulse`].
     fn pulse(&self) -> Arc<Pulse> {
-        self.transport().pulse()
+        self.group().pulse()
     }
 
     /// True once the group has been aborted.
     fn stop_flag(&self) -> Arc<AtomicBool> {
-        self.transport().stop_flag()
+        self.group().stop_flag()
     }
 }
 
@@ -162,15 +162,15 @@ pub trait Collective<B: Backend> {
 /// from the device to the host, sends, receives, and copies to the device.
 #[derive(Clone, Debug)]
 pub struct HostStaged {
-    transport: Arc<dyn Transport>,
+    group: Group,
     deadline: Duration,
 }
 
 impl HostStaged {
-    /// Staging over `transport`. A message or an agreement that takes longer than `deadline` is an
-    /// error.
-    pub fn new(transport: Arc<dyn Transport>, deadline: Duration) -> Self {
-        Self { transport, deadline }
+    /// Staging over the messages of `group`. A message or an agreement that takes longer than
+    /// `deadline` is an error.
+    pub fn new(group: impl Into<Group>, deadline: Duration) -> Self {
+        Self { group: group.into(), deadline }
     }
 }
 
@@ -188,7 +188,7 @@ impl<B: Backend> Collective<B> for HostStaged {
         let recvs: Vec<_> = recvs
             .iter()
             .map(|recv| {
-                let posted = self.transport.post_recv(recv.from, tag, &recv.piece_bytes, self.deadline);
+                let posted = self.group.post_recv(recv.from, tag, &recv.piece_bytes, self.deadline);
                 (recv.from, meter.start(), posted)
             })
             .map(|(from, started, posted)| async move {
@@ -216,7 +216,7 @@ impl<B: Backend> Collective<B> for HostStaged {
                 meter.end(copying, Timeline::Copy, || format!("download {tag}"));
                 let to = send.to;
                 let bytes: usize = send.pieces.iter().map(|piece| piece.bytes.len()).sum();
-                let pulse = self.transport.pulse();
+                let pulse = self.group.pulse();
                 let early = ready.map(|pieces| (meter.start(), self.send(meter, to, tag, pieces)));
                 async move {
                     let (started, posted) = match early {
@@ -247,8 +247,8 @@ impl<B: Backend> Collective<B> for HostStaged {
         })
     }
 
-    fn transport(&self) -> &Arc<dyn Transport> {
-        &self.transport
+    fn group(&self) -> &Group {
+        &self.group
     }
 
     fn deadline(&self) -> Duration {
@@ -296,7 +296,7 @@ impl HostStaged {
         let pieces =
             pieces.into_iter().collect::<crate::error::Result<Vec<_>>>().map_err(ExchangeError::Own)?;
         meter.sent(pieces.iter().map(|piece| piece.len() as u64).sum());
-        Ok(self.transport.post_send(to, tag, pieces, self.deadline))
+        Ok(self.group.post_send(to, tag, pieces, self.deadline))
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::try_join3;
-use kyklos_transport::{Rank, Tag, Transport};
+use kyklos_transport::{Group, Rank, Tag};
 
 use super::{
     Arrivals, Collective, ExchangeError, HostStaged, Incoming, Memory, Outgoing, Piece, all_in_order,
@@ -20,7 +20,7 @@ use crate::meter::{Meter, Timeline};
 /// other ranks are staged in host memory.
 #[derive(Clone, Debug)]
 pub struct OneDevice {
-    transport: Arc<dyn Transport>,
+    group: Group,
     deadline: Duration,
     staged: HostStaged,
     shared: Arc<Shared>,
@@ -41,19 +41,19 @@ impl Shared {
 }
 
 impl OneDevice {
-    /// The collectives of ranks of this process that share a device; `transports` are theirs, of
-    /// one group, which may have other ranks too. A message or an agreement that takes longer
+    /// The collectives of ranks of this process that share a device; `groups` has the
+    /// group on each of them; it may have other ranks too. A message or an agreement that takes longer
     /// than `deadline` is an error.
-    pub fn of(transports: &[Arc<dyn Transport>], deadline: Duration) -> Vec<Self> {
-        let ranks = transports.iter().map(|transport| transport.rank()).collect();
+    pub fn of(groups: &[Group], deadline: Duration) -> Vec<Self> {
+        let ranks = groups.iter().map(|group| group.rank()).collect();
         let shared = Arc::new(Shared { ranks, waiting: Mutex::default() });
-        let one = |transport: &Arc<dyn Transport>| Self {
-            transport: transport.clone(),
+        let one = |group: &Group| Self {
+            group: group.clone(),
             deadline,
-            staged: HostStaged::new(transport.clone(), deadline),
+            staged: HostStaged::new(group.clone(), deadline),
             shared: shared.clone(),
         };
-        transports.iter().map(one).collect()
+        groups.iter().map(one).collect()
     }
 
     fn is_here(&self, rank: Rank) -> bool {
@@ -99,10 +99,10 @@ impl Collective<Device> for OneDevice {
         let (recvs_here, recvs_there): (Vec<Incoming>, Vec<Incoming>) =
             recvs.iter().cloned().partition(|recv| self.is_here(recv.from));
         let is_here: Vec<bool> = recvs.iter().map(|recv| self.is_here(recv.from)).collect();
-        let me = self.transport.rank();
+        let me = self.group.rank();
         let received: Vec<_> = recvs_here
             .iter()
-            .map(|recv| (recv.from, self.transport.post_recv(recv.from, tag, &[HERE.len()], self.deadline)))
+            .map(|recv| (recv.from, self.group.post_recv(recv.from, tag, &[HERE.len()], self.deadline)))
             .map(|(from, posted)| async move {
                 posted.await.map_err(ExchangeError::Transport)?;
                 let buffers = self.shared.waiting().remove(&(from, me, tag));
@@ -119,7 +119,7 @@ impl Collective<Device> for OneDevice {
                 let posted = buffers.map(|buffers| {
                     self.shared.waiting().insert((me, send.to, tag), buffers);
                     meter.sent(send.pieces.iter().map(|piece| piece.bytes.len() as u64).sum());
-                    (meter.start(), self.transport.post_send(send.to, tag, vec![HERE], self.deadline))
+                    (meter.start(), self.group.post_send(send.to, tag, vec![HERE], self.deadline))
                 });
                 async move {
                     let (started, posted) = posted.map_err(ExchangeError::Own)?;
@@ -145,8 +145,8 @@ impl Collective<Device> for OneDevice {
         })
     }
 
-    fn transport(&self) -> &Arc<dyn Transport> {
-        &self.transport
+    fn group(&self) -> &Group {
+        &self.group
     }
 
     fn deadline(&self) -> Duration {

@@ -159,8 +159,8 @@ impl Session {
 
     /// The notes of all ranks, after a vote of which this is the vote of this rank.
     pub(super) async fn vote(&mut self, vote: Vote) -> Result<Vec<Bytes>> {
-        let guard = AbortOnDrop::new(|abort| self.transport.abort(abort), self.rank(), self.op);
-        let agreed = self.transport.agree(vote, self.options.deadline).await;
+        let guard = AbortOnDrop::new(|abort| self.group.abort(abort), self.rank(), self.op);
+        let agreed = self.group.agree(vote, self.options.deadline).await;
         guard.end();
         let agreed = agreed.map_err(|error| {
             self.end_vote(&error);
@@ -175,7 +175,7 @@ impl Session {
         if let TransportError::Deadline { pending, .. } = error {
             let cause = AbortCause::Failed(error.to_string());
             let progress = Progress { op: self.op, step: 0 };
-            self.transport.abort(Abort { culprit: pending.peer, cause, progress });
+            self.group.abort(Abort { culprit: pending.peer, cause, progress });
         }
     }
 
@@ -183,7 +183,7 @@ impl Session {
     pub(super) fn end_call(&self, error: &Error) {
         let cause = AbortCause::Failed(error.to_string());
         let progress = Progress { op: self.op, step: 0 };
-        self.transport.abort(Abort { culprit: self.rank(), cause, progress });
+        self.group.abort(Abort { culprit: self.rank(), cause, progress });
     }
 
     fn inputs(&self, call: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Inputs<DeviceBuffer>> {

@@ -88,8 +88,8 @@ impl Session {
     /// use kyklos::{Attention, Mask, Saved, Session, Tensor};
     /// use kyklos_transport::in_process_group;
     ///
-    /// let gradients = on_threads(in_process_group(2), |transport| {
-    ///     let mut session = Session::new(transport, Device::cpu());
+    /// let gradients = on_threads(in_process_group(2), |group| {
+    ///     let mut session = Session::new(group, Device::cpu());
     ///     let x = Tensor::new([1, 8, 2, 16], vec![0.1_f32; 8 * 2 * 16])?;
     ///     let call = Attention::new().mask(Mask::causal());
     ///     let output = session.attend(&call, &x, &x, &x)?;

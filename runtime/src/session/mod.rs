@@ -14,7 +14,7 @@ mod speeds;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kyklos_transport::{Rank, Transport, TransportError};
+use kyklos_transport::{Group, Rank, TransportError};
 
 use crate::backend::{Backend, Device, Threaded};
 use crate::collective::{Collective, HostStaged, OneDevice};
@@ -48,9 +48,9 @@ use speeds::Speeds;
 /// use kyklos_transport::in_process_group;
 ///
 /// // Two ranks with 5 and 6 of 11 tokens, 4 query heads, 2 key/value heads, dim 16.
-/// let outputs = on_threads(in_process_group(2), |transport| {
-///     let tokens = 5 + transport.rank().0 as usize;
-///     let mut session = Session::new(transport, Device::cpu());
+/// let outputs = on_threads(in_process_group(2), |group| {
+///     let tokens = 5 + group.rank().0 as usize;
+///     let mut session = Session::new(group, Device::cpu());
 ///     let q = Tensor::new([1, tokens, 4, 16], vec![0.1_f32; tokens * 4 * 16])?;
 ///     let kv = Tensor::new([1, tokens, 2, 16], vec![0.2_f32; tokens * 2 * 16])?;
 ///     session.attend(&Attention::new().mask(Mask::causal()), &q, &kv, &kv)
@@ -62,7 +62,7 @@ use speeds::Speeds;
 /// # Ok::<(), kyklos::Error>(())
 /// ```
 pub struct Session {
-    transport: Arc<dyn Transport>,
+    group: Group,
     device: Device,
     collective: Arc<dyn DeviceCollective>,
     options: SessionOptions,
@@ -103,31 +103,27 @@ impl Default for SessionOptions {
 
 impl Session {
     /// A session of this rank of a group, on `device`. Messages are staged in host memory.
-    pub fn new(transport: impl Into<Arc<dyn Transport>>, device: Device) -> Self {
-        Self::with_options(transport, device, SessionOptions::default())
+    pub fn new(group: impl Into<Group>, device: Device) -> Self {
+        Self::with_options(group, device, SessionOptions::default())
     }
 
     /// As [`Self::new`], with options.
-    pub fn with_options(
-        transport: impl Into<Arc<dyn Transport>>,
-        device: Device,
-        options: SessionOptions,
-    ) -> Self {
-        let transport = transport.into();
-        let collective = Arc::new(HostStaged::new(transport.clone(), options.deadline));
-        Self::with_collective(transport, device, collective, options)
+    pub fn with_options(group: impl Into<Group>, device: Device, options: SessionOptions) -> Self {
+        let group = group.into();
+        let collective = Arc::new(HostStaged::new(group.clone(), options.deadline));
+        Self::with_collective(group, device, collective, options)
     }
 
     /// As [`Self::with_options`], with another way to move buffers of the device between the ranks
-    /// of the group of `transport`.
+    /// of `group`.
     pub fn with_collective(
-        transport: Arc<dyn Transport>,
+        group: impl Into<Group>,
         device: Device,
         collective: Arc<dyn DeviceCollective>,
         options: SessionOptions,
     ) -> Self {
         Self {
-            transport,
+            group: group.into(),
             device,
             collective,
             options,
@@ -141,30 +137,26 @@ impl Session {
         }
     }
 
-    /// The sessions of ranks of this process that share `device`; `transports` are theirs, of one
-    /// group. Tensors that travel between these ranks stay on the device.
-    pub fn on_one_device(
-        transports: Vec<Arc<dyn Transport>>,
-        device: &Device,
-        options: &SessionOptions,
-    ) -> Vec<Self> {
-        let collectives = OneDevice::of(&transports, options.deadline);
-        let ranks = transports.into_iter().zip(collectives);
+    /// The sessions of ranks of this process that share `device`; `groups` has the group on each of
+    /// them. Tensors that travel between these ranks stay on the device.
+    pub fn on_one_device(groups: Vec<Group>, device: &Device, options: &SessionOptions) -> Vec<Self> {
+        let collectives = OneDevice::of(&groups, options.deadline);
+        let ranks = groups.into_iter().zip(collectives);
         ranks
-            .map(|(transport, collective)| {
-                Self::with_collective(transport, device.clone(), Arc::new(collective), options.clone())
+            .map(|(group, collective)| {
+                Self::with_collective(group, device.clone(), Arc::new(collective), options.clone())
             })
             .collect()
     }
 
     /// This rank.
     pub fn rank(&self) -> Rank {
-        self.transport.rank()
+        self.group.rank()
     }
 
-    /// This rank's endpoint in the group.
-    pub fn transport(&self) -> &Arc<dyn Transport> {
-        &self.transport
+    /// The group, on this rank.
+    pub fn group(&self) -> &Group {
+        &self.group
     }
 
     /// The device of this rank.
@@ -173,7 +165,7 @@ impl Session {
     }
 
     /// Takes the number of the next operation, which no run then uses: for messages of the caller's
-    /// own over [`Self::transport`]. All ranks take it between the same two runs.
+    /// own over [`Self::group`]. All ranks take it between the same two runs.
     ///
     /// Every call takes a number, also one that the ranks refuse. A rank that leaves a call out,
     /// because it failed before this session knew of it, takes the number alone: the next call
@@ -192,7 +184,7 @@ impl Session {
     pub async fn refuse(&mut self, error: &Error) -> Result<()> {
         let vote = refusal(self.rank(), error);
         self.op += 1;
-        match self.transport.agree(vote, self.options.deadline).await {
+        match self.group.agree(vote, self.options.deadline).await {
             Ok(_) | Err(TransportError::Refused { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -204,7 +196,7 @@ impl Session {
     /// # Errors
     /// [`Error::Transport`] if peers do not take their messages in time.
     pub async fn close_async(self, deadline: Duration) -> Result<()> {
-        Ok(self.transport.close(deadline).await?)
+        Ok(self.group.close(deadline).await?)
     }
 
     /// [`Self::close_async`], blocking.
@@ -231,10 +223,10 @@ impl Drop for Session {
 
 impl std::fmt::Debug for Session {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { transport, device, op, .. } = self;
+        let Self { group, device, op, .. } = self;
         f.debug_struct("Session")
-            .field("rank", &transport.rank())
-            .field("size", &transport.size())
+            .field("rank", &group.rank())
+            .field("size", &group.size())
             .field("device", device)
             .field("op", op)
             .finish_non_exhaustive()

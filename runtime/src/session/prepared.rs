@@ -141,7 +141,7 @@ impl Session {
     /// notice.
     pub(super) async fn check_group(&self) -> Result<()> {
         if self.collective.stop_flag().load(Ordering::Acquire) {
-            self.transport.agree(Vote::ready([0; 32]), self.options.deadline).await?;
+            self.group.agree(Vote::ready([0; 32]), self.options.deadline).await?;
         }
         Ok(())
     }
@@ -150,7 +150,7 @@ impl Session {
     pub(super) fn end_unfinished(&self, made: usize, announced: usize) {
         let cause = format!("it made {made} of the {announced} calls that it announced");
         let (culprit, progress) = (self.rank(), Progress { op: self.op, step: 0 });
-        self.transport.abort(Abort { culprit, cause: AbortCause::Failed(cause), progress });
+        self.group.abort(Abort { culprit, cause: AbortCause::Failed(cause), progress });
     }
 }
 

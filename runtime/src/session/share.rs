@@ -151,7 +151,7 @@ impl Session {
     }
 
     fn candidate(&self, execution: &Execution) -> Result<Candidate> {
-        let ranks = self.transport.size();
+        let ranks = self.group.size();
         let mesh = match execution.mesh {
             Some(mesh) if mesh.size() != ranks => {
                 return Err(Error::request(

@@ -45,7 +45,7 @@ where
             barrier.wait();
             (moved, hidden.to_vec::<f32>().unwrap())
         };
-        let transports = sessions.iter().map(|session| session.transport().clone()).collect();
+        let transports = sessions.iter().map(|session| session.group().clone()).collect();
         let sessions = std::sync::Mutex::new(sessions.into_iter().map(Some).collect::<Vec<_>>());
         on_threads(transports, |transport| {
             let session = sessions.lock().unwrap()[transport.rank().0 as usize].take();
@@ -89,7 +89,7 @@ where
     };
     let mask = Mask::window(Some(20), Some(0));
     let sessions = Session::on_one_device(in_process_group(3), &device, &SessionOptions::default());
-    let transports = sessions.iter().map(|session| session.transport().clone()).collect();
+    let transports = sessions.iter().map(|session| session.group().clone()).collect();
     let sessions = std::sync::Mutex::new(sessions.into_iter().map(Some).collect::<Vec<_>>());
     let barrier = Barrier::new(3);
     let outputs = on_threads(transports, |transport| {

@@ -12,7 +12,7 @@ use kyklos::{
     Attention, AttentionProblem, DeviceOutput, Executor, LoweredPlan, Mesh, NoObserver, PlacementKind,
     RunOptions, Session, Split, Strategy, SystemClock, plan_forward,
 };
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 
 use crate::{Prepared, RankOutput, Whole};
 
@@ -46,7 +46,7 @@ pub async fn attend_planned(
 /// Runs one operation of a rank, on its own part of the tensors, without an agreement of the ranks.
 pub async fn run_rank<B: Backend>(
     backend: &B,
-    transport: Arc<dyn Transport>,
+    transport: Group,
     plans: &Arc<ProvedPlans>,
     tensors: Tensors,
 ) -> kyklos::Result<RankOutput> {

@@ -11,7 +11,7 @@ use kyklos::plan::ProvedPlans;
 use kyklos::{Error, Observer, RunOptions, Session, SessionOptions};
 use kyklos_backend_suite::{RankOutput, attend_planned};
 use kyklos_transport::quic::{Carrier, Identity, LinkProfile, LinkSettings, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Transport, TransportError};
+use kyklos_transport::{Group, Rank, TransportError};
 
 use crate::work::Work;
 
@@ -140,7 +140,7 @@ fn obey(folder: &Path, device: &Device, order: &Order) {
     let _ = pollster::block_on(transport.close(Duration::from_secs(5)));
 }
 
-fn run(device: &Device, order: &Order, transport: &Arc<dyn Transport>) -> kyklos::Result<Vec<u8>> {
+fn run(device: &Device, order: &Order, transport: &Group) -> kyklos::Result<Vec<u8>> {
     let plans = Arc::new(ProvedPlans::new(order.work.set())?);
     let tensors = order.work.tensors_of(plans.set(), Rank(order.rank));
     let options = SessionOptions {

@@ -7,12 +7,12 @@ use kyklos::host::{Tensors, shard};
 use kyklos::local::on_threads;
 use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos_backend_suite::{RankOutput, Whole, proved, run_rank};
-use kyklos_transport::Transport;
+use kyklos_transport::Group;
 
 /// Runs a plan set with one backend per rank, and assembles the result.
 pub fn run_set<B: Backend>(
     set: &PlanSet,
-    transports: Vec<Arc<dyn Transport>>,
+    transports: Vec<Group>,
     tensors: &Tensors,
     make: impl Fn() -> B + Sync,
 ) -> (Whole, Vec<RankOutput>) {
@@ -22,7 +22,7 @@ pub fn run_set<B: Backend>(
 /// As [`run_set`], of plans that may lack a proof.
 pub fn run_plans<B: Backend>(
     plans: &Arc<ProvedPlans>,
-    transports: Vec<Arc<dyn Transport>>,
+    transports: Vec<Group>,
     tensors: &Tensors,
     make: impl Fn() -> B + Sync,
 ) -> (Whole, Vec<RankOutput>) {

@@ -15,7 +15,7 @@ use kyklos::{
     SessionOptions, Split, Strategy, plan_forward,
 };
 use kyklos_backend_suite::attend_planned;
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport, in_process_group};
+use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank, in_process_group};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Record};
 use tracing::{Event, Id, Metadata, Subscriber};
@@ -118,7 +118,7 @@ fn ring() -> PlanSet {
 
 /// Runs `set` on threads. After all transports are dropped, returns for each rank whether it
 /// succeeded, and its spans.
-fn run(set: &PlanSet, group: Vec<Arc<dyn Transport>>, observer: Arc<dyn Observer>) -> Vec<(bool, Vec<Span>)> {
+fn run(set: &PlanSet, group: Vec<Group>, observer: Arc<dyn Observer>) -> Vec<(bool, Vec<Span>)> {
     let problem = &set.problem;
     let zeros = |heads: u32| Bytes::from(vec![0; (problem.q_len * heads * problem.head_dim * 4) as usize]);
     let (q, kv) = (zeros(problem.q_heads), zeros(problem.kv_heads));
@@ -208,7 +208,7 @@ fn an_operation_has_its_steps_and_a_step_its_messages() {
 #[derive(Debug)]
 struct Fails {
     at: usize,
-    transport: Arc<dyn Transport>,
+    transport: Group,
 }
 
 impl Observer for Fails {
@@ -230,7 +230,7 @@ fn spans_of_an_operation_that_failed_are_closed() {
     // messages for it.
     for &at in &exchanges {
         let group = in_process_group(RANKS);
-        let transport = Arc::clone(&group[1]);
+        let transport = group[1].clone();
         let ranks = run(&set, group, Arc::new(Fails { at, transport }));
         for (rank, (well, spans)) in ranks.iter().enumerate() {
             assert!(!well, "rank {rank}");

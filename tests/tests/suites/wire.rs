@@ -21,7 +21,7 @@ use kyklos_oracle::wire;
 use kyklos_transport::in_process_group;
 
 /// Strategies that send keys, with a mesh for each.
-const MESHES: [(u32, u32, Strategy); 10] = [
+const MESHES: &[(u32, u32, Strategy)] = &[
     (1, 2, Strategy::Ring),
     (1, 3, Strategy::Ring),
     (2, 2, Strategy::Unified),
@@ -112,7 +112,7 @@ fn keys_on_the_wire_are_rounded_once_and_cost_no_more_than_that() {
             let prepared = case(name, dtype);
             let unrounded = prepared.judge(&alone(&prepared.problem, &prepared.tensors), "alone");
             let problem = prepared.problem.clone().with_wire(format).unwrap();
-            for shared in MESHES {
+            for shared in MESHES.iter().copied() {
                 let set = set(&problem, shared);
                 // One device with these keys and values rounded: the cost of rounding on these inputs.
                 let tensors = rounded(&set, &prepared.tensors);
@@ -152,7 +152,7 @@ fn keys_that_go_both_ways_are_converted_once_by_their_owner() {
 /// travel as they are.
 #[test]
 fn elements_beyond_f16_on_the_wire_are_one_error_of_all_ranks() {
-    for (ulysses, ring, strategy) in MESHES {
+    for (ulysses, ring, strategy) in MESHES.iter().copied() {
         let ranks = ulysses * ring;
         // Of a mesh with shards of several ranks the first one, which sends the heads of the element.
         for (mask, culprit) in [("causal", 0), ("full", ring / 2 * ulysses)] {
@@ -296,7 +296,7 @@ fn non_finite_values_show_in_the_rows_that_see_them_and_in_no_others() {
             let exact = &prepared.tensors;
             Tensors { k: put(&exact.k, in_k, k), v: put(&exact.v, in_v, v), ..exact.clone() }
         };
-        for shared in MESHES {
+        for shared in MESHES.iter().copied() {
             let set = set(&problem, shared);
             // Non-finite values and 0 do not influence a scale. All other codes are the same.
             let clean = run(&set, &with(0.0, 0.0));

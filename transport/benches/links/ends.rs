@@ -3,13 +3,12 @@
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kyklos_transport::quic::{ClusterAuthority, Identity, JobId, QuicConfig, QuicTransport};
-use kyklos_transport::{Posted, Rank, RefusalReason, Tag, Taken, Transport, Vote};
+use kyklos_transport::{Group, Posted, Rank, RefusalReason, Tag, Taken, Transport, Vote};
 use pollster::block_on;
 
 use crate::streams;
@@ -110,13 +109,7 @@ pub(crate) fn dial(
     }
 }
 
-fn connect(
-    mode: &Mode,
-    rank: Rank,
-    coordinator: SocketAddr,
-    bind: IpAddr,
-    identity: Identity,
-) -> Arc<dyn Transport> {
+fn connect(mode: &Mode, rank: Rank, coordinator: SocketAddr, bind: IpAddr, identity: Identity) -> Group {
     let job = identity.claims().expect("claims").job;
     let mut config = QuicConfig::new(rank, 2, job, coordinator, identity);
     config.bind = bind;

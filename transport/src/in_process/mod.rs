@@ -34,9 +34,9 @@ use hub::Hub;
 /// # Panics
 ///
 /// If `size` is 0: a group has at least one rank.
-pub fn in_process_group(size: u32) -> Vec<Arc<dyn Transport>> {
+pub fn in_process_group(size: u32) -> Vec<Group> {
     assert!(size > 0, "a group has at least one rank");
-    ends_of(&Arc::new(Hub::new((0..size).map(Rank).collect(), 0)))
+    ends_of(&Arc::new(Hub::new((0..size).map(Rank).collect(), 0))).into_iter().map(Group::from).collect()
 }
 
 /// The ends of all ranks of a hub.

@@ -1,7 +1,6 @@
 //! A group in one process, over real sockets.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 
 use super::transport::{QuicTransport, bind};
 use crate::error::TransportError;
@@ -11,7 +10,7 @@ use crate::quic::network::path::LinkSettings;
 use crate::quic::trust::authority::ClusterAuthority;
 use crate::quic::trust::job::JobId;
 use crate::rank::Rank;
-use crate::transport::Transport;
+use crate::transport::Group;
 
 /// Makes a group of `size` ranks in this process over real sockets on loopback, with one I/O thread
 /// for all and without shared memory.
@@ -19,7 +18,7 @@ use crate::transport::Transport;
 /// # Errors
 ///
 /// [`TransportError::Bootstrap`] if sockets or keys cannot be made.
-pub fn quic_loopback_group(size: u32) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+pub fn quic_loopback_group(size: u32) -> Result<Vec<Group>, TransportError> {
     quic_loopback_group_over(size, LinkSettings { shared_memory: false, ..LinkSettings::default() })
 }
 
@@ -28,10 +27,7 @@ pub fn quic_loopback_group(size: u32) -> Result<Vec<Arc<dyn Transport>>, Transpo
 /// # Errors
 ///
 /// [`TransportError::Bootstrap`] if sockets or keys cannot be made, or the settings are refused.
-pub fn quic_loopback_group_over(
-    size: u32,
-    link: LinkSettings,
-) -> Result<Vec<Arc<dyn Transport>>, TransportError> {
+pub fn quic_loopback_group_over(size: u32, link: LinkSettings) -> Result<Vec<Group>, TransportError> {
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
     let mut coordinator = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -55,10 +51,10 @@ pub fn quic_loopback_group_over(
                 tokio::spawn(async { QuicTransport::form_on(config, source, Some(alive)).await })
             })
             .collect();
-        let mut group: Vec<Arc<dyn Transport>> = Vec::new();
+        let mut group: Vec<Group> = Vec::new();
         for rank in forming {
             let formed = rank.await.map_err(|error| TransportError::bootstrap(error.to_string()))?;
-            group.push(Arc::new(formed?));
+            group.push(formed?.into());
         }
         Ok(group)
     })?

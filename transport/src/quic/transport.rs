@@ -43,6 +43,13 @@ pub struct QuicTransport {
     network: String,
 }
 
+impl From<QuicTransport> for Group {
+    fn from(transport: QuicTransport) -> Self {
+        let (members, epoch) = (transport.core.members.clone(), transport.core.epoch);
+        Self { transport: Arc::new(transport), members, epoch }
+    }
+}
+
 impl QuicTransport {
     /// Forms the group and returns this rank's end of it, with all I/O on a thread of its own.
     /// Blocks until every rank is there.
@@ -52,14 +59,11 @@ impl QuicTransport {
     /// [`TransportError::Bootstrap`] if the group is not complete by the connect deadline, or this
     /// rank is refused. A rank whose own identity does not fit shows it to rank 0 before it
     /// gives up, so that others can say why it is not there.
-    pub fn connect(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
+    pub fn connect(config: QuicConfig) -> Result<Group, TransportError> {
         let source = bind(&config)?;
         let thread = IoThread::start()?;
         let alive = thread.alive();
-        thread.run(async move {
-            let transport: Arc<dyn Transport> = Arc::new(Self::form_on(config, source, Some(alive)).await?);
-            Ok(transport)
-        })?
+        thread.run(async move { Ok(Self::form_on(config, source, Some(alive)).await?.into()) })?
     }
 
     /// As [`Self::connect`]; but if a rank is lost while the group forms, the others form the next
@@ -82,9 +86,9 @@ impl QuicTransport {
     /// # Errors
     ///
     /// As [`Self::connect`].
-    pub async fn form(config: QuicConfig) -> Result<Arc<dyn Transport>, TransportError> {
+    pub async fn form(config: QuicConfig) -> Result<Group, TransportError> {
         let source = bind(&config)?;
-        Ok(Arc::new(Self::form_on(config, source, None).await?))
+        Ok(Self::form_on(config, source, None).await?.into())
     }
 
     /// The same over sockets that are not the system's, one for each lane, for a simulated network:
@@ -99,9 +103,9 @@ impl QuicTransport {
         config: QuicConfig,
         sockets: Vec<Arc<dyn AsyncUdpSocket>>,
         seed: [u8; 32],
-    ) -> Result<Arc<dyn Transport>, TransportError> {
+    ) -> Result<Group, TransportError> {
         config.check()?;
-        Ok(Arc::new(Self::form_on(config, SocketSource::Simulated(sockets, seed), None).await?))
+        Ok(Self::form_on(config, SocketSource::Simulated(sockets, seed), None).await?.into())
     }
 
     /// As [`Self::connect_or_regroup`], over sockets that are not the system's, as
@@ -167,7 +171,7 @@ impl QuicTransport {
     ) -> Result<Group, TransportError> {
         let endpoint = Self::open_endpoint(config, source, alive.as_ref()).await?;
         let next = first_group(&endpoint, Some(who)).await?;
-        Ok(Self::of(endpoint, next, alive))
+        Ok(Self::start(endpoint, next, alive).into())
     }
 
     async fn rejoin_on(
@@ -188,7 +192,7 @@ impl QuicTransport {
             never = endpoint.warn_of_refusal() => match never {},
         };
         match formed {
-            Ok(next) => Ok(Self::of(endpoint, next, alive)),
+            Ok(next) => Ok(Self::start(endpoint, next, alive).into()),
             Err(error) => {
                 endpoint.part(&error).await;
                 Err(error)
@@ -263,11 +267,6 @@ impl QuicTransport {
         Self { core, network }
     }
 
-    fn of(endpoint: Arc<RankEndpoint>, next: NextGroup, alive: Option<Alive>) -> Group {
-        let (members, epoch) = (next.members.clone(), next.epoch);
-        Group { transport: Arc::new(Self::start(endpoint, next, alive)), members, epoch }
-    }
-
     /// Leaves an aborted group to form the next one; the endpoint is kept.
     fn form_again(core: &Arc<Core>, who: Regroup, patience: Duration, completer: Completer<Group>) {
         let abort = match core.leave_aborted() {
@@ -285,7 +284,8 @@ impl QuicTransport {
             if let Err(error) = &formed {
                 core.endpoint.part(error).await;
             }
-            completer.complete(formed.map(|next| Self::of(Arc::clone(&core.endpoint), next, alive)));
+            completer
+                .complete(formed.map(|next| Self::start(Arc::clone(&core.endpoint), next, alive).into()));
         });
     }
 }

@@ -2,14 +2,13 @@
 //! honest ranks name it as the culprit, or they continue undisturbed. They hold no more memory
 //! because of it. Clients outside the group are tested in `strangers.rs`.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common::member::Member;
 use crate::common::*;
 use bytes::Bytes;
 use kyklos_transport::wire::{Frame, HEADER_BYTES, MessageHeader, part_digest};
-use kyklos_transport::{AbortCause, Posted, Progress, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{AbortCause, Posted, Progress, Rank, Tag, TransportError, Vote};
 use pollster::block_on;
 use quinn::VarInt;
 use tokio::sync::oneshot;
@@ -22,7 +21,7 @@ const TAG: Tag = Tag { op: 1, message: 0 };
 /// A group with a hostile member. Its attack is done when the receiver yields. The member stays
 /// until the test drops the group.
 pub(crate) struct Group {
-    pub(crate) honest: Vec<Arc<dyn Transport>>,
+    pub(crate) honest: Vec<kyklos_transport::Group>,
     hostile: std::thread::JoinHandle<()>,
     over: oneshot::Sender<()>,
     _alone: std::sync::MutexGuard<'static, ()>,

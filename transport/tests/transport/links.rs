@@ -1,12 +1,11 @@
 //! Connections follow the link settings.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::over_quic;
 use bytes::Bytes;
 use kyklos_transport::quic::{Congestion, LinkSettings, quic_loopback_group_over};
-use kyklos_transport::{ConnectionFigures, Rank, Tag, Transport};
+use kyklos_transport::{ConnectionFigures, Group, Rank, Tag};
 use pollster::block_on;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -14,7 +13,7 @@ const LONG: Duration = Duration::from_secs(60);
 /// Sends `messages` of 8 MiB from rank 0 to rank 1. Returns rank 0's figures of that connection,
 /// and the line in which rank 0 describes its network.
 fn send(link: LinkSettings, messages: u32) -> (ConnectionFigures, String) {
-    let group: Vec<Arc<dyn Transport>> = quic_loopback_group_over(2, link).unwrap();
+    let group: Vec<Group> = quic_loopback_group_over(2, link).unwrap();
     let payload = Bytes::from(vec![7; 8 << 20]);
     for message in 0..messages {
         let tag = Tag { op: 0, message };

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use kyklos_transport::quic::{
     Carrier, ClusterAuthority, Identity, JobId, LinkSettings, QuicConfig, QuicTransport, Subject,
 };
-use kyklos_transport::{AbortCause, Progress, Rank, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{AbortCause, Group, Progress, Rank, Tag, Transport, TransportError, Vote};
 use pollster::block_on;
 
 use crate::common::{free_address, over_quic};
@@ -148,7 +148,7 @@ impl Job {
     }
 }
 
-fn join(config: QuicConfig) -> std::sync::Arc<dyn Transport> {
+fn join(config: QuicConfig) -> Group {
     QuicTransport::connect(config).expect("the group forms")
 }
 

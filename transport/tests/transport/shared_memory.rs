@@ -8,11 +8,11 @@ use kyklos_transport::{Rank, Tag};
 use pollster::block_on;
 
 use crate::common::{Job, close, connect, formed, over_quic};
-use crate::conformance::{Group, payload};
+use crate::conformance::{Ranks, payload};
 
 const LONG: Duration = Duration::from_secs(60);
 
-fn make(size: u32) -> Group {
+fn make(size: u32) -> Ranks {
     quic_loopback_group_over(size, LinkSettings::default()).expect("a group over loopback")
 }
 
@@ -22,7 +22,7 @@ conformance_tests!(make);
 mod beside_lanes {
     use super::*;
 
-    fn make(size: u32) -> Group {
+    fn make(size: u32) -> Ranks {
         let link = LinkSettings { lanes: 2, ..LinkSettings::default() };
         quic_loopback_group_over(size, link).expect("a group over loopback")
     }
@@ -31,7 +31,7 @@ mod beside_lanes {
 }
 
 /// Sends one message from rank `from` to the other one, and returns what arrived.
-fn sent(group: &Group, from: u32, message: u32, parts: &[Bytes]) -> Vec<Bytes> {
+fn sent(group: &Ranks, from: u32, message: u32, parts: &[Bytes]) -> Vec<Bytes> {
     let (to, tag) = (Rank(1 - from), Tag { op: 0, message });
     let lengths: Vec<usize> = parts.iter().map(Bytes::len).collect();
     let received = group[to.0 as usize].post_recv(Rank(from), tag, &lengths, LONG);
@@ -42,7 +42,7 @@ fn sent(group: &Group, from: u32, message: u32, parts: &[Bytes]) -> Vec<Bytes> {
 }
 
 /// Payload bytes that a rank has sent and received through shared memory.
-fn shared(group: &Group, rank: usize) -> (u64, u64) {
+fn shared(group: &Ranks, rank: usize) -> (u64, u64) {
     let figures = group[rank].connections()[1 - rank].unwrap();
     (figures.shared_bytes_sent, figures.shared_bytes_received)
 }

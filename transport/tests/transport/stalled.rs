@@ -1,6 +1,5 @@
 //! Stalled ranks. Their I/O runs only while the test drives it, so messages stay partly sent.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -8,7 +7,7 @@ use crate::common::{free_address, over_quic};
 use bytes::Bytes;
 use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
 use kyklos_transport::{
-    Abort, AbortCause, Pending, Posted, Progress, Rank, Tag, Taken, Transport, TransportError,
+    Abort, AbortCause, Group, Pending, Posted, Progress, Rank, Tag, Taken, Transport, TransportError,
 };
 use pollster::block_on;
 
@@ -30,14 +29,14 @@ over_every_carrier! {
 }
 
 /// A group in which rank 1 is stalled unless the test drives it.
-struct Group {
+struct Members {
     /// Ranks 0, 2, 3, …; each has its own thread.
-    others: Vec<Option<Arc<dyn Transport>>>,
-    still: Arc<dyn Transport>,
+    others: Vec<Option<Group>>,
+    still: Group,
     runtime: tokio::runtime::Runtime,
 }
 
-impl Group {
+impl Members {
     fn new(carrier: Carrier, size: u32, heartbeat: Duration) -> Self {
         let coordinator = free_address();
         let job = JobId::random().unwrap();
@@ -81,7 +80,7 @@ impl Group {
 
 fn a_rank_that_stalls_for_less_than_the_timeout_is_not_dead(carrier: Carrier) {
     // Twelve heartbeats are 36 s.
-    let group = Group::new(carrier, 2, Duration::from_secs(3));
+    let group = Members::new(carrier, 2, Duration::from_secs(3));
     std::thread::sleep(Duration::from_millis(6500));
     let sent = group.rank(0).post_send(Rank(1), TAG, vec!["still here".into()], LONG);
     let received = group.still.post_recv(Rank(0), TAG, &[10], LONG);
@@ -93,7 +92,7 @@ fn closing_while_a_peer_is_stalled_ends_at_its_deadline(carrier: Carrier) {
     let patience = Duration::from_secs(1);
     // The best of three runs: on a busy machine single runs are delayed.
     let overrun = (0..3).map(|_| {
-        let group = Group::new(carrier, 2, Duration::from_secs(3));
+        let group = Members::new(carrier, 2, Duration::from_secs(3));
         let started = Instant::now();
         let error = block_on(group.rank(0).close(patience)).unwrap_err();
         let overrun = started.elapsed().saturating_sub(patience);
@@ -106,7 +105,7 @@ fn closing_while_a_peer_is_stalled_ends_at_its_deadline(carrier: Carrier) {
 }
 
 fn a_stalled_rank_learns_of_a_close_that_timed_out(carrier: Carrier) {
-    let group = Group::new(carrier, 2, Duration::from_secs(3));
+    let group = Members::new(carrier, 2, Duration::from_secs(3));
     let needed = group.still.post_recv(Rank(0), TAG, &LARGE, LONG);
     block_on(group.rank(0).close(Duration::from_millis(300))).unwrap_err();
     let error = group.drive_until(needed).unwrap_err();
@@ -117,7 +116,7 @@ fn a_stalled_rank_learns_of_a_close_that_timed_out(carrier: Carrier) {
 
 /// Rank `from` sends to rank 1. Rank 1 has posted the receive and stalls in the middle of the
 /// message.
-fn in_flight(group: &Group, from: usize, patience: Duration) -> (Posted<Vec<Bytes>>, Posted<Taken>) {
+fn in_flight(group: &Members, from: usize, patience: Duration) -> (Posted<Vec<Bytes>>, Posted<Taken>) {
     let received = group.still.post_recv(Rank(from as u32), TAG, &LARGE, LONG);
     // The sender learns that rank 1 has requested the message.
     group.drive(Duration::from_millis(300));
@@ -147,7 +146,7 @@ fn aborted(error: TransportError) -> (Abort, Pending) {
 }
 
 fn an_abort_of_a_third_rank_ends_a_message_half_way(carrier: Carrier) {
-    let group = Group::new(carrier, 3, Duration::from_secs(3));
+    let group = Members::new(carrier, 3, Duration::from_secs(3));
     let (received, sent) = in_flight(&group, 0, LONG);
     let third = Abort {
         culprit: Rank(2),
@@ -165,7 +164,7 @@ fn an_abort_of_a_third_rank_ends_a_message_half_way(carrier: Carrier) {
 
 fn a_sender_that_is_dropped_half_way_has_died(carrier: Carrier) {
     for sender in [2, 0] {
-        let mut group = Group::new(carrier, 3, Duration::from_secs(3));
+        let mut group = Members::new(carrier, 3, Duration::from_secs(3));
         let (received, sent) = in_flight(&group, sender, LONG);
         drop(group.others[sender].take());
         let (abort, pending) = aborted(block_on(sent).unwrap_err());
@@ -179,7 +178,7 @@ fn a_sender_that_is_dropped_half_way_has_died(carrier: Carrier) {
 }
 
 fn a_message_that_is_abandoned_half_way_ends_only_itself(carrier: Carrier) {
-    let group = Group::new(carrier, 2, Duration::from_secs(3));
+    let group = Members::new(carrier, 2, Duration::from_secs(3));
     let patience = Duration::from_secs(1);
     let (received, sent) = in_flight(&group, 0, patience);
     let error = block_on(sent).unwrap_err();

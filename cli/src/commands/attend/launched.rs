@@ -61,14 +61,13 @@ fn in_groups(
     let mut lost: Option<GroupLoss> = None;
     let mut device = None;
     loop {
-        let transport = &group.transport;
         on_loss::end_if_stuck(&group);
         let refuse_all = |failure| {
-            let failure = refuse(&**transport, failure);
-            let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
+            let failure = refuse(&*group, failure);
+            let _ = pollster::block_on(group.close(Duration::from_secs(3)));
             failure
         };
-        let size = transport.size();
+        let size = group.size();
         let request = launched_request(args, size, assignment.local_size).map_err(|failure| {
             if size == assignment.size { failure } else { on_loss::does_not_fit(size, &failure) }
         });
@@ -82,23 +81,23 @@ fn in_groups(
         let device = device.get_or_insert_with(|| open_device(args, assignment)).clone();
         // Without its device this rank refuses the call below.
         if let Ok(device) = &device {
-            match prepared.shared(transport, device) {
+            match prepared.shared(&group, device) {
                 Ok(request) => prepared.request = request,
                 Err(failure) => {
                     let loss = begins_again.then(|| GroupLoss::of(&group, &failure)).flatten();
                     let Some(ended) = loss else {
-                        GroupLoss::cause(policy, &**transport, &failure);
-                        let _ = pollster::block_on(transport.close(Duration::from_secs(3)));
+                        GroupLoss::cause(policy, &*group, &failure);
+                        let _ = pollster::block_on(group.close(Duration::from_secs(3)));
                         return Err(failure);
                     };
-                    group = ended.go_on(policy, &**transport)?;
+                    group = ended.go_on(policy, &*group)?;
                     lost = Some(ended);
                     continue;
                 }
             }
         }
         let job = prepared.job(args, group.members.clone()).map_err(refuse_all)?;
-        if transport.rank().0 == 0 {
+        if group.rank().0 == 0 {
             match &lost {
                 Some(lost) => lost.tell(&group, &job.agreed.request),
                 None if args.group.rejoin => on_loss::tell_rejoined(&group, &job.agreed.request),
@@ -106,17 +105,17 @@ fn in_groups(
                 None => job.agreed.request.source.warning().iter().for_each(|warning| note(warning)),
             }
         }
-        let done = rank::work(&job, transport, device);
+        let done = rank::work(&job, &group, device);
         job.watch.phase(None);
         if let Err(failure) = &done {
-            GroupLoss::cause(policy, &**transport, failure);
+            GroupLoss::cause(policy, &*group, failure);
         }
         let failure = done.as_ref().err().filter(|_| begins_again);
         let Some(ended) = failure.and_then(|failure| GroupLoss::of(&group, failure)) else {
-            rank::leave(&job, transport, &done);
+            rank::leave(&job, &group, &done);
             return done?.failure().map_or(Ok(()), Err);
         };
-        group = ended.go_on(policy, &**transport)?;
+        group = ended.go_on(policy, &*group)?;
         lost = Some(ended);
     }
 }

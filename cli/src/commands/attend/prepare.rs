@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kyklos::backend::Device;
-use kyklos_transport::{Rank, Transport};
+use kyklos_transport::{Group, Rank};
 
 use super::args::AttendArgs;
 use crate::devices::{BackendKind, DeviceId, DeviceRequest};
@@ -124,7 +124,7 @@ impl Prepared {
     }
 
     /// The request with the shares on which the ranks agree, for a rank with this device.
-    pub(super) fn shared(&self, transport: &Arc<dyn Transport>, device: &Device) -> Result<Request> {
+    pub(super) fn shared(&self, transport: &Group, device: &Device) -> Result<Request> {
         share(self.request.clone(), self.settings, &self.outputs, transport, device)
     }
 

@@ -7,7 +7,7 @@ use kyklos::RunOptions;
 use kyklos::backend::Device;
 use kyklos::collect::RowTensors;
 use kyklos_oracle::oracle::Row;
-use kyklos_transport::{Rank, Transport, TransportError, Vote};
+use kyklos_transport::{Group, Rank, Transport, TransportError, Vote};
 
 use crate::failure::{Failure, Result};
 use crate::job::call::Job;
@@ -42,7 +42,7 @@ impl Job {
     /// Sends reports, sampled rows and output to rank 0.
     pub(in crate::job) fn collect(
         &self,
-        transport: &Arc<dyn Transport>,
+        transport: &Group,
         backend: &Device,
         results: &Results,
         file: Option<OutputFile>,

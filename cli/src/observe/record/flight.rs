@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos_cuda::{NcclObserver, NcclState};
-use kyklos_transport::{ConnectionFigures, Rank, Recorder, Transport};
+use kyklos_transport::{ConnectionFigures, Group, Rank, Recorder, Transport};
 
 use super::format::{MessagesLine, NcclLine};
 use crate::observe::progress::Watch;
@@ -53,11 +53,11 @@ impl About {
 
 impl Flight {
     /// Lists the rank of `transport`, which is about to run.
-    pub(crate) fn list(transport: &Arc<dyn Transport>, about: About) -> ListedFlight {
+    pub(crate) fn list(transport: &Group, about: About) -> ListedFlight {
         let flight = Arc::new(Self {
             rank: transport.rank(),
             recorder: transport.recorder(),
-            transport: Arc::downgrade(transport),
+            transport: Arc::downgrade(&transport.transport),
             started: SystemTime::now(),
             messages: OnceLock::new(),
             about,

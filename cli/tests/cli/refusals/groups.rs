@@ -14,7 +14,7 @@ use kyklos::{
     plan_forward,
 };
 use kyklos_transport::{
-    Abort, AbortCause, Progress, Rank, RefusalReason, Tag, Transport, Vote, in_process_group,
+    Abort, AbortCause, Group, Progress, Rank, RefusalReason, Tag, Transport, Vote, in_process_group,
 };
 
 use super::{Place, of_calls, of_program, problem, tensor, without};
@@ -86,7 +86,7 @@ fn of_a_killed_rank() -> String {
     )
 }
 
-fn pair() -> [Arc<dyn Transport>; 2] {
+fn pair() -> [Group; 2] {
     in_process_group(2).try_into().unwrap()
 }
 
@@ -158,7 +158,7 @@ fn of_backends() -> Vec<(&'static str, String)> {
 
 /// Ends the group at the first step of its rank, when the peer waits for a message.
 #[derive(Debug)]
-struct Fails(Arc<dyn Transport>);
+struct Fails(Group);
 
 impl Observer for Fails {
     fn step(&self, culprit: Rank, _: u64, step: usize, _: usize, _: &dyn Fn() -> String) {

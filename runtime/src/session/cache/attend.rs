@@ -143,13 +143,13 @@ impl Session {
     /// Refuses a cache of another group or device.
     pub(super) fn fits(&self, cache: &KvCache) -> Result<()> {
         let ranks = cache.holdings.ranks().count();
-        if ranks != self.transport.size() as usize || cache.rank != self.rank() {
+        if ranks != self.group.size() as usize || cache.rank != self.rank() {
             return Err(Error::request(
                 format!(
                     "a cache of rank {} of {ranks}, on rank {} of {}",
                     cache.rank,
                     self.rank(),
-                    self.transport.size()
+                    self.group.size()
                 ),
                 "use a cache that a session of this group made, or KvCache::after_loss",
             ));

@@ -115,7 +115,7 @@ fn two_ranks<T: Element>(values: &Sines<T>, layout: Layout, stream_of: fn(&Arc<C
     let context = Context::primary(0);
     let sessions = || {
         let all = Session::on_one_device(in_process_group(2), &device, &SessionOptions::default());
-        let transports = all.iter().map(|session| session.transport().clone()).collect();
+        let transports = all.iter().map(|session| session.group().clone()).collect();
         (Mutex::new(all.into_iter().map(Some).collect::<Vec<_>>()), transports)
     };
     let take =

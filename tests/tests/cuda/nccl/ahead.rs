@@ -11,7 +11,7 @@ use kyklos::{Dtype, Mesh, PlacementKind, Result, RunOptions, Session, Split, Str
 use kyklos_backend_suite::{Prepared, RankOutput};
 use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
 use kyklos_oracle::inputs::cases;
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 
 use super::{DEADLINE, plans, run, session};
 use crate::scenario::Scenario;
@@ -68,7 +68,7 @@ fn held(name: &str, hold_until: u32, options: NcclOptions, ends_well: bool) -> S
 }
 
 /// A session on a device that counts as lost soon, where it is to hang.
-fn patient(transport: &Arc<dyn Transport>, nccl: NcclOptions, ends_well: bool) -> Session {
+fn patient(transport: &Group, nccl: NcclOptions, ends_well: bool) -> Session {
     let stuck_after = Duration::from_secs(if ends_well { 60 } else { 4 });
     let options = CudaOptions { stuck_after, ..CudaOptions::default() };
     let ordinal = transport.rank().0 as usize;

@@ -15,7 +15,7 @@ use kyklos::{
 };
 use kyklos_backend_suite::{Prepared, RankOutput, attend_planned, planned};
 use kyklos_cuda::{CudaBackend, CudaOptions, NcclOptions};
-use kyklos_transport::{Rank, Regroup, Transport, in_process_group};
+use kyklos_transport::{Group, Rank, Regroup, in_process_group};
 use pollster::block_on;
 
 use super::{DEADLINE, plans, plans_on, run, session};
@@ -134,7 +134,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
 
 const CASE: &str = "two rows beyond four tiles";
 
-fn on_own_device(transport: &Arc<dyn Transport>, deadline: Duration, run: RunOptions) -> Session {
+fn on_own_device(transport: &Group, deadline: Duration, run: RunOptions) -> Session {
     let device = Device::from(CudaBackend::new(transport.rank().0 as usize).unwrap());
     session(transport.clone(), device, NcclOptions { deadline, ..NcclOptions::default() }, run)
 }
@@ -269,7 +269,7 @@ fn again() {
         assert!(matches!(error, Error::Group { .. }), "{error:?}");
         let next = block_on(transport.reform(Regroup::Survivors, DEADLINE)).unwrap();
         assert_eq!((next.members.len(), next.epoch), (3, 1));
-        run(on_own_device(&next.transport, DEADLINE, RunOptions::default()), &plans, &prepared).unwrap();
-        let _ = block_on(next.transport.close(DEADLINE));
+        run(on_own_device(&next, DEADLINE, RunOptions::default()), &plans, &prepared).unwrap();
+        let _ = block_on(next.close(DEADLINE));
     });
 }

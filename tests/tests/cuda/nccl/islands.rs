@@ -10,7 +10,7 @@ use kyklos::{Dtype, Mesh, Result, RunOptions, Session, Strategy, WireFormat};
 use kyklos_backend_suite::{Prepared, RankOutput, Whole};
 use kyklos_cuda::{CudaBackend, NcclCollective, NcclDecision, NcclOptions};
 use kyklos_oracle::inputs::cases;
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::{Group, Rank, in_process_group};
 use pollster::block_on;
 
 use super::{DEADLINE, run, scenario, session, set};
@@ -122,7 +122,7 @@ impl Ranks<'_> {
         }
     }
 
-    fn session(&self, transport: Arc<dyn Transport>, deadline: Duration) -> Session {
+    fn session(&self, transport: Group, deadline: Duration) -> Session {
         let rank = transport.rank();
         let options = NcclOptions { cluster: (self.clusters)(rank.0), deadline, ..options() };
         session(transport, self.device(rank), options, RunOptions::default())

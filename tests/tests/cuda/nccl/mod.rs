@@ -19,7 +19,7 @@ use kyklos::{
 use kyklos_backend_suite::{GradientCase, Prepared, RankOutput, Whole, attend_planned, dense_set, run_alone};
 use kyklos_cuda::{CudaBackend, NcclCollective, NcclDecision, NcclOptions, NcclRefusal};
 use kyklos_oracle::inputs::cases;
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 use pollster::block_on;
 
 use crate::gradients::prepared::{OnSessions, Sharing};
@@ -265,7 +265,7 @@ fn set(prepared: &Prepared, mesh: Mesh, strategy: Strategy, wire: WireFormat) ->
 }
 
 /// A session of a rank with a device of its own, which uses NCCL.
-fn session(transport: Arc<dyn Transport>, device: Device, options: NcclOptions, run: RunOptions) -> Session {
+fn session(transport: Group, device: Device, options: NcclOptions, run: RunOptions) -> Session {
     match block_on(NcclCollective::form(&transport, &device, options)).unwrap() {
         NcclDecision::Use(nccl) => {
             let NcclOptions { deadline, .. } = options;
@@ -293,7 +293,7 @@ fn run(mut session: Session, plans: &Arc<ProvedPlans>, prepared: &Prepared) -> R
     let part = shard(plans.set(), session.rank(), &prepared.tensors)?;
     let output = block_on(attend_planned(&mut session, plans, &part))?;
     // The recorder of a rank has its messages, in whichever way they went.
-    let peers = session.transport().recorder().peers();
+    let peers = session.group().recorder().peers();
     let [sent, messages] = [
         peers.iter().map(|peer| peer.bytes_sent).sum(),
         peers.iter().map(|peer| peer.messages_sent).sum::<u64>(),
@@ -344,10 +344,10 @@ fn gradients(ulysses: u32, ring: u32, strategy: Strategy) {
 /// The gradients of sessions are right, and have the bytes of those whose messages go through the
 /// host.
 pub(crate) fn gradients_on(
-    group: Vec<Arc<dyn Transport>>,
+    group: Vec<Group>,
     mesh: Mesh,
     strategy: Strategy,
-    session: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+    session: impl Fn(Group) -> Session + Sync,
 ) {
     let case = cases().into_iter().find(|case| case.name == "two rows beyond four tiles").unwrap();
     let case = GradientCase::new(case, Dtype::F32);

@@ -17,7 +17,7 @@ use kyklos::{Dtype, Mesh, Result, Session, SessionOptions, Strategy};
 use kyklos_backend_suite::{Prepared, RankOutput, Whole, attend_planned};
 use kyklos_cuda::{CudaBackend, CudaOptions, CudaPeers};
 use kyklos_oracle::inputs::cases;
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 use pollster::block_on;
 
 use crate::nccl::{DEADLINE, gradients_on, plans_on};
@@ -91,9 +91,9 @@ fn device(rank: usize) -> Device {
 }
 
 /// The collectives of ranks that find each other.
-fn found(ranks: &[(Arc<dyn Transport>, Device)]) -> Vec<Arc<CudaPeers>> {
+fn found(ranks: &[(Group, Device)]) -> Vec<Arc<CudaPeers>> {
     std::thread::scope(|scope| {
-        let one = |(transport, device): &(Arc<dyn Transport>, Device)| {
+        let one = |(transport, device): &(Group, Device)| {
             let (transport, device) = (transport.clone(), device.clone());
             let form_within = Duration::from_secs(61);
             scope.spawn(move || block_on(CudaPeers::form(&transport, &device, form_within, DEADLINE)))
@@ -110,7 +110,7 @@ fn found(ranks: &[(Arc<dyn Transport>, Device)]) -> Vec<Arc<CudaPeers>> {
 }
 
 /// The collectives of the ranks of this process, as the caller names them.
-fn named(ranks: &[(Arc<dyn Transport>, Device)]) -> Vec<Arc<CudaPeers>> {
+fn named(ranks: &[(Group, Device)]) -> Vec<Arc<CudaPeers>> {
     CudaPeers::of(ranks, DEADLINE).unwrap().into_iter().map(Arc::new).collect()
 }
 
@@ -121,7 +121,7 @@ fn on_peers(
     prepared: &Prepared,
     here: usize,
 ) -> Vec<(Duration, Result<RankOutput>)> {
-    let ranks: Vec<(Arc<dyn Transport>, Device)> =
+    let ranks: Vec<(Group, Device)> =
         in_process_group(plans.set().mesh.size()).into_iter().zip((0..).map(device)).collect();
     let peers = if here == ranks.len() { found(&ranks) } else { named(&ranks[..here]) };
     let options = || SessionOptions { deadline: DEADLINE, ..SessionOptions::default() };

@@ -4,8 +4,6 @@
 mod layers;
 mod limits;
 
-use std::sync::Arc;
-
 use kyklos::backend::Device;
 use kyklos::host::{layouts, scatter_lse};
 use kyklos::local::on_threads;
@@ -17,7 +15,7 @@ use kyklos_oracle::inputs::Case;
 use kyklos_oracle::oracle::{OracleMask, OracleProblem};
 use kyklos_oracle::tolerance::{Comparison, discriminates};
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::{Group, Rank, in_process_group};
 
 use crate::amount::amount;
 use crate::plan_properties::Random;
@@ -161,7 +159,7 @@ impl Script {
         whole
     }
 
-    fn compare(&self, group: Vec<Arc<dyn Transport>>, device: impl Fn() -> Device + Sync) -> Comparison {
+    fn compare(&self, group: Vec<Group>, device: impl Fn() -> Device + Sync) -> Comparison {
         assert_eq!(group.len(), self.ranks as usize);
         let outputs = on_threads(group, |transport| {
             let mut session = Session::new(transport, device());

@@ -12,7 +12,7 @@ use kyklos::{
 };
 use kyklos_oracle::inputs::{TensorId, fill};
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Transport, in_process_group};
+use kyklos_transport::{Group, in_process_group};
 
 /// Tokens of each of four ranks; rank 2 has none.
 const TOKENS: [usize; 4] = [13, 40, 0, 21];
@@ -38,9 +38,9 @@ fn saved(session: &mut Session, call: &Attention, [q, k, v]: [&Tensor; 3]) -> ky
 
 /// dq, dk and dv of all ranks, as bytes.
 fn bytes(
-    group: Vec<Arc<dyn Transport>>,
+    group: Vec<Group>,
     call: &Attention,
-    session: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+    session: impl Fn(Group) -> Session + Sync,
 ) -> Vec<[Vec<u8>; 3]> {
     on_threads(group, |transport| {
         let [q, k, v, d_o] = tensors(transport.rank().0 as usize);
@@ -51,7 +51,7 @@ fn bytes(
     })
 }
 
-fn on_cpu(transport: Arc<dyn Transport>) -> Session {
+fn on_cpu(transport: Group) -> Session {
     Session::new(transport, Device::cpu())
 }
 
@@ -114,7 +114,7 @@ fn no_gradient_reads_memory_that_no_step_wrote() {
 }
 
 /// `session` makes sessions whose memory holds NaN at first, or not.
-pub fn poison_changes_nothing(session: impl Fn(Arc<dyn Transport>, bool) -> Session + Sync) {
+pub fn poison_changes_nothing(session: impl Fn(Group, bool) -> Session + Sync) {
     for (mesh, strategy) in
         [((1, 4), Strategy::Ring), ((2, 2), Strategy::Unified), ((4, 1), Strategy::Chunked)]
     {

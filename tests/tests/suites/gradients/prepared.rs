@@ -1,7 +1,5 @@
 //! A case with its right gradients, on sessions.
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::host::{HostLayout, bias_layout, layouts, shard};
@@ -12,7 +10,7 @@ use kyklos::{
 };
 use kyklos_backend_suite::GradientCase;
 use kyklos_oracle::tolerance::GradientComparison;
-use kyklos_transport::{Rank, Transport};
+use kyklos_transport::{Group, Rank};
 
 /// How a case is shared.
 #[derive(Clone)]
@@ -30,32 +28,32 @@ pub struct Sharing {
 pub trait OnSessions {
     /// Attends forward, and backward with the strategy of `sharing.execution`. The errors of dQ,
     /// dK, dV, dSinks and, if the problem asks for it, dBias.
-    fn run(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<GradientComparison>;
+    fn run(&self, group: Vec<Group>, sharing: &Sharing) -> Vec<GradientComparison>;
 
     /// These gradients of the whole problem.
-    fn gradients(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<Vec<f64>> {
+    fn gradients(&self, group: Vec<Group>, sharing: &Sharing) -> Vec<Vec<f64>> {
         self.gradients_on(group, sharing, |transport| Session::new(transport, sharing.device.clone()))
     }
 
     /// The same on sessions of the caller's.
     fn gradients_on(
         &self,
-        group: Vec<Arc<dyn Transport>>,
+        group: Vec<Group>,
         sharing: &Sharing,
-        open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+        open: impl Fn(Group) -> Session + Sync,
     ) -> Vec<Vec<f64>>;
 }
 
 impl OnSessions for GradientCase {
-    fn run(&self, group: Vec<Arc<dyn Transport>>, sharing: &Sharing) -> Vec<GradientComparison> {
+    fn run(&self, group: Vec<Group>, sharing: &Sharing) -> Vec<GradientComparison> {
         self.judge(&self.gradients(group, sharing))
     }
 
     fn gradients_on(
         &self,
-        group: Vec<Arc<dyn Transport>>,
+        group: Vec<Group>,
         sharing: &Sharing,
-        open: impl Fn(Arc<dyn Transport>) -> Session + Sync,
+        open: impl Fn(Group) -> Session + Sync,
     ) -> Vec<Vec<f64>> {
         let Sharing { mesh, q, kv, forward, execution, .. } = sharing;
         let problem = &self.prepared.problem;

@@ -17,7 +17,7 @@ use kyklos::{
 };
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::{Group, Rank, in_process_group};
 
 use super::made_up;
 use kyklos_backend_suite::{Prepared, attend_planned};
@@ -38,7 +38,7 @@ fn poll_and_drop<T>(future: impl Future<Output = T>, polls: usize) -> Option<T> 
     None
 }
 
-fn groups(ranks: u32) -> [Vec<Arc<dyn Transport>>; 2] {
+fn groups(ranks: u32) -> [Vec<Group>; 2] {
     [in_process_group(ranks), quic_loopback_group(ranks).unwrap()]
 }
 

@@ -20,7 +20,7 @@ use kyklos::{
 use kyklos_backend_suite::{Prepared, RankOutput, Whole, attend_planned};
 use kyklos_oracle::inputs::cases;
 use kyklos_transport::quic::quic_loopback_group;
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::{Group, Rank, in_process_group};
 
 use crate::amount::amount;
 use crate::common::run_set;
@@ -135,7 +135,7 @@ pub(super) fn made_up(tokens: usize, heads: usize, seed: f32) -> Tensor {
     Tensor::new([1, tokens, heads, 16], values).unwrap()
 }
 
-pub(super) fn both(transports: Vec<Arc<dyn Transport>>) -> Vec<Arc<dyn Transport>> {
+pub(super) fn both(transports: Vec<Group>) -> Vec<Group> {
     assert_eq!(transports.len(), 2);
     transports
 }

@@ -138,7 +138,7 @@ fn a_session_after_an_abort_says_who_ended_the_group() {
             first_call.wait();
             if culprit {
                 let cause = AbortCause::Failed("out of coffee".to_owned());
-                session.transport().abort(Abort { culprit: Rank(1), cause, progress: Progress::default() });
+                session.group().abort(Abort { culprit: Rank(1), cause, progress: Progress::default() });
             }
             for _ in 0..2 {
                 let error = session.attend(&Attention::new(), &x, &x, &x).unwrap_err().to_string();

@@ -13,7 +13,7 @@ use kyklos::{
 };
 use kyklos_backend_suite::{Observed, Observer, Prepared, RankOutput, Whole};
 use kyklos_oracle::inputs::cases;
-use kyklos_transport::{Rank, Transport, in_process_group};
+use kyklos_transport::{Group, Rank, in_process_group};
 
 use super::{call_of, parts};
 use crate::amount::amount;
@@ -31,7 +31,7 @@ impl Simulated {
         Arc::new(Self { now_ns: 0.into(), ns_per_pair: ns_per_pair.into() })
     }
 
-    fn session(self: Arc<Self>, transport: Arc<dyn Transport>, memory_bytes: Option<u64>) -> Session {
+    fn session(self: Arc<Self>, transport: Group, memory_bytes: Option<u64>) -> Session {
         let run = RunOptions { clock: self.clone(), ..RunOptions::default() };
         let options = SessionOptions { run, memory_bytes, ..SessionOptions::default() };
         let device = Device::new(Observed { backend: CpuBackend::new(), observer: self });
@@ -56,7 +56,7 @@ impl Clock for Simulated {
 }
 
 /// A session whose device takes so long for each pair.
-fn session(transport: Arc<dyn Transport>, ns_per_pair: u64, memory_bytes: Option<u64>) -> Session {
+fn session(transport: Group, ns_per_pair: u64, memory_bytes: Option<u64>) -> Session {
     Simulated::new(ns_per_pair).session(transport, memory_bytes)
 }
 

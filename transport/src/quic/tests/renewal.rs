@@ -1,7 +1,7 @@
 //! Identities that are renewed while their ranks run: they count from the next group on.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
 
 use pollster::block_on;
@@ -10,7 +10,7 @@ use super::free_address::free_address;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::quic::*;
 use crate::rank::{Progress, Rank};
-use crate::transport::{Group, Regroup, Transport};
+use crate::transport::{Group, Regroup};
 
 const JOB: JobId = JobId([6; 16]);
 const LONG: Duration = Duration::from_secs(15);
@@ -38,7 +38,7 @@ fn warned(words: &[&str]) -> bool {
 }
 
 /// Forms a group of two whose identities are in `files`.
-fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Arc<dyn Transport>> {
+fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Group> {
     let coordinator = free_address();
     let ranks: Vec<_> = (0..)
         .zip(files)
@@ -55,7 +55,7 @@ fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Arc<dyn Transport>> {
 }
 
 /// Ends the group, and forms the next one.
-fn again(group: &[Arc<dyn Transport>]) -> Vec<Result<Group, TransportError>> {
+fn again(group: &[Group]) -> Vec<Result<Group, TransportError>> {
     let cause = AbortCause::Failed("a test".into());
     group[0].abort(Abort { culprit: Rank(0), cause, progress: Progress::default() });
     std::thread::sleep(Duration::from_millis(300));
@@ -64,7 +64,7 @@ fn again(group: &[Arc<dyn Transport>]) -> Vec<Result<Group, TransportError>> {
 }
 
 fn close(group: Vec<Result<Group, TransportError>>) {
-    let group: Vec<_> = group.into_iter().map(|rank| rank.unwrap().transport).collect();
+    let group: Vec<_> = group.into_iter().map(|rank| rank.unwrap()).collect();
     let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
     closing.into_iter().for_each(|closed| block_on(closed).unwrap());
 }
@@ -120,7 +120,7 @@ fn a_file_with_something_else_changes_nothing() {
     // The identity of another rank, and one of another authority.
     put(&authority.issue(Rank(1)).unwrap(), &zero);
     put(&ClusterAuthority::new(JOB).unwrap().issue(Rank(1)).unwrap(), &one);
-    let group: Vec<_> = again(&group).into_iter().map(|rank| rank.unwrap().transport).collect();
+    let group: Vec<_> = again(&group).into_iter().map(|rank| rank.unwrap()).collect();
     let keeps = "keeps the identity that it has";
     assert!(warned(&["rank 0", keeps, "has the certificate of rank 1"]), "{WARNINGS:?}");
     assert!(warned(&["rank 1", keeps, "is of an authority that this rank does not trust"]), "{WARNINGS:?}");
@@ -149,7 +149,7 @@ fn an_authority_that_this_rank_did_not_trust_at_its_start_is_not_taken_for_grant
     let group = form([&zero, &one], Carrier::Udp);
     // The steps by which an authority is changed: trust both, then use the new one.
     issue(&old, &new);
-    let group: Vec<_> = again(&group).into_iter().map(|rank| rank.unwrap().transport).collect();
+    let group: Vec<_> = again(&group).into_iter().map(|rank| rank.unwrap()).collect();
     issue(&new, &old);
     close(again(&group));
     assert!(warned(&["is of an authority that this rank does not trust since its start"]), "{WARNINGS:?}");

@@ -3,7 +3,6 @@
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::Path;
-use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
@@ -13,12 +12,12 @@ use crate::quic::forming::first_group::first_group;
 use crate::quic::transport::bind;
 use crate::quic::*;
 use crate::rank::{Progress, Rank, Tag};
+use crate::transport::Group;
 use crate::transport::Regroup;
-use crate::transport::Transport;
 
 const JOB: JobId = JobId([5; 16]);
 
-type Formed = Result<Arc<dyn Transport>, TransportError>;
+type Formed = Result<Group, TransportError>;
 
 fn authority() -> ClusterAuthority {
     ClusterAuthority::new(JOB).unwrap()

@@ -14,14 +14,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Tag, Transport, TransportError};
+use kyklos_transport::{Group, Rank, Tag, TransportError};
 use pollster::block_on;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 pub(crate) use free_address::free_address;
 
-pub(crate) type Formed = Result<Arc<dyn Transport>, TransportError>;
+pub(crate) type Formed = Result<Group, TransportError>;
 
 /// No wait in a test lasts longer than this.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
@@ -62,11 +62,7 @@ impl Job {
     }
 
     /// Runs each honest rank on its own thread while `disturb` runs.
-    pub(crate) fn form_while<T>(
-        &self,
-        size: u32,
-        disturb: impl FnOnce() -> T,
-    ) -> (Vec<Arc<dyn Transport>>, T) {
+    pub(crate) fn form_while<T>(&self, size: u32, disturb: impl FnOnce() -> T) -> (Vec<Group>, T) {
         let mut ranks = vec![connect(self.config(0, size))];
         // The strangers connect while rank 0 waits for the other ranks.
         std::thread::sleep(Duration::from_millis(100));
@@ -115,7 +111,7 @@ pub(crate) fn connect(config: QuicConfig) -> JoinHandle<Formed> {
     std::thread::spawn(move || QuicTransport::connect(config))
 }
 
-pub(crate) fn formed(ranks: Vec<JoinHandle<Formed>>) -> Vec<Arc<dyn Transport>> {
+pub(crate) fn formed(ranks: Vec<JoinHandle<Formed>>) -> Vec<Group> {
     ranks.into_iter().map(|rank| rank.join().unwrap().expect("an honest rank joins")).collect()
 }
 
@@ -129,7 +125,7 @@ pub(crate) fn refused(config: QuicConfig) -> String {
 }
 
 /// Each of these ranks sends a megabyte to every other one of them.
-pub(crate) fn exchange(ranks: &[Arc<dyn Transport>], op: u64) {
+pub(crate) fn exchange(ranks: &[Group], op: u64) {
     let (tag, bytes) = (Tag { op, message: 0 }, 1 << 20);
     let (mut received, mut sent) = (Vec::new(), Vec::new());
     for one in ranks {
@@ -147,13 +143,13 @@ pub(crate) fn exchange(ranks: &[Arc<dyn Transport>], op: u64) {
     }
 }
 
-pub(crate) fn close(group: &[Arc<dyn Transport>]) {
+pub(crate) fn close(group: &[Group]) {
     let closing: Vec<_> = group.iter().map(|rank| rank.close(LONG)).collect();
     closing.into_iter().for_each(|closed| block_on(closed).unwrap());
 }
 
 /// The group exchanges messages and closes.
-pub(crate) fn works(group: &[Arc<dyn Transport>]) {
+pub(crate) fn works(group: &[Group]) {
     exchange(group, 0);
     close(group);
 }

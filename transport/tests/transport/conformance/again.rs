@@ -3,13 +3,13 @@
 use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
-use kyklos_transport::Group as Formed;
+use kyklos_transport::Group;
 use kyklos_transport::{Abort, AbortCause, Posted, Progress, Rank, Regroup, TransportError};
 use pollster::block_on;
 
-use super::{Group, LONG, abort_of, close, ready, tag};
+use super::{LONG, Ranks, abort_of, close, ready, tag};
 
-fn abort(group: &Group, culprit: u32) {
+fn abort(group: &Ranks, culprit: u32) {
     group[culprit as usize].abort(Abort {
         culprit: Rank(culprit),
         cause: AbortCause::Failed("on purpose".to_owned()),
@@ -21,22 +21,22 @@ fn abort(group: &Group, culprit: u32) {
 }
 
 /// All these ranks form the next group, with the same members and epoch.
-fn reform(group: Group) -> (Group, Vec<Rank>, u32) {
-    let forming: Vec<Posted<Formed>> =
+fn reform(group: Ranks) -> (Ranks, Vec<Rank>, u32) {
+    let forming: Vec<Posted<Group>> =
         group.iter().map(|rank| rank.reform(Regroup::Survivors, LONG)).collect();
     drop(group);
-    let formed: Vec<Formed> = forming.into_iter().map(|posted| block_on(posted).unwrap()).collect();
+    let formed: Ranks = forming.into_iter().map(|posted| block_on(posted).unwrap()).collect();
     let (members, epoch) = (formed[0].members.clone(), formed[0].epoch);
     for (rank, one) in (0..).zip(&formed) {
         assert_eq!((&one.members, one.epoch), (&members, epoch));
-        assert_eq!((one.transport.rank(), one.transport.size()), (Rank(rank), members.len() as u32));
-        assert!(!one.transport.stop_flag().load(Ordering::Acquire));
+        assert_eq!((one.rank(), one.size()), (Rank(rank), members.len() as u32));
+        assert!(!one.stop_flag().load(Ordering::Acquire));
     }
-    (formed.into_iter().map(|one| one.transport).collect(), members, epoch)
+    (formed, members, epoch)
 }
 
 /// All ranks agree, and send messages to each other with tags that the last group used.
-fn works(group: &Group) {
+fn works(group: &Ranks) {
     let size = group.len() as u32;
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(ready(3), LONG)).collect();
     votes.into_iter().for_each(|vote| assert_eq!(block_on(vote).unwrap().len(), group.len()));
@@ -50,7 +50,7 @@ fn works(group: &Group) {
     }
 }
 
-pub(crate) fn survivors_form_the_next_group_whichever_rank_died(make: fn(u32) -> Group) {
+pub(crate) fn survivors_form_the_next_group_whichever_rank_died(make: fn(u32) -> Ranks) {
     for victim in [2, 0] {
         let mut group = make(4);
         works(&group);
@@ -76,7 +76,7 @@ pub(crate) fn survivors_form_the_next_group_whichever_rank_died(make: fn(u32) ->
     }
 }
 
-pub(crate) fn a_failed_group_forms_again_with_all_ranks(make: fn(u32) -> Group) {
+pub(crate) fn a_failed_group_forms_again_with_all_ranks(make: fn(u32) -> Ranks) {
     let mut group = make(3);
     for _ in 0..2 {
         abort(&group, 1);
@@ -88,7 +88,7 @@ pub(crate) fn a_failed_group_forms_again_with_all_ranks(make: fn(u32) -> Group) 
     close(group);
 }
 
-pub(crate) fn too_few_survivors_form_no_group(make: fn(u32) -> Group) {
+pub(crate) fn too_few_survivors_form_no_group(make: fn(u32) -> Ranks) {
     let mut group = make(4);
     drop(group.drain(..2));
     let short = std::time::Duration::from_secs(12);
@@ -103,7 +103,7 @@ pub(crate) fn too_few_survivors_form_no_group(make: fn(u32) -> Group) {
     }
 }
 
-pub(crate) fn a_working_group_is_not_formed_again(make: fn(u32) -> Group) {
+pub(crate) fn a_working_group_is_not_formed_again(make: fn(u32) -> Ranks) {
     let group = make(2);
     let error = block_on(group[0].reform(Regroup::Survivors, LONG)).unwrap_err();
     assert!(matches!(error, TransportError::Misuse { .. }), "{error:?}");

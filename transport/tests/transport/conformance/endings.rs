@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError};
 use pollster::block_on;
 
-use super::{Group, LONG, SOON, abort_of, payload, ready, tag};
+use super::{LONG, Ranks, SOON, abort_of, payload, ready, tag};
 
-pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn(u32) -> Group) {
+pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn(u32) -> Ranks) {
     let group = make(4);
     let flags: Vec<_> = group.iter().map(|rank| rank.stop_flag()).collect();
     let receives: Vec<_> = (0..4_u32)
@@ -55,7 +55,7 @@ pub(crate) fn an_abort_ends_everything_everywhere_and_names_one_culprit(make: fn
 
 /// Messages from rank 0 to rank 1. Some are in flight when `end` ends the group, and one is never
 /// sent. Returns the errors of the unfinished calls; all are the same abort.
-fn ends_in_flight(mut group: Group, end: impl FnOnce(&mut Group)) -> Abort {
+fn ends_in_flight(mut group: Ranks, end: impl FnOnce(&mut Ranks)) -> Abort {
     const BYTES: usize = 8 << 20;
     let receive = |message| group[1].post_recv(Rank(0), tag(1, message), &[BYTES], LONG);
     let mut receives: Vec<_> = (0..9).map(receive).collect();
@@ -80,7 +80,7 @@ fn ends_in_flight(mut group: Group, end: impl FnOnce(&mut Group)) -> Abort {
     abort
 }
 
-pub(crate) fn an_abort_of_a_third_rank_ends_messages_in_flight(make: fn(u32) -> Group) {
+pub(crate) fn an_abort_of_a_third_rank_ends_messages_in_flight(make: fn(u32) -> Ranks) {
     let third = Abort {
         culprit: Rank(2),
         cause: AbortCause::Failed("out of memory".into()),
@@ -89,13 +89,13 @@ pub(crate) fn an_abort_of_a_third_rank_ends_messages_in_flight(make: fn(u32) -> 
     assert_eq!(ends_in_flight(make(3), |group| group[2].abort(third.clone())), third);
 }
 
-pub(crate) fn a_sender_that_is_dropped_ends_messages_in_flight(make: fn(u32) -> Group) {
+pub(crate) fn a_sender_that_is_dropped_ends_messages_in_flight(make: fn(u32) -> Ranks) {
     let abort = ends_in_flight(make(3), |group| drop(group.remove(0)));
     assert_eq!(abort.culprit, Rank(0));
     assert!(matches!(abort.cause, AbortCause::Died(_)), "{abort}");
 }
 
-pub(crate) fn a_dropped_rank_has_died(make: fn(u32) -> Group) {
+pub(crate) fn a_dropped_rank_has_died(make: fn(u32) -> Ranks) {
     for victim in [2, 0] {
         let mut group = make(3);
         group[victim as usize].report_progress(Progress { op: 4, step: 2 });
@@ -120,7 +120,7 @@ pub(crate) fn a_dropped_rank_has_died(make: fn(u32) -> Group) {
     }
 }
 
-pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Group) {
+pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Ranks) {
     let group = make(2);
     let short = Duration::from_millis(200);
     let started = Instant::now();
@@ -142,7 +142,7 @@ pub(crate) fn a_deadline_ends_a_call_and_says_how_far_it_got(make: fn(u32) -> Gr
     assert!(block_on(received).unwrap() == [payload(3, 3)]);
 }
 
-pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn(u32) -> Group) {
+pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn(u32) -> Ranks) {
     let group = make(3);
     let flags: Vec<_> = group.iter().map(|rank| rank.stop_flag()).collect();
     let receive = group[0].post_recv(Rank(1), tag(0, 0), &[10], LONG);
@@ -169,7 +169,7 @@ pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn
     }
 }
 
-pub(crate) fn ranks_that_finish_early_may_leave(make: fn(u32) -> Group) {
+pub(crate) fn ranks_that_finish_early_may_leave(make: fn(u32) -> Ranks) {
     let mut group = make(3);
     // Rank 1 leaves first, permanently. Rank 0 leaves next. Rank 2 needs nothing more from either.
     let sent = group[2].post_send(Rank(0), tag(0, 0), vec![payload(1 << 20, 5)], LONG);
@@ -188,7 +188,7 @@ pub(crate) fn ranks_that_finish_early_may_leave(make: fn(u32) -> Group) {
     block_on(first).unwrap();
 }
 
-pub(crate) fn close_waits_until_the_receiver_has_what_was_sent(make: fn(u32) -> Group) {
+pub(crate) fn close_waits_until_the_receiver_has_what_was_sent(make: fn(u32) -> Ranks) {
     let group = make(2);
     let sent = group[0].post_send(Rank(1), tag(0, 0), vec![payload(3 << 20, 1)], LONG);
     let closed = group[0].close(LONG);
@@ -202,7 +202,7 @@ pub(crate) fn close_waits_until_the_receiver_has_what_was_sent(make: fn(u32) -> 
     assert_eq!(error, TransportError::Closed);
 }
 
-pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) -> Group) {
+pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) -> Ranks) {
     for (leaver, other) in [(1, 0), (0, 1)] {
         let group = make(3);
         let progress = Progress { op: 6, step: 3 };
@@ -220,7 +220,7 @@ pub(crate) fn a_rank_that_leaves_while_it_is_needed_is_an_error(make: fn(u32) ->
     }
 }
 
-pub(crate) fn a_rank_whose_close_timed_out_has_left(make: fn(u32) -> Group) {
+pub(crate) fn a_rank_whose_close_timed_out_has_left(make: fn(u32) -> Ranks) {
     let group = make(3);
     let needed = group[2].post_recv(Rank(1), tag(0, 7), &[10], LONG);
     // No rank receives this message, so rank 1 cannot close in order.

@@ -6,9 +6,9 @@ use bytes::Bytes;
 use kyklos_transport::{Event, EventKind, Rank, TransportError};
 use pollster::block_on;
 
-use super::{Group, LONG, abort_of, close, payload, tag};
+use super::{LONG, Ranks, abort_of, close, payload, tag};
 
-pub(crate) fn payloads_of_all_sizes_and_part_counts_arrive_unchanged(make: fn(u32) -> Group) {
+pub(crate) fn payloads_of_all_sizes_and_part_counts_arrive_unchanged(make: fn(u32) -> Ranks) {
     let group = make(2);
     let messages: [&[usize]; 10] = [
         &[1],
@@ -46,7 +46,7 @@ pub(crate) fn payloads_of_all_sizes_and_part_counts_arrive_unchanged(make: fn(u3
     close(group);
 }
 
-pub(crate) fn both_sides_may_send_first(make: fn(u32) -> Group) {
+pub(crate) fn both_sides_may_send_first(make: fn(u32) -> Ranks) {
     let group = make(2);
     let bytes = 20 << 20;
     let sent: Vec<_> = (0..2)
@@ -64,7 +64,7 @@ pub(crate) fn both_sides_may_send_first(make: fn(u32) -> Group) {
     close(group);
 }
 
-pub(crate) fn bursts_from_everyone_to_everyone_arrive(make: fn(u32) -> Group) {
+pub(crate) fn bursts_from_everyone_to_everyone_arrive(make: fn(u32) -> Ranks) {
     for size in 1..=5_u32 {
         let group = make(size);
         let mut sent = Vec::new();
@@ -95,7 +95,7 @@ pub(crate) fn bursts_from_everyone_to_everyone_arrive(make: fn(u32) -> Group) {
 
 /// Rank 0 sends 300 messages in order, and rank 1 receives them in reverse order. Half of them are
 /// large. The transport may delay messages, but requested messages must arrive.
-pub(crate) fn tags_are_matched_in_any_order(make: fn(u32) -> Group) {
+pub(crate) fn tags_are_matched_in_any_order(make: fn(u32) -> Ranks) {
     let group = make(2);
     let bytes = |message: u32| if message.is_multiple_of(2) { 50 } else { 600_000 };
     let sent: Vec<_> = (0..300)
@@ -114,7 +114,7 @@ pub(crate) fn tags_are_matched_in_any_order(make: fn(u32) -> Group) {
     close(group);
 }
 
-pub(crate) fn a_send_waits_for_its_receive(make: fn(u32) -> Group) {
+pub(crate) fn a_send_waits_for_its_receive(make: fn(u32) -> Ranks) {
     let group = make(2);
     for (message, bytes) in [(0, 10), (1, 1 << 20)] {
         let mut sent = group[0].post_send(Rank(1), tag(0, message), vec![payload(bytes, 1)], LONG);
@@ -129,7 +129,7 @@ pub(crate) fn a_send_waits_for_its_receive(make: fn(u32) -> Group) {
     close(group);
 }
 
-pub(crate) fn a_send_reports_how_long_it_waited_for_its_receive(make: fn(u32) -> Group) {
+pub(crate) fn a_send_reports_how_long_it_waited_for_its_receive(make: fn(u32) -> Ranks) {
     let group = make(2);
     let late = Duration::from_millis(150);
     // Small messages may leave before they are requested, large ones may not.
@@ -164,7 +164,7 @@ pub(crate) fn a_send_reports_how_long_it_waited_for_its_receive(make: fn(u32) ->
     close(group);
 }
 
-pub(crate) fn parts_of_other_lengths_than_expected_are_a_broken_protocol(make: fn(u32) -> Group) {
+pub(crate) fn parts_of_other_lengths_than_expected_are_a_broken_protocol(make: fn(u32) -> Ranks) {
     for (sends, expects) in
         [(vec![4, 6], vec![6, 4]), (vec![10], vec![11]), (vec![10], vec![5, 5]), (vec![200_000], vec![7])]
     {
@@ -186,7 +186,7 @@ pub(crate) fn parts_of_other_lengths_than_expected_are_a_broken_protocol(make: f
     }
 }
 
-pub(crate) fn invalid_calls_are_refused_and_harmless(make: fn(u32) -> Group) {
+pub(crate) fn invalid_calls_are_refused_and_harmless(make: fn(u32) -> Ranks) {
     let group = make(2);
     let misuse = |error: TransportError, words: &str| {
         let TransportError::Misuse { text } = &error else { panic!("{error:?}") };
@@ -210,7 +210,7 @@ pub(crate) fn invalid_calls_are_refused_and_harmless(make: fn(u32) -> Group) {
     close(group);
 }
 
-pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
+pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Ranks) {
     let group = make(2);
     let misuse = |error: TransportError| {
         let TransportError::Misuse { text } = &error else { panic!("{error:?}") };
@@ -237,7 +237,7 @@ pub(crate) fn a_tag_is_used_once(make: fn(u32) -> Group) {
 
 /// Small messages leave before they are requested. Abandoned small messages must not use up the
 /// buffers of requested ones.
-pub(crate) fn abandoned_messages_do_not_block_later_ones(make: fn(u32) -> Group) {
+pub(crate) fn abandoned_messages_do_not_block_later_ones(make: fn(u32) -> Ranks) {
     let group = make(2);
     for op in 0..6 {
         let short = Duration::from_millis(150);

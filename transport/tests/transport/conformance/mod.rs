@@ -6,11 +6,10 @@ mod messages;
 mod recorded;
 mod votes;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, Posted, Tag, Transport, TransportError, Vote};
+use kyklos_transport::{Abort, Group, Posted, Tag, TransportError, Vote};
 use pollster::block_on;
 
 pub(crate) use again::*;
@@ -19,7 +18,7 @@ pub(crate) use messages::*;
 pub(crate) use recorded::*;
 pub(crate) use votes::*;
 
-pub(crate) type Group = Vec<Arc<dyn Transport>>;
+pub(crate) type Ranks = Vec<Group>;
 
 /// No wait in a test lasts longer than this.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
@@ -49,7 +48,7 @@ pub(crate) fn ready(byte: u8) -> Vote {
 }
 
 /// Closes all ranks at the same time, as their programs do.
-pub(crate) fn close(group: Group) {
+pub(crate) fn close(group: Ranks) {
     let closing: Vec<Posted<()>> = group.iter().map(|rank| rank.close(LONG)).collect();
     for (rank, closed) in closing.into_iter().enumerate() {
         block_on(closed).unwrap_or_else(|error| panic!("close of rank {rank}: {error}"));

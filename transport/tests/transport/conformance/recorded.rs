@@ -3,9 +3,9 @@
 use kyklos_transport::{Abort, AbortCause, EventKind, Progress, Rank, Vote};
 use pollster::block_on;
 
-use super::{Group, LONG, payload, tag};
+use super::{LONG, Ranks, payload, tag};
 
-pub(crate) fn a_rank_records_what_it_did_and_what_an_abort_ended(make: fn(u32) -> Group) {
+pub(crate) fn a_rank_records_what_it_did_and_what_an_abort_ended(make: fn(u32) -> Ranks) {
     let group = make(2);
     let vote = |bytes| Vote::Ready { plan_hash: [1; 32], note: payload(bytes, 1) };
     let votes = [group[0].agree(vote(30), LONG), group[1].agree(vote(12), LONG)];

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos_transport::{
-    AbortCause, MAX_NOTE_BYTES, Posted, Rank, RefusalReason, Transport, TransportError, Vote,
+    AbortCause, Group, MAX_NOTE_BYTES, Posted, Rank, RefusalReason, TransportError, Vote,
 };
 use pollster::block_on;
 
-use super::{Group, LONG, abort_of, close, payload, ready};
+use super::{LONG, Ranks, abort_of, close, payload, ready};
 
-pub(crate) fn ranks_agree_when_all_are_ready_with_one_plan(make: fn(u32) -> Group) {
+pub(crate) fn ranks_agree_when_all_are_ready_with_one_plan(make: fn(u32) -> Ranks) {
     for size in [1, 3] {
         let group = make(size);
         for round in 0..3 {
@@ -23,7 +23,7 @@ pub(crate) fn ranks_agree_when_all_are_ready_with_one_plan(make: fn(u32) -> Grou
     }
 }
 
-pub(crate) fn the_lowest_refusal_is_the_error_of_all_ranks_and_the_group_continues(make: fn(u32) -> Group) {
+pub(crate) fn the_lowest_refusal_is_the_error_of_all_ranks_and_the_group_continues(make: fn(u32) -> Ranks) {
     let group = make(4);
     let refuse = |reason, text: &str| Vote::Refuse { reason, text: text.into() };
     let ballots = [
@@ -46,7 +46,7 @@ pub(crate) fn the_lowest_refusal_is_the_error_of_all_ranks_and_the_group_continu
     close(group);
 }
 
-pub(crate) fn different_plans_are_noticed_by_everyone(make: fn(u32) -> Group) {
+pub(crate) fn different_plans_are_noticed_by_everyone(make: fn(u32) -> Ranks) {
     let group = make(3);
     let votes: Vec<_> =
         group.iter().map(|rank| rank.agree(ready(u8::from(rank.rank() == Rank(2))), LONG)).collect();
@@ -63,14 +63,14 @@ fn with_note(byte: u8, note: &Bytes) -> Vote {
 }
 
 /// Every rank votes with its note, the highest rank first.
-fn vote_all(group: &Group, byte: u8, notes: &[Bytes]) -> Vec<Posted<Vec<Bytes>>> {
+fn vote_all(group: &Ranks, byte: u8, notes: &[Bytes]) -> Vec<Posted<Vec<Bytes>>> {
     let votes = group.iter().zip(notes).rev().map(|(rank, note)| rank.agree(with_note(byte, note), LONG));
     let mut votes: Vec<_> = votes.collect();
     votes.reverse();
     votes
 }
 
-pub(crate) fn notes_of_all_ranks_arrive_whole_and_in_rank_order(make: fn(u32) -> Group) {
+pub(crate) fn notes_of_all_ranks_arrive_whole_and_in_rank_order(make: fn(u32) -> Ranks) {
     for size in [1, 4] {
         let group = make(size);
         let of = |bytes: [usize; 4]| {
@@ -97,7 +97,7 @@ pub(crate) fn notes_of_all_ranks_arrive_whole_and_in_rank_order(make: fn(u32) ->
 }
 
 pub(crate) fn notes_of_the_longest_size_arrive_and_one_byte_more_is_refused_at_the_caller(
-    make: fn(u32) -> Group,
+    make: fn(u32) -> Ranks,
 ) {
     let group = make(3);
     let longest: Vec<Bytes> = (0..3).map(|rank| payload(MAX_NOTE_BYTES, rank + 9)).collect();
@@ -117,11 +117,11 @@ pub(crate) fn notes_of_the_longest_size_arrive_and_one_byte_more_is_refused_at_t
     close(group);
 }
 
-pub(crate) fn a_refusal_wins_over_notes(make: fn(u32) -> Group) {
+pub(crate) fn a_refusal_wins_over_notes(make: fn(u32) -> Ranks) {
     let group = make(3);
     let notes: Vec<Bytes> = (0..3).map(|rank| payload(500, rank)).collect();
     for refuses in 0..3 {
-        let vote = |rank: &std::sync::Arc<dyn Transport>| match rank.rank() == Rank(refuses) {
+        let vote = |rank: &Group| match rank.rank() == Rank(refuses) {
             true => Vote::Refuse { reason: RefusalReason::Failed, text: "no memory".into() },
             false => with_note(1, &notes[rank.rank().0 as usize]),
         };
@@ -139,10 +139,10 @@ pub(crate) fn a_refusal_wins_over_notes(make: fn(u32) -> Group) {
     close(group);
 }
 
-pub(crate) fn different_plans_are_noticed_whatever_the_notes(make: fn(u32) -> Group) {
+pub(crate) fn different_plans_are_noticed_whatever_the_notes(make: fn(u32) -> Ranks) {
     let group = make(4);
     let note = payload(64, 1);
-    let plan = |rank: &std::sync::Arc<dyn Transport>| with_note(u8::from(rank.rank() >= Rank(2)), &note);
+    let plan = |rank: &Group| with_note(u8::from(rank.rank() >= Rank(2)), &note);
     let votes: Vec<_> = group.iter().map(|rank| rank.agree(plan(rank), LONG)).collect();
     for vote in votes {
         let error = block_on(vote).unwrap_err();
@@ -154,7 +154,7 @@ pub(crate) fn different_plans_are_noticed_whatever_the_notes(make: fn(u32) -> Gr
 }
 
 /// One rank after the other votes in all rounds before the others vote in any.
-pub(crate) fn notes_of_consecutive_rounds_do_not_mix(make: fn(u32) -> Group) {
+pub(crate) fn notes_of_consecutive_rounds_do_not_mix(make: fn(u32) -> Ranks) {
     const ROUNDS: u64 = 20;
     for ahead in 0..3 {
         let group = make(3);
@@ -176,7 +176,7 @@ pub(crate) fn notes_of_consecutive_rounds_do_not_mix(make: fn(u32) -> Group) {
     }
 }
 
-pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32) -> Group) {
+pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32) -> Ranks) {
     for silent in 0..3 {
         let group = make(3);
         // Long enough for every rank to learn which vote is missing, early voters included.
@@ -194,7 +194,7 @@ pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32)
     }
 }
 
-pub(crate) fn a_rank_that_leaves_instead_of_voting_is_an_error(make: fn(u32) -> Group) {
+pub(crate) fn a_rank_that_leaves_instead_of_voting_is_an_error(make: fn(u32) -> Ranks) {
     for (leaver, voter) in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)] {
         for vote_first in [true, false] {
             let group = make(3);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use kyklos_transport::quic::{QuicConfig, QuicTransport};
 use kyklos_transport::{
-    Abort, AbortCause, Posted, Progress, Rank, RefusalReason, Tag, Transport, TransportError, Vote,
+    Abort, AbortCause, Group, Posted, Progress, Rank, RefusalReason, Tag, TransportError, Vote,
 };
 
 use crate::simulation::identities::{JOB, identity};
@@ -117,7 +117,7 @@ struct Program {
 }
 
 impl Program {
-    fn transport(&self) -> Option<Arc<dyn Transport>> {
+    fn transport(&self) -> Option<Group> {
         self.stage.transport(self.slot)
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
-use kyklos_transport::{Abort, AbortCause, Progress, Rank, Transport};
+use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -45,7 +45,7 @@ pub(crate) struct Stage {
 #[derive(Debug, Default)]
 struct Inner {
     /// By slot. A rank has one slot for its first start and one for each restart.
-    transports: BTreeMap<usize, Arc<dyn Transport>>,
+    transports: BTreeMap<usize, Group>,
     struck: Option<Duration>,
     /// A restarted rank.
     restarted: Option<JoinHandle<Log>>,
@@ -144,11 +144,11 @@ impl Stage {
         self.began.elapsed()
     }
 
-    pub(crate) fn transport(&self, slot: usize) -> Option<Arc<dyn Transport>> {
+    pub(crate) fn transport(&self, slot: usize) -> Option<Group> {
         self.lock().transports.get(&slot).cloned()
     }
 
-    pub(crate) fn formed(&self, slot: usize, transport: Arc<dyn Transport>) {
+    pub(crate) fn formed(&self, slot: usize, transport: Group) {
         self.lock().transports.insert(slot, transport);
     }
 

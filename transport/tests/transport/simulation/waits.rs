@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kyklos_transport::quic::{QuicConfig, QuicTransport};
-use kyklos_transport::{Rank, Tag, Transport};
+use kyklos_transport::{Group, Rank, Tag};
 use tokio::time::{Instant, sleep};
 
 use crate::simulation::identities::{JOB, identity};
@@ -29,7 +29,7 @@ const SMALL: usize = 10_000;
 
 const LONG: Duration = Duration::from_secs(60);
 
-async fn rank(network: Arc<Network>, rank: u32, lanes: u8) -> Arc<dyn Transport> {
+async fn rank(network: Arc<Network>, rank: u32, lanes: u8) -> Group {
     let mut config = QuicConfig::new(Rank(rank), 2, JOB, address(0), identity(rank));
     (config.bind, config.port) = (address(rank).ip(), address(rank).port());
     config.link.lanes = lanes;
@@ -38,12 +38,7 @@ async fn rank(network: Arc<Network>, rank: u32, lanes: u8) -> Arc<dyn Transport>
 
 /// Rank 0 sends a message. Rank 1 requests it this long after rank 0 has posted it, or before.
 /// Returns how long rank 0 waited, and how much of that time the message was in flight.
-async fn sent(
-    [zero, one]: &[Arc<dyn Transport>; 2],
-    message: u32,
-    bytes: usize,
-    late: Late,
-) -> [Duration; 2] {
+async fn sent([zero, one]: &[Group; 2], message: u32, bytes: usize, late: Late) -> [Duration; 2] {
     let tag = Tag { op: 0, message };
     let ask = || one.post_recv(Rank(0), tag, &[bytes], LONG);
     let send = || (Instant::now(), zero.post_send(Rank(1), tag, vec![Bytes::from(vec![7; bytes])], LONG));

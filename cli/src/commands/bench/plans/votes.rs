@@ -1,9 +1,8 @@
 //! The time of a vote in one process, by the number of ranks.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kyklos_transport::{Transport, Vote as Ballot, in_process_group};
+use kyklos_transport::{Group, Transport, Vote as Ballot, in_process_group};
 use serde::Serialize;
 
 use super::args::PlansArgs;
@@ -30,8 +29,8 @@ pub(super) fn measure(args: &PlansArgs) -> Result<Vec<Vote>> {
 fn vote(ranks: u32) -> Result<Vote> {
     let group = in_process_group(ranks);
     let all: Result<Vec<Duration>> = std::thread::scope(|scope| {
-        let start = |rank: &Arc<dyn Transport>| {
-            let rank = Arc::clone(rank);
+        let start = |rank: &Group| {
+            let rank = rank.clone();
             // Each does nothing but wait.
             let builder = std::thread::Builder::new().stack_size(STACK);
             let thread = builder.spawn_scoped(scope, move || rounds(&*rank));

@@ -9,7 +9,7 @@ use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::collect::RowTensors;
 use kyklos::plan::ProvedPlans;
 use kyklos::{Error, Observer, Output, RunOptions, Session, SessionOptions};
-use kyklos_transport::{Rank, Transport, TransportError, Vote, harmless};
+use kyklos_transport::{Group, Rank, Transport, TransportError, Vote, harmless};
 
 use super::bench::{Bench, Planned, TENSORS, elapsed_ns};
 use super::leader::{Leader, Outcome};
@@ -33,7 +33,7 @@ use crate::verify::Sample;
 pub(super) fn work(
     bench: &Bench,
     here: &RanksHere,
-    transport: &Arc<dyn Transport>,
+    transport: &Group,
     device: Result<Device>,
     leader: Option<&mut Leader<'_>>,
 ) -> Result<()> {
@@ -84,12 +84,7 @@ struct Ran {
 
 impl<'a> RankWork<'a> {
     /// Agrees with all ranks on the cells, and learns their devices.
-    fn new(
-        bench: &'a Bench,
-        here: RanksHere,
-        transport: &Arc<dyn Transport>,
-        device: Result<Device>,
-    ) -> Result<Self> {
+    fn new(bench: &'a Bench, here: RanksHere, transport: &Group, device: Result<Device>) -> Result<Self> {
         let device = device.map_err(|failure| refuse(&**transport, failure))?;
         let label: String =
             DeviceReport::new(device.info()).label().chars().take(MOST_DEVICE_CHARS).collect();
@@ -131,7 +126,7 @@ impl<'a> RankWork<'a> {
 
     /// Ends the bench on all ranks, at their next vote.
     fn refuse_all(&self, failure: Failure) -> Failure {
-        refuse(&**self.session.transport(), failure)
+        refuse(&**self.session.group(), failure)
     }
 
     /// The cell that rank 0 names, on all ranks; none at the end.
@@ -143,7 +138,7 @@ impl<'a> RankWork<'a> {
         };
         let vote = Vote::Ready { plan_hash: NEXT, note };
         // Rank 0 may measure the devices or compare a result with the oracle before it votes.
-        let notes = pollster::block_on(self.session.transport().agree(vote, REFUSE))?;
+        let notes = pollster::block_on(self.session.group().agree(vote, REFUSE))?;
         let number = notes.first().and_then(|note| Some(u64::from_le_bytes(note[..].try_into().ok()?)));
         match number {
             Some(END) => Ok(None),
@@ -186,7 +181,7 @@ impl<'a> RankWork<'a> {
 
     /// Agrees with all ranks that all of them can run the cell: its plans, or why a rank cannot.
     fn vote(&self, planned: Result<Planned>) -> Result<Result<Planned, String>> {
-        let transport = &**self.session.transport();
+        let transport = &**self.session.group();
         match planned {
             Ok(planned) => {
                 let vote = Vote::ready(planned.plans.hash());
@@ -252,20 +247,20 @@ impl<'a> RankWork<'a> {
 
     /// Bytes of all packets that this rank has sent so far; none within one process.
     fn packets(&self) -> Option<u64> {
-        let connections = self.session.transport().connections();
+        let connections = self.session.group().connections();
         let sent = connections.iter().flatten().map(|figures| figures.bytes_sent);
         connections.iter().any(Option::is_some).then(|| sent.sum())
     }
 
     /// Bytes of all messages that this rank has sent so far, by peer.
     fn sent(&self) -> Vec<u64> {
-        self.session.transport().recorder().peers().iter().map(|peer| peer.bytes_sent).collect()
+        self.session.group().recorder().peers().iter().map(|peer| peer.bytes_sent).collect()
     }
 
     /// Brings the output, the times and the sampled rows to rank 0.
     fn deliver(&mut self, index: usize, ran: Ran, leader: Option<&mut Leader<'_>>) -> Result<Outcome> {
         let Ran { plans, output, mut times } = ran;
-        let transport = Arc::clone(self.session.transport());
+        let transport = self.session.group().clone();
         let started = Instant::now();
         let output = pollster::block_on(HostOutput::of(output))?;
         self.collect(&plans, &output, &*transport)?;

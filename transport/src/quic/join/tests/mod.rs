@@ -31,7 +31,7 @@ use crate::quic::trust::validity::Validity;
 use crate::quic::{Carrier, Identity, LinkSettings, QuicTransport};
 use crate::rank::Rank;
 use crate::rank::Tag;
-use crate::transport::Transport;
+use crate::transport::Group;
 use crate::wire::{Frame, PROTOCOL_VERSION, Purpose, RejectCode};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -56,7 +56,7 @@ const IN_SECRET: usize = 80;
 struct Waiting {
     invitation: Arc<Invitation>,
     at: SocketAddr,
-    zero: JoinHandle<Result<Arc<dyn Transport>, TransportError>>,
+    zero: JoinHandle<Result<Group, TransportError>>,
 }
 
 impl Waiting {

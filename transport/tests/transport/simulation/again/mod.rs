@@ -141,7 +141,7 @@ struct Stage {
 
 #[derive(Default)]
 struct Inner {
-    transports: BTreeMap<u32, Arc<dyn Transport>>,
+    transports: BTreeMap<u32, Group>,
     crashed: BTreeMap<u32, Duration>,
     restarted: Vec<JoinHandle<Life>>,
 }
@@ -268,7 +268,7 @@ async fn live(stage: Arc<Stage>, rank: u32, life: u32) -> Life {
     loop {
         let Group { transport, members, epoch } = formed;
         if life == 0 {
-            stage.inner.lock().unwrap().transports.insert(rank, Arc::clone(&transport));
+            stage.inner.lock().unwrap().transports.insert(rank, Arc::clone(&transport).into());
         }
         let entered = stage.began.elapsed();
         let done = work(&stage, &*transport, &members, epoch, &mut this.complaints).await;
