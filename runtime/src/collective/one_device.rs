@@ -42,8 +42,8 @@ impl Shared {
 
 impl OneDevice {
     /// The collectives of ranks of this process that share a device; `groups` has the
-    /// group on each of them; it may have other ranks too. A message or an agreement that takes longer
-    /// than `deadline` is an error.
+    /// group on each of them; it may have other ranks too. A message or an agreement that takes
+    /// longer than `deadline` is an error.
     pub fn of(groups: &[Group], deadline: Duration) -> Vec<Self> {
         let ranks = groups.iter().map(|group| group.rank()).collect();
         let shared = Arc::new(Shared { ranks, waiting: Mutex::default() });

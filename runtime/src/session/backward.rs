@@ -57,7 +57,7 @@ pub struct Gradients {
 }
 
 /// The vote, the plans and the kept plans of backward passes.
-const BACKWARD: Pass = Pass {
+pub(super) const BACKWARD: Pass = Pass {
     hash: *b"backward: a kyklos call, rel. 01",
     direction: Direction::Backward,
     plans: backward_plans,
@@ -129,28 +129,45 @@ impl Session {
         d_o: &Tensor,
         d_lse: Option<&Tensor>,
     ) -> Result<Gradients> {
-        let shapes = Shapes::of([&saved.q, &saved.k, &saved.v]);
-        let prepare = |session: &Self| session.gradient_inputs(call, saved, d_o, d_lse);
-        let (lowered, (mut inputs, d_sinks)) = self.agree(&BACKWARD, call, &shapes, 1, prepare).await?;
-        let mut gradients = self.run_backward(&lowered, &mut inputs, saved).await?;
-        if let Some(rows) = d_sinks {
-            // After the run: other ranks wait for this one only until it has sent its sums.
-            let part = rows.sum(&self.device, &call.options.sinks).await;
-            gradients.d_sinks_part = part.inspect_err(|error| self.end_call(error))?;
-        }
-        Ok(gradients)
+        let Saved { q, k, v, .. } = saved;
+        let shapes = Shapes::of([q, k, v]);
+        let prepare = |session: &Self| {
+            session.supports_gradients(call, q.dtype(), q.shape()[3])?;
+            session.gradient_inputs(call, saved, d_o, d_lse, session.bias_buffer(call)?)
+        };
+        let (lowered, inputs) = self.agree(&BACKWARD, call, &shapes, 1, prepare).await?;
+        self.run_backward(&lowered, inputs, call, saved).await
     }
 
-    async fn run_backward(
+    /// Refuses gradients for which the device has no kernels.
+    pub(super) fn supports_gradients(&self, call: &Attention, dtype: Dtype, dim: usize) -> Result<()> {
+        self.device.supports_backward(dtype, dim)?;
+        if call.options.bias_gradient {
+            self.device.supports_bias_gradient()?;
+        }
+        Ok(())
+    }
+
+    /// Runs a backward pass on which the ranks agree.
+    pub(super) async fn run_backward(
         &mut self,
         lowered: &Arc<LoweredPlan>,
-        inputs: &mut Inputs<DeviceBuffer>,
+        (mut inputs, of_sinks): GradientInputs,
+        call: &Attention,
         saved: &Saved,
     ) -> Result<Gradients> {
         let op = self.op;
         self.op += 1;
         let executor = Executor::new(&self.device, &*self.collective, lowered, self.options.run.clone());
-        let DeviceOutput { results, report, spans } = executor.run(op, inputs).await?;
+        let DeviceOutput { results, report, spans } = executor.run(op, &mut inputs).await?;
+        // After the run: other ranks wait for this one only until it has sent its sums.
+        let d_sinks_part = match of_sinks {
+            Some(rows) => {
+                let part = rows.sum(&self.device, &call.options.sinks).await;
+                part.inspect_err(|error| self.end_call(error))?
+            }
+            None => Vec::new(),
+        };
         let tensor = |of: &Tensor, buffer| Tensor::on_device(of.shape(), of.dtype(), &self.device, buffer);
         let mut results = results.into_iter();
         let (Some(dq), Some(dk), Some(dv)) = (results.next(), results.next(), results.next()) else {
@@ -161,7 +178,7 @@ impl Session {
             dk: tensor(&saved.k, dk),
             dv: tensor(&saved.v, dv),
             d_bias: results.next().map(|sum| self.bias_gradient(lowered.plans().set(), saved, sum)),
-            d_sinks_part: Vec::new(),
+            d_sinks_part,
             report,
             spans,
         })
@@ -178,20 +195,17 @@ impl Session {
         Tensor::on_device(shape, Dtype::F32, &self.device, sum)
     }
 
-    /// The inputs of a backward pass, and where there are sinks the statistics for their gradients.
-    fn gradient_inputs(
+    /// The inputs of a backward pass; `bias` is this rank's part of the attention bias tensor.
+    pub(super) fn gradient_inputs(
         &self,
         call: &Attention,
         saved: &Saved,
         d_o: &Tensor,
         d_lse: Option<&Tensor>,
-    ) -> Result<(Inputs<DeviceBuffer>, Option<StatsOfRows>)> {
+        bias: Option<DeviceBuffer>,
+    ) -> Result<GradientInputs> {
         let Saved { q, k, v, o, lse } = saved;
         let device = &self.device;
-        device.supports_backward(q.dtype(), q.shape()[3])?;
-        if call.options.bias_gradient {
-            device.supports_bias_gradient()?;
-        }
         let [batch, rows, heads, dim] = q.shape();
         let [row_shape, pair_shape] = [1, 2].map(|numbers| [batch, rows, heads, numbers]);
         let is_pair = lse.shape()[3] == 2;
@@ -214,7 +228,7 @@ impl Session {
                 ));
             }
         }
-        let inputs = self.inputs_with(call, [q, k, v], self.bias_buffer(call)?)?;
+        let inputs = self.inputs_with(call, [q, k, v], bias)?;
         let of_output = OutputRows {
             o: o.buffer("o", device)?,
             lse: if is_pair { lse.buffer("lse", device)? } else { paired(lse, device)? },
@@ -243,6 +257,9 @@ fn paired(lse: &Tensor, device: &Device) -> Result<DeviceBuffer> {
     Ok(pairs)
 }
 
+/// The inputs of a backward pass, and where there are sinks the statistics for their gradients.
+pub(super) type GradientInputs = (Inputs<DeviceBuffer>, Option<StatsOfRows>);
+
 /// A rank's rows of the output, and of the gradients of the output.
 struct OutputRows {
     o: DeviceBuffer,
@@ -260,7 +277,7 @@ impl OutputRows {
         device: &Device,
         (dtype, shape): (Dtype, StateShape),
         sinks: bool,
-    ) -> Result<(Inputs<DeviceBuffer>, Option<StatsOfRows>)> {
+    ) -> Result<GradientInputs> {
         let Self { o, lse, d_o, d_lse } = self;
         let bytes = shape.stats_bytes();
         let mut stats = device.alloc("row statistics", bytes)?;
@@ -274,7 +291,7 @@ impl OutputRows {
 }
 
 /// The statistics of a rank's rows, from which it makes its part of the gradients of the sinks.
-struct StatsOfRows {
+pub(super) struct StatsOfRows {
     stats: DeviceBuffer,
     bytes: usize,
     heads: usize,

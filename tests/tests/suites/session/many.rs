@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::local::on_threads;
-use kyklos::{Attention, BiasKind, BiasTensor, CallShapes, Mask, Session, Tensor};
+use kyklos::{Attention, BiasKind, BiasTensor, CallShapes, Gradients, Mask, Saved, Session, Tensor};
 use kyklos_transport::quic::quic_loopback_group;
 use kyklos_transport::{Vote, in_process_group};
 
@@ -50,6 +50,50 @@ fn many_calls_after_one_vote_give_the_bytes_of_single_calls() {
             assert_eq!(session.plans_made(), 1);
         });
     }
+}
+
+#[test]
+fn many_backward_passes_after_one_vote_give_the_bytes_of_single_ones() {
+    on_threads(in_process_group(2), |group| {
+        let tokens = 5 + group.rank().0 as usize;
+        let mut session = Session::new(group, Device::cpu());
+        let call = biased().sinks(vec![0.5, -1.0, 0.0, 2.0]).bias_gradient();
+        let saved: Vec<Saved> = (0..LAYERS)
+            .map(|layer| {
+                let (q, kv) =
+                    (made_up(tokens, 4, layer as f32 * 0.7), made_up(tokens, 2, layer as f32 * 0.3));
+                let output = session.attend(&call, &q, &kv, &kv).unwrap();
+                Saved { q, k: kv.clone(), v: kv, o: output.o, lse: output.lse_pair }
+            })
+            .collect();
+        let numbers = |gradients: Gradients| {
+            let Gradients { dq, dk, dv, d_sinks_part, d_bias, .. } = gradients;
+            let tensors = [dq, dk, dv, d_bias.unwrap()].map(|tensor| tensor.to_vec::<f32>().unwrap());
+            (tensors, d_sinks_part)
+        };
+        let d_o = made_up(tokens, 4, 0.9);
+        let single: Vec<_> =
+            saved.iter().map(|saved| numbers(session.backward(&call, saved, &d_o, None).unwrap())).collect();
+        let shapes = CallShapes::of(&saved[0].q, &saved[0].k);
+        let mut calls = session.prepare_backward(&call, &shapes, LAYERS).unwrap();
+        let Saved { q, k, .. } = &saved[0];
+        let forward = calls.run(q, k, k).unwrap_err();
+        assert!(forward.is_request() && forward.to_string().contains("direction"), "{forward}");
+        assert!(calls.backward(&saved[0], q, Some(q)).unwrap_err().is_request());
+        for (saved, single) in saved.iter().zip(single).rev() {
+            assert!(numbers(calls.backward(saved, &d_o, None).unwrap()) == single);
+        }
+        let more = calls.backward(&saved[0], &d_o, None).unwrap_err();
+        assert!(more.to_string().contains("call 13 of 12"), "{more}");
+        drop(calls);
+        // Ranks that announce different directions get one error, and can go on.
+        let announced = match session.rank().0 {
+            0 => session.prepare(&call, &shapes, 2).map(drop),
+            _ => session.prepare_backward(&call, &shapes, 2).map(drop),
+        };
+        assert!(announced.is_err());
+        session.attend(&call, q, k, k).unwrap();
+    });
 }
 
 #[test]
