@@ -19,6 +19,7 @@ part tests scripts/test.sh
 part planted-bugs cargo test --release --workspace --all-features --test emulator -- --ignored planted_bugs
 part cuda scripts/check/cuda.sh
 part outside scripts/test-outside.sh
+part guide scripts/test-guide.sh
 part demos scripts/test-demos.sh
 part python scripts/test-python.sh
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
