@@ -132,22 +132,24 @@ pub trait Collective<B: Backend> {
     fn deadline(&self) -> Duration;
 
     /// Casts this rank's vote before an operation; ends with the notes of all ranks, see
-    /// [`Transport::agree`].
+    /// [`Transport::agree`](kyklos_transport::Transport::agree).
     fn agree(&self, vote: Vote) -> Posted<Vec<Bytes>> {
         self.group().agree(vote, self.deadline())
     }
 
-    /// Ends the operation on all ranks, see [`Transport::abort`].
+    /// Ends the operation on all ranks, see
+    /// [`Transport::abort`](kyklos_transport::Transport::abort).
     fn abort(&self, abort: Abort) {
         self.group().abort(abort);
     }
 
-    /// Reports which step this rank has reached, see [`Transport::report_progress`].
+    /// Reports which step this rank has reached, see
+    /// [`Transport::report_progress`](kyklos_transport::Transport::report_progress).
     fn report_progress(&self, progress: Progress) {
         self.group().report_progress(progress);
     }
 
-    /// Beats while this rank works, see [`Transport::pulse`].
+    /// Beats while this rank works, see [`Transport::pulse`](kyklos_transport::Transport::pulse).
     fn pulse(&self) -> Arc<Pulse> {
         self.group().pulse()
     }
