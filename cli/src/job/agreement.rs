@@ -19,8 +19,8 @@ impl Job {
     /// # Errors
     /// The same on all ranks.
     pub(super) fn agree(&self, transport: &dyn Transport) -> Result<()> {
-        let copies = agree_on_terms(transport, &self.agreed.terms, self.runs.deadline)?;
-        let Source::File(file) = &self.agreed.request.source else { return Ok(()) };
+        let copies = agree_on_terms(transport, &self.terms, self.settings.deadline)?;
+        let Source::File(file) = &self.request.source else { return Ok(()) };
         let readers = Readers::of(&copies);
         // Ranks that read one copy read the same bytes.
         if readers.0.len() < 2 {
@@ -29,7 +29,7 @@ impl Job {
         self.watch.phase(Some("comparing the inputs"));
         let mine = digests(file, &readers, transport.rank());
         let mine = mine.map_err(|failure| refuse(transport, self.named(transport.rank(), failure)))?;
-        readers.compare(file, &vote(transport, INPUTS, mine, self.runs.deadline)?)
+        readers.compare(file, &vote(transport, INPUTS, mine, self.settings.deadline)?)
     }
 }
 
@@ -40,7 +40,7 @@ impl Job {
     /// The same on all ranks.
     pub(super) fn tell_devices(&self, transport: &dyn Transport, device: &str) -> Result<Vec<String>> {
         let mine: String = device.chars().take(MOST_DEVICE_CHARS).collect();
-        let notes = vote(transport, DEVICES, mine.into(), self.runs.deadline)?;
+        let notes = vote(transport, DEVICES, mine.into(), self.settings.deadline)?;
         Ok(notes.iter().map(|note| harmless(&String::from_utf8_lossy(note))).collect())
     }
 }

@@ -1,14 +1,12 @@
 //! A job: one attention call of a group of ranks. Each part has its own readers.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use kyklos::plan::{PlanSet, ProvedPlans};
 use kyklos::{RunOptions, SystemClock};
 use kyklos_transport::{Group, Rank};
 
 use crate::failure::{Failure, Result};
-use crate::job::collective::CollectiveOptions;
 use crate::job::results::report::facts;
 use crate::job::settings::{Outputs, Settings};
 use crate::job::terms::Terms;
@@ -21,17 +19,6 @@ use crate::verify::Sample;
 /// One attention call of a group of ranks.
 #[derive(Debug)]
 pub(crate) struct Job {
-    pub(crate) agreed: Agreed,
-    /// How this process runs its ranks.
-    pub(crate) runs: Runs,
-    pub(crate) outputs: Outputs,
-    /// What observers of this process see.
-    pub(crate) watch: Arc<Watch>,
-}
-
-/// What is the same on all ranks.
-#[derive(Debug)]
-pub(crate) struct Agreed {
     pub(crate) request: Request,
     /// What ranks compare in their first vote.
     pub(crate) terms: Terms,
@@ -42,20 +29,11 @@ pub(crate) struct Agreed {
     pub(crate) sample: Option<Sample>,
     /// By rank, its number in the first group.
     pub(crate) members: Vec<Rank>,
-}
-
-/// How often a plan is run, and under which conditions.
-#[derive(Clone, Debug)]
-pub(crate) struct Runs {
-    pub(crate) repeat: u64,
-    /// Longest wait for one message.
-    pub(crate) deadline: Duration,
+    pub(crate) settings: Settings,
     pub(crate) options: RunOptions,
-    /// The number of ranks that share the memory of this machine.
-    pub(crate) ranks_here: u32,
-    /// Whether each of them is a process.
-    pub(crate) are_processes: bool,
-    pub(crate) ways: CollectiveOptions,
+    pub(crate) outputs: Outputs,
+    /// What observers of this process see.
+    pub(crate) watch: Arc<Watch>,
 }
 
 impl Job {
@@ -67,8 +45,7 @@ impl Job {
         outputs: Outputs,
         members: Vec<Rank>,
     ) -> Result<Self> {
-        let Settings { repeat, deadline, verify, progress, ranks_here, are_processes, .. } = settings;
-        let Settings { ways, .. } = settings;
+        let Settings { repeat, verify, progress, ranks_here, .. } = settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
             false => None,
@@ -87,15 +64,14 @@ impl Job {
         let trace = outputs.trace.is_some() || outputs.has_page();
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
-            agreed: Agreed {
-                request,
-                terms,
-                plans: Arc::new(plans),
-                backward: backward.map(Arc::new),
-                sample,
-                members,
-            },
-            runs: Runs { repeat, deadline, options, ranks_here, are_processes, ways },
+            request,
+            terms,
+            plans: Arc::new(plans),
+            backward: backward.map(Arc::new),
+            sample,
+            members,
+            settings,
+            options,
             outputs,
             watch,
         })
@@ -103,19 +79,19 @@ impl Job {
 
     /// Operations of a rank: the forward and the backward pass of each run.
     pub(super) fn operations(&self) -> u64 {
-        self.runs.repeat * if self.agreed.backward.is_some() { 2 } else { 1 }
+        self.settings.repeat * if self.backward.is_some() { 2 } else { 1 }
     }
 
     pub(crate) fn set(&self) -> &PlanSet {
-        self.agreed.plans.set()
+        self.plans.set()
     }
 
     /// Lists a rank that starts, for records, metrics and the live page.
     pub(super) fn list(&self, transport: &Group) -> ListedFlight {
-        let Agreed { request, plans, .. } = &self.agreed;
+        let Self { request, plans, .. } = self;
         let about = About {
             plans: Arc::clone(plans),
-            backward: self.agreed.backward.clone(),
+            backward: self.backward.clone(),
             strategy: request.strategy.to_string(),
             watch: Arc::clone(&self.watch),
             folder: self.outputs.record.clone(),
@@ -125,10 +101,10 @@ impl Job {
             live.joined(&listed.0, || Call {
                 title: self.title(),
                 facts: facts(request),
-                repeat: self.runs.repeat,
-                members: self.agreed.members.clone(),
+                repeat: self.settings.repeat,
+                members: self.members.clone(),
                 plans: Arc::clone(plans),
-                backward: self.agreed.backward.clone(),
+                backward: self.backward.clone(),
                 watch: Arc::clone(&self.watch),
             });
         }
@@ -137,7 +113,7 @@ impl Job {
 
     /// The title of its pages.
     pub(super) fn title(&self) -> String {
-        format!("Attention by {} on {} ranks", self.agreed.request.strategy, self.set().mesh.size())
+        format!("Attention by {} on {} ranks", self.request.strategy, self.set().mesh.size())
     }
 
     /// A wrong request is wrong on all ranks; any other failure names this rank.

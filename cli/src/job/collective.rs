@@ -59,13 +59,6 @@ pub(crate) struct CollectiveOptions {
     nccl_cluster: u32,
 }
 
-/// What the ranks have agreed on.
-pub(crate) struct AgreedWays {
-    /// The ways, in words.
-    pub(crate) ways: String,
-    pub(crate) nccl: Option<NcclObserver>,
-}
-
 impl CollectiveOptions {
     /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it,
     /// and rank 0 says so.
@@ -74,7 +67,7 @@ impl CollectiveOptions {
         transport: &Group,
         device: Device,
         options: SessionOptions,
-    ) -> Result<(Session, Option<AgreedWays>)> {
+    ) -> Result<(Session, Option<(String, Option<NcclObserver>)>)> {
         let Self { collective, nccl_cluster: cluster } = self;
         let wish = match collective {
             CollectiveName::Host => {
@@ -84,7 +77,7 @@ impl CollectiveOptions {
             CollectiveName::Auto => CollectiveChoice::Auto { cluster },
         };
         let formed = pollster::block_on(FormedCollective::form(wish, transport, &device, &options))?;
-        let agreed = AgreedWays { ways: formed.to_string(), nccl: formed.nccl };
+        let agreed = (formed.to_string(), formed.nccl);
         let why = match formed.refusal {
             Some(refusal) if collective == CollectiveName::Nccl => {
                 return Err(Failure::run(format!("{refusal}: use --collective host")));

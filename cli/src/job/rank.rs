@@ -10,8 +10,7 @@ use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank, Transport};
 
 use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result, note};
-use crate::job::call::{Agreed, Job};
-use crate::job::collective::AgreedWays;
+use crate::job::call::Job;
 use crate::job::refusal::refuse;
 use crate::job::results::collect::Results;
 use crate::job::results::gradients::{BACKWARD_ROWS, Backward};
@@ -30,34 +29,14 @@ use crate::tensors::GivenGradient;
 use crate::tensors::output::OutputFile;
 use crate::tensors::results::{HostGradients, HostOutput};
 
-/// The results of a rank.
-#[derive(Debug)]
-pub(crate) struct RankDone {
-    /// Why the computed result must not be used, or is not where it should be.
-    pub(crate) rejected: Option<Failure>,
-}
-
-impl RankDone {
-    /// Why the rank does not end well, if it does not.
-    pub(crate) fn failure(self) -> Option<Failure> {
-        self.rejected
-    }
-}
-
 /// What a rank prepares before it votes.
 struct Ready {
     device: Device,
     tensors: Tensors,
     /// With `--grad`.
     gradient: Option<GivenGradient>,
-    files: Files,
-}
-
-/// The files that a rank writes, before they have their names.
-#[derive(Default)]
-struct Files {
+    /// The files that this rank writes, before they have their names; the page on rank 0.
     output: Option<OutputFile>,
-    /// On rank 0.
     page: Option<PageFile>,
 }
 
@@ -66,39 +45,25 @@ struct Computed {
     output: HostOutput,
     /// With `--grad`.
     backward: Option<Backward>,
-    /// Of all runs, if there is a trace of them, else of the last one.
-    spans: Vec<Span>,
-    last: LastRun,
+    /// Of runs before the last one, if there is a trace of them.
+    earlier: Vec<Span>,
+    /// Of the last run, forward and backward.
+    spans: [Vec<Span>; 2],
     wall_ns: u64,
 }
 
-/// Indices of the first spans of the last run.
-#[derive(Clone, Copy, Default)]
-struct LastRun {
-    forward: usize,
-    /// With `--grad`.
-    backward: Option<usize>,
-}
-
-/// What timelines are made from.
-struct Drawn<'a> {
-    /// Name of the device.
-    device: &'a str,
-    spans: Vec<Span>,
-    last: LastRun,
-}
-
-/// Runs a rank, tells the others if it fails, and leaves the group.
-pub(crate) fn run(job: &Job, transport: &Group, device: Result<Device>) -> Result<RankDone> {
+/// Runs a rank, tells the others if it fails, and leaves the group. Returns why the computed result
+/// must not be used or is not where it should be, if so.
+pub(crate) fn run(job: &Job, transport: &Group, device: Result<Device>) -> Result<Option<Failure>> {
     let result = work(job, transport, device);
     leave(job, transport, &result);
     result
 }
 
-/// Runs a rank, and tells the others if it fails.
-pub(crate) fn work(job: &Job, transport: &Group, device: Result<Device>) -> Result<RankDone> {
+/// As [`run`], and stays in the group.
+pub(crate) fn work(job: &Job, transport: &Group, device: Result<Device>) -> Result<Option<Failure>> {
     let flight = job.list(transport);
-    let Ready { device, tensors, gradient, files } = match job.get_ready(&**transport, device) {
+    let Ready { device, tensors, gradient, output, page } = match job.get_ready(&**transport, device) {
         Ok(ready) => ready,
         Err(failure) => {
             let result = Err(failure);
@@ -108,16 +73,16 @@ pub(crate) fn work(job: &Job, transport: &Group, device: Result<Device>) -> Resu
     };
     let result = open(job, transport, device, &flight.0).and_then(|mut session| {
         let computed = pollster::block_on(job.compute(&mut session, tensors, gradient.as_ref()))?;
-        job.deliver(transport, session.device(), computed, files)
+        job.deliver(transport, session.device(), computed, (output, page))
     });
     flight.ended(&result);
     result
 }
 
 /// Leaves the group.
-pub(crate) fn leave(job: &Job, transport: &Group, result: &Result<RankDone>) {
-    let well = result.as_ref().is_ok_and(|done| done.rejected.is_none());
-    let left = pollster::block_on(transport.close(if well { job.runs.deadline } else { LEAVE }));
+pub(crate) fn leave(job: &Job, transport: &Group, result: &Result<Option<Failure>>) {
+    let well = matches!(result, Ok(None));
+    let left = pollster::block_on(transport.close(if well { job.settings.deadline } else { LEAVE }));
     // The work is done: a peer that fails now changes nothing.
     if let (true, Err(error)) = (well, left) {
         note(&format!("warning: rank {}: {error}", transport.rank()));
@@ -137,15 +102,14 @@ impl Job {
                 live.devices(devices);
             }
         }
-        let (tensors, gradient, files) = self.read_inputs(transport.rank()).map_err(refused)?;
-        Ok(Ready { device, tensors, gradient, files })
+        self.read_inputs(transport.rank(), device).map_err(refused)
     }
 
     /// Refuses a device that cannot run this rank's plan.
     fn check(&self, rank: Rank, device: Device) -> Result<Device> {
-        let problem = &self.agreed.request.problem;
+        let problem = &self.request.problem;
         device.supports(problem.dtype, problem.head_dim as usize)?;
-        if self.agreed.backward.is_some() {
+        if self.backward.is_some() {
             device.supports_backward(problem.dtype, problem.head_dim as usize)?;
             if problem.bias_gradient {
                 device.supports_bias_gradient()?;
@@ -160,11 +124,11 @@ impl Job {
     /// Refuses a plan whose buffers do not fit the memory of this machine, which the ranks here
     /// share. Ranks of one process share buffers too, so theirs cannot be added up.
     fn fits_in_memory(&self, rank: Rank) -> Result<()> {
-        let Agreed { plans, backward, .. } = &self.agreed;
+        let Self { plans, backward, .. } = self;
         let peak = backward.iter().chain([plans]).map(|plans| plans.peak_bytes(rank)).max().unwrap_or(0);
-        let ranks = self.runs.ranks_here;
+        let ranks = self.settings.ranks_here;
         match memory_bytes() {
-            Some(memory) if self.runs.are_processes && peak.saturating_mul(u64::from(ranks)) > memory => {
+            Some(memory) if self.settings.are_processes && peak.saturating_mul(u64::from(ranks)) > memory => {
                 Err(Failure::request(
                     format!(
                         "the plan of rank {rank} takes {}, and the {ranks} ranks of its machine share {}",
@@ -178,28 +142,24 @@ impl Job {
         }
     }
 
-    fn read_inputs(&self, rank: Rank) -> Result<(Tensors, Option<GivenGradient>, Files)> {
-        let Request { problem, source, .. } = &self.agreed.request;
+    fn read_inputs(&self, rank: Rank, device: Device) -> Result<Ready> {
+        let Request { problem, source, .. } = &self.request;
         let (q_tokens, kv_tokens) =
             (self.set().q_placement.of_rank(rank), &self.set().kv_placement.held_by(rank));
         let tensors = source.all(problem, q_tokens, kv_tokens)?;
-        let wanted = self.agreed.backward.is_some();
+        let wanted = self.backward.is_some();
         let gradient = wanted.then(|| source.output_gradient(problem, q_tokens)).transpose()?;
         source.check_unchanged()?;
-        Ok((tensors, gradient, self.open_files(rank)?))
-    }
-
-    /// The files that this rank writes, if any.
-    fn open_files(&self, rank: Rank) -> Result<Files> {
         let output = match &self.outputs.result {
             Some(target) => {
-                let names = (rank, self.agreed.members[rank.0 as usize]);
-                target.open(self.set(), names, self.agreed.backward.is_some())?
+                let names = (rank, self.members[rank.0 as usize]);
+                target.open(self.set(), names, self.backward.is_some())?
             }
             None => None,
         };
         let page = self.outputs.page.as_ref().filter(|_| rank.0 == 0);
-        Ok(Files { output, page: page.map(PageTarget::open).transpose()? })
+        let page = page.map(PageTarget::open).transpose()?;
+        Ok(Ready { device, tensors, gradient, output, page })
     }
 
     async fn compute(
@@ -208,29 +168,27 @@ impl Job {
         tensors: Tensors,
         gradient: Option<&GivenGradient>,
     ) -> Result<Computed> {
-        let Agreed { plans, backward, .. } = &self.agreed;
+        let Self { plans, backward, .. } = self;
         let call = RankCall::open(session, plans, tensors, backward.as_ref().zip(gradient)).await?;
         let rank = session.rank();
-        let mut spans = Vec::new();
-        let (mut results, mut last, mut walls_ns) = (None, LastRun::default(), [Vec::new(), Vec::new()]);
+        let (mut earlier, mut spans) = (Vec::new(), [Vec::new(), Vec::new()]);
+        let (mut results, mut walls_ns) = (None, [Vec::new(), Vec::new()]);
         let mut ops = 0..;
-        for _ in 0..self.runs.repeat {
+        for _ in 0..self.settings.repeat {
             // They stay on the device until they are dropped.
             drop(results.take());
             let mut output = call.attend(session).await?;
             walls_ns[0].push(self.watch.since_start_ns(rank));
             self.watch.done(rank, ops.next().unwrap_or_default());
-            if self.outputs.trace.is_none() {
-                spans.clear();
+            if self.outputs.trace.is_some() {
+                spans.iter_mut().for_each(|spans| earlier.append(spans));
             }
-            last = LastRun { forward: spans.len(), backward: None };
-            spans.append(&mut output.spans);
+            spans = [std::mem::take(&mut output.spans), Vec::new()];
             let mut gradients = call.backward(session, &output).await?;
             if let Some(backward) = &mut gradients {
                 walls_ns[1].push(self.watch.since_start_ns(rank));
                 self.watch.done(rank, ops.next().unwrap_or_default());
-                last.backward = Some(spans.len());
-                spans.append(&mut backward.spans);
+                spans[1] = std::mem::take(&mut backward.spans);
             }
             results = Some((output, gradients));
         }
@@ -250,7 +208,7 @@ impl Job {
         let (output, gradients) =
             to_host.await.map_err(|error| self.give_up(&**session.group(), error.into()))?;
         let backward = gradients.map(|gradients| Backward { gradients, wall_ns: backward_ns });
-        Ok(Computed { output, backward, spans, last, wall_ns })
+        Ok(Computed { output, backward, earlier, spans, wall_ns })
     }
 
     /// Collects timelines, reports and output, and publishes them.
@@ -259,44 +217,50 @@ impl Job {
         transport: &Group,
         device: &Device,
         computed: Computed,
-        files: Files,
-    ) -> Result<RankDone> {
-        let Computed { output, backward, spans, last, wall_ns } = computed;
-        let Files { output: file, page } = files;
+        (file, page): (Option<OutputFile>, Option<PageFile>),
+    ) -> Result<Option<Failure>> {
+        let Computed { output, backward, earlier, spans, wall_ns } = computed;
         let messages =
-            Messages { transport: &**transport, op: self.operations(), deadline: self.runs.deadline };
-        let drawn = Drawn { device: &device.info().name, spans, last };
-        let pictures =
-            self.draw(&messages, drawn, page).map_err(|failure| self.give_up(&**transport, failure))?;
+            Messages { transport: &**transport, op: self.operations(), deadline: self.settings.deadline };
+        let pictures = self
+            .draw(&messages, &device.info().name, (earlier, spans), page)
+            .map_err(|failure| self.give_up(&**transport, failure))?;
         let collected = self
             .collect(transport, device, &Results { output, wall_ns, backward }, file)
             .map_err(|failure| self.give_up(&**transport, failure))?;
-        let rejected = self.publish(&**transport, collected, pictures)?;
-        Ok(RankDone { rejected })
+        self.publish(&**transport, collected, pictures)
     }
 
     /// Collects timelines, if they are asked for: for the trace, and on rank 0 for the page.
-    fn draw(&self, messages: &Messages<'_>, drawn: Drawn<'_>, page: Option<PageFile>) -> Result<Pictures> {
+    fn draw(
+        &self,
+        messages: &Messages<'_>,
+        device: &str,
+        (mut earlier, [forward, backward]): (Vec<Span>, [Vec<Span>; 2]),
+        page: Option<PageFile>,
+    ) -> Result<Pictures> {
         let Outputs { trace, .. } = &self.outputs;
         let wanted = self.outputs.has_page();
         if trace.is_none() && !wanted {
             return Ok(Pictures::default());
         }
-        let Drawn { device, spans, last: LastRun { forward, backward } } = drawn;
         let rank = messages.transport.rank();
-        let ahead = Ahead::measure(messages, &*self.runs.options.clock)?;
+        let ahead = Ahead::measure(messages, &*self.options.clock)?;
         let row = |spans: &[Span]| TimelineRow::of_spans(spans, ahead, messages.transport.size());
         let (mut rows, mut backward_rows) = (None, None);
         if wanted {
-            rows = row(&spans[forward..backward.unwrap_or(spans.len())]).collect(messages)?;
-            if let Some(backward) = backward {
+            rows = row(&forward).collect(messages)?;
+            if self.backward.is_some() {
                 // The messages of each pass have an operation of their own.
                 let messages = Messages { op: messages.op + BACKWARD_ROWS, ..*messages };
-                backward_rows = row(&spans[backward..]).collect(&messages)?;
+                backward_rows = row(&backward).collect(&messages)?;
             }
         }
         let trace = match trace {
-            Some(path) => Track { rank, device: device.to_owned(), spans }.tell(path, messages, ahead)?,
+            Some(path) => {
+                earlier.extend(forward.into_iter().chain(backward));
+                Track { rank, device: device.to_owned(), spans: earlier }.tell(path, messages, ahead)?
+            }
             None => None,
         };
         Ok(Pictures { trace, page: rows.map(|rows| PageParts { file: page, rows, backward_rows }) })
@@ -319,13 +283,13 @@ const LEAVE: Duration = Duration::from_secs(3);
 /// A session of this rank. `flight` knows how the messages go.
 fn open(job: &Job, transport: &Group, device: Device, flight: &Flight) -> Result<Session> {
     let options = SessionOptions {
-        deadline: job.runs.deadline,
-        run: job.runs.options.clone(),
+        deadline: job.settings.deadline,
+        run: job.options.clone(),
         ..SessionOptions::default()
     };
-    let (session, agreed) = job.runs.ways.open(transport, device, options)?;
-    if let Some(AgreedWays { ways, nccl, .. }) = agreed {
-        flight.messages_go(ways, nccl);
+    let (session, agreed) = job.settings.ways.open(transport, device, options)?;
+    if let Some((words, nccl)) = agreed {
+        flight.messages_go(words, nccl);
     }
     Ok(session)
 }

@@ -14,14 +14,8 @@ use crate::tensors::GivenGradient;
 pub(crate) struct RankCall {
     forward: Attention,
     qkv: [Tensor; 3],
-    backward: Option<BackwardCall>,
-}
-
-#[derive(Debug)]
-struct BackwardCall {
-    call: Attention,
-    d_o: Tensor,
-    d_lse: Option<Tensor>,
+    /// The call, and the gradients of the output and of the log-sum-exp.
+    backward: Option<(Attention, Tensor, Option<Tensor>)>,
 }
 
 impl RankCall {
@@ -64,11 +58,7 @@ impl RankCall {
             let d_lse = d_lse.as_ref().map(|d_lse| {
                 Tensor::from_bytes([batch, tokens, heads, 1], Dtype::F32, d_lse.clone())?.to_device(device)
             });
-            Ok::<_, kyklos::Error>(BackwardCall {
-                call: forward.with_plans(plans),
-                d_o,
-                d_lse: d_lse.transpose()?,
-            })
+            Ok::<_, kyklos::Error>((forward.with_plans(plans), d_o, d_lse.transpose()?))
         });
         Ok(Self {
             backward: backward.transpose()?,
@@ -89,7 +79,7 @@ impl RankCall {
         session: &mut Session,
         output: &Output,
     ) -> kyklos::Result<Option<Gradients>> {
-        let Some(BackwardCall { call, d_o, d_lse }) = &self.backward else { return Ok(None) };
+        let Some((call, d_o, d_lse)) = &self.backward else { return Ok(None) };
         let [q, k, v] = self.qkv.clone();
         let saved = Saved { q, k, v, o: output.o.clone(), lse: output.lse_pair.clone() };
         session.backward_async(call, &saved, d_o, d_lse.as_ref()).await.map(Some)

@@ -11,7 +11,6 @@ use crate::devices::{self, DeviceId};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::job::here::run_here;
-use crate::job::rank::RankDone;
 use crate::observe::{live, metrics, record};
 use crate::options::{OnLoss, OrAuto, TransportName};
 use crate::request::Request;
@@ -98,7 +97,7 @@ fn run(
     }
     let job = prepared.job(args, (0..size).map(Rank).collect())?;
     let done = run_here(&job, transports, devices)?;
-    done.into_iter().find_map(RankDone::failure).map_or(Ok(()), Err)
+    done.into_iter().flatten().next().map_or(Ok(()), Err)
 }
 
 /// Each rank is a thread.

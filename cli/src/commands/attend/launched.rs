@@ -99,10 +99,10 @@ fn in_groups(
         let job = prepared.job(args, group.members.clone()).map_err(refuse_all)?;
         if group.rank().0 == 0 {
             match &lost {
-                Some(lost) => lost.tell(&group, &job.agreed.request),
-                None if args.group.rejoin => on_loss::tell_rejoined(&group, &job.agreed.request),
-                None if size < assignment.size => on_loss::tell_smaller(&group, &job.agreed.request),
-                None => job.agreed.request.source.warning().iter().for_each(|warning| note(warning)),
+                Some(lost) => lost.tell(&group, &job.request),
+                None if args.group.rejoin => on_loss::tell_rejoined(&group, &job.request),
+                None if size < assignment.size => on_loss::tell_smaller(&group, &job.request),
+                None => job.request.source.warning().iter().for_each(|warning| note(warning)),
             }
         }
         let done = rank::work(&job, &group, device);
@@ -113,7 +113,7 @@ fn in_groups(
         let failure = done.as_ref().err().filter(|_| begins_again);
         let Some(ended) = failure.and_then(|failure| GroupLoss::of(&group, failure)) else {
             rank::leave(&job, &group, &done);
-            return done?.failure().map_or(Ok(()), Err);
+            return done?.map_or(Ok(()), Err);
         };
         group = ended.go_on(policy, &*group)?;
         lost = Some(ended);

@@ -22,7 +22,7 @@ impl Job {
     ) -> Result<Option<Vec<f32>>> {
         let problem = &self.set().problem;
         let (Some(own), Some(tensor)) = (&gradients.d_bias, problem.bias) else { return Ok(None) };
-        if self.agreed.sample.is_none() && !matches!(self.outputs.result, Some(OutputTarget::Whole(_))) {
+        if self.sample.is_none() && !matches!(self.outputs.result, Some(OutputTarget::Whole(_))) {
             return Ok(None);
         }
         let rows = match tensor.shared_rows {

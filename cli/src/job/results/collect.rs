@@ -48,14 +48,14 @@ impl Job {
         file: Option<OutputFile>,
     ) -> Result<Collected> {
         let messages =
-            Messages { transport: &**transport, op: self.operations(), deadline: self.runs.deadline };
+            Messages { transport: &**transport, op: self.operations(), deadline: self.settings.deadline };
         let Results { output, wall_ns, backward } = results;
         let mine = RankNote::new(backend.info(), &output.report, *wall_ns)
             .with_backward(backward.as_ref().map(|backward| (&backward.gradients.report, backward.wall_ns)));
         let rank = transport.rank();
         if rank.0 != 0 {
             messages.send(Rank(0), NOTE, mine.encode()?.into())?;
-            if let Some(sample) = &self.agreed.sample {
+            if let Some(sample) = &self.sample {
                 self.send_rows(&messages, sample, backend, output)?;
             }
             if let Some(backward) = backward {
@@ -70,7 +70,7 @@ impl Job {
                         messages.transport,
                         self.operations() + 1,
                         &[&output.o, &output.lse],
-                        self.runs.deadline,
+                        self.settings.deadline,
                     ))?;
                     if let Some(backward) = backward {
                         self.send_gradients(&messages, backward)?;
@@ -85,7 +85,7 @@ impl Job {
         for other in (1..transport.size()).map(Rank) {
             ranks.push(RankNote::decode(&messages.recv(other, NOTE, NOTE_BYTES)?)?);
         }
-        let verdict = match &self.agreed.sample {
+        let verdict = match &self.sample {
             Some(sample) => Some(self.verify(&messages, sample, backend, output, &ranks)?),
             None => None,
         };
@@ -97,7 +97,7 @@ impl Job {
             Some(backward) => self.collect_bias_gradient(&messages, backward)?,
             None => None,
         };
-        if let (Some(verdict), Some(d_bias), Some(sample)) = (&mut gradients, &d_bias, &self.agreed.sample) {
+        if let (Some(verdict), Some(d_bias), Some(sample)) = (&mut gradients, &d_bias, &self.sample) {
             verdict.join(sample.judge_bias(d_bias, self.set())?);
         }
         let of_output = verdict.as_ref().and_then(|verdict| verdict.failure.as_ref());
@@ -114,7 +114,7 @@ impl Job {
                     messages.transport,
                     self.operations() + 1,
                     &[&output.o, &output.lse],
-                    self.runs.deadline,
+                    self.settings.deadline,
                     |piece| {
                         if piece.rank.0 != 0 {
                             output_bytes += piece.rows.iter().map(|rows| rows.len() as u64).sum::<u64>();
@@ -164,9 +164,9 @@ impl Job {
         if let Err(failure) = file.write_part(&results.output, gradients).and_then(|()| file.sync()) {
             return rejected(refuse(transport, self.named(transport.rank(), failure)));
         }
-        let vote = Vote::ready(self.agreed.plans.hash());
+        let vote = Vote::ready(self.plans.hash());
         // Rank 0 votes after the verification, which may take longer than the deadline of a message.
-        match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
+        match pollster::block_on(transport.agree(vote, self.settings.deadline.max(REFUSE))) {
             Ok(_) => Ok(Collected { summary: None, file: Some(file), rejected: None }),
             // The group has lost a rank: --on-loss decides what follows.
             Err(error @ TransportError::Aborted { .. }) => Err(error.into()),
@@ -253,18 +253,14 @@ impl Job {
             };
             dense.push((note.device.label(), sample.decode(sample.rows(), &bytes)));
         }
-        let shared = format!(
-            "{} on {} ranks, mesh {}",
-            self.agreed.request.strategy,
-            ranks.len(),
-            self.agreed.request.mesh
-        );
+        let shared =
+            format!("{} on {} ranks, mesh {}", self.request.strategy, ranks.len(), self.request.mesh);
         Ok(sample.hold(rows, &dense, &sample.right_rows(&kv, self.set())?, &shared))
     }
 
     /// Options of runs without observers.
     fn quiet(&self) -> RunOptions {
-        RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.runs.options.clone() }
+        RunOptions { observer: Arc::new(kyklos::NoObserver), trace: false, ..self.options.clone() }
     }
 }
 

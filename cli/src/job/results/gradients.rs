@@ -30,7 +30,7 @@ impl Job {
             let part = Bytes::copy_from_slice(bytemuck::cast_slice(&gradients.d_sinks_part));
             messages.send(Rank(0), D_SINKS, part)?;
         }
-        let Some(sample) = &self.agreed.sample else { return Ok(()) };
+        let Some(sample) = &self.sample else { return Ok(()) };
         let owners = self.owners_of_key_rows()?;
         let [of_queries, of_keys] = self.rows_of_head(&owners);
         let HeadGradients { dq, dk, dv } = sample.head_of(sample.verified_head(), gradients);
@@ -58,7 +58,7 @@ impl Job {
                 }
             }
         }
-        let Some(sample) = &self.agreed.sample else { return Ok((None, d_sinks)) };
+        let Some(sample) = &self.sample else { return Ok((None, d_sinks)) };
         self.watch.phase(Some("verifying the gradients"));
         let HeadGradients { dq, dk, dv } = sample.head_of(sample.verified_head(), gradients);
         let owners = self.owners_of_key_rows()?;

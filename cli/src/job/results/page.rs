@@ -6,7 +6,7 @@ use kyklos::simulate::simulate;
 
 use super::report::{Figures, RankNote, Summary, facts};
 use crate::failure::Result;
-use crate::job::call::{Agreed, Job};
+use crate::job::call::Job;
 use crate::observe::page::model::{Budget, Origin, Page, RankFigures, Timeline, TimelineRow, Times};
 use crate::observe::page::target::PageFile;
 use crate::observe::page::units::seconds;
@@ -40,7 +40,7 @@ impl Job {
         backward_rows: Option<Vec<TimelineRow>>,
         summary: &Summary,
     ) -> Result<Page> {
-        let Agreed { request, plans, backward, .. } = &self.agreed;
+        let Self { request, plans, backward, .. } = self;
         let notes = || summary.ranks.iter();
         let forward = notes().map(|note| Some((note, &note.figures, note.wall_s)));
         let page = self.of_pass(plans, forward, rows);
@@ -73,7 +73,7 @@ impl Job {
         notes: impl Iterator<Item = Option<(&'a RankNote, &'a Figures, f64)>>,
         rows: Vec<TimelineRow>,
     ) -> Page {
-        let members = &self.agreed.members;
+        let members = &self.members;
         let mut page = page_of_plans(plans, members);
         for (rank, note) in page.ranks.iter_mut().zip(notes) {
             if let Some((note, figures, wall_s)) = note {
@@ -103,7 +103,7 @@ impl Job {
         rank.bytes_sent = figures.bytes_sent;
         rank.messages_sent = figures.messages_sent;
         rank.peak_bytes = figures.peak_bytes;
-        let all_here = self.runs.ranks_here >= self.set().mesh.size();
+        let all_here = self.settings.ranks_here >= self.set().mesh.size();
         if all_here && matches!(&note.device.class[..], "cpu" | "software-gpu") {
             let shared_by = self.set().mesh.size();
             rank.budget = memory_bytes().map(|bytes| Budget { bytes, shared_by });
@@ -112,7 +112,7 @@ impl Job {
 
     /// Adds what the description of the devices predicts, if there is one.
     fn predict(&self, plans: &ProvedPlans, page: &mut Page) {
-        let Some(cluster) = &self.agreed.request.cluster else { return };
+        let Some(cluster) = &self.request.cluster else { return };
         let prediction = match simulate(plans.set(), cluster) {
             Ok(prediction) if prediction.ranks.len() == page.ranks.len() => prediction,
             _ => return,

@@ -61,14 +61,14 @@ impl Job {
             self.write_page(page, &summary)?;
         }
         self.watch.phase(None);
-        let request = &self.agreed.request;
+        let request = &self.request;
         print(&if self.outputs.json { summary.json(request)? } else { summary.table(request) })
     }
 
     fn end_together(&self, transport: &dyn Transport) -> Result<Option<Failure>> {
         let vote = Vote::ready(DELIVERED);
         // Other ranks may have large files to write.
-        match pollster::block_on(transport.agree(vote, self.runs.deadline.max(REFUSE))) {
+        match pollster::block_on(transport.agree(vote, self.settings.deadline.max(REFUSE))) {
             Ok(_) => Ok(None),
             Err(refused @ TransportError::Refused { .. }) => Ok(Some(refused.into())),
             // Rank 0 has written the whole result: a peer that fails now changes nothing.

@@ -95,7 +95,7 @@ impl<'a> RankWork<'a> {
         let run = RunOptions { observer: starts.clone(), ..quiet() };
         let options = SessionOptions { deadline: bench.deadline, run, ..SessionOptions::default() };
         let (session, agreed) = bench.ways.open(transport, device, options)?;
-        let messages = agreed.map_or_else(|| "host memory".to_owned(), |agreed| agreed.ways);
+        let messages = agreed.map_or_else(|| "host memory".to_owned(), |(words, _)| words);
         Ok(Self { bench, here, session, starts, labels, messages, known: BTreeSet::new() })
     }
 
