@@ -59,6 +59,9 @@ pub(crate) struct CollectiveOptions {
     nccl_cluster: u32,
 }
 
+/// How messages go, in words, and the state of NCCL if it carries them.
+type Way = (String, Option<NcclObserver>);
+
 impl CollectiveOptions {
     /// A session of this rank. Where NCCL may be used, all ranks agree first whether they use it,
     /// and rank 0 says so.
@@ -67,7 +70,7 @@ impl CollectiveOptions {
         transport: &Group,
         device: Device,
         options: SessionOptions,
-    ) -> Result<(Session, Option<(String, Option<NcclObserver>)>)> {
+    ) -> Result<(Session, Option<Way>)> {
         let Self { collective, nccl_cluster: cluster } = self;
         let wish = match collective {
             CollectiveName::Host => {
