@@ -171,12 +171,17 @@ def with_code(toolkit, text, cubin):
     return table, faults, {name: tile for name, tile in tiles.items() if tile}
 
 
+def included_as(header):
+    """The name by which the kernels include a header."""
+    return header.relative_to(KERNELS).as_posix().removeprefix("cuda/")
+
+
 def nvrtc(folder, real, kept, out):
     """Compiles with the NVRTC in a folder, in a process of its own. Prints the output of its ptxas and writes the cubin to `out`."""
     library = ctypes.CDLL(str(next(folder.glob("libnvrtc.so.1*"))))
-    headers = [*sorted(KERNELS.glob("cuda/*.h")), *sorted(KERNELS.glob("*.h"))]
+    headers = sorted(KERNELS.rglob("*.h"))
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
-    names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
+    names = (ctypes.c_char_p * len(headers))(*[included_as(header).encode() for header in headers])
     program = ctypes.c_void_p()
     source = TILES.sub(lambda line: line[0] if b"_".join(line.groups()).lower().decode() in kept else b"",
                        (KERNELS / "kernels.cu").read_bytes())
