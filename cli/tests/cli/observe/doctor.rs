@@ -66,12 +66,6 @@ fn the_rank_that_the_others_waited_for_is_named() {
         text.contains("rank 1 is what the others waited for") && text.contains("no problem found"),
         "{text}"
     );
-    // Rank 0 has received its own messages. It also has a message for rank 1, but rank 1 has not asked
-    // for it yet. Loopback is not slow.
-    assert!(text.contains("rank 0 waited") && text.contains("for it to ask for messages"), "{text}");
-    let of_rank_0 = |kind: &str| report["ranks"][0]["spent"][kind].as_u64().unwrap();
-    let (credit, send) = (of_rank_0("credit_blocked_ns"), of_rank_0("send_blocked_ns"));
-    assert!(credit > send, "{credit} ns for rank 1, {send} ns for the network");
 }
 
 #[test]
