@@ -323,20 +323,4 @@ impl Kernel {
     pub const fn needs_matrices(&self) -> bool {
         matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::Cooperative { .. }, .. }))
     }
-
-    /// Declarations of the uniform struct and of all bindings.
-    pub(crate) fn declarations(&self) -> String {
-        let mut text = self.uniform().declaration();
-        text.push('\n');
-        for (index, binding) in self.bindings().iter().enumerate() {
-            let (space, ty) = match binding.access {
-                Access::Uniform => ("<uniform>", binding.element.to_owned()),
-                Access::Read => ("<storage, read>", format!("array<{}>", binding.element)),
-                Access::ReadWrite => ("<storage, read_write>", format!("array<{}>", binding.element)),
-                Access::Texture => ("", binding.element.to_owned()),
-            };
-            text.push_str(&format!("@group(0) @binding({index}) var{space} {}: {ty};\n", binding.name));
-        }
-        text
-    }
 }

@@ -30,15 +30,11 @@
 mod attend;
 mod backward;
 mod bias;
-mod codes;
-mod convert;
 mod decode;
-mod finish;
 mod kernel;
-mod repack;
 mod source;
 mod storage;
-mod text;
+mod templates;
 mod uniforms;
 mod variant;
 

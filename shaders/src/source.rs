@@ -1,12 +1,16 @@
 //! The text of each kernel, and the numbers that depend on it: threads and memory of a workgroup,
 //! tiles.
 
-use crate::kernel::{Kernel, MAX_HEAD_DIM};
+use minijinja::context;
+use minijinja::value::Value;
+
+use crate::kernel::{Access, EMPTY_M, Kernel, MAX_HEAD_DIM};
+use crate::templates::render;
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
-use crate::{
-    BackwardKernel, BackwardVariant, BiasInput, Storage, Sums, attend, backward, codes, convert, decode,
-    finish, repack,
-};
+use crate::{BackwardKernel, BackwardVariant, BiasInput, Storage, Sums, attend, backward, decode};
+
+/// Threads that share one (batch, row, head) triple, each taking every 8th chunk of it.
+const THREADS_PER_ROW: u32 = 8;
 
 /// The compiler that reads the text: compilers disagree about how a text announces its use of
 /// subgroups.
@@ -25,49 +29,24 @@ impl Kernel {
     /// On a head dim that is not a multiple of 8 up to [`MAX_HEAD_DIM`], more slots than
     /// [`DecodeVariant::most_slots`] allows, or a matrix variant that would read a bias.
     pub fn source(&self, dialect: Dialect) -> String {
-        match *self {
+        self.assert_exists();
+        let (template, values) = self.template();
+        render(template, context! { ..values, ..self.interface(dialect) })
+    }
+
+    fn assert_exists(&self) {
+        let head_dim = match *self {
             Self::Attend(kernel) => {
-                assert_head_dim(kernel.head_dim);
-                let text = match kernel.variant {
-                    AttendVariant::Portable { rows_per_thread } => {
-                        attend::portable::source(kernel, rows_per_thread)
-                    }
-                    AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
-                        attend::subgroup::source(kernel, subgroup_size, rows_per_lane)
-                    }
-                    AttendVariant::Cooperative { size, subgroup_size, subgroups } => {
-                        assert!(!kernel.bias.any(), "the matrix variant reads no bias");
-                        attend::cooperative::source(kernel, size, subgroup_size, subgroups)
-                    }
-                };
-                self.announced(dialect, text)
+                let matrices = matches!(kernel.variant, AttendVariant::Cooperative { .. });
+                assert!(!(matrices && kernel.bias.any()), "the matrix variant reads no bias");
+                kernel.head_dim
             }
             Self::Decode(kernel) => {
-                assert_head_dim(kernel.head_dim);
                 let most = kernel.variant.most_slots(kernel.head_dim);
                 assert!((1..=most).contains(&kernel.slots), "{} slots, at most {most}", kernel.slots);
-                let text = match kernel.variant {
-                    DecodeVariant::Portable => decode::portable(kernel),
-                    DecodeVariant::Lanes { subgroup_size } => decode::lanes(kernel, subgroup_size),
-                };
-                self.announced(dialect, text)
+                kernel.head_dim
             }
-            Self::MergeParts { head_dim } => {
-                assert_head_dim(head_dim);
-                decode::merge_parts(head_dim)
-            }
-            Self::Merge { head_dim } => {
-                assert_head_dim(head_dim);
-                finish::merge(head_dim)
-            }
-            Self::Finalize { storage, head_dim, sinks } => {
-                assert_head_dim(head_dim);
-                finish::finalize(storage, head_dim, sinks)
-            }
-            Self::Repack { words } => repack::source(words),
-            Self::Accumulate { words } => repack::accumulate(words),
             Self::AttendBackward(kernel) => {
-                assert_head_dim(kernel.head_dim);
                 let of_keys = kernel.variant.of_keys(kernel.head_dim, kernel.bias);
                 let made = match kernel.sums {
                     Sums::Queries => true,
@@ -75,35 +54,139 @@ impl Kernel {
                     sums => of_keys.contains(&sums),
                 };
                 assert!(made, "{:?} is not made", kernel.sums);
-                let text = match kernel.variant {
-                    BackwardVariant::Portable => backward::portable::source(kernel),
-                    BackwardVariant::Lanes { subgroup_size } => {
-                        backward::lanes::source(kernel, subgroup_size)
-                    }
-                };
-                self.announced(dialect, text)
-            }
-            Self::RowStats { storage, head_dim, d_lse } => {
-                assert_head_dim(head_dim);
-                backward::stats::source(storage, head_dim, d_lse)
+                kernel.head_dim
             }
             Self::Convert { from, into, reports } => {
                 assert!((from == Storage::F32) != (into == Storage::F32), "one side is f32");
                 assert!(!reports || into == Storage::F16, "the range of bf16 is that of f32");
-                convert::source(from, into, reports)
+                return;
             }
-            Self::ToCodes { storage, scales } => codes::to_codes(storage, scales),
-            Self::FromCodes { storage, scales } => codes::from_codes(storage, scales),
-            Self::ResetState => finish::reset_state(),
+            Self::MergeParts { head_dim }
+            | Self::Merge { head_dim }
+            | Self::Finalize { head_dim, .. }
+            | Self::RowStats { head_dim, .. } => head_dim,
+            Self::Repack { .. }
+            | Self::Accumulate { .. }
+            | Self::ToCodes { .. }
+            | Self::FromCodes { .. }
+            | Self::ResetState => return,
+        };
+        assert!(
+            head_dim > 0 && head_dim.is_multiple_of(8) && head_dim <= MAX_HEAD_DIM,
+            "head dim {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
+        );
+    }
+
+    /// Its file in `shaders/wgsl/`, and the values of that file alone.
+    fn template(&self) -> (&'static str, Value) {
+        match *self {
+            Self::Attend(kernel) => {
+                let head = context! {
+                    softcap => kernel.softcap,
+                    bias => kernel.bias.value(),
+                    ..head(kernel.storage, kernel.head_dim)
+                };
+                let (file, values) = match kernel.variant {
+                    AttendVariant::Portable { rows_per_thread } => {
+                        ("attend/portable.wgsl", attend::portable::values(kernel, rows_per_thread))
+                    }
+                    AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => (
+                        "attend/subgroup.wgsl",
+                        attend::subgroup::values(kernel, subgroup_size, rows_per_lane),
+                    ),
+                    AttendVariant::Cooperative { size, subgroup_size, subgroups } => {
+                        ("attend/matrix.wgsl", attend::matrix::values(kernel, size, subgroup_size, subgroups))
+                    }
+                };
+                (file, context! { ..values, ..head })
+            }
+            Self::Decode(kernel) => {
+                let head = context! {
+                    softcap => kernel.softcap,
+                    bias => kernel.bias.value(),
+                    ..head(kernel.storage, kernel.head_dim)
+                };
+                let (file, values) = match kernel.variant {
+                    DecodeVariant::Portable => ("decode/portable.wgsl", decode::portable_values(kernel)),
+                    DecodeVariant::Lanes { subgroup_size } => {
+                        ("decode/lanes.wgsl", context! { slots => kernel.slots, lanes => subgroup_size })
+                    }
+                };
+                (file, context! { ..values, ..head })
+            }
+            Self::AttendBackward(kernel) => {
+                let head = context! {
+                    softcap => kernel.softcap,
+                    bias => kernel.bias.value(),
+                    ..head(kernel.storage, kernel.head_dim)
+                };
+                let (file, values) = match kernel.variant {
+                    BackwardVariant::Portable => {
+                        ("backward/portable.wgsl", backward::portable::values(kernel))
+                    }
+                    BackwardVariant::Lanes { subgroup_size } => {
+                        ("backward/lanes.wgsl", backward::lanes::values(kernel, subgroup_size))
+                    }
+                };
+                (file, context! { ..values, ..backward::values(kernel), ..head })
+            }
+            Self::RowStats { storage, head_dim, d_lse } => {
+                ("backward/row_stats.wgsl", context! { d_lse, ..head(storage, head_dim) })
+            }
+            Self::MergeParts { head_dim } => ("decode/merge_parts.wgsl", context! { chunks => head_dim / 4 }),
+            Self::Merge { head_dim } => ("state/merge.wgsl", context! { chunks => head_dim / 4 }),
+            Self::Finalize { storage, head_dim, sinks } => {
+                ("state/finalize.wgsl", context! { sinks, ..head(storage, head_dim) })
+            }
+            Self::ResetState => ("state/reset.wgsl", context! {}),
+            Self::Repack { .. } => ("tensors/strided.wgsl", context! { adds => false }),
+            Self::Accumulate { .. } => ("tensors/strided.wgsl", context! { adds => true }),
+            Self::Convert { from, into, reports } => {
+                let widens = into == Storage::F32;
+                let short = if widens { from } else { into };
+                ("tensors/convert.wgsl", context! { widens, reports, storage => short.name() })
+            }
+            Self::ToCodes { storage, scales } => {
+                ("tensors/to_codes.wgsl", context! { storage => storage.name(), scales => scales.name() })
+            }
+            Self::FromCodes { storage, scales } => {
+                ("tensors/from_codes.wgsl", context! { storage => storage.name(), scales => scales.name() })
+            }
         }
     }
 
-    /// `text`, after the directive that enables subgroups where `dialect` needs it.
-    fn announced(&self, dialect: Dialect, text: String) -> String {
-        if self.needs_subgroups() && dialect == Dialect::Tint {
-            format!("enable subgroups;\n\n{text}")
-        } else {
-            text
+    /// The values of `parts/interface.wgsl`, and what else every kernel may use.
+    fn interface(&self, dialect: Dialect) -> Value {
+        let uniform = self.uniform();
+        let fields: Vec<Value> =
+            uniform.fields.iter().map(|field| context! { name => field.name, type => field.ty }).collect();
+        let bindings: Vec<Value> = self
+            .bindings()
+            .iter()
+            .map(|binding| {
+                let array = format!("array<{}>", binding.element);
+                let (space, ty) = match binding.access {
+                    Access::Uniform => ("<uniform>", binding.element.to_owned()),
+                    Access::Read => ("<storage, read>", array),
+                    Access::ReadWrite => ("<storage, read_write>", array),
+                    Access::Texture => ("", binding.element.to_owned()),
+                };
+                context! { name => binding.name, space, type => ty }
+            })
+            .collect();
+        context! {
+            name => self.name(),
+            dialect => match dialect {
+                Dialect::Naga => "naga",
+                Dialect::Tint => "tint",
+            },
+            needs_subgroups => self.needs_subgroups(),
+            needs_matrices => self.needs_matrices(),
+            uniform => context! { name => uniform.name, fields },
+            bindings,
+            threads => self.workgroup_size(),
+            workgroup_bytes => self.workgroup_bytes(),
+            EMPTY_M => format!("{EMPTY_M:?}f"),
         }
     }
 
@@ -152,7 +235,7 @@ impl Kernel {
                 variant: AttendVariant::Cooperative { size, subgroups, .. },
                 head_dim,
                 ..
-            }) => attend::cooperative::workgroup_bytes(*head_dim, *size, *subgroups),
+            }) => attend::matrix::workgroup_bytes(*head_dim, *size, *subgroups),
             Self::Attend(AttendKernel {
                 variant: AttendVariant::SubgroupBroadcast { .. },
                 bias: BiasInput::Visible,
@@ -178,7 +261,7 @@ impl Kernel {
         match self {
             Self::Attend(_) | Self::Decode(_) | Self::AttendBackward(_) => 1,
             Self::MergeParts { .. } | Self::Merge { .. } | Self::Finalize { .. } | Self::RowStats { .. } => {
-                self.workgroup_size() / finish::THREADS_PER_ROW
+                self.workgroup_size() / THREADS_PER_ROW
             }
             Self::Repack { .. }
             | Self::Accumulate { .. }
@@ -201,7 +284,7 @@ impl AttendKernel {
                 Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }
             }
             AttendVariant::Cooperative { size, subgroups, .. } => {
-                Tile { q_rows: size * subgroups, kv_cols: attend::cooperative::kv_cols(self.head_dim) }
+                Tile { q_rows: size * subgroups, kv_cols: attend::matrix::kv_cols(self.head_dim) }
             }
         }
     }
@@ -226,9 +309,13 @@ impl DecodeVariant {
     }
 }
 
-fn assert_head_dim(head_dim: u32) {
-    assert!(
-        head_dim > 0 && head_dim.is_multiple_of(8) && head_dim <= MAX_HEAD_DIM,
-        "head dim {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
-    );
+/// What kernels on heads depend on: storage type, units in a head, chunks of 4 elements in a head
+/// and in a unit.
+fn head(storage: Storage, head_dim: u32) -> Value {
+    context! {
+        storage => storage.name(),
+        units => storage.units(head_dim),
+        chunks => head_dim / 4,
+        unit_chunks => storage.unit_chunks(),
+    }
 }

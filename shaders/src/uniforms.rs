@@ -25,15 +25,6 @@ pub struct Uniform {
     pub bytes: usize,
 }
 
-impl Uniform {
-    /// The WGSL declaration.
-    pub(crate) fn declaration(&self) -> String {
-        let fields: String =
-            self.fields.iter().map(|field| format!("    {}: {},\n", field.name, field.ty)).collect();
-        format!("struct {} {{\n{fields}}}", self.name)
-    }
-}
-
 macro_rules! uniform {
     ($(#[$about:meta])* $name:ident { $($(#[$doc:meta])* $field:ident: $ty:ident,)* }) => {
         $(#[$about])*

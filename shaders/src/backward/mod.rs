@@ -36,7 +36,7 @@
 //! | lists | u32, see below |
 //! | bias | where the kernel reads [`BiasInput`](crate::BiasInput): as in the forward kernels |
 //!
-//! `dv` alone is made without `v`. In [`lanes`] the moving tensors and their statistics are
+//! `dv` alone is made without `v`. In `backward/lanes.wgsl` the moving tensors and their statistics are
 //! textures of 16-byte texels: x = head · units of a head + unit, or head / 2; y = (batch entry −
 //! `batch_first`) · `moving_texels` + row − `moving_begin`.
 //!
@@ -56,15 +56,16 @@
 //! tile does not write it, and the other kernel reads zeros instead of its q and d_o, because 0 ·
 //! NaN is NaN.
 
+use minijinja::context;
+use minijinja::value::Value;
+
 use self::variant::{BackwardKernel, BackwardVariant};
-use crate::kernel::{EMPTY_M, Kernel};
-use crate::text::Text;
-use crate::{BiasInput, Tile, attend};
+use crate::Tile;
+use crate::kernel::EMPTY_M;
 
 pub(crate) mod lanes;
 pub(crate) mod params;
 pub(crate) mod portable;
-pub(crate) mod stats;
 pub(crate) mod variant;
 
 impl BackwardVariant {
@@ -88,15 +89,13 @@ impl BackwardKernel {
         }
     }
 
-    /// The variable with the head of a fixed tensor or of the sums.
-    fn fixed_head(&self, tensor: &str) -> &'static str {
-        if self.sums.of_one_query_head() && matches!(tensor, "k" | "v") { "kv_head" } else { "own_head" }
-    }
-
-    /// Whether dS has the factor of the softcap. That of a bias has not: a bias is added behind the
-    /// softcap.
-    const fn needs_slope(&self) -> bool {
-        self.sums.needs_scores() && !self.sums.of_bias()
+    /// The binding of the sum `a` (of dS) or `b` (of P).
+    fn target(&self, sum: &str) -> &'static str {
+        match sum {
+            "a" if self.sums.rows_are_fixed() => "dq",
+            "a" => "dk",
+            _ => "dv",
+        }
     }
 
     /// Workgroups for one tile of the list.
@@ -107,88 +106,18 @@ impl BackwardKernel {
     }
 }
 
-/// Declarations and functions of a backward kernel.
-fn prelude(kernel: BackwardKernel) -> String {
-    let mut text =
-        attend::prelude(Kernel::AttendBackward(kernel), kernel.storage, kernel.softcap, kernel.bias);
-    text.push_str(&shares());
-    text.push('\n');
-    if kernel.softcap && kernel.needs_slope() {
-        text.push_str(SLOPE);
-        text.push('\n');
-    }
-    text
-}
-
-/// Functions that make P of a logit.
-fn shares() -> String {
-    let unseen = (-EMPTY_M).to_bits();
-    format!(
-        "// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
-fn saw_keys(lse: f32) -> bool {{ return bitcast<u32>(lse) != {unseen:#x}u; }}
-// P. Rounded, a logit may be above the log-sum-exp.
-fn share_of(logit: f32, lse: f32, factor: f32) -> f32 {{
-    let below = logit - lse;
-    return weight_of(select(below, 0.0f, below > 0.0f)) * factor;
-}}
-"
-    )
-}
-
-/// 1 − tanh²(t), from the exponential: near ±1 the difference would have lost most of its digits.
-const SLOPE: &str = "fn slope_of(t: f32) -> f32 {
-    let u = exp2(min(abs(t), 80.0f) * -2.8853900f);
-    let below = 1.0f + u;
-    return 4.0f * u / (below * below);
-}
-";
-
-/// The first statements of every workgroup: its tile, batch entry, heads and runs. Returns if there
-/// is nothing to do.
-fn item(t: &mut Text, kernel: BackwardKernel) {
-    let last_first = if kernel.sums.rows_are_fixed() {
-        "params.tile_count - 1u - item % params.tile_count"
-    } else {
-        "item % params.tile_count"
-    };
-    t.lines(&format!(
-        "
-let group = group_id.x + group_id.y * params.grid_width;
-if (group >= params.items) {{ return; }}
-let item = params.first_item + group;
-let tile = params.tile_first + {last_first};
-let batch_head = item / params.tile_count;
-let batch = params.batch_first + batch_head / params.heads;
-let own_head = params.head_first + batch_head % params.heads;
-let class_index = min(batch, params.last_class);
-let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / {}u);
-let full_runs = lists[starts];
-let tested_runs = lists[starts + 1u];
-let runs_end = lists[starts + 2u];
-if (full_runs == runs_end) {{ return; }}
-let spans = params.spans_at + 2u * class_index * params.rows;",
-        kernel.tiles_of_list(),
-    ));
-    if kernel.sums.of_one_query_head() {
-        t.line("let head = own_head;");
-        t.line("let kv_head = lists[params.heads_at + own_head];");
-    }
-}
-
-/// All runs, with `first` and `end` in scope: the full ones, then those whose pairs are tested. If
-/// the kernel reads a bias, all are tested. The argument of `body` says whether it has to test.
-fn all_runs(t: &mut Text, bias: BiasInput, body: impl Fn(&mut Text, bool)) {
-    let mut runs = |from: &str, to: &str, tested| {
-        t.block(format!("for (var run = {from}; run < {to}; run++)"), |t| {
-            t.line("let first = max(lists[params.runs_at + 2u * run], params.moving_begin);");
-            t.line("let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);");
-            body(t, tested);
-        });
-    };
-    if bias.any() {
-        runs("full_runs", "runs_end", true);
-    } else {
-        runs("full_runs", "tested_runs", false);
-        runs("tested_runs", "runs_end", true);
+/// What both variants of a kernel's text depend on.
+pub(crate) fn values(kernel: BackwardKernel) -> Value {
+    let sums = kernel.sums;
+    context! {
+        by_rows => sums.rows_are_fixed(),
+        of_bias => sums.of_bias(),
+        of_one_query_head => sums.of_one_query_head(),
+        tiles_of_list => kernel.tiles_of_list(),
+        // The variable with the head of a fixed tensor.
+        fixed_head => if sums.of_one_query_head() && !sums.rows_are_fixed() { "kv_head" } else { "own_head" },
+        // Whether dS has the factor of the softcap. That of a bias has not: a bias is added behind the softcap.
+        slopes => kernel.softcap && sums.needs_scores() && !sums.of_bias(),
+        unseen_bits => format!("{:#x}", (-EMPTY_M).to_bits()),
     }
 }

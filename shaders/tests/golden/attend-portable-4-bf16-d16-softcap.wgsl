@@ -1,4 +1,20 @@
-// attend, portable, bf16, head dim 16: 32 query rows x 32 keys, 12288 bytes of workgroup memory
+// Attention within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+//
+// Tile: Br = 32 query rows x Bc = 32 keys; 12288 bytes of workgroup memory.
+//
+// 64 threads are a grid of 8 x 8. Of the tile's S = q k^T, thread (tr, tc) holds 4 x 4: rows tr, tr + 8, ..., keys
+// tc, tc + 8, ... (x, and then P in p). Of O, not yet divided by l, it holds the same rows and the 4-element chunks tc,
+// tc + 8, ... (a). The 8 threads of a row agree on its maximum m through workgroup memory, and keep their own part of l
+// until the end.
+//
+// Workgroup memory:
+//   tile_q   q times its factor, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
+//   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors; then 8 chunks of V
+//   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights of a thread are one
+//            vector, and V lies in the same order. A hidden element has weight -1; others are never negative.
+//
+// Barriers stand where a tile is replaced (everyone has read the old one) and where it is read (everyone has written).
+// attend-portable-4-bf16-d16-softcap
 struct AttendParams {
     q_offset: u32,
     q_batch: u32,
@@ -46,6 +62,7 @@ struct AttendParams {
 @group(0) @binding(6) var<storage, read> positions: array<u32>;
 @group(0) @binding(7) var<storage, read> work: array<u32>;
 
+// m of a row that saw no key: finite, because WGSL promises nothing about infinities.
 const EMPTY_M: f32 = -2.3819763e38f;
 
 fn pair(word: u32) -> vec2<f32> {
@@ -54,11 +71,16 @@ fn pair(word: u32) -> vec2<f32> {
 fn chunk_0(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.x), pair(unit.y)); }
 fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(unit.w)); }
 
+// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the power is 0 in f32, and
+// the product with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the exp2 of a NaN, and
+// `max` may drop it.
 fn weight_of(below: f32) -> f32 {
     let power = exp2(max(below, -150.0f) * 1.442695f);
     return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
+// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute, and overflows on some
+// drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.
 fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
@@ -68,28 +90,32 @@ fn capped(t: f32) -> f32 {
     let result = select(value, -value, t < 0.0f);
     return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
 }
+
 fn load_q(at: u32, chunk: u32) -> vec4<f32> {
     let unit = q[at + (min(chunk, 3u) >> 1u)];
     let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);
     return select(vec4<f32>(), value, chunk < 4u);
 }
+
 fn load_k(at: u32, chunk: u32) -> vec4<f32> {
     let unit = k[at + (min(chunk, 3u) >> 1u)];
     let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);
     return select(vec4<f32>(), value, chunk < 4u);
 }
+
 fn load_v(at: u32, chunk: u32) -> vec4<f32> {
     let unit = v[at + (min(chunk, 3u) >> 1u)];
     let value = select(chunk_0(unit), chunk_1(unit), (chunk & 1u) == 1u);
     return select(vec4<f32>(), value, chunk < 4u);
 }
+
 var<workgroup> tile_q: array<vec4<f32>, 256>;
 var<workgroup> tile_kv: array<vec4<f32>, 256>;
 var<workgroup> tile_p: array<vec4<f32>, 256>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-    let group = group_id.x + group_id.y * params.grid_width;
+let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
     let tile = params.tile_first + params.tile_count - 1u - item % params.tile_count;
@@ -163,9 +189,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         tile_q[(g * 8u + tc) * 32u + 24u + tr] = load_q(q_at3, g * 8u + tc) * params.q_scale;
     }
     for (var run = full_runs; run < partial_runs; run++) {
-        let first = max(work[params.runs_at + 2u * run], params.key_begin);
+let first = max(work[params.runs_at + 2u * run], params.key_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 32u) {
+            // S = q k^T, 8 chunks of the head at a time.
             var x0 = vec4<f32>();
             var x1 = vec4<f32>();
             var x2 = vec4<f32>();
@@ -200,6 +227,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
             x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
             x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
+            // The new maximum n of each row, from the maxima of its 8 threads.
             tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(x0.x, x0.y), max(x0.z, x0.w)));
             tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(x1.x, x1.y), max(x1.z, x1.w)));
             tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(x2.x, x2.y), max(x2.z, x2.w)));
@@ -216,6 +244,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
             }
             workgroupBarrier();
+            // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
             let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
@@ -240,12 +269,17 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let kept3 = p3;
             tile_p[tc * 32u + 24u + tr] = p3;
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
+            // O = O corr + P V, 8 chunks of the head at a time.
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_0 = 0u + tr;
             tile_kv[slot0_0 * 8u + tc] = load_v(v_base + (key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u)) * params.v_row, 0u + tc);
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_1 = 8u + tr;
             tile_kv[slot0_1 * 8u + tc] = load_v(v_base + (key + (slot0_1 & 3u) * 8u + (slot0_1 >> 2u)) * params.v_row, 0u + tc);
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_2 = 16u + tr;
             tile_kv[slot0_2 * 8u + tc] = load_v(v_base + (key + (slot0_2 & 3u) * 8u + (slot0_2 >> 2u)) * params.v_row, 0u + tc);
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_3 = 24u + tr;
             tile_kv[slot0_3 * 8u + tc] = load_v(v_base + (key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u)) * params.v_row, 0u + tc);
             workgroupBarrier();
@@ -268,11 +302,13 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 a3_0 += (v0 * p3.x + v1 * p3.y) + (v2 * p3.z + v3 * p3.w);
             }
         }
+
     }
     for (var run = partial_runs; run < runs_end; run++) {
-        let first = max(work[params.runs_at + 2u * run], params.key_begin);
+let first = max(work[params.runs_at + 2u * run], params.key_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 32u) {
+            // S = q k^T, 8 chunks of the head at a time.
             var x0 = vec4<f32>();
             var x1 = vec4<f32>();
             var x2 = vec4<f32>();
@@ -315,6 +351,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let vis1 = (vec4<u32>(lo1) <= pos) & (pos < vec4<u32>(hi1)) & inside;
             let vis2 = (vec4<u32>(lo2) <= pos) & (pos < vec4<u32>(hi2)) & inside;
             let vis3 = (vec4<u32>(lo3) <= pos) & (pos < vec4<u32>(hi3)) & inside;
+
             x0 = select(vec4<f32>(EMPTY_M), x0, vis0);
             seen0 = seen0 || any(vis0);
             x1 = select(vec4<f32>(EMPTY_M), x1, vis1);
@@ -323,6 +360,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             seen2 = seen2 || any(vis2);
             x3 = select(vec4<f32>(EMPTY_M), x3, vis3);
             seen3 = seen3 || any(vis3);
+            // The new maximum n of each row, from the maxima of its 8 threads.
             tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(x0.x, x0.y), max(x0.z, x0.w)));
             tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(x1.x, x1.y), max(x1.z, x1.w)));
             tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(x2.x, x2.y), max(x2.z, x2.w)));
@@ -339,6 +377,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
             }
             workgroupBarrier();
+            // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
             let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
@@ -363,12 +402,17 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let kept3 = select(vec4<f32>(), p3, vis3);
             tile_p[tc * 32u + 24u + tr] = select(vec4<f32>(-1.0f), p3, vis3);
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
+            // O = O corr + P V, 8 chunks of the head at a time.
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_0 = 0u + tr;
             tile_kv[slot0_0 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u) < end);
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_1 = 8u + tr;
             tile_kv[slot0_1 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_1 & 3u) * 8u + (slot0_1 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_1 & 3u) * 8u + (slot0_1 >> 2u) < end);
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_2 = 16u + tr;
             tile_kv[slot0_2 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_2 & 3u) * 8u + (slot0_2 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_2 & 3u) * 8u + (slot0_2 >> 2u) < end);
+            // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_3 = 24u + tr;
             tile_kv[slot0_3 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u) < end);
             workgroupBarrier();
@@ -382,16 +426,26 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let v2 = tile_kv[(s * 4u + 2u) * 8u + tc];
                 let v3 = tile_kv[(s * 4u + 3u) * 8u + tc];
                 let p0 = tile_p[s * 32u + 0u + tr];
-                a0_0 += (select(v0 * p0.x, vec4<f32>(), p0.x < 0.0f) + select(v1 * p0.y, vec4<f32>(), p0.y < 0.0f)) + (select(v2 * p0.z, vec4<f32>(), p0.z < 0.0f) + select(v3 * p0.w, vec4<f32>(), p0.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                a0_0 += (select(v0 * p0.x, vec4<f32>(), p0.x < 0.0f) + select(v1 * p0.y, vec4<f32>(), p0.y < 0.0f))
+                    + (select(v2 * p0.z, vec4<f32>(), p0.z < 0.0f) + select(v3 * p0.w, vec4<f32>(), p0.w < 0.0f));
                 let p1 = tile_p[s * 32u + 8u + tr];
-                a1_0 += (select(v0 * p1.x, vec4<f32>(), p1.x < 0.0f) + select(v1 * p1.y, vec4<f32>(), p1.y < 0.0f)) + (select(v2 * p1.z, vec4<f32>(), p1.z < 0.0f) + select(v3 * p1.w, vec4<f32>(), p1.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                a1_0 += (select(v0 * p1.x, vec4<f32>(), p1.x < 0.0f) + select(v1 * p1.y, vec4<f32>(), p1.y < 0.0f))
+                    + (select(v2 * p1.z, vec4<f32>(), p1.z < 0.0f) + select(v3 * p1.w, vec4<f32>(), p1.w < 0.0f));
                 let p2 = tile_p[s * 32u + 16u + tr];
-                a2_0 += (select(v0 * p2.x, vec4<f32>(), p2.x < 0.0f) + select(v1 * p2.y, vec4<f32>(), p2.y < 0.0f)) + (select(v2 * p2.z, vec4<f32>(), p2.z < 0.0f) + select(v3 * p2.w, vec4<f32>(), p2.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                a2_0 += (select(v0 * p2.x, vec4<f32>(), p2.x < 0.0f) + select(v1 * p2.y, vec4<f32>(), p2.y < 0.0f))
+                    + (select(v2 * p2.z, vec4<f32>(), p2.z < 0.0f) + select(v3 * p2.w, vec4<f32>(), p2.w < 0.0f));
                 let p3 = tile_p[s * 32u + 24u + tr];
-                a3_0 += (select(v0 * p3.x, vec4<f32>(), p3.x < 0.0f) + select(v1 * p3.y, vec4<f32>(), p3.y < 0.0f)) + (select(v2 * p3.z, vec4<f32>(), p3.z < 0.0f) + select(v3 * p3.w, vec4<f32>(), p3.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                a3_0 += (select(v0 * p3.x, vec4<f32>(), p3.x < 0.0f) + select(v1 * p3.y, vec4<f32>(), p3.y < 0.0f))
+                    + (select(v2 * p3.z, vec4<f32>(), p3.z < 0.0f) + select(v3 * p3.w, vec4<f32>(), p3.w < 0.0f));
             }
         }
+
     }
+    // l of a row, from its 8 threads; one of them reads and writes (m, l) of the state.
     workgroupBarrier();
     var ml0 = vec2<f32>();
     if (tc == 0u) {
@@ -424,6 +478,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         sum2 += tile_p[c * 32u + 16u + tr];
         sum3 += tile_p[c * 32u + 24u + tr];
     }
+    // Merged into the state. A row that saw no key is not written.
     if (in0 && sum0.y > 0.0f) {
         let top = max(sum0.z, m0);
         let keep = weight_of(sum0.z - top);

@@ -1,4 +1,18 @@
-// backward, lanes, dkv, f32, head dim 16: subgroups of 4, 2 rows in each lane
+// Gradients for drivers that compute on the host's cores, as attend/subgroup.wgsl attends: one subgroup of 4 lanes is
+// one workgroup, and one SIMD register there.
+//
+// A workgroup has a tile of fixed rows, 2 in each lane, and loops over moving ones. dQ and the gradient of a bias: fixed
+// are query rows (q, d_o), moving are keys (k, v). dK and dV: fixed are keys, moving are the query rows of all heads that
+// read them. Each lane keeps its fixed rows and their sums in named registers. The subgroup loads a moving row together,
+// from textures, and each element is broadcast from a constant lane. No workgroup memory, no barrier, no branch in the loop.
+//
+//     S = q k^T (x)    P = e^(S - lse) (p)    dP = d_o v^T (d)    dS = P (dP - D) (s)
+//     dQ += dS k (a)   dK += dS q (a)         dV += P d_o (b)
+//
+// A logit is added up in 2 sums as in the forward kernel. With logits of 100, another order of additions would change
+// P by 1e-5. And a pair that one direction tests may be in a full run of the other, so the order may not depend on the kind
+// of the run.
+// backward-dkv-lanes-4-f32-d16-softcap
 struct BackwardParams {
     q_offset: u32,
     q_batch: u32,
@@ -67,15 +81,21 @@ struct BackwardParams {
 @group(0) @binding(7) var<storage, read_write> dv: array<vec4<f32>>;
 @group(0) @binding(8) var<storage, read> lists: array<u32>;
 
+// m of a row that saw no key: finite, because WGSL promises nothing about infinities.
 const EMPTY_M: f32 = -2.3819763e38f;
 
 fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
 
+// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the power is 0 in f32, and
+// the product with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the exp2 of a NaN, and
+// `max` may drop it.
 fn weight_of(below: f32) -> f32 {
     let power = exp2(max(below, -150.0f) * 1.442695f);
     return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
+// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute, and overflows on some
+// drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.
 fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
@@ -86,24 +106,26 @@ fn capped(t: f32) -> f32 {
     return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
 }
 
-// By bits, so that a row of NaN counts: SPIR-V from naga has `!=` false for NaN.
+// Of a row that saw no key, row_stats.wgsl makes the log-sum-exp -EMPTY_M. By bits, so that a row of NaN counts: SPIR-V from
+// naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
-// P. Rounded, a logit may be above the log-sum-exp.
+// P of a logit. Rounded, a logit may be above the log-sum-exp.
 fn share_of(logit: f32, lse: f32, factor: f32) -> f32 {
     let below = logit - lse;
     return weight_of(select(below, 0.0f, below > 0.0f)) * factor;
 }
-
+// 1 - tanh^2(t), from the exponential: near 1 the difference would have lost most of its digits.
 fn slope_of(t: f32) -> f32 {
     let u = exp2(min(abs(t), 80.0f) * -2.8853900f);
     let below = 1.0f + u;
     return 4.0f * u / (below * below);
 }
+
 fn texel_0(texel: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(texel); }
 
 @compute @workgroup_size(4)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation_id) lane: u32) {
-    let group = group_id.x + group_id.y * params.grid_width;
+let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
     let tile = params.tile_first + item % params.tile_count;
@@ -229,372 +251,384 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     var b1_3z = 0.0f;
     var b1_3w = 0.0f;
     for (var head = lists[params.heads_at + own_head]; head < lists[params.heads_at + own_head + 1u]; head++) {
-        let unit0 = head * 4u + min(lane + 0u, 3u);
-        for (var run = full_runs; run < tested_runs; run++) {
-            let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
-            let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
-            for (var at = first; at < end; at++) {
-                let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
-                let live = saw_keys(stats_at.x);
-                let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
-                let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
-                let d_o_texel0 = textureLoad(d_o, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
-                let d_o_own0_0 = select(vec4<f32>(), texel_0(d_o_texel0), live);
-                let q_0x = subgroupBroadcast(q_own0_0.x, 0u);
-                var x0_chain0 = k0_0.x * q_0x;
-                var x1_chain0 = k1_0.x * q_0x;
-                let q_0y = subgroupBroadcast(q_own0_0.y, 0u);
-                var x0_chain1 = k0_0.y * q_0y;
-                var x1_chain1 = k1_0.y * q_0y;
-                let q_0z = subgroupBroadcast(q_own0_0.z, 0u);
-                x0_chain0 = fma(k0_0.z, q_0z, x0_chain0);
-                x1_chain0 = fma(k1_0.z, q_0z, x1_chain0);
-                let q_0w = subgroupBroadcast(q_own0_0.w, 0u);
-                x0_chain1 = fma(k0_0.w, q_0w, x0_chain1);
-                x1_chain1 = fma(k1_0.w, q_0w, x1_chain1);
-                let q_1x = subgroupBroadcast(q_own0_0.x, 1u);
-                x0_chain0 = fma(k0_1.x, q_1x, x0_chain0);
-                x1_chain0 = fma(k1_1.x, q_1x, x1_chain0);
-                let q_1y = subgroupBroadcast(q_own0_0.y, 1u);
-                x0_chain1 = fma(k0_1.y, q_1y, x0_chain1);
-                x1_chain1 = fma(k1_1.y, q_1y, x1_chain1);
-                let q_1z = subgroupBroadcast(q_own0_0.z, 1u);
-                x0_chain0 = fma(k0_1.z, q_1z, x0_chain0);
-                x1_chain0 = fma(k1_1.z, q_1z, x1_chain0);
-                let q_1w = subgroupBroadcast(q_own0_0.w, 1u);
-                x0_chain1 = fma(k0_1.w, q_1w, x0_chain1);
-                x1_chain1 = fma(k1_1.w, q_1w, x1_chain1);
-                let q_2x = subgroupBroadcast(q_own0_0.x, 2u);
-                x0_chain0 = fma(k0_2.x, q_2x, x0_chain0);
-                x1_chain0 = fma(k1_2.x, q_2x, x1_chain0);
-                let q_2y = subgroupBroadcast(q_own0_0.y, 2u);
-                x0_chain1 = fma(k0_2.y, q_2y, x0_chain1);
-                x1_chain1 = fma(k1_2.y, q_2y, x1_chain1);
-                let q_2z = subgroupBroadcast(q_own0_0.z, 2u);
-                x0_chain0 = fma(k0_2.z, q_2z, x0_chain0);
-                x1_chain0 = fma(k1_2.z, q_2z, x1_chain0);
-                let q_2w = subgroupBroadcast(q_own0_0.w, 2u);
-                x0_chain1 = fma(k0_2.w, q_2w, x0_chain1);
-                x1_chain1 = fma(k1_2.w, q_2w, x1_chain1);
-                let q_3x = subgroupBroadcast(q_own0_0.x, 3u);
-                x0_chain0 = fma(k0_3.x, q_3x, x0_chain0);
-                x1_chain0 = fma(k1_3.x, q_3x, x1_chain0);
-                let q_3y = subgroupBroadcast(q_own0_0.y, 3u);
-                x0_chain1 = fma(k0_3.y, q_3y, x0_chain1);
-                x1_chain1 = fma(k1_3.y, q_3y, x1_chain1);
-                let q_3z = subgroupBroadcast(q_own0_0.z, 3u);
-                x0_chain0 = fma(k0_3.z, q_3z, x0_chain0);
-                x1_chain0 = fma(k1_3.z, q_3z, x1_chain0);
-                let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
-                x0_chain1 = fma(k0_3.w, q_3w, x0_chain1);
-                x1_chain1 = fma(k1_3.w, q_3w, x1_chain1);
-                let x0 = (x0_chain0 + x0_chain1) * params.x_scale;
-                let x1 = (x1_chain0 + x1_chain1) * params.x_scale;
-                let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
-                var d0_chain0 = v0_0.x * d_o_0x;
-                var d1_chain0 = v1_0.x * d_o_0x;
-                let d_o_0y = subgroupBroadcast(d_o_own0_0.y, 0u);
-                var d0_chain1 = v0_0.y * d_o_0y;
-                var d1_chain1 = v1_0.y * d_o_0y;
-                let d_o_0z = subgroupBroadcast(d_o_own0_0.z, 0u);
-                d0_chain0 = fma(v0_0.z, d_o_0z, d0_chain0);
-                d1_chain0 = fma(v1_0.z, d_o_0z, d1_chain0);
-                let d_o_0w = subgroupBroadcast(d_o_own0_0.w, 0u);
-                d0_chain1 = fma(v0_0.w, d_o_0w, d0_chain1);
-                d1_chain1 = fma(v1_0.w, d_o_0w, d1_chain1);
-                let d_o_1x = subgroupBroadcast(d_o_own0_0.x, 1u);
-                d0_chain0 = fma(v0_1.x, d_o_1x, d0_chain0);
-                d1_chain0 = fma(v1_1.x, d_o_1x, d1_chain0);
-                let d_o_1y = subgroupBroadcast(d_o_own0_0.y, 1u);
-                d0_chain1 = fma(v0_1.y, d_o_1y, d0_chain1);
-                d1_chain1 = fma(v1_1.y, d_o_1y, d1_chain1);
-                let d_o_1z = subgroupBroadcast(d_o_own0_0.z, 1u);
-                d0_chain0 = fma(v0_1.z, d_o_1z, d0_chain0);
-                d1_chain0 = fma(v1_1.z, d_o_1z, d1_chain0);
-                let d_o_1w = subgroupBroadcast(d_o_own0_0.w, 1u);
-                d0_chain1 = fma(v0_1.w, d_o_1w, d0_chain1);
-                d1_chain1 = fma(v1_1.w, d_o_1w, d1_chain1);
-                let d_o_2x = subgroupBroadcast(d_o_own0_0.x, 2u);
-                d0_chain0 = fma(v0_2.x, d_o_2x, d0_chain0);
-                d1_chain0 = fma(v1_2.x, d_o_2x, d1_chain0);
-                let d_o_2y = subgroupBroadcast(d_o_own0_0.y, 2u);
-                d0_chain1 = fma(v0_2.y, d_o_2y, d0_chain1);
-                d1_chain1 = fma(v1_2.y, d_o_2y, d1_chain1);
-                let d_o_2z = subgroupBroadcast(d_o_own0_0.z, 2u);
-                d0_chain0 = fma(v0_2.z, d_o_2z, d0_chain0);
-                d1_chain0 = fma(v1_2.z, d_o_2z, d1_chain0);
-                let d_o_2w = subgroupBroadcast(d_o_own0_0.w, 2u);
-                d0_chain1 = fma(v0_2.w, d_o_2w, d0_chain1);
-                d1_chain1 = fma(v1_2.w, d_o_2w, d1_chain1);
-                let d_o_3x = subgroupBroadcast(d_o_own0_0.x, 3u);
-                d0_chain0 = fma(v0_3.x, d_o_3x, d0_chain0);
-                d1_chain0 = fma(v1_3.x, d_o_3x, d1_chain0);
-                let d_o_3y = subgroupBroadcast(d_o_own0_0.y, 3u);
-                d0_chain1 = fma(v0_3.y, d_o_3y, d0_chain1);
-                d1_chain1 = fma(v1_3.y, d_o_3y, d1_chain1);
-                let d_o_3z = subgroupBroadcast(d_o_own0_0.z, 3u);
-                d0_chain0 = fma(v0_3.z, d_o_3z, d0_chain0);
-                d1_chain0 = fma(v1_3.z, d_o_3z, d1_chain0);
-                let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
-                d0_chain1 = fma(v0_3.w, d_o_3w, d0_chain1);
-                d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
-                let d0 = (d0_chain0 + d0_chain1);
-                let d1 = (d1_chain0 + d1_chain1);
-                let p0 = share_of(capped(x0), stats_at.x, stats_at.y);
-                let s0 = p0 * (d0 - stats_at.z) * slope_of(x0);
-                let p1 = share_of(capped(x1), stats_at.x, stats_at.y);
-                let s1 = p1 * (d1 - stats_at.z) * slope_of(x1);
-                a0_0x = fma(q_0x, s0, a0_0x);
-                a1_0x = fma(q_0x, s1, a1_0x);
-                a0_0y = fma(q_0y, s0, a0_0y);
-                a1_0y = fma(q_0y, s1, a1_0y);
-                a0_0z = fma(q_0z, s0, a0_0z);
-                a1_0z = fma(q_0z, s1, a1_0z);
-                a0_0w = fma(q_0w, s0, a0_0w);
-                a1_0w = fma(q_0w, s1, a1_0w);
-                a0_1x = fma(q_1x, s0, a0_1x);
-                a1_1x = fma(q_1x, s1, a1_1x);
-                a0_1y = fma(q_1y, s0, a0_1y);
-                a1_1y = fma(q_1y, s1, a1_1y);
-                a0_1z = fma(q_1z, s0, a0_1z);
-                a1_1z = fma(q_1z, s1, a1_1z);
-                a0_1w = fma(q_1w, s0, a0_1w);
-                a1_1w = fma(q_1w, s1, a1_1w);
-                a0_2x = fma(q_2x, s0, a0_2x);
-                a1_2x = fma(q_2x, s1, a1_2x);
-                a0_2y = fma(q_2y, s0, a0_2y);
-                a1_2y = fma(q_2y, s1, a1_2y);
-                a0_2z = fma(q_2z, s0, a0_2z);
-                a1_2z = fma(q_2z, s1, a1_2z);
-                a0_2w = fma(q_2w, s0, a0_2w);
-                a1_2w = fma(q_2w, s1, a1_2w);
-                a0_3x = fma(q_3x, s0, a0_3x);
-                a1_3x = fma(q_3x, s1, a1_3x);
-                a0_3y = fma(q_3y, s0, a0_3y);
-                a1_3y = fma(q_3y, s1, a1_3y);
-                a0_3z = fma(q_3z, s0, a0_3z);
-                a1_3z = fma(q_3z, s1, a1_3z);
-                a0_3w = fma(q_3w, s0, a0_3w);
-                a1_3w = fma(q_3w, s1, a1_3w);
-                b0_0x = fma(d_o_0x, p0, b0_0x);
-                b1_0x = fma(d_o_0x, p1, b1_0x);
-                b0_0y = fma(d_o_0y, p0, b0_0y);
-                b1_0y = fma(d_o_0y, p1, b1_0y);
-                b0_0z = fma(d_o_0z, p0, b0_0z);
-                b1_0z = fma(d_o_0z, p1, b1_0z);
-                b0_0w = fma(d_o_0w, p0, b0_0w);
-                b1_0w = fma(d_o_0w, p1, b1_0w);
-                b0_1x = fma(d_o_1x, p0, b0_1x);
-                b1_1x = fma(d_o_1x, p1, b1_1x);
-                b0_1y = fma(d_o_1y, p0, b0_1y);
-                b1_1y = fma(d_o_1y, p1, b1_1y);
-                b0_1z = fma(d_o_1z, p0, b0_1z);
-                b1_1z = fma(d_o_1z, p1, b1_1z);
-                b0_1w = fma(d_o_1w, p0, b0_1w);
-                b1_1w = fma(d_o_1w, p1, b1_1w);
-                b0_2x = fma(d_o_2x, p0, b0_2x);
-                b1_2x = fma(d_o_2x, p1, b1_2x);
-                b0_2y = fma(d_o_2y, p0, b0_2y);
-                b1_2y = fma(d_o_2y, p1, b1_2y);
-                b0_2z = fma(d_o_2z, p0, b0_2z);
-                b1_2z = fma(d_o_2z, p1, b1_2z);
-                b0_2w = fma(d_o_2w, p0, b0_2w);
-                b1_2w = fma(d_o_2w, p1, b1_2w);
-                b0_3x = fma(d_o_3x, p0, b0_3x);
-                b1_3x = fma(d_o_3x, p1, b1_3x);
-                b0_3y = fma(d_o_3y, p0, b0_3y);
-                b1_3y = fma(d_o_3y, p1, b1_3y);
-                b0_3z = fma(d_o_3z, p0, b0_3z);
-                b1_3z = fma(d_o_3z, p1, b1_3z);
-                b0_3w = fma(d_o_3w, p0, b0_3w);
-                b1_3w = fma(d_o_3w, p1, b1_3w);
-            }
+    // Lanes beyond the head load its last unit again; no other lane reads it from them.
+    let unit0 = head * 4u + min(lane + 0u, 3u);
+    for (var run = full_runs; run < tested_runs; run++) {
+        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
+        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
+        for (var at = first; at < end; at++) {
+            let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
+            let live = saw_keys(stats_at.x);
+            let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
+            let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
+            let d_o_texel0 = textureLoad(d_o, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
+            let d_o_own0_0 = select(vec4<f32>(), texel_0(d_o_texel0), live);
+            let q_0x = subgroupBroadcast(q_own0_0.x, 0u);
+            var x0_chain0 = k0_0.x * q_0x;
+            var x1_chain0 = k1_0.x * q_0x;
+            let q_0y = subgroupBroadcast(q_own0_0.y, 0u);
+            var x0_chain1 = k0_0.y * q_0y;
+            var x1_chain1 = k1_0.y * q_0y;
+            let q_0z = subgroupBroadcast(q_own0_0.z, 0u);
+            x0_chain0 = fma(k0_0.z, q_0z, x0_chain0);
+            x1_chain0 = fma(k1_0.z, q_0z, x1_chain0);
+            let q_0w = subgroupBroadcast(q_own0_0.w, 0u);
+            x0_chain1 = fma(k0_0.w, q_0w, x0_chain1);
+            x1_chain1 = fma(k1_0.w, q_0w, x1_chain1);
+            let q_1x = subgroupBroadcast(q_own0_0.x, 1u);
+            x0_chain0 = fma(k0_1.x, q_1x, x0_chain0);
+            x1_chain0 = fma(k1_1.x, q_1x, x1_chain0);
+            let q_1y = subgroupBroadcast(q_own0_0.y, 1u);
+            x0_chain1 = fma(k0_1.y, q_1y, x0_chain1);
+            x1_chain1 = fma(k1_1.y, q_1y, x1_chain1);
+            let q_1z = subgroupBroadcast(q_own0_0.z, 1u);
+            x0_chain0 = fma(k0_1.z, q_1z, x0_chain0);
+            x1_chain0 = fma(k1_1.z, q_1z, x1_chain0);
+            let q_1w = subgroupBroadcast(q_own0_0.w, 1u);
+            x0_chain1 = fma(k0_1.w, q_1w, x0_chain1);
+            x1_chain1 = fma(k1_1.w, q_1w, x1_chain1);
+            let q_2x = subgroupBroadcast(q_own0_0.x, 2u);
+            x0_chain0 = fma(k0_2.x, q_2x, x0_chain0);
+            x1_chain0 = fma(k1_2.x, q_2x, x1_chain0);
+            let q_2y = subgroupBroadcast(q_own0_0.y, 2u);
+            x0_chain1 = fma(k0_2.y, q_2y, x0_chain1);
+            x1_chain1 = fma(k1_2.y, q_2y, x1_chain1);
+            let q_2z = subgroupBroadcast(q_own0_0.z, 2u);
+            x0_chain0 = fma(k0_2.z, q_2z, x0_chain0);
+            x1_chain0 = fma(k1_2.z, q_2z, x1_chain0);
+            let q_2w = subgroupBroadcast(q_own0_0.w, 2u);
+            x0_chain1 = fma(k0_2.w, q_2w, x0_chain1);
+            x1_chain1 = fma(k1_2.w, q_2w, x1_chain1);
+            let q_3x = subgroupBroadcast(q_own0_0.x, 3u);
+            x0_chain0 = fma(k0_3.x, q_3x, x0_chain0);
+            x1_chain0 = fma(k1_3.x, q_3x, x1_chain0);
+            let q_3y = subgroupBroadcast(q_own0_0.y, 3u);
+            x0_chain1 = fma(k0_3.y, q_3y, x0_chain1);
+            x1_chain1 = fma(k1_3.y, q_3y, x1_chain1);
+            let q_3z = subgroupBroadcast(q_own0_0.z, 3u);
+            x0_chain0 = fma(k0_3.z, q_3z, x0_chain0);
+            x1_chain0 = fma(k1_3.z, q_3z, x1_chain0);
+            let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
+            x0_chain1 = fma(k0_3.w, q_3w, x0_chain1);
+            x1_chain1 = fma(k1_3.w, q_3w, x1_chain1);
+            let x0 = (x0_chain0 + x0_chain1) * params.x_scale;
+            let x1 = (x1_chain0 + x1_chain1) * params.x_scale;
+            let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
+            var d0_chain0 = v0_0.x * d_o_0x;
+            var d1_chain0 = v1_0.x * d_o_0x;
+            let d_o_0y = subgroupBroadcast(d_o_own0_0.y, 0u);
+            var d0_chain1 = v0_0.y * d_o_0y;
+            var d1_chain1 = v1_0.y * d_o_0y;
+            let d_o_0z = subgroupBroadcast(d_o_own0_0.z, 0u);
+            d0_chain0 = fma(v0_0.z, d_o_0z, d0_chain0);
+            d1_chain0 = fma(v1_0.z, d_o_0z, d1_chain0);
+            let d_o_0w = subgroupBroadcast(d_o_own0_0.w, 0u);
+            d0_chain1 = fma(v0_0.w, d_o_0w, d0_chain1);
+            d1_chain1 = fma(v1_0.w, d_o_0w, d1_chain1);
+            let d_o_1x = subgroupBroadcast(d_o_own0_0.x, 1u);
+            d0_chain0 = fma(v0_1.x, d_o_1x, d0_chain0);
+            d1_chain0 = fma(v1_1.x, d_o_1x, d1_chain0);
+            let d_o_1y = subgroupBroadcast(d_o_own0_0.y, 1u);
+            d0_chain1 = fma(v0_1.y, d_o_1y, d0_chain1);
+            d1_chain1 = fma(v1_1.y, d_o_1y, d1_chain1);
+            let d_o_1z = subgroupBroadcast(d_o_own0_0.z, 1u);
+            d0_chain0 = fma(v0_1.z, d_o_1z, d0_chain0);
+            d1_chain0 = fma(v1_1.z, d_o_1z, d1_chain0);
+            let d_o_1w = subgroupBroadcast(d_o_own0_0.w, 1u);
+            d0_chain1 = fma(v0_1.w, d_o_1w, d0_chain1);
+            d1_chain1 = fma(v1_1.w, d_o_1w, d1_chain1);
+            let d_o_2x = subgroupBroadcast(d_o_own0_0.x, 2u);
+            d0_chain0 = fma(v0_2.x, d_o_2x, d0_chain0);
+            d1_chain0 = fma(v1_2.x, d_o_2x, d1_chain0);
+            let d_o_2y = subgroupBroadcast(d_o_own0_0.y, 2u);
+            d0_chain1 = fma(v0_2.y, d_o_2y, d0_chain1);
+            d1_chain1 = fma(v1_2.y, d_o_2y, d1_chain1);
+            let d_o_2z = subgroupBroadcast(d_o_own0_0.z, 2u);
+            d0_chain0 = fma(v0_2.z, d_o_2z, d0_chain0);
+            d1_chain0 = fma(v1_2.z, d_o_2z, d1_chain0);
+            let d_o_2w = subgroupBroadcast(d_o_own0_0.w, 2u);
+            d0_chain1 = fma(v0_2.w, d_o_2w, d0_chain1);
+            d1_chain1 = fma(v1_2.w, d_o_2w, d1_chain1);
+            let d_o_3x = subgroupBroadcast(d_o_own0_0.x, 3u);
+            d0_chain0 = fma(v0_3.x, d_o_3x, d0_chain0);
+            d1_chain0 = fma(v1_3.x, d_o_3x, d1_chain0);
+            let d_o_3y = subgroupBroadcast(d_o_own0_0.y, 3u);
+            d0_chain1 = fma(v0_3.y, d_o_3y, d0_chain1);
+            d1_chain1 = fma(v1_3.y, d_o_3y, d1_chain1);
+            let d_o_3z = subgroupBroadcast(d_o_own0_0.z, 3u);
+            d0_chain0 = fma(v0_3.z, d_o_3z, d0_chain0);
+            d1_chain0 = fma(v1_3.z, d_o_3z, d1_chain0);
+            let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
+            d0_chain1 = fma(v0_3.w, d_o_3w, d0_chain1);
+            d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
+            let d0 = (d0_chain0 + d0_chain1);
+            let d1 = (d1_chain0 + d1_chain1);
+
+            // P and dS.
+            let p0 = share_of(capped(x0), stats_at.x, stats_at.y);
+            let s0 = p0 * (d0 - stats_at.z) * slope_of(x0);
+            let p1 = share_of(capped(x1), stats_at.x, stats_at.y);
+            let s1 = p1 * (d1 - stats_at.z) * slope_of(x1);
+            a0_0x = fma(q_0x, s0, a0_0x);
+            a1_0x = fma(q_0x, s1, a1_0x);
+            a0_0y = fma(q_0y, s0, a0_0y);
+            a1_0y = fma(q_0y, s1, a1_0y);
+            a0_0z = fma(q_0z, s0, a0_0z);
+            a1_0z = fma(q_0z, s1, a1_0z);
+            a0_0w = fma(q_0w, s0, a0_0w);
+            a1_0w = fma(q_0w, s1, a1_0w);
+            a0_1x = fma(q_1x, s0, a0_1x);
+            a1_1x = fma(q_1x, s1, a1_1x);
+            a0_1y = fma(q_1y, s0, a0_1y);
+            a1_1y = fma(q_1y, s1, a1_1y);
+            a0_1z = fma(q_1z, s0, a0_1z);
+            a1_1z = fma(q_1z, s1, a1_1z);
+            a0_1w = fma(q_1w, s0, a0_1w);
+            a1_1w = fma(q_1w, s1, a1_1w);
+            a0_2x = fma(q_2x, s0, a0_2x);
+            a1_2x = fma(q_2x, s1, a1_2x);
+            a0_2y = fma(q_2y, s0, a0_2y);
+            a1_2y = fma(q_2y, s1, a1_2y);
+            a0_2z = fma(q_2z, s0, a0_2z);
+            a1_2z = fma(q_2z, s1, a1_2z);
+            a0_2w = fma(q_2w, s0, a0_2w);
+            a1_2w = fma(q_2w, s1, a1_2w);
+            a0_3x = fma(q_3x, s0, a0_3x);
+            a1_3x = fma(q_3x, s1, a1_3x);
+            a0_3y = fma(q_3y, s0, a0_3y);
+            a1_3y = fma(q_3y, s1, a1_3y);
+            a0_3z = fma(q_3z, s0, a0_3z);
+            a1_3z = fma(q_3z, s1, a1_3z);
+            a0_3w = fma(q_3w, s0, a0_3w);
+            a1_3w = fma(q_3w, s1, a1_3w);
+            b0_0x = fma(d_o_0x, p0, b0_0x);
+            b1_0x = fma(d_o_0x, p1, b1_0x);
+            b0_0y = fma(d_o_0y, p0, b0_0y);
+            b1_0y = fma(d_o_0y, p1, b1_0y);
+            b0_0z = fma(d_o_0z, p0, b0_0z);
+            b1_0z = fma(d_o_0z, p1, b1_0z);
+            b0_0w = fma(d_o_0w, p0, b0_0w);
+            b1_0w = fma(d_o_0w, p1, b1_0w);
+            b0_1x = fma(d_o_1x, p0, b0_1x);
+            b1_1x = fma(d_o_1x, p1, b1_1x);
+            b0_1y = fma(d_o_1y, p0, b0_1y);
+            b1_1y = fma(d_o_1y, p1, b1_1y);
+            b0_1z = fma(d_o_1z, p0, b0_1z);
+            b1_1z = fma(d_o_1z, p1, b1_1z);
+            b0_1w = fma(d_o_1w, p0, b0_1w);
+            b1_1w = fma(d_o_1w, p1, b1_1w);
+            b0_2x = fma(d_o_2x, p0, b0_2x);
+            b1_2x = fma(d_o_2x, p1, b1_2x);
+            b0_2y = fma(d_o_2y, p0, b0_2y);
+            b1_2y = fma(d_o_2y, p1, b1_2y);
+            b0_2z = fma(d_o_2z, p0, b0_2z);
+            b1_2z = fma(d_o_2z, p1, b1_2z);
+            b0_2w = fma(d_o_2w, p0, b0_2w);
+            b1_2w = fma(d_o_2w, p1, b1_2w);
+            b0_3x = fma(d_o_3x, p0, b0_3x);
+            b1_3x = fma(d_o_3x, p1, b1_3x);
+            b0_3y = fma(d_o_3y, p0, b0_3y);
+            b1_3y = fma(d_o_3y, p1, b1_3y);
+            b0_3z = fma(d_o_3z, p0, b0_3z);
+            b1_3z = fma(d_o_3z, p1, b1_3z);
+            b0_3w = fma(d_o_3w, p0, b0_3w);
+            b1_3w = fma(d_o_3w, p1, b1_3w);
+
         }
-        for (var run = tested_runs; run < runs_end; run++) {
-            let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
-            let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
-            for (var at = first; at < end; at++) {
-                let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
-                let live = saw_keys(stats_at.x);
-                let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
-                let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
-                let d_o_texel0 = textureLoad(d_o, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
-                let d_o_own0_0 = select(vec4<f32>(), texel_0(d_o_texel0), live);
-                let q_0x = subgroupBroadcast(q_own0_0.x, 0u);
-                var x0_chain0 = k0_0.x * q_0x;
-                var x1_chain0 = k1_0.x * q_0x;
-                let q_0y = subgroupBroadcast(q_own0_0.y, 0u);
-                var x0_chain1 = k0_0.y * q_0y;
-                var x1_chain1 = k1_0.y * q_0y;
-                let q_0z = subgroupBroadcast(q_own0_0.z, 0u);
-                x0_chain0 = fma(k0_0.z, q_0z, x0_chain0);
-                x1_chain0 = fma(k1_0.z, q_0z, x1_chain0);
-                let q_0w = subgroupBroadcast(q_own0_0.w, 0u);
-                x0_chain1 = fma(k0_0.w, q_0w, x0_chain1);
-                x1_chain1 = fma(k1_0.w, q_0w, x1_chain1);
-                let q_1x = subgroupBroadcast(q_own0_0.x, 1u);
-                x0_chain0 = fma(k0_1.x, q_1x, x0_chain0);
-                x1_chain0 = fma(k1_1.x, q_1x, x1_chain0);
-                let q_1y = subgroupBroadcast(q_own0_0.y, 1u);
-                x0_chain1 = fma(k0_1.y, q_1y, x0_chain1);
-                x1_chain1 = fma(k1_1.y, q_1y, x1_chain1);
-                let q_1z = subgroupBroadcast(q_own0_0.z, 1u);
-                x0_chain0 = fma(k0_1.z, q_1z, x0_chain0);
-                x1_chain0 = fma(k1_1.z, q_1z, x1_chain0);
-                let q_1w = subgroupBroadcast(q_own0_0.w, 1u);
-                x0_chain1 = fma(k0_1.w, q_1w, x0_chain1);
-                x1_chain1 = fma(k1_1.w, q_1w, x1_chain1);
-                let q_2x = subgroupBroadcast(q_own0_0.x, 2u);
-                x0_chain0 = fma(k0_2.x, q_2x, x0_chain0);
-                x1_chain0 = fma(k1_2.x, q_2x, x1_chain0);
-                let q_2y = subgroupBroadcast(q_own0_0.y, 2u);
-                x0_chain1 = fma(k0_2.y, q_2y, x0_chain1);
-                x1_chain1 = fma(k1_2.y, q_2y, x1_chain1);
-                let q_2z = subgroupBroadcast(q_own0_0.z, 2u);
-                x0_chain0 = fma(k0_2.z, q_2z, x0_chain0);
-                x1_chain0 = fma(k1_2.z, q_2z, x1_chain0);
-                let q_2w = subgroupBroadcast(q_own0_0.w, 2u);
-                x0_chain1 = fma(k0_2.w, q_2w, x0_chain1);
-                x1_chain1 = fma(k1_2.w, q_2w, x1_chain1);
-                let q_3x = subgroupBroadcast(q_own0_0.x, 3u);
-                x0_chain0 = fma(k0_3.x, q_3x, x0_chain0);
-                x1_chain0 = fma(k1_3.x, q_3x, x1_chain0);
-                let q_3y = subgroupBroadcast(q_own0_0.y, 3u);
-                x0_chain1 = fma(k0_3.y, q_3y, x0_chain1);
-                x1_chain1 = fma(k1_3.y, q_3y, x1_chain1);
-                let q_3z = subgroupBroadcast(q_own0_0.z, 3u);
-                x0_chain0 = fma(k0_3.z, q_3z, x0_chain0);
-                x1_chain0 = fma(k1_3.z, q_3z, x1_chain0);
-                let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
-                x0_chain1 = fma(k0_3.w, q_3w, x0_chain1);
-                x1_chain1 = fma(k1_3.w, q_3w, x1_chain1);
-                let x0 = (x0_chain0 + x0_chain1) * params.x_scale;
-                let x1 = (x1_chain0 + x1_chain1) * params.x_scale;
-                let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
-                var d0_chain0 = v0_0.x * d_o_0x;
-                var d1_chain0 = v1_0.x * d_o_0x;
-                let d_o_0y = subgroupBroadcast(d_o_own0_0.y, 0u);
-                var d0_chain1 = v0_0.y * d_o_0y;
-                var d1_chain1 = v1_0.y * d_o_0y;
-                let d_o_0z = subgroupBroadcast(d_o_own0_0.z, 0u);
-                d0_chain0 = fma(v0_0.z, d_o_0z, d0_chain0);
-                d1_chain0 = fma(v1_0.z, d_o_0z, d1_chain0);
-                let d_o_0w = subgroupBroadcast(d_o_own0_0.w, 0u);
-                d0_chain1 = fma(v0_0.w, d_o_0w, d0_chain1);
-                d1_chain1 = fma(v1_0.w, d_o_0w, d1_chain1);
-                let d_o_1x = subgroupBroadcast(d_o_own0_0.x, 1u);
-                d0_chain0 = fma(v0_1.x, d_o_1x, d0_chain0);
-                d1_chain0 = fma(v1_1.x, d_o_1x, d1_chain0);
-                let d_o_1y = subgroupBroadcast(d_o_own0_0.y, 1u);
-                d0_chain1 = fma(v0_1.y, d_o_1y, d0_chain1);
-                d1_chain1 = fma(v1_1.y, d_o_1y, d1_chain1);
-                let d_o_1z = subgroupBroadcast(d_o_own0_0.z, 1u);
-                d0_chain0 = fma(v0_1.z, d_o_1z, d0_chain0);
-                d1_chain0 = fma(v1_1.z, d_o_1z, d1_chain0);
-                let d_o_1w = subgroupBroadcast(d_o_own0_0.w, 1u);
-                d0_chain1 = fma(v0_1.w, d_o_1w, d0_chain1);
-                d1_chain1 = fma(v1_1.w, d_o_1w, d1_chain1);
-                let d_o_2x = subgroupBroadcast(d_o_own0_0.x, 2u);
-                d0_chain0 = fma(v0_2.x, d_o_2x, d0_chain0);
-                d1_chain0 = fma(v1_2.x, d_o_2x, d1_chain0);
-                let d_o_2y = subgroupBroadcast(d_o_own0_0.y, 2u);
-                d0_chain1 = fma(v0_2.y, d_o_2y, d0_chain1);
-                d1_chain1 = fma(v1_2.y, d_o_2y, d1_chain1);
-                let d_o_2z = subgroupBroadcast(d_o_own0_0.z, 2u);
-                d0_chain0 = fma(v0_2.z, d_o_2z, d0_chain0);
-                d1_chain0 = fma(v1_2.z, d_o_2z, d1_chain0);
-                let d_o_2w = subgroupBroadcast(d_o_own0_0.w, 2u);
-                d0_chain1 = fma(v0_2.w, d_o_2w, d0_chain1);
-                d1_chain1 = fma(v1_2.w, d_o_2w, d1_chain1);
-                let d_o_3x = subgroupBroadcast(d_o_own0_0.x, 3u);
-                d0_chain0 = fma(v0_3.x, d_o_3x, d0_chain0);
-                d1_chain0 = fma(v1_3.x, d_o_3x, d1_chain0);
-                let d_o_3y = subgroupBroadcast(d_o_own0_0.y, 3u);
-                d0_chain1 = fma(v0_3.y, d_o_3y, d0_chain1);
-                d1_chain1 = fma(v1_3.y, d_o_3y, d1_chain1);
-                let d_o_3z = subgroupBroadcast(d_o_own0_0.z, 3u);
-                d0_chain0 = fma(v0_3.z, d_o_3z, d0_chain0);
-                d1_chain0 = fma(v1_3.z, d_o_3z, d1_chain0);
-                let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
-                d0_chain1 = fma(v0_3.w, d_o_3w, d0_chain1);
-                d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
-                let d0 = (d0_chain0 + d0_chain1);
-                let d1 = (d1_chain0 + d1_chain1);
-                let lo = lists[spans + 2u * at];
-                let hi = lists[spans + 2u * at + 1u];
-                let vis0 = lo <= pos0 && pos0 < hi;
-                let vis1 = lo <= pos1 && pos1 < hi;
-                let p0 = select(0.0f, share_of(capped(x0), stats_at.x, stats_at.y), vis0);
-                let s0 = select(0.0f, p0 * (d0 - stats_at.z) * slope_of(x0), vis0);
-                let p1 = select(0.0f, share_of(capped(x1), stats_at.x, stats_at.y), vis1);
-                let s1 = select(0.0f, p1 * (d1 - stats_at.z) * slope_of(x1), vis1);
-                a0_0x = fma(select(0.0f, q_0x, vis0), s0, a0_0x);
-                a1_0x = fma(select(0.0f, q_0x, vis1), s1, a1_0x);
-                a0_0y = fma(select(0.0f, q_0y, vis0), s0, a0_0y);
-                a1_0y = fma(select(0.0f, q_0y, vis1), s1, a1_0y);
-                a0_0z = fma(select(0.0f, q_0z, vis0), s0, a0_0z);
-                a1_0z = fma(select(0.0f, q_0z, vis1), s1, a1_0z);
-                a0_0w = fma(select(0.0f, q_0w, vis0), s0, a0_0w);
-                a1_0w = fma(select(0.0f, q_0w, vis1), s1, a1_0w);
-                a0_1x = fma(select(0.0f, q_1x, vis0), s0, a0_1x);
-                a1_1x = fma(select(0.0f, q_1x, vis1), s1, a1_1x);
-                a0_1y = fma(select(0.0f, q_1y, vis0), s0, a0_1y);
-                a1_1y = fma(select(0.0f, q_1y, vis1), s1, a1_1y);
-                a0_1z = fma(select(0.0f, q_1z, vis0), s0, a0_1z);
-                a1_1z = fma(select(0.0f, q_1z, vis1), s1, a1_1z);
-                a0_1w = fma(select(0.0f, q_1w, vis0), s0, a0_1w);
-                a1_1w = fma(select(0.0f, q_1w, vis1), s1, a1_1w);
-                a0_2x = fma(select(0.0f, q_2x, vis0), s0, a0_2x);
-                a1_2x = fma(select(0.0f, q_2x, vis1), s1, a1_2x);
-                a0_2y = fma(select(0.0f, q_2y, vis0), s0, a0_2y);
-                a1_2y = fma(select(0.0f, q_2y, vis1), s1, a1_2y);
-                a0_2z = fma(select(0.0f, q_2z, vis0), s0, a0_2z);
-                a1_2z = fma(select(0.0f, q_2z, vis1), s1, a1_2z);
-                a0_2w = fma(select(0.0f, q_2w, vis0), s0, a0_2w);
-                a1_2w = fma(select(0.0f, q_2w, vis1), s1, a1_2w);
-                a0_3x = fma(select(0.0f, q_3x, vis0), s0, a0_3x);
-                a1_3x = fma(select(0.0f, q_3x, vis1), s1, a1_3x);
-                a0_3y = fma(select(0.0f, q_3y, vis0), s0, a0_3y);
-                a1_3y = fma(select(0.0f, q_3y, vis1), s1, a1_3y);
-                a0_3z = fma(select(0.0f, q_3z, vis0), s0, a0_3z);
-                a1_3z = fma(select(0.0f, q_3z, vis1), s1, a1_3z);
-                a0_3w = fma(select(0.0f, q_3w, vis0), s0, a0_3w);
-                a1_3w = fma(select(0.0f, q_3w, vis1), s1, a1_3w);
-                b0_0x = fma(select(0.0f, d_o_0x, vis0), p0, b0_0x);
-                b1_0x = fma(select(0.0f, d_o_0x, vis1), p1, b1_0x);
-                b0_0y = fma(select(0.0f, d_o_0y, vis0), p0, b0_0y);
-                b1_0y = fma(select(0.0f, d_o_0y, vis1), p1, b1_0y);
-                b0_0z = fma(select(0.0f, d_o_0z, vis0), p0, b0_0z);
-                b1_0z = fma(select(0.0f, d_o_0z, vis1), p1, b1_0z);
-                b0_0w = fma(select(0.0f, d_o_0w, vis0), p0, b0_0w);
-                b1_0w = fma(select(0.0f, d_o_0w, vis1), p1, b1_0w);
-                b0_1x = fma(select(0.0f, d_o_1x, vis0), p0, b0_1x);
-                b1_1x = fma(select(0.0f, d_o_1x, vis1), p1, b1_1x);
-                b0_1y = fma(select(0.0f, d_o_1y, vis0), p0, b0_1y);
-                b1_1y = fma(select(0.0f, d_o_1y, vis1), p1, b1_1y);
-                b0_1z = fma(select(0.0f, d_o_1z, vis0), p0, b0_1z);
-                b1_1z = fma(select(0.0f, d_o_1z, vis1), p1, b1_1z);
-                b0_1w = fma(select(0.0f, d_o_1w, vis0), p0, b0_1w);
-                b1_1w = fma(select(0.0f, d_o_1w, vis1), p1, b1_1w);
-                b0_2x = fma(select(0.0f, d_o_2x, vis0), p0, b0_2x);
-                b1_2x = fma(select(0.0f, d_o_2x, vis1), p1, b1_2x);
-                b0_2y = fma(select(0.0f, d_o_2y, vis0), p0, b0_2y);
-                b1_2y = fma(select(0.0f, d_o_2y, vis1), p1, b1_2y);
-                b0_2z = fma(select(0.0f, d_o_2z, vis0), p0, b0_2z);
-                b1_2z = fma(select(0.0f, d_o_2z, vis1), p1, b1_2z);
-                b0_2w = fma(select(0.0f, d_o_2w, vis0), p0, b0_2w);
-                b1_2w = fma(select(0.0f, d_o_2w, vis1), p1, b1_2w);
-                b0_3x = fma(select(0.0f, d_o_3x, vis0), p0, b0_3x);
-                b1_3x = fma(select(0.0f, d_o_3x, vis1), p1, b1_3x);
-                b0_3y = fma(select(0.0f, d_o_3y, vis0), p0, b0_3y);
-                b1_3y = fma(select(0.0f, d_o_3y, vis1), p1, b1_3y);
-                b0_3z = fma(select(0.0f, d_o_3z, vis0), p0, b0_3z);
-                b1_3z = fma(select(0.0f, d_o_3z, vis1), p1, b1_3z);
-                b0_3w = fma(select(0.0f, d_o_3w, vis0), p0, b0_3w);
-                b1_3w = fma(select(0.0f, d_o_3w, vis1), p1, b1_3w);
-            }
-        }
+
     }
+    for (var run = tested_runs; run < runs_end; run++) {
+        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
+        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
+        for (var at = first; at < end; at++) {
+            let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
+            let live = saw_keys(stats_at.x);
+            let q_texel0 = textureLoad(q, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
+            let q_own0_0 = select(vec4<f32>(), texel_0(q_texel0) * params.q_scale, live);
+            let d_o_texel0 = textureLoad(d_o, vec2<i32>(vec2<u32>(unit0, moving_y + at)));
+            let d_o_own0_0 = select(vec4<f32>(), texel_0(d_o_texel0), live);
+            let q_0x = subgroupBroadcast(q_own0_0.x, 0u);
+            var x0_chain0 = k0_0.x * q_0x;
+            var x1_chain0 = k1_0.x * q_0x;
+            let q_0y = subgroupBroadcast(q_own0_0.y, 0u);
+            var x0_chain1 = k0_0.y * q_0y;
+            var x1_chain1 = k1_0.y * q_0y;
+            let q_0z = subgroupBroadcast(q_own0_0.z, 0u);
+            x0_chain0 = fma(k0_0.z, q_0z, x0_chain0);
+            x1_chain0 = fma(k1_0.z, q_0z, x1_chain0);
+            let q_0w = subgroupBroadcast(q_own0_0.w, 0u);
+            x0_chain1 = fma(k0_0.w, q_0w, x0_chain1);
+            x1_chain1 = fma(k1_0.w, q_0w, x1_chain1);
+            let q_1x = subgroupBroadcast(q_own0_0.x, 1u);
+            x0_chain0 = fma(k0_1.x, q_1x, x0_chain0);
+            x1_chain0 = fma(k1_1.x, q_1x, x1_chain0);
+            let q_1y = subgroupBroadcast(q_own0_0.y, 1u);
+            x0_chain1 = fma(k0_1.y, q_1y, x0_chain1);
+            x1_chain1 = fma(k1_1.y, q_1y, x1_chain1);
+            let q_1z = subgroupBroadcast(q_own0_0.z, 1u);
+            x0_chain0 = fma(k0_1.z, q_1z, x0_chain0);
+            x1_chain0 = fma(k1_1.z, q_1z, x1_chain0);
+            let q_1w = subgroupBroadcast(q_own0_0.w, 1u);
+            x0_chain1 = fma(k0_1.w, q_1w, x0_chain1);
+            x1_chain1 = fma(k1_1.w, q_1w, x1_chain1);
+            let q_2x = subgroupBroadcast(q_own0_0.x, 2u);
+            x0_chain0 = fma(k0_2.x, q_2x, x0_chain0);
+            x1_chain0 = fma(k1_2.x, q_2x, x1_chain0);
+            let q_2y = subgroupBroadcast(q_own0_0.y, 2u);
+            x0_chain1 = fma(k0_2.y, q_2y, x0_chain1);
+            x1_chain1 = fma(k1_2.y, q_2y, x1_chain1);
+            let q_2z = subgroupBroadcast(q_own0_0.z, 2u);
+            x0_chain0 = fma(k0_2.z, q_2z, x0_chain0);
+            x1_chain0 = fma(k1_2.z, q_2z, x1_chain0);
+            let q_2w = subgroupBroadcast(q_own0_0.w, 2u);
+            x0_chain1 = fma(k0_2.w, q_2w, x0_chain1);
+            x1_chain1 = fma(k1_2.w, q_2w, x1_chain1);
+            let q_3x = subgroupBroadcast(q_own0_0.x, 3u);
+            x0_chain0 = fma(k0_3.x, q_3x, x0_chain0);
+            x1_chain0 = fma(k1_3.x, q_3x, x1_chain0);
+            let q_3y = subgroupBroadcast(q_own0_0.y, 3u);
+            x0_chain1 = fma(k0_3.y, q_3y, x0_chain1);
+            x1_chain1 = fma(k1_3.y, q_3y, x1_chain1);
+            let q_3z = subgroupBroadcast(q_own0_0.z, 3u);
+            x0_chain0 = fma(k0_3.z, q_3z, x0_chain0);
+            x1_chain0 = fma(k1_3.z, q_3z, x1_chain0);
+            let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
+            x0_chain1 = fma(k0_3.w, q_3w, x0_chain1);
+            x1_chain1 = fma(k1_3.w, q_3w, x1_chain1);
+            let x0 = (x0_chain0 + x0_chain1) * params.x_scale;
+            let x1 = (x1_chain0 + x1_chain1) * params.x_scale;
+            let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
+            var d0_chain0 = v0_0.x * d_o_0x;
+            var d1_chain0 = v1_0.x * d_o_0x;
+            let d_o_0y = subgroupBroadcast(d_o_own0_0.y, 0u);
+            var d0_chain1 = v0_0.y * d_o_0y;
+            var d1_chain1 = v1_0.y * d_o_0y;
+            let d_o_0z = subgroupBroadcast(d_o_own0_0.z, 0u);
+            d0_chain0 = fma(v0_0.z, d_o_0z, d0_chain0);
+            d1_chain0 = fma(v1_0.z, d_o_0z, d1_chain0);
+            let d_o_0w = subgroupBroadcast(d_o_own0_0.w, 0u);
+            d0_chain1 = fma(v0_0.w, d_o_0w, d0_chain1);
+            d1_chain1 = fma(v1_0.w, d_o_0w, d1_chain1);
+            let d_o_1x = subgroupBroadcast(d_o_own0_0.x, 1u);
+            d0_chain0 = fma(v0_1.x, d_o_1x, d0_chain0);
+            d1_chain0 = fma(v1_1.x, d_o_1x, d1_chain0);
+            let d_o_1y = subgroupBroadcast(d_o_own0_0.y, 1u);
+            d0_chain1 = fma(v0_1.y, d_o_1y, d0_chain1);
+            d1_chain1 = fma(v1_1.y, d_o_1y, d1_chain1);
+            let d_o_1z = subgroupBroadcast(d_o_own0_0.z, 1u);
+            d0_chain0 = fma(v0_1.z, d_o_1z, d0_chain0);
+            d1_chain0 = fma(v1_1.z, d_o_1z, d1_chain0);
+            let d_o_1w = subgroupBroadcast(d_o_own0_0.w, 1u);
+            d0_chain1 = fma(v0_1.w, d_o_1w, d0_chain1);
+            d1_chain1 = fma(v1_1.w, d_o_1w, d1_chain1);
+            let d_o_2x = subgroupBroadcast(d_o_own0_0.x, 2u);
+            d0_chain0 = fma(v0_2.x, d_o_2x, d0_chain0);
+            d1_chain0 = fma(v1_2.x, d_o_2x, d1_chain0);
+            let d_o_2y = subgroupBroadcast(d_o_own0_0.y, 2u);
+            d0_chain1 = fma(v0_2.y, d_o_2y, d0_chain1);
+            d1_chain1 = fma(v1_2.y, d_o_2y, d1_chain1);
+            let d_o_2z = subgroupBroadcast(d_o_own0_0.z, 2u);
+            d0_chain0 = fma(v0_2.z, d_o_2z, d0_chain0);
+            d1_chain0 = fma(v1_2.z, d_o_2z, d1_chain0);
+            let d_o_2w = subgroupBroadcast(d_o_own0_0.w, 2u);
+            d0_chain1 = fma(v0_2.w, d_o_2w, d0_chain1);
+            d1_chain1 = fma(v1_2.w, d_o_2w, d1_chain1);
+            let d_o_3x = subgroupBroadcast(d_o_own0_0.x, 3u);
+            d0_chain0 = fma(v0_3.x, d_o_3x, d0_chain0);
+            d1_chain0 = fma(v1_3.x, d_o_3x, d1_chain0);
+            let d_o_3y = subgroupBroadcast(d_o_own0_0.y, 3u);
+            d0_chain1 = fma(v0_3.y, d_o_3y, d0_chain1);
+            d1_chain1 = fma(v1_3.y, d_o_3y, d1_chain1);
+            let d_o_3z = subgroupBroadcast(d_o_own0_0.z, 3u);
+            d0_chain0 = fma(v0_3.z, d_o_3z, d0_chain0);
+            d1_chain0 = fma(v1_3.z, d_o_3z, d1_chain0);
+            let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
+            d0_chain1 = fma(v0_3.w, d_o_3w, d0_chain1);
+            d1_chain1 = fma(v1_3.w, d_o_3w, d1_chain1);
+            let d0 = (d0_chain0 + d0_chain1);
+            let d1 = (d1_chain0 + d1_chain1);
+
+            // Which of the lane's pairs are visible; with a bias, also the terms of their logits.
+            let lo = lists[spans + 2u * at];
+            let hi = lists[spans + 2u * at + 1u];
+            let vis0 = lo <= pos0 && pos0 < hi;
+            let vis1 = lo <= pos1 && pos1 < hi;
+            // P and dS.
+            let p0 = select(0.0f, share_of(capped(x0), stats_at.x, stats_at.y), vis0);
+            let s0 = select(0.0f, p0 * (d0 - stats_at.z) * slope_of(x0), vis0);
+            let p1 = select(0.0f, share_of(capped(x1), stats_at.x, stats_at.y), vis1);
+            let s1 = select(0.0f, p1 * (d1 - stats_at.z) * slope_of(x1), vis1);
+            a0_0x = fma(select(0.0f, q_0x, vis0), s0, a0_0x);
+            a1_0x = fma(select(0.0f, q_0x, vis1), s1, a1_0x);
+            a0_0y = fma(select(0.0f, q_0y, vis0), s0, a0_0y);
+            a1_0y = fma(select(0.0f, q_0y, vis1), s1, a1_0y);
+            a0_0z = fma(select(0.0f, q_0z, vis0), s0, a0_0z);
+            a1_0z = fma(select(0.0f, q_0z, vis1), s1, a1_0z);
+            a0_0w = fma(select(0.0f, q_0w, vis0), s0, a0_0w);
+            a1_0w = fma(select(0.0f, q_0w, vis1), s1, a1_0w);
+            a0_1x = fma(select(0.0f, q_1x, vis0), s0, a0_1x);
+            a1_1x = fma(select(0.0f, q_1x, vis1), s1, a1_1x);
+            a0_1y = fma(select(0.0f, q_1y, vis0), s0, a0_1y);
+            a1_1y = fma(select(0.0f, q_1y, vis1), s1, a1_1y);
+            a0_1z = fma(select(0.0f, q_1z, vis0), s0, a0_1z);
+            a1_1z = fma(select(0.0f, q_1z, vis1), s1, a1_1z);
+            a0_1w = fma(select(0.0f, q_1w, vis0), s0, a0_1w);
+            a1_1w = fma(select(0.0f, q_1w, vis1), s1, a1_1w);
+            a0_2x = fma(select(0.0f, q_2x, vis0), s0, a0_2x);
+            a1_2x = fma(select(0.0f, q_2x, vis1), s1, a1_2x);
+            a0_2y = fma(select(0.0f, q_2y, vis0), s0, a0_2y);
+            a1_2y = fma(select(0.0f, q_2y, vis1), s1, a1_2y);
+            a0_2z = fma(select(0.0f, q_2z, vis0), s0, a0_2z);
+            a1_2z = fma(select(0.0f, q_2z, vis1), s1, a1_2z);
+            a0_2w = fma(select(0.0f, q_2w, vis0), s0, a0_2w);
+            a1_2w = fma(select(0.0f, q_2w, vis1), s1, a1_2w);
+            a0_3x = fma(select(0.0f, q_3x, vis0), s0, a0_3x);
+            a1_3x = fma(select(0.0f, q_3x, vis1), s1, a1_3x);
+            a0_3y = fma(select(0.0f, q_3y, vis0), s0, a0_3y);
+            a1_3y = fma(select(0.0f, q_3y, vis1), s1, a1_3y);
+            a0_3z = fma(select(0.0f, q_3z, vis0), s0, a0_3z);
+            a1_3z = fma(select(0.0f, q_3z, vis1), s1, a1_3z);
+            a0_3w = fma(select(0.0f, q_3w, vis0), s0, a0_3w);
+            a1_3w = fma(select(0.0f, q_3w, vis1), s1, a1_3w);
+            b0_0x = fma(select(0.0f, d_o_0x, vis0), p0, b0_0x);
+            b1_0x = fma(select(0.0f, d_o_0x, vis1), p1, b1_0x);
+            b0_0y = fma(select(0.0f, d_o_0y, vis0), p0, b0_0y);
+            b1_0y = fma(select(0.0f, d_o_0y, vis1), p1, b1_0y);
+            b0_0z = fma(select(0.0f, d_o_0z, vis0), p0, b0_0z);
+            b1_0z = fma(select(0.0f, d_o_0z, vis1), p1, b1_0z);
+            b0_0w = fma(select(0.0f, d_o_0w, vis0), p0, b0_0w);
+            b1_0w = fma(select(0.0f, d_o_0w, vis1), p1, b1_0w);
+            b0_1x = fma(select(0.0f, d_o_1x, vis0), p0, b0_1x);
+            b1_1x = fma(select(0.0f, d_o_1x, vis1), p1, b1_1x);
+            b0_1y = fma(select(0.0f, d_o_1y, vis0), p0, b0_1y);
+            b1_1y = fma(select(0.0f, d_o_1y, vis1), p1, b1_1y);
+            b0_1z = fma(select(0.0f, d_o_1z, vis0), p0, b0_1z);
+            b1_1z = fma(select(0.0f, d_o_1z, vis1), p1, b1_1z);
+            b0_1w = fma(select(0.0f, d_o_1w, vis0), p0, b0_1w);
+            b1_1w = fma(select(0.0f, d_o_1w, vis1), p1, b1_1w);
+            b0_2x = fma(select(0.0f, d_o_2x, vis0), p0, b0_2x);
+            b1_2x = fma(select(0.0f, d_o_2x, vis1), p1, b1_2x);
+            b0_2y = fma(select(0.0f, d_o_2y, vis0), p0, b0_2y);
+            b1_2y = fma(select(0.0f, d_o_2y, vis1), p1, b1_2y);
+            b0_2z = fma(select(0.0f, d_o_2z, vis0), p0, b0_2z);
+            b1_2z = fma(select(0.0f, d_o_2z, vis1), p1, b1_2z);
+            b0_2w = fma(select(0.0f, d_o_2w, vis0), p0, b0_2w);
+            b1_2w = fma(select(0.0f, d_o_2w, vis1), p1, b1_2w);
+            b0_3x = fma(select(0.0f, d_o_3x, vis0), p0, b0_3x);
+            b1_3x = fma(select(0.0f, d_o_3x, vis1), p1, b1_3x);
+            b0_3y = fma(select(0.0f, d_o_3y, vis0), p0, b0_3y);
+            b1_3y = fma(select(0.0f, d_o_3y, vis1), p1, b1_3y);
+            b0_3z = fma(select(0.0f, d_o_3z, vis0), p0, b0_3z);
+            b1_3z = fma(select(0.0f, d_o_3z, vis1), p1, b1_3z);
+            b0_3w = fma(select(0.0f, d_o_3w, vis0), p0, b0_3w);
+            b1_3w = fma(select(0.0f, d_o_3w, vis1), p1, b1_3w);
+
+        }
+
+    }
+
+    }
+    // The sums are added to those in memory. Of dK, the factor on q is in the sum.
     if (in0) {
         dk[sum_at0 + 0u] = dk[sum_at0 + 0u] + vec4<f32>(a0_0x, a0_0y, a0_0z, a0_0w) * params.unscale;
         dk[sum_at0 + 1u] = dk[sum_at0 + 1u] + vec4<f32>(a0_1x, a0_1y, a0_1z, a0_1w) * params.unscale;

@@ -1,4 +1,17 @@
-// decode, portable, f16, head dim 16: 2 rows of one KV head, 64 keys at a time
+// Attention of few query rows within WebGPU's default limits: no feature, 64 threads, less than 16 KiB of workgroup memory.
+//
+// A workgroup has one KV head, all query rows and heads that read it (2 slots: slot = row · group_heads + head - first
+// head) and one split of the keys. It writes a part: the state of the slots over this split alone. All slots read the same
+// keys, so each key is loaded once for all of them. The work list only says which keys to skip; each pair is tested.
+//
+// 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all slots (S, in x), from the
+// queries in workgroup memory. Then m of each slot is found, by 8 threads for each. Then each thread takes a 16-byte
+// column of V for every 32-th key, with O of all slots in registers (a). At the end these slices are added up.
+//
+// Workgroup memory, 2768 bytes: queries; weights (logits, then P, at the end each thread's l); tops (what the
+// finders found); maxima (m of each slot, and by what its sums shrink); sums (O of the slices). A hidden pair has weight -1;
+// others are never negative.
+// decode-portable-f16-d16x2-visible
 struct DecodeParams {
     q_offset: u32,
     q_batch: u32,
@@ -47,6 +60,7 @@ struct DecodeParams {
 @group(0) @binding(7) var<storage, read> work: array<u32>;
 @group(0) @binding(8) var<storage, read> bias: array<u32>;
 
+// m of a row that saw no key: finite, because WGSL promises nothing about infinities.
 const EMPTY_M: f32 = -2.3819763e38f;
 
 fn chunk_0(unit: vec4<u32>) -> vec4<f32> {
@@ -56,33 +70,38 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(unit.z), unpack2x16float(unit.w));
 }
 
+// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the power is 0 in f32, and
+// the product with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the exp2 of a NaN, and
+// `max` may drop it.
 fn weight_of(below: f32) -> f32 {
     let power = exp2(max(below, -150.0f) * 1.442695f);
     return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
+// A hidden pair: below every logit with a bias, and finite. It must never be added.
 const HIDDEN: f32 = -3e38f;
 // By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
 fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
+// What the row that starts at `row` of the binding adds to its logit of the key at `position`; or HIDDEN.
 fn bias_term(row: u32, position: u32) -> f32 {
     let bit = (bias[row + (position >> 5u)] >> (position & 31u)) & 1u;
     return select(HIDDEN, 0.0f, bit == 1u);
 }
 
+// l of a slot that saw no key of its split; no sum of weights is negative. Its m and a mean nothing.
 const UNSEEN: f32 = -1.0f;
 // By bits, so that NaN counts as seen.
 fn is_unseen(l: f32) -> bool { return bitcast<u32>(l) == 0xbf800000u; }
+
 var<workgroup> queries: array<vec4<f32>, 8>;
-// Logits, then weights, and at the end each thread's part of l.
 var<workgroup> weights: array<f32, 128>;
 var<workgroup> tops: array<f32, 16>;
-// For each slot its maximum, and by what its sums shrink for that.
 var<workgroup> maxima: array<vec2<f32>, 2>;
 var<workgroup> sums: array<vec4<f32>, 128>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-    let group = group_id.x + group_id.y * params.grid_width;
+let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
     let batch_group = item / params.splits;
@@ -125,9 +144,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     var a1_0_1 = vec4<f32>();
     workgroupBarrier();
     for (var run = work[starts]; run < work[starts + 2u]; run++) {
-        let first = max(work[params.runs_at + 2u * run], split_begin);
+let first = max(work[params.runs_at + 2u * run], split_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], split_end);
         for (var key = first; key < end; key += 64u) {
+            // S of the thread's key.
             let own = min(key + thread, end - 1u);
             let inside = key + thread < end;
             let position = positions[params.keys_at + own];
@@ -138,6 +158,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             var x1 = 0.0f;
             let term1 = bias_term(bias_row1, position);
             let vis1 = inside && lo1 <= position && position < hi1 && shows(term1);
+            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans leave few such keys.
             if (vis0 || vis1) {
                 for (var u = 0u; u < 2u; u++) {
                     let unit = k[k_at + u];
@@ -148,6 +169,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                     x0 += dot(queries[0u + u * 2u + 1u], k_1);
                     x1 += dot(queries[4u + u * 2u + 1u], k_1);
                 }
+
             }
             // The weights of the keys before these have been read.
             workgroupBarrier();
@@ -160,6 +182,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             seen1 = seen1 || vis1;
             weights[64u + thread] = select(EMPTY_M, x1, vis1);
             workgroupBarrier();
+            // m of each slot.
             if (thread < 16u) {
                 var top = EMPTY_M;
                 for (var i = thread % 8u; i < 64u; i += 8u) {
@@ -175,6 +198,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 maxima[thread] = vec2<f32>(top, weight_of(before - top));
             }
             workgroupBarrier();
+            // P, and this thread's part of l.
             let max0 = maxima[0];
             let p0 = select(0.0f, weight_of(x0 - max0.x), vis0);
             l0 = l0 * max0.y + p0;
@@ -184,10 +208,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             l1 = l1 * max1.y + p1;
             weights[64u + thread] = select(-1.0f, p1, vis1);
             workgroupBarrier();
+            // O of this thread's columns over its slice of the keys.
             a0_0_0 *= max0.y;
             a0_0_1 *= max0.y;
             a1_0_0 *= max1.y;
             a1_0_1 *= max1.y;
+            // Threads without a column have nothing to do.
             let first_own = select(64u, slice, slice < 32u);
             let here = min(end - key, 64u);
             for (var i = first_own; i < here; i += 32u) {
@@ -195,16 +221,23 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let w0 = weights[0u + i];
                 let w1 = weights[64u + i];
                 if (w0 < 0.0f && w1 < 0.0f) { continue; }
+                
                 let unit0 = v[v_at + 0u];
                 let v0_0 = chunk_0(unit0);
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
                 a0_0_0 += select(v0_0 * w0, vec4<f32>(), w0 < 0.0f);
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
                 a1_0_0 += select(v0_0 * w1, vec4<f32>(), w1 < 0.0f);
                 let v0_1 = chunk_1(unit0);
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
                 a0_0_1 += select(v0_1 * w0, vec4<f32>(), w0 < 0.0f);
+                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
                 a1_0_1 += select(v0_1 * w1, vec4<f32>(), w1 < 0.0f);
+                
             }
         }
     }
+    // The part: l of each slot from all threads, O from all slices.
     workgroupBarrier();
     weights[0u + thread] = select(UNSEEN, l0, seen0);
     weights[64u + thread] = select(UNSEEN, l1, seen1);

@@ -1,0 +1,74 @@
+//! Numbers and names of `backward/portable.wgsl`.
+
+use minijinja::context;
+use minijinja::value::Value;
+
+use super::variant::{BackwardKernel, Sums};
+
+pub(crate) const THREADS: u32 = 64;
+/// Threads in a row of the grid, rows of threads, and chunks that are in workgroup memory at a
+/// time.
+pub(crate) const SIDE: u32 = 8;
+/// Moving rows of a tile, and rows and keys of those of the list.
+pub(crate) const COLS: u32 = 32;
+
+/// Fixed rows of one thread. Fewer for large heads, so that the sums stay in registers.
+pub(crate) const fn rows_per_thread(sums: Sums, head_dim: u32) -> u32 {
+    let floats = match sums {
+        Sums::KeysValues => 2 * head_dim,
+        Sums::Bias | Sums::SharedBias => 0,
+        _ => head_dim,
+    };
+    match floats {
+        0..=128 => 4,
+        129..=256 => 2,
+        _ => 1,
+    }
+}
+
+pub(crate) const fn workgroup_bytes(kernel: &BackwardKernel) -> u32 {
+    let fixed = SIDE * kernel.tile_rows();
+    let tensors = if kernel.sums.needs_scores() { 2 } else { 1 };
+    16 * tensors * (fixed + SIDE * COLS)
+}
+
+pub(crate) fn values(kernel: BackwardKernel) -> Value {
+    let sums = kernel.sums;
+    // What is read for each product, S and dP: name, fixed tensor, moving tensor.
+    let products = if sums.rows_are_fixed() {
+        [("x", "q", "k"), ("d", "d_o", "v")]
+    } else {
+        [("x", "k", "q"), ("d", "v", "d_o")]
+    };
+    let count = if sums.needs_scores() { 2 } else { 1 };
+    let areas: Vec<Value> = products
+        .into_iter()
+        .enumerate()
+        .take(count)
+        .map(|(index, (name, fixed, moving))| context! { index, name, fixed, moving })
+        .collect();
+    let weights_of = |name, weight, factors, moving: usize, area: usize, factor| {
+        // The kernel of dV alone has one area, which is free by then.
+        let area = format!("moving{}", area.min(count - 1));
+        let target = kernel.target(name);
+        context! { name, weight, factors, moving => products[moving].2, area, factor, target }
+    };
+    let scores = || weights_of("a", "s", "fixed1", 0, 0, " * params.scale");
+    let weights = || weights_of("b", "p", "fixed0", 1, 1, "");
+    let added = match sums {
+        Sums::Queries | Sums::Keys => vec![scores()],
+        Sums::KeysValues => vec![scores(), weights()],
+        Sums::Values => vec![weights()],
+        Sums::Bias | Sums::SharedBias => Vec::new(),
+    };
+    let tensors = if sums == Sums::Values { vec!["q", "k", "d_o"] } else { vec!["q", "k", "d_o", "v"] };
+    context! {
+        tile_rows => kernel.tile_rows(),
+        rows => rows_per_thread(sums, kernel.head_dim),
+        passes => (kernel.head_dim / 4).div_ceil(SIDE),
+        scores => sums.needs_scores(),
+        tensors,
+        areas,
+        sums => added,
+    }
+}

@@ -1,0 +1,306 @@
+// Gradients within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+//
+// Tile: {{ tile_rows }} fixed rows x 32 moving ones; {{ workgroup_bytes }} bytes of workgroup memory. dQ and the gradient of a bias:
+// fixed are query rows (q, d_o), moving are keys (k, v). dK and dV: fixed are keys, moving are the query rows of all heads
+// that read them.
+//
+//     S = q k^T (x)    P = e^(S - lse) (p)    dP = d_o v^T (d)    dS = P (dP - D) (s)
+//     dQ += dS k (a)   dK += dS q (a)         dV += P d_o (b)
+//
+// 64 threads are a grid of 8 x 8. Of S and of dP, thread (tr, tc) holds {{ rows }} x 4: fixed rows tr, tr + 8, ..., moving ones
+// tc, tc + 8, ... Of the sums it holds the same fixed rows and the 4-element chunks tc, tc + 8, ..., in registers over the
+// whole loop.
+//
+// Workgroup memory: 8 chunks of each tensor, chunk-major, so that neighbouring threads read neighbouring vectors: fixed0 and
+// moving0 of S, fixed1 and moving1 of dP. When S and dP are complete, P takes the place of fixed0 and dS that of fixed1, and
+// the moving rows are loaded once more, row by row. Slot 4 s + j of P and dS is the moving row 8 j + s: the four of a thread
+// are one vector, and the rows lie in the same order.
+//
+// Barriers stand where an area is replaced (everyone has read it) and where it is read (everyone has written).
+{% include "parts/logits.wgsl" %}
+{% include "backward/shares.wgsl" %}
+// A hidden pair in P or dS: a number that no product gives, which its sum skips.
+const SKIPPED: f32 = -3.0e38f;
+
+{% for tensor in tensors %}
+{% include "parts/load.wgsl" %}
+{% endfor %}
+{% for area in areas %}
+var<workgroup> fixed{{ loop.index0 }}: array<vec4<f32>, {{ 8 * tile_rows }}>;
+var<workgroup> moving{{ loop.index0 }}: array<vec4<f32>, 256>;
+{% endfor %}
+
+{# A chunk of the moving row that this thread loads at step `j`; zero behind the end, and of query rows that saw no key. -#}
+{% macro moving_chunk(tensor, j, chunk, tested) -%}
+{% set row = "min(col + load" ~ j ~ ", end - 1u)" if tested else "(col + load" ~ j ~ ")" -%}
+{% set load = "load_" ~ tensor ~ "(" ~ tensor ~ "_base + " ~ row ~ " * params." ~ tensor ~ "_row, " ~ chunk ~ ")" -%}
+{% if not by_rows -%}
+select(vec4<f32>(), {{ load }}, live{{ j }})
+{%- elif tested -%}
+select(vec4<f32>(), {{ load }}, col + load{{ j }} < end)
+{%- else -%}
+{{ load }}
+{%- endif %}
+{%- endmacro %}
+{# One run. -#}
+{% macro tiles(tested) %}
+        for (var col = first; col < end; col += 32u) {
+{% if tested or not by_rows %}
+            // What is known of the thread's moving rows.
+            let cols = vec4<u32>(col + 0u + tc, col + 8u + tc, col + 16u + tc, col + 24u + tc);
+            let there = {{ "min(cols, vec4<u32>(end - 1u))" if tested else "cols" }};
+{% endif %}
+{% if not by_rows %}
+            let stats_x = stats[stats_base + there.x * params.stats_row];
+            let stats_y = stats[stats_base + there.y * params.stats_row];
+            let stats_z = stats[stats_base + there.z * params.stats_row];
+            let stats_w = stats[stats_base + there.w * params.stats_row];
+            let lse = vec4<f32>(stats_x.x, stats_y.x, stats_z.x, stats_w.x);
+            let factor = vec4<f32>(stats_x.y, stats_y.y, stats_z.y, stats_w.y);
+{% if scores %}
+            let delta = vec4<f32>(stats_x.z, stats_y.z, stats_z.z, stats_w.z);
+{% endif %}
+{% for j in range(4) %}
+{% if tested %}
+            let live{{ j }} = col + load{{ j }} < end && saw_keys(stats[stats_base + min(col + load{{ j }}, end - 1u) * params.stats_row].x);
+{% else %}
+            let live{{ j }} = saw_keys(stats[stats_base + (col + load{{ j }}) * params.stats_row].x);
+{% endif %}
+{% endfor %}
+{% endif %}
+{% if tested %}
+            // Which of the thread's pairs are visible; with a bias, also the terms of their logits.
+            let inside = cols < vec4<u32>(end);
+{% if by_rows %}
+            let pos = vec4<u32>(lists[params.keys_at + there.x], lists[params.keys_at + there.y], lists[params.keys_at + there.z], lists[params.keys_at + there.w]);
+{% else %}
+            let lo = vec4<u32>(lists[spans + 2u * there.x], lists[spans + 2u * there.y], lists[spans + 2u * there.z], lists[spans + 2u * there.w]);
+            let hi = vec4<u32>(lists[spans + 2u * there.x + 1u], lists[spans + 2u * there.y + 1u], lists[spans + 2u * there.z + 1u], lists[spans + 2u * there.w + 1u]);
+{% if bias %}
+            let bias_rows = vec4<u32>(params.bias_offset + batch * params.bias_batch + head * params.bias_head) + there * params.bias_row;
+{% endif %}
+{% endif %}
+{% for i in range(rows) %}
+{% if bias and by_rows %}
+            let term{{ i }} = vec4<f32>(bias_term(bias_row{{ i }}, pos.x), bias_term(bias_row{{ i }}, pos.y), bias_term(bias_row{{ i }}, pos.z), bias_term(bias_row{{ i }}, pos.w));
+{% elif bias %}
+            let term{{ i }} = vec4<f32>(bias_term(bias_rows.x, pos{{ i }}), bias_term(bias_rows.y, pos{{ i }}), bias_term(bias_rows.z, pos{{ i }}), bias_term(bias_rows.w, pos{{ i }}));
+{% endif %}
+{% if by_rows %}
+            let vis{{ i }} = (vec4<u32>(lo{{ i }}) <= pos) & (pos < vec4<u32>(hi{{ i }})) & inside
+{%- else %}
+            let vis{{ i }} = (lo <= vec4<u32>(pos{{ i }})) & (vec4<u32>(pos{{ i }}) < hi) & inside
+{%- endif %}
+{% if bias %} & vec4<bool>(shows(term{{ i }}.x), shows(term{{ i }}.y), shows(term{{ i }}.z), shows(term{{ i }}.w)){% endif %};
+{% endfor %}
+{% endif %}
+            // S and dP, 8 chunks of the head at a time.
+{% for area in areas %}
+{% for i in range(rows) %}
+            var {{ area.name }}{{ i }} = vec4<f32>();
+{% endfor %}
+{% endfor %}
+            for (var g = 0u; g < {{ passes }}u; g++) {
+                workgroupBarrier();
+{% for area in areas %}
+{% set index = loop.index0 %}
+{% for i in range(rows) %}
+                fixed{{ index }}[tc * {{ tile_rows }}u + {{ 8 * i }}u + tr] = load_{{ area.fixed }}({{ area.fixed }}_at{{ i }}, g * 8u + tc){{ " * params.q_scale" if area.fixed == "q" }};
+{% endfor %}
+{% for j in range(4) %}
+                moving{{ index }}[tc * 32u + load{{ j }}] = {{ moving_chunk(area.moving, j, "g * 8u + tc", tested) }}{{ " * params.q_scale" if area.moving == "q" }};
+{% endfor %}
+{% endfor %}
+                workgroupBarrier();
+                for (var c = 0u; c < 8u; c++) {
+{% for area in areas %}
+{% set x = area.name %}
+{% for j in range(4) %}
+                    let {{ x }}m{{ j }} = moving{{ area.index }}[c * 32u + {{ 8 * j }}u + tc];
+{% endfor %}
+{% for i in range(rows) %}
+                    let {{ x }}f{{ i }} = fixed{{ area.index }}[c * {{ tile_rows }}u + {{ 8 * i }}u + tr];
+                    {{ x }}{{ i }} += vec4<f32>(dot({{ x }}f{{ i }}, {{ x }}m0), dot({{ x }}f{{ i }}, {{ x }}m1), dot({{ x }}f{{ i }}, {{ x }}m2), dot({{ x }}f{{ i }}, {{ x }}m3));
+{% endfor %}
+{% endfor %}
+                }
+            }
+            // P and dS.
+{% for i in range(rows) %}
+            x{{ i }} *= params.x_scale;
+{% if softcap %}
+{% if slopes %}
+            let slope{{ i }} = vec4<f32>(slope_of(x{{ i }}.x), slope_of(x{{ i }}.y), slope_of(x{{ i }}.z), slope_of(x{{ i }}.w));
+{% endif %}
+            x{{ i }} = vec4<f32>(capped(x{{ i }}.x), capped(x{{ i }}.y), capped(x{{ i }}.z), capped(x{{ i }}.w));
+{% endif %}
+{% if bias %}
+            x{{ i }} += term{{ i }};
+{% endif %}
+            let p{{ i }} = {{ "select(vec4<f32>(), " if tested }}vec4<f32>(
+{%- for x in ["x", "y", "z", "w"] -%}
+share_of(x{{ i }}.{{ x }}, {% if by_rows %}stats{{ i }}.x, stats{{ i }}.y{% else %}lse.{{ x }}, factor.{{ x }}{% endif %}){{ ", " if not loop.last }}
+{%- endfor -%}
+){{ ", vis" ~ i ~ ")" if tested }};
+{% if scores %}
+            let s{{ i }} = p{{ i }} * (d{{ i }} - {% if by_rows %}stats{{ i }}.z{% else %}delta{% endif %}){{ " * slope" ~ i if slopes }};
+{% endif %}
+{% endfor %}
+{% if of_bias %}
+            // dBias: of rows to memory, where no other thread of the dispatch has these pairs; of keys to sums.
+{% if by_rows %}
+{% for i in range(rows) %}
+{% for x in ["x", "y", "z", "w"] %}
+            if (adds{{ i }} && vis{{ i }}.{{ x }}) {
+                let element = sum_at{{ i }} + pos.{{ x }};
+                d_bias[element] = d_bias[element] + s{{ i }}.{{ x }};
+            }
+{% endfor %}
+{% endfor %}
+{% else %}
+            let live = vec4<bool>(saw_keys(stats_x.x), saw_keys(stats_y.x), saw_keys(stats_z.x), saw_keys(stats_w.x));
+{% for i in range(rows) %}
+            bias{{ i }} += select(vec4<f32>(), s{{ i }}, vis{{ i }} & live);
+{% endfor %}
+{% endif %}
+{% else %}
+            workgroupBarrier();
+{% for sum in sums %}
+{% for i in range(rows) %}
+            {{ sum.factors }}[tc * {{ tile_rows }}u + {{ 8 * i }}u + tr] = {% if tested %}select(vec4<f32>(SKIPPED), {{ sum.weight }}{{ i }}, vis{{ i }}){% else %}{{ sum.weight }}{{ i }}{% endif %};
+{% endfor %}
+{% endfor %}
+            // The sums, 8 chunks of the head at a time.
+{% for g in range(passes) %}
+{% if g > 0 %}
+            workgroupBarrier();
+{% endif %}
+{% for sum in sums %}
+{% for j in range(4) %}
+            {{ sum.area }}[({{ 8 * j }}u + tr) * 8u + tc] = {{ moving_chunk(sum.moving, j, 8 * g ~ "u + tc", tested) }};
+{% endfor %}
+{% endfor %}
+            workgroupBarrier();
+            for (var s = 0u; s < 8u; s++) {
+{% for sum in sums %}
+{% set n = sum.name %}
+{% for j in range(4) %}
+                let {{ n }}m{{ j }} = {{ sum.area }}[(s * 4u + {{ j }}u) * 8u + tc];
+{% endfor %}
+{% for i in range(rows) %}
+                let {{ n }}w{{ i }} = {{ sum.factors }}[s * {{ tile_rows }}u + {{ 8 * i }}u + tr];
+{% set w = n ~ "w" ~ i %}
+{% if tested %}
+                {{ n }}{{ i }}_{{ g }} += (select({{ n }}m0 * {{ w }}.x, vec4<f32>(), {{ w }}.x == SKIPPED) + select({{ n }}m1 * {{ w }}.y, vec4<f32>(), {{ w }}.y == SKIPPED))
+                    + (select({{ n }}m2 * {{ w }}.z, vec4<f32>(), {{ w }}.z == SKIPPED) + select({{ n }}m3 * {{ w }}.w, vec4<f32>(), {{ w }}.w == SKIPPED));
+{% else %}
+                {{ n }}{{ i }}_{{ g }} += ({{ n }}m0 * {{ w }}.x + {{ n }}m1 * {{ w }}.y) + ({{ n }}m2 * {{ w }}.z + {{ n }}m3 * {{ w }}.w);
+{% endif %}
+{% endfor %}
+{% endfor %}
+            }
+{% endfor %}
+{% endif %}
+        }
+{% endmacro %}
+{# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all are. -#}
+{% macro runs() %}
+{% if by_rows %}
+    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
+{% else %}
+    let q_base = params.q_offset + batch * params.q_batch + head * params.q_head;
+    let d_o_base = params.d_o_offset + batch * params.d_o_batch + head * params.d_o_head;
+    let stats_base = params.stats_offset + batch * params.stats_batch + head * params.stats_head;
+{% endif %}
+{% for tested in ([true] if bias else [false, true]) %}
+    for (var run = {{ "tested_runs" if tested and not bias else "full_runs" }}; run < {{ "runs_end" if tested else "tested_runs" }}; run++) {
+        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
+        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
+{{ tiles(tested) }}
+    }
+{% endfor %}
+{% endmacro %}
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+{% include "backward/item.wgsl" %}
+    let tr = thread >> 3u;
+    let tc = thread & 7u;
+{% for i in range(rows) %}
+    let row{{ i }} = tile * {{ tile_rows }}u + {{ 8 * i }}u + tr;
+    let in{{ i }} = row{{ i }} < params.fixed_end;
+    let safe{{ i }} = min(row{{ i }}, params.fixed_end - 1u);
+{% for area in areas %}
+    let {{ area.fixed }}_at{{ i }} = params.{{ area.fixed }}_offset + batch * params.{{ area.fixed }}_batch + safe{{ i }} * params.{{ area.fixed }}_row + {{ fixed_head }} * params.{{ area.fixed }}_head;
+{% endfor %}
+    let sum_at{{ i }} = params.sum_offset + batch * params.sum_batch + safe{{ i }} * params.sum_row + own_head * params.sum_head;
+{% if by_rows %}
+    let lo{{ i }} = lists[spans + 2u * safe{{ i }}];
+    let hi{{ i }} = lists[spans + 2u * safe{{ i }} + 1u];
+    let stats{{ i }} = stats[params.stats_offset + batch * params.stats_batch + safe{{ i }} * params.stats_row + own_head * params.stats_head];
+{% if bias %}
+    let bias_row{{ i }} = params.bias_offset + batch * params.bias_batch + safe{{ i }} * params.bias_row + own_head * params.bias_head;
+{% endif %}
+{% else %}
+    let pos{{ i }} = lists[params.keys_at + safe{{ i }}];
+{% endif %}
+{% for sum in sums %}
+{% for g in range(passes) %}
+    var {{ sum.name }}{{ i }}_{{ g }} = vec4<f32>();
+{% endfor %}
+{% endfor %}
+{% if of_bias and by_rows %}
+    let adds{{ i }} = in{{ i }} && saw_keys(stats{{ i }}.x);
+{% elif of_bias %}
+    var bias{{ i }} = vec4<f32>();
+{% endif %}
+{% endfor %}
+    // The moving row of slot 8 j + tr.
+{% for j in range(4) %}
+    let load{{ j }} = (tr & 3u) * 8u + (tr >> 2u) + {{ 2 * j }}u;
+{% endfor %}
+{% if of_one_query_head %}
+{{ runs() }}
+{% else %}
+    for (var head = lists[params.heads_at + own_head]; head < lists[params.heads_at + own_head + 1u]; head++) {
+{{ runs() }}
+    }
+{% endif %}
+{% if of_bias and not by_rows %}
+    // The sums of a key are in eight threads.
+    workgroupBarrier();
+{% for i in range(rows) %}
+    fixed0[tc * {{ tile_rows }}u + {{ 8 * i }}u + tr] = bias{{ i }};
+{% endfor %}
+    workgroupBarrier();
+    if (tc != 0u) { return; }
+{% for i in range(rows) %}
+    if (in{{ i }}) {
+        var sum = vec4<f32>();
+        for (var c = 0u; c < 8u; c++) {
+            sum += fixed0[c * {{ tile_rows }}u + {{ 8 * i }}u + tr];
+        }
+        let element = sum_at{{ i }} + pos{{ i }};
+        d_bias[element] = d_bias[element] + ((sum.x + sum.y) + (sum.z + sum.w));
+    }
+{% endfor %}
+{% elif not of_bias %}
+    // The sums are added to those in memory.
+{% for i in range(rows) %}
+    if (in{{ i }}{{ " && saw_keys(stats" ~ i ~ ".x)" if by_rows }}) {
+{% for sum in sums %}
+{% for g in range(passes) %}
+{% set at = sum.target ~ "[sum_at" ~ i ~ " + " ~ 8 * g ~ "u + tc]" %}
+{% if (g + 1) * 8 > chunks %}
+        if ({{ 8 * g }}u + tc < {{ chunks }}u) {
+            {{ at }} = {{ at }} + {{ sum.name }}{{ i }}_{{ g }}{{ sum.factor }};
+        }
+{% else %}
+        {{ at }} = {{ at }} + {{ sum.name }}{{ i }}_{{ g }}{{ sum.factor }};
+{% endif %}
+{% endfor %}
+{% endfor %}
+    }
+{% endfor %}
+{% endif %}
+}
