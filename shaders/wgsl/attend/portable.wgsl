@@ -1,19 +1,55 @@
-// Attention within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+// Attention of one block of queries against one block of keys, into a running state, within
+// WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
 //
-// Tile: Br = {{ Br }} query rows x Bc = {{ Bc }} keys; {{ workgroup_bytes }} bytes of workgroup memory.
+// For a query row with state (m, l, O), and for each key j that it sees (Milakov & Gimelshein
+// 2018, 3.1):
 //
-// 64 threads are a grid of 8 x 8. Of the tile's S = q k^T, thread (tr, tc) holds {{ rows }} x 4: rows tr, tr + 8, ..., keys
-// tc, tc + 8, ... (x, and then P in p). Of O, not yet divided by l, it holds the same rows and the 4-element chunks tc,
-// tc + 8, ... (a). The 8 threads of a row agree on its maximum m through workgroup memory, and keep their own part of l
-// until the end.
+//     S  = scale · q·k_j             (softcap c: c · tanh(S / c)), plus the bias
+//     m' = max(m, S)
+//     P  = e^(S - m')
+//     l' = l · e^(m - m') + P
+//     O' = O · e^(m - m') + P · v_j
 //
-// Workgroup memory:
+// Bindings
+//   q          [batch, rows, heads, dim], strided, in units of 16 bytes
+//   k, v       the same, with KV heads
+//   state_a    O, not divided by l: f32 [batch, rows, heads, dim], dense
+//   state_ml   m and l: f32 [batch, heads, rows, 2], dense
+//   positions  for each query head its KV head; from keys_at the position of each key; from
+//              spans_at, for each class of batch entries and each query row, the positions lo..hi
+//              that it sees, as two words
+//   work       which keys a tile of rows needs, as runs of keys; see below
+//   bias       [batch, rows, heads, row], strided; columns are positions. A mask in bits, or
+//              numbers that are added to logits, -inf for a hidden pair
+//
+// Work list. A run is a range of keys first..end; first is a multiple of Bc. For tile t of class
+// c, with s = c · starts_class + 2t, the runs work[s]..work[s+1] are full: every row of the tile
+// sees every key, and nothing is tested. The runs work[s+1]..work[s+2] are partial: each pair tests
+// lo <= position < hi. With a bias, pairs of full runs are tested too. From runs_at on each run is
+// two words. A run whose end is not a multiple of Bc is partial. Other keys cost nothing.
+//
+// NaN and infinity pass through to the rows that see them. What a row does not see is replaced by
+// selection before it meets a number of the row, because 0 · NaN is NaN: its logit by EMPTY_M, its
+// P and its value by 0. A row that saw no key in the whole call is not written.
+//
+// Tile: Br = {{Br}} query rows x Bc = {{Bc}} keys; {{workgroup_bytes}} bytes of workgroup memory.
+//
+// 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds {{rows}} x 4: rows tr, tr + 8,
+// ..., keys tc, tc + 8, ... (x0, x1, ..., one vector of 4 keys for each row; then P in p0, p1, ...).
+// Of O it holds the same rows and the 4-element chunks tc, tc + 8, ... (a0_0: row 0, first pass over
+// the head). The 8 threads of a row agree on its m through workgroup memory, and keep their own part
+// of l until the end.
+//
+// Workgroup memory
 //   tile_q   q times its factor, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
-//   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors; then 8 chunks of V
-//   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights of a thread are one
-//            vector, and V lies in the same order. A hidden element has weight -1; others are never negative.
+//   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors;
+//            then 8 chunks of V
+//   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights
+//            of a thread are one vector, and V lies in the same order. A hidden pair has weight -1;
+//            others are never negative.
 //
-// Barriers stand where a tile is replaced (everyone has read the old one) and where it is read (everyone has written).
+// Barriers stand where a tile is replaced (everyone has read the old one) and where it is read
+// (everyone has written the new one).
 {% include "parts/logits.wgsl" %}
 {% for tensor in ["q", "k", "v"] %}
 {% include "parts/load.wgsl" %}
@@ -25,21 +61,21 @@ var<workgroup> tile_p: array<vec4<f32>, {{ 8 * Br }}>;
 {# A chunk of a key's row; zero, and no read out of bounds, behind the end of a partial run. -#}
 {% macro load_row(tensor, key, chunk, partial) -%}
 {% if partial -%}
-select(vec4<f32>(), load_{{ tensor }}({{ tensor }}_base + min({{ key }}, end - 1u) * params.{{ tensor }}_row, {{ chunk }}), {{ key }} < end)
+select(vec4<f32>(), load_{{tensor}}({{tensor}}_base + min({{key}}, end - 1u) * params.{{tensor}}_row, {{chunk}}), {{key}} < end)
 {%- else -%}
-load_{{ tensor }}({{ tensor }}_base + ({{ key }}) * params.{{ tensor }}_row, {{ chunk }})
+load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {%- endif %}
 {%- endmacro %}
-{# The tiles of one run. In a partial run each element is tested: what a row does not see is replaced before it meets
-   a number of the row, because 0 · NaN is NaN. -#}
+{# The tiles of one run. In a partial run each element is tested: what a row does not see is
+   replaced before it meets a number of the row, because 0 · NaN is NaN. -#}
 {% macro tiles(partial) %}
-        for (var key = first; key < end; key += {{ Bc }}u) {
+        for (var key = first; key < end; key += {{Bc}}u) {
 {% if partial and bias %}
 {{ visible() }}
-            // If the bias hides the whole tile from all rows, it is skipped. Said in the memory of the weights, because there
-            // is no room beside them.
+            // If the bias hides the whole tile from all rows, it is skipped. Said in the memory of
+            // the weights, because there is no room beside them.
             workgroupBarrier();
-            tile_p[thread >> 2u][thread & 3u] = select(0.0f, 1.0f, any({% for i in range(rows) %}vis{{ i }}{{ " | " if not loop.last }}{% endfor %}));
+            tile_p[thread >> 2u][thread & 3u] = select(0.0f, 1.0f, any({% for i in range(rows) %}vis{{i}}{{ " | " if not loop.last }}{% endfor %}));
             workgroupBarrier();
             if (thread == 0u) {
                 var seers = vec4<f32>();
@@ -50,35 +86,35 @@ load_{{ tensor }}({{ tensor }}_base + ({{ key }}) * params.{{ tensor }}_row, {{ 
 {% endif %}
             // S = q k^T, 8 chunks of the head at a time.
 {% for i in range(rows) %}
-            var x{{ i }} = vec4<f32>();
+            var x{{i}} = vec4<f32>();
 {% endfor %}
-            for (var g = 0u; g < {{ passes }}u; g++) {
+            for (var g = 0u; g < {{passes}}u; g++) {
                 workgroupBarrier();
 {% if not q_stays %}
 {% for i in range(rows) %}
-                tile_q[tc * {{ Br }}u + {{ 8 * i }}u + tr] = load_q(q_at{{ i }}, g * 8u + tc) * params.q_scale;
+                tile_q[tc * {{Br}}u + {{ 8 * i }}u + tr] = load_q(q_at{{i}}, g * 8u + tc) * params.q_scale;
 {% endfor %}
 {% endif %}
 {% for j in range(4) %}
-                tile_kv[tc * {{ Bc }}u + {{ 8 * j }}u + tr] = {{ load_row("k", "key + " ~ 8 * j ~ "u + tr", "g * 8u + tc", partial) }};
+                tile_kv[tc * {{Bc}}u + {{ 8 * j }}u + tr] = {{ load_row("k", "key + " ~ 8 * j ~ "u + tr", "g * 8u + tc", partial) }};
 {% endfor %}
                 workgroupBarrier();
                 for (var c = 0u; c < 8u; c++) {
 {% for j in range(4) %}
-                    let k{{ j }} = tile_kv[c * {{ Bc }}u + {{ 8 * j }}u + tc];
+                    let k{{j}} = tile_kv[c * {{Bc}}u + {{ 8 * j }}u + tc];
 {% endfor %}
 {% for i in range(rows) %}
-                    let q{{ i }} = tile_q[{{ "(g * 8u + c)" if q_stays else "c" }} * {{ Br }}u + {{ 8 * i }}u + tr];
-                    x{{ i }} += vec4<f32>(dot(q{{ i }}, k0), dot(q{{ i }}, k1), dot(q{{ i }}, k2), dot(q{{ i }}, k3));
+                    let q{{i}} = tile_q[{{ "(g * 8u + c)" if q_stays else "c" }} * {{Br}}u + {{ 8 * i }}u + tr];
+                    x{{i}} += vec4<f32>(dot(q{{i}}, k0), dot(q{{i}}, k1), dot(q{{i}}, k2), dot(q{{i}}, k3));
 {% endfor %}
                 }
             }
 {% for i in range(rows) %}
-            x{{ i }} *= params.x_scale;
+            x{{i}} *= params.x_scale;
 {% endfor %}
 {% if softcap %}
 {% for i in range(rows) %}
-            x{{ i }} = vec4<f32>(capped(x{{ i }}.x), capped(x{{ i }}.y), capped(x{{ i }}.z), capped(x{{ i }}.w));
+            x{{i}} = vec4<f32>(capped(x{{i}}.x), capped(x{{i}}.y), capped(x{{i}}.z), capped(x{{i}}.w));
 {% endfor %}
 {% endif %}
 {% if partial %}
@@ -86,37 +122,39 @@ load_{{ tensor }}({{ tensor }}_base + ({{ key }}) * params.{{ tensor }}_row, {{ 
 {{ visible() }}
 {% endif %}
 {% for i in range(rows) %}
-            x{{ i }} = select(vec4<f32>(EMPTY_M), x{{ i }}{% if bias %} + term{{ i }}{% endif %}, vis{{ i }});
-            seen{{ i }} = seen{{ i }} || any(vis{{ i }});
+            x{{i}} = select(vec4<f32>(EMPTY_M), x{{i}}{% if bias %} + term{{i}}{% endif %}, vis{{i}});
+            seen{{i}} = seen{{i}} || any(vis{{i}});
 {% endfor %}
 {% endif %}
             // The new maximum n of each row, from the maxima of its 8 threads.
 {% for i in range(rows) %}
-            tile_p[tc * {{ Br }}u + {{ 8 * i }}u + tr] = vec4<f32>(max(max(x{{ i }}.x, x{{ i }}.y), max(x{{ i }}.z, x{{ i }}.w)));
+            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = vec4<f32>(max(max(x{{i}}.x, x{{i}}.y), max(x{{i}}.z, x{{i}}.w)));
 {% endfor %}
             workgroupBarrier();
 {% for i in range(rows) %}
-            var n{{ i }} = m{{ i }};
+            var n{{i}} = m{{i}};
 {% endfor %}
             for (var c = 0u; c < 8u; c++) {
 {% for i in range(rows) %}
-                n{{ i }} = max(n{{ i }}, tile_p[c * {{ Br }}u + {{ 8 * i }}u + tr].x);
+                n{{i}} = max(n{{i}}, tile_p[c * {{Br}}u + {{ 8 * i }}u + tr].x);
 {% endfor %}
             }
             workgroupBarrier();
             // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
 {% for i in range(rows) %}
-            let corr{{ i }} = weight_of(m{{ i }} - n{{ i }});
-            m{{ i }} = n{{ i }};
-            let p{{ i }} = vec4<f32>(weight_of(x{{ i }}.x - n{{ i }}), weight_of(x{{ i }}.y - n{{ i }}), weight_of(x{{ i }}.z - n{{ i }}), weight_of(x{{ i }}.w - n{{ i }}));
+            let corr{{i}} = weight_of(m{{i}} - n{{i}});
+            m{{i}} = n{{i}};
+            let p{{i}} = vec4<f32>(
+                weight_of(x{{i}}.x - n{{i}}), weight_of(x{{i}}.y - n{{i}}),
+                weight_of(x{{i}}.z - n{{i}}), weight_of(x{{i}}.w - n{{i}}));
 {% if partial %}
-            let kept{{ i }} = select(vec4<f32>(), p{{ i }}, vis{{ i }});
-            tile_p[tc * {{ Br }}u + {{ 8 * i }}u + tr] = select(vec4<f32>(-1.0f), p{{ i }}, vis{{ i }});
+            let kept{{i}} = select(vec4<f32>(), p{{i}}, vis{{i}});
+            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = select(vec4<f32>(-1.0f), p{{i}}, vis{{i}});
 {% else %}
-            let kept{{ i }} = p{{ i }};
-            tile_p[tc * {{ Br }}u + {{ 8 * i }}u + tr] = p{{ i }};
+            let kept{{i}} = p{{i}};
+            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = p{{i}};
 {% endif %}
-            l{{ i }} = l{{ i }} * corr{{ i }} + ((kept{{ i }}.x + kept{{ i }}.y) + (kept{{ i }}.z + kept{{ i }}.w));
+            l{{i}} = l{{i}} * corr{{i}} + ((kept{{i}}.x + kept{{i}}.y) + (kept{{i}}.z + kept{{i}}.w));
 {% endfor %}
             // O = O corr + P V, 8 chunks of the head at a time.
 {% for g in range(passes) %}
@@ -125,25 +163,29 @@ load_{{ tensor }}({{ tensor }}_base + ({{ key }}) * params.{{ tensor }}_row, {{ 
 {% endif %}
 {% for j in range(4) %}
             // Slot s holds key 8 (s % 4) + s / 4.
-            let slot{{ g }}_{{ j }} = {{ 8 * j }}u + tr;
-            tile_kv[slot{{ g }}_{{ j }} * 8u + tc] = {{ load_row("v", "key + (slot" ~ g ~ "_" ~ j ~ " & 3u) * 8u + (slot" ~ g ~ "_" ~ j ~ " >> 2u)", 8 * g ~ "u + tc", partial) }};
+            let slot{{g}}_{{j}} = {{ 8 * j }}u + tr;
+{% set key_of_slot = "key + (slot" ~ g ~ "_" ~ j ~ " & 3u) * 8u + (slot" ~ g ~ "_" ~ j ~ " >> 2u)" %}
+            tile_kv[slot{{g}}_{{j}} * 8u + tc] = {{ load_row("v", key_of_slot, 8 * g ~ "u + tc", partial) }};
 {% endfor %}
             workgroupBarrier();
 {% for i in range(rows) %}
-            a{{ i }}_{{ g }} *= corr{{ i }};
+            a{{i}}_{{g}} *= corr{{i}};
 {% endfor %}
             for (var s = 0u; s < 8u; s++) {
 {% for j in range(4) %}
-                let v{{ j }} = tile_kv[(s * 4u + {{ j }}u) * 8u + tc];
+                let v{{j}} = tile_kv[(s * 4u + {{j}}u) * 8u + tc];
 {% endfor %}
 {% for i in range(rows) %}
-                let p{{ i }} = tile_p[s * {{ Br }}u + {{ 8 * i }}u + tr];
+                let p{{i}} = tile_p[s * {{Br}}u + {{ 8 * i }}u + tr];
 {% if partial %}
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
-                a{{ i }}_{{ g }} += (select(v0 * p{{ i }}.x, vec4<f32>(), p{{ i }}.x < 0.0f) + select(v1 * p{{ i }}.y, vec4<f32>(), p{{ i }}.y < 0.0f))
-                    + (select(v2 * p{{ i }}.z, vec4<f32>(), p{{ i }}.z < 0.0f) + select(v3 * p{{ i }}.w, vec4<f32>(), p{{ i }}.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
+                a{{i}}_{{g}} += (select(v0 * p{{i}}.x, vec4<f32>(), p{{i}}.x < 0.0f)
+                    + select(v1 * p{{i}}.y, vec4<f32>(), p{{i}}.y < 0.0f))
+                    + (select(v2 * p{{i}}.z, vec4<f32>(), p{{i}}.z < 0.0f)
+                    + select(v3 * p{{i}}.w, vec4<f32>(), p{{i}}.w < 0.0f));
 {% else %}
-                a{{ i }}_{{ g }} += (v0 * p{{ i }}.x + v1 * p{{ i }}.y) + (v2 * p{{ i }}.z + v3 * p{{ i }}.w);
+                a{{i}}_{{g}} += (v0 * p{{i}}.x + v1 * p{{i}}.y) + (v2 * p{{i}}.z + v3 * p{{i}}.w);
 {% endif %}
 {% endfor %}
             }
@@ -158,11 +200,13 @@ load_{{ tensor }}({{ tensor }}_base + ({{ key }}) * params.{{ tensor }}_row, {{ 
             let inside = keys < vec4<u32>(end);
 {% for i in range(rows) %}
 {% if bias %}
-            let term{{ i }} = vec4<f32>(bias_term(bias_row{{ i }}, pos.x), bias_term(bias_row{{ i }}, pos.y), bias_term(bias_row{{ i }}, pos.z), bias_term(bias_row{{ i }}, pos.w));
-            let vis{{ i }} = (vec4<u32>(lo{{ i }}) <= pos) & (pos < vec4<u32>(hi{{ i }})) & inside
-                & vec4<bool>(shows(term{{ i }}.x), shows(term{{ i }}.y), shows(term{{ i }}.z), shows(term{{ i }}.w));
+            let term{{i}} = vec4<f32>(
+                bias_term(bias_row{{i}}, pos.x), bias_term(bias_row{{i}}, pos.y),
+                bias_term(bias_row{{i}}, pos.z), bias_term(bias_row{{i}}, pos.w));
+            let vis{{i}} = (vec4<u32>(lo{{i}}) <= pos) & (pos < vec4<u32>(hi{{i}})) & inside
+                & vec4<bool>(shows(term{{i}}.x), shows(term{{i}}.y), shows(term{{i}}.z), shows(term{{i}}.w));
 {% else %}
-            let vis{{ i }} = (vec4<u32>(lo{{ i }}) <= pos) & (pos < vec4<u32>(hi{{ i }})) & inside;
+            let vis{{i}} = (vec4<u32>(lo{{i}}) <= pos) & (pos < vec4<u32>(hi{{i}})) & inside;
 {% endif %}
 {% endfor %}
 {% endmacro %}
@@ -174,28 +218,29 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
 {% for i in range(rows) %}
-    let row{{ i }} = tile * {{ Br }}u + {{ 8 * i }}u + tr;
-    let in{{ i }} = row{{ i }} < params.rows;
-    let safe{{ i }} = min(row{{ i }}, params.rows - 1u);
-    let lo{{ i }} = positions[spans + 2u * safe{{ i }}];
-    let hi{{ i }} = positions[spans + 2u * safe{{ i }} + 1u];
-    let q_at{{ i }} = params.q_offset + batch * params.q_batch + safe{{ i }} * params.q_row + head * params.q_head;
-    let a_at{{ i }} = params.a_offset + ((batch * params.rows + safe{{ i }}) * params.heads + head) * {{ chunks }}u;
-    let ml_at{{ i }} = params.ml_offset + (batch * params.heads + head) * params.rows + safe{{ i }};
-    var m{{ i }} = EMPTY_M;
-    var l{{ i }} = 0.0f;
-    var seen{{ i }} = {{ "false" if bias else "full_runs < partial_runs" }};
+    let row{{i}} = tile * {{Br}}u + {{ 8 * i }}u + tr;
+    let in{{i}} = row{{i}} < params.rows;
+    let safe{{i}} = min(row{{i}}, params.rows - 1u);
+    let lo{{i}} = positions[spans + 2u * safe{{i}}];
+    let hi{{i}} = positions[spans + 2u * safe{{i}} + 1u];
+    let q_at{{i}} = params.q_offset + batch * params.q_batch + safe{{i}} * params.q_row + head * params.q_head;
+    let a_at{{i}} = params.a_offset + ((batch * params.rows + safe{{i}}) * params.heads + head) * {{chunks}}u;
+    let ml_at{{i}} = params.ml_offset + (batch * params.heads + head) * params.rows + safe{{i}};
+    var m{{i}} = EMPTY_M;
+    var l{{i}} = 0.0f;
+    var seen{{i}} = {{ "false" if bias else "full_runs < partial_runs" }};
 {% if bias %}
-    let bias_row{{ i }} = params.bias_offset + batch * params.bias_batch + safe{{ i }} * params.bias_row + head * params.bias_head;
+    let bias_row{{i}} = params.bias_offset + batch * params.bias_batch
+        + safe{{i}} * params.bias_row + head * params.bias_head;
 {% endif %}
 {% for g in range(passes) %}
-    var a{{ i }}_{{ g }} = vec4<f32>();
+    var a{{i}}_{{g}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
 {% if q_stays %}
-    for (var g = 0u; g < {{ passes }}u; g++) {
+    for (var g = 0u; g < {{passes}}u; g++) {
 {% for i in range(rows) %}
-        tile_q[(g * 8u + tc) * {{ Br }}u + {{ 8 * i }}u + tr] = load_q(q_at{{ i }}, g * 8u + tc) * params.q_scale;
+        tile_q[(g * 8u + tc) * {{Br}}u + {{ 8 * i }}u + tr] = load_q(q_at{{i}}, g * 8u + tc) * params.q_scale;
 {% endfor %}
     }
 {% endif %}
@@ -217,38 +262,38 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     // l of a row, from its 8 threads; one of them reads and writes (m, l) of the state.
     workgroupBarrier();
 {% for i in range(rows) %}
-    var ml{{ i }} = vec2<f32>();
+    var ml{{i}} = vec2<f32>();
     if (tc == 0u) {
-        ml{{ i }} = state_ml[ml_at{{ i }}];
+        ml{{i}} = state_ml[ml_at{{i}}];
     }
-    tile_p[tc * {{ Br }}u + {{ 8 * i }}u + tr] = vec4<f32>(l{{ i }}, select(0.0f, 1.0f, seen{{ i }}), ml{{ i }});
+    tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = vec4<f32>(l{{i}}, select(0.0f, 1.0f, seen{{i}}), ml{{i}});
 {% endfor %}
     workgroupBarrier();
 {% for i in range(rows) %}
-    var sum{{ i }} = vec4<f32>();
+    var sum{{i}} = vec4<f32>();
 {% endfor %}
     for (var c = 0u; c < 8u; c++) {
 {% for i in range(rows) %}
-        sum{{ i }} += tile_p[c * {{ Br }}u + {{ 8 * i }}u + tr];
+        sum{{i}} += tile_p[c * {{Br}}u + {{ 8 * i }}u + tr];
 {% endfor %}
     }
     // Merged into the state. A row that saw no key is not written.
 {% for i in range(rows) %}
-    if (in{{ i }} && sum{{ i }}.y > 0.0f) {
-        let top = max(sum{{ i }}.z, m{{ i }});
-        let keep = weight_of(sum{{ i }}.z - top);
-        let found = weight_of(m{{ i }} - top);
+    if (in{{i}} && sum{{i}}.y > 0.0f) {
+        let top = max(sum{{i}}.z, m{{i}});
+        let keep = weight_of(sum{{i}}.z - top);
+        let found = weight_of(m{{i}} - top);
 {% for g in range(passes) %}
 {% if (g + 1) * 8 > chunks %}
-        if ({{ 8 * g }}u + tc < {{ chunks }}u) {
-            state_a[a_at{{ i }} + {{ 8 * g }}u + tc] = state_a[a_at{{ i }} + {{ 8 * g }}u + tc] * keep + a{{ i }}_{{ g }} * found;
+        if ({{ 8 * g }}u + tc < {{chunks}}u) {
+            state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + a{{i}}_{{g}} * found;
         }
 {% else %}
-        state_a[a_at{{ i }} + {{ 8 * g }}u + tc] = state_a[a_at{{ i }} + {{ 8 * g }}u + tc] * keep + a{{ i }}_{{ g }} * found;
+        state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + a{{i}}_{{g}} * found;
 {% endif %}
 {% endfor %}
         if (tc == 0u) {
-            state_ml[ml_at{{ i }}] = vec2<f32>(top, sum{{ i }}.w * keep + sum{{ i }}.x * found);
+            state_ml[ml_at{{i}}] = vec2<f32>(top, sum{{i}}.w * keep + sum{{i}}.x * found);
         }
     }
 {% endfor %}

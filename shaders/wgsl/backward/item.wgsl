@@ -1,5 +1,6 @@
-{# The first statements of every workgroup: its tile, batch entry, heads and runs. It returns if there is nothing to do.
-   Under a causal mask the last tiles of rows and the first tiles of keys are the longest, and come first. -#}
+{# The first statements of every workgroup: its tile, batch entry, heads and runs. It returns if
+   there is nothing to do. Under a causal mask the last tiles of rows and the first tiles of keys
+   are the longest, and come first. -#}
     let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
@@ -12,7 +13,7 @@
     let batch = params.batch_first + batch_head / params.heads;
     let own_head = params.head_first + batch_head % params.heads;
     let class_index = min(batch, params.last_class);
-    let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / {{ tiles_of_list }}u);
+    let starts = params.starts_at + class_index * params.starts_class + 2u * (tile / {{tiles_of_list}}u);
     let full_runs = lists[starts];
     let tested_runs = lists[starts + 1u];
     let runs_end = lists[starts + 2u];

@@ -1,49 +1,53 @@
-// Gradients for drivers that compute on the host's cores, as attend/subgroup.wgsl attends: one subgroup of {{ lanes }} lanes is
-// one workgroup, and one SIMD register there.
+// Gradients for drivers that compute on the host's cores, as attend/subgroup.wgsl attends: one
+// subgroup of {{lanes}} lanes is one workgroup, and one SIMD register there. backward/portable.wgsl says what is
+// computed, what is fixed and what moves, and what the bindings hold; in brackets there are the
+// names of the registers here.
 //
-// A workgroup has a tile of fixed rows, {{ rows }} in each lane, and loops over moving ones. dQ and the gradient of a bias: fixed
-// are query rows (q, d_o), moving are keys (k, v). dK and dV: fixed are keys, moving are the query rows of all heads that
-// read them. Each lane keeps its fixed rows and their sums in named registers. The subgroup loads a moving row together,
-// from textures, and each element is broadcast from a constant lane. No workgroup memory, no barrier, no branch in the loop.
+// Tile: {{ lanes * rows }} fixed rows, {{rows}} in each lane; moving rows one by one.
 //
-//     S = q k^T (x)    P = e^(S - lse) (p)    dP = d_o v^T (d)    dS = P (dP - D) (s)
-//     dQ += dS k (a)   dK += dS q (a)         dV += P d_o (b)
+// Each lane keeps its fixed rows and their sums in named registers. The subgroup loads a moving row
+// together, and each element is broadcast from a constant lane. No workgroup memory, no barrier, no
+// branch in the loop. The moving tensors and their statistics are textures of 16-byte texels: x =
+// head · units of a head + unit, or of statistics the head; y = (batch entry - batch_first) ·
+// moving_texels + row - moving_begin.
 //
-// A logit is added up in {{ chains }} sums as in the forward kernel. With logits of 100, another order of additions would change
-// P by 1e-5. And a pair that one direction tests may be in a full run of the other, so the order may not depend on the kind
-// of the run.
+// A logit is added up in {{chains}} sums as in the forward kernel. With logits of 100, another order of
+// additions would change P by 1e-5. And a pair that one direction tests may be in a full run of the
+// other, so the order may not depend on the kind of the run.
 {% include "parts/logits.wgsl" %}
 {% include "backward/shares.wgsl" %}
 {% include "parts/texel.wgsl" %}
-{# The moving row `at`: this lane's units, unpacked before they are broadcast. A query row that saw no key is zeros:
-   0 · NaN is NaN. -#}
+{# The moving row `at`: this lane's units, unpacked before they are broadcast. A query row that saw
+   no key is zeros: 0 · NaN is NaN. -#}
 {% macro fetch(tensor, factor) %}
 {% for load in range(loads) %}
-            let {{ tensor }}_texel{{ load }} = textureLoad({{ tensor }}, vec2<i32>(vec2<u32>(unit{{ load }}, moving_y + at)));
+            let {{tensor}}_texel{{load}} = textureLoad({{tensor}}, vec2<i32>(vec2<u32>(unit{{load}}, moving_y + at)));
 {% for half in range(unit_chunks) %}
 {% set texel = "texel_" ~ half ~ "(" ~ tensor ~ "_texel" ~ load ~ ")" ~ factor %}
-            let {{ tensor }}_own{{ load }}_{{ half }} = {% if by_rows %}{{ texel }}{% else %}select(vec4<f32>(), {{ texel }}, live){% endif %};
+            let {{tensor}}_own{{load}}_{{half}} = {% if by_rows %}{{texel}}{% else %}select(vec4<f32>(), {{texel}}, live){% endif %};
 {% endfor %}
 {% endfor %}
 {% endmacro %}
-{# `name`: the products of the moving row with each fixed one. Each element of the moving row becomes a register. -#}
+{# `name`: the products of the moving row with each fixed one. Each element of the moving row
+   becomes a register. -#}
 {% macro products(name, moving, fixed, factor) %}
 {% for c in range(chunks) %}
 {% set unit = c // unit_chunks %}
 {% for x in ["x", "y", "z", "w"] %}
 {% set element = 4 * c + loop.index0 %}
-            let {{ moving }}_{{ c }}{{ x }} = subgroupBroadcast({{ moving }}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{{ x }}, {{ unit % lanes }}u);
+            let {{moving}}_{{c}}{{x}} = subgroupBroadcast({{moving}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{{x}}, {{ unit % lanes }}u);
 {% for r in range(rows) %}
+{% set sum = name ~ r ~ "_chain" ~ element % chains %}
 {% if element < chains %}
-            var {{ name }}{{ r }}_chain{{ element % chains }} = {{ fixed }}{{ r }}_{{ c }}.{{ x }} * {{ moving }}_{{ c }}{{ x }};
+            var {{sum}} = {{fixed}}{{r}}_{{c}}.{{x}} * {{moving}}_{{c}}{{x}};
 {% else %}
-            {{ name }}{{ r }}_chain{{ element % chains }} = fma({{ fixed }}{{ r }}_{{ c }}.{{ x }}, {{ moving }}_{{ c }}{{ x }}, {{ name }}{{ r }}_chain{{ element % chains }});
+            {{sum}} = fma({{fixed}}{{r}}_{{c}}.{{x}}, {{moving}}_{{c}}{{x}}, {{sum}});
 {% endif %}
 {% endfor %}
 {% endfor %}
 {% endfor %}
 {% for r in range(rows) %}
-            let {{ name }}{{ r }} = ({% for chain in range(chains) %}{{ name }}{{ r }}_chain{{ chain }}{{ " + " if not loop.last }}{% endfor %}){{ factor }};
+            let {{name}}{{r}} = ({% for chain in range(chains) %}{{name}}{{r}}_chain{{chain}}{{ " + " if not loop.last }}{% endfor %}){{factor}};
 {% endfor %}
 {% endmacro %}
 {# Adds the moving row, times dS or P, to a sum. A hidden element is replaced: 0 · NaN is NaN. -#}
@@ -51,7 +55,11 @@
 {% for c in range(chunks) %}
 {% for x in ["x", "y", "z", "w"] %}
 {% for r in range(rows) %}
-            {{ sum }}{{ r }}_{{ c }}{{ x }} = fma({% if tested %}select(0.0f, {{ moving }}_{{ c }}{{ x }}, vis{{ r }}){% else %}{{ moving }}_{{ c }}{{ x }}{% endif %}, {{ weight }}{{ r }}, {{ sum }}{{ r }}_{{ c }}{{ x }});
+{% if tested %}
+            {{sum}}{{r}}_{{c}}{{x}} = fma(select(0.0f, {{moving}}_{{c}}{{x}}, vis{{r}}), {{weight}}{{r}}, {{sum}}{{r}}_{{c}}{{x}});
+{% else %}
+            {{sum}}{{r}}_{{c}}{{x}} = fma({{moving}}_{{c}}{{x}}, {{weight}}{{r}}, {{sum}}{{r}}_{{c}}{{x}});
+{% endif %}
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -86,10 +94,10 @@
 {% for r in range(rows) %}
 {% set inside = "lo" ~ r ~ " <= position && position < hi" ~ r if by_rows else "lo <= pos" ~ r ~ " && pos" ~ r ~ " < hi" %}
 {% if bias %}
-            let term{{ r }} = bias_term({% if by_rows %}bias_row{{ r }}, position{% else %}bias_row, pos{{ r }}{% endif %});
-            let vis{{ r }} = {{ inside }} && shows(term{{ r }});
+            let term{{r}} = bias_term({% if by_rows %}bias_row{{r}}, position{% else %}bias_row, pos{{r}}{% endif %});
+            let vis{{r}} = {{inside}} && shows(term{{r}});
 {% else %}
-            let vis{{ r }} = {{ inside }};
+            let vis{{r}} = {{inside}};
 {% endif %}
 {% endfor %}
 {% endif %}
@@ -101,23 +109,24 @@
 {% set delta = "delta" ~ r if by_rows else "stats_at.z" %}
 {% set slope = " * slope_of(x" ~ r ~ ")" if slopes else "" %}
 {% if tested %}
-            let p{{ r }} = select(0.0f, share_of({{ logit }}, {{ row }}.x, {{ row }}.y), vis{{ r }});
-            let s{{ r }} = select(0.0f, p{{ r }} * (d{{ r }} - {{ delta }}){{ slope }}, vis{{ r }});
+            let p{{r}} = select(0.0f, share_of({{logit}}, {{row}}.x, {{row}}.y), vis{{r}});
+            let s{{r}} = select(0.0f, p{{r}} * (d{{r}} - {{delta}}){{slope}}, vis{{r}});
 {% else %}
-            let p{{ r }} = share_of({{ logit }}, {{ row }}.x, {{ row }}.y);
-            let s{{ r }} = p{{ r }} * (d{{ r }} - {{ delta }}){{ slope }};
+            let p{{r}} = share_of({{logit}}, {{row}}.x, {{row}}.y);
+            let s{{r}} = p{{r}} * (d{{r}} - {{delta}}){{slope}};
 {% endif %}
 {% endfor %}
 {% if of_bias %}
-            // dBias: of rows to memory, where no other lane of the dispatch has these pairs; of keys to sums.
+            // dBias: of rows to memory, where no other lane of the dispatch has these pairs; of
+            // keys to sums.
 {% for r in range(rows) %}
 {% if by_rows %}
-            if (adds{{ r }} && vis{{ r }}) {
-                let element = sum_at{{ r }} + position;
-                d_bias[element] = d_bias[element] + s{{ r }};
+            if (adds{{r}} && vis{{r}}) {
+                let element = sum_at{{r}} + position;
+                d_bias[element] = d_bias[element] + s{{r}};
             }
 {% else %}
-            bias{{ r }} += select(0.0f, s{{ r }}, vis{{ r }} && live);
+            bias{{r}} += select(0.0f, s{{r}}, vis{{r}} && live);
 {% endif %}
 {% endfor %}
 {% elif by_rows %}
@@ -128,11 +137,12 @@
 {% endif %}
         }
 {% endmacro %}
-{# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all are. -#}
+{# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all
+   are. -#}
 {% macro runs(row_of_moving) %}
 {% for load in range(loads) %}
     // Lanes beyond the head load its last unit again; no other lane reads it from them.
-    let unit{{ load }} = {{ row_of_moving }} * {{ units }}u + min(lane + {{ load * lanes }}u, {{ units - 1 }}u);
+    let unit{{load}} = {{row_of_moving}} * {{units}}u + min(lane + {{ load * lanes }}u, {{ units - 1 }}u);
 {% endfor %}
 {% for tested in ([true] if bias else [false, true]) %}
     for (var run = {{ "tested_runs" if tested and not bias else "full_runs" }}; run < {{ "runs_end" if tested else "tested_runs" }}; run++) {
@@ -142,47 +152,51 @@
     }
 {% endfor %}
 {% endmacro %}
-@compute @workgroup_size({{ lanes }})
+@compute @workgroup_size({{lanes}})
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation_id) lane: u32) {
 {% include "backward/item.wgsl" %}
     let moving_y = (batch - params.batch_first) * params.moving_texels - params.moving_begin;
 {% for r in range(rows) %}
-    let row{{ r }} = tile * {{ lanes * rows }}u + {{ lanes * r }}u + lane;
-    let in{{ r }} = row{{ r }} < params.fixed_end;
-    let safe{{ r }} = min(row{{ r }}, params.fixed_end - 1u);
-    let sum_at{{ r }} = params.sum_offset + batch * params.sum_batch + safe{{ r }} * params.sum_row + own_head * params.sum_head;
+    let row{{r}} = tile * {{ lanes * rows }}u + {{ lanes * r }}u + lane;
+    let in{{r}} = row{{r}} < params.fixed_end;
+    let safe{{r}} = min(row{{r}}, params.fixed_end - 1u);
+    let sum_at{{r}} = params.sum_offset + batch * params.sum_batch
+        + safe{{r}} * params.sum_row + own_head * params.sum_head;
 {% if by_rows %}
-    let lo{{ r }} = lists[spans + 2u * safe{{ r }}];
-    let hi{{ r }} = lists[spans + 2u * safe{{ r }} + 1u];
-    let stats{{ r }} = stats[params.stats_offset + batch * params.stats_batch + safe{{ r }} * params.stats_row + own_head * params.stats_head];
-    let delta{{ r }} = stats{{ r }}.z;
+    let lo{{r}} = lists[spans + 2u * safe{{r}}];
+    let hi{{r}} = lists[spans + 2u * safe{{r}} + 1u];
+    let stats{{r}} = stats[params.stats_offset + batch * params.stats_batch
+        + safe{{r}} * params.stats_row + own_head * params.stats_head];
+    let delta{{r}} = stats{{r}}.z;
 {% if bias %}
-    let bias_row{{ r }} = params.bias_offset + batch * params.bias_batch + safe{{ r }} * params.bias_row + own_head * params.bias_head;
+    let bias_row{{r}} = params.bias_offset + batch * params.bias_batch
+        + safe{{r}} * params.bias_row + own_head * params.bias_head;
 {% endif %}
 {% else %}
-    let pos{{ r }} = lists[params.keys_at + safe{{ r }}];
+    let pos{{r}} = lists[params.keys_at + safe{{r}}];
 {% endif %}
 {% for x in (["q", "d_o"] if by_rows else ["k", "v"]) %}
-    let {{ x }}_at{{ r }} = params.{{ x }}_offset + batch * params.{{ x }}_batch + safe{{ r }} * params.{{ x }}_row + {{ fixed_head }} * params.{{ x }}_head;
+    let {{x}}_at{{r}} = params.{{x}}_offset + batch * params.{{x}}_batch
+        + safe{{r}} * params.{{x}}_row + {{fixed_head}} * params.{{x}}_head;
 {% for u in range(units) %}
-    let {{ x }}_unit{{ r }}_{{ u }} = {{ x }}[{{ x }}_at{{ r }} + {{ u }}u];
+    let {{x}}_unit{{r}}_{{u}} = {{x}}[{{x}}_at{{r}} + {{u}}u];
 {% for half in range(unit_chunks) %}
-    let {{ x }}{{ r }}_{{ u * unit_chunks + half }} = chunk_{{ half }}({{ x }}_unit{{ r }}_{{ u }}){{ " * params.q_scale" if x == "q" }};
+    let {{x}}{{r}}_{{ u * unit_chunks + half }} = chunk_{{half}}({{x}}_unit{{r}}_{{u}}){{ " * params.q_scale" if x == "q" }};
 {% endfor %}
 {% endfor %}
 {% endfor %}
 {% for sum in sums %}
 {% for c in range(chunks) %}
-    var {{ sum.name }}{{ r }}_{{ c }}x = 0.0f;
-    var {{ sum.name }}{{ r }}_{{ c }}y = 0.0f;
-    var {{ sum.name }}{{ r }}_{{ c }}z = 0.0f;
-    var {{ sum.name }}{{ r }}_{{ c }}w = 0.0f;
+    var {{sum.name}}{{r}}_{{c}}x = 0.0f;
+    var {{sum.name}}{{r}}_{{c}}y = 0.0f;
+    var {{sum.name}}{{r}}_{{c}}z = 0.0f;
+    var {{sum.name}}{{r}}_{{c}}w = 0.0f;
 {% endfor %}
 {% endfor %}
 {% if of_bias and by_rows %}
-    let adds{{ r }} = in{{ r }} && saw_keys(stats{{ r }}.x);
+    let adds{{r}} = in{{r}} && saw_keys(stats{{r}}.x);
 {% elif of_bias %}
-    var bias{{ r }} = 0.0f;
+    var bias{{r}} = 0.0f;
 {% endif %}
 {% endfor %}
 {% if by_rows %}
@@ -197,16 +211,17 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     // The sums are added to those in memory. Of dK, the factor on q is in the sum.
 {% for r in range(rows) %}
 {% if of_bias and not by_rows %}
-    if (in{{ r }}) {
-        let element = sum_at{{ r }} + pos{{ r }};
-        d_bias[element] = d_bias[element] + bias{{ r }};
+    if (in{{r}}) {
+        let element = sum_at{{r}} + pos{{r}};
+        d_bias[element] = d_bias[element] + bias{{r}};
     }
 {% elif not of_bias %}
-    if (in{{ r }}{{ " && saw_keys(stats" ~ r ~ ".x)" if by_rows }}) {
+    if (in{{r}}{{ " && saw_keys(stats" ~ r ~ ".x)" if by_rows }}) {
 {% for sum in sums %}
 {% for c in range(chunks) %}
 {% set a = sum.name ~ r ~ "_" ~ c %}
-        {{ sum.target }}[sum_at{{ r }} + {{ c }}u] = {{ sum.target }}[sum_at{{ r }} + {{ c }}u] + vec4<f32>({{ a }}x, {{ a }}y, {{ a }}z, {{ a }}w){{ sum.factor }};
+        {{sum.target}}[sum_at{{r}} + {{c}}u] = {{sum.target}}[sum_at{{r}} + {{c}}u]
+            + vec4<f32>({{a}}x, {{a}}y, {{a}}z, {{a}}w){{sum.factor}};
 {% endfor %}
 {% endfor %}
     }

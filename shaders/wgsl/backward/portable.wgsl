@@ -1,22 +1,56 @@
-// Gradients within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+// Gradients of one block of queries against one block of keys, added to f32 sums, within WebGPU's
+// default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
 //
-// Tile: {{ tile_rows }} fixed rows x 32 moving ones; {{ workgroup_bytes }} bytes of workgroup memory. dQ and the gradient of a bias:
-// fixed are query rows (q, d_o), moving are keys (k, v). dK and dV: fixed are keys, moving are the query rows of all heads
-// that read them.
+// For a query row with log-sum-exp lse, and for each key that it sees (Dao 2023, arXiv 2307.08691,
+// 3.1.2); in brackets the registers:
 //
-//     S = q k^T (x)    P = e^(S - lse) (p)    dP = d_o v^T (d)    dS = P (dP - D) (s)
-//     dQ += dS k (a)   dK += dS q (a)         dV += P d_o (b)
+//     S  = scale · q·k (x)       softcap c: c · tanh(S / c); plus the bias
+//     P  = e^(S - lse) (p)       dP = d_o·v (d)
+//     dS = P · (dP - D) (s)      D = sum of d_o·o - d_lse; softcap: · (1 - tanh^2)
+//     dQ += scale · dS · k (a)   dK += scale · dS · q (a)   dV += P · d_o (b)
 //
-// 64 threads are a grid of 8 x 8. Of S and of dP, thread (tr, tc) holds {{ rows }} x 4: fixed rows tr, tr + 8, ..., moving ones
-// tc, tc + 8, ... Of the sums it holds the same fixed rows and the 4-element chunks tc, tc + 8, ..., in registers over the
-// whole loop.
+// WGSL has no atomic addition of f32, and an order of additions that depends on timing would change
+// bytes. So a sum belongs to one workgroup, which has a tile of what is fixed and loops over what is
+// moving:
+//   dQ         fixed are query rows (q, d_o), moving are keys (k, v)
+//   dK, dV     fixed are keys (k, v), moving are the query rows (q, d_o) of all heads that read them
+//   dBias      = dS before the factor of the softcap. A kernel of its own, because the others have no
+//              binding left. Fixed are query rows, or keys where all queries share a row of the
+//              bias; of one query head at a time. Where heads or batch entries share elements, each
+//              has a dispatch, one after the other.
+// All compute S; two products of seven are the price. q has the factor that it has in the forward
+// kernels, so S has the rounding that is in lse.
 //
-// Workgroup memory: 8 chunks of each tensor, chunk-major, so that neighbouring threads read neighbouring vectors: fixed0 and
-// moving0 of S, fixed1 and moving1 of dP. When S and dP are complete, P takes the place of fixed0 and dS that of fixed1, and
-// the moving rows are loaded once more, row by row. Slot 4 s + j of P and dS is the moving row 8 j + s: the four of a thread
-// are one vector, and the rows lie in the same order.
+// Bindings
+//   q, d_o, k, v  strided, in units of 16 bytes
+//   stats         f32 [batch, rows, heads, 4], strided, in units of 16 bytes: what row_stats.wgsl
+//                 makes. Of a row that saw no key lse is -EMPTY_M; the kernel of its own tile does
+//                 not write it, the other one reads zeros instead of its q and d_o.
+//   dq, dk, dv    f32, strided, in units of 16 bytes: the sums
+//   d_bias        f32 [batch, rows, heads, columns], strided, in elements; columns are positions
+//   lists         from heads_at the KV head of each query head, or for each KV head the first query
+//                 head that reads it, and the end; from keys_at the position of each key; from
+//                 spans_at the positions lo..hi of each class and row; from starts_at and runs_at the
+//                 work list as in attend/portable.wgsl, with runs of what moves
+//   bias          as in attend/portable.wgsl
 //
-// Barriers stand where an area is replaced (everyone has read it) and where it is read (everyone has written).
+// Of tested pairs that are hidden, P and dS are replaced by selection, and so is their product with
+// the row or key, because 0 · NaN is NaN.
+//
+// Tile: {{tile_rows}} fixed rows x 32 moving ones; {{workgroup_bytes}} bytes of workgroup memory.
+//
+// 64 threads are a grid of 8 x 8. Of S and of dP, thread (tr, tc) holds {{rows}} x 4: fixed rows tr, tr + 8,
+// ..., moving ones tc, tc + 8, ... Of the sums it holds the same fixed rows and the 4-element chunks
+// tc, tc + 8, ..., in registers over the whole loop.
+//
+// Workgroup memory: 8 chunks of each tensor, chunk-major, so that neighbouring threads read
+// neighbouring vectors: fixed0 and moving0 of S, fixed1 and moving1 of dP. When S and dP are
+// complete, P takes the place of fixed0 and dS that of fixed1, and the moving rows are loaded once
+// more, row by row. Slot 4 s + j of P and dS is the moving row 8 j + s: the four of a thread are one
+// vector, and the rows lie in the same order.
+//
+// Barriers stand where an area is replaced (everyone has read it) and where it is read (everyone
+// has written).
 {% include "parts/logits.wgsl" %}
 {% include "backward/shares.wgsl" %}
 // A hidden pair in P or dS: a number that no product gives, which its sum skips.
@@ -26,20 +60,21 @@ const SKIPPED: f32 = -3.0e38f;
 {% include "parts/load.wgsl" %}
 {% endfor %}
 {% for area in areas %}
-var<workgroup> fixed{{ loop.index0 }}: array<vec4<f32>, {{ 8 * tile_rows }}>;
-var<workgroup> moving{{ loop.index0 }}: array<vec4<f32>, 256>;
+var<workgroup> fixed{{loop.index0}}: array<vec4<f32>, {{ 8 * tile_rows }}>;
+var<workgroup> moving{{loop.index0}}: array<vec4<f32>, 256>;
 {% endfor %}
 
-{# A chunk of the moving row that this thread loads at step `j`; zero behind the end, and of query rows that saw no key. -#}
+{# A chunk of the moving row that this thread loads at step `j`; zero behind the end, and of query
+   rows that saw no key. -#}
 {% macro moving_chunk(tensor, j, chunk, tested) -%}
 {% set row = "min(col + load" ~ j ~ ", end - 1u)" if tested else "(col + load" ~ j ~ ")" -%}
 {% set load = "load_" ~ tensor ~ "(" ~ tensor ~ "_base + " ~ row ~ " * params." ~ tensor ~ "_row, " ~ chunk ~ ")" -%}
 {% if not by_rows -%}
-select(vec4<f32>(), {{ load }}, live{{ j }})
+select(vec4<f32>(), {{load}}, live{{j}})
 {%- elif tested -%}
-select(vec4<f32>(), {{ load }}, col + load{{ j }} < end)
+select(vec4<f32>(), {{load}}, col + load{{j}} < end)
 {%- else -%}
-{{ load }}
+{{load}}
 {%- endif %}
 {%- endmacro %}
 {# One run. -#}
@@ -62,9 +97,9 @@ select(vec4<f32>(), {{ load }}, col + load{{ j }} < end)
 {% endif %}
 {% for j in range(4) %}
 {% if tested %}
-            let live{{ j }} = col + load{{ j }} < end && saw_keys(stats[stats_base + min(col + load{{ j }}, end - 1u) * params.stats_row].x);
+            let live{{j}} = col + load{{j}} < end && saw_keys(stats[stats_base + min(col + load{{j}}, end - 1u) * params.stats_row].x);
 {% else %}
-            let live{{ j }} = saw_keys(stats[stats_base + (col + load{{ j }}) * params.stats_row].x);
+            let live{{j}} = saw_keys(stats[stats_base + (col + load{{j}}) * params.stats_row].x);
 {% endif %}
 {% endfor %}
 {% endif %}
@@ -72,43 +107,53 @@ select(vec4<f32>(), {{ load }}, col + load{{ j }} < end)
             // Which of the thread's pairs are visible; with a bias, also the terms of their logits.
             let inside = cols < vec4<u32>(end);
 {% if by_rows %}
-            let pos = vec4<u32>(lists[params.keys_at + there.x], lists[params.keys_at + there.y], lists[params.keys_at + there.z], lists[params.keys_at + there.w]);
+            let pos = vec4<u32>(
+                lists[params.keys_at + there.x], lists[params.keys_at + there.y],
+                lists[params.keys_at + there.z], lists[params.keys_at + there.w]);
 {% else %}
-            let lo = vec4<u32>(lists[spans + 2u * there.x], lists[spans + 2u * there.y], lists[spans + 2u * there.z], lists[spans + 2u * there.w]);
-            let hi = vec4<u32>(lists[spans + 2u * there.x + 1u], lists[spans + 2u * there.y + 1u], lists[spans + 2u * there.z + 1u], lists[spans + 2u * there.w + 1u]);
+            let lo = vec4<u32>(
+                lists[spans + 2u * there.x], lists[spans + 2u * there.y],
+                lists[spans + 2u * there.z], lists[spans + 2u * there.w]);
+            let hi = vec4<u32>(
+                lists[spans + 2u * there.x + 1u], lists[spans + 2u * there.y + 1u],
+                lists[spans + 2u * there.z + 1u], lists[spans + 2u * there.w + 1u]);
 {% if bias %}
             let bias_rows = vec4<u32>(params.bias_offset + batch * params.bias_batch + head * params.bias_head) + there * params.bias_row;
 {% endif %}
 {% endif %}
 {% for i in range(rows) %}
 {% if bias and by_rows %}
-            let term{{ i }} = vec4<f32>(bias_term(bias_row{{ i }}, pos.x), bias_term(bias_row{{ i }}, pos.y), bias_term(bias_row{{ i }}, pos.z), bias_term(bias_row{{ i }}, pos.w));
+            let term{{i}} = vec4<f32>(
+                bias_term(bias_row{{i}}, pos.x), bias_term(bias_row{{i}}, pos.y),
+                bias_term(bias_row{{i}}, pos.z), bias_term(bias_row{{i}}, pos.w));
 {% elif bias %}
-            let term{{ i }} = vec4<f32>(bias_term(bias_rows.x, pos{{ i }}), bias_term(bias_rows.y, pos{{ i }}), bias_term(bias_rows.z, pos{{ i }}), bias_term(bias_rows.w, pos{{ i }}));
+            let term{{i}} = vec4<f32>(
+                bias_term(bias_rows.x, pos{{i}}), bias_term(bias_rows.y, pos{{i}}),
+                bias_term(bias_rows.z, pos{{i}}), bias_term(bias_rows.w, pos{{i}}));
 {% endif %}
 {% if by_rows %}
-            let vis{{ i }} = (vec4<u32>(lo{{ i }}) <= pos) & (pos < vec4<u32>(hi{{ i }})) & inside
+            let vis{{i}} = (vec4<u32>(lo{{i}}) <= pos) & (pos < vec4<u32>(hi{{i}})) & inside
 {%- else %}
-            let vis{{ i }} = (lo <= vec4<u32>(pos{{ i }})) & (vec4<u32>(pos{{ i }}) < hi) & inside
+            let vis{{i}} = (lo <= vec4<u32>(pos{{i}})) & (vec4<u32>(pos{{i}}) < hi) & inside
 {%- endif %}
-{% if bias %} & vec4<bool>(shows(term{{ i }}.x), shows(term{{ i }}.y), shows(term{{ i }}.z), shows(term{{ i }}.w)){% endif %};
+{% if bias %} & vec4<bool>(shows(term{{i}}.x), shows(term{{i}}.y), shows(term{{i}}.z), shows(term{{i}}.w)){% endif %};
 {% endfor %}
 {% endif %}
             // S and dP, 8 chunks of the head at a time.
 {% for area in areas %}
 {% for i in range(rows) %}
-            var {{ area.name }}{{ i }} = vec4<f32>();
+            var {{area.name}}{{i}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
-            for (var g = 0u; g < {{ passes }}u; g++) {
+            for (var g = 0u; g < {{passes}}u; g++) {
                 workgroupBarrier();
 {% for area in areas %}
 {% set index = loop.index0 %}
 {% for i in range(rows) %}
-                fixed{{ index }}[tc * {{ tile_rows }}u + {{ 8 * i }}u + tr] = load_{{ area.fixed }}({{ area.fixed }}_at{{ i }}, g * 8u + tc){{ " * params.q_scale" if area.fixed == "q" }};
+                fixed{{index}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = load_{{area.fixed}}({{area.fixed}}_at{{i}}, g * 8u + tc){{ " * params.q_scale" if area.fixed == "q" }};
 {% endfor %}
 {% for j in range(4) %}
-                moving{{ index }}[tc * 32u + load{{ j }}] = {{ moving_chunk(area.moving, j, "g * 8u + tc", tested) }}{{ " * params.q_scale" if area.moving == "q" }};
+                moving{{index}}[tc * 32u + load{{j}}] = {{ moving_chunk(area.moving, j, "g * 8u + tc", tested) }}{{ " * params.q_scale" if area.moving == "q" }};
 {% endfor %}
 {% endfor %}
                 workgroupBarrier();
@@ -116,58 +161,63 @@ select(vec4<f32>(), {{ load }}, col + load{{ j }} < end)
 {% for area in areas %}
 {% set x = area.name %}
 {% for j in range(4) %}
-                    let {{ x }}m{{ j }} = moving{{ area.index }}[c * 32u + {{ 8 * j }}u + tc];
+                    let {{x}}m{{j}} = moving{{area.index}}[c * 32u + {{ 8 * j }}u + tc];
 {% endfor %}
 {% for i in range(rows) %}
-                    let {{ x }}f{{ i }} = fixed{{ area.index }}[c * {{ tile_rows }}u + {{ 8 * i }}u + tr];
-                    {{ x }}{{ i }} += vec4<f32>(dot({{ x }}f{{ i }}, {{ x }}m0), dot({{ x }}f{{ i }}, {{ x }}m1), dot({{ x }}f{{ i }}, {{ x }}m2), dot({{ x }}f{{ i }}, {{ x }}m3));
+                    let {{x}}f{{i}} = fixed{{area.index}}[c * {{tile_rows}}u + {{ 8 * i }}u + tr];
+                    {{x}}{{i}} += vec4<f32>(dot({{x}}f{{i}}, {{x}}m0), dot({{x}}f{{i}}, {{x}}m1), dot({{x}}f{{i}}, {{x}}m2), dot({{x}}f{{i}}, {{x}}m3));
 {% endfor %}
 {% endfor %}
                 }
             }
             // P and dS.
 {% for i in range(rows) %}
-            x{{ i }} *= params.x_scale;
+            x{{i}} *= params.x_scale;
 {% if softcap %}
 {% if slopes %}
-            let slope{{ i }} = vec4<f32>(slope_of(x{{ i }}.x), slope_of(x{{ i }}.y), slope_of(x{{ i }}.z), slope_of(x{{ i }}.w));
+            let slope{{i}} = vec4<f32>(slope_of(x{{i}}.x), slope_of(x{{i}}.y), slope_of(x{{i}}.z), slope_of(x{{i}}.w));
 {% endif %}
-            x{{ i }} = vec4<f32>(capped(x{{ i }}.x), capped(x{{ i }}.y), capped(x{{ i }}.z), capped(x{{ i }}.w));
+            x{{i}} = vec4<f32>(capped(x{{i}}.x), capped(x{{i}}.y), capped(x{{i}}.z), capped(x{{i}}.w));
 {% endif %}
 {% if bias %}
-            x{{ i }} += term{{ i }};
+            x{{i}} += term{{i}};
 {% endif %}
-            let p{{ i }} = {{ "select(vec4<f32>(), " if tested }}vec4<f32>(
+            let p{{i}} = {{ "select(vec4<f32>(), " if tested }}vec4<f32>(
 {%- for x in ["x", "y", "z", "w"] -%}
-share_of(x{{ i }}.{{ x }}, {% if by_rows %}stats{{ i }}.x, stats{{ i }}.y{% else %}lse.{{ x }}, factor.{{ x }}{% endif %}){{ ", " if not loop.last }}
+share_of(x{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{{x}}, factor.{{x}}{% endif %}){{ ", " if not loop.last }}
 {%- endfor -%}
 ){{ ", vis" ~ i ~ ")" if tested }};
 {% if scores %}
-            let s{{ i }} = p{{ i }} * (d{{ i }} - {% if by_rows %}stats{{ i }}.z{% else %}delta{% endif %}){{ " * slope" ~ i if slopes }};
+            let s{{i}} = p{{i}} * (d{{i}} - {% if by_rows %}stats{{i}}.z{% else %}delta{% endif %}){{ " * slope" ~ i if slopes }};
 {% endif %}
 {% endfor %}
 {% if of_bias %}
-            // dBias: of rows to memory, where no other thread of the dispatch has these pairs; of keys to sums.
+            // dBias: of rows to memory, where no other thread of the dispatch has these pairs; of
+            // keys to sums.
 {% if by_rows %}
 {% for i in range(rows) %}
 {% for x in ["x", "y", "z", "w"] %}
-            if (adds{{ i }} && vis{{ i }}.{{ x }}) {
-                let element = sum_at{{ i }} + pos.{{ x }};
-                d_bias[element] = d_bias[element] + s{{ i }}.{{ x }};
+            if (adds{{i}} && vis{{i}}.{{x}}) {
+                let element = sum_at{{i}} + pos.{{x}};
+                d_bias[element] = d_bias[element] + s{{i}}.{{x}};
             }
 {% endfor %}
 {% endfor %}
 {% else %}
             let live = vec4<bool>(saw_keys(stats_x.x), saw_keys(stats_y.x), saw_keys(stats_z.x), saw_keys(stats_w.x));
 {% for i in range(rows) %}
-            bias{{ i }} += select(vec4<f32>(), s{{ i }}, vis{{ i }} & live);
+            bias{{i}} += select(vec4<f32>(), s{{i}}, vis{{i}} & live);
 {% endfor %}
 {% endif %}
 {% else %}
             workgroupBarrier();
 {% for sum in sums %}
 {% for i in range(rows) %}
-            {{ sum.factors }}[tc * {{ tile_rows }}u + {{ 8 * i }}u + tr] = {% if tested %}select(vec4<f32>(SKIPPED), {{ sum.weight }}{{ i }}, vis{{ i }}){% else %}{{ sum.weight }}{{ i }}{% endif %};
+{% if tested %}
+            {{sum.factors}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = select(vec4<f32>(SKIPPED), {{sum.weight}}{{i}}, vis{{i}});
+{% else %}
+            {{sum.factors}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = {{sum.weight}}{{i}};
+{% endif %}
 {% endfor %}
 {% endfor %}
             // The sums, 8 chunks of the head at a time.
@@ -177,7 +227,7 @@ share_of(x{{ i }}.{{ x }}, {% if by_rows %}stats{{ i }}.x, stats{{ i }}.y{% else
 {% endif %}
 {% for sum in sums %}
 {% for j in range(4) %}
-            {{ sum.area }}[({{ 8 * j }}u + tr) * 8u + tc] = {{ moving_chunk(sum.moving, j, 8 * g ~ "u + tc", tested) }};
+            {{sum.area}}[({{ 8 * j }}u + tr) * 8u + tc] = {{ moving_chunk(sum.moving, j, 8 * g ~ "u + tc", tested) }};
 {% endfor %}
 {% endfor %}
             workgroupBarrier();
@@ -185,16 +235,18 @@ share_of(x{{ i }}.{{ x }}, {% if by_rows %}stats{{ i }}.x, stats{{ i }}.y{% else
 {% for sum in sums %}
 {% set n = sum.name %}
 {% for j in range(4) %}
-                let {{ n }}m{{ j }} = {{ sum.area }}[(s * 4u + {{ j }}u) * 8u + tc];
+                let {{n}}m{{j}} = {{sum.area}}[(s * 4u + {{j}}u) * 8u + tc];
 {% endfor %}
 {% for i in range(rows) %}
-                let {{ n }}w{{ i }} = {{ sum.factors }}[s * {{ tile_rows }}u + {{ 8 * i }}u + tr];
+                let {{n}}w{{i}} = {{sum.factors}}[s * {{tile_rows}}u + {{ 8 * i }}u + tr];
 {% set w = n ~ "w" ~ i %}
 {% if tested %}
-                {{ n }}{{ i }}_{{ g }} += (select({{ n }}m0 * {{ w }}.x, vec4<f32>(), {{ w }}.x == SKIPPED) + select({{ n }}m1 * {{ w }}.y, vec4<f32>(), {{ w }}.y == SKIPPED))
-                    + (select({{ n }}m2 * {{ w }}.z, vec4<f32>(), {{ w }}.z == SKIPPED) + select({{ n }}m3 * {{ w }}.w, vec4<f32>(), {{ w }}.w == SKIPPED));
+                {{n}}{{i}}_{{g}} += (select({{n}}m0 * {{w}}.x, vec4<f32>(), {{w}}.x == SKIPPED)
+                    + select({{n}}m1 * {{w}}.y, vec4<f32>(), {{w}}.y == SKIPPED))
+                    + (select({{n}}m2 * {{w}}.z, vec4<f32>(), {{w}}.z == SKIPPED)
+                    + select({{n}}m3 * {{w}}.w, vec4<f32>(), {{w}}.w == SKIPPED));
 {% else %}
-                {{ n }}{{ i }}_{{ g }} += ({{ n }}m0 * {{ w }}.x + {{ n }}m1 * {{ w }}.y) + ({{ n }}m2 * {{ w }}.z + {{ n }}m3 * {{ w }}.w);
+                {{n}}{{i}}_{{g}} += ({{n}}m0 * {{w}}.x + {{n}}m1 * {{w}}.y) + ({{n}}m2 * {{w}}.z + {{n}}m3 * {{w}}.w);
 {% endif %}
 {% endfor %}
 {% endfor %}
@@ -203,7 +255,8 @@ share_of(x{{ i }}.{{ x }}, {% if by_rows %}stats{{ i }}.x, stats{{ i }}.y{% else
 {% endif %}
         }
 {% endmacro %}
-{# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all are. -#}
+{# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all
+   are. -#}
 {% macro runs() %}
 {% if by_rows %}
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
@@ -227,37 +280,42 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let tr = thread >> 3u;
     let tc = thread & 7u;
 {% for i in range(rows) %}
-    let row{{ i }} = tile * {{ tile_rows }}u + {{ 8 * i }}u + tr;
-    let in{{ i }} = row{{ i }} < params.fixed_end;
-    let safe{{ i }} = min(row{{ i }}, params.fixed_end - 1u);
+    let row{{i}} = tile * {{tile_rows}}u + {{ 8 * i }}u + tr;
+    let in{{i}} = row{{i}} < params.fixed_end;
+    let safe{{i}} = min(row{{i}}, params.fixed_end - 1u);
 {% for area in areas %}
-    let {{ area.fixed }}_at{{ i }} = params.{{ area.fixed }}_offset + batch * params.{{ area.fixed }}_batch + safe{{ i }} * params.{{ area.fixed }}_row + {{ fixed_head }} * params.{{ area.fixed }}_head;
+{% set x = area.fixed %}
+    let {{x}}_at{{i}} = params.{{x}}_offset + batch * params.{{x}}_batch
+        + safe{{i}} * params.{{x}}_row + {{fixed_head}} * params.{{x}}_head;
 {% endfor %}
-    let sum_at{{ i }} = params.sum_offset + batch * params.sum_batch + safe{{ i }} * params.sum_row + own_head * params.sum_head;
+    let sum_at{{i}} = params.sum_offset + batch * params.sum_batch
+        + safe{{i}} * params.sum_row + own_head * params.sum_head;
 {% if by_rows %}
-    let lo{{ i }} = lists[spans + 2u * safe{{ i }}];
-    let hi{{ i }} = lists[spans + 2u * safe{{ i }} + 1u];
-    let stats{{ i }} = stats[params.stats_offset + batch * params.stats_batch + safe{{ i }} * params.stats_row + own_head * params.stats_head];
+    let lo{{i}} = lists[spans + 2u * safe{{i}}];
+    let hi{{i}} = lists[spans + 2u * safe{{i}} + 1u];
+    let stats{{i}} = stats[params.stats_offset + batch * params.stats_batch
+        + safe{{i}} * params.stats_row + own_head * params.stats_head];
 {% if bias %}
-    let bias_row{{ i }} = params.bias_offset + batch * params.bias_batch + safe{{ i }} * params.bias_row + own_head * params.bias_head;
+    let bias_row{{i}} = params.bias_offset + batch * params.bias_batch
+        + safe{{i}} * params.bias_row + own_head * params.bias_head;
 {% endif %}
 {% else %}
-    let pos{{ i }} = lists[params.keys_at + safe{{ i }}];
+    let pos{{i}} = lists[params.keys_at + safe{{i}}];
 {% endif %}
 {% for sum in sums %}
 {% for g in range(passes) %}
-    var {{ sum.name }}{{ i }}_{{ g }} = vec4<f32>();
+    var {{sum.name}}{{i}}_{{g}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
 {% if of_bias and by_rows %}
-    let adds{{ i }} = in{{ i }} && saw_keys(stats{{ i }}.x);
+    let adds{{i}} = in{{i}} && saw_keys(stats{{i}}.x);
 {% elif of_bias %}
-    var bias{{ i }} = vec4<f32>();
+    var bias{{i}} = vec4<f32>();
 {% endif %}
 {% endfor %}
     // The moving row of slot 8 j + tr.
 {% for j in range(4) %}
-    let load{{ j }} = (tr & 3u) * 8u + (tr >> 2u) + {{ 2 * j }}u;
+    let load{{j}} = (tr & 3u) * 8u + (tr >> 2u) + {{ 2 * j }}u;
 {% endfor %}
 {% if of_one_query_head %}
 {{ runs() }}
@@ -270,33 +328,33 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     // The sums of a key are in eight threads.
     workgroupBarrier();
 {% for i in range(rows) %}
-    fixed0[tc * {{ tile_rows }}u + {{ 8 * i }}u + tr] = bias{{ i }};
+    fixed0[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = bias{{i}};
 {% endfor %}
     workgroupBarrier();
     if (tc != 0u) { return; }
 {% for i in range(rows) %}
-    if (in{{ i }}) {
+    if (in{{i}}) {
         var sum = vec4<f32>();
         for (var c = 0u; c < 8u; c++) {
-            sum += fixed0[c * {{ tile_rows }}u + {{ 8 * i }}u + tr];
+            sum += fixed0[c * {{tile_rows}}u + {{ 8 * i }}u + tr];
         }
-        let element = sum_at{{ i }} + pos{{ i }};
+        let element = sum_at{{i}} + pos{{i}};
         d_bias[element] = d_bias[element] + ((sum.x + sum.y) + (sum.z + sum.w));
     }
 {% endfor %}
 {% elif not of_bias %}
     // The sums are added to those in memory.
 {% for i in range(rows) %}
-    if (in{{ i }}{{ " && saw_keys(stats" ~ i ~ ".x)" if by_rows }}) {
+    if (in{{i}}{{ " && saw_keys(stats" ~ i ~ ".x)" if by_rows }}) {
 {% for sum in sums %}
 {% for g in range(passes) %}
 {% set at = sum.target ~ "[sum_at" ~ i ~ " + " ~ 8 * g ~ "u + tc]" %}
 {% if (g + 1) * 8 > chunks %}
-        if ({{ 8 * g }}u + tc < {{ chunks }}u) {
-            {{ at }} = {{ at }} + {{ sum.name }}{{ i }}_{{ g }}{{ sum.factor }};
+        if ({{ 8 * g }}u + tc < {{chunks}}u) {
+            {{at}} = {{at}} + {{sum.name}}{{i}}_{{g}}{{sum.factor}};
         }
 {% else %}
-        {{ at }} = {{ at }} + {{ sum.name }}{{ i }}_{{ g }}{{ sum.factor }};
+        {{at}} = {{at}} + {{sum.name}}{{i}}_{{g}}{{sum.factor}};
 {% endif %}
 {% endfor %}
 {% endfor %}

@@ -1,8 +1,9 @@
-// What backward kernels read of each row of a finished output: log-sum-exp, e^-rest, D = sum of d_o · o - d_lse, and the
-// rest of the log-sum-exp; (-EMPTY_M, 1, 0, 0) where it is -inf. 8 threads share a row and head, and each takes every 8th
-// unit of o and d_o. lse is two words: its bits and those of the rest.
+// What backward kernels read of each row of a finished output: log-sum-exp, e^-rest, D = sum of
+// d_o · o - d_lse, and the rest of the log-sum-exp; (-EMPTY_M, 1, 0, 0) where it is -inf. 8 threads
+// share a row and head, and each takes every 8th unit of o and d_o. lse is two words: its bits and
+// those of the rest.
 {% include "parts/interface.wgsl" %}
-const EMPTY_M: f32 = {{ EMPTY_M }};
+const EMPTY_M: f32 = {{EMPTY_M}};
 
 {% include "parts/weight.wgsl" %}
 {% include "parts/unpack.wgsl" %}
@@ -14,11 +15,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let lane = thread & 7u;
     let safe = min(row_head, params.end - 1u);
     var sum = 0.0f;
-    for (var u = lane; u < {{ units }}u; u += 8u) {
-        let a = o[safe * {{ units }}u + u - params.o_skipped];
-        let b = d_o[safe * {{ units }}u + u - params.d_o_skipped];
+    for (var u = lane; u < {{units}}u; u += 8u) {
+        let a = o[safe * {{units}}u + u - params.o_skipped];
+        let b = d_o[safe * {{units}}u + u - params.d_o_skipped];
 {% for half in range(unit_chunks) %}
-        sum += dot(chunk_{{ half }}(a), chunk_{{ half }}(b));
+        sum += dot(chunk_{{half}}(a), chunk_{{half}}(b));
 {% endfor %}
     }
     sums[thread] = sum;

@@ -1,6 +1,6 @@
-// Of a row that saw no key, row_stats.wgsl makes the log-sum-exp -EMPTY_M. By bits, so that a row of NaN counts: SPIR-V from
-// naga has `!=` false for NaN.
-fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != {{ unseen_bits }}u; }
+// Of a row that saw no key, row_stats.wgsl makes the log-sum-exp -EMPTY_M. By bits, so that a row of
+// NaN counts: SPIR-V from naga has `!=` false for NaN.
+fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != {{unseen_bits}}u; }
 // P of a logit. Rounded, a logit may be above the log-sum-exp.
 fn share_of(logit: f32, lse: f32, factor: f32) -> f32 {
     let below = logit - lse;

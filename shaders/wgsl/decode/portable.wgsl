@@ -1,36 +1,52 @@
-// Attention of few query rows within WebGPU's default limits: no feature, 64 threads, less than 16 KiB of workgroup memory.
+// Attention of few query rows against many keys, within WebGPU's default limits: no feature, 64
+// threads, less than 16 KiB of workgroup memory. attend/portable.wgsl says what is computed.
 //
-// A workgroup has one KV head, all query rows and heads that read it ({{ slots }} slots: slot = row · group_heads + head - first
-// head) and one split of the keys. It writes a part: the state of the slots over this split alone. All slots read the same
-// keys, so each key is loaded once for all of them. The work list only says which keys to skip; each pair is tested.
+// A workgroup has one KV head, the rows of all query heads that read it, and one split of the keys.
+// It writes a part: the state of those rows over this split alone. decode/merge_parts.wgsl merges
+// all parts of a row into its running state. A slot is one (query row, query head) pair of a
+// workgroup: slot = row · group_heads + head - first head; here {{slots}}. All slots read the same keys, so
+// each key is loaded once for all of them.
 //
-// 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all slots (S, in x), from the
-// queries in workgroup memory. Then m of each slot is found, by {{ finders }} threads for each. Then each thread takes a 16-byte
-// column of V for every {{ slices }}-th key, with O of all slots in registers (a). At the end these slices are added up.
+// Bindings are those of attend/portable.wgsl without the state:
+//   part_a   O: f32 [item, slot, dim], dense
+//   part_ml  m and l: f32 [item, slot, 2], dense. Where l is UNSEEN the slot saw no key of the split,
+//            and its m and O mean nothing.
+// The runs of the work list only say which keys to skip; each pair is tested against its row's
+// span, which costs little with one key for each thread. All rows are in tile 0.
 //
-// Workgroup memory, {{ workgroup_bytes }} bytes: queries; weights (logits, then P, at the end each thread's l); tops (what the
-// finders found); maxima (m of each slot, and by what its sums shrink); sums (O of the slices). A hidden pair has weight -1;
-// others are never negative.
+// 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
+// slots (S, in x0, x1, ...), from the queries in workgroup memory. Then m of each slot is found, by
+// {{finders}} threads for each. Then each thread takes a 16-byte column of V for every {{slices}}-th key, with O of
+// all slots in registers (a0_0_0: slot 0, first column, first half of the unit). At the end these
+// slices are added up.
+//
+// Workgroup memory, {{workgroup_bytes}} bytes
+//   queries  q times its factor
+//   weights  logits, then P, at the end each thread's part of l. A hidden pair has weight -1; others
+//            are never negative.
+//   tops     the maxima that the finders found
+//   maxima   m of each slot, and by what its sums shrink
+//   sums     O of the slices
 {% include "parts/logits.wgsl" %}
 {% include "decode/unseen.wgsl" %}
 var<workgroup> queries: array<vec4<f32>, {{ slots * chunks }}>;
 var<workgroup> weights: array<f32, {{ slots * 64 }}>;
 var<workgroup> tops: array<f32, {{ slots * finders }}>;
-var<workgroup> maxima: array<vec2<f32>, {{ slots }}>;
+var<workgroup> maxima: array<vec2<f32>, {{slots}}>;
 {% if slices > 1 %}
 var<workgroup> sums: array<vec4<f32>, {{ slices * chunks }}>;
 {% endif %}
 
 {# In the last pass over a head of more than 64 units, whether this thread has a column. -#}
-{% macro if_column(pass) %}{% if (pass + 1) * 64 > units and passes > 1 %}if (column + {{ pass * 64 }}u < {{ units }}u) {% endif %}{% endmacro %}
+{% macro if_column(pass) %}{% if (pass + 1) * 64 > units and passes > 1 %}if (column + {{ pass * 64 }}u < {{units}}u) {% endif %}{% endmacro %}
 {# The logits of the thread's key. -#}
 {% macro dots() %}
-                for (var u = 0u; u < {{ units }}u; u++) {
+                for (var u = 0u; u < {{units}}u; u++) {
                     let unit = k[k_at + u];
 {% for half in range(unit_chunks) %}
-                    let k_{{ half }} = chunk_{{ half }}(unit);
+                    let k_{{half}} = chunk_{{half}}(unit);
 {% for s in range(slots) %}
-                    x{{ s }} += dot(queries[{{ s * chunks }}u + u * {{ unit_chunks }}u + {{ half }}u], k_{{ half }});
+                    x{{s}} += dot(queries[{{ s * chunks }}u + u * {{unit_chunks}}u + {{half}}u], k_{{half}});
 {% endfor %}
 {% endfor %}
                 }
@@ -40,24 +56,24 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% include "decode/item.wgsl" %}
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
-    let column = thread % {{ columns }}u;
-    let slice = thread / {{ columns }}u;
+    let column = thread % {{columns}}u;
+    let slice = thread / {{columns}}u;
     for (var i = thread; i < {{ slots * units }}u; i += 64u) {
-        let slot = i / {{ units }}u;
+        let slot = i / {{units}}u;
         let q_row = (slot / params.group_heads) * params.q_row;
         let q_head = (first_head + slot % params.group_heads) * params.q_head;
-        let unit = q[params.q_offset + batch * params.q_batch + q_row + q_head + i % {{ units }}u];
+        let unit = q[params.q_offset + batch * params.q_batch + q_row + q_head + i % {{units}}u];
 {% for half in range(unit_chunks) %}
-        queries[i * {{ unit_chunks }}u + {{ half }}u] = chunk_{{ half }}(unit) * params.q_scale;
+        queries[i * {{unit_chunks}}u + {{half}}u] = chunk_{{half}}(unit) * params.q_scale;
 {% endfor %}
     }
-    if (thread < {{ slots }}u) { maxima[thread] = vec2<f32>(EMPTY_M, 1.0f); }
+    if (thread < {{slots}}u) { maxima[thread] = vec2<f32>(EMPTY_M, 1.0f); }
 {% for s in range(slots) %}
-    var l{{ s }} = 0.0f;
-    var seen{{ s }} = false;
+    var l{{s}} = 0.0f;
+    var seen{{s}} = false;
 {% for pass in range(passes) %}
 {% for half in range(unit_chunks) %}
-    var a{{ s }}_{{ pass }}_{{ half }} = vec4<f32>();
+    var a{{s}}_{{pass}}_{{half}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -71,12 +87,13 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let position = positions[params.keys_at + own];
             let k_at = k_base + own * params.k_row;
 {% for s in range(slots) %}
-            var x{{ s }} = 0.0f;
+            var x{{s}} = 0.0f;
 {% include "decode/visible.wgsl" %}
 {% endfor %}
 {% if bias %}
-            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans leave few such keys.
-            if ({% for s in range(slots) %}vis{{ s }}{{ " || " if not loop.last }}{% endfor %}) {
+            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans
+            // leave few such keys.
+            if ({% for s in range(slots) %}vis{{s}}{{ " || " if not loop.last }}{% endfor %}) {
 {{ dots() }}
             }
 {% else %}
@@ -85,69 +102,70 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             // The weights of the keys before these have been read.
             workgroupBarrier();
 {% for s in range(slots) %}
-            x{{ s }} *= params.x_scale;
+            x{{s}} *= params.x_scale;
 {% if softcap %}
-            x{{ s }} = capped(x{{ s }});
+            x{{s}} = capped(x{{s}});
 {% endif %}
 {% if bias %}
-            x{{ s }} = x{{ s }} + term{{ s }};
+            x{{s}} = x{{s}} + term{{s}};
 {% endif %}
-            seen{{ s }} = seen{{ s }} || vis{{ s }};
-            weights[{{ s * 64 }}u + thread] = select(EMPTY_M, x{{ s }}, vis{{ s }});
+            seen{{s}} = seen{{s}} || vis{{s}};
+            weights[{{ s * 64 }}u + thread] = select(EMPTY_M, x{{s}}, vis{{s}});
 {% endfor %}
             workgroupBarrier();
             // m of each slot.
             if (thread < {{ slots * finders }}u) {
                 var top = EMPTY_M;
-                for (var i = thread % {{ finders }}u; i < 64u; i += {{ finders }}u) {
-                    top = max(top, weights[(thread / {{ finders }}u) * 64u + i]);
+                for (var i = thread % {{finders}}u; i < 64u; i += {{finders}}u) {
+                    top = max(top, weights[(thread / {{finders}}u) * 64u + i]);
                 }
                 tops[thread] = top;
             }
             workgroupBarrier();
-            if (thread < {{ slots }}u) {
+            if (thread < {{slots}}u) {
                 let before = maxima[thread].x;
                 var top = before;
-                for (var i = 0u; i < {{ finders }}u; i++) { top = max(top, tops[thread * {{ finders }}u + i]); }
+                for (var i = 0u; i < {{finders}}u; i++) { top = max(top, tops[thread * {{finders}}u + i]); }
                 maxima[thread] = vec2<f32>(top, weight_of(before - top));
             }
             workgroupBarrier();
             // P, and this thread's part of l.
 {% for s in range(slots) %}
-            let max{{ s }} = maxima[{{ s }}];
-            let p{{ s }} = select(0.0f, weight_of(x{{ s }} - max{{ s }}.x), vis{{ s }});
-            l{{ s }} = l{{ s }} * max{{ s }}.y + p{{ s }};
-            weights[{{ s * 64 }}u + thread] = select(-1.0f, p{{ s }}, vis{{ s }});
+            let max{{s}} = maxima[{{s}}];
+            let p{{s}} = select(0.0f, weight_of(x{{s}} - max{{s}}.x), vis{{s}});
+            l{{s}} = l{{s}} * max{{s}}.y + p{{s}};
+            weights[{{ s * 64 }}u + thread] = select(-1.0f, p{{s}}, vis{{s}});
 {% endfor %}
             workgroupBarrier();
             // O of this thread's columns over its slice of the keys.
 {% for s in range(slots) %}
 {% for pass in range(passes) %}
 {% for half in range(unit_chunks) %}
-            a{{ s }}_{{ pass }}_{{ half }} *= max{{ s }}.y;
+            a{{s}}_{{pass}}_{{half}} *= max{{s}}.y;
 {% endfor %}
 {% endfor %}
 {% endfor %}
             // Threads without a column have nothing to do.
-            let first_own = select(64u, slice, slice < {{ slices }}u);
+            let first_own = select(64u, slice, slice < {{slices}}u);
             let here = min(end - key, 64u);
-            for (var i = first_own; i < here; i += {{ slices }}u) {
+            for (var i = first_own; i < here; i += {{slices}}u) {
                 let v_at = v_base + (key + i) * params.v_row + column;
 {% for s in range(slots) %}
-                let w{{ s }} = weights[{{ s * 64 }}u + i];
+                let w{{s}} = weights[{{ s * 64 }}u + i];
 {% endfor %}
 {% if bias %}
-                if ({% for s in range(slots) %}w{{ s }} < 0.0f{{ " && " if not loop.last }}{% endfor %}) { continue; }
+                if ({% for s in range(slots) %}w{{s}} < 0.0f{{ " && " if not loop.last }}{% endfor %}) { continue; }
 {% endif %}
 {% for pass in range(passes) %}
 {% set guard = if_column(pass) %}
-                {{ guard }}{{ "{" if guard }}
-                let unit{{ pass }} = v[v_at + {{ pass * 64 }}u];
+                {{guard}}{{ "{" if guard }}
+                let unit{{pass}} = v[v_at + {{ pass * 64 }}u];
 {% for half in range(unit_chunks) %}
-                let v{{ pass }}_{{ half }} = chunk_{{ half }}(unit{{ pass }});
+                let v{{pass}}_{{half}} = chunk_{{half}}(unit{{pass}});
 {% for s in range(slots) %}
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
-                a{{ s }}_{{ pass }}_{{ half }} += select(v{{ pass }}_{{ half }} * w{{ s }}, vec4<f32>(), w{{ s }} < 0.0f);
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
+                a{{s}}_{{pass}}_{{half}} += select(v{{pass}}_{{half}} * w{{s}}, vec4<f32>(), w{{s}} < 0.0f);
 {% endfor %}
 {% endfor %}
                 {{ "}" if guard }}
@@ -158,10 +176,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     // The part: l of each slot from all threads, O from all slices.
     workgroupBarrier();
 {% for s in range(slots) %}
-    weights[{{ s * 64 }}u + thread] = select(UNSEEN, l{{ s }}, seen{{ s }});
+    weights[{{ s * 64 }}u + thread] = select(UNSEEN, l{{s}}, seen{{s}});
 {% endfor %}
     workgroupBarrier();
-    if (thread < {{ slots }}u) {
+    if (thread < {{slots}}u) {
         var l = 0.0f;
         var seen = false;
         for (var i = 0u; i < 64u; i++) {
@@ -171,29 +189,29 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 seen = true;
             }
         }
-        part_ml[item * {{ slots }}u + thread] = vec2<f32>(maxima[thread].x, select(UNSEEN, l, seen));
+        part_ml[item * {{slots}}u + thread] = vec2<f32>(maxima[thread].x, select(UNSEEN, l, seen));
     }
 {% for s in range(slots) %}
 {% if slices == 1 %}
 {% for pass in range(passes) %}
 {% set guard = if_column(pass) %}
-    {{ guard }}{{ "{" if guard }}
+    {{guard}}{{ "{" if guard }}
 {% for half in range(unit_chunks) %}
-    part_a[(item * {{ slots }}u + {{ s }}u) * {{ chunks }}u + (column + {{ pass * 64 }}u) * {{ unit_chunks }}u + {{ half }}u] = a{{ s }}_{{ pass }}_{{ half }};
+    part_a[(item * {{slots}}u + {{s}}u) * {{chunks}}u + (column + {{ pass * 64 }}u) * {{unit_chunks}}u + {{half}}u] = a{{s}}_{{pass}}_{{half}};
 {% endfor %}
     {{ "}" if guard }}
 {% endfor %}
 {% else %}
-    if (slice < {{ slices }}u) {
+    if (slice < {{slices}}u) {
 {% for half in range(unit_chunks) %}
-        sums[slice * {{ chunks }}u + column * {{ unit_chunks }}u + {{ half }}u] = a{{ s }}_0_{{ half }};
+        sums[slice * {{chunks}}u + column * {{unit_chunks}}u + {{half}}u] = a{{s}}_0_{{half}};
 {% endfor %}
     }
     workgroupBarrier();
-    if (thread < {{ chunks }}u) {
-        var sum{{ s }} = vec4<f32>();
-        for (var i = 0u; i < {{ slices }}u; i++) { sum{{ s }} += sums[i * {{ chunks }}u + thread]; }
-        part_a[(item * {{ slots }}u + {{ s }}u) * {{ chunks }}u + thread] = sum{{ s }};
+    if (thread < {{chunks}}u) {
+        var sum{{s}} = vec4<f32>();
+        for (var i = 0u; i < {{slices}}u; i++) { sum{{s}} += sums[i * {{chunks}}u + thread]; }
+        part_a[(item * {{slots}}u + {{s}}u) * {{chunks}}u + thread] = sum{{s}};
     }
     workgroupBarrier();
 {% endif %}

@@ -2,7 +2,8 @@
 const HIDDEN: f32 = -3e38f;
 // By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
 fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
-// What the row that starts at `row` of the binding adds to its logit of the key at `position`; or HIDDEN.
+// What the row that starts at `row` of the binding adds to its logit of the key at `position`; or
+// HIDDEN.
 fn bias_term(row: u32, position: u32) -> f32 {
 {% if bias == "visible" %}
     let bit = (bias[row + (position >> 5u)] >> (position & 31u)) & 1u;

@@ -1,5 +1,5 @@
-{# The head of every kernel: what it enables, its parameters and its bindings. Both lists come from Rust,
-   which fills the same struct and binds the same buffers. -#}
+{# The head of every kernel: what it enables, its parameters and its bindings. Both lists come from
+   Rust, which fills the same struct and binds the same buffers. -#}
 {% if needs_subgroups and dialect == "tint" %}
 enable subgroups;
 
@@ -9,13 +9,13 @@ enable f16;
 enable wgpu_cooperative_matrix;
 
 {% endif %}
-// {{ name }}
-struct {{ uniform.name }} {
+// {{name}}
+struct {{uniform.name}} {
 {% for field in uniform.fields %}
-    {{ field.name }}: {{ field.type }},
+    {{field.name}}: {{field.type}},
 {% endfor %}
 }
 {% for binding in bindings %}
-@group(0) @binding({{ loop.index0 }}) var{{ binding.space }} {{ binding.name }}: {{ binding.type }};
+@group(0) @binding({{loop.index0}}) var{{binding.space}} {{binding.name}}: {{binding.type}};
 {% endfor %}
 

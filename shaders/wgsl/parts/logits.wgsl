@@ -1,14 +1,15 @@
-{# What every kernel that computes logits has: its interface, the empty maximum, loads, weights, and where the kernel has
-   them softcap and bias. -#}
+{# What every kernel that computes logits has: its interface, the empty maximum, loads, weights, and
+   where the kernel has them softcap and bias. -#}
 {% include "parts/interface.wgsl" %}
 // m of a row that saw no key: finite, because WGSL promises nothing about infinities.
-const EMPTY_M: f32 = {{ EMPTY_M }};
+const EMPTY_M: f32 = {{EMPTY_M}};
 
 {% include "parts/unpack.wgsl" %}
 {% include "parts/weight.wgsl" %}
 {% if softcap %}
-// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute, and overflows on some
-// drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.
+// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute,
+// and overflows on some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is
+// handled separately.
 fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);

@@ -1,6 +1,6 @@
 {% if storage == "f16" %}
-// The bits of x in f16, rounded to nearest, ties to even. `pack2x16float` may truncate, and promises nothing for values
-// that overflow.
+// The bits of x in f16, rounded to nearest, ties to even. `pack2x16float` may truncate, and
+// promises nothing for values that overflow.
 fn rounded(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
     let sign = (bits >> 16u) & 0x8000u;

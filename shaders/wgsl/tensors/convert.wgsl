@@ -1,5 +1,5 @@
-// Elements from one storage type to another, one of the two f32. One thread for each 8 elements: a unit of a 16-bit type,
-// two units of f32.
+// Elements from one storage type to another, one of the two f32. One thread for each 8 elements: a
+// unit of a 16-bit type, two units of f32.
 {% include "parts/interface.wgsl" %}
 {% if widens %}
 {% include "parts/unpack.wgsl" %}

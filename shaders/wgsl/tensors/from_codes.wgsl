@@ -1,4 +1,5 @@
-// 8-bit codes and their scales back to elements; -128 becomes NaN. As many threads as to_codes.wgsl has.
+// 8-bit codes and their scales back to elements; -128 becomes NaN. As many threads as to_codes.wgsl
+// has.
 {% include "parts/interface.wgsl" %}
 {% include "parts/round.wgsl" %}
 fn numbers(word: u32, scale: vec4<f32>) -> vec4<f32> {

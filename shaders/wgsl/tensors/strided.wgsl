@@ -1,5 +1,5 @@
-// A copy, or an addition, of [batch, rows, heads, row_units] with strides on both sides: repack and accumulate. One thread
-// for each unit of 1 or 4 words.
+// A copy, or an addition, of [batch, rows, heads, row_units] with strides on both sides: repack and
+// accumulate. One thread for each unit of 1 or 4 words.
 {% include "parts/interface.wgsl" %}
 {% include "parts/thread.wgsl" %}
     if (index >= params.units) { return; }

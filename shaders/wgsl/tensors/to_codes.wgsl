@@ -1,5 +1,6 @@
-// Elements to 8-bit codes and their scales. One thread for each 8 channels of the tokens that share their scales, or for
-// each row that shares one scale: it looks for the largest elements, then writes the codes. -128 is what is not finite.
+// Elements to 8-bit codes and their scales. One thread for each 8 channels of the tokens that share
+// their scales, or for each row that shares one scale: it looks for the largest elements, then
+// writes the codes. -128 is what is not finite.
 {% include "parts/interface.wgsl" %}
 {% include "parts/unpack.wgsl" %}
 // Bits of the magnitude, by which it can be compared; 0 of what is not finite.
