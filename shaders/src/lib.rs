@@ -1,5 +1,7 @@
-//! WGSL attention kernels and their meaning. No GPU API: a backend compiles the text, fills the
-//! bindings and dispatches.
+//! WGSL attention kernels. Their texts are templates, in the folder `wgsl/`: one file for each
+//! kernel, which says what it computes and what its bindings hold. This crate has the catalogue,
+//! the parameters, and the numbers of each variant. No GPU API: a backend compiles the text, fills
+//! the bindings and dispatches.
 //!
 //! # Contract
 //!
@@ -12,17 +14,14 @@
 //!   workgroups. Each workgroup takes all rows that share a KV head, and [`Kernel::MergeParts`]
 //!   merges their partial states into the running state.
 //! - Gradients: [`Kernel::AttendBackward`], [`Kernel::RowStats`], [`Kernel::Accumulate`]; what they
-//!   read is described in [`BackwardParams`] and in the module of the kernels.
+//!   read is described in [`BackwardParams`] and in `wgsl/backward/portable.wgsl`.
 //! - The kernels for software drivers ([`Kernel::reads_textures`]) read k and v, in backward
 //!   kernels what they loop over, from read-only storage textures: x = KV head · units of a head +
 //!   unit, y = (batch entry − `batch_first`) · `k_batch` (or `v_batch`) + key − `key_begin`.
 //! - Storage is f32, f16 or bf16, 16-bit elements packed in u32 words; all arithmetic is f32.
 //! - Kernels know no masks: they read an interval of key positions for each query row, a position
-//!   for each key, and a list of runs of tiles. The layout of both is described in [`AttendParams`]
-//!   and in the module of the kernels: positions hold, in this order, the KV head of each query
-//!   head, key positions from `keys_at`, spans `lo, hi` of each class and row from `spans_at`; work
-//!   holds, for each class, `2·q_tiles + 1` starts (first full run, first partial run of each Q
-//!   tile, and the end), and from `runs_at` on the runs `first key, end key`.
+//!   for each key, and a list of runs of tiles. The layout of both is described in
+//!   `wgsl/attend/portable.wgsl`.
 //! - Kernels check nothing: extents must be above zero, indices in bounds.
 
 #![forbid(unsafe_code)]

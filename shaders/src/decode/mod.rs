@@ -1,22 +1,5 @@
-//! Attention of few query rows against many keys. One workgroup takes one KV head, the rows of all
-//! query heads that share it, and one split of the keys. It writes a part: the state of those rows
-//! over this split alone. `decode/merge_parts.wgsl` then merges all parts of a row into its running state.
-//!
-//! A slot is one (query row, query head) pair of a workgroup: slot `row · group_heads + head −
-//! first head`. All slots read the same keys, so each key is fetched once for all of them.
-//!
-//! # Bindings
-//!
-//! As those of [`attend`](crate::attend), the bias included, but the state is not among them: 4 is
-//! `part_a`, f32 `[item, slot, dim]`, and 5 `part_ml`, f32 `[item, slot, 2]`, both dense, m in
-//! base-2 units. Where l is −1 the slot saw no key of the split, and its m and a mean
-//! nothing; no sum of weights is negative.
-//!
-//! # Masks
-//!
-//! The runs of the work list only tell which keys to skip; the kernel does not use whether they are
-//! full. Every element is tested against its row's span, which costs little with one key for each
-//! thread. All rows are in Q tile 0.
+//! Attention of few query rows against many keys: numbers of the kernels in `wgsl/decode/`, whose
+//! `portable.wgsl` describes them.
 
 use minijinja::context;
 use minijinja::value::Value;

@@ -1,19 +1,55 @@
-// Attention within WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+// Attention of one block of queries against one block of keys, into a running state, within
+// WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
+//
+// For a query row with state (m, l, O), and for each key j that it sees (Milakov & Gimelshein
+// 2018, 3.1):
+//
+//     S  = scale · q·k_j             (softcap c: c · tanh(S / c)), plus the bias
+//     m' = max(m, S)
+//     P  = e^(S - m')
+//     l' = l · e^(m - m') + P
+//     O' = O · e^(m - m') + P · v_j
+//
+// Bindings
+//   q          [batch, rows, heads, dim], strided, in units of 16 bytes
+//   k, v       the same, with KV heads
+//   state_a    O, not divided by l: f32 [batch, rows, heads, dim], dense
+//   state_ml   m and l: f32 [batch, heads, rows, 2], dense
+//   positions  for each query head its KV head; from keys_at the position of each key; from
+//              spans_at, for each class of batch entries and each query row, the positions lo..hi
+//              that it sees, as two words
+//   work       which keys a tile of rows needs, as runs of keys; see below
+//   bias       [batch, rows, heads, row], strided; columns are positions. A mask in bits, or
+//              numbers that are added to logits, -inf for a hidden pair
+//
+// Work list. A run is a range of keys first..end; first is a multiple of Bc. For tile t of class
+// c, with s = c · starts_class + 2t, the runs work[s]..work[s+1] are full: every row of the tile
+// sees every key, and nothing is tested. The runs work[s+1]..work[s+2] are partial: each pair tests
+// lo <= position < hi. With a bias, pairs of full runs are tested too. From runs_at on each run is
+// two words. A run whose end is not a multiple of Bc is partial. Other keys cost nothing.
+//
+// NaN and infinity pass through to the rows that see them. What a row does not see is replaced by
+// selection before it meets a number of the row, because 0 · NaN is NaN: its logit by EMPTY_M, its
+// P and its value by 0. A row that saw no key in the whole call is not written.
 //
 // Tile: Br = 32 query rows x Bc = 32 keys; 12288 bytes of workgroup memory.
 //
-// 64 threads are a grid of 8 x 8. Of the tile's S = q k^T, thread (tr, tc) holds 4 x 4: rows tr, tr + 8, ..., keys
-// tc, tc + 8, ... (x, and then P in p). Of O, not yet divided by l, it holds the same rows and the 4-element chunks tc,
-// tc + 8, ... (a). The 8 threads of a row agree on its maximum m through workgroup memory, and keep their own part of l
-// until the end.
+// 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds 4 x 4: rows tr, tr + 8,
+// ..., keys tc, tc + 8, ... (x0, x1, ..., one vector of 4 keys for each row; then P in p0, p1, ...).
+// Of O it holds the same rows and the 4-element chunks tc, tc + 8, ... (a0_0: row 0, first pass over
+// the head). The 8 threads of a row agree on its m through workgroup memory, and keep their own part
+// of l until the end.
 //
-// Workgroup memory:
+// Workgroup memory
 //   tile_q   q times its factor, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
-//   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors; then 8 chunks of V
-//   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights of a thread are one
-//            vector, and V lies in the same order. A hidden element has weight -1; others are never negative.
+//   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors;
+//            then 8 chunks of V
+//   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights
+//            of a thread are one vector, and V lies in the same order. A hidden pair has weight -1;
+//            others are never negative.
 //
-// Barriers stand where a tile is replaced (everyone has read the old one) and where it is read (everyone has written).
+// Barriers stand where a tile is replaced (everyone has read the old one) and where it is read
+// (everyone has written the new one).
 // attend-portable-4-bf16-d16-softcap
 struct AttendParams {
     q_offset: u32,
@@ -71,16 +107,17 @@ fn pair(word: u32) -> vec2<f32> {
 fn chunk_0(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.x), pair(unit.y)); }
 fn chunk_1(unit: vec4<u32>) -> vec4<f32> { return vec4<f32>(pair(unit.z), pair(unit.w)); }
 
-// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the power is 0 in f32, and
-// the product with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the exp2 of a NaN, and
-// `max` may drop it.
+// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the
+// power is 0 in f32, and the product with log2 e cannot overflow. NaN is handled by bits: WGSL
+// promises nothing about the exp2 of a NaN, and `max` may drop it.
 fn weight_of(below: f32) -> f32 {
     let power = exp2(max(below, -150.0f) * 1.442695f);
     return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
-// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute, and overflows on some
-// drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.
+// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute,
+// and overflows on some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is
+// handled separately.
 fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
@@ -115,7 +152,7 @@ var<workgroup> tile_p: array<vec4<f32>, 256>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-let group = group_id.x + group_id.y * params.grid_width;
+    let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
     let tile = params.tile_first + params.tile_count - 1u - item % params.tile_count;
@@ -189,7 +226,7 @@ let group = group_id.x + group_id.y * params.grid_width;
         tile_q[(g * 8u + tc) * 32u + 24u + tr] = load_q(q_at3, g * 8u + tc) * params.q_scale;
     }
     for (var run = full_runs; run < partial_runs; run++) {
-let first = max(work[params.runs_at + 2u * run], params.key_begin);
+        let first = max(work[params.runs_at + 2u * run], params.key_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 32u) {
             // S = q k^T, 8 chunks of the head at a time.
@@ -247,25 +284,33 @@ let first = max(work[params.runs_at + 2u * run], params.key_begin);
             // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
-            let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
+            let p0 = vec4<f32>(
+                weight_of(x0.x - n0), weight_of(x0.y - n0),
+                weight_of(x0.z - n0), weight_of(x0.w - n0));
             let kept0 = p0;
             tile_p[tc * 32u + 0u + tr] = p0;
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
             let corr1 = weight_of(m1 - n1);
             m1 = n1;
-            let p1 = vec4<f32>(weight_of(x1.x - n1), weight_of(x1.y - n1), weight_of(x1.z - n1), weight_of(x1.w - n1));
+            let p1 = vec4<f32>(
+                weight_of(x1.x - n1), weight_of(x1.y - n1),
+                weight_of(x1.z - n1), weight_of(x1.w - n1));
             let kept1 = p1;
             tile_p[tc * 32u + 8u + tr] = p1;
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
             let corr2 = weight_of(m2 - n2);
             m2 = n2;
-            let p2 = vec4<f32>(weight_of(x2.x - n2), weight_of(x2.y - n2), weight_of(x2.z - n2), weight_of(x2.w - n2));
+            let p2 = vec4<f32>(
+                weight_of(x2.x - n2), weight_of(x2.y - n2),
+                weight_of(x2.z - n2), weight_of(x2.w - n2));
             let kept2 = p2;
             tile_p[tc * 32u + 16u + tr] = p2;
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
             let corr3 = weight_of(m3 - n3);
             m3 = n3;
-            let p3 = vec4<f32>(weight_of(x3.x - n3), weight_of(x3.y - n3), weight_of(x3.z - n3), weight_of(x3.w - n3));
+            let p3 = vec4<f32>(
+                weight_of(x3.x - n3), weight_of(x3.y - n3),
+                weight_of(x3.z - n3), weight_of(x3.w - n3));
             let kept3 = p3;
             tile_p[tc * 32u + 24u + tr] = p3;
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
@@ -305,7 +350,7 @@ let first = max(work[params.runs_at + 2u * run], params.key_begin);
 
     }
     for (var run = partial_runs; run < runs_end; run++) {
-let first = max(work[params.runs_at + 2u * run], params.key_begin);
+        let first = max(work[params.runs_at + 2u * run], params.key_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 32u) {
             // S = q k^T, 8 chunks of the head at a time.
@@ -380,25 +425,33 @@ let first = max(work[params.runs_at + 2u * run], params.key_begin);
             // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
-            let p0 = vec4<f32>(weight_of(x0.x - n0), weight_of(x0.y - n0), weight_of(x0.z - n0), weight_of(x0.w - n0));
+            let p0 = vec4<f32>(
+                weight_of(x0.x - n0), weight_of(x0.y - n0),
+                weight_of(x0.z - n0), weight_of(x0.w - n0));
             let kept0 = select(vec4<f32>(), p0, vis0);
             tile_p[tc * 32u + 0u + tr] = select(vec4<f32>(-1.0f), p0, vis0);
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
             let corr1 = weight_of(m1 - n1);
             m1 = n1;
-            let p1 = vec4<f32>(weight_of(x1.x - n1), weight_of(x1.y - n1), weight_of(x1.z - n1), weight_of(x1.w - n1));
+            let p1 = vec4<f32>(
+                weight_of(x1.x - n1), weight_of(x1.y - n1),
+                weight_of(x1.z - n1), weight_of(x1.w - n1));
             let kept1 = select(vec4<f32>(), p1, vis1);
             tile_p[tc * 32u + 8u + tr] = select(vec4<f32>(-1.0f), p1, vis1);
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
             let corr2 = weight_of(m2 - n2);
             m2 = n2;
-            let p2 = vec4<f32>(weight_of(x2.x - n2), weight_of(x2.y - n2), weight_of(x2.z - n2), weight_of(x2.w - n2));
+            let p2 = vec4<f32>(
+                weight_of(x2.x - n2), weight_of(x2.y - n2),
+                weight_of(x2.z - n2), weight_of(x2.w - n2));
             let kept2 = select(vec4<f32>(), p2, vis2);
             tile_p[tc * 32u + 16u + tr] = select(vec4<f32>(-1.0f), p2, vis2);
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
             let corr3 = weight_of(m3 - n3);
             m3 = n3;
-            let p3 = vec4<f32>(weight_of(x3.x - n3), weight_of(x3.y - n3), weight_of(x3.z - n3), weight_of(x3.w - n3));
+            let p3 = vec4<f32>(
+                weight_of(x3.x - n3), weight_of(x3.y - n3),
+                weight_of(x3.z - n3), weight_of(x3.w - n3));
             let kept3 = select(vec4<f32>(), p3, vis3);
             tile_p[tc * 32u + 24u + tr] = select(vec4<f32>(-1.0f), p3, vis3);
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
@@ -426,21 +479,33 @@ let first = max(work[params.runs_at + 2u * run], params.key_begin);
                 let v2 = tile_kv[(s * 4u + 2u) * 8u + tc];
                 let v3 = tile_kv[(s * 4u + 3u) * 8u + tc];
                 let p0 = tile_p[s * 32u + 0u + tr];
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
-                a0_0 += (select(v0 * p0.x, vec4<f32>(), p0.x < 0.0f) + select(v1 * p0.y, vec4<f32>(), p0.y < 0.0f))
-                    + (select(v2 * p0.z, vec4<f32>(), p0.z < 0.0f) + select(v3 * p0.w, vec4<f32>(), p0.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
+                a0_0 += (select(v0 * p0.x, vec4<f32>(), p0.x < 0.0f)
+                    + select(v1 * p0.y, vec4<f32>(), p0.y < 0.0f))
+                    + (select(v2 * p0.z, vec4<f32>(), p0.z < 0.0f)
+                    + select(v3 * p0.w, vec4<f32>(), p0.w < 0.0f));
                 let p1 = tile_p[s * 32u + 8u + tr];
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
-                a1_0 += (select(v0 * p1.x, vec4<f32>(), p1.x < 0.0f) + select(v1 * p1.y, vec4<f32>(), p1.y < 0.0f))
-                    + (select(v2 * p1.z, vec4<f32>(), p1.z < 0.0f) + select(v3 * p1.w, vec4<f32>(), p1.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
+                a1_0 += (select(v0 * p1.x, vec4<f32>(), p1.x < 0.0f)
+                    + select(v1 * p1.y, vec4<f32>(), p1.y < 0.0f))
+                    + (select(v2 * p1.z, vec4<f32>(), p1.z < 0.0f)
+                    + select(v3 * p1.w, vec4<f32>(), p1.w < 0.0f));
                 let p2 = tile_p[s * 32u + 16u + tr];
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
-                a2_0 += (select(v0 * p2.x, vec4<f32>(), p2.x < 0.0f) + select(v1 * p2.y, vec4<f32>(), p2.y < 0.0f))
-                    + (select(v2 * p2.z, vec4<f32>(), p2.z < 0.0f) + select(v3 * p2.w, vec4<f32>(), p2.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
+                a2_0 += (select(v0 * p2.x, vec4<f32>(), p2.x < 0.0f)
+                    + select(v1 * p2.y, vec4<f32>(), p2.y < 0.0f))
+                    + (select(v2 * p2.z, vec4<f32>(), p2.z < 0.0f)
+                    + select(v3 * p2.w, vec4<f32>(), p2.w < 0.0f));
                 let p3 = tile_p[s * 32u + 24u + tr];
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
-                a3_0 += (select(v0 * p3.x, vec4<f32>(), p3.x < 0.0f) + select(v1 * p3.y, vec4<f32>(), p3.y < 0.0f))
-                    + (select(v2 * p3.z, vec4<f32>(), p3.z < 0.0f) + select(v3 * p3.w, vec4<f32>(), p3.w < 0.0f));
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
+                a3_0 += (select(v0 * p3.x, vec4<f32>(), p3.x < 0.0f)
+                    + select(v1 * p3.y, vec4<f32>(), p3.y < 0.0f))
+                    + (select(v2 * p3.z, vec4<f32>(), p3.z < 0.0f)
+                    + select(v3 * p3.w, vec4<f32>(), p3.w < 0.0f));
             }
         }
 

@@ -1,17 +1,19 @@
-// Gradients for drivers that compute on the host's cores, as attend/subgroup.wgsl attends: one subgroup of 4 lanes is
-// one workgroup, and one SIMD register there.
+// Gradients for drivers that compute on the host's cores, as attend/subgroup.wgsl attends: one
+// subgroup of 4 lanes is one workgroup, and one SIMD register there. backward/portable.wgsl says what is
+// computed, what is fixed and what moves, and what the bindings hold; in brackets there are the
+// names of the registers here.
 //
-// A workgroup has a tile of fixed rows, 2 in each lane, and loops over moving ones. dQ and the gradient of a bias: fixed
-// are query rows (q, d_o), moving are keys (k, v). dK and dV: fixed are keys, moving are the query rows of all heads that
-// read them. Each lane keeps its fixed rows and their sums in named registers. The subgroup loads a moving row together,
-// from textures, and each element is broadcast from a constant lane. No workgroup memory, no barrier, no branch in the loop.
+// Tile: 8 fixed rows, 2 in each lane; moving rows one by one.
 //
-//     S = q k^T (x)    P = e^(S - lse) (p)    dP = d_o v^T (d)    dS = P (dP - D) (s)
-//     dQ += dS k (a)   dK += dS q (a)         dV += P d_o (b)
+// Each lane keeps its fixed rows and their sums in named registers. The subgroup loads a moving row
+// together, and each element is broadcast from a constant lane. No workgroup memory, no barrier, no
+// branch in the loop. The moving tensors and their statistics are textures of 16-byte texels: x =
+// head · units of a head + unit, or of statistics the head; y = (batch entry - batch_first) ·
+// moving_texels + row - moving_begin.
 //
-// A logit is added up in 2 sums as in the forward kernel. With logits of 100, another order of additions would change
-// P by 1e-5. And a pair that one direction tests may be in a full run of the other, so the order may not depend on the kind
-// of the run.
+// A logit is added up in 2 sums as in the forward kernel. With logits of 100, another order of
+// additions would change P by 1e-5. And a pair that one direction tests may be in a full run of the
+// other, so the order may not depend on the kind of the run.
 // backward-dkv-lanes-4-f32-d16-softcap
 struct BackwardParams {
     q_offset: u32,
@@ -86,16 +88,17 @@ const EMPTY_M: f32 = -2.3819763e38f;
 
 fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
 
-// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the power is 0 in f32, and
-// the product with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the exp2 of a NaN, and
-// `max` may drop it.
+// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the
+// power is 0 in f32, and the product with log2 e cannot overflow. NaN is handled by bits: WGSL
+// promises nothing about the exp2 of a NaN, and `max` may drop it.
 fn weight_of(below: f32) -> f32 {
     let power = exp2(max(below, -150.0f) * 1.442695f);
     return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
 }
 
-// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute, and overflows on some
-// drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is handled separately.
+// cap · tanh(t), with a relative error of a few ulp. WGSL's own tanh promises only 1e-5 absolute,
+// and overflows on some drivers. The polynomial is Cephes' tanhf. `min` may drop a NaN, so NaN is
+// handled separately.
 fn capped(t: f32) -> f32 {
     let size = min(abs(t), 16.0f);
     let large = 1.0f - 2.0f / (exp2(size * 2.8853900f) + 1.0f);
@@ -106,8 +109,8 @@ fn capped(t: f32) -> f32 {
     return select(result, t, (bitcast<u32>(t) & 0x7fffffffu) > 0x7f800000u);
 }
 
-// Of a row that saw no key, row_stats.wgsl makes the log-sum-exp -EMPTY_M. By bits, so that a row of NaN counts: SPIR-V from
-// naga has `!=` false for NaN.
+// Of a row that saw no key, row_stats.wgsl makes the log-sum-exp -EMPTY_M. By bits, so that a row of
+// NaN counts: SPIR-V from naga has `!=` false for NaN.
 fn saw_keys(lse: f32) -> bool { return bitcast<u32>(lse) != 0x7f333332u; }
 // P of a logit. Rounded, a logit may be above the log-sum-exp.
 fn share_of(logit: f32, lse: f32, factor: f32) -> f32 {
@@ -125,7 +128,7 @@ fn texel_0(texel: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(texel); }
 
 @compute @workgroup_size(4)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation_id) lane: u32) {
-let group = group_id.x + group_id.y * params.grid_width;
+    let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
     let tile = params.tile_first + item % params.tile_count;
@@ -143,9 +146,11 @@ let group = group_id.x + group_id.y * params.grid_width;
     let row0 = tile * 8u + 0u + lane;
     let in0 = row0 < params.fixed_end;
     let safe0 = min(row0, params.fixed_end - 1u);
-    let sum_at0 = params.sum_offset + batch * params.sum_batch + safe0 * params.sum_row + own_head * params.sum_head;
+    let sum_at0 = params.sum_offset + batch * params.sum_batch
+        + safe0 * params.sum_row + own_head * params.sum_head;
     let pos0 = lists[params.keys_at + safe0];
-    let k_at0 = params.k_offset + batch * params.k_batch + safe0 * params.k_row + own_head * params.k_head;
+    let k_at0 = params.k_offset + batch * params.k_batch
+        + safe0 * params.k_row + own_head * params.k_head;
     let k_unit0_0 = k[k_at0 + 0u];
     let k0_0 = chunk_0(k_unit0_0);
     let k_unit0_1 = k[k_at0 + 1u];
@@ -154,7 +159,8 @@ let group = group_id.x + group_id.y * params.grid_width;
     let k0_2 = chunk_0(k_unit0_2);
     let k_unit0_3 = k[k_at0 + 3u];
     let k0_3 = chunk_0(k_unit0_3);
-    let v_at0 = params.v_offset + batch * params.v_batch + safe0 * params.v_row + own_head * params.v_head;
+    let v_at0 = params.v_offset + batch * params.v_batch
+        + safe0 * params.v_row + own_head * params.v_head;
     let v_unit0_0 = v[v_at0 + 0u];
     let v0_0 = chunk_0(v_unit0_0);
     let v_unit0_1 = v[v_at0 + 1u];
@@ -198,9 +204,11 @@ let group = group_id.x + group_id.y * params.grid_width;
     let row1 = tile * 8u + 4u + lane;
     let in1 = row1 < params.fixed_end;
     let safe1 = min(row1, params.fixed_end - 1u);
-    let sum_at1 = params.sum_offset + batch * params.sum_batch + safe1 * params.sum_row + own_head * params.sum_head;
+    let sum_at1 = params.sum_offset + batch * params.sum_batch
+        + safe1 * params.sum_row + own_head * params.sum_head;
     let pos1 = lists[params.keys_at + safe1];
-    let k_at1 = params.k_offset + batch * params.k_batch + safe1 * params.k_row + own_head * params.k_head;
+    let k_at1 = params.k_offset + batch * params.k_batch
+        + safe1 * params.k_row + own_head * params.k_head;
     let k_unit1_0 = k[k_at1 + 0u];
     let k1_0 = chunk_0(k_unit1_0);
     let k_unit1_1 = k[k_at1 + 1u];
@@ -209,7 +217,8 @@ let group = group_id.x + group_id.y * params.grid_width;
     let k1_2 = chunk_0(k_unit1_2);
     let k_unit1_3 = k[k_at1 + 3u];
     let k1_3 = chunk_0(k_unit1_3);
-    let v_at1 = params.v_offset + batch * params.v_batch + safe1 * params.v_row + own_head * params.v_head;
+    let v_at1 = params.v_offset + batch * params.v_batch
+        + safe1 * params.v_row + own_head * params.v_head;
     let v_unit1_0 = v[v_at1 + 0u];
     let v1_0 = chunk_0(v_unit1_0);
     let v_unit1_1 = v[v_at1 + 1u];
@@ -630,23 +639,39 @@ let group = group_id.x + group_id.y * params.grid_width;
     }
     // The sums are added to those in memory. Of dK, the factor on q is in the sum.
     if (in0) {
-        dk[sum_at0 + 0u] = dk[sum_at0 + 0u] + vec4<f32>(a0_0x, a0_0y, a0_0z, a0_0w) * params.unscale;
-        dk[sum_at0 + 1u] = dk[sum_at0 + 1u] + vec4<f32>(a0_1x, a0_1y, a0_1z, a0_1w) * params.unscale;
-        dk[sum_at0 + 2u] = dk[sum_at0 + 2u] + vec4<f32>(a0_2x, a0_2y, a0_2z, a0_2w) * params.unscale;
-        dk[sum_at0 + 3u] = dk[sum_at0 + 3u] + vec4<f32>(a0_3x, a0_3y, a0_3z, a0_3w) * params.unscale;
-        dv[sum_at0 + 0u] = dv[sum_at0 + 0u] + vec4<f32>(b0_0x, b0_0y, b0_0z, b0_0w);
-        dv[sum_at0 + 1u] = dv[sum_at0 + 1u] + vec4<f32>(b0_1x, b0_1y, b0_1z, b0_1w);
-        dv[sum_at0 + 2u] = dv[sum_at0 + 2u] + vec4<f32>(b0_2x, b0_2y, b0_2z, b0_2w);
-        dv[sum_at0 + 3u] = dv[sum_at0 + 3u] + vec4<f32>(b0_3x, b0_3y, b0_3z, b0_3w);
+        dk[sum_at0 + 0u] = dk[sum_at0 + 0u]
+            + vec4<f32>(a0_0x, a0_0y, a0_0z, a0_0w) * params.unscale;
+        dk[sum_at0 + 1u] = dk[sum_at0 + 1u]
+            + vec4<f32>(a0_1x, a0_1y, a0_1z, a0_1w) * params.unscale;
+        dk[sum_at0 + 2u] = dk[sum_at0 + 2u]
+            + vec4<f32>(a0_2x, a0_2y, a0_2z, a0_2w) * params.unscale;
+        dk[sum_at0 + 3u] = dk[sum_at0 + 3u]
+            + vec4<f32>(a0_3x, a0_3y, a0_3z, a0_3w) * params.unscale;
+        dv[sum_at0 + 0u] = dv[sum_at0 + 0u]
+            + vec4<f32>(b0_0x, b0_0y, b0_0z, b0_0w);
+        dv[sum_at0 + 1u] = dv[sum_at0 + 1u]
+            + vec4<f32>(b0_1x, b0_1y, b0_1z, b0_1w);
+        dv[sum_at0 + 2u] = dv[sum_at0 + 2u]
+            + vec4<f32>(b0_2x, b0_2y, b0_2z, b0_2w);
+        dv[sum_at0 + 3u] = dv[sum_at0 + 3u]
+            + vec4<f32>(b0_3x, b0_3y, b0_3z, b0_3w);
     }
     if (in1) {
-        dk[sum_at1 + 0u] = dk[sum_at1 + 0u] + vec4<f32>(a1_0x, a1_0y, a1_0z, a1_0w) * params.unscale;
-        dk[sum_at1 + 1u] = dk[sum_at1 + 1u] + vec4<f32>(a1_1x, a1_1y, a1_1z, a1_1w) * params.unscale;
-        dk[sum_at1 + 2u] = dk[sum_at1 + 2u] + vec4<f32>(a1_2x, a1_2y, a1_2z, a1_2w) * params.unscale;
-        dk[sum_at1 + 3u] = dk[sum_at1 + 3u] + vec4<f32>(a1_3x, a1_3y, a1_3z, a1_3w) * params.unscale;
-        dv[sum_at1 + 0u] = dv[sum_at1 + 0u] + vec4<f32>(b1_0x, b1_0y, b1_0z, b1_0w);
-        dv[sum_at1 + 1u] = dv[sum_at1 + 1u] + vec4<f32>(b1_1x, b1_1y, b1_1z, b1_1w);
-        dv[sum_at1 + 2u] = dv[sum_at1 + 2u] + vec4<f32>(b1_2x, b1_2y, b1_2z, b1_2w);
-        dv[sum_at1 + 3u] = dv[sum_at1 + 3u] + vec4<f32>(b1_3x, b1_3y, b1_3z, b1_3w);
+        dk[sum_at1 + 0u] = dk[sum_at1 + 0u]
+            + vec4<f32>(a1_0x, a1_0y, a1_0z, a1_0w) * params.unscale;
+        dk[sum_at1 + 1u] = dk[sum_at1 + 1u]
+            + vec4<f32>(a1_1x, a1_1y, a1_1z, a1_1w) * params.unscale;
+        dk[sum_at1 + 2u] = dk[sum_at1 + 2u]
+            + vec4<f32>(a1_2x, a1_2y, a1_2z, a1_2w) * params.unscale;
+        dk[sum_at1 + 3u] = dk[sum_at1 + 3u]
+            + vec4<f32>(a1_3x, a1_3y, a1_3z, a1_3w) * params.unscale;
+        dv[sum_at1 + 0u] = dv[sum_at1 + 0u]
+            + vec4<f32>(b1_0x, b1_0y, b1_0z, b1_0w);
+        dv[sum_at1 + 1u] = dv[sum_at1 + 1u]
+            + vec4<f32>(b1_1x, b1_1y, b1_1z, b1_1w);
+        dv[sum_at1 + 2u] = dv[sum_at1 + 2u]
+            + vec4<f32>(b1_2x, b1_2y, b1_2z, b1_2w);
+        dv[sum_at1 + 3u] = dv[sum_at1 + 3u]
+            + vec4<f32>(b1_3x, b1_3y, b1_3z, b1_3w);
     }
 }

@@ -1,16 +1,32 @@
-// Attention of few query rows within WebGPU's default limits: no feature, 64 threads, less than 16 KiB of workgroup memory.
+// Attention of few query rows against many keys, within WebGPU's default limits: no feature, 64
+// threads, less than 16 KiB of workgroup memory. attend/portable.wgsl says what is computed.
 //
-// A workgroup has one KV head, all query rows and heads that read it (2 slots: slot = row · group_heads + head - first
-// head) and one split of the keys. It writes a part: the state of the slots over this split alone. All slots read the same
-// keys, so each key is loaded once for all of them. The work list only says which keys to skip; each pair is tested.
+// A workgroup has one KV head, the rows of all query heads that read it, and one split of the keys.
+// It writes a part: the state of those rows over this split alone. decode/merge_parts.wgsl merges
+// all parts of a row into its running state. A slot is one (query row, query head) pair of a
+// workgroup: slot = row · group_heads + head - first head; here 2. All slots read the same keys, so
+// each key is loaded once for all of them.
 //
-// 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all slots (S, in x), from the
-// queries in workgroup memory. Then m of each slot is found, by 8 threads for each. Then each thread takes a 16-byte
-// column of V for every 32-th key, with O of all slots in registers (a). At the end these slices are added up.
+// Bindings are those of attend/portable.wgsl without the state:
+//   part_a   O: f32 [item, slot, dim], dense
+//   part_ml  m and l: f32 [item, slot, 2], dense. Where l is UNSEEN the slot saw no key of the split,
+//            and its m and O mean nothing.
+// The runs of the work list only say which keys to skip; each pair is tested against its row's
+// span, which costs little with one key for each thread. All rows are in tile 0.
 //
-// Workgroup memory, 2768 bytes: queries; weights (logits, then P, at the end each thread's l); tops (what the
-// finders found); maxima (m of each slot, and by what its sums shrink); sums (O of the slices). A hidden pair has weight -1;
-// others are never negative.
+// 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
+// slots (S, in x0, x1, ...), from the queries in workgroup memory. Then m of each slot is found, by
+// 8 threads for each. Then each thread takes a 16-byte column of V for every 32-th key, with O of
+// all slots in registers (a0_0_0: slot 0, first column, first half of the unit). At the end these
+// slices are added up.
+//
+// Workgroup memory, 2768 bytes
+//   queries  q times its factor
+//   weights  logits, then P, at the end each thread's part of l. A hidden pair has weight -1; others
+//            are never negative.
+//   tops     the maxima that the finders found
+//   maxima   m of each slot, and by what its sums shrink
+//   sums     O of the slices
 // decode-portable-f16-d16x2-visible
 struct DecodeParams {
     q_offset: u32,
@@ -70,9 +86,9 @@ fn chunk_1(unit: vec4<u32>) -> vec4<f32> {
     return vec4<f32>(unpack2x16float(unit.z), unpack2x16float(unit.w));
 }
 
-// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the power is 0 in f32, and
-// the product with log2 e cannot overflow. NaN is handled by bits: WGSL promises nothing about the exp2 of a NaN, and
-// `max` may drop it.
+// e^below, the weight of a key whose logit is `below` the largest one of its row. Below -150 the
+// power is 0 in f32, and the product with log2 e cannot overflow. NaN is handled by bits: WGSL
+// promises nothing about the exp2 of a NaN, and `max` may drop it.
 fn weight_of(below: f32) -> f32 {
     let power = exp2(max(below, -150.0f) * 1.442695f);
     return select(power, below, (bitcast<u32>(below) & 0x7fffffffu) > 0x7f800000u);
@@ -82,7 +98,8 @@ fn weight_of(below: f32) -> f32 {
 const HIDDEN: f32 = -3e38f;
 // By bits, so that NaN is shown: SPIR-V from naga has `!=` false for NaN.
 fn shows(term: f32) -> bool { return bitcast<u32>(term) != 0xff61b1e6u; }
-// What the row that starts at `row` of the binding adds to its logit of the key at `position`; or HIDDEN.
+// What the row that starts at `row` of the binding adds to its logit of the key at `position`; or
+// HIDDEN.
 fn bias_term(row: u32, position: u32) -> f32 {
     let bit = (bias[row + (position >> 5u)] >> (position & 31u)) & 1u;
     return select(HIDDEN, 0.0f, bit == 1u);
@@ -101,7 +118,7 @@ var<workgroup> sums: array<vec4<f32>, 128>;
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-let group = group_id.x + group_id.y * params.grid_width;
+    let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
     let batch_group = item / params.splits;
@@ -116,11 +133,13 @@ let group = group_id.x + group_id.y * params.grid_width;
     let row0 = 0u / params.group_heads;
     let lo0 = positions[spans + 2u * row0];
     let hi0 = positions[spans + 2u * row0 + 1u];
-    let bias_row0 = params.bias_offset + batch * params.bias_batch + row0 * params.bias_row + (first_head + 0u % params.group_heads) * params.bias_head;
+    let bias_row0 = params.bias_offset + batch * params.bias_batch + row0 * params.bias_row
+        + (first_head + 0u % params.group_heads) * params.bias_head;
     let row1 = 1u / params.group_heads;
     let lo1 = positions[spans + 2u * row1];
     let hi1 = positions[spans + 2u * row1 + 1u];
-    let bias_row1 = params.bias_offset + batch * params.bias_batch + row1 * params.bias_row + (first_head + 1u % params.group_heads) * params.bias_head;
+    let bias_row1 = params.bias_offset + batch * params.bias_batch + row1 * params.bias_row
+        + (first_head + 1u % params.group_heads) * params.bias_head;
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     let column = thread % 2u;
@@ -144,7 +163,7 @@ let group = group_id.x + group_id.y * params.grid_width;
     var a1_0_1 = vec4<f32>();
     workgroupBarrier();
     for (var run = work[starts]; run < work[starts + 2u]; run++) {
-let first = max(work[params.runs_at + 2u * run], split_begin);
+        let first = max(work[params.runs_at + 2u * run], split_begin);
         let end = min(work[params.runs_at + 2u * run + 1u], split_end);
         for (var key = first; key < end; key += 64u) {
             // S of the thread's key.
@@ -158,7 +177,8 @@ let first = max(work[params.runs_at + 2u * run], split_begin);
             var x1 = 0.0f;
             let term1 = bias_term(bias_row1, position);
             let vis1 = inside && lo1 <= position && position < hi1 && shows(term1);
-            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans leave few such keys.
+            // Neighbouring threads together skip keys that a tensor hides from all slots. Spans
+            // leave few such keys.
             if (vis0 || vis1) {
                 for (var u = 0u; u < 2u; u++) {
                     let unit = k[k_at + u];
@@ -224,14 +244,18 @@ let first = max(work[params.runs_at + 2u * run], split_begin);
                 
                 let unit0 = v[v_at + 0u];
                 let v0_0 = chunk_0(unit0);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
                 a0_0_0 += select(v0_0 * w0, vec4<f32>(), w0 < 0.0f);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
                 a1_0_0 += select(v0_0 * w1, vec4<f32>(), w1 < 0.0f);
                 let v0_1 = chunk_1(unit0);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
                 a0_0_1 += select(v0_1 * w0, vec4<f32>(), w0 < 0.0f);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may enter the sum.
+                // Selected once more: neither the weight -1 nor the value of a hidden element may
+                // enter the sum.
                 a1_0_1 += select(v0_1 * w1, vec4<f32>(), w1 < 0.0f);
                 
             }

@@ -1,5 +1,5 @@
 {# The first statements of every workgroup: its tile of query rows, batch entry, heads and runs. It
-   returns if there is nothing to do. -#}
+   returns if there is nothing to do. #}
     let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;

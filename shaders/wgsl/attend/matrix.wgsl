@@ -35,7 +35,7 @@ var<workgroup> not_finite: atomic<u32>;
 
 {% set mat = "coop_mat" ~ size ~ "x" ~ size %}
 {# The accumulator through workgroup memory, as many matrices at a time as fit. `step` changes
-   scores[at], element d of this lane's row. -#}
+   scores[at], element d of this lane's row. #}
 {% macro through_memory(step) %}
 {% for pass in passes %}
 {% for f in range(pass.first, pass.end) %}
@@ -64,7 +64,7 @@ var<workgroup> not_finite: atomic<u32>;
                 workgroupBarrier();
 {% endfor %}
 {% endmacro %}
-{# O += P V on matrix units. -#}
+{# O += P V on matrix units. #}
 {% macro accumulate() %}
 {% for g in range(at_once) %}
                 let w{{g}} = coopLoadT<{{mat}}<f16, A>>(&weights[own_weights + {{ g * size }}u], {{weight_stride}}u);
@@ -76,7 +76,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% endfor %}
 {% endfor %}
 {% endmacro %}
-{# The tiles of one run. -#}
+{# The tiles of one run. #}
 {% macro tiles(partial) %}
         for (var key = first; key < end; key += {{Bc}}u) {
             workgroupBarrier();

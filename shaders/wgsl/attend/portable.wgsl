@@ -58,7 +58,7 @@ var<workgroup> tile_q: array<vec4<f32>, {{ q_chunks * Br }}>;
 var<workgroup> tile_kv: array<vec4<f32>, {{ 8 * Bc }}>;
 var<workgroup> tile_p: array<vec4<f32>, {{ 8 * Br }}>;
 
-{# A chunk of a key's row; zero, and no read out of bounds, behind the end of a partial run. -#}
+{# A chunk of a key's row; zero, and no read out of bounds, behind the end of a partial run. #}
 {% macro load_row(tensor, key, chunk, partial) -%}
 {% if partial -%}
 select(vec4<f32>(), load_{{tensor}}({{tensor}}_base + min({{key}}, end - 1u) * params.{{tensor}}_row, {{chunk}}), {{key}} < end)
@@ -67,7 +67,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {%- endif %}
 {%- endmacro %}
 {# The tiles of one run. In a partial run each element is tested: what a row does not see is
-   replaced before it meets a number of the row, because 0 · NaN is NaN. -#}
+   replaced before it meets a number of the row, because 0 · NaN is NaN. #}
 {% macro tiles(partial) %}
         for (var key = first; key < end; key += {{Bc}}u) {
 {% if partial and bias %}
@@ -192,7 +192,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endfor %}
         }
 {% endmacro %}
-{# Which of its 4 keys each of the thread's rows sees; with a bias, also the term of each logit. -#}
+{# Which of its 4 keys each of the thread's rows sees; with a bias, also the term of each logit. #}
 {% macro visible() %}
             let keys = vec4<u32>(key + 0u + tc, key + 8u + tc, key + 16u + tc, key + 24u + tc);
             let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));

@@ -40,7 +40,7 @@ var<workgroup> seen_from: u32;
 {% endif %}
 {# The row of key `key + j` of k or v: this lane's units, unpacked before they are broadcast.
    Coordinates are signed: where naga has to clamp unsigned coordinates itself, it makes invalid
-   SPIR-V. -#}
+   SPIR-V. #}
 {% macro fetch(tensor, j) %}
 {% for load in range(loads) %}
             let {{tensor}}{{j}}_unit{{load}} = textureLoad({{tensor}}, vec2<i32>(vec2<u32>(unit{{load}}, {{tensor}}_y + key + {{j}}u)));
@@ -49,14 +49,14 @@ var<workgroup> seen_from: u32;
 {% endfor %}
 {% endfor %}
 {% endmacro %}
-{# An element of that row, in every lane. -#}
+{# An element of that row, in every lane. #}
 {% macro broadcast(tensor, j, c, x) -%}
 {% set unit = c // unit_chunks -%}
 subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{{x}}, {{ unit % lanes }}u)
 {%- endmacro %}
 {# The keys first..end, `together` of them in each iteration. Written element by element, so that
    few values are alive at a time: values that do not fit the processor's registers go through
-   memory, which costs more than the arithmetic. -#}
+   memory, which costs more than the arithmetic. #}
 {% macro keys(first, end, together, partial) %}
         for (var key = {{first}}; key < {{end}}; key += {{together}}u) {
             // S = q k^T

@@ -1,6 +1,6 @@
 {# The first statements of every workgroup: its tile, batch entry, heads and runs. It returns if
    there is nothing to do. Under a causal mask the last tiles of rows and the first tiles of keys
-   are the longest, and come first. -#}
+   are the longest, and come first. #}
     let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;

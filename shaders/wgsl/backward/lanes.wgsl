@@ -18,7 +18,7 @@
 {% include "backward/shares.wgsl" %}
 {% include "parts/texel.wgsl" %}
 {# The moving row `at`: this lane's units, unpacked before they are broadcast. A query row that saw
-   no key is zeros: 0 · NaN is NaN. -#}
+   no key is zeros: 0 · NaN is NaN. #}
 {% macro fetch(tensor, factor) %}
 {% for load in range(loads) %}
             let {{tensor}}_texel{{load}} = textureLoad({{tensor}}, vec2<i32>(vec2<u32>(unit{{load}}, moving_y + at)));
@@ -29,7 +29,7 @@
 {% endfor %}
 {% endmacro %}
 {# `name`: the products of the moving row with each fixed one. Each element of the moving row
-   becomes a register. -#}
+   becomes a register. #}
 {% macro products(name, moving, fixed, factor) %}
 {% for c in range(chunks) %}
 {% set unit = c // unit_chunks %}
@@ -50,7 +50,7 @@
             let {{name}}{{r}} = ({% for chain in range(chains) %}{{name}}{{r}}_chain{{chain}}{{ " + " if not loop.last }}{% endfor %}){{factor}};
 {% endfor %}
 {% endmacro %}
-{# Adds the moving row, times dS or P, to a sum. A hidden element is replaced: 0 · NaN is NaN. -#}
+{# Adds the moving row, times dS or P, to a sum. A hidden element is replaced: 0 · NaN is NaN. #}
 {% macro add(sum, moving, weight, tested) %}
 {% for c in range(chunks) %}
 {% for x in ["x", "y", "z", "w"] %}
@@ -64,7 +64,7 @@
 {% endfor %}
 {% endfor %}
 {% endmacro %}
-{# The moving rows of one run. -#}
+{# The moving rows of one run. #}
 {% macro rows_of_run(tested) %}
         for (var at = first; at < end; at++) {
 {% if by_rows %}
@@ -138,7 +138,7 @@
         }
 {% endmacro %}
 {# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all
-   are. -#}
+   are. #}
 {% macro runs(row_of_moving) %}
 {% for load in range(loads) %}
     // Lanes beyond the head load its last unit again; no other lane reads it from them.

@@ -65,7 +65,7 @@ var<workgroup> moving{{loop.index0}}: array<vec4<f32>, 256>;
 {% endfor %}
 
 {# A chunk of the moving row that this thread loads at step `j`; zero behind the end, and of query
-   rows that saw no key. -#}
+   rows that saw no key. #}
 {% macro moving_chunk(tensor, j, chunk, tested) -%}
 {% set row = "min(col + load" ~ j ~ ", end - 1u)" if tested else "(col + load" ~ j ~ ")" -%}
 {% set load = "load_" ~ tensor ~ "(" ~ tensor ~ "_base + " ~ row ~ " * params." ~ tensor ~ "_row, " ~ chunk ~ ")" -%}
@@ -77,7 +77,7 @@ select(vec4<f32>(), {{load}}, col + load{{j}} < end)
 {{load}}
 {%- endif %}
 {%- endmacro %}
-{# One run. -#}
+{# One run. #}
 {% macro tiles(tested) %}
         for (var col = first; col < end; col += 32u) {
 {% if tested or not by_rows %}
@@ -256,7 +256,7 @@ share_of(x{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
         }
 {% endmacro %}
 {# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all
-   are. -#}
+   are. #}
 {% macro runs() %}
 {% if by_rows %}
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;

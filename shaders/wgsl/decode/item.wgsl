@@ -1,5 +1,5 @@
 {# The first statements of every workgroup: its split of the keys, batch entry, heads and runs, and
-   the span of each slot. -#}
+   the span of each slot. #}
     let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;

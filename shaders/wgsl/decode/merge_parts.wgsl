@@ -8,7 +8,7 @@ const EMPTY_M: f32 = {{EMPTY_M}};
 {% include "decode/unseen.wgsl" %}
 {% set own = (chunks + 7) // 8 %}
 {# The c-th chunk of this thread. Threads beyond the head read its last chunk again, and do not
-   write it. -#}
+   write it. #}
 {% macro chunk(c) %}{% if 8 * (c + 1) > chunks %}min(lane + {{ 8 * c }}u, {{ chunks - 1 }}u){% else %}lane + {{ 8 * c }}u{% endif %}{% endmacro %}
 {% include "parts/row_head.wgsl" %}
     let slot = row * params.group_heads + head % params.group_heads;

@@ -37,9 +37,9 @@ var<workgroup> maxima: array<vec2<f32>, {{slots}}>;
 var<workgroup> sums: array<vec4<f32>, {{ slices * chunks }}>;
 {% endif %}
 
-{# In the last pass over a head of more than 64 units, whether this thread has a column. -#}
+{# In the last pass over a head of more than 64 units, whether this thread has a column. #}
 {% macro if_column(pass) %}{% if (pass + 1) * 64 > units and passes > 1 %}if (column + {{ pass * 64 }}u < {{units}}u) {% endif %}{% endmacro %}
-{# The logits of the thread's key. -#}
+{# The logits of the thread's key. #}
 {% macro dots() %}
                 for (var u = 0u; u < {{units}}u; u++) {
                     let unit = k[k_at + u];

@@ -1,5 +1,5 @@
 {# The head of the entry point of kernels between elements and 8-bit codes: the chunks of 8 elements
-   that share the scales of this thread are begin, begin + stride, …, `steps` of them. -#}
+   that share the scales of this thread are begin, begin + stride, …, `steps` of them. #}
 {% include "parts/thread.wgsl" %}
     if (index >= params.count) { return; }
     let group = params.first + index;

@@ -1,5 +1,5 @@
 {# The head of every kernel: what it enables, its parameters and its bindings. Both lists come from
-   Rust, which fills the same struct and binds the same buffers. -#}
+   Rust, which fills the same struct and binds the same buffers. #}
 {% if needs_subgroups and dialect == "tint" %}
 enable subgroups;
 

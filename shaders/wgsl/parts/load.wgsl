@@ -1,5 +1,5 @@
 {# load_{tensor}(at, chunk): a chunk of 4 elements of the row that starts at unit `at`; zero beyond
-   the head. Kernels read heads 8 chunks at a time. -#}
+   the head. Kernels read heads 8 chunks at a time. #}
 {% set beyond = chunks % 8 != 0 %}
 fn load_{{tensor}}(at: u32, chunk: u32) -> vec4<f32> {
 {% set inside = "min(chunk, " ~ (chunks - 1) ~ "u)" if beyond else "chunk" %}

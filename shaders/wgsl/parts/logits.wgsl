@@ -1,5 +1,5 @@
 {# What every kernel that computes logits has: its interface, the empty maximum, loads, weights, and
-   where the kernel has them softcap and bias. -#}
+   where the kernel has them softcap and bias. #}
 {% include "parts/interface.wgsl" %}
 // m of a row that saw no key: finite, because WGSL promises nothing about infinities.
 const EMPTY_M: f32 = {{EMPTY_M}};

@@ -1,4 +1,4 @@
-{# The head of the entry point of kernels in which 8 threads share a (batch, row, head) triple. -#}
+{# The head of the entry point of kernels in which 8 threads share a (batch, row, head) triple. #}
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
     let group = group_id.x + group_id.y * params.grid_width;

@@ -1,4 +1,4 @@
-{# The same for a unit that is a texel: four words. -#}
+{# The same for a unit that is a texel: four words. #}
 {% if storage == "f32" %}
 fn texel_0(texel: vec4<u32>) -> vec4<f32> { return bitcast<vec4<f32>>(texel); }
 {% else %}

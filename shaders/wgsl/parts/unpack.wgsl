@@ -1,5 +1,5 @@
 {# A unit is 16 bytes of a tensor. chunk_0 and, of 16-bit types, chunk_1: its 4 elements as f32,
-   without any extension. -#}
+   without any extension. #}
 {% if storage == "f32" %}
 fn chunk_0(unit: vec4<f32>) -> vec4<f32> { return unit; }
 {% elif storage == "f16" %}

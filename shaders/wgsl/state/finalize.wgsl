@@ -36,7 +36,7 @@ fn log_sum(m: f32, l: f32) -> vec2<u32> {
 }
 
 {# Chunk `c` of unit u of the output. Zeros get no sign, because the sign of a zero depends on the
-   order of the merges. -#}
+   order of the merges. #}
 {% macro output(c) -%}
 {% set a = "state_a[row_head * " ~ chunks ~ "u + u * " ~ unit_chunks ~ "u + " ~ c ~ "u - params.a_skipped]" -%}
 select({{a}}{{ " * weight" if sinks }} / divisor, vec4<f32>(), vec4<bool>(empty) | ({{a}} == vec4<f32>()))

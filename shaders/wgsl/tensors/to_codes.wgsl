@@ -25,7 +25,7 @@ fn word(x: vec4<f32>, scale: vec4<f32>) -> u32 {
     return codes.x | (codes.y << 8u) | (codes.z << 16u) | (codes.w << 24u);
 }
 
-{# The elements x and y of the chunk of this step. -#}
+{# The elements x and y of the chunk of this step. #}
 {% macro read_chunk() %}
         let chunk = begin + step * stride;
 {% if storage == "f32" %}
