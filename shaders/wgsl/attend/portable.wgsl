@@ -72,14 +72,20 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
         for (var key = first; key < end; key += {{Bc}}u) {
 {% if partial and bias %}
 {{ visible() }}
-            // If the bias hides the whole tile from all rows, it is skipped. Said in the memory of
-            // the weights, because there is no room beside them.
+            // If no row sees a key of the tile, it is skipped. The vote is in the memory of the weights, because there is no
+            // room beside them. Each thread has a vector: a write to one component may write all four.
             workgroupBarrier();
-            tile_p[thread >> 2u][thread & 3u] = select(0.0f, 1.0f, any({% for i in range(rows) %}vis{{i}}{{ " | " if not loop.last }}{% endfor %}));
+            tile_p[thread] = select(vec4<f32>(), vec4<f32>(1.0f), {% for i in range(rows) %}vis{{i}}{{ " | " if not loop.last }}{% endfor %});
+            workgroupBarrier();
+            if (thread < 8u) {
+                var seers = vec4<f32>();
+                for (var i = 0u; i < 8u; i++) { seers += tile_p[thread * 8u + i]; }
+                tile_p[thread * 8u] = seers;
+            }
             workgroupBarrier();
             if (thread == 0u) {
                 var seers = vec4<f32>();
-                for (var i = 0u; i < 16u; i++) { seers += tile_p[i]; }
+                for (var i = 0u; i < 8u; i++) { seers += tile_p[i * 8u]; }
                 tile_p[0] = seers;
             }
             if (all(workgroupUniformLoad(&tile_p[0]) == vec4<f32>())) { continue; }
