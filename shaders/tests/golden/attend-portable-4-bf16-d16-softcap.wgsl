@@ -1,8 +1,7 @@
 // Attention of one block of queries against one block of keys, into a running state, within
 // WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
 //
-// For a query row with state (m, l, O), and for each key j that it sees (Milakov & Gimelshein
-// 2018, 3.1):
+// For a query row with (m, l, O), and for each key j that it sees (Milakov & Gimelshein 2018, 3.1):
 //
 //     S  = scale · q·k_j             (softcap c: c · tanh(S / c)), plus the bias
 //     m' = max(m, S)
@@ -10,46 +9,52 @@
 //     l' = l · e^(m - m') + P
 //     O' = O · e^(m - m') + P · v_j
 //
-// Bindings
-//   q          [batch, rows, heads, dim], strided, in units of 16 bytes
+// A workgroup has a tile of rows of one batch entry and head. It starts from an empty (m, l, O) in
+// registers, goes through its keys tile by tile, and merges with the state at the end. m' is n in
+// the code, e^(m - m') is corr. The factor `scale` is split: q_scale, at most 1, is on q; x_scale, the
+// rest, is on the product, because q times it may be out of range.
+//
+// Bindings. A unit is 16 bytes: 4 elements of f32, 8 of a 16-bit type. A chunk is 4 elements.
+//   params     strides and offsets in units, of ml in 8 bytes, of the bias in words or elements
+//   q          [batch, rows, heads, dim], strided
 //   k, v       the same, with KV heads
 //   state_a    O, not divided by l: f32 [batch, rows, heads, dim], dense
 //   state_ml   m and l: f32 [batch, heads, rows, 2], dense
 //   positions  for each query head its KV head; from keys_at the position of each key; from
-//              spans_at, for each class of batch entries and each query row, the positions lo..hi
-//              that it sees, as two words
+//              spans_at, for each class and each query row, the positions lo..hi that it sees, as two
+//              words. A class is batch entries that share a mask.
 //   work       which keys a tile of rows needs, as runs of keys; see below
-//   bias       [batch, rows, heads, row], strided; columns are positions. A mask in bits, or
+//   bias       [batch, rows, heads, columns], strided; columns are positions. A mask in bits, or
 //              numbers that are added to logits, -inf for a hidden pair
 //
-// Work list. A run is a range of keys first..end; first is a multiple of Bc. For tile t of class
-// c, with s = c · starts_class + 2t, the runs work[s]..work[s+1] are full: every row of the tile
-// sees every key, and nothing is tested. The runs work[s+1]..work[s+2] are partial: each pair tests
-// lo <= position < hi. With a bias, pairs of full runs are tested too. From runs_at on each run is
-// two words. A run whose end is not a multiple of Bc is partial. Other keys cost nothing.
+// Work list. A run is a range of keys first..end, two words from runs_at on; first is a multiple of
+// Bc. For tile t of class c, at = c · starts_class + 2t: the runs with the numbers work[at] up to
+// work[at + 1] are full, every row of the tile sees every key; those up to work[at + 2] are partial.
+// A run whose end is not a multiple of Bc is partial. Keys in no run cost nothing. In a tested run
+// each pair tests lo <= position < hi; tested are partial runs, and with a bias all runs.
 //
 // NaN and infinity pass through to the rows that see them. What a row does not see is replaced by
-// selection before it meets a number of the row, because 0 · NaN is NaN: its logit by EMPTY_M, its
-// P and its value by 0. A row that saw no key in the whole call is not written.
+// selection before it enters a sum: its logit by EMPTY_M, its P in l by 0, its P · v by 0, because 0
+// · NaN is NaN. A row that saw no key in the whole call is not written.
 //
 // Tile: Br = 32 query rows x Bc = 32 keys; 12288 bytes of workgroup memory.
 //
 // 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds 4 x 4: rows tr, tr + 8,
 // ..., keys tc, tc + 8, ... (x0, x1, ..., one vector of 4 keys for each row; then P in p0, p1, ...).
-// Of O it holds the same rows and the 4-element chunks tc, tc + 8, ... (a0_0: row 0, first pass over
-// the head). The 8 threads of a row agree on its m through workgroup memory, and keep their own part
-// of l until the end.
+// O goes in passes over the head, 8 chunks each: thread (tr, tc) holds chunk tc of each pass for its
+// rows (a0_1: row 0, pass 1). The 8 threads of a row agree on its m through workgroup memory, and
+// keep their own part of l until the end.
 //
 // Workgroup memory
-//   tile_q   q times its factor, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
+//   tile_q   q · q_scale, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
 //   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors;
-//            then 8 chunks of V
+//            then 8 chunks of V, slot-major
 //   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights
 //            of a thread are one vector, and V lies in the same order. A hidden pair has weight -1;
-//            others are never negative.
+//            others are never negative. Also the vote on skipping a tile, and at the end l.
 //
 // Barriers stand where a tile is replaced (everyone has read the old one) and where it is read
-// (everyone has written the new one).
+// (everyone has written the new one). workgroupUniformLoad is one too.
 // attend-portable-4-bf16-d16-softcap
 struct AttendParams {
     q_offset: u32,
@@ -281,7 +286,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
             }
             workgroupBarrier();
-            // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
+            // P = e^(S - n), by what l and O so far shrink, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
             let p0 = vec4<f32>(
@@ -314,7 +319,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let kept3 = p3;
             tile_p[tc * 32u + 24u + tr] = p3;
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
-            // O = O corr + P V, 8 chunks of the head at a time.
+            // O = O corr + P V. The first pass needs no barrier: those of the maxima are between K and V.
             // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_0 = 0u + tr;
             tile_kv[slot0_0 * 8u + tc] = load_v(v_base + (key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u)) * params.v_row, 0u + tc);
@@ -422,7 +427,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 n3 = max(n3, tile_p[c * 32u + 24u + tr].x);
             }
             workgroupBarrier();
-            // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
+            // P = e^(S - n), by what l and O so far shrink, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
             let p0 = vec4<f32>(
@@ -455,7 +460,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let kept3 = select(vec4<f32>(), p3, vis3);
             tile_p[tc * 32u + 24u + tr] = select(vec4<f32>(-1.0f), p3, vis3);
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
-            // O = O corr + P V, 8 chunks of the head at a time.
+            // O = O corr + P V. The first pass needs no barrier: those of the maxima are between K and V.
             // Slot s holds key 8 (s % 4) + s / 4.
             let slot0_0 = 0u + tr;
             tile_kv[slot0_0 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_0 & 3u) * 8u + (slot0_0 >> 2u) < end);
@@ -510,7 +515,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         }
 
     }
-    // l of a row, from its 8 threads; one of them reads and writes (m, l) of the state.
+    // l of a row, from its 8 threads: part of l, whether it saw a key, and (m, l) of the state, which one of them reads.
     workgroupBarrier();
     var ml0 = vec2<f32>();
     if (tc == 0u) {

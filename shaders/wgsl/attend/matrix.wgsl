@@ -77,7 +77,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% endfor %}
 {% endmacro %}
 {# The tiles of one run. #}
-{% macro tiles(partial) %}
+{% macro tiles(tested) %}
         for (var key = first; key < end; key += {{Bc}}u) {
             workgroupBarrier();
             if (thread == 0u) {
@@ -89,7 +89,7 @@ var<workgroup> not_finite: atomic<u32>;
                 let u = i % {{units}}u;
                 let at = j * {{kv_stride}}u + 8u * u;
 {% for x in ["k", "v"] %}
-{% if partial %}
+{% if tested %}
                 let {{x}}_unit = select(vec4<u32>(), {{x}}[{{x}}_base + min(key + j, end - 1u) * params.{{x}}_row + u], key + j < end);
 {% else %}
                 let {{x}}_unit = {{x}}[{{x}}_base + (key + j) * params.{{x}}_row + u];
@@ -100,7 +100,7 @@ var<workgroup> not_finite: atomic<u32>;
                 tile_{{x}}[at + {{ 2 * loop.index0 + 1 }}u] = f16({{x}}_{{word}}.y);
 {% endfor %}
 {% endfor %}
-{% if partial %}
+{% if tested %}
                 let low = (v_unit & vec4<u32>(0x7c00u)) == vec4<u32>(0x7c00u);
                 let high = (v_unit & vec4<u32>(0x7c000000u)) == vec4<u32>(0x7c000000u);
                 if (any(low) || any(high)) {
@@ -128,7 +128,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% for c in range(columns) %}
             let dot{{c}} = scores[score_at + part * {{columns}}u + {{c}}u] * params.q_scale * params.x_scale;
 {% set logit = "capped(dot" ~ c ~ ")" if softcap else "dot" ~ c %}
-{% if partial %}
+{% if tested %}
             let key{{c}} = key + part * {{columns}}u + {{c}}u;
             let position{{c}} = positions[params.keys_at + min(key{{c}}, end - 1u)];
             let vis{{c}} = lo <= position{{c}} && position{{c}} < hi && key{{c}} < end;
@@ -154,7 +154,7 @@ var<workgroup> not_finite: atomic<u32>;
             }
             l *= corr;
 {% for c in range(columns) %}
-{% if partial %}
+{% if tested %}
             let p{{c}} = select(0.0f, weight_of(x{{c}} - m), vis{{c}});
 {% else %}
             let p{{c}} = weight_of(x{{c}} - m);
@@ -166,7 +166,7 @@ var<workgroup> not_finite: atomic<u32>;
             if (atomicLoad(&grew) != 0u) {
 {{ through_memory("rescale") }}
             }
-{% if partial %}
+{% if tested %}
             let exact = atomicLoad(&not_finite) != 0u;
             if (exact) {
 {{ through_memory("add elements") }}

@@ -1,8 +1,7 @@
 // Attention of one block of queries against one block of keys, into a running state, within
 // WebGPU's default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
 //
-// For a query row with state (m, l, O), and for each key j that it sees (Milakov & Gimelshein
-// 2018, 3.1):
+// For a query row with (m, l, O), and for each key j that it sees (Milakov & Gimelshein 2018, 3.1):
 //
 //     S  = scale · q·k_j             (softcap c: c · tanh(S / c)), plus the bias
 //     m' = max(m, S)
@@ -10,46 +9,52 @@
 //     l' = l · e^(m - m') + P
 //     O' = O · e^(m - m') + P · v_j
 //
-// Bindings
-//   q          [batch, rows, heads, dim], strided, in units of 16 bytes
+// A workgroup has a tile of rows of one batch entry and head. It starts from an empty (m, l, O) in
+// registers, goes through its keys tile by tile, and merges with the state at the end. m' is n in
+// the code, e^(m - m') is corr. The factor `scale` is split: q_scale, at most 1, is on q; x_scale, the
+// rest, is on the product, because q times it may be out of range.
+//
+// Bindings. A unit is 16 bytes: 4 elements of f32, 8 of a 16-bit type. A chunk is 4 elements.
+//   params     strides and offsets in units, of ml in 8 bytes, of the bias in words or elements
+//   q          [batch, rows, heads, dim], strided
 //   k, v       the same, with KV heads
 //   state_a    O, not divided by l: f32 [batch, rows, heads, dim], dense
 //   state_ml   m and l: f32 [batch, heads, rows, 2], dense
 //   positions  for each query head its KV head; from keys_at the position of each key; from
-//              spans_at, for each class of batch entries and each query row, the positions lo..hi
-//              that it sees, as two words
+//              spans_at, for each class and each query row, the positions lo..hi that it sees, as two
+//              words. A class is batch entries that share a mask.
 //   work       which keys a tile of rows needs, as runs of keys; see below
-//   bias       [batch, rows, heads, row], strided; columns are positions. A mask in bits, or
+//   bias       [batch, rows, heads, columns], strided; columns are positions. A mask in bits, or
 //              numbers that are added to logits, -inf for a hidden pair
 //
-// Work list. A run is a range of keys first..end; first is a multiple of Bc. For tile t of class
-// c, with s = c · starts_class + 2t, the runs work[s]..work[s+1] are full: every row of the tile
-// sees every key, and nothing is tested. The runs work[s+1]..work[s+2] are partial: each pair tests
-// lo <= position < hi. With a bias, pairs of full runs are tested too. From runs_at on each run is
-// two words. A run whose end is not a multiple of Bc is partial. Other keys cost nothing.
+// Work list. A run is a range of keys first..end, two words from runs_at on; first is a multiple of
+// Bc. For tile t of class c, at = c · starts_class + 2t: the runs with the numbers work[at] up to
+// work[at + 1] are full, every row of the tile sees every key; those up to work[at + 2] are partial.
+// A run whose end is not a multiple of Bc is partial. Keys in no run cost nothing. In a tested run
+// each pair tests lo <= position < hi; tested are partial runs, and with a bias all runs.
 //
 // NaN and infinity pass through to the rows that see them. What a row does not see is replaced by
-// selection before it meets a number of the row, because 0 · NaN is NaN: its logit by EMPTY_M, its
-// P and its value by 0. A row that saw no key in the whole call is not written.
+// selection before it enters a sum: its logit by EMPTY_M, its P in l by 0, its P · v by 0, because 0
+// · NaN is NaN. A row that saw no key in the whole call is not written.
 //
 // Tile: Br = {{Br}} query rows x Bc = {{Bc}} keys; {{workgroup_bytes}} bytes of workgroup memory.
 //
 // 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds {{rows}} x 4: rows tr, tr + 8,
 // ..., keys tc, tc + 8, ... (x0, x1, ..., one vector of 4 keys for each row; then P in p0, p1, ...).
-// Of O it holds the same rows and the 4-element chunks tc, tc + 8, ... (a0_0: row 0, first pass over
-// the head). The 8 threads of a row agree on its m through workgroup memory, and keep their own part
-// of l until the end.
+// O goes in passes over the head, 8 chunks each: thread (tr, tc) holds chunk tc of each pass for its
+// rows (a0_1: row 0, pass 1). The 8 threads of a row agree on its m through workgroup memory, and
+// keep their own part of l until the end.
 //
 // Workgroup memory
-//   tile_q   q times its factor, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
+//   tile_q   q · q_scale, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
 //   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors;
-//            then 8 chunks of V
+//            then 8 chunks of V, slot-major
 //   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights
 //            of a thread are one vector, and V lies in the same order. A hidden pair has weight -1;
-//            others are never negative.
+//            others are never negative. Also the vote on skipping a tile, and at the end l.
 //
 // Barriers stand where a tile is replaced (everyone has read the old one) and where it is read
-// (everyone has written the new one).
+// (everyone has written the new one). workgroupUniformLoad is one too.
 {% include "parts/logits.wgsl" %}
 {% for tensor in ["q", "k", "v"] %}
 {% include "parts/load.wgsl" %}
@@ -58,19 +63,18 @@ var<workgroup> tile_q: array<vec4<f32>, {{ q_chunks * Br }}>;
 var<workgroup> tile_kv: array<vec4<f32>, {{ 8 * Bc }}>;
 var<workgroup> tile_p: array<vec4<f32>, {{ 8 * Br }}>;
 
-{# A chunk of a key's row; zero, and no read out of bounds, behind the end of a partial run. #}
-{% macro load_row(tensor, key, chunk, partial) -%}
-{% if partial -%}
+{# A chunk of a key's row; zero, and no read out of bounds, past the end of a tested run. #}
+{% macro load_row(tensor, key, chunk, tested) -%}
+{% if tested -%}
 select(vec4<f32>(), load_{{tensor}}({{tensor}}_base + min({{key}}, end - 1u) * params.{{tensor}}_row, {{chunk}}), {{key}} < end)
 {%- else -%}
 load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {%- endif %}
 {%- endmacro %}
-{# The tiles of one run. In a partial run each element is tested: what a row does not see is
-   replaced before it meets a number of the row, because 0 · NaN is NaN. #}
-{% macro tiles(partial) %}
+{# The tiles of one run. #}
+{% macro tiles(tested) %}
         for (var key = first; key < end; key += {{Bc}}u) {
-{% if partial and bias %}
+{% if tested and bias %}
 {{ visible() }}
             // If no row sees a key of the tile, it is skipped. The vote is in the memory of the weights, because there is no
             // room beside them. Each thread has a vector: a write to one component may write all four.
@@ -102,7 +106,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endfor %}
 {% endif %}
 {% for j in range(4) %}
-                tile_kv[tc * {{Bc}}u + {{ 8 * j }}u + tr] = {{ load_row("k", "key + " ~ 8 * j ~ "u + tr", "g * 8u + tc", partial) }};
+                tile_kv[tc * {{Bc}}u + {{ 8 * j }}u + tr] = {{ load_row("k", "key + " ~ 8 * j ~ "u + tr", "g * 8u + tc", tested) }};
 {% endfor %}
                 workgroupBarrier();
                 for (var c = 0u; c < 8u; c++) {
@@ -123,7 +127,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
             x{{i}} = vec4<f32>(capped(x{{i}}.x), capped(x{{i}}.y), capped(x{{i}}.z), capped(x{{i}}.w));
 {% endfor %}
 {% endif %}
-{% if partial %}
+{% if tested %}
 {% if not bias %}
 {{ visible() }}
 {% endif %}
@@ -146,14 +150,14 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endfor %}
             }
             workgroupBarrier();
-            // P = e^(S - m), what the sums so far shrink by, and this thread's part of l.
+            // P = e^(S - n), by what l and O so far shrink, and this thread's part of l.
 {% for i in range(rows) %}
             let corr{{i}} = weight_of(m{{i}} - n{{i}});
             m{{i}} = n{{i}};
             let p{{i}} = vec4<f32>(
                 weight_of(x{{i}}.x - n{{i}}), weight_of(x{{i}}.y - n{{i}}),
                 weight_of(x{{i}}.z - n{{i}}), weight_of(x{{i}}.w - n{{i}}));
-{% if partial %}
+{% if tested %}
             let kept{{i}} = select(vec4<f32>(), p{{i}}, vis{{i}});
             tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = select(vec4<f32>(-1.0f), p{{i}}, vis{{i}});
 {% else %}
@@ -162,7 +166,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endif %}
             l{{i}} = l{{i}} * corr{{i}} + ((kept{{i}}.x + kept{{i}}.y) + (kept{{i}}.z + kept{{i}}.w));
 {% endfor %}
-            // O = O corr + P V, 8 chunks of the head at a time.
+            // O = O corr + P V. The first pass needs no barrier: those of the maxima are between K and V.
 {% for g in range(passes) %}
 {% if g > 0 %}
             workgroupBarrier();
@@ -171,7 +175,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
             // Slot s holds key 8 (s % 4) + s / 4.
             let slot{{g}}_{{j}} = {{ 8 * j }}u + tr;
 {% set key_of_slot = "key + (slot" ~ g ~ "_" ~ j ~ " & 3u) * 8u + (slot" ~ g ~ "_" ~ j ~ " >> 2u)" %}
-            tile_kv[slot{{g}}_{{j}} * 8u + tc] = {{ load_row("v", key_of_slot, 8 * g ~ "u + tc", partial) }};
+            tile_kv[slot{{g}}_{{j}} * 8u + tc] = {{ load_row("v", key_of_slot, 8 * g ~ "u + tc", tested) }};
 {% endfor %}
             workgroupBarrier();
 {% for i in range(rows) %}
@@ -183,7 +187,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endfor %}
 {% for i in range(rows) %}
                 let p{{i}} = tile_p[s * {{Br}}u + {{ 8 * i }}u + tr];
-{% if partial %}
+{% if tested %}
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
                 a{{i}}_{{g}} += (select(v0 * p{{i}}.x, vec4<f32>(), p{{i}}.x < 0.0f)
@@ -265,7 +269,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {{ tiles(true) }}
     }
 {% endif %}
-    // l of a row, from its 8 threads; one of them reads and writes (m, l) of the state.
+    // l of a row, from its 8 threads: part of l, whether it saw a key, and (m, l) of the state, which one of them reads.
     workgroupBarrier();
 {% for i in range(rows) %}
     var ml{{i}} = vec2<f32>();

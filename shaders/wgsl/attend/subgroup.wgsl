@@ -57,7 +57,7 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
 {# The keys first..end, `together` of them in each iteration. Written element by element, so that
    few values are alive at a time: values that do not fit the processor's registers go through
    memory, which costs more than the arithmetic. #}
-{% macro keys(first, end, together, partial) %}
+{% macro keys(first, end, together, tested) %}
         for (var key = {{first}}; key < {{end}}; key += {{together}}u) {
             // S = q k^T
 {% for j in range(together) %}
@@ -82,7 +82,7 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
 {% endfor %}
 {% endfor %}
             // P = e^(S - m), the new maximum n, and l
-{% if partial and bias != "visible" %}
+{% if tested and bias != "visible" %}
             let position = positions[params.keys_at + key];
 {% endif %}
 {% for r in range(rows) %}
@@ -90,7 +90,7 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
             let dot{{r}}_{{j}} = ({% for chain in range(chains) %}s{{r}}_{{j}}_{{chain}}{{ " + " if not loop.last }}{% endfor %}) * params.x_scale;
 {% set dot = "dot" ~ r ~ "_" ~ j %}
 {% set logit = "capped(" ~ dot ~ ")" if softcap else dot %}
-{% if not partial %}
+{% if not tested %}
             let x{{r}}_{{j}} = {{logit}};
 {% else %}
 {% if bias == "visible" %}
@@ -108,7 +108,7 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
             let n{{r}} = {{ "max(" * together }}m{{r}}{% for j in range(together) %}, x{{r}}_{{j}}){% endfor %};
             let corr{{r}} = weight_of(m{{r}} - n{{r}});
 {% for j in range(together) %}
-{% if partial %}
+{% if tested %}
             let p{{r}}_{{j}} = select(0.0f, weight_of(x{{r}}_{{j}} - n{{r}}), vis{{r}});
 {% else %}
             let p{{r}}_{{j}} = weight_of(x{{r}}_{{j}} - n{{r}});
@@ -127,7 +127,7 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
             let v{{j}}_{{c}}{{x}} = {{ broadcast("v", j, c, x) }};
 {% endfor %}
 {% for r in range(rows) %}
-{% if partial %}
+{% if tested %}
             a{{r}}_{{c}}{{x}} = fma(select(0.0f, v0_{{c}}{{x}}, vis{{r}}), p{{r}}_0, a{{r}}_{{c}}{{x}} * corr{{r}});
 {% elif together == 1 %}
             a{{r}}_{{c}}{{x}} = fma(v0_{{c}}{{x}}, p{{r}}_0, a{{r}}_{{c}}{{x}} * corr{{r}});
