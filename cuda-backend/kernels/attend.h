@@ -10,16 +10,16 @@
 // `At` defines the rows and the keys of a block (`Place`, `PackedPlace`).
 template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 : 4> struct Attention {
     static constexpr int THREADS = WARPS * 32;
-    static constexpr int ROWS = WARPS * 16;
-    static constexpr int KEYS = DIM <= 128 ? 64 : 32;
+    static constexpr int Br = WARPS * 16;
+    static constexpr int Bc = DIM <= 128 ? 64 : 32;
     // 16-byte columns of a row in shared memory.
     static constexpr int COLUMNS = DIM / 8;
-    static constexpr u32 TILE_BYTES = KEYS * DIM * 2;
-    static constexpr u32 SHARED_BYTES = ROWS * DIM * 2 + 4 * TILE_BYTES;
+    static constexpr u32 TILE_BYTES = Bc * DIM * 2;
+    static constexpr u32 SHARED_BYTES = Br * DIM * 2 + 4 * TILE_BYTES;
     // Above this the accumulator leaves no registers for the queries: they are read from shared memory for every tile.
     static constexpr bool Q_STAYS = DIM <= 128;
 
-    using Mine = Rows<T, DIM, KEYS, At>;
+    using Mine = Rows<T, DIM, Bc, At>;
 
     const AttendArguments &args;
     const At at;
@@ -28,7 +28,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
 
     DEVICE Attention(const AttendArguments &args, const At &at)
         : args(args), at(at), lane(thread_x() % 32), mine(args) {
-        mine.begin(at, ROWS, thread_x() / 32 * 16);
+        mine.begin(at, Br, thread_x() / 32 * 16);
     }
 
     // The offset in bytes of a 16-byte column of a row in a tile. Columns are permuted so that 8 rows of one column, which
@@ -54,8 +54,8 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
     }
 
     DEVICE void copy_queries(u32 into) const {
-        share<ROWS>([&](u32 n, u32 column) {
-            const TileRow from = at.row(ROWS, n);
+        share<Br>([&](u32 n, u32 column) {
+            const TileRow from = at.row(Br, n);
             const bool there = from.row < args.rows;
             const u16 *head = head_of<u16>(args.q, at.batch, from.head);
             copy(into + place(n, column), head + (there ? from.row : 0) * args.q.row_stride, column, there);
@@ -64,22 +64,22 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
 
     DEVICE void copy_tile(u32 into, const Tensor &tensor, u32 first) const {
         const u16 *head = head_of<u16>(tensor, at.batch, at.kv_head);
-        share<KEYS>([&](u32 n, u32 column) {
+        share<Bc>([&](u32 n, u32 column) {
             const bool there = first + n < args.keys;
             copy(into + place(n, column), head + (there ? first + n : 0) * tensor.row_stride, column, there);
         });
     }
 
     DEVICE void copy_keys(u32 stage, u32 tile) const {
-        copy_tile(stage, args.k, tile * KEYS);
-        copy_tile(stage + TILE_BYTES, args.v, tile * KEYS);
+        copy_tile(stage, args.k, tile * Bc);
+        copy_tile(stage + TILE_BYTES, args.v, tile * Bc);
         copy_async_commit();
     }
 
     // Whether this thread's share of a tile of V has a NaN or an infinity.
     DEVICE static bool copied_odd(u32 v) {
         bool odd = false;
-        share<KEYS>([&](u32 row, u32 column) {
+        share<Bc>([&](u32 row, u32 column) {
             UNROLL for (u32 word = 0; word < 4; word++)
                 odd |= Mine::odd_pair(load_shared(v + place(row, column) + word * 4));
         });
@@ -93,8 +93,8 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
     }
 
     // scores = q · k, for all keys of a tile.
-    DEVICE void multiply_keys(float (&scores)[KEYS / 8][4], const u32 (*held)[4], u32 q_from, u32 k_from) const {
-        UNROLL for (int n = 0; n < KEYS / 8; n++)
+    DEVICE void multiply_keys(float (&scores)[Bc / 8][4], const u32 (*held)[4], u32 q_from, u32 k_from) const {
+        UNROLL for (int n = 0; n < Bc / 8; n++)
             UNROLL for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
         UNROLL for (int k = 0; k < DIM / 16; k++) {
             u32 q[4];
@@ -103,7 +103,7 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
             } else {
                 load_q(q, q_from, k);
             }
-            UNROLL for (int n = 0; n < KEYS / 16; n++) {
+            UNROLL for (int n = 0; n < Bc / 16; n++) {
                 u32 keys[4];
                 load_matrices(keys, k_from + place(16 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
                 T::multiply(scores[2 * n], q, keys[0], keys[1]);
@@ -112,9 +112,9 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         }
     }
 
-    // acc += weights · v. If `odd`, elements of v that are not finite count as 0.
-    DEVICE void multiply_values(const float (&weights)[KEYS / 8][4], u32 v_from, bool odd) {
-        UNROLL for (int k = 0; k < KEYS / 16; k++) {
+    // O += weights · v. If `odd`, elements of v that are not finite count as 0.
+    DEVICE void multiply_values(const float (&weights)[Bc / 8][4], u32 v_from, bool odd) {
+        UNROLL for (int k = 0; k < Bc / 16; k++) {
             u32 p[4];
             Mine::pack_weights(p, weights, k);
             UNROLL for (int j = 0; j < DIM / 16; j++) {
@@ -126,8 +126,8 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
                         if (Mine::odd(u16(v[i] >> 16))) v[i] &= 0xffffu;
                     }
                 }
-                T::multiply(mine.acc[2 * j], p, v[0], v[1]);
-                T::multiply(mine.acc[2 * j + 1], p, v[2], v[3]);
+                T::multiply(mine.O[2 * j], p, v[0], v[1]);
+                T::multiply(mine.O[2 * j + 1], p, v[2], v[3]);
             }
         }
     }
@@ -135,12 +135,12 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
     DEVICE void run() {
         Tiles tiles = at.tiles(args);
         // Warps behind the last row only copy.
-        const bool rows_here = at.row(ROWS, thread_x() / 32 * 16).row < args.rows;
+        const bool rows_here = at.row(Br, thread_x() / 32 * 16).row < args.rows;
         if (tiles.done()) {
             if ((At::PARTS || args.fresh) && rows_here) mine.merge(at);
             return;
         }
-        const u32 q_from = shared_base(), stages = q_from + ROWS * DIM * 2;
+        const u32 q_from = shared_base(), stages = q_from + Br * DIM * 2;
         copy_queries(q_from);
         copy_keys(stages, tiles.tile());
         // With a scale of 0 the -inf of hidden keys would become NaN.
@@ -148,8 +148,8 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
         u32 held[Q_STAYS ? DIM / 16 : 1][4];
         for (u32 step = 0; !tiles.done(); step++) {
             const u32 k_from = stages + step % 2 * 2 * TILE_BYTES, v_from = k_from + TILE_BYTES;
-            const u32 first_key = tiles.tile() * KEYS;
-            const bool tested = !tiles.full() || first_key + KEYS > args.keys || args.bias_kind != NO_BIAS;
+            const u32 first_key = tiles.tile() * Bc;
+            const bool tested = !tiles.full() || first_key + Bc > args.keys || args.bias_kind != NO_BIAS;
             tiles.advance();
             copy_async_wait<0>();
             // After this the tile is complete for all threads, and no thread reads the other stage.
@@ -159,10 +159,10 @@ template <typename T, int DIM, typename At = Place, int WARPS = DIM <= 192 ? 8 :
             if (Q_STAYS && step == 0) {
                 UNROLL for (int k = 0; k < DIM / 16; k++) load_q(held[k], q_from, k);
             }
-            float scores[KEYS / 8][4], rescale[2];
+            float scores[Bc / 8][4], corr[2];
             multiply_keys(scores, held, q_from, k_from);
-            mine.weigh(scores, mine.shape(scores, scale, at.batch, first_key, tested), rescale);
-            mine.scale_sums(rescale);
+            mine.weigh(scores, mine.shape(scores, scale, at.batch, first_key, tested), corr);
+            mine.scale_sums(corr);
             multiply_values(scores, v_from, odd);
             if (odd) {
                 mine.add_odd_values(scores, at.batch, first_key, [&](u32 key, int j) {

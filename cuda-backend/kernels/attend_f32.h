@@ -4,11 +4,11 @@
 #include "convert.h"
 
 struct AttentionF32 {
-    static constexpr int ROWS = 8, KEYS = 32, THREADS = ROWS * 32, MOST_DIM = 256;
+    static constexpr int Br = 8, Bc = 32, THREADS = Br * 32, MOST_DIM = 256;
 
     DEVICE static void run(const AttendArguments &args) {
         const Place at(args);
-        attend(args, at, at.row(ROWS, thread_x() / 32));
+        attend(args, at, at.row(Br, thread_x() / 32));
     }
 
     // Computes one row with one warp. Warps do not wait for each other.
@@ -19,34 +19,34 @@ struct AttentionF32 {
         const float *q = head_of<float>(args.q, at.batch, here.head) + here.row * args.q.row_stride;
         const float *k = head_of<float>(args.k, at.batch, at.kv_head);
         const float *v = head_of<float>(args.v, at.batch, at.kv_head);
-        float acc[MOST_DIM / 32], top = -INFINITE, sum = 0.0f;
-        UNROLL for (int i = 0; i < MOST_DIM / 32; i++) acc[i] = 0.0f;
+        float O[MOST_DIM / 32], m = -INFINITE, l = 0.0f;
+        UNROLL for (int i = 0; i < MOST_DIM / 32; i++) O[i] = 0.0f;
         for (Tiles tiles = at.tiles(args); !tiles.done(); tiles.advance()) {
-            const u32 first_key = tiles.tile() * KEYS;
+            const u32 first_key = tiles.tile() * Bc;
             const float score = logit(args, at.batch, here, span, q, k, first_key + lane);
             const u32 seen = vote(score != -INFINITE);
             float most = score;
             for (u32 apart = 16; apart; apart /= 2) most = larger(most, shuffle_xor(most, apart));
-            most = larger(top, most);
+            most = larger(m, most);
             const float base = most == -INFINITE ? 0.0f : most;
-            const float rescale = exp_fast(top - base), weight = exp_fast(score - base);
-            top = most;
-            sum = fused(sum, rescale, weight);
-            UNROLL for (int i = 0; i < MOST_DIM / 32; i++) acc[i] *= rescale;
-            for (u32 c = 0; c < KEYS; c++) {
+            const float corr = exp_fast(m - base), weight = exp_fast(score - base);
+            m = most;
+            l = fused(l, corr, weight);
+            UNROLL for (int i = 0; i < MOST_DIM / 32; i++) O[i] *= corr;
+            for (u32 c = 0; c < Bc; c++) {
                 const float w = shuffle(weight, c);
                 // Skipped instead of multiplied by 0: the value of a hidden key may be NaN.
                 if (!(seen >> c & 1)) continue;
                 const float *value = v + (first_key + c) * args.v.row_stride;
                 UNROLL for (int i = 0; i < MOST_DIM / 32; i++)
-                    if (lane + 32 * i < args.dim) acc[i] = fused(w, value[lane + 32 * i], acc[i]);
+                    if (lane + 32 * i < args.dim) O[i] = fused(w, value[lane + 32 * i], O[i]);
             }
         }
-        for (u32 apart = 16; apart; apart /= 2) sum += shuffle_xor(sum, apart);
+        for (u32 apart = 16; apart; apart /= 2) l += shuffle_xor(l, apart);
         float *ml = at.ml(args, here), *a = at.a(args, here);
         // The memory of a fresh state is not read.
         const bool fresh = At::PARTS || args.fresh;
-        const Entry entry(top, sum, 0.0f, fresh ? EMPTY_M : ml[0], fresh ? 0.0f : ml[1]);
+        const Entry entry(m, l, 0.0f, fresh ? EMPTY_M : ml[0], fresh ? 0.0f : ml[1]);
         warp_sync();
         if (entry.nothing && !fresh) return;
         if (lane == 0) {
@@ -56,7 +56,7 @@ struct AttentionF32 {
         if (entry.nothing && At::PARTS) return;
         UNROLL for (int i = 0; i < MOST_DIM / 32; i++)
             if (lane + 32 * i < args.dim)
-                a[lane + 32 * i] = fresh ? acc[i] * entry.found : entry.of(a[lane + 32 * i], acc[i]);
+                a[lane + 32 * i] = fresh ? O[i] * entry.found : entry.of(a[lane + 32 * i], O[i]);
     }
 
     // The logit of a (row, key); -inf if the row does not see the key.

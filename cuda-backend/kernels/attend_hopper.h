@@ -55,18 +55,18 @@ private:
     }
 };
 
-template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
+template <typename T, int DIM, int Bc, int CONSUMERS_> struct Hopper {
     static constexpr u32 CONSUMERS = CONSUMERS_;
     static constexpr int THREADS = 128 * (1 + CONSUMERS);
-    static constexpr u32 ROWS = 64 * CONSUMERS;
+    static constexpr u32 Br = 64 * CONSUMERS;
     // Registers of a thread of the producer and of a consumer. The block has all 65536 of a multiprocessor.
     static constexpr u32 FEWER = CONSUMERS == 2 ? 24 : 32, MORE = CONSUMERS == 2 ? 240 : 160;
     static constexpr u32 STAGES = DIM == 64 ? 4 : 2;
     // A row in shared memory has 64 elements, 128 bytes. A tile of more columns is several such chunks, one behind the other.
-    static constexpr u32 CHUNKS = DIM / 64, Q_CHUNK = ROWS * 128, KV_CHUNK = KEYS * 128;
+    static constexpr u32 CHUNKS = DIM / 64, Q_CHUNK = Br * 128, KV_CHUNK = Bc * 128;
     static constexpr u32 Q_BYTES = CHUNKS * Q_CHUNK, TILE_BYTES = CHUNKS * KV_CHUNK;
     // What a tile with mask tests has: the positions of its keys, a word of each marker, its first key and its step.
-    static constexpr u32 MARKERS = 3, MARKS_BYTES = (KEYS + 8) * 4;
+    static constexpr u32 MARKERS = 3, MARKS_BYTES = (Bc + 8) * 4;
     // mbarriers: two for queries; for each stage four for keys and values, and three for marks.
     static constexpr u32 PHASES = 2 + 7 * STAGES;
     static constexpr u32 SHARED_BYTES = Q_BYTES + 2 * STAGES * TILE_BYTES + STAGES * MARKS_BYTES + PHASES * 8;
@@ -75,7 +75,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
     // Named barriers: the turn of a consumer to issue products, the threads of all consumers.
     static constexpr u32 TURN = 1, ALL = 1 + CONSUMERS;
 
-    using Mine = Rows<T, DIM, KEYS, Place>;
+    using Mine = Rows<T, DIM, Bc, Place>;
 
     const HopperArguments &more;
     const AttendArguments &args;
@@ -96,8 +96,8 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
     DEVICE u32 located(u32 n) const { return k_full(n % STAGES) + 40; }
     DEVICE u32 checked(u32 n) const { return k_full(n % STAGES) + 48; }
     DEVICE u32 positions(u32 n) const { return marks + n % STAGES * MARKS_BYTES; }
-    DEVICE u32 verdict(u32 n, u32 marker) const { return positions(n) + (KEYS + marker) * 4; }
-    DEVICE u32 request(u32 n) const { return positions(n) + (KEYS + MARKERS) * 4; }
+    DEVICE u32 verdict(u32 n, u32 marker) const { return positions(n) + (Bc + marker) * 4; }
+    DEVICE u32 request(u32 n) const { return positions(n) + (Bc + MARKERS) * 4; }
     // The parity of the phases in which the `n`-th use of a ring of stages begins to be full.
     DEVICE static u32 parity_of(u32 n) { return n / STAGES % 2; }
 
@@ -110,7 +110,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
         const TilePlace at = more.order[item / args.heads];
         return Place(args, at.tile, item % args.heads, at.batch);
     }
-    DEVICE Sweep sweep(const Place &at) const { return Sweep(args, at, KEYS); }
+    DEVICE Sweep sweep(const Place &at) const { return Sweep(args, at, Bc); }
 
     // Copies the queries of an item when the consumers have read those of the previous one.
     DEVICE void copy_queries(const Place &at, u32 taken) const {
@@ -118,7 +118,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
         phase_wait(q_empty(), taken % 2 ^ 1);
         phase_arrive_expecting(q_full(), Q_BYTES);
         for (u32 c = 0; c < CHUNKS; c++)
-            copy_box(q + c * Q_CHUNK, more.q, q_full(), c * 64, at.tile * ROWS, at.head, at.batch);
+            copy_box(q + c * Q_CHUNK, more.q, q_full(), c * 64, at.tile * Br, at.head, at.batch);
     }
     // Copies a tile of keys or values when the consumers have read the previous one of this stage.
     DEVICE void copy_tile(u32 stages, const TensorMap &map, u32 full, u32 empty, u32 step, u32 first, const Place &at) const {
@@ -128,10 +128,10 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
             copy_box(stages + step % STAGES * TILE_BYTES + c * KV_CHUNK, map, full, c * 64, first, at.kv_head, at.batch);
     }
     DEVICE void copy_keys(u32 step, u32 tile, const Place &at) const {
-        copy_tile(k, more.k, k_full(step % STAGES), k_empty(step % STAGES), step, tile * KEYS, at);
+        copy_tile(k, more.k, k_full(step % STAGES), k_empty(step % STAGES), step, tile * Bc, at);
     }
     DEVICE void copy_values(u32 step, u32 tile, const Place &at) const {
-        copy_tile(v, more.v, v_full(step % STAGES), v_empty(step % STAGES), step, tile * KEYS, at);
+        copy_tile(v, more.v, v_full(step % STAGES), v_empty(step % STAGES), step, tile * Bc, at);
     }
 
     // Requests the `n`-th marks: of the tile that begins with `first_key`, whose values were copied in `step`. Nobody needs the marks
@@ -154,7 +154,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
         const auto copy_previous = [&](const Place &at) {
             const u32 tile = before & ~TESTED;
             copy_values(step - 1, tile, at);
-            if (before & TESTED) request_marks(marked++, tile * KEYS, step - 1);
+            if (before & TESTED) request_marks(marked++, tile * Bc, step - 1);
         };
         for (u32 taken = 0; item_of(taken) < more.end_item; taken++) {
             const Place at = place(item_of(taken));
@@ -187,7 +187,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
             if (first_key == NO_MORE) return;
             const u32 mine = marker * 32 + thread_x() % 32;
             // A thread of the producer has few registers.
-            ROLLED for (u32 key = mine; key < KEYS; key += 32 * MARKERS)
+            ROLLED for (u32 key = mine; key < Bc; key += 32 * MARKERS)
                 store_shared(positions(n) + key * 4, position_of(args, first_key + key));
             release(located(n));
             phase_wait(v_full(step % STAGES), parity_of(step));
@@ -205,33 +205,33 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
     }
 
     // Starts scores = q · k.
-    DEVICE void multiply_keys(float (&scores)[KEYS / 8][4], u32 consumer, u32 step) const {
+    DEVICE void multiply_keys(float (&scores)[Bc / 8][4], u32 consumer, u32 step) const {
         const u64 left = matrix_at(q + consumer * 64 * 128, 16), right = matrix_at(k + step % STAGES * TILE_BYTES, 16);
         UNROLL for (u32 i = 0; i < DIM / 16; i++) {
             // 16 elements of a row are 32 bytes.
             const u32 from = i / 4, within = i % 4 * 32;
-            Wgmma<T, KEYS>::shared(scores, left + (from * Q_CHUNK + within) / 16, right + (from * KV_CHUNK + within) / 16, i != 0);
+            Wgmma<T, Bc>::shared(scores, left + (from * Q_CHUNK + within) / 16, right + (from * KV_CHUNK + within) / 16, i != 0);
         }
         wgmma_commit();
     }
 
-    // Starts acc += weights · v. Registers that are complete here stay as they are.
-    DEVICE void multiply_values(Mine &mine, u32 (&p)[KEYS / 16][4], u32 step) const {
+    // Starts O += weights · v. Registers that are complete here stay as they are.
+    DEVICE void multiply_values(Mine &mine, u32 (&p)[Bc / 16][4], u32 step) const {
         phase_wait(v_full(step % STAGES), parity_of(step));
-        settle(mine.acc);
+        settle(mine.O);
         settle(p);
         wgmma_fence();
         const u64 right = matrix_at(v + step % STAGES * TILE_BYTES, KV_CHUNK);
-        UNROLL for (u32 i = 0; i < KEYS / 16; i++) Wgmma<T, DIM>::registers(mine.acc, p[i], right + i * 16 * 128 / 16);
+        UNROLL for (u32 i = 0; i < Bc / 16; i++) Wgmma<T, DIM>::registers(mine.O, p[i], right + i * 16 * 128 / 16);
         wgmma_commit();
     }
 
-    DEVICE static void pack(u32 (&p)[KEYS / 16][4], const float (&weights)[KEYS / 8][4]) {
-        UNROLL for (int i = 0; i < KEYS / 16; i++) Mine::pack_weights(p[i], weights, i);
+    DEVICE static void pack(u32 (&p)[Bc / 16][4], const float (&weights)[Bc / 8][4]) {
+        UNROLL for (int i = 0; i < Bc / 16; i++) Mine::pack_weights(p[i], weights, i);
     }
 
     // Turns scores into weights. `marked` counts the tiles with mask tests.
-    DEVICE void weigh(Mine &mine, float (&scores)[KEYS / 8][4], float (&rescale)[2], float scale, bool tested, u32 &marked) const {
+    DEVICE void weigh(Mine &mine, float (&scores)[Bc / 8][4], float (&corr)[2], float scale, bool tested, u32 &marked) const {
         const float factor = mine.bend(scores, scale);
         if (tested) {
             phase_wait(located(marked), parity_of(marked));
@@ -239,19 +239,19 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
             mine.hide(scores, [&](u32 (&pair)[2], u32 n) { load_shared(pair, from + n * 32); });
             marked++;
         }
-        mine.weigh(scores, factor, rescale);
+        mine.weigh(scores, factor, corr);
     }
 
     // Adds values that are NaN or infinite, in a tile and step with the `n`-th marks, to the rows that see them, and replaces them by
     // zeros. All consumers find the same. `p` is packed again from the weights, so that it needs no registers here.
-    DEVICE void add_odd(Mine &mine, const float (&weights)[KEYS / 8][4], u32 (&p)[KEYS / 16][4], u32 consumer, u32 batch, u32 tile,
+    DEVICE void add_odd(Mine &mine, const float (&weights)[Bc / 8][4], u32 (&p)[Bc / 16][4], u32 consumer, u32 batch, u32 tile,
                         u32 step, u32 n) const {
         phase_wait(checked(n), parity_of(n));
         u32 odd = 0;
         UNROLL for (u32 marker = 0; marker < MARKERS; marker++) odd |= load_shared(verdict(n, marker));
         if (!warp_uniform(odd)) return;
         const u32 values = v + step % STAGES * TILE_BYTES;
-        mine.add_odd_values(weights, batch, tile * KEYS, [&](u32 key, int j) {
+        mine.add_odd_values(weights, batch, tile * Bc, [&](u32 key, int j) {
             return load_shared(pair_in(values, KV_CHUNK, key, j));
         });
         clear_odd<Mine>(values, TILE_BYTES, consumer, CONSUMERS, ALL);
@@ -263,12 +263,12 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
         // With a scale of 0 the -inf of hidden keys would become NaN. `bend` applies a negative scale itself.
         const float scale = args.scale < 0.0f ? args.scale : larger(args.scale, 1.2e-38f);
         Mine mine(args);
-        float scores[KEYS / 8][4], rescale[2];
-        u32 p[KEYS / 16][4], step = 0, marked = 0;
+        float scores[Bc / 8][4], corr[2];
+        u32 p[Bc / 16][4], step = 0, marked = 0;
         if (consumer == CONSUMERS - 1) named_arrive(TURN, 256);
         for (u32 taken = 0; item_of(taken) < more.end_item; taken++) {
             const Place at = place(item_of(taken));
-            mine.begin(at, ROWS, thread_x() / 32 * 16 - 64);
+            mine.begin(at, Br, thread_x() / 32 * 16 - 64);
             phase_wait(q_full(), taken % 2);
             Sweep tiles = sweep(at);
             if (!tiles.done()) {
@@ -278,7 +278,7 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
                 wgmma_wait<0>();
                 settle(scores);
                 release(k_empty(step % STAGES));
-                weigh(mine, scores, rescale, scale, tiles.tested, marked);
+                weigh(mine, scores, corr, scale, tiles.tested, marked);
                 pack(p, scores);
                 u32 before = named(tiles);
                 for (tiles.advance(); !tiles.done(); tiles.advance()) {
@@ -293,19 +293,19 @@ template <typename T, int DIM, int KEYS, int CONSUMERS_> struct Hopper {
                     wgmma_wait<1>();
                     settle(scores);
                     release(k_empty(step % STAGES));
-                    weigh(mine, scores, rescale, scale, tiles.tested, marked);
-                    not_before(mine.sum[0] + mine.sum[1]);
+                    weigh(mine, scores, corr, scale, tiles.tested, marked);
+                    not_before(mine.l[0] + mine.l[1]);
                     wgmma_wait<0>();
-                    settle(mine.acc);
+                    settle(mine.O);
                     release(v_empty((step - 1) % STAGES));
-                    mine.scale_sums(rescale);
+                    mine.scale_sums(corr);
                     pack(p, scores);
                     before = named(tiles);
                 }
                 if (before & TESTED) add_odd(mine, scores, p, consumer, at.batch, before & ~TESTED, step, marked - 1);
                 multiply_values(mine, p, step);
                 wgmma_wait<0>();
-                settle(mine.acc);
+                settle(mine.O);
                 release(v_empty(step % STAGES));
                 step++;
             }

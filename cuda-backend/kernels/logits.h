@@ -122,11 +122,11 @@ DEVICE float exp_fast(float x) { return exp2_fast(x * LOG2_E); }
 struct Anchor {
     static constexpr float FAR = 4096.0f;
 
-    DEVICE static float of(float top) { return top == -INFINITE ? 0.0f : product(top, LOG2_E); }
+    DEVICE static float of(float m) { return m == -INFINITE ? 0.0f : product(m, LOG2_E); }
     DEVICE static bool far(float base) { return !(magnitude(base) < FAR); }
-    DEVICE static float off(float top) {
-        const float base = of(top);
-        return far(base) ? 0.0f : fused(-top, LOG2_E, base) - top * LOG2_E_REST;
+    DEVICE static float off(float m) {
+        const float base = of(m);
+        return far(base) ? 0.0f : fused(-m, LOG2_E, base) - m * LOG2_E_REST;
     }
 };
 
@@ -138,13 +138,13 @@ struct Entry {
 
     // Merges the largest logit and the sum of this block with (m, l) of the state; the block's sums lack the factor 2^`off`. If one side saw
     // no key, the other side stays as it is. If none did, this is an empty state.
-    DEVICE Entry(float top, float sum, float off, float old_m, float old_l)
-        : keep(0.0f), found(0.0f), m(EMPTY_M), l(0.0f), nothing(top == -INFINITE && sum == 0.0f) {
+    DEVICE Entry(float new_m, float new_l, float off, float old_m, float old_l)
+        : keep(0.0f), found(0.0f), m(EMPTY_M), l(0.0f), nothing(new_m == -INFINITE && new_l == 0.0f) {
         if (nothing) return;
         const bool fresh = old_l == 0.0f && old_m == EMPTY_M;
-        m = fresh ? top : larger(top, old_m);
-        found = exp2_fast(fused(top - m, LOG2_E, off));
-        l = sum * found;
+        m = fresh ? new_m : larger(new_m, old_m);
+        found = exp2_fast(fused(new_m - m, LOG2_E, off));
+        l = new_l * found;
         if (!fresh) {
             keep = exp_fast(old_m - m);
             l += old_l * keep;

@@ -171,11 +171,11 @@ const F32_FAULTS: [Bug; 13] = [
     bug(
         "the sum of half of the lanes",
         F32,
-        "apart = 16; apart; apart /= 2) sum",
-        "apart = 8; apart; apart /= 2) sum",
+        "apart = 16; apart; apart /= 2) l",
+        "apart = 8; apart; apart /= 2) l",
     ),
-    bug("weights are not scaled to a new maximum", F32, "fused(sum, rescale, weight)", "sum + weight"),
-    bug("values are not scaled to a new maximum", F32, "acc[i] *= rescale;", ""),
+    bug("weights are not scaled to a new maximum", F32, "fused(l, corr, weight)", "l + weight"),
+    bug("values are not scaled to a new maximum", F32, "O[i] *= corr;", ""),
     bug("hidden values that are NaN are multiplied by 0", F32, "if (!(seen >> c & 1)) continue;", ""),
     bug(
         "values of the first key",

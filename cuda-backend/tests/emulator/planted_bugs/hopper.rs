@@ -63,8 +63,8 @@ const BUGS: [Bug; 52] = [
     bug(
         "values are released before they are read",
         FILE,
-        "wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty((step - 1) % STAGES));",
-        "release(v_empty((step - 1) % STAGES));\n                    wgmma_wait<0>();\n                    settle(mine.acc);",
+        "wgmma_wait<0>();\n                    settle(mine.O);\n                    release(v_empty((step - 1) % STAGES));",
+        "release(v_empty((step - 1) % STAGES));\n                    wgmma_wait<0>();\n                    settle(mine.O);",
     ),
     bug(
         "keys are released before they are read",
@@ -76,7 +76,7 @@ const BUGS: [Bug; 52] = [
     bug(
         "sums are not waited for",
         FILE,
-        "wgmma_wait<0>();\n                    settle(mine.acc);\n                    release(v_empty((step - 1) % STAGES));",
+        "wgmma_wait<0>();\n                    settle(mine.O);\n                    release(v_empty((step - 1) % STAGES));",
         "release(v_empty((step - 1) % STAGES));",
     ),
     bug(
@@ -136,12 +136,12 @@ const BUGS: [Bug; 52] = [
         "if (thread_x() % 32 == 0) phase_arrive(phase);",
         "phase_arrive(phase);",
     ),
-    bug("sums are not rescaled", FILE, "mine.scale_sums(rescale);", ""),
+    bug("sums are not rescaled", FILE, "mine.scale_sums(corr);", ""),
     bug(
         "sums are rescaled before the values of the previous tile are added",
         FILE,
         "                    settle(scores);\n                    release(k_empty(step % STAGES));",
-        "                    settle(scores);\n                    mine.scale_sums(rescale);\n                    release(k_empty(step % STAGES));",
+        "                    settle(scores);\n                    mine.scale_sums(corr);\n                    release(k_empty(step % STAGES));",
     ),
     bug(
         "the incomplete last tile of a full run counts as full",
@@ -165,7 +165,7 @@ const BUGS: [Bug; 52] = [
     bug(
         "a marker leaves out its last keys",
         FILE,
-        "key < KEYS; key += 32 * MARKERS",
+        "key < Bc; key += 32 * MARKERS",
         "key < 32 * MARKERS; key += 32 * MARKERS",
     ),
     bug("the markers are not told of the end", FILE, "        request_marks(marked, NO_MORE, 0);\n", ""),
@@ -228,8 +228,8 @@ const BUGS: [Bug; 52] = [
     bug(
         "results behind the last row",
         "rows.h",
-        "            if (!there(half)) continue;\n            const Entry entry(top[half], sum[half], Anchor::off(top[half]), EMPTY_M",
-        "            const Entry entry(top[half], sum[half], Anchor::off(top[half]), EMPTY_M",
+        "            if (!there(half)) continue;\n            const Entry entry(m[half], l[half], Anchor::off(m[half]), EMPTY_M",
+        "            const Entry entry(m[half], l[half], Anchor::off(m[half]), EMPTY_M",
     ),
     bug("results without sinks", FILE, "more.lse, more.sinks)", "more.lse, nullptr)"),
     bug("a sink of another head", "rows.h", "sinks + rows[half].head", "sinks"),
