@@ -1,5 +1,8 @@
 // The 16 query rows of a warp in the tensor-core kernels: mask, softmax and sums.
 //
+// Names are those of the literature and of shaders/wgsl/attend/portable.wgsl: m, l and O of a row, tiles of Br x Bc; scores are S
+// and become the weights P in place; corr is e^(m before - m).
+//
 // Fragments of mma.m16n8k16 and of wgmma have the same layout: of the 16 rows of its warp a lane has rows `lane / 4` (half 0) and
 // `lane / 4 + 8` (half 1), and of every 8 columns `lane % 4 · 2` and the next one.
 #pragma once

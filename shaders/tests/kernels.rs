@@ -203,7 +203,7 @@ fn all_loops_of_kernels_for_software_drivers_add_up_a_logit_alike() {
                 variant: BackwardVariant::Lanes { .. },
                 head_dim,
                 ..
-            }) => (head_dim, "x0_chain"),
+            }) => (head_dim, "S0_chain"),
             _ => continue,
         };
         let of_kernel = orders_of_logits(&kernel.source(Dialect::Naga), logit);

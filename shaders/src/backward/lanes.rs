@@ -31,13 +31,13 @@ pub(crate) const fn rows_per_lane(kernel: &BackwardKernel, lanes: u32) -> u32 {
 }
 
 pub(crate) fn values(kernel: BackwardKernel, lanes: u32) -> Value {
-    let sum = |name, factor| context! { name, factor, target => kernel.target(name) };
+    let sum = |name, factor| context! { name, factor };
     let sums = if kernel.sums.of_bias() {
         Vec::new()
     } else if kernel.sums.rows_are_fixed() {
-        vec![sum("a", " * params.scale")]
+        vec![sum("dq", " * params.scale")]
     } else {
-        vec![sum("a", " * params.unscale"), sum("b", "")]
+        vec![sum("dk", " * params.unscale"), sum("dv", "")]
     };
     context! {
         lanes,

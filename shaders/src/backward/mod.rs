@@ -35,13 +35,9 @@ impl BackwardKernel {
         }
     }
 
-    /// The binding of the sum `a` (of dS) or `b` (of P).
-    fn target(&self, sum: &str) -> &'static str {
-        match sum {
-            "a" if self.sums.rows_are_fixed() => "dq",
-            "a" => "dk",
-            _ => "dv",
-        }
+    /// The sum of dS times a moving row: its binding, and the name of its registers.
+    fn sum_of_scores(&self) -> &'static str {
+        if self.sums.rows_are_fixed() { "dq" } else { "dk" }
     }
 
     /// Workgroups for one tile of the list.

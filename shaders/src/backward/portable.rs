@@ -36,9 +36,9 @@ pub(crate) fn values(kernel: BackwardKernel) -> Value {
     let sums = kernel.sums;
     // What is read for each product, S and dP: name, fixed tensor, moving tensor.
     let products = if sums.rows_are_fixed() {
-        [("x", "q", "k"), ("d", "d_o", "v")]
+        [("S", "q", "k"), ("dP", "d_o", "v")]
     } else {
-        [("x", "k", "q"), ("d", "v", "d_o")]
+        [("S", "k", "q"), ("dP", "v", "d_o")]
     };
     let count = if sums.needs_scores() { 2 } else { 1 };
     let areas: Vec<Value> = products
@@ -47,14 +47,13 @@ pub(crate) fn values(kernel: BackwardKernel) -> Value {
         .take(count)
         .map(|(index, (name, fixed, moving))| context! { index, name, fixed, moving })
         .collect();
-    let weights_of = |name, weight, factors, moving: usize, area: usize, factor| {
+    let sum = |name, weight, factors, index: usize, factor| {
         // The kernel of dV alone has one area, which is free by then.
-        let area = format!("moving{}", area.min(count - 1));
-        let target = kernel.target(name);
-        context! { name, weight, factors, moving => products[moving].2, area, factor, target }
+        let area = format!("moving{}", index.min(count - 1));
+        context! { name, weight, factors, moving => products[index].2, area, factor }
     };
-    let scores = || weights_of("a", "s", "fixed1", 0, 0, " * params.scale");
-    let weights = || weights_of("b", "p", "fixed0", 1, 1, "");
+    let scores = || sum(kernel.sum_of_scores(), "dS", "fixed1", 0, " * params.scale");
+    let weights = || sum("dv", "P", "fixed0", 1, "");
     let added = match sums {
         Sums::Queries | Sums::Keys => vec![scores()],
         Sums::KeysValues => vec![scores(), weights()],

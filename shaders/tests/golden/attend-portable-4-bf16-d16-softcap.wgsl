@@ -40,9 +40,9 @@
 // Tile: Br = 32 query rows x Bc = 32 keys; 12288 bytes of workgroup memory.
 //
 // 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds 4 x 4: rows tr, tr + 8,
-// ..., keys tc, tc + 8, ... (x0, x1, ..., one vector of 4 keys for each row; then P in p0, p1, ...).
+// ..., keys tc, tc + 8, ... (S0, S1, ..., one vector of 4 keys for each row; then P0, P1, ...).
 // O goes in passes over the head, 8 chunks each: thread (tr, tc) holds chunk tc of each pass for its
-// rows (a0_1: row 0, pass 1). The 8 threads of a row agree on its m through workgroup memory, and
+// rows (O0_1: row 0, pass 1). The 8 threads of a row agree on its m through workgroup memory, and
 // keep their own part of l until the end.
 //
 // Workgroup memory
@@ -187,7 +187,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     var m0 = EMPTY_M;
     var l0 = 0.0f;
     var seen0 = full_runs < partial_runs;
-    var a0_0 = vec4<f32>();
+    var O0_0 = vec4<f32>();
     let row1 = tile * 32u + 8u + tr;
     let in1 = row1 < params.rows;
     let safe1 = min(row1, params.rows - 1u);
@@ -199,7 +199,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     var m1 = EMPTY_M;
     var l1 = 0.0f;
     var seen1 = full_runs < partial_runs;
-    var a1_0 = vec4<f32>();
+    var O1_0 = vec4<f32>();
     let row2 = tile * 32u + 16u + tr;
     let in2 = row2 < params.rows;
     let safe2 = min(row2, params.rows - 1u);
@@ -211,7 +211,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     var m2 = EMPTY_M;
     var l2 = 0.0f;
     var seen2 = full_runs < partial_runs;
-    var a2_0 = vec4<f32>();
+    var O2_0 = vec4<f32>();
     let row3 = tile * 32u + 24u + tr;
     let in3 = row3 < params.rows;
     let safe3 = min(row3, params.rows - 1u);
@@ -223,7 +223,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     var m3 = EMPTY_M;
     var l3 = 0.0f;
     var seen3 = full_runs < partial_runs;
-    var a3_0 = vec4<f32>();
+    var O3_0 = vec4<f32>();
     for (var g = 0u; g < 1u; g++) {
         tile_q[(g * 8u + tc) * 32u + 0u + tr] = load_q(q_at0, g * 8u + tc) * params.q_scale;
         tile_q[(g * 8u + tc) * 32u + 8u + tr] = load_q(q_at1, g * 8u + tc) * params.q_scale;
@@ -235,10 +235,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 32u) {
             // S = q k^T, 8 chunks of the head at a time.
-            var x0 = vec4<f32>();
-            var x1 = vec4<f32>();
-            var x2 = vec4<f32>();
-            var x3 = vec4<f32>();
+            var S0 = vec4<f32>();
+            var S1 = vec4<f32>();
+            var S2 = vec4<f32>();
+            var S3 = vec4<f32>();
             for (var g = 0u; g < 1u; g++) {
                 workgroupBarrier();
                 tile_kv[tc * 32u + 0u + tr] = load_k(k_base + (key + 0u + tr) * params.k_row, g * 8u + tc);
@@ -252,28 +252,28 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                     let k2 = tile_kv[c * 32u + 16u + tc];
                     let k3 = tile_kv[c * 32u + 24u + tc];
                     let q0 = tile_q[(g * 8u + c) * 32u + 0u + tr];
-                    x0 += vec4<f32>(dot(q0, k0), dot(q0, k1), dot(q0, k2), dot(q0, k3));
+                    S0 += vec4<f32>(dot(q0, k0), dot(q0, k1), dot(q0, k2), dot(q0, k3));
                     let q1 = tile_q[(g * 8u + c) * 32u + 8u + tr];
-                    x1 += vec4<f32>(dot(q1, k0), dot(q1, k1), dot(q1, k2), dot(q1, k3));
+                    S1 += vec4<f32>(dot(q1, k0), dot(q1, k1), dot(q1, k2), dot(q1, k3));
                     let q2 = tile_q[(g * 8u + c) * 32u + 16u + tr];
-                    x2 += vec4<f32>(dot(q2, k0), dot(q2, k1), dot(q2, k2), dot(q2, k3));
+                    S2 += vec4<f32>(dot(q2, k0), dot(q2, k1), dot(q2, k2), dot(q2, k3));
                     let q3 = tile_q[(g * 8u + c) * 32u + 24u + tr];
-                    x3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
+                    S3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
                 }
             }
-            x0 *= params.x_scale;
-            x1 *= params.x_scale;
-            x2 *= params.x_scale;
-            x3 *= params.x_scale;
-            x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
-            x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
-            x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
-            x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
+            S0 *= params.x_scale;
+            S1 *= params.x_scale;
+            S2 *= params.x_scale;
+            S3 *= params.x_scale;
+            S0 = vec4<f32>(capped(S0.x), capped(S0.y), capped(S0.z), capped(S0.w));
+            S1 = vec4<f32>(capped(S1.x), capped(S1.y), capped(S1.z), capped(S1.w));
+            S2 = vec4<f32>(capped(S2.x), capped(S2.y), capped(S2.z), capped(S2.w));
+            S3 = vec4<f32>(capped(S3.x), capped(S3.y), capped(S3.z), capped(S3.w));
             // The new maximum n of each row, from the maxima of its 8 threads.
-            tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(x0.x, x0.y), max(x0.z, x0.w)));
-            tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(x1.x, x1.y), max(x1.z, x1.w)));
-            tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(x2.x, x2.y), max(x2.z, x2.w)));
-            tile_p[tc * 32u + 24u + tr] = vec4<f32>(max(max(x3.x, x3.y), max(x3.z, x3.w)));
+            tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(S0.x, S0.y), max(S0.z, S0.w)));
+            tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(S1.x, S1.y), max(S1.z, S1.w)));
+            tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(S2.x, S2.y), max(S2.z, S2.w)));
+            tile_p[tc * 32u + 24u + tr] = vec4<f32>(max(max(S3.x, S3.y), max(S3.z, S3.w)));
             workgroupBarrier();
             var n0 = m0;
             var n1 = m1;
@@ -289,35 +289,35 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             // P = e^(S - n), by what l and O so far shrink, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
-            let p0 = vec4<f32>(
-                weight_of(x0.x - n0), weight_of(x0.y - n0),
-                weight_of(x0.z - n0), weight_of(x0.w - n0));
-            let kept0 = p0;
-            tile_p[tc * 32u + 0u + tr] = p0;
+            let P0 = vec4<f32>(
+                weight_of(S0.x - n0), weight_of(S0.y - n0),
+                weight_of(S0.z - n0), weight_of(S0.w - n0));
+            let kept0 = P0;
+            tile_p[tc * 32u + 0u + tr] = P0;
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
             let corr1 = weight_of(m1 - n1);
             m1 = n1;
-            let p1 = vec4<f32>(
-                weight_of(x1.x - n1), weight_of(x1.y - n1),
-                weight_of(x1.z - n1), weight_of(x1.w - n1));
-            let kept1 = p1;
-            tile_p[tc * 32u + 8u + tr] = p1;
+            let P1 = vec4<f32>(
+                weight_of(S1.x - n1), weight_of(S1.y - n1),
+                weight_of(S1.z - n1), weight_of(S1.w - n1));
+            let kept1 = P1;
+            tile_p[tc * 32u + 8u + tr] = P1;
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
             let corr2 = weight_of(m2 - n2);
             m2 = n2;
-            let p2 = vec4<f32>(
-                weight_of(x2.x - n2), weight_of(x2.y - n2),
-                weight_of(x2.z - n2), weight_of(x2.w - n2));
-            let kept2 = p2;
-            tile_p[tc * 32u + 16u + tr] = p2;
+            let P2 = vec4<f32>(
+                weight_of(S2.x - n2), weight_of(S2.y - n2),
+                weight_of(S2.z - n2), weight_of(S2.w - n2));
+            let kept2 = P2;
+            tile_p[tc * 32u + 16u + tr] = P2;
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
             let corr3 = weight_of(m3 - n3);
             m3 = n3;
-            let p3 = vec4<f32>(
-                weight_of(x3.x - n3), weight_of(x3.y - n3),
-                weight_of(x3.z - n3), weight_of(x3.w - n3));
-            let kept3 = p3;
-            tile_p[tc * 32u + 24u + tr] = p3;
+            let P3 = vec4<f32>(
+                weight_of(S3.x - n3), weight_of(S3.y - n3),
+                weight_of(S3.z - n3), weight_of(S3.w - n3));
+            let kept3 = P3;
+            tile_p[tc * 32u + 24u + tr] = P3;
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
             // O = O corr + P V. The first pass needs no barrier: those of the maxima are between K and V.
             // Slot s holds key 8 (s % 4) + s / 4.
@@ -333,23 +333,23 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let slot0_3 = 24u + tr;
             tile_kv[slot0_3 * 8u + tc] = load_v(v_base + (key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u)) * params.v_row, 0u + tc);
             workgroupBarrier();
-            a0_0 *= corr0;
-            a1_0 *= corr1;
-            a2_0 *= corr2;
-            a3_0 *= corr3;
+            O0_0 *= corr0;
+            O1_0 *= corr1;
+            O2_0 *= corr2;
+            O3_0 *= corr3;
             for (var s = 0u; s < 8u; s++) {
                 let v0 = tile_kv[(s * 4u + 0u) * 8u + tc];
                 let v1 = tile_kv[(s * 4u + 1u) * 8u + tc];
                 let v2 = tile_kv[(s * 4u + 2u) * 8u + tc];
                 let v3 = tile_kv[(s * 4u + 3u) * 8u + tc];
-                let p0 = tile_p[s * 32u + 0u + tr];
-                a0_0 += (v0 * p0.x + v1 * p0.y) + (v2 * p0.z + v3 * p0.w);
-                let p1 = tile_p[s * 32u + 8u + tr];
-                a1_0 += (v0 * p1.x + v1 * p1.y) + (v2 * p1.z + v3 * p1.w);
-                let p2 = tile_p[s * 32u + 16u + tr];
-                a2_0 += (v0 * p2.x + v1 * p2.y) + (v2 * p2.z + v3 * p2.w);
-                let p3 = tile_p[s * 32u + 24u + tr];
-                a3_0 += (v0 * p3.x + v1 * p3.y) + (v2 * p3.z + v3 * p3.w);
+                let w0 = tile_p[s * 32u + 0u + tr];
+                O0_0 += (v0 * w0.x + v1 * w0.y) + (v2 * w0.z + v3 * w0.w);
+                let w1 = tile_p[s * 32u + 8u + tr];
+                O1_0 += (v0 * w1.x + v1 * w1.y) + (v2 * w1.z + v3 * w1.w);
+                let w2 = tile_p[s * 32u + 16u + tr];
+                O2_0 += (v0 * w2.x + v1 * w2.y) + (v2 * w2.z + v3 * w2.w);
+                let w3 = tile_p[s * 32u + 24u + tr];
+                O3_0 += (v0 * w3.x + v1 * w3.y) + (v2 * w3.z + v3 * w3.w);
             }
         }
 
@@ -359,10 +359,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         let end = min(work[params.runs_at + 2u * run + 1u], params.key_end);
         for (var key = first; key < end; key += 32u) {
             // S = q k^T, 8 chunks of the head at a time.
-            var x0 = vec4<f32>();
-            var x1 = vec4<f32>();
-            var x2 = vec4<f32>();
-            var x3 = vec4<f32>();
+            var S0 = vec4<f32>();
+            var S1 = vec4<f32>();
+            var S2 = vec4<f32>();
+            var S3 = vec4<f32>();
             for (var g = 0u; g < 1u; g++) {
                 workgroupBarrier();
                 tile_kv[tc * 32u + 0u + tr] = select(vec4<f32>(), load_k(k_base + min(key + 0u + tr, end - 1u) * params.k_row, g * 8u + tc), key + 0u + tr < end);
@@ -376,23 +376,23 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                     let k2 = tile_kv[c * 32u + 16u + tc];
                     let k3 = tile_kv[c * 32u + 24u + tc];
                     let q0 = tile_q[(g * 8u + c) * 32u + 0u + tr];
-                    x0 += vec4<f32>(dot(q0, k0), dot(q0, k1), dot(q0, k2), dot(q0, k3));
+                    S0 += vec4<f32>(dot(q0, k0), dot(q0, k1), dot(q0, k2), dot(q0, k3));
                     let q1 = tile_q[(g * 8u + c) * 32u + 8u + tr];
-                    x1 += vec4<f32>(dot(q1, k0), dot(q1, k1), dot(q1, k2), dot(q1, k3));
+                    S1 += vec4<f32>(dot(q1, k0), dot(q1, k1), dot(q1, k2), dot(q1, k3));
                     let q2 = tile_q[(g * 8u + c) * 32u + 16u + tr];
-                    x2 += vec4<f32>(dot(q2, k0), dot(q2, k1), dot(q2, k2), dot(q2, k3));
+                    S2 += vec4<f32>(dot(q2, k0), dot(q2, k1), dot(q2, k2), dot(q2, k3));
                     let q3 = tile_q[(g * 8u + c) * 32u + 24u + tr];
-                    x3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
+                    S3 += vec4<f32>(dot(q3, k0), dot(q3, k1), dot(q3, k2), dot(q3, k3));
                 }
             }
-            x0 *= params.x_scale;
-            x1 *= params.x_scale;
-            x2 *= params.x_scale;
-            x3 *= params.x_scale;
-            x0 = vec4<f32>(capped(x0.x), capped(x0.y), capped(x0.z), capped(x0.w));
-            x1 = vec4<f32>(capped(x1.x), capped(x1.y), capped(x1.z), capped(x1.w));
-            x2 = vec4<f32>(capped(x2.x), capped(x2.y), capped(x2.z), capped(x2.w));
-            x3 = vec4<f32>(capped(x3.x), capped(x3.y), capped(x3.z), capped(x3.w));
+            S0 *= params.x_scale;
+            S1 *= params.x_scale;
+            S2 *= params.x_scale;
+            S3 *= params.x_scale;
+            S0 = vec4<f32>(capped(S0.x), capped(S0.y), capped(S0.z), capped(S0.w));
+            S1 = vec4<f32>(capped(S1.x), capped(S1.y), capped(S1.z), capped(S1.w));
+            S2 = vec4<f32>(capped(S2.x), capped(S2.y), capped(S2.z), capped(S2.w));
+            S3 = vec4<f32>(capped(S3.x), capped(S3.y), capped(S3.z), capped(S3.w));
             let keys = vec4<u32>(key + 0u + tc, key + 8u + tc, key + 16u + tc, key + 24u + tc);
             let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));
             let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);
@@ -402,19 +402,19 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let vis2 = (vec4<u32>(lo2) <= pos) & (pos < vec4<u32>(hi2)) & inside;
             let vis3 = (vec4<u32>(lo3) <= pos) & (pos < vec4<u32>(hi3)) & inside;
 
-            x0 = select(vec4<f32>(EMPTY_M), x0, vis0);
+            S0 = select(vec4<f32>(EMPTY_M), S0, vis0);
             seen0 = seen0 || any(vis0);
-            x1 = select(vec4<f32>(EMPTY_M), x1, vis1);
+            S1 = select(vec4<f32>(EMPTY_M), S1, vis1);
             seen1 = seen1 || any(vis1);
-            x2 = select(vec4<f32>(EMPTY_M), x2, vis2);
+            S2 = select(vec4<f32>(EMPTY_M), S2, vis2);
             seen2 = seen2 || any(vis2);
-            x3 = select(vec4<f32>(EMPTY_M), x3, vis3);
+            S3 = select(vec4<f32>(EMPTY_M), S3, vis3);
             seen3 = seen3 || any(vis3);
             // The new maximum n of each row, from the maxima of its 8 threads.
-            tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(x0.x, x0.y), max(x0.z, x0.w)));
-            tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(x1.x, x1.y), max(x1.z, x1.w)));
-            tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(x2.x, x2.y), max(x2.z, x2.w)));
-            tile_p[tc * 32u + 24u + tr] = vec4<f32>(max(max(x3.x, x3.y), max(x3.z, x3.w)));
+            tile_p[tc * 32u + 0u + tr] = vec4<f32>(max(max(S0.x, S0.y), max(S0.z, S0.w)));
+            tile_p[tc * 32u + 8u + tr] = vec4<f32>(max(max(S1.x, S1.y), max(S1.z, S1.w)));
+            tile_p[tc * 32u + 16u + tr] = vec4<f32>(max(max(S2.x, S2.y), max(S2.z, S2.w)));
+            tile_p[tc * 32u + 24u + tr] = vec4<f32>(max(max(S3.x, S3.y), max(S3.z, S3.w)));
             workgroupBarrier();
             var n0 = m0;
             var n1 = m1;
@@ -430,35 +430,35 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             // P = e^(S - n), by what l and O so far shrink, and this thread's part of l.
             let corr0 = weight_of(m0 - n0);
             m0 = n0;
-            let p0 = vec4<f32>(
-                weight_of(x0.x - n0), weight_of(x0.y - n0),
-                weight_of(x0.z - n0), weight_of(x0.w - n0));
-            let kept0 = select(vec4<f32>(), p0, vis0);
-            tile_p[tc * 32u + 0u + tr] = select(vec4<f32>(-1.0f), p0, vis0);
+            let P0 = vec4<f32>(
+                weight_of(S0.x - n0), weight_of(S0.y - n0),
+                weight_of(S0.z - n0), weight_of(S0.w - n0));
+            let kept0 = select(vec4<f32>(), P0, vis0);
+            tile_p[tc * 32u + 0u + tr] = select(vec4<f32>(-1.0f), P0, vis0);
             l0 = l0 * corr0 + ((kept0.x + kept0.y) + (kept0.z + kept0.w));
             let corr1 = weight_of(m1 - n1);
             m1 = n1;
-            let p1 = vec4<f32>(
-                weight_of(x1.x - n1), weight_of(x1.y - n1),
-                weight_of(x1.z - n1), weight_of(x1.w - n1));
-            let kept1 = select(vec4<f32>(), p1, vis1);
-            tile_p[tc * 32u + 8u + tr] = select(vec4<f32>(-1.0f), p1, vis1);
+            let P1 = vec4<f32>(
+                weight_of(S1.x - n1), weight_of(S1.y - n1),
+                weight_of(S1.z - n1), weight_of(S1.w - n1));
+            let kept1 = select(vec4<f32>(), P1, vis1);
+            tile_p[tc * 32u + 8u + tr] = select(vec4<f32>(-1.0f), P1, vis1);
             l1 = l1 * corr1 + ((kept1.x + kept1.y) + (kept1.z + kept1.w));
             let corr2 = weight_of(m2 - n2);
             m2 = n2;
-            let p2 = vec4<f32>(
-                weight_of(x2.x - n2), weight_of(x2.y - n2),
-                weight_of(x2.z - n2), weight_of(x2.w - n2));
-            let kept2 = select(vec4<f32>(), p2, vis2);
-            tile_p[tc * 32u + 16u + tr] = select(vec4<f32>(-1.0f), p2, vis2);
+            let P2 = vec4<f32>(
+                weight_of(S2.x - n2), weight_of(S2.y - n2),
+                weight_of(S2.z - n2), weight_of(S2.w - n2));
+            let kept2 = select(vec4<f32>(), P2, vis2);
+            tile_p[tc * 32u + 16u + tr] = select(vec4<f32>(-1.0f), P2, vis2);
             l2 = l2 * corr2 + ((kept2.x + kept2.y) + (kept2.z + kept2.w));
             let corr3 = weight_of(m3 - n3);
             m3 = n3;
-            let p3 = vec4<f32>(
-                weight_of(x3.x - n3), weight_of(x3.y - n3),
-                weight_of(x3.z - n3), weight_of(x3.w - n3));
-            let kept3 = select(vec4<f32>(), p3, vis3);
-            tile_p[tc * 32u + 24u + tr] = select(vec4<f32>(-1.0f), p3, vis3);
+            let P3 = vec4<f32>(
+                weight_of(S3.x - n3), weight_of(S3.y - n3),
+                weight_of(S3.z - n3), weight_of(S3.w - n3));
+            let kept3 = select(vec4<f32>(), P3, vis3);
+            tile_p[tc * 32u + 24u + tr] = select(vec4<f32>(-1.0f), P3, vis3);
             l3 = l3 * corr3 + ((kept3.x + kept3.y) + (kept3.z + kept3.w));
             // O = O corr + P V. The first pass needs no barrier: those of the maxima are between K and V.
             // Slot s holds key 8 (s % 4) + s / 4.
@@ -474,43 +474,43 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let slot0_3 = 24u + tr;
             tile_kv[slot0_3 * 8u + tc] = select(vec4<f32>(), load_v(v_base + min(key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u), end - 1u) * params.v_row, 0u + tc), key + (slot0_3 & 3u) * 8u + (slot0_3 >> 2u) < end);
             workgroupBarrier();
-            a0_0 *= corr0;
-            a1_0 *= corr1;
-            a2_0 *= corr2;
-            a3_0 *= corr3;
+            O0_0 *= corr0;
+            O1_0 *= corr1;
+            O2_0 *= corr2;
+            O3_0 *= corr3;
             for (var s = 0u; s < 8u; s++) {
                 let v0 = tile_kv[(s * 4u + 0u) * 8u + tc];
                 let v1 = tile_kv[(s * 4u + 1u) * 8u + tc];
                 let v2 = tile_kv[(s * 4u + 2u) * 8u + tc];
                 let v3 = tile_kv[(s * 4u + 3u) * 8u + tc];
-                let p0 = tile_p[s * 32u + 0u + tr];
+                let w0 = tile_p[s * 32u + 0u + tr];
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a0_0 += (select(v0 * p0.x, vec4<f32>(), p0.x < 0.0f)
-                    + select(v1 * p0.y, vec4<f32>(), p0.y < 0.0f))
-                    + (select(v2 * p0.z, vec4<f32>(), p0.z < 0.0f)
-                    + select(v3 * p0.w, vec4<f32>(), p0.w < 0.0f));
-                let p1 = tile_p[s * 32u + 8u + tr];
+                O0_0 += (select(v0 * w0.x, vec4<f32>(), w0.x < 0.0f)
+                    + select(v1 * w0.y, vec4<f32>(), w0.y < 0.0f))
+                    + (select(v2 * w0.z, vec4<f32>(), w0.z < 0.0f)
+                    + select(v3 * w0.w, vec4<f32>(), w0.w < 0.0f));
+                let w1 = tile_p[s * 32u + 8u + tr];
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a1_0 += (select(v0 * p1.x, vec4<f32>(), p1.x < 0.0f)
-                    + select(v1 * p1.y, vec4<f32>(), p1.y < 0.0f))
-                    + (select(v2 * p1.z, vec4<f32>(), p1.z < 0.0f)
-                    + select(v3 * p1.w, vec4<f32>(), p1.w < 0.0f));
-                let p2 = tile_p[s * 32u + 16u + tr];
+                O1_0 += (select(v0 * w1.x, vec4<f32>(), w1.x < 0.0f)
+                    + select(v1 * w1.y, vec4<f32>(), w1.y < 0.0f))
+                    + (select(v2 * w1.z, vec4<f32>(), w1.z < 0.0f)
+                    + select(v3 * w1.w, vec4<f32>(), w1.w < 0.0f));
+                let w2 = tile_p[s * 32u + 16u + tr];
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a2_0 += (select(v0 * p2.x, vec4<f32>(), p2.x < 0.0f)
-                    + select(v1 * p2.y, vec4<f32>(), p2.y < 0.0f))
-                    + (select(v2 * p2.z, vec4<f32>(), p2.z < 0.0f)
-                    + select(v3 * p2.w, vec4<f32>(), p2.w < 0.0f));
-                let p3 = tile_p[s * 32u + 24u + tr];
+                O2_0 += (select(v0 * w2.x, vec4<f32>(), w2.x < 0.0f)
+                    + select(v1 * w2.y, vec4<f32>(), w2.y < 0.0f))
+                    + (select(v2 * w2.z, vec4<f32>(), w2.z < 0.0f)
+                    + select(v3 * w2.w, vec4<f32>(), w2.w < 0.0f));
+                let w3 = tile_p[s * 32u + 24u + tr];
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a3_0 += (select(v0 * p3.x, vec4<f32>(), p3.x < 0.0f)
-                    + select(v1 * p3.y, vec4<f32>(), p3.y < 0.0f))
-                    + (select(v2 * p3.z, vec4<f32>(), p3.z < 0.0f)
-                    + select(v3 * p3.w, vec4<f32>(), p3.w < 0.0f));
+                O3_0 += (select(v0 * w3.x, vec4<f32>(), w3.x < 0.0f)
+                    + select(v1 * w3.y, vec4<f32>(), w3.y < 0.0f))
+                    + (select(v2 * w3.z, vec4<f32>(), w3.z < 0.0f)
+                    + select(v3 * w3.w, vec4<f32>(), w3.w < 0.0f));
             }
         }
 
@@ -554,7 +554,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         let keep = weight_of(sum0.z - top);
         let found = weight_of(m0 - top);
         if (0u + tc < 4u) {
-            state_a[a_at0 + 0u + tc] = state_a[a_at0 + 0u + tc] * keep + a0_0 * found;
+            state_a[a_at0 + 0u + tc] = state_a[a_at0 + 0u + tc] * keep + O0_0 * found;
         }
         if (tc == 0u) {
             state_ml[ml_at0] = vec2<f32>(top, sum0.w * keep + sum0.x * found);
@@ -565,7 +565,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         let keep = weight_of(sum1.z - top);
         let found = weight_of(m1 - top);
         if (0u + tc < 4u) {
-            state_a[a_at1 + 0u + tc] = state_a[a_at1 + 0u + tc] * keep + a1_0 * found;
+            state_a[a_at1 + 0u + tc] = state_a[a_at1 + 0u + tc] * keep + O1_0 * found;
         }
         if (tc == 0u) {
             state_ml[ml_at1] = vec2<f32>(top, sum1.w * keep + sum1.x * found);
@@ -576,7 +576,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         let keep = weight_of(sum2.z - top);
         let found = weight_of(m2 - top);
         if (0u + tc < 4u) {
-            state_a[a_at2 + 0u + tc] = state_a[a_at2 + 0u + tc] * keep + a2_0 * found;
+            state_a[a_at2 + 0u + tc] = state_a[a_at2 + 0u + tc] * keep + O2_0 * found;
         }
         if (tc == 0u) {
             state_ml[ml_at2] = vec2<f32>(top, sum2.w * keep + sum2.x * found);
@@ -587,7 +587,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         let keep = weight_of(sum3.z - top);
         let found = weight_of(m3 - top);
         if (0u + tc < 4u) {
-            state_a[a_at3 + 0u + tc] = state_a[a_at3 + 0u + tc] * keep + a3_0 * found;
+            state_a[a_at3 + 0u + tc] = state_a[a_at3 + 0u + tc] * keep + O3_0 * found;
         }
         if (tc == 0u) {
             state_ml[ml_at3] = vec2<f32>(top, sum3.w * keep + sum3.x * found);

@@ -15,9 +15,9 @@
 // span, which costs little with one key for each thread. All rows are in tile 0.
 //
 // 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
-// slots (S, in x0, x1, ...), from the queries in workgroup memory. Then m of each slot is found, by
+// slots (S0, S1, ...), from the queries in workgroup memory. Then m of each slot is found, by
 // 8 threads for each. Then each thread takes a 16-byte column of V for every 32-th key, with O of
-// all slots in registers (a0_0_0: slot 0, first column, first half of the unit). At the end these
+// all slots in registers (O0_0_0: slot 0, first column, first half of the unit). At the end these
 // slices are added up.
 //
 // Workgroup memory, 2768 bytes
@@ -105,7 +105,7 @@ fn bias_term(row: u32, position: u32) -> f32 {
     return select(HIDDEN, 0.0f, bit == 1u);
 }
 
-// l of a slot that saw no key of its split; no sum of weights is negative. Its m and a mean nothing.
+// l of a slot that saw no key of its split; no sum of weights is negative. Its m and O mean nothing.
 const UNSEEN: f32 = -1.0f;
 // By bits, so that NaN counts as seen.
 fn is_unseen(l: f32) -> bool { return bitcast<u32>(l) == 0xbf800000u; }
@@ -155,12 +155,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     if (thread < 2u) { maxima[thread] = vec2<f32>(EMPTY_M, 1.0f); }
     var l0 = 0.0f;
     var seen0 = false;
-    var a0_0_0 = vec4<f32>();
-    var a0_0_1 = vec4<f32>();
+    var O0_0_0 = vec4<f32>();
+    var O0_0_1 = vec4<f32>();
     var l1 = 0.0f;
     var seen1 = false;
-    var a1_0_0 = vec4<f32>();
-    var a1_0_1 = vec4<f32>();
+    var O1_0_0 = vec4<f32>();
+    var O1_0_1 = vec4<f32>();
     workgroupBarrier();
     for (var run = work[starts]; run < work[starts + 2u]; run++) {
         let first = max(work[params.runs_at + 2u * run], split_begin);
@@ -171,10 +171,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let inside = key + thread < end;
             let position = positions[params.keys_at + own];
             let k_at = k_base + own * params.k_row;
-            var x0 = 0.0f;
+            var S0 = 0.0f;
             let term0 = bias_term(bias_row0, position);
             let vis0 = inside && lo0 <= position && position < hi0 && shows(term0);
-            var x1 = 0.0f;
+            var S1 = 0.0f;
             let term1 = bias_term(bias_row1, position);
             let vis1 = inside && lo1 <= position && position < hi1 && shows(term1);
             // Neighbouring threads together skip keys that a tensor hides from all slots. Spans
@@ -183,24 +183,24 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 for (var u = 0u; u < 2u; u++) {
                     let unit = k[k_at + u];
                     let k_0 = chunk_0(unit);
-                    x0 += dot(queries[0u + u * 2u + 0u], k_0);
-                    x1 += dot(queries[4u + u * 2u + 0u], k_0);
+                    S0 += dot(queries[0u + u * 2u + 0u], k_0);
+                    S1 += dot(queries[4u + u * 2u + 0u], k_0);
                     let k_1 = chunk_1(unit);
-                    x0 += dot(queries[0u + u * 2u + 1u], k_1);
-                    x1 += dot(queries[4u + u * 2u + 1u], k_1);
+                    S0 += dot(queries[0u + u * 2u + 1u], k_1);
+                    S1 += dot(queries[4u + u * 2u + 1u], k_1);
                 }
 
             }
             // The weights of the keys before these have been read.
             workgroupBarrier();
-            x0 *= params.x_scale;
-            x0 = x0 + term0;
+            S0 *= params.x_scale;
+            S0 = S0 + term0;
             seen0 = seen0 || vis0;
-            weights[0u + thread] = select(EMPTY_M, x0, vis0);
-            x1 *= params.x_scale;
-            x1 = x1 + term1;
+            weights[0u + thread] = select(EMPTY_M, S0, vis0);
+            S1 *= params.x_scale;
+            S1 = S1 + term1;
             seen1 = seen1 || vis1;
-            weights[64u + thread] = select(EMPTY_M, x1, vis1);
+            weights[64u + thread] = select(EMPTY_M, S1, vis1);
             workgroupBarrier();
             // m of each slot.
             if (thread < 16u) {
@@ -220,19 +220,19 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             workgroupBarrier();
             // P, and this thread's part of l.
             let max0 = maxima[0];
-            let p0 = select(0.0f, weight_of(x0 - max0.x), vis0);
-            l0 = l0 * max0.y + p0;
-            weights[0u + thread] = select(-1.0f, p0, vis0);
+            let P0 = select(0.0f, weight_of(S0 - max0.x), vis0);
+            l0 = l0 * max0.y + P0;
+            weights[0u + thread] = select(-1.0f, P0, vis0);
             let max1 = maxima[1];
-            let p1 = select(0.0f, weight_of(x1 - max1.x), vis1);
-            l1 = l1 * max1.y + p1;
-            weights[64u + thread] = select(-1.0f, p1, vis1);
+            let P1 = select(0.0f, weight_of(S1 - max1.x), vis1);
+            l1 = l1 * max1.y + P1;
+            weights[64u + thread] = select(-1.0f, P1, vis1);
             workgroupBarrier();
             // O of this thread's columns over its slice of the keys.
-            a0_0_0 *= max0.y;
-            a0_0_1 *= max0.y;
-            a1_0_0 *= max1.y;
-            a1_0_1 *= max1.y;
+            O0_0_0 *= max0.y;
+            O0_0_1 *= max0.y;
+            O1_0_0 *= max1.y;
+            O1_0_1 *= max1.y;
             // Threads without a column have nothing to do.
             let first_own = select(64u, slice, slice < 32u);
             let here = min(end - key, 64u);
@@ -246,17 +246,17 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 let v0_0 = chunk_0(unit0);
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a0_0_0 += select(v0_0 * w0, vec4<f32>(), w0 < 0.0f);
+                O0_0_0 += select(v0_0 * w0, vec4<f32>(), w0 < 0.0f);
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a1_0_0 += select(v0_0 * w1, vec4<f32>(), w1 < 0.0f);
+                O1_0_0 += select(v0_0 * w1, vec4<f32>(), w1 < 0.0f);
                 let v0_1 = chunk_1(unit0);
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a0_0_1 += select(v0_1 * w0, vec4<f32>(), w0 < 0.0f);
+                O0_0_1 += select(v0_1 * w0, vec4<f32>(), w0 < 0.0f);
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a1_0_1 += select(v0_1 * w1, vec4<f32>(), w1 < 0.0f);
+                O1_0_1 += select(v0_1 * w1, vec4<f32>(), w1 < 0.0f);
                 
             }
         }
@@ -279,8 +279,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         part_ml[item * 2u + thread] = vec2<f32>(maxima[thread].x, select(UNSEEN, l, seen));
     }
     if (slice < 32u) {
-        sums[slice * 4u + column * 2u + 0u] = a0_0_0;
-        sums[slice * 4u + column * 2u + 1u] = a0_0_1;
+        sums[slice * 4u + column * 2u + 0u] = O0_0_0;
+        sums[slice * 4u + column * 2u + 1u] = O0_0_1;
     }
     workgroupBarrier();
     if (thread < 4u) {
@@ -290,8 +290,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     }
     workgroupBarrier();
     if (slice < 32u) {
-        sums[slice * 4u + column * 2u + 0u] = a1_0_0;
-        sums[slice * 4u + column * 2u + 1u] = a1_0_1;
+        sums[slice * 4u + column * 2u + 0u] = O1_0_0;
+        sums[slice * 4u + column * 2u + 1u] = O1_0_1;
     }
     workgroupBarrier();
     if (thread < 4u) {

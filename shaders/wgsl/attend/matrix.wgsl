@@ -4,7 +4,7 @@
 // Tile: Br = {{Br}} query rows, {{size}} for each of {{subgroups}} subgroups of {{lanes}} lanes, x Bc = {{Bc}} keys;
 // {{workgroup_bytes}} bytes of workgroup memory.
 //
-// A subgroup's q and O stay in matrix registers for the whole call (q0, q1, ...; o0, o1, ...). The K
+// A subgroup's q and O stay in matrix registers for the whole call (q0, q1, ...; O0, O1, ...). The K
 // and V tiles are staged once for all subgroups of the workgroup, with 16 bytes between rows so that
 // neighbouring ones are in different banks. Single elements of a matrix register cannot be
 // addressed, so mask and softmax go through workgroup memory: there, lane n has row n % {{size}} and, if
@@ -39,7 +39,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% macro through_memory(step) %}
 {% for pass in passes %}
 {% for f in range(pass.first, pass.end) %}
-                coopStoreT(o{{f}}, &scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
+                coopStoreT(O{{f}}, &scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
 {% endfor %}
                 workgroupBarrier();
 {% for f in range(pass.first, pass.end) %}
@@ -59,7 +59,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% endfor %}
                 workgroupBarrier();
 {% for f in range(pass.first, pass.end) %}
-                o{{f}} = coopLoadT<{{mat}}<f32, C>>(&scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
+                O{{f}} = coopLoadT<{{mat}}<f32, C>>(&scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
 {% endfor %}
                 workgroupBarrier();
 {% endfor %}
@@ -72,7 +72,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% for f in range(fragments) %}
 {% for g in range(at_once) %}
                 let v{{f}}_{{g}} = coopLoadT<{{mat}}<f16, B>>(&tile_v[{{ g * size * kv_stride + f * size }}u], {{kv_stride}}u);
-                o{{f}} = coopMultiplyAdd(w{{g}}, v{{f}}_{{g}}, o{{f}});
+                O{{f}} = coopMultiplyAdd(w{{g}}, v{{f}}_{{g}}, O{{f}});
 {% endfor %}
 {% endfor %}
 {% endmacro %}
@@ -132,15 +132,15 @@ var<workgroup> not_finite: atomic<u32>;
             let key{{c}} = key + part * {{columns}}u + {{c}}u;
             let position{{c}} = positions[params.keys_at + min(key{{c}}, end - 1u)];
             let vis{{c}} = lo <= position{{c}} && position{{c}} < hi && key{{c}} < end;
-            let x{{c}} = select(EMPTY_M, {{logit}}, vis{{c}});
+            let S{{c}} = select(EMPTY_M, {{logit}}, vis{{c}});
             seen = seen || vis{{c}};
 {% else %}
-            let x{{c}} = {{logit}};
+            let S{{c}} = {{logit}};
 {% endif %}
 {% endfor %}
             var n = m;
 {% for c in range(columns) %}
-            n = max(n, x{{c}});
+            n = max(n, S{{c}});
 {% endfor %}
 {% for distance in distances %}
             n = max(n, subgroupShuffleXor(n, {{distance}}u));
@@ -155,12 +155,12 @@ var<workgroup> not_finite: atomic<u32>;
             l *= corr;
 {% for c in range(columns) %}
 {% if tested %}
-            let p{{c}} = select(0.0f, weight_of(x{{c}} - m), vis{{c}});
+            let P{{c}} = select(0.0f, weight_of(S{{c}} - m), vis{{c}});
 {% else %}
-            let p{{c}} = weight_of(x{{c}} - m);
+            let P{{c}} = weight_of(S{{c}} - m);
 {% endif %}
-            l += p{{c}};
-            weights[weight_at + part * {{columns}}u + {{c}}u] = f16(p{{c}});
+            l += P{{c}};
+            weights[weight_at + part * {{columns}}u + {{c}}u] = f16(P{{c}});
 {% endfor %}
             workgroupBarrier();
             if (atomicLoad(&grew) != 0u) {
@@ -220,7 +220,7 @@ fn main(
     let q{{f}} = coopLoadT<{{mat}}<f16, A>>(&weights[own_weights], {{weight_stride}}u);
 {% endfor %}
 {% for f in range(fragments) %}
-    var o{{f}} = {{mat}}<f32, C>();
+    var O{{f}} = {{mat}}<f32, C>();
 {% endfor %}
     for (var run = full_runs; run < partial_runs; run++) {
 {% include "attend/run.wgsl" %}
@@ -254,7 +254,7 @@ fn main(
     // O into the state, through the scores. A subgroup's lanes share the chunks of its rows.
 {% for pass in passes %}
 {% for f in range(pass.first, pass.end) %}
-    coopStoreT(o{{f}}, &scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
+    coopStoreT(O{{f}}, &scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
 {% endfor %}
     workgroupBarrier();
 {% for f in range(pass.first, pass.end) %}

@@ -40,9 +40,9 @@
 // Tile: Br = {{Br}} query rows x Bc = {{Bc}} keys; {{workgroup_bytes}} bytes of workgroup memory.
 //
 // 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds {{rows}} x 4: rows tr, tr + 8,
-// ..., keys tc, tc + 8, ... (x0, x1, ..., one vector of 4 keys for each row; then P in p0, p1, ...).
+// ..., keys tc, tc + 8, ... (S0, S1, ..., one vector of 4 keys for each row; then P0, P1, ...).
 // O goes in passes over the head, 8 chunks each: thread (tr, tc) holds chunk tc of each pass for its
-// rows (a0_1: row 0, pass 1). The 8 threads of a row agree on its m through workgroup memory, and
+// rows (O0_1: row 0, pass 1). The 8 threads of a row agree on its m through workgroup memory, and
 // keep their own part of l until the end.
 //
 // Workgroup memory
@@ -96,7 +96,7 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endif %}
             // S = q k^T, 8 chunks of the head at a time.
 {% for i in range(rows) %}
-            var x{{i}} = vec4<f32>();
+            var S{{i}} = vec4<f32>();
 {% endfor %}
             for (var g = 0u; g < {{passes}}u; g++) {
                 workgroupBarrier();
@@ -115,16 +115,16 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endfor %}
 {% for i in range(rows) %}
                     let q{{i}} = tile_q[{{ "(g * 8u + c)" if q_stays else "c" }} * {{Br}}u + {{ 8 * i }}u + tr];
-                    x{{i}} += vec4<f32>(dot(q{{i}}, k0), dot(q{{i}}, k1), dot(q{{i}}, k2), dot(q{{i}}, k3));
+                    S{{i}} += vec4<f32>(dot(q{{i}}, k0), dot(q{{i}}, k1), dot(q{{i}}, k2), dot(q{{i}}, k3));
 {% endfor %}
                 }
             }
 {% for i in range(rows) %}
-            x{{i}} *= params.x_scale;
+            S{{i}} *= params.x_scale;
 {% endfor %}
 {% if softcap %}
 {% for i in range(rows) %}
-            x{{i}} = vec4<f32>(capped(x{{i}}.x), capped(x{{i}}.y), capped(x{{i}}.z), capped(x{{i}}.w));
+            S{{i}} = vec4<f32>(capped(S{{i}}.x), capped(S{{i}}.y), capped(S{{i}}.z), capped(S{{i}}.w));
 {% endfor %}
 {% endif %}
 {% if tested %}
@@ -132,13 +132,13 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {{ visible() }}
 {% endif %}
 {% for i in range(rows) %}
-            x{{i}} = select(vec4<f32>(EMPTY_M), x{{i}}{% if bias %} + term{{i}}{% endif %}, vis{{i}});
+            S{{i}} = select(vec4<f32>(EMPTY_M), S{{i}}{% if bias %} + term{{i}}{% endif %}, vis{{i}});
             seen{{i}} = seen{{i}} || any(vis{{i}});
 {% endfor %}
 {% endif %}
             // The new maximum n of each row, from the maxima of its 8 threads.
 {% for i in range(rows) %}
-            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = vec4<f32>(max(max(x{{i}}.x, x{{i}}.y), max(x{{i}}.z, x{{i}}.w)));
+            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = vec4<f32>(max(max(S{{i}}.x, S{{i}}.y), max(S{{i}}.z, S{{i}}.w)));
 {% endfor %}
             workgroupBarrier();
 {% for i in range(rows) %}
@@ -154,15 +154,15 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% for i in range(rows) %}
             let corr{{i}} = weight_of(m{{i}} - n{{i}});
             m{{i}} = n{{i}};
-            let p{{i}} = vec4<f32>(
-                weight_of(x{{i}}.x - n{{i}}), weight_of(x{{i}}.y - n{{i}}),
-                weight_of(x{{i}}.z - n{{i}}), weight_of(x{{i}}.w - n{{i}}));
+            let P{{i}} = vec4<f32>(
+                weight_of(S{{i}}.x - n{{i}}), weight_of(S{{i}}.y - n{{i}}),
+                weight_of(S{{i}}.z - n{{i}}), weight_of(S{{i}}.w - n{{i}}));
 {% if tested %}
-            let kept{{i}} = select(vec4<f32>(), p{{i}}, vis{{i}});
-            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = select(vec4<f32>(-1.0f), p{{i}}, vis{{i}});
+            let kept{{i}} = select(vec4<f32>(), P{{i}}, vis{{i}});
+            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = select(vec4<f32>(-1.0f), P{{i}}, vis{{i}});
 {% else %}
-            let kept{{i}} = p{{i}};
-            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = p{{i}};
+            let kept{{i}} = P{{i}};
+            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = P{{i}};
 {% endif %}
             l{{i}} = l{{i}} * corr{{i}} + ((kept{{i}}.x + kept{{i}}.y) + (kept{{i}}.z + kept{{i}}.w));
 {% endfor %}
@@ -179,23 +179,23 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endfor %}
             workgroupBarrier();
 {% for i in range(rows) %}
-            a{{i}}_{{g}} *= corr{{i}};
+            O{{i}}_{{g}} *= corr{{i}};
 {% endfor %}
             for (var s = 0u; s < 8u; s++) {
 {% for j in range(4) %}
                 let v{{j}} = tile_kv[(s * 4u + {{j}}u) * 8u + tc];
 {% endfor %}
 {% for i in range(rows) %}
-                let p{{i}} = tile_p[s * {{Br}}u + {{ 8 * i }}u + tr];
+                let w{{i}} = tile_p[s * {{Br}}u + {{ 8 * i }}u + tr];
 {% if tested %}
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a{{i}}_{{g}} += (select(v0 * p{{i}}.x, vec4<f32>(), p{{i}}.x < 0.0f)
-                    + select(v1 * p{{i}}.y, vec4<f32>(), p{{i}}.y < 0.0f))
-                    + (select(v2 * p{{i}}.z, vec4<f32>(), p{{i}}.z < 0.0f)
-                    + select(v3 * p{{i}}.w, vec4<f32>(), p{{i}}.w < 0.0f));
+                O{{i}}_{{g}} += (select(v0 * w{{i}}.x, vec4<f32>(), w{{i}}.x < 0.0f)
+                    + select(v1 * w{{i}}.y, vec4<f32>(), w{{i}}.y < 0.0f))
+                    + (select(v2 * w{{i}}.z, vec4<f32>(), w{{i}}.z < 0.0f)
+                    + select(v3 * w{{i}}.w, vec4<f32>(), w{{i}}.w < 0.0f));
 {% else %}
-                a{{i}}_{{g}} += (v0 * p{{i}}.x + v1 * p{{i}}.y) + (v2 * p{{i}}.z + v3 * p{{i}}.w);
+                O{{i}}_{{g}} += (v0 * w{{i}}.x + v1 * w{{i}}.y) + (v2 * w{{i}}.z + v3 * w{{i}}.w);
 {% endif %}
 {% endfor %}
             }
@@ -244,7 +244,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         + safe{{i}} * params.bias_row + head * params.bias_head;
 {% endif %}
 {% for g in range(passes) %}
-    var a{{i}}_{{g}} = vec4<f32>();
+    var O{{i}}_{{g}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
 {% if q_stays %}
@@ -296,10 +296,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% for g in range(passes) %}
 {% if (g + 1) * 8 > chunks %}
         if ({{ 8 * g }}u + tc < {{chunks}}u) {
-            state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + a{{i}}_{{g}} * found;
+            state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + O{{i}}_{{g}} * found;
         }
 {% else %}
-        state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + a{{i}}_{{g}} * found;
+        state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + O{{i}}_{{g}} * found;
 {% endif %}
 {% endfor %}
         if (tc == 0u) {

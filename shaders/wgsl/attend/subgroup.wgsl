@@ -5,7 +5,7 @@
 // Tile: Br = {{ lanes * rows }} query rows, {{rows}} in each lane. Keys one by one; where all rows see them,
 // {{keys_at_once}} at a time.
 //
-// Each lane keeps whole query rows in named registers (q0_0: row 0, chunk 0; O in a0_0x, ...), and
+// Each lane keeps whole query rows in named registers (q0_0: row 0, chunk 0; O0_0x, ...), and
 // all lanes go through the same keys. The subgroup loads a key's row together: lane n loads units
 // n, n + {{lanes}}, ... Then each element is broadcast from a constant lane, which is one shuffle. No
 // workgroup memory, no barrier, no private array and no branch in the loop over keys: on such
@@ -91,7 +91,7 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
 {% set dot = "dot" ~ r ~ "_" ~ j %}
 {% set logit = "capped(" ~ dot ~ ")" if softcap else dot %}
 {% if not tested %}
-            let x{{r}}_{{j}} = {{logit}};
+            let S{{r}}_{{j}} = {{logit}};
 {% else %}
 {% if bias == "visible" %}
             let vis{{r}} = ((bits{{r}} >> (key - group)) & 1u) == 1u;
@@ -101,21 +101,21 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
 {% else %}
             let vis{{r}} = lo{{r}} <= position && position < hi{{r}};
 {% endif %}
-            let x{{r}}_{{j}} = select(EMPTY_M, {{logit}}{% if bias == "bias" %} + term{{r}}{% endif %}, vis{{r}});
+            let S{{r}}_{{j}} = select(EMPTY_M, {{logit}}{% if bias == "bias" %} + term{{r}}{% endif %}, vis{{r}});
             seen{{r}} = seen{{r}} || vis{{r}};
 {% endif %}
 {% endfor %}
-            let n{{r}} = {{ "max(" * together }}m{{r}}{% for j in range(together) %}, x{{r}}_{{j}}){% endfor %};
+            let n{{r}} = {{ "max(" * together }}m{{r}}{% for j in range(together) %}, S{{r}}_{{j}}){% endfor %};
             let corr{{r}} = weight_of(m{{r}} - n{{r}});
 {% for j in range(together) %}
 {% if tested %}
-            let p{{r}}_{{j}} = select(0.0f, weight_of(x{{r}}_{{j}} - n{{r}}), vis{{r}});
+            let P{{r}}_{{j}} = select(0.0f, weight_of(S{{r}}_{{j}} - n{{r}}), vis{{r}});
 {% else %}
-            let p{{r}}_{{j}} = weight_of(x{{r}}_{{j}} - n{{r}});
+            let P{{r}}_{{j}} = weight_of(S{{r}}_{{j}} - n{{r}});
 {% endif %}
 {% endfor %}
             m{{r}} = n{{r}};
-            l{{r}} = fma(l{{r}}, corr{{r}}, {% for j in range(together) %}p{{r}}_{{j}}{{ " + " if not loop.last }}{% endfor %});
+            l{{r}} = fma(l{{r}}, corr{{r}}, {% for j in range(together) %}P{{r}}_{{j}}{{ " + " if not loop.last }}{% endfor %});
 {% endfor %}
             // O = O corr + P V
 {% for j in range(together) %}
@@ -128,11 +128,11 @@ subgroupBroadcast({{tensor}}{{j}}_own{{ unit // lanes }}_{{ c % unit_chunks }}.{
 {% endfor %}
 {% for r in range(rows) %}
 {% if tested %}
-            a{{r}}_{{c}}{{x}} = fma(select(0.0f, v0_{{c}}{{x}}, vis{{r}}), p{{r}}_0, a{{r}}_{{c}}{{x}} * corr{{r}});
+            O{{r}}_{{c}}{{x}} = fma(select(0.0f, v0_{{c}}{{x}}, vis{{r}}), P{{r}}_0, O{{r}}_{{c}}{{x}} * corr{{r}});
 {% elif together == 1 %}
-            a{{r}}_{{c}}{{x}} = fma(v0_{{c}}{{x}}, p{{r}}_0, a{{r}}_{{c}}{{x}} * corr{{r}});
+            O{{r}}_{{c}}{{x}} = fma(v0_{{c}}{{x}}, P{{r}}_0, O{{r}}_{{c}}{{x}} * corr{{r}});
 {% else %}
-            a{{r}}_{{c}}{{x}} = fma(v1_{{c}}{{x}}, p{{r}}_1, fma(v0_{{c}}{{x}}, p{{r}}_0, a{{r}}_{{c}}{{x}} * corr{{r}}));
+            O{{r}}_{{c}}{{x}} = fma(v1_{{c}}{{x}}, P{{r}}_1, fma(v0_{{c}}{{x}}, P{{r}}_0, O{{r}}_{{c}}{{x}} * corr{{r}}));
 {% endif %}
 {% endfor %}
 {% endfor %}
@@ -171,10 +171,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
 {% endfor %}
 {% endfor %}
 {% for c in range(chunks) %}
-    var a{{r}}_{{c}}x = 0.0f;
-    var a{{r}}_{{c}}y = 0.0f;
-    var a{{r}}_{{c}}z = 0.0f;
-    var a{{r}}_{{c}}w = 0.0f;
+    var O{{r}}_{{c}}x = 0.0f;
+    var O{{r}}_{{c}}y = 0.0f;
+    var O{{r}}_{{c}}z = 0.0f;
+    var O{{r}}_{{c}}w = 0.0f;
 {% endfor %}
 {% endfor %}
 {% if not bias %}
@@ -239,7 +239,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
         let found = weight_of(m{{r}} - top);
 {% for c in range(chunks) %}
         state_a[a_at{{r}} + {{c}}u] = state_a[a_at{{r}} + {{c}}u] * keep
-            + vec4<f32>(a{{r}}_{{c}}x, a{{r}}_{{c}}y, a{{r}}_{{c}}z, a{{r}}_{{c}}w) * found;
+            + vec4<f32>(O{{r}}_{{c}}x, O{{r}}_{{c}}y, O{{r}}_{{c}}z, O{{r}}_{{c}}w) * found;
 {% endfor %}
         state_ml[ml_at{{r}}] = vec2<f32>(top, ml.y * keep + l{{r}} * found);
     }

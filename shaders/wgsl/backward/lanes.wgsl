@@ -1,7 +1,6 @@
 // Gradients for drivers that compute on the host's cores, as attend/subgroup.wgsl attends: one
 // subgroup of {{lanes}} lanes is one workgroup, and one SIMD register there. backward/portable.wgsl says what is
-// computed, what is fixed and what moves, and what the bindings hold; in brackets there are the
-// names of the registers here.
+// computed, what is fixed and what moves, and what the bindings hold.
 //
 // Tile: {{ lanes * rows }} fixed rows, {{rows}} in each lane; moving rows one by one.
 //
@@ -70,15 +69,15 @@
 {% if by_rows %}
 {{ fetch("k", "") }}
 {{- fetch("v", "") }}
-{{- products("x", "k", "q", " * params.x_scale") }}
-{{- products("d", "v", "d_o", "") }}
+{{- products("S", "k", "q", " * params.x_scale") }}
+{{- products("dP", "v", "d_o", "") }}
 {% else %}
             let stats_at = bitcast<vec4<f32>>(textureLoad(stats, vec2<i32>(vec2<u32>(head, moving_y + at))));
             let live = saw_keys(stats_at.x);
 {{ fetch("q", " * params.q_scale") }}
 {{- fetch("d_o", "") }}
-{{- products("x", "q", "k", " * params.x_scale") }}
-{{- products("d", "d_o", "v", "") }}
+{{- products("S", "q", "k", " * params.x_scale") }}
+{{- products("dP", "d_o", "v", "") }}
 {% endif %}
 {% if tested %}
             // Which of the lane's pairs are visible; with a bias, also the terms of their logits.
@@ -103,17 +102,17 @@
 {% endif %}
             // P and dS.
 {% for r in range(rows) %}
-{% set logit = "capped(x" ~ r ~ ")" if softcap else "x" ~ r %}
+{% set logit = "capped(S" ~ r ~ ")" if softcap else "S" ~ r %}
 {% set logit = logit ~ " + term" ~ r if bias else logit %}
 {% set row = "stats" ~ r if by_rows else "stats_at" %}
 {% set delta = "delta" ~ r if by_rows else "stats_at.z" %}
-{% set slope = " * slope_of(x" ~ r ~ ")" if slopes else "" %}
+{% set slope = " * slope_of(S" ~ r ~ ")" if slopes else "" %}
 {% if tested %}
-            let p{{r}} = select(0.0f, share_of({{logit}}, {{row}}.x, {{row}}.y), vis{{r}});
-            let s{{r}} = select(0.0f, p{{r}} * (d{{r}} - {{delta}}){{slope}}, vis{{r}});
+            let P{{r}} = select(0.0f, share_of({{logit}}, {{row}}.x, {{row}}.y), vis{{r}});
+            let dS{{r}} = select(0.0f, P{{r}} * (dP{{r}} - {{delta}}){{slope}}, vis{{r}});
 {% else %}
-            let p{{r}} = share_of({{logit}}, {{row}}.x, {{row}}.y);
-            let s{{r}} = p{{r}} * (d{{r}} - {{delta}}){{slope}};
+            let P{{r}} = share_of({{logit}}, {{row}}.x, {{row}}.y);
+            let dS{{r}} = P{{r}} * (dP{{r}} - {{delta}}){{slope}};
 {% endif %}
 {% endfor %}
 {% if of_bias %}
@@ -123,17 +122,17 @@
 {% if by_rows %}
             if (adds{{r}} && vis{{r}}) {
                 let element = sum_at{{r}} + position;
-                d_bias[element] = d_bias[element] + s{{r}};
+                d_bias[element] = d_bias[element] + dS{{r}};
             }
 {% else %}
-            bias{{r}} += select(0.0f, s{{r}}, vis{{r}} && live);
+            bias{{r}} += select(0.0f, dS{{r}}, vis{{r}} && live);
 {% endif %}
 {% endfor %}
 {% elif by_rows %}
-{{ add("a", "k", "s", tested) }}
+{{ add("dq", "k", "dS", tested) }}
 {% else %}
-{{ add("a", "q", "s", tested) }}
-{{- add("b", "d_o", "p", tested) }}
+{{ add("dk", "q", "dS", tested) }}
+{{- add("dv", "d_o", "P", tested) }}
 {% endif %}
         }
 {% endmacro %}
@@ -220,7 +219,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
 {% for sum in sums %}
 {% for c in range(chunks) %}
 {% set a = sum.name ~ r ~ "_" ~ c %}
-        {{sum.target}}[sum_at{{r}} + {{c}}u] = {{sum.target}}[sum_at{{r}} + {{c}}u]
+        {{sum.name}}[sum_at{{r}} + {{c}}u] = {{sum.name}}[sum_at{{r}} + {{c}}u]
             + vec4<f32>({{a}}x, {{a}}y, {{a}}z, {{a}}w){{sum.factor}};
 {% endfor %}
 {% endfor %}

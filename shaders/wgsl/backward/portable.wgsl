@@ -2,12 +2,12 @@
 // default limits: no feature, 64 threads, at most 16 KiB of workgroup memory.
 //
 // For a query row with log-sum-exp lse, and for each key that it sees (Dao 2023, arXiv 2307.08691,
-// 3.1.2); in brackets the registers:
+// 3.1.2):
 //
-//     S  = scale · q·k (x)       softcap c: c · tanh(S / c); plus the bias
-//     P  = e^(S - lse) (p)       dP = d_o·v (d)
-//     dS = P · (dP - D) (s)      D = sum of d_o·o - d_lse; softcap: · (1 - tanh^2)
-//     dQ += scale · dS · k (a)   dK += scale · dS · q (a)   dV += P · d_o (b)
+//     S  = scale · q·k           softcap c: c · tanh(S / c); plus the bias
+//     P  = e^(S - lse)           dP = d_o·v
+//     dS = P · (dP - D)          D = sum of d_o·o - d_lse; softcap: · (1 - tanh^2)
+//     dQ += scale · dS · k       dK += scale · dS · q       dV += P · d_o
 //
 // WGSL has no atomic addition of f32, and an order of additions that depends on timing would change
 // bytes. So a sum belongs to one workgroup, which has a tile of what is fixed and loops over what is
@@ -172,23 +172,23 @@ select(vec4<f32>(), {{load}}, col + load{{j}} < end)
             }
             // P and dS.
 {% for i in range(rows) %}
-            x{{i}} *= params.x_scale;
+            S{{i}} *= params.x_scale;
 {% if softcap %}
 {% if slopes %}
-            let slope{{i}} = vec4<f32>(slope_of(x{{i}}.x), slope_of(x{{i}}.y), slope_of(x{{i}}.z), slope_of(x{{i}}.w));
+            let slope{{i}} = vec4<f32>(slope_of(S{{i}}.x), slope_of(S{{i}}.y), slope_of(S{{i}}.z), slope_of(S{{i}}.w));
 {% endif %}
-            x{{i}} = vec4<f32>(capped(x{{i}}.x), capped(x{{i}}.y), capped(x{{i}}.z), capped(x{{i}}.w));
+            S{{i}} = vec4<f32>(capped(S{{i}}.x), capped(S{{i}}.y), capped(S{{i}}.z), capped(S{{i}}.w));
 {% endif %}
 {% if bias %}
-            x{{i}} += term{{i}};
+            S{{i}} += term{{i}};
 {% endif %}
-            let p{{i}} = {{ "select(vec4<f32>(), " if tested }}vec4<f32>(
+            let P{{i}} = {{ "select(vec4<f32>(), " if tested }}vec4<f32>(
 {%- for x in ["x", "y", "z", "w"] -%}
-share_of(x{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{{x}}, factor.{{x}}{% endif %}){{ ", " if not loop.last }}
+share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{{x}}, factor.{{x}}{% endif %}){{ ", " if not loop.last }}
 {%- endfor -%}
 ){{ ", vis" ~ i ~ ")" if tested }};
 {% if scores %}
-            let s{{i}} = p{{i}} * (d{{i}} - {% if by_rows %}stats{{i}}.z{% else %}delta{% endif %}){{ " * slope" ~ i if slopes }};
+            let dS{{i}} = P{{i}} * (dP{{i}} - {% if by_rows %}stats{{i}}.z{% else %}delta{% endif %}){{ " * slope" ~ i if slopes }};
 {% endif %}
 {% endfor %}
 {% if of_bias %}
@@ -199,14 +199,14 @@ share_of(x{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
 {% for x in ["x", "y", "z", "w"] %}
             if (adds{{i}} && vis{{i}}.{{x}}) {
                 let element = sum_at{{i}} + pos.{{x}};
-                d_bias[element] = d_bias[element] + s{{i}}.{{x}};
+                d_bias[element] = d_bias[element] + dS{{i}}.{{x}};
             }
 {% endfor %}
 {% endfor %}
 {% else %}
             let live = vec4<bool>(saw_keys(stats_x.x), saw_keys(stats_y.x), saw_keys(stats_z.x), saw_keys(stats_w.x));
 {% for i in range(rows) %}
-            bias{{i}} += select(vec4<f32>(), s{{i}}, vis{{i}} & live);
+            bias{{i}} += select(vec4<f32>(), dS{{i}}, vis{{i}} & live);
 {% endfor %}
 {% endif %}
 {% else %}
@@ -348,7 +348,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     if (in{{i}}{{ " && saw_keys(stats" ~ i ~ ".x)" if by_rows }}) {
 {% for sum in sums %}
 {% for g in range(passes) %}
-{% set at = sum.target ~ "[sum_at" ~ i ~ " + " ~ 8 * g ~ "u + tc]" %}
+{% set at = sum.name ~ "[sum_at" ~ i ~ " + " ~ 8 * g ~ "u + tc]" %}
 {% if (g + 1) * 8 > chunks %}
         if ({{ 8 * g }}u + tc < {{chunks}}u) {
             {{at}} = {{at}} + {{sum.name}}{{i}}_{{g}}{{sum.factor}};

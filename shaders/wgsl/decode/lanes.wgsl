@@ -1,7 +1,7 @@
 // Attention of few query rows for drivers that compute on the host's cores: one subgroup of {{lanes}} lanes
 // is one workgroup, and each lane is a key. decode/portable.wgsl says what slots and parts are.
 //
-// Every lane carries the queries and its own m, l and O (a0_0: slot 0, chunk 0) of all {{slots}} slots in named
+// Every lane carries the queries and its own m, l and O (O0_0: slot 0, chunk 0) of all {{slots}} slots in named
 // registers; lanes meet only at the end. No workgroup memory and no barrier. K and V are textures as
 // in attend/subgroup.wgsl, for the same reason.
 {% include "parts/logits.wgsl" %}
@@ -21,7 +21,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
 {% for half in range(unit_chunks) %}
 {% set c = u * unit_chunks + half %}
     let q{{s}}_{{c}} = chunk_{{half}}(q_unit{{s}}_{{u}}) * params.q_scale;
-    var a{{s}}_{{c}} = vec4<f32>();
+    var O{{s}}_{{c}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
     var m{{s}} = EMPTY_M;
@@ -54,12 +54,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
 {% include "decode/visible.wgsl" %}
 {% set dot = "((x" ~ s ~ ".x + x" ~ s ~ ".y) + (x" ~ s ~ ".z + x" ~ s ~ ".w)) * params.x_scale" %}
             seen{{s}} |= select(0u, 1u, vis{{s}});
-            let logit{{s}} = select(EMPTY_M, {% if softcap %}capped({{dot}}){% else %}{{dot}}{% endif %}{% if bias %} + term{{s}}{% endif %}, vis{{s}});
-            let n{{s}} = max(m{{s}}, logit{{s}});
+            let S{{s}} = select(EMPTY_M, {% if softcap %}capped({{dot}}){% else %}{{dot}}{% endif %}{% if bias %} + term{{s}}{% endif %}, vis{{s}});
+            let n{{s}} = max(m{{s}}, S{{s}});
             let corr{{s}} = weight_of(m{{s}} - n{{s}});
-            let p{{s}} = select(0.0f, weight_of(logit{{s}} - n{{s}}), vis{{s}});
+            let P{{s}} = select(0.0f, weight_of(S{{s}} - n{{s}}), vis{{s}});
             m{{s}} = n{{s}};
-            l{{s}} = fma(l{{s}}, corr{{s}}, p{{s}});
+            l{{s}} = fma(l{{s}}, corr{{s}}, P{{s}});
 {% endfor %}
             // O = O corr + P V
 {% for u in range(units) %}
@@ -68,7 +68,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
 {% set c = u * unit_chunks + half %}
             let v{{c}} = texel_{{half}}(v_unit{{u}});
 {% for s in range(slots) %}
-            a{{s}}_{{c}} = fma(select(vec4<f32>(), v{{c}}, vis{{s}}), vec4<f32>(p{{s}}), a{{s}}_{{c}} * corr{{s}});
+            O{{s}}_{{c}} = fma(select(vec4<f32>(), v{{c}}, vis{{s}}), vec4<f32>(P{{s}}), O{{s}}_{{c}} * corr{{s}});
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -81,7 +81,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let sum{{s}} = subgroupAdd(l{{s}} * weight{{s}});
     let any{{s}} = subgroupMax(seen{{s}}) == 1u;
 {% for c in range(chunks) %}
-{% set a = "a" ~ s ~ "_" ~ c %}
+{% set a = "O" ~ s ~ "_" ~ c %}
     let total{{s}}_{{c}} = vec4<f32>(
         subgroupAdd({{a}}.x * weight{{s}}), subgroupAdd({{a}}.y * weight{{s}}),
         subgroupAdd({{a}}.z * weight{{s}}), subgroupAdd({{a}}.w * weight{{s}}));

@@ -29,7 +29,7 @@ const EMPTY_M: f32 = {{EMPTY_M}};
     let corr = weight_of(before - m);
     var l = state.y * corr;
 {% for c in range(own) %}
-    var a{{c}} = state_a[a_at + {{ chunk(c) }}] * corr;
+    var O{{c}} = state_a[a_at + {{ chunk(c) }}] * corr;
 {% endfor %}
     for (var i = 0u; i < params.splits; i++) {
         let at = parts + i * params.slots;
@@ -38,7 +38,7 @@ const EMPTY_M: f32 = {{EMPTY_M}};
             let weight = weight_of(part.x - m);
             l += part.y * weight;
 {% for c in range(own) %}
-            a{{c}} += part_a[at * {{chunks}}u + {{ chunk(c) }}] * weight;
+            O{{c}} += part_a[at * {{chunks}}u + {{ chunk(c) }}] * weight;
 {% endfor %}
         }
     }
@@ -47,9 +47,9 @@ const EMPTY_M: f32 = {{EMPTY_M}};
     if (!inside || !seen) { return; }
 {% for c in range(own) %}
 {% if 8 * (c + 1) > chunks %}
-    if (lane + {{ 8 * c }}u < {{chunks}}u) { state_a[a_at + lane + {{ 8 * c }}u] = a{{c}}; }
+    if (lane + {{ 8 * c }}u < {{chunks}}u) { state_a[a_at + lane + {{ 8 * c }}u] = O{{c}}; }
 {% else %}
-    state_a[a_at + lane + {{ 8 * c }}u] = a{{c}};
+    state_a[a_at + lane + {{ 8 * c }}u] = O{{c}};
 {% endif %}
 {% endfor %}
     if (lane == 0u) {

@@ -15,9 +15,9 @@
 // span, which costs little with one key for each thread. All rows are in tile 0.
 //
 // 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
-// slots (S, in x0, x1, ...), from the queries in workgroup memory. Then m of each slot is found, by
+// slots (S0, S1, ...), from the queries in workgroup memory. Then m of each slot is found, by
 // {{finders}} threads for each. Then each thread takes a 16-byte column of V for every {{slices}}-th key, with O of
-// all slots in registers (a0_0_0: slot 0, first column, first half of the unit). At the end these
+// all slots in registers (O0_0_0: slot 0, first column, first half of the unit). At the end these
 // slices are added up.
 //
 // Workgroup memory, {{workgroup_bytes}} bytes
@@ -46,7 +46,7 @@ var<workgroup> sums: array<vec4<f32>, {{ slices * chunks }}>;
 {% for half in range(unit_chunks) %}
                     let k_{{half}} = chunk_{{half}}(unit);
 {% for s in range(slots) %}
-                    x{{s}} += dot(queries[{{ s * chunks }}u + u * {{unit_chunks}}u + {{half}}u], k_{{half}});
+                    S{{s}} += dot(queries[{{ s * chunks }}u + u * {{unit_chunks}}u + {{half}}u], k_{{half}});
 {% endfor %}
 {% endfor %}
                 }
@@ -73,7 +73,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     var seen{{s}} = false;
 {% for pass in range(passes) %}
 {% for half in range(unit_chunks) %}
-    var a{{s}}_{{pass}}_{{half}} = vec4<f32>();
+    var O{{s}}_{{pass}}_{{half}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -87,7 +87,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let position = positions[params.keys_at + own];
             let k_at = k_base + own * params.k_row;
 {% for s in range(slots) %}
-            var x{{s}} = 0.0f;
+            var S{{s}} = 0.0f;
 {% include "decode/visible.wgsl" %}
 {% endfor %}
 {% if bias %}
@@ -102,15 +102,15 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             // The weights of the keys before these have been read.
             workgroupBarrier();
 {% for s in range(slots) %}
-            x{{s}} *= params.x_scale;
+            S{{s}} *= params.x_scale;
 {% if softcap %}
-            x{{s}} = capped(x{{s}});
+            S{{s}} = capped(S{{s}});
 {% endif %}
 {% if bias %}
-            x{{s}} = x{{s}} + term{{s}};
+            S{{s}} = S{{s}} + term{{s}};
 {% endif %}
             seen{{s}} = seen{{s}} || vis{{s}};
-            weights[{{ s * 64 }}u + thread] = select(EMPTY_M, x{{s}}, vis{{s}});
+            weights[{{ s * 64 }}u + thread] = select(EMPTY_M, S{{s}}, vis{{s}});
 {% endfor %}
             workgroupBarrier();
             // m of each slot.
@@ -132,16 +132,16 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             // P, and this thread's part of l.
 {% for s in range(slots) %}
             let max{{s}} = maxima[{{s}}];
-            let p{{s}} = select(0.0f, weight_of(x{{s}} - max{{s}}.x), vis{{s}});
-            l{{s}} = l{{s}} * max{{s}}.y + p{{s}};
-            weights[{{ s * 64 }}u + thread] = select(-1.0f, p{{s}}, vis{{s}});
+            let P{{s}} = select(0.0f, weight_of(S{{s}} - max{{s}}.x), vis{{s}});
+            l{{s}} = l{{s}} * max{{s}}.y + P{{s}};
+            weights[{{ s * 64 }}u + thread] = select(-1.0f, P{{s}}, vis{{s}});
 {% endfor %}
             workgroupBarrier();
             // O of this thread's columns over its slice of the keys.
 {% for s in range(slots) %}
 {% for pass in range(passes) %}
 {% for half in range(unit_chunks) %}
-            a{{s}}_{{pass}}_{{half}} *= max{{s}}.y;
+            O{{s}}_{{pass}}_{{half}} *= max{{s}}.y;
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -165,7 +165,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% for s in range(slots) %}
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
-                a{{s}}_{{pass}}_{{half}} += select(v{{pass}}_{{half}} * w{{s}}, vec4<f32>(), w{{s}} < 0.0f);
+                O{{s}}_{{pass}}_{{half}} += select(v{{pass}}_{{half}} * w{{s}}, vec4<f32>(), w{{s}} < 0.0f);
 {% endfor %}
 {% endfor %}
                 {{ "}" if guard }}
@@ -197,14 +197,14 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% set guard = if_column(pass) %}
     {{guard}}{{ "{" if guard }}
 {% for half in range(unit_chunks) %}
-    part_a[(item * {{slots}}u + {{s}}u) * {{chunks}}u + (column + {{ pass * 64 }}u) * {{unit_chunks}}u + {{half}}u] = a{{s}}_{{pass}}_{{half}};
+    part_a[(item * {{slots}}u + {{s}}u) * {{chunks}}u + (column + {{ pass * 64 }}u) * {{unit_chunks}}u + {{half}}u] = O{{s}}_{{pass}}_{{half}};
 {% endfor %}
     {{ "}" if guard }}
 {% endfor %}
 {% else %}
     if (slice < {{slices}}u) {
 {% for half in range(unit_chunks) %}
-        sums[slice * {{chunks}}u + column * {{unit_chunks}}u + {{half}}u] = a{{s}}_0_{{half}};
+        sums[slice * {{chunks}}u + column * {{unit_chunks}}u + {{half}}u] = O{{s}}_0_{{half}};
 {% endfor %}
     }
     workgroupBarrier();
