@@ -81,11 +81,7 @@ impl Kernel {
     fn template(&self) -> (&'static str, Value) {
         match *self {
             Self::Attend(kernel) => {
-                let head = context! {
-                    softcap => kernel.softcap,
-                    bias => kernel.bias.value(),
-                    ..head(kernel.storage, kernel.head_dim)
-                };
+                let logits = logits(kernel.storage, kernel.head_dim, kernel.softcap, kernel.bias);
                 let (file, values) = match kernel.variant {
                     AttendVariant::Portable { rows_per_thread } => {
                         ("attend/portable.wgsl", attend::portable::values(kernel, rows_per_thread))
@@ -98,28 +94,20 @@ impl Kernel {
                         ("attend/matrix.wgsl", attend::matrix::values(kernel, size, subgroup_size, subgroups))
                     }
                 };
-                (file, context! { ..values, ..head })
+                (file, context! { ..values, ..logits })
             }
             Self::Decode(kernel) => {
-                let head = context! {
-                    softcap => kernel.softcap,
-                    bias => kernel.bias.value(),
-                    ..head(kernel.storage, kernel.head_dim)
-                };
+                let logits = logits(kernel.storage, kernel.head_dim, kernel.softcap, kernel.bias);
                 let (file, values) = match kernel.variant {
                     DecodeVariant::Portable => ("decode/portable.wgsl", decode::portable_values(kernel)),
                     DecodeVariant::Lanes { subgroup_size } => {
                         ("decode/lanes.wgsl", context! { slots => kernel.slots, lanes => subgroup_size })
                     }
                 };
-                (file, context! { ..values, ..head })
+                (file, context! { ..values, ..logits })
             }
             Self::AttendBackward(kernel) => {
-                let head = context! {
-                    softcap => kernel.softcap,
-                    bias => kernel.bias.value(),
-                    ..head(kernel.storage, kernel.head_dim)
-                };
+                let logits = logits(kernel.storage, kernel.head_dim, kernel.softcap, kernel.bias);
                 let (file, values) = match kernel.variant {
                     BackwardVariant::Portable => {
                         ("backward/portable.wgsl", backward::portable::values(kernel))
@@ -128,7 +116,7 @@ impl Kernel {
                         ("backward/lanes.wgsl", backward::lanes::values(kernel, subgroup_size))
                     }
                 };
-                (file, context! { ..values, ..backward::values(kernel), ..head })
+                (file, context! { ..values, ..backward::values(kernel), ..logits })
             }
             Self::RowStats { storage, head_dim, d_lse } => {
                 ("backward/row_stats.wgsl", context! { d_lse, ..head(storage, head_dim) })
@@ -318,4 +306,9 @@ fn head(storage: Storage, head_dim: u32) -> Value {
         chunks => head_dim / 4,
         unit_chunks => storage.unit_chunks(),
     }
+}
+
+/// What kernels that compute logits depend on: the same, softcap and bias.
+fn logits(storage: Storage, head_dim: u32, softcap: bool, bias: BiasInput) -> Value {
+    context! { softcap, bias => bias.value(), ..head(storage, head_dim) }
 }

@@ -284,10 +284,10 @@ fn pinned_texts_have_not_changed() {
             bias: BiasInput::Visible,
         }),
         Kernel::AttendBackward(BackwardKernel {
-            variant: BackwardVariant::lanes(4, 16),
+            variant: BackwardVariant::lanes(4, 8),
             sums: Sums::KeysValues,
             storage: Storage::F32,
-            head_dim: 16,
+            head_dim: 8,
             softcap: true,
             bias: BiasInput::None,
         }),

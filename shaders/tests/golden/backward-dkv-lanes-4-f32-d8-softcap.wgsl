@@ -13,7 +13,7 @@
 // A logit is added up in 2 sums as in the forward kernel. With logits of 100, another order of
 // additions would change P by 1e-5. And a pair that one direction tests may be in a full run of the
 // other, so the order may not depend on the kind of the run.
-// backward-dkv-lanes-4-f32-d16-softcap
+// backward-dkv-lanes-4-f32-d8-softcap
 struct BackwardParams {
     q_offset: u32,
     q_batch: u32,
@@ -154,20 +154,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let k0_0 = chunk_0(k_unit0_0);
     let k_unit0_1 = k[k_at0 + 1u];
     let k0_1 = chunk_0(k_unit0_1);
-    let k_unit0_2 = k[k_at0 + 2u];
-    let k0_2 = chunk_0(k_unit0_2);
-    let k_unit0_3 = k[k_at0 + 3u];
-    let k0_3 = chunk_0(k_unit0_3);
     let v_at0 = params.v_offset + batch * params.v_batch
         + safe0 * params.v_row + own_head * params.v_head;
     let v_unit0_0 = v[v_at0 + 0u];
     let v0_0 = chunk_0(v_unit0_0);
     let v_unit0_1 = v[v_at0 + 1u];
     let v0_1 = chunk_0(v_unit0_1);
-    let v_unit0_2 = v[v_at0 + 2u];
-    let v0_2 = chunk_0(v_unit0_2);
-    let v_unit0_3 = v[v_at0 + 3u];
-    let v0_3 = chunk_0(v_unit0_3);
     var dk0_0x = 0.0f;
     var dk0_0y = 0.0f;
     var dk0_0z = 0.0f;
@@ -176,14 +168,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     var dk0_1y = 0.0f;
     var dk0_1z = 0.0f;
     var dk0_1w = 0.0f;
-    var dk0_2x = 0.0f;
-    var dk0_2y = 0.0f;
-    var dk0_2z = 0.0f;
-    var dk0_2w = 0.0f;
-    var dk0_3x = 0.0f;
-    var dk0_3y = 0.0f;
-    var dk0_3z = 0.0f;
-    var dk0_3w = 0.0f;
     var dv0_0x = 0.0f;
     var dv0_0y = 0.0f;
     var dv0_0z = 0.0f;
@@ -192,14 +176,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     var dv0_1y = 0.0f;
     var dv0_1z = 0.0f;
     var dv0_1w = 0.0f;
-    var dv0_2x = 0.0f;
-    var dv0_2y = 0.0f;
-    var dv0_2z = 0.0f;
-    var dv0_2w = 0.0f;
-    var dv0_3x = 0.0f;
-    var dv0_3y = 0.0f;
-    var dv0_3z = 0.0f;
-    var dv0_3w = 0.0f;
     let row1 = tile * 8u + 4u + lane;
     let in1 = row1 < params.fixed_end;
     let safe1 = min(row1, params.fixed_end - 1u);
@@ -212,20 +188,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     let k1_0 = chunk_0(k_unit1_0);
     let k_unit1_1 = k[k_at1 + 1u];
     let k1_1 = chunk_0(k_unit1_1);
-    let k_unit1_2 = k[k_at1 + 2u];
-    let k1_2 = chunk_0(k_unit1_2);
-    let k_unit1_3 = k[k_at1 + 3u];
-    let k1_3 = chunk_0(k_unit1_3);
     let v_at1 = params.v_offset + batch * params.v_batch
         + safe1 * params.v_row + own_head * params.v_head;
     let v_unit1_0 = v[v_at1 + 0u];
     let v1_0 = chunk_0(v_unit1_0);
     let v_unit1_1 = v[v_at1 + 1u];
     let v1_1 = chunk_0(v_unit1_1);
-    let v_unit1_2 = v[v_at1 + 2u];
-    let v1_2 = chunk_0(v_unit1_2);
-    let v_unit1_3 = v[v_at1 + 3u];
-    let v1_3 = chunk_0(v_unit1_3);
     var dk1_0x = 0.0f;
     var dk1_0y = 0.0f;
     var dk1_0z = 0.0f;
@@ -234,14 +202,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     var dk1_1y = 0.0f;
     var dk1_1z = 0.0f;
     var dk1_1w = 0.0f;
-    var dk1_2x = 0.0f;
-    var dk1_2y = 0.0f;
-    var dk1_2z = 0.0f;
-    var dk1_2w = 0.0f;
-    var dk1_3x = 0.0f;
-    var dk1_3y = 0.0f;
-    var dk1_3z = 0.0f;
-    var dk1_3w = 0.0f;
     var dv1_0x = 0.0f;
     var dv1_0y = 0.0f;
     var dv1_0z = 0.0f;
@@ -250,17 +210,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
     var dv1_1y = 0.0f;
     var dv1_1z = 0.0f;
     var dv1_1w = 0.0f;
-    var dv1_2x = 0.0f;
-    var dv1_2y = 0.0f;
-    var dv1_2z = 0.0f;
-    var dv1_2w = 0.0f;
-    var dv1_3x = 0.0f;
-    var dv1_3y = 0.0f;
-    var dv1_3z = 0.0f;
-    var dv1_3w = 0.0f;
     for (var head = lists[params.heads_at + own_head]; head < lists[params.heads_at + own_head + 1u]; head++) {
     // Lanes beyond the head load its last unit again; no other lane reads it from them.
-    let unit0 = head * 4u + min(lane + 0u, 3u);
+    let unit0 = head * 2u + min(lane + 0u, 1u);
     for (var run = full_runs; run < tested_runs; run++) {
         let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
         let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
@@ -295,30 +247,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let q_1w = subgroupBroadcast(q_own0_0.w, 1u);
             S0_chain1 = fma(k0_1.w, q_1w, S0_chain1);
             S1_chain1 = fma(k1_1.w, q_1w, S1_chain1);
-            let q_2x = subgroupBroadcast(q_own0_0.x, 2u);
-            S0_chain0 = fma(k0_2.x, q_2x, S0_chain0);
-            S1_chain0 = fma(k1_2.x, q_2x, S1_chain0);
-            let q_2y = subgroupBroadcast(q_own0_0.y, 2u);
-            S0_chain1 = fma(k0_2.y, q_2y, S0_chain1);
-            S1_chain1 = fma(k1_2.y, q_2y, S1_chain1);
-            let q_2z = subgroupBroadcast(q_own0_0.z, 2u);
-            S0_chain0 = fma(k0_2.z, q_2z, S0_chain0);
-            S1_chain0 = fma(k1_2.z, q_2z, S1_chain0);
-            let q_2w = subgroupBroadcast(q_own0_0.w, 2u);
-            S0_chain1 = fma(k0_2.w, q_2w, S0_chain1);
-            S1_chain1 = fma(k1_2.w, q_2w, S1_chain1);
-            let q_3x = subgroupBroadcast(q_own0_0.x, 3u);
-            S0_chain0 = fma(k0_3.x, q_3x, S0_chain0);
-            S1_chain0 = fma(k1_3.x, q_3x, S1_chain0);
-            let q_3y = subgroupBroadcast(q_own0_0.y, 3u);
-            S0_chain1 = fma(k0_3.y, q_3y, S0_chain1);
-            S1_chain1 = fma(k1_3.y, q_3y, S1_chain1);
-            let q_3z = subgroupBroadcast(q_own0_0.z, 3u);
-            S0_chain0 = fma(k0_3.z, q_3z, S0_chain0);
-            S1_chain0 = fma(k1_3.z, q_3z, S1_chain0);
-            let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
-            S0_chain1 = fma(k0_3.w, q_3w, S0_chain1);
-            S1_chain1 = fma(k1_3.w, q_3w, S1_chain1);
             let S0 = (S0_chain0 + S0_chain1) * params.x_scale;
             let S1 = (S1_chain0 + S1_chain1) * params.x_scale;
             let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
@@ -345,30 +273,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let d_o_1w = subgroupBroadcast(d_o_own0_0.w, 1u);
             dP0_chain1 = fma(v0_1.w, d_o_1w, dP0_chain1);
             dP1_chain1 = fma(v1_1.w, d_o_1w, dP1_chain1);
-            let d_o_2x = subgroupBroadcast(d_o_own0_0.x, 2u);
-            dP0_chain0 = fma(v0_2.x, d_o_2x, dP0_chain0);
-            dP1_chain0 = fma(v1_2.x, d_o_2x, dP1_chain0);
-            let d_o_2y = subgroupBroadcast(d_o_own0_0.y, 2u);
-            dP0_chain1 = fma(v0_2.y, d_o_2y, dP0_chain1);
-            dP1_chain1 = fma(v1_2.y, d_o_2y, dP1_chain1);
-            let d_o_2z = subgroupBroadcast(d_o_own0_0.z, 2u);
-            dP0_chain0 = fma(v0_2.z, d_o_2z, dP0_chain0);
-            dP1_chain0 = fma(v1_2.z, d_o_2z, dP1_chain0);
-            let d_o_2w = subgroupBroadcast(d_o_own0_0.w, 2u);
-            dP0_chain1 = fma(v0_2.w, d_o_2w, dP0_chain1);
-            dP1_chain1 = fma(v1_2.w, d_o_2w, dP1_chain1);
-            let d_o_3x = subgroupBroadcast(d_o_own0_0.x, 3u);
-            dP0_chain0 = fma(v0_3.x, d_o_3x, dP0_chain0);
-            dP1_chain0 = fma(v1_3.x, d_o_3x, dP1_chain0);
-            let d_o_3y = subgroupBroadcast(d_o_own0_0.y, 3u);
-            dP0_chain1 = fma(v0_3.y, d_o_3y, dP0_chain1);
-            dP1_chain1 = fma(v1_3.y, d_o_3y, dP1_chain1);
-            let d_o_3z = subgroupBroadcast(d_o_own0_0.z, 3u);
-            dP0_chain0 = fma(v0_3.z, d_o_3z, dP0_chain0);
-            dP1_chain0 = fma(v1_3.z, d_o_3z, dP1_chain0);
-            let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
-            dP0_chain1 = fma(v0_3.w, d_o_3w, dP0_chain1);
-            dP1_chain1 = fma(v1_3.w, d_o_3w, dP1_chain1);
             let dP0 = (dP0_chain0 + dP0_chain1);
             let dP1 = (dP1_chain0 + dP1_chain1);
 
@@ -393,22 +297,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             dk1_1z = fma(q_1z, dS1, dk1_1z);
             dk0_1w = fma(q_1w, dS0, dk0_1w);
             dk1_1w = fma(q_1w, dS1, dk1_1w);
-            dk0_2x = fma(q_2x, dS0, dk0_2x);
-            dk1_2x = fma(q_2x, dS1, dk1_2x);
-            dk0_2y = fma(q_2y, dS0, dk0_2y);
-            dk1_2y = fma(q_2y, dS1, dk1_2y);
-            dk0_2z = fma(q_2z, dS0, dk0_2z);
-            dk1_2z = fma(q_2z, dS1, dk1_2z);
-            dk0_2w = fma(q_2w, dS0, dk0_2w);
-            dk1_2w = fma(q_2w, dS1, dk1_2w);
-            dk0_3x = fma(q_3x, dS0, dk0_3x);
-            dk1_3x = fma(q_3x, dS1, dk1_3x);
-            dk0_3y = fma(q_3y, dS0, dk0_3y);
-            dk1_3y = fma(q_3y, dS1, dk1_3y);
-            dk0_3z = fma(q_3z, dS0, dk0_3z);
-            dk1_3z = fma(q_3z, dS1, dk1_3z);
-            dk0_3w = fma(q_3w, dS0, dk0_3w);
-            dk1_3w = fma(q_3w, dS1, dk1_3w);
             dv0_0x = fma(d_o_0x, P0, dv0_0x);
             dv1_0x = fma(d_o_0x, P1, dv1_0x);
             dv0_0y = fma(d_o_0y, P0, dv0_0y);
@@ -425,22 +313,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             dv1_1z = fma(d_o_1z, P1, dv1_1z);
             dv0_1w = fma(d_o_1w, P0, dv0_1w);
             dv1_1w = fma(d_o_1w, P1, dv1_1w);
-            dv0_2x = fma(d_o_2x, P0, dv0_2x);
-            dv1_2x = fma(d_o_2x, P1, dv1_2x);
-            dv0_2y = fma(d_o_2y, P0, dv0_2y);
-            dv1_2y = fma(d_o_2y, P1, dv1_2y);
-            dv0_2z = fma(d_o_2z, P0, dv0_2z);
-            dv1_2z = fma(d_o_2z, P1, dv1_2z);
-            dv0_2w = fma(d_o_2w, P0, dv0_2w);
-            dv1_2w = fma(d_o_2w, P1, dv1_2w);
-            dv0_3x = fma(d_o_3x, P0, dv0_3x);
-            dv1_3x = fma(d_o_3x, P1, dv1_3x);
-            dv0_3y = fma(d_o_3y, P0, dv0_3y);
-            dv1_3y = fma(d_o_3y, P1, dv1_3y);
-            dv0_3z = fma(d_o_3z, P0, dv0_3z);
-            dv1_3z = fma(d_o_3z, P1, dv1_3z);
-            dv0_3w = fma(d_o_3w, P0, dv0_3w);
-            dv1_3w = fma(d_o_3w, P1, dv1_3w);
 
         }
 
@@ -479,30 +351,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let q_1w = subgroupBroadcast(q_own0_0.w, 1u);
             S0_chain1 = fma(k0_1.w, q_1w, S0_chain1);
             S1_chain1 = fma(k1_1.w, q_1w, S1_chain1);
-            let q_2x = subgroupBroadcast(q_own0_0.x, 2u);
-            S0_chain0 = fma(k0_2.x, q_2x, S0_chain0);
-            S1_chain0 = fma(k1_2.x, q_2x, S1_chain0);
-            let q_2y = subgroupBroadcast(q_own0_0.y, 2u);
-            S0_chain1 = fma(k0_2.y, q_2y, S0_chain1);
-            S1_chain1 = fma(k1_2.y, q_2y, S1_chain1);
-            let q_2z = subgroupBroadcast(q_own0_0.z, 2u);
-            S0_chain0 = fma(k0_2.z, q_2z, S0_chain0);
-            S1_chain0 = fma(k1_2.z, q_2z, S1_chain0);
-            let q_2w = subgroupBroadcast(q_own0_0.w, 2u);
-            S0_chain1 = fma(k0_2.w, q_2w, S0_chain1);
-            S1_chain1 = fma(k1_2.w, q_2w, S1_chain1);
-            let q_3x = subgroupBroadcast(q_own0_0.x, 3u);
-            S0_chain0 = fma(k0_3.x, q_3x, S0_chain0);
-            S1_chain0 = fma(k1_3.x, q_3x, S1_chain0);
-            let q_3y = subgroupBroadcast(q_own0_0.y, 3u);
-            S0_chain1 = fma(k0_3.y, q_3y, S0_chain1);
-            S1_chain1 = fma(k1_3.y, q_3y, S1_chain1);
-            let q_3z = subgroupBroadcast(q_own0_0.z, 3u);
-            S0_chain0 = fma(k0_3.z, q_3z, S0_chain0);
-            S1_chain0 = fma(k1_3.z, q_3z, S1_chain0);
-            let q_3w = subgroupBroadcast(q_own0_0.w, 3u);
-            S0_chain1 = fma(k0_3.w, q_3w, S0_chain1);
-            S1_chain1 = fma(k1_3.w, q_3w, S1_chain1);
             let S0 = (S0_chain0 + S0_chain1) * params.x_scale;
             let S1 = (S1_chain0 + S1_chain1) * params.x_scale;
             let d_o_0x = subgroupBroadcast(d_o_own0_0.x, 0u);
@@ -529,30 +377,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             let d_o_1w = subgroupBroadcast(d_o_own0_0.w, 1u);
             dP0_chain1 = fma(v0_1.w, d_o_1w, dP0_chain1);
             dP1_chain1 = fma(v1_1.w, d_o_1w, dP1_chain1);
-            let d_o_2x = subgroupBroadcast(d_o_own0_0.x, 2u);
-            dP0_chain0 = fma(v0_2.x, d_o_2x, dP0_chain0);
-            dP1_chain0 = fma(v1_2.x, d_o_2x, dP1_chain0);
-            let d_o_2y = subgroupBroadcast(d_o_own0_0.y, 2u);
-            dP0_chain1 = fma(v0_2.y, d_o_2y, dP0_chain1);
-            dP1_chain1 = fma(v1_2.y, d_o_2y, dP1_chain1);
-            let d_o_2z = subgroupBroadcast(d_o_own0_0.z, 2u);
-            dP0_chain0 = fma(v0_2.z, d_o_2z, dP0_chain0);
-            dP1_chain0 = fma(v1_2.z, d_o_2z, dP1_chain0);
-            let d_o_2w = subgroupBroadcast(d_o_own0_0.w, 2u);
-            dP0_chain1 = fma(v0_2.w, d_o_2w, dP0_chain1);
-            dP1_chain1 = fma(v1_2.w, d_o_2w, dP1_chain1);
-            let d_o_3x = subgroupBroadcast(d_o_own0_0.x, 3u);
-            dP0_chain0 = fma(v0_3.x, d_o_3x, dP0_chain0);
-            dP1_chain0 = fma(v1_3.x, d_o_3x, dP1_chain0);
-            let d_o_3y = subgroupBroadcast(d_o_own0_0.y, 3u);
-            dP0_chain1 = fma(v0_3.y, d_o_3y, dP0_chain1);
-            dP1_chain1 = fma(v1_3.y, d_o_3y, dP1_chain1);
-            let d_o_3z = subgroupBroadcast(d_o_own0_0.z, 3u);
-            dP0_chain0 = fma(v0_3.z, d_o_3z, dP0_chain0);
-            dP1_chain0 = fma(v1_3.z, d_o_3z, dP1_chain0);
-            let d_o_3w = subgroupBroadcast(d_o_own0_0.w, 3u);
-            dP0_chain1 = fma(v0_3.w, d_o_3w, dP0_chain1);
-            dP1_chain1 = fma(v1_3.w, d_o_3w, dP1_chain1);
             let dP0 = (dP0_chain0 + dP0_chain1);
             let dP1 = (dP1_chain0 + dP1_chain1);
 
@@ -582,22 +406,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             dk1_1z = fma(select(0.0f, q_1z, vis1), dS1, dk1_1z);
             dk0_1w = fma(select(0.0f, q_1w, vis0), dS0, dk0_1w);
             dk1_1w = fma(select(0.0f, q_1w, vis1), dS1, dk1_1w);
-            dk0_2x = fma(select(0.0f, q_2x, vis0), dS0, dk0_2x);
-            dk1_2x = fma(select(0.0f, q_2x, vis1), dS1, dk1_2x);
-            dk0_2y = fma(select(0.0f, q_2y, vis0), dS0, dk0_2y);
-            dk1_2y = fma(select(0.0f, q_2y, vis1), dS1, dk1_2y);
-            dk0_2z = fma(select(0.0f, q_2z, vis0), dS0, dk0_2z);
-            dk1_2z = fma(select(0.0f, q_2z, vis1), dS1, dk1_2z);
-            dk0_2w = fma(select(0.0f, q_2w, vis0), dS0, dk0_2w);
-            dk1_2w = fma(select(0.0f, q_2w, vis1), dS1, dk1_2w);
-            dk0_3x = fma(select(0.0f, q_3x, vis0), dS0, dk0_3x);
-            dk1_3x = fma(select(0.0f, q_3x, vis1), dS1, dk1_3x);
-            dk0_3y = fma(select(0.0f, q_3y, vis0), dS0, dk0_3y);
-            dk1_3y = fma(select(0.0f, q_3y, vis1), dS1, dk1_3y);
-            dk0_3z = fma(select(0.0f, q_3z, vis0), dS0, dk0_3z);
-            dk1_3z = fma(select(0.0f, q_3z, vis1), dS1, dk1_3z);
-            dk0_3w = fma(select(0.0f, q_3w, vis0), dS0, dk0_3w);
-            dk1_3w = fma(select(0.0f, q_3w, vis1), dS1, dk1_3w);
             dv0_0x = fma(select(0.0f, d_o_0x, vis0), P0, dv0_0x);
             dv1_0x = fma(select(0.0f, d_o_0x, vis1), P1, dv1_0x);
             dv0_0y = fma(select(0.0f, d_o_0y, vis0), P0, dv0_0y);
@@ -614,22 +422,6 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             dv1_1z = fma(select(0.0f, d_o_1z, vis1), P1, dv1_1z);
             dv0_1w = fma(select(0.0f, d_o_1w, vis0), P0, dv0_1w);
             dv1_1w = fma(select(0.0f, d_o_1w, vis1), P1, dv1_1w);
-            dv0_2x = fma(select(0.0f, d_o_2x, vis0), P0, dv0_2x);
-            dv1_2x = fma(select(0.0f, d_o_2x, vis1), P1, dv1_2x);
-            dv0_2y = fma(select(0.0f, d_o_2y, vis0), P0, dv0_2y);
-            dv1_2y = fma(select(0.0f, d_o_2y, vis1), P1, dv1_2y);
-            dv0_2z = fma(select(0.0f, d_o_2z, vis0), P0, dv0_2z);
-            dv1_2z = fma(select(0.0f, d_o_2z, vis1), P1, dv1_2z);
-            dv0_2w = fma(select(0.0f, d_o_2w, vis0), P0, dv0_2w);
-            dv1_2w = fma(select(0.0f, d_o_2w, vis1), P1, dv1_2w);
-            dv0_3x = fma(select(0.0f, d_o_3x, vis0), P0, dv0_3x);
-            dv1_3x = fma(select(0.0f, d_o_3x, vis1), P1, dv1_3x);
-            dv0_3y = fma(select(0.0f, d_o_3y, vis0), P0, dv0_3y);
-            dv1_3y = fma(select(0.0f, d_o_3y, vis1), P1, dv1_3y);
-            dv0_3z = fma(select(0.0f, d_o_3z, vis0), P0, dv0_3z);
-            dv1_3z = fma(select(0.0f, d_o_3z, vis1), P1, dv1_3z);
-            dv0_3w = fma(select(0.0f, d_o_3w, vis0), P0, dv0_3w);
-            dv1_3w = fma(select(0.0f, d_o_3w, vis1), P1, dv1_3w);
 
         }
 
@@ -642,35 +434,19 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(subgroup_invocation
             + vec4<f32>(dk0_0x, dk0_0y, dk0_0z, dk0_0w) * params.unscale;
         dk[sum_at0 + 1u] = dk[sum_at0 + 1u]
             + vec4<f32>(dk0_1x, dk0_1y, dk0_1z, dk0_1w) * params.unscale;
-        dk[sum_at0 + 2u] = dk[sum_at0 + 2u]
-            + vec4<f32>(dk0_2x, dk0_2y, dk0_2z, dk0_2w) * params.unscale;
-        dk[sum_at0 + 3u] = dk[sum_at0 + 3u]
-            + vec4<f32>(dk0_3x, dk0_3y, dk0_3z, dk0_3w) * params.unscale;
         dv[sum_at0 + 0u] = dv[sum_at0 + 0u]
             + vec4<f32>(dv0_0x, dv0_0y, dv0_0z, dv0_0w);
         dv[sum_at0 + 1u] = dv[sum_at0 + 1u]
             + vec4<f32>(dv0_1x, dv0_1y, dv0_1z, dv0_1w);
-        dv[sum_at0 + 2u] = dv[sum_at0 + 2u]
-            + vec4<f32>(dv0_2x, dv0_2y, dv0_2z, dv0_2w);
-        dv[sum_at0 + 3u] = dv[sum_at0 + 3u]
-            + vec4<f32>(dv0_3x, dv0_3y, dv0_3z, dv0_3w);
     }
     if (in1) {
         dk[sum_at1 + 0u] = dk[sum_at1 + 0u]
             + vec4<f32>(dk1_0x, dk1_0y, dk1_0z, dk1_0w) * params.unscale;
         dk[sum_at1 + 1u] = dk[sum_at1 + 1u]
             + vec4<f32>(dk1_1x, dk1_1y, dk1_1z, dk1_1w) * params.unscale;
-        dk[sum_at1 + 2u] = dk[sum_at1 + 2u]
-            + vec4<f32>(dk1_2x, dk1_2y, dk1_2z, dk1_2w) * params.unscale;
-        dk[sum_at1 + 3u] = dk[sum_at1 + 3u]
-            + vec4<f32>(dk1_3x, dk1_3y, dk1_3z, dk1_3w) * params.unscale;
         dv[sum_at1 + 0u] = dv[sum_at1 + 0u]
             + vec4<f32>(dv1_0x, dv1_0y, dv1_0z, dv1_0w);
         dv[sum_at1 + 1u] = dv[sum_at1 + 1u]
             + vec4<f32>(dv1_1x, dv1_1y, dv1_1z, dv1_1w);
-        dv[sum_at1 + 2u] = dv[sum_at1 + 2u]
-            + vec4<f32>(dv1_2x, dv1_2y, dv1_2z, dv1_2w);
-        dv[sum_at1 + 3u] = dv[sum_at1 + 3u]
-            + vec4<f32>(dv1_3x, dv1_3y, dv1_3z, dv1_3w);
     }
 }
