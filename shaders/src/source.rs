@@ -4,6 +4,7 @@
 use minijinja::context;
 use minijinja::value::Value;
 
+use crate::attend::portable::SIDE;
 use crate::kernel::{Access, EMPTY_M, Kernel, MAX_HEAD_DIM};
 use crate::templates::render;
 use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
@@ -83,9 +84,10 @@ impl Kernel {
             Self::Attend(kernel) => {
                 let logits = logits(kernel.storage, kernel.head_dim, kernel.softcap, kernel.bias);
                 let (file, values) = match kernel.variant {
-                    AttendVariant::Portable { rows_per_thread } => {
-                        ("attend/portable.wgsl", attend::portable::values(kernel, rows_per_thread))
-                    }
+                    AttendVariant::Portable { rows_per_thread, keys_per_thread } => (
+                        "attend/portable.wgsl",
+                        attend::portable::values(kernel, rows_per_thread, keys_per_thread),
+                    ),
                     AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => (
                         "attend/subgroup.wgsl",
                         attend::subgroup::values(kernel, subgroup_size, rows_per_lane),
@@ -189,7 +191,7 @@ impl Kernel {
                 variant: AttendVariant::Cooperative { subgroup_size, subgroups, .. },
                 ..
             }) => *subgroup_size * *subgroups,
-            Self::Attend(_) => attend::portable::THREADS,
+            Self::Attend(_) => SIDE * SIDE,
             Self::Decode(kernel) => match kernel.variant {
                 DecodeVariant::Portable => decode::THREADS,
                 DecodeVariant::Lanes { subgroup_size } => subgroup_size,
@@ -215,10 +217,10 @@ impl Kernel {
     pub const fn workgroup_bytes(&self) -> u32 {
         match self {
             Self::Attend(AttendKernel {
-                variant: AttendVariant::Portable { rows_per_thread },
-                head_dim,
+                variant: AttendVariant::Portable { rows_per_thread, .. },
+                storage,
                 ..
-            }) => attend::portable::workgroup_bytes(*head_dim, *rows_per_thread),
+            }) => attend::portable::workgroup_bytes(*storage, *rows_per_thread),
             Self::Attend(AttendKernel {
                 variant: AttendVariant::Cooperative { size, subgroups, .. },
                 head_dim,
@@ -265,8 +267,8 @@ impl AttendKernel {
     /// The tiles of this kernel.
     pub const fn tile(&self) -> Tile {
         match self.variant {
-            AttendVariant::Portable { rows_per_thread } => {
-                Tile { q_rows: attend::portable::q_rows(rows_per_thread), kv_cols: attend::portable::KV_COLS }
+            AttendVariant::Portable { rows_per_thread, keys_per_thread } => {
+                Tile { q_rows: SIDE * rows_per_thread, kv_cols: SIDE * keys_per_thread }
             }
             AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }

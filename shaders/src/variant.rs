@@ -5,6 +5,20 @@ use std::str::FromStr;
 
 use crate::{BiasInput, Storage};
 
+/// Who made a GPU, as far as the choice of kernels depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Vendor {
+    /// 256 registers in a thread.
+    Amd,
+    /// 128 registers in a thread of a group of 16.
+    Intel,
+    /// 255 registers in a thread; fewer let more threads run.
+    Nvidia,
+    /// Apple, phones, software drivers, and all that is not known, such as a browser's device. The
+    /// kernels for it need at most 128 registers.
+    Other,
+}
+
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AttendVariant {
@@ -12,6 +26,8 @@ pub enum AttendVariant {
     Portable {
         /// Query rows of one thread: 1, 2 or 4.
         rows_per_thread: u32,
+        /// Keys of one thread: 4 or 8.
+        keys_per_thread: u32,
     },
     /// One subgroup is one workgroup, query rows lie in its lanes, keys and values are broadcast
     /// from lane to lane. Made for drivers that compute on the host's cores; needs subgroups of
@@ -40,16 +56,24 @@ impl AttendVariant {
     pub const SUBGROUP_SIZES: [u32; 3] = [4, 8, 16];
     // The built-in choices, for calls without a measured choice: the next two functions.
 
-    /// The portable variant with the number of rows in a thread that suits heads of `head_dim`
-    /// elements.
-    pub const fn portable(head_dim: u32) -> Self {
-        // Fewer for large heads, so that the accumulator stays in registers.
-        let rows_per_thread = match head_dim {
-            0..=128 => 4,
-            129..=256 => 2,
-            _ => 1,
+    /// The portable variant for heads of `head_dim` elements on a GPU of this vendor.
+    ///
+    /// More rows and keys in a thread read less from workgroup memory for each product; too many
+    /// spill registers. The numbers are what the vendors' compilers (Mesa's) say, in
+    /// `tests/vendors/ceilings.toml`: the largest without a spill, and for NVIDIA with 16 warps
+    /// up to 64 elements, 12 above.
+    pub const fn portable(vendor: Vendor, storage: Storage, head_dim: u32) -> Self {
+        let (rows_per_thread, keys_per_thread) = match (vendor, head_dim) {
+            (Vendor::Amd, 0..=128) => (4, 8),
+            (Vendor::Amd, 129..=256) => (2, 8),
+            (Vendor::Amd, _) => (1, 8),
+            (Vendor::Nvidia, 0..=128) => (4, 4),
+            (Vendor::Nvidia, 129..=256) => (2, 4),
+            (Vendor::Intel, 65..=128) if !matches!(storage, Storage::F32) => (1, 8),
+            (_, 0..=128) => (2, 4),
+            (_, _) => (1, 4),
         };
-        Self::Portable { rows_per_thread }
+        Self::Portable { rows_per_thread, keys_per_thread }
     }
 
     /// The broadcast variant with the number of rows in a lane that pays off for heads of
@@ -68,7 +92,9 @@ impl AttendVariant {
     /// The portable variants that exist. With 8 rows in a thread a tile would not fit WebGPU's
     /// default workgroup memory.
     pub fn portable_choices() -> impl Iterator<Item = Self> {
-        [1, 2, 4].into_iter().map(|rows_per_thread| Self::Portable { rows_per_thread })
+        [[1, 4], [1, 8], [2, 4], [2, 8], [4, 4], [4, 8]]
+            .into_iter()
+            .map(|[rows_per_thread, keys_per_thread]| Self::Portable { rows_per_thread, keys_per_thread })
     }
 
     /// The broadcast variants for heads of `head_dim` elements whose unrolled text compiles in
@@ -101,7 +127,9 @@ impl AttendVariant {
     /// Name for reports and files; [`FromStr`] reads it.
     pub fn name(self) -> String {
         match self {
-            Self::Portable { rows_per_thread } => format!("portable-{rows_per_thread}"),
+            Self::Portable { rows_per_thread, keys_per_thread } => {
+                format!("portable-{rows_per_thread}x{keys_per_thread}")
+            }
             Self::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}")
             }
@@ -128,7 +156,7 @@ impl FromStr for AttendVariant {
             .map(|number| number.parse().map_err(|_| unknown()))
             .collect::<Result<_, _>>()?;
         let variant = match (family, &numbers[..]) {
-            ("portable-", [rows]) => Self::Portable { rows_per_thread: *rows },
+            ("portable-", [rows, keys]) => Self::Portable { rows_per_thread: *rows, keys_per_thread: *keys },
             ("subgroup-broadcast-", [size, rows]) => {
                 Self::SubgroupBroadcast { subgroup_size: *size, rows_per_lane: *rows }
             }
@@ -159,7 +187,7 @@ impl fmt::Display for UnknownVariant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "kernel `{}` is not known: use a name like portable-4, subgroup-broadcast-8x3 or cooperative-16x16-32x4",
+            "kernel `{}` is not known: use a name like portable-2x4, subgroup-broadcast-8x3 or cooperative-16x16-32x4",
             self.text
         )
     }

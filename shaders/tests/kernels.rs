@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use catalogue::{every_kernel, parsed, validated};
 use kyklos_shaders::{
     Access, AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel,
-    DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, Storage, Sums,
+    DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, Storage, Sums, Vendor,
 };
 use naga::back::{hlsl, msl, spv};
 
@@ -269,7 +269,7 @@ fn the_empty_maximum_survives_printing() {
 fn pinned_texts_have_not_changed() {
     for kernel in [
         Kernel::Attend(AttendKernel {
-            variant: AttendVariant::portable(16),
+            variant: AttendVariant::portable(Vendor::Other, Storage::Bf16, 16),
             storage: Storage::Bf16,
             head_dim: 16,
             softcap: true,
@@ -321,15 +321,16 @@ fn names_of_attention_variants_are_read_again_and_others_refused() {
         "",
         "portable",
         "portable-",
-        "portable-04",
-        "portable-+4",
-        "portable-4x1",
+        "portable-04x4",
+        "portable-+4x4",
+        "portable-4",
+        "portable-4x4x1",
         "subgroup-broadcast-8",
         "subgroup-broadcast-8x3x1",
         "cooperative-8x16-8x1",
         "cooperative-8x8",
         "lanes-8",
-        "portable-99999999999",
+        "portable-99999999999x4",
     ];
     for other in others {
         assert!(other.parse::<AttendVariant>().is_err(), "{other}");

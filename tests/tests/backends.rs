@@ -10,7 +10,7 @@
 mod amount;
 
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos::backend::wgpu::{AttendVariant, KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
 use kyklos_backend_suite::{Suite, only_head_dim};
 use kyklos_cuda::{CudaBackend, CudaOptions};
@@ -49,6 +49,11 @@ fn with_wgpu(mut suite: Suite) -> Suite {
     for (index, adapter) in adapters.iter().enumerate() {
         for (variant, kernel) in [
             ("portable", KernelChoice::Portable),
+            // The most rows and keys in a thread: what some GPUs run, and no software driver by itself.
+            (
+                "portable-4x8",
+                KernelChoice::Exactly(AttendVariant::Portable { rows_per_thread: 4, keys_per_thread: 8 }),
+            ),
             ("subgroup", KernelChoice::SubgroupBroadcast),
             ("cooperative", KernelChoice::Cooperative),
         ] {

@@ -111,7 +111,7 @@ mod tests {
         assert_eq!(read(&path), Ok(TuningTable::default()));
         let entry = r#"{"key": {"adapter": {"name": "a", "vendor": 1, "device": 2, "backend": "vulkan",
             "driver": "d", "driver_info": "i"}, "kernel": "auto", "dtype": "f32", "head_dim": 64,
-            "bucket": {"row_heads_log4": 6}, "sources": "00"}, "variant": "portable-2"}"#;
+            "bucket": {"row_heads_log4": 6}, "sources": "00"}, "variant": "portable-2x4"}"#;
         let table: TuningTable = serde_json::from_str(&format!("[{entry}]")).unwrap();
         write(&path, &table).unwrap();
         assert_eq!(read(&path), Ok(table));
@@ -125,7 +125,10 @@ mod tests {
             ("{\"version\": 2, \"choices\": {}}", "version 2"),
             ("{\"version\": 1}", "damaged"),
             (
-                &format!("{{\"version\": 1, \"entries\": [{}]}}", entry.replace("portable-2", "portable-x")),
+                &format!(
+                    "{{\"version\": 1, \"entries\": [{}]}}",
+                    entry.replace("portable-2x4", "portable-x")
+                ),
                 "damaged",
             ),
         ] {

@@ -185,7 +185,7 @@ fn wrong_requests() {
     let folder = tempfile::tempdir().unwrap();
     for (arguments, words) in [
         (&["tune", "--device", "cpu"][..], &["one kernel", "wgpu"][..]),
-        (&["tune", "--kernel", "portable-2"], &["nothing to choose", "portable"]),
+        (&["tune", "--kernel", "portable-2x4"], &["nothing to choose", "portable"]),
         (&["tune", "--kernel", "fast"], &["fast", "subgroup"]),
         (&["tune", "--head-dim", "64", "--shape", SHAPE], &["--shape"]),
         (&["tune", "--budget-s", "0"], &["--budget-s"]),

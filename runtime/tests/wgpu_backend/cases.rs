@@ -50,6 +50,19 @@ fn every_dtype_and_head_dim_equals_f64(backend: &WgpuBackend) {
     }
 }
 
+/// Passes of 64 elements and of 32, whole and ragged, with units of 4 elements and of 8.
+pub(crate) fn every_variant_equals_f64(backend: &WgpuBackend) {
+    for (dtype, dim) in [(Dtype::F32, 40), (Dtype::F16, 96), (Dtype::F16, 136)] {
+        if head_dims(&[dim]).is_empty() {
+            continue;
+        }
+        for mask in ["full", "window:40,3"] {
+            let case = Case::new([1, 149, 2, 1, dim], dtype, mask);
+            case.check(backend, &format!("{}, {dtype}, head dim {dim}, {mask}", backend.info().kernel));
+        }
+    }
+}
+
 /// A separate test, because matrix units take these head dims.
 fn every_f16_head_dim_equals_f64(backend: &WgpuBackend) {
     for dim in head_dims(&[16, 32, 80]) {
@@ -139,7 +152,7 @@ fn softcap_and_large_logits_equal_f64(backend: &WgpuBackend) {
 }
 
 /// A non-finite key or value changes the rows that see it, and no bit of any other row.
-fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
+pub(crate) fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
     for (mask, dtype, softcap) in [
         ("causal", Dtype::F32, None),
         ("window:40,0", Dtype::F16, None),

@@ -26,7 +26,7 @@ mod tuning;
 use std::ffi::OsString;
 use std::process::{Command, ExitCode, Output};
 
-use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos::backend::wgpu::{AttendVariant, KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Backend, DeviceClass};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
@@ -79,6 +79,15 @@ fn main() -> ExitCode {
             Ok(())
         }));
     }
+    // Those that the built-in choice takes on some GPU, or that a tuner may take.
+    trials.extend(AttendVariant::portable_choices().map(|variant| {
+        Trial::test(format!("{}::equals_f64_and_keeps_nan_in_its_rows", variant.name()), move || {
+            let backend = open(KernelChoice::Exactly(variant), None)?;
+            cases::every_variant_equals_f64(&backend);
+            cases::nan_reaches_exactly_the_rows_that_see_it(&backend);
+            Ok(())
+        })
+    }));
     trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));
     trials.extend(own_device::ALL.map(|(name, test)| {
         Trial::test(format!("own_device::{name}"), move || {

@@ -91,22 +91,23 @@ fn an_entry_holds_only_while_all_of_its_key_does() -> Result<(), Failed> {
 
 fn what_the_device_has_not_is_passed_over() -> Result<(), Failed> {
     let (key, _) = displacing(KernelChoice::Auto)?;
-    for name in ["subgroup-broadcast-64x2", "subgroup-broadcast-8x400", "portable-3", "cooperative-8x8-8x1"] {
+    for name in ["subgroup-broadcast-64x2", "subgroup-broadcast-8x400", "portable-3x4", "cooperative-8x8-8x1"]
+    {
         let entry = TuningEntry { key: key.clone(), variant: name.parse()? };
         assert!(!open(KernelChoice::Auto, &[entry])?.attend_variant(Dtype::F32, STATE)?.1, "{name}");
     }
     let mut odd = key.clone();
     (odd.head_dim, odd.dtype) = (7, "f8".to_owned());
-    open(KernelChoice::Auto, &[TuningEntry { key: odd, variant: "portable-1".parse()? }])?;
+    open(KernelChoice::Auto, &[TuningEntry { key: odd, variant: "portable-1x4".parse()? }])?;
     Ok(())
 }
 
 fn a_variant_can_be_named_exactly() -> Result<(), Failed> {
-    let variant: AttendVariant = "portable-1".parse()?;
+    let variant: AttendVariant = "portable-1x4".parse()?;
     let exactly = open(KernelChoice::Exactly(variant), &[])?;
     assert_eq!(exactly.attend_variant(Dtype::F32, STATE)?, (variant, false));
-    assert_eq!(exactly.info().kernel, "portable-1");
-    for name in ["portable-8", "subgroup-broadcast-64x1"] {
+    assert_eq!(exactly.info().kernel, "portable-1x4");
+    for name in ["portable-8x4", "subgroup-broadcast-64x1"] {
         let error = WgpuBackend::with_options(
             0,
             &WgpuOptions { kernel: KernelChoice::Exactly(name.parse()?), ..WgpuOptions::default() },

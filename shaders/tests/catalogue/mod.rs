@@ -3,7 +3,7 @@
 
 use kyklos_shaders::{
     AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel, DecodeVariant,
-    Dialect, Kernel, MAX_HEAD_DIM, Scales, Storage, Sums,
+    Dialect, Kernel, MAX_HEAD_DIM, Scales, Storage, Sums, Vendor,
 };
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
@@ -36,16 +36,21 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
         kernels.push(Kernel::MergeParts { head_dim });
         // Variants that a tuner may choose instead of the built-in ones: the number of rows and the storage
         // type are different places in the text.
-        let tunable = AttendVariant::portable_choices()
-            .chain(AttendVariant::SUBGROUP_SIZES.into_iter().flat_map(move |size| {
-                AttendVariant::subgroup_broadcast_choices(size, head_dim)
-                    .filter(move |choice| *choice != AttendVariant::subgroup_broadcast(size, head_dim))
-            }))
-            .filter(|choice| *choice != AttendVariant::portable(head_dim));
-        kernels.extend(tunable.map(|variant| {
-            let storage = Storage::F32;
+        let attend = |variant, storage| {
             Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap: false, bias: BiasInput::None })
-        }));
+        };
+        // Units of 4 elements and of 8 are different texts.
+        for storage in [Storage::F32, Storage::F16] {
+            let built_in = AttendVariant::portable(Vendor::Other, storage, head_dim);
+            let others = AttendVariant::portable_choices().filter(|choice| *choice != built_in);
+            kernels.extend(others.map(|variant| attend(variant, storage)));
+        }
+        for size in AttendVariant::SUBGROUP_SIZES {
+            let built_in = AttendVariant::subgroup_broadcast(size, head_dim);
+            let others = AttendVariant::subgroup_broadcast_choices(size, head_dim);
+            let others = others.filter(|choice| *choice != built_in);
+            kernels.extend(others.map(|variant| attend(variant, Storage::F32)));
+        }
         for storage in Storage::ALL {
             for sinks in [false, true] {
                 kernels.push(Kernel::Finalize { storage, head_dim, sinks });
@@ -77,7 +82,7 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             let built_in = AttendVariant::SUBGROUP_SIZES
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
                 .into_iter()
-                .chain([AttendVariant::portable(head_dim)])
+                .chain([AttendVariant::portable(Vendor::Other, storage, head_dim)])
                 .chain(MATRICES.into_iter().filter_map(|[size, lanes, subgroups]| {
                     AttendVariant::cooperative(size, lanes, subgroups, storage, head_dim)
                 }));

@@ -33,53 +33,138 @@
 // A run whose end is not a multiple of Bc is partial. Keys in no run cost nothing. In a tested run
 // each pair tests lo <= position < hi; tested are partial runs, and with a bias all runs.
 //
-// NaN and infinity pass through to the rows that see them. What a row does not see is replaced by
-// selection before it enters a sum: its logit by EMPTY_M, its P in l by 0, its P · v by 0, because 0
-// · NaN is NaN. A row that saw no key in the whole call is not written.
+// NaN and infinity pass through to the rows that see them. The logit of a hidden pair is replaced by BELOW_EMPTY, so that
+// its P is exactly 0. In a tested run, NaN and infinities of V are zero in workgroup memory, because 0 · NaN is NaN; at
+// the end they are added to the rows that see them. A row that saw no key in the whole call is not written.
 //
 // Tile: Br = {{Br}} query rows x Bc = {{Bc}} keys; {{workgroup_bytes}} bytes of workgroup memory.
 //
-// 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds {{rows}} x 4: rows tr, tr + 8,
-// ..., keys tc, tc + 8, ... (S0, S1, ..., one vector of 4 keys for each row; then P0, P1, ...).
-// O goes in passes over the head, 8 chunks each: thread (tr, tc) holds chunk tc of each pass for its
-// rows (O0_1: row 0, pass 1). The 8 threads of a row agree on its m through workgroup memory, and
-// keep their own part of l until the end.
+// 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds {{rows}} x 8: rows tr, tr + 8, ..., keys tc, tc + 8,
+// ... in two vectors of 4 keys for each row (S0_0, S0_1: row 0; then P0_0, P0_1).
+// S = q k^T goes in passes of 32 elements of the head. P V goes in two halves of 32 keys, each of them in passes of 64
+// elements: a thread holds 2 chunks of each pass for its rows (O0_0, O0_1: row 0, pass 0), or 1 chunk of a last pass with
+// at most 32 elements. The 8 threads of a row agree on its m through workgroup memory, and keep their own part of l until
+// the end.
 //
-// Workgroup memory
-//   tile_q   q · q_scale, chunk-major: whole heads if they fit, otherwise 8 chunks at a time
-//   tile_kv  8 chunks of K, chunk-major, so that neighbouring threads read neighbouring vectors;
-//            then 8 chunks of V, slot-major
-//   tile_p   the row maxima of 8 threads, then P. Slot 4 tc + j is key 8 j + tc: the four weights
-//            of a thread are one vector, and V lies in the same order. A hidden pair has weight -1;
-//            others are never negative. Also the vote on skipping a tile, and at the end l.
+// Workgroup memory. K and V lie there as they are stored: 16-bit elements take half the room and half the reads.
+//   tile_q   a pass of q · q_scale, chunk-major. During P V of a tested run it has for each thread which of its pairs are
+//            visible, and after that for each thread whether it zeroed a unit of V
+//   tile_kv  a pass of K, unit-major; then a pass of V, key-major
+//   tile_p   the row maxima of 8 threads; then half of P, slot-major: slot s has the keys s, s + 8, s + 16 and s + 24 as
+//            one vector. Also the vote on skipping a tile, and at the end l
+// Rows and keys are swizzled (x ^ slot): neighbouring threads write to different banks.
 //
 // Barriers stand where a tile is replaced (everyone has read the old one) and where it is read
 // (everyone has written the new one). workgroupUniformLoad is one too.
+//
+// No compiler can know the bounds of the inner loops, so none unrolls them. Their bodies have 64 and more multiply-adds for
+// each row of a thread; copies of them would spill registers and leave the instruction cache.
+{% set tensor = "q" %}
 {% include "parts/logits.wgsl" %}
-{% for tensor in ["q", "k", "v"] %}
 {% include "parts/load.wgsl" %}
-{% endfor %}
-var<workgroup> tile_q: array<vec4<f32>, {{ q_chunks * Br }}>;
-var<workgroup> tile_kv: array<vec4<f32>, {{ 8 * Bc }}>;
+// The logit of a hidden pair: finite, and so far below EMPTY_M that its weight is 0.
+const BELOW_EMPTY: f32 = -3e38f;
+
+var<workgroup> tile_q: array<vec4<f32>, {{ q_vectors }}>;
+var<workgroup> tile_kv: array<{{unit_type}}, {{ kv_units }}>;
 var<workgroup> tile_p: array<vec4<f32>, {{ 8 * Br }}>;
 
-{# A chunk of a key's row; zero, and no read out of bounds, past the end of a tested run. #}
-{% macro load_row(tensor, key, chunk, tested) -%}
-{% if tested -%}
-select(vec4<f32>(), load_{{tensor}}({{tensor}}_base + min({{key}}, end - 1u) * params.{{tensor}}_row, {{chunk}}), {{key}} < end)
-{%- else -%}
-load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
+// Which elements are NaN or infinite.
+fn odd_in(chunk: vec4<f32>) -> vec4<bool> {
+    return (bitcast<vec4<u32>>(chunk) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u);
+}
+// `unit` with 0 for these elements.
+{% if storage == "f32" %}
+fn finite_part(unit: vec4<f32>) -> vec4<f32> { return select(unit, vec4<f32>(), odd_in(unit)); }
+{% else %}
+{% set exponent = "0x7c00u" if storage == "f16" else "0x7f80u" %}
+fn finite_part(unit: vec4<u32>) -> vec4<u32> {
+    let low = vec4<u32>({{exponent}});
+    let high = vec4<u32>({{exponent}} << 16u);
+    return select(unit & vec4<u32>(0xffffu), vec4<u32>(), (unit & low) == low)
+        | select(unit & vec4<u32>(0xffff0000u), vec4<u32>(), (unit & high) == high);
+}
+{% endif %}
+
+{# The index of row {{i}} of this thread, and a row that exists. #}
+{% macro row(i) %}tile * {{Br}}u + {{ 8 * i }}u + tr{% endmacro %}
+{% macro safe(i) %}min({{ row(i) }}, params.rows - 1u){% endmacro %}
+{# Where a tile of rows in 8 slots has row {{i}} of this thread. #}
+{% macro at(slot, i) %}{{slot}} * {{Br}}u + {{ 8 * i }}u + (tr ^ {{slot}}){% endmacro %}
+{# The unit of V that has chunk {{c}} of the thread's columns, and that chunk of a unit. #}
+{% macro unit_of(c) %}
+{%- if unit_chunks == 1 %}{{ 8 * c }}u + tc
+{%- elif c == held - 1 and held % 2 == 1 %}{{ 4 * c }}u + (tc >> 1u)
+{%- else %}{{ 8 * (c // 2) }}u + tc
 {%- endif %}
 {%- endmacro %}
-{# The tiles of one run. #}
-{% macro tiles(tested) %}
+{% macro chunk_in(c, unit) %}
+{%- if unit_chunks == 1 %}chunk_0({{unit}})
+{%- elif c == held - 1 and held % 2 == 1 %}select(chunk_0({{unit}}), chunk_1({{unit}}), (tc & 1u) == 1u)
+{%- else %}chunk_{{ c % 2 }}({{unit}})
+{%- endif %}
+{%- endmacro %}
+{# Which of the thread's 4 keys in half {{h}} each of its rows sees (vis0, ...); with a bias, also the terms of their
+   logits. #}
+{% macro visible(h) %}
+                let keys = vec4<u32>(key + {{ 32 * h }}u + tc) + vec4<u32>(0u, 8u, 16u, 24u);
+                let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));
+                let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);
+                let inside = keys < vec4<u32>(end);
+{% for i in range(rows) %}
+                let span{{i}} = spans + 2u * {{ safe(i) }};
+                let in_span{{i}} = (vec4<u32>(positions[span{{i}}]) <= pos) & (pos < vec4<u32>(positions[span{{i}} + 1u])) & inside;
+{% if bias %}
+                let bias_row{{i}} = bias_base + {{ safe(i) }} * params.bias_row;
+                let term{{i}} = vec4<f32>(
+                    bias_term(bias_row{{i}}, pos.x), bias_term(bias_row{{i}}, pos.y),
+                    bias_term(bias_row{{i}}, pos.z), bias_term(bias_row{{i}}, pos.w));
+                let vis{{i}} = in_span{{i}}
+                    & vec4<bool>(shows(term{{i}}.x), shows(term{{i}}.y), shows(term{{i}}.z), shows(term{{i}}.w));
+{% else %}
+                let vis{{i}} = in_span{{i}};
+{% endif %}
+{% endfor %}
+{% endmacro %}
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+{% include "attend/item.wgsl" %}
+    let tr = thread >> 3u;
+    let tc = thread & 7u;
+    let q_base = params.q_offset + batch * params.q_batch + head * params.q_head;
+    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
+{% if bias %}
+    let bias_base = params.bias_offset + batch * params.bias_batch + head * params.bias_head;
+{% endif %}
+    // Whether this thread took NaN or infinity out of V.
+    var odd = false;
+{% for i in range(rows) %}
+    var m{{i}} = EMPTY_M;
+    var l{{i}} = 0.0f;
+    var seen{{i}} = {{ "false" if bias else "full_runs < partial_runs" }};
+{% for c in range(held) %}
+    var O{{i}}_{{c}} = vec4<f32>();
+{% endfor %}
+{% endfor %}
+    for (var run = full_runs; run < runs_end; run++) {
+{% include "attend/run.wgsl" %}
+        let tested = {{ "true" if bias else "run >= partial_runs" }};
         for (var key = first; key < end; key += {{Bc}}u) {
-{% if tested and bias %}
-{{ visible() }}
+            // 1, which only key < end says.
+            let one = min(end - key, 1u);
+{% if bias %}
             // If no row sees a key of the tile, it is skipped. The vote is in the memory of the weights, because there is no
             // room beside them. Each thread has a vector: a write to one component may write all four.
             workgroupBarrier();
-            tile_p[thread] = select(vec4<f32>(), vec4<f32>(1.0f), {% for i in range(rows) %}vis{{i}}{{ " | " if not loop.last }}{% endfor %});
+            var seen_by_any = vec4<bool>();
+{% for h in range(halves) %}
+            {
+{{ visible(h) }}
+                seen_by_any = seen_by_any{% for i in range(rows) %} | vis{{i}}{% endfor %};
+            }
+{% endfor %}
+            tile_p[thread] = select(vec4<f32>(), vec4<f32>(1.0f), seen_by_any);
             workgroupBarrier();
             if (thread < 8u) {
                 var seers = vec4<f32>();
@@ -94,51 +179,73 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
             }
             if (all(workgroupUniformLoad(&tile_p[0]) == vec4<f32>())) { continue; }
 {% endif %}
-            // S = q k^T, 8 chunks of the head at a time.
+            // S = q k^T.
 {% for i in range(rows) %}
-            var S{{i}} = vec4<f32>();
+{% for h in range(halves) %}
+            var S{{i}}_{{h}} = vec4<f32>();
 {% endfor %}
-            for (var g = 0u; g < {{passes}}u; g++) {
+{% endfor %}
+            for (var g = 0u; g < {{ qk_passes }}u * one; g++) {
                 workgroupBarrier();
-{% if not q_stays %}
 {% for i in range(rows) %}
-                tile_q[tc * {{Br}}u + {{ 8 * i }}u + tr] = load_q(q_at{{i}}, g * 8u + tc) * params.q_scale;
+                tile_q[{{ at("tc", i) }}] = load_q(q_base + {{ safe(i) }} * params.q_row, g * 8u + tc) * params.q_scale;
 {% endfor %}
-{% endif %}
-{% for j in range(4) %}
-                tile_kv[tc * {{Bc}}u + {{ 8 * j }}u + tr] = {{ load_row("k", "key + " ~ 8 * j ~ "u + tr", "g * 8u + tc", tested) }};
+                let k_unit = thread & {{ k_units - 1 }}u;
+                let k_key = thread >> {{ 2 if k_units == 4 else 3 }}u;
+                let k_at = k_base + {{ "min(" if units % k_units }}g * {{k_units}}u + k_unit{{ ", " ~ (units - 1) ~ "u)" if units % k_units }};
+                let k_slot = k_unit * {{Bc}}u + (k_key ^ {{ "(k_unit * 2u)" if k_units == 4 else "k_unit" }});
+{% for step in range(k_units * halves // 2) %}
+                tile_kv[k_slot + {{ 64 // k_units * step }}u] = k[k_at + min(key + k_key + {{ 64 // k_units * step }}u, end - 1u) * params.k_row];
 {% endfor %}
                 workgroupBarrier();
-                for (var c = 0u; c < 8u; c++) {
+                let units_here = {{ "min(" ~ units ~ "u - g * " ~ k_units ~ "u, " if units % k_units }}{{ k_units }}u * one{{ ")" if units % k_units }};
+                for (var n = 0u; n < units_here; n++) {
+                    let u = n & {{ k_units - 1 }}u;
+{% for c in range(unit_chunks) %}
+                    let c{{c}} = {{ "u" if unit_chunks == 1 else "u * 2u + " ~ c ~ "u" }};
+{% for i in range(rows) %}
+                    let q{{i}}_{{c}} = tile_q[{{ at("c" ~ c, i) }}];
+{% endfor %}
+{% endfor %}
+                    let k_column = u * {{Bc}}u + (tc ^ {{ "(u * 2u)" if k_units == 4 else "u" }});
+{% for h in range(halves) %}
 {% for j in range(4) %}
-                    let k{{j}} = tile_kv[c * {{Bc}}u + {{ 8 * j }}u + tc];
+                    let k{{h}}_{{j}} = tile_kv[k_column + {{ 32 * h + 8 * j }}u];
+{% endfor %}
+{% for c in range(unit_chunks) %}
+{% for j in range(4) %}
+                    let k{{h}}_{{j}}_{{c}} = chunk_{{c}}(k{{h}}_{{j}});
 {% endfor %}
 {% for i in range(rows) %}
-                    let q{{i}} = tile_q[{{ "(g * 8u + c)" if q_stays else "c" }} * {{Br}}u + {{ 8 * i }}u + tr];
-                    S{{i}} += vec4<f32>(dot(q{{i}}, k0), dot(q{{i}}, k1), dot(q{{i}}, k2), dot(q{{i}}, k3));
+                    S{{i}}_{{h}} += vec4<f32>({% for j in range(4) %}dot(q{{i}}_{{c}}, k{{h}}_{{j}}_{{c}}){{ ", " if not loop.last }}{% endfor %});
+{% endfor %}
+{% endfor %}
 {% endfor %}
                 }
             }
 {% for i in range(rows) %}
-            S{{i}} *= params.x_scale;
-{% endfor %}
+{% for h in range(halves) %}
+            S{{i}}_{{h}} *= params.x_scale;
 {% if softcap %}
-{% for i in range(rows) %}
-            S{{i}} = vec4<f32>(capped(S{{i}}.x), capped(S{{i}}.y), capped(S{{i}}.z), capped(S{{i}}.w));
+            S{{i}}_{{h}} = vec4<f32>(capped(S{{i}}_{{h}}.x), capped(S{{i}}_{{h}}.y), capped(S{{i}}_{{h}}.z), capped(S{{i}}_{{h}}.w));
+{% endif %}
 {% endfor %}
-{% endif %}
-{% if tested %}
-{% if not bias %}
-{{ visible() }}
-{% endif %}
-{% for i in range(rows) %}
-            S{{i}} = select(vec4<f32>(EMPTY_M), S{{i}}{% if bias %} + term{{i}}{% endif %}, vis{{i}});
-            seen{{i}} = seen{{i}} || any(vis{{i}});
 {% endfor %}
-{% endif %}
+            if (tested) {
+{% for h in range(halves) %}
+                {
+{{ visible(h) }}
+{% for i in range(rows) %}
+                    S{{i}}_{{h}} = select(vec4<f32>(BELOW_EMPTY), S{{i}}_{{h}}{% if bias %} + term{{i}}{% endif %}, vis{{i}});
+                    seen{{i}} = seen{{i}} || any(vis{{i}});
+{% endfor %}
+                }
+{% endfor %}
+            }
             // The new maximum n of each row, from the maxima of its 8 threads.
 {% for i in range(rows) %}
-            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = vec4<f32>(max(max(S{{i}}.x, S{{i}}.y), max(S{{i}}.z, S{{i}}.w)));
+            let most{{i}} = {{ "max(S" ~ i ~ "_0, S" ~ i ~ "_1)" if halves == 2 else "S" ~ i ~ "_0" }};
+            tile_p[{{ at("tc", i) }}] = vec4<f32>(max(max(most{{i}}.x, most{{i}}.y), max(most{{i}}.z, most{{i}}.w)));
 {% endfor %}
             workgroupBarrier();
 {% for i in range(rows) %}
@@ -146,137 +253,126 @@ load_{{tensor}}({{tensor}}_base + ({{key}}) * params.{{tensor}}_row, {{chunk}})
 {% endfor %}
             for (var c = 0u; c < 8u; c++) {
 {% for i in range(rows) %}
-                n{{i}} = max(n{{i}}, tile_p[c * {{Br}}u + {{ 8 * i }}u + tr].x);
+                n{{i}} = max(n{{i}}, tile_p[{{ at("c", i) }}].x);
 {% endfor %}
             }
-            workgroupBarrier();
             // P = e^(S - n), by what l and O so far shrink, and this thread's part of l.
 {% for i in range(rows) %}
             let corr{{i}} = weight_of(m{{i}} - n{{i}});
             m{{i}} = n{{i}};
-            let P{{i}} = vec4<f32>(
-                weight_of(S{{i}}.x - n{{i}}), weight_of(S{{i}}.y - n{{i}}),
-                weight_of(S{{i}}.z - n{{i}}), weight_of(S{{i}}.w - n{{i}}));
-{% if tested %}
-            let kept{{i}} = select(vec4<f32>(), P{{i}}, vis{{i}});
-            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = select(vec4<f32>(-1.0f), P{{i}}, vis{{i}});
-{% else %}
-            let kept{{i}} = P{{i}};
-            tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = P{{i}};
-{% endif %}
-            l{{i}} = l{{i}} * corr{{i}} + ((kept{{i}}.x + kept{{i}}.y) + (kept{{i}}.z + kept{{i}}.w));
+{% for h in range(halves) %}
+            let P{{i}}_{{h}} = vec4<f32>(
+                weight_of(S{{i}}_{{h}}.x - n{{i}}), weight_of(S{{i}}_{{h}}.y - n{{i}}),
+                weight_of(S{{i}}_{{h}}.z - n{{i}}), weight_of(S{{i}}_{{h}}.w - n{{i}}));
 {% endfor %}
-            // O = O corr + P V. The first pass needs no barrier: those of the maxima are between K and V.
-{% for g in range(passes) %}
-{% if g > 0 %}
+            let sum{{i}} = P{{i}}_0{{ " + P" ~ i ~ "_1" if halves == 2 }};
+            l{{i}} = l{{i}} * corr{{i}} + ((sum{{i}}.x + sum{{i}}.y) + (sum{{i}}.z + sum{{i}}.w));
+{% for c in range(held) %}
+            O{{i}}_{{c}} *= corr{{i}};
+{% endfor %}
+{% endfor %}
+            // O += P V.
+            let v_unit = thread & {{ v_units - 1 }}u;
+            let v_key = thread >> {{ 3 if v_units == 8 else 4 }}u;
+{% for h in range(halves) %}
+            let slots{{h}} = min(8u, max(end, key + {{ 32 * h }}u) - (key + {{ 32 * h }}u));
+{% for p in range(pv_passes) %}
+{% set narrow = p == pv_passes - 1 and held % 2 == 1 %}
             workgroupBarrier();
-{% endif %}
-{% for j in range(4) %}
-            // Slot s holds key 8 (s % 4) + s / 4.
-            let slot{{g}}_{{j}} = {{ 8 * j }}u + tr;
-{% set key_of_slot = "key + (slot" ~ g ~ "_" ~ j ~ " & 3u) * 8u + (slot" ~ g ~ "_" ~ j ~ " >> 2u)" %}
-            tile_kv[slot{{g}}_{{j}} * 8u + tc] = {{ load_row("v", key_of_slot, 8 * g ~ "u + tc", tested) }};
+{% if p == 0 %}
+{% for i in range(rows) %}
+            tile_p[{{ at("tc", i) }}] = P{{i}}_{{h}};
 {% endfor %}
+{% endif %}
+            {
+                let v_at = v_base + {{ "min(" if (p + 1) * v_units > units }}{{ p * v_units }}u + v_unit{{ ", " ~ (units - 1) ~ "u)" if (p + 1) * v_units > units }};
+{% for part in range(v_units // 8) %}
+{% for step in range(4) %}
+{% set row_of_v = 64 // v_units * (4 * part + step) %}
+                var unit{{part}}_{{step}} = v[v_at + min(key + v_key + {{ 32 * h + row_of_v }}u, end - 1u) * params.v_row];
+{% endfor %}
+                if (tested) {
+{% for step in range(4) %}
+                    let finite{{step}} = finite_part(unit{{part}}_{{step}});
+                    odd = odd || any(bitcast<vec4<u32>>(finite{{step}}) != bitcast<vec4<u32>>(unit{{part}}_{{step}}));
+                    unit{{part}}_{{step}} = finite{{step}};
+{% endfor %}
+                }
+{% for step in range(4) %}
+                tile_kv[thread + {{ 64 * (4 * part + step) }}u] = unit{{part}}_{{step}};
+{% endfor %}
+{% endfor %}
+            }
             workgroupBarrier();
+            for (var n = 0u; n < slots{{h}}; n++) {
+                let s = n & 7u;
 {% for i in range(rows) %}
-            O{{i}}_{{g}} *= corr{{i}};
+                let w{{i}} = tile_p[{{ at("s", i) }}];
 {% endfor %}
-            for (var s = 0u; s < 8u; s++) {
 {% for j in range(4) %}
-                let v{{j}} = tile_kv[(s * 4u + {{j}}u) * 8u + tc];
-{% endfor %}
-{% for i in range(rows) %}
-                let w{{i}} = tile_p[s * {{Br}}u + {{ 8 * i }}u + tr];
-{% if tested %}
-                // Selected once more: neither the weight -1 nor the value of a hidden element may
-                // enter the sum.
-                O{{i}}_{{g}} += (select(v0 * w{{i}}.x, vec4<f32>(), w{{i}}.x < 0.0f)
-                    + select(v1 * w{{i}}.y, vec4<f32>(), w{{i}}.y < 0.0f))
-                    + (select(v2 * w{{i}}.z, vec4<f32>(), w{{i}}.z < 0.0f)
-                    + select(v3 * w{{i}}.w, vec4<f32>(), w{{i}}.w < 0.0f));
+{% if unit_chunks == 2 and narrow %}
+                let v{{j}} = tile_kv[s * 8u + (tc >> 1u) + {{ 64 * j }}u];
+                let v{{j}}_0 = {{ chunk_in(held - 1, "v" ~ j) }};
+{% elif unit_chunks == 2 %}
+                let v{{j}} = tile_kv[s * 8u + tc + {{ 64 * j }}u];
+                let v{{j}}_0 = chunk_0(v{{j}});
+                let v{{j}}_1 = chunk_1(v{{j}});
 {% else %}
-                O{{i}}_{{g}} += (v0 * w{{i}}.x + v1 * w{{i}}.y) + (v2 * w{{i}}.z + v3 * w{{i}}.w);
+                let v{{j}}_0 = tile_kv[s * 16u + tc + {{ 128 * j }}u];
+{% if not narrow %}
+                let v{{j}}_1 = tile_kv[s * 16u + tc + {{ 128 * j + 8 }}u];
 {% endif %}
+{% endif %}
+{% for i in range(rows) %}
+{% for c in range(1 if narrow else 2) %}
+                O{{i}}_{{ 2 * p + c }} += v{{j}}_{{c}} * w{{i}}.{{ "xyzw"[j] }};
+{% endfor %}
+{% endfor %}
 {% endfor %}
             }
 {% endfor %}
+{% endfor %}
         }
-{% endmacro %}
-{# Which of its 4 keys each of the thread's rows sees; with a bias, also the term of each logit. #}
-{% macro visible() %}
-            let keys = vec4<u32>(key + 0u + tc, key + 8u + tc, key + 16u + tc, key + 24u + tc);
-            let at = vec4<u32>(params.keys_at) + min(keys, vec4<u32>(end - 1u));
-            let pos = vec4<u32>(positions[at.x], positions[at.y], positions[at.z], positions[at.w]);
-            let inside = keys < vec4<u32>(end);
-{% for i in range(rows) %}
-{% if bias %}
-            let term{{i}} = vec4<f32>(
-                bias_term(bias_row{{i}}, pos.x), bias_term(bias_row{{i}}, pos.y),
-                bias_term(bias_row{{i}}, pos.z), bias_term(bias_row{{i}}, pos.w));
-            let vis{{i}} = (vec4<u32>(lo{{i}}) <= pos) & (pos < vec4<u32>(hi{{i}})) & inside
-                & vec4<bool>(shows(term{{i}}.x), shows(term{{i}}.y), shows(term{{i}}.z), shows(term{{i}}.w));
-{% else %}
-            let vis{{i}} = (vec4<u32>(lo{{i}}) <= pos) & (pos < vec4<u32>(hi{{i}})) & inside;
-{% endif %}
-{% endfor %}
-{% endmacro %}
-@compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-{% include "attend/item.wgsl" %}
-    let tr = thread >> 3u;
-    let tc = thread & 7u;
-    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
-    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
-{% for i in range(rows) %}
-    let row{{i}} = tile * {{Br}}u + {{ 8 * i }}u + tr;
-    let in{{i}} = row{{i}} < params.rows;
-    let safe{{i}} = min(row{{i}}, params.rows - 1u);
-    let lo{{i}} = positions[spans + 2u * safe{{i}}];
-    let hi{{i}} = positions[spans + 2u * safe{{i}} + 1u];
-    let q_at{{i}} = params.q_offset + batch * params.q_batch + safe{{i}} * params.q_row + head * params.q_head;
-    let a_at{{i}} = params.a_offset + ((batch * params.rows + safe{{i}}) * params.heads + head) * {{chunks}}u;
-    let ml_at{{i}} = params.ml_offset + (batch * params.heads + head) * params.rows + safe{{i}};
-    var m{{i}} = EMPTY_M;
-    var l{{i}} = 0.0f;
-    var seen{{i}} = {{ "false" if bias else "full_runs < partial_runs" }};
-{% if bias %}
-    let bias_row{{i}} = params.bias_offset + batch * params.bias_batch
-        + safe{{i}} * params.bias_row + head * params.bias_head;
-{% endif %}
-{% for g in range(passes) %}
-    var O{{i}}_{{g}} = vec4<f32>();
-{% endfor %}
-{% endfor %}
-{% if q_stays %}
-    for (var g = 0u; g < {{passes}}u; g++) {
-{% for i in range(rows) %}
-        tile_q[(g * 8u + tc) * {{Br}}u + {{ 8 * i }}u + tr] = load_q(q_at{{i}}, g * 8u + tc) * params.q_scale;
-{% endfor %}
     }
-{% endif %}
-{% if bias %}
-    for (var run = full_runs; run < runs_end; run++) {
+    // NaN and infinity of V: where one is in a column of this thread, the keys of tested runs are gone through once more.
+    // Their weight is left out: it is more than 0, and changes neither.
+    workgroupBarrier();
+    tile_q[thread] = vec4<f32>(select(0.0f, 1.0f, odd));
+    workgroupBarrier();
+    var odds = 0.0f;
+    for (var r = 0u; r < 8u; r++) { odds += tile_q[r * 8u + tc].x{{ " + tile_q[r * 8u + (tc >> 1u)].x" if unit_chunks == 2 and held % 2 == 1 }}; }
+    if (odds > 0.0f) {
+        for (var run = {{ "full_runs" if bias else "partial_runs" }}; run < runs_end; run++) {
 {% include "attend/run.wgsl" %}
-{{ tiles(true) }}
+            for (var key = first; key < end; key++) {
+                let pos = positions[params.keys_at + key];
+{% for i in range(rows) %}
+                let span{{i}} = spans + 2u * {{ safe(i) }};
+                let vis{{i}} = positions[span{{i}}] <= pos && pos < positions[span{{i}} + 1u]
+                    {{ "&& shows(bias_term(bias_base + " ~ safe(i) ~ " * params.bias_row, pos))" if bias }};
+{% endfor %}
+{% for c in range(held) %}
+                {
+                    let unit = v[v_base + key * params.v_row + min({{ unit_of(c) }}, {{ units - 1 }}u)];
+                    let chunk = {{ chunk_in(c, "unit") }};
+                    let odd_part = select(vec4<f32>(), chunk, odd_in(chunk));
+{% for i in range(rows) %}
+                    O{{i}}_{{c}} += select(vec4<f32>(), odd_part, vis{{i}});
+{% endfor %}
+                }
+{% endfor %}
+            }
+        }
     }
-{% else %}
-    for (var run = full_runs; run < partial_runs; run++) {
-{% include "attend/run.wgsl" %}
-{{ tiles(false) }}
-    }
-    for (var run = partial_runs; run < runs_end; run++) {
-{% include "attend/run.wgsl" %}
-{{ tiles(true) }}
-    }
-{% endif %}
     // l of a row, from its 8 threads: part of l, whether it saw a key, and (m, l) of the state, which one of them reads.
     workgroupBarrier();
 {% for i in range(rows) %}
+    let state{{i}} = params.ml_offset + (batch * params.heads + head) * params.rows + {{ safe(i) }};
     var ml{{i}} = vec2<f32>();
     if (tc == 0u) {
-        ml{{i}} = state_ml[ml_at{{i}}];
+        ml{{i}} = state_ml[state{{i}}];
     }
-    tile_p[tc * {{Br}}u + {{ 8 * i }}u + tr] = vec4<f32>(l{{i}}, select(0.0f, 1.0f, seen{{i}}), ml{{i}});
+    tile_p[{{ at("tc", i) }}] = vec4<f32>(l{{i}}, select(0.0f, 1.0f, seen{{i}}), ml{{i}});
 {% endfor %}
     workgroupBarrier();
 {% for i in range(rows) %}
@@ -284,26 +380,36 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% endfor %}
     for (var c = 0u; c < 8u; c++) {
 {% for i in range(rows) %}
-        sum{{i}} += tile_p[c * {{Br}}u + {{ 8 * i }}u + tr];
+        sum{{i}} += tile_p[{{ at("c", i) }}];
 {% endfor %}
     }
     // Merged into the state. A row that saw no key is not written.
 {% for i in range(rows) %}
-    if (in{{i}} && sum{{i}}.y > 0.0f) {
+    if ({{ row(i) }} < params.rows && sum{{i}}.y > 0.0f) {
         let top = max(sum{{i}}.z, m{{i}});
         let keep = weight_of(sum{{i}}.z - top);
         let found = weight_of(m{{i}} - top);
-{% for g in range(passes) %}
-{% if (g + 1) * 8 > chunks %}
-        if ({{ 8 * g }}u + tc < {{chunks}}u) {
-            state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + O{{i}}_{{g}} * found;
+        let a_at = params.a_offset + ((batch * params.rows + {{ row(i) }}) * params.heads + head) * {{chunks}}u;
+{% for c in range(held) %}
+{% set p = c // 2 %}
+{% if unit_chunks == 1 or (c == held - 1 and held % 2 == 1) %}
+{% set first = 16 * p + 8 * (c % 2) %}
+{% set last = first + 7 %}
+{% set chunk = first ~ "u + tc" %}
+{% else %}
+{% set last = 16 * p + 14 + c % 2 %}
+{% set chunk = (16 * p + c % 2) ~ "u + 2u * tc" %}
+{% endif %}
+{% if last >= chunks %}
+        if ({{chunk}} < {{chunks}}u) {
+            state_a[a_at + {{chunk}}] = state_a[a_at + {{chunk}}] * keep + O{{i}}_{{c}} * found;
         }
 {% else %}
-        state_a[a_at{{i}} + {{ 8 * g }}u + tc] = state_a[a_at{{i}} + {{ 8 * g }}u + tc] * keep + O{{i}}_{{g}} * found;
+        state_a[a_at + {{chunk}}] = state_a[a_at + {{chunk}}] * keep + O{{i}}_{{c}} * found;
 {% endif %}
 {% endfor %}
         if (tc == 0u) {
-            state_ml[ml_at{{i}}] = vec2<f32>(top, sum{{i}}.w * keep + sum{{i}}.x * found);
+            state_ml[state{{i}}] = vec2<f32>(top, sum{{i}}.w * keep + sum{{i}}.x * found);
         }
     }
 {% endfor %}

@@ -28,7 +28,7 @@ const COMMANDS: &[&str] = &[
     "bench --device cpu --verify",
     "bench --device cpu,cpu --kernel auto,portable --against other=true",
     "tune --device cpu",
-    "tune --kernel portable-2",
+    "tune --kernel portable-2x4",
     "KYKLOS_TUNE=off tune",
     "KYKLOS_TUNE=no devices",
     "KYKLOS_CUDA_GRAPHS=no devices",

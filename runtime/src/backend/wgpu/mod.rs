@@ -33,7 +33,7 @@ use bytes::Bytes;
 
 pub use adapters::adapter::WgpuOptions;
 pub use backend::WgpuBackend;
-pub use kyklos_shaders::{AttendVariant, UnknownVariant};
+pub use kyklos_shaders::{AttendVariant, Kernel, UnknownVariant};
 pub use storage::buffer::WgpuBuffer;
 pub use storage::download::Download;
 pub use tuning::{AdapterKey, ShapeBucket, TuningEntry, TuningKey, TuningTable};

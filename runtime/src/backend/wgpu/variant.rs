@@ -1,11 +1,12 @@
 //! Which attention kernels a device runs.
 
 use kyklos_shaders::{
-    AttendKernel, AttendVariant, BackwardVariant, BiasInput, DecodeVariant, Dialect, Kernel, Storage,
+    AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel, DecodeVariant,
+    Dialect, Kernel, Storage, Sums, Vendor,
 };
 
 use crate::backend::DeviceClass;
-use crate::backend::wgpu::adapters::class::class;
+use crate::backend::wgpu::adapters::class::{class, vendor};
 use crate::error::{Error, Result};
 
 /// Which attention kernels a device may use.
@@ -32,6 +33,7 @@ pub enum KernelChoice {
 /// The attention variants of an open device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Variants {
+    vendor: Vendor,
     family: Family,
     choice: KernelChoice,
 }
@@ -64,14 +66,15 @@ impl Variants {
     /// The variants that the backend chooses for the device.
     pub(super) fn auto(adapter: &wgpu::Adapter) -> Self {
         let family = broadcast(adapter).map_or(Family::Portable, Family::Broadcast);
-        Self { family, choice: KernelChoice::Auto }
+        Self { vendor: vendor(&adapter.get_info()), family, choice: KernelChoice::Auto }
     }
 
     /// The variants that the backend chooses for a device that a caller has opened with its own
     /// features.
     pub(super) fn of_opened(device: &wgpu::Device) -> Self {
-        let subgroups = broadcast_size(&device.adapter_info(), device.features());
-        Self { family: subgroups.map_or(Family::Portable, Family::Broadcast), choice: KernelChoice::Auto }
+        let info = device.adapter_info();
+        let family = broadcast_size(&info, device.features()).map_or(Family::Portable, Family::Broadcast);
+        Self { vendor: vendor(&info), family, choice: KernelChoice::Auto }
     }
 
     /// The variants of `choice`.
@@ -127,7 +130,7 @@ impl Variants {
                 whole.family
             }
         };
-        Ok(Self { family, choice })
+        Ok(Self { vendor: vendor(&info), family, choice })
     }
 
     /// The variant for these tensors without a measured choice.
@@ -137,16 +140,21 @@ impl Variants {
                 if matrices.choices(storage, head_dim).contains(&variant) {
                     variant
                 } else {
-                    AttendVariant::portable(head_dim)
+                    self.portable(storage, head_dim)
                 }
             }
             (KernelChoice::Exactly(variant), _) => variant,
-            (_, Family::Portable) => AttendVariant::portable(head_dim),
+            (_, Family::Portable) => self.portable(storage, head_dim),
             (_, Family::Broadcast(size)) => AttendVariant::subgroup_broadcast(size, head_dim),
             (_, Family::Cooperative(matrices)) => matrices
                 .variant(matrices.subgroups, storage, head_dim)
-                .unwrap_or(AttendVariant::portable(head_dim)),
+                .unwrap_or(self.portable(storage, head_dim)),
         }
+    }
+
+    /// The portable variant for these tensors without a measured choice.
+    pub(super) const fn portable(self, storage: Storage, head_dim: u32) -> AttendVariant {
+        AttendVariant::portable(self.vendor, storage, head_dim)
     }
 
     /// Every variant that can be chosen for these tensors: first the built-in one; in each family,
@@ -158,7 +166,7 @@ impl Variants {
             (KernelChoice::Exactly(_), _) => Vec::new(),
             (KernelChoice::Auto, Family::Broadcast(size)) => {
                 AttendVariant::subgroup_broadcast_choices(size, head_dim)
-                    .chain([AttendVariant::portable(head_dim)])
+                    .chain([self.portable(storage, head_dim)])
                     .chain(AttendVariant::portable_choices())
                     .collect()
             }
@@ -204,6 +212,27 @@ impl Variants {
             Family::Portable | Family::Cooperative(_) => BackwardVariant::Portable,
             Family::Broadcast(subgroup_size) => BackwardVariant::lanes(subgroup_size, head_dim),
         }
+    }
+
+    /// The built-in kernels for these tensors, without softcap and bias.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(super) fn kernels(self, storage: Storage, head_dim: u32) -> Vec<Kernel> {
+        let (softcap, bias) = (false, BiasInput::None);
+        let variant = self.built_in(storage, head_dim);
+        let mut kernels = vec![Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, bias })];
+        let variant = self.decode();
+        let most = variant.most_slots(head_dim).min(MOST_SLOTS as u32);
+        kernels.extend(
+            [1, most].into_iter().filter(|slots| (1..=most).contains(slots)).map(|slots| {
+                Kernel::Decode(DecodeKernel { variant, storage, head_dim, slots, softcap, bias })
+            }),
+        );
+        let variant = self.backward(head_dim);
+        kernels.extend([Sums::Queries].iter().chain(variant.of_keys(head_dim, bias)).map(|sums| {
+            let sums = *sums;
+            Kernel::AttendBackward(BackwardKernel { variant, sums, storage, head_dim, softcap, bias })
+        }));
+        kernels
     }
 
     /// Features with which the device must be opened.

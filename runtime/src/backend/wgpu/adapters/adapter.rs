@@ -2,11 +2,18 @@
 
 use std::sync::Arc;
 
+#[cfg(not(target_arch = "wasm32"))]
+use kyklos_plan::Dtype;
+#[cfg(not(target_arch = "wasm32"))]
+use kyklos_shaders::Kernel;
+
 use super::class::class;
 #[cfg(not(target_arch = "wasm32"))]
 use super::listing::distinct;
 use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::device::{Gpu, OpenedBy};
+#[cfg(not(target_arch = "wasm32"))]
+use crate::backend::wgpu::numbers::{checked_dim, storage};
 use crate::backend::wgpu::running::pieces::Pace;
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::wgpu::storage::memory::Budget;
@@ -49,6 +56,30 @@ impl WgpuBackend {
         adapters().iter().map(|adapter| describe(adapter.get_info(), Variants::auto(adapter), 0)).collect()
     }
 
+    /// The kernels that a device of [`Self::enumerate`] uses for these tensors when nothing was
+    /// measured on it: attention, decoding of one row and of as many rows and heads as a
+    /// workgroup takes, and gradients; without softcap and bias. The device is not opened.
+    ///
+    /// # Errors
+    /// [`Error::Request`] when there is no such device, or no kernels for heads of `head_dim`
+    /// elements.
+    ///
+    /// ```
+    /// use kyklos::Dtype;
+    /// use kyklos::backend::wgpu::WgpuBackend;
+    ///
+    /// if !WgpuBackend::enumerate().is_empty() {
+    ///     let kernels = WgpuBackend::built_in_kernels(0, Dtype::F16, 128)?;
+    ///     assert!(kernels[0].name().starts_with("attend-"));
+    /// }
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn built_in_kernels(index: usize, dtype: Dtype, head_dim: usize) -> Result<Vec<Kernel>> {
+        let head_dim = checked_dim(head_dim)?;
+        with_adapter(index, |adapter| Ok(Variants::auto(adapter).kernels(storage(dtype), head_dim)))
+    }
+
     /// Opens the device of this index.
     ///
     /// # Errors
@@ -64,23 +95,7 @@ impl WgpuBackend {
     /// As [`Self::new`]; [`Error::Request`] when the device cannot run the kernel asked for.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn with_options(index: usize, options: &WgpuOptions) -> Result<Self> {
-        let adapters = adapters();
-        let Some(adapter) = adapters.get(index) else {
-            let count = adapters.len();
-            return Err(Error::request(
-                format!("there is no wgpu device {index}: this machine has {count}"),
-                match count.checked_sub(1) {
-                    Some(last) => format!("use 0 to {last}"),
-                    None if can_load_drivers() => {
-                        "install a Vulkan, Metal or DX12 driver, or use the CPU".to_owned()
-                    }
-                    None => {
-                        "a static program loads no driver: link it dynamically, or use the CPU".to_owned()
-                    }
-                },
-            ));
-        };
-        pollster::block_on(Self::open(adapter, options))
+        with_adapter(index, |adapter| pollster::block_on(Self::open(adapter, options)))
     }
 
     /// Opens the device that the browser prefers.
@@ -268,6 +283,25 @@ fn adapters() -> Vec<wgpu::Adapter> {
         .filter(|(index, _)| listed.contains(index))
         .map(|(_, adapter)| adapter)
         .collect()
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+fn with_adapter<T>(index: usize, use_it: impl FnOnce(&wgpu::Adapter) -> Result<T>) -> Result<T> {
+    let adapters = adapters();
+    let Some(adapter) = adapters.get(index) else {
+        let count = adapters.len();
+        return Err(Error::request(
+            format!("there is no wgpu device {index}: this machine has {count}"),
+            match count.checked_sub(1) {
+                Some(last) => format!("use 0 to {last}"),
+                None if can_load_drivers() => {
+                    "install a Vulkan, Metal or DX12 driver, or use the CPU".to_owned()
+                }
+                None => "a static program loads no driver: link it dynamically, or use the CPU".to_owned(),
+            },
+        ));
+    };
+    use_it(adapter)
 }
 
 /// `tuned` is the number of measured choices that apply to the device.

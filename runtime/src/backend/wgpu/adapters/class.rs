@@ -1,4 +1,6 @@
-//! The kind of device of an adapter.
+//! The kind of device of an adapter, and its vendor.
+
+use kyklos_shaders::Vendor;
 
 use crate::backend::DeviceClass;
 
@@ -9,5 +11,15 @@ pub(in crate::backend::wgpu) fn class(info: &wgpu::AdapterInfo) -> DeviceClass {
         wgpu::DeviceType::DiscreteGpu => DeviceClass::DiscreteGpu,
         wgpu::DeviceType::IntegratedGpu => DeviceClass::IntegratedGpu,
         wgpu::DeviceType::VirtualGpu | wgpu::DeviceType::Other => DeviceClass::OtherGpu,
+    }
+}
+
+/// The vendor by its PCI identifier. Metal and browsers give none.
+pub(in crate::backend::wgpu) const fn vendor(info: &wgpu::AdapterInfo) -> Vendor {
+    match info.vendor {
+        0x1002 => Vendor::Amd,
+        0x8086 => Vendor::Intel,
+        0x10de => Vendor::Nvidia,
+        _ => Vendor::Other,
     }
 }
