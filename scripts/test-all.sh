@@ -18,6 +18,7 @@ part() {
 part tests scripts/test.sh
 part planted-bugs cargo test --release --workspace --all-features --test emulator -- --ignored planted_bugs
 part cuda scripts/check/cuda.sh
+part vendors scripts/check/vendors.sh
 part outside scripts/test-outside.sh
 part guide scripts/test-guide.sh
 part demos scripts/test-demos.sh

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Unpacks the newest software Vulkan driver of Debian (Mesa's lavapipe, from unstable) into a folder, with all that it
-# needs, libc among it. Nothing is installed, and nothing outside the folder changes. Programs of this machine then run
-# over it with FOLDER/run PROGRAM [ARGUMENTS], the program given as a path; a program that starts others over it finds
+# Unpacks the newest Vulkan drivers of Debian (Mesa's, from unstable) into a folder, with all that they need, libc among it,
+# and Mesa's stand-ins for kernel drivers of GPUs (scripts/check/vendors.sh). Nothing is installed, and nothing outside the folder changes. Programs of this machine then run
+# over the software driver (lavapipe) with FOLDER/run PROGRAM [ARGUMENTS], the program given as a path; a program that starts others over it finds
 # that command in KYKLOS_RUNNER, because its own executable is the loader. What is unpacked already is kept: remove the
 # folder for a newer one.
 #   tests/peers/newest_mesa.sh [folder]      (default: target/newest-mesa; about 350 MB; Debian, x86-64)
@@ -28,13 +28,13 @@ unpack() {
             -o APT::Install-Recommends=false -o APT::Sandbox::User=root -o Debug::NoLocking=1 "$@"
     }
     fetch update
-    fetch install -y --download-only mesa-vulkan-drivers libvulkan1 libstdc++6 libgcc-s1 libatomic1 > /dev/null
+    fetch install -y --download-only mesa-vulkan-drivers mesa-drm-shim libvulkan1 libstdc++6 libgcc-s1 libatomic1 > /dev/null
     rm -rf "$folder/tree"
     for package in "$apt"/archives/*.deb; do dpkg -x "$package" "$folder/tree"; done
     rm -rf "$apt"
     touch "$folder/complete"
 }
-[ -e "$folder/complete" ] || unpack
+[ -e "$folder/complete" ] && [ -e "$libraries/libamdgpu_noop_drm_shim.so" ] || unpack
 
 cat > "$folder/driver.json" <<END
 {"file_format_version": "1.0.1", "ICD": {"api_version": "1.4.0", "library_path": "$libraries/libvulkan_lvp.so"}}

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# What the shader compilers of GPU vendors make of the kernels that Kyklos chooses on their GPUs, without such a GPU: spills,
+# registers, size and inner loops, held against tests/vendors/ceilings.toml. The compilers are Mesa's, which Linux users of
+# AMD and Intel run; NVIDIA, Apple and Qualcomm have others of their own, for the same registers.
+#   scripts/check/vendors.sh --smoke  a device of each compiler: some 20 s
+#   scripts/check/vendors.sh          all devices: a minute
+#   scripts/check/vendors.sh --bless  writes the ceilings anew; look at the diff
+#
+# The drivers and the stand-ins for their kernel parts are Debian's (tests/peers/newest_mesa.sh). Its packages have no
+# stand-in for Intel's: KYKLOS_INTEL_SHIM names a libintel_noop_drm_shim.so, which Mesa's source has among its tools.
+# Without one these devices are not run, and --bless leaves their ceilings as they are.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export CARGO_PROFILE_RELEASE_DEBUG=${CARGO_PROFILE_RELEASE_DEBUG:-none}
+
+# In CI a check that cannot run is a failure.
+cannot() {
+    if [ "${CI:-}" = true ]; then
+        echo "vendors' compilers cannot be asked: $1" >&2
+        exit 1
+    fi
+    echo "skipped, vendors' compilers cannot be asked: $1"
+    exit 0
+}
+[ "$(uname -sm)" = "Linux x86_64" ] || cannot "this is $(uname -sm), and the drivers are for Linux x86_64"
+command -v apt-get >/dev/null && command -v dpkg >/dev/null ||
+    cannot "the drivers are unpacked from Debian's packages, and there is no apt-get or no dpkg here"
+
+mesa=target/newest-mesa
+# A mirror that is being updated can lack a file for some minutes.
+for pause_s in 0 30 90; do
+    sleep "$pause_s"
+    if tests/peers/newest_mesa.sh "$mesa" >/dev/null; then
+        unpacked=true
+        break
+    fi
+done
+${unpacked:-false} || cannot "their packages cannot be downloaded, see above"
+[ -z "${KYKLOS_INTEL_SHIM:-}" ] || cp "$KYKLOS_INTEL_SHIM" "$mesa/tree/usr/lib/x86_64-linux-gnu/libintel_noop_drm_shim.so"
+
+# With the features of scripts/test.sh, which has compiled it already.
+cargo build --quiet --release --workspace --all-features --bin kyklos-vendors
+program=${CARGO_TARGET_DIR:-target}/release/kyklos-vendors
+case ${1:-} in
+    --smoke) exec "$program" check "$mesa" --smoke ;;
+    --bless) exec "$program" bless "$mesa" ;;
+    '') exec "$program" check "$mesa" ;;
+    *)
+        echo "unknown argument $1: there are --smoke and --bless" >&2
+        exit 2
+        ;;
+esac

@@ -1,0 +1,123 @@
+//! `ceilings.toml`: what compilers made of the kernels when the table was written.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::Deserialize;
+
+/// What a compiler made of one kernel. Fewer is better, except for the occupancy.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Numbers {
+    /// Registers that were moved to memory.
+    pub(crate) spills: u64,
+    /// Bytes of that memory, in the driver's measure.
+    pub(crate) scratch: u64,
+    /// Registers of a thread, in the driver's measure.
+    pub(crate) registers: u64,
+    /// Subgroups or threads that run at once, in the driver's measure; on Intel the lanes of a
+    /// subgroup.
+    pub(crate) occupancy: u64,
+    /// Bytes of machine code.
+    pub(crate) code: u64,
+    /// Vector instructions for each multiply-add, in the worst inner loop. AMD only.
+    pub(crate) per_multiply_add: Option<f64>,
+    /// Bytes that a lane reads from workgroup memory for each multiply-add, in the worst inner
+    /// loop. AMD only.
+    pub(crate) shared_bytes: Option<f64>,
+}
+
+impl fmt::Display for Numbers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { spills, scratch, registers, occupancy, code, .. } = self;
+        write!(
+            f,
+            "{{ spills = {spills}, scratch = {scratch}, registers = {registers}, occupancy = {occupancy}, code = {code}"
+        )?;
+        for (name, value) in
+            [("per_multiply_add", self.per_multiply_add), ("shared_bytes", self.shared_bytes)]
+        {
+            if let Some(value) = value {
+                write!(f, ", {name} = {value:.2}")?;
+            }
+        }
+        write!(f, " }}")
+    }
+}
+
+/// By the kernel's name.
+pub(crate) type Kernels = BTreeMap<String, Numbers>;
+
+/// By the device's name.
+pub(crate) struct Table(BTreeMap<String, Kernels>);
+
+/// Another version of a compiler may need a little more: what is more than this times the ceiling
+/// is a fault. Where a ceiling is 0, nothing is allowed.
+const ROOM: f64 = 1.15;
+
+const HEADING: &str = "\
+# What vendors' compilers make of the kernels that Kyklos chooses on their GPUs. Written by `scripts/check/vendors.sh --bless`,
+# checked by `scripts/check/vendors.sh`. The words are explained in `src/table.rs`.
+";
+
+impl Table {
+    pub(crate) fn read() -> Result<Self, String> {
+        let path = path();
+        let text = std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        toml::from_str(&text).map(Self).map_err(|error| format!("{}: {error}", path.display()))
+    }
+
+    pub(crate) fn set(&mut self, device: &str, kernels: Kernels) {
+        self.0.insert(device.to_owned(), kernels);
+    }
+
+    pub(crate) fn write(&self) -> Result<(), String> {
+        let mut text = HEADING.to_owned();
+        for (device, kernels) in &self.0 {
+            text += &format!("\n[{device}]\n");
+            for (kernel, numbers) in kernels {
+                text += &format!("{kernel} = {numbers}\n");
+            }
+        }
+        std::fs::write(path(), text).map_err(|error| format!("{}: {error}", path().display()))
+    }
+
+    /// Where `measured` is above the ceilings of `device`, or has none.
+    pub(crate) fn faults(&self, device: &str, measured: &Kernels) -> Vec<String> {
+        let mut faults = Vec::new();
+        for (kernel, now) in measured {
+            let Some(ceiling) = self.0.get(device).and_then(|kernels| kernels.get(kernel)) else {
+                faults.push(format!("{device} {kernel}: the table has no ceilings for it: {now}"));
+                continue;
+            };
+            let over = |now: f64, ceiling: f64| now > ceiling * ROOM;
+            let counts = [
+                ("spills", now.spills, ceiling.spills),
+                ("scratch", now.scratch, ceiling.scratch),
+                ("registers", now.registers, ceiling.registers),
+                ("code", now.code, ceiling.code),
+            ];
+            let ratios = [
+                ("per_multiply_add", now.per_multiply_add, ceiling.per_multiply_add),
+                ("shared_bytes", now.shared_bytes, ceiling.shared_bytes),
+            ];
+            let worse = counts.iter().any(|(_, now, ceiling)| over(*now as f64, *ceiling as f64))
+                || over(ceiling.occupancy as f64, now.occupancy as f64)
+                || ratios.iter().any(|(_, now, ceiling)| match (now, ceiling) {
+                    (Some(now), Some(ceiling)) => over(*now, *ceiling),
+                    (None, Some(_)) => true,
+                    (_, None) => false,
+                });
+            if worse {
+                faults
+                    .push(format!("{device} {kernel}: now     {now}\n{device} {kernel}: ceiling {ceiling}"));
+            }
+        }
+        faults
+    }
+}
+
+fn path() -> PathBuf {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("ceilings.toml")
+}
