@@ -111,8 +111,8 @@ impl Kernel {
             Self::AttendBackward(kernel) => {
                 let logits = logits(kernel.storage, kernel.head_dim, kernel.softcap, kernel.bias);
                 let (file, values) = match kernel.variant {
-                    BackwardVariant::Portable => {
-                        ("backward/portable.wgsl", backward::portable::values(kernel))
+                    BackwardVariant::Portable(vendor) => {
+                        ("backward/portable.wgsl", backward::portable::values(kernel, vendor))
                     }
                     BackwardVariant::Lanes { subgroup_size } => {
                         ("backward/lanes.wgsl", backward::lanes::values(kernel, subgroup_size))
@@ -197,7 +197,7 @@ impl Kernel {
                 DecodeVariant::Lanes { subgroup_size } => subgroup_size,
             },
             Self::AttendBackward(BackwardKernel { variant, .. }) => match variant {
-                BackwardVariant::Portable => backward::portable::THREADS,
+                BackwardVariant::Portable(_) => backward::portable::THREADS,
                 BackwardVariant::Lanes { subgroup_size } => *subgroup_size,
             },
             Self::MergeParts { .. }
@@ -234,7 +234,7 @@ impl Kernel {
             Self::Decode(kernel @ DecodeKernel { variant: DecodeVariant::Portable, .. }) => {
                 decode::portable_bytes(kernel)
             }
-            Self::AttendBackward(kernel @ BackwardKernel { variant: BackwardVariant::Portable, .. }) => {
+            Self::AttendBackward(kernel @ BackwardKernel { variant: BackwardVariant::Portable(_), .. }) => {
                 backward::portable::workgroup_bytes(kernel)
             }
             Self::RowStats { .. } => 4 * self.workgroup_size(),

@@ -19,6 +19,18 @@ pub enum Vendor {
     Other,
 }
 
+impl Vendor {
+    /// Name in labels.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Amd => "amd",
+            Self::Intel => "intel",
+            Self::Nvidia => "nvidia",
+            Self::Other => "other",
+        }
+    }
+}
+
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AttendVariant {

@@ -49,10 +49,14 @@ fn with_wgpu(mut suite: Suite) -> Suite {
     for (index, adapter) in adapters.iter().enumerate() {
         for (variant, kernel) in [
             ("portable", KernelChoice::Portable),
-            // The most rows and keys in a thread: what some GPUs run, and no software driver by itself.
+            // What AMD's and NVIDIA's GPUs run, and no software driver by itself.
             (
                 "portable-4x8",
                 KernelChoice::Exactly(AttendVariant::Portable { rows_per_thread: 4, keys_per_thread: 8 }),
+            ),
+            (
+                "portable-4x4",
+                KernelChoice::Exactly(AttendVariant::Portable { rows_per_thread: 4, keys_per_thread: 4 }),
             ),
             ("subgroup", KernelChoice::SubgroupBroadcast),
             ("cooperative", KernelChoice::Cooperative),

@@ -85,6 +85,7 @@ fn main() -> ExitCode {
             let backend = open(KernelChoice::Exactly(variant), None)?;
             cases::every_variant_equals_f64(&backend);
             cases::nan_reaches_exactly_the_rows_that_see_it(&backend);
+            backward::nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(&backend);
             Ok(())
         })
     }));

@@ -18,7 +18,7 @@ impl BackwardVariant {
     /// The tiles in which work lists count.
     pub const fn list_tile(self, head_dim: u32) -> Tile {
         match self {
-            Self::Portable => Tile { q_rows: portable::COLS, kv_cols: portable::COLS },
+            Self::Portable(_) => Tile { q_rows: portable::COLS, kv_cols: portable::COLS },
             Self::Lanes { subgroup_size } => lanes::list_tile(subgroup_size, head_dim),
         }
     }
@@ -28,7 +28,9 @@ impl BackwardKernel {
     /// Rows or keys of one workgroup; divides those of the list's tile.
     pub const fn tile_rows(&self) -> u32 {
         match self.variant {
-            BackwardVariant::Portable => portable::SIDE * portable::rows_per_thread(self.sums, self.head_dim),
+            BackwardVariant::Portable(vendor) => {
+                portable::SIDE * portable::rows_per_thread(vendor, self.sums, self.head_dim)
+            }
             BackwardVariant::Lanes { subgroup_size } => {
                 subgroup_size * lanes::rows_per_lane(self, subgroup_size)
             }

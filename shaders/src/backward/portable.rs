@@ -4,6 +4,7 @@ use minijinja::context;
 use minijinja::value::Value;
 
 use super::variant::{BackwardKernel, Sums};
+use crate::Vendor;
 
 pub(crate) const THREADS: u32 = 64;
 /// Threads in a row of the grid, rows of threads, and chunks that are in workgroup memory at a
@@ -12,17 +13,29 @@ pub(crate) const SIDE: u32 = 8;
 /// Moving rows of a tile, and rows and keys of those of the list.
 pub(crate) const COLS: u32 = 32;
 
-/// Fixed rows of one thread. Fewer for large heads, so that the sums stay in registers.
-pub(crate) const fn rows_per_thread(sums: Sums, head_dim: u32) -> u32 {
-    let floats = match sums {
-        Sums::KeysValues => 2 * head_dim,
-        Sums::Bias | Sums::SharedBias => 0,
-        _ => head_dim,
+/// Fixed rows of one thread: as many as spill no register by the vendors' compilers, and on NVIDIA leave 16 warps up to 64
+/// elements and 12 up to 128 (`tests/vendors/ceilings.toml`).
+pub(crate) const fn rows_per_thread(vendor: Vendor, sums: Sums, head_dim: u32) -> u32 {
+    let most = match (vendor, sums) {
+        (Vendor::Nvidia, Sums::KeysValues) | (Vendor::Intel | Vendor::Other, _) => 2,
+        (Vendor::Amd | Vendor::Nvidia, _) => 4,
     };
-    match floats {
-        0..=128 => 4,
-        129..=256 => 2,
-        _ => 1,
+    // Sums of a thread: 64, or 32.
+    let elements = match sums {
+        Sums::KeysValues => 2 * head_dim,
+        Sums::Bias | Sums::SharedBias => return most,
+        Sums::Queries | Sums::Keys | Sums::Values => head_dim,
+    };
+    let fits = match vendor {
+        Vendor::Amd | Vendor::Nvidia => 512 / elements,
+        Vendor::Intel | Vendor::Other => 256 / elements,
+    };
+    if fits >= most {
+        most
+    } else if fits >= 2 {
+        2
+    } else {
+        1
     }
 }
 
@@ -32,7 +45,7 @@ pub(crate) const fn workgroup_bytes(kernel: &BackwardKernel) -> u32 {
     16 * tensors * (fixed + SIDE * COLS)
 }
 
-pub(crate) fn values(kernel: BackwardKernel) -> Value {
+pub(crate) fn values(kernel: BackwardKernel, vendor: Vendor) -> Value {
     let sums = kernel.sums;
     // What is read for each product, S and dP: name, fixed tensor, moving tensor.
     let products = if sums.rows_are_fixed() {
@@ -63,7 +76,7 @@ pub(crate) fn values(kernel: BackwardKernel) -> Value {
     let tensors = if sums == Sums::Values { vec!["q", "k", "d_o"] } else { vec!["q", "k", "d_o", "v"] };
     context! {
         tile_rows => kernel.tile_rows(),
-        rows => rows_per_thread(sums, kernel.head_dim),
+        rows => rows_per_thread(vendor, sums, kernel.head_dim),
         passes => (kernel.head_dim / 4).div_ceil(SIDE),
         scores => sums.needs_scores(),
         tensors,

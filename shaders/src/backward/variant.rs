@@ -1,12 +1,13 @@
 //! How gradients are computed, and the kernels for it.
 
-use crate::{BiasInput, Storage};
+use crate::{BiasInput, Storage, Vendor};
 
 /// How gradients are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BackwardVariant {
-    /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature.
-    Portable,
+    /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature. The vendor says how many rows a
+    /// thread has, and whether dK and dV are made together.
+    Portable(Vendor),
     /// Rows or keys in the lanes of a subgroup; for drivers that compute on the host's cores, with
     /// subgroups of exactly this size.
     Lanes {
@@ -19,13 +20,13 @@ impl BackwardVariant {
     /// The variant for a driver with subgroups of `subgroup_size` that computes on the host's
     /// cores.
     pub const fn lanes(subgroup_size: u32, head_dim: u32) -> Self {
-        if head_dim <= MOST_HEAD_DIM { Self::Lanes { subgroup_size } } else { Self::Portable }
+        if head_dim <= MOST_HEAD_DIM { Self::Lanes { subgroup_size } } else { Self::Portable(Vendor::Other) }
     }
 
     /// Name for labels.
     pub fn name(self) -> String {
         match self {
-            Self::Portable => "portable".to_owned(),
+            Self::Portable(vendor) => format!("portable-{}", vendor.name()),
             Self::Lanes { subgroup_size } => format!("lanes-{subgroup_size}"),
         }
     }
@@ -33,8 +34,11 @@ impl BackwardVariant {
     /// The kernels that together make dK and dV.
     pub const fn of_keys(self, head_dim: u32, bias: BiasInput) -> &'static [Sums] {
         match self {
-            Self::Portable if head_dim > 128 || bias.any() => &[Sums::Keys, Sums::Values],
-            Self::Portable | Self::Lanes { .. } => &[Sums::KeysValues],
+            Self::Portable(Vendor::Amd | Vendor::Nvidia) if head_dim <= 128 && !bias.any() => {
+                &[Sums::KeysValues]
+            }
+            Self::Portable(_) => &[Sums::Keys, Sums::Values],
+            Self::Lanes { .. } => &[Sums::KeysValues],
         }
     }
 }

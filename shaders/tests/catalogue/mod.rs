@@ -45,6 +45,15 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             let others = AttendVariant::portable_choices().filter(|choice| *choice != built_in);
             kernels.extend(others.map(|variant| attend(variant, storage)));
         }
+        for vendor in [Vendor::Amd, Vendor::Nvidia] {
+            let (variant, storage) = (BackwardVariant::Portable(vendor), Storage::F32);
+            let (softcap, bias) = (false, BiasInput::None);
+            let of_keys = variant.of_keys(head_dim, bias);
+            kernels.extend([Sums::Queries].iter().chain(of_keys).map(|sums| {
+                let sums = *sums;
+                Kernel::AttendBackward(BackwardKernel { variant, sums, storage, head_dim, softcap, bias })
+            }));
+        }
         for size in AttendVariant::SUBGROUP_SIZES {
             let built_in = AttendVariant::subgroup_broadcast(size, head_dim);
             let others = AttendVariant::subgroup_broadcast_choices(size, head_dim);
@@ -56,7 +65,7 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                 kernels.push(Kernel::Finalize { storage, head_dim, sinks });
             }
             kernels.extend([false, true].map(|d_lse| Kernel::RowStats { storage, head_dim, d_lse }));
-            let mut backward = vec![BackwardVariant::Portable];
+            let mut backward = vec![BackwardVariant::Portable(Vendor::Other)];
             let sizes = AttendVariant::SUBGROUP_SIZES;
             backward.extend(sizes.map(|size| BackwardVariant::lanes(size, head_dim)));
             backward.dedup();

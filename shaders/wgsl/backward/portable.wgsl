@@ -34,8 +34,8 @@
 //                 work list as in attend/portable.wgsl, with runs of what moves
 //   bias          as in attend/portable.wgsl
 //
-// Of tested pairs that are hidden, P and dS are replaced by selection, and so is their product with
-// the row or key, because 0 · NaN is NaN.
+// Of tested pairs that are hidden, P and dS are 0. In a tested run NaN and infinities of the moving rows are zero where
+// they are added up, because 0 · NaN is NaN; at the end they are added to the fixed rows that see them.
 //
 // Tile: {{tile_rows}} fixed rows x 32 moving ones; {{workgroup_bytes}} bytes of workgroup memory.
 //
@@ -53,8 +53,10 @@
 // has written).
 {% include "parts/logits.wgsl" %}
 {% include "backward/shares.wgsl" %}
-// A hidden pair in P or dS: a number that no product gives, which its sum skips.
-const SKIPPED: f32 = -3.0e38f;
+// Which elements are NaN or infinite.
+fn odd_in(chunk: vec4<f32>) -> vec4<bool> {
+    return (bitcast<vec4<u32>>(chunk) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u);
+}
 
 {% for tensor in tensors %}
 {% include "parts/load.wgsl" %}
@@ -64,100 +66,107 @@ var<workgroup> fixed{{loop.index0}}: array<vec4<f32>, {{ 8 * tile_rows }}>;
 var<workgroup> moving{{loop.index0}}: array<vec4<f32>, 256>;
 {% endfor %}
 
-{# A chunk of the moving row that this thread loads at step `j`; zero behind the end, and of query
-   rows that saw no key. #}
-{% macro moving_chunk(tensor, j, chunk, tested) -%}
-{% set row = "min(col + load" ~ j ~ ", end - 1u)" if tested else "(col + load" ~ j ~ ")" -%}
-{% set load = "load_" ~ tensor ~ "(" ~ tensor ~ "_base + " ~ row ~ " * params." ~ tensor ~ "_row, " ~ chunk ~ ")" -%}
-{% if not by_rows -%}
-select(vec4<f32>(), {{load}}, live{{j}})
-{%- elif tested -%}
-select(vec4<f32>(), {{load}}, col + load{{j}} < end)
-{%- else -%}
+{# The index of fixed row {{i}} of this thread; one that exists; where its sum lies; and its statistics. #}
+{% macro row(i) %}tile * {{tile_rows}}u + {{ 8 * i }}u + tr{% endmacro %}
+{% macro safe(i) %}min({{ row(i) }}, params.fixed_end - 1u){% endmacro %}
+{% macro sum_of(i) -%}
+params.sum_offset + batch * params.sum_batch + ({{ safe(i) }}) * params.sum_row + own_head * params.sum_head
+{%- endmacro %}
+{% macro stats_of(i) %}stats[own_stats + {{ safe(i) }} * params.stats_row]{% endmacro %}
+{# The moving row that this thread loads at step `j`, and a chunk of it. Behind the end it is the last row, whose pairs are
+   hidden. Of query rows that saw no key it is zero. #}
+{% macro moving_row(j) %}min(col + load + {{ 2 * j }}u, end - 1u){% endmacro %}
+{% macro moving_chunk(tensor, j, chunk) -%}
+{% set load = "load_" ~ tensor ~ "(" ~ tensor ~ "_base + " ~ moving_row(j) ~ " * params." ~ tensor ~ "_row, " ~ chunk ~ ")" -%}
+{% if by_rows -%}
 {{load}}
+{%- else -%}
+select(vec4<f32>(), {{load}}, saw_keys(stats[stats_base + {{ moving_row(j) }} * params.stats_row].x))
 {%- endif %}
 {%- endmacro %}
-{# One run. #}
-{% macro tiles(tested) %}
-        for (var col = first; col < end; col += 32u) {
-{% if tested or not by_rows %}
-            // What is known of the thread's moving rows.
-            let cols = vec4<u32>(col + 0u + tc, col + 8u + tc, col + 16u + tc, col + 24u + tc);
-            let there = {{ "min(cols, vec4<u32>(end - 1u))" if tested else "cols" }};
-{% endif %}
-{% if not by_rows %}
-            let stats_x = stats[stats_base + there.x * params.stats_row];
-            let stats_y = stats[stats_base + there.y * params.stats_row];
-            let stats_z = stats[stats_base + there.z * params.stats_row];
-            let stats_w = stats[stats_base + there.w * params.stats_row];
-            let lse = vec4<f32>(stats_x.x, stats_y.x, stats_z.x, stats_w.x);
-            let factor = vec4<f32>(stats_x.y, stats_y.y, stats_z.y, stats_w.y);
-{% if scores %}
-            let delta = vec4<f32>(stats_x.z, stats_y.z, stats_z.z, stats_w.z);
-{% endif %}
-{% for j in range(4) %}
-{% if tested %}
-            let live{{j}} = col + load{{j}} < end && saw_keys(stats[stats_base + min(col + load{{j}}, end - 1u) * params.stats_row].x);
-{% else %}
-            let live{{j}} = saw_keys(stats[stats_base + (col + load{{j}}) * params.stats_row].x);
-{% endif %}
-{% endfor %}
-{% endif %}
-{% if tested %}
-            // Which of the thread's pairs are visible; with a bias, also the terms of their logits.
-            let inside = cols < vec4<u32>(end);
+{# Where tensors of query head `head` begin, and a run of it. #}
+{% macro begin() %}
 {% if by_rows %}
-            let pos = vec4<u32>(
-                lists[params.keys_at + there.x], lists[params.keys_at + there.y],
-                lists[params.keys_at + there.z], lists[params.keys_at + there.w]);
+        let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
+        let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
 {% else %}
-            let lo = vec4<u32>(
-                lists[spans + 2u * there.x], lists[spans + 2u * there.y],
-                lists[spans + 2u * there.z], lists[spans + 2u * there.w]);
-            let hi = vec4<u32>(
-                lists[spans + 2u * there.x + 1u], lists[spans + 2u * there.y + 1u],
-                lists[spans + 2u * there.z + 1u], lists[spans + 2u * there.w + 1u]);
+        let q_base = params.q_offset + batch * params.q_batch + head * params.q_head;
+        let d_o_base = params.d_o_offset + batch * params.d_o_batch + head * params.d_o_head;
+        let stats_base = params.stats_offset + batch * params.stats_batch + head * params.stats_head;
+{% endif %}
+        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
+        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
+{% endmacro %}
+{# All runs, of all query heads that the workgroup has: one loop, because sums in registers are copied at each loop around
+   them. #}
+{% macro every_run() %}
+{% if of_one_query_head %}
+    for (var run = full_runs; run < runs_end; run++) {
+{% else %}
+    let runs = runs_end - full_runs;
+    let first_head = lists[params.heads_at + own_head];
+    let steps = (lists[params.heads_at + own_head + 1u] - first_head) * runs;
+    for (var step = 0u; step < steps; step++) {
+        let head = first_head + step / runs;
+        let run = full_runs + step % runs;
+{% endif %}
+{{ begin() }}
+{% endmacro %}
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+{% include "backward/item.wgsl" %}
+    let tr = thread >> 3u;
+    let tc = thread & 7u;
+{% for area in areas %}
+    let {{area.fixed}}_fixed = params.{{area.fixed}}_offset + batch * params.{{area.fixed}}_batch + {{fixed_head}} * params.{{area.fixed}}_head;
+{% endfor %}
+{% if by_rows %}
+    let own_stats = params.stats_offset + batch * params.stats_batch + own_head * params.stats_head;
 {% if bias %}
-            let bias_rows = vec4<u32>(params.bias_offset + batch * params.bias_batch + head * params.bias_head) + there * params.bias_row;
+    let bias_base = params.bias_offset + batch * params.bias_batch + own_head * params.bias_head;
 {% endif %}
 {% endif %}
 {% for i in range(rows) %}
-{% if bias and by_rows %}
-            let term{{i}} = vec4<f32>(
-                bias_term(bias_row{{i}}, pos.x), bias_term(bias_row{{i}}, pos.y),
-                bias_term(bias_row{{i}}, pos.z), bias_term(bias_row{{i}}, pos.w));
-{% elif bias %}
-            let term{{i}} = vec4<f32>(
-                bias_term(bias_rows.x, pos{{i}}), bias_term(bias_rows.y, pos{{i}}),
-                bias_term(bias_rows.z, pos{{i}}), bias_term(bias_rows.w, pos{{i}}));
-{% endif %}
-{% if by_rows %}
-            let vis{{i}} = (vec4<u32>(lo{{i}}) <= pos) & (pos < vec4<u32>(hi{{i}})) & inside
-{%- else %}
-            let vis{{i}} = (lo <= vec4<u32>(pos{{i}})) & (vec4<u32>(pos{{i}}) < hi) & inside
-{%- endif %}
-{% if bias %} & vec4<bool>(shows(term{{i}}.x), shows(term{{i}}.y), shows(term{{i}}.z), shows(term{{i}}.w)){% endif %};
+{% for sum in sums %}
+{% for g in range(passes) %}
+    var {{sum.name}}{{i}}_{{g}} = vec4<f32>();
 {% endfor %}
+{% endfor %}
+{% if of_bias and by_rows %}
+    let adds{{i}} = {{ row(i) }} < params.fixed_end && saw_keys({{ stats_of(i) }}.x);
+{% elif of_bias %}
+    var bias{{i}} = vec4<f32>();
 {% endif %}
+{% endfor %}
+    // Whether this thread took NaN or infinity out of a moving row.
+    var odd = false;
+    // The moving row of slot 8 j + tr is this one and 2 j.
+    let load = (tr & 3u) * 8u + (tr >> 2u);
+{{ every_run() }}
+        let tested = {{ "true" if bias else "run >= tested_runs" }};
+        for (var col = first; col < end; col += 32u) {
+            // 1, which only col < end says: no compiler unrolls a loop with such a bound.
+            let one = min(end - col, 1u);
             // S and dP, 8 chunks of the head at a time.
 {% for area in areas %}
 {% for i in range(rows) %}
             var {{area.name}}{{i}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
-            for (var g = 0u; g < {{passes}}u; g++) {
+            for (var g = 0u; g < {{passes}}u * one; g++) {
                 workgroupBarrier();
 {% for area in areas %}
 {% set index = loop.index0 %}
 {% for i in range(rows) %}
-                fixed{{index}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = load_{{area.fixed}}({{area.fixed}}_at{{i}}, g * 8u + tc){{ " * params.q_scale" if area.fixed == "q" }};
+                fixed{{index}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = load_{{area.fixed}}({{area.fixed}}_fixed + {{ safe(i) }} * params.{{area.fixed}}_row, g * 8u + tc){{ " * params.q_scale" if area.fixed == "q" }};
 {% endfor %}
 {% for j in range(4) %}
-                moving{{index}}[tc * 32u + load{{j}}] = {{ moving_chunk(area.moving, j, "g * 8u + tc", tested) }}{{ " * params.q_scale" if area.moving == "q" }};
+                moving{{index}}[tc * 32u + load + {{ 2 * j }}u] = {{ moving_chunk(area.moving, j, "g * 8u + tc") }}{{ " * params.q_scale" if area.moving == "q" }};
 {% endfor %}
 {% endfor %}
                 workgroupBarrier();
-                for (var c = 0u; c < 8u; c++) {
+                for (var n = 0u; n < 8u * one; n++) {
+                    let c = n & 7u;
 {% for area in areas %}
 {% set x = area.name %}
 {% for j in range(4) %}
@@ -170,8 +179,74 @@ select(vec4<f32>(), {{load}}, col + load{{j}} < end)
 {% endfor %}
                 }
             }
+{% if not by_rows %}
+            // What is known of the thread's moving rows.
+            let there = min(vec4<u32>(col + tc) + vec4<u32>(0u, 8u, 16u, 24u), vec4<u32>(end - 1u));
+            let stats_x = stats[stats_base + there.x * params.stats_row];
+            let stats_y = stats[stats_base + there.y * params.stats_row];
+            let stats_z = stats[stats_base + there.z * params.stats_row];
+            let stats_w = stats[stats_base + there.w * params.stats_row];
+            let lse = vec4<f32>(stats_x.x, stats_y.x, stats_z.x, stats_w.x);
+            let factor = vec4<f32>(stats_x.y, stats_y.y, stats_z.y, stats_w.y);
+{% if scores %}
+            let delta = vec4<f32>(stats_x.z, stats_y.z, stats_z.z, stats_w.z);
+{% endif %}
+{% endif %}
+            // Which of the thread's pairs are visible; with a bias, also the terms of their logits.
+{% for i in range(rows) %}
+            var vis{{i}} = vec4<bool>(true, true, true, true);
+{% if bias %}
+            var term{{i}} = vec4<f32>();
+{% endif %}
+{% endfor %}
+            if (tested) {
+                let cols = vec4<u32>(col + tc) + vec4<u32>(0u, 8u, 16u, 24u);
+                let inside = cols < vec4<u32>(end);
+                let at = min(cols, vec4<u32>(end - 1u));
+{% if by_rows %}
+                let pos = vec4<u32>(
+                    lists[params.keys_at + at.x], lists[params.keys_at + at.y],
+                    lists[params.keys_at + at.z], lists[params.keys_at + at.w]);
+{% else %}
+                let lo = vec4<u32>(
+                    lists[spans + 2u * at.x], lists[spans + 2u * at.y],
+                    lists[spans + 2u * at.z], lists[spans + 2u * at.w]);
+                let hi = vec4<u32>(
+                    lists[spans + 2u * at.x + 1u], lists[spans + 2u * at.y + 1u],
+                    lists[spans + 2u * at.z + 1u], lists[spans + 2u * at.w + 1u]);
+{% if bias %}
+                let bias_rows = vec4<u32>(params.bias_offset + batch * params.bias_batch + head * params.bias_head) + at * params.bias_row;
+{% endif %}
+{% endif %}
+{% for i in range(rows) %}
+{% if by_rows %}
+                let span{{i}} = spans + 2u * {{ safe(i) }};
+                vis{{i}} = (vec4<u32>(lists[span{{i}}]) <= pos) & (pos < vec4<u32>(lists[span{{i}} + 1u])) & inside;
+{% if bias %}
+                let bias_row{{i}} = bias_base + {{ safe(i) }} * params.bias_row;
+                term{{i}} = vec4<f32>(
+                    bias_term(bias_row{{i}}, pos.x), bias_term(bias_row{{i}}, pos.y),
+                    bias_term(bias_row{{i}}, pos.z), bias_term(bias_row{{i}}, pos.w));
+{% endif %}
+{% else %}
+                let pos{{i}} = lists[params.keys_at + {{ safe(i) }}];
+                vis{{i}} = (lo <= vec4<u32>(pos{{i}})) & (vec4<u32>(pos{{i}}) < hi) & inside;
+{% if bias %}
+                term{{i}} = vec4<f32>(
+                    bias_term(bias_rows.x, pos{{i}}), bias_term(bias_rows.y, pos{{i}}),
+                    bias_term(bias_rows.z, pos{{i}}), bias_term(bias_rows.w, pos{{i}}));
+{% endif %}
+{% endif %}
+{% if bias %}
+                vis{{i}} = vis{{i}} & vec4<bool>(shows(term{{i}}.x), shows(term{{i}}.y), shows(term{{i}}.z), shows(term{{i}}.w));
+{% endif %}
+{% endfor %}
+            }
             // P and dS.
 {% for i in range(rows) %}
+{% if by_rows %}
+            let stats{{i}} = {{ stats_of(i) }};
+{% endif %}
             S{{i}} *= params.x_scale;
 {% if softcap %}
 {% if slopes %}
@@ -182,13 +257,13 @@ select(vec4<f32>(), {{load}}, col + load{{j}} < end)
 {% if bias %}
             S{{i}} += term{{i}};
 {% endif %}
-            let P{{i}} = {{ "select(vec4<f32>(), " if tested }}vec4<f32>(
+            let P{{i}} = select(vec4<f32>(), vec4<f32>(
 {%- for x in ["x", "y", "z", "w"] -%}
 share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{{x}}, factor.{{x}}{% endif %}){{ ", " if not loop.last }}
 {%- endfor -%}
-){{ ", vis" ~ i ~ ")" if tested }};
+), vis{{i}});
 {% if scores %}
-            let dS{{i}} = P{{i}} * (dP{{i}} - {% if by_rows %}stats{{i}}.z{% else %}delta{% endif %}){{ " * slope" ~ i if slopes }};
+            let dS{{i}} = select(vec4<f32>(), P{{i}} * (dP{{i}} - {% if by_rows %}stats{{i}}.z{% else %}delta{% endif %}){{ " * slope" ~ i if slopes }}, vis{{i}});
 {% endif %}
 {% endfor %}
 {% if of_bias %}
@@ -198,7 +273,7 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
 {% for i in range(rows) %}
 {% for x in ["x", "y", "z", "w"] %}
             if (adds{{i}} && vis{{i}}.{{x}}) {
-                let element = sum_at{{i}} + pos.{{x}};
+                let element = {{ sum_of(i) }} + lists[params.keys_at + min(col + {{ 8 * loop.index0 }}u + tc, end - 1u)];
                 d_bias[element] = d_bias[element] + dS{{i}}.{{x}};
             }
 {% endfor %}
@@ -213,11 +288,7 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
             workgroupBarrier();
 {% for sum in sums %}
 {% for i in range(rows) %}
-{% if tested %}
-            {{sum.factors}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = select(vec4<f32>(SKIPPED), {{sum.weight}}{{i}}, vis{{i}});
-{% else %}
             {{sum.factors}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = {{sum.weight}}{{i}};
-{% endif %}
 {% endfor %}
 {% endfor %}
             // The sums, 8 chunks of the head at a time.
@@ -226,12 +297,24 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
             workgroupBarrier();
 {% endif %}
 {% for sum in sums %}
+            {
 {% for j in range(4) %}
-            {{sum.area}}[({{ 8 * j }}u + tr) * 8u + tc] = {{ moving_chunk(sum.moving, j, 8 * g ~ "u + tc", tested) }};
+                var chunk{{j}} = {{ moving_chunk(sum.moving, j, 8 * g ~ "u + tc") }};
 {% endfor %}
+                if (tested) {
+{% for j in range(4) %}
+                    odd = odd || any(odd_in(chunk{{j}}));
+                    chunk{{j}} = select(chunk{{j}}, vec4<f32>(), odd_in(chunk{{j}}));
+{% endfor %}
+                }
+{% for j in range(4) %}
+                {{sum.area}}[({{ 8 * j }}u + tr) * 8u + tc] = chunk{{j}};
+{% endfor %}
+            }
 {% endfor %}
             workgroupBarrier();
-            for (var s = 0u; s < 8u; s++) {
+            for (var n = 0u; n < 8u * one; n++) {
+                let s = n & 7u;
 {% for sum in sums %}
 {% set n = sum.name %}
 {% for j in range(4) %}
@@ -240,88 +323,61 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
 {% for i in range(rows) %}
                 let {{n}}w{{i}} = {{sum.factors}}[s * {{tile_rows}}u + {{ 8 * i }}u + tr];
 {% set w = n ~ "w" ~ i %}
-{% if tested %}
-                {{n}}{{i}}_{{g}} += (select({{n}}m0 * {{w}}.x, vec4<f32>(), {{w}}.x == SKIPPED)
-                    + select({{n}}m1 * {{w}}.y, vec4<f32>(), {{w}}.y == SKIPPED))
-                    + (select({{n}}m2 * {{w}}.z, vec4<f32>(), {{w}}.z == SKIPPED)
-                    + select({{n}}m3 * {{w}}.w, vec4<f32>(), {{w}}.w == SKIPPED));
-{% else %}
-                {{n}}{{i}}_{{g}} += ({{n}}m0 * {{w}}.x + {{n}}m1 * {{w}}.y) + ({{n}}m2 * {{w}}.z + {{n}}m3 * {{w}}.w);
-{% endif %}
+{% for x in ["x", "y", "z", "w"] %}
+                {{n}}{{i}}_{{g}} += {{n}}m{{loop.index0}} * {{w}}.{{x}};
+{% endfor %}
 {% endfor %}
 {% endfor %}
             }
 {% endfor %}
 {% endif %}
         }
-{% endmacro %}
-{# All runs of query head `head`: the full ones, then those whose pairs are tested; with a bias all
-   are. #}
-{% macro runs() %}
-{% if by_rows %}
-    let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
-    let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
-{% else %}
-    let q_base = params.q_offset + batch * params.q_batch + head * params.q_head;
-    let d_o_base = params.d_o_offset + batch * params.d_o_batch + head * params.d_o_head;
-    let stats_base = params.stats_offset + batch * params.stats_batch + head * params.stats_head;
-{% endif %}
-{% for tested in ([true] if bias else [false, true]) %}
-    for (var run = {{ "tested_runs" if tested and not bias else "full_runs" }}; run < {{ "runs_end" if tested else "tested_runs" }}; run++) {
-        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
-        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
-{{ tiles(tested) }}
     }
-{% endfor %}
-{% endmacro %}
-@compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
-{% include "backward/item.wgsl" %}
-    let tr = thread >> 3u;
-    let tc = thread & 7u;
-{% for i in range(rows) %}
-    let row{{i}} = tile * {{tile_rows}}u + {{ 8 * i }}u + tr;
-    let in{{i}} = row{{i}} < params.fixed_end;
-    let safe{{i}} = min(row{{i}}, params.fixed_end - 1u);
-{% for area in areas %}
-{% set x = area.fixed %}
-    let {{x}}_at{{i}} = params.{{x}}_offset + batch * params.{{x}}_batch
-        + safe{{i}} * params.{{x}}_row + {{fixed_head}} * params.{{x}}_head;
-{% endfor %}
-    let sum_at{{i}} = params.sum_offset + batch * params.sum_batch
-        + safe{{i}} * params.sum_row + own_head * params.sum_head;
+{% if not of_bias %}
+    // NaN and infinity of moving rows: where one is in a column of this thread, the tested runs are gone through once more.
+    // P is more than 0, so dV gets what d_o has. A logit of such a row or key is not finite or capped, so dS is NaN or 0, and
+    // its product is NaN.
+    workgroupBarrier();
+    fixed0[thread] = vec4<f32>(select(0.0f, 1.0f, odd));
+    workgroupBarrier();
+    var odds = 0.0f;
+    for (var r = 0u; r < 8u; r++) { odds += fixed0[r * 8u + tc].x; }
+    if (odds > 0.0f) {
+        let nan = vec4<f32>(bitcast<f32>(params.rows | 0x7fc00000u));
+{{ every_run() }}
+        if ({{ "false" if bias else "run < tested_runs" }}) { continue; }
+        for (var col = first; col < end; col++) {
 {% if by_rows %}
-    let lo{{i}} = lists[spans + 2u * safe{{i}}];
-    let hi{{i}} = lists[spans + 2u * safe{{i}} + 1u];
-    let stats{{i}} = stats[params.stats_offset + batch * params.stats_batch
-        + safe{{i}} * params.stats_row + own_head * params.stats_head];
-{% if bias %}
-    let bias_row{{i}} = params.bias_offset + batch * params.bias_batch
-        + safe{{i}} * params.bias_row + own_head * params.bias_head;
-{% endif %}
+            let pos = lists[params.keys_at + col];
 {% else %}
-    let pos{{i}} = lists[params.keys_at + safe{{i}}];
+            let lo = lists[spans + 2u * col];
+            let hi = lists[spans + 2u * col + 1u];
+            let live = saw_keys(stats[stats_base + col * params.stats_row].x);
 {% endif %}
+{% for i in range(rows) %}
+{% if by_rows %}
+            let span{{i}} = spans + 2u * {{ safe(i) }};
+            let vis{{i}} = lists[span{{i}}] <= pos && pos < lists[span{{i}} + 1u]
+{%- if bias %} && shows(bias_term(bias_base + {{ safe(i) }} * params.bias_row, pos)){% endif %};
+{% else %}
+            let pos{{i}} = lists[params.keys_at + {{ safe(i) }}];
+            let vis{{i}} = live && lo <= pos{{i}} && pos{{i}} < hi
+{%- if bias %} && shows(bias_term(params.bias_offset + batch * params.bias_batch + head * params.bias_head + col * params.bias_row, pos{{i}})){% endif %};
+{% endif %}
+{% endfor %}
 {% for sum in sums %}
 {% for g in range(passes) %}
-    var {{sum.name}}{{i}}_{{g}} = vec4<f32>();
+            {
+                let chunk = load_{{sum.moving}}({{sum.moving}}_base + col * params.{{sum.moving}}_row, {{ 8 * g }}u + tc);
+                let odd_part = select(vec4<f32>(), {{ "chunk" if sum.weight == "P" else "nan" }}, odd_in(chunk));
+{% for i in range(rows) %}
+                {{sum.name}}{{i}}_{{g}} += select(vec4<f32>(), odd_part, vis{{i}});
+{% endfor %}
+            }
 {% endfor %}
 {% endfor %}
-{% if of_bias and by_rows %}
-    let adds{{i}} = in{{i}} && saw_keys(stats{{i}}.x);
-{% elif of_bias %}
-    var bias{{i}} = vec4<f32>();
-{% endif %}
-{% endfor %}
-    // The moving row of slot 8 j + tr.
-{% for j in range(4) %}
-    let load{{j}} = (tr & 3u) * 8u + (tr >> 2u) + {{ 2 * j }}u;
-{% endfor %}
-{% if of_one_query_head %}
-{{ runs() }}
-{% else %}
-    for (var head = lists[params.heads_at + own_head]; head < lists[params.heads_at + own_head + 1u]; head++) {
-{{ runs() }}
+        }
+    }
     }
 {% endif %}
 {% if of_bias and not by_rows %}
@@ -333,22 +389,23 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     workgroupBarrier();
     if (tc != 0u) { return; }
 {% for i in range(rows) %}
-    if (in{{i}}) {
+    if ({{ row(i) }} < params.fixed_end) {
         var sum = vec4<f32>();
         for (var c = 0u; c < 8u; c++) {
             sum += fixed0[c * {{tile_rows}}u + {{ 8 * i }}u + tr];
         }
-        let element = sum_at{{i}} + pos{{i}};
+        let element = {{ sum_of(i) }} + lists[params.keys_at + {{ safe(i) }}];
         d_bias[element] = d_bias[element] + ((sum.x + sum.y) + (sum.z + sum.w));
     }
 {% endfor %}
 {% elif not of_bias %}
     // The sums are added to those in memory.
 {% for i in range(rows) %}
-    if (in{{i}}{{ " && saw_keys(stats" ~ i ~ ".x)" if by_rows }}) {
+    if ({{ row(i) }} < params.fixed_end{{ " && saw_keys(" ~ stats_of(i) ~ ".x)" if by_rows }}) {
+        let sum_at = {{ sum_of(i) }};
 {% for sum in sums %}
 {% for g in range(passes) %}
-{% set at = sum.name ~ "[sum_at" ~ i ~ " + " ~ 8 * g ~ "u + tc]" %}
+{% set at = sum.name ~ "[sum_at + " ~ 8 * g ~ "u + tc]" %}
 {% if (g + 1) * 8 > chunks %}
         if ({{ 8 * g }}u + tc < {{chunks}}u) {
             {{at}} = {{at}} + {{sum.name}}{{i}}_{{g}}{{sum.factor}};

@@ -209,7 +209,14 @@ impl Variants {
     /// The variant for gradients of heads of `head_dim` elements.
     pub(super) fn backward(self, head_dim: u32) -> BackwardVariant {
         match self.family {
-            Family::Portable | Family::Cooperative(_) => BackwardVariant::Portable,
+            Family::Portable | Family::Cooperative(_) => BackwardVariant::Portable(match self.choice {
+                // The form for the GPUs that have this variant by choice: so it can be run on any device.
+                KernelChoice::Exactly(variant) => [Vendor::Amd, Vendor::Nvidia]
+                    .into_iter()
+                    .find(|vendor| variant == AttendVariant::portable(*vendor, Storage::F32, 64))
+                    .unwrap_or(self.vendor),
+                _ => self.vendor,
+            }),
             Family::Broadcast(subgroup_size) => BackwardVariant::lanes(subgroup_size, head_dim),
         }
     }
