@@ -102,9 +102,10 @@ impl Kernel {
                 let logits = logits(kernel.storage, kernel.head_dim, kernel.softcap, kernel.bias);
                 let (file, values) = match kernel.variant {
                     DecodeVariant::Portable => ("decode/portable.wgsl", decode::portable_values(kernel)),
-                    DecodeVariant::Lanes { subgroup_size } => {
-                        ("decode/lanes.wgsl", context! { slots => kernel.slots, lanes => subgroup_size })
-                    }
+                    DecodeVariant::Lanes { subgroup_size } => (
+                        "decode/lanes.wgsl",
+                        context! { slots => kernel.slots, lanes => subgroup_size, many => false },
+                    ),
                 };
                 (file, context! { ..values, ..logits })
             }

@@ -14,8 +14,10 @@ pub enum Vendor {
     Intel,
     /// 255 registers in a thread; fewer let more threads run.
     Nvidia,
-    /// Apple, phones, software drivers, and all that is not known, such as a browser's device. The
-    /// kernels for it need at most 128 registers.
+    /// No GPU, but a driver that computes on the host's cores.
+    Software,
+    /// Apple, phones, and all that is not known, such as a browser's device. The kernels for it
+    /// need at most 128 registers.
     Other,
 }
 
@@ -26,6 +28,7 @@ impl Vendor {
             Self::Amd => "amd",
             Self::Intel => "intel",
             Self::Nvidia => "nvidia",
+            Self::Software => "software",
             Self::Other => "other",
         }
     }
@@ -73,15 +76,15 @@ impl AttendVariant {
     /// More rows and keys in a thread read less from workgroup memory for each product; too many
     /// spill registers. The numbers are what the vendors' compilers (Mesa's) say, in
     /// `tests/vendors/ceilings.toml`: the largest without a spill, and for NVIDIA with 16 warps
-    /// up to 64 elements, 12 above.
-    pub const fn portable(vendor: Vendor, storage: Storage, head_dim: u32) -> Self {
+    /// up to 64 elements, 12 above; for software what runs fastest on Mesa's.
+    pub const fn portable(vendor: Vendor, head_dim: u32) -> Self {
         let (rows_per_thread, keys_per_thread) = match (vendor, head_dim) {
-            (Vendor::Amd, 0..=128) => (4, 8),
-            (Vendor::Amd, 129..=256) => (2, 8),
-            (Vendor::Amd, _) => (1, 8),
+            (Vendor::Amd | Vendor::Software, 0..=128) => (4, 8),
+            (Vendor::Amd | Vendor::Software, 129..=256) => (2, 8),
+            (Vendor::Amd | Vendor::Software, _) => (1, 8),
             (Vendor::Nvidia, 0..=128) => (4, 4),
             (Vendor::Nvidia, 129..=256) => (2, 4),
-            (Vendor::Intel, 65..=128) if !matches!(storage, Storage::F32) => (1, 8),
+            (Vendor::Intel, 65..=128) => (1, 8),
             (_, 0..=128) => (2, 4),
             (_, _) => (1, 4),
         };

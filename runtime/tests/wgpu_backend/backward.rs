@@ -238,8 +238,9 @@ fn every_gradient_without_keys_is_zero_whatever_the_output_has(backend: &WgpuBac
     }
 }
 
-/// A non-finite element changes the gradients of the pairs whose row or key it is in, and no bit of any other. One in q, k or
-/// v reaches the statistics of the rows that see it, and so all keys of these rows.
+/// A non-finite element changes the gradients of the pairs whose row or key it is in, and no bit of
+/// any other. One in q, k or v reaches the statistics of the rows that see it, and so all keys of
+/// these rows.
 pub(crate) fn nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(backend: &WgpuBackend) {
     let (rows, dim, poisoned) = (75, 40, 13);
     for (mask, dtype) in [("causal", Dtype::F32), ("window:20,4", Dtype::F16)] {
@@ -266,12 +267,13 @@ pub(crate) fn nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(backen
                     "v" => case.v[element] = poison,
                     _ => {}
                 }
-                let sees = |row: usize, key: usize| {
-                    case.problem.mask.visible(0, row as u32, rows).sees(key as u32)
-                };
+                let sees =
+                    |row: usize, key: usize| case.problem.mask.visible(0, row as u32, rows).sees(key as u32);
                 let all = 0..rows as usize;
-                let bad_rows: Vec<usize> =
-                    all.clone().filter(|row| if "kv".contains(tensor) { sees(*row, at) } else { *row == at }).collect();
+                let bad_rows: Vec<usize> = all
+                    .clone()
+                    .filter(|row| if "kv".contains(tensor) { sees(*row, at) } else { *row == at })
+                    .collect();
                 let bad_keys: Vec<usize> =
                     all.filter(|key| bad_rows.iter().any(|row| sees(*row, *key))).collect();
                 let is_bad = |sum: usize, at: usize, element: usize| match sum {

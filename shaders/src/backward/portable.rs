@@ -13,12 +13,12 @@ pub(crate) const SIDE: u32 = 8;
 /// Moving rows of a tile, and rows and keys of those of the list.
 pub(crate) const COLS: u32 = 32;
 
-/// Fixed rows of one thread: as many as spill no register by the vendors' compilers, and on NVIDIA leave 16 warps up to 64
-/// elements and 12 up to 128 (`tests/vendors/ceilings.toml`).
+/// Fixed rows of one thread: as many as spill no register by the vendors' compilers, and on NVIDIA
+/// leave 16 warps up to 64 elements and 12 up to 128 (`tests/vendors/ceilings.toml`).
 pub(crate) const fn rows_per_thread(vendor: Vendor, sums: Sums, head_dim: u32) -> u32 {
     let most = match (vendor, sums) {
         (Vendor::Nvidia, Sums::KeysValues) | (Vendor::Intel | Vendor::Other, _) => 2,
-        (Vendor::Amd | Vendor::Nvidia, _) => 4,
+        (Vendor::Amd | Vendor::Nvidia | Vendor::Software, _) => 4,
     };
     // Sums of a thread: 64, or 32.
     let elements = match sums {
@@ -27,7 +27,7 @@ pub(crate) const fn rows_per_thread(vendor: Vendor, sums: Sums, head_dim: u32) -
         Sums::Queries | Sums::Keys | Sums::Values => head_dim,
     };
     let fits = match vendor {
-        Vendor::Amd | Vendor::Nvidia => 512 / elements,
+        Vendor::Amd | Vendor::Nvidia | Vendor::Software => 512 / elements,
         Vendor::Intel | Vendor::Other => 256 / elements,
     };
     if fits >= most {

@@ -5,8 +5,8 @@ use crate::{BiasInput, Storage, Vendor};
 /// How gradients are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BackwardVariant {
-    /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature. The vendor says how many rows a
-    /// thread has, and whether dK and dV are made together.
+    /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature. The
+    /// vendor says how many rows a thread has, and whether dK and dV are made together.
     Portable(Vendor),
     /// Rows or keys in the lanes of a subgroup; for drivers that compute on the host's cores, with
     /// subgroups of exactly this size.
@@ -20,7 +20,11 @@ impl BackwardVariant {
     /// The variant for a driver with subgroups of `subgroup_size` that computes on the host's
     /// cores.
     pub const fn lanes(subgroup_size: u32, head_dim: u32) -> Self {
-        if head_dim <= MOST_HEAD_DIM { Self::Lanes { subgroup_size } } else { Self::Portable(Vendor::Other) }
+        if head_dim <= MOST_HEAD_DIM {
+            Self::Lanes { subgroup_size }
+        } else {
+            Self::Portable(Vendor::Software)
+        }
     }
 
     /// Name for labels.
@@ -34,7 +38,9 @@ impl BackwardVariant {
     /// The kernels that together make dK and dV.
     pub const fn of_keys(self, head_dim: u32, bias: BiasInput) -> &'static [Sums] {
         match self {
-            Self::Portable(Vendor::Amd | Vendor::Nvidia) if head_dim <= 128 && !bias.any() => {
+            Self::Portable(Vendor::Amd | Vendor::Nvidia | Vendor::Software)
+                if head_dim <= 128 && !bias.any() =>
+            {
                 &[Sums::KeysValues]
             }
             Self::Portable(_) => &[Sums::Keys, Sums::Values],

@@ -12,6 +12,9 @@ pub(crate) const THREADS: u32 = 64;
 /// Most slots of any kernel.
 const MAX_SLOTS: u32 = 16;
 
+/// More slots than these need care for registers.
+const MANY_SLOTS: u32 = 4;
+
 /// The largest number of slots whose queries fit 8 KiB.
 pub(crate) const fn portable_slots(head_dim: u32) -> u32 {
     at_most(2048 / head_dim, MAX_SLOTS)
@@ -27,9 +30,20 @@ const fn at_most(number: u32, limit: u32) -> u32 {
     if number < limit { number } else { limit }
 }
 
+/// Chunks of 4 elements in a column of v. With many slots a column is one chunk: two would take 128
+/// registers of a thread.
+const fn column_chunks(kernel: &DecodeKernel) -> u32 {
+    if kernel.slots > MANY_SLOTS { 1 } else { kernel.storage.unit_chunks() }
+}
+
+/// Columns of a head.
+const fn all_columns(kernel: &DecodeKernel) -> u32 {
+    kernel.head_dim / 4 / column_chunks(kernel)
+}
+
 /// Threads side by side that take columns of v.
 const fn columns(kernel: &DecodeKernel) -> u32 {
-    at_most(kernel.storage.units(kernel.head_dim), THREADS)
+    at_most(all_columns(kernel), THREADS)
 }
 
 /// Threads that share a column.
@@ -52,9 +66,12 @@ pub(crate) const fn portable_bytes(kernel: &DecodeKernel) -> u32 {
 pub(crate) fn portable_values(kernel: DecodeKernel) -> Value {
     context! {
         slots => kernel.slots,
+        many => kernel.slots > MANY_SLOTS,
+        column_chunks => column_chunks(&kernel),
+        all_columns => all_columns(&kernel),
         columns => columns(&kernel),
         // Columns of a thread.
-        passes => kernel.storage.units(kernel.head_dim).div_ceil(THREADS),
+        passes => all_columns(&kernel).div_ceil(THREADS),
         slices => slices(&kernel),
         finders => finders(&kernel),
     }

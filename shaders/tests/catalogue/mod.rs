@@ -41,11 +41,11 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
         };
         // Units of 4 elements and of 8 are different texts.
         for storage in [Storage::F32, Storage::F16] {
-            let built_in = AttendVariant::portable(Vendor::Other, storage, head_dim);
+            let built_in = AttendVariant::portable(Vendor::Other, head_dim);
             let others = AttendVariant::portable_choices().filter(|choice| *choice != built_in);
             kernels.extend(others.map(|variant| attend(variant, storage)));
         }
-        for vendor in [Vendor::Amd, Vendor::Nvidia] {
+        for vendor in [Vendor::Software, Vendor::Nvidia] {
             let (variant, storage) = (BackwardVariant::Portable(vendor), Storage::F32);
             let (softcap, bias) = (false, BiasInput::None);
             let of_keys = variant.of_keys(head_dim, bias);
@@ -91,7 +91,7 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             let built_in = AttendVariant::SUBGROUP_SIZES
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
                 .into_iter()
-                .chain([AttendVariant::portable(Vendor::Other, storage, head_dim)])
+                .chain([AttendVariant::portable(Vendor::Other, head_dim)])
                 .chain(MATRICES.into_iter().filter_map(|[size, lanes, subgroups]| {
                     AttendVariant::cooperative(size, lanes, subgroups, storage, head_dim)
                 }));

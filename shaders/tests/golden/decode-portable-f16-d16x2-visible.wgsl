@@ -16,8 +16,8 @@
 //
 // 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
 // slots (S0, S1, ...), from the queries in workgroup memory. Then m of each slot is found, by
-// 8 threads for each. Then each thread takes a 16-byte column of V for every 32-th key, with O of
-// all slots in registers (O0_0_0: slot 0, first column, first half of the unit). At the end these
+// 8 threads for each. Then each thread takes a column of 2 chunks of V for every 32-th key, with O
+// of all slots in registers (O0_0_0: slot 0, first column, first chunk). At the end these
 // slices are added up.
 //
 // Workgroup memory, 2768 bytes
@@ -133,12 +133,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let row0 = 0u / params.group_heads;
     let lo0 = positions[spans + 2u * row0];
     let hi0 = positions[spans + 2u * row0 + 1u];
-    let bias_row0 = params.bias_offset + batch * params.bias_batch + row0 * params.bias_row
+    let bias_row0 = params.bias_offset + batch * params.bias_batch + (0u / params.group_heads) * params.bias_row
         + (first_head + 0u % params.group_heads) * params.bias_head;
     let row1 = 1u / params.group_heads;
     let lo1 = positions[spans + 2u * row1];
     let hi1 = positions[spans + 2u * row1 + 1u];
-    let bias_row1 = params.bias_offset + batch * params.bias_batch + row1 * params.bias_row
+    let bias_row1 = params.bias_offset + batch * params.bias_batch + (1u / params.group_heads) * params.bias_row
         + (first_head + 1u % params.group_heads) * params.bias_head;
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
@@ -153,12 +153,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         queries[i * 2u + 1u] = chunk_1(unit) * params.q_scale;
     }
     if (thread < 2u) { maxima[thread] = vec2<f32>(EMPTY_M, 1.0f); }
+    // A bit for each slot that saw a key of this thread.
+    var seen = 0u;
     var l0 = 0.0f;
-    var seen0 = false;
     var O0_0_0 = vec4<f32>();
     var O0_0_1 = vec4<f32>();
     var l1 = 0.0f;
-    var seen1 = false;
     var O1_0_0 = vec4<f32>();
     var O1_0_1 = vec4<f32>();
     workgroupBarrier();
@@ -172,9 +172,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let position = positions[params.keys_at + own];
             let k_at = k_base + own * params.k_row;
             var S0 = 0.0f;
+            var S1 = 0.0f;
             let term0 = bias_term(bias_row0, position);
             let vis0 = inside && lo0 <= position && position < hi0 && shows(term0);
-            var S1 = 0.0f;
             let term1 = bias_term(bias_row1, position);
             let vis1 = inside && lo1 <= position && position < hi1 && shows(term1);
             // Neighbouring threads together skip keys that a tensor hides from all slots. Spans
@@ -195,11 +195,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             workgroupBarrier();
             S0 *= params.x_scale;
             S0 = S0 + term0;
-            seen0 = seen0 || vis0;
+            seen |= select(0u, 1u, vis0);
             weights[0u + thread] = select(EMPTY_M, S0, vis0);
             S1 *= params.x_scale;
             S1 = S1 + term1;
-            seen1 = seen1 || vis1;
+            seen |= select(0u, 2u, vis1);
             weights[64u + thread] = select(EMPTY_M, S1, vis1);
             workgroupBarrier();
             // m of each slot.
@@ -229,10 +229,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             weights[64u + thread] = select(-1.0f, P1, vis1);
             workgroupBarrier();
             // O of this thread's columns over its slice of the keys.
-            O0_0_0 *= max0.y;
-            O0_0_1 *= max0.y;
-            O1_0_0 *= max1.y;
-            O1_0_1 *= max1.y;
+            O0_0_0 *= maxima[0].y;
+            O0_0_1 *= maxima[0].y;
+            O1_0_0 *= maxima[1].y;
+            O1_0_1 *= maxima[1].y;
             // Threads without a column have nothing to do.
             let first_own = select(64u, slice, slice < 32u);
             let here = min(end - key, 64u);
@@ -263,8 +263,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     }
     // The part: l of each slot from all threads, O from all slices.
     workgroupBarrier();
-    weights[0u + thread] = select(UNSEEN, l0, seen0);
-    weights[64u + thread] = select(UNSEEN, l1, seen1);
+    weights[0u + thread] = select(UNSEEN, l0, (seen & 1u) != 0u);
+    weights[64u + thread] = select(UNSEEN, l1, (seen & 2u) != 0u);
     workgroupBarrier();
     if (thread < 2u) {
         var l = 0.0f;

@@ -16,8 +16,8 @@
 //
 // 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
 // slots (S0, S1, ...), from the queries in workgroup memory. Then m of each slot is found, by
-// {{finders}} threads for each. Then each thread takes a 16-byte column of V for every {{slices}}-th key, with O of
-// all slots in registers (O0_0_0: slot 0, first column, first half of the unit). At the end these
+// {{finders}} threads for each. Then each thread takes a column of {{ column_chunks }} chunks of V for every {{slices}}-th key, with O
+// of all slots in registers (O0_0_0: slot 0, first column, first chunk). At the end these
 // slices are added up.
 //
 // Workgroup memory, {{workgroup_bytes}} bytes
@@ -38,10 +38,10 @@ var<workgroup> sums: array<vec4<f32>, {{ slices * chunks }}>;
 {% endif %}
 
 {# In the last pass over a head of more than 64 units, whether this thread has a column. #}
-{% macro if_column(pass) %}{% if (pass + 1) * 64 > units and passes > 1 %}if (column + {{ pass * 64 }}u < {{units}}u) {% endif %}{% endmacro %}
+{% macro if_column(pass) %}{% if (pass + 1) * 64 > all_columns and passes > 1 %}if (column + {{ pass * 64 }}u < {{all_columns}}u) {% endif %}{% endmacro %}
 {# The logits of the thread's key. #}
 {% macro dots() %}
-                for (var u = 0u; u < {{units}}u; u++) {
+                for (var u = 0u; u < {{units}}u{{ " * one" if many }}; u++) {
                     let unit = k[k_at + u];
 {% for half in range(unit_chunks) %}
                     let k_{{half}} = chunk_{{half}}(unit);
@@ -68,11 +68,12 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% endfor %}
     }
     if (thread < {{slots}}u) { maxima[thread] = vec2<f32>(EMPTY_M, 1.0f); }
+    // A bit for each slot that saw a key of this thread.
+    var seen = 0u;
 {% for s in range(slots) %}
     var l{{s}} = 0.0f;
-    var seen{{s}} = false;
 {% for pass in range(passes) %}
-{% for half in range(unit_chunks) %}
+{% for half in range(column_chunks) %}
     var O{{s}}_{{pass}}_{{half}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
@@ -81,6 +82,10 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     for (var run = work[starts]; run < work[starts + 2u]; run++) {
 {% include "decode/run.wgsl" %}
         for (var key = first; key < end; key += 64u) {
+{% if many %}
+            // 1, which only key < end says: no compiler unrolls a loop with such a bound.
+            let one = min(end - key, 1u);
+{% endif %}
             // S of the thread's key.
             let own = min(key + thread, end - 1u);
             let inside = key + thread < end;
@@ -88,9 +93,11 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let k_at = k_base + own * params.k_row;
 {% for s in range(slots) %}
             var S{{s}} = 0.0f;
-{% include "decode/visible.wgsl" %}
 {% endfor %}
 {% if bias %}
+{% for s in range(slots) %}
+{% include "decode/visible.wgsl" %}
+{% endfor %}
             // Neighbouring threads together skip keys that a tensor hides from all slots. Spans
             // leave few such keys.
             if ({% for s in range(slots) %}vis{{s}}{{ " || " if not loop.last }}{% endfor %}) {
@@ -98,6 +105,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             }
 {% else %}
 {{ dots() }}
+{% for s in range(slots) %}
+{% include "decode/visible.wgsl" %}
+{% endfor %}
 {% endif %}
             // The weights of the keys before these have been read.
             workgroupBarrier();
@@ -109,7 +119,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% if bias %}
             S{{s}} = S{{s}} + term{{s}};
 {% endif %}
-            seen{{s}} = seen{{s}} || vis{{s}};
+            seen |= select(0u, {{ 2 ** s }}u, vis{{s}});
             weights[{{ s * 64 }}u + thread] = select(EMPTY_M, S{{s}}, vis{{s}});
 {% endfor %}
             workgroupBarrier();
@@ -140,8 +150,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             // O of this thread's columns over its slice of the keys.
 {% for s in range(slots) %}
 {% for pass in range(passes) %}
-{% for half in range(unit_chunks) %}
-            O{{s}}_{{pass}}_{{half}} *= max{{s}}.y;
+{% for half in range(column_chunks) %}
+            O{{s}}_{{pass}}_{{half}} *= maxima[{{s}}].y;
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -149,7 +159,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             let first_own = select(64u, slice, slice < {{slices}}u);
             let here = min(end - key, 64u);
             for (var i = first_own; i < here; i += {{slices}}u) {
-                let v_at = v_base + (key + i) * params.v_row + column;
+                let v_at = v_base + (key + i) * params.v_row + column{{ " / 2u" if column_chunks < unit_chunks }};
 {% for s in range(slots) %}
                 let w{{s}} = weights[{{ s * 64 }}u + i];
 {% endfor %}
@@ -159,9 +169,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% for pass in range(passes) %}
 {% set guard = if_column(pass) %}
                 {{guard}}{{ "{" if guard }}
-                let unit{{pass}} = v[v_at + {{ pass * 64 }}u];
-{% for half in range(unit_chunks) %}
-                let v{{pass}}_{{half}} = chunk_{{half}}(unit{{pass}});
+                let unit{{pass}} = v[v_at + {{ pass * 64 * column_chunks // unit_chunks }}u];
+{% for half in range(column_chunks) %}
+                let v{{pass}}_{{half}} = {% if column_chunks < unit_chunks %}select(chunk_0(unit{{pass}}), chunk_1(unit{{pass}}), column % 2u == 1u){% else %}chunk_{{half}}(unit{{pass}}){% endif %};
 {% for s in range(slots) %}
                 // Selected once more: neither the weight -1 nor the value of a hidden element may
                 // enter the sum.
@@ -176,7 +186,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     // The part: l of each slot from all threads, O from all slices.
     workgroupBarrier();
 {% for s in range(slots) %}
-    weights[{{ s * 64 }}u + thread] = select(UNSEEN, l{{s}}, seen{{s}});
+    weights[{{ s * 64 }}u + thread] = select(UNSEEN, l{{s}}, (seen & {{ 2 ** s }}u) != 0u);
 {% endfor %}
     workgroupBarrier();
     if (thread < {{slots}}u) {
@@ -196,15 +206,15 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% for pass in range(passes) %}
 {% set guard = if_column(pass) %}
     {{guard}}{{ "{" if guard }}
-{% for half in range(unit_chunks) %}
-    part_a[(item * {{slots}}u + {{s}}u) * {{chunks}}u + (column + {{ pass * 64 }}u) * {{unit_chunks}}u + {{half}}u] = O{{s}}_{{pass}}_{{half}};
+{% for half in range(column_chunks) %}
+    part_a[(item * {{slots}}u + {{s}}u) * {{chunks}}u + (column + {{ pass * 64 }}u) * {{column_chunks}}u + {{half}}u] = O{{s}}_{{pass}}_{{half}};
 {% endfor %}
     {{ "}" if guard }}
 {% endfor %}
 {% else %}
     if (slice < {{slices}}u) {
-{% for half in range(unit_chunks) %}
-        sums[slice * {{chunks}}u + column * {{unit_chunks}}u + {{half}}u] = O{{s}}_0_{{half}};
+{% for half in range(column_chunks) %}
+        sums[slice * {{chunks}}u + column * {{column_chunks}}u + {{half}}u] = O{{s}}_0_{{half}};
 {% endfor %}
     }
     workgroupBarrier();

@@ -18,7 +18,6 @@
 mod compiled;
 mod device;
 mod devices;
-mod exp;
 mod isa;
 mod kernels;
 mod spirv;
@@ -46,7 +45,6 @@ fn main() -> ExitCode {
             print!("{text}");
             Ok(())
         }),
-        ["exp", ref rest @ ..] => exp::run(rest),
         ["device", name, ref rest @ ..] => kernels::measure(name, rest),
         _ => Err(
             "say check MESA [--smoke | DEVICE...], bless MESA [DEVICE...] or show MESA DEVICE KERNEL FOLDER"

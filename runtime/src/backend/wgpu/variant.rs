@@ -140,21 +140,21 @@ impl Variants {
                 if matrices.choices(storage, head_dim).contains(&variant) {
                     variant
                 } else {
-                    self.portable(storage, head_dim)
+                    self.portable(head_dim)
                 }
             }
             (KernelChoice::Exactly(variant), _) => variant,
-            (_, Family::Portable) => self.portable(storage, head_dim),
+            (_, Family::Portable) => self.portable(head_dim),
             (_, Family::Broadcast(size)) => AttendVariant::subgroup_broadcast(size, head_dim),
-            (_, Family::Cooperative(matrices)) => matrices
-                .variant(matrices.subgroups, storage, head_dim)
-                .unwrap_or(self.portable(storage, head_dim)),
+            (_, Family::Cooperative(matrices)) => {
+                matrices.variant(matrices.subgroups, storage, head_dim).unwrap_or(self.portable(head_dim))
+            }
         }
     }
 
-    /// The portable variant for these tensors without a measured choice.
-    pub(super) const fn portable(self, storage: Storage, head_dim: u32) -> AttendVariant {
-        AttendVariant::portable(self.vendor, storage, head_dim)
+    /// The portable variant for heads of `head_dim` elements without a measured choice.
+    pub(super) const fn portable(self, head_dim: u32) -> AttendVariant {
+        AttendVariant::portable(self.vendor, head_dim)
     }
 
     /// Every variant that can be chosen for these tensors: first the built-in one; in each family,
@@ -166,7 +166,7 @@ impl Variants {
             (KernelChoice::Exactly(_), _) => Vec::new(),
             (KernelChoice::Auto, Family::Broadcast(size)) => {
                 AttendVariant::subgroup_broadcast_choices(size, head_dim)
-                    .chain([self.portable(storage, head_dim)])
+                    .chain([self.portable(head_dim)])
                     .chain(AttendVariant::portable_choices())
                     .collect()
             }
@@ -211,9 +211,9 @@ impl Variants {
         match self.family {
             Family::Portable | Family::Cooperative(_) => BackwardVariant::Portable(match self.choice {
                 // The form for the GPUs that have this variant by choice: so it can be run on any device.
-                KernelChoice::Exactly(variant) => [Vendor::Amd, Vendor::Nvidia]
+                KernelChoice::Exactly(variant) => [Vendor::Amd, Vendor::Nvidia, Vendor::Other]
                     .into_iter()
-                    .find(|vendor| variant == AttendVariant::portable(*vendor, Storage::F32, 64))
+                    .find(|vendor| variant == AttendVariant::portable(*vendor, 64))
                     .unwrap_or(self.vendor),
                 _ => self.vendor,
             }),

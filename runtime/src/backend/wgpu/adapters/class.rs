@@ -15,8 +15,9 @@ pub(in crate::backend::wgpu) fn class(info: &wgpu::AdapterInfo) -> DeviceClass {
 }
 
 /// The vendor by its PCI identifier. Metal and browsers give none.
-pub(in crate::backend::wgpu) const fn vendor(info: &wgpu::AdapterInfo) -> Vendor {
+pub(in crate::backend::wgpu) fn vendor(info: &wgpu::AdapterInfo) -> Vendor {
     match info.vendor {
+        _ if class(info) == DeviceClass::SoftwareGpu => Vendor::Software,
         0x1002 => Vendor::Amd,
         0x8086 => Vendor::Intel,
         0x10de => Vendor::Nvidia,
