@@ -19,6 +19,7 @@ const CRATES: [(&str, &[&str]); 16] = [
     ("tab", &["kyklos"]),
     ("oracle", &[]),
     ("tests/backend-suite", &["kyklos", "kyklos-oracle", "kyklos-transport"]),
+    ("tests/vendors", &["kyklos", "kyklos-shaders"]),
     ("tests", &[]),
     (
         "cli",

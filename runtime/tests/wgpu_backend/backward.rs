@@ -288,15 +288,12 @@ pub(crate) fn nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(backen
                 let got = read_all(Backward::poisoned(backend, case, of_d_o));
                 for (sum, (got, right)) in got.iter().zip(&right).enumerate() {
                     for (index, (got, right)) in got.iter().zip(right).enumerate() {
-                        let what = format!(
-                            "{mask}, {dtype}: {poison} in {tensor} {at}: sum {sum}, row {}, element {}: {got}, before {right}",
-                            index / dim,
-                            index % dim
-                        );
+                        let what =
+                            format!("{mask}, {dtype}, {poison} in {tensor} {at}: {index} of sum {sum}");
                         if !is_bad(sum, index / dim, index % dim) {
-                            assert_eq!(got.to_bits(), right.to_bits(), "{what}");
+                            assert_eq!(got.to_bits(), right.to_bits(), "{what}: {got}");
                         } else if !infinite {
-                            assert!(!got.is_finite(), "{what}");
+                            assert!(!got.is_finite(), "{what}: {got}");
                         }
                     }
                 }

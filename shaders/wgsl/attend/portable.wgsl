@@ -69,10 +69,7 @@ var<workgroup> tile_q: array<vec4<f32>, {{ q_vectors }}>;
 var<workgroup> tile_kv: array<{{unit_type}}, {{ kv_units }}>;
 var<workgroup> tile_p: array<vec4<f32>, {{ 8 * Br }}>;
 
-// Which elements are NaN or infinite.
-fn odd_in(chunk: vec4<f32>) -> vec4<bool> {
-    return (bitcast<vec4<u32>>(chunk) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u);
-}
+{% include "parts/odd.wgsl" %}
 // `unit` with 0 for these elements.
 {% if storage == "f32" %}
 fn finite_part(unit: vec4<f32>) -> vec4<f32> { return select(unit, vec4<f32>(), odd_in(unit)); }
@@ -334,36 +331,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% endfor %}
         }
     }
-    // NaN and infinity of V: where one is in a column of this thread, the keys of tested runs are gone through once more.
-    // Their weight is left out: it is more than 0, and changes neither.
-    workgroupBarrier();
-    tile_q[thread] = vec4<f32>(select(0.0f, 1.0f, odd));
-    workgroupBarrier();
-    var odds = 0.0f;
-    for (var r = 0u; r < 8u; r++) { odds += tile_q[r * 8u + tc].x{{ " + tile_q[r * 8u + (tc >> 1u)].x" if unit_chunks == 2 and held % 2 == 1 }}; }
-    if (odds > 0.0f) {
-        for (var run = {{ "full_runs" if bias else "partial_runs" }}; run < runs_end; run++) {
-{% include "attend/run.wgsl" %}
-            for (var key = first; key < end; key++) {
-                let pos = positions[params.keys_at + key];
-{% for i in range(rows) %}
-                let span{{i}} = spans + 2u * {{ safe(i) }};
-                let vis{{i}} = positions[span{{i}}] <= pos && pos < positions[span{{i}} + 1u]
-                    {{ "&& shows(bias_term(bias_base + " ~ safe(i) ~ " * params.bias_row, pos))" if bias }};
-{% endfor %}
-{% for c in range(held) %}
-                {
-                    let unit = v[v_base + key * params.v_row + min({{ unit_of(c) }}, {{ units - 1 }}u)];
-                    let chunk = {{ chunk_in(c, "unit") }};
-                    let odd_part = select(vec4<f32>(), chunk, odd_in(chunk));
-{% for i in range(rows) %}
-                    O{{i}}_{{c}} += select(vec4<f32>(), odd_part, vis{{i}});
-{% endfor %}
-                }
-{% endfor %}
-            }
-        }
-    }
+{% include "attend/odd_values.wgsl" %}
     // l of a row, from its 8 threads: part of l, whether it saw a key, and (m, l) of the state, which one of them reads.
     workgroupBarrier();
 {% for i in range(rows) %}

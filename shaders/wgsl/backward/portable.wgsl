@@ -53,10 +53,7 @@
 // has written).
 {% include "parts/logits.wgsl" %}
 {% include "backward/shares.wgsl" %}
-// Which elements are NaN or infinite.
-fn odd_in(chunk: vec4<f32>) -> vec4<bool> {
-    return (bitcast<vec4<u32>>(chunk) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u);
-}
+{% include "parts/odd.wgsl" %}
 
 {% for tensor in tensors %}
 {% include "parts/load.wgsl" %}
@@ -334,51 +331,7 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
         }
     }
 {% if not of_bias %}
-    // NaN and infinity of moving rows: where one is in a column of this thread, the tested runs are gone through once more.
-    // P is more than 0, so dV gets what d_o has. A logit of such a row or key is not finite or capped, so dS is NaN or 0, and
-    // its product is NaN.
-    workgroupBarrier();
-    fixed0[thread] = vec4<f32>(select(0.0f, 1.0f, odd));
-    workgroupBarrier();
-    var odds = 0.0f;
-    for (var r = 0u; r < 8u; r++) { odds += fixed0[r * 8u + tc].x; }
-    if (odds > 0.0f) {
-        let nan = vec4<f32>(bitcast<f32>(params.rows | 0x7fc00000u));
-{{ every_run() }}
-        if ({{ "false" if bias else "run < tested_runs" }}) { continue; }
-        for (var col = first; col < end; col++) {
-{% if by_rows %}
-            let pos = lists[params.keys_at + col];
-{% else %}
-            let lo = lists[spans + 2u * col];
-            let hi = lists[spans + 2u * col + 1u];
-            let live = saw_keys(stats[stats_base + col * params.stats_row].x);
-{% endif %}
-{% for i in range(rows) %}
-{% if by_rows %}
-            let span{{i}} = spans + 2u * {{ safe(i) }};
-            let vis{{i}} = lists[span{{i}}] <= pos && pos < lists[span{{i}} + 1u]
-{%- if bias %} && shows(bias_term(bias_base + {{ safe(i) }} * params.bias_row, pos)){% endif %};
-{% else %}
-            let pos{{i}} = lists[params.keys_at + {{ safe(i) }}];
-            let vis{{i}} = live && lo <= pos{{i}} && pos{{i}} < hi
-{%- if bias %} && shows(bias_term(params.bias_offset + batch * params.bias_batch + head * params.bias_head + col * params.bias_row, pos{{i}})){% endif %};
-{% endif %}
-{% endfor %}
-{% for sum in sums %}
-{% for g in range(passes) %}
-            {
-                let chunk = load_{{sum.moving}}({{sum.moving}}_base + col * params.{{sum.moving}}_row, {{ 8 * g }}u + tc);
-                let odd_part = select(vec4<f32>(), {{ "chunk" if sum.weight == "P" else "nan" }}, odd_in(chunk));
-{% for i in range(rows) %}
-                {{sum.name}}{{i}}_{{g}} += select(vec4<f32>(), odd_part, vis{{i}});
-{% endfor %}
-            }
-{% endfor %}
-{% endfor %}
-        }
-    }
-    }
+{% include "backward/odd_rows.wgsl" %}
 {% endif %}
 {% if of_bias and not by_rows %}
     // The sums of a key are in eight threads.
