@@ -7,7 +7,7 @@ use crate::files::{packages, read};
 
 /// Which of our crates each package may name in `[dependencies]`. What tests need
 /// (`[dev-dependencies]`) is free. A package below `demos/` has the rule of `demos`.
-const CRATES: [(&str, &[&str]); 16] = [
+const CRATES: [(&str, &[&str]); 17] = [
     ("rank", &[]),
     ("plan", &["kyklos-rank"]),
     ("shaders", &[]),
