@@ -68,6 +68,7 @@ pub fn main() -> ExitCode {
 
 fn run_command() -> ExitCode {
     devices::driver::give_a_runtime_folder();
+    devices::driver::leave_out_caught_panics();
     let cli = match Cli::try_parse_from(std::env::args_os()) {
         Ok(cli) => cli,
         Err(help) if !help.use_stderr() => {

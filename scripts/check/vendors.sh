@@ -38,9 +38,18 @@ done
 ${unpacked:-false} || cannot "their packages cannot be downloaded, see above"
 [ -z "${KYKLOS_INTEL_SHIM:-}" ] || cp "$KYKLOS_INTEL_SHIM" "$mesa/tree/usr/lib/x86_64-linux-gnu/libintel_noop_drm_shim.so"
 
-# With the features of scripts/test.sh, which has compiled it already.
-cargo build --quiet --release --workspace --all-features --bin kyklos-vendors
-program=${CARGO_TARGET_DIR:-target}/release/kyklos-vendors
+# With the features of scripts/test.sh, which has compiled it already: an example brings in those of tests.
+cargo build --quiet --release --workspace --all-features --bin kyklos-vendors --bin kyklos --example print_kernel
+programs=${CARGO_TARGET_DIR:-target}/release
+program=$programs/kyklos-vendors
+
+# The product finds and opens a GPU; that it cannot compute is an error, and nothing else is printed.
+seen=$("$program" over "$mesa" rdna3 "$programs/kyklos" devices 2>&1) || true
+if ! grep -q "RADV NAVI31.*the driver gave up" <<<"$seen" || grep -q panicked <<<"$seen"; then
+    echo "kyklos devices over a stand-in for RDNA3 does not report its device, or panics:" >&2
+    echo "$seen" >&2
+    exit 1
+fi
 case ${1:-} in
     --smoke) exec "$program" check "$mesa" --smoke ;;
     --bless) exec "$program" bless "$mesa" ;;

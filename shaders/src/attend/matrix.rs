@@ -14,15 +14,20 @@ pub(crate) const fn kv_cols(head_dim: u32) -> u32 {
 pub(crate) const fn workgroup_bytes(head_dim: u32, size: u32, subgroups: u32) -> u32 {
     let keys = kv_cols(head_dim);
     let rows = size * subgroups;
-    let halves = 2 * keys * kv_stride(head_dim) + rows * weight_stride(keys);
+    let halves = keys * k_stride(head_dim) + head_dim * v_stride(keys) + rows * weight_stride(keys);
     // Scores, two factors for each row, two flags for all.
     2 * halves + 4 * (rows * score_stride(keys) + 2 * rows + 2)
 }
 
-/// Elements from one key to the next: a row plus 16 bytes, so that neighbouring rows are in
-/// different banks.
-const fn kv_stride(head_dim: u32) -> u32 {
+/// Elements of K from one key to the next, and of V from one element of the head to the next: 16
+/// bytes more than they need, so that neighbours are in different banks. Loads of matrices want
+/// them aligned to 16 bytes.
+const fn k_stride(head_dim: u32) -> u32 {
     head_dim + 8
+}
+
+const fn v_stride(keys: u32) -> u32 {
+    keys + 8
 }
 
 const fn weight_stride(keys: u32) -> u32 {
@@ -50,7 +55,8 @@ pub(crate) fn values(kernel: AttendKernel, size: u32, lanes: u32, subgroups: u32
         subgroups,
         Br => size * subgroups,
         Bc => keys,
-        kv_stride => kv_stride(kernel.head_dim),
+        k_stride => k_stride(kernel.head_dim),
+        v_stride => v_stride(keys),
         score_stride => score_stride(keys),
         weight_stride => weight_stride(keys),
         // Lanes that share a row, and columns of each.

@@ -39,18 +39,16 @@
 //
 // Tile: Br = 16 query rows x Bc = 32 keys; 8192 bytes of workgroup memory.
 //
-// 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds 2 x 8: rows tr, tr + 8, ..., keys tc, tc + 8,
-// ... in two vectors of 4 keys for each row (S0_0, S0_1: row 0; then P0_0, P0_1).
-// S = q k^T goes in passes of 32 elements of the head. P V goes in two halves of 32 keys, each of them in passes of 64
-// elements: a thread holds 2 chunks of each pass for its rows (O0_0, O0_1: row 0, pass 0), or 1 chunk of a last pass with
-// at most 32 elements. The 8 threads of a row agree on its m through workgroup memory, and keep their own part of l until
-// the end.
+// 64 threads are a grid of 8 x 8. Of the tile's S, thread (tr, tc) holds 2 x 4: rows tr, tr + 8, ..., keys tc, tc + 8,
+// ..., as vectors of 4 keys (S0_0: row 0, first 32 keys of the tile; then P0_0).
+// S = q k^T goes in passes of 32 elements of the head. P V goes by 32 keys, and in passes of 64 elements: a thread holds 2
+// chunks of each pass for its rows (O0_0, O0_1: row 0, pass 0), or 1 chunk of a last pass with at most 32 elements. The 8
+// threads of a row agree on its m through workgroup memory, and keep their own part of l until the end.
 //
 // Workgroup memory. K and V lie there as they are stored: 16-bit elements take half the room and half the reads.
-//   tile_q   a pass of q · q_scale, chunk-major. During P V of a tested run it has for each thread which of its pairs are
-//            visible, and after that for each thread whether it zeroed a unit of V
+//   tile_q   a pass of q · q_scale, chunk-major; at the end whether each thread took NaN or infinity out of V
 //   tile_kv  a pass of K, unit-major; then a pass of V, key-major
-//   tile_p   the row maxima of 8 threads; then half of P, slot-major: slot s has the keys s, s + 8, s + 16 and s + 24 as
+//   tile_p   the row maxima of 8 threads; then P of 32 keys, slot-major: slot s has the keys s, s + 8, s + 16 and s + 24 as
 //            one vector. Also the vote on skipping a tile, and at the end l
 // Rows and keys are swizzled (x ^ slot): neighbouring threads write to different banks.
 //

@@ -5,8 +5,8 @@
 // {{workgroup_bytes}} bytes of workgroup memory.
 //
 // A subgroup's q and O stay in matrix registers for the whole call (q0, q1, ...; O0, O1, ...). The K
-// and V tiles are staged once for all subgroups of the workgroup, with 16 bytes between rows so that
-// neighbouring ones are in different banks. Single elements of a matrix register cannot be
+// and V tiles are staged once for all subgroups of the workgroup: K key by key, V element by element,
+// so that for both a matrix register's column lies together; 16 bytes between them, for the banks. Single elements of a matrix register cannot be
 // addressed, so mask and softmax go through workgroup memory: there, lane n has row n % {{size}} and, if
 // there are more lanes than rows, its part n / {{size}} of the columns.
 //
@@ -25,8 +25,8 @@ fn load_q(at: u32, d: u32) -> f16 {
     return f16(select(pair.x, pair.y, (d & 1u) == 1u));
 }
 
-var<workgroup> tile_k: array<f16, {{ Bc * kv_stride }}>;
-var<workgroup> tile_v: array<f16, {{ Bc * kv_stride }}>;
+var<workgroup> tile_k: array<f16, {{ Bc * k_stride }}>;
+var<workgroup> tile_v: array<f16, {{ chunks * 4 * v_stride }}>;
 var<workgroup> scores: array<f32, {{ Br * score_stride }}>;
 var<workgroup> weights: array<f16, {{ Br * weight_stride }}>;
 var<workgroup> row_factors: array<vec2<f32>, {{Br}}>;
@@ -51,7 +51,7 @@ var<workgroup> not_finite: atomic<u32>;
                         let position = positions[params.keys_at + min(key + j, end - 1u)];
                         if (lo <= position && position < hi && key + j < end) {
                             scores[score_at + {{ (f - pass.first) * size }}u + e] +=
-                                f32(weights[weight_at + j]) * f32(tile_v[j * {{kv_stride}}u + {{ f * size }}u + e]);
+                                f32(weights[weight_at + j]) * f32(tile_v[({{ f * size }}u + e) * {{v_stride}}u + j]);
                         }
                     }
 {% endif %}
@@ -71,7 +71,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% endfor %}
 {% for f in range(fragments) %}
 {% for g in range(at_once) %}
-                let v{{f}}_{{g}} = coopLoadT<{{mat}}<f16, B>>(&tile_v[{{ g * size * kv_stride + f * size }}u], {{kv_stride}}u);
+                let v{{f}}_{{g}} = coopLoad<{{mat}}<f16, B>>(&tile_v[{{ f * size * v_stride + g * size }}u], {{v_stride}}u);
                 O{{f}} = coopMultiplyAdd(w{{g}}, v{{f}}_{{g}}, O{{f}});
 {% endfor %}
 {% endfor %}
@@ -87,7 +87,8 @@ var<workgroup> not_finite: atomic<u32>;
             for (var i = thread; i < {{ Bc * units }}u; i += {{threads}}u) {
                 let j = i / {{units}}u;
                 let u = i % {{units}}u;
-                let at = j * {{kv_stride}}u + 8u * u;
+                let k_at = j * {{k_stride}}u + 8u * u;
+                let v_at = 8u * u * {{v_stride}}u + j;
 {% for x in ["k", "v"] %}
 {% if tested %}
                 let {{x}}_unit = select(vec4<u32>(), {{x}}[{{x}}_base + min(key + j, end - 1u) * params.{{x}}_row + u], key + j < end);
@@ -96,8 +97,9 @@ var<workgroup> not_finite: atomic<u32>;
 {% endif %}
 {% for word in ["x", "y", "z", "w"] %}
                 let {{x}}_{{word}} = unpack2x16float({{x}}_unit.{{word}});
-                tile_{{x}}[at + {{ 2 * loop.index0 }}u] = f16({{x}}_{{word}}.x);
-                tile_{{x}}[at + {{ 2 * loop.index0 + 1 }}u] = f16({{x}}_{{word}}.y);
+{% set step = 1 if x == "k" else v_stride %}
+                tile_{{x}}[{{x}}_at + {{ 2 * loop.index0 * step }}u] = f16({{x}}_{{word}}.x);
+                tile_{{x}}[{{x}}_at + {{ (2 * loop.index0 + 1) * step }}u] = f16({{x}}_{{word}}.y);
 {% endfor %}
 {% endfor %}
 {% if tested %}
@@ -116,7 +118,7 @@ var<workgroup> not_finite: atomic<u32>;
 {% endfor %}
 {% for f in range(fragments) %}
 {% for g in range(at_once) %}
-            let k{{f}}_{{g}} = coopLoad<{{mat}}<f16, B>>(&tile_k[{{ g * size * kv_stride + f * size }}u], {{kv_stride}}u);
+            let k{{f}}_{{g}} = coopLoad<{{mat}}<f16, B>>(&tile_k[{{ g * size * k_stride + f * size }}u], {{k_stride}}u);
             s{{g}} = coopMultiplyAdd(q{{f}}, k{{f}}_{{g}}, s{{g}});
 {% endfor %}
 {% endfor %}

@@ -80,12 +80,23 @@ impl Stand {
 
     /// Compiles the kernels that Kyklos chooses on this device.
     pub(crate) fn measure(&self, mesa: &Path) -> Result<Kernels, String> {
-        let text = self.run(mesa, &["device", self.name])?;
+        let text = self.run_self(mesa, &["device", self.name])?;
         toml::from_str(&text).map_err(|error| format!("{}: {error}\n{text}", self.name))
     }
 
     /// Runs this program over the stand-in, and returns what it prints.
-    pub(crate) fn run(&self, mesa: &Path, arguments: &[&str]) -> Result<String, String> {
+    pub(crate) fn run_self(&self, mesa: &Path, arguments: &[&str]) -> Result<String, String> {
+        let program = std::env::current_exe().map_err(|error| format!("this program: {error}"))?;
+        self.run(mesa, &program, arguments).map(|(text, _)| text)
+    }
+
+    /// Runs `program` over the stand-in, and returns what it prints, and its errors.
+    pub(crate) fn run(
+        &self,
+        mesa: &Path,
+        program: &Path,
+        arguments: &[&str],
+    ) -> Result<(String, String), String> {
         let failed = |what: std::io::Error| format!("{}: {what}", self.name);
         let libraries = libraries(mesa);
         let driver = std::env::temp_dir().join(format!("kyklos-vendors-{}.json", std::process::id()));
@@ -98,7 +109,7 @@ impl Stand {
         // The loader of the unpacked system, because its C library is newer than this machine's.
         let mut command = Command::new(libraries.join("ld-linux-x86-64.so.2"));
         command.arg("--preload").arg(self.shim(mesa)).arg("--library-path").arg(&libraries);
-        command.arg(std::env::current_exe().map_err(failed)?).args(arguments);
+        command.arg(program).args(arguments);
         command.env("VK_DRIVER_FILES", &driver).env("VK_ICD_FILENAMES", &driver);
         command.env("XDG_RUNTIME_DIR", std::env::temp_dir()).env("MESA_SHADER_CACHE_DISABLE", "true");
         command.envs(self.environment);
@@ -125,7 +136,7 @@ impl Stand {
             let _ = std::fs::remove_file(file);
         }
         if status == "exit status: 0" {
-            return Ok(text);
+            return Ok((text, errors));
         }
         Err(format!("{} over {} ended with {status}:\n{errors}", self.name, self.driver))
     }

@@ -13,6 +13,10 @@
 //!   anew.
 //! - `kyklos-vendors show MESA DEVICE KERNEL FOLDER`: writes the texts of the compiler for a kernel
 //!   of the device into FOLDER: its intermediate code and its machine code.
+//! - `kyklos-vendors over MESA DEVICE PROGRAM [ARGUMENT...]`: runs a program over a stand-in, which
+//!   opens and fails to run.
+//! - `kyklos-vendors over MESA DEVICE PROGRAM [ARGUMENT...]`: runs another program over a stand-in.
+//!   It can find and open the device; the driver gives up when it is to compute.
 //! - `kyklos-vendors device NAME [KERNEL FOLDER]`: the part that runs over a stand-in.
 
 mod compiled;
@@ -41,13 +45,19 @@ fn main() -> ExitCode {
             devices::named(names).and_then(|devices| bless(Path::new(mesa), &devices))
         }
         ["show", mesa, name, kernel, folder] => devices::named(&[name]).and_then(|devices| {
-            let text = devices[0].run(Path::new(mesa), &["device", name, kernel, folder])?;
+            print!("{}", devices[0].run_self(Path::new(mesa), &["device", name, kernel, folder])?);
+            Ok(())
+        }),
+        ["over", mesa, name, program, ref rest @ ..] => devices::named(&[name]).and_then(|devices| {
+            let (text, errors) = devices[0].run(Path::new(mesa), Path::new(program), rest)?;
             print!("{text}");
+            eprint!("{errors}");
             Ok(())
         }),
         ["device", name, ref rest @ ..] => kernels::measure(name, rest),
         _ => Err(
-            "say check MESA [--smoke | DEVICE...], bless MESA [DEVICE...] or show MESA DEVICE KERNEL FOLDER"
+            "say check MESA [--smoke | DEVICE...], bless MESA [DEVICE...], show MESA DEVICE KERNEL FOLDER or \
+             over MESA DEVICE PROGRAM [ARGUMENT...]"
                 .to_owned(),
         ),
     };

@@ -34,6 +34,8 @@ use bytes::Bytes;
 pub use adapters::adapter::WgpuOptions;
 pub use backend::WgpuBackend;
 pub use kyklos_shaders::{AttendVariant, Kernel, UnknownVariant};
+#[cfg(not(target_arch = "wasm32"))]
+pub use running::completion::WAITING_THREAD;
 pub use storage::buffer::WgpuBuffer;
 pub use storage::download::Download;
 pub use tuning::{AdapterKey, ShapeBucket, TuningEntry, TuningKey, TuningTable};

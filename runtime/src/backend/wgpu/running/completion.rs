@@ -31,6 +31,8 @@ pub(in crate::backend::wgpu) fn done(queue: &wgpu::Queue, loss: Loss) -> Done {
 
 #[cfg(not(target_arch = "wasm32"))]
 pub(in crate::backend::wgpu) use native::Poller;
+#[cfg(not(target_arch = "wasm32"))]
+pub use native::WAITING_THREAD;
 #[cfg(target_arch = "wasm32")]
 pub(in crate::backend::wgpu) use web::Poller;
 
@@ -63,6 +65,10 @@ mod native {
 
     use super::Health;
 
+    /// Name of the thread that waits for a device. It catches wgpu's panics, which become the
+    /// device's error; a program can leave out what the panic hook says of them.
+    pub const WAITING_THREAD: &str = "kyklos-wgpu";
+
     /// A thread that waits for submissions one by one, in order, so that callbacks run promptly.
     #[derive(Debug)]
     pub(crate) struct Poller {
@@ -88,7 +94,7 @@ mod native {
     impl Poller {
         pub(crate) fn start(device: &wgpu::Device, health: &Arc<Health>) -> Self {
             let shared = Arc::new(Shared::default());
-            let thread = std::thread::Builder::new().name("kyklos-wgpu".to_owned());
+            let thread = std::thread::Builder::new().name(WAITING_THREAD.to_owned());
             let started = thread.spawn({
                 let (shared, device, health) = (shared.clone(), device.clone(), health.clone());
                 move || {
@@ -159,8 +165,11 @@ mod native {
                 match std::panic::catch_unwind(AssertUnwindSafe(|| device.poll(wait))) {
                     Ok(Ok(_)) => {}
                     Ok(Err(error)) => health.lost("wait for the device", error.to_string()),
-                    Err(_) => {
-                        health.lost("wait for the device", "the driver gave up".to_owned());
+                    Err(panic) => {
+                        let said = panic.downcast_ref::<String>().map(String::as_str);
+                        let said =
+                            said.or(panic.downcast_ref::<&str>().copied()).unwrap_or("no reason is known");
+                        health.lost("wait for the device", format!("the driver gave up: {said}"));
                         return;
                     }
                 }
