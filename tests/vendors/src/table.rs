@@ -121,3 +121,53 @@ impl Table {
 fn path() -> PathBuf {
     std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("ceilings.toml")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CEILING: Numbers = Numbers {
+        spills: 0,
+        scratch: 0,
+        registers: 100,
+        occupancy: 16,
+        code: 1000,
+        per_multiply_add: Some(1.0),
+        shared_bytes: Some(2.0),
+    };
+
+    fn faults(now: Numbers) -> usize {
+        let kernels = |numbers| BTreeMap::from([("a".to_owned(), numbers)]);
+        Table(BTreeMap::from([("gpu".to_owned(), kernels(CEILING))])).faults("gpu", &kernels(now)).len()
+    }
+
+    #[test]
+    fn what_is_worse_than_its_ceiling_is_a_fault_and_what_is_new_too() {
+        assert_eq!(faults(CEILING), 0);
+        assert_eq!(
+            faults(Numbers { registers: 114, code: 1149, occupancy: 14, ..CEILING }),
+            0,
+            "within the room"
+        );
+        for worse in [
+            Numbers { spills: 1, ..CEILING },
+            Numbers { scratch: 4, ..CEILING },
+            Numbers { registers: 116, ..CEILING },
+            Numbers { occupancy: 13, ..CEILING },
+            Numbers { code: 1151, ..CEILING },
+            Numbers { per_multiply_add: Some(1.2), ..CEILING },
+            Numbers { shared_bytes: Some(2.5), ..CEILING },
+            Numbers { shared_bytes: None, ..CEILING },
+        ] {
+            assert_eq!(faults(worse), 1, "{worse}");
+        }
+        let new = Table(BTreeMap::new()).faults("gpu", &BTreeMap::from([("a".to_owned(), CEILING)]));
+        assert_eq!(new.len(), 1);
+    }
+
+    #[test]
+    fn a_line_of_the_table_is_read_as_it_is_written() {
+        let read: Kernels = toml::from_str(&format!("a = {CEILING}\n")).expect("it was written");
+        assert_eq!(read["a"], CEILING);
+    }
+}
