@@ -300,7 +300,7 @@ impl Kernel {
         matches!(
             self,
             Self::Attend(AttendKernel {
-                variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative { .. },
+                variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative(_),
                 ..
             }) | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
                 | Self::AttendBackward(BackwardKernel { variant: BackwardVariant::Lanes { .. }, .. })
@@ -321,6 +321,6 @@ impl Kernel {
     /// Of the compilers only naga accepts the text, and it translates the text to SPIR-V and
     /// MSL alone.
     pub const fn needs_matrices(&self) -> bool {
-        matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::Cooperative { .. }, .. }))
+        matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::Cooperative(_), .. }))
     }
 }

@@ -7,7 +7,7 @@ use minijinja::value::Value;
 use crate::attend::portable::SIDE;
 use crate::kernel::{Access, EMPTY_M, Kernel, MAX_HEAD_DIM};
 use crate::templates::render;
-use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
+use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Matrices, Tile};
 use crate::{BackwardKernel, BackwardVariant, BiasInput, Storage, Sums, attend, backward, decode};
 
 /// Threads that share one (batch, row, head) triple, each taking every 8th chunk of it.
@@ -92,8 +92,8 @@ impl Kernel {
                         "attend/subgroup.wgsl",
                         attend::subgroup::values(kernel, subgroup_size, rows_per_lane),
                     ),
-                    AttendVariant::Cooperative { size, subgroup_size, subgroups } => {
-                        ("attend/matrix.wgsl", attend::matrix::values(kernel, size, subgroup_size, subgroups))
+                    AttendVariant::Cooperative(matrices) => {
+                        ("attend/matrix.wgsl", attend::matrix::values(kernel, matrices))
                     }
                 };
                 (file, context! { ..values, ..logits })
@@ -189,9 +189,8 @@ impl Kernel {
                 ..
             }) => *subgroup_size,
             Self::Attend(AttendKernel {
-                variant: AttendVariant::Cooperative { subgroup_size, subgroups, .. },
-                ..
-            }) => *subgroup_size * *subgroups,
+                variant: AttendVariant::Cooperative(matrices), ..
+            }) => matrices.subgroup_size * matrices.subgroups,
             Self::Attend(_) => SIDE * SIDE,
             Self::Decode(kernel) => match kernel.variant {
                 DecodeVariant::Portable => decode::THREADS,
@@ -222,11 +221,9 @@ impl Kernel {
                 storage,
                 ..
             }) => attend::portable::workgroup_bytes(*storage, *rows_per_thread),
-            Self::Attend(AttendKernel {
-                variant: AttendVariant::Cooperative { size, subgroups, .. },
-                head_dim,
-                ..
-            }) => attend::matrix::workgroup_bytes(*head_dim, *size, *subgroups),
+            Self::Attend(kernel @ AttendKernel { variant: AttendVariant::Cooperative(matrices), .. }) => {
+                attend::matrix::workgroup_bytes(*kernel, *matrices)
+            }
             Self::Attend(AttendKernel {
                 variant: AttendVariant::SubgroupBroadcast { .. },
                 bias: BiasInput::Visible,
@@ -274,9 +271,10 @@ impl AttendKernel {
             AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }
             }
-            AttendVariant::Cooperative { size, subgroups, .. } => {
-                Tile { q_rows: size * subgroups, kv_cols: attend::matrix::kv_cols(self.head_dim) }
-            }
+            AttendVariant::Cooperative(Matrices { size, subgroups, .. }) => Tile {
+                q_rows: attend::matrix::q_rows(self.head_dim, size, subgroups),
+                kv_cols: attend::matrix::kv_cols(self.head_dim, size),
+            },
         }
     }
 }

@@ -54,16 +54,29 @@ pub enum AttendVariant {
         rows_per_lane: u32,
     },
     /// Products on matrix units, f16 times f16 summed in f32; needs the native extensions for that,
-    /// subgroups of exactly this size, f16 storage, and a head dim that is a multiple of the
-    /// matrices' size.
-    Cooperative {
-        /// Rows and columns of a matrix: 8 or 16.
-        size: u32,
-        /// Lanes of a subgroup: a multiple of `size`, at most its square.
-        subgroup_size: u32,
-        /// Subgroups of a workgroup.
-        subgroups: u32,
-    },
+    /// f16 storage, and a head dim that is a multiple of the matrices' size.
+    Cooperative(Matrices),
+}
+
+/// How a workgroup uses matrix units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Matrices {
+    /// Rows and columns of a matrix: 8 or 16.
+    pub size: u32,
+    /// Lanes of a subgroup: a multiple of `size`, at most its square.
+    pub subgroup_size: u32,
+    /// Whether a subgroup may have half as many lanes: the driver's compiler decides for each
+    /// kernel, and the kernel asks when it runs. Then there are twice as many subgroups.
+    pub halves: bool,
+    /// Subgroups of a workgroup.
+    pub subgroups: u32,
+}
+
+impl Matrices {
+    /// Most subgroups that a workgroup may have.
+    pub(crate) const fn most_subgroups(self) -> u32 {
+        if self.halves { 2 * self.subgroups } else { self.subgroups }
+    }
 }
 
 impl AttendVariant {
@@ -120,23 +133,17 @@ impl AttendVariant {
             .map(move |rows_per_lane| Self::SubgroupBroadcast { subgroup_size, rows_per_lane })
     }
 
-    /// The matrix variant for a device's matrices and subgroups, where it can be made for these
-    /// tensors.
-    pub const fn cooperative(
-        size: u32,
-        subgroup_size: u32,
-        subgroups: u32,
-        storage: Storage,
-        head_dim: u32,
-    ) -> Option<Self> {
+    /// The variant with these matrices, where it can be made for these tensors.
+    pub const fn cooperative(matrices: Matrices, storage: Storage, head_dim: u32) -> Option<Self> {
+        let Matrices { size, subgroup_size, subgroups, .. } = matrices;
         let made = matches!(storage, Storage::F16)
             && head_dim <= MAX_COOPERATIVE_HEAD_DIM
-            && head_dim.is_multiple_of(size)
             && (size == 8 || size == 16)
+            && head_dim.is_multiple_of(size)
             && subgroup_size.is_multiple_of(size)
             && subgroup_size <= size * size
             && subgroups > 0;
-        if made { Some(Self::Cooperative { size, subgroup_size, subgroups }) } else { None }
+        if made { Some(Self::Cooperative(matrices)) } else { None }
     }
 
     /// Name for reports and files; [`FromStr`] reads it.
@@ -148,8 +155,9 @@ impl AttendVariant {
             Self::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}")
             }
-            Self::Cooperative { size, subgroup_size, subgroups } => {
-                format!("cooperative-{size}x{size}-{subgroup_size}x{subgroups}")
+            Self::Cooperative(Matrices { size, subgroup_size, halves, subgroups }) => {
+                let half = if halves { format!("{}-", subgroup_size / 2) } else { String::new() };
+                format!("cooperative-{size}x{size}-{half}{subgroup_size}x{subgroups}")
             }
         }
     }
@@ -175,8 +183,13 @@ impl FromStr for AttendVariant {
             ("subgroup-broadcast-", [size, rows]) => {
                 Self::SubgroupBroadcast { subgroup_size: *size, rows_per_lane: *rows }
             }
-            ("cooperative-", [rows, cols, lanes, subgroups]) if rows == cols => {
-                Self::Cooperative { size: *rows, subgroup_size: *lanes, subgroups: *subgroups }
+            ("cooperative-", [rows, cols, least @ .., most, subgroups]) if rows == cols => {
+                Self::Cooperative(Matrices {
+                    size: *rows,
+                    subgroup_size: *most,
+                    halves: !least.is_empty(),
+                    subgroups: *subgroups,
+                })
             }
             _ => return Err(unknown()),
         };

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use catalogue::{every_kernel, parsed, validated};
 use kyklos_shaders::{
     Access, AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel,
-    DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, Storage, Sums, Vendor,
+    DecodeVariant, Dialect, EMPTY_M, ENTRY_POINT, Kernel, Matrices, Storage, Sums, Vendor,
 };
 use naga::back::{hlsl, msl, spv};
 
@@ -94,10 +94,10 @@ fn stays_within_webgpus_default_limits(kernel: &Kernel, module: &naga::Module) {
         .sum();
     assert_eq!(workgroup_bytes, kernel.workgroup_bytes(), "{name}");
     let most = match kernel {
-        Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative { size: 8, .. }, .. }) => {
+        Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative(Matrices { size: 8, .. }), .. }) => {
             WORKGROUP_BYTES_OF_8X8
         }
-        Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative { .. }, .. }) => {
+        Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative(_), .. }) => {
             WORKGROUP_BYTES_OF_16X16
         }
         _ => MAX_WORKGROUP_BYTES,
@@ -340,6 +340,8 @@ fn names_of_attention_variants_are_read_again_and_others_refused() {
         "subgroup-broadcast-8x3x1",
         "cooperative-8x16-8x1",
         "cooperative-8x8",
+        "cooperative-16x16-16-64x2",
+        "cooperative-16x16-16-32-64x2",
         "lanes-8",
         "portable-99999999999x4",
     ];

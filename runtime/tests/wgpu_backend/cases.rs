@@ -71,6 +71,18 @@ fn every_f16_head_dim_equals_f64(backend: &WgpuBackend) {
     }
 }
 
+/// One, two and four subgroups share rows, with matrices for each and with too few; the maxima of
+/// rows grow from tile to tile, so that the accumulator is rescaled.
+pub(crate) fn every_sharing_of_matrices_equals_f64(backend: &WgpuBackend) {
+    for dim in head_dims(&[16, 24, 136]) {
+        let mut case = Case::new([1, 107, 2, 1, dim], Dtype::F16, "causal");
+        for (at, k) in case.k.iter_mut().enumerate() {
+            *k *= f32::from(1u8 << (at / (32 * dim as usize)));
+        }
+        case.check(backend, &format!("{}, head dim {dim}", backend.info().kernel));
+    }
+}
+
 /// Whether the driver compiles a portable kernel of a large head dim for 20 to 40 s. A sample has
 /// few of them.
 fn compiles_slowly(backend: &WgpuBackend) -> bool {

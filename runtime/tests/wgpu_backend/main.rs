@@ -89,6 +89,16 @@ fn main() -> ExitCode {
             Ok(())
         })
     }));
+    // The subgroups of Mesa's software driver as all and as half of those that a variant is for.
+    for name in ["8x8-8x2", "8x8-4-8x1", "8x8-4-8x2", "8x8-8-16x1", "8x8-8-16x2"] {
+        let variant = format!("cooperative-{name}").parse().expect("the name of a variant");
+        if open(KernelChoice::Exactly(variant), None).is_ok() {
+            trials.push(Trial::test(format!("cooperative-{name}::shares_rows"), move || {
+                cases::every_sharing_of_matrices_equals_f64(&open(KernelChoice::Exactly(variant), None)?);
+                Ok(())
+            }));
+        }
+    }
     trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));
     trials.extend(own_device::ALL.map(|(name, test)| {
         Trial::test(format!("own_device::{name}"), move || {

@@ -3,20 +3,42 @@
 use minijinja::context;
 use minijinja::value::Value;
 
-use crate::variant::AttendKernel;
+use crate::variant::{AttendKernel, Matrices};
 
-/// Keys of a tile: fewer for large heads, so that both tiles and the scratch fit 32 KiB.
-pub(crate) const fn kv_cols(head_dim: u32) -> u32 {
-    if head_dim <= 128 { 32 } else { 16 }
+/// Keys of a tile: fewer for large heads, so that both tiles and the scratch fit the memory of the
+/// devices that have matrices of this size, but at least two matrices, for two subgroups to share.
+pub(crate) const fn kv_cols(head_dim: u32, size: u32) -> u32 {
+    if head_dim <= 128 { 32 } else { 2 * size }
+}
+
+/// Query rows of a workgroup.
+pub(crate) const fn q_rows(head_dim: u32, size: u32, subgroups: u32) -> u32 {
+    size * subgroups / sharers(head_dim, subgroups)
+}
+
+/// Subgroups, at their most lanes, that compute the same rows: two for large heads, so that the
+/// registers of each hold half of O.
+const fn sharers(head_dim: u32, subgroups: u32) -> u32 {
+    if head_dim > 128 && subgroups.is_multiple_of(2) { 2 } else { 1 }
 }
 
 /// Bytes of workgroup memory.
-pub(crate) const fn workgroup_bytes(head_dim: u32, size: u32, subgroups: u32) -> u32 {
-    let keys = kv_cols(head_dim);
-    let rows = size * subgroups;
+pub(crate) const fn workgroup_bytes(kernel: AttendKernel, matrices: Matrices) -> u32 {
+    let head_dim = kernel.head_dim;
+    let keys = kv_cols(head_dim, matrices.size);
+    let rows = q_rows(head_dim, matrices.size, matrices.subgroups);
     let halves = keys * k_stride(head_dim) + head_dim * v_stride(keys) + rows * weight_stride(keys);
-    // Scores, two factors for each row, two flags for all.
-    2 * halves + 4 * (rows * score_stride(keys) + 2 * rows + 2)
+    // Scores, two factors for each row, flags for all.
+    let flags = if matrices.halves { 3 } else { 2 };
+    2 * halves + 4 * (score_words(head_dim, matrices) + 2 * rows + flags)
+}
+
+/// Words of the scores, through which every subgroup also passes its matrices of O, one at a time.
+const fn score_words(head_dim: u32, matrices: Matrices) -> u32 {
+    let Matrices { size, subgroups, .. } = matrices;
+    let scores = q_rows(head_dim, size, subgroups) * score_stride(kv_cols(head_dim, size));
+    let squares = matrices.most_subgroups() * size * size;
+    if scores > squares { scores } else { squares }
 }
 
 /// Elements of K from one key to the next, and of V from one element of the head to the next: 16
@@ -38,35 +60,43 @@ const fn score_stride(keys: u32) -> u32 {
     keys + 4
 }
 
-pub(crate) fn values(kernel: AttendKernel, size: u32, lanes: u32, subgroups: u32) -> Value {
-    let keys = kv_cols(kernel.head_dim);
-    let distances: Vec<u32> = std::iter::successors(Some(size), |distance| Some(2 * distance))
-        .take_while(|one| *one < lanes)
+pub(crate) fn values(kernel: AttendKernel, matrices: Matrices) -> Value {
+    let (head_dim, Matrices { size, subgroup_size, halves, subgroups }) = (kernel.head_dim, matrices);
+    let keys = kv_cols(head_dim, size);
+    let share = sharers(head_dim, subgroups);
+    let most_sharers = if halves { 2 * share } else { share };
+    let rows = q_rows(head_dim, size, subgroups);
+    let parts = subgroup_size * subgroups / rows;
+    let distances: Vec<u32> = std::iter::successors(Some(1), |distance| Some(2 * distance))
+        .take_while(|one| *one < parts)
         .collect();
-    let fragments = kernel.head_dim / size;
-    let at_once = keys / size;
-    let passes: Vec<Value> = (0..fragments)
-        .step_by(at_once as usize)
-        .map(|first| context! { first, end => fragments.min(first + at_once) })
-        .collect();
+    let fragments = head_dim / size;
     context! {
         size,
-        lanes,
+        lanes => subgroup_size,
+        halves,
         subgroups,
-        Br => size * subgroups,
+        share,
+        sharings => if halves { vec![share, 2 * share] } else { vec![share] },
+        most_sharers,
+        Br => rows,
         Bc => keys,
-        k_stride => k_stride(kernel.head_dim),
+        k_stride => k_stride(head_dim),
         v_stride => v_stride(keys),
         score_stride => score_stride(keys),
+        score_words => score_words(head_dim, matrices),
         weight_stride => weight_stride(keys),
-        // Lanes that share a row, and columns of each.
-        parts => lanes / size,
-        columns => keys * size / lanes,
-        // Matrices side by side in q and in O, and in the scores; how O passes through the scores.
-        fragments,
-        at_once,
-        passes,
-        // Of the lanes that share a row.
+        // Units of a row, of 8 elements, that neighbouring threads stage: 4, 2 or 1.
+        units_at_once => 1 << (head_dim / 8).trailing_zeros().min(2),
+        // Lanes that share a row, how far apart they are, and columns of each.
+        parts,
         distances,
+        columns => keys / parts,
+        // Matrices side by side in q, those of them in O of one subgroup, at most and at least, and those in the
+        // scores.
+        fragments,
+        accumulators => fragments.div_ceil(share),
+        always => fragments.div_ceil(most_sharers),
+        at_once => keys / size,
     }
 }

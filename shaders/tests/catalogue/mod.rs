@@ -3,14 +3,20 @@
 
 use kyklos_shaders::{
     AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel, DecodeVariant,
-    Dialect, Kernel, MAX_HEAD_DIM, Scales, Storage, Sums, Vendor,
+    Dialect, Kernel, MAX_HEAD_DIM, Matrices, Scales, Storage, Sums, Vendor,
 };
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
 const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEAD_DIM];
 
-/// Size of matrices, of subgroups, and number of these: software Vulkan, Apple, NVIDIA, AMD.
-const MATRICES: [[u32; 3]; 5] = [[8, 8, 1], [8, 32, 4], [16, 32, 4], [16, 64, 2], [8, 64, 1]];
+/// Those of software Vulkan, Apple, NVIDIA and AMD, and of a test of half subgroups on software Vulkan.
+const MATRICES: [Matrices; 5] = [
+    Matrices { size: 8, subgroup_size: 8, halves: false, subgroups: 1 },
+    Matrices { size: 8, subgroup_size: 32, halves: false, subgroups: 4 },
+    Matrices { size: 16, subgroup_size: 32, halves: false, subgroups: 4 },
+    Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 2 },
+    Matrices { size: 8, subgroup_size: 16, halves: true, subgroups: 2 },
+];
 
 /// Softcap, and the tensor that is read for each pair. The kind of tensor alternates with the head
 /// dim; the code that reads the tensor does not depend on the head dim.
@@ -92,11 +98,13 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
                 .into_iter()
                 .chain([AttendVariant::portable(Vendor::Other, head_dim)])
-                .chain(MATRICES.into_iter().filter_map(|[size, lanes, subgroups]| {
-                    AttendVariant::cooperative(size, lanes, subgroups, storage, head_dim)
-                }));
+                .chain(
+                    MATRICES
+                        .into_iter()
+                        .filter_map(|matrices| AttendVariant::cooperative(matrices, storage, head_dim)),
+                );
             for variant in built_in {
-                let matrices = matches!(variant, AttendVariant::Cooperative { .. });
+                let matrices = matches!(variant, AttendVariant::Cooperative(_));
                 for (softcap, bias) in
                     options(head_dim).into_iter().filter(|(_, bias)| !(matrices && bias.any()))
                 {

@@ -1,14 +1,18 @@
 // Attention on matrix units: products of f16 matrices that a subgroup holds together, summed in
 // f32. attend/portable.wgsl says what is computed, and what the bindings hold; there is no bias.
 //
-// Tile: Br = {{Br}} query rows, {{size}} for each of {{subgroups}} subgroups of {{lanes}} lanes, x Bc = {{Bc}} keys;
+// Tile: Br = {{Br}} query rows x Bc = {{Bc}} keys, by {{threads}} threads: {{subgroups}} subgroups of {{lanes}} lanes{% if halves %}, or twice as
+// many of {{ lanes // 2 }}, as the driver decides{% endif %}.
 // {{workgroup_bytes}} bytes of workgroup memory.
+//
+// Rows lie in groups of {{size}}. The `sharers` of a group are the subgroups that compute it: each has q of its rows, and of
+// the columns of S, and of O, every matrix whose number is `own` modulo `sharers`.
 //
 // A subgroup's q and O stay in matrix registers for the whole call (q0, q1, ...; O0, O1, ...). The K
 // and V tiles are staged once for all subgroups of the workgroup: K key by key, V element by element,
-// so that for both a matrix register's column lies together; 16 bytes between them, for the banks. Single elements of a matrix register cannot be
-// addressed, so mask and softmax go through workgroup memory: there, lane n has row n % {{size}} and, if
-// there are more lanes than rows, its part n / {{size}} of the columns.
+// so that for both a matrix register's column lies together; 16 bytes between them, for the banks. Single elements of a
+// matrix register cannot be addressed, so mask and softmax go through workgroup memory: there, {{parts}} neighbouring lanes
+// share a row.
 //
 // O goes through workgroup memory only when a row's maximum grows by more than 2^8 within a tile.
 // Otherwise P stays relative to the old maximum, may exceed 1, and nothing is rescaled.
@@ -27,41 +31,59 @@ fn load_q(at: u32, d: u32) -> f16 {
 
 var<workgroup> tile_k: array<f16, {{ Bc * k_stride }}>;
 var<workgroup> tile_v: array<f16, {{ chunks * 4 * v_stride }}>;
-var<workgroup> scores: array<f32, {{ Br * score_stride }}>;
+var<workgroup> scores: array<f32, {{score_words}}>;
 var<workgroup> weights: array<f16, {{ Br * weight_stride }}>;
 var<workgroup> row_factors: array<vec2<f32>, {{Br}}>;
 var<workgroup> grew: atomic<u32>;
 var<workgroup> not_finite: atomic<u32>;
+{% if halves %}
+var<workgroup> sharers_here: u32;
+{% endif %}
 
 {% set mat = "coop_mat" ~ size ~ "x" ~ size %}
-{# The accumulator through workgroup memory, as many matrices at a time as fit. `step` changes
-   scores[at], element d of this lane's row. #}
+{# Which of `count` matrices side by side is number i of this subgroup. The last may not exist; then it is the last that does. #}
+{% macro number(i, count) %}
+{% if most_sharers == 1 %}{{i}}u{% elif (i + 1) * most_sharers > count %}min(own + {{i}}u * sharers, {{ count - 1 }}u){% else %}(own + {{i}}u * sharers){% endif %}
+{% endmacro %}
+{# The accumulator through workgroup memory, one matrix at a time. `step` changes `scores[at]`: row r, column c. #}
 {% macro through_memory(step) %}
-{% for pass in passes %}
-{% for f in range(pass.first, pass.end) %}
-                coopStoreT(O{{f}}, &scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
-{% endfor %}
+{% for i in range(accumulators) %}
+                coopStoreT(O{{i}}, &scores[own_square], {{size}}u);
                 workgroupBarrier();
-{% for f in range(pass.first, pass.end) %}
-                for (var e = part * {{ size // parts }}u; e < (part + 1u) * {{ size // parts }}u; e++) {
+                for (var e = lane; e < {{ size * size }}u; e += subgroup_size) {
+                    let r = row_group * {{size}}u + e / {{size}}u;
 {% if step == "rescale" %}
-                    scores[score_at + {{ (f - pass.first) * size }}u + e] *= corr;
+                    scores[own_square + e] *= row_factors[r].x;
 {% else %}
+                    let of_row = spans + 2u * min(tile * {{Br}}u + r, params.rows - 1u);
+                    let v_at = ({{ number(i, fragments) }} * {{size}}u + e % {{size}}u) * {{v_stride}}u;
                     for (var j = 0u; j < {{Bc}}u; j++) {
                         let position = positions[params.keys_at + min(key + j, end - 1u)];
-                        if (lo <= position && position < hi && key + j < end) {
-                            scores[score_at + {{ (f - pass.first) * size }}u + e] +=
-                                f32(weights[weight_at + j]) * f32(tile_v[({{ f * size }}u + e) * {{v_stride}}u + j]);
+                        if (positions[of_row] <= position && position < positions[of_row + 1u] && key + j < end) {
+                            scores[own_square + e] += f32(weights[r * {{weight_stride}}u + j]) * f32(tile_v[v_at + j]);
                         }
                     }
 {% endif %}
                 }
-{% endfor %}
                 workgroupBarrier();
-{% for f in range(pass.first, pass.end) %}
-                O{{f}} = coopLoadT<{{mat}}<f32, C>>(&scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
-{% endfor %}
+                O{{i}} = coopLoadT<{{mat}}<f32, C>>(&scores[own_square], {{size}}u);
                 workgroupBarrier();
+{% endfor %}
+{% endmacro %}
+{# S = q k^T of this subgroup's columns, into the scores. K column-major: in memory the elements of a key are adjacent, and
+   the product needs K transposed. #}
+{% macro products(count) %}
+{% for i in range(count) %}
+                var s{{i}} = {{mat}}<f32, C>();
+{% endfor %}
+{% for f in range(fragments) %}
+{% for i in range(count) %}
+                let k{{f}}_{{i}} = coopLoad<{{mat}}<f16, B>>(&tile_k[{{ number(i, at_once) }} * {{ size * k_stride }}u + {{ f * size }}u], {{k_stride}}u);
+                s{{i}} = coopMultiplyAdd(q{{f}}, k{{f}}_{{i}}, s{{i}});
+{% endfor %}
+{% endfor %}
+{% for i in range(count) %}
+                coopStoreT(s{{i}}, &scores[own_scores + {{ number(i, at_once) }} * {{size}}u], {{score_stride}}u);
 {% endfor %}
 {% endmacro %}
 {# O += P V on matrix units. #}
@@ -69,12 +91,18 @@ var<workgroup> not_finite: atomic<u32>;
 {% for g in range(at_once) %}
                 let w{{g}} = coopLoadT<{{mat}}<f16, A>>(&weights[own_weights + {{ g * size }}u], {{weight_stride}}u);
 {% endfor %}
-{% for f in range(fragments) %}
+{% for i in range(accumulators) %}
+{% if i == always %}
+                if (sharers == {{share}}u) {
+{% endif %}
 {% for g in range(at_once) %}
-                let v{{f}}_{{g}} = coopLoad<{{mat}}<f16, B>>(&tile_v[{{ f * size * v_stride + g * size }}u], {{v_stride}}u);
-                O{{f}} = coopMultiplyAdd(w{{g}}, v{{f}}_{{g}}, O{{f}});
+                let v{{i}}_{{g}} = coopLoad<{{mat}}<f16, B>>(&tile_v[{{ number(i, fragments) }} * {{ size * v_stride }}u + {{ g * size }}u], {{v_stride}}u);
+                O{{i}} = coopMultiplyAdd(w{{g}}, v{{i}}_{{g}}, O{{i}});
 {% endfor %}
 {% endfor %}
+{% if always < accumulators %}
+                }
+{% endif %}
 {% endmacro %}
 {# The tiles of one run. #}
 {% macro tiles(tested) %}
@@ -83,10 +111,13 @@ var<workgroup> not_finite: atomic<u32>;
             if (thread == 0u) {
                 atomicStore(&grew, 0u);
             }
-            // K and V of the tile; zero behind the end of a partial run.
+            // K and V of the tile; zero behind the end of a partial run. Neighbouring threads take {{units_at_once}} units of a
+            // row, then the next row: so they read {{ 16 * units_at_once }} bytes together, and write V to several banks.
             for (var i = thread; i < {{ Bc * units }}u; i += {{threads}}u) {
-                let j = i / {{units}}u;
-                let u = i % {{units}}u;
+                let j = i / {{units_at_once}}u % {{Bc}}u;
+                // A bound that compilers see: then the elements of a unit of K need no tests of their own, and one
+                // write stores them.
+                let u = min(i / {{ units_at_once * Bc }}u * {{units_at_once}}u + i % {{units_at_once}}u, {{ units - 1 }}u);
                 let k_at = j * {{k_stride}}u + 8u * u;
                 let v_at = 8u * u * {{v_stride}}u + j;
 {% for x in ["k", "v"] %}
@@ -111,19 +142,10 @@ var<workgroup> not_finite: atomic<u32>;
 {% endif %}
             }
             workgroupBarrier();
-            // S = q k^T into this subgroup's scores. K column-major: in memory the elements of a
-            // key are adjacent, and the product needs K transposed.
-{% for g in range(at_once) %}
-            var s{{g}} = {{mat}}<f32, C>();
-{% endfor %}
-{% for f in range(fragments) %}
-{% for g in range(at_once) %}
-            let k{{f}}_{{g}} = coopLoad<{{mat}}<f16, B>>(&tile_k[{{ g * size * k_stride + f * size }}u], {{k_stride}}u);
-            s{{g}} = coopMultiplyAdd(q{{f}}, k{{f}}_{{g}}, s{{g}});
-{% endfor %}
-{% endfor %}
-{% for g in range(at_once) %}
-            coopStoreT(s{{g}}, &scores[own_scores + {{ g * size }}u], {{score_stride}}u);
+{% for sharers in sharings %}
+            {% if halves %}if (sharers == {{sharers}}u) {% endif %}{
+{{ products(at_once // sharers or 1) }}
+            }
 {% endfor %}
             workgroupBarrier();
             // The logits of this lane's part of its row, the row's maximum, P and l.
@@ -148,12 +170,13 @@ var<workgroup> not_finite: atomic<u32>;
             n = max(n, subgroupShuffleXor(n, {{distance}}u));
 {% endfor %}
             let far = n > m + 5.5f;
+            // O of a row is zero as long as its l is.
+            if (far && l != 0.0f) {
+                atomicStore(&grew, 1u);
+            }
             n = select(m, n, far);
             let corr = weight_of(m - n);
             m = n;
-            if (far) {
-                atomicStore(&grew, 1u);
-            }
             l *= corr;
 {% for c in range(columns) %}
 {% if tested %}
@@ -166,6 +189,10 @@ var<workgroup> not_finite: atomic<u32>;
 {% endfor %}
             workgroupBarrier();
             if (atomicLoad(&grew) != 0u) {
+                if (part == 0u) {
+                    row_factors[tile_row] = vec2<f32>(corr, 0.0f);
+                }
+                workgroupBarrier();
 {{ through_memory("rescale") }}
             }
 {% if tested %}
@@ -186,15 +213,27 @@ fn main(
     @builtin(workgroup_id) group_id: vec3<u32>,
     @builtin(local_invocation_index) thread: u32,
     @builtin(subgroup_id) subgroup: u32,
+    @builtin(subgroup_size) subgroup_size: u32,
     @builtin(subgroup_invocation_id) lane: u32
 ) {
 {% include "attend/item.wgsl" %}
     let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
-    let own_row = lane % {{size}}u;
-    let part = lane / {{size}}u;
-    let first_row = tile * {{Br}}u + subgroup * {{size}}u;
-    let row = first_row + own_row;
+{% if halves %}
+    // From workgroup memory, because a condition around matrices must be the same in all threads.
+    if (thread == 0u) {
+        sharers_here = {{ share * lanes }}u / subgroup_size;
+    }
+    let sharers = workgroupUniformLoad(&sharers_here);
+{% else %}
+    let sharers = {{share}}u;
+{% endif %}
+    let row_group = subgroup / sharers;
+    let own = subgroup % sharers;
+    let in_rows = subgroup * subgroup_size + lane;
+    let tile_row = in_rows / {{parts}}u;
+    let part = in_rows % {{parts}}u;
+    let row = tile * {{Br}}u + tile_row;
     let row_exists = row < params.rows;
     let safe = min(row, params.rows - 1u);
     let lo = positions[spans + 2u * safe];
@@ -204,10 +243,11 @@ fn main(
     var m = EMPTY_M;
     var l = 0.0f;
     var seen = full_runs < partial_runs;
-    let own_scores = subgroup * {{ size * score_stride }}u;
-    let own_weights = subgroup * {{ size * weight_stride }}u;
-    let score_at = own_scores + own_row * {{score_stride}}u;
-    let weight_at = own_weights + own_row * {{weight_stride}}u;
+    let own_scores = row_group * {{ size * score_stride }}u;
+    let own_square = subgroup * {{ size * size }}u;
+    let own_weights = row_group * {{ size * weight_stride }}u;
+    let score_at = tile_row * {{score_stride}}u;
+    let weight_at = tile_row * {{weight_stride}}u;
     if (thread == 0u) {
         atomicStore(&not_finite, 0u);
     }
@@ -221,8 +261,8 @@ fn main(
     workgroupBarrier();
     let q{{f}} = coopLoadT<{{mat}}<f16, A>>(&weights[own_weights], {{weight_stride}}u);
 {% endfor %}
-{% for f in range(fragments) %}
-    var O{{f}} = {{mat}}<f32, C>();
+{% for i in range(accumulators) %}
+    var O{{i}} = {{mat}}<f32, C>();
 {% endfor %}
     for (var run = full_runs; run < partial_runs; run++) {
 {% include "attend/run.wgsl" %}
@@ -248,32 +288,30 @@ fn main(
         let keep = weight_of(ml.x - top);
         let found = weight_of(m - top);
         let merges = row_exists && any_seen != 0u;
-        row_factors[subgroup * {{size}}u + own_row] = select(vec2<f32>(1.0f, 0.0f), vec2<f32>(keep, found), merges);
+        row_factors[tile_row] = select(vec2<f32>(1.0f, 0.0f), vec2<f32>(keep, found), merges);
         if (merges) {
             state_ml[ml_at] = vec2<f32>(top, ml.y * keep + sum * found);
         }
     }
     // O into the state, through the scores. A subgroup's lanes share the chunks of its rows.
-{% for pass in passes %}
-{% for f in range(pass.first, pass.end) %}
-    coopStoreT(O{{f}}, &scores[own_scores + {{ (f - pass.first) * size }}u], {{score_stride}}u);
-{% endfor %}
+{% for i in range(accumulators) %}
+    coopStoreT(O{{i}}, &scores[own_square], {{size}}u);
     workgroupBarrier();
-{% for f in range(pass.first, pass.end) %}
-    for (var i = lane; i < {{ size * size // 4 }}u; i += {{lanes}}u) {
-        let r = i / {{ size // 4 }}u;
-        let c = i % {{ size // 4 }}u;
-        let at = own_scores + r * {{score_stride}}u + {{ (f - pass.first) * size }}u + 4u * c;
-        let a_row = min(first_row + r, params.rows - 1u);
-        let chunk = params.a_offset
-            + ((batch * params.rows + a_row) * params.heads + head) * {{chunks}}u + {{ f * size // 4 }}u + c;
-        let factors = row_factors[subgroup * {{size}}u + r];
-        if (factors.y != 0.0f) {
-            let sums = vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]);
-            state_a[chunk] = state_a[chunk] * factors.x + sums * factors.y;
+    if (own + {{i}}u * sharers < {{fragments}}u) {
+        for (var e = lane; e < {{ size * size // 4 }}u; e += subgroup_size) {
+            let r = row_group * {{size}}u + e / {{ size // 4 }}u;
+            let at = own_square + 4u * e;
+            let a_row = min(tile * {{Br}}u + r, params.rows - 1u);
+            let chunk = params.a_offset
+                + ((batch * params.rows + a_row) * params.heads + head) * {{chunks}}u
+                + {{ number(i, fragments) }} * {{ size // 4 }}u + e % {{ size // 4 }}u;
+            let factors = row_factors[r];
+            if (factors.y != 0.0f) {
+                let sums = vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]);
+                state_a[chunk] = state_a[chunk] * factors.x + sums * factors.y;
+            }
         }
     }
-{% endfor %}
     workgroupBarrier();
 {% endfor %}
 }

@@ -131,7 +131,7 @@ impl WgpuBackend {
         };
         let variant = match chosen {
             // The matrix variant reads no mask or bias tensor.
-            AttendVariant::Cooperative { .. } if bias.any() => self.variants.portable(head_dim),
+            AttendVariant::Cooperative(_) if bias.any() => self.variants.portable(head_dim),
             variant => variant,
         };
         AttendKernel { variant, storage: storage(dtype), head_dim, softcap, bias }

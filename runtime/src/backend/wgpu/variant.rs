@@ -2,7 +2,7 @@
 
 use kyklos_shaders::{
     AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel, DecodeVariant,
-    Dialect, Kernel, Storage, Sums, Vendor,
+    Dialect, Kernel, Matrices, Storage, Sums, Vendor,
 };
 
 use crate::backend::DeviceClass;
@@ -45,19 +45,16 @@ enum Family {
     Portable,
     /// Subgroups of this size, on a driver that computes on the host's cores.
     Broadcast(u32),
-    Cooperative(Matrices),
+    Cooperative(MatrixUnits),
 }
 
 /// A device's matrix units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Matrices {
-    /// Rows and columns of a matrix.
-    size: u32,
-    subgroup_size: u32,
-    /// Subgroups of a workgroup in the built-in choice.
-    subgroups: u32,
-    /// Subgroups that fit a workgroup.
-    most_subgroups: u32,
+pub(super) struct MatrixUnits {
+    /// How a workgroup uses them in the built-in choice.
+    built_in: Matrices,
+    /// Threads that a workgroup may have.
+    most_threads: u32,
     /// Workgroup memory of the device, in bytes.
     workgroup_bytes: u32,
 }
@@ -115,12 +112,16 @@ impl Variants {
                 let whole = match variant {
                     AttendVariant::Portable { .. } => KernelChoice::Portable,
                     AttendVariant::SubgroupBroadcast { .. } => KernelChoice::SubgroupBroadcast,
-                    AttendVariant::Cooperative { .. } => KernelChoice::Cooperative,
+                    AttendVariant::Cooperative(_) => KernelChoice::Cooperative,
                 };
                 let whole = Self::chosen(adapter, whole)?;
                 // With a small head dim and f16, which matrix units need, every variant exists.
                 let choices = whole.choices(Storage::F16, 16);
-                if !choices.contains(&variant) {
+                let runs = match (whole.family, variant) {
+                    (Family::Cooperative(units), AttendVariant::Cooperative(matrices)) => units.run(matrices),
+                    _ => choices.contains(&variant),
+                };
+                if !runs {
                     let names: Vec<_> = choices.into_iter().map(AttendVariant::name).collect();
                     return Err(Error::request(
                         format!("{} has no kernel {}", info.name, variant.name()),
@@ -136,18 +137,15 @@ impl Variants {
     /// The variant for these tensors without a measured choice.
     pub(super) fn built_in(self, storage: Storage, head_dim: u32) -> AttendVariant {
         match (self.choice, self.family) {
-            (KernelChoice::Exactly(variant), Family::Cooperative(matrices)) => {
-                if matrices.choices(storage, head_dim).contains(&variant) {
-                    variant
-                } else {
-                    self.portable(head_dim)
-                }
-            }
+            (
+                KernelChoice::Exactly(AttendVariant::Cooperative(matrices)),
+                Family::Cooperative(units),
+            ) => units.variant(matrices, storage, head_dim).unwrap_or(self.portable(head_dim)),
             (KernelChoice::Exactly(variant), _) => variant,
             (_, Family::Portable) => self.portable(head_dim),
             (_, Family::Broadcast(size)) => AttendVariant::subgroup_broadcast(size, head_dim),
-            (_, Family::Cooperative(matrices)) => {
-                matrices.variant(matrices.subgroups, storage, head_dim).unwrap_or(self.portable(head_dim))
+            (_, Family::Cooperative(units)) => {
+                units.variant(units.built_in, storage, head_dim).unwrap_or(self.portable(head_dim))
             }
         }
     }
@@ -173,7 +171,7 @@ impl Variants {
             (_, Family::Broadcast(size)) => {
                 AttendVariant::subgroup_broadcast_choices(size, head_dim).collect()
             }
-            (_, Family::Cooperative(matrices)) if matches!(built_in, AttendVariant::Cooperative { .. }) => {
+            (_, Family::Cooperative(matrices)) if matches!(built_in, AttendVariant::Cooperative(_)) => {
                 matrices.choices(storage, head_dim)
             }
             (_, Family::Portable | Family::Cooperative(_)) => AttendVariant::portable_choices().collect(),
@@ -272,19 +270,17 @@ impl Variants {
             (KernelChoice::Exactly(variant), _) => variant.name(),
             (_, Family::Portable) => "portable".to_owned(),
             (_, Family::Broadcast(size)) => format!("subgroup-broadcast-{size}"),
-            (_, Family::Cooperative(Matrices { size, .. })) => {
+            (_, Family::Cooperative(MatrixUnits { built_in: Matrices { size, .. }, .. })) => {
                 format!("cooperative-{size}x{size} (f16), else portable")
             }
         }
     }
 }
 
-impl Matrices {
-    /// The variant with this number of subgroups, where it exists for these tensors and fits
-    /// workgroup memory.
-    fn variant(self, subgroups: u32, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
-        let variant =
-            AttendVariant::cooperative(self.size, self.subgroup_size, subgroups, storage, head_dim)?;
+impl MatrixUnits {
+    /// The variant with these matrices, where it exists for these tensors and fits workgroup memory.
+    fn variant(self, matrices: Matrices, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
+        let variant = AttendVariant::cooperative(matrices, storage, head_dim)?;
         let kernel = Kernel::Attend(AttendKernel {
             variant,
             storage,
@@ -296,8 +292,17 @@ impl Matrices {
     }
 
     fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
-        let subgroups = [1, 2, 4].into_iter().filter(|subgroups| *subgroups <= self.most_subgroups);
-        subgroups.filter_map(|subgroups| self.variant(subgroups, storage, head_dim)).collect()
+        let matrices = [1, 2, 4].map(|subgroups| Matrices { subgroups, ..self.built_in });
+        let run = matrices.into_iter().filter(|matrices| self.run(*matrices));
+        run.filter_map(|matrices| self.variant(matrices, storage, head_dim)).collect()
+    }
+
+    /// Whether the device has such matrices, and no subgroups but those that they are for.
+    fn run(self, matrices: Matrices) -> bool {
+        let lanes = |of: Matrices| [of.subgroup_size, if of.halves { of.subgroup_size / 2 } else { of.subgroup_size }];
+        matrices.size == self.built_in.size
+            && matrices.subgroups * matrices.subgroup_size <= self.most_threads
+            && lanes(self.built_in).iter().all(|one| lanes(matrices).contains(one))
     }
 }
 
@@ -317,15 +322,15 @@ fn broadcast_size(info: &wgpu::AdapterInfo, features: wgpu::Features) -> Option<
 }
 
 /// The device's matrix units, if the cooperative kernel can use them.
-fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
+fn matrices(adapter: &wgpu::Adapter) -> Option<MatrixUnits> {
     let (info, limits) = (adapter.get_info(), adapter.limits());
-    let subgroup_size = info.subgroup_min_size;
+    let [least, most] = subgroup_sizes(&info);
     let software = class(&info) == DeviceClass::SoftwareGpu;
     if !adapter.features().contains(MATRIX_FEATURES)
-        || subgroup_size != info.subgroup_max_size
+        || !(least == most || 2 * least == most)
         // Mesa's software driver lists matrices at every vector width, and crashes on their use at another width than
         // 256 bits.
-        || software && subgroup_size != 8
+        || software && most != 8
     {
         return None;
     }
@@ -337,19 +342,28 @@ fn matrices(adapter: &wgpu::Adapter) -> Option<Matrices> {
                 && matrix.cr_type == wgpu::CooperativeScalarType::F32
         })
     };
-    let size = [16, 8].into_iter().find(|size| {
-        has(*size) && AttendVariant::cooperative(*size, subgroup_size, 1, Storage::F16, 64).is_some()
+    let most_threads = limits.max_compute_invocations_per_workgroup;
+    // Several subgroups share a staged tile: 128 threads. On a software driver the barriers between them
+    // cost more than that saves.
+    let subgroups = if software { 1 } else { (most_threads.min(128) / most).max(1) };
+    let built_in = [16, 8].into_iter().find_map(|size| {
+        let matrices = Matrices { size, subgroup_size: most, halves: least < most, subgroups };
+        (has(size) && AttendVariant::cooperative(matrices, Storage::F16, 64).is_some()).then_some(matrices)
     })?;
-    let most = limits.max_compute_invocations_per_workgroup / subgroup_size;
-    Some(Matrices {
-        size,
-        subgroup_size,
-        // Several subgroups share a staged tile. On a software driver the barriers between them cost more
-        // than that saves.
-        subgroups: if software { 1 } else { most.clamp(1, 4) },
-        most_subgroups: most,
+    Some(MatrixUnits {
+        built_in,
+        most_threads,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,
     })
+}
+
+/// Fewest and most lanes of a subgroup. wgpu does not ask Metal, which tells only of compiled
+/// kernels, and says 4 to 64; every Apple GPU has 32, and only these have matrices there.
+fn subgroup_sizes(info: &wgpu::AdapterInfo) -> [u32; 2] {
+    match info.backend {
+        wgpu::Backend::Metal => [32, 32],
+        _ => [info.subgroup_min_size, info.subgroup_max_size],
+    }
 }
 
 const MATRIX_FEATURES: wgpu::Features = wgpu::Features::SUBGROUP
