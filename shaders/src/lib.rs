@@ -47,4 +47,6 @@ pub use uniforms::{
     AttendParams, CodesParams, ConvertParams, DecodeParams, Field, FinalizeParams, MergeParams,
     MergePartsParams, RepackParams, ResetParams, Uniform,
 };
-pub use variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Matrices, Tile, UnknownVariant, Vendor};
+pub use variant::{
+    AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Matrices, Tile, UnknownVariant, Vendor,
+};

@@ -188,9 +188,9 @@ impl Kernel {
                 variant: AttendVariant::SubgroupBroadcast { subgroup_size, .. },
                 ..
             }) => *subgroup_size,
-            Self::Attend(AttendKernel {
-                variant: AttendVariant::Cooperative(matrices), ..
-            }) => matrices.subgroup_size * matrices.subgroups,
+            Self::Attend(AttendKernel { variant: AttendVariant::Cooperative(matrices), .. }) => {
+                matrices.subgroup_size * matrices.subgroups
+            }
             Self::Attend(_) => SIDE * SIDE,
             Self::Decode(kernel) => match kernel.variant {
                 DecodeVariant::Portable => decode::THREADS,

@@ -94,9 +94,10 @@ fn stays_within_webgpus_default_limits(kernel: &Kernel, module: &naga::Module) {
         .sum();
     assert_eq!(workgroup_bytes, kernel.workgroup_bytes(), "{name}");
     let most = match kernel {
-        Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative(Matrices { size: 8, .. }), .. }) => {
-            WORKGROUP_BYTES_OF_8X8
-        }
+        Kernel::Attend(AttendKernel {
+            variant: AttendVariant::Cooperative(Matrices { size: 8, .. }),
+            ..
+        }) => WORKGROUP_BYTES_OF_8X8,
         Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative(_), .. }) => {
             WORKGROUP_BYTES_OF_16X16
         }

@@ -9,6 +9,7 @@ use kyklos::machine::can_load_drivers;
 use super::backend::{BackendEntry, existing};
 use super::tuned;
 use crate::failure::{Failure, Result};
+use crate::switches;
 
 #[derive(Debug)]
 pub(crate) struct Wgpu;
@@ -46,7 +47,10 @@ impl BackendEntry for Wgpu {
         // A variant that is named is used as it is.
         let exactly = matches!(kernel, KernelChoice::Exactly(_));
         let tuned = if exactly { None } else { tuned::for_runs()? };
-        let options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
+        let mut options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
+        if switches::TUNE.is_off()? {
+            options.cache = None;
+        }
         Ok(WgpuBackend::with_options(index, &options)?.into())
     }
 }

@@ -10,7 +10,7 @@ fn code() -> BTreeSet<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux shows a process its maps");
     maps.lines()
         .filter(|line| line.contains("r-xp"))
-        .filter_map(|line| line.split('/').next_back())
+        .filter_map(|line| line.split_once('/')?.1.split('/').next_back())
         .map(str::to_owned)
         .collect()
 }

@@ -99,6 +99,15 @@ fn main() -> ExitCode {
             }));
         }
     }
+    if open(KernelChoice::Cooperative, None).is_ok() {
+        trials.push(Trial::test("cooperative::a_probe_finds_agreement_and_times", || {
+            tuning::a_probe_finds_agreement_and_times(
+                &open(KernelChoice::Cooperative, None)?,
+                &open(KernelChoice::Portable, None)?,
+            );
+            Ok(())
+        }));
+    }
     trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));
     trials.extend(own_device::ALL.map(|(name, test)| {
         Trial::test(format!("own_device::{name}"), move || {

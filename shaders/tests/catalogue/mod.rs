@@ -9,7 +9,8 @@ use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
 const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEAD_DIM];
 
-/// Those of software Vulkan, Apple, NVIDIA and AMD, and of a test of half subgroups on software Vulkan.
+/// Those of software Vulkan, Apple, NVIDIA and AMD, and of a test of half subgroups on software
+/// Vulkan.
 const MATRICES: [Matrices; 5] = [
     Matrices { size: 8, subgroup_size: 8, halves: false, subgroups: 1 },
     Matrices { size: 8, subgroup_size: 32, halves: false, subgroups: 4 },

@@ -28,6 +28,8 @@ pub(crate) fn numbers(compiled: &Compiled) -> Result<Numbers, String> {
         })
     };
     let inner = compiled.texts.get("Assembly").and_then(|text| isa::inner_loops(text));
+    let listing = ["Assembly", "NAK assembly"].iter().find_map(|title| compiled.texts.get(*title));
+    let matrix = listing.and_then(|text| isa::matrix_code(text));
     Ok(Numbers {
         spills: get(&SPILLS)?,
         scratch: find(&SCRATCH).unwrap_or(0),
@@ -36,5 +38,7 @@ pub(crate) fn numbers(compiled: &Compiled) -> Result<Numbers, String> {
         code: get(&CODE)?,
         per_multiply_add: inner.map(|inner| inner.instructions),
         shared_bytes: inner.map(|inner| inner.shared_bytes),
+        matrix: matrix.map(|matrix| matrix.instructions),
+        narrow: matrix.map(|matrix| matrix.narrow_reads),
     })
 }

@@ -1,4 +1,5 @@
-//! Inner loops in the machine code of AMD's GPUs.
+//! Inner loops in the machine code of AMD's GPUs, and matrix instructions in that of AMD and
+//! NVIDIA.
 
 use std::collections::BTreeMap;
 
@@ -50,6 +51,27 @@ pub(crate) fn inner_loops(text: &str) -> Option<InnerLoops> {
         })
 }
 
+/// The instructions of a kernel that uses matrix units.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct MatrixCode {
+    pub(crate) instructions: u64,
+    /// Reads of two bytes from workgroup memory.
+    pub(crate) narrow_reads: u64,
+}
+
+/// Counts them, if there are any: in ACO's listing `v_wmma_…`, in NAK's `hmma.…`.
+pub(crate) fn matrix_code(text: &str) -> Option<MatrixCode> {
+    let count = |starts: &[&str]| {
+        let words = text.lines().filter_map(|line| line.split(';').next()).flat_map(str::split_whitespace);
+        words.filter(|word| starts.iter().any(|start| word.starts_with(start))).count() as u64
+    };
+    let instructions = count(&["v_wmma_", "hmma."]);
+    (instructions > 0).then(|| MatrixCode {
+        instructions,
+        narrow_reads: count(&["ds_load_u16", "ld.shared.strong.cta.u16"]),
+    })
+}
+
 fn counted<'a>(code: impl Iterator<Item = &'a &'a str>) -> Option<InnerLoops> {
     let (mut multiply_adds, mut instructions, mut bytes) = (0, 0, 0);
     for name in code.filter_map(|code| code.split_whitespace().next()) {
@@ -91,6 +113,14 @@ mod tests {
         let found = inner_loops(&text);
         assert_eq!(found, Some(InnerLoops { instructions: 65.0 / 64.0, shared_bytes: 24.0 / 64.0 }));
         assert_eq!(inner_loops("BB1:\n\tv_fma_f32 v1, v2, v3, v4\n\ts_branch BB1\n"), None, "no product");
+        let text =
+            "\tv_wmma_f32_16x16x16_f16 v[1:4], v[5:8], v[9:12], v[1:4]\n\tds_load_u16_d16 v1, v2 ; v_wmma_\n";
+        assert_eq!(matrix_code(text), Some(MatrixCode { instructions: 1, narrow_reads: 1 }));
+        assert_eq!(
+            matrix_code("r1..5 = hmma.m16n8k16.f32 r1..5 // x").map(|code| code.instructions),
+            Some(1)
+        );
+        assert_eq!(matrix_code(&text.replace("v_wmma", "v_fma")), None);
         assert_eq!(loaded_bytes("2addr_b32"), 8);
         assert_eq!(loaded_bytes("u16_d16"), 2);
     }

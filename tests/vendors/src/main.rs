@@ -13,8 +13,6 @@
 //!   anew.
 //! - `kyklos-vendors show MESA DEVICE KERNEL FOLDER`: writes the texts of the compiler for a kernel
 //!   of the device into FOLDER: its intermediate code and its machine code.
-//! - `kyklos-vendors over MESA DEVICE PROGRAM [ARGUMENT...]`: runs a program over a stand-in, which
-//!   opens and fails to run.
 //! - `kyklos-vendors over MESA DEVICE PROGRAM [ARGUMENT...]`: runs another program over a stand-in.
 //!   It can find and open the device; the driver gives up when it is to compute.
 //! - `kyklos-vendors device NAME [KERNEL FOLDER]`: the part that runs over a stand-in.

@@ -26,6 +26,10 @@ pub(crate) struct Numbers {
     /// Bytes that a lane reads from workgroup memory for each multiply-add, in the worst inner
     /// loop. AMD only.
     pub(crate) shared_bytes: Option<f64>,
+    /// Instructions for matrix units. Here fewer is worse.
+    pub(crate) matrix: Option<u64>,
+    /// Beside these, reads of two bytes from workgroup memory.
+    pub(crate) narrow: Option<u64>,
 }
 
 impl fmt::Display for Numbers {
@@ -40,6 +44,11 @@ impl fmt::Display for Numbers {
         {
             if let Some(value) = value {
                 write!(f, ", {name} = {value:.2}")?;
+            }
+        }
+        for (name, value) in [("matrix", self.matrix), ("narrow", self.narrow)] {
+            if let Some(value) = value {
+                write!(f, ", {name} = {value}")?;
             }
         }
         write!(f, " }}")
@@ -101,9 +110,11 @@ impl Table {
             let ratios = [
                 ("per_multiply_add", now.per_multiply_add, ceiling.per_multiply_add),
                 ("shared_bytes", now.shared_bytes, ceiling.shared_bytes),
+                ("narrow", now.narrow.map(|count| count as f64), ceiling.narrow.map(|count| count as f64)),
             ];
             let worse = counts.iter().any(|(_, now, ceiling)| over(*now as f64, *ceiling as f64))
                 || over(ceiling.occupancy as f64, now.occupancy as f64)
+                || now.matrix < ceiling.matrix
                 || ratios.iter().any(|(_, now, ceiling)| match (now, ceiling) {
                     (Some(now), Some(ceiling)) => over(*now, *ceiling),
                     (None, Some(_)) => true,
@@ -134,6 +145,8 @@ mod tests {
         code: 1000,
         per_multiply_add: Some(1.0),
         shared_bytes: Some(2.0),
+        matrix: Some(32),
+        narrow: Some(16),
     };
 
     fn faults(now: Numbers) -> usize {
@@ -158,6 +171,9 @@ mod tests {
             Numbers { per_multiply_add: Some(1.2), ..CEILING },
             Numbers { shared_bytes: Some(2.5), ..CEILING },
             Numbers { shared_bytes: None, ..CEILING },
+            Numbers { matrix: Some(31), ..CEILING },
+            Numbers { matrix: None, ..CEILING },
+            Numbers { narrow: Some(19), ..CEILING },
         ] {
             assert_eq!(faults(worse), 1, "{worse}");
         }

@@ -1,9 +1,11 @@
 //! An open device, and which attention kernel a call on it gets.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput};
+use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput, Storage};
 
 use super::device::Gpu;
 use super::numbers::{checked_dim, storage};
+#[cfg(not(target_arch = "wasm32"))]
+use super::probe::{Candidates, Probe, Prober};
 use super::tuning::{self, AdapterKey, ShapeBucket, Tuned, TuningKey};
 use super::variant::{MOST_SLOTS, Variants};
 use crate::backend::wgpu::running::pieces::Pace;
@@ -21,6 +23,9 @@ pub struct WgpuBackend {
     pub(super) pace: Pace,
     pub(super) key: AdapterKey,
     pub(super) tuned: Tuned,
+    /// `None` on a caller's device.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(super) prober: Option<Prober>,
 }
 
 impl WgpuBackend {
@@ -111,7 +116,57 @@ impl WgpuBackend {
     fn chosen(&self, dtype: Dtype, head_dim: u32, shape: StateShape) -> (AttendVariant, bool) {
         match self.tuned.get(dtype, head_dim, shape) {
             Some(variant) => (variant, true),
-            None => (self.variants.built_in(storage(dtype), head_dim), false),
+            None => (self.faster(storage(dtype), head_dim), false),
+        }
+    }
+
+    /// The built-in choice, or what a comparison on the device says, where its kernels are
+    /// compared.
+    #[cfg(not(target_arch = "wasm32"))]
+    fn faster(&self, storage: Storage, head_dim: u32) -> AttendVariant {
+        let built_in = self.variants.built_in(storage, head_dim);
+        match (&self.prober, self.variants.compared(storage, head_dim)) {
+            (Some(prober), Some(matrices)) => {
+                prober.faster(&self.key, Candidates { portable: built_in, matrices, head_dim })
+            }
+            _ => built_in,
+        }
+    }
+
+    #[cfg(target_arch = "wasm32")]
+    fn faster(&self, storage: Storage, head_dim: u32) -> AttendVariant {
+        self.variants.built_in(storage, head_dim)
+    }
+
+    /// Compares the kernel for matrix units with the portable one on this device, for heads of
+    /// `head_dim` elements of f16, as [`KernelChoice::Auto`](super::KernelChoice::Auto) does when
+    /// it first meets such heads. Keeps nothing. `None` where the device has no matrix units,
+    /// or was opened without them, and where they do not fit such heads.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for a head dim that no kernel has, [`Error::Device`] and
+    /// [`Error::OutOfMemory`] of a device on which the comparison runs.
+    ///
+    /// ```
+    /// use kyklos::backend::wgpu::WgpuBackend;
+    ///
+    /// if !WgpuBackend::enumerate().is_empty() {
+    ///     match WgpuBackend::new(0)?.probe(128)? {
+    ///         Some(probe) => println!("{:.1} times as fast", probe.portable_s / probe.matrices_s),
+    ///         None => println!("no matrix units"),
+    ///     }
+    /// }
+    /// # Ok::<(), kyklos::Error>(())
+    /// ```
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn probe(&self, head_dim: usize) -> Result<Option<Probe>> {
+        let head_dim = checked_dim(head_dim)?;
+        match (&self.prober, self.variants.matrices(Storage::F16, head_dim)) {
+            (Some(prober), Some(matrices)) => {
+                let portable = self.variants.portable(head_dim);
+                prober.measure(Candidates { portable, matrices, head_dim }).map(Some)
+            }
+            _ => Ok(None),
         }
     }
 

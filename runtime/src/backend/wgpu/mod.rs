@@ -20,8 +20,11 @@ mod backend;
 mod backward;
 mod codes;
 mod device;
+mod matrix_units;
 mod numbers;
 mod ops;
+#[cfg(not(target_arch = "wasm32"))]
+mod probe;
 mod running;
 mod storage;
 mod tuning;
@@ -34,6 +37,8 @@ use bytes::Bytes;
 pub use adapters::adapter::WgpuOptions;
 pub use backend::WgpuBackend;
 pub use kyklos_shaders::{AttendVariant, Kernel, UnknownVariant};
+#[cfg(not(target_arch = "wasm32"))]
+pub use probe::Probe;
 #[cfg(not(target_arch = "wasm32"))]
 pub use running::completion::WAITING_THREAD;
 pub use storage::buffer::WgpuBuffer;
@@ -65,6 +70,7 @@ impl Backend for WgpuBackend {
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {
         match self.attend_variant(dtype, shape) {
             Ok((variant, true)) => format!("{} (tuned)", variant.name()),
+            Ok((variant @ AttendVariant::Cooperative(_), false)) => variant.name(),
             _ => self.info.kernel.clone(),
         }
     }

@@ -2,11 +2,12 @@
 
 use kyklos_shaders::{
     AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, DecodeKernel, DecodeVariant,
-    Dialect, Kernel, Matrices, Storage, Sums, Vendor,
+    Dialect, Kernel, Storage, Sums, Vendor,
 };
 
 use crate::backend::DeviceClass;
 use crate::backend::wgpu::adapters::class::{class, vendor};
+use crate::backend::wgpu::matrix_units::{MATRIX_FEATURES, MatrixUnits};
 use crate::error::{Error, Result};
 
 /// Which attention kernels a device may use.
@@ -21,8 +22,8 @@ pub enum KernelChoice {
     SubgroupBroadcast,
     /// The kernel for matrix units, where the tensors allow it (f16, a head dim that is a multiple
     /// of the matrices' size, at most 256), and the portable one for others; refused on devices
-    /// without f16 matrices that sum in f32. [`Self::Auto`] does not choose it: it has run on a
-    /// software driver only, and uses experimental features of wgpu.
+    /// without f16 matrices that sum in f32. On a GPU that has them [`Self::Auto`] compares the two
+    /// when f16 heads are first used, and takes the faster.
     Cooperative,
     /// Exactly this variant, for comparisons by a tuner. Refused where the device does not have it;
     /// where the tensors do not allow a cooperative variant, the portable kernel is used as in
@@ -46,24 +47,37 @@ enum Family {
     /// Subgroups of this size, on a driver that computes on the host's cores.
     Broadcast(u32),
     Cooperative(MatrixUnits),
-}
-
-/// A device's matrix units.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct MatrixUnits {
-    /// How a workgroup uses them in the built-in choice.
-    built_in: Matrices,
-    /// Threads that a workgroup may have.
-    most_threads: u32,
-    /// Workgroup memory of the device, in bytes.
-    workgroup_bytes: u32,
+    /// The portable kernel, or matrix units where a comparison shows that they are faster.
+    Faster(MatrixUnits),
 }
 
 impl Variants {
     /// The variants that the backend chooses for the device.
     pub(super) fn auto(adapter: &wgpu::Adapter) -> Self {
-        let family = broadcast(adapter).map_or(Family::Portable, Family::Broadcast);
-        Self { vendor: vendor(&adapter.get_info()), family, choice: KernelChoice::Auto }
+        let info = adapter.get_info();
+        let software = class(&info) == DeviceClass::SoftwareGpu;
+        let matrices = if software { None } else { MatrixUnits::of(adapter).map(Family::Faster) };
+        let family = broadcast(adapter).map(Family::Broadcast).or(matrices).unwrap_or(Family::Portable);
+        Self { vendor: vendor(&info), family, choice: KernelChoice::Auto }
+    }
+
+    /// The variants of [`Self::auto`] without what a driver may fail to open; `None` if there is
+    /// nothing like that.
+    pub(super) fn plainer(self) -> Option<Self> {
+        matches!(self.family, Family::Faster(_)).then_some(Self { family: Family::Portable, ..self })
+    }
+
+    /// The kernel for matrix units, if the device has them and one fits these tensors.
+    pub(super) fn matrices(self, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
+        match self.family {
+            Family::Faster(units) | Family::Cooperative(units) => units.built_in(storage, head_dim),
+            Family::Portable | Family::Broadcast(_) => None,
+        }
+    }
+
+    /// The same, if a comparison with the portable kernel decides whether it is used.
+    pub(super) fn compared(self, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
+        matches!(self.family, Family::Faster(_)).then(|| self.matrices(storage, head_dim))?
     }
 
     /// The variants that the backend chooses for a device that a caller has opened with its own
@@ -94,7 +108,7 @@ impl Variants {
                     )
                 })?)
             }
-            KernelChoice::Cooperative => Family::Cooperative(matrices(adapter).ok_or_else(|| {
+            KernelChoice::Cooperative => Family::Cooperative(MatrixUnits::of(adapter).ok_or_else(|| {
                 Error::request(
                     format!(
                         "{} cannot run the cooperative-matrix kernel: its driver lists {:?}, its subgroups have {} to {} \
@@ -137,15 +151,14 @@ impl Variants {
     /// The variant for these tensors without a measured choice.
     pub(super) fn built_in(self, storage: Storage, head_dim: u32) -> AttendVariant {
         match (self.choice, self.family) {
-            (
-                KernelChoice::Exactly(AttendVariant::Cooperative(matrices)),
-                Family::Cooperative(units),
-            ) => units.variant(matrices, storage, head_dim).unwrap_or(self.portable(head_dim)),
+            (KernelChoice::Exactly(AttendVariant::Cooperative(matrices)), Family::Cooperative(units)) => {
+                units.variant(matrices, storage, head_dim).unwrap_or(self.portable(head_dim))
+            }
             (KernelChoice::Exactly(variant), _) => variant,
-            (_, Family::Portable) => self.portable(head_dim),
+            (_, Family::Portable | Family::Faster(_)) => self.portable(head_dim),
             (_, Family::Broadcast(size)) => AttendVariant::subgroup_broadcast(size, head_dim),
             (_, Family::Cooperative(units)) => {
-                units.variant(units.built_in, storage, head_dim).unwrap_or(self.portable(head_dim))
+                units.built_in(storage, head_dim).unwrap_or(self.portable(head_dim))
             }
         }
     }
@@ -156,8 +169,7 @@ impl Variants {
     }
 
     /// Every variant that can be chosen for these tensors: first the built-in one; in each family,
-    /// first its built-in variant. Variants for matrix units are included only if the caller
-    /// chose them by name (ADR 0008).
+    /// first its built-in variant.
     pub(super) fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
         let built_in = self.built_in(storage, head_dim);
         let others: Vec<_> = match (self.choice, self.family) {
@@ -173,6 +185,9 @@ impl Variants {
             }
             (_, Family::Cooperative(matrices)) if matches!(built_in, AttendVariant::Cooperative(_)) => {
                 matrices.choices(storage, head_dim)
+            }
+            (_, Family::Faster(units)) => {
+                AttendVariant::portable_choices().chain(units.choices(storage, head_dim)).collect()
             }
             (_, Family::Portable | Family::Cooperative(_)) => AttendVariant::portable_choices().collect(),
         };
@@ -199,7 +214,7 @@ impl Variants {
     /// The variant for few query rows.
     pub(super) fn decode(self) -> DecodeVariant {
         match self.family {
-            Family::Portable | Family::Cooperative(_) => DecodeVariant::Portable,
+            Family::Portable | Family::Cooperative(_) | Family::Faster(_) => DecodeVariant::Portable,
             Family::Broadcast(subgroup_size) => DecodeVariant::Lanes { subgroup_size },
         }
     }
@@ -207,14 +222,16 @@ impl Variants {
     /// The variant for gradients of heads of `head_dim` elements.
     pub(super) fn backward(self, head_dim: u32) -> BackwardVariant {
         match self.family {
-            Family::Portable | Family::Cooperative(_) => BackwardVariant::Portable(match self.choice {
-                // The form for the GPUs that have this variant by choice: so it can be run on any device.
-                KernelChoice::Exactly(variant) => [Vendor::Amd, Vendor::Nvidia, Vendor::Other]
-                    .into_iter()
-                    .find(|vendor| variant == AttendVariant::portable(*vendor, 64))
-                    .unwrap_or(self.vendor),
-                _ => self.vendor,
-            }),
+            Family::Portable | Family::Cooperative(_) | Family::Faster(_) => {
+                BackwardVariant::Portable(match self.choice {
+                    // The form for the GPUs that have this variant by choice: so it can be run on any device.
+                    KernelChoice::Exactly(variant) => [Vendor::Amd, Vendor::Nvidia, Vendor::Other]
+                        .into_iter()
+                        .find(|vendor| variant == AttendVariant::portable(*vendor, 64))
+                        .unwrap_or(self.vendor),
+                    _ => self.vendor,
+                })
+            }
             Family::Broadcast(subgroup_size) => BackwardVariant::lanes(subgroup_size, head_dim),
         }
     }
@@ -224,7 +241,11 @@ impl Variants {
     pub(super) fn kernels(self, storage: Storage, head_dim: u32) -> Vec<Kernel> {
         let (softcap, bias) = (false, BiasInput::None);
         let variant = self.built_in(storage, head_dim);
-        let mut kernels = vec![Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, bias })];
+        let mut kernels: Vec<_> = [Some(variant), self.compared(storage, head_dim)]
+            .into_iter()
+            .flatten()
+            .map(|variant| Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, bias }))
+            .collect();
         let variant = self.decode();
         let most = variant.most_slots(head_dim).min(MOST_SLOTS as u32);
         kernels.extend(
@@ -245,7 +266,7 @@ impl Variants {
         match self.family {
             Family::Portable => wgpu::Features::empty(),
             Family::Broadcast(_) => wgpu::Features::SUBGROUP,
-            Family::Cooperative(_) => MATRIX_FEATURES,
+            Family::Cooperative(_) | Family::Faster(_) => MATRIX_FEATURES,
         }
     }
 
@@ -254,8 +275,8 @@ impl Variants {
         match self.family {
             // SAFETY: the only condition is that the caller accepts possible bugs in wgpu's support for these
             // features. They are used only if the caller asked for the cooperative kernel by
-            // name.
-            Family::Cooperative(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
+            // name, or after it gave the portable kernel's results on a device of its own.
+            Family::Cooperative(_) | Family::Faster(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
             Family::Portable | Family::Broadcast(_) => wgpu::ExperimentalFeatures::disabled(),
         }
     }
@@ -270,39 +291,13 @@ impl Variants {
             (KernelChoice::Exactly(variant), _) => variant.name(),
             (_, Family::Portable) => "portable".to_owned(),
             (_, Family::Broadcast(size)) => format!("subgroup-broadcast-{size}"),
-            (_, Family::Cooperative(MatrixUnits { built_in: Matrices { size, .. }, .. })) => {
-                format!("cooperative-{size}x{size} (f16), else portable")
+            (_, Family::Cooperative(units)) => {
+                format!("{} (f16), else portable", units.name())
+            }
+            (_, Family::Faster(units)) => {
+                format!("portable, or {} (f16) where it is faster", units.name())
             }
         }
-    }
-}
-
-impl MatrixUnits {
-    /// The variant with these matrices, where it exists for these tensors and fits workgroup memory.
-    fn variant(self, matrices: Matrices, storage: Storage, head_dim: u32) -> Option<AttendVariant> {
-        let variant = AttendVariant::cooperative(matrices, storage, head_dim)?;
-        let kernel = Kernel::Attend(AttendKernel {
-            variant,
-            storage,
-            head_dim,
-            softcap: false,
-            bias: BiasInput::None,
-        });
-        (kernel.workgroup_bytes() <= self.workgroup_bytes).then_some(variant)
-    }
-
-    fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
-        let matrices = [1, 2, 4].map(|subgroups| Matrices { subgroups, ..self.built_in });
-        let run = matrices.into_iter().filter(|matrices| self.run(*matrices));
-        run.filter_map(|matrices| self.variant(matrices, storage, head_dim)).collect()
-    }
-
-    /// Whether the device has such matrices, and no subgroups but those that they are for.
-    fn run(self, matrices: Matrices) -> bool {
-        let lanes = |of: Matrices| [of.subgroup_size, if of.halves { of.subgroup_size / 2 } else { of.subgroup_size }];
-        matrices.size == self.built_in.size
-            && matrices.subgroups * matrices.subgroup_size <= self.most_threads
-            && lanes(self.built_in).iter().all(|one| lanes(matrices).contains(one))
     }
 }
 
@@ -320,55 +315,6 @@ fn broadcast_size(info: &wgpu::AdapterInfo, features: wgpu::Features) -> Option<
         && AttendVariant::SUBGROUP_SIZES.contains(&size))
     .then_some(size)
 }
-
-/// The device's matrix units, if the cooperative kernel can use them.
-fn matrices(adapter: &wgpu::Adapter) -> Option<MatrixUnits> {
-    let (info, limits) = (adapter.get_info(), adapter.limits());
-    let [least, most] = subgroup_sizes(&info);
-    let software = class(&info) == DeviceClass::SoftwareGpu;
-    if !adapter.features().contains(MATRIX_FEATURES)
-        || !(least == most || 2 * least == most)
-        // Mesa's software driver lists matrices at every vector width, and crashes on their use at another width than
-        // 256 bits.
-        || software && most != 8
-    {
-        return None;
-    }
-    let listed = adapter.cooperative_matrix_properties();
-    let has = |size: u32| {
-        listed.iter().any(|matrix| {
-            [matrix.m_size, matrix.n_size, matrix.k_size] == [size; 3]
-                && matrix.ab_type == wgpu::CooperativeScalarType::F16
-                && matrix.cr_type == wgpu::CooperativeScalarType::F32
-        })
-    };
-    let most_threads = limits.max_compute_invocations_per_workgroup;
-    // Several subgroups share a staged tile: 128 threads. On a software driver the barriers between them
-    // cost more than that saves.
-    let subgroups = if software { 1 } else { (most_threads.min(128) / most).max(1) };
-    let built_in = [16, 8].into_iter().find_map(|size| {
-        let matrices = Matrices { size, subgroup_size: most, halves: least < most, subgroups };
-        (has(size) && AttendVariant::cooperative(matrices, Storage::F16, 64).is_some()).then_some(matrices)
-    })?;
-    Some(MatrixUnits {
-        built_in,
-        most_threads,
-        workgroup_bytes: limits.max_compute_workgroup_storage_size,
-    })
-}
-
-/// Fewest and most lanes of a subgroup. wgpu does not ask Metal, which tells only of compiled
-/// kernels, and says 4 to 64; every Apple GPU has 32, and only these have matrices there.
-fn subgroup_sizes(info: &wgpu::AdapterInfo) -> [u32; 2] {
-    match info.backend {
-        wgpu::Backend::Metal => [32, 32],
-        _ => [info.subgroup_min_size, info.subgroup_max_size],
-    }
-}
-
-const MATRIX_FEATURES: wgpu::Features = wgpu::Features::SUBGROUP
-    .union(wgpu::Features::SHADER_F16)
-    .union(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
 
 /// Most query rows times query heads of a KV head for the decoding kernels; above it, tiles of rows
 /// pay. A single row always uses the decoding kernels.

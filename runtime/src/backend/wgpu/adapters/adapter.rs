@@ -1,5 +1,7 @@
 //! Finding devices, and opening one.
 
+#[cfg(not(target_arch = "wasm32"))]
+use std::path::PathBuf;
 use std::sync::Arc;
 
 #[cfg(not(target_arch = "wasm32"))]
@@ -14,6 +16,8 @@ use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::device::{Gpu, OpenedBy};
 #[cfg(not(target_arch = "wasm32"))]
 use crate::backend::wgpu::numbers::{checked_dim, storage};
+#[cfg(not(target_arch = "wasm32"))]
+use crate::backend::wgpu::probe::{Candidates, Probe, Prober, measure::measure};
 use crate::backend::wgpu::running::pieces::Pace;
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::wgpu::storage::memory::Budget;
@@ -25,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::machine::can_load_drivers;
 
 /// Settings with which a device is opened.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct WgpuOptions {
     /// Which attention kernels it may use.
     pub kernel: KernelChoice,
@@ -39,9 +43,27 @@ pub struct WgpuOptions {
     /// Kernel variants that were measured to be fast. Entries for other devices, drivers, kernels
     /// or kernel texts are ignored. Without a table the built-in choices are used.
     pub tuned: Option<TuningTable>,
+    /// Folder in which the backend keeps what it measured itself: by default
+    /// [`cache_folder`](crate::machine::cache_folder). `None`: each process measures again.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub cache: Option<PathBuf>,
     /// Whether to record times of compute passes by the device's own clock, where it has one; see
     /// [`WgpuBackend::device_seconds`].
     pub timestamps: bool,
+}
+
+impl Default for WgpuOptions {
+    fn default() -> Self {
+        Self {
+            kernel: KernelChoice::Auto,
+            max_binding_bytes: None,
+            max_memory_bytes: None,
+            tuned: None,
+            #[cfg(not(target_arch = "wasm32"))]
+            cache: crate::machine::cache_folder(),
+            timestamps: false,
+        }
+    }
 }
 
 impl WgpuBackend {
@@ -125,6 +147,13 @@ impl WgpuBackend {
     /// As [`Self::with_options`].
     pub async fn open(adapter: &wgpu::Adapter, options: &WgpuOptions) -> Result<Self> {
         let variants = Variants::chosen(adapter, options.kernel)?;
+        match (Self::open_for(adapter, options, variants).await, variants.plainer()) {
+            (Err(_), Some(plainer)) => Self::open_for(adapter, options, plainer).await,
+            (opened, _) => opened,
+        }
+    }
+
+    async fn open_for(adapter: &wgpu::Adapter, options: &WgpuOptions, variants: Variants) -> Result<Self> {
         let native = adapter.get_info();
         let class = class(&native);
         let mut features = variants.features() | shared_memory_features(adapter, class);
@@ -167,6 +196,8 @@ impl WgpuBackend {
             variants,
             key,
             tuned,
+            #[cfg(not(target_arch = "wasm32"))]
+            prober: Some(Prober::new(adapter, compare, options.cache.clone())),
         })
     }
 
@@ -228,7 +259,16 @@ impl WgpuBackend {
             Budget::new(None, class),
             OpenedBy::Caller,
         );
-        Ok(Self { gpu, pace: Pace::new(class), info, variants, key, tuned })
+        Ok(Self {
+            gpu,
+            pace: Pace::new(class),
+            info,
+            variants,
+            key,
+            tuned,
+            #[cfg(not(target_arch = "wasm32"))]
+            prober: None,
+        })
     }
 
     /// A caller's buffer of this device, as the memory of a tensor of `bytes` bytes. The caller
@@ -240,6 +280,16 @@ impl WgpuBackend {
     pub fn adopt(&self, buffer: wgpu::Buffer, bytes: usize) -> Result<WgpuBuffer> {
         self.gpu.adopt(buffer, bytes)
     }
+}
+
+/// Compares two kernels, each on a device of its own.
+#[cfg(not(target_arch = "wasm32"))]
+fn compare(adapter: &wgpu::Adapter, candidates: Candidates) -> Result<Probe> {
+    measure(candidates, |variant| {
+        let kernel = KernelChoice::Exactly(variant);
+        let options = WgpuOptions { kernel, cache: None, ..WgpuOptions::default() };
+        pollster::block_on(WgpuBackend::open(adapter, &options))
+    })
 }
 
 /// A device's name in a browser: vendor and architecture. wgpu takes only the description, which is

@@ -1,0 +1,176 @@
+//! The file of a comparison. A damaged file counts as absent.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::path::Path;
+
+use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput, Kernel, Storage};
+use serde::{Deserialize, Serialize};
+
+use super::comparison::{Candidates, Probe};
+use crate::backend::wgpu::tuning::AdapterKey;
+use crate::backend::wgpu::variant::DIALECT;
+
+/// The content of a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Kept {
+    /// Comparisons that began; without a result, all of them ended the process or failed.
+    pub(super) begun: u32,
+    pub(super) result: Option<Outcome>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Outcome {
+    agrees: bool,
+    portable_ms: f64,
+    matrices_ms: f64,
+}
+
+impl From<&Probe> for Outcome {
+    fn from(probe: &Probe) -> Self {
+        let Probe { portable_s, matrices_s, .. } = *probe;
+        Self { agrees: probe.agrees(), portable_ms: 1e3 * portable_s, matrices_ms: 1e3 * matrices_s }
+    }
+}
+
+impl Outcome {
+    const fn choice(self, candidates: Candidates) -> AttendVariant {
+        if self.agrees && self.matrices_ms < self.portable_ms {
+            candidates.matrices
+        } else {
+            candidates.portable
+        }
+    }
+}
+
+/// Name of the file: the device with its driver, the kernels' names and texts.
+pub(super) fn name(key: &AdapterKey, candidates: Candidates) -> String {
+    let Candidates { portable, matrices, head_dim } = candidates;
+    let mut hasher = blake3::Hasher::new();
+    let mut add = |text: &str| {
+        hasher.update(&(text.len() as u64).to_le_bytes());
+        hasher.update(text.as_bytes());
+    };
+    let AdapterKey { name, vendor, device, backend, driver, driver_info } = key;
+    for text in [name, &format!("{vendor} {device}"), backend, driver, driver_info] {
+        add(text);
+    }
+    for variant in [portable, matrices] {
+        let (storage, softcap, bias) = (Storage::F16, false, BiasInput::None);
+        let kernel = Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, bias });
+        add(&kernel.source(DIALECT));
+    }
+    format!("{}.json", hasher.finalize().to_hex())
+}
+
+impl Kept {
+    /// What it says; `None` if the two are to be compared.
+    pub(super) fn choice(self, candidates: Candidates) -> Option<AttendVariant> {
+        match self.result {
+            Some(outcome) => Some(outcome.choice(candidates)),
+            None => (self.begun >= MOST_BEGUN).then_some(candidates.portable),
+        }
+    }
+
+    pub(super) fn read(path: &Path) -> Option<Self> {
+        let mut text = String::new();
+        fs::File::open(path).ok()?.take(MOST_BYTES).read_to_string(&mut text).ok()?;
+        serde_json::from_str(&text).ok()
+    }
+
+    /// Replaces the file: a process that reads it at the same time finds the old or the new
+    /// content.
+    pub(super) fn write(self, path: &Path) -> io::Result<()> {
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
+        let write = || {
+            let mut file = fs::File::create(&unfinished)?;
+            file.write_all(serde_json::to_string(&self)?.as_bytes())?;
+            fs::rename(&unfinished, path)
+        };
+        write().inspect_err(|_| {
+            let _ = fs::remove_file(&unfinished);
+        })
+    }
+}
+
+/// Comparisons without a result after which the portable kernel stays. More than one, because a
+/// user may have ended the process.
+const MOST_BEGUN: u32 = 3;
+const MOST_BYTES: u64 = 4096;
+
+#[cfg(test)]
+mod tests {
+    use kyklos_shaders::{Matrices, Vendor};
+
+    use super::*;
+
+    fn candidates() -> Candidates {
+        let matrices = Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 2 };
+        Candidates {
+            portable: AttendVariant::portable(Vendor::Amd, 64),
+            matrices: AttendVariant::Cooperative(matrices),
+            head_dim: 64,
+        }
+    }
+
+    fn probe(portable_s: f64, matrices_s: f64, difference: f64) -> Kept {
+        Kept { begun: 1, result: Some((&Probe { portable_s, matrices_s, difference }).into()) }
+    }
+
+    #[test]
+    fn matrices_are_chosen_only_if_they_agree_and_are_faster() {
+        let (portable, matrices) = (Some(candidates().portable), Some(candidates().matrices));
+        assert_eq!(probe(2e-3, 1e-3, 1e-4).choice(candidates()), matrices);
+        assert_eq!(probe(1e-3, 2e-3, 1e-4).choice(candidates()), portable);
+        assert_eq!(probe(2e-3, 1e-3, 0.1).choice(candidates()), portable);
+        assert_eq!(probe(2e-3, 1e-3, f64::NAN).choice(candidates()), portable);
+    }
+
+    #[test]
+    fn a_comparison_that_ended_the_process_is_repeated_twice_and_then_never() {
+        for (begun, choice) in [(0, None), (2, None), (3, Some(candidates().portable))] {
+            assert_eq!(Kept { begun, result: None }.choice(candidates()), choice, "{begun}");
+        }
+    }
+
+    #[test]
+    fn a_written_file_is_read_and_a_damaged_one_counts_as_absent() {
+        let folder = std::env::temp_dir().join(format!("kyklos-kept-{}", std::process::id()));
+        let path = folder.join("deeper").join("a.json");
+        assert_eq!(Kept::read(&path), None);
+        for kept in [Kept { begun: 2, result: None }, probe(2e-3, 1e-3, f64::INFINITY)] {
+            kept.write(&path).unwrap();
+            assert_eq!(Kept::read(&path), Some(kept));
+            let left = fs::read_dir(path.parent().unwrap()).unwrap().count();
+            assert_eq!(left, 1, "no unfinished file is left");
+        }
+        let whole = fs::read_to_string(&path).unwrap();
+        for damaged in ["", &whole[1..], &whole.replace("begun", "begin"), &whole.repeat(100)] {
+            fs::write(&path, damaged).unwrap();
+            assert_eq!(Kept::read(&path), None, "{damaged}");
+        }
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn another_driver_device_or_head_dim_has_another_file() {
+        let key = AdapterKey {
+            name: "a".to_owned(),
+            vendor: 1,
+            device: 23,
+            backend: "vulkan".to_owned(),
+            driver: "d".to_owned(),
+            driver_info: "1.0".to_owned(),
+        };
+        let one = name(&key, candidates());
+        assert_eq!(one, name(&key.clone(), candidates()));
+        assert_ne!(one, name(&AdapterKey { driver_info: "1.1".to_owned(), ..key.clone() }, candidates()));
+        assert_ne!(one, name(&AdapterKey { vendor: 12, device: 3, ..key.clone() }, candidates()));
+        assert_ne!(one, name(&key, Candidates { head_dim: 128, ..candidates() }));
+    }
+}
