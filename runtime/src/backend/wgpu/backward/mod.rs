@@ -66,8 +66,10 @@ async fn backward_in_pieces(
     }
     let call = Call::new(backend, &args)?;
     let of_keys = call.variant.of_keys(call.head_dim, call.bias).iter().copied();
-    for sums in [Sums::Queries].into_iter().chain(of_keys).chain(call.of_bias()?) {
-        let pass = Pass::new(&call, sums);
+    let all = [Sums::Queries].into_iter().chain(of_keys).chain(call.of_bias()?);
+    let passes: Vec<_> = all.map(|sums| Pass::new(&call, sums)).collect();
+    backend.gpu.compile(passes.iter().map(|pass| pass.kernel))?;
+    for pass in passes {
         for region in pass.regions() {
             let windows = call.tensors.windows(&backend.gpu, &args, pass.kernel, &region)?;
             for heads in pass.heads_at_once() {

@@ -1,5 +1,6 @@
 //! Runs the two kernels in turns.
 
+use std::thread;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -11,7 +12,7 @@ use super::comparison::{Candidates, Probe};
 use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::{Attend, Backend, Control, Layout, Operand, StateMut, StateShape};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Compares the two, each on a device that `open` opens for it alone.
 ///
@@ -23,14 +24,22 @@ pub(in crate::backend::wgpu) fn measure(
 ) -> Result<Probe> {
     let Candidates { portable, matrices, head_dim } = candidates;
     let mut runs = [Run::new(open(portable)?, head_dim)?, Run::new(open(matrices)?, head_dim)?];
+    // The first runs compile, both at the same time.
+    thread::scope(|scope| {
+        let threads = runs.each_mut().map(|run| scope.spawn(|| run.time()));
+        threads.into_iter().try_for_each(|thread| match thread.join() {
+            Ok(time) => time.map(|_| ()),
+            Err(_) => Err(Error::Device {
+                device: "wgpu".to_owned(),
+                operation: "compare two kernels".to_owned(),
+                native: "a panic of wgpu or of the driver".to_owned(),
+            }),
+        })
+    })?;
     let mut shortest_s = [f64::INFINITY; 2];
-    // The first round compiles.
-    for round in 0..=ROUNDS {
+    for _ in 0..ROUNDS {
         for (run, shortest_s) in runs.iter_mut().zip(&mut shortest_s) {
-            let run_s = run.time()?;
-            if round > 0 {
-                *shortest_s = shortest_s.min(run_s);
-            }
+            *shortest_s = shortest_s.min(run.time()?);
         }
     }
     let [portable, matrices] = &mut runs;

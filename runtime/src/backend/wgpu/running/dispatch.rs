@@ -61,6 +61,33 @@ impl Gpu {
         Ok(pipeline)
     }
 
+    /// Compiles those of `kernels` that are not compiled, at the same time where there are threads.
+    pub(in crate::backend::wgpu) fn compile(&self, kernels: impl Iterator<Item = Kernel>) -> Result<()> {
+        let compiled = |kernel: &Kernel| {
+            self.pipelines.0.lock().unwrap_or_else(PoisonError::into_inner).contains_key(kernel)
+        };
+        let missing: Vec<Kernel> = kernels.filter(|kernel| !compiled(kernel)).collect();
+        #[cfg(not(target_arch = "wasm32"))]
+        let new: Vec<Pipeline> = std::thread::scope(|scope| {
+            let compile = |kernel: &Kernel| {
+                let kernel = *kernel;
+                scope.spawn(move || Pipeline::compile(&self.device, kernel))
+            };
+            let threads: Vec<_> = missing.iter().map(compile).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, Pipeline>| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        #[cfg(target_arch = "wasm32")]
+        let new = missing.iter().map(|kernel| Pipeline::compile(&self.device, *kernel));
+        let new: Vec<_> = new.into_iter().map(Arc::new).collect();
+        self.check()?;
+        let mut pipelines = self.pipelines.0.lock().unwrap_or_else(PoisonError::into_inner);
+        pipelines.extend(missing.into_iter().zip(new));
+        Ok(())
+    }
+
     /// The bytes `range` of `buffer` as a binding; it may start a little earlier, where the device
     /// wants it aligned.
     ///
