@@ -4,7 +4,7 @@
 # matrices of 8x8x8 from f16 to f32, and subgroups without a workaround.
 #   scripts/test-newest-mesa.sh --smoke  the matrix kernel at the smallest head dim: a quarter of a minute on one core
 #   scripts/test-newest-mesa.sh          a selection: some minutes on two cores when nothing is compiled
-#   scripts/test-newest-mesa.sh --all    every test: most of an hour
+#   scripts/test-newest-mesa.sh --all    every test: some more minutes
 #
 # This driver's compiler is slow, and all but seconds of this script are compilation (the driver keeps what it compiled in
 # target/newest-mesa-shaders), although its optimiser is off: with it, matrices and head dim 16 take 22 processor seconds

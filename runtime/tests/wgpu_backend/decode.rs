@@ -18,6 +18,7 @@ pub(crate) const ALL: &[(&str, Test)] = &[
     ),
     ("any_number_of_keys_decodes_as_f64_does", any_number_of_keys_decodes_as_f64_does),
     ("every_dtype_and_head_dim_decodes_as_f64_does", every_dtype_and_head_dim_decodes_as_f64_does),
+    ("many_rows_in_a_workgroup_decode_as_f64_does", many_rows_in_a_workgroup_decode_as_f64_does),
     ("masks_and_blocks_decode_as_f64_does", masks_and_blocks_decode_as_f64_does),
     ("softcap_decodes_as_f64_does", softcap_decodes_as_f64_does),
     ("decoding_lets_nan_reach_exactly_the_rows_that_see_it", nan_reaches_exactly_the_rows_that_see_it),
@@ -59,6 +60,23 @@ fn every_dtype_and_head_dim_decodes_as_f64_does(backend: &WgpuBackend) {
     }
 }
 
+/// The threads of a workgroup share rows: with none left over, with some, with threads that have
+/// none, with several columns in a thread.
+fn many_rows_in_a_workgroup_decode_as_f64_does(backend: &WgpuBackend) {
+    for (dtype, rows, heads, dim) in [
+        (Dtype::F32, 4, 4, 128),
+        (Dtype::F16, 2, 7, 128),
+        (Dtype::F16, 2, 8, 80),
+        (Dtype::Bf16, 1, 8, 256),
+        (Dtype::F32, 1, 7, 264),
+    ] {
+        if !head_dims(&[dim]).is_empty() {
+            let case = last_rows(rows, [1, 333, heads, 1, dim], dtype, "causal");
+            case.check(backend, &format!("{dtype}, {rows} rows, {heads} heads of {dim}"));
+        }
+    }
+}
+
 fn masks_and_blocks_decode_as_f64_does(backend: &WgpuBackend) {
     // The window of 2 and the valid key leave most splits empty.
     for mask in [
@@ -94,7 +112,15 @@ fn softcap_decodes_as_f64_does(backend: &WgpuBackend) {
 }
 
 fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
-    let clean = last_rows(3, [1, 600, 2, 1, 32], Dtype::F32, "window:400,0");
+    // Few rows in a workgroup, and many.
+    for heads in [1, 2] {
+        nan_reaches_exactly_the_rows_of(backend, heads);
+    }
+}
+
+fn nan_reaches_exactly_the_rows_of(backend: &WgpuBackend, heads: u32) {
+    let clean = last_rows(3, [1, 600, heads, 1, 32], Dtype::F32, "window:400,0");
+    let heads = heads as usize;
     let (clean_o, clean_lse) = clean.output(backend, Dtype::F32);
     // Row r is at 597 + r and sees 400 keys before it.
     for key in [0, 197, 198, 199, 300, 597, 598, 599] {
@@ -102,8 +128,8 @@ fn nan_reaches_exactly_the_rows_that_see_it(backend: &WgpuBackend) {
             let mut case = Case::of(clean.problem.clone());
             (if in_key { &mut case.k } else { &mut case.v })[key * 32 + 13] = poison;
             let (o, lse) = case.output(backend, Dtype::F32);
-            for at in 0..6 {
-                let row = 597 + at / 2;
+            for at in 0..3 * heads {
+                let row = 597 + at / heads;
                 let sees = case.problem.mask.visible(0, row as u32, 600).sees(key as u32);
                 let what = format!("row {row}, key {key}, {poison} in key {in_key}");
                 let (got, want) = (&o[at * 32..][..32], &clean_o[at * 32..][..32]);

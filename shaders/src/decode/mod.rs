@@ -30,23 +30,12 @@ const fn at_most(number: u32, limit: u32) -> u32 {
     if number < limit { number } else { limit }
 }
 
-/// Chunks of 4 elements in a column of v. With many slots a column is one chunk: two would take 128
-/// registers of a thread.
-const fn column_chunks(kernel: &DecodeKernel) -> u32 {
-    if kernel.slots > MANY_SLOTS { 1 } else { kernel.storage.unit_chunks() }
-}
-
-/// Columns of a head.
-const fn all_columns(kernel: &DecodeKernel) -> u32 {
-    kernel.head_dim / 4 / column_chunks(kernel)
-}
-
-/// Threads side by side that take columns of v.
+/// Threads side by side that take columns of v, each one unit wide.
 const fn columns(kernel: &DecodeKernel) -> u32 {
-    at_most(all_columns(kernel), THREADS)
+    at_most(kernel.storage.units(kernel.head_dim), THREADS)
 }
 
-/// Threads that share a column.
+/// Threads of the same column: they share the keys, or many slots.
 const fn slices(kernel: &DecodeKernel) -> u32 {
     THREADS / columns(kernel)
 }
@@ -58,8 +47,9 @@ const fn finders(kernel: &DecodeKernel) -> u32 {
 
 /// Bytes of workgroup memory of the portable kernel.
 pub(crate) const fn portable_bytes(kernel: &DecodeKernel) -> u32 {
-    let sums = if slices(kernel) > 1 { 4 * slices(kernel) * kernel.head_dim } else { 0 };
-    kernel.slots * (4 * kernel.head_dim + 4 * THREADS + 4 * finders(kernel) + 8) + sums
+    let of_few = if slices(kernel) > 1 { 4 * slices(kernel) * kernel.head_dim } else { 0 };
+    let extra = if kernel.slots > MANY_SLOTS { 4 * THREADS } else { of_few };
+    kernel.slots * (4 * kernel.head_dim + 4 * THREADS + 4 * finders(kernel) + 8) + extra
 }
 
 /// The numbers of `decode/portable.wgsl`.
@@ -67,11 +57,11 @@ pub(crate) fn portable_values(kernel: DecodeKernel) -> Value {
     context! {
         slots => kernel.slots,
         many => kernel.slots > MANY_SLOTS,
-        column_chunks => column_chunks(&kernel),
-        all_columns => all_columns(&kernel),
+        // Slots of which a thread has O.
+        own_slots => if kernel.slots > MANY_SLOTS { kernel.slots.div_ceil(slices(&kernel)) } else { kernel.slots },
         columns => columns(&kernel),
         // Columns of a thread.
-        passes => all_columns(&kernel).div_ceil(THREADS),
+        passes => kernel.storage.units(kernel.head_dim).div_ceil(THREADS),
         slices => slices(&kernel),
         finders => finders(&kernel),
     }

@@ -16,14 +16,12 @@
 //
 // 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
 // slots (S0, S1, ...), from the queries in workgroup memory. Then m of each slot is found, by
-// 8 threads for each. Then each thread takes a column of 2 chunks of V for every 32-th key, with O
-// of all slots in registers (O0_0_0: slot 0, first column, first chunk). At the end these
-// slices are added up.
+// 8 threads for each. Then each thread takes a column of V, one unit, with O in registers (O0_0_0: first slot,
+// first column, first chunk): for every 32-th key; at the end these slices are added up.
 //
 // Workgroup memory, 2768 bytes
 //   queries  q times its factor
-//   weights  logits, then P, at the end each thread's part of l. A hidden pair has weight -1; others
-//            are never negative.
+//   weights  logits, then P, at the end each thread's part of l. A hidden pair has weight -1; others are never negative.
 //   tops     the maxima that the finders found
 //   maxima   m of each slot, and by what its sums shrink
 //   sums     O of the slices
@@ -156,9 +154,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     // A bit for each slot that saw a key of this thread.
     var seen = 0u;
     var l0 = 0.0f;
+    var l1 = 0.0f;
     var O0_0_0 = vec4<f32>();
     var O0_0_1 = vec4<f32>();
-    var l1 = 0.0f;
     var O1_0_0 = vec4<f32>();
     var O1_0_1 = vec4<f32>();
     workgroupBarrier();
@@ -182,25 +180,29 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             if (vis0 || vis1) {
                 for (var u = 0u; u < 2u; u++) {
                     let unit = k[k_at + u];
+                    // A bound that compilers see: no test of each index.
+                    let q_at = min(u, 1u) * 2u;
                     let k_0 = chunk_0(unit);
-                    S0 += dot(queries[0u + u * 2u + 0u], k_0);
-                    S1 += dot(queries[4u + u * 2u + 0u], k_0);
+                    S0 += dot(queries[0u + q_at], k_0);
+                    S1 += dot(queries[4u + q_at], k_0);
                     let k_1 = chunk_1(unit);
-                    S0 += dot(queries[0u + u * 2u + 1u], k_1);
-                    S1 += dot(queries[4u + u * 2u + 1u], k_1);
+                    S0 += dot(queries[1u + q_at], k_1);
+                    S1 += dot(queries[5u + q_at], k_1);
                 }
 
             }
             // The weights of the keys before these have been read.
             workgroupBarrier();
+            var slots_here = 0u;
             S0 *= params.x_scale;
             S0 = S0 + term0;
-            seen |= select(0u, 1u, vis0);
+            slots_here |= select(0u, 1u, vis0);
             weights[0u + thread] = select(EMPTY_M, S0, vis0);
             S1 *= params.x_scale;
             S1 = S1 + term1;
-            seen |= select(0u, 2u, vis1);
+            slots_here |= select(0u, 2u, vis1);
             weights[64u + thread] = select(EMPTY_M, S1, vis1);
+            seen |= slots_here;
             workgroupBarrier();
             // m of each slot.
             if (thread < 16u) {
@@ -219,46 +221,39 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
             }
             workgroupBarrier();
             // P, and this thread's part of l.
-            let max0 = maxima[0];
-            let P0 = select(0.0f, weight_of(S0 - max0.x), vis0);
-            l0 = l0 * max0.y + P0;
-            weights[0u + thread] = select(-1.0f, P0, vis0);
-            let max1 = maxima[1];
-            let P1 = select(0.0f, weight_of(S1 - max1.x), vis1);
-            l1 = l1 * max1.y + P1;
-            weights[64u + thread] = select(-1.0f, P1, vis1);
+            let all0 = weight_of(weights[0u + thread] - maxima[0].x);
+            let P0 = select(0.0f, all0, (slots_here & 1u) != 0u);
+            l0 = l0 * maxima[0].y + P0;
+            weights[0u + thread] = select(-1.0f, P0, (slots_here & 1u) != 0u);
+            let all1 = weight_of(weights[64u + thread] - maxima[1].x);
+            let P1 = select(0.0f, all1, (slots_here & 2u) != 0u);
+            l1 = l1 * maxima[1].y + P1;
+            weights[64u + thread] = select(-1.0f, P1, (slots_here & 2u) != 0u);
             workgroupBarrier();
             // O of this thread's columns over its slice of the keys.
-            O0_0_0 *= maxima[0].y;
-            O0_0_1 *= maxima[0].y;
-            O1_0_0 *= maxima[1].y;
-            O1_0_1 *= maxima[1].y;
+            O0_0_0 *= maxima[0u].y;
+            O0_0_1 *= maxima[0u].y;
+            O1_0_0 *= maxima[1u].y;
+            O1_0_1 *= maxima[1u].y;
             // Threads without a column have nothing to do.
             let first_own = select(64u, slice, slice < 32u);
             let here = min(end - key, 64u);
             for (var i = first_own; i < here; i += 32u) {
                 let v_at = v_base + (key + i) * params.v_row + column;
-                let w0 = weights[0u + i];
-                let w1 = weights[64u + i];
+                let w0 = weights[0u * 64u + (i & 63u)];
+                let w1 = weights[1u * 64u + (i & 63u)];
                 if (w0 < 0.0f && w1 < 0.0f) { continue; }
                 
                 let unit0 = v[v_at + 0u];
                 let v0_0 = chunk_0(unit0);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may
-                // enter the sum.
                 O0_0_0 += select(v0_0 * w0, vec4<f32>(), w0 < 0.0f);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may
-                // enter the sum.
                 O1_0_0 += select(v0_0 * w1, vec4<f32>(), w1 < 0.0f);
                 let v0_1 = chunk_1(unit0);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may
-                // enter the sum.
                 O0_0_1 += select(v0_1 * w0, vec4<f32>(), w0 < 0.0f);
-                // Selected once more: neither the weight -1 nor the value of a hidden element may
-                // enter the sum.
                 O1_0_1 += select(v0_1 * w1, vec4<f32>(), w1 < 0.0f);
                 
             }
+
         }
     }
     // The part: l of each slot from all threads, O from all slices.

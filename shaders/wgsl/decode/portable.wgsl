@@ -16,40 +16,95 @@
 //
 // 64 keys at a time, in three phases. Each thread takes one key, and computes its logits for all
 // slots (S0, S1, ...), from the queries in workgroup memory. Then m of each slot is found, by
-// {{finders}} threads for each. Then each thread takes a column of {{ column_chunks }} chunks of V for every {{slices}}-th key, with O
-// of all slots in registers (O0_0_0: slot 0, first column, first chunk). At the end these
-// slices are added up.
+// {{finders}} threads for each. Then each thread takes a column of V, one unit, with O in registers (O0_0_0: first slot,
+// first column, first chunk): {% if many %}for {{own_slots}} of the slots, because all would take too many registers{% else %}for every {{slices}}-th key; at the end these slices are added up{% endif %}.
 //
 // Workgroup memory, {{workgroup_bytes}} bytes
 //   queries  q times its factor
-//   weights  logits, then P, at the end each thread's part of l. A hidden pair has weight -1; others
-//            are never negative.
+{% if many %}
+//   weights  logits, then P, which is 0 for a hidden pair
+//   shown    for each key a bit for each slot that sees it
+{% else %}
+//   weights  logits, then P, at the end each thread's part of l. A hidden pair has weight -1; others are never negative.
+{% endif %}
 //   tops     the maxima that the finders found
 //   maxima   m of each slot, and by what its sums shrink
 //   sums     O of the slices
 {% include "parts/logits.wgsl" %}
 {% include "decode/unseen.wgsl" %}
+{% if many %}
+{% include "parts/odd.wgsl" %}
+{% endif %}
 var<workgroup> queries: array<vec4<f32>, {{ slots * chunks }}>;
 var<workgroup> weights: array<f32, {{ slots * 64 }}>;
+{% if many %}
+var<workgroup> shown: array<u32, 64>;
+{% endif %}
 var<workgroup> tops: array<f32, {{ slots * finders }}>;
 var<workgroup> maxima: array<vec2<f32>, {{slots}}>;
-{% if slices > 1 %}
+{% if slices > 1 and not many %}
 var<workgroup> sums: array<vec4<f32>, {{ slices * chunks }}>;
 {% endif %}
 
+{# The slot of O number s. #}
+{% macro slot(s) %}{% if many %}min(first_slot + {{s}}u, {{ slots - 1 }}u){% else %}{{s}}u{% endif %}{% endmacro %}
 {# In the last pass over a head of more than 64 units, whether this thread has a column. #}
-{% macro if_column(pass) %}{% if (pass + 1) * 64 > all_columns and passes > 1 %}if (column + {{ pass * 64 }}u < {{all_columns}}u) {% endif %}{% endmacro %}
+{% macro if_column(pass) %}{% if (pass + 1) * 64 > units and passes > 1 %}if (column + {{ pass * 64 }}u < {{units}}u) {% endif %}{% endmacro %}
 {# The logits of the thread's key. #}
 {% macro dots() %}
                 for (var u = 0u; u < {{units}}u{{ " * one" if many }}; u++) {
                     let unit = k[k_at + u];
+                    // A bound that compilers see: no test of each index.
+                    let q_at = min(u, {{ units - 1 }}u) * {{unit_chunks}}u;
 {% for half in range(unit_chunks) %}
                     let k_{{half}} = chunk_{{half}}(unit);
 {% for s in range(slots) %}
-                    S{{s}} += dot(queries[{{ s * chunks }}u + u * {{unit_chunks}}u + {{half}}u], k_{{half}});
+                    S{{s}} += dot(queries[{{ s * chunks + half }}u + q_at], k_{{half}});
 {% endfor %}
 {% endfor %}
                 }
+{% endmacro %}
+{# O of this thread's columns over its slice of the keys. The value of a hidden element may be NaN or infinite, and must not
+   enter a sum. So it is selected, of "all" values; with many slots values that are not finite count as zero first ("finite"),
+   so that there are only multiply-adds, and these ("odd") are added in a second walk that seldom happens. #}
+{% macro add_values(which) %}
+            for (var i = first_own; i < here; i += {{ "1" if many else slices }}u) {
+                let v_at = v_base + (key + i) * params.v_row + column;
+{% for s in range(own_slots) %}
+                let w{{s}} = weights[{{ slot(s) }} * 64u + (i & 63u)];
+{% endfor %}
+{% if many and (bias or which == "odd") %}
+                let slots_of_key = shown[i & 63u];
+{% endif %}
+{% if bias %}
+                if ({% if many %}slots_of_key == 0u{% else %}{% for s in range(slots) %}w{{s}} < 0.0f{{ " && " if not loop.last }}{% endfor %}{% endif %}) { continue; }
+{% endif %}
+{% for pass in range(passes) %}
+{% set guard = if_column(pass) %}
+                {{guard}}{{ "{" if guard }}
+                let unit{{pass}} = v[v_at + {{ pass * 64 }}u];
+{% for half in range(unit_chunks) %}
+{% set value = "v" ~ pass ~ "_" ~ half %}
+                let {{value}} = chunk_{{half}}(unit{{pass}});
+{% if which == "finite" %}
+                let finite{{value}} = select({{value}}, vec4<f32>(), odd_in({{value}}));
+                odd = odd || any(odd_in({{value}}));
+{% elif which == "odd" %}
+                let odd{{value}} = select(vec4<f32>(), {{value}}, odd_in({{value}}));
+{% endif %}
+{% for s in range(own_slots) %}
+{% if which == "finite" %}
+                O{{s}}_{{pass}}_{{half}} += finite{{value}} * w{{s}};
+{% elif which == "odd" %}
+                O{{s}}_{{pass}}_{{half}} += select(vec4<f32>(), odd{{value}} * w{{s}}, (slots_of_key & (1u << {{ slot(s) }})) != 0u);
+{% else %}
+                O{{s}}_{{pass}}_{{half}} += select({{value}} * w{{s}}, vec4<f32>(), w{{s}} < 0.0f);
+{% endif %}
+{% endfor %}
+{% endfor %}
+                {{ "}" if guard }}
+{% endfor %}
+            }
 {% endmacro %}
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
@@ -58,6 +113,9 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
     let column = thread % {{columns}}u;
     let slice = thread / {{columns}}u;
+{% if many %}
+    let first_slot = slice * {{own_slots}}u;
+{% endif %}
     for (var i = thread; i < {{ slots * units }}u; i += 64u) {
         let slot = i / {{units}}u;
         let q_row = (slot / params.group_heads) * params.q_row;
@@ -70,10 +128,19 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     if (thread < {{slots}}u) { maxima[thread] = vec2<f32>(EMPTY_M, 1.0f); }
     // A bit for each slot that saw a key of this thread.
     var seen = 0u;
+{% if many %}
+    // l of the keys that this thread finds, in the one slot of which it finds the maximum: l of every slot in every thread
+    // would take too many registers.
+    var l_found = 0.0f;
+{% endif %}
+{% if not many %}
 {% for s in range(slots) %}
     var l{{s}} = 0.0f;
+{% endfor %}
+{% endif %}
+{% for s in range(own_slots) %}
 {% for pass in range(passes) %}
-{% for half in range(column_chunks) %}
+{% for half in range(unit_chunks) %}
     var O{{s}}_{{pass}}_{{half}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
@@ -111,6 +178,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% endif %}
             // The weights of the keys before these have been read.
             workgroupBarrier();
+            var slots_here = 0u;
 {% for s in range(slots) %}
             S{{s}} *= params.x_scale;
 {% if softcap %}
@@ -119,9 +187,13 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% if bias %}
             S{{s}} = S{{s}} + term{{s}};
 {% endif %}
-            seen |= select(0u, {{ 2 ** s }}u, vis{{s}});
+            slots_here |= select(0u, {{ 2 ** s }}u, vis{{s}});
             weights[{{ s * 64 }}u + thread] = select(EMPTY_M, S{{s}}, vis{{s}});
 {% endfor %}
+{% if many %}
+            shown[thread] = slots_here;
+{% endif %}
+            seen |= slots_here;
             workgroupBarrier();
             // m of each slot.
             if (thread < {{ slots * finders }}u) {
@@ -139,55 +211,57 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 maxima[thread] = vec2<f32>(top, weight_of(before - top));
             }
             workgroupBarrier();
-            // P, and this thread's part of l.
+            // P{{ ", and this thread's part of l" if not many }}.
 {% for s in range(slots) %}
-            let max{{s}} = maxima[{{s}}];
-            let P{{s}} = select(0.0f, weight_of(S{{s}} - max{{s}}.x), vis{{s}});
-            l{{s}} = l{{s}} * max{{s}}.y + P{{s}};
-            weights[{{ s * 64 }}u + thread] = select(-1.0f, P{{s}}, vis{{s}});
+            let all{{s}} = weight_of(weights[{{ s * 64 }}u + thread] - maxima[{{s}}].x);
+            let P{{s}} = select(0.0f, all{{s}}, (slots_here & {{ 2 ** s }}u) != 0u);
+{% if not many %}
+            l{{s}} = l{{s}} * maxima[{{s}}].y + P{{s}};
+{% endif %}
+            weights[{{ s * 64 }}u + thread] = {% if many %}P{{s}}{% else %}select(-1.0f, P{{s}}, (slots_here & {{ 2 ** s }}u) != 0u){% endif %};
 {% endfor %}
             workgroupBarrier();
-            // O of this thread's columns over its slice of the keys.
-{% for s in range(slots) %}
+{% if many %}
+            if (thread < {{ slots * finders }}u) {
+                let slot = thread / {{finders}}u;
+                l_found *= maxima[slot].y;
+                for (var i = thread % {{finders}}u; i < 64u; i += {{finders}}u) {
+                    l_found += weights[slot * 64u + i];
+                }
+            }
+{% endif %}
+            // O of this thread's columns{{ " over its slice of the keys" if not many }}.
+{% for s in range(own_slots) %}
 {% for pass in range(passes) %}
-{% for half in range(column_chunks) %}
-            O{{s}}_{{pass}}_{{half}} *= maxima[{{s}}].y;
+{% for half in range(unit_chunks) %}
+            O{{s}}_{{pass}}_{{half}} *= maxima[{{ slot(s) }}].y;
 {% endfor %}
 {% endfor %}
 {% endfor %}
             // Threads without a column have nothing to do.
-            let first_own = select(64u, slice, slice < {{slices}}u);
+            let first_own = select(64u, {{ "0u" if many else "slice" }}, slice < {{slices}}u);
             let here = min(end - key, 64u);
-            for (var i = first_own; i < here; i += {{slices}}u) {
-                let v_at = v_base + (key + i) * params.v_row + column{{ " / 2u" if column_chunks < unit_chunks }};
-{% for s in range(slots) %}
-                let w{{s}} = weights[{{ s * 64 }}u + i];
-{% endfor %}
-{% if bias %}
-                if ({% for s in range(slots) %}w{{s}} < 0.0f{{ " && " if not loop.last }}{% endfor %}) { continue; }
-{% endif %}
-{% for pass in range(passes) %}
-{% set guard = if_column(pass) %}
-                {{guard}}{{ "{" if guard }}
-                let unit{{pass}} = v[v_at + {{ pass * 64 * column_chunks // unit_chunks }}u];
-{% for half in range(column_chunks) %}
-                let v{{pass}}_{{half}} = {% if column_chunks < unit_chunks %}select(chunk_0(unit{{pass}}), chunk_1(unit{{pass}}), column % 2u == 1u){% else %}chunk_{{half}}(unit{{pass}}){% endif %};
-{% for s in range(slots) %}
-                // Selected once more: neither the weight -1 nor the value of a hidden element may
-                // enter the sum.
-                O{{s}}_{{pass}}_{{half}} += select(v{{pass}}_{{half}} * w{{s}}, vec4<f32>(), w{{s}} < 0.0f);
-{% endfor %}
-{% endfor %}
-                {{ "}" if guard }}
-{% endfor %}
+{% if many %}
+            var odd = false;
+{{ add_values("finite") }}
+            if (odd) {
+{{ add_values("odd") }}
             }
+{% else %}
+{{ add_values("all") }}
+{% endif %}
         }
     }
-    // The part: l of each slot from all threads, O from all slices.
+    // The part: l of each slot from all threads, O{{ ' from all slices' if not many }}.
     workgroupBarrier();
 {% for s in range(slots) %}
-    weights[{{ s * 64 }}u + thread] = select(UNSEEN, l{{s}}, (seen & {{ 2 ** s }}u) != 0u);
+    weights[{{ s * 64 }}u + thread] = select(UNSEEN, {{ "0.0f" if many else "l" ~ s }}, (seen & {{ 2 ** s }}u) != 0u);
 {% endfor %}
+{% if many %}
+    if (thread < {{ slots * finders }}u) {
+        tops[thread] = l_found;
+    }
+{% endif %}
     workgroupBarrier();
     if (thread < {{slots}}u) {
         var l = 0.0f;
@@ -199,22 +273,31 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                 seen = true;
             }
         }
+{% if many %}
+        for (var i = 0u; i < {{finders}}u; i++) { l += tops[thread * {{finders}}u + i]; }
+{% endif %}
         part_ml[item * {{slots}}u + thread] = vec2<f32>(maxima[thread].x, select(UNSEEN, l, seen));
     }
-{% for s in range(slots) %}
-{% if slices == 1 %}
+{% for s in range(own_slots) %}
+{% if many or slices == 1 %}
+{% if many %}
+    if (slice < {{slices}}u && first_slot + {{s}}u < {{slots}}u) {
+{% endif %}
 {% for pass in range(passes) %}
 {% set guard = if_column(pass) %}
     {{guard}}{{ "{" if guard }}
-{% for half in range(column_chunks) %}
-    part_a[(item * {{slots}}u + {{s}}u) * {{chunks}}u + (column + {{ pass * 64 }}u) * {{column_chunks}}u + {{half}}u] = O{{s}}_{{pass}}_{{half}};
+{% for half in range(unit_chunks) %}
+    part_a[(item * {{slots}}u + {{ slot(s) }}) * {{chunks}}u + (column + {{ pass * 64 }}u) * {{unit_chunks}}u + {{half}}u] = O{{s}}_{{pass}}_{{half}};
 {% endfor %}
     {{ "}" if guard }}
 {% endfor %}
+{% if many %}
+    }
+{% endif %}
 {% else %}
     if (slice < {{slices}}u) {
-{% for half in range(column_chunks) %}
-        sums[slice * {{chunks}}u + column * {{column_chunks}}u + {{half}}u] = O{{s}}_0_{{half}};
+{% for half in range(unit_chunks) %}
+        sums[slice * {{chunks}}u + column * {{unit_chunks}}u + {{half}}u] = O{{s}}_0_{{half}};
 {% endfor %}
     }
     workgroupBarrier();
