@@ -3,7 +3,7 @@
 # registers, size and inner loops, held against tests/vendors/ceilings.toml. The compilers are Mesa's, which Linux users of
 # AMD and Intel run; NVIDIA, Apple and Qualcomm have others of their own, for the same registers.
 #   scripts/check/vendors.sh --smoke  a device of each compiler: some 20 s
-#   scripts/check/vendors.sh          all devices: a minute
+#   scripts/check/vendors.sh          all devices, and every kernel through Microsoft's compiler for DX12: four minutes
 #   scripts/check/vendors.sh --bless  writes the ceilings anew; look at the diff
 #
 # The drivers and the stand-ins for their kernel parts are Debian's (tests/peers/newest_mesa.sh). Its packages have no
@@ -50,10 +50,35 @@ if ! grep -q "RADV NAVI31.*the driver gave up" <<<"$seen" || grep -q panicked <<
     echo "$seen" >&2
     exit 1
 fi
+# The compiler is in the source package of compushady on PyPI, with its headers.
+dx12() {
+    for tool in python3 c++; do
+        command -v "$tool" >/dev/null || cannot "there is no $tool here for DX12"
+    done
+    python3 -m venv -h >/dev/null 2>&1 || cannot "there is no python3-venv here for DX12"
+    local folder=$PWD/target/dxc
+    local backends=$folder/compushady-0.17.5/compushady/backends
+    if [ ! -e "$backends/dxcapi.h" ]; then
+        rm -rf "$folder"
+        python3 -m venv "$folder/python"
+        "$folder/python/bin/pip" --quiet download --no-deps --no-binary compushady --dest "$folder" compushady==0.17.5 ||
+            cannot "Microsoft's compiler cannot be downloaded"
+        tar xzf "$folder/compushady-0.17.5.tar.gz" -C "$folder"
+    fi
+    c++ -O1 -o "$folder/dxc" -I "$backends" tests/vendors/dxc.cpp -ldl
+    rm -rf "$folder/kernels"
+    "$program" hlsl "$folder/kernels"
+    find "$folder/kernels" -name '*.hlsl' -print0 |
+        xargs -0 -n 50 -P "$(nproc)" "$folder/dxc" "$backends/libdxcompiler_x86_64.so.3.7"
+    echo "dx12      $(find "$folder/kernels" -name '*.hlsl' | wc -l) kernels, none refused"
+}
 case ${1:-} in
     --smoke) exec "$program" check "$mesa" --smoke ;;
     --bless) exec "$program" bless "$mesa" ;;
-    '') exec "$program" check "$mesa" ;;
+    '')
+        "$program" check "$mesa"
+        dx12
+        ;;
     *)
         echo "unknown argument $1: there are --smoke and --bless" >&2
         exit 2

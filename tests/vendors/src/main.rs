@@ -15,11 +15,16 @@
 //!   of the device into FOLDER: its intermediate code and its machine code.
 //! - `kyklos-vendors over MESA DEVICE PROGRAM [ARGUMENT...]`: runs another program over a stand-in.
 //!   It can find and open the device; the driver gives up when it is to compute.
+//! - `kyklos-vendors hlsl FOLDER`: writes every kernel as DX12 gets it, but those for matrix units,
+//!   which naga does not write as HLSL.
 //! - `kyklos-vendors device NAME [KERNEL FOLDER]`: the part that runs over a stand-in.
 
+#[path = "../../../shaders/tests/catalogue/mod.rs"]
+mod catalogue;
 mod compiled;
 mod device;
 mod devices;
+mod hlsl;
 mod isa;
 mod kernels;
 mod spirv;
@@ -52,10 +57,11 @@ fn main() -> ExitCode {
             eprint!("{errors}");
             Ok(())
         }),
+        ["hlsl", folder] => hlsl::write(Path::new(folder)),
         ["device", name, ref rest @ ..] => kernels::measure(name, rest),
         _ => Err(
-            "say check MESA [--smoke | DEVICE...], bless MESA [DEVICE...], show MESA DEVICE KERNEL FOLDER or \
-             over MESA DEVICE PROGRAM [ARGUMENT...]"
+            "say check MESA [--smoke | DEVICE...], bless MESA [DEVICE...], show MESA DEVICE KERNEL FOLDER, \
+             over MESA DEVICE PROGRAM [ARGUMENT...] or hlsl FOLDER"
                 .to_owned(),
         ),
     };
