@@ -3,7 +3,7 @@
 # into target/newest-mesa (once; remove that folder for a newer version). It has what Debian 12's own driver lacks:
 # matrices of 8x8x8 from f16 to f32, and subgroups without a workaround.
 #   scripts/test-newest-mesa.sh --smoke  the matrix kernel at the smallest head dim: a quarter of a minute on one core
-#   scripts/test-newest-mesa.sh          a selection: some minutes on two cores when nothing is compiled
+#   scripts/test-newest-mesa.sh          a selection, and the suite of all backends for matrices: some minutes on two cores when nothing is compiled
 #   scripts/test-newest-mesa.sh --all    every test: some more minutes
 #
 # This driver's compiler is slow, and all but seconds of this script are compilation (the driver keeps what it compiled in
@@ -64,13 +64,15 @@ export KYKLOS_REQUIRE_GPU=1 KYKLOS_REQUIRE_KERNELS=portable,subgroup-broadcast-8
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=$PWD/$folder/run
 
 # As scripts/test.sh builds them: nothing is compiled twice.
-tests=(cargo test --release --workspace --all-features --test wgpu_backend)
-run() { "${tests[@]}" -- "$@"; }
-"${tests[@]}" --no-run
+tests=(cargo test --release --workspace --all-features --test)
+run() { "${tests[@]}" wgpu_backend -- "$@"; }
+suite() { "${tests[@]}" backends -- cooperative; }
+"${tests[@]}" wgpu_backend --test backends --no-run
 
 case $amount in
     --all)
         run
+        suite
         exit
         ;;
     --smoke)
@@ -90,5 +92,6 @@ failed=0
 KYKLOS_TEST_MOST_HEAD_DIM=64 run --skip portable:: --skip cooperative:: --skip large_heads || failed=1
 KYKLOS_TEST_MOST_HEAD_DIM=32 run portable:: --skip large_heads || failed=1
 wait "$cooperative" || failed=1
+suite || failed=1
 cat "$log"
 exit "$failed"

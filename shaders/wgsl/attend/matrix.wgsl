@@ -19,15 +19,15 @@
 // (FlashAttention-4 does the same to save multiplications.) 2^8 · 2048 keys is far below the largest
 // values of f16 weights and f32 sums.
 //
-// 0 · NaN is NaN in a matrix unit too. So after the first partial tile with a value that is not
-// finite, P V of partial tiles is computed element by element.
+// 0 · NaN is NaN in a matrix unit too. So in partial tiles values that are not finite are zero in workgroup memory, and if
+// there were some, they are added element by element to the rows that see them. No sum changes its order by that.
 {% include "parts/logits.wgsl" %}
-// Element d of the row at unit `at`.
-fn load_q(at: u32, d: u32) -> f16 {
-    let unit = q[at + (d >> 3u)];
+// Element d of a row, in whose unit it is.
+fn element(unit: vec4<u32>, d: u32) -> f32 {
     let pair = unpack2x16float(unit[(d >> 1u) & 3u]);
-    return f16(select(pair.x, pair.y, (d & 1u) == 1u));
+    return select(pair.x, pair.y, (d & 1u) == 1u);
 }
+fn q_element(at: u32, d: u32) -> f16 { return f16(element(q[at + (d >> 3u)], d)); }
 
 var<workgroup> tile_k: array<f16, {{ Bc * k_stride }}>;
 var<workgroup> tile_v: array<f16, {{ chunks * 4 * v_stride }}>;
@@ -56,11 +56,13 @@ var<workgroup> sharers_here: u32;
                     scores[own_square + e] *= row_factors[r].x;
 {% else %}
                     let of_row = spans + 2u * min(tile * {{Br}}u + r, params.rows - 1u);
-                    let v_at = ({{ number(i, fragments) }} * {{size}}u + e % {{size}}u) * {{v_stride}}u;
-                    for (var j = 0u; j < {{Bc}}u; j++) {
-                        let position = positions[params.keys_at + min(key + j, end - 1u)];
-                        if (positions[of_row] <= position && position < positions[of_row + 1u] && key + j < end) {
-                            scores[own_square + e] += f32(weights[r * {{weight_stride}}u + j]) * f32(tile_v[v_at + j]);
+                    let d = {{ number(i, fragments) }} * {{size}}u + e % {{size}}u;
+                    for (var j = 0u; j < {{Bc}}u && key + j < end; j++) {
+                        let position = positions[params.keys_at + key + j];
+                        let sees = positions[of_row] <= position && position < positions[of_row + 1u];
+                        let value = element(v[v_base + (key + j) * params.v_row + (d >> 3u)], d);
+                        if (sees && (bitcast<u32>(value) & 0x7f800000u) == 0x7f800000u) {
+                            scores[own_square + e] += f32(weights[r * {{weight_stride}}u + j]) * value;
                         }
                     }
 {% endif %}
@@ -121,10 +123,20 @@ var<workgroup> sharers_here: u32;
                 let k_at = j * {{k_stride}}u + 8u * u;
                 let v_at = 8u * u * {{v_stride}}u + j;
 {% for x in ["k", "v"] %}
-{% if tested %}
-                let {{x}}_unit = select(vec4<u32>(), {{x}}[{{x}}_base + min(key + j, end - 1u) * params.{{x}}_row + u], key + j < end);
-{% else %}
+{% if not tested %}
                 let {{x}}_unit = {{x}}[{{x}}_base + (key + j) * params.{{x}}_row + u];
+{% else %}
+                let {{x}}_read = select(vec4<u32>(), {{x}}[{{x}}_base + min(key + j, end - 1u) * params.{{x}}_row + u], key + j < end);
+{% if x == "k" %}
+                let k_unit = k_read;
+{% else %}
+                let low = (v_read & vec4<u32>(0x7c00u)) == vec4<u32>(0x7c00u);
+                let high = (v_read & vec4<u32>(0x7c000000u)) == vec4<u32>(0x7c000000u);
+                if (any(low) || any(high)) {
+                    atomicStore(&not_finite, 1u);
+                }
+                let v_unit = v_read & ~(select(vec4<u32>(), vec4<u32>(0xffffu), low) | select(vec4<u32>(), vec4<u32>(0xffff0000u), high));
+{% endif %}
 {% endif %}
 {% for word in ["x", "y", "z", "w"] %}
                 let {{x}}_{{word}} = unpack2x16float({{x}}_unit.{{word}});
@@ -133,13 +145,6 @@ var<workgroup> sharers_here: u32;
                 tile_{{x}}[{{x}}_at + {{ (2 * loop.index0 + 1) * step }}u] = f16({{x}}_{{word}}.y);
 {% endfor %}
 {% endfor %}
-{% if tested %}
-                let low = (v_unit & vec4<u32>(0x7c00u)) == vec4<u32>(0x7c00u);
-                let high = (v_unit & vec4<u32>(0x7c000000u)) == vec4<u32>(0x7c000000u);
-                if (any(low) || any(high)) {
-                    atomicStore(&not_finite, 1u);
-                }
-{% endif %}
             }
             workgroupBarrier();
 {% for sharers in sharings %}
@@ -195,16 +200,11 @@ var<workgroup> sharers_here: u32;
                 workgroupBarrier();
 {{ through_memory("rescale") }}
             }
+{{ accumulate() }}
 {% if tested %}
-            let exact = atomicLoad(&not_finite) != 0u;
-            if (exact) {
+            if (atomicLoad(&not_finite) != 0u) {
 {{ through_memory("add elements") }}
             }
-            if (!exact) {
-{{ accumulate() }}
-            }
-{% else %}
-{{ accumulate() }}
 {% endif %}
         }
 {% endmacro %}
@@ -256,7 +256,7 @@ fn main(
     workgroupBarrier();
 {% for e in range(size // parts) %}
     weights[weight_at + part * {{ size // parts }}u + {{e}}u] =
-        load_q(q_at, {{ f * size }}u + part * {{ size // parts }}u + {{e}}u);
+        q_element(q_at, {{ f * size }}u + part * {{ size // parts }}u + {{e}}u);
 {% endfor %}
     workgroupBarrier();
     let q{{f}} = coopLoadT<{{mat}}<f16, A>>(&weights[own_weights], {{weight_stride}}u);
