@@ -7,7 +7,7 @@ use minijinja::value::Value;
 use crate::attend::portable::SIDE;
 use crate::kernel::{Access, EMPTY_M, Kernel, MAX_HEAD_DIM};
 use crate::templates::render;
-use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Matrices, Tile};
+use crate::variant::{AttendKernel, AttendVariant, DecodeKernel, DecodeVariant, Tile};
 use crate::{BackwardKernel, BackwardVariant, BiasInput, Storage, Sums, attend, backward, decode};
 
 /// Threads that share one (batch, row, head) triple, each taking every 8th chunk of it.
@@ -271,9 +271,9 @@ impl AttendKernel {
             AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 Tile { q_rows: subgroup_size * rows_per_lane, kv_cols: attend::subgroup::KV_COLS }
             }
-            AttendVariant::Cooperative(Matrices { size, subgroups, .. }) => Tile {
-                q_rows: attend::matrix::q_rows(self.head_dim, size, subgroups),
-                kv_cols: attend::matrix::kv_cols(self.head_dim, size),
+            AttendVariant::Cooperative(matrices) => Tile {
+                q_rows: attend::matrix::q_rows(self.head_dim, matrices),
+                kv_cols: attend::matrix::kv_cols(self.head_dim, matrices.size),
             },
         }
     }

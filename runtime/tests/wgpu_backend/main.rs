@@ -90,7 +90,7 @@ fn main() -> ExitCode {
         })
     }));
     // The subgroups of Mesa's software driver as all and as half of those that a variant is for.
-    for name in ["8x8-8x2", "8x8-4-8x1", "8x8-4-8x2", "8x8-8-16x1", "8x8-8-16x2"] {
+    for name in ["8x8-8x2", "8x8-8x4", "8x8-4-8x1", "8x8-4-8x2", "8x8-8-16x1", "8x8-8-16x2"] {
         let variant = format!("cooperative-{name}").parse().expect("the name of a variant");
         if open(KernelChoice::Exactly(variant), None).is_ok() {
             trials.push(Trial::test(format!("cooperative-{name}::shares_rows"), move || {

@@ -12,21 +12,29 @@ pub(crate) const fn kv_cols(head_dim: u32, size: u32) -> u32 {
 }
 
 /// Query rows of a workgroup.
-pub(crate) const fn q_rows(head_dim: u32, size: u32, subgroups: u32) -> u32 {
-    size * subgroups / sharers(head_dim, subgroups)
+pub(crate) const fn q_rows(head_dim: u32, matrices: Matrices) -> u32 {
+    matrices.size * matrices.subgroups / sharers(head_dim, matrices)
 }
 
-/// Subgroups, at their most lanes, that compute the same rows: two for large heads, so that the
-/// registers of each hold half of O.
-const fn sharers(head_dim: u32, subgroups: u32) -> u32 {
-    if head_dim > 128 && subgroups.is_multiple_of(2) { 2 } else { 1 }
+/// Subgroups, at their most lanes, that compute the same rows, so that each holds a part of O only.
+/// Two read no more than one, and leave registers for twice as many subgroups. Four compute a part
+/// of S twice: only where half of O takes 64 registers of a lane and more.
+const fn sharers(head_dim: u32, matrices: Matrices) -> u32 {
+    let Matrices { size, subgroup_size, subgroups, .. } = matrices;
+    if size * head_dim / subgroup_size >= 128 && subgroups.is_multiple_of(4) {
+        4
+    } else if subgroups.is_multiple_of(2) {
+        2
+    } else {
+        1
+    }
 }
 
 /// Bytes of workgroup memory.
 pub(crate) const fn workgroup_bytes(kernel: AttendKernel, matrices: Matrices) -> u32 {
     let head_dim = kernel.head_dim;
     let keys = kv_cols(head_dim, matrices.size);
-    let rows = q_rows(head_dim, matrices.size, matrices.subgroups);
+    let rows = q_rows(head_dim, matrices);
     let halves = keys * k_stride(head_dim) + head_dim * v_stride(keys) + rows * weight_stride(keys);
     // Scores, two factors for each row, flags for all.
     let flags = if matrices.halves { 3 } else { 2 };
@@ -35,8 +43,8 @@ pub(crate) const fn workgroup_bytes(kernel: AttendKernel, matrices: Matrices) ->
 
 /// Words of the scores, through which every subgroup also passes its matrices of O, one at a time.
 const fn score_words(head_dim: u32, matrices: Matrices) -> u32 {
-    let Matrices { size, subgroups, .. } = matrices;
-    let scores = q_rows(head_dim, size, subgroups) * score_stride(kv_cols(head_dim, size));
+    let size = matrices.size;
+    let scores = q_rows(head_dim, matrices) * score_stride(kv_cols(head_dim, size));
     let squares = matrices.most_subgroups() * size * size;
     if scores > squares { scores } else { squares }
 }
@@ -63,9 +71,9 @@ const fn score_stride(keys: u32) -> u32 {
 pub(crate) fn values(kernel: AttendKernel, matrices: Matrices) -> Value {
     let (head_dim, Matrices { size, subgroup_size, halves, subgroups }) = (kernel.head_dim, matrices);
     let keys = kv_cols(head_dim, size);
-    let share = sharers(head_dim, subgroups);
+    let share = sharers(head_dim, matrices);
     let most_sharers = if halves { 2 * share } else { share };
-    let rows = q_rows(head_dim, size, subgroups);
+    let rows = q_rows(head_dim, matrices);
     let parts = subgroup_size * subgroups / rows;
     let distances: Vec<u32> = std::iter::successors(Some(1), |distance| Some(2 * distance))
         .take_while(|one| *one < parts)

@@ -9,14 +9,14 @@ use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 
 const HEAD_DIMS: [u32; 11] = [8, 32, 64, 72, 80, 96, 128, 192, 256, 264, MAX_HEAD_DIM];
 
-/// Those of software Vulkan, Apple, NVIDIA and AMD, and of a test of half subgroups on software
-/// Vulkan.
-const MATRICES: [Matrices; 5] = [
+/// Those of software Vulkan, Apple, NVIDIA and AMD, and of tests on software Vulkan.
+const MATRICES: [Matrices; 6] = [
     Matrices { size: 8, subgroup_size: 8, halves: false, subgroups: 1 },
-    Matrices { size: 8, subgroup_size: 32, halves: false, subgroups: 4 },
-    Matrices { size: 16, subgroup_size: 32, halves: false, subgroups: 4 },
-    Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 2 },
+    Matrices { size: 8, subgroup_size: 32, halves: false, subgroups: 8 },
+    Matrices { size: 16, subgroup_size: 32, halves: false, subgroups: 8 },
+    Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 4 },
     Matrices { size: 8, subgroup_size: 16, halves: true, subgroups: 2 },
+    Matrices { size: 8, subgroup_size: 8, halves: false, subgroups: 4 },
 ];
 
 /// Softcap, and the tensor that is read for each pair. The kind of tensor alternates with the head

@@ -39,9 +39,9 @@ impl MatrixUnits {
             })
         };
         let most_threads = limits.max_compute_invocations_per_workgroup;
-        // Several subgroups share a staged tile: 128 threads. On a software driver the barriers between
+        // Several subgroups share a staged tile: 256 threads. On a software driver the barriers between
         // them cost more than that saves.
-        let subgroups = if software { 1 } else { (most_threads.min(128) / most).max(1) };
+        let subgroups = if software { 1 } else { (most_threads.min(256) / most).max(1) };
         let built_in = [16, 8].into_iter().find_map(|size| {
             let matrices = Matrices { size, subgroup_size: most, halves: least < most, subgroups };
             (has(size) && AttendVariant::cooperative(matrices, Storage::F16, 64).is_some())
@@ -81,7 +81,7 @@ impl MatrixUnits {
     }
 
     pub(super) fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {
-        let matrices = [1, 2, 4].map(|subgroups| Matrices { subgroups, ..self.built_in });
+        let matrices = [1, 2, 4, 8].map(|subgroups| Matrices { subgroups, ..self.built_in });
         let run = matrices.into_iter().filter(|matrices| self.run(*matrices));
         run.filter_map(|matrices| self.variant(matrices, storage, head_dim)).collect()
     }
