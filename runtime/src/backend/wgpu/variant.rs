@@ -237,7 +237,7 @@ impl Variants {
     }
 
     /// The built-in kernels for these tensors, without softcap and bias.
-    #[cfg(not(target_arch = "wasm32"))]
+    #[cfg_attr(target_arch = "wasm32", expect(dead_code, reason = "no browser lists kernels"))]
     pub(super) fn kernels(self, storage: Storage, head_dim: u32) -> Vec<Kernel> {
         let (softcap, bias) = (false, BiasInput::None);
         let variant = self.built_in(storage, head_dim);
