@@ -57,7 +57,7 @@ fi
 # A cache of its own: neither driver reads what the other compiled.
 export MESA_SHADER_CACHE_DIR=$PWD/target/newest-mesa-shaders
 mkdir -p "$MESA_SHADER_CACHE_DIR"
-export GALLIVM_PERF=nopt
+export GALLIVM_PERF=${GALLIVM_PERF:-nopt}
 # The only width at which matrices work; on some processors the driver's default is 512.
 export LP_NATIVE_VECTOR_WIDTH=256
 export KYKLOS_REQUIRE_GPU=1 KYKLOS_REQUIRE_KERNELS=portable,subgroup-broadcast-8,cooperative-8x8
