@@ -68,9 +68,15 @@ dx12() {
     c++ -O1 -o "$folder/dxc" -I "$backends" tests/vendors/dxc.cpp -ldl
     rm -rf "$folder/kernels"
     "$program" hlsl "$folder/kernels"
+    local count
+    count=$(find "$folder/kernels" -name '*.hlsl' | wc -l)
+    [ "$count" -gt 0 ] || {
+        echo "no kernel was written for DX12" >&2
+        exit 1
+    }
     find "$folder/kernels" -name '*.hlsl' -print0 |
         xargs -0 -n 50 -P "$(nproc)" "$folder/dxc" "$backends/libdxcompiler_x86_64.so.3.7"
-    echo "dx12      $(find "$folder/kernels" -name '*.hlsl' | wc -l) kernels, none refused"
+    echo "dx12      $count kernels, none refused"
 }
 case ${1:-} in
     --smoke) exec "$program" check "$mesa" --smoke ;;

@@ -133,19 +133,6 @@ impl AttendVariant {
             .map(move |rows_per_lane| Self::SubgroupBroadcast { subgroup_size, rows_per_lane })
     }
 
-    /// The variant with these matrices, where it can be made for these tensors.
-    pub const fn cooperative(matrices: Matrices, storage: Storage, head_dim: u32) -> Option<Self> {
-        let Matrices { size, subgroup_size, subgroups, .. } = matrices;
-        let made = matches!(storage, Storage::F16)
-            && head_dim <= MAX_COOPERATIVE_HEAD_DIM
-            && (size == 8 || size == 16)
-            && head_dim.is_multiple_of(size)
-            && subgroup_size.is_multiple_of(size)
-            && subgroup_size <= size * size
-            && subgroups > 0;
-        if made { Some(Self::Cooperative(matrices)) } else { None }
-    }
-
     /// Name for reports and files; [`FromStr`] reads it.
     pub fn name(self) -> String {
         match self {
@@ -201,9 +188,6 @@ impl FromStr for AttendVariant {
 /// Query rows of a lane times elements of a head beyond which the broadcast variant's text takes
 /// long to compile.
 const MOST_UNROLLED: u32 = 384;
-
-/// Largest head dim for which the matrix variant is made.
-pub(crate) const MAX_COOPERATIVE_HEAD_DIM: u32 = 256;
 
 /// A text that is not the name of an attention variant.
 #[derive(Clone, Debug, PartialEq, Eq)]

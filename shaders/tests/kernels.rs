@@ -323,6 +323,17 @@ fn pinned_texts_have_not_changed() {
 }
 
 #[test]
+fn matrices_with_more_lanes_than_a_row_has_parts_are_not_made() {
+    let made = |size, subgroup_size, subgroups, head_dim| {
+        let matrices = Matrices { size, subgroup_size, halves: false, subgroups };
+        AttendVariant::cooperative(matrices, Storage::F16, head_dim).is_some()
+    };
+    assert!(made(8, 32, 8, 64) && made(16, 64, 4, 256) && made(8, 64, 1, 64));
+    assert!(!made(8, 64, 4, 64), "16 lanes for 8 columns");
+    assert!(!made(16, 256, 2, 64) && !made(8, 4, 2, 64) && !made(8, 8, 0, 64) && !made(16, 32, 8, 72));
+}
+
+#[test]
 fn names_of_attention_variants_are_read_again_and_others_refused() {
     for kernel in every_kernel() {
         if let Kernel::Attend(kernel) = kernel {

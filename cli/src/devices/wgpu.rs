@@ -48,9 +48,7 @@ impl BackendEntry for Wgpu {
         let exactly = matches!(kernel, KernelChoice::Exactly(_));
         let tuned = if exactly { None } else { tuned::for_runs()? };
         let mut options = WgpuOptions { kernel, tuned, ..WgpuOptions::default() };
-        if switches::TUNE.is_off()? {
-            options.cache = None;
-        }
+        options.compare = !switches::TUNE.is_off()?;
         Ok(WgpuBackend::with_options(index, &options)?.into())
     }
 }

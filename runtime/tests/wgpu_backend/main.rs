@@ -181,7 +181,7 @@ fn kernels() -> (Vec<(&'static str, KernelChoice)>, Vec<String>) {
 }
 
 fn open(kernel: KernelChoice, max_binding_bytes: Option<u64>) -> Result<WgpuBackend, Failed> {
-    let options = WgpuOptions { kernel, max_binding_bytes, ..WgpuOptions::default() };
+    let options = WgpuOptions { kernel, max_binding_bytes, cache: None, ..WgpuOptions::default() };
     WgpuBackend::with_options(0, &options).map_err(|error| Failed::from(error.to_string()))
 }
 

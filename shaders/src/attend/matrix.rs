@@ -3,7 +3,26 @@
 use minijinja::context;
 use minijinja::value::Value;
 
-use crate::variant::{AttendKernel, Matrices};
+use crate::Storage;
+use crate::variant::{AttendKernel, AttendVariant, Matrices};
+
+/// Largest head dim for which the matrix variant is made.
+const MAX_COOPERATIVE_HEAD_DIM: u32 = 256;
+
+impl AttendVariant {
+    /// The variant with these matrices, where it can be made for these tensors.
+    pub const fn cooperative(matrices: Matrices, storage: Storage, head_dim: u32) -> Option<Self> {
+        let Matrices { size, subgroup_size, subgroups, .. } = matrices;
+        let made = matches!(storage, Storage::F16)
+            && head_dim <= MAX_COOPERATIVE_HEAD_DIM
+            && (size == 8 || size == 16)
+            && head_dim.is_multiple_of(size)
+            && subgroup_size > 0
+            && subgroups > 0
+            && fits(head_dim, matrices);
+        if made { Some(Self::Cooperative(matrices)) } else { None }
+    }
+}
 
 /// Keys of a tile: fewer for large heads, so that both tiles and the scratch fit the memory of the
 /// devices that have matrices of this size, but at least two matrices, for two subgroups to share.
@@ -28,6 +47,23 @@ const fn sharers(head_dim: u32, matrices: Matrices) -> u32 {
     } else {
         1
     }
+}
+
+/// Neighbouring lanes that share a row of the scores.
+const fn parts(head_dim: u32, matrices: Matrices) -> u32 {
+    matrices.subgroup_size * sharers(head_dim, matrices) / matrices.size
+}
+
+/// Whether the lanes of a subgroup, also if it has half of them, have whole rows of the scores, and
+/// each lane a part of the columns and of a matrix.
+const fn fits(head_dim: u32, matrices: Matrices) -> bool {
+    let Matrices { size, subgroup_size, halves, .. } = matrices;
+    let parts = parts(head_dim, matrices);
+    let fewest_lanes = if halves { subgroup_size / 2 } else { subgroup_size };
+    subgroup_size.is_multiple_of(size)
+        && parts <= size
+        && parts <= kv_cols(head_dim, size)
+        && parts <= fewest_lanes
 }
 
 /// Bytes of workgroup memory.
@@ -74,7 +110,7 @@ pub(crate) fn values(kernel: AttendKernel, matrices: Matrices) -> Value {
     let share = sharers(head_dim, matrices);
     let most_sharers = if halves { 2 * share } else { share };
     let rows = q_rows(head_dim, matrices);
-    let parts = subgroup_size * subgroups / rows;
+    let parts = parts(head_dim, matrices);
     let distances: Vec<u32> = std::iter::successors(Some(1), |distance| Some(2 * distance))
         .take_while(|one| *one < parts)
         .collect();

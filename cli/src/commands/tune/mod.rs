@@ -94,8 +94,8 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
     }
 }
 
-/// Keeps the winners; a built-in choice is not written. A file that cannot be used is a note, not a
-/// failure.
+/// Keeps the winners; a built-in choice is not written where runs take it anyway. A file that
+/// cannot be used is a note, not a failure.
 fn keep(args: &TuneArgs, cases: &[Case], report: &Report) -> Option<PathBuf> {
     if args.dry_run {
         return None;
@@ -111,7 +111,7 @@ fn keep(args: &TuneArgs, cases: &[Case], report: &Report) -> Option<PathBuf> {
     });
     for (case, measured) in cases.iter().zip(&report.cases) {
         match measured.chosen() {
-            Some(variant) if measured.displaces() => {
+            Some(variant) if measured.is_needed() => {
                 table.set(TuningEntry { key: case.key.clone(), variant })
             }
             Some(_) => table.forget(&case.key),

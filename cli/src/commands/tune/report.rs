@@ -42,6 +42,10 @@ pub(super) struct CaseReport {
     winner: Option<String>,
     #[serde(skip)]
     chosen: Option<(usize, AttendVariant)>,
+    /// Whether there are kernels for matrix units among the candidates, and the built-in one is
+    /// another.
+    #[serde(skip)]
+    compared: bool,
 }
 
 /// One variant.
@@ -126,6 +130,8 @@ impl CaseReport {
             measured.candidates.iter().map(|candidate| candidate.outcome.clone()).collect();
         let Choice { winner, why } = choose(&outcomes);
         let chosen = winner.map(|index| (index, measured.candidates[index].variant));
+        let is_matrix =
+            |index: usize| matches!(measured.candidates[index].variant, AttendVariant::Cooperative(_));
         let candidates = measured.candidates.iter().zip(why).map(|(candidate, why)| {
             let times = match &candidate.outcome {
                 Outcome::Right(times) => &times[..],
@@ -152,6 +158,7 @@ impl CaseReport {
             candidates: candidates.collect(),
             winner: chosen.map(|(_, variant)| variant.name()),
             chosen,
+            compared: is_matrix(0) != (0..measured.candidates.len()).any(is_matrix),
         }
     }
 
@@ -161,8 +168,14 @@ impl CaseReport {
     }
 
     /// Whether the winner differs from the built-in choice.
-    pub(super) fn displaces(&self) -> bool {
+    fn displaces(&self) -> bool {
         self.chosen.is_some_and(|(index, _)| index > 0)
+    }
+
+    /// Whether a run without this choice may use another kernel: also where the device would
+    /// compare the built-in one with that for matrix units.
+    pub(super) fn is_needed(&self) -> bool {
+        self.displaces() || self.compared
     }
 
     /// Number of candidates with wrong results.

@@ -116,17 +116,17 @@ impl WgpuBackend {
     fn chosen(&self, dtype: Dtype, head_dim: u32, shape: StateShape) -> (AttendVariant, bool) {
         match self.tuned.get(dtype, head_dim, shape) {
             Some(variant) => (variant, true),
-            None => (self.faster(storage(dtype), head_dim), false),
+            None => (self.faster(storage(dtype), head_dim, shape), false),
         }
     }
 
-    /// The built-in choice, or what a comparison on the device says, where its kernels are
-    /// compared.
+    /// The built-in choice, or what a comparison on the device says, where its kernels are compared
+    /// and the call is not a small one.
     #[cfg(not(target_arch = "wasm32"))]
-    fn faster(&self, storage: Storage, head_dim: u32) -> AttendVariant {
+    fn faster(&self, storage: Storage, head_dim: u32, shape: StateShape) -> AttendVariant {
         let built_in = self.variants.built_in(storage, head_dim);
         match (&self.prober, self.variants.compared(storage, head_dim)) {
-            (Some(prober), Some(matrices)) => {
+            (Some(prober), Some(matrices)) if ShapeBucket::of(shape) >= Some(LEAST_COMPARED) => {
                 prober.faster(&self.key, Candidates { portable: built_in, matrices, head_dim })
             }
             _ => built_in,
@@ -134,7 +134,7 @@ impl WgpuBackend {
     }
 
     #[cfg(target_arch = "wasm32")]
-    fn faster(&self, storage: Storage, head_dim: u32) -> AttendVariant {
+    fn faster(&self, storage: Storage, head_dim: u32, _: StateShape) -> AttendVariant {
         self.variants.built_in(storage, head_dim)
     }
 
@@ -180,9 +180,11 @@ impl WgpuBackend {
         softcap: bool,
         bias: BiasInput,
     ) -> AttendKernel {
+        let built_in = || self.variants.built_in(storage(dtype), head_dim);
         let chosen = match shape {
+            Some(shape) if bias.any() => self.tuned.get(dtype, head_dim, shape).unwrap_or_else(built_in),
             Some(shape) => self.chosen(dtype, head_dim, shape).0,
-            None => self.variants.built_in(storage(dtype), head_dim),
+            None => built_in(),
         };
         let variant = match chosen {
             // The matrix variant reads no mask or bias tensor.
@@ -192,3 +194,8 @@ impl WgpuBackend {
         AttendKernel { variant, storage: storage(dtype), head_dim, softcap, bias }
     }
 }
+
+/// Calls with fewer rows, counted over heads and batch, are not worth the wait for a comparison:
+/// 1024.
+#[cfg(not(target_arch = "wasm32"))]
+const LEAST_COMPARED: ShapeBucket = ShapeBucket { row_heads_log4: 5 };

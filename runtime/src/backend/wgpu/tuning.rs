@@ -74,7 +74,7 @@ pub struct AdapterKey {
 /// against the number of workgroups, so the best choice depends on the number of rows, up to the
 /// number that fills any device. The number of keys and the mask change the time of all variants
 /// alike, so neither is part of a bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ShapeBucket {
     /// floor(log4(query rows x heads x batch)), at most 8: 65536 and more are one bucket.
     pub row_heads_log4: u32,

@@ -118,8 +118,8 @@ impl Variants {
                         info.subgroup_min_size,
                         info.subgroup_max_size
                     ),
-                    "it needs 8x8x8 or 16x16x16 matrices of f16 that sum in f32, and subgroups of one size; use the \
-                     portable kernel",
+                    "it needs 8x8x8 or 16x16x16 matrices of f16 that sum in f32, and subgroups of one size or of two, one \
+                     twice the other; use the portable kernel",
                 )
             })?),
             KernelChoice::Exactly(variant) => {
@@ -275,7 +275,7 @@ impl Variants {
         match self.family {
             // SAFETY: the only condition is that the caller accepts possible bugs in wgpu's support for these
             // features. They are used only if the caller asked for the cooperative kernel by
-            // name, or after it gave the portable kernel's results on a device of its own.
+            // name, or if it gave right results on such a device, in a comparison or in a tuner's check.
             Family::Cooperative(_) | Family::Faster(_) => unsafe { wgpu::ExperimentalFeatures::enabled() },
             Family::Portable | Family::Broadcast(_) => wgpu::ExperimentalFeatures::disabled(),
         }

@@ -47,6 +47,9 @@ pub struct WgpuOptions {
     /// [`cache_folder`](crate::machine::cache_folder). `None`: each process measures again.
     #[cfg(not(target_arch = "wasm32"))]
     pub cache: Option<PathBuf>,
+    /// Whether [`KernelChoice::Auto`] may compare kernels on the device; otherwise it takes those
+    /// that it takes without matrix units. True by default.
+    pub compare: bool,
     /// Whether to record times of compute passes by the device's own clock, where it has one; see
     /// [`WgpuBackend::device_seconds`].
     pub timestamps: bool,
@@ -61,6 +64,7 @@ impl Default for WgpuOptions {
             tuned: None,
             #[cfg(not(target_arch = "wasm32"))]
             cache: crate::machine::cache_folder(),
+            compare: true,
             timestamps: false,
         }
     }
@@ -79,8 +83,9 @@ impl WgpuBackend {
     }
 
     /// The kernels that a device of [`Self::enumerate`] uses for these tensors when nothing was
-    /// measured on it: attention, decoding of one row and of as many rows and heads as a
-    /// workgroup takes, and gradients; without softcap and bias. The device is not opened.
+    /// measured on it: attention (two where a comparison on the device will decide), decoding of
+    /// one row and of as many rows and heads as a workgroup takes, and gradients; without
+    /// softcap and bias. The device is not opened.
     ///
     /// # Errors
     /// [`Error::Request`] when there is no such device, or no kernels for heads of `head_dim`
@@ -147,10 +152,15 @@ impl WgpuBackend {
     /// As [`Self::with_options`].
     pub async fn open(adapter: &wgpu::Adapter, options: &WgpuOptions) -> Result<Self> {
         let variants = Variants::chosen(adapter, options.kernel)?;
-        match (Self::open_for(adapter, options, variants).await, variants.plainer()) {
-            (Err(_), Some(plainer)) => Self::open_for(adapter, options, plainer).await,
-            (opened, _) => opened,
+        let Some(plainer) = variants.plainer() else {
+            return Self::open_for(adapter, options, variants).await;
+        };
+        if options.compare
+            && let Ok(opened) = Self::open_for(adapter, options, variants).await
+        {
+            return Ok(opened);
         }
+        Self::open_for(adapter, options, plainer).await
     }
 
     async fn open_for(adapter: &wgpu::Adapter, options: &WgpuOptions, variants: Variants) -> Result<Self> {
@@ -197,7 +207,13 @@ impl WgpuBackend {
             key,
             tuned,
             #[cfg(not(target_arch = "wasm32"))]
-            prober: Some(Prober::new(adapter, compare, options.cache.clone())),
+            prober: Some(Prober::new(
+                {
+                    let adapter = adapter.clone();
+                    move |candidates| compare(&adapter, candidates)
+                },
+                options.cache.clone(),
+            )),
         })
     }
 
