@@ -29,7 +29,9 @@
 {% endif %}
 //   tops     the maxima that the finders found
 //   maxima   m of each slot, and by what its sums shrink
+{% if slices > 1 and not many %}
 //   sums     O of the slices
+{% endif %}
 {% include "parts/logits.wgsl" %}
 {% include "decode/unseen.wgsl" %}
 {% if many %}

@@ -134,18 +134,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
-    use kyklos_shaders::{Matrices, Vendor};
-
+    use super::super::tests::{candidates, key};
     use super::*;
-
-    fn candidates() -> Candidates {
-        let matrices = Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 2 };
-        Candidates {
-            portable: AttendVariant::portable(Vendor::Amd, 64),
-            matrices: AttendVariant::Cooperative(matrices),
-            head_dim: 64,
-        }
-    }
 
     fn probe(portable_s: f64, matrices_s: f64, difference: f64) -> Kept {
         Kept { begun: 1, result: Some((&Probe { portable_s, matrices_s, difference }).into()) }
@@ -187,17 +177,11 @@ mod tests {
 
     #[test]
     fn another_driver_device_or_head_dim_has_another_file() {
-        let key = AdapterKey {
-            name: "a".to_owned(),
-            vendor: 1,
-            device: 23,
-            backend: "vulkan".to_owned(),
-            driver: "d".to_owned(),
-            driver_info: "1.0".to_owned(),
-        };
+        let key = key();
         let one = name(&key, candidates());
         assert_eq!(one, name(&key.clone(), candidates()));
         assert_ne!(one, name(&AdapterKey { driver_info: "1.1".to_owned(), ..key.clone() }, candidates()));
+        // The same digits.
         assert_ne!(one, name(&AdapterKey { vendor: 12, device: 3, ..key.clone() }, candidates()));
         assert_ne!(one, name(&key, Candidates { head_dim: 128, ..candidates() }));
     }

@@ -123,18 +123,18 @@ mod tests {
 
     use super::*;
 
-    fn key() -> AdapterKey {
+    pub(super) fn key() -> AdapterKey {
         AdapterKey {
             name: "a".to_owned(),
             vendor: 1,
-            device: 2,
+            device: 23,
             backend: "vulkan".to_owned(),
             driver: "d".to_owned(),
             driver_info: "1.0".to_owned(),
         }
     }
 
-    fn candidates() -> Candidates {
+    pub(super) fn candidates() -> Candidates {
         let matrices = Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 4 };
         Candidates {
             portable: AttendVariant::portable(Vendor::Amd, 64),
