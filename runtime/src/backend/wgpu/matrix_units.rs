@@ -98,10 +98,11 @@ impl MatrixUnits {
 }
 
 /// Fewest and most lanes of a subgroup. wgpu does not ask Metal, which tells only of compiled
-/// kernels, and says 4 to 64; every Apple GPU has 32, and only these have matrices there.
+/// kernels, and says 4 to 64. Every GPU of Apple has 32; those of others in older Macs, for which
+/// wgpu lists matrices too, have as many as it says.
 fn subgroup_sizes(info: &wgpu::AdapterInfo) -> [u32; 2] {
     match info.backend {
-        wgpu::Backend::Metal => [32, 32],
+        wgpu::Backend::Metal if info.name.starts_with("Apple") => [32, 32],
         _ => [info.subgroup_min_size, info.subgroup_max_size],
     }
 }
@@ -109,3 +110,27 @@ fn subgroup_sizes(info: &wgpu::AdapterInfo) -> [u32; 2] {
 pub(super) const MATRIX_FEATURES: wgpu::Features = wgpu::Features::SUBGROUP
     .union(wgpu::Features::SHADER_F16)
     .union(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
+
+#[cfg(test)]
+mod tests {
+    use wgpu::{AdapterInfo, Backend, DeviceType};
+
+    use super::*;
+
+    #[test]
+    fn on_metal_only_gpus_of_apple_have_subgroups_of_a_known_size() {
+        let sizes = |name: &str, backend| {
+            let info = AdapterInfo::new(DeviceType::IntegratedGpu, backend);
+            let (subgroup_min_size, subgroup_max_size) = (4, 64);
+            subgroup_sizes(&AdapterInfo {
+                name: name.to_owned(),
+                subgroup_min_size,
+                subgroup_max_size,
+                ..info
+            })
+        };
+        assert_eq!(sizes("Apple M1", Backend::Metal), [32, 32]);
+        assert_eq!(sizes("AMD Radeon Pro 5500M", Backend::Metal), [4, 64]);
+        assert_eq!(sizes("Apple M1 (G13G A0)", Backend::Vulkan), [4, 64]);
+    }
+}
