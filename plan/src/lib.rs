@@ -21,7 +21,7 @@
 //!
 //! ```text
 //! error remedy dtype named tokens spans parallel lists and words that all use; work on several threads
-//! mask bias wire problem lower                  what is computed, and the arrays that kernels read
+//! mask bias wire problem lower pieces           what is computed, and the arrays that kernels read
 //! mesh placement strategy_list                  which rank holds which tokens; the closed list of strategies
 //! plan                                          the steps of each rank, and their proof
 //! strategy                                      the plans of each strategy, and its facts
@@ -36,6 +36,7 @@ mod mask;
 mod mesh;
 mod named;
 mod parallel;
+mod pieces;
 mod placement;
 pub mod plan;
 mod problem;
@@ -54,6 +55,7 @@ pub use kyklos_rank::{MAX_RANKS, Rank};
 pub use lower::{BlockWork, MaskClass, TileRun, TileShape};
 pub use mask::{Mask, MaskSlice, SlicePart};
 pub use mesh::Mesh;
+pub use pieces::{Piece, PieceKind};
 pub use placement::{Deal, Placement, PlacementKind, Split};
 pub use problem::{AttentionProblem, Results, TILE_KEYS};
 pub use spans::{RowSpan, Spans};
