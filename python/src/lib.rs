@@ -14,7 +14,10 @@ mod plans;
 mod share;
 mod spare;
 mod steps;
+#[cfg(feature = "suite")]
+mod suite;
 mod tensors;
+mod torch_device;
 mod worker;
 
 use pyo3::prelude::*;
@@ -33,6 +36,9 @@ mod _kyklos {
     use crate::plans::plan;
     #[pymodule_export]
     use crate::steps::CachedCalls;
+    #[cfg(feature = "suite")]
+    #[pymodule_export]
+    use crate::suite::{check, claims};
     #[pymodule_export]
     use crate::tensors::outputs::Array;
 }

@@ -129,10 +129,10 @@ pub use tensor::{Element, Tensor};
 pub use kyklos_plan::Error as PlanError;
 pub use kyklos_plan::{
     AttentionProblem, BiasKind, BiasTensor, BlockWork, Deal, Dtype, MAX_RANKS, Mask, MaskClass, MaskSlice,
-    Mesh, Placement, PlacementKind, Rank, Remedy, Results, RowSpan, Run, SlicePart, Spans, Split, Strategy,
-    TILE_KEYS, TOKENS_PER_SCALE, TileRun, TileShape, TokenRuns, WireFormat, deal_tokens, meshes_by_bytes,
-    placed_meshes_by_bytes, plan, plan_backward, plan_backward_placed, plan_forward, plan_placed, plan_rows,
-    simulate,
+    Mesh, Piece, PieceKind, Placement, PlacementKind, Rank, Remedy, Results, RowSpan, Run, SlicePart, Spans,
+    Split, Strategy, TILE_KEYS, TOKENS_PER_SCALE, TileRun, TileShape, TokenRuns, WireFormat, deal_tokens,
+    meshes_by_bytes, placed_meshes_by_bytes, plan, plan_backward, plan_backward_placed, plan_forward,
+    plan_placed, plan_rows, simulate,
 };
 
 #[cfg(feature = "launch")]

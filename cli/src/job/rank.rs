@@ -109,6 +109,9 @@ impl Job {
     fn check(&self, rank: Rank, device: Device) -> Result<Device> {
         let problem = &self.request.problem;
         device.supports(problem.dtype, problem.head_dim as usize)?;
+        if problem.fixed_order {
+            device.supports_fixed_order()?;
+        }
         if self.backward.is_some() {
             device.supports_backward(problem.dtype, problem.head_dim as usize)?;
             if problem.bias_gradient {

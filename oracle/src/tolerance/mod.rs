@@ -147,6 +147,17 @@ impl Limit {
         }
     }
 
+    /// This limit for kernels whose log-sum-exp may have this error beside that of f32 arithmetic.
+    pub fn with_log_sum_exp_error(self, error: f64) -> Self {
+        Self { lse_abs: self.lse_abs + error, ..self }
+    }
+
+    /// This limit for kernels that round the output of each block of keys, by the part `error` of
+    /// its size. Weights of blocks sum to one, so it is no more in the whole output.
+    pub fn with_rounded_blocks(self, error: f64, max_abs_o: f64) -> Self {
+        Self { o_abs: self.o_abs + error * max_abs_o, o_relative: self.o_relative + error, ..self }
+    }
+
     /// The limit of rows without an oracle. `rows` compares them with the f32 result of the same
     /// device. The errors come from rows with an oracle: the error of plain f32 arithmetic
     /// (`naive`) and the error of the device's f32 result (`wide`), which may be wrong itself.

@@ -181,6 +181,22 @@ pub struct Attend<'a, Buffer> {
     pub state: StateMut<'a, Buffer>,
 }
 
+/// Errors of a device's kernels beyond those of f32 arithmetic: of kernels that are not Kyklos'
+/// own.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Accuracy {
+    /// Largest error of a log-sum-exp. States of several blocks are merged by these numbers, so it
+    /// is a relative error of weights too.
+    pub log_sum_exp: f64,
+    /// Largest error of the output of a block before it is merged, relative to the largest element.
+    pub of_blocks: f64,
+}
+
+impl Accuracy {
+    /// Sums, weights and states in f32: the kernels of Kyklos.
+    pub const F32: Self = Self { log_sum_exp: 0.0, of_blocks: 0.0 };
+}
+
 /// Where [`Backend::attend_and_finalize`](super::Backend::attend_and_finalize) writes its results,
 /// and the sinks that enter them: the arguments of [`Backend::finalize`](super::Backend::finalize).
 #[derive(Debug)]

@@ -10,8 +10,8 @@ use futures_util::future::LocalBoxFuture;
 
 use super::erased::AnyBackend;
 use super::{
-    Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout, Results,
-    RowStats, State, StateMut, StateShape,
+    Accuracy, Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, KernelTime, Layout,
+    Results, RowStats, State, StateMut, StateShape,
 };
 use crate::error::Result;
 use kyklos_plan::{AttentionProblem, Dtype, TileShape};
@@ -195,6 +195,14 @@ impl Backend for Device {
 
     fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
         self.0.supports(dtype, head_dim)
+    }
+
+    fn supports_fixed_order(&self) -> Result<()> {
+        self.0.supports_fixed_order()
+    }
+
+    fn accuracy(&self, dtype: Dtype) -> Accuracy {
+        self.0.accuracy(dtype)
     }
 
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {

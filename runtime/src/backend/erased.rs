@@ -7,8 +7,8 @@ use bytes::Bytes;
 use futures_util::future::LocalBoxFuture;
 
 use super::{
-    Attend, AttendBackward, Backend, BiasGradient, BiasInput, Control, DeviceBuffer, DeviceInfo, Elements,
-    Extent, KernelTime, Layout, Operand, Results, RowStats, State, StateMut, StateShape, Threaded,
+    Accuracy, Attend, AttendBackward, Backend, BiasGradient, BiasInput, Control, DeviceBuffer, DeviceInfo,
+    Elements, Extent, KernelTime, Layout, Operand, Results, RowStats, State, StateMut, StateShape, Threaded,
 };
 use crate::error::Result;
 use kyklos_plan::{AttentionProblem, Dtype, TileShape};
@@ -64,6 +64,8 @@ pub(super) trait AnyBackend: Any + Threaded {
     ) -> Result<()>;
     fn supports_backward(&self, dtype: Dtype, head_dim: usize) -> Result<()>;
     fn supports_bias_gradient(&self) -> Result<()>;
+    fn supports_fixed_order(&self) -> Result<()>;
+    fn accuracy(&self, dtype: Dtype) -> Accuracy;
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
     fn row_stats(&self, args: RowStats<'_, DeviceBuffer>) -> Result<()>;
     fn attend_backward<'a>(
@@ -195,6 +197,14 @@ where
 
     fn supports_bias_gradient(&self) -> Result<()> {
         Backend::supports_bias_gradient(self)
+    }
+
+    fn supports_fixed_order(&self) -> Result<()> {
+        Backend::supports_fixed_order(self)
+    }
+
+    fn accuracy(&self, dtype: Dtype) -> Accuracy {
+        Backend::accuracy(self, dtype)
     }
 
     fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {

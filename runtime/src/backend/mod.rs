@@ -50,7 +50,8 @@ mod short_work;
 pub mod wgpu;
 
 pub use arguments::{
-    Attend, BiasInput, Elements, Extent, Layout, Operand, Results, Scales, State, StateMut, StateShape,
+    Accuracy, Attend, BiasInput, Elements, Extent, Layout, Operand, Results, Scales, State, StateMut,
+    StateShape,
 };
 pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};
@@ -82,6 +83,20 @@ pub trait Backend {
     /// [`Error::Request`].
     fn supports(&self, _dtype: Dtype, _head_dim: usize) -> Result<()> {
         Ok(())
+    }
+
+    /// Refuses sums in a fixed order ([`AttentionProblem::fixed_order`]) if the device's kernels
+    /// cannot give them. Called before ranks vote.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    fn supports_fixed_order(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// How far the kernels may be off, beyond f32 arithmetic.
+    fn accuracy(&self, _dtype: Dtype) -> Accuracy {
+        Accuracy::F32
     }
 
     /// Name of the kernel that attends into a state of this shape, for reports.

@@ -57,6 +57,9 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
     pub fn load(&self, Tensors { q, k, v, bias }: Tensors) -> Result<Inputs<B::Buffer>> {
         let problem = &self.set.problem;
         self.backend.supports(problem.dtype, problem.head_dim as usize)?;
+        if problem.fixed_order {
+            self.backend.supports_fixed_order()?;
+        }
         let [own_q, own_kv, own_bias] = [Some(self.plan.q), Some(self.plan.kv), self.plan.bias]
             .map(|id| id.map_or_else(Vec::new, |id| self.tensor_bytes(id)));
         let shared = problem.shared_bias().is_some();

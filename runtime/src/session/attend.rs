@@ -200,6 +200,15 @@ impl Session {
         call.bias_rows.as_ref().map(on_device).transpose()
     }
 
+    /// Refuses a forward pass for which the device has no kernels.
+    pub(super) fn supports(&self, call: &Attention, dtype: Dtype, dim: usize) -> Result<()> {
+        self.device.supports(dtype, dim)?;
+        if call.options.execution.fixed_order {
+            self.device.supports_fixed_order()?;
+        }
+        Ok(())
+    }
+
     /// The inputs of a call whose bias tensor is on the device.
     pub(super) fn inputs_with(
         &self,
@@ -208,7 +217,7 @@ impl Session {
         bias: Option<DeviceBuffer>,
     ) -> Result<Inputs<DeviceBuffer>> {
         let device: &Device = &self.device;
-        device.supports(q.dtype(), q.shape()[3])?;
+        self.supports(call, q.dtype(), q.shape()[3])?;
         let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
         let tensors = [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?];
         Ok(Inputs::of(tensors, bias, shared))

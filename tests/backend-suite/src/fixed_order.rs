@@ -40,6 +40,10 @@ pub const UNEVEN: [Shared; 4] = [
 ];
 
 pub(crate) async fn same_bytes_on_any_mesh<B: Backend>(backend: &B, who: &str) {
+    if let Err(error) = backend.supports_fixed_order() {
+        assert!(matches!(error, kyklos::Error::Request { .. }), "{who}: {error}");
+        return;
+    }
     let mask = OracleMask::causal().and(OracleTerm::Window { left: 600, right: 0 });
     let prepared = Prepared::new(case("1088 tokens in a window", 1088, mask, |_| {}), Dtype::F32);
     fixed(backend, &prepared, &UNEVEN, who).await;

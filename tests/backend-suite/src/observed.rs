@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, Results, State, StateMut, StateShape,
+    Accuracy, Attend, Backend, Control, DeviceInfo, Elements, Extent, Layout, Results, State, StateMut,
+    StateShape,
 };
 use kyklos::{AttentionProblem, BlockWork, Dtype, Result, TileShape};
 
@@ -46,6 +47,14 @@ impl<B: Backend, O: Observer> Backend for Observed<B, O> {
 
     fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()> {
         self.backend.supports(dtype, head_dim)
+    }
+
+    fn supports_fixed_order(&self) -> Result<()> {
+        self.backend.supports_fixed_order()
+    }
+
+    fn accuracy(&self, dtype: Dtype) -> Accuracy {
+        self.backend.accuracy(dtype)
     }
 
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {

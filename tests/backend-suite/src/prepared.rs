@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use kyklos::backend::{DeviceClass, DeviceInfo};
+use kyklos::backend::{Backend, DeviceClass, DeviceInfo};
 use kyklos::host::{Tensors, layouts};
 use kyklos::plan::PlanSet;
 use kyklos::{AttentionProblem, BiasKind, BiasTensor, Dtype, Mask};
@@ -129,6 +129,17 @@ impl Prepared {
     /// The limit for a device that computes the case alone.
     pub fn dense_limit(&self) -> Limit {
         Limit::dense(oracle_dtype(self.problem.dtype), &self.naive)
+    }
+
+    /// The same for a device whose kernels may be further off.
+    pub fn limit_on(&self, backend: &impl Backend) -> Limit {
+        self.dense_limit().with_log_sum_exp_error(backend.accuracy(self.problem.dtype).log_sum_exp)
+    }
+
+    /// [`Self::parallel_limit`] for such a device: it may round the output of each block.
+    pub fn parallel_limit_on(&self, backend: &impl Backend, dense: &Comparison) -> Limit {
+        let of_blocks = backend.accuracy(self.problem.dtype).of_blocks;
+        self.parallel_limit(dense).with_rounded_blocks(of_blocks, dense.max_abs_o)
     }
 
     /// The limit for several ranks; `dense` is the error of one device alone.

@@ -47,7 +47,7 @@ const FAIL: [&str; 27] = [
     "reports numbers beyond f16",
     "shows a NaN in a bias to the row that sees it",
     "shows a NaN in a key to the rows that see it",
-    "sums in a fixed order to the same bytes on any mesh",
+    "sums in a fixed order to the same bytes on any mesh, or refuses to",
     "swaps heads for tokens with an all-to-all",
     "takes a scale of any size",
     "takes denormal elements",

@@ -9,7 +9,7 @@ use kyklos_transport::Vote;
 
 use super::plans::{Appended, full, len, sources};
 use super::{Holdings, KvCache, NewKeys};
-use crate::backend::{Backend, DeviceBuffer};
+use crate::backend::DeviceBuffer;
 use crate::call::{Attention, Options};
 use crate::error::{Error, Result};
 use crate::exec::{Inputs, LoweredPlan};
@@ -206,7 +206,7 @@ impl Session {
         let Some(facts) = first else {
             return Err(Error::request("calls on no cache", "give a cache for each call"));
         };
-        self.device.supports(q.dtype(), q.shape()[3])?;
+        self.supports(call, q.dtype(), q.shape()[3])?;
         note(&mut self.last_facts, self.op, count, call, &Shapes::of([q, k, v]), Some((facts, &made)))
     }
 }

@@ -59,7 +59,7 @@ pub fn checks<B: Backend>() -> Vec<Check<B>> {
         ("leaves the state of rows that see nothing alone", |backend, who| {
             Box::pin(states::unseen_rows_keep_their_state(backend, who))
         }),
-        ("sums in a fixed order to the same bytes on any mesh", |backend, who| {
+        ("sums in a fixed order to the same bytes on any mesh, or refuses to", |backend, who| {
             Box::pin(crate::fixed_order::same_bytes_on_any_mesh(backend, who))
         }),
         ("downloads the bytes that were uploaded", |backend, who| Box::pin(bytes_come_back(backend, who))),
@@ -97,7 +97,7 @@ async fn dense_cases<B: Backend>(backend: &B, who: &str, dtype: Dtype) {
     for case in chosen_cases(backend.info()).skip(offset).step_by(step) {
         let prepared = Prepared::new(case, dtype);
         let whole = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
-        prepared.judge(&whole, who).assert_within(&prepared.dense_limit());
+        prepared.judge(&whole, who).assert_within(&prepared.limit_on(backend));
     }
 }
 
@@ -117,7 +117,7 @@ async fn on_mesh<B: Backend>(backend: &B, who: &str, ulysses: u32, ring: u32) {
             let alone = prepared.judge(&alone, who);
             let together = run_together(backend, &set, &prepared).await;
             let together = prepared.judge(&together, &format!("{who} {mesh}"));
-            together.assert_within(&prepared.parallel_limit(&alone));
+            together.assert_within(&prepared.parallel_limit_on(backend, &alone));
         }
     }
 }

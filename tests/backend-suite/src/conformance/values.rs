@@ -23,9 +23,9 @@ pub(super) async fn logits_of_any_size<B: Backend>(backend: &B, who: &str) {
         let who = format!("{who}, scale {factor:e}");
         let whole = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
         let alone = prepared.judge(&whole, &who);
-        alone.assert_within(&prepared.dense_limit());
+        alone.assert_within(&prepared.limit_on(backend));
         let together = on_a_ring(backend, &prepared).await;
-        prepared.judge(&together, &who).assert_within(&prepared.parallel_limit(&alone));
+        prepared.judge(&together, &who).assert_within(&prepared.parallel_limit_on(backend, &alone));
     }
 }
 
@@ -94,7 +94,7 @@ pub(super) async fn denormal_elements<B: Backend>(backend: &B, who: &str) {
         case.problem.scale = 1e-30;
         let mut prepared = Prepared::new(case, Dtype::F32);
         let right = run_alone(backend, &dense_set(&prepared.problem), &prepared).await;
-        prepared.judge(&right, who).assert_within(&prepared.dense_limit());
+        prepared.judge(&right, who).assert_within(&prepared.limit_on(backend));
         let tensors = &mut prepared.tensors;
         for tensor in [&mut tensors.q, &mut tensors.k, &mut tensors.v] {
             *tensor = times(tensor, -130);

@@ -1,0 +1,226 @@
+"""The operations of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _backward, _codes, _forward
+from ._backward import Gradients
+from ._block import Bias, Block, Piece
+from ._kernels import kernel_of
+from ._memory import DTYPES, Place, dense, elements, rows, unit
+from ._state import State, finalize
+
+#: Buffers begin and end at multiples of it.
+ALIGNMENT = 16
+Shape = tuple[int, int, int, int]
+
+
+class Device:
+    """A device of PyTorch, ``name`` as in :class:`torch.device`."""
+
+    def __init__(self, name: str) -> None:
+        self.device = torch.empty(0, device=name).device
+        self.kernel = kernel_of(self.device)
+
+    def info(self) -> tuple[str, str, str]:
+        """Name, driver, and kernel."""
+        kernel = self.kernel.name if self.kernel else "matrix products"
+        return f"torch:{self.device}", f"PyTorch {torch.__version__}", kernel
+
+    def accuracy(self, dtype: str) -> tuple[float, float]:
+        """How far results may be off beyond float32 arithmetic: of a log-sum-exp, and of the output of a block relative to its
+        largest element."""
+        return (0.0, 0.0) if self.kernel is None else self.kernel.accuracy(DTYPES[dtype])
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    # Memory.
+
+    def alloc(self, count: int) -> torch.Tensor:
+        try:
+            return torch.empty(-(-count // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from None
+        except (RuntimeError, TypeError, OverflowError) as error:
+            # The CPU's allocator has no type of its own for it.
+            raise (MemoryError(str(error)) if self.is_cpu else error) from None
+
+    def upload(self, data: Any, count: int) -> torch.Tensor:
+        """``data``: an array by DLPack of at least ``count`` bytes, which is only read."""
+        return torch.from_dlpack(data).view(torch.uint8)[:count].to(self.device)
+
+    def write(self, buffer: torch.Tensor, offset: int, data: bytes) -> None:
+        if data:
+            buffer[offset : offset + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+    def on_host(self, buffer: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, int]:
+        """Bytes of a buffer in host memory, with their address."""
+        host = buffer[start:end].to("cpu")
+        return host, host.data_ptr()
+
+    def clone(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.clone()
+
+    def clear(self, buffer: torch.Tensor) -> None:
+        buffer.zero_()
+
+    def wait(self) -> None:
+        if not self.is_cpu:
+            torch.accelerator.synchronize(self.device)
+
+    def repack(
+        self, source: torch.Tensor, at: Place, into: torch.Tensor, into_at: Place, extent: tuple[int, int, int, int]
+    ) -> None:
+        """Copies rows; places and the last extent are in bytes."""
+        *counts, width = extent
+        starts = (int(source.storage_offset()), int(into.storage_offset()))
+        dtype = unit(width, *at, *into_at, *starts)
+        size = dtype.itemsize
+        shape = [*counts, width // size]
+        to, of = (tuple(number // size for number in place) for place in (into_at, at))
+        rows(into, dtype, shape, to).copy_(rows(source, dtype, shape, of))  # type: ignore[arg-type]
+
+    def accumulate(
+        self, source: torch.Tensor, at: Place, into: torch.Tensor, into_at: Place, extent: tuple[int, int, int, int]
+    ) -> None:
+        *counts, width = extent
+        shape = [*counts, width // 4]
+        to, of = (tuple(number // 4 for number in place) for place in (into_at, at))
+        rows(into, torch.float32, shape, to).add_(rows(source, torch.float32, shape, of))  # type: ignore[arg-type]
+
+    # Other forms of elements.
+
+    def convert(
+        self,
+        source: tuple[torch.Tensor, int, str],
+        into: tuple[torch.Tensor, int, str],
+        shape: Shape,
+        overflow: torch.Tensor | None,
+    ) -> None:
+        """Between storage types: buffer, first element, type."""
+        (given, wanted) = (_stored(*stored, shape) for stored in (source, into))
+        wanted.copy_(given)
+        if overflow is not None and (given.dtype, wanted.dtype) == (torch.float32, torch.float16):
+            lost = (torch.isinf(wanted) & torch.isfinite(given)).any()
+            word = elements(overflow, torch.int32)[:1]
+            word.bitwise_or_(lost.to(torch.int32))
+
+    def encode(
+        self, source: tuple[torch.Tensor, int, str], codes: torch.Tensor, scales: torch.Tensor, channels: bool, shape: Shape
+    ) -> None:
+        _codes.encode(_stored(*source, shape), dense(codes, torch.int8, shape), elements(scales, torch.float32), channels)
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, channels: bool, into: tuple[torch.Tensor, int, str], shape: Shape
+    ) -> None:
+        _codes.decode(dense(codes, torch.int8, shape), elements(scales, torch.float32), channels, _stored(*into, shape))
+
+    # Attention.
+
+    def reset_state(self, a: torch.Tensor, ml: torch.Tensor, shape: Shape) -> None:
+        State.of(a, ml, shape).reset()
+
+    def merge(self, a: torch.Tensor, ml: torch.Tensor, from_a: torch.Tensor, from_ml: torch.Tensor, shape: Shape) -> None:
+        State.of(a, ml, shape).merge(State.of(from_a, from_ml, shape))
+
+    def finalize(
+        self,
+        a: torch.Tensor,
+        ml: torch.Tensor,
+        shape: Shape,
+        sinks: Sequence[float],
+        dtype: str,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        batch, count, heads, _ = shape
+        out = dense(o, DTYPES[dtype], shape).transpose(1, 2)
+        pairs = dense(lse, torch.float32, (batch, count, heads, 2)).transpose(1, 2)
+        finalize(State.of(a, ml, shape), sinks, out, pairs)
+
+    def block(
+        self,
+        dtype: str,
+        shape: Shape,
+        q: tuple[torch.Tensor, Place],
+        k: tuple[torch.Tensor, Place],
+        v: tuple[torch.Tensor, Place],
+        kv_head_of: Sequence[int],
+        numbers: tuple[float, float | None, bool],
+        positions: bytes,
+        spans: Sequence[bytes],
+        bias: tuple[bool, torch.Tensor, Place] | None,
+    ) -> Block:
+        """One block of queries and keys, for :meth:`attend` and :meth:`attend_backward`."""
+        of = None if bias is None else Bias(*bias)
+        return Block(DTYPES[dtype], shape, q, k, v, kv_head_of, numbers, positions, spans, of)
+
+    def state(self, a: torch.Tensor, ml: torch.Tensor, shape: Shape) -> State:
+        return State.of(a, ml, shape)
+
+    def attend(self, block: Block, state: State, piece: tuple[Any, ...]) -> None:
+        _forward.attend(block, _piece(*piece), state, self.kernel)
+
+    def row_stats(
+        self,
+        dtype: str,
+        shape: Shape,
+        o: torch.Tensor,
+        d_o: torch.Tensor,
+        lse: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        stats: torch.Tensor,
+    ) -> None:
+        *counts, _ = shape
+        given, gradient = (dense(buffer, DTYPES[dtype], shape) for buffer in (o, d_o))
+        of_lse = None if d_lse is None else dense(d_lse, torch.float32, counts)
+        pairs, four = (dense(buffer, torch.float32, [*counts, n]) for buffer, n in ((lse, 2), (stats, 4)))
+        _backward.row_stats(given, gradient, pairs, of_lse, four)
+
+    def gradients(
+        self,
+        block: Block,
+        shape: Shape,
+        d_o: tuple[torch.Tensor, Place],
+        stats: tuple[torch.Tensor, Place],
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        kv: tuple[int, Place],
+        d_bias: tuple[torch.Tensor, Place, int] | None,
+    ) -> Gradients:
+        """The gradients of ``block``. ``kv``: the key/value heads of ``dk`` and ``dv``, and their place in both."""
+        batch, count, heads, dim = shape
+        kv_heads, place = kv
+        of_kv = [batch, block.k.shape[2], kv_heads, dim]
+        bias = None
+        if d_bias is not None:
+            buffer, at, columns = d_bias
+            bias = _backward.bias_sum(buffer, at, (batch, count, heads), columns)
+        return Gradients(
+            d_o=rows(d_o[0], block.q.dtype, shape, d_o[1]).transpose(1, 2),
+            stats=rows(stats[0], torch.float32, [batch, count, heads, 4], stats[1]).transpose(1, 2),
+            dq=dense(dq, torch.float32, shape).transpose(1, 2),
+            dk=rows(dk, torch.float32, of_kv, place).transpose(1, 2),
+            dv=rows(dv, torch.float32, of_kv, place).transpose(1, 2),
+            d_bias=bias,
+        )
+
+    def attend_backward(self, block: Block, gradients: Gradients, piece: tuple[Any, ...]) -> None:
+        _backward.attend(block, _piece(*piece), gradients)
+
+
+def _stored(buffer: torch.Tensor, first: int, dtype: str, shape: Shape) -> torch.Tensor:
+    batch, tokens, heads, dim = shape
+    count = batch * tokens * heads * dim
+    return elements(buffer, DTYPES[dtype])[first : first + count].view(shape)
+
+
+def _piece(kind: str, mask: int, batch: tuple[int, int], rows_: tuple[int, int], keys: tuple[int, int]) -> Piece:
+    return Piece(kind, slice(*batch), slice(*rows_), slice(*keys), mask)
