@@ -24,6 +24,8 @@ def records_gradients(array: Any) -> bool:
 
 def like(model: Any, array: _kyklos.Array) -> Any:
     """``array`` as an array of the library of ``model``, without a copy."""
+    if array.torch is not None:
+        return array.torch
     library = type(model).__module__.partition(".")[0]
     if library == "torch":
         from torch.utils.dlpack import from_dlpack

@@ -67,6 +67,12 @@ class Group(Forming, Sharing, Differentiable):
         return self._core.gpu
 
     @property
+    def torch_device(self) -> str | None:
+        """PyTorch's name of this rank's device, whose tensors are read in place, as ``"cuda:0"``; ``None`` if the device is not one
+        of PyTorch."""
+        return self._core.torch_device
+
+    @property
     def network(self) -> str | None:
         """The network path of this rank in one line; ``None`` within one process."""
         return self._core.network

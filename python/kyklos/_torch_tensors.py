@@ -8,8 +8,10 @@ from ._group import Group
 
 
 def readable(group: Group, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The ``tensors`` where ``group`` reads them: on the NVIDIA GPU of this rank if all of them are there, otherwise in host
-    memory. Gradients flow back."""
+    """The ``tensors`` where ``group`` reads them: on its device of PyTorch; on the NVIDIA GPU of this rank if all of them are there;
+    otherwise in host memory. Gradients flow back."""
+    if group.torch_device is not None:
+        return [tensor.to(group.torch_device) for tensor in tensors]
     if all(_on_gpu_of(group, tensor) for tensor in tensors):
         return [tensor if _in_place(tensor) else tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     return [tensor.to("cpu") for tensor in tensors]

@@ -11,8 +11,8 @@ use crate::torch_device::TorchBackend;
 /// The process that opened the first device.
 static PROCESS: OnceLock<u32> = OnceLock::new();
 
-/// Opens `auto`, `cpu`, `wgpu`, `wgpu:N`, `cuda`, `cuda:N`, or `torch:` with PyTorch's name of a
-/// device.
+/// Opens `auto`, `cpu`, `wgpu`, `wgpu:N`, `cuda`, `cuda:N`, `torch`, or `torch:` with PyTorch's
+/// name of a device.
 pub(crate) fn open(name: &str) -> Result<Device> {
     // The threads that compute are made once, with the first device, and a child after `fork` has none.
     if *PROCESS.get_or_init(std::process::id) != std::process::id() {
@@ -30,13 +30,13 @@ pub(crate) fn open(name: &str) -> Result<Device> {
         ("auto", None, _) => Device::best(),
         ("cpu", None, _) => Ok(Device::cpu()),
         ("wgpu", _, Some(index)) => Device::wgpu(index),
-        ("torch", Some(name), _) => Ok(Device::new(TorchBackend::open(name)?)),
+        ("torch", name, _) => Ok(Device::new(TorchBackend::open(name.unwrap_or_default())?)),
         ("cuda", _, Some(index)) => {
             Ok(CudaBackend::with_options(index, &CudaOptions::from_environment()?)?.into())
         }
         _ => Err(Error::request(
             format!("device {name:?} is not known"),
-            "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\", \"cuda:N\" or \"torch:DEVICE\"",
+            "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\", \"cuda:N\" \"torch\" or \"torch:DEVICE\"",
         )),
     }
 }

@@ -17,6 +17,7 @@ use crate::share::{Shared, Sharing};
 use crate::tensors::inputs::{BiasUse, Inputs, import, import_backward};
 use crate::tensors::outputs::{Array, Fetched};
 use crate::tensors::place::Place;
+use crate::torch_device::TorchBackend;
 use crate::worker::{self, Worker};
 
 /// One rank of a group, with its device.
@@ -165,6 +166,12 @@ impl Group {
     #[getter]
     fn gpu(&self) -> Option<usize> {
         self.place.gpu()
+    }
+
+    /// PyTorch's name of the device, if it is one of PyTorch.
+    #[getter]
+    fn torch_device(&self) -> Option<&str> {
+        self.place.device().backend::<TorchBackend>().map(TorchBackend::torch_name)
     }
 
     /// How messages go, in words.

@@ -12,7 +12,8 @@ from ._backward import Gradients
 from ._block import Bias, Block, Piece
 from ._kernels import kernel_of
 from ._memory import DTYPES, Place, dense, elements, rows, unit
-from ._state import State, finalize
+from ._forward import Results, Running
+from ._state import EMPTY_M, RowSet, State, finalize
 
 #: Buffers begin and end at multiples of it.
 ALIGNMENT = 16
@@ -20,9 +21,12 @@ Shape = tuple[int, int, int, int]
 
 
 class Device:
-    """A device of PyTorch, ``name`` as in :class:`torch.device`."""
+    """A device of PyTorch, ``name`` as in :class:`torch.device`; the accelerator in use, else the CPU, if it is empty."""
 
     def __init__(self, name: str) -> None:
+        if not name:
+            name = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+        # With its index, as tensors have it.
         self.device = torch.empty(0, device=name).device
         self.kernel = kernel_of(self.device)
 
@@ -54,6 +58,30 @@ class Device:
     def upload(self, data: Any, count: int) -> torch.Tensor:
         """``data``: an array by DLPack of at least ``count`` bytes, which is only read."""
         return torch.from_dlpack(data).view(torch.uint8)[:count].to(self.device)
+
+    def adopt(self, array: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], str] | None:
+        """The memory of a tensor of this device as a buffer, with its shape, strides and type; ``None`` of another array. A copy,
+        if elements share memory or those of the last axis are apart."""
+        if not isinstance(array, torch.Tensor) or array.device != self.device or array.layout != torch.strided:
+            return None
+        dtype = next((name for name, dtype in DTYPES.items() if dtype == array.dtype), None)
+        if dtype is None:
+            return None
+        array = array.detach()
+        axes = sorted((stride, extent) for stride, extent in zip(array.stride(), array.shape, strict=True) if extent > 1)
+        apart = all(outer[0] >= inner[0] * inner[1] for inner, outer in zip(axes, axes[1:], strict=False))
+        whole = not axes or axes[0][0] > 0 and (array.shape[-1] == 1 or array.stride(-1) == 1)
+        if not apart or not whole or array.is_conj() or array.is_neg():
+            array = array.clone(memory_format=torch.contiguous_format)
+        reach = 0
+        if array.numel():
+            reach = 1 + sum((extent - 1) * stride for extent, stride in zip(array.shape, array.stride(), strict=True))
+        flat = array.as_strided((reach,), (1,), int(array.storage_offset())).view(torch.uint8)
+        return flat, tuple(array.shape), array.stride(), dtype
+
+    def result(self, buffer: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        """What is at the beginning of a buffer, as a tensor for the caller."""
+        return dense(buffer, DTYPES[dtype], shape)
 
     def write(self, buffer: torch.Tensor, offset: int, data: bytes) -> None:
         if data:
@@ -123,8 +151,11 @@ class Device:
 
     # Attention.
 
-    def reset_state(self, a: torch.Tensor, ml: torch.Tensor, shape: Shape) -> None:
-        State.of(a, ml, shape).reset()
+    def reset_state(self, ml: torch.Tensor, shape: Shape) -> None:
+        """Without ``a``, whose zeros are written when something reads it."""
+        batch, count, heads, _ = shape
+        pairs = dense(ml, torch.float32, (batch, heads, count, 2))
+        pairs[..., 0], pairs[..., 1] = EMPTY_M, 0.0
 
     def merge(self, a: torch.Tensor, ml: torch.Tensor, from_a: torch.Tensor, from_ml: torch.Tensor, shape: Shape) -> None:
         State.of(a, ml, shape).merge(State.of(from_a, from_ml, shape))
@@ -139,10 +170,7 @@ class Device:
         o: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        batch, count, heads, _ = shape
-        out = dense(o, DTYPES[dtype], shape).transpose(1, 2)
-        pairs = dense(lse, torch.float32, (batch, count, heads, 2)).transpose(1, 2)
-        finalize(State.of(a, ml, shape), sinks, out, pairs)
+        finalize(State.of(a, ml, shape), sinks, *_results(dtype, shape, o, lse))
 
     def block(
         self,
@@ -161,11 +189,24 @@ class Device:
         of = None if bias is None else Bias(*bias)
         return Block(DTYPES[dtype], shape, q, k, v, kv_head_of, numbers, positions, spans, of)
 
-    def state(self, a: torch.Tensor, ml: torch.Tensor, shape: Shape) -> State:
-        return State.of(a, ml, shape)
+    def running(
+        self,
+        a: torch.Tensor,
+        ml: torch.Tensor,
+        shape: Shape,
+        is_empty: bool,
+        results: tuple[Sequence[float], str, torch.Tensor, torch.Tensor] | None,
+    ) -> Running:
+        """What a block is attended into: a state, whose ``a`` is not written if it ``is_empty``; and the sinks, the type, ``o``
+        and ``lse`` of results, if these are wanted."""
+        into = None
+        if results is not None:
+            sinks, dtype, o, lse = results
+            into = Results(sinks, *_results(dtype, shape, o, lse), RowSet(shape[0], shape[1]))
+        return Running(State.of(a, ml, shape), is_empty, into)
 
-    def attend(self, block: Block, state: State, piece: tuple[Any, ...]) -> None:
-        _forward.attend(block, _piece(*piece), state, self.kernel)
+    def attend(self, block: Block, into: Running, piece: tuple[Any, ...], alone: bool) -> None:
+        _forward.attend(block, _piece(*piece), alone, into, self.kernel)
 
     def row_stats(
         self,
@@ -214,6 +255,11 @@ class Device:
 
     def attend_backward(self, block: Block, gradients: Gradients, piece: tuple[Any, ...]) -> None:
         _backward.attend(block, _piece(*piece), gradients)
+
+
+def _results(dtype: str, shape: Shape, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    *counts, _ = shape
+    return dense(o, DTYPES[dtype], shape).transpose(1, 2), dense(lse, torch.float32, [*counts, 2]).transpose(1, 2)
 
 
 def _stored(buffer: torch.Tensor, first: int, dtype: str, shape: Shape) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ._block import Block, Piece
 from ._kernels import Kernel
-from ._state import EMPTY_M, State
+from ._state import EMPTY_M, RowSet, State, finalize
 
 #: The most logits that are in memory at a time.
 LOGITS = 1 << 23
@@ -17,11 +18,64 @@ LOGITS = 1 << 23
 KEYS = 8192
 
 
-def attend(block: Block, piece: Piece, state: State, kernel: Kernel | None) -> None:
-    """Adds the visible keys of ``piece`` to ``state``, which has the rows of the whole block."""
+@dataclass
+class Results:
+    """Where the output of a block goes, heads before rows: ``o [batch, heads, rows, dim]``, ``lse [batch, heads, rows, 2]``."""
+
+    sinks: Sequence[float]
+    o: torch.Tensor
+    lse: torch.Tensor
+    #: Rows that are not written yet.
+    left: RowSet
+
+    def write(self, state: State, batch: slice, rows: slice) -> None:
+        finalize(state, self.sinks, self.o[batch, :, rows], self.lse[batch, :, rows])
+
+
+class Running:
+    """The state that a block is attended into."""
+
+    def __init__(self, state: State, is_empty: bool, results: Results | None) -> None:
+        """``is_empty``: of rows that saw no key, and ``a`` is not even written."""
+        self.state, self.results = state, results
+        batch, _, rows, _ = state.a.shape
+        #: Rows whose ``a`` is not written.
+        self.unwritten = RowSet(batch if is_empty else 0, rows)
+        self.is_empty = is_empty
+
+    def add(self, piece: Piece, found: State, alone: bool) -> None:
+        """Adds the state of ``piece``; ``alone``: its rows are in no other piece of the block."""
+        batch, rows = piece.batch, piece.rows
+        if alone and self.results and self.is_empty:
+            self.unwritten.take(batch, rows)
+            self.results.left.take(batch, rows)
+            self.results.write(found, batch, rows)
+            return
+        part = self.state.part(batch, rows)
+        if self.is_empty and self.unwritten.take(batch, rows):
+            part.copy_(found)
+            return
+        self._write_zeros()
+        part.merge(found)
+
+    def end(self) -> None:
+        """After the last piece."""
+        self._write_zeros()
+        if self.results is None:
+            return
+        for batch, rows in self.results.left.ranges():
+            self.results.write(self.state.part(batch, rows), batch, rows)
+
+    def _write_zeros(self) -> None:
+        for batch, rows in list(self.unwritten.ranges()):
+            self.state.part(batch, rows).a.zero_()
+            self.unwritten.take(batch, rows)
+
+
+def attend(block: Block, piece: Piece, alone: bool, into: Running, kernel: Kernel | None) -> None:
+    """Adds the visible keys of ``piece`` to the rows of the whole block. ``alone``: its rows are in no other piece."""
     if kernel is None or not kernel.takes(block, piece):
-        for rows, keys in chunks(block, piece):
-            state.part(piece.batch, rows).merge(_products(block, piece, rows, keys))
+        into.add(piece, by_products(block, piece), alone)
         return
     found, right = kernel.attend(block, piece)
     if right is not None:
@@ -31,7 +85,7 @@ def attend(block: Block, piece: Piece, state: State, kernel: Kernel | None) -> N
             torch.where(right, found.m, exact.m),
             torch.where(right, found.l, exact.l),
         )
-    state.part(piece.batch, piece.rows).merge(found)
+    into.add(piece, found, alone)
 
 
 def chunks(block: Block, piece: Piece) -> Iterator[tuple[slice, slice]]:

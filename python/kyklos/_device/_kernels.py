@@ -65,8 +65,9 @@ class Kernel:
         causal = piece.kind == "causal" and terms is None
         largest = LARGEST[dtype] if block.inference or dtype != torch.float32 else LARGEST_OF_GRADIENTS
         o, lse = self._rows(q, k, v, causal, terms, sees, block.scale)
-        # NaN if any of them is.
-        if bool(torch.maximum(lse.abs().amax() / largest, o.abs().amax() / torch.finfo(dtype).max) <= 1.0):
+        # A sum of numbers that are not all finite is not finite.
+        total = o.sum(dtype=torch.float32) if dtype == torch.float16 else o.sum()
+        if bool((lse.abs().amax() <= largest) & torch.isfinite(total)):
             return _state(o, lse, sees), None
         finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
         if not bool(finite.all()):
@@ -88,19 +89,19 @@ class Kernel:
         sees: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`run` in float32, with zeros for rows that see nothing, whatever the kernel makes of them."""
+        """:meth:`run`, with zeros for rows that see nothing, whatever the kernel makes of them."""
         if not self.grouped and k.shape[1] < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         o, lse = self.run(q, k, v, causal, terms, scale)
         if sees is None:
-            return o.float(), lse
-        return torch.where(sees[..., None], o.float(), 0.0), torch.where(sees, lse, 0.0)
+            return o, lse
+        return torch.where(sees[..., None], o, 0.0), torch.where(sees, lse, 0.0)
 
 
 def _state(o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None) -> State:
     if sees is None:
-        return State(o, lse, torch.ones_like(lse))
-    return State(o, torch.where(sees, lse, EMPTY_M), sees.float().expand_as(lse))
+        return State(o, lse, torch.ones((), device=o.device).expand_as(lse), is_output=True)
+    return State(o, torch.where(sees, lse, EMPTY_M), sees.float().expand_as(lse), is_output=True)
 
 
 def _terms(block: Block, piece: Piece, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:

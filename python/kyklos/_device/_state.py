@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,11 +14,36 @@ from ._memory import dense
 EMPTY_M = -0.7 * torch.finfo(torch.float32).max
 
 
+class RowSet:
+    """Rows of batch entries."""
+
+    def __init__(self, batch: int, rows: int) -> None:
+        self._in = [bytearray(b"\1") * rows for _ in range(batch)]
+
+    def take(self, batch: slice, rows: slice) -> bool:
+        """Takes these rows out, if all of them are in."""
+        whole = b"\1" * (rows.stop - rows.start)
+        if any(entry[rows] != whole for entry in self._in[batch]):
+            return False
+        for entry in self._in[batch]:
+            entry[rows] = bytes(len(whole))
+        return True
+
+    def ranges(self) -> Iterator[tuple[slice, slice]]:
+        """The rows that are in, as few ranges."""
+        same = all(entry == self._in[0] for entry in self._in)
+        for index, entry in enumerate(self._in[:1] if same else self._in):
+            batch = slice(0, len(self._in)) if same else slice(index, index + 1)
+            for found in re.finditer(b"\1+", entry):
+                yield batch, slice(*found.span())
+
+
 class State:
     """A state with heads before rows: ``a [batch, heads, rows, dim]``, ``m`` and ``l`` ``[batch, heads, rows]``."""
 
-    def __init__(self, a: torch.Tensor, m: torch.Tensor, l: torch.Tensor) -> None:
-        self.a, self.m, self.l = a, m, l
+    def __init__(self, a: torch.Tensor, m: torch.Tensor, l: torch.Tensor, *, is_output: bool = False) -> None:
+        """``is_output``: ``l`` is 1, or 0 where a row saw no key. Then ``a`` is the output, of any type."""
+        self.a, self.m, self.l, self.is_output = a, m, l, is_output
 
     @classmethod
     def empty(cls, shape: Sequence[int], device: torch.device) -> State:
@@ -42,6 +68,11 @@ class State:
         self.m.fill_(EMPTY_M)
         self.l.zero_()
 
+    def copy_(self, other: State) -> None:
+        self.a.copy_(other.a)
+        self.m.copy_(other.m)
+        self.l.copy_(other.l)
+
     def merge(self, other: State) -> None:
         """Adds the keys of ``other``. Where one of both is empty, the result is the other one."""
         m = torch.maximum(self.m, other.m)
@@ -60,7 +91,12 @@ def finalize(state: State, sinks: Sequence[float], o: torch.Tensor, lse: torch.T
     """Writes ``o [batch, heads, rows, dim]`` and ``lse [batch, heads, rows, 2]``: the log-sum-exp rounded, and the rest. A
     sink is a key with a logit and without a value."""
     m, l, saw = state.m, state.l, state.l != 0
-    weight = torch.ones_like(l)
+    if state.is_output and not sinks:
+        o.copy_(state.a)
+        lse[..., 0] = torch.where(saw, m, -math.inf)
+        lse[..., 1] = 0.0
+        return
+    weight: torch.Tensor | float = 1.0
     nothing: torch.Tensor | float = -math.inf
     if sinks:
         sink = torch.tensor(sinks, dtype=torch.float32, device=m.device)[None, :, None]
@@ -71,6 +107,9 @@ def finalize(state: State, sinks: Sequence[float], o: torch.Tensor, lse: torch.T
     total = m + ln
     lse[..., 0] = torch.where(saw, total, nothing)
     lse[..., 1] = torch.where(saw, ln - (total - m), 0.0)
-    # Adding zero removes the sign of zeros: it depends on the order of merges.
-    rows = state.a * weight[..., None] / l[..., None] + 0.0
-    o.copy_(torch.where(saw[..., None], rows, 0.0))
+    # `a` is 0 in rows that saw nothing. Adding to zero removes the sign of zeros, which depends on the order of merges.
+    factor = torch.where(saw, weight / l, 0.0)[..., None]
+    if o.dtype == torch.float32:
+        torch.addcmul(o.new_zeros(()), state.a, factor, out=o)
+    else:
+        o.copy_(torch.addcmul(factor.new_zeros(()), state.a, factor))

@@ -5,15 +5,17 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use dlpark::AllocationDeleter;
-use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType};
+use dlpark::ffi::{DLDevice, DLDeviceType};
 use dlpark::python::{DlpackStream, ImportRequest};
 use kyklos::{Dtype, Error, Result, Tensor};
 use kyklos_cuda::{CallerMemory, CudaTensor, Written};
 use pyo3::prelude::*;
 
 use crate::spare;
+use crate::tensors::kind::{Kind, type_in_words};
 use crate::tensors::place::{Place, Ready, elsewhere};
 use crate::tensors::strided;
+use crate::tensors::torch::{self, Adopted, TorchMemory};
 
 /// Elements of an array, with the strides that its library gave it.
 #[derive(Clone, Debug)]
@@ -30,14 +32,8 @@ enum Memory {
     Host(Bytes),
     /// Of the rank's GPU.
     Gpu(Arc<GpuMemory>),
-}
-
-/// The type of elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Number(Dtype),
-    /// One byte each.
-    Bool,
+    /// Of the rank's device of PyTorch.
+    Torch(Arc<TorchMemory>),
 }
 
 /// Shows when the memory of imported arrays is no longer in use: each array holds a clone.
@@ -110,34 +106,6 @@ impl Loan {
     }
 }
 
-impl std::fmt::Display for Kind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Number(dtype) => dtype.fmt(f),
-            Self::Bool => f.write_str("bool"),
-        }
-    }
-}
-
-impl Kind {
-    fn bytes(self) -> usize {
-        match self {
-            Self::Number(dtype) => dtype.bytes(),
-            Self::Bool => 1,
-        }
-    }
-
-    fn of(dtype: DLDataType) -> Option<Self> {
-        Some(match dtype {
-            DLDataType::F32 => Self::Number(Dtype::F32),
-            DLDataType::F16 => Self::Number(Dtype::F16),
-            DLDataType::BF16 => Self::Number(Dtype::Bf16),
-            DLDataType::BOOL => Self::Bool,
-            _ => return None,
-        })
-    }
-}
-
 impl Elements {
     /// The array `object`, called `name` in errors, in host memory or where `place` reads it;
     /// without one, in host memory. Nothing is copied.
@@ -147,6 +115,12 @@ impl Elements {
         loan: &Loan,
         place: Option<&Place>,
     ) -> Result<Self> {
+        if let Some(place) = place
+            && let Some(Adopted { memory, shape, strides, dtype }) =
+                torch::adopt(place.device(), object, &loan.0)?
+        {
+            return Ok(Self { shape, strides, kind: Kind::Number(dtype), memory: Memory::Torch(memory) });
+        }
         let type_name =
             || object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
         let refuse = |mismatch: String, remedy: &str| Err(Error::request(mismatch, remedy));
@@ -237,8 +211,8 @@ impl Elements {
         Ok(Self { shape, strides, kind, memory })
     }
 
-    pub(crate) fn is_on_gpu(&self) -> bool {
-        matches!(self.memory, Memory::Gpu(_))
+    pub(crate) fn is_on_device(&self) -> bool {
+        !matches!(self.memory, Memory::Host(_))
     }
 
     /// The tensor of an array of four axes: tokens before heads, or after them with `heads_first`.
@@ -266,13 +240,10 @@ impl Elements {
             }
             Memory::Host(_) => Tensor::from_bytes(shape, dtype, self.dense(name)?)?,
             Memory::Gpu(memory) => {
-                gpu_tensor(shape, strides, dtype, memory, place).map_err(|error| match error {
-                    Error::Request { mismatch, remedy } => {
-                        Error::Request { mismatch: format!("{name}: {mismatch}"), remedy }
-                    }
-                    other => other,
-                })?
+                gpu_tensor(shape, strides, dtype, memory, place).map_err(|error| named(name, error))?
             }
+            Memory::Torch(memory) => torch::tensor(shape, strides, dtype, memory, place.device())
+                .map_err(|error| named(name, error))?,
         };
         Ok(if heads_first { tensor.swap_tokens_and_heads() } else { tensor })
     }
@@ -332,7 +303,9 @@ impl Elements {
     fn host(&self, name: &str) -> Result<&Bytes> {
         match &self.memory {
             Memory::Host(memory) => Ok(memory),
-            Memory::Gpu(_) => Err(Error::request(format!("{name} is on a GPU"), "move it to host memory")),
+            Memory::Gpu(_) | Memory::Torch(_) => {
+                Err(Error::request(format!("{name} is on a GPU"), "move it to host memory"))
+            }
         }
     }
 
@@ -362,6 +335,16 @@ impl Elements {
     }
 }
 
+/// An error about the array `name`.
+fn named(name: &str, error: Error) -> Error {
+    match error {
+        Error::Request { mismatch, remedy } => {
+            Error::Request { mismatch: format!("{name}: {mismatch}"), remedy }
+        }
+        other => other,
+    }
+}
+
 /// Elements in the memory of another library on the GPU of `place`. That library has made its
 /// stream for Kyklos wait.
 fn gpu_tensor(
@@ -380,16 +363,4 @@ fn gpu_tensor(
     // it before `stream`. That nobody else writes to it during the call is the caller's part, which
     // the documentation of a call says; the call returns when the owner was dropped.
     unsafe { Tensor::from_cuda(shape, strides, dtype, device, at, Written::By(stream), memory.clone()) }
-}
-
-/// A type of DLPack that calls do not take, as NumPy names it.
-fn type_in_words(DLDataType { code, bits, lanes }: DLDataType) -> String {
-    let kind = match code {
-        DLDataTypeCode::INT => "int",
-        DLDataTypeCode::UINT => "uint",
-        DLDataTypeCode::FLOAT => "float",
-        DLDataTypeCode::COMPLEX => "complex",
-        other => return format!("DLPack type {} with {bits} bits in {lanes} lanes", other.0),
-    };
-    if lanes == 1 { format!("{kind}{bits}") } else { format!("{lanes} lanes of {kind}{bits}") }
 }

@@ -2,7 +2,8 @@
 
 use kyklos::{Dtype, Error, Result};
 
-use crate::tensors::arrays::{Elements, Kind};
+use crate::tensors::arrays::Elements;
+use crate::tensors::kind::Kind;
 
 /// An array of a call: what it is called in errors, the names of its axes, and its elements.
 #[derive(Debug)]

@@ -8,8 +8,9 @@ use kyklos::{Attention, BiasKind, BiasTensor, Error, Result, Saved, Tensor};
 use pyo3::prelude::*;
 
 use crate::call::{Bias, Call};
-use crate::tensors::arrays::{Elements, Kind, Loan};
+use crate::tensors::arrays::{Elements, Loan};
 use crate::tensors::axes::{Argument, Form, check_bias, check_rows, check_states};
+use crate::tensors::kind::Kind;
 use crate::tensors::place::Place;
 
 /// What a call reads.
@@ -77,7 +78,7 @@ impl Importer<'_> {
         let attention = self.call.attention.clone();
         let Some((bias, form)) = bias else { return Ok(attention) };
         let mut elements = bias.elements;
-        if elements.is_on_gpu() {
+        if elements.is_on_device() {
             let rows = elements.tensor("bias", self.call.heads_first, self.place)?;
             // Refused before it is copied.
             attention.clone().bias_tensor(&rows)?;

@@ -3,6 +3,8 @@
 pub(super) mod arrays;
 pub(super) mod axes;
 pub(super) mod inputs;
+mod kind;
 pub(super) mod outputs;
 pub(super) mod place;
 pub(super) mod strided;
+mod torch;

@@ -11,9 +11,10 @@ use dlpark::{DlpackFlags, Managed};
 use kyklos::{Dtype, Result, Tensor};
 use kyklos_cuda::CudaTensor;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::tensors::place::{Taken, gpu_of};
+use crate::tensors::torch;
 
 /// An array that Kyklos has made. Other libraries take it by DLPack, without a copy.
 ///
@@ -34,6 +35,8 @@ enum Memory {
     Host(Bytes),
     /// Of a CUDA device.
     Gpu(Tensor, i32),
+    /// A tensor of PyTorch that begins where the elements do.
+    Torch(Py<PyAny>),
 }
 
 /// A result, before Python gets it.
@@ -46,11 +49,15 @@ pub(crate) struct Fetched {
 impl Fetched {
     /// A tensor, dense: where it is if `in_place`, otherwise in host memory.
     pub(crate) fn new(tensor: &Tensor, in_place: bool) -> Result<Self> {
-        let gpu = tensor.device().filter(|_| in_place).and_then(gpu_of);
-        let memory = match gpu {
-            Some(gpu) => {
+        let own = tensor.device().filter(|_| in_place);
+        let memory = match own {
+            Some(device) => {
                 let dense = if tensor.is_dense() { tensor.clone() } else { tensor.copied()? };
-                Memory::Gpu(dense, i32::try_from(gpu).unwrap_or(i32::MAX))
+                match (torch::result(&dense)?, gpu_of(device)) {
+                    (Some(result), _) => Memory::Torch(result),
+                    (None, Some(gpu)) => Memory::Gpu(dense, i32::try_from(gpu).unwrap_or(i32::MAX)),
+                    (None, None) => Memory::Host(pollster::block_on(dense.bytes())?),
+                }
             }
             None => Memory::Host(pollster::block_on(tensor.bytes())?),
         };
@@ -101,6 +108,7 @@ impl Export<'_> {
             Memory::Gpu(tensor, _) => {
                 std::ptr::with_exposed_provenance_mut(tensor.cuda_address().unwrap_or(0) as usize)
             }
+            Memory::Torch(_) => unreachable!("PyTorch exports its own tensors"),
         };
         let mut tensor = Dynamic::new(&shape[..], &strides[..])
             .initialize_as::<M>(self.owner.clone())
@@ -152,6 +160,7 @@ impl Array {
         match self.memory {
             Memory::Host(_) => DLDevice::CPU,
             Memory::Gpu(_, gpu) => DLDevice::cuda(gpu),
+            Memory::Torch(_) => unreachable!("PyTorch exports its own tensors"),
         }
     }
 }
@@ -174,8 +183,19 @@ impl Array {
         }
     }
 
-    fn __dlpack_device__(&self) -> (u32, i32) {
-        self.device().into()
+    /// The array as a tensor of PyTorch, if it is on a device of PyTorch.
+    #[getter]
+    fn torch<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Memory::Torch(tensor) = &self.memory else { return Ok(None) };
+        let axes = (self.shape.clone(), self.strides.clone());
+        tensor.bind(py).call_method1("as_strided", axes).map(Some)
+    }
+
+    fn __dlpack_device__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self.torch(py)? {
+            Some(tensor) => tensor.call_method0("__dlpack_device__"),
+            None => Ok(<(u32, i32)>::from(self.device()).into_pyobject(py)?.into_any()),
+        }
     }
 
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
@@ -187,10 +207,19 @@ impl Array {
         dl_device: Option<(u32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Py<PyAny>> {
+        if let Some(tensor) = self.torch(py)? {
+            let options = PyDict::new(py);
+            options.set_item("stream", stream)?;
+            options.set_item("max_version", max_version)?;
+            options.set_item("dl_device", dl_device)?;
+            options.set_item("copy", copy)?;
+            return tensor.call_method("__dlpack__", (), Some(&options)).map(Bound::unbind);
+        }
         let request = ExportRequest::parse(stream, max_version, dl_device, copy)?;
         let owner = Arc::new(match &self.memory {
             Memory::Host(bytes) => Owner::Host(bytes.clone()),
             Memory::Gpu(tensor, _) => Owner::Gpu(Taken::new(tensor, &request)?),
+            Memory::Torch(_) => unreachable!("PyTorch exports its own tensors"),
         });
         export_dlpack(&Export { array: self, owner }, py, request)
     }

@@ -12,7 +12,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use kyklos::backend::{
     Accuracy, Attend, AttendBackward, Backend, BiasInput, Control, DeviceClass, DeviceInfo, Elements, Extent,
-    Layout, Operand, RowStats, Scales, State, StateMut, StateShape, yield_now,
+    Layout, Operand, Results, RowStats, Scales, State, StateMut, StateShape, yield_now,
 };
 use kyklos::{AttentionProblem, BiasKind, BlockWork, Dtype, Error, Result, TileShape};
 use pyo3::exceptions::PyMemoryError;
@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 pub(crate) use self::buffer::TorchBuffer;
-use self::pieces::{Pieces, Rate};
+use self::pieces::{Costed, Pieces, Rate};
 use crate::spare;
 use crate::tensors::outputs::Array;
 
@@ -58,6 +58,31 @@ impl TorchBackend {
         })
     }
 
+    /// The memory of a tensor of this device, with its shape, strides and type; `None` of another
+    /// array.
+    pub(crate) fn adopt(
+        &self,
+        array: &Bound<'_, PyAny>,
+    ) -> Result<Option<(Py<PyAny>, Vec<usize>, Vec<usize>, Dtype)>> {
+        type Found = Option<(Py<PyAny>, Vec<usize>, Vec<usize>, String)>;
+        let found: Found = self.with(|_, device| device.call_method1("adopt", (array,))?.extract())?;
+        let dtype = |of: &str| Dtype::ALL.into_iter().find(|dtype| name(*dtype) == of);
+        Ok(found.and_then(|(flat, shape, strides, of)| Some((flat, shape, strides, dtype(&of)?))))
+    }
+
+    /// A tensor at the beginning of a buffer, for a caller.
+    pub(crate) fn result(&self, buffer: &TorchBuffer, dtype: Dtype, shape: &[usize]) -> Result<Py<PyAny>> {
+        self.with(|py, device| {
+            let args = (buffer.tensor(py)?, name(dtype), shape.to_vec());
+            device.call_method1("result", args).map(Bound::unbind)
+        })
+    }
+
+    /// PyTorch's name of the device.
+    pub(crate) fn torch_name(&self) -> &str {
+        self.info.name.trim_start_matches("torch:")
+    }
+
     /// Does `work` with the interpreter; an exception is an error of the device.
     fn with<T>(&self, work: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<T>) -> Result<T> {
         Python::attach(|py| {
@@ -91,11 +116,14 @@ impl TorchBackend {
         let words = |words: &[u32]| PyBytes::new(py, bytemuck::cast_slice(words)).unbind();
         let spans: Vec<_> =
             of.work.classes.iter().map(|class| PyBytes::new(py, bytemuck::cast_slice(&class.rows))).collect();
-        let bias = of
-            .bias
-            .as_ref()
-            .map(|bias| (bias.kind == BiasKind::Mask, bias.buffer.tensor(py).clone(), place(bias.layout)));
-        let [q, k, v] = of.operands.each_ref().map(|operand| placed(py, operand));
+        let bias = match &of.bias {
+            Some(bias) => {
+                Some((bias.kind == BiasKind::Mask, bias.buffer.tensor(py)?.clone(), place(bias.layout)))
+            }
+            None => None,
+        };
+        let [q, k, v] = of.operands.each_ref();
+        let [q, k, v] = [placed(py, q)?, placed(py, k)?, placed(py, v)?];
         let numbers = (of.scale, of.softcap, of.inference);
         device.call_method1(
             "block",
@@ -120,11 +148,11 @@ impl TorchBackend {
         rate: &Rate,
         mut pieces: Pieces,
         control: &Control,
-        attend: impl Fn(Python<'_>, &Bound<'_, PyAny>, pieces::Part) -> PyResult<()>,
+        attend: impl Fn(Python<'_>, &Bound<'_, PyAny>, &Costed) -> PyResult<()>,
     ) -> Result<()> {
         while let Some(piece) = pieces.take(rate.budget()) {
             let start = Instant::now();
-            self.with(|py, device| attend(py, device, piece.part))?;
+            self.with(|py, device| attend(py, device, &piece))?;
             rate.measured(piece.cost, start);
             control.piece_done()?;
             yield_now().await;
@@ -205,7 +233,7 @@ impl Backend for TorchBackend {
     fn download(&self, buffer: &mut TorchBuffer, range: Range<usize>) -> Self::Download {
         let copied = self.with(|py, device| {
             let (tensor, address): (Py<PyAny>, usize) =
-                device.call_method1("on_host", (buffer.tensor(py), range.start, range.end))?.extract()?;
+                device.call_method1("on_host", (buffer.tensor(py)?, range.start, range.end))?.extract()?;
             let copy = py.detach(|| {
                 spare::filled(range.len(), |copy| {
                     if !range.is_empty() {
@@ -233,28 +261,22 @@ impl Backend for TorchBackend {
             return Ok(());
         }
         self.with(|py, device| {
-            let (a, ml) = (state.a.tensor_mut(py)?, state.ml.tensor_mut(py)?);
-            device.call_method1("reset_state", (a, ml, extents(state.shape))).map(drop)
+            state.a.make_zero(py)?;
+            device.call_method1("reset_state", (state.ml.tensor_mut(py)?, extents(state.shape))).map(drop)
         })
     }
 
     async fn attend(&self, args: Attend<'_, TorchBuffer>, control: &Control) -> Result<()> {
-        let Attend { dtype, scale, softcap, q, k, v, kv_head_of, work, bias, inference, state, .. } = args;
-        let shape = state.shape;
-        if is_empty(shape) || work.is_empty() {
-            return control.piece_done();
-        }
-        let of = BlockOf { dtype, scale, softcap, operands: [q, k, v], kv_head_of, work, bias, inference };
-        let (block, into) = self.with(|py, device| {
-            let (a, ml) = (state.a.tensor_mut(py)?, state.ml.tensor_mut(py)?);
-            let into = device.call_method1("state", (a, ml, extents(shape)))?;
-            Ok((Self::block(py, device, shape, &of)?.unbind(), into.unbind()))
-        })?;
-        let pieces = Pieces::new(work, shape.batch, 2 * (shape.heads * shape.dim) as u64);
-        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, part| {
-            device.call_method1("attend", (block.bind(py), into.bind(py), part)).map(drop)
-        };
-        self.in_pieces(&self.rate, pieces, control, attend).await
+        self.attend_into(args, None, control).await
+    }
+
+    async fn attend_and_finalize(
+        &self,
+        args: Attend<'_, TorchBuffer>,
+        results: Results<'_, TorchBuffer>,
+        control: &Control,
+    ) -> Result<()> {
+        self.attend_into(args, Some(results), control).await
     }
 
     fn merge(&self, into: &mut StateMut<'_, TorchBuffer>, from: &State<'_, TorchBuffer>) -> Result<()> {
@@ -263,7 +285,7 @@ impl Backend for TorchBackend {
         }
         self.with(|py, device| {
             let (a, ml) = (into.a.tensor_mut(py)?, into.ml.tensor_mut(py)?);
-            let args = (a, ml, from.a.tensor(py), from.ml.tensor(py), extents(into.shape));
+            let args = (a, ml, from.a.tensor(py)?, from.ml.tensor(py)?, extents(into.shape));
             device.call_method1("merge", args).map(drop)
         })
     }
@@ -280,7 +302,7 @@ impl Backend for TorchBackend {
             return Ok(());
         }
         self.with(|py, device| {
-            let (a, ml) = (state.a.tensor(py), state.ml.tensor(py));
+            let (a, ml) = (state.a.tensor(py)?, state.ml.tensor(py)?);
             let (o, lse) = (o.tensor_mut(py)?, lse.tensor_mut(py)?);
             let args = (a, ml, extents(state.shape), sinks.to_vec(), name(dtype), o, lse);
             device.call_method1("finalize", args).map(drop)
@@ -313,19 +335,19 @@ impl Backend for TorchBackend {
                 Elements::Stored { buffer: into, first: into_first, dtype: into_dtype },
             ) => {
                 let overflow = overflow.map(|word| word.tensor_mut(py)).transpose()?;
-                let from = (from.tensor(py), first, name(dtype));
+                let from = (from.tensor(py)?, first, name(dtype));
                 let into = (into.tensor_mut(py)?, into_first, name(into_dtype));
                 device.call_method1("convert", (from, into, extents, overflow)).map(drop)
             }
             (Elements::Stored { buffer, first, dtype }, Elements::Coded { codes, scales, of }) => {
-                let from = (buffer.tensor(py), first, name(dtype));
+                let from = (buffer.tensor(py)?, first, name(dtype));
                 let (codes, scales) = (codes.tensor_mut(py)?, scales.tensor_mut(py)?);
                 let args = (from, codes, scales, of == Scales::Channels, extents);
                 device.call_method1("encode", args).map(drop)
             }
             (Elements::Coded { codes, scales, of }, Elements::Stored { buffer, first, dtype }) => {
                 let into = (buffer.tensor_mut(py)?, first, name(dtype));
-                let args = (codes.tensor(py), scales.tensor(py), of == Scales::Channels, into, extents);
+                let args = (codes.tensor(py)?, scales.tensor(py)?, of == Scales::Channels, into, extents);
                 device.call_method1("decode", args).map(drop)
             }
             (Elements::Coded { .. }, Elements::Coded { .. }) => {
@@ -348,8 +370,8 @@ impl Backend for TorchBackend {
             return Ok(());
         }
         self.with(|py, device| {
-            let given = d_lse.map(|d_lse| d_lse.tensor(py));
-            let (o, d_o, lse) = (o.tensor(py), d_o.tensor(py), lse.tensor(py));
+            let given = d_lse.map(|d_lse| d_lse.tensor(py)).transpose()?;
+            let (o, d_o, lse) = (o.tensor(py)?, d_o.tensor(py)?, lse.tensor(py)?);
             let args = (name(dtype), extents(shape), o, d_o, lse, given, stats.tensor_mut(py)?);
             device.call_method1("row_stats", args).map(drop)
         })
@@ -372,8 +394,8 @@ impl Backend for TorchBackend {
             let args = (
                 &block,
                 extents(shape),
-                placed(py, &args.d_o),
-                placed(py, &args.stats),
+                placed(py, &args.d_o)?,
+                placed(py, &args.stats)?,
                 args.dq.tensor_mut(py)?,
                 args.dk.tensor_mut(py)?,
                 args.dv.tensor_mut(py)?,
@@ -384,8 +406,8 @@ impl Backend for TorchBackend {
             Ok((block.unbind(), gradients.unbind()))
         })?;
         let pieces = Pieces::new(work, shape.batch, 5 * (shape.heads * shape.dim) as u64);
-        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, part| {
-            device.call_method1("attend_backward", (block.bind(py), gradients.bind(py), part)).map(drop)
+        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, piece: &Costed| {
+            device.call_method1("attend_backward", (block.bind(py), gradients.bind(py), piece.part)).map(drop)
         };
         self.in_pieces(&self.backward_rate, pieces, control, attend).await
     }
@@ -409,6 +431,43 @@ impl Backend for TorchBackend {
 }
 
 impl TorchBackend {
+    /// Attends into a state, or into results.
+    async fn attend_into(
+        &self,
+        args: Attend<'_, TorchBuffer>,
+        results: Option<Results<'_, TorchBuffer>>,
+        control: &Control,
+    ) -> Result<()> {
+        let Attend { dtype, scale, softcap, q, k, v, kv_head_of, work, bias, inference, state, .. } = args;
+        let shape = state.shape;
+        if is_empty(shape) || work.is_empty() && results.is_none() {
+            return control.piece_done();
+        }
+        let of = BlockOf { dtype, scale, softcap, operands: [q, k, v], kv_head_of, work, bias, inference };
+        let (block, into) = self.with(|py, device| {
+            let ml = state.ml.tensor_mut(py)?.clone();
+            let (is_empty, a) = state.a.overwrite(py)?;
+            let results = match results {
+                Some(Results { sinks, o, lse }) => Some((
+                    sinks.to_vec(),
+                    name(dtype),
+                    o.tensor_mut(py)?.clone(),
+                    lse.tensor_mut(py)?.clone(),
+                )),
+                None => None,
+            };
+            let into = device.call_method1("running", (a, ml, extents(shape), is_empty, results))?;
+            Ok((Self::block(py, device, shape, &of)?.unbind(), into.unbind()))
+        })?;
+        let pieces = Pieces::new(work, shape.batch, 2 * (shape.heads * shape.dim) as u64);
+        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, piece: &Costed| {
+            let args = (block.bind(py), into.bind(py), piece.part, piece.is_alone);
+            device.call_method1("attend", args).map(drop)
+        };
+        self.in_pieces(&self.rate, pieces, control, attend).await?;
+        self.with(|py, _| into.bind(py).call_method0("end").map(drop))
+    }
+
     /// The operation `operation` on rows of two layouts.
     fn of_rows(
         &self,
@@ -426,7 +485,7 @@ impl TorchBackend {
             device
                 .call_method1(
                     operation,
-                    (from.tensor(py), place(from_layout), into, place(into_layout), extent),
+                    (from.tensor(py)?, place(from_layout), into, place(into_layout), extent),
                 )
                 .map(drop)
         })
@@ -448,8 +507,8 @@ fn place(Layout { offset, batch_stride, row_stride, head_stride }: Layout) -> Tu
 fn placed<'py>(
     py: Python<'py>,
     Operand { buffer, layout }: &Operand<'_, TorchBuffer>,
-) -> (Bound<'py, PyAny>, Tuple4) {
-    (buffer.tensor(py).clone(), place(*layout))
+) -> PyResult<(Bound<'py, PyAny>, Tuple4)> {
+    Ok((buffer.tensor(py)?.clone(), place(*layout)))
 }
 
 fn extents(StateShape { batch, rows, heads, dim }: StateShape) -> Tuple4 {

@@ -41,10 +41,13 @@ impl Rate {
     }
 }
 
-/// Part of a block with its cost in multiply-adds.
+/// Part of a block.
 #[derive(Debug)]
 pub(super) struct Costed {
     pub(super) part: Part,
+    /// Whether its rows are in no other part.
+    pub(super) is_alone: bool,
+    /// In multiply-adds.
     pub(super) cost: u64,
 }
 
@@ -52,10 +55,19 @@ pub(super) struct Costed {
 /// that is known by then.
 #[derive(Debug)]
 pub(super) struct Pieces {
-    /// In reverse order, with the index of the mask and the batch entries.
-    left: Vec<(usize, Range<usize>, Piece)>,
+    /// In reverse order.
+    left: Vec<Left>,
     /// Multiply-adds of a pair of one batch entry.
     of_pair: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Left {
+    /// Index of the mask's class.
+    mask: usize,
+    entries: Range<usize>,
+    piece: Piece,
+    is_alone: bool,
 }
 
 impl Pieces {
@@ -68,7 +80,10 @@ impl Pieces {
             .enumerate()
             .flat_map(|(mask, class)| {
                 let entries = if several { mask..mask + 1 } else { 0..batch };
-                work.pieces(class).into_iter().map(move |piece| (mask, entries.clone(), piece))
+                let pieces = work.pieces(class);
+                let alone = alone(&pieces, class.rows.len());
+                let both = pieces.into_iter().zip(alone);
+                both.map(move |(piece, is_alone)| Left { mask, entries: entries.clone(), piece, is_alone })
             })
             .collect();
         left.reverse();
@@ -77,10 +92,25 @@ impl Pieces {
 
     /// The next piece, of at most about `budget` multiply-adds.
     pub(super) fn take(&mut self, budget: u64) -> Option<Costed> {
-        let (mask, entries, Piece { kind, rows, keys }) = self.left.pop()?;
-        let of_row = self.of_pair * entries.len() as u64 * keys.len() as u64;
-        let most = usize::try_from(budget / of_row.max(1)).unwrap_or(usize::MAX).max(LEAST_ROWS);
-        let cut = rows.len().min(most);
+        let taken = self.left.pop()?;
+        let Left { mask, entries, piece: Piece { kind, rows, keys }, is_alone } = taken.clone();
+        let of_entries = self.of_pair * entries.len() as u64;
+        let pairs = |rows: usize| match kind {
+            PieceKind::Causal => (rows as u64).pow(2) / 2,
+            PieceKind::Full | PieceKind::Masked => rows as u64 * keys.len() as u64,
+        };
+        // Two halves cost more than a piece that is a little too long.
+        let cut = if pairs(rows.len()) * of_entries <= budget + budget / 2 {
+            rows.len()
+        } else {
+            let affordable = budget / of_entries.max(1);
+            let most = match kind {
+                PieceKind::Causal => (affordable * 2).isqrt(),
+                PieceKind::Full | PieceKind::Masked => affordable / keys.len().max(1) as u64,
+            };
+            usize::try_from(most).unwrap_or(usize::MAX).max(LEAST_ROWS).min(rows.len())
+        };
+        let cost = pairs(cut) * of_entries;
         let (now, later) = (rows.start..rows.start + cut, rows.start + cut..rows.end);
         let mut seen = keys.clone();
         if !later.is_empty() {
@@ -88,11 +118,11 @@ impl Pieces {
                 // The rows after the cut see all keys before it.
                 seen = keys.start..keys.start + cut;
                 let rest = Piece { kind, rows: later.clone(), keys: keys.start + cut..keys.end };
-                self.left.push((mask, entries.clone(), rest));
+                self.left.push(Left { piece: rest, is_alone: false, ..taken.clone() });
                 let full = Piece { kind: PieceKind::Full, rows: later, keys: seen.clone() };
-                self.left.push((mask, entries.clone(), full));
+                self.left.push(Left { piece: full, is_alone: false, ..taken });
             } else {
-                self.left.push((mask, entries.clone(), Piece { kind, rows: later, keys }));
+                self.left.push(Left { piece: Piece { kind, rows: later, keys }, ..taken });
             }
         }
         let name = match kind {
@@ -100,12 +130,26 @@ impl Pieces {
             PieceKind::Causal => "causal",
             PieceKind::Masked => "masked",
         };
-        let pairs = now.len() as u64 * seen.len() as u64 * entries.len() as u64;
-        let pairs = if kind == PieceKind::Causal { pairs / 2 } else { pairs };
         let ends = |range: &Range<usize>| (range.start, range.end);
-        Some(Costed {
-            part: (name, mask, ends(&entries), ends(&now), ends(&seen)),
-            cost: pairs * self.of_pair,
-        })
+        let part = (name, mask, ends(&entries), ends(&now), ends(&seen));
+        Some(Costed { part, is_alone, cost })
     }
+}
+
+/// For each piece whether its rows are in no other one.
+fn alone(pieces: &[Piece], rows: usize) -> Vec<bool> {
+    // How many pieces begin at each row less those that end there.
+    let mut steps = vec![0_i32; rows + 1];
+    for piece in pieces {
+        steps[piece.rows.start] += 1;
+        steps[piece.rows.end] -= 1;
+    }
+    // Rows before each row that are in several pieces.
+    let mut several = vec![0_usize; rows + 1];
+    let mut depth = 0;
+    for row in 0..rows {
+        depth += steps[row];
+        several[row + 1] = several[row] + usize::from(depth > 1);
+    }
+    pieces.iter().map(|piece| several[piece.rows.start] == several[piece.rows.end]).collect()
 }

@@ -1,0 +1,65 @@
+//! Tensors of PyTorch on a group's device of PyTorch, which are read where they are.
+
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use kyklos::backend::{Device, DeviceBuffer};
+use kyklos::{Dtype, Result, Tensor};
+use pyo3::prelude::*;
+
+use crate::torch_device::{TorchBackend, TorchBuffer};
+
+/// The memory of a caller's tensor, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct TorchMemory {
+    flat: Py<PyAny>,
+    loan: Sender<()>,
+}
+
+/// A caller's tensor.
+pub(crate) struct Adopted {
+    pub(crate) memory: Arc<TorchMemory>,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) strides: Vec<usize>,
+    pub(crate) dtype: Dtype,
+}
+
+/// `array`, if it is a tensor that `device` reads in place. Whoever holds it holds a clone of
+/// `loan`.
+pub(crate) fn adopt(device: &Device, array: &Bound<'_, PyAny>, loan: &Sender<()>) -> Result<Option<Adopted>> {
+    let Some(backend) = device.backend::<TorchBackend>() else { return Ok(None) };
+    let adopted = backend.adopt(array)?;
+    Ok(adopted.map(|(flat, shape, strides, dtype)| Adopted {
+        memory: Arc::new(TorchMemory { flat, loan: loan.clone() }),
+        shape,
+        strides,
+        dtype,
+    }))
+}
+
+/// The tensor `[batch, tokens, heads, dim]` in adopted memory.
+pub(crate) fn tensor(
+    shape: [usize; 4],
+    strides: [usize; 4],
+    dtype: Dtype,
+    memory: &Arc<TorchMemory>,
+    device: &Device,
+) -> Result<Tensor> {
+    let reach = match shape.contains(&0) {
+        true => 0,
+        false => 1 + shape.iter().zip(&strides).map(|(extent, stride)| (extent - 1) * stride).sum::<usize>(),
+    };
+    let flat = Python::attach(|py| memory.flat.clone_ref(py));
+    let buffer = TorchBuffer::borrowed(flat, memory.loan.clone());
+    Tensor::from_buffer(shape, strides, dtype, device, DeviceBuffer::new(buffer), reach)
+}
+
+/// The elements of a dense tensor as a tensor of PyTorch; `None` if they are not on a device of
+/// PyTorch.
+pub(crate) fn result(tensor: &Tensor) -> Result<Option<Py<PyAny>>> {
+    let Some(backend) = tensor.device().and_then(|device| device.backend::<TorchBackend>()) else {
+        return Ok(None);
+    };
+    let result = |buffer: &TorchBuffer| backend.result(buffer, tensor.dtype(), &tensor.shape());
+    tensor.with_buffer(result).transpose()
+}
