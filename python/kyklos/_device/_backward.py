@@ -9,6 +9,7 @@ import torch
 
 from ._block import Block, Piece
 from ._forward import chunks
+from ._kernels import Kernel
 from ._memory import Place, rows
 from ._state import EMPTY_M
 
@@ -47,8 +48,15 @@ def bias_sum(buffer: torch.Tensor, place: Place, shape: tuple[int, int, int], co
     return rows(buffer, torch.float32, [*extents, columns], place)
 
 
-def attend(block: Block, piece: Piece, to: Gradients) -> None:
+def attend(block: Block, piece: Piece, to: Gradients, kernel: Kernel | None) -> None:
     """Adds the gradients of ``piece``."""
+    if kernel is not None and to.d_bias is None:
+        found = kernel.gradients(block, piece, to.d_o, to.stats)
+        if found is not None:
+            dq, dk, dv = found
+            to.dq[piece.batch, :, piece.rows].add_(dq)
+            _add_to_keys(block, to, piece.batch, piece.keys, dk, dv)
+            return
     for some, keys in chunks(block, piece):
         _chunk(block, piece, some, keys, to)
 
@@ -74,8 +82,16 @@ def _chunk(block: Block, piece: Piece, some: slice, keys: slice, to: Gradients) 
         if visible is not None:
             gradient = gradient.masked_fill(~visible, 0.0)
     to.dq[piece.batch, :, some].add_(block.weigh(gradient, k, visible), alpha=block.scale)
-    for into, values in ((to.dk, _to_keys(block, gradient, q, visible) * block.scale), (to.dv, _to_keys(block, weights, d_o, visible))):
-        part = into[piece.batch, :, keys]
+    dk = _to_keys(block, gradient, q, visible) * block.scale
+    _add_to_keys(block, to, piece.batch, keys, dk, _to_keys(block, weights, d_o, visible))
+
+
+def _add_to_keys(
+    block: Block, to: Gradients, batch: slice, keys: slice, dk: torch.Tensor, dv: torch.Tensor
+) -> None:
+    """Adds gradients of the heads of ``block.k``."""
+    for into, values in ((to.dk, dk), (to.dv, dv)):
+        part = into[batch, :, keys]
         if block.chosen is None:
             part.add_(values)
         else:

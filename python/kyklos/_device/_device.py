@@ -10,10 +10,10 @@ import torch
 from . import _backward, _codes, _forward
 from ._backward import Gradients
 from ._block import Bias, Block, Piece
-from ._kernels import kernel_of
 from ._memory import DTYPES, Place, dense, elements, rows, unit
 from ._forward import Results, Running
 from ._state import EMPTY_M, RowSet, State, finalize
+from ._vendors import Kernels
 
 #: Buffers begin and end at multiples of it.
 ALIGNMENT = 16
@@ -28,17 +28,16 @@ class Device:
             name = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
         # With its index, as tensors have it.
         self.device = torch.empty(0, device=name).device
-        self.kernel = kernel_of(self.device)
+        self.kernels = Kernels(self.device)
 
     def info(self) -> tuple[str, str, str]:
         """Name, driver, and kernel."""
-        kernel = self.kernel.name if self.kernel else "matrix products"
-        return f"torch:{self.device}", f"PyTorch {torch.__version__}", kernel
+        return f"torch:{self.device}", f"PyTorch {torch.__version__}", self.kernels.names(torch.bfloat16, 128)
 
     def accuracy(self, dtype: str) -> tuple[float, float]:
         """How far results may be off beyond float32 arithmetic: of a log-sum-exp, and of the output of a block relative to its
         largest element."""
-        return (0.0, 0.0) if self.kernel is None else self.kernel.accuracy(DTYPES[dtype])
+        return self.kernels.accuracy(DTYPES[dtype])
 
     @property
     def is_cpu(self) -> bool:
@@ -78,6 +77,14 @@ class Device:
             reach = 1 + sum((extent - 1) * stride for extent, stride in zip(array.shape, array.stride(), strict=True))
         flat = array.as_strided((reach,), (1,), int(array.storage_offset())).view(torch.uint8)
         return flat, tuple(array.shape), array.stride(), dtype
+
+    def rows_on_host(self, array: Any, some_in_place: bool) -> torch.Tensor | None:
+        """The rows of a mask or a bias in host memory, if ``array`` is a tensor of this device; ``None`` of another array. With
+        ``some_in_place`` ``None`` of numbers whose rows end on a 4-byte boundary, too."""
+        if not isinstance(array, torch.Tensor) or array.device != self.device:
+            return None
+        whole = array.dtype in DTYPES.values() and array.dim() and array.shape[-1] * array.dtype.itemsize % 4 == 0
+        return None if some_in_place and whole else array.detach().cpu()
 
     def result(self, buffer: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
         """What is at the beginning of a buffer, as a tensor for the caller."""
@@ -206,7 +213,8 @@ class Device:
         return Running(State.of(a, ml, shape), is_empty, into)
 
     def attend(self, block: Block, into: Running, piece: tuple[Any, ...], alone: bool) -> None:
-        _forward.attend(block, _piece(*piece), alone, into, self.kernel)
+        part = _piece(*piece)
+        _forward.attend(block, part, alone, into, self.kernels.of(block, part))
 
     def row_stats(
         self,
@@ -254,7 +262,8 @@ class Device:
         )
 
     def attend_backward(self, block: Block, gradients: Gradients, piece: tuple[Any, ...]) -> None:
-        _backward.attend(block, _piece(*piece), gradients)
+        part = _piece(*piece)
+        _backward.attend(block, part, gradients, self.kernels.of(block, part))
 
 
 def _results(dtype: str, shape: Shape, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,8 +12,9 @@ from ._block import Block, Piece
 from ._kernels import Kernel
 from ._state import EMPTY_M, RowSet, State, finalize
 
-#: The most logits that are in memory at a time.
-LOGITS = 1 << 23
+#: The most logits that are in memory at a time: on a CPU what its caches like, elsewhere what fills a GPU.
+LOGITS = {"cpu": 1 << 23}
+LOGITS_OF_A_GPU = 1 << 27
 #: The most keys that are looked at together.
 KEYS = 8192
 
@@ -74,7 +75,7 @@ class Running:
 
 def attend(block: Block, piece: Piece, alone: bool, into: Running, kernel: Kernel | None) -> None:
     """Adds the visible keys of ``piece`` to the rows of the whole block. ``alone``: its rows are in no other piece."""
-    if kernel is None or not kernel.takes(block, piece):
+    if kernel is None:
         into.add(piece, by_products(block, piece), alone)
         return
     found, right = kernel.attend(block, piece)
@@ -92,7 +93,7 @@ def chunks(block: Block, piece: Piece) -> Iterator[tuple[slice, slice]]:
     """Rows and keys of ``piece`` whose logits fit in memory."""
     each = (piece.batch.stop - piece.batch.start) * block.heads
     width = min(KEYS, piece.keys.stop - piece.keys.start)
-    height = max(1, LOGITS // max(1, each * width))
+    height = max(1, LOGITS.get(block.device.type, LOGITS_OF_A_GPU) // max(1, each * width))
     for first in range(piece.rows.start, piece.rows.stop, height):
         rows = slice(first, min(first + height, piece.rows.stop))
         last = piece.keys.stop

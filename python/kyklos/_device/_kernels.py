@@ -1,4 +1,4 @@
-"""The attention kernels of PyTorch that give a log-sum-exp, and what they can be trusted with."""
+"""What kernels of PyTorch can be trusted with. Which there are: ``_vendors.py``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Kernel:
     grouped = True
     #: The largest head dim.
     largest_dim = 256
+    #: Head dims are multiples of it.
+    dim_step = 8
     #: Types of elements, and the type in which it is given them.
     dtypes: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16}
 
@@ -37,6 +39,21 @@ class Kernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``o`` like ``q``, and the log-sum-exp, float32 ``[batch, heads, rows]``."""
         raise NotImplementedError
+
+    def run_backward(
+        self,
+        d_o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        terms: torch.Tensor | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The gradients of q, k and v in float32, for float32 tensors; ``None`` without a kernel for it."""
+        return None
 
     def accuracy(self, dtype: torch.dtype) -> tuple[float, float]:
         """The largest error of a log-sum-exp, and of the output of a block relative to its largest element, beyond float32
@@ -52,7 +69,7 @@ class Kernel:
             block.softcap is None
             and block.q.dtype in self.dtypes
             and 0 < dim <= self.largest_dim
-            and dim % 8 == 0
+            and dim % self.dim_step == 0
             and (self.masked or not masked)
         )
 
@@ -79,6 +96,29 @@ class Kernel:
             right &= ~block.sees_any(~finite, piece)
         return _state(o, lse, sees), right
 
+    def gradients(
+        self, block: Block, piece: Piece, d_o: torch.Tensor, stats: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The gradients of q, k and v of ``piece``, in float32; ``None`` if they may be wrong. ``d_o`` and ``stats`` have the rows of
+        the whole block."""
+        q = block.q[piece.batch, :, piece.rows].float()
+        k, v = (x[piece.batch, :, piece.keys].float() for x in (block.k, block.v))
+        d_o = d_o[piece.batch, :, piece.rows].float()
+        lse, _, delta, _ = stats[piece.batch, :, piece.rows].unbind(-1)
+        saw = lse != -EMPTY_M
+        largest = LARGEST_OF_GRADIENTS if block.q.dtype == torch.float32 else LARGEST[torch.float32]
+        # The kernel computes δ as Σ d_o·o, and has no d_lse. So it gets another o, whose sum is the δ that is wanted.
+        d_o = torch.where(saw[..., None], d_o, 0.0)
+        size = d_o.abs().amax(-1)
+        direction = d_o / torch.where(size == 0, 1.0, size)[..., None]
+        factor = delta / (size * direction.square().sum(-1))
+        o = direction * torch.where(delta == 0, 0.0, factor)[..., None]
+        if not bool(((lse.abs() <= largest) | ~saw).all() & _all_finite(q, k, v, d_o, o)):
+            return None
+        terms, _ = _terms(block, piece, torch.float32)
+        found = self.run_backward(d_o, q, k, v, o, lse, piece.kind == "causal" and terms is None, terms, block.scale)
+        return found if found is not None and bool(_all_finite(*found)) else None
+
     def _rows(
         self,
         q: torch.Tensor,
@@ -96,6 +136,11 @@ class Kernel:
         if sees is None:
             return o, lse
         return torch.where(sees[..., None], o, 0.0), torch.where(sees, lse, 0.0)
+
+
+def _all_finite(*tensors: torch.Tensor) -> torch.Tensor:
+    """Whether all elements are finite: their sums are. Sums that overflow count as not finite."""
+    return torch.stack([torch.isfinite(tensor.sum()) for tensor in tensors]).all()
 
 
 def _state(o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None) -> State:
@@ -121,22 +166,3 @@ def _terms(block: Block, piece: Piece, dtype: torch.dtype) -> tuple[torch.Tensor
     while terms.dim() < 4:
         terms = terms[None]
     return terms.to(dtype), (terms != -math.inf).any(-1)
-
-
-class FlashOnCpu(Kernel):
-    """Flash attention of PyTorch's CPU backend. float16 takes it as long as float32, whose results are better."""
-
-    name = "flash for CPU"
-    masked = True
-    largest_dim = 1 << 16
-    dtypes = {torch.float32: torch.float32, torch.float16: torch.float32, torch.bfloat16: torch.bfloat16}
-
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=terms, scale=scale)
-
-
-def kernel_of(device: torch.device) -> Kernel | None:
-    """The kernel that is used on ``device``; ``None`` where matrix products are."""
-    return FlashOnCpu() if device.type == "cpu" else None

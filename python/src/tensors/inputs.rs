@@ -12,6 +12,7 @@ use crate::tensors::arrays::{Elements, Loan};
 use crate::tensors::axes::{Argument, Form, check_bias, check_rows, check_states};
 use crate::tensors::kind::Kind;
 use crate::tensors::place::Place;
+use crate::tensors::torch;
 
 /// What a call reads.
 pub(crate) struct Inputs {
@@ -51,6 +52,10 @@ impl Importer<'_> {
     fn argument(&self, name: &'static str, form: Form, array: &Bound<'_, PyAny>) -> Result<Argument> {
         // Only these are read on a GPU.
         let place = Some(self.place).filter(|_| !matches!(form, Form::KeyBias));
+        if let Some(copy) = torch::on_host(self.place.device(), form, array)? {
+            let elements = Elements::import(name, &copy, &self.loan, None)?;
+            return Argument::new(name, form, elements, self.call.heads_first);
+        }
         Argument::new(name, form, Elements::import(name, array, &self.loan, place)?, self.call.heads_first)
     }
 

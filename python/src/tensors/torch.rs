@@ -7,6 +7,7 @@ use kyklos::backend::{Device, DeviceBuffer};
 use kyklos::{Dtype, Result, Tensor};
 use pyo3::prelude::*;
 
+use crate::tensors::axes::Form;
 use crate::torch_device::{TorchBackend, TorchBuffer};
 
 /// The memory of a caller's tensor, until it is dropped.
@@ -35,6 +36,20 @@ pub(crate) fn adopt(device: &Device, array: &Bound<'_, PyAny>, loan: &Sender<()>
         strides,
         dtype,
     }))
+}
+
+/// `array` in host memory, if it is a tensor of `device` that is not read where it is: a mask, and
+/// rows that do not end on a 4-byte boundary.
+pub(crate) fn on_host<'py>(
+    device: &Device,
+    form: Form,
+    array: &Bound<'py, PyAny>,
+) -> Result<Option<Bound<'py, PyAny>>> {
+    let of_rows = matches!(form, Form::Bias | Form::KeyBias);
+    match device.backend::<TorchBackend>() {
+        Some(backend) if of_rows => backend.rows_on_host(array, matches!(form, Form::Bias)),
+        _ => Ok(None),
+    }
 }
 
 /// The tensor `[batch, tokens, heads, dim]` in adopted memory.

@@ -70,6 +70,19 @@ impl TorchBackend {
         Ok(found.and_then(|(flat, shape, strides, of)| Some((flat, shape, strides, dtype(&of)?))))
     }
 
+    /// A mask or bias in host memory, if it is a tensor of this device; `None` of another array,
+    /// and of one that is read where it is, if any of them is.
+    pub(crate) fn rows_on_host<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        some_in_place: bool,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        let py = array.py();
+        let args = (array, some_in_place);
+        let copy = self.with(|_, device| device.call_method1("rows_on_host", args).map(Bound::unbind))?;
+        Ok((!copy.is_none(py)).then(|| copy.into_bound(py)))
+    }
+
     /// A tensor at the beginning of a buffer, for a caller.
     pub(crate) fn result(&self, buffer: &TorchBuffer, dtype: Dtype, shape: &[usize]) -> Result<Py<PyAny>> {
         self.with(|py, device| {
