@@ -24,8 +24,14 @@ def records_gradients(array: Any) -> bool:
 
 def like(model: Any, array: _kyklos.Array) -> Any:
     """``array`` as an array of the library of ``model``, without a copy."""
-    if array.torch is not None:
-        return array.torch
+    tensor = array.torch
+    if tensor is not None:
+        if tensor.device.type in ("cuda", "xpu"):
+            import torch
+
+            # Its memory is used again only after what the caller's stream does with it.
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+        return tensor
     library = type(model).__module__.partition(".")[0]
     if library == "torch":
         from torch.utils.dlpack import from_dlpack

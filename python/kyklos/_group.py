@@ -72,6 +72,11 @@ class Group(Forming, Sharing, Differentiable):
         of PyTorch."""
         return self._core.torch_device
 
+    def kernel(self, dim: int, dtype: str = "float32") -> str:
+        """The kernels that attend on this rank's device, for heads of ``dim`` elements and many queries. ``docs/kernels.md`` explains
+        them."""
+        return self._core.kernel(dim, dtype)
+
     @property
     def network(self) -> str | None:
         """The network path of this rank in one line; ``None`` within one process."""

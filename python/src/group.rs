@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
+use kyklos::backend::{Backend, StateShape};
 use kyklos::{Attention, Error, Output, Result, Session, Tensor};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -13,6 +14,7 @@ use crate::backward::{self, GradientArrays};
 use crate::cache::{Cache, CacheSettings, in_calls, lock};
 use crate::call::{Call, Options};
 use crate::errors;
+use crate::plans::dtype_of;
 use crate::share::{Shared, Sharing};
 use crate::tensors::inputs::{BiasUse, Inputs, import, import_backward};
 use crate::tensors::outputs::{Array, Fetched};
@@ -172,6 +174,13 @@ impl Group {
     #[getter]
     fn torch_device(&self) -> Option<&str> {
         self.place.device().backend::<TorchBackend>().map(TorchBackend::torch_name)
+    }
+
+    /// The kernels that attend on this rank's device, in words.
+    fn kernel(&self, py: Python<'_>, dim: usize, dtype: &str) -> PyResult<String> {
+        let dtype = dtype_of(dtype).map_err(|error| errors::of_call(py, &error))?;
+        let shape = StateShape { batch: 1, rows: 4096, heads: 8, dim };
+        Ok(py.detach(|| self.place.device().kernel(dtype, shape)))
     }
 
     /// How messages go, in words.

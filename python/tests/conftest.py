@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,22 @@ sys.path += [str(Path(__file__).parent / folder) for folder in ("diffusers_model
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than 20 seconds")
+    config.addinivalue_line("markers", "kyklos_cpu: holds on the device cpu, and not on one of PyTorch")
+    if DEVICE:
+        from kyklos import _kyklos
+
+        local = _kyklos.local
+        _kyklos.local = lambda names, *rest: local([DEVICE if name == "cpu" else name for name in names], *rest)
+
+
+#: Stands in for the device ``cpu`` of groups of one process: the same tests on another device.
+DEVICE = os.environ.get("KYKLOS_TEST_DEVICE")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if DEVICE and item.get_closest_marker("kyklos_cpu"):
+            item.add_marker(pytest.mark.skip(reason=f"holds on cpu, not on {DEVICE}"))
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""Tensors of PyTorch in Kyklos, where they are: in_place.py [cuda|cpu]
+"""Tensors of PyTorch in Kyklos, where they are: in_place.py [cuda|cpu|torch:cuda|torch:cpu]
 
 `kyklos.torch.attention` and its gradients against PyTorch's own, on one rank and on two ranks of one device, and `Group.attend` by
-DLPack on a stream that is not the default one. With `cpu` the same calls on the CPU, which says that this script is right.
+DLPack on a stream that is not the default one. With `cpu` the same calls on the CPU, which says that this script is right. With
+`torch:` the kernels are PyTorch's.
 """
 
 import sys
@@ -13,8 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import kyklos
 import kyklos.torch
 
-PLACE = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+GIVEN = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+PLACE = GIVEN.removeprefix("torch:")
 DEVICE = "cuda:0" if PLACE == "cuda" else "cpu"
+#: The device of the ranks.
+OF_RANKS = f"torch:{DEVICE}" if GIVEN.startswith("torch:") else DEVICE
 TOKENS, HEADS, KV_HEADS, DIM = (2048, 8, 2, 128) if PLACE == "cuda" else (128, 4, 2, 32)
 # Largest error over the largest element, in bf16 and in f32.
 ALLOWED = {torch.bfloat16: 0.03, torch.float32: 1e-3}
@@ -54,12 +58,12 @@ def main():
         q, k, v, gradient = (made(heads, dtype, seed) for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)))
         wanted = theirs(q, k, v, gradient)
         for ranks in (1, 2):
-            parts = kyklos.run_local(ranks, lambda group: ours(group, q, k, v, gradient), device=DEVICE)
+            parts = kyklos.run_local(ranks, lambda group: ours(group, q, k, v, gradient), device=OF_RANKS)
             for name, found, right in zip(("o", "dq", "dk", "dv"), zip(*parts), wanted):
                 judge(f"{name} of {ranks} ranks, {dtype}", torch.cat(found, dim=2), right)
-    [group] = kyklos.Group.local(1, device=DEVICE)
+    [group] = kyklos.Group.local(1, device=OF_RANKS)
     with group:
-        print(f"the rank computes on {group.device}, reads the memory of GPU {group.gpu}", flush=True)
+        print(f"the rank computes on {group.device}, reads the memory of {group.torch_device or group.gpu}", flush=True)
         q, k, v = (made(heads, torch.bfloat16, seed).transpose(1, 2).contiguous() for seed, heads in enumerate((HEADS, KV_HEADS, KV_HEADS)))
         right = scaled_dot_product_attention(*(x.transpose(1, 2).double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
         if PLACE == "cuda":

@@ -51,7 +51,7 @@ cp -r python/kyklos "$pack/site/kyklos"
 rm -f "$pack"/site/kyklos/_kyklos.*.so
 find "$pack/site/kyklos" -name __pycache__ -prune -exec rm -rf {} +
 strip -o "$pack/site/kyklos/_kyklos.abi3.so" target/release/lib_kyklos.so
-cp tests/gpu/{round,rounds,stages,vulkan,page,ranks}.sh tests/gpu/in_place.py tests/peers/gpu_attention.py clusters/h100-infiniband.toml "$pack/"
+cp tests/gpu/{round,rounds,stages,vulkan,page,ranks}.sh tests/gpu/{in_place,torch_device}.py tests/peers/gpu_attention.py clusters/h100-infiniband.toml "$pack/"
 
 # Libraries of the GPU's Vulkan driver that its machine may not have.
 packages=(libvulkan1 libegl1 libglvnd0 libopengl0 libgl1 libglx0 libgles2 libx11-6 libxext6 libxcb1 libxau6 libxdmcp6 libbsd0 libmd0)

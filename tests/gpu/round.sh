@@ -4,6 +4,7 @@
 #                                          important calls, beside PyTorch's; groups of unlike devices; tensors of PyTorch in place
 #   round.sh --rest [--short] [RESULTS]    at most 6 minutes, what --first leaves out: whole runs, other shapes and types, the kernels for
 #                                          older GPUs, tuning; at the end compute-sanitizer
+#   round.sh --torch [--short] [RESULTS]   at most 5 minutes: PyTorch as a device: the contract of backends on its GPU, tensors in place, times
 #   round.sh --variants FOLDER [RESULTS]   at most 6 minutes: the kernels of variants.sh, one after the other
 # --short: small shapes and long limits, for the fake driver and software Vulkan.
 # RESULTS (default: results-first and so on, beside round.sh) gets all.txt, which grows, README.md with all tables, and RESULTS.tgz with
@@ -17,6 +18,7 @@ name=${1:-} short=0 variants=
 case "$name" in
     --first) name=first total=320 && shift ;;
     --rest) name=rest total=350 && shift ;;
+    --torch) name=torch total=300 && shift ;;
     --variants) name=variants total=350 variants=$(cd "${2:?a folder}" && pwd) && shift 2 ;;
     *) name=usage total=0 && set -- "${1:---usage}" ;;
 esac
@@ -138,6 +140,16 @@ in_place() {
     has_pytorch || { missing in-place "no PyTorch with CUDA"; return; }
     [ -e "$here/site/kyklos" ] || { missing in-place "the pack has no Python package"; return; }
     on_cuda in-place 45 8 env PYTHONPATH="$here/site" python3 "$here/in_place.py"
+}
+
+# PyTorch as a device of Kyklos.
+torch_device() {
+    [ "$short" = 1 ] || has_pytorch || { missing torch-device "no PyTorch with CUDA"; return; }
+    local on=cuda
+    [ "$short" = 0 ] || on=cpu
+    stage torch-claims 120 99 env PYTHONPATH="$here/site" python3 "$here/torch_device.py" claims "${on/cuda/cuda:0}"
+    stage torch-in-place 60 12 env PYTHONPATH="$here/site" python3 "$here/in_place.py" "torch:$on"
+    stage torch-times 100 20 env PYTHONPATH="$here/site" python3 "$here/torch_device.py" times "${on/cuda/cuda:0}"
 }
 
 profile() {

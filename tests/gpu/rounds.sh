@@ -106,6 +106,13 @@ round_rest() {
     sanitizers
 }
 
+round_torch() {
+    begin_round 1
+    wait_for_stages
+    torch_device
+    keep
+}
+
 # Whole runs of the program, ranks as threads on one GPU.
 whole_runs() {
     for dtype in bf16 f16 f32; do

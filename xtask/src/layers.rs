@@ -33,7 +33,7 @@ const CRATES: [(&str, &[&str]); 17] = [
             "kyklos-oracle",
         ],
     ),
-    ("python", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch"]),
+    ("python", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-backend-suite"]),
     ("demos", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-tab", "kyklos-oracle"]),
     ("xtask", &[]),
 ];

@@ -16,15 +16,14 @@ from ._state import EMPTY_M
 
 def row_stats(o: torch.Tensor, d_o: torch.Tensor, lse: torch.Tensor, d_lse: torch.Tensor | None, stats: torch.Tensor) -> None:
     """Writes the statistics of rows, ``[batch, rows, heads, 4]``: the log-sum-exp, e^−rest, δ = Σ d_o·o − d_lse, the rest."""
-    wide = torch.float64 if o.device.type in ("cpu", "cuda", "xpu") else torch.float32
-    delta = (o.to(wide) * d_o.to(wide)).sum(-1)
+    delta = torch.linalg.vecdot(o.float(), d_o.float())
     if d_lse is not None:
-        delta = delta - d_lse.to(wide)
+        delta = delta - d_lse
     first, rest = lse[..., 0], lse[..., 1]
     saw = first != -math.inf
     stats[..., 0] = torch.where(saw, first, -EMPTY_M)
     stats[..., 1] = torch.where(saw, torch.exp(-rest), 1.0)
-    stats[..., 2] = torch.where(saw, delta.float(), 0.0)
+    stats[..., 2] = torch.where(saw, delta, 0.0)
     stats[..., 3] = torch.where(saw, rest, 0.0)
 
 

@@ -40,13 +40,14 @@ class Bias:
         starts = [part.start for part in parts]
         shape = [part.stop - part.start if stride else 1 for part, stride in zip(parts, strides, strict=True)]
         offset += sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        place = (offset, strides[0], strides[1], strides[2])
         positions = block.positions[keys]
         columns = block.columns
         if self.hides:
-            words = rows(self.buffer, torch.int32, [*shape, -(-columns // 32)], (offset, *strides))
+            words = rows(self.buffer, torch.int32, [*shape, -(-columns // 32)], place)
             bits = words.index_select(3, positions >> 5) >> (positions & 31).to(torch.int32)
             return (bits & 1).bool().transpose(1, 2)
-        terms = rows(self.buffer, block.q.dtype, [*shape, columns], (offset, *strides))
+        terms = rows(self.buffer, block.q.dtype, [*shape, columns], place)
         return terms.index_select(3, positions).float().transpose(1, 2)
 
 

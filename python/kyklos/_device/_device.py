@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from ._forward import Results, Running
 from ._state import EMPTY_M, RowSet, State, finalize
 from ._vendors import Kernels
 
+#: Types of devices with several streams.
+STREAMS = ("cuda", "xpu")
 #: Buffers begin and end at multiples of it.
 ALIGNMENT = 16
 Shape = tuple[int, int, int, int]
@@ -28,6 +31,11 @@ class Device:
             name = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
         # With its index, as tensors have it.
         self.device = torch.empty(0, device=name).device
+        #: The default stream, as a new thread has it.
+        self._stream: Any = None
+        if self.device.type in STREAMS:
+            with ThreadPoolExecutor(1) as thread:
+                self._stream = thread.submit(torch.accelerator.current_stream, self.device).result()
         self.kernels = Kernels(self.device)
 
     def info(self) -> tuple[str, str, str]:
@@ -38,6 +46,10 @@ class Device:
         """How far results may be off beyond float32 arithmetic: of a log-sum-exp, and of the output of a block relative to its
         largest element."""
         return self.kernels.accuracy(DTYPES[dtype])
+
+    def kernel(self, dtype: str, dim: int) -> str:
+        """The kernels for elements of a type and a head dim, in words."""
+        return self.kernels.names(DTYPES[dtype], dim)
 
     @property
     def is_cpu(self) -> bool:
@@ -75,8 +87,15 @@ class Device:
         reach = 0
         if array.numel():
             reach = 1 + sum((extent - 1) * stride for extent, stride in zip(array.shape, array.stride(), strict=True))
+        self._wait_for_caller()
         flat = array.as_strided((reach,), (1,), int(array.storage_offset())).view(torch.uint8)
         return flat, tuple(array.shape), array.stride(), dtype
+
+    def _wait_for_caller(self) -> None:
+        """The thread of the session gives its work to the default stream. What the caller has given to another stream is done
+        before."""
+        if self.device.type in STREAMS and torch.accelerator.current_stream(self.device) != self._stream:
+            torch.accelerator.current_stream(self.device).synchronize()
 
     def rows_on_host(self, array: Any, some_in_place: bool) -> torch.Tensor | None:
         """The rows of a mask or a bias in host memory, if ``array`` is a tensor of this device; ``None`` of another array. With

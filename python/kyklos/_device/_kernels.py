@@ -107,13 +107,15 @@ class Kernel:
         lse, _, delta, _ = stats[piece.batch, :, piece.rows].unbind(-1)
         saw = lse != -EMPTY_M
         largest = LARGEST_OF_GRADIENTS if block.q.dtype == torch.float32 else LARGEST[torch.float32]
-        # The kernel computes δ as Σ d_o·o, and has no d_lse. So it gets another o, whose sum is the δ that is wanted.
-        d_o = torch.where(saw[..., None], d_o, 0.0)
-        size = d_o.abs().amax(-1)
-        direction = d_o / torch.where(size == 0, 1.0, size)[..., None]
-        factor = delta / (size * direction.square().sum(-1))
-        o = direction * torch.where(delta == 0, 0.0, factor)[..., None]
-        if not bool(((lse.abs() <= largest) | ~saw).all() & _all_finite(q, k, v, d_o, o)):
+        if not bool(saw.all()):
+            d_o = torch.where(saw[..., None], d_o, 0.0)
+        # The kernel computes δ as Σ d_o·o, and has no d_lse. So it gets another o, along d_o, whose sum is the δ that is wanted.
+        size = torch.linalg.vector_norm(d_o, dim=-1)
+        nothing = (size == 0) & (delta == 0)
+        o = d_o * torch.where(nothing, 0.0, delta / size / size)[..., None]
+        # The square of a size in between is a normal number.
+        usual = (size > 1e-15) & (size < 1e15) | nothing
+        if not bool((usual & ((lse.abs() <= largest) | ~saw)).all() & _all_finite(q, k, v, d_o, o)):
             return None
         terms, _ = _terms(block, piece, torch.float32)
         found = self.run_backward(d_o, q, k, v, o, lse, piece.kind == "causal" and terms is None, terms, block.scale)

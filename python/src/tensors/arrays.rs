@@ -15,7 +15,8 @@ use crate::spare;
 use crate::tensors::kind::{Kind, type_in_words};
 use crate::tensors::place::{Place, Ready, elsewhere};
 use crate::tensors::strided;
-use crate::tensors::torch::{self, Adopted, TorchMemory};
+use crate::tensors::torch::{self, TorchMemory};
+use crate::torch_device::CallersTensor;
 
 /// Elements of an array, with the strides that its library gave it.
 #[derive(Clone, Debug)]
@@ -116,9 +117,9 @@ impl Elements {
         place: Option<&Place>,
     ) -> Result<Self> {
         if let Some(place) = place
-            && let Some(Adopted { memory, shape, strides, dtype }) =
-                torch::adopt(place.device(), object, &loan.0)?
+            && let Some((memory, of)) = torch::adopt(place.device(), object, &loan.0)?
         {
+            let CallersTensor { shape, strides, dtype } = of;
             return Ok(Self { shape, strides, kind: Kind::Number(dtype), memory: Memory::Torch(memory) });
         }
         let type_name =

@@ -52,7 +52,9 @@ impl Importer<'_> {
     fn argument(&self, name: &'static str, form: Form, array: &Bound<'_, PyAny>) -> Result<Argument> {
         // Only these are read on a GPU.
         let place = Some(self.place).filter(|_| !matches!(form, Form::KeyBias));
-        if let Some(copy) = torch::on_host(self.place.device(), form, array)? {
+        if matches!(form, Form::Bias | Form::KeyBias)
+            && let Some(copy) = torch::rows_on_host(self.place.device(), array, matches!(form, Form::Bias))?
+        {
             let elements = Elements::import(name, &copy, &self.loan, None)?;
             return Argument::new(name, form, elements, self.call.heads_first);
         }

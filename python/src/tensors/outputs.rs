@@ -150,12 +150,6 @@ impl DlpackExporter for Export<'_> {
 }
 
 impl Array {
-    /// Numbers of 32 bits in host memory, whatever they stand for.
-    pub(crate) fn of_words(bytes: Bytes) -> Self {
-        let count = i64::try_from(bytes.len() / 4).unwrap_or(i64::MAX);
-        Self { memory: Memory::Host(bytes), shape: vec![count], strides: vec![1], dtype: Dtype::F32 }
-    }
-
     fn device(&self) -> DLDevice {
         match self.memory {
             Memory::Host(_) => DLDevice::CPU,

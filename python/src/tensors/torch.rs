@@ -7,8 +7,7 @@ use kyklos::backend::{Device, DeviceBuffer};
 use kyklos::{Dtype, Result, Tensor};
 use pyo3::prelude::*;
 
-use crate::tensors::axes::Form;
-use crate::torch_device::{TorchBackend, TorchBuffer};
+use crate::torch_device::{CallersTensor, TorchBackend, TorchBuffer};
 
 /// The memory of a caller's tensor, until it is dropped.
 #[derive(Debug)]
@@ -17,38 +16,28 @@ pub(crate) struct TorchMemory {
     loan: Sender<()>,
 }
 
-/// A caller's tensor.
-pub(crate) struct Adopted {
-    pub(crate) memory: Arc<TorchMemory>,
-    pub(crate) shape: Vec<usize>,
-    pub(crate) strides: Vec<usize>,
-    pub(crate) dtype: Dtype,
-}
-
 /// `array`, if it is a tensor that `device` reads in place. Whoever holds it holds a clone of
 /// `loan`.
-pub(crate) fn adopt(device: &Device, array: &Bound<'_, PyAny>, loan: &Sender<()>) -> Result<Option<Adopted>> {
+pub(crate) fn adopt(
+    device: &Device,
+    array: &Bound<'_, PyAny>,
+    loan: &Sender<()>,
+) -> Result<Option<(Arc<TorchMemory>, CallersTensor)>> {
     let Some(backend) = device.backend::<TorchBackend>() else { return Ok(None) };
     let adopted = backend.adopt(array)?;
-    Ok(adopted.map(|(flat, shape, strides, dtype)| Adopted {
-        memory: Arc::new(TorchMemory { flat, loan: loan.clone() }),
-        shape,
-        strides,
-        dtype,
-    }))
+    Ok(adopted.map(|(flat, of)| (Arc::new(TorchMemory { flat, loan: loan.clone() }), of)))
 }
 
-/// `array` in host memory, if it is a tensor of `device` that is not read where it is: a mask, and
-/// rows that do not end on a 4-byte boundary.
-pub(crate) fn on_host<'py>(
+/// `array` in host memory, if it is a mask or bias of `device` that is not read where it is. With
+/// `some_in_place` numbers whose rows end on a 4-byte boundary are.
+pub(crate) fn rows_on_host<'py>(
     device: &Device,
-    form: Form,
     array: &Bound<'py, PyAny>,
+    some_in_place: bool,
 ) -> Result<Option<Bound<'py, PyAny>>> {
-    let of_rows = matches!(form, Form::Bias | Form::KeyBias);
     match device.backend::<TorchBackend>() {
-        Some(backend) if of_rows => backend.rows_on_host(array, matches!(form, Form::Bias)),
-        _ => Ok(None),
+        Some(backend) => backend.rows_on_host(array, some_in_place),
+        None => Ok(None),
     }
 }
 

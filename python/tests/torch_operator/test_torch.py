@@ -305,7 +305,7 @@ def test_tensors_of_the_gpu_of_a_rank_stay_there():
 
     from kyklos._torch_tensors import readable
 
-    own, other = SimpleNamespace(gpu=1), SimpleNamespace(gpu=None)
+    own, other = (SimpleNamespace(gpu=gpu, torch_device=None) for gpu in (1, None))
     with FakeTensorMode():
         x = torch.empty(2, 9, 4, 32, dtype=torch.float16, device="cuda:1")
         packed = torch.empty(2, 9, 12, 32, dtype=torch.float16, device="cuda:1")

@@ -45,6 +45,7 @@ pub mod cpu;
 mod device;
 mod erased;
 mod gradients;
+mod info;
 mod short_work;
 #[cfg(feature = "wgpu")]
 pub mod wgpu;
@@ -56,6 +57,7 @@ pub use arguments::{
 pub use control::{Control, yield_now};
 pub use device::{Device, DeviceBuffer, Threaded};
 pub use gradients::{AttendBackward, BiasGradient, RowStats};
+pub use info::{DeviceClass, DeviceInfo, KernelTime};
 pub use short_work::ShortWork;
 
 /// `m` of a row that saw no key: finite, because WGSL promises nothing about infinities.
@@ -345,26 +347,6 @@ pub trait Backend {
     }
 }
 
-/// The time of kernels that were submitted together.
-///
-/// ```
-/// use kyklos::backend::{Backend, KernelTime, cpu::CpuBackend};
-///
-/// let backend = CpuBackend::new();
-/// backend.measure_kernels(true);
-/// // … work, and a wait for the device …
-/// let times: Vec<KernelTime> = backend.kernel_times()?;
-/// assert!(times.is_empty(), "a CPU is measured by the caller's clock");
-/// # Ok::<(), kyklos::Error>(())
-/// ```
-#[derive(Clone, Debug, PartialEq)]
-pub struct KernelTime {
-    /// Names of the kernels, in the order in which they ran.
-    pub kernels: Vec<String>,
-    /// Milliseconds of the device, from the end of what was before to the end of the last kernel.
-    pub ms: f64,
-}
-
 fn no_backward(device: &DeviceInfo) -> Error {
     Error::request(
         format!("a backward pass on {} ({})", device.name, device.backend),
@@ -378,35 +360,4 @@ fn no_bias_gradient(device: &DeviceInfo) -> Error {
         format!("the gradient of a bias tensor on {} ({})", device.name, device.backend),
         "this backend has no kernel for it: use the backend cpu, wgpu or cuda, or leave this gradient out",
     )
-}
-
-/// A device in words, for reports and for the choice of a device.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct DeviceInfo {
-    /// Name of the backend: `cpu`, `wgpu` or `cuda`.
-    pub backend: &'static str,
-    /// The device's own name.
-    pub name: String,
-    /// Driver or instruction set, for reports.
-    pub driver: String,
-    /// Kind of device.
-    pub class: DeviceClass,
-    /// Kernel variant in use, for reports.
-    pub kernel: String,
-}
-
-/// Kind of device, in the order of preference.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DeviceClass {
-    /// A GPU with its own memory.
-    DiscreteGpu,
-    /// A GPU that shares the host's memory.
-    IntegratedGpu,
-    /// A GPU behind a hypervisor, or a GPU whose kind the driver does not report.
-    OtherGpu,
-    /// The cores of the host.
-    Cpu,
-    /// A graphics driver that computes on the host's cores.
-    SoftwareGpu,
 }

@@ -1,0 +1,101 @@
+"""PyTorch as a device of Kyklos: torch_device.py claims|times [DEVICE]      DEVICE: cuda:0 by default, or cpu, for a rehearsal
+
+claims: which kernels are used, and the contract of backends, claim by claim. times: a call of one rank beside PyTorch's
+scaled_dot_product_attention, forward and gradients, and two ranks of one process, which share the GPU.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import kyklos
+import kyklos.torch
+from kyklos import _kyklos
+
+WHAT, DEVICE = sys.argv[1], (sys.argv[2:] or ["cuda:0"])[0]
+ON_CPU = DEVICE == "cpu"
+
+
+def claims():
+    wrong = 0
+    with kyklos.Group.local(1, device=f"torch:{DEVICE}")[0] as group:
+        for dtype in ("float32", "float16", "bfloat16"):
+            print(f"kernels for {dtype}:", ", ".join(f"{dim}: {group.kernel(dim, dtype)}" for dim in (64, 96, 128, 256)), flush=True)
+    for claim in _kyklos.claims():
+        began = time.perf_counter()
+        try:
+            _kyklos.check(DEVICE, claim)
+            outcome = "right"
+        except BaseException as fault:  # A panic is no Exception.
+            wrong += 1
+            outcome = "WRONG\n" + "\n".join(str(fault).splitlines()[:8])
+        print(f"{time.perf_counter() - began:5.1f} s  {claim}: {outcome}", flush=True)
+    sys.exit(f"{wrong} claims do not hold" if wrong else 0)
+
+
+def milliseconds(call):
+    if not ON_CPU:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    if not ON_CPU:
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def compare(case, calls):
+    times = {name: [] for name in calls}
+    for round_ in range(6):
+        for name, call in calls.items():
+            taken = milliseconds(call)
+            if round_:
+                times[name].append(taken)
+    peer, *others = times
+    line = f"{case:34} {peer} {statistics.median(times[peer]):9.3f} ms"
+    for name in others:
+        ratios = [own / theirs for own, theirs in zip(times[name], times[peer], strict=True)]
+        line += f"  {name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(line, flush=True)
+
+
+def times():
+    shapes = [(512, 2, 64)] if ON_CPU else [(4096, 16, 128), (16384, 16, 128), (16384, 32, 64)]
+    groups = {ranks: kyklos.Group.local(ranks, device=f"torch:{DEVICE}") for ranks in (1, 2)}
+    for tokens, heads, dim in shapes:
+        for mask in ("full", "causal"):
+            q, k, v, d_o = (torch.randn(1, heads, tokens, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+            case = f"{tokens} x {heads} x {dim} {mask}"
+            half = tokens // 2
+
+            def two(group):
+                own = slice(group.rank * half, (group.rank + 1) * half)
+                return group.attend(q[:, :, own], k[:, :, own], v[:, :, own], mask=mask, layout="bhsd", inference=True)
+
+            calls = {
+                "PyTorch": lambda: scaled_dot_product_attention(q, k, v, is_causal=mask == "causal"),
+                "one rank": lambda: groups[1][0].attend(q, k, v, mask=mask, layout="bhsd", inference=True),
+                "two ranks": lambda: on_threads(groups[2], two),
+            }
+            compare(case, calls)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            calls = {
+                "PyTorch": lambda: torch.autograd.grad(scaled_dot_product_attention(*leaves, is_causal=mask == "causal"), leaves, d_o),
+                "one rank": lambda: torch.autograd.grad(kyklos.torch.attention(*leaves, groups[1][0], mask=mask)[0], leaves, d_o),
+            }
+            compare(case + " and gradients", calls)
+
+
+def on_threads(groups, call):
+    from threading import Thread
+
+    threads = [Thread(target=call, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+{"claims": claims, "times": times}[WHAT]()
