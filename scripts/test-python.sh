@@ -44,4 +44,15 @@ CARGO_TARGET_DIR=$PWD/target "$python" -m pip install --quiet --disable-pip-vers
 "$python" -m mypy --ignore-missing-imports --follow-imports=silent python/kyklos
 # Not in python/, whose kyklos/ has no extension module: Python looks into the current folder first. Threads of PyTorch and of each rank
 # share the cores.
-cd python/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"
+run() { (cd python/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"); }
+run "${@}"
+[ $# = 0 ] || exit 0
+# The same calls, operator and models on PyTorch as a device; and the contract of backends, with an extension module that has its suite.
+KYKLOS_TEST_DEVICE=torch:cpu run test_attend.py test_arrays.py test_backward.py torch_operator transformers_models diffusers_models
+cargo build --release -p kyklos-python --features suite
+package=$(mktemp -d)
+trap 'rm -rf "$package"' EXIT
+cp -r python/kyklos "$package/kyklos"
+rm -f "$package"/kyklos/_kyklos.*.so
+cp target/release/lib_kyklos.so "$package/kyklos/_kyklos.abi3.so"
+PYTHONPATH=$package run torch_device

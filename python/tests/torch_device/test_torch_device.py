@@ -255,8 +255,12 @@ def test_the_kernel_is_said_and_chosen(monkeypatch):
         assert group.kernel(64) == "matrix products"
         o, _ = group.attend(*states(), layout="bshd", mask="causal")
     assert (o - want).abs().max() <= 3e-6
+
+
+@pytest.mark.kyklos_cpu
+def test_other_devices_are_none_of_pytorch():
     with kyklos.Group.local(1, device="cpu")[0] as group:
-        assert group.torch_device is None
+        assert group.torch_device is None and group.kernel(64) == "rows in lanes"
 
 
 def test_long_calls_go_piece_by_piece(alone):
