@@ -44,8 +44,9 @@ class Forming:
         """Joins the group of the launcher that started this process: torchrun, ``mpirun``, ``srun``, Kubernetes or
         ``kyklos launch``. Without a launcher and without options it is a group of one. Blocks until all ranks are there.
 
-        :param device: ``"auto"``, ``"cpu"``, ``"wgpu"``, ``"wgpu:N"``, ``"cuda"`` or ``"cuda:N"``. ``"auto"`` takes a GPU by
-            wgpu if there is one, else the cores.
+        :param device: ``"auto"``, ``"cpu"``, ``"wgpu"``, ``"wgpu:N"``, ``"cuda"``, ``"cuda:N"``, ``"torch"`` or ``"torch:NAME"``.
+            ``"auto"`` takes a GPU by wgpu if there is one, else the cores. ``"torch"`` is PyTorch's accelerator, else its CPU, with
+            PyTorch's kernels; a name is one of ``torch.device``.
         :param rank: this rank, if no launcher says it; likewise ``size`` and ``coordinator`` (``"HOST:PORT"`` of rank 0, UDP).
         :param cluster_file: TOML file that lists the hosts of the ranks.
         :param identity: PEM file that proves this rank to the others; ``{rank}`` in it stands for the rank. A group over a

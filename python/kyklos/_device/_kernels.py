@@ -147,7 +147,7 @@ def _all_finite(*tensors: torch.Tensor) -> torch.Tensor:
 
 def _state(o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None) -> State:
     if sees is None:
-        return State(o, lse, torch.ones((), device=o.device).expand_as(lse), is_output=True)
+        return State(o, lse, torch.ones((), dtype=torch.float32, device=o.device).expand_as(lse), is_output=True)
     return State(o, torch.where(sees, lse, EMPTY_M), sees.float().expand_as(lse), is_output=True)
 
 
@@ -162,7 +162,7 @@ def _terms(block: Block, piece: Piece, dtype: torch.dtype) -> tuple[torch.Tensor
             visible = bias if visible is None else bias & visible
         else:
             added = bias
-    terms = torch.zeros((), device=block.device) if added is None else added
+    terms = torch.zeros((), dtype=torch.float32, device=block.device) if added is None else added
     if visible is not None:
         terms = torch.where(visible, terms, -math.inf)
     while terms.dim() < 4:

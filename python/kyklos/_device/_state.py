@@ -48,7 +48,7 @@ class State:
     @classmethod
     def empty(cls, shape: Sequence[int], device: torch.device) -> State:
         """Of rows that saw no key; ``shape`` is that of ``a``."""
-        a = torch.empty(tuple(shape), device=device)
+        a = torch.empty(tuple(shape), dtype=torch.float32, device=device)
         state = cls(a, a.new_empty(a.shape[:3]), a.new_empty(a.shape[:3]))
         state.reset()
         return state

@@ -149,7 +149,8 @@ class Kernels:
         """Tries a kernel on pieces of all kinds with rows and keys that are no multiples of anything."""
         try:
             return all(self._agrees(kernel, dtype, dim, kind) for kind in ("full", "causal", "masked"))
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+            # Not on this device, or not with these arguments in this version.
             return False
 
     def _agrees(self, kernel: Kernel, dtype: torch.dtype, dim: int, kind: str) -> bool:
@@ -170,14 +171,15 @@ class Kernels:
 def _small_block(device: torch.device, dtype: torch.dtype, dim: int, kind: str) -> tuple[Block, Piece]:
     rows, keys, heads, kv_heads = 77, 77 if kind == "causal" else 143, 4, 2
     # The same numbers everywhere, without a change of anybody's generator.
-    wave = lambda n, factor: torch.sin(torch.arange(n, dtype=torch.float64) * factor).to(dtype).to(device)  # noqa: E731
+    wave = lambda n, factor: torch.sin(torch.arange(n, dtype=torch.float64, device="cpu") * factor).to(dtype).to(device)  # noqa: E731
     place = lambda of: (0, 0, of * dim, dim)  # noqa: E731
     q, k, v = (
         (wave(count * of * dim, factor).view(torch.uint8), place(of))
         for count, of, factor in ((rows, heads, 0.71), (keys, kv_heads, 0.37), (keys, kv_heads, 0.53))
     )
-    positions = torch.arange(keys, dtype=torch.int32)
-    spans = torch.stack([torch.arange(rows) // 3, torch.arange(rows) + 60], -1).to(torch.int32)
+    positions = torch.arange(keys, dtype=torch.int32, device="cpu")
+    row = torch.arange(rows, dtype=torch.int32, device="cpu")
+    spans = torch.stack([row // 3, row + 60], -1)
     numbers = (dim**-0.5, None, True)
     words = [bytes(tensor.numpy().tobytes()) for tensor in (positions, spans)]
     block = Block(dtype, (1, rows, heads, dim), q, k, v, [0, 0, 1, 1], numbers, words[0], words[1:], None)
