@@ -93,8 +93,12 @@ def _add_to_keys(
         part = into[batch, :, keys]
         if block.chosen is None:
             part.add_(values)
-        else:
-            part.index_add_(1, block.chosen, values)
+            continue
+        # Without `index_add_`, whose order on a GPU is any.
+        for head in range(part.shape[1]):
+            of_head = [index for index, own in enumerate(block.chosen) if own == head]
+            if of_head:
+                part[:, head].add_(values[:, of_head[0] : of_head[-1] + 1].sum(1))
 
 
 def _to_keys(block: Block, weights: torch.Tensor, right: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:

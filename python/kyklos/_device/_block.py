@@ -80,11 +80,12 @@ class Block:
         self.k, self.v = (rows(buffer, dtype, kv, place).transpose(1, 2) for buffer, place in (k, v))
         #: Where query heads do not follow each other in groups of one size, the key/value head of each: ``k`` and ``v`` are then
         #: copies with a head for each.
-        self.chosen: torch.Tensor | None = None
+        self.chosen: Sequence[int] | None = None
         size = heads // max(self.kv_heads, 1)
         if heads != size * self.kv_heads or any(head != index // size for index, head in enumerate(kv_head_of)):
-            self.chosen = torch.tensor(kv_head_of, device=self.device)
-            self.k, self.v = (tensor.index_select(1, self.chosen) for tensor in (self.k, self.v))
+            self.chosen = kv_head_of
+            index = torch.tensor(kv_head_of, device=self.device)
+            self.k, self.v = (tensor.index_select(1, index) for tensor in (self.k, self.v))
             self.kv_heads = heads
         self._positions, self._spans = positions, spans
         self._on_device: dict[int, torch.Tensor] = {}

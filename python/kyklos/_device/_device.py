@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ._forward import Results, Running
 from ._state import EMPTY_M, RowSet, State, finalize
 from ._vendors import Kernels
 
+#: Kernels of GPUs read so many bytes at once.
+GPU_ALIGNMENT = 16
 #: Types of devices with several streams.
 STREAMS = ("cuda", "xpu")
 #: Buffers begin and end at multiples of it.
@@ -72,7 +75,7 @@ class Device:
 
     def adopt(self, array: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], str] | None:
         """The memory of a tensor of this device as a buffer, with its shape, strides and type; ``None`` of another array. A copy,
-        if elements share memory or those of the last axis are apart."""
+        if elements share memory, if those of the last axis are apart, and on a GPU if rows begin where its kernels do not read."""
         if not isinstance(array, torch.Tensor) or array.device != self.device or array.layout != torch.strided:
             return None
         dtype = next((name for name, dtype in DTYPES.items() if dtype == array.dtype), None)
@@ -82,7 +85,12 @@ class Device:
         axes = sorted((stride, extent) for stride, extent in zip(array.stride(), array.shape, strict=True) if extent > 1)
         apart = all(outer[0] >= inner[0] * inner[1] for inner, outer in zip(axes, axes[1:], strict=False))
         whole = not axes or axes[0][0] > 0 and (array.shape[-1] == 1 or array.stride(-1) == 1)
-        if not apart or not whole or array.is_conj() or array.is_neg():
+        size = array.element_size()
+        aligned = self.is_cpu or all(
+            number % GPU_ALIGNMENT == 0
+            for number in (array.data_ptr(), *(stride * size for stride, _ in axes if stride != 1))
+        )
+        if not (apart and whole and aligned) or array.is_conj() or array.is_neg():
             array = array.clone(memory_format=torch.contiguous_format)
         reach = 0
         if array.numel():
@@ -106,17 +114,18 @@ class Device:
         return None if some_in_place and whole else array.detach().cpu()
 
     def result(self, buffer: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """What is at the beginning of a buffer, as a tensor for the caller."""
+        """What is at the beginning of a buffer, as a tensor for the caller, and computed."""
+        self.wait()
         return dense(buffer, DTYPES[dtype], shape)
 
     def write(self, buffer: torch.Tensor, offset: int, data: bytes) -> None:
         if data:
             buffer[offset : offset + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
-    def on_host(self, buffer: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, int]:
-        """Bytes of a buffer in host memory, with their address."""
+    def on_host(self, buffer: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, int, int]:
+        """Bytes of a buffer in host memory, with their address and number."""
         host = buffer[start:end].to("cpu")
-        return host, host.data_ptr()
+        return host, host.data_ptr(), host.numel()
 
     def clone(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.clone()
@@ -125,20 +134,24 @@ class Device:
         buffer.zero_()
 
     def wait(self) -> None:
-        if not self.is_cpu:
+        """Until what the thread of a session has given to the device is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        elif not self.is_cpu:
             torch.accelerator.synchronize(self.device)
 
     def repack(
         self, source: torch.Tensor, at: Place, into: torch.Tensor, into_at: Place, extent: tuple[int, int, int, int]
     ) -> None:
-        """Copies rows; places and the last extent are in bytes."""
+        """Copies rows; places and the last extent are in bytes. Also called by the caller's thread."""
         *counts, width = extent
         starts = (int(source.storage_offset()), int(into.storage_offset()))
         dtype = unit(width, *at, *into_at, *starts)
         size = dtype.itemsize
         shape = [*counts, width // size]
         to, of = (tuple(number // size for number in place) for place in (into_at, at))
-        rows(into, dtype, shape, to).copy_(rows(source, dtype, shape, of))  # type: ignore[arg-type]
+        with self._stream or nullcontext():
+            rows(into, dtype, shape, to).copy_(rows(source, dtype, shape, of))  # type: ignore[arg-type]
 
     def accumulate(
         self, source: torch.Tensor, at: Place, into: torch.Tensor, into_at: Place, extent: tuple[int, int, int, int]

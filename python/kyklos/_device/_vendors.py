@@ -3,14 +3,20 @@ kernels of ``scaled_dot_product_attention`` by itself."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 
+from ._backward import Gradients
+from ._backward import attend as attend_backward
 from ._block import Block, Piece
 from ._forward import by_products
 from ._kernels import Kernel
+from ._state import EMPTY_M
 
 aten = torch.ops.aten
 
@@ -146,41 +152,80 @@ class Kernels:
         return max(error for error, _ in worst), max(error for _, error in worst)
 
     def _is_right(self, kernel: Kernel, dtype: torch.dtype, dim: int) -> bool:
-        """Tries a kernel on pieces of all kinds with rows and keys that are no multiples of anything."""
+        """Tries a kernel on small blocks. In a thread of its own: modes of this one, as autocast, do not count."""
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._tries, kernel, dtype, dim).result()
+
+    def _tries(self, kernel: Kernel, dtype: torch.dtype, dim: int) -> bool:
+        kinds = ["full", "causal", "masked"] if kernel.masked else ["full", "causal"]
         try:
-            return all(self._agrees(kernel, dtype, dim, kind) for kind in ("full", "causal", "masked"))
+            of_one = _small_block(self.device, dtype, dim, "full", rows=1)
+            blocks = [of_one, *(_small_block(self.device, dtype, dim, kind) for kind in kinds)]
+            return all(_agrees(kernel, *block) for block in blocks) and _notices(kernel, *_small_block(self.device, dtype, dim, "full"))
+        except torch.OutOfMemoryError:
+            # It says nothing about the kernel.
+            raise
         except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
             # Not on this device, or not with these arguments in this version.
             return False
 
-    def _agrees(self, kernel: Kernel, dtype: torch.dtype, dim: int, kind: str) -> bool:
-        if kind == "masked" and not kernel.masked:
-            return True
-        block, piece = _small_block(self.device, dtype, dim, kind)
-        found, right = kernel.attend(block, piece)
-        exact = by_products(block, piece)
-        if right is not None and not bool(right.all()):
+
+def _agrees(kernel: Kernel, block: Block, piece: Piece) -> bool:
+    """Whether a kernel agrees with matrix products, forward and backward."""
+    dtype = block.q.dtype
+    found, right = kernel.attend(block, piece)
+    exact = by_products(block, piece)
+    if right is not None and not bool(right.all()):
+        return False
+    # Elements of size one, with their own roundings before and after: five units are far from any fault.
+    rounding = 5 * max(torch.finfo(dtype).eps, 1e-6)
+    of_lse, _ = kernel.accuracy(dtype)
+    saw = exact.l != 0
+    o, lse = exact.a / torch.where(saw, exact.l, 1.0)[..., None], torch.where(saw, exact.m + exact.l.log(), 0.0)
+    own_lse = torch.where(saw, found.m + found.l.log(), 0.0)
+    if not bool(((found.a - o).abs().amax() <= rounding) & ((own_lse - lse).abs().amax() <= of_lse + 1e-5)):
+        return False
+    d_o, delta = torch.sin(o * 7), torch.cos(lse)
+    stats = torch.stack([torch.where(saw, lse, -EMPTY_M), torch.ones_like(lse), torch.where(saw, delta, 0.0), torch.zeros_like(lse)], -1)
+    gradients = kernel.gradients(block, piece, d_o, stats)
+    if gradients is None:
+        return True
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (block.q, block.k, block.v))
+    by_hand = Gradients(d_o, stats, dq, dk, dv, None)
+    attend_backward(block, piece, by_hand, None)
+    pairs = zip(gradients, (by_hand.dq, by_hand.dk, by_hand.dv), strict=True)
+    return all(bool((own - other).abs().amax() <= rounding * other.abs().amax()) for own, other in pairs)
+
+
+def _notices(kernel: Kernel, block: Block, piece: Piece) -> bool:
+    """Whether it can be seen in a kernel's results that it met what is not finite: such rows count as wrong."""
+    for name, number in itertools.product(("q", "k", "v"), (math.nan, math.inf)):
+        given = getattr(block, name)
+        poisoned = given.clone()
+        poisoned[:, :, 5, 0] = number
+        setattr(block, name, poisoned)
+        _, right = kernel.attend(block, piece)
+        setattr(block, name, given)
+        if right is None or bool((right[:, :, 5] if name == "q" else right).any()):
             return False
-        # Elements of size one, with their own roundings before and after: five units are far from any fault.
-        rounding = 5 * max(torch.finfo(dtype).eps, 1e-6)
-        o, lse = exact.a / exact.l[..., None], exact.m + exact.l.log()
-        of_o, of_lse = (found.a - o).abs().amax(), (found.m + found.l.log() - lse).abs().amax()
-        return bool((of_o <= rounding) & (of_lse <= max(1e-4, 0.1 * rounding)))
+    return True
 
 
-def _small_block(device: torch.device, dtype: torch.dtype, dim: int, kind: str) -> tuple[Block, Piece]:
-    rows, keys, heads, kv_heads = 77, 77 if kind == "causal" else 143, 4, 2
+def _small_block(device: torch.device, dtype: torch.dtype, dim: int, kind: str, rows: int = 77) -> tuple[Block, Piece]:
+    """Two batch entries, and rows and keys that are no multiples of anything."""
+    batch, keys, heads, kv_heads = 2, 77 if kind == "causal" else 143, 4, 2
     # The same numbers everywhere, without a change of anybody's generator.
     wave = lambda n, factor: torch.sin(torch.arange(n, dtype=torch.float64, device="cpu") * factor).to(dtype).to(device)  # noqa: E731
-    place = lambda of: (0, 0, of * dim, dim)  # noqa: E731
+    place = lambda count, of: (0, count * of * dim, of * dim, dim)  # noqa: E731
     q, k, v = (
-        (wave(count * of * dim, factor).view(torch.uint8), place(of))
+        (wave(batch * count * of * dim, factor).view(torch.uint8), place(count, of))
         for count, of, factor in ((rows, heads, 0.71), (keys, kv_heads, 0.37), (keys, kv_heads, 0.53))
     )
     positions = torch.arange(keys, dtype=torch.int32, device="cpu")
     row = torch.arange(rows, dtype=torch.int32, device="cpu")
-    spans = torch.stack([row // 3, row + 60], -1)
+    # The first row sees nothing.
+    spans = torch.stack([row // 3, torch.where(row == 0, 0, row + 60)], -1)
     numbers = (dim**-0.5, None, True)
     words = [bytes(tensor.numpy().tobytes()) for tensor in (positions, spans)]
-    block = Block(dtype, (1, rows, heads, dim), q, k, v, [0, 0, 1, 1], numbers, words[0], words[1:], None)
-    return block, Piece(kind, slice(0, 1), slice(0, rows), slice(0, keys), 0)
+    block = Block(dtype, (batch, rows, heads, dim), q, k, v, [0, 0, 1, 1], numbers, words[0], words[1:], None)
+    return block, Piece(kind, slice(0, batch), slice(0, rows), slice(0, keys), 0)

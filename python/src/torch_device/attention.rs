@@ -1,13 +1,13 @@
 //! Attention of blocks, forward and backward, piece by piece.
 
-use std::time::Instant;
-
-use kyklos::backend::{Attend, AttendBackward, BiasInput, Control, Operand, Results, StateShape, yield_now};
+use kyklos::backend::{
+    Attend, AttendBackward, BiasInput, Control, DeviceClass, Operand, Results, StateShape, yield_now,
+};
 use kyklos::{BiasKind, BlockWork, Dtype, Result};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::pieces::{Costed, Pieces, Rate};
+use super::pieces::{Pieces, Size, Taken};
 use super::places::{extents, is_empty, name, place, placed};
 use super::{TorchBackend, TorchBuffer};
 
@@ -37,6 +37,7 @@ impl TorchBackend {
         if is_empty(shape) || work.is_empty() && results.is_none() {
             return control.piece_done();
         }
+        let terms = if bias.is_some() { shape.heads } else { 0 };
         let of = BlockOf { dtype, scale, softcap, operands: [q, k, v], kv_head_of, work, bias, inference };
         let (block, into) = self.with(|py, device| {
             let ml = state.ml.tensor_mut(py)?.clone();
@@ -53,12 +54,12 @@ impl TorchBackend {
             let into = device.call_method1("running", (a, ml, extents(shape), is_empty, results))?;
             Ok((Self::block(py, device, shape, &of)?.unbind(), into.unbind()))
         })?;
-        let pieces = Pieces::new(work, shape.batch, 2 * (shape.heads * shape.dim) as u64);
-        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, piece: &Costed| {
+        let pieces = self.pieces(work, shape, 2, terms);
+        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, piece: &Taken| {
             let args = (block.bind(py), into.bind(py), piece.part, piece.is_alone);
             device.call_method1("attend", args).map(drop)
         };
-        self.in_pieces(&self.rate, pieces, control, attend).await?;
+        self.in_pieces(pieces, control, attend).await?;
         self.with(|py, _| into.bind(py).call_method0("end").map(drop))
     }
 
@@ -72,6 +73,7 @@ impl TorchBackend {
         if is_empty(shape) || work.is_empty() {
             return control.piece_done();
         }
+        let terms = if bias.is_some() { shape.heads } else { 0 };
         let of =
             BlockOf { dtype, scale, softcap, operands: [q, k, v], kv_head_of, work, bias, inference: false };
         let kv_heads = kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
@@ -95,11 +97,11 @@ impl TorchBackend {
             let gradients = device.call_method1("gradients", args)?;
             Ok((block.unbind(), gradients.unbind()))
         })?;
-        let pieces = Pieces::new(work, shape.batch, 5 * (shape.heads * shape.dim) as u64);
-        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, piece: &Costed| {
+        let pieces = self.pieces(work, shape, 5, terms);
+        let attend = |py: Python<'_>, device: &Bound<'_, PyAny>, piece: &Taken| {
             device.call_method1("attend_backward", (block.bind(py), gradients.bind(py), piece.part)).map(drop)
         };
-        self.in_pieces(&self.backward_rate, pieces, control, attend).await
+        self.in_pieces(pieces, control, attend).await
     }
 
     /// A block of queries and keys as the Python code has it.
@@ -138,18 +140,25 @@ impl TorchBackend {
         )
     }
 
+    /// The pieces of a block with `products` matrix products and `terms` of a bias for each pair.
+    fn pieces(&self, work: &BlockWork, shape: StateShape, products: usize, terms: usize) -> Pieces {
+        let size = match self.info.class {
+            DeviceClass::Cpu => Size::OF_CPU,
+            _ => Size::OF_GPU,
+        };
+        let of_pair = (products * shape.heads * shape.dim) as u64;
+        Pieces::new(work, shape.batch, of_pair, terms as u64, size)
+    }
+
     /// Attends piece by piece.
     async fn in_pieces(
         &self,
-        rate: &Rate,
         mut pieces: Pieces,
         control: &Control,
-        attend: impl Fn(Python<'_>, &Bound<'_, PyAny>, &Costed) -> PyResult<()>,
+        attend: impl Fn(Python<'_>, &Bound<'_, PyAny>, &Taken) -> PyResult<()>,
     ) -> Result<()> {
-        while let Some(piece) = pieces.take(rate.budget()) {
-            let start = Instant::now();
+        while let Some(piece) = pieces.take() {
             self.with(|py, device| attend(py, device, &piece))?;
-            rate.measured(piece.cost, start);
             control.piece_done()?;
             yield_now().await;
         }

@@ -5,11 +5,11 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use kyklos::backend::{
-    Accuracy, Attend, AttendBackward, Backend, Control, DeviceInfo, Elements, Extent, Layout, Results,
-    RowStats, Scales, State, StateMut, StateShape,
+    Accuracy, Attend, AttendBackward, Backend, Control, DeviceClass, DeviceInfo, Elements, Extent, Layout,
+    Results, RowStats, Scales, State, StateMut, StateShape,
 };
 use kyklos::{AttentionProblem, Dtype, Error, Result, TileShape};
-use pyo3::exceptions::PyMemoryError;
+use pyo3::exceptions::{PyBufferError, PyMemoryError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -65,7 +65,8 @@ impl Backend for TorchBackend {
         let array = Words::new(data).ok_or_else(|| self.out_of_memory(label, bytes))?;
         let tensor =
             self.with(|_, device| device.call_method1("upload", (array, bytes)).map(Bound::unbind))?;
-        Ok(TorchBuffer::new(tensor, false))
+        // On the CPU it is the caller's memory, elsewhere a copy.
+        Ok(TorchBuffer::new(tensor, self.info.class != DeviceClass::Cpu))
     }
 
     fn write(&self, buffer: &mut TorchBuffer, offset: usize, data: &[u8]) -> Result<()> {
@@ -81,8 +82,11 @@ impl Backend for TorchBackend {
 
     fn download(&self, buffer: &mut TorchBuffer, range: Range<usize>) -> Self::Download {
         let copied = self.with(|py, device| {
-            let (tensor, address): (Py<PyAny>, usize) =
+            let (tensor, address, bytes): (Py<PyAny>, usize, usize) =
                 device.call_method1("on_host", (buffer.tensor(py)?, range.start, range.end))?.extract()?;
+            if bytes != range.len() {
+                return Err(PyBufferError::new_err(format!("{bytes} bytes where {range:?} were wanted")));
+            }
             let copy = py.detach(|| {
                 spare::filled(range.len(), |copy| {
                     if !range.is_empty() {

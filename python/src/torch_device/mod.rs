@@ -15,7 +15,6 @@ use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
 pub(crate) use self::buffer::TorchBuffer;
-use self::pieces::Rate;
 use self::places::name;
 
 /// A device of PyTorch.
@@ -24,8 +23,6 @@ pub(crate) struct TorchBackend {
     info: DeviceInfo,
     /// A `kyklos._device.Device`.
     device: Py<PyAny>,
-    rate: Rate,
-    backward_rate: Rate,
 }
 
 /// A caller's tensor, in elements from the beginning of its memory on.
@@ -53,7 +50,7 @@ impl TorchBackend {
             })?;
             let class = if is_cpu { DeviceClass::Cpu } else { DeviceClass::OtherGpu };
             let info = DeviceInfo { backend: "torch", name, driver, class, kernel };
-            Ok(Self { info, device, rate: Rate::default(), backward_rate: Rate::default() })
+            Ok(Self { info, device })
         })
     }
 
@@ -96,7 +93,7 @@ impl TorchBackend {
     /// Does `work` with the interpreter; an exception is an error of the device.
     fn with<T>(&self, work: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<T>) -> Result<T> {
         Python::attach(|py| {
-            work(py, self.device.bind(py)).map_err(|error| match error.is_instance_of::<PyMemoryError>(py) {
+            work(py, self.device.bind(py)).map_err(|error| match is_of_memory(py, &error) {
                 true => self.out_of_memory("temporary tensors", 0),
                 false => self.failed(&error),
             })
@@ -115,4 +112,10 @@ impl TorchBackend {
         let device = self.info.name.clone();
         Error::OutOfMemory { device, what: what.to_owned(), asked_bytes: bytes as u64, allowed_bytes: 0 }
     }
+}
+
+/// Whether memory is missing. PyTorch's allocator of the host has no type of its own for it.
+fn is_of_memory(py: Python<'_>, error: &PyErr) -> bool {
+    let of_devices = || py.import("torch")?.getattr("OutOfMemoryError");
+    error.is_instance_of::<PyMemoryError>(py) || of_devices().is_ok_and(|class| error.is_instance(py, &class))
 }

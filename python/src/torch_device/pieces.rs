@@ -1,64 +1,48 @@
 //! The pieces of a block, of about 100 ms each.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use kyklos::{BlockWork, Piece, PieceKind};
 
 /// A piece for the Python code: its kind, the index of its mask, batch entries, rows, keys.
 pub(super) type Part = (&'static str, usize, (usize, usize), (usize, usize), (usize, usize));
 
-/// Multiply-adds per second of a device, as last measured. Decides the size of a piece, never a
-/// result.
-#[derive(Debug)]
-pub(super) struct Rate(AtomicU64);
+/// How large pieces are. By the kind of the device and not by measured times: the order of sums
+/// depends on the pieces, and the same call has the same sums.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Size {
+    /// Multiply-adds of a piece: some 100 ms of a few processor cores, some 10 ms of a GPU.
+    budget: u64,
+    /// The most terms of logits that are in memory for a piece.
+    terms: u64,
+}
 
-/// Of one processor core, about.
-const FIRST_RATE: u64 = 20_000_000_000;
-const PIECE_MS: u64 = 100;
+impl Size {
+    pub(super) const OF_CPU: Self = Self { budget: 1 << 33, terms: 1 << 24 };
+    pub(super) const OF_GPU: Self = Self { budget: 1 << 40, terms: 1 << 27 };
+}
+
 /// Rows of the smallest piece: fewer do not fill the kernels of a library.
 const LEAST_ROWS: usize = 64;
 
-impl Default for Rate {
-    fn default() -> Self {
-        Self(AtomicU64::new(FIRST_RATE))
-    }
-}
-
-impl Rate {
-    /// Multiply-adds of a piece.
-    pub(super) fn budget(&self) -> u64 {
-        self.0.load(Ordering::Relaxed) / 1000 * PIECE_MS
-    }
-
-    pub(super) fn measured(&self, cost: u64, start: Instant) {
-        let us = u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX);
-        // A shorter time says more about starting kernels than about their speed.
-        if us > 2000 {
-            self.0.store((cost / us).max(1) * 1_000_000, Ordering::Relaxed);
-        }
-    }
-}
-
 /// Part of a block.
 #[derive(Debug)]
-pub(super) struct Costed {
+pub(super) struct Taken {
     pub(super) part: Part,
     /// Whether its rows are in no other part.
     pub(super) is_alone: bool,
-    /// In multiply-adds.
-    pub(super) cost: u64,
 }
 
-/// What is to be computed of a block, piece by piece: a piece is cut when it is taken, by the rate
-/// that is known by then.
+/// What is to be computed of a block, piece by piece.
 #[derive(Debug)]
 pub(super) struct Pieces {
     /// In reverse order.
     left: Vec<Left>,
     /// Multiply-adds of a pair of one batch entry.
     of_pair: u64,
+    /// Terms that a bias has for such a pair.
+    terms_of_pair: u64,
+    size: Size,
 }
 
 #[derive(Clone, Debug)]
@@ -71,8 +55,9 @@ struct Left {
 }
 
 impl Pieces {
-    /// Those of `work` for `batch` entries; a pair of one entry costs `of_pair` multiply-adds.
-    pub(super) fn new(work: &BlockWork, batch: usize, of_pair: u64) -> Self {
+    /// Those of `work` for `batch` entries; a pair of one entry costs `of_pair` multiply-adds, and
+    /// a bias has `terms_of_pair` terms for it.
+    pub(super) fn new(work: &BlockWork, batch: usize, of_pair: u64, terms_of_pair: u64, size: Size) -> Self {
         let several = work.classes.len() > 1;
         let mut left: Vec<_> = work
             .classes
@@ -87,30 +72,30 @@ impl Pieces {
             })
             .collect();
         left.reverse();
-        Self { left, of_pair }
+        Self { left, of_pair, terms_of_pair, size }
     }
 
-    /// The next piece, of at most about `budget` multiply-adds.
-    pub(super) fn take(&mut self, budget: u64) -> Option<Costed> {
+    /// The next piece.
+    pub(super) fn take(&mut self) -> Option<Taken> {
         let taken = self.left.pop()?;
         let Left { mask, entries, piece: Piece { kind, rows, keys }, is_alone } = taken.clone();
-        let of_entries = self.of_pair * entries.len() as u64;
+        let of_entries = (self.of_pair * entries.len() as u64).max(1);
         let pairs = |rows: usize| match kind {
             PieceKind::Causal => (rows as u64).pow(2) / 2,
             PieceKind::Full | PieceKind::Masked => rows as u64 * keys.len() as u64,
         };
         // Two halves cost more than a piece that is a little too long.
-        let cut = if pairs(rows.len()) * of_entries <= budget + budget / 2 {
-            rows.len()
-        } else {
-            let affordable = budget / of_entries.max(1);
-            let most = match kind {
-                PieceKind::Causal => (affordable * 2).isqrt(),
-                PieceKind::Full | PieceKind::Masked => affordable / keys.len().max(1) as u64,
+        let budget = self.size.budget / of_entries;
+        let mut most = rows.len() as u64;
+        if pairs(rows.len()) > budget + budget / 2 {
+            most = match kind {
+                PieceKind::Causal => (budget * 2).isqrt(),
+                PieceKind::Full | PieceKind::Masked => budget / keys.len().max(1) as u64,
             };
-            usize::try_from(most).unwrap_or(usize::MAX).max(LEAST_ROWS).min(rows.len())
-        };
-        let cost = pairs(cut) * of_entries;
+        }
+        let terms_of_row = self.terms_of_pair * entries.len() as u64 * keys.len() as u64;
+        most = most.min(self.size.terms / terms_of_row.max(1));
+        let cut = usize::try_from(most).unwrap_or(usize::MAX).max(LEAST_ROWS).min(rows.len());
         let (now, later) = (rows.start..rows.start + cut, rows.start + cut..rows.end);
         let mut seen = keys.clone();
         if !later.is_empty() {
@@ -132,7 +117,7 @@ impl Pieces {
         };
         let ends = |range: &Range<usize>| (range.start, range.end);
         let part = (name, mask, ends(&entries), ends(&now), ends(&seen));
-        Some(Costed { part, is_alone, cost })
+        Some(Taken { part, is_alone })
     }
 }
 

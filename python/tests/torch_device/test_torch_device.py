@@ -196,19 +196,24 @@ class Wrong(FlashOnCpu):
     def __init__(self, fault):
         self.fault = fault
 
-    def run(self, *arguments):
-        o, lse = super().run(*arguments)
+    def run(self, q, k, v, *others):
+        if self.fault == "hides NaN":
+            q, k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v))
+        o, lse = super().run(q, k, v, *others)
         return {
             "base 2": lambda: (o, lse / np.log(2)),
             "ln 2 off": lambda: (o, lse + np.log(2)),
             "zero": lambda: (o, torch.zeros_like(lse)),
             "o": lambda: (o * 1.1, lse),
             "no group": lambda: (_ for _ in ()).throw(RuntimeError("heads")),
-            "": lambda: (o, lse),
-        }[self.fault]()
+        }.get(self.fault, lambda: (o, lse))()
+
+    def run_backward(self, *arguments):
+        dq, dk, dv = super().run_backward(*arguments)
+        return (dq, dk * 1.2, dv) if self.fault == "gradient" else (dq, dk, dv)
 
 
-@pytest.mark.parametrize("fault", ["base 2", "ln 2 off", "zero", "o", "no group", ""])
+@pytest.mark.parametrize("fault", ["base 2", "ln 2 off", "zero", "o", "no group", "hides NaN", "gradient", ""])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_kernel_is_used_when_its_results_are_right(fault, dtype):
     kernels = Kernels(torch.device("cpu"))
@@ -229,6 +234,28 @@ def test_kernels_of_gpus_have_the_signatures_that_are_used():
             terms = torch.empty(1, 1, 77, 143, device=device, dtype=torch.bfloat16) if kernel.masked else None
             o, lse = kernel.run(q, k, k, False, terms, 0.125)
             assert o.shape == q.shape and lse.shape == (2, 4, 77) and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_types_and_modes_of_the_caller_change_nothing(dtype):
+    q, k, v = states()
+    options = {"layout": "bshd", "mask": "causal"}
+
+    def both(group):
+        return [*group.attend(q, k, v, **options), *group.attend(q * 1e4, k, v, softcap=3.0, **options)]
+
+    with kyklos.Group.local(1, device="torch:cpu")[0] as group:
+        want = both(group)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode():
+            with kyklos.Group.local(1, device="torch:cpu")[0] as group:
+                got = both(group)
+                assert group.kernel(24) == "flash for CPU"
+    finally:
+        torch.set_default_dtype(default)
+    assert all(map(torch.equal, got, want))
 
 
 def test_refusals(alone, monkeypatch):
@@ -268,5 +295,7 @@ def test_long_calls_go_piece_by_piece(alone):
     q, k, v = (torch.randn(1, 6000, 8, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     for mask in ("causal", "full"):
         o, _ = alone.attend(q, k, v, mask=mask, layout="bshd")
+        again, _ = alone.attend(q, k, v, mask=mask, layout="bshd")
+        assert torch.equal(o, again)
         want = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=mask == "causal")
         assert (o - want.transpose(1, 2)).abs().max() <= 3e-6
