@@ -11,6 +11,10 @@ import torch
 from ._memory import Place, rows
 
 
+#: Numbers of a bias below it count as it, on all devices.
+LEAST_BIAS = -1e38
+
+
 @dataclass
 class Piece:
     """A part of a block. ``kind``: ``"full"``, ``"causal"`` (as many rows as keys; row i sees keys 0 to i), or ``"masked"``."""
@@ -47,8 +51,9 @@ class Bias:
             words = rows(self.buffer, torch.int32, [*shape, -(-columns // 32)], place)
             bits = words.index_select(3, positions >> 5) >> (positions & 31).to(torch.int32)
             return (bits & 1).bool().transpose(1, 2)
-        terms = rows(self.buffer, block.q.dtype, [*shape, columns], place)
-        return terms.index_select(3, positions).float().transpose(1, 2)
+        terms = rows(self.buffer, block.q.dtype, [*shape, columns], place).index_select(3, positions).float()
+        # Only −∞ hides a key. Stand-ins for it all weigh the same.
+        return terms.clamp(min=LEAST_BIAS).masked_fill_(terms == -math.inf, -math.inf).transpose(1, 2)
 
 
 class Block:

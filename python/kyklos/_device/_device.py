@@ -34,6 +34,8 @@ class Device:
             name = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
         # With its index, as tensors have it.
         self.device = torch.empty(0, device=name).device
+        if self.device.type == "meta":
+            raise ValueError("tensors of it have no elements")
         #: The default stream, as a new thread has it.
         self._stream: Any = None
         if self.device.type in STREAMS:

@@ -80,22 +80,31 @@ def attend(block: Block, piece: Piece, alone: bool, into: Running, kernel: Kerne
         return
     found, right = kernel.attend(block, piece)
     if right is not None:
-        exact = by_products(block, piece)
-        found = State(
-            torch.where(right[..., None], found.a, exact.a),
-            torch.where(right, found.m, exact.m),
-            torch.where(right, found.l, exact.l),
-        )
+        found = _mended(found, right, block, piece)
     into.add(piece, found, alone)
 
 
-def chunks(block: Block, piece: Piece) -> Iterator[tuple[slice, slice]]:
-    """Rows and keys of ``piece`` whose logits fit in memory."""
+def _mended(found: State, right: torch.Tensor, block: Block, piece: Piece) -> State:
+    """``found`` with other rows by products. Only rows between the first and the last of them are computed."""
+    wrong = (~right).any(0).any(0).nonzero()
+    part = slice(int(wrong[0]), int(wrong[-1]) + 1)
+    exact = by_products(block, piece, slice(piece.rows.start + part.start, piece.rows.start + part.stop))
+    right = right[:, :, part]
+    state = State(found.a.float(), found.m.clone(), found.l.clone())
+    for into, other in ((state.m, exact.m), (state.l, exact.l)):
+        into[:, :, part] = torch.where(right, into[:, :, part], other)
+    state.a[:, :, part] = torch.where(right[..., None], state.a[:, :, part], exact.a)
+    return state
+
+
+def chunks(block: Block, piece: Piece, some: slice | None = None) -> Iterator[tuple[slice, slice]]:
+    """Rows and keys of ``piece`` whose logits fit in memory; only the rows ``some``."""
+    some = some or piece.rows
     each = (piece.batch.stop - piece.batch.start) * block.heads
     width = min(KEYS, piece.keys.stop - piece.keys.start)
     height = max(1, LOGITS.get(block.device.type, LOGITS_OF_A_GPU) // max(1, each * width))
-    for first in range(piece.rows.start, piece.rows.stop, height):
-        rows = slice(first, min(first + height, piece.rows.stop))
+    for first in range(some.start, some.stop, height):
+        rows = slice(first, min(first + height, some.stop))
         last = piece.keys.stop
         if piece.kind == "causal":
             last = piece.keys.start + rows.stop - piece.rows.start
@@ -103,12 +112,13 @@ def chunks(block: Block, piece: Piece) -> Iterator[tuple[slice, slice]]:
             yield rows, slice(key, min(key + width, last))
 
 
-def by_products(block: Block, piece: Piece) -> State:
-    """The state of a piece alone."""
-    count = piece.rows.stop - piece.rows.start
+def by_products(block: Block, piece: Piece, some: slice | None = None) -> State:
+    """The state of a piece alone, of all rows or of the rows ``some``."""
+    some = some or piece.rows
+    count = some.stop - some.start
     state = State.empty((piece.batch.stop - piece.batch.start, block.heads, count, block.q.shape[3]), block.device)
-    for rows, keys in chunks(block, piece):
-        part = slice(rows.start - piece.rows.start, rows.stop - piece.rows.start)
+    for rows, keys in chunks(block, piece, some):
+        part = slice(rows.start - some.start, rows.stop - some.start)
         state.part(slice(None), part).merge(_products(block, piece, rows, keys))
     return state
 

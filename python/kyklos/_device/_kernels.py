@@ -15,6 +15,8 @@ from ._state import EMPTY_M, State
 LARGEST = {torch.float32: 1024.0, torch.float16: 4096.0, torch.bfloat16: 16384.0}
 #: The same where a backward pass follows in float32, whose weights are e^(logit − log-sum-exp).
 LARGEST_OF_GRADIENTS = 32.0
+#: Kernels multiply by the scale after the sum: beyond it q·k may be ∞ where the logit is not.
+LARGEST_PRODUCT = 1e38
 
 
 class Kernel:
@@ -82,19 +84,28 @@ class Kernel:
         causal = piece.kind == "causal" and terms is None
         largest = LARGEST[dtype] if block.inference or dtype != torch.float32 else LARGEST_OF_GRADIENTS
         o, lse = self._rows(q, k, v, causal, terms, sees, block.scale)
+        # No q·k is larger than this product, which is NaN if an element is.
+        size = _norm(q) * _norm(k)
         # A sum of numbers that are not all finite is not finite.
         total = o.sum(dtype=torch.float32) if dtype == torch.float16 else o.sum()
-        if bool((lse.abs().amax() <= largest) & torch.isfinite(total)):
+        usual = (size < LARGEST_PRODUCT) & (lse.abs().amax() <= largest) & torch.isfinite(total)
+        # Kernels give a row whose logits are all −∞ the output and log-sum-exp 0, which is also the row of one key with the logit 0.
+        if bool(usual & ~(lse == 0).any()):
             return _state(o, lse, sees), None
         finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
-        if not bool(finite.all()):
+        whole = bool(finite.all())
+        if not whole:
             # Again, without what would reach rows that do not see it; those that see it are wrong.
             k, v = (x.masked_fill(~finite[..., None], 0.0) for x in (k, v))
             o, lse = self._rows(q, k, v, causal, terms, sees, block.scale)
-        right = (lse.abs() <= largest) & torch.isfinite(o).all(-1)
-        if not bool(finite.all()):
+        products = _norm_of_rows(q) * _norm_of_rows(k).amax()
+        empty = (lse == 0) & (o == 0).all(-1)
+        if sees is not None:
+            empty &= sees
+        right = (products < LARGEST_PRODUCT) & (lse.abs() <= largest) & torch.isfinite(o).all(-1) & ~empty
+        if not whole:
             right &= ~block.sees_any(~finite, piece)
-        return _state(o, lse, sees), right
+        return _state(o, lse, sees), None if bool(right.all()) else right
 
     def gradients(
         self, block: Block, piece: Piece, d_o: torch.Tensor, stats: torch.Tensor
@@ -115,7 +126,8 @@ class Kernel:
         o = d_o * torch.where(nothing, 0.0, delta / size / size)[..., None]
         # The square of a size in between is a normal number.
         usual = (size > 1e-15) & (size < 1e15) | nothing
-        if not bool((usual & ((lse.abs() <= largest) | ~saw)).all() & _all_finite(q, k, v, d_o, o)):
+        in_range = (_norm(q) * _norm(k) < LARGEST_PRODUCT) & _all_finite(v, d_o, o)
+        if not bool((usual & ((lse.abs() <= largest) | ~saw)).all() & in_range):
             return None
         terms, _ = _terms(block, piece, torch.float32)
         found = self.run_backward(d_o, q, k, v, o, lse, piece.kind == "causal" and terms is None, terms, block.scale)
@@ -138,6 +150,14 @@ class Kernel:
         if sees is None:
             return o, lse
         return torch.where(sees[..., None], o, 0.0), torch.where(sees, lse, 0.0)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float32)
+
+
+def _norm_of_rows(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
 
 
 def _all_finite(*tensors: torch.Tensor) -> torch.Tensor:

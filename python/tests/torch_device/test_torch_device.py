@@ -190,6 +190,63 @@ def test_what_the_kernels_get_wrong_is_computed_by_products(alone, monkeypatch):
     assert count and torch.equal(o[:, :32], plain[:, :32]) and o[:, 32].isnan().all()
 
 
+def on_ranks(device, call):
+    parts = kyklos.run_local(2, call, device=device)
+    return [torch.cat(part, 1) for part in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dead", ["overflow", "minus infinity"])
+def test_rows_whose_logits_are_all_minus_infinity_saw_nothing(dtype, dead):
+    """Where another rank has keys with weight: PyTorch's kernel gives such rows the log-sum-exp 0."""
+    generator = torch.Generator().manual_seed(3)
+    q, v = torch.ones(1, 80, 1, 16), torch.randn(1, 80, 1, 16, generator=generator)
+    k = -0.1 * torch.rand(1, 80, 1, 16, generator=generator)
+    k[:, :40] = -3e38 if dead == "overflow" else k[:, :40]
+    k[:, :40, :, 0] = -float("inf") if dead == "minus infinity" else k[:, :40, :, 0]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+
+    def call(group):
+        own = slice(40 * group.rank, 40 * group.rank + 40)
+        return group.attend(q[:, own], k[:, own], v[:, own], layout="bshd")
+
+    o, lse = on_ranks("torch:cpu", call)
+    want, want_lse = attention(*(x.double().numpy() for x in (q, k[:, 40:], v[:, 40:])))
+    limit = 3e-6 if dtype == torch.float32 else 2e-2
+    assert np.abs(o.double().numpy() - want).max() <= limit and np.abs(lse.numpy() - want_lse).max() <= limit
+    with kyklos.Group.local(1, device="torch:cpu")[0] as group:
+        o, lse = group.attend(q[:, :40], k[:, :40], v[:, :40], layout="bshd")
+    assert not o.any() and torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("devices", [["torch:cpu", "torch:cpu"], ["torch:cpu", "cpu"], ["cpu", "torch:cpu"]])
+@pytest.mark.parametrize("strategy", ["ring", "pass-q", "gather"])
+def test_stand_ins_for_minus_infinity_weigh_the_same_everywhere(devices, strategy):
+    q, k, v = states(tokens=24)
+    bias = torch.full((1, 24, 1, 24), torch.finfo(torch.float32).min)
+    bias[..., ::3] = -1e38
+
+    def call(group):
+        own = slice(12 * group.rank, 12 * group.rank + 12)
+        return group.attend(q[:, own], k[:, own], v[:, own], layout="bshd", bias=bias[:, own], strategy=strategy)
+
+    o, lse = on_ranks(devices, call)
+    assert (o - v.mean(1, keepdim=True)).abs().max() <= 1e-6
+    assert torch.equal(lse, torch.full_like(lse, -1e38))
+
+
+def test_products_out_of_range_are_noticed(alone):
+    """q·k is infinite, and scale · q·k is not."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 70, 1, 8, generator=generator) for _ in range(3))
+    k[0, 20] = -3e38
+    o, lse = alone.attend(q, k, v, mask="causal", layout="bshd")
+    want, want_lse = attention(*(x.double().numpy() for x in (q, k, v)), visible=causal(70, 70))
+    finite = want_lse < 3.4e38
+    assert np.abs(lse.numpy() / want_lse - 1)[finite].max() <= 1e-6
+    assert np.abs(o.numpy() - want)[finite].max() <= 3e-6
+
+
 class Wrong(FlashOnCpu):
     """Kernels with the faults that kernels of PyTorch have had."""
 
