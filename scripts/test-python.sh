@@ -55,4 +55,4 @@ trap 'rm -rf "$package"' EXIT
 cp -r python/kyklos "$package/kyklos"
 rm -f "$package"/kyklos/_kyklos.*.so
 cp target/release/lib_kyklos.so "$package/kyklos/_kyklos.abi3.so"
-PYTHONPATH=$package run torch_device
+KYKLOS_REQUIRE_CLAIMS=1 PYTHONPATH=$package run torch_device

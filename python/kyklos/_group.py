@@ -99,7 +99,7 @@ class Group(Forming, Sharing, Differentiable):
 
         ``q``, ``k`` and ``v`` are this rank's tokens: NumPy arrays, tensors of PyTorch, or anything else with DLPack, of
         float32, float16 or bfloat16, in host memory, on the NVIDIA GPU :attr:`gpu` or on :attr:`torch_device`. Ranks may hold any numbers of tokens, zero included; they tell each other. Arrays are
-        read in place, whatever the strides of batch, tokens and heads. Do not write to them before the call returns. Before any element
+        read in place, whatever the strides of batch, tokens and heads (on :attr:`torch_device` dense ones; others are copied there). Do not write to them before the call returns. Before any element
         is read, the axes and types of all arrays are compared with each other and with the calls of the other ranks.
 
         Shapes, with ``layout="bshd"``: ``q [batch, tokens, heads, dim]``, ``k`` and ``v [batch, tokens, kv_heads, dim]``, where

@@ -36,7 +36,7 @@ pub(crate) fn open(name: &str) -> Result<Device> {
         }
         _ => Err(Error::request(
             format!("device {name:?} is not known"),
-            "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\", \"cuda:N\" \"torch\" or \"torch:DEVICE\"",
+            "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\", \"cuda:N\", \"torch\" or \"torch:DEVICE\"",
         )),
     }
 }

@@ -30,7 +30,7 @@ EOF
             if (list) printf "| stage | result | s | |\n|---|---|--:|---|\n%s\n", list }' "$files/status"
     beside_peers
     local file
-    for file in "$files"/bench-*.txt "$files"/wgpu-*.txt "$files"/program-*.txt "$files"/peers-*.txt "$files"/in-place.txt "$files"/group-*.txt; do
+    for file in "$files"/bench-*.txt "$files"/wgpu-*.txt "$files"/program-*.txt "$files"/peers-*.txt "$files"/in-place.txt "$files"/torch-*.txt "$files"/group-*.txt; do
         [ -s "$file" ] || continue
         case "$file" in *group-* | *wgpu-tune*) head -n 60 "$file" ;; *) cat "$file" ;; esac |
             awk -v name="$(basename "$file" .txt)" 'BEGIN { print "### " name "\n\n```text" } { print substr($0, 1, 260) } END { print "```\n" }'

@@ -7,6 +7,7 @@ scaled_dot_product_attention, forward and gradients, and two ranks of one proces
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -89,13 +90,8 @@ def times():
 
 
 def on_threads(groups, call):
-    from threading import Thread
-
-    threads = [Thread(target=call, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(call, groups))
 
 
 {"claims": claims, "times": times}[WHAT]()

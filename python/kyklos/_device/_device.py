@@ -82,7 +82,7 @@ class Device:
             return None
         dtype = next((name for name, dtype in DTYPES.items() if dtype == array.dtype), None)
         if dtype is None:
-            return None
+            raise TypeError(f"elements of {str(array.dtype).removeprefix('torch.')}")
         array = array.detach()
         axes = sorted((stride, extent) for stride, extent in zip(array.stride(), array.shape, strict=True) if extent > 1)
         apart = all(outer[0] >= inner[0] * inner[1] for inner, outer in zip(axes, axes[1:], strict=False))

@@ -78,7 +78,14 @@ def attend(block: Block, piece: Piece, alone: bool, into: Running, kernel: Kerne
     if kernel is None:
         into.add(piece, by_products(block, piece), alone)
         return
-    found, right = kernel.attend(block, piece)
+    try:
+        found, right = kernel.attend(block, piece)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # A shape for which it has no plan. A device that is lost fails below again.
+        into.add(piece, by_products(block, piece), alone)
+        return
     if right is not None:
         found = _mended(found, right, block, piece)
     into.add(piece, found, alone)

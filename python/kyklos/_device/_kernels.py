@@ -84,13 +84,14 @@ class Kernel:
         causal = piece.kind == "causal" and terms is None
         largest = LARGEST[dtype] if block.inference or dtype != torch.float32 else LARGEST_OF_GRADIENTS
         o, lse = self._rows(q, k, v, causal, terms, sees, block.scale)
-        # No q·k is larger than this product, which is NaN if an element is.
-        size = _norm(q) * _norm(k)
+        # No q·k is larger than this product, which is NaN if an element is. Of float16 none is too large, and NaN shows in `lse`.
+        size = _norm(q) * _norm(k) if block.q.dtype != torch.float16 else 0.0 * lse.sum()
         # A sum of numbers that are not all finite is not finite.
         total = o.sum(dtype=torch.float32) if dtype == torch.float16 else o.sum()
         usual = (size < LARGEST_PRODUCT) & (lse.abs().amax() <= largest) & torch.isfinite(total)
         # Kernels give a row whose logits are all −∞ the output and log-sum-exp 0, which is also the row of one key with the logit 0.
-        if bool(usual & ~(lse == 0).any()):
+        empty = lse == 0 if sees is None else (lse == 0) & sees
+        if bool(usual & ~empty.any()):
             return _state(o, lse, sees), None
         finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
         whole = bool(finite.all())
@@ -112,6 +113,8 @@ class Kernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """The gradients of q, k and v of ``piece``, in float32; ``None`` if they may be wrong. ``d_o`` and ``stats`` have the rows of
         the whole block."""
+        if type(self).run_backward is Kernel.run_backward:
+            return None
         q = block.q[piece.batch, :, piece.rows].float()
         k, v = (x[piece.batch, :, piece.keys].float() for x in (block.k, block.v))
         d_o = d_o[piece.batch, :, piece.rows].float()

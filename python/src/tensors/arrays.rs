@@ -117,7 +117,8 @@ impl Elements {
         place: Option<&Place>,
     ) -> Result<Self> {
         if let Some(place) = place
-            && let Some((memory, of)) = torch::adopt(place.device(), object, &loan.0)?
+            && let Some((memory, of)) =
+                torch::adopt(place.device(), object, &loan.0).map_err(|error| named(name, error))?
         {
             let CallersTensor { shape, strides, dtype } = of;
             return Ok(Self { shape, strides, kind: Kind::Number(dtype), memory: Memory::Torch(memory) });

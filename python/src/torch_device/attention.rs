@@ -37,7 +37,7 @@ impl TorchBackend {
         if is_empty(shape) || work.is_empty() && results.is_none() {
             return control.piece_done();
         }
-        let terms = if bias.is_some() { shape.heads } else { 0 };
+        let terms = terms_of_pair(bias.as_ref(), shape);
         let of = BlockOf { dtype, scale, softcap, operands: [q, k, v], kv_head_of, work, bias, inference };
         let (block, into) = self.with(|py, device| {
             let ml = state.ml.tensor_mut(py)?.clone();
@@ -73,7 +73,7 @@ impl TorchBackend {
         if is_empty(shape) || work.is_empty() {
             return control.piece_done();
         }
-        let terms = if bias.is_some() { shape.heads } else { 0 };
+        let terms = terms_of_pair(bias.as_ref(), shape);
         let of =
             BlockOf { dtype, scale, softcap, operands: [q, k, v], kv_head_of, work, bias, inference: false };
         let kv_heads = kv_head_of.iter().max().map_or(0, |head| *head as usize + 1);
@@ -164,4 +164,9 @@ impl TorchBackend {
         }
         Ok(())
     }
+}
+
+/// How many terms a bias has for a pair of one batch entry: one for each head, or one for all.
+fn terms_of_pair(bias: Option<&BiasInput<'_, TorchBuffer>>, shape: StateShape) -> usize {
+    bias.map_or(0, |bias| if bias.layout.head_stride == 0 { 1 } else { shape.heads })
 }

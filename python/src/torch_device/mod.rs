@@ -11,7 +11,7 @@ mod words;
 
 use kyklos::backend::{DeviceClass, DeviceInfo};
 use kyklos::{Dtype, Error, Result};
-use pyo3::exceptions::PyMemoryError;
+use pyo3::exceptions::{PyMemoryError, PyTypeError};
 use pyo3::prelude::*;
 
 pub(crate) use self::buffer::TorchBuffer;
@@ -57,7 +57,14 @@ impl TorchBackend {
     /// The memory of a tensor of this device, and what is in it; `None` of another array.
     pub(crate) fn adopt(&self, array: &Bound<'_, PyAny>) -> Result<Option<(Py<PyAny>, CallersTensor)>> {
         type Found = Option<(Py<PyAny>, Vec<usize>, Vec<usize>, String)>;
-        let found: Found = self.with(|_, device| device.call_method1("adopt", (array,))?.extract())?;
+        let found = Python::attach(|py| {
+            let adopt =
+                || -> PyResult<Found> { self.device.bind(py).call_method1("adopt", (array,))?.extract() };
+            adopt().map_err(|error| match error.is_instance_of::<PyTypeError>(py) {
+                true => Error::request(error.value(py).to_string(), "use float32, float16 or bfloat16"),
+                false => self.failed(&error),
+            })
+        })?;
         let dtype = |of: &str| Dtype::ALL.into_iter().find(|dtype| name(*dtype) == of);
         Ok(found.and_then(|(flat, shape, strides, of)| {
             Some((flat, CallersTensor { shape, strides, dtype: dtype(&of)? }))
@@ -114,7 +121,8 @@ impl TorchBackend {
     }
 }
 
-/// Whether memory is missing. PyTorch's allocator of the host has no type of its own for it.
+/// Whether memory of the device is missing. For that of the host PyTorch has no type of its own,
+/// but in `alloc`.
 fn is_of_memory(py: Python<'_>, error: &PyErr) -> bool {
     let of_devices = || py.import("torch")?.getattr("OutOfMemoryError");
     error.is_instance_of::<PyMemoryError>(py) || of_devices().is_ok_and(|class| error.is_instance(py, &class))

@@ -23,7 +23,7 @@ impl Size {
 }
 
 /// Rows of the smallest piece: fewer do not fill the kernels of a library.
-const LEAST_ROWS: usize = 64;
+const LEAST_ROWS: u64 = 64;
 
 /// Part of a block.
 #[derive(Debug)]
@@ -94,12 +94,17 @@ impl Pieces {
             };
         }
         let terms_of_row = self.terms_of_pair * entries.len() as u64 * keys.len() as u64;
-        most = most.min(self.size.terms / terms_of_row.max(1));
-        let cut = usize::try_from(most).unwrap_or(usize::MAX).max(LEAST_ROWS).min(rows.len());
+        most = most.max(LEAST_ROWS).min(self.size.terms / terms_of_row.max(1));
+        let cut = usize::try_from(most).unwrap_or(usize::MAX).max(1).min(rows.len());
         let (now, later) = (rows.start..rows.start + cut, rows.start + cut..rows.end);
         let mut seen = keys.clone();
         if !later.is_empty() {
-            if kind == PieceKind::Causal {
+            if kind == PieceKind::Causal && self.terms_of_pair > 0 {
+                // A triangle of terms costs as much as a rectangle.
+                let rest = Piece { kind: PieceKind::Masked, rows: later, keys };
+                self.left.push(Left { piece: rest, ..taken });
+                seen = seen.start..seen.start + cut;
+            } else if kind == PieceKind::Causal {
                 // The rows after the cut see all keys before it.
                 seen = keys.start..keys.start + cut;
                 let rest = Piece { kind, rows: later.clone(), keys: keys.start + cut..keys.end };

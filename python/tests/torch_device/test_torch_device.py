@@ -15,6 +15,8 @@ from kyklos._device._kernels import Kernel
 from kyklos._device._vendors import CuDnn, Efficient, Flash, FlashOnCpu, Kernels, Overrideable
 
 CLAIMS = getattr(_kyklos, "claims", list)()
+# scripts/test-python.sh has built it with them.
+assert CLAIMS or not os.environ.get("KYKLOS_REQUIRE_CLAIMS")
 
 
 @pytest.mark.skipif(not CLAIMS, reason="the extension module is built without the feature suite")
@@ -95,13 +97,16 @@ def states(heads_first=False, tokens=33, dim=24):
 
 
 def test_tensors_are_read_and_written_in_place(alone, monkeypatch):
-    """No tensor goes through the host, whatever its strides; others do."""
-    through_host = []
-    for name in ("upload", "on_host"):
-        monkeypatch.setattr(Device, name, lambda *a, name=name, own=getattr(Device, name): through_host.append(name) or own(*a))
+    """No tensor goes through the host, whatever its strides; others do. Dense ones are not even copied."""
+    through_host, copies = [], []
+    for name, calls in (("upload", through_host), ("on_host", through_host), ("repack", copies), ("clone", copies)):
+        own = getattr(Device, name)
+        monkeypatch.setattr(Device, name, lambda *a, name=name, own=own, calls=calls: calls.append(name) or own(*a))
     plain = states()
     want, _ = alone.attend(*plain, mask="causal", layout="bshd")
     assert isinstance(want, torch.Tensor) and want.shape == plain[0].shape and not through_host
+    # The log-sum-exp is a part of a pair.
+    assert copies == ["repack"]
     packed = torch.cat(plain, 2)
     for given in (
         packed.chunk(3, 2),
@@ -111,7 +116,9 @@ def test_tensors_are_read_and_written_in_place(alone, monkeypatch):
     ):
         o, _ = alone.attend(*given, mask="causal", layout="bshd")
         assert torch.equal(o, want)
-    o, lse = alone.attend(*(x.transpose(1, 2) for x in plain), mask="causal", layout="bhsd")
+    copies.clear()
+    o, lse = alone.attend(*(x.transpose(1, 2).contiguous() for x in plain), mask="causal", layout="bhsd")
+    assert copies == 4 * ["repack"]
     assert torch.equal(o.transpose(1, 2), want) and lse.shape == (2, 4, 33)
     q, k, v = plain
     o, _ = alone.attend(q, k[:, :, :1].expand(-1, -1, 4, -1), v, mask="causal", layout="bshd")
@@ -233,6 +240,45 @@ def test_stand_ins_for_minus_infinity_weigh_the_same_everywhere(devices, strateg
     o, lse = on_ranks(devices, call)
     assert (o - v.mean(1, keepdim=True)).abs().max() <= 1e-6
     assert torch.equal(lse, torch.full_like(lse, -1e38))
+
+
+def test_a_large_scale_makes_logits_of_minus_infinity(alone):
+    """Products in range, logits beyond it: only the kernel's own 0 tells."""
+    q, k, v = (torch.ones(1, 4, 1, 16) for _ in range(3))
+    k = k * -1e30
+    o, lse = alone.attend(q, k, v, layout="bshd", scale=1e9)
+    assert not o.any() and torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize(("heads", "hides"), [(1, True), (2, False)])
+def test_masks_of_long_calls_go_piece_by_piece(alone, heads, hides):
+    """More terms than a piece may have, in triangles and rectangles, with gradients."""
+    from kyklos.torch import attention as differentiable
+
+    generator = torch.Generator().manual_seed(2)
+    tokens = [torch.randn(1, 2, 4200, 8, generator=generator).requires_grad_() for _ in range(3)]
+    visible = torch.rand(1, heads, 4200, 4200, generator=generator) > 0.3
+    visible |= torch.eye(4200, dtype=torch.bool)
+    term = visible if hides else torch.zeros(visible.shape).masked_fill_(~visible, -2.0)
+    lower = torch.ones(4200, 4200, dtype=torch.bool).tril()
+    for mask in ("causal", "full"):
+        terms = term
+        if mask == "causal":
+            terms = term & lower if hides else term.masked_fill(~lower, -torch.inf)
+        # A bool mask stands for the whole mask.
+        o, _ = differentiable(*tokens, alone, mask=terms) if hides else differentiable(*tokens, alone, mask=mask, bias=term)
+        want = torch.nn.functional.scaled_dot_product_attention(*tokens, attn_mask=terms)
+        found = torch.autograd.grad(o.sum(), tokens)
+        right = torch.autograd.grad(want.sum(), tokens)
+        assert (o - want).abs().max() <= 5e-6
+        for own, other in zip(found, right, strict=True):
+            assert (own - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+def test_elements_of_other_types_are_refused_by_name(alone):
+    q, k, v = states()
+    with pytest.raises(kyklos.RequestError, match="k: elements of float64: use float32"):
+        alone.attend(q, k.double(), v, layout="bshd")
 
 
 def test_products_out_of_range_are_noticed(alone):
