@@ -45,8 +45,9 @@ class Forming:
         ``kyklos launch``. Without a launcher and without options it is a group of one. Blocks until all ranks are there.
 
         :param device: ``"auto"``, ``"cpu"``, ``"wgpu"``, ``"wgpu:N"``, ``"cuda"``, ``"cuda:N"``, ``"torch"`` or ``"torch:NAME"``.
-            ``"auto"`` takes a GPU by wgpu if there is one, else the cores. ``"torch"`` is PyTorch's accelerator, else its CPU, with
-            PyTorch's kernels; a name is one of ``torch.device``.
+            ``"torch"`` is PyTorch's accelerator, else its CPU, with PyTorch's kernels; a name is one of ``torch.device``. ``"auto"`` is
+            ``"torch"`` where PyTorch is loaded and has an accelerator of NVIDIA, AMD or Intel, else a GPU by wgpu if there is one, else
+            the cores. Where there are several GPUs of a kind, the ranks of a machine take them in turn; a warning says if some share one.
         :param rank: this rank, if no launcher says it; likewise ``size`` and ``coordinator`` (``"HOST:PORT"`` of rank 0, UDP).
         :param cluster_file: TOML file that lists the hosts of the ranks.
         :param identity: PEM file that proves this rank to the others; ``{rank}`` in it stands for the rank. A group over a
@@ -103,10 +104,14 @@ class Forming:
         """All ranks of a group in this process, by rank. Each is used by a thread of its own: see :func:`kyklos.run_local`.
 
         :param size: number of ranks.
-        :param device: one for all ranks, or a list with one for each. Ranks with the same name share the device.
+        :param device: one name for all ranks, or a list with one for each. Ranks with the same device share it.
         """
+        return cls._of_process(size, 0, device, _session(deadline_s, leave_s, collective, nccl_cluster))
+
+    @classmethod
+    def _of_process(cls: type[G], size: int, local_rank: int, device: str | Sequence[str], session: dict[str, Any]) -> list[G]:
         names = [device] if isinstance(device, str) else list(device)
-        return [cls(core) for core in _kyklos.local(names, size, _session(deadline_s, leave_s, collective, nccl_cluster))]
+        return [cls(core) for core in _kyklos.local(names, size, local_rank, session)]
 
     @classmethod
     def from_torch(
@@ -136,14 +141,8 @@ class Forming:
 
         own = own_identity(process_group, host, port)
         if own["size"] == 1:
-            return cls.local(
-                1,
-                device=device,
-                deadline_s=deadline_s,
-                leave_s=leave_s,
-                collective=collective,
-                nccl_cluster=nccl_cluster,
-            )[0]
+            session = _session(deadline_s, leave_s, collective, nccl_cluster)
+            return cls._of_process(1, own["local_rank"], device, session)[0]
         return cls.connect(
             **own,
             device=device,
@@ -165,6 +164,8 @@ class Forming:
         size: int,
         host: str,
         port: int,
+        local_rank: int = 0,
+        local_size: int = 1,
         device: str = "auto",
         advertise: str | Sequence[str] | None = None,
         network: str = "udp",
@@ -181,6 +182,7 @@ class Forming:
         :param rank: this rank; ``size`` is the number of ranks.
         :param host: name or address of rank 0; rank 0 itself listens there.
         :param port: port of rank 0 (UDP, or TCP with ``network="tcp"``).
+        :param local_rank: number of this rank among the ``local_size`` ranks of its machine, which take its GPUs in turn.
         :param advertise: as for :meth:`from_env`.
         """
         member = {
@@ -193,6 +195,7 @@ class Forming:
             "network": network,
             "link": link,
             "join_deadline_s": join_deadline_s,
+            "local": (local_rank, local_size),
         }
         return cls(_kyklos.with_identity(device, member, _session(deadline_s, leave_s, collective, nccl_cluster)))
 

@@ -1,42 +1,136 @@
-//! Devices by name.
+//! Devices by name, dealt to the ranks of a machine.
 
 use std::sync::OnceLock;
 
-use kyklos::backend::Device;
+use kyklos::backend::wgpu::WgpuBackend;
+use kyklos::backend::{Device, DeviceClass};
 use kyklos::{Error, Result};
 use kyklos_cuda::{CudaBackend, CudaOptions};
+use pyo3::PyResult;
+use pyo3::types::{PyAnyMethods, PyDict};
 
 use crate::torch_device::TorchBackend;
 
 /// The process that opened the first device.
 static PROCESS: OnceLock<u32> = OnceLock::new();
 
-/// Opens `auto`, `cpu`, `wgpu`, `wgpu:N`, `cuda`, `cuda:N`, `torch`, or `torch:` with PyTorch's
-/// name of a device.
-pub(crate) fn open(name: &str) -> Result<Device> {
-    // The threads that compute are made once, with the first device, and a child after `fork` has none.
-    if *PROCESS.get_or_init(std::process::id) != std::process::id() {
-        return Err(Error::request(
-            "a group in a process that was forked after its parent had used Kyklos",
-            "start processes with the method \"spawn\", or fork before the first group",
-        ));
-    }
-    let (backend, number) = match name.split_once(':') {
-        Some((backend, number)) => (backend, Some(number)),
-        None => (name, None),
-    };
-    let index = number.map_or(Some(0), |number| number.parse::<usize>().ok());
-    match (backend, number, index) {
-        ("auto", None, _) => Device::best(),
-        ("cpu", None, _) => Ok(Device::cpu()),
-        ("wgpu", _, Some(index)) => Device::wgpu(index),
-        ("torch", name, _) => Ok(Device::new(TorchBackend::open(name.unwrap_or_default())?)),
-        ("cuda", _, Some(index)) => {
-            Ok(CudaBackend::with_options(index, &CudaOptions::from_environment()?)?.into())
+/// The device that a name means for a rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Chosen {
+    device: Kind,
+    /// The GPUs that the ranks of the machine take in turn, where the name leaves that open.
+    dealt: Option<usize>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    Cpu,
+    Wgpu(usize),
+    Cuda(usize),
+    /// By PyTorch's name.
+    Torch(String),
+}
+
+impl Chosen {
+    /// What `auto`, `cpu`, `wgpu`, `wgpu:N`, `cuda`, `cuda:N`, `torch`, or `torch:` with PyTorch's
+    /// name of a device means for the rank number `local_rank` of its machine.
+    pub(crate) fn of(name: &str, local_rank: usize) -> Result<Self> {
+        let (backend, number) = match name.split_once(':') {
+            Some((backend, number)) => (backend, Some(number)),
+            None => (name, None),
+        };
+        let named = |device| Self { device, dealt: None };
+        let index = number.map(str::parse::<usize>);
+        match (backend, number, index) {
+            ("auto", None, _) => Self::auto(local_rank),
+            ("cpu", None, _) => Ok(named(Kind::Cpu)),
+            ("wgpu", _, Some(Ok(index))) => Ok(named(Kind::Wgpu(index))),
+            // Where there is none, opening it says why; so it is with CUDA.
+            ("wgpu", None, _) => {
+                Ok(Self::dealt(&DeviceClass::best(gpus()), local_rank, Kind::Wgpu).unwrap_or(named(Kind::Wgpu(0))))
+            }
+            ("cuda", _, Some(Ok(index))) => Ok(named(Kind::Cuda(index))),
+            ("cuda", None, _) => {
+                let found = kyklos_cuda::devices().unwrap_or_default();
+                let usable: Vec<_> = (0..found.len()).filter(|index| found[*index].refused.is_none()).collect();
+                Ok(Self::dealt(&usable, local_rank, Kind::Cuda).unwrap_or(named(Kind::Cuda(0))))
+            }
+            ("torch", None, _) => {
+                Ok(Self::of_torch(local_rank, false)?.unwrap_or(named(Kind::Torch("cpu".to_owned()))))
+            }
+            ("torch", Some(name), _) => Ok(named(Kind::Torch(name.to_owned()))),
+            _ => Err(Error::request(
+                format!("device {name:?} is not known"),
+                "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\", \"cuda:N\", \"torch\" or \"torch:DEVICE\"",
+            )),
         }
-        _ => Err(Error::request(
-            format!("device {name:?} is not known"),
-            "use \"auto\", \"cpu\", \"wgpu\", \"wgpu:N\", \"cuda\", \"cuda:N\", \"torch\" or \"torch:DEVICE\"",
-        )),
     }
+
+    /// PyTorch's accelerator where the program uses PyTorch and a vendor's kernels are there, since
+    /// the tensors are on it; else a GPU of the best class; else the cores.
+    fn auto(local_rank: usize) -> Result<Self> {
+        if let Some(chosen) = Self::of_torch(local_rank, true)? {
+            return Ok(chosen);
+        }
+        let best = DeviceClass::best(gpus());
+        let is_hardware = best.first().is_some_and(|index| gpus()[*index] < DeviceClass::Cpu);
+        let dealt = Self::dealt(&best, local_rank, Kind::Wgpu).filter(|_| is_hardware);
+        Ok(dealt.unwrap_or(Self { device: Kind::Cpu, dealt: None }))
+    }
+
+    /// PyTorch's accelerator, if there is one. `auto`: only if PyTorch is loaded, and one that
+    /// `device="auto"` takes.
+    fn of_torch(local_rank: usize, auto: bool) -> Result<Option<Self>> {
+        let ask = |py: pyo3::Python<'_>| -> PyResult<Option<(String, usize)>> {
+            let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+            if auto && !modules.contains("torch")? {
+                return Ok(None);
+            }
+            py.import("kyklos._device")?.call_method1("accelerator", (local_rank, auto))?.extract()
+        };
+        let found = pyo3::Python::attach(ask).map_err(|error| {
+            Error::request(format!("PyTorch's devices: {error}"), "install PyTorch, or use another device")
+        })?;
+        Ok(found.map(|(name, count)| Self { device: Kind::Torch(name), dealt: Some(count) }))
+    }
+
+    fn dealt(among: &[usize], local_rank: usize, kind: fn(usize) -> Kind) -> Option<Self> {
+        let device = kind(*among.get(local_rank % among.len().max(1))?);
+        Some(Self { device, dealt: Some(among.len()) })
+    }
+
+    /// What to tell the user of a machine on which `ranks` processes take GPUs in turn, if some
+    /// share one.
+    pub(crate) fn warning(&self, ranks: usize) -> Option<String> {
+        let gpus = self.dealt.filter(|gpus| *gpus < ranks)?;
+        Some(format!(
+            "{ranks} ranks of this machine share {gpus} GPU{}, and take turns on it: start one rank for each GPU",
+            if gpus == 1 { "" } else { "s" }
+        ))
+    }
+
+    /// Opens the device.
+    pub(crate) fn open(&self) -> Result<Device> {
+        // The threads that compute are made once, with the first device, and a child after `fork` has none.
+        if *PROCESS.get_or_init(std::process::id) != std::process::id() {
+            return Err(Error::request(
+                "a group in a process that was forked after its parent had used Kyklos",
+                "start processes with the method \"spawn\", or fork before the first group",
+            ));
+        }
+        match &self.device {
+            Kind::Cpu => Ok(Device::cpu()),
+            Kind::Wgpu(index) => Device::wgpu(*index),
+            Kind::Cuda(index) => {
+                Ok(CudaBackend::with_options(*index, &CudaOptions::from_environment()?)?.into())
+            }
+            Kind::Torch(name) => Ok(Device::new(TorchBackend::open(name)?)),
+        }
+    }
+}
+
+/// The classes of what wgpu finds. Asked once: loading a driver is slow, and some drivers print.
+fn gpus() -> &'static [DeviceClass] {
+    static GPUS: OnceLock<Vec<DeviceClass>> = OnceLock::new();
+    GPUS.get_or_init(|| WgpuBackend::enumerate().iter().map(|gpu| gpu.class).collect())
 }

@@ -1,6 +1,7 @@
 //! How groups form: in this process, by a launcher's environment, and with identities that another
 //! group has carried.
 
+use std::ffi::CString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -10,16 +11,18 @@ use std::time::{Duration, Instant};
 use kyklos::backend::Device;
 use kyklos::{Error, Session, SessionOptions};
 use kyklos_cuda::CollectiveChoice;
-use kyklos_launch::{SecretText, may_share_memory, parse_advertised};
+use kyklos_launch::{Assignment, SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
     Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
 };
 use kyklos_transport::{BootstrapKind, Rank, TransportError, in_process_group};
+use pyo3::exceptions::PyUserWarning;
 use pyo3::prelude::*;
 
 use crate::collective::{self, ONE_DEVICE};
+use crate::devices::Chosen;
+use crate::errors;
 use crate::group::Group;
-use crate::{devices, errors};
 
 /// Settings of a session, as Python passes them.
 #[derive(FromPyObject)]
@@ -64,15 +67,18 @@ pub(crate) struct Member {
     network: String,
     link: String,
     join_deadline_s: f64,
+    /// Its number among the ranks of its machine, and how many these are.
+    local: (usize, usize),
 }
 
 /// All ranks of a group in this process, on the devices of these names: one for all, or one for
-/// each rank.
+/// each rank. `local_rank`: of the first one on this machine.
 #[pyfunction]
 pub(crate) fn local(
     py: Python<'_>,
     names: Vec<String>,
     size: u32,
+    local_rank: usize,
     settings: SessionSettings,
 ) -> PyResult<Vec<Group>> {
     let wish = settings.wish(py)?;
@@ -80,52 +86,60 @@ pub(crate) fn local(
     if size == 0 || size > LOCAL_RANKS {
         return Err(refuse(format!("a group of {size} ranks in one process"), "use 1 to 1024 ranks"));
     }
-    let open = |name: &str| py.detach(|| devices::open(name)).map_err(|error| errors::of_call(py, &error));
-    let transports = in_process_group(size);
-    let places: Vec<_> = match (&names[..], wish) {
-        ([one], CollectiveChoice::Host) => {
-            let (options, leave) = (settings.options(py)?, settings.leave(py)?);
-            let sessions = Session::on_one_device(transports, &open(one)?, &options);
-            return sessions
-                .into_iter()
-                .map(|session| Group::new(session, leave, ONE_DEVICE.to_owned()))
-                .collect();
-        }
-        ([one], CollectiveChoice::Nccl { .. } | CollectiveChoice::Auto { .. }) => {
-            let device = open(one)?;
-            transports.into_iter().map(|transport| (transport, device.clone())).collect()
-        }
-        (names, _) if names.len() == size as usize => {
-            let mut opened: Vec<(&str, Device)> = Vec::new();
-            let mut places = Vec::new();
-            for (name, transport) in names.iter().zip(transports) {
-                let device = match opened.iter().find(|(known, _)| known == name) {
-                    Some((_, device)) => device.clone(),
-                    None => {
-                        let device = open(name)?;
-                        opened.push((name, device.clone()));
-                        device
-                    }
-                };
-                places.push((transport, device));
-            }
-            places
-        }
-        (names, _) => {
-            return Err(refuse(
-                format!("{} devices for {size} ranks", names.len()),
-                "name one device for all ranks, or one for each",
-            ));
-        }
+    if names.len() != 1 && names.len() != size as usize {
+        return Err(refuse(
+            format!("{} devices for {size} ranks", names.len()),
+            "name one device for all ranks, or one for each",
+        ));
+    }
+    let open = || -> Result<Vec<Device>, Error> {
+        let mut opened: Vec<(Chosen, Device)> = Vec::new();
+        let names = names.iter().cycle().take(size as usize).zip(local_rank..);
+        names
+            .map(|(name, local_rank)| {
+                let chosen = Chosen::of(name, local_rank)?;
+                if let Some((_, device)) = opened.iter().find(|(known, _)| *known == chosen) {
+                    return Ok(device.clone());
+                }
+                let device = chosen.open()?;
+                opened.push((chosen, device.clone()));
+                Ok(device)
+            })
+            .collect()
     };
-    settings.groups(py, places)
+    let devices = py.detach(open).map_err(|error| errors::of_call(py, &error))?;
+    let transports = in_process_group(size);
+    if names.len() == 1 && wish == CollectiveChoice::Host && devices.iter().all(|one| one.is_same(&devices[0])) {
+        let (options, leave) = (settings.options(py)?, settings.leave(py)?);
+        let sessions = Session::on_one_device(transports, &devices[0], &options);
+        return sessions
+            .into_iter()
+            .map(|session| Group::new(session, leave, ONE_DEVICE.to_owned()))
+            .collect();
+    }
+    settings.groups(py, transports.into_iter().zip(devices).collect())
+}
+
+/// The device of the rank number `local_rank` of the `ranks` on its machine. Warns of a GPU that
+/// ranks share.
+fn device(py: Python<'_>, name: &str, (local_rank, ranks): (usize, usize)) -> PyResult<Device> {
+    let open = || {
+        let chosen = Chosen::of(name, local_rank)?;
+        Ok((chosen.open()?, chosen.warning(ranks)))
+    };
+    let (device, warning) = py.detach(open).map_err(|error| errors::of_call(py, &error))?;
+    if let Some(text) = warning.filter(|_| local_rank == 0) {
+        let text = CString::new(text).unwrap_or_default();
+        PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
+    }
+    Ok(device)
 }
 
 /// The group of a launcher.
 #[pyfunction]
 pub(crate) fn of_launcher(
     py: Python<'_>,
-    device: String,
+    name: String,
     launch: LaunchSettings,
     settings: SessionSettings,
 ) -> PyResult<Group> {
@@ -155,9 +169,16 @@ pub(crate) fn of_launcher(
     join.invitation = launch.invitation;
     join.token = launch.token.map(SecretText);
     join.job = launch.job;
+    let found = Assignment::find(&join).map_err(|error| errors::of_launch(py, &error))?;
+    let local =
+        found.as_ref().map_or((0, 1), |found| (found.local_rank as usize, found.local_size as usize));
+    let listed = found.as_ref().and_then(|found| found.device.clone()).filter(|_| name == "auto");
     // Before the group forms: a device that does not open must not end a group.
-    let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
-    let formed = interruptible(py, move || join.join())?;
+    let device = device(py, &listed.unwrap_or(name), local)?;
+    let formed = interruptible(py, move || match found {
+        Some(assignment) => assignment.join(),
+        None => join.join(),
+    })?;
     let group = formed.map_err(|error| errors::of_launch(py, &error))?;
     settings.group(py, group, device)
 }
@@ -197,18 +218,18 @@ pub(crate) fn free_port(py: Python<'_>, host: String) -> PyResult<u16> {
 #[pyfunction]
 pub(crate) fn with_identity(
     py: Python<'_>,
-    device: String,
+    name: String,
     member: Member,
     settings: SessionSettings,
 ) -> PyResult<Group> {
     settings.check(py)?;
-    let Member { pem, rank, size, host, port, advertise, network, link, join_deadline_s } = member;
+    let Member { pem, rank, size, host, port, advertise, network, link, join_deadline_s, local } = member;
     let profile = profile(py, &link)?;
     let advertise = advertise.map_or(Ok(Vec::new()), |text| parse_advertised(&text, "advertise"));
     let advertise = advertise.map_err(|error| errors::of_launch(py, &error))?;
     let shared_memory = may_share_memory().map_err(|error| errors::of_launch(py, &error))?;
     let (carrier, deadline) = (carrier(py, &network)?, seconds(py, "join_deadline_s", join_deadline_s)?);
-    let device = py.detach(|| devices::open(&device)).map_err(|error| errors::of_call(py, &error))?;
+    let device = device(py, &name, local)?;
     let connect = move || -> Result<kyklos_transport::Group, TransportError> {
         let unknown = |why: String| TransportError::Bootstrap {
             text: format!("the address {host}:{port} of rank 0: {why}"),

@@ -111,12 +111,9 @@ pub(crate) fn choose(requests: &[DeviceRequest], local_rank: usize) -> Result<De
     match request {
         DeviceRequest::Of(kind, index) => Ok(DeviceId { kind, index: kind.choose(index, local_rank)? }),
         DeviceRequest::Auto => {
-            let hardware = for_auto();
-            // Several GPUs of the best class share the ranks.
-            let best = hardware.iter().map(|(_, class)| *class).min();
-            let equals: Vec<DeviceId> =
-                hardware.iter().filter(|(_, class)| Some(*class) == best).map(|(id, _)| *id).collect();
-            Ok(if equals.is_empty() { DeviceId::CPU } else { equals[local_rank % equals.len()] })
+            let (hardware, classes): (Vec<_>, Vec<_>) = for_auto().into_iter().unzip();
+            let best = DeviceClass::best(&classes);
+            Ok(if best.is_empty() { DeviceId::CPU } else { hardware[best[local_rank % best.len()]] })
         }
     }
 }

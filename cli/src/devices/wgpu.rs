@@ -22,20 +22,21 @@ impl BackendEntry for Wgpu {
         adapters().to_vec()
     }
 
-    /// Without a number: the first device of the best class.
-    fn choose(index: Option<usize>, _: usize) -> Result<usize> {
+    /// Without a number: the devices of the best class share the ranks.
+    fn choose(index: Option<usize>, local_rank: usize) -> Result<usize> {
         let adapters = adapters();
-        let best = adapters.iter().enumerate().min_by_key(|(_, info)| info.class);
-        let (best, _) = best.ok_or_else(|| {
-            Failure::run(if can_load_drivers() {
+        if adapters.is_empty() {
+            return Err(Failure::run(if can_load_drivers() {
                 "no device for wgpu: no Vulkan, Metal or DX12 driver was found: install the GPU's driver, \
                  or use --device cpu"
             } else {
                 "no device for wgpu: this program is static (musl), and a static program loads no driver: use a \
                  build for glibc, or --device cpu"
-            })
-        })?;
-        index.map_or(Ok(best), |index| existing(Self::NAME, index, adapters.len()))
+            }));
+        }
+        let best = DeviceClass::best(&adapters.iter().map(|info| info.class).collect::<Vec<_>>());
+        let dealt = best[local_rank % best.len()];
+        index.map_or(Ok(dealt), |index| existing(Self::NAME, index, adapters.len()))
     }
 
     fn for_auto() -> Vec<(usize, DeviceClass)> {

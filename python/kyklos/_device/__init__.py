@@ -7,6 +7,7 @@ one-dimensional uint8 tensors. A place in a buffer is ``(offset, batch, row, hea
 
 from __future__ import annotations
 
+from ._accelerator import accelerator
 from ._device import Device
 
-__all__ = ["Device"]
+__all__ = ["Device", "accelerator"]

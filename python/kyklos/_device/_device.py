@@ -27,11 +27,9 @@ Shape = tuple[int, int, int, int]
 
 
 class Device:
-    """A device of PyTorch, ``name`` as in :class:`torch.device`; the accelerator in use, else the CPU, if it is empty."""
+    """A device of PyTorch, ``name`` as in :class:`torch.device`."""
 
     def __init__(self, name: str) -> None:
-        if not name:
-            name = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
         # With its index, as tensors have it.
         self.device = torch.empty(0, device=name).device
         if self.device.type == "meta":

@@ -95,10 +95,9 @@ impl Device {
     /// As [`Self::wgpu`].
     #[cfg(all(feature = "cpu", feature = "wgpu", not(target_arch = "wasm32")))]
     pub fn best() -> Result<Self> {
-        let gpus = super::wgpu::WgpuBackend::enumerate();
-        let best = gpus.iter().enumerate().min_by_key(|(_, info)| info.class);
-        match best {
-            Some((index, info)) if info.class < super::DeviceClass::Cpu => Self::wgpu(index),
+        let classes: Vec<_> = super::wgpu::WgpuBackend::enumerate().iter().map(|gpu| gpu.class).collect();
+        match super::DeviceClass::best(&classes).first() {
+            Some(&index) if classes[index] < super::DeviceClass::Cpu => Self::wgpu(index),
             _ => Ok(Self::cpu()),
         }
     }

@@ -31,6 +31,21 @@ pub enum DeviceClass {
     SoftwareGpu,
 }
 
+impl DeviceClass {
+    /// The places of the devices of the best class among those of one machine, which its ranks take
+    /// in turn.
+    ///
+    /// ```
+    /// use kyklos::backend::DeviceClass::{self, DiscreteGpu, IntegratedGpu};
+    ///
+    /// assert_eq!(DeviceClass::best(&[IntegratedGpu, DiscreteGpu, DiscreteGpu]), [1, 2]);
+    /// ```
+    pub fn best(classes: &[Self]) -> Vec<usize> {
+        let best = classes.iter().min();
+        (0..classes.len()).filter(|place| classes.get(*place) == best).collect()
+    }
+}
+
 /// The time of kernels that were submitted together.
 ///
 /// ```
