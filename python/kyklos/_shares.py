@@ -49,6 +49,15 @@ class Sharing:
     _core: _kyklos.Group
 
     @in_sequence
+    def speeds(
+        self, q_len: int, kv_len: int | None = None, *, heads: int, dim: int, kv_heads: int | None = None, dtype: str = "float32"
+    ) -> list[int]:
+        """How many pairs of a query and a key, over all heads, each rank attends to in a second, while all of them compute. Measured at
+        the first call of its kind, and corrected by the calls of this group. All ranks call it with the same arguments.
+        """
+        return self._core.speeds(_call_of(q_len, kv_len, heads, dim, kv_heads, dtype, shares="even"))
+
+    @in_sequence
     def share(
         self,
         q_len: int,
@@ -80,23 +89,30 @@ class Sharing:
             mesh a ring of all ranks.
         :raises RequestError: arguments that do not fit each other or those of another rank.
         """
-        return Shares(
-            *self._core.share(
-                {
-                    "batch": batch,
-                    "heads": heads,
-                    "kv_heads": heads if kv_heads is None else kv_heads,
-                    "dim": dim,
-                    "dtype": dtype,
-                    "q_len": q_len,
-                    "kv_len": q_len if kv_len is None else kv_len,
-                    "mask": "full" if mask is None else mask,
-                    "q_offset": q_offset,
-                    "fixed_order": fixed_order,
-                    "strategy": strategy,
-                    "mesh": mesh,
-                    "placement": placement,
-                    "shares": shares,
-                }
-            )
+        call = _call_of(
+            q_len,
+            kv_len,
+            heads,
+            dim,
+            kv_heads,
+            dtype,
+            batch=batch,
+            mask="full" if mask is None else mask,
+            q_offset=q_offset,
+            fixed_order=fixed_order,
+            strategy=strategy,
+            mesh=mesh,
+            placement=placement,
+            shares=shares,
         )
+        return Shares(*self._core.share(call))
+
+
+def _call_of(
+    q_len: int, kv_len: int | None, heads: int, dim: int, kv_heads: int | None, dtype: str, **others: Any
+) -> dict[str, Any]:
+    """A call, as the extension module takes it."""
+    default = {"batch": 1, "mask": "full", "q_offset": 0, "fixed_order": False, "strategy": None, "mesh": None, "placement": None}
+    lengths = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
+    given = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "dim": dim, "dtype": dtype}
+    return {**default, **lengths, **given, **others}

@@ -251,6 +251,17 @@ impl Group {
         shared.map_err(|error| errors::of_call(py, &error))
     }
 
+    /// How fast each rank attends in such calls.
+    fn speeds<'py>(&self, py: Python<'py>, sharing: &Bound<'py, PyDict>) -> PyResult<Vec<u64>> {
+        let sharing: Result<Sharing> = extracted(sharing);
+        let request = match sharing.and_then(|sharing| sharing.checked(self.size())) {
+            Ok(request) => request,
+            Err(error) => return Err(self.refuse(py, error)),
+        };
+        let speeds = self.worker.run(py, move |session| request.speeds(session))?;
+        speeds.map_err(|error| errors::of_call(py, &error))
+    }
+
     fn cache<'py>(&self, py: Python<'py>, settings: &Bound<'py, PyDict>) -> PyResult<Cache> {
         let settings: Result<CacheSettings> = extracted(settings);
         let options = match settings.and_then(|settings| settings.options()) {

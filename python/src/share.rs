@@ -88,6 +88,11 @@ impl Sharing {
 }
 
 impl Request {
+    /// Pairs of a query and a key that each rank attends to in a second, over all heads.
+    pub(crate) fn speeds(&self, session: &mut Session) -> Result<Vec<u64>> {
+        Ok(session.capacities(&self.problem)?.iter().map(|rank| rank.pairs_per_s).collect())
+    }
+
     /// Agrees with the other ranks, if speed counts.
     pub(crate) fn share(&self, session: &mut Session) -> Result<Shared> {
         match &self.split {

@@ -10,6 +10,7 @@ import torch
 
 from .._group import Group
 from .._rows import gather
+from .pace import Pace
 from .telling import agreed
 from .weights import Weights
 
@@ -55,6 +56,11 @@ class Passes:
         """The numbers of each rank, by rank. All ranks pass as many, from 0 to 2^24, which float32 holds exactly."""
         own = torch.tensor(numbers, dtype=torch.float32)[None, None]
         return [[int(n) for n in row] for row in gather(self.group, own, f"{self.model}, {what}")[0].tolist()]
+
+    def pace(self, token_ns: int, pairs_per_s: Sequence[int]) -> Pace:
+        """The pace of all ranks, of which this one needs ``token_ns`` for a token."""
+        high, low = divmod(min(token_ns, (1 << 48) - 1), 1 << 24)
+        return Pace.of([(high << 24) + low for high, low in self.compare([high, low], "pace")], pairs_per_s)
 
     def check_weights(self, module: torch.nn.Module) -> None:
         """Refuses parameters that have other names, shapes, types or values on some rank; compares 8 values of each.

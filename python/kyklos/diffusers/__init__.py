@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,9 +28,11 @@ import torch
 
 from .._errors import RequestError
 from .._group import Group
+from .._models.execution import execution, has_ring, warn_of_copies
 from .._models.telling import told
 from . import _attention, _hooks
 from ._plans import SplitPlan, choose, find, split_attention_modules
+from ._shares import Shares
 
 __all__ = ["Handle", "SplitPlan", "parallelize"]
 
@@ -67,6 +68,11 @@ class Handle:
         self._checkpoints.restore()
         _attention.unregister(self._split)
 
+    @property
+    def shares(self) -> list[int]:
+        """The shares of the ranks in the next forward, relative to each other."""
+        return list(self._split.shares.now)
+
     def __enter__(self) -> Handle:
         return self
 
@@ -83,7 +89,9 @@ def parallelize(
     group: Group,
     *,
     mesh: str | None = None,
-    shares: Sequence[float] | None = None,
+    strategy: str | None = None,
+    wire: str | None = None,
+    shares: str | Sequence[float] | None = None,
     plan: SplitPlan | Mapping[str, Any] | None = None,
 ) -> Handle:
     """Splits the tokens of ``transformer`` over the ranks of ``group``. All ranks call it alike, then call the transformer, or its
@@ -94,8 +102,13 @@ def parallelize(
 
     :param transformer: the denoiser of a pipeline, such as ``pipe.transformer``.
     :param mesh: ``"UxR"``: Ulysses groups of U ranks in a ring of R; by default what sends the fewest bytes.
+    :param strategy: how keys, values or queries travel; by default what sends the fewest bytes.
+    :param wire: ``"f16"`` or ``"int8"`` round keys and values on their way, and what the transformer computes is no longer exact. Gradients
+        take ``"f16"`` only.
     :param shares: for each rank its share of the tokens, relative to the others; by default equal ones. Each rank gets at least
-        one token of each split input.
+        one token of each split input. ``"auto"``: so many that all ranks end at the same time. The first three forwards, with equal shares,
+        measure the speed of the layers and of attention on each rank; :attr:`Handle.shares` then has them. Other shapes of the inputs keep
+        the shares for one forward, and compiled code is made again when they change.
     :param plan: for transformers that are not known: a :class:`SplitPlan`, or a dict like ``_cp_plan`` of diffusers, whose
         attention modules then all have split keys. Compare the result with the unsplit transformer.
     :returns: a handle, whose ``remove()`` undoes it.
@@ -104,14 +117,15 @@ def parallelize(
         calls that are missing or too many.
     """
     with told(group):
-        return _parallelized(transformer, group, mesh, shares, plan)
+        warn_of_copies(group, transformer)
+        return _parallelized(transformer, group, execution(group, mesh, strategy, wire, shares), shares, plan)
 
 
 def _parallelized(
     transformer: torch.nn.Module,
     group: Group,
-    mesh: str | None,
-    shares: Sequence[float] | None,
+    how: dict[str, Any],
+    shares: str | Sequence[float] | None,
     plan: SplitPlan | Mapping[str, Any] | None,
 ) -> Handle:
     name = type(transformer).__name__
@@ -120,12 +134,10 @@ def _parallelized(
     known = choose(transformer, plan)
     _check_free(transformer, name)
     modules = split_attention_modules(transformer, known.plan)
-    if mesh == "auto":
-        mesh = None
-    relative = _shares(shares, group.size)
-    split = _attention.Split(group, name, relative, mesh, len(modules))
+    dealt = Shares(group, shares, has_ring(group, how))
+    split = _attention.Split(group, name, dealt, how, len(modules))
     handle = Handle(transformer, split)
-    splitter = _hooks.Splitter(group, relative, known.plan.whole)
+    splitter = _hooks.Splitter(group, dealt, known.plan.whole)
     try:
         split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
@@ -201,19 +213,3 @@ def _check_free(transformer: torch.nn.Module, name: str) -> None:
     for module in transformer.modules():
         if isinstance(getattr(getattr(module, "processor", None), "_parallel_config", None), _attention.Split):
             raise RequestError(f"{name} is split by kyklos already: call remove() of its handle first")
-
-
-def _shares(shares: Sequence[float] | None, size: int) -> tuple[int, ...]:
-    """Whole numbers in the proportion of ``shares``."""
-    if shares is None:
-        return (1,) * size
-    given = [float(share) for share in shares]
-    if len(given) != size:
-        raise RequestError(f"{len(given)} shares for {size} ranks: give each rank one")
-    if not all(math.isfinite(share) and share > 0 for share in given):
-        raise RequestError(
-            f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing"
-        )
-    if all(share.is_integer() for share in given):
-        return tuple(int(share) for share in given)
-    return tuple(max(1, round(share / max(given) * 2**20)) for share in given)

@@ -12,7 +12,6 @@ import itertools
 import math
 import threading
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from .._rows import gather, sum_rows
 from .._torch_tensors import readable
 from ._inputs import compare
 from ._masks import equal, gather_mask, mask_type, rows_of
+from ._shares import Shares
 
 # Splits by number: the operator has the number, since graphs take no objects. Attention processors hold them.
 _splits: weakref.WeakValueDictionary[int, Split] = weakref.WeakValueDictionary()
@@ -48,8 +48,8 @@ class Split:
     :param calls: calls of split attention in each forward.
     """
 
-    def __init__(self, group: Group, name: str, shares: tuple[int, ...], mesh: str | None, calls: int) -> None:
-        self.group, self.name, self.mesh, self.expected = group, name, mesh, calls
+    def __init__(self, group: Group, name: str, shares: Shares, execution: dict[str, Any], calls: int) -> None:
+        self.group, self.name, self.execution, self.expected = group, name, execution, calls
         self.number = next(_next)
         self.shares = shares
         self.passes = Passes(group)
@@ -64,7 +64,7 @@ class Split:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """The split of a copy of the transformer, which is another model to the ranks of the group."""
-        copied = Split(self.group, self.name, self.shares, self.mesh, self.expected)
+        copied = Split(self.group, self.name, copy.deepcopy(self.shares), self.execution, self.expected)
         copied.passes = copy.deepcopy(self.passes)
         register(copied)
         return copied
@@ -78,6 +78,7 @@ class Split:
         self._forward = self.passes.next(transformer, torch.is_grad_enabled())
         self._calls, self._gathers, self._active = 0, 0, True
         compare(self.group, inputs, self._place())
+        self.shares.begin(self.passes, self._forward, inputs)
 
     def end(self) -> None:
         """Ends a forward.
@@ -85,6 +86,7 @@ class Split:
         :raises RequestError: an attention call is missing: it ran on the tokens of this rank alone, or not at all.
         """
         self._active = False
+        self.shares.end()
         if self._calls != self.expected:
             raise RequestError(
                 f"{self.name} made {self._calls} calls of split attention in a forward, its plan has {self.expected}: call parallelize "
@@ -118,21 +120,22 @@ class Split:
             )
         label = f"{self._place()}, attention {self._calls}"
         out_dim = v.shape[-1]
-        run = functools.partial(self.group.attend, *_same_dim(self.group, q, k, v), layout="bshd", scale=scale, mesh=self.mesh, lse_pair=True)
+        states = _same_dim(self.group, q, k, v)
+        run = functools.partial(self.group.attend, *states, layout="bshd", scale=scale, lse_pair=True, **self.execution)
         number = -1
-        if mask is None:
-            o, lse = run(label=label)
-        elif mask.shape[2] == 1:
-            o, lse, number = self._attend_masked(run, mask.detach().to("cpu"), q.dtype, label)
-        elif mask.shape[3] != k.shape[1] or self.group.size == 1:
-            o, lse = run(label=label, bias=rows_of(mask, q.dtype))
-        else:
-            raise RequestError(
-                f"{self.name} has a mask of {mask.shape[2]} queries by the {mask.shape[3]} keys of this rank: such rows need the keys of "
-                "all ranks; use a key mask [batch, 1, 1, keys]"
-            )
-        o = o[..., :out_dim].contiguous() if o.shape[-1] != out_dim else o
-        return o, lse, torch.tensor([self._forward, self._calls, number])
+        with self.shares.attending(q, k):
+            if mask is None:
+                o, lse = run(label=label)
+            elif mask.shape[2] == 1:
+                o, lse, number = self._attend_masked(run, mask.detach().to("cpu"), q.dtype, label)
+            elif mask.shape[3] != k.shape[1] or self.group.size == 1:
+                o, lse = run(label=label, bias=rows_of(mask, q.dtype))
+            else:
+                raise RequestError(
+                    f"{self.name} has a mask of {mask.shape[2]} queries by the {mask.shape[3]} keys of this rank: such rows need the keys of "
+                    "all ranks; use a key mask [batch, 1, 1, keys]"
+                )
+        return o[..., :out_dim].contiguous(), lse, torch.tensor([self._forward, self._calls, number])
 
     def backward(
         self,
@@ -153,7 +156,7 @@ class Split:
         q, k, v, o, lse = states
         widths = [x.shape[-1] for x in (q, k, v)]
         options: dict[str, Any] = {"label": label, "layout": "bshd", "scale": scale}
-        options |= {"mesh": self.mesh, "bias_gradient": of_mask}
+        options |= {**self.execution, "bias_gradient": of_mask}
         if mask is not None and mask.shape[2] == 1:
             whole = next((item[2] for item in self._masks if item[0] == number), None)
             if whole is None:
@@ -225,10 +228,8 @@ class Split:
         return o, lse, number
 
     def _title(self) -> str:
-        # In the label of each call, of at most 128 bytes: ranks that cut differently must not compute together.
-        parts = ":".join(map(str, self.shares))
-        shares = parts if len(parts) <= 24 else format(zlib.crc32(parts.encode()), "x")
-        return f"{self.name[:40]}, {self.passes.model}, shares {shares}"
+        # In the label of each call: ranks that cut differently must not compute together.
+        return f"{self.name[:40]}, {self.passes.model}, shares {self.shares}"
 
     def _place(self) -> str:
         return f"{self._title()}: forward {self._forward}"

@@ -19,6 +19,7 @@ from .._errors import RequestError
 from .._group import Group
 from .._models.telling import told
 from ._attention import Split
+from ._shares import Shares
 
 # The attribute with the function that computes a block again in backward().
 _CHECKPOINT = "_gradient_checkpointing_func"
@@ -39,7 +40,7 @@ def bounds(total: int, shares: Sequence[int]) -> list[int]:
 class Splitter:
     """This rank's part of tensors."""
 
-    def __init__(self, group: Group, shares: tuple[int, ...], whole: frozenset[str]) -> None:
+    def __init__(self, group: Group, shares: Shares, whole: frozenset[str]) -> None:
         self.group, self.shares, self.whole = group, shares, whole
 
     def part(self, x: torch.Tensor, how: ContextParallelInput, name: str) -> torch.Tensor:
@@ -53,11 +54,11 @@ class Splitter:
         total = x.shape[how.split_dim]
         if name in self.whole and total == 1:
             return x
-        if total < len(self.shares):
+        if total < self.group.size:
             raise RequestError(
-                f"{name} has {total} tokens for {len(self.shares)} ranks, and each needs one: use fewer ranks, or a longer input"
+                f"{name} has {total} tokens for {self.group.size} ranks, and each needs one: use fewer ranks, or a longer input"
             )
-        cuts = bounds(total, self.shares)
+        cuts = bounds(total, self.shares.now)
         return x.narrow(how.split_dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
 
     def parts(self, x: Any, how: Any, name: str) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._group import Group
+from .._models.execution import execution, warn_of_copies
 from .._models.telling import told
 from . import _generate as generation
 from . import _loss as loss
@@ -35,7 +36,9 @@ def parallelize(
     group: Group,
     *,
     mesh: str | None = None,
-    shares: Sequence[float] | None = None,
+    strategy: str | None = None,
+    wire: str | None = None,
+    shares: str | Sequence[float] | None = None,
     gather: str = "auto",
     check: bool = True,
 ) -> Handle:
@@ -57,7 +60,12 @@ def parallelize(
     :param model: a decoder or encoder whose layers attend through ``AttentionInterface`` of transformers, with ``position_ids``,
         without dropout (or in evaluation mode), with the same weights on all ranks.
     :param mesh: ``"UxR"`` as in :meth:`kyklos.Group.attend`, for passes that are split.
+    :param strategy: how keys, values or queries travel in them; by default what sends the fewest bytes.
+    :param wire: ``"f16"`` or ``"int8"`` round keys and values on their way, and what the model computes is no longer exact. Gradients take
+        ``"f16"`` only.
     :param shares: the tokens of the ranks in proportion, also of the cache; by default equal. Each rank gets one token at least.
+        ``"auto"``: so many that all ranks end at the same time, by the speed of the model's layers and of attention on each rank, which are
+        measured here, in a second or so; :meth:`Handle.counts` has them.
     :param gather: ``"auto"`` gives every rank the outputs of all tokens, or the last ones if ``logits_to_keep`` asks for them.
         ``"none"`` gives a rank the rows of its own tokens, :meth:`Handle.rows`, and with ``labels`` its part of the loss of a causal
         language model, whose sum over the ranks is the loss; ``generate()`` works as before.
@@ -68,7 +76,8 @@ def parallelize(
     :raises GroupError: the group has ended.
     """
     with told(group):
-        split = SplitModel(model, group, mesh, shares, gather)
+        warn_of_copies(group, model)
+        split = SplitModel(model, group, execution(group, mesh, strategy, wire, shares), shares, gather)
         split.install(check)
         handle = Handle(split)
         loss.install(split, handle._undo)
@@ -89,6 +98,11 @@ class Handle:
         :param rollback: tokens that :meth:`SplitCache.crop` can take back from layers with a sliding window, which drop older keys.
         """
         return self._installed().cache(rollback)
+
+    def counts(self, tokens: int) -> list[int]:
+        """The tokens that each rank computes in a pass over ``tokens`` tokens, by rank: consecutive ones, or all of them where they are few."""
+        split = self._installed()
+        return split.counts(tokens) or [tokens] * split.group.size
 
     def rows(self, tokens: int) -> tuple[int, int]:
         """The tokens that this rank computes in a pass over ``tokens`` tokens, as a half-open range of positions."""

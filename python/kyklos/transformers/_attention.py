@@ -53,7 +53,8 @@ class Forward:
     #: Tokens of each rank, or ``None`` if all ranks compute all of them.
     counts: list[int] | None
     tokens: int
-    mesh: str | None = None
+    #: How the calls of a pass that is split run.
+    execution: dict[str, Any] = field(default_factory=dict)
     cache: SplitCache | None = None
     padding: str | torch.Tensor | None = None
     documents: list[list[int]] | None = None
@@ -65,6 +66,8 @@ class Forward:
     rules: list[MaskRule] = field(default_factory=list)
     #: In a trial the group does not attend: it is only recorded which modules do, and how.
     trial: bool = False
+    #: Then of each call the heads of queries and of keys, the head dim and the type.
+    shapes: list[tuple[int, int, int, torch.dtype]] = field(default_factory=list)
     #: This rank's rows that the pooler was to get, and those of all ranks.
     pooled: tuple[torch.Tensor, torch.Tensor] | None = None
     #: The calls of a pass with a cache that all ranks compute.
@@ -86,6 +89,8 @@ class Forward:
         query, key, value = states
         if self.trial:
             batch, heads, tokens, _ = query.shape
+            placed = _prepared(query, key, value)
+            self.shapes.append((heads, key.shape[1], placed[0].shape[3], placed[0].dtype))
             return value.new_zeros(batch, tokens, heads, value.shape[3])
         if any(state.shape[2] != self.own for state in states):
             raise RequestError(
@@ -132,14 +137,14 @@ class Forward:
             "softcap": options.get("softcap"),
             "layout": "bshd",
             "same_queries": self.counts is None,
-            "mesh": None if self.counts is None else self.mesh,
             "label": label(self.label, name),
+            **({} if self.counts is None else self.execution),
         }
 
 
 def _kind(rule: MaskRule, call: dict[str, Any], states: list[torch.Tensor]) -> tuple[Any, ...]:
     """What calls of one step must have in common to be made after one vote. Texts of masks and padding belong to the step."""
-    options = tuple(call[name] for name in ("scale", "softcap", "mesh"))
+    options = tuple(call[name] for name in ("scale", "softcap"))
     shapes = tuple((state.shape[0], state.shape[2], state.shape[3]) for state in states)
     return (rule, *options, tuple(call["sinks"] or ()), *shapes, states[0].dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 
 from .._errors import RequestError
 from .._group import Group
+from .._models import pace
+from .._models.pace import Reach, wait_for
 from ._attention import NAME, Forward, entered
 from ._cache import CACHE
 
@@ -31,6 +34,10 @@ class Traits:
     #: It makes a cache if it is told to, or by default.
     caches: bool
     caches_by_default: bool
+    #: What :meth:`Group.speeds` is to be asked: ``heads``, ``kv_heads``, ``dim`` and ``dtype`` of the first layer.
+    call: dict[str, Any]
+    #: Query heads of all layers that see so far, for each reach.
+    attention: list[tuple[int, Reach]]
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -115,7 +122,27 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[tor
             "run it on one rank"
         )
     caches = getattr(output, CACHE, None) is not None
-    return Traits(plain.attended, packs, caches, caches and bool(getattr(base.config, "use_cache", False)))
+    heads: Counter[Reach] = Counter()
+    for rule, shape in zip(plain.rules, plain.shapes, strict=True):
+        heads[rule.left, rule.right] += shape[0]
+    attention = [(count, reach) for reach, count in heads.items()]
+    by_default = caches and bool(getattr(base.config, "use_cache", False))
+    (first, kv_heads, dim, dtype), *_ = plain.shapes
+    call = {"heads": first, "kv_heads": kv_heads, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
+    return Traits(plain.attended, packs, caches, by_default, call, attention)
+
+
+def token_ns(base: PreTrainedModel, forward: Any, group: Group, names: dict[torch.nn.Module, str]) -> int:
+    """Nanoseconds of this rank for a token in all layers, without attention."""
+    vocabulary, device = _embeddings(base).shape[0], _embeddings(base).device
+
+    def run(tokens: int) -> None:
+        places = torch.arange(tokens, device=device)[None]
+        with entered(Forward(group, names, "pace", None, tokens, trial=True)), torch.no_grad():
+            forward(input_ids=places * 7919 % vocabulary, position_ids=places, return_dict=True, **without_cache(base))
+        wait_for(device)
+
+    return pace.token_ns(run, getattr(base.config, "max_position_embeddings", None) or 1 << 20)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from .._errors import DeviceError, GroupError, RequestError
 from .._group import Group
 from .._models.agreement import Passes
+from .._models.execution import has_ring
+from .._models.pace import Pace, Reach
 from .._models.projections import compare_rows
 from .._models.telling import told
 from .._rows import gather
@@ -24,6 +26,8 @@ from ._attention import NAME, Forward, current, entered
 from ._cache import CACHE, CACHE_NAMES, SplitCache, given_cache
 from ._steps import Step
 
+# Tokens of a text for which the shares of a cache are by pace.
+_USUAL_TOKENS = 4096
 # Inputs with an axis of tokens, which is axis 1.
 _OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 _KNOWN = {*_OF_TOKENS, "attention_mask", *CACHE_NAMES, "use_cache", "return_dict"}
@@ -34,7 +38,12 @@ class SplitModel:
     gets the rows of all ranks."""
 
     def __init__(
-        self, model: PreTrainedModel, group: Group, mesh: str | None, shares: Sequence[float] | None, gather: str
+        self,
+        model: PreTrainedModel,
+        group: Group,
+        execution: dict[str, Any],
+        shares: str | Sequence[float] | None,
+        gather: str,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise RequestError(
@@ -42,8 +51,12 @@ class SplitModel:
             )
         self.model = model
         self.base = checks.body_of(model)
-        self.group, self.mesh, self.gather = group, mesh, gather
-        self.shares = _checked_shares(shares, group.size)
+        self.group, self.execution, self.gather = group, execution, gather
+        self.by_pace = shares == "auto"
+        self.shares = [1.0] * group.size if shares is None or self.by_pace else _checked_shares(shares, group.size)
+        #: With shares by it.
+        self.pace: Pace | None = None
+        self.attention: list[tuple[int, Reach]] = []
         if gather not in ("auto", "none"):
             raise RequestError(f'gather is {gather!r}: use "auto" or "none"')
         checks.refuse_unsplittable(model, self.base)
@@ -93,6 +106,14 @@ class SplitModel:
         hooks.replace(self.base, "forward", functools.update_wrapper(forward, self._run), self._undo)
         if expected is not None:
             self._check(*expected)
+        if self.by_pace:
+            with checks.rotary_state_kept(self.base):
+                own = checks.token_ns(self.base, self._run, self.group, self.names)
+            speeds = self.group.speeds(_USUAL_TOKENS, **self.traits.call)
+            self.pace = self._passes.pace(own, speeds)
+            self.attention = self.traits.attention if has_ring(self.group, self.execution) else []
+            # Of the cache.
+            self.shares = [float(count) for count in self.pace.counts(_USUAL_TOKENS, self.attention)]
 
     def remove(self) -> None:
         """Restores the model."""
@@ -104,7 +125,7 @@ class SplitModel:
 
     def rows(self, tokens: int) -> tuple[int, int]:
         """The rows of this rank, as a half-open range, of a pass over ``tokens`` tokens."""
-        counts = self._counts(tokens)
+        counts = self.counts(tokens)
         if counts is None:
             return 0, tokens
         first = sum(counts[: self.group.rank])
@@ -131,13 +152,14 @@ class SplitModel:
 
     def _check(self, inputs: dict[str, torch.Tensor], whole: checks.States) -> None:
         """Compares the split model with the model as it was."""
-        shares, self.shares = self.shares, [1.0] * self.group.size
-        mode, self.gather = self.gather, "auto"
+        kept = self.shares, self.gather, self.execution
+        # Rounded keys and values are no fault of the model.
+        self.shares, self.gather, self.execution = [1.0] * self.group.size, "auto", {**self.execution, "wire": None}
         try:
             with torch.no_grad():
                 split = self._trial(inputs)
         finally:
-            self.shares, self.gather = shares, mode
+            self.shares, self.gather, self.execution = kept
         equal, error = split.compare(whole, inputs["attention_mask"])
         if not equal:
             raise RequestError(
@@ -201,7 +223,7 @@ class SplitModel:
             elif padding is not None and not cache.keeps_all:
                 self._refuse_late_padding(cache)
         packed = self.traits.packs and mask is None and cache is None
-        counts = self._counts(tokens)
+        counts = self.counts(tokens)
         # Passes with a cache have no gradients.
         number = self._passes.next(self.model, torch.is_grad_enabled() and cache is None)
         visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
@@ -213,7 +235,7 @@ class SplitModel:
             label,
             counts,
             tokens,
-            self.mesh,
+            self.execution,
             cache,
             padding,
             masks.documents(positions.expand(batch, -1)) if packed else None,
@@ -305,12 +327,12 @@ class SplitModel:
                 "attention_mask with the padding from the first call on, or use_cache=False"
             )
 
-    def _counts(self, tokens: int) -> list[int] | None:
+    def counts(self, tokens: int) -> list[int] | None:
         """Tokens of each rank; ``None`` if all ranks compute all of them, since they are few."""
         size = self.group.size
         if tokens == 1 or tokens < size:
             return None
-        return share_out(tokens, self.shares)
+        return share_out(tokens, self.shares) if self.pace is None else self.pace.counts(tokens, self.attention)
 
     def _check_calls(self, forward: Forward) -> None:
         """Refuses a pass in which a layer did not attend through the group, or twice."""
@@ -355,9 +377,9 @@ def share_out(tokens: int, shares: Sequence[float]) -> list[int]:
     return [count + 1 for count in counts]
 
 
-def _checked_shares(shares: Sequence[float] | None, size: int) -> list[float]:
-    if shares is None:
-        return [1.0] * size
+def _checked_shares(shares: str | Sequence[float], size: int) -> list[float]:
+    if isinstance(shares, str):
+        raise RequestError(f'shares {shares!r} are not known: use "auto", or a number for each rank')
     values = [float(share) for share in shares]
     if len(values) != size or not all(0 < share < float("inf") for share in values):
         raise RequestError(f"shares {list(shares)} for {size} ranks: give a positive number for each rank")

@@ -5,6 +5,7 @@ mod attend;
 mod backward;
 mod cache;
 mod choice;
+mod facts;
 mod prepared;
 mod probe;
 mod shapes;

@@ -1,13 +1,8 @@
 //! Chooses the tokens of each rank from the device speeds that the ranks report.
 
-use bytes::Bytes;
-use kyklos_transport::Vote;
-use serde::{Deserialize, Serialize};
-
 use super::Session;
-use super::agreement::out_of_step;
-use super::probe::{CallClass, Probe, speed_of_call};
-use super::speeds::{Measured, active_sets, members};
+use super::probe::CallClass;
+use super::speeds::{Measured, is_noise};
 use crate::call::Execution;
 use crate::error::{Error, Result};
 use kyklos_plan::simulate::{Candidate, Capacity, Shares};
@@ -43,19 +38,6 @@ pub(super) struct LastShares {
     shared: SharedTokens,
     /// The active set that they are for.
     active_set: usize,
-}
-
-/// One rank's facts, as they travel.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Facts {
-    /// Version of these facts.
-    version: u32,
-    op: u64,
-    /// Digest of what all ranks share.
-    problem: String,
-    /// Digest of the names of the device, its driver and its kernel.
-    device: String,
-    measured: Option<Measured>,
 }
 
 impl Session {
@@ -113,11 +95,7 @@ impl Session {
         let words = format!("{candidate}: {problem:?}");
         let by_work =
             candidate.mesh.ring() > 1 && !problem.fixed_order && !candidate.strategy.moves_queries();
-        let mut all = self.exchange(&words, self.measured(class)).await?;
-        if by_work && all.iter().any(|facts| facts.measured.is_none()) {
-            all = self.measure(class, problem, candidate.mesh, &words).await?;
-        }
-        let measured: Option<Vec<Measured>> = all.into_iter().map(|facts| facts.measured).collect();
+        let measured = self.speeds_of_all(class, problem, candidate.mesh, &words, by_work).await?;
         let (shares, active_set) = match measured.filter(|_| by_work) {
             Some(measured) => {
                 let (shares, active_set) = earliest(problem, candidate, &measured)?;
@@ -140,16 +118,6 @@ impl Session {
         Ok(shared)
     }
 
-    /// Whether the devices of the ranks have different names, drivers or kernels. All ranks call
-    /// it, at the same place in their calls.
-    ///
-    /// # Errors
-    /// As [`Self::attend`].
-    pub async fn devices_differ(&mut self) -> Result<bool> {
-        let all = self.exchange("devices", None).await?;
-        Ok(all.iter().any(|facts| facts.device != all[0].device))
-    }
-
     fn candidate(&self, execution: &Execution) -> Result<Candidate> {
         let ranks = self.group.size();
         let mesh = match execution.mesh {
@@ -167,105 +135,6 @@ impl Session {
         Ok(Candidate { strategy, mesh, placement: execution.placement })
     }
 
-    fn measured(&self, class: CallClass) -> Option<Measured> {
-        let known = self.speeds.of(class)?;
-        Some(Measured { memory_bytes: self.options.memory_bytes, ..known.clone() })
-    }
-
-    /// Takes the last call of this session into account.
-    fn learn(&mut self, class: CallClass) {
-        let Some((lowered, compute_ns)) = self.last_run.take() else { return };
-        if CallClass::of(&lowered.plans().set().problem) != class {
-            return;
-        }
-        let step_ns = self.speeds.of(class).map_or(0, |known| known.step_ns);
-        if let Some(pairs_per_s) = speed_of_call(&lowered, self.rank(), compute_ns, step_ns) {
-            self.speeds.learn(class, pairs_per_s);
-        }
-    }
-
-    /// What all ranks have measured. They measure at the same time, because they may share the
-    /// cores of a machine; also those that know their speed from another time. Where speeds
-    /// differ, the fastest ranks measure again without the others.
-    async fn measure(
-        &mut self,
-        class: CallClass,
-        problem: &AttentionProblem,
-        mesh: Mesh,
-        words: &str,
-    ) -> Result<Vec<Facts>> {
-        let clock = self.options.run.clock.clone();
-        let ready = Probe::warm(&self.device, problem, clock).await;
-        let mut probe = self.or_refuse(ready).await?;
-        let own = self.rank().0 as usize;
-        let mut measured = Measured { pairs_per_s: Vec::new(), step_ns: 0, memory_bytes: None };
-        let mut together: Vec<u64> = Vec::new();
-        for size in active_sets(mesh.ring() as usize) {
-            // All ranks have ended what was before.
-            self.exchange(words, None).await?;
-            let mut speed = 0;
-            if together.is_empty() || members(mesh, &together, size)[own] {
-                let seen = probe.measure().await;
-                let seen = self.or_refuse(seen).await?;
-                (speed, measured.step_ns) = (seen.pairs_per_s, seen.step_ns);
-            }
-            measured.pairs_per_s.push(speed);
-            if together.is_empty() {
-                let all = self.exchange(words, Some(measured.clone())).await?;
-                together =
-                    all.iter().filter_map(|facts| Some(facts.measured.as_ref()?.pairs_per_s[0])).collect();
-                if is_noise(&together) {
-                    break;
-                }
-            }
-        }
-        self.speeds.set(class, measured);
-        self.exchange(words, self.measured(class)).await
-    }
-
-    /// Tells the other ranks of an error.
-    async fn or_refuse<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.refuse(error).await?;
-        }
-        result
-    }
-
-    /// The facts of all ranks.
-    async fn exchange(&mut self, problem: &str, measured: Option<Measured>) -> Result<Vec<Facts>> {
-        let info = self.device.info();
-        let device = format!("{} {} {} {}", info.backend, info.name, info.driver, info.kernel);
-        // A vote has little room for words.
-        let [problem, device] =
-            [problem, &device].map(|words| blake3::hash(words.as_bytes()).to_hex().to_string());
-        let facts = Facts { version: VERSION, op: self.op, problem, device, measured };
-        let note =
-            Bytes::from(serde_json::to_vec(&facts).expect("plain data without maps always serialises"));
-        let notes = self.vote(Vote::Ready { plan_hash: SHARES, note }).await?;
-        self.op += 1;
-        let mut all: Vec<Facts> = Vec::with_capacity(notes.len());
-        for (rank, note) in notes.iter().enumerate() {
-            let facts: Option<Facts> = serde_json::from_slice(note).ok();
-            let facts = facts.filter(|facts| facts.version == VERSION).ok_or_else(|| {
-                Error::request(
-                    format!("rank {rank} describes its device in a form that this release does not know"),
-                    "use the same release on all ranks",
-                )
-            })?;
-            let first = all.first().unwrap_or(&facts);
-            if facts.op != first.op {
-                return Err(out_of_step(rank, facts.op, first.op));
-            }
-            if facts.problem != first.problem {
-                return Err(Error::request(
-                    format!("rank {rank} shares the tokens of another problem than rank 0"),
-                    "share the same problem on all ranks",
-                ));
-            }
-            all.push(facts);
-        }
-        Ok(all)
-    }
 }
 
 /// What the ranks can do while active set number `active_set` computes, as if their speeds were
@@ -278,12 +147,6 @@ fn capacities(measured: &[Measured], active_set: usize) -> Vec<Capacity> {
         return capacities.collect();
     }
     capacities.map(|capacity| Capacity { pairs_per_s: least, step_ns: 0, ..capacity }).collect()
-}
-
-/// Whether these speeds differ by no more than measurements vary.
-fn is_noise(speeds: &[u64]) -> bool {
-    let (least, most) = (speeds.iter().min().unwrap_or(&0), speeds.iter().max().unwrap_or(&0));
-    most - least <= least / 10
 }
 
 /// The shares with the earliest end, and the active set that they are for. Fewer ranks than all are
@@ -320,11 +183,6 @@ fn by_capacity(problem: &AttentionProblem, candidate: Candidate, capacities: &[C
 fn even() -> Shares {
     Shares { split: Split::Even, left_out: Vec::new(), limited: Vec::new(), compute_ns: 0 }
 }
-
-/// Increased when the meaning of facts changes.
-const VERSION: u32 = 2;
-/// The hash under which ranks vote on shares.
-const SHARES: [u8; 32] = *b"kyklos: shares of the tokens, 2.";
 
 #[cfg(test)]
 mod tests {

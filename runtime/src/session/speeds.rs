@@ -47,6 +47,12 @@ pub(super) fn members(mesh: Mesh, pairs_per_s: &[u64], size: usize) -> Vec<bool>
     (0..pairs_per_s.len()).map(|rank| members.contains(&(rank / of_shard))).collect()
 }
 
+/// Whether these speeds differ by no more than measurements vary.
+pub(super) fn is_noise(speeds: &[u64]) -> bool {
+    let (least, most) = (speeds.iter().min().unwrap_or(&0), speeds.iter().max().unwrap_or(&0));
+    most - least <= least / 10
+}
+
 /// Of each class of calls, the newest class first.
 #[derive(Debug, Default)]
 pub(super) struct Speeds(Vec<Known>);

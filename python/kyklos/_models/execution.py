@@ -1,0 +1,41 @@
+"""How the split attention calls of a model run."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .._group import Group
+
+
+def execution(group: Group, mesh: str | None, strategy: str | None, wire: str | None, shares: object) -> dict[str, Any]:
+    """Options of :meth:`Group.attend`. Shares by pace want a ring, on which a rank attends from its own tokens.
+
+    :raises RequestError: options that do not fit the group or each other.
+    """
+    mesh = None if mesh == "auto" else mesh
+    if isinstance(shares, str) and mesh is None and strategy is None:
+        mesh = f"1x{group.size}"
+    options: dict[str, Any] = {"mesh": mesh, "strategy": strategy, "wire": wire}
+    has_ring(group, options)
+    return options
+
+
+def has_ring(group: Group, options: dict[str, Any]) -> bool:
+    """Whether ranks attend from other tokens, and not only with other heads. In the plan of a small call: those of the model are not known
+    yet."""
+    plan = group.plan([16] * group.size, heads=8 * group.size, dim=64, **options)
+    return not plan.steps["mesh"].endswith("x1")
+
+
+def warn_of_copies(group: Group, module: torch.nn.Module) -> None:
+    """Warns if the module is on an accelerator, and attention on another device."""
+    device = next((parameter.device for parameter in module.parameters() if parameter.device.type != "meta"), torch.device("cpu"))
+    if device.type != "cpu" and group.torch_device != str(device) and not (device.type == "cuda" and group.gpu == device.index):
+        warnings.warn(
+            f"rank {group.rank}: the model is on {device}, and its attention on {group.device}: each call copies its tensors; form the group "
+            f'with device="torch:{device}"',
+            stacklevel=4,
+        )

@@ -1,0 +1,124 @@
+"""How fast each rank computes a split model, and the tokens of each with which all end at the same time.
+
+A rank needs ``token_ns`` nanoseconds for what the model does with one token outside of attention, and attends to ``pairs_per_s`` pairs of a
+query and a key in a second. It has consecutive tokens, so with a causal mask later ranks have more pairs for a token.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: How far a query sees to the left and to the right, ``None`` for all keys.
+Reach = tuple[int | None, int | None]
+
+# Tokens of the first measurement, and of the last; and how long one takes that is good enough.
+_FIRST, _MOST, _LONG_ENOUGH_S = 64, 4096, 0.1
+# Numbers that differ by less are equal: measurements vary.
+_NOISE = 0.1
+# Nanoseconds in a second.
+_S = 10**9
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What all ranks need, by rank; equal on all of them."""
+
+    token_ns: tuple[int, ...]
+    pairs_per_s: tuple[int, ...]
+
+    @staticmethod
+    def of(token_ns: Sequence[int], pairs_per_s: Sequence[int]) -> Pace:
+        """Without differences that are noise."""
+        return Pace(_smoothed(token_ns), _smoothed([max(1, speed) for speed in pairs_per_s]))
+
+    def counts(self, tokens: int, attention: Sequence[tuple[int, Reach]]) -> list[int]:
+        """The tokens of each rank, one at least. In whole numbers, so that all ranks get the same.
+
+        :param attention: query heads of all layers that reach so far, for each reach.
+        """
+        return list(_counts(self, tokens, tuple(attention)))
+
+    def _cost(self, rank: int, tokens: int, attention: Sequence[tuple[int, Reach]], first: int, end: int) -> int:
+        """Nanoseconds of these tokens on a rank, times its pairs in a second."""
+        pairs = sum(heads * (visible(tokens, reach, end) - visible(tokens, reach, first)) for heads, reach in attention)
+        return self.token_ns[rank] * (end - first) * self.pairs_per_s[rank] + pairs * _S
+
+    def seconds(self, counts: Sequence[int], attention: Sequence[tuple[int, Reach]]) -> list[float]:
+        """The time of each rank, without messages."""
+        ends = list(itertools.accumulate(counts, initial=0))
+        costs = [self._cost(rank, ends[-1], attention, *ends[rank : rank + 2]) for rank in range(len(counts))]
+        return [cost / speed / _S for cost, speed in zip(costs, self.pairs_per_s, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def _counts(pace: Pace, tokens: int, attention: tuple[tuple[int, Reach], ...]) -> tuple[int, ...]:
+    ranks = range(len(pace.token_ns))
+
+    def dealt(limit_ns: int) -> list[int]:
+        """The ends of the ranks, each of which takes what it computes within the limit, and leaves one token to each later one."""
+        ends = [0]
+        for rank in ranks:
+            low, high = ends[-1] + 1, tokens - (len(ranks) - 1 - rank)
+            while low < high:
+                middle = (low + high + 1) // 2
+                if pace._cost(rank, tokens, attention, ends[-1], middle) <= limit_ns * pace.pairs_per_s[rank]:
+                    low = middle
+                else:
+                    high = middle - 1
+            ends.append(low)
+        return ends
+
+    low, high = 0, 1
+    while dealt(high)[-1] < tokens:
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if dealt(middle)[-1] == tokens else (middle, high)
+    ends = dealt(high)
+    return tuple(end - first for first, end in itertools.pairwise(ends))
+
+
+def visible(tokens: int, reach: Reach, rows: int) -> int:
+    """Pairs of the first ``rows`` queries, of ``tokens`` tokens in all."""
+    left, right = (tokens if extent is None else extent for extent in reach)
+    return rows + _within(rows, left) + _within(tokens, right) - _within(tokens - rows, right)
+
+
+def _within(rows: int, extent: int) -> int:
+    """The sum of ``min(row, extent)`` over the rows before ``rows``."""
+    short = min(rows, extent + 1)
+    return short * (short - 1) // 2 + (rows - short) * extent
+
+
+def _smoothed(numbers: Sequence[int]) -> tuple[int, ...]:
+    most, least = max(numbers), min(numbers)
+    return (most,) * len(numbers) if most - least <= _NOISE * most else tuple(numbers)
+
+
+def token_ns(run: Callable[[int], None], most: int) -> int:
+    """Nanoseconds of a token in ``run(tokens)``, with as many tokens as it takes to be long, and at most ``most``."""
+    tokens = min(_FIRST, most)
+    while True:
+        # The first run allocates memory and compiles kernels.
+        seconds = min(_timed(run, tokens), _timed(run, tokens))
+        if seconds >= _LONG_ENOUGH_S or tokens >= min(_MOST, most):
+            return max(1, round(seconds / tokens * _S))
+        tokens = min(4 * tokens, _MOST, most)
+
+
+def _timed(run: Callable[[int], None], tokens: int) -> float:
+    began = time.perf_counter()
+    run(tokens)
+    return time.perf_counter() - began
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,118 @@
+"""The shares of the ranks of a split transformer: given, or by the pace of the ranks, which forwards show."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .._errors import RequestError
+from .._group import Group
+from .._models.agreement import Passes
+from .._models.pace import Pace, wait_for
+
+# Forwards that show the pace. The first one allocates memory and compiles kernels, and so may the second.
+_MEASURED = 3
+# Tokens of the call whose speed is measured.
+_USUAL_TOKENS = 4096
+_S = 10**9
+
+
+class Shares:
+    """The tokens of the ranks, relative to each other. All ranks change them before the same forward."""
+
+    def __init__(self, group: Group, given: str | Sequence[float] | None, has_ring: bool) -> None:
+        self._group, self._has_ring = group, has_ring
+        #: In the forward that runs, or in the next one.
+        self.now = _checked(given, group.size)
+        self._by_pace = given == "auto"
+        self._pace: Pace | None = None
+        #: The shapes of the inputs of the last forward, and the shares that were chosen for some.
+        self._shapes: tuple[Any, ...] = ()
+        self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        #: What its attention calls are like: queries of this rank, query heads of all calls so far; heads, head dim and type of the first one.
+        self._own = self._heads = 0
+        #: Queries and heads of the last forward, if it has ended well.
+        self._last = (0, 0)
+        self._kind: tuple[Any, ...] = ()
+        #: Nanoseconds of a token without attention, in the forwards so far.
+        self._seen: list[int] = []
+        self._device = torch.device("cpu")
+        self._began = self._attending = 0.0
+
+    def __str__(self) -> str:
+        # Labels have at most 128 bytes.
+        parts = ":".join(map(str, self.now))
+        return parts if len(parts) <= 24 else format(zlib.crc32(parts.encode()), "x")
+
+    def begin(self, passes: Passes, number: int, inputs: dict[str, Any]) -> None:
+        """A forward with this number begins, on all ranks. Shares by pace change here."""
+        if not self._by_pace:
+            return
+        # All of this is equal on all ranks, also after forwards that failed on one of them.
+        if number > _MEASURED and self._shapes and self._shapes not in self._known:
+            self._choose(passes)
+        self._shapes = tuple((name, tuple(x.shape)) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+        self.now = self._known.get(self._shapes, self.now)
+        self._own, self._heads, self._last = 0, 0, (0, 0)
+        self._attending, self._began = 0.0, time.perf_counter()
+
+    @contextmanager
+    def attending(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[None]:
+        """A call of attention, with this rank's tokens."""
+        if not self._by_pace:
+            yield
+            return
+        if self._heads == 0:
+            self._own, self._device = q.shape[1], q.device
+            self._kind = (q.shape[2], k.shape[2], -(-q.shape[3] // 8) * 8, str(q.dtype).removeprefix("torch."))
+        self._heads += q.shape[2]
+        if self._pace is None:
+            wait_for(self._device)
+        began = time.perf_counter()
+        yield
+        self._attending += time.perf_counter() - began
+
+    def end(self) -> None:
+        """The forward has ended well."""
+        self._last = (self._own, self._heads)
+        if self._by_pace and self._pace is None and self._own:
+            wait_for(self._device)
+            beside_s = time.perf_counter() - self._began - self._attending
+            self._seen.append(max(1, round(beside_s / self._own * _S)))
+
+    def _choose(self, passes: Passes) -> None:
+        """Shares for the shapes of the last forward, if it has told all ranks what they need to know."""
+        (own, layer_heads), token_ns = self._last, min(self._seen[1:], default=0)
+        rows = passes.compare([own, *divmod(token_ns, 1 << 24)], "pace")
+        if any(own == 0 or (self._pace is None and high + low == 0) for own, high, low in rows):
+            return
+        if self._pace is None:
+            heads, kv_heads, dim, dtype = self._kind
+            speeds = self._group.speeds(_USUAL_TOKENS, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+            self._pace = Pace.of([(high << 24) + low for _, high, low in rows], speeds)
+        tokens = sum(own for own, _, _ in rows)
+        self._known[self._shapes] = tuple(self._pace.counts(tokens, [(layer_heads, (None, None))] if self._has_ring else []))
+
+
+def _checked(shares: str | Sequence[float] | None, size: int) -> tuple[int, ...]:
+    """Whole numbers in the proportion of ``shares``."""
+    if shares is None or shares == "auto":
+        return (1,) * size
+    if isinstance(shares, str):
+        raise RequestError(f'shares {shares!r} are not known: use "auto", or a number for each rank')
+    given = [float(share) for share in shares]
+    if len(given) != size:
+        raise RequestError(f"{len(given)} shares for {size} ranks: give each rank one")
+    if not all(math.isfinite(share) and share > 0 for share in given):
+        raise RequestError(
+            f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing"
+        )
+    if all(share.is_integer() for share in given):
+        return tuple(int(share) for share in given)
+    return tuple(max(1, round(share / max(given) * 2**20)) for share in given)

@@ -1,0 +1,134 @@
+"""How a split transformer of diffusers runs: strategies, formats on the wire, and shares by pace."""
+
+import copy
+
+import pytest
+import tiny_transformers as tiny
+import torch
+from split_models import all_raise, case, split
+
+import kyklos
+from kyklos._models.pace import Pace
+from kyklos.diffusers import _attention, parallelize
+
+
+@pytest.mark.parametrize("options", [{"strategy": "pipelined"}, {"strategy": "pass-q"}, {"mesh": "2x1", "strategy": "chunked"}], ids=str)
+def test_strategies_are_exact(options):
+    made = case("Wan")
+    for got in split(made, 2, **options):
+        assert made.error(got) <= made.tolerance
+
+
+@pytest.mark.parametrize("wire", ["f16", "int8"])
+def test_rounded_keys_and_values(wire):
+    made = case("Flux")
+    for got in split(made, 2, wire=wire, mesh="1x2"):
+        assert made.tolerance < made.error(got) < 0.05 * made.exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "fast"}, "strategy `fast` is not known"),
+        ({"wire": "f8"}, "`f8` on the wire is not known"),
+        ({"mesh": "2x1", "wire": "int8"}, "use a mesh with a ring"),
+        ({"shares": "fast"}, 'use "auto", or a number for each rank'),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused(options, says):
+    models = case("Wan").copies(2)
+    all_raise(2, lambda group: parallelize(models[group.rank], group, **options), says)
+
+
+def paced(monkeypatch, token_ns):
+    """Ranks whose layers are so fast, whatever they measure."""
+    monkeypatch.setattr(Pace, "of", staticmethod(lambda *_: Pace(tuple(token_ns), (10**12,) * len(token_ns))))
+
+
+def test_shares_by_pace_from_the_fourth_forward_on(monkeypatch):
+    paced(monkeypatch, (1000, 3000))
+    made, other = case("Wan"), tiny.Case(tiny.wan(), tiny.wan_inputs(frames=5))
+    models = made.copies(2)
+
+    def work(group):
+        model = models[group.rank]
+        with parallelize(model, group, shares="auto") as handle:
+            seen = []
+            for used in [made] * 5 + [other] * 2 + [made]:
+                got = tiny.call(model, used.inputs)
+                assert used.error(got) <= used.tolerance
+                seen.append(handle.shares)
+            return seen
+
+    for seen in kyklos.run_local(2, work, device="cpu"):
+        assert seen[:3] == [[1, 1]] * 3
+        # The tokens of 3 and of 5 frames, with 35 in each.
+        assert [sum(shares) for shares in seen[3:]] == [105, 105, 105, 175, 105]
+        for first, second in seen[3:]:
+            assert first == pytest.approx(3 * second, rel=0.1)
+
+
+def test_shares_by_pace_as_measured():
+    made = case("QwenImage, text masks")
+    models = made.copies(2)
+
+    def work(group):
+        with parallelize(models[group.rank], group, shares="auto") as handle:
+            for _ in range(5):
+                got = tiny.call(models[group.rank], made.inputs)
+                assert made.error(got) <= made.tolerance
+            return handle.shares
+
+    first, second = kyklos.run_local(2, work, device="cpu")
+    assert first == second and sum(first) > 2 and min(first) >= 1
+
+
+def test_forwards_that_fail_on_one_rank_leave_the_ranks_agreed_on_their_shares(monkeypatch):
+    paced(monkeypatch, (1000, 3000))
+    made = case("Wan")
+    models = made.copies(2)
+    attend = _attention.Split.attend
+
+    def work(group):
+        model = models[group.rank]
+        with parallelize(model, group, shares="auto") as handle:
+            for forward in range(1, 9):
+                fails = forward in (1, 3, 4, 6)
+
+                def failing(self, *args, _fails=fails):
+                    if _fails and self.group.rank == 1:
+                        raise kyklos.RequestError("no luck")
+                    return attend(self, *args)
+
+                monkeypatch.setattr(_attention.Split, "attend", failing) if group.rank == 0 else None
+                ready = torch.ones(1, 8, 1, 8)
+                group.attend(ready, ready, ready, layout="bshd", label=f"forward {forward}")
+                if fails:
+                    with pytest.raises(kyklos.RequestError):
+                        tiny.call(model, made.inputs)
+                else:
+                    assert made.error(tiny.call(model, made.inputs)) <= made.tolerance
+            return handle.shares
+
+    first, second = kyklos.run_local(2, work, device="cpu")
+    assert first == second and sum(first) == 105
+
+
+def test_a_copy_keeps_the_shares_and_chooses_its_own(monkeypatch):
+    paced(monkeypatch, (1000, 3000))
+    made = case("Wan")
+    models = made.copies(2)
+
+    def work(group):
+        model = models[group.rank]
+        with parallelize(model, group, shares="auto") as handle:
+            for _ in range(4):
+                tiny.call(model, made.inputs)
+            twin = copy.deepcopy(model)
+            assert made.error(tiny.call(twin, made.inputs)) <= made.tolerance
+            assert made.error(tiny.call(model, made.inputs)) <= made.tolerance
+            return handle.shares
+
+    for shares in kyklos.run_local(2, work, device="cpu"):
+        assert sum(shares) == 105 and shares[0] > 2 * shares[1]
