@@ -57,6 +57,7 @@ def test_adapters_that_come_after_parallelize():
 
     def work(model, group):
         handle = kyklos.transformers.parallelize(model, group)
+        group.attend(*[torch.ones(1, 1, 1, 8)] * 3, layout="bshd", label="all models are split")
         if group.rank == 0:
             # The seed is global, and ranks are threads: one after the other.
             for each in models:

@@ -31,10 +31,12 @@ from .._group import Group
 from .._models.execution import execution, has_ring, warn_of_copies
 from .._models.telling import told
 from . import _attention, _hooks
-from ._plans import SplitPlan, choose, find, split_attention_modules
+from ._caught import catch
+from ._plan import Joined, SplitPlan
+from ._plans import choose, find, split_attention_modules
 from ._shares import Shares
 
-__all__ = ["Handle", "SplitPlan", "parallelize"]
+__all__ = ["Handle", "Joined", "SplitPlan", "parallelize"]
 
 _TESTED = (0, 42)
 
@@ -151,6 +153,9 @@ def _parallelized(
         handle._hooks.append(transformer.register_forward_hook(end))
         for module in modules:
             processor: Any = module.processor
+            if not hasattr(processor, "_parallel_config"):
+                handle._hooks += catch(module, split)
+                continue
             own = "_parallel_config" in vars(processor)
             handle._configs.append((processor, own, processor._parallel_config))
             processor._parallel_config = split
@@ -210,6 +215,5 @@ def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints, module: torch
 def _check_free(transformer: torch.nn.Module, name: str) -> None:
     if getattr(transformer, "_parallel_config", None) is not None:
         raise RequestError(f"{name} is split by diffusers already: do not call enable_parallelism beside kyklos")
-    for module in transformer.modules():
-        if isinstance(getattr(getattr(module, "processor", None), "_parallel_config", None), _attention.Split):
-            raise RequestError(f"{name} is split by kyklos already: call remove() of its handle first")
+    if _hooks.is_split(transformer):
+        raise RequestError(f"{name} is split by kyklos already: call remove() of its handle first")

@@ -64,7 +64,7 @@ class Split:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """The split of a copy of the transformer, which is another model to the ranks of the group."""
-        copied = Split(self.group, self.name, copy.deepcopy(self.shares), self.execution, self.expected)
+        copied = Split(self.group, self.name, copy.deepcopy(self.shares, memo), self.execution, self.expected)
         copied.passes = copy.deepcopy(self.passes)
         register(copied)
         return copied
@@ -183,18 +183,18 @@ class Split:
         return gradients, summed[0].unflatten(1, part.shape[:2]).permute(1, 2, 0)[:, :, None]
 
     @contextmanager
-    def repeated(self, place: tuple[int, int]) -> Iterator[None]:
+    def repeated(self, place: tuple[int, int, tuple[int, ...]]) -> Iterator[None]:
         """A block that computes a part of a forward again, from :meth:`position` on."""
-        before = (self._forward, self._calls, self._active)
-        self._forward, self._calls, self._active = *place, True
+        before = (*self.position(), self._active)
+        self._forward, self._calls, self.shares.now, self._active = *place, True
         try:
             yield
         finally:
-            self._forward, self._calls, self._active = before
+            self._forward, self._calls, self.shares.now, self._active = before
 
-    def position(self) -> tuple[int, int]:
-        """The forward, and its calls so far."""
-        return self._forward, self._calls
+    def position(self) -> tuple[int, int, tuple[int, ...]]:
+        """The forward, its calls so far, and its shares."""
+        return self._forward, self._calls, self.shares.now
 
     def _attend_masked(
         self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str

@@ -1,6 +1,6 @@
 """Hooks that split the tokens of a module's inputs and outputs, and gather them again.
 
-They are PyTorch's own hooks of a module, not those of diffusers or accelerate, which replace ``module.forward``: so they run first
+They are partial functions, since a copy of a module has copies of their arguments. They are PyTorch's own hooks of a module, not those of diffusers or accelerate, which replace ``module.forward``: so they run first
 and last whatever was registered before or is registered later, and setting up offloading again does not drop them.
 """
 
@@ -19,6 +19,7 @@ from .._errors import RequestError
 from .._group import Group
 from .._models.telling import told
 from ._attention import Split
+from ._plan import Joined
 from ._shares import Shares
 
 # The attribute with the function that computes a block again in backward().
@@ -42,9 +43,13 @@ class Splitter:
 
     def __init__(self, group: Group, shares: Shares, whole: frozenset[str]) -> None:
         self.group, self.shares, self.whole = group, shares, whole
+        #: Tokens of all ranks of the inputs that were split last, by name.
+        self._totals: dict[str, int] = {}
 
-    def part(self, x: torch.Tensor, how: ContextParallelInput, name: str) -> torch.Tensor:
-        """The tokens of this rank along ``how.split_dim``, a view."""
+    def part(self, x: torch.Tensor, how: ContextParallelInput | Joined, name: str) -> torch.Tensor:
+        """The tokens of this rank along ``how.split_dim``, a view; of a joined input a copy."""
+        if isinstance(how, Joined):
+            return self._joined(x, how, name)
         if how.expected_dims is not None and x.dim() != how.expected_dims:
             if name in self.whole:
                 return x
@@ -58,8 +63,23 @@ class Splitter:
             raise RequestError(
                 f"{name} has {total} tokens for {self.group.size} ranks, and each needs one: use fewer ranks, or a longer input"
             )
+        self._totals[name] = total
+        return self._own(x, how.split_dim, total)
+
+    def _joined(self, x: torch.Tensor, how: Joined, name: str) -> torch.Tensor:
+        if x.shape[how.dim] == 1:
+            return x
+        totals = [self._totals.get(part) for part in how.parts]
+        known = [total for total in totals if total is not None]
+        if len(known) < len(totals) or sum(known) != x.shape[how.dim]:
+            raise RequestError(
+                f"{name} has {x.shape[how.dim]} tokens, and {', '.join(how.parts)} have {', '.join(map(str, totals))}: mend the plan"
+            )
+        return torch.cat([self._own(part, how.dim, part.shape[how.dim]) for part in x.split(known, how.dim)], how.dim)
+
+    def _own(self, x: torch.Tensor, dim: int, total: int) -> torch.Tensor:
         cuts = bounds(total, self.shares.now)
-        return x.narrow(how.split_dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
+        return x.narrow(dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
 
     def parts(self, x: Any, how: Any, name: str) -> Any:
         """Of a tensor, or of the tensors of a list. Anything else, such as ``None``, stays."""
@@ -85,20 +105,26 @@ def split_inputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Spl
                 f"{type(module).__name__}.forward has no argument {name!r}, which the plan names: mend the plan"
             )
 
-    @torch.compiler.disable
-    def hook(
-        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own, given = list(args), dict(kwargs)
-        with told(splitter.group):
-            for name, how in names.items():
-                if name in given:
-                    given[name] = splitter.parts(given[name], how, name)
-                elif places[name] < len(own):
-                    own[places[name]] = splitter.parts(own[places[name]], how, name)
-        return tuple(own), given
+    return functools.partial(_split_inputs, splitter, names, places)
 
-    return hook
+
+@torch.compiler.disable
+def _split_inputs(
+    splitter: Splitter,
+    names: dict[str, Any],
+    places: dict[str, int],
+    _: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    own, given = list(args), dict(kwargs)
+    with told(splitter.group):
+        for name, how in names.items():
+            if name in given:
+                given[name] = splitter.parts(given[name], how, name)
+            elif places[name] < len(own):
+                own[places[name]] = splitter.parts(own[places[name]], how, name)
+    return tuple(own), given
 
 
 def split_outputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Splitter) -> Callable[..., Any] | None:
@@ -106,21 +132,30 @@ def split_outputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Sp
     outputs = {index: how for index, how in plan.items() if isinstance(index, int)}
     if not outputs:
         return None
+    return functools.partial(_split_outputs, splitter, outputs)
+
+
+@torch.compiler.disable
+def _split_outputs(splitter: Splitter, outputs: dict[int, Any], module: torch.nn.Module, args: Any, output: Any) -> Any:
     name = type(module).__name__
+    with told(splitter.group):
+        if isinstance(output, torch.Tensor):
+            return splitter.part(output, outputs[0], f"the output of {name}")
+        values = list(output)
+        for index, how in outputs.items():
+            if index >= len(values):
+                raise RequestError(f"{name} has {len(values)} outputs, the plan splits number {index}: mend the plan")
+            values[index] = splitter.part(values[index], how, f"output {index} of {name}")
+        return tuple(values)
 
-    @torch.compiler.disable
-    def hook(_: torch.nn.Module, args: Any, output: Any) -> Any:
-        with told(splitter.group):
-            if isinstance(output, torch.Tensor):
-                return splitter.part(output, outputs[0], f"the output of {name}")
-            values = list(output)
-            for index, how in outputs.items():
-                if index >= len(values):
-                    raise RequestError(f"{name} has {len(values)} outputs, the plan splits number {index}: mend the plan")
-                values[index] = splitter.part(values[index], how, f"output {index} of {name}")
-            return tuple(values)
 
-    return hook
+def is_split(module: torch.nn.Module) -> bool:
+    """Whether hooks of a split are on the module or its parts."""
+    return any(
+        isinstance(hook, functools.partial) and hook.func in (_split_inputs, _split_outputs, _gather_outputs)
+        for part in module.modules()
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    )
 
 
 def gather_outputs(module: torch.nn.Module, plan: Any, split: Split) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import kyklos
 import kyklos.diffusers
 from kyklos import _rows
 from kyklos.diffusers import _attention, _hooks, parallelize
+from kyklos.diffusers._shares import Shares
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
@@ -218,7 +219,7 @@ def test_masks_are_gathered_once_and_again_only_where_a_rank_has_new_ones():
             return attend(*args, **options)
 
         group.attend = noted
-        state = _attention.Split(group, "Model", (1, 1), None, 99)
+        state = _attention.Split(group, "Model", Shares(group, None, True), {}, 99)
         _attention.register(state)
         state._active = True
         outputs = []
