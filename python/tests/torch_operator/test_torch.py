@@ -73,7 +73,7 @@ def test_masks_biases_and_sinks(tensors):
 
 def test_opcheck(tensors, alone):
     for layout in ("bhsd", "bshd"):
-        number = kyklos.torch._number(alone, "causal", layout)
+        number = kyklos.torch._operator._number(alone, "causal", layout)
         local = tensors if layout == "bhsd" else [tensor.transpose(1, 2) for tensor in tensors]
         scale = torch.tensor(0.3, dtype=torch.float64)
         arguments = (*local, None, None, None, scale, None, 0, number, layout == "bhsd")
@@ -165,7 +165,7 @@ def test_compiled_training_steps_equal_eager_ones(tensors, alone, backend):
 
 def test_gradcheck_of_the_registration(tensors, alone):
     own = [tensor[:1, :, :5].clone().requires_grad_() for tensor in tensors]
-    number = kyklos.torch._number(alone, "full", "bhsd")
+    number = kyklos.torch._operator._number(alone, "full", "bhsd")
     results = torch.library.opcheck(
         torch.ops.kyklos.attention.default,
         (*own, None, None, None, None, torch.tensor(5.0, dtype=torch.float64), 0, number, True),
@@ -247,7 +247,7 @@ def test_compiled_code_makes_all_calls_in_order_with_any_length(tensors, alone, 
 
 def test_a_call_of_a_group_that_is_gone_is_refused(tensors):
     group = kyklos.Group.local(1, device="cpu")[0]
-    number = kyklos.torch._number(group, "full", "bhsd")
+    number = kyklos.torch._operator._number(group, "full", "bhsd")
     group.close()
     del group
     with pytest.raises(kyklos.RequestError, match="gone"):

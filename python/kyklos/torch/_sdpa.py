@@ -1,0 +1,141 @@
+"""Attention over the tokens of all ranks with the arguments of PyTorch's function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .._errors import RequestError
+from .._group import Group
+from .._sequence import keeping_place
+from ._inputs import Wrong
+from ._operator import attention, refused
+
+_SDPA: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+_MODULES: Any = torch.nn.functional.multi_head_attention_forward
+_PARAMETERS = inspect.signature(_MODULES)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    group: Group,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` in which each rank of ``group`` passes its own tokens, and the keys are those of all ranks.
+
+    :param query: this rank's queries ``[batch, heads, tokens, dim]``, or without the axis of the batch; ``key`` and ``value`` likewise, with
+        as many heads, or fewer with ``enable_gqa``. Values may have another dim.
+    :param attn_mask: of this rank's queries by the keys of all ranks: bool, in which false hides a key, or added to the logits; it broadcasts
+        to ``[batch, heads, tokens, keys]``.
+    :param is_causal: a query sees the tokens of lower ranks, and those before it on its own.
+    :param dropout_p: 0.
+    :returns: ``[batch, heads, tokens, dim of values]``. Its gradients are as those of :func:`attention`.
+    :raises RequestError: as :meth:`kyklos.Group.attend`.
+    """
+    given = (query, key, value, group, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _called(*given) if torch.compiler.is_compiling() else keeping_place(group._core, lambda: _called(*given))
+
+
+class split_attention(TorchFunctionMode):
+    """A block in which ``F.scaled_dot_product_attention`` is that over the tokens of all ranks, also within PyTorch's own modules.
+
+    ::
+
+        with kyklos.torch.split_attention(group):
+            y = model(x[:, rows])       # of this rank's tokens; positions are the model's own, so pass those of the whole sequence
+
+    It is for models whose other layers treat each token by itself. All ranks make the same calls. Calls whose keys every rank has whole, such as
+    attention to a prompt, belong outside of the block, or into ``local``.
+
+    :param local: called with the query, key and value of a call; true if the call attends to the tokens of this rank only.
+    :raises RequestError: attention whose weights are asked for; at the end of a block in which nothing has called the function.
+    """
+
+    def __init__(self, group: Group, local: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool] | None = None) -> None:
+        super().__init__()
+        self._group, self._local, self._called = group, local, False
+        # Of PyTorch's functions the one that calls the other: what it calls is outside of the mode.
+        self._of_modules = FunctionType(_MODULES.__code__, {**_MODULES.__globals__, _SDPA.__name__: self._attend})
+        self._of_modules.__defaults__, self._of_modules.__kwdefaults__ = _MODULES.__defaults__, _MODULES.__kwdefaults__
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is _MODULES:
+            if _PARAMETERS.bind(*args, **given).arguments.get("need_weights", True):
+                raise self._group.refuse("a MultiheadAttention that is asked for its weights", "call it with need_weights=False")
+            func = self._of_modules
+        return (self._attend if func is _SDPA else func)(*args, **given)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None and not self._called:
+            raise RequestError(
+                "a block of split_attention in which nothing calls F.scaled_dot_product_attention, so that each rank would attend to its own "
+                "tokens: use kyklos.torch.attention where the model attends"
+            )
+
+    def _attend(self, *args: Any, **given: Any) -> torch.Tensor:
+        self._called = True
+        if self._local is not None:
+            states = dict(zip(("query", "key", "value"), args, strict=False)) | given
+            if self._local(states["query"], states["key"], states["value"]):
+                return _SDPA(*args, **given)
+        return scaled_dot_product_attention(*args, **given, group=self._group)
+
+
+def _called(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: Group,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    states = [x[None] if x.dim() == 3 else x for x in (query, key, value)]
+    q, k, v = states
+    try:
+        if dropout_p:
+            raise Wrong(f"dropout_p={dropout_p}", "leave it out: there is no dropout")
+        if is_causal and attn_mask is not None:
+            raise Wrong("attn_mask beside is_causal", "leave out one of them, as for PyTorch's function")
+        if any(x.dim() != 4 for x in states):
+            raise Wrong(f"tensors of {query.dim()}, {key.dim()} and {value.dim()} axes", "pass [batch, heads, tokens, dim]")
+        if not enable_gqa and q.shape[1] != k.shape[1]:
+            raise Wrong(f"{q.shape[1]} query heads for {k.shape[1]} key heads", "pass enable_gqa=True")
+    except Wrong as wrong:
+        return refused(query, key, value, group, wrong)[0]
+    while attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask[None]
+    width, scale = v.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
+    # Zeros at the end of a head change neither q·k nor the values.
+    dim = -(-max(q.shape[-1], width) // 8) * 8
+    q, k, v = (x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)
+    is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
+    o, _ = attention(
+        q,
+        k,
+        v,
+        group,
+        mask=attn_mask if is_mask else "causal" if is_causal else None,
+        bias=None if is_mask else attn_mask,
+        scale=scale,
+    )
+    o = o[..., :width]
+    return o[0] if query.dim() == 3 else o
