@@ -1,6 +1,7 @@
 """The tokens of ranks by their pace: against all divisions, and with a window against its pairs one by one."""
 
 import itertools
+import warnings
 
 import pytest
 
@@ -69,3 +70,21 @@ def test_time_of_a_token(monkeypatch):
     assert seen == [64, 64, 256, 256, 1024, 1024]
     seen.clear()
     assert pace.token_ns(run, 100) == pytest.approx(1.4e5, rel=0.01) and seen == [64, 64, 100, 100]
+
+
+def test_a_pass_that_one_rank_alone_would_do_faster_is_told_once():
+    of, attention, watch = Pace((1000, 3000), (10**9, 10**9)), [(4, (None, 0))], pace.Watch()
+    alone = of.alone(0, 1000, attention)
+    assert alone == pytest.approx(1000 * 1e-6 + 4 * 1000 * 1001 / 2 / 1e9) and of.alone(1, 1000, attention) > alone
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # As fast; too few; other lengths; one of them fast enough.
+        for wall in (2 * alone, 2 * alone, 1.05 * alone, 9 * alone):
+            watch.saw(of, 1000, attention, wall)
+        watch.saw(of, 2000, attention, 9.0)
+        watch.saw(of, 2000, attention, 9.0)
+    with pytest.warns(UserWarning, match="a pass over 2000 tokens takes 9 s on 2 ranks, and would take about 0.01 s on rank 0 alone"):
+        watch.saw(of, 2000, attention, 9.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.saw(of, 2000, attention, 9.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .._errors import RequestError
 from .._group import Group
 
 
@@ -28,6 +31,20 @@ def has_ring(group: Group, options: dict[str, Any]) -> bool:
     yet."""
     plan = group.plan([16] * group.size, heads=8 * group.size, dim=64, **options)
     return not plan.steps["mesh"].endswith("x1")
+
+
+def checked_shares(shares: str | Sequence[float] | None, size: int) -> list[float]:
+    """A number for each rank. Without shares, and until those by pace are known, all are equal."""
+    if shares is None or isinstance(shares, str) and shares == "auto":
+        return [1.0] * size
+    if isinstance(shares, str):
+        raise RequestError(f'shares {shares!r} are not known: use "auto", or a number for each rank')
+    given = [float(share) for share in shares]
+    if len(given) != size:
+        raise RequestError(f"{len(given)} shares for {size} ranks: give each rank one")
+    if not all(math.isfinite(share) and share > 0 for share in given):
+        raise RequestError(f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing")
+    return given
 
 
 def warn_of_copies(group: Group, module: torch.nn.Module) -> None:

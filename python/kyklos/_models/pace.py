@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,11 +50,39 @@ class Pace:
         pairs = sum(heads * (visible(tokens, reach, end) - visible(tokens, reach, first)) for heads, reach in attention)
         return self.token_ns[rank] * (end - first) * self.pairs_per_s[rank] + pairs * _S
 
+    def alone(self, rank: int, tokens: int, attention: Sequence[tuple[int, Reach]]) -> float:
+        """Seconds of a rank that has all tokens."""
+        return self._cost(rank, tokens, attention, 0, tokens) / self.pairs_per_s[rank] / _S
+
     def seconds(self, counts: Sequence[int], attention: Sequence[tuple[int, Reach]]) -> list[float]:
         """The time of each rank, without messages."""
         ends = list(itertools.accumulate(counts, initial=0))
         costs = [self._cost(rank, ends[-1], attention, *ends[rank : rank + 2]) for rank in range(len(counts))]
         return [cost / speed / _S for cost, speed in zip(costs, self.pairs_per_s, strict=True)]
+
+
+class Watch:
+    """Compares passes of a split model with what the fastest rank would need alone, and says once if that is less."""
+
+    def __init__(self) -> None:
+        self._walls_s: dict[int, list[float]] = {}
+        self._has_told = False
+
+    def saw(self, pace: Pace, tokens: int, attention: Sequence[tuple[int, Reach]], wall_s: float) -> None:
+        """A pass over so many tokens took so long. Warns after the third one that is too long: the first ones may compile."""
+        walls_s = self._walls_s.setdefault(tokens, [])
+        walls_s.append(wall_s)
+        if self._has_told or len(walls_s) < 3:
+            return
+        alone_s, rank = min((pace.alone(rank, tokens, attention), rank) for rank in range(len(pace.token_ns)))
+        if min(walls_s) > (1 + _NOISE) * alone_s:
+            self._has_told = True
+            warnings.warn(
+                f"a pass over {tokens} tokens takes {min(walls_s):.3g} s on {len(pace.token_ns)} ranks, and would take about {alone_s:.3g} s on rank "
+                f"{rank} alone: the time of messages is more than what the others save; use longer inputs, a faster network, another strategy or "
+                "wire, or one rank",
+                stacklevel=2,
+            )
 
 
 @functools.lru_cache(maxsize=256)

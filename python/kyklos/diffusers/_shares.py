@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .._errors import RequestError
 from .._group import Group
 from .._models.agreement import Passes
-from .._models.pace import Pace, wait_for
+from .._models.execution import checked_shares
+from .._models.pace import Pace, Reach, Watch, wait_for
 
 # Forwards that show the pace. The first one allocates memory and compiles kernels, and so may the second.
 _MEASURED = 3
@@ -29,19 +28,22 @@ class Shares:
     def __init__(self, group: Group, given: str | Sequence[float] | None, has_ring: bool) -> None:
         self._group, self._has_ring = group, has_ring
         #: In the forward that runs, or in the next one.
-        self.now = _checked(given, group.size)
+        self.now = _whole(checked_shares(given, group.size))
         self._by_pace = given == "auto"
         self._pace: Pace | None = None
         #: The shapes of the inputs of the last forward, and the shares that were chosen for some.
         self._shapes: tuple[Any, ...] = ()
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        #: What its attention calls are like: queries of this rank, query heads of all calls so far; heads, head dim and type of the first one.
+        #: What its attention calls are like: queries of this rank, query heads of all batch entries and calls so far; heads, head dim and type of the first one.
         self._own = self._heads = 0
         #: Queries and heads of the last forward, if it has ended well.
         self._last = (0, 0)
         self._kind: tuple[Any, ...] = ()
         #: Nanoseconds of a token without attention, in the forwards so far.
         self._seen: list[int] = []
+        #: The tokens of the forward and the heads of its attention, where its shares are chosen.
+        self._chosen: dict[tuple[Any, ...], tuple[int, list[tuple[int, Reach]]]] = {}
+        self._watch = Watch()
         self._device = torch.device("cpu")
         self._began = self._attending = 0.0
 
@@ -71,7 +73,7 @@ class Shares:
         if self._heads == 0:
             self._own, self._device = q.shape[1], q.device
             self._kind = (q.shape[2], k.shape[2], -(-q.shape[3] // 8) * 8, str(q.dtype).removeprefix("torch."))
-        self._heads += q.shape[2]
+        self._heads += q.shape[0] * q.shape[2]
         if self._pace is None:
             wait_for(self._device)
         began = time.perf_counter()
@@ -81,10 +83,14 @@ class Shares:
     def end(self) -> None:
         """The forward has ended well."""
         self._last = (self._own, self._heads)
-        if self._by_pace and self._pace is None and self._own:
-            wait_for(self._device)
-            beside_s = time.perf_counter() - self._began - self._attending
-            self._seen.append(max(1, round(beside_s / self._own * _S)))
+        if not self._by_pace or not self._own:
+            return
+        wait_for(self._device)
+        wall_s = time.perf_counter() - self._began
+        if self._pace is None:
+            self._seen.append(max(1, round((wall_s - self._attending) / self._own * _S)))
+        elif self._group.rank == 0 and self._shapes in self._chosen:
+            self._watch.saw(self._pace, *self._chosen[self._shapes], wall_s)
 
     def _choose(self, passes: Passes) -> None:
         """Shares for the shapes of the last forward, if it has told all ranks what they need to know."""
@@ -97,22 +103,13 @@ class Shares:
             speeds = self._group.speeds(_USUAL_TOKENS, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
             self._pace = Pace.of([(high << 24) + low for _, high, low in rows], speeds)
         tokens = sum(own for own, _, _ in rows)
-        self._known[self._shapes] = tuple(self._pace.counts(tokens, [(layer_heads, (None, None))] if self._has_ring else []))
+        attention: list[tuple[int, Reach]] = [(layer_heads, (None, None))]
+        self._known[self._shapes] = tuple(self._pace.counts(tokens, attention if self._has_ring else []))
+        self._chosen[self._shapes] = tokens, attention
 
 
-def _checked(shares: str | Sequence[float] | None, size: int) -> tuple[int, ...]:
+def _whole(shares: Sequence[float]) -> tuple[int, ...]:
     """Whole numbers in the proportion of ``shares``."""
-    if shares is None or shares == "auto":
-        return (1,) * size
-    if isinstance(shares, str):
-        raise RequestError(f'shares {shares!r} are not known: use "auto", or a number for each rank')
-    given = [float(share) for share in shares]
-    if len(given) != size:
-        raise RequestError(f"{len(given)} shares for {size} ranks: give each rank one")
-    if not all(math.isfinite(share) and share > 0 for share in given):
-        raise RequestError(
-            f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing"
-        )
-    if all(share.is_integer() for share in given):
-        return tuple(int(share) for share in given)
-    return tuple(max(1, round(share / max(given) * 2**20)) for share in given)
+    if all(share.is_integer() for share in shares):
+        return tuple(int(share) for share in shares)
+    return tuple(max(1, round(share / max(shares) * 2**20)) for share in shares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +15,8 @@ from transformers import PreTrainedModel
 from .._errors import DeviceError, GroupError, RequestError
 from .._group import Group
 from .._models.agreement import Passes
-from .._models.execution import has_ring
-from .._models.pace import Pace, Reach
+from .._models.execution import checked_shares, has_ring
+from .._models.pace import Pace, Reach, Watch
 from .._models.projections import compare_rows
 from .._models.telling import told
 from .._rows import gather
@@ -53,10 +54,11 @@ class SplitModel:
         self.base = checks.body_of(model)
         self.group, self.execution, self.gather = group, execution, gather
         self.by_pace = shares == "auto"
-        self.shares = [1.0] * group.size if shares is None or self.by_pace else _checked_shares(shares, group.size)
+        self.shares = checked_shares(shares, group.size)
         #: With shares by it.
         self.pace: Pace | None = None
         self.attention: list[tuple[int, Reach]] = []
+        self._watch = Watch()
         if gather not in ("auto", "none"):
             raise RequestError(f'gather is {gather!r}: use "auto" or "none"')
         checks.refuse_unsplittable(model, self.base)
@@ -229,6 +231,7 @@ class SplitModel:
         visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
         label = f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, visible, self.labels)},"
         compare_rows(self.group, {"inputs_embeds": inputs.get("inputs_embeds"), "labels": self.labels}, label)
+        began = time.perf_counter()
         forward = Forward(
             self.group,
             self.names,
@@ -263,6 +266,7 @@ class SplitModel:
                 self._check_calls(forward)
                 if counts is not None:
                     self._gather_output(output, forward)
+                    self._compare_with_one_rank(past, (batch, tokens), began)
         except BaseException as error:
             if forward.step is not None:
                 forward.step.end(error)
@@ -344,6 +348,11 @@ class SplitModel:
                 + ": do not change the model's layers after parallelize()"
             )
 
+    def _compare_with_one_rank(self, past: int, shape: tuple[int, int], began: float) -> None:
+        if self.pace is not None and past == 0 and self.group.rank == 0 and not torch.is_grad_enabled():
+            # After the rows were gathered, the device has computed them.
+            self._watch.saw(self.pace, shape[1], self.traits.attention, (time.perf_counter() - began) / shape[0])
+
     def _gather_output(self, output: Any, forward: Forward) -> None:
         """Puts the rows of all ranks into an output of the body."""
         first, end = self.rows(forward.tokens)
@@ -375,15 +384,6 @@ def share_out(tokens: int, shares: Sequence[float]) -> list[int]:
     for rank in by_rest[: tokens - len(shares) - sum(counts)]:
         counts[rank] += 1
     return [count + 1 for count in counts]
-
-
-def _checked_shares(shares: str | Sequence[float], size: int) -> list[float]:
-    if isinstance(shares, str):
-        raise RequestError(f'shares {shares!r} are not known: use "auto", or a number for each rank')
-    values = [float(share) for share in shares]
-    if len(values) != size or not all(0 < share < float("inf") for share in values):
-        raise RequestError(f"shares {list(shares)} for {size} ranks: give a positive number for each rank")
-    return values
 
 
 def _digest(*tensors: torch.Tensor | None) -> str:

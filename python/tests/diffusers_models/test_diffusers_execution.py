@@ -132,3 +132,16 @@ def test_a_copy_keeps_the_shares_and_chooses_its_own(monkeypatch):
 
     for shares in kyklos.run_local(2, work, device="cpu"):
         assert sum(shares) == 105 and shares[0] > 2 * shares[1]
+
+
+def test_a_split_that_makes_a_transformer_slower_is_told(monkeypatch):
+    monkeypatch.setattr(Pace, "of", staticmethod(lambda *_: Pace((1, 1), (10**15, 10**15))))
+    with pytest.warns(UserWarning, match="a pass over 105 tokens takes .* on 2 ranks, and would take about .* on rank 0 alone"):
+        models = case("Wan").copies(2)
+
+        def work(group):
+            with parallelize(models[group.rank], group, shares="auto"):
+                for _ in range(7):
+                    tiny.call(models[group.rank], case("Wan").inputs)
+
+        kyklos.run_local(2, work, device="cpu")

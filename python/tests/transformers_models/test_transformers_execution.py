@@ -66,7 +66,7 @@ def test_gradients_with_a_format_on_the_wire():
         ({"mesh": "1x3"}, "mesh 1x3 for 2 ranks"),
         ({"mesh": "2x1", "wire": "int8"}, "use a mesh with a ring"),
         ({"shares": "fast"}, 'use "auto", or a number for each rank'),
-        ({"shares": [1, 2, 3]}, "a positive number for each rank"),
+        ({"shares": [1, 2, 3]}, "3 shares for 2 ranks: give each rank one"),
     ],
     ids=str,
 )
@@ -141,3 +141,16 @@ def test_a_text_with_shares_by_pace(monkeypatch):
 
     for got, held in on_ranks(model, 2, work, shares="auto"):
         assert torch.equal(got, expected) and held[0] > 2 * held[1]
+
+
+def test_a_split_that_makes_a_model_slower_is_told(monkeypatch):
+    # Alone, a rank would need next to nothing.
+    paced(monkeypatch, Pace((1, 1), (10**15, 10**15)))
+    ids = texts(2, 31)
+
+    def work(split, handle, group):
+        for _ in range(3):
+            output(split, input_ids=ids)
+
+    with pytest.warns(UserWarning, match="a pass over 31 tokens takes .* on 2 ranks, and would take about .* on rank 0 alone"):
+        on_ranks(build("llama"), 2, work, shares="auto")

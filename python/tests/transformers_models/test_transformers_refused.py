@@ -67,8 +67,8 @@ def test_models_outside_of_the_seam_are_refused_by_name(cls, config, settings, s
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"shares": [1, 1, 1]}, r"shares \[1, 1, 1\] for 2 ranks: give a positive number for each rank"),
-        ({"shares": [1, 0]}, "give a positive number"),
+        ({"shares": [1, 1, 1]}, "3 shares for 2 ranks: give each rank one"),
+        ({"shares": [1, 0]}, "each rank needs a positive one"),
         ({"gather": "rank 0"}, 'use "auto" or "none"'),
     ],
     ids=str,
