@@ -41,8 +41,12 @@ class Traits:
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that ends with hidden states; of OPT, whose head calls it, the decoder inside of the body."""
+    """The part of a model that ends with hidden states: of OPT, whose head calls it, the decoder inside of the body; of a model that takes
+    images or sounds too, its language model."""
     body = cast(PreTrainedModel, model.base_model)
+    if body.config.sub_configs and body.config.get_text_config() is not body.config and not body.config.is_encoder_decoder:
+        language = model.get_decoder()
+        return language if isinstance(language, PreTrainedModel) else body
     inner = [part for part in body.children() if isinstance(part, PreTrainedModel)]
     return inner[0] if len(inner) == 1 and not body.config.sub_configs else body
 

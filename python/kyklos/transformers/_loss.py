@@ -1,4 +1,4 @@
-"""The head of a split model: the rows that it needs, and the loss of the rows of one rank."""
+"""The model around the body of a split one: its inputs, the rows that its head needs, and the loss of the rows of one rank."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def _forward(split: SplitModel, run: Callable[..., Any], names: list[str], /, *a
     targets = [name for name, value in given.items() if "label" in name and value is not None]
     split.keep = keep if isinstance(keep, int) and keep > 0 else 0
     split.labels = labels if isinstance(labels, torch.Tensor) else None
+    split.outer = given
     try:
         with told(split.group):
             if targets and split.gather == "none" and not split.generating:
                 return _with_own_loss(split, run, given, targets)
             return run(*args, **kwargs)
     finally:
-        split.keep, split.labels = 0, None
+        split.keep, split.labels, split.outer = 0, None, None
 
 
 def _with_own_loss(split: SplitModel, run: Callable[..., Any], given: dict[str, Any], targets: list[str]) -> Any:

@@ -79,8 +79,8 @@ def _rule(function: Callable[..., Any]) -> MaskRule:
                 any(rule.packed for rule in rules),
             )
     raise RequestError(
-        f"the model's mask has the part {name}, and a group takes causal, bidirectional and sliding-window masks with padding or "
-        "packed documents: use a model without this mask, or run it on one rank"
+        f"the model's mask has the part {name}, as those of image tokens that see each other, and a group takes causal, bidirectional and "
+        "sliding-window masks with padding or packed documents: leave out the images, or run the model on one rank"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,16 +21,14 @@ from .._models.telling import told
 from .._rows import gather
 from . import _checks as checks
 from . import _hooks as hooks
+from . import _inputs as given_inputs
 from . import _masks as masks
 from ._attention import NAME, Forward, current, entered
-from ._cache import CACHE, CACHE_NAMES, SplitCache, given_cache
+from ._cache import CACHE, SplitCache, given_cache
 from ._steps import Step
 
 # Tokens of a text for which the shares of a cache are by pace.
 _USUAL_TOKENS = 4096
-# Inputs with an axis of tokens, which is axis 1.
-_OF_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
-_KNOWN = {*_OF_TOKENS, "attention_mask", *CACHE_NAMES, "use_cache", "return_dict"}
 
 
 class SplitModel:
@@ -67,13 +64,14 @@ class SplitModel:
         self.keep = 0
         #: Targets of all tokens, if the head computes a loss.
         self.labels: torch.Tensor | None = None
+        #: Inputs of the model around the body, while it runs.
+        self.outer: dict[str, Any] | None = None
         #: Rows go to all ranks whatever ``gather`` says: every rank chooses the next token.
         self.generating = False
         #: Whether the model makes other positions than :func:`checks.default_positions`: without padding, and with it.
         self.own_positions = [False, False]
         self._passes = Passes(group)
-        self._implementation = model.config._attn_implementation
-        self._base_implementation = self.base.config._attn_implementation
+        self._implementation = self.base.config._attn_implementation
         self._run: Callable[..., Any] = self.base.forward
         self._undo: list[Callable[[], None]] = []
 
@@ -94,8 +92,8 @@ class SplitModel:
     def _install(self, check: bool) -> None:
         self._passes.check_weights(self.model)
         expected = self._expected() if check else None
-        self.model.set_attn_implementation(NAME)
-        if {self.model.config._attn_implementation, self.base.config._attn_implementation} != {NAME}:
+        self.base.set_attn_implementation(NAME)
+        if self.base.config._attn_implementation != NAME:
             raise RequestError(
                 f"{type(self.model).__name__} does not take another attention function: run it on one rank"
             )
@@ -121,9 +119,8 @@ class SplitModel:
         """Restores the model."""
         while self._undo:
             self._undo.pop()()
-        for part, implementation in ((self.model, self._implementation), (self.base, self._base_implementation)):
-            if part.config._attn_implementation != implementation:
-                part.set_attn_implementation(implementation)
+        if self.base.config._attn_implementation != self._implementation:
+            self.base.set_attn_implementation(self._implementation)
 
     def rows(self, tokens: int) -> tuple[int, int]:
         """The rows of this rank, as a half-open range, of a pass over ``tokens`` tokens."""
@@ -211,7 +208,8 @@ class SplitModel:
         batch, tokens = tokens_of.shape[:2]
         cache = self._cache_of(inputs)
         past = 0 if cache is None else cache.length
-        positions, mask = self._positions(inputs, past, (batch, tokens)), inputs.get("attention_mask")
+        positions = given_inputs.positions(self.base, inputs, past, (batch, tokens))
+        mask, rules = self._mask_of(inputs)
         padding = masks.padding(mask, past + tokens)
         if "position_ids" not in inputs and self.own_positions[padding is not None]:
             raise RequestError(
@@ -229,8 +227,8 @@ class SplitModel:
         # Passes with a cache have no gradients.
         number = self._passes.next(self.model, torch.is_grad_enabled() and cache is None)
         visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
-        label = f"{self._passes.model}, pass {number}, inputs {_digest(tokens_of, positions, visible, self.labels)},"
-        compare_rows(self.group, {"inputs_embeds": inputs.get("inputs_embeds"), "labels": self.labels}, label)
+        label = f"{self._passes.model}, pass {number}, inputs {given_inputs.digest(tokens_of, positions, visible, self.labels)},"
+        compare_rows(self.group, {**given_inputs.embeddings(inputs), "labels": self.labels}, label)
         began = time.perf_counter()
         forward = Forward(
             self.group,
@@ -241,25 +239,26 @@ class SplitModel:
             self.execution,
             cache,
             padding,
-            masks.documents(positions.expand(batch, -1)) if packed else None,
+            masks.documents(given_inputs.places(positions).expand(batch, -1)) if packed else None,
             int(positions.max()),
         )
         if cache is not None and counts is None:
             forward.step = Step(self.group, forward.label, cache.last_step or [])
         first, end = self.rows(tokens)
-        own = {name: inputs[name][:, first:end] for name in _OF_TOKENS if name in inputs}
-        own["position_ids"] = positions[:, first:end]
+        own = {**given_inputs.part(inputs, first, end), "position_ids": positions[..., first:end]}
         # With a mask the library does not look for packed documents in the positions of one rank.
         own["attention_mask"] = (
             torch.ones(batch, end - first, dtype=torch.long, device=tokens_of.device)
             if mask is None
             else mask[:, past + first : past + end]
         )
+        if rules is not None:
+            own["attention_mask"] = rules
         if cache is not None:
             own |= {CACHE: cache, "use_cache": True}
         else:
             own |= checks.without_cache(self.base)
-        others = {name: value for name, value in inputs.items() if name not in _KNOWN}
+        others = {name: value for name, value in inputs.items() if name not in given_inputs.KNOWN}
         try:
             with entered(forward), hooks.recomputed(self.base, forward):
                 output = self._run(**own, **others, return_dict=True)
@@ -290,7 +289,7 @@ class SplitModel:
                 "output_router_logits of a split model: a rank has those of its tokens only; leave it out"
             )
         for name, value in inputs.items():
-            if name not in _KNOWN and (isinstance(value, (torch.Tensor, dict)) or name.startswith("cu_seq_lens")):
+            if name not in given_inputs.KNOWN and (isinstance(value, (torch.Tensor, dict)) or name.startswith("cu_seq_lens")):
                 raise RequestError(
                     f"a split model does not know how to split the input {name}: leave it out, or use one rank"
                 )
@@ -303,26 +302,29 @@ class SplitModel:
             if cache.group is not self.group or len(cache.parts) != len(self.traits.layers):
                 raise RequestError("a cache of another split model: make one with handle.cache()")
             return cache
-        if cache is not None:
+        if cache is not None and (self.outer is None or given_cache(self.outer) is not None or cache.get_seq_length()):
             raise RequestError(
                 f"a {type(cache).__name__} as past_key_values of a split model: make one with handle.cache()"
             )
-        use = inputs.get("use_cache")
+        # A cache that the model around this one has made, which is empty.
+        use = inputs.get("use_cache") if cache is None else True
         if use is None:
             # A cache has no gradients, and training does not use it.
             trains = torch.is_grad_enabled() and (self.base.training or self.labels is not None)
             return self.cache() if self.traits.caches_by_default and not trains else None
         return self.cache() if use and self.traits.caches else None
 
-    def _positions(self, inputs: dict[str, Any], past: int, shape: tuple[int, int]) -> torch.Tensor:
-        positions = inputs.get("position_ids")
-        if positions is None:
-            return checks.default_positions(self.base, inputs.get("input_ids"), past, shape)
-        if positions.dim() != 2 or positions.shape[0] not in (1, shape[0]) or positions.shape[1] != shape[1]:
+    def _mask_of(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
+        """The ``attention_mask`` of the caller, and the rules that a model around this one has made of it, if it has."""
+        given = inputs.get("attention_mask")
+        if given is None or isinstance(given, torch.Tensor):
+            return given, None
+        if self.outer is None or not isinstance(given, dict):
             raise RequestError(
-                f"position_ids of shape {tuple(positions.shape)} for {shape[0]} texts of {shape[1]} tokens: pass [batch, tokens]"
+                f"an attention_mask that is a {type(given).__name__}: call the model that was split, not one of its parts; a model that makes one "
+                "mask for all layers of its language model, as PaliGemma, runs on one rank"
             )
-        return positions
+        return self.outer.get("attention_mask"), given
 
     def _refuse_late_padding(self, cache: SplitCache) -> None:
         if any(layer.store is not None and layer.window is not None for layer in cache.parts):
@@ -384,16 +386,3 @@ def share_out(tokens: int, shares: Sequence[float]) -> list[int]:
     for rank in by_rest[: tokens - len(shares) - sum(counts)]:
         counts[rank] += 1
     return [count + 1 for count in counts]
-
-
-def _digest(*tensors: torch.Tensor | None) -> str:
-    """A short text that is equal on ranks with equal inputs. Floating-point values are left out, which devices may round differently:
-    :func:`compare_rows` compares them."""
-    crc = 0
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        crc = zlib.crc32(str(tuple(tensor.shape)).encode(), crc)
-        if not tensor.is_floating_point():
-            crc = zlib.crc32(tensor.detach().to("cpu", torch.int64).contiguous().numpy().tobytes(), crc)
-    return f"{crc:08x}"

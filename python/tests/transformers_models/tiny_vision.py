@@ -1,0 +1,126 @@
+"""Tiny models that take images or sounds beside text, with random weights, and inputs for them."""
+
+import torch
+from tiny_models import VOCABULARY, build_class
+
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+_IMAGE, _START, _END, _VIDEO = 90, 91, 92, 93
+_QWEN = {"image_token_id": _IMAGE, "video_token_id": _VIDEO, "vision_start_token_id": _START, "vision_end_token_id": _END}
+_QWEN_VISION = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+def _rope(**more):
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], **more}
+
+
+SETTINGS = {
+    "Llava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **_VISION},
+        "image_token_id": _IMAGE,
+    },
+    "Qwen2VL": {
+        "text_config": {**_TEXT, "rope_parameters": _rope()},
+        "vision_config": {**_QWEN_VISION, "depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 1},
+        **_QWEN,
+    },
+    "Qwen2_5_VL": {
+        "text_config": {**_TEXT, "rope_parameters": _rope()},
+        "vision_config": {
+            **_QWEN_VISION,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "out_hidden_size": 64,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        **_QWEN,
+    },
+    # Adds states of images in two layers.
+    "Qwen3VL": {
+        "text_config": {**_TEXT, "head_dim": 16, "rope_parameters": _rope(mrope_interleaved=True)},
+        "vision_config": {
+            **_QWEN_VISION,
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **_QWEN,
+    },
+    "Mistral3": {
+        "text_config": {"model_type": "mistral", "head_dim": 16, **_TEXT},
+        "vision_config": {"model_type": "pixtral", **_VISION, "image_size": 32},
+        "image_token_id": _IMAGE,
+        "spatial_merge_size": 2,
+    },
+    "InternVL": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {**_VISION, "image_size": [32, 32], "patch_size": [4, 4]},
+        "image_token_id": _IMAGE,
+        "image_seq_length": 16,
+        "downsample_ratio": 0.5,
+    },
+    "SmolVLM": {
+        "text_config": {"model_type": "llama", "pad_token_id": 2, **_TEXT},
+        "vision_config": _VISION,
+        "image_token_id": _IMAGE,
+        "scale_factor": 1,
+    },
+    # Its masks are made by the model around the language model.
+    "Gemma3": {
+        "text_config": {**_TEXT, "head_dim": 16, "sliding_window": 8},
+        "vision_config": _VISION,
+        "image_token_id": _IMAGE,
+        "boi_token_id": _START,
+        "eoi_token_id": _END,
+        "mm_tokens_per_image": 16,
+    },
+    "PaliGemma": {
+        "text_config": {"model_type": "gemma", "head_dim": 16, **_TEXT},
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "image_token_id": _IMAGE,
+        "projection_dim": 64,
+    },
+}
+
+
+def vision(name):
+    return build_class(f"{name}ForConditionalGeneration", f"{name}Config", SETTINGS[name])
+
+
+def image_inputs(name, images=True):
+    """Two texts, one of them padded on the left; with an image of 16 tokens in each (Qwen: 6 tokens)."""
+    make = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 80, (2, 34), generator=make)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    if not images:
+        return {"input_ids": ids, "attention_mask": mask}
+    if name.startswith("Qwen"):
+        ids[:, 4], ids[:, 5:11], ids[:, 11] = _START, _IMAGE, _END
+        patches = torch.randn(2 * 24, 3 * 2 * 4 * 4, generator=make)
+        grids = torch.tensor([[1, 6, 4], [1, 4, 6]])
+        inputs = {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": (ids == _IMAGE).long()}
+    else:
+        ids[:, 4:20] = _IMAGE
+        size = 32 if name in ("Mistral3", "InternVL") else 16
+        pixels = torch.randn(2, 3, size, size, generator=make)
+        inputs = {"pixel_values": pixels[:, None] if name == "SmolVLM" else pixels}
+        if name == "Mistral3":
+            inputs["image_sizes"] = torch.tensor([[32, 32], [32, 32]])
+        if name == "Gemma3":
+            inputs["token_type_ids"] = (ids == _IMAGE).long()
+    return {"input_ids": ids, "attention_mask": mask, **inputs}
